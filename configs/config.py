@@ -1,0 +1,171 @@
+"""The fields of a run. `python train_gpt.py PRESET --help` shows them with the preset's values."""
+
+import dataclasses
+import hashlib
+import json
+import math
+import re
+from typing import Literal
+
+OptionValue = int | float | bool | str
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One pretraining run. The defaults are the paper's 162M model at training length 4096."""
+
+    # ---- the run ----
+    name: str = ""
+    """Name of the run folder; empty: PRESET-METHOD-sSEED."""
+    runs_dir: str = "runs"
+    """Folder that holds the run folders."""
+    seed: int = 0
+    """Seed of the initialisation; it never changes the order of the data."""
+    resume: Literal["never", "auto"] = "never"
+    """auto: continue an existing run folder from its latest checkpoint, or start afresh if it has none."""
+    tags: tuple[str, ...] = ()
+    """Tags of the run in wandb."""
+    group: str = ""
+    """Group of the run in wandb, such as a sweep's name."""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Mirror the metrics to wandb (without an API key: offline)."""
+    wandb_project: str = "scale-invariant-attention"
+    """wandb project."""
+
+    # ---- the model ----
+    method: str = "scale_invariant_p_rope"
+    """Attention method, one of those listed in model/methods/__init__.py."""
+    method_options: dict[str, OptionValue] = dataclasses.field(default_factory=dict)
+    """Options of the method where they differ from the paper's, as in: --method_options tau 3 base 64."""
+    rotary_base_length: int = 0
+    """Training length that rotary bases are meant for: they are multiplied by train_length / this. 0: taken as given."""
+    vocab_size: int = 50304
+    """Size of embedding and head; GPT-2's 50,257 tokens rounded up to a multiple of 128."""
+    num_layers: int = 12
+    """Transformer blocks."""
+    num_heads: int = 6
+    """Attention heads."""
+    model_dim: int = 768
+    """Width of the residual stream; the head size is model_dim / num_heads."""
+
+    # ---- the data ----
+    data_dir: str = "data/fineweb10B"
+    """Folder of token shards, made by `python -m data.fineweb` or `python -m data.text`."""
+    train_length: int = 4096
+    """Tokens in a training sequence."""
+    batch_tokens: int = 524_288
+    """Tokens in a step over all devices, whatever their number; gradient accumulation follows from it."""
+    micro_batch_tokens: int = 32_768
+    """Most tokens a device computes at once (at least one sequence)."""
+
+    # ---- optimisation ----
+    steps: int = 4578
+    """Optimizer steps."""
+    schedule: Literal["constant_linear", "cosine", "trapezoid"] = "constant_linear"
+    """Shape of the learning rates over the steps."""
+    warmup_steps: int = 0
+    """Linear warm-up (trapezoid)."""
+    cooldown_steps: int = 1308
+    """Linear decay to zero over the last steps (constant_linear, trapezoid)."""
+    muon_lr: float = 0.02
+    """Learning rate of the matrices in the blocks (Muon)."""
+    muon_momentum: float = 0.95
+    """Momentum of Muon."""
+    embedding_lr: float = 0.3
+    """Learning rate of the embedding (Adam)."""
+    head_lr: float = 0.002
+    """Learning rate of the head (Adam)."""
+    scalar_lr: float = 0.002
+    """Learning rate of an attention method's own parameters: LogN scales, Infini gates (Adam)."""
+    adam_betas: tuple[float, float] = (0.9, 0.95)
+    """Betas of Adam."""
+    adam_eps: float = 1e-8
+    """Epsilon of Adam."""
+    bf16_embedding: bool = False
+    """Keep the embedding in bfloat16 without a float32 master, as the base script did."""
+
+    # ---- validation ----
+    val_lengths: tuple[int, ...] = (4096, 16_384, 65_536)
+    """Sequence lengths of the validation, all on the same tokens."""
+    val_tokens: int = 10_485_760
+    """Validation tokens at each length."""
+    val_every: int = 125
+    """Steps between validations; 0: only at the end."""
+
+    # ---- the machine ----
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA if present."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the computation; parameters are float32. auto: bfloat16 on CUDA and on CPUs that multiply it in hardware."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """torch.compile. auto: on if a trial compilation works."""
+    attention_backend: Literal["auto", "sdpa", "flex", "blocks"] = "auto"
+    """How attention runs; see model/attention.py."""
+    save_every: int = 1000
+    """Steps between checkpoints; 0: only at the end."""
+    keep: int = 2
+    """Checkpoints kept."""
+
+    def __post_init__(self):
+        """ValueError, in one line, for values that cannot make a run on any machine."""
+        for field in (
+            "vocab_size num_layers num_heads model_dim train_length batch_tokens micro_batch_tokens steps val_tokens keep"
+        ).split():
+            require(getattr(self, field) >= 1, f"{field} must be at least 1, got {getattr(self, field)}")
+        for field in "seed rotary_base_length warmup_steps cooldown_steps val_every save_every".split():
+            require(getattr(self, field) >= 0, f"{field} must not be negative, got {getattr(self, field)}")
+        for field in "muon_lr embedding_lr head_lr scalar_lr adam_eps".split():
+            value = getattr(self, field)
+            require(0 <= value < math.inf, f"{field} must be a finite number of at least 0, got {value}")
+        for field, values in dict(muon_momentum=[self.muon_momentum], adam_betas=self.adam_betas).items():
+            require(all(0 <= v < 1 for v in values), f"{field} must lie in [0, 1), got {getattr(self, field)}")
+        require(
+            self.model_dim % self.num_heads == 0,
+            f"model_dim {self.model_dim} is not divisible by num_heads {self.num_heads}",
+        )
+        require(
+            self.batch_tokens % self.train_length == 0,
+            f"train_length {self.train_length} does not divide batch_tokens {self.batch_tokens}: "
+            "a step must be whole sequences",
+        )
+        require(len(self.val_lengths) > 0, "val_lengths must name at least one length")
+        require(len(set(self.val_lengths)) == len(self.val_lengths), f"val_lengths repeat: {self.val_lengths}")
+        for length in self.val_lengths:
+            require(length >= 1, f"val_lengths must be at least 1, got {length}")
+            require(
+                self.val_tokens % length == 0,
+                f"validation length {length} does not divide val_tokens {self.val_tokens}",
+            )
+        require(
+            self.name == "" or re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+=-]*", self.name),
+            f"name {self.name!r} must be a plain folder name of letters, digits and . _ + = -",
+        )
+
+    def to_dict(self) -> dict:
+        return dataclasses.asdict(self)
+
+
+# Fields that name, watch or speed up a run but do not change what it computes (up to rounding).
+NOT_MATHEMATICS = frozenset(
+    "name runs_dir resume tags group wandb wandb_project micro_batch_tokens device dtype compile "
+    "attention_backend save_every keep val_every val_lengths val_tokens data_dir".split()
+)
+
+
+def config_hash(config: Config) -> str:
+    """Twelve hex digits that two runs share when their mathematics is the same.
+
+    Fields at their default value are left out, so that a new field whose default is the old behaviour changes nothing.
+    """
+    defaults = Config()
+    changed = {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(Config)
+        if field.name not in NOT_MATHEMATICS and getattr(config, field.name) != getattr(defaults, field.name)
+    }
+    return hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def require(condition, message: str):
+    if not condition:
+        raise ValueError(message)

@@ -1,0 +1,189 @@
+"""Which tokens step n trains on, and which tokens validation sees.
+
+Step n is tokens [n * batch_tokens, (n + 1) * batch_tokens] of the stream (the last one only as a target), whatever the
+sequence length, micro-batch size and number of processes. So a run resumed at step n, or on another number of GPUs,
+continues with exactly the tokens that it would have seen, and methods and lengths are compared on the same text.
+The base recipe instead lets every process walk the shards on its own and drops the end of each, so its order depends
+on all three.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.shards import TokenStream
+
+Batch = tuple[Tensor, Tensor]  # inputs and targets, both (micro_batch_size, length) int64
+
+
+def _read(stream: TokenStream, start: int, count: int, vocab_size: int) -> np.ndarray:
+    tokens = stream.read(start, count)
+    outside = tokens >= vocab_size
+    if outside.any():  # an index error inside a CUDA kernel would name neither file nor token
+        first = int(outside.argmax())
+        name, offset = stream.where(start + first)
+        raise ValueError(f"{name}: token {offset} is {tokens[first]}, outside the vocabulary of {vocab_size}")
+    return tokens
+
+
+def _host_tensor(tokens: np.ndarray, device: torch.device) -> Tensor:
+    tensor = torch.from_numpy(tokens.astype(np.int64))
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.to(device, non_blocking=device.type == "cuda")
+
+
+# ---- training ----
+
+
+def _sequences_per_rank(batch_tokens: int, length: int, micro_batch_size: int, world_size: int) -> int:
+    if batch_tokens % length:
+        raise ValueError(f"batch_tokens {batch_tokens} is not a multiple of the sequence length {length}")
+    sequences = batch_tokens // length
+    if world_size > sequences:
+        raise ValueError(
+            f"more processes ({world_size}) than sequences in a step ({sequences} of {length} tokens):"
+            f" use at most {sequences} processes or a larger batch_tokens"
+        )
+    if sequences % world_size:
+        raise ValueError(f"the {sequences} sequences of a step cannot be shared evenly by {world_size} processes")
+    share = sequences // world_size
+    if share % micro_batch_size:
+        raise ValueError(
+            f"micro_batch_size {micro_batch_size} does not divide the {share} sequences of a process in a step"
+        )
+    return share
+
+
+def micro_batch_size(batch_tokens: int, length: int, micro_batch_tokens: int, world_size: int) -> int:
+    """The most sequences, within micro_batch_tokens (but at least one), that divide a process's share of a step."""
+    share = _sequences_per_rank(batch_tokens, length, 1, world_size)
+    most = max(1, micro_batch_tokens // length)
+    return max(size for size in range(1, share + 1) if share % size == 0 and size <= most)
+
+
+class TrainLoader:
+    """Iterates over steps: `next(loader)` is the list of micro-batches of one step for one rank.
+
+    A step is `batch_tokens // length` sequences in stream order; rank r of W has the r-th contiguous share of them,
+    cut in order into micro-batches. One thread reads `prefetch` steps ahead; what goes wrong there is raised by the
+    `next` of that step. Use it in a `with`, or `close` it.
+
+    Args:
+        stream: the training tokens.
+        batch_tokens: tokens in a step over all ranks and micro-batches.
+        length: tokens in a sequence.
+        micro_batch_size: sequences in a micro-batch of a rank.
+        rank, world_size: this process and the number of processes.
+        start_step: the step that the first `next` returns.
+        vocab_size: a token outside it is a ValueError that names file and token.
+        device: where the returned tensors are; copies to CUDA are asynchronous, from pinned memory.
+        prefetch: steps read ahead.
+
+    Raises:
+        ValueError: if a step cannot be divided into whole sequences, equal shares and full micro-batches.
+    """
+
+    def __init__(
+        self,
+        stream: TokenStream,
+        *,
+        batch_tokens: int,
+        length: int,
+        micro_batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        start_step: int = 0,
+        vocab_size: int,
+        device: str | torch.device = "cpu",
+        prefetch: int = 2,
+    ):
+        self._share = _sequences_per_rank(batch_tokens, length, micro_batch_size, world_size) * length
+        self._stream, self._vocab_size, self._device = stream, vocab_size, torch.device(device)
+        self._batch_tokens, self._length, self._micro_batch_size = batch_tokens, length, micro_batch_size
+        self._rank, self._next_step = rank, start_step
+        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train-loader")
+        if self._device.type == "cuda":
+            # A new thread is on device 0, and pinning there would open a context of every rank on the first GPU.
+            own = torch.cuda.current_device() if self._device.index is None else self._device.index
+            self._reader.submit(torch.cuda.set_device, own)
+        self._pending = deque()
+        for _ in range(prefetch):
+            self._submit()
+
+    def _submit(self) -> None:
+        self._pending.append(self._reader.submit(self._load, self._next_step))
+        self._next_step += 1
+
+    def _load(self, step: int) -> Batch:
+        start = step * self._batch_tokens + self._rank * self._share
+        tokens = _read(self._stream, start, self._share + 1, self._vocab_size)  # (share + 1,)
+        inputs, targets = (_host_tensor(part, self._device) for part in (tokens[:-1], tokens[1:]))
+        return inputs.view(-1, self._length), targets.view(-1, self._length)  # (share // length, length)
+
+    def __iter__(self) -> "TrainLoader":
+        return self
+
+    def __next__(self) -> list[Batch]:
+        self._submit()
+        # Copied by the caller's thread: its stream orders the copy before the kernels that read it.
+        inputs, targets = (_to_device(tensor, self._device) for tensor in self._pending.popleft().result())
+        return list(zip(inputs.split(self._micro_batch_size), targets.split(self._micro_batch_size)))
+
+    def close(self) -> None:
+        """Drops the steps read ahead and ends the thread."""
+        self._reader.shutdown(cancel_futures=True)
+
+    def __enter__(self) -> "TrainLoader":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+
+# ---- validation ----
+
+
+def check_validation(stream: TokenStream, lengths: Sequence[int], val_tokens: int) -> None:
+    """ValueError unless the first `val_tokens` of the stream are whole sequences of each length, with targets."""
+    unit = math.lcm(*lengths)
+    available = len(stream)
+    largest = (available - 1) // unit * unit  # the last input needs a target
+    advice = f"the validation shards hold {available} tokens, the largest valid val_tokens is {largest}"
+    if val_tokens < 1 or val_tokens % unit:
+        raise ValueError(f"val_tokens {val_tokens} is not a multiple of {unit} (lengths {list(lengths)}): {advice}")
+    if val_tokens > largest:
+        raise ValueError(f"val_tokens {val_tokens} needs {val_tokens + 1} tokens: {advice}")
+
+
+def validation_batches(
+    stream: TokenStream,
+    *,
+    length: int,
+    val_tokens: int,
+    micro_batch_size: int,
+    rank: int = 0,
+    world_size: int = 1,
+    device: str | torch.device = "cpu",
+    vocab_size: int,
+) -> Iterator[Batch]:
+    """Yields one rank's validation batches: the first `val_tokens` of the stream, each token a target once.
+
+    The tokens are the same at every length and in every run. Rank r of W takes sequences r, r + W, ... so counts may
+    differ by one between ranks; its last micro-batch may be smaller.
+    """
+    check_validation(stream, [length], val_tokens)
+    device = torch.device(device)
+    mine = range(rank, val_tokens // length, world_size)
+    for first in range(0, len(mine), micro_batch_size):
+        rows = [_read(stream, i * length, length + 1, vocab_size) for i in mine[first : first + micro_batch_size]]
+        tokens = np.stack(rows)  # (b, length + 1)
+        inputs, targets = (_to_device(_host_tensor(part, device), device) for part in (tokens[:, :-1], tokens[:, 1:]))
+        yield inputs, targets  # (b, length)

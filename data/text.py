@@ -1,0 +1,320 @@
+"""Tokenises anything: text files and .jsonl to a folder of shards with a manifest.
+
+    python -m data.text books/ --tokenizer gpt2 --out data/books
+    python -m data.text crawl.jsonl notes/ --suffixes .md .txt --tokenizer bpe:4096 --out data/crawl
+
+A .jsonl file holds one JSON object a line, its text in the field `text` (--field). Any other file is one document, or
+several, separated by lines `<|endoftext|>`. Bytes that are not UTF-8 become U+FFFD, white space around a document is
+dropped, and so are empty documents.
+
+The sha256 of its text puts a document into train or val, so the same document is never in both, whatever the files.
+Both splits are shuffled document by document with a fixed seed, so the order of files is not the order of the stream.
+Only the place of each document (24 bytes) is held in memory: the text is read twice, first to find the documents, then
+in shuffled order to encode them (and once in between when `bpe:SIZE` trains a tokenizer on the train split).
+Every document is preceded by the end-of-text token, as in the FineWeb shards.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import sys
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from data.shards import ShardWriter, read_manifest
+
+END_OF_TEXT = "<|endoftext|>"
+TOKENIZER_FILE = "tokenizer.json"
+SHUFFLE_SEED = 0
+GPT2_VOCAB_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"  # as OpenAI published them
+GPT2_ENCODER_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
+ENCODE_CHARACTERS = 1 << 20  # in one call: enough to keep all cores busy
+
+
+# ---- tokenizers ----
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """What the project needs of a tokenizer, whichever library runs it."""
+
+    name: str  # in the manifest: "gpt2", or the name of the tokenizer's file in the data folder
+    vocab_size: int
+    eot: int  # id of the end-of-text token
+    encode_batch: Callable[[list[str]], list[list[int]]]  # special tokens in the text are plain text
+    decode: Callable[[Sequence[int]], str]
+    file: Path | None = None
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_batch([text])[0]
+
+
+def load_tokenizer(spec: str | Path) -> Tokenizer:
+    """Loads "gpt2", "gpt2:DIR" (its two files are in DIR), a `tokenizers` FILE.json, or that of a prepared data folder.
+
+    OSError if GPT-2's files cannot be had; ValueError if there is no such tokenizer.
+    """
+    if str(spec) == "gpt2":
+        return _gpt2(None)
+    if str(spec).startswith("gpt2:"):
+        return _gpt2(Path(str(spec).removeprefix("gpt2:")))
+    path = Path(spec)
+    if path.is_dir():
+        manifest = read_manifest(path)
+        if manifest is None:
+            raise FileNotFoundError(f"{path}: no manifest.json in this folder that would name its tokenizer")
+        return load_tokenizer("gpt2" if manifest["tokenizer"] == "gpt2" else path / manifest["tokenizer"])
+    if path.suffix == ".json":
+        return _from_file(path)
+    raise ValueError(f"unknown tokenizer {str(spec)!r}: use gpt2, gpt2:DIR, a tokenizers FILE.json or a data folder")
+
+
+def _gpt2(folder: Path | None) -> Tokenizer:
+    import tiktoken
+    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+    from tiktoken_ext.openai_public import r50k_pat_str
+
+    if folder is None:
+        try:
+            encoding = tiktoken.get_encoding("gpt2")
+        except OSError as error:
+            raise OSError(
+                f"cannot fetch the files of the gpt2 tokenizer ({type(error).__name__}): set TIKTOKEN_CACHE_DIR to a"
+                " cache that has them, or use gpt2:DIR, where DIR holds encoder.json and vocab.bpe"
+            ) from error
+    else:
+        vocab, encoder = folder / "vocab.bpe", folder / "encoder.json"
+        ranks = data_gym_to_mergeable_bpe_ranks(str(vocab), str(encoder), GPT2_VOCAB_SHA256, GPT2_ENCODER_SHA256)
+        special = {END_OF_TEXT: len(ranks)}
+        encoding = tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special)
+    return Tokenizer("gpt2", encoding.n_vocab, encoding.eot_token, encoding.encode_ordinary_batch, encoding.decode)
+
+
+def _from_file(path: Path) -> Tokenizer:
+    import tokenizers
+
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such tokenizer file")
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(f"{path}: not a file of the tokenizers library ({error})") from error
+    eot = tokenizer.token_to_id(END_OF_TEXT)
+    if eot is None:
+        raise ValueError(f"{path}: this tokenizer has no token {END_OF_TEXT}")
+    tokenizer.no_truncation()  # a file may carry its model's maximum length, which would cut documents
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+
+    def encode_batch(texts: list[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(ids: Sequence[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=False)
+
+    return Tokenizer(TOKENIZER_FILE, max(tokenizer.get_vocab().values()) + 1, eot, encode_batch, decode, file=path)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
+    """Trains a byte-level BPE, end of text as token 0, and saves it; `vocab_size` is reached if the text allows it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    alphabet = pre_tokenizers.ByteLevel.alphabet()  # all 256 bytes, so that nothing is unknown
+    if not len(alphabet) < vocab_size <= 2**16:
+        raise ValueError(f"bpe:{vocab_size}: the size must be from {len(alphabet) + 1} to {2**16}")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.save(str(path))
+
+
+# ---- documents ----
+
+
+def find_files(inputs: Sequence[Path], suffixes: Sequence[str], exclude: Sequence[str]) -> list[Path]:
+    """The files named and those in the folders named (recursively, by suffix), sorted; no file or folder excluded."""
+    files = set()
+    for path in map(Path, inputs):
+        if path.is_dir():
+            root, found = path, [file for file in path.rglob("*") if file.suffix in suffixes and file.is_file()]
+        elif path.is_file():
+            root, found = path.parent, [path]
+        else:
+            raise FileNotFoundError(f"{path}: no such file or folder")
+        files.update(file for file in found if not set(file.relative_to(root).parts) & set(exclude))
+    if not files:
+        raise ValueError(f"no files ({', '.join(suffixes)}) in {', '.join(map(str, inputs))} that are not excluded")
+    return sorted(files)
+
+
+def document_spans(path: Path) -> Iterator[tuple[int, int]]:
+    """Byte ranges of a file's documents: its lines if .jsonl, else what is between lines `<|endoftext|>`."""
+    start = position = 0
+    with open(path, "rb") as file:
+        for line in file:
+            end = position + len(line)
+            if path.suffix == ".jsonl":
+                yield position, end
+            elif line.strip() == END_OF_TEXT.encode():
+                yield start, position
+                start = end
+            position = end
+    if path.suffix != ".jsonl":
+        yield start, position
+
+
+def read_document(path: Path, start: int, end: int, field: str) -> str:
+    """The text of one document, stripped; "" for an empty one."""
+    with open(path, "rb") as file:
+        file.seek(start)
+        text = file.read(end - start).decode(errors="replace").strip()
+    if path.suffix != ".jsonl" or not text:
+        return text
+    try:
+        record = json.loads(text)
+    except ValueError:
+        record = None
+    if not isinstance(record, dict) or not isinstance(record.get(field), str):
+        raise ValueError(f"not a JSON object with a text in field {field!r}")
+    # JSON can spell halves of surrogate pairs, which no encoder takes.
+    return record[field].encode(errors="replace").decode().strip()
+
+
+@dataclass
+class Corpus:
+    """Where the documents of both splits are, in the order of the stream."""
+
+    files: list[Path]
+    field: str
+    spans: dict[str, np.ndarray]  # split -> (documents, 3) int64: file, start, end
+
+    def texts(self, split: str) -> Iterator[str]:
+        for file, start, end in self.spans[split]:
+            yield read_document(self.files[file], int(start), int(end), self.field)
+
+
+def index_documents(files: list[Path], field: str, val_fraction: float) -> Corpus:
+    """Finds, splits and shuffles the documents; ValueError if a split has none or a line of .jsonl holds no text."""
+    from tqdm import tqdm
+
+    spans = {"train": array("q"), "val": array("q")}
+    total = sum(os.path.getsize(path) for path in files)
+    with tqdm(total=total, desc="finding documents", unit="B", unit_scale=True, disable=None) as bar:
+        for index, path in enumerate(files):
+            for number, (start, end) in enumerate(document_spans(path), 1):
+                try:
+                    text = read_document(path, start, end, field)
+                except ValueError as error:
+                    raise ValueError(f"{path}: line {number}: {error}") from error
+                bar.update(end - start)
+                if text:
+                    draw = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) / 2**64
+                    spans["val" if draw < val_fraction else "train"].extend((index, start, end))
+
+    shuffled = {}
+    for split, flat in spans.items():
+        if not flat:
+            found = len(spans["train"] + spans["val"]) // 3
+            raise ValueError(
+                f"none of {found} documents fell into {split} at --val-fraction {val_fraction}:"
+                " change the fraction, or divide the text into more documents"
+            )
+        places = np.array(flat, dtype=np.int64).reshape(-1, 3)  # (documents, 3)
+        shuffled[split] = np.random.default_rng(SHUFFLE_SEED).permutation(places)
+    return Corpus(files, field, shuffled)
+
+
+# ---- shards ----
+
+
+def prepare(
+    inputs: Sequence[Path],
+    out: Path,
+    tokenizer: str,
+    *,
+    suffixes: Sequence[str] = (".txt", ".jsonl"),
+    field: str = "text",
+    val_fraction: float = 0.05,
+    shard_tokens: int = 100_000_000,
+    name: str = "text",
+    exclude: Sequence[str] = (),
+) -> dict:
+    """Does what the command does (see the module) and returns the manifest."""
+    from tqdm import tqdm
+
+    out = Path(out)
+    if any(out.glob("*.bin")):
+        raise ValueError(f"{out}: already has shards: choose another folder or remove them")
+    size = tokenizer.removeprefix("bpe:") if tokenizer.startswith("bpe:") else None
+    if size is None:
+        tok = load_tokenizer(tokenizer)
+    elif not size.isdecimal():
+        raise ValueError(f"{tokenizer}: the size of the vocabulary must be a number, as in bpe:4096")
+    corpus = index_documents(find_files(inputs, suffixes, exclude), field, val_fraction)
+
+    out.mkdir(parents=True, exist_ok=True)
+    if size is not None:
+        texts = tqdm(corpus.texts("train"), "training bpe", len(corpus.spans["train"]), unit="doc", disable=None)
+        train_bpe(texts, int(size), out / TOKENIZER_FILE)
+        tok = load_tokenizer(out / TOKENIZER_FILE)
+    elif tok.file is not None:
+        shutil.copyfile(tok.file, out / TOKENIZER_FILE)
+
+    writer = ShardWriter(out, name, tokenizer=tok.name, vocab_size=tok.vocab_size, shard_tokens=shard_tokens)
+    for split, spans in corpus.spans.items():
+        num_tokens = num_bytes = 0
+        texts = tqdm(corpus.texts(split), f"encoding {split}", len(spans), unit="doc", disable=None)
+        for batch in _batches(texts):
+            for ids in tok.encode_batch(batch):
+                writer.write(split, [tok.eot, *ids])
+                num_tokens += len(ids) + 1
+            num_bytes += sum(len(text.encode()) for text in batch)
+        ratio = num_bytes / num_tokens
+        print(f"{split}: {len(spans):,} documents, {num_tokens:,} tokens, {ratio:.2f} bytes per token", flush=True)
+    return writer.close()
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    batch, characters = [], 0
+    for text in texts:
+        batch.append(text)
+        characters += len(text)
+        if characters >= ENCODE_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m data.text", description="Tokenise text files into shards.")
+    parser.add_argument("inputs", nargs="+", type=Path, metavar="INPUT", help="files, or folders with all they hold")
+    parser.add_argument("--tokenizer", required=True, help="gpt2, gpt2:DIR, a tokenizers FILE.json, or bpe:SIZE")
+    parser.add_argument("--out", required=True, type=Path, help="folder for the shards; must not have any yet")
+    parser.add_argument("--suffixes", nargs="+", default=[".txt", ".jsonl"], help="what to take from folders")
+    parser.add_argument("--field", default="text", help="field of a .jsonl object that holds the text")
+    parser.add_argument("--val-fraction", type=float, default=0.05, help="share of documents, about (default 0.05)")
+    parser.add_argument("--shard-tokens", type=int, default=100_000_000, help="tokens in a shard")
+    parser.add_argument("--name", default="text", help="shards are called NAME_train_000001.bin, ...")
+    parser.add_argument("--exclude", nargs="+", default=[], metavar="NAME", help="names of files and folders to skip")
+    args = vars(parser.parse_args(argv))
+    try:
+        prepare(**args)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,302 @@
+"""Runs an attention method: which kernel, with what prepared once a length; and the plain form that all are held to.
+
+    backend   computes                               used for
+    sdpa      torch's fused causal attention         methods that leave the score alone (LogN is in q), on CUDA
+    flex      FlexAttention, compiled                methods that change the score, on CUDA; without gradients on a CPU
+    blocks    blocks of queries, plain PyTorch       everything on a CPU: it trains, in memory O(T) per block
+
+`auto` chooses by that table. A method with a Replacement uses these for the softmax attention inside it.
+"""
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils.checkpoint import checkpoint
+
+from model.methods.base import Method
+
+BACKENDS = ("auto", "sdpa", "flex", "blocks")
+QUERY_BLOCK = 128  # queries a block: of 64, 128 and 256 the fastest for T = 256 to 4096 on CPUs
+RECOMPUTE_LENGTH = 4096  # from this many keys on, the blocks' probabilities are recomputed in the backward pass
+FLEX_BLOCK = 128  # FlexAttention's block mask granularity
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything about one call that does not depend on weights or activations; build it once a length and reuse it."""
+
+    backend: str
+    q_offset: int
+    cos: Tensor | None = None  # (Tk, D/2)
+    sin: Tensor | None = None  # (Tk, D/2)
+    query_table: Tensor | None = None  # (Tq,)
+    scale_band: Tensor | float = 1.0  # a of a block of queries, (1 or H, block, Tk)
+    bias_band: Tensor | None = None  # m, and -inf for keys in the future, (1 or H, block, Tk)
+    score_mod: Callable | None = None
+    block_mask: object | None = None
+
+
+def make_plan(
+    method: Method,
+    query_length: int,
+    key_length: int,
+    *,
+    q_offset: int = 0,
+    target_length: int | None = None,
+    device="cpu",
+    backend: str = "auto",
+) -> Plan:
+    """The plan for queries at positions q_offset.. against keys at positions 0..key_length-1.
+
+    target_length (default: key_length) is the length of the whole sequence, which fixes the scaling of methods that
+    depend on it (NTK, YaRN, LogN's constant form). ValueError for lengths or backends that do not go together.
+    """
+    target_length = key_length if target_length is None else target_length
+    if not 0 <= q_offset <= key_length - query_length:
+        raise ValueError(f"{query_length} queries from position {q_offset} need as many keys, but there are {key_length}")
+    if key_length > target_length:
+        raise ValueError(f"{key_length} keys are more than the target length {target_length}")
+    device = torch.device(device)
+    backend = choose_backend(method, device, backend)
+    plan = {}
+    if method.rotation is not None:
+        plan["cos"], plan["sin"] = method.rotation.tables(key_length, target_length, device)
+    if method.query_scale is not None:
+        positions = torch.arange(q_offset, q_offset + query_length)
+        plan["query_table"] = method.query_scale.table(positions, target_length).to(device)
+    if method.replacement is None:
+        if backend == "blocks":
+            plan["scale_band"], plan["bias_band"] = block_bands(method, query_length, key_length, device)
+        if backend == "flex":
+            plan["score_mod"] = flex_score_mod(method, q_offset)
+            plan["block_mask"] = causal_block_mask(query_length, key_length, q_offset, device)
+    return Plan(backend, q_offset, **plan)
+
+
+def choose_backend(method: Method, device: torch.device, backend: str = "auto") -> str:
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown attention backend {backend!r}; valid: {', '.join(BACKENDS)}")
+    if backend == "auto":
+        if device.type != "cuda":
+            return "blocks"
+        return "sdpa" if method.score_change is None else "flex"
+    if backend == "sdpa" and method.score_change is not None:
+        raise ValueError(f"{method.name} changes the attention score, which sdpa cannot: use flex, blocks or auto")
+    if backend == "flex" and method.replacement is not None:
+        raise ValueError(f"{method.name} is not a softmax over changed scores: FlexAttention cannot run it, use auto")
+    return backend
+
+
+def attend(
+    method: Method,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    q_offset: int = 0,
+    target_length: int | None = None,
+    backend: str = "auto",
+    plan: Plan | None = None,
+) -> Tensor:
+    """Causal attention by `method`: the output (B, H, Tq, D), in v's dtype.
+
+    q (B, H, Tq, D) and k, v (B, H, Tk, D) come after QK-norm and before any rotation; query i stands at position
+    q_offset + i, key j at position j. target_length and backend: see make_plan. A plan made before replaces the three
+    keyword arguments ahead of it. ValueError for shapes that do not fit the method or each other.
+    """
+    check_shapes(method, q, k, v)
+    if plan is None:
+        plan = make_plan(
+            method, q.shape[2], k.shape[2],
+            q_offset=q_offset, target_length=target_length, device=q.device, backend=backend,
+        )  # fmt: skip
+    rotated_q, rotated_k = transform(method, q, k, plan)
+    if method.replacement is not None:
+        causal = functools.partial(softmax_attention, plan=dataclasses.replace(plan, bias_band=None))
+        return method.replacement.attend(q, k, v, rotated_q, rotated_k, plan.q_offset, causal)
+    return softmax_attention(rotated_q, rotated_k, v, q_offset=plan.q_offset, plan=plan)
+
+
+def check_shapes(method: Method, q: Tensor, k: Tensor, v: Tensor):
+    expected = (q.shape[0], method.num_heads, k.shape[2], method.head_dim) if q.dim() == k.dim() == 4 else None
+    if k.shape != expected or v.shape != expected or (*q.shape[:2], q.shape[3]) != (*expected[:2], expected[3]):
+        raise ValueError(
+            f"{method.name} was made for q, k, v of shape (batch, {method.num_heads}, length, {method.head_dim}), "
+            f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+
+
+def transform(method: Method, q: Tensor, k: Tensor, plan: Plan, scale_queries: bool = True) -> tuple[Tensor, Tensor]:
+    """Rotation of q and k and scaling of q, in float32 whatever the dtype of q, which is rounded once at the end."""
+    if method.rotation is not None:
+        end = plan.q_offset + q.shape[2]
+        new_q = method.rotation.rotate(upcast(q), plan.cos[plan.q_offset : end], plan.sin[plan.q_offset : end])
+        new_k = method.rotation.rotate(upcast(k), plan.cos, plan.sin)
+    else:
+        new_q, new_k = upcast(q), k
+    if method.query_scale is not None and scale_queries:
+        new_q = new_q * method.query_scale.multiplier(plan.query_table).unsqueeze(-1)  # (H, Tq, 1)
+    return new_q.to(q.dtype), new_k.to(k.dtype)
+
+
+def upcast(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, *, q_offset: int, plan: Plan) -> Tensor:
+    if plan.backend == "flex":
+        return flex(q, k, v, plan)
+    if plan.backend == "sdpa":
+        return sdpa(q, k, v, q_offset)
+    return query_blocks(q, k, v, q_offset, plan.scale_band, plan.bias_band)
+
+
+# ---- sdpa ------------------------------------------------------------------------------------------------------------
+
+
+def prefer_fast_sdpa(device: torch.device):
+    """From Hopper on, cuDNN's kernel is about twice as fast as the FlashAttention-2 that torch would take first."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
+        torch.backends.cuda.enable_flash_sdp(False)
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, q_offset: int) -> Tensor:
+    Tq, Tk = q.shape[2], k.shape[2]
+    if q_offset == 0 and Tq == Tk:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    visible = torch.ones(Tq, Tk, dtype=torch.bool, device=q.device).tril(q_offset)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+
+
+# ---- blocks ----------------------------------------------------------------------------------------------------------
+
+
+def block_bands(method: Method | None, query_length: int, key_length: int, device) -> tuple[Tensor | float, Tensor]:
+    """The coefficients a, m of one block of queries, m being -inf for keys in the future.
+
+    Both are constant along diagonals, so one band serves all blocks: its last columns are the keys up to a block's
+    last query, and a block whose last query sees n keys uses the last n columns.
+    """
+    block = min(QUERY_BLOCK, query_length)
+    rows = torch.arange(block, device=device).unsqueeze(-1)  # (block, 1)
+    distance = rows - (block - 1) + torch.arange(key_length - 1, -1, -1, device=device)  # (block, Tk)
+    scale, bias = 1.0, torch.zeros(1, 1, 1, dtype=torch.float64, device=device)
+    if method is not None and method.score_change is not None:
+        head = torch.arange(method.num_heads, device=device).view(-1, 1, 1)  # (H, 1, 1)
+        scale, bias = method.score_change.coefficients(distance.clamp(min=0).double(), head)
+    if isinstance(scale, Tensor):
+        scale = scale.float().expand(-1 if scale.dim() == 3 else 1, -1, -1)
+    bias = torch.where(distance < 0, -torch.inf, bias).float()
+    return scale, bias if bias.dim() == 3 else bias.unsqueeze(0)
+
+
+def query_blocks(q: Tensor, k: Tensor, v: Tensor, q_offset: int, scale_band, bias_band: Tensor | None) -> Tensor:
+    Tq = q.shape[2]
+    if bias_band is None:
+        scale_band, bias_band = block_bands(None, Tq, q_offset + Tq, q.device)
+    block = bias_band.shape[1]
+    recompute = torch.is_grad_enabled() and k.shape[2] >= RECOMPUTE_LENGTH
+    q = q * q.shape[-1] ** -0.5
+    outputs = []
+    for start in range(0, Tq, block):
+        stop = min(start + block, Tq)
+        keys = q_offset + stop
+        window = (slice(None), slice(block - (stop - start), None), slice(bias_band.shape[2] - keys, None))
+        scale = scale_band[window] if isinstance(scale_band, Tensor) else scale_band
+        arguments = (q[:, :, start:stop], k[:, :, :keys], v[:, :, :keys], scale, bias_band[window])
+        outputs.append(checkpoint(one_block, *arguments, use_reentrant=False) if recompute else one_block(*arguments))
+    return torch.cat(outputs, dim=2)
+
+
+def one_block(q, k, v, scale, bias):  # q (B, H, block, D); k, v (B, H, keys, D); scale, bias (1 or H, block, keys)
+    scores = upcast(q @ k.mT)
+    logits = torch.addcmul(bias, scale, scores) if isinstance(scale, Tensor) else scale * scores + bias
+    return logits.softmax(dim=-1).to(v.dtype) @ v
+
+
+# ---- flex ------------------------------------------------------------------------------------------------------------
+
+
+def flex_score_mod(method: Method, q_offset: int) -> Callable | None:
+    if method.score_change is None:
+        return None
+    coefficients = method.score_change.coefficients
+
+    def score_mod(score, batch, head, q_index, kv_index):
+        # Clamped: diagonal tiles are evaluated above the diagonal too, where a NaN would survive in the gradient.
+        distance = (q_index + q_offset - kv_index).clamp(min=0).float()
+        scale, bias = coefficients(distance, head)
+        return scale * score + bias
+
+    return score_mod
+
+
+def causal_block_mask(query_length: int, key_length: int, q_offset: int, device):
+    """The causal BlockMask, built analytically: create_block_mask would materialise queries x keys."""
+    first_query = q_offset + torch.arange(0, query_length, FLEX_BLOCK, device=device)  # of each block of queries
+    last_query = (first_query + FLEX_BLOCK).clamp(max=q_offset + query_length) - 1
+    num_key_blocks = -(-key_length // FLEX_BLOCK)
+    seen = last_query // FLEX_BLOCK + 1  # blocks with any visible key; they come first
+    full = ((first_query + 1) // FLEX_BLOCK).clamp(max=seen)  # blocks that every query of the block sees whole
+    index = torch.arange(num_key_blocks, device=device).expand(len(first_query), -1)
+    partial_index = (index + full.unsqueeze(-1)) % num_key_blocks  # the partial ones, first in their list
+    as_int = lambda x: x[None, None].to(torch.int32).contiguous()  # (1, 1, ...)
+    return BlockMask.from_kv_blocks(
+        as_int(seen - full),
+        as_int(partial_index),
+        as_int(full),
+        as_int(index),
+        BLOCK_SIZE=FLEX_BLOCK,
+        mask_mod=lambda b, h, q_index, kv_index: q_index + q_offset >= kv_index,
+        seq_lengths=(query_length, key_length),
+    )
+
+
+# fullgraph: where it cannot be compiled, or was too often, that is an error and not a silent L x L computation.
+compiled_flex = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
+    if q.device.type == "cpu" and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise ValueError("FlexAttention has no backward pass on a CPU: use attention_backend auto or blocks")
+    if torch.compiler.is_compiling():  # the whole model is being compiled
+        return flex_attention(q, k, v, score_mod=plan.score_mod, block_mask=plan.block_mask)
+    with warnings.catch_warnings():  # compilation may be switched off from outside
+        warnings.filterwarnings("error", message="flex_attention called without torch.compile")
+        return compiled_flex(q, k, v, score_mod=plan.score_mod, block_mask=plan.block_mask)
+
+
+# ---- the plain form --------------------------------------------------------------------------------------------------
+
+
+def attention_logits(method: Method, q: Tensor, k: Tensor, *, target_length: int | None = None) -> Tensor:
+    """a_t S + m_t for all pairs (paper, eq:def:L), and -inf above the diagonal: (B, H, T, T), at least float32.
+
+    q, k (B, H, T, D) as in attend. Dense: for looking at and checking against, not for long sequences. ValueError for
+    Infini-attention, which has no such logits.
+    """
+    check_shapes(method, q, k, k)
+    if method.replacement is not None:
+        raise ValueError(f"{method.name} has no attention logits: part of its output comes from a compressed memory")
+    T = q.shape[2]
+    plan = make_plan(method, T, k.shape[2], target_length=target_length, device=q.device, backend="blocks")
+    q, k = transform(method, upcast(q), upcast(k), plan)
+    scores = q @ k.mT / q.shape[-1] ** 0.5  # (B, H, T, T)
+    distance = torch.arange(T, device=q.device).unsqueeze(-1) - torch.arange(T, device=q.device)
+    if method.score_change is not None:
+        head = torch.arange(method.num_heads, device=q.device).view(-1, 1, 1)
+        scale, bias = method.score_change.coefficients(distance.clamp(min=0).double(), head)
+        scores = (scale * scores + bias).to(scores.dtype)
+    return scores.masked_fill(distance < 0, -torch.inf)
+
+
+def plain_attention(method: Method, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention as the formula says, dense and in float64: the reference of every backend. Shapes as in attend."""
+    q, k, v = q.double(), k.double(), v.double()
+    return attention_logits(method, q, k).softmax(dim=-1) @ v

@@ -1,0 +1,160 @@
+"""The GPT of modded-nanogpt's record #8 (Keller Jordan et al., 2024-11-03), the paper's base model.
+
+tokens -> embedding -> norm -> layers x { x += attention(norm(x)); x += mlp(norm(x)) } -> norm -> head
+
+Norms are RMSNorm without parameters; q and k are normalised per head before the attention method sees them (QK-norm);
+the MLP is 4 wide with ReLU^2; no biases; embedding and head are not tied. Output projections and head start at zero,
+so that the first loss is ln(vocabulary).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from model.attention import Plan, attend, make_plan, transform
+from model.methods import make_method
+
+NORM_EPS = 1.1920929e-07  # float32's, also for bfloat16 inputs, whose own default differs between torch versions
+MAX_LOGITS = {True: 2**30, False: 2**26}  # float32 logits in memory at once, with and without gradients
+
+
+def norm(x: Tensor) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],), eps=NORM_EPS)
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x, weight.to(x.dtype))
+
+
+class Attention(nn.Module):
+    def __init__(self, model_dim: int, num_heads: int, method: nn.Module):
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv = nn.Parameter(torch.empty(3, model_dim, model_dim))  # three matrices to the optimizer, one matmul here
+        self.proj = nn.Parameter(torch.empty(model_dim, model_dim))
+        self.method = method
+
+    def queries_keys_values(self, x: Tensor) -> list[Tensor]:  # three of (B, H, T, D)
+        B, T, C = x.shape
+        qkv = linear(x, self.qkv.flatten(0, 1)).view(B, T, 3, self.num_heads, C // self.num_heads)
+        q, k, v = qkv.transpose(1, 3).unbind(2)
+        return norm(q), norm(k), v
+
+    def forward(self, x: Tensor, plan: Plan) -> Tensor:  # x (B, T, C)
+        y = attend(self.method, *self.queries_keys_values(x), plan=plan)  # (B, H, T, D)
+        return linear(y.transpose(1, 2).flatten(2), self.proj)
+
+
+class MLP(nn.Module):
+    def __init__(self, model_dim: int):
+        super().__init__()
+        self.up = nn.Parameter(torch.empty(4 * model_dim, model_dim))
+        self.down = nn.Parameter(torch.empty(model_dim, 4 * model_dim))
+
+    def forward(self, x: Tensor) -> Tensor:  # x (B, T, C)
+        return linear(linear(x, self.up).relu().square(), self.down)
+
+
+class Block(nn.Module):
+    def __init__(self, model_dim: int, num_heads: int, method: nn.Module):
+        super().__init__()
+        self.attention = Attention(model_dim, num_heads, method)
+        self.mlp = MLP(model_dim)
+
+    def forward(self, x: Tensor, plan: Plan) -> Tensor:  # x (B, T, C)
+        x = x + self.attention(norm(x), plan)
+        return x + self.mlp(norm(x))
+
+
+class GPT(nn.Module):
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        num_layers: int,
+        num_heads: int,
+        model_dim: int,
+        train_length: int,
+        method: str,
+        method_options: dict | None = None,
+        dtype: torch.dtype = torch.float32,
+    ):
+        """dtype is that of the computation; parameters are float32. ValueError for an unknown method or option."""
+        super().__init__()
+        if model_dim % num_heads:
+            raise ValueError(f"model_dim {model_dim} is not divisible by num_heads {num_heads}")
+        self.dtype = dtype
+        shape = dict(num_heads=num_heads, head_dim=model_dim // num_heads, train_length=train_length)
+        layer_method = lambda: make_method(method, **shape, **(method_options or {}))
+        self.embedding = nn.Embedding(vocab_size, model_dim)
+        self.blocks = nn.ModuleList(Block(model_dim, num_heads, layer_method()) for _ in range(num_layers))
+        self.head = nn.Parameter(torch.empty(vocab_size, model_dim))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self):
+        """Embedding N(0, 1), matrices U(-1/sqrt(fan_in), 1/sqrt(fan_in)) (nn.Linear's default), outputs 0."""
+        nn.init.normal_(self.embedding.weight)
+        for block in self.blocks:
+            for weight in (block.attention.qkv, block.mlp.up):
+                weight.uniform_(-(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
+            block.attention.proj.zero_()
+            block.mlp.down.zero_()
+        self.head.zero_()
+
+    def plan(self, length: int, *, backend: str = "auto", target_length: int | None = None) -> Plan:
+        """What the attention method prepares for sequences of this length; the same for all layers."""
+        method, device = self.blocks[0].attention.method, self.head.device
+        return make_plan(method, length, length, target_length=target_length, device=device, backend=backend)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return norm(self.embedding(tokens).to(self.dtype))
+
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, *, plan: Plan | None = None, per_token: bool = False
+    ) -> Tensor:
+        """Mean cross-entropy in nats of targets (B, T) given tokens (B, T), both int64.
+
+        per_token: the float32 losses (B, T) themselves. Without targets: the float32 logits (B, T, vocabulary).
+        """
+        x = self.embed(tokens)  # (B, T, C)
+        plan = plan or self.plan(tokens.shape[1])
+        for block in self.blocks:
+            x = block(x, plan)
+        x = norm(x)
+        if targets is None:
+            return linear(x, self.head).float()
+        losses = self.token_losses(x.flatten(0, 1), targets.flatten()).view_as(targets)
+        return losses if per_token else losses.mean()
+
+    def token_losses(self, x: Tensor, targets: Tensor) -> Tensor:  # x (N, C), targets (N,) -> (N,)
+        """In chunks where the logits would be large: 65,536 x 50,304 of them in float32 are 12.3 GiB."""
+        with_gradients = torch.is_grad_enabled()
+        size = max(1, MAX_LOGITS[with_gradients] // self.head.shape[0])
+        if len(x) <= size:
+            return chunk_losses(x, self.head, targets)
+        run = lambda *args: checkpoint(chunk_losses, *args, use_reentrant=False) if with_gradients else chunk_losses(*args)
+        return torch.cat([run(xs, self.head, ts) for xs, ts in zip(x.split(size), targets.split(size))])
+
+    @torch.inference_mode()
+    def score_statistics(self, tokens: Tensor, num_queries: int = 64) -> list[tuple[float, float]]:
+        """Mean and standard deviation, in each layer, of the scores S = q.k / sqrt(d) over all heads and visible keys.
+
+        The theory of scale-invariant attention takes 0 and 1. tokens (B, T); the last num_queries queries are used.
+        """
+        T = tokens.shape[1]
+        plan, x, statistics = self.plan(T), self.embed(tokens), []
+        positions = torch.arange(T, device=x.device)
+        visible = positions[-num_queries:, None] >= positions  # (Q, T)
+        for block in self.blocks:
+            q, k, _ = block.attention.queries_keys_values(norm(x))
+            q, k = transform(block.attention.method, q, k, plan, scale_queries=False)
+            scores = (q[:, :, -num_queries:] @ k.mT).float()[:, :, visible] / q.shape[-1] ** 0.5  # (B, H, pairs)
+            statistics.append((scores.mean().item(), scores.std().item()))
+            x = block(x, plan)
+        return statistics
+
+
+def chunk_losses(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:  # x (N, C), targets (N,) -> (N,)
+    return F.cross_entropy(linear(x, head).float(), targets, reduction="none")

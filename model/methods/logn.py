@@ -1,0 +1,31 @@
+"""LogN scaling, also called SSMax (Nakanishi 2025, arXiv 2501.19399): logits times s log n, s learned per head and layer.
+
+n = i + 1 is the number of keys that query i sees. The factor depends on the query alone, so it is multiplied into q:
+the method then runs on any attention kernel, and s gets its gradient from ordinary autograd. The paper does not state
+the initial value of s; ours makes the mean factor over the training length 1 (0.1366 at 4096).
+"""
+
+import torch
+from torch import nn
+
+from model.methods.base import QueryScale
+
+
+class LogN(QueryScale):
+    def __init__(self, num_heads, head_dim, train_length, init: float | None = None, context: str = "row"):
+        """context "row": n = i + 1; "length": n = the target length for every query (one temperature a length)."""
+        super().__init__()
+        if context not in ("row", "length"):
+            raise ValueError(f"LogN context must be row or length, got {context!r}")
+        if init is None:
+            n = torch.arange(1, max(train_length, 2) + 1, dtype=torch.float64, device="cpu")
+            init = 1 / n.log().mean().item()
+        self.context = context
+        self.scale = nn.Parameter(torch.full((num_heads,), float(init)))
+
+    def table(self, positions, target_length):
+        n = positions + 1 if self.context == "row" else torch.full_like(positions, target_length)
+        return n.double().log().float()  # (T,)
+
+    def multiplier(self, table):
+        return self.scale[:, None] * table  # (H, T)

@@ -1,0 +1,10 @@
+"""RoPE+NTK: dynamic NTK interpolation (bloc97 2023). Beyond the training length the base becomes base * s^(d/(d-2)),
+s = L_inf / L_tr (paper, appendix "RoPE hyperparameters"), so that the slowest pair is slowed down by exactly s."""
+
+from model.methods.rope import LengthScaledRoPE
+
+
+class NTK(LengthScaledRoPE):
+    def frequencies(self, target_length):
+        d = self.head_dim
+        return self.geometric(self.base * self.length_ratio(target_length) ** (d / (d - 2))), 1.0

@@ -1,0 +1,42 @@
+"""p-RoPE: RoPE without its low frequencies (Barbero et al. 2024, arXiv 2410.06205).
+
+The paper gives "an effective base of 1024"; that is the half-truncated form of modded-nanogpt (record #17, by
+@YouJiacheng): d/4 frequencies from 1 down to 1/1024 in equal ratios, then d/4 pairs that do not rotate. Barbero's own
+form keeps the fastest proportion p of RoPE's frequencies and leaves the other pairs unrotated.
+"""
+
+import torch
+
+from model.methods.rope import RoPE
+
+DEFAULT_BASE = {"half_truncate": 1024.0, "barbero": 10_000.0}
+
+
+class PRoPE(RoPE):
+    def __init__(
+        self,
+        num_heads,
+        head_dim,
+        train_length,
+        base: float | None = None,
+        base_length: int | None = None,
+        form: str = "half_truncate",
+        proportion: float = 0.5,
+        table_dtype: str = "float32",
+    ):
+        if form not in DEFAULT_BASE:
+            raise ValueError(f"form of p-RoPE must be one of {', '.join(DEFAULT_BASE)}, got {form!r}")
+        if form == "half_truncate" and head_dim % 4:
+            raise ValueError(f"half-truncated RoPE needs a head_dim divisible by 4, got {head_dim}")
+        if not 0 <= proportion <= 1:
+            raise ValueError(f"proportion of rotated pairs must be in [0, 1], got {proportion}")
+        base = DEFAULT_BASE[form] if base is None else base
+        super().__init__(num_heads, head_dim, train_length, base, base_length, table_dtype)
+        self.form, self.proportion = form, proportion
+
+    def frequencies(self, target_length):
+        if self.form == "half_truncate":
+            kept = self.base ** -torch.linspace(0, 1, self.head_dim // 4, dtype=torch.float64)
+        else:
+            kept = self.geometric(self.base)[: int(self.proportion * (self.head_dim // 2))]
+        return torch.nn.functional.pad(kept, (0, self.head_dim // 2 - len(kept))), 1.0

@@ -1,0 +1,67 @@
+"""RoPE: rotary position embedding (Su et al. 2021, arXiv 2104.09864). Base 10,000 as in the paper's appendix.
+
+base_length, if given, is the training length that the base was chosen for: at another one the base is multiplied by
+train_length / base_length, so that the slowest wavelength keeps about its relation to the training length.
+"""
+
+import torch
+
+from model.methods.base import Rotation
+
+
+class RoPE(Rotation):
+    def __init__(
+        self,
+        num_heads,
+        head_dim,
+        train_length,
+        base: float = 10_000.0,
+        base_length: int | None = None,
+        table_dtype: str = "float32",
+    ):
+        """table_dtype "bfloat16" rounds cos and sin as modded-nanogpt's record #8 did; it harms long contexts."""
+        super().__init__()
+        if base_length is not None:
+            base *= train_length / base_length
+        if head_dim % 2 or base <= 1:
+            raise ValueError(f"rotary embedding needs an even head_dim and base > 1, got {head_dim} and {base}")
+        if table_dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"table_dtype must be float32 or bfloat16, got {table_dtype!r}")
+        self.head_dim, self.train_length, self.base = head_dim, train_length, base
+        self.table_dtype = getattr(torch, table_dtype)
+
+    def geometric(self, base):
+        """base^(-2k/d) for k = 0..d/2-1."""
+        return base ** -(torch.arange(0, self.head_dim, 2, dtype=torch.float64) / self.head_dim)
+
+    def frequencies(self, target_length):
+        return self.geometric(self.base), 1.0
+
+    def tables(self, length, target_length, device):
+        return tuple(t.to(self.table_dtype).float() for t in super().tables(length, target_length, device))
+
+
+class LengthScaledRoPE(RoPE):
+    """RoPE whose frequencies follow s = target length / training length; s = 1, plain RoPE, up to the training length.
+
+    A number given as `factor` is used as s at every longer target length instead.
+    """
+
+    def __init__(
+        self,
+        num_heads,
+        head_dim,
+        train_length,
+        base: float = 10_000.0,
+        base_length: int | None = None,
+        factor: float | None = None,
+    ):
+        super().__init__(num_heads, head_dim, train_length, base, base_length)
+        if factor is not None and factor < 1:
+            raise ValueError(f"factor must be at least 1, got {factor}")
+        self.factor = factor
+
+    def length_ratio(self, target_length) -> float:
+        if target_length <= self.train_length:
+            return 1.0
+        return self.factor or target_length / self.train_length

@@ -1,0 +1,1 @@
+"""Optimisers: Muon, parameter groups and learning-rate schedules. Knows tensors, not models."""

@@ -1,0 +1,57 @@
+"""Learning-rate schedules: a factor in [0, 1] that multiplies every learning rate alike, as a function of the step."""
+
+import math
+from difflib import get_close_matches
+
+import torch
+from torch.optim import Optimizer
+
+SCHEDULES = ("constant_linear", "cosine", "trapezoid")
+
+
+def check_schedule(schedule: str, *, steps: int, warmup_steps: int = 0, cooldown_steps: int = 0) -> None:
+    """Raise ValueError unless `lr_factor` can run this schedule and uses every number given."""
+    if schedule not in SCHEDULES:
+        nearest = get_close_matches(schedule, SCHEDULES, n=1, cutoff=0)[0]
+        raise ValueError(f"unknown schedule {schedule!r}: did you mean {nearest!r}? (one of {', '.join(SCHEDULES)})")
+    if steps < 1 or warmup_steps < 0 or cooldown_steps < 0:
+        raise ValueError(
+            f"steps must be at least 1, warmup_steps and cooldown_steps at least 0: got {steps}, {warmup_steps} and"
+            f" {cooldown_steps}"
+        )
+    if warmup_steps + cooldown_steps > steps:
+        raise ValueError(
+            f"warmup_steps {warmup_steps} + cooldown_steps {cooldown_steps} exceed steps {steps}: shorten them"
+        )
+    if warmup_steps and schedule != "trapezoid":
+        raise ValueError(f"schedule {schedule} has no warm-up: set warmup_steps {warmup_steps} to 0 or use trapezoid")
+    if cooldown_steps and schedule == "cosine":
+        raise ValueError(f"schedule cosine has no separate cooldown: set cooldown_steps {cooldown_steps} to 0")
+
+
+def lr_factor(step: int, *, steps: int, schedule: str, warmup_steps: int = 0, cooldown_steps: int = 0) -> float:
+    """Factor on the learning rate of update number `step`, counted from 0.
+
+    constant_linear: 1, then (steps - step) / cooldown_steps over the last `cooldown_steps` (the paper's 162M runs, as
+                     in record #8 of modded-nanogpt by Keller Jordan and others)
+    cosine:          (1 + cos(pi step / steps)) / 2 (the paper's 304M runs)
+    trapezoid:       (step + 1) / warmup_steps, then constant_linear (the paper's needle task)
+
+    Raises ValueError as `check_schedule` does.
+    """
+    check_schedule(schedule, steps=steps, warmup_steps=warmup_steps, cooldown_steps=cooldown_steps)
+    assert 0 <= step <= steps, f"step {step} of {steps}"
+    if schedule == "cosine":
+        return (1 + math.cos(math.pi * step / steps)) / 2
+    warmup = (step + 1) / warmup_steps if warmup_steps else 1.0
+    cooldown = (steps - step) / cooldown_steps if cooldown_steps else 1.0
+    return min(1.0, warmup, cooldown)  # the two ramps never overlap
+
+
+def set_lr(optimizer: Optimizer, lr: float) -> None:
+    """Set the learning rate of every group; a tensor in place, so that a compiled step sees it without recompiling."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr

@@ -1,0 +1,66 @@
+"""Checkpoints that survive a kill at any instant: step_000500.pt in the run's checkpoints/ folder."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtime.files import replace_file
+
+
+def save_checkpoint(folder: Path, step: int, state: dict[str, Any], keep: int = 2) -> Path:
+    """Save `state` as the checkpoint of `step`, then delete all but the newest `keep`.
+
+    The new file is complete and on the disk before an older one goes, so that the disk holds up to keep + 1 for a
+    moment. `state` may hold tensors, numbers, strings, lists and dicts: what `load_checkpoint` accepts.
+    Raises OSError when it cannot be written (disk full); the earlier checkpoints are then untouched.
+    """
+    for leftover in folder.glob("step_*.partial"):  # of a run that was killed while it saved
+        leftover.unlink()
+    path = folder / f"step_{step:06d}.pt"
+    try:
+        replace_file(path, lambda file: torch.save(state, file))
+    except (OSError, RuntimeError) as error:
+        # torch turns a failed write into a RuntimeError about file positions; the reason is the OSError below it.
+        reason = error.__context__ if isinstance(error.__context__, OSError) else error
+        raise OSError(f"cannot save {path}: {reason}; earlier checkpoints are untouched") from error
+    for older in _checkpoints(folder)[keep:]:
+        if older != path:
+            older.unlink()
+    return path
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The complete checkpoint with the highest step, or None when there is none."""
+    return next(iter(_checkpoints(folder)), None)
+
+
+def load_checkpoint(path: Path, map_location: str | torch.device = "cpu") -> dict[str, Any]:
+    """The state that was saved. Nothing in the file can run code.
+
+    Raises ValueError naming the file when it is damaged (the checksums of the data are compared, which torch.load does
+    not do) or when it holds other than plain data.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if (damaged := archive.testzip()) is not None:
+                raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
+        return torch.load(path, map_location=map_location, weights_only=True)
+    except FileNotFoundError:
+        raise
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"{path} holds more than tensors and plain data, so it is not loaded") from error
+    except Exception as error:  # a flipped byte in the archive's index comes out as almost any of them
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path} is damaged ({reason}): delete it to continue from the one before it") from error
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints, newest first."""
+    steps = {path: re.fullmatch(r"step_(\d+)\.pt", path.name) for path in folder.iterdir()}
+    return sorted((path for path in steps if steps[path]), key=lambda path: int(steps[path][1]), reverse=True)

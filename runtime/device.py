@@ -1,0 +1,83 @@
+"""What the device is called and how fast it could be."""
+
+from __future__ import annotations
+
+import platform
+import time
+
+import torch
+
+# Peak dense bf16 FLOP/s with float32 accumulation, from NVIDIA's data sheets and architecture white papers (which
+# advertise twice as much, for 2:4 sparsity). The first name that the GPU's own name contains counts.
+PEAK_BF16_FLOPS = {
+    "B200": 2250e12,
+    "H200 NVL": 835.5e12,
+    "H200": 989.4e12,
+    "H100 NVL": 835.5e12,
+    "H100 PCIe": 756.5e12,
+    "H100": 989.4e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "RTX 4090": 165.2e12,
+    "RTX 3090": 71e12,
+}
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
+
+
+def peak_flops(device: torch.device) -> tuple[float, str]:
+    """The FLOP/s that model FLOPs utilisation (MFU) is a share of, and where that number comes from.
+
+    A well-known GPU: the vendor's dense bf16 peak, so MFU compares across machines and papers. Any other device: the
+    rate of one large matrix product on it, measured now in about 0.1 s (bf16 on a GPU, float32 on the CPU); MFU then
+    says how close the run comes to that product on this machine, and compares with nothing else.
+    """
+    if device.type == "cuda":
+        published = published_peak(device_name(device))
+        if published is not None:
+            return published, "published dense bf16 peak"
+        return _matmul_rate(device, torch.bfloat16, 8192), "measured bf16 matmul"
+    return _matmul_rate(device, torch.float32, 1024), "measured float32 matmul"
+
+
+def published_peak(gpu_name: str) -> float | None:
+    """Dense bf16 FLOP/s of a GPU by the name that torch gives it; None when the table lacks it."""
+    return next((flops for known, flops in PEAK_BF16_FLOPS.items() if known in gpu_name), None)
+
+
+def _matmul_rate(device: torch.device, dtype: torch.dtype, n: int) -> float:
+    """The best FLOP/s of (n, n) @ (n, n) over 0.1 s."""
+    # A generator of its own: the run's random numbers must not depend on whether something was measured.
+    generator = torch.Generator(device).manual_seed(0)
+    a, b = torch.randn(2, n, n, device=device, dtype=dtype, generator=generator)
+    best = float("inf")
+    a @ b  # warm up
+    end = time.perf_counter() + 0.1
+    while best == float("inf") or time.perf_counter() < end:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        a @ b
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * n**3 / best
+
+
+def fast_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 where the hardware multiplies it, else float32: emulated bfloat16 is about ten times slower."""
+    cpu_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if device.type == "cuda" or cpu_bf16 else torch.float32
+
+
+def compile_problem(device: torch.device) -> str | None:
+    """Why torch.compile does not work here (on a CPU it needs a C++ compiler and Python's headers), None if it does."""
+    try:
+        torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=device))
+    except Exception as error:  # anything from a missing compiler to an unsupported Python
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+    return None

@@ -1,0 +1,109 @@
+"""metrics.jsonl, which is the truth, and its mirror in wandb, off unless asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Callable, Sequence
+
+from runtime.files import replace_file, to_json
+
+if TYPE_CHECKING:
+    import wandb
+
+
+class Metrics:
+    """Writes metrics.jsonl: one JSON object a line, each with the key "step"; NaN and infinities become null."""
+
+    def __init__(self, path: Path, wandb: wandb.Run | None = None) -> None:
+        self.path = path
+        self.wandb = wandb
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one record, and mirror it with nested keys joined: {"val_loss": {4096: 3.1}} as "val_loss/4096"."""
+        with open(self.path, "a") as file:
+            file.write(to_json(record) + "\n")
+        if self.wandb is not None:
+            self.wandb.log(flatten(record))
+
+    def truncate(self, step: int) -> None:
+        """Drop what came after `step`, the step of the checkpoint to resume from: those steps will be run again."""
+        records = read_metrics(self.path) if self.path.exists() else []
+        text = "".join(to_json(record) + "\n" for record in records if record["step"] <= step)
+        replace_file(self.path, lambda file: file.write(text.encode()))
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl, without a last line that a kill left half-written.
+
+    Raises ValueError naming the line when another one is damaged.
+    """
+    lines = Path(path).read_text().splitlines()
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            if number < len(lines):
+                raise ValueError(f"{path}, line {number} is not JSON: repair it or delete it") from None
+    return records
+
+
+def flatten(record: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested dict as one level, the keys joined by "/"."""
+    flat = {}
+    for key, value in record.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}/")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def start_wandb(
+    mode: str,
+    *,
+    project: str,
+    name: str,
+    group: str | None = None,
+    tags: Sequence[str] = (),
+    config: dict[str, Any],
+    folder: Path,
+    run_id: str | None = None,
+    log: Callable[[str], None] = print,
+) -> wandb.Run | None:
+    """Start the mirror, or return None when `mode` is "off"; "offline" and "online" as in wandb. Never a prompt.
+
+    WANDB_MODE in the environment overrides "online", and so does the lack of an API key, with one line to `log`.
+    wandb's files go into `folder`/wandb. The id of the returned run, kept in the checkpoint and passed as `run_id`,
+    continues the same run. Charts are drawn over the metric "tokens", so every record should carry it.
+    Raises ValueError when wandb refuses to start.
+    """
+    if mode == "online":
+        mode = os.environ.get("WANDB_MODE", mode)
+    if mode in ("off", "disabled"):
+        return None
+    # Even an offline run reports to wandb's makers unless told not to (seen in wandb 0.31).
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    import wandb
+
+    try:
+        if mode == "online" and not wandb.login(prompt=False):
+            mode = "offline"
+            log(f"wandb: no API key, so offline; later: wandb login && wandb sync {folder}/wandb/offline-run-*")
+        run = wandb.init(
+            mode=mode,
+            project=project,
+            name=name,
+            group=group,
+            tags=tags,
+            config=config,
+            dir=folder,
+            id=run_id,
+            resume="allow",
+        )
+    except wandb.Error as error:
+        raise ValueError(f"wandb did not start: {error} (offline or off needs no connection)") from error
+    run.define_metric("*", step_metric="tokens")
+    return run

@@ -1,0 +1,85 @@
+"""One process or many: `python train_gpt.py`, or `torchrun --nproc-per-node N train_gpt.py`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Iterator
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the others. A world of one has no process group."""
+
+    rank: int
+    local_rank: int  # rank among the processes of this machine
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def start_processes(device: str) -> World:
+    """Join the other processes that torchrun started, if any, and take a device ("auto", "cpu" or "cuda").
+
+    CPU tensors travel by gloo and CUDA tensors by nccl, so a collective on a CPU tensor never waits for the GPU.
+    Raises ValueError (see `agree`) when there is no GPU for this process.
+    """
+    rank = int(os.environ.get("RANK", 0))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    gpus = 0 if device == "cpu" else torch.cuda.device_count()
+    on_gpu = local_rank < gpus
+    world = World(rank, local_rank, world_size, torch.device("cuda", local_rank) if on_gpu else torch.device("cpu"))
+    if on_gpu:
+        torch.cuda.set_device(world.device)
+    if world_size > 1:
+        # The first step compiles, which may take one rank minutes longer than another.
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "cpu:gloo", timeout=timedelta(minutes=30))
+    with agree(world):
+        if device == "cuda" and gpus == 0:
+            raise ValueError("CUDA was asked for but torch sees no GPU: use --device cpu")
+        if gpus and not on_gpu:
+            raise ValueError(f"more processes than GPUs on one machine: start torchrun with --nproc-per-node {gpus}")
+    return world
+
+
+@contextmanager
+def agree(world: World) -> Iterator[None]:
+    """A block of set-up that may fail on some ranks: every rank gets past its end, or every rank leaves.
+
+    When a rank raises ValueError or OSError in the block, the main process prints the message (the lowest rank's, when
+    several fail) and all exit with code 2. In a world of one the error passes to the caller as it is. Every rank must
+    reach the end of the block, so no collective may stand inside it.
+    """
+    if world.world_size == 1:
+        yield
+        return
+    error = None
+    try:
+        yield
+    except (ValueError, OSError) as raised:
+        error = str(raised)
+    errors = [None] * world.world_size
+    dist.all_gather_object(errors, error)
+    failures = [message for message in errors if message is not None]
+    if failures:
+        if world.is_main:
+            print(f"error: {failures[0]}", file=sys.stderr, flush=True)
+        dist.barrier()  # torchrun kills the rest as soon as one process leaves: the message comes first
+        stop_processes(world)
+        raise SystemExit(2)
+
+
+def stop_processes(world: World) -> None:
+    """Leave the process group."""
+    if world.world_size > 1:
+        dist.destroy_process_group()

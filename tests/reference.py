@@ -1,0 +1,157 @@
+"""The attention methods in float64, written from the papers alone: the specification that model/ is held to.
+
+Slow and literal on purpose; imports nothing of the project. q (B, H, Tq, D) and k, v (B, H, Tk, D) are not rotated yet;
+query i sees the keys j <= i, and t = i - j. `learned` is a method's one parameter, (H,): LogN's s or Infini's beta.
+Method names and options are those of model.methods.make_method. PE = "Scale-invariant attention", the paper.
+"""
+
+import math
+
+import torch
+
+
+# ---- rotary frequencies: radians a token, (D/2,) ---------------------------------------------------------------------
+
+def rope_frequencies(head_dim, base=10000.0):
+    """theta_k = base^(-2k/D) (Su et al. 2021, section 3.2.2)."""
+    k = torch.arange(head_dim // 2, dtype=torch.float64)
+    return base ** (-2 * k / head_dim)
+
+
+def half_truncate_frequencies(head_dim, base=1024.0):
+    """D/4 frequencies from 1 down to 1/base, in equal ratios, and D/4 pairs that never turn (modded-nanogpt #17)."""
+    turning = base ** -torch.linspace(0, 1, head_dim // 4, dtype=torch.float64)
+    return torch.cat([turning, torch.zeros_like(turning)])
+
+
+def barbero_frequencies(head_dim, base=10000.0, proportion=0.5):
+    """RoPE whose first floor(p D/2) pairs turn; the others stay (Barbero et al. 2025)."""
+    theta = rope_frequencies(head_dim, base)
+    theta[math.floor(proportion * head_dim / 2):] = 0
+    return theta
+
+
+def ntk_frequencies(head_dim, s, base=10000.0):
+    """RoPE of base * s^(D/(D-2)) (PE, "RoPE hyperparameters")."""
+    return rope_frequencies(head_dim, base * s ** (head_dim / (head_dim - 2)))
+
+
+def yarn_frequencies(head_dim, s, train_length, base=10000.0, beta_fast=32.0, beta_slow=1.0):
+    """NTK by parts (Peng et al. 2023): pairs of many turns in training keep theta, pairs of few get theta / s."""
+    def pair_of(turns):  # the k, not an integer, whose pair makes that many turns in train_length tokens
+        return head_dim * math.log(train_length / (2 * math.pi * turns)) / (2 * math.log(base))
+
+    low, high = max(math.floor(pair_of(beta_fast)), 0), min(math.ceil(pair_of(beta_slow)), head_dim - 1)
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
+    theta = rope_frequencies(head_dim, base)
+    return theta / s * ramp + theta * (1 - ramp)
+
+
+def rotation(name, head_dim, train_length, target_length, *, base=None, form="half_truncate", proportion=0.5,
+             factor=None, beta_fast=32.0, beta_slow=1.0, temperature=True):
+    """The frequencies of a method, and the gain on its cos and sin (YaRN's temperature: 0.1 ln s + 1)."""
+    s = (factor or target_length / train_length) if target_length > train_length else 1.0
+    if name.endswith("p_rope") and form == "half_truncate":
+        return half_truncate_frequencies(head_dim, base or 1024.0), 1.0
+    if name.endswith("p_rope"):
+        return barbero_frequencies(head_dim, base or 10000.0, proportion), 1.0
+    if name.endswith("ntk"):
+        return ntk_frequencies(head_dim, s, base or 10000.0), 1.0
+    if name == "yarn":
+        theta = yarn_frequencies(head_dim, s, train_length, base or 10000.0, beta_fast, beta_slow)
+        return theta, 0.1 * math.log(s) + 1 if temperature else 1.0
+    if name.endswith("rope"):
+        return rope_frequencies(head_dim, base or 10000.0), 1.0
+    return torch.zeros(head_dim // 2, dtype=torch.float64), 1.0
+
+
+def rotate(x, positions, frequencies, gain=1.0):
+    """The pair x_k + i x_(k+D/2), turned by -position * theta_k and multiplied by the gain."""
+    pairs = torch.complex(*x.chunk(2, dim=-1))  # (B, H, T, D/2)
+    pairs = pairs * gain * torch.exp(-1j * positions[:, None] * frequencies)
+    return torch.cat([pairs.real, pairs.imag], dim=-1)  # (B, H, T, D)
+
+
+# ---- what is done to the scores --------------------------------------------------------------------------------------
+
+def logn_init(train_length):
+    """The s whose multiplier s ln n is 1 on average over n = 1..train_length."""
+    return train_length / math.lgamma(train_length + 1)
+
+
+def alibi_slopes(num_heads, slopes="official"):
+    """Press et al. 2022, section 3; for H no power of two, the authors' interleaving. "geometric": 2^(-8h/H) always."""
+    def geometric(n):
+        return [2.0 ** (-8 * h / n) for h in range(1, n + 1)]
+
+    if slopes == "geometric":
+        return torch.tensor(geometric(num_heads), dtype=torch.float64)
+    power = 2 ** math.floor(math.log2(num_heads))
+    return torch.tensor((geometric(power) + geometric(2 * power)[::2])[:num_heads], dtype=torch.float64)
+
+
+def scale_invariant(t, tau=10.0):
+    """a_t and m_t (PE, Eq. "solution") with alpha = beta = e^(1/2), which the boundary a_0 = 1, m_0 = 0 asks for."""
+    alpha = beta = math.exp(0.5)
+    a_squared = 2 * (torch.log(t / tau + 1) - math.log(alpha) + beta / alpha)
+    return a_squared.sqrt(), -a_squared + beta / alpha
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+def attention_logits(name, q, k, *, train_length, target_length=None, q_offset=0, learned=None, tau=10.0,
+                     slopes="official", context="row", **rotary):
+    """L_ij = a_t S_ij + m_t, minus infinity for keys after the query: (B, H, Tq, Tk)."""
+    num_heads, head_dim = q.shape[1], q.shape[3]
+    i = torch.arange(q_offset, q_offset + q.shape[2], dtype=torch.float64)
+    j = torch.arange(k.shape[2], dtype=torch.float64)
+    target_length = target_length or len(j)
+    turn = rotation(name, head_dim, train_length, target_length, **rotary)
+
+    logits = rotate(q, i, *turn) @ rotate(k, j, *turn).mT / math.sqrt(head_dim)
+    t = (i[:, None] - j).clamp(min=0)  # (Tq, Tk)
+    if name.startswith("logn"):
+        n = i + 1 if context == "row" else torch.full_like(i, target_length)
+        logits = learned[:, None, None] * torch.log(n)[:, None] * logits
+    if name.startswith("scale_invariant"):
+        a, m = scale_invariant(t, tau)
+        logits = a * logits + m
+    if name == "alibi":
+        logits = logits - alibi_slopes(num_heads, slopes)[:, None, None] * t
+    return logits.masked_fill(j > i[:, None], -math.inf)
+
+
+def attend(name, q, k, v, **options):
+    """softmax(L) v, or Infini-attention: (B, H, Tq, D)."""
+    if name.startswith("infini"):
+        return infini(name, q, k, v, **options)
+    return attention_logits(name, q, k, **options).softmax(dim=-1) @ v
+
+
+def infini(name, q, k, v, *, learned, segment_length=1024, delta=False, train_length, target_length=None, **rotary):
+    """Munkhdalai et al. 2024: causal softmax inside a segment, a linear-attention memory of the segments before it.
+
+    The memory sees q and k before rotation; sigma = ELU + 1; the first segment has no memory and no gate.
+    """
+    def sigma(x):
+        return torch.nn.functional.elu(x) + 1
+
+    def recall(x):
+        return (sigma(x) @ memory) / (sigma(x) @ normaliser)
+
+    gate = torch.sigmoid(learned)[:, None, None]
+    memory = normaliser = None  # (B, H, D, D), (B, H, D, 1)
+    outputs = []
+    for q_s, k_s, v_s in zip(*(x.split(segment_length, dim=2) for x in (q, k, v))):
+        # RoPE depends on i - j alone, so positions may start again in every segment.
+        local = attend(name.removeprefix("infini_"), q_s, k_s, v_s, train_length=train_length, **rotary)
+        write = v_s
+        if memory is None:
+            memory = normaliser = 0
+            outputs.append(local)
+        else:
+            outputs.append(gate * recall(q_s) + (1 - gate) * local)
+            write = v_s - recall(k_s) if delta else v_s
+        memory = memory + sigma(k_s).mT @ write
+        normaliser = normaliser + sigma(k_s).sum(dim=2)[..., None]
+    return torch.cat(outputs, dim=2)

@@ -1,0 +1,374 @@
+"""Every attention method against the float64 formulas of reference.py: values, gradients, decoding, refusals."""
+
+import math
+
+import numpy as np
+import pytest
+import reference
+import torch
+from torch.testing import assert_close
+
+from model.attention import attend, attention_logits
+from model.methods import METHODS, make_method
+
+TRAIN_LENGTH = 64
+
+NAMES = ["rope", "p_rope", "nope", "rope_ntk", "yarn", "logn_rope", "logn_p_rope", "logn_ntk", "alibi",
+         "scale_invariant_p_rope", "scale_invariant_rope", "scale_invariant_nope", "infini_rope", "infini_p_rope"]
+
+CASES = [(name, {}) for name in NAMES] + [
+    ("rope", dict(base=100.0)),
+    ("p_rope", dict(base=64.0)),
+    ("p_rope", dict(form="barbero")),
+    ("p_rope", dict(form="barbero", base=500.0, proportion=0.3)),
+    ("rope_ntk", dict(base=500.0)),
+    ("rope_ntk", dict(factor=3.0)),
+    ("yarn", dict(base=500.0)),
+    ("yarn", dict(factor=3.0, temperature=False)),
+    ("yarn", dict(beta_fast=8.0, beta_slow=0.5)),
+    ("logn_rope", dict(context="length")),
+    ("logn_p_rope", dict(form="barbero")),
+    ("logn_ntk", dict(factor=3.0, context="length")),
+    ("alibi", dict(slopes="geometric")),
+    ("scale_invariant_p_rope", dict(tau=0.01)),
+    ("scale_invariant_p_rope", dict(tau=1.0, form="barbero")),
+    ("scale_invariant_rope", dict(tau=100.0, base=500.0)),
+    ("infini_rope", dict(segment_length=16)),
+    ("infini_rope", dict(segment_length=16, delta=True)),
+    ("infini_p_rope", dict(segment_length=7, delta=True)),
+    ("infini_p_rope", dict(segment_length=37, form="barbero")),
+]
+
+SHAPES = [  # batch, num_heads, head_dim, length, target_length: below, at and beyond TRAIN_LENGTH
+    (3, 6, 16, 1, None),
+    (2, 8, 32, 2, 130),
+    (2, 6, 32, 37, None),
+    (2, 8, 16, 64, 64),
+    (1, 6, 128, 130, None),
+    (1, 8, 16, 256, 256),
+    (1, 6, 32, 300, 1000),
+]
+
+
+def sweep(cases):
+    def label(case):
+        return "-".join([case[0], *(f"{key}={value}" for key, value in case[1].items())])
+
+    return pytest.mark.parametrize("name, options", cases, ids=map(label, cases))
+
+
+every_case = sweep(CASES)
+every_case_with_logits = sweep([case for case in CASES if not case[0].startswith("infini")])
+every_shape = pytest.mark.parametrize("batch, num_heads, head_dim, length, target_length", SHAPES)
+
+
+def make(name, num_heads=6, head_dim=16, train_length=TRAIN_LENGTH, **options):
+    return make_method(name, num_heads=num_heads, head_dim=head_dim, train_length=train_length, **options)
+
+
+def make_learned(name, num_heads, head_dim, options):
+    """The method with a random parameter in place of the initial one, and the same parameter in float64 (or None)."""
+    method = make(name, num_heads, head_dim, **options)
+    learned = None
+    for parameter in method.parameters():
+        torch.nn.init.normal_(parameter, 0.1, 0.3, generator=torch.Generator().manual_seed(num_heads))
+        learned = parameter.detach().double().requires_grad_()
+    return method, learned
+
+
+def random(*shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def random_qkv(num_heads, head_dim, length, batch=2):
+    return [random(batch, num_heads, length, head_dim, seed=length + i).requires_grad_() for i in range(3)]
+
+
+def cast(tensors, dtype):
+    return [x.detach().to(dtype).requires_grad_() for x in tensors]
+
+
+def gradients(output, inputs):
+    """Of a random weighting of the output."""
+    weight = random(*output.shape, seed=0).to(output.dtype)
+    return torch.autograd.grad((output * weight).sum(), inputs, materialize_grads=True)
+
+
+def assert_near(actual, expected, tolerance):
+    """To within the tolerance times the largest entry, or times 1 where all entries are smaller."""
+    scale = max(1.0, expected[expected.isfinite()].abs().max().item())
+    assert_close(actual.double(), expected.double(), rtol=0, atol=tolerance * scale)
+
+
+def assert_same_function(output, inputs, expected, exact_inputs, tolerance):
+    """Values, and the gradients of the inputs, which may include the method's parameter (None without one)."""
+    assert_near(output, expected, tolerance)
+    exact = gradients(expected, [x for x in exact_inputs if x is not None])
+    for gradient, truth in zip(gradients(output, inputs), exact, strict=True):
+        assert_near(gradient, truth, tolerance)
+
+
+# ---- values and gradients --------------------------------------------------------------------------------------------
+
+def check_attend(name, options, batch, num_heads, head_dim, length, target_length, dtype, tolerance):
+    method, learned = make_learned(name, num_heads, head_dim, options)
+    exact = random_qkv(num_heads, head_dim, length, batch)
+    expected = reference.attend(name, *exact, train_length=TRAIN_LENGTH, target_length=target_length, learned=learned,
+                                **options)
+    inputs = cast(exact, dtype)
+    output = attend(method, *inputs, target_length=target_length)
+    assert output.dtype == dtype
+    assert_same_function(output, [*inputs, *method.parameters()], expected, [*exact, learned], tolerance)
+
+
+@every_shape
+@every_case
+def test_attend_is_the_reference(name, options, batch, num_heads, head_dim, length, target_length):
+    check_attend(name, options, batch, num_heads, head_dim, length, target_length, torch.float32, 1e-5)
+
+
+@every_case
+def test_attend_in_float64_is_the_reference(name, options):
+    check_attend(name, options, 1, 8, 16, 130, None, torch.float64, 2e-6)  # the tables of cos, sin, a and m are float32
+
+
+@pytest.mark.parametrize("num_heads, head_dim, length, target_length, dtype, tolerance", [
+    (8, 32, 2, 130, torch.float32, 1e-5),
+    (6, 32, 37, None, torch.float32, 1e-5),
+    (8, 16, 130, 1000, torch.float32, 1e-5),
+    (6, 16, 70, None, torch.float64, 2e-6),
+])
+@every_case_with_logits
+def test_logits_are_the_reference(name, options, num_heads, head_dim, length, target_length, dtype, tolerance):
+    method, learned = make_learned(name, num_heads, head_dim, options)
+    exact = random_qkv(num_heads, head_dim, length, batch=1)[:2]
+    expected = reference.attention_logits(name, *exact, train_length=TRAIN_LENGTH, target_length=target_length,
+                                          learned=learned, **options)
+    inputs = cast(exact, dtype)
+    logits = attention_logits(method, *inputs, target_length=target_length)
+    assert logits.dtype == dtype
+    assert_close(logits.isneginf(), torch.ones(length, length).triu(1).bool().expand_as(logits))
+    assert_same_function(logits.tril(), [*inputs, *method.parameters()], expected.tril(), [*exact, learned], tolerance)
+
+
+@pytest.mark.parametrize("name", ["rope", "yarn", "logn_ntk", "alibi", "scale_invariant_p_rope"])
+def test_attend_is_the_reference_for_queries_late_in_a_long_context(name):
+    """4200 keys, from where the CPU's blocks are recomputed in the backward pass."""
+    method, learned = make_learned(name, 2, 16, {})
+    q, k, v = random_qkv(2, 16, 4200, batch=1)
+    exact = [q[:, :, -150:].detach().requires_grad_(), k, v]
+    expected = reference.attention_logits(name, *exact[:2], train_length=TRAIN_LENGTH, q_offset=4050,
+                                          learned=learned).softmax(dim=-1) @ v
+    inputs = cast(exact, torch.float32)
+    output = attend(method, *inputs, q_offset=4050)
+    assert_same_function(output, [*inputs, *method.parameters()], expected, [*exact, learned], 2e-5)
+
+
+def test_reference_attention_is_a_loop_over_tokens():
+    """The reference against the formulas in plain Python, for the paper's method: one head, five tokens, D = 8."""
+    q, k, v = (x.detach()[0, 0] for x in random_qkv(1, 8, 5, batch=1))
+    theta = [1.0, 1 / 1024, 0.0, 0.0]
+    for i in range(5):
+        weights = []
+        for t in range(i + 1):
+            score = sum((complex(q[i, c], q[i, c + 4]) * complex(k[i - t, c], -k[i - t, c + 4])
+                         * complex(math.cos(t * theta[c]), -math.sin(t * theta[c]))).real for c in range(4))
+            a = math.sqrt(1 + 2 * math.log(1 + t / 10))
+            weights.append(math.exp(a * score / math.sqrt(8) + 1 - a * a))
+        expected = sum(w * v[i - t] for t, w in enumerate(weights)) / sum(weights)
+        output = reference.attend("scale_invariant_p_rope", *(x[None, None] for x in (q, k, v)), train_length=4)
+        assert_close(output[0, 0, i], expected, rtol=0, atol=1e-12)
+
+
+def test_reference_infini_memory_is_linear_attention_to_earlier_segments():
+    q, k, v = (x.detach() for x in random_qkv(2, 8, 12))
+    output = reference.attend("infini_rope", q, k, v, train_length=8, segment_length=5, learned=torch.full((2,), 50.0))
+    q, k = (torch.where(x > 0, x + 1, x.exp()) for x in (q, k))  # ELU + 1
+    for i in range(5, 12):
+        weights = q[:, :, i, None] @ k[:, :, :i // 5 * 5].mT  # (B, H, 1, earlier keys)
+        expected = weights @ v[:, :, :i // 5 * 5] / weights.sum(dim=-1, keepdim=True)
+        assert_close(output[:, :, i], expected[:, :, 0], rtol=0, atol=1e-10)
+
+
+# ---- decoding --------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("rows", [1, 37])
+@every_case
+def test_the_last_queries_alone_are_the_same_rows(name, options, rows):
+    method, _ = make_learned(name, 6, 16, options)
+    q, k, v = cast(random_qkv(6, 16, 130), torch.float32)
+    full = attend(method, q, k, v, target_length=300)
+    last = attend(method, q[:, :, -rows:], k, v, q_offset=130 - rows, target_length=300)
+    assert_near(last, full[:, :, -rows:], 1e-5)
+
+
+@every_case
+def test_decoding_one_token_is_prefill(name, options):
+    method, _ = make_learned(name, 6, 16, options)
+    q, k, v = cast(random_qkv(6, 16, 130), torch.float32)
+    with torch.no_grad():
+        full = attend(method, q, k, v, target_length=130)
+        for i in [0, 1, 6, 7, 15, 16, 17, 37, 63, 64, 129]:  # around segments of 7, 16, 37 and TRAIN_LENGTH
+            seen = slice(i + 1)
+            one = attend(method, q[:, :, i:i + 1], k[:, :, seen], v[:, :, seen], q_offset=i, target_length=130)
+            assert_near(one, full[:, :, i:i + 1], 1e-5)
+
+
+@every_case
+def test_the_target_length_is_the_number_of_keys_unless_given(name, options):
+    method, _ = make_learned(name, 6, 16, options)
+    q, k, v = cast(random_qkv(6, 16, 130), torch.float32)
+    assert_close(attend(method, q, k, v), attend(method, q, k, v, target_length=130), rtol=0, atol=0)
+
+
+# ---- scale-invariant attention ---------------------------------------------------------------------------------------
+
+TABLE = {0: (1, 0), 1: (1.0912, -0.1906), 10: (1.5448, -1.3863), 100: (2.4074, -4.7958), 1000: (3.1985, -9.2302),
+         4095: (3.6104, -12.0348), 16383: (3.9754, -14.8040), 65535: (4.3100, -17.5758)}  # t: a_t, m_t at tau = 10
+
+
+def a_and_m(tau, length):
+    """a_t and m_t for t < length, from the logits of scores that are 0 everywhere, and 1 everywhere."""
+    method = make("scale_invariant_nope", num_heads=1, tau=tau)
+    x = torch.zeros(2, 1, length, 16, dtype=torch.float64)
+    x[1, ..., 0] = 2  # S = 2 * 2 / sqrt(16)
+    m, a_plus_m = attention_logits(method, x, x)[:, 0, -1].flip(-1)
+    return a_plus_m - m, m  # (length,)
+
+
+def test_a_and_m_are_the_table():
+    a, m = a_and_m(tau=10.0, length=1001)
+    near = [t for t in TABLE if t <= 1000]
+    assert_close(torch.stack([a, m], dim=-1)[near], torch.tensor([TABLE[t] for t in near]).double(), rtol=0, atol=5e-5)
+
+
+def test_a_and_m_are_the_table_65535_tokens_back():
+    """Read from attention itself: value channel c is 1 at one key alone, so that output c is that key's weight."""
+    distances = torch.tensor(list(TABLE))
+    q, k = torch.zeros(2, 1, 1, 16), torch.zeros(2, 1, 65536, 16)
+    q[1, ..., 0], k[1, ..., 0] = 4, 4  # S = 4 everywhere in the second of the batch, 0 in the first
+    v = torch.zeros(65536, 16)
+    v[65535 - distances, torch.arange(8)] = 1
+    output = attend(make("scale_invariant_nope", num_heads=1), q, k, v.expand(2, 1, -1, -1), q_offset=65535)
+    m, four_a_plus_m = (output[:, 0, 0, :8] / output[:, 0, 0, :1]).log() + torch.tensor([[0.0], [4.0]])
+    a = (four_a_plus_m - m) / 4
+    assert_close(torch.stack([a, m], dim=-1), torch.tensor(list(TABLE.values())), rtol=0, atol=7e-5)
+
+
+@pytest.mark.parametrize("tau", [0.01, 0.1, 1.0, 10.0, 100.0])
+def test_expected_attention_and_negentropy_fall_as_one_over_t(tau):
+    """E[A] = E[A log A] = e^(1/2) / (t/tau + 1) for scores of N(0, 1), by Gauss-Hermite quadrature."""
+    a, m = (x[:, None] for x in a_and_m(tau, length=1001))
+    nodes, weights = (torch.from_numpy(x) for x in np.polynomial.hermite_e.hermegauss(100))
+    weights = weights / math.sqrt(2 * math.pi)
+    logits = a * nodes + m  # (t, nodes)
+    expected = math.exp(0.5) / (torch.arange(1001) / tau + 1)
+    assert_close((logits.exp() * weights).sum(dim=-1), expected.double(), rtol=1e-6, atol=0)
+    assert_close((logits.exp() * logits * weights).sum(dim=-1), expected.double(), rtol=1e-6, atol=0)
+
+
+# ---- ALiBi and LogN --------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("num_heads, slopes, expected", [
+    (6, "official", [1 / 4, 1 / 16, 1 / 64, 1 / 256, 1 / 2, 1 / 8]),
+    (8, "official", [2.0 ** -h for h in range(1, 9)]),
+    (12, "official", [2.0 ** -h for h in range(1, 9)] + [2.0 ** -h for h in (0.5, 1.5, 2.5, 3.5)]),
+    (6, "geometric", [0.39685, 0.15749, 0.0625, 0.02480, 0.00984, 0.00391]),
+    (8, "geometric", [2.0 ** -h for h in range(1, 9)]),
+])
+def test_alibi_slopes(num_heads, slopes, expected):
+    zeros = torch.zeros(1, num_heads, 9, 16)
+    bias = attention_logits(make("alibi", num_heads, slopes=slopes), zeros, zeros)[0, :, -1].flip(-1)  # (H, t)
+    assert_close(bias, -torch.tensor(expected)[:, None] * torch.arange(9), rtol=0, atol=5e-6 * 8)
+
+
+@pytest.mark.parametrize("name", ["logn_rope", "logn_p_rope", "logn_ntk"])
+def test_logn_starts_with_a_mean_multiplier_of_one(name):
+    (scale,) = make(name, head_dim=128, train_length=4096).parameters()
+    assert_close(scale.detach(), torch.full((6,), 0.1366), rtol=0, atol=5e-5)
+
+
+def test_the_initial_values_can_be_chosen():
+    (scale,) = make("logn_rope", init=0.4).parameters()
+    (gate,) = make("infini_rope", gate_init=-2.0).parameters()
+    assert_close(torch.stack([scale, gate]).detach(), torch.tensor([[0.4], [-2.0]]).expand(2, 6))
+
+
+@every_case
+def test_the_only_parameter_is_one_number_a_head(name, options):
+    shapes = [tuple(parameter.shape) for _, parameter in make(name, **options).named_parameters()]
+    assert shapes == ([(6,)] if name.startswith(("logn", "infini")) else [])
+
+
+# ---- low precision ---------------------------------------------------------------------------------------------------
+
+@every_case
+def test_bfloat16_inputs_give_nearly_the_float32_result(name, options):
+    method, _ = make_learned(name, 6, 32, options)
+    inputs = cast(random_qkv(6, 32, 300, batch=1), torch.bfloat16)
+    with torch.no_grad():
+        output, exact = attend(method, *inputs), attend(method, *cast(inputs, torch.float32))
+    assert output.dtype == torch.bfloat16
+    assert (output - exact).norm() < 0.02 * exact.norm()
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+def assert_refused(*words):
+    """A ValueError of one line with these words in it."""
+    return pytest.raises(ValueError, match="^" + "".join(f"(?=.*{word})" for word in words) + r"[^\n]*\Z")
+
+
+def test_the_methods_are_those_of_the_paper_and_its_variants():
+    assert set(METHODS) == set(NAMES)
+
+
+def test_an_unknown_method_is_refused_with_the_nearest_name():
+    with assert_refused("scale_invariant_prope", "scale_invariant_p_rope"):
+        make("scale_invariant_prope")
+
+
+@pytest.mark.parametrize("name, wrong, right", [
+    ("scale_invariant_rope", "tua", "tau"),
+    ("yarn", "beta_fats", "beta_fast"),
+    ("infini_p_rope", "segment_len", "segment_length"),
+])
+def test_an_unknown_option_is_refused_with_the_nearest_name(name, wrong, right):
+    with assert_refused(wrong, right):
+        make(name, **{wrong: 1.0})
+
+
+@pytest.mark.parametrize("tau", [0.0, -1.0])
+def test_tau_must_be_positive(tau):
+    with assert_refused("tau"):
+        make("scale_invariant_p_rope", tau=tau)
+
+
+@pytest.mark.parametrize("name, option", [("p_rope", "form"), ("alibi", "slopes"), ("logn_rope", "context")])
+def test_an_unknown_choice_is_refused(name, option):
+    with assert_refused(option, "wrong"):
+        make(name, **{option: "wrong"})
+
+
+@pytest.mark.parametrize("function", [attend, attention_logits])
+@pytest.mark.parametrize("num_heads, head_dim", [(8, 16), (1, 16), (6, 32), (6, 8)])
+@pytest.mark.parametrize("name", ["nope", "scale_invariant_p_rope", "alibi", "logn_rope", "infini_rope"])
+def test_other_heads_than_the_method_s_are_refused(name, num_heads, head_dim, function):
+    q, k, v = random_qkv(num_heads, head_dim, 5)
+    with assert_refused(f"{num_heads}, 5, {head_dim}"):
+        function(make(name), q, k, *([v] if function is attend else []))
+
+
+@pytest.mark.parametrize("name", ["p_rope", "scale_invariant_p_rope", "alibi", "infini_rope"])
+@pytest.mark.parametrize("queries, keys, q_offset, target_length", [(6, 5, 0, None), (1, 5, 5, None), (5, 5, 1, None),
+                                                                    (5, 5, 0, 4)])
+def test_queries_beyond_the_keys_and_keys_beyond_the_target_are_refused(name, queries, keys, q_offset, target_length):
+    q, k, v = (x[:, :, :n] for x, n in zip(random_qkv(6, 16, 6), (queries, keys, keys)))
+    with assert_refused(str(keys)):
+        attend(make(name), q, k, v, q_offset=q_offset, target_length=target_length)
+
+
+def test_infini_has_no_logits():
+    q, k, _ = random_qkv(6, 16, 5)
+    with assert_refused("[Ii]nfini"):
+        attention_logits(make("infini_rope"), q, k)

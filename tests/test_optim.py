@@ -1,0 +1,375 @@
+"""Muon against plain references and torch's own, parameter groups, schedules."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from optim.groups import split_parameters
+from optim.muon import Muon
+from optim.schedule import SCHEDULES, check_schedule, lr_factor, scale_lr
+
+ROOT = Path(__file__).parents[1]
+LR, MOMENTUM = 0.02, 0.95
+MATRICES = [(48, 32), (32, 48), (40, 40), (1, 7), (7, 1), (65, 17), (128, 128)]
+BANKS = [(3, 24, 24), (2, 16, 64), (5, 33, 9)]
+ONE_BATCH = [(24, 40), (3, 24, 40), (40, 24)]  # what the compiled tests share: compiling takes seconds a shape
+
+
+def random_tensors(shapes, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def parameters_of(tensors):
+    return [torch.nn.Parameter(t.clone()) for t in tensors]
+
+
+def gradients(params, step):
+    """As small as a real model's, so that the 1e-7 added to their norm counts."""
+    return [1e-4 * g for g in random_tensors([p.shape for p in params], seed=100 + step)]
+
+
+def train(optimizer, params, steps):
+    for step in steps:
+        for p, grad in zip(params, gradients(params, step)):
+            p.grad = grad
+        optimizer.step()
+
+
+def reference_muon(tensors, steps):
+    """The four lines of Muon (Keller Jordan), in float64, one matrix at a time."""
+    params = [t.double() for t in tensors]
+    bufs = [torch.zeros_like(p) for p in params]
+    for step in steps:
+        for p, buf, g in zip(params, bufs, gradients(params, step)):
+            buf.copy_(MOMENTUM * buf + g)
+            nesterov = g + MOMENTUM * buf
+            for i in range(len(p)) if p.ndim == 3 else [...]:
+                x = nesterov[i] / (nesterov[i].norm() + 1e-7)
+                for _ in range(5):
+                    a = x @ x.T
+                    x = 3.4445 * x - 4.7750 * a @ x + 2.0315 * a @ a @ x
+                rows, cols = x.shape
+                p[i] -= LR * max(1, rows / cols) ** 0.5 * x
+    return params
+
+
+def relative_error(got, want, start):
+    """Difference of two results, relative to how far the parameters have moved."""
+    return ((got - want).norm() / (want - start).norm()).item()
+
+
+class Orthogonalised(TorchDispatchMode):
+    """Records the shape (N, rows, cols) of every batch that goes through Newton-Schulz."""
+
+    def __init__(self):
+        super().__init__()
+        self.operands = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.baddbmm.default:
+            self.operands.append(tuple(args[0].shape))
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def batches(self):
+        return self.operands[1::10]  # five iterations of two baddbmm: the gram matrix, then x
+
+
+# Muon: the mathematics
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_muon_matches_a_float64_reference(compile):
+    start = random_tensors(ONE_BATCH if compile else MATRICES + BANKS, seed=1)
+    params = parameters_of(start)
+    train(Muon(params, LR, MOMENTUM, compile=compile, dtype=torch.float32), params, range(5))
+    # Newton-Schulz multiplies the smallest singular values, and float32's rounding (6e-8) there, by 3.4445^5 = 485.
+    for p, want, p0 in zip(params, reference_muon(start, range(5)), start):
+        assert relative_error(p, want, p0) < 5e-5, tuple(p.shape)
+
+
+def test_muon_matches_torch():
+    start = random_tensors(MATRICES, seed=2)
+    ours, theirs = parameters_of(start), parameters_of(start)
+    train(Muon(ours, LR, MOMENTUM, dtype=torch.bfloat16), ours, range(5))
+    torch_muon = torch.optim.Muon(
+        theirs, lr=LR, momentum=MOMENTUM, weight_decay=0, nesterov=True, adjust_lr_fn="original"
+    )
+    train(torch_muon, theirs, range(5))
+    # Torch always iterates in bfloat16, whose rounding (4e-3) puts each of the two about 1e-2 from the float64 result.
+    for p, want, p0 in zip(ours, theirs, start):
+        assert relative_error(p, want, p0) < 3e-2, tuple(p.shape)
+
+
+def test_bank_equals_separate_matrices():
+    start = random_tensors([(3, 24, 40)], seed=3)[0]
+    bank, separate = parameters_of([start]), parameters_of(start)
+    optimizers = Muon(bank), Muon(separate)
+    for step in range(3):
+        bank[0].grad = random_tensors([start.shape], seed=step)[0]
+        for p, grad in zip(separate, bank[0].grad):
+            p.grad = grad
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(bank[0], torch.stack(separate))
+
+
+def test_matrices_of_one_shape_up_to_transposition_share_a_batch():
+    params = parameters_of(random_tensors([(24, 24), (96, 24), (3, 24, 24), (24, 96), (24, 95)], seed=4))
+    with Orthogonalised() as orthogonalised:
+        train(Muon(params), params, range(1))
+    assert sorted(orthogonalised.batches) == [(1, 24, 95), (2, 24, 96), (4, 24, 24)]
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (96, 32), (32, 96)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_singular_values_of_the_update_are_near_one(shape, dtype):
+    u, _, v = torch.linalg.svd(random_tensors([shape], seed=5)[0], full_matrices=False)
+    p = torch.nn.Parameter(torch.zeros(shape))
+    p.grad = 1e-3 * u @ torch.diag(torch.logspace(-1, 0, min(shape))) @ v
+    Muon([p], LR, dtype=dtype).step()
+    scale = LR * max(1, shape[0] / shape[1]) ** 0.5
+    values = torch.linalg.svdvals(-p.detach() / scale)
+    assert 0.65 < values.min() and values.max() < 1.25
+    assert torch.trace(u.T @ -p.detach() @ v.T) > 0.65 * scale * min(shape)  # the singular vectors are the gradient's
+
+
+def test_zero_gradient_gives_zero_update():
+    start = random_tensors(MATRICES + BANKS, seed=6)
+    params = parameters_of(start)
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    Muon(params).step()
+    assert all(torch.equal(p, p0) for p, p0 in zip(params, start))
+
+
+def test_zero_matrix_in_a_bank_leaves_the_others_alone():
+    params = parameters_of(random_tensors([(3, 16, 16), (3, 16, 16)], seed=7))
+    params[0].grad, params[1].grad = random_tensors([(3, 16, 16)] * 2, seed=8)
+    params[0].grad[1] = 0
+    before = params[0].detach().clone()
+    Muon(params).step()
+    moved = (params[0] - before).flatten(1).norm(dim=1)
+    assert moved[1] == 0 and moved[0] > 0 and moved[2] > 0
+
+
+def test_parameter_without_gradient_stays():
+    start = random_tensors([(8, 8), (8, 8)], seed=9)
+    params = parameters_of(start)
+    params[0].grad = torch.ones(8, 8)
+    Muon(params).step()
+    assert not torch.equal(params[0], start[0]) and torch.equal(params[1], start[1])
+
+
+def test_transposed_gradient_layout_changes_nothing():
+    start = random_tensors([(24, 40)], seed=10)
+    plain, transposed = parameters_of(start), parameters_of(start)
+    plain[0].grad = random_tensors([(24, 40)], seed=11)[0]
+    transposed[0].grad = plain[0].grad.T.contiguous().T
+    Muon(plain).step()
+    Muon(transposed).step()
+    assert torch.equal(plain[0], transposed[0])
+
+
+# Muon: settings and state
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(5), torch.zeros(2, 2, 2, 2), torch.zeros(3, 3, dtype=torch.bfloat16)])
+def test_muon_refuses_what_is_not_a_float32_matrix(tensor):
+    with pytest.raises(ValueError, match="Muon takes float32 parameters of shape"):
+        Muon([torch.nn.Parameter(tensor)])
+
+
+@pytest.mark.parametrize("setting", [{"lr": -0.1}, {"lr": math.nan}, {"momentum": 1.0}, {"momentum": -0.5}])
+def test_muon_refuses_settings_out_of_range(setting):
+    with pytest.raises(ValueError, match=f"Muon's {next(iter(setting))} must be"):
+        Muon(parameters_of([torch.zeros(3, 3)]), **setting)
+
+
+def test_groups_have_learning_rates_of_their_own():
+    slow, fast = parameters_of([torch.zeros(8, 8)] * 2)
+    optimizer = Muon([{"params": [slow]}, {"params": [fast]}], lr=0.01)
+    optimizer.param_groups[1]["lr"].fill_(0.04)
+    slow.grad = fast.grad = torch.eye(8)
+    optimizer.step()
+    torch.testing.assert_close(fast, 4 * slow)
+
+
+def test_compiled_step_does_not_recompile_when_settings_change():
+    params = parameters_of(random_tensors(ONE_BATCH, seed=12))
+    optimizer = Muon([{"params": params, "peak_lr": LR}], compile=True)
+    train(optimizer, params, range(1))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for step, factor in enumerate([0.75, 0.5, 0.0], start=1):
+            scale_lr(optimizer, factor)
+            optimizer.param_groups[0]["momentum"].fill_(0.85 + 0.01 * step)
+            train(optimizer, params, range(step, step + 1))
+
+
+RESUME = """
+import sys, torch
+from optim.muon import Muon
+saved = torch.load(sys.argv[1], weights_only=True)
+params = [torch.nn.Parameter(p) for p in saved["params"]]
+optimizer = Muon(params, lr=9.0, compile=saved["compile"])
+optimizer.load_state_dict(saved["optimizer"])
+for p, grad in zip(params, saved["grads"]):
+    p.grad = grad
+optimizer.step()
+torch.save([p.detach() for p in params], sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_resume_in_a_fresh_process_is_exact(tmp_path, compile):
+    params = parameters_of(random_tensors(ONE_BATCH, seed=13))
+    optimizer = Muon([{"params": params, "peak_lr": LR}], compile=compile)
+    train(optimizer, params, range(3))
+    scale_lr(optimizer, 1 / 3)
+    checkpoint = {
+        "params": [p.detach() for p in params],
+        "optimizer": optimizer.state_dict(),
+        "grads": gradients(params, step=3),
+        "compile": compile,
+    }
+    torch.save(checkpoint, tmp_path / "saved.pt")
+    subprocess.run([sys.executable, "-c", RESUME, tmp_path / "saved.pt", tmp_path / "resumed.pt"], cwd=ROOT, check=True)
+    train(optimizer, params, range(3, 4))
+    for p, resumed in zip(params, torch.load(tmp_path / "resumed.pt", weights_only=True)):
+        assert torch.equal(p, resumed)
+
+
+# Groups
+
+
+def named_parameters():
+    shapes = {"embedding": (11, 4), "block.qkv": (3, 4, 4), "block.scale": (2,), "head": (11, 4)}
+    return {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
+
+
+RULES = {
+    "head": lambda name, p: name == "head",
+    "muon": lambda name, p: "block" in name and p.ndim > 1,
+    "adam": lambda name, p: name == "embedding" or p.ndim < 2,
+    "none": lambda name, p: False,
+}
+
+
+def test_every_parameter_lands_in_its_group():
+    p = named_parameters()
+    groups = split_parameters(p.items(), RULES)
+    assert list(groups) == list(RULES)
+    want = {"head": ["head"], "muon": ["block.qkv"], "adam": ["embedding", "block.scale"], "none": []}
+    assert {g: [id(x) for x in xs] for g, xs in groups.items()} == {g: [id(p[n]) for n in ns] for g, ns in want.items()}
+
+
+def test_parameter_in_no_group_is_named():
+    rules = {name: rule for name, rule in RULES.items() if name != "adam"}
+    with pytest.raises(ValueError, match=r"parameter embedding \(11, 4\) is in none of the groups head, muon, none"):
+        split_parameters(named_parameters().items(), rules)
+
+
+def test_parameter_in_two_groups_is_named():
+    with pytest.raises(ValueError, match=r"parameter block.scale \(2,\) is in the groups adam, vectors"):
+        split_parameters(named_parameters().items(), RULES | {"vectors": lambda name, p: p.ndim == 1})
+
+
+def test_tied_parameters_are_named():
+    p = named_parameters()
+    p["head"] = p["embedding"]
+    with pytest.raises(ValueError, match="embedding and head are one tensor"):
+        split_parameters(p.items(), RULES)
+
+
+# Schedules
+
+PAPER_162M = {"steps": 4578, "schedule": "constant_linear", "cooldown_steps": 1308}
+PAPER_304M = {"steps": 10900, "schedule": "cosine"}
+NEEDLE = {"steps": 300, "schedule": "trapezoid", "warmup_steps": 100, "cooldown_steps": 100}
+
+
+@pytest.mark.parametrize(
+    "settings, step, factor",
+    [
+        (PAPER_162M, 0, 1),
+        (PAPER_162M, 3269, 1),
+        (PAPER_162M, 3270, 1),  # 1308 / 1308
+        (PAPER_162M, 3271, 1307 / 1308),
+        (PAPER_162M, 3924, 0.5),
+        (PAPER_162M, 4577, 1 / 1308),
+        (PAPER_162M, 4578, 0),
+        (PAPER_304M, 0, 1),
+        (PAPER_304M, 2725, (1 + math.sqrt(0.5)) / 2),
+        (PAPER_304M, 5450, 0.5),
+        (PAPER_304M, 10900, 0),
+        (NEEDLE, 0, 0.01),
+        (NEEDLE, 49, 0.5),
+        (NEEDLE, 99, 1),
+        (NEEDLE, 150, 1),
+        (NEEDLE, 200, 1),
+        (NEEDLE, 201, 0.99),
+        (NEEDLE, 299, 0.01),
+        (NEEDLE, 300, 0),
+        ({"steps": 5, "schedule": "trapezoid", "warmup_steps": 2, "cooldown_steps": 3}, 1, 1),
+        ({"steps": 5, "schedule": "constant_linear"}, 4, 1),
+    ],
+)
+def test_lr_factor_at_points_computed_by_hand(settings, step, factor):
+    assert lr_factor(step, **settings) == pytest.approx(factor, abs=1e-12)
+
+
+def test_paper_162m_sum_of_factors():
+    total = sum(lr_factor(step, **PAPER_162M) for step in range(4578))
+    assert total == pytest.approx(3270 + 1309 / 2)  # sum of k / 1308 for k = 1 ... 1308
+
+
+@pytest.mark.parametrize("name, nearest", [("cosin", "cosine"), ("trapezium", "trapezoid"), ("linear", SCHEDULES[0])])
+def test_unknown_schedule_names_the_nearest(name, nearest):
+    with pytest.raises(ValueError, match=f"unknown schedule {name!r}: did you mean {nearest!r}"):
+        lr_factor(0, steps=10, schedule=name)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"schedule": "trapezoid", "steps": 10, "warmup_steps": 5, "cooldown_steps": 6}, "exceed steps 10"),
+        ({"schedule": "constant_linear", "steps": 10, "cooldown_steps": 11}, "exceed steps 10"),
+        ({"schedule": "constant_linear", "steps": 0}, "at least 1"),
+        ({"schedule": "trapezoid", "steps": 10, "warmup_steps": -1}, "at least 0"),
+        ({"schedule": "constant_linear", "steps": 10, "warmup_steps": 1}, "no warm-up"),
+        ({"schedule": "cosine", "steps": 10, "warmup_steps": 1}, "no warm-up"),
+        ({"schedule": "cosine", "steps": 10, "cooldown_steps": 1}, "no separate cooldown"),
+    ],
+)
+def test_impossible_schedule_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        check_schedule(**settings)
+
+
+@pytest.mark.parametrize("settings", [PAPER_162M, PAPER_304M, NEEDLE])
+def test_papers_schedules_are_accepted(settings):
+    check_schedule(**settings)
+
+
+@pytest.mark.parametrize("optimizer_class", [Muon, torch.optim.Adam])
+def test_scale_lr_fills_a_tensor_in_place(optimizer_class):
+    group = {"params": parameters_of([torch.zeros(3, 3)]), "lr": torch.tensor(0.5), "peak_lr": 0.5}
+    optimizer = optimizer_class([group])
+    lr = optimizer.param_groups[0]["lr"]
+    scale_lr(optimizer, 0.25)
+    assert optimizer.param_groups[0]["lr"] is lr and lr.item() == 0.125
+
+
+def test_scale_lr_keeps_the_peak_of_every_group():
+    first, second = parameters_of([torch.zeros(3)] * 2)
+    groups = [{"params": [first], "lr": 0.3, "peak_lr": 0.3}, {"params": [second], "lr": 0.002, "peak_lr": 0.002}]
+    optimizer = torch.optim.Adam(groups)
+    for factor in (0.5, 0.25):
+        scale_lr(optimizer, factor)
+        assert [group["lr"] for group in optimizer.param_groups] == [0.3 * factor, 0.002 * factor]

@@ -1,0 +1,489 @@
+"""The room runtime/: what it promises about kills, full disks, second processes and unreadable files."""
+
+import json
+import os
+import random
+import re
+import resource
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from runtime.device import peak_flops, published_peak
+from runtime.files import replace_file, to_json
+from runtime.metrics import Metrics, flatten, read_metrics, start_wandb
+from runtime.processes import agree, start_processes
+from runtime.run_folder import RunFolder
+
+REPOSITORY = Path(__file__).parents[1]
+CPU = torch.device("cpu")
+
+
+def python(*arguments, **variables):
+    """A Python process that can import this repository and sees no torchrun or wandb setting of ours."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
+    environment |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **variables}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+@contextmanager
+def largest_file(num_bytes):
+    """Writing beyond `num_bytes` of a file fails, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+# ---- processes
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_plain_python_is_a_world_of_one_without_process_group(alone):
+    world = start_processes("cpu")
+    assert (world.rank, world.local_rank, world.world_size, world.device) == (0, 0, 1, CPU)
+    assert world.is_main and not dist.is_initialized()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+def test_cuda_asked_for_but_absent_says_what_to_do(alone):
+    with pytest.raises(ValueError, match="--device cpu"):
+        start_processes("cuda")
+
+
+def test_alone_an_error_of_set_up_reaches_the_caller(alone):
+    with pytest.raises(FileNotFoundError, match="shard"):
+        with agree(start_processes("cpu")):
+            raise FileNotFoundError("no shard")
+
+
+def test_when_one_rank_fails_in_set_up_all_leave_with_one_message(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "from runtime.processes import agree, start_processes, stop_processes\n"
+        "world = start_processes('cpu')\n"
+        "ranks = torch.tensor([float(world.rank)])\n"
+        "dist.all_reduce(ranks)\n"
+        "with agree(world):\n"
+        "    pass\n"
+        "print('met', int(ranks), flush=True)\n"
+        "with agree(world):\n"
+        "    if world.rank == 1:\n"
+        "        raise ValueError('shard 7 is damaged')\n"
+        "print('trained', flush=True)\n"
+    )
+    start = time.monotonic()
+    process = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, script)
+    out, err = process.communicate(timeout=120)
+    assert out.count("met 1") == 2 and "trained" not in out
+    assert err.count("error: shard 7 is damaged\n") == err.count("shard 7 is damaged") == 1
+    assert process.returncode != 0 and re.search(r"exitcode\s*: 2 ", err), err
+    assert time.monotonic() - start < 60
+
+
+# ---- run folder
+
+
+def test_a_new_folder_has_its_checkpoints_folder_and_its_records(tmp_path):
+    folder = RunFolder.create(tmp_path / "runs", "first")
+    folder.write_json("config.json", {"lr": 0.02, "data": Path("fineweb"), "dtype": torch.bfloat16})
+    folder.log("step 1")
+    folder.log("step 2")
+    assert names(folder.path) == ["checkpoints", "config.json", "lock", "log.txt"]
+    assert json.loads((folder.path / "config.json").read_text()) == {
+        "lr": 0.02,
+        "data": "fineweb",
+        "dtype": "torch.bfloat16",
+    }
+    assert (folder.path / "log.txt").read_text() == "step 1\nstep 2\n"
+
+
+def test_an_existing_folder_is_refused_unless_resumed(tmp_path):
+    RunFolder.create(tmp_path, "x").close()
+    with pytest.raises(ValueError, match="x exists: choose another --name, or continue it with --resume auto"):
+        RunFolder.create(tmp_path, "x")
+
+
+def test_resume_auto_takes_what_exists_and_makes_what_does_not(tmp_path):
+    first = RunFolder.create(tmp_path, "x", resume="auto")
+    first.log("before")
+    first.close()
+    second = RunFolder.create(tmp_path, "x", resume="auto")
+    second.log("after")
+    assert (second.path / "log.txt").read_text() == "before\nafter\n"
+
+
+def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path):
+    code = (
+        "import sys, time; from runtime.run_folder import RunFolder\n"
+        "folder = RunFolder.create(sys.argv[1], 'x'); print('ready', flush=True); time.sleep(600)"
+    )
+    holder = python("-c", code, tmp_path)
+    try:
+        assert holder.stdout.readline() == "ready\n", holder.stderr.read()
+        with pytest.raises(ValueError, match=f"in use by process {holder.pid} "):
+            RunFolder.create(tmp_path, "x", resume="auto")
+        holder.kill()
+        holder.communicate()
+        folder = RunFolder.create(tmp_path, "x", resume="auto")
+        assert f"process {os.getpid()} " in (folder.path / "lock").read_text()
+    finally:
+        holder.kill()
+        holder.communicate()
+
+
+def test_too_little_disk_is_refused_before_anything_is_made(tmp_path):
+    with pytest.raises(ValueError, match=r"needs 1152921504\.6 GB of disk, but [\d.]+ GB are free"):
+        RunFolder.create(tmp_path / "runs", "x", need_bytes=2**60)
+    assert names(tmp_path) == []
+
+
+def test_a_root_that_cannot_hold_folders_gives_one_line(tmp_path):
+    (tmp_path / "runs").write_text("a file")
+    with pytest.raises(ValueError, match="cannot use .*runs/x as the run folder") as caught:
+        RunFolder.create(tmp_path / "runs", "x")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_creation_that_fails_half_way_leaves_nothing_behind(tmp_path):
+    with largest_file(0), pytest.raises(ValueError, match="too large"):
+        RunFolder.create(tmp_path, "x")
+    assert names(tmp_path) == []
+
+
+def test_a_resume_that_fails_half_way_removes_nothing(tmp_path):
+    RunFolder.create(tmp_path, "x").close()
+    with largest_file(0), pytest.raises(ValueError, match="too large"):
+        RunFolder.create(tmp_path, "x", resume="auto")
+    assert names(tmp_path / "x") == ["checkpoints", "lock"]
+
+
+def test_the_header_holds_the_source_and_the_versions(tmp_path):
+    source = tmp_path / "train.py"
+    source.write_text("print('every line', 3)\n# to the last")
+    folder = RunFolder.create(tmp_path, "x")
+    folder.log_header([source, Path(__file__)], CPU)
+    log = (folder.path / "log.txt").read_text()
+    assert source.read_text() in log and Path(__file__).read_text() in log
+    assert f"torch {torch.__version__}" in log and "device: CPU" in log
+    assert re.search(r"^commit: ([0-9a-f]{40}(-dirty)?|unknown)$", log, re.MULTILINE)
+
+
+# ---- files
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
+    path = tmp_path / "summary.json"
+    path.write_text("old")
+    with largest_file(1000), pytest.raises(OSError):
+        replace_file(path, lambda file: file.write(bytes(1001)))
+    assert names(tmp_path) == ["summary.json"] and path.read_text() == "old"
+
+
+def test_json_of_non_finite_numbers_is_null():
+    record = {"loss": float("nan"), "lengths": {4096: (1.5, float("inf"))}, "name": "nan"}
+    assert to_json(record) == '{"loss": null, "lengths": {"4096": [1.5, null]}, "name": "nan"}'
+
+
+# ---- checkpoint
+
+
+def test_a_checkpoint_comes_back_as_it_was_saved(tmp_path):
+    generator = torch.Generator().manual_seed(1)
+    weights = torch.randn(3, 7, generator=generator)
+    tensors = {"fp32": weights, "bf16": weights.bfloat16(), "view": weights[:, ::2], "rng": generator.get_state()}
+    plain = {"step": 17, "lr": 0.1 + 0.2, "names": ["muon", None], "done": False, "nested": {4096: [1, {}]}}
+    loaded = load_checkpoint(save_checkpoint(tmp_path, 17, {"tensors": tensors, "plain": plain}))
+    torch.testing.assert_close(loaded["tensors"], tensors, rtol=0, atol=0)
+    assert loaded["plain"] == plain
+    assert names(tmp_path) == ["step_000017.pt"]
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_only_the_newest_checkpoints_are_kept(tmp_path, keep):
+    for step in range(0, 50, 10):
+        save_checkpoint(tmp_path, step, {"step": step}, keep=keep)
+    assert names(tmp_path) == [f"step_{step:06d}.pt" for step in range(50 - 10 * keep, 50, 10)]
+
+
+def test_the_latest_is_by_step_and_complete(tmp_path):
+    assert latest_checkpoint(tmp_path) is None
+    for step in (999_999, 1_000_000):
+        save_checkpoint(tmp_path, step, {"step": step})
+    (tmp_path / "step_2000000.pt.partial").write_text("half")
+    assert load_checkpoint(latest_checkpoint(tmp_path))["step"] == 1_000_000
+
+
+def test_the_next_save_removes_what_a_killed_one_left(tmp_path):
+    (tmp_path / "step_000005.pt.partial").write_text("half")
+    save_checkpoint(tmp_path, 6, {})
+    assert names(tmp_path) == ["step_000006.pt"]
+
+
+def test_a_full_disk_keeps_the_earlier_checkpoint_and_says_so(tmp_path):
+    save_checkpoint(tmp_path, 1, {"step": 1}, keep=1)
+    with largest_file(50_000), pytest.raises(OSError, match=r"cannot save .*step_000002\.pt: .*File too large"):
+        save_checkpoint(tmp_path, 2, {"weights": torch.zeros(100_000)}, keep=1)
+    assert names(tmp_path) == ["step_000001.pt"]
+    assert load_checkpoint(latest_checkpoint(tmp_path)) == {"step": 1}
+
+
+def test_data_then_name_reach_the_disk_before_the_older_checkpoint_goes(tmp_path):
+    save_checkpoint(tmp_path, 1, {}, keep=1)
+    calls = []
+
+    def record(frame, event, function):
+        if event == "c_call" and function.__module__ == "posix":
+            calls.append(function.__name__)
+
+    sys.setprofile(record)
+    try:
+        save_checkpoint(tmp_path, 2, {}, keep=1)
+    finally:
+        sys.setprofile(None)
+    assert [call for call in calls if call in ("fsync", "replace", "unlink")] == ["fsync", "replace", "fsync", "unlink"]
+
+
+KILLS = """
+import itertools, os, random, sys, time
+from pathlib import Path
+import torch
+from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+
+folder, delays, last = Path(sys.argv[1]), random.Random(2), 0
+save_checkpoint(folder, 0, {"step": 0})
+for _ in range(8):
+    saved, report = os.pipe()
+    if (child := os.fork()) == 0:
+        for step in itertools.count(last + 1):
+            save_checkpoint(folder, step, {"step": step, "weights": torch.full((1_000_003,), step)})
+            os.write(report, f"{step} ".encode())
+    os.close(report)
+    time.sleep(delays.uniform(0.02, 0.2))
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    reported = [last] + [int(step) for step in os.read(saved, 65536).split()]
+    state = load_checkpoint(latest_checkpoint(folder))
+    last = state["step"]
+    assert last in (reported[-1], reported[-1] + 1), (last, reported)
+    assert last == 0 or (state["weights"] == last).all()
+print(last)
+"""
+
+
+def test_kill_9_while_saving_leaves_a_loadable_latest(tmp_path):
+    process = python("-c", KILLS, tmp_path)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert int(out) > 0, "no checkpoint was saved between the kills"
+
+
+@pytest.mark.parametrize("part", [0, 0.01, 0.5, 0.999])
+def test_a_truncated_checkpoint_is_named(tmp_path, part):
+    path = save_checkpoint(tmp_path, 3, {"weights": torch.arange(5000)})
+    content = path.read_bytes()
+    path.write_bytes(content[: int(part * len(content))])
+    with pytest.raises(ValueError, match=r"step_000003\.pt is damaged"):
+        load_checkpoint(path)
+
+
+def test_a_flipped_bit_in_the_weights_is_named(tmp_path):
+    weights = torch.randint(0, 255, (4999,), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+    path = save_checkpoint(tmp_path, 3, {"weights": weights})
+    content = bytearray(path.read_bytes())
+    content[content.index(bytes(weights.tolist())) + 1234] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"step_000003\.pt is damaged .*checksum"):
+        load_checkpoint(path)
+
+
+class Malicious:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_code_in_a_checkpoint_is_refused_and_does_not_run(tmp_path):
+    path = tmp_path / "step_000001.pt"
+    torch.save({"weights": Malicious(tmp_path / "harm")}, path)
+    with pytest.raises(ValueError, match=r"step_000001\.pt holds more than"):
+        load_checkpoint(path)
+    assert not (tmp_path / "harm").exists()
+
+
+def test_a_missing_checkpoint_is_a_missing_file(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"step_000001\.pt"):
+        load_checkpoint(tmp_path / "step_000001.pt")
+
+
+# ---- metrics
+
+
+def test_metrics_come_back_and_any_json_reader_can_read_them(tmp_path):
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    metrics.write({"step": 0, "val_loss": {4096: 10.8, 65536: 0.1 + 0.2}})
+    metrics.write({"step": 1, "loss": float("inf")})
+    assert read_metrics(metrics.path) == [
+        {"step": 0, "val_loss": {"4096": 10.8, "65536": 0.1 + 0.2}},
+        {"step": 1, "loss": None},
+    ]
+
+
+def test_a_half_written_last_line_is_left_out_and_another_is_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "lo')
+    assert read_metrics(path) == [{"step": 1}]
+    path.write_text('{"step": 1}\n{"step": 2, "lo\n{"step": 3}\n')
+    with pytest.raises(ValueError, match="metrics.jsonl, line 2"):
+        read_metrics(path)
+
+
+def test_resume_drops_what_came_after_the_checkpoint(tmp_path):
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    for step in (5, 10, 10, 11):
+        metrics.write({"step": step, "loss": 1 / (step + 2)})
+    with open(metrics.path, "a") as file:
+        file.write('{"step": 12, "l')
+    before = metrics.path.read_text()
+    metrics.truncate(10)
+    assert metrics.path.read_text() == "".join(before.splitlines(keepends=True)[:3])
+    metrics.write({"step": 11})
+    assert [record["step"] for record in read_metrics(metrics.path)] == [5, 10, 10, 11]
+
+
+def test_truncating_before_the_first_record_is_fine(tmp_path):
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    metrics.truncate(0)
+    assert read_metrics(metrics.path) == []
+
+
+def test_nested_records_are_flattened_for_wandb():
+    assert flatten({"step": 3, "val_loss": {4096: 2.5, "near": {"first": 1}}}) == {
+        "step": 3,
+        "val_loss/4096": 2.5,
+        "val_loss/near/first": 1,
+    }
+
+
+# ---- wandb
+
+
+def test_wandb_is_not_imported_unless_asked_for(tmp_path):
+    code = (
+        "import sys, os; from runtime.metrics import start_wandb\n"
+        "for mode, setting in (('off', 'online'), ('online', 'disabled')):\n"
+        "    os.environ['WANDB_MODE'] = setting\n"
+        "    assert start_wandb(mode, project='p', name='n', config={}, folder=sys.argv[1]) is None\n"
+        "assert 'wandb' not in sys.modules"
+    )
+    process = python("-c", code, tmp_path)
+    assert process.communicate(timeout=60)[1] == "" and process.returncode == 0
+    assert names(tmp_path) == []
+
+
+MIRRORED = """
+import json, os, sys
+from pathlib import Path
+from runtime.metrics import Metrics, start_wandb
+
+folder, log, ids = Path(sys.argv[1]), [], [None]
+for step in (1, 2):
+    run = start_wandb("online", project="p", name="n", group="g", tags=["si"], config={"model": {"depth": 12}},
+                      folder=folder, run_id=ids[-1], log=log.append)
+    metrics = Metrics(folder / "metrics.jsonl", wandb=run)
+    metrics.write({"step": step, "tokens": 1000 * step, "val_loss": {4096: 2.5 + step}})
+    ids.append(run.id)
+    run.finish()
+(folder / "result.json").write_text(json.dumps([ids[1:], log, os.environ["WANDB_ERROR_REPORTING"]]))
+"""
+
+
+@pytest.fixture(scope="module")
+def mirrored(tmp_path_factory):
+    """A run mirrored "online" without an API key, stopped and resumed: folder, ids, log lines, error reporting."""
+    home, folder = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("run")
+    process = python("-c", MIRRORED, folder, HOME=str(home), WANDB_CACHE_DIR=str(home))
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    return folder, *json.loads((folder / "result.json").read_text())
+
+
+def test_online_without_a_key_records_offline_and_says_how_to_sync(mirrored):
+    folder, _, log, _ = mirrored
+    assert len(log) == 2 and log[0] == log[1]
+    assert "no API key" in log[0] and f"wandb sync {folder}/wandb/offline-run-*" in log[0] and "\n" not in log[0]
+
+
+def test_resume_continues_the_same_wandb_run(mirrored):
+    _, ids, _, _ = mirrored
+    assert ids[0] and ids[0] == ids[1]
+
+
+def test_the_mirror_holds_the_flattened_records_inside_the_run_folder(mirrored):
+    folder, ids, _, _ = mirrored
+    recorded = b"".join(path.read_bytes() for path in folder.glob(f"wandb/offline-run-*/run-{ids[0]}.wandb"))
+    for text in (b"val_loss/4096", b"3.5", b"4.5", b"tokens", b"2000", b"depth", b"si"):
+        assert text in recorded, text
+
+
+def test_wandb_is_told_not_to_report_home(mirrored):
+    assert mirrored[3] == "false"
+
+
+# ---- device
+
+
+@pytest.mark.parametrize(
+    "name, teraflops",
+    [
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.5),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("Tesla T4", None),
+    ],
+)
+def test_published_peaks_by_the_name_that_torch_gives(name, teraflops):
+    assert published_peak(name) == (None if teraflops is None else pytest.approx(teraflops * 1e12))
+
+
+def test_the_peak_of_the_cpu_is_measured_and_draws_no_random_numbers():
+    state = torch.get_rng_state()
+    flops, source = peak_flops(CPU)
+    assert source == "measured float32 matmul"
+    assert torch.equal(torch.get_rng_state(), state)
+
+    a = torch.ones(1024, 1024)
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        a @ a
+        seconds.append(time.perf_counter() - start)
+    assert 1 / 4 < flops * min(seconds) / (2 * 1024**3) < 4  # both are the best of a few on the same, busy machine

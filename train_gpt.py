@@ -1,0 +1,396 @@
+"""Pretrains a GPT with one of the attention methods of model/methods.
+
+    python train_gpt.py PRESET [--field value ...]                                        one device
+    torchrun --standalone --nproc_per_node=8 train_gpt.py PRESET [--field value ...]      several
+
+PRESET is one of configs/presets.py; `python train_gpt.py PRESET --help` lists all fields. The run leaves everything in
+runs/<name>/ (see runtime/run_folder.py); `--resume auto` continues it from its latest checkpoint.
+"""
+
+import dataclasses
+import difflib
+import statistics
+import sys
+import time
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import tyro
+from tqdm import tqdm
+
+from configs.config import NOT_MATHEMATICS, Config, config_hash
+from configs.presets import PRESETS, preset
+from data.loader import TrainLoader, check_validation, micro_batch_size, validation_batches
+from data.shards import open_split
+from model.attention import prefer_fast_sdpa
+from model.gpt import GPT
+from model.methods import method_options
+from optim.groups import split_parameters
+from optim.muon import Muon
+from optim.schedule import check_schedule, lr_factor, set_lr
+from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from runtime.device import compile_problem, device_name, fast_dtype, peak_flops
+from runtime.metrics import Metrics, start_wandb
+from runtime.processes import agree, start_processes, stop_processes
+from runtime.run_folder import RunFolder
+
+ROOT = Path(__file__).parent
+
+
+def main():
+    # ---- configuration, devices, data, model: what can be wrong is found before there is a run folder ----------------
+    with user_errors():
+        config = read_config(sys.argv[1:])
+        world = start_processes(config.device)
+        path = Path(config.runs_dir) / config.name
+        with agree(world):
+            schedule = dict(
+                steps=config.steps,
+                schedule=config.schedule,
+                warmup_steps=config.warmup_steps,
+                cooldown_steps=config.cooldown_steps,
+            )
+            check_schedule(**schedule)
+            train_stream = open_split(config.data_dir, "train", config.vocab_size)
+            val_stream = open_split(config.data_dir, "val", config.vocab_size)
+            check_validation(val_stream, config.val_lengths, config.val_tokens)
+            micro_batch = micro_batch_size(
+                config.batch_tokens, config.train_length, config.micro_batch_tokens, world.world_size
+            )
+            dtype = fast_dtype(world.device) if config.dtype == "auto" else getattr(torch, config.dtype)
+            compiled, compile_note = choose_compile(config.compile, world.device)
+            prefer_fast_sdpa(world.device)
+            torch.manual_seed(config.seed)
+            model = build_model(config, dtype).to(world.device)
+            plans = {
+                length: model.plan(length, backend=config.attention_backend)
+                for length in (config.train_length, *config.val_lengths)
+            }
+            if world.device.type == "cpu" and plans[config.train_length].backend == "flex":
+                raise ValueError("FlexAttention cannot train on a CPU: use --attention_backend auto")
+            optimizers = build_optimizers(config, model, compiled)
+            if world.is_main:
+                space = (config.keep + 1) * checkpoint_bytes(optimizers)
+                folder = RunFolder.create(config.runs_dir, config.name, config.resume, need_bytes=space)
+
+        # ---- resume --------------------------------------------------------------------------------------------------
+        start, seconds, validation, wandb_id = 0, 0.0, None, None
+        with agree(world):
+            if checkpoint := latest_checkpoint(path / "checkpoints"):
+                state = load_checkpoint(checkpoint)
+                check_same_run(checkpoint, state, config, train_stream.fingerprint)
+                model.load_state_dict(state["model"])
+                for name, (optimizer, _) in optimizers.items():
+                    optimizer.load_state_dict(state["optimizers"][name])
+                start, seconds, validation, wandb_id = (state[k] for k in ("step", "seconds", "validation", "wandb_id"))
+                del state
+        if (path / "summary.json").exists():
+            if world.is_main:
+                print(f"{path} is finished: see summary.json there")
+            return stop_processes(world)
+        with agree(world):
+            if world.is_main:
+                metrics = Metrics(folder.metrics)
+                metrics.truncate(start)
+                metrics.wandb = start_wandb(
+                    config.wandb,
+                    project=config.wandb_project,
+                    name=config.name,
+                    group=config.group or None,
+                    tags=[config.method, *config.tags],
+                    config=config.to_dict(),
+                    folder=folder.path,
+                    run_id=wandb_id,
+                )
+                wandb_id = metrics.wandb.id if metrics.wandb else wandb_id
+
+    num_parameters = sum(p.numel() for p in model.parameters())
+    flops_per_token = model_flops_per_token(config)
+    peak, peak_source = peak_flops(world.device)
+
+    def say(text: str):  # on the console and in log.txt, by the main process
+        if world.is_main:
+            tqdm.write(text)
+            folder.log(text)
+
+    if world.is_main:
+        folder.write_json("config.json", config.to_dict())
+        folder.log_header([ROOT / "train_gpt.py", *sorted(ROOT.glob("model/**/*.py")), *ROOT.glob("optim/*.py")], world.device)
+    say(f"{path}: {config.method} {config.method_options or ''} on {world.world_size} x {device_name(world.device)}")
+    say(
+        f"{num_parameters:,} parameters; {config.steps} steps of {config.batch_tokens:,} tokens; "
+        f"{config.batch_tokens // config.train_length // micro_batch // world.world_size} micro-batches of {micro_batch} x "
+        f"{config.train_length} a step and process; {flops_per_token / 1e6:,.1f} MFLOP a token"
+    )
+    say(
+        f"{str(dtype).removeprefix('torch.')}; compile {compile_note}; attention by {plans[config.train_length].backend}; "
+        f"MFU of {peak:.3g} FLOP/s ({peak_source})" + (f"; resumed at step {start}" if start else "")
+    )
+
+    training_model = evaluated_model = model
+    if compiled:
+        torch._dynamo.config.fail_on_recompile_limit_hit = True  # never fall back to eager without a word
+        warnings.filterwarnings("error", message="flex_attention called without torch.compile")
+        training_model = torch.compile(model, dynamic=False)
+        if world.device.type == "cuda":  # on a CPU the long sequences take longer to compile than to compute
+            evaluated_model = training_model
+
+    def save(step: int):
+        if world.is_main:
+            state = dict(step=step, seconds=seconds, validation=validation, wandb_id=wandb_id)
+            state |= dict(config=config.to_dict(), fingerprint=train_stream.fingerprint, model=model.state_dict())
+            state |= dict(optimizers={name: optimizer.state_dict() for name, (optimizer, _) in optimizers.items()})
+            save_checkpoint(folder.checkpoints, step, state, keep=config.keep)
+
+    loader = TrainLoader(
+        train_stream,
+        batch_tokens=config.batch_tokens,
+        length=config.train_length,
+        micro_batch_size=micro_batch,
+        rank=world.rank,
+        world_size=world.world_size,
+        start_step=start,
+        vocab_size=config.vocab_size,
+        device=world.device,
+    )
+    bar = tqdm(total=config.steps, initial=start, unit="step", disable=None if world.is_main else True)
+    step_seconds, last_line = [], time.monotonic()
+    for step in range(start, config.steps + 1):
+        tokens = step * config.batch_tokens  # seen so far
+        last = step == config.steps
+
+        # ---- validate and save ---------------------------------------------------------------------------------------
+        if last and step > start:
+            save(step)  # first, because a validation can run out of memory
+        if (last or config.val_every and step % config.val_every == 0) and step != (validation or {}).get("step"):
+            began = time.monotonic()
+            validation = dict(step=step, tokens=tokens, **validate(evaluated_model, plans, config, val_stream, world))
+            if world.is_main:
+                validation |= attention_statistics(model, config, val_stream)
+                validation |= dict(val_seconds=round(time.monotonic() - began, 3))
+                metrics.write(validation)
+            losses = ", ".join(f"{loss:.4f} at {length}" for length, loss in validation["val_loss"].items())
+            say(f"step {step}/{config.steps}  validation loss {losses}  ({time.monotonic() - began:.1f} s)")
+        if config.save_every and step % config.save_every == 0 and start < step < config.steps:
+            save(step)
+        if last:
+            break
+
+        # ---- step ----------------------------------------------------------------------------------------------------
+        began = time.monotonic()
+        micro_batches = next(loader)
+        loss = torch.zeros((), device=world.device)
+        for inputs, targets in micro_batches:
+            part = training_model(inputs, targets, plan=plans[config.train_length])
+            part = part / (len(micro_batches) * world.world_size)
+            part.backward()
+            loss += part.detach()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        sum_over_processes([loss, *gradients], world)
+        grad_norm = torch.nn.utils.get_total_norm(gradients)
+        factor = lr_factor(step, **schedule)
+        for optimizer, peak_lr in optimizers.values():
+            set_lr(optimizer, peak_lr * factor)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        loss, grad_norm = loss.item(), grad_norm.item()  # waits for the device
+        elapsed = time.monotonic() - began
+
+        # ---- log -----------------------------------------------------------------------------------------------------
+        seconds += elapsed
+        step_seconds.append(elapsed)
+        rate = config.batch_tokens / elapsed
+        mfu = rate * flops_per_token / (peak * world.world_size)
+        if world.is_main:
+            record = dict(step=step + 1, tokens=tokens + config.batch_tokens, train_loss=loss, grad_norm=grad_norm)
+            record |= dict(lr={name: peak_lr * factor for name, (_, peak_lr) in optimizers.items()})
+            record |= dict(tokens_per_second=round(rate), mfu=round(mfu, 4), seconds=round(seconds, 3))
+            metrics.write(record)
+        minutes_left = statistics.median(step_seconds[-20:]) * (config.steps - step - 1) / 60
+        line = f"loss {loss:.4f}  {rate:,.0f} tokens/s  MFU {mfu:.1%}  {minutes_left:.1f} min left"
+        bar.set_postfix_str(line, refresh=False)
+        bar.update()
+        if step == start or time.monotonic() - last_line > 10:
+            last_line = time.monotonic()
+            say(f"step {step + 1}/{config.steps}  {line}")
+
+    # ---- the end -----------------------------------------------------------------------------------------------------
+    bar.close()
+    loader.close()
+    if world.is_main:
+        summary = dict(
+            name=config.name,
+            method=config.method,
+            train_length=config.train_length,
+            val_loss=validation["val_loss"],
+            val_tokens=config.val_tokens,
+            steps=config.steps,
+            tokens=config.steps * config.batch_tokens,
+            seconds=round(seconds, 3),
+            tokens_per_second=round(config.batch_tokens / statistics.median(step_seconds)) if step_seconds else None,
+            parameters=num_parameters,
+            config_hash=config_hash(config),
+        )
+        folder.write_json("summary.json", summary)
+        if metrics.wandb:
+            metrics.wandb.finish()
+        folder.close()
+    stop_processes(world)
+
+
+# ---- set-up ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def user_errors():
+    """One line and exit code 2 for what the user can put right."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def read_config(arguments: list[str]) -> Config:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(__doc__ + "\nPresets: " + ", ".join(PRESETS))
+        sys.exit(0 if arguments else 2)
+    name, *rest = arguments
+    base = preset(name)
+    fields = [field.name for field in dataclasses.fields(Config)]
+    for argument in rest:
+        field = argument.removeprefix("--").split("=")[0].replace("-", "_")
+        if argument.startswith("--") and field not in (*fields, "help"):
+            close = difflib.get_close_matches(field, fields, n=3)
+            hint = f"did you mean {' or '.join('--' + c for c in close)}?" if close else "--help lists all fields"
+            raise ValueError(f"unknown field --{field}; {hint}")
+    config = tyro.cli(Config, default=base, args=rest, prog=f"train_gpt.py {name}", description=preset(name).__doc__)
+    return config if config.name else dataclasses.replace(config, name=f"{name}-{config.method}-s{config.seed}")
+
+
+def choose_compile(wanted: str, device: torch.device) -> tuple[bool, str]:
+    """Whether to compile, and the words for the log."""
+    if wanted == "off":
+        return False, "off"
+    problem = compile_problem(device)
+    if problem and wanted == "on":
+        raise ValueError(f"torch.compile does not work here ({problem}): use --compile off")
+    return problem is None, f"off, as it does not work here ({problem})" if problem else "on"
+
+
+def build_model(config: Config, dtype: torch.dtype) -> GPT:
+    options = dict(config.method_options)
+    if config.rotary_base_length and "base_length" in method_options(config.method):
+        options.setdefault("base_length", config.rotary_base_length)
+    model = GPT(
+        vocab_size=config.vocab_size,
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        model_dim=config.model_dim,
+        train_length=config.train_length,
+        method=config.method,
+        method_options=options,
+        dtype=dtype,
+    )
+    if config.bf16_embedding:
+        model.embedding.bfloat16()
+    return model
+
+
+def build_optimizers(config: Config, model: GPT, compiled: bool) -> dict[str, tuple[torch.optim.Optimizer, float]]:
+    """Each optimizer with its peak learning rate: Muon for the matrices of the blocks, Adam for all else."""
+    groups = split_parameters(
+        model.named_parameters(remove_duplicate=False),
+        dict(
+            matrices=lambda name, p: name.startswith("blocks.") and p.ndim >= 2,
+            embedding=lambda name, p: name.startswith("embedding."),
+            head=lambda name, p: name == "head",
+            scalars=lambda name, p: name.startswith("blocks.") and p.ndim < 2,
+        ),
+    )
+    adam = dict(betas=config.adam_betas, eps=config.adam_eps, fused=True)
+    optimizers = dict(
+        matrices=(Muon(groups["matrices"], momentum=config.muon_momentum, compile=compiled), config.muon_lr),
+        embedding=(torch.optim.Adam(groups["embedding"], **adam), config.embedding_lr),
+        head=(torch.optim.Adam(groups["head"], **adam), config.head_lr),
+    )
+    if groups["scalars"]:
+        optimizers["scalars"] = torch.optim.Adam(groups["scalars"], **adam), config.scalar_lr
+    return optimizers
+
+
+def checkpoint_bytes(optimizers) -> int:
+    """Parameters with their optimizer state: one momentum for Muon, two moments for Adam."""
+    return sum(
+        p.numel() * p.element_size() * (2 if name == "matrices" else 3)
+        for name, (optimizer, _) in optimizers.items()
+        for p in optimizer.param_groups[0]["params"]
+    )
+
+
+def check_same_run(checkpoint: Path, state: dict, config: Config, fingerprint: str):
+    ours, theirs = config.to_dict(), state["config"]
+    different = [f for f in ours if f not in NOT_MATHEMATICS and ours[f] != theirs.get(f)]
+    if different:
+        changes = ", ".join(f"{f} {theirs.get(f)} -> {ours[f]}" for f in different)
+        raise ValueError(f"{checkpoint} is of another run ({changes}): choose another --name")
+    if state["fingerprint"] != fingerprint:
+        raise ValueError(f"{checkpoint} was trained on other data than {config.data_dir}: choose another --name")
+
+
+def model_flops_per_token(config: Config) -> int:
+    """Floating-point operations of forward and backward pass, attention counted for the causal half only."""
+    d, L, V, T = config.model_dim, config.num_layers, config.vocab_size, config.train_length
+    return 6 * (12 * d * d * L + d * V) + 6 * d * (T + 1) * L
+
+
+# ---- in the loop -----------------------------------------------------------------------------------------------------
+
+
+def sum_over_processes(tensors: list[torch.Tensor], world):
+    if world.world_size > 1:
+        for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
+            work.wait()
+
+
+def validate(model, plans, config: Config, stream, world) -> dict:
+    """Mean loss in nats at every validation length, all on the same tokens, each token a target once; and by position:
+    entry k is the mean over positions 2^(k-1) .. 2^k - 1 (entry 0: position 0)."""
+    val_loss, by_position = {}, {}
+    for length in config.val_lengths:
+        sequences = config.val_tokens // length
+        batches = validation_batches(
+            stream,
+            length=length,
+            val_tokens=config.val_tokens,
+            micro_batch_size=max(1, config.micro_batch_tokens // length),
+            rank=world.rank,
+            world_size=world.world_size,
+            device=world.device,
+            vocab_size=config.vocab_size,
+        )
+        total = torch.zeros(length, dtype=torch.float64, device=world.device)  # of all sequences, at each position
+        with torch.inference_mode():
+            for inputs, targets in batches:
+                total += model(inputs, targets, plan=plans[length], per_token=True).double().sum(dim=0)
+        sum_over_processes([total], world)
+        mean = total.cpu() / sequences
+        val_loss[str(length)] = mean.mean().item()
+        edges = [0, *(2**k for k in range((length - 1).bit_length())), length]
+        by_position[str(length)] = [round(mean[a:b].mean().item(), 5) for a, b in zip(edges, edges[1:]) if b > a]
+    return dict(val_loss=val_loss, val_tokens=config.val_tokens, val_loss_by_position=by_position)
+
+
+def attention_statistics(model: GPT, config: Config, stream) -> dict:
+    """Mean and deviation of the scores S in each layer, on one sequence, and the methods' own parameters."""
+    tokens = torch.from_numpy(stream.read(0, config.train_length).astype("int64")).to(model.head.device)
+    mean, std = zip(*model.score_statistics(tokens.unsqueeze(0)))
+    learned = {name: p.tolist() for name, p in model.named_parameters() if ".method." in name}
+    return dict(scores_mean=mean, scores_std=std, method_parameters=learned)
+
+
+if __name__ == "__main__":
+    main()
