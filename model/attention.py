@@ -58,8 +58,10 @@ def make_plan(
     depend on it (NTK, YaRN, LogN's constant form). ValueError for lengths or backends that do not go together.
     """
     target_length = key_length if target_length is None else target_length
-    if not 0 <= q_offset <= key_length - query_length:
-        raise ValueError(f"{query_length} queries from position {q_offset} need as many keys, but there are {key_length}")
+    if query_length < 1 or q_offset < 0:
+        raise ValueError(f"there must be at least 1 query, at position 0 or later: got {query_length} from {q_offset}")
+    if q_offset + query_length > key_length:
+        raise ValueError(f"{query_length} queries from position {q_offset} see further than the {key_length} keys")
     if key_length > target_length:
         raise ValueError(f"{key_length} keys are more than the target length {target_length}")
     device = torch.device(device)
@@ -275,7 +277,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
 # ---- the plain form --------------------------------------------------------------------------------------------------
 
 
-def attention_logits(method: Method, q: Tensor, k: Tensor, *, target_length: int | None = None) -> Tensor:
+def attention_logits(method: Method, q: Tensor, k: Tensor, target_length: int | None = None) -> Tensor:
     """a_t S + m_t for all pairs (paper, eq:def:L), and -inf above the diagonal: (B, H, T, T), at least float32.
 
     q, k (B, H, T, D) as in attend. Dense: for looking at and checking against, not for long sequences. ValueError for
@@ -285,7 +287,9 @@ def attention_logits(method: Method, q: Tensor, k: Tensor, *, target_length: int
     if method.replacement is not None:
         raise ValueError(f"{method.name} has no attention logits: part of its output comes from a compressed memory")
     T = q.shape[2]
-    plan = make_plan(method, T, k.shape[2], target_length=target_length, device=q.device, backend="blocks")
+    if T != k.shape[2]:
+        raise ValueError(f"attention logits are of all pairs: got {T} queries and {k.shape[2]} keys")
+    plan = make_plan(method, T, T, target_length=target_length, device=q.device, backend="blocks")
     q, k = transform(method, upcast(q), upcast(k), plan)
     scores = q @ k.mT / q.shape[-1] ** 0.5  # (B, H, T, T)
     distance = torch.arange(T, device=q.device).unsqueeze(-1) - torch.arange(T, device=q.device)
@@ -296,7 +300,7 @@ def attention_logits(method: Method, q: Tensor, k: Tensor, *, target_length: int
     return scores.masked_fill(distance < 0, -torch.inf)
 
 
-def plain_attention(method: Method, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def plain_attention(method: Method, q: Tensor, k: Tensor, v: Tensor, target_length: int | None = None) -> Tensor:
     """Attention as the formula says, dense and in float64: the reference of every backend. Shapes as in attend."""
     q, k, v = q.double(), k.double(), v.double()
-    return attention_logits(method, q, k).softmax(dim=-1) @ v
+    return attention_logits(method, q, k, target_length).softmax(dim=-1) @ v

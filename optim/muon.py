@@ -56,7 +56,7 @@ class Muon(torch.optim.Optimizer):
     rank orthogonalises its share of them and gathers the rest; gradients must already be the same on all ranks. The
     momentum is whole on every rank, so a checkpoint continues on any number of processes.
 
-    `lr` and `momentum` become 0-D CPU tensors in `param_groups`: change them in place (`schedule.scale_lr`).
+    `lr` and `momentum` become 0-D CPU tensors in `param_groups`: change them in place (`schedule.set_lr`).
 
     compile: compile `muon_direction`, once for each shape of matrix
     dtype:   torch.dtype of Newton-Schulz and of the gathered updates; None for `fast_dtype`

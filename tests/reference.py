@@ -12,6 +12,7 @@ import torch
 
 # ---- rotary frequencies: radians a token, (D/2,) ---------------------------------------------------------------------
 
+
 def rope_frequencies(head_dim, base=10000.0):
     """theta_k = base^(-2k/D) (Su et al. 2021, section 3.2.2)."""
     k = torch.arange(head_dim // 2, dtype=torch.float64)
@@ -74,6 +75,7 @@ def rotate(x, positions, frequencies, gain=1.0):
 
 # ---- what is done to the scores --------------------------------------------------------------------------------------
 
+
 def logn_init(train_length):
     """The s whose multiplier s ln n is 1 on average over n = 1..train_length."""
     return train_length / math.lgamma(train_length + 1)
@@ -98,6 +100,7 @@ def scale_invariant(t, tau=10.0):
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------
+
 
 def attention_logits(name, q, k, *, train_length, target_length=None, q_offset=0, learned=None, tau=10.0,
                      slopes="official", context="row", **rotary):

@@ -110,6 +110,7 @@ def assert_same_function(output, inputs, expected, exact_inputs, tolerance):
 
 # ---- values and gradients --------------------------------------------------------------------------------------------
 
+
 def check_attend(name, options, batch, num_heads, head_dim, length, target_length, dtype, tolerance):
     method, learned = make_learned(name, num_heads, head_dim, options)
     exact = random_qkv(num_heads, head_dim, length, batch)
@@ -192,6 +193,7 @@ def test_reference_infini_memory_is_linear_attention_to_earlier_segments():
 
 # ---- decoding --------------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("rows", [1, 37])
 @every_case
 def test_the_last_queries_alone_are_the_same_rows(name, options, rows):
@@ -269,6 +271,7 @@ def test_expected_attention_and_negentropy_fall_as_one_over_t(tau):
 
 # ---- ALiBi and LogN --------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("num_heads, slopes, expected", [
     (6, "official", [1 / 4, 1 / 16, 1 / 64, 1 / 256, 1 / 2, 1 / 8]),
     (8, "official", [2.0 ** -h for h in range(1, 9)]),
@@ -302,6 +305,7 @@ def test_the_only_parameter_is_one_number_a_head(name, options):
 
 # ---- low precision ---------------------------------------------------------------------------------------------------
 
+
 @every_case
 def test_bfloat16_inputs_give_nearly_the_float32_result(name, options):
     method, _ = make_learned(name, 6, 32, options)
@@ -313,6 +317,7 @@ def test_bfloat16_inputs_give_nearly_the_float32_result(name, options):
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
+
 
 def assert_refused(*words):
     """A ValueError of one line with these words in it."""

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from optim.groups import split_parameters
 from optim.muon import Muon
-from optim.schedule import SCHEDULES, check_schedule, lr_factor, scale_lr
+from optim.schedule import SCHEDULES, check_schedule, lr_factor, set_lr
 
 ROOT = Path(__file__).parents[1]
 LR, MOMENTUM = 0.02, 0.95
@@ -203,11 +203,11 @@ def test_groups_have_learning_rates_of_their_own():
 
 def test_compiled_step_does_not_recompile_when_settings_change():
     params = parameters_of(random_tensors(ONE_BATCH, seed=12))
-    optimizer = Muon([{"params": params, "peak_lr": LR}], compile=True)
+    optimizer = Muon(params, compile=True)
     train(optimizer, params, range(1))
     with torch.compiler.set_stance("fail_on_recompile"):
-        for step, factor in enumerate([0.75, 0.5, 0.0], start=1):
-            scale_lr(optimizer, factor)
+        for step, lr in enumerate([0.015, 0.01, 0.0], start=1):
+            set_lr(optimizer, lr)
             optimizer.param_groups[0]["momentum"].fill_(0.85 + 0.01 * step)
             train(optimizer, params, range(step, step + 1))
 
@@ -215,34 +215,33 @@ def test_compiled_step_does_not_recompile_when_settings_change():
 RESUME = """
 import sys, torch
 from optim.muon import Muon
-saved = torch.load(sys.argv[1], weights_only=True)
-params = [torch.nn.Parameter(p) for p in saved["params"]]
-optimizer = Muon(params, lr=9.0, compile=saved["compile"])
-optimizer.load_state_dict(saved["optimizer"])
-for p, grad in zip(params, saved["grads"]):
-    p.grad = grad
-optimizer.step()
-torch.save([p.detach() for p in params], sys.argv[2])
+runs = torch.load(sys.argv[1], weights_only=True)
+for run in runs:
+    params = [torch.nn.Parameter(p) for p in run["params"]]
+    optimizer = Muon(params, lr=9.0, compile=run["compile"])
+    optimizer.load_state_dict(run["optimizer"])
+    for p, grad in zip(params, run["grads"]):
+        p.grad = grad
+    optimizer.step()
+torch.save(runs, sys.argv[1])
 """
 
 
-@pytest.mark.parametrize("compile", [False, True])
-def test_resume_in_a_fresh_process_is_exact(tmp_path, compile):
-    params = parameters_of(random_tensors(ONE_BATCH, seed=13))
-    optimizer = Muon([{"params": params, "peak_lr": LR}], compile=compile)
-    train(optimizer, params, range(3))
-    scale_lr(optimizer, 1 / 3)
-    checkpoint = {
-        "params": [p.detach() for p in params],
-        "optimizer": optimizer.state_dict(),
-        "grads": gradients(params, step=3),
-        "compile": compile,
-    }
-    torch.save(checkpoint, tmp_path / "saved.pt")
-    subprocess.run([sys.executable, "-c", RESUME, tmp_path / "saved.pt", tmp_path / "resumed.pt"], cwd=ROOT, check=True)
-    train(optimizer, params, range(3, 4))
-    for p, resumed in zip(params, torch.load(tmp_path / "resumed.pt", weights_only=True)):
-        assert torch.equal(p, resumed)
+def test_resume_in_a_fresh_process_is_exact_compiled_or_not(tmp_path):
+    optimizers, runs = [], []
+    for compile in (False, True):
+        params = parameters_of(random_tensors(ONE_BATCH, seed=13))
+        optimizer = Muon(params, compile=compile)
+        train(optimizer, params, range(3))
+        set_lr(optimizer, 0.0123)
+        optimizers.append((optimizer, params))
+        run = {"params": [p.detach() for p in params], "optimizer": optimizer.state_dict()}
+        runs.append(run | {"grads": gradients(params, step=3), "compile": compile})
+    torch.save(runs, tmp_path / "runs.pt")
+    subprocess.run([sys.executable, "-c", RESUME, tmp_path / "runs.pt"], cwd=ROOT, check=True)
+    for (optimizer, params), resumed in zip(optimizers, torch.load(tmp_path / "runs.pt", weights_only=True)):
+        train(optimizer, params, range(3, 4))
+        assert all(torch.equal(p, q) for p, q in zip(params, resumed["params"]))
 
 
 # Groups
@@ -358,18 +357,15 @@ def test_papers_schedules_are_accepted(settings):
 
 
 @pytest.mark.parametrize("optimizer_class", [Muon, torch.optim.Adam])
-def test_scale_lr_fills_a_tensor_in_place(optimizer_class):
-    group = {"params": parameters_of([torch.zeros(3, 3)]), "lr": torch.tensor(0.5), "peak_lr": 0.5}
-    optimizer = optimizer_class([group])
+def test_set_lr_fills_a_tensor_in_place(optimizer_class):
+    optimizer = optimizer_class([{"params": parameters_of([torch.zeros(3, 3)]), "lr": torch.tensor(0.3)}])
     lr = optimizer.param_groups[0]["lr"]
-    scale_lr(optimizer, 0.25)
-    assert optimizer.param_groups[0]["lr"] is lr and lr.item() == 0.125
+    set_lr(optimizer, 0.25)
+    assert optimizer.param_groups[0]["lr"] is lr and lr.item() == 0.25
 
 
-def test_scale_lr_keeps_the_peak_of_every_group():
+def test_set_lr_of_a_float_reaches_every_group():
     first, second = parameters_of([torch.zeros(3)] * 2)
-    groups = [{"params": [first], "lr": 0.3, "peak_lr": 0.3}, {"params": [second], "lr": 0.002, "peak_lr": 0.002}]
-    optimizer = torch.optim.Adam(groups)
-    for factor in (0.5, 0.25):
-        scale_lr(optimizer, factor)
-        assert [group["lr"] for group in optimizer.param_groups] == [0.3 * factor, 0.002 * factor]
+    optimizer = torch.optim.Adam([{"params": [first]}, {"params": [second], "lr": 0.002}], lr=0.3)
+    set_lr(optimizer, 0.25)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]

@@ -41,6 +41,7 @@ def random_qk(head_dim, length, seed):
 
 # ---- frequencies -----------------------------------------------------------------------------------------------------
 
+
 def test_rope_turns_pair_k_by_10000_to_the_minus_2k_over_d():
     theta, factor = turning(make("rope"), 65536)
     assert_close(theta, torch.tensor([10000 ** (-k / 64) for k in range(64)]).double(), rtol=1e-4, atol=1e-9)
@@ -106,6 +107,7 @@ def test_yarn_s_ramp_may_end_beyond_the_last_pair():
 
 # ---- lengths ---------------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("target_length", [5, 63, 64])
 @pytest.mark.parametrize("options", [{}, dict(factor=4.0)], ids=["dynamic", "factor"])
 @pytest.mark.parametrize("scaled, plain", [("rope_ntk", "rope"), ("yarn", "rope"), ("logn_ntk", "logn_rope")])
@@ -128,6 +130,7 @@ def test_logits_at_the_paper_s_sizes_are_the_reference(name, train_length, targe
 
 
 # ---- precision -------------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("name", ["rope", "p_rope", "rope_ntk", "yarn"])
 def test_position_65535_is_rotated_as_in_float64(name):
