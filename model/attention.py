@@ -267,8 +267,15 @@ compiled_flex = torch.compile(flex_attention, dynamic=False, fullgraph=True)
 def flex(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
     if q.device.type == "cpu" and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise ValueError("FlexAttention has no backward pass on a CPU: use attention_backend auto or blocks")
-    if torch.compiler.is_compiling():  # the whole model is being compiled
+    if torch.compiler.is_compiling() and q.device.type != "cpu":  # the whole model is being compiled
         return flex_attention(q, k, v, score_mod=plan.score_mod, block_mask=plan.block_mask)
+    return flex_alone(q, k, v, plan)
+
+
+# Never traced into a larger graph: there, torch 2.13's CPU kernel reads q, k, v that the same graph computes with wrong
+# strides, and returns wrong numbers without a word (tests/test_attention.py looks whether it still does).
+@torch.compiler.disable
+def flex_alone(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
     with warnings.catch_warnings():  # compilation may be switched off from outside
         warnings.filterwarnings("error", message="flex_attention called without torch.compile")
         return compiled_flex(q, k, v, score_mod=plan.score_mod, block_mask=plan.block_mask)

@@ -1,0 +1,323 @@
+"""The backends of attention against its plain form in float64: values, gradients, memory, and what must be refused."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import reference
+import torch
+from test_methods import (NAMES, assert_near, assert_refused, assert_same_function, cast, make, make_learned, random,
+                          random_qkv)
+from torch.nn.attention.flex_attention import flex_attention
+from torch.testing import assert_close
+
+from model import attention
+from model.attention import attend, causal_block_mask, choose_backend, make_plan, plain_attention
+from model.gpt import GPT
+from model.methods import METHODS, RoPE, make_method
+from model.methods.base import ScoreChange
+
+SOFTMAX = [name for name in NAMES if not name.startswith("infini")]
+CHANGED_SCORE = [name for name in NAMES if name.startswith(("alibi", "scale_invariant"))]
+PAIRS = [(backend, name) for backend, names in dict(
+    blocks=NAMES,
+    sdpa=[name for name in NAMES if name not in CHANGED_SCORE],
+    flex=SOFTMAX,
+).items() for name in names]
+SHAPES = [(3, 1, 1), (2, 6, 2), (1, 8, 127), (2, 3, 128), (1, 6, 129), (2, 2, 300)]  # batch, num_heads, length
+
+every_pair = pytest.mark.parametrize("backend, name", PAIRS)
+
+
+@pytest.fixture(autouse=True)
+def no_compiled_code_of_other_tests():
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def traced_flex(monkeypatch):
+    """FlexAttention compiled without Inductor, whose C++ takes seconds a case: score_mod and mask_mod are the same."""
+    compiled = torch.compile(flex_attention, backend="eager", dynamic=False, fullgraph=True)
+    monkeypatch.setattr(attention, "compiled_flex", compiled)
+
+
+def make_case(name, num_heads, length, batch=2, head_dim=16):
+    """A method with random parameters, its inputs in float64, and the output and float64 parameter of the plain form."""
+    options = dict(segment_length=50) if name.startswith("infini") else {}
+    method, learned = make_learned(name, num_heads, head_dim, options)
+    exact = random_qkv(num_heads, head_dim, length, batch)
+    if options:
+        expected = reference.attend(name, *exact, train_length=method.train_length, learned=learned, **options)
+    else:
+        expected = plain_attention(method, *exact)
+    return method, exact, expected, learned
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+
+@every_pair
+def test_backends_are_the_plain_form(backend, name, traced_flex):
+    for batch, num_heads, length in SHAPES:
+        method, exact, expected, _ = make_case(name, num_heads, length, batch)
+        with torch.no_grad():
+            output = attend(method, *cast(exact, torch.float32), backend=backend)
+        assert output.dtype == torch.float32
+        assert_near(output, expected, 1e-5)
+
+
+@every_pair
+@pytest.mark.parametrize("rows", [1, 130])
+def test_the_last_queries_alone_are_those_rows_of_the_plain_form(backend, name, rows, traced_flex):
+    method, exact, expected, _ = make_case(name, 6, 300)
+    q, k, v = cast(exact, torch.float32)
+    with torch.no_grad():
+        output = attend(method, q[:, :, -rows:], k, v, q_offset=300 - rows, backend=backend)
+    assert_near(output, expected[:, :, -rows:], 1e-5)
+
+
+@pytest.mark.parametrize("name, rows", [("scale_invariant_p_rope", 300), ("alibi", 130), ("rope", 1)])
+def test_compiled_flex_is_the_plain_form(name, rows):
+    method, exact, expected, _ = make_case(name, 6, 300)
+    q, k, v = cast(exact, torch.float32)
+    with torch.no_grad():
+        output = attend(method, q[:, :, -rows:], k, v, q_offset=300 - rows, backend="flex")
+    assert_near(output, expected[:, :, -rows:], 1e-5)
+
+
+@every_pair
+def test_bfloat16_output_is_nearly_the_plain_form(backend, name, traced_flex):
+    method, exact, _, _ = make_case(name, 6, 129)
+    inputs = [x.detach() for x in cast(exact, torch.bfloat16)]
+    with torch.no_grad():
+        output = attend(method, *inputs, backend=backend)
+        expected = attend(method, *cast(inputs, torch.float64))
+    assert output.dtype == torch.bfloat16
+    assert (output - expected).norm() < 0.02 * expected.norm()
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+
+def check_gradients(name, length, backend="auto", run=attend):
+    method, exact, expected, learned = make_case(name, 3, length)
+    inputs = cast(exact, torch.float32)
+    output = run(method, *inputs, backend=backend)
+    assert_same_function(output, [*inputs, *method.parameters()], expected, [*exact, learned], 2e-5)
+
+
+@pytest.mark.parametrize("length", [1, 129, 300])
+@pytest.mark.parametrize("backend, name", [pair for pair in PAIRS if pair[0] != "flex"])
+def test_gradients_are_those_of_the_plain_form(backend, name, length):
+    check_gradients(name, length, backend)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_of_recomputed_blocks_are_those_of_the_plain_form(name, monkeypatch):
+    monkeypatch.setattr(attention, "RECOMPUTE_LENGTH", 1)
+    check_gradients(name, 300)
+
+
+@pytest.mark.parametrize("name", ["scale_invariant_p_rope", "logn_rope", "infini_rope"])
+@pytest.mark.parametrize("recompute_length", [1, 4096])
+def test_gradients_of_traced_blocks_are_those_of_the_plain_form(name, recompute_length, monkeypatch):
+    monkeypatch.setattr(attention, "RECOMPUTE_LENGTH", recompute_length)
+    check_gradients(name, 150, run=torch.compile(attend, backend="aot_eager", dynamic=False, fullgraph=True))
+
+
+@pytest.mark.slow
+def test_gradients_of_compiled_blocks_are_those_of_the_plain_form():
+    check_gradients("scale_invariant_p_rope", 150, run=torch.compile(attend, dynamic=False, fullgraph=True))
+
+
+# ---- the causal block mask -------------------------------------------------------------------------------------------
+
+NOTHING, PART, ALL = range(3)
+
+
+def visible_part(dense):
+    """Of each 128 x 128 block of a mask, the last ones padded with hidden keys: NOTHING, PART or ALL."""
+    padded = torch.nn.functional.pad(dense, (0, -dense.shape[1] % 128))
+    blocks = [[block.any().int() + block.all().int() for block in row.split(128, dim=1)] for row in padded.split(128)]
+    return torch.tensor(blocks)
+
+
+def stated_part(counts, indices, state):
+    """The same from the lists of a BlockMask: block (i, indices[i, n]) has the state for n < counts[i]."""
+    part = torch.zeros(indices.shape[-2:], dtype=torch.int64)
+    for i, count in enumerate(counts.flatten()):
+        part[i, indices[0, 0, i, :count].long()] = state
+    return part
+
+
+@pytest.mark.parametrize("queries, keys, q_offset", [
+    (1, 1, 0), (1, 300, 299), (1, 256, 255), (1, 129, 128), (2, 129, 126), (127, 127, 0), (128, 128, 0), (129, 129, 0),
+    (128, 256, 128), (128, 257, 129), (100, 400, 250), (300, 1000, 128), (300, 500, 100), (513, 640, 127), (640, 640, 0),
+])
+def test_the_block_mask_is_the_causal_mask(queries, keys, q_offset):
+    mask = causal_block_mask(queries, keys, q_offset, "cpu")
+    dense = torch.ones(queries, keys, dtype=torch.bool).tril(q_offset)
+    assert mask.seq_lengths == (queries, keys)
+    assert_close(mask.mask_mod(0, 0, torch.arange(queries)[:, None], torch.arange(keys)), dense)
+    part = stated_part(mask.kv_num_blocks, mask.kv_indices, PART)
+    full = stated_part(mask.full_kv_num_blocks, mask.full_kv_indices, ALL)
+    assert_close(part + full, visible_part(dense))  # a block in both lists would add up to 3
+
+
+@pytest.mark.parametrize("queries, keys, q_offset", [(300, 300, 0), (300, 500, 100), (1, 300, 299)])
+def test_the_block_mask_of_the_backward_pass_is_the_transposed_one(queries, keys, q_offset):
+    mask = causal_block_mask(queries, keys, q_offset, "cpu")
+    for forward, backward, state in [
+        ((mask.kv_num_blocks, mask.kv_indices), (mask.q_num_blocks, mask.q_indices), PART),
+        ((mask.full_kv_num_blocks, mask.full_kv_indices), (mask.full_q_num_blocks, mask.full_q_indices), ALL),
+    ]:
+        assert_close(stated_part(*backward, state), stated_part(*forward, state).T)
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+TRAIN_AT_4096 = """
+import resource, torch
+from model.attention import attend
+from model.methods import make_method
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+def train(length):
+    method = make_method("scale_invariant_p_rope", num_heads=8, head_dim=16, train_length=4096)
+    attend(method, *(torch.randn(1, 8, length, 16, requires_grad=True) for _ in range(3))).sum().backward()
+
+train(128)
+before = peak()
+train(4096)
+print(peak() - before)
+"""
+
+
+def test_training_at_4096_tokens_never_holds_all_pairs():
+    """8 heads x 4096 x 4096 float32 are 512 MiB; half of them, the causal half, 256 MiB."""
+    root = Path(__file__).parent.parent
+    mebibytes = float(subprocess.check_output([sys.executable, "-c", TRAIN_AT_4096], cwd=root, timeout=60))
+    assert mebibytes < 170
+
+
+# ---- which backend ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_auto_is_blocks_on_a_cpu_and_on_cuda_sdpa_unless_the_score_changes(name):
+    assert choose_backend(make(name), torch.device("cpu")) == "blocks"
+    assert choose_backend(make(name), torch.device("cuda")) == ("flex" if name in CHANGED_SCORE else "sdpa")
+
+
+def test_an_unknown_backend_is_refused():
+    with assert_refused("'flash'", "sdpa, flex, blocks"):
+        make_plan(make("rope"), 5, 5, backend="flash")
+
+
+@pytest.mark.parametrize("name", CHANGED_SCORE)
+def test_sdpa_is_refused_for_a_changed_score(name):
+    with assert_refused(name, "sdpa", "flex"):
+        make_plan(make(name), 5, 5, backend="sdpa")
+
+
+@pytest.mark.parametrize("name", ["infini_rope", "infini_p_rope"])
+def test_flex_is_refused_for_infini_attention(name):
+    with assert_refused(name, "FlexAttention", "auto"):
+        make_plan(make(name), 5, 5, backend="flex")
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_flex_with_gradients_is_refused_on_a_cpu(which):
+    inputs = [x.detach() for x in cast(random_qkv(6, 16, 5), torch.float32)]
+    inputs[which].requires_grad_()
+    with assert_refused("FlexAttention", "CPU", "blocks"):
+        attend(make("rope"), *inputs, backend="flex")
+
+
+# ---- flex is compiled, or it is an error -----------------------------------------------------------------------------
+
+
+def run_flex(length):
+    with torch.no_grad():
+        attend(make("rope"), *cast(random_qkv(6, 16, length), torch.float32), backend="flex")
+
+
+switched_off = pytest.mark.parametrize("switch", [
+    lambda: torch.compiler.set_stance("force_eager"),
+    lambda: torch._dynamo.config.patch(disable=True),
+], ids=["force_eager", "disable"])
+
+
+@switched_off
+def test_flex_that_is_not_compiled_is_an_error(switch):
+    with switch(), pytest.raises((RuntimeError, UserWarning), match="compile"):
+        run_flex(5)
+
+
+@switched_off
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_that_is_not_compiled_is_an_error_after_someone_ran_it_eagerly(switch):
+    """torch warns of it only once a process."""
+    flex_attention(*(random(1, 1, 2, 16, seed=0) for _ in range(3)))
+    with switch(), pytest.raises((RuntimeError, UserWarning), match="compile"):
+        run_flex(5)
+
+
+def test_flex_compiled_too_often_is_an_error(traced_flex):
+    with torch._dynamo.config.patch(recompile_limit=1):
+        run_flex(5)
+        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+            run_flex(6)
+
+
+# ---- a mechanism of the user's own -----------------------------------------------------------------------------------
+
+
+class Mine(ScoreChange):
+    """a = 1 + h/2, m = -strength sqrt(t)/(h + 1)."""
+
+    def __init__(self, num_heads, head_dim, train_length, strength: float = 0.5):
+        super().__init__()
+        self.strength = strength
+
+    def coefficients(self, distance, head):
+        return 1 + head / 2, -self.strength * distance.sqrt() / (head + 1)
+
+
+@pytest.fixture
+def mine(monkeypatch):
+    monkeypatch.setitem(METHODS, "mine", (RoPE, Mine))
+
+
+@pytest.mark.parametrize("options", [{}, dict(strength=2.0)])
+@pytest.mark.parametrize("backend", ["blocks", "flex"])
+def test_a_score_change_of_one_s_own_is_its_formula_on_every_backend(backend, options, mine):
+    method = make_method("mine", num_heads=3, head_dim=16, train_length=64, **options)
+    q, k, v = (x.detach() for x in random_qkv(3, 16, 150))
+    positions = torch.arange(150)
+    t = (positions[:, None] - positions).double()
+    head = torch.arange(3)[:, None, None]
+    scores = reference.attention_logits("rope", q, k, train_length=64)
+    logits = (1 + head / 2) * scores - options.get("strength", 0.5) * t.clamp(min=0).sqrt() / (head + 1)
+    output = attend(method, q.float(), k.float(), v.float(), backend=backend)
+    assert_near(output, logits.softmax(dim=-1) @ v, 1e-5)
+    assert_near(plain_attention(method, q, k, v), logits.softmax(dim=-1) @ v, 1e-6)
+
+
+def test_a_score_change_of_one_s_own_trains_in_gpt(mine):
+    torch.manual_seed(0)
+    model = GPT(vocab_size=50, num_layers=2, num_heads=3, model_dim=48, train_length=64, method="mine",
+                method_options=dict(strength=2.0))
+    tokens = torch.randint(50, (2, 151))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    losses = []
+    for _ in range(8):
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.5

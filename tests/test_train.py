@@ -1,0 +1,507 @@
+"""Whole runs of train_gpt.py and scripts/evaluate.py: what a run leaves behind, resuming it bit for bit, one process
+against two, and what a user gets wrong."""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import train_gpt
+from data.shards import ShardWriter
+from runtime.checkpoint import latest_checkpoint, load_checkpoint
+from runtime.metrics import read_metrics
+from runtime.processes import start_processes
+from scripts import evaluate
+
+ROOT = Path(__file__).parents[1]
+FIELDS = dict(
+    name="run", vocab_size=64, num_layers=2, num_heads=2, model_dim=32,
+    train_length=16, batch_tokens=128, micro_batch_tokens=64, steps=20, cooldown_steps=6,
+    val_lengths=(16, 64), val_tokens=256, val_every=5, save_every=5,
+    compile="off", device="cpu", dtype="float32",
+)  # fmt: skip
+TIMES = {"seconds", "val_seconds", "tokens_per_second", "mfu"}
+
+
+# ---- data and ways to run --------------------------------------------------------------------------------------------
+
+
+def make_data(folder, seed=0):
+    """Text of a Markov chain, 3 successors a token. Training shards of 640, 640 and 620 tokens: the first ends with
+    step 5 of 128 tokens, the stream in the middle of step 15."""
+    rng = np.random.default_rng(seed)
+    successors = rng.permuted(np.tile(np.arange(64), (64, 1)), axis=1)[:, :3]
+    tokens = [0]
+    for choice in rng.choice(3, size=2699, p=[0.8, 0.15, 0.05]):
+        tokens.append(successors[tokens[-1], choice])
+    writer = ShardWriter(folder, "chain", tokenizer="none", vocab_size=64, shard_tokens=640)
+    writer.write("train", tokens[:1900])
+    writer.write("val", tokens[1900:])
+    writer.close()
+    return folder
+
+
+def validation_tokens(data):
+    return np.concatenate([np.fromfile(path, "<u2", offset=1024) for path in sorted(data.glob("*_val_*.bin"))])
+
+
+def arguments(data, runs, preset="quickstart", **fields):
+    words = [preset]
+    for field, value in (FIELDS | dict(data_dir=data, runs_dir=runs) | fields).items():
+        words += [f"--{field}", *map(str, value if isinstance(value, tuple) else [value])]
+    return words
+
+
+def python(*words, threads=1, code=0, **variables):
+    """A new process in the repository root, which must exit with `code`."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
+    environment |= dict(OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="PASSIVE", **variables)
+    command = [sys.executable, *map(str, words)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
+
+
+def train(data, runs, threads=1, variables={}, **fields):
+    python("train_gpt.py", *arguments(data, runs, **fields), threads=threads, **variables)
+    return runs / "run"
+
+
+def train_on_two(data, runs, code=0, **fields):
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    return python(*launcher, "train_gpt.py", *arguments(data, runs, **fields), code=code)
+
+
+def here(main, *words):
+    """Calls a command's main in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["command", *map(str, words)])
+        main()
+
+
+def train_here(data, runs, **fields):
+    here(train_gpt.main, *arguments(data, runs, **fields))
+    return runs / "run"
+
+
+# Nothing stops a run early, so this one kills itself: `checkpoint 5` once step 5 is saved, `step 5` once its record is
+# written (the checkpoint comes later), `validation 5` once the validation's record is.
+KILLED = """
+import os, sys
+import train_gpt
+
+place, at = sys.argv[1], int(sys.argv[2])
+del sys.argv[1:3]
+save, write = train_gpt.save_checkpoint, train_gpt.Metrics.write
+
+def save_and_die(folder, step, *args, **kwargs):
+    save(folder, step, *args, **kwargs)
+    if place == "checkpoint" and step == at:
+        os._exit(9)
+
+def write_and_die(metrics, record):
+    write(metrics, record)
+    if place == ("validation" if "val_loss" in record else "step") and record["step"] == at:
+        os._exit(9)
+
+train_gpt.save_checkpoint, train_gpt.Metrics.write = save_and_die, write_and_die
+train_gpt.main()
+"""
+
+
+def train_until(place, data, runs, threads=1, variables={}, **fields):
+    words = arguments(data, runs, resume="auto", **fields)
+    python("-c", KILLED, *place.split(), *words, threads=threads, code=9, **variables)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def finished(data, tmp_path_factory):
+    """The run folder of an uninterrupted run. Not to be written to."""
+    return train(data, tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    return shutil.copytree(finished, tmp_path / "runs" / "run")
+
+
+# ---- reading a run ---------------------------------------------------------------------------------------------------
+
+
+def read_json(path):
+    return json.loads(path.read_text())
+
+
+def steps_and_validations(folder):
+    records = read_metrics(folder / "metrics.jsonl")
+    return [r for r in records if "train_loss" in r], [r for r in records if "val_loss" in r]
+
+
+def without_times(record):
+    return {key: value for key, value in record.items() if key not in TIMES}
+
+
+def assert_same_numbers(a, b, where=""):
+    """Bit for bit, through dicts and lists."""
+    assert type(a) is type(b), where
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_same_numbers(a[key], b[key], f"{where}/{key}")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), where
+        for i, pair in enumerate(zip(a, b)):
+            assert_same_numbers(*pair, f"{where}/{i}")
+    elif isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype and torch.equal(a, b), where
+    else:
+        assert a == b, where
+
+
+def assert_same_run(folder, reference):
+    """The same weights, optimizer state, records and summary, but for times."""
+    ours, theirs = (load_checkpoint(latest_checkpoint(f / "checkpoints")) for f in (folder, reference))
+    for part in ("step", "model", "optimizers"):
+        assert_same_numbers(ours[part], theirs[part], part)
+    ours, theirs = ([without_times(r) for r in read_metrics(f / "metrics.jsonl")] for f in (folder, reference))
+    assert ours == theirs
+    ours, theirs = (without_times(read_json(f / "summary.json")) for f in (folder, reference))
+    assert ours == theirs
+
+
+def assert_close_run(folder, reference):
+    """The same losses up to rounding."""
+    (steps, validations), (expected_steps, expected_validations) = map(steps_and_validations, (folder, reference))
+    assert [r["step"] for r in steps] == [r["step"] for r in expected_steps]
+    assert [r["train_loss"] for r in steps] == pytest.approx([r["train_loss"] for r in expected_steps], abs=1e-4)
+    assert [r["step"] for r in validations] == [r["step"] for r in expected_validations]
+    for ours, theirs in zip(validations, expected_validations):
+        assert ours["val_loss"] == pytest.approx(theirs["val_loss"], abs=1e-4)
+
+
+@torch.no_grad()
+def plain_losses(folder, data, length, num_tokens):
+    """Of the last checkpoint, one sequence at a time, from the logits: (sequences, length)."""
+    model = train_gpt.build_model(train_gpt.read_config(arguments(data, folder.parent)), torch.float32)
+    model.load_state_dict(torch.load(latest_checkpoint(folder / "checkpoints"))["model"])
+    tokens = torch.from_numpy(validation_tokens(data).astype(np.int64))
+    losses = []
+    for start in range(0, num_tokens, length):
+        log_p = model(tokens[start : start + length].unsqueeze(0))[0].double().log_softmax(dim=-1)  # (length, vocabulary)
+        losses.append(-log_p[torch.arange(length), tokens[start + 1 : start + length + 1]])
+    return torch.stack(losses)
+
+
+# ---- what a run leaves behind ----------------------------------------------------------------------------------------
+
+
+def test_files_of_a_run(finished):
+    files = {"config.json", "log.txt", "metrics.jsonl", "summary.json", "checkpoints", "lock"}
+    assert {path.name for path in finished.iterdir()} == files
+    assert {path.name for path in (finished / "checkpoints").iterdir()} == {"step_000015.pt", "step_000020.pt"}
+
+
+def test_config_json_is_the_resolved_configuration(finished, data):
+    config = train_gpt.read_config(arguments(data, finished.parent))
+    assert read_json(finished / "config.json") == json.loads(json.dumps(config.to_dict()))
+
+
+def test_log_holds_the_code_and_the_versions(finished):
+    log = (finished / "log.txt").read_text()
+    for source in ("train_gpt.py", "model/gpt.py", "model/methods/scale_invariant.py", "optim/muon.py"):
+        assert (ROOT / source).read_text() in log
+    assert f"torch {torch.__version__}" in log and f"numpy {np.__version__}" in log
+
+
+def test_record_of_every_step(finished):
+    steps, _ = steps_and_validations(finished)
+    keys = {"step", "tokens", "train_loss", "grad_norm", "lr", "tokens_per_second", "mfu", "seconds"}
+    assert [r["step"] for r in steps] == list(range(1, 21))
+    assert all(r.keys() == keys and r["tokens"] == 128 * r["step"] for r in steps)
+    assert all(0 < r["grad_norm"] < 100 and 0 < r["mfu"] < 1 for r in steps)
+    assert steps[0]["train_loss"] == pytest.approx(math.log(64), abs=1e-5)  # the head starts at zero
+
+
+def test_learning_rates_fall_together_in_the_cooldown(finished):
+    steps, _ = steps_and_validations(finished)
+    for record in steps:
+        factor = min(1, (21 - record["step"]) / 6)
+        assert record["lr"] == pytest.approx(dict(matrices=0.02 * factor, embedding=0.3 * factor, head=0.002 * factor))
+
+
+def test_record_of_every_validation(finished):
+    _, validations = steps_and_validations(finished)
+    keys = {"step", "tokens", "val_loss", "val_tokens", "val_loss_by_position", "scores_mean", "scores_std"}
+    assert [r["step"] for r in validations] == [0, 5, 10, 15, 20]
+    for record in validations:
+        assert record.keys() == keys | {"method_parameters", "val_seconds"}
+        assert record["val_tokens"] == 256 and record["tokens"] == 128 * record["step"]
+        assert record["val_loss"].keys() == record["val_loss_by_position"].keys() == {"16", "64"}
+        assert len(record["scores_mean"]) == len(record["scores_std"]) == 2
+        assert all(std > 0 for std in record["scores_std"])
+
+
+def test_summary(finished):
+    summary, (_, validations) = read_json(finished / "summary.json"), steps_and_validations(finished)
+    assert summary["val_loss"] == validations[-1]["val_loss"]
+    assert (summary["steps"], summary["tokens"], summary["val_tokens"]) == (20, 2560, 256)
+    assert summary["parameters"] == 2 * 64 * 32 + 2 * 12 * 32**2  # embedding and head, two blocks
+
+
+@pytest.mark.parametrize("length", [16, 64])
+def test_validation_loss_is_that_of_a_plain_loop(finished, data, length):
+    loss = read_json(finished / "summary.json")["val_loss"][str(length)]
+    assert loss == pytest.approx(plain_losses(finished, data, length, 256).mean().item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("length", [16, 64])
+def test_loss_by_position_is_over_powers_of_two(finished, data, length):
+    losses = plain_losses(finished, data, length, 256).mean(dim=0)  # (length,)
+    parts = [losses[:1], *(losses[k : 2 * k] for k in (1, 2, 4, 8, 16, 32) if k < length)]
+    _, validations = steps_and_validations(finished)
+    by_position = validations[-1]["val_loss_by_position"][str(length)]
+    assert by_position == pytest.approx([part.mean().item() for part in parts], abs=2e-5)
+    average = sum(value * len(part) for value, part in zip(by_position, parts)) / length
+    assert average == pytest.approx(validations[-1]["val_loss"][str(length)], abs=1e-5)
+
+
+def test_learns_more_than_the_frequencies_of_tokens(data, tmp_path):
+    folder = train_here(data, tmp_path, steps=80, cooldown_steps=20, val_every=0, save_every=0)
+    frequencies = np.bincount(validation_tokens(data)) / len(validation_tokens(data))
+    entropy = -sum(p * math.log(p) for p in frequencies if p > 0)
+    assert max(read_json(folder / "summary.json")["val_loss"].values()) < 0.8 * entropy
+
+
+@pytest.mark.parametrize("method, options", [("logn_rope", ()), ("infini_p_rope", ("segment_length", "8"))])
+def test_parameters_of_a_method_are_recorded(data, tmp_path, method, options):
+    more = dict(method_options=options) if options else {}
+    folder = train_here(data, tmp_path, method=method, steps=3, cooldown_steps=0, val_every=0, save_every=0, **more)
+    steps, (validation,) = steps_and_validations(folder)
+    weights = torch.load(latest_checkpoint(folder / "checkpoints"))["model"]
+    own = {name: weight.tolist() for name, weight in weights.items() if ".method." in name}
+    assert validation["method_parameters"] == own
+    assert [len(values) for values in own.values()] == [2, 2]  # one number a head, in two layers
+    assert steps[-1]["lr"]["scalars"] == 0.002
+
+
+# ---- resuming --------------------------------------------------------------------------------------------------------
+
+
+def test_killed_and_resumed_is_the_uninterrupted_run(data, finished, tmp_path):
+    train_until("checkpoint 10", data, tmp_path)
+    assert_same_run(train(data, tmp_path, resume="auto"), finished)
+
+
+@pytest.mark.slow
+def test_killed_again_and_again_is_the_uninterrupted_run(data, finished, tmp_path):
+    # Before there is a checkpoint; at the end of a shard, after a validation; between checkpoints, in the cooldown.
+    for place in ("step 2", "checkpoint 5", "step 17"):
+        train_until(place, data, tmp_path)
+    assert_same_run(train(data, tmp_path, resume="auto"), finished)
+
+
+@pytest.mark.slow
+def test_killed_after_its_last_validation_is_the_uninterrupted_run(data, finished, tmp_path):
+    train_until("validation 20", data, tmp_path)
+    assert not (tmp_path / "run" / "summary.json").exists()
+    assert_same_run(train_here(data, tmp_path, resume="auto"), finished)
+
+
+@pytest.mark.slow
+def test_resumes_bit_for_bit_on_two_threads(data, tmp_path):
+    large = dict(model_dim=128, train_length=128, batch_tokens=2048, micro_batch_tokens=1024, val_lengths=(128,))
+    large |= dict(steps=8, cooldown_steps=3, val_every=4, save_every=4)
+    whole = train(data, tmp_path / "whole", threads=2, **large)
+    train_until("checkpoint 4", data, tmp_path / "killed", threads=2, **large)
+    assert_same_run(train(data, tmp_path / "killed", threads=2, resume="auto", **large), whole)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(train_gpt.compile_problem(torch.device("cpu")) is not None, reason="torch.compile does not work")
+def test_resumes_bit_for_bit_when_compiled(data, tmp_path):
+    caches = [dict(TORCHINDUCTOR_CACHE_DIR=str(tmp_path / name)) for name in ("cache", "other_cache")]
+    small = dict(compile="on", num_layers=1)
+    whole = train(data, tmp_path / "whole", variables=caches[0], **small)
+    train_until("checkpoint 10", data, tmp_path / "killed", variables=caches[0], **small)
+    shutil.copytree(tmp_path / "killed", tmp_path / "killed_too")
+    assert_same_run(train(data, tmp_path / "killed", variables=caches[0], resume="auto", **small), whole)
+    other = train(data, tmp_path / "killed_too", variables=caches[1], resume="auto", **small)  # compiled anew
+    assert_same_run(other, whole)
+
+
+def test_finished_run_is_not_repeated(data, copied, capsys):
+    before = {path: path.read_bytes() for path in copied.rglob("*.*")}
+    train_here(data, copied.parent, resume="auto")
+    assert "is finished" in capsys.readouterr().out
+    assert {path: path.read_bytes() for path in copied.rglob("*.*")} == before
+
+
+# ---- micro-batches and processes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [16, 128])
+def test_losses_do_not_depend_on_the_micro_batch(data, finished, tmp_path, micro_batch_tokens):
+    assert_close_run(train_here(data, tmp_path, micro_batch_tokens=micro_batch_tokens), finished)
+
+
+@pytest.fixture(scope="module")
+def of_two_processes(data, tmp_path_factory):
+    runs = tmp_path_factory.mktemp("two")
+    train_on_two(data, runs)
+    return runs / "run"
+
+
+@pytest.mark.slow
+def test_losses_do_not_depend_on_the_number_of_processes(of_two_processes, finished):
+    assert "on 2 x" in (of_two_processes / "log.txt").read_text()
+    assert_close_run(of_two_processes, finished)
+
+
+@pytest.mark.slow
+def test_one_process_resumes_the_run_of_two(of_two_processes, data, finished, tmp_path):
+    folder = shutil.copytree(of_two_processes, tmp_path / "run")
+    (folder / "summary.json").unlink()  # as if killed before its last checkpoint
+    (folder / "checkpoints" / "step_000020.pt").unlink()
+    train_here(data, tmp_path, resume="auto")
+    assert "resumed at step 15" in (folder / "log.txt").read_text()
+    assert_close_run(folder, finished)
+
+
+# ---- what a user gets wrong ------------------------------------------------------------------------------------------
+
+
+def error_of(capsys, *words, main=train_gpt.main):
+    """The one line on stderr of a command that ends with code 2."""
+    with pytest.raises(SystemExit) as exit:
+        here(main, *words)
+    error = capsys.readouterr().err
+    assert exit.value.code == 2
+    assert error.startswith("error: ") and error.count("\n") == 1
+    return error
+
+
+WRONG = {  # fields, and what the error must say
+    "data folder": (dict(data_dir="nowhere"), "prepare data with `python -m data.fineweb"),
+    "vocabulary": (dict(vocab_size=32), "set it to at least 64"),
+    "method": (dict(method="scale_invariant"), "did you mean scale_invariant_"),
+    "method option": (dict(method="rope", method_options=("bass", 2)), "did you mean base"),
+    "field": (dict(muon_rl=0.1), "unknown field --muon_rl; did you mean --muon_lr"),
+    "preset": (dict(preset="quickstrat"), "did you mean quickstart?"),
+    "train length": (dict(train_length=24), "train_length 24 does not divide batch_tokens 128"),
+    "validation length": (dict(val_lengths=(16, 48)), "validation length 48 does not divide val_tokens 256"),
+    "too many validation tokens": (dict(val_tokens=1024), "the largest valid val_tokens is 768"),
+    "schedule": (dict(cooldown_steps=30), "exceed steps 20: shorten them"),
+    "backend": (dict(attention_backend="flex"), "use --attention_backend auto"),
+    "name": (dict(name="a/b"), "must be a plain folder name"),
+    "disk space": (dict(keep=10**15), "GB are free: make room"),
+}
+
+
+@pytest.mark.parametrize("fields, says", WRONG.values(), ids=WRONG)
+def test_wrong_field_is_one_line_and_no_run_folder(data, tmp_path, capsys, fields, says):
+    assert says in error_of(capsys, *arguments(data, tmp_path / "runs", **fields))
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+def test_cuda_where_there_is_none_is_one_line_and_no_run_folder(data, tmp_path, capsys):
+    assert "use --device cpu" in error_of(capsys, *arguments(data, tmp_path / "runs", device="cuda"))
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_truncated_shard_is_one_line_and_no_run_folder(data, tmp_path, capsys, split):
+    broken = shutil.copytree(data, tmp_path / "data")
+    shard = next(broken.glob(f"*_{split}_*.bin"))
+    os.truncate(shard, shard.stat().st_size - 3)
+    error = error_of(capsys, *arguments(broken, tmp_path / "runs"))
+    assert shard.name in error and "truncated" in error and "get it again" in error
+    assert not (tmp_path / "runs").exists()
+
+
+def test_existing_run_folder_is_one_line_and_left_alone(data, copied, capsys):
+    before = {path: path.read_bytes() for path in copied.rglob("*.*")}
+    error = error_of(capsys, *arguments(data, copied.parent))
+    assert "choose another --name, or continue it with --resume auto" in error
+    assert {path: path.read_bytes() for path in copied.rglob("*.*")} == before
+
+
+def test_resuming_with_another_configuration_names_the_fields(data, copied, capsys):
+    before = {path: path.read_bytes() for path in copied.rglob("*.*")}
+    error = error_of(capsys, *arguments(data, copied.parent, resume="auto", muon_lr=0.03, seed=1, keep=3))
+    assert "seed 0 -> 1" in error and "muon_lr 0.02 -> 0.03" in error and "choose another --name" in error
+    assert "keep" not in error  # it changes nothing that the run computes
+    assert {path: path.read_bytes() for path in copied.rglob("*.*")} == before
+
+
+def test_resuming_on_other_data_is_refused(copied, tmp_path, capsys):
+    other = make_data(tmp_path / "other", seed=1)
+    before = {path: path.read_bytes() for path in copied.rglob("*.*")}
+    error = error_of(capsys, *arguments(other, copied.parent, resume="auto"))
+    assert f"other data than {other}" in error and "choose another --name" in error
+    assert {path: path.read_bytes() for path in copied.rglob("*.*")} == before
+
+
+@pytest.mark.slow
+def test_more_processes_than_sequences_is_one_line_and_no_run_folder(data, tmp_path):
+    done = train_on_two(data, tmp_path / "runs", code=1, train_length=128)  # torchrun's code, whatever its workers' is
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "use at most 1 processes or a larger batch_tokens" in errors[0]
+    assert "exitcode  : 2" in done.stderr and "train_gpt.py\", line" not in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+# ---- scripts/evaluate ------------------------------------------------------------------------------------------------
+
+
+def test_evaluate_gives_the_losses_of_the_summary(finished):
+    world = start_processes("cpu")
+    result = evaluate.evaluate(finished, None, None, world.device, world)
+    assert result["val_loss"] == pytest.approx(read_json(finished / "summary.json")["val_loss"], abs=1e-5)
+
+
+def test_evaluate_at_other_lengths_prints_a_table(finished, data, capsys):
+    here(evaluate.main, finished, "--lengths", 8, 96, "--val-tokens", 192, "--device", "cpu")
+    head, _, row = [line.strip("| ").split("|") for line in capsys.readouterr().out.splitlines()]
+    assert [cell.strip() for cell in head] == ["run", "8 (0.5x)", "96 (6x)", "96 - 8"]
+    assert row[0].strip() == "run"
+    for cell, length in zip(row[1:], (8, 96)):
+        assert float(cell) == pytest.approx(plain_losses(finished, data, length, 192).mean().item(), abs=6e-4)
+
+
+def test_evaluate_of_no_run_says_so(tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit:
+        here(evaluate.main, tmp_path, "--device", "cpu")
+    assert exit.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"error: {tmp_path} is not a run folder: it has no config.json"
+
+
+def test_evaluate_before_the_first_checkpoint_says_so(copied, capsys):
+    shutil.rmtree(copied / "checkpoints")
+    (copied / "checkpoints").mkdir()
+    with pytest.raises(SystemExit) as exit:
+        here(evaluate.main, copied, "--device", "cpu")
+    assert exit.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"error: {copied} has no checkpoint yet"
+
+
+# ---- wandb -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_wandb_offline_stays_in_the_run_folder_and_changes_nothing(data, finished, tmp_path):
+    folder = train(data, tmp_path, wandb="offline")
+    assert len(list((folder / "wandb").glob("offline-run-*/run-*.wandb"))) == 1
+    assert_same_run(folder, finished)
