@@ -9,6 +9,7 @@ runs/<name>/ (see runtime/run_folder.py); `--resume auto` continues it from its 
 
 import dataclasses
 import difflib
+import inspect
 import statistics
 import sys
 import time
@@ -21,13 +22,13 @@ import torch.distributed as dist
 import tyro
 from tqdm import tqdm
 
-from configs.config import NOT_MATHEMATICS, Config, config_hash
+from configs.config import NOT_MATHEMATICS, Config, Fields, config_hash
 from configs.presets import PRESETS, preset
 from data.loader import TrainLoader, check_validation, micro_batch_size, validation_batches
 from data.shards import open_split
 from model.attention import prefer_fast_sdpa
 from model.gpt import GPT
-from model.methods import method_options
+from model.methods import METHODS, method_options
 from optim.groups import split_parameters
 from optim.muon import Muon
 from optim.schedule import check_schedule, lr_factor, set_lr
@@ -267,7 +268,16 @@ def read_config(arguments: list[str]) -> Config:
             close = difflib.get_close_matches(field, fields, n=3)
             hint = f"did you mean {' or '.join('--' + c for c in close)}?" if close else "--help lists all fields"
             raise ValueError(f"unknown field --{field}; {hint}")
-    config = tyro.cli(Config, default=base, args=rest, prog=f"train_gpt.py {name}", description=preset(name).__doc__)
+    # Parsed unchecked, so that what Config refuses is one line from us and not a box from tyro.
+    parsed = tyro.cli(
+        Fields,
+        default=Fields(**base.to_dict()),
+        args=rest,
+        prog=f"train_gpt.py {name}",
+        description=f"{inspect.getdoc(PRESETS[name]) or ''}\n\nMethods: {', '.join(METHODS)}.",
+        use_underscores=True,
+    )
+    config = Config(**parsed.__dict__)
     return config if config.name else dataclasses.replace(config, name=f"{name}-{config.method}-s{config.seed}")
 
 

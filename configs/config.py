@@ -11,8 +11,8 @@ OptionValue = int | float | bool | str
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """One pretraining run. The defaults are the paper's 162M model at training length 4096."""
+class Fields:
+    """The fields of a run, unchecked. The defaults are the paper's 162M model at training length 4096."""
 
     # ---- the run ----
     name: str = ""
@@ -106,8 +106,12 @@ class Config:
     keep: int = 2
     """Checkpoints kept."""
 
+
+@dataclasses.dataclass(frozen=True)
+class Config(Fields):
+    """One pretraining run. ValueError, in one line, for values that cannot make a run on any machine."""
+
     def __post_init__(self):
-        """ValueError, in one line, for values that cannot make a run on any machine."""
         for field in (
             "vocab_size num_layers num_heads model_dim train_length batch_tokens micro_batch_tokens steps val_tokens keep"
         ).split():

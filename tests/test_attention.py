@@ -30,8 +30,8 @@ SHAPES = [(3, 1, 1), (2, 6, 2), (1, 8, 127), (2, 3, 128), (1, 6, 129), (2, 2, 30
 every_pair = pytest.mark.parametrize("backend, name", PAIRS)
 
 
-@pytest.fixture(autouse=True)
-def no_compiled_code_of_other_tests():
+@pytest.fixture
+def nothing_compiled():
     torch._dynamo.reset()
 
 
@@ -40,18 +40,23 @@ def traced_flex(monkeypatch):
     """FlexAttention compiled without Inductor, whose C++ takes seconds a case: score_mod and mask_mod are the same."""
     compiled = torch.compile(flex_attention, backend="eager", dynamic=False, fullgraph=True)
     monkeypatch.setattr(attention, "compiled_flex", compiled)
+    with torch._dynamo.config.patch(recompile_limit=1000):
+        yield
 
 
 def make_case(name, num_heads, length, batch=2, head_dim=16):
-    """A method with random parameters, its inputs in float64, and the output and float64 parameter of the plain form."""
+    """A method with random parameters, q, k, v in float64, the plain form's output, and its parameter (or None)."""
     options = dict(segment_length=50) if name.startswith("infini") else {}
     method, learned = make_learned(name, num_heads, head_dim, options)
     exact = random_qkv(num_heads, head_dim, length, batch)
-    if options:
+    if options:  # which has no plain form
         expected = reference.attend(name, *exact, train_length=method.train_length, learned=learned, **options)
-    else:
-        expected = plain_attention(method, *exact)
-    return method, exact, expected, learned
+        return method, exact, expected, learned
+    return method, exact, plain_attention(method, *exact), next(method.parameters(), None)
+
+
+def without_gradients(tensors, dtype):
+    return [x.detach().to(dtype) for x in tensors]
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
@@ -59,10 +64,10 @@ def make_case(name, num_heads, length, batch=2, head_dim=16):
 
 @every_pair
 def test_backends_are_the_plain_form(backend, name, traced_flex):
-    for batch, num_heads, length in SHAPES:
+    for batch, num_heads, length in SHAPES[1::2] if backend == "flex" else SHAPES:  # tracing takes its time
         method, exact, expected, _ = make_case(name, num_heads, length, batch)
         with torch.no_grad():
-            output = attend(method, *cast(exact, torch.float32), backend=backend)
+            output = attend(method, *without_gradients(exact, torch.float32), backend=backend)
         assert output.dtype == torch.float32
         assert_near(output, expected, 1e-5)
 
@@ -71,28 +76,27 @@ def test_backends_are_the_plain_form(backend, name, traced_flex):
 @pytest.mark.parametrize("rows", [1, 130])
 def test_the_last_queries_alone_are_those_rows_of_the_plain_form(backend, name, rows, traced_flex):
     method, exact, expected, _ = make_case(name, 6, 300)
-    q, k, v = cast(exact, torch.float32)
+    q, k, v = without_gradients(exact, torch.float32)
     with torch.no_grad():
         output = attend(method, q[:, :, -rows:], k, v, q_offset=300 - rows, backend=backend)
     assert_near(output, expected[:, :, -rows:], 1e-5)
 
 
-@pytest.mark.parametrize("name, rows", [("scale_invariant_p_rope", 300), ("alibi", 130), ("rope", 1)])
+@pytest.mark.parametrize("name, rows", [("scale_invariant_p_rope", 129), ("alibi", 1)])
 def test_compiled_flex_is_the_plain_form(name, rows):
-    method, exact, expected, _ = make_case(name, 6, 300)
-    q, k, v = cast(exact, torch.float32)
-    with torch.no_grad():
-        output = attend(method, q[:, :, -rows:], k, v, q_offset=300 - rows, backend="flex")
+    method, exact, expected, _ = make_case(name, 6, 129)
+    q, k, v = without_gradients(exact, torch.float32)
+    output = attend(method, q[:, :, -rows:], k, v, q_offset=129 - rows, backend="flex")
     assert_near(output, expected[:, :, -rows:], 1e-5)
 
 
 @every_pair
 def test_bfloat16_output_is_nearly_the_plain_form(backend, name, traced_flex):
     method, exact, _, _ = make_case(name, 6, 129)
-    inputs = [x.detach() for x in cast(exact, torch.bfloat16)]
+    inputs = without_gradients(exact, torch.bfloat16)
     with torch.no_grad():
         output = attend(method, *inputs, backend=backend)
-        expected = attend(method, *cast(inputs, torch.float64))
+        expected = attend(method, *without_gradients(inputs, torch.float64))
     assert output.dtype == torch.bfloat16
     assert (output - expected).norm() < 0.02 * expected.norm()
 
@@ -119,15 +123,15 @@ def test_gradients_of_recomputed_blocks_are_those_of_the_plain_form(name, monkey
     check_gradients(name, 300)
 
 
-@pytest.mark.parametrize("name", ["scale_invariant_p_rope", "logn_rope", "infini_rope"])
-@pytest.mark.parametrize("recompute_length", [1, 4096])
-def test_gradients_of_traced_blocks_are_those_of_the_plain_form(name, recompute_length, monkeypatch):
+@pytest.mark.parametrize("name, recompute_length", [("scale_invariant_p_rope", 1), ("logn_rope", 4096),
+                                                    ("infini_rope", 4096)])
+def test_gradients_of_traced_blocks_are_those_of_the_plain_form(name, recompute_length, monkeypatch, nothing_compiled):
     monkeypatch.setattr(attention, "RECOMPUTE_LENGTH", recompute_length)
     check_gradients(name, 150, run=torch.compile(attend, backend="aot_eager", dynamic=False, fullgraph=True))
 
 
 @pytest.mark.slow
-def test_gradients_of_compiled_blocks_are_those_of_the_plain_form():
+def test_gradients_of_compiled_blocks_are_those_of_the_plain_form(nothing_compiled):
     check_gradients("scale_invariant_p_rope", 150, run=torch.compile(attend, dynamic=False, fullgraph=True))
 
 
@@ -139,7 +143,7 @@ NOTHING, PART, ALL = range(3)
 def visible_part(dense):
     """Of each 128 x 128 block of a mask, the last ones padded with hidden keys: NOTHING, PART or ALL."""
     padded = torch.nn.functional.pad(dense, (0, -dense.shape[1] % 128))
-    blocks = [[block.any().int() + block.all().int() for block in row.split(128, dim=1)] for row in padded.split(128)]
+    blocks = [[int(block.any()) + int(block.all()) for block in row.split(128, dim=1)] for row in padded.split(128)]
     return torch.tensor(blocks)
 
 
@@ -186,8 +190,8 @@ def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 def train(length):
-    method = make_method("scale_invariant_p_rope", num_heads=8, head_dim=16, train_length=4096)
-    attend(method, *(torch.randn(1, 8, length, 16, requires_grad=True) for _ in range(3))).sum().backward()
+    method = make_method("scale_invariant_p_rope", num_heads=4, head_dim=16, train_length=4096)
+    attend(method, *(torch.randn(1, 4, length, 16, requires_grad=True) for _ in range(3))).sum().backward()
 
 train(128)
 before = peak()
@@ -197,10 +201,11 @@ print(peak() - before)
 
 
 def test_training_at_4096_tokens_never_holds_all_pairs():
-    """8 heads x 4096 x 4096 float32 are 512 MiB; half of them, the causal half, 256 MiB."""
+    """4 heads x 4096 x 4096 float32 are 256 MiB; the causal half of them, 128 MiB."""
     root = Path(__file__).parent.parent
     mebibytes = float(subprocess.check_output([sys.executable, "-c", TRAIN_AT_4096], cwd=root, timeout=60))
-    assert mebibytes < 170
+    print(mebibytes)
+    assert mebibytes < 100
 
 
 # ---- which backend ---------------------------------------------------------------------------------------------------
@@ -231,7 +236,7 @@ def test_flex_is_refused_for_infini_attention(name):
 
 @pytest.mark.parametrize("which", range(3))
 def test_flex_with_gradients_is_refused_on_a_cpu(which):
-    inputs = [x.detach() for x in cast(random_qkv(6, 16, 5), torch.float32)]
+    inputs = without_gradients(random_qkv(6, 16, 5), torch.float32)
     inputs[which].requires_grad_()
     with assert_refused("FlexAttention", "CPU", "blocks"):
         attend(make("rope"), *inputs, backend="flex")
@@ -242,7 +247,7 @@ def test_flex_with_gradients_is_refused_on_a_cpu(which):
 
 def run_flex(length):
     with torch.no_grad():
-        attend(make("rope"), *cast(random_qkv(6, 16, length), torch.float32), backend="flex")
+        attend(make("rope"), *without_gradients(random_qkv(6, 16, length), torch.float32), backend="flex")
 
 
 switched_off = pytest.mark.parametrize("switch", [
@@ -266,7 +271,7 @@ def test_flex_that_is_not_compiled_is_an_error_after_someone_ran_it_eagerly(swit
         run_flex(5)
 
 
-def test_flex_compiled_too_often_is_an_error(traced_flex):
+def test_flex_compiled_too_often_is_an_error(traced_flex, nothing_compiled):
     with torch._dynamo.config.patch(recompile_limit=1):
         run_flex(5)
         with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
@@ -294,7 +299,7 @@ def mine(monkeypatch):
 
 @pytest.mark.parametrize("options", [{}, dict(strength=2.0)])
 @pytest.mark.parametrize("backend", ["blocks", "flex"])
-def test_a_score_change_of_one_s_own_is_its_formula_on_every_backend(backend, options, mine):
+def test_a_score_change_of_one_s_own_is_its_formula_on_every_backend(backend, options, mine, traced_flex):
     method = make_method("mine", num_heads=3, head_dim=16, train_length=64, **options)
     q, k, v = (x.detach() for x in random_qkv(3, 16, 150))
     positions = torch.arange(150)

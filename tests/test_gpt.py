@@ -1,0 +1,285 @@
+"""The model against a plain float64 form of it, its initial state, causality, and what length and precision may change."""
+
+import math
+
+import pytest
+import reference
+import torch
+from test_methods import NAMES, assert_near, assert_refused, random
+from torch.nn.functional import cross_entropy
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from configs.presets import PRESETS
+from model import gpt
+from model.gpt import GPT
+from train_gpt import build_model
+
+VOCAB, LAYERS, HEADS, DIM, TRAIN_LENGTH = 97, 2, 6, 96, 32  # head_dim 16
+
+every_method = pytest.mark.parametrize("name", NAMES)
+
+
+def make_gpt(name="scale_invariant_p_rope", seed=0, dtype=torch.float32, **shape):
+    torch.manual_seed(seed)
+    shape = dict(vocab_size=VOCAB, num_layers=LAYERS, num_heads=HEADS, model_dim=DIM, train_length=TRAIN_LENGTH) | shape
+    options = dict(segment_length=20) if name.startswith("infini") else {}
+    return GPT(**shape, method=name, method_options=options, dtype=dtype)
+
+
+def make_random_gpt(name="scale_invariant_p_rope", **arguments):
+    """With no parameter at zero or at its initial value."""
+    model = make_gpt(name, **arguments)
+    for i, parameter in enumerate(model.parameters()):
+        scale = 0.5 if parameter.ndim < 2 else 1.5 * parameter.shape[-1] ** -0.5
+        parameter.data = scale * random(*parameter.shape, seed=i).float()
+    return model
+
+
+def random_tokens(length, batch=2, vocab_size=VOCAB, seed=0):
+    """tokens and targets, each (batch, length)."""
+    tokens = torch.randint(vocab_size, (batch, length + 1), generator=torch.Generator().manual_seed(seed))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+# ---- the plain form --------------------------------------------------------------------------------------------------
+
+
+def rms_norm(x):
+    return x / (x.square().mean(dim=-1, keepdim=True) + 2.0 ** -23).sqrt()
+
+
+def plain_logits(name, p, tokens):
+    """Record #8 of modded-nanogpt with the method in its attention: p are the parameters by name, in float64."""
+    options = dict(segment_length=20) if name.startswith("infini") else {}
+    x = rms_norm(p["embedding.weight"][tokens])  # (B, T, C)
+    for layer in range(LAYERS):
+        mine = {key.removeprefix(f"blocks.{layer}."): value for key, value in p.items()}
+        learned = next((value for key, value in mine.items() if key.startswith("attention.method")), None)
+        q, k, v = (rms_norm(x) @ matrix.T for matrix in mine["attention.qkv"])
+        q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in (q, k, v))  # (B, H, T, D)
+        y = reference.attend(name, rms_norm(q), rms_norm(k), v, train_length=TRAIN_LENGTH, learned=learned, **options)
+        x = x + y.transpose(1, 2).flatten(2) @ mine["attention.proj"].T
+        x = x + (rms_norm(x) @ mine["mlp.up"].T).clamp(min=0) ** 2 @ mine["mlp.down"].T
+    return rms_norm(x) @ p["head"].T  # (B, T, V)
+
+
+@every_method
+@pytest.mark.parametrize("length", [1, TRAIN_LENGTH, 4 * TRAIN_LENGTH + 3])
+def test_loss_and_all_gradients_are_those_of_the_plain_form(name, length):
+    model = make_random_gpt(name)
+    exact = {key: value.detach().double().requires_grad_() for key, value in model.named_parameters()}
+    tokens, targets = random_tokens(length)
+    loss = model(tokens, targets)
+    log_p = plain_logits(name, exact, tokens).log_softmax(dim=-1)
+    expected = -log_p.gather(-1, targets.unsqueeze(-1)).mean()
+    assert_near(loss, expected, 1e-5)
+    gradients = torch.autograd.grad(loss, model.parameters(), materialize_grads=True)
+    truth = torch.autograd.grad(expected, exact.values(), materialize_grads=True)
+    for key, gradient, true in zip(exact, gradients, truth):
+        assert (gradient - true).norm() <= 1e-4 * true.norm() + 1e-7, key
+
+
+@every_method
+def test_logits_are_those_of_the_plain_form(name):
+    model = make_random_gpt(name)
+    exact = {key: value.detach().double() for key, value in model.named_parameters()}
+    tokens, targets = random_tokens(4 * TRAIN_LENGTH + 3)
+    logits = model(tokens)
+    assert logits.dtype == torch.float32
+    assert_near(logits, plain_logits(name, exact, tokens), 5e-5)
+    assert_close(cross_entropy(logits.flatten(0, 1), targets.flatten()), model(tokens, targets))
+
+
+# ---- size and start --------------------------------------------------------------------------------------------------
+
+
+@every_method
+@pytest.mark.parametrize("preset, matrices, numbers", [("gpt_162m_4k", 162_201_600, 72), ("gpt_304m_4k", 304_349_184, 128)])
+def test_parameter_count(preset, matrices, numbers, name):
+    config = PRESETS[preset]()
+    with torch.device("meta"):
+        model = GPT(vocab_size=config.vocab_size, num_layers=config.num_layers, num_heads=config.num_heads,
+                    model_dim=config.model_dim, train_length=config.train_length, method=name)
+    extra = numbers if name.startswith(("logn", "infini")) else 0  # one number a layer and head
+    assert sum(p.numel() for p in model.parameters()) == matrices + extra
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB, 50304])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_loss_is_the_log_of_the_vocabulary(vocab_size, dtype):
+    model = make_gpt(vocab_size=vocab_size, dtype=dtype)
+    losses = model(*random_tokens(37, vocab_size=vocab_size), per_token=True)
+    assert_close(losses, torch.full((2, 37), math.log(vocab_size)), rtol=0, atol=2e-6 * math.log(vocab_size))
+
+
+def assert_uniform(weight, bound):
+    assert bound * 0.999 < weight.abs().max() <= bound
+    assert abs(weight.mean()) < 0.02 * bound
+    assert_close(weight.std().item(), bound / math.sqrt(3), rtol=0.02, atol=0)
+
+
+def test_initial_distributions():
+    model = make_gpt(vocab_size=1000)
+    embedding = model.embedding.weight
+    assert_close(torch.stack([embedding.mean(), embedding.std()]).detach(), torch.tensor([0.0, 1.0]), rtol=0, atol=0.02)
+    assert (embedding.abs() > 2).float().mean().item() == pytest.approx(0.0455, abs=0.004)  # of a normal distribution
+    for block in model.blocks:
+        for matrix in (*block.attention.qkv, block.mlp.up):
+            assert_uniform(matrix.detach(), DIM ** -0.5)
+        assert block.attention.proj.count_nonzero() == block.mlp.down.count_nonzero() == 0
+    assert model.head.count_nonzero() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_are_float32_whatever_the_computation(dtype):
+    assert {p.dtype for p in make_gpt("logn_rope", dtype=dtype).parameters()} == {torch.float32}
+
+
+@every_method
+def test_the_seed_alone_decides_the_initial_weights(name):
+    """Methods start from the same weights, so that runs of one seed differ by the method alone."""
+    shared = dict(make_gpt("nope", seed=5).named_parameters())
+    again, other = (dict(make_gpt(name, seed=seed).named_parameters()) for seed in (5, 6))
+    for key, weight in shared.items():
+        assert_close(again[key], weight, rtol=0, atol=0)
+        assert weight.count_nonzero() == 0 or not torch.equal(other[key], weight)
+
+
+def test_layers_start_differently():
+    first, second = make_gpt().blocks
+    assert not torch.equal(first.attention.qkv, second.attention.qkv)
+    assert not torch.equal(first.attention.qkv[0], first.attention.qkv[1])
+
+
+def test_heads_that_do_not_divide_the_width_are_refused():
+    with assert_refused("model_dim 96", "num_heads 5"):
+        make_gpt(num_heads=5)
+
+
+# ---- causality -------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@every_method
+def test_a_token_changes_no_loss_before_it(name):
+    model = make_random_gpt(name)
+    tokens, targets = random_tokens(4 * TRAIN_LENGTH + 3)
+    before = model(tokens, targets, per_token=True)
+    for t in (1, TRAIN_LENGTH, 100, 130):
+        changed = tokens.clone()
+        changed[:, t] = (tokens[:, t] + 1) % VOCAB
+        after = model(changed, targets, per_token=True)
+        assert_close(after[:, :t], before[:, :t], rtol=0, atol=1e-5)
+        assert ((after - before)[:, t:].abs() > 1e-4).float().mean() > 0.9
+
+
+# ---- losses ----------------------------------------------------------------------------------------------------------
+
+
+def test_per_token_losses_are_one_a_target_and_average_to_the_loss():
+    model = make_random_gpt()
+    tokens, targets = random_tokens(37, batch=3)
+    losses = model(tokens, targets, per_token=True)
+    expected = cross_entropy(model(tokens).transpose(1, 2), targets, reduction="none")
+    assert_close(losses, expected)
+    assert losses.dtype == torch.float32
+    assert_close(model(tokens, targets), losses.mean(), rtol=0, atol=0)
+
+
+class LargestTensor(TorchDispatchMode):
+    """The number of elements of the largest tensor that is computed."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        if isinstance(output, torch.Tensor):
+            self.numel = max(self.numel, output.numel())
+        return output
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 65, 66, 67])
+@pytest.mark.parametrize("with_gradients", [True, False])
+def test_losses_in_chunks_are_the_losses_in_one_piece(chunk, with_gradients, monkeypatch):
+    model = make_random_gpt(vocab_size=500)
+    tokens, targets = random_tokens(33, vocab_size=500)
+
+    def losses_and_gradients():
+        losses = model(tokens, targets, per_token=True)
+        return losses, torch.autograd.grad(losses.mean(), model.parameters()) if with_gradients else ()
+
+    with torch.set_grad_enabled(with_gradients):
+        expected = losses_and_gradients()
+        monkeypatch.setattr(gpt, "MAX_LOGITS", {with_gradients: 500 * chunk + 499, not with_gradients: 0})
+        assert_close(losses_and_gradients(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("with_gradients", [True, False])
+def test_chunks_keep_the_logits_small(with_gradients, monkeypatch):
+    model = make_random_gpt(vocab_size=1000, num_layers=1)
+    monkeypatch.setattr(gpt, "MAX_LOGITS", {with_gradients: 40_000, not with_gradients: 0})
+    with torch.set_grad_enabled(with_gradients), LargestTensor() as largest:
+        loss = model(*random_tokens(150, vocab_size=1000))
+        if with_gradients:
+            loss.backward()
+    assert largest.numel <= 1000 * DIM  # that of the embedding; all logits are 300,000
+
+
+# ---- precision and length --------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@every_method
+def test_bfloat16_losses_are_nearly_those_of_float32(name):
+    losses = [make_random_gpt(name, dtype=dtype)(*random_tokens(100), per_token=True)
+              for dtype in (torch.float32, torch.bfloat16)]
+    assert losses[1].dtype == torch.float32
+    assert 0 < (losses[1] - losses[0]).square().mean().sqrt() < 0.03 * losses[0].std()
+
+
+def test_bfloat16_gradients_are_nearly_those_of_float32():
+    gradients = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = make_random_gpt("logn_p_rope", dtype=dtype)
+        gradients.append(torch.autograd.grad(model(*random_tokens(100)), model.parameters()))
+    for exact, rough in zip(*gradients):
+        assert rough.dtype == torch.float32
+        assert (rough - exact).norm() < 0.05 * exact.norm()
+
+
+@every_method
+def test_a_plan_made_before_gives_the_same_loss(name):
+    model = make_random_gpt(name)
+    tokens, targets = random_tokens(4 * TRAIN_LENGTH)
+    plan = model.plan(4 * TRAIN_LENGTH)
+    assert_close(model(tokens, targets, plan=plan), model(tokens, targets), rtol=0, atol=0)
+
+
+# ---- score statistics ------------------------------------------------------------------------------------------------
+
+
+@every_method
+def test_scores_start_with_mean_0_and_deviation_1(name):
+    model = make_gpt(name, vocab_size=2000, num_heads=4, model_dim=256)
+    for mean, std in model.score_statistics(random_tokens(200, vocab_size=2000)[0]):
+        assert abs(mean) < 0.1
+        assert abs(std - 1) < (0.1 if name != "yarn" else 0.5)  # whose temperature is in q and k
+
+
+@pytest.mark.parametrize("name, length, num_queries", [("logn_p_rope", 150, 64), ("scale_invariant_p_rope", 130, 1),
+                                                       ("rope", 20, 64), ("nope", 64, 64), ("rope_ntk", 100, 7)])
+def test_score_statistics_are_those_of_the_scores(name, length, num_queries):
+    """S is q.k / sqrt(d) after rotation, without what the method makes of it (LogN's scale, a_t and m_t)."""
+    model = make_random_gpt(name)
+    tokens, _ = random_tokens(length)
+    embedding = rms_norm(model.embedding.weight.detach()[tokens].double())
+    q, k, _ = (rms_norm(embedding) @ m.T for m in model.blocks[0].attention.qkv.detach().double())
+    q, k = (rms_norm(y.unflatten(-1, (HEADS, -1)).transpose(1, 2)) for y in (q, k))  # (B, H, T, D)
+    rotation = reference.rotation(name, DIM // HEADS, TRAIN_LENGTH, length)
+    q, k = (reference.rotate(y, torch.arange(length), *rotation) for y in (q, k))
+    scores = (q @ k.mT / math.sqrt(DIM // HEADS))[:, :, -num_queries:]
+    seen = scores[:, :, torch.ones(length, length).tril().bool()[-num_queries:]]
+    statistics = model.score_statistics(tokens, num_queries)
+    assert len(statistics) == LAYERS
+    assert statistics[0] == pytest.approx((seen.mean().item(), seen.std().item()), abs=1e-5)
