@@ -95,7 +95,7 @@ def main():
         with agree(world):
             if world.is_main:
                 metrics = Metrics(folder.metrics)
-                metrics.truncate(start)
+                metrics.truncate(start, validated=validation["step"] if validation else -1)
                 metrics.wandb = start_wandb(
                     config.wandb,
                     project=config.wandb_project,
@@ -144,7 +144,8 @@ def main():
             state = dict(step=step, seconds=seconds, validation=validation, wandb_id=wandb_id)
             state |= dict(config=config.to_dict(), fingerprint=train_stream.fingerprint, model=model.state_dict())
             state |= dict(optimizers={name: optimizer.state_dict() for name, (optimizer, _) in optimizers.items()})
-            save_checkpoint(folder.checkpoints, step, state, keep=config.keep)
+            with user_errors():
+                save_checkpoint(folder.checkpoints, step, state, keep=config.keep)
 
     loader = TrainLoader(
         train_stream,
@@ -182,7 +183,8 @@ def main():
 
         # ---- step ----------------------------------------------------------------------------------------------------
         began = time.monotonic()
-        micro_batches = next(loader)
+        with user_errors():
+            micro_batches = next(loader)
         loss = torch.zeros((), device=world.device)
         for inputs, targets in micro_batches:
             part = training_model(inputs, targets, plan=plans[config.train_length])

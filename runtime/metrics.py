@@ -27,10 +27,12 @@ class Metrics:
         if self.wandb is not None:
             self.wandb.log(flatten(record))
 
-    def truncate(self, step: int) -> None:
-        """Drop what came after `step`, the step of the checkpoint to resume from: those steps will be run again."""
+    def truncate(self, step: int, validated: int) -> None:
+        """Drop what a run resumed at `step` will write again: records of later steps, and of validations ("val_loss")
+        later than `validated`, the last that the checkpoint knows of (-1: none)."""
         records = read_metrics(self.path) if self.path.exists() else []
-        text = "".join(to_json(record) + "\n" for record in records if record["step"] <= step)
+        kept = [r for r in records if r["step"] <= (validated if "val_loss" in r else step)]
+        text = "".join(to_json(record) + "\n" for record in kept)
         replace_file(self.path, lambda file: file.write(text.encode()))
 
 

@@ -1,5 +1,6 @@
 """The backends of attention against its plain form in float64: values, gradients, memory, and what must be refused."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -83,7 +84,7 @@ def test_the_last_queries_alone_are_those_rows_of_the_plain_form(backend, name, 
 
 
 @pytest.mark.parametrize("name, rows", [("scale_invariant_p_rope", 129), ("alibi", 1)])
-def test_compiled_flex_is_the_plain_form(name, rows):
+def test_compiled_flex_is_the_plain_form(name, rows, nothing_compiled):
     method, exact, expected, _ = make_case(name, 6, 129)
     q, k, v = without_gradients(exact, torch.float32)
     output = attend(method, q[:, :, -rows:], k, v, q_offset=129 - rows, backend="flex")
@@ -123,8 +124,7 @@ def test_gradients_of_recomputed_blocks_are_those_of_the_plain_form(name, monkey
     check_gradients(name, 300)
 
 
-@pytest.mark.parametrize("name, recompute_length", [("scale_invariant_p_rope", 1), ("logn_rope", 4096),
-                                                    ("infini_rope", 4096)])
+@pytest.mark.parametrize("name, recompute_length", [("scale_invariant_p_rope", 1), ("logn_rope", 4096)])
 def test_gradients_of_traced_blocks_are_those_of_the_plain_form(name, recompute_length, monkeypatch, nothing_compiled):
     monkeypatch.setattr(attention, "RECOMPUTE_LENGTH", recompute_length)
     check_gradients(name, 150, run=torch.compile(attend, backend="aot_eager", dynamic=False, fullgraph=True))
@@ -203,9 +203,9 @@ print(peak() - before)
 def test_training_at_4096_tokens_never_holds_all_pairs():
     """4 heads x 4096 x 4096 float32 are 256 MiB; the causal half of them, 128 MiB."""
     root = Path(__file__).parent.parent
-    mebibytes = float(subprocess.check_output([sys.executable, "-c", TRAIN_AT_4096], cwd=root, timeout=60))
-    print(mebibytes)
-    assert mebibytes < 100
+    env = os.environ | dict(MALLOC_MMAP_THRESHOLD_="65536")  # freed memory goes back at once
+    mebibytes = float(subprocess.check_output([sys.executable, "-c", TRAIN_AT_4096], cwd=root, env=env))
+    assert mebibytes < 80
 
 
 # ---- which backend ---------------------------------------------------------------------------------------------------

@@ -369,7 +369,7 @@ def test_resume_drops_what_came_after_the_checkpoint(tmp_path):
     with open(metrics.path, "a") as file:
         file.write('{"step": 12, "l')
     before = metrics.path.read_text()
-    metrics.truncate(10)
+    metrics.truncate(10, validated=10)
     assert metrics.path.read_text() == "".join(before.splitlines(keepends=True)[:3])
     metrics.write({"step": 11})
     assert [record["step"] for record in read_metrics(metrics.path)] == [5, 10, 10, 11]
@@ -377,7 +377,7 @@ def test_resume_drops_what_came_after_the_checkpoint(tmp_path):
 
 def test_truncating_before_the_first_record_is_fine(tmp_path):
     metrics = Metrics(tmp_path / "metrics.jsonl")
-    metrics.truncate(0)
+    metrics.truncate(0, validated=-1)
     assert read_metrics(metrics.path) == []
 
 

@@ -116,9 +116,25 @@ train_gpt.main()
 """
 
 
-def train_until(place, data, runs, threads=1, variables={}, **fields):
-    words = arguments(data, runs, resume="auto", **fields)
-    python("-c", KILLED, *place.split(), *words, threads=threads, code=9, **variables)
+def train_until(place, data, runs):
+    python("-c", KILLED, *place.split(), *arguments(data, runs, resume="auto"), code=9)
+
+
+def rewound(folder, runs):
+    """A copy in `runs` of a finished run, as if it had been killed before its last checkpoint."""
+    copy = shutil.copytree(folder, runs / "run")
+    (copy / "summary.json").unlink()
+    latest_checkpoint(copy / "checkpoints").unlink()
+    return copy
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """As in the other processes: sums over another number of threads are other numbers in the last bits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +163,10 @@ def read_json(path):
 def steps_and_validations(folder):
     records = read_metrics(folder / "metrics.jsonl")
     return [r for r in records if "train_loss" in r], [r for r in records if "val_loss" in r]
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*.*")}  # all files but the lock
 
 
 def without_times(record):
@@ -199,7 +219,7 @@ def plain_losses(folder, data, length, num_tokens):
     tokens = torch.from_numpy(validation_tokens(data).astype(np.int64))
     losses = []
     for start in range(0, num_tokens, length):
-        log_p = model(tokens[start : start + length].unsqueeze(0))[0].double().log_softmax(dim=-1)  # (length, vocabulary)
+        log_p = model(tokens[start : start + length].unsqueeze(0))[0].double().log_softmax(dim=-1)  # (T, V)
         losses.append(-log_p[torch.arange(length), tokens[start + 1 : start + length + 1]])
     return torch.stack(losses)
 
@@ -306,16 +326,10 @@ def test_killed_and_resumed_is_the_uninterrupted_run(data, finished, tmp_path):
 
 @pytest.mark.slow
 def test_killed_again_and_again_is_the_uninterrupted_run(data, finished, tmp_path):
-    # Before there is a checkpoint; at the end of a shard, after a validation; between checkpoints, in the cooldown.
-    for place in ("step 2", "checkpoint 5", "step 17"):
+    # Before there is a checkpoint; at the end of a shard, after a validation; between checkpoints, in the cooldown;
+    # after the last validation, before the summary.
+    for place in ("step 2", "checkpoint 5", "step 17", "validation 20"):
         train_until(place, data, tmp_path)
-    assert_same_run(train(data, tmp_path, resume="auto"), finished)
-
-
-@pytest.mark.slow
-def test_killed_after_its_last_validation_is_the_uninterrupted_run(data, finished, tmp_path):
-    train_until("validation 20", data, tmp_path)
-    assert not (tmp_path / "run" / "summary.json").exists()
     assert_same_run(train_here(data, tmp_path, resume="auto"), finished)
 
 
@@ -324,8 +338,8 @@ def test_resumes_bit_for_bit_on_two_threads(data, tmp_path):
     large = dict(model_dim=128, train_length=128, batch_tokens=2048, micro_batch_tokens=1024, val_lengths=(128,))
     large |= dict(steps=8, cooldown_steps=3, val_every=4, save_every=4)
     whole = train(data, tmp_path / "whole", threads=2, **large)
-    train_until("checkpoint 4", data, tmp_path / "killed", threads=2, **large)
-    assert_same_run(train(data, tmp_path / "killed", threads=2, resume="auto", **large), whole)
+    rewound(whole, tmp_path / "rewound")
+    assert_same_run(train(data, tmp_path / "rewound", threads=2, resume="auto", **large), whole)
 
 
 @pytest.mark.slow
@@ -334,18 +348,17 @@ def test_resumes_bit_for_bit_when_compiled(data, tmp_path):
     caches = [dict(TORCHINDUCTOR_CACHE_DIR=str(tmp_path / name)) for name in ("cache", "other_cache")]
     small = dict(compile="on", num_layers=1)
     whole = train(data, tmp_path / "whole", variables=caches[0], **small)
-    train_until("checkpoint 10", data, tmp_path / "killed", variables=caches[0], **small)
-    shutil.copytree(tmp_path / "killed", tmp_path / "killed_too")
-    assert_same_run(train(data, tmp_path / "killed", variables=caches[0], resume="auto", **small), whole)
-    other = train(data, tmp_path / "killed_too", variables=caches[1], resume="auto", **small)  # compiled anew
-    assert_same_run(other, whole)
+    for cache in caches:  # what was compiled for the first run, and compiled anew
+        runs = tmp_path / f"with_{Path(cache['TORCHINDUCTOR_CACHE_DIR']).name}"
+        rewound(whole, runs)
+        assert_same_run(train(data, runs, variables=cache, resume="auto", **small), whole)
 
 
 def test_finished_run_is_not_repeated(data, copied, capsys):
-    before = {path: path.read_bytes() for path in copied.rglob("*.*")}
+    before = contents(copied)
     train_here(data, copied.parent, resume="auto")
     assert "is finished" in capsys.readouterr().out
-    assert {path: path.read_bytes() for path in copied.rglob("*.*")} == before
+    assert contents(copied) == before
 
 
 # ---- micro-batches and processes -------------------------------------------------------------------------------------
@@ -371,9 +384,7 @@ def test_losses_do_not_depend_on_the_number_of_processes(of_two_processes, finis
 
 @pytest.mark.slow
 def test_one_process_resumes_the_run_of_two(of_two_processes, data, finished, tmp_path):
-    folder = shutil.copytree(of_two_processes, tmp_path / "run")
-    (folder / "summary.json").unlink()  # as if killed before its last checkpoint
-    (folder / "checkpoints" / "step_000020.pt").unlink()
+    folder = rewound(of_two_processes, tmp_path)
     train_here(data, tmp_path, resume="auto")
     assert "resumed at step 15" in (folder / "log.txt").read_text()
     assert_close_run(folder, finished)
@@ -382,10 +393,10 @@ def test_one_process_resumes_the_run_of_two(of_two_processes, data, finished, tm
 # ---- what a user gets wrong ------------------------------------------------------------------------------------------
 
 
-def error_of(capsys, *words, main=train_gpt.main):
-    """The one line on stderr of a command that ends with code 2."""
+def error_of(capsys, *words):
+    """The one line on stderr of a run that ends with code 2."""
     with pytest.raises(SystemExit) as exit:
-        here(main, *words)
+        here(train_gpt.main, *words)
     error = capsys.readouterr().err
     assert exit.value.code == 2
     assert error.startswith("error: ") and error.count("\n") == 1
@@ -432,26 +443,26 @@ def test_truncated_shard_is_one_line_and_no_run_folder(data, tmp_path, capsys, s
 
 
 def test_existing_run_folder_is_one_line_and_left_alone(data, copied, capsys):
-    before = {path: path.read_bytes() for path in copied.rglob("*.*")}
+    before = contents(copied)
     error = error_of(capsys, *arguments(data, copied.parent))
     assert "choose another --name, or continue it with --resume auto" in error
-    assert {path: path.read_bytes() for path in copied.rglob("*.*")} == before
+    assert contents(copied) == before
 
 
 def test_resuming_with_another_configuration_names_the_fields(data, copied, capsys):
-    before = {path: path.read_bytes() for path in copied.rglob("*.*")}
+    before = contents(copied)
     error = error_of(capsys, *arguments(data, copied.parent, resume="auto", muon_lr=0.03, seed=1, keep=3))
     assert "seed 0 -> 1" in error and "muon_lr 0.02 -> 0.03" in error and "choose another --name" in error
     assert "keep" not in error  # it changes nothing that the run computes
-    assert {path: path.read_bytes() for path in copied.rglob("*.*")} == before
+    assert contents(copied) == before
 
 
 def test_resuming_on_other_data_is_refused(copied, tmp_path, capsys):
     other = make_data(tmp_path / "other", seed=1)
-    before = {path: path.read_bytes() for path in copied.rglob("*.*")}
+    before = contents(copied)
     error = error_of(capsys, *arguments(other, copied.parent, resume="auto"))
     assert f"other data than {other}" in error and "choose another --name" in error
-    assert {path: path.read_bytes() for path in copied.rglob("*.*")} == before
+    assert contents(copied) == before
 
 
 @pytest.mark.slow
@@ -459,7 +470,7 @@ def test_more_processes_than_sequences_is_one_line_and_no_run_folder(data, tmp_p
     done = train_on_two(data, tmp_path / "runs", code=1, train_length=128)  # torchrun's code, whatever its workers' is
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "use at most 1 processes or a larger batch_tokens" in errors[0]
-    assert "exitcode  : 2" in done.stderr and "train_gpt.py\", line" not in done.stderr
+    assert "exitcode  : 2" in done.stderr and 'train_gpt.py", line' not in done.stderr  # no worker's traceback
     assert not (tmp_path / "runs").exists()
 
 
