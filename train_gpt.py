@@ -13,7 +13,6 @@ import inspect
 import statistics
 import sys
 import time
-import warnings
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -134,7 +133,6 @@ def main():
     training_model = evaluated_model = model
     if compiled:
         torch._dynamo.config.fail_on_recompile_limit_hit = True  # never fall back to eager without a word
-        warnings.filterwarnings("error", message="flex_attention called without torch.compile")
         training_model = torch.compile(model, dynamic=False)
         if world.device.type == "cuda":  # on a CPU the long sequences take longer to compile than to compute
             evaluated_model = training_model
@@ -265,7 +263,7 @@ def read_config(arguments: list[str]) -> Config:
     base = preset(name)
     fields = [field.name for field in dataclasses.fields(Config)]
     for argument in rest:
-        field = argument.removeprefix("--").split("=")[0].replace("-", "_")
+        field = argument.removeprefix("--").removeprefix("no-").removeprefix("no_").split("=")[0].replace("-", "_")
         if argument.startswith("--") and field not in (*fields, "help"):
             close = difflib.get_close_matches(field, fields, n=3)
             hint = f"did you mean {' or '.join('--' + c for c in close)}?" if close else "--help lists all fields"

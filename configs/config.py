@@ -167,6 +167,8 @@ def config_hash(config: Config) -> str:
         for field in dataclasses.fields(Config)
         if field.name not in NOT_MATHEMATICS and getattr(config, field.name) != getattr(defaults, field.name)
     }
+    if options := changed.get("method_options"):  # 3 and 3.0 are the same number
+        changed["method_options"] = {k: float(v) if type(v) is int else v for k, v in options.items()}
     return hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:12]
 
 

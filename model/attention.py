@@ -10,7 +10,6 @@
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable
 
 import torch
@@ -193,7 +192,7 @@ def block_bands(method: Method | None, query_length: int, key_length: int, devic
         head = torch.arange(method.num_heads, device=device).view(-1, 1, 1)  # (H, 1, 1)
         scale, bias = method.score_change.coefficients(distance.clamp(min=0).double(), head)
     if isinstance(scale, Tensor):
-        scale = scale.float().expand(-1 if scale.dim() == 3 else 1, -1, -1)
+        scale = scale.float().expand(scale.shape[0] if scale.dim() == 3 else 1, *distance.shape)
     bias = torch.where(distance < 0, -torch.inf, bias).float()
     return scale, bias if bias.dim() == 3 else bias.unsqueeze(0)
 
@@ -260,8 +259,12 @@ def causal_block_mask(query_length: int, key_length: int, q_offset: int, device)
     )
 
 
-# fullgraph: where it cannot be compiled, or was too often, that is an error and not a silent L x L computation.
-compiled_flex = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+# Never the silent L x L computation: with fullgraph, failing to compile (or doing so too often) is an error.
+@functools.partial(torch.compile, dynamic=False, fullgraph=True)
+def compiled_flex(*args, **kwargs):
+    if not torch.compiler.is_compiling():
+        raise RuntimeError("FlexAttention must be compiled, but torch.compile is switched off: use blocks or sdpa")
+    return flex_attention(*args, **kwargs)
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
@@ -276,9 +279,9 @@ def flex(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
 # strides, and returns wrong numbers without a word (tests/test_attention.py looks whether it still does).
 @torch.compiler.disable
 def flex_alone(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
-    with warnings.catch_warnings():  # compilation may be switched off from outside
-        warnings.filterwarnings("error", message="flex_attention called without torch.compile")
-        return compiled_flex(q, k, v, score_mod=plan.score_mod, block_mask=plan.block_mask)
+    if q.device.type == "cpu":  # where flex refuses what requires a gradient even when none is computed
+        q, k, v = q.detach(), k.detach(), v.detach()
+    return compiled_flex(q, k, v, score_mod=plan.score_mod, block_mask=plan.block_mask)
 
 
 # ---- the plain form --------------------------------------------------------------------------------------------------

@@ -18,14 +18,17 @@ import sysconfig
 import time
 from pathlib import Path
 
+from tqdm import tqdm
+
 from configs.presets import quickstart
 from data.text import prepare
+from runtime.metrics import read_metrics
 from scripts.tables import loss_table
 
 ROOT = Path(__file__).parent.parent
 RUNS = {  # label: arguments of train_gpt.py
-    "RoPE, base 10000": ["--method", "rope", "--rotary_base_length", "0"],
     "RoPE": ["--method", "rope"],
+    "RoPE, base 10000": ["--method", "rope", "--rotary_base_length", "0"],
     "p-RoPE": ["--method", "p_rope"],
     "ALiBi": ["--method", "alibi"],
     "LogN + p-RoPE": ["--method", "logn_p_rope"],
@@ -33,7 +36,7 @@ RUNS = {  # label: arguments of train_gpt.py
 }
 NOT_TEXT = ["site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"]
 # Okabe and Ito's palette, which colour-blind readers can tell apart; ours is black, as in the paper.
-COLOURS = ["#999999", "#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#000000"]
+COLOURS = ["#E69F00", "#999999", "#56B4E9", "#009E73", "#CC79A7", "#000000"]
 
 
 def main():
@@ -43,26 +46,64 @@ def main():
     args, train_arguments = parser.parse_known_args()  # the rest is for train_gpt.py
     began = time.monotonic()
     os.chdir(ROOT)
-    make_data(Path(args.data_dir))
-    results = []
-    for label, arguments in RUNS.items():
-        name = "quickstart-" + label.lower().replace(" + ", "-").replace(", ", "-").replace(" ", "-")
-        folder = Path(args.runs_dir) / name
-        if not (folder / "summary.json").exists():
-            print(f"\n==== {label} ====", flush=True)
-            command = [sys.executable, "train_gpt.py", "quickstart", "--name", name, "--resume", "auto"]
-            command += ["--runs_dir", args.runs_dir, "--data_dir", args.data_dir, *arguments, *train_arguments]
-            if subprocess.run(command).returncode:
-                sys.exit(f"error: training with {label} failed; see {folder}/log.txt")
-        results.append(json.loads((folder / "summary.json").read_text()) | {"name": label})
-    table = loss_table(results)
     out = Path(args.runs_dir)
+    folders = {
+        label: out / ("quickstart-" + label.lower().replace(" + ", "-").replace(", ", "-").replace(" ", "-"))
+        for label in RUNS
+    }
+    make_data(Path(args.data_dir))
+    common = ["--runs_dir", args.runs_dir, "--data_dir", args.data_dir, *train_arguments]
+    train_all({folder: [*RUNS[label], *common] for label, folder in folders.items()})
+
+    results = [json.loads((f / "summary.json").read_text()) | {"name": label} for label, f in folders.items()]
+    table = loss_table(results)
     (out / "quickstart.md").write_text(table + "\n")
     draw(results, out / "quickstart.png")
     print(f"\nValidation loss, in nats a token, at the training length and beyond:\n\n{table}\n")
     print(f"The table is in {out}/quickstart.md, its figure in {out}/quickstart.png.", end=" ")
     print(f"Done in {(time.monotonic() - began) / 60:.1f} minutes.")
     print(f"The same from the checkpoints: {sys.executable} -m scripts.evaluate {out}/quickstart-*/")
+
+
+def train_all(arguments: dict[Path, list[str]]):
+    """Trains what is not finished, one run a core: models this small gain little from a second core, and a thread that
+    waits for another, on a machine that has other work too, costs a lot."""
+    waiting = [folder for folder in arguments if not (folder / "summary.json").exists()]
+    jobs = max(1, min(len(os.sched_getaffinity(0)), len(waiting)))
+    environment = os.environ | {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // jobs))}
+    running = {}
+    total = quickstart().steps * len(waiting)
+    with tqdm(total=total, unit="step", desc=f"{len(waiting)} runs, {jobs} at a time") as bar:
+        done = 0
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                folder = waiting.pop(0)
+                command = [sys.executable, "train_gpt.py", "quickstart", "--name", folder.name, "--resume", "auto"]
+                log = open(folder.with_suffix(".log"), "w")
+                running[folder] = subprocess.Popen(
+                    [*command, *arguments[folder]], env=environment, stdout=log, stderr=subprocess.STDOUT
+                )
+            time.sleep(0.5)
+            for folder, process in list(running.items()):
+                if process.poll() is None:
+                    continue
+                if process.returncode:
+                    for other in running.values():
+                        other.terminate()
+                    sys.exit(f"error: {folder.name} failed:\n{folder.with_suffix('.log').read_text()}")
+                folder.with_suffix(".log").unlink()  # it is in the run's log.txt too
+                del running[folder]
+                done += quickstart().steps
+                loss = json.loads((folder / "summary.json").read_text())["val_loss"]
+                losses = ", ".join(f"{value:.3f} at {length}" for length, value in loss.items())
+                bar.write(f"{folder.name}: validation loss {losses}")
+            bar.update(done + sum(map(last_step, running)) - bar.n)
+
+
+def last_step(folder: Path) -> int:
+    metrics = folder / "metrics.jsonl"
+    records = read_metrics(metrics) if metrics.exists() else []
+    return records[-1]["step"] if records else 0
 
 
 def make_data(folder: Path):

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 from model import attention
 from model.attention import attend, causal_block_mask, choose_backend, make_plan, plain_attention
-from model.gpt import GPT
+from model.gpt import GPT, norm
 from model.methods import METHODS, RoPE, make_method
 from model.methods.base import ScoreChange
 
@@ -156,8 +156,9 @@ def stated_part(counts, indices, state):
 
 
 @pytest.mark.parametrize("queries, keys, q_offset", [
-    (1, 1, 0), (1, 300, 299), (1, 256, 255), (1, 129, 128), (2, 129, 126), (127, 127, 0), (128, 128, 0), (129, 129, 0),
-    (128, 256, 128), (128, 257, 129), (100, 400, 250), (300, 1000, 128), (300, 500, 100), (513, 640, 127), (640, 640, 0),
+    (1, 1, 0), (1, 300, 299), (1, 256, 255), (1, 129, 128), (2, 129, 126), (127, 127, 0), (128, 128, 0),
+    (129, 129, 0), (128, 256, 128), (128, 257, 129), (100, 400, 250), (300, 1000, 128), (300, 500, 100),
+    (513, 640, 127), (640, 640, 0),
 ])
 def test_the_block_mask_is_the_causal_mask(queries, keys, q_offset):
     mask = causal_block_mask(queries, keys, q_offset, "cpu")
@@ -276,6 +277,35 @@ def test_flex_compiled_too_often_is_an_error(traced_flex, nothing_compiled):
         run_flex(5)
         with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
             run_flex(6)
+
+
+# ---- flex inside a larger compiled graph ----------------------------------------------------------------------------
+
+
+def project(x, weight):
+    """q, k, v (1, 2, 130, 16) as in GPT: one product, then QK-norm."""
+    q, k, v = (x @ weight).view(1, 130, 3, 2, 16).transpose(1, 3).unbind(2)
+    return norm(q), norm(k), v
+
+
+def error_when_compiled(attention_of_qkv):
+    """The largest, of the function compiled together with the projection of its q, k and v."""
+    x, weight = random(1, 130, 32, seed=0).float(), random(32, 96, seed=1).float() / 6
+    output = torch.compile(lambda x: attention_of_qkv(*project(x, weight)), dynamic=False)(x)
+    return (output - plain_attention(make("nope", 2), *project(x, weight))).abs().max()
+
+
+def test_flex_of_what_the_same_graph_computes_is_the_plain_form(nothing_compiled):
+    method = make("nope", 2)
+    plan = make_plan(method, 130, 130, backend="flex")
+    assert error_when_compiled(lambda q, k, v: attend(method, q, k, v, plan=plan)) < 1e-5
+
+
+@pytest.mark.slow
+def test_torch_s_own_cpu_kernel_still_misreads_what_the_same_graph_computes(nothing_compiled):
+    """When this fails, torch has been mended, and flex_alone in model/attention.py is no longer needed."""
+    plan = make_plan(make("nope", 2), 130, 130, backend="flex")
+    assert error_when_compiled(lambda q, k, v: flex_attention(q, k, v, block_mask=plan.block_mask)) > 0.1
 
 
 # ---- a mechanism of the user's own -----------------------------------------------------------------------------------

@@ -56,7 +56,8 @@ class ScoreChange(nn.Module):
         """a and m at the given distances t >= 0 and heads, two tensors that broadcast together (a may be a number).
 
         Called with whole tensors, distance (Q, K) and head (H, 1, 1), in float64 for the tables of the plain path, and
-        with float32 and int32 scalars inside FlexAttention: use elementwise torch operations and indexing only.
+        with float32 and int32 scalars inside FlexAttention: use elementwise torch operations and indexing only. It may
+        hold no learned parameters: all layers share what one layer's gives, computed once a length.
         """
         raise NotImplementedError
 

@@ -57,6 +57,8 @@ class LengthScaledRoPE(RoPE):
         factor: float | None = None,
     ):
         super().__init__(num_heads, head_dim, train_length, base, base_length)
+        if head_dim < 4:  # with one pair, NTK's exponent d / (d - 2) is infinite
+            raise ValueError(f"length-scaled rotary embeddings need a head_dim of at least 4, got {head_dim}")
         if factor is not None and factor < 1:
             raise ValueError(f"factor must be at least 1, got {factor}")
         self.factor = factor
