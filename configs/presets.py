@@ -53,10 +53,10 @@ def quickstart() -> Config:
         rotary_base_length=4096,
         batch_tokens=2048,
         micro_batch_tokens=2048,
-        steps=450,
-        cooldown_steps=130,
+        steps=420,
+        cooldown_steps=120,
         val_lengths=(256, 1024, 4096),
-        val_tokens=65_536,
+        val_tokens=49_152,
         val_every=0,
         save_every=0,
     )
