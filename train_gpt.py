@@ -29,10 +29,10 @@ from model.attention import prefer_fast_sdpa
 from model.gpt import GPT
 from model.methods import METHODS, method_options
 from optim.groups import split_parameters
-from optim.muon import Muon
+from optim.muon import Muon, fast_dtype
 from optim.schedule import check_schedule, lr_factor, set_lr
 from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from runtime.device import compile_problem, device_name, fast_dtype, peak_flops
+from runtime.device import compile_problem, device_name, peak_flops
 from runtime.metrics import Metrics, start_wandb
 from runtime.processes import agree, start_processes, stop_processes
 from runtime.run_folder import RunFolder
@@ -118,20 +118,21 @@ def main():
 
     if world.is_main:
         folder.write_json("config.json", config.to_dict())
-        folder.log_header([ROOT / "train_gpt.py", *sorted(ROOT.glob("model/**/*.py")), *ROOT.glob("optim/*.py")], world.device)
+        sources = [ROOT / "train_gpt.py", *sorted(ROOT.glob("model/**/*.py")), *sorted(ROOT.glob("optim/*.py"))]
+        folder.log_header(sources, world.device)
     say(f"{path}: {config.method} {config.method_options or ''} on {world.world_size} x {device_name(world.device)}")
+    accumulation = config.batch_tokens // config.train_length // micro_batch // world.world_size
     say(
-        f"{num_parameters:,} parameters; {config.steps} steps of {config.batch_tokens:,} tokens; "
-        f"{config.batch_tokens // config.train_length // micro_batch // world.world_size} micro-batches of {micro_batch} x "
-        f"{config.train_length} a step and process; {flops_per_token / 1e6:,.1f} MFLOP a token"
+        f"{num_parameters:,} parameters; {config.steps} steps of {config.batch_tokens:,} tokens, {accumulation} x "
+        f"{micro_batch} sequences of {config.train_length} a process; {flops_per_token / 1e6:,.1f} MFLOP a token"
     )
-    say(
-        f"{str(dtype).removeprefix('torch.')}; compile {compile_note}; attention by {plans[config.train_length].backend}; "
-        f"MFU of {peak:.3g} FLOP/s ({peak_source})" + (f"; resumed at step {start}" if start else "")
-    )
+    backend = plans[config.train_length].backend
+    say(f"{str(dtype).removeprefix('torch.')}; compile {compile_note}; attention by {backend}")
+    say(f"MFU of {peak:.3g} FLOP/s ({peak_source})" + (f"; resumed at step {start}" if start else ""))
 
     training_model = evaluated_model = model
     if compiled:
+        torch._dynamo.config.recompile_limit = 32  # shapes: training and every validation length, ragged ends too
         torch._dynamo.config.fail_on_recompile_limit_hit = True  # never fall back to eager without a word
         training_model = torch.compile(model, dynamic=False)
         if world.device.type == "cuda":  # on a CPU the long sequences take longer to compile than to compute

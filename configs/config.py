@@ -38,7 +38,7 @@ class Fields:
     method_options: dict[str, OptionValue] = dataclasses.field(default_factory=dict)
     """Options of the method where they differ from the paper's, as in: --method_options tau 3 base 64."""
     rotary_base_length: int = 0
-    """Training length that rotary bases are meant for: they are multiplied by train_length / this. 0: taken as given."""
+    """Training length that rotary bases are meant for: they are multiplied by train_length / this. 0: as given."""
     vocab_size: int = 50304
     """Size of embedding and head; GPT-2's 50,257 tokens rounded up to a multiple of 128."""
     num_layers: int = 12
@@ -112,9 +112,8 @@ class Config(Fields):
     """One pretraining run. ValueError, in one line, for values that cannot make a run on any machine."""
 
     def __post_init__(self):
-        for field in (
-            "vocab_size num_layers num_heads model_dim train_length batch_tokens micro_batch_tokens steps val_tokens keep"
-        ).split():
+        sizes = "vocab_size num_layers num_heads model_dim train_length batch_tokens micro_batch_tokens val_tokens"
+        for field in (*sizes.split(), "steps", "keep"):
             require(getattr(self, field) >= 1, f"{field} must be at least 1, got {getattr(self, field)}")
         for field in "seed rotary_base_length warmup_steps cooldown_steps val_every save_every".split():
             require(getattr(self, field) >= 0, f"{field} must not be negative, got {getattr(self, field)}")

@@ -5,6 +5,7 @@ import difflib
 
 from configs.config import Config
 
+
 def gpt_162m_4k() -> Config:
     """The paper's 162M model, 2.4 B tokens: 4578 steps of 524,288 tokens."""
     return Config()

@@ -16,7 +16,7 @@ from model.attention import Plan, attend, make_plan, transform
 from model.methods import make_method
 
 NORM_EPS = 1.1920929e-07  # float32's, also for bfloat16 inputs, whose own default differs between torch versions
-MAX_LOGITS = {True: 2**30, False: 2**26}  # float32 logits in memory at once, with and without gradients
+MAX_LOGITS = {True: 2**31, False: 2**26}  # float32 logits in memory at once, with and without gradients
 
 
 def norm(x: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ class Attention(nn.Module):
     def __init__(self, model_dim: int, num_heads: int, method: nn.Module):
         super().__init__()
         self.num_heads = num_heads
-        self.qkv = nn.Parameter(torch.empty(3, model_dim, model_dim))  # three matrices to the optimizer, one matmul here
+        self.qkv = nn.Parameter(torch.empty(3, model_dim, model_dim))  # three matrices, one matmul
         self.proj = nn.Parameter(torch.empty(model_dim, model_dim))
         self.method = method
 
@@ -134,7 +134,9 @@ class GPT(nn.Module):
         size = max(1, MAX_LOGITS[with_gradients] // self.head.shape[0])
         if len(x) <= size:
             return chunk_losses(x, self.head, targets)
-        run = lambda *args: checkpoint(chunk_losses, *args, use_reentrant=False) if with_gradients else chunk_losses(*args)
+        run = lambda *args: (
+            checkpoint(chunk_losses, *args, use_reentrant=False) if with_gradients else chunk_losses(*args)
+        )
         return torch.cat([run(xs, self.head, ts) for xs, ts in zip(x.split(size), targets.split(size))])
 
     @torch.inference_mode()

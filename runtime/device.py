@@ -68,12 +68,6 @@ def _matmul_rate(device: torch.device, dtype: torch.dtype, n: int) -> float:
     return 2 * n**3 / best
 
 
-def fast_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 where the hardware multiplies it, else float32: emulated bfloat16 is about ten times slower."""
-    cpu_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if device.type == "cuda" or cpu_bf16 else torch.float32
-
-
 def compile_problem(device: torch.device) -> str | None:
     """Why torch.compile does not work here (on a CPU it needs a C++ compiler and Python's headers), None if it does."""
     try:

@@ -1,5 +1,5 @@
-"""The quickstart: trains the same small model with several attention methods, on text that every machine with Python has,
-and shows which of them holds up at 16 times its training length.
+"""The quickstart: trains the same small model with several attention methods, on text that every machine with Python
+has, and shows which of them holds up at 16 times its training length.
 
     bash scripts/quickstart.sh                 sets up, then runs this
     python -m scripts.quickstart               runs it again: what is finished is not repeated

@@ -19,7 +19,9 @@ def loss_table(results: list[dict]) -> str:
 def markdown_table(rows: list[list[str]]) -> str:
     """The first row is the head; the first column is text, the others are numbers."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    pad = lambda row: "| " + " | ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths)))
+    pad = lambda row: (
+        "| " + " | ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths)))
+    )
     rule = "|" + "|".join("-" * (w + 2) if i == 0 else "-" * (w + 1) + ":" for i, w in enumerate(widths)) + "|"
     head, *body = (pad(row) + " |" for row in rows)
     return "\n".join([head, rule, *body])

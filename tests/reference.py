@@ -9,7 +9,6 @@ import math
 
 import torch
 
-
 # ---- rotary frequencies: radians a token, (D/2,) ---------------------------------------------------------------------
 
 

@@ -8,8 +8,17 @@ from pathlib import Path
 import pytest
 import reference
 import torch
-from test_methods import (NAMES, assert_near, assert_refused, assert_same_function, cast, make, make_learned, random,
-                          random_qkv)
+from test_methods import (
+    NAMES,
+    assert_near,
+    assert_refused,
+    assert_same_function,
+    cast,
+    make,
+    make_learned,
+    random,
+    random_qkv,
+)
 from torch.nn.attention.flex_attention import flex_attention
 from torch.testing import assert_close
 

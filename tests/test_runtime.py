@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import re
 import resource
 import subprocess
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from runtime.device import peak_flops, published_peak
 from runtime.files import replace_file, to_json
-from runtime.metrics import Metrics, flatten, read_metrics, start_wandb
+from runtime.metrics import Metrics, flatten, read_metrics
 from runtime.processes import agree, start_processes
 from runtime.run_folder import RunFolder
 

@@ -57,7 +57,8 @@ def make_method(name: str, *, num_heads: int, head_dim: int, train_length: int, 
         kind = valid[option].annotation
         accepted = kind | int if kind in (float, float | None) else kind
         if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-            raise ValueError(f"option {option!r} of attention method {name!r} must be {getattr(kind, '__name__', kind)}, got {value!r}")
+            kind = getattr(kind, "__name__", kind)
+            raise ValueError(f"option {option!r} of attention method {name!r} must be {kind}, got {value!r}")
     mechanisms = [
         mechanism(num_heads, head_dim, train_length, **{o: options[o] for o in own_options(mechanism) if o in options})
         for mechanism in METHODS[name]
