@@ -1,0 +1,76 @@
+"""The quickstart's own code, on a few steps: it trains every method, ends with table and figure, and repeats nothing."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from configs.presets import quickstart
+from data.shards import ShardWriter, open_split
+from data.text import load_tokenizer
+from scripts import quickstart as script
+from scripts.tables import loss_table
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_loss_table_gives_lengths_in_multiples_of_the_training_length_and_the_rise():
+    results = [
+        dict(name="a", train_length=16, val_loss={"16": 1.25, "64": 1.5}),
+        dict(name="other", train_length=16, val_loss={"16": 2.0, "64": 1.0}),
+    ]
+    head, rule, first, second = loss_table(results).splitlines()
+    assert head.split("|")[1:-1] == [" run   ", " 16 (1x) ", " 64 (4x) ", " 64 - 16 "]
+    assert first.split() == "| a | 1.250 | 1.500 | +0.250 |".split()
+    assert second.split() == "| other | 2.000 | 1.000 | -1.000 |".split()
+    assert len({len(line) for line in (head, rule, first, second)}) == 1
+
+
+def test_text_and_tokenizer_come_from_this_machine(tmp_path, monkeypatch):
+    """On some files in place of the whole library: test folders, installed packages and other files are left out."""
+    for name in (*(f"module_{i}.py" for i in range(60)), "test/wrong.py", "site-packages/wrong.py", "wrong.txt"):
+        path = tmp_path / "lib" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"# {path.stem}\n" + "def f(x):\n    return x + 1\n" * 20)
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "lib"))
+    script.make_data(tmp_path / "data")
+    decode = load_tokenizer(tmp_path / "data").decode
+    vocab_size = quickstart().vocab_size
+    streams = [open_split(tmp_path / "data", split, vocab_size) for split in ("train", "val")]
+    text = "".join(decode(stream.read(0, len(stream)).tolist()) for stream in streams)
+    assert text.count("# module_") == 60 and "wrong" not in text
+
+    before = (tmp_path / "data" / "manifest.json").stat().st_mtime_ns
+    script.make_data(tmp_path / "data")
+    assert (tmp_path / "data" / "manifest.json").stat().st_mtime_ns == before
+
+
+@pytest.mark.slow
+def test_a_short_quickstart_trains_every_method_and_repeats_nothing(tmp_path):
+    tokens = np.random.default_rng(0).zipf(1.5, 20_000) % quickstart().vocab_size
+    writer = ShardWriter(tmp_path / "data", "python", tokenizer="none", vocab_size=quickstart().vocab_size)
+    writer.write("train", tokens[:12_000])
+    writer.write("val", tokens[12_000:])
+    writer.close()
+    command = [sys.executable, "-m", "scripts.quickstart"]
+    command += ["--runs-dir", tmp_path / "runs", "--data-dir", tmp_path / "data"]
+    command += "--steps 2 --cooldown_steps 1 --val_tokens 4096 --compile off --device cpu".split()
+    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert first.returncode == 0, first.stderr[-2000:]
+    table = (tmp_path / "runs" / "quickstart.md").read_text()
+    assert [row.split("|")[1].strip() for row in table.splitlines()[2:]] == script.SHOWN
+    assert set(script.SHOWN) == set(script.RUNS)
+    assert table in first.stdout + "\n"
+    assert (tmp_path / "runs" / "quickstart.png").stat().st_size > 10_000
+    folders = sorted(path for path in (tmp_path / "runs").iterdir() if path.is_dir())
+    assert len(folders) == len(script.RUNS)
+    methods = [json.loads((folder / "config.json").read_text())["method"] for folder in folders]
+    assert sorted(methods) == sorted(arguments[1] for arguments in script.RUNS.values())
+
+    before = [(folder / "metrics.jsonl").stat().st_mtime_ns for folder in folders]
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert again.returncode == 0 and table in again.stdout + "\n"
+    assert [(folder / "metrics.jsonl").stat().st_mtime_ns for folder in folders] == before
