@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from model.methods.base import Method
 
 BACKENDS = ("auto", "sdpa", "flex", "blocks")
-QUERY_BLOCK = 128  # queries a block: of 64, 128 and 256 the fastest for T = 256 to 4096 on CPUs
+QUERY_BLOCK = 128  # queries a block; the fastest of 64, 128 and 256 on a CPU (results/speed/cpu_step.md)
 RECOMPUTE_LENGTH = 4096  # from this many keys on, the blocks' probabilities are recomputed in the backward pass
 FLEX_BLOCK = 128  # FlexAttention's block mask granularity
 

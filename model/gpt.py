@@ -16,7 +16,7 @@ from model.attention import Plan, attend, make_plan, transform
 from model.methods import make_method
 
 NORM_EPS = 1.1920929e-07  # float32's, also for bfloat16 inputs, whose own default differs between torch versions
-MAX_LOGITS = {True: 2**31, False: 2**26}  # float32 logits in memory at once, with and without gradients
+MAX_LOGITS = {True: 2**31, False: 2**27}  # float32 logits in memory at once, with and without gradients
 
 
 def norm(x: Tensor) -> Tensor:
