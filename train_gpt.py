@@ -60,7 +60,7 @@ def main():
             micro_batch = micro_batch_size(
                 config.batch_tokens, config.train_length, config.micro_batch_tokens, world.world_size
             )
-            dtype = fast_dtype(world.device) if config.dtype == "auto" else getattr(torch, config.dtype)
+            dtype = compute_dtype(config, world.device)
             compiled, compile_note = choose_compile(config.compile, world.device)
             prefer_fast_sdpa(world.device)
             torch.manual_seed(config.seed)
@@ -290,6 +290,10 @@ def choose_compile(wanted: str, device: torch.device) -> tuple[bool, str]:
     if problem and wanted == "on":
         raise ValueError(f"torch.compile does not work here ({problem}): use --compile off")
     return problem is None, f"off, as it does not work here ({problem})" if problem else "on"
+
+
+def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
+    return fast_dtype(device) if config.dtype == "auto" else getattr(torch, config.dtype)
 
 
 def build_model(config: Config, dtype: torch.dtype) -> GPT:

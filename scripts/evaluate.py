@@ -20,11 +20,11 @@ from data.shards import open_split
 from runtime.checkpoint import latest_checkpoint, load_checkpoint
 from runtime.processes import start_processes
 from scripts.tables import loss_table
-from train_gpt import build_model, user_errors, validate
+from train_gpt import build_model, compute_dtype, user_errors, validate
 
 
 def load_run(folder: Path, device: torch.device) -> tuple[Config, torch.nn.Module]:
-    """The configuration of a run and its model, with the weights of the latest checkpoint, in float32."""
+    """The configuration of a run and its model, with the weights of the latest checkpoint, computing as in the run."""
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder} is not a run folder: it has no config.json")
     known = {field.name for field in dataclasses.fields(Config)}
@@ -33,14 +33,13 @@ def load_run(folder: Path, device: torch.device) -> tuple[Config, torch.nn.Modul
     checkpoint = latest_checkpoint(folder / "checkpoints")
     if checkpoint is None:
         raise ValueError(f"{folder} has no checkpoint yet")
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    model = build_model(config, dtype).to(device)
+    model = build_model(config, compute_dtype(config, device)).to(device)
     model.load_state_dict(load_checkpoint(checkpoint)["model"])
     return config, model
 
 
 def evaluate(folder: Path, lengths: list[int] | None, val_tokens: int | None, device: torch.device, world) -> dict:
-    """{"method", "label", "train_length", "val_loss": {length: nats}, "val_loss_by_position"} of one run."""
+    """Name, method and train_length of one run, with what train_gpt.validate returns (losses in nats)."""
     config, model = load_run(folder, device)
     config = dataclasses.replace(
         config, val_lengths=tuple(lengths or config.val_lengths), val_tokens=val_tokens or config.val_tokens
