@@ -1,4 +1,9 @@
-"""Tables of results, as Markdown."""
+"""Tables of results, as Markdown, and the paper's own numbers."""
+
+import csv
+import math
+import statistics
+from pathlib import Path
 
 
 def loss_table(results: list[dict]) -> str:
@@ -25,3 +30,40 @@ def markdown_table(rows: list[list[str]]) -> str:
     rule = "|" + "|".join("-" * (w + 2) if i == 0 else "-" * (w + 1) + ":" for i, w in enumerate(widths)) + "|"
     head, *body = (pad(row) + " |" for row in rows)
     return "\n".join([head, rule, *body])
+
+
+def mean_and_stderr(values: list[float]) -> tuple[float | None, float | None]:
+    """Mean and standard error, sd / sqrt(n) with n - 1 in the variance; None for what too few values do not have."""
+    mean = statistics.fmean(values) if values else None
+    return mean, statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
+def pm(mean: float | None, stderr: float | None) -> str:
+    """A cell: mean and standard error as the paper prints them; "n/a" for a standard error that there is not."""
+    if mean is None:
+        return ""
+    return f"{mean:.3f} \u00b1 " + ("n/a" if stderr is None else f"{stderr:.3f}")
+
+
+def bold(cells: dict[str, str], means: dict[str, float | None], best=min) -> dict[str, str]:
+    """The cells, those whose mean is the best as printed in bold, ties included."""
+    printed = {key: round(mean, 3) for key, mean in means.items() if mean is not None}
+    winners = {key for key in printed if printed[key] == best(printed.values())}
+    return {key: f"**{cell}**" if key in winners else cell for key, cell in cells.items()}
+
+
+def paper_targets(table: str) -> dict[tuple[str, int], dict]:
+    """The paper's numbers of one table by method and validation length: mean, stderr and seeds (None where it has
+    none), note."""
+    number = lambda text, kind: kind(text) if text else None
+    with open(Path(__file__).with_name("paper_targets.csv"), newline="") as file:
+        return {
+            (row["method"], int(row["val_length"])): dict(
+                mean=float(row["mean"]),
+                stderr=number(row["stderr"], float),
+                seeds=number(row["seeds"], int),
+                note=row["note"],
+            )
+            for row in csv.DictReader(file)
+            if row["table"] == table
+        }
