@@ -235,6 +235,7 @@ def main():
             tokens_per_second=round(config.batch_tokens / statistics.median(step_seconds)) if step_seconds else None,
             parameters=num_parameters,
             config_hash=config_hash(config),
+            data=train_stream.fingerprint,
         )
         folder.write_json("summary.json", summary)
         if metrics.wandb:

@@ -12,18 +12,17 @@ the constants tied to the training length (see configs/presets.py); RoPE with th
 import argparse
 import json
 import os
-import subprocess
 import sys
 import sysconfig
 import time
 from pathlib import Path
 
-from tqdm import tqdm
-
 from configs.presets import quickstart
 from data.text import prepare
-from runtime.metrics import read_metrics
+from scripts.runs import beside
+from scripts.sweep import Job, train
 from scripts.tables import loss_table
+from train_gpt import read_config, user_errors
 
 ROOT = Path(__file__).parent.parent
 # label: arguments of train_gpt.py. In this order, two at a time, no two runs compile the same graph at once: the first
@@ -57,7 +56,8 @@ def main():
     out.mkdir(parents=True, exist_ok=True)
     make_data(Path(args.data_dir))
     common = ["--runs_dir", args.runs_dir, "--data_dir", args.data_dir, *train_arguments]
-    train_all({folder: [*RUNS[label], *common] for label, folder in folders.items()})
+    with user_errors():
+        train_all({folder: [*RUNS[label], *common] for label, folder in folders.items()})
 
     results = [json.loads((folders[label] / "summary.json").read_text()) | {"name": label} for label in SHOWN]
     table = loss_table(results)
@@ -70,44 +70,16 @@ def main():
 
 
 def train_all(arguments: dict[Path, list[str]]):
-    """Trains what is not finished, one run a core: models this small gain little from a second core, and a thread that
-    waits for another, on a machine that has other work too, costs a lot."""
-    waiting = [folder for folder in arguments if not (folder / "summary.json").exists()]
-    jobs = max(1, min(len(os.sched_getaffinity(0)), len(waiting)))
-    environment = os.environ | {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // jobs))}
-    running = {}
-    total = quickstart().steps * len(waiting)
-    with tqdm(total=total, unit="step", desc=f"{len(waiting)} runs, {jobs} at a time") as bar:
-        done = 0
-        while waiting or running:
-            while waiting and len(running) < jobs:
-                folder = waiting.pop(0)
-                command = [sys.executable, "train_gpt.py", "quickstart", "--name", folder.name, "--resume", "auto"]
-                log = open(folder.with_suffix(".log"), "w")
-                running[folder] = subprocess.Popen(
-                    [*command, *arguments[folder]], env=environment, stdout=log, stderr=subprocess.STDOUT
-                )
-            time.sleep(0.5)
-            for folder, process in list(running.items()):
-                if process.poll() is None:
-                    continue
-                if process.returncode:
-                    for other in running.values():
-                        other.terminate()
-                    sys.exit(f"error: {folder.name} failed:\n{folder.with_suffix('.log').read_text()}")
-                folder.with_suffix(".log").unlink()  # it is in the run's log.txt too
-                del running[folder]
-                done += quickstart().steps
-                loss = json.loads((folder / "summary.json").read_text())["val_loss"]
-                losses = ", ".join(f"{value:.3f} at {length}" for length, value in loss.items())
-                bar.write(f"{folder.name}: validation loss {losses}")
-            bar.update(done + sum(map(last_step, running)) - bar.n)
-
-
-def last_step(folder: Path) -> int:
-    metrics = folder / "metrics.jsonl"
-    records = read_metrics(metrics) if metrics.exists() else []
-    return records[-1]["step"] if records else 0
+    """Trains what is not finished, with the sweeps' runner."""
+    jobs = []
+    for folder, words in arguments.items():
+        if not (folder / "summary.json").exists():
+            words = ["quickstart", "--name", folder.name, "--resume", "auto", *words]
+            jobs.append(Job(folder, read_config(words), words))
+    train(jobs, retries=0)
+    for job in jobs:
+        if not (job.path / "summary.json").exists():
+            sys.exit(f"error: {job.path.name} failed:\n{beside(job.path, '.log').read_text()}")
 
 
 def make_data(folder: Path):

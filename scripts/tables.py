@@ -34,8 +34,11 @@ def markdown_table(rows: list[list[str]]) -> str:
 
 def mean_and_stderr(values: list[float]) -> tuple[float | None, float | None]:
     """Mean and standard error, sd / sqrt(n) with n - 1 in the variance; None for what too few values do not have."""
-    mean = statistics.fmean(values) if values else None
-    return mean, statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    if not values:
+        return None, None
+    n, mean = len(values), statistics.fmean(values)
+    # Not statistics.stdev, which refuses NaN: a loss that is not finite gives NaN here.
+    return mean, math.sqrt(sum((value - mean) ** 2 for value in values) / (n - 1) / n) if n > 1 else None
 
 
 def pm(mean: float | None, stderr: float | None) -> str:

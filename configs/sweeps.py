@@ -1,0 +1,175 @@
+"""The sweeps: which runs each study consists of. `python -m scripts.sweep NAME` trains them; add yours as a function.
+
+A sweep is a function from a Scale to a list of Runs, usually a grid. Those named like an item of scripts/reproduce.py
+are the runs that the paper's table or figure of that name needs, at any of three scales. Runs are told apart by the
+hash of what changes their mathematics, so sweeps share the runs that they have in common.
+"""
+
+import dataclasses
+import difflib
+import itertools
+
+from configs.config import NOT_MATHEMATICS, Config, config_hash, require
+from configs.presets import preset
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One run: a preset and the fields that differ from it."""
+
+    preset: str
+    changes: dict
+
+    @property
+    def name(self) -> str:
+        """The run folder's name: preset, method, whatever else changes the mathematics (if that is long, its hash), and
+        the seed."""
+        words = [self.preset, self.changes.get("method", preset(self.preset).method)]
+        for field, value in sorted(self.changes.items()):
+            if field == "method_options":
+                words += [f"{option}{text(value[option])}" for option in sorted(value)]
+            elif field not in {"method", "seed", *NOT_MATHEMATICS}:
+                words.append(f"{field}{text(value)}")
+        if len("-".join(words)) > 120:
+            words[2:] = [config_hash(dataclasses.replace(preset(self.preset), **self.changes))]
+        return "-".join([*words, f"s{self.changes.get('seed', 0)}"])
+
+    @property
+    def config(self) -> Config:
+        return dataclasses.replace(preset(self.preset), **{"name": self.name, **self.changes})
+
+    @property
+    def arguments(self) -> list[str]:
+        """What follows `train_gpt.py` on the command line."""
+        words = [self.preset]
+        for field, value in {**self.changes, "name": self.config.name}.items():
+            if isinstance(value, bool):
+                words.append(f"--{field}" if value else f"--no_{field}")
+            else:
+                words += [f"--{field}", *(value if isinstance(value, (list, tuple)) else flat(value))]
+        return [str(word) for word in words]
+
+
+def flat(value) -> list:
+    return [word for pair in value.items() for word in pair] if isinstance(value, dict) else [value]
+
+
+def text(value) -> str:  # in a folder's name
+    return "_".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value).replace("/", "_")
+
+
+def grid(presets: str | list[str], **axes: list) -> list[Run]:
+    """Every combination of the values of the axes (fields of the config), for each preset."""
+    presets = [presets] if isinstance(presets, str) else presets
+    return [Run(name, dict(zip(axes, values))) for name in presets for values in itertools.product(*axes.values())]
+
+
+# ---- the paper's studies ---------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """Where a study runs: the presets that stand for the paper's models, and the seeds."""
+
+    base: str  # the 162M model trained at 4k
+    lengths: tuple[str, str, str]  # the same trained at 4k, 16k, 64k
+    large: str  # the 304M model trained at 4k
+    seeds: tuple[int, ...] = (0, 1, 2)
+
+
+SCALES = dict(
+    paper=Scale("gpt_162m_4k", ("gpt_162m_4k", "gpt_162m_16k", "gpt_162m_64k"), "gpt_304m_4k"),
+    small=Scale("small_4k", ("small_4k", "small_16k", "small_64k"), "small_304m"),
+    mini=Scale("mini", ("mini", "mini_1024", "mini_4096"), "mini_large"),
+)
+ROTARY = ["rope", "p_rope", "nope", "rope_ntk", "yarn"]
+LOGN = ["logn_rope", "logn_p_rope", "logn_ntk"]
+MAIN_METHODS = [*ROTARY, *LOGN, "alibi", "scale_invariant_p_rope"]  # in the paper's order
+
+
+def table_losses(scale: Scale) -> list[Run]:
+    return grid(scale.base, method=MAIN_METHODS, seed=scale.seeds)
+
+
+def table_infini(scale: Scale) -> list[Run]:
+    methods = ["rope", "scale_invariant_p_rope", "infini_rope", "infini_p_rope"]
+    return grid(scale.base, method=methods, seed=scale.seeds)
+
+
+def figure_entropy(scale: Scale) -> list[Run]:
+    return grid(scale.base, method=["p_rope", "logn_p_rope", "scale_invariant_p_rope"], seed=scale.seeds[:1])
+
+
+def figure_train_lengths(scale: Scale) -> list[Run]:
+    return grid(list(scale.lengths), method=MAIN_METHODS, seed=scale.seeds[:1])
+
+
+def figure_train_16k(scale: Scale) -> list[Run]:
+    return grid(scale.lengths[1], method=MAIN_METHODS, seed=scale.seeds[:1])
+
+
+def figure_304m(scale: Scale) -> list[Run]:
+    return grid(scale.large, method=["logn_p_rope", "alibi", "scale_invariant_p_rope"], seed=scale.seeds[:1])
+
+
+def figure_tau(scale: Scale) -> list[Run]:
+    taus = [{"tau": tau} for tau in (0.01, 0.1, 1.0, 100.0)]
+    options = [*taus[:3], {}, *taus[3:]]  # 10 is the default: the run of the main table
+    return grid(scale.base, method=["scale_invariant_p_rope"], method_options=options, seed=scale.seeds[:1])
+
+
+def figure_scale_invariant_variants(scale: Scale) -> list[Run]:
+    methods = ["scale_invariant_rope", "scale_invariant_nope", "scale_invariant_p_rope"]
+    return grid(scale.base, method=methods, seed=scale.seeds[:1])
+
+
+def figure_qq(scale: Scale) -> list[Run]:
+    return grid(scale.base, method=["rope", "p_rope", "scale_invariant_p_rope"], seed=scale.seeds[:1])
+
+
+SWEEPS = dict(
+    table_losses=table_losses,
+    table_needle=table_losses,  # the runs that are fine-tuned
+    table_infini=table_infini,
+    figure_entropy=figure_entropy,
+    figure_train_lengths=figure_train_lengths,
+    figure_train_4k=table_losses,
+    figure_train_16k=figure_train_16k,
+    figure_304m=figure_304m,
+    figure_tau=figure_tau,
+    figure_scale_invariant_variants=figure_scale_invariant_variants,
+    figure_qq=figure_qq,
+)
+
+
+def sweep(
+    name: str,
+    scale: str,
+    seeds: list[int] | None = None,
+    methods: list[str] | None = None,
+    changes: dict | None = None,
+) -> list[Run]:
+    """The runs of a sweep ("all": of all of them, each once).
+
+    seeds replace those of the scale, methods keeps the runs of these methods only, changes are fields set in every run.
+    ValueError for what there is not.
+    """
+    if name != "all" and name not in SWEEPS:
+        close = difflib.get_close_matches(name, SWEEPS, n=1, cutoff=0.4)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise ValueError(f"unknown sweep {name!r}; {hint}There are: all, {', '.join(SWEEPS)}")
+    require(scale in SCALES, f"unknown scale {scale!r}; there are: {', '.join(SCALES)}")
+    where = dataclasses.replace(SCALES[scale], seeds=tuple(seeds)) if seeds else SCALES[scale]
+    functions = SWEEPS.values() if name == "all" else [SWEEPS[name]]
+    runs = {}
+    for run in (run for function in functions for run in function(where)):
+        base = preset(run.preset)
+        different = {field: value for field, value in (changes or {}).items() if value != getattr(base, field)}
+        run = Run(run.preset, {**different, **run.changes})
+        runs.setdefault(config_hash(run.config), run)
+    if methods:
+        present = {run.config.method for run in runs.values()}
+        if unknown := [m for m in methods if m not in present]:
+            raise ValueError(f"sweep {name} has no method {', '.join(unknown)}; it has {', '.join(sorted(present))}")
+        return [run for run in runs.values() if run.config.method in methods]
+    return list(runs.values())

@@ -1,0 +1,129 @@
+"""Run folders as the scripts see them: what each holds, its state, and which one is the run that a sweep asks for."""
+
+import dataclasses
+import fcntl
+import json
+from pathlib import Path
+
+from configs.config import NOT_MATHEMATICS, Config, config_hash
+from configs.sweeps import Run
+from runtime.checkpoint import latest_checkpoint
+from runtime.metrics import read_metrics
+
+STATES = ("finished", "running", "interrupted", "failed", "other", "missing")
+
+
+@dataclasses.dataclass(frozen=True)
+class Folder:
+    """A run folder. What is wrong with it is in `problems`, one line each, never an exception."""
+
+    path: Path
+    config: Config | None
+    summary: dict | None  # of a finished run
+    problems: tuple[str, ...] = ()
+
+    @property
+    def hash(self) -> str | None:
+        return config_hash(self.config) if self.config else None
+
+    def metrics(self) -> list[dict]:
+        """The records of metrics.jsonl; ValueError naming the line if one is damaged."""
+        path = self.path / "metrics.jsonl"
+        return read_metrics(path) if path.exists() else []
+
+    def json(self, name: str) -> dict | None:
+        """What the script of that name left in the folder (evaluation.json, needle/summary.json), or None."""
+        path = self.path / name
+        return json.loads(path.read_text()) if path.exists() else None
+
+
+def stored_config(path: Path) -> Config:
+    """The configuration in a run folder. ValueError if there is none or it is damaged."""
+    if not (path / "config.json").exists():
+        raise ValueError(f"{path} is not a run folder: it has no config.json")
+    known = {field.name for field in dataclasses.fields(Config)}
+    try:
+        stored = json.loads((path / "config.json").read_text())
+        return Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in stored.items() if k in known})
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}/config.json is damaged ({error})") from error
+
+
+def read_folder(path: Path) -> Folder:
+    config = summary = None
+    problems = []
+    try:
+        config = stored_config(path)
+    except ValueError as error:
+        problems.append(str(error))
+    if (path / "summary.json").exists():
+        try:
+            summary = json.loads((path / "summary.json").read_text())
+        except ValueError as error:
+            problems.append(f"{path}/summary.json is damaged ({error}): delete it and run the sweep again")
+    return Folder(path, config, summary, tuple(problems))
+
+
+def read_folders(runs_dir: Path) -> list[Folder]:
+    """Every run folder below runs_dir, by name."""
+    if not runs_dir.is_dir():
+        return []
+    return [read_folder(path) for path in sorted(runs_dir.iterdir()) if (path / "config.json").exists()]
+
+
+def find(run: Run, folders: list[Folder]) -> Folder | None:
+    """The folder that holds this run, whatever its name: a finished one if there is one, else the one of that name."""
+    same = [f for f in folders if f.hash == config_hash(run.config)]
+    return max(same, key=lambda f: (f.summary is not None, f.path.name == run.name), default=None)
+
+
+def state(run: Run, folders: list[Folder], runs_dir: Path) -> tuple[str, str]:
+    """One of STATES, and in words what it means for this run.
+
+    other: the folder of that name holds something else, which is left alone.
+    """
+    folder = find(run, folders)
+    if folder and folder.summary is not None:
+        return "finished", str(folder.path)
+    named = next((f for f in folders if f.path.name == run.name), None)
+    if folder is None and named is not None:
+        if named.config is None:
+            return "other", named.problems[0]
+        return "other", f"{named.path} is of another config ({differences(run.config, named.config)}): rename it"
+    path = folder.path if folder else runs_dir / run.name
+    if folder and is_running(path):
+        return "running", str(path)
+    if failed := failures(path):
+        return "failed", f"{path} failed {len(failed)} time{'s' * (len(failed) > 1)}: {failed[-1]}"
+    if folder is None:
+        return "missing", ""
+    checkpoint = latest_checkpoint(folder.path / "checkpoints") if (folder.path / "checkpoints").exists() else None
+    return "interrupted", f"{folder.path}, {f'after {checkpoint.stem}' if checkpoint else 'without a checkpoint'}"
+
+
+def differences(ours: Config, theirs: Config) -> str:
+    a, b = ours.to_dict(), theirs.to_dict()
+    return ", ".join(f"{k} {b[k]} there, {a[k]} here" for k in a if k not in NOT_MATHEMATICS and a[k] != b[k])
+
+
+def failures(path: Path) -> list[str]:
+    """One line for each time that the run failed."""
+    file = beside(path, ".failures.txt")
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def beside(path: Path, suffix: str) -> Path:
+    """A file of the sweep about a run: beside its folder, which a refused run does not even have."""
+    return path.with_name(path.name + suffix)
+
+
+def is_running(path: Path) -> bool:
+    """Whether a process holds the folder's lock."""
+    try:
+        with open(path / "lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
