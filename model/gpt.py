@@ -41,7 +41,7 @@ class Attention(nn.Module):
         q, k, v = qkv.transpose(1, 3).unbind(2)
         return norm(q), norm(k), v
 
-    def forward(self, x: Tensor, plan: Plan) -> Tensor:  # x (B, T, C)
+    def forward(self, x: Tensor, plan: Plan, attend=attend) -> Tensor:  # x (B, T, C)
         y = attend(self.method, *self.queries_keys_values(x), plan=plan)  # (B, H, T, D)
         return linear(y.transpose(1, 2).flatten(2), self.proj)
 
@@ -62,8 +62,8 @@ class Block(nn.Module):
         self.attention = Attention(model_dim, num_heads, method)
         self.mlp = MLP(model_dim)
 
-    def forward(self, x: Tensor, plan: Plan) -> Tensor:  # x (B, T, C)
-        x = x + self.attention(norm(x), plan)
+    def forward(self, x: Tensor, plan: Plan, attend=attend) -> Tensor:  # x (B, T, C); decoding brings its own attend
+        x = x + self.attention(norm(x), plan, attend)
         return x + self.mlp(norm(x))
 
 
@@ -112,11 +112,18 @@ class GPT(nn.Module):
         return norm(self.embedding(tokens).to(self.dtype))
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, *, plan: Plan | None = None, per_token: bool = False
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        plan: Plan | None = None,
+        per_token: bool = False,
+        last: int | None = None,
     ) -> Tensor:
         """Mean cross-entropy in nats of targets (B, T) given tokens (B, T), both int64.
 
-        per_token: the float32 losses (B, T) themselves. Without targets: the float32 logits (B, T, vocabulary).
+        per_token: the float32 losses (B, T) themselves. Without targets: the float32 logits of the last `last`
+        positions (default: all), (B, last, vocabulary).
         """
         x = self.embed(tokens)  # (B, T, C)
         plan = plan or self.plan(tokens.shape[1])
@@ -124,7 +131,7 @@ class GPT(nn.Module):
             x = block(x, plan)
         x = norm(x)
         if targets is None:
-            return linear(x, self.head).float()
+            return linear(x[:, -last:] if last else x, self.head).float()
         losses = self.token_losses(x.flatten(0, 1), targets.flatten()).view_as(targets)
         return losses if per_token else losses.mean()
 

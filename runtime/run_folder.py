@@ -76,7 +76,7 @@ class RunFolder:
     def log_header(self, sources: Sequence[Path], device: torch.device) -> None:
         """Log what is needed to repeat the run: versions, device, git commit and the source text itself."""
         versions = f"python {platform.python_version()}, torch {torch.__version__}, numpy {numpy.__version__}"
-        commit = _git_commit(Path(__file__).parent) or "unknown"
+        commit = git_commit(Path(__file__).parent) or "unknown"
         self.log(f"{versions}\ndevice: {device_name(device)}\ncommit: {commit}")
         for source in sources:
             self.log(f"==== {source} ====\n{source.read_text(encoding='utf-8')}")
@@ -114,7 +114,7 @@ def _take_lock(path: Path) -> TextIO:
     return lock
 
 
-def _git_commit(folder: Path) -> str | None:
+def git_commit(folder: Path) -> str | None:
     """The commit's hash, with "-dirty" when files differ from it; None outside a repository or without git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:

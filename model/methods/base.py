@@ -73,6 +73,19 @@ class Replacement(nn.Module):
         """
         raise NotImplementedError
 
+    def start_decoding(self, k, v, rotated_k):
+        """The state that decode starts from: what is kept of a prompt's keys and values, (B, H, T, D) each.
+
+        These two keep everything, and attend to it again for each token; override both where less will do.
+        """
+        return k, v, rotated_k
+
+    def decode(self, state, q, k, v, rotated_q, rotated_k, causal_attention):
+        """attend for one more token, q, k, v (B, H, 1, D): the output (B, H, 1, D), and the state after it."""
+        k, v, rotated_k = (torch.cat(parts, dim=2) for parts in zip(state, (k, v, rotated_k)))
+        output = self.attend(q, k, v, rotated_q, rotated_k, k.shape[2] - 1, causal_attention)
+        return output, (k, v, rotated_k)
+
 
 class Method(nn.Module):
     """A named combination of mechanisms, for one layer: it holds that layer's learned parameters, if there are any."""

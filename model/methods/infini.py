@@ -26,11 +26,13 @@ class Infini(Replacement):
         self.gate = nn.Parameter(torch.full((num_heads,), float(gate_init)))
 
     def attend(self, q, k, v, rotated_q, rotated_k, q_offset, causal_attention):
-        B, H, _, D = k.shape
+        return self.attend_after(None, q, k, v, rotated_q, rotated_k, q_offset, causal_attention)
+
+    def attend_after(self, memory, q, k, v, rotated_q, rotated_k, q_offset, causal_attention):
+        """attend, with key 0 the first of a segment, and the segments before it in memory."""
         q_end = q_offset + q.shape[2]
         dtype = torch.promote_types(q.dtype, torch.float32)
-        gate = self.gate.to(dtype).sigmoid().view(H, 1, 1)
-        memory, normaliser = k.new_zeros(B, H, D, D, dtype=dtype), k.new_zeros(B, H, D, 1, dtype=dtype)
+        gate = self.gate.to(dtype).sigmoid().view(-1, 1, 1)  # (H, 1, 1)
         outputs = []
         for start in range(0, q_end, self.segment_length):
             stop = min(start + self.segment_length, q_end)
@@ -40,17 +42,40 @@ class Infini(Replacement):
                 out = causal_attention(
                     rotated_q[:, :, mine], rotated_k[:, :, start:stop], v[:, :, start:stop], q_offset=first - start
                 )
-                if start > 0:
-                    out = gate * recall(q[:, :, mine].to(dtype), memory, normaliser) + (1 - gate) * out
+                if memory is not None:
+                    out = gate * recall(q[:, :, mine].to(dtype), *memory) + (1 - gate) * out
                 outputs.append(out.to(v.dtype))
             if stop < q_end:
-                keys, values = k[:, :, start:stop].to(dtype), v[:, :, start:stop].to(dtype)
-                if self.delta and start > 0:
-                    values = values - recall(keys, memory, normaliser)
-                features = F.elu(keys) + 1  # (B, H, N, D)
-                memory = memory + features.mT @ values
-                normaliser = normaliser + features.sum(dim=2).unsqueeze(-1)
+                memory = self.write(memory, k[:, :, start:stop], v[:, :, start:stop])
         return torch.cat(outputs, dim=2)
+
+    def write(self, memory, k, v):
+        """The memory after one more segment k, v (B, H, N, D): M (B, H, D, D) and z (B, H, D, 1). None before any."""
+        dtype = torch.promote_types(k.dtype, torch.float32)
+        keys, values = k.to(dtype), v.to(dtype)
+        if self.delta and memory is not None:
+            values = values - recall(keys, *memory)
+        features = F.elu(keys) + 1  # (B, H, N, D)
+        new = features.mT @ values, features.sum(dim=2).unsqueeze(-1)
+        return new if memory is None else (memory[0] + new[0], memory[1] + new[1])
+
+    def start_decoding(self, k, v, rotated_k):
+        return self.settle(None, k, v, rotated_k)
+
+    def decode(self, state, q, k, v, rotated_q, rotated_k, causal_attention):
+        memory, *segment = state
+        segment = (torch.cat(parts, dim=2) for parts in zip(segment, (k, v, rotated_k)))
+        memory, k, v, rotated_k = self.settle(memory, *segment)
+        output = self.attend_after(memory, q, k, v, rotated_q, rotated_k, k.shape[2] - 1, causal_attention)
+        return output, (memory, k, v, rotated_k)
+
+    def settle(self, memory, k, v, rotated_k):
+        """Writes to memory all segments but that of the last token, which alone remains: the state of decoding."""
+        border = (k.shape[2] - 1) // self.segment_length * self.segment_length
+        for start in range(0, border, self.segment_length):
+            stop = start + self.segment_length
+            memory = self.write(memory, k[:, :, start:stop], v[:, :, start:stop])
+        return memory, k[:, :, border:], v[:, :, border:], rotated_k[:, :, border:]
 
 
 def recall(x, memory, normaliser):

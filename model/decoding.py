@@ -1,0 +1,140 @@
+"""Exact decoding with a key-value cache, for every attention method.
+
+The prompt goes through the model in one piece, by the ordinary path; after it, each token costs one step, and its
+logits are those of the full computation up to rounding. Keys are cached after rotation, so all that depends on the
+length of the sequence (the frequencies of NTK and YaRN, LogN's constant form) has to be fixed before the first token:
+that is target_length. A cache that rescales while it grows mixes keys of different frequencies.
+"""
+
+import dataclasses
+import functools
+
+import torch
+from torch import Tensor
+
+from model.attention import Plan, attend, block_bands, query_blocks, transform, upcast
+from model.gpt import GPT, linear, norm
+from model.methods.base import Method
+
+
+def greedy_decode(
+    model: GPT, tokens: Tensor, max_new_tokens: int, *, target_length: int | None = None, stop: int | None = None
+) -> Tensor:
+    """The most likely token, again and again: (B, N) int64 on the model's device, N <= max_new_tokens.
+
+    tokens (B, T), integers: prompts of equal length. A row ends with its first token `stop`, and is filled up with
+    `stop`; decoding ends early when all rows have. target_length (default: T + max_new_tokens - 1, as the last token is
+    only chosen): the length of the whole sequence that the model sees, to which NTK, YaRN and LogN's constant form
+    scale prompt and new tokens alike. That is our choice: the paper does not say how it decodes. ValueError for an
+    empty prompt and for lengths that do not go together.
+    """
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    stop = -1 if stop is None else stop  # -1 is no token
+    decoder = Decoder(model, tokens.shape[-1] + max_new_tokens - 1, target_length=target_length)
+    chosen = [decoder.prefill(tokens).argmax(dim=-1)]  # of (B,)
+    while len(chosen) < max_new_tokens and not (chosen[-1] == stop).all():
+        token = decoder.step(chosen[-1]).argmax(dim=-1)
+        chosen.append(token.masked_fill(chosen[-1] == stop, stop))
+    return torch.stack(chosen, dim=1)
+
+
+class Decoder:
+    """Feeds a model one prompt, then one token at a time: up to max_length tokens together.
+
+    target_length as in greedy_decode (default: max_length). ValueError if it is less than max_length.
+    """
+
+    def __init__(self, model: GPT, max_length: int, *, target_length: int | None = None):
+        target_length = max_length if target_length is None else target_length
+        if target_length < max_length:
+            raise ValueError(
+                f"target_length {target_length} is less than the {max_length} tokens of prompt and continuation: "
+                "it must be the length of the whole sequence"
+            )
+        self.model, self.max_length, self.target_length = model, max_length, target_length
+        self.device = model.head.device
+        method = model.blocks[0].attention.method
+        self.cos = self.sin = self.query_table = None  # of all positions
+        if method.rotation is not None:
+            self.cos, self.sin = method.rotation.tables(max_length, target_length, self.device)
+        if method.query_scale is not None:
+            self.query_table = method.query_scale.table(torch.arange(max_length), target_length).to(self.device)
+        # a_t and m_t of the last query against all keys, (1 or H, 1, max_length): an earlier one's are the last columns
+        self.scale_band, self.bias_band = block_bands(method, 1, max_length, self.device)
+
+    @torch.inference_mode()
+    def prefill(self, tokens: Tensor) -> Tensor:
+        """The float32 logits (B, vocabulary) after the prompts, tokens (B, T). Forgets what was there before.
+
+        ValueError for prompts that are empty or longer than max_length.
+        """
+        if tokens.dim() != 2 or tokens.numel() == 0:
+            raise ValueError(f"prompts must be (batch, length) with at least one token each, got {tuple(tokens.shape)}")
+        if tokens.shape[1] > self.max_length:
+            raise ValueError(f"a prompt of {tokens.shape[1]} tokens does not fit a decoder of {self.max_length}")
+        plan = self.model.plan(tokens.shape[1], target_length=self.target_length)
+        methods = [block.attention.method for block in self.model.blocks]
+        self.caches = [KeyValueCache(self.max_length) if m.replacement is None else ReplacementCache() for m in methods]
+        self.length = tokens.shape[1]
+        return self.last_logits(tokens, plan, [cache.prefill for cache in self.caches])
+
+    @torch.inference_mode()
+    def step(self, token: Tensor) -> Tensor:
+        """The float32 logits (B, vocabulary) after one more token (B,). ValueError when max_length is reached."""
+        if self.length == self.max_length:
+            raise ValueError(f"the decoder already holds the {self.max_length} tokens that it was made for")
+        here = slice(self.length, self.length + 1)
+        cos, sin, query_table = (x if x is None else x[here] for x in (self.cos, self.sin, self.query_table))
+        plan = Plan("blocks", 0, cos, sin, query_table, self.scale_band, self.bias_band)
+        self.length += 1
+        return self.last_logits(token.unsqueeze(1), plan, [cache.step for cache in self.caches])
+
+    def last_logits(self, tokens: Tensor, plan: Plan, attend_by_layer: list) -> Tensor:  # tokens (B, T)
+        x = self.model.embed(tokens.to(self.device))
+        for block, attend_here in zip(self.model.blocks, attend_by_layer):
+            x = block(x, plan, attend_here)
+        return linear(norm(x[:, -1]), self.model.head).float()
+
+
+class KeyValueCache:
+    """The rotated keys and the values of one layer."""
+
+    def __init__(self, max_length: int):
+        self.max_length = max_length
+
+    def prefill(self, method: Method, q: Tensor, k: Tensor, v: Tensor, *, plan: Plan) -> Tensor:
+        B, H, _, D = k.shape
+        self.length = 0
+        self.k, self.v = (k.new_empty(B, H, self.max_length, D) for _ in range(2))
+        self.append(transform(method, q, k, plan)[1], v)
+        return attend(method, q, k, v, plan=plan)
+
+    def step(self, method: Method, q: Tensor, k: Tensor, v: Tensor, *, plan: Plan) -> Tensor:  # of one token each
+        q, k = transform(method, q, k, plan)
+        q_offset = self.length
+        self.append(k, v)
+        return step_attention(q, self.k[:, :, : self.length], self.v[:, :, : self.length], q_offset=q_offset, plan=plan)
+
+    def append(self, k: Tensor, v: Tensor):
+        new = slice(self.length, self.length + k.shape[2])
+        self.k[:, :, new], self.v[:, :, new] = k, v
+        self.length = new.stop
+
+
+class ReplacementCache:
+    """What one layer's Replacement carries from token to token."""
+
+    def prefill(self, method: Method, q: Tensor, k: Tensor, v: Tensor, *, plan: Plan) -> Tensor:
+        self.state = method.replacement.start_decoding(k, v, transform(method, q, k, plan)[1])
+        return attend(method, q, k, v, plan=plan)
+
+    def step(self, method: Method, q: Tensor, k: Tensor, v: Tensor, *, plan: Plan) -> Tensor:  # of one token each
+        causal = functools.partial(step_attention, plan=dataclasses.replace(plan, bias_band=None))  # as in attend
+        y, self.state = method.replacement.decode(self.state, q, k, v, *transform(method, q, k, plan), causal)
+        return y
+
+
+def step_attention(q: Tensor, k: Tensor, v: Tensor, *, q_offset: int, plan: Plan) -> Tensor:
+    """The blocks of a CPU, on any device: for one query nothing is fused. Scores are float32, as in fused kernels."""
+    return query_blocks(upcast(q), upcast(k), v, q_offset, plan.scale_band, plan.bias_band)

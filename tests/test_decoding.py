@@ -1,0 +1,230 @@
+"""Decoding with a cache against the full forward pass, for every method; greedy choice, stopping, refusals."""
+
+import pytest
+import torch
+from test_gpt import LargestTensor, random_tokens
+from test_methods import assert_near, assert_refused, random
+from torch.nn.functional import scaled_dot_product_attention
+from torch.testing import assert_close
+
+from model.attention import Plan
+from model.decoding import Decoder, greedy_decode, step_attention
+from model.gpt import GPT
+from model.methods import METHODS, LogN, RoPE
+from model.methods.base import Replacement
+
+VOCAB, TRAIN_LENGTH, STEPS = 97, 16, 23
+
+CASES = [(name, {}) for name in METHODS] + [
+    ("rope_ntk", dict(factor=3.0)),
+    ("logn_p_rope", dict(context="length")),
+    ("logn_ntk", dict(context="length")),
+    ("alibi", dict(slopes="geometric")),
+    ("scale_invariant_p_rope", dict(tau=0.1)),
+    ("infini_rope", dict(segment_length=7)),
+    ("infini_rope", dict(segment_length=7, delta=True)),
+    ("infini_p_rope", dict(segment_length=10)),  # 130 tokens end at a border
+    ("infini_p_rope", dict(segment_length=10, delta=True)),
+    ("infini_p_rope", dict(segment_length=1, delta=True)),
+]
+
+every_case = pytest.mark.parametrize("name, options", CASES, ids=[f"{name}-{options}" for name, options in CASES])
+
+
+def make_model(name, options=None, dtype=torch.float32, vocab_size=VOCAB, seed=0):
+    """With no parameter at zero or at its initial value."""
+    model = GPT(vocab_size=vocab_size, num_layers=2, num_heads=6, model_dim=96, train_length=TRAIN_LENGTH,
+                method=name, method_options=options, dtype=dtype)
+    for i, parameter in enumerate(model.parameters()):
+        scale = 0.5 if parameter.ndim < 2 else 1.5 * parameter.shape[-1] ** -0.5
+        parameter.data = scale * random(*parameter.shape, seed=100 * seed + i).float()
+    return model
+
+
+@torch.no_grad()
+def full_logits(model, tokens, target_length):
+    return model(tokens, plan=model.plan(tokens.shape[1], target_length=target_length))  # (B, T, V)
+
+
+def decoded_logits(model, tokens, prompt_length, target_length=None):
+    """Of the last prompt token and all tokens after it."""
+    decoder = Decoder(model, tokens.shape[1], target_length=target_length)
+    logits = [decoder.prefill(tokens[:, :prompt_length])]
+    logits += [decoder.step(token) for token in tokens[:, prompt_length:].unbind(1)]
+    return torch.stack(logits, dim=1)
+
+
+# ---- the logits ------------------------------------------------------------------------------------------------------
+
+
+@every_case
+@pytest.mark.parametrize("prompt_length", [1, 7, 130])
+def test_steps_give_the_logits_of_the_full_forward_pass(name, options, prompt_length):
+    model = make_model(name, options)
+    tokens, _ = random_tokens(prompt_length + STEPS, batch=3)
+    expected = full_logits(model, tokens, tokens.shape[1])[:, prompt_length - 1:]
+    logits = decoded_logits(model, tokens, prompt_length)
+    assert logits.dtype == torch.float32
+    assert_near(logits, expected, 1e-5)
+
+
+@every_case
+def test_in_float64_they_are_equal_to_the_last_digit_of_float32(name, options):
+    model = make_model(name, options, dtype=torch.float64)
+    tokens, _ = random_tokens(20 + STEPS)
+    assert_near(decoded_logits(model, tokens, 20, 300), full_logits(model, tokens, 300)[:, 19:], 1.2e-7)
+
+
+@pytest.mark.parametrize("name, options", [("rope_ntk", {}), ("yarn", {}), ("logn_rope", dict(context="length"))])
+def test_the_target_length_scales_prompt_and_steps_alike(name, options):
+    model = make_model(name, options)
+    tokens, _ = random_tokens(12 + STEPS)
+    far, near = (full_logits(model, tokens, target)[:, 11:] for target in (1000, 35))
+    assert ((far - near).abs().amax(dim=-1) > 1e-2).all()  # else the next line says nothing
+    assert_near(decoded_logits(model, tokens, 12, 1000), far, 1e-5)
+
+
+@every_case
+def test_bfloat16_logits_are_nearly_those_of_float32(name, options):
+    tokens, _ = random_tokens(100)
+    expected = full_logits(make_model(name, options), tokens, 100)[:, 69:]
+    logits = decoded_logits(make_model(name, options, dtype=torch.bfloat16), tokens, 70)
+    assert logits.dtype == torch.float32
+    assert 0 < (logits - expected).std() < 0.05 * expected.std()
+
+
+def test_scores_of_a_step_are_not_rounded_to_bfloat16():
+    q, k, v = 5 * random(2, 6, 1, 16, seed=0), random(2, 6, 50, 16, seed=1), random(2, 6, 50, 16, seed=2)
+    q, k = q.bfloat16(), k.bfloat16()
+    expected = scaled_dot_product_attention(q.double(), k.double(), v)
+    assert_near(step_attention(q, k, v.float(), q_offset=49, plan=Plan("blocks", 0)), expected, 1e-5)
+
+
+def test_a_new_prompt_starts_afresh():
+    model = make_model("scale_invariant_p_rope")
+    decoder = Decoder(model, 40)
+    tokens, _ = random_tokens(40)
+    decoder.prefill(tokens[:, :30])
+    decoder.step(tokens[:, 30])
+    decoder.prefill(tokens[:1, :5])
+    assert_near(decoder.step(tokens[:1, 5]), full_logits(model, tokens[:1, :6], 40)[:, -1], 1e-5)
+
+
+# ---- replacements ----------------------------------------------------------------------------------------------------
+
+
+class GatedByMean(Replacement):
+    """Softmax attention plus q times the mean of k v so far: no rotation in the one, rotation and LogN in the other."""
+
+    def __init__(self, num_heads, head_dim, train_length):
+        super().__init__()
+
+    def attend(self, q, k, v, rotated_q, rotated_k, q_offset, causal_attention):
+        mean = (k * v).cumsum(dim=2) / torch.arange(1, k.shape[2] + 1).unsqueeze(-1)
+        return causal_attention(rotated_q, rotated_k, v, q_offset=q_offset) + q * mean[:, :, q_offset:]
+
+
+@pytest.mark.parametrize("prompt_length", [1, 130])
+def test_a_replacement_that_only_attends_is_decoded_too(prompt_length, monkeypatch):
+    monkeypatch.setitem(METHODS, "own", (RoPE, LogN, GatedByMean))
+    model = make_model("own")
+    tokens, _ = random_tokens(prompt_length + STEPS)
+    expected = full_logits(model, tokens, tokens.shape[1])[:, prompt_length - 1:]
+    assert_near(decoded_logits(model, tokens, prompt_length), expected, 1e-5)
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_a_step_of_infini_attention_costs_the_same_after_any_number_of_segments(delta):
+    model = make_model("infini_rope", dict(segment_length=10, delta=delta))
+    sizes = []
+    for length in (15, 1005):
+        decoder = Decoder(model, 1100)
+        decoder.prefill(random_tokens(length)[0])
+        for _ in range(10):  # over a border
+            decoder.step(torch.tensor([1, 2]))
+        with LargestTensor() as largest:
+            decoder.step(torch.tensor([3, 4]))
+        sizes.append(largest.numel)
+    assert sizes[0] == sizes[1]
+
+
+# ---- greedy decoding -------------------------------------------------------------------------------------------------
+
+
+@every_case
+def test_greedy_decoding_chooses_the_most_likely_token_each_time(name, options):
+    model = make_model(name, options)
+    tokens, _ = random_tokens(21, batch=3)
+    expected = tokens
+    for _ in range(12):
+        best = full_logits(model, expected, 32)[:, -1].argmax(dim=-1)  # it sees 21 + 12 - 1
+        expected = torch.cat([expected, best.unsqueeze(1)], dim=1)
+    assert_close(greedy_decode(model, tokens, 12), expected[:, 21:])
+
+
+def test_greedy_decoding_takes_the_target_length():
+    model = make_model("rope_ntk")
+    tokens, _ = random_tokens(21, batch=20)
+    best = full_logits(model, tokens, 500)[:, -1].argmax(dim=-1)
+    assert not torch.equal(greedy_decode(model, tokens, 1), best.unsqueeze(1))
+    assert_close(greedy_decode(model, tokens, 1, target_length=500), best.unsqueeze(1))
+
+
+def test_rows_stop_each_at_its_time_and_are_filled_up():
+    model = make_model("scale_invariant_p_rope", vocab_size=7)
+    tokens, _ = random_tokens(5, batch=4, vocab_size=7)
+    free = greedy_decode(model, tokens, 30)  # (4, 30)
+    assert free.shape == (4, 30)
+    lengths = []
+    for stop in range(8):  # 7 is never emitted
+        rows = [row[:row.index(stop) + 1] if stop in row else row for row in free.tolist()]
+        N = max(len(row) for row in rows)
+        lengths.append(sorted(len(row) for row in rows))
+        expected = torch.tensor([row + [stop] * (N - len(row)) for row in rows])
+        assert_close(greedy_decode(model, tokens, 30, stop=stop), expected)
+    assert any(first < last < 30 for first, *_, last in lengths)  # the loop has seen rows that stop at different times,
+    assert any(first < last == 30 for first, *_, last in lengths)  # rows that never stop beside one that does,
+    assert lengths[7] == [30] * 4  # and no stop at all
+
+
+def test_decoding_ends_at_once_when_all_rows_begin_with_the_stop():
+    model = make_model("rope")
+    tokens, _ = random_tokens(9, batch=1)
+    (first,) = greedy_decode(model, tokens, 1)[0].tolist()
+    assert greedy_decode(model, tokens, 10, stop=first).tolist() == [[first]]
+
+
+def test_the_tokens_can_be_trained_on():
+    model = make_model("logn_rope")
+    tokens = greedy_decode(model, random_tokens(9)[0], 5)
+    model(tokens[:, :-1], tokens[:, 1:]).backward()
+    assert model.embedding.weight.grad.count_nonzero() > 0
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(2, 0), (0, 3), (5,)])
+def test_prompts_without_tokens_or_batch_are_refused(shape):
+    with assert_refused("(batch, length)", str(tuple(shape))):
+        greedy_decode(make_model("rope"), torch.zeros(shape, dtype=torch.int64), 5)
+
+
+def test_no_new_tokens_are_refused():
+    with assert_refused("max_new_tokens", "0"):
+        greedy_decode(make_model("rope"), random_tokens(9)[0], 0)
+
+
+def test_a_target_length_too_short_for_prompt_and_new_tokens_is_refused():
+    with assert_refused("target_length 12", "13"):
+        greedy_decode(make_model("yarn"), random_tokens(9)[0], 5, target_length=12)
+
+
+def test_more_tokens_than_the_decoder_was_made_for_are_refused():
+    decoder = Decoder(make_model("rope"), 10)
+    tokens, _ = random_tokens(11)
+    with assert_refused("11", "10"):
+        decoder.prefill(tokens)
+    decoder.prefill(tokens[:, :10])
+    with assert_refused("10 tokens"):
+        decoder.step(tokens[:, 10])
