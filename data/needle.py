@@ -1,0 +1,288 @@
+"""The needle-in-a-haystack task (paper, section 5 and its appendix): remember three numbers in a long text.
+
+    <|endoftext|>text ... text
+    The special magic Lisbon number is 4071832.
+    text ... <|endoftext|>text ... (two more needles)
+    Lisbon=4071832;Oslo=9120045;Cairo=1548872<|endoftext|>
+
+Only the last line, the response, is to be predicted. The haystack is cut to size first, then each needle goes to a
+uniformly random place between two of its tokens, so never into another needle; the response has the order of
+appearance. Where the paper is silent: a needle has a newline on both sides, the response is tokenised by itself after
+one newline, cities are distinct within an example, and numbers are uniform over those of seven digits.
+
+    tokenizer = load_tokenizer("data/web")
+    task = NeedleTask(tokenizer, Haystack.from_shards("data/web", "val", tokenizer), length=4096)
+    inputs, targets, mask = task.batch(range(8))
+"""
+
+import gzip
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from data.shards import open_split
+from data.text import END_OF_TEXT, Corpus, Tokenizer, document_spans, find_files, index_documents, read_document
+
+# fmt: off
+CITIES = (
+    "Accra", "Amsterdam", "Antwerp", "Athens", "Bangkok", "Barcelona", "Beijing", "Berlin", "Bogota", "Boston",
+    "Brussels", "Bucharest", "Budapest", "Cairo", "Cape Town", "Chicago", "Copenhagen", "Dakar", "Delhi", "Dubai",
+    "Dublin", "Edinburgh", "Geneva", "Hanoi", "Havana", "Helsinki", "Hong Kong", "Istanbul", "Jakarta", "Johannesburg",
+    "Karachi", "Kyoto", "Lagos", "Lima", "Lisbon", "London", "Los Angeles", "Madrid", "Manila", "Melbourne",
+    "Mexico City", "Milan", "Montreal", "Moscow", "Mumbai", "Nairobi", "Naples", "New York", "Osaka", "Oslo",
+    "Paris", "Prague", "Riga", "Rome", "San Francisco", "Santiago", "Seattle", "Seoul", "Shanghai", "Singapore",
+    "Stockholm", "Sydney", "Taipei", "Tokyo", "Toronto", "Vancouver", "Vienna", "Warsaw", "Zurich",
+)
+# fmt: on
+NEEDLE = re.compile(r"\nThe special magic (.+?) number is (\d{7})\.\n")
+SEPARATOR = "\n"
+NUMBER_TOKENS = 8  # at most: seven digits and the space before them
+INDEX_TOKENS = 2**28  # of a split's shards: finding documents reads them all, and 300 steps of the paper take 79M
+C4_SPLITS = {"train": ("train", 1024), "val": ("validation", 8)}  # our split -> its name there, its files
+
+
+def needle_text(city: str, number: int) -> str:
+    return f"\nThe special magic {city} number is {number}.\n"
+
+
+def response_text(needles: Iterable[tuple[str, int | str]]) -> str:
+    return ";".join(f"{city}={number}" for city, number in needles)
+
+
+# ---- haystacks ----
+
+
+@dataclass(frozen=True)
+class Haystack:
+    """Documents to hide needles in. `document(i)` is the tokens of document i, the end-of-text token before them."""
+
+    split: str  # "train" or "val"
+    num_documents: int
+    document: Callable[[int], np.ndarray]
+
+    @classmethod
+    def from_shards(cls, data_dir: Path, split: str, tokenizer: Tokenizer) -> "Haystack":
+        """The documents of a data folder's shards (the first 2^28 tokens of them): nothing is left to tokenise.
+
+        FileNotFoundError or ValueError where there are no good shards, or no end-of-text tokens in them.
+        """
+        stream = open_split(data_dir, split, tokenizer.vocab_size)
+        end, chunk = min(len(stream), INDEX_TOKENS), 1 << 20
+        starts = [
+            start + np.flatnonzero(stream.read(start, min(chunk, end - start)) == tokenizer.eot)
+            for start in range(0, end, chunk)
+        ]
+        borders = np.append(np.concatenate(starts), end)  # (documents + 1,)
+        if len(borders) == 1:
+            raise ValueError(f"{data_dir}: no end-of-text token ({tokenizer.eot}) in the {split} shards")
+
+        def document(i: int) -> np.ndarray:
+            return stream.read(int(borders[i]), int(borders[i + 1] - borders[i]))
+
+        return cls(split, len(borders) - 1, document)
+
+    @classmethod
+    def from_text(
+        cls,
+        inputs: Sequence[Path],
+        split: str,
+        tokenizer: Tokenizer,
+        *,
+        suffixes: Sequence[str] = (".txt", ".jsonl"),
+        field: str = "text",
+        val_fraction: float = 0.05,
+        exclude: Sequence[str] = (),
+    ) -> "Haystack":
+        """The documents of text files, found and split as `data.text` does it (its options, its errors).
+
+        Each document is tokenised whenever it is drawn: files of whole books are better made into shards.
+        """
+        corpus = index_documents(find_files(inputs, suffixes, exclude), field, val_fraction)
+        return cls._from_corpus(corpus, split, tokenizer)
+
+    @classmethod
+    def from_c4(cls, folder: Path, split: str, tokenizer: Tokenizer, num_files: int = 1) -> "Haystack":
+        """The first files of C4 (en), the paper's haystack: its train split, or its validation split for "val".
+
+        Downloads to `folder` what is not there yet, some 320 MB a file of train and 40 MB a file of validation, and
+        keeps it unpacked. ValueError for a number of files that there is not; OSError when the hub cannot be reached
+        or what comes is damaged.
+        """
+        name, most = C4_SPLITS[split]
+        if not 1 <= num_files <= most:
+            raise ValueError(f"{num_files} files of C4 asked for: its {name} split has 1 to {most}")
+        files = [_fetch_c4(Path(folder), f"c4-{name}.{i:05d}-of-{most:05d}") for i in range(num_files)]
+        spans = [(index, *span) for index, file in enumerate(files) for span in document_spans(file)]
+        return cls._from_corpus(Corpus(files, "text", {split: np.array(spans)}), split, tokenizer)
+
+    @classmethod
+    def _from_corpus(cls, corpus: Corpus, split: str, tokenizer: Tokenizer) -> "Haystack":
+        spans = corpus.spans[split]
+
+        def document(i: int) -> np.ndarray:
+            file, start, end = spans[i]
+            text = read_document(corpus.files[file], int(start), int(end), corpus.field)
+            return np.array([tokenizer.eot, *tokenizer.encode(text)])
+
+        return cls(split, len(spans), document)
+
+    def sample(self, count: int, rng: np.random.Generator) -> np.ndarray:
+        """`count` tokens: distinct random documents in a row, the last one cut; ValueError if all are not enough."""
+        parts, missing, drawn = [np.empty(0, np.int64)], count, set()
+        while missing > 0:
+            if len(drawn) == self.num_documents:
+                raise ValueError(
+                    f"the {self.split} haystack has {count - missing} tokens where {count} are needed:"
+                    " use more text or a shorter length"
+                )
+            while (index := int(rng.integers(self.num_documents))) in drawn:
+                pass
+            drawn.add(index)
+            parts.append(self.document(index)[:missing])
+            missing -= len(parts[-1])
+        return np.concatenate(parts)  # (count,)
+
+
+def _fetch_c4(folder: Path, name: str) -> Path:
+    """One file of C4, unpacked: read_document needs to seek. What is damaged does not pass gzip's checksum."""
+    from huggingface_hub import hf_hub_download
+
+    path = folder / f"{name}.jsonl"
+    if path.exists():
+        return path
+    try:
+        packed = Path(hf_hub_download("allenai/c4", f"en/{name}.json.gz", repo_type="dataset", local_dir=folder))
+    except Exception as error:  # the hub's client lets through what its HTTP library raises, and changes that library
+        message = " ".join(str(error).split())
+        raise OSError(f"cannot fetch {name} of allenai/c4 from the Hugging Face hub, try again: {message}") from error
+    temporary = path.with_suffix(".tmp")
+    try:
+        with gzip.open(packed) as source, open(temporary, "wb") as target:
+            shutil.copyfileobj(source, target)
+    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+        packed.unlink()
+        temporary.unlink()
+        raise OSError(f"{packed}: damaged ({error}); the file was removed, try again") from error
+    os.replace(temporary, path)
+    packed.unlink()
+    return path
+
+
+# ---- examples ----
+
+
+@dataclass(frozen=True)
+class Example:
+    """One prompt and its response. Cities, numbers and positions are in order of appearance."""
+
+    tokens: np.ndarray  # (length + 1,) int64; the last one is the end-of-text token, only ever a target
+    response_start: int  # tokens[:response_start] is the prompt, with its final separator
+    cities: tuple[str, ...]
+    numbers: tuple[int, ...]
+    positions: tuple[int, ...]  # in tokens, where each needle starts
+
+    @property
+    def response(self) -> str:
+        return response_text(zip(self.cities, self.numbers))
+
+
+class NeedleTask:
+    """An endless, indexed set of examples, each made on its own: example i does not depend on what came before it.
+
+    Seed, split, length and index are all that an example depends on, besides tokenizer, haystack and the options.
+
+    Args:
+        tokenizer: that of the model, as `load_tokenizer(data_dir)` gives it.
+        haystack: where the text comes from.
+        length: tokens that the model sees: haystack, needles, separator and response. The end-of-text token after
+            them is only a target, so that inputs have the shape of a training sequence.
+        seed: not negative; choose one for tests that no tuning run has.
+        needles: how many in an example.
+        cities: distinct names to draw from; fewer make the task easier to learn.
+
+    Raises:
+        ValueError: if needles and response do not fit into `length`, or there are fewer cities than needles.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        haystack: Haystack,
+        length: int,
+        *,
+        seed: int = 0,
+        needles: int = 3,
+        cities: Sequence[str] = CITIES,
+    ):
+        if not 1 <= needles <= len(cities):
+            raise ValueError(f"{needles} needles: with {len(cities)} cities there can be 1 to {len(cities)}")
+        self.tokenizer, self.haystack, self.length = tokenizer, haystack, length
+        self.seed, self.needles, self.cities = seed, needles, tuple(cities)
+        least = self._least_length()
+        if length < least:
+            raise ValueError(
+                f"length {length} is too short for {needles} needles and the response: use {least} or more"
+            )
+
+    def _least_length(self) -> int:
+        """Tokens of the longest needles and response that there can be: the longest names, a token for each digit."""
+        without_numbers = [f"\nThe special magic {city} number is.\n{city}=;" for city in self.cities]
+        sizes = [len(ids) + 2 * NUMBER_TOKENS for ids in self.tokenizer.encode_batch(without_numbers)]
+        return sum(sorted(sizes)[-self.needles :]) + len(self.tokenizer.encode(SEPARATOR))
+
+    def example(self, index: int) -> Example:
+        """Example `index`; ValueError if the haystack has too few tokens."""
+        is_val = int(self.haystack.split == "val")
+        rng = np.random.default_rng([self.seed, is_val, self.length, index])
+        cities = tuple(self.cities[i] for i in rng.choice(len(self.cities), self.needles, replace=False))
+        numbers = tuple(rng.integers(10**6, 10**7, self.needles).tolist())
+        texts = [*map(needle_text, cities, numbers), SEPARATOR, response_text(zip(cities, numbers))]
+        *needles, separator, response = self.tokenizer.encode_batch(texts)
+
+        room = self.length - sum(map(len, needles)) - len(separator) - len(response)
+        haystack = self.haystack.sample(room, rng)
+        gaps = np.sort(rng.integers(0, room, self.needles, endpoint=True))  # gap g is before haystack token g
+        first, *rest = np.split(haystack, gaps)
+        parts, positions = [first], []
+        for needle, text in zip(needles, rest):
+            positions.append(sum(map(len, parts)))
+            parts += [needle, text]
+        tokens = np.concatenate([*parts, separator, response, [self.tokenizer.eot]]).astype(np.int64)  # (length + 1,)
+        return Example(tokens, self.length - len(response), cities, numbers, tuple(positions))
+
+    def batch(self, indices: Iterable[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Inputs, targets (B, length) int64 and mask (B, length) bool: which targets are response and end of text."""
+        examples = [self.example(index) for index in indices]
+        tokens = np.stack([example.tokens for example in examples])  # (B, length + 1)
+        starts = np.array([example.response_start for example in examples])  # (B,)
+        mask = np.arange(1, self.length + 1) >= starts[:, None]  # (B, length); target t is token t + 1
+        return tokens[:, :-1], tokens[:, 1:], mask
+
+
+# ---- scoring ----
+
+
+def score(text: str, example: Example) -> list[bool]:
+    """Which needles a decoded response has right, city and number, each in its place; it ends at `<|endoftext|>`."""
+    answers = text.split(END_OF_TEXT)[0].split(";")
+    answers += [""] * (len(example.cities) - len(answers))
+    return [answer.strip() == wanted for answer, wanted in zip(answers, example.response.split(";"))]
+
+
+def oracle_accuracy(task: NeedleTask, num_examples: int) -> float:
+    """The share of needles that a perfect copier of the decoded prompts gets right, in the first examples of a task.
+
+    Needles are tokenised by themselves and never overlap, so it is 1 unless the haystack has needles of its own.
+    """
+    right = []
+    for index in range(num_examples):
+        example = task.example(index)
+        prompt = task.tokenizer.decode(example.tokens[: example.response_start].tolist())
+        right += score(response_text(NEEDLE.findall(prompt)), example)
+    return float(np.mean(right))

@@ -1,0 +1,621 @@
+"""The paper's tables and figures, from the runs that there are.
+
+    python -m scripts.reproduce table_losses --scale mini
+    python -m scripts.reproduce all --scale paper --out results/paper
+    python -m scripts.reproduce figure_tau --steps 6          the study with this field of train_gpt.py in every run
+
+Which runs an item needs is in configs/sweeps.py; `python -m scripts.sweep ITEM` trains them. What is missing is named,
+with the command that makes it, and the item is made from the rest. Everything goes to OUT/ITEM.md with its .csv, .png
+and .pdf. Exit status: 0 if nothing is missing, 1 if something is, 2 for wrong usage.
+"""
+
+import argparse
+import collections
+import dataclasses
+import datetime
+import math
+import platform
+import re
+import shlex
+import statistics
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from configs.presets import preset
+from configs.sweeps import SCALES, SWEEPS, Run, sweep
+from model.methods import METHODS, method_options
+from runtime.device import device_name
+from runtime.files import replace_file
+from runtime.processes import start_processes
+from runtime.run_folder import git_commit
+from scripts import figures, logits, theory
+from scripts.evaluate import EVALUATION, load_run
+from scripts.figures import draw_curves, line, method_name, write_csv
+from scripts.runs import Folder, find, read_folders, state
+from scripts.sweep import field_changes
+from scripts.tables import bold, markdown_table, mean_and_stderr, paper_targets, pm
+from train_gpt import user_errors
+
+PAPER_TRAIN_LENGTH = 4096  # of all its tables
+DRAWS = 400
+NO_FIGURE = "**No figure: there is no finished run to draw.**"
+
+
+# ---- the runs --------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Study:
+    """What an item is made from, and what is missing of it."""
+
+    item: str
+    scale: str
+    runs: list[Run]
+    runs_dir: Path
+    out: Path
+    options: list[str]  # of this command, which scripts.sweep takes too
+    device: torch.device
+    draws: int  # of independent Gaussian scores
+    finished: list[tuple[Run, Folder]] = dataclasses.field(default_factory=list)
+    missing: list[str] = dataclasses.field(default_factory=list)  # a line each, with the command that mends it
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def path(self) -> Path:  # without suffix
+        return self.out / self.item
+
+    @property
+    def lengths(self) -> list[int]:
+        """The validation lengths that stand for the paper's 4k, 16k and 64k."""
+        return [preset(name).train_length for name in SCALES[self.scale].lengths]
+
+    @property
+    def base_length(self) -> int:
+        return self.lengths[0]
+
+    def at(self, length: int) -> str:
+        """The length as titles show it: 4k as in the paper, 256 where the scale's lengths are no multiples of 4k."""
+        return short(length) if self.base_length % 4096 == 0 else str(length)
+
+    def miss(self, run: Run, what: str, command: list[str] | None = None):
+        self.missing.append(f"`{run.name}`: {what}" + (f": `{shlex.join(command)}`" if command else ""))
+
+    def drop(self, run: Run, why: str, command: list[str] | None = None):
+        """Leave a finished run out of the item, and say so."""
+        self.finished = [(r, f) for r, f in self.finished if r is not run]
+        self.miss(run, why, command)
+
+    @contextmanager
+    def checkpoint_errors(self, run: Run):
+        """Drop the run if its model or its validation text is not there or damaged."""
+        try:
+            yield
+        except (ValueError, OSError, KeyError, RuntimeError) as error:
+            self.drop(run, str(error).splitlines()[0])
+
+    def collect(self, folders: list[Folder]):
+        """Fill `finished` with the runs that are there, all on the same tokens; name the others in `missing`."""
+        for run in self.runs:
+            status, detail = state(run, folders, self.runs_dir)
+            folder = find(run, folders)
+            if folder is not None and folder.problems:
+                self.miss(run, "; ".join(folder.problems))
+            elif status != "finished":
+                command = self.train_command(run, folder) if status != "running" else None
+                self.miss(run, f"{status} {f'({detail})' * bool(detail)}".rstrip(), command)
+            else:
+                try:
+                    final_losses(folder)
+                    self.finished.append((run, folder))
+                except ValueError as error:
+                    self.miss(run, str(error))
+        tokens = {run.name: (f.summary["val_tokens"], f.summary["data"]) for run, f in self.finished}
+        if tokens:
+            (val_tokens, data), _ = collections.Counter(tokens.values()).most_common(1)[0]
+            for run, folder in list(self.finished):
+                if tokens[run.name] != (val_tokens, data):
+                    theirs = "{} validation tokens, data {}".format(*tokens[run.name])
+                    self.drop(run, f"left out, {folder.path} has {theirs}; most runs: {val_tokens}, {data}")
+
+    def train_command(self, run: Run, folder: Folder | None) -> list[str]:
+        """Trains this one run, or goes on with it under the name that it has."""
+        named = Run(run.preset, run.changes | ({"name": folder.path.name} if folder else {}))
+        runs_dir = [] if self.runs_dir == Path("runs") else ["--runs_dir", str(self.runs_dir)]
+        return ["python", "train_gpt.py", *named.arguments, *runs_dir, *["--resume", "auto"] * (folder is not None)]
+
+
+def final_losses(folder: Folder) -> dict[int, float]:
+    """Nats a token by validation length, at the end of a finished run. ValueError if it has none."""
+    path, summary = folder.path / "summary.json", folder.summary
+    try:
+        loss = {int(length): value for length, value in summary["val_loss"].items()}
+        steps, val_tokens, _ = (summary[key] for key in ("steps", "val_tokens", "data"))
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise ValueError(f"{path} is damaged: delete it and run the sweep again") from None
+    try:  # lengths that were not validated during training
+        evaluation = folder.json(EVALUATION)
+        if evaluation and (evaluation["step"], evaluation["val_tokens"]) == (f"step_{steps:06d}", val_tokens):
+            loss = {int(length): value for length, value in evaluation["val_loss"].items()} | loss
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise ValueError(f"{folder.path / EVALUATION} is damaged: delete it and evaluate again") from None
+    if not all(isinstance(value, (int, float)) and math.isfinite(value) for value in loss.values()):
+        raise ValueError(f"{path} has a loss that is not a number: the run diverged")
+    return loss
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+def table_losses(study: Study):
+    lengths = sorted({length for run in study.runs for length in run.config.val_lengths})
+    losses = collections.defaultdict(list)
+    for run, folder in study.finished:
+        final = final_losses(folder)
+        for length in final.keys() & set(lengths):
+            losses[run.config.method, length].append(final[length])
+        if lacking := [str(length) for length in lengths if length not in final]:
+            command = ["python", "-m", "scripts.evaluate", str(folder.path), "--lengths", *lacking]
+            study.miss(run, f"no loss at {', '.join(lacking)}", command)
+    text = "Validation loss in nats a token at the end of training, by validation length in tokens (and in training "
+    text += "lengths): mean \u00b1 standard error over seeds."
+    return text + "\n\n" + table(study, {"": losses}, lengths, best=min)
+
+
+def table_needle(study: Study):
+    accuracy = {"greedy": collections.defaultdict(list), "teacher forcing": collections.defaultdict(list)}
+    ceiling, examples = collections.defaultdict(list), set()
+    for run, folder in list(study.finished):
+        command = ["python", "-m", "scripts.needle", str(folder.path)]
+        try:
+            needle = folder.json("needle/summary.json")
+            if needle is None:
+                study.drop(run, "not fine-tuned yet", command)
+                continue
+            scores = {label: needle[label.replace(" ", "_")] for label in accuracy}
+            lacking = [str(n) for n in study.lengths if any(str(n) not in score for score in scores.values())]
+            for length in study.lengths:
+                for label, score in scores.items():
+                    if str(length) in score:
+                        accuracy[label][run.config.method, length].append(float(score[str(length)]))
+                if str(length) in needle["oracle"]:
+                    ceiling[length].append(float(needle["oracle"][str(length)]))
+            examples.add(needle["examples"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            study.drop(run, f"{folder.path}/needle/summary.json is damaged ({error!r}): delete it and repeat", command)
+            continue
+        if lacking:
+            study.miss(run, f"no needle accuracy at {', '.join(lacking)}", [*command, "--lengths", *lacking])
+    text = "Share of needles whose city and number are both right, by length in tokens (and in training lengths), by "
+    text += "greedy decoding and by teacher forcing: mean \u00b1 standard error over seeds. The paper's numbers stand "
+    text += "beside greedy decoding."
+    if ceiling:
+        text += f" {' or '.join(map(str, sorted(examples)))} examples a length, three needles each. Oracle: what a "
+        text += "perfect copier gets, as some contexts have been cut or are ambiguous."
+    oracle = {length: statistics.fmean(values) for length, values in ceiling.items()}
+    return text + "\n\n" + table(study, accuracy, study.lengths, best=max, ceiling=oracle)
+
+
+def table_llama(study: Study):
+    study.missing.append("the continual pretraining of Llama 2 7B is not built yet: only the paper's numbers are shown")
+    text = "Validation loss in nats a token of Llama 2 7B, fine-tuned at 4k on about 50 M tokens with each method "
+    text += "(*: not fine-tuned). **Not built yet: these are the paper's numbers, none of ours.**"
+    return text + "\n\n" + table(study, {}, [4096, 16_384, 65_536], best=min)
+
+
+def table(study: Study, metrics: dict[str, dict], lengths: list[int], best, ceiling: dict | None = None) -> str:
+    """The table as Markdown, and as study.path.csv: ours, the mean over seeds, beside the paper's.
+
+    metrics: by label, {(method, length): a value a seed}; the paper's numbers compare with the first. ceiling: values
+    by length of a last row.
+    """
+    paper = paper_targets(study.item)
+    methods = list(dict.fromkeys([run.config.method for run in study.runs] or [method for method, _ in paper]))
+    base = study.base_length if metrics else PAPER_TRAIN_LENGTH
+    compare = study.scale == "paper" and bool(metrics)  # only there are the numbers meant to be the same
+    columns, records = {}, []
+    for length in lengths:
+        ratio = length / base
+        paper_length = round(ratio * PAPER_TRAIN_LENGTH)
+        targets = {m: paper[m, paper_length] for m in methods if (m, paper_length) in paper}
+        for number, (label, values) in enumerate(metrics.items()):
+            ours = {method: mean_and_stderr(values[method, length]) for method in methods}
+            head = f"{length} ({ratio:g}x) {label}".rstrip()
+            columns[head] = bold({m: pm(*o) for m, o in ours.items()}, {m: o[0] for m, o in ours.items()}, best)
+            distance = {m: in_stderrs(ours[m], targets[m]) for m in targets} if number == 0 else {}
+            for method in methods:
+                target = targets.get(method, {}) if number == 0 else {}
+                records.append(
+                    dict(
+                        method=method,
+                        metric=label or "val_loss",
+                        length=length,
+                        ratio=ratio,
+                        mean=ours[method][0],
+                        stderr=ours[method][1],
+                        seeds=len(values[method, length]),
+                        paper_length=paper_length if target else None,
+                        paper_mean=target.get("mean"),
+                        paper_stderr=target.get("stderr"),
+                        paper_seeds=target.get("seeds"),
+                        difference_in_stderrs=distance.get(method) if compare else None,
+                    )
+                )
+            if targets and number == 0:
+                columns |= paper_columns(paper_length, ratio, targets)
+            if targets and number == 0 and compare:
+                cell = lambda m: f"{ours[m][0] - targets[m]['mean']:+.3f} ({signed(distance[m])})"
+                columns[f"difference at {short(paper_length)} (s.e.)"] = {
+                    m: cell(m) if m in targets and ours[m][0] is not None else "" for m in methods
+                }
+        if not metrics:
+            columns |= paper_columns(paper_length, ratio, targets)
+            records += [dict(method=m, length=paper_length, paper_mean=t["mean"]) for m, t in targets.items()]
+    write_csv(study.path.with_suffix(".csv"), records)
+
+    seeds = {m: sorted({r["seeds"] for r in records if r["method"] == m}) for m in methods} if metrics else {}
+    head = ["method", *(["seeds"] if metrics else []), *columns]
+    rows = [head]
+    for method in methods:
+        if method.startswith("infini") and len(rows) > 1 and not any("Infini" in row[0] for row in rows):
+            rows.append([""] * len(head))  # the rule in the paper's table
+        starred = "*" * any("not fine-tuned" in t["note"] for (m, _), t in paper.items() if m == method)
+        ours = ["-".join(map(str, dict.fromkeys((seeds[method][0], seeds[method][-1]))))] if metrics else []
+        rows.append([method_name(method) + starred, *ours, *(cells.get(method, "") for cells in columns.values())])
+    if ceiling:
+        by_head = {f"{n} ({n / base:g}x) {label}": f"{value:.3f}" for n, value in ceiling.items() for label in metrics}
+        rows.append(["oracle", "", *(by_head.get(column, "") for column in columns)])
+    if metrics and study.scale != "paper":
+        study.notes.append(
+            f"Scale `{study.scale}` is not the paper's: another model or training length, fewer tokens, another text. "
+            "The paper's columns stand beside the lengths of the same ratio to the training length; compare the order "
+            "of the methods and what happens beyond 1x, not the numbers."
+        )
+    if any(r.get("seeds") == 1 for r in records):
+        study.notes.append("\u00b1 n/a: one seed, which has no standard error.")
+    if compare:
+        study.notes.append(
+            "Difference: ours minus the paper's mean, in brackets in units of the combined standard error "
+            "sqrt(ours^2 + paper's^2) (n/a where a side has none; the paper's are rounded to 0.001)."
+        )
+    return markdown_table(rows)
+
+
+def paper_columns(length: int, ratio: float, targets: dict[str, dict]) -> dict[str, dict]:
+    show = lambda t: f"{t['mean']:.3f}" + (f" \u00b1 {t['stderr']:.3f}" if t["stderr"] is not None else "")
+    cells = {m: f"**{show(t)}**" if "bold" in t["note"] else show(t) for m, t in targets.items()}
+    return {f"paper {short(length)} ({ratio:g}x)": cells}
+
+
+def in_stderrs(ours: tuple, target: dict) -> float | None:
+    """The difference to the paper's mean in units of the combined standard error; None where there is none."""
+    mean, stderr = ours
+    if stderr is None or target["stderr"] is None or not (combined := math.hypot(stderr, target["stderr"])):
+        return None
+    return (mean - target["mean"]) / combined
+
+
+def signed(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:+.1f}"
+
+
+def short(length: int) -> str:
+    return f"{length // 1024}k" if length % 4096 == 0 else str(length)
+
+
+# ---- curves ----------------------------------------------------------------------------------------------------------
+
+
+def figure_train_lengths(study: Study):
+    rows = curves(study, study.lengths)
+    panels = []
+    for length in study.lengths:
+        shown = [r for r in rows if r["train_length"] == r["val_length"] == length]
+        panels.append((f"train and val @{study.at(length)}", without_nope(shown) if panels else shown))
+    study.notes.append("NoPE is shown in the left panel only, as in the paper.")
+    text = "Validation loss at the training length, for three training lengths."
+    return text + "\n\n" + curve_figure(study, rows, panels)
+
+
+def figure_train_4k(study: Study):
+    rows = curves(study, study.lengths)
+    study.notes.append("Below: the last fifth of the training, and the half of the methods that is best at its end.")
+    text = f"Validation loss of the models trained at {study.at(study.base_length)}, at three validation lengths."
+    return text + "\n\n" + curve_figure(study, rows, by_length(study, rows), zoom=True)
+
+
+def figure_train_16k(study: Study):
+    rows = curves(study, study.lengths)
+    panels = by_length(study, rows)
+    panels[-1] = panels[-1][0], without_nope(panels[-1][1])
+    study.notes.append("NoPE is left out of the right panel, as in the paper.")
+    text = f"Validation loss of the models trained at {study.at(study.lengths[1])}, at three validation lengths."
+    return text + "\n\n" + curve_figure(study, rows, panels)
+
+
+def figure_304m(study: Study):
+    rows = curves(study, study.lengths)
+    text = "Validation loss of the large model, at three validation lengths."
+    return text + "\n\n" + curve_figure(study, rows, by_length(study, rows), baseline=False)
+
+
+def figure_tau(study: Study):
+    default = method_options("scale_invariant_p_rope")["tau"].default
+    rows = curves(study, study.lengths, lambda run: float(run.config.method_options.get("tau", default)))
+    looks = figures.tau_lines({row["series"] for row in rows})
+    text = "Validation loss of scale-invariant p-RoPE with different lengthscales \u03c4 (tokens)."
+    return text + "\n\n" + curve_figure(study, rows, by_length(study, rows), looks, baseline=False)
+
+
+def figure_scale_invariant_variants(study: Study):
+    rows = curves(study, study.lengths)
+    text = "Validation loss of scale-invariant attention with three positional encodings."
+    return text + "\n\n" + curve_figure(study, rows, by_length(study, rows), baseline=False)
+
+
+def curves(study: Study, lengths: list[int], series=lambda run: run.config.method) -> list[dict]:
+    """The validation curves, one row a series, training length, validation length and step: mean, standard error and
+    number of seeds. A step counts when all seeds of the series were validated at it."""
+    seeds = collections.defaultdict(list)
+    for run, folder in list(study.finished):
+        try:
+            records = [r for r in folder.metrics() if "val_loss" in r]
+            curve = {r["step"]: {int(n): v for n, v in r["val_loss"].items()} for r in records}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            study.drop(run, f"{folder.path}/metrics.jsonl is damaged ({error}): repair it, or delete the run")
+            continue
+        config = run.config
+        wanted = [n for n in lengths if n in config.val_lengths]
+        lacking = [str(n) for n in wanted if not any(n in losses for losses in curve.values())]
+        if lacking:
+            what = f"was not validated at {', '.join(lacking)} during training; move {folder.path} away and train again"
+            study.miss(run, what, study.train_command(run, None))
+        seeds[series(run), config.train_length].append(curve)
+    rows = []
+    for (name, train_length), group in seeds.items():
+        for length in lengths:
+            known = [{step: losses[length] for step, losses in c.items() if length in losses} for c in group]
+            known = [curve for curve in known if curve]
+            for step in sorted(set.intersection(*map(set, known)) if known else ()):
+                # null in the metrics is a loss that was not finite
+                mean, stderr = mean_and_stderr([math.nan if c[step] is None else c[step] for c in known])
+                row = dict(series=name, train_length=train_length, val_length=length, step=step)
+                rows.append(row | dict(mean=mean, stderr=stderr, seeds=len(known)))
+    return rows
+
+
+def without_nope(rows: list[dict]) -> list[dict]:
+    return [row for row in rows if row["series"] != "nope"]
+
+
+def by_length(study: Study, rows: list[dict]) -> list[tuple[str, list[dict]]]:
+    return [(f"val @{study.at(n)}", [r for r in rows if r["val_length"] == n]) for n in study.lengths]
+
+
+def curve_figure(study: Study, rows, panels, looks: dict | None = None, *, baseline=True, zoom=False) -> str:
+    """Draw the panels, and write the rows beside them. Returns the Markdown that shows the figure."""
+    if not rows:
+        return NO_FIGURE
+    present = {row["series"] for row in rows}
+    looks = looks or {method: line(method) for method in figures.NAMES if method in present}
+    at_scale = study.scale == "paper"
+    if baseline and not at_scale:
+        study.notes.append("The paper's dashed line at 3.28 is left out: it means nothing at this scale.")
+    draw_curves(study.path, panels, looks, baseline=3.28 if baseline and at_scale else None, zoom=zoom)
+    write_csv(study.path.with_suffix(".csv"), rows)
+    if any(row["seeds"] > 1 for row in rows):
+        study.notes.append("Bands: \u00b1 1 standard error over seeds.")
+    else:
+        study.notes.append("One seed: no bands.")
+    return picture(study.item)
+
+
+# ---- theory and trained models ---------------------------------------------------------------------------------------
+
+WINDOWS = 4  # of validation text, for the trained models' attention
+
+
+def figure_entropy(study: Study):
+    lengths = [2**k for k in range(7, 17)]  # 128 .. 65,536
+    rows = [dict(source="iid", **row) for row in theory.iid_entropy(lengths, study.draws, seed=0)]
+    schemes = dict(p_rope="none", logn_p_rope="logn", scale_invariant_p_rope="scale_invariant")
+    for run, folder in list(study.finished):
+        longest = study.lengths[-1]
+        with study.checkpoint_errors(run):
+            config, model = load_run(folder.path, study.device)
+            tokens = logits.validation_windows(config, WINDOWS, longest, study.device)
+            profile = logits.attention_profile(model, tokens, [n for n in lengths if n <= longest])
+            scheme = dict(source="trained", scheme=schemes[config.method])
+            rows += [scheme | dict(length=r["length"], quantity=r["quantity"]) | r for r in profile]
+    sources = {"iid scores": "iid", "trained models": "trained"}
+    panels = {title: [r for r in rows if r["source"] == source] for title, source in sources.items()}
+    panels = {title: mine for title, mine in panels.items() if mine}
+    figures.draw_entropy(study.path, panels, theory.RANGES, theory.LOCAL)
+    keys = ("source", "scheme", "length", "quantity", "mean", "stderr")
+    write_csv(study.path.with_suffix(".csv"), [{key: row[key] for key in keys} for row in rows])
+    text = "Top: independent Gaussian scores, none scaled, LogN (s = 0.4) and scale-invariant (\u03c4 = 10), mean over "
+    text += f"{study.draws} draws. Bottom: p-RoPE models trained with each, the last query of each context, mean over "
+    text += f"layers, heads and {WINDOWS} windows of validation text. Bands: \u00b1 1 standard error."
+    if len(panels) == 1:
+        study.notes.append("The bottom row is left out: there is no trained model.")
+    return text + "\n\n" + picture(study.item)
+
+
+def figure_sublog(study: Study, scale_invariant: bool = True):
+    starts = [10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000]
+    rows = theory.iid_range_entropy(starts, [2, 5, 10], study.draws, 0, scale_invariant)
+    fits = theory.range_fits(rows)
+    figures.draw_sublog(study.path, rows, fits)
+    squares = {(f["factor"], f["against"]): f["r_squared"] for f in fits}
+    names = {"log t": "r_squared_log_t", "sqrt(log t)": "r_squared_sqrt_log_t"}
+    data = [row | {name: squares[row["factor"], against] for against, name in names.items()} for row in rows]
+    write_csv(study.path.with_suffix(".csv"), data)
+    keys = ["slope", "intercept", "r_squared"]
+    cells = [[f"\u0394 = {f['factor']}, against {f['against']}", *(f"{f[key]:.4f}" for key in keys)] for f in fits]
+    head = ["linear fit", "slope", "intercept", "R^2"]
+    text = "Expected entropy (nats) of independent Gaussian scores in the range of distances [t, t\u0394), "
+    text += "scale-invariant with \u03c4 = 10" if scale_invariant else "not scaled"
+    text += f": mean over {study.draws} draws (bars: \u00b1 1 standard error), against log t and sqrt(log t), with the "
+    text += "best linear fits (dashed)."
+    return text + f"\n\n{picture(study.item)}\n\n{markdown_table([head, *cells])}"
+
+
+def figure_sublog_unscaled(study: Study):
+    return figure_sublog(study, scale_invariant=False)
+
+
+def figure_qq(study: Study):
+    titles = {False: "without rotation", True: "with rotation"}
+    points, statistics_of_heads, shown = [], [], []
+    for run, folder in list(study.finished):
+        with study.checkpoint_errors(run):
+            config, model = load_run(folder.path, study.device)
+            tokens = logits.validation_windows(config, WINDOWS, config.train_length, study.device)
+            blocks = collections.defaultdict(list)
+            for layer, rotated, scores in logits.layer_scores(model, tokens):
+                of = dict(method=config.method, layer=layer, rotated=rotated)
+                quantiles = logits.qq_points(scores.flatten())
+                points += [of | point for point in quantiles]
+                for head, mine in [*enumerate(scores), ("all", scores.flatten())]:
+                    statistics_of_heads.append(of | dict(head=head) | logits.moments(mine))
+                blocks[titles[rotated]].append([[p[of] for p in quantiles] for of in ("gaussian", "sample")])
+            name = f"{study.item}_{config.method}"
+            figures.draw_qq(study.out / name, blocks)
+            shown.append(f"{method_name(config.method)}:\n\n{picture(name)}")
+    text = f"Quantiles of the scores q.k / sqrt(d) of trained models, on {WINDOWS} windows of validation text of the "
+    text += "training length, all heads of a layer, against those of the Gaussian with their mean and standard "
+    text += "deviation (red: equal). Only pairs with t > 0, and without key 0, which attention sinks into."
+    if not shown:
+        return f"{text}\n\n{NO_FIGURE}"
+    write_csv(study.path.with_suffix(".csv"), points)
+    write_csv(study.out / f"{study.item}_heads.csv", statistics_of_heads)
+    keys = ["mean", "std", "skewness", "excess_kurtosis", "ks"]
+    cells = [
+        [method_name(s["method"]), str(s["layer"] + 1), titles[s["rotated"]], *(f"{s[key]:.3f}" for key in keys)]
+        for s in statistics_of_heads
+        if s["head"] == "all"
+    ]
+    head = ["method", "layer", "form", "mean", "std", "skewness", "excess kurtosis", "KS distance"]
+    text += f" The table pools the heads of a layer; each head is in {study.item}_heads.csv (layers there from 0)."
+    return "\n\n".join([text, *shown, markdown_table([head, *cells])])
+
+
+def picture(name: str) -> str:
+    return f"![{name}]({name}.png)"
+
+
+# ---- the page and the command ----------------------------------------------------------------------------------------
+
+ITEMS = dict(
+    table_losses=table_losses,
+    table_needle=table_needle,
+    table_infini=table_losses,
+    table_llama=table_llama,
+    figure_entropy=figure_entropy,
+    figure_sublog=figure_sublog,
+    figure_sublog_unscaled=figure_sublog_unscaled,
+    figure_train_lengths=figure_train_lengths,
+    figure_train_4k=figure_train_4k,
+    figure_train_16k=figure_train_16k,
+    figure_304m=figure_304m,
+    figure_tau=figure_tau,
+    figure_scale_invariant_variants=figure_scale_invariant_variants,
+    figure_qq=figure_qq,
+)
+
+
+def reproduce(study: Study, folders: list[Folder]) -> str:
+    """Make the item: its files in study.out, and the text of its page, which says what it was made from."""
+    study.collect(folders)
+    body = ITEMS[study.item](study)
+    notes = "".join(f"\n\n{note}" for note in dict.fromkeys(study.notes))
+    page = f"# {study.item}\n\n{body}{notes}\n\n## How this was made\n\n{provenance(study)}\n"
+    study.out.mkdir(parents=True, exist_ok=True)
+    replace_file(study.out / f"{study.item}.md", lambda file: file.write(page.encode()))
+    return page
+
+
+def provenance(study: Study) -> str:
+    made_at = f"{datetime.date.today()} on {device_name(study.device)}, {platform.platform()}"
+    own = ["--out", str(study.out)] * (study.out != Path("results") / study.scale)
+    own += ["--draws", str(study.draws)] * (study.draws != DRAWS)
+    lines = [
+        f"- command: `{shlex.join(['python', '-m', 'scripts.reproduce', study.item, *study.options, *own])}`",
+        f"- made: {made_at}, code at commit {git_commit(Path(__file__).parent) or 'unknown'}",
+    ]
+    if study.runs:
+        lines.append(f"- runs used: {len(study.finished)} of {len(study.runs)}")
+    for what in ("commit", "device"):
+        values = collections.Counter(value for _, folder in study.finished for value in log_values(folder.path, what))
+        if values:
+            lines.append(f"- {what} of the runs: " + ", ".join(f"{v} ({n})" for v, n in values.items()))
+    if study.finished:
+        lines.append("- folders: " + ", ".join(f"`{folder.path.name}`" for _, folder in study.finished))
+    if study.missing:
+        lines += ["", f"### Missing ({len(study.missing)})", ""]
+        if study.item in SWEEPS:
+            lines += [f"`{shlex.join(['python', '-m', 'scripts.sweep', study.item, *study.options])}` trains all", ""]
+        lines += [f"- {line}" for line in study.missing]
+    return "\n".join(lines)
+
+
+def log_values(folder: Path, key: str) -> list[str]:
+    """What log.txt says after "commit: " or "device: ", once each; a resumed run says it again."""
+    path = folder / "log.txt"
+    text = path.read_text(errors="replace") if path.exists() else ""
+    return list(dict.fromkeys(re.findall(rf"^{key}: (.+)$", text, re.MULTILINE))) or ["unknown"]
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.reproduce",
+        description=f"{__doc__}\nItems: all, {', '.join(ITEMS)}.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("item", metavar="ITEM", choices=["all", *ITEMS])
+    parser.add_argument("--scale", default="paper", choices=SCALES)
+    parser.add_argument("--seeds", nargs="+", type=int, help="instead of the scale's")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, metavar="METHOD", help="only these")
+    parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
+    parser.add_argument("--out", type=Path, help="where it goes (default: results/SCALE)")
+    parser.add_argument("--draws", type=int, default=DRAWS, help=f"of iid Gaussian scores (default: {DRAWS})")
+    args, fields = parser.parse_known_args()
+    with user_errors():
+        changes = field_changes(SCALES[args.scale].base, fields)
+        device = start_processes(changes.get("device", "auto")).device
+        folders = read_folders(args.runs_dir)
+        options = ["--scale", args.scale]
+        for name in ("seeds", "methods"):
+            options += [f"--{name}", *map(str, getattr(args, name))] if getattr(args, name) else []
+        options += ["--runs-dir", str(args.runs_dir)] * (args.runs_dir != Path("runs"))
+
+        def study(item: str) -> Study:
+            runs = sweep(item, args.scale, args.seeds, args.methods, changes) if item in SWEEPS else []
+            out = args.out or Path("results") / args.scale
+            return Study(item, args.scale, runs, args.runs_dir, out, [*options, *fields], device, args.draws)
+
+        if args.item != "all":
+            one = study(args.item)
+            print(reproduce(one, folders))
+            sys.exit(1 if one.missing else 0)
+
+    outcomes = {}
+    for item in ITEMS:
+        try:
+            one = study(item)
+            reproduce(one, folders)
+            of = f"{len(one.finished)} of {len(one.runs)} runs" if one.runs else "no runs needed"
+            outcomes[item] = f"{'incomplete' if one.missing else 'complete'}, {of}: {one.path}.md"
+        except Exception as error:  # whatever is wrong with one item, the others are made
+            outcomes[item] = f"failed: {type(error).__name__}: {error}"
+        print(f"{item}: {outcomes[item]}", flush=True)
+    complete = sum(outcome.startswith("complete") for outcome in outcomes.values())
+    print(f"\n{complete} of {len(ITEMS)} complete")
+    sys.exit(0 if complete == len(ITEMS) else 1)
+
+
+if __name__ == "__main__":
+    main()

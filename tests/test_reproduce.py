@@ -1,0 +1,384 @@
+"""Tables and figures from run folders with known contents: the numbers, the files, and what is said of bad input."""
+
+import csv
+import json
+import math
+import shlex
+import sys
+
+import matplotlib.image
+import numpy as np
+import pytest
+import torch
+
+from configs.sweeps import sweep
+from data.shards import ShardWriter
+from runtime.checkpoint import save_checkpoint
+from scripts import reproduce
+from scripts.reproduce import main
+from scripts.runs import read_folders
+from scripts.sweep import field_changes, make_plans, parse_arguments
+from scripts.tables import mean_and_stderr, paper_targets
+from train_gpt import build_model, read_config
+
+TINY = "--num_heads 2 --model_dim 16 --vocab_size 64 --train_length 64 --batch_tokens 64 --steps 2"
+
+
+def write_run(runs_dir, run, losses, *, steps=(0, 400, 800, 1200), val_tokens=49_152, data="abc", needle=None):
+    """A finished run whose validation loss falls by 0.1 a record to the given losses {length: nats}."""
+    folder = runs_dir / run.name
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(run.config.to_dict()))
+    (folder / "log.txt").write_text("python 3\ndevice: an abacus\ncommit: 0123abc\n==== a.py ====\n")
+    records = [
+        dict(step=s, tokens=s, val_loss={str(n): x + 0.1 * (len(steps) - 1 - i) for n, x in losses.items()})
+        for i, s in enumerate(steps)
+    ]
+    records.insert(1, dict(step=1, tokens=1, train_loss=5.0))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    summary = dict(name=run.name, val_loss={str(n): x for n, x in losses.items()}, val_tokens=val_tokens, data=data)
+    (folder / "summary.json").write_text(json.dumps(summary | dict(steps=steps[-1])))
+    if needle:
+        (folder / "needle").mkdir()
+        (folder / "needle" / "summary.json").write_text(json.dumps(needle))
+    return folder
+
+
+def write_study(runs_dir, item, scale="mini", **options):
+    """All runs of a study, with losses that differ by method and seed; returns them by (method, seed, length)."""
+    random, values = np.random.default_rng(0), {}
+    for number, run in enumerate(sweep(item, scale)):
+        losses = {n: 4 + 0.01 * number + random.random() for n in run.config.val_lengths}
+        steps = [s * run.config.steps // 4 for s in range(5)]
+        write_run(runs_dir, run, losses, steps=steps, **options)
+        values |= {(run.config.method, run.config.seed, n): x for n, x in losses.items()}
+    return values
+
+
+@pytest.fixture
+def call(tmp_path, monkeypatch, capsys):
+    """Runs the command on tmp_path's runs: its exit status and what it said."""
+
+    def call(*words):
+        arguments = [*words, "--runs-dir", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
+        monkeypatch.setattr(sys, "argv", ["reproduce", *arguments])
+        with pytest.raises(SystemExit) as end:
+            main()
+        return end.value.code, capsys.readouterr()
+
+    return call
+
+
+def rows(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def is_figure(path):
+    """A PNG with something drawn on it, and its PDF with embedded TrueType fonts."""
+    pixels = matplotlib.image.imread(path.with_suffix(".png"))
+    pdf = path.with_suffix(".pdf").read_bytes()
+    return pixels.shape[1] == 1350 and pixels.shape[0] > 300 and pixels[..., :3].std() > 0.05 and b"FontFile2" in pdf
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+def test_mean_and_standard_error():
+    mean, stderr = mean_and_stderr([1.0, 2.0, 4.0])
+    assert mean == pytest.approx(7 / 3)
+    assert stderr == pytest.approx(math.sqrt((16 / 9 + 1 / 9 + 25 / 9) / 2 / 3))
+    assert mean_and_stderr([2.0]) == (2.0, None)
+    assert mean_and_stderr([]) == (None, None)
+
+
+def test_paper_targets_are_whole():
+    counts = dict(table_losses=30, table_needle=30, table_infini=12, table_llama=30)
+    assert {name: len(paper_targets(name)) for name in counts} == counts
+    losses = paper_targets("table_losses")
+    assert losses["p_rope", 65_536] == dict(mean=5.735, stderr=0.085, seeds=3, note="")
+    for name in ("table_losses", "table_infini"):  # the paper's bold is the lowest of its column
+        for length in (4096, 16_384, 65_536):
+            column = {m: t for (m, n), t in paper_targets(name).items() if n == length}
+            lowest = min(t["mean"] for t in column.values())
+            assert all(("bold" in t["note"]) == (t["mean"] == lowest) for t in column.values())
+
+
+def test_table_losses_has_means_errors_and_the_papers_numbers(tmp_path, call):
+    values = write_study(tmp_path / "runs", "table_losses")
+    code, said = call("table_losses", "--scale", "mini")
+    assert code == 0 and "Missing" not in said.out and "runs used: 30 of 30" in said.out
+    table = {(r["method"], int(r["length"])): r for r in rows(tmp_path / "out" / "table_losses.csv")}
+    assert len(table) == 10 * 4
+    for (method, length), row in table.items():
+        three = np.array([values[method, seed, length] for seed in range(3)])
+        assert float(row["mean"]) == pytest.approx(three.mean())
+        assert float(row["stderr"]) == pytest.approx(three.std(ddof=1) / math.sqrt(3))
+        assert row["seeds"] == "3" and row["difference_in_stderrs"] == ""
+        paper = paper_targets("table_losses").get((method, length * 16))
+        assert row["paper_mean"] == (str(paper["mean"]) if paper else "")
+    page = (tmp_path / "out" / "table_losses.md").read_text()
+    assert "256 (1x)" in page and "paper 4k (1x)" in page and "not the paper's" in page
+    best = min((float(r["mean"]), m) for (m, n), r in table.items() if n == 256)[1]
+    line = next(text for text in page.splitlines() if text.startswith(f"| {reproduce.method_name(best)} "))
+    assert line.split("|")[3].strip().startswith("**")
+    assert "0123abc (30)" in page and "an abacus (30)" in page
+
+
+def test_at_paper_scale_the_difference_is_in_combined_standard_errors(tmp_path, call):
+    runs = [r for r in sweep("table_losses", "paper") if r.config.method == "rope"]
+    for run, loss in zip(runs, (3.25, 3.27, 3.29)):
+        write_run(tmp_path / "runs", run, {n: loss for n in run.config.val_lengths}, steps=(0, 4578))
+    code, said = call("table_losses", "--methods", "rope")
+    row = next(r for r in rows(tmp_path / "out" / "table_losses.csv") if r["length"] == "4096")
+    expected = (3.27 - 3.261) / math.hypot(0.02 / math.sqrt(3), 0.001)
+    assert code == 0 and float(row["difference_in_stderrs"]) == pytest.approx(expected)
+    assert f"+0.009 ({expected:+.1f})" in said.out
+
+
+def test_one_seed_has_no_standard_error(tmp_path, call):
+    for run in sweep("table_losses", "mini", seeds=[1], methods=["alibi"]):
+        write_run(tmp_path / "runs", run, {n: 4.5 for n in run.config.val_lengths})
+    code, said = call("table_losses", "--scale", "mini", "--seeds", "1", "--methods", "alibi")
+    assert code == 0 and "4.500 \u00b1 n/a" in said.out and "one seed" in said.out
+
+
+def test_without_runs_the_table_is_empty_and_names_commands_that_parse(tmp_path, monkeypatch, call):
+    fields = ["--steps", "6", "--cooldown_steps", "2"]
+    code, said = call("table_infini", "--scale", "mini", *fields)
+    runs = sweep("table_infini", "mini", changes=dict(steps=6, cooldown_steps=2))
+    assert code == 1 and "runs used: 0 of 12" in said.out and "3.296 \u00b1 0.003" in said.out
+    commands = [shlex.split(part) for part in said.out.split("`") if part.startswith("python ")]
+    train = [words for words in commands if words[1] == "train_gpt.py"]
+    assert [read_config(words[2:]).to_dict() for words in train] == [
+        r.config.to_dict() | dict(runs_dir=str(tmp_path / "runs")) for r in runs
+    ]
+    [whole] = [words for words in commands if words[2] == "scripts.sweep"]
+    monkeypatch.setattr(sys, "argv", whole[2:])
+    args, extra = parse_arguments()
+    assert sweep(args.sweep, args.scale, args.seeds, args.methods, field_changes("mini", extra)) == runs
+    assert [plan.path for plan in make_plans(runs, args)] == [tmp_path / "runs" / r.name for r in runs]
+
+
+def test_infini_table_has_the_papers_rule(tmp_path, call):
+    code, said = call("table_infini", "--scale", "mini")
+    first = [line.split("|")[1].strip() for line in said.out.splitlines() if line.startswith("|")]
+    assert first[2:] == ["RoPE", "Scale-invariant p-RoPE", "", "Infini-RoPE", "Infini-p-RoPE"]
+
+
+def test_runs_on_other_tokens_are_named_and_left_out(tmp_path, call):
+    runs = sweep("table_losses", "mini", methods=["rope"])
+    for run, data, val_tokens in zip(runs, ("abc", "abc", "other"), (49_152,) * 3):
+        write_run(tmp_path / "runs", run, {n: 4.0 + (data == "other") for n in run.config.val_lengths}, data=data)
+    code, said = call("table_losses", "--scale", "mini", "--methods", "rope")
+    assert code == 1 and "`mini-rope-s2`: left out" in said.out and "runs used: 2 of 3" in said.out
+    assert rows(tmp_path / "out" / "table_losses.csv")[0]["mean"] == "4.0"
+
+
+def test_missing_length_comes_from_the_evaluation_or_is_named(tmp_path, call):
+    a, b, c = sweep("table_losses", "mini", methods=["rope"])
+    folders = [write_run(tmp_path / "runs", run, {256: 4.0, 1024: 4.5, 4096: 5.0}) for run in (a, b, c)]
+    evaluation = dict(step="step_001200", val_tokens=49_152, val_loss={"16384": 6.0, "256": 9.0})
+    (folders[0] / "evaluation.json").write_text(json.dumps(evaluation))
+    (folders[1] / "evaluation.json").write_text(json.dumps(evaluation | dict(val_tokens=1024)))  # other tokens
+    code, said = call("table_losses", "--scale", "mini", "--methods", "rope")
+    table = {r["length"]: r for r in rows(tmp_path / "out" / "table_losses.csv")}
+    assert table["16384"]["mean"] == "6.0" and table["16384"]["seeds"] == "1" and table["256"]["mean"] == "4.0"
+    for folder in folders[1:]:
+        assert f"python -m scripts.evaluate {folder} --lengths 16384" in said.out
+    assert code == 1 and f"scripts.evaluate {folders[0]}" not in said.out and "1-3" in said.out
+
+
+def test_unfinished_other_diverged_and_damaged_runs_are_named(tmp_path, call):
+    runs = sweep("table_losses", "mini", seeds=[0], methods=["rope", "p_rope", "nope", "yarn", "alibi"])
+    rope, p_rope, nope, yarn, alibi = (
+        write_run(tmp_path / "runs", r, {n: 4.0 for n in r.config.val_lengths}) for r in runs
+    )
+    (rope / "summary.json").unlink()
+    stored = json.loads((p_rope / "config.json").read_text())
+    (p_rope / "config.json").write_text(json.dumps(stored | dict(muon_lr=0.5)))
+    (nope / "summary.json").write_text((nope / "summary.json").read_text().replace("4.0", "null"))
+    (yarn / "summary.json").write_text('{"val_loss": {"256"')
+    (alibi / "config.json").write_text("[")
+    code, said = call("table_losses", "--scale", "mini", "--seeds", "0", "--methods", *(r.config.method for r in runs))
+    assert code == 1 and "runs used: 0 of 5" in said.out
+    assert "`mini-rope-s0`: interrupted" in said.out and "--resume auto`" in said.out
+    assert "muon_lr 0.5 there, 0.02 here" in said.out
+    assert f"{nope / 'summary.json'} has a loss that is not a number" in said.out
+    assert f"{yarn / 'summary.json'} is damaged" in said.out
+    assert f"{alibi / 'config.json'} is damaged" in said.out
+
+
+def test_needle_table(tmp_path, call):
+    runs = sweep("table_needle", "mini", methods=["alibi", "rope"])
+    for run in runs:
+        share = 0.9 - 0.1 * run.config.seed
+        score = {"256": share, "1024": share / 2, "4096": 0.0}
+        if (run.config.method, run.config.seed) == ("rope", 1):
+            score.pop("4096")
+        needle = dict(examples=50, greedy=score, teacher_forcing=dict(score, **{"256": 0.95}), oracle={"256": 0.99})
+        missing = (run.config.method, run.config.seed) == ("alibi", 2)
+        write_run(tmp_path / "runs", run, {256: 4.0}, needle=None if missing else needle)
+    code, said = call("table_needle", "--scale", "mini", "--methods", "alibi", "rope")
+    table = {(r["method"], r["metric"], r["length"]): r for r in rows(tmp_path / "out" / "table_needle.csv")}
+    three, two = table["rope", "greedy", "256"], table["alibi", "greedy", "1024"]
+    assert float(three["mean"]) == pytest.approx(0.8) and float(three["stderr"]) == pytest.approx(0.1 / math.sqrt(3))
+    assert float(two["mean"]) == pytest.approx(0.425) and two["seeds"] == "2"
+    assert float(table["rope", "teacher forcing", "256"]["mean"]) == pytest.approx(0.95)
+    assert table["rope", "greedy", "256"]["paper_mean"] == "0.962"
+    assert code == 1 and f"`python -m scripts.needle {tmp_path / 'runs' / 'mini-alibi-s2'}`" in said.out
+    assert f"scripts.needle {tmp_path / 'runs' / 'mini-rope-s1'} --lengths 4096" in said.out
+    assert "0.990" in next(line for line in said.out.splitlines() if line.startswith("| oracle"))
+
+
+def test_llama_table_says_that_it_is_not_built(tmp_path, call):
+    code, said = call("table_llama")
+    assert code == 1 and "Not built yet" in said.out and "RoPE+NTK*" in said.out and "**2.252**" in said.out
+
+
+# ---- curves ----------------------------------------------------------------------------------------------------------
+
+
+def test_curves_are_means_over_seeds(tmp_path, call):
+    values = write_study(tmp_path / "runs", "figure_train_4k")
+    code, said = call("figure_train_4k", "--scale", "mini")
+    assert code == 0 and is_figure(tmp_path / "out" / "figure_train_4k")
+    data = rows(tmp_path / "out" / "figure_train_4k.csv")
+    assert len(data) == 10 * 3 * 5  # methods, lengths, validations
+    for row in data:
+        loss = np.array([values[row["series"], seed, int(row["val_length"])] for seed in range(3)])
+        above = 0.1 * (4 - int(row["step"]) / 300)
+        assert float(row["mean"]) == pytest.approx(loss.mean() + above)
+        assert float(row["stderr"]) == pytest.approx(loss.std(ddof=1) / math.sqrt(3))
+    assert "3.28 is left out" in said.out
+
+
+@pytest.mark.parametrize("item", ["figure_train_lengths", "figure_tau"])
+def test_curve_figures(item, tmp_path, call):
+    write_study(tmp_path / "runs", item)
+    code, said = call(item, "--scale", "mini")
+    assert code == 0 and is_figure(tmp_path / "out" / item) and "One seed" in said.out
+    series = {(r["series"], r["train_length"]) for r in rows(tmp_path / "out" / f"{item}.csv")}
+    assert len(series) == len(sweep(item, "mini"))
+
+
+def test_half_written_last_line_is_dropped_and_a_damaged_one_named(tmp_path, call):
+    runs = sweep("figure_scale_invariant_variants", "mini")
+    folders = [write_run(tmp_path / "runs", r, {256: 4.0, 1024: 4.1, 4096: 4.2, 16_384: 4.3}) for r in runs]
+    with open(folders[0] / "metrics.jsonl", "a") as file:
+        file.write('{"step": 1300, "val_lo')
+    lines = (folders[1] / "metrics.jsonl").read_text().splitlines()
+    (folders[1] / "metrics.jsonl").write_text("\n".join([lines[0], lines[1][:20], *lines[2:]]))
+    code, said = call("figure_scale_invariant_variants", "--scale", "mini")
+    assert code == 1 and f"{folders[1] / 'metrics.jsonl'}, line 2 is not JSON" in said.out
+    methods = {r["series"] for r in rows(tmp_path / "out" / "figure_scale_invariant_variants.csv")}
+    assert methods == {runs[0].config.method, runs[2].config.method} and "runs used: 2 of 3" in said.out
+
+
+def test_a_loss_that_is_not_a_number_is_a_gap_in_the_curve(tmp_path, call):
+    for run in sweep("figure_train_4k", "mini", seeds=[0, 1], methods=["rope", "alibi"]):
+        folder = write_run(tmp_path / "runs", run, {256: 4.0, 1024: 4.1, 4096: 4.2, 16_384: 4.3})
+    text = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text(text.replace('"256": 4.1,', '"256": null,'))
+    code, said = call("figure_train_4k", "--scale", "mini", "--seeds", "0", "1", "--methods", "rope", "alibi")
+    [gap] = [r for r in rows(tmp_path / "out" / "figure_train_4k.csv") if r["mean"] == "nan"]
+    assert (gap["series"], gap["val_length"], gap["step"]) == (run.config.method, "256", "800")
+    assert code == 0 and is_figure(tmp_path / "out" / "figure_train_4k")
+
+
+def test_without_runs_there_is_no_figure(tmp_path, call):
+    code, said = call("figure_304m", "--scale", "mini")
+    assert code == 1 and "No figure" in said.out and not (tmp_path / "out" / "figure_304m.png").exists()
+    assert (tmp_path / "out" / "figure_304m.md").exists()
+
+
+# ---- theory and trained models ---------------------------------------------------------------------------------------
+
+
+def write_models(tmp_path, item, num_layers, val_tokens):
+    """Untrained tiny models of the study's methods, with checkpoints, and their validation text."""
+    writer = ShardWriter(tmp_path / "data", "t", tokenizer="none", vocab_size=64)
+    random = np.random.default_rng(0)
+    for split, count in dict(train=100, val=val_tokens).items():
+        writer.write(split, random.integers(64, size=count).astype(np.uint16))
+    writer.close()
+    fields = [*TINY.split(), "--num_layers", str(num_layers), "--data_dir", str(tmp_path / "data"), "--device", "cpu"]
+    for run in sweep(item, "mini", changes=field_changes("mini", fields)):
+        folder = write_run(tmp_path / "runs", run, {n: 4.0 for n in run.config.val_lengths})
+        (folder / "checkpoints").mkdir()
+        torch.manual_seed(0)
+        model = build_model(run.config, torch.float32)
+        save_checkpoint(folder / "checkpoints", 2, dict(step=2, model=model.state_dict()))
+    return fields
+
+
+def test_figure_qq(tmp_path, call):
+    fields = write_models(tmp_path, "figure_qq", num_layers=2, val_tokens=400)
+    folder = next(f.path for f in read_folders(tmp_path / "runs") if f.config.method == "p_rope")
+    next((folder / "checkpoints").iterdir()).unlink()
+    code, said = call("figure_qq", "--scale", "mini", *fields)
+    assert code == 1 and f"{folder} has no checkpoint" in said.out and "runs used: 2 of 3" in said.out
+    for method in ("rope", "scale_invariant_p_rope"):
+        assert is_figure(tmp_path / "out" / f"figure_qq_{method}")
+    assert len(rows(tmp_path / "out" / "figure_qq.csv")) == 2 * 2 * 2 * 200  # methods, layers, forms, quantiles
+    assert len(rows(tmp_path / "out" / "figure_qq_heads.csv")) == 2 * 2 * 2 * 3  # two heads and all
+
+
+def test_figure_entropy_with_trained_models(tmp_path, call):
+    fields = write_models(tmp_path, "figure_entropy", num_layers=1, val_tokens=4 * 4096)
+    code, said = call("figure_entropy", "--scale", "mini", "--draws", "2", *fields)
+    assert code == 0, said.out
+    assert is_figure(tmp_path / "out" / "figure_entropy")
+    data = rows(tmp_path / "out" / "figure_entropy.csv")
+    trained = {(r["scheme"], int(r["length"])) for r in data if r["source"] == "trained"}
+    assert trained == {(s, 2**k) for s in ("none", "logn", "scale_invariant") for k in range(7, 13)}
+    assert {int(r["length"]) for r in data if r["source"] == "iid"} == {2**k for k in range(7, 17)}
+
+
+def test_figure_entropy_names_a_validation_text_that_is_too_short(tmp_path, call):
+    fields = write_models(tmp_path, "figure_entropy", num_layers=1, val_tokens=4 * 4096 - 1)
+    code, said = call("figure_entropy", "--scale", "mini", "--draws", "2", *fields)
+    assert code == 1 and said.out.count("windows of 4096 tokens") == 3 and "bottom row is left out" in said.out
+    assert is_figure(tmp_path / "out" / "figure_entropy")
+
+
+def test_figure_sublog(tmp_path, call):
+    code, said = call("figure_sublog", "--draws", "2")
+    assert code == 0 and is_figure(tmp_path / "out" / "figure_sublog")
+    data = rows(tmp_path / "out" / "figure_sublog.csv")
+    assert len(data) == 10 * 3 and all(0 < float(r["r_squared_sqrt_log_t"]) <= 1 for r in data)
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_all_survives_broken_folders_and_sums_up(tmp_path, call):
+    values = write_study(tmp_path / "runs", "table_infini")
+    broken = tmp_path / "runs" / "mini-rope-s0"
+    (broken / "summary.json").write_text("[1, 2]")
+    (broken / "metrics.jsonl").write_text("3\n4\n")
+    (tmp_path / "runs" / "mini-infini_rope-s0" / "config.json").write_bytes(b"\xff\x00")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "table_infini.csv").mkdir()  # this item cannot be written
+    code, said = call("all", "--scale", "mini", "--draws", "2")
+    said_of = dict(line.split(": ", 1) for line in said.out.splitlines() if ": " in line)
+    assert code == 1 and list(said_of) == list(reproduce.ITEMS)
+    assert said_of["table_infini"].startswith("failed: ")
+    assert said_of["table_losses"].startswith("incomplete, 5 of 30 runs")
+    assert said_of["figure_sublog"].startswith("complete")
+    assert "2 of 14 complete" in said.out and len(values) == 12 * 4
+
+
+@pytest.mark.parametrize(
+    "words, error",
+    [
+        (["table_loss"], "invalid choice"),
+        (["table_losses", "--scale", "huge"], "invalid choice"),
+        (["table_losses", "--stepz", "3"], "unknown field --stepz"),
+        (["figure_tau", "--methods", "rope"], "has no method rope"),
+        (["figure_sublog", "--draws", "1"], "at least 2 draws"),
+    ],
+)
+def test_wrong_usage_is_one_line(words, error, call):
+    code, said = call(*words)
+    assert code == 2 and error in said.err.splitlines()[-1] and "Traceback" not in said.err
