@@ -90,12 +90,13 @@ def main():
             results.append(evaluate(folder, args.lengths, args.val_tokens, world.device, world))
             keep(folder, results[-1])
         except (ValueError, OSError) as error:  # the other runs still get their row
-            print(f"error: {folder}: {error}", file=sys.stderr)
+            print(f"error: {error}", file=sys.stderr)
             failed = True
     if results:
         print(loss_table(results))
         print(f"\nLoss by position, in sequences of the longest length:\n\n{position_table(results)}")
-    sys.exit(2 if failed else 0)
+    if failed:
+        sys.exit(2)
 
 
 if __name__ == "__main__":

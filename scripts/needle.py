@@ -60,14 +60,16 @@ def main():
         compiled, _ = choose_compile(args.compile, device)
     results, failed = [], False
     for path in args.runs:
+        print(f"fine-tuning {path}", file=sys.stderr)
         try:
             results.append(run(path, args, device, compiled))
         except (ValueError, OSError) as error:  # the other runs still get their row
-            print(f"error: {path}: {error}", file=sys.stderr)
+            print(f"error: {error}", file=sys.stderr)
             failed = True
     if results:
         print(f"\nNeedles found of 3 a prompt, by greedy decoding (by teacher forcing):\n\n{accuracy_table(results)}")
-    sys.exit(2 if failed else 0)
+    if failed:
+        sys.exit(2)
 
 
 def run(path: Path, args: argparse.Namespace, device: torch.device, compiled: bool) -> dict:

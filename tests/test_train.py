@@ -485,11 +485,32 @@ def test_evaluate_gives_the_losses_of_the_summary(finished):
 
 def test_evaluate_at_other_lengths_prints_a_table(finished, data, capsys):
     here(evaluate.main, finished, "--lengths", 8, 96, "--val-tokens", 192, "--device", "cpu")
-    head, _, row = [line.strip("| ").split("|") for line in capsys.readouterr().out.splitlines()]
+    head, _, row, *positions = [line.strip("| ").split("|") for line in capsys.readouterr().out.splitlines()]
     assert [cell.strip() for cell in head] == ["run", "8 (0.5x)", "96 (6x)", "96 - 8"]
     assert row[0].strip() == "run"
     for cell, length in zip(row[1:], (8, 96)):
         assert float(cell) == pytest.approx(plain_losses(finished, data, length, 192).mean().item(), abs=6e-4)
+    by_position = plain_losses(finished, data, 96, 192).mean(dim=0)  # (96,)
+    assert [cell.strip() for cell in positions[-1]][0] == "64-95" and positions[-8][0].strip() == "0"
+    assert float(positions[-1][1]) == pytest.approx(by_position[64:].mean().item(), abs=6e-4)
+    assert float(positions[-3][1]) == pytest.approx(by_position[16:32].mean().item(), abs=6e-4)
+
+
+def test_evaluate_keeps_what_it_found_in_the_run_folder(copied, capsys):
+    here(evaluate.main, copied, "--lengths", 8, "--val-tokens", 192, "--device", "cpu")
+    here(evaluate.main, copied, "--lengths", 96, "--val-tokens", 192, "--device", "cpu")
+    kept = read_json(copied / "evaluation.json")
+    assert kept["val_loss"].keys() == {"8", "96"} and kept["step"] == "step_000020"
+    assert len(kept["val_loss_by_position"]["96"]) == 8
+    here(evaluate.main, copied, "--lengths", 64, "--val-tokens", 128, "--device", "cpu")  # other tokens
+    assert read_json(copied / "evaluation.json")["val_loss"].keys() == {"64"}
+
+
+def test_evaluate_goes_on_after_a_run_that_it_cannot_evaluate(finished, tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit:
+        here(evaluate.main, tmp_path, finished, "--lengths", 8, "--val-tokens", 192, "--device", "cpu")
+    said = capsys.readouterr()
+    assert exit.value.code == 2 and "| run |" in said.out and "error: " in said.err
 
 
 def test_evaluate_of_no_run_says_so(tmp_path, capsys):

@@ -1,0 +1,185 @@
+"""Fine-tuning on the needle task, and scoring: that it learns, resumes bit for bit, and says what is wrong."""
+
+import json
+import random
+import shutil
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from data.needle import Haystack, NeedleTask
+from data.text import load_tokenizer, prepare
+from model.decoding import greedy_decode
+from runtime.checkpoint import latest_checkpoint, load_checkpoint
+from runtime.metrics import read_metrics
+from scripts import needle
+from scripts.evaluate import load_run
+from train_gpt import main as train
+
+FIELDS = "--vocab_size 384 --num_layers 1 --num_heads 2 --model_dim 32 --batch_tokens 480 --train_length 240 --steps 4 "
+FIELDS += "--cooldown_steps 2 --val_lengths 240 --val_tokens 960 --val_every 0 --compile off --device cpu --seed 3"
+SHORT = ["--steps", "6", "--sequences", "4", "--examples", "5", "--lengths", "240", "480", "--device", "cpu"]
+
+
+def call(monkeypatch, main, *words):
+    monkeypatch.setattr(sys, "argv", ["command", *map(str, words)])
+    main()
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory):
+    folder, words = tmp_path_factory.mktemp("needle"), random.Random(0)
+    for i in range(150):
+        (folder / f"{i}.txt").write_text(" ".join("".join(words.choices("abcdefgh ", k=300)).split()))
+    prepare([folder], folder / "data", "bpe:384", val_fraction=0.3, name="letters")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(sys, "argv", ["train_gpt.py", "quickstart", "--runs_dir", str(folder), "--name", "run",
+                                          "--data_dir", str(folder / "data"), *FIELDS.split()])  # fmt: skip
+        train()
+    return folder / "run"
+
+
+@pytest.fixture
+def run(pretrained, tmp_path):
+    shutil.copytree(pretrained, tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def tune(run, monkeypatch):
+    def tune(*words):
+        call(monkeypatch, needle.main, run, *SHORT, "--compile", "off", *words)
+        return json.loads((run / "needle" / "summary.json").read_text())
+
+    return tune
+
+
+def weights(run):
+    return load_checkpoint(latest_checkpoint(run / "needle" / "checkpoints"))["model"]
+
+
+def test_fine_tuning_learns_and_leaves_everything_in_the_run(run, tune, capsys):
+    summary = tune()
+    records = read_metrics(run / "needle" / "metrics.jsonl")
+    assert [r["step"] for r in records] == [1, 2, 3, 4, 5, 6]
+    assert records[-1]["train_loss"] < records[0]["train_loss"] - 0.1
+    assert summary["oracle"] == {"240": 1.0, "480": 1.0} and summary["seed"] == 3 and summary["steps"] == 6
+    assert summary["greedy"].keys() == summary["teacher_forcing"].keys() == {"240", "480"}
+    assert "| run |" in capsys.readouterr().out
+
+
+def test_what_was_interrupted_goes_on_and_ends_with_the_same_weights(run, tune, monkeypatch):
+    monkeypatch.setattr(needle, "SAVE_EVERY", 2)
+    tune()
+    whole = weights(run)
+    shutil.rmtree(run / "needle")
+    real_save, saved = needle.save_checkpoint, []
+
+    def save_and_die(*args, **kwargs):
+        saved.append(real_save(*args, **kwargs))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(needle, "save_checkpoint", save_and_die)
+    with pytest.raises(KeyboardInterrupt):
+        tune()
+    monkeypatch.setattr(needle, "save_checkpoint", real_save)
+    assert [path.stem for path in saved] == ["step_000002"]
+    tune()
+    assert len(read_metrics(run / "needle" / "metrics.jsonl")) == 6
+    for name, tensor in weights(run).items():
+        assert torch.equal(tensor, whole[name]), name
+
+
+def test_the_loss_is_that_of_the_response_alone(run, tune):
+    tune()
+    config, model = load_run(run, torch.device("cpu"))
+    tokenizer = load_tokenizer(config.data_dir)
+    task = NeedleTask(tokenizer, Haystack.from_shards(config.data_dir, "train", tokenizer), 240, seed=3)
+    losses = []
+    for example in map(task.example, range(4)):
+        tokens = torch.from_numpy(example.tokens).unsqueeze(0)
+        log_p = model(tokens[:, :-1])[0].double().log_softmax(dim=-1)
+        losses += [-log_p[t - 1, tokens[0, t]].item() for t in range(example.response_start, 241)]
+    assert read_metrics(run / "needle" / "metrics.jsonl")[0]["train_loss"] == pytest.approx(np.mean(losses), abs=1e-5)
+
+
+def test_accuracy_is_by_needle_and_by_what_the_model_says(run, monkeypatch):
+    """A decoder that copies the prompt's needles, but for the second number of every example: 2 of 3 are right."""
+    config, model = load_run(run, torch.device("cpu"))
+    tokenizer = load_tokenizer(config.data_dir)
+    task = NeedleTask(tokenizer, Haystack.from_shards(config.data_dir, "val", tokenizer), 240, seed=1)
+    examples = {tuple(e.tokens[: e.response_start]): e for e in map(task.example, range(7))}
+
+    def decode(model, prompts, max_new_tokens, *, target_length, stop):
+        assert target_length == 240 and stop == tokenizer.eot
+        rows = []
+        for prompt in prompts.tolist():
+            example = examples[tuple(prompt)]
+            cities, numbers = example.cities, [example.numbers[0], 1234567, example.numbers[2]]
+            ids = tokenizer.encode(";".join(f"{c}={n}" for c, n in zip(cities, numbers)))
+            rows.append((ids + [stop] * max_new_tokens)[: max_new_tokens + 8])
+        return torch.tensor([row[: min(map(len, rows))] for row in rows])
+
+    monkeypatch.setattr(needle, "greedy_decode", decode)
+    greedy, forced = needle.accuracy(config, model, task, 7)
+    assert greedy == pytest.approx(2 / 3) and forced == 0.0  # the model itself knows nothing
+
+
+def test_teacher_forcing_and_greedy_agree_when_the_model_is_right(run, tune, monkeypatch):
+    """Fine-tuned on one example until it knows it by heart, both are right."""
+    config, model = load_run(run, torch.device("cpu"))
+    tokenizer = load_tokenizer(config.data_dir)
+    task = NeedleTask(tokenizer, Haystack.from_shards(config.data_dir, "val", tokenizer), 240, seed=1)
+    inputs, targets, mask = map(torch.from_numpy, task.batch([0]))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(150):
+        loss = (model(inputs.contiguous(), targets.contiguous(), per_token=True) * mask).sum() / mask.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert needle.accuracy(config, model, task, 1) == (1.0, 1.0)
+    start = task.example(0).response_start
+    decoded = greedy_decode(model, inputs[:, :start], 241 - start, target_length=240, stop=tokenizer.eot)
+    assert torch.equal(decoded[0], targets[0, start - 1 :])
+
+
+def test_run_again_does_nothing_but_the_lengths_that_are_new(run, tune, monkeypatch):
+    first = tune()
+    monkeypatch.setattr(needle, "save_checkpoint", None)  # nothing is trained again
+    again = tune("--lengths", "240", "640")
+    assert again["greedy"].keys() == {"240", "480", "640"} and again["greedy"]["240"] == first["greedy"]["240"]
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--examples", "0"], "--examples must be at least 1"),
+        (["--lengths", "40"], "length 40 is too short"),
+        (["--haystack", "/nowhere"], "/nowhere"),
+        (["--lengths", "10000000"], "haystack has"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(run, tune, words, message, capsys):
+    with pytest.raises(SystemExit) as exit:
+        tune(*words)
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert exit.value.code == 2 and len(errors) == 1 and message in errors[0]
+    assert not (run / "needle").exists()
+
+
+def test_another_protocol_is_not_mixed_in(run, tune, capsys):
+    tune()
+    with pytest.raises(SystemExit):
+        tune("--steps", "9")
+    assert "steps 6 -> 9" in capsys.readouterr().err
+
+
+def test_a_run_without_a_checkpoint_is_named_and_the_others_are_scored(run, tmp_path, monkeypatch, capsys):
+    shutil.copytree(run, tmp_path / "empty")
+    shutil.rmtree(tmp_path / "empty" / "checkpoints")
+    with pytest.raises(SystemExit):
+        call(monkeypatch, needle.main, tmp_path / "empty", run, *SHORT, "--compile", "off")
+    said = capsys.readouterr()
+    assert "empty has no checkpoint yet" in said.err and "| run |" in said.out
