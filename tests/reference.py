@@ -130,7 +130,7 @@ def attend(name, q, k, v, **options):
     return attention_logits(name, q, k, **options).softmax(dim=-1) @ v
 
 
-def infini(name, q, k, v, *, learned, segment_length=1024, delta=False, train_length, target_length=None, **rotary):
+def infini(name, q, k, v, *, learned, segment_length=None, delta=False, train_length, target_length=None, **rotary):
     """Munkhdalai et al. 2024: causal softmax inside a segment, a linear-attention memory of the segments before it.
 
     The memory sees q and k before rotation; sigma = ELU + 1; the first segment has no memory and no gate.
@@ -141,6 +141,7 @@ def infini(name, q, k, v, *, learned, segment_length=1024, delta=False, train_le
     def recall(x):
         return (sigma(x) @ memory) / (sigma(x) @ normaliser)
 
+    segment_length = segment_length or max(1, train_length // 4)
     gate = torch.sigmoid(learned)[:, None, None]
     memory = normaliser = None  # (B, H, D, D), (B, H, D, 1)
     outputs = []

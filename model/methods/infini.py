@@ -17,9 +17,18 @@ from model.methods.base import Replacement
 
 class Infini(Replacement):
     def __init__(
-        self, num_heads, head_dim, train_length, segment_length: int = 1024, gate_init: float = 0.0, delta: bool = False
+        self,
+        num_heads,
+        head_dim,
+        train_length,
+        segment_length: int | None = None,
+        gate_init: float = 0.0,
+        delta: bool = False,
     ):
+        """segment_length: N; None: a quarter of the training length (1024 at 4k), so that training uses the memory."""
         super().__init__()
+        if segment_length is None:
+            segment_length = max(1, train_length // 4)
         if segment_length < 1:
             raise ValueError(f"segment_length must be at least 1, got {segment_length}")
         self.segment_length, self.delta = segment_length, delta
