@@ -5,8 +5,8 @@
     python -m scripts.sweep all --scale mini --steps 60 --cooldown_steps 20
     python -m scripts.sweep table_losses --executor slurm --slurm partition=gpu time=1440
 
-The sweeps are functions in configs/sweeps.py; `all` is every run of theirs, once. Fields of train_gpt.py are set in every
-run, unless the sweep itself varies them. Beside the run folder NAME/ there can be
+The sweeps are functions in configs/sweeps.py; `all` is every run of theirs, once. Fields of train_gpt.py are set in
+every run, unless the sweep itself varies them. Beside the run folder NAME/ there can be
     NAME.log             what a run printed that is not finished
     NAME.failures.txt    one line for each time that it failed: time, exit code, last line; delete it to try again
     NAME.job             its job on the cluster
@@ -202,31 +202,35 @@ class Attempt:
         self.process.wait()
 
     def outcome(self) -> str | None:
-        """How it ended, one of finished, interrupted, running (in another process, so not here), failed, refused (a
-        user's error, which trying again does not mend), and keeps the files beside the folder; None while it runs."""
+        """How it ended (see settle), None while it runs. To be asked once after the end."""
         code = self.process.poll()
         if code is None:
             return None
-        output = self.output()
-        if code == 1 and (codes := re.findall(r"exitcode\s*: (-?\d+)", output)):
-            code = int(codes[-1])  # torchrun's own is 1 whatever that of its processes is
-        if code == 0:
-            for suffix in (".log", ".failures.txt", ".job"):
-                beside(self.path, suffix).unlink(missing_ok=True)
-            return "finished"
-        if code == INTERRUPTED:
-            return "interrupted"
-        if code == USER_ERROR and is_running(self.path):
-            return "running"
-        when = datetime.datetime.now().isoformat(timespec="seconds")
-        with open(beside(self.path, ".failures.txt"), "a") as file:
-            file.write(f"{when} exit code {code}: {last_words(output)}\n")
-        return "refused" if code == USER_ERROR else "failed"
-
-    def output(self) -> str:
         with open(self.log, "rb") as log:
             log.seek(self.log_start)
-            return log.read().decode(errors="replace")
+            return settle(self.path, code, log.read().decode(errors="replace"))
+
+
+def settle(path: Path, code: int, output: str) -> str:
+    """How an attempt at a run ended, from its exit code and output; keeps the files beside the folder up to date.
+
+    finished; interrupted, to be resumed; running, as another process has the folder; failed; refused, which is a user's
+    error, so that trying again does not help.
+    """
+    if code == 1 and (codes := re.findall(r"exitcode\s*: (-?\d+)", output)):
+        code = int(codes[-1])  # torchrun's own is 1 whatever that of its processes is
+    if code == 0:
+        for suffix in (".log", ".failures.txt", ".job"):
+            beside(path, suffix).unlink(missing_ok=True)
+        return "finished"
+    if code == INTERRUPTED:
+        return "interrupted"
+    if code == USER_ERROR and is_running(path):
+        return "running"
+    when = datetime.datetime.now().isoformat(timespec="seconds")
+    with open(beside(path, ".failures.txt"), "a") as file:
+        file.write(f"{when} exit code {code}: {last_words(output)}\n")
+    return "refused" if code == USER_ERROR else "failed"
 
 
 def last_words(output: str) -> str:
@@ -251,13 +255,12 @@ def train(jobs: list[Job], at_once: int | None = None, gpus_per_run: int = 1, re
         return
     free = places(jobs, at_once, gpus_per_run)
     title = f"{len(jobs)} run{'s' * (len(jobs) > 1)}, {min(len(free), len(jobs))} at a time"
-    steps_done = lambda: sum(min(last_step(job.path), job.config.steps) for job in jobs)
     waiting, running = collections.deque(jobs), {}
     with (
         stop_requests() as requests,
         tqdm(
             total=sum(job.config.steps for job in jobs),
-            initial=steps_done(),
+            initial=steps_done(jobs),
             unit="step",
             desc=title,
             mininterval=POLL if sys.stderr.isatty() else 60,  # else a log file fills with bars
@@ -279,7 +282,7 @@ def train(jobs: list[Job], at_once: int | None = None, gpus_per_run: int = 1, re
                     if again:
                         waiting.append(job)
                     bar.write(report(job, outcome) + "; trying again" * again)
-                bar.update(steps_done() - bar.n)
+                bar.update(steps_done(jobs) - bar.n)
         finally:
             for attempt in running:
                 attempt.process.terminate()  # all at once
@@ -343,6 +346,10 @@ def report(job: Job, outcome: str) -> str:
     return f"{name}: {failures(job.path)[-1]} (see {log})"
 
 
+def steps_done(jobs: list[Job]) -> int:
+    return sum(min(last_step(job.path), job.config.steps) for job in jobs)
+
+
 def last_step(folder: Path) -> int:
     """The last step in metrics.jsonl, from its end, as it is asked for twice a second."""
     try:
@@ -357,28 +364,33 @@ def last_step(folder: Path) -> int:
 # ---- on a cluster ----------------------------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True)
 class ClusterJob:
-    """What submitit calls on a machine of the cluster. Preempted or out of time, it is queued again and resumes."""
+    """What submitit calls on a machine of the cluster."""
 
-    def __init__(self, job: Job, processes: int, retries: int):
-        self.job, self.processes, self.retries = job, processes, retries
+    job: Job
+    processes: int
+    retries: int
 
     def __call__(self) -> str:
+        """Trains, tries again what fails, and returns how it ended (see settle)."""
         while True:
-            self.attempt = Attempt(self.job, {}, self.processes)
+            attempt = Attempt(self.job, {}, self.processes)
             try:
-                self.attempt.process.wait()
+                attempt.process.wait()
             finally:
-                self.attempt.stop()
-            outcome = self.attempt.outcome()
+                attempt.stop()
+            outcome = attempt.outcome()
             if outcome != "failed" or not may_retry(self.job.path, self.retries):
                 return outcome
 
     def checkpoint(self):
+        """Called when the machine is about to be taken away: the job is queued again, and resumes."""
         from submitit.helpers import DelayedSubmission
 
-        self.attempt.stop()
-        return DelayedSubmission(ClusterJob(self.job, self.processes, self.retries))
+        # submitit then leaves __call__ by SystemExit, which stops the run. To wait for that here, in a signal handler
+        # inside Popen.wait, would be to wait for a lock that we hold.
+        return DelayedSubmission(self)
 
 
 def slurm_parameters(words: list[str], executor: str) -> dict:
@@ -411,7 +423,8 @@ def submit(jobs: list[Job], name: str, parameters: dict, args: argparse.Namespac
     with stop_requests() as requests:
         for job in jobs:
             submitted.append(executor.submit(ClusterJob(job, args.gpus_per_run, args.retries)))
-            beside(job.path, ".job").write_text(submitted[-1].job_id)
+            if on_slurm:
+                beside(job.path, ".job").write_text(submitted[-1].job_id)
             print(f"{job.path.name}: job {submitted[-1].job_id}")
         while not on_slurm and not requests and not all(job.done() for job in submitted):
             time.sleep(POLL)

@@ -5,9 +5,12 @@ from pathlib import Path
 
 import torch
 
+from configs import sweeps
+from configs.config import config_hash
 from configs.presets import PRESETS
 from model import methods
 from model.gpt import GPT
+from scripts import reproduce
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
@@ -18,7 +21,7 @@ def test_it_opens_with_the_two_commands():
 
 
 def test_its_example_of_a_method_is_one_file_and_one_line(monkeypatch):
-    mechanism, line = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    _, mechanism, line = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     namespace = {}
     exec(mechanism, namespace)
     (name, parts), *rest = eval("{" + line + "}", vars(methods) | namespace).items()
@@ -30,6 +33,19 @@ def test_its_example_of_a_method_is_one_file_and_one_line(monkeypatch):
     tokens = torch.randint(16, (2, 32))
     model(tokens, tokens).backward()
     assert model.head.grad.norm() > 0
+
+
+def test_its_example_of_a_sweep_is_a_function_and_a_line(monkeypatch):
+    namespace = dict(vars(sweeps))
+    exec(re.search(r"```python\n(def .*?)```", README, re.DOTALL)[1], namespace)
+    monkeypatch.setitem(sweeps.SWEEPS, "learning_rates", namespace["learning_rates"])
+    runs = sweeps.sweep("learning_rates", "mini", seeds=[0, 1])
+    assert len({config_hash(run.config) for run in runs}) == 12
+    assert {run.config.muon_lr for run in runs} == {0.01, 0.02, 0.04}
+
+
+def test_it_names_every_table_and_figure():
+    assert all(f"`{item}`" in README for item in reproduce.ITEMS)
 
 
 def test_it_names_every_preset_and_every_file_of_its_tree():
