@@ -166,7 +166,7 @@ def table_losses(study: Study):
 
 def table_needle(study: Study):
     accuracy = {"greedy": collections.defaultdict(list), "teacher forcing": collections.defaultdict(list)}
-    ceiling, examples = collections.defaultdict(list), set()
+    ceiling, protocols = collections.defaultdict(list), set()
     for run, folder in list(study.finished):
         command = ["python", "-m", "scripts.needle", str(folder.path)]
         try:
@@ -182,7 +182,7 @@ def table_needle(study: Study):
                         accuracy[label][run.config.method, length].append(float(score[str(length)]))
                 if str(length) in needle["oracle"]:
                     ceiling[length].append(float(needle["oracle"][str(length)]))
-            examples.add(needle["examples"])
+            protocols.add("{steps} steps of {sequences} sequences, {examples} prompts a length".format(**needle))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             study.drop(run, f"{folder.path}/needle/summary.json is damaged ({error!r}): delete it and repeat", command)
             continue
@@ -192,8 +192,8 @@ def table_needle(study: Study):
     text += "greedy decoding and by teacher forcing: mean \u00b1 standard error over seeds. The paper's numbers stand "
     text += "beside greedy decoding."
     if ceiling:
-        text += f" {' or '.join(map(str, sorted(examples)))} examples a length, three needles each. Oracle: what a "
-        text += "perfect copier gets, as some contexts have been cut or are ambiguous."
+        text += f" Fine-tuned for {' or '.join(sorted(protocols))}, three needles each (the paper: 300 steps of 64). "
+        text += "Oracle: what a perfect copier of the prompts gets."
     oracle = {length: statistics.fmean(values) for length, values in ceiling.items()}
     return text + "\n\n" + table(study, accuracy, study.lengths, best=max, ceiling=oracle)
 

@@ -216,7 +216,8 @@ def test_needle_table(tmp_path, call):
         score = {"256": share, "1024": share / 2, "4096": 0.0}
         if (run.config.method, run.config.seed) == ("rope", 1):
             score.pop("4096")
-        needle = dict(examples=50, greedy=score, teacher_forcing=dict(score, **{"256": 0.95}), oracle={"256": 0.99})
+        needle = dict(steps=300, sequences=64, examples=50, oracle={"256": 0.99})
+        needle |= dict(greedy=score, teacher_forcing=dict(score, **{"256": 0.95}))
         missing = (run.config.method, run.config.seed) == ("alibi", 2)
         write_run(tmp_path / "runs", run, {256: 4.0}, needle=None if missing else needle)
     code, said = call("table_needle", "--scale", "mini", "--methods", "alibi", "rope")
