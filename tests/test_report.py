@@ -1,0 +1,427 @@
+"""The report: its numbers are those of the run folders, nothing in them can break it, and it draws in a browser."""
+
+import dataclasses
+import fcntl
+import html.parser
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from configs.presets import quickstart
+from runtime.files import to_json
+from scripts.figures import LINES
+from scripts.report import POINTS, describe, group, look_through, mean, on_dark, page, thin
+
+ROOT = Path(__file__).parents[1]
+EVIL = "</script><script>document.title='evil'</script>\"'<img src=x onerror=alert(1)>"
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def write_run(path: Path, stop: int | None = None, lengths=(16, 48), **changes) -> list[dict]:
+    """A run folder as train_gpt.py leaves it, its losses random, after `stop` steps (default: finished)."""
+    config = dataclasses.replace(
+        quickstart(), **{"steps": 11, "cooldown_steps": 3, "val_lengths": lengths, "val_tokens": 96, **changes}
+    )
+    rng = np.random.default_rng([config.seed, len(path.name)])
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(to_json(config.to_dict()))
+    records = []
+    for step in range((config.steps if stop is None else stop) + 1):
+        tokens = step * config.batch_tokens
+        if step:
+            train = dict(train_loss=rng.normal(5), grad_norm=rng.uniform(1, 2), tokens_per_second=int(1e4 + step))
+            records.append(dict(step=step, tokens=tokens, **train))
+        if step % 4 == 0 or step == config.steps:
+            position = {str(n): list(rng.normal(5, size=math.ceil(math.log2(n)) + 1)) for n in lengths}
+            scores = dict(scores_mean=list(rng.normal(size=3)), scores_std=list(rng.uniform(1, 2, size=3)))
+            losses = dict(val_loss={str(n): rng.normal(5) for n in lengths}, val_tokens=96)
+            records.append(dict(step=step, tokens=tokens, **losses, val_loss_by_position=position, **scores))
+    (path / "metrics.jsonl").write_text("".join(to_json(record) + "\n" for record in records))
+    if stop is None:
+        summary = dict(steps=config.steps, tokens=tokens, tokens_per_second=10_007, parameters=12_345, **losses)
+        (path / "summary.json").write_text(to_json(summary))
+    return records
+
+
+def embedded(text: str) -> dict:
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)[1])
+
+
+class Page(html.parser.HTMLParser):
+    """The cells of the table of runs, and the number of times that each tag opens."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.rows, self.tags, self.inside = [], [], False
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        if tag == "table":
+            self.inside = ("id", "runs") in attributes
+        if self.inside and tag == "tr":
+            self.rows.append([])
+        if self.inside and tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag):
+        if tag == "table":
+            self.inside = False
+
+    def handle_data(self, data):
+        if self.inside and self.rows and self.rows[-1]:
+            self.rows[-1][-1] += f" {data.strip()}"
+
+    def table(self) -> list[dict]:
+        head, *rows = [[cell.strip() for cell in row] for row in self.rows]
+        return [dict(zip(head, row)) for row in rows]
+
+
+def command(*arguments) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "scripts.report", *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_numbers_in_the_page_are_those_of_the_files(tmp_path):
+    records = write_run(tmp_path / "a", seed=5)
+    [run] = embedded(page("t", [describe(tmp_path / "a")]))["runs"]
+    train = [r for r in records if "train_loss" in r]
+    validations = [r for r in records if "val_loss" in r]
+    assert run["train"]["tokens"] == [r["tokens"] for r in train]
+    assert run["train"]["loss"] == [r["train_loss"] for r in train]
+    assert run["train"]["grad_norm"] == [r["grad_norm"] for r in train]
+    assert run["validation"]["tokens"] == [r["tokens"] for r in validations]
+    for length in ("16", "48"):
+        assert run["validation"][length] == [r["val_loss"][length] for r in validations]
+    for key in ("step", "val_loss", "val_loss_by_position", "scores_mean", "scores_std"):
+        assert run["final"][key] == validations[-1][key]
+
+
+def test_the_table_shows_the_runs(tmp_path):
+    loss = write_run(tmp_path / "a", seed=3, method="alibi")[-1]["val_loss"]
+    (tmp_path / "a" / "needle").mkdir()
+    (tmp_path / "a" / "needle" / "summary.json").write_text(json.dumps(dict(greedy={"16": 0.625})))
+    write_run(tmp_path / "b", stop=6, method="rope")
+    finished, interrupted = Page(page("t", [describe(tmp_path / name) for name in "ab"])).table()
+    shown = dict(run="a", method="ALiBi", state="finished", seed="3", steps="11 / 11", tokens="22,528")
+    shown |= {"parameters": "12,345", "tokens/s": "10,007", "needle at 16": "62.5%", "train length": "256"}
+    shown |= {f"loss at {n}": f"{loss[n]:.4f}" for n in ("16", "48")}
+    shown |= {"rise": f"{loss['48'] - loss['16']:+.4f}"}
+    assert {key: finished[key] for key in shown} == shown
+    assert (interrupted["state"], interrupted["steps"]) == ("interrupted", "6 / 11")
+    assert interrupted["loss at 16"].endswith("*") and interrupted["tokens/s"] == "10,004"
+    assert interrupted["parameters"] == ""
+
+
+def test_long_curves_are_thinned_to_means_over_equal_bins():
+    rng = np.random.default_rng(1)
+    losses = rng.normal(size=4578)
+    records = [dict(step=i + 1, tokens=10 * (i + 1), loss=float(loss)) for i, loss in enumerate(losses)]
+    records[30]["loss"] = None
+    thinned = thin(records, 4578, dict(loss=lambda r: r["loss"]))
+    assert len(thinned["loss"]) == len(thinned["tokens"]) == math.ceil(4578 / 12) <= POINTS
+    assert thinned["loss"][0] == pytest.approx(losses[:12].mean(), rel=1e-5)
+    assert thinned["loss"][2] == pytest.approx(np.delete(losses[24:36], 6).mean(), rel=1e-5)  # without the None
+    assert thinned["tokens"][1] == 10 * np.mean(range(13, 25))
+    stopped = thin(records[:2000], 4578, dict(loss=lambda r: r["loss"]))
+    assert stopped["tokens"][:166] == thinned["tokens"][:166]  # bins are those of the whole run
+
+
+def test_mean_leaves_out_what_is_not_finite():
+    assert mean([None, None]) is None
+    assert mean([0.1234567891, None]) == 0.1234567891
+    assert mean([1.0, None, 4.0]) == 2.5
+
+
+def test_sixty_long_runs_make_a_page_of_less_than_five_megabytes(tmp_path):
+    write_run(tmp_path / "a", steps=1200)
+    long = describe(tmp_path / "a")
+    assert len(page("t", [dict(long, path=str(i), problems=[]) for i in range(60)])) < 2.5e6
+
+
+def test_an_evaluation_on_the_same_tokens_adds_its_lengths(tmp_path):
+    last = write_run(tmp_path / "a")[-1]
+    evaluation = dict(
+        step="step_000011", val_tokens=96, val_loss={"48": 1.0, "96": 2.5}, val_loss_by_position={"96": [3.0]}
+    )
+    (tmp_path / "a" / "evaluation.json").write_text(json.dumps(evaluation))
+    final = describe(tmp_path / "a")["final"]
+    assert final["val_loss"] == last["val_loss"] | {"96": 2.5}  # the run's own first
+    assert final["val_loss_by_position"]["96"] == [3.0]
+
+
+@pytest.mark.parametrize("other", [dict(val_tokens=192), dict(step="step_000004")])
+def test_an_evaluation_of_other_tokens_or_weights_is_named_and_not_mixed_in(tmp_path, other):
+    last = write_run(tmp_path / "a")[-1]
+    evaluation = dict(step="step_000011", val_tokens=96, val_loss={"96": 2.5}, val_loss_by_position={}) | other
+    (tmp_path / "a" / "evaluation.json").write_text(json.dumps(evaluation))
+    run = describe(tmp_path / "a")
+    assert run["final"]["val_loss"] == last["val_loss"]
+    assert "evaluation.json is not shown" in run["problems"][0]
+
+
+# ---- groups and configs ----------------------------------------------------------------------------------------------
+
+
+def test_groups_are_the_same_config_up_to_the_seed_and_labelled_by_what_differs(tmp_path):
+    write_run(tmp_path / "a", method="rope", seed=1)
+    write_run(tmp_path / "b", method="rope", seed=2, name="other", keep=7)
+    write_run(tmp_path / "c", method="rope", train_length=128)
+    write_run(tmp_path / "d", method="scale_invariant_p_rope")
+    write_run(tmp_path / "e", method="scale_invariant_p_rope", method_options={"tau": 3.0})
+    write_run(tmp_path / "f", method="alibi")
+    page("t", runs := [describe(path) for path in sorted(tmp_path.iterdir())])
+    groups = group(runs)
+    assert [(g["label"], [run["path"][-1] for run in g["runs"]]) for g in groups] == [
+        ("RoPE, train_length 128", ["c"]),
+        ("RoPE, train_length 256", ["a", "b"]),
+        ("ALiBi", ["f"]),
+        ("Scale-invariant p-RoPE", ["d"]),
+        ("Scale-invariant p-RoPE, tau 3.0", ["e"]),
+    ]
+    assert [run["group"] for run in runs] == [1, 1, 0, 3, 4, 2]
+
+
+def test_configs_show_only_the_fields_that_differ(tmp_path):
+    write_run(tmp_path / "a", seed=1)
+    write_run(tmp_path / "b", seed=2, muon_lr=0.04)
+    text = page("t", [describe(tmp_path / name) for name in "ab"])
+    differ, common = text[text.index('id="configs-head"') :].split("<details>")[:2]
+    assert re.findall(r'<th scope="col">(.*?)</th>', differ) == ["run", "seed", "muon_lr"]
+    assert re.findall(r"<td>(.*?)</td>", differ) == ["1", "0.02", "2", "0.04"]
+    assert "<th>adam_betas</th><td>0.9, 0.95</td>" in common and "muon_lr" not in common.split("<section")[0]
+
+
+# ---- damage ----------------------------------------------------------------------------------------------------------
+
+
+def problems(path: Path) -> str:
+    run = describe(path)
+    assert path.name in page("t", [run])
+    return "\n".join(run["problems"])
+
+
+def test_a_half_written_and_a_damaged_line_are_named_and_the_others_shown(tmp_path):
+    records = write_run(tmp_path / "a", stop=7)
+    lines = (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
+    lines[2] = lines[2][:20]
+    lines.append('{"step": 8, "tok')
+    (tmp_path / "a" / "metrics.jsonl").write_bytes("\n".join(lines).encode() + b"\xff\xfe")
+    found = problems(tmp_path / "a")
+    assert f"line 3 of {len(lines)} of metrics.jsonl is damaged" in found
+    assert f"line {len(lines)} of {len(lines)} of metrics.jsonl is half-written" in found
+    assert "interrupted at step 7 of 11" in found
+    kept = [r for r in records[:2] + records[3:] if "train_loss" in r]
+    assert describe(tmp_path / "a")["train"]["tokens"] == [r["tokens"] for r in kept]
+
+
+def test_a_damaged_config_is_named_and_the_losses_still_shown(tmp_path):
+    loss = write_run(tmp_path / "a")[-1]["val_loss"]
+    (tmp_path / "a" / "config.json").write_text('{"method": "ro')
+    assert "config.json is damaged" in problems(tmp_path / "a")
+    [row] = Page(page("t", [describe(tmp_path / "a")])).table()
+    assert (row["method"], row["loss at 48"]) == ("unknown", f"{loss['48']:.4f}")
+
+
+@pytest.mark.parametrize("name", ["summary.json", "evaluation.json", "needle/summary.json"])
+def test_damaged_results_are_named(tmp_path, name):
+    write_run(tmp_path / "a")
+    (tmp_path / "a" / "needle").mkdir()
+    (tmp_path / "a" / name).write_text('{"greedy": {"16"')
+    assert f"{name} is damaged" in problems(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    "line", ["5", "{}", '{"step": 1, "train_loss": 2.0}', '{"step": 1, "tokens": 1, "val_loss": 3}']
+)
+def test_lines_that_no_run_writes_are_named(tmp_path, line):
+    write_run(tmp_path / "a")
+    (tmp_path / "a" / "metrics.jsonl").write_text(line + "\n")
+    assert "not what a run writes" in problems(tmp_path / "a")
+
+
+def test_a_run_without_metrics_and_one_whose_last_validation_is_lost(tmp_path):
+    write_run(tmp_path / "new", stop=0)
+    (tmp_path / "new" / "metrics.jsonl").unlink()
+    assert problems(tmp_path / "new") == "no metrics yet\ninterrupted at step 0 of 11"
+    loss = write_run(tmp_path / "done")[-1]["val_loss"]
+    path = tmp_path / "done" / "metrics.jsonl"
+    path.write_text(path.read_text().rsplit("\n", 2)[0])
+    assert "lacks the last validation" in problems(tmp_path / "done")
+    assert describe(tmp_path / "done")["final"]["val_loss"] == loss
+
+
+def test_losses_that_are_not_finite_are_named(tmp_path):
+    write_run(tmp_path / "a")
+    path = tmp_path / "a" / "metrics.jsonl"
+    path.write_text(re.sub(r'("step": (?:7|8),.*?"train_loss": )[^,]*', r"\1null", path.read_text()))
+    assert problems(tmp_path / "a") == "training loss not finite in 2 steps, first in step 7"
+
+
+def test_failed_runs_and_folders_that_are_no_runs_are_named(tmp_path):
+    write_run(tmp_path / "a", stop=5)
+    (tmp_path / "a.failures.txt").write_text("first\nout of memory\n")
+    (tmp_path / "refused.failures.txt").write_text("no such data\n")
+    (tmp_path / "stray").mkdir()
+    runs, strays = look_through(tmp_path)
+    assert runs == [tmp_path / "a"]
+    assert strays == [("stray", "not a run folder: it has no config.json"), ("refused", "never began: no such data")]
+    assert problems(tmp_path / "a") == "failed at step 5 of 11\nout of memory"
+    assert all(f"<b>{name}</b>: {text}" in page("t", [describe(runs[0])], strays) for name, text in strays)
+
+
+def test_a_run_whose_folder_a_process_holds_is_running(tmp_path):
+    write_run(tmp_path / "a", stop=5)
+    with open(tmp_path / "a" / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert problems(tmp_path / "a") == "running at step 5 of 11"
+    assert problems(tmp_path / "a") == "interrupted at step 5 of 11"
+
+
+def test_runs_of_the_same_name_are_told_apart_by_their_paths(tmp_path):
+    write_run(tmp_path / "x" / "a")
+    write_run(tmp_path / "y" / "a")
+    runs = embedded(page("t", [describe(tmp_path / "x" / "a"), describe(tmp_path / "y" / "a")]))["runs"]
+    assert [run["name"] for run in runs] == [str(tmp_path / "x" / "a"), str(tmp_path / "y" / "a")]
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+
+def evil_page(tmp_path: Path) -> str:
+    evil = tmp_path / EVIL.replace("/", "\u2215")  # the one character that a folder's name cannot have
+    write_run(evil, method_options={EVIL: EVIL}, data_dir=EVIL)
+    (evil.with_name(f"{evil.name}.failures.txt")).write_text(EVIL)
+    write_run(tmp_path / "b", stop=3)
+    return page(EVIL + "{{data}}", [describe(evil), describe(tmp_path / "b")], [(EVIL, EVIL)])
+
+
+def test_no_name_or_option_can_leave_its_place(tmp_path):
+    text = evil_page(tmp_path)
+    tags = Page(text).tags
+    assert (tags.count("script"), tags.count("img")) == (2, 0)
+    groups = embedded(text)["groups"]
+    assert any(EVIL in g["label"] for g in groups)
+    assert embedded(text)["runs"][0]["name"] == EVIL.replace("/", "\u2215")
+    assert "{{data}}</title>" in text
+
+
+def test_the_page_asks_for_nothing(tmp_path):
+    write_run(tmp_path / "a")
+    text = page("t", [describe(tmp_path / "a")])
+    assert "default-src 'none'" in text
+    assert set(re.findall(r"https?://[^\s\"'`]+", text)) == {"http://www.w3.org/2000/svg"}  # a name, never fetched
+    assert not re.search(r"<(link|script|img)[^>]*(src|href)=[\"'](?!data:)", text) and "@import" not in text
+
+
+def test_without_javascript_there_is_a_chart_of_the_groups_means(tmp_path):
+    for seed in (0, 1):
+        write_run(tmp_path / f"a{seed}", method="rope", seed=seed)
+    write_run(tmp_path / "b", method="alibi")
+    write_run(tmp_path / "c", method="nope", stop=3)
+    runs = [describe(path) for path in sorted(tmp_path.iterdir())]
+    text = page("t", runs)
+    chart = text[text.index('<div class="plot">') : text.index("</figure>")]
+    assert re.findall(r"<title>(.*?)</title>", chart) == ["RoPE", "ALiBi"]  # not the unfinished one
+    paths = [re.findall(r"([\d.]+),([\d.]+)", d) for d in re.findall(r'class="line"[^>]* d="M([^H]*?)"', chart)]
+    means = [
+        np.mean([run["final"]["val_loss"][n] for run in part]) for part in (runs[:2], runs[2:3]) for n in ("16", "48")
+    ]
+    drawn = [float(y) for path in paths for _, y in path]
+    assert len(drawn) == 4
+    slope, offset = np.polyfit(means, drawn, 1)
+    assert slope < 0 and np.allclose(slope * np.array(means) + offset, drawn, atol=0.1)  # y in pixels points down
+
+
+def test_a_page_of_runs_without_any_validation(tmp_path):
+    write_run(tmp_path / "a", stop=0)
+    (tmp_path / "a" / "metrics.jsonl").write_text("")
+    assert "No validation yet." in page("t", [describe(tmp_path / "a")])
+
+
+@pytest.mark.parametrize("colour", sorted({colour for colour, _, _ in LINES.values()}))
+def test_every_colour_can_be_seen_on_a_dark_page(colour):
+    def luminance(c):
+        linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in np.frombuffer(c, "u1") / 255]
+        return np.dot(linear, (0.2126, 0.7152, 0.0722))
+
+    ratio = (luminance(bytes.fromhex(on_dark(colour)[1:])) + 0.05) / (luminance(bytes.fromhex("15181c")) + 0.05)
+    assert ratio > 3
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_writes_the_runs_of_the_folder_and_refuses_what_is_no_run(tmp_path):
+    write_run(tmp_path / "runs" / "a")
+    write_run(tmp_path / "runs" / "b", stop=2)
+    out = tmp_path / "new" / "report.html"
+    done = command("--runs-dir", tmp_path / "runs", "--out", out, "--title", "R&D")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{out}: 2 runs, problems: 1,")
+    assert [run["name"] for run in embedded(out.read_text())["runs"]] == ["a", "b"]
+    assert "<title>R&amp;D</title>" in out.read_text()
+    refused = command(tmp_path / "runs" / "a", tmp_path / "runs", "--out", tmp_path / "no.html")
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert refused.stderr == f"error: {tmp_path / 'runs'} is not a run folder: it has no config.json\n"
+    assert not (tmp_path / "no.html").exists()
+
+
+@pytest.mark.parametrize("make", [False, True])
+def test_a_folder_without_runs_is_refused(tmp_path, make):
+    if make:
+        (tmp_path / "runs" / "stray").mkdir(parents=True)
+    with pytest.raises(ValueError, match="runs"):
+        look_through(tmp_path / "runs")
+
+
+# ---- in a browser ----------------------------------------------------------------------------------------------------
+
+
+def in_chromium(text: str, tmp_path: Path) -> tuple[str, str]:
+    """The page's HTML after its scripts ran, and the browser's log."""
+    (tmp_path / "page.html").write_text(text)
+    flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-sync "
+    flags += "--disable-component-update --disable-quic --enable-logging=stderr --dump-dom --virtual-time-budget=4000"
+    done = subprocess.run(
+        [CHROMIUM, *flags.split(), f"--user-data-dir={tmp_path / 'profile'}", f"file://{tmp_path / 'page.html'}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return done.stdout, done.stderr
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_the_scripts_draw_every_chart_whatever_the_runs_are_called(tmp_path):
+    dom, log = in_chromium(evil_page(tmp_path), tmp_path)
+    assert 'data-drawn="7"' in dom
+    assert "CONSOLE" not in log, log  # errors, and requests that the page's policy refused
+    assert Page(dom).tags.count("img") == 0 and "NaN" not in "".join(re.findall(r' d="[^"]*"', dom))
+    assert dom.count('<input type="checkbox" aria-label="show ') == 2
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_the_scripts_run_for_runs_without_numbers(tmp_path):
+    write_run(tmp_path / "a", stop=0)
+    (tmp_path / "a" / "metrics.jsonl").write_text("")
+    dom, log = in_chromium(page("t", [describe(tmp_path / "a")]), tmp_path)
+    assert 'data-drawn="0"' in dom and dom.count("nothing to draw") >= 7
+    assert "CONSOLE" not in log, log
