@@ -169,7 +169,7 @@ def sweep(
         runs.setdefault(config_hash(run.config), run)
     if methods:
         present = {run.config.method for run in runs.values()}
-        if unknown := [m for m in methods if m not in present]:
-            raise ValueError(f"sweep {name} has no method {', '.join(unknown)}; it has {', '.join(sorted(present))}")
+        if not present & set(methods):
+            raise ValueError(f"sweep {name} has no method {', '.join(methods)}; it has {', '.join(sorted(present))}")
         return [run for run in runs.values() if run.config.method in methods]
     return list(runs.values())
