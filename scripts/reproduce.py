@@ -607,7 +607,8 @@ def main():
         try:
             one = study(item)
             reproduce(one, folders)
-            of = f"{len(one.finished)} of {len(one.runs)} runs" if one.runs else "".join(one.missing) or "no runs needed"
+            of = f"{len(one.finished)} of {len(one.runs)} runs" if one.runs else "no runs needed"
+            of = one.missing[0] if one.missing and not one.runs else of
             outcomes[item] = f"{'incomplete' if one.missing else 'complete'}, {of}: {one.path}.md"
         except Exception as error:  # whatever is wrong with one item, the others are made
             outcomes[item] = f"failed: {type(error).__name__}: {error}"

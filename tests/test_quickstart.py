@@ -1,4 +1,4 @@
-"""The quickstart's own code, on a few steps: it trains every method, ends with table and figure, and repeats nothing."""
+"""The quickstart's own code, on a few steps: it trains every method, ends with table and figure, repeats nothing."""
 
 import json
 import subprocess
