@@ -33,6 +33,7 @@ from tqdm import tqdm
 
 from configs.config import Config, require
 from configs.sweeps import SCALES, SWEEPS, Run, sweep
+from data.shards import open_split
 from model.methods import METHODS
 from scripts.runs import Folder, beside, failures, find, is_running, read_folders, state
 from train_gpt import ROOT, read_config, user_errors
@@ -134,6 +135,8 @@ def make_plan(run: Run, folders: list[Folder], args: argparse.Namespace) -> Plan
     now, words = state(run, folders, args.runs_dir)
     folder = find(run, folders)
     path = folder.path if folder else args.runs_dir / run.name
+    if now == "finished" and (here := data_fingerprint(run.config)) and folder.summary.get("data", here) != here:
+        now, words = "other", f"trained on other data than {run.config.data_dir}: use another --runs-dir"
     action = dict(
         finished="nothing",
         running="left alone: another process trains it",
@@ -148,6 +151,14 @@ def make_plan(run: Run, folders: list[Folder], args: argparse.Namespace) -> Plan
     if starts and args.executor == "slurm" and (number := queued_job(path)):
         return Plan(run, path, now, words, f"left alone: queued as job {number}", False, queued=True)
     return Plan(run, path, now, words, action, starts)
+
+
+def data_fingerprint(config: Config) -> str | None:
+    """Of the training data, None where it is not on this machine."""
+    try:
+        return open_split(config.data_dir, "train", config.vocab_size).fingerprint
+    except (OSError, ValueError):
+        return None
 
 
 def show(plans: list[Plan]):

@@ -359,6 +359,16 @@ def test_folder_of_another_config_is_left_alone(data, tmp_path, capsys):
     assert "muon_lr 0.1 there, 0.02 here" in capsys.readouterr().err
 
 
+def test_finished_run_on_other_data_does_not_count(copied, data, capsys):
+    summary = copied / run().name / "summary.json"
+    summary.write_text(json.dumps(json.loads(summary.read_text()) | dict(data="0123")))
+    table, _ = dry_run(capsys, options(data, copied, "rope alibi"))
+    assert table["rope"] == ("other", f"left alone  (trained on other data than {data}: use another --runs-dir)")
+    assert table["alibi"][0] == "finished"
+    table, _ = dry_run(capsys, options(data.parent / "elsewhere", copied, "rope"))  # without the data: it counts
+    assert table["rope"][0] == "finished"
+
+
 def test_interrupted_run_under_another_name_is_resumed_there(data, finished, copied):
     mine = (copied / run().name).rename(copied / "mine")
     (mine / "summary.json").unlink()
