@@ -538,7 +538,7 @@ def reproduce(study: Study, folders: list[Folder]) -> str:
 
 
 def provenance(study: Study) -> str:
-    made_at = f"{datetime.date.today()} on {device_name(study.device)}, {platform.platform()}"
+    made_at = f"{datetime.date.today()} on {device_name(study.device)}, {platform.system()}, torch {torch.__version__}"
     own = ["--out", str(study.out)] * (study.out != Path("results") / study.scale)
     own += ["--draws", str(study.draws)] * (study.draws != DRAWS)
     lines = [
