@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All tests: bash scripts/test.sh. Those that take under 3 minutes together: bash scripts/test.sh quick.
+# All tests: bash scripts/test.sh. Without the slow ones: bash scripts/test.sh quick.
 source "$(dirname "$0")/setup.sh"
 arguments=("$@")
 if [ "${1:-}" = quick ]; then arguments=(-m "not slow" "${@:2}"); fi
