@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from configs.config import Config
+from configs.config import Config, require
 from data.loader import check_validation
 from data.shards import open_split
 from runtime.checkpoint import latest_checkpoint, load_checkpoint
@@ -42,11 +42,11 @@ def load_run(folder: Path, device: torch.device) -> tuple[Config, torch.nn.Modul
 def evaluate(folder: Path, lengths: list[int] | None, val_tokens: int | None, device: torch.device, world) -> dict:
     """Name, method and train_length of one run, with what train_gpt.validate returns (losses in nats)."""
     config, model = load_run(folder, device)
-    config = dataclasses.replace(
-        config, val_lengths=tuple(lengths or config.val_lengths), val_tokens=val_tokens or config.val_tokens
-    )
+    lengths, val_tokens = tuple(lengths or config.val_lengths), val_tokens or config.val_tokens
+    require(all(n >= 1 for n in lengths), f"--lengths must be at least 1, got {min(lengths)}")
     stream = open_split(config.data_dir, "val", config.vocab_size)
-    check_validation(stream, config.val_lengths, config.val_tokens)
+    check_validation(stream, lengths, val_tokens)
+    config = dataclasses.replace(config, val_lengths=lengths, val_tokens=val_tokens)
     plans = {length: model.plan(length, backend=config.attention_backend) for length in config.val_lengths}
     result = validate(model, plans, config, stream, world)
     return dict(name=folder.name, method=config.method, train_length=config.train_length, **result)
