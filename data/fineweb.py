@@ -41,10 +41,10 @@ def download(size: str, num_shards: int | None, out: Path) -> dict:
         raise ValueError(f"{out}: holds data of {manifest.get('source', 'another source')}: choose another --out")
     missing = [name for name in names if not _is_verified(out / name, manifest["files"].get(name))]
     for name in tqdm(missing, desc=repo, unit="file", disable=None):
-        infos = _ask_hub(HfApi().get_paths_info, repo, name, repo_type="dataset")
+        infos = ask_hub(repo, HfApi().get_paths_info, repo, name, repo_type="dataset")
         if not infos:
             raise ValueError(f"{repo} has no file {name}")
-        path = Path(_ask_hub(hf_hub_download, repo, name, repo_type="dataset", local_dir=out))
+        path = Path(ask_hub(repo, hf_hub_download, repo, name, repo_type="dataset", local_dir=out))
         try:
             entry = describe_shard(path)
             if entry["sha256"] != infos[0].lfs.sha256:
@@ -62,12 +62,13 @@ def _is_verified(path: Path, entry: dict | None) -> bool:
     return bool(entry) and path.exists() and path.stat().st_size == HEADER_BYTES + entry["tokens"] * TOKEN.itemsize
 
 
-def _ask_hub(call: Callable, *args, **kwargs):
+def ask_hub(what: str, call: Callable, *args, **kwargs):
+    """call(*args, **kwargs), a function of huggingface_hub; OSError, in one line, when it cannot give `what`."""
     try:
         return call(*args, **kwargs)
     except Exception as error:  # the hub's client lets through what its HTTP library raises, and changes that library
         message = " ".join(str(error).split())
-        raise OSError(f"cannot fetch {args[0]} from the Hugging Face hub, run the command again: {message}") from error
+        raise OSError(f"cannot fetch {what} from the Hugging Face hub, run the command again: {message}") from error
 
 
 def main(argv: list[str] | None = None) -> int:

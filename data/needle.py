@@ -26,6 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data.fineweb import ask_hub
 from data.shards import open_split
 from data.text import END_OF_TEXT, Corpus, Tokenizer, document_spans, find_files, index_documents, read_document
 
@@ -156,11 +157,8 @@ def _fetch_c4(folder: Path, name: str) -> Path:
     path = folder / f"{name}.jsonl"
     if path.exists():
         return path
-    try:
-        packed = Path(hf_hub_download("allenai/c4", f"en/{name}.json.gz", repo_type="dataset", local_dir=folder))
-    except Exception as error:  # the hub's client lets through what its HTTP library raises, and changes that library
-        message = " ".join(str(error).split())
-        raise OSError(f"cannot fetch {name} of allenai/c4 from the Hugging Face hub, try again: {message}") from error
+    where = dict(repo_type="dataset", local_dir=folder)
+    packed = Path(ask_hub(f"{name} of allenai/c4", hf_hub_download, "allenai/c4", f"en/{name}.json.gz", **where))
     temporary = path.with_suffix(".tmp")
     try:
         with gzip.open(packed) as source, open(temporary, "wb") as target:

@@ -20,7 +20,7 @@ from pathlib import Path
 from configs.config import NOT_MATHEMATICS, Config, config_hash, require
 from runtime.files import replace_file, to_json
 from scripts.figures import LINES, OTHER, method_name
-from scripts.runs import Folder, failures, is_running, read_folder
+from scripts.runs import Folder, failures, folder_state, read_folder
 from train_gpt import user_errors
 
 POINTS = 400  # of a curve at most; 60 runs of any length make a page of about 2 MB
@@ -78,7 +78,7 @@ def describe(path: Path) -> dict:
     """What the page shows of a run. What is wrong with it is in `problems`, one line each, never an exception."""
     folder = read_folder(path)
     problems = list(folder.problems)
-    run = dict(name=path.name, path=str(path), config=folder.config, state=state(folder), problems=problems)
+    run = dict(name=path.name, path=str(path), config=folder.config, state=folder_state(folder), problems=problems)
     try:
         run |= measured(folder, problems)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -88,14 +88,6 @@ def describe(path: Path) -> dict:
         steps = folder.config.steps if folder.config else "?"
         problems += [f"{run['state']} at step {run['step']} of {steps}", *failures(path)[-1:]]
     return run
-
-
-def state(folder: Folder) -> str:
-    if folder.summary is not None:
-        return "finished"
-    if is_running(folder.path):
-        return "running"
-    return "failed" if failures(folder.path) else "interrupted"
 
 
 def measured(folder: Folder, problems: list[str]) -> dict:

@@ -83,22 +83,28 @@ def state(run: Run, folders: list[Folder], runs_dir: Path) -> tuple[str, str]:
     other: the folder of that name holds something else, which is left alone.
     """
     folder = find(run, folders)
-    if folder and folder.summary is not None:
-        return "finished", str(folder.path)
-    named = next((f for f in folders if f.path.name == run.name), None)
-    if folder is None and named is not None:
+    path = folder.path if folder else runs_dir / run.name
+    if folder is None and (named := next((f for f in folders if f.path.name == run.name), None)):
         if named.config is None:
             return "other", named.problems[0]
         return "other", f"{named.path} is of another config ({differences(run.config, named.config)}): rename it"
-    path = folder.path if folder else runs_dir / run.name
-    if folder and is_running(path):
-        return "running", str(path)
-    if failed := failures(path):
-        return "failed", f"{path} failed {len(failed)} time{'s' * (len(failed) > 1)}: {failed[-1]}"
-    if folder is None:
-        return "missing", ""
-    checkpoint = latest_checkpoint(folder.path / "checkpoints") if (folder.path / "checkpoints").exists() else None
-    return "interrupted", f"{folder.path}, {f'after {checkpoint.stem}' if checkpoint else 'without a checkpoint'}"
+    now = folder_state(folder) if folder else "failed" if failures(path) else "missing"
+    if now == "failed":
+        failed = failures(path)
+        return now, f"{path} failed {len(failed)} time{'s' * (len(failed) > 1)}: {failed[-1]}"
+    if now == "interrupted":
+        checkpoint = latest_checkpoint(path / "checkpoints") if (path / "checkpoints").exists() else None
+        return now, f"{path}, {f'after {checkpoint.stem}' if checkpoint else 'without a checkpoint'}"
+    return now, "" if now == "missing" else str(path)
+
+
+def folder_state(folder: Folder) -> str:
+    """finished, running, failed or interrupted."""
+    if folder.summary is not None:
+        return "finished"
+    if is_running(folder.path):
+        return "running"
+    return "failed" if failures(folder.path) else "interrupted"
 
 
 def differences(ours: Config, theirs: Config) -> str:

@@ -80,26 +80,24 @@ def test_alone_an_error_of_set_up_reaches_the_caller(alone):
 def test_when_one_rank_fails_in_set_up_all_leave_with_one_message(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
-        "import torch, torch.distributed as dist\n"
+        "import os, torch, torch.distributed as dist\n"
         "from runtime.processes import agree, start_processes, stop_processes\n"
         "world = start_processes('cpu')\n"
         "ranks = torch.tensor([float(world.rank)])\n"
         "dist.all_reduce(ranks)\n"
         "with agree(world):\n"
         "    pass\n"
-        "print('met', int(ranks), flush=True)\n"
+        "os.write(1, b'met %d\\n' % int(ranks))\n"  # print writes in pieces, which two processes may interleave
         "with agree(world):\n"
         "    if world.rank == 1:\n"
         "        raise ValueError('shard 7 is damaged')\n"
         "print('trained', flush=True)\n"
     )
-    start = time.monotonic()
     process = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, script)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=60)
     assert out.count("met 1") == 2 and "trained" not in out
     assert err.count("error: shard 7 is damaged\n") == err.count("shard 7 is damaged") == 1
     assert process.returncode != 0 and re.search(r"exitcode\s*: 2 ", err), err
-    assert time.monotonic() - start < 60
 
 
 # ---- run folder
