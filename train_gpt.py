@@ -126,8 +126,8 @@ def main():
         f"{num_parameters:,} parameters; {config.steps} steps of {config.batch_tokens:,} tokens, {accumulation} x "
         f"{micro_batch} sequences of {config.train_length} a process; {flops_per_token / 1e6:,.1f} MFLOP a token"
     )
-    backend = plans[config.train_length].backend
-    say(f"{str(dtype).removeprefix('torch.')}; compile {compile_note}; attention by {backend}")
+    plan = plans[config.train_length]
+    say(f"{str(dtype).removeprefix('torch.')}; compile {compile_note}; attention by {plan.backend} ({plan.why})")
     say(f"MFU of {peak:.3g} FLOP/s ({peak_source})" + (f"; resumed at step {start}" if start else ""))
 
     training_model = evaluated_model = model

@@ -2,7 +2,8 @@
 
     backend   computes                               used for
     sdpa      torch's fused causal attention         methods that leave the score alone (LogN is in q), on CUDA
-    flex      FlexAttention, compiled                methods that change the score, on CUDA; without gradients on a CPU
+    triton    our kernel, model/kernels/flash.py     methods that change the score, on CUDA
+    flex      FlexAttention, compiled                the same, where the kernel cannot run; no gradients on a CPU
     blocks    blocks of queries, plain PyTorch       everything on a CPU: it trains, in memory O(T) per block
 
 `auto` chooses by that table. A method with a Replacement uses these for the softmax attention inside it.
@@ -11,6 +12,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -18,12 +20,14 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
+from model.kernels.distance import Coefficients, learned_parameters, make_coefficients
 from model.methods.base import Method
 
-BACKENDS = ("auto", "sdpa", "flex", "blocks")
+BACKENDS = ("auto", "sdpa", "triton", "flex", "blocks")
 QUERY_BLOCK = 128  # queries a block; the fastest of 64, 128 and 256 on a CPU (results/speed/cpu_step.md)
 RECOMPUTE_LENGTH = 4096  # from this many keys on, the blocks' probabilities are recomputed in the backward pass
 FLEX_BLOCK = 128  # FlexAttention's block mask granularity
+MAX_LENGTH = 2**30  # positions and their differences are 32-bit integers in the kernels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +41,10 @@ class Plan:
     query_table: Tensor | None = None  # (Tq,)
     scale_band: Tensor | float = 1.0  # a of a block of queries, (1 or H, block, Tk)
     bias_band: Tensor | None = None  # m, and -inf for keys in the future, (1 or H, block, Tk)
+    coefficients: Coefficients | None = None  # of the kernel
     score_mod: Callable | None = None
     block_mask: object | None = None
+    why: str = ""  # this backend
 
 
 def make_plan(
@@ -49,9 +55,10 @@ def make_plan(
     q_offset: int = 0,
     target_length: int | None = None,
     device="cpu",
+    dtype: torch.dtype = torch.float32,
     backend: str = "auto",
 ) -> Plan:
-    """The plan for queries at positions q_offset.. against keys at positions 0..key_length-1.
+    """The plan for queries at positions q_offset.. against keys at positions 0..key_length-1, of this dtype.
 
     target_length (default: key_length) is the length of the whole sequence, which fixes the scaling of methods that
     depend on it (NTK, YaRN, LogN's constant form). ValueError for lengths or backends that do not go together.
@@ -63,8 +70,10 @@ def make_plan(
         raise ValueError(f"{query_length} queries from position {q_offset} see further than the {key_length} keys")
     if key_length > target_length:
         raise ValueError(f"{key_length} keys are more than the target length {target_length}")
+    if key_length > MAX_LENGTH:
+        raise ValueError(f"attention covers up to {MAX_LENGTH} positions, got {key_length}")
     device = torch.device(device)
-    backend = choose_backend(method, device, backend)
+    backend, why = choose_backend(method, device, backend, dtype)
     plan = {}
     if method.rotation is not None:
         plan["cos"], plan["sin"] = method.rotation.tables(key_length, target_length, device)
@@ -72,26 +81,60 @@ def make_plan(
         positions = torch.arange(q_offset, q_offset + query_length)
         plan["query_table"] = method.query_scale.table(positions, target_length).to(device)
     if method.replacement is None:
-        if backend == "blocks":
-            plan["scale_band"], plan["bias_band"] = block_bands(method, query_length, key_length, device)
         if backend == "flex":
-            plan["score_mod"] = flex_score_mod(method, q_offset)
             plan["block_mask"] = causal_block_mask(query_length, key_length, q_offset, device)
-    return Plan(backend, q_offset, **plan)
+        if not learned_parameters(method.score_change):
+            plan |= score_parts(method, backend, query_length, key_length, q_offset, device, dtype)
+    return Plan(backend, q_offset, why=why, **plan)
 
 
-def choose_backend(method: Method, device: torch.device, backend: str = "auto") -> str:
+def score_parts(method: Method, backend: str, query_length, key_length, q_offset, device, dtype) -> dict:
+    """The parts of a plan that hold a_t and m_t. Where these are learned, every layer makes its own in every pass."""
+    if backend == "blocks":
+        scale, bias = block_bands(method, query_length, key_length, device)
+        return dict(scale_band=scale, bias_band=bias)
+    if backend == "flex":
+        return dict(score_mod=flex_score_mod(method, q_offset))
+    if backend == "triton" and method.score_change is not None:
+        shape = dict(num_heads=method.num_heads, head_dim=method.head_dim, key_length=key_length, q_offset=q_offset)
+        return dict(coefficients=make_coefficients(method.score_change, **shape, dtype=dtype, device=device))
+    return {}
+
+
+def choose_backend(method: Method, device: torch.device, backend: str = "auto", dtype=torch.float32) -> tuple[str, str]:
+    """The backend that will run, and the words for the log that say why. ValueError for one that cannot run."""
     if backend not in BACKENDS:
         raise ValueError(f"unknown attention backend {backend!r}; valid: {', '.join(BACKENDS)}")
+    change = method.score_change
+    no_kernel = kernel_problem(method, device, dtype)
     if backend == "auto":
         if device.type != "cuda":
-            return "blocks"
-        return "sdpa" if method.score_change is None else "flex"
-    if backend == "sdpa" and method.score_change is not None:
-        raise ValueError(f"{method.name} changes the attention score, which sdpa cannot: use flex, blocks or auto")
+            return "blocks", f"there is no other that trains on {device.type}"
+        if change is None:
+            return "sdpa", f"{method.name} leaves the score alone"
+        if no_kernel is None:
+            return "triton", f"{method.name} changes the score by distance"
+        flex = "flex" if find_spec("triton") else "blocks"  # Inductor needs Triton too
+        return flex, f"the Triton kernel cannot run: {no_kernel}"
+    if backend == "sdpa" and change is not None:
+        raise ValueError(f"{method.name} changes the attention score, which sdpa cannot: use triton, flex or auto")
     if backend == "flex" and method.replacement is not None:
         raise ValueError(f"{method.name} is not a softmax over changed scores: FlexAttention cannot run it, use auto")
-    return backend
+    if backend == "triton" and no_kernel:
+        raise ValueError(f"attention_backend triton cannot run: {no_kernel}: use auto")
+    return backend, "asked for"
+
+
+def kernel_problem(method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the Triton kernel cannot run this method here, or None."""
+    if not find_spec("triton"):
+        return "Triton is not installed"
+    from model.kernels import flash  # only now, as it needs Triton
+
+    shapes = {p.shape for p in learned_parameters(method.score_change).values()}
+    if shapes and shapes != {(method.num_heads,)} or len(learned_parameters(method.score_change)) > 1:
+        return f"it takes one learned number a head, {method.name} has others"
+    return flash.problem(device, dtype, method.head_dim)
 
 
 def attend(
@@ -115,9 +158,12 @@ def attend(
     if plan is None:
         plan = make_plan(
             method, q.shape[2], k.shape[2],
-            q_offset=q_offset, target_length=target_length, device=q.device, backend=backend,
+            q_offset=q_offset, target_length=target_length, device=q.device, dtype=q.dtype, backend=backend,
         )  # fmt: skip
     rotated_q, rotated_k = transform(method, q, k, plan)
+    if learned_parameters(method.score_change):
+        lengths = q.shape[2], k.shape[2], plan.q_offset
+        plan = dataclasses.replace(plan, **score_parts(method, plan.backend, *lengths, q.device, q.dtype))
     if method.replacement is not None:
         causal = functools.partial(softmax_attention, plan=dataclasses.replace(plan, bias_band=None))
         return method.replacement.attend(q, k, v, rotated_q, rotated_k, plan.q_offset, causal)
@@ -155,6 +201,10 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, *, q_offset: int, plan: P
         return flex(q, k, v, plan)
     if plan.backend == "sdpa":
         return sdpa(q, k, v, q_offset)
+    if plan.backend == "triton":
+        from model.kernels.flash import flash_attention
+
+        return flash_attention(q, k, v, plan.coefficients, q_offset=q_offset)
     return query_blocks(q, k, v, q_offset, plan.scale_band, plan.bias_band)
 
 

@@ -106,7 +106,8 @@ class GPT(nn.Module):
     def plan(self, length: int, *, backend: str = "auto", target_length: int | None = None) -> Plan:
         """What the attention method prepares for sequences of this length; the same for all layers."""
         method, device = self.blocks[0].attention.method, self.head.device
-        return make_plan(method, length, length, target_length=target_length, device=device, backend=backend)
+        where = dict(device=device, dtype=self.dtype)
+        return make_plan(method, length, length, target_length=target_length, backend=backend, **where)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return norm(self.embedding(tokens).to(self.dtype))

@@ -259,7 +259,7 @@ def query_gradient_kernel(
             acc = tl.dot((ds * slope).to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
     store_rows(dq, row, dq_t, d, Tq - start, acc * unit, HEAD_DIM)
     if LEARNED:
-        tl.store(dparameter + first_row + row, learned, mask=row < Tq - start)
+        tl.store(dparameter + first_row + row, learned * unit, mask=row < Tq - start)
 
 
 @triton.jit
@@ -395,17 +395,29 @@ def flash_attention(
     )[0]  # fmt: skip
 
 
+def problem(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why the kernel cannot run there, or None."""
+    if device.type == "cuda":
+        if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
+            return "it needs compute capability 8.0 (A100) or newer"
+    elif not INTERPRETED:
+        return f"it runs on CUDA (on a CPU only interpreted, for tests, with TRITON_INTERPRET=1), not on {device}"
+    if dtype not in DTYPES:
+        return f"it takes float32, float16 and bfloat16, not {dtype}"
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        return f"it covers head dimensions up to {MAX_HEAD_DIM}, not {head_dim}"
+    return None
+
+
 def check(q, k, v, coefficients, q_offset, documents):
     if not (q.dim() == k.dim() == v.dim() == 4 and k.shape == v.shape and q.shape[::3] == k.shape[::3]):
         raise ValueError(f"q, k, v must be (B, H, T, D): got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}")
-    if not (q.dtype == k.dtype == v.dtype and q.dtype in DTYPES):
-        raise ValueError(f"the kernel takes one dtype of float32, float16, bfloat16: got {q.dtype}, {k.dtype}, {v.dtype}")
-    if q.device.type != "cuda" and not (INTERPRETED and q.device.type == "cpu"):
-        raise ValueError(f"the Triton kernel runs on CUDA (or interpreted, with TRITON_INTERPRET=1), not on {q.device}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k, v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+    if reason := problem(q.device, q.dtype, q.shape[3]):
+        raise ValueError(f"the Triton kernel cannot run: {reason}")
     if len({x.device for x in (q, k, v)}) > 1:
         raise ValueError(f"q, k, v must be on one device: got {q.device}, {k.device} and {v.device}")
-    if not 1 <= q.shape[3] <= MAX_HEAD_DIM:
-        raise ValueError(f"the kernel covers head dimensions up to {MAX_HEAD_DIM}, got {q.shape[3]}")
     if k.shape[1] < 1 or q.shape[1] % k.shape[1]:
         raise ValueError(f"{k.shape[1]} key heads do not divide {q.shape[1]} query heads")
     if not 0 <= q_offset <= k.shape[2] - q.shape[2]:

@@ -55,11 +55,14 @@ class ScoreChange(nn.Module):
     def coefficients(self, distance: Tensor, head: Tensor) -> tuple[Tensor | float, Tensor]:
         """a and m at the given distances t >= 0 and heads, two tensors that broadcast together (a may be a number).
 
-        Called with whole tensors, distance (Q, K) and head (H, 1, 1), in float64 for the tables of the plain path, and
-        with float32 and int32 scalars inside FlexAttention: use elementwise torch operations and indexing only. It may
-        hold no learned parameters: all layers share what one layer's gives, computed once a length.
+        Called with whole tensors, distance (Q, K) and head (H, 1, 1), in float64 for tables, and with float32 and int32
+        scalars inside FlexAttention: use elementwise torch operations and indexing only. What it learns must be one
+        parameter, (H,): a number a head; without one all layers share what one layer's gives, computed once a length.
         """
         raise NotImplementedError
+
+    def forward(self, distance, head):  # for torch.func, which calls modules with other values of their parameters
+        return self.coefficients(distance, head)
 
 
 class Replacement(nn.Module):
