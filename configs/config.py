@@ -99,7 +99,7 @@ class Fields:
     """Of the computation; parameters are float32. auto: bfloat16 on CUDA and on CPUs that multiply it in hardware."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile. auto: on if a trial compilation works."""
-    attention_backend: Literal["auto", "sdpa", "triton", "flex", "blocks"] = "auto"
+    attention_backend: Literal["auto", "sdpa", "triton", "flex", "cpu", "blocks"] = "auto"
     """How attention runs; see model/attention.py."""
     save_every: int = 1000
     """Steps between checkpoints; 0: only at the end."""

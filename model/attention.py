@@ -4,7 +4,8 @@
     sdpa      torch's fused causal attention         methods that leave the score alone (LogN is in q), on CUDA
     triton    our kernel, model/kernels/flash.py     methods that change the score, on CUDA
     flex      FlexAttention, compiled                the same, where the kernel cannot run; no gradients on a CPU
-    blocks    blocks of queries, plain PyTorch       everything on a CPU: it trains, in memory O(T) per block
+    cpu       our kernel, model/kernels/cpu.py       everything on a CPU, in float32
+    blocks    blocks of queries, plain PyTorch       everything, where none of these can run
 
 `auto` chooses by that table. A method with a Replacement uses these for the softmax attention inside it.
 """
@@ -20,10 +21,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
+from model.kernels import cpu
 from model.kernels.distance import Coefficients, learned_parameters, make_coefficients
 from model.methods.base import Method
 
-BACKENDS = ("auto", "sdpa", "triton", "flex", "blocks")
+BACKENDS = ("auto", "sdpa", "triton", "flex", "cpu", "blocks")
 QUERY_BLOCK = 128  # queries a block; the fastest of 64, 128 and 256 on a CPU (results/speed/cpu_step.md)
 RECOMPUTE_LENGTH = 4096  # from this many keys on, the blocks' probabilities are recomputed in the backward pass
 FLEX_BLOCK = 128  # FlexAttention's block mask granularity
@@ -41,7 +43,8 @@ class Plan:
     query_table: Tensor | None = None  # (Tq,)
     scale_band: Tensor | float = 1.0  # a of a block of queries, (1 or H, block, Tk)
     bias_band: Tensor | None = None  # m, and -inf for keys in the future, (1 or H, block, Tk)
-    coefficients: Coefficients | None = None  # of the kernel
+    coefficients: Coefficients | None = None  # of the Triton kernel
+    tables: Tensor | None = None  # of the kernel for CPUs, (2, 1 or H, Tk)
     score_mod: Callable | None = None
     block_mask: object | None = None
     why: str = ""  # this backend
@@ -95,6 +98,8 @@ def score_parts(method: Method, backend: str, query_length, key_length, q_offset
         return dict(scale_band=scale, bias_band=bias)
     if backend == "flex":
         return dict(score_mod=flex_score_mod(method, q_offset))
+    if backend == "cpu":
+        return dict(tables=cpu.make_tables(method.score_change, method.num_heads, method.head_dim, key_length))
     if backend == "triton" and method.score_change is not None:
         shape = dict(num_heads=method.num_heads, head_dim=method.head_dim, key_length=key_length, q_offset=q_offset)
         return dict(coefficients=make_coefficients(method.score_change, **shape, dtype=dtype, device=device))
@@ -105,34 +110,35 @@ def choose_backend(method: Method, device: torch.device, backend: str = "auto", 
     """The backend that will run, and the words for the log that say why. ValueError for one that cannot run."""
     if backend not in BACKENDS:
         raise ValueError(f"unknown attention backend {backend!r}; valid: {', '.join(BACKENDS)}")
-    change = method.score_change
-    no_kernel = kernel_problem(method, device, dtype)
     if backend == "auto":
+        if device.type == "cpu":
+            reason = cpu.problem(device, dtype)
+            return ("blocks", f"the kernel for CPUs cannot run: {reason}") if reason else ("cpu", "our kernel for CPUs")
         if device.type != "cuda":
-            return "blocks", f"there is no other that trains on {device.type}"
-        if change is None:
+            return "blocks", f"nothing faster runs on {device.type}"
+        if method.score_change is None:
             return "sdpa", f"{method.name} leaves the score alone"
-        if no_kernel is None:
-            return "triton", f"{method.name} changes the score by distance"
-        flex = "flex" if find_spec("triton") else "blocks"  # Inductor needs Triton too
-        return flex, f"the Triton kernel cannot run: {no_kernel}"
-    if backend == "sdpa" and change is not None:
-        raise ValueError(f"{method.name} changes the attention score, which sdpa cannot: use triton, flex or auto")
+        if reason := triton_problem(method, device, dtype):
+            fallback = "flex" if find_spec("triton") else "blocks"  # Inductor needs Triton too
+            return fallback, f"our Triton kernel cannot run: {reason}"
+        return "triton", f"our kernel, as {method.name} changes the score"
+    if backend == "sdpa" and method.score_change is not None:
+        raise ValueError(f"{method.name} changes the attention score, which sdpa cannot: use auto")
     if backend == "flex" and method.replacement is not None:
         raise ValueError(f"{method.name} is not a softmax over changed scores: FlexAttention cannot run it, use auto")
-    if backend == "triton" and no_kernel:
-        raise ValueError(f"attention_backend triton cannot run: {no_kernel}: use auto")
-    return backend, "asked for"
+    problems = dict(triton=lambda: triton_problem(method, device, dtype), cpu=lambda: cpu.problem(device, dtype))
+    if backend in problems and (reason := problems[backend]()):
+        raise ValueError(f"attention_backend {backend} cannot run: {reason}: use auto")
+    return backend, "as asked for"
 
 
-def kernel_problem(method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
+def triton_problem(method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the Triton kernel cannot run this method here, or None."""
     if not find_spec("triton"):
         return "Triton is not installed"
     from model.kernels import flash  # only now, as it needs Triton
 
-    shapes = {p.shape for p in learned_parameters(method.score_change).values()}
-    if shapes and shapes != {(method.num_heads,)} or len(learned_parameters(method.score_change)) > 1:
+    if [p.shape for p in learned_parameters(method.score_change).values()] not in ([], [(method.num_heads,)]):
         return f"it takes one learned number a head, {method.name} has others"
     return flash.problem(device, dtype, method.head_dim)
 
@@ -205,6 +211,9 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, *, q_offset: int, plan: P
         from model.kernels.flash import flash_attention
 
         return flash_attention(q, k, v, plan.coefficients, q_offset=q_offset)
+    if plan.backend == "cpu":
+        tables = cpu.make_tables(None, 1, q.shape[3], k.shape[2]) if plan.tables is None else plan.tables
+        return cpu.cpu_attention(q, k, v, tables, q_offset=q_offset)
     return query_blocks(q, k, v, q_offset, plan.scale_band, plan.bias_band)
 
 

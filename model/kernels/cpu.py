@@ -1,0 +1,180 @@
+"""Attention over L = a_t S + m_t on a CPU, by cpu.cpp: compiled on first use, with the machine's own C++ compiler.
+
+Float32 only. It needs a compiler with OpenMP (as torch.compile does) and a PyTorch whose BLAS can be called from
+outside; `problem` says what is missing, and model/attention.py then runs the same formula in plain PyTorch.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from model.kernels.distance import in_bits
+from model.methods.base import ScoreChange
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+TILE = (128, 256)  # queries, keys: the fastest of those tried (results/speed/cpu.md)
+MATRICES = ("q", "k", "v", "o", "dout", "dq", "dk", "dv")
+
+
+class Matrix(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("batch", "head", "token"))]
+
+
+class Call(ctypes.Structure):
+    _fields_ = [
+        ("gemm", ctypes.c_void_p),
+        *((name, Matrix) for name in MATRICES),
+        *((name, ctypes.c_void_p) for name in ("lse", "delta", "tables", "dtables")),
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "table_heads", "queries", "keys", "dim")),
+        *((name, ctypes.c_int64) for name in ("q_offset", "parts", "tile_queries", "tile_keys")),
+    ]
+
+
+def problem(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the kernel cannot run there, or None. Compiles it when asked for the first time."""
+    if device.type != "cpu":
+        return f"it runs on a CPU, not on {device}"
+    if dtype != torch.float32:
+        return f"it takes float32, not {dtype}"
+    return library()[1]
+
+
+@functools.cache
+def library() -> tuple[ctypes.CDLL | None, str | None]:
+    """The compiled kernel, or None and why there is none."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if not compiler:
+        return None, "there is no C++ compiler"
+    try:
+        blas = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        gemm = ctypes.cast(blas.sgemm_, ctypes.c_void_p).value
+    except (OSError, AttributeError):
+        return None, "this PyTorch does not show its BLAS"
+    try:
+        kernel = ctypes.CDLL(str(compiled(compiler)))
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = getattr(error, "stderr", None) or str(error)
+        return None, f"{compiler} cannot compile it: {detail.strip().splitlines()[0]}"
+    kernel.gemm = gemm
+    return kernel, None
+
+
+def compiled(compiler: str) -> Path:
+    """The shared object, from the cache if it was compiled before for this processor by this compiler."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    processor = Path("/proc/cpuinfo")
+    flags = next((line for line in processor.read_text().splitlines() if line.startswith("flags")), "")
+    key = hashlib.sha256("\n".join((SOURCE.read_text(), version, flags, *FLAGS)).encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "scale_invariant_attention"
+    path = folder / f"cpu-{key}.so"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:  # then moved, whole, as others may be doing the same
+            fresh = Path(temporary) / path.name
+            command = [compiler, *FLAGS, str(SOURCE), "-o", str(fresh)]
+            subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+            os.replace(fresh, path)
+    return path
+
+
+def make_tables(change: ScoreChange | None, num_heads: int, head_dim: int, key_length: int) -> Tensor:
+    """A and M of distance.py, turned round: (2, H or 1, keys) float32, differentiable in what `change` learns."""
+    distance = torch.arange(key_length - 1, -1, -1).double()
+    a, m = (1.0, 0.0) if change is None else change.coefficients(distance, torch.arange(num_heads).unsqueeze(-1))
+    return in_bits(a, m, distance, head_dim).float().contiguous()
+
+
+def cpu_attention(q: Tensor, k: Tensor, v: Tensor, tables: Tensor, *, q_offset: int = 0) -> Tensor:
+    """Causal attention (B, H, Tq, D) over a_t S + m_t, tables coming from make_tables for these keys.
+
+    q (B, H, Tq, D), k and v (B, H, Tk, D), float32; query i is at position q_offset + i, key j at j.
+    """
+    assert q.dtype == k.dtype == v.dtype == tables.dtype == torch.float32 and tables.shape[2] == k.shape[2]
+    assert 0 <= q_offset <= k.shape[2] - q.shape[2]
+    return forward_op(*(x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)), tables, q_offset)[0]
+
+
+def run(function: str, q_offset: int, parts: int = 1, **tensors: Tensor | None):
+    kernel, reason = library()
+    assert kernel is not None, reason
+    q, k, tables = tensors["q"], tensors["k"], tensors["tables"]
+    call = Call(
+        gemm=kernel.gemm, batch=q.shape[0], heads=q.shape[1], table_heads=tables.shape[1], queries=q.shape[2],
+        keys=k.shape[2], dim=q.shape[3], q_offset=q_offset, parts=parts, tile_queries=TILE[0], tile_keys=TILE[1],
+    )  # fmt: skip
+    for name, x in tensors.items():
+        if name in MATRICES:
+            setattr(call, name, Matrix(x.data_ptr(), *x.stride()[:3]))
+        elif x is not None:
+            setattr(call, name, x.data_ptr())
+    getattr(kernel, function)(ctypes.byref(call))
+
+
+def heads_last(x: Tensor, make) -> Tensor:
+    """(B, H, T, D) in memory (B, T, H, D), as the projections before and after want it."""
+    B, H, T, D = x.shape
+    return make((B, T, H, D), dtype=x.dtype).transpose(1, 2)
+
+
+@torch.library.custom_op("scale_invariant::cpu_forward", mutates_args=())
+def forward_op(q: Tensor, k: Tensor, v: Tensor, tables: Tensor, q_offset: int) -> tuple[Tensor, Tensor]:
+    o, lse = heads_last(q, torch.empty), torch.empty(q.shape[:3])
+    run("forward", q_offset, q=q, k=k, v=v, o=o, lse=lse, tables=tables)
+    return o, lse
+
+
+@forward_op.register_fake
+def _(q, k, v, tables, q_offset):
+    return heads_last(q, q.new_empty), q.new_empty(q.shape[:3])
+
+
+@torch.library.custom_op("scale_invariant::cpu_backward", mutates_args=())
+def backward_op(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, tables: Tensor, q_offset: int, learned: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+    B, H, Tq, D = q.shape
+    threads, tiles = torch.get_num_threads(), -(-k.shape[2] // TILE[1])
+    parts = 1 if B * H % threads == 0 or B * H >= 4 * threads else min(threads, tiles)
+    dk, dv = heads_last(k, torch.zeros), heads_last(k, torch.zeros)
+    dq = torch.zeros(parts, B, Tq, H, D).transpose(2, 3)
+    dtables = torch.zeros(parts * B, H, 2, k.shape[2]) if learned else None
+    run(
+        "backward", q_offset, parts, q=q, k=k, v=v, dout=dout, dq=dq[0], dk=dk, dv=dv,
+        lse=lse, delta=(dout * o).sum(dim=-1), tables=tables, dtables=dtables,
+    )  # fmt: skip
+    dq = dq[0] if parts == 1 else dq.sum(dim=0)
+    if not learned:
+        return dq, dk, dv, torch.empty(0)
+    dtables = dtables.sum(dim=0).transpose(0, 1)  # (2, H, Tk)
+    return dq, dk, dv, dtables.contiguous() if tables.shape[1] > 1 else dtables.sum(dim=1, keepdim=True)
+
+
+@backward_op.register_fake
+def _(dout, q, k, v, o, lse, tables, q_offset, learned):
+    dk, dv = heads_last(k, k.new_empty), heads_last(k, k.new_empty)
+    return heads_last(q, q.new_empty), dk, dv, tables.new_empty(tables.shape if learned else (0,))
+
+
+def save_for_backward(ctx, inputs, output):
+    *tensors, ctx.q_offset = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def backward(ctx, dout, _):
+    q, k, v, tables, o, lse = ctx.saved_tensors
+    learned = ctx.needs_input_grad[3]
+    *gradients, dtables = backward_op(dout, q, k, v, o, lse, tables, ctx.q_offset, learned)
+    return *gradients, dtables if learned else None, None
+
+
+forward_op.register_autograd(backward, setup_context=save_for_backward)
