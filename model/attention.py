@@ -318,9 +318,15 @@ def causal_block_mask(query_length: int, key_length: int, q_offset: int, device)
     )
 
 
+def compiled_flex(q: Tensor, k: Tensor, v: Tensor, **mods) -> Tensor:
+    if q.device.type == "cpu" and k.shape[2] < FLEX_BLOCK:  # torch 2.13 reads past their end: NaN, now and then
+        raise ValueError(f"FlexAttention on a CPU needs at least {FLEX_BLOCK} keys, got {k.shape[2]}: use auto")
+    return inductor_flex(q, k, v, **mods)
+
+
 # Never the silent L x L computation: with fullgraph, failing to compile (or doing so too often) is an error.
 @functools.partial(torch.compile, dynamic=False, fullgraph=True)
-def compiled_flex(*args, **kwargs):
+def inductor_flex(*args, **kwargs):
     if not torch.compiler.is_compiling():
         raise RuntimeError("FlexAttention must be compiled, but torch.compile is switched off: use blocks or sdpa")
     return flex_attention(*args, **kwargs)

@@ -33,7 +33,7 @@ class Coefficients:
 
     table: Tensor  # (n, H or 1, keys + 2 REACH) float32: at distances 0, 1, ...
     polynomials: Tensor | None = None  # (n, H or 1, windows, 4) float32; see fit_polynomials
-    degrees: tuple[int, ...] = ()  # of each function's polynomials: 0 and 1 in t, 3 in (t - D) / REACH, or CLOSED_FORM
+    degrees: tuple[int, ...] = ()  # of each function's polynomials: 0 and 1 in t, 3 in t - D, or CLOSED_FORM
     far: int = NOWHERE  # the first D from which the polynomials hold
     tangent: Tensor | None = None  # as table: the derivatives by the parameter of each head
     parameter: Tensor | None = None  # (H,): the learned parameter that they belong to
@@ -83,13 +83,13 @@ def fit_polynomials(table: Tensor, q_offset: int, tolerance: float) -> tuple[Ten
     """Polynomials, degrees and far of Coefficients, for functions given as their table (n, H, keys + 2 REACH).
 
     A function that is one line (a constant, ALiBi's m) has the same coefficients, in t, in all windows and is far
-    everywhere. Any other has a cubic in (t - D) / REACH for each window D - REACH < t < D + REACH.
+    everywhere. Any other has a cubic in t - D for each window D - REACH < t < D + REACH.
     """
     N = table.shape[2]
     D = window_starts(N - 2 * REACH, q_offset, table.device)  # (W,)
     x = torch.arange(1 - REACH, REACH, device=table.device)  # (2 REACH - 1,)
     t = D.unsqueeze(-1) + x  # (W, 2 REACH - 1)
-    powers = lambda x: (x.double() / REACH).unsqueeze(-1) ** torch.arange(4, device=table.device)
+    powers = lambda x: x.double().unsqueeze(-1) ** torch.arange(4, device=table.device)
     at_nodes = torch.linalg.inv(powers(torch.tensor(NODES, device=table.device)))
     near = lambda approximation, f: (approximation - f).abs() <= tolerance * (1 + f.abs())
     polynomials, degrees, far = [], [], EVERYWHERE

@@ -21,6 +21,7 @@ from torch import Tensor
 from model.kernels.distance import EVERYWHERE, LOG2E, NOWHERE, REACH, STEP, Coefficients
 
 INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1: tile by tile in numpy, on a CPU, for tests
+IN_INTERPRETER = tl.constexpr(INTERPRETED)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
 MAX_LENGTH = 2**30  # positions and their differences are int32
@@ -50,43 +51,72 @@ def store_rows(base, row, stride, d, rows_left, value, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
-def function_of_tile(at, t, D, DEGREE: tl.constexpr, REACH: tl.constexpr):
-    """A function at the distances t of a tile at distance D, by the coefficients at `at` (distance.py)."""
+def approximate_log2(x):
+    """By the special function unit: Triton's own takes some 15 instructions more. The interpreter knows no assembly."""
+    if IN_INTERPRETER:
+        return tl.log2(x)
+    else:
+        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def approximate_sqrt(x):
+    if IN_INTERPRETER:
+        return tl.sqrt(x)
+    else:
+        return tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def function_of_tile(at, D, row, column, DEGREE: tl.constexpr):
+    """A function at the distances t = D + row - column of a tile, by the coefficients at `at` (distance.py).
+
+    row and column are floats that broadcast to the tile. The polynomial is first turned into one of the column for each
+    row, so that a logit costs as many multiply-adds as the degree, and no register is spent on its distance.
+    """
+    c0 = tl.load(at)
+    c1 = tl.load(at + 1)
     if DEGREE == 0:
-        return tl.load(at)
+        return c0
     elif DEGREE == 1:
-        return tl.load(at) + t.to(tl.float32) * tl.load(at + 1)
+        return (c0 + c1 * (D + row)) - c1 * column
     elif DEGREE == 3:
-        x = (t - D).to(tl.float32) * (1.0 / REACH)
-        return tl.load(at) + x * (tl.load(at + 1) + x * (tl.load(at + 2) + x * tl.load(at + 3)))
-    else:  # the scale-invariant b itself, the first coefficient being 1 / tau
-        return tl.sqrt(1.4426950408889634 + 2 * tl.log2(1 + tl.maximum(t, 0).to(tl.float32) * tl.load(at)))
+        c2 = tl.load(at + 2)
+        c3 = tl.load(at + 3)
+        r0 = c0 + row * (c1 + row * (c2 + row * c3))
+        r1 = c1 + row * (2 * c2 + row * (3 * c3))
+        r2 = c2 + row * (3 * c3)
+        return r0 - column * (r1 - column * (r2 - column * c3))
+    else:  # the scale-invariant b itself, 1 / tau being the first coefficient
+        x = tl.maximum(c0 * (D + row) - c0 * column, 0.0) + 1.0
+        return approximate_sqrt(1.4426950408889634 + 2 * approximate_log2(x))
 
 
 @triton.jit
 def logits_of_tile(
-    qk, t, D, table, polynomials, table_f, polynomials_f, first_D, scale,
-    FAR: tl.constexpr, FUNCTIONS: tl.constexpr, DEGREE_A: tl.constexpr, DEGREE_M: tl.constexpr,
-    STEP: tl.constexpr, REACH: tl.constexpr,
+    qk, D, row, column, table, polynomials, table_f, polynomials_f, first_D, scale,
+    MASKED: tl.constexpr, FAR: tl.constexpr,
+    FUNCTIONS: tl.constexpr, DEGREE_A: tl.constexpr, DEGREE_M: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Logits in bits from products qk at distances t (int32) in the tile of distance D, and their slope in qk, but for
-    a constant factor."""
+    """Logits in bits from products qk at distances D + row - column, and their slope in qk, but for a constant factor."""
     if FUNCTIONS == 0:
         return qk * scale, 1.0
     else:
         if FAR:
             at = polynomials + (D - first_D) // STEP * 4
-            a = function_of_tile(at, t, D, DEGREE_A, REACH)
+            a = function_of_tile(at, D, row.to(tl.float32), column.to(tl.float32), DEGREE_A)
         else:
-            entry = table + tl.maximum(t, 0)
-            a = tl.load(entry)
+            t = D + (row - column)
+            if MASKED:
+                t = tl.maximum(t, 0)
+            a = tl.load(table + t)
         if FUNCTIONS == 1:
             return a * (qk * scale - a), a
         else:
             if FAR:
-                m = function_of_tile(at + polynomials_f, t, D, DEGREE_M, REACH)
+                m = function_of_tile(at + polynomials_f, D, row.to(tl.float32), column.to(tl.float32), DEGREE_M)
             else:
-                m = tl.load(entry + table_f)
+                m = tl.load(table + table_f + t)
             return a * qk + m, a
 
 
@@ -107,7 +137,7 @@ def forward_kernel(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
     table_f, table_h, polynomials_f, polynomials_h, first_D, far, scale, H, GROUP, Tq, Tk, q_offset,
     FUNCTIONS: tl.constexpr, DEGREE_A: tl.constexpr, DEGREE_M: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
-    DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, STEP: tl.constexpr, REACH: tl.constexpr,
+    DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, STEP: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     batch, head, tile = which_tile(tl.cdiv(Tq, QUERIES), H)
@@ -141,13 +171,13 @@ def forward_kernel(
             at = tl.cast(n, tl.int64)
             k_tile = load_rows(k + at * k_t, column, k_t, d, Tk - n, HEAD_DIM, stretch == 0)
             v_tile = load_rows(v + at * v_t, column, v_t, d, Tk - n, HEAD_DIM, stretch == 0)
-            t = (D0 - n) + (row[:, None] - column[None, :])
             logits, _ = logits_of_tile(
-                tl.dot(q_tile, k_tile.T, input_precision=PRECISION), t, D0 - n, table, polynomials, table_f,
-                polynomials_f, first_D, scale, stretch == 2 or not NEAR, FUNCTIONS, DEGREE_A, DEGREE_M, STEP, REACH,
+                tl.dot(q_tile, k_tile.T, input_precision=PRECISION), D0 - n, row[:, None], column[None, :],
+                table, polynomials, table_f, polynomials_f, first_D, scale,
+                stretch == 0, stretch == 2 or not NEAR, FUNCTIONS, DEGREE_A, DEGREE_M, STEP,
             )  # fmt: skip
             if stretch == 0:
-                visible = t >= 0
+                visible = D0 + row[:, None] >= n + column[None, :]
                 if DOCUMENTS:
                     visible &= q_document[:, None] == tl.load(documents + n + column, n + column < Tk, -1)[None, :]
                 logits = tl.where(visible, logits, float("-inf"))
@@ -200,7 +230,7 @@ def query_gradient_kernel(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dq_b, dq_h, dq_t,
     table_f, table_h, polynomials_f, polynomials_h, first_D, far, scale, unit, H, GROUP, Tq, Tk, q_offset,
     FUNCTIONS: tl.constexpr, DEGREE_A: tl.constexpr, DEGREE_M: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
-    DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, STEP: tl.constexpr, REACH: tl.constexpr,
+    DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, STEP: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, LEARNED: tl.constexpr,
 ):  # fmt: skip
     """dQ of a tile of queries; if LEARNED, also each query's part in the gradient of its head's parameter."""
@@ -239,22 +269,22 @@ def query_gradient_kernel(
             at = tl.cast(n, tl.int64)
             k_tile = load_rows(k + at * k_t, column, k_t, d, Tk - n, HEAD_DIM, stretch == 0)
             v_tile = load_rows(v + at * v_t, column, v_t, d, Tk - n, HEAD_DIM, stretch == 0)
-            t = (D0 - n) + (row[:, None] - column[None, :])
             qk = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)
             logits, slope = logits_of_tile(
-                qk, t, D0 - n, table, polynomials, table_f, polynomials_f, first_D, scale,
-                stretch == 2 or not NEAR, FUNCTIONS, DEGREE_A, DEGREE_M, STEP, REACH,
+                qk, D0 - n, row[:, None], column[None, :],
+                table, polynomials, table_f, polynomials_f, first_D, scale,
+                stretch == 0, stretch == 2 or not NEAR, FUNCTIONS, DEGREE_A, DEGREE_M, STEP,
             )  # fmt: skip
             p = tl.exp2(logits - lse_row[:, None])
             if stretch == 0:
-                visible = t >= 0
+                visible = D0 + row[:, None] >= n + column[None, :]
                 if DOCUMENTS:
                     visible &= q_document[:, None] == tl.load(documents + n + column, n + column < Tk, -1)[None, :]
                 p = tl.where(visible, p, 0.0)
             dp = tl.dot(do_tile, v_tile.T, input_precision=PRECISION)
             ds = p * (dp - delta_row[:, None])
             if LEARNED:
-                entry = tangent + tl.maximum(t, 0)
+                entry = tangent + tl.maximum((D0 - n) + (row[:, None] - column[None, :]), 0)
                 learned += tl.sum(ds * (tl.load(entry) * qk + tl.load(entry + table_f)), 1)
             acc = tl.dot((ds * slope).to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
     store_rows(dq, row, dq_t, d, Tq - start, acc * unit, HEAD_DIM)
@@ -268,7 +298,7 @@ def key_gradient_kernel(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, dk_b, dk_h, dk_t,
     table_f, table_h, polynomials_f, polynomials_h, first_D, far, scale, unit, H, GROUP, Tq, Tk, q_offset,
     FUNCTIONS: tl.constexpr, DEGREE_A: tl.constexpr, DEGREE_M: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
-    DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, STEP: tl.constexpr, REACH: tl.constexpr,
+    DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, STEP: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, ATOMIC: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of a tile of keys; if ATOMIC, also its part in dQ, added in whatever order the tiles come."""
@@ -313,15 +343,14 @@ def key_gradient_kernel(
                 lse_row = tl.load(lse + first_row + m + row, row < Tq - m, float("inf"))  # beyond the end: P = 0
                 delta_row = tl.load(delta + first_row + m + row, row < Tq - m, 0.0)
                 D = q_offset + m - start
-                t = D + (row[None, :] - column[:, None])  # (KEYS, QUERIES)
-                logits, slope = logits_of_tile(
-                    tl.dot(k_tile, q_tile.T, input_precision=PRECISION), t, D,
+                logits, slope = logits_of_tile(  # (KEYS, QUERIES)
+                    tl.dot(k_tile, q_tile.T, input_precision=PRECISION), D, row[None, :], column[:, None],
                     table + head * table_h, polynomials + head * polynomials_h, table_f, polynomials_f, first_D, scale,
-                    stretch == 2 or not NEAR, FUNCTIONS, DEGREE_A, DEGREE_M, STEP, REACH,
+                    stretch == 0, stretch == 2 or not NEAR, FUNCTIONS, DEGREE_A, DEGREE_M, STEP,
                 )  # fmt: skip
                 p = tl.exp2(logits - lse_row[None, :])
                 if stretch == 0:
-                    visible = t >= 0
+                    visible = D + row[None, :] >= column[:, None]
                     if DOCUMENTS:
                         q_at = q_offset + m + row
                         visible &= k_document[:, None] == tl.load(documents + q_at, q_at < Tk, -1)[None, :]
@@ -353,18 +382,18 @@ class Tiles:
     stages: int
 
 
-def choose_tiles(dtype: torch.dtype, block_d: int, device: torch.device) -> dict[str, Tiles]:
-    hopper = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+def choose_tiles(dtype: torch.dtype, block_d: int, capability: tuple[int, int]) -> dict[str, Tiles]:
+    """The tiles of each kernel, chosen to fit registers and shared memory (scripts.kernel_code), not timed yet."""
     if dtype == torch.float32:
-        small = Tiles(64, 32, 4, 1) if block_d <= 128 else Tiles(32, 16, 4, 1)
-        return dict(forward=small, query_gradient=small, key_gradient=Tiles(small.keys, small.queries, 4, 1))
+        small = Tiles(32, 32, 4, 1) if block_d <= 128 else Tiles(16, 16, 4, 1)
+        return dict(forward=small, query_gradient=small, key_gradient=small)
     if block_d > 128:
-        return dict(forward=Tiles(64, 32, 4, 2), query_gradient=Tiles(64, 32, 4, 1), key_gradient=Tiles(32, 64, 4, 1))
-    if block_d == 128 and hopper:
-        big = Tiles(128, 64, 8, 3)
-        return dict(forward=big, query_gradient=Tiles(128, 64, 8, 2), key_gradient=Tiles(64, 128, 8, 2))
-    big = Tiles(128, 64, 4, 3)
-    return dict(forward=big, query_gradient=Tiles(64, 64, 4, 2), key_gradient=Tiles(64, 64, 4, 2))
+        return dict(forward=Tiles(64, 32, 4, 2), query_gradient=Tiles(64, 32, 4, 1), key_gradient=Tiles(32, 32, 4, 1))
+    if block_d == 128 and capability >= (9, 0):
+        big = Tiles(128, 64, 8, 2)
+        return dict(forward=Tiles(128, 64, 8, 3), query_gradient=big, key_gradient=Tiles(64, 128, 8, 2))
+    middle = Tiles(64, 64, 4, 2)
+    return dict(forward=Tiles(128, 64, 4 if block_d <= 64 else 8, 2), query_gradient=middle, key_gradient=middle)
 
 
 def flash_attention(
@@ -388,7 +417,7 @@ def flash_attention(
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     c = coefficients or Coefficients(torch.empty(0, 1, 1, device=q.device))
     if documents is not None:
-        documents = documents.to(torch.int32).contiguous()
+        documents = documents.to(torch.int64).contiguous()
     return forward_op(
         q, k, v, c.parameter, c.table, c.polynomials, c.tangent, documents,
         list(c.degrees), c.far, q_offset, deterministic,
@@ -536,8 +565,9 @@ class Launch:
         functions = len(table)
         near = functions > 0 and far > EVERYWHERE
         has_far = functions > 0 and far < k.shape[2]
-        self.dtype, self.device = q.dtype, q.device
         self.block_d = max(16, triton.next_power_of_2(D))
+        capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)
+        self.tiles = choose_tiles(q.dtype, self.block_d, capability)
         self.polynomials = table if polynomials is None else polynomials
         self.documents = k.new_empty(0, dtype=torch.int32) if documents is None else documents
         scale = {0: LOG2E * D**-0.5, 1: LOG2E**0.5 * D**-0.5, 2: 1.0}[functions]
@@ -553,11 +583,11 @@ class Launch:
         self.options = dict(
             FUNCTIONS=functions, DEGREE_A=degree_a, DEGREE_M=degree_m, NEAR=near, FAR=has_far,
             DOCUMENTS=documents is not None, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-            STEP=STEP, REACH=REACH, HEAD_DIM=D, BLOCK_D=self.block_d,
+            STEP=STEP, HEAD_DIM=D, BLOCK_D=self.block_d,
         )  # fmt: skip
 
     def __call__(self, kernel, role: str, length: int, arguments: tuple, **options):
-        tiles = choose_tiles(self.dtype, self.block_d, self.device)[role]
+        tiles = self.tiles[role]
         by_keys = role == "key_gradient"
         unit = () if role == "forward" else (self.unit,)
         grid = triton.cdiv(length, tiles.keys if by_keys else tiles.queries) * self.heads["keys" if by_keys else "queries"]
