@@ -39,6 +39,7 @@ class Call(ctypes.Structure):
     ]
 
 
+@torch.compiler.assume_constant_result
 def problem(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the kernel cannot run there, or None. Compiles it when asked for the first time."""
     if device.type != "cpu":
@@ -100,7 +101,12 @@ def cpu_attention(q: Tensor, k: Tensor, v: Tensor, tables: Tensor, *, q_offset: 
     """
     assert q.dtype == k.dtype == v.dtype == tables.dtype == torch.float32 and tables.shape[2] == k.shape[2]
     assert 0 <= q_offset <= k.shape[2] - q.shape[2]
-    return forward_op(*(x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)), tables, q_offset)[0]
+    return forward_op(*map(in_rows, (q, k, v)), tables, q_offset)[0]
+
+
+def in_rows(x: Tensor) -> Tensor:
+    """x in a form whose (T, D) matrices BLAS can read."""
+    return x if x.stride(3) == 1 and x.stride(2) >= x.shape[3] else x.contiguous()
 
 
 def run(function: str, q_offset: int, parts: int = 1, **tensors: Tensor | None):
@@ -113,7 +119,8 @@ def run(function: str, q_offset: int, parts: int = 1, **tensors: Tensor | None):
     )  # fmt: skip
     for name, x in tensors.items():
         if name in MATRICES:
-            setattr(call, name, Matrix(x.data_ptr(), *x.stride()[:3]))
+            batch, head, token, _ = x.stride()
+            setattr(call, name, Matrix(x.data_ptr(), batch, head, max(token, x.shape[3])))  # of one token it says nothing
         elif x is not None:
             setattr(call, name, x.data_ptr())
     getattr(kernel, function)(ctypes.byref(call))
@@ -141,7 +148,7 @@ def _(q, k, v, tables, q_offset):
 def backward_op(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, tables: Tensor, q_offset: int, learned: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+    dout = in_rows(dout)
     B, H, Tq, D = q.shape
     threads, tiles = torch.get_num_threads(), -(-k.shape[2] // TILE[1])
     parts = 1 if B * H % threads == 0 or B * H >= 4 * threads else min(threads, tiles)

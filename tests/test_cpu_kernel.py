@@ -1,0 +1,188 @@
+"""The kernel for CPUs against the plain form in float64: values, gradients, awkward shapes and strides, and refusals."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_attention import Mine
+from test_methods import assert_near, assert_refused, random
+
+from model.attention import attend, choose_backend, make_plan, plain_attention
+from model.kernels import cpu
+from model.methods import Method, make_method
+
+REPOSITORY = Path(__file__).parents[1]
+CPU = torch.device("cpu")
+
+pytestmark = pytest.mark.skipif(cpu.problem(CPU, torch.float32) is not None, reason=str(cpu.problem(CPU, torch.float32)))
+
+
+def make(name="scale_invariant_nope", num_heads=2, head_dim=16, **options):
+    return make_method(name, num_heads=num_heads, head_dim=head_dim, train_length=64, **options)
+
+
+def qkv(batch, method, length):
+    return [random(batch, method.num_heads, length, method.head_dim, seed=i).float() for i in range(3)]
+
+
+def check(method, q, k, v, queries=None, tolerance=1e-5):
+    """Output and all gradients of the last `queries` queries, the tensors as they lie in memory."""
+    T = k.shape[2]
+    offset = T - (queries or T)
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    expected = plain_attention(method, *exact)[:, :, offset:]
+    inputs = [x.detach().requires_grad_() for x in (q[:, :, offset:], k, v)]
+    output = attend(method, *inputs, q_offset=offset, backend="cpu")
+    assert_near(output, expected, tolerance)
+    weight = random(*output.shape, seed=3)
+    learned = list(method.parameters())
+    gradients = torch.autograd.grad((output * weight).sum(), [*inputs, *learned])
+    of_q, *others = torch.autograd.grad((expected * weight).sum(), [*exact, *learned])
+    for ours, theirs in zip(gradients, [of_q[:, :, offset:], *others]):
+        assert_near(ours, theirs, tolerance)
+
+
+@pytest.mark.parametrize("name", ["nope", "alibi", "scale_invariant_nope"])
+@pytest.mark.parametrize("length", [1, 2, 127, 128, 129, 255, 256, 257, 300, 515])
+def test_it_is_the_plain_form(name, length):
+    method = make(name)
+    check(method, *qkv(1, method, length))
+
+
+@pytest.mark.parametrize("batch, num_heads, head_dim", [(3, 1, 1), (1, 3, 20), (2, 6, 96), (1, 1, 128), (5, 2, 256)])
+def test_batches_heads_and_head_dimensions(batch, num_heads, head_dim):
+    method = make("alibi", num_heads, head_dim)
+    check(method, *qkv(batch, method, 140))
+
+
+@pytest.mark.parametrize("queries", [1, 17, 128, 200, 299])
+def test_the_last_queries(queries):
+    method = make()
+    check(method, *qkv(2, method, 300), queries)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("batch, num_heads", [(1, 1), (1, 3), (2, 2)])
+def test_any_number_of_threads(threads, batch, num_heads):
+    """With few heads the tiles of keys of one head go to several threads, each with its own dQ."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        method = make(num_heads=num_heads, learn_tau=True)
+        check(method, *qkv(batch, method, 800))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_large_logits_and_long_sequences():
+    method = make()
+    q, k, v = qkv(1, method, 1500)
+    check(method, 4 * q, 4 * k, v, tolerance=1e-4)  # logits in the hundreds, whose own rounding is 3e-5
+
+
+def test_other_functions_of_the_distance():
+    class Rough(Mine):
+        def coefficients(self, distance, head):
+            return 1 + 0.5 * (distance % 2), -0.1 * (distance // 7)
+
+    shape = dict(num_heads=2, head_dim=16, train_length=64)
+    for change in (Mine, Rough):
+        method = Method("mine", **shape, mechanisms=[change(**shape)])
+        check(method, *qkv(2, method, 270))
+
+
+@pytest.mark.parametrize("lay", [
+    lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),  # as the model has them
+    lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+    lambda x: x[:, :, :1].expand(-1, -1, x.shape[2], -1),
+    lambda x: x[:1].expand(2, -1, -1, -1),
+    lambda x: torch.stack([x, x], dim=-1)[..., 0],
+], ids=["heads_last", "tokens_last", "one_token", "one_sequence", "every_second"])
+def test_any_strides(lay):
+    method = make()
+    check(method, *(lay(x) for x in qkv(2, method, 130)))
+
+
+def test_an_expanded_gradient():
+    method = make()
+    inputs = [x.requires_grad_() for x in qkv(1, method, 50)]
+    row = random(1, 2, 1, 16, seed=5).float()
+    ours = torch.autograd.grad(attend(method, *inputs, backend="cpu"), inputs, row.expand(-1, -1, 50, -1))
+    theirs = torch.autograd.grad((plain_attention(method, *inputs) * row).sum(), inputs)
+    for a, b in zip(ours, theirs):
+        assert_near(a, b, 1e-5)
+
+
+def test_it_repeats_bit_for_bit():
+    method = make(learn_tau=True)
+    inputs = [x.requires_grad_() for x in qkv(1, method, 700)]
+    runs = [torch.autograd.grad(attend(method, *inputs, backend="cpu").square().sum(), [*inputs, *method.parameters()])
+            for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*runs))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_is_not_hidden(bad):
+    method = make()
+    q, k, v = qkv(1, method, 300)
+    q[0, 0, 150, 3] = bad
+    output = attend(method, q, k, v, backend="cpu")
+    assert output[0, 0, 150].isnan().all() and output.isnan().sum() == 16
+
+
+def test_it_is_one_operation_of_a_compiled_graph():
+    method = make(learn_tau=True)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *x: attend(method, *x, backend="cpu"), dynamic=False, fullgraph=True)
+    inputs = [x.requires_grad_() for x in qkv(1, method, 70)]
+    for run in (compiled, lambda *x: plain_attention(method, *x)):
+        gradients = torch.autograd.grad(run(*inputs).square().sum(), [*inputs, *method.parameters()])
+        if run is compiled:
+            ours = gradients
+    for a, b in zip(ours, gradients):
+        assert_near(a, b, 1e-5)
+
+
+def test_the_operations_keep_torch_s_rules():
+    method = make()
+    inputs = [x.requires_grad_() for x in qkv(1, method, 20)]
+    tables = cpu.make_tables(method.score_change, 2, 16, 20).requires_grad_()
+    torch.library.opcheck(cpu.forward_op, (*inputs, tables, 0))
+
+
+# ---- when it cannot run ----------------------------------------------------------------------------------------------
+
+
+def test_other_dtypes_and_devices_run_elsewhere_or_are_refused():
+    assert choose_backend(make(), CPU) == ("cpu", "our kernel for CPUs")
+    for dtype in (torch.float64, torch.bfloat16):
+        assert choose_backend(make(), CPU, dtype=dtype)[0] == "blocks"
+        with assert_refused("cpu", "float32", "auto"):
+            choose_backend(make(), CPU, "cpu", dtype)
+    with assert_refused("cpu", "cuda", "auto"):
+        choose_backend(make(), torch.device("cuda"), "cpu")
+
+
+def test_the_plan_says_why(tmp_path):
+    code = (
+        "from model.attention import make_plan; from model.methods import make_method;"
+        "plan = make_plan(make_method('rope', num_heads=1, head_dim=8, train_length=8), 8, 8); print(plan.backend, plan.why)"
+    )
+    for variables, expected in [
+        ({}, "cpu our kernel for CPUs"),
+        (dict(CXX="/nowhere/g++"), "blocks the kernel for CPUs cannot run: /nowhere/g++ cannot compile it: "),
+        (dict(CXX="false"), "blocks the kernel for CPUs cannot run: false cannot compile it: "),
+        (dict(XDG_CACHE_HOME="/dev/null"), "blocks the kernel for CPUs cannot run: "),
+    ]:
+        environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(REPOSITORY), **variables}
+        process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        assert process.stdout.startswith(expected) and process.stdout.count("\n") == 1, process.stdout + process.stderr
+    assert len(list((tmp_path / "scale_invariant_attention").iterdir())) == 1  # nothing half made is left
+
+
+def test_more_positions_than_it_counts_are_refused():
+    with assert_refused("positions"):
+        make_plan(make(), 1, 2**31 + 1, q_offset=2**31)
