@@ -187,6 +187,8 @@ def check_shapes(method: Method, q: Tensor, k: Tensor, v: Tensor):
 
 def transform(method: Method, q: Tensor, k: Tensor, plan: Plan, scale_queries: bool = True) -> tuple[Tensor, Tensor]:
     """Rotation of q and k and scaling of q, in float32 whatever the dtype of q, which is rounded once at the end."""
+    if method.rotation is None and (method.query_scale is None or not scale_queries):
+        return q, k
     if method.rotation is not None:
         end = plan.q_offset + q.shape[2]
         new_q = method.rotation.rotate(upcast(q), plan.cos[plan.q_offset : end], plan.sin[plan.q_offset : end])

@@ -68,45 +68,45 @@ def approximate_sqrt(x):
 
 
 @triton.jit
-def function_of_tile(at, D, row, column, DEGREE: tl.constexpr):
-    """A function at the distances t = D + row - column of a tile, by the coefficients at `at` (distance.py).
+def function_of_tile(at, D, u, v, DEGREE: tl.constexpr):
+    """A function at the distances D + u + v of a tile (R, C), u (R, 1) and v (1, C), by the coefficients at `at`.
 
-    row and column are floats that broadcast to the tile. The polynomial is first turned into one of the column for each
-    row, so that a logit costs as many multiply-adds as the degree, and no register is spent on its distance.
+    A cubic is first turned into one in v for each row, of which a thread has few: then a logit costs three
+    multiply-adds, and no register is spent on its distance.
     """
     c0 = tl.load(at)
     c1 = tl.load(at + 1)
     if DEGREE == 0:
         return c0
     elif DEGREE == 1:
-        return (c0 + c1 * (D + row)) - c1 * column
+        return (c0 + c1 * (D + u)) + c1 * v
     elif DEGREE == 3:
         c2 = tl.load(at + 2)
         c3 = tl.load(at + 3)
-        r0 = c0 + row * (c1 + row * (c2 + row * c3))
-        r1 = c1 + row * (2 * c2 + row * (3 * c3))
-        r2 = c2 + row * (3 * c3)
-        return r0 - column * (r1 - column * (r2 - column * c3))
+        r0 = c0 + u * (c1 + u * (c2 + u * c3))
+        r1 = c1 + u * (2 * c2 + u * (3 * c3))
+        r2 = c2 + u * (3 * c3)
+        return r0 + v * (r1 + v * (r2 + v * c3))
     else:  # the scale-invariant b itself, 1 / tau being the first coefficient
-        x = tl.maximum(c0 * (D + row) - c0 * column, 0.0) + 1.0
+        x = tl.maximum(c0 * (D + u) + c0 * v, 0.0) + 1.0
         return approximate_sqrt(1.4426950408889634 + 2 * approximate_log2(x))
 
 
 @triton.jit
 def logits_of_tile(
-    qk, D, row, column, table, polynomials, table_f, polynomials_f, first_D, scale,
+    qk, D, u, v, table, polynomials, table_f, polynomials_f, first_D, scale,
     MASKED: tl.constexpr, FAR: tl.constexpr,
     FUNCTIONS: tl.constexpr, DEGREE_A: tl.constexpr, DEGREE_M: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Logits in bits from products qk at distances D + row - column, and their slope in qk, but for a constant factor."""
+    """Logits in bits from products qk at distances D + u + v, and their slope in qk, but for a constant factor."""
     if FUNCTIONS == 0:
         return qk * scale, 1.0
     else:
         if FAR:
             at = polynomials + (D - first_D) // STEP * 4
-            a = function_of_tile(at, D, row.to(tl.float32), column.to(tl.float32), DEGREE_A)
+            a = function_of_tile(at, D, u.to(tl.float32), v.to(tl.float32), DEGREE_A)
         else:
-            t = D + (row - column)
+            t = D + (u + v)
             if MASKED:
                 t = tl.maximum(t, 0)
             a = tl.load(table + t)
@@ -114,7 +114,7 @@ def logits_of_tile(
             return a * (qk * scale - a), a
         else:
             if FAR:
-                m = function_of_tile(at + polynomials_f, D, row.to(tl.float32), column.to(tl.float32), DEGREE_M)
+                m = function_of_tile(at + polynomials_f, D, u.to(tl.float32), v.to(tl.float32), DEGREE_M)
             else:
                 m = tl.load(table + table_f + t)
             return a * qk + m, a
@@ -172,7 +172,7 @@ def forward_kernel(
             k_tile = load_rows(k + at * k_t, column, k_t, d, Tk - n, HEAD_DIM, stretch == 0)
             v_tile = load_rows(v + at * v_t, column, v_t, d, Tk - n, HEAD_DIM, stretch == 0)
             logits, _ = logits_of_tile(
-                tl.dot(q_tile, k_tile.T, input_precision=PRECISION), D0 - n, row[:, None], column[None, :],
+                tl.dot(q_tile, k_tile.T, input_precision=PRECISION), D0 - n, row[:, None], -column[None, :],
                 table, polynomials, table_f, polynomials_f, first_D, scale,
                 stretch == 0, stretch == 2 or not NEAR, FUNCTIONS, DEGREE_A, DEGREE_M, STEP,
             )  # fmt: skip
@@ -271,7 +271,7 @@ def query_gradient_kernel(
             v_tile = load_rows(v + at * v_t, column, v_t, d, Tk - n, HEAD_DIM, stretch == 0)
             qk = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)
             logits, slope = logits_of_tile(
-                qk, D0 - n, row[:, None], column[None, :],
+                qk, D0 - n, row[:, None], -column[None, :],
                 table, polynomials, table_f, polynomials_f, first_D, scale,
                 stretch == 0, stretch == 2 or not NEAR, FUNCTIONS, DEGREE_A, DEGREE_M, STEP,
             )  # fmt: skip
@@ -344,7 +344,7 @@ def key_gradient_kernel(
                 delta_row = tl.load(delta + first_row + m + row, row < Tq - m, 0.0)
                 D = q_offset + m - start
                 logits, slope = logits_of_tile(  # (KEYS, QUERIES)
-                    tl.dot(k_tile, q_tile.T, input_precision=PRECISION), D, row[None, :], column[:, None],
+                    tl.dot(k_tile, q_tile.T, input_precision=PRECISION), D, -column[:, None], row[None, :],
                     table + head * table_h, polynomials + head * polynomials_h, table_f, polynomials_f, first_D, scale,
                     stretch == 0, stretch == 2 or not NEAR, FUNCTIONS, DEGREE_A, DEGREE_M, STEP,
                 )  # fmt: skip
