@@ -1,15 +1,18 @@
-"""Times a training step's forward and backward pass with several attention methods and backends, side by side.
+"""Speed, side by side: a training step's forward and backward pass, or attention alone (scripts/bench_attention.py).
 
-    python -m scripts.bench quickstart p_rope:sdpa p_rope:blocks scale_invariant_p_rope:blocks --length 256
+    python -m scripts.bench step quickstart p_rope:sdpa p_rope:blocks scale_invariant_p_rope:blocks --length 256
+    python -m scripts.bench attention
 
-The first variant is the baseline and runs twice (the A/A row, which shows the noise). The model is the preset's with
-one micro-batch of its tokens, compiled; the variants are interleaved in alternating order, and what counts is the ratio
-of a variant's time to the baseline's in the same round: its median and quartiles over the rounds.
+step times several attention methods and backends. The first variant is the baseline and runs twice (the A/A row, which
+shows the noise). The model is the preset's with one micro-batch of its tokens, compiled; the variants are interleaved
+in alternating order, and what counts is the ratio of a variant's time to the baseline's in the same round: its median
+and quartiles over the rounds.
 """
 
 import argparse
 import dataclasses
 import statistics
+import sys
 import time
 
 import torch
@@ -18,6 +21,7 @@ from configs.presets import preset
 from optim.muon import fast_dtype
 from runtime.device import device_name
 from runtime.processes import start_processes
+from scripts import bench_attention
 from scripts.tables import markdown_table
 from train_gpt import build_model, user_errors
 
@@ -45,15 +49,16 @@ def make_step(config, backend: str, device: torch.device):
     return step, plan.backend
 
 
-def main():
-    parser = argparse.ArgumentParser(prog="python -m scripts.bench", description=__doc__.split("\n")[0])
+def add_step_arguments(parser: argparse.ArgumentParser):
     parser.add_argument("preset", help="model and micro-batch, from configs/presets.py")
     parser.add_argument("variants", nargs="+", metavar="METHOD[:BACKEND]", help="the first is the baseline")
     parser.add_argument("--length", type=int, help="sequence length (default: the preset's training length)")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--steps", type=int, default=4, help="steps a round")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    args = parser.parse_args()
+
+
+def run_steps(args: argparse.Namespace):
     with user_errors():
         device = start_processes(args.device).device
         base = preset(args.preset)
@@ -86,6 +91,21 @@ def main():
     print(f"{args.preset}, {tokens // length} x {length} tokens, {dtype}, compiled;")
     print(f"{device_name(device)}, torch {torch.__version__}; {args.rounds} rounds of {args.steps} steps\n")
     print(markdown_table(rows))
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m scripts.bench", description=__doc__.split("\n")[0])
+    commands = parser.add_subparsers(metavar="step | attention", required=True)
+    step = commands.add_parser("step", help="a model's forward and backward pass")
+    add_step_arguments(step)
+    step.set_defaults(run=run_steps)
+    attention = commands.add_parser(
+        "attention", help="attention alone", description=bench_attention.__doc__.split("\n")[0]
+    )
+    bench_attention.add_arguments(attention)
+    attention.set_defaults(run=bench_attention.run)
+    args = parser.parse_args()
+    sys.exit(args.run(args))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,444 @@
+"""Times attention alone: ours and others', forward and forward + backward, side by side.
+
+    python -m scripts.bench attention
+
+First the gate: output and gradients of each variant against float64, of which the errors are printed; a variant that
+fails gets no time. Then, a length at a time, rounds in which the variants take turns, in the order A B C and back.
+What counts is the ratio of a variant's time to the baseline's in the same round. The baseline, the first variant that
+runs, runs once more at the end of each round (the A/A row, which shows the noise). scripts/attention_variants.py lists
+the variants.
+"""
+
+import argparse
+import dataclasses
+import functools
+import os
+import platform
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from model.attention import plain_attention
+from runtime.device import device_name
+from runtime.files import replace_file, to_json
+from runtime.processes import start_processes
+from runtime.run_folder import git_commit
+from scripts.attention_variants import VARIANTS, Attend, Case, Variant, default_variants, dense
+from scripts.tables import markdown_table
+from train_gpt import user_errors
+
+CUDA_DEFAULTS = dict(lengths=[4096, 16384, 65536], head_dim=128, heads=6, tokens=65536, dtype="bfloat16")
+CPU_DEFAULTS = dict(lengths=[512, 1024, 4096], head_dim=64, heads=4, tokens=4096, dtype="float32")
+GATE_LENGTH = {"cuda": 4096, "cpu": 512}  # at most: the reference is dense
+LIMIT = 1.5  # times the error of the dense formula in the same dtype
+FLOAT32_LIMIT = 1e-5  # or this, where the dense formula's error is as good as none
+SHORTEST_ROUND, LONGEST_CELL = 3, 0.25  # rounds; seconds of one variant in one round
+PASSES = ("forward", "both")
+HOW_TO_READ = """\
+A variant's time is the median over rounds in which all take turns; its ratio is to the baseline's (the first row) in
+the same round: median and bootstrap 95 % interval. The row "again" is the baseline once more (A/A). Forward is as in
+training, keeping what the backward pass needs; both is forward + backward; TFLOP/s count causal attention (forward
+4 B H T^2 D / 2, both 3.5 times that). To plain: both, against the same code without the transform, where there is one.
+MiB: peak of both beyond the inputs, with output and gradients, by """
+
+
+def add_arguments(parser: argparse.ArgumentParser):
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.add_argument("--lengths", type=int, nargs="+", help="default: 4096 16384 65536; on a CPU 512 1024 4096")
+    parser.add_argument("--head-dim", type=int, help="default: 128; on a CPU 64")
+    parser.add_argument("--heads", type=int, help="default: 6; on a CPU 4")
+    parser.add_argument("--tokens", type=int, help="a pass, at least one sequence (default: 65536; on a CPU 4096)")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], help="default: bfloat16, float32 on a CPU"
+    )
+    parser.add_argument("--variants", nargs="+", metavar="NAME", help="the first is the baseline (default: all)")
+    parser.add_argument("--rounds", type=int, default=7, help="at most, as time allows")
+    parser.add_argument("--minutes", type=float, default=8, help="for everything, compilation included")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="also write FOLDER/DEVICE_attention.md and .json")
+    parser.add_argument("--tune", action="store_true", help="time other tiles of the Triton kernels instead")
+
+
+def run(args: argparse.Namespace, variants: dict[str, Variant] = VARIANTS) -> int:
+    """The exit code: 1 when a variant fails the gate."""
+    deadline = time.perf_counter() + 60 * args.minutes
+    with user_errors():
+        cases, names = read_arguments(args, variants)
+        if args.tune:
+            from scripts.bench_tiles import tune  # only now, as it needs Triton
+
+            tune(cases, deadline)
+            return 0
+        if args.out:
+            args.out.mkdir(parents=True, exist_ok=True)
+    variants = {name: variants[name] for name in names}
+    report = Report(args.out, cases[0], variants)
+    gate_length = min(cases[0].length, GATE_LENGTH.get(cases[0].device.type, 512))
+    gate_case = dataclasses.replace(cases[0], length=gate_length)
+    problems = {}  # by variant: why it cannot run, or is not allowed to
+    left = lambda: deadline - time.perf_counter()
+    for case in dict.fromkeys([gate_case, *cases]):
+        torch._dynamo.reset()  # the graphs of the other lengths
+        with torch._dynamo.config.patch(recompile_limit=64):  # FlexAttention's code is compiled once a variant
+            allowed = {name: variant for name, variant in variants.items() if name not in problems}
+            bench = Bench(case, allowed, deadline - left() / 2)
+            if case == gate_case:
+                report.add_gate(case, gate(bench, variants), bench.problems)
+                problems |= bench.problems
+            if case in cases:
+                to_come = len(cases) - 1 - cases.index(case)  # each needs time to compile and for its rounds
+                times = bench.measure(args.rounds, left() / (2 * to_come + 1))
+                report.add_length(bench, times, problems | bench.problems)
+    return int(any(reason.startswith("refused") for reason in problems.values()))
+
+
+def read_arguments(args, variants: dict[str, Variant]) -> tuple[list[Case], list[str]]:
+    device = start_processes(args.device).device
+    defaults = CUDA_DEFAULTS if device.type == "cuda" else CPU_DEFAULTS
+    given = {key: getattr(args, key) if getattr(args, key) is not None else defaults[key] for key in defaults}
+    numbers = [*given["lengths"], given["head_dim"], given["heads"], given["tokens"], args.rounds]
+    if min(numbers) < 1 or not args.minutes > 0:
+        raise ValueError("lengths, head dimension, heads, tokens, rounds and minutes must be positive")
+    names = args.variants or [name for name in default_variants(device) if name in variants]
+    if unknown := [name for name in names if name not in variants]:
+        raise ValueError(f"unknown variant {unknown[0]!r}; valid: {', '.join(variants)}")
+    make = lambda length: Case(
+        max(1, given["tokens"] // length), given["heads"], length, given["head_dim"],
+        getattr(torch, given["dtype"]), device,
+    )  # fmt: skip
+    return [make(length) for length in sorted(set(given["lengths"]))], names
+
+
+# ---- one length ------------------------------------------------------------------------------------------------------
+
+
+class Bench:
+    """The variants at one length, compiled and warm. `problems` says of the others why they do not run."""
+
+    def __init__(self, case: Case, variants: dict[str, Variant], deadline: float):
+        self.case, self.problems = case, {}
+        self.inputs = random_inputs(case)
+        self.attends: dict[str, Attend] = {}
+        self.seconds: dict[str, dict[str, float]] = {}  # of one pass, roughly
+        self.bytes: dict[str, int | None] = {}
+        self.iterations: dict[str, int] = {}  # calls in a round, once measured
+        self.gpu_states: list[dict[str, str] | None] = []  # after each round
+        for name, variant in variants.items():
+            if time.perf_counter() > deadline:
+                self.problems[name] = "not run: out of time (--minutes)"
+            else:
+                self.add(name, variant)
+
+    def add(self, name: str, variant: Variant):
+        try:
+            attend = variant.make(self.case)
+            passes = self.passes(attend)
+            for _ in range(2):
+                time_calls(passes["both"], 1, self.case.device)
+            self.seconds[name] = {key: time_calls(call, 1, self.case.device) for key, call in passes.items()}
+            self.bytes[name] = extra_bytes(name, variant, self.case, passes["both"])
+            self.attends[name] = attend
+        except Exception as error:  # whatever stops a variant must not stop the others
+            self.problems[name] = f"not run: {in_one_line(error)}"
+        if self.case.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def passes(self, attend: Attend) -> dict:
+        *qkv, do = self.inputs
+        return dict(forward=lambda: attend(*qkv), both=lambda: torch.autograd.grad(attend(*qkv), qkv, do))
+
+    def measure(self, rounds: int, seconds: float) -> dict[str, dict[str, list[float]]]:
+        """Seconds a call of each pass of each variant in each round; so many rounds and calls as the time allows."""
+        if not self.attends:
+            return {}
+        baseline = next(iter(self.attends))
+        row_names = dict.fromkeys(self.attends) | {again(baseline): baseline}
+        cells = [(row, key) for row in row_names for key in PASSES]
+        one_call = {(row, key): self.seconds[row_names[row] or row][key] for row, key in cells}
+        rounds, iterations = schedule(one_call, rounds, seconds)
+        calls = {row: self.passes(self.attends[source or row]) for row, source in row_names.items()}
+        times = {row: {key: [] for key in PASSES} for row in row_names}
+        for round_number in range(rounds):
+            for row, key in cells[:: 1 if round_number % 2 == 0 else -1]:
+                times[row][key].append(time_calls(calls[row][key], iterations[row, key], self.case.device))
+            self.gpu_states.append(gpu_state(self.case.device))
+        self.iterations = {f"{row} {key}": n for (row, key), n in iterations.items()}
+        return times
+
+
+def time_calls(call, iterations: int, device: torch.device) -> float:
+    """Seconds a call."""
+    if device.type != "cuda":
+        began = time.perf_counter()
+        for _ in range(iterations):
+            call()
+        return (time.perf_counter() - began) / iterations
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    began.record()
+    for _ in range(iterations):
+        call()
+    ended.record()
+    ended.synchronize()
+    return began.elapsed_time(ended) / 1e3 / iterations
+
+
+def random_inputs(case: Case) -> list[Tensor]:
+    """q, k, v and the gradient of the output (B, H, T, D), in memory (B, T, H, D) as the model has them."""
+    generator = torch.Generator(case.device).manual_seed(0)
+    shape = (case.batch, case.length, case.heads, case.head_dim)
+    draw = lambda: torch.randn(shape, device=case.device, generator=generator).to(case.dtype).transpose(1, 2)
+    return [draw().requires_grad_() for _ in range(3)] + [draw()]
+
+
+def schedule(one_call: dict, rounds: int, seconds: float) -> tuple[int, dict]:
+    """Rounds, and calls of each cell in one of them, so that all of it takes about so many seconds."""
+    rounds = min(rounds, max(SHORTEST_ROUND, int(seconds / sum(one_call.values()))))
+    cell = min(LONGEST_CELL, seconds / rounds / len(one_call))
+    return rounds, {key: max(1, int(cell / call)) for key, call in one_call.items()}
+
+
+def again(name: str) -> str:
+    return f"{name} again"
+
+
+def in_one_line(error: Exception) -> str:
+    text = " ".join(f"{error}".split()) or type(error).__name__
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+# ---- the gate --------------------------------------------------------------------------------------------------------
+
+
+def gate(bench: Bench, variants: dict[str, Variant]) -> dict[str, dict]:
+    """Errors of the variants of `bench` and their limits; those that fail move to bench.problems.
+
+    An error is the Frobenius norm of the difference from float64 relative to float64's, of the last sequence's output
+    and gradients of q, k, v. It may be LIMIT times that of the formula computed densely from the same inputs, with
+    float32 accumulation and probabilities in their dtype.
+    """
+    case = dataclasses.replace(bench.case, batch=1)
+    last = lambda tensors: [x.detach()[-1:] for x in tensors]
+
+    @functools.cache
+    def reference(formula: str) -> tuple[list[Tensor], list[float]]:
+        exact = output_and_gradients(functools.partial(plain_attention, case.method(formula)), last(bench.inputs), True)
+        rounded = output_and_gradients(dense(formula)(case), last(bench.inputs))
+        return exact, [max(LIMIT * error, FLOAT32_LIMIT) for error in relative_errors(rounded, exact)]
+
+    results = {}
+    for name, attend in list(bench.attends.items()):
+        exact, limits = reference(variants[name].formula)
+        errors = relative_errors(last(output_and_gradients(attend, bench.inputs)), exact)
+        passed = all(error <= limit for error, limit in zip(errors, limits))
+        results[name] = dict(errors=errors, limits=limits, passed=passed)
+        if not passed:
+            bench.problems[name] = "refused: wrong numbers, see the gate"
+            del bench.attends[name]
+    return results
+
+
+def output_and_gradients(attend: Attend, inputs: list[Tensor], exact: bool = False) -> list[Tensor]:
+    *qkv, do = [x.double() if exact else x for x in inputs]
+    qkv = [x.detach().requires_grad_() for x in qkv]
+    o = attend(*qkv)
+    return [o.detach(), *torch.autograd.grad(o, qkv, do)]
+
+
+def relative_errors(tensors: list[Tensor], exact: list[Tensor]) -> list[float]:
+    return [float((x.double() - y).norm() / y.norm()) for x, y in zip(tensors, exact)]
+
+
+# ---- memory and machine ----------------------------------------------------------------------------------------------
+
+
+def extra_bytes(name: str, variant: Variant, case: Case, both) -> int | None:
+    """Peak memory of forward + backward beyond what is there before: output, gradients and everything in between."""
+    if case.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(case.device)
+        before = torch.cuda.memory_allocated(case.device)
+        both()
+        return torch.cuda.max_memory_allocated(case.device) - before
+    if VARIANTS.get(name) is not variant or not Path("/proc/self/clear_refs").exists():
+        return None
+    shape = (case.batch, case.heads, case.length, case.head_dim, str(case.dtype).removeprefix("torch."))
+    # A fresh process, in which freed memory goes back to the system at once.
+    child = subprocess.run(
+        [sys.executable, "-m", "scripts.bench_attention", name, *map(str, shape), str(torch.get_num_threads())],
+        capture_output=True, text=True, cwd=Path(__file__).parents[1],
+        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"},
+    )  # fmt: skip
+    if child.returncode:
+        raise RuntimeError(f"its process for the memory failed: {child.stderr.strip().splitlines()[-1]}")
+    return int(child.stdout.split()[-1])
+
+
+def print_extra_bytes(name: str, batch: str, heads: str, length: str, head_dim: str, dtype: str, threads: str):
+    """The child process of extra_bytes: peak resident memory of a warm call beyond what is resident before it."""
+    torch.set_num_threads(int(threads))
+    shape = map(int, (batch, heads, length, head_dim))
+    bench = Bench(Case(*shape, getattr(torch, dtype), torch.device("cpu")), {}, deadline=0)
+    both = bench.passes(VARIANTS[name].make(bench.case))["both"]
+    for _ in range(2):
+        both()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = resident_bytes("VmRSS")
+    both()
+    print(resident_bytes("VmHWM") - before)
+
+
+def resident_bytes(field: str) -> int:
+    return 1024 * int(re.search(rf"{field}:\s*(\d+) kB", Path("/proc/self/status").read_text())[1])
+
+
+def gpu_state(device: torch.device) -> dict[str, str] | None:
+    """What nvidia-smi says now, in MHz, W and degrees Celsius; None without it."""
+    if device.type != "cuda":
+        return None
+    fields = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "clocks_throttle_reasons.active")
+    gpu = "GPU-" + str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-")
+    command = ["nvidia-smi", "-i", gpu, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    try:
+        line = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return dict(zip(fields, (value.strip() for value in line.split(","))))
+
+
+def versions(device: torch.device) -> str:
+    try:
+        import triton
+
+        with_triton = f", triton {triton.__version__}"
+    except ImportError:
+        with_triton = ""
+    cuda = f", CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}" if device.type == "cuda" else ""
+    return f"torch {torch.__version__}{with_triton}{cuda}, Python {platform.python_version()}"
+
+
+# ---- results ---------------------------------------------------------------------------------------------------------
+
+
+def paired_ratio(times: list[float], baseline: list[float]) -> tuple[float, float, float]:
+    """The median over the rounds of the ratio in one round, and its bootstrap 95 % interval."""
+    ratios = np.divide(times, baseline)
+    draws = np.random.default_rng(0).choice(ratios, (5000, len(ratios)))
+    low, high = np.quantile(np.median(draws, axis=1), [0.025, 0.975])
+    return float(np.median(ratios)), float(low), float(high)
+
+
+def flops(case: Case, key: str) -> float:
+    """Of causal attention, whatever a variant really does: 2 matrix products of T^2 / 2 logits, and 5 backward."""
+    forward = 4 * case.batch * case.heads * case.length**2 * case.head_dim / 2
+    return forward * (1 if key == "forward" else 3.5)
+
+
+class Report:
+    """Markdown on stdout as it comes and, with a folder, there in a file, with all times in JSON beside it."""
+
+    def __init__(self, folder: Path | None, case: Case, variants: dict[str, Variant]):
+        name = device_name(case.device).removeprefix("NVIDIA ") if case.device.type == "cuda" else "cpu"
+        self.path = folder and folder / (re.sub(r"\W+", "_", name.lower()) + "_attention")
+        self.text = ""
+        self.record = dict(
+            command=shlex.join(["python", "-m", "scripts.bench", *sys.argv[1:]]),
+            device=device_name(case.device),
+            versions=versions(case.device),
+            threads=torch.get_num_threads(),
+            commit=git_commit(Path(__file__).parent) or "unknown",
+            dtype=str(case.dtype).removeprefix("torch."),
+            heads=case.heads,
+            head_dim=case.head_dim,
+            gpu_at_start=gpu_state(case.device),
+            variants={name: dict(formula=v.formula, what=v.what, off=v.off) for name, v in variants.items()},
+            gate={},
+            lengths=[],
+        )
+        r = self.record
+        memory = "torch's allocator" if case.device.type == "cuda" else "a fresh process each (VmHWM - VmRSS)"
+        self.add(
+            f"# Attention alone: {r['device']}\n\n    {r['command']}\n\n"
+            f"{r['versions']}; {r['dtype']}, {case.heads} heads of {case.head_dim}; commit {r['commit']}.\n\n"
+            f"{HOW_TO_READ}{memory}.\n\n"
+            + "\n".join(f"- `{name}`: {v.what} ({v.formula})" for name, v in variants.items())
+        )
+
+    def add(self, text: str):
+        self.text += text + "\n\n"
+        if self.path:
+            replace_file(self.path.with_suffix(".md"), lambda file: file.write(self.text.rstrip().encode() + b"\n"))
+            record = to_json(self.record, indent=1).encode()
+            replace_file(self.path.with_suffix(".json"), lambda file: file.write(record))
+        print(text + "\n", flush=True)
+
+    def add_gate(self, case: Case, results: dict[str, dict], problems: dict[str, str]):
+        self.record["gate"] = dict(length=case.length, results=results, problems=dict(problems))
+        rows = [["variant", "output", "dq", "dk", "dv", "of the limit", ""]]
+        for name, result in results.items():
+            worst = max(error / limit for error, limit in zip(result["errors"], result["limits"]))
+            cells = [f"{error:.2e}" for error in result["errors"]]
+            rows.append([name, *cells, f"{worst:.2f}", "passed" if result["passed"] else "refused"])
+        rows += [[f"{name}: {why}", *[""] * 6] for name, why in problems.items() if name not in results]
+        self.add(
+            f"## Gate, length {case.length}\n\nRelative error (Frobenius) against float64; limit: {LIMIT} times that "
+            f"of the dense formula from the\nsame inputs with float32 accumulation, or {FLOAT32_LIMIT:g}.\n\n"
+            + markdown_table(rows)
+        )
+
+    def add_length(self, bench: Bench, times: dict[str, dict[str, list[float]]], problems: dict[str, str]):
+        case, offs = bench.case, {name: v["off"] for name, v in self.record["variants"].items()}
+        baseline = next(iter(times), None)
+        rows = [["variant", "forward ms", "TFLOP/s", "ratio", "both ms", "TFLOP/s", "ratio", "to plain", "MiB"]]
+        summary = {}
+        for name, seconds in times.items():
+            ratios = {key: paired_ratio(seconds[key], times[baseline][key]) for key in PASSES}
+            plain = times.get(offs.get(name))
+            to_plain = {key: paired_ratio(seconds[key], plain[key]) for key in PASSES} if plain else {}
+            memory = bench.bytes.get(name)
+            summary[name] = dict(seconds=seconds, ratio=ratios, to_plain=to_plain, extra_bytes=memory)
+            row = [name]
+            for key in PASSES:
+                median = statistics.median(seconds[key])
+                row += [f"{median * 1e3:.3f}", f"{flops(case, key) / median / 1e12:.3g}", ratio_cell(ratios[key])]
+            rows.append(row + [ratio_cell(to_plain.get("both")), "" if memory is None else f"{memory / 2**20:.0f}"])
+        rows += [[f"{name}: {why}", *[""] * 8] for name, why in problems.items()]
+        rounds = len(times[baseline]["both"]) if times else 0
+        self.record["lengths"].append(
+            dict(
+                length=case.length,
+                batch=case.batch,
+                rounds=rounds,
+                calls=bench.iterations,
+                results=summary,
+                problems=problems,
+                gpu=bench.gpu_states,
+            )
+        )
+        self.add(
+            f"## Length {case.length}, batch {case.batch}\n\n{rounds} rounds{gpu_range(bench.gpu_states)}\n\n"
+            + markdown_table(rows)
+        )
+
+
+def ratio_cell(ratio: tuple[float, float, float] | None) -> str:
+    return "" if ratio is None else "{:.3f} ({:.3f} to {:.3f})".format(*ratio)
+
+
+def gpu_range(states: list[dict[str, str] | None]) -> str:
+    """Lowest and highest clock and power after a round."""
+    states = [state for state in states if state]
+    if not states:
+        return ""
+    between = lambda field: " to ".join(dict.fromkeys([f(s[field] for s in states) for f in (min, max)]))
+    reasons = ", ".join(sorted({state["clocks_throttle_reasons.active"] for state in states}))
+    return f"; SM clock {between('clocks.sm')} MHz, {between('power.draw')} W, throttle reasons {reasons}"
+
+
+if __name__ == "__main__":
+    print_extra_bytes(*sys.argv[1:])

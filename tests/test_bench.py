@@ -1,0 +1,245 @@
+"""The benchmarks as commands, at tiny sizes: rows, files and refusals. What they measure is no business of a test."""
+
+import json
+import os
+import subprocess
+import sys
+from argparse import ArgumentParser
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from scripts import bench, bench_attention, kernel_code
+from scripts.attention_variants import VARIANTS, Case, Variant, dense
+from scripts.bench_attention import again, paired_ratio, schedule
+from scripts.bench_tiles import make_launch
+
+ROOT = Path(__file__).parents[1]
+SIZES = "--device cpu --lengths 300 --tokens 300 --heads 4 --head-dim 16 --rounds 3".split()
+
+
+def run_command(*arguments, **environment):
+    real = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}  # kernels are to be compiled
+    return subprocess.run(
+        [sys.executable, "-m", *map(str, arguments)], cwd=ROOT, capture_output=True, text=True,
+        env=real | {"OMP_NUM_THREADS": "1"} | environment,
+    )  # fmt: skip
+
+
+def run_attention(variants, *arguments):
+    """The exit code of the benchmark with variants of our own."""
+    parser = ArgumentParser()
+    bench_attention.add_arguments(parser)
+    return bench_attention.run(parser.parse_args([*SIZES, *arguments]), variants)
+
+
+def cells(table_line):
+    return [cell.strip() for cell in table_line.strip("|").split("|")]
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def attention(tmp_path_factory):
+    """The command with three variants, one of which cannot run here: what it says, and what it writes."""
+    folder = tmp_path_factory.mktemp("speed")
+    names = ["sdpa", "dense:si", "fa3"]
+    done = run_command("scripts.bench", "attention", *SIZES, "--variants", *names, "--out", folder)
+    assert done.returncode == 0, done.stderr
+    page, record = ((folder / f"cpu_attention.{kind}").read_text() for kind in ("md", "json"))
+    return done.stdout, page, json.loads(record)
+
+
+def test_attention_prints_a_row_a_variant_and_the_baseline_again(attention):
+    said, page, _ = attention
+    assert said.split() == page.split()
+    gate, times = (part.splitlines() for part in page.split("\n## ")[1:])
+    assert [cells(line)[-1] for line in gate if line.startswith(("| sdpa", "| dense"))] == ["passed"] * 2
+    rows = [cells(line)[0] for line in times if line.startswith("|")][2:]
+    assert rows[:3] == ["sdpa", "dense:si", "sdpa again"]
+    assert rows[3].startswith("fa3: not run: ") and "flash_attn_interface" in rows[3]
+
+
+def test_attention_keeps_all_times_and_where_they_come_from(attention):
+    record = attention[2]
+    assert {"command", "device", "versions", "threads", "commit", "dtype", "heads", "head_dim"} <= record.keys()
+    assert record["gate"]["results"]["dense:si"]["passed"]
+    (length,) = record["lengths"]
+    results = length["results"]
+    assert length["length"] == 300 and length["batch"] == 1 and length["rounds"] == 3
+    assert all(len(result["seconds"][key]) == 3 for result in results.values() for key in ("forward", "both"))
+    assert all(seconds > 0 for result in results.values() for seconds in result["seconds"]["both"])
+    seconds = {name: result["seconds"]["both"] for name, result in results.items()}
+    assert results["dense:si"]["ratio"]["both"] == pytest.approx(paired_ratio(seconds["dense:si"], seconds["sdpa"]))
+    assert results["sdpa"]["ratio"]["both"] == [1, 1, 1]
+
+
+def test_attention_measures_the_peak_of_memory(attention):
+    results = attention[2]["lengths"][0]["results"]
+    logits = 4 * 4 * 300**2  # bytes, of which dense attention keeps two at least
+    if results["sdpa"]["extra_bytes"] is None:
+        pytest.skip("this system cannot measure the peak of memory")
+    assert 2 * logits < results["dense:si"]["extra_bytes"] < 20 * logits
+    assert results["sdpa"]["extra_bytes"] < 2 * logits
+
+
+def wrong_gradient(q, k, v):
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return 1.001 * o - 0.001 * o.detach()
+
+
+def out_of_memory(case):
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize("formula, attend", [("si", VARIANTS["sdpa"].make), ("plain", lambda case: wrong_gradient)])
+def test_a_variant_with_wrong_numbers_gets_no_time_and_exit_code_1(formula, attend, tmp_path):
+    variants = {"right": Variant("plain", dense("plain"), ""), "wrong": Variant(formula, attend, "")}
+    assert run_attention(variants, "--variants", "right", "wrong", "--out", str(tmp_path)) == 1
+    record = json.loads((tmp_path / "cpu_attention.json").read_text())
+    assert record["gate"]["results"]["right"]["passed"] and not record["gate"]["results"]["wrong"]["passed"]
+    assert list(record["lengths"][0]["results"]) == ["right", again("right")]
+    assert record["lengths"][0]["problems"]["wrong"].startswith("refused")
+
+
+def test_a_variant_that_cannot_run_says_why_and_stops_no_other(capsys):
+    variants = {"none": Variant("plain", out_of_memory, ""), "dense": Variant("alibi", dense("alibi"), "")}
+    assert run_attention(variants, "--variants", "none", "dense") == 0
+    page = capsys.readouterr().out
+    assert page.count("| none: not run: CUDA out of memory") == 2
+    assert "\n| dense again " in page
+
+
+def test_without_time_nothing_runs(capsys):
+    assert run_attention({"dense": Variant("si", dense("si"), "")}, "--variants", "dense", "--minutes", "1e-9") == 0
+    assert "| dense: not run: out of time" in capsys.readouterr().out
+
+
+def test_paired_ratio_is_the_median_of_the_ratios_of_the_same_round():
+    assert paired_ratio([2.0, 40.0, 6.0], [1.0, 20.0, 3.0]) == (2, 2, 2)
+    # Of 3 rounds the median is the lowest ratio in 7 of the 27 equally likely draws, and the highest in 7.
+    assert paired_ratio([9.0, 1.0, 4.0], [1.0, 1.0, 2.0]) == (2, 1, 9)
+    middle, low, high = paired_ratio([1.0] * 99 + [50.0], [1.0] * 100)
+    assert middle == low == high == 1
+
+
+def test_schedule_fits_the_time():
+    one_call = {"fast": 0.001, "slow": 0.1}
+    rounds, calls = schedule(one_call, 7, 1.5)
+    assert (rounds, calls) == (7, {"fast": 107, "slow": 1})
+    assert schedule(one_call, 7, 0.0) == (3, {"fast": 1, "slow": 1})  # three rounds at least
+    assert schedule(one_call, 7, 1e6) == (7, {"fast": 250, "slow": 2})  # and no endless ones
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ("attention --device cpu --lengths 0", "must be positive"),
+        ("attention --device cpu --minutes 0", "must be positive"),
+        ("attention --device cpu --variants sdpa blocks", "unknown variant 'blocks'; valid: sdpa:cudnn,"),
+        ("attention --device cpu --out /dev/null/x", "/dev/null/x"),
+        ("step no_such_preset p_rope", "no_such_preset"),
+        ("step quickstart no_such_method --device cpu", "no_such_method"),
+    ],
+)
+def test_a_wrong_option_is_one_line_and_exit_code_2(arguments, words, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["bench", *arguments.split()])
+    with pytest.raises(SystemExit) as stop:
+        bench.main()
+    said = capsys.readouterr()
+    assert stop.value.code == 2
+    assert said.err.startswith("error: ") and said.err.count("\n") == 1 and words in said.err
+
+
+# ---- step ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_step_prints_a_row_a_variant_and_the_baseline_again():
+    options = "--length 32 --rounds 2 --steps 1 --device cpu".split()
+    done = run_command("scripts.bench", "step", "quickstart", "p_rope:sdpa", "alibi:blocks", *options)
+    assert done.returncode == 0, done.stderr
+    rows = [cells(line)[:2] for line in done.stdout.splitlines() if line.startswith("|")]
+    assert rows[2:] == [["p_rope:sdpa", "sdpa"], ["alibi:blocks", "blocks"], ["p_rope:sdpa again", "sdpa"]]
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+def test_kernel_code_compiles_for_a_gpu_that_is_not_there(tmp_path):
+    options = "--arch 90 --head-dim 64 --variants plain si --tiles forward 128 64 8 2".split()
+    done = run_command("scripts.kernel_code", *options, TRITON_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    rows = [cells(line) for line in done.stdout.splitlines() if line.startswith("|")][2:]
+    assert [row[5] for row in rows] == ["masked", "far", "masked", "near", "far"]
+    assert [row[0] for row in rows if row[0]] == ["plain forward", "si forward"]
+    assert rows[0][1] == "128 x 64, 8 warps, 2 stages" and 0 < int(rows[0][2]) <= 255
+    instructions, special, *_ = zip(*(map(float, row[6:]) for row in rows))
+    assert all(1 <= x < 2 for x in special)  # the exponential of each logit, and little else
+    assert instructions[1] < instructions[4] < instructions[3]  # plain, polynomial, table
+
+
+def test_kernel_code_needs_the_compiler_and_says_so():
+    if not kernel_code.flash.INTERPRETED:
+        pytest.skip("Triton compiles in this process")
+    with pytest.raises(ValueError, match="TRITON_INTERPRET"):
+        kernel_code.kernel_code("plain")
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ("--arch 75", "compute capability 8.0"),
+        ("--head-dim 257", "from 1 to 256"),
+        ("--head-dim 0", "from 1 to 256"),
+        ("--variants cubic", "unknown variant 'cubic'; valid: plain"),
+        ("--tiles backward 64 64 4 2", "unknown kernel 'backward'; valid: forward"),
+        ("--tiles forward 48 64 4 2", "got 48 64 4 2"),
+    ],
+)
+def test_kernel_code_refuses_in_one_line(arguments, words, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["kernel_code", *arguments.split()])
+    with pytest.raises(SystemExit) as stop:
+        kernel_code.main()
+    said = capsys.readouterr()
+    assert stop.value.code == 2
+    assert said.err.startswith("error: ") and said.err.count("\n") == 1 and words in said.err
+
+
+LISTING = """
+.text.kernel:
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+.L_x_0:
+        /*0010*/                   LDS R2, [R3] ;
+.L_x_1:
+        /*0020*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24, gsb0 ;
+        /*0030*/                   LDGSTS.E.BYPASS.128 [R3], [R4.64] ;
+        /*0040*/               @P0 MUFU.EX2 R5, R6 ;
+        /*0050*/                   STL [R1], R5 ;
+        /*0060*/              @!P1 BRA `(.L_x_1) ;
+        /*0070*/               @P1 BRA `(.L_x_0) ;
+.L_x_2:
+        /*0080*/                   IADD3 R2, R2, 0x1, RZ ;
+        /*0090*/               @P2 BRA `(.L_x_2) ;
+        /*00a0*/                   EXIT ;
+"""
+
+
+def test_loops_are_the_innermost_ones_with_matrix_products():
+    (loop,) = kernel_code.loops_of(LISTING, logits=2)
+    assert loop == dict(instructions=2.5, special=0.5, global_loads=0.5, shared_loads=0, spills=0.5)
+
+
+@pytest.mark.skipif(not kernel_code.flash.INTERPRETED, reason="a GPU is measured with bench attention --tune")
+@pytest.mark.parametrize("role, argument, tensor", [("forward", 3, 0), ("query_gradient", 4, 1)])
+def test_a_launch_with_other_tiles_computes_the_same(role, argument, tensor):
+    case = Case(1, 2, 70, 16, torch.float32, torch.device("cpu"))
+    launch = make_launch(case, "si", role, {role: kernel_code.flash.Tiles(32, 16, 4, 1)})
+    assert (launch.constants["QUERIES"], launch.constants["KEYS"]) == (32, 16)
+    launch.run()
+    exact = bench_attention.output_and_gradients(dense("si")(case), bench_attention.random_inputs(case), exact=True)
+    (error,) = bench_attention.relative_errors([launch.arguments[argument]], [exact[tensor]])
+    assert error < 1e-5
