@@ -6,9 +6,6 @@ length of the sequence (the frequencies of NTK and YaRN, LogN's constant form) h
 that is target_length. A cache that rescales while it grows mixes keys of different frequencies.
 """
 
-import dataclasses
-import functools
-
 import torch
 from torch import Tensor
 
@@ -60,8 +57,6 @@ class Decoder:
             self.cos, self.sin = method.rotation.tables(max_length, target_length, self.device)
         if method.query_scale is not None:
             self.query_table = method.query_scale.table(torch.arange(max_length), target_length).to(self.device)
-        # a_t and m_t of the last query against all keys, (1 or H, 1, max_length): an earlier one's are the last columns
-        self.scale_band, self.bias_band = block_bands(method, 1, max_length, self.device)
 
     @torch.inference_mode()
     def prefill(self, tokens: Tensor) -> Tensor:
@@ -86,7 +81,7 @@ class Decoder:
             raise ValueError(f"the decoder already holds the {self.max_length} tokens that it was made for")
         here = slice(self.length, self.length + 1)
         cos, sin, query_table = (x if x is None else x[here] for x in (self.cos, self.sin, self.query_table))
-        plan = Plan("blocks", 0, cos, sin, query_table, self.scale_band, self.bias_band)
+        plan = Plan("blocks", 0, cos, sin, query_table)
         self.length += 1
         return self.last_logits(token.unsqueeze(1), plan, [cache.step for cache in self.caches])
 
@@ -106,6 +101,8 @@ class KeyValueCache:
     def prefill(self, method: Method, q: Tensor, k: Tensor, v: Tensor, *, plan: Plan) -> Tensor:
         B, H, _, D = k.shape
         self.length = 0
+        # a_t and m_t of the last query against all keys, (1 or H, 1, max_length): an earlier one's are the last columns
+        self.bands = block_bands(method, 1, self.max_length, k.device)
         self.k, self.v = (k.new_empty(B, H, self.max_length, D) for _ in range(2))
         self.append(transform(method, q, k, plan)[1], v)
         return attend(method, q, k, v, plan=plan)
@@ -114,7 +111,8 @@ class KeyValueCache:
         q, k = transform(method, q, k, plan)
         q_offset = self.length
         self.append(k, v)
-        return step_attention(q, self.k[:, :, : self.length], self.v[:, :, : self.length], q_offset=q_offset, plan=plan)
+        keys, values = self.k[:, :, : self.length], self.v[:, :, : self.length]
+        return step_attention(q, keys, values, q_offset=q_offset, bands=self.bands)
 
     def append(self, k: Tensor, v: Tensor):
         new = slice(self.length, self.length + k.shape[2])
@@ -130,11 +128,10 @@ class ReplacementCache:
         return attend(method, q, k, v, plan=plan)
 
     def step(self, method: Method, q: Tensor, k: Tensor, v: Tensor, *, plan: Plan) -> Tensor:  # of one token each
-        causal = functools.partial(step_attention, plan=dataclasses.replace(plan, bias_band=None))  # as in attend
-        y, self.state = method.replacement.decode(self.state, q, k, v, *transform(method, q, k, plan), causal)
+        y, self.state = method.replacement.decode(self.state, q, k, v, *transform(method, q, k, plan), step_attention)
         return y
 
 
-def step_attention(q: Tensor, k: Tensor, v: Tensor, *, q_offset: int, plan: Plan) -> Tensor:
-    """The blocks of a CPU, on any device: for one query nothing is fused. Scores are float32, as in fused kernels."""
-    return query_blocks(upcast(q), upcast(k), v, q_offset, plan.scale_band, plan.bias_band)
+def step_attention(q: Tensor, k: Tensor, v: Tensor, *, q_offset: int, bands=(1.0, None)) -> Tensor:
+    """The blocks of plain PyTorch, on any device: for one query nothing is fused. Scores are float32, as in kernels."""
+    return query_blocks(upcast(q), upcast(k), v, q_offset, *bands)

@@ -1,7 +1,8 @@
 """The attention methods in float64, written from the papers alone: the specification that model/ is held to.
 
 Slow and literal on purpose; imports nothing of the project. q (B, H, Tq, D) and k, v (B, H, Tk, D) are not rotated yet;
-query i sees the keys j <= i, and t = i - j. `learned` is a method's one parameter, (H,): LogN's s or Infini's beta.
+query i sees the keys j <= i, and t = i - j. `learned` is a method's one parameter, (H,): LogN's s, Infini's beta or a
+learned log(tau).
 Method names and options are those of model.methods.make_method. PE = "Scale-invariant attention", the paper.
 """
 
@@ -102,7 +103,7 @@ def scale_invariant(t, tau=10.0):
 
 
 def attention_logits(name, q, k, *, train_length, target_length=None, q_offset=0, learned=None, tau=10.0,
-                     slopes="official", context="row", **rotary):
+                     learn_tau=False, slopes="official", context="row", **rotary):
     """L_ij = a_t S_ij + m_t, minus infinity for keys after the query: (B, H, Tq, Tk)."""
     num_heads, head_dim = q.shape[1], q.shape[3]
     i = torch.arange(q_offset, q_offset + q.shape[2], dtype=torch.float64)
@@ -116,7 +117,7 @@ def attention_logits(name, q, k, *, train_length, target_length=None, q_offset=0
         n = i + 1 if context == "row" else torch.full_like(i, target_length)
         logits = learned[:, None, None] * torch.log(n)[:, None] * logits
     if name.startswith("scale_invariant"):
-        a, m = scale_invariant(t, tau)
+        a, m = scale_invariant(t, torch.exp(learned)[:, None, None] if learn_tau else tau)
         logits = a * logits + m
     if name == "alibi":
         logits = logits - alibi_slopes(num_heads, slopes)[:, None, None] * t

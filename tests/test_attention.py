@@ -25,11 +25,13 @@ from torch.testing import assert_close
 from model import attention
 from model.attention import attend, causal_block_mask, choose_backend, make_plan, plain_attention
 from model.gpt import GPT, norm
+from model.kernels.cpu import problem
 from model.methods import METHODS, RoPE, make_method
 from model.methods.base import ScoreChange
 
 SOFTMAX = [name for name in NAMES if not name.startswith("infini")]
 CHANGED_SCORE = [name for name in NAMES if name.startswith(("alibi", "scale_invariant"))]
+CUDA = torch.device("cuda")
 PAIRS = [(backend, name) for backend, names in dict(
     blocks=NAMES,
     sdpa=[name for name in NAMES if name not in CHANGED_SCORE],
@@ -114,7 +116,7 @@ def test_bfloat16_output_is_nearly_the_plain_form(backend, name, traced_flex):
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
 
-def check_gradients(name, length, backend="auto", run=attend):
+def check_gradients(name, length, backend="blocks", run=attend):
     method, exact, expected, learned = make_case(name, 3, length)
     inputs = cast(exact, torch.float32)
     output = run(method, *inputs, backend=backend)
@@ -192,7 +194,7 @@ def test_the_block_mask_of_the_backward_pass_is_the_transposed_one(queries, keys
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 TRAIN_AT_4096 = """
-import resource, torch
+import resource, sys, torch
 from model.attention import attend
 from model.methods import make_method
 
@@ -201,7 +203,8 @@ def peak():
 
 def train(length):
     method = make_method("scale_invariant_p_rope", num_heads=4, head_dim=16, train_length=4096)
-    attend(method, *(torch.randn(1, 4, length, 16, requires_grad=True) for _ in range(3))).sum().backward()
+    inputs = (torch.randn(1, 4, length, 16, requires_grad=True) for _ in range(3))
+    attend(method, *inputs, backend=sys.argv[1]).sum().backward()
 
 train(128)
 before = peak()
@@ -210,11 +213,12 @@ print(peak() - before)
 """
 
 
-def test_training_at_4096_tokens_never_holds_all_pairs():
+@pytest.mark.parametrize("backend", ["auto", "blocks"])
+def test_training_at_4096_tokens_never_holds_all_pairs(backend):
     """4 heads x 4096 x 4096 float32 are 256 MiB; the causal half of them, 128 MiB."""
     root = Path(__file__).parent.parent
     env = os.environ | dict(MALLOC_MMAP_THRESHOLD_="65536")  # freed memory goes back at once
-    mebibytes = float(subprocess.check_output([sys.executable, "-c", TRAIN_AT_4096], cwd=root, env=env))
+    mebibytes = float(subprocess.check_output([sys.executable, "-c", TRAIN_AT_4096, backend], cwd=root, env=env))
     assert mebibytes < 80
 
 
@@ -222,19 +226,40 @@ def test_training_at_4096_tokens_never_holds_all_pairs():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_auto_is_blocks_on_a_cpu_and_on_cuda_sdpa_unless_the_score_changes(name):
-    assert choose_backend(make(name), torch.device("cpu")) == "blocks"
-    assert choose_backend(make(name), torch.device("cuda")) == ("flex" if name in CHANGED_SCORE else "sdpa")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_auto_on_cuda_is_sdpa_unless_the_score_changes(name, dtype):
+    backend, why = choose_backend(make(name), CUDA, dtype=dtype)
+    assert (backend, name in why) == ("triton" if name in CHANGED_SCORE else "sdpa", True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_auto_on_a_cpu_is_its_kernel_where_that_can_run(name):
+    cpu = torch.device("cpu")
+    assert choose_backend(make(name), cpu, dtype=torch.bfloat16)[0] == "blocks"
+    assert choose_backend(make(name), cpu)[0] == ("blocks" if problem(cpu, torch.float32) else "cpu")
+
+
+@pytest.mark.parametrize("head_dim, dtype, word", [(260, torch.bfloat16, "260"), (16, torch.float64, "float64")])
+@pytest.mark.parametrize("name", CHANGED_SCORE)
+def test_auto_on_cuda_is_flex_where_the_kernel_cannot_run(name, head_dim, dtype, word):
+    backend, why = choose_backend(make(name, head_dim=head_dim), CUDA, dtype=dtype)
+    assert (backend, word in why) == ("flex", True)
+
+
+@pytest.mark.parametrize("backend, word", [("auto", "float64"), ("blocks", "asked")])
+def test_a_plan_says_why_it_has_its_backend(backend, word):
+    plan = make_plan(make("alibi"), 5, 5, dtype=torch.float64, backend=backend)
+    assert (plan.backend, word in plan.why) == ("blocks", True)
 
 
 def test_an_unknown_backend_is_refused():
-    with assert_refused("'flash'", "sdpa, flex, blocks"):
+    with assert_refused("'flash'", "sdpa, triton, flex, cpu, blocks"):
         make_plan(make("rope"), 5, 5, backend="flash")
 
 
 @pytest.mark.parametrize("name", CHANGED_SCORE)
 def test_sdpa_is_refused_for_a_changed_score(name):
-    with assert_refused(name, "sdpa", "flex"):
+    with assert_refused(name, "sdpa", "auto"):
         make_plan(make(name), 5, 5, backend="sdpa")
 
 
@@ -269,7 +294,7 @@ switched_off = pytest.mark.parametrize("switch", [
 @switched_off
 def test_flex_that_is_not_compiled_is_an_error(switch):
     with switch(), pytest.raises((RuntimeError, UserWarning), match="compile"):
-        run_flex(5)
+        run_flex(130)
 
 
 @switched_off
@@ -278,7 +303,7 @@ def test_flex_that_is_not_compiled_is_an_error_after_someone_ran_it_eagerly(swit
     """torch warns of it only once a process."""
     flex_attention(*(random(1, 1, 2, 16, seed=0) for _ in range(3)))
     with switch(), pytest.raises((RuntimeError, UserWarning), match="compile"):
-        run_flex(5)
+        run_flex(130)
 
 
 def test_flex_compiled_too_often_is_an_error(traced_flex, nothing_compiled):

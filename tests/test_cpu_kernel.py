@@ -1,4 +1,4 @@
-"""The kernel for CPUs against the plain form in float64: values, gradients, awkward shapes and strides, and refusals."""
+"""The kernel for CPUs against the plain form in float64: values, gradients, awkward shapes and strides; refusals."""
 
 import os
 import subprocess
@@ -17,7 +17,8 @@ from model.methods import Method, make_method
 REPOSITORY = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 
-pytestmark = pytest.mark.skipif(cpu.problem(CPU, torch.float32) is not None, reason=str(cpu.problem(CPU, torch.float32)))
+PROBLEM = cpu.problem(CPU, torch.float32)
+pytestmark = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
 
 
 def make(name="scale_invariant_nope", num_heads=2, head_dim=16, **options):
@@ -169,7 +170,8 @@ def test_other_dtypes_and_devices_run_elsewhere_or_are_refused():
 def test_the_plan_says_why(tmp_path):
     code = (
         "from model.attention import make_plan; from model.methods import make_method;"
-        "plan = make_plan(make_method('rope', num_heads=1, head_dim=8, train_length=8), 8, 8); print(plan.backend, plan.why)"
+        "plan = make_plan(make_method('rope', num_heads=1, head_dim=8, train_length=8), 8, 8);"
+        "print(plan.backend, plan.why)"
     )
     for variables, expected in [
         ({}, "cpu our kernel for CPUs"),

@@ -7,7 +7,6 @@ from test_methods import assert_near, assert_refused, random
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 
-from model.attention import Plan
 from model.decoding import Decoder, greedy_decode, step_attention
 from model.gpt import GPT
 from model.methods import METHODS, LogN, RoPE
@@ -21,6 +20,7 @@ CASES = [(name, {}) for name in METHODS] + [
     ("logn_ntk", dict(context="length")),
     ("alibi", dict(slopes="geometric")),
     ("scale_invariant_p_rope", dict(tau=0.1)),
+    ("scale_invariant_p_rope", dict(learn_tau=True)),
     ("infini_rope", dict(segment_length=7)),
     ("infini_rope", dict(segment_length=7, delta=True)),
     ("infini_p_rope", dict(segment_length=10)),  # 130 tokens end at a border
@@ -97,7 +97,7 @@ def test_scores_of_a_step_are_not_rounded_to_bfloat16():
     q, k, v = 5 * random(2, 6, 1, 16, seed=0), random(2, 6, 50, 16, seed=1), random(2, 6, 50, 16, seed=2)
     q, k = q.bfloat16(), k.bfloat16()
     expected = scaled_dot_product_attention(q.double(), k.double(), v)
-    assert_near(step_attention(q, k, v.float(), q_offset=49, plan=Plan("blocks", 0)), expected, 1e-5)
+    assert_near(step_attention(q, k, v.float(), q_offset=49), expected, 1e-5)
 
 
 def test_a_new_prompt_starts_afresh():

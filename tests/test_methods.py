@@ -33,6 +33,7 @@ CASES = [(name, {}) for name in NAMES] + [
     ("scale_invariant_p_rope", dict(tau=0.01)),
     ("scale_invariant_p_rope", dict(tau=1.0, form="barbero")),
     ("scale_invariant_rope", dict(tau=100.0, base=500.0)),
+    ("scale_invariant_p_rope", dict(learn_tau=True)),
     ("infini_rope", dict(segment_length=16)),
     ("infini_rope", dict(segment_length=16, delta=True)),
     ("infini_p_rope", dict(segment_length=7, delta=True)),
@@ -97,7 +98,7 @@ def gradients(output, inputs):
 def assert_near(actual, expected, tolerance):
     """To within the tolerance times the largest entry, or times 1 where all entries are smaller."""
     scale = max(1.0, expected[expected.isfinite()].abs().max().item())
-    assert_close(actual.double(), expected.double(), rtol=0, atol=tolerance * scale)
+    assert_close(actual.double().cpu(), expected.double().cpu(), rtol=0, atol=tolerance * scale)
 
 
 def assert_same_function(output, inputs, expected, exact_inputs, tolerance):
@@ -152,16 +153,17 @@ def test_logits_are_the_reference(name, options, num_heads, head_dim, length, ta
     assert_same_function(logits.tril(), [*inputs, *method.parameters()], expected.tril(), [*exact, learned], tolerance)
 
 
+@pytest.mark.parametrize("backend", ["auto", "blocks"])
 @pytest.mark.parametrize("name", ["rope", "yarn", "logn_ntk", "alibi", "scale_invariant_p_rope"])
-def test_attend_is_the_reference_for_queries_late_in_a_long_context(name):
-    """4200 keys, from where the CPU's blocks are recomputed in the backward pass."""
+def test_attend_is_the_reference_for_queries_late_in_a_long_context(name, backend):
+    """4200 keys, from where blocks are recomputed in the backward pass."""
     method, learned = make_learned(name, 2, 16, {})
     q, k, v = random_qkv(2, 16, 4200, batch=1)
     exact = [q[:, :, -150:].detach().requires_grad_(), k, v]
     expected = reference.attention_logits(name, *exact[:2], train_length=TRAIN_LENGTH, q_offset=4050,
                                           learned=learned).softmax(dim=-1) @ v
     inputs = cast(exact, torch.float32)
-    output = attend(method, *inputs, q_offset=4050)
+    output = attend(method, *inputs, q_offset=4050, backend=backend)
     assert_same_function(output, [*inputs, *method.parameters()], expected, [*exact, learned], 2e-5)
 
 
@@ -294,13 +296,14 @@ def test_logn_starts_with_a_mean_multiplier_of_one(name):
 def test_the_initial_values_can_be_chosen():
     (scale,) = make("logn_rope", init=0.4).parameters()
     (gate,) = make("infini_rope", gate_init=-2.0).parameters()
-    assert_close(torch.stack([scale, gate]).detach(), torch.tensor([[0.4], [-2.0]]).expand(2, 6))
+    (log_tau,) = make("scale_invariant_nope", tau=math.exp(3), learn_tau=True).parameters()
+    assert_close(torch.stack([scale, gate, log_tau]).detach(), torch.tensor([[0.4], [-2.0], [3.0]]).expand(3, 6))
 
 
 @every_case
 def test_the_only_parameter_is_one_number_a_head(name, options):
     shapes = [tuple(parameter.shape) for _, parameter in make(name, **options).named_parameters()]
-    assert shapes == ([(6,)] if name.startswith(("logn", "infini")) else [])
+    assert shapes == ([(6,)] if name.startswith(("logn", "infini")) or "learn_tau" in options else [])
 
 
 # ---- low precision ---------------------------------------------------------------------------------------------------
@@ -343,10 +346,11 @@ def test_an_unknown_option_is_refused_with_the_nearest_name(name, wrong, right):
         make(name, **{wrong: 1.0})
 
 
-@pytest.mark.parametrize("tau", [0.0, -1.0])
-def test_tau_must_be_positive(tau):
-    with assert_refused("tau"):
-        make("scale_invariant_p_rope", tau=tau)
+@pytest.mark.parametrize("learn_tau", [False, True])
+@pytest.mark.parametrize("tau", [0.0, -1.0, math.inf, math.nan])
+def test_tau_must_be_positive_and_finite(tau, learn_tau):
+    with assert_refused("tau", str(tau)):
+        make("scale_invariant_p_rope", tau=tau, learn_tau=learn_tau)
 
 
 @pytest.mark.parametrize("name, option", [("p_rope", "form"), ("alibi", "slopes"), ("logn_rope", "context")])

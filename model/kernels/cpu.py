@@ -120,7 +120,8 @@ def run(function: str, q_offset: int, parts: int = 1, **tensors: Tensor | None):
     for name, x in tensors.items():
         if name in MATRICES:
             batch, head, token, _ = x.stride()
-            setattr(call, name, Matrix(x.data_ptr(), batch, head, max(token, x.shape[3])))  # of one token it says nothing
+            token = max(token, x.shape[3])  # of a single token, the stride may be anything
+            setattr(call, name, Matrix(x.data_ptr(), batch, head, token))
         elif x is not None:
             setattr(call, name, x.data_ptr())
     getattr(kernel, function)(ctypes.byref(call))

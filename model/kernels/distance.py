@@ -35,6 +35,7 @@ class Coefficients:
     polynomials: Tensor | None = None  # (n, H or 1, windows, 4) float32; see fit_polynomials
     degrees: tuple[int, ...] = ()  # of each function's polynomials: 0 and 1 in t, 3 in t - D, or CLOSED_FORM
     far: int = NOWHERE  # the first D from which the polynomials hold
+    q_offset: int = 0  # modulo STEP: of the queries that the polynomials are for
     tangent: Tensor | None = None  # as table: the derivatives by the parameter of each head
     parameter: Tensor | None = None  # (H,): the learned parameter that they belong to
 
@@ -57,14 +58,15 @@ def make_coefficients(
             shapes = ", ".join(f"{name} {tuple(p.shape)}" for name, p in learned.items())
             raise ValueError(f"the kernel takes one learned number a head, got {shapes}: use another backend")
         ((name, parameter),) = learned.items()
-        functions = lambda p: in_bits(*torch.func.functional_call(change, {name: p}, (distance, head)), distance, head_dim)
+        a_and_m = lambda p: torch.func.functional_call(change, {name: p}, (distance, head))
+        functions = lambda p: in_bits(*a_and_m(p), distance, head_dim)
         table, tangent = torch.func.jvp(functions, (parameter.detach(),), (torch.ones_like(parameter),))
         return Coefficients(table.float(), tangent=tangent.float(), parameter=parameter)
     a, m = change.coefficients(distance, head)
     is_one = bool((m - (1 - a * a)).abs().le(1e-12 * (1 + a * a)).all())
     table = in_bits(a, m, distance, head_dim, is_one)
     polynomials, degrees, far = fit_polynomials(table, q_offset, TOLERANCE[dtype])
-    return Coefficients(table.float().contiguous(), polynomials, degrees, far)
+    return Coefficients(table.float().contiguous(), polynomials, degrees, far, q_offset % STEP)
 
 
 def in_bits(a: Tensor | float, m: Tensor | float, distance: Tensor, head_dim: int, one: bool = False) -> Tensor:

@@ -1,4 +1,4 @@
-"""Causal attention over L = a_t S + m_t, as FlashAttention (Dao 2023, arXiv 2307.08691) in Triton: forward and backward.
+"""Causal attention over L = a_t S + m_t in Triton, as FlashAttention-2 (Dao 2023, arXiv 2307.08691), and its gradients.
 
 A program owns a tile of queries (or, for the gradients of keys and values, of keys) and walks over the tiles that it
 sees in three stretches, so that no logit pays for what its tile does not need:
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.kernels.distance import EVERYWHERE, LOG2E, NOWHERE, REACH, STEP, Coefficients
+from model.kernels.distance import EVERYWHERE, LOG2E, REACH, STEP, Coefficients
 
 INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1: tile by tile in numpy, on a CPU, for tests
 IN_INTERPRETER = tl.constexpr(INTERPRETED)
@@ -196,7 +196,7 @@ def forward_kernel(
 
 @triton.jit
 def key_stretches(D0, far, NEAR: tl.constexpr, FAR: tl.constexpr, DOCUMENTS: tl.constexpr, KEYS: tl.constexpr):
-    """The keys that queries from D0 on see: far ones up to the second number, near ones up to the first, then masked."""
+    """The keys that queries from D0 on see: far ones up to the second number, near ones up to the first, masked ones."""
     masked_from = D0 // KEYS * KEYS
     if DOCUMENTS:
         masked_from *= 0
@@ -410,8 +410,8 @@ def flash_attention(
 
     q (B, H, Tq, D), k and v (B, Hk, Tk, D), Hk dividing H (grouped queries); query i is at position q_offset + i, key j
     at j. documents (B, Tk), integers: tokens see their own document only. The forward pass is deterministic; the
-    backward pass too, unless told otherwise: then dQ is summed atomically, in a kernel less but in any order. ValueError
-    for what the kernel does not cover.
+    backward pass too, unless told otherwise: then dQ is summed atomically, which takes a kernel less, in any order.
+    ValueError for what the kernel does not cover.
     """
     check(q, k, v, coefficients, q_offset, documents)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
@@ -459,6 +459,8 @@ def check(q, k, v, coefficients, q_offset, documents):
         raise ValueError(f"coefficients of {coefficients.table.shape[1]} heads do not fit {q.shape[1]} heads")
     if coefficients is not None and coefficients.table.shape[2] < k.shape[2] + 2 * REACH:
         raise ValueError(f"coefficients were made for fewer than {k.shape[2]} keys")
+    if coefficients is not None and coefficients.polynomials is not None and coefficients.q_offset != q_offset % STEP:
+        raise ValueError(f"coefficients were made for another offset of the queries than {q_offset}")
 
 
 @torch.library.custom_op("scale_invariant::flash_forward", mutates_args=())
@@ -588,10 +590,9 @@ class Launch:
 
     def __call__(self, kernel, role: str, length: int, arguments: tuple, **options):
         tiles = self.tiles[role]
-        by_keys = role == "key_gradient"
+        owned = "keys" if role == "key_gradient" else "queries"  # by a program
         unit = () if role == "forward" else (self.unit,)
-        grid = triton.cdiv(length, tiles.keys if by_keys else tiles.queries) * self.heads["keys" if by_keys else "queries"]
-        kernel[(grid,)](
+        kernel[(triton.cdiv(length, getattr(tiles, owned)) * self.heads[owned],)](
             *arguments, *self.common, *unit, *self.lengths,
             **self.options, **options, EVEN=self.lengths[2] % tiles.queries == 0,
             QUERIES=tiles.queries, KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,

@@ -56,8 +56,9 @@ class ScoreChange(nn.Module):
         """a and m at the given distances t >= 0 and heads, two tensors that broadcast together (a may be a number).
 
         Called with whole tensors that broadcast, such as distance (T,) and head (H, 1), in float64 for tables, and with
-        float32 and int32 scalars inside FlexAttention: use elementwise torch operations and indexing only. What it learns must be one
-        parameter, (H,): a number a head; without one all layers share what one layer's gives, computed once a length.
+        float32 and int32 scalars inside FlexAttention: use elementwise torch operations and indexing only. What it
+        learns must be one parameter, (H,): a number a head. Without one, all layers share what one layer's gives,
+        computed once a length.
         """
         raise NotImplementedError
 
