@@ -196,7 +196,7 @@ def forward_kernel(
 
 @triton.jit
 def key_stretches(D0, far, NEAR: tl.constexpr, FAR: tl.constexpr, DOCUMENTS: tl.constexpr, KEYS: tl.constexpr):
-    """The keys that queries from D0 on see: far ones up to the second number, near ones up to the first, masked ones."""
+    """The keys that queries from D0 on see: far ones up to the second number, near ones up to the first, masked"""
     masked_from = D0 // KEYS * KEYS
     if DOCUMENTS:
         masked_from *= 0
