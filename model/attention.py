@@ -118,7 +118,10 @@ def choose_backend(method: Method, device: torch.device, backend: str = "auto", 
             return "blocks", f"nothing faster runs on {device.type}"
         if method.score_change is None:
             return "sdpa", f"{method.name} leaves the score alone"
-        if reason := triton_problem(method, device, dtype):
+        reason = triton_problem(method, device, dtype)
+        if reason is None and torch.cuda.is_available() and not torch.compiler.is_compiling():
+            reason = failed_check(method, device, dtype)
+        if reason:
             fallback = "flex" if find_spec("triton") else "blocks"  # Inductor needs Triton too
             return fallback, f"our Triton kernel cannot run: {reason}"
         return "triton", f"our kernel, as {method.name} changes the score"
@@ -141,6 +144,33 @@ def triton_problem(method: Method, device: torch.device, dtype: torch.dtype) -> 
     if [p.shape for p in learned_parameters(method.score_change).values()] not in ([], [(method.num_heads,)]):
         return f"it takes one learned number a head, {method.name} has others"
     return flash.problem(device, dtype, method.head_dim)
+
+
+@torch.inference_mode(False)
+@torch.enable_grad()
+def failed_check(method: Method, device: torch.device, dtype: torch.dtype, length: int = 1200) -> str | None:
+    """Runs the Triton kernel once, forward and backward: None, or how it fails or differs from plain_attention here.
+
+    Each version of Triton compiles it anew for each kind of GPU: this is to trust the numbers on all of them.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    shape = 4, 1, method.num_heads, length, method.head_dim
+    *inputs, dout = torch.randn(shape, device=device, generator=generator).to(dtype).unbind()
+    try:
+        ours = output_and_gradients(functools.partial(attend, method, backend="triton"), inputs, dout)
+    except Exception as error:  # Triton's and CUDA's errors are of many kinds
+        return f"it failed its check with {type(error).__name__}: {' '.join(str(error).split())[:100]}"
+    inputs = [x.detach().double() for x in inputs]
+    exact = output_and_gradients(functools.partial(plain_attention, method), inputs, dout.double())
+    error = max(((x - y).norm() / y.norm()).item() for x, y in zip(ours, exact))
+    tolerance = 4 * torch.finfo(dtype).eps + 1e-5  # its rounding is about one eps
+    return None if error <= tolerance else f"it failed its check: its numbers are wrong by {error:.1e}"
+
+
+def output_and_gradients(run: Callable, inputs: list[Tensor], dout: Tensor) -> list[Tensor]:
+    inputs = [x.requires_grad_() for x in inputs]
+    output = run(*inputs)
+    return [output.detach(), *torch.autograd.grad(output, inputs, dout)]
 
 
 def attend(

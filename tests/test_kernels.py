@@ -20,7 +20,7 @@ from test_methods import NAMES, assert_near, assert_refused, assert_same_functio
 
 pytest.importorskip("triton")
 
-from model.attention import attend, choose_backend, make_plan, plain_attention  # noqa: E402
+from model.attention import attend, choose_backend, failed_check, make_plan, plain_attention  # noqa: E402
 from model.gpt import GPT  # noqa: E402
 from model.kernels import flash  # noqa: E402
 from model.kernels.distance import CLOSED_FORM, EVERYWHERE, LOG2E, NOWHERE, TOLERANCE, closed_form, make_coefficients  # noqa: E402  # noqa: E402
@@ -719,6 +719,22 @@ def test_a_cpu_without_the_interpreter_is_refused():
     output = subprocess.run([sys.executable, "-c", ON_A_CPU], cwd=ROOT, env=env, capture_output=True, text=True)
     lines = output.stdout.splitlines()
     assert len(lines) == 2 and all("TRITON_INTERPRET=1" in line and "not on cpu" in line for line in lines), output
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=needs_cuda)])
+@pytest.mark.parametrize("name", ["alibi", "scale_invariant_p_rope"])
+def test_the_check_before_use_passes(name, dtype, small):
+    with torch.inference_mode():  # as when decoding
+        assert failed_check(make(name, 2, 16), torch.device(DEVICE), dtype, length=70) is None
+
+
+def test_a_kernel_that_is_wrong_or_fails_is_not_used(small, monkeypatch):
+    arguments = make("scale_invariant_nope", 2, 16), torch.device(DEVICE), torch.float32
+    with monkeypatch.context() as patch:
+        patch.setattr(flash, "LOG2E", 1.44)
+        assert "numbers are wrong by" in failed_check(*arguments, length=40)
+    monkeypatch.setattr(flash, "choose_tiles", lambda *args: 1 / 0)
+    assert "check with ZeroDivisionError: division by zero" in failed_check(*arguments, length=40)
 
 
 def test_coefficients_for_another_offset_are_refused():
