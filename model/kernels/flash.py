@@ -11,7 +11,9 @@ distance.py has the tables, the polynomials and the units. Nothing here depends 
 is plain causal attention, and with those of ALiBi all tiles are far ones, by polynomials of degree 0 and 1.
 """
 
+import contextlib
 import dataclasses
+import functools
 
 import torch
 import triton
@@ -463,7 +465,19 @@ def check(q, k, v, coefficients, q_offset, documents):
         raise ValueError(f"coefficients were made for another offset of the queries than {q_offset}")
 
 
+def on_its_gpu(operation):
+    """Triton launches on the current GPU, which need not be that of the tensors."""
+
+    @functools.wraps(operation)
+    def run(*args):
+        with torch.cuda.device(args[0].device) if args[0].is_cuda else contextlib.nullcontext():
+            return operation(*args)
+
+    return run
+
+
 @torch.library.custom_op("scale_invariant::flash_forward", mutates_args=())
+@on_its_gpu
 def forward_op(
     q: Tensor, k: Tensor, v: Tensor, parameter: Tensor | None,
     table: Tensor, polynomials: Tensor | None, tangent: Tensor | None, documents: Tensor | None,
@@ -495,6 +509,7 @@ def empty_like(x: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("scale_invariant::flash_backward", mutates_args=())
+@on_its_gpu
 def backward_op(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     table: Tensor, polynomials: Tensor | None, tangent: Tensor | None, documents: Tensor | None,
@@ -514,7 +529,7 @@ def backward_op(
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3])
     atomic = not deterministic and tangent is None
     if atomic:
-        dq_sum = empty_like(q.to(torch.float32)).zero_()
+        dq_sum = q.new_zeros((B, Tq, H, D), dtype=torch.float32).transpose(1, 2)
     else:
         launch(
             query_gradient_kernel, "query_gradient", Tq,
