@@ -22,14 +22,13 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from model.kernels import cpu
-from model.kernels.distance import Coefficients, learned_parameters, make_coefficients
+from model.kernels.distance import MAX_LENGTH, Coefficients, learned_parameters, make_coefficients
 from model.methods.base import Method
 
 BACKENDS = ("auto", "sdpa", "triton", "flex", "cpu", "blocks")
 QUERY_BLOCK = 128  # queries a block; the fastest of 64, 128 and 256 on a CPU (results/speed/cpu_step.md)
 RECOMPUTE_LENGTH = 4096  # from this many keys on, the blocks' probabilities are recomputed in the backward pass
 FLEX_BLOCK = 128  # FlexAttention's block mask granularity
-MAX_LENGTH = 2**30  # positions and their differences are 32-bit integers in the kernels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +119,7 @@ def choose_backend(method: Method, device: torch.device, backend: str = "auto", 
             return "sdpa", f"{method.name} leaves the score alone"
         reason = triton_problem(method, device, dtype)
         if reason is None and torch.cuda.is_available() and not torch.compiler.is_compiling():
-            reason = failed_check(method, device, dtype)
+            reason = check_once(method, device, dtype)
         if reason:
             fallback = "flex" if find_spec("triton") else "blocks"  # Inductor needs Triton too
             return fallback, f"our Triton kernel cannot run: {reason}"
@@ -160,15 +159,19 @@ def failed_check(method: Method, device: torch.device, dtype: torch.dtype, lengt
         ours = output_and_gradients(functools.partial(attend, method, backend="triton"), inputs, dout)
     except Exception as error:  # Triton's and CUDA's errors are of many kinds
         return f"it failed its check with {type(error).__name__}: {' '.join(str(error).split())[:100]}"
-    inputs = [x.detach().double() for x in inputs]
-    exact = output_and_gradients(functools.partial(plain_attention, method), inputs, dout.double())
+    *inputs, dout = [x.double() for x in (*inputs, dout)]
+    exact = output_and_gradients(functools.partial(plain_attention, method), inputs, dout)
     error = max(((x - y).norm() / y.norm()).item() for x, y in zip(ours, exact))
     tolerance = 4 * torch.finfo(dtype).eps + 1e-5  # its rounding is about one eps
     return None if error <= tolerance else f"it failed its check: its numbers are wrong by {error:.1e}"
 
 
+check_once = functools.lru_cache(maxsize=8)(failed_check)  # not again for each length, or each prompt
+
+
 def output_and_gradients(run: Callable, inputs: list[Tensor], dout: Tensor) -> list[Tensor]:
-    inputs = [x.requires_grad_() for x in inputs]
+    """run(*inputs), and the gradients of the inputs when dout is that of the output."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
     output = run(*inputs)
     return [output.detach(), *torch.autograd.grad(output, inputs, dout)]
 

@@ -18,7 +18,8 @@ REPOSITORY = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 
 PROBLEM = cpu.problem(CPU, torch.float32)
-pytestmark = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
+# Where there is nothing to compile it with, or no BLAS to call; a compiler that refuses it is a failure.
+pytestmark = pytest.mark.skipif(PROBLEM is not None and "cannot compile" not in PROBLEM, reason=str(PROBLEM))
 
 
 def make(name="scale_invariant_nope", num_heads=2, head_dim=16, **options):

@@ -24,6 +24,7 @@ NODES = (-117, -49, 49, 117)  # where cubics meet their function: the Chebyshev 
 TOLERANCE = {torch.float32: 2e-7, torch.float16: 1e-5, torch.bfloat16: 1e-5}  # |polynomial - f| / (1 + |f|)
 LOG2E = math.log2(math.e)
 CLOSED_FORM = -1
+MAX_LENGTH = 2**30  # positions and their differences are 32-bit integers in the kernels
 NOWHERE, EVERYWHERE = 2**31 - 1, -(2**31)
 
 

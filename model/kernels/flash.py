@@ -20,13 +20,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.kernels.distance import EVERYWHERE, LOG2E, REACH, STEP, Coefficients
+from model.kernels.distance import EVERYWHERE, LOG2E, MAX_LENGTH, REACH, STEP, Coefficients
 
 INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1: tile by tile in numpy, on a CPU, for tests
 IN_INTERPRETER = tl.constexpr(INTERPRETED)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
-MAX_LENGTH = 2**30  # positions and their differences are int32
 
 
 # ---- inside a tile ---------------------------------------------------------------------------------------------------
