@@ -9,7 +9,9 @@ runs/<name>/ (see runtime/run_folder.py); `--resume auto` continues it from its 
 
 import dataclasses
 import difflib
+import functools
 import inspect
+import math
 import statistics
 import sys
 import time
@@ -30,11 +32,12 @@ from model.gpt import GPT
 from model.methods import METHODS, method_options
 from optim.groups import split_parameters
 from optim.muon import Muon, fast_dtype
-from optim.schedule import check_schedule, lr_factor, set_lr
+from optim.schedule import check_schedule, lr_factor
+from optim.sharded import Group, Optimizers
 from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from runtime.device import compile_problem, device_name, peak_flops
+from runtime.device import Reading, compile_problem, device_name, peak_flops, peak_memory
 from runtime.metrics import Metrics, start_wandb
-from runtime.processes import agree, start_processes, stop_processes
+from runtime.processes import World, agree, start_processes, stop_processes
 from runtime.run_folder import RunFolder
 
 ROOT = Path(__file__).parent
@@ -71,7 +74,7 @@ def main():
             }
             if world.device.type == "cpu" and plans[config.train_length].backend == "flex":
                 raise ValueError("FlexAttention cannot train on a CPU: use --attention_backend auto")
-            optimizers = build_optimizers(config, model, compiled)
+            optimizers = build_optimizers(config, model, compiled, world)
             if world.is_main:
                 space = (config.keep + 1) * checkpoint_bytes(optimizers)
                 folder = RunFolder.create(config.runs_dir, config.name, config.resume, need_bytes=space)
@@ -83,8 +86,8 @@ def main():
                 state = load_checkpoint(checkpoint)
                 check_same_run(checkpoint, state, config, train_stream.fingerprint)
                 model.load_state_dict(state["model"])
-                for name, (optimizer, _) in optimizers.items():
-                    optimizer.load_state_dict(state["optimizers"][name])
+                optimizers.load_parameters()
+                optimizers.load_state_dict(state["optimizers"])
                 start, seconds, validation, wandb_id = (state[k] for k in ("step", "seconds", "validation", "wandb_id"))
                 del state
         if (path / "summary.json").exists():
@@ -139,12 +142,49 @@ def main():
             evaluated_model = training_model
 
     def save(step: int):
+        optimizer_state = optimizers.state_dict()  # collected from all processes
         if world.is_main:
             state = dict(step=step, seconds=seconds, validation=validation, wandb_id=wandb_id)
             state |= dict(config=config.to_dict(), fingerprint=train_stream.fingerprint, model=model.state_dict())
-            state |= dict(optimizers={name: optimizer.state_dict() for name, (optimizer, _) in optimizers.items()})
             with user_errors():
-                save_checkpoint(folder.checkpoints, step, state, keep=config.keep)
+                save_checkpoint(folder.checkpoints, step, state | dict(optimizers=optimizer_state), keep=config.keep)
+
+    # A step's numbers are read when the device is already busy with the next step, so that it never waits for us.
+    unread, step_seconds, clock, last_line = None, [], time.monotonic(), -math.inf
+    bar = tqdm(total=config.steps, initial=start, unit="step", disable=None if world.is_main else True)
+
+    def log_step():
+        nonlocal unread, seconds, clock, last_line
+        if unread is None:
+            return
+        (step, factor, numbers), unread = unread, None
+        (loss, grad_norm), now = numbers.wait()
+        elapsed, clock = now - clock, now
+        if not math.isfinite(loss + grad_norm):
+            with user_errors():
+                raise ValueError(f"step {step}: loss {loss}, gradient norm {grad_norm}; the weights before it are kept")
+        seconds += elapsed
+        step_seconds.append(elapsed)
+        rate = config.batch_tokens / elapsed
+        mfu = rate * flops_per_token / (peak * world.world_size)
+        if world.is_main:
+            record = dict(step=step, tokens=step * config.batch_tokens, train_loss=loss, grad_norm=grad_norm)
+            record |= dict(lr=optimizers.learning_rates(factor), tokens_per_second=round(rate), mfu=round(mfu, 4))
+            metrics.write(record | dict(seconds=round(seconds, 3), peak_memory_mib=peak_memory(world.device) >> 20))
+        minutes_left = statistics.median(step_seconds[-20:]) * (config.steps - step) / 60
+        line = f"loss {loss:.4f}  {rate:,.0f} tokens/s  MFU {mfu:.1%}  {minutes_left:.1f} min left"
+        bar.set_postfix_str(line, refresh=False)
+        bar.update()
+        if time.monotonic() - last_line > 10:
+            last_line = time.monotonic()
+            say(f"step {step}/{config.steps}  {line}")
+
+    # ---- compile, in a step that changes nothing ---------------------------------------------------------------------
+    if compiled and start < config.steps:
+        tokens = torch.zeros(micro_batch, config.train_length, dtype=torch.int64, device=world.device)
+        optimizers.found_inf.fill_(1)
+        train_step(training_model, [(tokens, tokens)], plan, optimizers, 1.0, world)
+        optimizers.found_inf.zero_()
 
     loader = TrainLoader(
         train_stream,
@@ -157,67 +197,39 @@ def main():
         vocab_size=config.vocab_size,
         device=world.device,
     )
-    bar = tqdm(total=config.steps, initial=start, unit="step", disable=None if world.is_main else True)
-    step_seconds, last_line = [], time.monotonic()
     for step in range(start, config.steps + 1):
-        tokens = step * config.batch_tokens  # seen so far
         last = step == config.steps
+        validate_now = last or config.val_every and step % config.val_every == 0
+        save_now = config.save_every and step % config.save_every == 0
 
         # ---- validate and save ---------------------------------------------------------------------------------------
-        if last and step > start:
-            save(step)  # first, because a validation can run out of memory
-        if (last or config.val_every and step % config.val_every == 0) and step != (validation or {}).get("step"):
-            began = time.monotonic()
-            validation = dict(step=step, tokens=tokens, **validate(evaluated_model, plans, config, val_stream, world))
-            if world.is_main:
-                validation |= attention_statistics(model, config, val_stream)
-                validation |= dict(val_seconds=round(time.monotonic() - began, 3))
-                metrics.write(validation)
-            losses = ", ".join(f"{loss:.4f} at {length}" for length, loss in validation["val_loss"].items())
-            say(f"step {step}/{config.steps}  validation loss {losses}  ({time.monotonic() - began:.1f} s)")
-        if config.save_every and step % config.save_every == 0 and start < step < config.steps:
-            save(step)
+        if validate_now or save_now:
+            log_step()
+            if last and step > start:
+                save(step)  # first, because a validation can run out of memory
+            if validate_now and step != (validation or {}).get("step"):
+                began = time.monotonic()
+                validation = dict(step=step, tokens=step * config.batch_tokens)
+                validation |= validate(evaluated_model, plans, config, val_stream, world)
+                if world.is_main:
+                    validation |= attention_statistics(model, config, val_stream)
+                    validation |= dict(val_seconds=round(time.monotonic() - began, 3))
+                    metrics.write(validation)
+                losses = ", ".join(f"{loss:.4f} at {length}" for length, loss in validation["val_loss"].items())
+                say(f"step {step}/{config.steps}  validation loss {losses}  ({time.monotonic() - began:.1f} s)")
+            if save_now and start < step < config.steps:
+                save(step)
+            clock = time.monotonic()
         if last:
             break
 
         # ---- step ----------------------------------------------------------------------------------------------------
-        began = time.monotonic()
         with user_errors():
             micro_batches = next(loader)
-        loss = torch.zeros((), device=world.device)
-        for inputs, targets in micro_batches:
-            part = training_model(inputs, targets, plan=plans[config.train_length])
-            part = part / (len(micro_batches) * world.world_size)
-            part.backward()
-            loss += part.detach()
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        sum_over_processes([loss, *gradients], world)
-        grad_norm = torch.nn.utils.get_total_norm(gradients)
         factor = lr_factor(step, **schedule)
-        for optimizer, peak_lr in optimizers.values():
-            set_lr(optimizer, peak_lr * factor)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        loss, grad_norm = loss.item(), grad_norm.item()  # waits for the device
-        elapsed = time.monotonic() - began
-
-        # ---- log -----------------------------------------------------------------------------------------------------
-        seconds += elapsed
-        step_seconds.append(elapsed)
-        rate = config.batch_tokens / elapsed
-        mfu = rate * flops_per_token / (peak * world.world_size)
-        if world.is_main:
-            record = dict(step=step + 1, tokens=tokens + config.batch_tokens, train_loss=loss, grad_norm=grad_norm)
-            record |= dict(lr={name: peak_lr * factor for name, (_, peak_lr) in optimizers.items()})
-            record |= dict(tokens_per_second=round(rate), mfu=round(mfu, 4), seconds=round(seconds, 3))
-            metrics.write(record)
-        minutes_left = statistics.median(step_seconds[-20:]) * (config.steps - step - 1) / 60
-        line = f"loss {loss:.4f}  {rate:,.0f} tokens/s  MFU {mfu:.1%}  {minutes_left:.1f} min left"
-        bar.set_postfix_str(line, refresh=False)
-        bar.update()
-        if step == start or time.monotonic() - last_line > 10:
-            last_line = time.monotonic()
-            say(f"step {step + 1}/{config.steps}  {line}")
+        numbers = train_step(training_model, micro_batches, plan, optimizers, factor, world)
+        log_step()  # the one before
+        unread = step + 1, factor, Reading(numbers)
 
     # ---- the end -----------------------------------------------------------------------------------------------------
     bar.close()
@@ -316,34 +328,34 @@ def build_model(config: Config, dtype: torch.dtype) -> GPT:
     return model
 
 
-def build_optimizers(config: Config, model: GPT, compiled: bool) -> dict[str, tuple[torch.optim.Optimizer, float]]:
-    """Each optimizer with its peak learning rate: Muon for the matrices of the blocks, Adam for all else."""
-    groups = split_parameters(
+def build_optimizers(config: Config, model: GPT, compiled: bool, world: World) -> Optimizers:
+    """Muon for the matrices of the blocks, Adam for all else."""
+    params = split_parameters(
         model.named_parameters(remove_duplicate=False),
         dict(
-            matrices=lambda name, p: name.startswith("blocks.") and p.ndim >= 2,
-            embedding=lambda name, p: name.startswith("embedding."),
             head=lambda name, p: name == "head",
+            matrices=lambda name, p: name.startswith("blocks.") and p.ndim >= 2,
             scalars=lambda name, p: name.startswith("blocks.") and p.ndim < 2,
+            embedding=lambda name, p: name.startswith("embedding."),
         ),
     )
-    adam = dict(betas=config.adam_betas, eps=config.adam_eps, fused=True)
-    optimizers = dict(
-        matrices=(Muon(groups["matrices"], momentum=config.muon_momentum, compile=compiled), config.muon_lr),
-        embedding=(torch.optim.Adam(groups["embedding"], **adam), config.embedding_lr),
-        head=(torch.optim.Adam(groups["head"], **adam), config.head_lr),
+    muon = functools.partial(Muon, momentum=config.muon_momentum, compile=compiled)
+    adam = functools.partial(torch.optim.Adam, betas=config.adam_betas, eps=config.adam_eps, fused=True)
+    groups = dict(
+        head=Group(params["head"], adam, config.head_lr, unit_dims=0),
+        matrices=Group(params["matrices"], muon, config.muon_lr, unit_dims=2),
+        scalars=Group(params["scalars"], adam, config.scalar_lr, unit_dims=0),
+        embedding=Group(params["embedding"], adam, config.embedding_lr, unit_dims=0),
     )
-    if groups["scalars"]:
-        optimizers["scalars"] = torch.optim.Adam(groups["scalars"], **adam), config.scalar_lr
-    return optimizers
+    return Optimizers(groups, world.rank, world.world_size)
 
 
-def checkpoint_bytes(optimizers) -> int:
+def checkpoint_bytes(optimizers: Optimizers) -> int:
     """Parameters with their optimizer state: one momentum for Muon, two moments for Adam."""
     return sum(
-        p.numel() * p.element_size() * (2 if name == "matrices" else 3)
-        for name, (optimizer, _) in optimizers.items()
-        for p in optimizer.param_groups[0]["params"]
+        p.numel() * p.element_size() * (2 if group.unit_dims == 2 else 3)
+        for group in optimizers.groups.values()
+        for p in group.params
     )
 
 
@@ -364,6 +376,27 @@ def model_flops_per_token(config: Config) -> int:
 
 
 # ---- in the loop -----------------------------------------------------------------------------------------------------
+
+
+def train_step(
+    model, micro_batches: list, plan, optimizers: Optimizers, lr_factor: float, world: World
+) -> torch.Tensor:
+    """One update. Loss and gradient norm over all processes, (2,) on the device: the host waits for nothing.
+
+    Where one of the two is not finite, weights and optimizer state stay as they are, and in all steps after it.
+    """
+    loss = torch.zeros((), device=world.device)
+    for number, (inputs, targets) in enumerate(micro_batches, start=1):
+        part = model(inputs, targets, plan=plan) / (len(micro_batches) * world.world_size)
+        if number == len(micro_batches):
+            optimizers.start()
+        part.backward()
+        loss += part.detach()
+    numbers = torch.stack([loss, optimizers.finish()])
+    sum_over_processes([numbers], world)
+    numbers[1].sqrt_()
+    optimizers.step(lr_factor, numbers.isfinite().all())
+    return numbers
 
 
 def sum_over_processes(tensors: list[torch.Tensor], world):

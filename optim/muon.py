@@ -3,7 +3,6 @@
 from collections import defaultdict
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 # Quintic of the Muon post: steepest at 0, so that five steps bring singular values from about 0.01 up to [0.7, 1.2].
@@ -21,14 +20,31 @@ def newton_schulz(x: Tensor) -> Tensor:
     return x
 
 
-def muon_direction(grads: Tensor, momenta: Tensor, momentum: Tensor, dtype: torch.dtype) -> Tensor:
-    """Orthogonalised Nesterov momentum of each matrix, computed and returned in `dtype`.
+def update(
+    params: list[Tensor],
+    grads: list[Tensor],
+    momenta: list[Tensor],
+    lr,
+    momentum,
+    found_inf: Tensor,
+    dtype: torch.dtype,
+) -> None:
+    """One step of Muon, in place, for matrices of one shape up to transposition, or banks of them; all in one batch.
 
-    grads, momenta: (N, rows, cols), float32, rows <= cols; momentum: 0-D
+    lr, momentum and found_inf are 0-D tensors. Where found_inf is not 0 the old numbers stay, whatever the gradients.
     """
-    x = grads + momentum * momenta
+    finite = found_inf == 0
+    nesterov = []
+    for m, g in zip(momenta, grads):
+        m.copy_(torch.where(finite, momentum * m + g, m))
+        nesterov.append(as_matrices(g + momentum * m))
+    x = torch.cat(nesterov)  # (N, rows, cols)
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)  # Frobenius, so no singular value exceeds 1
-    return newton_schulz(x.to(dtype))
+    x = newton_schulz(x.to(dtype)).float()
+    for p, direction in zip(params, x.split([len(g) for g in nesterov])):
+        rows, cols = p.shape[-2:]
+        matrices = as_matrices(p)
+        matrices.copy_(torch.where(finite, matrices - direction * (lr * max(1, rows / cols) ** 0.5), matrices))
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
@@ -52,22 +68,23 @@ class Muon(torch.optim.Optimizer):
         buf = mu buf + g
         p  -= lr sqrt(max(1, rows / cols)) NewtonSchulz(g + mu buf)
 
-    Matrices of one shape, up to transposition, are orthogonalised together. With torch.distributed initialised, each
-    rank orthogonalises its share of them and gathers the rest; gradients must already be the same on all ranks. The
-    momentum is whole on every rank, so a checkpoint continues on any number of processes.
+    Matrices of one shape, up to transposition, are orthogonalised together. As with PyTorch's fused optimizers, a step
+    changes nothing while the attribute `found_inf`, a 0-D tensor on the device, is not 0.
 
     `lr` and `momentum` become 0-D CPU tensors in `param_groups`: change them in place (`schedule.set_lr`).
 
-    compile: compile `muon_direction`, once for each shape of matrix
-    dtype:   torch.dtype of Newton-Schulz and of the gathered updates; None for `fast_dtype`
+    compile: compile `update`, once for each shape of matrix
+    dtype:   torch.dtype of Newton-Schulz; None for `fast_dtype`
 
     Raises ValueError for a parameter of another shape or dtype, and for lr or momentum out of range.
     """
 
     def __init__(self, params, lr: float = 0.02, momentum: float = 0.95, *, compile: bool = False, dtype=None):
         super().__init__(params, {"lr": lr, "momentum": momentum})
-        self.dtype = dtype or fast_dtype(self.param_groups[0]["params"][0].device)
-        self.direction = torch.compile(muon_direction, dynamic=False) if compile else muon_direction
+        device = self.param_groups[0]["params"][0].device
+        self.dtype = dtype or fast_dtype(device)
+        self.found_inf = torch.zeros((), device=device)
+        self.update = torch.compile(update, dynamic=False) if compile else update
 
     def add_param_group(self, param_group: dict) -> None:
         super().add_param_group(param_group)
@@ -93,38 +110,10 @@ class Muon(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                state = self.state[p]
-                if not state:
-                    state["momentum_buffer"] = torch.zeros_like(p)
-                state["momentum_buffer"].mul_(group["momentum"]).add_(p.grad)
+                if not self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
                 batches[as_matrices(p).shape[1:]].append(p)
-
-            # All batches are started before the first is applied: one is gathered while the next is computed.
-            started = [(params, *self._start_directions(params, group["momentum"])) for params in batches.values()]
-            for params, directions, gathering in started:
-                if gathering:
-                    gathering.wait()
-                counts = [len(as_matrices(p)) for p in params]
-                for p, x in zip(params, directions[: sum(counts)].float().split(counts)):
-                    rows, cols = p.shape[-2:]
-                    as_matrices(p).sub_(x * (group["lr"] * max(1, rows / cols) ** 0.5))
-
-    def _start_directions(self, params: list[Tensor], momentum: Tensor) -> tuple[Tensor, "dist.Work | None"]:
-        """Directions (N, rows, cols) of all matrices in `params`, in order; valid after waiting for the work, if any.
-
-        N is rounded up to a multiple of the number of processes.
-        """
-        grads = [g for p in params for g in as_matrices(p.grad)]
-        momenta = [m for p in params for m in as_matrices(self.state[p]["momentum_buffer"])]
-
-        distributed = dist.is_available() and dist.is_initialized()
-        world, rank = (dist.get_world_size(), dist.get_rank()) if distributed else (1, 0)
-        share = -(-len(grads) // world)
-        mine = [i % len(grads) for i in range(rank * share, (rank + 1) * share)]  # the last ranks may wrap around
-        directions = self.direction(
-            torch.stack([grads[i] for i in mine]), torch.stack([momenta[i] for i in mine]), momentum, self.dtype
-        )
-        if world == 1:
-            return directions, None
-        gathered = directions.new_empty(world * share, *directions.shape[1:])
-        return gathered, dist.all_gather(list(gathered.chunk(world)), directions, async_op=True)
+            for params in batches.values():
+                grads = [p.grad for p in params]
+                momenta = [self.state[p]["momentum_buffer"] for p in params]
+                self.update(params, grads, momenta, group["lr"], group["momentum"], self.found_inf, self.dtype)

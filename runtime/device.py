@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import resource
 import time
 
 import torch
@@ -75,3 +76,28 @@ def compile_problem(device: torch.device) -> str | None:
     except Exception as error:  # anything from a missing compiler to an unsupported Python
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
     return None
+
+
+class Reading:
+    """The numbers of a tensor, on their way to the host while the device goes on."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.numbers = tensor.to("cpu", non_blocking=True)  # from CUDA: into pinned memory
+        self.arrived, self.time = None, time.monotonic()
+        if tensor.is_cuda:
+            self.arrived = torch.cuda.Event()
+            self.arrived.record()
+
+    def wait(self) -> tuple[list[float], float]:
+        """The numbers, and when they were there (or, if later, when this was called), on time.monotonic's clock."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+            self.time = time.monotonic()
+        return self.numbers.tolist(), self.time
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes held at once so far: by PyTorch's tensors on a GPU, by the whole process otherwise."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB

@@ -26,6 +26,10 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    @classmethod
+    def alone(cls, device: torch.device) -> World:
+        return cls(0, 0, 1, device)
+
 
 def start_processes(device: str) -> World:
     """Join the other processes that torchrun started, if any, and take a device ("auto", "cpu" or "cuda").

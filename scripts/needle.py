@@ -25,10 +25,10 @@ from data.needle import Haystack, NeedleTask, oracle_accuracy, score
 from data.text import Tokenizer, load_tokenizer
 from model.decoding import greedy_decode
 from model.gpt import GPT
-from optim.schedule import lr_factor, set_lr
+from optim.schedule import lr_factor
 from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from runtime.metrics import Metrics
-from runtime.processes import start_processes
+from runtime.processes import World, start_processes
 from runtime.run_folder import RunFolder
 from scripts.evaluate import load_run
 from scripts.tables import markdown_table
@@ -127,13 +127,12 @@ def fine_tune(
     """Trains the model in place on examples 0, 1, 2 ... of the task, resuming from the folder's latest checkpoint."""
     device = model.head.device
     schedule = dict(schedule="trapezoid", steps=steps, warmup_steps=steps // 3, cooldown_steps=steps // 3)
-    optimizers = build_optimizers(config, model, compiled)
+    optimizers = build_optimizers(config, model, compiled, World.alone(device))
     start = 0
     if checkpoint := latest_checkpoint(folder.checkpoints):
         state = load_checkpoint(checkpoint)
         model.load_state_dict(state["model"])
-        for name, (optimizer, _) in optimizers.items():
-            optimizer.load_state_dict(state["optimizers"][name])
+        optimizers.load_state_dict(state["optimizers"])
         start = state["step"]
     metrics = Metrics(folder.metrics)
     metrics.truncate(start, validated=-1)
@@ -150,15 +149,10 @@ def fine_tune(
             weighted = (losses * part[2]).sum()
             weighted.backward()
             loss += weighted.detach()
-        factor = lr_factor(step, **schedule)
-        for optimizer, peak_lr in optimizers.values():
-            set_lr(optimizer, peak_lr * factor)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        optimizers.step(lr_factor(step, **schedule), loss.isfinite())
         metrics.write(dict(step=step + 1, tokens=(step + 1) * sequences * task.length, train_loss=loss.item()))
         if (step + 1) % SAVE_EVERY == 0 or step + 1 == steps:
-            state = dict(step=step + 1, model=model.state_dict())
-            state |= dict(optimizers={name: optimizer.state_dict() for name, (optimizer, _) in optimizers.items()})
+            state = dict(step=step + 1, model=model.state_dict(), optimizers=optimizers.state_dict())
             save_checkpoint(folder.checkpoints, step + 1, state, keep=1)
 
 

@@ -1,0 +1,223 @@
+"""The optimizers of a run as one, their work and their state divided over the processes.
+
+All processes hold all parameters. In a step, gradients are summed and divided (reduce-scatter), each process updates the
+share that it owns, and the new parameters are collected (all-gather): ZeRO's second stage (Rajbhandari et al. 2019,
+arXiv 1910.02054), with whole matrices as the units where the optimizer needs them whole, as modded-nanogpt does it.
+Gradients travel in buckets that set off in the backward pass as soon as they are complete, and parameters of one
+optimizer travel while the next one computes.
+
+One process has nothing to divide: there the optimizers work on the parameters themselves.
+"""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from optim.schedule import set_lr
+
+BUCKET_BYTES = 2**24  # a bucket is closed from this size on: smaller messages cost more than they overlap
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Parameters that one optimizer updates, `make` being its constructor."""
+
+    params: list[nn.Parameter]
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    peak_lr: float
+    unit_dims: int  # what is never cut in two: matrices are 2 dimensions, single numbers 0
+
+
+class Bucket:
+    """Parameters of one group whose gradients travel together, and this rank's share of them."""
+
+    def __init__(self, params: list[nn.Parameter], unit: torch.Size, rank: int, world_size: int):
+        self.params, self.unit = params, unit
+        self.counts = [p.numel() // unit.numel() for p in params]
+        self.share = -(-sum(self.counts) // world_size)  # units a rank; the last ranks may own padding
+        self.units = self.share * world_size
+        self.mine = slice(rank * self.share, (rank + 1) * self.share)
+        if world_size == 1:
+            (self.shard,) = params
+        else:
+            self.shard = nn.Parameter(self.pack([p.detach() for p in params])[self.mine].clone())
+        self.travelling = None  # the full tensor and the collective that reads or writes it
+
+    def pack(self, tensors: list[Tensor]) -> Tensor:
+        """Tensors of the shapes of the parameters as (units, *unit): a view where that is possible."""
+        parts = [t.reshape(-1, *self.unit) for t in tensors]
+        if padding := self.units - sum(self.counts):
+            parts.append(parts[0].new_zeros(padding, *self.unit))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def unpack(self, full: Tensor) -> list[Tensor]:
+        parts = full[: sum(self.counts)].split(self.counts)
+        return [part.view(p.shape) for part, p in zip(parts, self.params)]
+
+    def start_reducing(self):
+        full = self.pack([torch.zeros_like(p) if p.grad is None else p.grad for p in self.params])
+        for p in self.params:
+            p.grad = None
+        self.shard.grad = torch.empty_like(self.shard)
+        self.travelling = full, dist.reduce_scatter_tensor(self.shard.grad, full, async_op=True)
+
+    def start_gathering(self):
+        full = self.shard.new_empty(self.units, *self.unit)
+        if len(self.params) == 1 and self.units == self.counts[0]:  # straight into the parameter
+            full = self.params[0].detach().view(full.shape)
+        self.travelling = full, dist.all_gather_into_tensor(full, self.shard.detach(), async_op=True)
+
+    def wait(self) -> Tensor:
+        full, work = self.travelling
+        self.travelling = None
+        work.wait()
+        return full
+
+    def gather(self, shard: Tensor) -> list[Tensor]:
+        """The whole of a tensor of which each rank has its share, in the shapes of the parameters."""
+        full = shard.new_empty(self.units, *self.unit)
+        dist.all_gather_into_tensor(full, shard.contiguous())
+        return self.unpack(full)
+
+
+class Optimizers:
+    """See the head of this file. Groups come in the order in which the backward pass reaches them, their parameters in
+    that of the forward pass. A step is:
+
+        for each micro-batch: (before the last one's backward pass) start(); loss.backward()
+        squared_norm = finish()
+        step(lr_factor, finite)
+
+    rank, world_size: of the processes that share the work, the default group of torch.distributed.
+    """
+
+    def __init__(self, groups: dict[str, Group], rank: int = 0, world_size: int = 1):
+        self.groups = {name: group for name, group in groups.items() if group.params}
+        self.world_size = world_size
+        self.buckets = {name: make_buckets(group, rank, world_size) for name, group in self.groups.items()}
+        self.optimizers = {
+            name: group.make([bucket.shard for bucket in self.buckets[name]]) for name, group in self.groups.items()
+        }
+        device = next(bucket.shard.device for bucket in self.all_buckets())
+        self.found_inf = torch.zeros((), device=device)  # from the first gradient that is not finite on: 1
+        self.unsent, self.missing = [], {}
+        if world_size > 1:
+            for bucket in self.all_buckets():
+                for p in bucket.params:
+                    p.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._arrived(bucket))
+
+    def all_buckets(self) -> list[Bucket]:
+        return [bucket for buckets in self.buckets.values() for bucket in buckets]
+
+    def start(self) -> None:
+        """The gradients of the coming backward pass are the last of this step: they are to be sent as they come."""
+        if self.world_size > 1:
+            self.unsent = self.all_buckets()
+            self.missing = {bucket: len(bucket.params) for bucket in self.unsent}
+
+    def _arrived(self, bucket: Bucket) -> None:
+        if bucket in self.missing:
+            self.missing[bucket] -= 1
+            while self.unsent and self.missing[self.unsent[0]] == 0:  # in an order that is the same on all ranks
+                self.unsent.pop(0).start_reducing()
+
+    @torch.no_grad()
+    def finish(self) -> Tensor:
+        """Waits for all gradients. The squared norm of this rank's share of them; the sum over the ranks is that of all."""
+        for bucket in self.unsent:  # parameters without gradients, or one late parameter before many early ones
+            bucket.start_reducing()
+        self.unsent, self.missing = [], {}
+        if self.world_size > 1:
+            for bucket in self.all_buckets():
+                bucket.wait()
+        gradients = [b.shard.grad for b in self.all_buckets() if b.shard.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients).square()
+
+    @torch.no_grad()
+    def step(self, lr_factor: float, finite: Tensor) -> None:
+        """Updates all parameters, each with lr_factor times its peak learning rate, and drops the gradients.
+
+        finite: a bool on the device. Once it was False, parameters and state stay as they are (`found_inf` is 1).
+        """
+        self.found_inf.clamp_(min=(~finite).float())
+        by_size = sorted(self.groups, key=lambda name: self.groups[name].unit_dims)  # Adam travels while Muon computes
+        for name in by_size:
+            optimizer = self.optimizers[name]
+            set_lr(optimizer, self.groups[name].peak_lr * lr_factor)
+            optimizer.found_inf = self.found_inf
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            if self.world_size > 1:
+                for bucket in self.buckets[name]:
+                    bucket.start_gathering()
+        if self.world_size > 1:
+            for bucket in self.all_buckets():
+                torch._foreach_copy_([p.detach() for p in bucket.params], bucket.unpack(bucket.wait()))
+
+    def learning_rates(self, lr_factor: float) -> dict[str, float]:
+        return {name: group.peak_lr * lr_factor for name, group in self.groups.items()}
+
+    def state_dict(self) -> dict:
+        """The state of each parameter, whole, so that any number of processes can go on from it. All ranks must call."""
+        result = {}
+        for name, group in self.groups.items():
+            state = {}
+            for bucket in self.buckets[name]:
+                for key, value in self.optimizers[name].state[bucket.shard].items():
+                    if value.dim() == 0 or self.world_size == 1:  # Adam's count of steps is a number
+                        values = [value] * len(bucket.params)
+                    else:
+                        values = bucket.gather(value)
+                    for p, whole in zip(bucket.params, values):
+                        state.setdefault(p, {})[key] = whole
+            result[name] = {"state": {i: state[p] for i, p in enumerate(group.params) if p in state}}
+        return result
+
+    @torch.no_grad()
+    def load_state_dict(self, result: dict) -> None:
+        for name, group in self.groups.items():
+            state = dict(zip(group.params, (result[name]["state"].get(i, {}) for i in range(len(group.params)))))
+            for bucket in self.buckets[name]:
+                ours = self.optimizers[name].state[bucket.shard]
+                for key, first in state[bucket.params[0]].items():
+                    if first.dim() == 0:
+                        ours[key] = first.to(bucket.shard.device, copy=True)
+                    else:
+                        whole = [state[p][key].to(p.device) for p in bucket.params]
+                        ours[key] = bucket.pack(whole)[bucket.mine].clone().view_as(bucket.shard)
+
+    @torch.no_grad()
+    def load_parameters(self) -> None:
+        """Takes the values of the parameters over, after they were changed from outside."""
+        if self.world_size > 1:
+            for bucket in self.all_buckets():
+                bucket.shard.copy_(bucket.pack([p.detach() for p in bucket.params])[bucket.mine])
+
+    def bytes_a_step(self) -> dict[str, int]:
+        """What a rank hands to each collective in a step."""
+        if self.world_size == 1:
+            return {}
+        full = lambda b: b.units * b.unit.numel() * b.shard.element_size()
+        sizes = [(full(bucket), full(bucket) // self.world_size) for bucket in self.all_buckets()]
+        return {"reduce_scatter": sum(whole for whole, _ in sizes), "all_gather": sum(share for _, share in sizes)}
+
+
+def make_buckets(group: Group, rank: int, world_size: int) -> list[Bucket]:
+    """In the order in which they will be complete. A bucket holds units of one shape, as many as the ranks share evenly
+    as far as there are enough."""
+    unit_of = lambda p: p.shape[p.ndim - group.unit_dims :]
+    if world_size == 1:
+        return [Bucket([p], unit_of(p), rank, world_size) for p in group.params]
+    buckets, filling = [], defaultdict(list)
+    for p in reversed(group.params):
+        unit = unit_of(p)
+        params = filling[unit, p.dtype]
+        params.append(p)
+        units = sum(p.numel() for p in params) // unit.numel()
+        if units % world_size == 0 and units * unit.numel() * p.element_size() >= BUCKET_BYTES:
+            buckets.append(Bucket(filling.pop((unit, p.dtype)), unit, rank, world_size))
+    return buckets + [Bucket(params, unit, rank, world_size) for (unit, _), params in filling.items()]

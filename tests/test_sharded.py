@@ -1,0 +1,272 @@
+"""The optimizers of a run on 1, 2, 3 and 4 gloo processes: the same training, the work and the state divided, the bytes
+that are sent."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+import torch.nn.functional as F
+from torch import nn
+
+from optim import sharded
+from optim.muon import Muon
+from optim.sharded import Group, Optimizers
+
+WORLDS = (2, 3, 4)
+STEPS = 6
+
+
+class Net(nn.Module):
+    """Banks and matrices, numbers for Adam that no world size divides, a layer used twice, a parameter without use."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        make = lambda *shape: nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype) * shape[-1] ** -0.5)
+        self.embedding = make(13, 24)
+        self.banks = nn.ParameterList([make(3, 24, 24) for _ in range(2)])
+        self.projections = nn.ParameterList([make(24, 24) for _ in range(3)])
+        self.up, self.down = make(40, 24), make(24, 40)
+        self.scales = nn.ParameterList([make(5), make(5), make(5)])
+        self.unused = make(7)
+        self.head = make(13, 24)
+
+    def forward(self, tokens, targets):
+        x = self.embedding[tokens]
+        for bank in self.banks:
+            x = x + F.linear(torch.tanh(F.linear(x, bank[0])), bank[1]) + F.linear(x, bank[2])
+        for projection in (*self.projections, self.projections[0]):
+            x = x + torch.tanh(F.linear(x, projection))
+        x = x + F.linear(F.linear(x, self.up).relu().square(), self.down)
+        for scale in self.scales:
+            x = x * (1 + scale.mean())
+        return F.cross_entropy(F.linear(F.rms_norm(x, (24,)), self.head), targets)
+
+
+def groups(net, dtype=torch.float32):
+    matrices = [*net.banks, *net.projections, net.up, net.down]
+    adam = lambda params: torch.optim.Adam(params, eps=1e-3, fused=True)  # smooth where a gradient is rounding error
+    return dict(
+        head=Group([net.head], adam, 0.02, unit_dims=0),
+        matrices=Group(matrices, lambda params: Muon(params, dtype=dtype), 0.02, unit_dims=2),
+        scalars=Group([*net.scales, net.unused], adam, 0.01, unit_dims=0),
+        embedding=Group([net.embedding], adam, 0.1, unit_dims=0),
+    )
+
+
+def batch(step):
+    return torch.randint(13, (2, 24), generator=torch.Generator().manual_seed(step))  # 24: the least common multiple
+
+
+def train(net, optimizers, steps, rank=0, world=1, poison=None):
+    """Two micro-batches a step and rank. Losses and gradient norms."""
+    numbers = []
+    for step in steps:
+        tokens, targets = (part.chunk(world)[rank].chunk(2) for part in batch(step))
+        loss = torch.zeros(())
+        for i in range(2):
+            part = net(tokens[i], targets[i]) / (2 * world)
+            if i == 1:
+                optimizers.start()
+            part.backward()
+            loss += part.detach()
+        if poison == (step, rank):
+            loss += torch.nan
+        pair = torch.stack([loss, optimizers.finish()])
+        if world > 1:
+            dist.all_reduce(pair)
+        optimizers.step(1 - step / 10, pair.isfinite().all())
+        numbers.append(pair)
+    return torch.stack(numbers)
+
+
+def snapshot(net, optimizers):
+    copy = lambda x: {k: copy(v) for k, v in x.items()} if isinstance(x, dict) else x.detach().clone()
+    return copy(dict(net=dict(net.named_parameters()), optimizers=optimizers.state_dict()))
+
+
+def restore(saved, rank=0, world=1):
+    net = Net()
+    net.load_state_dict(saved["net"])
+    optimizers = Optimizers(groups(net), rank, world)
+    optimizers.load_state_dict(saved["optimizers"])
+    return net, optimizers
+
+
+class Sent:
+    """What this rank hands to the collectives, in bytes, and when."""
+
+    def __init__(self, patch):
+        self.bytes, self.order = {}, []
+        for name, argument in dict(reduce_scatter_tensor=1, all_gather_into_tensor=1).items():
+            patch.setattr(dist, name, self.counted(name, getattr(dist, name), argument))
+
+    def counted(self, name, function, argument):
+        def call(*args, **kwargs):
+            self.bytes[name] = self.bytes.get(name, 0) + args[argument].nbytes
+            self.order.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+
+def work(rank, world):
+    results = {}
+    net = Net()
+    optimizers = Optimizers(groups(net), rank, world)
+    results["numbers"] = train(net, optimizers, range(STEPS // 2), rank, world)
+    results["checkpoint"] = snapshot(net, optimizers)
+    results["numbers"] = torch.cat([results["numbers"], train(net, optimizers, range(STEPS // 2, STEPS), rank, world)])
+    results["net"] = {name: p.detach().clone() for name, p in net.named_parameters()}
+    results["owned"] = {k: [tuple(b.shard.shape) for b in v] for k, v in optimizers.buckets.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        sent = Sent(patch)
+        train(net, optimizers, [STEPS], rank, world)
+    results["sent"], results["expected"] = sent.bytes, optimizers.bytes_a_step()
+    before = snapshot(net, optimizers)
+    results["poisoned"] = train(net, optimizers, range(2), rank, world, poison=(0, 1))
+    results["before"], results["after"] = before, snapshot(net, optimizers)
+
+    with pytest.MonkeyPatch.context() as patch:  # many small buckets, which set off while the backward pass goes on
+        patch.setattr(sharded, "BUCKET_BYTES", 1)
+        net = Net()
+        optimizers = Optimizers(groups(net), rank, world)
+        sent = Sent(patch)
+        net.embedding.register_post_accumulate_grad_hook(lambda _: results.update(before_the_end=len(sent.order)))
+        results["small_numbers"] = train(net, optimizers, range(STEPS), rank, world)
+        results["buckets"] = len(optimizers.all_buckets())
+    return results
+
+
+def worker(rank, folder):
+    torch.set_num_threads(1)
+    for world in reversed(WORLDS):
+        if rank < world:
+            dist.init_process_group("gloo", init_method=f"file://{folder}/group{world}", rank=rank, world_size=world)
+            results = work(rank, world)
+            if world == 2:
+                net, optimizers = restore(torch.load(folder / "3.0.pt")["checkpoint"], rank, world)
+                results["resumed"] = train(net, optimizers, range(STEPS // 2, STEPS), rank, world)
+            torch.save(results, folder / f"{world}.{rank}.pt")
+            dist.barrier()
+            dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """World size -> results of each rank."""
+    folder = tmp_path_factory.mktemp("gloo")
+    torch.multiprocessing.spawn(worker, (folder,), nprocs=max(WORLDS))
+    return {world: [torch.load(folder / f"{world}.{rank}.pt") for rank in range(world)] for world in WORLDS}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    net = Net()
+    optimizers = Optimizers(groups(net))
+    numbers = train(net, optimizers, range(STEPS // 2))
+    checkpoint = snapshot(net, optimizers)
+    numbers = torch.cat([numbers, train(net, optimizers, range(STEPS // 2, STEPS))])
+    return dict(numbers=numbers, checkpoint=checkpoint, net=dict(net.named_parameters()))
+
+
+def test_one_process_is_the_plain_optimizers(alone):
+    net = Net()
+    optimizers = {name: group.make(group.params) for name, group in groups(net).items()}
+    for step in range(STEPS):
+        tokens, targets = batch(step)
+        for half in range(2):
+            (net(tokens.chunk(2)[half], targets.chunk(2)[half]) / 2).backward()
+        for name, optimizer in optimizers.items():
+            for group in optimizer.param_groups:
+                lr = groups(net)[name].peak_lr * (1 - step / 10)
+                group["lr"] = torch.tensor(lr) if isinstance(optimizer, Muon) else lr
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, p in net.named_parameters():
+        assert torch.equal(p, alone["net"][name]), name
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_several_processes_train_as_one(ranks, alone, world):
+    # Float32 sums in another order; Newton-Schulz multiplies the rounding of small singular values by up to 485.
+    assert torch.allclose(ranks[world][0]["numbers"], alone["numbers"], rtol=1e-5, atol=1e-5)
+    for name, p in alone["net"].items():
+        assert torch.allclose(ranks[world][0]["net"][name], p, rtol=0, atol=2e-4), name
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_all_ranks_end_with_the_same_bits(ranks, world):
+    for other in ranks[world][1:]:
+        assert all(torch.equal(p, other["net"][name]) for name, p in ranks[world][0]["net"].items())
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_each_rank_owns_its_share(ranks, world):
+    matrices, numbers = 2 * 3 + 3, 13 * 24
+    for rank in ranks[world]:
+        owned = rank["owned"]
+        assert sorted(owned["matrices"]) == sorted(
+            [(-(-matrices // world), 24, 24), (1, 40, 24), (1, 24, 40)]  # one matrix cannot be divided
+        )
+        assert owned["embedding"] == owned["head"] == [(-(-numbers // world),)]
+        assert owned["scalars"] == [(-(-22 // world),)]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_bytes_sent_are_the_bytes_stated(ranks, world):
+    for rank in ranks[world]:
+        stated = rank["expected"]
+        assert rank["sent"] == {
+            "reduce_scatter_tensor": stated["reduce_scatter"],
+            "all_gather_into_tensor": stated["all_gather"],
+        }
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_small_buckets_leave_during_the_backward_pass_and_change_nothing(ranks, alone, world):
+    for rank in ranks[world]:
+        assert rank["buckets"] > 5
+        assert rank["before_the_end"] >= 3  # the embedding's gradient is the last
+        assert torch.allclose(rank["small_numbers"], alone["numbers"], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_loss_that_is_not_finite_on_one_rank_changes_nothing_on_any_then_or_later(ranks, world):
+    for rank in ranks[world]:
+        assert rank["poisoned"][0].isnan().any() and rank["poisoned"][1].isfinite().all()
+        assert flat(rank["before"]).keys() == flat(rank["after"]).keys()
+        assert all(torch.equal(x, flat(rank["after"])[key]) for key, x in flat(rank["before"]).items())
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_checkpoint_is_that_of_one_process(ranks, alone, world):
+    ours, theirs = flat(ranks[world][0]["checkpoint"]), flat(alone["checkpoint"])
+    assert ours.keys() == theirs.keys() | {
+        ("optimizers", "scalars", "state", 3, k) for k in ("exp_avg", "exp_avg_sq", "step")
+    }
+    for key, x in theirs.items():
+        assert ours[key].shape == x.shape and torch.allclose(ours[key], x, rtol=1e-3, atol=1e-4), key
+
+
+def test_checkpoint_of_three_processes_resumes_on_two(ranks, alone):
+    for rank in ranks[2]:
+        assert torch.allclose(rank["resumed"], alone["numbers"][STEPS // 2 :], rtol=1e-5, atol=1e-5)
+
+
+def test_checkpoint_of_three_processes_resumes_on_one(ranks, alone):
+    net, optimizers = restore(ranks[3][0]["checkpoint"])
+    numbers = train(net, optimizers, range(STEPS // 2, STEPS))
+    assert torch.allclose(numbers, alone["numbers"][STEPS // 2 :], rtol=1e-5, atol=1e-5)
+
+
+def test_resumed_on_one_process_bit_for_bit(alone):
+    net, optimizers = restore(alone["checkpoint"])
+    assert torch.equal(train(net, optimizers, range(STEPS // 2, STEPS)), alone["numbers"][STEPS // 2 :])
+    assert all(torch.equal(p, alone["net"][name]) for name, p in net.named_parameters())
+
+
+def flat(tree, path=()):
+    if not isinstance(tree, dict):
+        return {path: tree}
+    return {key: x for name, branch in tree.items() for key, x in flat(branch, (*path, name)).items()}
