@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from configs.config import NOT_MATHEMATICS, Config, Fields, config_hash
 from configs.presets import PRESETS, preset
+from configs.validation import validation_plan, validation_share
 from data.loader import TrainLoader, check_validation, micro_batch_size, validation_batches
 from data.shards import open_split
 from model.attention import prefer_fast_sdpa
@@ -47,7 +48,7 @@ def main():
     # ---- configuration, devices, data, model: what can be wrong is found before there is a run folder ----------------
     with user_errors():
         config = read_config(sys.argv[1:])
-        world = start_processes(config.device)
+        world = start_processes(config.device, config.context_parallel)
         path = Path(config.runs_dir) / config.name
         with agree(world):
             schedule = dict(
@@ -60,21 +61,20 @@ def main():
             train_stream = open_split(config.data_dir, "train", config.vocab_size)
             val_stream = open_split(config.data_dir, "val", config.vocab_size)
             check_validation(val_stream, config.val_lengths, config.val_tokens)
-            micro_batch = micro_batch_size(
-                config.batch_tokens, config.train_length, config.micro_batch_tokens, world.world_size
-            )
+            most_tokens = config.micro_batch_tokens * world.context_size
+            micro_batch = micro_batch_size(config.batch_tokens, config.train_length, most_tokens, world.data_size)
             dtype = compute_dtype(config, world.device)
-            compiled, compile_note = choose_compile(config.compile, world.device)
+            compiled, compile_note = choose_compile(config.compile, world.device, world.world_size)
             prefer_fast_sdpa(world.device)
             torch.manual_seed(config.seed)
             model = build_model(config, dtype).to(world.device)
             plans = {
-                length: model.plan(length, backend=config.attention_backend)
+                length: model.plan(length, backend=config.attention_backend, context=world.context)
                 for length in (config.train_length, *config.val_lengths)
             }
             if world.device.type == "cpu" and plans[config.train_length].backend == "flex":
                 raise ValueError("FlexAttention cannot train on a CPU: use --attention_backend auto")
-            optimizers = build_optimizers(config, model, compiled, world)
+            optimizers = build_optimizers(config, model, bool(compiled), world)
             if world.is_main:
                 space = (config.keep + 1) * checkpoint_bytes(optimizers)
                 folder = RunFolder.create(config.runs_dir, config.name, config.resume, need_bytes=space)
@@ -124,22 +124,20 @@ def main():
         sources = [ROOT / "train_gpt.py", *sorted(ROOT.glob("model/**/*.py")), *sorted(ROOT.glob("optim/*.py"))]
         folder.log_header(sources, world.device)
     say(f"{path}: {config.method} {config.method_options or ''} on {world.world_size} x {device_name(world.device)}")
-    accumulation = config.batch_tokens // config.train_length // micro_batch // world.world_size
+    accumulation = config.batch_tokens // config.train_length // micro_batch // world.data_size
     say(
         f"{num_parameters:,} parameters; {config.steps} steps of {config.batch_tokens:,} tokens, {accumulation} x "
         f"{micro_batch} sequences of {config.train_length} a process; {flops_per_token / 1e6:,.1f} MFLOP a token"
     )
     plan = plans[config.train_length]
     say(f"{str(dtype).removeprefix('torch.')}; compile {compile_note}; attention by {plan.backend} ({plan.why})")
-    say(f"MFU of {peak:.3g} FLOP/s ({peak_source})" + (f"; resumed at step {start}" if start else ""))
+    say(f"MFU of {peak:.3g} FLOP/s ({peak_source})")
+    share = f"validation profile {config.val_profile}: {validation_share(config):.1%} of the FLOPs of training"
+    say(share + (f"; resumed at step {start}" if start else ""))
 
-    training_model = evaluated_model = model
-    if compiled:
-        torch._dynamo.config.recompile_limit = 32  # shapes: training and every validation length, ragged ends too
-        torch._dynamo.config.fail_on_recompile_limit_hit = True  # never fall back to eager without a word
-        training_model = torch.compile(model, dynamic=False)
-        if world.device.type == "cuda":  # on a CPU the long sequences take longer to compile than to compute
-            evaluated_model = training_model
+    training_model = compile_model(model, compiled)
+    on_cpu = world.device.type == "cpu"  # there the long sequences take longer to compile than to compute
+    evaluated_model = model if on_cpu else training_model
 
     def save(step: int):
         optimizer_state = optimizers.state_dict()  # collected from all processes
@@ -191,26 +189,26 @@ def main():
         batch_tokens=config.batch_tokens,
         length=config.train_length,
         micro_batch_size=micro_batch,
-        rank=world.rank,
-        world_size=world.world_size,
+        rank=world.data_rank,
+        world_size=world.data_size,
         start_step=start,
         vocab_size=config.vocab_size,
         device=world.device,
     )
     for step in range(start, config.steps + 1):
         last = step == config.steps
-        validate_now = last or config.val_every and step % config.val_every == 0
+        passes = validation_plan(config, step)  # how many tokens at which length
         save_now = config.save_every and step % config.save_every == 0
 
         # ---- validate and save ---------------------------------------------------------------------------------------
-        if validate_now or save_now:
+        if passes or save_now:
             log_step()
             if last and step > start:
                 save(step)  # first, because a validation can run out of memory
-            if validate_now and step != (validation or {}).get("step"):
+            if passes and step != (validation or {}).get("step"):
                 began = time.monotonic()
-                validation = dict(step=step, tokens=step * config.batch_tokens)
-                validation |= validate(evaluated_model, plans, config, val_stream, world)
+                validation = dict(step=step, tokens=step * config.batch_tokens, val_profile=config.val_profile)
+                validation |= validate(evaluated_model, plans, config, val_stream, world, passes)
                 if world.is_main:
                     validation |= attention_statistics(model, config, val_stream)
                     validation |= dict(val_seconds=round(time.monotonic() - began, 3))
@@ -240,7 +238,8 @@ def main():
             method=config.method,
             train_length=config.train_length,
             val_loss=validation["val_loss"],
-            val_tokens=config.val_tokens,
+            val_tokens=validation["val_tokens"],
+            val_profile=config.val_profile,
             steps=config.steps,
             tokens=config.steps * config.batch_tokens,
             seconds=round(seconds, 3),
@@ -295,14 +294,26 @@ def read_config(arguments: list[str]) -> Config:
     return config if config.name else dataclasses.replace(config, name=f"{name}-{config.method}-s{config.seed}")
 
 
-def choose_compile(wanted: str, device: torch.device) -> tuple[bool, str]:
-    """Whether to compile, and the words for the log."""
+def choose_compile(wanted: str, device: torch.device, world_size: int = 1) -> tuple[str | None, str]:
+    """What to compile (model, blocks or None), and the words for the log."""
     if wanted == "off":
-        return False, "off"
-    problem = compile_problem(device)
-    if problem and wanted == "on":
+        return None, "off"
+    if problem := compile_problem(device):
+        if wanted == "auto":
+            return None, f"off, as it does not work here ({problem})"
         raise ValueError(f"torch.compile does not work here ({problem}): use --compile off")
-    return problem is None, f"off, as it does not work here ({problem})" if problem else "on"
+    if wanted == "auto":
+        wanted = "blocks" if world_size > 1 and device.type == "cuda" else "model"
+    return wanted, wanted
+
+
+def compile_model(model: GPT, compiled: str | None) -> torch.nn.Module:
+    torch._dynamo.config.recompile_limit = 32  # shapes: training and every validation length, ragged ends too
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # never fall back to eager without a word
+    if compiled == "blocks":
+        for block in model.blocks:
+            block.compile(dynamic=False)
+    return torch.compile(model, dynamic=False) if compiled == "model" else model
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
@@ -387,7 +398,8 @@ def train_step(
     """
     loss = torch.zeros((), device=world.device)
     for number, (inputs, targets) in enumerate(micro_batches, start=1):
-        part = model(inputs, targets, plan=plan) / (len(micro_batches) * world.world_size)
+        own = world.own_tokens(inputs.shape[1])
+        part = model(inputs[:, own], targets[:, own], plan=plan) / (len(micro_batches) * world.world_size)
         if number == len(micro_batches):
             optimizers.start()
         part.backward()
@@ -405,32 +417,34 @@ def sum_over_processes(tensors: list[torch.Tensor], world):
             work.wait()
 
 
-def validate(model, plans, config: Config, stream, world) -> dict:
-    """Mean loss in nats at every validation length, all on the same tokens, each token a target once; and by position:
-    entry k is the mean over positions 2^(k-1) .. 2^k - 1 (entry 0: position 0)."""
+def validate(model, plans, config: Config, stream, world, passes: dict[int, int]) -> dict:
+    """Mean loss in nats at each length, on the first passes[length] tokens of the text, each token a target once; and
+    by position: entry k is the mean over positions 2^(k-1) .. 2^k - 1 (entry 0: position 0)."""
     val_loss, by_position = {}, {}
-    for length in config.val_lengths:
-        sequences = config.val_tokens // length
+    for length, tokens in passes.items():
         batches = validation_batches(
             stream,
             length=length,
-            val_tokens=config.val_tokens,
-            micro_batch_size=max(1, config.micro_batch_tokens // length),
-            rank=world.rank,
-            world_size=world.world_size,
+            val_tokens=tokens,
+            micro_batch_size=max(1, config.micro_batch_tokens * world.context_size // length),
+            rank=world.data_rank,
+            world_size=world.data_size,
             device=world.device,
             vocab_size=config.vocab_size,
         )
         total = torch.zeros(length, dtype=torch.float64, device=world.device)  # of all sequences, at each position
+        own = world.own_tokens(length)
         with torch.inference_mode():
             for inputs, targets in batches:
-                total += model(inputs, targets, plan=plans[length], per_token=True).double().sum(dim=0)
+                losses = model(inputs[:, own], targets[:, own], plan=plans[length], per_token=True)  # (B, own tokens)
+                total[own] += losses.double().sum(dim=0)
         sum_over_processes([total], world)
-        mean = total.cpu() / sequences
+        mean = total.cpu() / (tokens // length)
         val_loss[str(length)] = mean.mean().item()
         edges = [0, *(2**k for k in range((length - 1).bit_length())), length]
         by_position[str(length)] = [round(mean[a:b].mean().item(), 5) for a, b in zip(edges, edges[1:]) if b > a]
-    return dict(val_loss=val_loss, val_tokens=config.val_tokens, val_loss_by_position=by_position)
+    val_tokens = {str(length): tokens for length, tokens in passes.items()}
+    return dict(val_loss=val_loss, val_tokens=val_tokens, val_loss_by_position=by_position)
 
 
 def attention_statistics(model: GPT, config: Config, stream) -> dict:

@@ -91,16 +91,23 @@ class Fields:
     """Validation tokens at each length."""
     val_every: int = 125
     """Steps between validations; 0: only at the end."""
+    val_profile: Literal["paper", "fast"] = "paper"
+    """paper: every validation is at all lengths, on all tokens. fast: at the training length alone, on all tokens (at
+    none if it is not one of val_lengths); every fourth also at the other lengths, on the first quarter of the tokens.
+    The last validation of a run is at all lengths, on all tokens, in both."""
 
     # ---- the machine ----
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA if present."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the computation; parameters are float32. auto: bfloat16 on CUDA and on CPUs that multiply it in hardware."""
-    compile: Literal["auto", "on", "off"] = "auto"
-    """torch.compile. auto: on if a trial compilation works."""
+    compile: Literal["auto", "model", "blocks", "off"] = "auto"
+    """What torch.compile takes as a whole. blocks: each on its own, so that gradients are sent while others are still
+    computed. auto: blocks for several GPUs, otherwise model; off if a trial compilation fails."""
     attention_backend: Literal["auto", "sdpa", "triton", "flex", "cpu", "blocks"] = "auto"
     """How attention runs; see model/attention.py."""
+    context_parallel: int = 1
+    """Processes that share each sequence, for sequences that do not fit one device; divides heads and lengths."""
     save_every: int = 1000
     """Steps between checkpoints; 0: only at the end."""
     keep: int = 2
@@ -113,7 +120,7 @@ class Config(Fields):
 
     def __post_init__(self):
         sizes = "vocab_size num_layers num_heads model_dim train_length batch_tokens micro_batch_tokens val_tokens"
-        for field in (*sizes.split(), "steps", "keep"):
+        for field in (*sizes.split(), "steps", "keep", "context_parallel"):
             require(getattr(self, field) >= 1, f"{field} must be at least 1, got {getattr(self, field)}")
         for field in "seed rotary_base_length warmup_steps cooldown_steps val_every save_every".split():
             require(getattr(self, field) >= 0, f"{field} must not be negative, got {getattr(self, field)}")
@@ -151,7 +158,7 @@ class Config(Fields):
 # Fields that name, watch or speed up a run but do not change what it computes (up to rounding).
 NOT_MATHEMATICS = frozenset(
     "name runs_dir resume tags group wandb wandb_project micro_batch_tokens device dtype compile "
-    "attention_backend save_every keep val_every val_lengths val_tokens data_dir".split()
+    "attention_backend context_parallel save_every keep val_every val_lengths val_tokens val_profile data_dir".split()
 )
 
 

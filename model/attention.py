@@ -18,9 +18,12 @@ from importlib.util import find_spec
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.func import functional_call
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
+from model.context import check_context, own_part, to_heads, to_tokens
 from model.kernels import cpu
 from model.kernels.distance import MAX_LENGTH, Coefficients, learned_parameters, make_coefficients
 from model.methods.base import Method
@@ -37,15 +40,16 @@ class Plan:
 
     backend: str
     q_offset: int
-    cos: Tensor | None = None  # (Tk, D/2)
+    cos: Tensor | None = None  # (Tk, D/2); with a context group, the first three are those of this rank's tokens,
     sin: Tensor | None = None  # (Tk, D/2)
     query_table: Tensor | None = None  # (Tq,)
-    scale_band: Tensor | float = 1.0  # a of a block of queries, (1 or H, block, Tk)
+    scale_band: Tensor | float = 1.0  # a of a block of queries, (1 or H, block, Tk); and these of its heads
     bias_band: Tensor | None = None  # m, and -inf for keys in the future, (1 or H, block, Tk)
     coefficients: Coefficients | None = None  # of the Triton kernel
     tables: Tensor | None = None  # of the kernel for CPUs, (2, 1 or H, Tk)
     score_mod: Callable | None = None
     block_mask: object | None = None
+    context: ProcessGroup | None = None  # the ranks that share the sequence (model/context.py)
     why: str = ""  # this backend
 
 
@@ -59,11 +63,13 @@ def make_plan(
     device="cpu",
     dtype: torch.dtype = torch.float32,
     backend: str = "auto",
+    context: ProcessGroup | None = None,
 ) -> Plan:
     """The plan for queries at positions q_offset.. against keys at positions 0..key_length-1, of this dtype.
 
     target_length (default: key_length) is the length of the whole sequence, which fixes the scaling of methods that
-    depend on it (NTK, YaRN, LogN's constant form). ValueError for lengths or backends that do not go together.
+    depend on it (NTK, YaRN, LogN's constant form). With a context group, the plan is for this rank's part of as many
+    queries as keys. ValueError for lengths, backends or groups that do not go together.
     """
     target_length = key_length if target_length is None else target_length
     if query_length < 1 or q_offset < 0:
@@ -76,33 +82,46 @@ def make_plan(
         raise ValueError(f"attention covers up to {MAX_LENGTH} positions, got {key_length}")
     device = torch.device(device)
     backend, why = choose_backend(method, device, backend, dtype)
+    if context is not None:
+        assert query_length == key_length
+        check_context(method.num_heads, [key_length], context.size())
     plan = {}
     if method.rotation is not None:
-        plan["cos"], plan["sin"] = method.rotation.tables(key_length, target_length, device)
+        tables = method.rotation.tables(key_length, target_length, device)
+        plan["cos"], plan["sin"] = (own_part(table, 0, context) for table in tables)
     if method.query_scale is not None:
-        positions = torch.arange(q_offset, q_offset + query_length)
+        positions = own_part(torch.arange(q_offset, q_offset + query_length), 0, context)
         plan["query_table"] = method.query_scale.table(positions, target_length).to(device)
     if method.replacement is None:
         if backend == "flex":
             plan["block_mask"] = causal_block_mask(query_length, key_length, q_offset, device)
         if not learned_parameters(method.score_change):
-            plan |= score_parts(method, backend, query_length, key_length, q_offset, device, dtype)
-    return Plan(backend, q_offset, why=why, **plan)
+            plan |= score_parts(method, backend, query_length, key_length, q_offset, device, dtype, context)
+    return Plan(backend, q_offset, context=context, why=why, **plan)
 
 
-def score_parts(method: Method, backend: str, query_length, key_length, q_offset, device, dtype) -> dict:
+def score_parts(method: Method, backend: str, query_length, key_length, q_offset, device, dtype, context) -> dict:
     """The parts of a plan that hold a_t and m_t. Where these are learned, every layer makes its own in every pass."""
     if backend == "blocks":
         scale, bias = block_bands(method, query_length, key_length, device)
-        return dict(scale_band=scale, bias_band=bias)
+        scale = own_part(scale, 0, context) if isinstance(scale, Tensor) else scale
+        return dict(scale_band=scale, bias_band=own_part(bias, 0, context))
     if backend == "flex":
-        return dict(score_mod=flex_score_mod(method, q_offset))
+        return dict(score_mod=flex_score_mod(method, q_offset, context))
     if backend == "cpu":
-        return dict(tables=cpu.make_tables(method.score_change, method.num_heads, method.head_dim, key_length))
+        tables = cpu.make_tables(method.score_change, method.num_heads, method.head_dim, key_length)
+        return dict(tables=own_part(tables, 1, context))
     if backend == "triton" and method.score_change is not None:
         shape = dict(num_heads=method.num_heads, head_dim=method.head_dim, key_length=key_length, q_offset=q_offset)
-        return dict(coefficients=make_coefficients(method.score_change, **shape, dtype=dtype, device=device))
+        coefficients = make_coefficients(method.score_change, **shape, dtype=dtype, device=device)
+        return dict(coefficients=own_coefficients(coefficients, context))
     return {}
+
+
+def own_coefficients(c: Coefficients, context: ProcessGroup | None) -> Coefficients:
+    heads_at = dict(table=1, polynomials=1, tangent=1, parameter=0)
+    parts = {name: own_part(x, dim, context) for name, dim in heads_at.items() if (x := getattr(c, name)) is not None}
+    return dataclasses.replace(c, **parts)
 
 
 def choose_backend(method: Method, device: torch.device, backend: str = "auto", dtype=torch.float32) -> tuple[str, str]:
@@ -199,14 +218,28 @@ def attend(
             method, q.shape[2], k.shape[2],
             q_offset=q_offset, target_length=target_length, device=q.device, dtype=q.dtype, backend=backend,
         )  # fmt: skip
-    rotated_q, rotated_k = transform(method, q, k, plan)
-    if learned_parameters(method.score_change):
-        lengths = q.shape[2], k.shape[2], plan.q_offset
-        plan = dataclasses.replace(plan, **score_parts(method, plan.backend, *lengths, q.device, q.dtype))
+    vectors = *transform(method, q, k, plan), v
     if method.replacement is not None:
-        causal = functools.partial(softmax_attention, plan=dataclasses.replace(plan, bias_band=None))
-        return method.replacement.attend(q, k, v, rotated_q, rotated_k, plan.q_offset, causal)
-    return softmax_attention(rotated_q, rotated_k, v, q_offset=plan.q_offset, plan=plan)
+        vectors += q, k
+    if plan.context is None:
+        return attend_rotated(method, plan, *vectors)
+    return to_tokens(attend_rotated(method, plan, *to_heads(vectors, plan.context)), plan.context)
+
+
+def attend_rotated(method: Method, plan: Plan, rotated_q: Tensor, rotated_k: Tensor, v: Tensor, *unrotated: Tensor):
+    """attend after `transform`; with a context group, by this rank's heads. unrotated: q and k, for a Replacement."""
+    if learned_parameters(method.score_change):
+        shape = rotated_q.shape[2], rotated_k.shape[2], plan.q_offset, v.device, rotated_q.dtype
+        plan = dataclasses.replace(plan, **score_parts(method, plan.backend, *shape, plan.context))
+    if method.replacement is None:
+        return softmax_attention(rotated_q, rotated_k, v, q_offset=plan.q_offset, plan=plan)
+    q, k = unrotated
+    causal = functools.partial(softmax_attention, plan=dataclasses.replace(plan, bias_band=None))
+    arguments = q, k, v, rotated_q, rotated_k, plan.q_offset, causal
+    if plan.context is None:
+        return method.replacement.attend(*arguments)
+    mine = {name: own_part(p, 0, plan.context) for name, p in method.replacement.named_parameters()}
+    return functional_call(method.replacement, mine, arguments)
 
 
 def check_shapes(method: Method, q: Tensor, k: Tensor, v: Tensor):
@@ -318,10 +351,13 @@ def one_block(q, k, v, scale, bias):  # q (B, H, block, D); k, v (B, H, keys, D)
 # ---- flex ------------------------------------------------------------------------------------------------------------
 
 
-def flex_score_mod(method: Method, q_offset: int) -> Callable | None:
+def flex_score_mod(method: Method, q_offset: int, context: ProcessGroup | None = None) -> Callable | None:
     if method.score_change is None:
         return None
     coefficients = method.score_change.coefficients
+    if context is not None:
+        first_head = context.rank() * method.num_heads // context.size()
+        coefficients = lambda distance, head: method.score_change.coefficients(distance, head + first_head)
 
     def score_mod(score, batch, head, q_index, kv_index):
         # Clamped: diagonal tiles are evaluated above the diagonal too, where a NaN would survive in the gradient.

@@ -10,13 +10,12 @@ so that the first loss is ln(vocabulary).
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from model.attention import Plan, attend, make_plan, transform
+from model.loss import mean_loss, token_losses
 from model.methods import make_method
 
 NORM_EPS = 1.1920929e-07  # float32's, also for bfloat16 inputs, whose own default differs between torch versions
-MAX_LOGITS = {True: 2**31, False: 2**27}  # float32 logits in memory at once, with and without gradients
 
 
 def norm(x: Tensor) -> Tensor:
@@ -103,10 +102,13 @@ class GPT(nn.Module):
             block.mlp.down.zero_()
         self.head.zero_()
 
-    def plan(self, length: int, *, backend: str = "auto", target_length: int | None = None) -> Plan:
-        """What the attention method prepares for sequences of this length; the same for all layers."""
+    def plan(self, length: int, *, backend: str = "auto", target_length: int | None = None, context=None) -> Plan:
+        """What the attention method prepares for sequences of this length; the same for all layers.
+
+        With a context group (model/context.py), each of its c ranks calls forward with its own length / c tokens.
+        """
         method, device = self.blocks[0].attention.method, self.head.device
-        where = dict(device=device, dtype=self.dtype)
+        where = dict(device=device, dtype=self.dtype, context=context)
         return make_plan(method, length, length, target_length=target_length, backend=backend, **where)
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -133,19 +135,10 @@ class GPT(nn.Module):
         x = norm(x)
         if targets is None:
             return linear(x[:, -last:] if last else x, self.head).float()
-        losses = self.token_losses(x.flatten(0, 1), targets.flatten()).view_as(targets)
-        return losses if per_token else losses.mean()
-
-    def token_losses(self, x: Tensor, targets: Tensor) -> Tensor:  # x (N, C), targets (N,) -> (N,)
-        """In chunks where the logits would be large: 65,536 x 50,304 of them in float32 are 12.3 GiB."""
-        with_gradients = torch.is_grad_enabled()
-        size = max(1, MAX_LOGITS[with_gradients] // self.head.shape[0])
-        if len(x) <= size:
-            return chunk_losses(x, self.head, targets)
-        run = lambda *args: (
-            checkpoint(chunk_losses, *args, use_reentrant=False) if with_gradients else chunk_losses(*args)
-        )
-        return torch.cat([run(xs, self.head, ts) for xs, ts in zip(x.split(size), targets.split(size))])
+        x, all_targets = x.flatten(0, 1), targets.flatten()
+        if per_token:
+            return token_losses(x, self.head, all_targets).view_as(targets)
+        return mean_loss(x, self.head, all_targets)
 
     @torch.inference_mode()
     def score_statistics(self, tokens: Tensor, num_queries: int = 64) -> list[tuple[float, float]]:
@@ -164,7 +157,3 @@ class GPT(nn.Module):
             statistics.append((scores.mean().item(), scores.std().item()))
             x = block(x, plan)
         return statistics
-
-
-def chunk_losses(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:  # x (N, C), targets (N,) -> (N,)
-    return F.cross_entropy(linear(x, head).float(), targets, reduction="none")

@@ -1,8 +1,8 @@
 """The optimizers of a run as one, their work and their state divided over the processes.
 
-All processes hold all parameters. In a step, gradients are summed and divided (reduce-scatter), each process updates the
-share that it owns, and the new parameters are collected (all-gather): ZeRO's second stage (Rajbhandari et al. 2019,
-arXiv 1910.02054), with whole matrices as the units where the optimizer needs them whole, as modded-nanogpt does it.
+All processes hold all parameters. In a step, gradients are summed and divided (reduce-scatter), each process updates
+the share that it owns, and the new parameters are collected (all-gather): ZeRO's second stage (Rajbhandari et al.
+2019, arXiv 1910.02054), with whole matrices as the units where the optimizer needs them whole, as modded-nanogpt does.
 Gradients travel in buckets that set off in the backward pass as soon as they are complete, and parameters of one
 optimizer travel while the next one computes.
 
@@ -127,7 +127,7 @@ class Optimizers:
 
     @torch.no_grad()
     def finish(self) -> Tensor:
-        """Waits for all gradients. The squared norm of this rank's share of them; the sum over the ranks is that of all."""
+        """Waits for all gradients. The squared norm of this rank's share: its sum over the ranks is that of all."""
         for bucket in self.unsent:  # parameters without gradients, or one late parameter before many early ones
             bucket.start_reducing()
         self.unsent, self.missing = [], {}
@@ -162,7 +162,7 @@ class Optimizers:
         return {name: group.peak_lr * lr_factor for name, group in self.groups.items()}
 
     def state_dict(self) -> dict:
-        """The state of each parameter, whole, so that any number of processes can go on from it. All ranks must call."""
+        """The state of each parameter, whole: any number of processes can go on from it. All ranks must call this."""
         result = {}
         for name, group in self.groups.items():
             state = {}

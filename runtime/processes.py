@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Iterator
 
@@ -15,24 +15,45 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class World:
-    """This process among the others. A world of one has no process group."""
+    """This process among the others. A world of one has no process group.
+
+    context_size ranks in a row may share each sequence (model/context.py); together they count as one for the data.
+    """
 
     rank: int
     local_rank: int  # rank among the processes of this machine
     world_size: int
     device: torch.device
+    context_size: int = 1
+    context: dist.ProcessGroup | None = None  # the ranks that share this rank's sequences
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank // self.context_size
+
+    @property
+    def data_size(self) -> int:
+        return self.world_size // self.context_size
+
+    def own_tokens(self, length: int) -> slice:
+        """Which tokens of a sequence this rank holds."""
+        share = length // self.context_size
+        first = self.rank % self.context_size * share
+        return slice(first, first + share)
 
     @classmethod
     def alone(cls, device: torch.device) -> World:
         return cls(0, 0, 1, device)
 
 
-def start_processes(device: str) -> World:
+def start_processes(device: str, context_size: int = 1) -> World:
     """Join the other processes that torchrun started, if any, and take a device ("auto", "cpu" or "cuda").
+
+    context_size: how many of them share a sequence.
 
     CPU tensors travel by gloo and CUDA tensors by nccl, so a collective on a CPU tensor never waits for the GPU.
     Raises ValueError (see `agree`) when there is no GPU for this process.
@@ -42,7 +63,8 @@ def start_processes(device: str) -> World:
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     gpus = 0 if device == "cpu" else torch.cuda.device_count()
     on_gpu = local_rank < gpus
-    world = World(rank, local_rank, world_size, torch.device("cuda", local_rank) if on_gpu else torch.device("cpu"))
+    own_device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+    world = World(rank, local_rank, world_size, own_device, context_size)
     if on_gpu:
         torch.cuda.set_device(world.device)
     if world_size > 1:
@@ -53,7 +75,12 @@ def start_processes(device: str) -> World:
             raise ValueError("CUDA was asked for but torch sees no GPU: use --device cpu")
         if gpus and not on_gpu:
             raise ValueError(f"more processes than GPUs on one machine: start torchrun with --nproc-per-node {gpus}")
-    return world
+        if world_size % context_size:
+            raise ValueError(f"context_parallel {context_size} does not divide the number of processes, {world_size}")
+    if context_size == 1:
+        return world
+    groups = [dist.new_group(range(first, first + context_size)) for first in range(0, world_size, context_size)]
+    return replace(world, context=groups[world.data_rank])
 
 
 @contextmanager

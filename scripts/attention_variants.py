@@ -96,7 +96,7 @@ def learned_tau(case: Case) -> Attend:
     plan = case.plan(method, "triton")
 
     def attend(q, k, v):
-        parts = score_parts(method, "triton", case.length, case.length, 0, case.device, case.dtype)
+        parts = score_parts(method, "triton", case.length, case.length, 0, case.device, case.dtype, None)
         return softmax_attention(q, k, v, q_offset=0, plan=dataclasses.replace(plan, **parts))
 
     return attend

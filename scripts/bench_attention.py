@@ -13,25 +13,31 @@ import argparse
 import dataclasses
 import functools
 import os
-import platform
 import re
-import shlex
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from model.attention import plain_attention
-from runtime.device import device_name
-from runtime.files import replace_file, to_json
 from runtime.processes import start_processes
-from runtime.run_folder import git_commit
 from scripts.attention_variants import VARIANTS, Attend, Case, Variant, default_variants, dense
+from scripts.bench_protocol import (
+    Report,
+    again,
+    gpu_range,
+    gpu_state,
+    in_one_line,
+    in_turns,
+    paired_ratio,
+    ratio_cell,
+    schedule,
+    time_calls,
+)
 from scripts.tables import markdown_table
 from train_gpt import user_errors
 
@@ -40,7 +46,6 @@ CPU_DEFAULTS = dict(lengths=[512, 1024, 4096], head_dim=64, heads=4, tokens=4096
 GATE_LENGTH = {"cuda": 4096, "cpu": 512}  # at most: the reference is dense
 LIMIT = 1.5  # times the error of the dense formula in the same dtype
 FLOAT32_LIMIT = 1e-5  # or this, where the dense formula's error is as good as none
-SHORTEST_ROUND, LONGEST_CELL = 3, 0.25  # rounds; seconds of one variant in one round
 PASSES = ("forward", "both")
 HOW_TO_READ = """\
 A variant's time is the median over rounds in which all take turns; its ratio is to the baseline's (the first row) in
@@ -79,7 +84,7 @@ def run(args: argparse.Namespace, variants: dict[str, Variant] = VARIANTS) -> in
         if args.out:
             args.out.mkdir(parents=True, exist_ok=True)
     variants = {name: variants[name] for name in names}
-    report = Report(args.out, cases[0], variants)
+    report = AttentionReport(args.out, cases[0], variants)
     gate_length = min(cases[0].length, GATE_LENGTH.get(cases[0].device.type, 512))
     gate_case = dataclasses.replace(cases[0], length=gate_length)
     problems = {}  # by variant: why it cannot run, or is not allowed to
@@ -166,27 +171,11 @@ class Bench:
         calls = {row: self.passes(self.attends[source or row]) for row, source in row_names.items()}
         times = {row: {key: [] for key in PASSES} for row in row_names}
         for round_number in range(rounds):
-            for row, key in cells[:: 1 if round_number % 2 == 0 else -1]:
+            for row, key in in_turns(cells, round_number):
                 times[row][key].append(time_calls(calls[row][key], iterations[row, key], self.case.device))
             self.gpu_states.append(gpu_state(self.case.device))
         self.iterations = {f"{row} {key}": n for (row, key), n in iterations.items()}
         return times
-
-
-def time_calls(call, iterations: int, device: torch.device) -> float:
-    """Seconds a call."""
-    if device.type != "cuda":
-        began = time.perf_counter()
-        for _ in range(iterations):
-            call()
-        return (time.perf_counter() - began) / iterations
-    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    began.record()
-    for _ in range(iterations):
-        call()
-    ended.record()
-    ended.synchronize()
-    return began.elapsed_time(ended) / 1e3 / iterations
 
 
 def random_inputs(case: Case) -> list[Tensor]:
@@ -195,22 +184,6 @@ def random_inputs(case: Case) -> list[Tensor]:
     shape = (case.batch, case.length, case.heads, case.head_dim)
     draw = lambda: torch.randn(shape, device=case.device, generator=generator).to(case.dtype).transpose(1, 2)
     return [draw().requires_grad_() for _ in range(3)] + [draw()]
-
-
-def schedule(one_call: dict, rounds: int, seconds: float) -> tuple[int, dict]:
-    """Rounds, and calls of each cell in one of them, so that all of it takes about so many seconds."""
-    rounds = min(rounds, max(SHORTEST_ROUND, int(seconds / sum(one_call.values()))))
-    cell = min(LONGEST_CELL, seconds / rounds / len(one_call))
-    return rounds, {key: max(1, int(cell / call)) for key, call in one_call.items()}
-
-
-def again(name: str) -> str:
-    return f"{name} again"
-
-
-def in_one_line(error: Exception) -> str:
-    text = " ".join(f"{error}".split()) or type(error).__name__
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 # ---- the gate --------------------------------------------------------------------------------------------------------
@@ -297,40 +270,7 @@ def resident_bytes(field: str) -> int:
     return 1024 * int(re.search(rf"{field}:\s*(\d+) kB", Path("/proc/self/status").read_text())[1])
 
 
-def gpu_state(device: torch.device) -> dict[str, str] | None:
-    """What nvidia-smi says now, in MHz, W and degrees Celsius; None without it."""
-    if device.type != "cuda":
-        return None
-    fields = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "clocks_throttle_reasons.active")
-    gpu = "GPU-" + str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-")
-    command = ["nvidia-smi", "-i", gpu, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
-    try:
-        line = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return dict(zip(fields, (value.strip() for value in line.split(","))))
-
-
-def versions(device: torch.device) -> str:
-    try:
-        import triton
-
-        with_triton = f", triton {triton.__version__}"
-    except ImportError:
-        with_triton = ""
-    cuda = f", CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}" if device.type == "cuda" else ""
-    return f"torch {torch.__version__}{with_triton}{cuda}, Python {platform.python_version()}"
-
-
 # ---- results ---------------------------------------------------------------------------------------------------------
-
-
-def paired_ratio(times: list[float], baseline: list[float]) -> tuple[float, float, float]:
-    """The median over the rounds of the ratio in one round, and its bootstrap 95 % interval."""
-    ratios = np.divide(times, baseline)
-    draws = np.random.default_rng(0).choice(ratios, (5000, len(ratios)))
-    low, high = np.quantile(np.median(draws, axis=1), [0.025, 0.975])
-    return float(np.median(ratios)), float(low), float(high)
 
 
 def flops(case: Case, key: str) -> float:
@@ -339,23 +279,15 @@ def flops(case: Case, key: str) -> float:
     return forward * (1 if key == "forward" else 3.5)
 
 
-class Report:
-    """Markdown on stdout as it comes and, with a folder, there in a file, with all times in JSON beside it."""
-
+class AttentionReport(Report):
     def __init__(self, folder: Path | None, case: Case, variants: dict[str, Variant]):
-        name = device_name(case.device).removeprefix("NVIDIA ") if case.device.type == "cuda" else "cpu"
-        self.path = folder and folder / (re.sub(r"\W+", "_", name.lower()) + "_attention")
-        self.text = ""
-        self.record = dict(
-            command=shlex.join(["python", "-m", "scripts.bench", *sys.argv[1:]]),
-            device=device_name(case.device),
-            versions=versions(case.device),
-            threads=torch.get_num_threads(),
-            commit=git_commit(Path(__file__).parent) or "unknown",
+        super().__init__(
+            folder,
+            "attention",
+            case.device,
             dtype=str(case.dtype).removeprefix("torch."),
             heads=case.heads,
             head_dim=case.head_dim,
-            gpu_at_start=gpu_state(case.device),
             variants={name: dict(formula=v.formula, what=v.what, off=v.off) for name, v in variants.items()},
             gate={},
             lengths=[],
@@ -368,14 +300,6 @@ class Report:
             f"{HOW_TO_READ}{memory}.\n\n"
             + "\n".join(f"- `{name}`: {v.what} ({v.formula})" for name, v in variants.items())
         )
-
-    def add(self, text: str):
-        self.text += text + "\n\n"
-        if self.path:
-            replace_file(self.path.with_suffix(".md"), lambda file: file.write(self.text.rstrip().encode() + b"\n"))
-            record = to_json(self.record, indent=1).encode()
-            replace_file(self.path.with_suffix(".json"), lambda file: file.write(record))
-        print(text + "\n", flush=True)
 
     def add_gate(self, case: Case, results: dict[str, dict], problems: dict[str, str]):
         self.record["gate"] = dict(length=case.length, results=results, problems=dict(problems))
@@ -424,20 +348,6 @@ class Report:
             f"## Length {case.length}, batch {case.batch}\n\n{rounds} rounds{gpu_range(bench.gpu_states)}\n\n"
             + markdown_table(rows)
         )
-
-
-def ratio_cell(ratio: tuple[float, float, float] | None) -> str:
-    return "" if ratio is None else "{:.3f} ({:.3f} to {:.3f})".format(*ratio)
-
-
-def gpu_range(states: list[dict[str, str] | None]) -> str:
-    """Lowest and highest clock and power after a round."""
-    states = [state for state in states if state]
-    if not states:
-        return ""
-    between = lambda field: " to ".join(dict.fromkeys([f(s[field] for s in states) for f in (min, max)]))
-    reasons = ", ".join(sorted({state["clocks_throttle_reasons.active"] for state in states}))
-    return f"; SM clock {between('clocks.sm')} MHz, {between('power.draw')} W, throttle reasons {reasons}"
 
 
 if __name__ == "__main__":

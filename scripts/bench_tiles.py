@@ -11,7 +11,8 @@ import torch
 from model.kernels import flash
 from model.kernels.distance import Coefficients
 from scripts.attention_variants import Case
-from scripts.bench_attention import in_one_line, random_inputs, schedule, time_calls
+from scripts.bench_attention import random_inputs
+from scripts.bench_protocol import in_one_line, schedule, time_calls
 from scripts.kernel_code import ROLES, Launch, recorded_launches
 from scripts.tables import markdown_table
 

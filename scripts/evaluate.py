@@ -8,7 +8,6 @@ lengths see the same tokens, by default those that the run itself was validated 
 """
 
 import argparse
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -21,7 +20,7 @@ from data.shards import open_split
 from runtime.checkpoint import latest_checkpoint, load_checkpoint
 from runtime.files import replace_file, to_json
 from runtime.processes import start_processes
-from scripts.runs import stored_config
+from scripts.runs import stored_config, val_tokens
 from scripts.tables import loss_table, markdown_table
 from train_gpt import build_model, compute_dtype, user_errors, validate
 
@@ -39,25 +38,25 @@ def load_run(folder: Path, device: torch.device) -> tuple[Config, torch.nn.Modul
     return config, model
 
 
-def evaluate(folder: Path, lengths: list[int] | None, val_tokens: int | None, device: torch.device, world) -> dict:
+def evaluate(folder: Path, lengths: list[int] | None, tokens: int | None, device: torch.device, world) -> dict:
     """Name, method and train_length of one run, with what train_gpt.validate returns (losses in nats)."""
     config, model = load_run(folder, device)
-    lengths, val_tokens = tuple(lengths or config.val_lengths), val_tokens or config.val_tokens
+    lengths, tokens = lengths or config.val_lengths, tokens or config.val_tokens
     require(all(n >= 1 for n in lengths), f"--lengths must be at least 1, got {min(lengths)}")
     stream = open_split(config.data_dir, "val", config.vocab_size)
-    check_validation(stream, lengths, val_tokens)
-    config = dataclasses.replace(config, val_lengths=lengths, val_tokens=val_tokens)
-    plans = {length: model.plan(length, backend=config.attention_backend) for length in config.val_lengths}
-    result = validate(model, plans, config, stream, world)
+    check_validation(stream, lengths, tokens)
+    plans = {length: model.plan(length, backend=config.attention_backend) for length in lengths}
+    result = validate(model, plans, config, stream, world, dict.fromkeys(lengths, tokens))
     return dict(name=folder.name, method=config.method, train_length=config.train_length, **result)
 
 
 def keep(folder: Path, result: dict):
     """Adds the result to the folder's evaluation.json; lengths evaluated on other tokens or another checkpoint go."""
     path, result = folder / EVALUATION, {"step": latest_checkpoint(folder / "checkpoints").stem, **result}
-    same = lambda old: all(old.get(key) == result[key] for key in ("step", "val_tokens"))
-    if path.exists() and same(old := json.loads(path.read_text())):
-        for key in ("val_loss", "val_loss_by_position"):
+    what = lambda evaluation: (evaluation.get("step"), {*val_tokens(evaluation).values()})
+    if path.exists() and what(old := json.loads(path.read_text())) == what(result):
+        old["val_tokens"] = val_tokens(old)
+        for key in ("val_loss", "val_tokens", "val_loss_by_position"):
             result[key] = {**old[key], **result[key]}
     replace_file(path, lambda file: file.write((to_json(result) + "\n").encode()))
 

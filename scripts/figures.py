@@ -47,6 +47,7 @@ LINES = dict(
     infini_p_rope=("#332288", "--", "P"),
 )
 OTHER = ("#666666", "-.", ".")  # a method that this file does not know
+OPEN_CIRCLE = dict(linestyle="", marker="o", markersize=3.5, markerfacecolor="white", markeredgewidth=0.7)
 
 
 def method_name(method: str) -> str:
@@ -119,19 +120,25 @@ def draw_curves(
 ):
     """Validation loss against the training step, one panel beside the other.
 
-    panels: title and rows, dicts with series, step, mean, stderr (None: one seed, no band); looks: keyword arguments of
-    plot by series, in the order of the legend. baseline: a loss to mark. zoom: a second row of panels, with the end of
-    the training and the better half of the series.
+    panels: title and rows, dicts with series, step, mean, stderr (None: one seed, no band), val_tokens (where they are
+    fewer than elsewhere, the mark is an open circle); looks: keyword arguments of plot by series, in the order of the
+    legend. baseline: a loss to mark. zoom: a second row of panels, with the end of the training and the better half of
+    the series.
     """
+    full = max((row["val_tokens"] for _, rows in panels for row in rows), default=0)
     with drawing(path, 1 + zoom, len(panels), height=1.75 if zoom else 2.0) as (figure, axes):
         for row, column in itertools.product(range(1 + zoom), range(len(panels))):
             axis, (title, rows) = axes[row, column], panels[column]
             for number, (series, look) in enumerate(looks.items()):
                 points = [point for point in rows if point["series"] == series]
                 # Some six markers a line, not all at the same steps: they tell the lines apart in grey, hiding none.
-                every = max(1, len(points) // 6)
-                look = look | dict(markevery=(number % every, every))
+                whole = [i for i, point in enumerate(points) if point["val_tokens"] == full]
+                every = max(1, len(whole) // 6)
+                look = look | dict(markevery=whole[number % every :: every])
                 draw_line(axis, [point["step"] for point in points], points, look)
+                part = [point for point in points if point["val_tokens"] < full]
+                circles = OPEN_CIRCLE | dict(color=look["color"])
+                axis.plot([point["step"] for point in part], [point["mean"] for point in part], **circles)
             if baseline is not None:
                 axis.axhline(baseline, color="0.6", linestyle="--", linewidth=0.8, zorder=0)
             limit_curves(axis, rows, zoomed=row == 1)
@@ -140,6 +147,9 @@ def draw_curves(
                 axis.set_xlabel("training step")
             if column == 0:
                 axis.set_ylabel("validation loss (nats a token)")
+        if any(row["val_tokens"] < full for _, rows in panels for row in rows):
+            note = "on a part of the validation tokens"
+            axes[0, 0].plot([], [], **OPEN_CIRCLE, color="0.4", label=note)
         legend_below(figure, axes, columns=5)
 
 

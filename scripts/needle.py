@@ -32,7 +32,7 @@ from runtime.processes import World, start_processes
 from runtime.run_folder import RunFolder
 from scripts.evaluate import load_run
 from scripts.tables import markdown_table
-from train_gpt import ROOT, build_optimizers, choose_compile, user_errors
+from train_gpt import ROOT, build_optimizers, choose_compile, compile_model, user_errors
 
 SAVE_EVERY = 50  # steps
 TEST_SEED = 1_000_000  # of the scored examples, the same for all runs; no run is fine-tuned with it
@@ -50,7 +50,7 @@ def main():
         help="shards: the run's own data (default); c4: the paper's, kept in data/c4; or a file or folder of text",
     )  # fmt: skip
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    parser.add_argument("--compile", default="auto", choices=["auto", "on", "off"])
+    parser.add_argument("--compile", default="auto", choices=["auto", "model", "blocks", "off"])
     args = parser.parse_args()
     with user_errors():
         for option in ("steps", "sequences", "examples"):
@@ -72,7 +72,7 @@ def main():
         sys.exit(2)
 
 
-def run(path: Path, args: argparse.Namespace, device: torch.device, compiled: bool) -> dict:
+def run(path: Path, args: argparse.Namespace, device: torch.device, compiled: str | None) -> dict:
     """Fine-tunes and scores one run, or what is left of that to do; returns the summary that it leaves behind."""
     config, model = load_run(path, device)
     lengths = args.lengths or [factor * config.train_length for factor in (1, 4, 16)]
@@ -122,12 +122,12 @@ def check_same(path: Path, settings: dict):
 
 
 def fine_tune(
-    config: Config, model: GPT, task: NeedleTask, folder: RunFolder, compiled: bool, steps: int, sequences: int
+    config: Config, model: GPT, task: NeedleTask, folder: RunFolder, compiled: str | None, steps: int, sequences: int
 ) -> None:
     """Trains the model in place on examples 0, 1, 2 ... of the task, resuming from the folder's latest checkpoint."""
     device = model.head.device
     schedule = dict(schedule="trapezoid", steps=steps, warmup_steps=steps // 3, cooldown_steps=steps // 3)
-    optimizers = build_optimizers(config, model, compiled, World.alone(device))
+    optimizers = build_optimizers(config, model, bool(compiled), World.alone(device))
     start = 0
     if checkpoint := latest_checkpoint(folder.checkpoints):
         state = load_checkpoint(checkpoint)
@@ -137,7 +137,7 @@ def fine_tune(
     metrics = Metrics(folder.metrics)
     metrics.truncate(start, validated=-1)
     plan = model.plan(config.train_length, backend=config.attention_backend)
-    training_model = torch.compile(model, dynamic=False) if compiled else model
+    training_model = compile_model(model, compiled)
     size = micro_batch_size(sequences * task.length, task.length, config.micro_batch_tokens, world_size=1)
     for step in tqdm(range(start, steps), "fine-tuning", initial=start, total=steps, unit="step", disable=None):
         batch = task.batch(range(step * sequences, (step + 1) * sequences))

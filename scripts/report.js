@@ -4,8 +4,7 @@ const { runs, groups } = JSON.parse(document.getElementById("data").textContent)
 const shown = new Set(runs.keys());
 const byNumber = (a, b) => a - b;
 const lengths = [...new Set(runs.flatMap(run => Object.keys(run.final.val_loss ?? {})))].sort(byNumber);
-const columns = new Set(runs.flatMap(run => Object.keys(run.validation)));
-const curveLengths = [...columns].filter(key => key !== "tokens").sort(byNumber);
+const curveLengths = [...new Set(runs.flatMap(run => Object.keys(run.validation)))].sort(byNumber);
 
 // ---- elements --------------------------------------------------------------------------------------------------------
 
@@ -84,6 +83,8 @@ function smooth(points, width) {
 
 // ---- series ----------------------------------------------------------------------------------------------------------
 
+const CIRCLE = "M-3,0a3,3 0 1 0 6,0a3,3 0 1 0 -6,0z";
+const ON_PART = "on a part of the validation tokens";
 const finished = run => run.state === "finished";
 
 // One series a run shown, or with means one a group. pointsOf(run) gives [{x, y}], y null where there is no number.
@@ -108,18 +109,18 @@ function makeSeries(pointsOf, atEnd = false) {
     if (!members.length) return [];
     const at = new Map();
     for (const { points } of members) {
-      for (const { x, y } of points) if (y != null) at.set(x, [...(at.get(x) ?? []), y]);
+      for (const p of points) if (p.y != null) at.set(p.x, [...(at.get(p.x) ?? []), p]);
     }
-    const points = [...at].sort(([a], [b]) => a - b).map(([x, values]) => {
-      const { mean, error, n } = meanAndError(values);
-      return { x, y: mean, error, n };
+    const points = [...at].sort(([a], [b]) => a - b).map(([x, same]) => {
+      const { mean, error, n } = meanAndError(same.map(p => p.y));
+      return { x, y: mean, error, n, part: same.some(p => p.part) };
     });
     const [{ run }] = members;
     return [{ group, label: group.label + note(run), open: open(run), points }];
   });
 }
 
-const zipped = (x, y) => (x ?? []).map((value, i) => ({ x: value, y: y?.[i] ?? null }));
+const zipped = (x, y, part) => (x ?? []).map((value, i) => ({ x: value, y: y?.[i] ?? null, part: !!part?.[i] }));
 
 // ---- a chart ---------------------------------------------------------------------------------------------------------
 
@@ -198,8 +199,8 @@ function draw(plot, width, options) {
     s.layer = layer;
     s.dots = s.points.filter(fits).map(p => ({ p, x: x(p.x), y: y(p.y) }));
     if (options.marks || s.points.length < 3) {
-      const mark = dot => svg("path", { class: "mark", d: s.group.marker, transform: `translate(${dot.x} ${dot.y})` });
-      layer.append(...s.dots.map(mark));
+      const look = p => p.part ? { class: "mark part", d: CIRCLE } : { class: "mark", d: s.group.marker };
+      layer.append(...s.dots.map(({ p, x, y }) => svg("path", { ...look(p), transform: `translate(${x} ${y})` })));
     }
     image.append(layer);
   }
@@ -223,7 +224,8 @@ function draw(plot, width, options) {
     light([s]);
     const error = p.error != null ? ` \u00b1 ${exact(p.error)}` : "";
     const count = p.n ? ` (mean of ${p.n} run${p.n > 1 ? "s" : ""})` : "";
-    tip.textContent = `${s.label}\n${options.yLabel}: ${exact(p.y)}${error}${count}\n${options.xLabel}: ${xText(p.x)}`;
+    const lines = [`${options.yLabel}: ${exact(p.y)}${error}${count}`, `${options.xLabel}: ${xText(p.x)}`];
+    tip.textContent = [s.label, ...lines, ...p.part ? [ON_PART] : []].join("\n");
     tip.hidden = false;
     tip.style.top = `${Math.max(0, best.dot.y - tip.offsetHeight - 8)}px`;
     tip.style.left = `${Math.max(0, Math.min(best.dot.x + 8, width - tip.offsetWidth))}px`;
@@ -243,6 +245,11 @@ function draw(plot, width, options) {
       onpointerleave: leave,
     }, sample, group.label));
   }
+  if (points.some(p => p.part)) {
+    const sample = svg("svg", { class: "swatch", viewBox: "-14 -6 28 12", width: 28, height: 12 });
+    sample.append(svg("path", { class: "mark part", d: CIRCLE }));
+    legend.append(element("li", {}, sample, ON_PART));
+  }
   plot.append(image, tip, legend);
 }
 
@@ -258,7 +265,7 @@ const overTokens = (what, start, checked = false) => (
   { start: select("tokens", starts, start, redraw), xLog: log("tokens"), yLog: log(what, checked) }
 );
 function tokensAxis({ start, xLog, yLog }) {
-  const end = ({ train, validation }) => train.tokens?.at(-1) ?? validation.tokens?.at(-1) ?? 0;
+  const end = ({ train, validation }) => train.tokens?.at(-1) ?? Object.values(validation)[0]?.tokens.at(-1) ?? 0;
   const most = Math.max(0, ...[...shown].map(index => end(runs[index])));
   return { xLabel: "tokens trained on", xText: short, from: start * most, xLog, yLog };
 }
@@ -286,7 +293,7 @@ const charts = [
       ...overTokens("loss", "0.1"),
     },
     options: chosen => ({
-      series: makeSeries(run => zipped(run.validation.tokens, run.validation[chosen.length])),
+      series: makeSeries(({ validation: { [chosen.length]: at } }) => zipped(at?.tokens, at?.loss, at?.part)),
       yLabel: `loss at ${chosen.length} (nats a token)`,
       marks: true,
       ...tokensAxis(chosen),

@@ -20,7 +20,7 @@ from pathlib import Path
 from configs.config import NOT_MATHEMATICS, Config, config_hash, require
 from runtime.files import replace_file, to_json
 from scripts.figures import LINES, OTHER, method_name
-from scripts.runs import Folder, failures, folder_state, read_folder
+from scripts.runs import Folder, failures, folder_state, read_folder, val_tokens
 from train_gpt import user_errors
 
 POINTS = 400  # of a curve at most; 60 runs of any length make a page of about 2 MB
@@ -36,6 +36,7 @@ MARKERS = {  # and its markers, as SVG paths about (0, 0)
     "P": "M-1.5,-4.5h3v3h3v3h-3v3h-3v-3h-3v-3h3z",
     ".": "M-2,0a2,2 0 1 0 4,0a2,2 0 1 0 -4,0z",
 }
+LENGTHWISE = ("val_loss", "val_loss_by_position")
 UNKNOWN = "unknown"  # the method of a run whose config is damaged
 
 
@@ -95,7 +96,8 @@ def measured(folder: Folder, problems: list[str]) -> dict:
     records = read_records(folder.path / "metrics.jsonl", problems)
     train = [r for r in records if "train_loss" in r]
     validations = [r for r in records if "val_loss" in r]
-    final = dict(validations[-1]) if validations else {}
+    full = folder.config.val_tokens if folder.config else 0
+    final = full_passes(validations[-1], full) if validations else {}
     summary = folder.summary or {}
     if summary and final.get("step") != summary["steps"]:
         problems.append("metrics.jsonl lacks the last validation: the losses are those of summary.json")
@@ -108,18 +110,18 @@ def measured(folder: Folder, problems: list[str]) -> dict:
     evaluation = read_json(folder, "evaluation.json", problems)  # of lengths that were not validated during training
     if evaluation:
         step = int(evaluation["step"].removeprefix("step_"))  # the name of the checkpoint
-        if (step, evaluation["val_tokens"]) == (final.get("step"), final.get("val_tokens")):
-            for key in ("val_loss", "val_loss_by_position"):
+        theirs, ours = ({*val_tokens(r).values()} if r else set() for r in (evaluation, final))
+        if (step, theirs) == (final.get("step"), ours):
+            for key in LENGTHWISE:
                 final[key] = {**evaluation[key], **final.get(key, {})}
         else:
             problems.append(
-                f"evaluation.json is not shown: it is of step {step} on {evaluation['val_tokens']} tokens, "
-                f"the last validation of step {final.get('step')} on {final.get('val_tokens')}"
+                f"evaluation.json is not shown: it is of step {step} on {listed(theirs)} tokens, "
+                f"the last full validation of step {final.get('step')} on {listed(ours)}"
             )
     needle = read_json(folder, "needle/summary.json", problems)
     rates = [r["tokens_per_second"] for r in train]
     steps = folder.config.steps if folder.config else max((r["step"] for r in records), default=1)
-    lengths = {length for r in validations for length in r["val_loss"]}
     last = max(records, key=lambda r: r["step"], default=final)
     return dict(
         step=last.get("step", 0),
@@ -128,9 +130,29 @@ def measured(folder: Folder, problems: list[str]) -> dict:
         rate=summary.get("tokens_per_second") or (round(statistics.median(rates)) if rates else None),
         needle=needle.get("greedy", {}),
         train=thin(train, steps, dict(loss=lambda r: r["train_loss"], grad_norm=lambda r: r["grad_norm"])),
-        validation=thin(validations, steps, {n: lambda r, n=n: r["val_loss"].get(n) for n in by_number(lengths)}),
+        validation={
+            n: curve(validations, steps, n, full) for n in by_number({n for r in validations for n in r["val_loss"]})
+        },
         final=final,
     )
+
+
+def listed(tokens: set[int]) -> str:
+    return " and ".join(map(str, sorted(tokens))) or "no"
+
+
+def curve(validations: list[dict], steps: int, length: str, full: int) -> dict:
+    """The losses at this length, and 1 for those on a part of the tokens."""
+    on_part = lambda r: 1 if val_tokens(r)[length] < full else None
+    columns = dict(loss=lambda r: r["val_loss"][length], part=on_part)
+    return thin([r for r in validations if length in r["val_loss"]], steps, columns)
+
+
+def full_passes(record: dict, full: int) -> dict:
+    """The record of a validation without the lengths that were validated on a part of the tokens only."""
+    whole = {length for length, tokens in val_tokens(record).items() if tokens >= full}
+    parts = {key: {n: value for n, value in record[key].items() if n in whole} for key in LENGTHWISE if key in record}
+    return record | parts | dict(val_tokens={n: tokens for n, tokens in val_tokens(record).items() if n in whole})
 
 
 def read_records(path: Path, problems: list[str]) -> list[dict]:
@@ -200,7 +222,7 @@ def group_key(run: dict) -> tuple:
     config = run["config"]
     if config is None:
         return (run["path"],)
-    return config_hash(dataclasses.replace(config, seed=0)), config.data_dir, config.val_tokens
+    return config_hash(dataclasses.replace(config, seed=0)), config.data_dir, config.val_tokens, config.val_profile
 
 
 def method(run: dict) -> str:
@@ -217,7 +239,7 @@ def flat(config: Config | None) -> dict:
 def labels(groups: list[dict]) -> list[str]:
     """For each group its method and the fewest fields that tell it from the others of that method."""
     result = [method_name(g["method"]) for g in groups]
-    told = NOT_MATHEMATICS - {"data_dir", "val_tokens"} | {"seed", "method"}
+    told = NOT_MATHEMATICS - {"data_dir", "val_tokens", "val_profile"} | {"seed", "method"}
     fields = dict.fromkeys(field for g in groups for field in g["fields"] if field not in told)
     for field in sorted(fields, key=lambda f: (f != "train_length", not f.startswith("method_options."))):
         values = collections.defaultdict(set)

@@ -34,7 +34,7 @@ from runtime.run_folder import git_commit
 from scripts import figures, logits, theory
 from scripts.evaluate import EVALUATION, load_run
 from scripts.figures import draw_curves, line, method_name, write_csv
-from scripts.runs import Folder, find, read_folders, state
+from scripts.runs import Folder, find, read_folders, state, val_tokens
 from scripts.sweep import field_changes
 from scripts.tables import bold, markdown_table, mean_and_stderr, paper_targets, pm
 from train_gpt import user_errors
@@ -112,13 +112,13 @@ class Study:
                     self.finished.append((run, folder))
                 except ValueError as error:
                     self.miss(run, str(error))
-        tokens = {run.name: (f.summary["val_tokens"], f.summary["data"]) for run, f in self.finished}
+        tokens = {run.name: (full_pass(f.summary), f.summary["data"]) for run, f in self.finished}
         if tokens:
-            (val_tokens, data), _ = collections.Counter(tokens.values()).most_common(1)[0]
+            most = collections.Counter(tokens.values()).most_common(1)[0][0]
             for run, folder in list(self.finished):
-                if tokens[run.name] != (val_tokens, data):
+                if tokens[run.name] != most:
                     theirs = "{} validation tokens, data {}".format(*tokens[run.name])
-                    self.drop(run, f"left out, {folder.path} has {theirs}; most runs: {val_tokens}, {data}")
+                    self.drop(run, f"left out, {folder.path} has {theirs}; most runs: {most[0]}, {most[1]}")
 
     def train_command(self, run: Run, folder: Folder | None) -> list[str]:
         """Trains this one run, or goes on with it under the name that it has."""
@@ -127,17 +127,23 @@ class Study:
         return ["python", "train_gpt.py", *named.arguments, *runs_dir, *["--resume", "auto"] * (folder is not None)]
 
 
+def full_pass(record: dict) -> int:
+    """Of a summary or an evaluation, whose lengths all have the same tokens: how many."""
+    (tokens,) = {*val_tokens(record).values()}
+    return tokens
+
+
 def final_losses(folder: Folder) -> dict[int, float]:
     """Nats a token by validation length, at the end of a finished run. ValueError if it has none."""
     path, summary = folder.path / "summary.json", folder.summary
     try:
         loss = {int(length): value for length, value in summary["val_loss"].items()}
-        steps, val_tokens, _ = (summary[key] for key in ("steps", "val_tokens", "data"))
+        steps, tokens, _ = summary["steps"], full_pass(summary), summary["data"]
     except (KeyError, TypeError, ValueError, AttributeError):
         raise ValueError(f"{path} is damaged: delete it and run the sweep again") from None
     try:  # lengths that were not validated during training
         evaluation = folder.json(EVALUATION)
-        if evaluation and (evaluation["step"], evaluation["val_tokens"]) == (f"step_{steps:06d}", val_tokens):
+        if evaluation and (evaluation["step"], full_pass(evaluation)) == (f"step_{steps:06d}", tokens):
             loss = {int(length): value for length, value in evaluation["val_loss"].items()} | loss
     except (KeyError, TypeError, ValueError, AttributeError):
         raise ValueError(f"{folder.path / EVALUATION} is damaged: delete it and evaluate again") from None
@@ -356,19 +362,22 @@ def figure_scale_invariant_variants(study: Study):
 
 
 def curves(study: Study, lengths: list[int], series=lambda run: run.config.method) -> list[dict]:
-    """The validation curves, one row a series, training length, validation length and step: mean, standard error and
-    number of seeds. A step counts when all seeds of the series were validated at it."""
+    """The validation curves, one row a series, training length, validation length and step: mean, standard error,
+    number of seeds, validation tokens. A step counts when all seeds were validated at it, on the same tokens."""
     seeds = collections.defaultdict(list)
     for run, folder in list(study.finished):
         try:
             records = [r for r in folder.metrics() if "val_loss" in r]
-            curve = {r["step"]: {int(n): v for n, v in r["val_loss"].items()} for r in records}
+            curve = {}  # by validation length: the loss, by step and tokens
+            for record in records:
+                for n, tokens in val_tokens(record).items():
+                    curve.setdefault(int(n), {})[record["step"], tokens] = record["val_loss"][n]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             study.drop(run, f"{folder.path}/metrics.jsonl is damaged ({error}): repair it, or delete the run")
             continue
         config = run.config
         wanted = [n for n in lengths if n in config.val_lengths]
-        lacking = [str(n) for n in wanted if not any(n in losses for losses in curve.values())]
+        lacking = [str(n) for n in wanted if n not in curve]
         if lacking:
             what = f"was not validated at {', '.join(lacking)} during training; move {folder.path} away and train again"
             study.miss(run, what, study.train_command(run, None))
@@ -376,13 +385,13 @@ def curves(study: Study, lengths: list[int], series=lambda run: run.config.metho
     rows = []
     for (name, train_length), group in seeds.items():
         for length in lengths:
-            known = [{step: losses[length] for step, losses in c.items() if length in losses} for c in group]
-            known = [curve for curve in known if curve]
-            for step in sorted(set.intersection(*map(set, known)) if known else ()):
+            known = [curve[length] for curve in group if length in curve]
+            for step, tokens in sorted(set.intersection(*map(set, known)) if known else ()):
                 # null in the metrics is a loss that was not finite
-                mean, stderr = mean_and_stderr([math.nan if c[step] is None else c[step] for c in known])
+                losses = [math.nan if curve[step, tokens] is None else curve[step, tokens] for curve in known]
+                mean, stderr = mean_and_stderr(losses)
                 row = dict(series=name, train_length=train_length, val_length=length, step=step)
-                rows.append(row | dict(mean=mean, stderr=stderr, seeds=len(known)))
+                rows.append(row | dict(mean=mean, stderr=stderr, seeds=len(known), val_tokens=tokens))
     return rows
 
 
@@ -409,6 +418,8 @@ def curve_figure(study: Study, rows, panels, looks: dict | None = None, *, basel
         study.notes.append("Bands: \u00b1 1 standard error over seeds.")
     else:
         study.notes.append("One seed: no bands.")
+    if len({row["val_tokens"] for row in rows}) > 1:
+        study.notes.append("Open circles: validations on a part of the tokens (`--val_profile fast`).")
     return picture(study.item)
 
 

@@ -37,6 +37,13 @@ class Folder:
         return json.loads(path.read_text()) if path.exists() else None
 
 
+def val_tokens(record: dict) -> dict[str, int]:
+    """Validation tokens by length, of a validation's record, a summary or an evaluation. (Those of before the profiles
+    have one number.)"""
+    tokens = record["val_tokens"]
+    return tokens if isinstance(tokens, dict) else dict.fromkeys(record["val_loss"], tokens)
+
+
 def stored_config(path: Path) -> Config:
     """The configuration in a run folder. ValueError if there is none or it is damaged."""
     if not (path / "config.json").exists():

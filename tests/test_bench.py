@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from scripts import bench, bench_attention, kernel_code
 from scripts.attention_variants import VARIANTS, Case, Variant, dense
-from scripts.bench_attention import again, paired_ratio, schedule
+from scripts.bench_protocol import again, paired_ratio, schedule
 from scripts.bench_tiles import make_launch
 
 ROOT = Path(__file__).parents[1]
@@ -142,7 +142,17 @@ def test_schedule_fits_the_time():
         ("attention --device cpu --variants sdpa blocks", "unknown variant 'blocks'; valid: sdpa:cudnn,"),
         ("attention --device cpu --out /dev/null/x", "/dev/null/x"),
         ("step no_such_preset p_rope", "no_such_preset"),
-        ("step quickstart no_such_method --device cpu", "no_such_method"),
+        ("step quickstart no_such_method --device cpu", "unknown variant 'no_such_method'"),
+        ("step quickstart p_rope-head --device cpu", "unknown variant 'p_rope-head'"),
+        ("step quickstart --rounds 0 --device cpu", "must be positive"),
+        ("step quickstart --wide 1", "unknown field --wide"),
+        ("step quickstart --length 100 --device cpu", "train_length 100 does not divide"),
+        ("step quickstart --peers /dev/null --steps 10 --device cpu", "the first 10 of a process do not count"),
+        ("step quickstart --peers /dev/null --device cpu", "/dev/null is no checkout of nanoGPT"),
+        ("step quickstart --processes 3 --device cpu", "cannot be shared evenly by 3 processes"),
+        ("project no_such_preset", "no_such_preset"),
+        ("project quickstart --mfu 0", "must be positive"),
+        ("project quickstart --results /no/such/file.json", "/no/such/file.json"),
     ],
 )
 def test_a_wrong_option_is_one_line_and_exit_code_2(arguments, words, monkeypatch, capsys):
@@ -152,18 +162,6 @@ def test_a_wrong_option_is_one_line_and_exit_code_2(arguments, words, monkeypatc
     said = capsys.readouterr()
     assert stop.value.code == 2
     assert said.err.startswith("error: ") and said.err.count("\n") == 1 and words in said.err
-
-
-# ---- step ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_step_prints_a_row_a_variant_and_the_baseline_again():
-    options = "--length 32 --rounds 2 --steps 1 --device cpu".split()
-    done = run_command("scripts.bench", "step", "quickstart", "p_rope:sdpa", "alibi:blocks", *options)
-    assert done.returncode == 0, done.stderr
-    rows = [cells(line)[:2] for line in done.stdout.splitlines() if line.startswith("|")]
-    assert rows[2:] == [["p_rope:sdpa", "sdpa"], ["alibi:blocks", "blocks"], ["p_rope:sdpa again", "sdpa"]]
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------

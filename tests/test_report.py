@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from configs.presets import quickstart
+from configs.validation import validation_plan
 from runtime.files import to_json
 from scripts.figures import LINES
 from scripts.report import POINTS, describe, group, look_through, mean, on_dark, page, thin
@@ -27,9 +28,8 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 def write_run(path: Path, stop: int | None = None, lengths=(16, 48), **changes) -> list[dict]:
     """A run folder as train_gpt.py leaves it, its losses random, after `stop` steps (default: finished)."""
-    config = dataclasses.replace(
-        quickstart(), **{"steps": 11, "cooldown_steps": 3, "val_lengths": lengths, "val_tokens": 96, **changes}
-    )
+    fields = dict(steps=11, cooldown_steps=3, val_lengths=lengths, val_tokens=96, val_every=4) | changes
+    config = dataclasses.replace(quickstart(), **fields)
     rng = np.random.default_rng([config.seed, len(path.name)])
     path.mkdir(parents=True)
     (path / "config.json").write_text(to_json(config.to_dict()))
@@ -39,10 +39,14 @@ def write_run(path: Path, stop: int | None = None, lengths=(16, 48), **changes) 
         if step:
             train = dict(train_loss=rng.normal(5), grad_norm=rng.uniform(1, 2), tokens_per_second=int(1e4 + step))
             records.append(dict(step=step, tokens=tokens, **train))
-        if step % 4 == 0 or step == config.steps:
-            position = {str(n): list(rng.normal(5, size=math.ceil(math.log2(n)) + 1)) for n in lengths}
+        passes = validation_plan(config, step)
+        if passes:
+            position = {str(n): list(rng.normal(5, size=math.ceil(math.log2(n)) + 1)) for n in passes}
             scores = dict(scores_mean=list(rng.normal(size=3)), scores_std=list(rng.uniform(1, 2, size=3)))
-            losses = dict(val_loss={str(n): rng.normal(5) for n in lengths}, val_tokens=96)
+            val_tokens = {str(n): tokens for n, tokens in passes.items()}
+            if config.val_profile == "paper":  # as it was written before there were profiles
+                val_tokens = config.val_tokens
+            losses = dict(val_loss={str(n): rng.normal(5) for n in passes}, val_tokens=val_tokens)
             records.append(dict(step=step, tokens=tokens, **losses, val_loss_by_position=position, **scores))
     (path / "metrics.jsonl").write_text("".join(to_json(record) + "\n" for record in records))
     if stop is None:
@@ -107,11 +111,44 @@ def test_the_numbers_in_the_page_are_those_of_the_files(tmp_path):
     assert run["train"]["tokens"] == [r["tokens"] for r in train]
     assert run["train"]["loss"] == [r["train_loss"] for r in train]
     assert run["train"]["grad_norm"] == [r["grad_norm"] for r in train]
-    assert run["validation"]["tokens"] == [r["tokens"] for r in validations]
     for length in ("16", "48"):
-        assert run["validation"][length] == [r["val_loss"][length] for r in validations]
+        losses = [r["val_loss"][length] for r in validations]
+        tokens = [r["tokens"] for r in validations]
+        assert run["validation"][length] == dict(tokens=tokens, loss=losses, part=[None] * len(losses))
     for key in ("step", "val_loss", "val_loss_by_position", "scores_mean", "scores_std"):
         assert run["final"][key] == validations[-1][key]
+
+
+FAST = dict(val_profile="fast", val_every=1, train_length=16)
+
+
+def test_losses_on_a_part_of_the_tokens_are_told_from_the_others_in_the_curves(tmp_path):
+    records = write_run(tmp_path / "a", **FAST)
+    [run] = embedded(page("t", [describe(tmp_path / "a")]))["runs"]
+    of_48 = [r for r in records if "48" in r.get("val_loss", ())]
+    assert [r["step"] for r in of_48] == [0, 4, 8, 11]
+    assert run["validation"]["48"] == dict(
+        tokens=[r["tokens"] for r in of_48], loss=[r["val_loss"]["48"] for r in of_48], part=[1, 1, 1, None]
+    )
+    assert run["validation"]["16"]["part"] == [None] * 12
+
+
+def test_the_table_has_no_losses_on_a_part_of_the_tokens(tmp_path):
+    loss = write_run(tmp_path / "a", stop=8, **FAST)[-1]["val_loss"]
+    run = describe(tmp_path / "a")
+    assert loss.keys() == {"16", "48"} and run["final"]["val_loss"] == {"16": loss["16"]}
+    assert run["final"]["val_loss_by_position"].keys() == {"16"}
+    [row] = Page(page("t", [run])).table()
+    assert row["loss at 16"].startswith(f"{loss['16']:.4f}") and "loss at 48" not in row
+
+
+def test_profiles_are_groups_of_their_own(tmp_path):
+    write_run(tmp_path / "a", train_length=16)
+    write_run(tmp_path / "b", **FAST)
+    groups = group(
+        [run | dict(fields=run["config"].to_dict()) for run in map(describe, (tmp_path / "a", tmp_path / "b"))]
+    )
+    assert [g["label"].split(", ")[-1] for g in groups] == ["val_profile paper", "val_profile fast"]
 
 
 def test_the_table_shows_the_runs(tmp_path):

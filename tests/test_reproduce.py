@@ -24,19 +24,26 @@ from train_gpt import build_model, read_config
 TINY = "--num_heads 2 --model_dim 16 --vocab_size 64 --train_length 64 --batch_tokens 64 --steps 2"
 
 
-def write_run(runs_dir, run, losses, *, steps=(0, 400, 800, 1200), val_tokens=49_152, data="abc", needle=None):
-    """A finished run whose validation loss falls by 0.1 a record to the given losses {length: nats}."""
+def write_run(
+    runs_dir, run, losses, *, steps=(0, 400, 800, 1200), val_tokens=49_152, data="abc", needle=None, part=None
+):
+    """A finished run whose validation loss falls by 0.1 a record to the given losses {length: nats}. part: validation
+    tokens, before the end, at all lengths but the first (the fast profile); None: records of before the profiles."""
     folder = runs_dir / run.name
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(run.config.to_dict()))
     (folder / "log.txt").write_text("python 3\ndevice: an abacus\ncommit: 0123abc\n==== a.py ====\n")
-    records = [
-        dict(step=s, tokens=s, val_loss={str(n): x + 0.1 * (len(steps) - 1 - i) for n, x in losses.items()})
-        for i, s in enumerate(steps)
-    ]
+    records = []
+    for i, step in enumerate(steps):
+        loss = {str(n): x + 0.1 * (len(steps) - 1 - i) for n, x in losses.items()}
+        tokens = val_tokens
+        if part:
+            few = step < steps[-1]
+            tokens = {n: part if few and number else val_tokens for number, n in enumerate(loss)}
+        records.append(dict(step=step, tokens=step, val_loss=loss, val_tokens=tokens))
     records.insert(1, dict(step=1, tokens=1, train_loss=5.0))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    summary = dict(name=run.name, val_loss={str(n): x for n, x in losses.items()}, val_tokens=val_tokens, data=data)
+    summary = dict(name=run.name, val_loss={str(n): x for n, x in losses.items()}, val_tokens=tokens, data=data)
     (folder / "summary.json").write_text(json.dumps(summary | dict(steps=steps[-1])))
     if needle:
         (folder / "needle").mkdir()
@@ -252,6 +259,27 @@ def test_curves_are_means_over_seeds(tmp_path, call):
         assert float(row["mean"]) == pytest.approx(loss.mean() + above)
         assert float(row["stderr"]) == pytest.approx(loss.std(ddof=1) / math.sqrt(3))
     assert "3.28 is left out" in said.out
+
+
+def test_points_on_a_part_of_the_tokens_are_open_circles(tmp_path, call):
+    item = "figure_scale_invariant_variants"
+    write_study(tmp_path / "runs", item, part=16_384)
+    code, said = call(item, "--scale", "mini")
+    assert code == 0 and is_figure(tmp_path / "out" / item) and "Open circles" in said.out
+    data = rows(tmp_path / "out" / f"{item}.csv")
+    assert len(data) == 3 * 3 * 5  # methods, lengths, validations
+    for row in data:
+        assert row["val_tokens"] == ("49152" if row["val_length"] == "256" or row["step"] == "1200" else "16384")
+
+
+def test_a_mean_is_over_losses_on_the_same_tokens(tmp_path, call):
+    for seed, part in enumerate((None, 16_384)):
+        (run,) = sweep("figure_train_4k", "mini", seeds=[seed], methods=["rope"])
+        write_run(tmp_path / "runs", run, {256: 4.0, 1024: 4.1, 4096: 4.2, 16_384: 4.3}, part=part)
+    call("figure_train_4k", "--scale", "mini", "--seeds", "0", "1", "--methods", "rope")
+    data = rows(tmp_path / "out" / "figure_train_4k.csv")
+    steps = {n: [int(r["step"]) for r in data if r["val_length"] == n] for n in ("256", "1024", "4096")}
+    assert steps == {"256": [0, 400, 800, 1200], "1024": [1200], "4096": [1200]}
 
 
 @pytest.mark.parametrize("item", ["figure_train_lengths", "figure_tau"])

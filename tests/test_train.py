@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import train_gpt
-from data.shards import ShardWriter
+from data.shards import ShardWriter, open_split
 from runtime.checkpoint import latest_checkpoint, load_checkpoint
 from runtime.metrics import read_metrics
 from runtime.processes import start_processes
@@ -74,8 +74,8 @@ def train(data, runs, threads=1, variables={}, **fields):
     return runs / "run"
 
 
-def train_on_two(data, runs, code=0, **fields):
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+def train_on(processes, data, runs, code=0, **fields):
+    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}")
     return python(*launcher, "train_gpt.py", *arguments(data, runs, **fields), code=code)
 
 
@@ -263,11 +263,11 @@ def test_learning_rates_fall_together_in_the_cooldown(finished):
 
 def test_record_of_every_validation(finished):
     _, validations = steps_and_validations(finished)
-    keys = {"step", "tokens", "val_loss", "val_tokens", "val_loss_by_position", "scores_mean", "scores_std"}
+    keys = {"step", "tokens", "val_profile", "val_tokens", "val_loss", "val_loss_by_position"}
     assert [r["step"] for r in validations] == [0, 5, 10, 15, 20]
     for record in validations:
-        assert record.keys() == keys | {"method_parameters", "val_seconds"}
-        assert record["val_tokens"] == 256 and record["tokens"] == 128 * record["step"]
+        assert record.keys() == keys | {"scores_mean", "scores_std", "method_parameters", "val_seconds"}
+        assert record["val_tokens"] == {"16": 256, "64": 256} and record["tokens"] == 128 * record["step"]
         assert record["val_loss"].keys() == record["val_loss_by_position"].keys() == {"16", "64"}
         assert len(record["scores_mean"]) == len(record["scores_std"]) == 2
         assert all(std > 0 for std in record["scores_std"])
@@ -276,8 +276,38 @@ def test_record_of_every_validation(finished):
 def test_summary(finished):
     summary, (_, validations) = read_json(finished / "summary.json"), steps_and_validations(finished)
     assert summary["val_loss"] == validations[-1]["val_loss"]
-    assert (summary["steps"], summary["tokens"], summary["val_tokens"]) == (20, 2560, 256)
+    assert (summary["steps"], summary["tokens"], summary["val_profile"]) == (20, 2560, "paper")
+    assert summary["val_tokens"] == {"16": 256, "64": 256}
     assert summary["parameters"] == 2 * 64 * 32 + 2 * 12 * 32**2  # embedding and head, two blocks
+
+
+def test_the_fast_profile_ends_with_the_same_bits_and_says_what_it_used(data, finished, tmp_path):
+    folder = train_here(data, tmp_path, val_profile="fast")
+    _, validations = steps_and_validations(folder)
+    short, part, full = {"16": 256}, {"16": 256, "64": 64}, {"16": 256, "64": 256}
+    assert {r["step"]: r["val_tokens"] for r in validations} == {0: part, 5: short, 10: short, 15: short, 20: full}
+    assert all(r["val_loss"].keys() == r["val_tokens"].keys() and r["val_profile"] == "fast" for r in validations)
+    _, of_paper = steps_and_validations(finished)
+    assert [r["val_loss"]["16"] for r in validations] == [r["val_loss"]["16"] for r in of_paper]
+    summary = read_json(folder / "summary.json")
+    assert (summary["val_profile"], summary["val_tokens"]) == ("fast", full)
+    assert summary["val_loss"] == read_json(finished / "summary.json")["val_loss"]
+
+
+def test_the_first_part_of_the_tokens_is_validated(data, finished):
+    config, model = evaluate.load_run(finished, torch.device("cpu"))
+    world, stream = start_processes("cpu"), open_split(data, "val", 64)
+    result = train_gpt.validate(model, {64: model.plan(64)}, config, stream, world, {64: 192})
+    assert result["val_loss"]["64"] == pytest.approx(plain_losses(finished, data, 64, 192).mean().item(), abs=1e-5)
+    assert result["val_tokens"] == {"64": 192}
+
+
+def test_the_fast_profile_resumes_bit_for_bit(data, tmp_path):
+    fields = dict(val_profile="fast", val_every=2, save_every=5)
+    whole = train_here(data, tmp_path / "whole", **fields)
+    folder = rewound(whole, tmp_path / "resumed")
+    train_here(data, tmp_path / "resumed", resume="auto", **fields)
+    assert_same_run(folder, whole)
 
 
 @pytest.mark.parametrize("length", [16, 64])
@@ -346,7 +376,7 @@ def test_resumes_bit_for_bit_on_two_threads(data, tmp_path):
 @pytest.mark.skipif(train_gpt.compile_problem(torch.device("cpu")) is not None, reason="torch.compile does not work")
 def test_resumes_bit_for_bit_when_compiled(data, tmp_path):
     caches = [dict(TORCHINDUCTOR_CACHE_DIR=str(tmp_path / name)) for name in ("cache", "other_cache")]
-    small = dict(compile="on", num_layers=1)
+    small = dict(compile="model", num_layers=1)
     whole = train(data, tmp_path / "whole", variables=caches[0], **small)
     for cache in caches:  # what was compiled for the first run, and compiled anew
         runs = tmp_path / f"with_{Path(cache['TORCHINDUCTOR_CACHE_DIR']).name}"
@@ -372,7 +402,7 @@ def test_losses_do_not_depend_on_the_micro_batch(data, finished, tmp_path, micro
 @pytest.fixture(scope="module")
 def of_two_processes(data, tmp_path_factory):
     runs = tmp_path_factory.mktemp("two")
-    train_on_two(data, runs)
+    train_on(2, data, runs)
     return runs / "run"
 
 
@@ -380,6 +410,25 @@ def of_two_processes(data, tmp_path_factory):
 def test_losses_do_not_depend_on_the_number_of_processes(of_two_processes, finished):
     assert "on 2 x" in (of_two_processes / "log.txt").read_text()
     assert_close_run(of_two_processes, finished)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "processes, fields",
+    [
+        (4, dict()),
+        (4, dict(context_parallel=2)),
+        (2, dict(context_parallel=2, compile="blocks")),
+        (2, dict(context_parallel=2, compile="model")),
+        (2, dict(compile="blocks")),
+    ],
+    ids=str,
+)
+def test_losses_do_not_depend_on_how_the_work_is_divided(processes, fields, data, finished, tmp_path):
+    if "compile" in fields and train_gpt.compile_problem(torch.device("cpu")) is not None:
+        pytest.skip("torch.compile does not work")
+    train_on(processes, data, tmp_path, **fields)
+    assert_close_run(tmp_path / "run", finished)
 
 
 @pytest.mark.slow
@@ -415,6 +464,7 @@ WRONG = {  # fields, and what the error must say
     "too many validation tokens": (dict(val_tokens=1024), "the largest valid val_tokens is 768"),
     "schedule": (dict(cooldown_steps=30), "exceed steps 20: shorten them"),
     "backend": (dict(attention_backend="flex"), "use --attention_backend auto"),
+    "context": (dict(context_parallel=2), "context_parallel 2 does not divide the number of processes, 1"),
     "name": (dict(name="a/b"), "must be a plain folder name"),
     "disk space": (dict(keep=10**15), "GB are free: make room"),
 }
@@ -467,7 +517,7 @@ def test_resuming_on_other_data_is_refused(copied, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_more_processes_than_sequences_is_one_line_and_no_run_folder(data, tmp_path):
-    done = train_on_two(data, tmp_path / "runs", code=1, train_length=128)  # torchrun's code, whatever its workers' is
+    done = train_on(2, data, tmp_path / "runs", code=1, train_length=128)  # torchrun's code, whatever its workers' is
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "use at most 1 processes or a larger batch_tokens" in errors[0]
     assert "exitcode  : 2" in done.stderr and 'train_gpt.py", line' not in done.stderr  # no worker's traceback
@@ -498,8 +548,11 @@ def test_evaluate_at_other_lengths_prints_a_table(finished, data, capsys):
 
 def test_evaluate_keeps_what_it_found_in_the_run_folder(copied, capsys):
     here(evaluate.main, copied, "--lengths", 8, "--val-tokens", 192, "--device", "cpu")
+    before_profiles = read_json(copied / "evaluation.json") | dict(val_tokens=192)
+    (copied / "evaluation.json").write_text(json.dumps(before_profiles))
     here(evaluate.main, copied, "--lengths", 96, "--val-tokens", 192, "--device", "cpu")
     kept = read_json(copied / "evaluation.json")
+    assert kept["val_tokens"] == {"8": 192, "96": 192}
     assert kept["val_loss"].keys() == {"8", "96"} and kept["step"] == "step_000020"
     assert len(kept["val_loss_by_position"]["96"]) == 8
     here(evaluate.main, copied, "--lengths", 64, "--val-tokens", 128, "--device", "cpu")  # other tokens

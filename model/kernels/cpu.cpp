@@ -1,6 +1,6 @@
 // Causal attention over logits A(t) q.k + M(t), in bits, t the distance from query back to key: forward and backward in
 // tiles that fit a core's cache (FlashAttention-2, Dao 2023, arXiv 2307.08691). float32; the matrix products are those
-// of the BLAS that PyTorch brings. Called by cpu.py.
+// of the BLAS that PyTorch brings. And, at the end, cross-entropy. Called by cpu.py.
 //
 // A and M are tables turned round, A[length - 1 - t], so that they are read forwards along a row of keys.
 
@@ -15,7 +15,7 @@ namespace {
 using Gemm = void (*)(const char*, const char*, const int*, const int*, const int*, const float*, const float*,
                       const int*, const float*, const int*, const float*, float*, const int*);
 
-constexpr float LN2 = 0.6931471805599453f;
+constexpr float LN2 = 0.6931471805599453f, LOG2E = 1.4426950408889634f;
 
 // 2^x for x <= 0 or NaN, to a relative error of 1e-7: a polynomial for the fraction, the exponent's bits for the rest.
 inline float exp2_of_negative(float x) {
@@ -209,6 +209,37 @@ void backward(const Call* call) {
             for (int64_t j = part * call->tile_keys; j < call->keys; j += call->parts * call->tile_keys)
                 backward_tile(head, j, dq, dA, scratch);
         }
+    }
+}
+
+// The losses of rows of logits, which become softmax - onehot if `gradient`; else they are left without meaning.
+void cross_entropy(float* logits, const int64_t* targets, float* losses, int64_t rows, int64_t vocabulary,
+                   int64_t gradient) {
+    constexpr int64_t BLOCK = 1024;  // summed in float32; their sums, in double
+#pragma omp parallel for
+    for (int64_t i = 0; i < rows; ++i) {
+        float* x = logits + i * vocabulary;
+        const float target = x[targets[i]];
+        float top = x[0];
+#pragma omp simd reduction(max : top)
+        for (int64_t j = 0; j < vocabulary; ++j) top = x[j] > top ? x[j] : top;
+        double total = 0;
+        for (int64_t start = 0; start < vocabulary; start += BLOCK) {
+            const int64_t end = std::min(start + BLOCK, vocabulary);
+            float sum = 0;
+#pragma omp simd reduction(+ : sum)
+            for (int64_t j = start; j < end; ++j) {
+                x[j] = exp2_of_negative((x[j] - top) * LOG2E);
+                sum += x[j];
+            }
+            total += sum;
+        }
+        losses[i] = std::log(total) + (top - target);
+        if (!gradient) continue;
+        const float scale = 1 / total;
+#pragma omp simd
+        for (int64_t j = 0; j < vocabulary; ++j) x[j] *= scale;
+        x[targets[i]] -= 1;
     }
 }
 

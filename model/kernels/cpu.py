@@ -1,7 +1,8 @@
 """Attention over L = a_t S + m_t on a CPU, by cpu.cpp: compiled on first use, with the machine's own C++ compiler.
 
 Float32 only. It needs a compiler with OpenMP (as torch.compile does) and a PyTorch whose BLAS can be called from
-outside; `problem` says what is missing, and model/attention.py then runs the same formula in plain PyTorch.
+outside; `problem` says what is missing, and model/attention.py then runs the same formula in plain PyTorch. The same
+holds for cross-entropy and model/loss.py.
 """
 
 import ctypes
@@ -186,3 +187,16 @@ def backward(ctx, dout, _):
 
 
 forward_op.register_autograd(backward, setup_context=save_for_backward)
+
+
+def cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, gradient: bool):
+    """Sets losses (R,) from logits (R, V), and the logits, if gradient, to softmax - onehot; else they are lost."""
+    assert logits.dtype == losses.dtype == torch.float32 and targets.dtype == torch.int64
+    assert logits.is_contiguous() and targets.is_contiguous() and losses.is_contiguous()
+    low, high = (x.item() for x in targets.aminmax())
+    if low < 0 or high >= logits.shape[1]:
+        raise IndexError(f"targets are from {low} to {high}, there are logits of 0 to {logits.shape[1] - 1}")
+    kernel, reason = library()
+    assert kernel is not None, reason
+    pointers = (ctypes.c_void_p(x.data_ptr()) for x in (logits, targets, losses))
+    kernel.cross_entropy(*pointers, *map(ctypes.c_int64, (*logits.shape, gradient)))

@@ -67,15 +67,19 @@ class ScoreChange(nn.Module):
 
 
 class Replacement(nn.Module):
-    """Replaces softmax attention."""
+    """Replaces softmax attention. What it learns are parameters with one entry a head, (H, ...)."""
 
     def attend(self, q, k, v, rotated_q, rotated_k, q_offset: int, causal_attention) -> Tensor:
         """Output (B, H, Tq, D) of the queries at positions q_offset.. given all keys from position 0 on.
 
         q, k are the vectors without, rotated_q and rotated_k with position encoding; causal_attention(q, k, v,
-        q_offset=) is ordinary softmax attention.
+        q_offset=) is ordinary softmax attention. All have as many heads as the parameters have entries: with context
+        parallelism (model/context.py) that is a part of the H.
         """
         raise NotImplementedError
+
+    def forward(self, *arguments):  # for torch.func, which calls modules with other values of their parameters
+        return self.attend(*arguments)
 
     def start_decoding(self, k, v, rotated_k):
         """The state that decode starts from: what is kept of a prompt's keys and values, (B, H, T, D) each.

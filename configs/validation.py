@@ -1,0 +1,40 @@
+"""When a run validates, on how many tokens at each length, and what share of the work that is."""
+
+import math
+
+from configs.config import Config
+
+SUBSET = 4  # of the fast profile: a quarter of the tokens, in a quarter of the validations
+
+
+def validation_plan(config: Config, step: int) -> dict[int, int]:
+    """The tokens to validate on before this step (or, at config.steps, after the last), by length; {}: no validation.
+
+    The tokens are the first of the validation text. The last validation is the same in both profiles.
+    """
+    full = dict.fromkeys(config.val_lengths, config.val_tokens)
+    if step == config.steps:
+        return full
+    if not config.val_every or step % config.val_every:
+        return {}
+    if config.val_profile == "paper":
+        return full
+    plan = {config.train_length: config.val_tokens}
+    if step % (SUBSET * config.val_every) == 0:
+        unit = math.lcm(*config.val_lengths)  # whole sequences of every length; it divides val_tokens
+        subset = max(1, config.val_tokens // SUBSET // unit) * unit
+        plan = dict.fromkeys(config.val_lengths, subset) | plan
+    return {length: plan[length] for length in config.val_lengths if length in plan}
+
+
+def forward_flops_per_token(config: Config, length: int) -> int:
+    """Of one forward pass over sequences of this length, attention counted for the causal half only."""
+    d, L, V = config.model_dim, config.num_layers, config.vocab_size
+    return 2 * (12 * d * d * L + d * V) + 2 * d * (length + 1) * L
+
+
+def validation_share(config: Config) -> float:
+    """Floating-point operations of all validations of a run, over those of its training (3 forward passes a token)."""
+    plans = [validation_plan(config, step) for step in range(config.steps + 1)]
+    validation = sum(tokens * forward_flops_per_token(config, n) for plan in plans for n, tokens in plan.items())
+    return validation / (3 * config.steps * config.batch_tokens * forward_flops_per_token(config, config.train_length))

@@ -1,0 +1,142 @@
+"""Cross-entropy of a linear head: no float32 logits, one chunk of logits in memory, no matmul done twice.
+
+The gradient of a token's loss by its logits is softmax - onehot(target), known as soon as the logits are. So when the
+mean loss is computed, its gradients are too: the logits of a chunk of tokens are made, turned in place into that
+difference, multiplied into the gradients of x and head, and given up. That is three matmuls in all, as if the logits
+had been kept; the backward pass only scales. In between, a GPU reads a token's 50,304 bfloat16 logits twice and writes
+them once: 302 kB, or 201 kB where its L2 cache still holds them the second time.
+"""
+
+import functools
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from model.kernels import cpu
+
+CPU_ROWS = 256  # tokens a chunk: 2 MB of float32 logits of a vocabulary of 2048 stay in cache between the matmuls
+LOGIT_BYTES = 2**31  # a chunk elsewhere: 21,345 tokens with a vocabulary of 50,304 in bfloat16
+
+
+def mean_loss(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy, in nats, of targets (N,) int64 under the logits x @ head.T: a float32 scalar.
+
+    x (N, C) has the dtype of the matmuls, head (V, C) is a float32 parameter. With gradients enabled, those of x and
+    head are computed here and kept until the backward pass; second derivatives there are none.
+    """
+    if torch.is_grad_enabled():
+        return loss_op(x, head, targets, None)[0]
+    return token_losses(x, head, targets).mean()
+
+
+def token_losses(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+    """The losses themselves, (N,) float32. As any sum of them may follow, a backward pass makes the logits again."""
+    return losses_op(x, head, targets)
+
+
+@torch.library.custom_op("scale_invariant::loss_and_gradients", mutates_args=())
+def loss_op(x: Tensor, head: Tensor, targets: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The mean loss, and the gradients by x and head of the sum of the losses, times weights (N,) if there are any."""
+    losses, dx, dhead = empty_losses(x), torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.zeros_like(head)
+    head, targets = head.to(x.dtype), targets.contiguous()
+    for chunk, logits in logits_in_chunks(x, head):
+        cross_entropy_(logits, targets[chunk], losses[chunk], True)
+        if weights is not None:
+            logits *= weights[chunk, None]
+        torch.mm(logits, head, out=dx[chunk])
+        if x.dtype == dhead.dtype:
+            dhead.addmm_(logits.mT, x[chunk])
+        else:
+            dhead += logits.mT @ x[chunk]
+    return losses.mean(), dx, dhead
+
+
+@torch.library.custom_op("scale_invariant::token_losses", mutates_args=())
+def losses_op(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+    losses, targets = empty_losses(x), targets.contiguous()
+    for chunk, logits in logits_in_chunks(x, head.to(x.dtype)):
+        cross_entropy_(logits, targets[chunk], losses[chunk], False)
+    return losses
+
+
+def empty_losses(x: Tensor) -> Tensor:
+    return torch.empty(len(x), dtype=torch.float32, device=x.device)
+
+
+def logits_in_chunks(x: Tensor, head: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Which tokens, and their logits; in chunks of one size (the last may be smaller), all in the same memory."""
+    N, V = len(x), len(head)
+    most = CPU_ROWS if x.device.type == "cpu" else max(1, LOGIT_BYTES // (V * x.element_size()))
+    rows = -(-N // -(-N // most))
+    memory = x.new_empty(rows, V)
+    for start in range(0, N, rows):
+        chunk = slice(start, min(start + rows, N))
+        yield chunk, torch.mm(x[chunk], head.mT, out=memory[: chunk.stop - start])
+
+
+def cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, gradient: bool):
+    """Sets losses (R,) from logits (R, V), and the logits, if gradient, to softmax - onehot; else they are lost."""
+    if triton_runs(logits.device):
+        from model.kernels import cross_entropy  # only now, as it needs Triton
+
+        cross_entropy.cross_entropy_(logits, targets, losses, gradient)
+    elif cpu.problem(logits.device, logits.dtype) is None:
+        cpu.cross_entropy_(logits, targets, losses, gradient)
+    else:
+        plain_cross_entropy_(logits, targets, losses, gradient)
+
+
+@functools.cache
+def triton_runs(device: torch.device) -> bool:
+    on_gpu = device.type == "cuda" and find_spec("triton") is not None
+    return on_gpu and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def plain_cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, gradient: bool):
+    token = torch.arange(len(targets), device=targets.device)
+    p = logits.float() - logits.amax(dim=1, keepdim=True)
+    at_target = p[token, targets]
+    total = p.exp_().sum(dim=1)
+    losses.copy_(total.log() - at_target)
+    if gradient:
+        p /= total[:, None]
+        p[token, targets] -= 1
+        logits.copy_(p)
+
+
+# ---- autograd --------------------------------------------------------------------------------------------------------
+
+
+@loss_op.register_fake
+def _(x, head, targets, weights):
+    return x.new_empty((), dtype=torch.float32), x.new_empty(x.shape), torch.empty_like(head)
+
+
+@losses_op.register_fake
+def _(x, head, targets):
+    return x.new_empty(len(x), dtype=torch.float32)
+
+
+def save_gradients(ctx, inputs, output):
+    ctx.save_for_backward(*output[1:])
+    ctx.set_materialize_grads(False)  # zeros as large as the gradients, for outputs that nobody differentiates
+
+
+def scale_gradients(ctx, dloss, *_):
+    dx, dhead = ctx.saved_tensors
+    scale = dloss / len(dx)
+    return (dx.float() * scale).to(dx.dtype), dhead * scale, None, None  # rounded once: scale itself is not in bfloat16
+
+
+def save_inputs(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def weigh_gradients(ctx, dlosses):
+    return *loss_op(*ctx.saved_tensors, dlosses)[1:], None
+
+
+loss_op.register_autograd(scale_gradients, setup_context=save_gradients)
+losses_op.register_autograd(weigh_gradients, setup_context=save_inputs)

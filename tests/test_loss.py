@@ -1,0 +1,274 @@
+"""Cross-entropy of the head against log_softmax in float64: values, gradients, chunks, and the kernels by themselves.
+
+The Triton kernel runs in Triton's interpreter where there is no GPU (conftest.py).
+"""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_methods import assert_near, random
+from torch.profiler import profile
+from torch.testing import assert_close
+
+from model import loss
+from model.kernels import cpu
+from model.loss import mean_loss, plain_cross_entropy_, token_losses
+
+ROOT = Path(__file__).parent.parent
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PROBLEM = cpu.problem(torch.device("cpu"), torch.float32)
+
+
+def make(N, C, V, dtype=torch.float32, scale=1.0, seed=0):
+    """x (N, C), head (V, C), targets (N,)."""
+    x = random(N, C, seed=seed).to(dtype).requires_grad_()
+    head = (scale * random(V, C, seed=seed + 1)).float().requires_grad_()
+    return x, head, torch.randint(V, (N,), generator=torch.Generator().manual_seed(seed + 2))
+
+
+def exact_losses(x, head, targets):
+    x, head = (y.detach().double().requires_grad_() for y in (x, head))
+    return -(x @ head.T).log_softmax(dim=1).gather(1, targets[:, None])[:, 0], x, head
+
+
+def check(x, head, targets, weights=None, tolerance=1e-5):
+    """The loss, and the gradients of 0.3 of it: those of the mean, or of the weighted sum of the tokens' losses."""
+    losses, *exact = exact_losses(x, head, targets)
+    ours = mean_loss(x, head, targets) if weights is None else (token_losses(x, head, targets) * weights).sum()
+    true = losses.mean() if weights is None else (losses * weights).sum()
+    assert ours.dtype == torch.float32
+    assert_near(ours, true, tolerance)
+    gradients = torch.autograd.grad(0.3 * ours, (x, head))
+    for gradient, truth in zip(gradients, torch.autograd.grad(0.3 * true, exact)):
+        assert (gradient - truth).norm() <= tolerance * truth.norm() + 1e-12
+
+
+@pytest.mark.parametrize("N, C", [(1, 1), (1, 5), (255, 8), (256, 33), (257, 96), (700, 16)])
+@pytest.mark.parametrize("V", [1, 2, 7, 1000, 2048])
+def test_the_mean_and_its_gradients(N, C, V):
+    check(*make(N, C, V))
+
+
+def test_a_large_vocabulary():
+    check(*make(30, 32, 50304))
+
+
+@pytest.mark.parametrize("N, V", [(1, 3), (300, 99), (513, 1025)])
+def test_the_loss_of_each_token_and_gradients_of_a_weighted_sum(N, V):
+    x, head, targets = make(N, 12, V)
+    assert_near(token_losses(x, head, targets), exact_losses(x, head, targets)[0], 1e-5)
+    check(x, head, targets, weights=random(N, seed=9).float())
+
+
+def test_tensors_with_gaps():
+    x, head, targets = make(300, 20, 50)
+    check(x.detach().T.contiguous().T.requires_grad_(), head, targets)
+    targets = torch.stack([targets, targets], dim=1)[:, 0]
+    check(x, head, targets)
+    wide, weights = torch.cat([x, x], dim=1).detach(), random(600, seed=9).float()
+    check(wide[:, 5:25].requires_grad_(), head, targets, weights=weights[::2])
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_mean_is_that_of_the_tokens_with_gradients_and_without(enabled):
+    x, head, targets = make(300, 20, 50)
+    with torch.set_grad_enabled(enabled):
+        assert torch.equal(mean_loss(x, head, targets), token_losses(x, head, targets).mean())
+        assert mean_loss(x, head, targets).requires_grad == enabled
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("N", [200, 1000])
+def test_low_precision_is_as_near_as_autograd_through_float32_logits(dtype, N):
+    x, head, targets = make(N, 64, 500, dtype, scale=0.3)
+    losses, *exact = exact_losses(x, head, targets)
+    truth = [losses.mean(), *torch.autograd.grad(losses.mean() * 1024, exact)]
+    plain = F.cross_entropy((x @ head.to(dtype).T).float(), targets)
+    errors = []
+    for mean in (mean_loss(x, head, targets), plain):
+        gradients = torch.autograd.grad(mean * 1024, (x, head))  # as large as float16 wants them
+        assert [mean.dtype, *(g.dtype for g in gradients)] == [torch.float32, dtype, torch.float32]
+        errors.append([((y - true).norm() / true.norm()).item() for y, true in zip([mean, *gradients], truth)])
+    assert abs(errors[0][0] - errors[1][0]) < 1e-6
+    assert all(ours < 1.1 * theirs for ours, theirs in zip(errors[0][1:], errors[1][1:])), errors
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_is_seen(bad):
+    x, head, targets = make(300, 4, 9)
+    x.data[299, 2] = bad
+    assert not mean_loss(x, head, targets).isfinite()
+
+
+@pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
+@pytest.mark.parametrize("target", [-1, 50])
+def test_targets_outside_the_vocabulary_are_refused(target):
+    x, head, targets = make(300, 20, 50)
+    targets[299] = target
+    with pytest.raises(IndexError, match=f"{target}.* 0 to 49"):
+        mean_loss(x, head, targets)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_two_calls_give_the_same_bits(threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        x, head, targets = make(700, 32, 3000)
+        runs = []
+        for _ in range(2):
+            mean = mean_loss(x, head, targets)
+            runs.append([mean, *torch.autograd.grad(mean, (x, head)), token_losses(x, head, targets)])
+        assert all(map(torch.equal, *runs))
+    finally:
+        torch.set_num_threads(before)
+
+
+# ---- chunks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most, sizes", [(10, [10]), (9, [5, 5]), (4, [4, 4, 2]), (1, [1] * 10)])
+def test_chunks_are_equal_and_share_their_memory(most, sizes, monkeypatch):
+    monkeypatch.setattr(loss, "CPU_ROWS", most)
+    x, head, _ = make(10, 3, 7)
+    memory, start = set(), 0
+    for (chunk, logits), size in zip(loss.logits_in_chunks(x.detach(), head.detach()), sizes, strict=True):
+        assert (chunk.start, chunk.stop) == (start, start + size)
+        assert_close(logits, (x @ head.T)[chunk])
+        memory.add(logits.data_ptr())
+        start += size
+    assert len(memory) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_tensor_is_larger_than_a_chunk_and_no_matmul_is_done_twice(dtype):
+    x, head, targets = make(2000, 8, 90, dtype)  # 180,000 logits; 250 x 90 are a chunk
+    with profile(record_shapes=True) as operations:
+        mean_loss(x, head, targets).backward()
+    events = [(event.name, shape) for event in operations.events() for shape in event.input_shapes]
+    assert max(torch.Size(s).numel() for _, s in events if all(isinstance(n, int) for n in s)) == 250 * 90
+    assert sum(event.name in ("aten::mm", "aten::addmm_") for event in operations.events()) == 3 * 8
+
+
+# ---- torch.compile ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_operators_are_what_torch_is_told_of_them(dtype):
+    """Shapes and dtypes of the outputs; no input is written to, no output is one; autograd, also when compiled."""
+    x, head, targets = make(20, 5, 11, dtype)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+    for weights in (None, random(20, seed=9).float()):
+        torch.library.opcheck(loss.loss_op, (x, head, targets, weights), test_utils=tests)
+    torch.library.opcheck(loss.losses_op, (x, head, targets), test_utils=tests)
+
+
+@pytest.mark.parametrize("function", [mean_loss, lambda *args: token_losses(*args).square().sum()])
+def test_compiled_in_one_graph_it_is_the_same(function):
+    x, head, targets = make(300, 20, 50)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled):
+            assert_close(compiled(x, head, targets), function(x, head, targets))
+    gradients = [torch.autograd.grad(run(x, head, targets), (x, head)) for run in (compiled, function)]
+    assert_close(*gradients)
+
+
+# ---- the kernels -----------------------------------------------------------------------------------------------------
+
+
+def triton_cross_entropy_(logits, targets, losses, gradient):
+    pytest.importorskip("triton")
+    from model.kernels.cross_entropy import cross_entropy_
+
+    here = [x.to(DEVICE) for x in (logits, targets, losses)]
+    cross_entropy_(*here, gradient)
+    for x, y in zip((logits, targets, losses), here):
+        x.copy_(y)
+
+
+KERNELS = {"plain": plain_cross_entropy_, "cpu": cpu.cross_entropy_, "triton": triton_cross_entropy_}
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+CASES = [(kernel, dtype) for kernel in ("plain", "triton") for dtype in DTYPES]
+if PROBLEM is None:
+    CASES.append(("cpu", torch.float32))
+every_kernel = pytest.mark.parametrize("kernel, dtype", CASES)
+
+
+def check_kernel(kernel, logits, targets):
+    """Losses to 1e-5, or 1e-5 of themselves; gradients to that or the rounding to their dtype."""
+    log_p = logits.double().log_softmax(dim=1)
+    gradient = log_p.exp()
+    gradient[torch.arange(len(targets)), targets] -= 1
+    for wanted in (True, False):
+        output, losses = logits.clone(), torch.empty(len(logits))
+        KERNELS[kernel](output, targets, losses, wanted)
+        assert_close(losses.double(), -log_p.gather(1, targets[:, None])[:, 0], rtol=1e-5, atol=1e-5)
+        if wanted:
+            truncated = kernel == "triton" and DEVICE == "cpu" and logits.dtype == torch.bfloat16  # by the interpreter
+            rounding = torch.finfo(logits.dtype).eps / (1 if truncated else 2)
+            assert_close(output.double(), gradient, rtol=1e-5 + rounding, atol=1e-7)
+
+
+@every_kernel
+@pytest.mark.parametrize("V", [1, 2, 7, 1000, 1025, 2048, 8192, 8193, 50304, 2**17])
+def test_kernels(kernel, dtype, V):
+    logits = (4 * random(3, V, seed=V)).to(dtype)
+    check_kernel(kernel, logits, torch.tensor([0, V - 1, V // 2]))
+
+
+@every_kernel
+@pytest.mark.parametrize("scale, shift", [(1e-6, 0), (1e2, 0), (1e4, 0), (4, 1e4), (4, -1e4)])
+def test_small_and_large_logits(kernel, dtype, scale, shift):
+    logits = (scale * random(50, 300, seed=0) + shift).to(dtype)
+    check_kernel(kernel, logits, torch.randint(300, (50,), generator=torch.Generator().manual_seed(0)))
+
+
+@every_kernel
+@pytest.mark.parametrize("order", ["rising", "falling", "equal"])
+def test_wherever_the_largest_logits_are(kernel, dtype, order):
+    logits = torch.linspace(-300, 300, 20_000).expand(2, -1).to(dtype)
+    logits = dict(rising=logits, falling=logits.flip(1), equal=0 * logits)[order]
+    check_kernel(kernel, logits.contiguous(), torch.tensor([3, 19_990]))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="4.3 GB, one program a row: too much for the interpreter")
+def test_more_than_2_to_the_31_logits():
+    from model.kernels.cross_entropy import cross_entropy_
+
+    logits = torch.zeros(43_000, 50_304, dtype=torch.bfloat16, device=DEVICE)
+    logits[-3:] = 3 * torch.randn(3, 50_304, device=DEVICE)
+    tail, targets, losses = logits[-3:].cpu(), torch.arange(43_000, device=DEVICE), torch.empty(43_000, device=DEVICE)
+    cross_entropy_(logits, targets, losses, True)
+    assert_close(losses[-3:].cpu(), F.cross_entropy(tail.float(), targets[-3:].cpu(), reduction="none"))
+    assert logits[-3:].float().sum(dim=1).abs().max() < 0.05
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from model.kernels.cross_entropy import cross_entropy_kernel as kernel
+for arch in (80, 90):
+    for gradient in (True, False):
+        signature = dict(logits="*bf16", targets="*i64", losses="*fp32", V="i32")
+        constants = dict(GRADIENT=gradient, BLOCK=8192, LOG2E=1.44)
+        aligned = {(i,): [["tt.divisibility", 16]] for i in range(4)}
+        source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants, aligned)
+        ptx = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(num_warps=32)).asm["ptx"]
+        print("ld.global.v4.b32" in ptx, "st.global.v4.b32" in ptx, f"sm_{arch}" in ptx, "atom" in ptx)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_the_triton_kernel_compiles_for_gpus_and_moves_16_bytes_at_a_time():
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    code = subprocess.run([sys.executable, "-c", COMPILE], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert code.stdout.splitlines() == ["True True True False", "True False True False"] * 2, code.stderr

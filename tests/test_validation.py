@@ -1,0 +1,80 @@
+"""When a run validates and on how much, in both profiles; and what that costs."""
+
+import dataclasses
+
+import pytest
+
+from configs.config import Config
+from configs.presets import PRESETS, preset
+from configs.validation import validation_plan, validation_share
+from scripts.runs import val_tokens
+
+FULL = 10_485_760
+
+
+def fast(config: Config) -> Config:
+    return dataclasses.replace(config, val_profile="fast")
+
+
+def test_the_paper_validates_at_all_lengths_in_full_every_125_steps():
+    config = preset("gpt_162m_4k")
+    plans = {step: validation_plan(config, step) for step in range(4579)}
+    assert [step for step, plan in plans.items() if plan] == [*range(0, 4578, 125), 4578]
+    assert all(plan in ({}, {4096: FULL, 16_384: FULL, 65_536: FULL}) for plan in plans.values())
+
+
+def test_fast_validates_the_other_lengths_on_a_quarter_every_500_steps():
+    config = fast(preset("gpt_162m_16k"))
+    part, full = FULL // 4, {4096: FULL, 16_384: FULL, 65_536: FULL}
+    expected = {step: {16_384: FULL} for step in range(0, 4578, 125)}
+    expected |= {step: {4096: part, 16_384: FULL, 65_536: part} for step in range(0, 4578, 500)} | {4578: full}
+    plans = {step: validation_plan(config, step) for step in range(4579)}
+    assert {step: plan for step, plan in plans.items() if plan} == expected
+
+
+def test_without_val_every_both_validate_at_the_end_only():
+    for config in (preset("quickstart"), fast(preset("quickstart"))):
+        plans = [validation_plan(config, step) for step in range(421)]
+        assert plans == [*[{}] * 420, dict.fromkeys((256, 1024, 4096), 49_152)]
+
+
+def test_a_training_length_that_is_not_validated_leaves_the_parts():
+    config = dataclasses.replace(Config(), val_profile="fast", val_lengths=(8192, 65_536))
+    at = {step: validation_plan(config, step) for step in (0, 125, 500, 4578)}
+    part = dict.fromkeys((8192, 65_536), FULL // 4)
+    assert at == {0: part, 125: {}, 500: part, 4578: dict.fromkeys((8192, 65_536), FULL)}
+
+
+@pytest.mark.parametrize("lengths, tokens, part", [((64, 96), 960, 192), ((64, 96), 384, 192), ((16, 48), 48, 48)])
+def test_a_part_is_whole_sequences_of_every_length(lengths, tokens, part):
+    config = dataclasses.replace(Config(), val_profile="fast", val_lengths=lengths, val_tokens=tokens)
+    assert validation_plan(config, 0) == dict.fromkeys(lengths, part)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_last_validation_is_the_same_in_both_profiles(name):
+    config = preset(name)
+    assert validation_plan(config, config.steps) == validation_plan(fast(config), config.steps)
+    assert set(validation_plan(config, config.steps)) == set(config.val_lengths)
+
+
+def test_share_of_the_training_flops():
+    """1.455 GFLOP a token forward at 64k, and so on: 2 (12 d^2 L + d V) + 2 d (T + 1) L."""
+    config = preset("gpt_162m_4k")
+    forward = {T: 2 * (12 * 768**2 * 12 + 768 * 50304) + 2 * 768 * (T + 1) * 12 for T in (4096, 16_384, 65_536)}
+    assert forward[65_536] == pytest.approx(1.4551e9, rel=1e-4)
+    training = 4578 * 524_288 * 3 * forward[4096]
+    assert validation_share(config) == pytest.approx(38 * FULL * sum(forward.values()) / training, rel=1e-12)
+    assert validation_share(config) == pytest.approx(0.399, abs=5e-4)
+    others = forward[16_384] + forward[65_536]
+    expected = (38 * forward[4096] + (10 / 4 + 1) * others) * FULL / training
+    assert validation_share(fast(config)) == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_fast_profile_costs_at_most_9_percent_of_a_run_at_4k():
+    assert validation_share(fast(preset("gpt_162m_4k"))) <= 0.09
+
+
+def test_tokens_of_records_of_before_the_profiles():
+    assert val_tokens(dict(val_loss={"16": 1.0, "64": 2.0}, val_tokens=128)) == {"16": 128, "64": 128}
+    assert val_tokens(dict(val_loss={"16": 1.0}, val_tokens={"16": 64})) == {"16": 64}
