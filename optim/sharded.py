@@ -6,6 +6,10 @@ the share that it owns, and the new parameters are collected (all-gather): ZeRO'
 Gradients travel in buckets that set off in the backward pass as soon as they are complete, and parameters of one
 optimizer travel while the next one computes.
 
+There are not enough matrices to divide among hundreds of processes, nor would it pay. More than MOST_SHARES of them
+form groups of that many (of 8: the GPUs of one machine), each of which does the whole update; between the groups,
+every rank adds up its share of the gradients with those that own the same share.
+
 One process has nothing to divide: there the optimizers work on the parameters themselves.
 """
 
@@ -19,6 +23,7 @@ from torch import Tensor, nn
 
 from optim.schedule import set_lr
 
+MOST_SHARES = 8  # the 162M model has 48 matrices of 768 x 768, and 12 of each MLP shape
 BUCKET_BYTES = 2**24  # a bucket is closed from this size on: smaller messages cost more than they overlap
 
 
@@ -33,15 +38,15 @@ class Group:
 
 
 class Bucket:
-    """Parameters of one group whose gradients travel together, and this rank's share of them."""
+    """Parameters of one group whose gradients travel together, and this rank's share of them, one of `shares`."""
 
-    def __init__(self, params: list[nn.Parameter], unit: torch.Size, rank: int, world_size: int):
+    def __init__(self, params: list[nn.Parameter], unit: torch.Size, rank: int, shares: int):
         self.params, self.unit = params, unit
         self.counts = [p.numel() // unit.numel() for p in params]
-        self.share = -(-sum(self.counts) // world_size)  # units a rank; the last ranks may own padding
-        self.units = self.share * world_size
+        self.share = -(-sum(self.counts) // shares)  # units a rank; the last ranks may own padding
+        self.units = self.share * shares
         self.mine = slice(rank * self.share, (rank + 1) * self.share)
-        if world_size == 1:
+        if shares == 1:
             (self.shard,) = params
         else:
             self.shard = nn.Parameter(self.pack([p.detach() for p in params])[self.mine].clone())
@@ -58,18 +63,18 @@ class Bucket:
         parts = full[: sum(self.counts)].split(self.counts)
         return [part.view(p.shape) for part, p in zip(parts, self.params)]
 
-    def start_reducing(self):
+    def start_reducing(self, group: dist.ProcessGroup | None):
         full = self.pack([torch.zeros_like(p) if p.grad is None else p.grad for p in self.params])
         for p in self.params:
             p.grad = None
         self.shard.grad = torch.empty_like(self.shard)
-        self.travelling = full, dist.reduce_scatter_tensor(self.shard.grad, full, async_op=True)
+        self.travelling = full, dist.reduce_scatter_tensor(self.shard.grad, full, group=group, async_op=True)
 
-    def start_gathering(self):
+    def start_gathering(self, group: dist.ProcessGroup | None):
         full = self.shard.new_empty(self.units, *self.unit)
         if len(self.params) == 1 and self.units == self.counts[0]:  # straight into the parameter
             full = self.params[0].detach().view(full.shape)
-        self.travelling = full, dist.all_gather_into_tensor(full, self.shard.detach(), async_op=True)
+        self.travelling = full, dist.all_gather_into_tensor(full, self.shard.detach(), group=group, async_op=True)
 
     def wait(self) -> Tensor:
         full, work = self.travelling
@@ -77,10 +82,10 @@ class Bucket:
         work.wait()
         return full
 
-    def gather(self, shard: Tensor) -> list[Tensor]:
+    def gather(self, shard: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
         """The whole of a tensor of which each rank has its share, in the shapes of the parameters."""
         full = shard.new_empty(self.units, *self.unit)
-        dist.all_gather_into_tensor(full, shard.contiguous())
+        dist.all_gather_into_tensor(full, shard.contiguous(), group=group)
         return self.unpack(full)
 
 
@@ -97,15 +102,22 @@ class Optimizers:
 
     def __init__(self, groups: dict[str, Group], rank: int = 0, world_size: int = 1):
         self.groups = {name: group for name, group in groups.items() if group.params}
-        self.world_size = world_size
-        self.buckets = {name: make_buckets(group, rank, world_size) for name, group in self.groups.items()}
+        self.shares = next(n for n in range(min(MOST_SHARES, world_size), 0, -1) if world_size % n == 0)
+        self.copies = world_size // self.shares  # of each share
+        self.sharers = self.owners = None  # the ranks that this one shares the work with; those with the same share
+        if self.copies > 1 and dist.is_initialized():
+            by_copy = torch.arange(world_size).view(self.copies, self.shares)
+            self.sharers, _ = dist.new_subgroups_by_enumeration(by_copy.tolist())
+            self.owners, _ = dist.new_subgroups_by_enumeration(by_copy.T.tolist())
+        rank = rank % self.shares
+        self.buckets = {name: make_buckets(group, rank, self.shares) for name, group in self.groups.items()}
         self.optimizers = {
             name: group.make([bucket.shard for bucket in self.buckets[name]]) for name, group in self.groups.items()
         }
         device = next(bucket.shard.device for bucket in self.all_buckets())
         self.found_inf = torch.zeros((), device=device)  # from the first gradient that is not finite on: 1
         self.unsent, self.missing = [], {}
-        if world_size > 1:
+        if self.shares > 1:
             for bucket in self.all_buckets():
                 for p in bucket.params:
                     p.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._arrived(bucket))
@@ -115,7 +127,7 @@ class Optimizers:
 
     def start(self) -> None:
         """The gradients of the coming backward pass are the last of this step: they are to be sent as they come."""
-        if self.world_size > 1:
+        if self.shares > 1:
             self.unsent = self.all_buckets()
             self.missing = {bucket: len(bucket.params) for bucket in self.unsent}
 
@@ -123,19 +135,22 @@ class Optimizers:
         if bucket in self.missing:
             self.missing[bucket] -= 1
             while self.unsent and self.missing[self.unsent[0]] == 0:  # in an order that is the same on all ranks
-                self.unsent.pop(0).start_reducing()
+                self.unsent.pop(0).start_reducing(self.sharers)
 
     @torch.no_grad()
     def finish(self) -> Tensor:
-        """Waits for all gradients. The squared norm of this rank's share: its sum over the ranks is that of all."""
+        """Waits for all gradients. What this rank adds to the squared norm of all: the sum over the ranks is that."""
         for bucket in self.unsent:  # parameters without gradients, or one late parameter before many early ones
-            bucket.start_reducing()
+            bucket.start_reducing(self.sharers)
         self.unsent, self.missing = [], {}
-        if self.world_size > 1:
+        if self.shares > 1:
             for bucket in self.all_buckets():
                 bucket.wait()
         gradients = [b.shard.grad for b in self.all_buckets() if b.shard.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients).square()
+        if self.copies > 1:
+            for work in [dist.all_reduce(g, group=self.owners, async_op=True) for g in gradients]:
+                work.wait()
+        return torch.nn.utils.get_total_norm(gradients).square() / self.copies
 
     @torch.no_grad()
     def step(self, lr_factor: float, finite: Tensor) -> None:
@@ -151,10 +166,10 @@ class Optimizers:
             optimizer.found_inf = self.found_inf
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            if self.world_size > 1:
+            if self.shares > 1:
                 for bucket in self.buckets[name]:
-                    bucket.start_gathering()
-        if self.world_size > 1:
+                    bucket.start_gathering(self.sharers)
+        if self.shares > 1:
             for bucket in self.all_buckets():
                 torch._foreach_copy_([p.detach() for p in bucket.params], bucket.unpack(bucket.wait()))
 
@@ -168,10 +183,10 @@ class Optimizers:
             state = {}
             for bucket in self.buckets[name]:
                 for key, value in self.optimizers[name].state[bucket.shard].items():
-                    if value.dim() == 0 or self.world_size == 1:  # Adam's count of steps is a number
+                    if value.dim() == 0 or self.shares == 1:  # Adam's count of steps is a number
                         values = [value] * len(bucket.params)
                     else:
-                        values = bucket.gather(value)
+                        values = bucket.gather(value, self.sharers)
                     for p, whole in zip(bucket.params, values):
                         state.setdefault(p, {})[key] = whole
             result[name] = {"state": {i: state[p] for i, p in enumerate(group.params) if p in state}}
@@ -193,31 +208,30 @@ class Optimizers:
     @torch.no_grad()
     def load_parameters(self) -> None:
         """Takes the values of the parameters over, after they were changed from outside."""
-        if self.world_size > 1:
+        if self.shares > 1:
             for bucket in self.all_buckets():
                 bucket.shard.copy_(bucket.pack([p.detach() for p in bucket.params])[bucket.mine])
 
     def bytes_a_step(self) -> dict[str, int]:
         """What a rank hands to each collective in a step."""
-        if self.world_size == 1:
-            return {}
-        full = lambda b: b.units * b.unit.numel() * b.shard.element_size()
-        sizes = [(full(bucket), full(bucket) // self.world_size) for bucket in self.all_buckets()]
-        return {"reduce_scatter": sum(whole for whole, _ in sizes), "all_gather": sum(share for _, share in sizes)}
+        mine = sum(bucket.shard.nbytes for bucket in self.all_buckets())
+        divided = self.shares > 1
+        sent = dict(reduce_scatter=divided * mine * self.shares, all_gather=divided * mine)
+        return sent | dict(all_reduce=mine if self.copies > 1 else 0)
 
 
-def make_buckets(group: Group, rank: int, world_size: int) -> list[Bucket]:
+def make_buckets(group: Group, rank: int, shares: int) -> list[Bucket]:
     """In the order in which they will be complete. A bucket holds units of one shape, as many as the ranks share evenly
     as far as there are enough."""
     unit_of = lambda p: p.shape[p.ndim - group.unit_dims :]
-    if world_size == 1:
-        return [Bucket([p], unit_of(p), rank, world_size) for p in group.params]
+    if shares == 1:
+        return [Bucket([p], unit_of(p), rank, shares) for p in group.params]
     buckets, filling = [], defaultdict(list)
     for p in reversed(group.params):
         unit = unit_of(p)
         params = filling[unit, p.dtype]
         params.append(p)
         units = sum(p.numel() for p in params) // unit.numel()
-        if units % world_size == 0 and units * unit.numel() * p.element_size() >= BUCKET_BYTES:
-            buckets.append(Bucket(filling.pop((unit, p.dtype)), unit, rank, world_size))
-    return buckets + [Bucket(params, unit, rank, world_size) for (unit, _), params in filling.items()]
+        if units % shares == 0 and units * unit.numel() * p.element_size() >= BUCKET_BYTES:
+            buckets.append(Bucket(filling.pop((unit, p.dtype)), unit, rank, shares))
+    return buckets + [Bucket(params, unit, rank, shares) for (unit, _), params in filling.items()]

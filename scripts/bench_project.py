@@ -10,7 +10,6 @@ The bytes are those of the code that trains: its optimizers are built for so man
 import argparse
 import dataclasses
 import json
-import math
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,7 @@ from configs.config import Config
 from configs.presets import preset
 from configs.validation import validation_share
 from model.context import context_bytes
-from optim.sharded import Optimizers
+from optim.sharded import MOST_SHARES, Optimizers
 from runtime.device import PEAK_BF16_FLOPS
 from runtime.processes import World
 from scripts.bench_protocol import Report
@@ -35,7 +34,7 @@ PAPER_HOURS = {  # its appendix on compute, "roughly"
     "gpt_162m_64k": "22 to 44 of an A100",
     "gpt_304m_4k": "36 of a node of 4 H100",
 }
-NODE = 8  # GPUs
+NODE = MOST_SHARES  # GPUs
 USEFUL = 0.9  # efficiency
 HOW_TO_READ = """\
 Computed, not measured. Compute: model FLOPs (causal count) of a step over the rate of all GPUs, {rate_words}.
@@ -43,10 +42,11 @@ Small shares of a batch run at a lower rate than large ones: below some 64k toke
 
 - batch: tokens a step; where a number of GPUs cannot share the preset's batch, one sequence each, marked *: that is
   other mathematics than the paper's. context: GPUs that share each sequence (Ulysses), no more than are needed.
-- reduce-scatter, all-gather: MB that a rank hands to each in a step, from the optimizers themselves (float32, padding
-  included). all-to-all: MB of context parallelism in {itemsize} bytes a number.
-- communication: of these bytes, at {nvlink:g} GB/s a GPU within a node of {node}, then {network:g} GB/s a GPU between
-  nodes, and {latency:g} us more a collective; nothing overlapped. Efficiency: compute of compute and communication.
+- reduce-scatter, all-reduce, all-gather: MB that a rank hands to each in a step, from the optimizers themselves
+  (float32, padding included). all-to-all: MB of context parallelism in {itemsize} bytes a number.
+- communication: of these bytes, at {nvlink:g} GB/s a GPU within a node of {node} and, for the all-reduce, as a ring
+  at {network:g} GB/s a GPU between nodes, and {latency:g} us more a collective; nothing overlapped. Efficiency: compute
+  of compute and communication.
 - hours: of all the run's tokens, without validation. Below, with it too, in the profiles `paper` and `fast`
   (configs/validation.py), at the same rate; validation share: of the FLOPs of training."""
 CAVEATS = """\
@@ -130,16 +130,17 @@ def projection(config: Config, gpus: int, rate: float, *, nvlink: float, network
     context, sequences = share(config, gpus) or (1, 1)
     batch = gpus // context * sequences * config.train_length
     optimizers = optimizers_of(config, gpus)
-    sent = dict(reduce_scatter=0, all_gather=0) | optimizers.bytes_a_step()
+    sent = optimizers.bytes_a_step()
     to_all = 0
     if context > 1:
         shape = sequences, config.train_length, config.model_dim, context, 2
         to_all = config.num_layers * context_bytes(*shape)
-    # Both end with a whole set on every rank, or begin with it: in turn within the node and between the nodes.
-    whole = sent["reduce_scatter"] + gpus * sent["all_gather"]
-    in_node, nodes = min(gpus, NODE), math.ceil(gpus / NODE)
-    collectives = 2 * len(optimizers.all_buckets()) * (gpus > 1) + 4 * config.num_layers * (context > 1)
-    seconds = whole * (in_node - 1) / in_node / nvlink + whole / in_node * (nodes - 1) / nodes / network
+    shares, copies = optimizers.shares, optimizers.copies
+    in_node = sent["reduce_scatter"] * (shares - 1) / shares + sent["all_gather"] * (shares - 1)
+    between_nodes = 2 * sent["all_reduce"] * (copies - 1) / copies  # a ring's
+    buckets = 2 * (shares > 1) + (copies > 1)
+    collectives = buckets * len(optimizers.all_buckets()) + 4 * config.num_layers * (context > 1)
+    seconds = in_node / nvlink + between_nodes / network
     seconds += to_all * (context - 1) / context / nvlink + collectives * latency
     compute = batch / rate / gpus
     return dict(
@@ -157,7 +158,7 @@ def projection(config: Config, gpus: int, rate: float, *, nvlink: float, network
 
 
 def gpu_table(rows: list[dict]) -> list[list[str]]:
-    sent = ["reduce_scatter", "all_gather", "all_to_all"]
+    sent = ["reduce_scatter", "all_reduce", "all_gather", "all_to_all"]
     head = ["GPUs", "context", "batch", "tokens a GPU", "compute ms"]
     head += [f"{name.replace('_', '-')} MB" for name in sent]
     table = [[*head, "communication ms", "efficiency", "hours"]]

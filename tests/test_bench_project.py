@@ -42,19 +42,19 @@ def test_communication_is_that_of_the_bytes_and_bandwidths():
     assert slower["communication"] - row["communication"] == pytest.approx(1e-3 * collectives)
 
 
-def test_beyond_a_node_the_network_carries_an_eighth():
+def test_beyond_a_node_the_network_carries_each_gpus_share():
     row = projection(preset("gpt_162m_4k"), 32, 1e5, **SPEED)
-    whole = row["reduce_scatter"] + 32 * row["all_gather"]
-    assert row["communication"] == pytest.approx(whole * 7 / 8 / 100e9 + whole / 8 * 3 / 4 / 10e9)
+    assert row["all_reduce"] == row["all_gather"] == row["reduce_scatter"] / 8 >= 162_201_600 * 4 / 8
+    in_node = (row["reduce_scatter"] / 8 + row["all_gather"]) * 7 / 100e9
+    assert row["communication"] == pytest.approx(in_node + 2 * row["all_reduce"] * 3 / 4 / 10e9)
 
 
 def test_context_parallelism_adds_its_bytes():
     row = projection(preset("gpt_162m_64k"), 16, 1e5, **SPEED)
     # 12 layers, q k v y and their gradients, half a sequence of 768 numbers in 2 bytes
     assert (row["context"], row["all_to_all"]) == (2, 12 * 8 * 32_768 * 768 * 2)
-    whole = row["reduce_scatter"] + 16 * row["all_gather"]
-    expected = whole * 7 / 8 / 100e9 + whole / 8 / 2 / 10e9 + row["all_to_all"] / 2 / 100e9
-    assert row["communication"] == pytest.approx(expected)
+    in_node = (row["reduce_scatter"] / 8 + row["all_gather"]) * 7 + row["all_to_all"] / 2
+    assert row["communication"] == pytest.approx(in_node / 100e9 + row["all_reduce"] / 10e9)
 
 
 def test_a_batch_too_small_for_the_gpus_grows_and_says_so():
