@@ -32,7 +32,7 @@ from model.attention import prefer_fast_sdpa
 from model.gpt import GPT
 from model.methods import METHODS, method_options
 from optim.groups import split_parameters
-from optim.muon import Muon, fast_dtype
+from optim.muon import Muon, as_matrices, fast_dtype, lr_scale
 from optim.schedule import check_schedule, lr_factor
 from optim.sharded import Group, Optimizers
 from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
@@ -353,10 +353,10 @@ def build_optimizers(config: Config, model: GPT, compiled: bool, world: World) -
     muon = functools.partial(Muon, momentum=config.muon_momentum, compile=compiled)
     adam = functools.partial(torch.optim.Adam, betas=config.adam_betas, eps=config.adam_eps, fused=True)
     groups = dict(
-        head=Group(params["head"], adam, config.head_lr, unit_dims=0),
-        matrices=Group(params["matrices"], muon, config.muon_lr, unit_dims=2),
-        scalars=Group(params["scalars"], adam, config.scalar_lr, unit_dims=0),
-        embedding=Group(params["embedding"], adam, config.embedding_lr, unit_dims=0),
+        head=Group(params["head"], adam, config.head_lr),
+        matrices=Group(params["matrices"], muon, config.muon_lr, units=as_matrices, lr_scale=lr_scale),
+        scalars=Group(params["scalars"], adam, config.scalar_lr),
+        embedding=Group(params["embedding"], adam, config.embedding_lr),
     )
     return Optimizers(groups, world.rank, world.world_size)
 
@@ -364,8 +364,8 @@ def build_optimizers(config: Config, model: GPT, compiled: bool, world: World) -
 def checkpoint_bytes(optimizers: Optimizers) -> int:
     """Parameters with their optimizer state: one momentum for Muon, two moments for Adam."""
     return sum(
-        p.numel() * p.element_size() * (2 if group.unit_dims == 2 else 3)
-        for group in optimizers.groups.values()
+        p.numel() * p.element_size() * (2 if name == "matrices" else 3)
+        for name, group in optimizers.groups.items()
         for p in group.params
     )
 

@@ -24,14 +24,15 @@ def update(
     params: list[Tensor],
     grads: list[Tensor],
     momenta: list[Tensor],
-    lr,
-    momentum,
+    scales: list[float | Tensor],
+    lr: Tensor,
+    momentum: Tensor,
     found_inf: Tensor,
     dtype: torch.dtype,
 ) -> None:
     """One step of Muon, in place, for matrices of one shape up to transposition, or banks of them; all in one batch.
 
-    lr, momentum and found_inf are 0-D tensors. Where found_inf is not 0 the old numbers stay, whatever the gradients.
+    lr, momentum and found_inf are 0-D. Where found_inf is not 0 the old numbers stay, whatever the gradients.
     """
     finite = found_inf == 0
     nesterov = []
@@ -41,10 +42,15 @@ def update(
     x = torch.cat(nesterov)  # (N, rows, cols)
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)  # Frobenius, so no singular value exceeds 1
     x = newton_schulz(x.to(dtype)).float()
-    for p, direction in zip(params, x.split([len(g) for g in nesterov])):
-        rows, cols = p.shape[-2:]
+    for p, direction, scale in zip(params, x.split([len(g) for g in nesterov]), scales):
         matrices = as_matrices(p)
-        matrices.copy_(torch.where(finite, matrices - direction * (lr * max(1, rows / cols) ** 0.5), matrices))
+        matrices.copy_(torch.where(finite, matrices - direction * (lr * scale), matrices))
+
+
+def lr_scale(p: Tensor) -> float:
+    """sqrt(max(1, rows / cols)) of a matrix, or of those of a bank."""
+    rows, cols = p.shape[-2:]
+    return max(1, rows / cols) ** 0.5
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
@@ -68,8 +74,9 @@ class Muon(torch.optim.Optimizer):
         buf = mu buf + g
         p  -= lr sqrt(max(1, rows / cols)) NewtonSchulz(g + mu buf)
 
-    Matrices of one shape, up to transposition, are orthogonalised together. As with PyTorch's fused optimizers, a step
-    changes nothing while the attribute `found_inf`, a 0-D tensor on the device, is not 0.
+    Matrices of one shape, up to transposition, are orthogonalised together. A bank of matrices that may be transposed
+    says what to take for the root in its attribute `lr_scale`, a tensor (n, 1, 1). As with PyTorch's fused optimizers,
+    a step changes nothing while the attribute `found_inf`, a 0-D tensor on the device, is not 0.
 
     `lr` and `momentum` become 0-D CPU tensors in `param_groups`: change them in place (`schedule.set_lr`).
 
@@ -116,4 +123,5 @@ class Muon(torch.optim.Optimizer):
             for params in batches.values():
                 grads = [p.grad for p in params]
                 momenta = [self.state[p]["momentum_buffer"] for p in params]
-                self.update(params, grads, momenta, group["lr"], group["momentum"], self.found_inf, self.dtype)
+                scales = [getattr(p, "lr_scale", lr_scale(p)) for p in params]
+                self.update(params, grads, momenta, scales, group["lr"], group["momentum"], self.found_inf, self.dtype)

@@ -29,51 +29,69 @@ BUCKET_BYTES = 2**24  # a bucket is closed from this size on: smaller messages c
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Parameters that one optimizer updates, `make` being its constructor."""
+    """Parameters that one optimizer updates, `make` being its constructor.
+
+    units: a view of a parameter, or of another tensor of its shape, as (n, *unit), a unit being what the optimizer
+    needs whole. lr_scale: what it multiplies the learning rate of a parameter with, if it does.
+    """
 
     params: list[nn.Parameter]
     make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
     peak_lr: float
-    unit_dims: int  # what is never cut in two: matrices are 2 dimensions, single numbers 0
+    units: Callable[[Tensor], Tensor] = torch.flatten
+    lr_scale: Callable[[Tensor], float] | None = None
 
 
 class Bucket:
     """Parameters of one group whose gradients travel together, and this rank's share of them, one of `shares`."""
 
-    def __init__(self, params: list[nn.Parameter], unit: torch.Size, rank: int, shares: int):
-        self.params, self.unit = params, unit
-        self.counts = [p.numel() // unit.numel() for p in params]
+    def __init__(self, group: Group, params: list[nn.Parameter], rank: int, shares: int):
+        self.params, self.units_of = params, group.units
+        views = [group.units(p.detach()) for p in params]
+        self.unit, self.counts = views[0].shape[1:], [len(view) for view in views]
         self.share = -(-sum(self.counts) // shares)  # units a rank; the last ranks may own padding
         self.units = self.share * shares
         self.mine = slice(rank * self.share, (rank + 1) * self.share)
         if shares == 1:
             (self.shard,) = params
-        else:
-            self.shard = nn.Parameter(self.pack([p.detach() for p in params])[self.mine].clone())
+            return
+        self.shard = nn.Parameter(self.pack([p.detach() for p in params])[self.mine].clone())
+        if group.lr_scale:
+            scales = [p.new_full(p.shape, group.lr_scale(p)) for p in params]
+            self.shard.lr_scale = self.pack(scales)[self.mine, :1, :1].clone()
         self.travelling = None  # the full tensor and the collective that reads or writes it
 
     def pack(self, tensors: list[Tensor]) -> Tensor:
         """Tensors of the shapes of the parameters as (units, *unit): a view where that is possible."""
-        parts = [t.reshape(-1, *self.unit) for t in tensors]
+        parts = [self.units_of(t) for t in tensors]
         if padding := self.units - sum(self.counts):
             parts.append(parts[0].new_zeros(padding, *self.unit))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 
-    def unpack(self, full: Tensor) -> list[Tensor]:
-        parts = full[: sum(self.counts)].split(self.counts)
-        return [part.view(p.shape) for part, p in zip(parts, self.params)]
+    def unpack(self, full: Tensor, tensors: list[Tensor]):
+        """Into tensors of the shapes of the parameters."""
+        torch._foreach_copy_([self.units_of(t) for t in tensors], full[: sum(self.counts)].split(self.counts))
 
     def start_reducing(self, group: dist.ProcessGroup | None):
         full = self.pack([torch.zeros_like(p) if p.grad is None else p.grad for p in self.params])
         for p in self.params:
             p.grad = None
         self.shard.grad = torch.empty_like(self.shard)
-        self.travelling = full, dist.reduce_scatter_tensor(self.shard.grad, full, group=group, async_op=True)
+        if full.is_cuda:
+            self.travelling = full, dist.reduce_scatter_tensor(self.shard.grad, full, group=group, async_op=True)
+        else:  # gloo's own takes twice as long as to exchange the shares and add them up (results/speed/cpu.md)
+            shares = torch.empty_like(full)
+            self.travelling = shares, dist.all_to_all_single(shares, full, group=group, async_op=True)
+
+    def finish_reducing(self):
+        shares = self.wait()
+        if not shares.is_cuda:
+            torch.sum(shares.unflatten(0, (-1, self.share)), dim=0, out=self.shard.grad)
 
     def start_gathering(self, group: dist.ProcessGroup | None):
-        full = self.shard.new_empty(self.units, *self.unit)
-        if len(self.params) == 1 and self.units == self.counts[0]:  # straight into the parameter
-            full = self.params[0].detach().view(full.shape)
+        full = self.units_of(self.params[0].detach())
+        if len(self.params) > 1 or len(full) < self.units or not full.is_contiguous():
+            full = self.shard.new_empty(self.units, *self.unit)  # else straight into the parameter
         self.travelling = full, dist.all_gather_into_tensor(full, self.shard.detach(), group=group, async_op=True)
 
     def wait(self) -> Tensor:
@@ -86,7 +104,9 @@ class Bucket:
         """The whole of a tensor of which each rank has its share, in the shapes of the parameters."""
         full = shard.new_empty(self.units, *self.unit)
         dist.all_gather_into_tensor(full, shard.contiguous(), group=group)
-        return self.unpack(full)
+        tensors = [shard.new_empty(p.shape) for p in self.params]
+        self.unpack(full, tensors)
+        return tensors
 
 
 class Optimizers:
@@ -145,7 +165,7 @@ class Optimizers:
         self.unsent, self.missing = [], {}
         if self.shares > 1:
             for bucket in self.all_buckets():
-                bucket.wait()
+                bucket.finish_reducing()
         gradients = [b.shard.grad for b in self.all_buckets() if b.shard.grad is not None]
         if self.copies > 1:
             for work in [dist.all_reduce(g, group=self.owners, async_op=True) for g in gradients]:
@@ -159,8 +179,8 @@ class Optimizers:
         finite: a bool on the device. Once it was False, parameters and state stay as they are (`found_inf` is 1).
         """
         self.found_inf.clamp_(min=(~finite).float())
-        by_size = sorted(self.groups, key=lambda name: self.groups[name].unit_dims)  # Adam travels while Muon computes
-        for name in by_size:
+        whole_units = lambda name: len(self.buckets[name][0].unit)
+        for name in sorted(self.groups, key=whole_units):  # Adam's parameters travel while Muon computes
             optimizer = self.optimizers[name]
             set_lr(optimizer, self.groups[name].peak_lr * lr_factor)
             optimizer.found_inf = self.found_inf
@@ -171,7 +191,7 @@ class Optimizers:
                     bucket.start_gathering(self.sharers)
         if self.shares > 1:
             for bucket in self.all_buckets():
-                torch._foreach_copy_([p.detach() for p in bucket.params], bucket.unpack(bucket.wait()))
+                bucket.unpack(bucket.wait(), [p.detach() for p in bucket.params])
 
     def learning_rates(self, lr_factor: float) -> dict[str, float]:
         return {name: group.peak_lr * lr_factor for name, group in self.groups.items()}
@@ -203,7 +223,8 @@ class Optimizers:
                         ours[key] = first.to(bucket.shard.device, copy=True)
                     else:
                         whole = [state[p][key].to(p.device) for p in bucket.params]
-                        ours[key] = bucket.pack(whole)[bucket.mine].clone().view_as(bucket.shard)
+                        share = bucket.pack(whole)[bucket.mine] if self.shares > 1 else whole[0]
+                        ours[key] = share.clone()
 
     @torch.no_grad()
     def load_parameters(self) -> None:
@@ -223,15 +244,14 @@ class Optimizers:
 def make_buckets(group: Group, rank: int, shares: int) -> list[Bucket]:
     """In the order in which they will be complete. A bucket holds units of one shape, as many as the ranks share evenly
     as far as there are enough."""
-    unit_of = lambda p: p.shape[p.ndim - group.unit_dims :]
     if shares == 1:
-        return [Bucket([p], unit_of(p), rank, shares) for p in group.params]
+        return [Bucket(group, [p], rank, shares) for p in group.params]
     buckets, filling = [], defaultdict(list)
     for p in reversed(group.params):
-        unit = unit_of(p)
-        params = filling[unit, p.dtype]
+        units = group.units(p.detach())
+        params = filling[units.shape[1:], p.dtype]
         params.append(p)
-        units = sum(p.numel() for p in params) // unit.numel()
-        if units % shares == 0 and units * unit.numel() * p.element_size() >= BUCKET_BYTES:
-            buckets.append(Bucket(filling.pop((unit, p.dtype)), unit, rank, shares))
-    return buckets + [Bucket(params, unit, rank, shares) for (unit, _), params in filling.items()]
+        numel = sum(p.numel() for p in params)
+        if numel // units[0].numel() % shares == 0 and numel * p.element_size() >= BUCKET_BYTES:
+            buckets.append(Bucket(group, filling.pop((units.shape[1:], p.dtype)), rank, shares))
+    return buckets + [Bucket(group, params, rank, shares) for params in filling.values()]

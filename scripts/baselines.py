@@ -146,5 +146,5 @@ def adamw(model: NanoGPT) -> Optimizers:
     make = lambda decay: functools.partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=decay, fused=True)
     matrices = [p for p in model.parameters() if p.ndim == 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = dict(matrices=Group(matrices, make(0.1), 6e-4, 0), vectors=Group(vectors, make(0.0), 6e-4, 0))
+    groups = dict(matrices=Group(matrices, make(0.1), 6e-4), vectors=Group(vectors, make(0.0), 6e-4))
     return Optimizers(groups)

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from test_gpt import LargestTensor, random_tokens
+from test_gpt import random_tokens
 from test_methods import assert_near, assert_refused, random
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.decoding import Decoder, greedy_decode, step_attention
 from model.gpt import GPT
@@ -33,8 +34,16 @@ every_case = pytest.mark.parametrize("name, options", CASES, ids=[f"{name}-{opti
 
 def make_model(name, options=None, dtype=torch.float32, vocab_size=VOCAB, seed=0):
     """With no parameter at zero or at its initial value."""
-    model = GPT(vocab_size=vocab_size, num_layers=2, num_heads=6, model_dim=96, train_length=TRAIN_LENGTH,
-                method=name, method_options=options, dtype=dtype)
+    model = GPT(
+        vocab_size=vocab_size,
+        num_layers=2,
+        num_heads=6,
+        model_dim=96,
+        train_length=TRAIN_LENGTH,
+        method=name,
+        method_options=options,
+        dtype=dtype,
+    )
     for i, parameter in enumerate(model.parameters()):
         scale = 0.5 if parameter.ndim < 2 else 1.5 * parameter.shape[-1] ** -0.5
         parameter.data = scale * random(*parameter.shape, seed=100 * seed + i).float()
@@ -62,7 +71,7 @@ def decoded_logits(model, tokens, prompt_length, target_length=None):
 def test_steps_give_the_logits_of_the_full_forward_pass(name, options, prompt_length):
     model = make_model(name, options)
     tokens, _ = random_tokens(prompt_length + STEPS, batch=3)
-    expected = full_logits(model, tokens, tokens.shape[1])[:, prompt_length - 1:]
+    expected = full_logits(model, tokens, tokens.shape[1])[:, prompt_length - 1 :]
     logits = decoded_logits(model, tokens, prompt_length)
     assert logits.dtype == torch.float32
     assert_near(logits, expected, 1e-5)
@@ -129,7 +138,7 @@ def test_a_replacement_that_only_attends_is_decoded_too(prompt_length, monkeypat
     monkeypatch.setitem(METHODS, "own", (RoPE, LogN, GatedByMean))
     model = make_model("own")
     tokens, _ = random_tokens(prompt_length + STEPS)
-    expected = full_logits(model, tokens, tokens.shape[1])[:, prompt_length - 1:]
+    expected = full_logits(model, tokens, tokens.shape[1])[:, prompt_length - 1 :]
     assert_near(decoded_logits(model, tokens, prompt_length), expected, 1e-5)
 
 
@@ -146,6 +155,18 @@ def test_a_step_of_infini_attention_costs_the_same_after_any_number_of_segments(
             decoder.step(torch.tensor([3, 4]))
         sizes.append(largest.numel)
     assert sizes[0] == sizes[1]
+
+
+class LargestTensor(TorchDispatchMode):
+    """Numbers in the largest tensor that is made."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        if isinstance(output, torch.Tensor):
+            self.numel = max(self.numel, output.numel())
+        return output
 
 
 # ---- greedy decoding -------------------------------------------------------------------------------------------------
@@ -177,7 +198,7 @@ def test_rows_stop_each_at_its_time_and_are_filled_up():
     assert free.shape == (4, 30)
     lengths = []
     for stop in range(8):  # 7 is never emitted
-        rows = [row[:row.index(stop) + 1] if stop in row else row for row in free.tolist()]
+        rows = [row[: row.index(stop) + 1] if stop in row else row for row in free.tolist()]
         N = max(len(row) for row in rows)
         lengths.append(sorted(len(row) for row in rows))
         expected = torch.tensor([row + [stop] * (N - len(row)) for row in rows])

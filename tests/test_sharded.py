@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from optim import sharded
-from optim.muon import Muon
+from optim.muon import Muon, as_matrices, lr_scale
 from optim.sharded import Group, Optimizers
 
 WORLDS = (2, 3, 4)
@@ -47,10 +47,10 @@ def groups(net, dtype=torch.float32):
     matrices = [*net.banks, *net.projections, net.up, net.down]
     adam = lambda params: torch.optim.Adam(params, eps=1e-3, fused=True)  # smooth where a gradient is rounding error
     return dict(
-        head=Group([net.head], adam, 0.02, unit_dims=0),
-        matrices=Group(matrices, lambda params: Muon(params, dtype=dtype), 0.02, unit_dims=2),
-        scalars=Group([*net.scales, net.unused], adam, 0.01, unit_dims=0),
-        embedding=Group([net.embedding], adam, 0.1, unit_dims=0),
+        head=Group([net.head], adam, 0.02),
+        matrices=Group(matrices, lambda params: Muon(params, dtype=dtype), 0.02, as_matrices, lr_scale),
+        scalars=Group([*net.scales, net.unused], adam, 0.01),
+        embedding=Group([net.embedding], adam, 0.1),
     )
 
 
@@ -98,7 +98,7 @@ class Sent:
 
     def __init__(self, patch):
         self.bytes, self.order = {}, []
-        for name, argument in dict(reduce_scatter_tensor=1, all_gather_into_tensor=1, all_reduce=0).items():
+        for name, argument in dict(all_to_all_single=1, all_gather_into_tensor=1, all_reduce=0).items():
             patch.setattr(dist, name, self.counted(name, getattr(dist, name), argument))
 
     def counted(self, name, function, argument):
@@ -226,7 +226,7 @@ def test_each_rank_owns_its_share(ranks, world):
     for rank in ranks[world]:
         owned = rank["owned"]
         assert sorted(owned["matrices"]) == sorted(
-            [(-(-matrices // world), 24, 24), (1, 40, 24), (1, 24, 40)]  # one matrix cannot be divided
+            [(-(-matrices // world), 24, 24), (1, 24, 40)]  # of up and down, one transposed
         )
         assert owned["embedding"] == owned["head"] == [(-(-numbers // world),)]
         assert owned["scalars"] == [(-(-22 // world),)]
@@ -241,7 +241,7 @@ def test_bytes_sent_are_the_bytes_stated(ranks, world):
 def assert_sent(sent, stated, unsent=0):
     two_numbers = 8  # train's loss and squared norm
     assert sent.pop("all_reduce") - two_numbers + unsent == stated["all_reduce"]
-    names = dict(reduce_scatter_tensor="reduce_scatter", all_gather_into_tensor="all_gather")
+    names = dict(all_to_all_single="reduce_scatter", all_gather_into_tensor="all_gather")
     assert {names[name]: count for name, count in sent.items()} == {
         name: count for name, count in stated.items() if count and name != "all_reduce"
     }
