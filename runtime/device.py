@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import resource
 import time
@@ -22,6 +23,8 @@ PEAK_BF16_FLOPS = {
     "RTX 4090": 165.2e12,
     "RTX 3090": 71e12,
 }
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3), in bytes
 
 
 def device_name(device: torch.device) -> str:
@@ -76,6 +79,18 @@ def compile_problem(device: torch.device) -> str | None:
     except Exception as error:  # anything from a missing compiler to an unsupported Python
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
     return None
+
+
+def keep_freed_memory() -> None:
+    """Lets this process keep what it frees, for its next tensors, as PyTorch does on GPUs.
+
+    glibc's malloc gives large blocks back, and a step on a CPU then gets the same pages from the system again and again
+    (results/speed/cpu.md). Other libraries have their own ways and are left alone.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(M_MMAP_THRESHOLD, 2**30)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 class Reading:

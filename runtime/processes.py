@@ -12,6 +12,8 @@ from typing import Iterator
 import torch
 import torch.distributed as dist
 
+from runtime.device import keep_freed_memory
+
 
 @dataclass(frozen=True)
 class World:
@@ -67,6 +69,8 @@ def start_processes(device: str, context_size: int = 1) -> World:
     world = World(rank, local_rank, world_size, own_device, context_size)
     if on_gpu:
         torch.cuda.set_device(world.device)
+    else:
+        keep_freed_memory()
     if world_size > 1:
         # The first step compiles, which may take one rank minutes longer than another.
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "cpu:gloo", timeout=timedelta(minutes=30))
