@@ -16,7 +16,7 @@ from torch import Tensor
 
 from model.kernels import cpu
 
-CPU_ROWS = 256  # tokens a chunk: 2 MB of float32 logits of a vocabulary of 2048 stay in cache between the matmuls
+CPU_ROWS, CPU_LOGITS = 256, 2**21  # at least so many tokens a chunk on a CPU, and more while its logits are 8 MiB
 LOGIT_BYTES = 2**31  # a chunk elsewhere: 21,345 tokens with a vocabulary of 50,304 in bfloat16
 
 
@@ -68,7 +68,8 @@ def empty_losses(x: Tensor) -> Tensor:
 def logits_in_chunks(x: Tensor, head: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Which tokens, and their logits; in chunks of one size (the last may be smaller), all in the same memory."""
     N, V = len(x), len(head)
-    most = CPU_ROWS if x.device.type == "cpu" else max(1, LOGIT_BYTES // (V * x.element_size()))
+    on_cpu = x.device.type == "cpu"
+    most = max(CPU_ROWS, CPU_LOGITS // V) if on_cpu else max(1, LOGIT_BYTES // (V * x.element_size()))
     rows = -(-N // -(-N // most))
     memory = x.new_empty(rows, V)
     for start in range(0, N, rows):

@@ -136,6 +136,7 @@ def test_two_calls_give_the_same_bits(threads):
 @pytest.mark.parametrize("most, sizes", [(10, [10]), (9, [5, 5]), (4, [4, 4, 2]), (1, [1] * 10)])
 def test_chunks_are_equal_and_share_their_memory(most, sizes, monkeypatch):
     monkeypatch.setattr(loss, "CPU_ROWS", most)
+    monkeypatch.setattr(loss, "CPU_LOGITS", 1)
     x, head, _ = make(10, 3, 7)
     memory, start = set(), 0
     for (chunk, logits), size in zip(loss.logits_in_chunks(x.detach(), head.detach()), sizes, strict=True):
