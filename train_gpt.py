@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import itertools
 import math
 import statistics
 import sys
@@ -36,15 +37,22 @@ from optim.muon import Muon, as_matrices, fast_dtype, lr_scale
 from optim.schedule import check_schedule, lr_factor
 from optim.sharded import Group, Optimizers
 from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from runtime.device import Reading, compile_problem, device_name, peak_flops, peak_memory
+from runtime.device import Reading, compile_problem, device_name, peak_flops, peak_memory, rng_state, set_rng_state
 from runtime.metrics import Metrics, start_wandb
-from runtime.processes import World, agree, start_processes, stop_processes
+from runtime.nonfinite import examine
+from runtime.processes import World, agree, failures_in_words, gather, limit_waiting, start_processes, stop_processes
 from runtime.run_folder import RunFolder
+from runtime.signals import StopRequest, exit_code
 
 ROOT = Path(__file__).parent
 
 
 def main():
+    with user_errors(OSError), failures_in_words(), StopRequest() as stop:  # a disk may fill up at any time
+        train(stop)
+
+
+def train(stop: StopRequest):
     # ---- configuration, devices, data, model: what can be wrong is found before there is a run folder ----------------
     with user_errors():
         config = read_config(sys.argv[1:])
@@ -78,17 +86,20 @@ def main():
             if world.is_main:
                 space = (config.keep + 1) * checkpoint_bytes(optimizers)
                 folder = RunFolder.create(config.runs_dir, config.name, config.resume, need_bytes=space)
+                stop.mark = folder.mark_interrupted
 
         # ---- resume --------------------------------------------------------------------------------------------------
-        start, seconds, validation, wandb_id = 0, 0.0, None, None
+        start, seconds, skipped, validation, wandb_id, rng = 0, 0.0, 0, None, None, []
         with agree(world):
             if checkpoint := latest_checkpoint(path / "checkpoints"):
                 state = load_checkpoint(checkpoint)
-                check_same_run(checkpoint, state, config, train_stream.fingerprint)
+                if not config.force:
+                    check_same_run(checkpoint, state, config, train_stream.fingerprint)
                 model.load_state_dict(state["model"])
                 optimizers.load_parameters()
                 optimizers.load_state_dict(state["optimizers"])
                 start, seconds, validation, wandb_id = (state[k] for k in ("step", "seconds", "validation", "wandb_id"))
+                skipped, rng = state.get("skipped", 0), state.get("rng", [])
                 del state
         if (path / "summary.json").exists():
             if world.is_main:
@@ -140,27 +151,47 @@ def main():
     evaluated_model = model if on_cpu else training_model
 
     def save(step: int):
-        optimizer_state = optimizers.state_dict()  # collected from all processes
+        state = dict(optimizers=optimizers.state_dict(), rng=gather(world, rng_state()))  # of all processes
         if world.is_main:
-            state = dict(step=step, seconds=seconds, validation=validation, wandb_id=wandb_id)
+            state |= dict(step=step, seconds=seconds, skipped=skipped, validation=validation, wandb_id=wandb_id)
             state |= dict(config=config.to_dict(), fingerprint=train_stream.fingerprint, model=model.state_dict())
-            with user_errors():
-                save_checkpoint(folder.checkpoints, step, state | dict(optimizers=optimizer_state), keep=config.keep)
+            save_checkpoint(folder.checkpoints, step, state, keep=config.keep)
+
+    def explain(step: int, words: str) -> str:
+        """Repeats the step that was not finite, on the weights that it left as they were, and keeps what it finds."""
+        own, first = world.own_tokens(config.train_length), (step - 1) * config.batch_tokens
+        losses = lambda inputs, targets: model(inputs[:, own], targets[:, own], plan=plan, per_token=True)
+        with load_from(start_step=step - 1) as again:
+            ranks = gather(world, examine(losses, next(again), model.named_parameters()))
+        shard, token = train_stream.where(first)
+        saved, dump = latest_checkpoint(path / "checkpoints"), f"nonfinite_{step:06d}.json"
+        where = dict(first_token=first, tokens=config.batch_tokens, shard=shard, token_in_shard=token)
+        if world.is_main:
+            found = dict(found=words, checkpoint=str(saved), data=train_stream.fingerprint, ranks=ranks)
+            folder.write_json(dump, where | found | dict(config=config.to_dict()))
+        return (
+            f"{words}; nothing was updated. Its {config.batch_tokens} tokens begin with token {token} of {shard}; the "
+            f"last checkpoint is {saved}; more is in {path / dump}. --on_nonfinite skip would go on"
+        )
 
     # A step's numbers are read when the device is already busy with the next step, so that it never waits for us.
     unread, step_seconds, clock, last_line = None, [], time.monotonic(), -math.inf
     bar = tqdm(total=config.steps, initial=start, unit="step", disable=None if world.is_main else True)
 
     def log_step():
-        nonlocal unread, seconds, clock, last_line
+        nonlocal unread, seconds, skipped, clock, last_line
         if unread is None:
             return
         (step, factor, numbers), unread = unread, None
         (loss, grad_norm), now = numbers.wait()
         elapsed, clock = now - clock, now
         if not math.isfinite(loss + grad_norm):
-            with user_errors():
-                raise ValueError(f"step {step}: loss {loss}, gradient norm {grad_norm}; the weights before it are kept")
+            words = f"step {step}: loss {loss}, gradient norm {grad_norm}"
+            if config.on_nonfinite == "stop":
+                with user_errors(), agree(world):
+                    raise ValueError(explain(step, words))
+            skipped += 1
+            say(f"{words}; skipped, {skipped} so far")
         seconds += elapsed
         step_seconds.append(elapsed)
         rate = config.batch_tokens / elapsed
@@ -168,6 +199,7 @@ def main():
         if world.is_main:
             record = dict(step=step, tokens=step * config.batch_tokens, train_loss=loss, grad_norm=grad_norm)
             record |= dict(lr=optimizers.learning_rates(factor), tokens_per_second=round(rate), mfu=round(mfu, 4))
+            record |= dict(skipped=skipped) if skipped else {}
             metrics.write(record | dict(seconds=round(seconds, 3), peak_memory_mib=peak_memory(world.device) >> 20))
         minutes_left = statistics.median(step_seconds[-20:]) * (config.steps - step) / 60
         line = f"loss {loss:.4f}  {rate:,.0f} tokens/s  MFU {mfu:.1%}  {minutes_left:.1f} min left"
@@ -183,45 +215,53 @@ def main():
         optimizers.found_inf.fill_(1)
         train_step(training_model, [(tokens, tokens)], plan, optimizers, 1.0, world)
         optimizers.found_inf.zero_()
+    limit_waiting(world, config.timeout)
 
-    loader = TrainLoader(
+    if len(rng) == world.world_size:
+        set_rng_state(rng[world.rank])
+    load_from = functools.partial(
+        TrainLoader,
         train_stream,
         batch_tokens=config.batch_tokens,
         length=config.train_length,
         micro_batch_size=micro_batch,
         rank=world.data_rank,
         world_size=world.data_size,
-        start_step=start,
         vocab_size=config.vocab_size,
         device=world.device,
     )
+    loader = load_from(start_step=start)
     for step in range(start, config.steps + 1):
         last = step == config.steps
         passes = validation_plan(config, step)  # how many tokens at which length
         save_now = config.save_every and step % config.save_every == 0
+        stopping = stop.agreed(world)
 
         # ---- validate and save ---------------------------------------------------------------------------------------
-        if passes or save_now:
+        if passes or save_now or stopping:
             log_step()
             if last and step > start:
                 save(step)  # first, because a validation can run out of memory
-            if passes and step != (validation or {}).get("step"):
+            if passes and not stopping and step != (validation or {}).get("step"):
                 began = time.monotonic()
-                validation = dict(step=step, tokens=step * config.batch_tokens, val_profile=config.val_profile)
-                validation |= validate(evaluated_model, plans, config, val_stream, world, passes)
+                losses = validate(evaluated_model, plans, config, val_stream, world, passes, lambda: stop.agreed(world))
+                stopping = losses is None
+            if passes and not stopping and step != (validation or {}).get("step"):
+                validation = dict(step=step, tokens=step * config.batch_tokens, val_profile=config.val_profile) | losses
                 if world.is_main:
                     validation |= attention_statistics(model, config, val_stream)
                     validation |= dict(val_seconds=round(time.monotonic() - began, 3))
                     metrics.write(validation)
                 losses = ", ".join(f"{loss:.4f} at {length}" for length, loss in validation["val_loss"].items())
                 say(f"step {step}/{config.steps}  validation loss {losses}  ({time.monotonic() - began:.1f} s)")
-            if save_now and start < step < config.steps:
+            if (save_now or stopping) and start < step < config.steps:
                 save(step)
             clock = time.monotonic()
-        if last:
+        if stopping or last:
             break
 
         # ---- step ----------------------------------------------------------------------------------------------------
+        stop.holds = True  # from here on there is something to save
         with user_errors():
             micro_batches = next(loader)
         factor = lr_factor(step, **schedule)
@@ -232,7 +272,11 @@ def main():
     # ---- the end -----------------------------------------------------------------------------------------------------
     bar.close()
     loader.close()
-    if world.is_main:
+    if stopping:
+        say(f"{stop.heard or 'another process'}: stopped after step {step}; --resume auto goes on from there")
+        if world.is_main:
+            folder.mark_interrupted(stop.heard or "of another process")
+    elif world.is_main:
         summary = dict(
             name=config.name,
             method=config.method,
@@ -249,21 +293,24 @@ def main():
             data=train_stream.fingerprint,
         )
         folder.write_json("summary.json", summary)
+    if world.is_main:
         if metrics.wandb:
             metrics.wandb.finish()
         folder.close()
     stop_processes(world)
+    if stopping:
+        sys.exit(exit_code())
 
 
 # ---- set-up ----------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def user_errors():
+def user_errors(*kinds: type[Exception]):
     """One line and exit code 2 for what the user can put right."""
     try:
         yield
-    except (ValueError, OSError) as error:
+    except kinds or (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
@@ -358,7 +405,7 @@ def build_optimizers(config: Config, model: GPT, compiled: bool, world: World) -
         scalars=Group(params["scalars"], adam, config.scalar_lr),
         embedding=Group(params["embedding"], adam, config.embedding_lr),
     )
-    return Optimizers(groups, world.rank, world.world_size)
+    return Optimizers(groups, world.rank, world.world_size, skip=config.on_nonfinite == "skip")
 
 
 def checkpoint_bytes(optimizers: Optimizers) -> int:
@@ -375,9 +422,10 @@ def check_same_run(checkpoint: Path, state: dict, config: Config, fingerprint: s
     different = [f for f in ours if f not in NOT_MATHEMATICS and ours[f] != theirs.get(f)]
     if different:
         changes = ", ".join(f"{f} {theirs.get(f)} -> {ours[f]}" for f in different)
-        raise ValueError(f"{checkpoint} is of another run ({changes}): choose another --name")
+        raise ValueError(f"{checkpoint} is of another run ({changes}): choose another --name, or --force to go on")
     if state["fingerprint"] != fingerprint:
-        raise ValueError(f"{checkpoint} was trained on other data than {config.data_dir}: choose another --name")
+        words = f"{checkpoint} was trained on other data than {config.data_dir}"
+        raise ValueError(f"{words}: choose another --name, or --force to go on")
 
 
 def model_flops_per_token(config: Config) -> int:
@@ -417,16 +465,20 @@ def sum_over_processes(tensors: list[torch.Tensor], world):
             work.wait()
 
 
-def validate(model, plans, config: Config, stream, world, passes: dict[int, int]) -> dict:
+def validate(
+    model, plans, config: Config, stream, world, passes: dict[int, int], stopping=lambda: False
+) -> dict | None:
     """Mean loss in nats at each length, on the first passes[length] tokens of the text, each token a target once; and
-    by position: entry k is the mean over positions 2^(k-1) .. 2^k - 1 (entry 0: position 0)."""
+    by position: entry k is the mean over positions 2^(k-1) .. 2^k - 1 (entry 0: position 0). None if stopping(),
+    which is asked before each batch, says so."""
     val_loss, by_position = {}, {}
     for length, tokens in passes.items():
+        micro_batch = max(1, config.micro_batch_tokens * world.context_size // length)
         batches = validation_batches(
             stream,
             length=length,
             val_tokens=tokens,
-            micro_batch_size=max(1, config.micro_batch_tokens * world.context_size // length),
+            micro_batch_size=micro_batch,
             rank=world.data_rank,
             world_size=world.data_size,
             device=world.device,
@@ -434,10 +486,14 @@ def validate(model, plans, config: Config, stream, world, passes: dict[int, int]
         )
         total = torch.zeros(length, dtype=torch.float64, device=world.device)  # of all sequences, at each position
         own = world.own_tokens(length)
-        with torch.inference_mode():
-            for inputs, targets in batches:
-                losses = model(inputs[:, own], targets[:, own], plan=plans[length], per_token=True)  # (B, own tokens)
-                total[own] += losses.double().sum(dim=0)
+        most = -(-tokens // length // world.data_size // micro_batch)  # batches of a rank; some may have one less
+        for _ in range(most):
+            if stopping():
+                return None
+            with torch.inference_mode():
+                for inputs, targets in itertools.islice(batches, 1):
+                    losses = model(inputs[:, own], targets[:, own], plan=plans[length], per_token=True)  # (B, own)
+                    total[own] += losses.double().sum(dim=0)
         sum_over_processes([total], world)
         mean = total.cpu() / (tokens // length)
         val_loss[str(length)] = mean.mean().item()

@@ -23,6 +23,12 @@ class Fields:
     """Seed of the initialisation; it never changes the order of the data."""
     resume: Literal["never", "auto"] = "never"
     """auto: continue an existing run folder from its latest checkpoint, or start afresh if it has none."""
+    force: bool = False
+    """Resume although the checkpoint is of another configuration or other data."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """When loss or gradient norm is not finite, nothing is updated; stop: the run ends there, skip: it goes on."""
+    timeout: float = 600.0
+    """Seconds that a process waits for the others, once all have compiled, before the run ends."""
     tags: tuple[str, ...] = ()
     """Tags of the run in wandb."""
     group: str = ""
@@ -127,6 +133,7 @@ class Config(Fields):
         for field in "muon_lr embedding_lr head_lr scalar_lr adam_eps".split():
             value = getattr(self, field)
             require(0 <= value < math.inf, f"{field} must be a finite number of at least 0, got {value}")
+        require(0 < self.timeout < math.inf, f"timeout must be a positive number of seconds, got {self.timeout}")
         for field, values in dict(muon_momentum=[self.muon_momentum], adam_betas=self.adam_betas).items():
             require(all(0 <= v < 1 for v in values), f"{field} must lie in [0, 1), got {getattr(self, field)}")
         require(
@@ -157,8 +164,9 @@ class Config(Fields):
 
 # Fields that name, watch or speed up a run but do not change what it computes (up to rounding).
 NOT_MATHEMATICS = frozenset(
-    "name runs_dir resume tags group wandb wandb_project micro_batch_tokens device dtype compile "
-    "attention_backend context_parallel save_every keep val_every val_lengths val_tokens val_profile data_dir".split()
+    "name runs_dir resume force on_nonfinite timeout tags group wandb wandb_project micro_batch_tokens device dtype "
+    "compile attention_backend context_parallel save_every keep val_every val_lengths val_tokens val_profile "
+    "data_dir".split()
 )
 
 

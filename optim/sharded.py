@@ -118,9 +118,11 @@ class Optimizers:
         step(lr_factor, finite)
 
     rank, world_size: of the processes that share the work, the default group of torch.distributed.
+    skip: go on after a step that was not finite, else nothing is updated any more.
     """
 
-    def __init__(self, groups: dict[str, Group], rank: int = 0, world_size: int = 1):
+    def __init__(self, groups: dict[str, Group], rank: int = 0, world_size: int = 1, *, skip: bool = False):
+        self.skip = skip
         self.groups = {name: group for name, group in groups.items() if group.params}
         self.shares = next(n for n in range(min(MOST_SHARES, world_size), 0, -1) if world_size % n == 0)
         self.copies = world_size // self.shares  # of each share
@@ -176,14 +178,17 @@ class Optimizers:
     def step(self, lr_factor: float, finite: Tensor) -> None:
         """Updates all parameters, each with lr_factor times its peak learning rate, and drops the gradients.
 
-        finite: a bool on the device. Once it was False, parameters and state stay as they are (`found_inf` is 1).
+        finite: a bool on the device. Where it is False parameters and state stay as they are; without `skip`, in all
+        later steps too, as `found_inf` is 1 from then on.
         """
-        self.found_inf.clamp_(min=(~finite).float())
+        masked = torch.maximum(self.found_inf, (~finite).float())
+        if not self.skip:
+            self.found_inf.copy_(masked)
         whole_units = lambda name: len(self.buckets[name][0].unit)
         for name in sorted(self.groups, key=whole_units):  # Adam's parameters travel while Muon computes
             optimizer = self.optimizers[name]
             set_lr(optimizer, self.groups[name].peak_lr * lr_factor)
-            optimizer.found_inf = self.found_inf
+            optimizer.found_inf = masked
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             if self.shares > 1:

@@ -93,6 +93,18 @@ def keep_freed_memory() -> None:
         libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
+def rng_state() -> dict[str, torch.Tensor]:
+    """Of this process's random number generators: the CPU's and, if there is one, its GPU's."""
+    state = dict(cpu=torch.get_rng_state())
+    return state | (dict(cuda=torch.cuda.get_rng_state()) if torch.cuda.is_initialized() else {})
+
+
+def set_rng_state(state: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
 class Reading:
     """The numbers of a tensor, on their way to the host while the device goes on."""
 

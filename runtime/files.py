@@ -32,6 +32,22 @@ def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
         os.close(folder)
 
 
+def append(path: Path, text: str) -> None:
+    """Add text to the end of a file, all of it or nothing. Raises OSError naming the file (disk full, read-only)."""
+    data = text.encode()
+    try:
+        with open(path, "ab", buffering=0) as file:
+            size = file.tell()
+            try:
+                while data:
+                    data = data[file.write(data) :]  # a disk that is nearly full takes a part
+            except OSError:
+                file.truncate(size)
+                raise
+    except OSError as error:
+        raise OSError(f"cannot write {path}: {error.strerror}") from error
+
+
 def to_json(record: Any, **options: Any) -> str:
     """`json.dumps`, with NaN and infinities as null: JSON has no word for them, and many readers refuse Python's."""
     return json.dumps(_finite(record), allow_nan=False, **options)

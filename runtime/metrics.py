@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Sequence
 
-from runtime.files import replace_file, to_json
+from runtime.files import append, replace_file, to_json
 
 if TYPE_CHECKING:
     import wandb
@@ -22,8 +22,7 @@ class Metrics:
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one record, and mirror it with nested keys joined: {"val_loss": {4096: 3.1}} as "val_loss/4096"."""
-        with open(self.path, "a") as file:
-            file.write(to_json(record) + "\n")
+        append(self.path, to_json(record) + "\n")
         if self.wandb is not None:
             self.wandb.log(flatten(record))
 

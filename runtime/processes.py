@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Iterator
+from typing import Any, Iterator
 
 import torch
 import torch.distributed as dist
@@ -112,6 +113,61 @@ def agree(world: World) -> Iterator[None]:
         dist.barrier()  # torchrun kills the rest as soon as one process leaves: the message comes first
         stop_processes(world)
         raise SystemExit(2)
+
+
+def gather(world: World, value: Any) -> list[Any]:
+    """The values of all ranks, on all ranks."""
+    values = [value]
+    if world.world_size > 1:
+        values *= world.world_size
+        dist.all_gather_object(values, value)
+    return values
+
+
+def limit_waiting(world: World, seconds: float) -> None:
+    """From now on a rank waits so long for the others; until then half an hour, for compilation."""
+    if world.world_size > 1:
+        for group in dist.distributed_c10d._world.pg_map:
+            for device in group._device_types:
+                # NCCL ends the process when its time is up: gloo, which tells us, has to be first.
+                limit = timedelta(seconds=seconds * (1 if device.type == "cpu" else 2))
+                group._get_backend(device)._set_default_timeout(limit)
+
+
+@contextmanager
+def failures_in_words() -> Iterator[None]:
+    """A block that ends with one line when memory runs out (exit code 2) or other ranks do not answer (1)."""
+    try:
+        yield
+    except RuntimeError as error:
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        rank = f"rank {dist.get_rank()} is" if several else "it is"
+        code, words = 1, " ".join(str(error).split())[:300]
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in words:
+            code, line = 2, f"{rank} out of memory ({words}): lower --micro_batch_tokens, or share sequences"
+            line += " between GPUs with --context_parallel"
+        elif several and (silent := silent_ranks()):
+            ranks = ", ".join(map(str, silent))
+            line = f"{rank} without an answer from rank {ranks} ({words}): it died or hangs; see what it said itself"
+        else:
+            raise
+        print(f"error: {line}", file=sys.stderr, flush=True)
+        os._exit(code)  # an orderly end would wait for the ranks that are gone
+
+
+def silent_ranks(seconds: float = 5) -> list[int]:
+    """Ranks that have not also found out within `seconds` that something is wrong. To be asked when something is."""
+    store = dist.distributed_c10d._get_default_store()
+    silent = list(range(dist.get_world_size()))
+    try:
+        store.set(f"failed {dist.get_rank()}", "")
+        end = time.monotonic() + seconds
+        while silent and time.monotonic() < end:
+            silent = [rank for rank in silent if not store.check([f"failed {rank}"])]
+            time.sleep(0.05)
+    except RuntimeError:  # the store went with the process that kept it
+        return []
+    return silent
 
 
 def stop_processes(world: World) -> None:

@@ -14,7 +14,7 @@ import numpy
 import torch
 
 from runtime.device import device_name
-from runtime.files import replace_file, to_json
+from runtime.files import append, replace_file, to_json
 
 
 class RunFolder:
@@ -25,6 +25,7 @@ class RunFolder:
     metrics.jsonl  one record a line (runtime/metrics.py)
     summary.json   the result; it is written last, so a folder that has it is a finished run
     checkpoints/   step_000500.pt ... (runtime/checkpoint.py)
+    interrupted    the signal that ended the run before its time; gone when it goes on
     lock           locked while a process uses the folder, which a killed process no longer does
     """
 
@@ -51,6 +52,7 @@ class RunFolder:
             try:
                 lock = _take_lock(path / "lock")
                 (path / "checkpoints").mkdir(exist_ok=True)
+                (path / "interrupted").unlink(missing_ok=True)
             except OSError:
                 if created:
                     shutil.rmtree(path)
@@ -63,6 +65,10 @@ class RunFolder:
         """Let another process use the folder."""
         self._lock.close()
 
+    def mark_interrupted(self, signal: str) -> None:
+        """For the shell that started torchrun, whose exit code cannot say it."""
+        replace_file(self.path / "interrupted", lambda file: file.write(signal.encode() + b"\n"))
+
     def write_json(self, name: str, record: dict[str, Any]) -> None:
         """Write config.json or summary.json, whole or not at all; what JSON lacks (a path, a dtype) as a string."""
         text = to_json(record, indent=2, default=str) + "\n"
@@ -70,8 +76,7 @@ class RunFolder:
 
     def log(self, text: str) -> None:
         """Append a line (or more) to log.txt."""
-        with open(self.path / "log.txt", "a", encoding="utf-8") as file:
-            file.write(text + "\n")
+        append(self.path / "log.txt", text + "\n")
 
     def log_header(self, sources: Sequence[Path], device: torch.device) -> None:
         """Log what is needed to repeat the run: versions, device, git commit and the source text itself."""

@@ -1,8 +1,86 @@
-"""Before the first test file imports Triton, as Triton's decorators ask for this then."""
+"""What all tests share: Triton's interpreter, and the count of injected faults behind the README's promises.
 
+A test of a promise is marked `promise(number, "words")` and injects each fault within `with faults(kind):`. What raises
+there is a fault that the program did not survive. `--long` injects many more of them, and ends with the table that
+scripts/torture.sh prints.
+"""
+
+import collections
 import os
+import platform
+import re
+import subprocess
+from contextlib import contextmanager
+from pathlib import Path
 
+import pytest
 import torch
 
-if not torch.cuda.is_available():  # its kernels run tile by tile in numpy: the same code, without a GPU
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+if not torch.cuda.is_available():  # before the first test file imports Triton, whose decorators ask for this then:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # its kernels run tile by tile in numpy, the same code without a GPU
+
+PROMISES = pytest.StashKey[dict]()
+
+
+class Faults:
+    """Faults injected for a promise, by kind, and how many of them were lost; `figures` are other numbers to report."""
+
+    def __init__(self):
+        self.injected, self.lost, self.figures = collections.Counter(), collections.Counter(), []
+
+    @contextmanager
+    def __call__(self, kind: str):
+        self.injected[kind] += 1
+        try:
+            yield
+        except BaseException:
+            self.lost[kind] += 1
+            raise
+
+
+def pytest_addoption(parser):
+    parser.addoption("--long", action="store_true", help="many more faults, and a table of them (scripts/torture.sh)")
+
+
+def pytest_configure(config):
+    config.stash[PROMISES] = {}
+
+
+@pytest.fixture
+def long(request) -> bool:
+    return request.config.getoption("--long")
+
+
+@pytest.fixture
+def faults(request) -> Faults:
+    promise = request.node.get_closest_marker("promise").args
+    return request.config.stash[PROMISES].setdefault(promise, Faults())
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter, config):
+    if not config.getoption("--long"):
+        return
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
+    lines = [
+        "# Faults injected, and what became of them",
+        "",
+        "    bash scripts/torture.sh",
+        "",
+        f"Commit {commit}; torch {torch.__version__}, Python {platform.python_version()}, {processor()},"
+        f" {len(os.sched_getaffinity(0))} cores. A fault is survived when the test's every check after it holds.",
+        "",
+        "| | promise | faults injected | survived | lost |",
+        "|---:|---|---|---:|---:|",
+    ]
+    for (number, words), faults in sorted(config.stash[PROMISES].items()):
+        kinds = ", ".join(f"{count} {kind}" for kind, count in faults.injected.items())
+        injected, lost = sum(faults.injected.values()), sum(faults.lost.values())
+        lines.append(f"| {number} | {words} | {injected}: {kinds} | {injected - lost} | {lost} |")
+    lines += [""] + [f"- {n}: {figure}" for (n, _), f in sorted(config.stash[PROMISES].items()) for figure in f.figures]
+    terminalreporter.write_line("\n".join(lines))
+
+
+def processor() -> str:
+    names = re.findall(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+    return names[0].strip() if names else platform.machine()
