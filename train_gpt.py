@@ -48,7 +48,7 @@ ROOT = Path(__file__).parent
 
 
 def main():
-    with user_errors(OSError), failures_in_words(), StopRequest() as stop:  # a disk may fill up at any time
+    with StopRequest() as stop, user_errors(OSError), failures_in_words():  # a disk may fill up at any time
         train(stop)
 
 

@@ -139,11 +139,11 @@ def failures_in_words() -> Iterator[None]:
     """A block that ends with one line when memory runs out (exit code 2) or other ranks do not answer (1)."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         several = dist.is_initialized() and dist.get_world_size() > 1
         rank = f"rank {dist.get_rank()} is" if several else "it is"
         code, words = 1, " ".join(str(error).split())[:300]
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in words:
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in words:
             code, line = 2, f"{rank} out of memory ({words}): lower --micro_batch_tokens, or share sequences"
             line += " between GPUs with --context_parallel"
         elif several and (silent := silent_ranks()):
