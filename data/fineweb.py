@@ -3,16 +3,24 @@
     python -m data.fineweb 10B --shards 25
 
 A shard is 100M tokens (200 MB); the 162M recipe reads 25 (4578 steps of 524,288 tokens). Every file is compared with
-the sha256 that the hub has for it (the hub's own client compares sizes only) and then entered in the manifest, so a
-second run fetches what is missing, whatever stopped the first.
+the sha256 that the hub has for it (the hub's own client compares sizes only), gets its name, and is then entered in the
+manifest, so a second run fetches what is missing, whatever stopped the first. What fails in passing is tried three
+times; a server that does not answer is given up after a few minutes, one that answers too slowly after --minutes.
 """
 
 import argparse
+import os
+import re
+import shutil
+import signal
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from data.shards import HEADER_BYTES, TOKEN, describe_shard, read_manifest, write_manifest
+from data.shards import HEADER_BYTES, TOKEN, describe_shard, read_manifest, sync, write_manifest
 
 DATASETS = {  # size: (repository, training shards in it)
     "10B": ("kjj0/fineweb10B-gpt2", 103),
@@ -20,13 +28,12 @@ DATASETS = {  # size: (repository, training shards in it)
 }
 
 
-def download(size: str, num_shards: int | None, out: Path) -> dict:
+def download(size: str, num_shards: int | None, out: Path, minutes: float = 60) -> dict:
     """Fetches the validation shard and the first `num_shards` training shards (None: all) and returns the manifest.
 
     ValueError for a number of shards that there is not, a folder of other data, or a file that is not what the hub
-    says it is (it is removed); OSError when the hub cannot be reached.
+    says it is (it is removed); OSError when the hub cannot be reached, or a file takes longer than `minutes`.
     """
-    from huggingface_hub import HfApi, hf_hub_download
     from tqdm import tqdm
 
     repo, most = DATASETS[size]
@@ -40,21 +47,38 @@ def download(size: str, num_shards: int | None, out: Path) -> dict:
     if manifest.get("source") != repo:  # 10B and 100B have files of the same names and sizes
         raise ValueError(f"{out}: holds data of {manifest.get('source', 'another source')}: choose another --out")
     missing = [name for name in names if not _is_verified(out / name, manifest["files"].get(name))]
-    for name in tqdm(missing, desc=repo, unit="file", disable=None):
-        infos = ask_hub(repo, HfApi().get_paths_info, repo, name, repo_type="dataset")
-        if not infos:
-            raise ValueError(f"{repo} has no file {name}")
-        path = Path(ask_hub(repo, hf_hub_download, repo, name, repo_type="dataset", local_dir=out))
-        try:
-            entry = describe_shard(path)
-            if entry["sha256"] != infos[0].lfs.sha256:
-                raise ValueError(f"{path}: its sha256 is not the one that the hub has")
-        except ValueError as error:
-            path.unlink()
-            raise ValueError(f"{error}; the file was removed, run the command again") from error
-        manifest["files"][name] = entry
-        write_manifest(out, manifest)
+    incoming = out / ".incoming"  # so that what is not checked yet never has a shard's name
+    try:
+        for name in tqdm(missing, desc=repo, unit="file", disable=None):
+            shutil.rmtree(incoming, ignore_errors=True)  # what a killed run left
+            path, sha256 = _fetch(repo, name, incoming, minutes)
+            try:
+                entry = describe_shard(path)
+                if entry["sha256"] != sha256:
+                    raise ValueError(f"{path}: its sha256 is not the one that the hub has")
+                if entry["max_token"] >= manifest["vocab_size"]:
+                    raise ValueError(f"{path}: has token {entry['max_token']}, which GPT-2's tokenizer has not")
+            except ValueError as error:
+                raise ValueError(f"{error}; the file was removed, run the command again") from error
+            sync(path)
+            os.replace(path, out / name)
+            manifest["files"][name] = entry
+            write_manifest(out, manifest)
+    finally:
+        shutil.rmtree(incoming, ignore_errors=True)
     return manifest
+
+
+def _fetch(repo: str, name: str, folder: Path, minutes: float) -> tuple[Path, str]:
+    """Downloads a file of a data set; returns its path, and the sha256 that the hub has for it."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+
+    what = f"{name} of {repo}"
+    sha256 = ask_hub(what, get_hf_file_metadata, hf_hub_url(repo, name, repo_type="dataset"), minutes=minutes).etag
+    if not re.fullmatch("[0-9a-f]{64}", sha256 or ""):
+        raise ValueError(f"{what}: the hub has no sha256 for this file, so nothing to check it with")
+    where = dict(repo_type="dataset", local_dir=folder, minutes=minutes)
+    return Path(ask_hub(what, hf_hub_download, repo, name, **where)), sha256
 
 
 def _is_verified(path: Path, entry: dict | None) -> bool:
@@ -62,13 +86,55 @@ def _is_verified(path: Path, entry: dict | None) -> bool:
     return bool(entry) and path.exists() and path.stat().st_size == HEADER_BYTES + entry["tokens"] * TOKEN.itemsize
 
 
-def ask_hub(what: str, call: Callable, *args, **kwargs):
-    """call(*args, **kwargs), a function of huggingface_hub; OSError, in one line, when it cannot give `what`."""
+def ask_hub(what: str, call: Callable, *args, minutes: float = 60, **kwargs):
+    """call(*args, **kwargs), a function of huggingface_hub; OSError, in one line, when it cannot give `what`.
+
+    The hub's client retries some failures and not others, resumes a body that stops, but waits for ever for one that
+    trickles. So here: three tries of whatever may pass, and `minutes` for all of it.
+    """
+    advice = f"cannot fetch {what} from the Hugging Face hub, run the command again"
+    with time_limit(minutes, advice):
+        for wait in (1, 4, None):  # seconds
+            try:
+                return call(*args, **kwargs)
+            except Exception as error:  # the client lets through what its HTTP library raises, and changes that library
+                message = " ".join(str(error).split()) or type(error).__name__
+                if wait is None or not _may_pass(error):
+                    raise OSError(f"{advice}: {message}") from error
+            print(f"{what}: {message}; trying again in {wait} s", file=sys.stderr)
+            time.sleep(wait)
+
+
+def _may_pass(error: Exception) -> bool:
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status is not None:
+        return status in (408, 429) or status >= 500
+    return not (isinstance(error, OSError) and error.errno)  # not a full disk
+
+
+class _OutOfTime(BaseException):  # no Exception: HTTP libraries catch those and try again
+    pass
+
+
+@contextmanager
+def time_limit(minutes: float, advice: str) -> Iterator[None]:
+    """TimeoutError when the block takes longer; only in the main thread, where signals arrive, elsewhere no limit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_):
+        raise _OutOfTime
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, 60 * minutes)
     try:
-        return call(*args, **kwargs)
-    except Exception as error:  # the hub's client lets through what its HTTP library raises, and changes that library
-        message = " ".join(str(error).split())
-        raise OSError(f"cannot fetch {what} from the Hugging Face hub, run the command again: {message}") from error
+        yield
+    except _OutOfTime:
+        raise TimeoutError(f"{advice}: no end after {minutes:g} minutes") from None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -76,10 +142,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("size", choices=list(DATASETS))
     parser.add_argument("--shards", type=int, help="training shards, 100M tokens and 200 MB each (default: all)")
     parser.add_argument("--out", type=Path, help="folder (default: data/fineweb10B or data/fineweb100B)")
+    parser.add_argument("--minutes", type=float, default=60, help="give up a file that takes longer (default 60)")
     args = parser.parse_args(argv)
     out = args.out or Path("data") / f"fineweb{args.size}"
     try:
-        manifest = download(args.size, args.shards, out)
+        manifest = download(args.size, args.shards, out, args.minutes)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -5,9 +5,14 @@ uint16 tokens: the format of modded-nanogpt's FineWeb files. Training shards cou
 `fineweb_train_000001.bin`, `fineweb_val_000000.bin`. A folder's `manifest.json` says what its shards must hold.
 
     python -m data.shards verify data/fineweb10B
+
+reads every byte. What it cannot find: damage to the tokenizer's own file, and, in a manifest from before manifests had
+a checksum, a vocabulary size, tokenizer or source changed into another possible one.
 """
 
 import argparse
+import contextlib
+import glob
 import hashlib
 import json
 import os
@@ -64,29 +69,69 @@ def describe_shard(path: Path) -> dict:
     return {"tokens": num_tokens, "max_token": max_token, "sha256": digest.hexdigest()}
 
 
+def sync(path: Path) -> None:
+    """Returns when a file's bytes, or a folder's names, would survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 # ---- manifest: {"tokenizer": name, "vocab_size": int, "files": {file name: describe_shard(file)}} ----
+# fineweb adds its "source"; in the file there is also "sha256", of the rest (not in manifests from before it).
 
 
 def read_manifest(folder: Path) -> dict | None:
-    """The manifest of a data folder, None where there is none."""
+    """The manifest of a data folder, None where there is none; ValueError for one that is damaged."""
     path = Path(folder) / MANIFEST
     if not path.exists():
         return None
     try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path}: not valid JSON ({error})") from error
+        manifest = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not valid JSON ({error}): prepare the data again") from error
+    if problem := _manifest_problem(manifest):
+        raise ValueError(f"{path}: damaged, {problem}: prepare the data again")
+    return {key: value for key, value in manifest.items() if key != "sha256"}
+
+
+def _manifest_problem(manifest) -> str | None:
+    types = {"tokenizer": str, "vocab_size": int, "source": str, "files": dict, "sha256": str}
+    if type(manifest) is not dict:
+        return "it is not an object"
+    if wrong := [key for key, value in manifest.items() if type(value) is not types.get(key)]:
+        return f"{wrong[0]!r} does not belong there or has a value of the wrong type"
+    if missing := {"tokenizer", "vocab_size", "files"} - manifest.keys():
+        return f"it lacks {', '.join(sorted(missing))}"
+    for name, entry in manifest["files"].items():
+        if not _is_of_split(name, "(train|val)") or "/" in name:
+            return f"{name!r} is no name of a shard"
+        fields = {key: type(value) for key, value in entry.items()} if type(entry) is dict else None
+        if fields != {"tokens": int, "max_token": int, "sha256": str}:
+            return f"the entry of {name} is not tokens, max_token and sha256"
+        if entry["max_token"] >= manifest["vocab_size"]:
+            return f"{name} has token {entry['max_token']}, outside the vocabulary of {manifest['vocab_size']}"
+    return None if manifest.get("sha256") in (None, _checksum(manifest)) else "its own sha256 differs"
+
+
+def _checksum(manifest: dict) -> str:
+    rest = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(rest).encode()).hexdigest()
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:
     """Replaces the manifest in one step: a reader sees the old one or the new one."""
     path = Path(folder) / MANIFEST
     temporary = path.with_suffix(".tmp")
-    with open(temporary, "w") as file:
-        json.dump(manifest, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "w") as file:
+            json.dump(manifest | {"sha256": _checksum(manifest)}, file, indent=1)
+        sync(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync(path.parent)
 
 
 # ---- writing ----
@@ -95,12 +140,15 @@ def write_manifest(folder: Path, manifest: dict) -> None:
 class ShardWriter:
     """Streams tokens into the shards of both splits; documents may straddle shards.
 
-    Shards keep a temporary name until `close`, which ends with the manifest: a run that dies leaves nothing that
-    looks like data. Needs no memory beyond one document.
+    Shards keep a temporary name until `close`: a run that dies leaves nothing that looks like data, and the next one
+    removes what it left. `close` begins with the manifest, so of a folder that lacks shards their names are known.
+    Needs no memory beyond one document.
 
-        writer = ShardWriter(folder, "fineweb", tokenizer="gpt2", vocab_size=50257)
-        writer.write("train", tokens)  # any number of times, "train" or "val"
-        manifest = writer.close()
+        with ShardWriter(folder, "fineweb", tokenizer="gpt2", vocab_size=50257) as writer:
+            writer.write("train", tokens)  # any number of times, "train" or "val"
+            manifest = writer.close()
+
+    Leaving the `with` by an exception (a full disk) removes the temporary files.
     """
 
     def __init__(self, folder: Path, prefix: str, *, tokenizer: str, vocab_size: int, shard_tokens: int = 100_000_000):
@@ -113,6 +161,7 @@ class ShardWriter:
         self._open = {}  # split -> the file that its next token goes to
         self._next_number = {"train": 1, "val": 0}
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._remove_temporary_files()
 
     def write(self, split: str, tokens: Sequence[int] | np.ndarray) -> None:
         """Appends tokens (one document, or any piece of the stream) to a split."""
@@ -133,10 +182,25 @@ class ShardWriter:
         """Gives all shards their names, writes the manifest and returns it."""
         for split in list(self._open):
             self._finish(split)
+        write_manifest(self.folder, self.manifest)
         for name in self.manifest["files"]:
             os.replace(self._temporary(name), self.folder / name)
-        write_manifest(self.folder, self.manifest)
+        sync(self.folder)
         return self.manifest
+
+    def __enter__(self) -> "ShardWriter":
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        if error is not None:
+            for file in self._open.values():
+                with contextlib.suppress(OSError):  # what is still in its buffer finds the disk as full as before
+                    file.close()
+            self._remove_temporary_files()
+
+    def _remove_temporary_files(self) -> None:
+        for path in self.folder.glob(f"{glob.escape(self.prefix)}_*.bin.tmp"):
+            path.unlink()
 
     def _temporary(self, name: str) -> Path:
         return self.folder / f"{name}.tmp"
@@ -154,10 +218,9 @@ class ShardWriter:
         header[:3] = MAGIC, VERSION, self._tokens_in(file)
         file.seek(0)
         file.write(header)
-        file.flush()
-        os.fsync(file.fileno())
         file.close()
         path = Path(file.name)
+        sync(path)
         self.manifest["files"][path.stem] = describe_shard(path)
 
     @staticmethod
@@ -259,12 +322,18 @@ def open_split(data_dir: Path, split: str, vocab_size: int) -> TokenStream:
 
 
 def verify(data_dir: Path) -> Iterator[tuple[str, str | None]]:
-    """Yields (file name, what is wrong or None) for every file of the manifest and every other .bin file."""
+    """Yields (file name, what is wrong or None) for every file of the manifest and every other .bin file.
+
+    FileNotFoundError when there is no manifest or nothing else, ValueError when the manifest is damaged.
+    """
     data_dir = Path(data_dir)
     manifest = read_manifest(data_dir)
     if manifest is None:
         raise FileNotFoundError(f"{data_dir / MANIFEST}: no such file, so there is nothing to verify against")
-    for name in sorted(manifest["files"].keys() | {path.name for path in data_dir.glob("*.bin")}):
+    names = manifest["files"].keys() | {path.name for path in data_dir.glob("*.bin")}
+    if not names:
+        raise FileNotFoundError(f"{data_dir}: no shards, nor any in {MANIFEST}")
+    for name in sorted(names):
         yield name, _problem(data_dir / name, manifest["files"].get(name))
 
 
@@ -273,9 +342,11 @@ def _problem(path: Path, entry: dict | None) -> str | None:
         return "not in the manifest"
     if not path.exists():
         return "missing"
-    with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return None if digest == entry["sha256"] else "sha256 differs"
+    try:
+        found = describe_shard(path)
+    except (ValueError, OSError) as error:
+        return str(error).removeprefix(f"{path}: ")
+    return ", ".join(f"{key} differs" for key in found if found[key] != entry[key]) or None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -291,7 +362,7 @@ def main(argv: list[str] | None = None) -> int:
             if problem:
                 bad.append(f"{name} ({problem})")
         if bad:
-            raise ValueError(f"{args.dir}: {len(bad)} bad: {', '.join(bad)}")
+            raise ValueError(f"{args.dir}: {len(bad)} bad, remove and make them again: {', '.join(bad)}")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -27,6 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data.fineweb import time_limit
 from data.shards import ShardWriter, read_manifest
 
 END_OF_TEXT = "<|endoftext|>"
@@ -82,8 +83,9 @@ def _gpt2(folder: Path | None) -> Tokenizer:
 
     if folder is None:
         try:
-            encoding = tiktoken.get_encoding("gpt2")
-        except OSError as error:
+            with time_limit(5, "no answer"):  # the library sets none; it compares what comes with a sha256 of its own
+                encoding = tiktoken.get_encoding("gpt2")
+        except (OSError, ValueError) as error:
             raise OSError(
                 f"cannot fetch the files of the gpt2 tokenizer ({type(error).__name__}): set TIKTOKEN_CACHE_DIR to a"
                 " cache that has them, or use gpt2:DIR, where DIR holds encoder.json and vocab.bpe"
@@ -270,18 +272,18 @@ def prepare(
     elif tok.file is not None:
         shutil.copyfile(tok.file, out / TOKENIZER_FILE)
 
-    writer = ShardWriter(out, name, tokenizer=tok.name, vocab_size=tok.vocab_size, shard_tokens=shard_tokens)
-    for split, spans in corpus.spans.items():
-        num_tokens = num_bytes = 0
-        texts = tqdm(corpus.texts(split), f"encoding {split}", len(spans), unit="doc", disable=None)
-        for batch in _batches(texts):
-            for ids in tok.encode_batch(batch):
-                writer.write(split, [tok.eot, *ids])
-                num_tokens += len(ids) + 1
-            num_bytes += sum(len(text.encode()) for text in batch)
-        ratio = num_bytes / num_tokens
-        print(f"{split}: {len(spans):,} documents, {num_tokens:,} tokens, {ratio:.2f} bytes per token", flush=True)
-    return writer.close()
+    with ShardWriter(out, name, tokenizer=tok.name, vocab_size=tok.vocab_size, shard_tokens=shard_tokens) as writer:
+        for split, spans in corpus.spans.items():
+            num_tokens = num_bytes = 0
+            texts = tqdm(corpus.texts(split), f"encoding {split}", len(spans), unit="doc", disable=None)
+            for batch in _batches(texts):
+                for ids in tok.encode_batch(batch):
+                    writer.write(split, [tok.eot, *ids])
+                    num_tokens += len(ids) + 1
+                num_bytes += sum(len(text.encode()) for text in batch)
+            ratio = num_bytes / num_tokens
+            print(f"{split}: {len(spans):,} documents, {num_tokens:,} tokens, {ratio:.2f} bytes per token", flush=True)
+        return writer.close()
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:

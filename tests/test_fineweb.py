@@ -3,17 +3,18 @@
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import parse_qs
 
 import numpy as np
 import pytest
 
-from data.fineweb import main
+from data.fineweb import main, time_limit
 from data.shards import open_split
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -22,19 +23,31 @@ NAMES = ["fineweb_val_000000.bin", "fineweb_train_000001.bin", "fineweb_train_00
 
 
 class Hub(ThreadingHTTPServer):
-    """Serves shards as the hub does: POST paths-info for the hashes, HEAD and GET resolve for the files."""
+    """Serves shards as the hub does: HEAD and GET of resolve are redirects with size and sha256, then comes the file.
+
+    `fault(handler, data)` answers in its place: the next `times` requests of the method `stage`. (A GET that is
+    redirected is one; the fault sits at its end.)
+    """
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), HubHandler)
         rng = np.random.default_rng(0)
         self.tokens = {name: rng.integers(0, 50257, 1000 + i) for i, name in enumerate(NAMES)}
-        self.files = {name: shard(tokens) for name, tokens in self.tokens.items()}
-        self.hashes = {name: hashlib.sha256(data).hexdigest() for name, data in self.files.items()}
-        self.down = False
+        self.files, self.hashes, self.sizes = {}, {}, {}
+        for name, tokens in self.tokens.items():
+            self.publish(name, shard(tokens))
         self.requests = []  # (method, path)
+        self.fault, self.stage, self.times = None, None, 0
+        self.stalled, self.released = threading.Event(), threading.Event()
+
+    def publish(self, name, data):
+        self.files[name], self.hashes[name], self.sizes[name] = data, hashlib.sha256(data).hexdigest(), len(data)
 
     def fetched(self):
-        return [Path(path).name for method, path in self.requests if method == "GET" and "/resolve/" in path]
+        return [Path(path).name for method, path in self.requests if method == "GET" and path.startswith("/lfs/")]
+
+    def breaks(self, fault, stage="GET", times=10**9):
+        self.fault, self.stage, self.times = fault, stage, times
 
 
 def shard(tokens):
@@ -44,40 +57,44 @@ def shard(tokens):
 
 
 class HubHandler(BaseHTTPRequestHandler):
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
-        names = parse_qs(body)["paths"]
-        self.server.requests.append(("POST", self.path))
-        if self.server.down or self.path != f"/api/{REPO_PATH}/paths-info/main":
-            return self.reply(503)
-        infos = [
-            {
-                "type": "file",
-                "path": name,
-                "size": len(self.server.files[name]),
-                "oid": "0" * 40,
-                "lfs": {"oid": self.server.hashes[name], "size": len(self.server.files[name]), "pointerSize": 134},
-            }
-            for name in names
-        ]
-        self.reply(200, json.dumps(infos).encode(), {"Content-Type": "application/json"})
-
     def do_HEAD(self):
-        self.do_GET()
-
-    def do_GET(self):
         folder, name = self.path.rsplit("/", 1)
+        hub = self.server
+        if not folder.startswith("/api"):  # what the client asks for on its own account
+            hub.requests.append((self.command, self.path))
+        if folder == f"/{REPO_PATH}/resolve/main" and name in hub.files:
+            if self.command == "HEAD" and self.is_broken():
+                return hub.fault(self, b"")
+            linked = {"X-Linked-Etag": f'"{hub.hashes[name]}"', "X-Linked-Size": str(hub.sizes[name])}
+            elsewhere = f"http://localhost:{hub.server_port}/lfs/{name}"  # another host than 127.0.0.1
+            return self.reply(302, b"", linked | {"X-Repo-Commit": "1" * 40, "Location": elsewhere})
+        if folder != "/lfs":
+            return self.reply(404)
+        if self.is_broken():
+            return hub.fault(self, hub.files[name])
+        data, range_ = hub.files[name], self.headers.get("Range")
+        if range_:
+            start = int(range_.removeprefix("bytes=").removesuffix("-"))
+            return self.reply(206, data[start:], {"Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"})
+        self.reply(200, data)
+
+    do_GET = do_HEAD
+
+    def do_CONNECT(self):
         self.server.requests.append((self.command, self.path))
-        if self.server.down or folder != f"/{REPO_PATH}/resolve/main":
-            return self.reply(503)
-        headers = {"ETag": f'"{self.server.hashes[name]}"', "X-Repo-Commit": "1" * 40}
-        self.reply(200, self.server.files[name], headers)
+        self.server.fault(self, b"")
+
+    def is_broken(self):
+        hub = self.server
+        if hub.stage != self.command or not hub.times:
+            return False
+        hub.times -= 1
+        return True
 
     def reply(self, status, data=b"", headers=None):
         self.send_response(status)
-        for key, value in (headers or {}).items():
+        for key, value in {"Content-Length": str(len(data)), **(headers or {})}.items():
             self.send_header(key, value)
-        self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(data)
@@ -86,25 +103,42 @@ class HubHandler(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def hub():
+@contextmanager
+def running_hub():
     with Hub() as server:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
         yield server
+        server.released.set()
         server.shutdown()
 
 
-def download(tmp_path, endpoint, shards):
-    environment = os.environ | {
+@pytest.fixture
+def hub():
+    with running_hub() as server:
+        yield server
+
+
+def environment(tmp_path, endpoint):
+    """Xet, the hub's other transport, would go around the server: it is switched off."""
+    return os.environ | {
         "HF_ENDPOINT": endpoint,
         "HF_HOME": str(tmp_path / "hf"),
         "HF_HUB_DISABLE_XET": "1",
         "HF_HUB_OFFLINE": "0",
-        "NO_PROXY": "127.0.0.1",
-        "no_proxy": "127.0.0.1",
+        "NO_PROXY": "127.0.0.1,localhost",
+        "no_proxy": "127.0.0.1,localhost",
     }
+
+
+def download(tmp_path, endpoint, shards, *options, **variables):
     command = [sys.executable, "-m", "data.fineweb", "10B", "--shards", str(shards), "--out", str(tmp_path / "out")]
-    return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=60)
+    command += options
+    variables = environment(tmp_path, endpoint) | variables
+    return subprocess.run(command, cwd=REPOSITORY, env=variables, capture_output=True, text=True, timeout=300)
+
+
+def down(handler, data):
+    handler.reply(503)
 
 
 def url(hub):
@@ -159,26 +193,39 @@ def test_file_with_a_wrong_hash_is_removed_and_named_and_what_came_before_is_kep
 
 
 def test_file_that_is_no_shard_is_removed_and_named(tmp_path, hub):
-    hub.files[NAMES[0]] = b"version https://git-lfs.github.com/spec/v1\n"
-    hub.hashes[NAMES[0]] = hashlib.sha256(hub.files[NAMES[0]]).hexdigest()
+    hub.publish(NAMES[0], b"version https://git-lfs.github.com/spec/v1\n")
     error = assert_one_error_line(download(tmp_path, url(hub), 1))
     assert f"{NAMES[0]}: not a token shard" in error
     assert not (tmp_path / "out" / NAMES[0]).exists()
 
 
-def test_server_error_is_one_line(tmp_path, hub):
-    hub.down = True
+def test_server_error_is_tried_three_times_and_one_line_says_so(tmp_path, hub):
+    hub.breaks(down, "HEAD")
     result = download(tmp_path, url(hub), 1)
     assert "503" in assert_one_error_line(result)
-    assert result.stderr.count("\n") == 1
+    assert result.stderr.count("\n") == 3 and len(hub.requests) == 3
+    assert result.stderr.count("trying again") == 2
 
 
 def test_no_server_is_one_line(tmp_path):
     with Hub() as closed:
         endpoint = url(closed)
-    result = download(tmp_path, endpoint, 1)
-    assert "kjj0/fineweb10B-gpt2" in assert_one_error_line(result)
-    assert result.stderr.count("\n") == 1
+    assert "kjj0/fineweb10B-gpt2" in assert_one_error_line(download(tmp_path, endpoint, 1))
+
+
+def test_file_that_is_not_there_is_asked_for_once(tmp_path, hub):
+    del hub.files[NAMES[0]]
+    assert NAMES[0] in assert_one_error_line(download(tmp_path, url(hub), 1))
+    assert len(hub.requests) == 1
+
+
+def test_time_limit_ends_what_waits_for_ever_and_not_what_ends(tmp_path):
+    with pytest.raises(TimeoutError, match="give it up: no end after 0.001 minutes"):
+        with time_limit(0.001, "give it up"):
+            threading.Event().wait()
+    with time_limit(10, "give it up"):
+        pass
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
 
 def test_number_of_shards_is_checked(tmp_path, capsys):
