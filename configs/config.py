@@ -5,7 +5,8 @@ import hashlib
 import json
 import math
 import re
-from typing import Literal
+from types import UnionType
+from typing import Literal, get_args, get_origin
 
 OptionValue = int | float | bool | str
 
@@ -125,15 +126,23 @@ class Config(Fields):
     """One pretraining run. ValueError, in one line, for values that cannot make a run on any machine."""
 
     def __post_init__(self):
+        for field in dataclasses.fields(self):  # config.json may come from anywhere
+            value, kind = getattr(self, field.name), field.type
+            words = f"one of {', '.join(get_args(kind))}" if get_origin(kind) is Literal else type_name(kind)
+            require(is_of_type(value, kind), f"{field.name} must be {words}, got {shortened(value)}")
+            too_large = type(value) is int and abs(value) >= 2**63  # for torch
+            require(not too_large, f"{field.name} must be below 2**63, got {shortened(value)}")
         sizes = "vocab_size num_layers num_heads model_dim train_length batch_tokens micro_batch_tokens val_tokens"
         for field in (*sizes.split(), "steps", "keep", "context_parallel"):
             require(getattr(self, field) >= 1, f"{field} must be at least 1, got {getattr(self, field)}")
         for field in "seed rotary_base_length warmup_steps cooldown_steps val_every save_every".split():
             require(getattr(self, field) >= 0, f"{field} must not be negative, got {getattr(self, field)}")
-        for field in "muon_lr embedding_lr head_lr scalar_lr adam_eps".split():
+        for field in "muon_lr embedding_lr head_lr scalar_lr".split():
             value = getattr(self, field)
             require(0 <= value < math.inf, f"{field} must be a finite number of at least 0, got {value}")
-        require(0 < self.timeout < math.inf, f"timeout must be a positive number of seconds, got {self.timeout}")
+        # In float32; with 0, Adam divides 0 by 0 in the embeddings of tokens that it has not seen.
+        require(1e-37 <= self.adam_eps < math.inf, f"adam_eps must be from 1e-37 to infinity, got {self.adam_eps}")
+        require(0 < self.timeout <= 1e9, f"timeout must be more than 0 and at most 1e9 seconds, got {self.timeout}")
         for field, values in dict(muon_momentum=[self.muon_momentum], adam_betas=self.adam_betas).items():
             require(all(0 <= v < 1 for v in values), f"{field} must lie in [0, 1), got {getattr(self, field)}")
         require(
@@ -157,6 +166,7 @@ class Config(Fields):
             self.name == "" or re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+=-]*", self.name),
             f"name {self.name!r} must be a plain folder name of letters, digits and . _ + = -",
         )
+        require(len(self.name) <= 200, f"name must be of at most 200 characters, got {len(self.name)}")
 
     def to_dict(self) -> dict:
         return dataclasses.asdict(self)
@@ -184,6 +194,29 @@ def config_hash(config: Config) -> str:
     if options := changed.get("method_options"):  # 3 and 3.0 are the same number
         changed["method_options"] = {k: float(v) if type(v) is int else v for k, v in options.items()}
     return hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def is_of_type(value, kind) -> bool:
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return type(value) is str and value in parts
+    if origin is UnionType:
+        return any(is_of_type(value, part) for part in parts)
+    if origin is tuple:
+        kinds = parts[:1] * len(value) if isinstance(value, tuple) and parts[-1] is ... else parts
+        return isinstance(value, tuple) and len(value) == len(kinds) and all(map(is_of_type, value, kinds))
+    if origin is dict:
+        return isinstance(value, dict) and all(is_of_type(x, k) for item in value.items() for x, k in zip(item, parts))
+    return type(value) is kind or kind is float and type(value) is int
+
+
+def type_name(kind) -> str:
+    return kind.__name__ if isinstance(kind, type) else str(kind)
+
+
+def shortened(value) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def require(condition, message: str):

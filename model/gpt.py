@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from model.attention import Plan, attend, make_plan, transform
 from model.loss import mean_loss, token_losses
-from model.methods import make_method
+from model.methods import check_options, make_method
 
 NORM_EPS = 1.1920929e-07  # float32's, also for bfloat16 inputs, whose own default differs between torch versions
 
@@ -85,6 +85,7 @@ class GPT(nn.Module):
             raise ValueError(f"model_dim {model_dim} is not divisible by num_heads {num_heads}")
         self.dtype = dtype
         shape = dict(num_heads=num_heads, head_dim=model_dim // num_heads, train_length=train_length)
+        check_options(method, method_options or {})  # before one can be mistaken for a part of the shape
         layer_method = lambda: make_method(method, **shape, **(method_options or {}))
         self.embedding = nn.Embedding(vocab_size, model_dim)
         self.blocks = nn.ModuleList(Block(model_dim, num_heads, layer_method()) for _ in range(num_layers))
@@ -154,6 +155,7 @@ class GPT(nn.Module):
             q, k, _ = block.attention.queries_keys_values(norm(x))
             q, k = transform(block.attention.method, q, k, plan, scale_queries=False)
             scores = (q[:, :, -num_queries:] @ k.mT).float()[:, :, visible] / q.shape[-1] ** 0.5  # (B, H, pairs)
-            statistics.append((scores.mean().item(), scores.std().item()))
+            std = scores.std().item() if scores.numel() > 1 else 0.0
+            statistics.append((scores.mean().item(), std))
             x = block(x, plan)
         return statistics

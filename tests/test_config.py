@@ -108,8 +108,9 @@ def test_quickstart_scales_the_rotary_base_with_its_training_length():
 # ---- hash ------------------------------------------------------------------------------------------------------------
 
 OTHER = dict(
-    name="other", runs_dir="elsewhere", seed=1, resume="auto", tags=("a",), group="sweep", wandb="offline",
-    wandb_project="other", method="rope", method_options=dict(tau=3.0), rotary_base_length=4096, vocab_size=50432,
+    name="other", runs_dir="elsewhere", seed=1, resume="auto", force=True, on_nonfinite="skip", timeout=60.0,
+    tags=("a",), group="sweep", wandb="offline", wandb_project="other",
+    method="rope", method_options=dict(tau=3.0), rotary_base_length=4096, vocab_size=50432,
     num_layers=11, num_heads=12, model_dim=384, data_dir="data/fineweb100B", train_length=16_384, batch_tokens=262_144,
     micro_batch_tokens=65_536, steps=4577, schedule="cosine", warmup_steps=1, cooldown_steps=1000, muon_lr=0.015,
     muon_momentum=0.9, embedding_lr=0.2, head_lr=0.003, scalar_lr=0.003, adam_betas=(0.9, 0.99), adam_eps=1e-9,
@@ -169,8 +170,15 @@ NAN, INFINITY = float("nan"), float("inf")
                                    "micro_batch_tokens", "steps", "val_tokens", "keep") for value in (0, -1)),
     *((field, -1) for field in ("seed", "rotary_base_length", "warmup_steps", "cooldown_steps", "val_every",
                                 "save_every")),
-    *((field, value) for field in ("muon_lr", "embedding_lr", "head_lr", "scalar_lr", "adam_eps")
+    *((field, value) for field in ("muon_lr", "embedding_lr", "head_lr", "scalar_lr", "adam_eps", "timeout")
       for value in (-0.1, NAN, INFINITY)),
+    ("adam_eps", 0.0), ("timeout", 0.0), ("timeout", 1e12), ("seed", 2**63), ("keep", 10**400), ("name", "x" * 300),
+    # of another type, as a config.json may have it
+    ("num_heads", 2.0), ("steps", True), ("seed", "0"), ("muon_lr", "0.1"), ("force", 1), ("name", None),
+    ("tags", "ab"), ("tags", (1,)),
+    ("method", ("rope",)), ("method_options", ()), ("method_options", dict(tau=dict())), ("method_options", {3: 3}),
+    ("val_lengths", [4096]), ("val_lengths", (4096.0,)), ("adam_betas", (0.9,)), ("adam_betas", 0.9),
+    ("dtype", "float16"), ("device", ["cpu"]), ("resume", True),
     *(("muon_momentum", value) for value in (-0.1, 1.0, NAN)),
     *(("adam_betas", value) for value in ((0.9, 1.0), (-0.1, 0.95), (0.9, NAN))),
     ("num_heads", 7), ("model_dim", 770), ("train_length", 4097), ("batch_tokens", 524_289), ("val_tokens", 10_485_761),

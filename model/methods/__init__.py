@@ -13,6 +13,8 @@ from model.methods.rope import RoPE
 from model.methods.scale_invariant import ScaleInvariant
 from model.methods.yarn import YaRN
 
+SMALLEST, LARGEST = 1e-30, 1e30  # an option's number, if not 0: beyond them float32 has no room for what follows
+
 METHODS = {
     "rope": (RoPE,),
     "p_rope": (PRoPE,),
@@ -43,13 +45,8 @@ def method_options(name: str) -> dict[str, inspect.Parameter]:
     return {option: p for mechanism in METHODS[name] for option, p in own_options(mechanism).items()}
 
 
-def make_method(name: str, *, num_heads: int, head_dim: int, train_length: int, **options) -> Method:
-    """The attention method `name` for one layer.
-
-    train_length (tokens) is what length-dependent methods (NTK, YaRN, LogN's initial scale) compare against. Options
-    are those of the method's mechanisms, each with the paper's value as its default. ValueError for an unknown name or
-    option, naming the nearest valid ones, and for values out of range.
-    """
+def check_options(name: str, options: dict) -> None:
+    """ValueError for an unknown method or option, naming the nearest valid ones, and for values of the wrong type."""
     valid = method_options(name)
     for option, value in options.items():
         if option not in valid:
@@ -59,6 +56,23 @@ def make_method(name: str, *, num_heads: int, head_dim: int, train_length: int, 
         if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
             kind = getattr(kind, "__name__", kind)
             raise ValueError(f"option {option!r} of attention method {name!r} must be {kind}, got {value!r}")
+        if isinstance(value, int | float) and value != 0 and not SMALLEST <= abs(value) <= LARGEST:
+            size = f"0 or of a size from {SMALLEST:g} to {LARGEST:g}"
+            raise ValueError(f"option {option!r} of attention method {name!r} must be {size}, got {str(value)[:60]}")
+
+
+def make_method(name: str, /, *, num_heads: int, head_dim: int, train_length: int, **options) -> Method:
+    """The attention method `name` for one layer.
+
+    train_length (tokens) is what length-dependent methods (NTK, YaRN, LogN's initial scale) compare against. Options
+    are those of the method's mechanisms, each with the paper's value as its default. ValueError for an unknown name or
+    option, naming the nearest valid ones, and for values out of range.
+    """
+    check_options(name, options)
+    kinds = {option: p.annotation for option, p in method_options(name).items()}
+    for option, value in options.items():
+        if kinds[option] in (float, float | None) and value is not None:
+            options[option] = float(value)  # 2**64 is no number for torch, 1.8e19 is
     mechanisms = [
         mechanism(num_heads, head_dim, train_length, **{o: options[o] for o in own_options(mechanism) if o in options})
         for mechanism in METHODS[name]

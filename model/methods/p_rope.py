@@ -27,7 +27,9 @@ class PRoPE(RoPE):
         if form not in DEFAULT_BASE:
             raise ValueError(f"form of p-RoPE must be one of {', '.join(DEFAULT_BASE)}, got {form!r}")
         if form == "half_truncate" and head_dim % 4:
-            raise ValueError(f"half-truncated RoPE needs a head_dim divisible by 4, got {head_dim}")
+            raise ValueError(
+                f"half-truncated RoPE needs a head_dim (model_dim / num_heads) divisible by 4, got {head_dim}"
+            )
         if not 0 <= proportion <= 1:
             raise ValueError(f"proportion of rotated pairs must be in [0, 1], got {proportion}")
         base = DEFAULT_BASE[form] if base is None else base

@@ -22,9 +22,14 @@ class RoPE(Rotation):
         """table_dtype "bfloat16" rounds cos and sin as modded-nanogpt's record #8 did; it harms long contexts."""
         super().__init__()
         if base_length is not None:
+            if base_length < 1:
+                raise ValueError(f"base_length must be at least 1, got {base_length}")
             base *= train_length / base_length
         if head_dim % 2 or base <= 1:
-            raise ValueError(f"rotary embedding needs an even head_dim and base > 1, got {head_dim} and {base}")
+            raise ValueError(
+                "rotary embedding needs an even head_dim (model_dim / num_heads) and base > 1, "
+                f"got {head_dim} and {base}"
+            )
         if table_dtype not in ("float32", "bfloat16"):
             raise ValueError(f"table_dtype must be float32 or bfloat16, got {table_dtype!r}")
         self.head_dim, self.train_length, self.base = head_dim, train_length, base
@@ -58,7 +63,9 @@ class LengthScaledRoPE(RoPE):
     ):
         super().__init__(num_heads, head_dim, train_length, base, base_length)
         if head_dim < 4:  # with one pair, NTK's exponent d / (d - 2) is infinite
-            raise ValueError(f"length-scaled rotary embeddings need a head_dim of at least 4, got {head_dim}")
+            raise ValueError(
+                f"length-scaled rotary embeddings need a head_dim (model_dim / num_heads) of at least 4, got {head_dim}"
+            )
         if factor is not None and factor < 1:
             raise ValueError(f"factor must be at least 1, got {factor}")
         self.factor = factor
