@@ -1,6 +1,7 @@
 """Shards and loader: the format byte for byte, the checks before a run, and which tokens a step sees."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from data.shards import ShardWriter, TokenStream, main, open_split, read_header,
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 VOCAB = 50257
+NAMES = ["x_train_000001.bin", "x_train_000002.bin", "x_train_000003.bin", "x_val_000000.bin"]  # of write_dataset
 
 
 def write_raw(path, tokens, magic=20240520, version=1, count=None):
@@ -50,9 +52,8 @@ def write_dataset(folder, shard_tokens=100, num_train=250, num_val=50, vocab_siz
 
 def test_writer_cuts_documents_into_shards_of_the_format(tmp_path):
     train, val = write_dataset(tmp_path)
-    names = ["x_train_000001.bin", "x_train_000002.bin", "x_train_000003.bin", "x_val_000000.bin"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json", *names]
-    for name, part in zip(names, (train[:100], train[100:200], train[200:], val)):
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json", *NAMES]
+    for name, part in zip(NAMES, (train[:100], train[100:200], train[200:], val)):
         expected = write_raw(tmp_path / "expected", part).read_bytes()
         assert (tmp_path / name).read_bytes() == expected
 
@@ -69,6 +70,31 @@ def test_unfinished_writer_leaves_nothing_that_looks_like_data(tmp_path):
     writer = ShardWriter(tmp_path, "x", tokenizer="gpt2", vocab_size=VOCAB, shard_tokens=10)
     writer.write("train", np.arange(25))
     assert not list(tmp_path.glob("*.bin")) and not (tmp_path / "manifest.json").exists()
+
+
+def test_bytes_reach_the_disk_before_names_and_names_before_the_writer_is_done(tmp_path, monkeypatch):
+    calls = []  # a kill cannot show a missing fsync, so the order of the calls is what is checked
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: (calls.append(os.readlink(f"/proc/self/fd/{file}")), fsync(file)))
+    monkeypatch.setattr(os, "replace", lambda source, to: (calls.append((str(source), str(to))), replace(source, to)))
+    write_dataset(tmp_path)
+    renames = [call for call in calls if type(call) is tuple]
+    assert [to for _, to in renames] == [str(tmp_path / name) for name in ("manifest.json", *NAMES)]
+    for rename in renames:
+        assert rename[0] in calls[: calls.index(rename)]
+    assert str(tmp_path) in calls[calls.index(renames[0]) : calls.index(renames[1])]
+    assert calls[-1] == str(tmp_path)
+
+
+def test_failed_writer_takes_its_files_away_and_the_next_one_those_of_a_killed_one(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        with ShardWriter(tmp_path, "x", tokenizer="t", vocab_size=300, shard_tokens=10) as writer:
+            writer.write("train", np.arange(25))
+            raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "x_train_000009.bin.tmp").write_bytes(b"left")
+    write_dataset(tmp_path)
+    assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_writer_refuses_tokens_outside_the_vocabulary(tmp_path):
