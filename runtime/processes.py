@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import uuid
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -73,8 +74,13 @@ def start_processes(device: str, context_size: int = 1) -> World:
     else:
         keep_freed_memory()
     if world_size > 1:
-        # The first step compiles, which may take one rank minutes longer than another.
-        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "cpu:gloo", timeout=timedelta(minutes=30))
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "cpu:gloo",
+            store=store_of_this_attempt(),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(minutes=30),  # the first step compiles, one rank minutes longer than another
+        )
     with agree(world):
         if device == "cuda" and gpus == 0:
             raise ValueError("CUDA was asked for but torch sees no GPU: use --device cpu")
@@ -86,6 +92,30 @@ def start_processes(device: str, context_size: int = 1) -> World:
         return world
     groups = [dist.new_group(range(first, first + context_size)) for first in range(0, world_size, context_size)]
     return replace(world, context=groups[world.data_rank])
+
+
+def store_of_this_attempt() -> dist.Store:
+    """What the processes tell one another their addresses through.
+
+    After a restart torchrun gives them the store in which those of the attempt before it, who are gone, still stand
+    (torch 2.13). So rank 0 gives each attempt a name, and waits until all ranks have answered to it.
+    """
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(minutes=30)))
+    own = uuid.uuid4().hex
+    if rank == 0:
+        store.set("attempt", own)
+        answers = [store.get(f"{own} {other}").decode() for other in range(1, world_size)]
+        store.set(f"{own} answers", " ".join(answers))
+        return dist.PrefixStore(own, store)
+    answered = None
+    while True:
+        attempt = store.get("attempt").decode()  # perhaps still that of before
+        if attempt != answered:
+            store.set(f"{attempt} {rank}", own)
+            answered = attempt
+        if store.check([f"{attempt} answers"]) and own in store.get(f"{attempt} answers").decode():
+            return dist.PrefixStore(attempt, store)
+        time.sleep(0.01)
 
 
 @contextmanager
