@@ -35,10 +35,11 @@ from configs.config import Config, require
 from configs.sweeps import SCALES, SWEEPS, Run, sweep
 from data.shards import open_split
 from model.methods import METHODS
+from runtime.signals import INTERRUPTED
 from scripts.runs import Folder, beside, failures, find, is_running, read_folders, state
 from train_gpt import ROOT, read_config, user_errors
 
-USER_ERROR, INTERRUPTED = 2, 75  # exit codes of train_gpt.py
+USER_ERROR = 2  # exit code of train_gpt.py; INTERRUPTED is another
 GRACE = 60  # seconds that a run has to save and end when it is told to stop
 POLL = 0.5  # seconds
 
@@ -230,12 +231,13 @@ def settle(path: Path, code: int, output: str) -> str:
     """
     if code == 1 and (codes := re.findall(r"exitcode\s*: (-?\d+)", output)):
         code = int(codes[-1])  # torchrun's own is 1 whatever that of its processes is
+    told_to_stop = (path / "interrupted").exists()  # all that tells under torchrun
+    if code == INTERRUPTED or told_to_stop and code != USER_ERROR:
+        return "interrupted"
     if code == 0:
         for suffix in (".log", ".failures.txt", ".job"):
             beside(path, suffix).unlink(missing_ok=True)
         return "finished"
-    if code == INTERRUPTED:
-        return "interrupted"
     if code == USER_ERROR and is_running(path):
         return "running"
     when = datetime.datetime.now().isoformat(timespec="seconds")

@@ -292,6 +292,13 @@ def test_interrupted_run_is_no_failure(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("code, outcome", [(0, "interrupted"), (1, "interrupted"), (2, "refused")])
+def test_the_mark_of_an_interrupted_run_counts_under_torchrun(tmp_path, code, outcome):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "interrupted").write_text("SIGTERM\n")
+    assert script.settle(tmp_path / "run", code, "") == outcome
+
+
 @pytest.mark.parametrize("code, outcome", [(1, "failed"), (2, "refused"), (-9, "failed")])
 def test_exit_code_of_a_process_of_torchrun_counts(tmp_path, code, outcome):
     output = f"[rank0]: ValueError: boom\nRoot Cause:\n  exitcode  : {code} (pid: 7)\n  traceback : none\n=====\n"
