@@ -42,7 +42,7 @@ GOOD = dict(
     steps=one_of(2, 2, 2, 1, 3), schedule=one_of("constant_linear", "cosine", "trapezoid"),
     warmup_steps=one_of(0, 0, 0, 0, 0, 1), cooldown_steps=one_of(0, 0, 0, 0, 1, 2),
     muon_lr=one_of(0, 1e-300, 0.02, 10), muon_momentum=one_of(0, 0.5, 0.95, 0.999999999999),
-    embedding_lr=one_of(0, 0.3, 10), head_lr=one_of(0, 0.002, 10), scalar_lr=one_of(0, 0.002, 10),
+    embedding_lr=one_of(0, 0.3, 10), head_lr=one_of(0, 0.002, 10, 1e38), scalar_lr=one_of(0, 0.002, 10),
     adam_betas=one_of((0, 0), (0.9, 0.95), (0.999999, 0)), adam_eps=one_of(1e-30, 1e-8, 1),
     bf16_embedding=st.booleans(),
     val_every=one_of(0, 1, 2, 1000), val_profile=one_of("paper", "fast"), device=one_of("cpu", "auto"),
@@ -240,5 +240,5 @@ def test_every_config_trains_or_is_refused_in_one_line(place, faults, long):
 def test_so_it_does_when_compiled(compile, place, faults, long):
     if not long:
         pytest.skip("of the long form")
-    outcomes = try_configs(command_lines(compile=compile), place, faults, 10, random.randrange(2**32))
+    outcomes = try_configs(command_lines(compile=compile), place, faults, 5, random.randrange(2**32))
     assert outcomes["trained"] > 0

@@ -384,6 +384,26 @@ def test_resumes_bit_for_bit_when_compiled(data, tmp_path):
         assert_same_run(train(data, runs, variables=cache, resume="auto", **small), whole)
 
 
+def test_random_numbers_go_on(data, tmp_path, monkeypatch):
+    """No method of ours draws any in a step; one of a user's may."""
+    drawn, step = [], train_gpt.train_step
+    monkeypatch.setattr(train_gpt, "train_step", lambda *args: drawn.append(torch.rand(()).item()) or step(*args))
+    folder = train_here(data, tmp_path / "first")
+    expected = list(drawn)
+    drawn.clear()
+    rewound(folder, tmp_path)
+    train_here(data, tmp_path, resume="auto")
+    assert drawn == expected[15:]
+
+
+def test_force_resumes_with_another_configuration(data, finished, tmp_path):
+    folder = rewound(finished, tmp_path)
+    here(train_gpt.main, *arguments(data, tmp_path, resume="auto", muon_lr=0.001), "--force")
+    steps, _ = steps_and_validations(folder)
+    assert [step["step"] for step in steps] == list(range(1, 21))
+    assert all(0 < step["lr"]["matrices"] <= 0.001 for step in steps[15:])
+
+
 def test_finished_run_is_not_repeated(data, copied, capsys):
     before = contents(copied)
     train_here(data, copied.parent, resume="auto")
