@@ -247,9 +247,10 @@ def test_bad_last_shard_is_found_at_the_start(tmp_path):
         open_split(tmp_path, "train", VOCAB)
 
 
-def test_broken_manifest_is_named(tmp_path):
+@pytest.mark.parametrize("text", ["{", "", "[" * 100_000, "9" * 5000, "\0" * 700], ids=len)
+def test_broken_manifest_is_named(tmp_path, text):
     write_dataset(tmp_path)
-    (tmp_path / "manifest.json").write_text("{")
+    (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(ValueError, match="manifest.json: not valid JSON"):
         open_split(tmp_path, "train", VOCAB)
 
