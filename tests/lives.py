@@ -1,11 +1,11 @@
 """Runs of train_gpt.py to which something happens at a chosen moment.
 
-`python tests/lives.py` reads lives as lines of JSON, {"argv": ..., "fault": ..., "output": file}, forks a process for each
-(the imports are done by then) and answers with its pid and, when it has ended, its exit status. As a script under
+`python tests/lives.py` reads lives as lines of JSON, {"argv": ..., "fault": ..., "output": file}, forks a process for
+each (the imports are done by then) and answers, when it has ended, with its exit status. As a script under
 torchrun it is one life: `lives.py FAULT train_gpt's arguments`.
 
-A fault is {"stage": one of STAGES, "count": which time it is entered, "do": one of ACTIONS, "moment": 0 to 1, where in the
-stage, "rank": only there, "seconds": long a stage takes at most}. It happens in the stage: at its end at the latest.
+A fault is {"stage": one of STAGES, "count": which time it is entered, "do": one of ACTIONS, "moment": 0 to 1, where in
+the stage, "rank": only there, "seconds": long a stage takes at most}. It happens in the stage: at its end at the latest.
 """
 
 import json
@@ -19,8 +19,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 STAGES = [
-    "step", "validation", "log write", "metrics write", "checkpoint write", "fsync of the checkpoint", "rename of the checkpoint",
-    "fsync of its folder", "deletion of an older one",
+    "step", "validation", "log write", "metrics write", "checkpoint write", "fsync of the checkpoint",
+    "rename of the checkpoint", "fsync of its folder", "deletion of an older one",
 ]  # fmt: skip
 
 
