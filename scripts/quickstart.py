@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 from configs.presets import quickstart
+from data.shards import verify
 from data.text import prepare
 from scripts.runs import beside
 from scripts.sweep import Job, train
@@ -54,9 +55,9 @@ def main():
         for label in RUNS
     }
     out.mkdir(parents=True, exist_ok=True)
-    make_data(Path(args.data_dir))
     common = ["--runs_dir", args.runs_dir, "--data_dir", args.data_dir, *train_arguments]
     with user_errors():
+        make_data(Path(args.data_dir))
         train_all({folder: [*RUNS[label], *common] for label, folder in folders.items()})
 
     results = [json.loads((folders[label] / "summary.json").read_text()) | {"name": label} for label in SHOWN]
@@ -84,6 +85,8 @@ def train_all(arguments: dict[Path, list[str]]):
 
 def make_data(folder: Path):
     if (folder / "manifest.json").exists():
+        if bad := [f"{name} ({problem})" for name, problem in verify(folder) if problem]:
+            raise ValueError(f"{folder}: {', '.join(bad)}: delete the folder and run this again")
         return
     print("making shards from the source of Python's standard library", flush=True)
     prepare(

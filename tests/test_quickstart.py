@@ -47,6 +47,10 @@ def test_text_and_tokenizer_come_from_this_machine(tmp_path, monkeypatch):
     script.make_data(tmp_path / "data")
     assert (tmp_path / "data" / "manifest.json").stat().st_mtime_ns == before
 
+    next((tmp_path / "data").glob("*_val_*.bin")).unlink()
+    with pytest.raises(ValueError, match="missing.*: delete the folder and run this again"):
+        script.make_data(tmp_path / "data")
+
 
 @pytest.mark.slow
 def test_a_short_quickstart_trains_every_method_and_repeats_nothing(tmp_path):
