@@ -8,6 +8,7 @@ them once: 302 kB, or 201 kB where its L2 cache still holds them the second time
 """
 
 import functools
+import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
 
@@ -92,7 +93,30 @@ def cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, gradient: bo
 @functools.cache
 def triton_runs(device: torch.device) -> bool:
     on_gpu = device.type == "cuda" and find_spec("triton") is not None
-    return on_gpu and torch.cuda.get_device_capability(device) >= (8, 0)
+    if not on_gpu or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    if problem := failed_check(device):
+        warnings.warn(f"cross-entropy in plain PyTorch, which needs more memory: the Triton kernel {problem}")
+    return problem is None
+
+
+def failed_check(device: torch.device) -> str | None:
+    """Runs the Triton kernel once: None, or how it fails or differs from plain_cross_entropy_ here."""
+    from model.kernels import cross_entropy
+
+    generator = torch.Generator(device).manual_seed(0)
+    logits = 4 * torch.randn(5, 9001, device=device, generator=generator)
+    targets = torch.tensor([0, 9000, 8192, 8191, 17], device=device)
+    results = []
+    try:
+        for function in (cross_entropy.cross_entropy_, plain_cross_entropy_):
+            own, losses = logits.bfloat16(), empty_losses(logits)
+            function(own, targets, losses, True)
+            results.append((losses, own.float()))
+    except Exception as error:  # Triton's and CUDA's errors are of many kinds
+        return f"failed its check with {type(error).__name__}: {' '.join(str(error).split())[:100]}"
+    error = max(((x - y).norm() / y.norm()).item() for x, y in zip(*results))
+    return None if error < 0.01 else f"failed its check: its numbers are wrong by {error:.1e}"  # two roundings to bf16
 
 
 def plain_cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, gradient: bool):

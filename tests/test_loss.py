@@ -273,3 +273,20 @@ def test_the_triton_kernel_compiles_for_gpus_and_moves_16_bytes_at_a_time():
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     code = subprocess.run([sys.executable, "-c", COMPILE], cwd=ROOT, env=env, capture_output=True, text=True)
     assert code.stdout.splitlines() == ["True True True False", "True False True False"] * 2, code.stderr
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_a_kernel_that_is_wrong_or_fails_is_found_before_its_first_use(monkeypatch):
+    from model.kernels import cross_entropy
+
+    device = torch.device(DEVICE)
+    assert loss.failed_check(device) is None
+
+    def wrong(logits, targets, losses, gradient):
+        plain_cross_entropy_(logits, targets, losses, gradient)
+        logits[1, 7] += 0.1
+
+    monkeypatch.setattr(cross_entropy, "cross_entropy_", wrong)
+    assert "its numbers are wrong by" in loss.failed_check(device)
+    monkeypatch.setattr(cross_entropy, "cross_entropy_", lambda *_: torch.ones(2) @ torch.ones(3))
+    assert "failed its check with RuntimeError" in loss.failed_check(device)
