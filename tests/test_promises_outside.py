@@ -64,6 +64,8 @@ def watch(event, args):
         raise PermissionError(f"{event} {args}: the network is not to be used")
     if event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
         paths = args[:1]
+    elif event == "os.mkdir" and os.path.isdir(args[0]):  # which changes nothing
+        return
     elif event in CHANGES:
         paths = [args[i] for i in CHANGES[event]]
         folder = args[-1] if event in ("os.remove", "os.rmdir") else -1
