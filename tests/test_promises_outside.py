@@ -140,12 +140,13 @@ def test_nothing_is_written_outside_and_nobody_is_called(data, tmp_path, faults,
             commands += [
                 ["train_gpt.py", *arguments(data, runs, **name_of_run, resume="auto")],
                 ["train_gpt.py", *arguments(data, runs, **name_of_run | dict(name=f"o{number}", wandb="online"))],
-                ["train_gpt.py", *arguments(data, runs, **name_of_run | dict(name=f"c{number}", compile="model"))],
                 ["-m", "scripts.memory", "quickstart"],
                 ["-m", "scripts.sweep", "table_losses", "--scale", "mini", "--runs-dir", runs, "--dry-run"],
-                ["-m", "data.text", ROOT / "README.md", "--tokenizer", "bpe:300", "--suffixes", ".md",
-                 "--out", tmp_path / "out" / f"text{number}", "--val-fraction", "0.5"],
+                ["-m", "data.text", ROOT / "model", ROOT / "scripts", "--tokenizer", "bpe:300", "--suffixes", ".py",
+                 "--out", tmp_path / "out" / f"text{number}", "--val-fraction", "0.3"],
             ]  # fmt: skip
+        if long and number == 0:
+            commands += [["train_gpt.py", *arguments(data, runs, **name_of_run | dict(name="c", compile="model"))]]
         for words in commands:
             with faults(f"commands alone ({name})"):
                 assert alone(tmp_path, home, *words) == set(), words[:3]
