@@ -36,7 +36,7 @@ from optim.groups import split_parameters
 from optim.muon import Muon, as_matrices, fast_dtype, lr_scale
 from optim.schedule import check_schedule, lr_factor
 from optim.sharded import Group, Optimizers
-from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from runtime.checkpoint import fits, latest_checkpoint, load_checkpoint, save_checkpoint
 from runtime.device import Reading, compile_problem, device_name, peak_flops, peak_memory, rng_state, set_rng_state
 from runtime.metrics import Metrics, start_wandb
 from runtime.nonfinite import examine
@@ -89,17 +89,21 @@ def train(stop: StopRequest):
                 stop.mark = folder.mark_interrupted
 
         # ---- resume --------------------------------------------------------------------------------------------------
-        start, seconds, skipped, validation, wandb_id, rng = 0, 0.0, 0, None, None, []
+        start, seconds, skipped, validation, validated, wandb_id, rng = 0, 0.0, 0, None, -1, None, []
         with agree(world):
             if checkpoint := latest_checkpoint(path / "checkpoints"):
                 state = load_checkpoint(checkpoint)
-                if not config.force:
-                    check_same_run(checkpoint, state, config, train_stream.fingerprint)
-                model.load_state_dict(state["model"])
-                optimizers.load_parameters()
-                optimizers.load_state_dict(state["optimizers"])
-                start, seconds, validation, wandb_id = (state[k] for k in ("step", "seconds", "validation", "wandb_id"))
-                skipped, rng = state.get("skipped", 0), state.get("rng", [])
+                with fits(checkpoint):
+                    if not config.force:
+                        check_same_run(checkpoint, state, config, train_stream.fingerprint)
+                    model.load_state_dict(state["model"])
+                    optimizers.load_parameters()
+                    optimizers.load_state_dict(state["optimizers"])
+                    start, seconds, skipped = state["step"] + 0, state["seconds"] + 0.0, state.get("skipped", 0) + 0
+                    validation, wandb_id, rng = state["validation"], state["wandb_id"], state.get("rng", [])
+                    validated = validation["step"] + 0 if validation else -1
+                    if len(rng) == world.world_size:
+                        set_rng_state(rng[world.rank])
                 del state
         if (path / "summary.json").exists():
             if world.is_main:
@@ -108,7 +112,7 @@ def train(stop: StopRequest):
         with agree(world):
             if world.is_main:
                 metrics = Metrics(folder.metrics)
-                metrics.truncate(start, validated=validation["step"] if validation else -1)
+                metrics.truncate(start, validated)
                 metrics.wandb = start_wandb(
                     config.wandb,
                     project=config.wandb_project,
@@ -218,7 +222,7 @@ def train(stop: StopRequest):
     limit_waiting(world, config.timeout)
 
     if len(rng) == world.world_size:
-        set_rng_state(rng[world.rank])
+        set_rng_state(rng[world.rank])  # again: compiling may have drawn some
     load_from = functools.partial(
         TrainLoader,
         train_stream,
@@ -242,11 +246,12 @@ def train(stop: StopRequest):
             log_step()
             if last and step > start:
                 save(step)  # first, because a validation can run out of memory
-            if passes and not stopping and step != (validation or {}).get("step"):
+            if passes and not stopping and step != validated:
                 began = time.monotonic()
                 losses = validate(evaluated_model, plans, config, val_stream, world, passes, lambda: stop.agreed(world))
                 stopping = losses is None
-            if passes and not stopping and step != (validation or {}).get("step"):
+            if passes and not stopping and step != validated:
+                validated = step
                 validation = dict(step=step, tokens=step * config.batch_tokens, val_profile=config.val_profile) | losses
                 if world.is_main:
                     validation |= attention_statistics(model, config, val_stream)
@@ -276,6 +281,10 @@ def train(stop: StopRequest):
         say(f"{stop.heard or 'another process'}: stopped after step {step}; --resume auto goes on from there")
         if world.is_main:
             folder.mark_interrupted(stop.heard or "of another process")
+    elif not all(map(math.isfinite, validation["val_loss"].values())):
+        with user_errors(), agree(world):
+            words = "the last update made weights that are not finite: lower the learning rates"
+            raise ValueError(f"step {step}: validation loss {validation['val_loss']}; {words}")
     elif world.is_main:
         summary = dict(
             name=config.name,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pickle
 import re
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,16 @@ def load_checkpoint(path: Path, map_location: str | torch.device = "cpu") -> dic
     except Exception as error:  # a flipped byte in the archive's index comes out as almost any of them
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{path} is damaged ({reason}): delete it to continue from the one before it") from error
+
+
+@contextmanager
+def fits(path: Path) -> Iterator[None]:
+    """A block that uses what a checkpoint holds. ValueError naming the file when that is other than a run's."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise ValueError(f"{path} does not fit this run ({reason}): delete it, or choose another --name") from error
 
 
 def _checkpoints(folder: Path) -> list[Path]:

@@ -87,6 +87,7 @@ def start_wandb(
         return None
     # Even an offline run reports to wandb's makers unless told not to (seen in wandb 0.31).
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    os.environ.setdefault("WANDB_CACHE_DIR", str(folder / "wandb" / "cache"))  # its logs, or else in HOME or /tmp
     import wandb
 
     try:

@@ -17,7 +17,7 @@ import torch
 from configs.config import Config, require
 from data.loader import check_validation
 from data.shards import open_split
-from runtime.checkpoint import latest_checkpoint, load_checkpoint
+from runtime.checkpoint import fits, latest_checkpoint, load_checkpoint
 from runtime.files import replace_file, to_json
 from runtime.processes import start_processes
 from scripts.runs import stored_config, val_tokens
@@ -34,7 +34,9 @@ def load_run(folder: Path, device: torch.device) -> tuple[Config, torch.nn.Modul
     if checkpoint is None:
         raise ValueError(f"{folder} has no checkpoint yet")
     model = build_model(config, compute_dtype(config, device)).to(device)
-    model.load_state_dict(load_checkpoint(checkpoint)["model"])
+    state = load_checkpoint(checkpoint)
+    with fits(checkpoint):
+        model.load_state_dict(state["model"])
     return config, model
 
 

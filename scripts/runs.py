@@ -52,7 +52,7 @@ def stored_config(path: Path) -> Config:
     try:
         stored = json.loads((path / "config.json").read_text())
         return Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in stored.items() if k in known})
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}/config.json is damaged ({error})") from error
 
 

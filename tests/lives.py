@@ -5,7 +5,7 @@ each (the imports are done by then) and answers, when it has ended, with its exi
 torchrun it is one life: `lives.py FAULT train_gpt's arguments`.
 
 A fault is {"stage": one of STAGES, "count": which time it is entered, "do": one of ACTIONS, "moment": 0 to 1, where in
-the stage, "rank": only there, "seconds": long a stage takes at most}. It happens in the stage, at the latest at its end.
+the stage, "rank": only there, "seconds": long a stage takes at most}. It happens in the stage, at latest at its end.
 """
 
 import json

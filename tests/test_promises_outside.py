@@ -243,7 +243,7 @@ def test_the_evil_one_works(tmp_path):
 
 ODD_CONFIGS = {
     "a list": "[]", "null": "null", "a number": "1e999", "no text": b"\x80\x04\x95\xff\xfe", "no JSON": "{",
-    "empty": "",
+    "empty": "", "deep": "[" * 100_000,
     "a pickle": pickle.dumps(Evil(Path("/nowhere"))),
     **{f"{field} {value}": {field: value} for field, value in dict(
         num_layers="2; import os", num_heads=2.0, method=["rope"], method_options=[], seed=None, model_dim=True,

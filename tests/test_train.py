@@ -610,3 +610,37 @@ def test_wandb_offline_stays_in_the_run_folder_and_changes_nothing(data, finishe
     folder = train(data, tmp_path, wandb="offline")
     assert len(list((folder / "wandb").glob("offline-run-*/run-*.wandb"))) == 1
     assert_same_run(folder, finished)
+
+
+# ---- checkpoints that load, and fit nothing --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "part, value",
+    [
+        ("config", None),
+        ("head", None),
+        ("model", {}),
+        ("step", "5"),
+        ("validation", [1]),
+        ("optimizers", {}),
+        ("rng", [7]),
+    ],
+)
+def test_a_checkpoint_of_other_content_is_one_line(part, value, data, finished, tmp_path, capsys):
+    folder = rewound(finished, tmp_path)
+    path = latest_checkpoint(folder / "checkpoints")
+    state = load_checkpoint(path)
+    if part == "head":
+        del state["model"]["head"]
+    else:
+        state[part] = value
+    torch.save(state, path)
+    assert f"{path} does not fit this run" in error_of(capsys, *arguments(data, tmp_path, resume="auto"))
+
+
+def test_a_last_update_that_spoils_the_weights_is_no_finished_run(data, tmp_path, capsys):
+    fields = dict(steps=1, cooldown_steps=0, head_lr=1e38, val_lengths=(16,))
+    error = error_of(capsys, *arguments(data, tmp_path, **fields))
+    assert "step 1: validation loss" in error and "lower the learning rates" in error
+    assert not (tmp_path / "run" / "summary.json").exists()

@@ -77,10 +77,17 @@ def compiled(compiler: str) -> Path:
     processor = Path("/proc/cpuinfo")
     flags = next((line for line in processor.read_text().splitlines() if line.startswith("flags")), "")
     key = hashlib.sha256("\n".join((SOURCE.read_text(), version, flags, *FLAGS)).encode()).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "scale_invariant_attention"
+    cache = os.environ.get("XDG_CACHE_HOME") or Path(os.path.expanduser("~")) / ".cache"
+    folder = Path(cache) / "scale_invariant_attention"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:  # no home
+        folder = Path(tempfile.gettempdir()) / f"scale_invariant_attention_{os.getuid()}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.stat().st_uid != os.getuid():
+            raise PermissionError(f"{folder} belongs to another user") from None
     path = folder / f"cpu-{key}.so"
     if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as temporary:  # then moved, whole, as others may be doing the same
             fresh = Path(temporary) / path.name
             command = [compiler, *FLAGS, str(SOURCE), "-o", str(fresh)]
