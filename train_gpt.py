@@ -99,6 +99,7 @@ def train(stop: StopRequest):
                     model.load_state_dict(state["model"])
                     optimizers.load_parameters()
                     optimizers.load_state_dict(state["optimizers"])
+                    # + 0: what is no number ends here.
                     start, seconds, skipped = state["step"] + 0, state["seconds"] + 0.0, state.get("skipped", 0) + 0
                     validation, wandb_id, rng = state["validation"], state["wandb_id"], state.get("rng", [])
                     validated = validation["step"] + 0 if validation else -1
