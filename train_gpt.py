@@ -11,12 +11,13 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import io
 import itertools
 import math
 import statistics
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 
 import torch
@@ -339,14 +340,23 @@ def read_config(arguments: list[str]) -> Config:
             hint = f"did you mean {' or '.join('--' + c for c in close)}?" if close else "--help lists all fields"
             raise ValueError(f"unknown field --{field}; {hint}")
     # Parsed unchecked, so that what Config refuses is one line from us and not a box from tyro.
-    parsed = tyro.cli(
-        Fields,
-        default=Fields(**base.to_dict()),
-        args=rest,
-        prog=f"train_gpt.py {name}",
-        description=f"{inspect.getdoc(PRESETS[name]) or ''}\n\nMethods: {', '.join(METHODS)}.",
-        use_underscores=True,
-    )
+    box = io.StringIO()
+    try:
+        with redirect_stderr(box):
+            parsed = tyro.cli(
+                Fields,
+                default=Fields(**base.to_dict()),
+                args=rest,
+                prog=f"train_gpt.py {name}",
+                description=f"{inspect.getdoc(PRESETS[name]) or ''}\n\nMethods: {', '.join(METHODS)}.",
+                use_underscores=True,
+            )
+    except SystemExit as leaving:
+        if not leaving.code:  # --help
+            raise
+        title, *lines = [line.strip(" │╭╮╰╯─-") for line in box.getvalue().splitlines()]  # a rule is then empty
+        said = itertools.takewhile(bool, itertools.dropwhile(lambda line: not line, lines))
+        raise ValueError(f"{' '.join(said)}; --help lists all fields") from None
     config = Config(**parsed.__dict__)
     return config if config.name else dataclasses.replace(config, name=f"{name}-{config.method}-s{config.seed}")
 
