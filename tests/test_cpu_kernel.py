@@ -178,7 +178,7 @@ def test_the_plan_says_why(tmp_path):
         ({}, "cpu our kernel for CPUs"),
         (dict(CXX="/nowhere/g++"), "blocks the kernel for CPUs cannot run: /nowhere/g++ cannot compile it: "),
         (dict(CXX="false"), "blocks the kernel for CPUs cannot run: false cannot compile it: "),
-        (dict(XDG_CACHE_HOME="/dev/null"), "blocks the kernel for CPUs cannot run: "),
+        (dict(XDG_CACHE_HOME="/dev/null", TMPDIR=str(tmp_path)), "cpu our kernel for CPUs"),  # no home: a folder there
     ]:
         environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(REPOSITORY), **variables}
         process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
