@@ -7,26 +7,21 @@ PRESET is one of configs/presets.py; `python train_gpt.py PRESET --help` lists a
 runs/<name>/ (see runtime/run_folder.py); `--resume auto` continues it from its latest checkpoint.
 """
 
-import dataclasses
-import difflib
 import functools
-import inspect
-import io
 import itertools
 import math
 import statistics
 import sys
 import time
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import tyro
 from tqdm import tqdm
 
-from configs.config import NOT_MATHEMATICS, Config, Fields, config_hash
-from configs.presets import PRESETS, preset
+from configs.command_line import read_config
+from configs.config import NOT_MATHEMATICS, Config, config_hash
 from configs.validation import validation_plan, validation_share
 from data.loader import TrainLoader, check_validation, micro_batch_size, validation_batches
 from data.shards import open_split
@@ -37,8 +32,8 @@ from optim.groups import split_parameters
 from optim.muon import Muon, as_matrices, fast_dtype, lr_scale
 from optim.schedule import check_schedule, lr_factor
 from optim.sharded import Group, Optimizers
-from runtime.checkpoint import fits, latest_checkpoint, load_checkpoint, save_checkpoint
-from runtime.device import Reading, compile_problem, device_name, peak_flops, peak_memory, rng_state, set_rng_state
+from runtime.checkpoint import check_same_run, fits, latest_checkpoint, load_checkpoint, save_checkpoint
+from runtime.device import Reading, choose_compile, device_name, peak_flops, peak_memory, rng_state, set_rng_state
 from runtime.metrics import Metrics, start_wandb
 from runtime.nonfinite import examine
 from runtime.processes import World, agree, failures_in_words, gather, limit_waiting, start_processes, stop_processes
@@ -56,7 +51,7 @@ def main():
 def train(stop: StopRequest):
     # ---- configuration, devices, data, model: what can be wrong is found before there is a run folder ----------------
     with user_errors():
-        config = read_config(sys.argv[1:])
+        config = read_config(sys.argv[1:], __doc__, METHODS)
         world = start_processes(config.device, config.context_parallel)
         path = Path(config.runs_dir) / config.name
         with agree(world):
@@ -96,7 +91,8 @@ def train(stop: StopRequest):
                 state = load_checkpoint(checkpoint)
                 with fits(checkpoint):
                     if not config.force:
-                        check_same_run(checkpoint, state, config, train_stream.fingerprint)
+                        fingerprint = train_stream.fingerprint
+                        check_same_run(checkpoint, state, config.to_dict(), fingerprint, may_differ=NOT_MATHEMATICS)
                     model.load_state_dict(state["model"])
                     optimizers.load_parameters()
                     optimizers.load_state_dict(state["optimizers"])
@@ -326,54 +322,6 @@ def user_errors(*kinds: type[Exception]):
         sys.exit(2)
 
 
-def read_config(arguments: list[str]) -> Config:
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(__doc__ + "\nPresets: " + ", ".join(PRESETS))
-        sys.exit(0 if arguments else 2)
-    name, *rest = arguments
-    base = preset(name)
-    fields = [field.name for field in dataclasses.fields(Config)]
-    for argument in rest:
-        field = argument.removeprefix("--").removeprefix("no-").removeprefix("no_").split("=")[0].replace("-", "_")
-        if argument.startswith("--") and field not in (*fields, "help"):
-            close = difflib.get_close_matches(field, fields, n=3)
-            hint = f"did you mean {' or '.join('--' + c for c in close)}?" if close else "--help lists all fields"
-            raise ValueError(f"unknown field --{field}; {hint}")
-    # Parsed unchecked, so that what Config refuses is one line from us and not a box from tyro.
-    box = io.StringIO()
-    try:
-        with redirect_stderr(box):
-            parsed = tyro.cli(
-                Fields,
-                default=Fields(**base.to_dict()),
-                args=rest,
-                prog=f"train_gpt.py {name}",
-                description=f"{inspect.getdoc(PRESETS[name]) or ''}\n\nMethods: {', '.join(METHODS)}.",
-                use_underscores=True,
-            )
-    except SystemExit as leaving:
-        if not leaving.code:  # --help
-            raise
-        title, *lines = [line.strip(" │╭╮╰╯─-") for line in box.getvalue().splitlines()]  # a rule is then empty
-        said = itertools.takewhile(bool, itertools.dropwhile(lambda line: not line, lines))
-        raise ValueError(f"{' '.join(said)}; --help lists all fields") from None
-    config = Config(**parsed.__dict__)
-    return config if config.name else dataclasses.replace(config, name=f"{name}-{config.method}-s{config.seed}")
-
-
-def choose_compile(wanted: str, device: torch.device, world_size: int = 1) -> tuple[str | None, str]:
-    """What to compile (model, blocks or None), and the words for the log."""
-    if wanted == "off":
-        return None, "off"
-    if problem := compile_problem(device):
-        if wanted == "auto":
-            return None, f"off, as it does not work here ({problem})"
-        raise ValueError(f"torch.compile does not work here ({problem}): use --compile off")
-    if wanted == "auto":
-        wanted = "blocks" if world_size > 1 and device.type == "cuda" else "model"
-    return wanted, wanted
-
-
 def compile_model(model: GPT, compiled: str | None) -> torch.nn.Module:
     torch._dynamo.config.recompile_limit = 32  # shapes: training and every validation length, ragged ends too
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # never fall back to eager without a word
@@ -435,17 +383,6 @@ def checkpoint_bytes(optimizers: Optimizers) -> int:
         for name, group in optimizers.groups.items()
         for p in group.params
     )
-
-
-def check_same_run(checkpoint: Path, state: dict, config: Config, fingerprint: str):
-    ours, theirs = config.to_dict(), state["config"]
-    different = [f for f in ours if f not in NOT_MATHEMATICS and ours[f] != theirs.get(f)]
-    if different:
-        changes = ", ".join(f"{f} {theirs.get(f)} -> {ours[f]}" for f in different)
-        raise ValueError(f"{checkpoint} is of another run ({changes}): choose another --name, or --force to go on")
-    if state["fingerprint"] != fingerprint:
-        words = f"{checkpoint} was trained on other data than {config.data_dir}"
-        raise ValueError(f"{words}: choose another --name, or --force to go on")
 
 
 def model_flops_per_token(config: Config) -> int:

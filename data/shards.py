@@ -6,8 +6,8 @@ uint16 tokens: the format of modded-nanogpt's FineWeb files. Training shards cou
 
     python -m data.shards verify data/fineweb10B
 
-reads every byte. What it cannot find: damage to the tokenizer's own file, and, in a manifest from before manifests had
-a checksum, a vocabulary size, tokenizer or source changed into another possible one.
+reads every byte, also of the `tokenizer.json` that text was prepared with. What it cannot find: in a manifest from
+before manifests had a checksum, a vocabulary size, tokenizer or source changed into another possible one.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import numpy as np
 MAGIC, VERSION = 20240520, 1
 HEADER_BYTES = 256 * 4
 TOKEN = np.dtype("<u2")
-MANIFEST = "manifest.json"
+MANIFEST, TOKENIZER_FILE = "manifest.json", "tokenizer.json"
 
 
 # ---- files ----
@@ -79,7 +79,8 @@ def sync(path: Path) -> None:
 
 
 # ---- manifest: {"tokenizer": name, "vocab_size": int, "files": {file name: describe_shard(file)}} ----
-# fineweb adds its "source"; in the file there is also "sha256", of the rest (not in manifests from before it).
+# fineweb adds its "source", a folder with a tokenizer.json its "tokenizer_sha256"; in the file there is also "sha256",
+# of the rest (not in manifests from before it).
 
 
 def read_manifest(folder: Path) -> dict | None:
@@ -97,7 +98,7 @@ def read_manifest(folder: Path) -> dict | None:
 
 
 def _manifest_problem(manifest) -> str | None:
-    types = {"tokenizer": str, "vocab_size": int, "source": str, "files": dict, "sha256": str}
+    types = {"tokenizer": str, "vocab_size": int, "source": str, "tokenizer_sha256": str, "files": dict, "sha256": str}
     if type(manifest) is not dict:
         return "it is not an object"
     if wrong := [key for key, value in manifest.items() if type(value) is not types.get(key)]:
@@ -118,6 +119,10 @@ def _manifest_problem(manifest) -> str | None:
 def _checksum(manifest: dict) -> str:
     rest = {key: value for key, value in manifest.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(rest).encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:
@@ -182,6 +187,8 @@ class ShardWriter:
         """Gives all shards their names, writes the manifest and returns it."""
         for split in list(self._open):
             self._finish(split)
+        if (tokenizer := self.folder / TOKENIZER_FILE).exists():
+            self.manifest["tokenizer_sha256"] = _sha256(tokenizer)
         write_manifest(self.folder, self.manifest)
         for name in self.manifest["files"]:
             os.replace(self._temporary(name), self.folder / name)
@@ -330,6 +337,10 @@ def verify(data_dir: Path) -> Iterator[tuple[str, str | None]]:
     manifest = read_manifest(data_dir)
     if manifest is None:
         raise FileNotFoundError(f"{data_dir / MANIFEST}: no such file, so there is nothing to verify against")
+    if "tokenizer_sha256" in manifest:
+        path = data_dir / TOKENIZER_FILE
+        same = path.exists() and _sha256(path) == manifest["tokenizer_sha256"]
+        yield TOKENIZER_FILE, None if same else "sha256 differs" if path.exists() else "missing"
     names = manifest["files"].keys() | {path.name for path in data_dir.glob("*.bin")}
     if not names:
         raise FileNotFoundError(f"{data_dir}: no shards, nor any in {MANIFEST}")

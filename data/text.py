@@ -28,10 +28,9 @@ from pathlib import Path
 import numpy as np
 
 from data.fineweb import time_limit
-from data.shards import ShardWriter, read_manifest
+from data.shards import TOKENIZER_FILE, ShardWriter, read_manifest
 
 END_OF_TEXT = "<|endoftext|>"
-TOKENIZER_FILE = "tokenizer.json"
 SHUFFLE_SEED = 0
 GPT2_VOCAB_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"  # as OpenAI published them
 GPT2_ENCODER_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,21 @@ def load_checkpoint(path: Path, map_location: str | torch.device = "cpu") -> dic
     except Exception as error:  # a flipped byte in the archive's index comes out as almost any of them
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{path} is damaged ({reason}): delete it to continue from the one before it") from error
+
+
+def check_same_run(path: Path, state: dict, config: dict, fingerprint: str, may_differ: Iterable[str]) -> None:
+    """ValueError that names the fields when a checkpoint's config is another, or its data is.
+
+    `may_differ` are fields that do not change what is computed.
+    """
+    theirs = state["config"]
+    different = [field for field in config if field not in may_differ and config[field] != theirs.get(field)]
+    if different:
+        changes = ", ".join(f"{field} {theirs.get(field)} -> {config[field]}" for field in different)
+        raise ValueError(f"{path} is of another run ({changes}): choose another --name, or --force to go on")
+    if state["fingerprint"] != fingerprint:
+        words = f"{path} was trained on other data than {config['data_dir']}"
+        raise ValueError(f"{words}: choose another --name, or --force to go on")
 
 
 @contextmanager

@@ -81,6 +81,19 @@ def compile_problem(device: torch.device) -> str | None:
     return None
 
 
+def choose_compile(wanted: str, device: torch.device, world_size: int = 1) -> tuple[str | None, str]:
+    """What to compile (model, blocks or None), and the words for the log; ValueError where `wanted` cannot be done."""
+    if wanted == "off":
+        return None, "off"
+    if problem := compile_problem(device):
+        if wanted == "auto":
+            return None, f"off, as it does not work here ({problem})"
+        raise ValueError(f"torch.compile does not work here ({problem}): use --compile off")
+    if wanted == "auto":
+        wanted = "blocks" if world_size > 1 and device.type == "cuda" else "model"
+    return wanted, wanted
+
+
 def keep_freed_memory() -> None:
     """Lets this process keep what it frees, for its next tensors, as PyTorch does on GPUs.
 

@@ -28,13 +28,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from configs.command_line import read_config
 from configs.config import Config
 from data.loader import TrainLoader, micro_batch_size
 from data.shards import open_split
 from model.attention import Plan, prefer_fast_sdpa
 from model.methods import METHODS
 from optim.sharded import Optimizers
-from runtime.device import published_peak
+from runtime.device import choose_compile, published_peak
 from runtime.processes import World, start_processes
 from scripts.baselines import MatrixMuon, NanoGPT, adamw, plain_loss, separate_projections, with_default_sdpa
 from scripts.bench_peers import WARM_UP, bench_peers, bench_processes, with_data
@@ -55,10 +56,8 @@ from scripts.tables import markdown_table
 from train_gpt import (
     build_model,
     build_optimizers,
-    choose_compile,
     compute_dtype,
     model_flops_per_token,
-    read_config,
     train_step,
     user_errors,
 )

@@ -27,12 +27,13 @@ from model.decoding import greedy_decode
 from model.gpt import GPT
 from optim.schedule import lr_factor
 from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from runtime.device import choose_compile
 from runtime.metrics import Metrics
 from runtime.processes import World, start_processes
 from runtime.run_folder import RunFolder
 from scripts.evaluate import load_run
 from scripts.tables import markdown_table
-from train_gpt import ROOT, build_optimizers, choose_compile, compile_model, user_errors
+from train_gpt import ROOT, build_optimizers, compile_model, user_errors
 
 SAVE_EVERY = 50  # steps
 TEST_SEED = 1_000_000  # of the scored examples, the same for all runs; no run is fine-tuned with it

@@ -31,13 +31,14 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from configs.command_line import read_config
 from configs.config import Config, require
 from configs.sweeps import SCALES, SWEEPS, Run, sweep
 from data.shards import open_split
 from model.methods import METHODS
 from runtime.signals import INTERRUPTED
 from scripts.runs import Folder, beside, failures, find, is_running, read_folders, state
-from train_gpt import ROOT, read_config, user_errors
+from train_gpt import ROOT, user_errors
 
 USER_ERROR = 2  # exit code of train_gpt.py; INTERRUPTED is another
 GRACE = 60  # seconds that a run has to save and end when it is told to stop

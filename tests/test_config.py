@@ -12,11 +12,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_methods import NAMES, assert_refused
 
+from configs.command_line import read_config
 from configs.config import NOT_MATHEMATICS, Config, config_hash
 from configs.presets import PRESETS, preset
 from data.loader import micro_batch_size
 from optim.schedule import check_schedule, lr_factor
-from train_gpt import build_model, read_config
+from train_gpt import build_model
 
 ROOT = Path(__file__).parent.parent
 FIELDS = [field.name for field in dataclasses.fields(Config)]

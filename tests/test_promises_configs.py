@@ -23,6 +23,7 @@ from test_train import here, make_data
 import train_gpt
 from configs.config import Fields
 from model.methods import method_options
+from runtime.device import compile_problem
 from runtime.metrics import read_metrics
 
 pytestmark = pytest.mark.promise(10, "every config trains or is refused")
@@ -238,7 +239,7 @@ def test_every_config_trains_or_is_refused_in_one_line(place, faults, long):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(train_gpt.compile_problem(torch.device("cpu")) is not None, reason="torch.compile does not work")
+@pytest.mark.skipif(compile_problem(torch.device("cpu")) is not None, reason="torch.compile does not work")
 @pytest.mark.parametrize("compile", ["model", "blocks"])
 def test_so_it_does_when_compiled(compile, place, faults, long):
     if not long:

@@ -28,10 +28,12 @@ SHARDS = [f"x_train_00000{i}.bin" for i in (1, 2, 3)] + ["x_val_000000.bin"]
 
 
 def write_data(folder):
-    """Shards of 100, 100 and 50 training tokens and of 50 for validation; returns the tokens of the splits."""
+    """Shards of 100, 100 and 50 training tokens, of 50 for validation, and a tokenizer; returns the splits' tokens."""
     rng = np.random.default_rng(2)
     tokens = {"train": rng.integers(0, VOCAB, 250), "val": rng.integers(0, VOCAB, 50)}
-    with ShardWriter(folder, "x", tokenizer="gpt2", vocab_size=VOCAB, shard_tokens=100) as writer:
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").write_bytes(rng.bytes(300))  # nothing looks into it here
+    with ShardWriter(folder, "x", tokenizer="tokenizer.json", vocab_size=VOCAB, shard_tokens=100) as writer:
         for split in tokens:
             writer.write(split, tokens[split])
         writer.close()
@@ -119,6 +121,13 @@ def folder_of_that_name(folder, rng):
     return True
 
 
+def changed_tokenizer(folder, rng):
+    path = folder / "tokenizer.json"
+    if rng.integers(5) == 0:
+        return path.unlink()
+    change(path, [lambda data: flip(data, rng.integers(8 * len(data))), lambda data: data[:-1]][rng.integers(2)])
+
+
 def flipped_bit_of_the_manifest(folder, rng):
     change(folder / "manifest.json", lambda data: flip(data, rng.integers(8 * len(data))))
     return True
@@ -166,6 +175,8 @@ def altered(manifest, rng, hidden):
         lambda: manifest.update(vocab_size="many"),
         lambda: manifest.update(tokenizer=["gpt2"]),
         lambda: manifest.update(source={}),
+        lambda: manifest.update(tokenizer_sha256=cut),
+        lambda: manifest.update(tokenizer_sha256=1),
         lambda: manifest.update({"fi\nles": {}}),
         lambda: manifest.pop(str(rng.choice(["files", "vocab_size", "tokenizer"]))),
     ]
@@ -189,9 +200,9 @@ def altered_manifest_without_checksum(folder, rng):
 
 
 DAMAGE = [
-    *(flipped_bit, flipped_bit, flipped_bit, flipped_bit_in_the_header, zeroed_bytes, truncated, appended, swapped),
-    *(missing, stray, folder_of_that_name, flipped_bit_of_the_manifest, flipped_bit_of_the_manifest, cut_manifest),
-    *(no_manifest_of_ours, altered_manifest, altered_manifest, altered_manifest_without_checksum),
+    *(changed_tokenizer, flipped_bit, flipped_bit, flipped_bit, flipped_bit_in_the_header, zeroed_bytes, truncated),
+    *(appended, swapped, missing, stray, folder_of_that_name, flipped_bit_of_the_manifest, flipped_bit_of_the_manifest),
+    *(cut_manifest, no_manifest_of_ours, altered_manifest, altered_manifest, altered_manifest_without_checksum),
     *(altered_manifest_without_checksum, altered_manifest_without_checksum),
 ]
 
@@ -309,7 +320,7 @@ def test_killed_writer_leaves_nothing_that_looks_like_data(tmp_path, faults, lon
             folder = tmp_path / str(n)
             assert_complete_or_refused(folder, tokens)
             write_data(folder)
-            assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", *SHARDS]
+            assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "tokenizer.json", *SHARDS]
             assert main(["verify", str(folder)]) == 0
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from configs.command_line import read_config
 from configs.sweeps import sweep
 from data.shards import ShardWriter
 from runtime.checkpoint import save_checkpoint
@@ -19,7 +20,7 @@ from scripts.reproduce import main
 from scripts.runs import read_folders
 from scripts.sweep import field_changes, make_plans, parse_arguments
 from scripts.tables import mean_and_stderr, paper_targets
-from train_gpt import build_model, read_config
+from train_gpt import build_model
 
 TINY = "--num_heads 2 --model_dim 16 --vocab_size 64 --train_length 64 --batch_tokens 64 --steps 2"
 

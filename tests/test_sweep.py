@@ -17,6 +17,7 @@ import pytest
 import torch
 import yaml
 
+from configs.command_line import read_config
 from configs.config import Config, config_hash
 from configs.sweeps import MAIN_METHODS, SCALES, SWEEPS, sweep
 from data.text import prepare
@@ -24,7 +25,6 @@ from runtime.checkpoint import latest_checkpoint, load_checkpoint
 from runtime.run_folder import RunFolder
 from scripts import sweep as script
 from scripts.runs import read_folders, state
-from train_gpt import read_config
 
 ROOT = Path(__file__).parents[1]
 SMALL = dict(

@@ -1,0 +1,54 @@
+"""The command line of train_gpt.py: a preset, and fields that differ from it."""
+
+import dataclasses
+import difflib
+import inspect
+import io
+import itertools
+import sys
+from collections.abc import Iterable
+from contextlib import redirect_stderr
+
+import tyro
+
+from configs.config import Config, Fields
+from configs.presets import PRESETS, preset
+
+
+def read_config(arguments: list[str], usage: str = "", methods: Iterable[str] = ()) -> Config:
+    """From a preset's name and --field value, as in sys.argv[1:]; ValueError, in one line, for what is none.
+
+    Ends the process after --help, for which are `usage`, of the program, and `methods`, of attention.
+    """
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage + "\nPresets: " + ", ".join(PRESETS))
+        sys.exit(0 if arguments else 2)
+    name, *rest = arguments
+    base = preset(name)
+    fields = [field.name for field in dataclasses.fields(Config)]
+    for argument in rest:
+        field = argument.removeprefix("--").removeprefix("no-").removeprefix("no_").split("=")[0].replace("-", "_")
+        if argument.startswith("--") and field not in (*fields, "help"):
+            close = difflib.get_close_matches(field, fields, n=3)
+            hint = f"did you mean {' or '.join('--' + c for c in close)}?" if close else "--help lists all fields"
+            raise ValueError(f"unknown field --{field}; {hint}")
+    # Parsed unchecked, so that what Config refuses is one line from us and not a box from tyro.
+    box = io.StringIO()
+    try:
+        with redirect_stderr(box):
+            parsed = tyro.cli(
+                Fields,
+                default=Fields(**base.to_dict()),
+                args=rest,
+                prog=f"train_gpt.py {name}",
+                description=f"{inspect.getdoc(PRESETS[name]) or ''}\n\nMethods: {', '.join(methods)}.",
+                use_underscores=True,
+            )
+    except SystemExit as leaving:
+        if not leaving.code:  # --help
+            raise
+        title, *lines = [line.strip(" │╭╮╰╯─-") for line in box.getvalue().splitlines()]  # a rule is then empty
+        said = itertools.takewhile(bool, itertools.dropwhile(lambda line: not line, lines))
+        raise ValueError(f"{' '.join(said)}; --help lists all fields") from None
+    config = Config(**parsed.__dict__)
+    return config if config.name else dataclasses.replace(config, name=f"{name}-{config.method}-s{config.seed}")
