@@ -46,6 +46,14 @@ def pytest_configure(config):
     config.stash[PROMISES] = {}
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """A file's SLOW_FIXTURES make the tests that use them slow."""
+    for item in items:
+        if set(item.fixturenames) & set(getattr(item.module, "SLOW_FIXTURES", ())):
+            item.add_marker("slow")
+
+
 @pytest.fixture
 def long(request) -> bool:
     return request.config.getoption("--long")

@@ -213,6 +213,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["auto", "blocks"])
 def test_training_at_4096_tokens_never_holds_all_pairs(backend):
     """4 heads x 4096 x 4096 float32 are 256 MiB; the causal half of them, 128 MiB."""

@@ -16,6 +16,8 @@ from scripts.attention_variants import VARIANTS, Case, Variant, dense
 from scripts.bench_protocol import again, paired_ratio, schedule
 from scripts.bench_tiles import make_launch
 
+SLOW_FIXTURES = ("attention",)
+
 ROOT = Path(__file__).parents[1]
 SIZES = "--device cpu --lengths 300 --tokens 300 --heads 4 --head-dim 16 --rounds 3".split()
 
@@ -167,6 +169,7 @@ def test_a_wrong_option_is_one_line_and_exit_code_2(arguments, words, monkeypatc
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_kernel_code_compiles_for_a_gpu_that_is_not_there(tmp_path):
     options = "--arch 90 --head-dim 64 --variants plain si --tiles forward 128 64 8 2".split()
     done = run_command("scripts.kernel_code", *options, TRITON_CACHE_DIR=str(tmp_path))

@@ -185,6 +185,7 @@ def test_timing_moves_no_weight(tiny_bench):
 # ---- the tables ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_tables_say_what_was_measured(monkeypatch, tmp_path, capsys):
     names = ["record8", "p_rope", "p_rope-loss", "record8+flex", "nanogpt"]
     arguments = [*names, "--rounds", 3, "--steps", 2, "--minutes", 0.1, "--out", tmp_path]

@@ -15,6 +15,8 @@ from model.gpt import GPT
 from model.kernels import cpu
 from model.methods import make_method
 
+SLOW_FIXTURES = ("ranks",)
+
 GROUPS = {2: [2, 3], 3: [0, 1, 2], 4: [0, 1, 2, 3]}  # size -> its ranks in the world of 4
 SHAPE = {2: (6, 150), 3: (6, 150), 4: (4, 300)}  # size -> heads, length; no kernel's tiles divide a rank's 50 or 75
 INTERPRETED = 4, 38  # heads, length for Triton's interpreter, which is slow

@@ -168,6 +168,7 @@ def test_other_dtypes_and_devices_run_elsewhere_or_are_refused():
         choose_backend(make(), torch.device("cuda"), "cpu")
 
 
+@pytest.mark.slow
 def test_the_plan_says_why(tmp_path):
     code = (
         "from model.attention import make_plan; from model.methods import make_method;"

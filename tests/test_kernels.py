@@ -388,6 +388,7 @@ def test_the_closed_form(small):
 # ---- deterministic ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_forward_and_deterministic_backward_repeat_bit_by_bit():
     inputs = [x.to(DEVICE) for x in cast(random_inputs(4, 140, 32, kv_heads=2), torch.float32)]
     made = coefficients_of(scale_invariant, 4, 32, 140)
@@ -518,6 +519,7 @@ def test_learned_tau(backend, q_offset, small):
     check_learned(attend, backend, q_offset)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["triton", "blocks"])
 def test_learned_tau_compiled(backend, small):
     """With a plan, as in training, made once; the coefficients are made anew in the graph."""
@@ -714,6 +716,7 @@ for run in (lambda: flash_attention(*torch.zeros(3, 1, 2, 5, 16)), lambda: make_
 """
 
 
+@pytest.mark.slow
 def test_a_cpu_without_the_interpreter_is_refused():
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     output = subprocess.run([sys.executable, "-c", ON_A_CPU], cwd=ROOT, env=env, capture_output=True, text=True)

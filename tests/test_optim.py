@@ -227,6 +227,7 @@ torch.save(runs, sys.argv[1])
 """
 
 
+@pytest.mark.slow
 def test_resume_in_a_fresh_process_is_exact_compiled_or_not(tmp_path):
     optimizers, runs = [], []
     for compile in (False, True):

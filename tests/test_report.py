@@ -406,6 +406,7 @@ def test_every_colour_can_be_seen_on_a_dark_page(colour):
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_runs_of_the_folder_and_refuses_what_is_no_run(tmp_path):
     write_run(tmp_path / "runs" / "a")
     write_run(tmp_path / "runs" / "b", stop=2)

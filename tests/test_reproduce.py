@@ -112,6 +112,7 @@ def test_paper_targets_are_whole():
             assert all(("bold" in t["note"]) == (t["mean"] == lowest) for t in column.values())
 
 
+@pytest.mark.slow
 def test_table_losses_has_means_errors_and_the_papers_numbers(tmp_path, call):
     values = write_study(tmp_path / "runs", "table_losses")
     code, said = call("table_losses", "--scale", "mini")
@@ -248,6 +249,7 @@ def test_llama_table_says_that_it_is_not_built(tmp_path, call):
 # ---- curves ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_curves_are_means_over_seeds(tmp_path, call):
     values = write_study(tmp_path / "runs", "figure_train_4k")
     code, said = call("figure_train_4k", "--scale", "mini")
@@ -382,6 +384,7 @@ def test_figure_sublog(tmp_path, call):
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_all_survives_broken_folders_and_sums_up(tmp_path, call):
     values = write_study(tmp_path / "runs", "table_infini")
     broken = tmp_path / "runs" / "mini-rope-s0"

@@ -77,6 +77,7 @@ def test_alone_an_error_of_set_up_reaches_the_caller(alone):
             raise FileNotFoundError("no shard")
 
 
+@pytest.mark.slow
 def test_when_one_rank_fails_in_set_up_all_leave_with_one_message(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(

@@ -12,6 +12,8 @@ from optim import sharded
 from optim.muon import Muon, as_matrices, lr_scale
 from optim.sharded import Group, Optimizers
 
+SLOW_FIXTURES = ("ranks",)
+
 WORLDS = (2, 3, 4)
 STEPS = 6
 

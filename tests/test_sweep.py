@@ -26,6 +26,8 @@ from runtime.run_folder import RunFolder
 from scripts import sweep as script
 from scripts.runs import read_folders, state
 
+SLOW_FIXTURES = ("finished", "disturbed", "failing")
+
 ROOT = Path(__file__).parents[1]
 SMALL = dict(
     vocab_size=512, num_layers=1, num_heads=2, model_dim=32,
@@ -385,6 +387,7 @@ def test_finished_run_on_other_data_does_not_count(copied, data, capsys):
     assert table["rope"][0] == "finished"
 
 
+@pytest.mark.slow
 def test_interrupted_run_under_another_name_is_resumed_there(data, finished, copied):
     mine = (copied / run().name).rename(copied / "mine")
     (mine / "summary.json").unlink()
@@ -516,6 +519,7 @@ def test_refused_by_two_processes(data, tmp_path, capsys):
 # ---- clusters --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_preempted_submitit_job_is_queued_again_and_resumes(data, finished, tmp_path):
     folder = tmp_path / run().name
     process = command(*options(data, tmp_path), "--executor", "submitit-local")

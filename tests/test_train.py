@@ -351,6 +351,7 @@ def test_parameters_of_a_method_are_recorded(data, tmp_path, method, options):
 # ---- resuming --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_is_the_uninterrupted_run(data, finished, tmp_path):
     train_until("checkpoint 10", data, tmp_path)
     assert_same_run(train(data, tmp_path, resume="auto"), finished)
