@@ -199,6 +199,7 @@ def test_file_that_is_no_shard_is_removed_and_named(tmp_path, hub):
     assert not (tmp_path / "out" / NAMES[0]).exists()
 
 
+@pytest.mark.slow
 def test_server_error_is_tried_three_times_and_one_line_says_so(tmp_path, hub):
     hub.breaks(down, "HEAD")
     result = download(tmp_path, url(hub), 1)
@@ -207,6 +208,7 @@ def test_server_error_is_tried_three_times_and_one_line_says_so(tmp_path, hub):
     assert result.stderr.count("trying again") == 2
 
 
+@pytest.mark.slow
 def test_no_server_is_one_line(tmp_path):
     with Hub() as closed:
         endpoint = url(closed)

@@ -166,6 +166,7 @@ def test_lengths_around_those_of_tiles(formula, length, small):
     check(formula, random_inputs(1, length, 16, seed=length))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(16, 16), (64, 16), (16, 64), (128, 128)])
 def test_tile_shapes(shape, tiles):
     tiles(shape, shape, shape)
@@ -177,6 +178,7 @@ def test_the_tiles_of_the_code(formula):
     check(formula, random_inputs(2, 100, 64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch, heads", [(3, 1), (1, 6), (2, 3)])
 @pytest.mark.parametrize("formula", [alibi, scale_invariant])
 def test_batches_and_heads(formula, batch, heads, small):
@@ -188,12 +190,14 @@ def test_head_dimensions(head_dim):
     check(smooth, random_inputs(1, 66, head_dim, seed=head_dim))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("formula, kv_heads", [(None, 2), (scale_invariant, 1), (alibi, 2), (smooth, 3)])
 def test_grouped_queries(formula, kv_heads, deterministic, small):
     check(formula, random_inputs(6, 20, 16, kv_heads=kv_heads), deterministic=deterministic)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("queries, keys, q_offset", [
     (1, 70, 69),  # decoding
     (33, 70, 37), (20, 70, 32), (33, 70, 17), (3, 70, 50),  # shards, and keys that no query sees
@@ -203,6 +207,7 @@ def test_query_offsets(formula, queries, keys, q_offset, small):
     check(formula, random_inputs(1, queries, 16, keys=keys, seed=q_offset), q_offset=q_offset)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("formula", [None, alibi, scale_invariant, smooth])
 def test_atomic_dq(formula, small):
     check(formula, random_inputs(2, 50, 20, keys=77), q_offset=27, deterministic=False)
@@ -240,6 +245,7 @@ def test_documents(ids, small):
     check(smooth, random_inputs(1, 77, 16), documents=torch.tensor([ids]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("queries, q_offset", [(1, 76), (40, 37), (30, 19)])
 @pytest.mark.parametrize("formula, deterministic", [(None, True), (alibi, False)])
 def test_documents_of_a_batch_seen_from_an_offset(formula, deterministic, queries, q_offset, small):
@@ -265,6 +271,7 @@ LAYOUTS = dict(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_layouts_of_inputs_and_of_the_output_gradient(layout, small):
     q, k, v, do = (random(2, 2, 20, 16, seed=i).float().to(DEVICE) for i in range(4))
@@ -341,6 +348,7 @@ def test_most_tiles_of_long_sequences_are_far(dtype, near):
         assert 128 < coefficients_of(scale_invariant, 6, 128, 4096, q_offset, dtype).far < near
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("q_offset, deterministic", [(0, True), (0, False), (213, True), (224, False)])
 @pytest.mark.parametrize("formula", [parabola, smooth, line_and_curve, curve_and_constant])
 def test_far_tiles(formula, q_offset, deterministic, tiles):
@@ -467,6 +475,7 @@ def dense_low_precision(formula, q, k, v, do, dtype):
     return o, rounded(ds @ k), rounded(ds.mT @ q), rounded(rounded(p).mT @ do)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads, length, head_dim, scale, deterministic", [
     (1, 200, 64, 1, True), (1, 150, 128, 3, False), (2, 66, 20, 1, True),
 ])
@@ -513,6 +522,7 @@ def check_learned(run, backend, q_offset=0, num_heads=3, length=40):
     assert_same_function(output, [*inputs, log_tau], expected, [*exact, learned], 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("q_offset", [0, 1, 39])
 @pytest.mark.parametrize("backend", ["triton", "blocks", "auto"])
 def test_learned_tau(backend, q_offset, small):
@@ -559,6 +569,7 @@ def test_learned_tau_of_two_functions(small):
     assert_same_function(output, [*inputs, change.log_slope], expected, [*exact, slope], 1e-5)
 
 
+@pytest.mark.slow
 def test_a_gpt_of_learned_tau_has_the_same_gradients_on_both_backends(small):
     torch.manual_seed(0)
     model = GPT(vocab_size=50, num_layers=2, num_heads=2, model_dim=32, train_length=64,
@@ -592,6 +603,7 @@ def test_attend_by_the_kernel_is_the_reference(name, small):
     assert_same_function(output, inputs, expected, exact, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("learn_tau, deterministic", [(True, True), (False, False)])
 def test_opcheck(learn_tau, deterministic, small):
     method = learned_method(2) if learn_tau else make("scale_invariant_nope", 2)
@@ -724,6 +736,7 @@ def test_a_cpu_without_the_interpreter_is_refused():
     assert len(lines) == 2 and all("TRITON_INTERPRET=1" in line and "not on cpu" in line for line in lines), output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=needs_cuda)])
 @pytest.mark.parametrize("name", ["alibi", "scale_invariant_p_rope"])
 def test_the_check_before_use_passes(name, dtype, small):

@@ -56,6 +56,7 @@ def test_workspace_counts_while_its_operation_runs():
     assert (memory.live, memory.peak) == (2 * y.nbytes, 2 * y.nbytes + 500)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [{}, dict(train_length=512, num_layers=5, num_heads=2, model_dim=56, vocab_size=777)]
 )
@@ -97,6 +98,7 @@ def test_a_validation_keeps_no_logits(tmp_path):
     assert peak < 0.5 * 768 * config.vocab_size * 4  # all logits in float32: 201 MB
 
 
+@pytest.mark.slow
 def test_training_and_validation_at_64k_fit_a_gpu_of_80_gb():
     rows = count(dataclasses.replace(preset("gpt_162m_64k"), val_lengths=(65_536,)), CPU)
     assert [(row["work"], row["length"]) for row in rows] == [("training", 65_536), ("validation", 65_536)]

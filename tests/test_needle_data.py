@@ -393,6 +393,7 @@ def test_damaged_c4_file_is_named_and_removed(hub, tmp_path, data_dir):
     assert len(train) == 30
 
 
+@pytest.mark.slow
 def test_c4_without_the_hub_is_one_line(hub, tmp_path, data_dir):
     hub.files.clear()
     (error,) = c4_documents(hub, tmp_path, data_dir, ("val", 1))

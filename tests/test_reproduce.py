@@ -285,6 +285,7 @@ def test_a_mean_is_over_losses_on_the_same_tokens(tmp_path, call):
     assert steps == {"256": [0, 400, 800, 1200], "1024": [1200], "4096": [1200]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("item", ["figure_train_lengths", "figure_tau"])
 def test_curve_figures(item, tmp_path, call):
     write_study(tmp_path / "runs", item)
@@ -344,6 +345,7 @@ def write_models(tmp_path, item, num_layers, val_tokens):
     return fields
 
 
+@pytest.mark.slow
 def test_figure_qq(tmp_path, call):
     fields = write_models(tmp_path, "figure_qq", num_layers=2, val_tokens=400)
     folder = next(f.path for f in read_folders(tmp_path / "runs") if f.config.method == "p_rope")
@@ -356,6 +358,7 @@ def test_figure_qq(tmp_path, call):
     assert len(rows(tmp_path / "out" / "figure_qq_heads.csv")) == 2 * 2 * 2 * 3  # two heads and all
 
 
+@pytest.mark.slow
 def test_figure_entropy_with_trained_models(tmp_path, call):
     fields = write_models(tmp_path, "figure_entropy", num_layers=1, val_tokens=4 * 4096)
     code, said = call("figure_entropy", "--scale", "mini", "--draws", "2", *fields)
