@@ -22,6 +22,7 @@ from runtime.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
 KILLS = (1, "killed at any instant, a run goes on bit for bit")
+RESUME = (2, "resumed on another division of the work, a run goes on with the same losses; another run is refused")
 SIGNALS = (3, "told to stop, a run saves within a step")
 DISK = (4, "a full or read-only disk costs no checkpoint")
 NONFINITE = (7, "a step that is not finite changes no weight")
@@ -89,6 +90,52 @@ def test_killed_at_random_moments_in_every_stage(data, lives, faults, long, tmp_
     assert code == 0, said
     assert_same_run(tmp_path / "run", tmp_path / "undisturbed" / "run")
     assert sorted(p.name for p in (tmp_path / "run").rglob("*.partial")) == []
+
+
+# ---- resuming --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.promise(*RESUME)
+def test_resumed_in_other_micro_batches_and_processes(data, undisturbed, lives, faults, long, tmp_path):
+    rng = random.Random(2)
+    for number in range(40 if long else 4):
+        processes = 2 if long and number % 10 == 0 else 1
+        with faults(f"resumed in other micro-batches by {processes}"):
+            runs, sizes = tmp_path / str(number), rng.sample([16, 32, 64, 128], 3)
+            for size in sizes[:2]:
+                words = arguments(data, runs, resume="auto", micro_batch_tokens=size)
+                code, said = lives.live(words, tmp_path / "output", at("step", rng.randint(2, 9)))
+                assert code == -signal.SIGKILL, said
+            words = arguments(data, runs, resume="auto", micro_batch_tokens=sizes[2])
+            code, said = lives.live(words, tmp_path / "output") if processes == 1 else on_two_ranks(words, {})[:2]
+            assert code == 0, said
+            assert_close_run(runs / "run", undisturbed)
+
+
+@pytest.mark.promise(*RESUME)
+def test_another_run_or_other_data_is_refused_unless_forced(data, lives, faults, tmp_path):
+    words = arguments(data, tmp_path, resume="auto")
+    assert lives.live(words, tmp_path / "output", at("step", 8))[0] == -signal.SIGKILL
+    log = (tmp_path / "run/log.txt").read_text()
+    other_data = make_data(tmp_path / "other", seed=1)
+    changes = dict(
+        seed=1, method="p_rope", num_layers=1, num_heads=1, model_dim=64, train_length=32, batch_tokens=256, steps=21,
+        cooldown_steps=5, muon_lr=0.03, adam_betas=(0.8, 0.95), head_lr=0.003,
+    )  # fmt: skip
+    for change in [*({field: value} for field, value in changes.items()), dict(data_dir=other_data)]:
+        with faults("resumed as another run"):
+            words = arguments(**dict(data=data, runs=tmp_path, resume="auto") | change)
+            code, said = lives.live(words, tmp_path / "output")
+            named = "other data" if "data_dir" in change else f"{next(iter(change))} "
+            assert code == 2 and named in one_line(said) and "--force" in said, said
+            assert (tmp_path / "run/log.txt").read_text() == log
+    for change in (dict(muon_lr=0.03), dict(data_dir=other_data)):
+        with faults("resumed as another run by force"):
+            runs = tmp_path / next(iter(change))
+            shutil.copytree(tmp_path / "run", runs / "run")
+            words = arguments(**dict(data=data, runs=runs, resume="auto") | change)
+            code, said = lives.live([*words, "--force"], tmp_path / "output")
+            assert code == 0 and "resumed at step 5" in said, said
 
 
 # ---- signals ---------------------------------------------------------------------------------------------------------
@@ -205,6 +252,7 @@ def disk(tmp_path):
 def test_full_or_read_only_disk(data, undisturbed, lives, faults, long, disk, tmp_path):
     rng = random.Random(4)
     places = ["checkpoint write", "metrics write", "log write", "rename of the checkpoint"]
+    bitten, number = 0, 0
     for number in range(48 if long else 6):
         place, do = places[number % 4], "read_only" if number % 3 == 2 else "full"
         with faults(f"{do.replace('_', '-')} in {place}"):
@@ -215,6 +263,7 @@ def test_full_or_read_only_disk(data, undisturbed, lives, faults, long, disk, tm
             words = arguments(data, runs, resume="auto")
             code, said = lives.live(words, tmp_path / "output", fault)
             finished = code == 0  # what was left was enough
+            bitten += not finished
             if not finished:
                 assert code == 2 and str(runs / "run") in one_line(said), said
                 assert re.search("No space left|Read-only file system", one_line(said)), said
@@ -230,6 +279,7 @@ def test_full_or_read_only_disk(data, undisturbed, lives, faults, long, disk, tm
             assert code == 0, said
             assert_same_run(runs / "run", undisturbed)
             shutil.rmtree(runs)
+    assert bitten > number // 2
 
 
 # ---- numbers that are not finite -------------------------------------------------------------------------------------
