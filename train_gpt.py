@@ -13,14 +13,13 @@ import math
 import statistics
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from configs.command_line import read_config
+from configs.command_line import read_config, user_errors
 from configs.config import NOT_MATHEMATICS, Config, config_hash
 from configs.validation import validation_plan, validation_share
 from data.loader import TrainLoader, check_validation, micro_batch_size, validation_batches
@@ -310,16 +309,6 @@ def train(stop: StopRequest):
 
 
 # ---- set-up ----------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def user_errors(*kinds: type[Exception]):
-    """One line and exit code 2 for what the user can put right."""
-    try:
-        yield
-    except kinds or (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 def compile_model(model: GPT, compiled: str | None) -> torch.nn.Module:

@@ -1,4 +1,4 @@
-"""The command line of train_gpt.py: a preset, and fields that differ from it."""
+"""The command line of train_gpt.py: a preset, and fields that differ from it; and how all commands refuse."""
 
 import dataclasses
 import difflib
@@ -7,12 +7,22 @@ import io
 import itertools
 import sys
 from collections.abc import Iterable
-from contextlib import redirect_stderr
+from contextlib import contextmanager, redirect_stderr
 
 import tyro
 
 from configs.config import Config, Fields
 from configs.presets import PRESETS, preset
+
+
+@contextmanager
+def user_errors(*kinds: type[Exception]):
+    """One line and exit code 2 for what the user can put right."""
+    try:
+        yield
+    except kinds or (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def read_config(arguments: list[str], usage: str = "", methods: Iterable[str] = ()) -> Config:

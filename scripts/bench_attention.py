@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from configs.command_line import user_errors
 from model.attention import plain_attention
 from runtime.processes import start_processes
 from scripts.attention_variants import VARIANTS, Attend, Case, Variant, default_variants, dense
@@ -39,7 +40,6 @@ from scripts.bench_protocol import (
     time_calls,
 )
 from scripts.tables import markdown_table
-from train_gpt import user_errors
 
 CUDA_DEFAULTS = dict(lengths=[4096, 16384, 65536], head_dim=128, heads=6, tokens=65536, dtype="bfloat16")
 CPU_DEFAULTS = dict(lengths=[512, 1024, 4096], head_dim=64, heads=4, tokens=4096, dtype="float32")

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from configs.command_line import user_errors
 from configs.config import Config
 from configs.presets import preset
 from configs.validation import validation_share
@@ -25,7 +26,7 @@ from runtime.device import PEAK_BF16_FLOPS
 from runtime.processes import World
 from scripts.bench_protocol import Report
 from scripts.tables import markdown_table
-from train_gpt import build_model, build_optimizers, model_flops_per_token, user_errors
+from train_gpt import build_model, build_optimizers, model_flops_per_token
 
 PAPER = ["gpt_162m_4k", "gpt_162m_16k", "gpt_162m_64k", "gpt_304m_4k"]
 PAPER_HOURS = {  # its appendix on compute, "roughly"

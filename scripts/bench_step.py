@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from configs.command_line import read_config
+from configs.command_line import read_config, user_errors
 from configs.config import Config
 from data.loader import TrainLoader, micro_batch_size
 from data.shards import open_split
@@ -53,14 +53,7 @@ from scripts.bench_protocol import (
     time_calls,
 )
 from scripts.tables import markdown_table
-from train_gpt import (
-    build_model,
-    build_optimizers,
-    compute_dtype,
-    model_flops_per_token,
-    train_step,
-    user_errors,
-)
+from train_gpt import build_model, build_optimizers, compute_dtype, model_flops_per_token, train_step
 
 OURS = "scale_invariant_p_rope"
 MAIN = ["record8", "p_rope", OURS, "logn_p_rope", "alibi", "record8+flex", "nanogpt"]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from configs.command_line import user_errors
 from configs.config import Config, require
 from data.loader import check_validation
 from data.shards import open_split
@@ -22,7 +23,7 @@ from runtime.files import replace_file, to_json
 from runtime.processes import start_processes
 from scripts.runs import stored_config, val_tokens
 from scripts.tables import loss_table, markdown_table
-from train_gpt import build_model, compute_dtype, user_errors, validate
+from train_gpt import build_model, compute_dtype, validate
 
 EVALUATION = "evaluation.json"
 

@@ -23,11 +23,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from configs.command_line import user_errors
 from model.kernels import flash
 from model.kernels.distance import NOWHERE, Coefficients, closed_form, make_coefficients
 from model.methods import make_method
 from scripts.tables import markdown_table
-from train_gpt import user_errors
 
 ROLES = ("forward", "query_gradient", "key_gradient")  # the keys of choose_tiles
 KERNELS = (*ROLES, "key_gradient atomic")

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from configs.command_line import user_errors
 from configs.config import Config
 from configs.presets import preset
 from model.attention import prefer_fast_sdpa
@@ -32,14 +33,7 @@ from model.loss import LOGIT_BYTES
 from runtime.device import choose_compile, device_name
 from runtime.processes import World, start_processes
 from scripts.tables import markdown_table
-from train_gpt import (
-    build_model,
-    build_optimizers,
-    compile_model,
-    compute_dtype,
-    train_step,
-    user_errors,
-)
+from train_gpt import build_model, build_optimizers, compile_model, compute_dtype, train_step
 
 
 class StorageCount(TorchDispatchMode):

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from configs.command_line import user_errors
 from configs.config import Config, config_hash
 from data.loader import micro_batch_size
 from data.needle import Haystack, NeedleTask, oracle_accuracy, score
@@ -33,8 +34,9 @@ from runtime.processes import World, start_processes
 from runtime.run_folder import RunFolder
 from scripts.evaluate import load_run
 from scripts.tables import markdown_table
-from train_gpt import ROOT, build_optimizers, compile_model, user_errors
+from train_gpt import build_optimizers, compile_model
 
+ROOT = Path(__file__).parents[1]
 SAVE_EVERY = 50  # steps
 TEST_SEED = 1_000_000  # of the scored examples, the same for all runs; no run is fine-tuned with it
 

@@ -17,14 +17,13 @@ import sysconfig
 import time
 from pathlib import Path
 
-from configs.command_line import read_config
+from configs.command_line import read_config, user_errors
 from configs.presets import quickstart
 from data.shards import verify
 from data.text import prepare
 from scripts.runs import beside
 from scripts.sweep import Job, train
 from scripts.tables import loss_table
-from train_gpt import user_errors
 
 ROOT = Path(__file__).parent.parent
 # label: arguments of train_gpt.py. In this order, two at a time, no two runs compile the same graph at once: the first

@@ -17,11 +17,11 @@ import re
 import statistics
 from pathlib import Path
 
+from configs.command_line import user_errors
 from configs.config import NOT_MATHEMATICS, Config, config_hash, require
 from runtime.files import replace_file, to_json
 from scripts.figures import LINES, OTHER, method_name
 from scripts.runs import Folder, failures, folder_state, read_folder, val_tokens
-from train_gpt import user_errors
 
 POINTS = 400  # of a curve at most; 60 runs of any length make a page of about 2 MB
 DASHES = {"-": "", "--": "7 4", ":": "2 3", "-.": "8 3 2 3"}  # matplotlib's line styles in SVG

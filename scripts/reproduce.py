@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from configs.command_line import user_errors
 from configs.presets import preset
 from configs.sweeps import SCALES, SWEEPS, Run, sweep
 from model.methods import METHODS, method_options
@@ -37,7 +38,6 @@ from scripts.figures import draw_curves, line, method_name, write_csv
 from scripts.runs import Folder, find, read_folders, state, val_tokens
 from scripts.sweep import field_changes
 from scripts.tables import bold, markdown_table, mean_and_stderr, paper_targets, pm
-from train_gpt import user_errors
 
 PAPER_TRAIN_LENGTH = 4096  # of all its tables
 DRAWS = 400

@@ -31,15 +31,15 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from configs.command_line import read_config
+from configs.command_line import read_config, user_errors
 from configs.config import Config, require
 from configs.sweeps import SCALES, SWEEPS, Run, sweep
 from data.shards import open_split
 from model.methods import METHODS
 from runtime.signals import INTERRUPTED
 from scripts.runs import Folder, beside, failures, find, is_running, read_folders, state
-from train_gpt import ROOT, user_errors
 
+ROOT = Path(__file__).parents[1]
 USER_ERROR = 2  # exit code of train_gpt.py; INTERRUPTED is another
 GRACE = 60  # seconds that a run has to save and end when it is told to stop
 POLL = 0.5  # seconds

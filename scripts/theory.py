@@ -18,9 +18,9 @@ import torch
 from numpy.polynomial.hermite_e import hermegauss
 from torch import Tensor
 
+from configs.command_line import user_errors
 from model.methods import make_method
 from scripts.tables import markdown_table, mean_and_stderr
-from train_gpt import user_errors
 
 RANGES = ((10, 100), (100, 1_000), (1_000, 10_000))  # of distances t (fig:entropy, middle)
 LOCAL = 100  # the previous tokens whose share of the attention is measured (fig:entropy, right)
