@@ -17,7 +17,7 @@ from configs.presets import PRESETS, preset
 
 @contextmanager
 def user_errors(*kinds: type[Exception]):
-    """One line and exit code 2 for what the user can put right."""
+    """One line and exit code 2 for what the user can put right: ValueError and OSError, unless others are named."""
     try:
         yield
     except kinds or (ValueError, OSError) as error:
@@ -28,7 +28,7 @@ def user_errors(*kinds: type[Exception]):
 def read_config(arguments: list[str], usage: str = "", methods: Iterable[str] = ()) -> Config:
     """From a preset's name and --field value, as in sys.argv[1:]; ValueError, in one line, for what is none.
 
-    Ends the process after --help, for which are `usage`, of the program, and `methods`, of attention.
+    --help ends the process; `usage` (of the program) and `methods` (the names of the attention methods) are its text.
     """
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage + "\nPresets: " + ", ".join(PRESETS))

@@ -71,10 +71,12 @@ def check_same_run(path: Path, state: dict, config: dict, fingerprint: str, may_
     different = [field for field in config if field not in may_differ and config[field] != theirs.get(field)]
     if different:
         changes = ", ".join(f"{field} {theirs.get(field)} -> {config[field]}" for field in different)
-        raise ValueError(f"{path} is of another run ({changes}): choose another --name, or --force to go on")
-    if state["fingerprint"] != fingerprint:
-        words = f"{path} was trained on other data than {config['data_dir']}"
-        raise ValueError(f"{words}: choose another --name, or --force to go on")
+        problem = f"is of another run ({changes})"
+    elif state["fingerprint"] != fingerprint:
+        problem = f"was trained on other data than {config['data_dir']}"
+    else:
+        return
+    raise ValueError(f"{path} {problem}: choose another --name, or --force to go on")
 
 
 @contextmanager

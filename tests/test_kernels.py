@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 from model.attention import attend, choose_backend, failed_check, make_plan, plain_attention  # noqa: E402
 from model.gpt import GPT  # noqa: E402
 from model.kernels import flash  # noqa: E402
-from model.kernels.distance import CLOSED_FORM, EVERYWHERE, LOG2E, NOWHERE, TOLERANCE, closed_form, make_coefficients  # noqa: E402  # noqa: E402
+from model.kernels.distance import CLOSED_FORM, EVERYWHERE, LOG2E, NOWHERE, TOLERANCE, closed_form, make_coefficients  # noqa: E402
 from model.kernels.flash import Tiles, flash_attention  # noqa: E402
 from model.methods.base import Method, ScoreChange  # noqa: E402
 

@@ -252,7 +252,7 @@ def disk(tmp_path):
 def test_full_or_read_only_disk(data, undisturbed, lives, faults, long, disk, tmp_path):
     rng = random.Random(4)
     places = ["checkpoint write", "metrics write", "log write", "rename of the checkpoint"]
-    bitten, number = 0, 0
+    bitten = 0
     for number in range(48 if long else 6):
         place, do = places[number % 4], "read_only" if number % 3 == 2 else "full"
         with faults(f"{do.replace('_', '-')} in {place}"):
