@@ -24,9 +24,10 @@ from configs.config import NOT_MATHEMATICS, Config, config_hash
 from configs.validation import validation_plan, validation_share
 from data.loader import TrainLoader, check_validation, micro_batch_size, validation_batches
 from data.shards import open_split
-from model.attention import prefer_fast_sdpa
+from model.attention import Plan, prefer_fast_sdpa
 from model.gpt import GPT
-from model.methods import METHODS, method_options
+from model.methods import METHODS, check_options, make_alternative
+from model.methods.base import Method
 from optim.groups import split_parameters
 from optim.muon import Muon, as_matrices, fast_dtype, lr_scale
 from optim.schedule import check_schedule, lr_factor
@@ -71,11 +72,9 @@ def train(stop: StopRequest):
             prefer_fast_sdpa(world.device)
             torch.manual_seed(config.seed)
             model = build_model(config, dtype).to(world.device)
-            plans = {
-                length: model.plan(length, backend=config.attention_backend, context=world.context)
-                for length in (config.train_length, *config.val_lengths)
-            }
-            if world.device.type == "cpu" and plans[config.train_length].backend == "flex":
+            plan = model.plan(config.train_length, backend=config.attention_backend, context=world.context)
+            val_plans = validation_plans(model, config, config.val_lengths, world)
+            if world.device.type == "cpu" and plan.backend == "flex":
                 raise ValueError("FlexAttention cannot train on a CPU: use --attention_backend auto")
             optimizers = build_optimizers(config, model, bool(compiled), world)
             if world.is_main:
@@ -138,10 +137,10 @@ def train(stop: StopRequest):
     say(f"{path}: {config.method} {config.method_options or ''} on {world.world_size} x {device_name(world.device)}")
     accumulation = config.batch_tokens // config.train_length // micro_batch // world.data_size
     say(
-        f"{num_parameters:,} parameters; {config.steps} steps of {config.batch_tokens:,} tokens, {accumulation} x "
+        f"{num_parameters:,} parameters; {config.steps} steps ({schedule_in_words(config)}) of {config.batch_tokens:,} "
+        f"tokens, {accumulation} x "
         f"{micro_batch} sequences of {config.train_length} a process; {flops_per_token / 1e6:,.1f} MFLOP a token"
     )
-    plan = plans[config.train_length]
     say(f"{str(dtype).removeprefix('torch.')}; compile {compile_note}; attention by {plan.backend} ({plan.why})")
     say(f"MFU of {peak:.3g} FLOP/s ({peak_source})")
     share = f"validation profile {config.val_profile}: {validation_share(config):.1%} of the FLOPs of training"
@@ -245,7 +244,8 @@ def train(stop: StopRequest):
                 save(step)  # first, because a validation can run out of memory
             if passes and not stopping and step != validated:
                 began = time.monotonic()
-                losses = validate(evaluated_model, plans, config, val_stream, world, passes, lambda: stop.agreed(world))
+                stops = functools.partial(stop.agreed, world)
+                losses = validate_all(evaluated_model, val_plans, config, val_stream, world, passes, stops)
                 stopping = losses is None
             if passes and not stopping and step != validated:
                 validated = step
@@ -254,8 +254,10 @@ def train(stop: StopRequest):
                     validation |= attention_statistics(model, config, val_stream)
                     validation |= dict(val_seconds=round(time.monotonic() - began, 3))
                     metrics.write(validation)
-                losses = ", ".join(f"{loss:.4f} at {length}" for length, loss in validation["val_loss"].items())
-                say(f"step {step}/{config.steps}  validation loss {losses}  ({time.monotonic() - began:.1f} s)")
+                took = f"({time.monotonic() - began:.1f} s)"
+                say(f"step {step}/{config.steps}  validation loss {losses_in_words(validation['val_loss'])}  {took}")
+                for name, theirs in validation.get("val_loss_as", {}).items():
+                    say(f"step {step}/{config.steps}  the same weights as {name}: {losses_in_words(theirs)}")
             if (save_now or stopping) and start < step < config.steps:
                 save(step)
             clock = time.monotonic()
@@ -288,6 +290,7 @@ def train(stop: StopRequest):
             method=config.method,
             train_length=config.train_length,
             val_loss=validation["val_loss"],
+            val_loss_as=validation.get("val_loss_as", {}),
             val_tokens=validation["val_tokens"],
             val_profile=config.val_profile,
             steps=config.steps,
@@ -325,9 +328,6 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
 
 
 def build_model(config: Config, dtype: torch.dtype) -> GPT:
-    options = dict(config.method_options)
-    if config.rotary_base_length and "base_length" in method_options(config.method):
-        options.setdefault("base_length", config.rotary_base_length)
     model = GPT(
         vocab_size=config.vocab_size,
         num_layers=config.num_layers,
@@ -335,12 +335,29 @@ def build_model(config: Config, dtype: torch.dtype) -> GPT:
         model_dim=config.model_dim,
         train_length=config.train_length,
         method=config.method,
-        method_options=options,
+        method_options=config.method_options,
+        length_scale=config.length_scale,
         dtype=dtype,
     )
     if config.bf16_embedding:
         model.embedding.bfloat16()
     return model
+
+
+def build_alternatives(config: Config) -> dict[str, Method]:
+    """The methods of validate_as, by name. ValueError for one that does not train as the run's method does."""
+    shape = dict(num_heads=config.num_heads, head_dim=config.model_dim // config.num_heads)
+    shape |= dict(train_length=config.train_length, length_scale=config.length_scale)
+    check_options(config.method, config.method_options)  # before one can be mistaken for a part of the shape
+    alternative = functools.partial(make_alternative, config.method, **shape, **config.method_options)
+    return {name: alternative(name) for name in config.validate_as}
+
+
+def validation_plans(model: GPT, config: Config, lengths, world: World) -> dict[str, dict[int, Plan]]:
+    """The plans of validations, by method and length: of the method that trains, and of those of validate_as."""
+    methods = {config.method: None} | build_alternatives(config)
+    where = dict(backend=config.attention_backend, context=world.context)
+    return {name: {n: model.plan(n, method=method, **where) for n in lengths} for name, method in methods.items()}
 
 
 def build_optimizers(config: Config, model: GPT, compiled: bool, world: World) -> Optimizers:
@@ -363,6 +380,13 @@ def build_optimizers(config: Config, model: GPT, compiled: bool, world: World) -
         embedding=Group(params["embedding"], adam, config.embedding_lr),
     )
     return Optimizers(groups, world.rank, world.world_size, skip=config.on_nonfinite == "skip")
+
+
+def schedule_in_words(config: Config) -> str:
+    if config.schedule == "cosine":
+        return "cosine"
+    warmup = f"the first {config.warmup_steps} of warm-up, " if config.warmup_steps else ""
+    return f"{warmup}the last {config.cooldown_steps} of cooldown"
 
 
 def checkpoint_bytes(optimizers: Optimizers) -> int:
@@ -447,6 +471,31 @@ def validate(
         by_position[str(length)] = [round(mean[a:b].mean().item(), 5) for a, b in zip(edges, edges[1:]) if b > a]
     val_tokens = {str(length): tokens for length, tokens in passes.items()}
     return dict(val_loss=val_loss, val_tokens=val_tokens, val_loss_by_position=by_position)
+
+
+def validate_all(model, plans: dict[str, dict], config: Config, stream, world, passes, stopping) -> dict | None:
+    """validate with the method that trains; and val_loss_as, the losses of the same weights run as validate_as."""
+    ours = plans[config.method]
+    result = validate(model, ours, config, stream, world, passes, stopping)
+    if result is None or not config.validate_as:
+        return result
+    as_others = {}
+    for name in config.validate_as:
+        theirs = plans[name]
+        differ = {n: passes[n] for n in passes if not same_rotation(ours[n], theirs[n])}
+        found = validate(model, theirs, config, stream, world, differ, stopping)
+        if found is None:
+            return None
+        as_others[name] = result["val_loss"] | found["val_loss"]
+    return result | dict(val_loss_as=as_others)
+
+
+def same_rotation(a: Plan, b: Plan) -> bool:
+    return torch.equal(a.cos, b.cos) and torch.equal(a.sin, b.sin)
+
+
+def losses_in_words(val_loss: dict) -> str:
+    return ", ".join(f"{loss:.4f} at {length}" for length, loss in val_loss.items())
 
 
 def attention_statistics(model: GPT, config: Config, stream) -> dict:

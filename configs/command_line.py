@@ -11,8 +11,10 @@ from contextlib import contextmanager, redirect_stderr
 
 import tyro
 
-from configs.config import Config, Fields
+from configs.config import Config, Fields, with_changes
 from configs.presets import PRESETS, preset
+
+FIELDS = [field.name for field in dataclasses.fields(Config)]
 
 
 @contextmanager
@@ -35,11 +37,9 @@ def read_config(arguments: list[str], usage: str = "", methods: Iterable[str] = 
         sys.exit(0 if arguments else 2)
     name, *rest = arguments
     base = preset(name)
-    fields = [field.name for field in dataclasses.fields(Config)]
-    for argument in rest:
-        field = argument.removeprefix("--").removeprefix("no-").removeprefix("no_").split("=")[0].replace("-", "_")
-        if argument.startswith("--") and field not in (*fields, "help"):
-            close = difflib.get_close_matches(field, fields, n=3)
+    for field in named_fields(rest):
+        if field not in (*FIELDS, "help"):
+            close = difflib.get_close_matches(field, FIELDS, n=3)
             hint = f"did you mean {' or '.join('--' + c for c in close)}?" if close else "--help lists all fields"
             raise ValueError(f"unknown field --{field}; {hint}")
     # Parsed unchecked, so that what Config refuses is one line from us and not a box from tyro.
@@ -60,5 +60,11 @@ def read_config(arguments: list[str], usage: str = "", methods: Iterable[str] = 
         title, *lines = [line.strip(" │╭╮╰╯─-") for line in box.getvalue().splitlines()]  # a rule is then empty
         said = itertools.takewhile(bool, itertools.dropwhile(lambda line: not line, lines))
         raise ValueError(f"{' '.join(said)}; --help lists all fields") from None
-    config = Config(**parsed.__dict__)
+    config = with_changes(base, {field: getattr(parsed, field) for field in named_fields(rest)})
     return config if config.name else dataclasses.replace(config, name=f"{name}-{config.method}-s{config.seed}")
+
+
+def named_fields(arguments: list[str]) -> list[str]:
+    """The fields that --field value, --field=value, --no_field among the arguments set, each once."""
+    words = [word.removeprefix("--").split("=")[0].replace("-", "_") for word in arguments if word.startswith("--")]
+    return list(dict.fromkeys(word if word in FIELDS else word.removeprefix("no_") for word in words))

@@ -44,8 +44,11 @@ class Fields:
     """Attention method, one of those listed in model/methods/__init__.py."""
     method_options: dict[str, OptionValue] = dataclasses.field(default_factory=dict)
     """Options of the method where they differ from the paper's, as in: --method_options tau 3 base 64."""
-    rotary_base_length: int = 0
-    """Training length that rotary bases are meant for: they are multiplied by train_length / this. 0: as given."""
+    length_scale: float = 1.0
+    """What is a length in tokens (tau, rotary bases, one over ALiBi's slopes) and not given in method_options is this
+    times the paper's, which is meant for training at 4096."""
+    validate_as: tuple[str, ...] = ()
+    """Other methods that train identically and are validated with the same weights: rope as rope_ntk and yarn."""
     vocab_size: int = 50304
     """Size of embedding and head; GPT-2's 50,257 tokens rounded up to a multiple of 128."""
     num_layers: int = 12
@@ -67,7 +70,7 @@ class Fields:
 
     # ---- optimisation ----
     steps: int = 4578
-    """Optimizer steps."""
+    """Optimizer steps. Changed alone, it leaves warm-up and cooldown their share of the steps."""
     schedule: Literal["constant_linear", "cosine", "trapezoid"] = "constant_linear"
     """Shape of the learning rates over the steps."""
     warmup_steps: int = 0
@@ -135,13 +138,15 @@ class Config(Fields):
         sizes = "vocab_size num_layers num_heads model_dim train_length batch_tokens micro_batch_tokens val_tokens"
         for field in (*sizes.split(), "steps", "keep", "context_parallel"):
             require(getattr(self, field) >= 1, f"{field} must be at least 1, got {getattr(self, field)}")
-        for field in "seed rotary_base_length warmup_steps cooldown_steps val_every save_every".split():
+        for field in "seed warmup_steps cooldown_steps val_every save_every".split():
             require(getattr(self, field) >= 0, f"{field} must not be negative, got {getattr(self, field)}")
         for field in "muon_lr embedding_lr head_lr scalar_lr".split():
             value = getattr(self, field)
             require(0 <= value < math.inf, f"{field} must be a finite number of at least 0, got {value}")
         # In float32; with 0, Adam divides 0 by 0 in the embeddings of tokens that it has not seen.
         require(1e-37 <= self.adam_eps < math.inf, f"adam_eps must be from 1e-37 to infinity, got {self.adam_eps}")
+        require(1e-9 <= self.length_scale <= 1e9, f"length_scale must be from 1e-9 to 1e9, got {self.length_scale}")
+        require(len(set(self.validate_as)) == len(self.validate_as), f"validate_as repeats: {self.validate_as}")
         require(0 < self.timeout <= 1e9, f"timeout must be more than 0 and at most 1e9 seconds, got {self.timeout}")
         for field, values in dict(muon_momentum=[self.muon_momentum], adam_betas=self.adam_betas).items():
             require(all(0 <= v < 1 for v in values), f"{field} must lie in [0, 1), got {getattr(self, field)}")
@@ -176,8 +181,17 @@ class Config(Fields):
 NOT_MATHEMATICS = frozenset(
     "name runs_dir resume force on_nonfinite timeout tags group wandb wandb_project micro_batch_tokens device dtype "
     "compile attention_backend context_parallel save_every keep val_every val_lengths val_tokens val_profile "
-    "data_dir".split()
+    "validate_as data_dir".split()
 )
+
+
+def with_changes(base: Config, changes: dict) -> Config:
+    """base with these fields changed. Where `steps` is one of them, and neither warmup_steps nor cooldown_steps, the
+    two keep their share of the steps."""
+    if "steps" in changes and not changes.keys() & {"warmup_steps", "cooldown_steps"}:
+        keep_share = lambda field: round(getattr(base, field) * changes["steps"] / base.steps)
+        changes = {field: keep_share(field) for field in ("warmup_steps", "cooldown_steps")} | changes
+    return dataclasses.replace(base, **changes)
 
 
 def config_hash(config: Config) -> str:

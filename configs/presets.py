@@ -38,24 +38,26 @@ def gpt_304m_4k() -> Config:
 
 
 def quickstart() -> Config:
-    """A model for a laptop: about a minute of training on 2 CPU cores, on the text that scripts/quickstart.sh makes.
+    """A model for a laptop: some two minutes of training on a CPU core, on the text that scripts/quickstart.sh makes.
 
-    Constants tied to the training length follow one rule for every method: the paper's rotary bases, chosen at 4096
-    tokens, are multiplied by 256 / 4096 (rotary_base_length); LogN's initial scale follows from train_length by itself;
-    tau and ALiBi's slopes are lengths in tokens that do not depend on it.
+    One rule for every method: what is a length in tokens is scaled with the training length. The paper's tau, rotary
+    bases and ALiBi's slopes (one over a length) are meant for 4096 tokens, so here they are 256 / 4096 times as long
+    (length_scale); LogN's initial scale and Infini-attention's segments follow from train_length by themselves.
+
+    Two heads of 64: QK-norm bounds a score by sqrt(head size), and with heads of 32 it cannot single out one token.
     """
     return Config(
         data_dir="data/quickstart",
         vocab_size=2048,
         num_layers=3,
-        num_heads=3,
-        model_dim=96,
+        num_heads=2,
+        model_dim=128,
         train_length=256,
-        rotary_base_length=4096,
+        length_scale=256 / 4096,
         batch_tokens=2048,
         micro_batch_tokens=2048,
-        steps=420,
-        cooldown_steps=120,
+        steps=600,
+        cooldown_steps=171,  # the paper's share, 1308 of 4578
         val_lengths=(256, 1024, 4096),
         val_tokens=49_152,
         val_every=0,
@@ -67,43 +69,33 @@ def quickstart() -> Config:
 
 
 def mini() -> Config:
-    """The paper's 162M at 4k for two CPU cores, where one run takes 3 to 4 minutes of both: quickstart's text and rules
-    for what is tied to the training length, a somewhat wider model, 3 times the steps, validated up to 64x.
-
-    Two heads of 64: QK-norm bounds a score by sqrt(head size), and with heads of 32 it cannot single out one token.
-    """
+    """The paper's 162M at 4k for CPUs: quickstart's model, text and rule for lengths, about one pass over the text,
+    validated up to 64x."""
     return dataclasses.replace(
         quickstart(),
-        num_heads=2,
-        model_dim=128,
-        steps=1200,
-        cooldown_steps=343,  # the paper's share, 1308 of 4578
+        batch_tokens=4096,
+        micro_batch_tokens=4096,
+        steps=900,
+        cooldown_steps=257,  # the paper's share, 1308 of 4578
         val_lengths=(256, 1024, 4096, 16_384),
-        val_tokens=32_768,
-        val_every=400,
+        val_tokens=65_536,
+        val_every=75,
+        val_profile="fast",
     )
 
 
 def mini_1024() -> Config:
-    """mini for the paper's runs at 16k."""
+    """mini for the paper's runs at 16k: as there, nothing differs but the training length."""
     return dataclasses.replace(mini(), train_length=1024)
 
 
 def mini_4096() -> Config:
-    """mini for the paper's runs at 64k: as many tokens, in half as many steps, as a step is one sequence of 4096."""
-    return dataclasses.replace(
-        mini(),
-        train_length=4096,
-        batch_tokens=4096,
-        micro_batch_tokens=4096,
-        steps=600,
-        cooldown_steps=172,
-        val_every=200,
-    )
+    """mini for the paper's runs at 64k: as there, nothing differs but the training length."""
+    return dataclasses.replace(mini(), train_length=4096)
 
 
 def mini_large() -> Config:
-    """mini for the paper's 304M model: 4 layers of width 192, 1.5 times the tokens, cosine schedule."""
+    """mini for the paper's 304M model: 4 layers of width 192, cosine schedule."""
     return dataclasses.replace(
         mini(),
         num_layers=4,
@@ -112,8 +104,6 @@ def mini_large() -> Config:
         schedule="cosine",
         cooldown_steps=0,
         muon_lr=0.02 * 128 / 192,
-        steps=1800,
-        val_every=600,
     )
 
 
@@ -132,9 +122,7 @@ def small_64k() -> Config:
 
 def small_304m() -> Config:
     """The paper's 304M model on 100 M tokens."""
-    return dataclasses.replace(
-        gpt_304m_4k(), data_dir="data/fineweb10B", steps=109, val_tokens=1_048_576, val_every=27
-    )
+    return dataclasses.replace(gpt_304m_4k(), data_dir="data/fineweb10B", steps=109, val_tokens=1_048_576, val_every=27)
 
 
 PRESETS = {

@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import itertools
 
-from configs.config import NOT_MATHEMATICS, Config, config_hash, require
+from configs.config import NOT_MATHEMATICS, Config, config_hash, require, with_changes
 from configs.presets import preset
 
 
@@ -31,12 +31,17 @@ class Run:
             elif field not in {"method", "seed", *NOT_MATHEMATICS}:
                 words.append(f"{field}{text(value)}")
         if len("-".join(words)) > 120:
-            words[2:] = [config_hash(dataclasses.replace(preset(self.preset), **self.changes))]
+            words[2:] = [config_hash(with_changes(preset(self.preset), self.changes))]
         return "-".join([*words, f"s{self.changes.get('seed', 0)}"])
 
     @property
     def config(self) -> Config:
-        return dataclasses.replace(preset(self.preset), **{"name": self.name, **self.changes})
+        return with_changes(preset(self.preset), {"name": self.name, **self.changes})
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The method that is trained, and those that its weights are validated as."""
+        return self.config.method, *self.config.validate_as
 
     @property
     def arguments(self) -> list[str]:
@@ -74,7 +79,8 @@ class Scale:
     base: str  # the 162M model trained at 4k
     lengths: tuple[str, str, str]  # the same trained at 4k, 16k, 64k
     large: str  # the 304M model trained at 4k
-    seeds: tuple[int, ...] = (0, 1, 2)
+    seeds: tuple[int, ...] = (0, 1, 2)  # of every method trained with the base preset, as in the paper
+    once: tuple[int, ...] = (0,)  # of the rest, which the paper ran once
 
 
 SCALES = dict(
@@ -82,49 +88,98 @@ SCALES = dict(
     small=Scale("small_4k", ("small_4k", "small_16k", "small_64k"), "small_304m"),
     mini=Scale("mini", ("mini", "mini_1024", "mini_4096"), "mini_large"),
 )
-ROTARY = ["rope", "p_rope", "nope", "rope_ntk", "yarn"]
-LOGN = ["logn_rope", "logn_p_rope", "logn_ntk"]
-MAIN_METHODS = [*ROTARY, *LOGN, "alibi", "scale_invariant_p_rope"]  # in the paper's order
+# The others train identically and differ beyond the training length only: one run is validated as all of them.
+SAME_WEIGHTS = dict(rope=("rope_ntk", "yarn"), logn_rope=("logn_ntk",))
+MAIN_METHODS = ["rope", "p_rope", "nope", "logn_rope", "logn_p_rope", "alibi", "scale_invariant_p_rope"]
+SCALE_INVARIANT = ["scale_invariant_p_rope", "scale_invariant_rope", "scale_invariant_nope"]
+PAPERS_LENGTHS = dict(alibi={"slope_scale": 1.0}) | dict.fromkeys(SCALE_INVARIANT, {"tau": 10.0})  # in tokens
+
+
+def trained(presets: str | list[str], methods: list[str], seeds: tuple[int, ...], options: dict | None = None):
+    """The runs of these methods, validated as all that train identically."""
+    changes = {"method_options": options} if options else {}
+    return [
+        Run(run.preset, run.changes | changes | {"validate_as": SAME_WEIGHTS[run.changes["method"]]})
+        if run.changes["method"] in SAME_WEIGHTS
+        else Run(run.preset, run.changes | changes)
+        for run in grid(presets, method=methods, seed=seeds)
+    ]
+
+
+def with_papers_lengths(runs: list[Run]) -> list[Run]:
+    """The runs, and where lengths in tokens are scaled (Config.length_scale), those of tau and ALiBi's slopes as they
+    are in the paper too."""
+    unscaled = [
+        Run(run.preset, run.changes | {"method_options": PAPERS_LENGTHS[run.changes["method"]]})
+        for run in runs
+        if run.changes["method"] in PAPERS_LENGTHS and run.config.length_scale != 1
+    ]
+    return [*runs, *unscaled]
 
 
 def table_losses(scale: Scale) -> list[Run]:
-    return grid(scale.base, method=MAIN_METHODS, seed=scale.seeds)
+    return with_papers_lengths(trained(scale.base, MAIN_METHODS, scale.seeds))
 
 
 def table_infini(scale: Scale) -> list[Run]:
     methods = ["rope", "scale_invariant_p_rope", "infini_rope", "infini_p_rope"]
-    return grid(scale.base, method=methods, seed=scale.seeds)
+    return trained(scale.base, methods, scale.seeds)
 
 
 def figure_entropy(scale: Scale) -> list[Run]:
-    return grid(scale.base, method=["p_rope", "logn_p_rope", "scale_invariant_p_rope"], seed=scale.seeds[:1])
+    return trained(scale.base, ["p_rope", "logn_p_rope", "scale_invariant_p_rope"], scale.once)
 
 
 def figure_train_lengths(scale: Scale) -> list[Run]:
-    return grid(list(scale.lengths), method=MAIN_METHODS, seed=scale.seeds[:1])
+    base, *longer = scale.lengths
+    return trained(base, MAIN_METHODS, scale.seeds) + trained(longer, MAIN_METHODS, scale.once)
+
+
+def figure_train_4k(scale: Scale) -> list[Run]:
+    return trained(scale.base, MAIN_METHODS, scale.seeds)
 
 
 def figure_train_16k(scale: Scale) -> list[Run]:
-    return grid(scale.lengths[1], method=MAIN_METHODS, seed=scale.seeds[:1])
+    return trained(scale.lengths[1], MAIN_METHODS, scale.once)
 
 
 def figure_304m(scale: Scale) -> list[Run]:
-    return grid(scale.large, method=["logn_p_rope", "alibi", "scale_invariant_p_rope"], seed=scale.seeds[:1])
+    return trained(scale.large, ["logn_p_rope", "alibi", "scale_invariant_p_rope"], scale.once)
 
 
 def figure_tau(scale: Scale) -> list[Run]:
-    taus = [{"tau": tau} for tau in (0.01, 0.1, 1.0, 100.0)]
-    options = [*taus[:3], {}, *taus[3:]]  # 10 is the default: the run of the main table
-    return grid(scale.base, method=["scale_invariant_p_rope"], method_options=options, seed=scale.seeds[:1])
+    method = "scale_invariant_p_rope"
+    taus = [0.01, 0.1, 1.0, 10.0, 100.0]
+    if preset(scale.base).length_scale == 1:
+        taus.remove(10.0)  # the default, which is the run of the main table; elsewhere that is another one
+    runs = [run for tau in taus for run in trained(scale.base, [method], scale.once, {"tau": tau})]
+    return trained(scale.base, [method], scale.once) + runs
 
 
 def figure_scale_invariant_variants(scale: Scale) -> list[Run]:
-    methods = ["scale_invariant_rope", "scale_invariant_nope", "scale_invariant_p_rope"]
-    return grid(scale.base, method=methods, seed=scale.seeds[:1])
+    return with_papers_lengths(trained(scale.base, SCALE_INVARIANT, scale.seeds))
 
 
-def figure_qq(scale: Scale) -> list[Run]:
-    return grid(scale.base, method=["rope", "p_rope", "scale_invariant_p_rope"], seed=scale.seeds[:1])
+def figure_qq_ours(scale: Scale) -> list[Run]:
+    return trained(scale.base, ["rope", "p_rope", "scale_invariant_p_rope"], scale.once)
+
+
+def open_choices(scale: Scale) -> list[Run]:
+    """What the paper leaves open, each beside our choice; and the parts of scale-invariant attention one by one."""
+    train_length = preset(scale.base).train_length
+    variants = [
+        ("rope", [{}]),
+        ("yarn", [{"factor": 1.0}]),  # RoPE, if the scaling is never active
+        ("p_rope", [{}, {"form": "barbero"}]),
+        ("logn_p_rope", [{}, {"context": "length"}]),
+        ("alibi", [{}, {"slopes": "geometric"}]),
+        ("infini_rope", [{}, {"segment_length": train_length // 8}, {"segment_length": train_length // 2}]),
+        ("scale_invariant_p_rope", [{}, {"terms": "a"}, {"terms": "m"}]),
+    ]
+    return [
+        run for method, choices in variants for options in choices
+        for run in trained(scale.base, [method], scale.once, options)
+    ]  # fmt: skip
 
 
 SWEEPS = dict(
@@ -133,12 +188,13 @@ SWEEPS = dict(
     table_infini=table_infini,
     figure_entropy=figure_entropy,
     figure_train_lengths=figure_train_lengths,
-    figure_train_4k=table_losses,
+    figure_train_4k=figure_train_4k,
     figure_train_16k=figure_train_16k,
     figure_304m=figure_304m,
     figure_tau=figure_tau,
     figure_scale_invariant_variants=figure_scale_invariant_variants,
-    figure_qq=figure_qq,
+    figure_qq_ours=figure_qq_ours,
+    open_choices=open_choices,
 )
 
 
@@ -151,15 +207,15 @@ def sweep(
 ) -> list[Run]:
     """The runs of a sweep ("all": of all of them, each once).
 
-    seeds replace those of the scale, methods keeps the runs of these methods only, changes are fields set in every run.
-    ValueError for what there is not.
+    seeds replace those of the scale, everywhere; methods keeps the runs that are validated as one of these; changes are
+    fields set in every run. ValueError for what there is not.
     """
     if name != "all" and name not in SWEEPS:
         close = difflib.get_close_matches(name, SWEEPS, n=1, cutoff=0.4)
         hint = f"did you mean {close[0]}? " if close else ""
         raise ValueError(f"unknown sweep {name!r}; {hint}There are: all, {', '.join(SWEEPS)}")
     require(scale in SCALES, f"unknown scale {scale!r}; there are: {', '.join(SCALES)}")
-    where = dataclasses.replace(SCALES[scale], seeds=tuple(seeds)) if seeds else SCALES[scale]
+    where = dataclasses.replace(SCALES[scale], seeds=tuple(seeds), once=tuple(seeds)) if seeds else SCALES[scale]
     functions = SWEEPS.values() if name == "all" else [SWEEPS[name]]
     runs = {}
     for run in (run for function in functions for run in function(where)):
@@ -168,8 +224,8 @@ def sweep(
         run = Run(run.preset, {**different, **run.changes})
         runs.setdefault(config_hash(run.config), run)
     if methods:
-        present = {run.config.method for run in runs.values()}
+        present = {method for run in runs.values() for method in run.methods}
         if not present & set(methods):
             raise ValueError(f"sweep {name} has no method {', '.join(methods)}; it has {', '.join(sorted(present))}")
-        return [run for run in runs.values() if run.config.method in methods]
+        return [run for run in runs.values() if set(run.methods) & set(methods)]
     return list(runs.values())

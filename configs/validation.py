@@ -36,5 +36,8 @@ def forward_flops_per_token(config: Config, length: int) -> int:
 def validation_share(config: Config) -> float:
     """Floating-point operations of all validations of a run, over those of its training (3 forward passes a token)."""
     plans = [validation_plan(config, step) for step in range(config.steps + 1)]
-    validation = sum(tokens * forward_flops_per_token(config, n) for plan in plans for n, tokens in plan.items())
+    # Beyond the training length the same weights are run as each of validate_as too.
+    times = {n: 1 + len(config.validate_as) * (n > config.train_length) for n in config.val_lengths}
+    flops = {n: times[n] * forward_flops_per_token(config, n) for n in config.val_lengths}
+    validation = sum(tokens * flops[n] for plan in plans for n, tokens in plan.items())
     return validation / (3 * config.steps * config.batch_tokens * forward_flops_per_token(config, config.train_length))

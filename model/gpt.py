@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from model.attention import Plan, attend, make_plan, transform
 from model.loss import mean_loss, token_losses
 from model.methods import check_options, make_method
+from model.methods.base import Method
 
 NORM_EPS = 1.1920929e-07  # float32's, also for bfloat16 inputs, whose own default differs between torch versions
 
@@ -77,16 +78,20 @@ class GPT(nn.Module):
         train_length: int,
         method: str,
         method_options: dict | None = None,
+        length_scale: float = 1.0,
         dtype: torch.dtype = torch.float32,
     ):
-        """dtype is that of the computation; parameters are float32. ValueError for an unknown method or option."""
+        """method_options and length_scale: see make_method. dtype is that of the computation; parameters are float32.
+
+        ValueError for an unknown method or option.
+        """
         super().__init__()
         if model_dim % num_heads:
             raise ValueError(f"model_dim {model_dim} is not divisible by num_heads {num_heads}")
         self.dtype = dtype
         shape = dict(num_heads=num_heads, head_dim=model_dim // num_heads, train_length=train_length)
         check_options(method, method_options or {})  # before one can be mistaken for a part of the shape
-        layer_method = lambda: make_method(method, **shape, **(method_options or {}))
+        layer_method = lambda: make_method(method, **shape, length_scale=length_scale, **(method_options or {}))
         self.embedding = nn.Embedding(vocab_size, model_dim)
         self.blocks = nn.ModuleList(Block(model_dim, num_heads, layer_method()) for _ in range(num_layers))
         self.head = nn.Parameter(torch.empty(vocab_size, model_dim))
@@ -103,13 +108,22 @@ class GPT(nn.Module):
             block.mlp.down.zero_()
         self.head.zero_()
 
-    def plan(self, length: int, *, backend: str = "auto", target_length: int | None = None, context=None) -> Plan:
+    def plan(
+        self,
+        length: int,
+        *,
+        backend: str = "auto",
+        target_length: int | None = None,
+        context=None,
+        method: Method | None = None,
+    ) -> Plan:
         """What the attention method prepares for sequences of this length; the same for all layers.
 
-        With a context group (model/context.py), each of its c ranks calls forward with its own length / c tokens.
+        method: another one that trains identically (make_alternative), to run these weights as. With a context group
+        (model/context.py), each of its c ranks calls forward with its own length / c tokens.
         """
-        method, device = self.blocks[0].attention.method, self.head.device
-        where = dict(device=device, dtype=self.dtype, context=context)
+        method = method or self.blocks[0].attention.method
+        where = dict(device=self.head.device, dtype=self.dtype, context=context)
         return make_plan(method, length, length, target_length=target_length, backend=backend, **where)
 
     def embed(self, tokens: Tensor) -> Tensor:

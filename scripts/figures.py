@@ -28,6 +28,12 @@ NAMES = dict(
     infini_rope="Infini-RoPE",
     infini_p_rope="Infini-p-RoPE",
 )
+OPTION_NAMES = {
+    "slope_scale=1": "official slopes",
+    "tau=10": "\u03c4 = 10",
+    "terms=a": "a_t alone",
+    "terms=m": "m_t alone",
+}
 # Okabe and Ito's palette and two darker tones of Tol's, which colour-blind readers can tell apart; lines differ too,
 # for print in grey. Ours is black, as in the paper.
 LINES = dict(
@@ -54,10 +60,26 @@ def method_name(method: str) -> str:
     return NAMES.get(method, method)
 
 
-def line(method: str) -> dict:
-    """Keyword arguments of matplotlib's plot for this method's line, with its name for the legend."""
+def series(method: str, options: dict) -> str:
+    """What a row or line shows, as it is called in data: the method, and the options that it was given."""
+    return " ".join([method, *(f"{option}={number(options[option])}" for option in sorted(options))])
+
+
+def series_name(series: str) -> str:
+    method, *options = series.split(" ")
+    return ", ".join([method_name(method), *(OPTION_NAMES.get(o, o.replace("=", " ")) for o in options)])
+
+
+def number(value) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def line(series: str) -> dict:
+    """Keyword arguments of matplotlib's plot for this line, with its name for the legend; paler with options."""
+    method, *options = series.split(" ")
     colour, style, marker = LINES.get(method, OTHER)
-    return dict(color=colour, linestyle=style, marker=marker, label=method_name(method))
+    pale = dict(alpha=0.45) if options else {}
+    return dict(color=colour, linestyle=style, marker=marker, label=series_name(series)) | pale
 
 
 def write_csv(path: Path, rows: list[dict]):

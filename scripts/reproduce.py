@@ -6,7 +6,7 @@
 
 Which runs an item needs is in configs/sweeps.py; `python -m scripts.sweep ITEM` trains them. What is missing is named,
 with the command that makes it, and the item is made from the rest. Everything goes to OUT/ITEM.md with its .csv, .png
-and .pdf. Exit status: 0 if nothing is missing, 1 if something is, 2 for wrong usage.
+and .pdf. Exit status: 0 if all is there that can be made here, 1 if something is missing, 2 for wrong usage.
 """
 
 import argparse
@@ -25,16 +25,17 @@ from pathlib import Path
 import torch
 
 from configs.command_line import user_errors
+from configs.config import Config, config_hash
 from configs.presets import preset
 from configs.sweeps import SCALES, SWEEPS, Run, sweep
-from model.methods import METHODS, method_options
+from model.methods import METHODS, method_options, scaled_options
 from runtime.device import device_name
 from runtime.files import replace_file
 from runtime.processes import start_processes
 from runtime.run_folder import git_commit
 from scripts import figures, logits, theory
 from scripts.evaluate import EVALUATION, load_run
-from scripts.figures import draw_curves, line, method_name, write_csv
+from scripts.figures import draw_curves, line, method_name, series_name, write_csv
 from scripts.runs import Folder, find, read_folders, state, val_tokens
 from scripts.sweep import field_changes
 from scripts.tables import bold, markdown_table, mean_and_stderr, paper_targets, pm
@@ -59,6 +60,8 @@ class Study:
     options: list[str]  # of this command, which scripts.sweep takes too
     device: torch.device
     draws: int  # of independent Gaussian scores
+    methods: list[str] | None = None  # only these; None: all
+    seeds_given: bool = False  # on the command line; otherwise an item is made from all seeds that there are
     finished: list[tuple[Run, Folder]] = dataclasses.field(default_factory=list)
     missing: list[str] = dataclasses.field(default_factory=list)  # a line each, with the command that mends it
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -75,6 +78,20 @@ class Study:
     @property
     def base_length(self) -> int:
         return self.lengths[0]
+
+    def series(self, run: Run) -> dict[str, str]:
+        """What a run is shown as: the method that it trained, with its options, and those that its weights are
+        validated as; each series with its method."""
+        trained = {figures.series(run.config.method, run.config.method_options): run.config.method}
+        others = {method: method for method in run.config.validate_as if self.item != "table_infini"}
+        return {s: m for s, m in (trained | others).items() if self.methods is None or m in self.methods}
+
+    @property
+    def all_series(self) -> list[str]:
+        """In the order of figures.NAMES, each before its forms with options."""
+        present = dict.fromkeys(s for run in self.runs for s in self.series(run))
+        order = [*figures.NAMES, *present]
+        return sorted(present, key=lambda s: (order.index(s.split(" ")[0]), " " in s))
 
     def at(self, length: int) -> str:
         """The length as titles show it: 4k as in the paper, 256 where the scale's lengths are no multiples of 4k."""
@@ -112,6 +129,8 @@ class Study:
                     self.finished.append((run, folder))
                 except ValueError as error:
                     self.miss(run, str(error))
+        if not self.seeds_given:
+            self.add_seeds(folders)
         tokens = {run.name: (full_pass(f.summary), f.summary["data"]) for run, f in self.finished}
         if tokens:
             most = collections.Counter(tokens.values()).most_common(1)[0][0]
@@ -119,6 +138,18 @@ class Study:
                 if tokens[run.name] != most:
                     theirs = "{} validation tokens, data {}".format(*tokens[run.name])
                     self.drop(run, f"left out, {folder.path} has {theirs}; most runs: {most[0]}, {most[1]}")
+
+    def add_seeds(self, folders: list[Folder]):
+        """Add the finished runs that differ from ours in the seed alone."""
+        with_seed = lambda run, seed: Run(run.preset, run.changes | {"seed": seed})
+        known = {config_hash(run.config) for run in self.runs}
+        seeds = {folder.config.seed for folder in folders if folder.config and folder.summary}
+        for run in [with_seed(run, seed) for run in self.runs for seed in sorted(seeds)]:
+            folder = find(run, folders)
+            if config_hash(run.config) not in known and folder and folder.summary and not folder.problems:
+                known.add(config_hash(run.config))
+                self.runs.append(run)
+                self.finished.append((run, folder))
 
     def train_command(self, run: Run, folder: Folder | None) -> list[str]:
         """Trains this one run, or goes on with it under the name that it has."""
@@ -133,18 +164,22 @@ def full_pass(record: dict) -> int:
     return tokens
 
 
-def final_losses(folder: Folder) -> dict[int, float]:
-    """Nats a token by validation length, at the end of a finished run. ValueError if it has none."""
+def final_losses(folder: Folder, method: str | None = None) -> dict[int, float]:
+    """Nats a token by validation length, at the end of a finished run, its weights run as `method` (default: the one
+    that it trained). ValueError if it has none."""
     path, summary = folder.path / "summary.json", folder.summary
+    as_other = method is not None and method != folder.config.method
     try:
-        loss = {int(length): value for length, value in summary["val_loss"].items()}
+        found = summary.get("val_loss_as", {}).get(method, {}) if as_other else summary["val_loss"]
+        loss = {int(length): value for length, value in found.items()}
         steps, tokens, _ = summary["steps"], full_pass(summary), summary["data"]
     except (KeyError, TypeError, ValueError, AttributeError):
         raise ValueError(f"{path} is damaged: delete it and run the sweep again") from None
     try:  # lengths that were not validated during training
         evaluation = folder.json(EVALUATION)
         if evaluation and (evaluation["step"], full_pass(evaluation)) == (f"step_{steps:06d}", tokens):
-            loss = {int(length): value for length, value in evaluation["val_loss"].items()} | loss
+            found = evaluation.get("val_loss_as", {}).get(method, {}) if as_other else evaluation["val_loss"]
+            loss = {int(length): value for length, value in found.items()} | loss
     except (KeyError, TypeError, ValueError, AttributeError):
         raise ValueError(f"{folder.path / EVALUATION} is damaged: delete it and evaluate again") from None
     if not all(isinstance(value, (int, float)) and math.isfinite(value) for value in loss.values()):
@@ -159,11 +194,16 @@ def table_losses(study: Study):
     lengths = sorted({length for run in study.runs for length in run.config.val_lengths})
     losses = collections.defaultdict(list)
     for run, folder in study.finished:
-        final = final_losses(folder)
-        for length in final.keys() & set(lengths):
-            losses[run.config.method, length].append(final[length])
-        if lacking := [str(length) for length in lengths if length not in final]:
+        missing = set()
+        for series, method in study.series(run).items():
+            final = final_losses(folder, method)
+            for length in final.keys() & set(lengths):
+                losses[series, length].append(final[length])
+            missing |= set(lengths) - final.keys()
+        if missing:
+            lacking = [str(length) for length in sorted(missing)]
             command = ["python", "-m", "scripts.evaluate", str(folder.path), "--lengths", *lacking]
+            command += ["--as", *run.config.validate_as] * bool(run.config.validate_as)
             study.miss(run, f"no loss at {', '.join(lacking)}", command)
     text = "Validation loss in nats a token at the end of training, by validation length in tokens (and in training "
     text += "lengths): mean \u00b1 standard error over seeds."
@@ -204,6 +244,13 @@ def table_needle(study: Study):
     return text + "\n\n" + table(study, accuracy, study.lengths, best=max, ceiling=oracle)
 
 
+def open_choices(study: Study):
+    text = "What the paper leaves open, the other choice beside ours: YaRN that never scales (which is RoPE), p-RoPE "
+    text += "in Barbero's form, LogN by the length of the context instead of the row, ALiBi's slopes in "
+    text += "FlexAttention's form, shorter and longer segments; and scale-invariant attention with a_t or m_t alone."
+    return text + "\n\n" + table_losses(study)
+
+
 def table_llama(study: Study):
     study.missing.append("the continual pretraining of Llama 2 7B is not built yet: only the paper's numbers are shown")
     text = "Validation loss in nats a token of Llama 2 7B, fine-tuned at 4k on about 50 M tokens with each method "
@@ -218,7 +265,8 @@ def table(study: Study, metrics: dict[str, dict], lengths: list[int], best, ceil
     by length of a last row.
     """
     paper = paper_targets(study.item)
-    methods = list(dict.fromkeys([run.config.method for run in study.runs] or [method for method, _ in paper]))
+    methods = study.all_series or list(dict.fromkeys(method for method, _ in paper))
+    borrowed = {other: run.config.method for run in study.runs for other in run.config.validate_as}
     base = study.base_length if metrics else PAPER_TRAIN_LENGTH
     compare = study.scale == "paper" and bool(metrics)  # only there are the numbers meant to be the same
     columns, records = {}, []
@@ -236,6 +284,7 @@ def table(study: Study, metrics: dict[str, dict], lengths: list[int], best, ceil
                 records.append(
                     dict(
                         method=method,
+                        weights_of=borrowed.get(method),
                         metric=label or "val_loss",
                         length=length,
                         ratio=ratio,
@@ -269,10 +318,24 @@ def table(study: Study, metrics: dict[str, dict], lengths: list[int], best, ceil
             rows.append([""] * len(head))  # the rule in the paper's table
         starred = "*" * any("not fine-tuned" in t["note"] for (m, _), t in paper.items() if m == method)
         ours = ["-".join(map(str, dict.fromkeys((seeds[method][0], seeds[method][-1]))))] if metrics else []
-        rows.append([method_name(method) + starred, *ours, *(cells.get(method, "") for cells in columns.values())])
+        starred += "\u2020" * bool(metrics and method in borrowed)
+        rows.append([series_name(method) + starred, *ours, *(cells.get(method, "") for cells in columns.values())])
     if ceiling:
         by_head = {f"{n} ({n / base:g}x) {label}": f"{value:.3f}" for n, value in ceiling.items() for label in metrics}
         rows.append(["oracle", "", *(by_head.get(column, "") for column in columns)])
+    for ours in dict.fromkeys(borrowed[m] for m in methods if m in borrowed):
+        same = " and ".join(series_name(m) for m in methods if borrowed.get(m) == ours)
+        study.notes.append(
+            f"\u2020 {same}: the weights of {series_name(ours)}. They train identically and differ beyond the training "
+            "length only, so each seed was trained once and validated as all of them."
+        )
+    for remark, of in remarks(paper, methods).items():
+        study.notes.append(f"The paper's {', '.join(of)}: {remark}.")
+    if metrics and preset(SCALES[study.scale].base).length_scale != 1:
+        study.notes.append(
+            "What is a length in tokens (\u03c4, rotary bases, one over ALiBi's slopes) is scaled with the training "
+            "length; where a row says otherwise it is as in the paper."
+        )
     if metrics and study.scale != "paper":
         study.notes.append(
             f"Scale `{study.scale}` is not the paper's: another model or training length, fewer tokens, another text. "
@@ -293,6 +356,15 @@ def paper_columns(length: int, ratio: float, targets: dict[str, dict]) -> dict[s
     show = lambda t: f"{t['mean']:.3f}" + (f" \u00b1 {t['stderr']:.3f}" if t["stderr"] is not None else "")
     cells = {m: f"**{show(t)}**" if "bold" in t["note"] else show(t) for m, t in targets.items()}
     return {f"paper {short(length)} ({ratio:g}x)": cells}
+
+
+def remarks(paper: dict, methods: list[str]) -> dict[str, list[str]]:
+    """What is odd about the paper's numbers, with the methods that it is odd of."""
+    found = collections.defaultdict(dict)
+    for (method, _), target in paper.items():
+        if target["remark"] and method in methods:
+            found[target["remark"]][series_name(method)] = None
+    return {remark: list(of) for remark, of in found.items()}
 
 
 def in_stderrs(ours: tuple, target: dict) -> float | None:
@@ -327,9 +399,12 @@ def figure_train_lengths(study: Study):
 
 def figure_train_4k(study: Study):
     rows = curves(study, study.lengths)
+    first, *others = by_length(study, rows)
+    panels = [first, *((title, without_nope(shown)) for title, shown in others)]
     study.notes.append("Below: the last fifth of the training, and the half of the methods that is best at its end.")
+    study.notes.append("NoPE is shown in the left panel only, as in the paper.")
     text = f"Validation loss of the models trained at {study.at(study.base_length)}, at three validation lengths."
-    return text + "\n\n" + curve_figure(study, rows, by_length(study, rows), zoom=True)
+    return text + "\n\n" + curve_figure(study, rows, panels, zoom=True)
 
 
 def figure_train_16k(study: Study):
@@ -348,8 +423,7 @@ def figure_304m(study: Study):
 
 
 def figure_tau(study: Study):
-    default = method_options("scale_invariant_p_rope")["tau"].default
-    rows = curves(study, study.lengths, lambda run: float(run.config.method_options.get("tau", default)))
+    rows = curves(study, study.lengths, lambda run: {tau_of(run.config): run.config.method})
     looks = figures.tau_lines({row["series"] for row in rows})
     text = "Validation loss of scale-invariant p-RoPE with different lengthscales \u03c4 (tokens)."
     return text + "\n\n" + curve_figure(study, rows, by_length(study, rows), looks, baseline=False)
@@ -361,27 +435,32 @@ def figure_scale_invariant_variants(study: Study):
     return text + "\n\n" + curve_figure(study, rows, by_length(study, rows), baseline=False)
 
 
-def curves(study: Study, lengths: list[int], series=lambda run: run.config.method) -> list[dict]:
-    """The validation curves, one row a series, training length, validation length and step: mean, standard error,
-    number of seeds, validation tokens. A step counts when all seeds were validated at it, on the same tokens."""
+def tau_of(config: Config) -> float:
+    default = method_options(config.method)["tau"].default
+    return float((dict(tau=default) | scaled_options(config.method, config.length_scale, config.method_options))["tau"])
+
+
+def curves(study: Study, lengths: list[int], series_of=None) -> list[dict]:
+    """The validation curves of the study's series (or those of series_of(run)), one row a series, training length,
+    validation length and step: mean, standard error, number of seeds, validation tokens. A step counts when all seeds
+    were validated at it, on the same tokens."""
     seeds = collections.defaultdict(list)
     for run, folder in list(study.finished):
+        shown = (series_of or study.series)(run)
         try:
             records = [r for r in folder.metrics() if "val_loss" in r]
-            curve = {}  # by validation length: the loss, by step and tokens
-            for record in records:
-                for n, tokens in val_tokens(record).items():
-                    curve.setdefault(int(n), {})[record["step"], tokens] = record["val_loss"][n]
+            own = {series: validation_curve(records, method, run.config.method) for series, method in shown.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             study.drop(run, f"{folder.path}/metrics.jsonl is damaged ({error}): repair it, or delete the run")
             continue
         config = run.config
         wanted = [n for n in lengths if n in config.val_lengths]
-        lacking = [str(n) for n in wanted if n not in curve]
+        lacking = [str(n) for n in wanted if any(n not in curve for curve in own.values())]
         if lacking:
             what = f"was not validated at {', '.join(lacking)} during training; move {folder.path} away and train again"
             study.miss(run, what, study.train_command(run, None))
-        seeds[series(run), config.train_length].append(curve)
+        for series, curve in own.items():
+            seeds[series, config.train_length].append(curve)
     rows = []
     for (name, train_length), group in seeds.items():
         for length in lengths:
@@ -393,6 +472,17 @@ def curves(study: Study, lengths: list[int], series=lambda run: run.config.metho
                 row = dict(series=name, train_length=train_length, val_length=length, step=step)
                 rows.append(row | dict(mean=mean, stderr=stderr, seeds=len(known), val_tokens=tokens))
     return rows
+
+
+def validation_curve(records: list[dict], method: str, trained: str) -> dict[int, dict]:
+    """By validation length: the losses of a run's weights run as `method`, by step and tokens."""
+    curve = {}
+    for record in records:
+        losses = record["val_loss"] if method == trained else record.get("val_loss_as", {}).get(method, {})
+        for n, tokens in val_tokens(record).items():
+            if n in losses:
+                curve.setdefault(int(n), {})[record["step"], tokens] = losses[n]
+    return curve
 
 
 def without_nope(rows: list[dict]) -> list[dict]:
@@ -408,7 +498,7 @@ def curve_figure(study: Study, rows, panels, looks: dict | None = None, *, basel
     if not rows:
         return NO_FIGURE
     present = {row["series"] for row in rows}
-    looks = looks or {method: line(method) for method in figures.NAMES if method in present}
+    looks = looks or {series: line(series) for series in study.all_series if series in present}
     at_scale = study.scale == "paper"
     if baseline and not at_scale:
         study.notes.append("The paper's dashed line at 3.28 is left out: it means nothing at this scale.")
@@ -478,6 +568,12 @@ def figure_sublog_unscaled(study: Study):
 
 
 def figure_qq(study: Study):
+    study.missing.append("the paper's figures are of Llama and Gemma models, which cannot be loaded here yet")
+    text = "Quantiles of the attention scores of other people's models (Llama 3 1B and 8B, Gemma 2 27B). **Not built "
+    return text + "yet: see [figure_qq_ours](figure_qq_ours.md) for those of the models trained here.**"
+
+
+def figure_qq_ours(study: Study):
     titles = {False: "without rotation", True: "with rotation"}
     points, statistics_of_heads, shown = [], [], []
     for run, folder in list(study.finished):
@@ -534,6 +630,8 @@ ITEMS = dict(
     figure_tau=figure_tau,
     figure_scale_invariant_variants=figure_scale_invariant_variants,
     figure_qq=figure_qq,
+    figure_qq_ours=figure_qq_ours,
+    open_choices=open_choices,
 )
 
 
@@ -606,7 +704,8 @@ def main():
         def study(item: str) -> Study:
             runs = sweep(item, args.scale, args.seeds, args.methods, changes) if item in SWEEPS else []
             out = args.out or Path("results") / args.scale
-            return Study(item, args.scale, runs, args.runs_dir, out, [*options, *fields], device, args.draws)
+            where = item, args.scale, runs, args.runs_dir, out, [*options, *fields], device, args.draws
+            return Study(*where, methods=args.methods, seeds_given=bool(args.seeds))
 
         if args.item != "all":
             one = study(args.item)
@@ -619,14 +718,24 @@ def main():
             one = study(item)
             reproduce(one, folders)
             of = f"{len(one.finished)} of {len(one.runs)} runs" if one.runs else "no runs needed"
-            of = one.missing[0] if one.missing and not one.runs else of
-            outcomes[item] = f"{'incomplete' if one.missing else 'complete'}, {of}: {one.path}.md"
+            if one.missing and not one.runs:
+                outcomes[item] = f"not built: {one.missing[0]}"
+            elif one.missing:
+                command = shlex.join(["python", "-m", "scripts.sweep", item, *one.options])
+                outcomes[item] = f"incomplete, {of}; {len(one.missing)} missing: `{command}`, or see {one.path}.md"
+            else:
+                outcomes[item] = f"complete, {of}: {one.path}.md"
         except Exception as error:  # whatever is wrong with one item, the others are made
             outcomes[item] = f"failed: {type(error).__name__}: {error}"
         print(f"{item}: {outcomes[item]}", flush=True)
-    complete = sum(outcome.startswith("complete") for outcome in outcomes.values())
-    print(f"\n{complete} of {len(ITEMS)} complete")
-    sys.exit(0 if complete == len(ITEMS) else 1)
+    print()
+    for kind in ("complete", "incomplete", "not built", "failed"):
+        of_kind = [item for item, outcome in outcomes.items() if outcome.split(",")[0].split(":")[0] == kind]
+        if of_kind:
+            print(f"{len(of_kind)} of {len(ITEMS)} {kind}: {', '.join(of_kind)}")
+    there = all(outcome.startswith(("complete", "not built")) for outcome in outcomes.values())
+    print("all that can be made on this machine is there" if there else "what is missing, and why, is said above")
+    sys.exit(0 if there else 1)
 
 
 if __name__ == "__main__":

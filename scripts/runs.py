@@ -7,6 +7,7 @@ from pathlib import Path
 
 from configs.config import NOT_MATHEMATICS, Config, config_hash
 from configs.sweeps import Run
+from model.methods import scaled_options
 from runtime.checkpoint import latest_checkpoint
 from runtime.metrics import read_metrics
 
@@ -51,8 +52,12 @@ def stored_config(path: Path) -> Config:
     known = {field.name for field in dataclasses.fields(Config)}
     try:
         stored = json.loads((path / "config.json").read_text())
+        if length := stored.get("rotary_base_length"):  # of before length_scale: it scaled the rotary base alone
+            options = stored.setdefault("method_options", {})
+            scaled = scaled_options(stored["method"], stored["train_length"] / length, options)
+            options |= {"base": scaled["base"]} if "base" in scaled else {}
         return Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in stored.items() if k in known})
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError, KeyError, ZeroDivisionError) as error:
         raise ValueError(f"{path}/config.json is damaged ({error})") from error
 
 

@@ -2,7 +2,7 @@
 
     python -m scripts.sweep SWEEP [--scale small] [--seeds 0 1] [--methods rope alibi] [fields of train_gpt.py]
     python -m scripts.sweep table_losses --dry-run               what there is and what would be done
-    python -m scripts.sweep all --scale mini --steps 60 --cooldown_steps 20
+    python -m scripts.sweep all --scale mini --steps 60
     python -m scripts.sweep table_losses --executor slurm --slurm partition=gpu time=1440
 
 The sweeps are functions in configs/sweeps.py; `all` is every run of theirs, once. Fields of train_gpt.py are set in
@@ -31,11 +31,12 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from configs.command_line import read_config, user_errors
+from configs.command_line import named_fields, read_config, user_errors
 from configs.config import Config, require
 from configs.sweeps import SCALES, SWEEPS, Run, sweep
 from data.shards import open_split
-from model.methods import METHODS
+from model.methods import METHODS, check_options, make_alternative, make_method
+from optim.schedule import check_schedule
 from runtime.signals import INTERRUPTED
 from scripts.runs import Folder, beside, failures, find, is_running, read_folders, state
 
@@ -49,6 +50,8 @@ def main():
     args, fields = parse_arguments()
     with user_errors():
         runs = sweep(args.sweep, args.scale, args.seeds, args.methods, field_changes(SCALES[args.scale].base, fields))
+        for run in runs:
+            check_run(run)
         slurm = slurm_parameters(args.slurm, args.executor)
         for option in ("jobs", "gpus_per_run"):
             value = getattr(args, option)
@@ -99,12 +102,25 @@ def field_changes(preset: str, arguments: list[str]) -> dict:
 
     ValueError for what train_gpt.py refuses, and for the fields that a sweep sets itself.
     """
-    config = read_config([preset, *arguments])
-    words = [word.removeprefix("--").split("=")[0].replace("-", "_") for word in arguments if word.startswith("--")]
-    fields = list(dict.fromkeys(word.removeprefix("no_") for word in words))
+    config, fields = read_config([preset, *arguments]), named_fields(arguments)
     if own := [field for field in fields if field in ("name", "runs_dir", "resume")]:
         raise ValueError(f"--{own[0]} is set by the sweep, which names and resumes its runs; their place is --runs-dir")
     return {field: getattr(config, field) for field in fields}
+
+
+def check_run(run: Run):
+    """ValueError for what train_gpt.py would refuse on any machine."""
+    try:
+        c = run.config
+        check_schedule(c.schedule, steps=c.steps, warmup_steps=c.warmup_steps, cooldown_steps=c.cooldown_steps)
+        check_options(c.method, c.method_options)
+        shape = dict(num_heads=c.num_heads, head_dim=c.model_dim // c.num_heads)
+        shape |= dict(train_length=c.train_length, length_scale=c.length_scale)
+        make_method(c.method, **shape, **c.method_options)
+        for other in c.validate_as:
+            make_alternative(c.method, other, **shape, **c.method_options)
+    except ValueError as error:
+        raise ValueError(f"{run.preset} with {run.changes.get('method', c.method)}: {error}") from error
 
 
 # ---- what is to be done ----------------------------------------------------------------------------------------------

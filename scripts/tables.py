@@ -57,7 +57,7 @@ def bold(cells: dict[str, str], means: dict[str, float | None], best=min) -> dic
 
 def paper_targets(table: str) -> dict[tuple[str, int], dict]:
     """The paper's numbers of one table by method and validation length: mean, stderr and seeds (None where it has
-    none), note."""
+    none), note, and what is odd about the number, in words (remark)."""
     number = lambda text, kind: kind(text) if text else None
     with open(Path(__file__).with_name("paper_targets.csv"), newline="") as file:
         return {
@@ -66,6 +66,7 @@ def paper_targets(table: str) -> dict[tuple[str, int], dict]:
                 stderr=number(row["stderr"], float),
                 seeds=number(row["seeds"], int),
                 note=row["note"],
+                remark=row["remark"],
             )
             for row in csv.DictReader(file)
             if row["table"] == table

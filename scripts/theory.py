@@ -28,9 +28,12 @@ CHUNK = 2**20  # scores in memory at once
 ALPHA = math.exp(0.5)  # = beta, which the boundary condition a_0 = 1, m_0 = 0 gives
 
 
-def coefficients(distance: Tensor, tau: float = 10.0) -> tuple[Tensor, Tensor]:
+def coefficients(
+    distance: Tensor, tau: float = 10.0, alpha: float = ALPHA, beta: float = ALPHA
+) -> tuple[Tensor, Tensor]:
     """a_t and m_t at distances t, as the method in model/methods computes them."""
-    method = make_method("scale_invariant_nope", num_heads=1, head_dim=1, train_length=1, tau=tau)
+    options = dict(tau=tau, alpha=alpha, beta=beta)
+    method = make_method("scale_invariant_nope", num_heads=1, head_dim=1, train_length=1, **options)
     return method.score_change.coefficients(distance.double(), head=torch.zeros(1))
 
 
@@ -139,28 +142,33 @@ def range_fits(rows: list[dict]) -> list[dict]:
     return fits
 
 
-def lemma_check(ts: list[int], tau: float = 10.0, factors: tuple[int, ...] = (2, 5, 10)) -> list[dict]:
+def lemma_check(
+    ts: list[int],
+    tau: float = 10.0,
+    factors: tuple[int, ...] = (2, 5, 10),
+    alpha: float = ALPHA,
+    beta: float = ALPHA,
+) -> list[dict]:
     """What lemmas 1 and 2 ask of the logits L_t, and what follows: one row a distance t and quantity.
 
-    E[exp L] and E[L exp L], by Gauss-Hermite quadrature, against alpha / (t/tau + 1) (eq:EA, eq:EAlogA; beta = alpha):
-    equal but for rounding. E[Z_t^{t Delta}] (eq:def:Z), for t > 0, against its limit alpha tau log(Delta): the relative
+    E[exp L] and E[L exp L], by Gauss-Hermite quadrature, against alpha / (t/tau + 1) and beta / (t/tau + 1) (eq:EA,
+    eq:EAlogA): equal but for rounding. E[Z_t^{t Delta}] (eq:def:Z), for t > 0, against its limit alpha tau log(Delta): the relative
     error falls as 1/t.
     """
     z, weights = hermegauss(100)  # far below rounding: the relative error for exp(a z) is about (a^2 e / 400)^100
     weights = weights / math.sqrt(2 * math.pi)
     rows = []
     for t in ts:
-        a, m = (x.item() for x in coefficients(torch.tensor(t), tau))
+        a, m = (x.item() for x in coefficients(torch.tensor(t), tau, alpha, beta))
         logits = a * z + m
-        expected = ALPHA / (t / tau + 1)
         checks = {
-            "E[exp L]": (weights @ np.exp(logits), expected),
-            "E[L exp L]": (weights @ (logits * np.exp(logits)), expected),
+            "E[exp L]": (weights @ np.exp(logits), alpha / (t / tau + 1)),
+            "E[L exp L]": (weights @ (logits * np.exp(logits)), beta / (t / tau + 1)),
         }
         for factor in factors if t > 0 else ():
-            a, m = coefficients(torch.arange(t, t * factor), tau)
+            a, m = coefficients(torch.arange(t, t * factor), tau, alpha, beta)
             total = (m + a.square() / 2).exp().sum().item()  # E[exp L] of L ~ N(m, a^2)
-            checks[f"E[Z_t^{factor}t]"] = (total, ALPHA * tau * math.log(factor))
+            checks[f"E[Z_t^{factor}t]"] = (total, alpha * tau * math.log(factor))
         for quantity, (value, theory) in checks.items():
             value = float(value)
             rows.append(dict(t=t, quantity=quantity, value=value, theory=theory, error=value / theory - 1))

@@ -92,9 +92,8 @@ def alibi_slopes(num_heads, slopes="official"):
     return torch.tensor((geometric(power) + geometric(2 * power)[::2])[:num_heads], dtype=torch.float64)
 
 
-def scale_invariant(t, tau=10.0):
-    """a_t and m_t (PE, Eq. "solution") with alpha = beta = e^(1/2), which the boundary a_0 = 1, m_0 = 0 asks for."""
-    alpha = beta = math.exp(0.5)
+def scale_invariant(t, tau=10.0, alpha=math.exp(0.5), beta=math.exp(0.5)):
+    """a_t and m_t (PE, Eq. "solution"); alpha = beta = e^(1/2) is what the boundary a_0 = 1, m_0 = 0 asks for."""
     a_squared = 2 * (torch.log(t / tau + 1) - math.log(alpha) + beta / alpha)
     return a_squared.sqrt(), -a_squared + beta / alpha
 
@@ -103,7 +102,8 @@ def scale_invariant(t, tau=10.0):
 
 
 def attention_logits(name, q, k, *, train_length, target_length=None, q_offset=0, learned=None, tau=10.0,
-                     learn_tau=False, slopes="official", context="row", **rotary):
+                     learn_tau=False, alpha=math.exp(0.5), beta=math.exp(0.5), terms="both", slopes="official",
+                     slope_scale=1.0, context="row", **rotary):
     """L_ij = a_t S_ij + m_t, minus infinity for keys after the query: (B, H, Tq, Tk)."""
     num_heads, head_dim = q.shape[1], q.shape[3]
     i = torch.arange(q_offset, q_offset + q.shape[2], dtype=torch.float64)
@@ -117,10 +117,10 @@ def attention_logits(name, q, k, *, train_length, target_length=None, q_offset=0
         n = i + 1 if context == "row" else torch.full_like(i, target_length)
         logits = learned[:, None, None] * torch.log(n)[:, None] * logits
     if name.startswith("scale_invariant"):
-        a, m = scale_invariant(t, torch.exp(learned)[:, None, None] if learn_tau else tau)
-        logits = a * logits + m
+        a, m = scale_invariant(t, torch.exp(learned)[:, None, None] if learn_tau else tau, alpha, beta)
+        logits = (logits if terms == "m" else a * logits) + (0 if terms == "a" else m)
     if name == "alibi":
-        logits = logits - alibi_slopes(num_heads, slopes)[:, None, None] * t
+        logits = logits - slope_scale * alibi_slopes(num_heads, slopes)[:, None, None] * t
     return logits.masked_fill(j > i[:, None], -math.inf)
 
 

@@ -73,7 +73,7 @@ def test_the_162m_presets_are_the_paper_s(name, train_length):
     c = preset(name)
     assert (c.num_layers, c.model_dim, c.num_heads, c.vocab_size, c.train_length) == (12, 768, 6, 50304, train_length)
     assert (c.muon_lr, c.muon_momentum, c.embedding_lr, c.head_lr, c.scalar_lr) == (0.02, 0.95, 0.3, 0.002, 0.002)
-    assert (c.adam_betas, c.bf16_embedding, c.method_options, c.rotary_base_length) == ((0.9, 0.95), False, {}, 0)
+    assert (c.adam_betas, c.bf16_embedding, c.method_options, c.length_scale) == ((0.9, 0.95), False, {}, 1)
     assert (c.steps, c.batch_tokens) == (4578, 8 * 65536)
     assert c.steps * c.batch_tokens == pytest.approx(2.4e9, rel=1e-3)
     assert learning_rates(c, [0, 3269, 3270, 3270 + 654, 4577]) == pytest.approx([1, 1, 1, 0.5, 1 / 1308])
@@ -97,13 +97,48 @@ def test_the_schedule_of_every_preset_is_valid(name):
     check_schedule(c.schedule, steps=c.steps, warmup_steps=c.warmup_steps, cooldown_steps=c.cooldown_steps)
 
 
-def test_quickstart_scales_the_rotary_base_with_its_training_length():
-    bases = {}
-    for length in (0, 4096):
-        config = dataclasses.replace(preset("quickstart"), method="rope", rotary_base_length=length)
+@pytest.mark.parametrize("method, part, option, of_the_paper, scaled", [
+    ("rope", "rotation", "base", 10_000, 625),
+    ("yarn", "rotation", "base", 10_000, 625),
+    ("p_rope", "rotation", "base", 1024, 64),
+    ("scale_invariant_p_rope", "score_change", "tau", 10, 0.625),
+    ("alibi", "score_change", "slope_scale", 1, 16),
+])
+@pytest.mark.parametrize("name", ["quickstart", "mini", "mini_1024", "mini_4096", "mini_large"])
+def test_what_is_a_length_in_tokens_is_scaled_at_small_scale(name, method, part, option, of_the_paper, scaled):
+    """And by the same factor at all training lengths of the scale, as the paper keeps one base and one tau."""
+    config = dataclasses.replace(preset(name), method=method)
+
+    def value(config):
         with torch.device("meta"):
-            bases[length] = build_model(config, torch.float32).blocks[0].attention.method.rotation.base
-    assert bases == {0: 10_000, 4096: 10_000 * 256 / 4096}
+            return getattr(getattr(build_model(config, torch.float32).blocks[0].attention.method, part), option)
+
+    assert value(config) == scaled
+    assert value(dataclasses.replace(config, length_scale=1.0)) == of_the_paper
+    assert value(dataclasses.replace(config, method_options={option: 7.0})) == 7  # what is given is taken as it is
+
+
+def test_mini_presets_differ_in_the_training_length_alone():
+    """As in the paper: the same bases, tokens a step and steps."""
+    mini = preset("mini")
+    for length in (1024, 4096):
+        assert preset(f"mini_{length}") == dataclasses.replace(mini, train_length=length)
+    paper = preset("gpt_162m_4k")
+    assert preset("gpt_162m_16k") == dataclasses.replace(paper, train_length=16_384)
+    assert mini.val_tokens // max(mini.val_lengths) > 2 and mini.cooldown_steps == round(900 * 1308 / 4578)
+
+
+@pytest.mark.parametrize("arguments, steps, warmup, cooldown", [
+    (["--steps", "90"], 90, 0, 26),
+    (["--steps=450"], 450, 0, 128),
+    (["--steps", "90", "--cooldown_steps", "7"], 90, 0, 7),
+    (["--cooldown_steps", "7"], 900, 0, 7),
+    (["--steps", "1"], 1, 0, 0),
+])
+def test_steps_alone_leave_the_cooldown_its_share(arguments, steps, warmup, cooldown):
+    config = read_config(["mini", *arguments])
+    assert (config.steps, config.warmup_steps, config.cooldown_steps) == (steps, warmup, cooldown)
+    check_schedule(config.schedule, steps=steps, warmup_steps=warmup, cooldown_steps=cooldown)
 
 
 # ---- hash ------------------------------------------------------------------------------------------------------------
@@ -111,7 +146,7 @@ def test_quickstart_scales_the_rotary_base_with_its_training_length():
 OTHER = dict(
     name="other", runs_dir="elsewhere", seed=1, resume="auto", force=True, on_nonfinite="skip", timeout=60.0,
     tags=("a",), group="sweep", wandb="offline", wandb_project="other",
-    method="rope", method_options=dict(tau=3.0), rotary_base_length=4096, vocab_size=50432,
+    method="rope", method_options=dict(tau=3.0), length_scale=0.5, validate_as=("yarn",), vocab_size=50432,
     num_layers=11, num_heads=12, model_dim=384, data_dir="data/fineweb100B", train_length=16_384, batch_tokens=262_144,
     micro_batch_tokens=65_536, steps=4577, schedule="cosine", warmup_steps=1, cooldown_steps=1000, muon_lr=0.015,
     muon_momentum=0.9, embedding_lr=0.2, head_lr=0.003, scalar_lr=0.003, adam_betas=(0.9, 0.99), adam_eps=1e-9,
@@ -122,7 +157,7 @@ OTHER = dict(
 
 
 MATHEMATICS = set("""
-    seed method method_options rotary_base_length vocab_size num_layers num_heads model_dim train_length batch_tokens
+    seed method method_options length_scale vocab_size num_layers num_heads model_dim train_length batch_tokens
     steps schedule warmup_steps cooldown_steps muon_lr muon_momentum embedding_lr head_lr scalar_lr adam_betas adam_eps
     bf16_embedding
 """.split())
@@ -135,7 +170,7 @@ def test_every_field_is_mathematics_or_not():
 @pytest.mark.parametrize("base", [Config(), preset("quickstart")], ids=["default", "quickstart"])
 @pytest.mark.parametrize("field", FIELDS)
 def test_the_hash_changes_with_mathematics_alone(field, base):
-    base = dataclasses.replace(base, model_dim=1536, train_length=4096, batch_tokens=524_288, rotary_base_length=0,
+    base = dataclasses.replace(base, model_dim=1536, train_length=4096, batch_tokens=524_288, length_scale=1.0,
                                val_tokens=131_072, val_lengths=(4096, 16_384))
     other = dataclasses.replace(base, **{field: OTHER[field]})
     assert (config_hash(other) == config_hash(base)) == (field not in MATHEMATICS)
@@ -169,10 +204,12 @@ NAN, INFINITY = float("nan"), float("inf")
 @pytest.mark.parametrize("field, value", [
     *((field, value) for field in ("vocab_size", "num_layers", "num_heads", "model_dim", "train_length", "batch_tokens",
                                    "micro_batch_tokens", "steps", "val_tokens", "keep") for value in (0, -1)),
-    *((field, -1) for field in ("seed", "rotary_base_length", "warmup_steps", "cooldown_steps", "val_every",
+    *((field, -1) for field in ("seed", "warmup_steps", "cooldown_steps", "val_every",
                                 "save_every")),
     *((field, value) for field in ("muon_lr", "embedding_lr", "head_lr", "scalar_lr", "adam_eps", "timeout")
       for value in (-0.1, NAN, INFINITY)),
+    *(("length_scale", value) for value in (0.0, -1.0, NAN, INFINITY)),
+    ("validate_as", ("yarn", "yarn")), ("validate_as", "yarn"),
     ("adam_eps", 0.0), ("timeout", 0.0), ("timeout", 1e12), ("seed", 2**63), ("keep", 10**400), ("name", "x" * 300),
     # of another type, as a config.json may have it
     ("num_heads", 2.0), ("steps", True), ("seed", "0"), ("muon_lr", "0.1"), ("force", 1), ("name", None),
@@ -209,21 +246,21 @@ def test_any_values_make_a_config_or_a_value_error(values):
 
 
 @settings(max_examples=60, deadline=None)
-@example(method="rope_ntk", num_layers=1, num_heads=1, head_dim=2, train_length=1, sequences=1, rotary_base_length=0)
+@example(method="rope_ntk", num_layers=1, num_heads=1, head_dim=2, train_length=1, sequences=1, length_scale=1.0)
 @given(method=st.sampled_from(NAMES), num_layers=st.integers(1, 2), num_heads=st.integers(1, 3),
        head_dim=st.integers(1, 18), train_length=st.integers(1, 9), sequences=st.integers(1, 3),
-       rotary_base_length=st.sampled_from([0, 0, 1, 16, 4096]))
+       length_scale=st.sampled_from([1.0, 1.0, 1 / 16, 1e-9, 1e9]))
 def test_any_valid_small_config_trains_or_is_a_value_error(method, num_layers, num_heads, head_dim, train_length,
-                                                           sequences, rotary_base_length):
+                                                           sequences, length_scale):
     config = Config(**small_models | dict(
         method=method, num_layers=num_layers, num_heads=num_heads, model_dim=num_heads * head_dim,
-        train_length=train_length, batch_tokens=sequences * train_length, rotary_base_length=rotary_base_length,
+        train_length=train_length, batch_tokens=sequences * train_length, length_scale=length_scale,
     ))
     try:
         model = build_model(config, torch.float32)
     except ValueError as error:
         assert "\n" not in str(error)
-        assert head_dim % 4 or rotary_base_length > 16 * train_length  # only rotary embeddings may refuse these
+        assert head_dim % 4 or length_scale < 1e-3  # only rotary embeddings may refuse these
         return
     tokens = torch.arange(sequences * 4 * train_length).view(sequences, -1) % config.vocab_size
     loss = model(tokens, tokens)  # at four times the training length

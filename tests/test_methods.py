@@ -8,8 +8,16 @@ import reference
 import torch
 from torch.testing import assert_close
 
-from model.attention import attend, attention_logits
-from model.methods import METHODS, make_method
+from model.attention import attend, attention_logits, make_plan
+from model.methods import METHODS, make_alternative, make_method
+from model.methods.alibi import ALiBi
+from model.methods.base import Method, ScoreChange
+from model.methods.infini import Infini
+from model.methods.logn import LogN
+from model.methods.ntk import NTK
+from model.methods.p_rope import PRoPE
+from model.methods.rope import RoPE
+from model.methods.scale_invariant import ScaleInvariant
 
 TRAIN_LENGTH = 64
 
@@ -30,6 +38,11 @@ CASES = [(name, {}) for name in NAMES] + [
     ("logn_p_rope", dict(form="barbero")),
     ("logn_ntk", dict(factor=3.0, context="length")),
     ("alibi", dict(slopes="geometric")),
+    ("alibi", dict(slope_scale=0.3)),
+    ("scale_invariant_p_rope", dict(terms="a")),
+    ("scale_invariant_p_rope", dict(terms="m")),
+    ("scale_invariant_nope", dict(alpha=2.0, beta=3.0, tau=1.0)),
+    ("scale_invariant_rope", dict(alpha=1.0, beta=0.0)),
     ("scale_invariant_p_rope", dict(tau=0.01)),
     ("scale_invariant_p_rope", dict(tau=1.0, form="barbero")),
     ("scale_invariant_rope", dict(tau=100.0, base=500.0)),
@@ -271,6 +284,101 @@ def test_expected_attention_and_negentropy_fall_as_one_over_t(tau):
     assert_close((logits.exp() * logits * weights).sum(dim=-1), expected.double(), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("alpha, beta", [(0.0, 1.0), (-1.0, 1.0), (2.0, 1.0), (1e30, 1.0)])
+def test_a_boundary_without_a_solution_is_refused(alpha, beta):
+    with assert_refused("alpha must be positive and beta at least alpha log"):
+        make("scale_invariant_nope", alpha=alpha, beta=beta)
+
+
+# ---- combinations ----------------------------------------------------------------------------------------------------
+
+
+class Kerple(ScoreChange):
+    """A logarithmic penalty that learns, as a third score change."""
+
+    def __init__(self, num_heads, head_dim, train_length):
+        super().__init__()
+        self.slope = torch.nn.Parameter(torch.linspace(0.5, 1.5, num_heads))
+
+    def coefficients(self, distance, head):
+        return 1.0, -self.slope.to(distance.dtype)[head] * torch.log(1 + distance)
+
+
+@pytest.mark.parametrize("backend", ["auto", "blocks"])
+@pytest.mark.parametrize("mechanisms", [(ALiBi, ScaleInvariant), (ScaleInvariant, ALiBi), (PRoPE, ALiBi, Kerple),
+                                        (Kerple, ScaleInvariant), (ALiBi, Kerple, ScaleInvariant)])
+def test_score_changes_follow_one_another(monkeypatch, mechanisms, backend):
+    """With S -> a1 S + m1 before S -> a2 S + m2, a = a1 a2 and m = a2 m1 + m2: in values and in all gradients."""
+    monkeypatch.setitem(METHODS, "combined", mechanisms)
+    method = make("combined")
+    exact = random_qkv(6, 16, 70)
+    q, k, v = exact
+    i = torch.arange(70, dtype=torch.float64)
+    turn = reference.rotation("p_rope" if PRoPE in mechanisms else "nope", 16, TRAIN_LENGTH, 70)
+    logits = reference.rotate(q, i, *turn) @ reference.rotate(k, i, *turn).mT / 4
+    t, slope = (i[:, None] - i).clamp(min=0), torch.linspace(0.5, 1.5, 6).double().requires_grad_()
+    a, m = reference.scale_invariant(t)
+    change = {ALiBi: (1.0, -reference.alibi_slopes(6)[:, None, None] * t), ScaleInvariant: (a, m),
+              Kerple: (1.0, -slope[:, None, None] * torch.log(1 + t))}
+    for mechanism in mechanisms:
+        scale, bias = change.get(mechanism, (1.0, 0.0))
+        logits = scale * logits + bias
+    expected = logits.masked_fill(i > i[:, None], -math.inf).softmax(dim=-1) @ v
+    inputs = cast(exact, torch.float32)
+    learned = [slope] if Kerple in mechanisms else []
+    output = attend(method, *inputs, backend=backend)
+    assert_same_function(output, [*inputs, *method.parameters()], expected, [*exact, *learned], 1e-5)
+
+
+@pytest.mark.parametrize("mechanisms, words", [
+    ((RoPE, PRoPE), "RoPE and PRoPE.*one Rotation"),
+    ((LogN, PRoPE, LogN), "LogN.*LogN"),
+    ((Infini, RoPE, Infini), "Infini.*Infini"),
+    ((RoPE, torch.nn.Linear), "none of Rotation, QueryScale, ScoreChange, Replacement"),
+    ((ScaleInvariant, ScaleInvariant), "share the option.*tau"),
+])
+def test_mechanisms_that_do_not_go_together_are_refused(monkeypatch, mechanisms, words):
+    monkeypatch.setitem(METHODS, "combined", mechanisms)
+    with assert_refused("combined", words):
+        make("combined")
+
+
+@pytest.mark.parametrize("role, kind", [("rotation", NTK), ("query_scale", LogN), ("replacement", Infini)])
+def test_two_mechanisms_of_a_kind_are_refused_whatever_their_options(role, kind):
+    two = [kind(2, 16, 8), kind(2, 16, 8)]
+    with assert_refused("mine", f"{kind.__name__} and {kind.__name__}"):
+        Method("mine", 2, 16, 8, two)
+    assert getattr(Method("mine", 2, 16, 8, two[:1]), role) is two[0]
+
+
+@pytest.mark.parametrize("name, other", [("rope", "rope_ntk"), ("rope", "yarn"), ("yarn", "rope"), ("rope_ntk", "yarn"),
+                                         ("logn_rope", "logn_ntk")])
+@pytest.mark.parametrize("length, same", [(TRAIN_LENGTH, True), (TRAIN_LENGTH // 2, True), (3 * TRAIN_LENGTH, False)])
+def test_an_alternative_is_the_other_method_with_these_weights(name, other, length, same):
+    shape = dict(num_heads=2, head_dim=16, train_length=TRAIN_LENGTH, base=500.0)
+    ours, theirs = make_method(name, **shape), make_alternative(name, other, **shape)
+    assert theirs.name == other
+    q, k, v = cast(random_qkv(2, 16, length), torch.float32)
+    # As in a validation: our method's parameters, their plan.
+    plan = make_plan(theirs, length, length)
+    learned = next((p.double() for p in ours.parameters()), None)
+    expected = reference.attend(other, q.double(), k.double(), v.double(), train_length=TRAIN_LENGTH, base=500.0,
+                                learned=learned)
+    output = attend(ours, q, k, v, plan=plan)
+    assert_near(output, expected, 1e-5)
+    assert torch.equal(output, attend(ours, q, k, v)) == same
+
+
+@pytest.mark.parametrize("name, other, options", [
+    ("rope", "p_rope", {}), ("rope", "rope", {}), ("rope", "logn_rope", {}), ("alibi", "nope", {}),
+    ("scale_invariant_rope", "scale_invariant_p_rope", {}), ("infini_rope", "rope", {}), ("nope", "rope", {}),
+    ("p_rope", "rope_ntk", dict(base=10_000.0)),
+])
+def test_what_does_not_train_identically_is_no_alternative(name, other, options):
+    with assert_refused(name, other):
+        make_alternative(name, other, num_heads=2, head_dim=16, train_length=TRAIN_LENGTH, **options)
+
+
 # ---- ALiBi and LogN --------------------------------------------------------------------------------------------------
 
 
@@ -328,7 +436,7 @@ def assert_refused(*words):
 
 
 def test_the_methods_are_those_of_the_paper_and_its_variants():
-    assert set(METHODS) == set(NAMES)
+    assert set(NAMES) <= set(METHODS)  # and any that a user adds
 
 
 def test_an_unknown_method_is_refused_with_the_nearest_name():

@@ -38,7 +38,7 @@ GOOD = dict(
     seed=one_of(0, 1, 2**31, 2**63 - 1), resume=one_of("never", "auto"), force=st.booleans(),
     on_nonfinite=one_of("stop", "skip"), timeout=one_of(600, 1, 0.001, 1e6), tags=one_of((), ("a", "b c"), ("",)),
     group=one_of("", "sweep", "a/b"), wandb=st.just("off"), wandb_project=one_of("p", ""),
-    method=one_of(*NAMES), rotary_base_length=one_of(0, 1, 16, 4096), vocab_size=st.integers(64, 100),
+    method=one_of(*NAMES), length_scale=one_of(1.0, 0.0625, 1e-9, 1e9), vocab_size=st.integers(64, 100),
     num_layers=st.integers(1, 3), data_dir=st.just("data"), micro_batch_tokens=st.integers(1, 300),
     steps=one_of(2, 2, 2, 1, 3), schedule=one_of("constant_linear", "cosine", "trapezoid"),
     warmup_steps=one_of(0, 0, 0, 0, 0, 1), cooldown_steps=one_of(0, 0, 0, 0, 1, 2),
@@ -203,7 +203,7 @@ def try_configs(command_lines, place, faults, count, seed=None):
 FOUND = [
     "--seed 18446744073709551616", "--keep " + "9" * 400, "--adam_eps 0", "--timeout 1e300", "--name " + "x" * 300,
     *(f"--method {method} --method_options {options}" for method, options in (
-        ("rope", "num_heads 3"), ("rope", "name x"), ("rope", "base_length 0"),
+        ("rope", "num_heads 3"), ("rope", "name x"), ("rope", "base_length 0"), ("rope", "length_scale 0.5"),
         ("yarn", "beta_slow 1e-320"), ("rope_ntk", "factor 1e300"), ("alibi", "slopes inf"), ("logn_rope", "init 1e39"),
         ("infini_rope", "gate_init nan"), ("scale_invariant_rope", "tau 1e-320"), ("rope", "base 1e400"))),
 ]  # fmt: skip
@@ -216,7 +216,7 @@ def test_what_was_found_is_refused_in_one_line(words, place, faults):
 
 
 @pytest.mark.parametrize("fields", [
-    dict(num_heads=1, train_length=1, batch_tokens=3, val_lengths=(1, 2), val_tokens=2, rotary_base_length=0),
+    dict(num_heads=1, train_length=1, batch_tokens=3, val_lengths=(1, 2), val_tokens=2, length_scale=1.0),
     dict(method="rope", method_options=("base", 2**64)),
 ], ids=["a token a sequence", "an integer beyond 64 bits"])  # fmt: skip
 def test_what_was_found_trains(fields, place, faults):

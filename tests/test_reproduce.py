@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 import shlex
 import sys
 
@@ -16,6 +17,7 @@ from configs.sweeps import sweep
 from data.shards import ShardWriter
 from runtime.checkpoint import save_checkpoint
 from scripts import reproduce
+from scripts.figures import series
 from scripts.reproduce import main
 from scripts.runs import read_folders
 from scripts.sweep import field_changes, make_plans, parse_arguments
@@ -26,9 +28,10 @@ TINY = "--num_heads 2 --model_dim 16 --vocab_size 64 --train_length 64 --batch_t
 
 
 def write_run(
-    runs_dir, run, losses, *, steps=(0, 400, 800, 1200), val_tokens=49_152, data="abc", needle=None, part=None
+    runs_dir, run, losses, *, steps=(0, 300, 600, 900), val_tokens=49_152, data="abc", needle=None, part=None, others={}
 ):
-    """A finished run whose validation loss falls by 0.1 a record to the given losses {length: nats}. part: validation
+    """A finished run whose validation loss falls by 0.1 a record to the given losses {length: nats}, and its weights as
+    other methods {method: losses}. part: validation
     tokens, before the end, at all lengths but the first (the fast profile); None: records of before the profiles."""
     folder = runs_dir / run.name
     folder.mkdir(parents=True)
@@ -36,16 +39,18 @@ def write_run(
     (folder / "log.txt").write_text("python 3\ndevice: an abacus\ncommit: 0123abc\n==== a.py ====\n")
     records = []
     for i, step in enumerate(steps):
-        loss = {str(n): x + 0.1 * (len(steps) - 1 - i) for n, x in losses.items()}
+        above = lambda losses: {str(n): x + 0.1 * (len(steps) - 1 - i) for n, x in losses.items()}
+        loss, as_others = above(losses), {method: above(theirs) for method, theirs in others.items()}
         tokens = val_tokens
         if part:
             few = step < steps[-1]
             tokens = {n: part if few and number else val_tokens for number, n in enumerate(loss)}
-        records.append(dict(step=step, tokens=step, val_loss=loss, val_tokens=tokens))
+        records.append(dict(step=step, tokens=step, val_loss=loss, val_loss_as=as_others, val_tokens=tokens))
     records.insert(1, dict(step=1, tokens=1, train_loss=5.0))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     summary = dict(name=run.name, val_loss={str(n): x for n, x in losses.items()}, val_tokens=tokens, data=data)
-    (folder / "summary.json").write_text(json.dumps(summary | dict(steps=steps[-1])))
+    as_others = {method: {str(n): x for n, x in theirs.items()} for method, theirs in others.items()}
+    (folder / "summary.json").write_text(json.dumps(summary | dict(steps=steps[-1], val_loss_as=as_others)))
     if needle:
         (folder / "needle").mkdir()
         (folder / "needle" / "summary.json").write_text(json.dumps(needle))
@@ -53,13 +58,15 @@ def write_run(
 
 
 def write_study(runs_dir, item, scale="mini", **options):
-    """All runs of a study, with losses that differ by method and seed; returns them by (method, seed, length)."""
+    """All runs of a study, with losses that differ by series and seed; returns them by (series, seed, length)."""
     random, values = np.random.default_rng(0), {}
     for number, run in enumerate(sweep(item, scale)):
-        losses = {n: 4 + 0.01 * number + random.random() for n in run.config.val_lengths}
+        draw = lambda: {n: 4 + 0.01 * number + random.random() for n in run.config.val_lengths}
+        losses, others = draw(), {method: draw() for method in run.config.validate_as}
         steps = [s * run.config.steps // 4 for s in range(5)]
-        write_run(runs_dir, run, losses, steps=steps, **options)
-        values |= {(run.config.method, run.config.seed, n): x for n, x in losses.items()}
+        write_run(runs_dir, run, losses, steps=steps, others=others, **options)
+        shown = {series(run.config.method, run.config.method_options): losses} | others
+        values |= {(name, run.config.seed, n): x for name, theirs in shown.items() for n, x in theirs.items()}
     return values
 
 
@@ -104,7 +111,9 @@ def test_paper_targets_are_whole():
     counts = dict(table_losses=30, table_needle=30, table_infini=12, table_llama=30)
     assert {name: len(paper_targets(name)) for name in counts} == counts
     losses = paper_targets("table_losses")
-    assert losses["p_rope", 65_536] == dict(mean=5.735, stderr=0.085, seeds=3, note="")
+    assert losses["p_rope", 65_536] == dict(mean=5.735, stderr=0.085, seeds=3, note="", remark="")
+    odd = {(name, m) for name in counts for (m, _), target in paper_targets(name).items() if target["remark"]}
+    assert odd == {*((name, "yarn") for name in counts if name != "table_infini"), ("table_llama", "rope_ntk")}
     for name in ("table_losses", "table_infini"):  # the paper's bold is the lowest of its column
         for length in (4096, 16_384, 65_536):
             column = {m: t for (m, n), t in paper_targets(name).items() if n == length}
@@ -116,9 +125,12 @@ def test_paper_targets_are_whole():
 def test_table_losses_has_means_errors_and_the_papers_numbers(tmp_path, call):
     values = write_study(tmp_path / "runs", "table_losses")
     code, said = call("table_losses", "--scale", "mini")
-    assert code == 0 and "Missing" not in said.out and "runs used: 30 of 30" in said.out
+    assert code == 0 and "Missing" not in said.out and "runs used: 27 of 27" in said.out
     table = {(r["method"], int(r["length"])): r for r in rows(tmp_path / "out" / "table_losses.csv")}
-    assert len(table) == 10 * 4
+    assert len(table) == 12 * 4  # and ALiBi's slopes and tau as in the paper
+    assert {m: r["weights_of"] for (m, _), r in table.items() if r["weights_of"]} == dict(
+        rope_ntk="rope", yarn="rope", logn_ntk="logn_rope"
+    )
     for (method, length), row in table.items():
         three = np.array([values[method, seed, length] for seed in range(3)])
         assert float(row["mean"]) == pytest.approx(three.mean())
@@ -129,9 +141,12 @@ def test_table_losses_has_means_errors_and_the_papers_numbers(tmp_path, call):
     page = (tmp_path / "out" / "table_losses.md").read_text()
     assert "256 (1x)" in page and "paper 4k (1x)" in page and "not the paper's" in page
     best = min((float(r["mean"]), m) for (m, n), r in table.items() if n == 256)[1]
-    line = next(text for text in page.splitlines() if text.startswith(f"| {reproduce.method_name(best)} "))
+    line = next(text for text in page.splitlines() if re.match(rf"\| {reproduce.series_name(best)}\u2020? ", text))
     assert line.split("|")[3].strip().startswith("**")
-    assert "0123abc (30)" in page and "an abacus (30)" in page
+    assert "0123abc (27)" in page and "an abacus (27)" in page
+    assert "RoPE+NTK\u2020" in page and "\u2020 RoPE+NTK and YaRN: the weights of RoPE" in page
+    assert "ALiBi, official slopes" in page and "Scale-invariant p-RoPE, \u03c4 = 10" in page
+    assert "as if its scaling had not been active" in page
 
 
 def test_at_paper_scale_the_difference_is_in_combined_standard_errors(tmp_path, call):
@@ -187,7 +202,7 @@ def test_runs_on_other_tokens_are_named_and_left_out(tmp_path, call):
 def test_missing_length_comes_from_the_evaluation_or_is_named(tmp_path, call):
     a, b, c = sweep("table_losses", "mini", methods=["rope"])
     folders = [write_run(tmp_path / "runs", run, {256: 4.0, 1024: 4.5, 4096: 5.0}) for run in (a, b, c)]
-    evaluation = dict(step="step_001200", val_tokens=49_152, val_loss={"16384": 6.0, "256": 9.0})
+    evaluation = dict(step="step_000900", val_tokens=49_152, val_loss={"16384": 6.0, "256": 9.0})
     (folders[0] / "evaluation.json").write_text(json.dumps(evaluation))
     (folders[1] / "evaluation.json").write_text(json.dumps(evaluation | dict(val_tokens=1024)))  # other tokens
     code, said = call("table_losses", "--scale", "mini", "--methods", "rope")
@@ -241,6 +256,54 @@ def test_needle_table(tmp_path, call):
     assert "0.990" in next(line for line in said.out.splitlines() if line.startswith("| oracle"))
 
 
+@pytest.mark.slow
+def test_all_is_well_when_all_that_can_be_made_is_there(tmp_path, call, monkeypatch):
+    items = dict(table_losses=reproduce.table_losses, table_llama=reproduce.table_llama, figure_qq=reproduce.figure_qq)
+    monkeypatch.setattr(reproduce, "ITEMS", items)
+    write_study(tmp_path / "runs", "table_losses")
+    code, said = call("all", "--scale", "mini")
+    assert code == 0 and said.out.splitlines()[-1] == "all that can be made on this machine is there"
+    assert "2 of 3 not built: table_llama, figure_qq" in said.out
+
+
+def test_all_seeds_that_there_are_count_unless_some_are_asked_for(tmp_path, call):
+    for run in sweep("figure_304m", "mini", seeds=[0, 7, 9]):
+        write_run(tmp_path / "runs", run, {n: 4.0 + run.config.seed for n in run.config.val_lengths})
+    for words, seeds, mean in ((), "3", 4 + 16 / 3), (("--seeds", "0", "9"), "2", 8.5):
+        call("figure_304m", "--scale", "mini", *words)
+        last = [r for r in rows(tmp_path / "out" / "figure_304m.csv") if r["step"] == "900"]
+        assert last and all(r["seeds"] == seeds and float(r["mean"]) == pytest.approx(mean) for r in last)
+
+
+def test_a_run_not_validated_as_another_method_is_named_with_the_command(tmp_path, call):
+    (run,) = sweep("table_losses", "mini", seeds=[0], methods=["yarn"])
+    assert run.config.method == "rope"
+    folder = write_run(tmp_path / "runs", run, {n: 4.0 for n in run.config.val_lengths})
+    code, said = call("table_losses", "--scale", "mini", "--seeds", "0", "--methods", "yarn")
+    command = f"python -m scripts.evaluate {folder} --lengths 256 1024 4096 16384 --as rope_ntk yarn"
+    assert code == 1 and command in said.out
+    evaluation = dict(step="step_000900", val_tokens=49_152, val_loss={"256": 4.0})
+    evaluation |= dict(val_loss_as=dict(yarn={str(n): 5.0 for n in run.config.val_lengths}))
+    (folder / "evaluation.json").write_text(json.dumps(evaluation))
+    code, said = call("table_losses", "--scale", "mini", "--seeds", "0", "--methods", "yarn")
+    (row,) = {(r["method"], r["weights_of"], r["mean"]) for r in rows(tmp_path / "out" / "table_losses.csv")}
+    assert code == 0 and row == ("yarn", "rope", "5.0")
+
+
+def test_nope_is_in_the_left_panel_alone(tmp_path, call, monkeypatch):
+    for run in sweep("figure_train_4k", "mini", seeds=[0], methods=["nope", "alibi"]):
+        write_run(tmp_path / "runs", run, {n: 4.0 for n in run.config.val_lengths})
+    drawn = []
+    monkeypatch.setattr(reproduce, "draw_curves", lambda path, panels, looks, **_: drawn.extend(panels))
+    call("figure_train_4k", "--scale", "mini", "--seeds", "0", "--methods", "nope", "alibi")
+    assert [{row["series"] for row in shown} for _, shown in drawn] == [{"nope", "alibi"}, {"alibi"}, {"alibi"}]
+
+
+def test_the_papers_qq_figures_are_not_ours(tmp_path, call):
+    code, said = call("figure_qq", "--scale", "mini")
+    assert code == 1 and "Not built yet" in said.out.replace("\n", " ") and "figure_qq_ours" in said.out
+
+
 def test_llama_table_says_that_it_is_not_built(tmp_path, call):
     code, said = call("table_llama")
     assert code == 1 and "Not built yet" in said.out and "RoPE+NTK*" in said.out and "**2.252**" in said.out
@@ -255,10 +318,10 @@ def test_curves_are_means_over_seeds(tmp_path, call):
     code, said = call("figure_train_4k", "--scale", "mini")
     assert code == 0 and is_figure(tmp_path / "out" / "figure_train_4k")
     data = rows(tmp_path / "out" / "figure_train_4k.csv")
-    assert len(data) == 10 * 3 * 5  # methods, lengths, validations
+    assert len(data) == 10 * 3 * 5  # methods, three of them with the weights of another; lengths, validations
     for row in data:
         loss = np.array([values[row["series"], seed, int(row["val_length"])] for seed in range(3)])
-        above = 0.1 * (4 - int(row["step"]) / 300)
+        above = 0.1 * (4 - int(row["step"]) / 225)
         assert float(row["mean"]) == pytest.approx(loss.mean() + above)
         assert float(row["stderr"]) == pytest.approx(loss.std(ddof=1) / math.sqrt(3))
     assert "3.28 is left out" in said.out
@@ -270,9 +333,9 @@ def test_points_on_a_part_of_the_tokens_are_open_circles(tmp_path, call):
     code, said = call(item, "--scale", "mini")
     assert code == 0 and is_figure(tmp_path / "out" / item) and "Open circles" in said.out
     data = rows(tmp_path / "out" / f"{item}.csv")
-    assert len(data) == 3 * 3 * 5  # methods, lengths, validations
+    assert len(data) == 6 * 3 * 5  # methods, with tau scaled or not, lengths, validations
     for row in data:
-        assert row["val_tokens"] == ("49152" if row["val_length"] == "256" or row["step"] == "1200" else "16384")
+        assert row["val_tokens"] == ("49152" if row["val_length"] == "256" or row["step"] == "900" else "16384")
 
 
 def test_a_mean_is_over_losses_on_the_same_tokens(tmp_path, call):
@@ -282,29 +345,30 @@ def test_a_mean_is_over_losses_on_the_same_tokens(tmp_path, call):
     call("figure_train_4k", "--scale", "mini", "--seeds", "0", "1", "--methods", "rope")
     data = rows(tmp_path / "out" / "figure_train_4k.csv")
     steps = {n: [int(r["step"]) for r in data if r["val_length"] == n] for n in ("256", "1024", "4096")}
-    assert steps == {"256": [0, 400, 800, 1200], "1024": [1200], "4096": [1200]}
+    assert steps == {"256": [0, 300, 600, 900], "1024": [900], "4096": [900]}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("item", ["figure_train_lengths", "figure_tau"])
-def test_curve_figures(item, tmp_path, call):
+@pytest.mark.parametrize("item, three_seeds", [("figure_train_lengths", ["256"]), ("figure_tau", [])])
+def test_curve_figures(item, three_seeds, tmp_path, call):
     write_study(tmp_path / "runs", item)
     code, said = call(item, "--scale", "mini")
-    assert code == 0 and is_figure(tmp_path / "out" / item) and "One seed" in said.out
-    series = {(r["series"], r["train_length"]) for r in rows(tmp_path / "out" / f"{item}.csv")}
-    assert len(series) == len(sweep(item, "mini"))
+    assert code == 0 and is_figure(tmp_path / "out" / item)
+    found = {(r["series"], r["train_length"]): int(r["seeds"]) for r in rows(tmp_path / "out" / f"{item}.csv")}
+    assert len(found) == dict(figure_train_lengths=10 * 3, figure_tau=6)[item]
+    assert {length for (_, length), seeds in found.items() if seeds == 3} == set(three_seeds)
 
 
 def test_half_written_last_line_is_dropped_and_a_damaged_one_named(tmp_path, call):
-    runs = sweep("figure_scale_invariant_variants", "mini")
+    runs = sweep("figure_304m", "mini")
     folders = [write_run(tmp_path / "runs", r, {256: 4.0, 1024: 4.1, 4096: 4.2, 16_384: 4.3}) for r in runs]
     with open(folders[0] / "metrics.jsonl", "a") as file:
         file.write('{"step": 1300, "val_lo')
     lines = (folders[1] / "metrics.jsonl").read_text().splitlines()
     (folders[1] / "metrics.jsonl").write_text("\n".join([lines[0], lines[1][:20], *lines[2:]]))
-    code, said = call("figure_scale_invariant_variants", "--scale", "mini")
+    code, said = call("figure_304m", "--scale", "mini")
     assert code == 1 and f"{folders[1] / 'metrics.jsonl'}, line 2 is not JSON" in said.out
-    methods = {r["series"] for r in rows(tmp_path / "out" / "figure_scale_invariant_variants.csv")}
+    methods = {r["series"] for r in rows(tmp_path / "out" / "figure_304m.csv")}
     assert methods == {runs[0].config.method, runs[2].config.method} and "runs used: 2 of 3" in said.out
 
 
@@ -315,7 +379,7 @@ def test_a_loss_that_is_not_a_number_is_a_gap_in_the_curve(tmp_path, call):
     (folder / "metrics.jsonl").write_text(text.replace('"256": 4.1,', '"256": null,'))
     code, said = call("figure_train_4k", "--scale", "mini", "--seeds", "0", "1", "--methods", "rope", "alibi")
     [gap] = [r for r in rows(tmp_path / "out" / "figure_train_4k.csv") if r["mean"] == "nan"]
-    assert (gap["series"], gap["val_length"], gap["step"]) == (run.config.method, "256", "800")
+    assert (gap["series"], gap["val_length"], gap["step"]) == (run.config.method, "256", "600")
     assert code == 0 and is_figure(tmp_path / "out" / "figure_train_4k")
 
 
@@ -346,16 +410,16 @@ def write_models(tmp_path, item, num_layers, val_tokens):
 
 
 @pytest.mark.slow
-def test_figure_qq(tmp_path, call):
-    fields = write_models(tmp_path, "figure_qq", num_layers=2, val_tokens=400)
+def test_figure_qq_ours(tmp_path, call):
+    fields = write_models(tmp_path, "figure_qq_ours", num_layers=2, val_tokens=400)
     folder = next(f.path for f in read_folders(tmp_path / "runs") if f.config.method == "p_rope")
     next((folder / "checkpoints").iterdir()).unlink()
-    code, said = call("figure_qq", "--scale", "mini", *fields)
+    code, said = call("figure_qq_ours", "--scale", "mini", *fields)
     assert code == 1 and f"{folder} has no checkpoint" in said.out and "runs used: 2 of 3" in said.out
     for method in ("rope", "scale_invariant_p_rope"):
-        assert is_figure(tmp_path / "out" / f"figure_qq_{method}")
-    assert len(rows(tmp_path / "out" / "figure_qq.csv")) == 2 * 2 * 2 * 200  # methods, layers, forms, quantiles
-    assert len(rows(tmp_path / "out" / "figure_qq_heads.csv")) == 2 * 2 * 2 * 3  # two heads and all
+        assert is_figure(tmp_path / "out" / f"figure_qq_ours_{method}")
+    assert len(rows(tmp_path / "out" / "figure_qq_ours.csv")) == 2 * 2 * 2 * 200  # methods, layers, forms, quantiles
+    assert len(rows(tmp_path / "out" / "figure_qq_ours_heads.csv")) == 2 * 2 * 2 * 3  # two heads and all
 
 
 @pytest.mark.slow
@@ -397,12 +461,15 @@ def test_all_survives_broken_folders_and_sums_up(tmp_path, call):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "table_infini.csv").mkdir()  # this item cannot be written
     code, said = call("all", "--scale", "mini", "--draws", "2")
-    said_of = dict(line.split(": ", 1) for line in said.out.splitlines() if ": " in line)
+    lines, summary = said.out.split("\n\n")
+    said_of = dict(line.split(": ", 1) for line in lines.splitlines())
     assert code == 1 and list(said_of) == list(reproduce.ITEMS)
     assert said_of["table_infini"].startswith("failed: ")
-    assert said_of["table_losses"].startswith("incomplete, 5 of 30 runs")
+    assert said_of["table_losses"].startswith("incomplete, 5 of 27 runs; 22 missing: `python -m scripts.sweep table_losses")
+    assert said_of["table_llama"].startswith("not built: ") and said_of["figure_qq"].startswith("not built: ")
     assert said_of["figure_sublog"].startswith("complete")
-    assert "2 of 14 complete" in said.out and len(values) == 12 * 4
+    assert "2 of 16 complete: figure_sublog, figure_sublog_unscaled" in summary and len(values) == (12 + 6) * 4
+    assert "2 of 16 not built: table_llama, figure_qq" in summary and "1 of 16 failed: table_infini" in summary
 
 
 @pytest.mark.parametrize(

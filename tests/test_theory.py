@@ -207,6 +207,17 @@ def test_lemmas_hold_to_rounding(tau):
         assert abs(row["error"]) < 1e-10, row
 
 
+@pytest.mark.parametrize("alpha, beta", [(1.0, 1.0), (2.0, 3.0), (0.5, 0.2), (1.0, 0.0), (3.0, 3 * math.log(3))])
+def test_lemmas_hold_for_other_boundary_conditions(alpha, beta):
+    """The last two have beta = alpha log(alpha), from which on the solution exists: a_0 = 0."""
+    for row in theory.lemma_check([0, 1, 7, 1_000, 1_000_000], 10.0, (), alpha, beta):
+        constant = alpha if row["quantity"] == "E[exp L]" else beta
+        assert row["theory"] == constant / (1 + row["t"] / 10)
+        assert row["value"] == pytest.approx(row["theory"], rel=1e-9, abs=1e-11), row
+    limit = [r for r in theory.lemma_check([300_000], 10.0, (2,), alpha, beta) if "Z" in r["quantity"]][0]
+    assert limit["theory"] == alpha * 10 * math.log(2) and abs(limit["error"]) < 1e-4
+
+
 @pytest.mark.parametrize("tau", [1.0, 10.0])
 def test_total_attention_in_a_range_tends_to_its_limit_as_1_over_t(tau):
     """The sum of alpha tau / (j + tau) over t <= j < t Delta is alpha tau (log Delta - (tau - 1/2)(1 - 1/Delta)/t)."""

@@ -34,8 +34,8 @@ def test_fast_validates_the_other_lengths_on_a_quarter_every_500_steps():
 
 def test_without_val_every_both_validate_at_the_end_only():
     for config in (preset("quickstart"), fast(preset("quickstart"))):
-        plans = [validation_plan(config, step) for step in range(421)]
-        assert plans == [*[{}] * 420, dict.fromkeys((256, 1024, 4096), 49_152)]
+        plans = [validation_plan(config, step) for step in range(config.steps + 1)]
+        assert plans == [*[{}] * config.steps, dict.fromkeys((256, 1024, 4096), 49_152)]
 
 
 def test_a_training_length_that_is_not_validated_leaves_the_parts():
@@ -69,6 +69,13 @@ def test_share_of_the_training_flops():
     others = forward[16_384] + forward[65_536]
     expected = (38 * forward[4096] + (10 / 4 + 1) * others) * FULL / training
     assert validation_share(fast(config)) == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_share_counts_other_methods_beyond_the_training_length():
+    config = preset("gpt_162m_4k")
+    others = dataclasses.replace(config, method="rope", validate_as=("rope_ntk", "yarn"))
+    at = {T: validation_share(dataclasses.replace(config, val_lengths=(T,))) for T in config.val_lengths}
+    assert validation_share(others) == pytest.approx(at[4096] + 3 * (at[16_384] + at[65_536]), rel=1e-12)
 
 
 def test_the_fast_profile_costs_at_most_9_percent_of_a_run_at_4k():

@@ -3,8 +3,11 @@
 import difflib
 import inspect
 
+import torch
+from torch import Tensor
+
 from model.methods.alibi import ALiBi
-from model.methods.base import Method
+from model.methods.base import Method, Rotation
 from model.methods.infini import Infini
 from model.methods.logn import LogN
 from model.methods.ntk import NTK
@@ -42,7 +45,14 @@ def method_options(name: str) -> dict[str, inspect.Parameter]:
     """The options of a method, with their types and default values. ValueError for an unknown name."""
     if name not in METHODS:
         raise ValueError(f"unknown attention method {name!r}; {nearest(name, METHODS)}")
-    return {option: p for mechanism in METHODS[name] for option, p in own_options(mechanism).items()}
+    options = {}
+    for mechanism in METHODS[name]:
+        own = own_options(mechanism)
+        if shared := own.keys() & options.keys():
+            others = " and ".join(m.__name__ for m in METHODS[name])
+            raise ValueError(f"attention method {name!r}: {others} share the option {', '.join(sorted(shared))}")
+        options |= own
+    return options
 
 
 def check_options(name: str, options: dict) -> None:
@@ -61,14 +71,27 @@ def check_options(name: str, options: dict) -> None:
             raise ValueError(f"option {option!r} of attention method {name!r} must be {size}, got {str(value)[:60]}")
 
 
-def make_method(name: str, /, *, num_heads: int, head_dim: int, train_length: int, **options) -> Method:
+def scaled_options(name: str, length_scale: float, options: dict) -> dict:
+    """The options of a method, and of those that are not given the ones that are lengths in tokens (tau, rotary bases,
+    one over ALiBi's slopes): length_scale times the paper's."""
+    if length_scale == 1:
+        return options
+    scaled = [mechanism.scaled(length_scale, options) for mechanism in METHODS[name]]
+    return {option: value for part in scaled for option, value in part.items()} | options
+
+
+def make_method(
+    name: str, /, *, num_heads: int, head_dim: int, train_length: int, length_scale: float = 1.0, **options
+) -> Method:
     """The attention method `name` for one layer.
 
     train_length (tokens) is what length-dependent methods (NTK, YaRN, LogN's initial scale) compare against. Options
-    are those of the method's mechanisms, each with the paper's value as its default. ValueError for an unknown name or
-    option, naming the nearest valid ones, and for values out of range.
+    are those of the method's mechanisms, each with the paper's value as its default, lengths in tokens times
+    length_scale (see scaled_options). ValueError for an unknown name or option, naming the nearest valid ones, for
+    values out of range, and for mechanisms that do not go together.
     """
     check_options(name, options)
+    options = scaled_options(name, length_scale, options)
     kinds = {option: p.annotation for option, p in method_options(name).items()}
     for option, value in options.items():
         if kinds[option] in (float, float | None) and value is not None:
@@ -78,6 +101,31 @@ def make_method(name: str, /, *, num_heads: int, head_dim: int, train_length: in
         for mechanism in METHODS[name]
     ]
     return Method(name, num_heads, head_dim, train_length, mechanisms)
+
+
+def make_alternative(
+    name: str, other: str, /, *, num_heads: int, head_dim: int, train_length: int, length_scale: float = 1.0, **options
+) -> Method:
+    """The method `other`, with the options that it shares with `name`, for the weights of a model trained with `name`.
+
+    ValueError unless the two train identically: they differ in their rotation only, and there only beyond the training
+    length. So one training shows what both do there.
+    """
+    shape = dict(num_heads=num_heads, head_dim=head_dim, train_length=train_length, length_scale=length_scale)
+    shared = {option: value for option, value in options.items() if option in method_options(other)}
+    ours, theirs = make_method(name, **shape, **options), make_method(other, **shape, **shared)
+    rest = lambda method: [m for m in METHODS[method] if not issubclass(m, Rotation)]
+    if name == other or rest(name) != rest(other) or not torch.equal(trained_rotation(ours), trained_rotation(theirs)):
+        same = "is the same method" if name == other else "does not train identically: train it by itself"
+        raise ValueError(f"weights of {name} cannot be validated as {other}, which {same}")
+    return theirs
+
+
+def trained_rotation(method: Method) -> Tensor:
+    """cos and sin at the training length, (2, T, D/2); empty without a rotation."""
+    if method.rotation is None:
+        return torch.empty(0)
+    return torch.stack(method.rotation.tables(method.train_length, method.train_length, "cpu"))
 
 
 def nearest(name: str, valid) -> str:

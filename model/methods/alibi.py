@@ -1,6 +1,8 @@
 """ALiBi: a penalty linear in the distance, -slope_h t, and no other position encoding (Press et al. 2021,
 arXiv 2108.12409)."""
 
+import math
+
 import torch
 
 from model.methods.base import ScoreChange
@@ -22,11 +24,19 @@ EXPONENTS = {"official": official_exponents, "geometric": geometric_exponents}  
 
 
 class ALiBi(ScoreChange):
-    def __init__(self, num_heads, head_dim, train_length, slopes: str = "official"):
+    def __init__(self, num_heads, head_dim, train_length, slopes: str = "official", slope_scale: float = 1.0):
+        """slope_scale multiplies the slopes, which are one over a length in tokens."""
         super().__init__()
         if slopes not in EXPONENTS:
             raise ValueError(f"ALiBi slopes must be one of {', '.join(EXPONENTS)}, got {slopes!r}")
-        self.num_heads, self.exponents = num_heads, EXPONENTS[slopes]
+        if not 0 <= slope_scale < math.inf:
+            raise ValueError(f"slope_scale must be a finite number of at least 0, got {slope_scale}")
+        self.num_heads, self.exponents, self.slope_scale = num_heads, EXPONENTS[slopes], slope_scale
+
+    @classmethod
+    def scaled(cls, scale, options):
+        return {"slope_scale": 1 / scale}
 
     def coefficients(self, distance, head):
-        return 1.0, -torch.exp2(-self.exponents(head.to(distance.dtype), self.num_heads)) * distance
+        slope = self.slope_scale * torch.exp2(-self.exponents(head.to(distance.dtype), self.num_heads))
+        return 1.0, -slope * distance

@@ -7,15 +7,26 @@ back to key j, h the head and d the head dimension (paper, section 3):
     q_i  <- c_h(i) q_i                                  QueryScale    (LogN)
     L    =  a_h(t) S + m_h(t),   S = q.k / sqrt(d)      ScoreChange   (scale-invariant, ALiBi)
 
-Each of the three is optional. A Replacement (Infini-attention) computes the output itself instead of a softmax over L.
-A new mechanism is one file with a subclass of one of these, and one line in the table METHODS of this folder.
+Each of the three is optional, and at most one of a kind; but several score changes follow one another. A Replacement
+(Infini-attention) computes the output itself instead of a softmax over L. A new mechanism is one file with a subclass
+of one of these, and one line in the table METHODS of this folder.
 """
 
 import torch
 from torch import Tensor, nn
 
 
-class Rotation(nn.Module):
+class Mechanism(nn.Module):
+    """A part of a method. Its constructor takes num_heads, head_dim and train_length, and then its options."""
+
+    @classmethod
+    def scaled(cls, scale: float, options: dict) -> dict:
+        """The options that are a length in tokens, or one over one, where all such lengths are `scale` times the
+        paper's. options: those that were given, which another's default may depend on."""
+        return {}
+
+
+class Rotation(Mechanism):
     """Rotates pairs (x_k, x_{k + d/2}) of q and k by position * frequency_k."""
 
     def frequencies(self, target_length: int) -> tuple[Tensor, float]:
@@ -37,7 +48,7 @@ class Rotation(nn.Module):
         return torch.cat((x1 * cos + x2 * sin, x2 * cos - x1 * sin), dim=-1)
 
 
-class QueryScale(nn.Module):
+class QueryScale(Mechanism):
     """Multiplies the query at position i by a number that depends on the head and on i."""
 
     def table(self, positions: Tensor, target_length: int) -> Tensor:
@@ -49,7 +60,7 @@ class QueryScale(nn.Module):
         raise NotImplementedError
 
 
-class ScoreChange(nn.Module):
+class ScoreChange(Mechanism):
     """Changes the score S to a_h(t) S + m_h(t)."""
 
     def coefficients(self, distance: Tensor, head: Tensor) -> tuple[Tensor | float, Tensor]:
@@ -66,7 +77,22 @@ class ScoreChange(nn.Module):
         return self.coefficients(distance, head)
 
 
-class Replacement(nn.Module):
+class Composition(ScoreChange):
+    """Score changes one after the other: with S -> a1 S + m1 first, a = a1 a2 and m = a2 m1 + m2."""
+
+    def __init__(self, changes: list[ScoreChange]):
+        super().__init__()
+        self.changes = nn.ModuleList(changes)
+
+    def coefficients(self, distance, head):
+        scale, bias = self.changes[0].coefficients(distance, head)
+        for change in self.changes[1:]:
+            a, m = change.coefficients(distance, head)
+            scale, bias = a * scale, a * bias + m
+        return scale, bias
+
+
+class Replacement(Mechanism):
     """Replaces softmax attention. What it learns are parameters with one entry a head, (H, ...)."""
 
     def attend(self, q, k, v, rotated_q, rotated_k, q_offset: int, causal_attention) -> Tensor:
@@ -95,13 +121,28 @@ class Replacement(nn.Module):
         return output, (k, v, rotated_k)
 
 
-class Method(nn.Module):
-    """A named combination of mechanisms, for one layer: it holds that layer's learned parameters, if there are any."""
+KINDS = dict(rotation=Rotation, query_scale=QueryScale, score_change=ScoreChange, replacement=Replacement)
 
-    def __init__(self, name: str, num_heads: int, head_dim: int, train_length: int, mechanisms: list[nn.Module]):
+
+class Method(nn.Module):
+    """A named combination of mechanisms, for one layer: it holds that layer's learned parameters, if there are any.
+
+    Score changes are composed in the order of `mechanisms` (see Composition). ValueError for two mechanisms of another
+    kind, and for one of no kind.
+    """
+
+    def __init__(self, name: str, num_heads: int, head_dim: int, train_length: int, mechanisms: list[Mechanism]):
         super().__init__()
         self.name, self.num_heads, self.head_dim, self.train_length = name, num_heads, head_dim, train_length
-        for role, kind in dict(
-            rotation=Rotation, query_scale=QueryScale, score_change=ScoreChange, replacement=Replacement
-        ).items():
-            setattr(self, role, next((m for m in mechanisms if isinstance(m, kind)), None))
+        for role, kind in KINDS.items():
+            of_kind = [m for m in mechanisms if isinstance(m, kind)]
+            if len(of_kind) > 1 and kind is ScoreChange:
+                of_kind = [Composition(of_kind)]
+            if len(of_kind) > 1:
+                names = " and ".join(type(m).__name__ for m in of_kind)
+                raise ValueError(f"attention method {name!r} has {names}, but a method takes one {kind.__name__}")
+            setattr(self, role, of_kind[0] if of_kind else None)
+        for mechanism in mechanisms:
+            if not isinstance(mechanism, tuple(KINDS.values())):
+                kinds = ", ".join(kind.__name__ for kind in KINDS.values())
+                raise ValueError(f"attention method {name!r}: {type(mechanism).__name__} is none of {kinds}")

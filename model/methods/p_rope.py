@@ -19,7 +19,6 @@ class PRoPE(RoPE):
         head_dim,
         train_length,
         base: float | None = None,
-        base_length: int | None = None,
         form: str = "half_truncate",
         proportion: float = 0.5,
         table_dtype: str = "float32",
@@ -33,8 +32,12 @@ class PRoPE(RoPE):
         if not 0 <= proportion <= 1:
             raise ValueError(f"proportion of rotated pairs must be in [0, 1], got {proportion}")
         base = DEFAULT_BASE[form] if base is None else base
-        super().__init__(num_heads, head_dim, train_length, base, base_length, table_dtype)
+        super().__init__(num_heads, head_dim, train_length, base, table_dtype)
         self.form, self.proportion = form, proportion
+
+    @classmethod
+    def scaled(cls, scale, options):
+        return {"base": DEFAULT_BASE.get(options.get("form"), DEFAULT_BASE["half_truncate"]) * scale}
 
     def frequencies(self, target_length):
         if self.form == "half_truncate":

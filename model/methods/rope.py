@@ -1,12 +1,10 @@
-"""RoPE: rotary position embedding (Su et al. 2021, arXiv 2104.09864). Base 10,000 as in the paper's appendix.
-
-base_length, if given, is the training length that the base was chosen for: at another one the base is multiplied by
-train_length / base_length, so that the slowest wavelength keeps about its relation to the training length.
-"""
+"""RoPE: rotary position embedding (Su et al. 2021, arXiv 2104.09864). Base 10,000 as in the paper's appendix."""
 
 import torch
 
 from model.methods.base import Rotation
+
+BASE = 10_000.0
 
 
 class RoPE(Rotation):
@@ -15,16 +13,11 @@ class RoPE(Rotation):
         num_heads,
         head_dim,
         train_length,
-        base: float = 10_000.0,
-        base_length: int | None = None,
+        base: float = BASE,
         table_dtype: str = "float32",
     ):
         """table_dtype "bfloat16" rounds cos and sin as modded-nanogpt's record #8 did; it harms long contexts."""
         super().__init__()
-        if base_length is not None:
-            if base_length < 1:
-                raise ValueError(f"base_length must be at least 1, got {base_length}")
-            base *= train_length / base_length
         if head_dim % 2 or base <= 1:
             raise ValueError(
                 "rotary embedding needs an even head_dim (model_dim / num_heads) and base > 1, "
@@ -34,6 +27,10 @@ class RoPE(Rotation):
             raise ValueError(f"table_dtype must be float32 or bfloat16, got {table_dtype!r}")
         self.head_dim, self.train_length, self.base = head_dim, train_length, base
         self.table_dtype = getattr(torch, table_dtype)
+
+    @classmethod
+    def scaled(cls, scale, options):
+        return {"base": BASE * scale}  # the slowest wavelength is about 2 pi times the base
 
     def geometric(self, base):
         """base^(-2k/d) for k = 0..d/2-1."""
@@ -57,11 +54,10 @@ class LengthScaledRoPE(RoPE):
         num_heads,
         head_dim,
         train_length,
-        base: float = 10_000.0,
-        base_length: int | None = None,
+        base: float = BASE,
         factor: float | None = None,
     ):
-        super().__init__(num_heads, head_dim, train_length, base, base_length)
+        super().__init__(num_heads, head_dim, train_length, base)
         if head_dim < 4:  # with one pair, NTK's exponent d / (d - 2) is infinite
             raise ValueError(
                 f"length-scaled rotary embeddings need a head_dim (model_dim / num_heads) of at least 4, got {head_dim}"

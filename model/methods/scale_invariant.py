@@ -1,11 +1,13 @@
 """Scale-invariant attention (Anson, Wang and Aitchison 2025, arXiv 2505.17083), the paper of this repository.
 
-With boundary condition a_0 = 1, m_0 = 0 (alpha = beta = e^0.5) equations (eq:gaussian_at, eq:gaussian_mt) become
+For Gaussian scores, E[exp(L_t)] = alpha / (t/tau + 1) and E[exp(L_t) L_t] = beta / (t/tau + 1) make the total
+attention, and its unnormalised sparsity, the same in every range of distances [t, t Delta). The solution (eq:solution):
 
-    a_t = sqrt(1 + 2 log(1 + t/tau)),    m_t = 1 - a_t^2 = -2 log(1 + t/tau),
+    a_t^2 = 2 (log(1 + t/tau) - log(alpha) + beta/alpha),    m_t = beta/alpha - a_t^2    where beta >= alpha log(alpha).
 
-so that for Gaussian scores E[exp(L_t)] and E[exp(L_t) L_t] both fall as 1/(t/tau + 1): the total attention, and its
-unnormalised sparsity, is the same in every range of distances [t, t Delta).
+The boundary condition a_0 = 1, m_0 = 0 gives alpha = beta = e^0.5, the default (eq:gaussian_at, eq:gaussian_mt):
+
+    a_t = sqrt(1 + 2 log(1 + t/tau)),    m_t = 1 - a_t^2 = -2 log(1 + t/tau).
 """
 
 import math
@@ -15,21 +17,47 @@ from torch import nn
 
 from model.methods.base import ScoreChange
 
+TAU = 10.0  # the paper's, chosen at a training length of 4096
+ROOT_E = math.exp(0.5)
+TERMS = ("both", "a", "m")
+
 
 class ScaleInvariant(ScoreChange):
-    def __init__(self, num_heads, head_dim, train_length, tau: float = 10.0, learn_tau: bool = False):
+    def __init__(
+        self,
+        num_heads,
+        head_dim,
+        train_length,
+        tau: float = TAU,
+        learn_tau: bool = False,
+        alpha: float = ROOT_E,
+        beta: float = ROOT_E,
+        terms: str = "both",
+    ):
         """tau: the length, in tokens, of the local region that is left about unchanged.
 
         learn_tau: each head of each layer learns its own, from this one on, as log(tau). Ours, not the paper's.
+        alpha, beta: another boundary condition than the paper's. terms: "a" leaves out m_t, "m" leaves out a_t.
         """
         super().__init__()
         if not 0 < tau < math.inf:
             raise ValueError(f"tau must be positive and finite, got {tau}")
-        self.tau = tau
+        if not (alpha > 0 and beta >= alpha * math.log(alpha)):
+            raise ValueError(f"alpha must be positive and beta at least alpha log(alpha), got {alpha} and {beta}")
+        if terms not in TERMS:
+            raise ValueError(f"terms must be one of {', '.join(TERMS)}, got {terms!r}")
+        self.tau, self.ratio, self.terms = tau, beta / alpha, terms
+        # Not quite 0 even where the paper's inequality is an equality, for the reciprocal of the root.
+        self.a_squared_at_0 = max(2 * (beta / alpha - math.log(alpha)), 1e-12)
         self.log_tau = nn.Parameter(torch.full((num_heads,), math.log(tau))) if learn_tau else None
+
+    @classmethod
+    def scaled(cls, scale, options):
+        return {"tau": TAU * scale}
 
     def coefficients(self, distance, head):
         tau = self.tau if self.log_tau is None else torch.exp(self.log_tau[head].to(distance.dtype))
-        a_squared = 1 + 2 * torch.log(1 + distance / tau)
+        a_squared = self.a_squared_at_0 + 2 * torch.log(1 + distance / tau)
         # x * rsqrt(x) rather than sqrt(x): compiled for CUDA, sqrt becomes a slow correctly rounded subroutine.
-        return a_squared * torch.rsqrt(a_squared), 1 - a_squared
+        a = 1.0 if self.terms == "m" else a_squared * torch.rsqrt(a_squared)
+        return a, torch.zeros_like(a_squared) if self.terms == "a" else self.ratio - a_squared

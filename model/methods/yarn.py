@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from model.methods.rope import LengthScaledRoPE
+from model.methods.rope import BASE, LengthScaledRoPE
 
 
 class YaRN(LengthScaledRoPE):
@@ -18,14 +18,13 @@ class YaRN(LengthScaledRoPE):
         num_heads,
         head_dim,
         train_length,
-        base: float = 10_000.0,
-        base_length: int | None = None,
+        base: float = BASE,
         factor: float | None = None,
         beta_fast: float = 32.0,
         beta_slow: float = 1.0,
         temperature: bool = True,
     ):
-        super().__init__(num_heads, head_dim, train_length, base, base_length, factor)
+        super().__init__(num_heads, head_dim, train_length, base, factor)
         if not beta_fast > beta_slow > 0:
             raise ValueError(f"YaRN needs beta_fast > beta_slow > 0, got {beta_fast} and {beta_slow}")
         self.beta_fast, self.beta_slow, self.temperature = beta_fast, beta_slow, temperature
