@@ -156,9 +156,10 @@ def make_plan(run: Run, folders: list[Folder], args: argparse.Namespace) -> Plan
 
 
 def data_fingerprint(config: Config) -> str | None:
-    """Of the training data, None where it is not on this machine."""
+    """Of the training data that the run reads, None where it is not on this machine."""
     try:
-        return open_split(config.data_dir, "train", config.vocab_size).fingerprint
+        stream = open_split(config.data_dir, "train", config.vocab_size)
+        return stream.fingerprint(config.steps * config.batch_tokens)
     except (OSError, ValueError):
         return None
 

@@ -230,7 +230,7 @@ def plain_losses(folder, data, length, num_tokens):
 
 
 def test_files_of_a_run(finished):
-    files = {"config.json", "log.txt", "metrics.jsonl", "summary.json", "checkpoints", "lock"}
+    files = {"config.json", "data.json", "log.txt", "metrics.jsonl", "summary.json", "checkpoints", "lock"}
     assert {path.name for path in finished.iterdir()} == files
     assert {path.name for path in (finished / "checkpoints").iterdir()} == {"step_000015.pt", "step_000020.pt"}
 
@@ -281,6 +281,38 @@ def test_summary(finished):
     assert (summary["steps"], summary["tokens"], summary["val_profile"]) == (20, 2560, "paper")
     assert summary["val_tokens"] == {"16": 256, "64": 256}
     assert summary["parameters"] == 2 * 64 * 32 + 2 * 12 * 32**2  # embedding and head, two blocks
+
+
+def test_a_run_says_and_keeps_which_text_it_read(data, finished):
+    kept, summary = read_json(finished / "data.json"), read_json(finished / "summary.json")
+    assert (kept["tokens"], kept["distinct_tokens"], summary["distinct_tokens"]) == (2560, 1900, 1900)
+    assert kept["train"] == summary["data"] == open_split(data, "train", 64).fingerprint()
+    assert kept["validation"] == open_split(data, "val", 64).fingerprint(256) and kept["tokenizer"] == "none"
+    log = (finished / "log.txt").read_text()
+    assert f"2,560 tokens of 1,900 distinct ones in {data}: 1.35 epochs\nwarning: " in log
+    assert "is read 1.35 times: more comes with `python -m data.text FILES... --tokenizer gpt2 --out" in log
+    assert f"--out {data}-more`" in log
+
+
+def test_a_run_of_less_than_an_epoch_warns_of_nothing(data, tmp_path):
+    folder = train_here(data, tmp_path, steps=7, cooldown_steps=0, val_every=0, save_every=0)
+    log = (folder / "log.txt").read_text()
+    assert f"896 tokens of 1,900 distinct ones in {data}: 0.47 epochs" in log and "\nwarning: " not in log
+    assert read_json(folder / "summary.json")["distinct_tokens"] == 896
+
+
+def test_a_shard_that_a_run_does_not_reach_does_not_stop_it_from_resuming(data, finished, tmp_path):
+    fields = dict(steps=7, cooldown_steps=0, val_every=0, save_every=5)  # 896 tokens, in two shards of three
+    whole = train_here(data, tmp_path / "whole", **fields)
+    fewer = shutil.copytree(data, tmp_path / "data")
+    manifest = read_json(fewer / "manifest.json")
+    (fewer / "chain_train_000003.bin").unlink()
+    del manifest["files"]["chain_train_000003.bin"], manifest["sha256"]
+    (fewer / "manifest.json").write_text(json.dumps(manifest))
+    folder = rewound(whole, tmp_path / "resumed")
+    train_here(fewer, tmp_path / "resumed", resume="auto", **fields)
+    assert "resumed at step 5" in (folder / "log.txt").read_text()
+    assert read_json(folder / "summary.json")["val_loss"] == read_json(whole / "summary.json")["val_loss"]
 
 
 def test_the_fast_profile_ends_with_the_same_bits_and_says_what_it_used(data, finished, tmp_path):
@@ -473,7 +505,8 @@ def error_of(capsys, *words):
 
 
 WRONG = {  # fields, and what the error must say
-    "data folder": (dict(data_dir="nowhere"), "prepare data with `python -m data.fineweb"),
+    "data folder": (dict(data_dir="nowhere"), "`python -m data.text FILES... --tokenizer gpt2 --out nowhere`"),
+    "no FineWeb": (dict(data_dir="no/fineweb10B", steps=10**6), "`python -m data.fineweb 10B --shards 2 --out no/"),
     "vocabulary": (dict(vocab_size=32), "set it to at least 64"),
     "method": (dict(method="scale_invariant"), "did you mean scale_invariant_"),
     "method option": (dict(method="rope", method_options=("bass", 2)), "did you mean base"),
