@@ -34,10 +34,9 @@ from tqdm import tqdm
 from configs.command_line import read_config, user_errors
 from configs.config import Config, require
 from configs.sweeps import SCALES, SWEEPS, Run, sweep
-from data.shards import open_split
 from model.methods import METHODS
 from runtime.signals import INTERRUPTED
-from scripts.runs import Folder, beside, failures, find, is_running, read_folders, state
+from scripts.runs import Folder, beside, data_fingerprint, failures, find, is_running, read_folders, state
 
 ROOT = Path(__file__).parents[1]
 USER_ERROR = 2  # exit code of train_gpt.py; INTERRUPTED is another
@@ -153,15 +152,6 @@ def make_plan(run: Run, folders: list[Folder], args: argparse.Namespace) -> Plan
     if starts and args.executor == "slurm" and (number := queued_job(path)):
         return Plan(run, path, now, words, f"left alone: queued as job {number}", False, queued=True)
     return Plan(run, path, now, words, action, starts)
-
-
-def data_fingerprint(config: Config) -> str | None:
-    """Of the training data that the run reads, None where it is not on this machine."""
-    try:
-        stream = open_split(config.data_dir, "train", config.vocab_size)
-        return stream.fingerprint(config.steps * config.batch_tokens)
-    except (OSError, ValueError):
-        return None
 
 
 def show(plans: list[Plan]):
