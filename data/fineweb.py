@@ -23,7 +23,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from data.shards import HEADER_BYTES, TOKEN, TOKENIZER_FILE, describe_shard, read_manifest, sync, write_manifest
+from data.shards import (
+    HEADER_BYTES,
+    TOKEN,
+    TOKENIZER_FILE,
+    describe_shard,
+    read_manifest,
+    refuse_file,
+    sync,
+    write_manifest,
+)
 
 SHARD_TOKENS = 100_000_000
 DATASETS = {  # size: (repository, training shards in it)
@@ -66,6 +75,7 @@ def download(size: str, num_shards: int | None, out: Path, minutes: float = 60) 
     names = ["fineweb_val_000000.bin", *(f"fineweb_train_{i:06d}.bin" for i in range(1, num_shards + 1))]
 
     out = Path(out)
+    refuse_file(out)
     manifest = read_manifest(out) or {"tokenizer": "gpt2", "vocab_size": 50257, "source": repo, "files": {}}
     if manifest.get("source") != repo:  # 10B and 100B have files of the same names and sizes
         raise ValueError(f"{out}: holds data of {manifest.get('source', 'another source')}: choose another --out")

@@ -33,6 +33,12 @@ SAMPLE = 4096  # tokens of a shard without a manifest that stand for its content
 # ---- files ----
 
 
+def refuse_file(folder: Path) -> None:
+    """ValueError where a file is given for a data folder."""
+    if folder.is_file():
+        raise ValueError(f"{folder}: is a file, not a data folder: give the folder of the shards and {MANIFEST}")
+
+
 def shard_paths(folder: Path, split: str) -> list[Path]:
     """The shards of a split ("train" or "val") in a folder, in the order of the stream."""
     return sorted(path for path in Path(folder).glob("*.bin") if _is_of_split(path.name, split))
@@ -322,10 +328,10 @@ def open_split(data_dir: Path, split: str, vocab_size: int, need_tokens: int = 0
     from data.fineweb import data_command  # which writes shards, so it imports this module
 
     data_dir = Path(data_dir)
+    refuse_file(data_dir)
     advice = f"get it with `{data_command(data_dir, need_tokens)}`"
-    if not data_dir.is_dir():
-        what = "is a file, not a data folder" if data_dir.exists() else "no such data folder"
-        raise FileNotFoundError(f"{data_dir}: {what}; {advice}")
+    if not data_dir.exists():
+        raise FileNotFoundError(f"{data_dir}: no such data folder; {advice}")
     paths = shard_paths(data_dir, split)
     if not paths:
         raise FileNotFoundError(f"{data_dir}: no {split} shards (*_{split}_*.bin) in this folder; {advice}")
@@ -361,8 +367,11 @@ def verify(data_dir: Path) -> Iterator[tuple[str, str | None]]:
     FileNotFoundError when there is no manifest or nothing else, ValueError when the manifest is damaged.
     """
     data_dir = Path(data_dir)
+    refuse_file(data_dir)
     manifest = read_manifest(data_dir)
     if manifest is None:
+        if not data_dir.exists():
+            raise FileNotFoundError(f"{data_dir}: no such data folder")
         raise FileNotFoundError(f"{data_dir / MANIFEST}: no such file, so there is nothing to verify against")
     if "tokenizer_sha256" in manifest:
         path = data_dir / TOKENIZER_FILE

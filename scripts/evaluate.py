@@ -58,7 +58,8 @@ def evaluate(
     own = data is None or stream.fingerprint(config.val_tokens) == run.data.get("validation")
     if not own:
         check_tokenizer(run, data)
-    tokens = tokens or (config.val_tokens if own else usual_tokens(config, stream, lengths, data))
+    if tokens is None:
+        tokens = config.val_tokens if own else usual_tokens(config, stream, lengths, data)
     check_validation(stream, lengths, tokens)
     plans = {length: model.plan(length, backend=config.attention_backend) for length in lengths}
     result = validate(model, plans, config, stream, world, dict.fromkeys(lengths, tokens))
@@ -110,12 +111,15 @@ def keep(folder: Path, result: dict, text: str | None = None):
     """Adds the result to the folder's evaluation.json; one on other text apart, under its fingerprint `text`. Lengths
     evaluated on that text with other tokens or another checkpoint go."""
     path, result = folder / EVALUATION, {"step": latest_checkpoint(folder / "checkpoints").stem, **result}
-    stored = json.loads(path.read_text()) if path.exists() else {}
-    own, others = on_own_text(stored), stored.get(OTHER_TEXTS, {})
-    if text is None:
-        own = joined(own, result)
-    else:
-        others[text] = joined(others.get(text, {}), result)
+    try:
+        stored = json.loads(path.read_text()) if path.exists() else {}
+        own, others = on_own_text(stored), dict(stored.get(OTHER_TEXTS, {}))
+        if text is None:
+            own = joined(own, result)
+        else:
+            others[text] = joined(others.get(text, {}), result)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged ({error!r}): delete it and evaluate again") from error
     kept = own | ({OTHER_TEXTS: others} if others else {})
     replace_file(path, lambda file: file.write((to_json(kept) + "\n").encode()))
 
@@ -162,6 +166,8 @@ def main():
             print(f"error: {error}", file=sys.stderr)
             failed = True
     if results:
+        if args.data:
+            print(f"On the text of {args.data}:\n")
         print(loss_table(results))
         print(f"\nLoss by position, in sequences of the longest length:\n\n{position_table(results)}")
     if failed:

@@ -49,7 +49,9 @@ def main():
     args = parser.parse_args()
     with user_errors():
         for path in args.runs:
-            require((path / "config.json").exists(), f"{path} is not a run folder: it has no config.json")
+            hint = f" (for all runs in it: --runs-dir {path})" if path.is_dir() else ""
+            require((path / "config.json").exists(), f"{path} is not a run folder: it has no config.json{hint}")
+        require(not args.out.is_dir(), f"--out {args.out} is a folder: name the page in it, {args.out / 'report.html'}")
         paths, strays = (args.runs, []) if args.runs else look_through(args.runs_dir)
         runs = [describe(path) for path in dict.fromkeys(paths)]
         text = page(args.title, runs, strays)

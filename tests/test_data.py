@@ -225,7 +225,7 @@ def test_missing_folder_says_how_to_get_the_data(tmp_path):
     with pytest.raises(FileNotFoundError, match="get it with `python -m data.fineweb 100B --shards 101 --out .*100B`"):
         open_split(tmp_path / "fineweb100B", "train", VOCAB, 10_900 * 917_504)
     (tmp_path / "file").write_text("")
-    with pytest.raises(FileNotFoundError, match="is a file, not a data folder"):
+    with pytest.raises(ValueError, match="is a file, not a data folder"):
         open_split(tmp_path / "file", "train", VOCAB)
 
 
@@ -323,8 +323,11 @@ def test_verify_names_flipped_missing_and_extra_files(tmp_path, capsys):
 
 
 def test_verify_without_manifest_is_one_line(tmp_path, capsys):
-    assert main(["verify", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("error: ")
+    (tmp_path / "file").write_text("")
+    for folder, says in ((".", "nothing to verify against"), ("nowhere", "no such data folder"), ("file", "is a file")):
+        assert main(["verify", str(tmp_path / folder)]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and error.count("\n") == 1 and says in error
 
 
 # ---- training loader ----

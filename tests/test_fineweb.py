@@ -236,6 +236,12 @@ def test_number_of_shards_is_checked(tmp_path, capsys):
     assert "1 to 103" in capsys.readouterr().err
 
 
+def test_a_file_is_no_folder_to_download_to(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(["10B", "--shards", "1", "--out", str(tmp_path / "file")]) == 2
+    assert "is a file, not a data folder" in capsys.readouterr().err
+
+
 def test_folder_of_other_data_is_refused(tmp_path, capsys):
     manifest = {"tokenizer": "gpt2", "vocab_size": 50257, "source": "kjj0/fineweb100B-gpt2", "files": {}}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))

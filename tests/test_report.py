@@ -470,7 +470,11 @@ def test_the_command_writes_the_runs_of_the_folder_and_refuses_what_is_no_run(tm
     assert "<title>R&amp;D</title>" in out.read_text()
     refused = command(tmp_path / "runs" / "a", tmp_path / "runs", "--out", tmp_path / "no.html")
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
-    assert refused.stderr == f"error: {tmp_path / 'runs'} is not a run folder: it has no config.json\n"
+    hint = f"(for all runs in it: --runs-dir {tmp_path / 'runs'})"
+    assert refused.stderr == f"error: {tmp_path / 'runs'} is not a run folder: it has no config.json {hint}\n"
+    refused = command(tmp_path / "runs" / "a", "--out", tmp_path)
+    assert refused.returncode == 2
+    assert refused.stderr == f"error: --out {tmp_path} is a folder: name the page in it, {tmp_path / 'report.html'}\n"
     assert not (tmp_path / "no.html").exists()
 
 

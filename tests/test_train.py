@@ -741,6 +741,15 @@ def test_evaluate_on_a_wrong_folder_is_one_line(copied, tmp_path, capsys):
     assert "no such data folder" in refusal(capsys, copied, "--data", tmp_path / "nowhere")
     assert "is a file, not a data folder" in refusal(capsys, copied, "--data", tmp_path / "file")
     assert "no val shards" in refusal(capsys, copied, "--data", tmp_path / "empty")
+    assert "val_tokens 0 is not a multiple" in refusal(capsys, copied, "--val-tokens", 0)
+
+
+def test_evaluate_names_a_damaged_evaluation(copied, capsys):
+    for content in ("{", "[1]", '{"step": 3}', '{"other_texts": 5}'):
+        (copied / "evaluation.json").write_text(content)
+        with pytest.raises(SystemExit):
+            here(evaluate.main, copied, "--lengths", 8, "--device", "cpu")
+        assert f"error: {copied}/evaluation.json is damaged" in capsys.readouterr().err.splitlines()[-1]
 
 
 # ---- wandb -----------------------------------------------------------------------------------------------------------
