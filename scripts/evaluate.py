@@ -46,9 +46,9 @@ def load_run(folder: Path, device: torch.device) -> tuple[Config, torch.nn.Modul
 
 def evaluate(
     folder: Path, lengths: list[int] | None, tokens: int | None, data: Path | None, device: torch.device, world
-) -> tuple[dict, str | None]:
-    """Name, method and train_length of one run, with what train_gpt.validate returns (losses in nats); and the
-    fingerprint of the text, None for the run's own."""
+) -> tuple[dict, bool]:
+    """Name, method and train_length of one run, text (its fingerprint) and data folder, with what train_gpt.validate
+    returns (losses in nats); and whether the text is the one that the run was validated on."""
     config, model = load_run(folder, device)
     lengths = lengths or config.val_lengths
     require(all(n >= 1 for n in lengths), f"--lengths must be at least 1, got {min(lengths)}")
@@ -63,8 +63,8 @@ def evaluate(
     check_validation(stream, lengths, tokens)
     plans = {length: model.plan(length, backend=config.attention_backend) for length in lengths}
     result = validate(model, plans, config, stream, world, dict.fromkeys(lengths, tokens))
-    result = dict(name=folder.name, method=config.method, train_length=config.train_length, **result)
-    return (result, None) if own else (result | dict(data=str(data)), stream.fingerprint())
+    where = dict(text=stream.fingerprint(), data=str(data or config.data_dir))
+    return dict(name=folder.name, method=config.method, train_length=config.train_length, **where, **result), own
 
 
 def own_text(run: Folder) -> TokenStream:
@@ -107,20 +107,20 @@ def usual_tokens(config: Config, stream: TokenStream, lengths: list[int], data: 
     return tokens
 
 
-def keep(folder: Path, result: dict, text: str | None = None):
-    """Adds the result to the folder's evaluation.json; one on other text apart, under its fingerprint `text`. Lengths
-    evaluated on that text with other tokens or another checkpoint go."""
+def keep(folder: Path, result: dict, own: bool):
+    """Adds the result to the folder's evaluation.json, apart if not on the run's own text. Lengths evaluated there
+    on other tokens or with another checkpoint go."""
     path, result = folder / EVALUATION, {"step": latest_checkpoint(folder / "checkpoints").stem, **result}
     try:
         stored = json.loads(path.read_text()) if path.exists() else {}
-        own, others = on_own_text(stored), dict(stored.get(OTHER_TEXTS, {}))
-        if text is None:
-            own = joined(own, result)
+        kept, others = on_own_text(stored), dict(stored.get(OTHER_TEXTS, {}))
+        if own:
+            kept = joined(kept, result)
         else:
-            others[text] = joined(others.get(text, {}), result)
+            others[result["text"]] = joined(others.get(result["text"], {}), result)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged ({error!r}): delete it and evaluate again") from error
-    kept = own | ({OTHER_TEXTS: others} if others else {})
+    kept |= {OTHER_TEXTS: others} if others else {}
     replace_file(path, lambda file: file.write((to_json(kept) + "\n").encode()))
 
 
@@ -159,9 +159,9 @@ def main():
     for folder in args.runs:
         print(f"evaluating {folder}", file=sys.stderr)
         try:
-            result, text = evaluate(folder, args.lengths, args.val_tokens, args.data, world.device, world)
+            result, own = evaluate(folder, args.lengths, args.val_tokens, args.data, world.device, world)
             results.append(result)
-            keep(folder, result, text)
+            keep(folder, result, own)
         except (ValueError, OSError) as error:  # the other runs still get their row
             print(f"error: {error}", file=sys.stderr)
             failed = True
@@ -169,6 +169,8 @@ def main():
         if args.data:
             print(f"On the text of {args.data}:\n")
         print(loss_table(results))
+        if len({(r["text"], *r["val_tokens"].values()) for r in results}) > 1:
+            print("\nThese rows do not compare: they are of different text, or of different numbers of tokens of it.")
         print(f"\nLoss by position, in sequences of the longest length:\n\n{position_table(results)}")
     if failed:
         sys.exit(2)

@@ -582,9 +582,9 @@ def test_more_processes_than_sequences_is_one_line_and_no_run_folder(data, tmp_p
 
 def test_evaluate_gives_the_losses_of_the_summary(finished):
     world = start_processes("cpu")
-    result, text = evaluate.evaluate(finished, None, None, None, world.device, world)
+    result, own = evaluate.evaluate(finished, None, None, None, world.device, world)
     assert result["val_loss"] == pytest.approx(read_json(finished / "summary.json")["val_loss"], abs=1e-5)
-    assert text is None
+    assert own
 
 
 def test_evaluate_at_other_lengths_prints_a_table(finished, copied, data, capsys):
@@ -685,6 +685,18 @@ def test_evaluate_takes_all_whole_sequences_of_a_short_text_and_says_so(copied, 
     assert found["val_tokens"] == {"16": 192, "64": 192}
     error = refusal(capsys, copied, "--data", tmp_path / "short", "--lengths", 256)
     assert "short holds 200 validation tokens, 257 are needed: give shorter --lengths" in error
+
+
+def test_evaluate_says_when_its_rows_are_on_different_text(copied, tmp_path, capsys):
+    twin = shutil.copytree(copied, tmp_path / "twin")
+    here(evaluate.main, copied, twin, "--lengths", 16, "--device", "cpu")
+    assert "do not compare" not in capsys.readouterr().out
+    elsewhere = make_data(tmp_path / "elsewhere", seed=3)
+    (twin / "data.json").unlink()
+    (twin / "summary.json").unlink()
+    change_config(twin, data_dir=str(elsewhere))
+    here(evaluate.main, copied, twin, "--lengths", 16, "--device", "cpu")
+    assert "These rows do not compare" in capsys.readouterr().out
 
 
 def test_evaluate_knows_the_runs_own_text_wherever_it_is(data, copied, tmp_path):
