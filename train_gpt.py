@@ -22,8 +22,9 @@ from tqdm import tqdm
 from configs.command_line import read_config, user_errors
 from configs.config import NOT_MATHEMATICS, Config, config_hash
 from configs.validation import validation_plan, validation_share
+from data.fineweb import data_command
 from data.loader import TrainLoader, check_validation, micro_batch_size, validation_batches
-from data.shards import open_split
+from data.shards import open_split, tokenizer_of
 from model.attention import Plan, prefer_fast_sdpa
 from model.gpt import GPT
 from model.methods import METHODS, check_options, make_alternative
@@ -62,8 +63,16 @@ def train(stop: StopRequest):
                 cooldown_steps=config.cooldown_steps,
             )
             check_schedule(**schedule)
-            train_stream = open_split(config.data_dir, "train", config.vocab_size)
-            val_stream = open_split(config.data_dir, "val", config.vocab_size)
+            run_tokens = config.steps * config.batch_tokens
+            train_stream = open_split(config.data_dir, "train", config.vocab_size, run_tokens)
+            val_stream = open_split(config.data_dir, "val", config.vocab_size, run_tokens)
+            data = dict(
+                train=train_stream.fingerprint(run_tokens),
+                validation=val_stream.fingerprint(config.val_tokens),
+                tokenizer=tokenizer_of(config.data_dir),
+                tokens=run_tokens,
+                distinct_tokens=min(run_tokens, len(train_stream)),
+            )
             check_validation(val_stream, config.val_lengths, config.val_tokens)
             most_tokens = config.micro_batch_tokens * world.context_size
             micro_batch = micro_batch_size(config.batch_tokens, config.train_length, most_tokens, world.data_size)
@@ -89,8 +98,8 @@ def train(stop: StopRequest):
                 state = load_checkpoint(checkpoint)
                 with fits(checkpoint):
                     if not config.force:
-                        fingerprint = train_stream.fingerprint
-                        check_same_run(checkpoint, state, config.to_dict(), fingerprint, may_differ=NOT_MATHEMATICS)
+                        may_differ = NOT_MATHEMATICS
+                        check_same_run(checkpoint, state, config.to_dict(), data["train"], may_differ=may_differ)
                     model.load_state_dict(state["model"])
                     optimizers.load_parameters()
                     optimizers.load_state_dict(state["optimizers"])
@@ -132,6 +141,7 @@ def train(stop: StopRequest):
 
     if world.is_main:
         folder.write_json("config.json", config.to_dict())
+        folder.write_json("data.json", data)
         sources = [ROOT / "train_gpt.py", *sorted(ROOT.glob("model/**/*.py")), *sorted(ROOT.glob("optim/*.py"))]
         folder.log_header(sources, world.device)
     say(f"{path}: {config.method} {config.method_options or ''} on {world.world_size} x {device_name(world.device)}")
@@ -141,6 +151,11 @@ def train(stop: StopRequest):
         f"tokens, {accumulation} x "
         f"{micro_batch} sequences of {config.train_length} a process; {flops_per_token / 1e6:,.1f} MFLOP a token"
     )
+    epochs = run_tokens / len(train_stream)
+    say(f"{run_tokens:,} tokens of {len(train_stream):,} distinct ones in {config.data_dir}: {epochs:.2f} epochs")
+    if epochs > 1:
+        more = data_command(config.data_dir, run_tokens)
+        say(f"warning: the text is shorter than the run and is read {epochs:.2f} times: more comes with `{more}`")
     say(f"{str(dtype).removeprefix('torch.')}; compile {compile_note}; attention by {plan.backend} ({plan.why})")
     say(f"MFU of {peak:.3g} FLOP/s ({peak_source})")
     share = f"validation profile {config.val_profile}: {validation_share(config):.1%} of the FLOPs of training"
@@ -154,7 +169,7 @@ def train(stop: StopRequest):
         state = dict(optimizers=optimizers.state_dict(), rng=gather(world, rng_state()))  # of all processes
         if world.is_main:
             state |= dict(step=step, seconds=seconds, skipped=skipped, validation=validation, wandb_id=wandb_id)
-            state |= dict(config=config.to_dict(), fingerprint=train_stream.fingerprint, model=model.state_dict())
+            state |= dict(config=config.to_dict(), fingerprint=data["train"], model=model.state_dict())
             save_checkpoint(folder.checkpoints, step, state, keep=config.keep)
 
     def explain(step: int, words: str) -> str:
@@ -167,7 +182,7 @@ def train(stop: StopRequest):
         saved, dump = latest_checkpoint(path / "checkpoints"), f"nonfinite_{step:06d}.json"
         where = dict(first_token=first, tokens=config.batch_tokens, shard=shard, token_in_shard=token)
         if world.is_main:
-            found = dict(found=words, checkpoint=str(saved), data=train_stream.fingerprint, ranks=ranks)
+            found = dict(found=words, checkpoint=str(saved), data=data["train"], ranks=ranks)
             folder.write_json(dump, where | found | dict(config=config.to_dict()))
         return (
             f"{words}; nothing was updated. Its {config.batch_tokens} tokens begin with token {token} of {shard}; the "
@@ -294,12 +309,13 @@ def train(stop: StopRequest):
             val_tokens=validation["val_tokens"],
             val_profile=config.val_profile,
             steps=config.steps,
-            tokens=config.steps * config.batch_tokens,
+            tokens=run_tokens,
             seconds=round(seconds, 3),
             tokens_per_second=round(config.batch_tokens / statistics.median(step_seconds)) if step_seconds else None,
             parameters=num_parameters,
             config_hash=config_hash(config),
-            data=train_stream.fingerprint,
+            data=data["train"],
+            distinct_tokens=data["distinct_tokens"],
         )
         folder.write_json("summary.json", summary)
     if world.is_main:
@@ -491,7 +507,7 @@ def validate_all(model, plans: dict[str, dict], config: Config, stream, world, p
 
 
 def same_rotation(a: Plan, b: Plan) -> bool:
-    return torch.equal(a.cos, b.cos) and torch.equal(a.sin, b.sin)
+    return a.cos is None or torch.equal(a.cos, b.cos) and torch.equal(a.sin, b.sin)
 
 
 def losses_in_words(val_loss: dict) -> str:

@@ -1,16 +1,19 @@
 """Downloads FineWeb as GPT-2 token shards: Keller Jordan's kjj0/fineweb10B-gpt2 and kjj0/fineweb100B-gpt2.
 
-    python -m data.fineweb 10B --shards 25
+    python -m data.fineweb 10B --shards 25      what gpt_162m_4k reads: 4,578 steps of 524,288 tokens
+    python -m data.fineweb 100B --shards 101    what gpt_304m_4k reads: 10,900 steps of 917,504 tokens
 
-A shard is 100M tokens (200 MB); the 162M recipe reads 25 (4578 steps of 524,288 tokens). Every file is compared with
-the sha256 that the hub has for it (the hub's own client compares sizes only), gets its name, and is then entered in the
-manifest, so a second run fetches what is missing, whatever stopped the first. What fails in passing is tried three
-times; a server that does not answer is given up after a few minutes, one that answers too slowly after --minutes.
+A shard is 100M tokens (200 MB). Every file is compared with the sha256 that the hub has for it (the hub's own client
+compares sizes only), gets its name, and is then entered in the manifest, so a second run fetches what is missing,
+whatever stopped the first. What fails in passing is tried three times; a server that does not answer is given up after
+a few minutes, one that answers too slowly after --minutes.
 """
 
 import argparse
+import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -20,12 +23,41 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from data.shards import HEADER_BYTES, TOKEN, describe_shard, read_manifest, sync, write_manifest
+from data.shards import (
+    HEADER_BYTES,
+    TOKEN,
+    TOKENIZER_FILE,
+    describe_shard,
+    read_manifest,
+    refuse_file,
+    sync,
+    write_manifest,
+)
 
+SHARD_TOKENS = 100_000_000
 DATASETS = {  # size: (repository, training shards in it)
     "10B": ("kjj0/fineweb10B-gpt2", 103),
     "100B": ("kjj0/fineweb100B-gpt2", 1030),
 }
+
+
+def data_command(folder: Path, tokens: int) -> str:
+    """The command that gives a data folder at least `tokens` training tokens, as far as its set of FineWeb has them.
+
+    What a folder is meant to hold is told by its name; prepared text is not added to, so more of it gets a new folder.
+    """
+    folder = Path(folder)
+    for size, (_, most) in DATASETS.items():
+        if folder.name == f"fineweb{size}":
+            shards = min(most, max(1, math.ceil(tokens / SHARD_TOKENS)))
+            out = [] if folder == Path("data") / folder.name else ["--out", str(folder)]
+            return shlex.join(["python", "-m", "data.fineweb", size, "--shards", str(shards), *out])
+    there = any(folder.glob("*.bin"))
+    if folder.name == "quickstart" and not there:
+        return "bash scripts/quickstart.sh"
+    out = folder.with_name(f"{folder.name}-more") if there else folder
+    tokenizer = folder / TOKENIZER_FILE if (folder / TOKENIZER_FILE).exists() else "gpt2"
+    return shlex.join(["python", "-m", "data.text", "FILES...", "--tokenizer", str(tokenizer), "--out", str(out)])
 
 
 def download(size: str, num_shards: int | None, out: Path, minutes: float = 60) -> dict:
@@ -43,6 +75,7 @@ def download(size: str, num_shards: int | None, out: Path, minutes: float = 60) 
     names = ["fineweb_val_000000.bin", *(f"fineweb_train_{i:06d}.bin" for i in range(1, num_shards + 1))]
 
     out = Path(out)
+    refuse_file(out)
     manifest = read_manifest(out) or {"tokenizer": "gpt2", "vocab_size": 50257, "source": repo, "files": {}}
     if manifest.get("source") != repo:  # 10B and 100B have files of the same names and sizes
         raise ValueError(f"{out}: holds data of {manifest.get('source', 'another source')}: choose another --out")

@@ -27,9 +27,16 @@ MAGIC, VERSION = 20240520, 1
 HEADER_BYTES = 256 * 4
 TOKEN = np.dtype("<u2")
 MANIFEST, TOKENIZER_FILE = "manifest.json", "tokenizer.json"
+SAMPLE = 4096  # tokens of a shard without a manifest that stand for its content
 
 
 # ---- files ----
+
+
+def refuse_file(folder: Path) -> None:
+    """ValueError where a file is given for a data folder."""
+    if folder.is_file():
+        raise ValueError(f"{folder}: is a file, not a data folder: give the folder of the shards and {MANIFEST}")
 
 
 def shard_paths(folder: Path, split: str) -> list[Path]:
@@ -119,6 +126,17 @@ def _manifest_problem(manifest) -> str | None:
 def _checksum(manifest: dict) -> str:
     rest = {key: value for key, value in manifest.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(rest).encode()).hexdigest()
+
+
+def tokenizer_of(data_dir: Path) -> str | None:
+    """What two data folders share when their tokenizers are the same: its name, or the sha256 of the folder's
+    tokenizer.json. None where no manifest says it; ValueError for one that is damaged."""
+    data_dir = Path(data_dir)
+    manifest = read_manifest(data_dir)
+    if manifest is None or manifest["tokenizer"] != TOKENIZER_FILE:
+        return manifest and manifest["tokenizer"]
+    path = data_dir / TOKENIZER_FILE  # in manifests from before they had its sha256
+    return manifest.get("tokenizer_sha256") or (_sha256(path) if path.exists() else None)
 
 
 def _sha256(path: Path) -> str:
@@ -249,14 +267,25 @@ class TokenStream:
         self.paths = [Path(path) for path in paths]
         self.shard_tokens = [read_header(path) for path in self.paths]
         self._ends = np.cumsum(self.shard_tokens)
-        hashes = [entries[path.name]["sha256"] if entries else None for path in self.paths]
-        names = [path.name for path in self.paths]
-        identity = json.dumps(list(zip(names, self.shard_tokens, hashes)))
-        self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]  # not of the folder: it may move
-        self.max_token = max(entries[name]["max_token"] for name in names) if entries else None
+        self._entries = entries
+        self.max_token = max(entries[path.name]["max_token"] for path in self.paths) if entries else None
 
     def __len__(self) -> int:
         return int(self._ends[-1])
+
+    def fingerprint(self, tokens: int | None = None) -> str:
+        """Sixteen hex digits for what a run of `tokens` reads, its last target too (None: for the whole stream).
+
+        Of the names, sizes and contents of the shards that hold it, not of the folder, which may move: shards further
+        on change nothing. A content is the manifest's sha256; without a manifest, the first SAMPLE tokens.
+        """
+        whole = tokens is None or tokens >= len(self)
+        count = len(self.paths) if whole else self._locate(tokens)[0] + 1
+        identity = [
+            (path.name, num_tokens, self._entries[path.name]["sha256"] if self._entries else _sample(path))
+            for path, num_tokens in zip(self.paths[:count], self.shard_tokens)
+        ]
+        return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
 
     def _locate(self, position: int) -> tuple[int, int]:
         """(index of the shard, token in the shard)"""
@@ -285,19 +314,23 @@ class TokenStream:
         return tokens
 
 
-def open_split(data_dir: Path, split: str, vocab_size: int) -> TokenStream:
+def _sample(path: Path) -> str:
+    return hashlib.sha256(np.fromfile(path, TOKEN, count=SAMPLE, offset=HEADER_BYTES).tobytes()).hexdigest()
+
+
+def open_split(data_dir: Path, split: str, vocab_size: int, need_tokens: int = 0) -> TokenStream:
     """Opens the "train" or "val" shards of a folder after checking all of them against header and manifest.
 
     Reads headers only; `python -m data.shards verify` is the check of every byte. FileNotFoundError when there is
-    nothing to open; ValueError for a bad shard, one that the manifest does not know (or the reverse), or tokens that a
-    vocabulary of `vocab_size` does not hold.
+    nothing to open, with the command that gets it (`need_tokens` of training text); ValueError for a bad shard, one
+    that the manifest does not know (or the reverse), or tokens that a vocabulary of `vocab_size` does not hold.
     """
+    from data.fineweb import data_command  # which writes shards, so it imports this module
+
     data_dir = Path(data_dir)
-    advice = (
-        "prepare data with `python -m data.fineweb 10B --shards 25`"
-        f" or `python -m data.text FILES... --tokenizer gpt2 --out {data_dir}`"
-    )
-    if not data_dir.is_dir():
+    refuse_file(data_dir)
+    advice = f"get it with `{data_command(data_dir, need_tokens)}`"
+    if not data_dir.exists():
         raise FileNotFoundError(f"{data_dir}: no such data folder; {advice}")
     paths = shard_paths(data_dir, split)
     if not paths:
@@ -334,8 +367,11 @@ def verify(data_dir: Path) -> Iterator[tuple[str, str | None]]:
     FileNotFoundError when there is no manifest or nothing else, ValueError when the manifest is damaged.
     """
     data_dir = Path(data_dir)
+    refuse_file(data_dir)
     manifest = read_manifest(data_dir)
     if manifest is None:
+        if not data_dir.exists():
+            raise FileNotFoundError(f"{data_dir}: no such data folder")
         raise FileNotFoundError(f"{data_dir / MANIFEST}: no such file, so there is nothing to verify against")
     if "tokenizer_sha256" in manifest:
         path = data_dir / TOKENIZER_FILE

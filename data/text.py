@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from data.fineweb import time_limit
-from data.shards import TOKENIZER_FILE, ShardWriter, read_manifest
+from data.shards import TOKENIZER_FILE, ShardWriter, read_manifest, refuse_file
 
 END_OF_TEXT = "<|endoftext|>"
 SHUFFLE_SEED = 0
@@ -254,14 +254,16 @@ def prepare(
     from tqdm import tqdm
 
     out = Path(out)
+    refuse_file(out)
     if any(out.glob("*.bin")):
         raise ValueError(f"{out}: already has shards: choose another folder or remove them")
+    files = find_files(inputs, suffixes, exclude)
     size = tokenizer.removeprefix("bpe:") if tokenizer.startswith("bpe:") else None
     if size is None:
         tok = load_tokenizer(tokenizer)
     elif not size.isdecimal():
         raise ValueError(f"{tokenizer}: the size of the vocabulary must be a number, as in bpe:4096")
-    corpus = index_documents(find_files(inputs, suffixes, exclude), field, val_fraction)
+    corpus = index_documents(files, field, val_fraction)
 
     out.mkdir(parents=True, exist_ok=True)
     if size is not None:

@@ -21,6 +21,7 @@ class RunFolder:
     """runs/<name>/, used by one process at a time. Only the main process has one.
 
     config.json    the resolved configuration
+    data.json      fingerprints of its training and validation text, its tokenizer, training tokens, those distinct
     log.txt        what the run said, below the code and the versions that it ran with
     metrics.jsonl  one record a line (runtime/metrics.py)
     summary.json   the result; it is written last, so a folder that has it is a finished run

@@ -2,13 +2,18 @@
 
     python -m scripts.evaluate runs/quickstart-*/
     python -m scripts.evaluate runs/a runs/b --lengths 4096 16384 65536 262144 --val-tokens 10485760
+    python -m scripts.evaluate runs/a runs/b --data data/books       on other text, of the same tokenizer
+    python -m scripts.evaluate runs/rope --as rope_ntk yarn          its weights as methods that train identically
 
 Prints two Markdown tables and leaves the numbers in RUN/evaluation.json, where reproduce and report find them. All
-lengths see the same tokens, by default those that the run itself was validated on.
+lengths see the same tokens, by default those that the run itself was validated on; of other text (the val split of
+the folder) as many, or all that are whole sequences. Losses on other text are kept apart, by its fingerprint.
 """
 
 import argparse
+import dataclasses
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -17,13 +22,13 @@ import torch
 from configs.command_line import user_errors
 from configs.config import Config, require
 from data.loader import check_validation
-from data.shards import open_split
+from data.shards import TOKENIZER_FILE, TokenStream, open_split, tokenizer_of
 from runtime.checkpoint import fits, latest_checkpoint, load_checkpoint
 from runtime.files import replace_file, to_json
 from runtime.processes import start_processes
-from scripts.runs import stored_config, val_tokens
+from scripts.runs import OTHER_TEXTS, Folder, data_fingerprint, on_own_text, read_folder, stored_config, val_tokens
 from scripts.tables import loss_table, markdown_table
-from train_gpt import build_model, compute_dtype, validate
+from train_gpt import build_model, compute_dtype, validate_all, validation_plans
 
 EVALUATION = "evaluation.json"
 
@@ -41,27 +46,109 @@ def load_run(folder: Path, device: torch.device) -> tuple[Config, torch.nn.Modul
     return config, model
 
 
-def evaluate(folder: Path, lengths: list[int] | None, tokens: int | None, device: torch.device, world) -> dict:
-    """Name, method and train_length of one run, with what train_gpt.validate returns (losses in nats)."""
+def evaluate(
+    folder: Path,
+    lengths: list[int] | None,
+    tokens: int | None,
+    data: Path | None,
+    as_others: list[str],
+    device: torch.device,
+    world,
+) -> tuple[dict, bool]:
+    """Name, method and train_length of one run, text (its fingerprint) and data folder, with what
+    train_gpt.validate_all returns (losses in nats); and whether the text is the one that the run was validated on."""
     config, model = load_run(folder, device)
-    lengths, tokens = lengths or config.val_lengths, tokens or config.val_tokens
+    config = dataclasses.replace(config, validate_as=tuple(dict.fromkeys((*config.validate_as, *as_others))))
+    lengths = lengths or config.val_lengths
     require(all(n >= 1 for n in lengths), f"--lengths must be at least 1, got {min(lengths)}")
-    stream = open_split(config.data_dir, "val", config.vocab_size)
+    run = read_folder(folder)
+    stream = own_text(run) if data is None else open_split(data, "val", config.vocab_size)
+    # A folder that is named may hold the run's own text, which has moved.
+    own = data is None or stream.fingerprint(config.val_tokens) == run.data.get("validation")
+    if not own:
+        check_tokenizer(run, data)
+    if tokens is None:
+        tokens = config.val_tokens if own else usual_tokens(config, stream, lengths, data)
     check_validation(stream, lengths, tokens)
-    plans = {length: model.plan(length, backend=config.attention_backend) for length in lengths}
-    result = validate(model, plans, config, stream, world, dict.fromkeys(lengths, tokens))
-    return dict(name=folder.name, method=config.method, train_length=config.train_length, **result)
+    plans = validation_plans(model, config, lengths, world)
+    result = validate_all(model, plans, config, stream, world, dict.fromkeys(lengths, tokens), lambda: False)
+    where = dict(text=stream.fingerprint(), data=str(data or config.data_dir))
+    return dict(name=folder.name, method=config.method, train_length=config.train_length, **where, **result), own
 
 
-def keep(folder: Path, result: dict):
-    """Adds the result to the folder's evaluation.json; lengths evaluated on other tokens or another checkpoint go."""
+def own_text(run: Folder) -> TokenStream:
+    """The text that a run was validated on. ValueError if its data folder holds another now."""
+    config = run.config
+    stream = open_split(config.data_dir, "val", config.vocab_size)
+    if run.data:
+        same = stream.fingerprint(config.val_tokens) == run.data.get("validation")
+    else:  # of before data.json: by the training text, where that can be compared
+        theirs, here = (run.summary or {}).get("data"), data_fingerprint(config)
+        same = None in (theirs, here) or theirs == here
+    now = f"{config.data_dir} holds other text now than when {run.path} was trained"
+    require(same, f"{now}: bring that back, or evaluate on this as other text, with --data {config.data_dir}")
+    return stream
+
+
+def check_tokenizer(run: Folder, data: Path):
+    """ValueError unless other text was prepared with the tokenizer of the run, so that its tokens mean the same."""
+    folder, own = run.path, run.config.data_dir
+    theirs, ours = tokenizer_of(data), run.data.get("tokenizer")
+    if not run.data and run.summary and run.summary.get("data") == data_fingerprint(run.config):  # of before data.json
+        ours = tokenizer_of(own)
+    require(theirs, f"{data} has no manifest.json that names its tokenizer: prepare it with `python -m data.text`")
+    unknown = f"it is not known which tokenizer {folder} was trained with: neither its data.json nor {own} says it"
+    require(ours, f"{unknown}, so losses on {data} would mean nothing")
+    tokenizer = "gpt2" if ours == "gpt2" else Path(own) / TOKENIZER_FILE
+    differ = f"{data} was prepared with another tokenizer ({theirs[:12]}) than the text of {folder} ({ours[:12]})"
+    require(theirs == ours, f"{differ}: prepare it with `python -m data.text ... --tokenizer {tokenizer}`")
+
+
+def usual_tokens(config: Config, stream: TokenStream, lengths: list[int], data: Path) -> int:
+    """The run's own number of validation tokens where it fits other text, else the largest that does, said in words."""
+    unit = math.lcm(*lengths)
+    tokens = min(config.val_tokens, len(stream) - 1) // unit * unit
+    short = f"{data} holds {len(stream)} validation tokens, {unit + 1} are needed"
+    require(tokens > 0, f"{short}: give shorter --lengths, or prepare more text (data.text has --val-fraction)")
+    if tokens < config.val_tokens:
+        why = f"{data} holds {len(stream):,} and sequences are whole; the run was validated on {config.val_tokens:,}"
+        print(f"{tokens:,} tokens at each length: {why}", file=sys.stderr)
+    return tokens
+
+
+def keep(folder: Path, result: dict, own: bool):
+    """Adds the result to the folder's evaluation.json, apart if not on the run's own text. Lengths evaluated there
+    on other tokens or with another checkpoint go."""
     path, result = folder / EVALUATION, {"step": latest_checkpoint(folder / "checkpoints").stem, **result}
-    what = lambda evaluation: (evaluation.get("step"), {*val_tokens(evaluation).values()})
-    if path.exists() and what(old := json.loads(path.read_text())) == what(result):
-        old["val_tokens"] = val_tokens(old)
-        for key in ("val_loss", "val_tokens", "val_loss_by_position"):
-            result[key] = {**old[key], **result[key]}
-    replace_file(path, lambda file: file.write((to_json(result) + "\n").encode()))
+    try:
+        stored = json.loads(path.read_text()) if path.exists() else {}
+        kept, others = on_own_text(stored), dict(stored.get(OTHER_TEXTS, {}))
+        if own:
+            kept = joined(kept, result)
+        else:
+            others[result["text"]] = joined(others.get(result["text"], {}), result)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged ({error!r}): delete it and evaluate again") from error
+    kept |= {OTHER_TEXTS: others} if others else {}
+    replace_file(path, lambda file: file.write((to_json(kept) + "\n").encode()))
+
+
+def joined(old: dict, new: dict) -> dict:
+    """The new result, with the lengths of the old one if that is of the same checkpoint and number of tokens."""
+    what = lambda evaluation: (evaluation["step"], {*val_tokens(evaluation).values()})
+    if not old or what(old) != what(new):
+        return new
+    old = old | dict(val_tokens=val_tokens(old))
+    both = new | {key: {**old[key], **new[key]} for key in ("val_loss", "val_tokens", "val_loss_by_position")}
+    theirs, ours = old.get("val_loss_as", {}), new.get("val_loss_as", {})
+    others = {method: theirs.get(method, {}) | ours.get(method, {}) for method in theirs | ours}
+    return both | (dict(val_loss_as=others) if others else {})
+
+
+def with_others(results: list[dict]) -> list[dict]:
+    """The results, each before those of the same weights run as other methods."""
+    as_other = lambda r, method: r | dict(name=f"{r['name']} as {method}", val_loss=r["val_loss_as"][method])
+    return [row for r in results for row in (r, *(as_other(r, method) for method in r.get("val_loss_as", {})))]
 
 
 def position_table(results: list[dict]) -> str:
@@ -81,6 +168,11 @@ def main():
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
     parser.add_argument("--lengths", nargs="+", type=int, help="sequence lengths (default: those of the run)")
     parser.add_argument("--val-tokens", type=int, help="tokens at each length (default: as many as the run used)")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="a data folder of other text (default: the run's own)")
+    parser.add_argument(
+        "--as", nargs="+", default=[], metavar="METHOD", dest="as_others",
+        help="run the weights as these methods too, which train identically",
+    )  # fmt: skip
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     args = parser.parse_args()
     with user_errors():
@@ -89,13 +181,20 @@ def main():
     for folder in args.runs:
         print(f"evaluating {folder}", file=sys.stderr)
         try:
-            results.append(evaluate(folder, args.lengths, args.val_tokens, world.device, world))
-            keep(folder, results[-1])
+            result, own = evaluate(
+                folder, args.lengths, args.val_tokens, args.data, args.as_others, world.device, world
+            )
+            results.append(result)
+            keep(folder, result, own)
         except (ValueError, OSError) as error:  # the other runs still get their row
             print(f"error: {error}", file=sys.stderr)
             failed = True
     if results:
-        print(loss_table(results))
+        if args.data:
+            print(f"On the text of {args.data}:\n")
+        print(loss_table(with_others(results)))
+        if len({(r["text"], *r["val_tokens"].values()) for r in results}) > 1:
+            print("\nThese rows do not compare: they are of different text, or of different numbers of tokens of it.")
         print(f"\nLoss by position, in sequences of the longest length:\n\n{position_table(results)}")
     if failed:
         sys.exit(2)

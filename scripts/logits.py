@@ -13,8 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from configs.config import Config
-from data.shards import open_split
+from data.shards import TokenStream
 from model.attention import Plan, transform, upcast
 from model.gpt import GPT, norm
 from scripts.tables import mean_and_stderr
@@ -23,9 +22,8 @@ from scripts.theory import attention_statistics
 MAX_PAIRS = 2**16  # pairs of query and key whose scores represent a head
 
 
-def validation_windows(config: Config, count: int, length: int, device="cpu") -> Tensor:
-    """`count` windows of `length` tokens, at even distances over the run's validation text: (count, length) int64."""
-    stream = open_split(config.data_dir, "val", config.vocab_size)
+def validation_windows(stream: TokenStream, count: int, length: int, device="cpu") -> Tensor:
+    """`count` windows of `length` tokens, at even distances over the validation text: (count, length) int64."""
     if count * length > len(stream):
         raise ValueError(
             f"{count} windows of {length} tokens are more than the {len(stream)} of the validation text: "

@@ -21,7 +21,7 @@ from configs.command_line import user_errors
 from configs.config import NOT_MATHEMATICS, Config, config_hash, require
 from runtime.files import replace_file, to_json
 from scripts.figures import LINES, OTHER, method_name
-from scripts.runs import Folder, failures, folder_state, read_folder, val_tokens
+from scripts.runs import OTHER_TEXTS, Folder, failures, folder_state, on_own_text, read_folder, val_tokens
 
 POINTS = 400  # of a curve at most; 60 runs of any length make a page of about 2 MB
 DASHES = {"-": "", "--": "7 4", ":": "2 3", "-.": "8 3 2 3"}  # matplotlib's line styles in SVG
@@ -49,7 +49,9 @@ def main():
     args = parser.parse_args()
     with user_errors():
         for path in args.runs:
-            require((path / "config.json").exists(), f"{path} is not a run folder: it has no config.json")
+            hint = f" (for all runs in it: --runs-dir {path})" if path.is_dir() else ""
+            require((path / "config.json").exists(), f"{path} is not a run folder: it has no config.json{hint}")
+        require(not args.out.is_dir(), f"--out {args.out} is a folder: name the page in it, {args.out / 'report.html'}")
         paths, strays = (args.runs, []) if args.runs else look_through(args.runs_dir)
         runs = [describe(path) for path in dict.fromkeys(paths)]
         text = page(args.title, runs, strays)
@@ -80,11 +82,13 @@ def describe(path: Path) -> dict:
     folder = read_folder(path)
     problems = list(folder.problems)
     run = dict(name=path.name, path=str(path), config=folder.config, state=folder_state(folder), problems=problems)
+    run |= dict(data=folder.data.get("train"), validation_text=folder.data.get("validation"))
     try:
         run |= measured(folder, problems)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         problems.append(f"its numbers cannot be shown, as they are not what a run writes ({error!r})")
         run |= dict(step=0, tokens=0, parameters=None, rate=None, needle={}, train={}, validation={}, final={})
+        run |= dict(other_texts={})
     if run["state"] != "finished":
         steps = folder.config.steps if folder.config else "?"
         problems += [f"{run['state']} at step {run['step']} of {steps}", *failures(path)[-1:]]
@@ -107,7 +111,8 @@ def measured(folder: Folder, problems: list[str]) -> dict:
     if diverged := [r["step"] for r in train if r["train_loss"] is None]:
         problems.append(f"training loss not finite in {len(diverged)} steps, first in step {diverged[0]}")
 
-    evaluation = read_json(folder, "evaluation.json", problems)  # of lengths that were not validated during training
+    evaluations = read_json(folder, "evaluation.json", problems)
+    evaluation = on_own_text(evaluations)  # of lengths that were not validated during training
     if evaluation:
         step = int(evaluation["step"].removeprefix("step_"))  # the name of the checkpoint
         theirs, ours = ({*val_tokens(r).values()} if r else set() for r in (evaluation, final))
@@ -124,6 +129,8 @@ def measured(folder: Folder, problems: list[str]) -> dict:
     steps = folder.config.steps if folder.config else max((r["step"] for r in records), default=1)
     last = max(records, key=lambda r: r["step"], default=final)
     return dict(
+        data=folder.data.get("train") or summary.get("data"),
+        other_texts=evaluations.get(OTHER_TEXTS, {}),
         step=last.get("step", 0),
         tokens=last.get("tokens", 0),
         parameters=summary.get("parameters"),
@@ -204,6 +211,11 @@ def group(runs: list[dict]) -> list[dict]:
     members = collections.defaultdict(list)
     for run in runs:
         members[group_key(run)].append(run)
+    for same in members.values():
+        texts = collections.Counter(run["validation_text"] for run in same if run["validation_text"])
+        for run in same:
+            if run["validation_text"] not in (None, *dict(texts.most_common(1))):
+                run["problems"].append("validated on another text than most runs of its group")
     order = [*LINES]
     rank = lambda method: order.index(method) if method in order else len(order)
     groups = [dict(method=method(same[0]), runs=same, fields=same[0]["fields"]) for same in members.values()]
@@ -222,7 +234,8 @@ def group_key(run: dict) -> tuple:
     config = run["config"]
     if config is None:
         return (run["path"],)
-    return config_hash(dataclasses.replace(config, seed=0)), config.data_dir, config.val_tokens, config.val_profile
+    text = run["data"] or config.data_dir  # the fingerprint where it is known: a folder can move, or be filled anew
+    return config_hash(dataclasses.replace(config, seed=0)), text, config.val_tokens, config.val_profile
 
 
 def method(run: dict) -> str:
@@ -261,7 +274,8 @@ def page(title: str, runs: list[dict], strays: list[tuple[str, str]] = ()) -> st
     """The page's HTML. runs: those of describe; strays: (name, problem) of what is no run."""
     names = collections.Counter(run["name"] for run in runs)
     for run in runs:
-        run |= dict(name=run["name"] if names[run["name"]] == 1 else run["path"], fields=flat(run["config"]))
+        text = {"data": run["data"]} if run["data"] else {}
+        run |= dict(name=run["name"] if names[run["name"]] == 1 else run["path"], fields=flat(run["config"]) | text)
     groups = group(runs)
     methods = list(dict.fromkeys(g["method"] for g in groups))
     for g in groups:
@@ -277,6 +291,7 @@ def page(title: str, runs: list[dict], strays: list[tuple[str, str]] = ()) -> st
         js=beside("report.js"),
         overview=overview(runs, groups),
         chart=static_chart(groups),
+        texts=other_texts(runs, groups),
         configs=configs(runs),
         problems="".join(f"<li><b>{html.escape(name)}</b>: {html.escape(text)}</li>" for name, text in problems)
         or "<li>none</li>",
@@ -365,6 +380,40 @@ def overview(runs: list[dict], groups: list[dict]) -> str:
     return (
         f'<table id="runs"><thead><tr><td class="pick">shown</td>{head}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table>"
+    )
+
+
+def other_texts(runs: list[dict], groups: list[dict]) -> str:
+    """The losses on other text than the runs' own (`scripts.evaluate --data`), one column a text, number of tokens of
+    it and length; "" if there are none. Folders of the same name with different text are told by the fingerprint."""
+    cells = {}  # (folder's name, fingerprint, tokens, length): by run, the loss and the step if that is not the last
+    for index, run in enumerate(runs):
+        for fingerprint, found in run["other_texts"].items():
+            step = int(found["step"].removeprefix("step_"))
+            late = "" if step == run["final"].get("step") else f"*at step {step}"
+            for length, tokens in val_tokens(found).items():
+                key = Path(found["data"]).name, fingerprint, tokens, int(length)
+                cells.setdefault(key, {})[index] = found["val_loss"][length], late
+    if not cells:
+        return ""
+    columns = sorted(cells)
+    names = collections.Counter(name for name, _ in {(key[0], key[1]) for key in columns})
+    heads = [
+        f"{html.escape(name)}{f' ({fingerprint[:6]})' * (names[name] > 1)}<br>{tokens:,} tokens<br>loss at {length}"
+        for name, fingerprint, tokens, length in columns
+    ]
+    rows = [
+        f'<tr><th scope="row">{swatch(groups[run["group"]])} {html.escape(run["name"])}</th>'
+        + "".join(number(loss, ".4f", late) for loss, late in (cells[c].get(i, (None, "")) for c in columns))
+        + "</tr>"
+        for i, run in enumerate(runs)
+        if run["other_texts"]
+    ]
+    head = "".join(f'<th scope="col">{head}</th>' for head in ("run", *heads))
+    return (
+        '<section aria-labelledby="texts-head"><h2 id="texts-head">Losses on other text</h2>'
+        '<div class="scroll" tabindex="0" role="region" aria-label="losses on other text">'
+        f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div></section>"
     )
 
 

@@ -34,9 +34,9 @@ from runtime.files import replace_file
 from runtime.processes import start_processes
 from runtime.run_folder import git_commit
 from scripts import figures, logits, theory
-from scripts.evaluate import EVALUATION, load_run
+from scripts.evaluate import EVALUATION, load_run, own_text
 from scripts.figures import draw_curves, line, method_name, series_name, write_csv
-from scripts.runs import Folder, find, read_folders, state, val_tokens
+from scripts.runs import Folder, find, on_own_text, read_folders, state, val_tokens
 from scripts.sweep import field_changes
 from scripts.tables import bold, markdown_table, mean_and_stderr, paper_targets, pm
 
@@ -131,13 +131,12 @@ class Study:
                     self.miss(run, str(error))
         if not self.seeds_given:
             self.add_seeds(folders)
-        tokens = {run.name: (full_pass(f.summary), f.summary["data"]) for run, f in self.finished}
-        if tokens:
-            most = collections.Counter(tokens.values()).most_common(1)[0][0]
+        for what, of in SAME_DATA.items():
+            values = {run.name: value for run, f in self.finished if (value := of(f)) is not None}
+            most = collections.Counter(values.values()).most_common(1)
             for run, folder in list(self.finished):
-                if tokens[run.name] != most:
-                    theirs = "{} validation tokens, data {}".format(*tokens[run.name])
-                    self.drop(run, f"left out, {folder.path} has {theirs}; most runs: {most[0]}, {most[1]}")
+                if (theirs := values.get(run.name)) not in (None, *dict(most)):
+                    self.drop(run, f"left out, {folder.path} has {what} {theirs}; most runs: {most[0][0]}")
 
     def add_seeds(self, folders: list[Folder]):
         """Add the finished runs that differ from ours in the seed alone."""
@@ -164,6 +163,21 @@ def full_pass(record: dict) -> int:
     return tokens
 
 
+# What all runs of an item must share (they read equally many tokens, so fingerprints compare); None: not known, as of
+# the validation text of runs from before data.json.
+SAME_DATA = {
+    "validation tokens": lambda folder: full_pass(folder.summary),
+    "training text": lambda folder: folder.summary["data"],
+    "validation text": lambda folder: folder.data.get("validation"),
+}
+
+
+def data_in_words(folder: Folder) -> str:
+    tokens, distinct = folder.summary.get("tokens"), folder.summary.get("distinct_tokens")
+    read = f"{distinct:,} distinct training tokens, read {tokens / distinct:.2f} times" if distinct else "not counted"
+    return f"`{folder.summary['data']}`, {read}"
+
+
 def final_losses(folder: Folder, method: str | None = None) -> dict[int, float]:
     """Nats a token by validation length, at the end of a finished run, its weights run as `method` (default: the one
     that it trained). ValueError if it has none."""
@@ -176,7 +190,7 @@ def final_losses(folder: Folder, method: str | None = None) -> dict[int, float]:
     except (KeyError, TypeError, ValueError, AttributeError):
         raise ValueError(f"{path} is damaged: delete it and run the sweep again") from None
     try:  # lengths that were not validated during training
-        evaluation = folder.json(EVALUATION)
+        evaluation = on_own_text(folder.json(EVALUATION) or {})
         if evaluation and (evaluation["step"], full_pass(evaluation)) == (f"step_{steps:06d}", tokens):
             found = evaluation.get("val_loss_as", {}).get(method, {}) if as_other else evaluation["val_loss"]
             loss = {int(length): value for length, value in found.items()} | loss
@@ -228,7 +242,8 @@ def table_needle(study: Study):
                         accuracy[label][run.config.method, length].append(float(score[str(length)]))
                 if str(length) in needle["oracle"]:
                     ceiling[length].append(float(needle["oracle"][str(length)]))
-            protocols.add("{steps} steps of {sequences} sequences, {examples} prompts a length".format(**needle))
+            words = "{steps} steps of {sequences} sequences, {examples} prompts a length, haystack {haystack}"
+            protocols.add(words.format(**{"haystack": "shards"} | needle))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             study.drop(run, f"{folder.path}/needle/summary.json is damaged ({error!r}): delete it and repeat", command)
             continue
@@ -526,7 +541,8 @@ def figure_entropy(study: Study):
         longest = study.lengths[-1]
         with study.checkpoint_errors(run):
             config, model = load_run(folder.path, study.device)
-            tokens = logits.validation_windows(config, WINDOWS, longest, study.device)
+            text = own_text(folder)
+            tokens = logits.validation_windows(text, WINDOWS, longest, study.device)
             profile = logits.attention_profile(model, tokens, [n for n in lengths if n <= longest])
             scheme = dict(source="trained", scheme=schemes[config.method])
             rows += [scheme | dict(length=r["length"], quantity=r["quantity"]) | r for r in profile]
@@ -579,7 +595,8 @@ def figure_qq_ours(study: Study):
     for run, folder in list(study.finished):
         with study.checkpoint_errors(run):
             config, model = load_run(folder.path, study.device)
-            tokens = logits.validation_windows(config, WINDOWS, config.train_length, study.device)
+            text = own_text(folder)
+            tokens = logits.validation_windows(text, WINDOWS, config.train_length, study.device)
             blocks = collections.defaultdict(list)
             for layer, rotated, scores in logits.layer_scores(model, tokens):
                 of = dict(method=config.method, layer=layer, rotated=rotated)
@@ -661,6 +678,8 @@ def provenance(study: Study) -> str:
         if values:
             lines.append(f"- {what} of the runs: " + ", ".join(f"{v} ({n})" for v, n in values.items()))
     if study.finished:
+        texts = collections.Counter(data_in_words(folder) for _, folder in study.finished)
+        lines.append("- training text of the runs: " + "; ".join(f"{text} ({n})" for text, n in texts.items()))
         lines.append("- folders: " + ", ".join(f"`{folder.path.name}`" for _, folder in study.finished))
     if study.missing:
         lines += ["", f"### Missing ({len(study.missing)})", ""]

@@ -7,11 +7,13 @@ from pathlib import Path
 
 from configs.config import NOT_MATHEMATICS, Config, config_hash
 from configs.sweeps import Run
+from data.shards import open_split
 from model.methods import scaled_options
 from runtime.checkpoint import latest_checkpoint
 from runtime.metrics import read_metrics
 
 STATES = ("finished", "running", "interrupted", "failed", "other", "missing")
+OTHER_TEXTS = "other_texts"  # in evaluation.json, beside the losses on the run's own text: by fingerprint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +23,7 @@ class Folder:
     path: Path
     config: Config | None
     summary: dict | None  # of a finished run
+    data: dict = dataclasses.field(default_factory=dict)  # data.json; empty for runs of before it
     problems: tuple[str, ...] = ()
 
     @property
@@ -43,6 +46,20 @@ def val_tokens(record: dict) -> dict[str, int]:
     have one number.)"""
     tokens = record["val_tokens"]
     return tokens if isinstance(tokens, dict) else dict.fromkeys(record["val_loss"], tokens)
+
+
+def data_fingerprint(config: Config) -> str | None:
+    """Of the training data that the run reads, None where it is not on this machine."""
+    try:
+        stream = open_split(config.data_dir, "train", config.vocab_size)
+        return stream.fingerprint(config.steps * config.batch_tokens)
+    except (OSError, ValueError):
+        return None
+
+
+def on_own_text(evaluation: dict) -> dict:
+    """Of what is in an evaluation.json, the losses on the run's own text; {} if there are none."""
+    return {key: value for key, value in evaluation.items() if key != OTHER_TEXTS}
 
 
 def stored_config(path: Path) -> Config:
@@ -73,7 +90,14 @@ def read_folder(path: Path) -> Folder:
             summary = json.loads((path / "summary.json").read_text())
         except ValueError as error:
             problems.append(f"{path}/summary.json is damaged ({error}): delete it and run the sweep again")
-    return Folder(path, config, summary, tuple(problems))
+    data = {}
+    try:
+        data = dict(json.loads((path / "data.json").read_text()))
+    except FileNotFoundError:
+        pass
+    except (ValueError, TypeError) as error:
+        problems.append(f"{path}/data.json is damaged ({error}): delete it")
+    return Folder(path, config, summary, data, tuple(problems))
 
 
 def read_folders(runs_dir: Path) -> list[Folder]:

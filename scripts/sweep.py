@@ -34,11 +34,10 @@ from tqdm import tqdm
 from configs.command_line import named_fields, read_config, user_errors
 from configs.config import Config, require
 from configs.sweeps import SCALES, SWEEPS, Run, sweep
-from data.shards import open_split
 from model.methods import METHODS, check_options, make_alternative, make_method
 from optim.schedule import check_schedule
 from runtime.signals import INTERRUPTED
-from scripts.runs import Folder, beside, failures, find, is_running, read_folders, state
+from scripts.runs import Folder, beside, data_fingerprint, failures, find, is_running, read_folders, state
 
 ROOT = Path(__file__).parents[1]
 USER_ERROR = 2  # exit code of train_gpt.py; INTERRUPTED is another
@@ -169,14 +168,6 @@ def make_plan(run: Run, folders: list[Folder], args: argparse.Namespace) -> Plan
     if starts and args.executor == "slurm" and (number := queued_job(path)):
         return Plan(run, path, now, words, f"left alone: queued as job {number}", False, queued=True)
     return Plan(run, path, now, words, action, starts)
-
-
-def data_fingerprint(config: Config) -> str | None:
-    """Of the training data, None where it is not on this machine."""
-    try:
-        return open_split(config.data_dir, "train", config.vocab_size).fingerprint
-    except (OSError, ValueError):
-        return None
 
 
 def show(plans: list[Plan]):

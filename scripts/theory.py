@@ -152,8 +152,8 @@ def lemma_check(
     """What lemmas 1 and 2 ask of the logits L_t, and what follows: one row a distance t and quantity.
 
     E[exp L] and E[L exp L], by Gauss-Hermite quadrature, against alpha / (t/tau + 1) and beta / (t/tau + 1) (eq:EA,
-    eq:EAlogA): equal but for rounding. E[Z_t^{t Delta}] (eq:def:Z), for t > 0, against its limit alpha tau log(Delta): the relative
-    error falls as 1/t.
+    eq:EAlogA): equal but for rounding. E[Z_t^{t Delta}] (eq:def:Z), for t > 0, against its limit alpha tau log(Delta):
+    the relative error falls as 1/t.
     """
     z, weights = hermegauss(100)  # far below rounding: the relative error for exp(a z) is about (a^2 e / 400)^100
     weights = weights / math.sqrt(2 * math.pi)

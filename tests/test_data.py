@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from data.loader import TrainLoader, check_validation, validation_batches
-from data.shards import ShardWriter, TokenStream, main, open_split, read_header, shard_paths
+from data.shards import ShardWriter, TokenStream, main, open_split, read_header, shard_paths, tokenizer_of
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 VOCAB = 50257
@@ -156,7 +156,7 @@ def test_fingerprint_follows_content_not_place(tmp_path):
     prints = []
     for folder, num_train in (("a", 250), ("b", 250), ("c", 251)):
         write_dataset(tmp_path / folder, num_train=num_train)
-        prints.append(open_split(tmp_path / folder, "train", VOCAB).fingerprint)
+        prints.append(open_split(tmp_path / folder, "train", VOCAB).fingerprint())
     assert prints[0] == prints[1] != prints[2]
 
 
@@ -166,8 +166,28 @@ def test_fingerprint_sees_one_changed_token_through_the_manifest(tmp_path):
         writer = ShardWriter(tmp_path / str(token), "x", tokenizer="t", vocab_size=9)
         writer.write("train", [1, 2, token])
         writer.close()
-        prints.append(open_split(tmp_path / str(token), "train", 9).fingerprint)
+        prints.append(open_split(tmp_path / str(token), "train", 9).fingerprint())
     assert prints[0] != prints[1]
+
+
+def test_fingerprint_of_a_run_is_of_the_shards_that_it_reads(tmp_path):
+    for folder, num_train in (("few", 200), ("more", 300)):  # shards of 100 tokens, the same random numbers
+        write_dataset(tmp_path / folder, num_train=num_train)
+    few, more = (open_split(tmp_path / folder, "train", VOCAB) for folder in ("few", "more"))
+    np.testing.assert_array_equal(few.read(0, 200), more.read(0, 200))
+    assert few.fingerprint(199) == more.fingerprint(199) == few.fingerprint()
+    assert few.fingerprint(99) == more.fingerprint(99) != few.fingerprint(100)  # token 100 is the last target
+    assert few.fingerprint(200) != more.fingerprint(200)  # here it wraps around, there it does not
+    assert few.fingerprint(10**9) == few.fingerprint()
+
+
+def test_fingerprint_without_a_manifest_tells_files_of_the_same_names_and_sizes(tmp_path):
+    prints = []
+    for folder, token in (("a", 3), ("b", 4), ("c", 3)):
+        (tmp_path / folder).mkdir()
+        write_raw(tmp_path / folder / "x_train_000001.bin", [1, 2, token])
+        prints.append(open_split(tmp_path / folder, "train", 9).fingerprint())
+    assert prints[0] == prints[2] != prints[1]
 
 
 def test_many_shards_need_no_open_files(tmp_path):
@@ -199,9 +219,14 @@ def test_open_split_works_without_manifest(tmp_path):
     assert len(stream) == len(train) and stream.max_token is None
 
 
-def test_missing_folder_says_how_to_prepare_data(tmp_path):
-    with pytest.raises(FileNotFoundError, match="nowhere.*python -m data.fineweb 10B --shards 25.*python -m data.text"):
+def test_missing_folder_says_how_to_get_the_data(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no such data folder; get it with `python -m data.text .*nowhere`"):
         open_split(tmp_path / "nowhere", "train", VOCAB)
+    with pytest.raises(FileNotFoundError, match="get it with `python -m data.fineweb 100B --shards 101 --out .*100B`"):
+        open_split(tmp_path / "fineweb100B", "train", VOCAB, 10_900 * 917_504)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="is a file, not a data folder"):
+        open_split(tmp_path / "file", "train", VOCAB)
 
 
 def test_missing_split_is_named(tmp_path):
@@ -255,6 +280,23 @@ def test_broken_manifest_is_named(tmp_path, text):
         open_split(tmp_path, "train", VOCAB)
 
 
+@pytest.mark.parametrize("has_sha256", [True, False])
+def test_the_tokenizer_is_told_by_its_name_or_by_its_file(tmp_path, has_sha256):
+    tokenizers = []
+    for folder, text in (("a", "one"), ("b", "two"), ("c", "one")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "tokenizer.json").write_text(text)
+        with ShardWriter(tmp_path / folder, "x", tokenizer="tokenizer.json", vocab_size=9) as writer:
+            manifest = writer.close()
+        if not has_sha256:  # as manifests once were
+            del manifest["tokenizer_sha256"]
+            (tmp_path / folder / "manifest.json").write_text(json.dumps(manifest))
+        tokenizers.append(tokenizer_of(tmp_path / folder))
+    assert tokenizers[0] == tokenizers[2] != tokenizers[1]
+    write_dataset(tmp_path / "gpt2")
+    assert tokenizer_of(tmp_path / "gpt2") == "gpt2" and tokenizer_of(tmp_path) is None
+
+
 # ---- python -m data.shards verify ----
 
 
@@ -281,8 +323,11 @@ def test_verify_names_flipped_missing_and_extra_files(tmp_path, capsys):
 
 
 def test_verify_without_manifest_is_one_line(tmp_path, capsys):
-    assert main(["verify", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("error: ")
+    (tmp_path / "file").write_text("")
+    for folder, says in ((".", "nothing to verify against"), ("nowhere", "no such data folder"), ("file", "is a file")):
+        assert main(["verify", str(tmp_path / folder)]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and error.count("\n") == 1 and says in error
 
 
 # ---- training loader ----

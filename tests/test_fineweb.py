@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.fineweb import main, time_limit
+from configs.presets import PRESETS, preset
+from data.fineweb import data_command, main, time_limit
 from data.shards import open_split
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -235,8 +236,50 @@ def test_number_of_shards_is_checked(tmp_path, capsys):
     assert "1 to 103" in capsys.readouterr().err
 
 
+def test_a_file_is_no_folder_to_download_to(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(["10B", "--shards", "1", "--out", str(tmp_path / "file")]) == 2
+    assert "is a file, not a data folder" in capsys.readouterr().err
+
+
 def test_folder_of_other_data_is_refused(tmp_path, capsys):
     manifest = {"tokenizer": "gpt2", "vocab_size": 50257, "source": "kjj0/fineweb100B-gpt2", "files": {}}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     assert main(["10B", "--out", str(tmp_path)]) == 2
     assert "kjj0/fineweb100B-gpt2" in capsys.readouterr().err
+
+
+# ---- the command that gets what a run needs ----
+
+
+def test_every_preset_gets_as_many_shards_as_it_reads():
+    commands = {}
+    for name in PRESETS:
+        config = preset(name)
+        commands[name] = data_command(config.data_dir, config.steps * config.batch_tokens)
+    paper = dict.fromkeys(("gpt_162m_4k", "gpt_162m_16k", "gpt_162m_64k"), "python -m data.fineweb 10B --shards 25")
+    small = {name: "python -m data.fineweb 10B --shards 2" for name in ("small_4k", "small_16k", "small_64k")}
+    small["small_304m"] = "python -m data.fineweb 10B --shards 2"
+    large = dict(gpt_304m_4k="python -m data.fineweb 100B --shards 101")
+    laptop = {name: "bash scripts/quickstart.sh" for name in PRESETS if name.startswith(("mini", "quickstart"))}
+    assert commands == paper | small | large | laptop
+    readme = (REPOSITORY / "README.md").read_text()
+    assert commands["gpt_162m_4k"] in readme and commands["gpt_304m_4k"] in readme
+
+
+@pytest.mark.parametrize(
+    ("tokens", "shards"), [(0, 1), (1, 1), (10**8, 1), (10**8 + 1, 2), (103 * 10**8, 103), (10**12, 103)]
+)
+def test_shards_are_whole_and_those_of_the_set(tokens, shards):
+    assert data_command(Path("data/fineweb10B"), tokens) == f"python -m data.fineweb 10B --shards {shards}"
+
+
+def test_the_command_is_for_the_folder_where_it_is(tmp_path):
+    command = data_command(tmp_path / "my disk" / "fineweb100B", 1)
+    assert command == f"python -m data.fineweb 100B --shards 1 --out '{tmp_path}/my disk/fineweb100B'"
+    assert data_command(tmp_path / "books", 1).endswith(f"--tokenizer gpt2 --out {tmp_path}/books")
+    (tmp_path / "quickstart").mkdir()
+    for name in ("text_train_000001.bin", "tokenizer.json"):
+        (tmp_path / "quickstart" / name).write_text("")
+    more = f"--tokenizer {tmp_path}/quickstart/tokenizer.json --out {tmp_path}/quickstart-more"
+    assert data_command(tmp_path / "quickstart", 1) == f"python -m data.text FILES... {more}"

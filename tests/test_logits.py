@@ -1,6 +1,5 @@
 """Statistics of a model's logits against dense float64 ones, from the parameters and the formulas of reference.py."""
 
-import dataclasses
 import itertools
 import math
 
@@ -13,8 +12,7 @@ from test_methods import NAMES
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from configs.presets import preset
-from data.shards import ShardWriter
+from data.shards import ShardWriter, open_split
 from scripts import logits
 from scripts.theory import attention_statistics
 
@@ -234,21 +232,21 @@ def test_ks_of_gaussian_samples_is_small_and_of_others_is_not():
 
 
 @pytest.fixture
-def config(tmp_path):
-    """A configuration whose validation text is the tokens 0..999."""
+def stream(tmp_path):
+    """A validation text of the tokens 0..999."""
     writer = ShardWriter(tmp_path, "text", tokenizer="none", vocab_size=1000)
     writer.write("val", np.arange(1000))
     writer.close()
-    return dataclasses.replace(preset("quickstart"), data_dir=str(tmp_path), vocab_size=1000)
+    return open_split(tmp_path, "val", 1000)
 
 
-def test_windows_lie_at_even_distances_over_the_text(config):
-    windows = logits.validation_windows(config, 3, 200)
+def test_windows_lie_at_even_distances_over_the_text(stream):
+    windows = logits.validation_windows(stream, 3, 200)
     assert windows.dtype == torch.int64
     assert torch.equal(windows, torch.tensor([[0], [333], [666]]) + torch.arange(200))
 
 
-def test_windows_that_the_text_does_not_hold_are_refused(config):
-    assert logits.validation_windows(config, 5, 200).shape == (5, 200)
+def test_windows_that_the_text_does_not_hold_are_refused(stream):
+    assert logits.validation_windows(stream, 5, 200).shape == (5, 200)
     with pytest.raises(ValueError, match="6 windows of 200 tokens are more than the 1000 of the validation text"):
-        logits.validation_windows(config, 6, 200)
+        logits.validation_windows(stream, 6, 200)

@@ -214,6 +214,58 @@ def test_an_evaluation_of_other_tokens_or_weights_is_named_and_not_mixed_in(tmp_
     assert "evaluation.json is not shown" in run["problems"][0]
 
 
+def test_losses_on_other_text_have_a_table_of_their_own(tmp_path):
+    last = write_run(tmp_path / "a", seed=1)[-1]
+    write_run(tmp_path / "b", seed=2)
+    write_run(tmp_path / "c", seed=3)
+    assert "Losses on other text" not in page("t", [describe(tmp_path / "a")])
+    books = dict(step="step_000011", data="data/books", val_tokens={"16": 96, "48": 96})
+    early = books | dict(step="step_000004", val_tokens={"48": 48}, val_loss={"48": 3.5})
+    evaluations = dict(
+        a=dict(other_texts=dict(
+            f00d=books | dict(val_loss={"16": 1.25, "48": 2.5}),
+            beef=books | dict(data="/elsewhere/books", val_loss={"16": 7.0, "48": 8.0}),
+        )),
+        b=dict(step="step_000011", val_tokens=96, val_loss={"96": 2.0}, val_loss_by_position={},
+               other_texts=dict(f00d=early)),
+    )  # fmt: skip
+    for name, evaluation in evaluations.items():
+        (tmp_path / name / "evaluation.json").write_text(json.dumps(evaluation))
+    runs = [describe(tmp_path / name) for name in "abc"]
+    text = page("t", runs)
+    assert runs[0]["final"]["val_loss"] == last["val_loss"] and runs[1]["final"]["val_loss"]["96"] == 2.0
+    section = text[text.index('id="texts-head"') :].split("</section>")[0]
+    heads = re.findall(r'<th scope="col">(.*?)</th>', section)
+    assert heads == ["run"] + [
+        f"books ({fingerprint})<br>{tokens} tokens<br>loss at {length}"
+        for fingerprint, tokens, length in [("beef", 96, 16), ("beef", 96, 48), ("f00d", 48, 48), ("f00d", 96, 16)]
+    ] + ["books (f00d)<br>96 tokens<br>loss at 48"]
+    cells = [re.findall(r"<td.*?>(.*?)</td>", row) for row in section.split("<tr>")[2:]]
+    assert cells == [
+        ["7.0000", "8.0000", "", "1.2500", "2.5000"],
+        ["", "", '3.5000<abbr title="at step 4">*</abbr>', "", ""],
+    ]  # and none of c
+
+
+def test_groups_are_of_the_same_data_whatever_its_folder(tmp_path):
+    same = dict(method="rope")
+    for name, text, folder in (("a", "1234", "x"), ("b", "1234", "moved/x"), ("c", "5678", "x"), ("d", "1234", "x")):
+        write_run(tmp_path / name, seed=ord(name), data_dir=folder, stop=7 if name == "d" else None, **same)
+        validation = "other" if name == "d" else "val"
+        (tmp_path / name / "data.json").write_text(json.dumps(dict(train=text, validation=validation)))
+    write_run(tmp_path / "e", data_dir="x", **same)  # of before data.json: its summary says it
+    summary = json.loads((tmp_path / "e" / "summary.json").read_text())
+    (tmp_path / "e" / "summary.json").write_text(json.dumps(summary | dict(data="1234")))
+    runs = [describe(path) for path in sorted(tmp_path.iterdir())]
+    groups = group([dict(run, fields=dict(data=run["data"])) for run in runs])
+    assert {g["label"]: [run["path"][-1] for run in g["runs"]] for g in groups} == {
+        "RoPE, data 1234": ["a", "b", "d", "e"],
+        "RoPE, data 5678": ["c"],
+    }
+    assert [run["path"][-1] for run in runs if "validated on another text" in "".join(run["problems"])] == ["d"]
+    assert "RoPE, data 5678" in page("t", runs)
+
+
 # ---- groups and configs ----------------------------------------------------------------------------------------------
 
 
@@ -277,7 +329,7 @@ def test_a_damaged_config_is_named_and_the_losses_still_shown(tmp_path):
     assert (row["method"], row["loss at 48"]) == ("unknown", f"{loss['48']:.4f}")
 
 
-@pytest.mark.parametrize("name", ["summary.json", "evaluation.json", "needle/summary.json"])
+@pytest.mark.parametrize("name", ["summary.json", "data.json", "evaluation.json", "needle/summary.json"])
 def test_damaged_results_are_named(tmp_path, name):
     write_run(tmp_path / "a")
     (tmp_path / "a" / "needle").mkdir()
@@ -418,7 +470,11 @@ def test_the_command_writes_the_runs_of_the_folder_and_refuses_what_is_no_run(tm
     assert "<title>R&amp;D</title>" in out.read_text()
     refused = command(tmp_path / "runs" / "a", tmp_path / "runs", "--out", tmp_path / "no.html")
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
-    assert refused.stderr == f"error: {tmp_path / 'runs'} is not a run folder: it has no config.json\n"
+    hint = f"(for all runs in it: --runs-dir {tmp_path / 'runs'})"
+    assert refused.stderr == f"error: {tmp_path / 'runs'} is not a run folder: it has no config.json {hint}\n"
+    refused = command(tmp_path / "runs" / "a", "--out", tmp_path)
+    assert refused.returncode == 2
+    assert refused.stderr == f"error: --out {tmp_path} is a folder: name the page in it, {tmp_path / 'report.html'}\n"
     assert not (tmp_path / "no.html").exists()
 
 

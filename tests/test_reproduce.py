@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shlex
+import shutil
 import sys
 
 import matplotlib.image
@@ -13,13 +14,13 @@ import pytest
 import torch
 
 from configs.command_line import read_config
-from configs.sweeps import sweep
-from data.shards import ShardWriter
+from configs.sweeps import SCALES, SWEEPS, sweep
+from data.shards import ShardWriter, open_split
 from runtime.checkpoint import save_checkpoint
 from scripts import reproduce
 from scripts.figures import series
 from scripts.reproduce import main
-from scripts.runs import read_folders
+from scripts.runs import data_fingerprint, read_folders
 from scripts.sweep import field_changes, make_plans, parse_arguments
 from scripts.tables import mean_and_stderr, paper_targets
 from train_gpt import build_model
@@ -199,6 +200,63 @@ def test_runs_on_other_tokens_are_named_and_left_out(tmp_path, call):
     assert rows(tmp_path / "out" / "table_losses.csv")[0]["mean"] == "4.0"
 
 
+def test_runs_of_an_item_read_equally_many_tokens():
+    """So that the fingerprints of what they read are the same on the same text."""
+    for item in SWEEPS:
+        for scale in SCALES:
+            assert len({run.config.steps * run.config.batch_tokens for run in sweep(item, scale)}) == 1
+
+
+def test_runs_on_another_validation_text_are_named_and_left_out(tmp_path, call):
+    runs = sweep("table_losses", "mini", methods=["rope"], seeds=[0, 1, 2, 3])
+    for run, text in zip(runs, (None, "v", "v", "w")):  # the first is of before data.json
+        folder = write_run(tmp_path / "runs", run, {n: 4.0 + (text == "w") for n in run.config.val_lengths})
+        if text:
+            (folder / "data.json").write_text(json.dumps(dict(train="abc", validation=text)))
+    code, said = call("table_losses", "--scale", "mini", "--methods", "rope", "--seeds", "0", "1", "2", "3")
+    assert code == 1 and "has validation text w; most runs: v" in said.out and "runs used: 3 of 4" in said.out
+    assert rows(tmp_path / "out" / "table_losses.csv")[0]["mean"] == "4.0"
+
+
+def test_the_page_names_the_training_text_and_how_often_it_was_read(tmp_path, call):
+    runs = sweep("table_losses", "mini", methods=["rope"])
+    for run, counts in zip(runs, ({}, *[dict(tokens=3000, distinct_tokens=2000)] * 2)):
+        path = write_run(tmp_path / "runs", run, {n: 4.0 for n in run.config.val_lengths}) / "summary.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | counts))
+    code, said = call("table_losses", "--scale", "mini", "--methods", "rope")
+    assert code == 0
+    texts = "`abc`, not counted (1); `abc`, 2,000 distinct training tokens, read 1.50 times (2)"
+    assert f"- training text of the runs: {texts}\n" in said.out
+
+
+def test_losses_on_other_text_get_into_no_table(tmp_path, call):
+    (run,) = sweep("table_losses", "mini", methods=["rope"], seeds=[0])
+    folder = write_run(tmp_path / "runs", run, {256: 4.0, 1024: 4.5, 4096: 5.0})
+    books = dict(step="step_001200", data="data/books", val_tokens=49_152, val_loss={"16384": 6.0, "256": 9.0})
+    (folder / "evaluation.json").write_text(json.dumps(dict(other_texts=dict(fedc=books))))
+    code, said = call("table_losses", "--scale", "mini", "--methods", "rope", "--seeds", "0")
+    table = {r["length"]: r["mean"] for r in rows(tmp_path / "out" / "table_losses.csv")}
+    assert code == 1 and table == {"256": "4.0", "1024": "4.5", "4096": "5.0", "16384": ""}
+    assert f"python -m scripts.evaluate {folder} --lengths 16384" in said.out and "damaged" not in said.out
+
+
+def test_models_are_not_looked_at_on_another_text_than_theirs(tmp_path, call):
+    fields = write_models(tmp_path, "figure_entropy", num_layers=1, val_tokens=4 * 4096)
+    stream = open_split(tmp_path / "data", "val", 64)
+    for path, validation in zip((tmp_path / "runs").iterdir(), ("other", *[stream.fingerprint(49_152)] * 2)):
+        summary = json.loads((path / "summary.json").read_text())
+        (path / "data.json").write_text(json.dumps(dict(train=summary["data"], validation=validation)))
+    code, said = call("figure_entropy", "--scale", "mini", "--draws", "2", *fields)
+    assert code == 1 and said.out.count("has validation text other") == 1 and "runs used: 2 of 3" in said.out
+    shutil.rmtree(tmp_path / "data")
+    with ShardWriter(tmp_path / "data", "t", tokenizer="none", vocab_size=64) as writer:
+        for split in ("train", "val"):
+            writer.write(split, np.zeros(4 * 4096, np.uint16))
+        writer.close()
+    code, said = call("figure_entropy", "--scale", "mini", "--draws", "2", *fields)
+    assert code == 1 and said.out.count("holds other text now than when") == 2 and "runs used: 0 of 3" in said.out
+
+
 def test_missing_length_comes_from_the_evaluation_or_is_named(tmp_path, call):
     a, b, c = sweep("table_losses", "mini", methods=["rope"])
     folders = [write_run(tmp_path / "runs", run, {256: 4.0, 1024: 4.5, 4096: 5.0}) for run in (a, b, c)]
@@ -240,7 +298,7 @@ def test_needle_table(tmp_path, call):
         score = {"256": share, "1024": share / 2, "4096": 0.0}
         if (run.config.method, run.config.seed) == ("rope", 1):
             score.pop("4096")
-        needle = dict(steps=300, sequences=64, examples=50, oracle={"256": 0.99})
+        needle = dict(steps=300, sequences=64, examples=50, haystack="c4", oracle={"256": 0.99})
         needle |= dict(greedy=score, teacher_forcing=dict(score, **{"256": 0.95}))
         missing = (run.config.method, run.config.seed) == ("alibi", 2)
         write_run(tmp_path / "runs", run, {256: 4.0}, needle=None if missing else needle)
@@ -253,6 +311,7 @@ def test_needle_table(tmp_path, call):
     assert table["rope", "greedy", "256"]["paper_mean"] == "0.962"
     assert code == 1 and f"`python -m scripts.needle {tmp_path / 'runs' / 'mini-alibi-s2'}`" in said.out
     assert f"scripts.needle {tmp_path / 'runs' / 'mini-rope-s1'} --lengths 4096" in said.out
+    assert "50 prompts a length, haystack c4, three needles" in said.out
     assert "0.990" in next(line for line in said.out.splitlines() if line.startswith("| oracle"))
 
 
@@ -401,7 +460,8 @@ def write_models(tmp_path, item, num_layers, val_tokens):
     writer.close()
     fields = [*TINY.split(), "--num_layers", str(num_layers), "--data_dir", str(tmp_path / "data"), "--device", "cpu"]
     for run in sweep(item, "mini", changes=field_changes("mini", fields)):
-        folder = write_run(tmp_path / "runs", run, {n: 4.0 for n in run.config.val_lengths})
+        losses = {n: 4.0 for n in run.config.val_lengths}
+        folder = write_run(tmp_path / "runs", run, losses, data=data_fingerprint(run.config))
         (folder / "checkpoints").mkdir()
         torch.manual_seed(0)
         model = build_model(run.config, torch.float32)

@@ -180,6 +180,16 @@ def test_mistakes_are_one_line_and_write_no_shards(tmp_path, capsys, arguments, 
     assert not list((tmp_path / "out").glob("*.bin"))
 
 
+def test_wrong_places_are_one_line_before_a_tokenizer_is_fetched(tmp_path, capsys):
+    folder = write_folder(tmp_path / "in", make_documents(12))
+    (tmp_path / "file").write_text("")
+    places = {(folder, tmp_path / "file"): "file: is a file, not a data folder"}
+    places[tmp_path / "nowhere", tmp_path / "out"] = "nowhere: no such file or folder"
+    for (source, out), says in places.items():
+        assert main([str(source), "--tokenizer", "gpt2:absent", "--out", str(out)]) == 2
+        assert says in capsys.readouterr().err
+
+
 def test_prepared_folder_is_not_overwritten(tmp_path):
     write_folder(tmp_path / "in", make_documents(40))
     prepare([tmp_path / "in"], tmp_path / "out", "bpe:300", val_fraction=0.2)

@@ -230,7 +230,7 @@ def plain_losses(folder, data, length, num_tokens):
 
 
 def test_files_of_a_run(finished):
-    files = {"config.json", "log.txt", "metrics.jsonl", "summary.json", "checkpoints", "lock"}
+    files = {"config.json", "data.json", "log.txt", "metrics.jsonl", "summary.json", "checkpoints", "lock"}
     assert {path.name for path in finished.iterdir()} == files
     assert {path.name for path in (finished / "checkpoints").iterdir()} == {"step_000015.pt", "step_000020.pt"}
 
@@ -281,6 +281,38 @@ def test_summary(finished):
     assert (summary["steps"], summary["tokens"], summary["val_profile"]) == (20, 2560, "paper")
     assert summary["val_tokens"] == {"16": 256, "64": 256}
     assert summary["parameters"] == 2 * 64 * 32 + 2 * 12 * 32**2  # embedding and head, two blocks
+
+
+def test_a_run_says_and_keeps_which_text_it_read(data, finished):
+    kept, summary = read_json(finished / "data.json"), read_json(finished / "summary.json")
+    assert (kept["tokens"], kept["distinct_tokens"], summary["distinct_tokens"]) == (2560, 1900, 1900)
+    assert kept["train"] == summary["data"] == open_split(data, "train", 64).fingerprint()
+    assert kept["validation"] == open_split(data, "val", 64).fingerprint(256) and kept["tokenizer"] == "none"
+    log = (finished / "log.txt").read_text()
+    assert f"2,560 tokens of 1,900 distinct ones in {data}: 1.35 epochs\nwarning: " in log
+    assert "is read 1.35 times: more comes with `python -m data.text FILES... --tokenizer gpt2 --out" in log
+    assert f"--out {data}-more`" in log
+
+
+def test_a_run_of_less_than_an_epoch_warns_of_nothing(data, tmp_path):
+    folder = train_here(data, tmp_path, steps=7, cooldown_steps=0, val_every=0, save_every=0)
+    log = (folder / "log.txt").read_text()
+    assert f"896 tokens of 1,900 distinct ones in {data}: 0.47 epochs" in log and "\nwarning: " not in log
+    assert read_json(folder / "summary.json")["distinct_tokens"] == 896
+
+
+def test_a_shard_that_a_run_does_not_reach_does_not_stop_it_from_resuming(data, finished, tmp_path):
+    fields = dict(steps=7, cooldown_steps=0, val_every=0, save_every=5)  # 896 tokens, in two shards of three
+    whole = train_here(data, tmp_path / "whole", **fields)
+    fewer = shutil.copytree(data, tmp_path / "data")
+    manifest = read_json(fewer / "manifest.json")
+    (fewer / "chain_train_000003.bin").unlink()
+    del manifest["files"]["chain_train_000003.bin"], manifest["sha256"]
+    (fewer / "manifest.json").write_text(json.dumps(manifest))
+    folder = rewound(whole, tmp_path / "resumed")
+    train_here(fewer, tmp_path / "resumed", resume="auto", **fields)
+    assert "resumed at step 5" in (folder / "log.txt").read_text()
+    assert read_json(folder / "summary.json")["val_loss"] == read_json(whole / "summary.json")["val_loss"]
 
 
 def test_the_fast_profile_ends_with_the_same_bits_and_says_what_it_used(data, finished, tmp_path):
@@ -473,7 +505,8 @@ def error_of(capsys, *words):
 
 
 WRONG = {  # fields, and what the error must say
-    "data folder": (dict(data_dir="nowhere"), "prepare data with `python -m data.fineweb"),
+    "data folder": (dict(data_dir="nowhere"), "`python -m data.text FILES... --tokenizer gpt2 --out nowhere`"),
+    "no FineWeb": (dict(data_dir="no/fineweb10B", steps=10**6), "`python -m data.fineweb 10B --shards 2 --out no/"),
     "vocabulary": (dict(vocab_size=32), "set it to at least 64"),
     "method": (dict(method="scale_invariant"), "did you mean scale_invariant_"),
     "method option": (dict(method="rope", method_options=("bass", 2)), "did you mean base"),
@@ -549,12 +582,13 @@ def test_more_processes_than_sequences_is_one_line_and_no_run_folder(data, tmp_p
 
 def test_evaluate_gives_the_losses_of_the_summary(finished):
     world = start_processes("cpu")
-    result = evaluate.evaluate(finished, None, None, world.device, world)
+    result, own = evaluate.evaluate(finished, None, None, None, [], world.device, world)
     assert result["val_loss"] == pytest.approx(read_json(finished / "summary.json")["val_loss"], abs=1e-5)
+    assert own
 
 
-def test_evaluate_at_other_lengths_prints_a_table(finished, data, capsys):
-    here(evaluate.main, finished, "--lengths", 8, 96, "--val-tokens", 192, "--device", "cpu")
+def test_evaluate_at_other_lengths_prints_a_table(finished, copied, data, capsys):
+    here(evaluate.main, copied, "--lengths", 8, 96, "--val-tokens", 192, "--device", "cpu")
     head, _, row, *positions = [line.strip("| ").split("|") for line in capsys.readouterr().out.splitlines()]
     assert [cell.strip() for cell in head] == ["run", "8 (0.5x)", "96 (6x)", "96 - 8"]
     assert row[0].strip() == "run"
@@ -579,9 +613,9 @@ def test_evaluate_keeps_what_it_found_in_the_run_folder(copied, capsys):
     assert read_json(copied / "evaluation.json")["val_loss"].keys() == {"64"}
 
 
-def test_evaluate_goes_on_after_a_run_that_it_cannot_evaluate(finished, tmp_path, capsys):
+def test_evaluate_goes_on_after_a_run_that_it_cannot_evaluate(copied, tmp_path, capsys):
     with pytest.raises(SystemExit) as exit:
-        here(evaluate.main, tmp_path, finished, "--lengths", 8, "--val-tokens", 192, "--device", "cpu")
+        here(evaluate.main, tmp_path, copied, "--lengths", 8, "--val-tokens", 192, "--device", "cpu")
     said = capsys.readouterr()
     assert exit.value.code == 2 and "| run |" in said.out and "error: " in said.err
 
@@ -600,6 +634,134 @@ def test_evaluate_before_the_first_checkpoint_says_so(copied, capsys):
         here(evaluate.main, copied, "--device", "cpu")
     assert exit.value.code == 2
     assert capsys.readouterr().err.splitlines()[-1] == f"error: {copied} has no checkpoint yet"
+
+
+# ---- scripts/evaluate --data -----------------------------------------------------------------------------------------
+
+
+def refusal(capsys, *words):
+    """The one line with which evaluate refuses its run."""
+    with pytest.raises(SystemExit) as exit:
+        here(evaluate.main, *words, "--device", "cpu")
+    said = capsys.readouterr()
+    said_of_run, *error = said.err.splitlines()
+    assert exit.value.code == 2 and len(error) == 1 and error[0].startswith("error: ") and not said.out
+    return error[0]
+
+
+def test_evaluate_on_other_text_gives_the_losses_on_it_and_keeps_them_apart(copied, tmp_path, capsys):
+    books, code = make_data(tmp_path / "books", seed=1), make_data(tmp_path / "code", seed=2)
+    here(evaluate.main, copied, "--data", books, "--device", "cpu")
+    assert "tokens at each length" not in capsys.readouterr().err  # as many as the run's fit
+    found = read_json(copied / "evaluation.json")["other_texts"][open_split(books, "val", 64).fingerprint()]
+    assert (found["data"], found["step"], found["val_tokens"]) == (str(books), "step_000020", {"16": 256, "64": 256})
+    for length in (16, 64):
+        loss = plain_losses(copied, books, length, 256).mean().item()
+        assert found["val_loss"][str(length)] == pytest.approx(loss, abs=1e-5)
+    assert list(read_json(copied / "evaluation.json")) == ["other_texts"]
+    here(evaluate.main, copied, "--lengths", 8, "--device", "cpu")  # on its own text
+    here(evaluate.main, copied, "--lengths", 32, "--data", books, "--device", "cpu")  # joins the others on the books
+    here(evaluate.main, copied, "--lengths", 8, "--val-tokens", 64, "--data", code, "--device", "cpu")
+    kept = read_json(copied / "evaluation.json")
+    assert (kept["val_loss"].keys(), kept["val_tokens"]) == ({"8"}, {"8": 256})
+    others = {Path(other["data"]).name: other for other in kept["other_texts"].values()}
+    assert others["books"]["val_loss"].keys() == {"16", "64", "32"}
+    assert others["code"]["val_tokens"] == {"8": 64}
+    assert len(others["books"]["val_loss_by_position"]["32"]) == 6
+    here(evaluate.main, copied, "--val-tokens", 128, "--data", books, "--device", "cpu")  # other tokens of it
+    kept = read_json(copied / "evaluation.json")
+    assert {len(other["val_loss"]) for other in kept["other_texts"].values()} == {1, 2} and "8" in kept["val_loss"]
+
+
+def test_evaluate_takes_all_whole_sequences_of_a_short_text_and_says_so(copied, tmp_path, capsys):
+    with ShardWriter(tmp_path / "short", "t", tokenizer="none", vocab_size=64) as writer:
+        writer.write("val", np.arange(200) % 64)
+        writer.close()
+    here(evaluate.main, copied, "--data", tmp_path / "short", "--device", "cpu")
+    said = capsys.readouterr().err
+    assert f"192 tokens at each length: {tmp_path}/short holds 200 and sequences are whole" in said
+    assert "the run was validated on 256" in said
+    [found] = read_json(copied / "evaluation.json")["other_texts"].values()
+    assert found["val_tokens"] == {"16": 192, "64": 192}
+    error = refusal(capsys, copied, "--data", tmp_path / "short", "--lengths", 256)
+    assert "short holds 200 validation tokens, 257 are needed: give shorter --lengths" in error
+
+
+def test_evaluate_says_when_its_rows_are_on_different_text(copied, tmp_path, capsys):
+    twin = shutil.copytree(copied, tmp_path / "twin")
+    here(evaluate.main, copied, twin, "--lengths", 16, "--device", "cpu")
+    assert "do not compare" not in capsys.readouterr().out
+    elsewhere = make_data(tmp_path / "elsewhere", seed=3)
+    (twin / "data.json").unlink()
+    (twin / "summary.json").unlink()
+    change_config(twin, data_dir=str(elsewhere))
+    here(evaluate.main, copied, twin, "--lengths", 16, "--device", "cpu")
+    assert "These rows do not compare" in capsys.readouterr().out
+
+
+def test_evaluate_knows_the_runs_own_text_wherever_it_is(data, copied, tmp_path):
+    moved = shutil.copytree(data, tmp_path / "moved")
+    here(evaluate.main, copied, "--data", moved, "--device", "cpu")
+    kept = read_json(copied / "evaluation.json")
+    assert "other_texts" not in kept
+    assert kept["val_loss"] == pytest.approx(read_json(copied / "summary.json")["val_loss"], abs=1e-5)
+
+
+def change_config(folder, **fields):
+    (folder / "config.json").write_text(json.dumps(read_json(folder / "config.json") | fields))
+
+
+def test_evaluate_refuses_text_of_another_tokenizer(copied, tmp_path, capsys):
+    with ShardWriter(tmp_path / "other", "t", tokenizer="gpt2", vocab_size=64) as writer:
+        writer.write("val", np.arange(600) % 64)
+        writer.close()
+    change_config(copied, data_dir=str(tmp_path / "gone"))  # the run's own data need not be there
+    error = refusal(capsys, copied, "--data", tmp_path / "other")
+    assert "was prepared with another tokenizer (gpt2) than the text of" in error and "(none)" in error
+    (tmp_path / "other" / "manifest.json").unlink()
+    assert "has no manifest.json that names its tokenizer" in refusal(capsys, copied, "--data", tmp_path / "other")
+    assert not (copied / "evaluation.json").exists()
+    here(evaluate.main, copied, "--data", make_data(tmp_path / "books", seed=1), "--device", "cpu")
+    assert len(read_json(copied / "evaluation.json")["other_texts"]) == 1
+
+
+def test_evaluate_on_other_text_of_a_run_of_before_data_json(copied, tmp_path, capsys):
+    """Its tokenizer is that of its data, as long as that is the data that it was trained on."""
+    (copied / "data.json").unlink()
+    books = make_data(tmp_path / "books", seed=1)
+    here(evaluate.main, copied, "--data", books, "--device", "cpu")
+    assert len(read_json(copied / "evaluation.json")["other_texts"]) == 1
+    capsys.readouterr()
+    change_config(copied, data_dir=str(make_data(tmp_path / "replaced", seed=2)))
+    assert "it is not known which tokenizer" in refusal(capsys, copied, "--data", books)
+    assert "holds other text now than when" in refusal(capsys, copied)
+    change_config(copied, data_dir=str(tmp_path / "gone"))
+    assert "it is not known which tokenizer" in refusal(capsys, copied, "--data", books)
+
+
+def test_evaluate_does_not_take_other_text_for_the_runs_own(copied, tmp_path, capsys):
+    replaced = make_data(tmp_path / "replaced", seed=2)
+    change_config(copied, data_dir=str(replaced))
+    error = refusal(capsys, copied)
+    assert f"{replaced} holds other text now than when {copied} was trained" in error
+    assert f"as other text, with --data {replaced}" in error and not (copied / "evaluation.json").exists()
+
+
+def test_evaluate_on_a_wrong_folder_is_one_line(copied, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    assert "no such data folder" in refusal(capsys, copied, "--data", tmp_path / "nowhere")
+    assert "is a file, not a data folder" in refusal(capsys, copied, "--data", tmp_path / "file")
+    assert "no val shards" in refusal(capsys, copied, "--data", tmp_path / "empty")
+    assert "val_tokens 0 is not a multiple" in refusal(capsys, copied, "--val-tokens", 0)
+
+
+def test_evaluate_names_a_damaged_evaluation(copied, capsys):
+    for content in ("{", "[1]", '{"step": 3}', '{"other_texts": 5}'):
+        (copied / "evaluation.json").write_text(content)
+        with pytest.raises(SystemExit):
+            here(evaluate.main, copied, "--lengths", 8, "--device", "cpu")
+        assert f"error: {copied}/evaluation.json is damaged" in capsys.readouterr().err.splitlines()[-1]
 
 
 # ---- wandb -----------------------------------------------------------------------------------------------------------

@@ -564,9 +564,7 @@ def save_for_backward(ctx, inputs, output):
 
 
 def backward(ctx, do, _):
-    *gradients, dparameter = backward_op(
-        do, *ctx.saved_tensors, ctx.degrees, ctx.far, ctx.q_offset, ctx.deterministic
-    )
+    *gradients, dparameter = backward_op(do, *ctx.saved_tensors, ctx.degrees, ctx.far, ctx.q_offset, ctx.deterministic)
     return *gradients, dparameter if ctx.needs_input_grad[3] else None, *[None] * 8
 
 
