@@ -128,7 +128,7 @@ def needle_state(folder: Folder, needle: Needle) -> tuple[str, str]:
         scored = f"{path} is scored on other examples ({examples} a length there, {needle.examples} here)"
         return "other", f"{scored}: delete {mends['summary.json']} to score again"
     if {str(length) for length in needle.lengths(folder.config.train_length)} <= {*summary.get("greedy", ())}:
-        return "finished", str(path)
+        return "finished", str(folder.path)
     if failures(folder.path):
         return "failed", failures_in_words(folder.path)
     return ("interrupted", how_far(path)) if have else ("pretrained", "not fine-tuned yet")
