@@ -551,6 +551,14 @@ def test_first_stage_keeps_the_job_on_the_cluster(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_fine_tuning_of_another_process_is_left_alone(tmp_path):
+    (tmp_path / "run").mkdir()
+    lock = RunFolder.create(tmp_path / "run", "needle")
+    assert script.settle(tmp_path / "run", 2, "error: in use", tmp_path / "run" / "needle") == "running"
+    lock.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]  # no failure
+
+
 @pytest.mark.slow
 def test_c4_is_fetched_once_before_anything_is_trained(hub, data, tmp_path):  # noqa: F811
     environment = dict(
