@@ -2,7 +2,8 @@
 
 A sweep is a function from a Scale to a list of Runs, usually a grid. Those named like an item of scripts/reproduce.py
 are the runs that the paper's table or figure of that name needs, at any of three scales. Runs are told apart by the
-hash of what changes their mathematics, so sweeps share the runs that they have in common.
+hash of what changes their mathematics, so sweeps share the runs that they have in common. A run with `needle` is, once
+trained, fine-tuned on the needle task.
 """
 
 import dataclasses
@@ -14,11 +15,44 @@ from configs.presets import preset
 
 
 @dataclasses.dataclass(frozen=True)
+class Needle:
+    """How a run is fine-tuned and scored on the needle task (scripts/needle.py), as in the paper; the number of
+    examples, of which it says nothing, is ours."""
+
+    haystack: str = "c4"  # or "shards", the run's own data, or a file or folder of text
+    steps: int = 300
+    sequences: int = 64  # in a step
+    examples: int = 500  # scored at each length
+
+    def __post_init__(self):
+        for name in ("steps", "sequences", "examples"):
+            value = getattr(self, name)
+            require(type(value) is int and value >= 1, f"{name} of the needle task must be at least 1, got {value}")
+
+    def __str__(self) -> str:
+        return (
+            f"haystack {self.haystack}, {self.steps} steps of {self.sequences} sequences, {self.examples} examples "
+            "scored at each length"
+        )
+
+    @property
+    def arguments(self) -> list[str]:
+        """What follows `scripts.needle RUN` on the command line."""
+        return [word for name, value in dataclasses.asdict(self).items() for word in (f"--{name}", str(value))]
+
+    @staticmethod
+    def lengths(train_length: int) -> list[int]:
+        """Where a run is scored, in tokens a prompt: the paper's 4k, 16k and 64k of models trained at 4k."""
+        return [factor * train_length for factor in (1, 4, 16)]
+
+
+@dataclasses.dataclass(frozen=True)
 class Run:
-    """One run: a preset and the fields that differ from it."""
+    """One run: a preset, the fields that differ from it, and the fine-tuning that follows, if any."""
 
     preset: str
     changes: dict
+    needle: Needle | None = None
 
     @property
     def name(self) -> str:
@@ -74,19 +108,25 @@ def grid(presets: str | list[str], **axes: list) -> list[Run]:
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """Where a study runs: the presets that stand for the paper's models, and the seeds."""
+    """Where a study runs: the presets that stand for the paper's models, the seeds, and the needle task."""
 
     base: str  # the 162M model trained at 4k
     lengths: tuple[str, str, str]  # the same trained at 4k, 16k, 64k
     large: str  # the 304M model trained at 4k
     seeds: tuple[int, ...] = (0, 1, 2)  # of every method trained with the base preset, as in the paper
     once: tuple[int, ...] = (0,)  # of the rest, which the paper ran once
+    needle: Needle = Needle()
 
 
 SCALES = dict(
     paper=Scale("gpt_162m_4k", ("gpt_162m_4k", "gpt_162m_16k", "gpt_162m_64k"), "gpt_304m_4k"),
     small=Scale("small_4k", ("small_4k", "small_16k", "small_64k"), "small_304m"),
-    mini=Scale("mini", ("mini", "mini_1024", "mini_4096"), "mini_large"),
+    mini=Scale(
+        "mini",
+        ("mini", "mini_1024", "mini_4096"),
+        "mini_large",
+        needle=Needle("shards", steps=2400, sequences=8, examples=100),  # as many sequences, in mini's batches
+    ),
 )
 # The others train identically and differ beyond the training length only: one run is validated as all of them.
 SAME_WEIGHTS = dict(rope=("rope_ntk", "yarn"), logn_rope=("logn_ntk",))
@@ -119,6 +159,10 @@ def with_papers_lengths(runs: list[Run]) -> list[Run]:
 
 def table_losses(scale: Scale) -> list[Run]:
     return with_papers_lengths(trained(scale.base, MAIN_METHODS, scale.seeds))
+
+
+def table_needle(scale: Scale) -> list[Run]:
+    return [dataclasses.replace(run, needle=scale.needle) for run in table_losses(scale)]
 
 
 def table_infini(scale: Scale) -> list[Run]:
@@ -184,7 +228,7 @@ def open_choices(scale: Scale) -> list[Run]:
 
 SWEEPS = dict(
     table_losses=table_losses,
-    table_needle=table_losses,  # the runs that are fine-tuned
+    table_needle=table_needle,
     table_infini=table_infini,
     figure_entropy=figure_entropy,
     figure_train_lengths=figure_train_lengths,
@@ -204,11 +248,13 @@ def sweep(
     seeds: list[int] | None = None,
     methods: list[str] | None = None,
     changes: dict | None = None,
+    needle: dict | None = None,
 ) -> list[Run]:
     """The runs of a sweep ("all": of all of them, each once).
 
     seeds replace those of the scale, everywhere; methods keeps the runs that are validated as one of these; changes are
-    fields set in every run. ValueError for what there is not.
+    fields set in every run, needle holds settings of the needle task that replace the scale's. ValueError for what
+    there is not.
     """
     if name != "all" and name not in SWEEPS:
         close = difflib.get_close_matches(name, SWEEPS, n=1, cutoff=0.4)
@@ -216,13 +262,19 @@ def sweep(
         raise ValueError(f"unknown sweep {name!r}; {hint}There are: all, {', '.join(SWEEPS)}")
     require(scale in SCALES, f"unknown scale {scale!r}; there are: {', '.join(SCALES)}")
     where = dataclasses.replace(SCALES[scale], seeds=tuple(seeds), once=tuple(seeds)) if seeds else SCALES[scale]
+    known = [field.name for field in dataclasses.fields(Needle)]
+    if unknown := [name for name in needle or {} if name not in known]:
+        raise ValueError(f"the needle task has no setting {unknown[0]!r}; it has {', '.join(known)}")
+    where = dataclasses.replace(where, needle=dataclasses.replace(where.needle, **(needle or {})))
     functions = SWEEPS.values() if name == "all" else [SWEEPS[name]]
     runs = {}
     for run in (run for function in functions for run in function(where)):
         base = preset(run.preset)
         different = {field: value for field, value in (changes or {}).items() if value != getattr(base, field)}
-        run = Run(run.preset, {**different, **run.changes})
-        runs.setdefault(config_hash(run.config), run)
+        run = dataclasses.replace(run, changes={**different, **run.changes})
+        first = runs.setdefault(config_hash(run.config), run)
+        if run.needle:  # one sweep that fine-tunes a run is enough
+            runs[config_hash(run.config)] = dataclasses.replace(first, needle=run.needle)
     if methods:
         present = {method for run in runs.values() for method in run.methods}
         if not present & set(methods):

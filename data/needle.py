@@ -15,6 +15,7 @@ one newline, cities are distinct within an example, and numbers are uniform over
     inputs, targets, mask = task.batch(range(8))
 """
 
+import fcntl
 import gzip
 import os
 import re
@@ -45,6 +46,7 @@ NEEDLE = re.compile(r"\nThe special magic (.+?) number is (\d{7})\.\n")
 SEPARATOR = "\n"
 NUMBER_TOKENS = 8  # at most: seven digits and the space before them
 INDEX_TOKENS = 2**28  # of a split's shards: finding documents reads them all, and 300 steps of the paper take 79M
+C4 = Path("data/c4")  # where the commands keep it
 C4_SPLITS = {"train": ("train", 1024), "val": ("validation", 8)}  # our split -> its name there, its files
 
 
@@ -111,14 +113,9 @@ class Haystack:
     def from_c4(cls, folder: Path, split: str, tokenizer: Tokenizer, num_files: int = 1) -> "Haystack":
         """The first files of C4 (en), the paper's haystack: its train split, or its validation split for "val".
 
-        Downloads to `folder` what is not there yet, some 320 MB a file of train and 40 MB a file of validation, and
-        keeps it unpacked. ValueError for a number of files that there is not; OSError when the hub cannot be reached
-        or what comes is damaged.
+        fetch_c4 brings what is not in `folder` yet, with its errors.
         """
-        name, most = C4_SPLITS[split]
-        if not 1 <= num_files <= most:
-            raise ValueError(f"{num_files} files of C4 asked for: its {name} split has 1 to {most}")
-        files = [_fetch_c4(Path(folder), f"c4-{name}.{i:05d}-of-{most:05d}") for i in range(num_files)]
+        files = fetch_c4(folder, split, num_files)
         spans = [(index, *span) for index, file in enumerate(files) for span in document_spans(file)]
         return cls._from_corpus(Corpus(files, "text", {split: np.array(spans)}), split, tokenizer)
 
@@ -150,13 +147,33 @@ class Haystack:
         return np.concatenate(parts)  # (count,)
 
 
-def _fetch_c4(folder: Path, name: str) -> Path:
-    """One file of C4, unpacked: read_document needs to seek. What is damaged does not pass gzip's checksum."""
-    from huggingface_hub import hf_hub_download
+def fetch_c4(folder: Path, split: str, num_files: int = 1) -> list[Path]:
+    """The first files of a split of C4 (en), unpacked.
 
+    Downloads to `folder` what is not there yet, some 320 MB a file of train and 40 MB a file of validation; of several
+    processes one does it, and the others wait. ValueError for a number of files that there is not; OSError when the hub
+    cannot be reached or what comes is damaged.
+    """
+    name, most = C4_SPLITS[split]
+    if not 1 <= num_files <= most:
+        raise ValueError(f"{num_files} files of C4 asked for: its {name} split has 1 to {most}")
+    return [_fetch_c4_file(Path(folder), f"c4-{name}.{i:05d}-of-{most:05d}") for i in range(num_files)]
+
+
+def _fetch_c4_file(folder: Path, name: str) -> Path:
+    """One file of C4, unpacked: read_document needs to seek. What is damaged does not pass gzip's checksum."""
     path = folder / f"{name}.jsonl"
     if path.exists():
         return path
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return path if path.exists() else _download_c4_file(folder, name, path)
+
+
+def _download_c4_file(folder: Path, name: str, path: Path) -> Path:
+    from huggingface_hub import hf_hub_download
+
     where = dict(repo_type="dataset", local_dir=folder)
     packed = Path(ask_hub(f"{name} of allenai/c4", hf_hub_download, "allenai/c4", f"en/{name}.json.gz", **where))
     temporary = path.with_suffix(".tmp")

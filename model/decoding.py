@@ -15,20 +15,26 @@ from model.methods.base import Method
 
 
 def greedy_decode(
-    model: GPT, tokens: Tensor, max_new_tokens: int, *, target_length: int | None = None, stop: int | None = None
+    model: GPT,
+    tokens: Tensor,
+    max_new_tokens: int,
+    *,
+    target_length: int | None = None,
+    stop: int | None = None,
+    method: Method | None = None,
 ) -> Tensor:
     """The most likely token, again and again: (B, N) int64 on the model's device, N <= max_new_tokens.
 
     tokens (B, T), integers: prompts of equal length. A row ends with its first token `stop`, and is filled up with
     `stop`; decoding ends early when all rows have. target_length (default: T + max_new_tokens - 1, as the last token is
     only chosen): the length of the whole sequence that the model sees, to which NTK, YaRN and LogN's constant form
-    scale prompt and new tokens alike. That is our choice: the paper does not say how it decodes. ValueError for an
-    empty prompt and for lengths that do not go together.
+    scale prompt and new tokens alike. That is our choice: the paper does not say how it decodes. method: see GPT.plan.
+    ValueError for an empty prompt and for lengths that do not go together.
     """
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     stop = -1 if stop is None else stop  # -1 is no token
-    decoder = Decoder(model, tokens.shape[-1] + max_new_tokens - 1, target_length=target_length)
+    decoder = Decoder(model, tokens.shape[-1] + max_new_tokens - 1, target_length=target_length, method=method)
     chosen = [decoder.prefill(tokens).argmax(dim=-1)]  # of (B,)
     while len(chosen) < max_new_tokens and not (chosen[-1] == stop).all():
         token = decoder.step(chosen[-1]).argmax(dim=-1)
@@ -39,10 +45,11 @@ def greedy_decode(
 class Decoder:
     """Feeds a model one prompt, then one token at a time: up to max_length tokens together.
 
-    target_length as in greedy_decode (default: max_length). ValueError if it is less than max_length.
+    target_length and method as in greedy_decode (default: max_length, and the model's own). ValueError for a
+    target_length of less than max_length.
     """
 
-    def __init__(self, model: GPT, max_length: int, *, target_length: int | None = None):
+    def __init__(self, model: GPT, max_length: int, *, target_length: int | None = None, method: Method | None = None):
         target_length = max_length if target_length is None else target_length
         if target_length < max_length:
             raise ValueError(
@@ -51,7 +58,7 @@ class Decoder:
             )
         self.model, self.max_length, self.target_length = model, max_length, target_length
         self.device = model.head.device
-        method = model.blocks[0].attention.method
+        self.method = method = method or model.blocks[0].attention.method
         self.cos = self.sin = self.query_table = None  # of all positions
         if method.rotation is not None:
             self.cos, self.sin = method.rotation.tables(max_length, target_length, self.device)
@@ -68,7 +75,7 @@ class Decoder:
             raise ValueError(f"prompts must be (batch, length) with at least one token each, got {tuple(tokens.shape)}")
         if tokens.shape[1] > self.max_length:
             raise ValueError(f"a prompt of {tokens.shape[1]} tokens does not fit a decoder of {self.max_length}")
-        plan = self.model.plan(tokens.shape[1], target_length=self.target_length)
+        plan = self.model.plan(tokens.shape[1], target_length=self.target_length, method=self.method)
         methods = [block.attention.method for block in self.model.blocks]
         self.caches = [KeyValueCache(self.max_length) if m.replacement is None else ReplacementCache() for m in methods]
         self.length = tokens.shape[1]

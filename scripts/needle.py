@@ -1,15 +1,19 @@
 """The needle-in-a-haystack task (paper, section 5 and appendix): fine-tunes trained runs on it, and scores them.
 
-    python -m scripts.needle runs/a runs/b
-    python -m scripts.needle runs/mini-*/ --lengths 256 1024 4096 --examples 200
+    python -m scripts.needle runs/a runs/b                       as in the paper: C4, 300 steps of 64 sequences
+    python -m scripts.needle runs/mini-*-s?/ --scale mini        with the settings of another scale (configs/sweeps.py)
+    python -m scripts.needle runs/a --haystack shards --lengths 4096 16384 --examples 200
 
-A run is fine-tuned at its training length with its own optimisers and peak learning rates: 100 steps of warm-up, 100
-constant, 100 down to zero, 64 sequences a step, loss on the response alone. Then it is scored at each length: the share
-of needles of which city and number are both right, by greedy decoding and by teacher forcing. Everything is left in
-RUN/needle/, a run folder of its own; what was interrupted goes on from there. The seed is that of the run.
+`python -m scripts.sweep table_needle` does this for every run of the paper's table, in parallel, and trains those that
+are missing. A run is fine-tuned at its training length with its own optimisers and peak learning rates: a third of the
+steps of warm-up, a third constant, a third down to zero, loss on the response alone. Then it is scored at each length:
+the share of needles of which city and number are both right, by greedy decoding and by teacher forcing. Everything is
+left in RUN/needle/, a run folder of its own; what was interrupted goes on from there (exit code 75, as of training,
+when a signal ended it). The seed is that of the run.
 """
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections import defaultdict
@@ -21,51 +25,39 @@ from tqdm import tqdm
 
 from configs.command_line import user_errors
 from configs.config import Config, config_hash
+from configs.sweeps import SCALES, Needle
 from data.loader import micro_batch_size
-from data.needle import Haystack, NeedleTask, oracle_accuracy, score
+from data.needle import C4, Haystack, NeedleTask, oracle_accuracy, score
 from data.text import Tokenizer, load_tokenizer
 from model.decoding import greedy_decode
 from model.gpt import GPT
+from model.methods.base import Method
 from optim.schedule import lr_factor
 from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from runtime.device import choose_compile
 from runtime.metrics import Metrics
 from runtime.processes import World, start_processes
 from runtime.run_folder import RunFolder
+from runtime.signals import StopRequest, exit_code
 from scripts.evaluate import load_run
 from scripts.tables import markdown_table
-from train_gpt import build_optimizers, compile_model
+from train_gpt import build_alternatives, build_optimizers, compile_model
 
-ROOT = Path(__file__).parents[1]
 SAVE_EVERY = 50  # steps
 TEST_SEED = 1_000_000  # of the scored examples, the same for all runs; no run is fine-tuned with it
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="python -m scripts.needle", description=__doc__.split("\n")[0])
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
-    parser.add_argument("--lengths", nargs="+", type=int, help="tokens a prompt (default: 1, 4, 16 x training length)")
-    parser.add_argument("--steps", type=int, default=300, help="of fine-tuning, a third each of the schedule's parts")
-    parser.add_argument("--sequences", type=int, default=64, help="in a step (default 64, the paper's 8 x 8)")
-    parser.add_argument("--examples", type=int, default=500, help="prompts scored at each length (default 500)")
-    parser.add_argument(
-        "--haystack", default="shards",
-        help="shards: the run's own data (default); c4: the paper's, kept in data/c4; or a file or folder of text",
-    )  # fmt: skip
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    parser.add_argument("--compile", default="auto", choices=["auto", "model", "blocks", "off"])
-    args = parser.parse_args()
     with user_errors():
-        for option in ("steps", "sequences", "examples"):
-            if getattr(args, option) < 1:
-                raise ValueError(f"--{option} must be at least 1, got {getattr(args, option)}")
+        args, settings = read_arguments()
         device = start_processes(args.device).device
         compiled, _ = choose_compile(args.compile, device)
     results, failed = [], False
     for path in args.runs:
         print(f"fine-tuning {path}", file=sys.stderr)
         try:
-            results.append(run(path, args, device, compiled))
+            with StopRequest() as stop:
+                results.append(run(path, settings, args.lengths, device, compiled, stop))
         except (ValueError, OSError) as error:  # the other runs still get their row
             print(f"error: {error}", file=sys.stderr)
             failed = True
@@ -75,59 +67,140 @@ def main():
         sys.exit(2)
 
 
-def run(path: Path, args: argparse.Namespace, device: torch.device, compiled: str | None) -> dict:
-    """Fine-tunes and scores one run, or what is left of that to do; returns the summary that it leaves behind."""
+def read_arguments() -> tuple[argparse.Namespace, Needle]:
+    """The command line, and the settings that it asks for: those of a scale, and what replaces them."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.needle", description=__doc__.split("\n")[0])
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
+    parser.add_argument("--lengths", nargs="+", type=int, help="tokens a prompt (default: 1, 4, 16 x training length)")
+    parser.add_argument("--scale", default="paper", choices=SCALES, help="whose settings the next four replace")
+    parser.add_argument("--haystack", help=f"c4 (the paper's; kept in {C4}), shards (the run's own data), or a path")
+    parser.add_argument("--steps", type=int, help="of fine-tuning, a third each of the schedule's parts")
+    parser.add_argument("--sequences", type=int, help="in a step (the paper: 8 x 8)")
+    parser.add_argument("--examples", type=int, help="prompts scored at each length")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.add_argument("--compile", default="auto", choices=["auto", "model", "blocks", "off"])
+    args = parser.parse_args()
+    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(Needle)}
+    given = {name: value for name, value in given.items() if value is not None}
+    return args, dataclasses.replace(SCALES[args.scale].needle, **given)
+
+
+def run(
+    path: Path, needle: Needle, lengths: list[int] | None, device: torch.device, compiled: str | None, stop: StopRequest
+) -> dict:
+    """Fine-tunes and scores one run, or what is left of that to do; returns the summary that it leaves behind.
+
+    lengths: None for those of the paper's table. Ends the process, with all that is done saved, when `stop` hears a
+    signal. ValueError or OSError for what cannot be done, also when another process does it.
+    """
     config, model = load_run(path, device)
-    lengths = args.lengths or [factor * config.train_length for factor in (1, 4, 16)]
+    lengths = lengths or Needle.lengths(config.train_length)
     tokenizer = load_tokenizer(config.data_dir)
-    texts = {split: haystack(args.haystack, split, config, tokenizer) for split in ("train", "val")}
+    texts = {split: haystack(needle.haystack, split, config, tokenizer) for split in ("train", "val")}
     tuning = NeedleTask(tokenizer, texts["train"], config.train_length, seed=config.seed)
     tests = {length: NeedleTask(tokenizer, texts["val"], length, seed=TEST_SEED) for length in lengths}
     for test in (tuning, *tests.values()):
         test.example(0)  # what cannot be made is said before anything is computed
     folder = RunFolder.create(path, "needle", resume="auto")
-    settings = dict(method=config.method, train_length=config.train_length, seed=config.seed, haystack=args.haystack)
-    settings |= dict(steps=args.steps, sequences=args.sequences)
+    stop.mark = folder.mark_interrupted
+    settings = dict(method=config.method, train_length=config.train_length, seed=config.seed)
+    settings |= dict(haystack=needle.haystack, steps=needle.steps, sequences=needle.sequences)
     settings |= dict(pretrained=latest_checkpoint(path / "checkpoints").stem, config_hash=config_hash(config))
     check_same(folder.path / "settings.json", settings)
     folder.write_json("settings.json", settings)
-    fine_tune(config, model, tuning, folder, compiled, args.steps, args.sequences)
-
-    scores = folder.path / "scores.json"
-    known = json.loads(scores.read_text()) if scores.exists() else {}
-    for length, test in tests.items():
-        if known.get(str(length), {}).get("examples") != args.examples:
-            greedy, forced = accuracy(config, model, test, args.examples)
-            oracle = oracle_accuracy(test, args.examples)
-            known[str(length)] = dict(examples=args.examples, greedy=greedy, teacher_forcing=forced, oracle=oracle)
-            folder.write_json("scores.json", known)
-        print(f"{path.name}: {known[str(length)]['greedy']:.3f} of the needles at {length}", file=sys.stderr)
-    summary = dict(name=path.name, **settings, examples=args.examples)
-    for key in ("greedy", "teacher_forcing", "oracle"):
-        summary[key] = {length: known[length][key] for length in known if known[length]["examples"] == args.examples}
+    fine_tune(config, model, tuning, folder, compiled, needle.steps, needle.sequences, stop)
+    if stop.heard:
+        print(f"{path}: {stop.heard}: stopped; the same command goes on from there", file=sys.stderr)
+        folder.mark_interrupted(stop.heard)
+        folder.close()
+        sys.exit(exit_code())
+    summary = dict(name=path.name, **settings, examples=needle.examples)
+    known = scores(config, model, tests, needle.examples, folder, "scores.json")
+    summary |= shares(known, needle.examples)
+    as_others = {}
+    for name, method in build_alternatives(config).items():
+        # Up to the training length they are the same.
+        same = {length: of for length, of in known.items() if int(length) <= config.train_length}
+        beyond = {length: test for length, test in tests.items() if length > config.train_length}
+        theirs = scores(config, model, beyond, needle.examples, folder, f"scores_{name}.json", method)
+        as_others[name] = shares(same | theirs, needle.examples)
+    summary |= {"as": as_others} if as_others else {}
     folder.write_json("summary.json", summary)
     folder.close()
     return summary
+
+
+def shares(known: dict[str, dict], examples: int) -> dict[str, dict]:
+    """What of the scores is on this many examples: by kind, the share of needles by length."""
+    of_all = {length: of for length, of in known.items() if of["examples"] == examples}
+    kinds = ("greedy", "teacher_forcing", "oracle")
+    return {kind: {length: of[kind] for length, of in of_all.items()} for kind in kinds}
+
+
+def scores(
+    config: Config,
+    model: GPT,
+    tests: dict[int, NeedleTask],
+    examples: int,
+    folder: RunFolder,
+    name: str,
+    method: Method | None = None,
+) -> dict[str, dict]:
+    """Scores the model, with the weights that it has, on the test of each length, run as `method` (default: its own).
+    By length: the number of examples, the shares of needles found by greedy decoding and by teacher forcing, and what a
+    perfect copier gets.
+
+    They are kept in the folder's file `name`, length by length; what is known there is not computed again.
+    """
+    known = read_json(folder.path / name) or {}
+    for length, test in tests.items():
+        if known.get(str(length), {}).get("examples") != examples:
+            greedy, forced = accuracy(config, model, test, examples, method)
+            oracle = oracle_accuracy(test, examples)
+            known[str(length)] = dict(examples=examples, greedy=greedy, teacher_forcing=forced, oracle=oracle)
+            folder.write_json(name, known)
+        share = known[str(length)]["greedy"]
+        of = folder.path.parent.name + (f" as {method.name}" if method else "")
+        print(f"{of}: {share:.3f} of the needles at {length}", file=sys.stderr)
+    return known
 
 
 def haystack(source: str, split: str, config: Config, tokenizer: Tokenizer) -> Haystack:
     if source == "shards":
         return Haystack.from_shards(Path(config.data_dir), split, tokenizer)
     if source == "c4":
-        return Haystack.from_c4(ROOT / "data" / "c4", split, tokenizer)
+        return Haystack.from_c4(C4, split, tokenizer)
     return Haystack.from_text([Path(source)], split, tokenizer)
 
 
 def check_same(path: Path, settings: dict):
-    if path.exists() and (old := json.loads(path.read_text())) != settings:
+    if (old := read_json(path)) not in (None, settings):
         changed = ", ".join(f"{k} {old.get(k)} -> {settings[k]}" for k in settings if old.get(k) != settings[k])
         raise ValueError(f"{path.parent} is of another fine-tuning ({changed}): delete it to start again")
 
 
+def read_json(path: Path) -> dict | None:
+    """What the file holds, None where there is none."""
+    try:
+        return json.loads(path.read_text()) if path.exists() else None
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}): delete {path.parent} to start again") from error
+
+
 def fine_tune(
-    config: Config, model: GPT, task: NeedleTask, folder: RunFolder, compiled: str | None, steps: int, sequences: int
+    config: Config,
+    model: GPT,
+    task: NeedleTask,
+    folder: RunFolder,
+    compiled: str | None,
+    steps: int,
+    sequences: int,
+    stop: StopRequest,
 ) -> None:
-    """Trains the model in place on examples 0, 1, 2 ... of the task, resuming from the folder's latest checkpoint."""
+    """Trains the model in place on examples 0, 1, 2 ... of the task, resuming from the folder's latest checkpoint.
+
+    When `stop` hears a signal it returns after the step under way, with a checkpoint; it may be the last step.
+    """
     device = model.head.device
     schedule = dict(schedule="trapezoid", steps=steps, warmup_steps=steps // 3, cooldown_steps=steps // 3)
     optimizers = build_optimizers(config, model, bool(compiled), World.alone(device))
@@ -154,13 +227,20 @@ def fine_tune(
             loss += weighted.detach()
         optimizers.step(lr_factor(step, **schedule), loss.isfinite())
         metrics.write(dict(step=step + 1, tokens=(step + 1) * sequences * task.length, train_loss=loss.item()))
-        if (step + 1) % SAVE_EVERY == 0 or step + 1 == steps:
+        stopping = stop.heard is not None
+        if (step + 1) % SAVE_EVERY == 0 or step + 1 == steps or stopping:
             state = dict(step=step + 1, model=model.state_dict(), optimizers=optimizers.state_dict())
             save_checkpoint(folder.checkpoints, step + 1, state, keep=1)
+        if stopping:
+            break
+        stop.holds = True  # from here on there is something to save
+    stop.holds = False  # all is saved
 
 
 @torch.inference_mode()
-def accuracy(config: Config, model: GPT, task: NeedleTask, examples: int) -> tuple[float, float]:
+def accuracy(
+    config: Config, model: GPT, task: NeedleTask, examples: int, method: Method | None = None
+) -> tuple[float, float]:
     """Share of needles found by greedy decoding and by teacher forcing, in examples 0, 1, ... of the task."""
     device, greedy, forced = model.head.device, [], []
     by_prompt = defaultdict(list)  # a batch of prompts has one length
@@ -168,15 +248,14 @@ def accuracy(config: Config, model: GPT, task: NeedleTask, examples: int) -> tup
         example = task.example(index)
         by_prompt[example.response_start].append(example)
     size = max(1, config.micro_batch_tokens // task.length)
-    plan = model.plan(task.length, backend=config.attention_backend)
+    plan = model.plan(task.length, backend=config.attention_backend, method=method)
     for start, group in by_prompt.items():
         for first in range(0, len(group), size):
             batch = group[first : first + size]
             tokens = torch.from_numpy(np.stack([example.tokens for example in batch])).to(device)  # (B, length + 1)
             response = task.length + 1 - start
-            decoded = greedy_decode(
-                model, tokens[:, :start], response, target_length=task.length, stop=task.tokenizer.eot
-            )
+            until = dict(target_length=task.length, stop=task.tokenizer.eot)
+            decoded = greedy_decode(model, tokens[:, :start], response, **until, method=method)
             predicted = model(tokens[:, :-1], plan=plan, last=response).argmax(dim=-1)  # (B, response)
             for example, ours, given in zip(batch, decoded.tolist(), predicted.tolist()):
                 greedy += score(task.tokenizer.decode(ours), example)
@@ -187,7 +266,8 @@ def accuracy(config: Config, model: GPT, task: NeedleTask, examples: int) -> tup
 def accuracy_table(results: list[dict]) -> str:
     lengths = sorted({int(length) for r in results for length in r["greedy"]})
     rows = [["run", *(str(length) for length in lengths), "copier"]]
-    for r in results:
+    as_others = lambda r: [dict(of, name=f"{r['name']} as {method}") for method, of in r.get("as", {}).items()]
+    for r in [row for result in results for row in (result, *as_others(result))]:
         cells = {int(n): f"{r['greedy'][n]:.3f} ({r['teacher_forcing'][n]:.3f})" for n in r["greedy"]}
         rows.append([r["name"], *(cells.get(n, "") for n in lengths), f"{min(r['oracle'].values()):.3f}"])
     return markdown_table(rows)

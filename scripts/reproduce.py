@@ -3,6 +3,7 @@
     python -m scripts.reproduce table_losses --scale mini
     python -m scripts.reproduce all --scale paper --out results/paper
     python -m scripts.reproduce figure_tau --steps 6          the study with this field of train_gpt.py in every run
+    python -m scripts.reproduce table_needle --needle examples=100      with another setting of the needle task
 
 Which runs an item needs is in configs/sweeps.py; `python -m scripts.sweep ITEM` trains them. What is missing is named,
 with the command that makes it, and the item is made from the rest. Everything goes to OUT/ITEM.md with its .csv, .png
@@ -25,7 +26,7 @@ from pathlib import Path
 import torch
 
 from configs.command_line import user_errors
-from configs.config import Config, config_hash
+from configs.config import Config, config_hash, require
 from configs.presets import preset
 from configs.sweeps import SCALES, SWEEPS, Run, sweep
 from model.methods import METHODS, method_options, scaled_options
@@ -36,8 +37,8 @@ from runtime.run_folder import git_commit
 from scripts import figures, logits, theory
 from scripts.evaluate import EVALUATION, load_run, own_text
 from scripts.figures import draw_curves, line, method_name, series_name, write_csv
-from scripts.runs import Folder, find, on_own_text, read_folders, state, val_tokens
-from scripts.sweep import field_changes
+from scripts.runs import Folder, find, needle_state, on_own_text, read_folders, state, val_tokens
+from scripts.sweep import field_changes, needle_changes
 from scripts.tables import bold, markdown_table, mean_and_stderr, paper_targets, pm
 
 PAPER_TRAIN_LENGTH = 4096  # of all its tables
@@ -140,7 +141,7 @@ class Study:
 
     def add_seeds(self, folders: list[Folder]):
         """Add the finished runs that differ from ours in the seed alone."""
-        with_seed = lambda run, seed: Run(run.preset, run.changes | {"seed": seed})
+        with_seed = lambda run, seed: dataclasses.replace(run, changes=run.changes | {"seed": seed})
         known = {config_hash(run.config) for run in self.runs}
         seeds = {folder.config.seed for folder in folders if folder.config and folder.summary}
         for run in [with_seed(run, seed) for run in self.runs for seed in sorted(seeds)]:
@@ -226,35 +227,44 @@ def table_losses(study: Study):
 
 def table_needle(study: Study):
     accuracy = {"greedy": collections.defaultdict(list), "teacher forcing": collections.defaultdict(list)}
-    ceiling, protocols = collections.defaultdict(list), set()
+    ceiling = collections.defaultdict(list)
     for run, folder in list(study.finished):
-        command = ["python", "-m", "scripts.needle", str(folder.path)]
+        command = ["python", "-m", "scripts.needle", str(folder.path), *run.needle.arguments]
+        status, words = needle_state(folder, run.needle)
+        if status in ("other", "running"):
+            study.drop(run, f"left out, {words}" if status == "other" else f"is being fine-tuned ({words})")
+            continue
         try:
             needle = folder.json("needle/summary.json")
             if needle is None:
-                study.drop(run, "not fine-tuned yet", command)
+                study.drop(run, f"{status} ({words})", command)
                 continue
-            scores = {label: needle[label.replace(" ", "_")] for label in accuracy}
-            lacking = [str(n) for n in study.lengths if any(str(n) not in score for score in scores.values())]
-            for length in study.lengths:
-                for label, score in scores.items():
-                    if str(length) in score:
-                        accuracy[label][run.config.method, length].append(float(score[str(length)]))
-                if str(length) in needle["oracle"]:
-                    ceiling[length].append(float(needle["oracle"][str(length)]))
-            words = "{steps} steps of {sequences} sequences, {examples} prompts a length, haystack {haystack}"
-            protocols.add(words.format(**{"haystack": "shards"} | needle))
+            shown = {
+                series: needle if method == run.config.method else needle["as"][method]
+                for series, method in study.series(run).items()
+            }
+            shares = {
+                (series, label): {int(n): float(share) for n, share in of[label.replace(" ", "_")].items()}
+                for series, of in shown.items()
+                for label in accuracy
+            }
+            oracle = {int(n): float(share) for n, share in needle["oracle"].items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             study.drop(run, f"{folder.path}/needle/summary.json is damaged ({error!r}): delete it and repeat", command)
             continue
-        if lacking:
+        for length, share in oracle.items():
+            ceiling[length].append(share)
+        for (series, label), of in shares.items():
+            for length, share in of.items():
+                accuracy[label][series, length].append(share)
+        if lacking := [str(n) for n in study.lengths if any(n not in of for of in shares.values())]:
             study.miss(run, f"no needle accuracy at {', '.join(lacking)}", [*command, "--lengths", *lacking])
     text = "Share of needles whose city and number are both right, by length in tokens (and in training lengths), by "
     text += "greedy decoding and by teacher forcing: mean \u00b1 standard error over seeds. The paper's numbers stand "
     text += "beside greedy decoding."
     if ceiling:
-        text += f" Fine-tuned for {' or '.join(sorted(protocols))}, three needles each (the paper: 300 steps of 64). "
-        text += "Oracle: what a perfect copier of the prompts gets."
+        text += f" Fine-tuned and scored with {study.runs[0].needle}, three needles in each (the paper: C4, 300 steps "
+        text += "of 64). Oracle: what a perfect copier of the prompts gets."
     oracle = {length: statistics.fmean(values) for length, values in ceiling.items()}
     return text + "\n\n" + table(study, accuracy, study.lengths, best=max, ceiling=oracle)
 
@@ -673,6 +683,8 @@ def provenance(study: Study) -> str:
     ]
     if study.runs:
         lines.append(f"- runs used: {len(study.finished)} of {len(study.runs)}")
+        needles = {run.needle for run, _ in study.finished if run.needle}
+        lines += [f"- all fine-tuned and scored with: {needle}" for needle in needles]
     for what in ("commit", "device"):
         values = collections.Counter(value for _, folder in study.finished for value in log_values(folder.path, what))
         if values:
@@ -684,7 +696,8 @@ def provenance(study: Study) -> str:
     if study.missing:
         lines += ["", f"### Missing ({len(study.missing)})", ""]
         if study.item in SWEEPS:
-            lines += [f"`{shlex.join(['python', '-m', 'scripts.sweep', study.item, *study.options])}` trains all", ""]
+            does = "trains and fine-tunes" if any(run.needle for run in study.runs) else "trains"
+            lines += [f"`{shlex.join(['python', '-m', 'scripts.sweep', study.item, *study.options])}` {does} all", ""]
         lines += [f"- {line}" for line in study.missing]
     return "\n".join(lines)
 
@@ -707,27 +720,31 @@ def main():
     parser.add_argument("--scale", default="paper", choices=SCALES)
     parser.add_argument("--seeds", nargs="+", type=int, help="instead of the scale's")
     parser.add_argument("--methods", nargs="+", choices=METHODS, metavar="METHOD", help="only these")
+    parser.add_argument("--needle", nargs="+", default=[], metavar="KEY=VALUE", help="instead of the scale's settings")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
     parser.add_argument("--out", type=Path, help="where it goes (default: results/SCALE)")
     parser.add_argument("--draws", type=int, default=DRAWS, help=f"of iid Gaussian scores (default: {DRAWS})")
     args, fields = parser.parse_known_args()
     with user_errors():
-        changes = field_changes(SCALES[args.scale].base, fields)
+        changes, needle = field_changes(SCALES[args.scale].base, fields), needle_changes(args.needle)
         device = start_processes(changes.get("device", "auto")).device
         folders = read_folders(args.runs_dir)
         options = ["--scale", args.scale]
         for name in ("seeds", "methods"):
             options += [f"--{name}", *map(str, getattr(args, name))] if getattr(args, name) else []
         options += ["--runs-dir", str(args.runs_dir)] * (args.runs_dir != Path("runs"))
+        tuning = ["--needle", *args.needle] if needle else []
 
         def study(item: str) -> Study:
-            runs = sweep(item, args.scale, args.seeds, args.methods, changes) if item in SWEEPS else []
+            runs = sweep(item, args.scale, args.seeds, args.methods, changes, needle) if item in SWEEPS else []
             out = args.out or Path("results") / args.scale
-            where = item, args.scale, runs, args.runs_dir, out, [*options, *fields], device, args.draws
+            words = [*options, *(tuning if any(run.needle for run in runs) else []), *fields]
+            where = item, args.scale, runs, args.runs_dir, out, words, device, args.draws
             return Study(*where, methods=args.methods, seeds_given=bool(args.seeds))
 
         if args.item != "all":
             one = study(args.item)
+            require(not needle or any(run.needle for run in one.runs), f"--needle: {args.item} fine-tunes no run")
             print(reproduce(one, folders))
             sys.exit(1 if one.missing else 0)
 

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 from configs.config import NOT_MATHEMATICS, Config, config_hash
-from configs.sweeps import Run
+from configs.sweeps import Needle, Run
 from data.shards import open_split
 from model.methods import scaled_options
 from runtime.checkpoint import latest_checkpoint
 from runtime.metrics import read_metrics
 
-STATES = ("finished", "running", "interrupted", "failed", "other", "missing")
+STATES = ("finished", "pretrained", "running", "interrupted", "failed", "other", "missing")
 OTHER_TEXTS = "other_texts"  # in evaluation.json, beside the losses on the run's own text: by fingerprint
 
 
@@ -114,7 +114,7 @@ def find(run: Run, folders: list[Folder]) -> Folder | None:
 
 
 def state(run: Run, folders: list[Folder], runs_dir: Path) -> tuple[str, str]:
-    """One of STATES, and in words what it means for this run.
+    """One of STATES but pretrained, and in words what it means for the training of this run (see needle_state too).
 
     other: the folder of that name holds something else, which is left alone.
     """
@@ -126,12 +126,53 @@ def state(run: Run, folders: list[Folder], runs_dir: Path) -> tuple[str, str]:
         return "other", f"{named.path} is of another config ({differences(run.config, named.config)}): rename it"
     now = folder_state(folder) if folder else "failed" if failures(path) else "missing"
     if now == "failed":
-        failed = failures(path)
-        return now, f"{path} failed {len(failed)} time{'s' * (len(failed) > 1)}: {failed[-1]}"
+        return now, failures_in_words(path)
     if now == "interrupted":
-        checkpoint = latest_checkpoint(path / "checkpoints") if (path / "checkpoints").exists() else None
-        return now, f"{path}, {f'after {checkpoint.stem}' if checkpoint else 'without a checkpoint'}"
+        return now, how_far(path)
     return now, "" if now == "missing" else str(path)
+
+
+def needle_state(folder: Folder, needle: Needle) -> tuple[str, str]:
+    """What `state` is to the training of a run, of its fine-tuning on the needle task once it is trained; "pretrained"
+    when that has not begun.
+
+    other: it was fine-tuned or scored with other settings, or its files are damaged, and it is left alone.
+    """
+    path = folder.path / "needle"
+    if is_running(path):
+        return "running", str(path)
+    found, mends = {}, {"settings.json": path, "summary.json": path / "summary.json"}
+    for name, mend in mends.items():
+        try:
+            found[name] = dict(folder.json(f"needle/{name}") or {})
+        except (ValueError, TypeError) as error:
+            return "other", f"{path / name} is damaged ({error}): delete {mend}"
+    settings, summary = found.values()
+    wanted = {key: getattr(needle, key) for key in ("haystack", "steps", "sequences")}
+    wanted["pretrained"] = f"step_{folder.config.steps:06d}"
+    have = summary or settings
+    if have and (changed := [f"{k} {have.get(k)} there, {v} here" for k, v in wanted.items() if have.get(k) != v]):
+        return "other", f"{path} is of another fine-tuning ({', '.join(changed)}): delete it to start again"
+    if summary and (examples := summary.get("examples")) != needle.examples:
+        scored = f"{path} is scored on other examples ({examples} a length there, {needle.examples} here)"
+        return "other", f"{scored}: delete {mends['summary.json']} to score again"
+    lengths = {str(length) for length in needle.lengths(folder.config.train_length)}
+    scored = [summary, *(dict(summary.get("as", {})).get(method, {}) for method in folder.config.validate_as)]
+    if all(lengths <= {*of.get("greedy", ())} for of in scored):
+        return "finished", str(folder.path)
+    if failures(folder.path):
+        return "failed", failures_in_words(folder.path)
+    return ("interrupted", how_far(path)) if have else ("pretrained", "not fine-tuned yet")
+
+
+def failures_in_words(path: Path) -> str:
+    failed = failures(path)
+    return f"{path} failed {len(failed)} time{'s' * (len(failed) > 1)}: {failed[-1]}"
+
+
+def how_far(path: Path) -> str:
+    checkpoint = latest_checkpoint(path / "checkpoints") if (path / "checkpoints").exists() else None
+    return f"{path}, {f'after {checkpoint.stem}' if checkpoint else 'without a checkpoint'}"
 
 
 def folder_state(folder: Folder) -> str:

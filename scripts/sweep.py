@@ -1,12 +1,15 @@
-"""Trains the runs of a sweep: what is finished is not repeated, what was interrupted is resumed.
+"""Trains the runs of a sweep, and fine-tunes those of the needle task: what is finished is not repeated, what was
+interrupted is resumed.
 
     python -m scripts.sweep SWEEP [--scale small] [--seeds 0 1] [--methods rope alibi] [fields of train_gpt.py]
     python -m scripts.sweep table_losses --dry-run               what there is and what would be done
     python -m scripts.sweep all --scale mini --steps 60
     python -m scripts.sweep table_losses --executor slurm --slurm partition=gpu time=1440
+    python -m scripts.sweep table_needle --needle haystack=shards examples=100
 
 The sweeps are functions in configs/sweeps.py; `all` is every run of theirs, once. Fields of train_gpt.py are set in
-every run, unless the sweep itself varies them. Beside the run folder NAME/ there can be
+every run, unless the sweep itself varies them. A run of table_needle is fine-tuned (scripts/needle.py) as soon as it is
+trained, in the same place: a GPU, a share of the cores, a job of the cluster. Beside the run folder NAME/ there can be
     NAME.log             what a run printed that is not finished
     NAME.failures.txt    one line for each time that it failed: time, exit code, last line; delete it to try again
     NAME.job             its job on the cluster
@@ -33,11 +36,22 @@ from tqdm import tqdm
 
 from configs.command_line import named_fields, read_config, user_errors
 from configs.config import Config, require
-from configs.sweeps import SCALES, SWEEPS, Run, sweep
+from configs.sweeps import SCALES, SWEEPS, Needle, Run, sweep
+from data.needle import C4, fetch_c4
 from model.methods import METHODS, check_options, make_alternative, make_method
 from optim.schedule import check_schedule
 from runtime.signals import INTERRUPTED
-from scripts.runs import Folder, beside, data_fingerprint, failures, find, is_running, read_folders, state
+from scripts.runs import (
+    Folder,
+    beside,
+    data_fingerprint,
+    failures,
+    find,
+    is_running,
+    needle_state,
+    read_folders,
+    state,
+)
 
 ROOT = Path(__file__).parents[1]
 USER_ERROR = 2  # exit code of train_gpt.py; INTERRUPTED is another
@@ -48,9 +62,11 @@ POLL = 0.5  # seconds
 def main():
     args, fields = parse_arguments()
     with user_errors():
-        runs = sweep(args.sweep, args.scale, args.seeds, args.methods, field_changes(SCALES[args.scale].base, fields))
+        changes, needle = field_changes(SCALES[args.scale].base, fields), needle_changes(args.needle)
+        runs = sweep(args.sweep, args.scale, args.seeds, args.methods, changes, needle)
         for run in runs:
             check_run(run)
+        require(not needle or any(run.needle for run in runs), f"--needle: sweep {args.sweep} fine-tunes no run")
         slurm = slurm_parameters(args.slurm, args.executor)
         for option in ("jobs", "gpus_per_run"):
             value = getattr(args, option)
@@ -61,6 +77,9 @@ def main():
             return show(plans)
         args.runs_dir.mkdir(parents=True, exist_ok=True)
         jobs = [plan.job(args) for plan in plans if plan.starts]
+        if any(job.needle and job.needle.haystack == "c4" for job in jobs):  # now, and not by each of the jobs
+            for split in ("train", "val"):
+                fetch_c4(C4, split)
         if args.executor == "local":
             train(jobs, args.jobs, args.gpus_per_run, args.retries)
         else:
@@ -92,6 +111,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--retries", type=int, default=2, help="how often a failed run is tried again (default: 2)")
     parser.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
     parser.add_argument("--executor", default="local", choices=["local", "slurm", "submitit-local"])
+    parser.add_argument("--needle", nargs="+", default=[], metavar="KEY=VALUE", help="instead of the scale's settings")
     parser.add_argument("--slurm", nargs="+", default=[], metavar="KEY=VALUE", help="of sbatch; time is in minutes")
     return parser.parse_known_args()
 
@@ -122,6 +142,17 @@ def check_run(run: Run):
         raise ValueError(f"{run.preset} with {run.changes.get('method', c.method)}: {error}") from error
 
 
+def needle_changes(words: list[str]) -> dict:
+    """The settings of the needle task that --needle names; scripts.reproduce takes the same ones."""
+    return {key: int(v) if v.isdigit() and key != "haystack" else v for key, v in key_values("--needle", words).items()}
+
+
+def key_values(option: str, words: list[str]) -> dict[str, str]:
+    for word in words:
+        require("=" in word, f"{option} takes KEY=VALUE, got {word}")
+    return dict(word.split("=", 1) for word in words)
+
+
 # ---- what is to be done ----------------------------------------------------------------------------------------------
 
 
@@ -140,7 +171,7 @@ class Plan:
     def job(self, args: argparse.Namespace) -> Job:
         own = dict(name=self.path.name, runs_dir=str(args.runs_dir), resume="auto")
         run = Run(self.run.preset, {"group": args.sweep, **self.run.changes, **own})
-        return Job(self.path, run.config, run.arguments)
+        return Job(self.path, run.config, run.arguments, self.run.needle)
 
 
 def make_plans(runs: list[Run], args: argparse.Namespace) -> list[Plan]:
@@ -154,17 +185,20 @@ def make_plan(run: Run, folders: list[Folder], args: argparse.Namespace) -> Plan
     path = folder.path if folder else args.runs_dir / run.name
     if now == "finished" and (here := data_fingerprint(run.config)) and folder.summary.get("data", here) != here:
         now, words = "other", f"trained on other data than {run.config.data_dir}: use another --runs-dir"
+    if now == "finished" and run.needle:
+        now, words = needle_state(folder, run.needle)
     action = dict(
         finished="nothing",
+        pretrained="fine-tune",
         running="left alone: another process trains it",
         interrupted="resume",
         failed="try again",
         other="left alone",
-        missing="train",
+        missing="train, then fine-tune" if run.needle else "train",
     )[now]
     if now == "failed" and not may_retry(path, args.retries):
         return Plan(run, path, now, words, f"given up: delete {beside(path, '.failures.txt')} to try again", False)
-    starts = now in ("interrupted", "failed", "missing")
+    starts = now in ("pretrained", "interrupted", "failed", "missing")
     if starts and args.executor == "slurm" and (number := queued_job(path)):
         return Plan(run, path, now, words, f"left alone: queued as job {number}", False, queued=True)
     return Plan(run, path, now, words, action, starts)
@@ -184,23 +218,38 @@ def show(plans: list[Plan]):
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A run to be trained: its folder, and what follows train_gpt.py on the command line."""
+    """A run to be trained: its folder, and what follows train_gpt.py on the command line; and to be fine-tuned then, if
+    there is a needle task."""
 
     path: Path
     config: Config
     arguments: list[str]
+    needle: Needle | None = None
+
+    def train(self, processes: int) -> list[str]:
+        """The command that trains it."""
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+        return [sys.executable, *(launcher if processes > 1 else []), str(ROOT / "train_gpt.py"), *self.arguments]
+
+    def fine_tune(self) -> list[str]:
+        """The command that fine-tunes it, which is one process always."""
+        how = [*self.needle.arguments, "--device", self.config.device, "--compile", self.config.compile]
+        return [sys.executable, "-m", "scripts.needle", str(self.path), *how]
 
 
 class Attempt:
-    """One attempt at a run: train_gpt.py in a process group of its own, its output at the end of NAME.log.
+    """One attempt at a run: train_gpt.py or, when the run is trained, scripts/needle.py, in a process group of its own,
+    its output at the end of NAME.log.
 
     environment: what differs from ours. processes: more than 1 are started by torchrun.
     """
 
     def __init__(self, job: Job, environment: dict[str, str], processes: int):
         self.path, self.log = job.path, beside(job.path, ".log")
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-        command = [sys.executable, *(launcher if processes > 1 else []), str(ROOT / "train_gpt.py"), *job.arguments]
+        fine_tunes = job.needle is not None and (job.path / "summary.json").exists()
+        self.folder = job.path / "needle" if fine_tunes else job.path  # which the process locks
+        self.last = fine_tunes or job.needle is None
+        command = job.fine_tune() if fine_tunes else job.train(processes)
         with open(self.log, "ab") as log:
             self.log_start = log.tell()
             self.process = subprocess.Popen(
@@ -228,25 +277,27 @@ class Attempt:
             return None
         with open(self.log, "rb") as log:
             log.seek(self.log_start)
-            return settle(self.path, code, log.read().decode(errors="replace"))
+            return settle(self.path, code, log.read().decode(errors="replace"), self.folder, self.last)
 
 
-def settle(path: Path, code: int, output: str) -> str:
+def settle(path: Path, code: int, output: str, folder: Path | None = None, last: bool = True) -> str:
     """How an attempt at a run ended, from its exit code and output; keeps the files beside the folder up to date.
 
-    finished; interrupted, to be resumed; running, as another process has the folder; failed; refused, which is a user's
-    error, so that trying again does not help.
+    finished; pretrained, if it was not the last part of the job; interrupted, to be resumed; running, as another
+    process has the folder; failed; refused, which is a user's error, so that trying again does not help. folder: which
+    the process locked, if not that of the run.
     """
     if code == 1 and (codes := re.findall(r"exitcode\s*: (-?\d+)", output)):
         code = int(codes[-1])  # torchrun's own is 1 whatever that of its processes is
-    told_to_stop = (path / "interrupted").exists()  # all that tells under torchrun
+    folder = folder or path
+    told_to_stop = (folder / "interrupted").exists()  # all that tells under torchrun
     if code == INTERRUPTED or told_to_stop and code != USER_ERROR:
         return "interrupted"
     if code == 0:
-        for suffix in (".log", ".failures.txt", ".job"):
+        for suffix in (".log", ".failures.txt", *([".job"] if last else [])):
             beside(path, suffix).unlink(missing_ok=True)
-        return "finished"
-    if code == USER_ERROR and is_running(path):
+        return "finished" if last else "pretrained"
+    if code == USER_ERROR and is_running(folder):
         return "running"
     when = datetime.datetime.now().isoformat(timespec="seconds")
     with open(beside(path, ".failures.txt"), "a") as file:
@@ -280,7 +331,7 @@ def train(jobs: list[Job], at_once: int | None = None, gpus_per_run: int = 1, re
     with (
         stop_requests() as requests,
         tqdm(
-            total=sum(job.config.steps for job in jobs),
+            total=sum(job.config.steps + (job.needle.steps if job.needle else 0) for job in jobs),
             initial=steps_done(jobs),
             unit="step",
             desc=title,
@@ -300,6 +351,8 @@ def train(jobs: list[Job], at_once: int | None = None, gpus_per_run: int = 1, re
                     del running[attempt]
                     free.append(environment)
                     again = outcome == "failed" and may_retry(job.path, retries)
+                    if outcome == "pretrained":
+                        waiting.appendleft(job)  # its place is free
                     if again:
                         waiting.append(job)
                     bar.write(report(job, outcome) + "; trying again" * again)
@@ -357,7 +410,10 @@ def stop_requests():
 def report(job: Job, outcome: str) -> str:
     """One line about a run that has ended."""
     name, log = job.path.name, beside(job.path, ".log")
-    if outcome == "finished":
+    if outcome == "finished" and job.needle:
+        found = json.loads((job.path / "needle" / "summary.json").read_text())["greedy"]
+        return f"{name}: needles found " + ", ".join(f"{value:.3f} at {length}" for length, value in found.items())
+    if outcome in ("finished", "pretrained"):
         loss = json.loads((job.path / "summary.json").read_text())["val_loss"]
         return f"{name}: validation loss " + ", ".join(f"{value:.3f} at {length}" for length, value in loss.items())
     if outcome == "interrupted":
@@ -368,7 +424,8 @@ def report(job: Job, outcome: str) -> str:
 
 
 def steps_done(jobs: list[Job]) -> int:
-    return sum(min(last_step(job.path), job.config.steps) for job in jobs)
+    trained = sum(min(last_step(job.path), job.config.steps) for job in jobs)
+    return trained + sum(min(last_step(job.path / "needle"), job.needle.steps) for job in jobs if job.needle)
 
 
 def last_step(folder: Path) -> int:
@@ -394,7 +451,7 @@ class ClusterJob:
     retries: int
 
     def __call__(self) -> str:
-        """Trains, tries again what fails, and returns how it ended (see settle)."""
+        """Trains and fine-tunes, tries again what fails, and returns how it ended (see settle)."""
         while True:
             attempt = Attempt(self.job, {}, self.processes)
             try:
@@ -402,7 +459,8 @@ class ClusterJob:
             finally:
                 attempt.stop()
             outcome = attempt.outcome()
-            if outcome != "failed" or not may_retry(self.job.path, self.retries):
+            again = outcome == "failed" and may_retry(self.job.path, self.retries)
+            if outcome != "pretrained" and not again:
                 return outcome
 
     def checkpoint(self):
@@ -417,10 +475,7 @@ class ClusterJob:
 def slurm_parameters(words: list[str], executor: str) -> dict:
     """The parameters of --slurm. ValueError for what is not KEY=VALUE, and for a time that is not in minutes."""
     require(not words or executor != "local", "--slurm needs --executor slurm")
-    for word in words:
-        require("=" in word, f"--slurm takes KEY=VALUE, got {word}")
-    values = dict(word.split("=", 1) for word in words)
-    values = {key: int(value) if value.isdigit() else value for key, value in values.items()}
+    values = {key: int(v) if v.isdigit() else v for key, v in key_values("--slurm", words).items()}
     require(type(values.get("time", 0)) is int, f"--slurm time is in minutes, got {values.get('time')}")
     return values
 

@@ -80,11 +80,11 @@ def made(tmp_path_factory):
     said["lengths"] = run("-m", "scripts.sweep", "figure_train_lengths", *common, *fields)
     runs = sorted(folder.glob("runs/mini-*-s*/"))
     assert len(runs) == 4
-    short = ["--steps", 3, "--sequences", 4, "--examples", 3, "--device", "cpu", "--compile", "off"]
-    said["needle"] = run("-m", "scripts.needle", *runs, *short)
+    tuning = ["--needle", "steps=3", "sequences=4", "examples=3"]
+    said["needle"] = run("-m", "scripts.sweep", "table_needle", *common, *tuning, *fields)
     said["evaluate"] = run("-m", "scripts.evaluate", *runs, "--lengths", 128, 512, 2048, 8192, "--device", "cpu")
     said["report"] = run("-m", "scripts.report", "--runs-dir", folder / "runs", "--out", folder / "report.html")
-    out = [*common, "--out", folder / "out", "--draws", 20, *fields]
+    out = [*common, *tuning, "--out", folder / "out", "--draws", 20, *fields]
     said["all"] = run("-m", "scripts.reproduce", "all", *out, code=1)  # table_llama is not there
     return folder, said
 
@@ -127,7 +127,9 @@ def test_the_tables_hold_the_losses_and_accuracies_of_the_runs(made):
     mean = f"{sum(losses) / 2:.3f}"
     row = next(line for line in (folder / "out" / "table_losses.md").read_text().splitlines() if "p-RoPE" in line)
     assert mean in row
-    assert "copier" in made[1]["needle"] and "0.000" in (folder / "out" / "table_needle.md").read_text()
+    page = (folder / "out" / "table_needle.md").read_text()
+    assert made[1]["needle"].count("needles found 0.0") == 4 and "0.000" in page and "runs used: 4 of 4" in page
+    assert "haystack shards, 3 steps of 4 sequences, 3 examples scored at each length" in page
 
 
 @pytest.mark.parametrize("item", LACKING)

@@ -3,12 +3,17 @@
 import json
 import random
 import shutil
+import signal
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from configs.sweeps import Needle
 from data.needle import Haystack, NeedleTask
 from data.text import load_tokenizer, prepare
 from model.decoding import greedy_decode
@@ -18,9 +23,12 @@ from scripts import needle
 from scripts.evaluate import load_run
 from train_gpt import main as train
 
+ROOT = Path(__file__).parents[1]
+SLOW_FIXTURES = ("told_to_stop",)
 FIELDS = "--vocab_size 384 --num_layers 1 --num_heads 2 --model_dim 32 --batch_tokens 480 --train_length 240 --steps 4 "
 FIELDS += "--cooldown_steps 2 --val_lengths 240 --val_tokens 960 --val_every 0 --compile off --device cpu --seed 3"
-SHORT = ["--steps", "6", "--sequences", "4", "--examples", "5", "--lengths", "240", "480", "--device", "cpu"]
+SHORT = ["--haystack", "shards", "--steps", "6", "--sequences", "4", "--examples", "5", "--lengths", "240", "480"]
+SHORT += ["--device", "cpu"]
 
 
 def call(monkeypatch, main, *words):
@@ -92,6 +100,111 @@ def test_what_was_interrupted_goes_on_and_ends_with_the_same_weights(run, tune, 
         assert torch.equal(tensor, whole[name]), name
 
 
+def start(run, *words):
+    """The command in a process of its own, with many steps."""
+    words = ["-m", "scripts.needle", run, *SHORT, "--compile", "off", "--steps", 200, *words]
+    return subprocess.Popen([sys.executable, *map(str, words)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+
+
+def metrics(run):
+    return run / "needle" / "metrics.jsonl"
+
+
+def wait_for(process, condition):
+    while not condition():
+        assert process.poll() is None
+        time.sleep(0.01)
+
+
+def wait_for_steps(process, run, steps):
+    wait_for(process, lambda: metrics(run).exists() and metrics(run).read_text().count("\n") >= steps)
+
+
+@pytest.fixture(scope="module")
+def told_to_stop(pretrained, tmp_path_factory):
+    """A run whose fine-tuning was told to stop, by SIGTERM and then SIGINT, and ended the third time; what was seen."""
+    run, seen = shutil.copytree(pretrained, tmp_path_factory.mktemp("stopped") / "run"), []
+    checkpoints = run / "needle" / "checkpoints"
+    for number in (signal.SIGTERM, signal.SIGINT):
+        process = start(run)
+        wait_for_steps(process, run, 2 + (seen[0]["steps"] if seen else 0))
+        process.send_signal(number)
+        error = process.communicate()[1]
+        left = dict(mark=(run / "needle" / "interrupted").read_text(), step=latest_checkpoint(checkpoints).stem)
+        seen.append(left | dict(code=process.returncode, error=error, steps=len(read_metrics(metrics(run)))))
+    process = start(run)
+    process.communicate()
+    assert process.returncode == 0
+    return run, seen
+
+
+@pytest.mark.slow
+def test_told_to_stop_it_saves_and_exits_as_training_does(told_to_stop):
+    _, seen = told_to_stop
+    for name, left in zip(("SIGTERM", "SIGINT"), seen):
+        assert left["code"] == 75 and f"{name}: stopped; the same command goes on from there" in left["error"]
+        assert left["mark"] == f"{name}\n" and left["step"] == f"step_{left['steps']:06d}"  # every step is kept
+    assert 2 <= seen[0]["steps"] < seen[1]["steps"] < 200
+
+
+@pytest.mark.slow
+def test_stopped_and_resumed_it_ends_with_the_same_weights(told_to_stop, pretrained, tmp_path):
+    whole = shutil.copytree(pretrained, tmp_path / "run")
+    start(whole).communicate()
+    assert len(read_metrics(metrics(told_to_stop[0]))) == 200 and not (told_to_stop[0] / "needle/interrupted").exists()
+    for name, tensor in weights(told_to_stop[0]).items():
+        assert torch.equal(tensor, weights(whole)[name]), name
+
+
+@pytest.mark.slow
+def test_told_to_stop_while_it_scores_it_keeps_what_is_saved(run):
+    process = start(run, "--examples", 100_000)
+    wait_for_steps(process, run, 200)
+    wait_for(process, lambda: (run / "needle" / "checkpoints" / "step_000200.pt").exists())
+    time.sleep(1)  # it may still be on its way to the first example: that makes no difference
+    process.send_signal(signal.SIGTERM)
+    process.communicate()
+    assert process.returncode == 75 and (run / "needle" / "interrupted").exists()
+    process = start(run)
+    process.communicate()
+    assert process.returncode == 0 and len(read_metrics(metrics(run))) == 200
+
+
+@pytest.mark.slow
+def test_two_processes_never_fine_tune_the_same_run(run, tune, capsys):
+    process = start(run)
+    wait_for_steps(process, run, 1)
+    process.send_signal(signal.SIGSTOP)  # it cannot end meanwhile
+    before = {path: path.read_bytes() for path in (run / "needle").rglob("*") if path.is_file()}
+    with pytest.raises(SystemExit) as exit:
+        tune("--steps", "200")
+    assert exit.value.code == 2 and f"needle is in use by process {process.pid} " in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in (run / "needle").rglob("*") if path.is_file()} == before
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.parametrize(
+    "words, settings",
+    [
+        ([], Needle("c4", steps=300, sequences=64, examples=500)),
+        (["--scale", "mini", "--examples", "7"], Needle("shards", steps=2400, sequences=8, examples=7)),
+    ],
+)
+def test_the_scale_gives_the_settings_and_options_replace_them(monkeypatch, words, settings):
+    monkeypatch.setattr(sys, "argv", ["needle", "runs/a", *words])
+    assert needle.read_arguments()[1] == settings
+
+
+def test_damaged_files_are_named(run, tune, capsys):
+    tune()
+    for name in ("scores.json", "settings.json"):
+        (run / "needle" / name).write_text("{")
+        with pytest.raises(SystemExit) as exit:
+            tune()
+        assert exit.value.code == 2 and f"needle/{name} is damaged" in capsys.readouterr().err
+
+
 def test_the_loss_is_that_of_the_response_alone(run, tune):
     tune()
     config, model = load_run(run, torch.device("cpu"))
@@ -155,7 +268,7 @@ def test_run_again_does_nothing_but_the_lengths_that_are_new(run, tune, monkeypa
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--examples", "0"], "--examples must be at least 1"),
+        (["--examples", "0"], "examples of the needle task must be at least 1, got 0"),
         (["--lengths", "40"], "length 40 is too short"),
         (["--haystack", "/nowhere"], "/nowhere"),
         (["--lengths", "10000000"], "haystack has"),

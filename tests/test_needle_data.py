@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -378,6 +379,15 @@ def test_c4_gives_the_documents_of_its_own_splits_and_fetches_a_file_once(hub, t
     assert hub.fetched == list(hub.files)
     left = [path.name for path in (tmp_path / "c4").rglob("c4-*") if path.suffix in (".jsonl", ".gz", ".tmp")]
     assert sorted(left) == sorted(f"{name}.jsonl" for name in hub.texts)
+
+
+@pytest.mark.slow
+def test_of_processes_that_need_c4_at_once_one_fetches_it(hub, tmp_path, data_dir):
+    with ThreadPoolExecutor() as pool:
+        asked = [pool.submit(c4_documents, hub, tmp_path, data_dir, ("train", 1), ("val", 1)) for _ in range(3)]
+    (train, _, val), eot = hub.texts.values(), END_OF_TEXT
+    assert all(a.result() == [[eot + text for text in texts] for texts in (train, val)] for a in asked)
+    assert sorted(hub.fetched) == sorted(path for path in hub.files if "00001" not in path)
 
 
 def test_damaged_c4_file_is_named_and_removed(hub, tmp_path, data_dir):

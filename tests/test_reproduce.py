@@ -1,6 +1,7 @@
 """Tables and figures from run folders with known contents: the numbers, the files, and what is said of bad input."""
 
 import csv
+import dataclasses
 import json
 import math
 import re
@@ -291,6 +292,15 @@ def test_unfinished_other_diverged_and_damaged_runs_are_named(tmp_path, call):
     assert f"{alibi / 'config.json'} is damaged" in said.out
 
 
+def needle_summary(run, greedy, **settings):
+    """What fine-tuning with the settings of scale mini leaves behind, but for `settings`."""
+    summary = dataclasses.asdict(run.needle) | dict(pretrained="step_001200", oracle={"256": 0.99}, greedy=greedy)
+    return summary | dict(teacher_forcing=greedy | {"256": 0.95}) | settings
+
+
+SHARES = {"256": 0.8, "1024": 0.4, "4096": 0.0}
+
+
 def test_needle_table(tmp_path, call):
     runs = sweep("table_needle", "mini", methods=["alibi", "rope"])
     for run in runs:
@@ -298,10 +308,8 @@ def test_needle_table(tmp_path, call):
         score = {"256": share, "1024": share / 2, "4096": 0.0}
         if (run.config.method, run.config.seed) == ("rope", 1):
             score.pop("4096")
-        needle = dict(steps=300, sequences=64, examples=50, haystack="c4", oracle={"256": 0.99})
-        needle |= dict(greedy=score, teacher_forcing=dict(score, **{"256": 0.95}))
         missing = (run.config.method, run.config.seed) == ("alibi", 2)
-        write_run(tmp_path / "runs", run, {256: 4.0}, needle=None if missing else needle)
+        write_run(tmp_path / "runs", run, {256: 4.0}, needle=None if missing else needle_summary(run, score))
     code, said = call("table_needle", "--scale", "mini", "--methods", "alibi", "rope")
     table = {(r["method"], r["metric"], r["length"]): r for r in rows(tmp_path / "out" / "table_needle.csv")}
     three, two = table["rope", "greedy", "256"], table["alibi", "greedy", "1024"]
@@ -309,9 +317,12 @@ def test_needle_table(tmp_path, call):
     assert float(two["mean"]) == pytest.approx(0.425) and two["seeds"] == "2"
     assert float(table["rope", "teacher forcing", "256"]["mean"]) == pytest.approx(0.95)
     assert table["rope", "greedy", "256"]["paper_mean"] == "0.962"
-    assert code == 1 and f"`python -m scripts.needle {tmp_path / 'runs' / 'mini-alibi-s2'}`" in said.out
-    assert f"scripts.needle {tmp_path / 'runs' / 'mini-rope-s1'} --lengths 4096" in said.out
-    assert "50 prompts a length, haystack c4, three needles" in said.out
+    settings, path = "--haystack shards --steps 2400 --sequences 8 --examples 100", tmp_path / "runs"
+    assert code == 1 and f"yet): `python -m scripts.needle {path / 'mini-alibi-s2'} {settings}`" in said.out
+    assert f"scripts.needle {path / 'mini-rope-s1'} {settings} --lengths 4096" in said.out
+    assert "scripts.sweep table_needle --scale mini" in said.out and "trains and fine-tunes all" in said.out
+    settings = "haystack shards, 2400 steps of 8 sequences, 100 examples scored at each length"
+    assert f"- all fine-tuned and scored with: {settings}\n" in said.out
     assert "0.990" in next(line for line in said.out.splitlines() if line.startswith("| oracle"))
 
 
@@ -361,6 +372,52 @@ def test_nope_is_in_the_left_panel_alone(tmp_path, call, monkeypatch):
 def test_the_papers_qq_figures_are_not_ours(tmp_path, call):
     code, said = call("figure_qq", "--scale", "mini")
     assert code == 1 and "Not built yet" in said.out.replace("\n", " ") and "figure_qq_ours" in said.out
+
+
+@pytest.mark.parametrize(
+    "other, says",
+    [
+        (dict(haystack="c4"), "of another fine-tuning (haystack c4 there, shards here): delete it"),
+        (dict(steps=300, sequences=64), "(steps 300 there, 2400 here, sequences 64 there, 8 here)"),
+        (dict(examples=50), "scored on other examples (50 a length there, 100 here): delete "),
+        (dict(pretrained="step_000600"), "(pretrained step_000600 there, step_001200 here)"),  # when unfinished
+    ],
+)
+@pytest.mark.parametrize("all_others", [False, True])
+def test_needle_table_never_mixes_settings(tmp_path, call, other, says, all_others):
+    for run in sweep("table_needle", "mini", methods=["rope"]):
+        same = run.config.seed != 1 and not all_others
+        needle = needle_summary(run, SHARES) if same else needle_summary(run, {n: 0.1 for n in SHARES}, **other)
+        write_run(tmp_path / "runs", run, {256: 4.0}, needle=needle)
+    code, said = call("table_needle", "--scale", "mini", "--methods", "rope")
+    row = rows(tmp_path / "out" / "table_needle.csv")[0]
+    assert code == 1 and (row["mean"], row["seeds"]) == (("", "0") if all_others else ("0.8", "2"))
+    assert f"`mini-rope-s1`: left out, {tmp_path}/runs/mini-rope-s1/needle is " in said.out and says in said.out
+    assert ("all fine-tuned" in said.out) != all_others
+
+
+def test_needle_table_with_settings_given_by_hand(tmp_path, call):
+    words = ["--scale", "mini", "--methods", "rope", "--seeds", "0", "--needle", "haystack=c4", "examples=50"]
+    [run] = sweep("table_needle", "mini", [0], ["rope"])
+    write_run(tmp_path / "runs", run, {256: 4.0}, needle=needle_summary(run, SHARES, haystack="c4", examples=50))
+    code, said = call("table_needle", *words)
+    assert code == 0 and "haystack c4, 2400 steps of 8 sequences, 50 examples" in said.out
+    assert "--needle haystack=c4 examples=50" in said.out  # in the command
+    code, said = call("table_losses", *words)
+    assert code == 2 and said.err == "error: --needle: table_losses fine-tunes no run\n"
+
+
+def test_damaged_needle_scores_are_named_and_not_in_the_table(tmp_path, call):
+    runs = sweep("table_needle", "mini", methods=["rope"])
+    for run in runs:
+        write_run(tmp_path / "runs", run, {256: 4.0}, needle=needle_summary(run, SHARES))
+    junk, lacking, _ = (tmp_path / "runs" / run.name / "needle" / "summary.json" for run in runs)
+    junk.write_text("{")
+    lacking.write_text(json.dumps(needle_summary(runs[1], {n: 0.1 for n in SHARES}) | dict(oracle=None)))
+    code, said = call("table_needle", "--scale", "mini", "--methods", "rope")
+    row = rows(tmp_path / "out" / "table_needle.csv")[0]
+    assert code == 1 and (row["mean"], row["seeds"]) == ("0.8", "1")
+    assert all(f"{path} is damaged" in said.out for path in (junk, lacking))
 
 
 def test_llama_table_says_that_it_is_not_built(tmp_path, call):
@@ -525,7 +582,7 @@ def test_all_survives_broken_folders_and_sums_up(tmp_path, call):
     said_of = dict(line.split(": ", 1) for line in lines.splitlines())
     assert code == 1 and list(said_of) == list(reproduce.ITEMS)
     assert said_of["table_infini"].startswith("failed: ")
-    assert said_of["table_losses"].startswith("incomplete, 5 of 27 runs; 22 missing: `python -m scripts.sweep table_losses")
+    assert said_of["table_losses"].startswith("incomplete, 5 of 27 runs; 22 missing: `python -m scripts.sweep table_lo")
     assert said_of["table_llama"].startswith("not built: ") and said_of["figure_qq"].startswith("not built: ")
     assert said_of["figure_sublog"].startswith("complete")
     assert "2 of 16 complete: figure_sublog, figure_sublog_unscaled" in summary and len(values) == (12 + 6) * 4

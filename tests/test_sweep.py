@@ -1,6 +1,7 @@
 """The sweep runner on real runs of a tiny model: each state a run can be in, stopping and resuming, failures, submitit,
 and the wandb sweep."""
 
+import gzip
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from test_needle_data import hub  # noqa: F401
 
 from configs.command_line import read_config
 from configs.config import Config, config_hash
@@ -26,7 +28,7 @@ from runtime.run_folder import RunFolder
 from scripts import sweep as script
 from scripts.runs import read_folders, state
 
-SLOW_FIXTURES = ("finished", "disturbed", "failing")
+SLOW_FIXTURES = ("finished", "disturbed", "failing", "tuned", "tuned_disturbed", "tuning_fails")
 
 ROOT = Path(__file__).parents[1]
 SMALL = dict(
@@ -69,11 +71,11 @@ def here(*words):
             return exit.code
 
 
-def command(*words, **variables):
+def command(*words, cwd=ROOT, **variables):
     """Starts the command in a process of its own."""
     environment = os.environ | dict(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE") | variables
     words = [sys.executable, "-m", "scripts.sweep", *map(str, words)]
-    return subprocess.Popen(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(words, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def run(method="rope", seed=0, **fields):
@@ -317,6 +319,268 @@ def test_exit_code_of_a_process_of_torchrun_counts(tmp_path, code, outcome):
     assert (tmp_path / "run.failures.txt").read_text().endswith(f" exit code {code}: [rank0]: ValueError: boom\n")
 
 
+# ---- the second stage: the needle task -------------------------------------------------------------------------------
+
+
+LONG = dict(train_length=240, batch_tokens=480, micro_batch_tokens=960, val_lengths=(240,), val_tokens=480, steps=12)
+LONG |= dict(cooldown_steps=4)
+TUNING_STEPS = 150
+
+
+def needle_options(data, runs, methods="rope", sweep="table_needle", **settings):
+    words = options(data, runs, methods, **LONG)
+    settings = dict(haystack="shards", steps=TUNING_STEPS, sequences=4, examples=2) | settings
+    return [sweep, *words[1:], "--needle", *(f"{key}={value}" for key, value in settings.items())]
+
+
+def long_run(method="rope"):
+    return run(method, **LONG)
+
+
+def tuned_steps(folder):
+    return script.last_step(folder / "needle")
+
+
+def tuner(folder, steps, but=None):
+    """The process id of the fine-tuning that holds the folder's lock (not `but`), when it has done so many steps."""
+
+    def holder():
+        words = (folder / "needle" / "lock").read_text().split() if tuned_steps(folder) >= steps else []
+        return int(words[1]) if words and words[1] != str(but) else None
+
+    return wait_for(holder)
+
+
+@pytest.fixture(scope="module")
+def tuned(data, tmp_path_factory):
+    """Run folders of two methods, trained and fine-tuned by one command, and what it printed. Not to be written to."""
+    runs = tmp_path_factory.mktemp("tuned") / "runs"
+    process = command(*needle_options(data, runs, "rope alibi"), "--jobs", 2)
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err
+    return runs, out
+
+
+@pytest.fixture
+def copied_tuned(tuned, tmp_path):
+    return shutil.copytree(tuned[0], tmp_path / "runs")
+
+
+def assert_same_tuning(a, b):
+    assert_same_weights(a / "needle", b / "needle")
+    ours, theirs = (json.loads((folder / "needle" / "summary.json").read_text()) for folder in (a, b))
+    assert ours == theirs
+
+
+def test_one_command_trains_and_fine_tunes_with_the_settings(tuned):
+    runs, out = tuned
+    assert {path.name for path in runs.iterdir()} == {long_run(method).name for method in ("rope", "alibi")}
+    for folder in runs.iterdir():
+        summary = json.loads((folder / "needle" / "summary.json").read_text())
+        settings = dict(haystack="shards", steps=TUNING_STEPS, sequences=4, examples=2, pretrained="step_000012")
+        assert summary | settings == summary and list(summary["greedy"]) == ["240", "960", "3840"]
+        shares = ", ".join(f"{share:.3f} at {length}" for length, share in summary["greedy"].items())
+        assert f"{folder.name}: validation loss " in out and f"{folder.name}: needles found {shares}\n" in out
+    assert "2 of 2 runs are finished" in out
+
+
+def test_fine_tuned_runs_are_left_alone(tuned, data):
+    before = contents(tuned[0])
+    assert here(*needle_options(data, tuned[0], "rope alibi")) == 0
+    assert contents(tuned[0]) == before
+
+
+@pytest.mark.parametrize("sweep", ["table_needle", "all"])
+def test_run_that_another_sweep_finished_is_only_fine_tuned(copied_tuned, tuned, data, capsys, sweep):
+    folder = copied_tuned / long_run().name
+    shutil.rmtree(folder / "needle")
+    before = contents(copied_tuned)
+    table, _ = dry_run(capsys, needle_options(data, copied_tuned, "rope alibi"))
+    assert table == dict(rope=("pretrained", "fine-tune  (not fine-tuned yet)"), alibi=("finished", "nothing"))
+    table, _ = dry_run(capsys, options(data, copied_tuned, **LONG))
+    assert table == dict(rope=("finished", "nothing"))
+    assert here(*needle_options(data, copied_tuned, sweep=sweep)) == 0  # with these fields, all has the same one run
+    assert "1 of 1 runs are finished" in capsys.readouterr().out
+    assert {path: value for path, value in contents(copied_tuned).items() if path in before} == before
+    assert_same_tuning(folder, tuned[0] / folder.name)
+
+
+@pytest.fixture(scope="module")
+def tuned_disturbed(data, tmp_path_factory):
+    """A run whose fine-tuning is killed once, then the sweep told to stop, then started again: the folder, and what was
+    seen."""
+    runs, seen = tmp_path_factory.mktemp("tuned_disturbed") / "runs", {}
+    folder = runs / long_run().name
+    process = command(*needle_options(data, runs))
+    first = tuner(folder, 60)
+    seen["trained"] = contents(folder / "checkpoints") | {"log": log(folder)}
+    os.kill(first, signal.SIGKILL)
+    failures = wait_for(lambda: list(runs.glob("*.failures.txt")))
+    seen["failures"] = failures[0].read_text()
+    second = tuner(folder, 65, but=first)
+    process.send_signal(signal.SIGTERM)
+    seen["error"], seen["code"] = process.communicate(timeout=120)[1], process.returncode
+    seen["alive"], seen["steps"] = is_alive(second), tuned_steps(folder)
+    seen["saved"] = latest_checkpoint(folder / "needle" / "checkpoints").stem
+    seen["mark"] = (folder / "needle" / "interrupted").read_text()
+    seen["again"] = here(*needle_options(data, runs))
+    return folder, seen
+
+
+def test_killed_fine_tuning_is_a_failure_and_the_sweep_goes_on_with_it(tuned_disturbed):
+    _, seen = tuned_disturbed
+    assert re.fullmatch(r"\S+ exit code -9: fine-tuning .*\n", seen["failures"]) and seen["steps"] >= 65
+
+
+def test_stopped_sweep_stops_its_fine_tuning_which_saves_its_last_step(tuned_disturbed):
+    _, seen = tuned_disturbed
+    assert seen["code"] == 130 and not seen["alive"] and "the same command resumes" in seen["error"]
+    assert seen["mark"] == "SIGTERM\n" and seen["saved"] == f"step_{seen['steps']:06d}" != f"step_{TUNING_STEPS:06d}"
+
+
+def test_disturbed_fine_tuning_ends_like_an_undisturbed_one_and_trains_nothing_again(tuned_disturbed, tuned):
+    folder, seen = tuned_disturbed
+    assert seen["again"] == 0 and contents(folder / "checkpoints") | {"log": log(folder)} == seen["trained"]
+    assert_same_tuning(folder, tuned[0] / folder.name)
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+@pytest.fixture(scope="module")
+def tuning_fails(data, tuned, tmp_path_factory):
+    """Of three runs the fine-tuning of one always breaks down, and that of one is refused, as its checkpoint is
+    damaged: the run folders, the exit status and stderr."""
+    runs = shutil.copytree(tuned[0], tmp_path_factory.mktemp("tuning_fails") / "runs")
+    place = tmp_path_factory.mktemp("site")
+    program = BROKEN.format(name=runs / long_run("rope").name).replace("train_gpt.py", "scripts.needle")
+    (place / "sitecustomize.py").write_text(program)
+    for method in ("rope", "alibi"):
+        (runs / long_run(method).name / "needle" / "summary.json").unlink()
+    latest_checkpoint(runs / long_run("alibi").name / "needle" / "checkpoints").write_text("junk")
+    words = needle_options(data, runs, "rope p_rope alibi")
+    process = command(*words, "--retries", 1, PYTHONPATH=str(place))
+    error = process.communicate(timeout=600)[1]
+    return runs, process.returncode, error
+
+
+def test_failing_fine_tuning_is_tried_again_a_bounded_number_of_times(tuning_fails):
+    runs, code, error = tuning_fails
+    lines = (runs / f"{long_run().name}.failures.txt").read_text().splitlines()
+    assert code == 1 and len(lines) == 2 and all("exit code 1: RuntimeError: broken" in line for line in lines)
+    (refused,) = (runs / f"{long_run('alibi').name}.failures.txt").read_text().splitlines()
+    assert "exit code 2: error: " in refused and "is damaged" in refused
+    assert (runs / long_run("p_rope").name / "needle" / "summary.json").exists()
+    for method in ("rope", "alibi"):
+        assert f"{long_run(method).name}: failed, {runs / long_run(method).name} failed " in error
+
+
+def test_failed_fine_tuning_is_given_up_until_its_failures_are_deleted(tuning_fails, data, capsys):
+    words = [*needle_options(data, tuning_fails[0]), "--retries", 1]
+    assert "given up: delete " in dry_run(capsys, words)[0]["rope"][1]
+    assert dry_run(capsys, [*words[:-1], 2])[0]["rope"][1].startswith("try again")
+    table, _ = dry_run(capsys, options(data, tuning_fails[0], **LONG))  # the training has not failed
+    assert table == dict(rope=("finished", "nothing"))
+
+
+def test_dry_run_tells_the_states_of_fine_tuning_apart(copied_tuned, data, capsys):
+    rope, alibi = (copied_tuned / long_run(method).name for method in ("rope", "alibi"))
+    (alibi / "needle" / "summary.json").unlink()
+    lock = RunFolder.create(rope, "needle", resume="auto")
+    before = contents(copied_tuned)
+    table, _ = dry_run(capsys, needle_options(data, copied_tuned, "rope alibi p_rope"))
+    assert table == dict(
+        rope=("running", f"left alone: another process trains it  ({rope / 'needle'})"),
+        alibi=("interrupted", f"resume  ({alibi / 'needle'}, after step_{TUNING_STEPS:06d})"),
+        p_rope=("missing", "train, then fine-tune"),
+    )
+    lock.close()
+    assert here(*needle_options(data, copied_tuned, "alibi", steps=7, haystack="c4"), "--retries", 0) == 1
+    assert contents(copied_tuned) == before
+    said = capsys.readouterr().err
+    assert "needle is of another fine-tuning (haystack shards there, c4 here, steps 150 there, 7 here)" in said
+
+
+@pytest.mark.parametrize(
+    "settings, says",
+    [
+        (dict(sequences=5), "of another fine-tuning (sequences 4 there, 5 here): delete it to start again"),
+        (dict(examples=3), "scored on other examples (2 a length there, 3 here): delete "),
+    ],
+)
+def test_run_fine_tuned_with_other_settings_is_named_and_left_alone(tuned, data, capsys, settings, says):
+    before = contents(tuned[0])
+    assert here(*needle_options(data, tuned[0], **settings)) == 1
+    assert contents(tuned[0]) == before
+    assert f"{long_run().name}: other, {tuned[0] / long_run().name / 'needle'} is {says}" in capsys.readouterr().err
+
+
+def test_scores_that_lack_are_made_and_nothing_is_fine_tuned_again(copied_tuned, tuned, data):
+    folder = copied_tuned / long_run().name
+    path, before = folder / "needle" / "summary.json", (folder / "needle" / "metrics.jsonl").read_bytes()
+    summary = json.loads(path.read_text())
+    del summary["greedy"]["3840"]
+    path.write_text(json.dumps(summary))
+    assert here(*needle_options(data, copied_tuned)) == 0
+    assert (folder / "needle" / "metrics.jsonl").read_bytes() == before
+    assert_same_tuning(folder, tuned[0] / folder.name)
+
+
+def test_run_fine_tuned_before_it_was_finished_does_not_count(copied_tuned, data, capsys):
+    folder = copied_tuned / long_run().name / "needle"
+    for name in ("settings.json", "summary.json"):
+        record = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(record | dict(pretrained="step_000005")))
+    table, _ = dry_run(capsys, needle_options(data, copied_tuned))
+    assert "left alone" in table["rope"][1] and "pretrained step_000005 there, step_000012 here" in table["rope"][1]
+
+
+@pytest.mark.parametrize("name", ["settings.json", "summary.json"])
+def test_damaged_files_of_a_fine_tuning_are_named(copied_tuned, data, capsys, name):
+    path = copied_tuned / long_run().name / "needle" / name
+    for text in ("{", "[1]"):
+        path.write_text(text)
+        state, action = dry_run(capsys, needle_options(data, copied_tuned))[0]["rope"]
+        assert state == "other" and f"{path} is damaged" in action
+
+
+def test_first_stage_keeps_the_job_on_the_cluster(tmp_path):
+    for suffix in (".log", ".failures.txt", ".job"):
+        (tmp_path / f"run{suffix}").write_text("7")
+    assert script.settle(tmp_path / "run", 0, "", last=False) == "pretrained"
+    assert [path.name for path in tmp_path.iterdir()] == ["run.job"]
+    assert script.settle(tmp_path / "run", 0, "", tmp_path / "run" / "needle") == "finished"
+    assert not list(tmp_path.iterdir())
+
+
+def test_fine_tuning_of_another_process_is_left_alone(tmp_path):
+    (tmp_path / "run").mkdir()
+    lock = RunFolder.create(tmp_path / "run", "needle")
+    assert script.settle(tmp_path / "run", 2, "error: in use", tmp_path / "run" / "needle") == "running"
+    lock.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]  # no failure
+
+
+@pytest.mark.slow
+def test_c4_is_fetched_once_before_anything_is_trained(hub, data, tmp_path):  # noqa: F811
+    environment = dict(
+        HF_ENDPOINT=f"http://127.0.0.1:{hub.server_port}", HF_HOME=str(tmp_path / "hf"), HF_HUB_DISABLE_XET="1",
+        HF_HUB_OFFLINE="0", NO_PROXY="127.0.0.1", no_proxy="127.0.0.1", PYTHONPATH=str(ROOT),
+    )  # fmt: skip
+    words = [*needle_options(data, "runs", "rope alibi", haystack="c4", steps=3, examples=1), "--jobs", 2]
+    validation = next(path for path in hub.files if "validation" in path)
+    hub.files.pop(validation)
+    whole = gzip.compress("".join(json.dumps({"text": "a cab " * 50}) + "\n" for _ in range(100)).encode())
+    process = command(*words, cwd=tmp_path, **environment)
+    error = process.communicate(timeout=300)[1]
+    assert process.returncode == 2 and "error: cannot fetch c4-validation" in error.splitlines()[-1]
+    assert not list((tmp_path / "runs").iterdir())
+    hub.files[validation] = whole
+    process = command(*words, cwd=tmp_path, **environment)
+    assert process.communicate(timeout=300) and process.returncode == 0
+    assert len(hub.fetched) == 2
+    for summary in (tmp_path / "runs").glob("*/needle/summary.json"):
+        assert json.loads(summary.read_text())["haystack"] == "c4"
+
+
 # ---- what a dry run says ---------------------------------------------------------------------------------------------
 
 
@@ -414,6 +678,18 @@ def test_all_is_every_run_once(scale):
     assert set(hashes) == {config_hash(run.config) for name in SWEEPS for run in sweep(name, scale)}
 
 
+@pytest.mark.parametrize(
+    "scale, haystack, steps", [("paper", "c4", 300), ("small", "c4", 300), ("mini", "shards", 2400)]
+)
+def test_all_fine_tunes_the_runs_of_the_needle_table_with_the_settings_of_the_scale(scale, haystack, steps):
+    table, everything = sweep("table_needle", scale), sweep("all", scale)
+    assert [run for run in everything if run.needle] == table and len(table) == 30 < len(everything)
+    assert {(run.needle.haystack, run.needle.steps) for run in table} == {(haystack, steps)}
+    assert not any(run.needle for run in sweep("table_losses", scale))
+    (needle,) = {run.needle for run in sweep("all", scale, needle=dict(examples=7)) if run.needle}
+    assert (needle.haystack, needle.steps, needle.examples) == (haystack, steps, 7)
+
+
 def test_field_that_a_preset_has_already_changes_nothing():
     assert [run.name for run in sweep("table_losses", "mini", changes=dict(steps=1200))] == [
         run.name for run in sweep("table_losses", "mini")
@@ -448,6 +724,10 @@ WRONG = {  # words, and what the error must say
     "jobs": (["table_losses", "--jobs", "0"], "--jobs must be at least 1"),
     "retries": (["table_losses", "--retries", "-1"], "--retries must not be negative"),
     "gpus": (["table_losses", "--gpus-per-run", "999"], "--gpus-per-run 999, but torch sees"),
+    "needle setting": (["all", "--needle", "step=3"], "the needle task has no setting 'step'; it has haystack, steps"),
+    "needle number": (["all", "--needle", "steps=3.5"], "steps of the needle task must be at least 1, got 3.5"),
+    "needle word": (["all", "--needle", "steps"], "--needle takes KEY=VALUE, got steps"),
+    "needle of others": (["table_losses", "--needle", "steps=3"], "--needle: sweep table_losses fine-tunes no run"),
     "slurm without it": (["table_losses", "--slurm", "time=60"], "--slurm needs --executor slurm"),
     "slurm time": (["table_losses", "--executor", "slurm", "--slurm", "time=24:00:00"], "is in minutes, got 24:00:00"),
     "slurm word": (["table_losses", "--executor", "slurm", "--slurm", "time"], "takes KEY=VALUE, got time"),
@@ -528,6 +808,18 @@ def test_preempted_submitit_job_is_queued_again_and_resumes(data, finished, tmp_
     assert process.communicate(timeout=300) and process.returncode == 0
     assert not is_alive(pid) and "; resumed at step " in log(folder)
     assert_same_weights(folder, finished[0] / folder.name)
+    assert {path.name for path in tmp_path.iterdir()} == {folder.name, "submitit"}
+
+
+@pytest.mark.slow
+def test_preempted_submitit_job_resumes_its_fine_tuning(data, tuned, tmp_path):
+    folder = tmp_path / long_run().name
+    process = command(*needle_options(data, tmp_path), "--executor", "submitit-local")
+    pid = tuner(folder, 20)
+    os.kill(parent(pid), signal.SIGUSR2)
+    assert process.communicate(timeout=300) and process.returncode == 0
+    assert not is_alive(pid)
+    assert_same_tuning(folder, tuned[0] / folder.name)
     assert {path.name for path in tmp_path.iterdir()} == {folder.name, "submitit"}
 
 
