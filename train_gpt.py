@@ -48,7 +48,7 @@ def main():
 
 
 def train(stop: StopRequest):
-    # ---- configuration, devices, data, model: what can be wrong is found before there is a run folder ----------------
+    # ---- configuration, devices, model, data: what can be wrong is found before there is a run folder ----------------
     with user_errors():
         config = read_config(sys.argv[1:], __doc__, METHODS)
         world = start_processes(config.device, config.context_parallel)
@@ -61,9 +61,6 @@ def train(stop: StopRequest):
                 cooldown_steps=config.cooldown_steps,
             )
             check_schedule(**schedule)
-            train_stream = open_split(config.data_dir, "train", config.vocab_size)
-            val_stream = open_split(config.data_dir, "val", config.vocab_size)
-            check_validation(val_stream, config.val_lengths, config.val_tokens)
             most_tokens = config.micro_batch_tokens * world.context_size
             micro_batch = micro_batch_size(config.batch_tokens, config.train_length, most_tokens, world.data_size)
             dtype = compute_dtype(config, world.device)
@@ -78,6 +75,9 @@ def train(stop: StopRequest):
             if world.device.type == "cpu" and plans[config.train_length].backend == "flex":
                 raise ValueError("FlexAttention cannot train on a CPU: use --attention_backend auto")
             optimizers = build_optimizers(config, model, bool(compiled), world)
+            train_stream = open_split(config.data_dir, "train", config.vocab_size)  # the words are right: now the disk
+            val_stream = open_split(config.data_dir, "val", config.vocab_size)
+            check_validation(val_stream, config.val_lengths, config.val_tokens)
             if world.is_main:
                 space = (config.keep + 1) * checkpoint_bytes(optimizers)
                 folder = RunFolder.create(config.runs_dir, config.name, config.resume, need_bytes=space)

@@ -496,6 +496,14 @@ def test_wrong_field_is_one_line_and_no_run_folder(data, tmp_path, capsys, field
     assert not (tmp_path / "runs").exists()
 
 
+WORDS = [what for what in WRONG if what not in ("data folder", "vocabulary", "too many validation tokens", "disk space")]
+
+
+@pytest.mark.parametrize("fields, says", [WRONG[what] for what in WORDS], ids=WORDS)
+def test_wrong_words_are_said_before_missing_data(tmp_path, capsys, fields, says):
+    assert says in error_of(capsys, *arguments(tmp_path / "nowhere", tmp_path / "runs", **fields))
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
 def test_cuda_where_there_is_none_is_one_line_and_no_run_folder(data, tmp_path, capsys):
     assert "use --device cpu" in error_of(capsys, *arguments(data, tmp_path / "runs", device="cuda"))
@@ -536,8 +544,8 @@ def test_resuming_on_other_data_is_refused(copied, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_more_processes_than_sequences_is_one_line_and_no_run_folder(data, tmp_path):
-    done = train_on(2, data, tmp_path / "runs", code=1, train_length=128)  # torchrun's code, whatever its workers' is
+def test_more_processes_than_sequences_is_one_line_and_no_run_folder(tmp_path):
+    done = train_on(2, "nowhere", tmp_path / "runs", code=1, train_length=128)  # torchrun's code, whatever its workers' is
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "use at most 1 processes or a larger batch_tokens" in errors[0]
     assert "exitcode  : 2" in done.stderr and 'train_gpt.py", line' not in done.stderr  # no worker's traceback
