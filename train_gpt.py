@@ -354,7 +354,8 @@ def build_optimizers(config: Config, model: GPT, compiled: bool, world: World) -
             embedding=lambda name, p: name.startswith("embedding."),
         ),
     )
-    muon = functools.partial(Muon, momentum=config.muon_momentum, compile=compiled)
+    dtype = compute_dtype(config, world.device)
+    muon = functools.partial(Muon, momentum=config.muon_momentum, compile=compiled, dtype=dtype)
     adam = functools.partial(torch.optim.Adam, betas=config.adam_betas, eps=config.adam_eps, fused=True)
     groups = dict(
         head=Group(params["head"], adam, config.head_lr),

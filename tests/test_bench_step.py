@@ -80,7 +80,7 @@ def test_muon_matrix_by_matrix_makes_the_same_updates():
     generator = torch.Generator().manual_seed(2)
     start = [torch.randn(shape, generator=generator) for shape in [(3, 16, 16), (40, 16), (16, 40)]]
     params = {make: [nn.Parameter(x.clone()) for x in start] for make in (Muon, baselines.MatrixMuon)}
-    optimizers = {make: make(own, lr=0.1) for make, own in params.items()}
+    optimizers = {make: make(own, lr=0.1, dtype=torch.float32) for make, own in params.items()}
     for _ in range(3):
         for grads in zip(*params.values()):
             grad = torch.randn(grads[0].shape, generator=generator)

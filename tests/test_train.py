@@ -304,6 +304,23 @@ def test_the_first_part_of_the_tokens_is_validated(data, finished):
     assert result["val_tokens"] == {"64": 192}
 
 
+def test_resumes_bit_for_bit_in_the_dtype_of_this_machine(data, tmp_path):
+    whole = train_here(data, tmp_path / "whole", dtype="auto")
+    folder = rewound(whole, tmp_path / "resumed")
+    train_here(data, tmp_path / "resumed", dtype="auto", resume="auto")
+    assert_same_run(folder, whole)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
+def test_all_of_a_step_is_in_the_dtype_of_the_run(data, tmp_path, dtype):
+    config, world = read_config(arguments(data, tmp_path, dtype=dtype)), start_processes("cpu")
+    expected = train_gpt.compute_dtype(config, world.device)
+    model = train_gpt.build_model(config, expected)
+    optimizers = train_gpt.build_optimizers(config, model, False, world)
+    assert optimizers.optimizers["matrices"].dtype == expected
+    assert dtype in ("auto", str(expected).removeprefix("torch."))
+
+
 def test_the_fast_profile_resumes_bit_for_bit(data, tmp_path):
     fields = dict(val_profile="fast", val_every=2, save_every=5)
     whole = train_here(data, tmp_path / "whole", **fields)
