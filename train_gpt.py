@@ -124,7 +124,7 @@ def train(stop: StopRequest):
 
     num_parameters = sum(p.numel() for p in model.parameters())
     flops_per_token = model_flops_per_token(config)
-    peak, peak_source = peak_flops(world.device)
+    peak = peak_flops(world.device, dtype)
 
     def say(text: str):  # on the console and in log.txt, by the main process
         if world.is_main:
@@ -143,7 +143,8 @@ def train(stop: StopRequest):
     )
     plan = plans[config.train_length]
     say(f"{str(dtype).removeprefix('torch.')}; compile {compile_note}; attention by {plan.backend} ({plan.why})")
-    say(f"MFU of {peak:.3g} FLOP/s ({peak_source})")
+    if peak:
+        say(f"MFU of {peak[0]:.3g} FLOP/s ({peak[1]})")
     share = f"validation profile {config.val_profile}: {validation_share(config):.1%} of the FLOPs of training"
     say(share + (f"; resumed at step {start}" if start else ""))
 
@@ -177,7 +178,8 @@ def train(stop: StopRequest):
 
     # A step's numbers are read when the device is already busy with the next step, so that it never waits for us.
     unread, step_seconds, clock, last_line = None, [], time.monotonic(), -math.inf
-    bar = tqdm(total=config.steps, initial=start, unit="step", disable=None if world.is_main else True)
+    words = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"  # our own estimate of the time left
+    bar = tqdm(total=config.steps, initial=start, bar_format=words, disable=None if world.is_main else True)
 
     def log_step():
         nonlocal unread, seconds, skipped, clock, last_line
@@ -196,14 +198,15 @@ def train(stop: StopRequest):
         seconds += elapsed
         step_seconds.append(elapsed)
         rate = config.batch_tokens / elapsed
-        mfu = rate * flops_per_token / (peak * world.world_size)
+        mfu = rate * flops_per_token / (peak[0] * world.world_size) if peak else None
         if world.is_main:
             record = dict(step=step, tokens=step * config.batch_tokens, train_loss=loss, grad_norm=grad_norm)
-            record |= dict(lr=optimizers.learning_rates(factor), tokens_per_second=round(rate), mfu=round(mfu, 4))
+            record |= dict(lr=optimizers.learning_rates(factor), tokens_per_second=round(rate))
+            record |= dict(mfu=round(mfu, 4)) if peak else {}
             record |= dict(skipped=skipped) if skipped else {}
             metrics.write(record | dict(seconds=round(seconds, 3), peak_memory_mib=peak_memory(world.device) >> 20))
-        minutes_left = statistics.median(step_seconds[-20:]) * (config.steps - step) / 60
-        line = f"loss {loss:.4f}  {rate:,.0f} tokens/s  MFU {mfu:.1%}  {minutes_left:.1f} min left"
+        line = f"loss {loss:.4f}  {rate:,.0f} tokens/s" + (f"  MFU {mfu:.1%}" if peak else "")
+        line += time_left(step_seconds, config.steps - step)
         bar.set_postfix_str(line, refresh=False)
         bar.update()
         if time.monotonic() - last_line > 10:
@@ -404,6 +407,13 @@ def train_step(
     numbers[1].sqrt_()
     optimizers.step(lr_factor, numbers.isfinite().all())
     return numbers
+
+
+def time_left(step_seconds: list[float], steps: int) -> str:
+    """Words for what so many steps will take, as long as the last 20 took; none until five were timed after the first,
+    which is slower."""
+    recent = step_seconds[1:][-20:]
+    return f"  {statistics.median(recent) * steps / 60:.1f} min left" if len(recent) >= 5 else ""
 
 
 def sum_over_processes(tensors: list[torch.Tensor], world):

@@ -4,6 +4,7 @@ against two, and what a user gets wrong."""
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,7 +30,7 @@ FIELDS = dict(
     val_lengths=(16, 64), val_tokens=256, val_every=5, save_every=5,
     compile="off", device="cpu", dtype="float32",
 )  # fmt: skip
-TIMES = {"seconds", "val_seconds", "tokens_per_second", "mfu", "peak_memory_mib"}
+TIMES = {"seconds", "val_seconds", "tokens_per_second", "peak_memory_mib"}
 
 
 # ---- data and ways to run --------------------------------------------------------------------------------------------
@@ -252,8 +253,19 @@ def test_record_of_every_step(finished):
     keys = {"step", "tokens", "train_loss", "grad_norm", "lr"} | TIMES - {"val_seconds"}
     assert [r["step"] for r in steps] == list(range(1, 21))
     assert all(r.keys() == keys and r["tokens"] == 128 * r["step"] for r in steps)
-    assert all(0 < r["grad_norm"] < 100 and 0 < r["mfu"] < 1 for r in steps)
+    assert all(0 < r["grad_norm"] < 100 and r["tokens_per_second"] > 0 for r in steps)
     assert steps[0]["train_loss"] == pytest.approx(math.log(64), abs=1e-5)  # the head starts at zero
+
+
+def test_log_says_tokens_a_second_and_on_a_cpu_no_mfu(finished):
+    said = re.findall(r"^(?:MFU|step 1/).*", (finished / "log.txt").read_text(), re.MULTILINE)
+    assert len(said) == 1 and re.fullmatch(r"step 1/20  loss \d\.\d{4}  [\d,]+ tokens/s", said[0])
+
+
+def test_time_left_is_said_once_some_steps_after_the_first_were_timed():
+    assert train_gpt.time_left([30.0], 419) == train_gpt.time_left([30.0, *[1.0] * 4], 415) == ""
+    assert train_gpt.time_left([30.0, *[1.0] * 5], 414) == "  6.9 min left"
+    assert train_gpt.time_left([30.0, *[9.0] * 30, *[2.0] * 20], 60) == "  2.0 min left"
 
 
 def test_learning_rates_fall_together_in_the_cooldown(finished):
