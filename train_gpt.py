@@ -129,6 +129,7 @@ def train(stop: StopRequest):
     def say(text: str):  # on the console and in log.txt, by the main process
         if world.is_main:
             tqdm.write(text)
+            sys.stdout.flush()  # a sweep keeps these lines in a file: the last ones of a run that is killed too
             folder.log(text)
 
     if world.is_main:

@@ -94,7 +94,7 @@ def test_when_one_rank_fails_in_set_up_all_leave_with_one_message(tmp_path):
         "print('trained', flush=True)\n"
     )
     process = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, script)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=600)
     assert out.count("met 1") == 2 and "trained" not in out
     assert err.count("error: shard 7 is damaged\n") == err.count("shard 7 is damaged") == 1
     assert process.returncode != 0 and re.search(r"exitcode\s*: 2 ", err), err
@@ -278,10 +278,11 @@ for _ in range(8):
             save_checkpoint(folder, step, {"step": step, "weights": torch.full((1_000_003,), step)})
             os.write(report, f"{step} ".encode())
     os.close(report)
+    reported = os.read(saved, 16)  # the first one is there, however slow the machine is
     time.sleep(delays.uniform(0.02, 0.2))
     os.kill(child, 9)
     os.waitpid(child, 0)
-    reported = [last] + [int(step) for step in os.read(saved, 65536).split()]
+    reported = [last] + [int(step) for step in (reported + os.read(saved, 65536)).split()]
     state = load_checkpoint(latest_checkpoint(folder))
     last = state["step"]
     assert last in (reported[-1], reported[-1] + 1), (last, reported)
@@ -292,7 +293,7 @@ print(last)
 
 def test_kill_9_while_saving_leaves_a_loadable_latest(tmp_path):
     process = python("-c", KILLS, tmp_path)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
     assert int(out) > 0, "no checkpoint was saved between the kills"
 
@@ -398,7 +399,7 @@ def test_wandb_is_not_imported_unless_asked_for(tmp_path):
         "assert 'wandb' not in sys.modules"
     )
     process = python("-c", code, tmp_path)
-    assert process.communicate(timeout=60)[1] == "" and process.returncode == 0
+    assert process.communicate(timeout=600)[1] == "" and process.returncode == 0
     assert names(tmp_path) == []
 
 
@@ -424,7 +425,7 @@ def mirrored(tmp_path_factory):
     """A run mirrored "online" without an API key, stopped and resumed: folder, ids, log lines, error reporting."""
     home, folder = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("run")
     process = python("-c", MIRRORED, folder, HOME=str(home), WANDB_CACHE_DIR=str(home))
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
     return folder, *json.loads((folder / "result.json").read_text())
 
