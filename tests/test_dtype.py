@@ -1,4 +1,4 @@
-"""The tests that depend on whether this machine's CPU has bfloat16 units pass with these units, and with them hidden."""
+"""The tests that depend on whether this CPU has bfloat16 units pass with these units, and with them hidden."""
 
 import os
 import subprocess

@@ -525,7 +525,8 @@ def test_wrong_field_is_one_line_and_no_run_folder(data, tmp_path, capsys, field
     assert not (tmp_path / "runs").exists()
 
 
-WORDS = [what for what in WRONG if what not in ("data folder", "vocabulary", "too many validation tokens", "disk space")]
+ON_DISK = ("data folder", "vocabulary", "too many validation tokens", "disk space")
+WORDS = [what for what in WRONG if what not in ON_DISK]
 
 
 @pytest.mark.parametrize("fields, says", [WRONG[what] for what in WORDS], ids=WORDS)
@@ -574,7 +575,7 @@ def test_resuming_on_other_data_is_refused(copied, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_more_processes_than_sequences_is_one_line_and_no_run_folder(tmp_path):
-    done = train_on(2, "nowhere", tmp_path / "runs", code=1, train_length=128)  # torchrun's code, whatever its workers' is
+    done = train_on(2, "nowhere", tmp_path / "runs", code=1, train_length=128)  # torchrun's code, whatever the workers'
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "use at most 1 processes or a larger batch_tokens" in errors[0]
     assert "exitcode  : 2" in done.stderr and 'train_gpt.py", line' not in done.stderr  # no worker's traceback
