@@ -50,7 +50,7 @@ def main():
 
 
 def train(stop: StopRequest):
-    # ---- configuration, devices, data, model: what can be wrong is found before there is a run folder ----------------
+    # ---- configuration, devices, model, data: what can be wrong is found before there is a run folder ----------------
     with user_errors():
         config = read_config(sys.argv[1:], __doc__, METHODS)
         world = start_processes(config.device, config.context_parallel)
@@ -63,17 +63,6 @@ def train(stop: StopRequest):
                 cooldown_steps=config.cooldown_steps,
             )
             check_schedule(**schedule)
-            run_tokens = config.steps * config.batch_tokens
-            train_stream = open_split(config.data_dir, "train", config.vocab_size, run_tokens)
-            val_stream = open_split(config.data_dir, "val", config.vocab_size, run_tokens)
-            data = dict(
-                train=train_stream.fingerprint(run_tokens),
-                validation=val_stream.fingerprint(config.val_tokens),
-                tokenizer=tokenizer_of(config.data_dir),
-                tokens=run_tokens,
-                distinct_tokens=min(run_tokens, len(train_stream)),
-            )
-            check_validation(val_stream, config.val_lengths, config.val_tokens)
             most_tokens = config.micro_batch_tokens * world.context_size
             micro_batch = micro_batch_size(config.batch_tokens, config.train_length, most_tokens, world.data_size)
             dtype = compute_dtype(config, world.device)
@@ -86,6 +75,17 @@ def train(stop: StopRequest):
             if world.device.type == "cpu" and plan.backend == "flex":
                 raise ValueError("FlexAttention cannot train on a CPU: use --attention_backend auto")
             optimizers = build_optimizers(config, model, bool(compiled), world)
+            run_tokens = config.steps * config.batch_tokens  # the words are right: now the disk
+            train_stream = open_split(config.data_dir, "train", config.vocab_size, run_tokens)
+            val_stream = open_split(config.data_dir, "val", config.vocab_size, run_tokens)
+            data = dict(
+                train=train_stream.fingerprint(run_tokens),
+                validation=val_stream.fingerprint(config.val_tokens),
+                tokenizer=tokenizer_of(config.data_dir),
+                tokens=run_tokens,
+                distinct_tokens=min(run_tokens, len(train_stream)),
+            )
+            check_validation(val_stream, config.val_lengths, config.val_tokens)
             if world.is_main:
                 space = (config.keep + 1) * checkpoint_bytes(optimizers)
                 folder = RunFolder.create(config.runs_dir, config.name, config.resume, need_bytes=space)
@@ -132,11 +132,12 @@ def train(stop: StopRequest):
 
     num_parameters = sum(p.numel() for p in model.parameters())
     flops_per_token = model_flops_per_token(config)
-    peak, peak_source = peak_flops(world.device)
+    peak = peak_flops(world.device, dtype)
 
     def say(text: str):  # on the console and in log.txt, by the main process
         if world.is_main:
             tqdm.write(text)
+            sys.stdout.flush()  # a sweep keeps these lines in a file: the last ones of a run that is killed too
             folder.log(text)
 
     if world.is_main:
@@ -157,7 +158,8 @@ def train(stop: StopRequest):
         more = data_command(config.data_dir, run_tokens)
         say(f"warning: the text is shorter than the run and is read {epochs:.2f} times: more comes with `{more}`")
     say(f"{str(dtype).removeprefix('torch.')}; compile {compile_note}; attention by {plan.backend} ({plan.why})")
-    say(f"MFU of {peak:.3g} FLOP/s ({peak_source})")
+    if peak:
+        say(f"MFU of {peak[0]:.3g} FLOP/s ({peak[1]})")
     share = f"validation profile {config.val_profile}: {validation_share(config):.1%} of the FLOPs of training"
     say(share + (f"; resumed at step {start}" if start else ""))
 
@@ -191,7 +193,8 @@ def train(stop: StopRequest):
 
     # A step's numbers are read when the device is already busy with the next step, so that it never waits for us.
     unread, step_seconds, clock, last_line = None, [], time.monotonic(), -math.inf
-    bar = tqdm(total=config.steps, initial=start, unit="step", disable=None if world.is_main else True)
+    words = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"  # our own estimate of the time left
+    bar = tqdm(total=config.steps, initial=start, bar_format=words, disable=None if world.is_main else True)
 
     def log_step():
         nonlocal unread, seconds, skipped, clock, last_line
@@ -210,14 +213,15 @@ def train(stop: StopRequest):
         seconds += elapsed
         step_seconds.append(elapsed)
         rate = config.batch_tokens / elapsed
-        mfu = rate * flops_per_token / (peak * world.world_size)
+        mfu = rate * flops_per_token / (peak[0] * world.world_size) if peak else None
         if world.is_main:
             record = dict(step=step, tokens=step * config.batch_tokens, train_loss=loss, grad_norm=grad_norm)
-            record |= dict(lr=optimizers.learning_rates(factor), tokens_per_second=round(rate), mfu=round(mfu, 4))
+            record |= dict(lr=optimizers.learning_rates(factor), tokens_per_second=round(rate))
+            record |= dict(mfu=round(mfu, 4)) if peak else {}
             record |= dict(skipped=skipped) if skipped else {}
             metrics.write(record | dict(seconds=round(seconds, 3), peak_memory_mib=peak_memory(world.device) >> 20))
-        minutes_left = statistics.median(step_seconds[-20:]) * (config.steps - step) / 60
-        line = f"loss {loss:.4f}  {rate:,.0f} tokens/s  MFU {mfu:.1%}  {minutes_left:.1f} min left"
+        line = f"loss {loss:.4f}  {rate:,.0f} tokens/s" + (f"  MFU {mfu:.1%}" if peak else "")
+        line += time_left(step_seconds, config.steps - step)
         bar.set_postfix_str(line, refresh=False)
         bar.update()
         if time.monotonic() - last_line > 10:
@@ -387,7 +391,8 @@ def build_optimizers(config: Config, model: GPT, compiled: bool, world: World) -
             embedding=lambda name, p: name.startswith("embedding."),
         ),
     )
-    muon = functools.partial(Muon, momentum=config.muon_momentum, compile=compiled)
+    dtype = compute_dtype(config, world.device)
+    muon = functools.partial(Muon, momentum=config.muon_momentum, compile=compiled, dtype=dtype)
     adam = functools.partial(torch.optim.Adam, betas=config.adam_betas, eps=config.adam_eps, fused=True)
     groups = dict(
         head=Group(params["head"], adam, config.head_lr),
@@ -443,6 +448,13 @@ def train_step(
     numbers[1].sqrt_()
     optimizers.step(lr_factor, numbers.isfinite().all())
     return numbers
+
+
+def time_left(step_seconds: list[float], steps: int) -> str:
+    """Words for what so many steps will take, as long as the last 20 took; none until five were timed after the first,
+    which is slower."""
+    recent = step_seconds[1:][-20:]
+    return f"  {statistics.median(recent) * steps / 60:.1f} min left" if len(recent) >= 5 else ""
 
 
 def sum_over_processes(tensors: list[torch.Tensor], world):

@@ -110,7 +110,8 @@ class Fields:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA if present."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the computation; parameters are float32. auto: bfloat16 on CUDA and on CPUs that multiply it in hardware."""
+    """Of the computation, Muon's too; parameters are float32. auto: bfloat16 on CUDA and on CPUs that multiply it in
+    hardware (ONEDNN_MAX_CPU_ISA=AVX2 in the environment hides that)."""
     compile: Literal["auto", "model", "blocks", "off"] = "auto"
     """What torch.compile takes as a whole. blocks: each on its own, so that gradients are sent while others are still
     computed. auto: blocks for several GPUs, otherwise model; off if a trial compilation fails."""

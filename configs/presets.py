@@ -75,11 +75,11 @@ def mini() -> Config:
         quickstart(),
         batch_tokens=4096,
         micro_batch_tokens=4096,
-        steps=900,
-        cooldown_steps=257,  # the paper's share, 1308 of 4578
+        steps=640,
+        cooldown_steps=183,  # the paper's share, 1308 of 4578
         val_lengths=(256, 1024, 4096, 16_384),
         val_tokens=65_536,
-        val_every=75,
+        val_every=64,
         val_profile="fast",
     )
 

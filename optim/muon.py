@@ -54,8 +54,12 @@ def lr_scale(p: Tensor) -> float:
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 where the hardware multiplies it fast; elsewhere float32, about ten times faster there."""
+    """bfloat16 where the hardware multiplies it fast; elsewhere float32, about ten times faster there.
+
+    A CPU's units count where oneDNN uses them: ONEDNN_MAX_CPU_ISA=AVX2 in the environment hides them from it.
+    """
     cpu_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    cpu_bf16 = cpu_bf16 and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.bfloat16 if device.type == "cuda" or cpu_bf16 else torch.float32
 
 

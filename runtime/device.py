@@ -33,19 +33,19 @@ def device_name(device: torch.device) -> str:
     return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
 
 
-def peak_flops(device: torch.device) -> tuple[float, str]:
-    """The FLOP/s that model FLOPs utilisation (MFU) is a share of, and where that number comes from.
+def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str] | None:
+    """The FLOP/s that model FLOPs utilisation (MFU) is a share of, and where that number comes from; None on a CPU.
 
-    A well-known GPU: the vendor's dense bf16 peak, so MFU compares across machines and papers. Any other device: the
-    rate of one large matrix product on it, measured now in about 0.1 s (bf16 on a GPU, float32 on the CPU); MFU then
-    says how close the run comes to that product on this machine, and compares with nothing else.
+    bfloat16 on a well-known GPU: the vendor's dense peak, so MFU compares across machines and papers. Any other GPU or
+    dtype: the rate of one large matrix product, measured now in about 0.1 s; MFU then says how close the run comes to
+    that product on this machine, and compares with nothing else. The cores of a CPU are often shared with others, whose
+    work would move that number by more than it says.
     """
-    if device.type == "cuda":
-        published = published_peak(device_name(device))
-        if published is not None:
-            return published, "published dense bf16 peak"
-        return _matmul_rate(device, torch.bfloat16, 8192), "measured bf16 matmul"
-    return _matmul_rate(device, torch.float32, 1024), "measured float32 matmul"
+    if device.type == "cpu":
+        return None
+    if dtype == torch.bfloat16 and (published := published_peak(device_name(device))):
+        return published, "published dense bfloat16 peak"
+    return _matmul_rate(device, dtype), f"measured {str(dtype).removeprefix('torch.')} matmul"
 
 
 def published_peak(gpu_name: str) -> float | None:
@@ -53,21 +53,19 @@ def published_peak(gpu_name: str) -> float | None:
     return next((flops for known, flops in PEAK_BF16_FLOPS.items() if known in gpu_name), None)
 
 
-def _matmul_rate(device: torch.device, dtype: torch.dtype, n: int) -> float:
+def _matmul_rate(gpu: torch.device, dtype: torch.dtype, n: int = 8192) -> float:
     """The best FLOP/s of (n, n) @ (n, n) over 0.1 s."""
     # A generator of its own: the run's random numbers must not depend on whether something was measured.
-    generator = torch.Generator(device).manual_seed(0)
-    a, b = torch.randn(2, n, n, device=device, dtype=dtype, generator=generator)
+    generator = torch.Generator(gpu).manual_seed(0)
+    a, b = torch.randn(2, n, n, device=gpu, dtype=dtype, generator=generator)
     best = float("inf")
     a @ b  # warm up
     end = time.perf_counter() + 0.1
     while best == float("inf") or time.perf_counter() < end:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        torch.cuda.synchronize(gpu)
         start = time.perf_counter()
         a @ b
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        torch.cuda.synchronize(gpu)
         best = min(best, time.perf_counter() - start)
     return 2 * n**3 / best
 

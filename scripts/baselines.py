@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model.gpt import GPT, Attention, linear, norm
-from optim.muon import fast_dtype
 from optim.sharded import Group, Optimizers
 
 # ---- record 8 --------------------------------------------------------------------------------------------------------
@@ -75,8 +74,9 @@ def orthogonalise(x: Tensor) -> Tensor:
 class MatrixMuon(torch.optim.Optimizer):
     """Muon, one matrix after another; the update is that of optim/muon.py."""
 
-    def __init__(self, params, lr: float = 0.02, momentum: float = 0.95, compile: bool = False):
+    def __init__(self, params, dtype: torch.dtype, lr: float = 0.02, momentum: float = 0.95, compile: bool = False):
         super().__init__(params, dict(lr=lr, momentum=momentum))
+        self.dtype = dtype
         self.orthogonalise = torch.compile(orthogonalise, dynamic=False) if compile else orthogonalise
 
     @torch.no_grad()
@@ -87,7 +87,7 @@ class MatrixMuon(torch.optim.Optimizer):
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(p)
                 buffer = state["momentum_buffer"].mul_(group["momentum"]).add_(p.grad)
-                directions = p.grad.add(buffer, alpha=group["momentum"]).to(fast_dtype(p.device))
+                directions = p.grad.add(buffer, alpha=group["momentum"]).to(self.dtype)
                 rows, cols = p.shape[-2:]
                 for matrix, x in zip(p.view(-1, rows, cols), directions.view(-1, rows, cols)):
                     x = self.orthogonalise(x.mT).mT if rows > cols else self.orthogonalise(x)

@@ -209,7 +209,8 @@ class Bench:
                 separate_projections(model)
             optimizers = build_optimizers(config, model, self.compiled, self.world)
             if "muon" in variant.replaced:
-                muon = functools.partial(MatrixMuon, momentum=config.muon_momentum, compile=self.compiled)
+                settings = dict(momentum=config.muon_momentum, compile=self.compiled, dtype=self.dtype)
+                muon = functools.partial(MatrixMuon, **settings)
                 matrices = dataclasses.replace(optimizers.groups["matrices"], make=muon)
                 optimizers = Optimizers(optimizers.groups | dict(matrices=matrices))
         else:

@@ -9,11 +9,13 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from data.text import prepare
+from lives import holding
 from runtime.checkpoint import latest_checkpoint, load_checkpoint
 from scripts.reproduce import ITEMS
 
@@ -28,10 +30,10 @@ FIELDS += " --val_every 10 --val_lengths 256 1024 4096 --val_tokens 8192 --compi
 pytestmark = pytest.mark.slow
 
 
-def start(*words):
+def start(*words, **variables):
     """A command in the repository root, one thread, in a process group of its own."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
-    environment |= dict(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
+    environment |= dict(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE") | variables
     return subprocess.Popen(
         [sys.executable, *map(str, words)], cwd=ROOT, env=environment, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -47,13 +49,15 @@ def run(*words, code=0):
 
 def kill(process):
     """The sweep and every run that it started, at once and without a word, as a machine that goes down does it."""
+    os.kill(process.pid, signal.SIGSTOP)  # so that it starts no more
     children = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True).stdout.split("\n")
     parents = {int(pid): int(parent) for pid, parent in (row.split() for row in children if row)}
     doomed = {process.pid}
     while more := {pid for pid, parent in parents.items() if parent in doomed} - doomed:
         doomed |= more
     for pid in doomed:
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # ended meanwhile
+            os.kill(pid, signal.SIGKILL)
     process.wait()
 
 
@@ -69,8 +73,8 @@ def made(tmp_path_factory):
     common = ["--scale", "mini", "--runs-dir", folder / "runs", "--methods", *METHODS, "--seeds", 0, 1]
     fields = ["--data_dir", folder / "data", *FIELDS.split()]
     said = {}
-    sweep = start("-m", "scripts.sweep", "table_losses", *common, *fields)
-    deadline = time.monotonic() + 300
+    sweep = start("-m", "scripts.sweep", "table_losses", *common, *fields, **holding(folder, "-s1"))
+    deadline = time.monotonic() + 600
     while len(list(folder.glob("runs/*/summary.json"))) < 1 or not interrupted(folder):
         assert sweep.poll() is None and time.monotonic() < deadline, sweep.communicate()[0]
         time.sleep(0.02)

@@ -125,14 +125,14 @@ def test_mini_presets_differ_in_the_training_length_alone():
         assert preset(f"mini_{length}") == dataclasses.replace(mini, train_length=length)
     paper = preset("gpt_162m_4k")
     assert preset("gpt_162m_16k") == dataclasses.replace(paper, train_length=16_384)
-    assert mini.val_tokens // max(mini.val_lengths) > 2 and mini.cooldown_steps == round(900 * 1308 / 4578)
+    assert mini.val_tokens // max(mini.val_lengths) > 2 and mini.cooldown_steps == round(640 * 1308 / 4578)
 
 
 @pytest.mark.parametrize("arguments, steps, warmup, cooldown", [
     (["--steps", "90"], 90, 0, 26),
-    (["--steps=450"], 450, 0, 128),
+    (["--steps=320"], 320, 0, 92),
     (["--steps", "90", "--cooldown_steps", "7"], 90, 0, 7),
-    (["--cooldown_steps", "7"], 900, 0, 7),
+    (["--cooldown_steps", "7"], 640, 0, 7),
     (["--steps", "1"], 1, 0, 0),
 ])
 def test_steps_alone_leave_the_cooldown_its_share(arguments, steps, warmup, cooldown):

@@ -367,7 +367,7 @@ for split, num_files in {haystacks!r}:
         "no_proxy": "127.0.0.1",
     }
     command = [sys.executable, "-c", program]
-    result = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr
     return [json.loads(line) for line in result.stdout.splitlines()]
 

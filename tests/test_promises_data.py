@@ -554,7 +554,7 @@ def test_download_killed_in_the_middle_of_a_body_leaves_no_bad_shard(tmp_path, f
             command = [sys.executable, "-m", "data.fineweb", "10B", "--shards", "1", "--out", str(folder / "out")]
             variables = environment(tmp_path, url(hub))
             with subprocess.Popen(command, cwd=REPOSITORY, env=variables, stderr=subprocess.DEVNULL) as process:
-                assert hub.stalled.wait(60)
+                assert hub.stalled.wait(600)
                 time.sleep(0.1 * i)
                 process.kill()
             hub.released.set()

@@ -95,7 +95,7 @@ def command(*arguments) -> subprocess.CompletedProcess:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
 
@@ -498,7 +498,7 @@ def in_chromium(text: str, tmp_path: Path) -> tuple[str, str]:
         [CHROMIUM, *flags.split(), f"--user-data-dir={tmp_path / 'profile'}", f"file://{tmp_path / 'page.html'}"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
     return done.stdout, done.stderr
 

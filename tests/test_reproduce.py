@@ -30,7 +30,7 @@ TINY = "--num_heads 2 --model_dim 16 --vocab_size 64 --train_length 64 --batch_t
 
 
 def write_run(
-    runs_dir, run, losses, *, steps=(0, 300, 600, 900), val_tokens=49_152, data="abc", needle=None, part=None, others={}
+    runs_dir, run, losses, *, steps=(0, 200, 400, 640), val_tokens=49_152, data="abc", needle=None, part=None, others={}
 ):
     """A finished run whose validation loss falls by 0.1 a record to the given losses {length: nats}, and its weights as
     other methods {method: losses}. part: validation
@@ -233,7 +233,7 @@ def test_the_page_names_the_training_text_and_how_often_it_was_read(tmp_path, ca
 def test_losses_on_other_text_get_into_no_table(tmp_path, call):
     (run,) = sweep("table_losses", "mini", methods=["rope"], seeds=[0])
     folder = write_run(tmp_path / "runs", run, {256: 4.0, 1024: 4.5, 4096: 5.0})
-    books = dict(step="step_001200", data="data/books", val_tokens=49_152, val_loss={"16384": 6.0, "256": 9.0})
+    books = dict(step="step_000640", data="data/books", val_tokens=49_152, val_loss={"16384": 6.0, "256": 9.0})
     (folder / "evaluation.json").write_text(json.dumps(dict(other_texts=dict(fedc=books))))
     code, said = call("table_losses", "--scale", "mini", "--methods", "rope", "--seeds", "0")
     table = {r["length"]: r["mean"] for r in rows(tmp_path / "out" / "table_losses.csv")}
@@ -261,7 +261,7 @@ def test_models_are_not_looked_at_on_another_text_than_theirs(tmp_path, call):
 def test_missing_length_comes_from_the_evaluation_or_is_named(tmp_path, call):
     a, b, c = sweep("table_losses", "mini", methods=["rope"])
     folders = [write_run(tmp_path / "runs", run, {256: 4.0, 1024: 4.5, 4096: 5.0}) for run in (a, b, c)]
-    evaluation = dict(step="step_000900", val_tokens=49_152, val_loss={"16384": 6.0, "256": 9.0})
+    evaluation = dict(step="step_000640", val_tokens=49_152, val_loss={"16384": 6.0, "256": 9.0})
     (folders[0] / "evaluation.json").write_text(json.dumps(evaluation))
     (folders[1] / "evaluation.json").write_text(json.dumps(evaluation | dict(val_tokens=1024)))  # other tokens
     code, said = call("table_losses", "--scale", "mini", "--methods", "rope")
@@ -294,8 +294,9 @@ def test_unfinished_other_diverged_and_damaged_runs_are_named(tmp_path, call):
 
 def needle_summary(run, greedy, **settings):
     """What fine-tuning with the settings of scale mini leaves behind, but for `settings`."""
-    summary = dataclasses.asdict(run.needle) | dict(pretrained="step_001200", oracle={"256": 0.99}, greedy=greedy)
-    return summary | dict(teacher_forcing=greedy | {"256": 0.95}) | settings
+    shares = dict(oracle={"256": 0.99}, greedy=greedy, teacher_forcing=greedy | {"256": 0.95})
+    as_others = {method: dict(shares, greedy=dict.fromkeys(greedy, 0.25)) for method in run.config.validate_as}
+    return dataclasses.asdict(run.needle) | dict(pretrained="step_000640") | shares | {"as": as_others} | settings
 
 
 SHARES = {"256": 0.8, "1024": 0.4, "4096": 0.0}
@@ -316,6 +317,10 @@ def test_needle_table(tmp_path, call):
     assert float(three["mean"]) == pytest.approx(0.8) and float(three["stderr"]) == pytest.approx(0.1 / math.sqrt(3))
     assert float(two["mean"]) == pytest.approx(0.425) and two["seeds"] == "2"
     assert float(table["rope", "teacher forcing", "256"]["mean"]) == pytest.approx(0.95)
+    assert "yarn" not in {method for method, _, _ in table}  # --methods leaves it out
+    call("table_needle", "--scale", "mini", "--methods", "yarn")
+    (yarn,) = [r for r in rows(tmp_path / "out" / "table_needle.csv") if (r["metric"], r["length"]) == ("greedy", "256")]
+    assert (yarn["method"], yarn["weights_of"], yarn["mean"]) == ("yarn", "rope", "0.25")
     assert table["rope", "greedy", "256"]["paper_mean"] == "0.962"
     settings, path = "--haystack shards --steps 2400 --sequences 8 --examples 100", tmp_path / "runs"
     assert code == 1 and f"yet): `python -m scripts.needle {path / 'mini-alibi-s2'} {settings}`" in said.out
@@ -341,7 +346,7 @@ def test_all_seeds_that_there_are_count_unless_some_are_asked_for(tmp_path, call
         write_run(tmp_path / "runs", run, {n: 4.0 + run.config.seed for n in run.config.val_lengths})
     for words, seeds, mean in ((), "3", 4 + 16 / 3), (("--seeds", "0", "9"), "2", 8.5):
         call("figure_304m", "--scale", "mini", *words)
-        last = [r for r in rows(tmp_path / "out" / "figure_304m.csv") if r["step"] == "900"]
+        last = [r for r in rows(tmp_path / "out" / "figure_304m.csv") if r["step"] == "640"]
         assert last and all(r["seeds"] == seeds and float(r["mean"]) == pytest.approx(mean) for r in last)
 
 
@@ -352,7 +357,7 @@ def test_a_run_not_validated_as_another_method_is_named_with_the_command(tmp_pat
     code, said = call("table_losses", "--scale", "mini", "--seeds", "0", "--methods", "yarn")
     command = f"python -m scripts.evaluate {folder} --lengths 256 1024 4096 16384 --as rope_ntk yarn"
     assert code == 1 and command in said.out
-    evaluation = dict(step="step_000900", val_tokens=49_152, val_loss={"256": 4.0})
+    evaluation = dict(step="step_000640", val_tokens=49_152, val_loss={"256": 4.0})
     evaluation |= dict(val_loss_as=dict(yarn={str(n): 5.0 for n in run.config.val_lengths}))
     (folder / "evaluation.json").write_text(json.dumps(evaluation))
     code, said = call("table_losses", "--scale", "mini", "--seeds", "0", "--methods", "yarn")
@@ -380,7 +385,7 @@ def test_the_papers_qq_figures_are_not_ours(tmp_path, call):
         (dict(haystack="c4"), "of another fine-tuning (haystack c4 there, shards here): delete it"),
         (dict(steps=300, sequences=64), "(steps 300 there, 2400 here, sequences 64 there, 8 here)"),
         (dict(examples=50), "scored on other examples (50 a length there, 100 here): delete "),
-        (dict(pretrained="step_000600"), "(pretrained step_000600 there, step_001200 here)"),  # when unfinished
+        (dict(pretrained="step_000600"), "(pretrained step_000600 there, step_000640 here)"),  # when unfinished
     ],
 )
 @pytest.mark.parametrize("all_others", [False, True])
@@ -437,7 +442,7 @@ def test_curves_are_means_over_seeds(tmp_path, call):
     assert len(data) == 10 * 3 * 5  # methods, three of them with the weights of another; lengths, validations
     for row in data:
         loss = np.array([values[row["series"], seed, int(row["val_length"])] for seed in range(3)])
-        above = 0.1 * (4 - int(row["step"]) / 225)
+        above = 0.1 * (4 - int(row["step"]) / 160)
         assert float(row["mean"]) == pytest.approx(loss.mean() + above)
         assert float(row["stderr"]) == pytest.approx(loss.std(ddof=1) / math.sqrt(3))
     assert "3.28 is left out" in said.out
@@ -451,7 +456,7 @@ def test_points_on_a_part_of_the_tokens_are_open_circles(tmp_path, call):
     data = rows(tmp_path / "out" / f"{item}.csv")
     assert len(data) == 6 * 3 * 5  # methods, with tau scaled or not, lengths, validations
     for row in data:
-        assert row["val_tokens"] == ("49152" if row["val_length"] == "256" or row["step"] == "900" else "16384")
+        assert row["val_tokens"] == ("49152" if row["val_length"] == "256" or row["step"] == "640" else "16384")
 
 
 def test_a_mean_is_over_losses_on_the_same_tokens(tmp_path, call):
@@ -461,7 +466,7 @@ def test_a_mean_is_over_losses_on_the_same_tokens(tmp_path, call):
     call("figure_train_4k", "--scale", "mini", "--seeds", "0", "1", "--methods", "rope")
     data = rows(tmp_path / "out" / "figure_train_4k.csv")
     steps = {n: [int(r["step"]) for r in data if r["val_length"] == n] for n in ("256", "1024", "4096")}
-    assert steps == {"256": [0, 300, 600, 900], "1024": [900], "4096": [900]}
+    assert steps == {"256": [0, 200, 400, 640], "1024": [640], "4096": [640]}
 
 
 @pytest.mark.slow
@@ -495,7 +500,7 @@ def test_a_loss_that_is_not_a_number_is_a_gap_in_the_curve(tmp_path, call):
     (folder / "metrics.jsonl").write_text(text.replace('"256": 4.1,', '"256": null,'))
     code, said = call("figure_train_4k", "--scale", "mini", "--seeds", "0", "1", "--methods", "rope", "alibi")
     [gap] = [r for r in rows(tmp_path / "out" / "figure_train_4k.csv") if r["mean"] == "nan"]
-    assert (gap["series"], gap["val_length"], gap["step"]) == (run.config.method, "256", "600")
+    assert (gap["series"], gap["val_length"], gap["step"]) == (run.config.method, "256", "400")
     assert code == 0 and is_figure(tmp_path / "out" / "figure_train_4k")
 
 

@@ -6,7 +6,6 @@ import re
 import resource
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -95,7 +94,7 @@ def test_when_one_rank_fails_in_set_up_all_leave_with_one_message(tmp_path):
         "print('trained', flush=True)\n"
     )
     process = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, script)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=600)
     assert out.count("met 1") == 2 and "trained" not in out
     assert err.count("error: shard 7 is damaged\n") == err.count("shard 7 is damaged") == 1
     assert process.returncode != 0 and re.search(r"exitcode\s*: 2 ", err), err
@@ -279,10 +278,11 @@ for _ in range(8):
             save_checkpoint(folder, step, {"step": step, "weights": torch.full((1_000_003,), step)})
             os.write(report, f"{step} ".encode())
     os.close(report)
+    reported = os.read(saved, 16)  # the first one is there, however slow the machine is
     time.sleep(delays.uniform(0.02, 0.2))
     os.kill(child, 9)
     os.waitpid(child, 0)
-    reported = [last] + [int(step) for step in os.read(saved, 65536).split()]
+    reported = [last] + [int(step) for step in (reported + os.read(saved, 65536)).split()]
     state = load_checkpoint(latest_checkpoint(folder))
     last = state["step"]
     assert last in (reported[-1], reported[-1] + 1), (last, reported)
@@ -293,7 +293,7 @@ print(last)
 
 def test_kill_9_while_saving_leaves_a_loadable_latest(tmp_path):
     process = python("-c", KILLS, tmp_path)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
     assert int(out) > 0, "no checkpoint was saved between the kills"
 
@@ -399,7 +399,7 @@ def test_wandb_is_not_imported_unless_asked_for(tmp_path):
         "assert 'wandb' not in sys.modules"
     )
     process = python("-c", code, tmp_path)
-    assert process.communicate(timeout=60)[1] == "" and process.returncode == 0
+    assert process.communicate(timeout=600)[1] == "" and process.returncode == 0
     assert names(tmp_path) == []
 
 
@@ -425,7 +425,7 @@ def mirrored(tmp_path_factory):
     """A run mirrored "online" without an API key, stopped and resumed: folder, ids, log lines, error reporting."""
     home, folder = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("run")
     process = python("-c", MIRRORED, folder, HOME=str(home), WANDB_CACHE_DIR=str(home))
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
     return folder, *json.loads((folder / "result.json").read_text())
 
@@ -472,16 +472,15 @@ def test_published_peaks_by_the_name_that_torch_gives(name, teraflops):
     assert published_peak(name) == (None if teraflops is None else pytest.approx(teraflops * 1e12))
 
 
-def test_the_peak_of_the_cpu_is_measured_and_draws_no_random_numbers():
-    state = torch.get_rng_state()
-    flops, source = peak_flops(CPU)
-    assert source == "measured float32 matmul"
-    assert torch.equal(torch.get_rng_state(), state)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cpu_has_no_peak(dtype):
+    assert peak_flops(CPU, dtype) is None
 
-    a = torch.ones(1024, 1024)
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        a @ a
-        seconds.append(time.perf_counter() - start)
-    assert 1 / 4 < flops * min(seconds) / (2 * 1024**3) < 4  # both are the best of a few on the same, busy machine
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_the_peak_of_a_gpu_is_that_of_the_dtype_and_draws_no_random_numbers():
+    gpu = torch.device("cuda")
+    state = torch.cuda.get_rng_state()
+    flops, source = peak_flops(gpu, torch.float32)
+    assert source == "measured float32 matmul" and 0 < flops < peak_flops(gpu, torch.bfloat16)[0]
+    assert torch.equal(torch.cuda.get_rng_state(), state)

@@ -23,6 +23,7 @@ from configs.command_line import read_config
 from configs.config import Config, config_hash
 from configs.sweeps import MAIN_METHODS, SCALES, SWEEPS, sweep
 from data.text import prepare
+from lives import holding
 from runtime.checkpoint import latest_checkpoint, load_checkpoint
 from runtime.run_folder import RunFolder
 from scripts import sweep as script
@@ -73,7 +74,8 @@ def here(*words):
 
 def command(*words, cwd=ROOT, **variables):
     """Starts the command in a process of its own."""
-    environment = os.environ | dict(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE") | variables
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}  # the log must not need it
+    environment |= dict(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE") | variables
     words = [sys.executable, "-m", "scripts.sweep", *map(str, words)]
     return subprocess.Popen(words, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -82,7 +84,7 @@ def run(method="rope", seed=0, **fields):
     return sweep("table_losses", "mini", [seed], [method], SMALL | fields)[0]
 
 
-def wait_for(condition, seconds=120):
+def wait_for(condition, seconds=600):
     end = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < end
@@ -132,7 +134,7 @@ def finished(data, tmp_path_factory):
     """Run folders of two methods and two seeds, and what the sweep printed. Not to be written to."""
     runs = tmp_path_factory.mktemp("finished") / "runs"
     process = command(*options(data, runs, "rope alibi", "0 1"), "--jobs", 2)
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
     return runs, out
 
@@ -188,15 +190,14 @@ def disturbed(data, tmp_path_factory):
     """A run killed once, then the sweep told to stop, then started again: the folder, and what was seen."""
     runs, seen = tmp_path_factory.mktemp("disturbed") / "runs", {}
     folder = runs / run().name
-    process = command(*options(data, runs))
-    first = trainer(folder)
-    os.kill(first, signal.SIGKILL)
-    failures = wait_for(lambda: list(runs.glob("*.failures.txt")))  # the sweep has seen it and starts it again
-    seen["failures"] = failures[0].read_text()
-    wait_for(lambda: "; resumed at step " in log(folder))
+    process = command(*options(data, runs), **holding(tmp_path_factory.mktemp("site")))
+    os.kill(trainer(folder), signal.SIGKILL)
+    # Until there are words in it, the sweep has only opened it; then it starts the run again.
+    seen["failures"] = wait_for(lambda: "".join(path.read_text() for path in runs.glob("*.failures.txt")))
+    wait_for(lambda: latest_checkpoint(folder / "checkpoints").name == "step_000010.pt")
     second = trainer(folder)
     process.send_signal(signal.SIGTERM)
-    seen["error"], seen["code"] = process.communicate(timeout=120)[1], process.returncode
+    seen["error"], seen["code"] = process.communicate(timeout=600)[1], process.returncode
     seen["alive"] = is_alive(second)
     seen["state"] = state(run(), read_folders(runs), runs)[0]
     seen["again"] = here(*options(data, runs))
@@ -250,7 +251,7 @@ def failing(data, tmp_path_factory):
     checkpoints.mkdir(parents=True)
     (checkpoints / "step_000005.pt").write_text("junk")
     process = command(*options(data, runs, "rope p_rope alibi"), "--retries", 1, PYTHONPATH=str(place))
-    error = process.communicate(timeout=300)[1]
+    error = process.communicate(timeout=600)[1]
     return runs, process.returncode, error
 
 
@@ -800,12 +801,14 @@ def test_refused_by_two_processes(data, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_preempted_submitit_job_is_queued_again_and_resumes(data, finished, tmp_path):
-    folder = tmp_path / run().name
-    process = command(*options(data, tmp_path), "--executor", "submitit-local")
+def test_preempted_submitit_job_is_queued_again_and_resumes(data, finished, tmp_path, tmp_path_factory):
+    folder, place = tmp_path / run().name, tmp_path_factory.mktemp("site")
+    process = command(*options(data, tmp_path), "--executor", "submitit-local", **holding(place))
     pid = trainer(folder)
     os.kill(parent(pid), signal.SIGUSR2)  # what submitit has Slurm send before it takes the machine away
-    assert process.communicate(timeout=300) and process.returncode == 0
+    wait_for(lambda: not is_alive(pid))
+    (place / "sitecustomize.py").unlink()
+    assert process.communicate(timeout=600) and process.returncode == 0
     assert not is_alive(pid) and "; resumed at step " in log(folder)
     assert_same_weights(folder, finished[0] / folder.name)
     assert {path.name for path in tmp_path.iterdir()} == {folder.name, "submitit"}

@@ -235,7 +235,7 @@ def test_gpt2_without_network_says_what_to_do(tmp_path):
     environment = os.environ | closed | {"TIKTOKEN_CACHE_DIR": str(tmp_path / "cache"), "NO_PROXY": "", "no_proxy": ""}
     command = [sys.executable, "-m", "data.text", str(tmp_path / "a.txt"), "--tokenizer", "gpt2"]
     command += ["--out", str(tmp_path / "out")]
-    result = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=600)
     assert result.returncode == 2
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
     assert "TIKTOKEN_CACHE_DIR" in result.stderr and "gpt2:DIR" in result.stderr

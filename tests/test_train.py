@@ -4,6 +4,7 @@ against two, and what a user gets wrong."""
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,7 +30,7 @@ FIELDS = dict(
     val_lengths=(16, 64), val_tokens=256, val_every=5, save_every=5,
     compile="off", device="cpu", dtype="float32",
 )  # fmt: skip
-TIMES = {"seconds", "val_seconds", "tokens_per_second", "mfu", "peak_memory_mib"}
+TIMES = {"seconds", "val_seconds", "tokens_per_second", "peak_memory_mib"}
 
 
 # ---- data and ways to run --------------------------------------------------------------------------------------------
@@ -252,8 +253,19 @@ def test_record_of_every_step(finished):
     keys = {"step", "tokens", "train_loss", "grad_norm", "lr"} | TIMES - {"val_seconds"}
     assert [r["step"] for r in steps] == list(range(1, 21))
     assert all(r.keys() == keys and r["tokens"] == 128 * r["step"] for r in steps)
-    assert all(0 < r["grad_norm"] < 100 and 0 < r["mfu"] < 1 for r in steps)
+    assert all(0 < r["grad_norm"] < 100 and r["tokens_per_second"] > 0 for r in steps)
     assert steps[0]["train_loss"] == pytest.approx(math.log(64), abs=1e-5)  # the head starts at zero
+
+
+def test_log_says_tokens_a_second_and_on_a_cpu_no_mfu(finished):
+    said = re.findall(r"^(?:MFU|step 1/).*", (finished / "log.txt").read_text(), re.MULTILINE)
+    assert len(said) == 1 and re.fullmatch(r"step 1/20  loss \d\.\d{4}  [\d,]+ tokens/s", said[0])
+
+
+def test_time_left_is_said_once_some_steps_after_the_first_were_timed():
+    assert train_gpt.time_left([30.0], 419) == train_gpt.time_left([30.0, *[1.0] * 4], 415) == ""
+    assert train_gpt.time_left([30.0, *[1.0] * 5], 414) == "  6.9 min left"
+    assert train_gpt.time_left([30.0, *[9.0] * 30, *[2.0] * 20], 60) == "  2.0 min left"
 
 
 def test_learning_rates_fall_together_in_the_cooldown(finished):
@@ -334,6 +346,23 @@ def test_the_first_part_of_the_tokens_is_validated(data, finished):
     result = train_gpt.validate(model, {64: model.plan(64)}, config, stream, world, {64: 192})
     assert result["val_loss"]["64"] == pytest.approx(plain_losses(finished, data, 64, 192).mean().item(), abs=1e-5)
     assert result["val_tokens"] == {"64": 192}
+
+
+def test_resumes_bit_for_bit_in_the_dtype_of_this_machine(data, tmp_path):
+    whole = train_here(data, tmp_path / "whole", dtype="auto")
+    folder = rewound(whole, tmp_path / "resumed")
+    train_here(data, tmp_path / "resumed", dtype="auto", resume="auto")
+    assert_same_run(folder, whole)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
+def test_all_of_a_step_is_in_the_dtype_of_the_run(data, tmp_path, dtype):
+    config, world = read_config(arguments(data, tmp_path, dtype=dtype)), start_processes("cpu")
+    expected = train_gpt.compute_dtype(config, world.device)
+    model = train_gpt.build_model(config, expected)
+    optimizers = train_gpt.build_optimizers(config, model, False, world)
+    assert optimizers.optimizers["matrices"].dtype == expected
+    assert dtype in ("auto", str(expected).removeprefix("torch."))
 
 
 def test_the_fast_profile_resumes_bit_for_bit(data, tmp_path):
@@ -529,6 +558,15 @@ def test_wrong_field_is_one_line_and_no_run_folder(data, tmp_path, capsys, field
     assert not (tmp_path / "runs").exists()
 
 
+ON_DISK = ("data folder", "vocabulary", "too many validation tokens", "disk space")
+WORDS = [what for what in WRONG if what not in ON_DISK]
+
+
+@pytest.mark.parametrize("fields, says", [WRONG[what] for what in WORDS], ids=WORDS)
+def test_wrong_words_are_said_before_missing_data(tmp_path, capsys, fields, says):
+    assert says in error_of(capsys, *arguments(tmp_path / "nowhere", tmp_path / "runs", **fields))
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
 def test_cuda_where_there_is_none_is_one_line_and_no_run_folder(data, tmp_path, capsys):
     assert "use --device cpu" in error_of(capsys, *arguments(data, tmp_path / "runs", device="cuda"))
@@ -569,8 +607,8 @@ def test_resuming_on_other_data_is_refused(copied, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_more_processes_than_sequences_is_one_line_and_no_run_folder(data, tmp_path):
-    done = train_on(2, data, tmp_path / "runs", code=1, train_length=128)  # torchrun's code, whatever its workers' is
+def test_more_processes_than_sequences_is_one_line_and_no_run_folder(tmp_path):
+    done = train_on(2, "nowhere", tmp_path / "runs", code=1, train_length=128)  # torchrun's code, whatever the workers'
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "use at most 1 processes or a larger batch_tokens" in errors[0]
     assert "exitcode  : 2" in done.stderr and 'train_gpt.py", line' not in done.stderr  # no worker's traceback
