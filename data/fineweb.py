@@ -119,13 +119,13 @@ def _is_verified(path: Path, entry: dict | None) -> bool:
     return bool(entry) and path.exists() and path.stat().st_size == HEADER_BYTES + entry["tokens"] * TOKEN.itemsize
 
 
-def ask_hub(what: str, call: Callable, *args, minutes: float = 60, **kwargs):
+def ask_hub(what: str, call: Callable, *args, minutes: float = 60, site: str = "the Hugging Face hub", **kwargs):
     """call(*args, **kwargs), a function of huggingface_hub; OSError, in one line, when it cannot give `what`.
 
     The hub's client retries some failures and not others, resumes a body that stops, but waits for ever for one that
     trickles. So here: three tries of whatever may pass, and `minutes` for all of it.
     """
-    advice = f"cannot fetch {what} from the Hugging Face hub, run the command again"
+    advice = f"cannot fetch {what} from {site}, run the command again"
     with time_limit(minutes, advice):
         for wait in (1, 4, None):  # seconds
             try:

@@ -3,24 +3,32 @@ has, and shows which of them holds up at 16 times its training length.
 
     bash scripts/quickstart.sh                 sets up, then runs this
     python -m scripts.quickstart               runs it again: what is finished is not repeated
+    python -m scripts.quickstart --text FOLDER                     on your own text, the .txt files of a folder
+    python -m scripts.quickstart --text pg19                       on books, which it downloads
+    python -m scripts.quickstart --unscaled                        with two more runs, see below
 
-The text is the source of Python's standard library, one document a file; nothing is downloaded. The tokenizer is
-trained on the training documents only. Every method gets the same tokens, steps and learning rates, and one rule for
-the constants tied to the training length (see configs/presets.py); RoPE with the paper's base 10,000 is shown too.
+The text is the source of Python's standard library; nothing is downloaded. A document is a whole package, because what
+a model can use far away is what the files of a package have in common. The tokenizer is trained on the training
+documents only. Every method gets the same tokens, steps and learning rates, and one rule for what is a length in tokens
+(see configs/presets.py); --unscaled adds ALiBi with its official slopes and tau = 10, which are meant for 4096 tokens.
 """
 
 import argparse
 import json
 import os
+import re
 import sys
 import sysconfig
+import tempfile
 import time
 from pathlib import Path
 
 from configs.command_line import read_config, user_errors
+from configs.config import require
 from configs.presets import quickstart
-from data.shards import verify
-from data.text import prepare
+from data import pg19
+from data.shards import read_manifest, verify
+from data.text import find_files, prepare
 from scripts.runs import beside
 from scripts.sweep import Job, train
 from scripts.tables import loss_table
@@ -32,42 +40,54 @@ RUNS = {
     "RoPE": ["--method", "rope"],
     "scale-invariant p-RoPE": ["--method", "scale_invariant_p_rope"],
     "ALiBi": ["--method", "alibi"],
-    "RoPE, base 10000": ["--method", "rope", "--rotary_base_length", "0"],
     "LogN + p-RoPE": ["--method", "logn_p_rope"],
-    "p-RoPE": ["--method", "p_rope"],
 }
-SHOWN = ["RoPE", "RoPE, base 10000", "p-RoPE", "LogN + p-RoPE", "ALiBi", "scale-invariant p-RoPE"]
-NOT_TEXT = ["site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"]
+UNSCALED = {
+    "ALiBi, official slopes": ["--method", "alibi", "--method_options", "slope_scale", "1"],
+    "scale-invariant p-RoPE, tau 10": ["--method", "scale_invariant_p_rope", "--method_options", "tau", "10"],
+}
+SHOWN = ["RoPE", "LogN + p-RoPE", "ALiBi", "ALiBi, official slopes", "scale-invariant p-RoPE"]
+SHOWN += ["scale-invariant p-RoPE, tau 10"]
+NOT_TEXT = ["site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings"]  # or are tables
 # Okabe and Ito's palette, which colour-blind readers can tell apart; ours is black, as in the paper.
-COLOURS = ["#E69F00", "#999999", "#56B4E9", "#CC79A7", "#009E73", "#000000"]
+COLOURS = {"RoPE": "#E69F00", "LogN + p-RoPE": "#CC79A7", "ALiBi": "#009E73", "scale-invariant p-RoPE": "#000000"}
 
 
 def main():
     parser = argparse.ArgumentParser(prog="python -m scripts.quickstart", description=__doc__.split("\n")[0])
     parser.add_argument("--runs-dir", default="runs", help="where the run folders go (default: runs)")
-    parser.add_argument("--data-dir", default=quickstart().data_dir, help="where the shards go")
+    parser.add_argument("--text", default="python", help="python (the default), pg19, or a folder of .txt files")
+    parser.add_argument("--data-dir", type=Path, help="where the shards go (default: data/quickstart, or with a name)")
+    parser.add_argument("--unscaled", action="store_true", help="also ALiBi's official slopes, and tau = 10")
     args, train_arguments = parser.parse_known_args()  # the rest is for train_gpt.py
     began = time.monotonic()
     os.chdir(ROOT)
+    title = "quickstart" + f"-{slug(Path(args.text).name)}" * (args.text != "python")
+    data_dir = args.data_dir or Path(quickstart().data_dir).with_name(title)
     out = Path(args.runs_dir)
-    folders = {
-        label: out / ("quickstart-" + label.lower().replace(" + ", "-").replace(", ", "-").replace(" ", "-"))
-        for label in RUNS
-    }
+    runs = RUNS | (UNSCALED if args.unscaled else {})
+    folders = {label: out / f"{title}-{slug(label)}" for label in runs}
     out.mkdir(parents=True, exist_ok=True)
-    common = ["--runs_dir", args.runs_dir, "--data_dir", args.data_dir, *train_arguments]
+    common = ["--runs_dir", args.runs_dir, "--data_dir", str(data_dir), *train_arguments]
     with user_errors():
-        make_data(Path(args.data_dir))
-        train_all({folder: [*RUNS[label], *common] for label, folder in folders.items()})
+        make_data(data_dir, args.text)
+        train_all({folder: [*runs[label], *common] for label, folder in folders.items()})
 
-    results = [json.loads((folders[label] / "summary.json").read_text()) | {"name": label} for label in SHOWN]
+    results = [json.loads((folders[x] / "summary.json").read_text()) | {"name": x} for x in SHOWN if x in folders]
     table = loss_table(results)
-    (out / "quickstart.md").write_text(table + "\n")
-    draw(results, out / "quickstart.png")
+    (out / f"{title}.md").write_text(table + "\n")
+    draw(results, out / f"{title}.png")
     print(f"\nValidation loss, in nats a token, at the training length and beyond:\n\n{table}\n")
-    print(f"The table is in {out}/quickstart.md, its figure in {out}/quickstart.png.", end=" ")
+    print("One seed of a model of a million parameters, trained for minutes. What this says and what not: ", end="")
+    print("results/quickstart.md; the same methods with more training: results/README.md.")
+    print(f"The table is in {out}/{title}.md, its figure in {out}/{title}.png.", end=" ")
     print(f"Done in {(time.monotonic() - began) / 60:.1f} minutes.")
-    print(f"The same from the checkpoints: {sys.executable} -m scripts.evaluate {out}/quickstart-*/")
+    print(f"The same from the checkpoints: {sys.executable} -m scripts.evaluate {out}/{title}-*/")
+
+
+def slug(words: str) -> str:
+    """As a part of a folder's name."""
+    return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-") or "text"
 
 
 def train_all(arguments: dict[Path, list[str]]):
@@ -83,21 +103,34 @@ def train_all(arguments: dict[Path, list[str]]):
             sys.exit(f"error: {job.path.name} failed:\n{beside(job.path, '.log').read_text()}")
 
 
-def make_data(folder: Path):
-    if (folder / "manifest.json").exists():
+def make_data(folder: Path, text: str):
+    """Makes the shards of a text, or checks those that are there. ValueError or OSError for what cannot be had."""
+    name = dict(python="packages", pg19="pg19").get(text, "text")
+    if manifest := read_manifest(folder):
+        other = f"{folder} holds other text than --text {text} makes: delete it, or name another --data-dir"
+        require(all(file.startswith(f"{name}_") for file in manifest["files"]), other)
         if bad := [f"{name} ({problem})" for name, problem in verify(folder) if problem]:
             raise ValueError(f"{folder}: {', '.join(bad)}: delete the folder and run this again")
         return
-    print("making shards from the source of Python's standard library", flush=True)
-    prepare(
-        [Path(sysconfig.get_path("stdlib"))],
-        folder,
-        f"bpe:{quickstart().vocab_size}",
-        suffixes=[".py"],
-        val_fraction=0.08,
-        name="python",
-        exclude=NOT_TEXT,
-    )
+    with tempfile.TemporaryDirectory() as temporary:
+        if text == "python":
+            print("making shards from the source of Python's standard library", flush=True)
+            source = write_packages(Path(sysconfig.get_path("stdlib")), Path(temporary))
+        elif text == "pg19":
+            source = folder.with_name("pg19")
+            pg19.download(source)
+        else:
+            source = Path(text)
+            require(source.is_dir(), f"--text {text}: no such folder; it is python, pg19 or a folder of .txt files")
+        prepare([source], folder, f"bpe:{quickstart().vocab_size}", suffixes=[".txt"], val_fraction=0.08, name=name)
+
+
+def write_packages(library: Path, out: Path) -> Path:
+    """Writes each package, and each module outside of one, to a file of its own in `out`; returns that."""
+    for path in find_files([library], [".py"], NOT_TEXT):
+        with open(out / f"{path.relative_to(library).parts[0]}.txt", "a") as file:
+            file.write(path.read_text(errors="replace").strip() + "\n\n\n")
+    return out
 
 
 def draw(results: list[dict], path: Path):
@@ -107,9 +140,12 @@ def draw(results: list[dict], path: Path):
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
-    for result, colour in zip(results, COLOURS):
+    for result in results:
+        colour, dashes = COLOURS[result["name"].split(",")[0]], ":" if "," in result["name"] else "-"
         lengths = [int(length) for length in result["val_loss"]]
-        axes.plot(lengths, result["val_loss"].values(), marker="o", color=colour, label=result["name"])
+        axes.plot(
+            lengths, result["val_loss"].values(), marker="o", color=colour, linestyle=dashes, label=result["name"]
+        )
     train_length = results[0]["train_length"]
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [f"{n}\n({n // train_length}x)" for n in lengths])

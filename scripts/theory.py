@@ -171,7 +171,9 @@ def lemma_check(
             checks[f"E[Z_t^{factor}t]"] = (total, alpha * tau * math.log(factor))
         for quantity, (value, theory) in checks.items():
             value = float(value)
-            rows.append(dict(t=t, quantity=quantity, value=value, theory=theory, error=value / theory - 1))
+            rows.append(
+                dict(t=t, quantity=quantity, value=value, theory=theory, error=value / theory - 1 if theory else value)
+            )
     return rows
 
 

@@ -28,7 +28,7 @@ def test_a_batch_is_shared_by_data_and_then_by_context_parallelism():
 
 def test_communication_is_that_of_the_bytes_and_bandwidths():
     config = preset("quickstart")
-    parameters = 2 * 2048 * 96 + 3 * 12 * 96**2
+    parameters = 2 * 2048 * 128 + 3 * 12 * 128**2
     row = projection(config, 2, 1e6, **SPEED)
     sent = optimizers_of(config, 2).bytes_a_step()
     assert {key: row[key] for key in sent} == sent and sent["reduce_scatter"] == 4 * parameters

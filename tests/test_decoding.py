@@ -55,6 +55,18 @@ def full_logits(model, tokens, target_length):
     return model(tokens, plan=model.plan(tokens.shape[1], target_length=target_length))  # (B, T, V)
 
 
+@pytest.mark.parametrize("name, other", [("rope", "rope_ntk"), ("rope", "yarn"), ("logn_rope", "logn_ntk")])
+@torch.no_grad()
+def test_a_model_decodes_as_a_method_that_trains_identically(name, other):
+    ours, theirs = make_model(name), make_model(other)  # with the same weights
+    method, tokens = theirs.blocks[0].attention.method, random_tokens(40)[0]
+    decoders = [Decoder(ours, 60, method=method), Decoder(theirs, 60)]
+    assert torch.equal(*(decoder.prefill(tokens) for decoder in decoders))
+    assert torch.equal(*(decoder.step(tokens[:, 0]) for decoder in decoders))
+    chosen = [greedy_decode(m, tokens, 5, method=method) for m in (ours, theirs)]
+    assert torch.equal(*chosen)
+
+
 def decoded_logits(model, tokens, prompt_length, target_length=None):
     """Of the last prompt token and all tokens after it."""
     decoder = Decoder(model, tokens.shape[1], target_length=target_length)

@@ -225,7 +225,7 @@ def test_accuracy_is_by_needle_and_by_what_the_model_says(run, monkeypatch):
     task = NeedleTask(tokenizer, Haystack.from_shards(config.data_dir, "val", tokenizer), 240, seed=1)
     examples = {tuple(e.tokens[: e.response_start]): e for e in map(task.example, range(7))}
 
-    def decode(model, prompts, max_new_tokens, *, target_length, stop):
+    def decode(model, prompts, max_new_tokens, *, target_length, stop, method):
         assert target_length == 240 and stop == tokenizer.eot
         rows = []
         for prompt in prompts.tolist():

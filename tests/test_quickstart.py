@@ -31,31 +31,33 @@ def test_loss_table_gives_lengths_in_multiples_of_the_training_length_and_the_ri
 
 def test_text_and_tokenizer_come_from_this_machine(tmp_path, monkeypatch):
     """On some files in place of the whole library: test folders, installed packages and other files are left out."""
-    for name in (*(f"module_{i}.py" for i in range(60)), "test/wrong.py", "site-packages/wrong.py", "wrong.txt"):
+    modules = [f"module_{i}.py" for i in range(60)] + [f"package/sub/module_{i}.py" for i in range(60, 63)]
+    for name in (*modules, "test/wrong.py", "package/tests/wrong.py", "site-packages/wrong.py", "wrong.txt"):
         path = tmp_path / "lib" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"# {path.stem}\n" + "def f(x):\n    return x + 1\n" * 20)
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "lib"))
-    script.make_data(tmp_path / "data")
+    script.make_data(tmp_path / "data", "python")
     decode = load_tokenizer(tmp_path / "data").decode
     vocab_size = quickstart().vocab_size
     streams = [open_split(tmp_path / "data", split, vocab_size) for split in ("train", "val")]
     text = "".join(decode(stream.read(0, len(stream)).tolist()) for stream in streams)
-    assert text.count("# module_") == 60 and "wrong" not in text
+    assert text.count("# module_") == 63 and "wrong" not in text
+    assert text.count("<|endoftext|>") == 61  # the package is one document
 
     before = (tmp_path / "data" / "manifest.json").stat().st_mtime_ns
-    script.make_data(tmp_path / "data")
+    script.make_data(tmp_path / "data", "python")
     assert (tmp_path / "data" / "manifest.json").stat().st_mtime_ns == before
 
     next((tmp_path / "data").glob("*_val_*.bin")).unlink()
     with pytest.raises(ValueError, match="missing.*: delete the folder and run this again"):
-        script.make_data(tmp_path / "data")
+        script.make_data(tmp_path / "data", "python")
 
 
 @pytest.mark.slow
 def test_a_short_quickstart_trains_every_method_and_repeats_nothing(tmp_path):
     tokens = np.random.default_rng(0).zipf(1.5, 20_000) % quickstart().vocab_size
-    writer = ShardWriter(tmp_path / "data", "python", tokenizer="none", vocab_size=quickstart().vocab_size)
+    writer = ShardWriter(tmp_path / "data", "packages", tokenizer="none", vocab_size=quickstart().vocab_size)
     writer.write("train", tokens[:12_000])
     writer.write("val", tokens[12_000:])
     writer.close()
@@ -65,8 +67,9 @@ def test_a_short_quickstart_trains_every_method_and_repeats_nothing(tmp_path):
     first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert first.returncode == 0, first.stderr[-2000:]
     table = (tmp_path / "runs" / "quickstart.md").read_text()
-    assert [row.split("|")[1].strip() for row in table.splitlines()[2:]] == script.SHOWN
-    assert set(script.SHOWN) == set(script.RUNS)
+    trained = [label for label in script.SHOWN if label in script.RUNS]
+    assert [row.split("|")[1].strip() for row in table.splitlines()[2:]] == trained
+    assert set(script.SHOWN) == {*script.RUNS, *script.UNSCALED}
     assert table in first.stdout + "\n"
     assert (tmp_path / "runs" / "quickstart.png").stat().st_size > 10_000
     folders = sorted(path for path in (tmp_path / "runs").iterdir() if path.is_dir())
@@ -78,3 +81,39 @@ def test_a_short_quickstart_trains_every_method_and_repeats_nothing(tmp_path):
     again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert again.returncode == 0 and table in again.stdout + "\n"
     assert [(folder / "metrics.jsonl").stat().st_mtime_ns for folder in folders] == before
+
+    both = subprocess.run([*command, "--unscaled"], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    table = (tmp_path / "runs" / "quickstart.md").read_text()
+    assert both.returncode == 0 and [row.split("|")[1].strip() for row in table.splitlines()[2:]] == script.SHOWN
+    options = [json.loads(path.read_text())["method_options"] for path in (tmp_path / "runs").glob("*/config.json")]
+    assert sorted(options, key=str) == [{"slope_scale": 1}, {"tau": 10}, {}, {}, {}, {}]
+
+
+@pytest.mark.slow
+def test_own_text_has_data_and_runs_of_its_own(tmp_path):
+    random = np.random.default_rng(0)
+    words = ["".join(random.choice(list("abcdefghijklmnop"), size=5)) for _ in range(800)]
+    (tmp_path / "My Books").mkdir()
+    for i in range(260):
+        (tmp_path / "My Books" / f"{i}.txt").write_text(" ".join(random.choice(words, size=300)))
+    command = [sys.executable, "-m", "scripts.quickstart", "--text", tmp_path / "My Books"]
+    command += ["--runs-dir", tmp_path / "runs", "--data-dir", tmp_path / "data", "--vocab_size", "4096"]
+    command += "--steps 2 --val_tokens 4096 --compile off --device cpu".split()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (tmp_path / "runs" / "quickstart-my-books.md").exists()
+    assert (tmp_path / "runs" / "quickstart-my-books-rope" / "summary.json").exists()
+
+
+@pytest.mark.parametrize("text, says", [("nowhere", "no such folder; it is python, pg19 or a folder of .txt files")])
+def test_a_text_that_is_not_there_is_one_line(tmp_path, text, says):
+    with pytest.raises(ValueError, match=says):
+        script.make_data(tmp_path / "data", text)
+
+
+def test_shards_of_other_text_are_not_taken_for_it(tmp_path):
+    writer = ShardWriter(tmp_path, "python", tokenizer="none", vocab_size=16)
+    writer.write("train", [1, 2, 3])
+    writer.close()
+    with pytest.raises(ValueError, match="holds other text than --text python makes: delete it, or name another"):
+        script.make_data(tmp_path, "python")

@@ -319,7 +319,8 @@ def test_needle_table(tmp_path, call):
     assert float(table["rope", "teacher forcing", "256"]["mean"]) == pytest.approx(0.95)
     assert "yarn" not in {method for method, _, _ in table}  # --methods leaves it out
     call("table_needle", "--scale", "mini", "--methods", "yarn")
-    (yarn,) = [r for r in rows(tmp_path / "out" / "table_needle.csv") if (r["metric"], r["length"]) == ("greedy", "256")]
+    data = rows(tmp_path / "out" / "table_needle.csv")
+    (yarn,) = [r for r in data if (r["metric"], r["length"]) == ("greedy", "256")]
     assert (yarn["method"], yarn["weights_of"], yarn["mean"]) == ("yarn", "rope", "0.25")
     assert table["rope", "greedy", "256"]["paper_mean"] == "0.962"
     settings, path = "--haystack shards --steps 2400 --sequences 8 --examples 100", tmp_path / "runs"

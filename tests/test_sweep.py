@@ -1,6 +1,7 @@
 """The sweep runner on real runs of a tiny model: each state a run can be in, stopping and resuming, failures, submitit,
 and the wandb sweep."""
 
+import dataclasses
 import gzip
 import json
 import os
@@ -17,17 +18,19 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from lives import holding
 from test_needle_data import hub  # noqa: F401
 
 from configs.command_line import read_config
 from configs.config import Config, config_hash
+from configs.presets import preset
 from configs.sweeps import MAIN_METHODS, SCALES, SWEEPS, sweep
 from data.text import prepare
-from lives import holding
 from runtime.checkpoint import latest_checkpoint, load_checkpoint
 from runtime.run_folder import RunFolder
 from scripts import sweep as script
 from scripts.runs import read_folders, state
+from scripts.tables import paper_targets
 
 SLOW_FIXTURES = ("finished", "disturbed", "failing", "tuned", "tuned_disturbed", "tuning_fails")
 
@@ -54,7 +57,7 @@ def data(tmp_path_factory):
 
 
 def options(data, runs, methods="rope", seeds="0", **fields):
-    words = ["table_losses", "--scale", "mini", "--runs-dir", runs, "--methods", *methods.split()]
+    words = ["table_losses", "--scale", "small", "--runs-dir", runs, "--methods", *methods.split()]
     words += ["--seeds", *seeds.split(), "--jobs", 1]
     for field, value in (SMALL | dict(data_dir=data) | fields).items():
         words += [f"--{field}", *(value if isinstance(value, tuple) else [value])]
@@ -81,7 +84,7 @@ def command(*words, cwd=ROOT, **variables):
 
 
 def run(method="rope", seed=0, **fields):
-    return sweep("table_losses", "mini", [seed], [method], SMALL | fields)[0]
+    return sweep("table_losses", "small", [seed], [method], SMALL | fields)[0]
 
 
 def wait_for(condition, seconds=600):
@@ -599,23 +602,23 @@ def dry_run(capsys, words):
 
 def test_dry_run_tells_the_states_apart_and_starts_nothing(copied, data, capsys):
     runs = copied
-    interrupted, running, other, failed = (runs / run(m).name for m in ("alibi", "p_rope", "yarn", "nope"))
+    interrupted, running, other, failed = (runs / run(m).name for m in ("alibi", "p_rope", "logn_p_rope", "nope"))
     (interrupted / "summary.json").unlink()
     for folder in (running, other):
         (folder / "checkpoints").mkdir(parents=True)
     (running / "config.json").write_text(json.dumps(run("p_rope").config.to_dict()))
-    (other / "config.json").write_text(json.dumps(run("yarn", muon_lr=0.1).config.to_dict()))
+    (other / "config.json").write_text(json.dumps(run("logn_p_rope", muon_lr=0.1).config.to_dict()))
     script.beside(failed, ".failures.txt").write_text("2026-01-01T00:00:00 exit code 1: boom\n")
     lock = RunFolder.create(runs, running.name, resume="auto")
     before = contents(runs)
-    table, last = dry_run(capsys, options(data, runs, "rope alibi p_rope yarn nope logn_rope"))
+    table, last = dry_run(capsys, options(data, runs, "rope alibi p_rope logn_p_rope nope logn_rope"))
     lock.close()
     assert contents(runs) == before
     assert table == dict(
         rope=("finished", "nothing"),
         alibi=("interrupted", f"resume  ({interrupted}, after step_000100)"),
         p_rope=("running", "left alone: another process trains it"),
-        yarn=("other", f"left alone  ({other} is of another config (muon_lr 0.1 there, 0.02 here): rename it)"),
+        logn_p_rope=("other", f"left alone  ({other} is of another config (muon_lr 0.1 there, 0.02 here): rename it)"),
         nope=("failed", f"try again  ({failed} failed 1 time: 2026-01-01T00:00:00 exit code 1: boom)"),
         logn_rope=("missing", "train"),
     )
@@ -680,19 +683,73 @@ def test_all_is_every_run_once(scale):
 
 
 @pytest.mark.parametrize(
-    "scale, haystack, steps", [("paper", "c4", 300), ("small", "c4", 300), ("mini", "shards", 2400)]
+    "scale, runs, haystack, steps", [("paper", 21, "c4", 300), ("small", 21, "c4", 300), ("mini", 27, "shards", 2400)]
 )
-def test_all_fine_tunes_the_runs_of_the_needle_table_with_the_settings_of_the_scale(scale, haystack, steps):
+def test_all_fine_tunes_the_runs_of_the_needle_table_with_the_settings_of_the_scale(scale, runs, haystack, steps):
     table, everything = sweep("table_needle", scale), sweep("all", scale)
-    assert [run for run in everything if run.needle] == table and len(table) == 30 < len(everything)
+    assert [run for run in everything if run.needle] == table and len(table) == runs < len(everything)
     assert {(run.needle.haystack, run.needle.steps) for run in table} == {(haystack, steps)}
     assert not any(run.needle for run in sweep("table_losses", scale))
     (needle,) = {run.needle for run in sweep("all", scale, needle=dict(examples=7)) if run.needle}
     assert (needle.haystack, needle.steps, needle.examples) == (haystack, steps, 7)
 
 
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", SWEEPS)
+def test_seeds_that_are_given_are_used_everywhere(name, scale):
+    runs = sweep(name, scale, seeds=[4, 9])
+    without_seed = lambda run: (run.preset, str({k: v for k, v in run.changes.items() if k != "seed"}))
+    seeds = {key: {r.config.seed for r in runs if without_seed(r) == key} for key in map(without_seed, runs)}
+    assert runs and all(of == {4, 9} for of in seeds.values())
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_three_seeds_where_the_paper_has_three(scale):
+    """Appendix "Seeds": every method trained at 4k on the 162M model; the rest was run once."""
+    for name, three in dict(table_losses=True, table_infini=True, figure_train_4k=True, figure_304m=False,
+                            figure_scale_invariant_variants=True, figure_train_16k=False, figure_tau=False).items():
+        assert {run.config.seed for run in sweep(name, scale)} == ({0, 1, 2} if three else {0})
+    seeds = {run.preset: set() for run in sweep("figure_train_lengths", scale)}
+    for run in sweep("figure_train_lengths", scale):
+        seeds[run.preset].add(run.config.seed)
+    assert [*seeds.values()] == [{0, 1, 2}, {0}, {0}]
+
+
+def test_what_trains_identically_is_trained_once():
+    runs = sweep("figure_train_16k", "paper")
+    shown = [method for run in runs for method in run.methods]
+    assert sorted(shown) == sorted(paper_methods := {m for m, _ in paper_targets("table_losses")})
+    assert len(runs) == 7 < len(paper_methods) and "validate_as" not in runs[0].name
+    assert [r.config.method for r in sweep("figure_train_16k", "paper", methods=["yarn"])] == ["rope"]
+    assert config_hash(runs[0].config) == config_hash(dataclasses.replace(runs[0].config, validate_as=()))
+
+
+def test_at_small_scale_the_papers_lengths_are_runs_of_their_own():
+    for scale in SCALES:
+        options = [run.config.method_options for run in sweep("table_losses", scale, seeds=[0])]
+        assert [o for o in options if o] == ([{"slope_scale": 1.0}, {"tau": 10.0}] if scale == "mini" else [])
+
+
+def test_steps_alone_leave_every_preset_its_share_of_cooldown():
+    for run in sweep("all", "mini", seeds=[0], changes=dict(steps=64)):
+        base = preset(run.preset)
+        assert run.config.cooldown_steps == round(base.cooldown_steps / 10) and read_config(run.arguments) == run.config
+
+
+def test_open_choices_are_beside_ours():
+    runs = {(run.config.method, *run.config.method_options.items()) for run in sweep("open_choices", "paper")}
+    assert runs >= {
+        ("yarn", ("factor", 1.0)),
+        ("alibi", ("slopes", "geometric")),
+        ("logn_p_rope", ("context", "length")),
+        ("infini_rope", ("segment_length", 512)),
+        ("scale_invariant_p_rope", ("terms", "a")),
+    }
+    assert runs >= {(method,) for method, *_ in runs if method != "yarn"}
+
+
 def test_field_that_a_preset_has_already_changes_nothing():
-    assert [run.name for run in sweep("table_losses", "mini", changes=dict(steps=1200))] == [
+    assert [run.name for run in sweep("table_losses", "mini", changes=dict(steps=640))] == [
         run.name for run in sweep("table_losses", "mini")
     ]
 
@@ -700,13 +757,13 @@ def test_field_that_a_preset_has_already_changes_nothing():
 def test_field_does_not_replace_what_the_sweep_varies():
     runs = sweep("figure_tau", "mini", changes=dict(method_options={"tau": 3.0}, method="rope", seed=7))
     assert {(run.config.method, run.config.seed) for run in runs} == {("scale_invariant_p_rope", 0)}
-    assert sorted(run.config.method_options.get("tau", 10) for run in runs) == [0.01, 0.1, 1, 10, 100]
+    assert sorted(run.config.method_options["tau"] for run in runs) == [0.01, 0.1, 1, 3, 10, 100]
 
 
 def test_long_name_is_shortened_to_a_hash_and_still_tells_runs_apart():
     changes = dict(SMALL, muon_lr=0.123456789, embedding_lr=0.123456789, head_lr=0.123456789)
     names = [run.name for run in sweep("figure_tau", "mini", changes=changes)]
-    assert len(set(names)) == 5 and max(map(len, names)) < 80
+    assert len(set(names)) == 6 and max(map(len, names)) < 80
 
 
 def test_field_changes_are_what_was_named():
@@ -721,7 +778,10 @@ WRONG = {  # words, and what the error must say
     "value": (["table_losses", "--num_heads", "5"], "model_dim 768 is not divisible by num_heads 5"),
     "name": (["table_losses", "--name", "mine"], "--name is set by the sweep"),
     "runs_dir": (["table_losses", "--runs_dir", "mine"], "their place is --runs-dir"),
-    "method": (["figure_qq", "--methods", "alibi"], "sweep figure_qq has no method alibi; it has p_rope, rope"),
+    "method": (["figure_304m", "--methods", "rope"], "sweep figure_304m has no method rope; it has alibi, logn_p_rope"),
+    "cooldown": (["all", "--steps", "60", "--cooldown_steps", "99"], "gpt_162m_4k with rope: warmup_steps 0 +"),
+    "option": (["table_losses", "--method_options", "tua", "3"], "unknown option 'tua'"),
+    "alternative": (["table_losses", "--methods", "nope", "--validate_as", "yarn"], "cannot be validated as yarn"),
     "jobs": (["table_losses", "--jobs", "0"], "--jobs must be at least 1"),
     "retries": (["table_losses", "--retries", "-1"], "--retries must not be negative"),
     "gpus": (["table_losses", "--gpus-per-run", "999"], "--gpus-per-run 999, but torch sees"),

@@ -295,6 +295,34 @@ def test_summary(finished):
     assert summary["parameters"] == 2 * 64 * 32 + 2 * 12 * 32**2  # embedding and head, two blocks
 
 
+@pytest.mark.parametrize("method, others", [("rope", ("rope_ntk", "yarn")), ("logn_rope", ("logn_ntk",))])
+def test_the_weights_of_one_training_are_validated_as_others(data, tmp_path, capsys, method, others):
+    """At every validation, with the losses that a run of the other method itself ends with."""
+    folder = train_here(data, tmp_path / "one", method=method, validate_as=others)
+    said = capsys.readouterr().out
+    _, validations = steps_and_validations(folder)
+    assert len(validations) == 5 and all(r["val_loss_as"].keys() == set(others) for r in validations)
+    summary = read_json(folder / "summary.json")
+    assert summary["val_loss_as"] == validations[-1]["val_loss_as"]
+    for other in others:
+        alone = read_json(train_here(data, tmp_path / other, method=other) / "summary.json")
+        assert summary["val_loss_as"][other] == pytest.approx(alone["val_loss"], rel=1e-6)
+        assert summary["val_loss_as"][other]["16"] == summary["val_loss"]["16"]
+        assert summary["val_loss_as"][other]["64"] != summary["val_loss"]["64"]
+        assert f"step 20/20  the same weights as {other}: " in said
+
+
+def test_validating_others_changes_nothing_of_a_run(data, tmp_path):
+    alone = train_here(data, tmp_path / "alone", method="rope")
+    shared = train_here(data, tmp_path / "shared", method="rope", validate_as=("yarn",))
+    a, b = (load_checkpoint(latest_checkpoint(run / "checkpoints"))["model"] for run in (alone, shared))
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_steps_are_logged_with_their_schedule(finished):
+    assert "20 steps (the last 6 of cooldown) of 128 tokens" in (finished / "log.txt").read_text()
+
+
 def test_a_run_says_and_keeps_which_text_it_read(data, finished):
     kept, summary = read_json(finished / "data.json"), read_json(finished / "summary.json")
     assert (kept["tokens"], kept["distinct_tokens"], summary["distinct_tokens"]) == (2560, 1900, 1900)
@@ -623,6 +651,22 @@ def test_evaluate_gives_the_losses_of_the_summary(finished):
     result, own = evaluate.evaluate(finished, None, None, None, [], world.device, world)
     assert result["val_loss"] == pytest.approx(read_json(finished / "summary.json")["val_loss"], abs=1e-5)
     assert own
+
+
+def test_evaluate_as_other_methods(data, tmp_path, capsys):
+    folder = train_here(data, tmp_path, method="rope")
+    whole = train_here(data, tmp_path / "with", method="rope", validate_as=("rope_ntk", "yarn"))
+    whole = read_json(whole / "summary.json")
+    capsys.readouterr()
+    here(evaluate.main, folder, "--as", "yarn", "--device", "cpu")
+    here(evaluate.main, folder, "--as", "rope_ntk", "--device", "cpu")
+    rows = [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("| run")]
+    assert rows == ["run", "run", "run as yarn", "run", "run", "run as rope_ntk"]
+    kept = read_json(folder / "evaluation.json")["val_loss_as"]
+    assert kept == {m: pytest.approx(losses, rel=1e-6) for m, losses in whole["val_loss_as"].items()}
+    with pytest.raises(SystemExit) as stop:
+        here(evaluate.main, folder, "--as", "alibi", "--device", "cpu")
+    assert stop.value.code == 2 and "does not train identically" in capsys.readouterr().err
 
 
 def test_evaluate_at_other_lengths_prints_a_table(finished, copied, data, capsys):

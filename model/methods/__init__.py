@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from model.methods.alibi import ALiBi
-from model.methods.base import Method, Rotation
+from model.methods.base import Method, Rotation, check_kinds
 from model.methods.infini import Infini
 from model.methods.logn import LogN
 from model.methods.ntk import NTK
@@ -45,6 +45,7 @@ def method_options(name: str) -> dict[str, inspect.Parameter]:
     """The options of a method, with their types and default values. ValueError for an unknown name."""
     if name not in METHODS:
         raise ValueError(f"unknown attention method {name!r}; {nearest(name, METHODS)}")
+    check_kinds(name, METHODS[name])
     options = {}
     for mechanism in METHODS[name]:
         own = own_options(mechanism)

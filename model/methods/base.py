@@ -124,6 +124,19 @@ class Replacement(Mechanism):
 KINDS = dict(rotation=Rotation, query_scale=QueryScale, score_change=ScoreChange, replacement=Replacement)
 
 
+def check_kinds(name: str, mechanisms: list[type]):
+    """ValueError for two mechanisms of one kind, score changes excepted, and for one of no kind."""
+    for mechanism in mechanisms:
+        if not issubclass(mechanism, tuple(KINDS.values())):
+            kinds = ", ".join(kind.__name__ for kind in KINDS.values())
+            raise ValueError(f"attention method {name!r}: {mechanism.__name__} is none of {kinds}")
+    for kind in KINDS.values():
+        of_kind = [m.__name__ for m in mechanisms if issubclass(m, kind)]
+        if len(of_kind) > 1 and kind is not ScoreChange:
+            named = " and ".join(of_kind)
+            raise ValueError(f"attention method {name!r} has {named}, but a method takes one {kind.__name__}")
+
+
 class Method(nn.Module):
     """A named combination of mechanisms, for one layer: it holds that layer's learned parameters, if there are any.
 
@@ -134,15 +147,7 @@ class Method(nn.Module):
     def __init__(self, name: str, num_heads: int, head_dim: int, train_length: int, mechanisms: list[Mechanism]):
         super().__init__()
         self.name, self.num_heads, self.head_dim, self.train_length = name, num_heads, head_dim, train_length
+        check_kinds(name, [type(mechanism) for mechanism in mechanisms])
         for role, kind in KINDS.items():
             of_kind = [m for m in mechanisms if isinstance(m, kind)]
-            if len(of_kind) > 1 and kind is ScoreChange:
-                of_kind = [Composition(of_kind)]
-            if len(of_kind) > 1:
-                names = " and ".join(type(m).__name__ for m in of_kind)
-                raise ValueError(f"attention method {name!r} has {names}, but a method takes one {kind.__name__}")
-            setattr(self, role, of_kind[0] if of_kind else None)
-        for mechanism in mechanisms:
-            if not isinstance(mechanism, tuple(KINDS.values())):
-                kinds = ", ".join(kind.__name__ for kind in KINDS.values())
-                raise ValueError(f"attention method {name!r}: {type(mechanism).__name__} is none of {kinds}")
+            setattr(self, role, Composition(of_kind) if len(of_kind) > 1 else of_kind[0] if of_kind else None)

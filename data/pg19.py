@@ -1,0 +1,69 @@
+"""Downloads books: the 50 of PG-19's validation split (Rae et al. 2019, arXiv 1911.05507), 17 MB of long documents.
+
+    python -m data.pg19                      data/pg19/BOOK.txt, for `python -m data.text data/pg19 ...`
+
+PG-19 is a list on the Hugging Face hub and the books, published before 1919, on their authors' site. A book gets its
+name when all of it is there, so a second run fetches what is missing, whatever stopped the first.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+from urllib.request import urlopen
+
+from data.fineweb import ask_hub
+
+REPOSITORY, BOOKS = "deepmind/pg19", "data/validation_files.txt"
+SITE = "https://storage.googleapis.com/deepmind-gutenberg"
+
+
+def download(out: Path, site: str = SITE) -> list[Path]:
+    """Fetches the books that are missing in the folder and returns the files of all. OSError, in one line, when they
+    cannot be had; ValueError for a list that is none."""
+    from huggingface_hub import hf_hub_download
+    from tqdm import tqdm
+
+    out = Path(out)
+    incoming = out / ".incoming"
+    try:
+        listed = ask_hub(
+            f"{BOOKS} of {REPOSITORY}", hf_hub_download, REPOSITORY, BOOKS, repo_type="dataset", local_dir=incoming
+        )
+        names = Path(listed).read_text().split()
+        if not names or not all(re.fullmatch(r"validation/\d+\.txt", name) for name in names):
+            raise ValueError(f"{BOOKS} of {REPOSITORY} is not a list of books any more: use text of your own")
+        books = [out / Path(name).name for name in names]
+        for name, book in tqdm(list(zip(names, books)), desc="PG-19", unit="book", disable=None):
+            if not book.exists():
+                fetched = incoming / book.name
+                fetched.write_bytes(ask_hub(f"{name} of PG-19", read, f"{site}/{name}", site=site))
+                os.replace(fetched, book)
+    finally:
+        shutil.rmtree(incoming, ignore_errors=True)
+    return books
+
+
+def read(url: str) -> bytes:
+    with urlopen(url, timeout=60) as response:
+        return response.read()
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m data.pg19", description="Download 50 books of PG-19.")
+    parser.add_argument("--out", type=Path, default=Path("data/pg19"), help="folder (default: data/pg19)")
+    parser.add_argument("--site", default=SITE, help="where the books are (default: their authors' site)")
+    args = parser.parse_args(argv)
+    try:
+        books = download(args.out, args.site)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{args.out}: {len(books)} books, {sum(book.stat().st_size for book in books) / 1e6:.0f} MB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
