@@ -56,10 +56,10 @@ def quickstart() -> Config:
         length_scale=256 / 4096,
         batch_tokens=2048,
         micro_batch_tokens=2048,
-        steps=600,
-        cooldown_steps=171,  # the paper's share, 1308 of 4578
+        steps=560,
+        cooldown_steps=160,  # the paper's share, 1308 of 4578
         val_lengths=(256, 1024, 4096),
-        val_tokens=49_152,
+        val_tokens=65_536,
         val_every=0,
         save_every=0,
     )
@@ -78,7 +78,6 @@ def mini() -> Config:
         steps=640,
         cooldown_steps=183,  # the paper's share, 1308 of 4578
         val_lengths=(256, 1024, 4096, 16_384),
-        val_tokens=65_536,
         val_every=64,
         val_profile="fast",
     )

@@ -39,6 +39,7 @@ CASES = [(name, {}) for name in NAMES] + [
     ("logn_ntk", dict(factor=3.0, context="length")),
     ("alibi", dict(slopes="geometric")),
     ("alibi", dict(slope_scale=0.3)),
+    ("alibi", dict(slope_scale=16.0)),
     ("scale_invariant_p_rope", dict(terms="a")),
     ("scale_invariant_p_rope", dict(terms="m")),
     ("scale_invariant_nope", dict(alpha=2.0, beta=3.0, tau=1.0)),

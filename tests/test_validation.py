@@ -35,7 +35,7 @@ def test_fast_validates_the_other_lengths_on_a_quarter_every_500_steps():
 def test_without_val_every_both_validate_at_the_end_only():
     for config in (preset("quickstart"), fast(preset("quickstart"))):
         plans = [validation_plan(config, step) for step in range(config.steps + 1)]
-        assert plans == [*[{}] * config.steps, dict.fromkeys((256, 1024, 4096), 49_152)]
+        assert plans == [*[{}] * config.steps, dict.fromkeys((256, 1024, 4096), config.val_tokens)]
 
 
 def test_a_training_length_that_is_not_validated_leaves_the_parts():

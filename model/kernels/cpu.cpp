@@ -18,8 +18,10 @@ using Gemm = void (*)(const char*, const char*, const int*, const int*, const in
 constexpr float LN2 = 0.6931471805599453f, LOG2E = 1.4426950408889634f;
 
 // 2^x for x <= 0 or NaN, to a relative error of 1e-7: a polynomial for the fraction, the exponent's bits for the rest.
+// Below 2^-64, which no sum with 1 in it notices, it is 2^-64: products with denormal numbers would take ten times as
+// long, and ALiBi's steeper heads are full of them.
 inline float exp2_of_negative(float x) {
-    x = x < -126.0f ? -126.0f : x;
+    x = x < -64.0f ? -64.0f : x;
     const float shifted = x + 12582912.0f;  // 1.5 * 2^23: now the last bits are the integer nearest to x
     const float f = x - (shifted - 12582912.0f);
     uint32_t bits;
