@@ -291,7 +291,7 @@ def page(title: str, runs: list[dict], strays: list[tuple[str, str]] = ()) -> st
         js=beside("report.js"),
         overview=overview(runs, groups),
         chart=static_chart(groups),
-        texts=other_texts(runs, groups),
+        texts=as_others(runs, groups) + other_texts(runs, groups),
         configs=configs(runs),
         problems="".join(f"<li><b>{html.escape(name)}</b>: {html.escape(text)}</li>" for name, text in problems)
         or "<li>none</li>",
@@ -413,6 +413,33 @@ def other_texts(runs: list[dict], groups: list[dict]) -> str:
     return (
         '<section aria-labelledby="texts-head"><h2 id="texts-head">Losses on other text</h2>'
         '<div class="scroll" tabindex="0" role="region" aria-label="losses on other text">'
+        f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div></section>"
+    )
+
+
+def as_others(runs: list[dict], groups: list[dict]) -> str:
+    """The losses of the runs' weights run as methods that train identically (validate_as), one row a run and method;
+    "" if there are none."""
+    shown = [
+        (run, other, {n: loss for n, loss in losses.items() if n in run["final"]["val_loss"]})
+        for run in runs
+        for other, losses in run["final"].get("val_loss_as", {}).items()
+    ]
+    lengths = by_number({n for _, _, losses in shown for n in losses})
+    if not lengths:
+        return ""
+    rows = [
+        f'<tr><th scope="row">{swatch(groups[run["group"]])} {html.escape(run["name"])}</th>'
+        + cell(method_name(other), other)
+        + "".join(number(losses.get(n), ".4f") for n in lengths)
+        + "</tr>"
+        for run, other, losses in shown
+    ]
+    heads = ["run", "run as", *(f"loss at {n}" for n in lengths)]
+    head = "".join(f'<th scope="col">{head}</th>' for head in heads)
+    return (
+        '<section aria-labelledby="as-head"><h2 id="as-head">The same weights as other methods</h2>'
+        '<div class="scroll" tabindex="0" role="region" aria-label="the same weights as other methods">'
         f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div></section>"
     )
 

@@ -67,9 +67,8 @@ def test_a_short_quickstart_trains_every_method_and_repeats_nothing(tmp_path):
     first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert first.returncode == 0, first.stderr[-2000:]
     table = (tmp_path / "runs" / "quickstart.md").read_text()
-    trained = [label for label in script.SHOWN if label in script.RUNS]
-    assert [row.split("|")[1].strip() for row in table.splitlines()[2:]] == trained
-    assert set(script.SHOWN) == {*script.RUNS, *script.UNSCALED}
+    assert [row.split("|")[1].strip() for row in table.splitlines()[2:]] == script.SHOWN
+    assert set(script.SHOWN) == set(script.RUNS)
     assert table in first.stdout + "\n"
     assert (tmp_path / "runs" / "quickstart.png").stat().st_size > 10_000
     folders = sorted(path for path in (tmp_path / "runs").iterdir() if path.is_dir())
@@ -81,11 +80,7 @@ def test_a_short_quickstart_trains_every_method_and_repeats_nothing(tmp_path):
     again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert again.returncode == 0 and table in again.stdout + "\n"
     assert [(folder / "metrics.jsonl").stat().st_mtime_ns for folder in folders] == before
-
-    both = subprocess.run([*command, "--unscaled"], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    table = (tmp_path / "runs" / "quickstart.md").read_text()
-    assert both.returncode == 0 and [row.split("|")[1].strip() for row in table.splitlines()[2:]] == script.SHOWN
-    options = [json.loads(path.read_text())["method_options"] for path in (tmp_path / "runs").glob("*/config.json")]
+    options = [json.loads((folder / "config.json").read_text())["method_options"] for folder in folders]
     assert sorted(options, key=str) == [{"slope_scale": 1}, {"tau": 10}, {}, {}, {}, {}]
 
 

@@ -214,6 +214,21 @@ def test_an_evaluation_of_other_tokens_or_weights_is_named_and_not_mixed_in(tmp_
     assert "evaluation.json is not shown" in run["problems"][0]
 
 
+def test_losses_of_the_same_weights_as_other_methods_have_a_table_of_their_own(tmp_path):
+    write_run(tmp_path / "a", seed=1)
+    assert "The same weights as other methods" not in page("t", [describe(tmp_path / "a")])
+    write_run(tmp_path / "rope", method="rope", validate_as=("yarn",))
+    metrics = tmp_path / "rope" / "metrics.jsonl"
+    *lines, last = metrics.read_text().splitlines()
+    last = json.loads(last) | dict(val_loss_as=dict(yarn={"16": 1.5, "48": 2.25}, rope_ntk={"16": 1.5, "48": 3.0}))
+    metrics.write_text("\n".join([*lines, json.dumps(last)]) + "\n")
+    text = page("t", [describe(tmp_path / name) for name in ("a", "rope")])
+    section = text[text.index('id="as-head"') :].split("</section>")[0]
+    assert re.findall(r'<th scope="col">(.*?)</th>', section) == ["run", "run as", "loss at 16", "loss at 48"]
+    cells = [re.findall(r"<td.*?>(.*?)</td>", row) for row in section.split("<tr>")[2:]]
+    assert cells == [["YaRN", "1.5000", "2.2500"], ["RoPE+NTK", "1.5000", "3.0000"]]
+
+
 def test_losses_on_other_text_have_a_table_of_their_own(tmp_path):
     last = write_run(tmp_path / "a", seed=1)[-1]
     write_run(tmp_path / "b", seed=2)
