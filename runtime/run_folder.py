@@ -121,9 +121,13 @@ def _take_lock(path: Path) -> TextIO:
 
 
 def git_commit(folder: Path) -> str | None:
-    """The commit's hash, with "-dirty" when files differ from it; None outside a repository or without git."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    """The commit's hash, with "-dirty" when files differ from it; None outside a repository or without git.
+
+    Not those in results/: they are made by the code and do not make it, and one page after the other is written there.
+    """
+    git = lambda *words: subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout
     try:
-        return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+        changed = git("diff", "HEAD", "--name-only", "--", ":(top)", ":(top,exclude)results")
+        return git("rev-parse", "HEAD").strip() + "-dirty" * bool(changed)
     except (OSError, subprocess.CalledProcessError):
         return None

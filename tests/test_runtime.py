@@ -18,7 +18,7 @@ from runtime.device import peak_flops, published_peak
 from runtime.files import replace_file, to_json
 from runtime.metrics import Metrics, flatten, read_metrics
 from runtime.processes import agree, start_processes
-from runtime.run_folder import RunFolder
+from runtime.run_folder import RunFolder, git_commit
 
 REPOSITORY = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -484,3 +484,22 @@ def test_the_peak_of_a_gpu_is_that_of_the_dtype_and_draws_no_random_numbers():
     flops, source = peak_flops(gpu, torch.float32)
     assert source == "measured float32 matmul" and 0 < flops < peak_flops(gpu, torch.bfloat16)[0]
     assert torch.equal(torch.cuda.get_rng_state(), state)
+
+
+def test_the_commit_is_dirty_with_changed_code_and_not_with_changed_results(tmp_path):
+    def git(*words):
+        who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+        return subprocess.run(["git", *who, *words], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+
+    for name in ("code.py", "results/page.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("1")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "all")
+    commit = git("rev-parse", "HEAD").strip()
+    (tmp_path / "results" / "page.md").write_text("2")
+    assert git_commit(tmp_path) == git_commit(tmp_path / "results") == commit
+    (tmp_path / "code.py").write_text("2")
+    assert git_commit(tmp_path) == git_commit(tmp_path / "results") == f"{commit}-dirty"
+    assert git_commit(tmp_path.parent) is None
