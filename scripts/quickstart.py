@@ -13,6 +13,7 @@ documents only. Every method gets the same tokens, steps and learning rates, and
 """
 
 import argparse
+import csv
 import json
 import os
 import re
@@ -24,13 +25,13 @@ from pathlib import Path
 
 from configs.command_line import read_config, user_errors
 from configs.config import require
-from configs.presets import quickstart
+from configs.presets import mini, quickstart
 from data import pg19
 from data.shards import read_manifest, verify
 from data.text import find_files, prepare
 from scripts.runs import beside
 from scripts.sweep import Job, train
-from scripts.tables import loss_table
+from scripts.tables import loss_table, markdown_table
 
 ROOT = Path(__file__).parent.parent
 # label: arguments of train_gpt.py. In this order, two at a time, no two runs compile the same graph at once: the first
@@ -45,6 +46,8 @@ RUNS = {
 }
 OURS = ["scale-invariant p-RoPE", "scale-invariant p-RoPE, tau 10"]
 SHOWN = ["RoPE", "LogN + p-RoPE", "ALiBi", "ALiBi, official slopes", *OURS]
+SERIES = ["rope", "logn_p_rope", "alibi", "alibi slope_scale=1"]  # as results/mini calls them
+SERIES += ["scale_invariant_p_rope", "scale_invariant_p_rope tau=10"]
 NOT_TEXT = ["site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"]
 NOT_TEXT += ["encodings", "entities.py"]  # tables of characters
 # Okabe and Ito's palette, which colour-blind readers can tell apart; ours is black, as in the paper.
@@ -74,11 +77,27 @@ def main():
     (out / f"{title}.md").write_text(table + "\n")
     draw(results, out / f"{title}.png")
     print(f"\nValidation loss, in nats a token, at the training length and beyond:\n\n{table}\n")
-    print("One seed of a model of a million parameters, trained for minutes. What this says and what not: ", end="")
-    print("results/quickstart.md; the same methods with more training: results/README.md.")
+    if more := at_mini():
+        times = mini().steps * mini().batch_tokens / quickstart().steps / quickstart().batch_tokens
+        print(f"That is one seed, trained for a minute. With {times:.1f} times the tokens, means over seeds, on the")
+        print(f"source of Python's standard library (results/mini/table_losses.md):\n\n{more}\n")
     print(f"The table is in {out}/{title}.md, its figure in {out}/{title}.png.", end=" ")
     print(f"Done in {(time.monotonic() - began) / 60:.1f} minutes.")
     print(f"The same from the checkpoints: {sys.executable} -m scripts.evaluate {out}/{title}-*/")
+
+
+def at_mini() -> str:
+    """The same rows in the study at scale `mini`, as far as its table is there: Markdown, or "" without any."""
+    path = ROOT / "results" / "mini" / "table_losses.csv"
+    found = list(csv.DictReader(path.read_text().splitlines())) if path.exists() else []
+    cells = {(row["method"], int(row["length"])): row for row in found if row["mean"]}
+    lengths = sorted({length for _, length in cells})
+    rows = [
+        [label, cells[name, lengths[0]]["seeds"], *(f"{float(cells[name, n]['mean']):.3f}" for n in lengths)]
+        for label, name in zip(SHOWN, SERIES)
+        if all((name, n) in cells for n in lengths)
+    ]
+    return markdown_table([["run", "seeds", *map(str, lengths)], *rows]) if cells and rows else ""
 
 
 def slug(words: str) -> str:

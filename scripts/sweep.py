@@ -139,7 +139,7 @@ def check_run(run: Run):
         for other in c.validate_as:
             make_alternative(c.method, other, **shape, **c.method_options)
     except ValueError as error:
-        raise ValueError(f"{run.preset} with {run.changes.get('method', c.method)}: {error}") from error
+        raise ValueError(f"{run.preset} with {run.changes.get('method', 'its own method')}: {error}") from error
 
 
 def needle_changes(words: list[str]) -> dict:

@@ -1,5 +1,6 @@
 """The quickstart's own code, on a few steps: it trains every method, ends with table and figure, repeats nothing."""
 
+import csv
 import json
 import subprocess
 import sys
@@ -112,3 +113,13 @@ def test_shards_of_other_text_are_not_taken_for_it(tmp_path):
     writer.close()
     with pytest.raises(ValueError, match="holds other text than --text python makes: delete it, or name another"):
         script.make_data(tmp_path, "python")
+
+
+def test_what_shows_at_mini_is_what_its_table_says():
+    with open(ROOT / "results" / "mini" / "table_losses.csv", newline="") as file:
+        found = {(row["method"], row["length"]): float(row["mean"]) for row in csv.DictReader(file) if row["mean"]}
+    head, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in script.at_mini().splitlines()]
+    assert head[:3] == ["run", "seeds", "256"] and {row[0] for row in rows} >= {"RoPE", *script.OURS[:1]}
+    for label, _, *losses in rows:
+        name = script.SERIES[script.SHOWN.index(label)]
+        assert losses == [f"{found[name, length]:.3f}" for length in head[2:]]
