@@ -348,14 +348,18 @@ def table(study: Study, metrics: dict[str, dict], lengths: list[int], best, ceil
     if ceiling:
         by_head = {f"{n} ({n / base:g}x) {label}": f"{value:.3f}" for n, value in ceiling.items() for label in metrics}
         rows.append(["oracle", "", *(by_head.get(column, "") for column in columns)])
-    for ours in dict.fromkeys(borrowed[m] for m in methods if m in borrowed):
-        same = " and ".join(series_name(m) for m in methods if borrowed.get(m) == ours)
+    weights = collections.defaultdict(list)
+    for method in methods:
+        if method in borrowed:
+            weights[borrowed[method]].append(series_name(method))
+    if weights:
+        same = "; ".join(f"{' and '.join(of)}: the weights of {series_name(ours)}" for ours, of in weights.items())
         study.notes.append(
-            f"\u2020 {same}: the weights of {series_name(ours)}. They train identically and differ beyond the training "
-            "length only, so each seed was trained once and validated as all of them."
+            f"\u2020 {same}. They train identically and differ beyond the training length only, so each seed was "
+            "trained once and validated as all of them."
         )
     for remark, of in remarks(paper, methods).items():
-        study.notes.append(f"The paper's {', '.join(of)}: {remark}.")
+        study.notes.append(f"The paper's numbers of {' and '.join(of)}: {remark}.")
     if metrics and preset(SCALES[study.scale].base).length_scale != 1:
         study.notes.append(
             "What is a length in tokens (\u03c4, rotary bases, one over ALiBi's slopes) is scaled with the training "
