@@ -169,10 +169,11 @@ def draw_curves(
                 axis.set_xlabel("training step")
             if column == 0:
                 axis.set_ylabel("validation loss (nats a token)")
-        if any(row["val_tokens"] < full for _, rows in panels for row in rows):
+        on_part = any(row["val_tokens"] < full for _, rows in panels for row in rows)
+        if on_part:
             note = "on a part of the validation tokens"
             axes[0, 0].plot([], [], **OPEN_CIRCLE, color="0.4", label=note)
-        legend_below(figure, axes, columns=5)
+        legend_below(figure, axes, columns=4 if on_part else 5)
 
 
 def limit_curves(axis, rows: list[dict], zoomed: bool):
