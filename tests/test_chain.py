@@ -83,7 +83,7 @@ def made(tmp_path_factory):
     said["resumed"] = run("-m", "scripts.sweep", "table_losses", *common, *fields)
     said["lengths"] = run("-m", "scripts.sweep", "figure_train_lengths", *common, *fields)
     runs = sorted(folder.glob("runs/mini-*-s*/"))
-    assert len(runs) == 4
+    assert len(runs) == 6  # scale-invariant attention with both tau
     tuning = ["--needle", "steps=3", "sequences=4", "examples=3"]
     said["needle"] = run("-m", "scripts.sweep", "table_needle", *common, *tuning, *fields)
     said["evaluate"] = run("-m", "scripts.evaluate", *runs, "--lengths", 128, 512, 2048, 8192, "--device", "cpu")
@@ -102,7 +102,7 @@ def interrupted(folder):
 def test_the_killed_sweep_was_resumed_and_every_run_is_finished(made):
     folder, said = made
     assert re.search(r"mini-\S+ +interrupted", said["dry run"]) and re.search(r"mini-\S+ +finished", said["dry run"])
-    assert "4 of 4 runs are finished" in said["resumed"] and "6 of 6 runs are finished" in said["lengths"]
+    assert "6 of 6 runs are finished" in said["resumed"] and "12 of 12 runs are finished" in said["lengths"]
     for path in folder.glob("runs/*/"):
         steps = [json.loads(line)["step"] for line in (path / "metrics.jsonl").read_text().splitlines()]
         losses = [line for line in (path / "metrics.jsonl").read_text().splitlines() if "train_loss" in line]
@@ -132,7 +132,7 @@ def test_the_tables_hold_the_losses_and_accuracies_of_the_runs(made):
     row = next(line for line in (folder / "out" / "table_losses.md").read_text().splitlines() if "p-RoPE" in line)
     assert mean in row
     page = (folder / "out" / "table_needle.md").read_text()
-    assert made[1]["needle"].count("needles found 0.0") == 4 and "0.000" in page and "runs used: 4 of 4" in page
+    assert made[1]["needle"].count("needles found 0.0") == 6 and "0.000" in page and "runs used: 6 of 6" in page
     assert "haystack shards, 3 steps of 4 sequences, 3 examples scored at each length" in page
 
 

@@ -38,7 +38,8 @@ GOOD = dict(
     seed=one_of(0, 1, 2**31, 2**63 - 1), resume=one_of("never", "auto"), force=st.booleans(),
     on_nonfinite=one_of("stop", "skip"), timeout=one_of(600, 1, 0.001, 1e6), tags=one_of((), ("a", "b c"), ("",)),
     group=one_of("", "sweep", "a/b"), wandb=st.just("off"), wandb_project=one_of("p", ""),
-    method=one_of(*NAMES), length_scale=one_of(1.0, 0.0625, 1e-9, 1e9), vocab_size=st.integers(64, 100),
+    method=one_of(*NAMES), validate_as=one_of((), (), (), (), ("yarn",), ("rope_ntk", "yarn"), ("logn_ntk",)),
+    length_scale=one_of(1.0, 0.0625, 1e-9, 1e9), vocab_size=st.integers(64, 100),
     num_layers=st.integers(1, 3), data_dir=st.just("data"), micro_batch_tokens=st.integers(1, 300),
     steps=one_of(2, 2, 2, 1, 3), schedule=one_of("constant_linear", "cosine", "trapezoid"),
     warmup_steps=one_of(0, 0, 0, 0, 0, 1), cooldown_steps=one_of(0, 0, 0, 0, 1, 2),
@@ -68,7 +69,7 @@ BAD |= dict(
     method_options=one_of("tau", "", "a b", "tau 3 tau", "tau -1", "base True", "num_heads 3", "name x", "self 1"),
     adam_betas=one_of("1", "1 0.9", "nan nan", "0.9 1", "0.9 0.95 0.99", "inf 0", "-0.1 0.5"),
     val_lengths=one_of("", "0", "-8", "8 8", "7", "16 48", str(2**40), "x", "1.5"),
-    context_parallel=one_of(0, 2, 3, -1),
+    context_parallel=one_of(0, 2, 3, -1), validate_as=one_of("", "yarn yarn", "nope", "rope", "alibi x"),
     attention_backend=one_of("triton", "flex", "fast", ""), adam_eps=one_of(0, -1, "nan", 1e-320, "inf", 1e300),
 )  # fmt: skip
 STRAY = [["stray"], ["--stpes", "3"], ["--steps"], ["--help-me"], ["--"], ["--=3"], ["--steps=2=2"], ["\x00"]]
@@ -87,7 +88,7 @@ def shapes(draw):
 def option_values(parameter):
     """Values of the type of an option, which it may refuse all the same."""
     kinds = {bool: one_of("True", "False"), int: one_of("1", "3", "64"), float: one_of("0.5", "1", "100.0")}
-    words = {"slopes": "official geometric", "form": "barbero half_truncate", "context": "row length"}
+    words = {"slopes": "official geometric", "form": "barbero half_truncate", "context": "row length", "terms": "both a m"}
     types = getattr(parameter.annotation, "__args__", (parameter.annotation,))
     return (
         st.one_of(*(values for kind, values in kinds.items() if kind in types))
