@@ -70,9 +70,11 @@ def stored_config(path: Path) -> Config:
     try:
         stored = json.loads((path / "config.json").read_text())
         if length := stored.get("rotary_base_length"):  # of before length_scale: it scaled the rotary base alone
-            options = stored.setdefault("method_options", {})
-            scaled = scaled_options(stored["method"], stored["train_length"] / length, options)
-            options |= {"base": scaled["base"]} if "base" in scaled else {}
+            options, ratio = stored.setdefault("method_options", {}), stored["train_length"] / length
+            if "base" in options:
+                options["base"] *= ratio
+            elif base := scaled_options(stored["method"], ratio, options).get("base"):
+                options["base"] = base
         return Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in stored.items() if k in known})
     except (ValueError, TypeError, AttributeError, RecursionError, KeyError, ZeroDivisionError) as error:
         raise ValueError(f"{path}/config.json is damaged ({error})") from error

@@ -88,7 +88,8 @@ def shapes(draw):
 def option_values(parameter):
     """Values of the type of an option, which it may refuse all the same."""
     kinds = {bool: one_of("True", "False"), int: one_of("1", "3", "64"), float: one_of("0.5", "1", "100.0")}
-    words = {"slopes": "official geometric", "form": "barbero half_truncate", "context": "row length", "terms": "both a m"}
+    words = {"slopes": "official geometric", "form": "barbero half_truncate", "context": "row length"}
+    words |= {"terms": "both a m"}
     types = getattr(parameter.annotation, "__args__", (parameter.annotation,))
     return (
         st.one_of(*(values for kind, values in kinds.items() if kind in types))

@@ -29,7 +29,7 @@ from data.text import prepare
 from runtime.checkpoint import latest_checkpoint, load_checkpoint
 from runtime.run_folder import RunFolder
 from scripts import sweep as script
-from scripts.runs import read_folders, state
+from scripts.runs import read_folders, state, stored_config
 from scripts.tables import paper_targets
 
 SLOW_FIXTURES = ("finished", "disturbed", "failing", "tuned", "tuned_disturbed", "tuning_fails")
@@ -186,6 +186,26 @@ def test_run_of_before_a_field_existed_counts(copied, data):
     before = contents(copied)
     assert here(*options(data, copied)) == 0
     assert contents(copied) == before
+
+
+@pytest.mark.parametrize(
+    "method, options, expected",
+    [
+        ("rope", {}, {"base": 625}),
+        ("p_rope", {}, {"base": 64}),
+        ("scale_invariant_rope", {}, {"base": 625}),
+        ("nope", {}, {}),
+        ("yarn", {"base": 500.0}, {"base": 31.25}),
+        ("p_rope", {"form": "barbero"}, {"form": "barbero", "base": 625}),
+    ],
+)
+def test_run_of_before_length_scale_keeps_its_rotary_base(tmp_path, method, options, expected):
+    """And its tau, which was not scaled."""
+    config = dataclasses.replace(preset("quickstart"), method=method, method_options=options).to_dict()
+    del config["length_scale"], config["validate_as"]
+    (tmp_path / "config.json").write_text(json.dumps(config | dict(rotary_base_length=4096)))
+    stored = stored_config(tmp_path)
+    assert (stored.method_options, stored.length_scale) == (expected, 1.0)
 
 
 @pytest.fixture(scope="module")
