@@ -76,7 +76,7 @@ def stored_config(path: Path) -> Config:
             elif base := scaled_options(stored["method"], ratio, options).get("base"):
                 options["base"] = base
         return Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in stored.items() if k in known})
-    except (ValueError, TypeError, AttributeError, RecursionError, KeyError, ZeroDivisionError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError, KeyError, ArithmeticError) as error:
         raise ValueError(f"{path}/config.json is damaged ({error})") from error
 
 
