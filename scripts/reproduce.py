@@ -146,10 +146,15 @@ class Study:
         seeds = {folder.config.seed for folder in folders if folder.config and folder.summary}
         for run in [with_seed(run, seed) for run in self.runs for seed in sorted(seeds)]:
             folder = find(run, folders)
-            if config_hash(run.config) not in known and folder and folder.summary and not folder.problems:
-                known.add(config_hash(run.config))
-                self.runs.append(run)
+            if config_hash(run.config) in known or not folder or not folder.summary or folder.problems:
+                continue
+            known.add(config_hash(run.config))
+            self.runs.append(run)
+            try:
+                final_losses(folder)
                 self.finished.append((run, folder))
+            except ValueError as error:
+                self.miss(run, str(error))
 
     def train_command(self, run: Run, folder: Folder | None) -> list[str]:
         """Trains this one run, or goes on with it under the name that it has."""
@@ -208,14 +213,16 @@ def final_losses(folder: Folder, method: str | None = None) -> dict[int, float]:
 def table_losses(study: Study):
     lengths = sorted({length for run in study.runs for length in run.config.val_lengths})
     losses = collections.defaultdict(list)
-    for run, folder in study.finished:
-        missing = set()
-        for series, method in study.series(run).items():
-            final = final_losses(folder, method)
-            for length in final.keys() & set(lengths):
-                losses[series, length].append(final[length])
-            missing |= set(lengths) - final.keys()
-        if missing:
+    for run, folder in list(study.finished):
+        try:
+            final = {series: final_losses(folder, method) for series, method in study.series(run).items()}
+        except ValueError as error:
+            study.drop(run, str(error))
+            continue
+        for series, of in final.items():
+            for length in of.keys() & set(lengths):
+                losses[series, length].append(of[length])
+        if missing := {length for of in final.values() for length in set(lengths) - of.keys()}:
             lacking = [str(length) for length in sorted(missing)]
             command = ["python", "-m", "scripts.evaluate", str(folder.path), "--lengths", *lacking]
             command += ["--as", *run.config.validate_as] * bool(run.config.validate_as)

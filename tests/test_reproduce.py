@@ -366,6 +366,22 @@ def test_a_run_not_validated_as_another_method_is_named_with_the_command(tmp_pat
     assert code == 0 and row == ("yarn", "rope", "5.0")
 
 
+def test_a_damaged_run_of_another_seed_or_as_another_method_is_named(tmp_path, call):
+    ours, other = sweep("table_losses", "mini", seeds=[0, 5], methods=["yarn"])
+    for run in (ours, other):
+        same = {n: 4.0 for n in run.config.val_lengths}
+        write_run(tmp_path / "runs", run, same, others=dict(rope_ntk=same, yarn=same))
+    summary = tmp_path / "runs" / other.name / "summary.json"
+    summary.write_text(summary.read_text().replace('"val_loss": {"256": 4.0', '"val_loss": {"256": null'))
+    code, said = call("table_losses", "--scale", "mini", "--methods", "yarn")
+    assert code == 1 and f"{summary} has a loss that is not a number" in said.out
+    summary.write_text(summary.read_text().replace('"val_loss": {"256": null', '"val_loss": {"256": 4.0'))
+    summary.write_text(summary.read_text().replace('"yarn": {"256": 4.0', '"yarn": {"256": null'))
+    code, said = call("table_losses", "--scale", "mini", "--methods", "yarn")
+    assert code == 1 and f"{summary} has a loss that is not a number" in said.out
+    assert rows(tmp_path / "out" / "table_losses.csv")[0]["seeds"] == "1"
+
+
 def test_nope_is_in_the_left_panel_alone(tmp_path, call, monkeypatch):
     for run in sweep("figure_train_4k", "mini", seeds=[0], methods=["nope", "alibi"]):
         write_run(tmp_path / "runs", run, {n: 4.0 for n in run.config.val_lengths})
