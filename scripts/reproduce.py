@@ -355,37 +355,47 @@ def table(study: Study, metrics: dict[str, dict], lengths: list[int], best, ceil
     if ceiling:
         by_head = {f"{n} ({n / base:g}x) {label}": f"{value:.3f}" for n, value in ceiling.items() for label in metrics}
         rows.append(["oracle", "", *(by_head.get(column, "") for column in columns)])
+    study.notes += table_notes(study, methods, borrowed, records)
+    return markdown_table(rows)
+
+
+def table_notes(study: Study, methods: list[str], borrowed: dict[str, str], records: list[dict]) -> list[str]:
+    """What a reader of the table must know. borrowed: by method, the one whose weights it was validated with."""
+    notes = []
     weights = collections.defaultdict(list)
     for method in methods:
         if method in borrowed:
             weights[borrowed[method]].append(series_name(method))
     if weights:
-        same = "; ".join(f"{' and '.join(of)}: the weights of {series_name(ours)}" for ours, of in weights.items())
-        study.notes.append(
+        same = "; ".join(
+            f"{' and '.join(of)}: the weights of {series_name(of_method)}" for of_method, of in weights.items()
+        )
+        notes.append(
             f"\u2020 {same}. They train identically and differ beyond the training length only, so each seed was "
             "trained once and validated as all of them."
         )
-    for remark, of in remarks(paper, methods).items():
-        study.notes.append(f"The paper's numbers of {' and '.join(of)}: {remark}.")
-    if metrics and preset(SCALES[study.scale].base).length_scale != 1:
-        study.notes.append(
+    for remark, of in remarks(paper_targets(study.item), methods).items():
+        notes.append(f"The paper's numbers of {' and '.join(of)}: {remark}.")
+    ours = any("metric" in record for record in records)  # and not the paper's numbers alone
+    if ours and preset(SCALES[study.scale].base).length_scale != 1:
+        notes.append(
             "What is a length in tokens (\u03c4, rotary bases, one over ALiBi's slopes) is scaled with the training "
             "length; where a row says otherwise it is as in the paper."
         )
-    if metrics and study.scale != "paper":
-        study.notes.append(
+    if ours and study.scale != "paper":
+        notes.append(
             f"Scale `{study.scale}` is not the paper's: another model or training length, fewer tokens, another text. "
             "The paper's columns stand beside the lengths of the same ratio to the training length; compare the order "
             "of the methods and what happens beyond 1x, not the numbers."
         )
     if any(r.get("seeds") == 1 for r in records):
-        study.notes.append("\u00b1 n/a: one seed, which has no standard error.")
-    if compare:
-        study.notes.append(
+        notes.append("\u00b1 n/a: one seed, which has no standard error.")
+    if ours and study.scale == "paper":
+        notes.append(
             "Difference: ours minus the paper's mean, in brackets in units of the combined standard error "
             "sqrt(ours^2 + paper's^2) (n/a where a side has none; the paper's are rounded to 0.001)."
         )
-    return markdown_table(rows)
+    return notes
 
 
 def paper_columns(length: int, ratio: float, targets: dict[str, dict]) -> dict[str, dict]:
