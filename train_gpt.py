@@ -264,13 +264,15 @@ def train(stop: StopRequest):
             if passes and not stopping and step != validated:
                 began = time.monotonic()
                 stops = functools.partial(stop.agreed, world)
-                losses = validate_all(evaluated_model, val_plans, config, val_stream, world, passes, stops)
+                with user_errors():  # a shard may have changed
+                    losses = validate_all(evaluated_model, val_plans, config, val_stream, world, passes, stops)
                 stopping = losses is None
             if passes and not stopping and step != validated:
                 validated = step
                 validation = dict(step=step, tokens=step * config.batch_tokens, val_profile=config.val_profile) | losses
                 if world.is_main:
-                    validation |= attention_statistics(model, config, val_stream)
+                    with user_errors():
+                        validation |= attention_statistics(model, config, val_stream)
                     validation |= dict(val_seconds=round(time.monotonic() - began, 3))
                     metrics.write(validation)
                 took = f"({time.monotonic() - began:.1f} s)"

@@ -261,10 +261,14 @@ class TokenStream:
 
     Holds no tokens and no open files: a read takes just what it needs from disk, so 1,030 shards of 100M tokens are
     as cheap as one. `entries` are the manifest's (file name -> entry), all of these shards or none.
+
+    A read makes sure that the shard is the one that was opened, by the size, time and inode of the file: ValueError
+    if one differs, unless the shard still has the manifest's sha256 (it was touched, or restored).
     """
 
     def __init__(self, paths: Sequence[Path], entries: dict[str, dict] | None = None):
         self.paths = [Path(path) for path in paths]
+        self._opened = [_identity(path) for path in self.paths]  # before anything is read of them
         self.shard_tokens = [read_header(path) for path in self.paths]
         self._ends = np.cumsum(self.shard_tokens)
         self._entries = entries
@@ -306,12 +310,28 @@ class TokenStream:
             shard, offset = self._locate(start + filled)
             wanted = min(count - filled, self.shard_tokens[shard] - offset)
             path, skip = self.paths[shard], HEADER_BYTES + offset * TOKEN.itemsize
-            part = np.fromfile(path, TOKEN, count=wanted, offset=skip)
-            if len(part) < wanted:
-                raise ValueError(f"{path}: ends before token {offset + wanted}: it has changed since it was opened")
+            with open(path, "rb") as file:
+                part = np.fromfile(file, TOKEN, count=wanted, offset=skip)
+                identity = _identity(file.fileno())  # after reading: what was changed meanwhile counts
+            if identity != self._opened[shard]:
+                self._opened[shard] = self._unchanged(path)
+                continue
             tokens[filled : filled + wanted] = part
             filled += wanted
         return tokens
+
+    def _unchanged(self, path: Path) -> tuple[int, ...]:
+        """The identity of a shard of which only that has changed. ValueError if its content has, or may have."""
+        identity = _identity(path)
+        if self._entries and _problem(path, self._entries[path.name]) is None:
+            return identity
+        how = f" (`python -m data.shards verify {path.parent}` checks that)" if self._entries else ""
+        raise ValueError(f"{path}: it has changed since it was opened: restore it{how} and go on, or start again")
+
+
+def _identity(file: Path | int) -> tuple[int, ...]:
+    found = os.stat(file)
+    return found.st_size, found.st_mtime_ns, found.st_ino
 
 
 def _sample(path: Path) -> str:

@@ -2,6 +2,7 @@
 disk, a disk that is full, processes killed, a server that misbehaves."""
 
 import functools
+import gc
 import json
 import os
 import shutil
@@ -17,7 +18,9 @@ import numpy as np
 import pytest
 from test_data import write_raw
 from test_fineweb import NAMES, REPOSITORY, Hub, assert_one_error_line, download, environment, running_hub, shard, url
+from test_train import assert_same_run, make_data, train_here
 
+import train_gpt
 from data.loader import TrainLoader, validation_batches
 from data.shards import ShardWriter, TokenStream, main, open_split, read_manifest
 
@@ -241,6 +244,78 @@ def test_manifest_from_before_checksums_is_good(tmp_path):
     write_data(tmp_path)
     (tmp_path / "manifest.json").write_text(json.dumps(read_manifest(tmp_path)))
     assert main(["verify", str(tmp_path)]) == 0 and all(opens(tmp_path).values())
+
+
+def replaced_file(path, content):
+    path.with_suffix(".new").write_bytes(content)
+    os.replace(path.with_suffix(".new"), path)
+
+
+def replaced_with_its_time(path, content):
+    before = path.stat()
+    replaced_file(path, content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def written_over(path, content):
+    with open(path, "rb+") as file:
+        file.write(content)
+
+
+@BAD_DATA
+@pytest.mark.parametrize("has_manifest", [True, False])
+@pytest.mark.parametrize("change", [replaced_file, replaced_with_its_time, written_over])
+def test_shard_changed_while_it_is_read_is_named(change, has_manifest, tmp_path, faults):
+    tokens = write_data(tmp_path)["train"]
+    if not has_manifest:
+        (tmp_path / "manifest.json").unlink()
+    path = tmp_path / SHARDS[1]
+    good = path.read_bytes()
+    other = good[:-2] + bytes([good[-2] ^ 1, good[-1]])  # as long, and with another token at its end
+    stream = open_split(tmp_path, "train", VOCAB)
+    stream.read(0, 200)
+    with faults("shard changed while it is read"):
+        change(path, other)
+        np.testing.assert_array_equal(stream.read(0, 100), tokens[:100])  # the other shards are as they were
+        for start in (100, 50):
+            with pytest.raises(ValueError, match=f"{SHARDS[1]}: it has changed since it was opened: restore it"):
+                stream.read(start, 100)
+    if has_manifest:  # which says that it is the same again
+        change(path, good)
+        path.touch()
+        np.testing.assert_array_equal(stream.read(0, 250), tokens)
+
+
+@BAD_DATA
+@pytest.mark.slow
+@pytest.mark.parametrize("split, step", [("train", 8), ("val", 5)])
+def test_shard_replaced_during_a_run_ends_it_and_restored_the_run_goes_on(
+    split, step, tmp_path, faults, monkeypatch, capsys
+):
+    data, train_step, steps = make_data(tmp_path / "data"), train_gpt.train_step, []
+    finished = train_here(data, tmp_path / "undisturbed")
+    path = data / dict(train="chain_train_000002.bin", val="chain_val_000000.bin")[split]
+    good, other = path.read_bytes(), (make_data(tmp_path / "other", seed=1) / path.name).read_bytes()
+    assert len(good) == len(other) and good != other
+
+    def replacing(*args):
+        steps.append(len(steps) + 1)
+        if steps[-1] == step:
+            replaced_file(path, other)
+        return train_step(*args)
+
+    with faults(f"{split} shard replaced during a run"):
+        with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit:
+            patch.setattr(train_gpt, "train_step", replacing)
+            train_here(data, tmp_path)
+        error = capsys.readouterr().err
+        assert exit.value.code == 2 and error.count("error: ") == 1 and "Traceback" not in error
+        assert f"{path}: it has changed since it was opened: restore it" in error
+        assert steps[-1] < 20 and not (tmp_path / "run/summary.json").exists()
+        del exit  # and with it the folder's lock
+        gc.collect()
+        replaced_file(path, good)
+        assert_same_run(train_here(data, tmp_path, resume="auto"), finished)
 
 
 @BAD_DATA
