@@ -187,6 +187,46 @@ def test_the_plan_says_why(tmp_path):
     assert len(list((tmp_path / "scale_invariant_attention").iterdir())) == 1  # nothing half made is left
 
 
+RUNS = """
+import torch
+from model.kernels import cpu
+q = torch.ones(1, 1, 4, 8)
+tables = cpu.make_tables(None, 1, 8, 4)
+print(torch.equal(cpu.cpu_attention(q, q, q, tables), q), cpu.library()[1])
+"""
+DAMAGE = {
+    "emptied": lambda content: b"",
+    "cut": lambda content: content[:5000],
+    "a flipped byte": lambda content: content[:3000] + bytes([content[3000] ^ 1]) + content[3001:],
+    "without its checksum": lambda content: content[:-32],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.promise(9, "no surprises from outside")
+def test_a_damaged_one_is_made_again_by_several_processes_at_once_too(tmp_path, faults):
+    def run(processes):
+        environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        started = [subprocess.Popen([sys.executable, "-c", RUNS], env=environment, **pipes) for _ in range(processes)]
+        for process in started:
+            out, err = process.communicate(timeout=600)
+            assert (process.returncode, out) == (0, "True None\n"), err
+
+    run(1)
+    (path,) = (tmp_path / "scale_invariant_attention").iterdir()
+    whole = path.read_bytes()
+    for number, damage in enumerate(DAMAGE):
+        with faults("damaged compiled kernel"):
+            path.unlink()  # others may have the old file in use, which stays as it is
+            path.write_bytes(DAMAGE[damage](whole))
+            run(1 + number % 2)
+            assert list(path.parent.iterdir()) == [path] and cpu.is_whole(path), damage
+    made = path.stat().st_mtime_ns
+    run(1)
+    assert path.stat().st_mtime_ns == made  # a whole one is not made again
+
+
 def test_more_positions_than_it_counts_are_refused():
     with assert_refused("positions"):
         make_plan(make(), 1, 2**31 + 1, q_offset=2**31)

@@ -72,7 +72,11 @@ def library() -> tuple[ctypes.CDLL | None, str | None]:
 
 
 def compiled(compiler: str) -> Path:
-    """The shared object, from the cache if it was compiled before for this processor by this compiler."""
+    """The shared object, from the cache if it was compiled before for this processor by this compiler.
+
+    It ends with the SHA-256 of all before that, which its loader does not look at, and is made again if that differs:
+    a damaged one would end the process when it is loaded, without a word.
+    """
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     processor = Path("/proc/cpuinfo")
     flags = next((line for line in processor.read_text().splitlines() if line.startswith("flags")), "")
@@ -87,13 +91,23 @@ def compiled(compiler: str) -> Path:
         if folder.stat().st_uid != os.getuid():
             raise PermissionError(f"{folder} belongs to another user") from None
     path = folder / f"cpu-{key}.so"
-    if not path.exists():
+    if not is_whole(path):
         with tempfile.TemporaryDirectory(dir=folder) as temporary:  # then moved, whole, as others may be doing the same
             fresh = Path(temporary) / path.name
             command = [compiler, *FLAGS, str(SOURCE), "-o", str(fresh)]
             subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+            with open(fresh, "rb+") as file:
+                file.write(hashlib.sha256(file.read()).digest())
+                file.flush()
+                os.fsync(file.fileno())  # the data must be on the disk before the name is
             os.replace(fresh, path)
     return path
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a shared object of `compiled` is there, as it was left."""
+    content = path.read_bytes() if path.exists() else b""
+    return hashlib.sha256(content[:-32]).digest() == content[-32:]
 
 
 def make_tables(change: ScoreChange | None, num_heads: int, head_dim: int, key_length: int) -> Tensor:
