@@ -33,7 +33,15 @@ from optim.groups import split_parameters
 from optim.muon import Muon, as_matrices, fast_dtype, lr_scale
 from optim.schedule import check_schedule, lr_factor
 from optim.sharded import Group, Optimizers
-from runtime.checkpoint import check_same_run, fits, latest_checkpoint, load_checkpoint, save_checkpoint
+from runtime.checkpoint import (
+    check_progress,
+    check_same_run,
+    fits,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+    space_needed,
+)
 from runtime.device import Reading, choose_compile, device_name, peak_flops, peak_memory, rng_state, set_rng_state
 from runtime.metrics import Metrics, start_wandb
 from runtime.nonfinite import examine
@@ -87,7 +95,7 @@ def train(stop: StopRequest):
             )
             check_validation(val_stream, config.val_lengths, config.val_tokens)
             if world.is_main:
-                space = (config.keep + 1) * checkpoint_bytes(optimizers)
+                space = space_needed(path / "checkpoints", checkpoint_bytes(optimizers), config.keep)
                 folder = RunFolder.create(config.runs_dir, config.name, config.resume, need_bytes=space)
                 stop.mark = folder.mark_interrupted
 
@@ -100,13 +108,13 @@ def train(stop: StopRequest):
                     if not config.force:
                         may_differ = NOT_MATHEMATICS
                         check_same_run(checkpoint, state, config.to_dict(), data["train"], may_differ=may_differ)
+                    check_progress(checkpoint, state, config.steps)
                     model.load_state_dict(state["model"])
                     optimizers.load_parameters()
                     optimizers.load_state_dict(state["optimizers"])
-                    # + 0: what is no number ends here.
-                    start, seconds, skipped = state["step"] + 0, state["seconds"] + 0.0, state.get("skipped", 0) + 0
+                    start, seconds, skipped = state["step"], state["seconds"], state.get("skipped", 0)
                     validation, wandb_id, rng = state["validation"], state["wandb_id"], state.get("rng", [])
-                    validated = validation["step"] + 0 if validation else -1
+                    validated = validation["step"] if validation else -1
                     if len(rng) == world.world_size:
                         set_rng_state(rng[world.rank])
                 del state

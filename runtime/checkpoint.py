@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import re
 import zipfile
@@ -35,6 +36,13 @@ def save_checkpoint(folder: Path, step: int, state: dict[str, Any], keep: int = 
         if older != path:
             older.unlink()
     return path
+
+
+def space_needed(folder: Path, checkpoint_bytes: int, keep: int) -> int:
+    """Bytes that have to be free for `save_checkpoint` into `folder`, where some of the keep + 1 may be already."""
+    there = _checkpoints(folder) if folder.is_dir() else []
+    leftovers = sum(path.stat().st_size for path in folder.glob("step_*.partial"))  # they go before the next is written
+    return max(1, keep + 1 - len(there)) * checkpoint_bytes - leftovers
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -77,6 +85,30 @@ def check_same_run(path: Path, state: dict, config: dict, fingerprint: str, may_
     else:
         return
     raise ValueError(f"{path} {problem}: choose another --name, or --force to go on")
+
+
+def check_progress(path: Path, state: dict, steps: int) -> None:
+    """ValueError when what a checkpoint says of the way so far (step, seconds, skipped, validation) cannot be, or is
+    further than a run of so many steps goes. Within `fits`."""
+    step, seconds, skipped = state["step"], state.get("seconds", 0.0), state.get("skipped", 0)
+    validation = state.get("validation") or dict(step=-1, val_loss={})  # none yet
+    count = lambda n, most: type(n) is int and 0 <= n <= most
+    number = lambda x: type(x) in (int, float)
+    possible = dict(
+        step=count(step, math.inf) and int(re.fullmatch(r"step_(\d+)\.pt", path.name)[1]) == step,
+        seconds=number(seconds) and 0 <= seconds < math.inf,
+        skipped=count(skipped, step),
+        validation=type(validation["step"]) is int
+        and validation["step"] <= step
+        and all(map(number, validation["val_loss"].values()))
+        and (validation["step"] < steps or "val_tokens" in validation),  # not in those of before there were profiles
+    )
+    for name, good in possible.items():
+        if not good:
+            found = " ".join(f"{name} {state[name]!r}".split())[:100]
+            raise ValueError(f"{path} is damaged ({found}): delete it to continue from the one before it")
+    if step > steps:
+        raise ValueError(f"{path} is of step {step}, beyond --steps {steps}: give more, or choose another --name")
 
 
 @contextmanager

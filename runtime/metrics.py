@@ -38,16 +38,20 @@ class Metrics:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The records of a metrics.jsonl, without a last line that a kill left half-written.
 
-    Raises ValueError naming the line when another one is damaged.
+    Raises ValueError naming the line when another one is damaged, or any is something else than a record of a step.
     """
-    lines = Path(path).read_text().splitlines()
+    lines = Path(path).read_bytes().splitlines()
     records = []
     for number, line in enumerate(lines, start=1):
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
             if number < len(lines):
                 raise ValueError(f"{path}, line {number} is not JSON: repair it or delete it") from None
+            break
+        if type(record) is not dict or type(record.get("step")) is not int:
+            raise ValueError(f"{path}, line {number} is no record of a step: repair it or delete it")
+        records.append(record)
     return records
 
 

@@ -495,6 +495,14 @@ def test_force_resumes_with_another_configuration(data, finished, tmp_path):
     assert all(0 < step["lr"]["matrices"] <= 0.001 for step in steps[15:])
 
 
+def test_force_cannot_resume_beyond_the_end(data, finished, tmp_path, capsys):
+    folder = rewound(finished, tmp_path)
+    before = contents(folder)
+    words = [*arguments(data, tmp_path, resume="auto", steps=10), "--force"]
+    assert "step_000015.pt is of step 15, beyond --steps 10: " in error_of(capsys, *words)
+    assert contents(folder) == before
+
+
 def test_finished_run_is_not_repeated(data, copied, capsys):
     before = contents(copied)
     train_here(data, copied.parent, resume="auto")
