@@ -1,23 +1,46 @@
-"""Files that are whole at every instant, and JSON that any reader accepts."""
+"""Files that are whole at every instant, JSON that any reader accepts, and links that lead nobody astray.
+
+A run folder may come from a stranger, with a symbolic link where we write: to a file of ours anywhere else. So nothing
+in it is opened for writing but through `replace_file`, `append` and `open_own`, which follow none.
+"""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 from pathlib import Path
-from typing import Any, BinaryIO, Callable
+from typing import IO, Any, BinaryIO, Callable
+
+
+def refuse_link(path: Path) -> None:
+    """OSError for a symbolic link where a file or folder of ours should be. (What it is in may be reached by links.)"""
+    if path.is_symlink():
+        raise OSError(f"{path} is a symbolic link to {os.readlink(path)}, where writing may do harm: remove it")
+
+
+def open_own(path: Path, mode: str, **options: Any) -> IO:
+    """`open`, for writing, of what is no symbolic link. OSError for one."""
+    try:
+        return open(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666), **options)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            refuse_link(path)
+        raise
 
 
 def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Write a file so that a kill or a power cut at any instant leaves the old content or the new one, never a part.
 
-    `write` fills a temporary file beside `path`, `<name>.partial`; when it raises, that file is removed and `path` is
-    as it was. One process at a time may write to a folder (RunFolder's lock sees to it).
+    `write` fills a temporary file beside `path`, `<name>.partial`, made afresh; when it raises, that file is removed
+    and `path` is as it was. One process at a time may write to a folder (RunFolder's lock sees to it).
     """
     partial = path.with_name(path.name + ".partial")
+    if os.path.lexists(partial):  # of a process that was killed; or a link, to a file that is not ours
+        partial.unlink()
     try:
-        with open(partial, "wb") as file:
+        with open(partial, "xb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())  # the data must be on the disk before the name is
@@ -36,7 +59,7 @@ def append(path: Path, text: str) -> None:
     """Add text to the end of a file, all of it or nothing. Raises OSError naming the file (disk full, read-only)."""
     data = text.encode()
     try:
-        with open(path, "ab", buffering=0) as file:
+        with open_own(path, "ab", buffering=0) as file:
             size = file.tell()
             try:
                 while data:
@@ -45,7 +68,7 @@ def append(path: Path, text: str) -> None:
                 file.truncate(size)
                 raise
     except OSError as error:
-        raise OSError(f"cannot write {path}: {error.strerror}") from error
+        raise OSError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def to_json(record: Any, **options: Any) -> str:

@@ -14,7 +14,7 @@ import numpy
 import torch
 
 from runtime.device import device_name
-from runtime.files import append, replace_file, to_json
+from runtime.files import append, open_own, refuse_link, replace_file, to_json
 
 
 class RunFolder:
@@ -40,8 +40,9 @@ class RunFolder:
     def create(cls, root: str | Path, name: str, resume: str = "never", need_bytes: int = 0) -> RunFolder:
         """Make root/name and lock it; `resume` "auto" also takes one that exists.
 
-        Raises ValueError when the folder exists and is not to be continued, when another process uses it, when the
-        disk has less than `need_bytes` free, or when it cannot be made; then nothing new is left behind.
+        Raises ValueError when the folder exists and is not to be continued, when another process uses it, when there
+        is a symbolic link in it (it may be one itself), when the disk has less than `need_bytes` free, or when it
+        cannot be made; then nothing new is left behind.
         """
         path = Path(root) / name
         try:
@@ -51,6 +52,8 @@ class RunFolder:
             if not created and resume != "auto":
                 raise ValueError(f"{path} exists: choose another --name, or continue it with --resume auto")
             try:
+                for entry in path.iterdir():
+                    refuse_link(entry)
                 lock = _take_lock(path / "lock")
                 (path / "checkpoints").mkdir(exist_ok=True)
                 (path / "interrupted").unlink(missing_ok=True)
@@ -93,7 +96,15 @@ def _check_space(path: Path, need_bytes: int) -> None:
     existing = next(place for place in (path, *path.absolute().parents) if place.exists())
     free = shutil.disk_usage(existing).free
     if free < need_bytes:
-        raise ValueError(f"{path} needs {need_bytes / 1e9:.1f} GB of disk, but {free / 1e9:.1f} GB are free: make room")
+        raise ValueError(f"{path} needs {in_words(need_bytes)} of disk, but {in_words(free)} are free: make room")
+
+
+def in_words(num_bytes: int) -> str:
+    """A size in the unit in which it is at least 1."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes} bytes"
 
 
 def _mkdir(path: Path) -> bool:
@@ -106,7 +117,7 @@ def _mkdir(path: Path) -> bool:
 
 
 def _take_lock(path: Path) -> TextIO:
-    lock = open(path, "a+")  # "w" would wipe out the holder's name
+    lock = open_own(path, "a+")  # "w" would wipe out the holder's name
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system drops it when the process dies, however it dies
     except BlockingIOError:

@@ -33,8 +33,9 @@ from model.decoding import greedy_decode
 from model.gpt import GPT
 from model.methods.base import Method
 from optim.schedule import lr_factor
-from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from runtime.checkpoint import check_progress, fits, latest_checkpoint, load_checkpoint, save_checkpoint
 from runtime.device import choose_compile
+from runtime.files import refuse_link
 from runtime.metrics import Metrics
 from runtime.processes import World, start_processes
 from runtime.run_folder import RunFolder
@@ -101,6 +102,7 @@ def run(
     tests = {length: NeedleTask(tokenizer, texts["val"], length, seed=TEST_SEED) for length in lengths}
     for test in (tuning, *tests.values()):
         test.example(0)  # what cannot be made is said before anything is computed
+    refuse_link(path / "needle")
     folder = RunFolder.create(path, "needle", resume="auto")
     stop.mark = folder.mark_interrupted
     settings = dict(method=config.method, train_length=config.train_length, seed=config.seed)
@@ -207,9 +209,11 @@ def fine_tune(
     start = 0
     if checkpoint := latest_checkpoint(folder.checkpoints):
         state = load_checkpoint(checkpoint)
-        model.load_state_dict(state["model"])
-        optimizers.load_state_dict(state["optimizers"])
-        start = state["step"]
+        with fits(checkpoint):
+            check_progress(checkpoint, state, steps)
+            model.load_state_dict(state["model"])
+            optimizers.load_state_dict(state["optimizers"])
+            start = state["step"]
     metrics = Metrics(folder.metrics)
     metrics.truncate(start, validated=-1)
     plan = model.plan(config.train_length, backend=config.attention_backend)

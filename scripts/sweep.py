@@ -40,6 +40,7 @@ from configs.sweeps import SCALES, SWEEPS, Needle, Run, sweep
 from data.needle import C4, fetch_c4
 from model.methods import METHODS, check_options, make_alternative, make_method
 from optim.schedule import check_schedule
+from runtime.files import append, open_own, replace_file
 from runtime.signals import INTERRUPTED
 from scripts.runs import (
     Folder,
@@ -250,7 +251,7 @@ class Attempt:
         self.folder = job.path / "needle" if fine_tunes else job.path  # which the process locks
         self.last = fine_tunes or job.needle is None
         command = job.fine_tune() if fine_tunes else job.train(processes)
-        with open(self.log, "ab") as log:
+        with open_own(self.log, "ab") as log:
             self.log_start = log.tell()
             self.process = subprocess.Popen(
                 command,
@@ -300,8 +301,7 @@ def settle(path: Path, code: int, output: str, folder: Path | None = None, last:
     if code == USER_ERROR and is_running(folder):
         return "running"
     when = datetime.datetime.now().isoformat(timespec="seconds")
-    with open(beside(path, ".failures.txt"), "a") as file:
-        file.write(f"{when} exit code {code}: {last_words(output)}\n")
+    append(beside(path, ".failures.txt"), f"{when} exit code {code}: {last_words(output)}\n")
     return "refused" if code == USER_ERROR else "failed"
 
 
@@ -500,7 +500,8 @@ def submit(jobs: list[Job], name: str, parameters: dict, args: argparse.Namespac
         for job in jobs:
             submitted.append(executor.submit(ClusterJob(job, args.gpus_per_run, args.retries)))
             if on_slurm:
-                beside(job.path, ".job").write_text(submitted[-1].job_id)
+                number = submitted[-1].job_id
+                replace_file(beside(job.path, ".job"), lambda file: file.write(number.encode()))
             print(f"{job.path.name}: job {submitted[-1].job_id}")
         while not on_slurm and not requests and not all(job.done() for job in submitted):
             time.sleep(POLL)

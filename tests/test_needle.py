@@ -205,6 +205,31 @@ def test_damaged_files_are_named(run, tune, capsys):
         assert exit.value.code == 2 and f"needle/{name} is damaged" in capsys.readouterr().err
 
 
+@pytest.mark.promise(9, "no surprises from outside")
+@pytest.mark.parametrize("name", ["needle", "needle/lock", "needle/metrics.jsonl", "needle/settings.json.partial"])
+def test_a_link_where_it_writes_is_refused_and_what_it_leads_to_untouched(name, run, tune, tmp_path, faults, capsys):
+    treasure = tmp_path / "treasure"
+    treasure.mkdir()
+    (treasure / "file").write_text("precious")
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).symlink_to(treasure if name == "needle" else treasure / "file")
+    with faults("links in a run folder"):
+        with pytest.raises(SystemExit) as exit:
+            tune()
+        assert exit.value.code == 2 and f"{run / name} is a symbolic link" in capsys.readouterr().err
+        assert [(path.name, path.read_text()) for path in treasure.iterdir()] == [("file", "precious")]
+
+
+@pytest.mark.parametrize("step", [10**9, -5, 2.5])
+def test_a_checkpoint_of_an_odd_step_is_named(step, run, tune, capsys):
+    tune()
+    path = latest_checkpoint(run / "needle" / "checkpoints")
+    torch.save(load_checkpoint(path) | dict(step=step), path)
+    with pytest.raises(SystemExit) as exit:
+        tune()
+    assert exit.value.code == 2 and f"{path} is damaged (step {step})" in capsys.readouterr().err
+
+
 def test_the_loss_is_that_of_the_response_alone(run, tune):
     tune()
     config, model = load_run(run, torch.device("cpu"))

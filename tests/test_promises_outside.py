@@ -21,6 +21,8 @@ from data import shards
 from data.text import load_tokenizer
 from runtime.checkpoint import latest_checkpoint, load_checkpoint
 from scripts import evaluate, report
+from scripts.runs import read_folder
+from scripts.sweep import Attempt, Job, settle
 
 pytestmark = [pytest.mark.promise(9, "no surprises from outside"), pytest.mark.slow]
 
@@ -263,6 +265,102 @@ def test_an_odd_config_is_refused_in_one_line(odd, copied, faults, capsys):
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with faults("odd configs"):
         refused(capsys, evaluate.main, copied, "--device", "cpu")
+
+
+ODD_PROGRESS = [
+    *({"step": step} for step in (10**9, -5, 2.5, 19, True, "20", [], float("nan"))),
+    *({"seconds": seconds} for seconds in (-1.0, float("nan"), float("inf"), "x", None)),
+    *({"skipped": skipped} for skipped in (-1, 2.5, 21, "x")),
+    *({"validation": validation} for validation in (
+        5, "x", {"step": 20}, {"step": 21, "val_loss": {}}, {"step": 2.5, "val_loss": {}}, {"step": 20, "val_loss": {}},
+        {"step": 20, "val_loss": {"16": "x"}, "val_tokens": {}}, {"step": 20, "val_loss": 5, "val_tokens": {}},
+    )),
+    *({"rng": rng} for rng in (5, [5])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("odd", ODD_PROGRESS, ids=str)
+def test_a_checkpoint_of_odd_progress_is_refused_in_one_line(odd, data, copied, tmp_path, faults, capsys):
+    replaced(latest_checkpoint(copied / "checkpoints"), **odd)
+    for command in ("resume", "resume by force"):
+        folder = shutil.copytree(copied, tmp_path / command / "run")  # as pytest.raises keeps the lock of the first
+        before = contents(folder)
+        with faults("odd checkpoints"):
+            words = [*arguments(data, folder.parent, resume="auto"), *["--force"] * command.endswith("force")]
+            assert "step_000020.pt" in refused(capsys, train_gpt.main, *words)
+            assert contents(folder) == before
+
+
+@pytest.mark.parametrize("line", ["{}", "[]", "3", '{"step": "5"}', '{"step": 2.5}', "[" * 100_000, "\0\0"])
+def test_odd_metrics_are_refused_in_one_line(line, data, copied, faults, capsys):
+    path = copied / "metrics.jsonl"
+    path.write_text(f"{line}\n{path.read_text()}")
+    before = contents(copied)
+    with faults("odd metrics"):
+        error = refused(capsys, train_gpt.main, *arguments(data, copied.parent, resume="auto"))
+        assert "metrics.jsonl, line 1 " in error
+        assert contents(copied) == before
+
+
+# ---- links -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def treasure(tmp_path):
+    """Files of the user, in a place that is none of the run's."""
+    folder = tmp_path / "treasure"
+    folder.mkdir()
+    for name in ("step_000001.pt", "step_000002.pt", "step_000003.pt.partial", "log.txt", "lock"):
+        (folder / name).write_text(f"precious {name}")
+    return folder
+
+
+def link(path: Path, target: Path):
+    """Puts a symbolic link where something of the run may have been."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    path.symlink_to(target)
+
+
+WRITTEN = ("lock", "log.txt", "metrics.jsonl", "config.json", "data.json", "summary.json", "interrupted")
+
+
+@pytest.mark.parametrize("name", [*WRITTEN, *(f"{name}.partial" for name in WRITTEN[2:]), "checkpoints", "wandb"])
+def test_a_run_folder_with_a_link_is_refused_and_what_it_leads_to_untouched(
+    name, data, copied, treasure, faults, capsys
+):
+    before = contents(treasure), (treasure / "lock").read_text()
+    link(copied / name, treasure if name in ("checkpoints", "wandb") else treasure / "log.txt")
+    with faults("links in a run folder"):
+        error = refused(capsys, train_gpt.main, *arguments(data, copied.parent, resume="auto"))
+        assert f"{copied / name} is a symbolic link" in error
+        assert (contents(treasure), (treasure / "lock").read_text()) == before
+
+
+def test_evaluate_writes_through_no_link(copied, treasure, faults):
+    before = contents(treasure)
+    for name in ("evaluation.json.partial", "evaluation.json"):
+        with faults("links in a run folder"):
+            (treasure / "log.txt").write_text("{}")  # an evaluation of nothing
+            before = contents(treasure)
+            link(copied / name, treasure / "log.txt")
+            here(evaluate.main, copied, "--device", "cpu")
+            assert contents(treasure) == before
+            path = copied / "evaluation.json"
+            assert not path.is_symlink() and json.loads(path.read_text())["val_loss"]
+
+
+@pytest.mark.parametrize("name", ["run.log", "run.failures.txt"])
+def test_a_sweep_writes_through_no_link(name, copied, treasure, faults):
+    before = contents(treasure)
+    link(copied.parent / name, treasure / "log.txt")
+    config = read_folder(copied).config
+    with faults("links beside a run folder"), pytest.raises(OSError, match=f"{name} is a symbolic link"):
+        if name == "run.log":
+            Attempt(Job(copied, config, []), {}, 1)
+        settle(copied, 1, "an error")
+    assert contents(treasure) == before
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "tokenizer.json", "chain_train_000001.bin"])

@@ -284,6 +284,24 @@ def test_full_or_read_only_disk(data, undisturbed, lives, faults, long, disk, tm
     assert bitten > number // 2
 
 
+@pytest.mark.promise(*DISK)
+@pytest.mark.parametrize("place, count", [("step", 8), ("rename of the checkpoint", 2)])
+def test_a_disk_with_room_for_two_checkpoints_is_enough_to_go_on(place, count, data, lives, faults, disk, tmp_path):
+    """Of 3.3 MB each on 8 MB, when one is kept; the second kill leaves another that has not its name yet."""
+    words = arguments(data, disk, resume="auto", keep=1, model_dim=128)
+    with faults(f"killed in {place} on a small disk"):
+        assert lives.live(words, tmp_path / "output", at(place, count))[0] == -signal.SIGKILL
+        (saved,) = (disk / "run/checkpoints").glob("*.pt")
+        assert shutil.disk_usage(disk).free < 2 * saved.stat().st_size
+        code, said = lives.live(words, tmp_path / "output")
+        assert code == 0, said
+    (disk / "run/summary.json").unlink()
+    (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - 50_000))
+    code, said = lives.live(words, tmp_path / "output")
+    needs = re.search(r"needs ([\d.]+) MB of disk, but ([\d.]+) kB are free: make room", one_line(said))
+    assert code == 2 and 3 < float(needs[1]) < 4 and 0 < float(needs[2]) <= 50  # and none is 0.0
+
+
 # ---- numbers that are not finite -------------------------------------------------------------------------------------
 
 AFTER = """

@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint, space_needed
 from runtime.device import peak_flops, published_peak
-from runtime.files import replace_file, to_json
+from runtime.files import append, replace_file, to_json
 from runtime.metrics import Metrics, flatten, read_metrics
 from runtime.processes import agree, start_processes
-from runtime.run_folder import RunFolder, git_commit
+from runtime.run_folder import RunFolder, git_commit, in_words
 
 REPOSITORY = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -157,6 +157,24 @@ def test_too_little_disk_is_refused_before_anything_is_made(tmp_path):
     assert names(tmp_path) == []
 
 
+@pytest.mark.parametrize("num_bytes, words", [
+    (0, "0 bytes"), (999, "999 bytes"), (1000, "1.0 kB"), (40_000, "40.0 kB"), (13_400_000, "13.4 MB"),
+    (2_500_000_000, "2.5 GB"),
+])  # fmt: skip
+def test_a_size_is_said_in_a_unit_that_it_has(num_bytes, words):
+    assert in_words(num_bytes) == words
+
+
+def test_the_folder_may_be_a_link_to_a_larger_disk(tmp_path):
+    (tmp_path / "large" / "runs").mkdir(parents=True)
+    (tmp_path / "runs").symlink_to(tmp_path / "large" / "runs")
+    RunFolder.create(tmp_path / "runs", "x").close()
+    (tmp_path / "large" / "runs" / "x").rename(tmp_path / "large" / "x")
+    (tmp_path / "runs" / "x").symlink_to(tmp_path / "large" / "x")
+    RunFolder.create(tmp_path / "runs", "x", resume="auto").log("here")
+    assert (tmp_path / "large" / "x" / "log.txt").read_text() == "here\n"
+
+
 def test_a_root_that_cannot_hold_folders_gives_one_line(tmp_path):
     (tmp_path / "runs").write_text("a file")
     with pytest.raises(ValueError, match="cannot use .*runs/x as the run folder") as caught:
@@ -199,6 +217,21 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     assert names(tmp_path) == ["summary.json"] and path.read_text() == "old"
 
 
+@pytest.mark.parametrize("target", ["a file", "nothing"])
+def test_nothing_is_written_through_a_link(tmp_path, target):
+    theirs, folder = tmp_path / "theirs", tmp_path / "folder"
+    folder.mkdir()
+    if target == "a file":
+        theirs.write_text("precious")
+    for name in ("log.txt", "config.json.partial"):
+        (folder / name).symlink_to(theirs)
+    with pytest.raises(OSError, match="log.txt is a symbolic link to .*theirs"):
+        append(folder / "log.txt", "a line")
+    replace_file(folder / "config.json", lambda file: file.write(b"{}"))
+    assert names(folder) == ["config.json", "log.txt"] and (folder / "config.json").read_text() == "{}"
+    assert theirs.exists() == (target == "a file") and (not theirs.exists() or theirs.read_text() == "precious")
+
+
 def test_json_of_non_finite_numbers_is_null():
     record = {"loss": float("nan"), "lengths": {4096: (1.5, float("inf"))}, "name": "nan"}
     assert to_json(record) == '{"loss": null, "lengths": {"4096": [1.5, null]}, "name": "nan"}'
@@ -237,6 +270,17 @@ def test_the_next_save_removes_what_a_killed_one_left(tmp_path):
     (tmp_path / "step_000005.pt.partial").write_text("half")
     save_checkpoint(tmp_path, 6, {})
     assert names(tmp_path) == ["step_000006.pt"]
+
+
+def test_the_space_for_checkpoints_counts_those_that_are_there(tmp_path):
+    folder = tmp_path / "checkpoints"
+    assert space_needed(folder, 100, keep=2) == 300
+    folder.mkdir()
+    for step, needed in ((1, 200), (2, 100), (3, 100)):  # the last: killed before it deleted the first
+        (folder / f"step_{step:06d}.pt").write_bytes(bytes(100))
+        assert space_needed(folder, 100, keep=2) == needed
+    (folder / "step_000004.pt.partial").write_bytes(bytes(70))
+    assert space_needed(folder, 100, keep=2) == 30
 
 
 def test_a_full_disk_keeps_the_earlier_checkpoint_and_says_so(tmp_path):
@@ -357,6 +401,24 @@ def test_a_half_written_last_line_is_left_out_and_another_is_named(tmp_path):
     assert read_metrics(path) == [{"step": 1}]
     path.write_text('{"step": 1}\n{"step": 2, "lo\n{"step": 3}\n')
     with pytest.raises(ValueError, match="metrics.jsonl, line 2"):
+        read_metrics(path)
+
+
+@pytest.mark.parametrize("line", ["{}", "[]", "3", "null", '{"step": null}', '{"step": "2"}', '{"step": 1.5}'])
+def test_a_line_that_is_no_record_of_a_step_is_named(tmp_path, line):
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    for text in (f'{{"step": 1}}\n{line}\n{{"step": 3}}\n', f'{{"step": 1}}\n{line}\n'):
+        metrics.path.write_text(text)
+        with pytest.raises(ValueError, match="metrics.jsonl, line 2 is no record of a step: repair it or delete it"):
+            metrics.truncate(3, validated=-1)
+        assert metrics.path.read_text() == text
+
+
+@pytest.mark.parametrize("line", [b"[" * 200_000, b"\xff\xfe", b'{"step": ' + b"9" * 5000 + b"}"])
+def test_a_line_that_cannot_be_read_is_named_wherever_that_fails(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
+    with pytest.raises(ValueError, match="metrics.jsonl, line 2 is not JSON"):
         read_metrics(path)
 
 
