@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Sequence
 
-from runtime.files import append, replace_file, to_json
+from runtime.files import append, refuse_link, replace_file, to_json
 
 if TYPE_CHECKING:
     import wandb
@@ -83,12 +83,13 @@ def start_wandb(
     WANDB_MODE in the environment overrides "online", and so does the lack of an API key, with one line to `log`.
     wandb's files go into `folder`/wandb. The id of the returned run, kept in the checkpoint and passed as `run_id`,
     continues the same run. Charts are drawn over the metric "tokens", so every record should carry it.
-    Raises ValueError when wandb refuses to start.
+    Raises ValueError when wandb refuses to start, OSError when a symbolic link stands where it would write.
     """
     if mode == "online":
         mode = os.environ.get("WANDB_MODE", mode)
     if mode in ("off", "disabled"):
         return None
+    refuse_link(folder / "wandb" / "cache")  # wandb makes all else there anew
     # Even an offline run reports to wandb's makers unless told not to (seen in wandb 0.31).
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     os.environ.setdefault("WANDB_CACHE_DIR", str(folder / "wandb" / "cache"))  # its logs, or else in HOME or /tmp

@@ -338,6 +338,16 @@ def test_a_run_folder_with_a_link_is_refused_and_what_it_leads_to_untouched(
         assert (contents(treasure), (treasure / "lock").read_text()) == before
 
 
+def test_wandb_writes_through_no_link(data, copied, treasure, faults, capsys):
+    before = contents(treasure)
+    (copied / "wandb").mkdir()
+    link(copied / "wandb" / "cache", treasure)
+    with faults("links in a run folder"):
+        error = refused(capsys, train_gpt.main, *arguments(data, copied.parent, resume="auto", wandb="offline"))
+        assert f"{copied / 'wandb/cache'} is a symbolic link" in error
+        assert contents(treasure) == before and len([*treasure.iterdir()]) == 5
+
+
 def test_evaluate_writes_through_no_link(copied, treasure, faults):
     before = contents(treasure)
     for name in ("evaluation.json.partial", "evaluation.json"):
