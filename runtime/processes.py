@@ -168,8 +168,8 @@ def limit_waiting(world: World, seconds: float) -> None:
 def failures_in_words(
     advice: str = "lower --micro_batch_tokens, or share sequences between GPUs with --context_parallel",
 ) -> Iterator[None]:
-    """A block that ends with one line when a file cannot be read or written or memory runs out (exit code 2; advice: what
-    helps then), or when other ranks do not answer (1)."""
+    """A block that ends with one line when a file cannot be read or written or memory runs out (exit code 2; advice:
+    what helps then), or when other ranks do not answer (1)."""
     try:
         yield
     except OSError as error:

@@ -188,7 +188,7 @@ def test_while_it_imports_there_is_nothing_to_save(name, data, faults, tmp_path)
 
 
 @pytest.mark.promise(*SIGNALS)
-@pytest.mark.parametrize("command", ["scripts.evaluate", "scripts.needle", "scripts.sweep", "data.text", "data.fineweb"])
+@pytest.mark.parametrize("command", ["scripts.evaluate", "scripts.needle", "scripts.sweep", "data.text"])
 def test_ctrl_c_while_a_command_imports_is_a_word(command, faults):
     with faults("Ctrl-C while a command imports"):
         process = started("-m", command, "nothing")
