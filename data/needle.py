@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.fineweb import ask_hub
+from data.fineweb import fetch_file
 from data.shards import open_split
 from data.text import END_OF_TEXT, Corpus, Tokenizer, document_spans, find_files, index_documents
 
@@ -168,10 +168,7 @@ def _fetch_c4_file(folder: Path, name: str) -> Path:
 
 
 def _download_c4_file(folder: Path, name: str, path: Path) -> Path:
-    from huggingface_hub import hf_hub_download
-
-    where = dict(repo_type="dataset", local_dir=folder)
-    packed = Path(ask_hub(f"{name} of allenai/c4", hf_hub_download, "allenai/c4", f"en/{name}.json.gz", **where))
+    packed, _ = fetch_file(f"{name} of allenai/c4", "allenai/c4", f"en/{name}.json.gz", folder)
     temporary = path.with_suffix(".tmp")
     try:
         with gzip.open(packed) as source, open(temporary, "wb") as target:

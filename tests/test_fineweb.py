@@ -209,11 +209,11 @@ def test_server_error_is_tried_three_times_and_one_line_says_so(tmp_path, hub):
     assert result.stderr.count("trying again") == 2
 
 
-@pytest.mark.slow
-def test_no_server_is_one_line(tmp_path):
+def test_no_server_is_one_line_without_a_second_try(tmp_path):
     with Hub() as closed:
         endpoint = url(closed)
-    assert "kjj0/fineweb10B-gpt2" in assert_one_error_line(download(tmp_path, endpoint, 1))
+    result = download(tmp_path, endpoint, 1)
+    assert "kjj0/fineweb10B-gpt2" in assert_one_error_line(result) and result.stderr.count("\n") == 1
 
 
 def test_file_that_is_not_there_is_asked_for_once(tmp_path, hub):
