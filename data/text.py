@@ -118,7 +118,12 @@ def _from_file(path: Path) -> Tokenizer:
     tokenizer.encode_special_tokens = True
 
     def encode_batch(texts: list[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        try:
+            return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of the library, which is no Exception and has printed its own lines
+            raise ValueError(f"{path}: this tokenizer cannot encode the text ({error})") from error
 
     def decode(ids: Sequence[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=False)

@@ -314,6 +314,25 @@ def test_tokenizer_file_without_end_of_text_is_refused(tmp_path):
         load_tokenizer(tmp_path / "not.json")
 
 
+def test_tokenizer_file_with_a_pattern_that_finds_no_end_is_named(tmp_path):
+    """Its library gives up a match after ten million steps, with a panic; its own lines come before ours."""
+    from tokenizers import Regex, Tokenizer, pre_tokenizers
+
+    write_folder(tmp_path / "in", make_documents(40))
+    (tmp_path / "in" / "a.txt").write_text("a" * 50 + "!")
+    prepare([tmp_path / "in"], tmp_path / "out", "bpe:300", val_fraction=0.2)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a|aa)+$"), "isolated")
+    tokenizer.save(str(tmp_path / "hostile.json"))
+    command = [sys.executable, "-m", "data.text", str(tmp_path / "in"), "--tokenizer", str(tmp_path / "hostile.json")]
+    command += ["--out", str(tmp_path / "no"), "--val-fraction", "0.2"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    error = done.stderr.splitlines()[-1]
+    assert error.startswith(f"error: {tmp_path / 'hostile.json'}: this tokenizer cannot encode the text (Onig: ")
+    assert not list((tmp_path / "no").glob("*.bin*"))
+
+
 def test_tokenizer_file_with_truncation_cuts_no_document(tmp_path):
     from tokenizers import Tokenizer
 
