@@ -7,6 +7,11 @@ PRESET is one of configs/presets.py; `python train_gpt.py PRESET --help` lists a
 runs/<name>/ (see runtime/run_folder.py); `--resume auto` continues it from its latest checkpoint.
 """
 
+from configs.interrupt import exit_code, leave_on_signals
+
+if __name__ == "__main__":
+    leave_on_signals()  # the imports take seconds; train() listens from then on
+
 import functools
 import itertools
 import math
@@ -47,13 +52,13 @@ from runtime.metrics import Metrics, start_wandb
 from runtime.nonfinite import examine
 from runtime.processes import World, agree, failures_in_words, gather, limit_waiting, start_processes, stop_processes
 from runtime.run_folder import RunFolder
-from runtime.signals import StopRequest, exit_code
+from runtime.signals import StopRequest
 
 ROOT = Path(__file__).parent
 
 
 def main():
-    with StopRequest() as stop, user_errors(OSError), failures_in_words():  # a disk may fill up at any time
+    with StopRequest() as stop, failures_in_words():  # a disk may fill up at any time
         train(stop)
 
 
@@ -126,16 +131,20 @@ def train(stop: StopRequest):
             if world.is_main:
                 metrics = Metrics(folder.metrics)
                 metrics.truncate(start, validated)
-                metrics.wandb = start_wandb(
-                    config.wandb,
-                    project=config.wandb_project,
-                    name=config.name,
-                    group=config.group or None,
-                    tags=[config.method, *config.tags],
-                    config=config.to_dict(),
-                    folder=folder.path,
-                    run_id=wandb_id,
-                )
+                try:
+                    metrics.wandb = start_wandb(
+                        config.wandb,
+                        project=config.wandb_project,
+                        name=config.name,
+                        group=config.group or None,
+                        tags=[config.method, *config.tags],
+                        config=config.to_dict(),
+                        folder=folder.path,
+                        run_id=wandb_id,
+                    )
+                except ValueError:
+                    folder.discard()  # so that the corrected command finds no folder in its way
+                    raise
                 wandb_id = metrics.wandb.id if metrics.wandb else wandb_id
 
     num_parameters = sum(p.numel() for p in model.parameters())
@@ -332,6 +341,12 @@ def train(stop: StopRequest):
             distinct_tokens=data["distinct_tokens"],
         )
         folder.write_json("summary.json", summary)
+        guessing = math.log(config.vocab_size)
+        if min(validation["val_loss"].values()) >= guessing - 1e-4:
+            say(
+                f"warning: the run learned nothing or diverged: its validation loss is not below that of guessing, "
+                f"ln(vocab_size) = {guessing:.4f}; lower the learning rates"
+            )
     if world.is_main:
         if metrics.wandb:
             metrics.wandb.finish()

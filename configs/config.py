@@ -143,7 +143,7 @@ class Config(Fields):
             require(getattr(self, field) >= 0, f"{field} must not be negative, got {getattr(self, field)}")
         for field in "muon_lr embedding_lr head_lr scalar_lr".split():
             value = getattr(self, field)
-            require(0 <= value < math.inf, f"{field} must be a finite number of at least 0, got {value}")
+            require(0 <= value <= 1e38, f"{field} must be from 0 to 1e38, in float32, got {value}")
         # In float32; with 0, Adam divides 0 by 0 in the embeddings of tokens that it has not seen.
         require(1e-37 <= self.adam_eps < math.inf, f"adam_eps must be from 1e-37 to infinity, got {self.adam_eps}")
         require(1e-9 <= self.length_scale <= 1e9, f"length_scale must be from 1e-9 to 1e9, got {self.length_scale}")
@@ -160,6 +160,14 @@ class Config(Fields):
             f"train_length {self.train_length} does not divide batch_tokens {self.batch_tokens}: "
             "a step must be whole sequences",
         )
+        most = 2**40  # more is a slip of the finger, and would fail deep inside, or take hours to
+        parameters = 2 * self.vocab_size * self.model_dim + 12 * self.num_layers * self.model_dim**2
+        require(
+            parameters <= most,
+            f"vocab_size {self.vocab_size}, num_layers {self.num_layers} and model_dim {self.model_dim} make "
+            f"{parameters:.1e} parameters: more than {most:.1e} cannot be trained here",
+        )
+        require(self.batch_tokens <= most, f"batch_tokens must be at most {most}, got {self.batch_tokens}")
         require(len(self.val_lengths) > 0, "val_lengths must name at least one length")
         require(len(set(self.val_lengths)) == len(self.val_lengths), f"val_lengths repeat: {self.val_lengths}")
         for length in self.val_lengths:
@@ -168,6 +176,8 @@ class Config(Fields):
                 self.val_tokens % length == 0,
                 f"validation length {length} does not divide val_tokens {self.val_tokens}",
             )
+        for tag in self.tags:
+            require(1 <= len(tag) <= 64, f"tags must be of 1 to 64 characters, for wandb, got {shortened(tag)}")
         require(
             self.name == "" or re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+=-]*", self.name),
             f"name {self.name!r} must be a plain folder name of letters, digits and . _ + = -",

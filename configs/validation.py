@@ -35,7 +35,8 @@ def forward_flops_per_token(config: Config, length: int) -> int:
 
 def validation_share(config: Config) -> float:
     """Floating-point operations of all validations of a run, over those of its training (3 forward passes a token)."""
-    plans = [validation_plan(config, step) for step in range(config.steps + 1)]
+    steps = [*range(0, config.steps, config.val_every or config.steps), config.steps]  # all others have no validation
+    plans = [validation_plan(config, step) for step in steps]
     # Beyond the training length the same weights are run as each of validate_as too.
     times = {n: 1 + len(config.validate_as) * (n > config.train_length) for n in config.val_lengths}
     flops = {n: times[n] * forward_flops_per_token(config, n) for n in config.val_lengths}

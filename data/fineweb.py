@@ -5,17 +5,19 @@
 
 A shard is 100M tokens (200 MB). Every file is compared with the sha256 that the hub has for it (the hub's own client
 compares sizes only), gets its name, and is then entered in the manifest, so a second run fetches what is missing,
-whatever stopped the first. What fails in passing is tried three times; a server that does not answer is given up after
-a few minutes, one that answers too slowly after --minutes.
+whatever stopped the first. What fails in passing is tried three times; without a network it ends at once; a server that
+does not answer is given up after a few minutes, one that answers too slowly after --minutes.
 """
 
 import argparse
+import errno
 import math
 import os
 import re
 import shlex
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
@@ -84,7 +86,9 @@ def download(size: str, num_shards: int | None, out: Path, minutes: float = 60) 
     try:
         for name in tqdm(missing, desc=repo, unit="file", disable=None):
             shutil.rmtree(incoming, ignore_errors=True)  # what a killed run left
-            path, sha256 = _fetch(repo, name, incoming, minutes)
+            path, sha256 = fetch_file(f"{name} of {repo}", repo, name, incoming, minutes)
+            if not re.fullmatch("[0-9a-f]{64}", sha256 or ""):
+                raise ValueError(f"{name} of {repo}: the hub has no sha256 for this file, so nothing to check it with")
             try:
                 entry = describe_shard(path)
                 if entry["sha256"] != sha256:
@@ -102,16 +106,17 @@ def download(size: str, num_shards: int | None, out: Path, minutes: float = 60) 
     return manifest
 
 
-def _fetch(repo: str, name: str, folder: Path, minutes: float) -> tuple[Path, str]:
-    """Downloads a file of a data set; returns its path, and the sha256 that the hub has for it."""
+def fetch_file(what: str, repo: str, name: str, folder: Path, minutes: float = 60) -> tuple[Path, str | None]:
+    """Downloads a file of a data set on the hub; returns its path, and what the hub tells its version by (the sha256 of
+    a large file). OSError, in one line, when it cannot give `what`.
+
+    The hub is asked about the file first because the client does that once, while it tries a download six times.
+    """
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 
-    what = f"{name} of {repo}"
-    sha256 = ask_hub(what, get_hf_file_metadata, hf_hub_url(repo, name, repo_type="dataset"), minutes=minutes).etag
-    if not re.fullmatch("[0-9a-f]{64}", sha256 or ""):
-        raise ValueError(f"{what}: the hub has no sha256 for this file, so nothing to check it with")
+    etag = ask_hub(what, get_hf_file_metadata, hf_hub_url(repo, name, repo_type="dataset"), minutes=minutes).etag
     where = dict(repo_type="dataset", local_dir=folder, minutes=minutes)
-    return Path(ask_hub(what, hf_hub_download, repo, name, **where)), sha256
+    return Path(ask_hub(what, hf_hub_download, repo, name, **where)), etag
 
 
 def _is_verified(path: Path, entry: dict | None) -> bool:
@@ -123,7 +128,7 @@ def ask_hub(what: str, call: Callable, *args, minutes: float = 60, site: str = "
     """call(*args, **kwargs), a function of huggingface_hub; OSError, in one line, when it cannot give `what`.
 
     The hub's client retries some failures and not others, resumes a body that stops, but waits for ever for one that
-    trickles. So here: three tries of whatever may pass, and `minutes` for all of it.
+    trickles. So here: three tries of whatever may pass (no network is not that), and `minutes` for all of it.
     """
     advice = f"cannot fetch {what} from {site}, run the command again"
     with time_limit(minutes, advice):
@@ -139,10 +144,18 @@ def ask_hub(what: str, call: Callable, *args, minutes: float = 60, site: str = "
 
 
 def _may_pass(error: Exception) -> bool:
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status is not None:
         return status in (408, 429) or status >= 500
-    return not (isinstance(error, OSError) and error.errno)  # not a full disk
+    if isinstance(error, OfflineModeIsEnabled) or (isinstance(error, OSError) and error.errno):
+        return False  # told to stay offline; a full disk
+    causes = [error]  # the HTTP libraries wrap what the system says
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+        causes.append(cause)
+    unreachable = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ECONNREFUSED)
+    return not any(isinstance(c, socket.gaierror) or getattr(c, "errno", None) in unreachable for c in causes)
 
 
 class _OutOfTime(BaseException):  # no Exception: HTTP libraries catch those and try again

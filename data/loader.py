@@ -66,7 +66,8 @@ def micro_batch_size(batch_tokens: int, length: int, micro_batch_tokens: int, wo
     """The most sequences, within micro_batch_tokens (but at least one), that divide a process's share of a step."""
     share = _sequences_per_rank(batch_tokens, length, 1, world_size)
     most = max(1, micro_batch_tokens // length)
-    return max(size for size in range(1, share + 1) if share % size == 0 and size <= most)
+    small = [size for size in range(1, math.isqrt(share) + 1) if share % size == 0]
+    return max(size for divisor in small for size in (divisor, share // divisor) if size <= most)
 
 
 class TrainLoader:

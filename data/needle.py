@@ -27,9 +27,9 @@ from pathlib import Path
 
 import numpy as np
 
-from data.fineweb import ask_hub
+from data.fineweb import fetch_file
 from data.shards import open_split
-from data.text import END_OF_TEXT, Corpus, Tokenizer, document_spans, find_files, index_documents, read_document
+from data.text import END_OF_TEXT, Corpus, Tokenizer, document_spans, find_files, index_documents
 
 # fmt: off
 CITIES = (
@@ -121,14 +121,10 @@ class Haystack:
 
     @classmethod
     def _from_corpus(cls, corpus: Corpus, split: str, tokenizer: Tokenizer) -> "Haystack":
-        spans = corpus.spans[split]
-
         def document(i: int) -> np.ndarray:
-            file, start, end = spans[i]
-            text = read_document(corpus.files[file], int(start), int(end), corpus.field)
-            return np.array([tokenizer.eot, *tokenizer.encode(text)])
+            return np.array([tokenizer.eot, *tokenizer.encode(corpus.text(split, i))])
 
-        return cls(split, len(spans), document)
+        return cls(split, len(corpus.spans[split]), document)
 
     def sample(self, count: int, rng: np.random.Generator) -> np.ndarray:
         """`count` tokens: distinct random documents in a row, the last one cut; ValueError if all are not enough."""
@@ -161,7 +157,7 @@ def fetch_c4(folder: Path, split: str, num_files: int = 1) -> list[Path]:
 
 
 def _fetch_c4_file(folder: Path, name: str) -> Path:
-    """One file of C4, unpacked: read_document needs to seek. What is damaged does not pass gzip's checksum."""
+    """One file of C4, unpacked: Corpus.text needs to seek. What is damaged does not pass gzip's checksum."""
     path = folder / f"{name}.jsonl"
     if path.exists():
         return path
@@ -172,10 +168,7 @@ def _fetch_c4_file(folder: Path, name: str) -> Path:
 
 
 def _download_c4_file(folder: Path, name: str, path: Path) -> Path:
-    from huggingface_hub import hf_hub_download
-
-    where = dict(repo_type="dataset", local_dir=folder)
-    packed = Path(ask_hub(f"{name} of allenai/c4", hf_hub_download, "allenai/c4", f"en/{name}.json.gz", **where))
+    packed, _ = fetch_file(f"{name} of allenai/c4", "allenai/c4", f"en/{name}.json.gz", folder)
     temporary = path.with_suffix(".tmp")
     try:
         with gzip.open(packed) as source, open(temporary, "wb") as target:

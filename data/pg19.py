@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from urllib.request import urlopen
 
-from data.fineweb import ask_hub
+from data.fineweb import ask_hub, fetch_file
 
 REPOSITORY, BOOKS = "deepmind/pg19", "data/validation_files.txt"
 SITE = "https://storage.googleapis.com/deepmind-gutenberg"
@@ -23,16 +23,13 @@ SITE = "https://storage.googleapis.com/deepmind-gutenberg"
 def download(out: Path, site: str = SITE) -> list[Path]:
     """Fetches the books that are missing in the folder and returns the files of all. OSError, in one line, when they
     cannot be had; ValueError for a list that is none."""
-    from huggingface_hub import hf_hub_download
     from tqdm import tqdm
 
     out = Path(out)
     incoming = out / ".incoming"
     try:
-        listed = ask_hub(
-            f"{BOOKS} of {REPOSITORY}", hf_hub_download, REPOSITORY, BOOKS, repo_type="dataset", local_dir=incoming
-        )
-        names = Path(listed).read_text().split()
+        listed, _ = fetch_file(f"{BOOKS} of {REPOSITORY}", REPOSITORY, BOOKS, incoming)
+        names = listed.read_text().split()
         if not names or not all(re.fullmatch(r"validation/\d+\.txt", name) for name in names):
             raise ValueError(f"{BOOKS} of {REPOSITORY} is not a list of books any more: use text of your own")
         books = [out / Path(name).name for name in names]

@@ -4,14 +4,16 @@
     python -m data.text crawl.jsonl notes/ --suffixes .md .txt --tokenizer bpe:4096 --out data/crawl
 
 A .jsonl file holds one JSON object a line, its text in the field `text` (--field). Any other file is one document, or
-several, separated by lines `<|endoftext|>`. Bytes that are not UTF-8 become U+FFFD, white space around a document is
-dropped, and so are empty documents.
+several, separated by lines `<|endoftext|>`. Bytes that are not UTF-8 become U+FFFD, with a warning, white space around
+a document is dropped, and so are empty documents.
 
 The sha256 of its text puts a document into train or val, so the same document is never in both, whatever the files.
+Where that leaves a split empty, as it may with few documents, every document is cut instead: its last --val-fraction is
+val, from the end of a line on if there is one near.
 Both splits are shuffled document by document with a fixed seed, so the order of files is not the order of the stream.
-Only the place of each document (24 bytes) is held in memory: the text is read twice, first to find the documents, then
-in shuffled order to encode them (and once in between when `bpe:SIZE` trains a tokenizer on the train split).
-Every document is preceded by the end-of-text token, as in the FineWeb shards.
+Of all documents only the places (24 bytes each) are held in memory, and one document at a time: the text is read twice,
+first to find the documents, then in shuffled order to encode them (and once in between when `bpe:SIZE` trains a
+tokenizer on the train split). Every document is preceded by the end-of-text token, as in the FineWeb shards.
 """
 
 import argparse
@@ -35,6 +37,8 @@ SHUFFLE_SEED = 0
 GPT2_VOCAB_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"  # as OpenAI published them
 GPT2_ENCODER_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
 ENCODE_CHARACTERS = 1 << 20  # in one call: enough to keep all cores busy
+PIECE_CHARACTERS = 1 << 18  # of a document at once: the tokenizers library takes some 160 bytes of memory for each
+WARNINGS = 3  # files that are named for bytes that are not UTF-8
 
 
 # ---- tokenizers ----
@@ -52,7 +56,7 @@ class Tokenizer:
     file: Path | None = None
 
     def encode(self, text: str) -> list[int]:
-        return self.encode_batch([text])[0]
+        return [token for piece in pieces(text) for token in self.encode_batch([piece])[0]]
 
 
 def load_tokenizer(spec: str | Path) -> Tokenizer:
@@ -114,12 +118,34 @@ def _from_file(path: Path) -> Tokenizer:
     tokenizer.encode_special_tokens = True
 
     def encode_batch(texts: list[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        try:
+            return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of the library, which is no Exception and has printed its own lines
+            raise ValueError(f"{path}: this tokenizer cannot encode the text ({error})") from error
 
     def decode(ids: Sequence[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=False)
 
     return Tokenizer(TOKENIZER_FILE, max(tokenizer.get_vocab().values()) + 1, eot, encode_batch, decode, file=path)
+
+
+def pieces(text: str) -> Iterator[str]:
+    """Cuts a text into pieces of at most PIECE_CHARACTERS, which are encoded one by one.
+
+    A cut is between a word and the white space after it. GPT-2's pattern of words, which our own tokenizers have too,
+    cuts there as well, so the tokens are those of the whole text. They may differ around the cuts for a tokenizer that
+    puts something before a text or knows no words, and in a piece without white space, which is cut anywhere.
+    """
+    start = 0
+    while len(text) - start > PIECE_CHARACTERS:
+        last = start + PIECE_CHARACTERS
+        ends = (i for i in range(last, start, -1) if text[i] in " \n" and not text[i - 1].isspace())
+        end = next(ends, last)
+        yield text[start:end]
+        start = end
+    yield text[start:]
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
@@ -135,7 +161,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator((piece for text in texts for piece in pieces(text)), trainer)
     tokenizer.save(str(path))
 
 
@@ -174,21 +200,38 @@ def document_spans(path: Path) -> Iterator[tuple[int, int]]:
         yield start, position
 
 
-def read_document(path: Path, start: int, end: int, field: str) -> str:
-    """The text of one document, stripped; "" for an empty one."""
+def read_document(path: Path, start: int, end: int, field: str) -> tuple[str, int]:
+    """The text of one document, stripped ("" for an empty one), and how many U+FFFD stand for what is not UTF-8."""
     with open(path, "rb") as file:
         file.seek(start)
-        text = file.read(end - start).decode(errors="replace").strip()
-    if path.suffix != ".jsonl" or not text:
-        return text
+        data = file.read(end - start)
+    text = data.decode(errors="replace")
+    replaced = text.count("\ufffd") - data.count("\ufffd".encode())
+    text = text.strip()
+    if path.suffix == ".jsonl" and text:
+        text = _text_of(text, field)
+    return text, replaced
+
+
+def _text_of(line: str, field: str) -> str:
     try:
-        record = json.loads(text)
-    except ValueError:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
         record = None
     if not isinstance(record, dict) or not isinstance(record.get(field), str):
         raise ValueError(f"not a JSON object with a text in field {field!r}")
     # JSON can spell halves of surrogate pairs, which no encoder takes.
     return record[field].encode(errors="replace").decode().strip()
+
+
+def cut_document(text: str, val_fraction: float) -> dict[str, str]:
+    """The parts of a document for train and val: val gets its last `val_fraction`, or down to half as much, so that the
+    cut is at the end of a line, or else of a word, if there is one."""
+    cut = len(text) - round(val_fraction * len(text))
+    near = (cut + len(text)) // 2
+    ends = [text.find(mark, cut, near) for mark in "\n "]
+    cut = next((end for end in ends if end >= 0), cut)
+    return {"train": text[:cut].rstrip(), "val": text[cut:].lstrip()}
 
 
 @dataclass
@@ -198,41 +241,71 @@ class Corpus:
     files: list[Path]
     field: str
     spans: dict[str, np.ndarray]  # split -> (documents, 3) int64: file, start, end
+    cut: float | None = None  # where both splits have a part of each document: the share of val
+
+    def text(self, split: str, index: int) -> str:
+        file, start, end = map(int, self.spans[split][index])
+        text, _ = read_document(self.files[file], start, end, self.field)
+        return text if self.cut is None else cut_document(text, self.cut)[split]
 
     def texts(self, split: str) -> Iterator[str]:
-        for file, start, end in self.spans[split]:
-            yield read_document(self.files[file], int(start), int(end), self.field)
+        return (self.text(split, index) for index in range(len(self.spans[split])))
 
 
 def index_documents(files: list[Path], field: str, val_fraction: float) -> Corpus:
-    """Finds, splits and shuffles the documents; ValueError if a split has none or a line of .jsonl holds no text."""
+    """Finds, splits and shuffles the documents, cut where they are too few; warns of bytes that are not UTF-8.
+
+    ValueError for a fraction that leaves a split nothing, too little text, or a line of .jsonl that holds none.
+    """
     from tqdm import tqdm
 
-    spans = {"train": array("q"), "val": array("q")}
+    if not 0 < val_fraction < 1:
+        raise ValueError(f"--val-fraction {val_fraction}: it must be more than 0 and less than 1")
+    spans, replaced = {"train": array("q"), "val": array("q")}, {}
     total = sum(os.path.getsize(path) for path in files)
     with tqdm(total=total, desc="finding documents", unit="B", unit_scale=True, disable=None) as bar:
         for index, path in enumerate(files):
             for number, (start, end) in enumerate(document_spans(path), 1):
                 try:
-                    text = read_document(path, start, end, field)
+                    text, wrong = read_document(path, start, end, field)
                 except ValueError as error:
                     raise ValueError(f"{path}: line {number}: {error}") from error
                 bar.update(end - start)
+                if wrong:
+                    replaced[path] = replaced.get(path, 0) + wrong
                 if text:
                     draw = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) / 2**64
                     spans["val" if draw < val_fraction else "train"].extend((index, start, end))
+    _warn_of_bytes(replaced)
 
-    shuffled = {}
-    for split, flat in spans.items():
-        if not flat:
-            found = len(spans["train"] + spans["val"]) // 3
-            raise ValueError(
-                f"none of {found} documents fell into {split} at --val-fraction {val_fraction}:"
-                " change the fraction, or divide the text into more documents"
-            )
-        places = np.array(flat, dtype=np.int64).reshape(-1, 3)  # (documents, 3)
-        shuffled[split] = np.random.default_rng(SHUFFLE_SEED).permutation(places)
-    return Corpus(files, field, shuffled)
+    corpus = Corpus(files, field, {split: np.array(flat, np.int64).reshape(-1, 3) for split, flat in spans.items()})
+    if not (spans["train"] and spans["val"]):
+        corpus = _cut_all(corpus, val_fraction)
+    for split, places in corpus.spans.items():
+        corpus.spans[split] = np.random.default_rng(SHUFFLE_SEED).permutation(places)
+    return corpus
+
+
+def _cut_all(corpus: Corpus, val_fraction: float) -> Corpus:
+    """The corpus with each of its documents in both splits, but for parts without text; ValueError if those are all."""
+    everything = np.concatenate(list(corpus.spans.values()))  # (documents, 3)
+    cut = Corpus(corpus.files, corpus.field, dict.fromkeys(corpus.spans, everything), val_fraction)
+    cut.spans = {split: everything[[bool(text) for text in cut.texts(split)]] for split in cut.spans}
+    if empty := [split for split, places in cut.spans.items() if not len(places)]:
+        raise ValueError(
+            f"{len(everything)} documents are too little text to cut a {' and a '.join(empty)} split from at"
+            f" --val-fraction {val_fraction}: use more text, or another fraction"
+        )
+    return cut
+
+
+def _warn_of_bytes(replaced: dict[Path, int]) -> None:
+    """Prints which files (path -> characters) are not UTF-8: a line each, or one for all beyond the first WARNINGS."""
+    advice = "not UTF-8, they became U+FFFD: convert the text first, if it is of use (iconv -f latin1 -t utf-8)"
+    for path, count in list(replaced.items())[:WARNINGS]:
+        print(f"warning: {path}: {count:,} characters are {advice}", file=sys.stderr)
+    if rest := list(replaced.values())[WARNINGS:]:
+        print(f"warning: {len(rest):,} more files: {sum(rest):,} characters are {advice}", file=sys.stderr)
 
 
 # ---- shards ----
@@ -264,6 +337,9 @@ def prepare(
     elif not size.isdecimal():
         raise ValueError(f"{tokenizer}: the size of the vocabulary must be a number, as in bpe:4096")
     corpus = index_documents(files, field, val_fraction)
+    if corpus.cut is not None:
+        share = f"the last {100 * val_fraction:g} % of it are val"
+        print(f"too few documents for a draw to give both splits some: each is cut, {share}", flush=True)
 
     out.mkdir(parents=True, exist_ok=True)
     if size is not None:
@@ -278,23 +354,26 @@ def prepare(
             num_tokens = num_bytes = 0
             texts = tqdm(corpus.texts(split), f"encoding {split}", len(spans), unit="doc", disable=None)
             for batch in _batches(texts):
-                for ids in tok.encode_batch(batch):
-                    writer.write(split, [tok.eot, *ids])
-                    num_tokens += len(ids) + 1
-                num_bytes += sum(len(text.encode()) for text in batch)
-            ratio = num_bytes / num_tokens
-            print(f"{split}: {len(spans):,} documents, {num_tokens:,} tokens, {ratio:.2f} bytes per token", flush=True)
+                starts, parts = zip(*batch)
+                for is_start, ids in zip(starts, tok.encode_batch(list(parts))):
+                    writer.write(split, [tok.eot, *ids] if is_start else ids)
+                    num_tokens += len(ids) + is_start
+                num_bytes += sum(len(part.encode()) for part in parts)
+            kind, ratio = "documents" if corpus.cut is None else "cut documents", num_bytes / num_tokens
+            print(f"{split}: {len(spans):,} {kind}, {num_tokens:,} tokens, {ratio:.2f} bytes per token", flush=True)
         return writer.close()
 
 
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+def _batches(texts: Iterable[str]) -> Iterator[list[tuple[bool, str]]]:
+    """Lists of pieces of documents, each with whether it is the first of its document."""
     batch, characters = [], 0
     for text in texts:
-        batch.append(text)
-        characters += len(text)
-        if characters >= ENCODE_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
+        for number, piece in enumerate(pieces(text)):
+            batch.append((number == 0, piece))
+            characters += len(piece)
+            if characters >= ENCODE_CHARACTERS:
+                yield batch
+                batch, characters = [], 0
     if batch:
         yield batch
 
@@ -306,7 +385,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", required=True, type=Path, help="folder for the shards; must not have any yet")
     parser.add_argument("--suffixes", nargs="+", default=[".txt", ".jsonl"], help="what to take from folders")
     parser.add_argument("--field", default="text", help="field of a .jsonl object that holds the text")
-    parser.add_argument("--val-fraction", type=float, default=0.05, help="share of documents, about (default 0.05)")
+    parser.add_argument("--val-fraction", type=float, default=0.05, help="share of the text, about (default 0.05)")
     parser.add_argument("--shard-tokens", type=int, default=100_000_000, help="tokens in a shard")
     parser.add_argument("--name", default="text", help="shards are called NAME_train_000001.bin, ...")
     parser.add_argument("--exclude", nargs="+", default=[], metavar="NAME", help="names of files and folders to skip")

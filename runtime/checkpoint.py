@@ -93,15 +93,15 @@ def check_progress(path: Path, state: dict, steps: int) -> None:
     step, seconds, skipped = state["step"], state.get("seconds", 0.0), state.get("skipped", 0)
     validation = state.get("validation") or dict(step=-1, val_loss={})  # none yet
     count = lambda n, most: type(n) is int and 0 <= n <= most
-    number = lambda x: type(x) in (int, float)
     possible = dict(
         step=count(step, math.inf) and int(re.fullmatch(r"step_(\d+)\.pt", path.name)[1]) == step,
-        seconds=number(seconds) and 0 <= seconds < math.inf,
+        seconds=type(seconds) is float and 0 <= seconds < math.inf,
         skipped=count(skipped, step),
         validation=type(validation["step"]) is int
         and validation["step"] <= step
-        and all(map(number, validation["val_loss"].values()))
-        and (validation["step"] < steps or "val_tokens" in validation),  # not in those of before there were profiles
+        and all(type(x) is float for x in validation["val_loss"].values())
+        # The last one is not made again. (Those of before there were profiles have no val_tokens.)
+        and (validation["step"] < steps or validation["val_loss"] and "val_tokens" in validation),
     )
     for name, good in possible.items():
         if not good:

@@ -165,17 +165,22 @@ def limit_waiting(world: World, seconds: float) -> None:
 
 
 @contextmanager
-def failures_in_words() -> Iterator[None]:
-    """A block that ends with one line when memory runs out (exit code 2) or other ranks do not answer (1)."""
+def failures_in_words(
+    advice: str = "lower --micro_batch_tokens, or share sequences between GPUs with --context_parallel",
+) -> Iterator[None]:
+    """A block that ends with one line when a file cannot be read or written or memory runs out (exit code 2; advice:
+    what helps then), or when other ranks do not answer (1)."""
     try:
         yield
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        os._exit(2)  # in an orderly end, wandb would fail on the same full disk, with a hundred lines after ours
     except (RuntimeError, MemoryError) as error:
         several = dist.is_initialized() and dist.get_world_size() > 1
         rank = f"rank {dist.get_rank()} is" if several else "it is"
         code, words = 1, " ".join(str(error).split())[:300]
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in words:
-            code, line = 2, f"{rank} out of memory ({words}): lower --micro_batch_tokens, or share sequences"
-            line += " between GPUs with --context_parallel"
+            code, line = 2, f"{rank} out of memory ({words}): {advice}"
         elif several and (silent := silent_ranks()):
             ranks = ", ".join(map(str, silent))
             line = f"{rank} without an answer from rank {ranks} ({words}): it died or hangs; see what it said itself"

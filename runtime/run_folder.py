@@ -30,8 +30,9 @@ class RunFolder:
     lock           locked while a process uses the folder, which a killed process no longer does
     """
 
-    def __init__(self, path: Path, lock: TextIO) -> None:
+    def __init__(self, path: Path, lock: TextIO, created: bool = False) -> None:
         self.path = path
+        self.created = created  # by this process, just now
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
         self._lock = lock
@@ -63,7 +64,13 @@ class RunFolder:
                 raise
         except OSError as error:
             raise ValueError(f"cannot use {path} as the run folder: {error}") from error
-        return cls(path, lock)
+        return cls(path, lock, created)
+
+    def discard(self) -> None:
+        """Remove the folder, if this process has made it: for a run that could not begin."""
+        if self.created:
+            shutil.rmtree(self.path, ignore_errors=True)
+        self.close()
 
     def close(self) -> None:
         """Let another process use the folder."""

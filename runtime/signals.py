@@ -11,10 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from configs.interrupt import SIGNALS, leave
 from runtime.processes import World
-
-INTERRUPTED = 75  # exit code: EX_TEMPFAIL of sysexits.h, "try again later"
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class StopRequest:
@@ -44,7 +42,9 @@ class StopRequest:
             with suppress(OSError):
                 self.mark(self.heard)
             kill_descendants()
-            os._exit(130 if again else exit_code())
+            if again:
+                os._exit(130)
+            leave(number, frame)
 
     def agreed(self, world: World) -> bool:
         """Whether any rank has heard a signal. All ranks must ask the same number of times."""
@@ -53,12 +53,6 @@ class StopRequest:
         heard = torch.tensor(int(self.heard is not None))  # on the CPU, so that nobody waits for a GPU
         dist.all_reduce(heard, op=dist.ReduceOp.MAX)
         return bool(heard)
-
-
-def exit_code() -> int:
-    """INTERRUPTED, so that Slurm or a shell can start the run again; 0 under torchrun, which makes a failure of every
-    other code (and would start the processes again itself)."""
-    return 0 if "TORCHELASTIC_RUN_ID" in os.environ else INTERRUPTED
 
 
 def kill_descendants() -> None:

@@ -25,7 +25,7 @@ from data.loader import check_validation
 from data.shards import TOKENIZER_FILE, TokenStream, open_split, tokenizer_of
 from runtime.checkpoint import fits, latest_checkpoint, load_checkpoint
 from runtime.files import replace_file, to_json
-from runtime.processes import start_processes
+from runtime.processes import failures_in_words, start_processes
 from scripts.runs import OTHER_TEXTS, Folder, data_fingerprint, on_own_text, read_folder, stored_config, val_tokens
 from scripts.tables import loss_table, markdown_table
 from train_gpt import build_model, compute_dtype, validate_all, validation_plans
@@ -163,6 +163,7 @@ def position_table(results: list[dict]) -> str:
     return markdown_table(rows)
 
 
+@failures_in_words("evaluate fewer or shorter --lengths")
 def main():
     parser = argparse.ArgumentParser(prog="python -m scripts.evaluate", description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")

@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from configs.command_line import user_errors
 from configs.config import Config, config_hash
+from configs.interrupt import exit_code
 from configs.sweeps import SCALES, Needle
 from data.loader import micro_batch_size
 from data.needle import C4, Haystack, NeedleTask, oracle_accuracy, score
@@ -37,9 +38,9 @@ from runtime.checkpoint import check_progress, fits, latest_checkpoint, load_che
 from runtime.device import choose_compile
 from runtime.files import refuse_link
 from runtime.metrics import Metrics
-from runtime.processes import World, start_processes
+from runtime.processes import World, failures_in_words, start_processes
 from runtime.run_folder import RunFolder
-from runtime.signals import StopRequest, exit_code
+from runtime.signals import StopRequest
 from scripts.evaluate import load_run
 from scripts.tables import markdown_table
 from train_gpt import build_alternatives, build_optimizers, compile_model
@@ -48,6 +49,7 @@ SAVE_EVERY = 50  # steps
 TEST_SEED = 1_000_000  # of the scored examples, the same for all runs; no run is fine-tuned with it
 
 
+@failures_in_words("lower --sequences or --lengths")
 def main():
     with user_errors():
         args, settings = read_arguments()

@@ -1,5 +1,12 @@
 # Sourced by the other scripts: makes .venv with requirements.txt in it, or does nothing when that was done.
+# With --help it installs nothing, prints the comment that the script begins with, and ends.
 set -euo pipefail
+for word in "$@"; do
+    if [ "$word" = --help ] || [ "$word" = -h ]; then
+        sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+        exit
+    fi
+done
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 system_python=${PYTHON:-python3}
 if ! "$system_python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then

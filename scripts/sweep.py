@@ -36,12 +36,12 @@ from tqdm import tqdm
 
 from configs.command_line import named_fields, read_config, user_errors
 from configs.config import Config, require
+from configs.interrupt import INTERRUPTED
 from configs.sweeps import SCALES, SWEEPS, Needle, Run, sweep
 from data.needle import C4, fetch_c4
 from model.methods import METHODS, check_options, make_alternative, make_method
 from optim.schedule import check_schedule
 from runtime.files import append, open_own, replace_file
-from runtime.signals import INTERRUPTED
 from scripts.runs import (
     Folder,
     beside,

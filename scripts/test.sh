@@ -1,5 +1,10 @@
 #!/usr/bin/env bash
-# All tests: bash scripts/test.sh. Without the slow ones: bash scripts/test.sh quick.
+# The tests. What else is given goes to pytest, like -x or -k shards.
+#
+#   bash scripts/test.sh                               all, in 14 minutes on 2 cores
+#   bash scripts/test.sh quick                         without the slow ones, in 3
+#
+# The first time, it makes .venv and installs requirements.txt into it (gigabytes, most of them PyTorch).
 source "$(dirname "$0")/setup.sh"
 arguments=("$@")
 if [ "${1:-}" = quick ]; then arguments=(-m "not slow" "${@:2}"); fi

@@ -344,6 +344,44 @@ def test_mechanisms_that_do_not_go_together_are_refused(monkeypatch, mechanisms,
         make("combined")
 
 
+class OwnOptions(ScoreChange):
+    """As a user may write it: types that are left out, or strings."""
+
+    def __init__(self, num_heads, head_dim, train_length, slope=1.0, steep=False, power: "float | None" = None):
+        super().__init__()
+        self.slope, self.steep, self.power = slope, steep, power
+
+    def coefficients(self, distance, head):
+        return 1.0, -self.slope * distance
+
+
+def test_an_own_option_without_a_type_has_that_of_its_default(monkeypatch):
+    monkeypatch.setitem(METHODS, "own", (OwnOptions,))
+    method = make("own", slope=2, steep=True, power=3)
+    change = method.score_change
+    assert [change.slope, change.steep, change.power] == [2.0, True, 3.0] and type(change.slope) is float
+    assert make("own").score_change.slope == 1.0
+    for option, kind in dict(slope="float", steep="bool", power="float").items():
+        with assert_refused(option, kind):
+            make("own", **{option: "wrong"})
+
+
+def without_default(self, num_heads, head_dim, train_length, slope: float): ...
+def without_both(self, num_heads, head_dim, train_length, slope): ...
+def of_unknown_type(self, num_heads, head_dim, train_length, slope=None): ...
+def of_a_list(self, num_heads, head_dim, train_length, slope: list[float] = ()): ...
+def of_anything(self, num_heads, head_dim, train_length, **slope): ...
+
+
+@pytest.mark.parametrize("constructor", [without_default, without_both, of_unknown_type, of_a_list, of_anything])
+def test_an_own_option_without_a_type_or_default_is_refused(monkeypatch, constructor):
+    mechanism = type("Mine", (ScoreChange,), dict(__init__=constructor))
+    monkeypatch.setitem(METHODS, "own", (mechanism,))
+    for options in ({}, {"slope": 2.0}):
+        with assert_refused("option 'slope' of Mine needs a type and a default"):
+            make("own", **options)
+
+
 @pytest.mark.parametrize("role, kind", [("rotation", NTK), ("query_scale", LogN), ("replacement", Infini)])
 def test_two_mechanisms_of_a_kind_are_refused_whatever_their_options(role, kind):
     two = [kind(2, 16, 8), kind(2, 16, 8)]

@@ -343,8 +343,14 @@ def hub():
         server.shutdown()
 
 
-def c4_documents(hub, tmp_path, data_dir, *haystacks):
+def c4_documents(hub, tmp_path, data_dir, *haystacks, **variables):
     """Opens (split, num_files) one after the other; the documents of each, or the text of the OSError."""
+    result = open_c4(hub, tmp_path, data_dir, *haystacks, **variables)
+    assert result.returncode == 0, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def open_c4(hub, tmp_path, data_dir, *haystacks, **variables):
     program = f"""
 import json
 from data.needle import Haystack
@@ -367,9 +373,8 @@ for split, num_files in {haystacks!r}:
         "no_proxy": "127.0.0.1",
     }
     command = [sys.executable, "-c", program]
-    result = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=600)
-    assert result.returncode == 0, result.stderr
-    return [json.loads(line) for line in result.stdout.splitlines()]
+    environment |= variables
+    return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=600)
 
 
 def test_c4_gives_the_documents_of_its_own_splits_and_fetches_a_file_once(hub, tmp_path, data_dir):
@@ -408,6 +413,20 @@ def test_c4_without_the_hub_is_one_line(hub, tmp_path, data_dir):
     hub.files.clear()
     (error,) = c4_documents(hub, tmp_path, data_dir, ("val", 1))
     assert "cannot fetch c4-validation.00000-of-00008" in error and "hub" in error and "\n" not in error
+
+
+@pytest.mark.parametrize(
+    "network",
+    [{}, {"HF_ENDPOINT": "http://nowhere.invalid", "NO_PROXY": "*", "no_proxy": "*"}, {"HF_HUB_OFFLINE": "1"}],
+    ids=["refused", "name", "told"],
+)
+def test_c4_without_a_network_is_one_line_without_a_second_try(tmp_path, data_dir, network):
+    with Hub() as closed:
+        pass
+    result = open_c4(closed, tmp_path, data_dir, ("val", 1), **network)
+    assert result.returncode == 0 and result.stderr == ""
+    (error,) = result.stdout.splitlines()
+    assert "cannot fetch c4-validation.00000-of-00008 of allenai/c4 from the Hugging Face hub" in error
 
 
 def test_number_of_c4_files_is_checked(tmp_path, tokenizer):

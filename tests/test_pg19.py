@@ -46,13 +46,18 @@ def server():
 
 
 def download(server, out):
-    """Exit status, or the error in one line."""
+    """What it prints, or its exit status and the last line of its errors."""
+    done = run(server, out)
+    return done.stdout if done.returncode == 0 else (done.returncode, done.stderr.splitlines()[-1])
+
+
+def run(server, out, site=None):
     address = f"http://127.0.0.1:{server.server_port}"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
     environment |= dict(HF_ENDPOINT=address, HF_HOME=str(out.parent / "cache"), HF_HUB_DISABLE_TELEMETRY="1")
-    command = [sys.executable, "-m", "data.pg19", "--out", str(out), "--site", f"{address}/site"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
-    return done.stdout if done.returncode == 0 else (done.returncode, done.stderr.splitlines()[-1])
+    environment |= dict(NO_PROXY="*", no_proxy="*")
+    command = [sys.executable, "-m", "data.pg19", "--out", str(out), "--site", site or f"{address}/site"]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
 
 
 def test_the_books_are_fetched_once(server, tmp_path):
@@ -71,6 +76,13 @@ def test_a_book_that_is_gone_is_one_line(server, tmp_path):
     code, error = download(server, tmp_path / "pg19")
     assert code == 2 and error.startswith("error: cannot fetch validation/8.txt of PG-19") and "404" in error
     assert [path.name for path in (tmp_path / "pg19").iterdir()] == ["7.txt"]
+
+
+@pytest.mark.parametrize("site", ["http://nowhere.invalid", "http://127.0.0.1:9"])
+def test_books_without_a_network_are_one_line_without_a_second_try(server, tmp_path, site):
+    done = run(server, tmp_path / "pg19", site)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: cannot fetch validation/7.txt of PG-19 from http://")
 
 
 @pytest.mark.parametrize("listed", ["", "../../etc/passwd", "validation/7.txt\n<html>"])

@@ -36,7 +36,7 @@ one_of = lambda *values: st.sampled_from(values)
 GOOD = dict(
     name=one_of("run", "a.b_c+d=e-f", "0", "x" * 100), runs_dir=one_of("runs", "runs/deeper/still", "."),
     seed=one_of(0, 1, 2**31, 2**63 - 1), resume=one_of("never", "auto"), force=st.booleans(),
-    on_nonfinite=one_of("stop", "skip"), timeout=one_of(600, 1, 0.001, 1e6), tags=one_of((), ("a", "b c"), ("",)),
+    on_nonfinite=one_of("stop", "skip"), timeout=one_of(600, 1, 0.001, 1e6), tags=one_of((), ("a", "b c"), ("x" * 64,)),
     group=one_of("", "sweep", "a/b"), wandb=st.just("off"), wandb_project=one_of("p", ""),
     method=one_of(*NAMES), validate_as=one_of((), (), (), (), ("yarn",), ("rope_ntk", "yarn"), ("logn_ntk",)),
     length_scale=one_of(1.0, 0.0625, 1e-9, 1e9), vocab_size=st.integers(64, 100),
@@ -204,6 +204,8 @@ def try_configs(command_lines, place, faults, count, seed=None):
 # What once ended deep inside, or left something behind.
 FOUND = [
     "--seed 18446744073709551616", "--keep " + "9" * 400, "--adam_eps 0", "--timeout 1e300", "--name " + "x" * 300,
+    "--muon_lr 1e300", f"--vocab_size {2**63 - 1}", f"--model_dim {2**63 - 4}", "--num_layers 10000000000",
+    "--batch_tokens 2000000000000", "--tags " + "x" * 65,
     *(f"--method {method} --method_options {options}" for method, options in (
         ("rope", "num_heads 3"), ("rope", "name x"), ("rope", "base_length 0"), ("rope", "length_scale 0.5"),
         ("yarn", "beta_slow 1e-320"), ("rope_ntk", "factor 1e300"), ("alibi", "slopes inf"), ("logn_rope", "init 1e39"),
@@ -224,6 +226,19 @@ def test_what_was_found_is_refused_in_one_line(words, place, faults):
 def test_what_was_found_trains(fields, place, faults):
     with faults("configs"):
         assert outcome_of(command(FIELDS_OF_A_RUN | fields), place) == "trained"
+
+
+def test_an_empty_tag_is_refused_here_and_not_by_wandb(place, faults):
+    with faults("configs"):
+        assert outcome_of([*command(FIELDS_OF_A_RUN), "--tags", ""], place) == "refused"
+
+
+def test_a_key_that_wandb_refuses_leaves_no_folder_behind(place, faults, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_API_KEY", "short")
+    (place / "runs").mkdir(exist_ok=True)
+    with faults("configs"):
+        assert outcome_of([*command(FIELDS_OF_A_RUN), "--wandb", "online"], place) == "refused"
 
 
 @pytest.mark.parametrize("field", ["embedding_lr", "head_lr"])

@@ -273,6 +273,7 @@ ODD_PROGRESS = [
     *({"skipped": skipped} for skipped in (-1, 2.5, 21, "x")),
     *({"validation": validation} for validation in (
         5, "x", {"step": 20}, {"step": 21, "val_loss": {}}, {"step": 2.5, "val_loss": {}}, {"step": 20, "val_loss": {}},
+        {"step": 20, "val_loss": {}, "val_tokens": {}}, {"step": 20, "val_loss": {"16": 10**400}, "val_tokens": {}},
         {"step": 20, "val_loss": {"16": "x"}, "val_tokens": {}}, {"step": 20, "val_loss": 5, "val_tokens": {}},
     )),
     *({"rng": rng} for rng in (5, [5])),

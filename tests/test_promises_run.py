@@ -176,6 +176,53 @@ def test_before_the_first_step_and_at_a_second_ctrl_c_it_leaves_at_once(data, li
 
 
 @pytest.mark.promise(*SIGNALS)
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+def test_while_it_imports_there_is_nothing_to_save(name, data, faults, tmp_path):
+    with faults(f"{name} while it imports"):
+        process = started("train_gpt.py", *arguments(data, tmp_path))
+        wait_for(lambda: imports(process, "libtorch"), process)
+        process.send_signal(signal.Signals[name])
+        said = process.communicate(timeout=600)[0].decode()
+        assert process.returncode == 75 and said == f"{name}: stopped; there was nothing to save\n", said
+        assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.promise(*SIGNALS)
+@pytest.mark.parametrize("command", ["scripts.evaluate", "scripts.needle", "scripts.sweep", "data.text"])
+def test_ctrl_c_while_a_command_imports_is_a_word(command, faults):
+    with faults("Ctrl-C while a command imports"):
+        process = started("-m", command, "nothing")
+        wait_for(lambda: imports(process, "/numpy/"), process)
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=600)[0].decode()
+        assert process.returncode in (130, -signal.SIGINT) and said == "interrupted\n", said
+
+
+@pytest.mark.promise(*SIGNALS)
+def test_ctrl_c_in_data_text_is_a_word_and_leaves_no_shards(faults, tmp_path):
+    text, out = tmp_path / "text.jsonl", tmp_path / "out"
+    words = (" ".join(f"{(i * k) % 9973:x}" for k in range(1, 40)) for i in range(60_000))
+    text.write_text("".join(json.dumps(dict(text=line)) + "\n" for line in words))
+    with faults("Ctrl-C while text is encoded"):
+        process = started("-m", "data.text", text, "--tokenizer", "bpe:300", "--out", out)
+        wait_for(lambda: list(out.glob("*.bin*")), process)
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=600)[0].decode()
+        assert process.returncode in (130, -signal.SIGINT) and said.endswith("interrupted\n"), said
+        assert "Traceback" not in said and list(out.glob("*.bin*")) == []
+
+
+def started(*words):
+    command, environment = [sys.executable, *map(str, words)], os.environ | dict(OMP_NUM_THREADS="1")
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def imports(process, library):
+    """Whether the process has begun to load a library."""
+    return library in Path(f"/proc/{process.pid}/maps").read_text()
+
+
+@pytest.mark.promise(*SIGNALS)
 def test_compilers_end_with_it(data, faults, tmp_path):
     with faults("SIGTERM while it compiles"):
         environment = os.environ | dict(TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"), OMP_NUM_THREADS="1")
@@ -300,6 +347,35 @@ def test_a_disk_with_room_for_two_checkpoints_is_enough_to_go_on(place, count, d
     code, said = lives.live(words, tmp_path / "output")
     needs = re.search(r"needs ([\d.]+) MB of disk, but ([\d.]+) kB are free: make room", one_line(said))
     assert code == 2 and 3 < float(needs[1]) < 4 and 0 < float(needs[2]) <= 50  # and none is 0.0
+
+
+@pytest.mark.promise(*DISK)
+def test_with_wandb_too_a_full_disk_is_the_last_line(data, faults, disk, tmp_path):
+    with faults("full in metrics write, with wandb"):
+        count = FULL_AFTER.format(disk=str(disk))
+        words = arguments(data, disk, wandb="offline", steps=2000, cooldown_steps=0, val_every=0)
+        process = started("-c", count, *words)
+        said = process.communicate(timeout=600)[0].decode()
+        assert process.returncode == 2, said
+        assert one_line(said) == said.splitlines()[-1] and "No space left" in said and "socket" not in said, said
+
+
+FULL_AFTER = """
+import sys
+sys.path.insert(0, "tests")
+import lives, train_gpt
+
+write, records = train_gpt.Metrics.write, []
+
+def filling(self, record):
+    records.append(1)
+    if len(records) == 30:
+        lives.fill_disk(dict(disk="{disk}", leave=0))
+    write(self, record)
+
+train_gpt.Metrics.write = filling
+train_gpt.main()
+"""
 
 
 # ---- numbers that are not finite -------------------------------------------------------------------------------------

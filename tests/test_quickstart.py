@@ -2,6 +2,8 @@
 
 import csv
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +30,19 @@ def test_loss_table_gives_lengths_in_multiples_of_the_training_length_and_the_ri
     assert first.split() == "| a | 1.250 | 1.500 | +0.250 |".split()
     assert second.split() == "| other | 2.000 | 1.000 | -1.000 |".split()
     assert len({len(line) for line in (head, rule, first, second)}) == 1
+
+
+@pytest.mark.parametrize("name, says", [("quickstart", "--text FOLDER"), ("test", "quick"), ("torture", "22 minutes")])
+@pytest.mark.parametrize("words", [["--help"], ["quick", "-h"]])
+def test_help_installs_nothing(tmp_path, name, says, words):
+    """In a folder without .venv, with no Python that could make one."""
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    shutil.copy(ROOT / "requirements.txt", tmp_path)
+    environment = os.environ | dict(PYTHON="/no/python")
+    command = ["bash", f"scripts/{name}.sh", *words]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and says in done.stdout and "setup.sh" not in done.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["requirements.txt", "scripts"]
 
 
 def test_text_and_tokenizer_come_from_this_machine(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from data.shards import open_split
-from data.text import END_OF_TEXT, load_tokenizer, main, prepare
+from data.text import END_OF_TEXT, PIECE_CHARACTERS, load_tokenizer, main, prepare
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -146,6 +146,96 @@ def test_suffixes_field_and_exclude(tmp_path):
     assert (tmp_path / "out" / "notes_val_000000.bin").exists()
 
 
+def lines_of(number, count, seed=0):
+    words = np.random.default_rng(seed).choice(["shore", "lamp", "winter", "of", "the", "quiet"], (count, 9))
+    return [f"{number}.{i} {' '.join(line)}" for i, line in enumerate(words)]
+
+
+@pytest.mark.parametrize("fraction", [0.05, 0.9])
+@pytest.mark.parametrize("count", [1, 2, 13])
+def test_few_documents_are_cut_at_the_ends_of_lines(tmp_path, capsys, count, fraction):
+    novels = {str(i): lines_of(i, 400, i) for i in range(count)}
+    (tmp_path / "in").mkdir()
+    for name, lines in novels.items():
+        (tmp_path / "in" / f"{name}.txt").write_text("\n".join(lines))
+    out = tmp_path / "out"
+    assert main([str(tmp_path / "in"), "--tokenizer", "bpe:300", "--out", str(out), f"--val-fraction={fraction}"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert f"each is cut, the last {100 * fraction:g} % of it are val" in said[0]
+    assert [line.split(",")[0] for line in said[1:]] == [f"{x}: {count} cut documents" for x in ("train", "val")]
+    train, val = ({x.split(".")[0]: x for x in read_documents(out, split)} for split in ("train", "val"))
+    for name, lines in novels.items():
+        assert f"{train[name]}\n{val[name]}".split("\n") == lines
+        assert len(val[name]) / len("\n".join(lines)) == pytest.approx(fraction, rel=0.05)
+
+
+def test_one_line_is_cut_at_a_word_and_one_word_anywhere(tmp_path):
+    for name, text in dict(line="winter lamp " * 300, word="winterlamp" * 300).items():
+        (tmp_path / name).write_text(text)
+        prepare([tmp_path / name], tmp_path / f"{name}-out", "bpe:300")
+        train, val = (read_documents(tmp_path / f"{name}-out", split)[0] for split in ("train", "val"))
+        assert (train + " " * (name == "line") + val) == text.strip()
+        assert 0.04 < len(val) / len(text) <= 0.05
+
+
+def test_records_of_jsonl_are_cut_too_and_those_too_short_are_in_train_alone(tmp_path):
+    texts = ["\n".join(lines_of(i, 300)) for i in (1, 2, 4)] + ["short"]  # none drawn into val
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    prepare([tmp_path / "a.jsonl"], tmp_path / "out", "bpe:300")
+    train, val = (read_documents(tmp_path / "out", split) for split in ("train", "val"))
+    assert (len(train), len(val)) == (4, 3) and "short" in train
+    assert {f"{a}\n{b}" for a in train for b in val} >= set(texts[:3])
+
+
+def test_a_document_is_drawn_whole_where_the_draw_gives_both_splits_some(tmp_path, capsys):
+    documents = make_documents(12)
+    prepare([write_folder(tmp_path / "in", documents)], tmp_path / "out", "bpe:300", val_fraction=0.3)
+    train, val = (read_documents(tmp_path / "out", split) for split in ("train", "val"))
+    assert sorted(train + val) == sorted(documents) and train and val
+    assert "cut" not in capsys.readouterr().out
+
+
+def test_a_long_document_has_the_tokens_that_the_library_gives_the_whole(tmp_path):
+    from tokenizers import Tokenizer
+
+    rng = np.random.default_rng(0)
+    words = ["shore", "it's", "  ", "\n\n", "caf\u00e9 ", " \u4e2d\u6587", "42,", "\t", "\u00a0", " \r\n", "...", " "]
+    text = "".join(rng.choice(words, PIECE_CHARACTERS)).strip()
+    assert len(text) > 2 * PIECE_CHARACTERS
+    (tmp_path / "a.txt").write_text(text, newline="")
+    prepare([tmp_path / "a.txt"], tmp_path / "out", "bpe:400", val_fraction=0.01)
+    (train,) = read_documents(tmp_path / "out", "train")
+    library = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+    stream = open_split(tmp_path / "out", "train", 400)
+    assert text.startswith(train) and len(train) > 2 * PIECE_CHARACTERS
+    assert stream.read(0, len(stream)).tolist() == [0, *library.encode(train).ids]
+    assert load_tokenizer(tmp_path / "out").encode(train) == library.encode(train).ids
+
+
+def test_one_long_line_takes_little_memory(tmp_path):
+    """The tokenizers library takes 160 bytes for each that it gets at once: 0.7 GB for 4 MB."""
+    line = " ".join(np.random.default_rng(0).choice(make_documents(50), 30_000)).replace("\n", " ")[:4_000_000]
+    (tmp_path / "line.txt").write_text(line)
+    code = "import re, sys; from data.text import main; assert main(sys.argv[1:]) == 0;"
+    code += r"print(re.search(r'VmHWM:\s+(\d+) kB', open('/proc/self/status').read())[1])"
+    command = [sys.executable, "-c", code, str(tmp_path / "line.txt"), "--tokenizer", "bpe:500"]
+    command += ["--out", str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert len(line) == 4_000_000 and int(done.stdout.splitlines()[-1]) < 350_000
+
+
+def test_what_is_not_utf8_is_warned_of_by_file_and_count(tmp_path, capsys):
+    for i in range(5):
+        (tmp_path / f"{i}.txt").write_bytes("na\u00efve caf\u00e9 ".encode("latin-1") * (10 + i) + b"end")
+    (tmp_path / "good.txt").write_text("a true \ufffd, and caf\u00e9 " * 10, encoding="utf-8")
+    prepare([tmp_path], tmp_path / "out", "bpe:300")
+    *named, rest = capsys.readouterr().err.splitlines()
+    assert [line.split(" are not")[0] for line in named] == [
+        f"warning: {tmp_path / name}.txt: {count} characters" for name, count in (("0", 20), ("1", 22), ("2", 24))
+    ]
+    assert rest.startswith("warning: 2 more files: 54 characters are not UTF-8")
+
+
 def test_report_counts_documents_tokens_and_bytes(tmp_path, capsys):
     prepare([write_folder(tmp_path / "in", make_documents(60))], tmp_path / "out", "bpe:300", val_fraction=0.2)
     lines = capsys.readouterr().out.splitlines()
@@ -159,8 +249,9 @@ def test_report_counts_documents_tokens_and_bytes(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tokenizer", "bpe:300", "--val-fraction", "0"], "fell into val"),
-        (["--tokenizer", "bpe:300", "--val-fraction", "1"], "fell into train"),
+        (["--tokenizer", "bpe:300", "--val-fraction", "0"], "more than 0 and less than 1"),
+        (["--tokenizer", "bpe:300", "--val-fraction", "1"], "more than 0 and less than 1"),
+        (["--tokenizer", "bpe:300", "--val-fraction", "1e-9"], "12 documents are too little text to cut a val split"),
         (["--tokenizer", "bpe:300", "--field", "nothing"], r"crawl.jsonl: line 1: .*'nothing'"),
         (["--tokenizer", "bpe:256"], "from 257 to 65536"),
         (["--tokenizer", "bpe:many"], "bpe:many"),
@@ -205,6 +296,13 @@ def test_bad_json_is_named_by_file_and_line(tmp_path):
         prepare([tmp_path / "a.jsonl"], tmp_path / "out", "bpe:300")
 
 
+def test_json_nested_too_deeply_is_named_by_file_and_line(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + "[" * 200_000)
+    assert main([str(tmp_path / "a.jsonl"), "--tokenizer", "bpe:300", "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "a.jsonl: line 2: not a JSON object" in error and error.count("\n") == 1
+
+
 def test_tokenizer_file_without_end_of_text_is_refused(tmp_path):
     from tokenizers import Tokenizer, models
 
@@ -214,6 +312,25 @@ def test_tokenizer_file_without_end_of_text_is_refused(tmp_path):
         load_tokenizer(tmp_path / "bare.json")
     with pytest.raises(ValueError, match="not.json: not a file of the tokenizers library"):
         load_tokenizer(tmp_path / "not.json")
+
+
+def test_tokenizer_file_with_a_pattern_that_finds_no_end_is_named(tmp_path):
+    """Its library gives up a match after ten million steps, with a panic; its own lines come before ours."""
+    from tokenizers import Regex, Tokenizer, pre_tokenizers
+
+    write_folder(tmp_path / "in", make_documents(40))
+    (tmp_path / "in" / "a.txt").write_text("a" * 50 + "!")
+    prepare([tmp_path / "in"], tmp_path / "out", "bpe:300", val_fraction=0.2)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a|aa)+$"), "isolated")
+    tokenizer.save(str(tmp_path / "hostile.json"))
+    command = [sys.executable, "-m", "data.text", str(tmp_path / "in"), "--tokenizer", str(tmp_path / "hostile.json")]
+    command += ["--out", str(tmp_path / "no"), "--val-fraction", "0.2"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    error = done.stderr.splitlines()[-1]
+    assert error.startswith(f"error: {tmp_path / 'hostile.json'}: this tokenizer cannot encode the text (Onig: ")
+    assert not list((tmp_path / "no").glob("*.bin*"))
 
 
 def test_tokenizer_file_with_truncation_cuts_no_document(tmp_path):

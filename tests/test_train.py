@@ -717,6 +717,23 @@ def test_evaluate_of_no_run_says_so(tmp_path, capsys):
     assert capsys.readouterr().err.splitlines()[-1] == f"error: {tmp_path} is not a run folder: it has no config.json"
 
 
+@pytest.mark.parametrize("size", [10**18, 10**10, 2**33])
+def test_evaluate_of_a_config_too_large_for_any_machine_says_so(size, copied, capsys, monkeypatch):
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    config = read_json(copied / "config.json")
+    (copied / "config.json").write_text(json.dumps(config | dict(vocab_size=size)))
+    with pytest.raises(SystemExit) as exit:
+        here(evaluate.main, copied, "--device", "cpu")
+    assert exit.value.code == 2
+    assert re.search("\nerror: [^\n]*(cannot be trained here|out of memory)[^\n]*\n$", capsys.readouterr().err)
+
+
+def test_a_run_that_learned_nothing_says_so(data, finished, tmp_path):
+    log = (train_here(data, tmp_path, muon_lr=1e30, head_lr=0) / "log.txt").read_text()
+    assert "warning: the run learned nothing or diverged: its validation loss is not below" in log
+    assert "learned nothing" not in (finished / "log.txt").read_text().split("=" * 100)[-1]
+
+
 def test_evaluate_before_the_first_checkpoint_says_so(copied, capsys):
     shutil.rmtree(copied / "checkpoints")
     (copied / "checkpoints").mkdir()

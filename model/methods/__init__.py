@@ -37,8 +37,25 @@ METHODS = {
 
 
 def own_options(mechanism: type) -> dict[str, inspect.Parameter]:
-    shared = ("num_heads", "head_dim", "train_length")
-    return {name: p for name, p in inspect.signature(mechanism).parameters.items() if name not in shared}
+    """The options of a mechanism; one without a type has that of its default value. ValueError for one without both."""
+    options = {}
+    for name, p in inspect.signature(mechanism, eval_str=True).parameters.items():
+        if name in ("num_heads", "head_dim", "train_length"):
+            continue
+        kind = type(p.default) if p.annotation is p.empty else p.annotation
+        if p.default is p.empty or kind is type(None) or not _is_checkable(kind):
+            example = f"def __init__(self, num_heads, head_dim, train_length, {name}: float = 1.0)"
+            raise ValueError(f"option {name!r} of {mechanism.__name__} needs a type and a default, as in {example}")
+        options[name] = p.replace(annotation=kind)
+    return options
+
+
+def _is_checkable(kind) -> bool:
+    """Whether values can be compared with a type: with float or int | None, not with list[int]."""
+    try:
+        return isinstance(None, kind) or True
+    except TypeError:
+        return False
 
 
 def method_options(name: str) -> dict[str, inspect.Parameter]:
