@@ -21,7 +21,7 @@ from configs.command_line import user_errors
 from configs.config import NOT_MATHEMATICS, Config, config_hash, require
 from runtime.files import replace_file, to_json
 from scripts.figures import LINES, OTHER, method_name
-from scripts.runs import OTHER_TEXTS, Folder, failures, folder_state, on_own_text, read_folder, val_tokens
+from scripts.runs import OTHER_TEXTS, Folder, check_page, failures, folder_state, on_own_text, read_folder, val_tokens
 
 POINTS = 400  # of a curve at most; 60 runs of any length make a page of about 2 MB
 DASHES = {"-": "", "--": "7 4", ":": "2 3", "-.": "8 3 2 3"}  # matplotlib's line styles in SVG
@@ -46,6 +46,7 @@ def main():
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where the run folders are")
     parser.add_argument("--out", type=Path, default=Path("report.html"), help="the page")
     parser.add_argument("--title", default="Training runs", help="its title")
+    parser.add_argument("--force", action="store_true", help="write over a page that was made from more runs too")
     args = parser.parse_args()
     with user_errors():
         for path in args.runs:
@@ -53,6 +54,8 @@ def main():
             require((path / "config.json").exists(), f"{path} is not a run folder: it has no config.json{hint}")
         require(not args.out.is_dir(), f"--out {args.out} is a folder: name the page in it, {args.out / 'report.html'}")
         paths, strays = (args.runs, []) if args.runs else look_through(args.runs_dir)
+        if not args.force:
+            check_page(args.out, r"^<p>(\d+) runs: ", len({*paths}))
         runs = [describe(path) for path in dict.fromkeys(paths)]
         text = page(args.title, runs, strays)
         args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -3,9 +3,10 @@
 import dataclasses
 import fcntl
 import json
+import re
 from pathlib import Path
 
-from configs.config import NOT_MATHEMATICS, Config, config_hash
+from configs.config import NOT_MATHEMATICS, Config, config_hash, require
 from configs.sweeps import Needle, Run
 from data.shards import open_split
 from model.methods import scaled_options
@@ -212,3 +213,11 @@ def is_running(path: Path) -> bool:
     except BlockingIOError:
         return True
     return False
+
+
+def check_page(page: Path, words: str, runs: int):
+    """ValueError if the page at this path says that it was made from more runs than these. words: how it says it, a
+    regular expression around the number."""
+    said = re.search(words, page.read_text(errors="replace"), re.MULTILINE) if page.exists() else None
+    there = int(said[1]) if said else 0
+    require(there <= runs, f"{page} was made from {there} runs, and now there are {runs}: --force writes over it")

@@ -483,6 +483,11 @@ def test_the_command_writes_the_runs_of_the_folder_and_refuses_what_is_no_run(tm
     assert done.stdout.startswith(f"{out}: 2 runs, problems: 1,")
     assert [run["name"] for run in embedded(out.read_text())["runs"]] == ["a", "b"]
     assert "<title>R&amp;D</title>" in out.read_text()
+    before = out.read_bytes()
+    refused = command(tmp_path / "runs" / "a", "--out", out)
+    why = f"{out} was made from 2 runs, and now there are 1: --force writes over it"
+    assert (refused.returncode, refused.stderr, out.read_bytes()) == (2, f"error: {why}\n", before)
+    assert command(tmp_path / "runs" / "a", "--out", out, "--force").stdout.startswith(f"{out}: 1 runs,")
     refused = command(tmp_path / "runs" / "a", tmp_path / "runs", "--out", tmp_path / "no.html")
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
     hint = f"(for all runs in it: --runs-dir {tmp_path / 'runs'})"
