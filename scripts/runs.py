@@ -4,6 +4,7 @@ import dataclasses
 import fcntl
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from configs.config import NOT_MATHEMATICS, Config, config_hash, require
@@ -187,9 +188,11 @@ def folder_state(folder: Folder) -> str:
     return "failed" if failures(folder.path) else "interrupted"
 
 
-def differences(ours: Config, theirs: Config) -> str:
+def differences(ours: Config, theirs: Config, also: Iterable[str] = ()) -> str:
+    """In words, the fields that differ: of those that change the mathematics, and of `also`."""
     a, b = ours.to_dict(), theirs.to_dict()
-    return ", ".join(f"{k} {b[k]} there, {a[k]} here" for k in a if k not in NOT_MATHEMATICS and a[k] != b[k])
+    told = [field for field in a if field not in NOT_MATHEMATICS or field in also]
+    return ", ".join(f"{field} {b[field]} there, {a[field]} here" for field in told if a[field] != b[field])
 
 
 def failures(path: Path) -> list[str]:
