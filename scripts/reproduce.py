@@ -166,7 +166,7 @@ class Study:
 
     def train_command(self, run: Run, folder: Folder | None) -> list[str]:
         """Trains this one run, or goes on with it under the name that it has."""
-        named = Run(run.preset, run.changes | ({"name": folder.path.name} if folder else {}))
+        named = dataclasses.replace(run, changes=run.changes | ({"name": folder.path.name} if folder else {}))
         runs_dir = [] if self.runs_dir == Path("runs") else ["--runs_dir", str(self.runs_dir)]
         return ["python", "train_gpt.py", *named.arguments, *runs_dir, *["--resume", "auto"] * (folder is not None)]
 

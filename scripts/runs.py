@@ -32,6 +32,11 @@ class Folder:
     def hash(self) -> str | None:
         return config_hash(self.config) if self.config else None
 
+    @property
+    def text(self) -> str | None:
+        """The fingerprint of its training data, None where it is not known."""
+        return (self.summary or {}).get("data") or self.data.get("train")
+
     def metrics(self) -> list[dict]:
         """The records of metrics.jsonl; ValueError naming the line if one is damaged."""
         path = self.path / "metrics.jsonl"
@@ -111,23 +116,37 @@ def read_folders(runs_dir: Path) -> list[Folder]:
     return [read_folder(path) for path in sorted(runs_dir.iterdir()) if (path / "config.json").exists()]
 
 
-def find(run: Run, folders: list[Folder]) -> Folder | None:
-    """The folder that holds this run, whatever its name: a finished one if there is one, else the one of that name."""
-    same = [f for f in folders if f.hash == config_hash(run.config)]
+def find(run: Run, folders: list[Folder], data: str | None = None) -> Folder | None:
+    """The folder that holds this run, whatever its name: a finished one if there is one, else the one of that name.
+
+    data: the fingerprint of the training data that the run reads here; what was trained on other data is another run.
+    None: not known, or any will do.
+    """
+    same = [f for f in folders if f.hash == config_hash(run.config) and is_told(f, run, data)]
     return max(same, key=lambda f: (f.summary is not None, f.path.name == run.name), default=None)
 
 
-def state(run: Run, folders: list[Folder], runs_dir: Path) -> tuple[str, str]:
+def is_told(folder: Folder, run: Run, data: str | None) -> bool:
+    """Whether the folder, of the same mathematics, has the run's data and the other fields that tell the run."""
+    known = None not in (data, folder.text)  # then the folder's name, which may have moved, says nothing
+    told = [field for field in run.told if not (known and field == "data_dir")]
+    same = all(getattr(folder.config, field) == getattr(run.config, field) for field in told)
+    return same and (not known or folder.text == data)
+
+
+def state(run: Run, folders: list[Folder], runs_dir: Path, data: str | None = None) -> tuple[str, str]:
     """One of STATES but pretrained, and in words what it means for the training of this run (see needle_state too).
 
-    other: the folder of that name holds something else, which is left alone.
+    other: the folder of that name holds something else, which is left alone. data: as in find.
     """
-    folder = find(run, folders)
+    folder = find(run, folders, data)
     path = folder.path if folder else runs_dir / run.name
     if folder is None and (named := next((f for f in folders if f.path.name == run.name), None)):
         if named.config is None:
             return "other", named.problems[0]
-        return "other", f"{named.path} is of another config ({differences(run.config, named.config)}): rename it"
+        if differ := differences(run.config, named.config, run.told):
+            return "other", f"{named.path} is of another config ({differ}): rename it"
+        return "other", f"trained on other data than {run.config.data_dir}: use another --runs-dir"
     now = folder_state(folder) if folder else "failed" if failures(path) else "missing"
     if now == "failed":
         return now, failures_in_words(path)
