@@ -188,7 +188,8 @@ SAME_DATA = {
 
 def data_in_words(folder: Folder) -> str:
     tokens, distinct = folder.summary.get("tokens"), folder.summary.get("distinct_tokens")
-    read = f"{distinct:,} distinct training tokens, read {tokens / distinct:.2f} times" if distinct else "not counted"
+    counted = bool(tokens and distinct)
+    read = f"{distinct:,} distinct training tokens, read {tokens / distinct:.2f} times" if counted else "not counted"
     return f"`{folder.summary['data']}`, {read}"
 
 
@@ -197,20 +198,19 @@ def final_losses(folder: Folder, method: str | None = None) -> dict[int, float]:
     that it trained). ValueError if it has none."""
     path, summary = folder.path / "summary.json", folder.summary
     as_other = method is not None and method != folder.config.method
+    losses = lambda of: of.get("val_loss_as", {}).get(method, {}) if as_other else of["val_loss"]
+    by_length = lambda of: {int(length): value for length, value in losses(of).items()}
     try:
-        found = summary.get("val_loss_as", {}).get(method, {}) if as_other else summary["val_loss"]
-        loss = {int(length): value for length, value in found.items()}
-        steps, tokens, _ = summary["steps"], full_pass(summary), summary["data"]
-    except (KeyError, TypeError, ValueError, AttributeError):
+        loss, tokens, _ = by_length(summary), full_pass(summary), summary["data"]
+    except (KeyError, ValueError):
         raise ValueError(f"{path} is damaged: delete it and run the sweep again") from None
     try:  # lengths that were not validated during training
         evaluation = on_own_text(folder.json(EVALUATION) or {})
-        if evaluation and (evaluation["step"], full_pass(evaluation)) == (f"step_{steps:06d}", tokens):
-            found = evaluation.get("val_loss_as", {}).get(method, {}) if as_other else evaluation["val_loss"]
-            loss = {int(length): value for length, value in found.items()} | loss
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise ValueError(f"{folder.path / EVALUATION} is damaged: delete it and evaluate again") from None
-    if not all(isinstance(value, (int, float)) and math.isfinite(value) for value in loss.values()):
+        if evaluation and (evaluation["step"], full_pass(evaluation)) == (f"step_{summary['steps']:06d}", tokens):
+            loss = by_length(evaluation) | loss
+    except ValueError as error:
+        raise ValueError(f"{folder.path / EVALUATION} is damaged ({error}): delete it and evaluate again") from None
+    if None in loss.values():
         raise ValueError(f"{path} has a loss that is not a number: the run diverged")
     return loss
 

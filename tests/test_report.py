@@ -303,6 +303,32 @@ def test_groups_are_the_same_config_up_to_the_seed_and_labelled_by_what_differs(
     assert [run["group"] for run in runs] == [1, 1, 0, 3, 4, 2]
 
 
+def groups_of(folder: Path) -> dict[str, list[str]]:
+    page("t", runs := [describe(path) for path in sorted(folder.iterdir())])
+    return {g["label"]: [run["name"] for run in g["runs"]] for g in group(runs)}
+
+
+def test_two_runs_of_one_seed_are_not_two_seeds(tmp_path):
+    for name, seed, dtype in (("a", 0, "float32"), ("b", 1, "float32"), ("c", 0, "bfloat16")):
+        write_run(tmp_path / name, method="rope", seed=seed, dtype=dtype)
+    write_run(tmp_path / "d", method="alibi", seed=0, dtype="float32")
+    write_run(tmp_path / "e", method="alibi", seed=1, dtype="bfloat16")  # another seed: no reason to part them
+    assert groups_of(tmp_path) == {
+        "RoPE, dtype float32": ["a", "b"],
+        "RoPE, dtype bfloat16": ["c"],
+        "ALiBi": ["d", "e"],
+    }
+
+
+def test_a_second_run_of_the_same_seed_and_config_is_shown_apart_and_named(tmp_path):
+    for name, seed in (("a", 0), ("b", 1), ("c", 0)):
+        write_run(tmp_path / name, method="rope", seed=seed, keep=len(name))
+    assert groups_of(tmp_path) == {"RoPE, a": ["a", "b"], "RoPE, c": ["c"]}
+    page("t", runs := [describe(path) for path in sorted(tmp_path.iterdir())])
+    again = "another run of the seed and configuration of a: shown apart"
+    assert [run["problems"] for run in runs] == [[], [], [again]]
+
+
 def test_configs_show_only_the_fields_that_differ(tmp_path):
     write_run(tmp_path / "a", seed=1)
     write_run(tmp_path / "b", seed=2, muon_lr=0.04)
@@ -359,6 +385,71 @@ def test_lines_that_no_run_writes_are_named(tmp_path, line):
     write_run(tmp_path / "a")
     (tmp_path / "a" / "metrics.jsonl").write_text(line + "\n")
     assert "not what a run writes" in problems(tmp_path / "a")
+
+
+DAMAGE = {  # file, what is replaced (a regular expression), by what, and what the problem must say
+    "text": ("summary.json", r'"parameters": \d+', '"parameters": "zz"', "parameters is 'zz', not a whole number"),
+    "fraction": ("summary.json", r'"steps": \d+', '"steps": 1.5', "steps is 1.5, not a whole number"),
+    "huge": ("summary.json", r'("val_loss": {"16": )[^,]*', r"\g<1>1e308", "val_loss.16 is 1e+308, not a number"),
+    "nan": ("summary.json", r'("val_loss": {"16": )[^,]*', r"\g<1>NaN", "val_loss.16 is nan, not a number"),
+    "list": ("summary.json", r'("val_loss": {"16": )[^,]*', r"\g<1>[4.0]", "val_loss.16 is [4.0], not a number"),
+    "length": ("summary.json", r'"16"', '"0"', "val_loss is no object by length"),
+    "lacks": ("summary.json", r'"val_tokens"', '"vt"', "it has no val_tokens"),
+    "loss": ("metrics.jsonl", r'("train_loss": )[^,]*', r'\g<1>"5.0"', "train_loss is '5.0', not a number"),
+    "norm": ("metrics.jsonl", r'("grad_norm": )[^,]*', r"\g<1>-Infinity", "grad_norm is -inf, not a number"),
+    "validation": ("metrics.jsonl", r'("val_loss": {"16": )[^,]*', r"\g<1>1e39", "16 is 1e+39, not a number"),
+    "position": ("metrics.jsonl", r'("val_loss_by_position": {"16": )\[', r"\g<1>[{},", "16 is {}, not a number"),
+    "step": ("metrics.jsonl", r'"step": 3', '"step": true', "line 4 of metrics.jsonl is not what a run writes: step is"),
+}
+
+
+@pytest.mark.parametrize("name, pattern, by, says", DAMAGE.values(), ids=DAMAGE)
+def test_a_run_with_a_damaged_number_is_named_and_left_out_the_others_shown(tmp_path, name, pattern, by, says):
+    loss = write_run(tmp_path / "a", method="rope", seed=1)[-1]["val_loss"]
+    write_run(tmp_path / "b", method="rope", seed=2)
+    path = tmp_path / "b" / name
+    path.write_text(re.sub(pattern, by, path.read_text()))
+    runs = [describe(tmp_path / run) for run in "ab"]
+    text = page("t", runs)
+    assert runs[0]["problems"] == [] and says in "\n".join(runs[1]["problems"])
+    a, b = Page(text).table()
+    assert [a[f"loss at {n}"] for n in ("16", "48")] == [f"{loss[n]:.4f}" for n in ("16", "48")]
+    assert (b["run"], b["loss at 16"], b["parameters"], b["tokens/s"]) == ("b", "", "", "")
+    assert embedded(text)["runs"][1]["final"] == {} and "<b>b</b>: " in text
+    ends = [r for r in runs if r["final"]]
+    chart = text[text.index('<div class="plot">') : text.index("</figure>")]
+    assert ends == runs[:1] and chart.count('class="line" stroke') == 1 + 1  # and its swatch
+
+
+@pytest.mark.parametrize(
+    "name, found",
+    [
+        ("evaluation.json", dict(step="zz", val_tokens=96, val_loss={"96": 2.5})),
+        ("evaluation.json", dict(step="step_000011", val_tokens=96, val_loss={"96": "2.5"})),
+        ("evaluation.json", dict(other_texts=dict(f00d=dict(step="step_000011", data=[], val_tokens=1, val_loss={})))),
+        ("needle/summary.json", dict(greedy={"16": "all"})),
+        ("needle/summary.json", [1]),
+    ],
+)
+def test_damaged_numbers_beside_the_runs_own_are_named_and_not_shown(tmp_path, name, found):
+    last = write_run(tmp_path / "a")[-1]
+    (tmp_path / "a" / "needle").mkdir()
+    (tmp_path / "a" / name).write_text(json.dumps(found))
+    run = describe(tmp_path / "a")
+    assert len(run["problems"]) == 1 and run["problems"][0].startswith(f"{name} is damaged (")
+    assert run["final"]["val_loss"] == last["val_loss"] and f"{last['val_loss']['16']:.4f}" in page("t", [run])
+
+
+def test_what_else_is_odd_in_a_folder_stops_no_page(tmp_path):
+    write_run(tmp_path / "a", stop=0)
+    (tmp_path / "a" / "config.json").write_text("{")
+    (tmp_path / "a" / "lock").mkdir()
+    (tmp_path / "a" / "data.json").write_text('{"train": ["x"]}')
+    (tmp_path / "a.failures.txt").write_bytes(b"\xff\xfe\n")
+    (tmp_path / "a" / "summary.json").write_text("[" * 100_000)
+    assert "data.json is damaged (train is ['x'], not a text)" in problems(tmp_path / "a")
+    (tmp_path / "a" / "summary.json").unlink()
+    assert "failed at step 0 of ?" in problems(tmp_path / "a")
 
 
 def test_a_run_without_metrics_and_one_whose_last_validation_is_lost(tmp_path):

@@ -383,6 +383,26 @@ def test_a_damaged_run_of_another_seed_or_as_another_method_is_named(tmp_path, c
     assert rows(tmp_path / "out" / "table_losses.csv")[0]["seeds"] == "1"
 
 
+@pytest.mark.parametrize("value", ['"4.0"', "1e308", "NaN", "[4.0]"])
+@pytest.mark.parametrize(
+    "item, name", [("table_losses", "summary.json"), ("table_losses", "evaluation.json"),
+                   ("figure_304m", "metrics.jsonl"), ("table_needle", "needle/summary.json")]
+)  # fmt: skip
+def test_a_run_with_a_damaged_number_is_named_and_left_out(tmp_path, call, item, name, value):
+    runs = sweep(item, "mini", seeds=[0, 1], methods=["alibi"])[:2]
+    for run in runs:
+        needle = needle_summary(run, SHARES) if run.needle else None
+        folder = write_run(tmp_path / "runs", run, {n: 4.0 for n in run.config.val_lengths}, needle=needle)
+        evaluation = dict(step="step_000640", val_tokens=49_152, val_loss={"256": 4.0})
+        (folder / "evaluation.json").write_text(json.dumps(evaluation))
+    path = folder / name
+    path.write_text(re.sub(r'"256": [\d.]+', f'"256": {value}', path.read_text()))
+    code, said = call(item, "--scale", "mini", "--methods", "alibi", "--seeds", "0", "1")
+    assert code == 1 and re.search(rf"{path}(, line 1)? is (damaged|not what a run writes)", said.out)
+    found = rows(tmp_path / "out" / f"{item}.csv")
+    assert {row["seeds"] for row in found if row.get("mean") and row.get("method", run.config.method)} == {"1"}
+
+
 def test_nope_is_in_the_left_panel_alone(tmp_path, call, monkeypatch):
     for run in sweep("figure_train_4k", "mini", seeds=[0], methods=["nope", "alibi"]):
         write_run(tmp_path / "runs", run, {n: 4.0 for n in run.config.val_lengths})

@@ -675,6 +675,16 @@ def test_finished_run_on_other_data_does_not_count(copied, data, capsys):
     assert table["rope"][0] == "finished"
 
 
+def test_run_with_a_damaged_summary_is_named_and_left_alone(copied, data, capsys):
+    summary = copied / run().name / "summary.json"
+    summary.write_text(summary.read_text().replace('"steps": 100', '"steps": "100"'))
+    before = contents(copied)
+    assert here(*options(data, copied)) == 1
+    assert contents(copied) == before
+    says = f"{summary} is damaged (steps is '100', not a whole number): delete it and run the sweep again"
+    assert f"{run().name}: other, {says}" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_interrupted_run_under_another_name_is_resumed_there(data, finished, copied):
     mine = (copied / run().name).rename(copied / "mine")
