@@ -20,7 +20,7 @@ from pathlib import Path
 from configs.command_line import user_errors
 from configs.config import NOT_MATHEMATICS, Config, config_hash, require
 from runtime.files import replace_file, to_json
-from scripts.figures import LINES, OTHER, method_name
+from scripts.figures import LINES, looks, method_name
 from scripts.runs import (
     OTHER_TEXTS,
     Folder,
@@ -246,10 +246,13 @@ def group(runs: list[dict]) -> list[dict]:
     rank = lambda method: order.index(method) if method in order else len(order)
     groups = [dict(method=method(same[0]), runs=same, fields=same[0]["fields"]) for same in parts]
     groups.sort(key=lambda g: (rank(g["method"]), g["method"], g["fields"].get("train_length", 0)))
+    look = looks(g["method"] for g in groups)
     for g, label in zip(groups, labels(groups, apart)):
         same = [other for other in groups if other["method"] == g["method"]]
         # One colour a method: its second and later groups are paler.
-        g |= dict(label=label, opacity=round(1 - 0.4 * same.index(g) / max(1, len(same) - 1), 2))
+        g |= dict(
+            label=label, look=look[g["method"]], opacity=round(1 - 0.4 * same.index(g) / max(1, len(same) - 1), 2)
+        )
     for index, g in enumerate(groups):
         for run in g["runs"]:
             run["group"] = index
@@ -338,7 +341,7 @@ def page(title: str, runs: list[dict], strays: list[tuple[str, str]] = ()) -> st
         title=html.escape(title),
         count=f"{len(runs)} runs: " + ", ".join(f"{n} {state}" for state, n in sorted(states.items())),
         problem_count=str(len(problems)),
-        css=beside("report.css") + colours(methods),
+        css=beside("report.css") + colours({g["class"]: g["look"][0] for g in groups}),
         js=beside("report.js"),
         overview=overview(runs, groups),
         chart=static_chart(groups),
@@ -374,16 +377,15 @@ def drawn(run: dict) -> dict:
 
 def style(g: dict) -> dict:
     """What report.js reads of a group."""
-    _, dash, marker = LINES.get(g["method"], OTHER)
+    _, dash, marker = g["look"]
     shown = {key: g[key] for key in ("label", "class", "opacity")}
     return shown | dict(dash=DASHES[dash], marker=MARKERS[marker], runs=len(g["runs"]))
 
 
-def colours(methods: list[str]) -> str:
+def colours(classes: dict[str, str]) -> str:
     """A style a method: its colour, on a dark page made light enough to be seen."""
-    of = lambda method: LINES.get(method, OTHER)[0]
-    light = "".join(f".m{i}{{color:{of(method)}}}" for i, method in enumerate(methods))
-    dark = "".join(f".m{i}{{color:{on_dark(of(method))}}}" for i, method in enumerate(methods))
+    light = "".join(f".{name}{{color:{colour}}}" for name, colour in classes.items())
+    dark = "".join(f".{name}{{color:{on_dark(colour)}}}" for name, colour in classes.items())
     return f"{light}@media screen and (prefers-color-scheme:dark){{{dark}}}"
 
 

@@ -99,7 +99,7 @@ class Study:
     def all_series(self) -> list[str]:
         """In the order of figures.NAMES, each before its forms with options."""
         present = dict.fromkeys(s for run in self.runs for s in self.series(run))
-        order = [*figures.NAMES, *present]
+        order = [*figures.NAMES, *(s.split(" ")[0] for s in present)]
         return sorted(present, key=lambda s: (order.index(s.split(" ")[0]), " " in s))
 
     def at(self, length: int) -> str:
@@ -552,7 +552,7 @@ def curve_figure(study: Study, rows, panels, looks: dict | None = None, *, basel
     if not rows:
         return NO_FIGURE
     present = {row["series"] for row in rows}
-    looks = looks or {series: line(series) for series in study.all_series if series in present}
+    looks = looks or {series: line(series, present) for series in study.all_series if series in present}
     at_scale = study.scale == "paper"
     if baseline and not at_scale:
         study.notes.append("The paper's dashed line at 3.28 is left out: it means nothing at this scale.")

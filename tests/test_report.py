@@ -3,6 +3,7 @@
 import dataclasses
 import fcntl
 import html.parser
+import itertools
 import json
 import math
 import os
@@ -18,7 +19,7 @@ import pytest
 from configs.presets import quickstart
 from configs.validation import validation_plan
 from runtime.files import to_json
-from scripts.figures import LINES
+from scripts.figures import LINES, OTHERS, line
 from scripts.report import POINTS, describe, group, look_through, mean, on_dark, page, thin
 
 ROOT = Path(__file__).parents[1]
@@ -399,7 +400,7 @@ DAMAGE = {  # file, what is replaced (a regular expression), by what, and what t
     "norm": ("metrics.jsonl", r'("grad_norm": )[^,]*', r"\g<1>-Infinity", "grad_norm is -inf, not a number"),
     "validation": ("metrics.jsonl", r'("val_loss": {"16": )[^,]*', r"\g<1>1e39", "16 is 1e+39, not a number"),
     "position": ("metrics.jsonl", r'("val_loss_by_position": {"16": )\[', r"\g<1>[{},", "16 is {}, not a number"),
-    "step": ("metrics.jsonl", r'"step": 3', '"step": true', "line 4 of metrics.jsonl is not what a run writes: step is"),
+    "step": ("metrics.jsonl", r'"step": 3', '"step": true', "line 4 of metrics.jsonl is not what a run writes: step"),
 }
 
 
@@ -551,7 +552,49 @@ def test_a_page_of_runs_without_any_validation(tmp_path):
     assert "No validation yet." in page("t", [describe(tmp_path / "a")])
 
 
-@pytest.mark.parametrize("colour", sorted({colour for colour, _, _ in LINES.values()}))
+def test_methods_that_are_not_listed_have_colours_and_lines_of_their_own(tmp_path):
+    names = ["kerple_p_rope", "my_method", "another", "rope"]
+    for name in names:
+        write_run(tmp_path / name, method=name)
+
+    def shown(order):
+        text = page("t", [describe(tmp_path / name) for name in order])
+        colours = dict(reversed(re.findall(r"\.(m\d)\{color:(#\w+)\}", text)))  # the first ones are on a light page
+        return {g["label"]: (colours[g["class"]], g["dash"], g["marker"]) for g in embedded(text)["groups"]}
+
+    looks = shown(names)
+    assert len({colour for colour, _, _ in looks.values()}) == len(looks) == 4
+    assert shown(names[::-1]) == looks
+    for name in ("kerple_p_rope", "another"):  # the same in the figures
+        assert line(name, names)["color"] == line(f"{name} slope=2", names)["color"] == looks[name][0]
+    assert len({*OTHERS}) == len(OTHERS) and not {*OTHERS} & {*LINES.values()}
+
+
+SEEN = dict(  # by the colour-blind, in linear RGB (Machado, Oliveira and Fernandes 2009, severity 1)
+    normal=np.eye(3),
+    protanopia=[[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    deuteranopia=[[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    tritanopia=[[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+)
+
+
+@pytest.mark.parametrize("seen", SEEN.values(), ids=SEEN)
+def test_colours_of_methods_that_are_not_listed_are_told_apart_by_the_colour_blind(seen):
+    """CIELAB distances; 2 are just seen side by side, those of Okabe and Ito's palette begin at 16."""
+    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+
+    def lab(colour):
+        rgb = np.frombuffer(bytes.fromhex(colour[1:]), "u1") / 255
+        linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+        x, y, z = np.cbrt(to_xyz @ np.clip(seen @ linear, 0, 1) / [0.9505, 1, 1.089])
+        return np.array([116 * y, 500 * (x - y), 200 * (y - z)])
+
+    colours = sorted({colour for colour, _, _ in OTHERS})
+    apart = [np.linalg.norm(lab(a) - lab(b)) for a, b in itertools.combinations(colours, 2)]
+    assert len(colours) == 5 and min(apart) > 20
+
+
+@pytest.mark.parametrize("colour", sorted({colour for colour, _, _ in [*LINES.values(), *OTHERS]}))
 def test_every_colour_can_be_seen_on_a_dark_page(colour):
     def luminance(c):
         linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in np.frombuffer(c, "u1") / 255]
