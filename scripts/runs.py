@@ -324,4 +324,5 @@ def check_page(page: Path, words: str, runs: int):
     regular expression around the number."""
     said = re.search(words, page.read_text(errors="replace"), re.MULTILINE) if page.exists() else None
     there = int(said[1]) if said else 0
-    require(there <= runs, f"{page} was made from {there} runs, and now there are {runs}: --force writes over it")
+    mend = ": --force writes over it" if runs else ""  # with none there is nothing to write
+    require(there <= runs, f"{page} was made from {there} runs, and now there are {runs}{mend}")
