@@ -275,7 +275,7 @@ def sweep(
 
     seeds replace those of the scale, everywhere; methods keeps the runs that are validated as one of these; changes are
     fields set in every run, needle holds settings of the needle task that replace the scale's. ValueError for what
-    there is not.
+    there is not, and for a field in changes that a run has a value of its own for.
     """
     if name != "all" and name not in SWEEPS:
         close = difflib.get_close_matches(name, SWEEPS, n=1, cutoff=0.4)
