@@ -199,7 +199,7 @@ NOT_MATHEMATICS = frozenset(
 def with_changes(base: Config, changes: dict) -> Config:
     """base with these fields changed. Where `steps` is one of them, and neither warmup_steps nor cooldown_steps, the
     two keep their share of the steps."""
-    if "steps" in changes and not changes.keys() & {"warmup_steps", "cooldown_steps"}:
+    if type(changes.get("steps")) is int and not changes.keys() & {"warmup_steps", "cooldown_steps"}:
         keep_share = lambda field: round(getattr(base, field) * changes["steps"] / base.steps)
         changes = {field: keep_share(field) for field in ("warmup_steps", "cooldown_steps")} | changes
     return dataclasses.replace(base, **changes)

@@ -2,13 +2,18 @@
 
 A sweep is a function from a Scale to a list of Runs, usually a grid. Those named like an item of scripts/reproduce.py
 are the runs that the paper's table or figure of that name needs, at any of three scales. Runs are told apart by the
-hash of what changes their mathematics, so sweeps share the runs that they have in common. A run with `needle` is, once
-trained, fine-tuned on the needle task.
+hash of what changes their mathematics, so sweeps share the runs that they have in common; and within a sweep by every
+other field that it varies, such as data_dir or dtype. A run with `needle` is, once trained, fine-tuned on the needle
+task.
 """
 
+import collections
 import dataclasses
 import difflib
+import hashlib
 import itertools
+import re
+from collections.abc import Iterable
 
 from configs.config import NOT_MATHEMATICS, Config, config_hash, require, with_changes
 from configs.presets import preset
@@ -48,24 +53,35 @@ class Needle:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One run: a preset, the fields that differ from it, and the fine-tuning that follows, if any."""
+    """One run: a preset, the fields that differ from it, and the fine-tuning that follows, if any.
+
+    told: the fields outside the mathematics (NOT_MATHEMATICS) that tell it from other runs of its sweep.
+    """
 
     preset: str
     changes: dict
     needle: Needle | None = None
+    told: tuple[str, ...] = ()
+
+    @property
+    def identity(self) -> str:
+        """The hash of what tells it from other runs."""
+        config = with_changes(preset(self.preset), self.changes)
+        words = [config_hash(config), *((field, getattr(config, field)) for field in self.told)]
+        return hashlib.sha256(repr(words).encode()).hexdigest()[:12] if self.told else words[0]
 
     @property
     def name(self) -> str:
-        """The run folder's name: preset, method, whatever else changes the mathematics (if that is long, its hash), and
-        the seed."""
+        """The run folder's name: preset, method, whatever else tells it from other runs (if that is long, its hash),
+        and the seed."""
         words = [self.preset, self.changes.get("method", preset(self.preset).method)]
         for field, value in sorted(self.changes.items()):
             if field == "method_options":
                 words += [f"{option}{text(value[option])}" for option in sorted(value)]
-            elif field not in {"method", "seed", *NOT_MATHEMATICS}:
+            elif field in self.told or field not in {"method", "seed", *NOT_MATHEMATICS}:
                 words.append(f"{field}{text(value)}")
         if len("-".join(words)) > 120:
-            words[2:] = [config_hash(with_changes(preset(self.preset), self.changes))]
+            words[2:] = [self.identity]
         return "-".join([*words, f"s{self.changes.get('seed', 0)}"])
 
     @property
@@ -94,12 +110,16 @@ def flat(value) -> list:
 
 
 def text(value) -> str:  # in a folder's name
-    return "_".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value).replace("/", "_")
+    words = "_".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    return re.sub(r"[^A-Za-z0-9._+=-]", "_", words)
 
 
 def grid(presets: str | list[str], **axes: list) -> list[Run]:
     """Every combination of the values of the axes (fields of the config), for each preset."""
     presets = [presets] if isinstance(presets, str) else presets
+    for field, values in axes.items():
+        is_list = isinstance(values, Iterable) and not isinstance(values, str)
+        require(is_list, f"a sweep's axis {field} must be a list of values, got {values!r}")
     return [Run(name, dict(zip(axes, values))) for name in presets for values in itertools.product(*axes.values())]
 
 
@@ -226,6 +246,7 @@ def open_choices(scale: Scale) -> list[Run]:
     ]  # fmt: skip
 
 
+SET_BY_SWEEPS = ("name", "runs_dir", "resume")  # the sweep runner names and resumes the runs
 SWEEPS = dict(
     table_losses=table_losses,
     table_needle=table_needle,
@@ -254,7 +275,7 @@ def sweep(
 
     seeds replace those of the scale, everywhere; methods keeps the runs that are validated as one of these; changes are
     fields set in every run, needle holds settings of the needle task that replace the scale's. ValueError for what
-    there is not.
+    there is not, and for a field in changes that a run has a value of its own for.
     """
     if name != "all" and name not in SWEEPS:
         close = difflib.get_close_matches(name, SWEEPS, n=1, cutoff=0.4)
@@ -267,17 +288,55 @@ def sweep(
         raise ValueError(f"the needle task has no setting {unknown[0]!r}; it has {', '.join(known)}")
     where = dataclasses.replace(where, needle=dataclasses.replace(where.needle, **(needle or {})))
     functions = SWEEPS.values() if name == "all" else [SWEEPS[name]]
-    runs = {}
-    for run in (run for function in functions for run in function(where)):
-        base = preset(run.preset)
-        different = {field: value for field, value in (changes or {}).items() if value != getattr(base, field)}
-        run = dataclasses.replace(run, changes={**different, **run.changes})
-        first = runs.setdefault(config_hash(run.config), run)
-        if run.needle:  # one sweep that fine-tunes a run is enough
-            runs[config_hash(run.config)] = dataclasses.replace(first, needle=run.needle)
+    runs, fields = {}, {field.name for field in dataclasses.fields(Config)}
+    for function in functions:
+        own = list(function(where) or [])
+        for run in own:
+            for field in run.changes:
+                close = difflib.get_close_matches(field, fields, n=1)
+                hint = f"did you mean {close[0]}?" if close else "see configs/config.py"
+                require(field in fields, f"sweep {name}: a run has no field {field!r}; {hint}")
+                require(field not in SET_BY_SWEEPS, f"sweep {name} sets {field}, which is no choice of a sweep's")
+        given = [dataclasses.replace(run, changes={**different(run, changes or {}), **run.changes}) for run in own]
+        for run in tell_apart(given):
+            if not methods or set(run.methods) & set(methods):
+                check_given(name, run, changes or {})
+            first = runs.setdefault(run.identity, run)
+            if run.needle:  # one sweep that fine-tunes a run is enough
+                runs[run.identity] = dataclasses.replace(first, needle=run.needle)
+    require(runs, f"sweep {name} has no runs: its function in configs/sweeps.py gives none")
     if methods:
         present = {method for run in runs.values() for method in run.methods}
         if not present & set(methods):
             raise ValueError(f"sweep {name} has no method {', '.join(methods)}; it has {', '.join(sorted(present))}")
-        return [run for run in runs.values() if set(run.methods) & set(methods)]
+        runs = {key: run for key, run in runs.items() if set(run.methods) & set(methods)}
+    by_name = {run.name: run for run in runs.values()}
+    if twice := [run.name for run in runs.values() if by_name[run.name] is not run]:
+        raise ValueError(f"sweep {name}: two of its runs would be called {twice[0]}: choose values that differ more")
     return list(runs.values())
+
+
+def different(run: Run, changes: dict) -> dict:
+    """The changes without those that the run's preset has already."""
+    base = preset(run.preset)
+    return {field: value for field, value in changes.items() if value != getattr(base, field)}
+
+
+def tell_apart(runs: list[Run]) -> list[Run]:
+    """The runs, those of the same mathematics told apart by all other fields in which they differ."""
+    same = collections.defaultdict(list)
+    for run in runs:
+        same[run.identity].append(run.config.to_dict() | {"name": ""})
+    differ = lambda configs, field: any(config[field] != configs[0][field] for config in configs)
+    fields = sorted(NOT_MATHEMATICS)
+    told = {key: tuple(f for f in fields if differ(configs, f)) for key, configs in same.items()}
+    return [dataclasses.replace(run, told=told[run.identity]) for run in runs]
+
+
+def check_given(name: str, run: Run, changes: dict):
+    """ValueError when a field that is to be set in every run has a value of its own in this one."""
+    how = dict(seed="--seeds", method="--methods")
+    for field, value in changes.items():
+        own = getattr(run.config, field)
+        where = f"{name} sets it itself, to {own!r} in {run.name}"
+        require(own == value, f"--{field} cannot be set in every run: sweep {where}; {how.get(field, 'leave it out')}")

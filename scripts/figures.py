@@ -4,7 +4,7 @@ import csv
 import io
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -52,12 +52,24 @@ LINES = dict(
     infini_rope=("#332288", "-", "P"),
     infini_p_rope=("#332288", "--", "P"),
 )
-OTHER = ("#666666", "-.", ".")  # a method that this file does not know
+# Methods that are not listed take these in turn, a colour and a marker each and then the next dashes.
+OTHERS = [
+    (colour, dashes, marker)
+    for dashes in ("-.", ":", "--")
+    for colour, marker in zip(("#6699CC", "#CC6677", "#661100", "#999933", "#4B0092"), "osvD^")
+]
 OPEN_CIRCLE = dict(linestyle="", marker="o", markersize=3.5, markerfacecolor="white", markeredgewidth=0.7)
 
 
 def method_name(method: str) -> str:
     return NAMES.get(method, method)
+
+
+def looks(methods: Iterable[str]) -> dict[str, tuple[str, str, str]]:
+    """Colour, line style and marker of each method; those that are not listed share no look until there are too many,
+    and have the same one whatever the order of the methods."""
+    others = sorted({*methods} - {*LINES})
+    return LINES | {method: OTHERS[i % len(OTHERS)] for i, method in enumerate(others)}
 
 
 def series(method: str, options: dict) -> str:
@@ -74,10 +86,11 @@ def number(value) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def line(series: str) -> dict:
-    """Keyword arguments of matplotlib's plot for this line, with its name for the legend; paler with options."""
+def line(series: str, beside: Iterable[str] = ()) -> dict:
+    """Keyword arguments of matplotlib's plot for this line, with its name for the legend; paler with options. beside:
+    all series of the figure."""
     method, *options = series.split(" ")
-    colour, style, marker = LINES.get(method, OTHER)
+    colour, style, marker = looks([method, *(other.split(" ")[0] for other in beside)])[method]
     pale = dict(alpha=0.45) if options else {}
     return dict(color=colour, linestyle=style, marker=marker, label=series_name(series)) | pale
 

@@ -23,13 +23,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from configs.command_line import read_config, user_errors
-from configs.config import require
+from configs.command_line import named_fields, read_config, user_errors
+from configs.config import Config, require
 from configs.presets import mini, quickstart
 from data import pg19
 from data.shards import read_manifest, verify
 from data.text import find_files, prepare
-from scripts.runs import beside
+from scripts.runs import beside, data_fingerprint, differences, read_folder
 from scripts.sweep import Job, train
 from scripts.tables import loss_table, markdown_table
 
@@ -48,6 +48,8 @@ OURS = ["scale-invariant p-RoPE", "scale-invariant p-RoPE, tau 10"]
 SHOWN = ["RoPE", "LogN + p-RoPE", "ALiBi", "ALiBi, official slopes", *OURS]
 SERIES = ["rope", "logn_p_rope", "alibi", "alibi slope_scale=1"]  # as results/mini calls them
 SERIES += ["scale_invariant_p_rope", "scale_invariant_p_rope tau=10"]
+# Of what may differ between runs of the same mathematics, what is seen in the table: it must be as asked for, if it is.
+SEEN = {"dtype", "val_lengths", "val_tokens"}
 NOT_TEXT = ["site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"]
 NOT_TEXT += ["encodings", "entities.py"]  # tables of characters
 # Okabe and Ito's palette, which colour-blind readers can tell apart; ours is black, as in the paper.
@@ -106,16 +108,30 @@ def slug(words: str) -> str:
 
 
 def train_all(arguments: dict[Path, list[str]]):
-    """Trains what is not finished, with the sweeps' runner."""
+    """Trains what is not finished, with the sweeps' runner. ValueError for a finished run that is another than this."""
     jobs = []
     for folder, words in arguments.items():
-        if not (folder / "summary.json").exists():
-            words = ["quickstart", "--name", folder.name, "--resume", "auto", *words]
-            jobs.append(Job(folder, read_config(words), words))
+        words = ["quickstart", "--name", folder.name, "--resume", "auto", *words]
+        config = read_config(words)
+        if (folder / "summary.json").exists():
+            check_finished(folder, config, SEEN & {*named_fields(words)})
+        else:
+            jobs.append(Job(folder, config, words))
     train(jobs, retries=0)
     for job in jobs:
         if not (job.path / "summary.json").exists():
             sys.exit(f"error: {job.path.name} failed:\n{beside(job.path, '.log').read_text()}")
+
+
+def check_finished(path: Path, config: Config, seen: set[str]):
+    """ValueError, in one line, unless the finished run in this folder is the one that is asked for."""
+    folder = read_folder(path)
+    require(not folder.problems, "; ".join(folder.problems))
+    mend = "delete it, or name another --runs-dir"
+    other = differences(config, folder.config, seen)
+    require(not other, f"{path} is a finished run of another configuration ({other}): {mend}")
+    data, here = folder.summary.get("data"), data_fingerprint(config)
+    require(data in (None, here), f"{path} was trained on other text than {config.data_dir} holds now: {mend}")
 
 
 def make_data(folder: Path, text: str):

@@ -20,8 +20,18 @@ from pathlib import Path
 from configs.command_line import user_errors
 from configs.config import NOT_MATHEMATICS, Config, config_hash, require
 from runtime.files import replace_file, to_json
-from scripts.figures import LINES, OTHER, method_name
-from scripts.runs import OTHER_TEXTS, Folder, failures, folder_state, on_own_text, read_folder, val_tokens
+from scripts.figures import LINES, looks, method_name
+from scripts.runs import (
+    OTHER_TEXTS,
+    Folder,
+    check_page,
+    check_record,
+    failures,
+    folder_state,
+    on_own_text,
+    read_folder,
+    val_tokens,
+)
 
 POINTS = 400  # of a curve at most; 60 runs of any length make a page of about 2 MB
 DASHES = {"-": "", "--": "7 4", ":": "2 3", "-.": "8 3 2 3"}  # matplotlib's line styles in SVG
@@ -36,6 +46,7 @@ MARKERS = {  # and its markers, as SVG paths about (0, 0)
     "P": "M-1.5,-4.5h3v3h3v3h-3v3h-3v-3h-3v-3h3z",
     ".": "M-2,0a2,2 0 1 0 4,0a2,2 0 1 0 -4,0z",
 }
+COMPUTED = ("dtype", "device", "compile", "attention_backend", "context_parallel", "micro_batch_tokens")  # how
 LENGTHWISE = ("val_loss", "val_loss_by_position")
 UNKNOWN = "unknown"  # the method of a run whose config is damaged
 
@@ -46,6 +57,7 @@ def main():
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where the run folders are")
     parser.add_argument("--out", type=Path, default=Path("report.html"), help="the page")
     parser.add_argument("--title", default="Training runs", help="its title")
+    parser.add_argument("--force", action="store_true", help="write over a page that was made from more runs too")
     args = parser.parse_args()
     with user_errors():
         for path in args.runs:
@@ -53,6 +65,8 @@ def main():
             require((path / "config.json").exists(), f"{path} is not a run folder: it has no config.json{hint}")
         require(not args.out.is_dir(), f"--out {args.out} is a folder: name the page in it, {args.out / 'report.html'}")
         paths, strays = (args.runs, []) if args.runs else look_through(args.runs_dir)
+        if not args.force:
+            check_page(args.out, r"^<p>(\d+) runs: ", len({*paths}))
         runs = [describe(path) for path in dict.fromkeys(paths)]
         text = page(args.title, runs, strays)
         args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -81,15 +95,18 @@ def describe(path: Path) -> dict:
     """What the page shows of a run. What is wrong with it is in `problems`, one line each, never an exception."""
     folder = read_folder(path)
     problems = list(folder.problems)
-    run = dict(name=path.name, path=str(path), config=folder.config, state=folder_state(folder), problems=problems)
+    damaged = folder.summary is None and (path / "summary.json").exists()
+    state = "damaged" if damaged else folder_state(folder)
+    run = dict(name=path.name, path=str(path), config=folder.config, state=state, problems=problems)
     run |= dict(data=folder.data.get("train"), validation_text=folder.data.get("validation"))
     try:
+        require(not damaged, "see above")
         run |= measured(folder, problems)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        problems.append(f"its numbers cannot be shown, as they are not what a run writes ({error!r})")
+    except (ValueError, KeyError) as error:
+        problems.append(f"its numbers are left out, as they are not what a run writes ({error})")
         run |= dict(step=0, tokens=0, parameters=None, rate=None, needle={}, train={}, validation={}, final={})
         run |= dict(other_texts={})
-    if run["state"] != "finished":
+    if state not in ("finished", "damaged"):
         steps = folder.config.steps if folder.config else "?"
         problems += [f"{run['state']} at step {run['step']} of {steps}", *failures(path)[-1:]]
     return run
@@ -118,15 +135,15 @@ def measured(folder: Folder, problems: list[str]) -> dict:
         theirs, ours = ({*val_tokens(r).values()} if r else set() for r in (evaluation, final))
         if (step, theirs) == (final.get("step"), ours):
             for key in LENGTHWISE:
-                final[key] = {**evaluation[key], **final.get(key, {})}
+                final[key] = {**evaluation.get(key, {}), **final.get(key, {})}
         else:
             problems.append(
                 f"evaluation.json is not shown: it is of step {step} on {listed(theirs)} tokens, "
                 f"the last full validation of step {final.get('step')} on {listed(ours)}"
             )
     needle = read_json(folder, "needle/summary.json", problems)
-    rates = [r["tokens_per_second"] for r in train]
-    steps = folder.config.steps if folder.config else max((r["step"] for r in records), default=1)
+    rates = [r["tokens_per_second"] for r in train if r.get("tokens_per_second")]
+    steps = folder.config.steps if folder.config else max(1, *(r["step"] for r in records), 1)
     last = max(records, key=lambda r: r["step"], default=final)
     return dict(
         data=folder.data.get("train") or summary.get("data"),
@@ -136,7 +153,7 @@ def measured(folder: Folder, problems: list[str]) -> dict:
         parameters=summary.get("parameters"),
         rate=summary.get("tokens_per_second") or (round(statistics.median(rates)) if rates else None),
         needle=needle.get("greedy", {}),
-        train=thin(train, steps, dict(loss=lambda r: r["train_loss"], grad_norm=lambda r: r["grad_norm"])),
+        train=thin(train, steps, dict(loss=lambda r: r["train_loss"], grad_norm=lambda r: r.get("grad_norm"))),
         validation={
             n: curve(validations, steps, n, full) for n in by_number({n for r in validations for n in r["val_loss"]})
         },
@@ -163,15 +180,19 @@ def full_passes(record: dict, full: int) -> dict:
 
 
 def read_records(path: Path, problems: list[str]) -> list[dict]:
-    """The records of metrics.jsonl that can be read; each other line goes to problems."""
+    """The records of metrics.jsonl that can be read; each other line goes to problems. ValueError for a record that no
+    run writes."""
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     records = []
     for number, line in enumerate(lines, start=1):
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
+            record = json.loads(line)
+        except (json.JSONDecodeError, RecursionError):
             what = "half-written" if number == len(lines) else "damaged"
             problems.append(f"line {number} of {len(lines)} of metrics.jsonl is {what}: left out")
+            continue
+        check_record(record, f"line {number} of metrics.jsonl")
+        records.append(record)
     return records
 
 
@@ -211,23 +232,54 @@ def group(runs: list[dict]) -> list[dict]:
     members = collections.defaultdict(list)
     for run in runs:
         members[group_key(run)].append(run)
+    parts, apart = [], set()
     for same in members.values():
+        for part, told in one_a_seed(same):
+            parts.append(part)
+            apart |= told
+    for same in parts:
         texts = collections.Counter(run["validation_text"] for run in same if run["validation_text"])
         for run in same:
             if run["validation_text"] not in (None, *dict(texts.most_common(1))):
                 run["problems"].append("validated on another text than most runs of its group")
     order = [*LINES]
     rank = lambda method: order.index(method) if method in order else len(order)
-    groups = [dict(method=method(same[0]), runs=same, fields=same[0]["fields"]) for same in members.values()]
+    groups = [dict(method=method(same[0]), runs=same, fields=same[0]["fields"]) for same in parts]
     groups.sort(key=lambda g: (rank(g["method"]), g["method"], g["fields"].get("train_length", 0)))
-    for g, label in zip(groups, labels(groups)):
+    look = looks(g["method"] for g in groups)
+    for g, label in zip(groups, labels(groups, apart)):
         same = [other for other in groups if other["method"] == g["method"]]
         # One colour a method: its second and later groups are paler.
-        g |= dict(label=label, opacity=round(1 - 0.4 * same.index(g) / max(1, len(same) - 1), 2))
+        g |= dict(
+            label=label, look=look[g["method"]], opacity=round(1 - 0.4 * same.index(g) / max(1, len(same) - 1), 2)
+        )
     for index, g in enumerate(groups):
         for run in g["runs"]:
             run["group"] = index
     return groups
+
+
+def one_a_seed(runs: list[dict]) -> list[tuple[list[dict], set[str]]]:
+    """Runs of the same config up to the seed, in parts in which each seed is once; and the fields that tell the parts.
+
+    Two runs of one seed are no two seeds: they are told by how they were computed where that differs. One that remains
+    is a part of its own, and is named among its problems.
+    """
+    by_seed = collections.defaultdict(list)
+    for run in runs:
+        by_seed[run["config"] and run["config"].seed].append(run["config"])
+    if len(by_seed) == len(runs):
+        return [(runs, set())]
+    differ = lambda field, configs: len({getattr(config, field) for config in configs}) > 1
+    told = [field for field in COMPUTED if any(differ(field, configs) for configs in by_seed.values())]
+    parts = collections.defaultdict(dict)  # by seed
+    for run in runs:
+        part = parts[tuple(getattr(run["config"], field) for field in told)]
+        first = part.setdefault(run["config"].seed, run)
+        if first is not run:
+            run["problems"].append(f"another run of the seed and configuration of {first['name']}: shown apart")
+            parts[run["path"],][None] = run
+    return [([*part.values()], {*told}) for part in parts.values()]
 
 
 def group_key(run: dict) -> tuple:
@@ -249,11 +301,12 @@ def flat(config: Config | None) -> dict:
     return fields | {f"method_options.{option}": value for option, value in options.items()}
 
 
-def labels(groups: list[dict]) -> list[str]:
-    """For each group its method and the fewest fields that tell it from the others of that method."""
+def labels(groups: list[dict], apart: set[str]) -> list[str]:
+    """For each group its method and the fewest fields that tell it from the others of that method. apart: of the fields
+    outside the mathematics those that tell groups apart too."""
     result = [method_name(g["method"]) for g in groups]
-    told = NOT_MATHEMATICS - {"data_dir", "val_tokens", "val_profile"} | {"seed", "method"}
-    fields = dict.fromkeys(field for g in groups for field in g["fields"] if field not in told)
+    skipped = NOT_MATHEMATICS - {"data_dir", "val_tokens", "val_profile"} - apart | {"seed", "method"}
+    fields = dict.fromkeys(field for g in groups for field in g["fields"] if field not in skipped)
     for field in sorted(fields, key=lambda f: (f != "train_length", not f.startswith("method_options."))):
         values = collections.defaultdict(set)
         for label, g in zip(result, groups):
@@ -264,7 +317,8 @@ def labels(groups: list[dict]) -> list[str]:
             else label
             for label, g in zip(result, groups)
         ]
-    return result
+    again = collections.Counter(result)
+    return [f"{label}, {g['runs'][0]['name']}" if again[label] > 1 else label for label, g in zip(result, groups)]
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
@@ -287,7 +341,7 @@ def page(title: str, runs: list[dict], strays: list[tuple[str, str]] = ()) -> st
         title=html.escape(title),
         count=f"{len(runs)} runs: " + ", ".join(f"{n} {state}" for state, n in sorted(states.items())),
         problem_count=str(len(problems)),
-        css=beside("report.css") + colours(methods),
+        css=beside("report.css") + colours({g["class"]: g["look"][0] for g in groups}),
         js=beside("report.js"),
         overview=overview(runs, groups),
         chart=static_chart(groups),
@@ -323,16 +377,15 @@ def drawn(run: dict) -> dict:
 
 def style(g: dict) -> dict:
     """What report.js reads of a group."""
-    _, dash, marker = LINES.get(g["method"], OTHER)
+    _, dash, marker = g["look"]
     shown = {key: g[key] for key in ("label", "class", "opacity")}
     return shown | dict(dash=DASHES[dash], marker=MARKERS[marker], runs=len(g["runs"]))
 
 
-def colours(methods: list[str]) -> str:
+def colours(classes: dict[str, str]) -> str:
     """A style a method: its colour, on a dark page made light enough to be seen."""
-    of = lambda method: LINES.get(method, OTHER)[0]
-    light = "".join(f".m{i}{{color:{of(method)}}}" for i, method in enumerate(methods))
-    dark = "".join(f".m{i}{{color:{on_dark(of(method))}}}" for i, method in enumerate(methods))
+    light = "".join(f".{name}{{color:{colour}}}" for name, colour in classes.items())
+    dark = "".join(f".{name}{{color:{on_dark(colour)}}}" for name, colour in classes.items())
     return f"{light}@media screen and (prefers-color-scheme:dark){{{dark}}}"
 
 

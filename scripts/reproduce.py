@@ -7,7 +7,8 @@
 
 Which runs an item needs is in configs/sweeps.py; `python -m scripts.sweep ITEM` trains them. What is missing is named,
 with the command that makes it, and the item is made from the rest. Everything goes to OUT/ITEM.md with its .csv, .png
-and .pdf. Exit status: 0 if all is there that can be made here, 1 if something is missing, 2 for wrong usage.
+and .pdf; but nothing from no runs, and over a page that was made from more runs only with --force. Exit status: 0 if
+all is there that can be made here, 1 if something is missing or not written, 2 for wrong usage.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import re
 import shlex
 import statistics
 import sys
+import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -37,7 +39,7 @@ from runtime.run_folder import git_commit
 from scripts import figures, logits, theory
 from scripts.evaluate import EVALUATION, load_run, own_text
 from scripts.figures import draw_curves, line, method_name, series_name, write_csv
-from scripts.runs import Folder, find, needle_state, on_own_text, read_folders, state, val_tokens
+from scripts.runs import Folder, check_page, find, needle_state, on_own_text, read_folders, state, val_tokens
 from scripts.sweep import field_changes, needle_changes
 from scripts.tables import bold, markdown_table, mean_and_stderr, paper_targets, pm
 
@@ -66,10 +68,16 @@ class Study:
     finished: list[tuple[Run, Folder]] = dataclasses.field(default_factory=list)
     missing: list[str] = dataclasses.field(default_factory=list)  # a line each, with the command that mends it
     notes: list[str] = dataclasses.field(default_factory=list)
+    draft: Path | None = None  # the folder in which the files are made
+    unwritten: str = ""  # why they were not put into `out`
 
     @property
-    def path(self) -> Path:  # without suffix
-        return self.out / self.item
+    def path(self) -> Path:  # of the files that are made, without suffix
+        return self.draft / self.item
+
+    @property
+    def page(self) -> Path:
+        return self.out / f"{self.item}.md"
 
     @property
     def lengths(self) -> list[int]:
@@ -91,7 +99,7 @@ class Study:
     def all_series(self) -> list[str]:
         """In the order of figures.NAMES, each before its forms with options."""
         present = dict.fromkeys(s for run in self.runs for s in self.series(run))
-        order = [*figures.NAMES, *present]
+        order = [*figures.NAMES, *(s.split(" ")[0] for s in present)]
         return sorted(present, key=lambda s: (order.index(s.split(" ")[0]), " " in s))
 
     def at(self, length: int) -> str:
@@ -158,7 +166,7 @@ class Study:
 
     def train_command(self, run: Run, folder: Folder | None) -> list[str]:
         """Trains this one run, or goes on with it under the name that it has."""
-        named = Run(run.preset, run.changes | ({"name": folder.path.name} if folder else {}))
+        named = dataclasses.replace(run, changes=run.changes | ({"name": folder.path.name} if folder else {}))
         runs_dir = [] if self.runs_dir == Path("runs") else ["--runs_dir", str(self.runs_dir)]
         return ["python", "train_gpt.py", *named.arguments, *runs_dir, *["--resume", "auto"] * (folder is not None)]
 
@@ -180,7 +188,8 @@ SAME_DATA = {
 
 def data_in_words(folder: Folder) -> str:
     tokens, distinct = folder.summary.get("tokens"), folder.summary.get("distinct_tokens")
-    read = f"{distinct:,} distinct training tokens, read {tokens / distinct:.2f} times" if distinct else "not counted"
+    counted = bool(tokens and distinct)
+    read = f"{distinct:,} distinct training tokens, read {tokens / distinct:.2f} times" if counted else "not counted"
     return f"`{folder.summary['data']}`, {read}"
 
 
@@ -189,20 +198,19 @@ def final_losses(folder: Folder, method: str | None = None) -> dict[int, float]:
     that it trained). ValueError if it has none."""
     path, summary = folder.path / "summary.json", folder.summary
     as_other = method is not None and method != folder.config.method
+    losses = lambda of: of.get("val_loss_as", {}).get(method, {}) if as_other else of["val_loss"]
+    by_length = lambda of: {int(length): value for length, value in losses(of).items()}
     try:
-        found = summary.get("val_loss_as", {}).get(method, {}) if as_other else summary["val_loss"]
-        loss = {int(length): value for length, value in found.items()}
-        steps, tokens, _ = summary["steps"], full_pass(summary), summary["data"]
-    except (KeyError, TypeError, ValueError, AttributeError):
+        loss, tokens, _ = by_length(summary), full_pass(summary), summary["data"]
+    except (KeyError, ValueError):
         raise ValueError(f"{path} is damaged: delete it and run the sweep again") from None
     try:  # lengths that were not validated during training
         evaluation = on_own_text(folder.json(EVALUATION) or {})
-        if evaluation and (evaluation["step"], full_pass(evaluation)) == (f"step_{steps:06d}", tokens):
-            found = evaluation.get("val_loss_as", {}).get(method, {}) if as_other else evaluation["val_loss"]
-            loss = {int(length): value for length, value in found.items()} | loss
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise ValueError(f"{folder.path / EVALUATION} is damaged: delete it and evaluate again") from None
-    if not all(isinstance(value, (int, float)) and math.isfinite(value) for value in loss.values()):
+        if evaluation and (evaluation["step"], full_pass(evaluation)) == (f"step_{summary['steps']:06d}", tokens):
+            loss = by_length(evaluation) | loss
+    except ValueError as error:
+        raise ValueError(f"{folder.path / EVALUATION} is damaged ({error}): delete it and evaluate again") from None
+    if None in loss.values():
         raise ValueError(f"{path} has a loss that is not a number: the run diverged")
     return loss
 
@@ -544,7 +552,7 @@ def curve_figure(study: Study, rows, panels, looks: dict | None = None, *, basel
     if not rows:
         return NO_FIGURE
     present = {row["series"] for row in rows}
-    looks = looks or {series: line(series) for series in study.all_series if series in present}
+    looks = looks or {series: line(series, present) for series in study.all_series if series in present}
     at_scale = study.scale == "paper"
     if baseline and not at_scale:
         study.notes.append("The paper's dashed line at 3.28 is left out: it means nothing at this scale.")
@@ -637,7 +645,7 @@ def figure_qq_ours(study: Study):
                     statistics_of_heads.append(of | dict(head=head) | logits.moments(mine))
                 blocks[titles[rotated]].append([[p[of] for p in quantiles] for of in ("gaussian", "sample")])
             name = f"{study.item}_{config.method}"
-            figures.draw_qq(study.out / name, blocks)
+            figures.draw_qq(study.draft / name, blocks)
             shown.append(f"{method_name(config.method)}:\n\n{picture(name)}")
     text = f"Quantiles of the scores q.k / sqrt(d) of trained models, on {WINDOWS} windows of validation text of the "
     text += "training length, all heads of a layer, against those of the Gaussian with their mean and standard "
@@ -645,7 +653,7 @@ def figure_qq_ours(study: Study):
     if not shown:
         return f"{text}\n\n{NO_FIGURE}"
     write_csv(study.path.with_suffix(".csv"), points)
-    write_csv(study.out / f"{study.item}_heads.csv", statistics_of_heads)
+    write_csv(study.draft / f"{study.item}_heads.csv", statistics_of_heads)
     keys = ["mean", "std", "skewness", "excess_kurtosis", "ks"]
     cells = [
         [method_name(s["method"]), str(s["layer"] + 1), titles[s["rotated"]], *(f"{s[key]:.3f}" for key in keys)]
@@ -681,16 +689,33 @@ ITEMS = dict(
     figure_qq_ours=figure_qq_ours,
     open_choices=open_choices,
 )
+PARTLY_THEORY = ["figure_entropy"]  # which has something to show without runs
 
 
-def reproduce(study: Study, folders: list[Folder]) -> str:
-    """Make the item: its files in study.out, and the text of its page, which says what it was made from."""
+def reproduce(study: Study, folders: list[Folder], force: bool = False) -> str:
+    """Make the item: its files in study.out, and the text of its page, which says what it was made from.
+
+    When they are made from no runs, or (unless forced) from fewer than the page that is there, all that is in study.out
+    stays as it is and study.unwritten says why.
+    """
     study.collect(folders)
-    body = ITEMS[study.item](study)
-    notes = "".join(f"\n\n{note}" for note in dict.fromkeys(study.notes))
-    page = f"# {study.item}\n\n{body}{notes}\n\n## How this was made\n\n{provenance(study)}\n"
-    study.out.mkdir(parents=True, exist_ok=True)
-    replace_file(study.out / f"{study.item}.md", lambda file: file.write(page.encode()))
+    with tempfile.TemporaryDirectory() as folder:
+        study.draft = Path(folder)
+        body = ITEMS[study.item](study)
+        notes = "".join(f"\n\n{note}" for note in dict.fromkeys(study.notes))
+        page = f"# {study.item}\n\n{body}{notes}\n\n## How this was made\n\n{provenance(study)}\n"
+        try:
+            if study.runs and not force:
+                check_page(study.page, r"^- runs used: (\d+) of", len(study.finished))
+            needs = bool(study.runs) and study.item not in PARTLY_THEORY
+            require(study.finished or not needs, f"none of the {len(study.runs)} runs of {study.item} is there")
+        except ValueError as error:
+            study.unwritten = str(error)
+            return page
+        study.out.mkdir(parents=True, exist_ok=True)
+        for made in study.draft.iterdir():
+            replace_file(study.out / made.name, lambda file: file.write(made.read_bytes()))
+        replace_file(study.page, lambda file: file.write(page.encode()))
     return page
 
 
@@ -744,6 +769,7 @@ def main():
     parser.add_argument("--needle", nargs="+", default=[], metavar="KEY=VALUE", help="instead of the scale's settings")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
     parser.add_argument("--out", type=Path, help="where it goes (default: results/SCALE)")
+    parser.add_argument("--force", action="store_true", help="write over pages that were made from more runs too")
     parser.add_argument("--draws", type=int, default=DRAWS, help=f"of iid Gaussian scores (default: {DRAWS})")
     args, fields = parser.parse_known_args()
     with user_errors():
@@ -766,27 +792,32 @@ def main():
         if args.item != "all":
             one = study(args.item)
             require(not needle or any(run.needle for run in one.runs), f"--needle: {args.item} fine-tunes no run")
-            print(reproduce(one, folders))
-            sys.exit(1 if one.missing else 0)
+            print(reproduce(one, folders, args.force))
+            if one.unwritten:
+                print(f"not written: {one.unwritten}", file=sys.stderr)
+            sys.exit(1 if one.missing or one.unwritten else 0)
 
     outcomes = {}
     for item in ITEMS:
         try:
             one = study(item)
-            reproduce(one, folders)
+            reproduce(one, folders, args.force)
             of = f"{len(one.finished)} of {len(one.runs)} runs" if one.runs else "no runs needed"
             if one.missing and not one.runs:
                 outcomes[item] = f"not built: {one.missing[0]}"
             elif one.missing:
                 command = shlex.join(["python", "-m", "scripts.sweep", item, *one.options])
-                outcomes[item] = f"incomplete, {of}; {len(one.missing)} missing: `{command}`, or see {one.path}.md"
+                see = f"not written: {one.unwritten}" if one.unwritten else f"or see {one.page}"
+                outcomes[item] = f"incomplete, {of}; {len(one.missing)} missing: `{command}`, {see}"
+            elif one.unwritten:
+                outcomes[item] = f"not written, {of}: {one.unwritten}"
             else:
-                outcomes[item] = f"complete, {of}: {one.path}.md"
+                outcomes[item] = f"complete, {of}: {one.page}"
         except Exception as error:  # whatever is wrong with one item, the others are made
             outcomes[item] = f"failed: {type(error).__name__}: {error}"
         print(f"{item}: {outcomes[item]}", flush=True)
     print()
-    for kind in ("complete", "incomplete", "not built", "failed"):
+    for kind in ("complete", "incomplete", "not written", "not built", "failed"):
         of_kind = [item for item, outcome in outcomes.items() if outcome.split(",")[0].split(":")[0] == kind]
         if of_kind:
             print(f"{len(of_kind)} of {len(ITEMS)} {kind}: {', '.join(of_kind)}")

@@ -3,9 +3,11 @@
 import dataclasses
 import fcntl
 import json
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
-from configs.config import NOT_MATHEMATICS, Config, config_hash
+from configs.config import NOT_MATHEMATICS, Config, config_hash, require, shortened
 from configs.sweeps import Needle, Run
 from data.shards import open_split
 from model.methods import scaled_options
@@ -30,15 +32,107 @@ class Folder:
     def hash(self) -> str | None:
         return config_hash(self.config) if self.config else None
 
+    @property
+    def text(self) -> str | None:
+        """The fingerprint of its training data, None where it is not known."""
+        return (self.summary or {}).get("data") or self.data.get("train")
+
     def metrics(self) -> list[dict]:
         """The records of metrics.jsonl; ValueError naming the line if one is damaged."""
         path = self.path / "metrics.jsonl"
-        return read_metrics(path) if path.exists() else []
+        try:
+            records = read_metrics(path) if path.exists() else []
+        except RecursionError as error:
+            raise ValueError(f"{path}: {error}") from error
+        for number, record in enumerate(records, start=1):
+            check_record(record, f"{path}, line {number}")
+        return records
 
     def json(self, name: str) -> dict | None:
-        """What the script of that name left in the folder (evaluation.json, needle/summary.json), or None."""
-        path = self.path / name
-        return json.loads(path.read_text()) if path.exists() else None
+        """What is in a file of the folder (one of FILES), None where there is none. ValueError, which does not name
+        the file, if it is damaged."""
+        return read_json(self.path / name, FILES[name])
+
+
+# ---- what the files hold ---------------------------------------------------------------------------------------------
+
+# A folder may be damaged, or come from anywhere: what is read from it is checked here, once, and nowhere else. A kind
+# is a type of the values below, [kind] for a list, {int: kind} by length, {str: kind} by name, or a dict of fields, of
+# which those with ? may lack; fields that are not listed are not looked at.
+NUMBER, COUNT, TEXT = "a number", "a whole number", "a text"
+STEP = "the name of a checkpoint"
+TOKENS = "a number of tokens, or one by length"  # of a validation; see val_tokens
+LOSSES = {int: NUMBER}
+POSITIONS = {"val_loss_by_position?": {int: [NUMBER]}}
+VALIDATED = {"val_loss": LOSSES, "val_tokens": TOKENS, "val_loss_as?": {str: LOSSES}}
+SHARES = {kind: {int: NUMBER} for kind in ("greedy", "teacher_forcing?", "oracle?")}
+TRAINING_RECORD = {"step": COUNT, "tokens": COUNT, "train_loss?": NUMBER, "grad_norm?": NUMBER}
+TRAINING_RECORD |= {"tokens_per_second?": NUMBER}
+VALIDATION_RECORD = {"step": COUNT, "tokens": COUNT, "scores_mean?": [NUMBER], "scores_std?": [NUMBER]}
+VALIDATION_RECORD |= VALIDATED | POSITIONS
+SUMMARY = {"steps": COUNT, "tokens?": COUNT, "distinct_tokens?": COUNT, "parameters?": COUNT, "data?": TEXT}
+SUMMARY |= {"tokens_per_second?": NUMBER} | VALIDATED
+EVALUATED = {"step": STEP} | VALIDATED | POSITIONS
+FILES = {
+    "summary.json": SUMMARY,
+    "data.json": {"train?": TEXT, "validation?": TEXT, "tokenizer?": TEXT},
+    "evaluation.json": {f"{OTHER_TEXTS}?": {str: EVALUATED | {"data": TEXT}}},
+    "needle/settings.json": {},
+    "needle/summary.json": SHARES | {"as?": {str: SHARES}},
+}
+LARGEST = 3.5e38  # of float32, which all numbers of a run come from
+
+
+def read_json(path: Path, kind: dict) -> dict | None:
+    """What a file of this kind holds, None where there is none. ValueError, without its name, if it is damaged."""
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+    check(found, kind, "it")
+    if path.name == "evaluation.json" and on_own_text(found):  # it may hold losses on other text alone
+        check(found, EVALUATED, "it")
+    return found
+
+
+def check_record(record, where: str):
+    """ValueError, which names where, unless this is what a run writes into metrics.jsonl."""
+    try:
+        check(record, VALIDATION_RECORD if type(record) is dict and "val_loss" in record else TRAINING_RECORD, "it")
+    except ValueError as error:
+        raise ValueError(f"{where} is not what a run writes: {error}") from None
+
+
+def check(value, kind, name: str):
+    """ValueError, which names it, at the first part of the value that is not of this kind."""
+    if isinstance(kind, dict) and (by := next(iter(kind), None)) in (int, str):
+        right = type(value) is dict and (by is str or all(re.fullmatch("[1-9][0-9]{0,17}", key) for key in value))
+        require(right, f"{name} is no object by {'length' if by is int else 'name'}: {shortened(value)}")
+        for key, item in value.items():
+            check(item, kind[by], f"{name}.{key}")
+    elif isinstance(kind, dict):
+        require(type(value) is dict, f"{name} is no object: {shortened(value)}")
+        for field, of in kind.items():
+            key = field.removesuffix("?")
+            require(key in value or field != key, f"{name} has no {key}")
+            if key in value:
+                check(value[key], of, key if name == "it" else f"{name}.{key}")
+    elif isinstance(kind, list):
+        require(type(value) is list, f"{name} is no list: {shortened(value)}")
+        for item in value:
+            check(item, kind[0], name)
+    elif kind is TOKENS:
+        check(value, {int: COUNT} if type(value) is dict else COUNT, name)
+    else:
+        fits = {
+            NUMBER: value is None or type(value) in (int, float) and abs(value) <= LARGEST,  # null: was not finite
+            COUNT: type(value) is int and 0 <= value < 2**63,
+            TEXT: value is None or type(value) is str,
+            STEP: type(value) is str and re.fullmatch("step_[0-9]{1,18}", value),
+        }
+        require(fits[kind], f"{name} is {shortened(value)}, not {kind}")
 
 
 def val_tokens(record: dict) -> dict[str, int]:
@@ -81,25 +175,18 @@ def stored_config(path: Path) -> Config:
 
 
 def read_folder(path: Path) -> Folder:
-    config = summary = None
-    problems = []
+    config, problems = None, []
     try:
         config = stored_config(path)
     except ValueError as error:
         problems.append(str(error))
-    if (path / "summary.json").exists():
+    found, mends = {}, {"summary.json": "delete it and run the sweep again", "data.json": "delete it"}
+    for name, mend in mends.items():
         try:
-            summary = json.loads((path / "summary.json").read_text())
+            found[name] = read_json(path / name, FILES[name])
         except ValueError as error:
-            problems.append(f"{path}/summary.json is damaged ({error}): delete it and run the sweep again")
-    data = {}
-    try:
-        data = dict(json.loads((path / "data.json").read_text()))
-    except FileNotFoundError:
-        pass
-    except (ValueError, TypeError) as error:
-        problems.append(f"{path}/data.json is damaged ({error}): delete it")
-    return Folder(path, config, summary, data, tuple(problems))
+            problems.append(f"{path}/{name} is damaged ({error}): {mend}")
+    return Folder(path, config, found.get("summary.json"), found.get("data.json") or {}, tuple(problems))
 
 
 def read_folders(runs_dir: Path) -> list[Folder]:
@@ -109,23 +196,39 @@ def read_folders(runs_dir: Path) -> list[Folder]:
     return [read_folder(path) for path in sorted(runs_dir.iterdir()) if (path / "config.json").exists()]
 
 
-def find(run: Run, folders: list[Folder]) -> Folder | None:
-    """The folder that holds this run, whatever its name: a finished one if there is one, else the one of that name."""
-    same = [f for f in folders if f.hash == config_hash(run.config)]
+def find(run: Run, folders: list[Folder], data: str | None = None) -> Folder | None:
+    """The folder that holds this run, whatever its name: a finished one if there is one, else the one of that name.
+
+    data: the fingerprint of the training data that the run reads here; what was trained on other data is another run.
+    None: not known, or any will do.
+    """
+    same = [f for f in folders if f.hash == config_hash(run.config) and is_told(f, run, data)]
     return max(same, key=lambda f: (f.summary is not None, f.path.name == run.name), default=None)
 
 
-def state(run: Run, folders: list[Folder], runs_dir: Path) -> tuple[str, str]:
+def is_told(folder: Folder, run: Run, data: str | None) -> bool:
+    """Whether the folder, of the same mathematics, has the run's data and the other fields that tell the run."""
+    known = None not in (data, folder.text)  # then the folder's name, which may have moved, says nothing
+    told = [field for field in run.told if not (known and field == "data_dir")]
+    same = all(getattr(folder.config, field) == getattr(run.config, field) for field in told)
+    return same and (not known or folder.text == data)
+
+
+def state(run: Run, folders: list[Folder], runs_dir: Path, data: str | None = None) -> tuple[str, str]:
     """One of STATES but pretrained, and in words what it means for the training of this run (see needle_state too).
 
-    other: the folder of that name holds something else, which is left alone.
+    other: the folder of that name holds something else, which is left alone. data: as in find.
     """
-    folder = find(run, folders)
+    folder = find(run, folders, data)
     path = folder.path if folder else runs_dir / run.name
     if folder is None and (named := next((f for f in folders if f.path.name == run.name), None)):
         if named.config is None:
             return "other", named.problems[0]
-        return "other", f"{named.path} is of another config ({differences(run.config, named.config)}): rename it"
+        if differ := differences(run.config, named.config, run.told):
+            return "other", f"{named.path} is of another config ({differ}): rename it"
+        return "other", f"trained on other data than {run.config.data_dir}: use another --runs-dir"
+    if folder and folder.problems:
+        return "other", folder.problems[0]
     now = folder_state(folder) if folder else "failed" if failures(path) else "missing"
     if now == "failed":
         return now, failures_in_words(path)
@@ -146,8 +249,8 @@ def needle_state(folder: Folder, needle: Needle) -> tuple[str, str]:
     found, mends = {}, {"settings.json": path, "summary.json": path / "summary.json"}
     for name, mend in mends.items():
         try:
-            found[name] = dict(folder.json(f"needle/{name}") or {})
-        except (ValueError, TypeError) as error:
+            found[name] = folder.json(f"needle/{name}") or {}
+        except ValueError as error:
             return "other", f"{path / name} is damaged ({error}): delete {mend}"
     settings, summary = found.values()
     wanted = {key: getattr(needle, key) for key in ("haystack", "steps", "sequences")}
@@ -159,7 +262,7 @@ def needle_state(folder: Folder, needle: Needle) -> tuple[str, str]:
         scored = f"{path} is scored on other examples ({examples} a length there, {needle.examples} here)"
         return "other", f"{scored}: delete {mends['summary.json']} to score again"
     lengths = {str(length) for length in needle.lengths(folder.config.train_length)}
-    scored = [summary, *(dict(summary.get("as", {})).get(method, {}) for method in folder.config.validate_as)]
+    scored = [summary, *(summary.get("as", {}).get(method, {}) for method in folder.config.validate_as)]
     if all(lengths <= {*of.get("greedy", ())} for of in scored):
         return "finished", str(folder.path)
     if failures(folder.path):
@@ -186,15 +289,17 @@ def folder_state(folder: Folder) -> str:
     return "failed" if failures(folder.path) else "interrupted"
 
 
-def differences(ours: Config, theirs: Config) -> str:
+def differences(ours: Config, theirs: Config, also: Iterable[str] = ()) -> str:
+    """In words, the fields that differ: of those that change the mathematics, and of `also`."""
     a, b = ours.to_dict(), theirs.to_dict()
-    return ", ".join(f"{k} {b[k]} there, {a[k]} here" for k in a if k not in NOT_MATHEMATICS and a[k] != b[k])
+    told = [field for field in a if field not in NOT_MATHEMATICS or field in also]
+    return ", ".join(f"{field} {b[field]} there, {a[field]} here" for field in told if a[field] != b[field])
 
 
 def failures(path: Path) -> list[str]:
     """One line for each time that the run failed."""
     file = beside(path, ".failures.txt")
-    return file.read_text().splitlines() if file.exists() else []
+    return file.read_text(errors="replace").splitlines() if file.exists() else []
 
 
 def beside(path: Path, suffix: str) -> Path:
@@ -207,8 +312,17 @@ def is_running(path: Path) -> bool:
     try:
         with open(path / "lock") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
     except BlockingIOError:
         return True
+    except OSError:  # there is none, or what is called so is no file
+        return False
     return False
+
+
+def check_page(page: Path, words: str, runs: int):
+    """ValueError if the page at this path says that it was made from more runs than these. words: how it says it, a
+    regular expression around the number."""
+    said = re.search(words, page.read_text(errors="replace"), re.MULTILINE) if page.exists() else None
+    there = int(said[1]) if said else 0
+    mend = ": --force writes over it" if runs else ""  # with none there is nothing to write
+    require(there <= runs, f"{page} was made from {there} runs, and now there are {runs}{mend}")

@@ -8,8 +8,9 @@ interrupted is resumed.
     python -m scripts.sweep table_needle --needle haystack=shards examples=100
 
 The sweeps are functions in configs/sweeps.py; `all` is every run of theirs, once. Fields of train_gpt.py are set in
-every run, unless the sweep itself varies them. A run of table_needle is fine-tuned (scripts/needle.py) as soon as it is
-trained, in the same place: a GPU, a share of the cores, a job of the cluster. Beside the run folder NAME/ there can be
+every run; one that the sweep sets itself is refused. A run of table_needle is fine-tuned (scripts/needle.py) as soon as
+it is trained, in the same place: a GPU, a share of the cores, a job of the cluster. Beside the run folder NAME/ there
+can be
     NAME.log             what a run printed that is not finished
     NAME.failures.txt    one line for each time that it failed: time, exit code, last line; delete it to try again
     NAME.job             its job on the cluster
@@ -37,7 +38,7 @@ from tqdm import tqdm
 from configs.command_line import named_fields, read_config, user_errors
 from configs.config import Config, require
 from configs.interrupt import INTERRUPTED
-from configs.sweeps import SCALES, SWEEPS, Needle, Run, sweep
+from configs.sweeps import SCALES, SET_BY_SWEEPS, SWEEPS, Needle, Run, sweep
 from data.needle import C4, fetch_c4
 from model.methods import METHODS, check_options, make_alternative, make_method
 from optim.schedule import check_schedule
@@ -123,7 +124,7 @@ def field_changes(preset: str, arguments: list[str]) -> dict:
     ValueError for what train_gpt.py refuses, and for the fields that a sweep sets itself.
     """
     config, fields = read_config([preset, *arguments]), named_fields(arguments)
-    if own := [field for field in fields if field in ("name", "runs_dir", "resume")]:
+    if own := [field for field in fields if field in SET_BY_SWEEPS]:
         raise ValueError(f"--{own[0]} is set by the sweep, which names and resumes its runs; their place is --runs-dir")
     return {field: getattr(config, field) for field in fields}
 
@@ -171,7 +172,7 @@ class Plan:
 
     def job(self, args: argparse.Namespace) -> Job:
         own = dict(name=self.path.name, runs_dir=str(args.runs_dir), resume="auto")
-        run = Run(self.run.preset, {"group": args.sweep, **self.run.changes, **own})
+        run = dataclasses.replace(self.run, changes={"group": args.sweep, **self.run.changes, **own})
         return Job(self.path, run.config, run.arguments, self.run.needle)
 
 
@@ -181,11 +182,10 @@ def make_plans(runs: list[Run], args: argparse.Namespace) -> list[Plan]:
 
 
 def make_plan(run: Run, folders: list[Folder], args: argparse.Namespace) -> Plan:
-    now, words = state(run, folders, args.runs_dir)
-    folder = find(run, folders)
+    data = data_fingerprint(run.config)
+    now, words = state(run, folders, args.runs_dir, data)
+    folder = find(run, folders, data)
     path = folder.path if folder else args.runs_dir / run.name
-    if now == "finished" and (here := data_fingerprint(run.config)) and folder.summary.get("data", here) != here:
-        now, words = "other", f"trained on other data than {run.config.data_dir}: use another --runs-dir"
     if now == "finished" and run.needle:
         now, words = needle_state(folder, run.needle)
     action = dict(

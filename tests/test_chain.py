@@ -13,9 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from lives import holding
 
 from data.text import prepare
-from lives import holding
 from runtime.checkpoint import latest_checkpoint, load_checkpoint
 from scripts.reproduce import ITEMS
 

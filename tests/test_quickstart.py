@@ -11,10 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from configs.command_line import read_config
 from configs.presets import quickstart
 from data.shards import ShardWriter, open_split
 from data.text import load_tokenizer
 from scripts import quickstart as script
+from scripts.runs import data_fingerprint
 from scripts.tables import loss_table
 
 ROOT = Path(__file__).parents[1]
@@ -96,8 +98,60 @@ def test_a_short_quickstart_trains_every_method_and_repeats_nothing(tmp_path):
     again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert again.returncode == 0 and table in again.stdout + "\n"
     assert [(folder / "metrics.jsonl").stat().st_mtime_ns for folder in folders] == before
+    other = subprocess.run([*command, "--muon_lr", "5"], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    rope = tmp_path / "runs" / "quickstart-rope"
+    assert other.returncode == 2 and other.stdout == ""
+    differ = f"{rope} is a finished run of another configuration (muon_lr 0.02 there, 5.0 here)"
+    assert other.stderr == f"error: {differ}: delete it, or name another --runs-dir\n"
+    assert [(folder / "metrics.jsonl").stat().st_mtime_ns for folder in folders] == before
     options = [json.loads((folder / "config.json").read_text())["method_options"] for folder in folders]
     assert sorted(options, key=str) == [{"slope_scale": 1}, {"tau": 10}, {}, {}, {}, {}]
+
+
+@pytest.fixture
+def finished(tmp_path):
+    """A finished run as the quickstart leaves it, and the words that it was asked for with."""
+    with ShardWriter(tmp_path / "data", "packages", tokenizer="none", vocab_size=quickstart().vocab_size) as writer:
+        writer.write("train", np.arange(5000) % 2048)
+        writer.write("val", [1, 2, 3])
+        writer.close()
+    words = ["--method", "rope", "--data_dir", str(tmp_path / "data"), "--steps", "10", "--val_tokens", "4096"]
+    config, folder = read_config(["quickstart", *words]), tmp_path / "runs" / "rope"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config.to_dict()))
+    summary = dict(steps=10, val_loss={"256": 4.0}, val_tokens=4096, data=data_fingerprint(config))
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder, words
+
+
+@pytest.mark.parametrize("same", [[], ["--device", "cpu"], ["--wandb", "offline"], ["--keep", "1"]])
+def test_the_same_run_is_not_trained_again(finished, same):
+    folder, words = finished
+    script.train_all({folder: [*words, *same]})
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["--steps", "20"], "(steps 10 there, 20 here, cooldown_steps "),
+        (["--method_options", "base", "64"], "(method_options {} there, {'base': 64} here)"),
+        (["--dtype", "float32"], "(dtype auto there, float32 here)"),
+        (["--val_tokens", "8192"], "(val_tokens 4096 there, 8192 here)"),
+    ],
+)
+def test_a_finished_run_of_other_fields_is_not_shown_as_the_result(finished, words, says):
+    folder, asked = finished
+    with pytest.raises(ValueError, match="a finished run of another configuration .*: delete it") as error:
+        script.train_all({folder: [*asked, *words]})
+    assert says in str(error.value)
+
+
+def test_a_finished_run_on_other_text_is_not_shown_as_the_result(finished):
+    folder, words = finished
+    summary = folder / "summary.json"
+    summary.write_text(json.dumps(json.loads(summary.read_text()) | dict(data="0123")))
+    with pytest.raises(ValueError, match="was trained on other text than .*data holds now: delete it, or name another"):
+        script.train_all({folder: words})
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import dataclasses
 import fcntl
 import html.parser
+import itertools
 import json
 import math
 import os
@@ -18,7 +19,7 @@ import pytest
 from configs.presets import quickstart
 from configs.validation import validation_plan
 from runtime.files import to_json
-from scripts.figures import LINES
+from scripts.figures import LINES, OTHERS, line
 from scripts.report import POINTS, describe, group, look_through, mean, on_dark, page, thin
 
 ROOT = Path(__file__).parents[1]
@@ -303,6 +304,32 @@ def test_groups_are_the_same_config_up_to_the_seed_and_labelled_by_what_differs(
     assert [run["group"] for run in runs] == [1, 1, 0, 3, 4, 2]
 
 
+def groups_of(folder: Path) -> dict[str, list[str]]:
+    page("t", runs := [describe(path) for path in sorted(folder.iterdir())])
+    return {g["label"]: [run["name"] for run in g["runs"]] for g in group(runs)}
+
+
+def test_two_runs_of_one_seed_are_not_two_seeds(tmp_path):
+    for name, seed, dtype in (("a", 0, "float32"), ("b", 1, "float32"), ("c", 0, "bfloat16")):
+        write_run(tmp_path / name, method="rope", seed=seed, dtype=dtype)
+    write_run(tmp_path / "d", method="alibi", seed=0, dtype="float32")
+    write_run(tmp_path / "e", method="alibi", seed=1, dtype="bfloat16")  # another seed: no reason to part them
+    assert groups_of(tmp_path) == {
+        "RoPE, dtype float32": ["a", "b"],
+        "RoPE, dtype bfloat16": ["c"],
+        "ALiBi": ["d", "e"],
+    }
+
+
+def test_a_second_run_of_the_same_seed_and_config_is_shown_apart_and_named(tmp_path):
+    for name, seed in (("a", 0), ("b", 1), ("c", 0)):
+        write_run(tmp_path / name, method="rope", seed=seed, keep=len(name))
+    assert groups_of(tmp_path) == {"RoPE, a": ["a", "b"], "RoPE, c": ["c"]}
+    page("t", runs := [describe(path) for path in sorted(tmp_path.iterdir())])
+    again = "another run of the seed and configuration of a: shown apart"
+    assert [run["problems"] for run in runs] == [[], [], [again]]
+
+
 def test_configs_show_only_the_fields_that_differ(tmp_path):
     write_run(tmp_path / "a", seed=1)
     write_run(tmp_path / "b", seed=2, muon_lr=0.04)
@@ -359,6 +386,71 @@ def test_lines_that_no_run_writes_are_named(tmp_path, line):
     write_run(tmp_path / "a")
     (tmp_path / "a" / "metrics.jsonl").write_text(line + "\n")
     assert "not what a run writes" in problems(tmp_path / "a")
+
+
+DAMAGE = {  # file, what is replaced (a regular expression), by what, and what the problem must say
+    "text": ("summary.json", r'"parameters": \d+', '"parameters": "zz"', "parameters is 'zz', not a whole number"),
+    "fraction": ("summary.json", r'"steps": \d+', '"steps": 1.5', "steps is 1.5, not a whole number"),
+    "huge": ("summary.json", r'("val_loss": {"16": )[^,]*', r"\g<1>1e308", "val_loss.16 is 1e+308, not a number"),
+    "nan": ("summary.json", r'("val_loss": {"16": )[^,]*', r"\g<1>NaN", "val_loss.16 is nan, not a number"),
+    "list": ("summary.json", r'("val_loss": {"16": )[^,]*', r"\g<1>[4.0]", "val_loss.16 is [4.0], not a number"),
+    "length": ("summary.json", r'"16"', '"0"', "val_loss is no object by length"),
+    "lacks": ("summary.json", r'"val_tokens"', '"vt"', "it has no val_tokens"),
+    "loss": ("metrics.jsonl", r'("train_loss": )[^,]*', r'\g<1>"5.0"', "train_loss is '5.0', not a number"),
+    "norm": ("metrics.jsonl", r'("grad_norm": )[^,]*', r"\g<1>-Infinity", "grad_norm is -inf, not a number"),
+    "validation": ("metrics.jsonl", r'("val_loss": {"16": )[^,]*', r"\g<1>1e39", "16 is 1e+39, not a number"),
+    "position": ("metrics.jsonl", r'("val_loss_by_position": {"16": )\[', r"\g<1>[{},", "16 is {}, not a number"),
+    "step": ("metrics.jsonl", r'"step": 3', '"step": true', "line 4 of metrics.jsonl is not what a run writes: step"),
+}
+
+
+@pytest.mark.parametrize("name, pattern, by, says", DAMAGE.values(), ids=DAMAGE)
+def test_a_run_with_a_damaged_number_is_named_and_left_out_the_others_shown(tmp_path, name, pattern, by, says):
+    loss = write_run(tmp_path / "a", method="rope", seed=1)[-1]["val_loss"]
+    write_run(tmp_path / "b", method="rope", seed=2)
+    path = tmp_path / "b" / name
+    path.write_text(re.sub(pattern, by, path.read_text()))
+    runs = [describe(tmp_path / run) for run in "ab"]
+    text = page("t", runs)
+    assert runs[0]["problems"] == [] and says in "\n".join(runs[1]["problems"])
+    a, b = Page(text).table()
+    assert [a[f"loss at {n}"] for n in ("16", "48")] == [f"{loss[n]:.4f}" for n in ("16", "48")]
+    assert (b["run"], b["loss at 16"], b["parameters"], b["tokens/s"]) == ("b", "", "", "")
+    assert embedded(text)["runs"][1]["final"] == {} and "<b>b</b>: " in text
+    ends = [r for r in runs if r["final"]]
+    chart = text[text.index('<div class="plot">') : text.index("</figure>")]
+    assert ends == runs[:1] and chart.count('class="line" stroke') == 1 + 1  # and its swatch
+
+
+@pytest.mark.parametrize(
+    "name, found",
+    [
+        ("evaluation.json", dict(step="zz", val_tokens=96, val_loss={"96": 2.5})),
+        ("evaluation.json", dict(step="step_000011", val_tokens=96, val_loss={"96": "2.5"})),
+        ("evaluation.json", dict(other_texts=dict(f00d=dict(step="step_000011", data=[], val_tokens=1, val_loss={})))),
+        ("needle/summary.json", dict(greedy={"16": "all"})),
+        ("needle/summary.json", [1]),
+    ],
+)
+def test_damaged_numbers_beside_the_runs_own_are_named_and_not_shown(tmp_path, name, found):
+    last = write_run(tmp_path / "a")[-1]
+    (tmp_path / "a" / "needle").mkdir()
+    (tmp_path / "a" / name).write_text(json.dumps(found))
+    run = describe(tmp_path / "a")
+    assert len(run["problems"]) == 1 and run["problems"][0].startswith(f"{name} is damaged (")
+    assert run["final"]["val_loss"] == last["val_loss"] and f"{last['val_loss']['16']:.4f}" in page("t", [run])
+
+
+def test_what_else_is_odd_in_a_folder_stops_no_page(tmp_path):
+    write_run(tmp_path / "a", stop=0)
+    (tmp_path / "a" / "config.json").write_text("{")
+    (tmp_path / "a" / "lock").mkdir()
+    (tmp_path / "a" / "data.json").write_text('{"train": ["x"]}')
+    (tmp_path / "a.failures.txt").write_bytes(b"\xff\xfe\n")
+    (tmp_path / "a" / "summary.json").write_text("[" * 100_000)
+    assert "data.json is damaged (train is ['x'], not a text)" in problems(tmp_path / "a")
+    (tmp_path / "a" / "summary.json").unlink()
+    assert "failed at step 0 of ?" in problems(tmp_path / "a")
 
 
 def test_a_run_without_metrics_and_one_whose_last_validation_is_lost(tmp_path):
@@ -460,7 +552,49 @@ def test_a_page_of_runs_without_any_validation(tmp_path):
     assert "No validation yet." in page("t", [describe(tmp_path / "a")])
 
 
-@pytest.mark.parametrize("colour", sorted({colour for colour, _, _ in LINES.values()}))
+def test_methods_that_are_not_listed_have_colours_and_lines_of_their_own(tmp_path):
+    names = ["kerple_p_rope", "my_method", "another", "rope"]
+    for name in names:
+        write_run(tmp_path / name, method=name)
+
+    def shown(order):
+        text = page("t", [describe(tmp_path / name) for name in order])
+        colours = dict(reversed(re.findall(r"\.(m\d)\{color:(#\w+)\}", text)))  # the first ones are on a light page
+        return {g["label"]: (colours[g["class"]], g["dash"], g["marker"]) for g in embedded(text)["groups"]}
+
+    looks = shown(names)
+    assert len({colour for colour, _, _ in looks.values()}) == len(looks) == 4
+    assert shown(names[::-1]) == looks
+    for name in ("kerple_p_rope", "another"):  # the same in the figures
+        assert line(name, names)["color"] == line(f"{name} slope=2", names)["color"] == looks[name][0]
+    assert len({*OTHERS}) == len(OTHERS) and not {*OTHERS} & {*LINES.values()}
+
+
+SEEN = dict(  # by the colour-blind, in linear RGB (Machado, Oliveira and Fernandes 2009, severity 1)
+    normal=np.eye(3),
+    protanopia=[[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    deuteranopia=[[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    tritanopia=[[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+)
+
+
+@pytest.mark.parametrize("seen", SEEN.values(), ids=SEEN)
+def test_colours_of_methods_that_are_not_listed_are_told_apart_by_the_colour_blind(seen):
+    """CIELAB distances; 2 are just seen side by side, those of Okabe and Ito's palette begin at 16."""
+    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+
+    def lab(colour):
+        rgb = np.frombuffer(bytes.fromhex(colour[1:]), "u1") / 255
+        linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+        x, y, z = np.cbrt(to_xyz @ np.clip(seen @ linear, 0, 1) / [0.9505, 1, 1.089])
+        return np.array([116 * y, 500 * (x - y), 200 * (y - z)])
+
+    colours = sorted({colour for colour, _, _ in OTHERS})
+    apart = [np.linalg.norm(lab(a) - lab(b)) for a, b in itertools.combinations(colours, 2)]
+    assert len(colours) == 5 and min(apart) > 20
+
+
+@pytest.mark.parametrize("colour", sorted({colour for colour, _, _ in [*LINES.values(), *OTHERS]}))
 def test_every_colour_can_be_seen_on_a_dark_page(colour):
     def luminance(c):
         linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in np.frombuffer(c, "u1") / 255]
@@ -483,6 +617,11 @@ def test_the_command_writes_the_runs_of_the_folder_and_refuses_what_is_no_run(tm
     assert done.stdout.startswith(f"{out}: 2 runs, problems: 1,")
     assert [run["name"] for run in embedded(out.read_text())["runs"]] == ["a", "b"]
     assert "<title>R&amp;D</title>" in out.read_text()
+    before = out.read_bytes()
+    refused = command(tmp_path / "runs" / "a", "--out", out)
+    why = f"{out} was made from 2 runs, and now there are 1: --force writes over it"
+    assert (refused.returncode, refused.stderr, out.read_bytes()) == (2, f"error: {why}\n", before)
+    assert command(tmp_path / "runs" / "a", "--out", out, "--force").stdout.startswith(f"{out}: 1 runs,")
     refused = command(tmp_path / "runs" / "a", tmp_path / "runs", "--out", tmp_path / "no.html")
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
     hint = f"(for all runs in it: --runs-dir {tmp_path / 'runs'})"

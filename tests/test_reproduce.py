@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import sys
+from pathlib import Path
 
 import matplotlib.image
 import numpy as np
@@ -318,7 +319,7 @@ def test_needle_table(tmp_path, call):
     assert float(two["mean"]) == pytest.approx(0.425) and two["seeds"] == "2"
     assert float(table["rope", "teacher forcing", "256"]["mean"]) == pytest.approx(0.95)
     assert "yarn" not in {method for method, _, _ in table}  # --methods leaves it out
-    call("table_needle", "--scale", "mini", "--methods", "yarn")
+    call("table_needle", "--scale", "mini", "--methods", "yarn", "--force")
     data = rows(tmp_path / "out" / "table_needle.csv")
     (yarn,) = [r for r in data if (r["metric"], r["length"]) == ("greedy", "256")]
     assert (yarn["method"], yarn["weights_of"], yarn["mean"]) == ("yarn", "rope", "0.25")
@@ -346,7 +347,7 @@ def test_all_seeds_that_there_are_count_unless_some_are_asked_for(tmp_path, call
     for run in sweep("figure_304m", "mini", seeds=[0, 7, 9]):
         write_run(tmp_path / "runs", run, {n: 4.0 + run.config.seed for n in run.config.val_lengths})
     for words, seeds, mean in ((), "3", 4 + 16 / 3), (("--seeds", "0", "9"), "2", 8.5):
-        call("figure_304m", "--scale", "mini", *words)
+        call("figure_304m", "--scale", "mini", "--force", *words)
         last = [r for r in rows(tmp_path / "out" / "figure_304m.csv") if r["step"] == "640"]
         assert last and all(r["seeds"] == seeds and float(r["mean"]) == pytest.approx(mean) for r in last)
 
@@ -382,6 +383,26 @@ def test_a_damaged_run_of_another_seed_or_as_another_method_is_named(tmp_path, c
     assert rows(tmp_path / "out" / "table_losses.csv")[0]["seeds"] == "1"
 
 
+@pytest.mark.parametrize("value", ['"4.0"', "1e308", "NaN", "[4.0]"])
+@pytest.mark.parametrize(
+    "item, name", [("table_losses", "summary.json"), ("table_losses", "evaluation.json"),
+                   ("figure_304m", "metrics.jsonl"), ("table_needle", "needle/summary.json")]
+)  # fmt: skip
+def test_a_run_with_a_damaged_number_is_named_and_left_out(tmp_path, call, item, name, value):
+    runs = sweep(item, "mini", seeds=[0, 1], methods=["alibi"])[:2]
+    for run in runs:
+        needle = needle_summary(run, SHARES) if run.needle else None
+        folder = write_run(tmp_path / "runs", run, {n: 4.0 for n in run.config.val_lengths}, needle=needle)
+        evaluation = dict(step="step_000640", val_tokens=49_152, val_loss={"256": 4.0})
+        (folder / "evaluation.json").write_text(json.dumps(evaluation))
+    path = folder / name
+    path.write_text(re.sub(r'"256": [\d.]+', f'"256": {value}', path.read_text()))
+    code, said = call(item, "--scale", "mini", "--methods", "alibi", "--seeds", "0", "1")
+    assert code == 1 and re.search(rf"{path}(, line 1)? is (damaged|not what a run writes)", said.out)
+    found = rows(tmp_path / "out" / f"{item}.csv")
+    assert {row["seeds"] for row in found if row.get("mean") and row.get("method", run.config.method)} == {"1"}
+
+
 def test_nope_is_in_the_left_panel_alone(tmp_path, call, monkeypatch):
     for run in sweep("figure_train_4k", "mini", seeds=[0], methods=["nope", "alibi"]):
         write_run(tmp_path / "runs", run, {n: 4.0 for n in run.config.val_lengths})
@@ -412,8 +433,10 @@ def test_needle_table_never_mixes_settings(tmp_path, call, other, says, all_othe
         needle = needle_summary(run, SHARES) if same else needle_summary(run, {n: 0.1 for n in SHARES}, **other)
         write_run(tmp_path / "runs", run, {256: 4.0}, needle=needle)
     code, said = call("table_needle", "--scale", "mini", "--methods", "rope")
-    row = rows(tmp_path / "out" / "table_needle.csv")[0]
-    assert code == 1 and (row["mean"], row["seeds"]) == (("", "0") if all_others else ("0.8", "2"))
+    assert code == 1 and (tmp_path / "out").exists() != all_others
+    if not all_others:
+        row = rows(tmp_path / "out" / "table_needle.csv")[0]
+        assert (row["mean"], row["seeds"]) == ("0.8", "2")
     assert f"`mini-rope-s1`: left out, {tmp_path}/runs/mini-rope-s1/needle is " in said.out and says in said.out
     assert ("all fine-tuned" in said.out) != all_others
 
@@ -523,8 +546,8 @@ def test_a_loss_that_is_not_a_number_is_a_gap_in_the_curve(tmp_path, call):
 
 def test_without_runs_there_is_no_figure(tmp_path, call):
     code, said = call("figure_304m", "--scale", "mini")
-    assert code == 1 and "No figure" in said.out and not (tmp_path / "out" / "figure_304m.png").exists()
-    assert (tmp_path / "out" / "figure_304m.md").exists()
+    assert code == 1 and "No figure" in said.out and not (tmp_path / "out").exists()
+    assert said.err == "not written: none of the 3 runs of figure_304m is there\n"
 
 
 # ---- theory and trained models ---------------------------------------------------------------------------------------
@@ -588,6 +611,49 @@ def test_figure_sublog(tmp_path, call):
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("item", ["figure_304m", "table_losses"])
+def test_a_page_of_more_runs_is_kept_unless_forced(tmp_path, call, item):
+    runs = sweep(item, "mini", methods=["alibi"], seeds=[0, 1])
+    folders = [write_run(tmp_path / "runs", run, {n: 4.0 for n in run.config.val_lengths}) for run in runs]
+    words = [item, "--scale", "mini", "--methods", "alibi", "--seeds", "0", "1"]
+    assert call(*words)[0] == 0
+    page, before, whole = tmp_path / "out" / f"{item}.md", contents(tmp_path / "out"), len(runs)
+    assert len(before) == (4 if item == "figure_304m" else 2)
+    (folders[0] / "summary.json").unlink()
+    code, said = call(*words)
+    why = f"not written: {page} was made from {whole} runs, and now there are {whole - 1}: --force writes over it"
+    assert code == 1 and said.err == f"{why}\n" and contents(tmp_path / "out") == before
+    code, said = call(item, "--scale", "mini", "--methods", "alibi", "--seeds", "1")  # all that is asked for is there
+    assert code == 1 and said.err.startswith("not written: ") and contents(tmp_path / "out") == before
+    assert call(*words, "--force")[0] == 1
+    assert f"- runs used: {whole - 1} of {whole}\n" in page.read_text()
+    for folder in folders:
+        shutil.rmtree(folder)
+    before = contents(tmp_path / "out")
+    assert call(*words, "--force")[0] == 1 and contents(tmp_path / "out") == before  # never from none
+
+
+def test_all_without_runs_writes_over_no_page_that_was_made_from_some(tmp_path, call):
+    """The README's command in a fresh clone, with the pages that are there."""
+    shutil.copytree(Path(__file__).parents[1] / "results" / "mini", tmp_path / "out")
+    before = contents(tmp_path / "out")
+    code, said = call("all", "--scale", "mini", "--draws", "2")
+    after = contents(tmp_path / "out")
+    without_runs = ("figure_sublog", "figure_sublog_unscaled", "table_llama", "figure_qq")
+    assert {path.stem for path in after if before.get(path) != after[path]} == {*without_runs}
+    said_of = dict(line.split(": ", 1) for line in said.out.split("\n\n")[0].splitlines())
+    table = tmp_path / "out" / "table_losses.md"
+    made = re.search(r"runs used: (\d+) of", table.read_text())[1]
+    why = f"not written: {table} was made from {made} runs, and now there are 0"
+    assert code == 1 and said_of["table_losses"].endswith(why)
+    assert "not written: none of the 12 runs of table_infini is there" in said_of["table_infini"]
+    assert "figure_entropy.md was made from" in said_of["figure_entropy"]  # though its top row needs none
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from test_needle_data import hub  # noqa: F401
 from configs.command_line import read_config
 from configs.config import Config, config_hash
 from configs.presets import preset
-from configs.sweeps import MAIN_METHODS, SCALES, SWEEPS, sweep
+from configs.sweeps import MAIN_METHODS, SCALES, SWEEPS, Run, grid, sweep
 from data.text import prepare
 from runtime.checkpoint import latest_checkpoint, load_checkpoint
 from runtime.run_folder import RunFolder
@@ -675,6 +675,16 @@ def test_finished_run_on_other_data_does_not_count(copied, data, capsys):
     assert table["rope"][0] == "finished"
 
 
+def test_run_with_a_damaged_summary_is_named_and_left_alone(copied, data, capsys):
+    summary = copied / run().name / "summary.json"
+    summary.write_text(summary.read_text().replace('"steps": 100', '"steps": "100"'))
+    before = contents(copied)
+    assert here(*options(data, copied)) == 1
+    assert contents(copied) == before
+    says = f"{summary} is damaged (steps is '100', not a whole number): delete it and run the sweep again"
+    assert f"{run().name}: other, {says}" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_interrupted_run_under_another_name_is_resumed_there(data, finished, copied):
     mine = (copied / run().name).rename(copied / "mine")
@@ -774,10 +784,110 @@ def test_field_that_a_preset_has_already_changes_nothing():
     ]
 
 
-def test_field_does_not_replace_what_the_sweep_varies():
-    runs = sweep("figure_tau", "mini", changes=dict(method_options={"tau": 3.0}, method="rope", seed=7))
-    assert {(run.config.method, run.config.seed) for run in runs} == {("scale_invariant_p_rope", 0)}
-    assert sorted(run.config.method_options["tau"] for run in runs) == [0.01, 0.1, 1, 3, 10, 100]
+@pytest.mark.parametrize("field, value", [("method_options", {"tau": 3.0}), ("method", "rope"), ("seed", 7)])
+def test_field_that_the_sweep_sets_itself_is_refused(field, value):
+    with pytest.raises(ValueError, match=f"--{field} cannot be set in every run: sweep figure_tau sets it itself"):
+        sweep("figure_tau", "mini", changes={field: value})
+
+
+# ---- own sweeps ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own(monkeypatch):
+    """Adds a sweep called own, of the runs that a function of the scale gives."""
+    return lambda function: monkeypatch.setitem(SWEEPS, "own", function)
+
+
+def test_own_sweep_over_data_and_dtype_trains_every_run_once(own, data, tmp_path, capsys):
+    places = [shutil.copytree(data, tmp_path / name) for name in ("a b", "c")]
+    shard = next(places[1].glob("*_train_*.bin"))
+    words = np.fromfile(shard, np.uint16)
+    words[-1] ^= 1  # another text
+    words.tofile(shard)
+    (places[1] / "manifest.json").unlink()
+    axes = dict(data_dir=[str(place) for place in places], dtype=["float32", "bfloat16"])
+    own(lambda scale: grid("small_4k", method=["nope"], seed=[0], **axes))
+    fields = SMALL | dict(steps=2, cooldown_steps=0, vocab_size=512)
+    words = ["own", "--scale", "small", "--runs-dir", tmp_path / "runs"]
+    for field, value in fields.items():
+        if field not in axes:
+            words += [f"--{field}", *(value if isinstance(value, tuple) else [value])]
+    assert here(*words) == 0
+    configs = [stored_config(path) for path in (tmp_path / "runs").iterdir()]
+    wanted = {(place, dtype) for place in axes["data_dir"] for dtype in axes["dtype"]}
+    assert {(config.data_dir, config.dtype) for config in configs} == wanted and len(configs) == 4
+    before = contents(tmp_path / "runs")
+    assert here(*words) == 0 and contents(tmp_path / "runs") == before
+    # The folders are found whatever they are called, and data that has moved is still that data.
+    for number, path in enumerate([*(tmp_path / "runs").iterdir()]):
+        path.rename(path.with_name(f"run{number}"))
+    places[0].rename(tmp_path / "moved")
+    axes["data_dir"][0] = str(tmp_path / "moved")
+    capsys.readouterr()
+    assert here(*words, "--dry-run") is None
+    assert "4 runs: 4 finished" in capsys.readouterr().out
+    (tmp_path / "runs" / "run0" / "summary.json").unlink()
+    assert here(*words, "--dry-run") is None
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "interrupted  " in line]
+    assert line.startswith("run0 ")
+
+
+def test_runs_that_differ_outside_the_mathematics_have_names_of_their_own_within_their_sweep_only(own):
+    own(lambda scale: grid(scale.base, method=["rope"], dtype=["float32", "bfloat16"], data_dir=["data/a", "data/b"]))
+    names = [run.name for run in sweep("own", "mini")]
+    assert names == [
+        f"mini-rope-data_dirdata_{place}-dtype{dtype}-s0" for dtype in ("float32", "bfloat16") for place in "ab"
+    ]
+    (plain,) = [run for run in sweep("table_losses", "mini", [0], ["rope"], dict(dtype="float32"))]
+    assert (plain.name, plain.told, plain.identity) == ("mini-rope-s0", (), config_hash(plain.config))
+    own(lambda scale: grid(scale.base, data_dir=["data/a", "data_a"]))
+    with pytest.raises(ValueError, match="two of its runs would be called mini-"):
+        sweep("own", "mini")
+
+
+def test_table_finds_a_run_of_any_dtype_and_trains_beside_runs_on_other_data(copied, data, tmp_path, capsys):
+    words = options(data, copied)
+    at = words.index("--dtype")
+    table, _ = dry_run(capsys, words[:at] + words[at + 2 :])  # trained with --dtype float32
+    assert table["rope"] == ("finished", "nothing")
+    (copied / run().name).rename(copied / "elsewhere")
+    summary = copied / "elsewhere" / "summary.json"
+    summary.write_text(json.dumps(json.loads(summary.read_text()) | dict(data="0123")))
+    table, _ = dry_run(capsys, words)
+    assert table["rope"] == ("missing", "train")
+
+
+OWN = {  # the runs of a sweep, and what the error must say
+    "misspelt": (lambda scale: grid(scale.base, muon_lrr=[0.1]), "no field 'muon_lrr'; did you mean muon_lr"),
+    "misspelt run": (lambda scale: [Run("mini", {"zzz": 1})], "a run has no field 'zzz'; see configs/config.py"),
+    "preset": (lambda scale: grid("minj", seed=[0]), "unknown preset 'minj'; did you mean mini?"),
+    "value": (lambda scale: grid(scale.base, steps=["6"]), "steps must be int, got '6'"),
+    "no list": (lambda scale: grid(scale.base, steps=6), "axis steps must be a list of values, got 6"),
+    "word": (lambda scale: grid(scale.base, method="rope"), "axis method must be a list of values, got 'rope'"),
+    "name": (lambda scale: grid(scale.base, name=["a"]), "sweep own sets name, which is no choice of a sweep's"),
+    "empty": (lambda scale: [], "sweep own has no runs: its function in configs/sweeps.py gives none"),
+    "empty axis": (lambda scale: grid(scale.base, seed=[]), "sweep own has no runs"),
+    "no return": (lambda scale: None, "sweep own has no runs"),
+}
+
+
+@pytest.mark.parametrize("function, says", OWN.values(), ids=OWN)
+def test_mistake_in_an_own_sweep_is_one_line(own, tmp_path, capsys, function, says):
+    own(function)
+    assert here("own", "--scale", "mini", "--runs-dir", tmp_path / "runs", "--dry-run") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and says in error
+
+
+def test_axis_of_an_own_sweep_is_not_beaten_by_a_field_that_is_given(own, tmp_path, capsys):
+    own(lambda scale: grid(scale.base, method=["rope"], muon_lr=[0.01, 0.02]))
+    assert here("own", "--scale", "mini", "--runs-dir", tmp_path / "runs", "--muon_lr", "0.01", "--dry-run") == 2
+    says = "--muon_lr cannot be set in every run: sweep own sets it itself, to 0.02 in mini-rope-muon_lr0.02-s0"
+    assert capsys.readouterr().err == f"error: {says}; leave it out\n"
+
+
+# ---- names and fields ------------------------------------------------------------------------------------------------
 
 
 def test_long_name_is_shortened_to_a_hash_and_still_tells_runs_apart():
