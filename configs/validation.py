@@ -3,6 +3,7 @@
 import math
 
 from configs.config import Config
+from configs.flops import forward_flops_per_token, training_flops_per_token
 
 SUBSET = 4  # of the fast profile: a quarter of the tokens, in a quarter of the validations
 
@@ -27,12 +28,6 @@ def validation_plan(config: Config, step: int) -> dict[int, int]:
     return {length: plan[length] for length in config.val_lengths if length in plan}
 
 
-def forward_flops_per_token(config: Config, length: int) -> int:
-    """Of one forward pass over sequences of this length, attention counted for the causal half only."""
-    d, L, V = config.model_dim, config.num_layers, config.vocab_size
-    return 2 * (12 * d * d * L + d * V) + 2 * d * (length + 1) * L
-
-
 def validation_share(config: Config) -> float:
     """Floating-point operations of all validations of a run, over those of its training (3 forward passes a token)."""
     steps = [*range(0, config.steps, config.val_every or config.steps), config.steps]  # all others have no validation
@@ -41,4 +36,4 @@ def validation_share(config: Config) -> float:
     times = {n: 1 + len(config.validate_as) * (n > config.train_length) for n in config.val_lengths}
     flops = {n: times[n] * forward_flops_per_token(config, n) for n in config.val_lengths}
     validation = sum(tokens * flops[n] for plan in plans for n, tokens in plan.items())
-    return validation / (3 * config.steps * config.batch_tokens * forward_flops_per_token(config, config.train_length))
+    return validation / (config.steps * config.batch_tokens * training_flops_per_token(config))

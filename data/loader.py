@@ -107,7 +107,7 @@ class TrainLoader:
         prefetch: int = 2,
     ):
         self._share = _sequences_per_rank(batch_tokens, length, micro_batch_size, world_size) * length
-        self._stream, self._vocab_size, self._device = stream, vocab_size, torch.device(device)
+        self.stream, self._vocab_size, self._device = stream, vocab_size, torch.device(device)
         self._batch_tokens, self._length, self._micro_batch_size = batch_tokens, length, micro_batch_size
         self._rank, self._next_step = rank, start_step
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train-loader")
@@ -125,7 +125,7 @@ class TrainLoader:
 
     def _load(self, step: int) -> Batch:
         start = step * self._batch_tokens + self._rank * self._share
-        tokens = _read(self._stream, start, self._share + 1, self._vocab_size)  # (share + 1,)
+        tokens = _read(self.stream, start, self._share + 1, self._vocab_size)  # (share + 1,)
         inputs, targets = (_host_tensor(part, self._device) for part in (tokens[:-1], tokens[1:]))
         return inputs.view(-1, self._length), targets.view(-1, self._length)  # (share // length, length)
 

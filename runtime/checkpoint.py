@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import pickle
 import re
 import zipfile
@@ -87,32 +86,8 @@ def check_same_run(path: Path, state: dict, config: dict, fingerprint: str, may_
     raise ValueError(f"{path} {problem}: choose another --name, or --force to go on")
 
 
-def check_progress(path: Path, state: dict, steps: int) -> None:
-    """ValueError when what a checkpoint says of the way so far (step, seconds, skipped, validation) cannot be, or is
-    further than a run of so many steps goes. Within `fits`."""
-    step, seconds, skipped = state["step"], state.get("seconds", 0.0), state.get("skipped", 0)
-    validation = state.get("validation") or dict(step=-1, val_loss={})  # none yet
-    count = lambda n, most: type(n) is int and 0 <= n <= most
-    possible = dict(
-        step=count(step, math.inf) and int(re.fullmatch(r"step_(\d+)\.pt", path.name)[1]) == step,
-        seconds=type(seconds) is float and 0 <= seconds < math.inf,
-        skipped=count(skipped, step),
-        validation=type(validation["step"]) is int
-        and validation["step"] <= step
-        and all(type(x) is float for x in validation["val_loss"].values())
-        # The last one is not made again. (Those of before there were profiles have no val_tokens.)
-        and (validation["step"] < steps or validation["val_loss"] and "val_tokens" in validation),
-    )
-    for name, good in possible.items():
-        if not good:
-            found = " ".join(f"{name} {state[name]!r}".split())[:100]
-            raise ValueError(f"{path} is damaged ({found}): delete it to continue from the one before it")
-    if step > steps:
-        raise ValueError(f"{path} is of step {step}, beyond --steps {steps}: give more, or choose another --name")
-
-
 @contextmanager
-def fits(path: Path) -> Iterator[None]:
+def checkpoint_errors(path: Path) -> Iterator[None]:
     """A block that uses what a checkpoint holds. ValueError naming the file when that is other than a run's."""
     try:
         yield

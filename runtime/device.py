@@ -116,7 +116,7 @@ def set_rng_state(state: dict[str, torch.Tensor]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-class Reading:
+class AsyncScalars:
     """The numbers of a tensor, on their way to the host while the device goes on."""
 
     def __init__(self, tensor: torch.Tensor) -> None:

@@ -8,15 +8,60 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from configs.config import Config
+from data.loader import TrainLoader
+from model.attention import Plan
+from model.gpt import GPT
+from runtime.checkpoint import latest_checkpoint
+from runtime.processes import World, gather
+from runtime.run_folder import RunFolder
+
+
+def explain_step(
+    step: int,
+    problem: str,
+    *,
+    config: Config,
+    world: World,
+    model: GPT,
+    plan: Plan,
+    load_from: Callable[..., TrainLoader],
+    data: dict[str, Any],
+    folder: RunFolder | None,
+) -> str:
+    """Repeat a step that was not finite, on the weights that it left as they were, and return a line about it.
+
+    The main process keeps what it finds in the run folder, as nonfinite_000123.json. All processes must call it.
+    load_from: makes the loader that begins with a step. data: that of data.json.
+    """
+    own, first_token = world.own_tokens(config.train_length), (step - 1) * config.batch_tokens
+
+    def losses(inputs: Tensor, targets: Tensor) -> Tensor:
+        return model(inputs[:, own], targets[:, own], plan=plan, per_token=True)
+
+    with load_from(start_step=step - 1) as again:
+        shard, token = again.stream.where(first_token)
+        ranks = gather(world, examine(losses, next(again), model.named_parameters()))
+    if folder is None:
+        return problem
+    saved, dump = latest_checkpoint(folder.checkpoints), f"nonfinite_{step:06d}.json"
+    where = dict(first_token=first_token, tokens=config.batch_tokens, shard=shard, token_in_shard=token)
+    found = dict(found=problem, checkpoint=str(saved), data=data["train"], ranks=ranks, config=config.to_dict())
+    folder.write_json(dump, where | found)
+    return (
+        f"{problem}; nothing was updated. Its {config.batch_tokens} tokens begin with token {token} of {shard}; the "
+        f"last checkpoint is {saved}; more is in {folder.path / dump}. --on_nonfinite skip would go on"
+    )
+
 
 def examine(
     losses: Callable[[Tensor, Tensor], Tensor],
     micro_batches: Iterable[tuple[Tensor, Tensor]],
     parameters: Iterable[tuple[str, nn.Parameter]],
 ) -> dict[str, Any]:
-    """Repeats a step up to its gradients, which are dropped. losses(inputs, targets) is the loss of each token, (B, T).
+    """Repeat a step up to its gradients, which are dropped. losses(inputs, targets) is the loss of each token, (B, T).
 
-    Returns {"sequence_losses": [of each sequence], "parameters": {name: [largest weight, weights that are not finite,
+    Return {"sequence_losses": [of each sequence], "parameters": {name: [largest weight, weights that are not finite,
     largest gradient, gradients that are not finite]}}; what is not finite, as a word.
     """
     parameters, sequence_losses = dict(parameters), []

@@ -49,6 +49,12 @@ class World:
         first = self.rank % self.context_size * share
         return slice(first, first + share)
 
+    def sum(self, tensors: list[torch.Tensor]) -> None:
+        """Replace tensors by their sums over all processes."""
+        if self.world_size > 1:
+            for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
+                work.wait()
+
     @classmethod
     def alone(cls, device: torch.device) -> World:
         return cls(0, 0, 1, device)
@@ -60,7 +66,7 @@ def start_processes(device: str, context_size: int = 1) -> World:
     context_size: how many of them share a sequence.
 
     CPU tensors travel by gloo and CUDA tensors by nccl, so a collective on a CPU tensor never waits for the GPU.
-    Raises ValueError (see `agree`) when there is no GPU for this process.
+    Raises ValueError (see `fail_together`) when there is no GPU for this process.
     """
     rank = int(os.environ.get("RANK", 0))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -81,7 +87,7 @@ def start_processes(device: str, context_size: int = 1) -> World:
             world_size=world_size,
             timeout=timedelta(minutes=30),  # the first step compiles, one rank minutes longer than another
         )
-    with agree(world):
+    with fail_together(world):
         if device == "cuda" and gpus == 0:
             raise ValueError("CUDA was asked for but torch sees no GPU: use --device cpu")
         if gpus and not on_gpu:
@@ -119,7 +125,7 @@ def store_of_this_attempt() -> dist.Store:
 
 
 @contextmanager
-def agree(world: World) -> Iterator[None]:
+def fail_together(world: World) -> Iterator[None]:
     """A block of set-up that may fail on some ranks: every rank gets past its end, or every rank leaves.
 
     When a rank raises ValueError or OSError in the block, the main process prints the message (the lowest rank's, when

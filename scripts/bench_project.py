@@ -18,15 +18,16 @@ import torch
 
 from configs.command_line import user_errors
 from configs.config import Config
+from configs.flops import training_flops_per_token
 from configs.presets import preset
 from configs.validation import validation_share
 from model.context import context_bytes
 from optim.sharded import MOST_SHARES, Optimizers
+from runtime.build import build_model, build_optimizers
 from runtime.device import PEAK_BF16_FLOPS
 from runtime.processes import World
 from scripts.bench_protocol import Report
 from scripts.tables import markdown_table
-from train_gpt import build_model, build_optimizers, model_flops_per_token
 
 PAPER = ["gpt_162m_4k", "gpt_162m_16k", "gpt_162m_64k", "gpt_304m_4k"]
 PAPER_HOURS = {  # its appendix on compute, "roughly"
@@ -92,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     runs = [["preset", "PFLOP", "rate", "validation share", "hours, 1 GPU", "with paper", "with fast", "paper's hours"]]
     for name, config in configs.items():
         rate, source = tokens_per_second(config, measured, args.variant) or (
-            args.mfu * peak / model_flops_per_token(config), "assumed"
+            args.mfu * peak / training_flops_per_token(config), "assumed"
         )  # fmt: skip
         project = lambda gpus: projection(
             config, gpus, rate, nvlink=args.nvlink * 1e9, network=args.network * 1e9, latency=args.latency / 1e6
@@ -200,7 +201,7 @@ def run_cells(config: Config, rate: float, source: str) -> list[str]:
     hours = tokens / rate / 3600
     shares = [validation_share(dataclasses.replace(config, val_profile=name)) for name in ("paper", "fast")]
     return [
-        f"{tokens * model_flops_per_token(config) / 1e15:,.0f}",
+        f"{tokens * training_flops_per_token(config) / 1e15:,.0f}",
         f"{rate:,.0f} tokens/s, {source}",
         " / ".join(f"{share:.1%}" for share in shares),
         f"{hours:.2f}",

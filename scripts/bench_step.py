@@ -30,11 +30,13 @@ from torch import Tensor
 
 from configs.command_line import read_config, user_errors
 from configs.config import Config
+from configs.flops import training_flops_per_token
 from data.loader import TrainLoader, micro_batch_size
 from data.shards import open_split
 from model.attention import Plan, prefer_fast_sdpa
 from model.methods import METHODS
 from optim.sharded import Optimizers
+from runtime.build import build_model, build_optimizers, compute_dtype, train_step
 from runtime.device import choose_compile, published_peak
 from runtime.processes import World, start_processes
 from scripts.baselines import MatrixMuon, NanoGPT, adamw, plain_loss, separate_projections, with_default_sdpa
@@ -53,7 +55,6 @@ from scripts.bench_protocol import (
     time_calls,
 )
 from scripts.tables import markdown_table
-from train_gpt import build_model, build_optimizers, compute_dtype, model_flops_per_token, train_step
 
 OURS = "scale_invariant_p_rope"
 MAIN = ["record8", "p_rope", OURS, "logn_p_rope", "alibi", "record8+flex", "nanogpt"]
@@ -376,7 +377,7 @@ def bench_variants(args, bench: Bench, variants: dict[str, Variant], tokens: str
 def flops_per_token(config: Config) -> dict[str, int]:
     """Forward and backward, by three counts; see HOW_TO_READ."""
     d, L, T = config.model_dim, config.num_layers, config.train_length
-    model = model_flops_per_token(config)
+    model = training_flops_per_token(config)
     attention = 2 * d * (T + 1) * L  # forward
     return dict(model=model, hardware=model + attention // 2, palm=model - 3 * attention + 12 * d * T * L)
 

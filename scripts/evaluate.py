@@ -23,12 +23,13 @@ from configs.command_line import user_errors
 from configs.config import Config, require
 from data.loader import check_validation
 from data.shards import TOKENIZER_FILE, TokenStream, open_split, tokenizer_of
-from runtime.checkpoint import fits, latest_checkpoint, load_checkpoint
+from runtime.build import build_model, compute_dtype
+from runtime.checkpoint import checkpoint_errors, latest_checkpoint, load_checkpoint
 from runtime.files import replace_file, to_json
 from runtime.processes import failures_in_words, start_processes
+from runtime.validation import Validation, validation_plans
 from scripts.runs import OTHER_TEXTS, Folder, data_fingerprint, on_own_text, read_folder, stored_config, val_tokens
 from scripts.tables import loss_table, markdown_table
-from train_gpt import build_model, compute_dtype, validate_all, validation_plans
 
 EVALUATION = "evaluation.json"
 
@@ -41,7 +42,7 @@ def load_run(folder: Path, device: torch.device) -> tuple[Config, torch.nn.Modul
         raise ValueError(f"{folder} has no checkpoint yet")
     model = build_model(config, compute_dtype(config, device)).to(device)
     state = load_checkpoint(checkpoint)
-    with fits(checkpoint):
+    with checkpoint_errors(checkpoint):
         model.load_state_dict(state["model"])
     return config, model
 
@@ -56,7 +57,7 @@ def evaluate(
     world,
 ) -> tuple[dict, bool]:
     """Name, method and train_length of one run, text (its fingerprint) and data folder, with what
-    train_gpt.validate_all returns (losses in nats); and whether the text is the one that the run was validated on."""
+    Validation.losses returns (in nats); and whether the text is the one that the run was validated on."""
     config, model = load_run(folder, device)
     config = dataclasses.replace(config, validate_as=tuple(dict.fromkeys((*config.validate_as, *as_others))))
     lengths = lengths or config.val_lengths
@@ -70,8 +71,8 @@ def evaluate(
     if tokens is None:
         tokens = config.val_tokens if own else usual_tokens(config, stream, lengths, data)
     check_validation(stream, lengths, tokens)
-    plans = validation_plans(model, config, lengths, world)
-    result = validate_all(model, plans, config, stream, world, dict.fromkeys(lengths, tokens), lambda: False)
+    plans = validation_plans(config, model, world, lengths)
+    result = Validation(config, model, model, plans, stream, world).losses(dict.fromkeys(lengths, tokens))
     where = dict(text=stream.fingerprint(), data=str(data or config.data_dir))
     return dict(name=folder.name, method=config.method, train_length=config.train_length, **where, **result), own
 

@@ -34,16 +34,18 @@ from model.decoding import greedy_decode
 from model.gpt import GPT
 from model.methods.base import Method
 from optim.schedule import lr_factor
-from runtime.checkpoint import check_progress, fits, latest_checkpoint, load_checkpoint, save_checkpoint
+from runtime.build import build_optimizers, compile_model
+from runtime.checkpoint import checkpoint_errors, latest_checkpoint, load_checkpoint, save_checkpoint
 from runtime.device import choose_compile
 from runtime.files import refuse_link
 from runtime.metrics import Metrics
 from runtime.processes import World, failures_in_words, start_processes
+from runtime.progress import Progress
 from runtime.run_folder import RunFolder
 from runtime.signals import StopRequest
+from runtime.validation import build_alternatives
 from scripts.evaluate import load_run
 from scripts.tables import markdown_table
-from train_gpt import build_alternatives, build_optimizers, compile_model
 
 SAVE_EVERY = 50  # steps
 TEST_SEED = 1_000_000  # of the scored examples, the same for all runs; no run is fine-tuned with it
@@ -211,11 +213,10 @@ def fine_tune(
     start = 0
     if checkpoint := latest_checkpoint(folder.checkpoints):
         state = load_checkpoint(checkpoint)
-        with fits(checkpoint):
-            check_progress(checkpoint, state, steps)
+        with checkpoint_errors(checkpoint):
+            start = Progress.load(checkpoint, state, steps).step
             model.load_state_dict(state["model"])
             optimizers.load_state_dict(state["optimizers"])
-            start = state["step"]
     metrics = Metrics(folder.metrics)
     metrics.truncate(start, validated=-1)
     plan = model.plan(config.train_length, backend=config.attention_backend)

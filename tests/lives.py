@@ -113,7 +113,7 @@ def is_due(fault):
 
 def install(fault):
     import train_gpt
-    from runtime import checkpoint, metrics, run_folder
+    from runtime import checkpoint, metrics, run_folder, validation
 
     saving = False
     syncs = 0
@@ -146,7 +146,7 @@ def install(fault):
     for module, name in ((run_folder, "log write"), (metrics, "metrics write")):
         module.append = staged(name, module.append)
     train_gpt.train_step = staged("step", train_gpt.train_step)
-    train_gpt.validate = staged("validation", train_gpt.validate)
+    validation.Validation.losses = staged("validation", validation.Validation.losses)
     entered = 0
 
     def within(name, function):

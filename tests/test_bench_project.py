@@ -5,11 +5,11 @@ import json
 
 import pytest
 
+from configs.flops import training_flops_per_token
 from configs.presets import preset
 from configs.validation import validation_share
 from scripts import bench
 from scripts.bench_project import optimizers_of, projection, share, tokens_per_second
-from train_gpt import model_flops_per_token
 
 SPEED = dict(nvlink=100e9, network=10e9, latency=0.0)
 
@@ -76,7 +76,7 @@ def test_the_command_prints_hours_from_assumed_and_from_measured_rates(monkeypat
     page = (tmp_path / "cpu_project.md").read_text()
     first, second = table(page, "Runs")[2:]
     assert first[2] == "262,144 tokens/s, a GPU" and float(first[4]) == pytest.approx(4578 * 2 / 3600, abs=0.01)
-    rate = 0.5 * 989.4e12 / model_flops_per_token(preset("gpt_304m_4k"))
+    rate = 0.5 * 989.4e12 / training_flops_per_token(preset("gpt_304m_4k"))
     assert second[2] == f"{rate:,.0f} tokens/s, assumed"
     hours, with_paper, with_fast = map(float, first[4:7])
     fast = validation_share(dataclasses.replace(config, val_profile="fast"))

@@ -17,7 +17,7 @@ from configs.config import NOT_MATHEMATICS, Config, config_hash
 from configs.presets import PRESETS, preset
 from data.loader import micro_batch_size
 from optim.schedule import check_schedule, lr_factor
-from train_gpt import build_model
+from runtime.build import build_model
 
 ROOT = Path(__file__).parent.parent
 FIELDS = [field.name for field in dataclasses.fields(Config)]

@@ -13,10 +13,11 @@ from torch.profiler import ProfilerActivity, profile
 from configs.presets import preset
 from data.shards import open_split
 from model import loss
+from runtime.build import build_model, build_optimizers, train_step
 from runtime.processes import World
+from runtime.validation import Validation
 from scripts import memory
 from scripts.memory import StorageCount, count, run
-from train_gpt import build_model, build_optimizers, train_step, validate
 
 CPU = torch.device("cpu")
 
@@ -93,8 +94,8 @@ def test_a_validation_keeps_no_logits(tmp_path):
     fields |= dict(val_lengths=(256,), val_tokens=768, micro_batch_tokens=768)
     config = dataclasses.replace(preset("quickstart"), **fields)
     model, stream = build_model(config, torch.float32), open_split(data, "val", 64)
-    plans = {256: model.plan(256)}
-    peak = allocated(tmp_path, lambda: validate(model, plans, config, stream, World.alone(CPU), {256: 768}))
+    validation = Validation(config, model, model, {"p_rope": {256: model.plan(256)}}, stream, World.alone(CPU))
+    peak = allocated(tmp_path, lambda: validation.losses({256: 768}))
     assert peak < 0.5 * 768 * config.vocab_size * 4  # all logits in float32: 201 MB
 
 

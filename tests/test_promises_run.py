@@ -364,8 +364,9 @@ FULL_AFTER = """
 import sys
 sys.path.insert(0, "tests")
 import lives, train_gpt
+from runtime.metrics import Metrics
 
-write, records = train_gpt.Metrics.write, []
+write, records = Metrics.write, []
 
 def filling(self, record):
     records.append(1)
@@ -373,7 +374,7 @@ def filling(self, record):
         lives.fill_disk(dict(disk="{disk}", leave=0))
     write(self, record)
 
-train_gpt.Metrics.write = filling
+Metrics.write = filling
 train_gpt.main()
 """
 

@@ -18,6 +18,7 @@ import torch
 from configs.command_line import read_config
 from configs.sweeps import SCALES, SWEEPS, sweep
 from data.shards import ShardWriter, open_split
+from runtime.build import build_model
 from runtime.checkpoint import save_checkpoint
 from scripts import reproduce
 from scripts.figures import series
@@ -25,7 +26,6 @@ from scripts.reproduce import main
 from scripts.runs import data_fingerprint, read_folders
 from scripts.sweep import field_changes, make_plans, parse_arguments
 from scripts.tables import mean_and_stderr, paper_targets
-from train_gpt import build_model
 
 TINY = "--num_heads 2 --model_dim 16 --vocab_size 64 --train_length 64 --batch_tokens 64 --steps 2"
 

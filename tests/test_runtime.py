@@ -17,7 +17,7 @@ from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoi
 from runtime.device import peak_flops, published_peak
 from runtime.files import append, replace_file, to_json
 from runtime.metrics import Metrics, flatten, read_metrics
-from runtime.processes import agree, start_processes
+from runtime.processes import fail_together, start_processes
 from runtime.run_folder import RunFolder, git_commit, in_words
 
 REPOSITORY = Path(__file__).parents[1]
@@ -72,7 +72,7 @@ def test_cuda_asked_for_but_absent_says_what_to_do(alone):
 
 def test_alone_an_error_of_set_up_reaches_the_caller(alone):
     with pytest.raises(FileNotFoundError, match="shard"):
-        with agree(start_processes("cpu")):
+        with fail_together(start_processes("cpu")):
             raise FileNotFoundError("no shard")
 
 
@@ -81,14 +81,14 @@ def test_when_one_rank_fails_in_set_up_all_leave_with_one_message(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
         "import os, torch, torch.distributed as dist\n"
-        "from runtime.processes import agree, start_processes, stop_processes\n"
+        "from runtime.processes import fail_together, start_processes, stop_processes\n"
         "world = start_processes('cpu')\n"
         "ranks = torch.tensor([float(world.rank)])\n"
         "dist.all_reduce(ranks)\n"
-        "with agree(world):\n"
+        "with fail_together(world):\n"
         "    pass\n"
         "os.write(1, b'met %d\\n' % int(ranks))\n"  # print writes in pieces, which two processes may interleave
-        "with agree(world):\n"
+        "with fail_together(world):\n"
         "    if world.rank == 1:\n"
         "        raise ValueError('shard 7 is damaged')\n"
         "print('trained', flush=True)\n"

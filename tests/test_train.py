@@ -17,10 +17,13 @@ import torch
 import train_gpt
 from configs.command_line import read_config
 from data.shards import ShardWriter, open_split
+from runtime.build import build_model, build_optimizers, compute_dtype
 from runtime.checkpoint import latest_checkpoint, load_checkpoint
 from runtime.device import compile_problem
 from runtime.metrics import read_metrics
 from runtime.processes import start_processes
+from runtime.run_log import time_left
+from runtime.validation import Validation, validation_plans
 from scripts import evaluate
 
 ROOT = Path(__file__).parents[1]
@@ -99,10 +102,11 @@ def train_here(data, runs, **fields):
 KILLED = """
 import os, sys
 import train_gpt
+from runtime.metrics import Metrics
 
 place, at = sys.argv[1], int(sys.argv[2])
 del sys.argv[1:3]
-save, write = train_gpt.save_checkpoint, train_gpt.Metrics.write
+save, write = train_gpt.save_checkpoint, Metrics.write
 
 def save_and_die(folder, step, *args, **kwargs):
     save(folder, step, *args, **kwargs)
@@ -114,7 +118,7 @@ def write_and_die(metrics, record):
     if place == ("validation" if "val_loss" in record else "step") and record["step"] == at:
         os._exit(9)
 
-train_gpt.save_checkpoint, train_gpt.Metrics.write = save_and_die, write_and_die
+train_gpt.save_checkpoint, Metrics.write = save_and_die, write_and_die
 train_gpt.main()
 """
 
@@ -217,7 +221,7 @@ def assert_close_run(folder, reference):
 @torch.no_grad()
 def plain_losses(folder, data, length, num_tokens):
     """Of the last checkpoint, one sequence at a time, from the logits: (sequences, length)."""
-    model = train_gpt.build_model(read_config(arguments(data, folder.parent)), torch.float32)
+    model = build_model(read_config(arguments(data, folder.parent)), torch.float32)
     model.load_state_dict(torch.load(latest_checkpoint(folder / "checkpoints"))["model"])
     tokens = torch.from_numpy(validation_tokens(data).astype(np.int64))
     losses = []
@@ -263,9 +267,9 @@ def test_log_says_tokens_a_second_and_on_a_cpu_no_mfu(finished):
 
 
 def test_time_left_is_said_once_some_steps_after_the_first_were_timed():
-    assert train_gpt.time_left([30.0], 419) == train_gpt.time_left([30.0, *[1.0] * 4], 415) == ""
-    assert train_gpt.time_left([30.0, *[1.0] * 5], 414) == "  6.9 min left"
-    assert train_gpt.time_left([30.0, *[9.0] * 30, *[2.0] * 20], 60) == "  2.0 min left"
+    assert time_left([30.0], 419) == time_left([30.0, *[1.0] * 4], 415) == ""
+    assert time_left([30.0, *[1.0] * 5], 414) == "  6.9 min left"
+    assert time_left([30.0, *[9.0] * 30, *[2.0] * 20], 60) == "  2.0 min left"
 
 
 def test_learning_rates_fall_together_in_the_cooldown(finished):
@@ -371,7 +375,8 @@ def test_the_fast_profile_ends_with_the_same_bits_and_says_what_it_used(data, fi
 def test_the_first_part_of_the_tokens_is_validated(data, finished):
     config, model = evaluate.load_run(finished, torch.device("cpu"))
     world, stream = start_processes("cpu"), open_split(data, "val", 64)
-    result = train_gpt.validate(model, {64: model.plan(64)}, config, stream, world, {64: 192})
+    plans = validation_plans(config, model, world, [64])
+    result = Validation(config, model, model, plans, stream, world).losses({64: 192})
     assert result["val_loss"]["64"] == pytest.approx(plain_losses(finished, data, 64, 192).mean().item(), abs=1e-5)
     assert result["val_tokens"] == {"64": 192}
 
@@ -386,9 +391,9 @@ def test_resumes_bit_for_bit_in_the_dtype_of_this_machine(data, tmp_path):
 @pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
 def test_all_of_a_step_is_in_the_dtype_of_the_run(data, tmp_path, dtype):
     config, world = read_config(arguments(data, tmp_path, dtype=dtype)), start_processes("cpu")
-    expected = train_gpt.compute_dtype(config, world.device)
-    model = train_gpt.build_model(config, expected)
-    optimizers = train_gpt.build_optimizers(config, model, False, world)
+    expected = compute_dtype(config, world.device)
+    model = build_model(config, expected)
+    optimizers = build_optimizers(config, model, False, world)
     assert optimizers.optimizers["matrices"].dtype == expected
     assert dtype in ("auto", str(expected).removeprefix("torch."))
 

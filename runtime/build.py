@@ -1,0 +1,105 @@
+"""Make what a run consists of from its config: the model, its optimizers, and what of it is compiled.
+
+train_gpt.py uses it, and so do the scripts that evaluate, fine-tune or measure a model.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from configs.config import Config
+from model.gpt import GPT
+from optim.groups import split_parameters
+from optim.muon import Muon, as_matrices, fast_dtype, lr_scale
+from optim.sharded import Group, Optimizers
+from runtime.processes import World
+
+
+def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """Return the dtype of the computation; parameters are float32 whatever it is."""
+    return fast_dtype(device) if config.dtype == "auto" else getattr(torch, config.dtype)
+
+
+def build_model(config: Config, dtype: torch.dtype) -> GPT:
+    """Return the model with new random weights, on the CPU. Raise ValueError for an attention method or option that
+    there is not."""
+    model = GPT(
+        vocab_size=config.vocab_size,
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        model_dim=config.model_dim,
+        train_length=config.train_length,
+        method=config.method,
+        method_options=config.method_options,
+        length_scale=config.length_scale,
+        dtype=dtype,
+    )
+    if config.bf16_embedding:
+        model.embedding.bfloat16()
+    return model
+
+
+def compile_model(model: GPT, compiled: str | None) -> torch.nn.Module:
+    """Return the model to train with: compiled as a whole ("model"), block by block ("blocks") or not at all (None)."""
+    torch._dynamo.config.recompile_limit = 32  # shapes: training and every validation length, ragged ends too
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # never fall back to eager without a word
+    if compiled == "blocks":
+        for block in model.blocks:
+            block.compile(dynamic=False)
+    return torch.compile(model, dynamic=False) if compiled == "model" else model
+
+
+def build_optimizers(config: Config, model: GPT, compiled: bool, world: World) -> Optimizers:
+    """Return Muon for the matrices of the blocks, and Adam for all else."""
+    params = split_parameters(
+        model.named_parameters(remove_duplicate=False),
+        dict(
+            head=lambda name, p: name == "head",
+            matrices=lambda name, p: name.startswith("blocks.") and p.ndim >= 2,
+            scalars=lambda name, p: name.startswith("blocks.") and p.ndim < 2,
+            embedding=lambda name, p: name.startswith("embedding."),
+        ),
+    )
+    dtype = compute_dtype(config, world.device)
+    muon = functools.partial(Muon, momentum=config.muon_momentum, compile=compiled, dtype=dtype)
+    adam = functools.partial(torch.optim.Adam, betas=config.adam_betas, eps=config.adam_eps, fused=True)
+    groups = dict(
+        head=Group(params["head"], adam, config.head_lr),
+        matrices=Group(params["matrices"], muon, config.muon_lr, units=as_matrices, lr_scale=lr_scale),
+        scalars=Group(params["scalars"], adam, config.scalar_lr),
+        embedding=Group(params["embedding"], adam, config.embedding_lr),
+    )
+    return Optimizers(groups, world.rank, world.world_size, skip=config.on_nonfinite == "skip")
+
+
+def checkpoint_bytes(optimizers: Optimizers) -> int:
+    """Return the size of the parameters with their optimizer state: one momentum for Muon, two moments for Adam."""
+    return sum(
+        p.numel() * p.element_size() * (2 if name == "matrices" else 3)
+        for name, group in optimizers.groups.items()
+        for p in group.params
+    )
+
+
+def train_step(
+    model, micro_batches: list, plan, optimizers: Optimizers, lr_factor: float, world: World
+) -> torch.Tensor:
+    """Make one update. Return loss and gradient norm over all processes, (2,) on the device, without waiting for them.
+
+    Where one of the two is not finite, weights and optimizer state stay as they are, and in all steps after it.
+    """
+    loss = torch.zeros((), device=world.device)
+    for number, (inputs, targets) in enumerate(micro_batches, start=1):
+        own = world.own_tokens(inputs.shape[1])
+        part = model(inputs[:, own], targets[:, own], plan=plan) / (len(micro_batches) * world.world_size)
+        if number == len(micro_batches):
+            optimizers.start()
+        part.backward()
+        loss += part.detach()
+    numbers = torch.stack([loss, optimizers.finish()])
+    world.sum([numbers])
+    numbers[1].sqrt_()
+    optimizers.step(lr_factor, numbers.isfinite().all())
+    return numbers

@@ -1,0 +1,134 @@
+"""The losses of a model on validation text: at several sequence lengths, by position, and as several methods."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from configs.config import Config
+from data.loader import validation_batches
+from data.shards import TokenStream
+from model.attention import Plan
+from model.gpt import GPT
+from model.methods import check_options, make_alternative
+from model.methods.base import Method
+from runtime.processes import World
+
+
+@dataclasses.dataclass
+class Validation:
+    """What is validated, and on what.
+
+    plans: see validation_plans. runner: the model, or what it was compiled to.
+    """
+
+    config: Config
+    model: GPT
+    runner: torch.nn.Module
+    plans: dict[str, dict[int, Plan]]
+    stream: TokenStream
+    world: World
+
+    def losses(self, passes: dict[int, int], stopping: Callable[[], bool] = lambda: False) -> dict | None:
+        """Return the mean loss in nats at each length, on the first passes[length] tokens of the text (val_loss,
+        val_tokens), the same by position (val_loss_by_position), and that of the same weights run as each of
+        validate_as (val_loss_as). None if stopping(), which is asked before each batch, says so.
+        """
+        ours = self.plans[self.config.method]
+        result = self._validate(ours, passes, stopping)
+        if result is None or not self.config.validate_as:
+            return result
+        as_others = {}
+        for name in self.config.validate_as:
+            theirs = self.plans[name]
+            differ = {n: passes[n] for n in passes if not same_rotation(ours[n], theirs[n])}
+            found = self._validate(theirs, differ, stopping)
+            if found is None:
+                return None
+            as_others[name] = result["val_loss"] | found["val_loss"]
+        return result | dict(val_loss_as=as_others)
+
+    def _validate(self, plans: dict[int, Plan], passes: dict[int, int], stopping) -> dict | None:
+        val_loss, by_position = {}, {}
+        for length, tokens in passes.items():
+            mean = self.mean_by_position(plans[length], length, tokens, stopping)
+            if mean is None:
+                return None
+            val_loss[str(length)] = mean.mean().item()
+            by_position[str(length)] = in_octaves(mean)
+        val_tokens = {str(length): tokens for length, tokens in passes.items()}
+        return dict(val_loss=val_loss, val_tokens=val_tokens, val_loss_by_position=by_position)
+
+    def mean_by_position(self, plan: Plan, length: int, tokens: int, stopping) -> torch.Tensor | None:
+        """Return the loss at each position, (length,) float64, a mean over the sequences; None if stopping()."""
+        world, config = self.world, self.config
+        micro_batch = max(1, config.micro_batch_tokens * world.context_size // length)
+        batches = validation_batches(
+            self.stream,
+            length=length,
+            val_tokens=tokens,
+            micro_batch_size=micro_batch,
+            rank=world.data_rank,
+            world_size=world.data_size,
+            device=world.device,
+            vocab_size=config.vocab_size,
+        )
+        total = torch.zeros(length, dtype=torch.float64, device=world.device)  # of all sequences
+        own = world.own_tokens(length)
+        most = -(-tokens // length // world.data_size // micro_batch)  # batches of a rank; some may have one less
+        for _ in range(most):
+            if stopping():
+                return None
+            with torch.inference_mode():
+                for inputs, targets in itertools.islice(batches, 1):
+                    losses = self.runner(inputs[:, own], targets[:, own], plan=plan, per_token=True)  # (B, own)
+                    total[own] += losses.double().sum(dim=0)
+        world.sum([total])
+        return total.cpu() / (tokens // length)
+
+    def attention_statistics(self) -> dict:
+        """Return mean and deviation of the scores S in each layer, on one sequence, and the methods' own parameters."""
+        tokens = self.stream.read(0, self.config.train_length).astype("int64")  # (T,)
+        batch = torch.from_numpy(tokens).to(self.model.head.device).unsqueeze(0)
+        mean, std = zip(*self.model.score_statistics(batch))
+        learned = {name: p.tolist() for name, p in self.model.named_parameters() if ".method." in name}
+        return dict(scores_mean=mean, scores_std=std, method_parameters=learned)
+
+
+def validation_plans(
+    config: Config, model: GPT, world: World, lengths: Sequence[int] | None = None
+) -> dict[str, dict[int, Plan]]:
+    """Return the plans of attention by method (the one that trains, and those of validate_as) and length (default: the
+    config's). Raise ValueError for methods and lengths that do not go with the model."""
+    methods = {config.method: None} | build_alternatives(config)
+    where = dict(backend=config.attention_backend, context=world.context)
+    lengths = lengths or config.val_lengths
+    return {name: {n: model.plan(n, method=method, **where) for n in lengths} for name, method in methods.items()}
+
+
+def build_alternatives(config: Config) -> dict[str, Method]:
+    """Return the methods of validate_as, by name. Raise ValueError for one that does not train as its own."""
+    shape = dict(num_heads=config.num_heads, head_dim=config.model_dim // config.num_heads)
+    shape |= dict(train_length=config.train_length, length_scale=config.length_scale)
+    check_options(config.method, config.method_options)  # before one can be mistaken for a part of the shape
+    alternative = functools.partial(make_alternative, config.method, **shape, **config.method_options)
+    return {name: alternative(name) for name in config.validate_as}
+
+
+def same_rotation(a: Plan, b: Plan) -> bool:
+    return a.cos is None or torch.equal(a.cos, b.cos) and torch.equal(a.sin, b.sin)
+
+
+def in_octaves(mean: torch.Tensor) -> list[float]:
+    """Return means over ranges of positions: entry k over 2^(k-1) .. 2^k - 1, entry 0 over position 0 alone."""
+    length = len(mean)
+    edges = [0, *(2**k for k in range((length - 1).bit_length())), length]
+    return [round(mean[a:b].mean().item(), 5) for a, b in zip(edges, edges[1:]) if b > a]
+
+
+def losses_in_words(val_loss: dict[str, float]) -> str:
+    return ", ".join(f"{loss:.4f} at {length}" for length, loss in val_loss.items())
