@@ -895,7 +895,6 @@ def test_wandb_offline_stays_in_the_run_folder_and_changes_nothing(data, finishe
         ("config", None),
         ("head", None),
         ("model", {}),
-        ("step", "5"),
         ("validation", [1]),
         ("optimizers", {}),
         ("rng", [7]),
@@ -911,6 +910,14 @@ def test_a_checkpoint_of_other_content_is_one_line(part, value, data, finished, 
         state[part] = value
     torch.save(state, path)
     assert f"{path} does not fit this run" in error_of(capsys, *arguments(data, tmp_path, resume="auto"))
+
+
+@pytest.mark.parametrize("part, value", [("step", "5"), ("seconds", "1"), ("wandb_id", 5), ("rng", None)])
+def test_progress_of_another_type_is_one_line(part, value, data, finished, tmp_path, capsys):
+    folder = rewound(finished, tmp_path)
+    path = latest_checkpoint(folder / "checkpoints")
+    torch.save(load_checkpoint(path) | {part: value}, path)
+    assert f"{path} is damaged ({part} {value!r})" in error_of(capsys, *arguments(data, tmp_path, resume="auto"))
 
 
 def test_a_last_update_that_spoils_the_weights_is_no_finished_run(data, tmp_path, capsys):
