@@ -23,7 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from configs.command_line import named_fields, read_config, user_errors
+from configs.command_line import read_config, read_fields, user_errors
 from configs.config import Config, require
 from configs.presets import mini, quickstart
 from data import pg19
@@ -114,7 +114,7 @@ def train_all(arguments: dict[Path, list[str]]):
         words = ["quickstart", "--name", folder.name, "--resume", "auto", *words]
         config = read_config(words)
         if (folder / "summary.json").exists():
-            check_finished(folder, config, SEEN & {*named_fields(words)})
+            check_finished(folder, config, SEEN & read_fields(words[1:]).keys())
         else:
             jobs.append(Job(folder, config, words))
     train(jobs, retries=0)

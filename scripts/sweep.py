@@ -35,7 +35,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from configs.command_line import named_fields, read_config, user_errors
+from configs.command_line import read_config, read_fields, user_errors
 from configs.config import Config, require
 from configs.interrupt import INTERRUPTED
 from configs.sweeps import SCALES, SET_BY_SWEEPS, SWEEPS, Needle, Run, sweep
@@ -123,10 +123,11 @@ def field_changes(preset: str, arguments: list[str]) -> dict:
 
     ValueError for what train_gpt.py refuses, and for the fields that a sweep sets itself.
     """
-    config, fields = read_config([preset, *arguments]), named_fields(arguments)
+    read_config([preset, *arguments])  # which refuses them together
+    fields = read_fields(arguments)
     if own := [field for field in fields if field in SET_BY_SWEEPS]:
         raise ValueError(f"--{own[0]} is set by the sweep, which names and resumes its runs; their place is --runs-dir")
-    return {field: getattr(config, field) for field in fields}
+    return fields
 
 
 def check_run(run: Run):
