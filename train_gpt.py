@@ -24,12 +24,13 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from configs.command_line import read_config, user_errors
+from configs.command_line import read_config
 from configs.config import NOT_MATHEMATICS, Config, config_hash
 from configs.validation import validation_plan, validation_share
 from data.fineweb import data_command
 from data.loader import TrainLoader, check_validation, micro_batch_size, validation_batches
 from data.shards import open_split, tokenizer_of
+from errors import exit_on_user_error
 from model.attention import Plan, prefer_fast_sdpa
 from model.gpt import GPT
 from model.methods import METHODS, check_options, make_alternative
@@ -64,7 +65,7 @@ def main():
 
 def train(stop: StopRequest):
     # ---- configuration, devices, model, data: what can be wrong is found before there is a run folder ----------------
-    with user_errors():
+    with exit_on_user_error():
         config = read_config(sys.argv[1:], __doc__, METHODS)
         world = start_processes(config.device, config.context_parallel)
         path = Path(config.runs_dir) / config.name
@@ -223,7 +224,7 @@ def train(stop: StopRequest):
         if not math.isfinite(loss + grad_norm):
             words = f"step {step}: loss {loss}, gradient norm {grad_norm}"
             if config.on_nonfinite == "stop":
-                with user_errors(), agree(world):
+                with exit_on_user_error(), agree(world):
                     raise ValueError(explain(step, words))
             skipped += 1
             say(f"{words}; skipped, {skipped} so far")
@@ -281,14 +282,14 @@ def train(stop: StopRequest):
             if passes and not stopping and step != validated:
                 began = time.monotonic()
                 stops = functools.partial(stop.agreed, world)
-                with user_errors():  # a shard may have changed
+                with exit_on_user_error():  # a shard may have changed
                     losses = validate_all(evaluated_model, val_plans, config, val_stream, world, passes, stops)
                 stopping = losses is None
             if passes and not stopping and step != validated:
                 validated = step
                 validation = dict(step=step, tokens=step * config.batch_tokens, val_profile=config.val_profile) | losses
                 if world.is_main:
-                    with user_errors():
+                    with exit_on_user_error():
                         validation |= attention_statistics(model, config, val_stream)
                     validation |= dict(val_seconds=round(time.monotonic() - began, 3))
                     metrics.write(validation)
@@ -304,7 +305,7 @@ def train(stop: StopRequest):
 
         # ---- step ----------------------------------------------------------------------------------------------------
         stop.holds = True  # from here on there is something to save
-        with user_errors():
+        with exit_on_user_error():
             micro_batches = next(loader)
         factor = lr_factor(step, **schedule)
         numbers = train_step(training_model, micro_batches, plan, optimizers, factor, world)
@@ -319,7 +320,7 @@ def train(stop: StopRequest):
         if world.is_main:
             folder.mark_interrupted(stop.heard or "of another process")
     elif not all(map(math.isfinite, validation["val_loss"].values())):
-        with user_errors(), agree(world):
+        with exit_on_user_error(), agree(world):
             words = "the last update made weights that are not finite: lower the learning rates"
             raise ValueError(f"step {step}: validation loss {validation['val_loss']}; {words}")
     elif world.is_main:

@@ -1,4 +1,4 @@
-"""The command line of train_gpt.py: a preset, and fields that differ from it; and how all commands refuse."""
+"""The command line of train_gpt.py: a preset, and the fields that differ from it."""
 
 import ast
 import dataclasses
@@ -8,7 +8,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Literal, get_args, get_origin
 
 from configs.config import Config, OptionValue, is_of_type, shortened, with_changes
@@ -18,16 +18,6 @@ from errors import did_you_mean, require
 TYPES = {field.name: field.type for field in dataclasses.fields(Config)}
 FLAGS = {f"--{name}": name for name in TYPES} | {f"--no_{name}": name for name in TYPES if TYPES[name] is bool}
 SEE_HELP = "--help lists all fields"
-
-
-@contextmanager
-def user_errors():
-    """One line and exit code 2 for what the user can put right: ValueError and OSError."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 def read_config(arguments: list[str], usage: str = "", methods: Iterable[str] = ()) -> Config:

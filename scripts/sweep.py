@@ -35,11 +35,12 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from configs.command_line import read_config, read_fields, user_errors
-from configs.config import Config, require
+from configs.command_line import read_config, read_fields
+from configs.config import Config
 from configs.interrupt import INTERRUPTED
 from configs.sweeps import SCALES, SET_BY_SWEEPS, SWEEPS, Needle, Run, sweep
 from data.needle import C4, fetch_c4
+from errors import exit_on_user_error, require
 from model.methods import METHODS, check_options, make_alternative, make_method
 from optim.schedule import check_schedule
 from runtime.files import append, open_own, replace_file
@@ -63,7 +64,7 @@ POLL = 0.5  # seconds
 
 def main():
     args, fields = parse_arguments()
-    with user_errors():
+    with exit_on_user_error():
         changes, needle = field_changes(SCALES[args.scale].base, fields), needle_changes(args.needle)
         runs = sweep(args.sweep, args.scale, args.seeds, args.methods, changes, needle)
         for run in runs:
