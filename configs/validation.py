@@ -8,7 +8,7 @@ SUBSET = 4  # of the fast profile: a quarter of the tokens, in a quarter of the 
 
 
 def validation_plan(config: Config, step: int) -> dict[int, int]:
-    """Return the tokens to validate on before this step (at config.steps: after the last), by length; {}: no validation.
+    """Return how many tokens of each length to validate on before this step (at config.steps: after the last), or {}.
 
     The tokens are the first of the validation text. The last validation is the same in both profiles.
     """

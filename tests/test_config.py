@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from test_methods import NAMES, assert_refused
 
 from configs.command_line import read_config
-from configs.config import NOT_MATHEMATICS, Config, config_hash
+from configs.config import NOT_MATHEMATICS, Config, config_hash, setting
 from configs.presets import PRESETS, preset
 from data.loader import micro_batch_size
+from errors import did_you_mean
 from optim.schedule import check_schedule, lr_factor
 from train_gpt import build_model
 
@@ -229,6 +230,23 @@ def test_a_bad_value_is_refused_in_one_line_that_names_the_field(field, value):
         Config(**{field: value})
 
 
+def test_a_new_field_brings_its_limits_along():
+    @dataclasses.dataclass(frozen=True)
+    class Wider(Config):
+        dropouts: tuple[float, ...] = setting((0.0,), at_least=0, less_than=1)
+
+    assert Wider(dropouts=(0, 0.5)).dropouts == (0, 0.5)
+    with assert_refused("dropouts must be less than 1, got"):
+        Wider(dropouts=(0.5, 1.0))
+    with assert_refused("dropouts must be at least 0, got"):
+        Wider(dropouts=(NAN,))
+
+
+def test_a_limit_that_does_not_exist_is_an_error():
+    with pytest.raises(AssertionError, match="at_lest.*at_least"):
+        setting(1, at_lest=1)
+
+
 number = st.integers(-2, 70) | st.sampled_from([2**31, 2**63])
 real = st.floats() | st.sampled_from([0.0, 0.02, 0.95])
 VALUES = {field.name: number if field.type is int else real if field.type is float else st.just(OTHER[field.name])
@@ -342,6 +360,14 @@ def test_a_bad_value_on_the_command_line_is_one_line(arguments, capsys):
 def test_a_bad_value_is_answered_with_what_the_field_takes(arguments, takes):
     with assert_refused(re.escape(f"{arguments[0].split('=')[0]} takes {takes}; --help lists all fields")):
         read_config(["quickstart", *arguments])
+
+
+def test_what_is_suggested_for_an_unknown_name():
+    assert did_you_mean("tua", ["base", "tau"], "see there") == "did you mean tau?"
+    assert did_you_mean("rope", ["p_rope", "ropes", "base"]) == "did you mean ropes or p_rope?"
+    assert did_you_mean("x", ["base", "tau"]) == "there are: base, tau"
+    assert did_you_mean("x", []) == "there are: none"
+    assert did_you_mean("x", ["base", "tau"], "see there") == "see there"
 
 
 def test_an_option_of_one_dash_is_not_taken_for_a_value():
