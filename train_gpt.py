@@ -19,11 +19,12 @@ from pathlib import Path
 
 import torch
 
-from configs.command_line import read_config, user_errors
+from configs.command_line import read_config
 from configs.config import NOT_MATHEMATICS, Config
 from configs.validation import validation_plan
 from data.loader import TrainLoader, check_validation, micro_batch_size
 from data.shards import TokenStream, open_split, tokenizer_of
+from errors import exit_on_user_error
 from model.attention import Plan, prefer_fast_sdpa
 from model.gpt import GPT
 from model.methods import METHODS
@@ -63,7 +64,7 @@ def main():
 
 def train(stop: StopRequest):
     # ---- set up: what can be wrong is found before there is a run folder ---------------------------------------------
-    with user_errors():
+    with exit_on_user_error():
         config = read_config(sys.argv[1:], __doc__, METHODS)
         world = start_processes(config.device, config.context_parallel)
         with fail_together(world):
@@ -140,7 +141,7 @@ def train(stop: StopRequest):
                 log.restart_clock()
 
             stop.holds = True  # from here on there is something to save
-            with user_errors():
+            with exit_on_user_error():
                 micro_batches = next(loader)
             factor = lr_factor(step, **schedule)
             numbers = train_step(training_model, micro_batches, plan, optimizers, factor, world)
@@ -247,7 +248,7 @@ def compile_step(model, micro_batch: int, plan: Plan, optimizers: Optimizers, co
 def validate(validation: Validation, passes: dict[int, int], log: RunLog, stop: StopRequest) -> bool:
     """Validate on passes[length] tokens at each length. Return False if a signal to stop came first."""
     began, config, step = time.monotonic(), validation.config, log.progress.step
-    with user_errors():  # a shard may have changed
+    with exit_on_user_error():  # a shard may have changed
         losses = validation.losses(passes, functools.partial(stop.agreed, validation.world))
         if losses is None:
             return False

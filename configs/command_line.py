@@ -1,70 +1,113 @@
-"""The command line of train_gpt.py: a preset, and fields that differ from it; and how all commands refuse."""
+"""The command line of train_gpt.py: a preset, and the fields that differ from it."""
 
+import ast
 import dataclasses
-import difflib
 import inspect
-import io
 import itertools
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable
-from contextlib import contextmanager, redirect_stderr
+from contextlib import suppress
+from typing import Literal, get_args, get_origin
 
-import tyro
-
-from configs.config import Config, Fields, with_changes
+from configs.config import Config, OptionValue, is_of_type, shortened, with_changes
 from configs.presets import PRESETS, preset
+from errors import did_you_mean, require
 
-FIELDS = [field.name for field in dataclasses.fields(Config)]
-
-
-@contextmanager
-def user_errors(*kinds: type[Exception]):
-    """One line and exit code 2 for what the user can put right: ValueError and OSError, unless others are named."""
-    try:
-        yield
-    except kinds or (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+TYPES = {field.name: field.type for field in dataclasses.fields(Config)}
+FLAGS = {f"--{name}": name for name in TYPES} | {f"--no_{name}": name for name in TYPES if TYPES[name] is bool}
+SEE_HELP = "--help lists all fields"
 
 
 def read_config(arguments: list[str], usage: str = "", methods: Iterable[str] = ()) -> Config:
-    """From a preset's name and --field value, as in sys.argv[1:]; ValueError, in one line, for what is none.
+    """Return the run that a preset's name and --field value, as in sys.argv[1:], describe.
 
     --help ends the process; `usage` (of the program) and `methods` (the names of the attention methods) are its text.
+    ValueError, in one line, for what describes no run.
     """
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage + "\nPresets: " + ", ".join(PRESETS))
         sys.exit(0 if arguments else 2)
     name, *rest = arguments
     base = preset(name)
-    for field in named_fields(rest):
-        if field not in (*FIELDS, "help"):
-            close = difflib.get_close_matches(field, FIELDS, n=3)
-            hint = f"did you mean {' or '.join('--' + c for c in close)}?" if close else "--help lists all fields"
-            raise ValueError(f"unknown field --{field}; {hint}")
-    # Parsed unchecked, so that what Config refuses is one line from us and not a box from tyro.
-    box = io.StringIO()
-    try:
-        with redirect_stderr(box):
-            parsed = tyro.cli(
-                Fields,
-                default=Fields(**base.to_dict()),
-                args=rest,
-                prog=f"train_gpt.py {name}",
-                description=f"{inspect.getdoc(PRESETS[name]) or ''}\n\nMethods: {', '.join(methods)}.",
-                use_underscores=True,
-            )
-    except SystemExit as leaving:
-        if not leaving.code:  # --help
-            raise
-        title, *lines = [line.strip(" │╭╮╰╯─-") for line in box.getvalue().splitlines()]  # a rule is then empty
-        said = itertools.takewhile(bool, itertools.dropwhile(lambda line: not line, lines))
-        raise ValueError(f"{' '.join(said)}; --help lists all fields") from None
-    config = with_changes(base, {field: getattr(parsed, field) for field in named_fields(rest)})
+    if "-h" in rest or "--help" in rest:
+        print(help_text(name, methods))
+        sys.exit(0)
+    config = with_changes(base, read_fields(rest))
     return config if config.name else dataclasses.replace(config, name=f"{name}-{config.method}-s{config.seed}")
 
 
-def named_fields(arguments: list[str]) -> list[str]:
-    """The fields that --field value, --field=value, --no_field among the arguments set, each once."""
-    words = [word.removeprefix("--").split("=")[0].replace("-", "_") for word in arguments if word.startswith("--")]
-    return list(dict.fromkeys(word if word in FIELDS else word.removeprefix("no_") for word in words))
+def read_fields(arguments: list[str]) -> dict:
+    """Return the values of the fields that --field value, --field=value or --no_field among the arguments set.
+
+    A dash in a field's name is an underscore; of a field that is set twice, the last counts. ValueError, in one line,
+    for an unknown field, or what is no value of a field's type.
+    """
+    given = {}
+    for argument in arguments:
+        if argument.startswith("-") and isinstance(option_value(argument), str):  # not a negative number
+            flag, *words = argument.split("=", maxsplit=1)
+            flag = flag[:2] + flag[2:].replace("-", "_")
+            require(flag in FLAGS, f"unknown field {flag}; {did_you_mean(flag, FLAGS, SEE_HELP)}")
+            given[FLAGS[flag]] = flag, words
+        else:
+            require(given, f"{shortened(argument)} is the value of no field; {SEE_HELP}")
+            words.append(argument)
+    return {name: field_value(TYPES[name], flag, words) for name, (flag, words) in given.items()}
+
+
+def field_value(kind: type, flag: str, words: list[str]) -> object:
+    """Return the value of this type that the flag and the words after it say. ValueError when they say none."""
+    value = words  # a list, which is of none of the types
+    with suppress(ValueError):
+        if kind is bool:
+            value = words or not flag.startswith("--no_")
+        elif get_origin(kind) is dict:
+            value = dict(zip(words[::2], map(option_value, words[1::2]), strict=True))
+        elif get_origin(kind) is tuple:
+            value = tuple(map(get_args(kind)[0], words))
+        elif len(words) == 1:
+            value = words[0] if get_origin(kind) is Literal else kind(words[0])
+    takes = placeholder(kind) or "no value"
+    require(is_of_type(value, kind), f"{flag} takes {takes}, got {shortened(' '.join(words))}; {SEE_HELP}")
+    return value
+
+
+def option_value(word: str) -> OptionValue:
+    """Return the number, the truth value or else the text that a word says."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(word)
+    return {"True": True, "False": False}.get(word, word)
+
+
+def placeholder(kind: type) -> str:
+    """Return what stands for a value of this type in messages and in --help."""
+    parts = get_args(kind)
+    if get_origin(kind) is Literal:
+        return "|".join(parts)
+    if get_origin(kind) is tuple:
+        return " ".join("..." if part is ... else placeholder(part) for part in parts)
+    return {bool: "", int: "INT", float: "FLOAT", str: "TEXT"}.get(kind, "NAME VALUE ...")
+
+
+def help_text(name: str, methods: Iterable[str]) -> str:
+    """Return the help of a preset: its docstring, and each field with its docstring and its value in this preset."""
+    width = shutil.get_terminal_size().columns
+    lines = [f"usage: train_gpt.py {name} [--field value ...]", "", inspect.getdoc(PRESETS[name]) or "", ""]
+    lines += [textwrap.fill(f"Methods: {', '.join(methods)}.", width), ""]
+    for field, text in field_docstrings().items():
+        value = getattr(preset(name), field)
+        value = " ".join(map(str, value)) if isinstance(value, tuple) else value
+        lines.append(f"  --{field} {placeholder(TYPES[field]) or f'or --no_{field}'}")
+        text = f"{text} (default: {'none' if value in ('', {}) else value})"
+        lines.append(textwrap.fill(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6))
+    return "\n".join(lines)
+
+
+def field_docstrings() -> dict[str, str]:
+    """Return the docstring below each field of Config, on one line."""
+    body = ast.parse(inspect.getsource(Config)).body[0].body
+    fields = [(field, below) for field, below in itertools.pairwise(body) if isinstance(field, ast.AnnAssign)]
+    return {field.target.id: " ".join(below.value.value.split()) for field, below in fields}

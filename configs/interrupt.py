@@ -12,8 +12,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 def exit_code() -> int:
-    """INTERRUPTED, so that Slurm or a shell can start the run again; 0 under torchrun, which makes a failure of every
-    other code (and would start the processes again itself)."""
+    """Return INTERRUPTED, so that Slurm or a shell can start the run again; 0 under torchrun, which makes a failure of
+    every other code (and would start the processes again itself)."""
     return 0 if "TORCHELASTIC_RUN_ID" in os.environ else INTERRUPTED
 
 

@@ -1,9 +1,9 @@
 """The presets: what `python train_gpt.py PRESET` runs. Edit them, or add one: a function, and its name in PRESETS."""
 
 import dataclasses
-import difflib
 
 from configs.config import Config
+from errors import did_you_mean, require
 
 
 def gpt_162m_4k() -> Config:
@@ -134,9 +134,6 @@ PRESETS = {
 
 
 def preset(name: str) -> Config:
-    """The preset of that name. ValueError, naming the nearest, when there is none."""
-    if name not in PRESETS:
-        close = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.4)
-        hint = f"did you mean {close[0]}? " if close else ""
-        raise ValueError(f"unknown preset {name!r}; {hint}There are: {', '.join(PRESETS)}")
+    """Return the preset of that name. ValueError, naming the nearest, when there is none."""
+    require(name in PRESETS, f"unknown preset {name!r}; {did_you_mean(name, PRESETS)}")
     return PRESETS[name]()

@@ -9,14 +9,14 @@ task.
 
 import collections
 import dataclasses
-import difflib
 import hashlib
 import itertools
 import re
 from collections.abc import Iterable
 
-from configs.config import NOT_MATHEMATICS, Config, config_hash, require, with_changes
+from configs.config import NOT_MATHEMATICS, Config, config_hash, with_changes
 from configs.presets import preset
+from errors import did_you_mean, require
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,9 +278,7 @@ def sweep(
     there is not, and for a field in changes that a run has a value of its own for.
     """
     if name != "all" and name not in SWEEPS:
-        close = difflib.get_close_matches(name, SWEEPS, n=1, cutoff=0.4)
-        hint = f"did you mean {close[0]}? " if close else ""
-        raise ValueError(f"unknown sweep {name!r}; {hint}There are: all, {', '.join(SWEEPS)}")
+        raise ValueError(f"unknown sweep {name!r}; {did_you_mean(name, ['all', *SWEEPS])}")
     require(scale in SCALES, f"unknown scale {scale!r}; there are: {', '.join(SCALES)}")
     where = dataclasses.replace(SCALES[scale], seeds=tuple(seeds), once=tuple(seeds)) if seeds else SCALES[scale]
     known = [field.name for field in dataclasses.fields(Needle)]
@@ -293,8 +291,7 @@ def sweep(
         own = list(function(where) or [])
         for run in own:
             for field in run.changes:
-                close = difflib.get_close_matches(field, fields, n=1)
-                hint = f"did you mean {close[0]}?" if close else "see configs/config.py"
+                hint = did_you_mean(field, fields, "see configs/config.py")
                 require(field in fields, f"sweep {name}: a run has no field {field!r}; {hint}")
                 require(field not in SET_BY_SWEEPS, f"sweep {name} sets {field}, which is no choice of a sweep's")
         given = [dataclasses.replace(run, changes={**different(run, changes or {}), **run.changes}) for run in own]

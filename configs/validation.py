@@ -9,7 +9,7 @@ SUBSET = 4  # of the fast profile: a quarter of the tokens, in a quarter of the 
 
 
 def validation_plan(config: Config, step: int) -> dict[int, int]:
-    """The tokens to validate on before this step (or, at config.steps, after the last), by length; {}: no validation.
+    """Return how many tokens of each length to validate on before this step (at config.steps: after the last), or {}.
 
     The tokens are the first of the validation text. The last validation is the same in both profiles.
     """
@@ -29,7 +29,7 @@ def validation_plan(config: Config, step: int) -> dict[int, int]:
 
 
 def validation_share(config: Config) -> float:
-    """Floating-point operations of all validations of a run, over those of its training (3 forward passes a token)."""
+    """Return the operations of all validations of a run over those of its training (3 forward passes a token)."""
     steps = [*range(0, config.steps, config.val_every or config.steps), config.steps]  # all others have no validation
     plans = [validation_plan(config, step) for step in steps]
     # Beyond the training length the same weights are run as each of validate_as too.

@@ -1,10 +1,11 @@
 """Learning-rate schedules: a factor in [0, 1] that multiplies every learning rate alike, as a function of the step."""
 
 import math
-from difflib import get_close_matches
 
 import torch
 from torch.optim import Optimizer
+
+from errors import did_you_mean
 
 SCHEDULES = ("constant_linear", "cosine", "trapezoid")
 
@@ -12,8 +13,7 @@ SCHEDULES = ("constant_linear", "cosine", "trapezoid")
 def check_schedule(schedule: str, *, steps: int, warmup_steps: int = 0, cooldown_steps: int = 0) -> None:
     """Raise ValueError unless `lr_factor` can run this schedule and uses every number given."""
     if schedule not in SCHEDULES:
-        nearest = get_close_matches(schedule, SCHEDULES, n=1, cutoff=0)[0]
-        raise ValueError(f"unknown schedule {schedule!r}: did you mean {nearest!r}? (one of {', '.join(SCHEDULES)})")
+        raise ValueError(f"unknown schedule {schedule!r}; {did_you_mean(schedule, SCHEDULES)}")
     if steps < 1 or warmup_steps < 0 or cooldown_steps < 0:
         raise ValueError(
             f"steps must be at least 1, warmup_steps and cooldown_steps at least 0: got {steps}, {warmup_steps} and"

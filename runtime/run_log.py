@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from configs.command_line import user_errors
 from configs.config import Config, config_hash
 from configs.flops import training_flops_per_token
 from configs.validation import validation_share
 from data.fineweb import data_command
+from errors import exit_on_user_error
 from model.attention import Plan
 from model.gpt import GPT
 from runtime.device import AsyncScalars, device_name, peak_memory
@@ -144,7 +144,7 @@ class RunLog:
         if not math.isfinite(loss + grad_norm):
             problem = f"step {step}: loss {loss}, gradient norm {grad_norm}"
             if self.config.on_nonfinite == "stop":
-                with user_errors(), fail_together(self.world):
+                with exit_on_user_error(), fail_together(self.world):
                     raise ValueError(self.explain(step, problem))
             progress.skipped += 1
             self.print(f"{problem}; skipped, {progress.skipped} so far")
@@ -183,7 +183,7 @@ class RunLog:
         config, progress = self.config, self.progress
         losses, guessing = progress.validation["val_loss"], math.log(config.vocab_size)
         if not all(map(math.isfinite, losses.values())):
-            with user_errors(), fail_together(self.world):
+            with exit_on_user_error(), fail_together(self.world):
                 problem = "the last update made weights that are not finite: lower the learning rates"
                 raise ValueError(f"step {progress.step}: validation loss {losses}; {problem}")
         if min(losses.values()) >= guessing - 1e-4:

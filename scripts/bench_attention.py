@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from configs.command_line import user_errors
+from errors import exit_on_user_error
 from model.attention import plain_attention
 from runtime.processes import start_processes
 from scripts.attention_variants import VARIANTS, Attend, Case, Variant, default_variants, dense
@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser):
 def run(args: argparse.Namespace, variants: dict[str, Variant] = VARIANTS) -> int:
     """The exit code: 1 when a variant fails the gate."""
     deadline = time.perf_counter() + 60 * args.minutes
-    with user_errors():
+    with exit_on_user_error():
         cases, names = read_arguments(args, variants)
         if args.tune:
             from scripts.bench_tiles import tune  # only now, as it needs Triton

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import torch
 
-from configs.command_line import user_errors
 from configs.config import Config
 from configs.flops import training_flops_per_token
 from configs.presets import preset
 from configs.validation import validation_share
+from errors import exit_on_user_error
 from model.context import context_bytes
 from optim.sharded import MOST_SHARES, Optimizers
 from runtime.build import build_model, build_optimizers
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser):
 
 
 def run(args: argparse.Namespace) -> int:
-    with user_errors():
+    with exit_on_user_error():
         numbers = [*args.gpus, args.mfu, args.nvlink, args.network]
         if min(numbers) <= 0 or args.mfu > 1 or args.latency < 0:
             raise ValueError("gpus and bandwidths must be positive, mfu in (0, 1] and latency not negative")

@@ -28,11 +28,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from configs.command_line import read_config, user_errors
+from configs.command_line import read_config
 from configs.config import Config
 from configs.flops import training_flops_per_token
 from data.loader import TrainLoader, micro_batch_size
 from data.shards import open_split
+from errors import exit_on_user_error
 from model.attention import Plan, prefer_fast_sdpa
 from model.methods import METHODS
 from optim.sharded import Optimizers
@@ -99,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser):
 
 def run(args: argparse.Namespace) -> int:
     """The exit code: 1 when a variant fails the gate."""
-    with user_errors():
+    with exit_on_user_error():
         arguments = [args.preset, *args.fields, *(["--train_length", str(args.length)] if args.length else [])]
         config = read_config(arguments)
         device = start_processes(config.device).device

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import torch
 
-from configs.command_line import user_errors
-from configs.config import Config, require
+from configs.config import Config
 from data.loader import check_validation
 from data.shards import TOKENIZER_FILE, TokenStream, open_split, tokenizer_of
+from errors import exit_on_user_error, require
 from runtime.build import build_model, compute_dtype
 from runtime.checkpoint import checkpoint_errors, latest_checkpoint, load_checkpoint
 from runtime.files import replace_file, to_json
@@ -177,7 +177,7 @@ def main():
     )  # fmt: skip
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     args = parser.parse_args()
-    with user_errors():
+    with exit_on_user_error():
         world = start_processes(args.device)
     results, failed = [], False
     for folder in args.runs:

@@ -23,7 +23,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from configs.command_line import user_errors
+from errors import exit_on_user_error
 from model.kernels import flash
 from model.kernels.distance import NOWHERE, Coefficients, closed_form, make_coefficients
 from model.methods import make_method
@@ -259,7 +259,7 @@ def main():
         help="only this kernel, with these",
     )
     args = parser.parse_args()
-    with user_errors():
+    with exit_on_user_error():
         kernels, tiles = KERNELS, {}
         if args.tiles:
             kernel, *numbers = args.tiles

@@ -25,9 +25,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from configs.command_line import user_errors
 from configs.config import Config
 from configs.presets import preset
+from errors import exit_on_user_error
 from model.attention import prefer_fast_sdpa
 from model.loss import LOGIT_BYTES
 from runtime.build import build_model, build_optimizers, compile_model, compute_dtype, train_step
@@ -145,7 +145,7 @@ def main():
     parser.add_argument("--length", type=int, help="training length (default: the preset's)")
     parser.add_argument("--tokens", type=int, help="tokens computed at once (default: the preset's micro_batch_tokens)")
     args = parser.parse_args()
-    with user_errors():
+    with exit_on_user_error():
         changes = dict(train_length=args.length, micro_batch_tokens=args.tokens)
         changes = {field: value for field, value in changes.items() if value is not None} | dict(dtype="bfloat16")
         configs = {name: dataclasses.replace(preset(name), **changes) for name in args.presets}

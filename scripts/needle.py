@@ -23,13 +23,13 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from configs.command_line import user_errors
 from configs.config import Config, config_hash
 from configs.interrupt import exit_code
 from configs.sweeps import SCALES, Needle
 from data.loader import micro_batch_size
 from data.needle import C4, Haystack, NeedleTask, oracle_accuracy, score
 from data.text import Tokenizer, load_tokenizer
+from errors import exit_on_user_error
 from model.decoding import greedy_decode
 from model.gpt import GPT
 from model.methods.base import Method
@@ -53,7 +53,7 @@ TEST_SEED = 1_000_000  # of the scored examples, the same for all runs; no run i
 
 @failures_in_words("lower --sequences or --lengths")
 def main():
-    with user_errors():
+    with exit_on_user_error():
         args, settings = read_arguments()
         device = start_processes(args.device).device
         compiled, _ = choose_compile(args.compile, device)

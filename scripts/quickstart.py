@@ -23,12 +23,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from configs.command_line import named_fields, read_config, user_errors
-from configs.config import Config, require
+from configs.command_line import read_config, read_fields
+from configs.config import Config
 from configs.presets import mini, quickstart
 from data import pg19
 from data.shards import read_manifest, verify
 from data.text import find_files, prepare
+from errors import exit_on_user_error, require
 from scripts.runs import beside, data_fingerprint, differences, read_folder
 from scripts.sweep import Job, train
 from scripts.tables import loss_table, markdown_table
@@ -70,7 +71,7 @@ def main():
     folders = {label: out / f"{title}-{slug(label)}" for label in RUNS}
     out.mkdir(parents=True, exist_ok=True)
     common = ["--runs_dir", args.runs_dir, "--data_dir", str(data_dir), *train_arguments]
-    with user_errors():
+    with exit_on_user_error():
         make_data(data_dir, args.text)
         train_all({folder: [*RUNS[label], *common] for label, folder in folders.items()})
 
@@ -114,7 +115,7 @@ def train_all(arguments: dict[Path, list[str]]):
         words = ["quickstart", "--name", folder.name, "--resume", "auto", *words]
         config = read_config(words)
         if (folder / "summary.json").exists():
-            check_finished(folder, config, SEEN & {*named_fields(words)})
+            check_finished(folder, config, SEEN & read_fields(words[1:]).keys())
         else:
             jobs.append(Job(folder, config, words))
     train(jobs, retries=0)

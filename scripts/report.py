@@ -17,8 +17,8 @@ import re
 import statistics
 from pathlib import Path
 
-from configs.command_line import user_errors
-from configs.config import NOT_MATHEMATICS, Config, config_hash, require
+from configs.config import NOT_MATHEMATICS, Config, config_hash
+from errors import exit_on_user_error, require
 from runtime.files import replace_file, to_json
 from scripts.figures import LINES, looks, method_name
 from scripts.runs import (
@@ -59,7 +59,7 @@ def main():
     parser.add_argument("--title", default="Training runs", help="its title")
     parser.add_argument("--force", action="store_true", help="write over a page that was made from more runs too")
     args = parser.parse_args()
-    with user_errors():
+    with exit_on_user_error():
         for path in args.runs:
             hint = f" (for all runs in it: --runs-dir {path})" if path.is_dir() else ""
             require((path / "config.json").exists(), f"{path} is not a run folder: it has no config.json{hint}")

@@ -27,10 +27,10 @@ from pathlib import Path
 
 import torch
 
-from configs.command_line import user_errors
-from configs.config import Config, config_hash, require
+from configs.config import Config, config_hash
 from configs.presets import preset
 from configs.sweeps import SCALES, SWEEPS, Run, sweep
+from errors import exit_on_user_error, require
 from model.methods import METHODS, method_options, scaled_options
 from runtime.device import device_name
 from runtime.files import replace_file
@@ -772,7 +772,7 @@ def main():
     parser.add_argument("--force", action="store_true", help="write over pages that were made from more runs too")
     parser.add_argument("--draws", type=int, default=DRAWS, help=f"of iid Gaussian scores (default: {DRAWS})")
     args, fields = parser.parse_known_args()
-    with user_errors():
+    with exit_on_user_error():
         changes, needle = field_changes(SCALES[args.scale].base, fields), needle_changes(args.needle)
         device = start_processes(changes.get("device", "auto")).device
         folders = read_folders(args.runs_dir)

@@ -7,9 +7,10 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from configs.config import NOT_MATHEMATICS, Config, config_hash, require, shortened
+from configs.config import NOT_MATHEMATICS, Config, config_hash, shortened
 from configs.sweeps import Needle, Run
 from data.shards import open_split
+from errors import require
 from model.methods import scaled_options
 from runtime.checkpoint import latest_checkpoint
 from runtime.metrics import read_metrics

@@ -35,11 +35,12 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from configs.command_line import named_fields, read_config, user_errors
-from configs.config import Config, require
+from configs.command_line import read_config, read_fields
+from configs.config import Config
 from configs.interrupt import INTERRUPTED
 from configs.sweeps import SCALES, SET_BY_SWEEPS, SWEEPS, Needle, Run, sweep
 from data.needle import C4, fetch_c4
+from errors import exit_on_user_error, require
 from model.methods import METHODS, check_options, make_alternative, make_method
 from optim.schedule import check_schedule
 from runtime.files import append, open_own, replace_file
@@ -63,7 +64,7 @@ POLL = 0.5  # seconds
 
 def main():
     args, fields = parse_arguments()
-    with user_errors():
+    with exit_on_user_error():
         changes, needle = field_changes(SCALES[args.scale].base, fields), needle_changes(args.needle)
         runs = sweep(args.sweep, args.scale, args.seeds, args.methods, changes, needle)
         for run in runs:
@@ -123,10 +124,11 @@ def field_changes(preset: str, arguments: list[str]) -> dict:
 
     ValueError for what train_gpt.py refuses, and for the fields that a sweep sets itself.
     """
-    config, fields = read_config([preset, *arguments]), named_fields(arguments)
+    read_config([preset, *arguments])  # which refuses them together
+    fields = read_fields(arguments)
     if own := [field for field in fields if field in SET_BY_SWEEPS]:
         raise ValueError(f"--{own[0]} is set by the sweep, which names and resumes its runs; their place is --runs-dir")
-    return {field: getattr(config, field) for field in fields}
+    return fields
 
 
 def check_run(run: Run):

@@ -18,7 +18,7 @@ import torch
 from numpy.polynomial.hermite_e import hermegauss
 from torch import Tensor
 
-from configs.command_line import user_errors
+from errors import exit_on_user_error
 from model.methods import make_method
 from scripts.tables import markdown_table, mean_and_stderr
 
@@ -183,7 +183,7 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     starts, factors = [10, 100, 1_000, 10_000], [2, 5, 10]
-    with user_errors():
+    with exit_on_user_error():
         scaled = iid_range_entropy(starts, factors, args.draws, args.seed, True)
         unscaled = iid_range_entropy(starts, factors, args.draws, args.seed, False)
         tables = [

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +14,10 @@ from hypothesis import strategies as st
 from test_methods import NAMES, assert_refused
 
 from configs.command_line import read_config
-from configs.config import NOT_MATHEMATICS, Config, config_hash
+from configs.config import NOT_MATHEMATICS, Config, config_hash, setting
 from configs.presets import PRESETS, preset
 from data.loader import micro_batch_size
+from errors import did_you_mean
 from optim.schedule import check_schedule, lr_factor
 from runtime.build import build_model
 
@@ -228,6 +230,23 @@ def test_a_bad_value_is_refused_in_one_line_that_names_the_field(field, value):
         Config(**{field: value})
 
 
+def test_a_new_field_brings_its_limits_along():
+    @dataclasses.dataclass(frozen=True)
+    class Wider(Config):
+        dropouts: tuple[float, ...] = setting((0.0,), at_least=0, less_than=1)
+
+    assert Wider(dropouts=(0, 0.5)).dropouts == (0, 0.5)
+    with assert_refused("dropouts must be less than 1, got"):
+        Wider(dropouts=(0.5, 1.0))
+    with assert_refused("dropouts must be at least 0, got"):
+        Wider(dropouts=(NAN,))
+
+
+def test_a_limit_that_does_not_exist_is_an_error():
+    with pytest.raises(AssertionError, match="at_lest.*at_least"):
+        setting(1, at_lest=1)
+
+
 number = st.integers(-2, 70) | st.sampled_from([2**31, 2**63])
 real = st.floats() | st.sampled_from([0.0, 0.02, 0.95])
 VALUES = {field.name: number if field.type is int else real if field.type is float else st.just(OTHER[field.name])
@@ -287,13 +306,21 @@ def test_a_preset_alone_is_that_preset_with_a_name():
     (["--muon_lr", "3e-2"], "muon_lr", 0.03),
     (["--adam_betas", ".8", ".99"], "adam_betas", (0.8, 0.99)),
     (["--tags", "a", "b"], "tags", ("a", "b")),
+    (["--tags=a", "b"], "tags", ("a", "b")),
+    (["--tags"], "tags", ()),
+    (["--group=--x"], "group", "--x"),
+    (["--group", "-1"], "group", "-1"),
+    (["--method_options", "tau", "-1e-3", "base", "-inf"], "method_options", dict(tau=-0.001, base=-INFINITY)),
+    (["--timeout", "60"], "timeout", 60.0),
+    (["--steps", "3", "--steps=4"], "steps", 4),
     (["--bf16_embedding"], "bf16_embedding", True),
     (["--no_bf16_embedding"], "bf16_embedding", False),
     (["--name", "mine"], "name", "mine"),
     (["--method", "rope", "--seed", "3"], "name", "quickstart-rope-s3"),
 ])
 def test_a_field_is_set_by_its_name(arguments, field, value):
-    assert getattr(read_config(["quickstart", *arguments]), field) == value
+    result = getattr(read_config(["quickstart", *arguments]), field)
+    assert result == value and type(result) is type(value)
 
 
 @pytest.mark.parametrize("arguments, wrong, right", [
@@ -320,6 +347,34 @@ def test_a_bad_value_on_the_command_line_is_one_line(arguments, capsys):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("arguments, takes", [
+    (["--steps"], "INT, got ''"),
+    (["--steps", "4", "stray"], "INT, got '4 stray'"),
+    (["--device=tpu"], "auto|cpu|cuda, got 'tpu'"),
+    (["--adam_betas", "0.9"], "FLOAT FLOAT, got '0.9'"),
+    (["--val_lengths", "8", "x"], "INT ..., got '8 x'"),
+    (["--method_options", "tau", "3", "base"], "NAME VALUE ..., got 'tau 3 base'"),
+    (["--force", "True"], "no value, got 'True'"),
+    (["--no_force", "False"], "no value, got 'False'"),
+])
+def test_a_bad_value_is_answered_with_what_the_field_takes(arguments, takes):
+    with assert_refused(re.escape(f"{arguments[0].split('=')[0]} takes {takes}; --help lists all fields")):
+        read_config(["quickstart", *arguments])
+
+
+def test_what_is_suggested_for_an_unknown_name():
+    assert did_you_mean("tua", ["base", "tau"], "see there") == "did you mean tau?"
+    assert did_you_mean("rope", ["p_rope", "ropes", "base"]) == "did you mean ropes or p_rope?"
+    assert did_you_mean("x", ["base", "tau"]) == "there are: base, tau"
+    assert did_you_mean("x", []) == "there are: none"
+    assert did_you_mean("x", ["base", "tau"], "see there") == "see there"
+
+
+def test_an_option_of_one_dash_is_not_taken_for_a_value():
+    with assert_refused("unknown field -steps; did you mean --steps?"):
+        read_config(["quickstart", "--tags", "a", "-steps", "4"])
+
+
 def test_a_value_that_config_refuses_is_refused_in_one_line():
     with assert_refused("steps", "at least 1, got 0"):
         read_config(["quickstart", "--steps", "0"])
@@ -329,9 +384,11 @@ def test_help_lists_every_field(capsys):
     with pytest.raises(SystemExit) as stop:
         read_config(["quickstart", "--help"])
     assert stop.value.code == 0
-    output = capsys.readouterr().out
+    output = " ".join(capsys.readouterr().out.split())
     for field in FIELDS:
         assert f"--{field}" in output
+    assert "--keep INT Checkpoints kept. (default: 2)" in output
+    assert "--adam_betas FLOAT FLOAT Betas of Adam. (default: 0.9 0.95) --adam_eps" in output
 
 
 @pytest.mark.parametrize("arguments, code", [([], 2), (["--help"], 0), (["-h"], 0)])

@@ -21,7 +21,7 @@ from test_train import FIELDS as FIELDS_OF_A_RUN
 from test_train import here, make_data
 
 import train_gpt
-from configs.config import Fields
+from configs.config import Config
 from model.methods import method_options
 from runtime.device import compile_problem
 from runtime.metrics import read_metrics
@@ -29,7 +29,7 @@ from runtime.metrics import read_metrics
 pytestmark = pytest.mark.promise(10, "every config trains or is refused")
 
 FIELDS_OF_A_RUN = FIELDS_OF_A_RUN | dict(data_dir="data", resume="never", steps=2, cooldown_steps=0)
-FIELDS = [field.name for field in dataclasses.fields(Fields)]
+FIELDS = [field.name for field in dataclasses.fields(Config)]
 one_of = lambda *values: st.sampled_from(values)
 
 # Values that are right on their own, where they are not part of a shape (below). Most runs are of two steps.

@@ -1,11 +1,11 @@
 """The attention methods by name. To add one: a file beside this one, and a line in METHODS."""
 
-import difflib
 import inspect
 
 import torch
 from torch import Tensor
 
+from errors import did_you_mean
 from model.methods.alibi import ALiBi
 from model.methods.base import Method, Rotation, check_kinds
 from model.methods.infini import Infini
@@ -61,7 +61,7 @@ def _is_checkable(kind) -> bool:
 def method_options(name: str) -> dict[str, inspect.Parameter]:
     """The options of a method, with their types and default values. ValueError for an unknown name."""
     if name not in METHODS:
-        raise ValueError(f"unknown attention method {name!r}; {nearest(name, METHODS)}")
+        raise ValueError(f"unknown attention method {name!r}; {did_you_mean(name, METHODS)}")
     check_kinds(name, METHODS[name])
     options = {}
     for mechanism in METHODS[name]:
@@ -78,7 +78,7 @@ def check_options(name: str, options: dict) -> None:
     valid = method_options(name)
     for option, value in options.items():
         if option not in valid:
-            raise ValueError(f"unknown option {option!r} of attention method {name!r}; {nearest(option, valid)}")
+            raise ValueError(f"unknown option {option!r} of attention method {name!r}; {did_you_mean(option, valid)}")
         kind = valid[option].annotation
         accepted = kind | int if kind in (float, float | None) else kind
         if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
@@ -144,10 +144,3 @@ def trained_rotation(method: Method) -> Tensor:
     if method.rotation is None:
         return torch.empty(0)
     return torch.stack(method.rotation.tables(method.train_length, method.train_length, "cpu"))
-
-
-def nearest(name: str, valid) -> str:
-    close = difflib.get_close_matches(name, valid, n=3, cutoff=0.4)
-    if close:
-        return f"did you mean {' or '.join(close)}?"
-    return f"valid: {', '.join(sorted(valid)) or 'none'}"
