@@ -23,7 +23,7 @@ from data.shards import ShardWriter
 from model.methods import METHODS
 from scripts.reproduce.pages import ITEMS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 DOCS = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
 PAGES = {"README.md": README} | {f"docs/{name}": text for name, text in DOCS.items()}
@@ -134,7 +134,8 @@ def test_shell_scripts_of_the_pages_are_understood():
 
 def test_its_lines_for_your_own_model_compute_the_papers_formula(tmp_path):
     """To the letter, beside nothing but the files that it tells to copy; against float64 from tests/reference.py."""
-    score_function, kernel = re.findall(r"```python\n(.*?)```", README[README.index("## Use it in your own") :], re.DOTALL)
+    section = README[README.index("## Use it in your own model") :]
+    score_function, kernel = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     assert "copy `model/` and `errors.py`" in README
     shutil.copytree(ROOT / "model", tmp_path / "model")
     for path in (ROOT / "errors.py", ROOT / "tests" / "reference.py"):
