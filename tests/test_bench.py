@@ -11,10 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from scripts import bench, bench_attention, kernel_code
-from scripts.attention_variants import VARIANTS, Case, Variant, dense
-from scripts.bench_protocol import again, paired_ratio, schedule
-from scripts.bench_tiles import make_launch
+from scripts.bench import __main__ as bench
+from scripts.bench import attention as bench_attention
+from scripts.bench import kernel_code
+from scripts.bench.protocol import again, paired_ratio, schedule
+from scripts.bench.tiles import make_launch
+from scripts.bench.variants import VARIANTS, Case, Variant, dense
 
 SLOW_FIXTURES = ("attention",)
 
@@ -172,7 +174,7 @@ def test_a_wrong_option_is_one_line_and_exit_code_2(arguments, words, monkeypatc
 @pytest.mark.slow
 def test_kernel_code_compiles_for_a_gpu_that_is_not_there(tmp_path):
     options = "--arch 90 --head-dim 64 --variants plain si --tiles forward 128 64 8 2".split()
-    done = run_command("scripts.kernel_code", *options, TRITON_CACHE_DIR=str(tmp_path))
+    done = run_command("scripts.bench.kernel_code", *options, TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
     rows = [cells(line) for line in done.stdout.splitlines() if line.startswith("|")][2:]
     assert [row[5] for row in rows] == ["masked", "far", "masked", "near", "far"]

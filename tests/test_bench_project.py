@@ -7,8 +7,8 @@ import pytest
 
 from configs.presets import preset
 from configs.validation import validation_share
-from scripts import bench
-from scripts.bench_project import optimizers_of, projection, share, tokens_per_second
+from scripts.bench import __main__ as bench
+from scripts.bench.project import optimizers_of, projection, share, tokens_per_second
 from train_gpt import model_flops_per_token
 
 SPEED = dict(nvlink=100e9, network=10e9, latency=0.0)

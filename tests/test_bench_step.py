@@ -15,10 +15,12 @@ from configs.config import Config
 from configs.presets import preset
 from model.gpt import GPT
 from optim.muon import Muon
-from scripts import baselines, bench, bench_step
-from scripts.bench_profile import category, time_by_category
-from scripts.bench_protocol import again, matmul_rate, paired_ratio
-from scripts.bench_step import Bench, Variant, flops_per_token, gate, read_variant
+from scripts.bench import __main__ as bench
+from scripts.bench import baselines
+from scripts.bench import step as bench_step
+from scripts.bench.profile import category, time_by_category
+from scripts.bench.protocol import again, matmul_rate, paired_ratio
+from scripts.bench.step import Bench, Variant, flops_per_token, gate, read_variant
 
 TINY = dict(
     vocab_size=300, num_layers=2, num_heads=2, model_dim=32, train_length=24, batch_tokens=96, micro_batch_tokens=48,

@@ -1,5 +1,5 @@
-"""scripts/memory.py: the count on fake tensors is what the allocator of a CPU really hands out, and a validation keeps
-no logits."""
+"""scripts/bench/memory.py: the count on fake tensors is what the allocator of a CPU really hands out, and a validation
+keeps no logits."""
 
 import dataclasses
 import json
@@ -14,8 +14,8 @@ from configs.presets import preset
 from data.shards import open_split
 from model import loss
 from runtime.processes import World
-from scripts import memory
-from scripts.memory import StorageCount, count, run
+from scripts.bench import memory
+from scripts.bench.memory import StorageCount, count, run
 from train_gpt import build_model, build_optimizers, train_step, validate
 
 CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""The ways to compute causal attention that scripts/bench_attention.py times: BACKEND:FORMULA[:DETAIL].
+"""The ways to compute causal attention that scripts/bench/attention.py times: BACKEND:FORMULA[:DETAIL].
 
     plain   softmax of S
     si      scale-invariant, tau = 10

@@ -15,7 +15,7 @@ import torch
 import torch._inductor.config
 from torch.profiler import ProfilerActivity
 
-from scripts.bench_protocol import Report, gpu_state
+from scripts.bench.protocol import Report, gpu_state
 from scripts.tables import markdown_table
 
 # In this order: an optimizer's matmuls are the optimizer's, those of the head are matmuls, whatever calls them.
@@ -84,7 +84,7 @@ def profile(args, bench, variant, tokens: str) -> int:
     total, parts = time_by_category(profiler.events(), on_gpu)
     total["idle" if on_gpu else "host"] = max(0.0, 1e6 * wall - sum(total.values()))
 
-    from scripts.bench_step import describe  # the module that calls this one
+    from scripts.bench.step import describe  # the module that calls this one
 
     report = Report(
         args.profile, f"profile_{args.preset}_{bench.config.train_length}", bench.device,

@@ -1,4 +1,4 @@
-"""Training steps that ours is measured against (scripts/bench_step.py), written from what is known of them.
+"""Training steps that ours is measured against (scripts/bench/step.py), written from what is known of them.
 
     record8    modded-nanogpt's record #8 (Keller Jordan et al., 2024-11-03), the paper's base: our model, with separate
                q, k and v projections, PyTorch's own choice of attention kernel, cross-entropy of float32 logits, and

@@ -5,7 +5,7 @@
 First the gate: output and gradients of each variant against float64, of which the errors are printed; a variant that
 fails gets no time. Then, a length at a time, rounds in which the variants take turns, in the order A B C and back.
 What counts is the ratio of a variant's time to the baseline's in the same round. The baseline, the first variant that
-runs, runs once more at the end of each round (the A/A row, which shows the noise). scripts/attention_variants.py lists
+runs, runs once more at the end of each round (the A/A row, which shows the noise). scripts/bench/variants.py lists
 the variants.
 """
 
@@ -26,8 +26,7 @@ from torch import Tensor
 from configs.command_line import user_errors
 from model.attention import plain_attention
 from runtime.processes import start_processes
-from scripts.attention_variants import VARIANTS, Attend, Case, Variant, default_variants, dense
-from scripts.bench_protocol import (
+from scripts.bench.protocol import (
     Report,
     again,
     gpu_range,
@@ -39,6 +38,7 @@ from scripts.bench_protocol import (
     schedule,
     time_calls,
 )
+from scripts.bench.variants import VARIANTS, Attend, Case, Variant, default_variants, dense
 from scripts.tables import markdown_table
 
 CUDA_DEFAULTS = dict(lengths=[4096, 16384, 65536], head_dim=128, heads=6, tokens=65536, dtype="bfloat16")
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace, variants: dict[str, Variant] = VARIANTS) -> in
     with user_errors():
         cases, names = read_arguments(args, variants)
         if args.tune:
-            from scripts.bench_tiles import tune  # only now, as it needs Triton
+            from scripts.bench.tiles import tune  # only now, as it needs Triton
 
             tune(cases, deadline)
             return 0
@@ -243,8 +243,8 @@ def extra_bytes(name: str, variant: Variant, case: Case, both) -> int | None:
     shape = (case.batch, case.heads, case.length, case.head_dim, str(case.dtype).removeprefix("torch."))
     # A fresh process, in which freed memory goes back to the system at once.
     child = subprocess.run(
-        [sys.executable, "-m", "scripts.bench_attention", name, *map(str, shape), str(torch.get_num_threads())],
-        capture_output=True, text=True, cwd=Path(__file__).parents[1],
+        [sys.executable, "-m", "scripts.bench.attention", name, *map(str, shape), str(torch.get_num_threads())],
+        capture_output=True, text=True, cwd=Path(__file__).parents[2],
         env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"},
     )  # fmt: skip
     if child.returncode:

@@ -10,10 +10,10 @@ import torch
 
 from model.kernels import flash
 from model.kernels.distance import Coefficients
-from scripts.attention_variants import Case
-from scripts.bench_attention import random_inputs
-from scripts.bench_protocol import in_one_line, schedule, time_calls
-from scripts.kernel_code import ROLES, Launch, recorded_launches
+from scripts.bench.attention import random_inputs
+from scripts.bench.kernel_code import ROLES, Launch, recorded_launches
+from scripts.bench.protocol import in_one_line, schedule, time_calls
+from scripts.bench.variants import Case
 from scripts.tables import markdown_table
 
 ROUNDS, SECONDS = 5, 5.0  # for all tiles of one kernel

@@ -2,12 +2,12 @@
 
     python -m scripts.bench step gpt_162m_4k                          the variants below, as far as they run here
     python -m scripts.bench step quickstart record8 p_rope scale_invariant_p_rope:blocks --length 1024
-    python -m scripts.bench step quickstart p_rope --profile trace    where the time goes (scripts/bench_profile.py)
-    python -m scripts.bench step quickstart --peers ../nanoGPT        whole scripts (scripts/bench_peers.py)
+    python -m scripts.bench step quickstart p_rope --profile trace    where the time goes (scripts/bench/profile.py)
+    python -m scripts.bench step quickstart --peers ../nanoGPT        whole scripts (scripts/bench/peers.py)
     python -m scripts.bench step quickstart --processes 1 2
 
 A variant is METHOD[:BACKEND], our step with an attention method; the same with -qkv, -muon or -loss: without merged
-projections, batched Muon or fused cross-entropy; record8, record8+flex and nanogpt: see scripts/baselines.py.
+projections, batched Muon or fused cross-entropy; record8, record8+flex and nanogpt: see scripts/bench/baselines.py.
 
 First the gate: variants that compute the same model get the same tokens from the same weights, and their gradients and
 losses must agree; one that fails gets no time. Then rounds in which all take turns, in the order A B C and back. The
@@ -37,9 +37,9 @@ from model.methods import METHODS
 from optim.sharded import Optimizers
 from runtime.device import choose_compile, published_peak
 from runtime.processes import World, start_processes
-from scripts.baselines import MatrixMuon, NanoGPT, adamw, plain_loss, separate_projections, with_default_sdpa
-from scripts.bench_peers import WARM_UP, bench_peers, bench_processes, with_data
-from scripts.bench_protocol import (
+from scripts.bench.baselines import MatrixMuon, NanoGPT, adamw, plain_loss, separate_projections, with_default_sdpa
+from scripts.bench.peers import WARM_UP, bench_peers, bench_processes, with_data
+from scripts.bench.protocol import (
     Report,
     again,
     gpu_range,
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
             prefer_fast_sdpa(device)
             bench = Bench(config, device)
             if args.profile:
-                from scripts.bench_profile import profile  # only now, as only it needs the profiler
+                from scripts.bench.profile import profile  # only now, as only it needs the profiler
 
                 return profile(args, bench, next(iter(variants.items())), tokens)
             return bench_variants(args, bench, variants, tokens)

@@ -24,7 +24,7 @@ from model.context import context_bytes
 from optim.sharded import MOST_SHARES, Optimizers
 from runtime.device import PEAK_BF16_FLOPS
 from runtime.processes import World
-from scripts.bench_protocol import Report
+from scripts.bench.protocol import Report
 from scripts.tables import markdown_table
 from train_gpt import build_model, build_optimizers, model_flops_per_token
 

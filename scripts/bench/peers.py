@@ -27,10 +27,10 @@ from data.loader import micro_batch_size
 from data.shards import ShardWriter, open_split
 from optim.muon import fast_dtype
 from runtime.metrics import read_metrics
-from scripts.bench_protocol import Report, again, gpu_state, in_turns, paired_ratio, ratio_cell
+from scripts.bench.protocol import Report, again, gpu_state, in_turns, paired_ratio, ratio_cell
 from scripts.tables import markdown_table
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 WARM_UP = 10  # steps that do not count: compilation, allocation, caches
 MOST_TOKENS = 20_000_000  # that nanoGPT gets of ours
 LOSS_LIMIT = 1e-3  # nats, between the same steps of one process and of several
