@@ -174,7 +174,7 @@ def test_a_wrong_option_is_one_line_and_exit_code_2(arguments, words, monkeypatc
 @pytest.mark.slow
 def test_kernel_code_compiles_for_a_gpu_that_is_not_there(tmp_path):
     options = "--arch 90 --head-dim 64 --variants plain si --tiles forward 128 64 8 2".split()
-    done = run_command("scripts.bench.kernel_code", *options, TRITON_CACHE_DIR=str(tmp_path))
+    done = run_command("scripts.kernel_code", *options, TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
     rows = [cells(line) for line in done.stdout.splitlines() if line.startswith("|")][2:]
     assert [row[5] for row in rows] == ["masked", "far", "masked", "near", "far"]

@@ -271,7 +271,3 @@ def main():
             print(f"\ncompute capability {arch / 10}\n")
             options = dict(arch=arch, head_dim=args.head_dim, kernels=kernels, tiles=tiles)
             print(table({variant: kernel_code(variant, **options) for variant in args.variants}), flush=True)
-
-
-if __name__ == "__main__":
-    main()

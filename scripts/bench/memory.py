@@ -161,7 +161,3 @@ def main():
         f"measured on {device_name(device)}" if on_gpu else "counted on fake tensors, in eager execution; not measured"
     )
     print(f"GiB, {how}; bfloat16; torch {torch.__version__}\n\n{markdown_table(table)}")
-
-
-if __name__ == "__main__":
-    main()
