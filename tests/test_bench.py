@@ -16,7 +16,7 @@ from scripts.bench import attention as bench_attention
 from scripts.bench import kernel_code
 from scripts.bench.protocol import again, paired_ratio, schedule
 from scripts.bench.tiles import make_launch
-from scripts.bench.variants import VARIANTS, Case, Variant, dense
+from scripts.bench.variants import VARIANTS, Case, Variant, dense, random_inputs
 
 SLOW_FIXTURES = ("attention",)
 
@@ -243,6 +243,6 @@ def test_a_launch_with_other_tiles_computes_the_same(role, argument, tensor):
     launch = make_launch(case, "si", role, {role: kernel_code.flash.Tiles(32, 16, 4, 1)})
     assert (launch.constants["QUERIES"], launch.constants["KEYS"]) == (32, 16)
     launch.run()
-    exact = bench_attention.output_and_gradients(dense("si")(case), bench_attention.random_inputs(case), exact=True)
+    exact = bench_attention.output_and_gradients(dense("si")(case), random_inputs(case), exact=True)
     (error,) = bench_attention.relative_errors([launch.arguments[argument]], [exact[tensor]])
     assert error < 1e-5
