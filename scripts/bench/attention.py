@@ -281,8 +281,8 @@ def resident_bytes(field: str) -> int:
 
 
 def flops(case: Case, key: str) -> float:
-    """Return those of causal attention, whatever a variant really does: 2 matrix products of T^2 / 2 logits forward,
-    and 5 backward."""
+    """Return the FLOPs of causal attention, whatever a variant really does: 2 matrix products of T^2 / 2 logits
+    forward, and 5 backward."""
     forward = 4 * case.batch * case.heads * case.length**2 * case.head_dim / 2
     return forward * (1 if key == "forward" else 3.5)
 
