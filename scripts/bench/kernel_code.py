@@ -1,4 +1,4 @@
-"""What the Triton kernels become on a GPU that need not be there: registers, memory, and instructions a logit.
+"""Show what the Triton kernels become on a GPU that need not be there: registers, memory, and instructions a logit.
 
     python -m scripts.kernel_code --arch 80 90
     python -m scripts.kernel_code --variants si --tiles key_gradient 64 64 4 2
@@ -88,7 +88,7 @@ class Launch:
 
 @contextlib.contextmanager
 def recorded_launches(tiles: dict[str, flash.Tiles], arch: int | None = None):
-    """A list of the launches that flash.py makes in this block, with these tiles for some roles; none of them runs.
+    """Yield a list of the launches that flash.py makes in this block, with these tiles for some roles; none runs.
 
     arch: 90 stands for compute capability 9.0, and the other tiles are those chosen for it, whatever GPU is here."""
     launches, choose_tiles = [], flash.choose_tiles
@@ -113,7 +113,7 @@ def recorded_launches(tiles: dict[str, flash.Tiles], arch: int | None = None):
 
 
 def kernel_launches(coefficients, dtype, head_dim, tiles, arch) -> dict[str, Launch]:
-    """By kernel, of KERNELS."""
+    """Return the launch of each of KERNELS."""
     q, k, v = torch.zeros(3, 1, LENGTH, HEADS, head_dim, dtype=dtype).transpose(2, 3)
     c = coefficients or Coefficients(torch.empty(0, 1, 1))
     tensors = (c.table, c.polynomials, c.tangent, None)
@@ -139,11 +139,11 @@ def kernel_code(
     kernels: tuple[str, ...] = KERNELS,
     tiles: dict[str, flash.Tiles] | None = None,
 ) -> list[dict]:
-    """Compiles one of VARIANTS for compute capability arch / 10 and describes the machine code, a dict a kernel.
+    """Compile one of VARIANTS for compute capability arch / 10 and describe the machine code, a dict a kernel.
 
     Keys: kernel, tiles, registers (of a thread), stack (bytes of a thread: spilled registers), shared (bytes) and
-    loops, a dict each: name and, a logit, instructions and the kinds in COUNTED. ValueError for what is unknown, and
-    in Triton's interpreter, which does not compile.
+    loops, a dict each: name and, a logit, instructions and the kinds in COUNTED. Raise ValueError for what is unknown,
+    and in Triton's interpreter, which does not compile.
     """
     if variant not in VARIANTS:
         raise ValueError(f"unknown variant {variant!r}; valid: {', '.join(VARIANTS)}")
@@ -180,7 +180,11 @@ def compiled(launch: Launch, arch: int) -> dict:
         usage = re.search(r"REG:(\d+) STACK:(\d+)", nvidia_tool("cuobjdump", "-res-usage", file.name))
         code = nvidia_tool("nvdisasm", "-c", file.name)
     c, tiles = launch.constants, launch.tiles
-    stretches = ["masked", *["near"] * c["NEAR"], *["far"] * (c["FAR"] or not c["NEAR"])]
+    stretches = ["masked"]
+    if c["NEAR"]:
+        stretches.append("near")
+    if c["FAR"] or not c["NEAR"]:
+        stretches.append("far")
     loops = loops_of(code, logits=tiles.queries * tiles.keys / (32 * tiles.warps))
     if len(loops) != len(stretches):  # the compiler split or merged some
         stretches = [f"loop {i + 1}" for i in range(len(loops))]
@@ -199,7 +203,7 @@ def nvidia_tool(name: str, *arguments: str) -> str:
 
 
 def loops_of(code: str, logits: float) -> list[dict]:
-    """Counts a logit in the innermost loops with matrix products, in the order of the code, of nvdisasm's listing.
+    """Count instructions a logit in the innermost loops with matrix products, in the order of nvdisasm's listing.
 
     logits: of a thread in one turn of the loop."""
     opcodes, labels, loops = [], {}, []
@@ -213,11 +217,11 @@ def loops_of(code: str, logits: float) -> list[dict]:
                 loops.append((labels[target[1]], len(opcodes)))
     loops = [(begin, end) for begin, end in loops if any("MMA" in opcode for opcode in opcodes[begin:end])]
     inner = [a for a in loops if not any(a[0] <= b[0] and b[1] <= a[1] and a != b for b in loops)]
-    count = lambda loop, kinds: sum(opcode in kinds for opcode in opcodes[slice(*loop)]) / logits
-    return [
-        dict(instructions=(loop[1] - loop[0]) / logits, **{name: count(loop, kinds) for name, kinds in COUNTED.items()})
-        for loop in sorted(inner)
-    ]
+    counts = []
+    for begin, end in sorted(inner):
+        kinds = {name: sum(opcode in kind for opcode in opcodes[begin:end]) / logits for name, kind in COUNTED.items()}
+        counts.append(dict(instructions=(end - begin) / logits, **kinds))
+    return counts
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The memory that training and validation need on a GPU, counted without one.
+"""Count the memory that training and validation need on a GPU, without one.
 
     python -m scripts.memory gpt_162m_4k gpt_162m_64k
     python -m scripts.memory gpt_304m_4k --length 65536 --tokens 65536
@@ -39,8 +39,8 @@ from train_gpt import build_model, build_optimizers, compile_model, compute_dtyp
 class StorageCount(TorchDispatchMode):
     """Bytes of the storages that operations under it have made and that something refers to, now and at most.
 
-    It counts fake tensors as well as real ones. What an operation allocates for itself alone it does not see: workspace
-    has functions of an operation's arguments, by operation, that give the bytes.
+    It counts fake tensors as well as real ones. It does not see what an operation allocates for itself alone: for those
+    operations `workspace` has a function of their arguments that returns the bytes.
     """
 
     def __init__(self, workspace: dict[torch._ops.OpOverload, Callable[..., int]]):
@@ -69,13 +69,14 @@ class StorageCount(TorchDispatchMode):
 
 
 def loss_workspace(x: Tensor, head: Tensor, *_) -> int:
-    """Of model/loss.py on a GPU: a chunk of logits, the head in the dtype of x, and its gradient by a chunk."""
+    """Return the bytes that model/loss.py takes on a GPU: a chunk of logits, the head in x's dtype, and a chunk's
+    gradient of it."""
     logits = len(x) * len(head) * x.element_size()
     return min(logits, LOGIT_BYTES) + 2 * head.numel() * x.element_size()
 
 
 class CudaMemory(contextlib.nullcontext):
-    """The same by PyTorch's own account of the current GPU."""
+    """What StorageCount has, by PyTorch's own account of the current GPU."""
 
     live = property(lambda self: torch.cuda.memory_allocated())
     peak = property(lambda self: torch.cuda.max_memory_allocated())
@@ -83,7 +84,7 @@ class CudaMemory(contextlib.nullcontext):
 
 
 def count(config: Config, device: torch.device) -> list[dict]:
-    """Bytes: a row for a training step and one for a validation pass at each length. On a GPU they are measured.
+    """Return a row of bytes for a training step and one for a validation pass at each length, measured on a GPU.
 
     activations: what the forward pass keeps for the backward pass. peak: everything that is there at once, also what is
     in none of the columns. The step has two micro-batches: the gradients of the first are there during the second.
@@ -97,6 +98,7 @@ def count(config: Config, device: torch.device) -> list[dict]:
 
 
 def run(config: Config, device: torch.device, memory, compiled: str | None = None) -> list[dict]:
+    """Return the rows of count, of real steps under `memory`, a StorageCount or CudaMemory."""
     with device:
         model = build_model(config, compute_dtype(config, device))
     backend = config.attention_backend
@@ -112,7 +114,10 @@ def run(config: Config, device: torch.device, memory, compiled: str | None = Non
         return torch.zeros(2, max(1, config.micro_batch_tokens // length), length, dtype=torch.int64, device=device)
 
     plan, micro_batches = model.plan(config.train_length, backend=backend), [batch(config.train_length)] * 2
-    step = lambda: train_step(compiled_model, micro_batches, plan, optimizers, 1.0, world)
+
+    def step():
+        train_step(compiled_model, micro_batches, plan, optimizers, 1.0, world)
+
     step()  # makes the optimizer state, and compiles
     before = memory.live
     loss = compiled_model(*micro_batches[0], plan=plan)
@@ -156,8 +161,7 @@ def main():
         for row in count(config, device):
             what = [name, "{work} at {length}".format(**row), str(row["sequences"])]
             table.append(what + [f"{row[head] / 2**30:.2f}" for head in heads])
-    on_gpu = device.type == "cuda"
-    how = (
-        f"measured on {device_name(device)}" if on_gpu else "counted on fake tensors, in eager execution; not measured"
-    )
+    how = "counted on fake tensors, in eager execution; not measured"
+    if device.type == "cuda":
+        how = f"measured on {device_name(device)}"
     print(f"GiB, {how}; bfloat16; torch {torch.__version__}\n\n{markdown_table(table)}")
