@@ -3,6 +3,7 @@ keeps no logits."""
 
 import dataclasses
 import json
+import runpy
 
 import pytest
 import torch
@@ -114,5 +115,5 @@ def test_the_table_says_that_it_is_a_count(capsys):
 
 def test_a_length_that_does_not_fit_a_step_is_one_line(capsys):
     with pytest.raises(SystemExit) as stopped:
-        here(memory.main, "quickstart", "--length", 100)
+        here(lambda: runpy.run_module("scripts.memory", run_name="__main__"), "quickstart", "--length", 100)
     assert stopped.value.code == 2 and capsys.readouterr().err.startswith("error: train_length 100 does not divide")
