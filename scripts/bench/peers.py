@@ -239,12 +239,11 @@ def compare(scripts: dict[str, Script], rounds: int, report: Report) -> dict[str
 def start_report(kind: str, args, config: Config, tokens: str, device: torch.device) -> Report:
     sequences = config.batch_tokens // config.train_length
     report = Report(args.out, f"step_{kind}", device, config=config.to_dict(), tokens=tokens, rounds=args.rounds)
-    r = report.record
     report.add(
-        f"# A step, script against script: {r['device']}\n\n    {r['command']}\n\n{r['versions']}; {r['threads']} "
-        f"threads; commit {r['commit']}.\n{config.num_layers} layers of width {config.model_dim}, {config.num_heads} "
-        f"heads, vocabulary {config.vocab_size:,}; {sequences} sequences of {config.train_length} tokens a step; "
-        f"{tokens}.\n\n" + HOW_TO_READ.format(warm_up=WARM_UP, steps=args.steps)
+        f"# A step, script against script: {report.record['device']}\n\n{report.provenance}\n"
+        f"{config.num_layers} layers of width {config.model_dim}, {config.num_heads} heads, vocabulary "
+        f"{config.vocab_size:,}; {sequences} sequences of {config.train_length} tokens a step; {tokens}.\n\n"
+        + HOW_TO_READ.format(warm_up=WARM_UP, steps=args.steps)
     )
     return report
 

@@ -87,7 +87,6 @@ def profile(args: argparse.Namespace, bench: StepBench, name: str, variant: Step
     trainer.loader.close()
     total, parts = time_by_category(profiler.events(), on_gpu)
     total["idle" if on_gpu else "host"] = max(0.0, 1e6 * wall - sum(total.values()))
-
     report = Report(
         args.profile, f"profile_{args.preset}_{bench.config.train_length}", bench.device,
         config=bench.config.to_dict(), variant=name, tokens=tokens, steps=args.steps, seconds=wall,
@@ -103,10 +102,9 @@ def profile(args: argparse.Namespace, bench: StepBench, name: str, variant: Step
             )
             share = microseconds / wall / 1e6
             rows.append([kind, f"{microseconds / 1e3 / args.steps:.2f}", f"{share:.1%}", largest])
-    r = report.record
     report.add(
-        f"# Where a step's time goes: {name}, {r['device']}\n\n    {r['command']}\n\n{r['versions']}; {r['threads']} "
-        f"threads; commit {r['commit']}.\n{bench.describe(tokens)}; attention by {trainer.backend}.\n\n"
+        f"# Where a step's time goes: {name}, {report.record['device']}\n\n{report.provenance}\n"
+        f"{bench.describe(tokens)}; attention by {trainer.backend}.\n\n"
         f"{args.steps} steps took {wall * 1e3 / args.steps:.2f} ms each with the profiler, "
         f"{statistics.median(alone) * 1e3:.2f} ms without.\nThe optimizer's matmuls count for the optimizer, matmuls "
         f"of attention by `blocks` as matmuls. Trace: {trace.name}.\n\n{markdown_table(rows)}"

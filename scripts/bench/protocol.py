@@ -153,6 +153,11 @@ class Report:
             **record,
         )
 
+    @property
+    def provenance(self) -> str:
+        r = self.record
+        return f"    {r['command']}\n\n{r['versions']}; {r['threads']} threads; commit {r['commit']}."
+
     def add(self, text: str):
         self.text += text + "\n\n"
         if self.path:

@@ -61,7 +61,7 @@ HOW_TO_READ = """\
   row "again" is the baseline once more (A/A).
 - Model FLOPs of a token, forward and backward: 6 (12 d^2 L + d V) + 6 d (T + 1) L = {flops:,}. Attention counts for
   the causal half; recomputation, embedding and Muon do not count.
-- MFU: the rate of these FLOPs, of {peak_words}.
+- MFU: the rate of these FLOPs, of {peak}.
 - Of matmul: the same, of {matmul:.4g} FLOP/s: products of {matmul_size} x {matmul_size} random matrices in {dtype},
   measured in this run.
 - HFU: of {peak_or_matmul}, attention's backward pass counted as 2.5 forward passes instead of 2, as it makes the
@@ -201,7 +201,8 @@ def bench_variants(args: argparse.Namespace, bench: StepBench, variants: dict[st
         published_peak=published_peak(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
         flops_per_token=flops_per_token(config), micro_batches=bench.accumulation,
     )  # fmt: skip
-    report.add(heading(report.record, bench))
+    report.add(f"# A training step: {report.record['device']}\n\n{report.provenance}\n{bench.describe(tokens)}.")
+    report.add(how_to_read(report.record, bench))
     report.add(gate_section(report.record, bench.dtype, args.steps))
     if times:
         report.add(times_section(report.record))
@@ -227,20 +228,16 @@ def matmul_shape(bench: StepBench) -> tuple[torch.dtype, int]:
     return (torch.bfloat16, 8192) if bench.device.type == "cuda" else (bench.dtype, 1024)
 
 
-def heading(record: dict, bench: StepBench) -> str:
+def how_to_read(record: dict, bench: StepBench) -> str:
     published, (dtype, size) = record["published_peak"], matmul_shape(bench)
-    how_to_read = HOW_TO_READ.format(
+    return HOW_TO_READ.format(
         accumulation=bench.accumulation,
         flops=record["flops_per_token"]["model"],
-        peak_words=f"the published {published:.4g} FLOP/s" if published else "a published peak; none is known",
+        peak=f"the published {published:.4g} FLOP/s" if published else "a published peak; none is known",
         peak_or_matmul="the published peak" if published else "the matmul rate",
         matmul=statistics.fmean(record["matmul_rates"]),
         matmul_size=size,
         dtype=str(dtype).removeprefix("torch."),
-    )
-    return (
-        f"# A training step: {record['device']}\n\n    {record['command']}\n\n{record['versions']}; "
-        f"{record['threads']} threads; commit {record['commit']}.\n{bench.describe(record['tokens'])}.\n\n{how_to_read}"
     )
 
 
