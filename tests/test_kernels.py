@@ -423,7 +423,7 @@ import re, sys, torch, triton
 from model.kernels import flash
 from model.kernels.distance import make_coefficients
 from model.methods import make_method
-from scripts.kernel_code import compiled, recorded_launches
+from scripts.bench.kernel_code import compiled, recorded_launches
 
 binaries, compile = [], triton.compile
 triton.compile = lambda *args, **options: binaries.append(compile(*args, **options)) or binaries[-1]

@@ -1,4 +1,4 @@
-"""Times whole training scripts, each as a process of its own: ours, others', and ours on several processes.
+"""Time whole training scripts, each as a process of its own: ours, others', and ours on several processes.
 
     python -m scripts.bench step quickstart --peers ../nanoGPT
     python -m scripts.bench step quickstart --processes 1 2
@@ -8,6 +8,7 @@ of others is changed: their script runs in a temporary copy of its folder, given
 """
 
 import dataclasses
+import functools
 import os
 import pickle
 import re
@@ -27,10 +28,10 @@ from data.loader import micro_batch_size
 from data.shards import ShardWriter, open_split
 from optim.muon import fast_dtype
 from runtime.metrics import read_metrics
-from scripts.bench_protocol import Report, again, gpu_state, in_turns, paired_ratio, ratio_cell
+from scripts.bench.protocol import Report, again, gpu_state, in_turns, paired_ratio, ratio_cell
 from scripts.tables import markdown_table
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 WARM_UP = 10  # steps that do not count: compilation, allocation, caches
 MOST_TOKENS = 20_000_000  # that nanoGPT gets of ours
 LOSS_LIMIT = 1e-3  # nats, between the same steps of one process and of several
@@ -58,19 +59,20 @@ class Script:
 
 
 def our_script(arguments: list[str], config: Config, steps: int, processes: int = 1, **fields) -> Script:
-    """train_gpt.py with the command-line `arguments` that gave `config`; `fields` are changed beyond that."""
+    """Return train_gpt.py with the command-line `arguments` that gave `config`; `fields` are changed beyond that."""
     fields |= dict(name="run", steps=steps, schedule="constant_linear", warmup_steps=0, cooldown_steps=0)
     fields |= dict(val_lengths=config.train_length, val_tokens=config.train_length, val_every=0, save_every=0)
     fields |= dict(resume="never", wandb="off")
     options = [word for field, value in fields.items() for word in (f"--{field}", value)]
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] * (processes > 1)
+    launcher = torchrun(processes) if processes > 1 else []
 
     def read(folder: Path, output: str) -> tuple[list[float], list[float]]:
         records = [r for r in read_metrics(folder / "run" / "metrics.jsonl") if "train_loss" in r]
         return [config.batch_tokens / r["tokens_per_second"] for r in records], [r["train_loss"] for r in records]
 
+    dtype = f", dtype {fields['dtype']}" if "dtype" in fields else ""
     return Script(
-        f"train_gpt.py, {config.method}" + "".join(f", {k} {fields[k]}" for k in ["dtype"] if k in fields),
+        f"train_gpt.py, {config.method}{dtype}",
         lambda folder: [*launcher, "train_gpt.py", *arguments, *options, "--runs_dir", folder],
         read,
         tokens=config.batch_tokens,
@@ -78,8 +80,12 @@ def our_script(arguments: list[str], config: Config, steps: int, processes: int 
     )
 
 
+def torchrun(processes: int) -> list[str]:
+    return ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+
+
 def zipf_shards(folder: Path, config: Config) -> Path:
-    """Shards for a run without data: tokens drawn independently, the r-th most frequent in proportion to 1 / r."""
+    """Write shards for a run without data: independent tokens, the r-th most frequent in proportion to 1 / r."""
     share = 1 / np.arange(1, config.vocab_size + 1)
     count = min(MOST_TOKENS, 8 * config.batch_tokens) + 1
     tokens = np.random.default_rng(0).choice(config.vocab_size, 2 * count, p=share / share.sum())
@@ -94,7 +100,8 @@ def zipf_shards(folder: Path, config: Config) -> Path:
 
 
 def peer_script(checkout: Path, config: Config, steps: int, device: torch.device, copies: Path) -> Script:
-    """The training script of a checkout, told by its files. ValueError for one that is not known, or cannot run."""
+    """Return the training script of a checkout, which its files tell. Raise ValueError for one that is not known, or
+    cannot run."""
     if all((checkout / name).is_file() for name in ("train.py", "model.py", "configurator.py")):
         return nanogpt(checkout, config, steps, device, copies)
     if all((checkout / name).is_file() for name in ("train_gpt.py", "triton_kernels.py")):
@@ -106,7 +113,7 @@ def peer_script(checkout: Path, config: Config, steps: int, device: torch.device
 
 
 def copy_code(checkout: Path, copies: Path) -> Path:
-    """A new folder in `copies` with the checkout's Python files."""
+    """Return a new folder in `copies` with the checkout's Python files."""
     copy = Path(tempfile.mkdtemp(prefix=f"{checkout.resolve().name}-", dir=copies))
     for file in checkout.glob("*.py"):
         shutil.copy(file, copy)
@@ -114,7 +121,7 @@ def copy_code(checkout: Path, copies: Path) -> Path:
 
 
 def nanogpt(checkout: Path, config: Config, steps: int, device: torch.device, copies: Path) -> Script:
-    """karpathy/nanoGPT at the shape of `config`, float32 on a CPU and bfloat16 on CUDA, compiled."""
+    """Return karpathy/nanoGPT at the shape of `config`, float32 on a CPU and bfloat16 on CUDA, compiled."""
     copy = copy_code(checkout, copies)
     data = copy / "data" / "bench"
     data.mkdir(parents=True)
@@ -156,25 +163,30 @@ def nanogpt_steps(output: str) -> tuple[list[float], list[float]]:
 
 
 def modded_nanogpt(checkout: Path, device: torch.device, copies: Path) -> Script:
-    """KellerJordan/modded-nanogpt as it is, whole, on all GPUs: its shape is in its code."""
+    """Return KellerJordan/modded-nanogpt as it is, whole, on all GPUs: its shape is in its code.
+
+    Raise ValueError without CUDA and without its training shards.
+    """
     if device.type != "cuda":
         raise ValueError(f"{checkout}: modded-nanogpt needs CUDA GPUs and cannot run here: leave it out of --peers")
     if not list((checkout / "data").glob("*/*_train_*.bin")):
         raise ValueError(f"{checkout}: no training shards in its data folder: get them as its README says")
     copy = copy_code(checkout, copies)
     (copy / "data").symlink_to((checkout / "data").resolve())
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={torch.cuda.device_count()}"]
+    gpus = torch.cuda.device_count()
     return Script(
-        f"modded-nanogpt's train_gpt.py, its own model, batch and length, {torch.cuda.device_count()} GPUs",
-        lambda folder: [*launcher, "train_gpt.py"],
+        f"modded-nanogpt's train_gpt.py, its own model, batch and length, {gpus} GPUs",
+        lambda folder: [*torchrun(gpus), "train_gpt.py"],
         lambda folder, output: modded_nanogpt_steps(output),
         copy,
     )
 
 
 def modded_nanogpt_steps(output: str) -> tuple[list[float], list[float]]:
-    """Its lines give the mean time of all steps so far; the steps' own are the differences of the sums. No losses, as
-    it prints those of the validation only."""
+    """Return the seconds of its steps, and no losses: it prints those of the validation only.
+
+    Its lines give the mean time of all steps so far; a step's own is the difference of two sums.
+    """
     lines = re.findall(r"^step:(\d+)/\d+ train_time:\d+ms step_avg:([\d.]+)ms", output, re.M)
     sums = [int(step) * float(average) / 1e3 for step, average in lines]
     return [after - before for before, after in zip([0.0, *sums], sums)], []
@@ -184,7 +196,7 @@ def modded_nanogpt_steps(output: str) -> tuple[list[float], list[float]]:
 
 
 def run(script: Script) -> dict:
-    """Runs it once: seconds of the steps that count, and all losses. ValueError when it fails."""
+    """Run it once and return the seconds of the steps that count, and all losses. Raise ValueError when it fails."""
     environment = os.environ | dict(OMP_NUM_THREADS=str(script.threads or torch.get_num_threads()))
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, *map(str, script.command(Path(folder)))]
@@ -199,7 +211,7 @@ def run(script: Script) -> dict:
 
 
 def compare(scripts: dict[str, Script], rounds: int, report: Report) -> dict[str, list[dict]]:
-    """Runs all in turns, the first, ours, once more at the end of each round; fills the record and adds the table."""
+    """Run all in turns, the first, ours, once more at the end of each round; add results and table to the report."""
     ours = next(iter(scripts))
     scripts = scripts | {again(ours): scripts[ours]}
     results, gpu_states = {name: [] for name in scripts}, []
@@ -227,36 +239,36 @@ def compare(scripts: dict[str, Script], rounds: int, report: Report) -> dict[str
 def start_report(kind: str, args, config: Config, tokens: str, device: torch.device) -> Report:
     sequences = config.batch_tokens // config.train_length
     report = Report(args.out, f"step_{kind}", device, config=config.to_dict(), tokens=tokens, rounds=args.rounds)
-    r = report.record
     report.add(
-        f"# A step, script against script: {r['device']}\n\n    {r['command']}\n\n{r['versions']}; {r['threads']} "
-        f"threads; commit {r['commit']}.\n{config.num_layers} layers of width {config.model_dim}, {config.num_heads} "
-        f"heads, vocabulary {config.vocab_size:,}; {sequences} sequences of {config.train_length} tokens a step; "
-        f"{tokens}.\n\n" + HOW_TO_READ.format(warm_up=WARM_UP, steps=args.steps)
+        f"# A step, script against script: {report.record['device']}\n\n{report.provenance}\n"
+        f"{config.num_layers} layers of width {config.model_dim}, {config.num_heads} heads, vocabulary "
+        f"{config.vocab_size:,}; {sequences} sequences of {config.train_length} tokens a step; {tokens}.\n\n"
+        + HOW_TO_READ.format(warm_up=WARM_UP, steps=args.steps)
     )
     return report
 
 
 def with_data(arguments: list[str], config: Config, folder: Path) -> tuple[list[str], Config, str]:
-    """Arguments and configuration with data that is there, and the words for it."""
+    """Return arguments and configuration with data that is there, and a description of its tokens."""
     if Path(config.data_dir).is_dir():
         return [*arguments, "--data_dir", str(Path(config.data_dir).resolve())], config, f"tokens of {config.data_dir}"
     data = zipf_shards(folder / "zipf", config)
-    words = f"random tokens (Zipf), as there is no {config.data_dir}"
-    return [*arguments, "--data_dir", str(data)], dataclasses.replace(config, data_dir=str(data)), words
+    tokens = f"random tokens (Zipf), as there is no {config.data_dir}"
+    return [*arguments, "--data_dir", str(data)], dataclasses.replace(config, data_dir=str(data)), tokens
 
 
 def bench_peers(args, arguments: list[str], config: Config, device: torch.device) -> int:
-    """The table of --peers. ValueError for a checkout that cannot run, and for a script that fails."""
+    """Report the table of --peers and return 0. Raise ValueError for a checkout that cannot run, or a script that
+    fails."""
     with tempfile.TemporaryDirectory() as folder:
         arguments, config, tokens = with_data(arguments, config, Path(folder))
         peers = [peer_script(Path(path), config, args.steps, device, Path(folder)) for path in args.peers]
         dtype = "bfloat16" if device.type == "cuda" else "float32"
-        ours = lambda dtype: our_script(arguments, config, args.steps, dtype=dtype, device=device.type)
-        scripts = {"ours": ours(dtype)}
+        ours = functools.partial(our_script, arguments, config, args.steps, device=device.type)
+        scripts = {"ours": ours(dtype=dtype)}
         scripts |= {Path(path).resolve().name: peer for path, peer in zip(args.peers, peers)}
         if fast_dtype(device) == torch.bfloat16 and dtype == "float32":
-            scripts["ours in bfloat16"] = ours("bfloat16")
+            scripts["ours in bfloat16"] = ours(dtype="bfloat16")
         report = start_report("peers", args, config, tokens, device)
         compare(scripts, args.rounds, report)
         if device.type == "cpu" and len(scripts) == len(peers) + 1:
@@ -265,8 +277,10 @@ def bench_peers(args, arguments: list[str], config: Config, device: torch.device
 
 
 def bench_processes(args, arguments: list[str], config: Config, device: torch.device) -> int:
-    """The table of --processes: the same run on so many processes, with the same threads in all. The exit code: 1 when
-    their losses differ. ValueError when a step cannot be shared by so many."""
+    """Report the table of --processes: the same run on so many processes, with the same threads in all.
+
+    Return the exit code: 1 when their losses differ. Raise ValueError when so many cannot share a step.
+    """
     with tempfile.TemporaryDirectory() as folder:
         arguments, config, tokens = with_data(arguments, config, Path(folder))
         scripts = {}

@@ -1,4 +1,4 @@
-"""Where the time of a training step goes: a trace, and a table by plain categories.
+"""Show where the time of a training step goes: a trace, and a table by plain categories.
 
     python -m scripts.bench step quickstart scale_invariant_p_rope --profile trace
 
@@ -6,6 +6,7 @@ The trace opens in chrome://tracing and ui.perfetto.dev. On CUDA the table count
 runs is idle; on a CPU it counts operations, and the rest, Python and PyTorch's own bookkeeping, is host.
 """
 
+import argparse
 import re
 import statistics
 import time
@@ -15,7 +16,8 @@ import torch
 import torch._inductor.config
 from torch.profiler import ProfilerActivity
 
-from scripts.bench_protocol import Report, gpu_state
+from scripts.bench.protocol import Report, gpu_state
+from scripts.bench.trainers import StepBench, StepVariant
 from scripts.tables import markdown_table
 
 # In this order: an optimizer's matmuls are the optimizer's, those of the head are matmuls, whatever calls them.
@@ -31,17 +33,20 @@ CATEGORIES = ["matmul", "attention", "cross-entropy", REST, "optimizer", "commun
 
 
 def category(names: list[str]) -> str | None:
-    """Of an operation or kernel, given its name and those of what it is part of, from the inside out. None: no work."""
-    everything = " ".join(names)
-    for words, patterns in ((everything, OUTSIDE), (names[0], ITSELF), (everything, ANYWHERE)):
+    """Return the category of an operation or kernel; None for one that does no work itself.
+
+    names: its own, then those of what it is part of, from the inside out.
+    """
+    all_names = " ".join(names)
+    for text, patterns in ((all_names, OUTSIDE), (names[0], ITSELF), (all_names, ANYWHERE)):
         for name, pattern in patterns.items():
-            if re.search(pattern, words):
+            if re.search(pattern, text):
                 return name
     return REST if re.search(COMPUTES, names[0]) else None
 
 
 def time_by_category(events, on_gpu: bool) -> tuple[Counter, dict[str, Counter]]:
-    """Microseconds of each category, and in it of each operation or kernel."""
+    """Return the microseconds of each category, and in it of each operation or kernel."""
     total, parts = Counter(), {name: Counter() for name in CATEGORIES}
 
     def add(names: list[str], microseconds: float):
@@ -64,9 +69,8 @@ def time_by_category(events, on_gpu: bool) -> tuple[Counter, dict[str, Counter]]
     return total, parts
 
 
-def profile(args, bench, variant, tokens: str) -> int:
-    """Profiles args.steps steps of the variant; the trace, the table and its numbers go to the folder args.profile."""
-    name, variant = variant
+def profile(args: argparse.Namespace, bench: StepBench, name: str, variant: StepVariant, tokens: str) -> int:
+    """Profile args.steps steps of a variant and write trace, table and numbers to the folder args.profile. Return 0."""
     args.profile.mkdir(parents=True, exist_ok=True)
     on_gpu = bench.device.type == "cuda"
     with torch._inductor.config.patch({"cpp.enable_kernel_profile": True}):  # names for the fused loops of a CPU
@@ -83,9 +87,6 @@ def profile(args, bench, variant, tokens: str) -> int:
     trainer.loader.close()
     total, parts = time_by_category(profiler.events(), on_gpu)
     total["idle" if on_gpu else "host"] = max(0.0, 1e6 * wall - sum(total.values()))
-
-    from scripts.bench_step import describe  # the module that calls this one
-
     report = Report(
         args.profile, f"profile_{args.preset}_{bench.config.train_length}", bench.device,
         config=bench.config.to_dict(), variant=name, tokens=tokens, steps=args.steps, seconds=wall,
@@ -101,10 +102,9 @@ def profile(args, bench, variant, tokens: str) -> int:
             )
             share = microseconds / wall / 1e6
             rows.append([kind, f"{microseconds / 1e3 / args.steps:.2f}", f"{share:.1%}", largest])
-    r = report.record
     report.add(
-        f"# Where a step's time goes: {name}, {r['device']}\n\n    {r['command']}\n\n{r['versions']}; {r['threads']} "
-        f"threads; commit {r['commit']}.\n{describe(bench.config, bench, tokens)}; attention by {trainer.backend}.\n\n"
+        f"# Where a step's time goes: {name}, {report.record['device']}\n\n{report.provenance}\n"
+        f"{bench.describe(tokens)}; attention by {trainer.backend}.\n\n"
         f"{args.steps} steps took {wall * 1e3 / args.steps:.2f} ms each with the profiler, "
         f"{statistics.median(alone) * 1e3:.2f} ms without.\nThe optimizer's matmuls count for the optimizer, matmuls "
         f"of attention by `blocks` as matmuls. Trace: {trace.name}.\n\n{markdown_table(rows)}"

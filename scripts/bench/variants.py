@@ -1,4 +1,4 @@
-"""The ways to compute causal attention that scripts/bench_attention.py times: BACKEND:FORMULA[:DETAIL].
+"""The ways to compute causal attention that scripts/bench/attention.py times: BACKEND:FORMULA[:DETAIL].
 
     plain   softmax of S
     si      scale-invariant, tau = 10
@@ -60,11 +60,23 @@ class Variant:
     off: str = ""  # the variant that is the same without the transform
 
 
+def random_inputs(case: Case) -> list[Tensor]:
+    """Return q, k, v and the gradient of the output (B, H, T, D), in memory (B, T, H, D) as the model has them."""
+    generator = torch.Generator(case.device).manual_seed(0)
+    shape = (case.batch, case.length, case.heads, case.head_dim)
+
+    def draw() -> Tensor:
+        return torch.randn(shape, device=case.device, generator=generator).to(case.dtype).transpose(1, 2)
+
+    return [draw().requires_grad_() for _ in range(3)] + [draw()]
+
+
 # ---- ours ------------------------------------------------------------------------------------------------------------
 
 
 def on_backend(backend: str, formula: str, change: Callable[[Plan, Case], Plan] = lambda plan, case: plan, **options):
-    """By model/attention.py, without attend's conversions of q, which a compiled model fuses with what comes before."""
+    """Run it by model/attention.py, without attend's conversions of q: a compiled model fuses them with what comes
+    before."""
 
     def make(case: Case) -> Attend:
         plan = change(case.plan(case.method(formula, **options), backend), case)
@@ -146,7 +158,8 @@ def tokens_first(flash_attn_func) -> Attend:  # which takes and gives (B, T, H, 
 
 
 def dense(formula: str):
-    """All logits at once, in float32, from probabilities rounded to v's dtype; a_t and m_t are tables (H, T, T)."""
+    """Compute all logits at once, in float32, and round the probabilities to v's dtype; a_t and m_t are tables
+    (H, T, T)."""
 
     def make(case: Case) -> Attend:
         position = torch.arange(case.length, device=case.device)
@@ -168,7 +181,7 @@ def dense(formula: str):
 
 
 def flex(formula: str, score_mod=None, block_mask: bool = True, **kernel_options):
-    """FlexAttention with the method's own score_mod, or with score_mod(case)."""
+    """Run FlexAttention with the method's own score_mod, or with score_mod(case)."""
 
     def make(case: Case) -> Attend:
         options = dict(score_mod=score_mod(case) if score_mod else flex_score_mod(case.method(formula), 0))
@@ -182,7 +195,7 @@ def flex(formula: str, score_mod=None, block_mask: bool = True, **kernel_options
 
 
 def one_table(case: Case):
-    """m = 1 - a^2, and the softmax ignores the 1: a (S - a), with one load."""
+    """Return the score_mod a (S - a), of one load: m is 1 - a^2, and the softmax ignores the 1."""
     a, _ = case.method("si").score_change.coefficients(torch.arange(case.length, device=case.device).double(), 0)
     a = a.float()
 
@@ -194,7 +207,7 @@ def one_table(case: Case):
 
 
 def as_written(score, batch, head, q_index, kv_index):
-    """The paper's formulas (eq:gaussian_at, eq:gaussian_mt) as they stand there."""
+    """Compute the paper's formulas (eq:gaussian_at, eq:gaussian_mt) as they stand there."""
     log = torch.log((q_index - kv_index).clamp(min=0) / 10.0 + 1)
     return torch.sqrt(2 * log + 1) * score - 2 * log
 

@@ -1,4 +1,4 @@
-"""Training steps that ours is measured against (scripts/bench_step.py), written from what is known of them.
+"""Training steps that ours is measured against (scripts/bench/step.py), written from what is known of them.
 
     record8    modded-nanogpt's record #8 (Keller Jordan et al., 2024-11-03), the paper's base: our model, with separate
                q, k and v projections, PyTorch's own choice of attention kernel, cross-entropy of float32 logits, and
@@ -31,17 +31,21 @@ class SeparateProjections(Attention):
 
     def queries_keys_values(self, x: Tensor) -> list[Tensor]:  # three of (B, H, T, D)
         B, T, C = x.shape
-        heads = lambda matrix: linear(x, matrix).view(B, T, self.num_heads, C // self.num_heads).transpose(1, 2)
+
+        def heads(matrix: Tensor) -> Tensor:
+            return linear(x, matrix).view(B, T, self.num_heads, C // self.num_heads).transpose(1, 2)
+
         return [norm(heads(self.q)), norm(heads(self.k)), heads(self.v)]
 
 
 def separate_projections(model: GPT):
+    """Replace each layer's merged projection by three."""
     for block in model.blocks:
         block.attention = SeparateProjections(block.attention)
 
 
 def plain_loss(model: GPT):
-    """The model with F.cross_entropy of all its float32 logits."""
+    """Return the model with F.cross_entropy of all its float32 logits."""
 
     def loss(tokens: Tensor, targets: Tensor, *, plan) -> Tensor:
         return F.cross_entropy(model(tokens, plan=plan).flatten(0, 1), targets.flatten())
@@ -50,7 +54,7 @@ def plain_loss(model: GPT):
 
 
 def with_default_sdpa(call):
-    """Runs `call` with PyTorch's own order of attention kernels, FlashAttention-2 first on CUDA."""
+    """Return `call` with PyTorch's own order of attention kernels, FlashAttention-2 first on CUDA."""
     order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH, SDPBackend.CUDNN_ATTENTION]
 
     @functools.wraps(call)
@@ -62,7 +66,8 @@ def with_default_sdpa(call):
 
 
 def orthogonalise(x: Tensor) -> Tensor:
-    """Newton-Schulz in the form of the record, 6 m^2 n FLOP an iteration. x: (m, n), m <= n, in its final dtype."""
+    """Orthogonalise by Newton-Schulz as the record does, 6 m^2 n FLOP an iteration. x: (m, n), m <= n, in its final
+    dtype."""
     x = x / (x.norm() + 1e-7)
     for _ in range(5):
         gram = x @ x.mT
@@ -132,7 +137,7 @@ class NanoGPT(nn.Module):
                 nn.init.normal_(p, std=0.02 / (2 * num_layers) ** 0.5 if into_residual else 0.02)
 
     def forward(self, tokens: Tensor, targets: Tensor, *, plan=None) -> Tensor:
-        """Mean cross-entropy in nats. tokens, targets (B, T); the plan of our models is not used."""
+        """Return the mean cross-entropy in nats. tokens, targets: (B, T); the plan of our models is not used."""
         with torch.autocast(tokens.device.type, self.dtype, enabled=self.dtype != torch.float32):
             x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]  # (B, T, C)
             for block in self.blocks:
@@ -142,8 +147,12 @@ class NanoGPT(nn.Module):
 
 
 def adamw(model: NanoGPT) -> Optimizers:
-    """nanoGPT's, for GPT-2: weight decay on matrices only. The gradient is not clipped, which takes its norm only."""
-    make = lambda decay: functools.partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=decay, fused=True)
+    """Return nanoGPT's optimizer for GPT-2: weight decay on matrices only. The gradient is not clipped, but the step
+    takes its norm, which is what clipping costs."""
+
+    def make(decay: float) -> functools.partial:
+        return functools.partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=decay, fused=True)
+
     matrices = [p for p in model.parameters() if p.ndim == 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = dict(matrices=Group(matrices, make(0.1), 6e-4), vectors=Group(vectors, make(0.0), 6e-4))

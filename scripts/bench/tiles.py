@@ -1,4 +1,4 @@
-"""Times each kernel of model/kernels/flash.py with other tiles: from this flash.choose_tiles is set.
+"""Time each kernel of model/kernels/flash.py with other tiles: from this flash.choose_tiles is set.
 
 python -m scripts.bench attention --tune --lengths 16384
 """
@@ -10,10 +10,9 @@ import torch
 
 from model.kernels import flash
 from model.kernels.distance import Coefficients
-from scripts.attention_variants import Case
-from scripts.bench_attention import random_inputs
-from scripts.bench_protocol import in_one_line, schedule, time_calls
-from scripts.kernel_code import ROLES, Launch, recorded_launches
+from scripts.bench.kernel_code import ROLES, Launch, recorded_launches
+from scripts.bench.protocol import in_one_line, in_turns, schedule, time_calls
+from scripts.bench.variants import Case, random_inputs
 from scripts.tables import markdown_table
 
 ROUNDS, SECONDS = 5, 5.0  # for all tiles of one kernel
@@ -34,7 +33,10 @@ CANDIDATES = {  # queries, keys, warps, stages
 
 
 def tune(cases: list[Case], deadline: float):
-    """Prints, for scale-invariant and plain causal attention at the first case, each kernel's tiles by their time."""
+    """Print, for scale-invariant and plain causal attention at the first case, each kernel's tiles by their time.
+
+    Raise ValueError where the kernels cannot run.
+    """
     case = cases[0]
     if reason := flash.problem(case.device, case.dtype, case.head_dim):
         raise ValueError(f"the Triton kernel cannot run: {reason}")
@@ -45,7 +47,7 @@ def tune(cases: list[Case], deadline: float):
 
 
 def ranking(case: Case, formula: str, role: str, deadline: float) -> str:
-    """A table of the tiles, the fastest first; those that cannot run last, with the reason."""
+    """Return a table of the tiles, the fastest first; those that cannot run come last, with the reason."""
     chosen = make_launch(case, formula, role, {}).tiles
     launches, problems = {}, {}
     for tiles in dict.fromkeys([chosen, *(flash.Tiles(*numbers) for numbers in CANDIDATES[role])]):
@@ -62,10 +64,13 @@ def ranking(case: Case, formula: str, role: str, deadline: float) -> str:
     rounds, calls = schedule(one_call, ROUNDS, SECONDS) if one_call else (0, {})
     seconds = {tiles: [] for tiles in launches}
     for round_number in range(rounds):
-        for tiles in list(launches)[:: 1 if round_number % 2 == 0 else -1]:
+        for tiles in in_turns(list(launches), round_number):
             seconds[tiles].append(time_calls(launches[tiles].run, calls[tiles], case.device))
     medians = {tiles: statistics.median(times) for tiles, times in seconds.items()}
-    name = lambda tiles: f"{tiles.queries} x {tiles.keys}, {tiles.warps} warps, {tiles.stages} stages"
+
+    def name(tiles: flash.Tiles) -> str:
+        return f"{tiles.queries} x {tiles.keys}, {tiles.warps} warps, {tiles.stages} stages"
+
     rows = [["tiles", "ms", "of the chosen"]]
     for tiles, median in sorted(medians.items(), key=lambda item: item[1]):
         ratio = f"{median / medians[chosen]:.3f}" if chosen in medians else ""
@@ -74,7 +79,7 @@ def ranking(case: Case, formula: str, role: str, deadline: float) -> str:
 
 
 def make_launch(case: Case, formula: str, role: str, tiles: dict[str, flash.Tiles]) -> Launch:
-    """The launch of this kernel with these tiles, with everything that it reads already computed."""
+    """Return the launch of this kernel with these tiles, with everything that it reads already computed."""
     q, k, v, do = (x.detach() for x in random_inputs(case))
     coefficients = case.plan(case.method(formula), "triton").coefficients
     c = coefficients or Coefficients(torch.empty(0, 1, 1, device=case.device))

@@ -1,11 +1,11 @@
-"""Times attention alone: ours and others', forward and forward + backward, side by side.
+"""Time attention alone: ours and others', forward and forward + backward, side by side.
 
     python -m scripts.bench attention
 
 First the gate: output and gradients of each variant against float64, of which the errors are printed; a variant that
 fails gets no time. Then, a length at a time, rounds in which the variants take turns, in the order A B C and back.
 What counts is the ratio of a variant's time to the baseline's in the same round. The baseline, the first variant that
-runs, runs once more at the end of each round (the A/A row, which shows the noise). scripts/attention_variants.py lists
+runs, runs once more at the end of each round (the A/A row, which shows the noise). scripts/bench/variants.py lists
 the variants.
 """
 
@@ -26,8 +26,7 @@ from torch import Tensor
 from errors import exit_on_user_error
 from model.attention import plain_attention
 from runtime.processes import start_processes
-from scripts.attention_variants import VARIANTS, Attend, Case, Variant, default_variants, dense
-from scripts.bench_protocol import (
+from scripts.bench.protocol import (
     Report,
     again,
     gpu_range,
@@ -39,6 +38,7 @@ from scripts.bench_protocol import (
     schedule,
     time_calls,
 )
+from scripts.bench.variants import VARIANTS, Attend, Case, Variant, default_variants, dense, random_inputs
 from scripts.tables import markdown_table
 
 CUDA_DEFAULTS = dict(lengths=[4096, 16384, 65536], head_dim=128, heads=6, tokens=65536, dtype="bfloat16")
@@ -72,12 +72,12 @@ def add_arguments(parser: argparse.ArgumentParser):
 
 
 def run(args: argparse.Namespace, variants: dict[str, Variant] = VARIANTS) -> int:
-    """The exit code: 1 when a variant fails the gate."""
+    """Return the exit code: 1 when a variant fails the gate."""
     deadline = time.perf_counter() + 60 * args.minutes
     with exit_on_user_error():
         cases, names = read_arguments(args, variants)
         if args.tune:
-            from scripts.bench_tiles import tune  # only now, as it needs Triton
+            from scripts.bench.tiles import tune  # only now, as it needs Triton
 
             tune(cases, deadline)
             return 0
@@ -88,23 +88,27 @@ def run(args: argparse.Namespace, variants: dict[str, Variant] = VARIANTS) -> in
     gate_length = min(cases[0].length, GATE_LENGTH.get(cases[0].device.type, 512))
     gate_case = dataclasses.replace(cases[0], length=gate_length)
     problems = {}  # by variant: why it cannot run, or is not allowed to
-    left = lambda: deadline - time.perf_counter()
+
+    def seconds_left() -> float:
+        return deadline - time.perf_counter()
+
     for case in dict.fromkeys([gate_case, *cases]):
         torch._dynamo.reset()  # the graphs of the other lengths
         with torch._dynamo.config.patch(recompile_limit=64):  # FlexAttention's code is compiled once a variant
             allowed = {name: variant for name, variant in variants.items() if name not in problems}
-            bench = Bench(case, allowed, deadline - left() / 2)
+            bench = AttentionBench(case, allowed, deadline - seconds_left() / 2)
             if case == gate_case:
                 report.add_gate(case, gate(bench, variants), bench.problems)
                 problems |= bench.problems
             if case in cases:
                 to_come = len(cases) - 1 - cases.index(case)  # each needs time to compile and for its rounds
-                times = bench.measure(args.rounds, left() / (2 * to_come + 1))
+                times = bench.measure(args.rounds, seconds_left() / (2 * to_come + 1))
                 report.add_length(bench, times, problems | bench.problems)
     return int(any(reason.startswith("refused") for reason in problems.values()))
 
 
-def read_arguments(args, variants: dict[str, Variant]) -> tuple[list[Case], list[str]]:
+def read_arguments(args: argparse.Namespace, variants: dict[str, Variant]) -> tuple[list[Case], list[str]]:
+    """Return a case for each length and the names of the variants. Raise ValueError for what cannot be."""
     device = start_processes(args.device).device
     defaults = CUDA_DEFAULTS if device.type == "cuda" else CPU_DEFAULTS
     given = {key: getattr(args, key) if getattr(args, key) is not None else defaults[key] for key in defaults}
@@ -114,17 +118,18 @@ def read_arguments(args, variants: dict[str, Variant]) -> tuple[list[Case], list
     names = args.variants or [name for name in default_variants(device) if name in variants]
     if unknown := [name for name in names if name not in variants]:
         raise ValueError(f"unknown variant {unknown[0]!r}; valid: {', '.join(variants)}")
-    make = lambda length: Case(
-        max(1, given["tokens"] // length), given["heads"], length, given["head_dim"],
-        getattr(torch, given["dtype"]), device,
-    )  # fmt: skip
-    return [make(length) for length in sorted(set(given["lengths"]))], names
+    dtype = getattr(torch, given["dtype"])
+    cases = [
+        Case(max(1, given["tokens"] // length), given["heads"], length, given["head_dim"], dtype, device)
+        for length in sorted(set(given["lengths"]))
+    ]
+    return cases, names
 
 
 # ---- one length ------------------------------------------------------------------------------------------------------
 
 
-class Bench:
+class AttentionBench:
     """The variants at one length, compiled and warm. `problems` says of the others why they do not run."""
 
     def __init__(self, case: Case, variants: dict[str, Variant], deadline: float):
@@ -160,7 +165,10 @@ class Bench:
         return dict(forward=lambda: attend(*qkv), both=lambda: torch.autograd.grad(attend(*qkv), qkv, do))
 
     def measure(self, rounds: int, seconds: float) -> dict[str, dict[str, list[float]]]:
-        """Seconds a call of each pass of each variant in each round; so many rounds and calls as the time allows."""
+        """Return the seconds a call of each pass of each variant in each round.
+
+        There are at most so many rounds, and as many calls in each as the seconds allow.
+        """
         if not self.attends:
             return {}
         baseline = next(iter(self.attends))
@@ -178,37 +186,32 @@ class Bench:
         return times
 
 
-def random_inputs(case: Case) -> list[Tensor]:
-    """q, k, v and the gradient of the output (B, H, T, D), in memory (B, T, H, D) as the model has them."""
-    generator = torch.Generator(case.device).manual_seed(0)
-    shape = (case.batch, case.length, case.heads, case.head_dim)
-    draw = lambda: torch.randn(shape, device=case.device, generator=generator).to(case.dtype).transpose(1, 2)
-    return [draw().requires_grad_() for _ in range(3)] + [draw()]
-
-
 # ---- the gate --------------------------------------------------------------------------------------------------------
 
 
-def gate(bench: Bench, variants: dict[str, Variant]) -> dict[str, dict]:
-    """Errors of the variants of `bench` and their limits; those that fail move to bench.problems.
+def gate(bench: AttentionBench, variants: dict[str, Variant]) -> dict[str, dict]:
+    """Return the errors of the variants of `bench` and their limits; move those that fail to bench.problems.
 
     An error is the Frobenius norm of the difference from float64 relative to float64's, of the last sequence's output
     and gradients of q, k, v. It may be LIMIT times that of the formula computed densely from the same inputs, with
     float32 accumulation and probabilities in their dtype.
     """
     case = dataclasses.replace(bench.case, batch=1)
-    last = lambda tensors: [x.detach()[-1:] for x in tensors]
+
+    def last_sequence(tensors: list[Tensor]) -> list[Tensor]:
+        return [x.detach()[-1:] for x in tensors]
 
     @functools.cache
     def reference(formula: str) -> tuple[list[Tensor], list[float]]:
-        exact = output_and_gradients(functools.partial(plain_attention, case.method(formula)), last(bench.inputs), True)
-        rounded = output_and_gradients(dense(formula)(case), last(bench.inputs))
+        inputs = last_sequence(bench.inputs)
+        exact = output_and_gradients(functools.partial(plain_attention, case.method(formula)), inputs, exact=True)
+        rounded = output_and_gradients(dense(formula)(case), inputs)
         return exact, [max(LIMIT * error, FLOAT32_LIMIT) for error in relative_errors(rounded, exact)]
 
     results = {}
     for name, attend in list(bench.attends.items()):
         exact, limits = reference(variants[name].formula)
-        errors = relative_errors(last(output_and_gradients(attend, bench.inputs)), exact)
+        errors = relative_errors(last_sequence(output_and_gradients(attend, bench.inputs)), exact)
         passed = all(error <= limit for error, limit in zip(errors, limits))
         results[name] = dict(errors=errors, limits=limits, passed=passed)
         if not passed:
@@ -218,6 +221,7 @@ def gate(bench: Bench, variants: dict[str, Variant]) -> dict[str, dict]:
 
 
 def output_and_gradients(attend: Attend, inputs: list[Tensor], exact: bool = False) -> list[Tensor]:
+    """Return the output and the gradients of q, k and v; with `exact` in float64."""
     *qkv, do = [x.double() if exact else x for x in inputs]
     qkv = [x.detach().requires_grad_() for x in qkv]
     o = attend(*qkv)
@@ -232,7 +236,10 @@ def relative_errors(tensors: list[Tensor], exact: list[Tensor]) -> list[float]:
 
 
 def extra_bytes(name: str, variant: Variant, case: Case, both) -> int | None:
-    """Peak memory of forward + backward beyond what is there before: output, gradients and everything in between."""
+    """Return the peak memory of forward + backward beyond what is there before; None where it cannot be measured.
+
+    In it are the output, the gradients and everything in between.
+    """
     if case.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(case.device)
         before = torch.cuda.memory_allocated(case.device)
@@ -243,8 +250,8 @@ def extra_bytes(name: str, variant: Variant, case: Case, both) -> int | None:
     shape = (case.batch, case.heads, case.length, case.head_dim, str(case.dtype).removeprefix("torch."))
     # A fresh process, in which freed memory goes back to the system at once.
     child = subprocess.run(
-        [sys.executable, "-m", "scripts.bench_attention", name, *map(str, shape), str(torch.get_num_threads())],
-        capture_output=True, text=True, cwd=Path(__file__).parents[1],
+        [sys.executable, "-m", "scripts.bench.attention", name, *map(str, shape), str(torch.get_num_threads())],
+        capture_output=True, text=True, cwd=Path(__file__).parents[2],
         env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"},
     )  # fmt: skip
     if child.returncode:
@@ -253,10 +260,10 @@ def extra_bytes(name: str, variant: Variant, case: Case, both) -> int | None:
 
 
 def print_extra_bytes(name: str, batch: str, heads: str, length: str, head_dim: str, dtype: str, threads: str):
-    """The child process of extra_bytes: peak resident memory of a warm call beyond what is resident before it."""
+    """Print the peak resident memory of a warm call beyond what is resident before it: in the child of extra_bytes."""
     torch.set_num_threads(int(threads))
     shape = map(int, (batch, heads, length, head_dim))
-    bench = Bench(Case(*shape, getattr(torch, dtype), torch.device("cpu")), {}, deadline=0)
+    bench = AttentionBench(Case(*shape, getattr(torch, dtype), torch.device("cpu")), {}, deadline=0)
     both = bench.passes(VARIANTS[name].make(bench.case))["both"]
     for _ in range(2):
         both()
@@ -274,7 +281,8 @@ def resident_bytes(field: str) -> int:
 
 
 def flops(case: Case, key: str) -> float:
-    """Of causal attention, whatever a variant really does: 2 matrix products of T^2 / 2 logits, and 5 backward."""
+    """Return the FLOPs of causal attention, whatever a variant really does: 2 matrix products of T^2 / 2 logits
+    forward, and 5 backward."""
     forward = 4 * case.batch * case.heads * case.length**2 * case.head_dim / 2
     return forward * (1 if key == "forward" else 3.5)
 
@@ -315,7 +323,7 @@ class AttentionReport(Report):
             + markdown_table(rows)
         )
 
-    def add_length(self, bench: Bench, times: dict[str, dict[str, list[float]]], problems: dict[str, str]):
+    def add_length(self, bench: AttentionBench, times: dict[str, dict[str, list[float]]], problems: dict[str, str]):
         case, offs = bench.case, {name: v["off"] for name, v in self.record["variants"].items()}
         baseline = next(iter(times), None)
         rows = [["variant", "forward ms", "TFLOP/s", "ratio", "both ms", "TFLOP/s", "ratio", "to plain", "MiB"]]

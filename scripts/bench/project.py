@@ -1,4 +1,4 @@
-"""What runs would take on other numbers of GPUs: hours, communication and validation, computed and not measured.
+"""Project what runs would take on other numbers of GPUs: hours, communication, validation; computed, not measured.
 
     python -m scripts.bench project                                         the paper's presets on 1, 8, 64 and 512 GPUs
     python -m scripts.bench project gpt_162m_64k --gpus 8 16 --mfu 0.5
@@ -9,6 +9,7 @@ The bytes are those of the code that trains: its optimizers are built for so man
 
 import argparse
 import dataclasses
+import functools
 import json
 import statistics
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from optim.sharded import MOST_SHARES, Optimizers
 from runtime.build import build_model, build_optimizers
 from runtime.device import PEAK_BF16_FLOPS
 from runtime.processes import World
-from scripts.bench_protocol import Report
+from scripts.bench.protocol import Report
 from scripts.tables import markdown_table
 
 PAPER = ["gpt_162m_4k", "gpt_162m_16k", "gpt_162m_64k", "gpt_304m_4k"]
@@ -39,7 +40,7 @@ PAPER_HOURS = {  # its appendix on compute, "roughly"
 NODE = MOST_SHARES  # GPUs
 USEFUL = 0.9  # efficiency
 HOW_TO_READ = """\
-Computed, not measured. Compute: model FLOPs (causal count) of a step over the rate of all GPUs, {rate_words}.
+Computed, not measured. Compute: model FLOPs (causal count) of a step over the rate of all GPUs, {rate}.
 Small shares of a batch run at a lower rate than large ones: below some 64k tokens a GPU the times are too good.
 
 - batch: tokens a step; where a number of GPUs cannot share the preset's batch, one sequence each, marked *: that is
@@ -70,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser):
 
 
 def run(args: argparse.Namespace) -> int:
+    """Report the tables and return 0."""
     with exit_on_user_error():
         numbers = [*args.gpus, args.mfu, args.nvlink, args.network]
         if min(numbers) <= 0 or args.mfu > 1 or args.latency < 0:
@@ -79,28 +81,27 @@ def run(args: argparse.Namespace) -> int:
         if args.out:
             args.out.mkdir(parents=True, exist_ok=True)
     peak = PEAK_BF16_FLOPS[args.gpu]
-    rate_words = f"{args.mfu:.0%} of an {args.gpu}'s {peak:.4g} FLOP/s each (assumed)"
+    rate_of_all = f"{args.mfu:.0%} of an {args.gpu}'s {peak:.4g} FLOP/s each (assumed)"
     if measured:
-        rate_words += f", or as measured with {args.variant} where --results has the preset"
+        rate_of_all += f", or as measured with {args.variant} where --results has the preset"
     report = Report(args.out, "project", torch.device("cpu"), rows=[], runs=[])
     report.add(
         f"# Hours and communication, projected\n\n    {report.record['command']}\n\n"
         f"commit {report.record['commit']}.\n\n"
         + HOW_TO_READ.format(
-            rate_words=rate_words, itemsize=2, nvlink=args.nvlink, network=args.network, node=NODE, latency=args.latency
+            rate=rate_of_all, itemsize=2, nvlink=args.nvlink, network=args.network, node=NODE, latency=args.latency
         )
     )
+    speeds = dict(nvlink=args.nvlink * 1e9, network=args.network * 1e9, latency=args.latency / 1e6)
     runs = [["preset", "PFLOP", "rate", "validation share", "hours, 1 GPU", "with paper", "with fast", "paper's hours"]]
     for name, config in configs.items():
         rate, source = tokens_per_second(config, measured, args.variant) or (
             args.mfu * peak / training_flops_per_token(config), "assumed"
         )  # fmt: skip
-        project = lambda gpus: projection(
-            config, gpus, rate, nvlink=args.nvlink * 1e9, network=args.network * 1e9, latency=args.latency / 1e6
-        )
+        project = functools.partial(projection, config, rate=rate, **speeds)
         rows = [project(gpus) for gpus in args.gpus]
         report.record["rows"] += [dict(preset=name, **row) for row in rows]
-        report.add(f"## {name}\n\n{markdown_table(gpu_table(rows))}\n\n{useful_words(config, project)}")
+        report.add(f"## {name}\n\n{markdown_table(gpu_table(rows))}\n\n{most_gpus(config, project)}")
         runs.append([name, *run_cells(config, rate, source), PAPER_HOURS.get(name, "")])
         report.record["runs"].append(dict(zip(runs[0], runs[-1])))
     slower = peak / PEAK_BF16_FLOPS["A100"]
@@ -111,8 +112,8 @@ def run(args: argparse.Namespace) -> int:
 # ---- how a batch is shared -------------------------------------------------------------------------------------------
 
 
-def share(config: Config, gpus: int) -> tuple[int, int] | None:
-    """GPUs a sequence and sequences a GPU (or group of them) in a step; None where so many cannot share the batch."""
+def split_batch(config: Config, gpus: int) -> tuple[int, int] | None:
+    """Return GPUs a sequence and sequences a GPU (or group of GPUs) in a step; None where so many cannot share it."""
     sequences = config.batch_tokens // config.train_length
     for context in range(1, config.num_heads + 1):
         divides = config.num_heads % context == config.train_length % context == gpus % context == 0
@@ -122,28 +123,36 @@ def share(config: Config, gpus: int) -> tuple[int, int] | None:
 
 
 def optimizers_of(config: Config, gpus: int) -> Optimizers:
+    """Return the optimizers of the first of so many processes, without memory."""
     with torch.device("meta"):  # shapes without memory
         model = build_model(config, torch.bfloat16)
         return build_optimizers(config, model, False, World(0, 0, gpus, torch.device("meta")))
 
 
 def projection(config: Config, gpus: int, rate: float, *, nvlink: float, network: float, latency: float) -> dict:
-    """One row. rate: tokens/s of a GPU; nvlink and network: bytes/s of a GPU; latency: seconds of a collective."""
-    context, sequences = share(config, gpus) or (1, 1)
+    """Return one row of the tables.
+
+    rate: tokens/s of a GPU; nvlink and network: bytes/s of a GPU; latency: seconds of a collective.
+    """
+    context, sequences = split_batch(config, gpus) or (1, 1)
     batch = gpus // context * sequences * config.train_length
     optimizers = optimizers_of(config, gpus)
     sent = optimizers.bytes_a_step()
-    to_all = 0
-    if context > 1:
-        shape = sequences, config.train_length, config.model_dim, context, 2
-        to_all = config.num_layers * context_bytes(*shape)
     shares, copies = optimizers.shares, optimizers.copies
     in_node = sent["reduce_scatter"] * (shares - 1) / shares + sent["all_gather"] * (shares - 1)
     between_nodes = 2 * sent["all_reduce"] * (copies - 1) / copies  # a ring's
-    buckets = 2 * (shares > 1) + (copies > 1)
-    collectives = buckets * len(optimizers.all_buckets()) + 4 * config.num_layers * (context > 1)
+    collectives = 0
+    if shares > 1:
+        collectives += 2 * len(optimizers.all_buckets())  # reduce-scatter and all-gather
+    if copies > 1:
+        collectives += len(optimizers.all_buckets())
+    all_to_all = 0
+    if context > 1:
+        shape = sequences, config.train_length, config.model_dim, context, 2
+        all_to_all = config.num_layers * context_bytes(*shape)
+        collectives += 4 * config.num_layers
     seconds = in_node / nvlink + between_nodes / network
-    seconds += to_all * (context - 1) / context / nvlink + collectives * latency
+    seconds += all_to_all * (context - 1) / context / nvlink + collectives * latency
     compute = batch / rate / gpus
     return dict(
         gpus=gpus,
@@ -154,7 +163,7 @@ def projection(config: Config, gpus: int, rate: float, *, nvlink: float, network
         communication=seconds,
         efficiency=compute / (compute + seconds),
         hours=config.steps * (compute + seconds) * config.batch_tokens / batch / 3600,  # of the same tokens
-        all_to_all=to_all,
+        all_to_all=all_to_all,
         **sent,
     )
 
@@ -165,18 +174,20 @@ def gpu_table(rows: list[dict]) -> list[list[str]]:
     head += [f"{name.replace('_', '-')} MB" for name in sent]
     table = [[*head, "communication ms", "efficiency", "hours"]]
     for row in rows:
-        cells = [str(row["gpus"]), str(row["context"]), f"{row['batch']:,}" + "*" * (not row["same_batch"])]
+        mark = "" if row["same_batch"] else "*"
+        cells = [str(row["gpus"]), str(row["context"]), f"{row['batch']:,}{mark}"]
         cells += [f"{row['batch'] // row['gpus']:,}", f"{row['compute'] * 1e3:.1f}"]
         cells += [f"{row[name] / 1e6:.1f}" for name in sent]
         table.append([*cells, f"{row['communication'] * 1e3:.1f}", f"{row['efficiency']:.1%}", f"{row['hours']:.2f}"])
     return table
 
 
-def useful_words(config: Config, project: Callable[[int], dict]) -> str:
+def most_gpus(config: Config, project: Callable[[int], dict]) -> str:
+    """Describe the largest numbers of GPUs that can share the preset's batch, and that are of use."""
     sequences = config.batch_tokens // config.train_length
-    possible = [n for n in range(1, sequences * config.num_heads + 1) if share(config, n)]
+    possible = [n for n in range(1, sequences * config.num_heads + 1) if split_batch(config, n)]
     useful = max(n for n in possible if n == 1 or project(n)["efficiency"] >= USEFUL)
-    alone = max(n for n in possible if share(config, n)[0] == 1)
+    alone = max(n for n in possible if split_batch(config, n)[0] == 1)
     return (
         f"Most GPUs that can share the preset's batch: {alone}, with context parallelism {max(possible)}; the largest "
         f"useful number, at an efficiency of {USEFUL:.0%} or more: {useful}."
@@ -187,7 +198,7 @@ def useful_words(config: Config, project: Callable[[int], dict]) -> str:
 
 
 def tokens_per_second(config: Config, measured: list[dict], variant: str) -> tuple[float, str] | None:
-    """Of a GPU, from the record of bench step at the same shape."""
+    """Return the tokens/s of a GPU and its name, from a record of bench step at the same shape; None without one."""
     shape = "vocab_size num_layers num_heads model_dim train_length".split()
     for record in measured:
         theirs = record["config"]

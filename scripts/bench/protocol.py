@@ -22,7 +22,7 @@ SHORTEST_ROUND, LONGEST_CELL = 3, 0.25  # rounds; seconds of one variant in one 
 
 
 def time_calls(call, iterations: int, device: torch.device) -> float:
-    """Seconds a call."""
+    """Return the seconds that a call takes, on a GPU by its own clock (CUDA events)."""
     if device.type != "cuda":
         began = time.perf_counter()
         for _ in range(iterations):
@@ -38,23 +38,30 @@ def time_calls(call, iterations: int, device: torch.device) -> float:
 
 
 def schedule(one_call: dict, rounds: int, seconds: float, longest: float = LONGEST_CELL) -> tuple[int, dict]:
-    """Rounds, and calls of each cell in one of them, so that all of it takes about so many seconds."""
+    """Return the number of rounds, and of calls of each cell in a round, so that all takes about so many seconds.
+
+    one_call: the seconds that a call of each cell takes. longest: seconds of one cell in one round, at most.
+    """
     rounds = min(rounds, max(SHORTEST_ROUND, int(seconds / sum(one_call.values()))))
     cell = min(longest, seconds / rounds / len(one_call))
     return rounds, {key: max(1, int(cell / call)) for key, call in one_call.items()}
 
 
 def in_turns(cells: list, round_number: int) -> list:
-    """A B C, then C B A: what drifts slowly meets all alike."""
-    return cells[:: 1 if round_number % 2 == 0 else -1]
+    """Return the cells in their order (A B C) in even rounds and backwards (C B A) in odd ones.
+
+    A machine that slowly gets hotter or busier then costs all of them alike.
+    """
+    return cells if round_number % 2 == 0 else cells[::-1]
 
 
 def again(name: str) -> str:
+    """Return the name of the row of the A/A comparison: the baseline, measured once more."""
     return f"{name} again"
 
 
 def paired_ratio(times: list[float], baseline: list[float]) -> tuple[float, float, float]:
-    """The median over the rounds of the ratio in one round, and its bootstrap 95 % interval."""
+    """Return the median over the rounds of the ratio in one round, and its bootstrap 95 % interval."""
     ratios = np.divide(times, baseline)
     draws = np.random.default_rng(0).choice(ratios, (5000, len(ratios)))
     low, high = np.quantile(np.median(draws, axis=1), [0.025, 0.975])
@@ -74,8 +81,10 @@ def in_one_line(error: Exception) -> str:
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, n: int, seconds: float) -> float:
-    """FLOP/s of the product of two random (n, n) matrices: the median over so many seconds. (Products of zeros, which
-    cost less power, run faster.)"""
+    """Return the FLOP/s of the product of two random (n, n) matrices, the median over so many seconds.
+
+    Products of zeros would not do: they cost less power and run faster.
+    """
     generator = torch.Generator(device).manual_seed(0)
     a, b = torch.randn(2, n, n, device=device, dtype=dtype, generator=generator)
     time_calls(lambda: a @ b, 3, device)
@@ -86,7 +95,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, n: int, seconds: float
 
 
 def gpu_state(device: torch.device) -> dict[str, str] | None:
-    """What nvidia-smi says now, in MHz, W and degrees Celsius; None without it."""
+    """Return what nvidia-smi says now, in MHz, W and degrees Celsius; None on a CPU, and without nvidia-smi."""
     if device.type != "cuda":
         return None
     fields = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "clocks_throttle_reasons.active")
@@ -100,11 +109,15 @@ def gpu_state(device: torch.device) -> dict[str, str] | None:
 
 
 def gpu_range(states: list[dict[str, str] | None]) -> str:
-    """Lowest and highest clock and power after a round."""
+    """Describe the lowest and highest clock and power after a round; "" where there are none."""
     states = [state for state in states if state]
     if not states:
         return ""
-    between = lambda field: " to ".join(dict.fromkeys([f(s[field] for s in states) for f in (min, max)]))
+
+    def between(field: str) -> str:
+        values = [state[field] for state in states]
+        return " to ".join(dict.fromkeys([min(values), max(values)]))
+
     reasons = ", ".join(sorted({state["clocks_throttle_reasons.active"] for state in states}))
     return f"; SM clock {between('clocks.sm')} MHz, {between('power.draw')} W, throttle reasons {reasons}"
 
@@ -124,7 +137,7 @@ def versions(device: torch.device) -> str:
 
 
 class Report:
-    """Markdown on stdout as it comes and, with a folder, there in FOLDER/DEVICE_<name>.md, with `record` in .json."""
+    """A page of Markdown, printed part by part; with a folder also FOLDER/DEVICE_<name>.md, and `record` in .json."""
 
     def __init__(self, folder: Path | None, name: str, device: torch.device, **record):
         gpu_or_cpu = device_name(device).removeprefix("NVIDIA ") if device.type == "cuda" else "cpu"
@@ -139,6 +152,11 @@ class Report:
             gpu_at_start=gpu_state(device),
             **record,
         )
+
+    @property
+    def provenance(self) -> str:
+        r = self.record
+        return f"    {r['command']}\n\n{r['versions']}; {r['threads']} threads; commit {r['commit']}."
 
     def add(self, text: str):
         self.text += text + "\n\n"

@@ -4,13 +4,13 @@
     python -m scripts.bench attention                                         attention alone
     python -m scripts.bench project [PRESET ...]                              hours, communication and GPUs, computed
 
-`python -m scripts.bench step --help` explains the first, scripts/bench_attention.py and bench_project.py the others.
+`python -m scripts.bench step --help` explains the first, scripts/bench/attention.py and project.py the others.
 """
 
 import argparse
 import sys
 
-from scripts import bench_attention, bench_project, bench_step
+from scripts.bench import attention, project, step
 
 
 def main():
@@ -18,7 +18,7 @@ def main():
         prog="python -m scripts.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(metavar="step | attention | project", required=True)
-    for name, module in dict(step=bench_step, attention=bench_attention, project=bench_project).items():
+    for name, module in dict(step=step, attention=attention, project=project).items():
         command = commands.add_parser(
             name,
             help=module.__doc__.split("\n")[0],
