@@ -25,7 +25,7 @@ from optim.sharded import MOST_SHARES, Optimizers
 from runtime.device import PEAK_BF16_FLOPS
 from runtime.processes import World
 from scripts.bench_protocol import Report
-from scripts.tables import markdown_table
+from scripts.shared.tables import markdown_table
 from train_gpt import build_model, build_optimizers, model_flops_per_token
 
 PAPER = ["gpt_162m_4k", "gpt_162m_16k", "gpt_162m_64k", "gpt_304m_4k"]

@@ -52,7 +52,7 @@ from scripts.bench_protocol import (
     schedule,
     time_calls,
 )
-from scripts.tables import markdown_table
+from scripts.shared.tables import markdown_table
 from train_gpt import build_model, build_optimizers, compute_dtype, model_flops_per_token, train_step
 
 OURS = "scale_invariant_p_rope"

@@ -14,7 +14,7 @@ from scripts.attention_variants import Case
 from scripts.bench_attention import random_inputs
 from scripts.bench_protocol import in_one_line, schedule, time_calls
 from scripts.kernel_code import ROLES, Launch, recorded_launches
-from scripts.tables import markdown_table
+from scripts.shared.tables import markdown_table
 
 ROUNDS, SECONDS = 5, 5.0  # for all tiles of one kernel
 CANDIDATES = {  # queries, keys, warps, stages

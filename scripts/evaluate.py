@@ -26,8 +26,16 @@ from data.shards import TOKENIZER_FILE, TokenStream, open_split, tokenizer_of
 from runtime.checkpoint import fits, latest_checkpoint, load_checkpoint
 from runtime.files import replace_file, to_json
 from runtime.processes import failures_in_words, start_processes
-from scripts.runs import OTHER_TEXTS, Folder, data_fingerprint, on_own_text, read_folder, stored_config, val_tokens
-from scripts.tables import loss_table, markdown_table
+from scripts.shared.runs import (
+    OTHER_TEXTS,
+    Folder,
+    data_fingerprint,
+    on_own_text,
+    read_folder,
+    stored_config,
+    val_tokens,
+)
+from scripts.shared.tables import loss_table, markdown_table
 from train_gpt import build_model, compute_dtype, validate_all, validation_plans
 
 EVALUATION = "evaluation.json"

@@ -32,7 +32,7 @@ from model.attention import prefer_fast_sdpa
 from model.loss import LOGIT_BYTES
 from runtime.device import choose_compile, device_name
 from runtime.processes import World, start_processes
-from scripts.tables import markdown_table
+from scripts.shared.tables import markdown_table
 from train_gpt import build_model, build_optimizers, compile_model, compute_dtype, train_step
 
 

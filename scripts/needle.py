@@ -42,7 +42,7 @@ from runtime.processes import World, failures_in_words, start_processes
 from runtime.run_folder import RunFolder
 from runtime.signals import StopRequest
 from scripts.evaluate import load_run
-from scripts.tables import markdown_table
+from scripts.shared.tables import markdown_table
 from train_gpt import build_alternatives, build_optimizers, compile_model
 
 SAVE_EVERY = 50  # steps

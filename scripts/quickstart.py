@@ -29,9 +29,9 @@ from configs.presets import mini, quickstart
 from data import pg19
 from data.shards import read_manifest, verify
 from data.text import find_files, prepare
-from scripts.runs import beside, data_fingerprint, differences, read_folder
-from scripts.sweep import Job, train
-from scripts.tables import loss_table, markdown_table
+from scripts.shared.runs import beside, data_fingerprint, differences, read_folder
+from scripts.shared.tables import loss_table, markdown_table
+from scripts.sweep.__main__ import Job, train
 
 ROOT = Path(__file__).parent.parent
 # label: arguments of train_gpt.py. In this order, two at a time, no two runs compile the same graph at once: the first

@@ -16,13 +16,14 @@ import pytest
 import torch
 from test_train import ROOT, arguments, contents, here, make_data, train_here
 
+import scripts.report.__main__ as report
 import train_gpt
 from data import shards
 from data.text import load_tokenizer
 from runtime.checkpoint import latest_checkpoint, load_checkpoint
-from scripts import evaluate, report
-from scripts.runs import read_folder
-from scripts.sweep import Attempt, Job, settle
+from scripts import evaluate
+from scripts.shared.runs import read_folder
+from scripts.sweep.__main__ import Attempt, Job, settle
 
 pytestmark = [pytest.mark.promise(9, "no surprises from outside"), pytest.mark.slow]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
+import scripts.reproduce.__main__ as reproduce
 from configs.presets import PRESETS
 from data.shards import ShardWriter
-from scripts import reproduce
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

@@ -15,16 +15,16 @@ import numpy as np
 import pytest
 import torch
 
+import scripts.reproduce.__main__ as reproduce
 from configs.command_line import read_config
 from configs.sweeps import SCALES, SWEEPS, sweep
 from data.shards import ShardWriter, open_split
 from runtime.checkpoint import save_checkpoint
-from scripts import reproduce
-from scripts.figures import series
-from scripts.reproduce import main
-from scripts.runs import data_fingerprint, read_folders
-from scripts.sweep import field_changes, make_plans, parse_arguments
-from scripts.tables import mean_and_stderr, paper_targets
+from scripts.reproduce.__main__ import main
+from scripts.reproduce.drawing import series
+from scripts.shared.runs import data_fingerprint, read_folders
+from scripts.shared.tables import mean_and_stderr, paper_targets
+from scripts.sweep.__main__ import field_changes, make_plans, parse_arguments
 from train_gpt import build_model
 
 TINY = "--num_heads 2 --model_dim 16 --vocab_size 64 --train_length 64 --batch_tokens 64 --steps 2"

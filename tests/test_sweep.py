@@ -21,6 +21,7 @@ import yaml
 from lives import holding
 from test_needle_data import hub  # noqa: F401
 
+import scripts.sweep.__main__ as script
 from configs.command_line import read_config
 from configs.config import Config, config_hash
 from configs.presets import preset
@@ -28,9 +29,8 @@ from configs.sweeps import MAIN_METHODS, SCALES, SWEEPS, Run, grid, sweep
 from data.text import prepare
 from runtime.checkpoint import latest_checkpoint, load_checkpoint
 from runtime.run_folder import RunFolder
-from scripts import sweep as script
-from scripts.runs import read_folders, state, stored_config
-from scripts.tables import paper_targets
+from scripts.shared.runs import read_folders, state, stored_config
+from scripts.shared.tables import paper_targets
 
 SLOW_FIXTURES = ("finished", "disturbed", "failing", "tuned", "tuned_disturbed", "tuning_fails")
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from configs.command_line import user_errors
 from configs.config import NOT_MATHEMATICS, Config, config_hash, require
 from runtime.files import replace_file, to_json
-from scripts.figures import LINES, looks, method_name
-from scripts.runs import (
+from scripts.reproduce.drawing import LINES, looks, method_name
+from scripts.shared.runs import (
     OTHER_TEXTS,
     Folder,
     check_page,
@@ -341,8 +341,8 @@ def page(title: str, runs: list[dict], strays: list[tuple[str, str]] = ()) -> st
         title=html.escape(title),
         count=f"{len(runs)} runs: " + ", ".join(f"{n} {state}" for state, n in sorted(states.items())),
         problem_count=str(len(problems)),
-        css=beside("report.css") + colours({g["class"]: g["look"][0] for g in groups}),
-        js=beside("report.js"),
+        css=beside("page.css") + colours({g["class"]: g["look"][0] for g in groups}),
+        js=beside("page.js"),
         overview=overview(runs, groups),
         chart=static_chart(groups),
         texts=as_others(runs, groups) + other_texts(runs, groups),
@@ -351,7 +351,7 @@ def page(title: str, runs: list[dict], strays: list[tuple[str, str]] = ()) -> st
         or "<li>none</li>",
         data=embedded(dict(runs=[drawn(run) for run in runs], groups=[style(g) for g in groups])),
     )
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], beside("report.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], beside("page.html"))
 
 
 def beside(name: str) -> str:

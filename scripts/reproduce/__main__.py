@@ -36,12 +36,13 @@ from runtime.device import device_name
 from runtime.files import replace_file
 from runtime.processes import start_processes
 from runtime.run_folder import git_commit
-from scripts import figures, logits, theory
 from scripts.evaluate import EVALUATION, load_run, own_text
-from scripts.figures import draw_curves, line, method_name, series_name, write_csv
-from scripts.runs import Folder, check_page, find, needle_state, on_own_text, read_folders, state, val_tokens
-from scripts.sweep import field_changes, needle_changes
-from scripts.tables import bold, markdown_table, mean_and_stderr, paper_targets, pm
+from scripts.reproduce import drawing as figures
+from scripts.reproduce import logits, theory
+from scripts.reproduce.drawing import draw_curves, line, method_name, series_name, write_csv
+from scripts.shared.runs import Folder, check_page, find, needle_state, on_own_text, read_folders, state, val_tokens
+from scripts.shared.tables import bold, markdown_table, mean_and_stderr, paper_targets, pm
+from scripts.sweep.__main__ import field_changes, needle_changes
 
 PAPER_TRAIN_LENGTH = 4096  # of all its tables
 DRAWS = 400

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from data.shards import TokenStream
 from model.attention import Plan, transform, upcast
 from model.gpt import GPT, norm
-from scripts.tables import mean_and_stderr
-from scripts.theory import attention_statistics
+from scripts.reproduce.theory import attention_statistics
+from scripts.shared.tables import mean_and_stderr
 
 MAX_PAIRS = 2**16  # pairs of query and key whose scores represent a head
 

@@ -43,7 +43,7 @@ from data.needle import C4, fetch_c4
 from model.methods import METHODS, check_options, make_alternative, make_method
 from optim.schedule import check_schedule
 from runtime.files import append, open_own, replace_file
-from scripts.runs import (
+from scripts.shared.runs import (
     Folder,
     beside,
     data_fingerprint,
@@ -55,7 +55,7 @@ from scripts.runs import (
     state,
 )
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 USER_ERROR = 2  # exit code of train_gpt.py; INTERRUPTED is another
 GRACE = 60  # seconds that a run has to save and end when it is told to stop
 POLL = 0.5  # seconds

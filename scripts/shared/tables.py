@@ -59,7 +59,7 @@ def paper_targets(table: str) -> dict[tuple[str, int], dict]:
     """The paper's numbers of one table by method and validation length: mean, stderr and seeds (None where it has
     none), note, and what is odd about the number, in words (remark)."""
     number = lambda text, kind: kind(text) if text else None
-    with open(Path(__file__).with_name("paper_targets.csv"), newline="") as file:
+    with open(Path(__file__).parents[1] / "reproduce" / "paper_targets.csv", newline="") as file:
         return {
             (row["method"], int(row["val_length"])): dict(
                 mean=float(row["mean"]),

@@ -1,0 +1,1 @@
+"""Writes one HTML page over any set of runs. `python -m scripts.report --help`"""

@@ -1,0 +1,1 @@
+"""What several commands share: what run folders hold, and tables in Markdown."""

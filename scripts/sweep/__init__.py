@@ -1,0 +1,1 @@
+"""Trains the runs of a sweep. `python -m scripts.sweep --help`"""
