@@ -26,14 +26,12 @@ from data.shards import TOKENIZER_FILE, TokenStream, open_split, tokenizer_of
 from runtime.checkpoint import fits, latest_checkpoint, load_checkpoint
 from runtime.files import replace_file, to_json
 from runtime.processes import failures_in_words, start_processes
+from scripts.shared.run_files import OTHER_TEXTS, on_own_text, val_tokens
 from scripts.shared.runs import (
-    OTHER_TEXTS,
-    Folder,
+    StoredRun,
     data_fingerprint,
-    on_own_text,
-    read_folder,
+    read_run,
     stored_config,
-    val_tokens,
 )
 from scripts.shared.tables import loss_table, markdown_table
 from train_gpt import build_model, compute_dtype, validate_all, validation_plans
@@ -69,7 +67,7 @@ def evaluate(
     config = dataclasses.replace(config, validate_as=tuple(dict.fromkeys((*config.validate_as, *as_others))))
     lengths = lengths or config.val_lengths
     require(all(n >= 1 for n in lengths), f"--lengths must be at least 1, got {min(lengths)}")
-    run = read_folder(folder)
+    run = read_run(folder)
     stream = own_text(run) if data is None else open_split(data, "val", config.vocab_size)
     # A folder that is named may hold the run's own text, which has moved.
     own = data is None or stream.fingerprint(config.val_tokens) == run.data.get("validation")
@@ -84,7 +82,7 @@ def evaluate(
     return dict(name=folder.name, method=config.method, train_length=config.train_length, **where, **result), own
 
 
-def own_text(run: Folder) -> TokenStream:
+def own_text(run: StoredRun) -> TokenStream:
     """The text that a run was validated on. ValueError if its data folder holds another now."""
     config = run.config
     stream = open_split(config.data_dir, "val", config.vocab_size)
@@ -98,7 +96,7 @@ def own_text(run: Folder) -> TokenStream:
     return stream
 
 
-def check_tokenizer(run: Folder, data: Path):
+def check_tokenizer(run: StoredRun, data: Path):
     """ValueError unless other text was prepared with the tokenizer of the run, so that its tokens mean the same."""
     folder, own = run.path, run.config.data_dir
     theirs, ours = tokenizer_of(data), run.data.get("tokenizer")

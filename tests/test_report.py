@@ -20,7 +20,7 @@ from configs.presets import quickstart
 from configs.validation import validation_plan
 from runtime.files import to_json
 from scripts.report.__main__ import POINTS, describe, group, look_through, mean, on_dark, page, thin
-from scripts.reproduce.drawing import LINES, OTHERS, line
+from scripts.shared.looks import LINES, OTHERS, line
 
 ROOT = Path(__file__).parents[1]
 EVIL = "</script><script>document.title='evil'</script>\"'<img src=x onerror=alert(1)>"

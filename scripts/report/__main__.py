@@ -20,17 +20,14 @@ from pathlib import Path
 from configs.command_line import user_errors
 from configs.config import NOT_MATHEMATICS, Config, config_hash, require
 from runtime.files import replace_file, to_json
-from scripts.reproduce.drawing import LINES, looks, method_name
+from scripts.shared.looks import LINES, looks, method_name
+from scripts.shared.run_files import OTHER_TEXTS, check_record, on_own_text, val_tokens
 from scripts.shared.runs import (
-    OTHER_TEXTS,
-    Folder,
+    StoredRun,
     check_page,
-    check_record,
     failures,
-    folder_state,
-    on_own_text,
-    read_folder,
-    val_tokens,
+    read_run,
+    stored_state,
 )
 
 POINTS = 400  # of a curve at most; 60 runs of any length make a page of about 2 MB
@@ -93,10 +90,10 @@ def look_through(runs_dir: Path) -> tuple[list[Path], list[tuple[str, str]]]:
 
 def describe(path: Path) -> dict:
     """What the page shows of a run. What is wrong with it is in `problems`, one line each, never an exception."""
-    folder = read_folder(path)
+    folder = read_run(path)
     problems = list(folder.problems)
     damaged = folder.summary is None and (path / "summary.json").exists()
-    state = "damaged" if damaged else folder_state(folder)
+    state = "damaged" if damaged else stored_state(folder)
     run = dict(name=path.name, path=str(path), config=folder.config, state=state, problems=problems)
     run |= dict(data=folder.data.get("train"), validation_text=folder.data.get("validation"))
     try:
@@ -112,7 +109,7 @@ def describe(path: Path) -> dict:
     return run
 
 
-def measured(folder: Folder, problems: list[str]) -> dict:
+def measured(folder: StoredRun, problems: list[str]) -> dict:
     """The run's numbers; appends to problems what is missing or not shown."""
     records = read_records(folder.path / "metrics.jsonl", problems)
     train = [r for r in records if "train_loss" in r]
@@ -196,7 +193,7 @@ def read_records(path: Path, problems: list[str]) -> list[dict]:
     return records
 
 
-def read_json(folder: Folder, name: str, problems: list[str]) -> dict:
+def read_json(folder: StoredRun, name: str, problems: list[str]) -> dict:
     try:
         return folder.json(name) or {}
     except ValueError as error:

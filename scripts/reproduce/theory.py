@@ -2,7 +2,7 @@
 
     python -m scripts.theory --draws 1000
 
-prints them as tables; scripts/reproduce.py draws the figures. Everything is float64, entropies are in nats, and t is
+prints them as tables; figures.py draws them. Everything is float64, entropies are in nats, and t is
 the distance from the query back to the key. L_t = a_t Z_t + m_t with Z_t ~ N(0, 1) (paper,
 eq:transformed_gaussian_logits), where a_t and m_t come from the attention method that is trained, not from a second
 copy of the formula.
@@ -31,7 +31,7 @@ ALPHA = math.exp(0.5)  # = beta, which the boundary condition a_0 = 1, m_0 = 0 g
 def coefficients(
     distance: Tensor, tau: float = 10.0, alpha: float = ALPHA, beta: float = ALPHA
 ) -> tuple[Tensor, Tensor]:
-    """a_t and m_t at distances t, as the method in model/methods computes them."""
+    """Return a_t and m_t at distances t, as the method in model/methods computes them."""
     options = dict(tau=tau, alpha=alpha, beta=beta)
     method = make_method("scale_invariant_nope", num_heads=1, head_dim=1, train_length=1, **options)
     return method.score_change.coefficients(distance.double(), head=torch.zeros(1))
@@ -42,7 +42,7 @@ def entropy(log_p: Tensor) -> Tensor:  # (..., T) -> (...)
 
 
 def attention_statistics(logits: Tensor) -> dict[str, Tensor]:
-    """What fig:entropy shows of softmax(logits), logits (..., T) in order of distance t = 0..T-1: tensors (...).
+    """Return what fig:entropy shows of softmax(logits), logits (..., T) in order of distance t = 0..T-1: tensors (...).
 
     entropy              of the whole
     entropy_{t1}_{t2}    within t1 <= t < t2 (eq:def:Htt), for each of RANGES that the context covers
@@ -58,13 +58,13 @@ def attention_statistics(logits: Tensor) -> dict[str, Tensor]:
 
 
 def summary(samples: list[Tensor]) -> dict[str, float]:
-    """Mean of the samples and its standard error."""
+    """Return the mean of the samples and its standard error."""
     mean, stderr = mean_and_stderr(torch.cat(samples).tolist())
     return dict(mean=mean, stderr=stderr)
 
 
 def gaussian_scores(draws: int, length: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Independent N(0, 1) scores, (draws, length) in all, in chunks of draws that bound the memory."""
+    """Yield independent N(0, 1) scores, (draws, length) in all, in chunks of draws that bound the memory."""
     if draws < 2:
         raise ValueError(f"a standard error needs at least 2 draws, got {draws}")
     size = max(1, CHUNK // length)
@@ -73,10 +73,10 @@ def gaussian_scores(draws: int, length: int, generator: torch.Generator) -> Iter
 
 
 def iid_entropy(lengths: list[int], draws: int, seed: int, *, logn_scale: float = 0.4, tau: float = 10.0) -> list[dict]:
-    """Fig:entropy's top row: attention_statistics of Gaussian scores in contexts of these lengths T (tokens).
+    """Return fig:entropy's top row: attention_statistics of Gaussian scores in contexts of these lengths (tokens).
 
     Schemes: none (L = Z), logn (L = logn_scale log(T) Z) and scale_invariant. One row a scheme, length and quantity:
-    mean and standard error over the draws, which the schemes share. ValueError for fewer than 2 draws.
+    mean and standard error over the draws, which the schemes share. Raises ValueError for fewer than 2 draws.
     """
     generator = torch.Generator().manual_seed(seed)
     rows = []
@@ -92,18 +92,18 @@ def iid_entropy(lengths: list[int], draws: int, seed: int, *, logn_scale: float 
                 for quantity, values in attention_statistics(a * scores + m).items():
                     samples[scheme, quantity].append(values)
         for (scheme, quantity), values in samples.items():
-            of = dict(scheme=scheme, length=length, quantity=quantity)
-            rows.append(of | summary(values) | dict(draws=draws))
+            row = dict(scheme=scheme, length=length, quantity=quantity)
+            rows.append(row | summary(values) | dict(draws=draws))
     return rows
 
 
 def iid_range_entropy(
     starts: list[int], factors: list[int], draws: int, seed: int, scale_invariant: bool, tau: float = 10.0
 ) -> list[dict]:
-    """E[H] of the distances t..t Delta - 1 (eq:def:Htt) for starts t >= 1 and factors Delta > 1, integers.
+    """Return E[H] of the distances t..t Delta - 1 (eq:def:Htt) for starts t >= 1 and factors Delta > 1, integers.
 
     Fig:sublog with scale-invariant scores, fig:sublog_bounds_std without. One row a start and factor: mean and standard
-    error over the draws, which the factors of one start share. ValueError for fewer than 2 draws.
+    error over the draws, which the factors of one start share. Raises ValueError for fewer than 2 draws.
     """
     generator = torch.Generator().manual_seed(seed)
     scheme = "scale_invariant" if scale_invariant else "none"
@@ -118,27 +118,27 @@ def iid_range_entropy(
                 within = logits[:, : start * (factor - 1)]
                 samples[factor].append(entropy(within.log_softmax(dim=-1)))
         for factor, values in samples.items():
-            of = dict(scheme=scheme, start=start, factor=factor)
-            rows.append(of | summary(values) | dict(draws=draws))
+            row = dict(scheme=scheme, start=start, factor=factor)
+            rows.append(row | summary(values) | dict(draws=draws))
     return rows
 
 
 def linear_fit(x, y) -> dict[str, float]:
-    """The least-squares line through the points: slope, intercept and the coefficient of determination R^2."""
+    """Return the least-squares line through the points: slope, intercept, and the coefficient of determination R^2."""
     slope, intercept = np.polyfit(x, y, 1)
     return dict(slope=float(slope), intercept=float(intercept), r_squared=float(np.corrcoef(x, y)[0, 1] ** 2))
 
 
 def range_fits(rows: list[dict]) -> list[dict]:
-    """The dashed lines of fig:sublog: for each factor in iid_range_entropy's rows, the mean entropy as a linear
+    """Return the dashed lines of fig:sublog: for each factor in iid_range_entropy's rows, the mean entropy as a linear
     function of log t and of sqrt(log t)."""
     fits = []
     for factor in dict.fromkeys(row["factor"] for row in rows):
         mine = [row for row in rows if row["factor"] == factor]
         log_t = np.log([row["start"] for row in mine])
         for against, x in {"log t": log_t, "sqrt(log t)": np.sqrt(log_t)}.items():
-            of = dict(scheme=mine[0]["scheme"], factor=factor, against=against)
-            fits.append(of | linear_fit(x, [row["mean"] for row in mine]))
+            row = dict(scheme=mine[0]["scheme"], factor=factor, against=against)
+            fits.append(row | linear_fit(x, [row["mean"] for row in mine]))
     return fits
 
 
@@ -149,7 +149,7 @@ def lemma_check(
     alpha: float = ALPHA,
     beta: float = ALPHA,
 ) -> list[dict]:
-    """What lemmas 1 and 2 ask of the logits L_t, and what follows: one row a distance t and quantity.
+    """Return what lemmas 1 and 2 ask of the logits L_t, and what follows: one row a distance t and quantity.
 
     E[exp L] and E[L exp L], by Gauss-Hermite quadrature, against alpha / (t/tau + 1) and beta / (t/tau + 1) (eq:EA,
     eq:EAlogA): equal but for rounding. E[Z_t^{t Delta}] (eq:def:Z), for t > 0, against its limit alpha tau log(Delta):
