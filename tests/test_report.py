@@ -19,7 +19,9 @@ import pytest
 from configs.presets import quickstart
 from configs.validation import validation_plan
 from runtime.files import to_json
-from scripts.report.__main__ import POINTS, describe, group, look_through, mean, on_dark, page, thin
+from scripts.report.groups import group
+from scripts.report.page import on_dark, page
+from scripts.report.reading import POINTS, describe, look_through, mean, thin
 from scripts.shared.looks import LINES, OTHERS, line
 
 ROOT = Path(__file__).parents[1]

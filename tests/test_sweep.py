@@ -844,7 +844,7 @@ def test_runs_that_differ_outside_the_mathematics_have_names_of_their_own_within
         f"mini-rope-data_dirdata_{place}-dtype{dtype}-s0" for dtype in ("float32", "bfloat16") for place in "ab"
     ]
     (plain,) = [run for run in sweep("table_losses", "mini", [0], ["rope"], dict(dtype="float32"))]
-    assert (plain.name, plain.told, plain.identity) == ("mini-rope-s0", (), config_hash(plain.config))
+    assert (plain.name, plain.distinguishing, plain.identity) == ("mini-rope-s0", (), config_hash(plain.config))
     own(lambda scale: grid(scale.base, data_dir=["data/a", "data_a"]))
     with pytest.raises(ValueError, match="two of its runs would be called mini-"):
         sweep("own", "mini")
