@@ -1,7 +1,7 @@
 """The sweeps: which runs each study consists of. `python -m scripts.sweep NAME` trains them; add yours as a function.
 
-A sweep is a function from a Scale to a list of Runs, usually a grid. Those named like an item of scripts/reproduce.py
-are the runs that the paper's table or figure of that name needs, at any of three scales. Runs are told apart by the
+A sweep is a function from a Scale to a list of Runs, usually a grid. Those named like an item of scripts/reproduce
+are the runs that the paper's table or figure of that name needs, at any of three scales. Runs are distinguished by the
 hash of what changes their mathematics, so sweeps share the runs that they have in common; and within a sweep by every
 other field that it varies, such as data_dir or dtype. A run with `needle` is, once trained, fine-tuned on the needle
 task.
@@ -88,7 +88,7 @@ class Run:
 
     @property
     def path(self) -> Path:
-        """Return its run folder, once it has been told where and under which name."""
+        """Return its run folder: where and under which name `changes` say, else in the preset's runs_dir."""
         return Path(self.changes.get("runs_dir", preset(self.preset).runs_dir)) / self.changes.get("name", self.name)
 
     @functools.cached_property
@@ -118,8 +118,8 @@ def flat(value) -> list:
 
 def text(value) -> str:
     """Return the value as a part of a folder's name."""
-    words = "_".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-    return re.sub(r"[^A-Za-z0-9._+=-]", "_", words)
+    shown = "_".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    return re.sub(r"[^A-Za-z0-9._+=-]", "_", shown)
 
 
 def grid(presets: str | list[str], **axes: list) -> list[Run]:

@@ -108,7 +108,7 @@ def limit_curves(axis, rows: list[dict], zoomed: bool):
         finite = [row for row in finite if row["series"] in best]
     shown = [row["mean"] for row in finite if row["step"] >= first]
     margin = 0.06 * (max(shown) - min(shown)) or 0.01
-    axis.set_xlim(first if zoomed else 0, last + 0.02 * (last - first * zoomed))
+    axis.set_xlim(first if zoomed else 0, last + 0.02 * (last - first if zoomed else last))
     axis.set_ylim(min(shown) - margin, max(shown) + margin)
 
 

@@ -150,8 +150,8 @@ def logit_statistics(model: GPT, tokens: Tensor, max_pairs: int = MAX_PAIRS, see
 
 
 def qq_points(scores: Tensor, n: int = 200) -> list[dict[str, float]]:
-    """Return quantiles of the scores (N,) at probabilities (i - 1/2)/n, i = 1..n, beside those of the Gaussian with their mean
-    and standard deviation, neither standardised: dicts of probability, gaussian and sample."""
+    """Return quantiles of the scores (N,) at probabilities (i - 1/2)/n, i = 1..n, and those of the Gaussian with
+    their mean and standard deviation, neither standardised: dicts of probability, gaussian and sample."""
     scores = scores.double()
     probabilities = (torch.arange(n, dtype=torch.float64) + 0.5) / n
     gaussian = scores.mean() + scores.std(correction=0) * torch.special.ndtri(probabilities)

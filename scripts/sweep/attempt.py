@@ -1,4 +1,4 @@
-"""One attempt at a run: a process, what it was told, and how it ended."""
+"""One attempt at a run: the command, the process, and how it ended."""
 
 import datetime
 import os
@@ -16,7 +16,7 @@ from scripts.shared.runs import failures, is_running, sidecar
 
 ROOT = Path(__file__).parents[2]
 USER_ERROR = 2  # exit code of train_gpt.py; INTERRUPTED is another
-GRACE = 60  # seconds that a run has to save and end when it is told to stop
+GRACE = 60  # seconds that a run has to save and end after SIGTERM
 
 
 def train_command(run: Run, processes: int) -> list[str]:
