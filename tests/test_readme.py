@@ -12,7 +12,7 @@ import numpy as np
 
 from configs.presets import PRESETS
 from data.shards import ShardWriter
-from scripts import reproduce
+from scripts.reproduce.pages import ITEMS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -82,7 +82,7 @@ def test_its_examples_followed_to_the_letter_run_and_pass_the_tests(tmp_path):
 
 
 def test_it_names_every_table_and_figure():
-    assert all(f"`{item}`" in README for item in reproduce.ITEMS)
+    assert all(f"`{item}`" in README for item in ITEMS)
 
 
 def test_there_is_every_preset_that_it_names_and_every_file_of_its_tree():

@@ -19,8 +19,10 @@ import pytest
 from configs.presets import quickstart
 from configs.validation import validation_plan
 from runtime.files import to_json
-from scripts.figures import LINES, OTHERS, line
-from scripts.report import POINTS, describe, group, look_through, mean, on_dark, page, thin
+from scripts.report.groups import group
+from scripts.report.page import on_dark, page
+from scripts.report.reading import POINTS, describe, look_through, mean, thin
+from scripts.shared.looks import LINES, OTHERS, line
 
 ROOT = Path(__file__).parents[1]
 EVIL = "</script><script>document.title='evil'</script>\"'<img src=x onerror=alert(1)>"

@@ -39,7 +39,7 @@ from scripts.bench.protocol import (
     time_calls,
 )
 from scripts.bench.variants import VARIANTS, Attend, Case, Variant, default_variants, dense, random_inputs
-from scripts.tables import markdown_table
+from scripts.shared.tables import markdown_table
 
 CUDA_DEFAULTS = dict(lengths=[4096, 16384, 65536], head_dim=128, heads=6, tokens=65536, dtype="bfloat16")
 CPU_DEFAULTS = dict(lengths=[512, 1024, 4096], head_dim=64, heads=4, tokens=4096, dtype="float32")

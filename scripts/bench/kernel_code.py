@@ -27,7 +27,7 @@ from errors import exit_on_user_error
 from model.kernels import flash
 from model.kernels.distance import NOWHERE, Coefficients, closed_form, make_coefficients
 from model.methods import make_method
-from scripts.tables import markdown_table
+from scripts.shared.tables import markdown_table
 
 ROLES = ("forward", "query_gradient", "key_gradient")  # the keys of choose_tiles
 KERNELS = (*ROLES, "key_gradient atomic")

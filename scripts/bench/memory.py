@@ -33,7 +33,7 @@ from model.loss import LOGIT_BYTES
 from runtime.build import build_model, build_optimizers, compile_model, compute_dtype, train_step
 from runtime.device import choose_compile, device_name
 from runtime.processes import World, start_processes
-from scripts.tables import markdown_table
+from scripts.shared.tables import markdown_table
 
 
 class StorageCount(TorchDispatchMode):

@@ -29,7 +29,7 @@ from data.shards import ShardWriter, open_split
 from optim.muon import fast_dtype
 from runtime.metrics import read_metrics
 from scripts.bench.protocol import Report, again, gpu_state, in_turns, paired_ratio, ratio_cell
-from scripts.tables import markdown_table
+from scripts.shared.tables import markdown_table
 
 ROOT = Path(__file__).parents[2]
 WARM_UP = 10  # steps that do not count: compilation, allocation, caches

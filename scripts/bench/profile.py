@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity
 
 from scripts.bench.protocol import Report, gpu_state
 from scripts.bench.trainers import StepBench, StepVariant
-from scripts.tables import markdown_table
+from scripts.shared.tables import markdown_table
 
 # In this order: an optimizer's matmuls are the optimizer's, those of the head are matmuls, whatever calls them.
 OUTSIDE = {"optimizer": r"Optimizer\.step", "communication": r"nccl|gloo|c10d|reduce_scatter|all_gather|all_reduce"}

@@ -28,7 +28,7 @@ from runtime.build import build_model, build_optimizers
 from runtime.device import PEAK_BF16_FLOPS
 from runtime.processes import World
 from scripts.bench.protocol import Report
-from scripts.tables import markdown_table
+from scripts.shared.tables import markdown_table
 
 PAPER = ["gpt_162m_4k", "gpt_162m_16k", "gpt_162m_64k", "gpt_304m_4k"]
 PAPER_HOURS = {  # its appendix on compute, "roughly"

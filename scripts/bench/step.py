@@ -47,7 +47,7 @@ from scripts.bench.protocol import (
     schedule,
 )
 from scripts.bench.trainers import DEFAULT_VARIANTS, KINDS, StepBench, StepVariant, Trainer, read_variant
-from scripts.tables import markdown_table
+from scripts.shared.tables import markdown_table
 
 SOAK_SECONDS = 20  # of work before the first round on CUDA: the chip is to be as warm as in a long run
 LIMITS = dict(  # of the gate: relative errors, and nats

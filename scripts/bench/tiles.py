@@ -13,7 +13,7 @@ from model.kernels.distance import Coefficients
 from scripts.bench.kernel_code import ROLES, Launch, recorded_launches
 from scripts.bench.protocol import in_one_line, in_turns, schedule, time_calls
 from scripts.bench.variants import Case, random_inputs
-from scripts.tables import markdown_table
+from scripts.shared.tables import markdown_table
 
 ROUNDS, SECONDS = 5, 5.0  # for all tiles of one kernel
 CANDIDATES = {  # queries, keys, warps, stages

@@ -1,112 +1,16 @@
-"""How figures look: one name, colour and line a method throughout, and every figure saved with the data behind it."""
+"""Draws the figures with matplotlib, each saved as PNG and PDF. What they show is decided in figures.py."""
 
-import csv
-import io
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
-from runtime.files import replace_file
+from scripts.shared.looks import line
 
-NAMES = dict(
-    rope="RoPE",
-    p_rope="p-RoPE",
-    nope="NoPE",
-    rope_ntk="RoPE+NTK",
-    yarn="YaRN",
-    logn_rope="LogN+RoPE",
-    logn_p_rope="LogN+p-RoPE",
-    logn_ntk="LogN+NTK",
-    alibi="ALiBi",
-    scale_invariant_p_rope="Scale-invariant p-RoPE",
-    scale_invariant_rope="Scale-invariant RoPE",
-    scale_invariant_nope="Scale-invariant NoPE",
-    infini_rope="Infini-RoPE",
-    infini_p_rope="Infini-p-RoPE",
-)
-OPTION_NAMES = {
-    "slope_scale=1": "official slopes",
-    "tau=10": "\u03c4 = 10",
-    "terms=a": "a_t alone",
-    "terms=m": "m_t alone",
-}
-# Okabe and Ito's palette and two darker tones of Tol's, which colour-blind readers can tell apart; lines differ too,
-# for print in grey. Ours is black, as in the paper.
-LINES = dict(
-    rope=("#E69F00", "-", "o"),
-    p_rope=("#56B4E9", "-", "s"),
-    nope=("#999999", "-", "x"),
-    rope_ntk=("#D55E00", "--", "o"),
-    yarn=("#A6761D", ":", "o"),
-    logn_rope=("#0072B2", "-", "^"),
-    logn_p_rope=("#CC79A7", "-", "v"),
-    logn_ntk=("#882255", "--", "^"),
-    alibi=("#009E73", "-", "D"),
-    scale_invariant_p_rope=("#000000", "-", "*"),
-    scale_invariant_rope=("#555555", "--", "*"),
-    scale_invariant_nope=("#555555", ":", "*"),
-    infini_rope=("#332288", "-", "P"),
-    infini_p_rope=("#332288", "--", "P"),
-)
-# Methods that are not listed take these in turn, a colour and a marker each and then the next dashes.
-OTHERS = [
-    (colour, dashes, marker)
-    for dashes in ("-.", ":", "--")
-    for colour, marker in zip(("#6699CC", "#CC6677", "#661100", "#999933", "#4B0092"), "osvD^")
-]
 OPEN_CIRCLE = dict(linestyle="", marker="o", markersize=3.5, markerfacecolor="white", markeredgewidth=0.7)
-
-
-def method_name(method: str) -> str:
-    return NAMES.get(method, method)
-
-
-def looks(methods: Iterable[str]) -> dict[str, tuple[str, str, str]]:
-    """Colour, line style and marker of each method; those that are not listed share no look until there are too many,
-    and have the same one whatever the order of the methods."""
-    others = sorted({*methods} - {*LINES})
-    return LINES | {method: OTHERS[i % len(OTHERS)] for i, method in enumerate(others)}
-
-
-def series(method: str, options: dict) -> str:
-    """What a row or line shows, as it is called in data: the method, and the options that it was given."""
-    return " ".join([method, *(f"{option}={number(options[option])}" for option in sorted(options))])
-
-
-def series_name(series: str) -> str:
-    method, *options = series.split(" ")
-    return ", ".join([method_name(method), *(OPTION_NAMES.get(o, o.replace("=", " ")) for o in options)])
-
-
-def number(value) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def line(series: str, beside: Iterable[str] = ()) -> dict:
-    """Keyword arguments of matplotlib's plot for this line, with its name for the legend; paler with options. beside:
-    all series of the figure."""
-    method, *options = series.split(" ")
-    colour, style, marker = looks([method, *(other.split(" ")[0] for other in beside)])[method]
-    pale = dict(alpha=0.45) if options else {}
-    return dict(color=colour, linestyle=style, marker=marker, label=series_name(series)) | pale
-
-
-def write_csv(path: Path, rows: list[dict]):
-    """The rows, dicts with the same keys, whole or not at all."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(rows[0]) if rows else [], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, lambda file: file.write(text.getvalue().encode()))
-
-
-# ---- drawing ---------------------------------------------------------------------------------------------------------
-
 TEXT_WIDTH = 6.75  # inches: what a figure over the full width of the page has
 STYLE = {
     "font.size": 8,
@@ -127,7 +31,7 @@ STYLE = {
 
 @contextmanager
 def drawing(path: Path, rows: int, columns: int, height: float, **subplots) -> Iterator:
-    """A figure over the page's width and its axes (rows, columns), saved as path.png and path.pdf at the end.
+    """Give a figure over the page's width and its axes (rows, columns), and save it as path.png and path.pdf.
 
     height: inches of a row. The figure is made without pyplot, so no window system or global state is needed.
     """
@@ -143,7 +47,7 @@ def drawing(path: Path, rows: int, columns: int, height: float, **subplots) -> I
 
 
 def legend_below(figure, axes, columns: int):
-    """One legend for all panels, outside of them: each label once, in the order of first appearance."""
+    """Add one legend for all panels, outside of them: each label once, in the order of first appearance."""
     entries = {}
     for panel in axes.flat:
         entries |= {label: handle for handle, label in zip(*panel.get_legend_handles_labels()) if label not in entries}
@@ -153,7 +57,7 @@ def legend_below(figure, axes, columns: int):
 def draw_curves(
     path: Path, panels: list[tuple[str, list[dict]]], looks: dict, *, baseline: float | None = None, zoom: bool = False
 ):
-    """Validation loss against the training step, one panel beside the other.
+    """Draw validation loss against the training step, one panel beside the other.
 
     panels: title and rows, dicts with series, step, mean, stderr (None: one seed, no band), val_tokens (where they are
     fewer than elsewhere, the mark is an open circle); looks: keyword arguments of plot by series, in the order of the
@@ -190,7 +94,7 @@ def draw_curves(
 
 
 def limit_curves(axis, rows: list[dict], zoomed: bool):
-    """Limits that leave out the first steps, which would hide all the rest; zoomed: the last fifth of the training,
+    """Set limits that leave out the first steps, which would hide all the rest; zoomed: the last fifth of the training,
     and of the series the half with the lowest losses at the end."""
     finite = [row for row in rows if math.isfinite(row["mean"])]
     if not finite:
@@ -204,12 +108,12 @@ def limit_curves(axis, rows: list[dict], zoomed: bool):
         finite = [row for row in finite if row["series"] in best]
     shown = [row["mean"] for row in finite if row["step"] >= first]
     margin = 0.06 * (max(shown) - min(shown)) or 0.01
-    axis.set_xlim(first if zoomed else 0, last + 0.02 * (last - first * zoomed))
+    axis.set_xlim(first if zoomed else 0, last + 0.02 * (last - first if zoomed else last))
     axis.set_ylim(min(shown) - margin, max(shown) + margin)
 
 
-def tau_lines(taus: list[float]) -> dict[float, dict]:
-    """Lines of the lengthscales tau, from dark to light in the order of size; the colour-blind see the order too."""
+def tau_looks(taus: list[float]) -> dict[float, dict]:
+    """Return the looks of the lengthscales tau, from dark to light in the order of size; the colour-blind see it."""
     from matplotlib import colormaps
 
     colours = colormaps["viridis"].resampled(len(taus) + 1).colors  # without the last, a yellow that paper swallows
@@ -226,8 +130,8 @@ RANGE_STYLES = ("-", "--", ":")
 
 
 def draw_entropy(path: Path, sources: dict[str, list[dict]], ranges: tuple, local: int):
-    """Entropy, entropy in the ranges and attention on the last `local` tokens (columns) against the context length, for
-    each source of rows (scheme, quantity, length, mean, stderr): independent Gaussian scores, trained models."""
+    """Draw entropy, entropy in the ranges and attention on the last `local` tokens (columns) against the context
+    length, for each source of rows (scheme, quantity, length, mean, stderr): Gaussian scores, trained models."""
     titles = ["entropy", "entropy in a range of distances", f"attention on last {local} tokens"]
     columns = [["entropy"], [f"entropy_{start}_{stop}" for start, stop in ranges], [f"attention_{local}"]]
     with drawing(path, len(sources), 3, height=1.75, sharex=True) as (figure, axes):
@@ -253,14 +157,15 @@ def draw_entropy(path: Path, sources: dict[str, list[dict]], ranges: tuple, loca
 
 
 def draw_sublog(path: Path, rows: list[dict], fits: list[dict]):
-    """Expected entropy in [t, t Delta) against log t and sqrt(log t), with the best linear fits (scripts/theory.py)."""
+    """Draw the expected entropy in [t, t Delta) against log t and sqrt(log t), with the linear fits of theory.py."""
     factors = sorted({row["factor"] for row in rows})
     colours = dict(zip(factors, ("#0072B2", "#D55E00", "#000000")))
     with drawing(path, 1, 2, height=2.1, sharey=True) as (figure, axes):
-        for axis, (against, scale) in zip(axes[0], {"log t": lambda x: x, "sqrt(log t)": np.sqrt}.items()):
+        for axis, against in zip(axes[0], ("log t", "sqrt(log t)")):
             for factor in factors:
                 mine = [row for row in rows if row["factor"] == factor]
-                x = scale(np.log([row["start"] for row in mine]))
+                x = np.log([row["start"] for row in mine])
+                x = np.sqrt(x) if against == "sqrt(log t)" else x
                 fit = next(f for f in fits if (f["factor"], f["against"]) == (factor, against))
                 means, errors = [row["mean"] for row in mine], [row["stderr"] for row in mine]
                 look = dict(color=colours[factor], label=f"$\\Delta$ = {factor}", fmt="o", elinewidth=0.8)
@@ -273,7 +178,7 @@ def draw_sublog(path: Path, rows: list[dict], fits: list[dict]):
 
 
 def draw_qq(path: Path, blocks: dict[str, list[tuple[list, list]]]):
-    """Quantiles of the scores against those of a Gaussian, a panel a layer. blocks: by title (without and with
+    """Draw quantiles of the scores against those of a Gaussian, a panel a layer. blocks: by title (without and with
     rotation), a pair (Gaussian, sample quantiles) a layer."""
     layers = max(map(len, blocks.values()))
     columns = min(6, layers)
@@ -298,7 +203,7 @@ def draw_qq(path: Path, blocks: dict[str, list[tuple[list, list]]]):
 
 
 def draw_line(axis, x, points: list[dict], look: dict):
-    """Means with a band of +-1 standard error, where there is one."""
+    """Draw means with a band of +-1 standard error, where there is one."""
     means = np.array([p["mean"] for p in points], dtype=float)
     errors = np.array([p["stderr"] for p in points], dtype=float)  # None is NaN, which fill_between leaves out
     axis.plot(x, means, **look)

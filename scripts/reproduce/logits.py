@@ -1,4 +1,4 @@
-"""What the attention logits of a trained model look like, as the paper looks at them; scripts/reproduce.py draws it.
+"""What the attention logits of a trained model look like, as the paper looks at them; figures.py draws it.
 
     attention_profile    entropy and local attention in growing contexts: fig:entropy's bottom row
     logit_statistics     moments of the scores S = q.k / sqrt(d) in each layer and head; the theory takes N(0, 1)
@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from data.shards import TokenStream
 from model.attention import Plan, transform, upcast
 from model.gpt import GPT, norm
-from scripts.tables import mean_and_stderr
-from scripts.theory import attention_statistics
+from scripts.reproduce.theory import attention_statistics
+from scripts.shared.tables import mean_and_stderr
 
 MAX_PAIRS = 2**16  # pairs of query and key whose scores represent a head
 
 
 def validation_windows(stream: TokenStream, count: int, length: int, device="cpu") -> Tensor:
-    """`count` windows of `length` tokens, at even distances over the validation text: (count, length) int64."""
+    """Return `count` windows of `length` tokens, at even distances over the validation text: (count, length) int64."""
     if count * length > len(stream):
         raise ValueError(
             f"{count} windows of {length} tokens are more than the {len(stream)} of the validation text: "
@@ -34,7 +34,7 @@ def validation_windows(stream: TokenStream, count: int, length: int, device="cpu
 
 
 def layers(model: GPT, tokens: Tensor, plan: Plan) -> Iterator[tuple[nn.Module, Tensor, Tensor]]:
-    """Each layer's method with its q, k (B, H, T, D) before any rotation, at least float32."""
+    """Yield each layer's method with its q, k (B, H, T, D) before any rotation, at least float32."""
     x = model.embed(tokens)
     for block in model.blocks:
         q, k, _ = block.attention.queries_keys_values(norm(x))
@@ -46,7 +46,7 @@ def layers(model: GPT, tokens: Tensor, plan: Plan) -> Iterator[tuple[nn.Module, 
 
 
 def last_query_logits(method: nn.Module, q: Tensor, k: Tensor, plan: Plan) -> Tensor:
-    """The logits L_t (paper, eq:def:L) of the last query, in order of distance t = 0..T-1: (B, H, T)."""
+    """Return the logits L_t (paper, eq:def:L) of the last query, in order of distance t = 0..T-1: (B, H, T)."""
     q, k = transform(method, q, k, plan)
     scores = (q[:, :, -1:] @ k.mT).squeeze(2).flip(-1) / q.shape[-1] ** 0.5
     if method.score_change is None:
@@ -59,7 +59,7 @@ def last_query_logits(method: nn.Module, q: Tensor, k: Tensor, plan: Plan) -> Te
 
 @torch.inference_mode()
 def attention_profile(model: GPT, tokens: Tensor, lengths: list[int]) -> list[dict]:
-    """scripts.theory.attention_statistics of real attention in contexts of these lengths (tokens).
+    """Return theory.attention_statistics of real attention in contexts of these lengths (tokens).
 
     tokens (windows, T). The query is the last token of a window, which sees the last `length` tokens: the same query
     with more and more context. One row a length and quantity: the mean over layers, heads and windows, and its standard
@@ -81,8 +81,8 @@ def attention_profile(model: GPT, tokens: Tensor, lengths: list[int]) -> list[di
                 means[quantity].append(values.mean().item())
         for quantity, values in means.items():
             mean, stderr = mean_and_stderr(values)
-            of = dict(method=method.name, length=length, quantity=quantity)
-            rows.append(of | dict(mean=mean, stderr=stderr, windows=len(values)))
+            row = dict(method=method.name, length=length, quantity=quantity)
+            rows.append(row | dict(mean=mean, stderr=stderr, windows=len(values)))
     return rows
 
 
@@ -90,7 +90,7 @@ def attention_profile(model: GPT, tokens: Tensor, lengths: list[int]) -> list[di
 
 
 def score_pairs(batch: int, length: int, max_pairs: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sequences b, queries i and keys j, with 1 <= j < i: all such pairs, or max_pairs drawn with replacement.
+    """Return sequences b, queries i and keys j, 1 <= j < i: all such pairs, or max_pairs drawn with replacement.
 
     Key 0 is left out as the paper leaves out the beginning of sequence, an outlier that attention sinks into.
     """
@@ -100,17 +100,16 @@ def score_pairs(batch: int, length: int, max_pairs: int, seed: int) -> tuple[Ten
         i, j = torch.tril_indices(length - 1, length - 1, offset=-1) + 1
         return torch.arange(batch).repeat_interleave(len(i)), i.repeat(batch), j.repeat(batch)
     generator = torch.Generator().manual_seed(seed)
-    draw = lambda high: torch.randint(high, (max_pairs,), generator=generator)
-    one, step = draw(length - 1), 1 + draw(length - 2)
-    other = (one + step) % (length - 1)  # any position but the first one: unordered pairs are uniform
-    return draw(batch), torch.maximum(one, other) + 1, torch.minimum(one, other) + 1
+    one, step, sequence = (torch.randint(n, (max_pairs,), generator=generator) for n in (length - 1, length - 2, batch))
+    other = (one + 1 + step) % (length - 1)  # any position but the first one: unordered pairs are uniform
+    return sequence, torch.maximum(one, other) + 1, torch.minimum(one, other) + 1
 
 
 @torch.inference_mode()
 def layer_scores(
     model: GPT, tokens: Tensor, max_pairs: int = MAX_PAIRS, seed: int = 0
 ) -> Iterator[tuple[int, bool, Tensor]]:
-    """Layer, whether q and k were rotated, and scores S = q.k / sqrt(d) as float64 (H, pairs) on the CPU.
+    """Yield layer, whether q and k were rotated, and scores S = q.k / sqrt(d) as float64 (H, pairs) on the CPU.
 
     tokens (B, T); the pairs, the same in all layers and heads, are those of score_pairs. S is what the method starts
     from, before LogN's or any other change. Each layer comes without rotation and, if the method rotates, with it.
@@ -127,8 +126,8 @@ def layer_scores(
 
 
 def moments(scores: Tensor) -> dict[str, float]:
-    """Mean, standard deviation, skewness and excess kurtosis of scores (N,), and ks, their Kolmogorov-Smirnov distance
-    to the Gaussian of that mean and standard deviation. A Gaussian has 0, 0, 0 for the last three, N -> infinity."""
+    """Return mean, standard deviation, skewness and excess kurtosis of scores (N,), and ks, their Kolmogorov-Smirnov
+    distance to the Gaussian of that mean and standard deviation. A Gaussian has 0 for the last three, N -> inf."""
     mean, std = scores.mean(), scores.std(correction=0)
     z = ((scores - mean) / std).sort().values
     cdf, below = torch.special.ndtr(z), torch.arange(len(z) + 1, dtype=z.dtype) / len(z)
@@ -142,7 +141,7 @@ def moments(scores: Tensor) -> dict[str, float]:
 
 
 def logit_statistics(model: GPT, tokens: Tensor, max_pairs: int = MAX_PAIRS, seed: int = 0) -> list[dict]:
-    """The moments of layer_scores: one row a layer, form (rotated or not) and head, and one for "all" heads pooled."""
+    """Return the moments of layer_scores: one row a layer, form (rotated or not) and head, and "all" heads pooled."""
     rows = []
     for layer, rotated, scores in layer_scores(model, tokens, max_pairs, seed):
         for head, mine in [*enumerate(scores), ("all", scores.flatten())]:
@@ -151,8 +150,8 @@ def logit_statistics(model: GPT, tokens: Tensor, max_pairs: int = MAX_PAIRS, see
 
 
 def qq_points(scores: Tensor, n: int = 200) -> list[dict[str, float]]:
-    """Quantiles of the scores (N,) at probabilities (i - 1/2)/n, i = 1..n, neither standardised, beside those of the
-    Gaussian with their mean and standard deviation: dicts of probability, gaussian and sample."""
+    """Return quantiles of the scores (N,) at probabilities (i - 1/2)/n, i = 1..n, and those of the Gaussian with
+    their mean and standard deviation, neither standardised: dicts of probability, gaussian and sample."""
     scores = scores.double()
     probabilities = (torch.arange(n, dtype=torch.float64) + 0.5) / n
     gaussian = scores.mean() + scores.std(correction=0) * torch.special.ndtri(probabilities)
