@@ -81,16 +81,6 @@ def closed(plan: Plan, case: Case) -> Plan:
     return dataclasses.replace(plan, coefficients=closed_form(10.0, case.length, case.device))
 
 
-def atomic(formula: str):
-    def make(case: Case) -> Attend:
-        from model.kernels.flash import flash_attention
-
-        plan = case.plan(case.method(formula), "triton")
-        return lambda q, k, v: flash_attention(q, k, v, plan.coefficients, deterministic=False)
-
-    return make
-
-
 def learned_tau(case: Case) -> Attend:
     method = case.method("si", learn_tau=True)
     plan = case.plan(method, "triton")
@@ -219,8 +209,6 @@ CUDA = {  # when time runs out, the last go first
     "triton:si:closed": Variant("si", on_backend("triton", "si", closed), "logarithm and root", off="triton:plain"),
     "triton:si:learned": Variant("si", learned_tau, "a learned tau a head, from tables made anew", off="triton:plain"),
     "triton:alibi": Variant("alibi", on_backend("triton", "alibi"), "ALiBi", off="triton:plain"),
-    "triton:plain:atomic": Variant("plain", atomic("plain"), "causal, not deterministic"),
-    "triton:si:atomic": Variant("si", atomic("si"), "not deterministic", off="triton:plain:atomic"),
     "flex:plain": Variant("plain", flex("plain"), "FlexAttention, causal"),
     "flex:si": Variant("si", flex("si"), "closed form, x rsqrt(x) for the root", off="flex:plain"),
     "flex:si:table": Variant(
