@@ -30,7 +30,8 @@ from configs.validation import validation_plan, validation_share
 from data.fineweb import data_command
 from data.loader import TrainLoader, check_validation, micro_batch_size, validation_batches
 from data.shards import open_split, tokenizer_of
-from model.attention import Plan, prefer_fast_sdpa
+from model.attention import Plan
+from model.backends.sdpa import prefer_fast_sdpa
 from model.gpt import GPT
 from model.methods import METHODS, check_options, make_alternative
 from model.methods.base import Method

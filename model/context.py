@@ -37,8 +37,8 @@ def context_bytes(batch: int, length: int, model_dim: int, size: int, itemsize: 
     return 8 * batch * (length // size) * model_dim * itemsize
 
 
-def own_part(x: Tensor, dim: int, group: ProcessGroup | None) -> Tensor:
-    """This rank's part of the heads or tokens along dim; all of x without a group, or where one entry serves all."""
+def local_shard(x: Tensor, dim: int, group: ProcessGroup | None) -> Tensor:
+    """Return this rank's part of the heads or tokens along dim; x without a group, or where one entry serves all."""
     if group is None or x.shape[dim] == 1:
         return x
     return x.chunk(group.size(), dim)[group.rank()].clone(memory_format=torch.contiguous_format)

@@ -9,9 +9,11 @@ that is target_length. A cache that rescales while it grows mixes keys of differ
 import torch
 from torch import Tensor
 
-from model.attention import Plan, attend, block_bands, query_blocks, transform, upcast
+from model.attention import Plan, attend, transform
+from model.backends import blocks
+from model.backends.base import Call
 from model.gpt import GPT, linear, norm
-from model.methods.base import Method
+from model.methods.base import Method, upcast
 
 
 def greedy_decode(
@@ -88,7 +90,7 @@ class Decoder:
             raise ValueError(f"the decoder already holds the {self.max_length} tokens that it was made for")
         here = slice(self.length, self.length + 1)
         cos, sin, query_table = (x if x is None else x[here] for x in (self.cos, self.sin, self.query_table))
-        plan = Plan("blocks", 0, cos, sin, query_table)
+        plan = Plan("blocks", Call(1, 1), cos, sin, query_table)  # one query against its own key: the rest is cached
         self.length += 1
         return self.last_logits(token.unsqueeze(1), plan, [cache.step for cache in self.caches])
 
@@ -109,7 +111,7 @@ class KeyValueCache:
         B, H, _, D = k.shape
         self.length = 0
         # a_t and m_t of the last query against all keys, (1 or H, 1, max_length): an earlier one's are the last columns
-        self.bands = block_bands(method, 1, self.max_length, k.device)
+        self.bands = blocks.make_bands(method, 1, self.max_length, k.device)
         self.k, self.v = (k.new_empty(B, H, self.max_length, D) for _ in range(2))
         self.append(transform(method, q, k, plan)[1], v)
         return attend(method, q, k, v, plan=plan)
@@ -139,6 +141,6 @@ class ReplacementCache:
         return y
 
 
-def step_attention(q: Tensor, k: Tensor, v: Tensor, *, q_offset: int, bands=(1.0, None)) -> Tensor:
+def step_attention(q: Tensor, k: Tensor, v: Tensor, *, q_offset: int, bands: blocks.Bands | None = None) -> Tensor:
     """The blocks of plain PyTorch, on any device: for one query nothing is fused. Scores are float32, as in kernels."""
-    return query_blocks(upcast(q), upcast(k), v, q_offset, *bands)
+    return blocks.run(upcast(q), upcast(k), v, q_offset=q_offset, prepared=bands)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from configs.command_line import user_errors
-from model.attention import plain_attention
+from model.reference import plain_attention
 from runtime.processes import start_processes
 from scripts.attention_variants import VARIANTS, Attend, Case, Variant, default_variants, dense
 from scripts.bench_protocol import (

@@ -32,7 +32,8 @@ from configs.command_line import read_config, user_errors
 from configs.config import Config
 from data.loader import TrainLoader, micro_batch_size
 from data.shards import open_split
-from model.attention import Plan, prefer_fast_sdpa
+from model.attention import Plan
+from model.backends.sdpa import prefer_fast_sdpa
 from model.methods import METHODS
 from optim.sharded import Optimizers
 from runtime.device import choose_compile, published_peak

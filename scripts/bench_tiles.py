@@ -76,7 +76,7 @@ def ranking(case: Case, formula: str, role: str, deadline: float) -> str:
 def make_launch(case: Case, formula: str, role: str, tiles: dict[str, flash.Tiles]) -> Launch:
     """The launch of this kernel with these tiles, with everything that it reads already computed."""
     q, k, v, do = (x.detach() for x in random_inputs(case))
-    coefficients = case.plan(case.method(formula), "triton").coefficients
+    coefficients = case.plan(case.method(formula), "triton").prepared
     c = coefficients or Coefficients(torch.empty(0, 1, 1, device=case.device))
     functions = c.table, c.polynomials, c.tangent, list(c.degrees), c.far, 0
     o, lse = flash.forward_op(q, k, v, c.parameter, *functions)

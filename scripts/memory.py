@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from configs.command_line import user_errors
 from configs.config import Config
 from configs.presets import preset
-from model.attention import prefer_fast_sdpa
+from model.backends.sdpa import prefer_fast_sdpa
 from model.loss import LOGIT_BYTES
 from runtime.device import choose_compile, device_name
 from runtime.processes import World, start_processes

@@ -18,12 +18,14 @@ from test_methods import NAMES, assert_near, assert_refused, assert_same_functio
 
 pytest.importorskip("triton")
 
-from model.attention import attend, choose_backend, failed_check, make_plan, plain_attention  # noqa: E402
+from model.attention import attend, choose_backend, make_plan  # noqa: E402
+from model.backends.triton import failed_check  # noqa: E402
 from model.gpt import GPT  # noqa: E402
 from model.kernels import flash  # noqa: E402
 from model.kernels.distance import CLOSED_FORM, EVERYWHERE, LOG2E, NOWHERE, TOLERANCE, closed_form, make_coefficients  # noqa: E402
 from model.kernels.flash import Tiles, flash_attention  # noqa: E402
 from model.methods.base import Method, ScoreChange  # noqa: E402
+from model.reference import plain_attention  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROOT = Path(__file__).parent.parent
@@ -313,7 +315,7 @@ def test_far_tiles_of_the_paper_s_method(queries, q_offset, tiles):
     inputs = cast(exact, torch.float32)
     moved = [x.to(DEVICE) for x in inputs]
     plan = make_plan(method, queries, 1600, q_offset=q_offset, device=DEVICE, backend="triton")
-    assert plan.coefficients.far < q_offset
+    assert plan.prepared.far < q_offset
     output = attend(method, *moved, plan=plan)
     expected = formula_attention(scale_invariant, *exact, q_offset)
     assert_same_function(output.cpu(), inputs, expected, exact, 1e-5)

@@ -16,6 +16,11 @@ import torch
 from torch import Tensor, nn
 
 
+def upcast(x: Tensor) -> Tensor:
+    """Return x in float32, or in float64 if that is its dtype."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 class Mechanism(nn.Module):
     """A part of a method. Its constructor takes num_heads, head_dim and train_length, and then its options."""
 
@@ -151,3 +156,12 @@ class Method(nn.Module):
         for role, kind in KINDS.items():
             of_kind = [m for m in mechanisms if isinstance(m, kind)]
             setattr(self, role, Composition(of_kind) if len(of_kind) > 1 else of_kind[0] if of_kind else None)
+
+    def check_shapes(self, q: Tensor, k: Tensor, v: Tensor):
+        """Raise ValueError unless q is (B, H, Tq, D), and k and v are (B, H, Tk, D), with this method's H and D."""
+        expected = (q.shape[0], self.num_heads, k.shape[2], self.head_dim) if q.dim() == k.dim() == 4 else None
+        if k.shape != expected or v.shape != expected or (*q.shape[:2], q.shape[3]) != (*expected[:2], expected[3]):
+            raise ValueError(
+                f"{self.name} was made for q, k, v of shape (batch, {self.num_heads}, length, {self.head_dim}), "
+                f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+            )
