@@ -31,8 +31,8 @@ class Plan:
     cos: Tensor | None = None  # (Tk, D/2)
     sin: Tensor | None = None  # (Tk, D/2)
     query_table: Tensor | None = None  # (Tq,)
-    prepared: object = None  # by the backend; None where a_t and m_t are learned, and for plain causal attention
-    why: str = ""  # this backend
+    prepared: object = None  # by the backend; where a_t and m_t are learned, without them
+    why: str = ""  # this backend was chosen
 
 
 def make_plan(
@@ -67,7 +67,7 @@ def make_plan(
     if context is not None:
         assert query_length == key_length
         check_context(method.num_heads, [key_length], context.size())
-    call = Call(query_length, key_length, q_offset, device, dtype, context)
+    call = Call(method.num_heads, method.head_dim, query_length, key_length, q_offset, device, dtype, context)
     cos = sin = query_table = prepared = None
     if method.rotation is not None:
         tables = method.rotation.tables(key_length, target_length, device)
@@ -75,8 +75,9 @@ def make_plan(
     if method.query_scale is not None:
         positions = local_shard(torch.arange(q_offset, q_offset + query_length), 0, context)
         query_table = method.query_scale.table(positions, target_length).to(device)
-    if method.replacement is None and not learned_parameters(method.score_change):
-        prepared = BACKENDS[backend].prepare(method, call)
+    if method.replacement is None:
+        known = None if learned_parameters(method.score_change) else method.score_change
+        prepared = BACKENDS[backend].prepare(known, call)
     return Plan(backend, call, cos, sin, query_table, prepared, why)
 
 
@@ -153,8 +154,9 @@ def attend_rotated(method: Method, plan: Plan, rotated_q: Tensor, rotated_k: Ten
     """
     backend, call = BACKENDS[plan.backend], plan.call
     if method.replacement is None:
-        learned = learned_parameters(method.score_change)
-        prepared = backend.prepare(method, call) if learned else plan.prepared
+        prepared = plan.prepared
+        if learned_parameters(method.score_change):
+            prepared = backend.prepare(method.score_change, call, prepared)
         return backend.run(rotated_q, rotated_k, v, q_offset=call.q_offset, prepared=prepared)
     arguments = *unrotated, v, rotated_q, rotated_k, call.q_offset, backend.run
     if call.context is None:

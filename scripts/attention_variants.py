@@ -80,7 +80,7 @@ def learned_tau(case: Case) -> Attend:
     call, backend = case.plan(method, "triton").call, BACKENDS["triton"]
 
     def attend(q, k, v):
-        return backend.run(q, k, v, prepared=backend.prepare(method, call))
+        return backend.run(q, k, v, prepared=backend.prepare(method.score_change, call))
 
     return attend
 
@@ -154,8 +154,9 @@ def flex(formula: str, score_mod=None, block_mask: bool = True, **kernel_options
     """FlexAttention with the method's own score_mod, or with score_mod(case)."""
 
     def make(case: Case) -> Attend:
-        call = Call(case.length, case.length, device=case.device, dtype=case.dtype)
-        options = flex_backend.prepare(case.method(formula), call)
+        method = case.method(formula)
+        call = Call(case.heads, case.head_dim, case.length, case.length, device=case.device, dtype=case.dtype)
+        options = flex_backend.prepare(method.score_change, call)
         if score_mod:
             options["score_mod"] = score_mod(case)
         if not block_mask:

@@ -1,5 +1,7 @@
 """The backends of attention against its plain form in float64: values, gradients, memory, and what must be refused."""
 
+import ast
+import inspect
 import os
 import subprocess
 import sys
@@ -261,20 +263,35 @@ def test_an_unknown_backend_is_refused():
         make_plan(make("rope"), 5, 5, backend="flash")
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_backend_has_the_same_three_functions(backend):
+    for function in ("problem", "prepare", "run"):
+        parameters = inspect.signature(getattr(BACKENDS[backend], function)).parameters
+        assert list(parameters) == list(inspect.signature(getattr(blocks, function)).parameters)
+
+
+def test_the_formula_imports_nothing_of_what_is_held_to_it():
+    tree = ast.parse(inspect.getsource(sys.modules["model.reference"]))
+    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert imported == {"torch", "model.methods.base"}
+
+
 @pytest.mark.parametrize("backend", ["blocks", "cpu", "flex"])
-@pytest.mark.parametrize("options, times", [({}, 1), (dict(learn_tau=True), 3)])
+@pytest.mark.parametrize("options, times", [({}, 1), (dict(learn_tau=True), 4)])
 def test_only_what_is_learned_is_prepared_again_in_each_pass(backend, options, times, traced_flex, monkeypatch):
     if reason := BACKENDS[backend].problem(make("nope"), torch.device("cpu"), torch.float32):
         pytest.skip(reason)
-    calls, prepare = [], BACKENDS[backend].prepare
-    monkeypatch.setattr(BACKENDS[backend], "prepare", lambda *args: calls.append(args) or prepare(*args))
+    prepared, prepare = [], BACKENDS[backend].prepare
+    monkeypatch.setattr(BACKENDS[backend], "prepare", lambda *args: prepared.append(prepare(*args)) or prepared[-1])
     method = make("scale_invariant_nope", **options)
     plan = make_plan(method, 130, 130, backend=backend)
     inputs = without_gradients(random_qkv(6, 16, 130), torch.float32)
     with torch.no_grad():
         outputs = [attend(method, *inputs, plan=plan) for _ in range(3)]
-    assert len(calls) == times
+    assert len(prepared) == times
     assert torch.equal(outputs[0], outputs[2])
+    if backend == "flex":
+        assert all(x["block_mask"] is plan.prepared["block_mask"] for x in prepared)
 
 
 @pytest.mark.parametrize("name", CHANGED_SCORE)

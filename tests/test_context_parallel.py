@@ -80,7 +80,8 @@ def attention(size, backend, dtype, case, group=None):
 def score_mod(size, case, group=None):
     """Logits of FlexAttention's score 1 at all distances, (H/c, T)."""
     num_heads, length = SHAPE[size]
-    mod = make_score_mod(random_method(case, num_heads), Call(length, length, context=group))
+    call = Call(num_heads, HEAD_DIM, length, length, context=group)
+    mod = make_score_mod(random_method(case, num_heads).score_change, call)
     head = torch.arange(num_heads if group is None else num_heads // size).unsqueeze(-1)
     logits = mod(torch.ones(()), 0, head, torch.arange(length), torch.tensor(0)).detach()
     return logits.expand(len(head), length)

@@ -10,12 +10,13 @@
 Each file has three functions:
 
     problem(method, device, dtype)            why it cannot run this method there, or None
-    prepare(method, call)                     a_t and m_t in its own form, for a call of these lengths (base.py)
+    prepare(score_change, call, earlier)      a_t and m_t in its own form, for a call of this shape (base.py)
     run(q, k, v, *, q_offset=0, prepared)     the output (B, H, Tq, D) of q (B, H, Tq, D) and k, v (B, H, Tk, D)
 
-`prepare` depends on nothing but lengths, and is called once a length, unless a_t and m_t are learned: then it is called
-in every layer and pass, and what it returns is differentiable in what is learned. `run` without anything prepared is
-plain causal attention at any lengths. Query i is at position q_offset + i, key j at position j.
+`prepare` is called once a length. Where a_t and m_t are learned, that is without a score change, and then again with it
+in every layer and pass: it is differentiable in what is learned, and keeps of what was prepared earlier what serves all
+layers. `run` without anything prepared is plain causal attention at any lengths. Query i is at position q_offset + i,
+key j at position j.
 """
 
 from model.backends import blocks, cpu, flex, sdpa, triton

@@ -13,6 +13,8 @@ class Call:
     Lengths are those of whole sequences. With a context group (model/context.py), each rank computes some of the heads.
     """
 
+    num_heads: int  # of all ranks
+    head_dim: int
     query_length: int
     key_length: int
     q_offset: int = 0

@@ -6,7 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 from model.backends.base import Call
 from model.context import local_shard
-from model.methods.base import Method, upcast
+from model.methods.base import Method, ScoreChange, upcast
 
 QUERY_BLOCK = 128  # queries a block; the fastest of 64, 128 and 256 on a CPU
 RECOMPUTE_LENGTH = 4096  # from this many keys on, probabilities are recomputed in the backward pass
@@ -18,14 +18,14 @@ def problem(method: Method, device: torch.device, dtype: torch.dtype) -> str | N
     return None
 
 
-def prepare(method: Method, call: Call) -> Bands:
-    scale, bias = make_bands(method, call.query_length, call.key_length, call.device)
+def prepare(score_change: ScoreChange | None, call: Call, earlier: Bands | None = None) -> Bands:
+    scale, bias = make_bands(score_change, call.num_heads, call.query_length, call.key_length, call.device)
     scale = local_shard(scale, 0, call.context) if isinstance(scale, Tensor) else scale
     return scale, local_shard(bias, 0, call.context)
 
 
-def make_bands(method: Method | None, query_length: int, key_length: int, device) -> Bands:
-    """Return a_t and m_t for one block of queries, m_t being -inf for keys in the future; without a method, of S alone.
+def make_bands(score_change: ScoreChange | None, num_heads: int, query_length: int, key_length: int, device) -> Bands:
+    """Return a_t and m_t for one block of queries, m_t being -inf for keys in the future.
 
     Both are constant along diagonals, so one band serves all blocks: its last columns are the keys up to a block's
     last query, and a block whose last query sees n keys uses the last n columns.
@@ -34,9 +34,9 @@ def make_bands(method: Method | None, query_length: int, key_length: int, device
     rows = torch.arange(block, device=device).unsqueeze(-1)  # (block, 1)
     distance = rows - (block - 1) + torch.arange(key_length - 1, -1, -1, device=device)  # (block, Tk)
     scale, bias = 1.0, torch.zeros(1, 1, 1, dtype=torch.float64, device=device)
-    if method is not None and method.score_change is not None:
-        head = torch.arange(method.num_heads, device=device).view(-1, 1, 1)  # (H, 1, 1)
-        scale, bias = method.score_change.coefficients(distance.clamp(min=0).double(), head)
+    if score_change is not None:
+        head = torch.arange(num_heads, device=device).view(-1, 1, 1)  # (H, 1, 1)
+        scale, bias = score_change.coefficients(distance.clamp(min=0).double(), head)
     if isinstance(scale, Tensor):
         scale = scale.float().expand(scale.shape[0] if scale.dim() == 3 else 1, *distance.shape)
     bias = torch.where(distance < 0, -torch.inf, bias).float()
@@ -45,7 +45,7 @@ def make_bands(method: Method | None, query_length: int, key_length: int, device
 
 def run(q: Tensor, k: Tensor, v: Tensor, *, q_offset: int = 0, prepared: Bands | None = None) -> Tensor:
     Tq = q.shape[2]
-    scale_band, bias_band = prepared or make_bands(None, Tq, q_offset + Tq, q.device)
+    scale_band, bias_band = prepared or make_bands(None, 1, Tq, q_offset + Tq, q.device)
     block = bias_band.shape[1]
     recompute = torch.is_grad_enabled() and k.shape[2] >= RECOMPUTE_LENGTH
     q = q * q.shape[-1] ** -0.5

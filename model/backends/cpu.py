@@ -6,16 +6,16 @@ from torch import Tensor
 from model.backends.base import Call
 from model.context import local_shard
 from model.kernels import cpu
-from model.methods.base import Method
+from model.methods.base import Method, ScoreChange
 
 
 def problem(method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
     return cpu.problem(device, dtype)
 
 
-def prepare(method: Method, call: Call) -> Tensor:
+def prepare(score_change: ScoreChange | None, call: Call, earlier: Tensor | None = None) -> Tensor:
     """Return a_t and m_t by distance, (2, 1 or H, Tk): see make_tables."""
-    tables = cpu.make_tables(method.score_change, method.num_heads, method.head_dim, call.key_length)
+    tables = cpu.make_tables(score_change, call.num_heads, call.head_dim, call.key_length)
     return local_shard(tables, 1, call.context)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from model.backends.base import Call
-from model.methods.base import Method
+from model.methods.base import Method, ScoreChange
 
 BLOCK = 128  # queries and keys of a block of the mask
 
@@ -25,23 +25,26 @@ def problem(method: Method, device: torch.device, dtype: torch.dtype) -> str | N
     return None
 
 
-def prepare(method: Method, call: Call) -> dict:
+def prepare(score_change: ScoreChange | None, call: Call, earlier: dict | None = None) -> dict:
     """Return the arguments score_mod and block_mask of flex_attention."""
-    block_mask = causal_block_mask(call.query_length, call.key_length, call.q_offset, call.device)
-    return dict(score_mod=make_score_mod(method, call), block_mask=block_mask)
+    if earlier:
+        block_mask = earlier["block_mask"]
+    else:
+        block_mask = causal_block_mask(call.query_length, call.key_length, call.q_offset, call.device)
+    return dict(score_mod=make_score_mod(score_change, call), block_mask=block_mask)
 
 
-def make_score_mod(method: Method, call: Call) -> Callable | None:
-    """Return a_t S + m_t as FlexAttention asks for it; None for a method that leaves the score alone."""
-    if method.score_change is None:
+def make_score_mod(score_change: ScoreChange | None, call: Call) -> Callable | None:
+    """Return a_t S + m_t as FlexAttention asks for it; None for S itself."""
+    if score_change is None:
         return None
     q_offset = call.q_offset
-    first_head = 0 if call.context is None else call.context.rank() * method.num_heads // call.context.size()
+    first_head = 0 if call.context is None else call.context.rank() * call.num_heads // call.context.size()
 
     def score_mod(score, batch, head, q_index, kv_index):
         # Clamped: diagonal tiles are evaluated above the diagonal too, where a NaN would survive in the gradient.
         distance = (q_index + q_offset - kv_index).clamp(min=0).float()
-        scale, bias = method.score_change.coefficients(distance, head + first_head)
+        scale, bias = score_change.coefficients(distance, head + first_head)
         return scale * score + bias
 
     return score_mod

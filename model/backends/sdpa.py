@@ -5,14 +5,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.backends.base import Call
-from model.methods.base import Method
+from model.methods.base import Method, ScoreChange
 
 
 def problem(method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
     return f"{method.name} changes the attention score" if method.score_change is not None else None
 
 
-def prepare(method: Method, call: Call) -> None:
+def prepare(score_change: ScoreChange | None, call: Call, earlier: None = None) -> None:
     return None
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from model.backends.base import Call
 from model.context import local_shard
 from model.kernels.distance import Coefficients, learned_parameters, make_coefficients
-from model.methods.base import Method
+from model.methods.base import Method, ScoreChange
 from model.reference import plain_attention
 
 HEADS_AT = dict(table=1, polynomials=1, tangent=1, parameter=0)  # the dimension of heads in the fields of Coefficients
@@ -29,11 +29,11 @@ def problem(method: Method, device: torch.device, dtype: torch.dtype) -> str | N
     return flash.problem(device, dtype, method.head_dim)
 
 
-def prepare(method: Method, call: Call) -> Coefficients | None:
-    if method.score_change is None:
+def prepare(score_change: ScoreChange | None, call: Call, earlier: Coefficients | None = None) -> Coefficients | None:
+    if score_change is None:
         return None
-    shape = method.num_heads, method.head_dim, call.key_length, call.q_offset
-    coefficients = make_coefficients(method.score_change, *shape, call.dtype, call.device)
+    shape = call.num_heads, call.head_dim, call.key_length, call.q_offset
+    coefficients = make_coefficients(score_change, *shape, call.dtype, call.device)
     parts = {name: getattr(coefficients, name) for name in HEADS_AT}
     parts = {name: local_shard(x, HEADS_AT[name], call.context) for name, x in parts.items() if x is not None}
     return dataclasses.replace(coefficients, **parts)
@@ -65,7 +65,8 @@ def failed_check(method: Method, device: torch.device, dtype: torch.dtype, lengt
     shape = 4, 1, method.num_heads, length, method.head_dim
     *inputs, dout = torch.randn(shape, device=device, generator=generator).to(dtype).unbind()
     try:
-        prepared = prepare(method, Call(length, length, device=device, dtype=dtype))
+        call = Call(method.num_heads, method.head_dim, length, length, device=device, dtype=dtype)
+        prepared = prepare(method.score_change, call)
         ours = output_and_gradients(functools.partial(run, prepared=prepared), inputs, dout)
     except Exception as error:  # Triton's and CUDA's errors are of many kinds
         return f"it failed its check with {type(error).__name__}: {' '.join(str(error).split())[:100]}"

@@ -209,7 +209,7 @@ class Launch:
         capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)
         self.tiles = choose_tiles(q.dtype, self.block_d, capability)
         self.polynomials = table if polynomials is None else polynomials
-        scale = {0: LOG2E * D**-0.5, 1: LOG2E**0.5 * D**-0.5, 2: 1.0}[functions]
+        scale = {0: LOG2E * D**-0.5, 1: LOG2E**0.5 * D**-0.5, 2: 1.0}[functions]  # of q.k: see distance.py
         self.batch_heads = B * H
         degree_a, degree_m = [*degrees, 0, 0][:2]
         self.common = (
@@ -217,11 +217,10 @@ class Launch:
             q_offset % STEP - REACH, far if near and has_far else 0, scale,
         )  # fmt: skip
         self.lengths = (H, Tq, k.shape[2], q_offset)
-        self.unit = scale / LOG2E
+        self.unit = scale / LOG2E  # of gradients: logits are in bits
         self.options = dict(
             FUNCTIONS=functions, DEGREE_A=degree_a, DEGREE_M=degree_m, NEAR=near, FAR=has_far,
-            PRECISION="ieee" if q.dtype == torch.float32 else "tf32", STEP=STEP, HEAD_DIM=D,
-            BLOCK_D=self.block_d,
+            PRECISION="ieee" if q.dtype == torch.float32 else "tf32", STEP=STEP, HEAD_DIM=D, BLOCK_D=self.block_d,
         )  # fmt: skip
 
     def __call__(self, kernel, role: str, length: int, arguments: tuple, **options):
