@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from errors import exit_on_user_error
-from model.attention import plain_attention
+from model.reference import plain_attention
 from runtime.processes import start_processes
 from scripts.bench.protocol import (
     Report,

@@ -4,7 +4,7 @@
     python -m scripts.kernel_code --variants si --tiles key_gradient 64 64 4 2
 
 compiles them to machine code (triton brings the compiler and the disassembler) and counts, in each main loop (masked,
-near and far, see model/kernels/flash.py), the instructions a thread issues for each of its logits: of all kinds, on the
+near and far, see model/kernels/flash_kernels.py), the instructions a thread issues for each of its logits: of all kinds, on the
 special-function unit (MUFU), loads from global and from shared memory, and spills. A count is no time, but what a
 transform adds to it says what it costs where the instructions are the bottleneck.
 """
@@ -30,7 +30,6 @@ from model.methods import make_method
 from scripts.shared.tables import markdown_table
 
 ROLES = ("forward", "query_gradient", "key_gradient")  # the keys of choose_tiles
-KERNELS = (*ROLES, "key_gradient atomic")
 LENGTH, HEADS = 4096, 6
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32"}
 COUNTED = {  # opcodes, of which an instruction's first part is one
@@ -113,19 +112,15 @@ def recorded_launches(tiles: dict[str, flash.Tiles], arch: int | None = None):
 
 
 def kernel_launches(coefficients, dtype, head_dim, tiles, arch) -> dict[str, Launch]:
-    """Return the launch of each of KERNELS."""
+    """Return the launch of each of ROLES."""
     q, k, v = torch.zeros(3, 1, LENGTH, HEADS, head_dim, dtype=dtype).transpose(2, 3)
     c = coefficients or Coefficients(torch.empty(0, 1, 1))
-    tensors = (c.table, c.polynomials, c.tangent, None)
+    functions = c.table, c.polynomials, c.tangent, list(c.degrees), c.far, 0
     with recorded_launches(tiles, arch) as launches:
-        o, lse = flash.forward_op(q, k, v, c.parameter, *tensors, list(c.degrees), c.far, 0, True)
-        for deterministic in (True, False):
-            flash.backward_op(o, q, k, v, o, lse, *tensors, list(c.degrees), c.far, 0, deterministic)
-    by_kernel = {}
-    for launch in launches:
-        role = launch.kernel.__name__.removesuffix("_kernel")
-        by_kernel[f"{role} atomic" if launch.constants.get("ATOMIC") else role] = launch
-    return {kernel: by_kernel[kernel] for kernel in KERNELS}
+        o, lse = flash.forward_op(q, k, v, c.parameter, *functions)
+        flash.backward_op(o, q, k, v, o, lse, *functions)
+    by_role = {launch.kernel.__name__.removesuffix("_kernel"): launch for launch in launches}
+    return {role: by_role[role] for role in ROLES}
 
 
 # ---- compiling and counting ------------------------------------------------------------------------------------------
@@ -136,7 +131,7 @@ def kernel_code(
     arch: int = 90,
     head_dim: int = 128,
     dtype: torch.dtype = torch.bfloat16,
-    kernels: tuple[str, ...] = KERNELS,
+    kernels: tuple[str, ...] = ROLES,
     tiles: dict[str, flash.Tiles] | None = None,
 ) -> list[dict]:
     """Compile one of VARIANTS for compute capability arch / 10 and describe the machine code, a dict a kernel.
@@ -264,12 +259,12 @@ def main():
     )
     args = parser.parse_args()
     with exit_on_user_error():
-        kernels, tiles = KERNELS, {}
+        kernels, tiles = ROLES, {}
         if args.tiles:
             kernel, *numbers = args.tiles
-            if kernel not in KERNELS:
-                raise ValueError(f"unknown kernel {kernel!r}; valid: {', '.join(KERNELS)}")
-            kernels, tiles = (kernel,), {kernel.removesuffix(" atomic"): read_tiles(numbers)}
+            if kernel not in ROLES:
+                raise ValueError(f"unknown kernel {kernel!r}; valid: {', '.join(ROLES)}")
+            kernels, tiles = (kernel,), {kernel: read_tiles(numbers)}
         print(f"triton {triton.__version__}, bfloat16, head dimension {args.head_dim}; the last five columns: a logit")
         for arch in args.arch:
             print(f"\ncompute capability {arch / 10}\n")

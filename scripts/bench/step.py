@@ -29,7 +29,7 @@ from configs.command_line import read_config
 from configs.config import Config
 from configs.flops import training_flops_per_token
 from errors import exit_on_user_error
-from model.attention import prefer_fast_sdpa
+from model.backends.sdpa import prefer_fast_sdpa
 from runtime.device import published_peak
 from runtime.processes import start_processes
 from scripts.bench.peers import WARM_UP, bench_peers, bench_processes, with_data

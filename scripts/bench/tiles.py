@@ -81,15 +81,15 @@ def ranking(case: Case, formula: str, role: str, deadline: float) -> str:
 def make_launch(case: Case, formula: str, role: str, tiles: dict[str, flash.Tiles]) -> Launch:
     """Return the launch of this kernel with these tiles, with everything that it reads already computed."""
     q, k, v, do = (x.detach() for x in random_inputs(case))
-    coefficients = case.plan(case.method(formula), "triton").coefficients
+    coefficients = case.plan(case.method(formula), "triton").prepared
     c = coefficients or Coefficients(torch.empty(0, 1, 1, device=case.device))
-    tensors, rest = (c.table, c.polynomials, c.tangent, None), (list(c.degrees), c.far, 0, True)
-    o, lse = flash.forward_op(q, k, v, c.parameter, *tensors, *rest)
+    functions = c.table, c.polynomials, c.tangent, list(c.degrees), c.far, 0
+    o, lse = flash.forward_op(q, k, v, c.parameter, *functions)
     with recorded_launches(tiles) as launches:
         if role == "forward":
-            flash.forward_op(q, k, v, c.parameter, *tensors, *rest)
+            flash.forward_op(q, k, v, c.parameter, *functions)
         else:
-            flash.backward_op(do, q, k, v, o, lse, *tensors, *rest)
+            flash.backward_op(do, q, k, v, o, lse, *functions)
     by_name = {launch.kernel.__name__: launch for launch in launches}
     if "delta_kernel" in by_name:
         by_name["delta_kernel"].run()

@@ -17,19 +17,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
-from model.attention import (
-    BACKENDS,
-    Plan,
-    causal_block_mask,
-    flex_score_mod,
-    make_plan,
-    score_parts,
-    softmax_attention,
-    upcast,
-)
+from model.attention import Plan, make_plan
+from model.backends import AUTOMATIC, BACKENDS
+from model.backends import flex as flex_backend
+from model.backends.base import Call
 from model.kernels.distance import NOWHERE, closed_form
 from model.methods import make_method
-from model.methods.base import Method
+from model.methods.base import Method, upcast
 
 METHODS = {"plain": "nope", "si": "scale_invariant_nope", "alibi": "alibi"}
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v and output (B, H, T, D)
@@ -80,36 +74,25 @@ def on_backend(backend: str, formula: str, change: Callable[[Plan, Case], Plan] 
 
     def make(case: Case) -> Attend:
         plan = change(case.plan(case.method(formula, **options), backend), case)
-        return functools.partial(softmax_attention, q_offset=0, plan=plan)
+        return functools.partial(BACKENDS[backend].run, prepared=plan.prepared)
 
     return make
 
 
 def table_only(plan: Plan, case: Case) -> Plan:
-    return dataclasses.replace(plan, coefficients=dataclasses.replace(plan.coefficients, far=NOWHERE))
+    return dataclasses.replace(plan, prepared=dataclasses.replace(plan.prepared, far=NOWHERE))
 
 
 def closed(plan: Plan, case: Case) -> Plan:
-    return dataclasses.replace(plan, coefficients=closed_form(10.0, case.length, case.device))
-
-
-def atomic(formula: str):
-    def make(case: Case) -> Attend:
-        from model.kernels.flash import flash_attention
-
-        plan = case.plan(case.method(formula), "triton")
-        return lambda q, k, v: flash_attention(q, k, v, plan.coefficients, deterministic=False)
-
-    return make
+    return dataclasses.replace(plan, prepared=closed_form(10.0, case.length, case.device))
 
 
 def learned_tau(case: Case) -> Attend:
     method = case.method("si", learn_tau=True)
-    plan = case.plan(method, "triton")
+    call, backend = case.plan(method, "triton").call, BACKENDS["triton"]
 
     def attend(q, k, v):
-        parts = score_parts(method, "triton", case.length, case.length, 0, case.device, case.dtype, None)
-        return softmax_attention(q, k, v, q_offset=0, plan=dataclasses.replace(plan, **parts))
+        return backend.run(q, k, v, prepared=backend.prepare(method.score_change, call))
 
     return attend
 
@@ -184,9 +167,13 @@ def flex(formula: str, score_mod=None, block_mask: bool = True, **kernel_options
     """Run FlexAttention with the method's own score_mod, or with score_mod(case)."""
 
     def make(case: Case) -> Attend:
-        options = dict(score_mod=score_mod(case) if score_mod else flex_score_mod(case.method(formula), 0))
-        if block_mask:
-            options["block_mask"] = causal_block_mask(case.length, case.length, 0, case.device)
+        method = case.method(formula)
+        call = Call(case.heads, case.head_dim, case.length, case.length, device=case.device, dtype=case.dtype)
+        options = flex_backend.prepare(method.score_change, call)
+        if score_mod:
+            options["score_mod"] = score_mod(case)
+        if not block_mask:
+            del options["block_mask"]
         # Compiled here and not by model/attention.py, whose compile cache is for one score_mod a length.
         attend = torch.compile(flex_attention, dynamic=False, fullgraph=True)
         return functools.partial(attend, **options, kernel_options=kernel_options)
@@ -232,8 +219,6 @@ CUDA = {  # when time runs out, the last go first
     "triton:si:closed": Variant("si", on_backend("triton", "si", closed), "logarithm and root", off="triton:plain"),
     "triton:si:learned": Variant("si", learned_tau, "a learned tau a head, from tables made anew", off="triton:plain"),
     "triton:alibi": Variant("alibi", on_backend("triton", "alibi"), "ALiBi", off="triton:plain"),
-    "triton:plain:atomic": Variant("plain", atomic("plain"), "causal, not deterministic"),
-    "triton:si:atomic": Variant("si", atomic("si"), "not deterministic", off="triton:plain:atomic"),
     "flex:plain": Variant("plain", flex("plain"), "FlexAttention, causal"),
     "flex:si": Variant("si", flex("si"), "closed form, x rsqrt(x) for the root", off="flex:plain"),
     "flex:si:table": Variant(
@@ -261,7 +246,7 @@ def on_cpu(backend: str) -> dict[str, Variant]:
     }
 
 
-OWN_ON_CPU = [backend for backend in BACKENDS if backend not in ("auto", "sdpa", "triton", "flex")]  # those that train
+OWN_ON_CPU = [backend for backend in BACKENDS if backend not in AUTOMATIC["cuda"]]  # those that train there
 CPU = {
     "sdpa": Variant("plain", sdpa(), "torch's SDPA"),
     **{name: variant for backend in OWN_ON_CPU for name, variant in on_cpu(backend).items()},

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from data.shards import TokenStream
-from model.attention import Plan, transform, upcast
+from model.attention import Plan, transform
 from model.gpt import GPT, norm
+from model.methods.base import upcast
 from scripts.reproduce.theory import attention_statistics
 from scripts.shared.tables import mean_and_stderr
 
