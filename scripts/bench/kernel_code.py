@@ -4,9 +4,9 @@
     python -m scripts.kernel_code --variants si --tiles key_gradient 64 64 4 2
 
 compiles them to machine code (triton brings the compiler and the disassembler) and counts, in each main loop (masked,
-near and far, see model/kernels/flash_kernels.py), the instructions a thread issues for each of its logits: of all kinds, on the
-special-function unit (MUFU), loads from global and from shared memory, and spills. A count is no time, but what a
-transform adds to it says what it costs where the instructions are the bottleneck.
+near and far, see model/kernels/flash_kernels.py), the instructions a thread issues for each of its logits: of all
+kinds, on the special-function unit (MUFU), loads from global and from shared memory, and spills. A count is no time,
+but what a transform adds to it says what it costs where the instructions are the bottleneck.
 """
 
 import argparse
