@@ -612,7 +612,7 @@ def test_every_colour_can_be_seen_on_a_dark_page(colour):
 @pytest.mark.slow
 def test_the_command_writes_the_runs_of_the_folder_and_refuses_what_is_no_run(tmp_path):
     write_run(tmp_path / "runs" / "a")
-    write_run(tmp_path / "runs" / "b", stop=2)
+    write_run(tmp_path / "runs" / "b", stop=2, seed=1)
     out = tmp_path / "new" / "report.html"
     done = command("--runs-dir", tmp_path / "runs", "--out", out, "--title", "R&D")
     assert done.returncode == 0, done.stderr

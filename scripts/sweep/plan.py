@@ -11,8 +11,8 @@ from configs.sweeps import Run
 from model.methods import check_options, make_alternative, make_method
 from optim.schedule import check_schedule
 from scripts.shared.runs import StoredRun, data_fingerprint, find_stored, needle_state, read_runs, sidecar, train_state
-from scripts.sweep.attempt import may_retry
 from scripts.sweep.cluster import queued_job
+from scripts.sweep.local import may_retry
 
 
 @dataclasses.dataclass(frozen=True)
