@@ -1,7 +1,5 @@
 """What a sweep does about each of its runs, and why."""
 
-from __future__ import annotations
-
 import argparse
 import collections
 import dataclasses
@@ -53,6 +51,7 @@ def plan_runs(runs: list[Run], args: argparse.Namespace) -> list[PlannedRun]:
 
 
 def plan_run(run: Run, stored_runs: list[StoredRun], args: argparse.Namespace) -> PlannedRun:
+    """Return what is to be done about one run: what is finished, queued or another's is left alone."""
     data = data_fingerprint(run.config)
     state, reason = train_state(run, stored_runs, args.runs_dir, data)
     stored = find_stored(run, stored_runs, data)
