@@ -31,6 +31,7 @@ from data import pg19
 from data.shards import read_manifest, verify
 from data.text import find_files, prepare
 from errors import exit_on_user_error, require
+from scripts.shared.looks import LINES
 from scripts.shared.runs import data_fingerprint, differences, read_run, sidecar
 from scripts.shared.tables import loss_table, markdown_table
 from scripts.sweep.local import train
@@ -54,8 +55,6 @@ SERIES += ["scale_invariant_p_rope", "scale_invariant_p_rope tau=10"]
 SEEN = {"dtype", "val_lengths", "val_tokens"}
 NOT_TEXT = ["site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"]
 NOT_TEXT += ["encodings", "entities.py"]  # tables of characters
-# Okabe and Ito's palette, which colour-blind readers can tell apart; ours is black, as in the paper.
-COLOURS = {"RoPE": "#E69F00", "LogN + p-RoPE": "#CC79A7", "ALiBi": "#009E73", "scale-invariant p-RoPE": "#000000"}
 
 
 def main():
@@ -175,7 +174,8 @@ def draw(results: list[dict], path: Path):
 
     figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
     for result in results:
-        colour, dashes = COLOURS[result["name"].split(",")[0]], ":" if "," in result["name"] else "-"
+        colour, *_ = LINES[SERIES[SHOWN.index(result["name"])].split(" ")[0]]
+        dashes = ":" if "," in result["name"] else "-"
         lengths = [int(length) for length in result["val_loss"]]
         axes.plot(
             lengths, result["val_loss"].values(), marker="o", color=colour, linestyle=dashes, label=result["name"]

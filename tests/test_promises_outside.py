@@ -23,7 +23,7 @@ from data import shards
 from data.text import load_tokenizer
 from runtime.checkpoint import latest_checkpoint, load_checkpoint
 from scripts import evaluate
-from scripts.sweep.attempt import Attempt, record_outcome
+from scripts.sweep.local import Attempt, record_outcome
 
 pytestmark = [pytest.mark.promise(9, "no surprises from outside"), pytest.mark.slow]
 

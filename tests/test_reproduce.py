@@ -22,7 +22,7 @@ from runtime.build import build_model
 from runtime.checkpoint import save_checkpoint
 from scripts.reproduce import figures, pages
 from scripts.reproduce.__main__ import main
-from scripts.reproduce.targets import paper_targets
+from scripts.reproduce.tables import paper_targets
 from scripts.shared.arguments import field_changes
 from scripts.shared.looks import series_label, series_name
 from scripts.shared.runs import data_fingerprint, read_runs
@@ -45,8 +45,9 @@ def write_run(
     (folder / "log.txt").write_text("python 3\ndevice: an abacus\ncommit: 0123abc\n==== a.py ====\n")
     records = []
     for i, step in enumerate(steps):
-        above = lambda losses: {str(n): x + 0.1 * (len(steps) - 1 - i) for n, x in losses.items()}
-        loss, as_others = above(losses), {method: above(theirs) for method, theirs in others.items()}
+        above = 0.1 * (len(steps) - 1 - i)
+        loss = {str(n): x + above for n, x in losses.items()}
+        as_others = {method: {str(n): x + above for n, x in theirs.items()} for method, theirs in others.items()}
         tokens = val_tokens
         if part:
             few = step < steps[-1]
@@ -67,8 +68,9 @@ def write_study(runs_dir, item, scale="mini", **options):
     """All runs of a study, with losses that differ by series and seed; returns them by (series, seed, length)."""
     random, values = np.random.default_rng(0), {}
     for number, run in enumerate(sweep(item, scale)):
-        draw = lambda: {n: 4 + 0.01 * number + random.random() for n in run.config.val_lengths}
-        losses, others = draw(), {method: draw() for method in run.config.validate_as}
+        methods = run.methods
+        drawn = {m: {n: 4 + 0.01 * number + random.random() for n in run.config.val_lengths} for m in methods}
+        losses, others = drawn[methods[0]], {method: drawn[method] for method in methods[1:]}
         steps = [s * run.config.steps // 4 for s in range(5)]
         write_run(runs_dir, run, losses, steps=steps, others=others, **options)
         shown = {series_label(run.config.method, run.config.method_options): losses} | others

@@ -1,6 +1,7 @@
 """The sweep runner on real runs of a tiny model: each state a run can be in, stopping and resuming, failures, submitit,
 and the wandb sweep."""
 
+import collections
 import dataclasses
 import gzip
 import json
@@ -28,12 +29,11 @@ from configs.sweeps import MAIN_METHODS, SCALES, SWEEPS, Run, grid, sweep
 from data.text import prepare
 from runtime.checkpoint import latest_checkpoint, load_checkpoint
 from runtime.run_folder import RunFolder
-from scripts.reproduce.targets import paper_targets
+from scripts.reproduce.tables import paper_targets
 from scripts.shared.arguments import field_changes
 from scripts.shared.runs import read_runs, sidecar, stored_config, train_state
 from scripts.sweep.__main__ import main
-from scripts.sweep.attempt import record_outcome
-from scripts.sweep.local import last_step
+from scripts.sweep.local import last_step, record_outcome
 from scripts.sweep.local import places as places_of_runs
 
 SLOW_FIXTURES = ("finished", "disturbed", "failing", "tuned", "tuned_disturbed", "tuning_fails")
@@ -731,10 +731,10 @@ def test_all_fine_tunes_the_runs_of_the_needle_table_with_the_settings_of_the_sc
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("name", SWEEPS)
 def test_seeds_that_are_given_are_used_everywhere(name, scale):
-    runs = sweep(name, scale, seeds=[4, 9])
-    without_seed = lambda run: (run.preset, str({k: v for k, v in run.changes.items() if k != "seed"}))
-    seeds = {key: {r.config.seed for r in runs if without_seed(r) == key} for key in map(without_seed, runs)}
-    assert runs and all(of == {4, 9} for of in seeds.values())
+    seeds = collections.defaultdict(set)
+    for run in sweep(name, scale, seeds=[4, 9]):
+        seeds[run.preset, str({k: v for k, v in run.changes.items() if k != "seed"})].add(run.config.seed)
+    assert seeds and all(given == {4, 9} for given in seeds.values())
 
 
 @pytest.mark.parametrize("scale", SCALES)

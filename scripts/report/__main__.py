@@ -4,7 +4,7 @@
     python -m scripts.report runs/mini-*/ --out mini.html --title "mini, 3 seeds"
 
 The page holds its data, styles and scripts, and asks for nothing else: it opens from any disk, without a network.
-Python writes the tables and one chart, which are there without JavaScript too; report.js draws the other charts.
+Python writes the tables and one chart, which are there without JavaScript too; draw.js and page.js draw the other charts.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from pathlib import Path
 from errors import exit_on_user_error, require
 from runtime.files import replace_file
 from scripts.report.page import page, problem_list
-from scripts.report.reading import describe, look_through
+from scripts.report.reading import describe, find_runs
 from scripts.shared.runs import check_page
 
 
@@ -30,7 +30,7 @@ def main():
             hint = f" (for all runs in it: --runs-dir {path})" if path.is_dir() else ""
             require((path / "config.json").exists(), f"{path} is not a run folder: it has no config.json{hint}")
         require(not args.out.is_dir(), f"--out {args.out} is a folder: name the page in it, {args.out / 'report.html'}")
-        paths, strays = (args.runs, []) if args.runs else look_through(args.runs_dir)
+        paths, strays = (args.runs, []) if args.runs else find_runs(args.runs_dir)
         if not args.force:
             check_page(args.out, r"^<p>(\d+) runs: ", len({*paths}))
         runs = [describe(path) for path in dict.fromkeys(paths)]

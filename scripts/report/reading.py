@@ -15,7 +15,7 @@ POINTS = 400  # of a curve at most; 60 runs of any length make a page of about 2
 LENGTHWISE = ("val_loss", "val_loss_by_position")
 
 
-def look_through(runs_dir: Path) -> tuple[list[Path], list[tuple[str, str]]]:
+def find_runs(runs_dir: Path) -> tuple[list[Path], list[tuple[str, str]]]:
     """Return the run folders in runs_dir, and (name, problem) of what looks like a run and is none."""
     require(runs_dir.is_dir(), f"there is no folder {runs_dir}: train a run first, or give --runs-dir")
     folders = sorted(path for path in runs_dir.iterdir() if path.is_dir())

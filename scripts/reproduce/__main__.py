@@ -75,18 +75,8 @@ def make_study(
         options += [f"--{name}", *map(str, getattr(args, name))] if getattr(args, name) else []
     options += ["--runs-dir", str(args.runs_dir)] if args.runs_dir != Path("runs") else []
     options += ["--needle", *args.needle] if needle and any(run.needle for run in runs) else []
-    return Study(
-        item,
-        args.scale,
-        runs,
-        args.runs_dir,
-        args.out or Path("results") / args.scale,
-        [*options, *fields],
-        device,
-        args.draws,
-        methods=args.methods,
-        seeds_given=bool(args.seeds),
-    )
+    out, chosen = args.out or Path("results") / args.scale, dict(methods=args.methods, seeds_given=bool(args.seeds))
+    return Study(item, args.scale, runs, args.runs_dir, out, [*options, *fields], device, args.draws, **chosen)
 
 
 def write_all(study_of: Callable[[str], Study], stored_runs: list[StoredRun], force: bool) -> bool:

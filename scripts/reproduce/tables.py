@@ -2,12 +2,14 @@
 CSV."""
 
 import collections
+import csv
+import math
 import statistics
+from pathlib import Path
 
 from configs.presets import preset
 from configs.sweeps import SCALES
-from scripts.reproduce.study import Study, final_losses
-from scripts.reproduce.targets import difference_column, in_stderrs, paper_column, paper_targets, remarks
+from scripts.reproduce.study import Study, final_losses, short
 from scripts.shared.looks import series_name
 from scripts.shared.runs import needle_state
 from scripts.shared.tables import bold, markdown_table, mean_and_stderr, plus_minus, write_csv
@@ -206,3 +208,68 @@ def table_notes(study: Study, methods: list[str], borrowed: dict[str, str], reco
             "sqrt(ours^2 + paper's^2) (n/a where a side has none; the paper's are rounded to 0.001)."
         )
     return notes
+
+
+# ---- the paper's own numbers, beside ours ----------------------------------------------------------------------------
+
+
+def paper_targets(table: str) -> dict[tuple[str, int], dict]:
+    """Return the paper's numbers of one table by method and validation length: mean, stderr and seeds (None where it
+    has none), note, and what is odd about the number, in words (remark)."""
+
+    def number(text: str, kind: type):
+        return kind(text) if text else None
+
+    with open(Path(__file__).with_name("paper_targets.csv"), newline="") as file:
+        return {
+            (row["method"], int(row["val_length"])): dict(
+                mean=float(row["mean"]),
+                stderr=number(row["stderr"], float),
+                seeds=number(row["seeds"], int),
+                note=row["note"],
+                remark=row["remark"],
+            )
+            for row in csv.DictReader(file)
+            if row["table"] == table
+        }
+
+
+def paper_column(length: int, ratio: float, targets: dict[str, dict]) -> dict[str, dict]:
+    """Return one column, {head: {method: cell}}. targets: the paper's numbers at this length by method."""
+    cells = {}
+    for method, target in targets.items():
+        stderr = f" \u00b1 {target['stderr']:.3f}" if target["stderr"] is not None else ""
+        cell = f"{target['mean']:.3f}{stderr}"
+        cells[method] = f"**{cell}**" if "bold" in target["note"] else cell
+    return {f"paper {short(length)} ({ratio:g}x)": cells}
+
+
+def difference_column(length: int, ours: dict[str, tuple], targets: dict[str, dict]) -> dict[str, dict]:
+    """Return one column, {head: {method: cell}}: our means minus the paper's, and in units of the standard error."""
+    cells = {}
+    for method, (mean, stderr) in ours.items():
+        target, distance = targets.get(method), in_stderrs((mean, stderr), targets.get(method))
+        units = "n/a" if distance is None else f"{distance:+.1f}"
+        cells[method] = f"{mean - target['mean']:+.3f} ({units})" if target and mean is not None else ""
+    return {f"difference at {short(length)} (s.e.)": cells}
+
+
+def in_stderrs(ours: tuple, target: dict | None) -> float | None:
+    """Return the difference to the paper's mean in units of the combined standard error; None where there is none.
+
+    ours: mean and standard error.
+    """
+    mean, stderr = ours
+    if target is None or stderr is None or target["stderr"] is None:
+        return None
+    combined = math.hypot(stderr, target["stderr"])
+    return (mean - target["mean"]) / combined if combined else None
+
+
+def remarks(paper: dict, methods: list[str]) -> dict[str, list[str]]:
+    """Return what is odd about the paper's numbers, with the names of the methods that it is odd of."""
+    found = collections.defaultdict(dict)
+    for (method, _), target in paper.items():
+        if target["remark"] and method in methods:
+            found[target["remark"]][series_name(method)] = None
+    return {remark: list(names) for remark, names in found.items()}

@@ -2,46 +2,33 @@
 
 from collections.abc import Iterable
 
-NAMES = dict(
-    rope="RoPE",
-    p_rope="p-RoPE",
-    nope="NoPE",
-    rope_ntk="RoPE+NTK",
-    yarn="YaRN",
-    logn_rope="LogN+RoPE",
-    logn_p_rope="LogN+p-RoPE",
-    logn_ntk="LogN+NTK",
-    alibi="ALiBi",
-    scale_invariant_p_rope="Scale-invariant p-RoPE",
-    scale_invariant_rope="Scale-invariant RoPE",
-    scale_invariant_nope="Scale-invariant NoPE",
-    infini_rope="Infini-RoPE",
-    infini_p_rope="Infini-p-RoPE",
+# Name, colour, line style and marker, as matplotlib calls them. The colours are Okabe and Ito's palette and two darker
+# tones of Tol's, which colour-blind readers can tell apart; lines differ too, for print in grey. Ours is black, as in
+# the paper.
+SHOWN_AS = dict(
+    rope=("RoPE", "#E69F00", "-", "o"),
+    p_rope=("p-RoPE", "#56B4E9", "-", "s"),
+    nope=("NoPE", "#999999", "-", "x"),
+    rope_ntk=("RoPE+NTK", "#D55E00", "--", "o"),
+    yarn=("YaRN", "#A6761D", ":", "o"),
+    logn_rope=("LogN+RoPE", "#0072B2", "-", "^"),
+    logn_p_rope=("LogN+p-RoPE", "#CC79A7", "-", "v"),
+    logn_ntk=("LogN+NTK", "#882255", "--", "^"),
+    alibi=("ALiBi", "#009E73", "-", "D"),
+    scale_invariant_p_rope=("Scale-invariant p-RoPE", "#000000", "-", "*"),
+    scale_invariant_rope=("Scale-invariant RoPE", "#555555", "--", "*"),
+    scale_invariant_nope=("Scale-invariant NoPE", "#555555", ":", "*"),
+    infini_rope=("Infini-RoPE", "#332288", "-", "P"),
+    infini_p_rope=("Infini-p-RoPE", "#332288", "--", "P"),
 )
+NAMES = {method: shown[0] for method, shown in SHOWN_AS.items()}
+LINES = {method: shown[1:] for method, shown in SHOWN_AS.items()}
 OPTION_NAMES = {
     "slope_scale=1": "official slopes",
     "tau=10": "\u03c4 = 10",
     "terms=a": "a_t alone",
     "terms=m": "m_t alone",
 }
-# Okabe and Ito's palette and two darker tones of Tol's, which colour-blind readers can tell apart; lines differ too,
-# for print in grey. Ours is black, as in the paper.
-LINES = dict(
-    rope=("#E69F00", "-", "o"),
-    p_rope=("#56B4E9", "-", "s"),
-    nope=("#999999", "-", "x"),
-    rope_ntk=("#D55E00", "--", "o"),
-    yarn=("#A6761D", ":", "o"),
-    logn_rope=("#0072B2", "-", "^"),
-    logn_p_rope=("#CC79A7", "-", "v"),
-    logn_ntk=("#882255", "--", "^"),
-    alibi=("#009E73", "-", "D"),
-    scale_invariant_p_rope=("#000000", "-", "*"),
-    scale_invariant_rope=("#555555", "--", "*"),
-    scale_invariant_nope=("#555555", ":", "*"),
-    infini_rope=("#332288", "-", "P"),
-    infini_p_rope=("#332288", "--", "P"),
-)
 # Methods that are not listed take these in turn, a colour and a marker each and then the next dashes.
 OTHERS = [
     (colour, dashes, marker)

@@ -5,6 +5,6 @@ What a run is called here and in the other scripts, from the wish to the process
                   any (configs/sweeps.py)
     StoredRun     what a run folder on disk holds (scripts/shared/runs.py)
     PlannedRun    a Run, the state that it is in, and what the sweep does about it (plan.py)
-    Attempt       one process that trains or fine-tunes a Run (attempt.py)
+    Attempt       one process that trains or fine-tunes a Run (local.py)
     Job           a Run that was handed to a cluster (cluster.py)
 """

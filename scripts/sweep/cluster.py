@@ -13,8 +13,7 @@ from errors import require
 from runtime.files import replace_file
 from scripts.shared.arguments import key_values
 from scripts.shared.runs import sidecar
-from scripts.sweep.attempt import Attempt, may_retry
-from scripts.sweep.local import POLL, stop_requests
+from scripts.sweep.local import POLL, Attempt, may_retry, stop_requests
 
 
 @dataclasses.dataclass(frozen=True)

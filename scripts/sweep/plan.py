@@ -1,7 +1,5 @@
 """What a sweep does about each of its runs, and why."""
 
-from __future__ import annotations
-
 import argparse
 import collections
 import dataclasses
@@ -11,8 +9,8 @@ from configs.sweeps import Run
 from model.methods import check_options, make_alternative, make_method
 from optim.schedule import check_schedule
 from scripts.shared.runs import StoredRun, data_fingerprint, find_stored, needle_state, read_runs, sidecar, train_state
-from scripts.sweep.attempt import may_retry
 from scripts.sweep.cluster import queued_job
+from scripts.sweep.local import may_retry
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +51,7 @@ def plan_runs(runs: list[Run], args: argparse.Namespace) -> list[PlannedRun]:
 
 
 def plan_run(run: Run, stored_runs: list[StoredRun], args: argparse.Namespace) -> PlannedRun:
+    """Return what is to be done about one run: what is finished, queued or another's is left alone."""
     data = data_fingerprint(run.config)
     state, reason = train_state(run, stored_runs, args.runs_dir, data)
     stored = find_stored(run, stored_runs, data)
