@@ -1,4 +1,4 @@
-"""What all tests share: Triton's interpreter, and the count of injected faults behind the README's promises.
+"""What all tests share: Triton's interpreter, and the count of faults behind the promises (docs/reliability.md).
 
 A test of a promise is marked `promise(number, "words")` and injects each fault within `with faults(kind):`. What raises
 there is a fault that the program did not survive. `--long` injects many more of them, and ends with the table that

@@ -1,4 +1,4 @@
-"""What the README promises about runs, each with the fault really injected (tests/lives.py)."""
+"""What docs/reliability.md promises about runs, each with the fault really injected (tests/lives.py)."""
 
 import contextlib
 import json
@@ -249,8 +249,9 @@ def session(leader):
 
 
 @pytest.mark.promise(*SIGNALS)
-def test_under_torchrun_the_readmes_launcher_exits_with_75(data, undisturbed, faults, tmp_path):
-    (block,) = re.findall(r"```bash\n(#!/bin/bash\n# launch.sh.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def test_under_torchrun_the_launcher_of_the_docs_exits_with_75(data, undisturbed, faults, tmp_path):
+    page = (ROOT / "docs" / "distributed.md").read_text()
+    (block,) = re.findall(r"```bash\n(#!/bin/bash\n# launch.sh.*?)```", page, re.DOTALL)
     script = block.replace("runs/gpt_162m_4k-scale_invariant_p_rope-s0", str(tmp_path / "run"))
     script = script.replace("--nproc_per_node=8", "--nproc_per_node=2").replace(".venv/bin/python", sys.executable)
     script = script.replace("gpt_162m_4k", " ".join(map(str, arguments(data, tmp_path, steps=100_000, val_every=0))))

@@ -645,7 +645,7 @@ def test_a_page_of_more_runs_is_kept_unless_forced(tmp_path, call, item):
 
 
 def test_all_without_runs_writes_over_no_page_that_was_made_from_some(tmp_path, call):
-    """The README's command in a fresh clone, with the pages that are there."""
+    """The command of docs/reproduce.md in a fresh clone, with the pages that are there."""
     shutil.copytree(Path(__file__).parents[1] / "results" / "mini", tmp_path / "out")
     before = contents(tmp_path / "out")
     code, said = call("all", "--scale", "mini", "--draws", "2")
