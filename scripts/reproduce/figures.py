@@ -2,8 +2,10 @@
 
 import collections
 import math
+from collections.abc import Callable
 
 from configs.config import Config
+from configs.sweeps import Run
 from model.methods import method_options, scaled_options
 from scripts.evaluate import load_run, own_text
 from scripts.reproduce import logits, theory
@@ -20,7 +22,7 @@ WINDOWS = 4  # of validation text, for the trained models' attention
 
 
 def figure_train_lengths(study: Study) -> str:
-    rows = curves(study, study.lengths)
+    rows = curves(study)
     panels = []
     for length in study.lengths:
         shown = [r for r in rows if r["train_length"] == r["val_length"] == length]
@@ -31,7 +33,7 @@ def figure_train_lengths(study: Study) -> str:
 
 
 def figure_train_4k(study: Study) -> str:
-    rows = curves(study, study.lengths)
+    rows = curves(study)
     first, *others = by_length(study, rows)
     panels = [first, *((title, without_nope(shown)) for title, shown in others)]
     study.notes.append("Below: the last fifth of the training, and the half of the methods that is best at its end.")
@@ -41,7 +43,7 @@ def figure_train_4k(study: Study) -> str:
 
 
 def figure_train_16k(study: Study) -> str:
-    rows = curves(study, study.lengths)
+    rows = curves(study)
     panels = by_length(study, rows)
     panels[-1] = panels[-1][0], without_nope(panels[-1][1])
     study.notes.append("NoPE is left out of the right panel, as in the paper.")
@@ -50,20 +52,20 @@ def figure_train_16k(study: Study) -> str:
 
 
 def figure_304m(study: Study) -> str:
-    rows = curves(study, study.lengths)
+    rows = curves(study)
     text = "Validation loss of the large model, at three validation lengths."
     return text + "\n\n" + curve_figure(study, rows, by_length(study, rows), baseline=False)
 
 
 def figure_tau(study: Study) -> str:
-    rows = curves(study, study.lengths, lambda run: {tau_of(run.config): run.config.method})
+    rows = curves(study, lambda run: {tau_of(run.config): run.config.method})
     looks = tau_looks({row["series"] for row in rows})
     text = "Validation loss of scale-invariant p-RoPE with different lengthscales \u03c4 (tokens)."
     return text + "\n\n" + curve_figure(study, rows, by_length(study, rows), looks, baseline=False)
 
 
 def figure_scale_invariant_variants(study: Study) -> str:
-    rows = curves(study, study.lengths)
+    rows = curves(study)
     text = "Validation loss of scale-invariant attention with three positional encodings."
     return text + "\n\n" + curve_figure(study, rows, by_length(study, rows), baseline=False)
 
@@ -74,7 +76,7 @@ def tau_of(config: Config) -> float:
     return float(options.get("tau", method_options(config.method)["tau"].default))
 
 
-def curves(study: Study, lengths: list[int], series_of=None) -> list[dict]:
+def curves(study: Study, series_of: Callable[[Run], dict] | None = None) -> list[dict]:
     """Return the validation curves of the study's series (or those of series_of(run)), one row a series, training
     length, validation length and step: mean, standard error, number of seeds, validation tokens. A step counts when all
     seeds were validated at it, on the same tokens."""
@@ -87,7 +89,7 @@ def curves(study: Study, lengths: list[int], series_of=None) -> list[dict]:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             study.drop(run, f"{stored.path}/metrics.jsonl is damaged ({error}): repair it, or delete the run")
             continue
-        wanted = [n for n in lengths if n in run.config.val_lengths]
+        wanted = [n for n in study.lengths if n in run.config.val_lengths]
         if lacking := [str(n) for n in wanted if any(n not in curve for curve in own.values())]:
             what = f"was not validated at {', '.join(lacking)} during training; move {stored.path} away and train again"
             study.miss(run, what, study.train_command(run, None))
@@ -95,7 +97,7 @@ def curves(study: Study, lengths: list[int], series_of=None) -> list[dict]:
             seeds[series, run.config.train_length].append(curve)
     rows = []
     for (name, train_length), group in seeds.items():
-        for length in lengths:
+        for length in study.lengths:
             known = [curve[length] for curve in group if length in curve]
             for step, tokens in sorted(set.intersection(*map(set, known)) if known else ()):
                 # null in the metrics is a loss that was not finite
