@@ -216,7 +216,7 @@ def test_its_examples_followed_to_the_letter_run_and_pass_the_tests(tmp_path):
 
 
 def test_it_names_every_table_and_figure():
-    assert all(f"`{item}`" in README for item in ITEMS)
+    assert all(f"`{item}`" in DOCS["reproduce.md"] for item in ITEMS)
 
 
 def test_there_is_every_preset_that_it_names():
