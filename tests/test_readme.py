@@ -91,6 +91,7 @@ def test_links_lead_somewhere_and_every_page_is_linked():
     assert DOCS and {ROOT / "docs" / name for name in DOCS} <= linked
 
 
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")  # runpy, of a module that other tests imported
 @pytest.mark.parametrize("line", COMMANDS)
 def test_commands_are_understood(line, capsys, monkeypatch):
     """Training commands by what reads them; of the others, --help knows the command and every option."""
