@@ -25,7 +25,8 @@ from configs.validation import validation_plan
 from data.loader import TrainLoader, check_validation, micro_batch_size
 from data.shards import TokenStream, open_split, tokenizer_of
 from errors import exit_on_user_error
-from model.attention import Plan, prefer_fast_sdpa
+from model.attention import Plan
+from model.backends.sdpa import prefer_fast_sdpa
 from model.gpt import GPT
 from model.methods import METHODS
 from optim.schedule import check_schedule, lr_factor

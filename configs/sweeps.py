@@ -1,7 +1,7 @@
 """The sweeps: which runs each study consists of. `python -m scripts.sweep NAME` trains them; add yours as a function.
 
-A sweep is a function from a Scale to a list of Runs, usually a grid. Those named like an item of scripts/reproduce.py
-are the runs that the paper's table or figure of that name needs, at any of three scales. Runs are told apart by the
+A sweep is a function from a Scale to a list of Runs, usually a grid. Those named like an item of scripts/reproduce
+are the runs that the paper's table or figure of that name needs, at any of three scales. Runs are distinguished by the
 hash of what changes their mathematics, so sweeps share the runs that they have in common; and within a sweep by every
 other field that it varies, such as data_dir or dtype. A run with `needle` is, once trained, fine-tuned on the needle
 task.
@@ -9,10 +9,12 @@ task.
 
 import collections
 import dataclasses
+import functools
 import hashlib
 import itertools
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
 from configs.config import NOT_MATHEMATICS, Config, config_hash, with_changes
 from configs.presets import preset
@@ -42,60 +44,65 @@ class Needle:
 
     @property
     def arguments(self) -> list[str]:
-        """What follows `scripts.needle RUN` on the command line."""
+        """Return what follows `scripts.needle RUN` on the command line."""
         return [word for name, value in dataclasses.asdict(self).items() for word in (f"--{name}", str(value))]
 
     @staticmethod
     def lengths(train_length: int) -> list[int]:
-        """Where a run is scored, in tokens a prompt: the paper's 4k, 16k and 64k of models trained at 4k."""
+        """Return where a run is scored, in tokens a prompt: the paper's 4k, 16k and 64k of models trained at 4k."""
         return [factor * train_length for factor in (1, 4, 16)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One run: a preset, the fields that differ from it, and the fine-tuning that follows, if any.
+    """What is to be trained: a preset, the fields that differ from it, and the fine-tuning that follows, if any.
 
-    told: the fields outside the mathematics (NOT_MATHEMATICS) that tell it from other runs of its sweep.
+    distinguishing: the fields outside the mathematics (NOT_MATHEMATICS) in which other runs of its sweep differ.
     """
 
     preset: str
     changes: dict
     needle: Needle | None = None
-    told: tuple[str, ...] = ()
+    distinguishing: tuple[str, ...] = ()
 
     @property
     def identity(self) -> str:
-        """The hash of what tells it from other runs."""
+        """Return the hash of what distinguishes it from other runs."""
         config = with_changes(preset(self.preset), self.changes)
-        words = [config_hash(config), *((field, getattr(config, field)) for field in self.told)]
-        return hashlib.sha256(repr(words).encode()).hexdigest()[:12] if self.told else words[0]
+        parts = [config_hash(config), *((field, getattr(config, field)) for field in self.distinguishing)]
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:12] if self.distinguishing else parts[0]
 
     @property
     def name(self) -> str:
-        """The run folder's name: preset, method, whatever else tells it from other runs (if that is long, its hash),
-        and the seed."""
-        words = [self.preset, self.changes.get("method", preset(self.preset).method)]
+        """Return the run folder's name: preset, method, whatever else distinguishes it from other runs (if that is
+        long, its hash), and the seed."""
+        parts = [self.preset, self.changes.get("method", preset(self.preset).method)]
         for field, value in sorted(self.changes.items()):
             if field == "method_options":
-                words += [f"{option}{text(value[option])}" for option in sorted(value)]
-            elif field in self.told or field not in {"method", "seed", *NOT_MATHEMATICS}:
-                words.append(f"{field}{text(value)}")
-        if len("-".join(words)) > 120:
-            words[2:] = [self.identity]
-        return "-".join([*words, f"s{self.changes.get('seed', 0)}"])
+                parts += [f"{option}{text(value[option])}" for option in sorted(value)]
+            elif field in self.distinguishing or field not in {"method", "seed", *NOT_MATHEMATICS}:
+                parts.append(f"{field}{text(value)}")
+        if len("-".join(parts)) > 120:
+            parts[2:] = [self.identity]
+        return "-".join([*parts, f"s{self.changes.get('seed', 0)}"])
 
     @property
+    def path(self) -> Path:
+        """Return its run folder: where and under which name `changes` say, else in the preset's runs_dir."""
+        return Path(self.changes.get("runs_dir", preset(self.preset).runs_dir)) / self.changes.get("name", self.name)
+
+    @functools.cached_property
     def config(self) -> Config:
         return with_changes(preset(self.preset), {"name": self.name, **self.changes})
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """The method that is trained, and those that its weights are validated as."""
+        """Return the method that is trained, and those that its weights are validated as."""
         return self.config.method, *self.config.validate_as
 
     @property
     def arguments(self) -> list[str]:
-        """What follows `train_gpt.py` on the command line."""
+        """Return what follows `train_gpt.py` on the command line."""
         words = [self.preset]
         for field, value in {**self.changes, "name": self.config.name}.items():
             if isinstance(value, bool):
@@ -109,13 +116,14 @@ def flat(value) -> list:
     return [word for pair in value.items() for word in pair] if isinstance(value, dict) else [value]
 
 
-def text(value) -> str:  # in a folder's name
-    words = "_".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-    return re.sub(r"[^A-Za-z0-9._+=-]", "_", words)
+def text(value) -> str:
+    """Return the value as a part of a folder's name."""
+    shown = "_".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    return re.sub(r"[^A-Za-z0-9._+=-]", "_", shown)
 
 
 def grid(presets: str | list[str], **axes: list) -> list[Run]:
-    """Every combination of the values of the axes (fields of the config), for each preset."""
+    """Return every combination of the values of the axes (fields of the config), for each preset."""
     presets = [presets] if isinstance(presets, str) else presets
     for field, values in axes.items():
         is_list = isinstance(values, Iterable) and not isinstance(values, str)
@@ -156,7 +164,7 @@ PAPERS_LENGTHS = dict(alibi={"slope_scale": 1.0}) | dict.fromkeys(SCALE_INVARIAN
 
 
 def trained(presets: str | list[str], methods: list[str], seeds: tuple[int, ...], options: dict | None = None):
-    """The runs of these methods, validated as all that train identically."""
+    """Return the runs of these methods, validated as all that train identically."""
     changes = {"method_options": options} if options else {}
     return [
         Run(run.preset, run.changes | changes | {"validate_as": SAME_WEIGHTS[run.changes["method"]]})
@@ -167,8 +175,8 @@ def trained(presets: str | list[str], methods: list[str], seeds: tuple[int, ...]
 
 
 def with_papers_lengths(runs: list[Run]) -> list[Run]:
-    """The runs, and where lengths in tokens are scaled (Config.length_scale), those of tau and ALiBi's slopes as they
-    are in the paper too."""
+    """Return the runs, and where lengths in tokens are scaled (Config.length_scale), also those with tau and ALiBi's
+    slopes as they are in the paper."""
     unscaled = [
         Run(run.preset, run.changes | {"method_options": PAPERS_LENGTHS[run.changes["method"]]})
         for run in runs
@@ -229,7 +237,8 @@ def figure_qq_ours(scale: Scale) -> list[Run]:
 
 
 def open_choices(scale: Scale) -> list[Run]:
-    """What the paper leaves open, each beside our choice; and the parts of scale-invariant attention one by one."""
+    """Return the runs of what the paper leaves open, each beside our choice; and of the parts of scale-invariant
+    attention one by one."""
     train_length = preset(scale.base).train_length
     variants = [
         ("rope", [{}]),
@@ -271,11 +280,11 @@ def sweep(
     changes: dict | None = None,
     needle: dict | None = None,
 ) -> list[Run]:
-    """The runs of a sweep ("all": of all of them, each once).
+    """Return the runs of a sweep ("all": of all of them, each once).
 
     seeds replace those of the scale, everywhere; methods keeps the runs that are validated as one of these; changes are
-    fields set in every run, needle holds settings of the needle task that replace the scale's. ValueError for what
-    there is not, and for a field in changes that a run has a value of its own for.
+    fields set in every run, needle holds settings of the needle task that replace the scale's. Raises ValueError for
+    what there is not, and for a field in changes that a run has a value of its own for.
     """
     if name != "all" and name not in SWEEPS:
         raise ValueError(f"unknown sweep {name!r}; {did_you_mean(name, ['all', *SWEEPS])}")
@@ -295,7 +304,7 @@ def sweep(
                 require(field in fields, f"sweep {name}: a run has no field {field!r}; {hint}")
                 require(field not in SET_BY_SWEEPS, f"sweep {name} sets {field}, which is no choice of a sweep's")
         given = [dataclasses.replace(run, changes={**different(run, changes or {}), **run.changes}) for run in own]
-        for run in tell_apart(given):
+        for run in distinguish(given):
             if not methods or set(run.methods) & set(methods):
                 check_given(name, run, changes or {})
             first = runs.setdefault(run.identity, run)
@@ -314,24 +323,25 @@ def sweep(
 
 
 def different(run: Run, changes: dict) -> dict:
-    """The changes without those that the run's preset has already."""
+    """Return the changes without those that the run's preset has already."""
     base = preset(run.preset)
     return {field: value for field, value in changes.items() if value != getattr(base, field)}
 
 
-def tell_apart(runs: list[Run]) -> list[Run]:
-    """The runs, those of the same mathematics told apart by all other fields in which they differ."""
+def distinguish(runs: list[Run]) -> list[Run]:
+    """Return the runs, those of the same mathematics distinguished by all other fields in which they differ."""
     same = collections.defaultdict(list)
     for run in runs:
         same[run.identity].append(run.config.to_dict() | {"name": ""})
-    differ = lambda configs, field: any(config[field] != configs[0][field] for config in configs)
-    fields = sorted(NOT_MATHEMATICS)
-    told = {key: tuple(f for f in fields if differ(configs, f)) for key, configs in same.items()}
-    return [dataclasses.replace(run, told=told[run.identity]) for run in runs]
+    differing = {
+        identity: tuple(f for f in sorted(NOT_MATHEMATICS) if any(c[f] != configs[0][f] for c in configs))
+        for identity, configs in same.items()
+    }
+    return [dataclasses.replace(run, distinguishing=differing[run.identity]) for run in runs]
 
 
 def check_given(name: str, run: Run, changes: dict):
-    """ValueError when a field that is to be set in every run has a value of its own in this one."""
+    """Raise ValueError when a field that is to be set in every run has a value of its own in this one."""
     how = dict(seed="--seeds", method="--methods")
     for field, value in changes.items():
         own = getattr(run.config, field)

@@ -20,7 +20,7 @@ from torch.distributed._functional_collectives import all_to_all_single, wait_te
 
 
 def check_context(num_heads: int, lengths: Sequence[int], size: int):
-    """ValueError, naming the sizes that can be used, if groups of `size` ranks cannot split these heads and lengths."""
+    """Raise ValueError, naming the sizes that can be used, if `size` ranks cannot split these heads and lengths."""
     parts = {f"the {num_heads} heads": num_heads} | {f"the length {n}": n for n in lengths}
     *usable, largest = [str(c) for c in range(1, num_heads + 1) if not any(n % c for n in parts.values())]
     if uneven := [name for name, n in parts.items() if size < 1 or n % size]:
@@ -29,7 +29,7 @@ def check_context(num_heads: int, lengths: Sequence[int], size: int):
 
 
 def context_bytes(batch: int, length: int, model_dim: int, size: int, itemsize: int) -> int:
-    """Bytes that a rank hands to its all-to-alls in one forward and backward pass of one layer.
+    """Return the bytes that a rank hands to its all-to-alls in one forward and backward pass of one layer.
 
     q, k, v go and the output comes back, and the same again for their gradients: 8 vectors a token, 12 with a
     Replacement, which takes q and k unrotated too. 1 / size of the bytes are for the rank itself, and do not travel.
@@ -37,15 +37,15 @@ def context_bytes(batch: int, length: int, model_dim: int, size: int, itemsize: 
     return 8 * batch * (length // size) * model_dim * itemsize
 
 
-def own_part(x: Tensor, dim: int, group: ProcessGroup | None) -> Tensor:
-    """This rank's part of the heads or tokens along dim; all of x without a group, or where one entry serves all."""
+def local_shard(x: Tensor, dim: int, group: ProcessGroup | None) -> Tensor:
+    """Return this rank's part of the heads or tokens along dim; x without a group, or where one entry serves all."""
     if group is None or x.shape[dim] == 1:
         return x
     return x.chunk(group.size(), dim)[group.rank()].clone(memory_format=torch.contiguous_format)
 
 
 def to_heads(vectors: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
-    """n tensors (B, H, T/c, D) of a rank's tokens as n tensors (B, H/c, T, D) of its heads, in one all-to-all.
+    """Return n tensors (B, H, T/c, D) of a rank's tokens as n tensors (B, H/c, T, D) of its heads, in one all-to-all.
 
     In memory the tokens come first, (T, n, B, H/c, D), where the parts of all ranks form one sequence as they arrive.
     """
@@ -55,14 +55,14 @@ def to_heads(vectors: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
 
 
 def to_tokens(y: Tensor, group: ProcessGroup) -> Tensor:
-    """(B, H/c, T, D) of a rank's heads as (B, H, T/c, D) of its tokens; in memory (B, T/c, H, D)."""
+    """Return (B, H/c, T, D) of a rank's heads as (B, H, T/c, D) of its tokens; in memory (B, T/c, H, D)."""
     by_rank = y.permute(2, 0, 1, 3).unflatten(0, (group.size(), -1))  # (c, T/c, B, H/c, D)
     parts = AllToAll.apply(by_rank.contiguous(), group)
     return parts.permute(2, 1, 0, 3, 4).flatten(2, 3).transpose(1, 2)
 
 
 class AllToAll(torch.autograd.Function):
-    """x (c, ...), contiguous: x[s] goes to rank s of the group, and in its place comes what rank s has for this one.
+    """Exchanges x (c, ...), contiguous: x[s] goes to rank s of the group; in its place comes what rank s has for this.
 
     PyTorch's own differentiable form returns before the data are there, in a tensor that waits when an operator reads
     it; what looks into its memory otherwise does not wait.

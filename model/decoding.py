@@ -9,9 +9,11 @@ that is target_length. A cache that rescales while it grows mixes keys of differ
 import torch
 from torch import Tensor
 
-from model.attention import Plan, attend, block_bands, query_blocks, transform, upcast
+from model.attention import Plan, attend, transform
+from model.backends import blocks
+from model.backends.base import Call
 from model.gpt import GPT, linear, norm
-from model.methods.base import Method
+from model.methods.base import Method, upcast
 
 
 def greedy_decode(
@@ -23,7 +25,7 @@ def greedy_decode(
     stop: int | None = None,
     method: Method | None = None,
 ) -> Tensor:
-    """The most likely token, again and again: (B, N) int64 on the model's device, N <= max_new_tokens.
+    """Return the most likely tokens, one after the other: (B, N) int64 on the model's device, N <= max_new_tokens.
 
     tokens (B, T), integers: prompts of equal length. A row ends with its first token `stop`, and is filled up with
     `stop`; decoding ends early when all rows have. target_length (default: T + max_new_tokens - 1, as the last token is
@@ -67,7 +69,7 @@ class Decoder:
 
     @torch.inference_mode()
     def prefill(self, tokens: Tensor) -> Tensor:
-        """The float32 logits (B, vocabulary) after the prompts, tokens (B, T). Forgets what was there before.
+        """Return the float32 logits (B, vocabulary) after the prompts, tokens (B, T), and forget what was before.
 
         ValueError for prompts that are empty or longer than max_length.
         """
@@ -83,12 +85,13 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self, token: Tensor) -> Tensor:
-        """The float32 logits (B, vocabulary) after one more token (B,). ValueError when max_length is reached."""
+        """Return the float32 logits (B, vocabulary) after one more token (B,). ValueError beyond max_length."""
         if self.length == self.max_length:
             raise ValueError(f"the decoder already holds the {self.max_length} tokens that it was made for")
         here = slice(self.length, self.length + 1)
         cos, sin, query_table = (x if x is None else x[here] for x in (self.cos, self.sin, self.query_table))
-        plan = Plan("blocks", 0, cos, sin, query_table)
+        call = Call(self.method.num_heads, self.method.head_dim, query_length=1, key_length=1)  # the others are cached
+        plan = Plan("blocks", call, cos, sin, query_table)
         self.length += 1
         return self.last_logits(token.unsqueeze(1), plan, [cache.step for cache in self.caches])
 
@@ -100,7 +103,7 @@ class Decoder:
 
 
 class KeyValueCache:
-    """The rotated keys and the values of one layer."""
+    """Holds the rotated keys and the values of one layer, and attends to them."""
 
     def __init__(self, max_length: int):
         self.max_length = max_length
@@ -109,7 +112,7 @@ class KeyValueCache:
         B, H, _, D = k.shape
         self.length = 0
         # a_t and m_t of the last query against all keys, (1 or H, 1, max_length): an earlier one's are the last columns
-        self.bands = block_bands(method, 1, self.max_length, k.device)
+        self.bands = blocks.make_bands(method.score_change, method.num_heads, 1, self.max_length, k.device)
         self.k, self.v = (k.new_empty(B, H, self.max_length, D) for _ in range(2))
         self.append(transform(method, q, k, plan)[1], v)
         return attend(method, q, k, v, plan=plan)
@@ -128,7 +131,7 @@ class KeyValueCache:
 
 
 class ReplacementCache:
-    """What one layer's Replacement carries from token to token."""
+    """Holds what one layer's Replacement carries from token to token."""
 
     def prefill(self, method: Method, q: Tensor, k: Tensor, v: Tensor, *, plan: Plan) -> Tensor:
         self.state = method.replacement.start_decoding(k, v, transform(method, q, k, plan)[1])
@@ -139,6 +142,6 @@ class ReplacementCache:
         return y
 
 
-def step_attention(q: Tensor, k: Tensor, v: Tensor, *, q_offset: int, bands=(1.0, None)) -> Tensor:
-    """The blocks of plain PyTorch, on any device: for one query nothing is fused. Scores are float32, as in kernels."""
-    return query_blocks(upcast(q), upcast(k), v, q_offset, *bands)
+def step_attention(q: Tensor, k: Tensor, v: Tensor, *, q_offset: int, bands: blocks.Bands | None = None) -> Tensor:
+    """Return causal attention of one query in plain PyTorch, on any device; scores are float32, as in the kernels."""
+    return blocks.run(upcast(q), upcast(k), v, q_offset=q_offset, prepared=bands)

@@ -81,25 +81,26 @@ class GPT(nn.Module):
         length_scale: float = 1.0,
         dtype: torch.dtype = torch.float32,
     ):
-        """method_options and length_scale: see make_method. dtype is that of the computation; parameters are float32.
+        """Initialise every parameter, in float32; dtype is that of the computation.
 
-        ValueError for an unknown method or option.
+        method, method_options and length_scale: see make_method. ValueError for an unknown method or option.
         """
         super().__init__()
         if model_dim % num_heads:
             raise ValueError(f"model_dim {model_dim} is not divisible by num_heads {num_heads}")
         self.dtype = dtype
+        options = method_options or {}
+        check_options(method, options)  # before one can be mistaken for a part of the shape
         shape = dict(num_heads=num_heads, head_dim=model_dim // num_heads, train_length=train_length)
-        check_options(method, method_options or {})  # before one can be mistaken for a part of the shape
-        layer_method = lambda: make_method(method, **shape, length_scale=length_scale, **(method_options or {}))
+        methods = [make_method(method, **shape, length_scale=length_scale, **options) for _ in range(num_layers)]
         self.embedding = nn.Embedding(vocab_size, model_dim)
-        self.blocks = nn.ModuleList(Block(model_dim, num_heads, layer_method()) for _ in range(num_layers))
+        self.blocks = nn.ModuleList(Block(model_dim, num_heads, layer_method) for layer_method in methods)
         self.head = nn.Parameter(torch.empty(vocab_size, model_dim))
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self):
-        """Embedding N(0, 1), matrices U(-1/sqrt(fan_in), 1/sqrt(fan_in)) (nn.Linear's default), outputs 0."""
+        """Draw the embedding from N(0, 1) and matrices from U(-1, 1) / sqrt(fan_in), as nn.Linear; outputs are 0."""
         nn.init.normal_(self.embedding.weight)
         for block in self.blocks:
             for weight in (block.attention.qkv, block.mlp.up):
@@ -117,7 +118,7 @@ class GPT(nn.Module):
         context=None,
         method: Method | None = None,
     ) -> Plan:
-        """What the attention method prepares for sequences of this length; the same for all layers.
+        """Return what the attention method prepares for sequences of this length; the same for all layers.
 
         method: another one that trains identically (make_alternative), to run these weights as. With a context group
         (model/context.py), each of its c ranks calls forward with its own length / c tokens.
@@ -138,9 +139,9 @@ class GPT(nn.Module):
         per_token: bool = False,
         last: int | None = None,
     ) -> Tensor:
-        """Mean cross-entropy in nats of targets (B, T) given tokens (B, T), both int64.
+        """Return the mean cross-entropy in nats of targets (B, T) given tokens (B, T), both int64.
 
-        per_token: the float32 losses (B, T) themselves. Without targets: the float32 logits of the last `last`
+        per_token: the float32 losses (B, T) themselves instead. Without targets: the float32 logits of the last `last`
         positions (default: all), (B, last, vocabulary).
         """
         x = self.embed(tokens)  # (B, T, C)
@@ -157,7 +158,7 @@ class GPT(nn.Module):
 
     @torch.inference_mode()
     def score_statistics(self, tokens: Tensor, num_queries: int = 64) -> list[tuple[float, float]]:
-        """Mean and standard deviation, in each layer, of the scores S = q.k / sqrt(d) over all heads and visible keys.
+        """Return mean and standard deviation, in each layer, of the scores S = q.k / sqrt(d) of all visible keys.
 
         The theory of scale-invariant attention takes 0 and 1. tokens (B, T); the last num_queries queries are used.
         """

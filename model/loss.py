@@ -8,6 +8,7 @@ them once: 302 kB, or 201 kB where its L2 cache still holds them the second time
 """
 
 import functools
+import math
 import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -22,10 +23,10 @@ LOGIT_BYTES = 2**31  # a chunk elsewhere: 21,345 tokens with a vocabulary of 50,
 
 
 def mean_loss(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy, in nats, of targets (N,) int64 under the logits x @ head.T: a float32 scalar.
+    """Return the mean cross-entropy, in nats, of targets (N,) int64 under the logits x @ head.T: a float32 scalar.
 
     x (N, C) has the dtype of the matmuls, head (V, C) is a float32 parameter. With gradients enabled, those of x and
-    head are computed here and kept until the backward pass; second derivatives there are none.
+    head are computed here and kept until the backward pass; there are no second derivatives.
     """
     if torch.is_grad_enabled():
         return loss_op(x, head, targets, None)[0]
@@ -33,13 +34,13 @@ def mean_loss(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
 
 
 def token_losses(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-    """The losses themselves, (N,) float32. As any sum of them may follow, a backward pass makes the logits again."""
+    """Return the losses themselves, (N,) float32. Any sum may follow, so a backward pass makes the logits again."""
     return losses_op(x, head, targets)
 
 
 @torch.library.custom_op("scale_invariant::loss_and_gradients", mutates_args=())
 def loss_op(x: Tensor, head: Tensor, targets: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The mean loss, and the gradients by x and head of the sum of the losses, times weights (N,) if there are any."""
+    """Return the mean loss, and the gradients by x and head of the sum of the losses, each times its weight, (N,)."""
     losses, dx, dhead = empty_losses(x), torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.zeros_like(head)
     head, targets = head.to(x.dtype), targets.contiguous()
     for chunk, logits in logits_in_chunks(x, head):
@@ -67,11 +68,11 @@ def empty_losses(x: Tensor) -> Tensor:
 
 
 def logits_in_chunks(x: Tensor, head: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Which tokens, and their logits; in chunks of one size (the last may be smaller), all in the same memory."""
+    """Yield which tokens, and their logits, in chunks of one size (the last may be smaller), all in the same memory."""
     N, V = len(x), len(head)
     on_cpu = x.device.type == "cpu"
     most = max(CPU_ROWS, CPU_LOGITS // V) if on_cpu else max(1, LOGIT_BYTES // (V * x.element_size()))
-    rows = -(-N // -(-N // most))
+    rows = math.ceil(N / math.ceil(N / most))
     memory = x.new_empty(rows, V)
     for start in range(0, N, rows):
         chunk = slice(start, min(start + rows, N))
@@ -79,7 +80,7 @@ def logits_in_chunks(x: Tensor, head: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, gradient: bool):
-    """Sets losses (R,) from logits (R, V), and the logits, if gradient, to softmax - onehot; else they are lost."""
+    """Set losses (R,) from logits (R, V), and the logits, if gradient, to softmax - onehot; else they are lost."""
     if triton_runs(logits.device):
         from model.kernels import cross_entropy  # only now, as it needs Triton
 
@@ -92,6 +93,7 @@ def cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, gradient: bo
 
 @functools.cache
 def triton_runs(device: torch.device) -> bool:
+    """Tell whether the Triton kernel runs there and passes its check; warn if it fails that."""
     on_gpu = device.type == "cuda" and find_spec("triton") is not None
     if not on_gpu or torch.cuda.get_device_capability(device) < (8, 0):
         return False
@@ -101,7 +103,7 @@ def triton_runs(device: torch.device) -> bool:
 
 
 def failed_check(device: torch.device) -> str | None:
-    """Runs the Triton kernel once: None, or how it fails or differs from plain_cross_entropy_ here."""
+    """Run the Triton kernel once: return how it fails or differs from plain_cross_entropy_ here, or None."""
     from model.kernels import cross_entropy
 
     generator = torch.Generator(device).manual_seed(0)
@@ -120,6 +122,7 @@ def failed_check(device: torch.device) -> str | None:
 
 
 def plain_cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, gradient: bool):
+    """Do what cross_entropy_ does in plain PyTorch: what the kernels are held to."""
     token = torch.arange(len(targets), device=targets.device)
     p = logits.float() - logits.amax(dim=1, keepdim=True)
     at_target = p[token, targets]

@@ -28,14 +28,20 @@ from runtime.checkpoint import checkpoint_errors, latest_checkpoint, load_checkp
 from runtime.files import replace_file, to_json
 from runtime.processes import failures_in_words, start_processes
 from runtime.validation import Validation, validation_plans
-from scripts.runs import OTHER_TEXTS, Folder, data_fingerprint, on_own_text, read_folder, stored_config, val_tokens
-from scripts.tables import loss_table, markdown_table
+from scripts.shared.run_files import OTHER_TEXTS, on_own_text, val_tokens
+from scripts.shared.runs import (
+    StoredRun,
+    data_fingerprint,
+    read_run,
+    stored_config,
+)
+from scripts.shared.tables import loss_table, markdown_table
 
 EVALUATION = "evaluation.json"
 
 
 def load_run(folder: Path, device: torch.device) -> tuple[Config, torch.nn.Module]:
-    """The configuration of a run and its model, with the weights of the latest checkpoint, computing as in the run."""
+    """Return the configuration of a run and its model, with the latest checkpoint's weights, computing as in it."""
     config = stored_config(folder)
     checkpoint = latest_checkpoint(folder / "checkpoints") if (folder / "checkpoints").is_dir() else None
     if checkpoint is None:
@@ -56,13 +62,13 @@ def evaluate(
     device: torch.device,
     world,
 ) -> tuple[dict, bool]:
-    """Name, method and train_length of one run, text (its fingerprint) and data folder, with what
+    """Return name, method and train_length of one run, text (its fingerprint) and data folder, with what
     Validation.losses returns (in nats); and whether the text is the one that the run was validated on."""
     config, model = load_run(folder, device)
     config = dataclasses.replace(config, validate_as=tuple(dict.fromkeys((*config.validate_as, *as_others))))
     lengths = lengths or config.val_lengths
     require(all(n >= 1 for n in lengths), f"--lengths must be at least 1, got {min(lengths)}")
-    run = read_folder(folder)
+    run = read_run(folder)
     stream = own_text(run) if data is None else open_split(data, "val", config.vocab_size)
     # A folder that is named may hold the run's own text, which has moved.
     own = data is None or stream.fingerprint(config.val_tokens) == run.data.get("validation")
@@ -77,8 +83,8 @@ def evaluate(
     return dict(name=folder.name, method=config.method, train_length=config.train_length, **where, **result), own
 
 
-def own_text(run: Folder) -> TokenStream:
-    """The text that a run was validated on. ValueError if its data folder holds another now."""
+def own_text(run: StoredRun) -> TokenStream:
+    """Return the text that a run was validated on. Raises ValueError if its data folder holds another now."""
     config = run.config
     stream = open_split(config.data_dir, "val", config.vocab_size)
     if run.data:
@@ -91,8 +97,8 @@ def own_text(run: Folder) -> TokenStream:
     return stream
 
 
-def check_tokenizer(run: Folder, data: Path):
-    """ValueError unless other text was prepared with the tokenizer of the run, so that its tokens mean the same."""
+def check_tokenizer(run: StoredRun, data: Path):
+    """Raise ValueError unless other text was prepared with the run's tokenizer, so that its tokens mean the same."""
     folder, own = run.path, run.config.data_dir
     theirs, ours = tokenizer_of(data), run.data.get("tokenizer")
     if not run.data and run.summary and run.summary.get("data") == data_fingerprint(run.config):  # of before data.json
@@ -106,7 +112,8 @@ def check_tokenizer(run: Folder, data: Path):
 
 
 def usual_tokens(config: Config, stream: TokenStream, lengths: list[int], data: Path) -> int:
-    """The run's own number of validation tokens where it fits other text, else the largest that does, said in words."""
+    """Return the run's own number of validation tokens where it fits other text, else, with a line that says so, the
+    largest that does."""
     unit = math.lcm(*lengths)
     tokens = min(config.val_tokens, len(stream) - 1) // unit * unit
     short = f"{data} holds {len(stream)} validation tokens, {unit + 1} are needed"
@@ -117,8 +124,8 @@ def usual_tokens(config: Config, stream: TokenStream, lengths: list[int], data: 
     return tokens
 
 
-def keep(folder: Path, result: dict, own: bool):
-    """Adds the result to the folder's evaluation.json, apart if not on the run's own text. Lengths evaluated there
+def store(folder: Path, result: dict, own: bool):
+    """Add the result to the folder's evaluation.json, apart if not on the run's own text. Lengths evaluated there
     on other tokens or with another checkpoint go."""
     path, result = folder / EVALUATION, {"step": latest_checkpoint(folder / "checkpoints").stem, **result}
     try:
@@ -135,9 +142,11 @@ def keep(folder: Path, result: dict, own: bool):
 
 
 def joined(old: dict, new: dict) -> dict:
-    """The new result, with the lengths of the old one if that is of the same checkpoint and number of tokens."""
-    what = lambda evaluation: (evaluation["step"], {*val_tokens(evaluation).values()})
-    if not old or what(old) != what(new):
+    """Return the new result, with the lengths of the old one if that is of the same checkpoint and number of tokens."""
+    if not old:
+        return new
+    theirs, ours = ((evaluation["step"], {*val_tokens(evaluation).values()}) for evaluation in (old, new))
+    if theirs != ours:
         return new
     old = old | dict(val_tokens=val_tokens(old))
     both = new | {key: {**old[key], **new[key]} for key in ("val_loss", "val_tokens", "val_loss_by_position")}
@@ -147,13 +156,16 @@ def joined(old: dict, new: dict) -> dict:
 
 
 def with_others(results: list[dict]) -> list[dict]:
-    """The results, each before those of the same weights run as other methods."""
-    as_other = lambda r, method: r | dict(name=f"{r['name']} as {method}", val_loss=r["val_loss_as"][method])
-    return [row for r in results for row in (r, *(as_other(r, method) for method in r.get("val_loss_as", {})))]
+    """Return the results, each before those of the same weights run as other methods."""
+    rows = []
+    for result in results:
+        others = result.get("val_loss_as", {}).items()
+        rows += [result, *(result | dict(name=f"{result['name']} as {m}", val_loss=loss) for m, loss in others)]
+    return rows
 
 
 def position_table(results: list[dict]) -> str:
-    """One row a range of positions, one column a run: the mean loss there in sequences of the longest length."""
+    """Return one row a range of positions, one column a run: the mean loss there in sequences of the longest length."""
     longest = max((length for r in results for length in r["val_loss_by_position"]), key=int)
     columns = [r["val_loss_by_position"].get(longest, []) for r in results]
     rows = [["positions", *(r["name"] for r in results)]]
@@ -187,7 +199,7 @@ def main():
                 folder, args.lengths, args.val_tokens, args.data, args.as_others, world.device, world
             )
             results.append(result)
-            keep(folder, result, own)
+            store(folder, result, own)
         except (ValueError, OSError) as error:  # the other runs still get their row
             print(f"error: {error}", file=sys.stderr)
             failed = True

@@ -45,7 +45,7 @@ from runtime.run_folder import RunFolder
 from runtime.signals import StopRequest
 from runtime.validation import build_alternatives
 from scripts.evaluate import load_run
-from scripts.tables import markdown_table
+from scripts.shared.tables import markdown_table
 
 SAVE_EVERY = 50  # steps
 TEST_SEED = 1_000_000  # of the scored examples, the same for all runs; no run is fine-tuned with it
@@ -73,7 +73,7 @@ def main():
 
 
 def read_arguments() -> tuple[argparse.Namespace, Needle]:
-    """The command line, and the settings that it asks for: those of a scale, and what replaces them."""
+    """Return the command line, and the settings that it asks for: those of a scale, and what replaces them."""
     parser = argparse.ArgumentParser(prog="python -m scripts.needle", description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
     parser.add_argument("--lengths", nargs="+", type=int, help="tokens a prompt (default: 1, 4, 16 x training length)")
@@ -93,10 +93,10 @@ def read_arguments() -> tuple[argparse.Namespace, Needle]:
 def run(
     path: Path, needle: Needle, lengths: list[int] | None, device: torch.device, compiled: str | None, stop: StopRequest
 ) -> dict:
-    """Fine-tunes and scores one run, or what is left of that to do; returns the summary that it leaves behind.
+    """Fine-tune and score one run, or what is left of that to do; return the summary that it leaves behind.
 
     lengths: None for those of the paper's table. Ends the process, with all that is done saved, when `stop` hears a
-    signal. ValueError or OSError for what cannot be done, also when another process does it.
+    signal. Raises ValueError or OSError for what cannot be done, also when another process does it.
     """
     config, model = load_run(path, device)
     lengths = lengths or Needle.lengths(config.train_length)
@@ -126,7 +126,7 @@ def run(
     as_others = {}
     for name, method in build_alternatives(config).items():
         # Up to the training length they are the same.
-        same = {length: of for length, of in known.items() if int(length) <= config.train_length}
+        same = {length: score for length, score in known.items() if int(length) <= config.train_length}
         beyond = {length: test for length, test in tests.items() if length > config.train_length}
         theirs = scores(config, model, beyond, needle.examples, folder, f"scores_{name}.json", method)
         as_others[name] = shares(same | theirs, needle.examples)
@@ -137,10 +137,10 @@ def run(
 
 
 def shares(known: dict[str, dict], examples: int) -> dict[str, dict]:
-    """What of the scores is on this many examples: by kind, the share of needles by length."""
-    of_all = {length: of for length, of in known.items() if of["examples"] == examples}
+    """Return the shares of needles by kind and length, of those lengths that were scored on this many examples."""
+    whole = {length: score for length, score in known.items() if score["examples"] == examples}
     kinds = ("greedy", "teacher_forcing", "oracle")
-    return {kind: {length: of[kind] for length, of in of_all.items()} for kind in kinds}
+    return {kind: {length: score[kind] for length, score in whole.items()} for kind in kinds}
 
 
 def scores(
@@ -152,9 +152,9 @@ def scores(
     name: str,
     method: Method | None = None,
 ) -> dict[str, dict]:
-    """Scores the model, with the weights that it has, on the test of each length, run as `method` (default: its own).
-    By length: the number of examples, the shares of needles found by greedy decoding and by teacher forcing, and what a
-    perfect copier gets.
+    """Score the model, with the weights that it has, on the test of each length, run as `method` (default: its own).
+    Return by length the number of examples, the shares of needles found by greedy decoding and by teacher forcing, and
+    what a perfect copier gets.
 
     They are kept in the folder's file `name`, length by length; what is known there is not computed again.
     """
@@ -166,12 +166,13 @@ def scores(
             known[str(length)] = dict(examples=examples, greedy=greedy, teacher_forcing=forced, oracle=oracle)
             folder.write_json(name, known)
         share = known[str(length)]["greedy"]
-        of = folder.path.parent.name + (f" as {method.name}" if method else "")
-        print(f"{of}: {share:.3f} of the needles at {length}", file=sys.stderr)
+        label = folder.path.parent.name + (f" as {method.name}" if method else "")
+        print(f"{label}: {share:.3f} of the needles at {length}", file=sys.stderr)
     return known
 
 
 def haystack(source: str, split: str, config: Config, tokenizer: Tokenizer) -> Haystack:
+    """Return the text that needles are hidden in. source: shards (the run's own data), c4, or a path."""
     if source == "shards":
         return Haystack.from_shards(Path(config.data_dir), split, tokenizer)
     if source == "c4":
@@ -180,13 +181,14 @@ def haystack(source: str, split: str, config: Config, tokenizer: Tokenizer) -> H
 
 
 def check_same(path: Path, settings: dict):
+    """Raise ValueError if the fine-tuning that was begun has other settings."""
     if (old := read_json(path)) not in (None, settings):
         changed = ", ".join(f"{k} {old.get(k)} -> {settings[k]}" for k in settings if old.get(k) != settings[k])
         raise ValueError(f"{path.parent} is of another fine-tuning ({changed}): delete it to start again")
 
 
 def read_json(path: Path) -> dict | None:
-    """What the file holds, None where there is none."""
+    """Return what the file holds, None where there is none. Raises ValueError if it is damaged."""
     try:
         return json.loads(path.read_text()) if path.exists() else None
     except ValueError as error:
@@ -203,7 +205,7 @@ def fine_tune(
     sequences: int,
     stop: StopRequest,
 ) -> None:
-    """Trains the model in place on examples 0, 1, 2 ... of the task, resuming from the folder's latest checkpoint.
+    """Train the model in place on examples 0, 1, 2 ... of the task, resuming from the folder's latest checkpoint.
 
     When `stop` hears a signal it returns after the step under way, with a checkpoint; it may be the last step.
     """
@@ -248,7 +250,7 @@ def fine_tune(
 def accuracy(
     config: Config, model: GPT, task: NeedleTask, examples: int, method: Method | None = None
 ) -> tuple[float, float]:
-    """Share of needles found by greedy decoding and by teacher forcing, in examples 0, 1, ... of the task."""
+    """Return the share of needles found by greedy decoding and by teacher forcing, in the task's first examples."""
     device, greedy, forced = model.head.device, [], []
     by_prompt = defaultdict(list)  # a batch of prompts has one length
     for index in range(examples):
@@ -271,10 +273,14 @@ def accuracy(
 
 
 def accuracy_table(results: list[dict]) -> str:
+    """Return one row a run, and one for its weights run as each other method. results: those of run()."""
     lengths = sorted({int(length) for r in results for length in r["greedy"]})
     rows = [["run", *(str(length) for length in lengths), "copier"]]
-    as_others = lambda r: [dict(of, name=f"{r['name']} as {method}") for method, of in r.get("as", {}).items()]
-    for r in [row for result in results for row in (result, *as_others(result))]:
+    shown = []
+    for result in results:
+        others = result.get("as", {}).items()
+        shown += [result, *(shares | dict(name=f"{result['name']} as {method}") for method, shares in others)]
+    for r in shown:
         cells = {int(n): f"{r['greedy'][n]:.3f} ({r['teacher_forcing'][n]:.3f})" for n in r["greedy"]}
         rows.append([r["name"], *(cells.get(n, "") for n in lengths), f"{min(r['oracle'].values()):.3f}"])
     return markdown_table(rows)

@@ -26,13 +26,15 @@ from pathlib import Path
 from configs.command_line import read_config, read_fields
 from configs.config import Config
 from configs.presets import mini, quickstart
+from configs.sweeps import Run
 from data import pg19
 from data.shards import read_manifest, verify
 from data.text import find_files, prepare
 from errors import exit_on_user_error, require
-from scripts.runs import beside, data_fingerprint, differences, read_folder
-from scripts.sweep import Job, train
-from scripts.tables import loss_table, markdown_table
+from scripts.shared.looks import LINES
+from scripts.shared.runs import data_fingerprint, differences, read_run, sidecar
+from scripts.shared.tables import loss_table, markdown_table
+from scripts.sweep.local import train
 
 ROOT = Path(__file__).parent.parent
 # label: arguments of train_gpt.py. In this order, two at a time, no two runs compile the same graph at once: the first
@@ -49,12 +51,10 @@ OURS = ["scale-invariant p-RoPE", "scale-invariant p-RoPE, tau 10"]
 SHOWN = ["RoPE", "LogN + p-RoPE", "ALiBi", "ALiBi, official slopes", *OURS]
 SERIES = ["rope", "logn_p_rope", "alibi", "alibi slope_scale=1"]  # as results/mini calls them
 SERIES += ["scale_invariant_p_rope", "scale_invariant_p_rope tau=10"]
-# Of what may differ between runs of the same mathematics, what is seen in the table: it must be as asked for, if it is.
+# Fields that change what the table shows although not the mathematics: if given, they must be those of a finished run.
 SEEN = {"dtype", "val_lengths", "val_tokens"}
 NOT_TEXT = ["site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"]
 NOT_TEXT += ["encodings", "entities.py"]  # tables of characters
-# Okabe and Ito's palette, which colour-blind readers can tell apart; ours is black, as in the paper.
-COLOURS = {"RoPE": "#E69F00", "LogN + p-RoPE": "#CC79A7", "ALiBi": "#009E73", "scale-invariant p-RoPE": "#000000"}
 
 
 def main():
@@ -65,7 +65,7 @@ def main():
     args, train_arguments = parser.parse_known_args()  # the rest is for train_gpt.py
     began = time.monotonic()
     os.chdir(ROOT)
-    title = "quickstart" + f"-{slug(Path(args.text).name)}" * (args.text != "python")
+    title = "quickstart" if args.text == "python" else f"quickstart-{slug(Path(args.text).name)}"
     data_dir = args.data_dir or Path(quickstart().data_dir).with_name(title)
     out = Path(args.runs_dir)
     folders = {label: out / f"{title}-{slug(label)}" for label in RUNS}
@@ -90,7 +90,7 @@ def main():
 
 
 def at_mini() -> str:
-    """The same rows in the study at scale `mini`, as far as its table is there: Markdown, or "" without any."""
+    """Return the same rows of the study at scale `mini`, as far as its table is there: Markdown, or "" without any."""
     path = ROOT / "results" / "mini" / "table_losses.csv"
     found = list(csv.DictReader(path.read_text().splitlines())) if path.exists() else []
     cells = {(row["method"], int(row["length"])): row for row in found if row["mean"]}
@@ -104,39 +104,39 @@ def at_mini() -> str:
 
 
 def slug(words: str) -> str:
-    """As a part of a folder's name."""
+    """Return the words as a part of a folder's name."""
     return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-") or "text"
 
 
 def train_all(arguments: dict[Path, list[str]]):
-    """Trains what is not finished, with the sweeps' runner. ValueError for a finished run that is another than this."""
-    jobs = []
+    """Train what is not finished, as sweeps do. Raises ValueError for a finished run that is another than this."""
+    runs = []
     for folder, words in arguments.items():
-        words = ["quickstart", "--name", folder.name, "--resume", "auto", *words]
-        config = read_config(words)
+        words = ["--name", folder.name, "--resume", "auto", *words]
+        config, fields = read_config(["quickstart", *words]), read_fields(words)
         if (folder / "summary.json").exists():
-            check_finished(folder, config, SEEN & read_fields(words[1:]).keys())
+            check_finished(folder, config, SEEN & fields.keys())
         else:
-            jobs.append(Job(folder, config, words))
-    train(jobs, retries=0)
-    for job in jobs:
-        if not (job.path / "summary.json").exists():
-            sys.exit(f"error: {job.path.name} failed:\n{beside(job.path, '.log').read_text()}")
+            runs.append(Run("quickstart", fields))
+    train(runs, retries=0)
+    for run in runs:
+        if not (run.path / "summary.json").exists():
+            sys.exit(f"error: {run.path.name} failed:\n{sidecar(run.path, '.log').read_text()}")
 
 
 def check_finished(path: Path, config: Config, seen: set[str]):
-    """ValueError, in one line, unless the finished run in this folder is the one that is asked for."""
-    folder = read_folder(path)
-    require(not folder.problems, "; ".join(folder.problems))
+    """Raise ValueError, in one line, unless the finished run in this folder is the one that is asked for."""
+    stored = read_run(path)
+    require(not stored.problems, "; ".join(stored.problems))
     mend = "delete it, or name another --runs-dir"
-    other = differences(config, folder.config, seen)
+    other = differences(config, stored.config, seen)
     require(not other, f"{path} is a finished run of another configuration ({other}): {mend}")
-    data, here = folder.summary.get("data"), data_fingerprint(config)
+    data, here = stored.summary.get("data"), data_fingerprint(config)
     require(data in (None, here), f"{path} was trained on other text than {config.data_dir} holds now: {mend}")
 
 
 def make_data(folder: Path, text: str):
-    """Makes the shards of a text, or checks those that are there. ValueError or OSError for what cannot be had."""
+    """Make the shards of a text, or check those that are there. Raises ValueError or OSError for what cannot be had."""
     name = dict(python="packages", pg19="pg19").get(text, "text")
     if manifest := read_manifest(folder):
         other = f"{folder} holds other text than --text {text} makes: delete it, or name another --data-dir"
@@ -158,7 +158,7 @@ def make_data(folder: Path, text: str):
 
 
 def write_packages(library: Path, out: Path) -> Path:
-    """Writes each package, and each module outside of one, to a file of its own in `out`; returns that."""
+    """Write each package, and each module outside of one, to a file of its own in `out`; return that."""
     for path in find_files([library], [".py"], NOT_TEXT):
         with open(out / f"{path.relative_to(library).parts[0]}.txt", "a") as file:
             file.write(path.read_text(errors="replace").strip() + "\n\n\n")
@@ -166,6 +166,7 @@ def write_packages(library: Path, out: Path) -> Path:
 
 
 def draw(results: list[dict], path: Path):
+    """Draw the losses against the validation length. results: as loss_table takes them."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -173,7 +174,8 @@ def draw(results: list[dict], path: Path):
 
     figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
     for result in results:
-        colour, dashes = COLOURS[result["name"].split(",")[0]], ":" if "," in result["name"] else "-"
+        colour, *_ = LINES[SERIES[SHOWN.index(result["name"])].split(" ")[0]]
+        dashes = ":" if "," in result["name"] else "-"
         lengths = [int(length) for length in result["val_loss"]]
         axes.plot(
             lengths, result["val_loss"].values(), marker="o", color=colour, linestyle=dashes, label=result["name"]

@@ -1,5 +1,7 @@
 """The backends of attention against its plain form in float64: values, gradients, memory, and what must be refused."""
 
+import ast
+import inspect
 import os
 import subprocess
 import sys
@@ -22,12 +24,14 @@ from test_methods import (
 from torch.nn.attention.flex_attention import flex_attention
 from torch.testing import assert_close
 
-from model import attention
-from model.attention import attend, causal_block_mask, choose_backend, make_plan, plain_attention
+from model.attention import attend, choose_backend, make_plan
+from model.backends import BACKENDS, blocks, flex
+from model.backends.flex import causal_block_mask
 from model.gpt import GPT, norm
 from model.kernels.cpu import problem
 from model.methods import METHODS, RoPE, make_method
 from model.methods.base import ScoreChange
+from model.reference import plain_attention
 
 SOFTMAX = [name for name in NAMES if not name.startswith("infini")]
 CHANGED_SCORE = [name for name in NAMES if name.startswith(("alibi", "scale_invariant"))]
@@ -51,7 +55,7 @@ def nothing_compiled():
 def traced_flex(monkeypatch):
     """FlexAttention compiled without Inductor, whose C++ takes seconds a case: score_mod and mask_mod are the same."""
     compiled = torch.compile(flex_attention, backend="eager", dynamic=False, fullgraph=True)
-    monkeypatch.setattr(attention, "compiled_flex", compiled)
+    monkeypatch.setattr(flex, "compiled_flex", compiled)
     with torch._dynamo.config.patch(recompile_limit=1000):
         yield
 
@@ -131,13 +135,13 @@ def test_gradients_are_those_of_the_plain_form(backend, name, length):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_of_recomputed_blocks_are_those_of_the_plain_form(name, monkeypatch):
-    monkeypatch.setattr(attention, "RECOMPUTE_LENGTH", 1)
+    monkeypatch.setattr(blocks, "RECOMPUTE_LENGTH", 1)
     check_gradients(name, 300)
 
 
 @pytest.mark.parametrize("name, recompute_length", [("scale_invariant_p_rope", 1), ("logn_rope", 4096)])
 def test_gradients_of_traced_blocks_are_those_of_the_plain_form(name, recompute_length, monkeypatch, nothing_compiled):
-    monkeypatch.setattr(attention, "RECOMPUTE_LENGTH", recompute_length)
+    monkeypatch.setattr(blocks, "RECOMPUTE_LENGTH", recompute_length)
     check_gradients(name, 150, run=torch.compile(attend, backend="aot_eager", dynamic=False, fullgraph=True))
 
 
@@ -230,7 +234,8 @@ def test_training_at_4096_tokens_never_holds_all_pairs(backend):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_auto_on_cuda_is_sdpa_unless_the_score_changes(name, dtype):
     backend, why = choose_backend(make(name), CUDA, dtype=dtype)
-    assert (backend, name in why) == ("triton" if name in CHANGED_SCORE else "sdpa", True)
+    expected = ("triton", f"sdpa cannot run: {name} changes") if name in CHANGED_SCORE else ("sdpa", "first choice")
+    assert backend == expected[0] and expected[1] in why
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -256,6 +261,37 @@ def test_a_plan_says_why_it_has_its_backend(backend, word):
 def test_an_unknown_backend_is_refused():
     with assert_refused("'flash'", "sdpa, triton, flex, cpu, blocks"):
         make_plan(make("rope"), 5, 5, backend="flash")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_backend_has_the_same_three_functions(backend):
+    for function in ("problem", "prepare", "run"):
+        parameters = inspect.signature(getattr(BACKENDS[backend], function)).parameters
+        assert list(parameters) == list(inspect.signature(getattr(blocks, function)).parameters)
+
+
+def test_the_formula_imports_nothing_of_what_is_held_to_it():
+    tree = ast.parse(inspect.getsource(sys.modules["model.reference"]))
+    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert imported == {"torch", "model.methods.base"}
+
+
+@pytest.mark.parametrize("backend", ["blocks", "cpu", "flex"])
+@pytest.mark.parametrize("options, times", [({}, 1), (dict(learn_tau=True), 4)])
+def test_only_what_is_learned_is_prepared_again_in_each_pass(backend, options, times, traced_flex, monkeypatch):
+    if reason := BACKENDS[backend].problem(make("nope"), torch.device("cpu"), torch.float32):
+        pytest.skip(reason)
+    prepared, prepare = [], BACKENDS[backend].prepare
+    monkeypatch.setattr(BACKENDS[backend], "prepare", lambda *args: prepared.append(prepare(*args)) or prepared[-1])
+    method = make("scale_invariant_nope", **options)
+    plan = make_plan(method, 130, 130, backend=backend)
+    inputs = without_gradients(random_qkv(6, 16, 130), torch.float32)
+    with torch.no_grad():
+        outputs = [attend(method, *inputs, plan=plan) for _ in range(3)]
+    assert len(prepared) == times
+    assert torch.equal(outputs[0], outputs[2])
+    if backend == "flex":
+        assert all(x["block_mask"] is plan.prepared["block_mask"] for x in prepared)
 
 
 @pytest.mark.parametrize("name", CHANGED_SCORE)
@@ -338,9 +374,9 @@ def test_flex_of_what_the_same_graph_computes_is_the_plain_form(nothing_compiled
 
 @pytest.mark.slow
 def test_torch_s_own_cpu_kernel_still_misreads_what_the_same_graph_computes(nothing_compiled):
-    """When this fails, torch has been mended, and flex_alone in model/attention.py is no longer needed."""
+    """When this fails, torch has been mended, and run_alone in model/backends/flex.py is no longer needed."""
     plan = make_plan(make("nope", 2), 130, 130, backend="flex")
-    assert error_when_compiled(lambda q, k, v: flex_attention(q, k, v, block_mask=plan.block_mask)) > 0.1
+    assert error_when_compiled(lambda q, k, v: flex_attention(q, k, v, **plan.prepared)) > 0.1
 
 
 # ---- a mechanism of the user's own -----------------------------------------------------------------------------------

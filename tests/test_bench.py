@@ -1,20 +1,25 @@
 """The benchmarks as commands, at tiny sizes: rows, files and refusals. What they measure is no business of a test."""
 
+import ast
 import json
 import os
+import runpy
 import subprocess
 import sys
 from argparse import ArgumentParser
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from scripts import bench, bench_attention, kernel_code
-from scripts.attention_variants import VARIANTS, Case, Variant, dense
-from scripts.bench_protocol import again, paired_ratio, schedule
-from scripts.bench_tiles import make_launch
+from scripts.bench import __main__ as bench
+from scripts.bench import attention as bench_attention
+from scripts.bench import kernel_code
+from scripts.bench.protocol import again, paired_ratio, schedule
+from scripts.bench.tiles import make_launch
+from scripts.bench.variants import VARIANTS, Case, Variant, dense, random_inputs
 
 SLOW_FIXTURES = ("attention",)
 
@@ -39,6 +44,25 @@ def run_attention(variants, *arguments):
 
 def cells(table_line):
     return [cell.strip() for cell in table_line.strip("|").split("|")]
+
+
+# ---- the files -------------------------------------------------------------------------------------------------------
+
+
+def imported_modules(file):
+    """Everything that a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            yield from [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def test_no_files_of_scripts_import_each_other():
+    files = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in ROOT.glob("scripts/**/*.py")}
+    imports = {name: files.keys() & set(imported_modules(file)) for name, file in files.items()}
+    assert imports["scripts.bench.__main__"] >= {"scripts.bench.attention", "scripts.bench.step"}
+    assert len(list(TopologicalSorter(imports).static_order())) == len(files)  # or CycleError, which names the circle
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------
@@ -204,7 +228,7 @@ def test_kernel_code_needs_the_compiler_and_says_so():
 def test_kernel_code_refuses_in_one_line(arguments, words, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["kernel_code", *arguments.split()])
     with pytest.raises(SystemExit) as stop:
-        kernel_code.main()
+        runpy.run_module("scripts.kernel_code", run_name="__main__")
     said = capsys.readouterr()
     assert stop.value.code == 2
     assert said.err.startswith("error: ") and said.err.count("\n") == 1 and words in said.err
@@ -241,6 +265,6 @@ def test_a_launch_with_other_tiles_computes_the_same(role, argument, tensor):
     launch = make_launch(case, "si", role, {role: kernel_code.flash.Tiles(32, 16, 4, 1)})
     assert (launch.constants["QUERIES"], launch.constants["KEYS"]) == (32, 16)
     launch.run()
-    exact = bench_attention.output_and_gradients(dense("si")(case), bench_attention.random_inputs(case), exact=True)
+    exact = bench_attention.output_and_gradients(dense("si")(case), random_inputs(case), exact=True)
     (error,) = bench_attention.relative_errors([launch.arguments[argument]], [exact[tensor]])
     assert error < 1e-5

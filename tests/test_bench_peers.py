@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from configs.config import Config
-from scripts import bench
-from scripts.bench_peers import Script, compare, copy_code, modded_nanogpt_steps, nanogpt_steps, peer_script, run
-from scripts.bench_protocol import Report, again, paired_ratio
+from scripts.bench import __main__ as bench
+from scripts.bench.peers import Script, compare, copy_code, modded_nanogpt_steps, nanogpt_steps, peer_script, run
+from scripts.bench.protocol import Report, again, paired_ratio
 
 SHAPE = dict(vocab_size=300, num_layers=1, num_heads=2, model_dim=32, train_length=32, batch_tokens=256)
 FIELDS = SHAPE | dict(micro_batch_tokens=64, compile="off", device="cpu")

@@ -8,8 +8,8 @@ import pytest
 from configs.flops import training_flops_per_token
 from configs.presets import preset
 from configs.validation import validation_share
-from scripts import bench
-from scripts.bench_project import optimizers_of, projection, share, tokens_per_second
+from scripts.bench import __main__ as bench
+from scripts.bench.project import optimizers_of, projection, split_batch, tokens_per_second
 
 SPEED = dict(nvlink=100e9, network=10e9, latency=0.0)
 
@@ -22,8 +22,9 @@ def table(page, head):
 
 def test_a_batch_is_shared_by_data_and_then_by_context_parallelism():
     config = preset("gpt_162m_64k")  # 8 sequences, 6 heads; 3 and 6 do not divide a length of 2^16
-    assert [share(config, n) for n in (1, 2, 8, 16, 3, 12, 32)] == [(1, 8), (1, 4), (1, 1), (2, 1), None, None, None]
-    assert share(preset("gpt_304m_4k"), 7 * 64) == (2, 1)
+    shared = [split_batch(config, n) for n in (1, 2, 8, 16, 3, 12, 32)]
+    assert shared == [(1, 8), (1, 4), (1, 1), (2, 1), None, None, None]
+    assert split_batch(preset("gpt_304m_4k"), 7 * 64) == (2, 1)
 
 
 def test_communication_is_that_of_the_bytes_and_bandwidths():

@@ -15,10 +15,13 @@ from configs.config import Config
 from configs.presets import preset
 from model.gpt import GPT
 from optim.muon import Muon
-from scripts import baselines, bench, bench_step
-from scripts.bench_profile import category, time_by_category
-from scripts.bench_protocol import again, matmul_rate, paired_ratio
-from scripts.bench_step import Bench, Variant, flops_per_token, gate, read_variant
+from scripts.bench import __main__ as bench
+from scripts.bench import baselines
+from scripts.bench.peers import with_data
+from scripts.bench.profile import category, time_by_category
+from scripts.bench.protocol import again, matmul_rate, paired_ratio
+from scripts.bench.step import flops_per_token, gate
+from scripts.bench.trainers import KINDS, StepBench, StepVariant, fill_zeros, read_variant
 
 TINY = dict(
     vocab_size=300, num_layers=2, num_heads=2, model_dim=32, train_length=24, batch_tokens=96, micro_batch_tokens=48,
@@ -48,7 +51,7 @@ def tiny_model(seed=0, method="p_rope"):
     torch.manual_seed(seed)
     shape = {name: TINY[name] for name in ("vocab_size", "num_layers", "num_heads", "model_dim", "train_length")}
     model = GPT(**shape, method=method)
-    bench_step.fill_zeros(model)
+    fill_zeros(model)
     return model
 
 
@@ -133,10 +136,10 @@ def test_nanogpt_decays_matrices_only():
 @pytest.mark.parametrize(
     "name, variant",
     [
-        ("record8", Variant("p_rope", "sdpa", frozenset(["qkv", "muon", "loss", "sdpa"]))),
-        ("alibi:blocks-muon-qkv", Variant("alibi", "blocks", frozenset(["qkv", "muon"]), "alibi:blocks")),
-        ("scale_invariant_p_rope", Variant("scale_invariant_p_rope", counterpart="record8+flex")),
-        ("nanogpt", Variant("")),
+        ("record8", StepVariant("p_rope", "sdpa", frozenset(["qkv", "muon", "loss", "sdpa"]))),
+        ("alibi:blocks-muon-qkv", StepVariant("alibi", "blocks", frozenset(["qkv", "muon"]), "alibi:blocks")),
+        ("scale_invariant_p_rope", StepVariant("scale_invariant_p_rope", counterpart="record8+flex")),
+        ("nanogpt", StepVariant("")),
     ],
 )
 def test_read_variant(name, variant):
@@ -149,8 +152,8 @@ def test_read_variant(name, variant):
 @pytest.fixture
 def tiny_bench(tmp_path):
     config = Config(**TINY | dict(steps=2000, val_lengths=(24,), val_tokens=24, data_dir=str(tmp_path)))
-    bench_step.with_data([], dataclasses.replace(config, data_dir="none"), tmp_path)  # makes tmp_path/zipf
-    return Bench(dataclasses.replace(config, data_dir=str(tmp_path / "zipf")), torch.device("cpu"))
+    with_data([], dataclasses.replace(config, data_dir="none"), tmp_path)  # makes tmp_path/zipf
+    return StepBench(dataclasses.replace(config, data_dir=str(tmp_path / "zipf")), torch.device("cpu"))
 
 
 def test_the_gate_lets_equal_models_pass_and_no_others(tiny_bench):
@@ -176,7 +179,7 @@ def test_the_gate_lets_equal_models_pass_and_no_others(tiny_bench):
 def test_timing_moves_no_weight(tiny_bench):
     trainer = tiny_bench.build(read_variant("p_rope"))
     before = [p.detach().clone() for p in trainer.model.parameters()]
-    assert all(tiny_bench.time(trainer, kind, 2) > 0 for kind in bench_step.KINDS)
+    assert all(tiny_bench.time(trainer, kind, 2) > 0 for kind in KINDS)
     trainer.loader.close()
     assert all(torch.equal(p, q) for p, q in zip(trainer.model.parameters(), before))
     assert all(p.grad is None for p in trainer.model.parameters())

@@ -17,7 +17,7 @@ from lives import holding
 
 from data.text import prepare
 from runtime.checkpoint import latest_checkpoint, load_checkpoint
-from scripts.reproduce import ITEMS
+from scripts.reproduce.pages import ITEMS
 
 ROOT = Path(__file__).parents[1]
 METHODS = ["p_rope", "scale_invariant_p_rope"]

@@ -9,7 +9,9 @@ import torch.multiprocessing
 from test_methods import CASES, assert_refused, random
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model.attention import attend, flex_score_mod, make_plan
+from model.attention import attend, make_plan
+from model.backends.base import Call
+from model.backends.flex import make_score_mod
 from model.context import check_context, context_bytes
 from model.gpt import GPT
 from model.kernels import cpu
@@ -78,7 +80,8 @@ def attention(size, backend, dtype, case, group=None):
 def score_mod(size, case, group=None):
     """Logits of FlexAttention's score 1 at all distances, (H/c, T)."""
     num_heads, length = SHAPE[size]
-    mod = flex_score_mod(random_method(case, num_heads), 0, group)
+    call = Call(num_heads, HEAD_DIM, length, length, context=group)
+    mod = make_score_mod(random_method(case, num_heads).score_change, call)
     head = torch.arange(num_heads if group is None else num_heads // size).unsqueeze(-1)
     logits = mod(torch.ones(()), 0, head, torch.arange(length), torch.tensor(0)).detach()
     return logits.expand(len(head), length)

@@ -10,9 +10,10 @@ import torch
 from test_attention import Mine
 from test_methods import assert_near, assert_refused, random
 
-from model.attention import attend, choose_backend, make_plan, plain_attention
+from model.attention import attend, choose_backend, make_plan
 from model.kernels import cpu
 from model.methods import Method, make_method
+from model.reference import plain_attention
 
 REPOSITORY = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -159,7 +160,7 @@ def test_the_operations_keep_torch_s_rules():
 
 
 def test_other_dtypes_and_devices_run_elsewhere_or_are_refused():
-    assert choose_backend(make(), CPU) == ("cpu", "our kernel for CPUs")
+    assert choose_backend(make(), CPU) == ("cpu", "the first choice on cpu")
     for dtype in (torch.float64, torch.bfloat16):
         assert choose_backend(make(), CPU, dtype=dtype)[0] == "blocks"
         with assert_refused("cpu", "float32", "auto"):
@@ -176,10 +177,10 @@ def test_the_plan_says_why(tmp_path):
         "print(plan.backend, plan.why)"
     )
     for variables, expected in [
-        ({}, "cpu our kernel for CPUs"),
-        (dict(CXX="/nowhere/g++"), "blocks the kernel for CPUs cannot run: /nowhere/g++ cannot compile it: "),
-        (dict(CXX="false"), "blocks the kernel for CPUs cannot run: false cannot compile it: "),
-        (dict(XDG_CACHE_HOME="/dev/null", TMPDIR=str(tmp_path)), "cpu our kernel for CPUs"),  # no home: a folder there
+        ({}, "cpu the first choice on cpu"),
+        (dict(CXX="/nowhere/g++"), "blocks cpu cannot run: /nowhere/g++ cannot compile it: "),
+        (dict(CXX="false"), "blocks cpu cannot run: false cannot compile it: "),
+        (dict(XDG_CACHE_HOME="/dev/null", TMPDIR=str(tmp_path)), "cpu the first choice on cpu"),  # no home
     ]:
         environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(REPOSITORY), **variables}
         process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)

@@ -4,9 +4,7 @@ With a GPU the kernels are compiled; without one they run in Triton's interprete
 said, float32 has to agree to 1e-5 of the largest entry of a tensor, or to 1e-5 where all entries are smaller than 1.
 """
 
-import ast
 import dataclasses
-import inspect
 import math
 import os
 import subprocess
@@ -20,12 +18,14 @@ from test_methods import NAMES, assert_near, assert_refused, assert_same_functio
 
 pytest.importorskip("triton")
 
-from model.attention import attend, choose_backend, failed_check, make_plan, plain_attention  # noqa: E402
+from model.attention import attend, choose_backend, make_plan  # noqa: E402
+from model.backends.triton import failed_check  # noqa: E402
 from model.gpt import GPT  # noqa: E402
 from model.kernels import flash  # noqa: E402
 from model.kernels.distance import CLOSED_FORM, EVERYWHERE, LOG2E, NOWHERE, TOLERANCE, closed_form, make_coefficients  # noqa: E402
 from model.kernels.flash import Tiles, flash_attention  # noqa: E402
 from model.methods.base import Method, ScoreChange  # noqa: E402
+from model.reference import plain_attention  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROOT = Path(__file__).parent.parent
@@ -101,18 +101,14 @@ def coefficients_of(formula, num_heads, head_dim, keys, q_offset=0, dtype=torch.
     return make_coefficients(change_of(formula, num_heads), num_heads, head_dim, keys, q_offset, dtype, DEVICE)
 
 
-def formula_attention(formula, q, k, v, q_offset=0, documents=None):
-    """softmax(a S + m) v over the keys j <= i of the query's document, in the dtype of q."""
+def formula_attention(formula, q, k, v, q_offset=0):
+    """softmax(a S + m) v over the keys j <= i, in the dtype of q."""
     num_heads, head_dim = q.shape[1], q.shape[3]
-    k, v = (x.repeat_interleave(num_heads // x.shape[1], dim=1) for x in (k, v))
     i, j = torch.arange(q_offset, q_offset + q.shape[2]), torch.arange(k.shape[2])
     t = (i[:, None] - j).clamp(min=0).double()
     a, m = (1.0, 0.0) if formula is None else formula(t, torch.arange(num_heads)[:, None, None])
-    visible = i[:, None] >= j
-    if documents is not None:
-        visible = visible & (documents[:, None, i, None] == documents[:, None, None])
     logits = (a * (q @ k.mT) / math.sqrt(head_dim) + m).to(q.dtype)
-    return logits.masked_fill(~visible, -math.inf).softmax(dim=-1) @ v
+    return logits.masked_fill(i[:, None] < j, -math.inf).softmax(dim=-1) @ v
 
 
 # ---- the comparison --------------------------------------------------------------------------------------------------
@@ -133,21 +129,18 @@ def small(tiles):
     tiles((32, 16), (16, 32), (32, 16))
 
 
-def random_inputs(heads, queries, head_dim, *, batch=1, kv_heads=None, keys=None, seed=0):
-    shapes = [(heads, queries), *[(kv_heads or heads, keys or queries)] * 2]
-    return [random(batch, *shape, head_dim, seed=1000 * seed + i).requires_grad_() for i, shape in enumerate(shapes)]
+def random_inputs(heads, queries, head_dim, *, batch=1, keys=None, seed=0):
+    lengths = queries, keys or queries, keys or queries
+    return [random(batch, heads, T, head_dim, seed=1000 * seed + i).requires_grad_() for i, T in enumerate(lengths)]
 
 
-def check(formula, exact, *, q_offset=0, documents=None, deterministic=True, coefficients=None, tolerance=1e-5):
+def check(formula, exact, *, q_offset=0, coefficients=None, tolerance=1e-5):
     """Values, and gradients of q, k, v."""
     q, k, _ = exact
-    expected = formula_attention(formula, *exact, q_offset, documents)
+    expected = formula_attention(formula, *exact, q_offset)
     inputs = cast(exact, torch.float32)
     made = coefficients or coefficients_of(formula, q.shape[1], q.shape[3], k.shape[2], q_offset)
-    output = flash_attention(
-        *(x.to(DEVICE) for x in inputs), made, q_offset=q_offset, deterministic=deterministic,
-        documents=None if documents is None else documents.to(DEVICE),
-    )
+    output = flash_attention(*(x.to(DEVICE) for x in inputs), made, q_offset=q_offset)
     assert output.dtype == torch.float32
     assert_same_function(output.cpu(), inputs, expected, exact, tolerance)
 
@@ -191,13 +184,6 @@ def test_head_dimensions(head_dim):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("deterministic", [True, False])
-@pytest.mark.parametrize("formula, kv_heads", [(None, 2), (scale_invariant, 1), (alibi, 2), (smooth, 3)])
-def test_grouped_queries(formula, kv_heads, deterministic, small):
-    check(formula, random_inputs(6, 20, 16, kv_heads=kv_heads), deterministic=deterministic)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("queries, keys, q_offset", [
     (1, 70, 69),  # decoding
     (33, 70, 37), (20, 70, 32), (33, 70, 17), (3, 70, 50),  # shards, and keys that no query sees
@@ -205,12 +191,6 @@ def test_grouped_queries(formula, kv_heads, deterministic, small):
 @pytest.mark.parametrize("formula", [None, alibi, scale_invariant])
 def test_query_offsets(formula, queries, keys, q_offset, small):
     check(formula, random_inputs(1, queries, 16, keys=keys, seed=q_offset), q_offset=q_offset)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("formula", [None, alibi, scale_invariant, smooth])
-def test_atomic_dq(formula, small):
-    check(formula, random_inputs(2, 50, 20, keys=77), q_offset=27, deterministic=False)
 
 
 @pytest.mark.parametrize("formula", [None, alibi, scale_invariant, smooth])
@@ -226,38 +206,6 @@ def test_large_logits(formula, small):
 def test_a_large_constant_in_m_changes_nothing_but_rounding(shift, small):
     """Rows beyond the end of a tile would overflow, were they not left out."""
     check(lambda t, h: (1.0, shift - t / 50), random_inputs(1, 40, 16), tolerance=8 * 2**-24 * abs(shift))
-
-
-# ---- documents -------------------------------------------------------------------------------------------------------
-
-DOCUMENTS = dict(
-    packed=[0] * 9 + [1] * 30 + [2] + [3] * 37,
-    back=[5] * 20 + [2] * 20 + [5] * 37,  # an id that comes back is the same document
-    every_second=[0, 1] * 38 + [0],
-    one=[7] * 77,
-    alone=list(range(77)),
-    wide=[0] * 20 + [2**32] * 20 + [-1] * 20 + [2**40 - 1] * 17,
-)
-
-
-@pytest.mark.parametrize("ids", DOCUMENTS.values(), ids=DOCUMENTS)
-def test_documents(ids, small):
-    check(smooth, random_inputs(1, 77, 16), documents=torch.tensor([ids]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("queries, q_offset", [(1, 76), (40, 37), (30, 19)])
-@pytest.mark.parametrize("formula, deterministic", [(None, True), (alibi, False)])
-def test_documents_of_a_batch_seen_from_an_offset(formula, deterministic, queries, q_offset, small):
-    documents = torch.tensor([DOCUMENTS["packed"], DOCUMENTS["back"]])
-    exact = random_inputs(1, queries, 16, keys=77, batch=2)
-    check(formula, exact, q_offset=q_offset, documents=documents, deterministic=deterministic)
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int16, torch.int32])
-def test_documents_of_any_integers(dtype, small):
-    documents = torch.tensor([[0] * 20 + [1] * 20]).to(dtype)
-    check(scale_invariant, random_inputs(1, 40, 16), documents=documents)
 
 
 # ---- layouts ---------------------------------------------------------------------------------------------------------
@@ -349,22 +297,14 @@ def test_most_tiles_of_long_sequences_are_far(dtype, near):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("q_offset, deterministic", [(0, True), (0, False), (213, True), (224, False)])
+@pytest.mark.parametrize("q_offset", [0, 213, 224])
 @pytest.mark.parametrize("formula", [parabola, smooth, line_and_curve, curve_and_constant])
-def test_far_tiles(formula, q_offset, deterministic, tiles):
+def test_far_tiles(formula, q_offset, tiles):
     tiles((64, 64), (64, 32), (32, 64))
     made = coefficients_of(formula, 1, 16, 300, q_offset)
     assert made.far == 128 + q_offset % 16
     exact = random_inputs(1, 300 - q_offset, 16, keys=300, seed=q_offset)
-    check(formula, exact, q_offset=q_offset, deterministic=deterministic, coefficients=made)
-
-
-@pytest.mark.parametrize("formula", [parabola, alibi])
-def test_far_tiles_of_grouped_queries_in_documents(formula, tiles):
-    """With documents all tiles are masked ones."""
-    tiles((64, 64), (64, 64), (64, 64))
-    documents = torch.tensor([[1] * 200 + [2] * 40 + [1] * 60])
-    check(formula, random_inputs(2, 70, 16, kv_heads=1, keys=300), q_offset=230, documents=documents)
+    check(formula, exact, q_offset=q_offset, coefficients=made)
 
 
 @pytest.mark.parametrize("queries, q_offset", [(70, 1530), (1, 1599), (50, 1507)])
@@ -375,7 +315,7 @@ def test_far_tiles_of_the_paper_s_method(queries, q_offset, tiles):
     inputs = cast(exact, torch.float32)
     moved = [x.to(DEVICE) for x in inputs]
     plan = make_plan(method, queries, 1600, q_offset=q_offset, device=DEVICE, backend="triton")
-    assert plan.coefficients.far < q_offset
+    assert plan.prepared.far < q_offset
     output = attend(method, *moved, plan=plan)
     expected = formula_attention(scale_invariant, *exact, q_offset)
     assert_same_function(output.cpu(), inputs, expected, exact, 1e-5)
@@ -393,12 +333,12 @@ def test_the_closed_form(small):
     check(scale_invariant, random_inputs(2, 70, 16), coefficients=made)
 
 
-# ---- deterministic ---------------------------------------------------------------------------------------------------
+# ---- repeatable -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_forward_and_deterministic_backward_repeat_bit_by_bit():
-    inputs = [x.to(DEVICE) for x in cast(random_inputs(4, 140, 32, kv_heads=2), torch.float32)]
+def test_forward_and_backward_repeat_bit_by_bit():
+    inputs = [x.to(DEVICE) for x in cast(random_inputs(4, 140, 32), torch.float32)]
     made = coefficients_of(scale_invariant, 4, 32, 140)
     runs = []
     for _ in range(2 if DEVICE == "cpu" else 20):
@@ -407,35 +347,26 @@ def test_forward_and_deterministic_backward_repeat_bit_by_bit():
     assert all(torch.equal(x, first) for run in runs for x, first in zip(run, runs[0], strict=True))
 
 
-def test_only_a_branch_for_atomic_dq_is_atomic():
-    tree = ast.parse(inspect.getsource(flash))
-    is_atomic = lambda node: isinstance(node, ast.Attribute) and node.attr.startswith("atomic")
-    branches = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "ATOMIC"]
-    inside = [node for branch in branches for part in branch.body for node in ast.walk(part) if is_atomic(node)]
-    assert len(inside) == sum(map(is_atomic, ast.walk(tree))) == 1
-
-
 # ---- machine code ----------------------------------------------------------------------------------------------------
 
-# arguments: arch, dtype, head_dim, method, options, documents, deterministic
+# arguments: arch, dtype, head_dim, method, options
 COMPILE = """
 import re, sys, torch, triton
 from model.kernels import flash
 from model.kernels.distance import make_coefficients
 from model.methods import make_method
-from scripts.kernel_code import compiled, recorded_launches
+from scripts.bench.kernel_code import compiled, recorded_launches
 
 binaries, compile = [], triton.compile
 triton.compile = lambda *args, **options: binaries.append(compile(*args, **options)) or binaries[-1]
-arch, dtype, head_dim, name, options, documents, deterministic = eval(sys.argv[1], vars(torch))
+arch, dtype, head_dim, name, options = eval(sys.argv[1], vars(torch))
 change = make_method(name, num_heads=2, head_dim=head_dim, train_length=64, **options).score_change
 c = make_coefficients(change, 2, head_dim, 300, 0, dtype, "cpu") if change else flash.Coefficients(torch.empty(0, 1, 1))
 q, k, v = torch.zeros(3, 1, 2, 300, head_dim, dtype=dtype)
-tensors = (c.table, c.polynomials, c.tangent, torch.zeros(1, 300, dtype=torch.int32) if documents else None)
-rest = (list(c.degrees), c.far, 0, deterministic)
+functions = c.table, c.polynomials, c.tangent, list(c.degrees), c.far, 0
 with recorded_launches({}, arch) as launches:
-    o, lse = flash.forward_op(q, k, v, c.parameter, *tensors, *rest)
-    flash.backward_op(o, q, k, v, o, lse, *tensors, *rest)
+    o, lse = flash.forward_op(q, k, v, c.parameter, *functions)
+    flash.backward_op(o, q, k, v, o, lse, *functions)
 for launch in launches:
     if launch.kernel is not flash.delta_kernel:
         compiled(launch, arch)
@@ -446,16 +377,14 @@ for launch in launches:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [
-    "80, float32, 20, 'scale_invariant_nope', {'learn_tau': True}, True, True",
-    "80, float16, 64, 'alibi', {}, True, False",
-    "90, bfloat16, 128, 'scale_invariant_nope', {}, False, True",
+    "80, float32, 20, 'scale_invariant_nope', {'learn_tau': True}",
+    "80, float16, 64, 'alibi', {}",
+    "90, bfloat16, 128, 'scale_invariant_nope', {}",
 ])
-def test_the_kernels_compile_for_gpus_and_deterministic_ones_have_no_atomics(case):
+def test_the_kernels_compile_for_gpus_without_atomics(case):
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     code = subprocess.run([sys.executable, "-c", COMPILE, case], cwd=ROOT, env=env, capture_output=True, text=True)
-    atomic = ["forward_kernel False True", "key_gradient_kernel True True"]
-    deterministic = ["forward_kernel False True", "query_gradient_kernel False True", "key_gradient_kernel False True"]
-    assert code.stdout.splitlines() == (deterministic if case.endswith("True") else atomic), code.stderr
+    assert code.stdout.splitlines() == [f"{role}_kernel False True" for role in ROLES], code.stderr
 
 
 # ---- low precision ---------------------------------------------------------------------------------------------------
@@ -476,20 +405,16 @@ def dense_low_precision(formula, q, k, v, do, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("heads, length, head_dim, scale, deterministic", [
-    (1, 200, 64, 1, True), (1, 150, 128, 3, False), (2, 66, 20, 1, True),
-])
+@pytest.mark.parametrize("heads, length, head_dim, scale", [(1, 200, 64, 1), (1, 150, 128, 3), (2, 66, 20, 1)])
 @pytest.mark.parametrize("formula", [None, alibi, scale_invariant, parabola, smooth, rough])
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=needs_cuda)])
-def test_low_precision_is_as_good_as_dense(dtype, formula, heads, length, head_dim, scale, deterministic):
+def test_low_precision_is_as_good_as_dense(dtype, formula, heads, length, head_dim, scale):
     """Relative Frobenius errors of output, dq, dk, dv: at most 1.5 times those of the dense computation."""
     exact = [x.detach().to(dtype) for x in random_inputs(heads, length, head_dim, seed=length)]
     exact[0] *= scale
     do = random(*exact[0].shape, seed=4).to(dtype)
     inputs = [x.clone().to(DEVICE).requires_grad_() for x in exact]
-    output = flash_attention(
-        *inputs, coefficients_of(formula, heads, head_dim, length, dtype=dtype), deterministic=deterministic
-    )
+    output = flash_attention(*inputs, coefficients_of(formula, heads, head_dim, length, dtype=dtype))
     assert output.dtype == dtype
     ours = [output, *torch.autograd.grad(output, inputs, do.to(DEVICE))]
     dense = dense_low_precision(formula, *(x.float() for x in (*exact, do)), dtype)
@@ -604,17 +529,16 @@ def test_attend_by_the_kernel_is_the_reference(name, small):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("learn_tau, deterministic", [(True, True), (False, False)])
-def test_opcheck(learn_tau, deterministic, small):
+@pytest.mark.parametrize("learn_tau", [True, False])
+def test_opcheck(learn_tau, small):
     method = learned_method(2) if learn_tau else make("scale_invariant_nope", 2)
     made = make_coefficients(method.to(DEVICE).score_change, 2, 16, 20, 0, torch.float32, DEVICE)
     inputs = [x.to(DEVICE).detach().requires_grad_() for x in cast(random_inputs(2, 20, 16), torch.float32)]
-    tensors = (made.table, made.polynomials, made.tangent, None)
-    rest = (list(made.degrees), made.far, 0, deterministic)
-    torch.library.opcheck(flash.forward_op, (*inputs, made.parameter, *tensors, *rest))
-    output, lse = flash.forward_op(*inputs, made.parameter, *tensors, *rest)
+    functions = made.table, made.polynomials, made.tangent, list(made.degrees), made.far, 0
+    torch.library.opcheck(flash.forward_op, (*inputs, made.parameter, *functions))
+    output, lse = flash.forward_op(*inputs, made.parameter, *functions)
     arguments = [x.detach() for x in (torch.ones_like(output), *inputs, output, lse)]
-    torch.library.opcheck(flash.backward_op, (*arguments, *tensors, *rest))
+    torch.library.opcheck(flash.backward_op, (*arguments, *functions))
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
@@ -623,9 +547,7 @@ def test_opcheck(learn_tau, deterministic, small):
 def shapes_and_words():
     q = (2, 6, 5, 16)
     return [
-        (q, (2, 4, 5, 16), (2, 4, 5, 16), "4 key heads"),
-        (q, (2, 12, 5, 16), (2, 12, 5, 16), "12 key heads"),
-        (q, (2, 0, 5, 16), (2, 0, 5, 16), "0 key heads"),
+        (q, (2, 3, 5, 16), (2, 3, 5, 16), "2, 3, 5, 16"),
         (q, (2, 6, 5, 16), (2, 6, 4, 16), "4, 16"),
         (q, (1, 6, 5, 16), (1, 6, 5, 16), "1, 6, 5, 16"),
         (q, (2, 6, 5, 32), (2, 6, 5, 32), "5, 32"),
@@ -665,15 +587,6 @@ def test_mixed_dtypes_are_refused(which):
 def test_offsets_out_of_range_are_refused(queries, q_offset):
     with assert_refused(f"{queries} queries from position {q_offset}"):
         flash_attention(*zeros((1, 1, queries, 16), *[(1, 1, 5, 16)] * 2), q_offset=q_offset)
-
-
-@pytest.mark.parametrize("documents, word", [
-    (torch.zeros(1, 4, dtype=torch.int64), "1, 4"), (torch.zeros(2, 5, dtype=torch.int64), "2, 5"),
-    (torch.zeros(5, dtype=torch.int64), "5,"), (torch.zeros(1, 5), "float32"),
-])
-def test_documents_that_do_not_fit_are_refused(documents, word):
-    with assert_refused("documents", word):
-        flash_attention(*zeros(*[(1, 1, 5, 16)] * 3), documents=documents.to(DEVICE))
 
 
 @pytest.mark.parametrize("heads, keys, word", [(3, 20, "3 heads"), (6, 19, "20 keys")])

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from data.shards import ShardWriter, open_split
-from scripts import logits
-from scripts.theory import attention_statistics
+from scripts.reproduce import logits
+from scripts.reproduce.theory import attention_statistics
 
 WITH_LOGITS = [name for name in NAMES if not name.startswith("infini")]
 ROTATING = [name for name in NAMES if name.endswith(("rope", "ntk", "yarn"))]

@@ -1,8 +1,9 @@
-"""scripts/memory.py: the count on fake tensors is what the allocator of a CPU really hands out, and a validation keeps
-no logits."""
+"""scripts/bench/memory.py: the count on fake tensors is what the allocator of a CPU really hands out, and a validation
+keeps no logits."""
 
 import dataclasses
 import json
+import runpy
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ from model import loss
 from runtime.build import build_model, build_optimizers, train_step
 from runtime.processes import World
 from runtime.validation import Validation
-from scripts import memory
-from scripts.memory import StorageCount, count, run
+from scripts.bench import memory
+from scripts.bench.memory import StorageCount, count, run
 
 CPU = torch.device("cpu")
 
@@ -115,5 +116,5 @@ def test_the_table_says_that_it_is_a_count(capsys):
 
 def test_a_length_that_does_not_fit_a_step_is_one_line(capsys):
     with pytest.raises(SystemExit) as stopped:
-        here(memory.main, "quickstart", "--length", 100)
+        here(lambda: runpy.run_module("scripts.memory", run_name="__main__"), "quickstart", "--length", 100)
     assert stopped.value.code == 2 and capsys.readouterr().err.startswith("error: train_length 100 does not divide")

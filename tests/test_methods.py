@@ -8,7 +8,7 @@ import reference
 import torch
 from torch.testing import assert_close
 
-from model.attention import attend, attention_logits, make_plan
+from model.attention import attend, make_plan
 from model.methods import METHODS, make_alternative, make_method
 from model.methods.alibi import ALiBi
 from model.methods.base import Method, ScoreChange
@@ -18,6 +18,7 @@ from model.methods.ntk import NTK
 from model.methods.p_rope import PRoPE
 from model.methods.rope import RoPE
 from model.methods.scale_invariant import ScaleInvariant
+from model.reference import attention_logits
 
 TRAIN_LENGTH = 64
 

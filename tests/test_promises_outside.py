@@ -16,13 +16,14 @@ import pytest
 import torch
 from test_train import ROOT, arguments, contents, here, make_data, train_here
 
+import scripts.report.__main__ as report
 import train_gpt
+from configs.sweeps import Run
 from data import shards
 from data.text import load_tokenizer
 from runtime.checkpoint import latest_checkpoint, load_checkpoint
-from scripts import evaluate, report
-from scripts.runs import read_folder
-from scripts.sweep import Attempt, Job, settle
+from scripts import evaluate
+from scripts.sweep.local import Attempt, record_outcome
 
 pytestmark = [pytest.mark.promise(9, "no surprises from outside"), pytest.mark.slow]
 
@@ -366,11 +367,10 @@ def test_evaluate_writes_through_no_link(copied, treasure, faults):
 def test_a_sweep_writes_through_no_link(name, copied, treasure, faults):
     before = contents(treasure)
     link(copied.parent / name, treasure / "log.txt")
-    config = read_folder(copied).config
     with faults("links beside a run folder"), pytest.raises(OSError, match=f"{name} is a symbolic link"):
         if name == "run.log":
-            Attempt(Job(copied, config, []), {}, 1)
-        settle(copied, 1, "an error")
+            Attempt(Run("quickstart", dict(runs_dir=str(copied.parent), name=copied.name)), {}, 1)
+        record_outcome(copied, 1, "an error")
     assert contents(treasure) == before
 
 

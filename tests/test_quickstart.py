@@ -16,8 +16,8 @@ from configs.presets import quickstart
 from data.shards import ShardWriter, open_split
 from data.text import load_tokenizer
 from scripts import quickstart as script
-from scripts.runs import data_fingerprint
-from scripts.tables import loss_table
+from scripts.shared.runs import data_fingerprint
+from scripts.shared.tables import loss_table
 
 ROOT = Path(__file__).parents[1]
 

@@ -19,8 +19,10 @@ import pytest
 from configs.presets import quickstart
 from configs.validation import validation_plan
 from runtime.files import to_json
-from scripts.figures import LINES, OTHERS, line
-from scripts.report import POINTS, describe, group, look_through, mean, on_dark, page, thin
+from scripts.report.groups import group
+from scripts.report.page import on_dark, page
+from scripts.report.reading import POINTS, describe, find_runs, mean, thin
+from scripts.shared.looks import LINES, OTHERS, line
 
 ROOT = Path(__file__).parents[1]
 EVIL = "</script><script>document.title='evil'</script>\"'<img src=x onerror=alert(1)>"
@@ -476,7 +478,7 @@ def test_failed_runs_and_folders_that_are_no_runs_are_named(tmp_path):
     (tmp_path / "a.failures.txt").write_text("first\nout of memory\n")
     (tmp_path / "refused.failures.txt").write_text("no such data\n")
     (tmp_path / "stray").mkdir()
-    runs, strays = look_through(tmp_path)
+    runs, strays = find_runs(tmp_path)
     assert runs == [tmp_path / "a"]
     assert strays == [("stray", "not a run folder: it has no config.json"), ("refused", "never began: no such data")]
     assert problems(tmp_path / "a") == "failed at step 5 of 11\nout of memory"
@@ -610,7 +612,7 @@ def test_every_colour_can_be_seen_on_a_dark_page(colour):
 @pytest.mark.slow
 def test_the_command_writes_the_runs_of_the_folder_and_refuses_what_is_no_run(tmp_path):
     write_run(tmp_path / "runs" / "a")
-    write_run(tmp_path / "runs" / "b", stop=2)
+    write_run(tmp_path / "runs" / "b", stop=2, seed=1)
     out = tmp_path / "new" / "report.html"
     done = command("--runs-dir", tmp_path / "runs", "--out", out, "--title", "R&D")
     assert done.returncode == 0, done.stderr
@@ -637,7 +639,7 @@ def test_a_folder_without_runs_is_refused(tmp_path, make):
     if make:
         (tmp_path / "runs" / "stray").mkdir(parents=True)
     with pytest.raises(ValueError, match="runs"):
-        look_through(tmp_path / "runs")
+        find_runs(tmp_path / "runs")
 
 
 # ---- in a browser ----------------------------------------------------------------------------------------------------

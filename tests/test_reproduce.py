@@ -20,12 +20,15 @@ from configs.sweeps import SCALES, SWEEPS, sweep
 from data.shards import ShardWriter, open_split
 from runtime.build import build_model
 from runtime.checkpoint import save_checkpoint
-from scripts import reproduce
-from scripts.figures import series
-from scripts.reproduce import main
-from scripts.runs import data_fingerprint, read_folders
-from scripts.sweep import field_changes, make_plans, parse_arguments
-from scripts.tables import mean_and_stderr, paper_targets
+from scripts.reproduce import figures, pages
+from scripts.reproduce.__main__ import main
+from scripts.reproduce.tables import paper_targets
+from scripts.shared.arguments import field_changes
+from scripts.shared.looks import series_label, series_name
+from scripts.shared.runs import data_fingerprint, read_runs
+from scripts.shared.tables import mean_and_stderr
+from scripts.sweep.__main__ import parse_arguments
+from scripts.sweep.plan import plan_runs
 
 TINY = "--num_heads 2 --model_dim 16 --vocab_size 64 --train_length 64 --batch_tokens 64 --steps 2"
 
@@ -42,8 +45,9 @@ def write_run(
     (folder / "log.txt").write_text("python 3\ndevice: an abacus\ncommit: 0123abc\n==== a.py ====\n")
     records = []
     for i, step in enumerate(steps):
-        above = lambda losses: {str(n): x + 0.1 * (len(steps) - 1 - i) for n, x in losses.items()}
-        loss, as_others = above(losses), {method: above(theirs) for method, theirs in others.items()}
+        above = 0.1 * (len(steps) - 1 - i)
+        loss = {str(n): x + above for n, x in losses.items()}
+        as_others = {method: {str(n): x + above for n, x in theirs.items()} for method, theirs in others.items()}
         tokens = val_tokens
         if part:
             few = step < steps[-1]
@@ -64,11 +68,12 @@ def write_study(runs_dir, item, scale="mini", **options):
     """All runs of a study, with losses that differ by series and seed; returns them by (series, seed, length)."""
     random, values = np.random.default_rng(0), {}
     for number, run in enumerate(sweep(item, scale)):
-        draw = lambda: {n: 4 + 0.01 * number + random.random() for n in run.config.val_lengths}
-        losses, others = draw(), {method: draw() for method in run.config.validate_as}
+        methods = run.methods
+        drawn = {m: {n: 4 + 0.01 * number + random.random() for n in run.config.val_lengths} for m in methods}
+        losses, others = drawn[methods[0]], {method: drawn[method] for method in methods[1:]}
         steps = [s * run.config.steps // 4 for s in range(5)]
         write_run(runs_dir, run, losses, steps=steps, others=others, **options)
-        shown = {series(run.config.method, run.config.method_options): losses} | others
+        shown = {series_label(run.config.method, run.config.method_options): losses} | others
         values |= {(name, run.config.seed, n): x for name, theirs in shown.items() for n, x in theirs.items()}
     return values
 
@@ -144,7 +149,7 @@ def test_table_losses_has_means_errors_and_the_papers_numbers(tmp_path, call):
     page = (tmp_path / "out" / "table_losses.md").read_text()
     assert "256 (1x)" in page and "paper 4k (1x)" in page and "not the paper's" in page
     best = min((float(r["mean"]), m) for (m, n), r in table.items() if n == 256)[1]
-    line = next(text for text in page.splitlines() if re.match(rf"\| {reproduce.series_name(best)}\u2020? ", text))
+    line = next(text for text in page.splitlines() if re.match(rf"\| {series_name(best)}\u2020? ", text))
     assert line.split("|")[3].strip().startswith("**")
     assert "0123abc (27)" in page and "an abacus (27)" in page
     assert "RoPE+NTK\u2020" in page and "\u2020 RoPE+NTK and YaRN: the weights of RoPE" in page
@@ -184,7 +189,7 @@ def test_without_runs_the_table_is_empty_and_names_commands_that_parse(tmp_path,
     monkeypatch.setattr(sys, "argv", whole[2:])
     args, extra = parse_arguments()
     assert sweep(args.sweep, args.scale, args.seeds, args.methods, field_changes("mini", extra)) == runs
-    assert [plan.path for plan in make_plans(runs, args)] == [tmp_path / "runs" / r.name for r in runs]
+    assert [plan.path for plan in plan_runs(runs, args)] == [tmp_path / "runs" / r.name for r in runs]
 
 
 def test_infini_table_has_the_papers_rule(tmp_path, call):
@@ -335,8 +340,8 @@ def test_needle_table(tmp_path, call):
 
 @pytest.mark.slow
 def test_all_is_well_when_all_that_can_be_made_is_there(tmp_path, call, monkeypatch):
-    items = dict(table_losses=reproduce.table_losses, table_llama=reproduce.table_llama, figure_qq=reproduce.figure_qq)
-    monkeypatch.setattr(reproduce, "ITEMS", items)
+    items = {item: pages.ITEMS[item] for item in ("table_losses", "table_llama", "figure_qq")}
+    monkeypatch.setattr("scripts.reproduce.__main__.ITEMS", items)
     write_study(tmp_path / "runs", "table_losses")
     code, said = call("all", "--scale", "mini")
     assert code == 0 and said.out.splitlines()[-1] == "all that can be made on this machine is there"
@@ -407,7 +412,7 @@ def test_nope_is_in_the_left_panel_alone(tmp_path, call, monkeypatch):
     for run in sweep("figure_train_4k", "mini", seeds=[0], methods=["nope", "alibi"]):
         write_run(tmp_path / "runs", run, {n: 4.0 for n in run.config.val_lengths})
     drawn = []
-    monkeypatch.setattr(reproduce, "draw_curves", lambda path, panels, looks, **_: drawn.extend(panels))
+    monkeypatch.setattr(figures, "draw_curves", lambda path, panels, looks, **_: drawn.extend(panels))
     call("figure_train_4k", "--scale", "mini", "--seeds", "0", "--methods", "nope", "alibi")
     assert [{row["series"] for row in shown} for _, shown in drawn] == [{"nope", "alibi"}, {"alibi"}, {"alibi"}]
 
@@ -574,7 +579,7 @@ def write_models(tmp_path, item, num_layers, val_tokens):
 @pytest.mark.slow
 def test_figure_qq_ours(tmp_path, call):
     fields = write_models(tmp_path, "figure_qq_ours", num_layers=2, val_tokens=400)
-    folder = next(f.path for f in read_folders(tmp_path / "runs") if f.config.method == "p_rope")
+    folder = next(f.path for f in read_runs(tmp_path / "runs") if f.config.method == "p_rope")
     next((folder / "checkpoints").iterdir()).unlink()
     code, said = call("figure_qq_ours", "--scale", "mini", *fields)
     assert code == 1 and f"{folder} has no checkpoint" in said.out and "runs used: 2 of 3" in said.out
@@ -668,7 +673,7 @@ def test_all_survives_broken_folders_and_sums_up(tmp_path, call):
     code, said = call("all", "--scale", "mini", "--draws", "2")
     lines, summary = said.out.split("\n\n")
     said_of = dict(line.split(": ", 1) for line in lines.splitlines())
-    assert code == 1 and list(said_of) == list(reproduce.ITEMS)
+    assert code == 1 and list(said_of) == list(pages.ITEMS)
     assert said_of["table_infini"].startswith("failed: ")
     assert said_of["table_losses"].startswith("incomplete, 5 of 27 runs; 22 missing: `python -m scripts.sweep table_lo")
     assert said_of["table_llama"].startswith("not built: ") and said_of["figure_qq"].startswith("not built: ")

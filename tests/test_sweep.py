@@ -1,6 +1,7 @@
 """The sweep runner on real runs of a tiny model: each state a run can be in, stopping and resuming, failures, submitit,
 and the wandb sweep."""
 
+import collections
 import dataclasses
 import gzip
 import json
@@ -22,15 +23,18 @@ from lives import holding
 from test_needle_data import hub  # noqa: F401
 
 from configs.command_line import read_config
-from configs.config import Config, config_hash
+from configs.config import config_hash
 from configs.presets import preset
 from configs.sweeps import MAIN_METHODS, SCALES, SWEEPS, Run, grid, sweep
 from data.text import prepare
 from runtime.checkpoint import latest_checkpoint, load_checkpoint
 from runtime.run_folder import RunFolder
-from scripts import sweep as script
-from scripts.runs import read_folders, state, stored_config
-from scripts.tables import paper_targets
+from scripts.reproduce.tables import paper_targets
+from scripts.shared.arguments import field_changes
+from scripts.shared.runs import read_runs, sidecar, stored_config, train_state
+from scripts.sweep.__main__ import main
+from scripts.sweep.local import last_step, record_outcome
+from scripts.sweep.local import places as places_of_runs
 
 SLOW_FIXTURES = ("finished", "disturbed", "failing", "tuned", "tuned_disturbed", "tuning_fails")
 
@@ -70,7 +74,7 @@ def here(*words):
         patch.setattr(sys, "argv", ["sweep", *map(str, words)])
         patch.setenv("OMP_NUM_THREADS", "1")
         try:
-            script.main()
+            main()
         except SystemExit as exit:
             return exit.code
 
@@ -222,7 +226,7 @@ def disturbed(data, tmp_path_factory):
     process.send_signal(signal.SIGTERM)
     seen["error"], seen["code"] = process.communicate(timeout=600)[1], process.returncode
     seen["alive"] = is_alive(second)
-    seen["state"] = state(run(), read_folders(runs), runs)[0]
+    seen["state"] = train_state(run(), read_runs(runs), runs)[0]
     seen["again"] = here(*options(data, runs))
     return folder, seen
 
@@ -325,7 +329,7 @@ def test_error_of_the_user_is_tried_again_by_the_next_sweep(failing, data, tmp_p
 
 
 def test_interrupted_run_is_no_failure(tmp_path):
-    assert script.settle(tmp_path / "run", 75, "step 3\n") == "interrupted"
+    assert record_outcome(tmp_path / "run", 75, "step 3\n") == "interrupted"
     assert not list(tmp_path.iterdir())
 
 
@@ -333,13 +337,13 @@ def test_interrupted_run_is_no_failure(tmp_path):
 def test_the_mark_of_an_interrupted_run_counts_under_torchrun(tmp_path, code, outcome):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "interrupted").write_text("SIGTERM\n")
-    assert script.settle(tmp_path / "run", code, "") == outcome
+    assert record_outcome(tmp_path / "run", code, "") == outcome
 
 
 @pytest.mark.parametrize("code, outcome", [(1, "failed"), (2, "refused"), (-9, "failed")])
 def test_exit_code_of_a_process_of_torchrun_counts(tmp_path, code, outcome):
     output = f"[rank0]: ValueError: boom\nRoot Cause:\n  exitcode  : {code} (pid: 7)\n  traceback : none\n=====\n"
-    assert script.settle(tmp_path / "run", 1, output) == outcome
+    assert record_outcome(tmp_path / "run", 1, output) == outcome
     assert (tmp_path / "run.failures.txt").read_text().endswith(f" exit code {code}: [rank0]: ValueError: boom\n")
 
 
@@ -362,7 +366,7 @@ def long_run(method="rope"):
 
 
 def tuned_steps(folder):
-    return script.last_step(folder / "needle")
+    return last_step(folder / "needle")
 
 
 def tuner(folder, steps, but=None):
@@ -569,16 +573,16 @@ def test_damaged_files_of_a_fine_tuning_are_named(copied_tuned, data, capsys, na
 def test_first_stage_keeps_the_job_on_the_cluster(tmp_path):
     for suffix in (".log", ".failures.txt", ".job"):
         (tmp_path / f"run{suffix}").write_text("7")
-    assert script.settle(tmp_path / "run", 0, "", last=False) == "pretrained"
+    assert record_outcome(tmp_path / "run", 0, "", is_last=False) == "pretrained"
     assert [path.name for path in tmp_path.iterdir()] == ["run.job"]
-    assert script.settle(tmp_path / "run", 0, "", tmp_path / "run" / "needle") == "finished"
+    assert record_outcome(tmp_path / "run", 0, "", tmp_path / "run" / "needle") == "finished"
     assert not list(tmp_path.iterdir())
 
 
 def test_fine_tuning_of_another_process_is_left_alone(tmp_path):
     (tmp_path / "run").mkdir()
     lock = RunFolder.create(tmp_path / "run", "needle")
-    assert script.settle(tmp_path / "run", 2, "error: in use", tmp_path / "run" / "needle") == "running"
+    assert record_outcome(tmp_path / "run", 2, "error: in use", tmp_path / "run" / "needle") == "running"
     lock.close()
     assert [path.name for path in tmp_path.iterdir()] == ["run"]  # no failure
 
@@ -628,7 +632,7 @@ def test_dry_run_tells_the_states_apart_and_starts_nothing(copied, data, capsys)
         (folder / "checkpoints").mkdir(parents=True)
     (running / "config.json").write_text(json.dumps(run("p_rope").config.to_dict()))
     (other / "config.json").write_text(json.dumps(run("logn_p_rope", muon_lr=0.1).config.to_dict()))
-    script.beside(failed, ".failures.txt").write_text("2026-01-01T00:00:00 exit code 1: boom\n")
+    sidecar(failed, ".failures.txt").write_text("2026-01-01T00:00:00 exit code 1: boom\n")
     lock = RunFolder.create(runs, running.name, resume="auto")
     before = contents(runs)
     table, last = dry_run(capsys, options(data, runs, "rope alibi p_rope logn_p_rope nope logn_rope"))
@@ -727,10 +731,10 @@ def test_all_fine_tunes_the_runs_of_the_needle_table_with_the_settings_of_the_sc
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("name", SWEEPS)
 def test_seeds_that_are_given_are_used_everywhere(name, scale):
-    runs = sweep(name, scale, seeds=[4, 9])
-    without_seed = lambda run: (run.preset, str({k: v for k, v in run.changes.items() if k != "seed"}))
-    seeds = {key: {r.config.seed for r in runs if without_seed(r) == key} for key in map(without_seed, runs)}
-    assert runs and all(of == {4, 9} for of in seeds.values())
+    seeds = collections.defaultdict(set)
+    for run in sweep(name, scale, seeds=[4, 9]):
+        seeds[run.preset, str({k: v for k, v in run.changes.items() if k != "seed"})].add(run.config.seed)
+    assert seeds and all(given == {4, 9} for given in seeds.values())
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -840,7 +844,7 @@ def test_runs_that_differ_outside_the_mathematics_have_names_of_their_own_within
         f"mini-rope-data_dirdata_{place}-dtype{dtype}-s0" for dtype in ("float32", "bfloat16") for place in "ab"
     ]
     (plain,) = [run for run in sweep("table_losses", "mini", [0], ["rope"], dict(dtype="float32"))]
-    assert (plain.name, plain.told, plain.identity) == ("mini-rope-s0", (), config_hash(plain.config))
+    assert (plain.name, plain.distinguishing, plain.identity) == ("mini-rope-s0", (), config_hash(plain.config))
     own(lambda scale: grid(scale.base, data_dir=["data/a", "data_a"]))
     with pytest.raises(ValueError, match="two of its runs would be called mini-"):
         sweep("own", "mini")
@@ -899,7 +903,7 @@ def test_long_name_is_shortened_to_a_hash_and_still_tells_runs_apart():
 def test_field_changes_are_what_was_named():
     words = "--steps 1200 --no_bf16_embedding --val_lengths 64 128 --group=mine --cooldown-steps 9".split()
     expected = dict(steps=1200, bf16_embedding=False, val_lengths=(64, 128), group="mine", cooldown_steps=9)
-    assert script.field_changes("mini", words) == expected
+    assert field_changes("mini", words) == expected
 
 
 WRONG = {  # words, and what the error must say
@@ -947,7 +951,7 @@ def places(monkeypatch, gpus, visible, at_once, gpus_per_run, device="auto"):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    return script.places([script.Job(Path("run"), Config(device=device), [])] * 9, at_once, gpus_per_run)
+    return places_of_runs([Run("mini", dict(device=device))] * 9, at_once, gpus_per_run)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import reference
 import torch
 from torch.testing import assert_close
 
-from scripts import theory
+from scripts.reproduce import theory
 
 DRAWS, SEED = 400, 0
 

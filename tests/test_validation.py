@@ -7,7 +7,7 @@ import pytest
 from configs.config import Config
 from configs.presets import PRESETS, preset
 from configs.validation import validation_plan, validation_share
-from scripts.runs import val_tokens
+from scripts.shared.run_files import val_tokens
 
 FULL = 10_485_760
 

@@ -1,1 +1,1 @@
-"""Attention as fast as the machine allows: the same formula as model/attention.py's plain form, tile by tile."""
+"""Attention as fast as the machine allows: the formula of model/reference.py, tile by tile."""

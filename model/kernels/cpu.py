@@ -1,8 +1,8 @@
 """Attention over L = a_t S + m_t on a CPU, by cpu.cpp: compiled on first use, with the machine's own C++ compiler.
 
 Float32 only. It needs a compiler with OpenMP (as torch.compile does) and a PyTorch whose BLAS can be called from
-outside; `problem` says what is missing, and model/attention.py then runs the same formula in plain PyTorch. The same
-holds for cross-entropy and model/loss.py.
+outside; `problem` says what is missing, and the same formula then runs in plain PyTorch (model/backends/blocks.py). The
+same holds for cross-entropy and model/loss.py.
 """
 
 import ctypes
@@ -28,10 +28,14 @@ MATRICES = ("q", "k", "v", "o", "dout", "dq", "dk", "dv")
 
 
 class Matrix(ctypes.Structure):
+    """The struct Matrix of cpu.cpp."""
+
     _fields_ = [("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("batch", "head", "token"))]
 
 
-class Call(ctypes.Structure):
+class Arguments(ctypes.Structure):
+    """The struct Call of cpu.cpp."""
+
     _fields_ = [
         ("gemm", ctypes.c_void_p),
         *((name, Matrix) for name in MATRICES),
@@ -43,7 +47,7 @@ class Call(ctypes.Structure):
 
 @torch.compiler.assume_constant_result
 def problem(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the kernel cannot run there, or None. Compiles it when asked for the first time."""
+    """Return why the kernel cannot run there, or None. It is compiled when this is asked for the first time."""
     if device.type != "cpu":
         return f"it runs on a CPU, not on {device}"
     if dtype != torch.float32:
@@ -53,7 +57,7 @@ def problem(device: torch.device, dtype: torch.dtype) -> str | None:
 
 @functools.cache
 def library() -> tuple[ctypes.CDLL | None, str | None]:
-    """The compiled kernel, or None and why there is none."""
+    """Return the compiled kernel and None, or None and why there is none."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if not compiler:
         return None, "there is no C++ compiler"
@@ -111,14 +115,14 @@ def is_whole(path: Path) -> bool:
 
 
 def make_tables(change: ScoreChange | None, num_heads: int, head_dim: int, key_length: int) -> Tensor:
-    """A and M of distance.py, turned round: (2, H or 1, keys) float32, differentiable in what `change` learns."""
+    """Return A and M of distance.py, turned round, (2, H or 1, keys) float32; differentiable in what is learned."""
     distance = torch.arange(key_length - 1, -1, -1).double()
     a, m = (1.0, 0.0) if change is None else change.coefficients(distance, torch.arange(num_heads).unsqueeze(-1))
     return in_bits(a, m, distance, head_dim).float().contiguous()
 
 
 def cpu_attention(q: Tensor, k: Tensor, v: Tensor, tables: Tensor, *, q_offset: int = 0) -> Tensor:
-    """Causal attention (B, H, Tq, D) over a_t S + m_t, tables coming from make_tables for these keys.
+    """Return causal attention (B, H, Tq, D) over a_t S + m_t, tables coming from make_tables for these keys.
 
     q (B, H, Tq, D), k and v (B, H, Tk, D), float32; query i is at position q_offset + i, key j at j.
     """
@@ -128,15 +132,16 @@ def cpu_attention(q: Tensor, k: Tensor, v: Tensor, tables: Tensor, *, q_offset: 
 
 
 def in_rows(x: Tensor) -> Tensor:
-    """x in a form whose (T, D) matrices BLAS can read."""
+    """Return x in a form whose (T, D) matrices BLAS can read."""
     return x if x.stride(3) == 1 and x.stride(2) >= x.shape[3] else x.contiguous()
 
 
 def run(function: str, q_offset: int, parts: int = 1, **tensors: Tensor | None):
+    """Call a function of cpu.cpp with these tensors, by the names of their fields in Arguments."""
     kernel, reason = library()
     assert kernel is not None, reason
     q, k, tables = tensors["q"], tensors["k"], tensors["tables"]
-    call = Call(
+    call = Arguments(
         gemm=kernel.gemm, batch=q.shape[0], heads=q.shape[1], table_heads=tables.shape[1], queries=q.shape[2],
         keys=k.shape[2], dim=q.shape[3], q_offset=q_offset, parts=parts,
         tile_queries=TILE_OF_FEW if q.shape[2] <= FEW else TILE[0], tile_keys=TILE[1],
@@ -152,7 +157,7 @@ def run(function: str, q_offset: int, parts: int = 1, **tensors: Tensor | None):
 
 
 def heads_last(x: Tensor, make) -> Tensor:
-    """(B, H, T, D) in memory (B, T, H, D), as the projections before and after want it."""
+    """Return memory for x (B, H, T, D), in it (B, T, H, D), as the projections before and after want it."""
     B, H, T, D = x.shape
     return make((B, T, H, D), dtype=x.dtype).transpose(1, 2)
 
@@ -213,7 +218,7 @@ forward_op.register_autograd(backward, setup_context=save_for_backward)
 
 
 def cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, gradient: bool):
-    """Sets losses (R,) from logits (R, V), and the logits, if gradient, to softmax - onehot; else they are lost."""
+    """Set losses (R,) from logits (R, V), and the logits, if gradient, to softmax - onehot; else they are lost."""
     assert logits.dtype == losses.dtype == torch.float32 and targets.dtype == torch.int64
     assert logits.is_contiguous() and targets.is_contiguous() and losses.is_contiguous()
     low, high = (x.item() for x in targets.aminmax())

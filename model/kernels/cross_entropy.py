@@ -42,7 +42,7 @@ def cross_entropy_kernel(
 
 @on_its_gpu
 def cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, gradient: bool):
-    """Sets losses (R,) from logits (R, V), and the logits, if gradient, to softmax - onehot. V up to 2^31 - BLOCK.
+    """Set losses (R,) from logits (R, V), and the logits, if gradient, to softmax - onehot. V up to 2^31 - BLOCK.
 
     Logits float32, float16 or bfloat16, targets int64, losses float32, all contiguous; computed in float32.
     """

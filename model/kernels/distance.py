@@ -1,4 +1,4 @@
-"""a_h(t) and m_h(t) as the kernel of flash.py reads them: a table by distance, and a polynomial a tile far away.
+"""a_h(t) and m_h(t) as the kernels of flash_kernels.py read them: a table by distance, and polynomials far away.
 
 The logits in bits are  L log2(e) = A(t) qk + M(t)  with qk the product of query and key, A = a log2(e) / sqrt(d) and
 M = m log2(e). Where m = 1 - a^2, as in scale-invariant attention, the softmax ignores the 1 and one function is enough:
@@ -42,13 +42,14 @@ class Coefficients:
 
 
 def learned_parameters(change: ScoreChange | None) -> dict[str, Tensor]:
+    """Return what a_t and m_t depend on and training changes, by name."""
     return {} if change is None else dict(change.named_parameters())
 
 
 def make_coefficients(
     change: ScoreChange, num_heads: int, head_dim: int, key_length: int, q_offset: int, dtype: torch.dtype, device
 ) -> Coefficients:
-    """What the kernel needs to know of `change`, for queries from q_offset on and keys 0..key_length-1 of this dtype.
+    """Return what the kernel needs of `change`, for queries from q_offset on and keys 0..key_length-1, of this dtype.
 
     A change with a learned parameter, one number a head, is differentiable in it. ValueError for more than one.
     """
@@ -59,8 +60,10 @@ def make_coefficients(
             shapes = ", ".join(f"{name} {tuple(p.shape)}" for name, p in learned.items())
             raise ValueError(f"the kernel takes one learned number a head, got {shapes}: use another backend")
         ((name, parameter),) = learned.items()
-        a_and_m = lambda p: torch.func.functional_call(change, {name: p}, (distance, head))
-        functions = lambda p: in_bits(*a_and_m(p), distance, head_dim)
+
+        def functions(p):
+            return in_bits(*torch.func.functional_call(change, {name: p}, (distance, head)), distance, head_dim)
+
         table, tangent = torch.func.jvp(functions, (parameter.detach(),), (torch.ones_like(parameter),))
         return Coefficients(table.float(), tangent=tangent.float(), parameter=parameter)
     a, m = change.coefficients(distance, head)
@@ -71,19 +74,19 @@ def make_coefficients(
 
 
 def in_bits(a: Tensor | float, m: Tensor | float, distance: Tensor, head_dim: int, one: bool = False) -> Tensor:
-    """b, or A and M: (n, H or 1, distances)."""
+    """Return b, if `one` function is enough, or A and M: (n, H or 1, distances)."""
     functions = (a * LOG2E**0.5,) if one else (a * (LOG2E * head_dim**-0.5), m * LOG2E)
     functions = torch.stack(torch.broadcast_tensors(*map(torch.as_tensor, functions), distance)[:-1])
     return functions if functions.dim() == 3 else functions.unsqueeze(1)
 
 
 def window_starts(key_length: int, q_offset: int, device) -> Tensor:
-    """The distances D of all tiles that queries from q_offset on can have with key_length keys, from -REACH on."""
+    """Return all distances D of tiles that queries from q_offset on can have with key_length keys, from -REACH on."""
     return torch.arange(-REACH, key_length, STEP, device=device) + q_offset % STEP
 
 
 def fit_polynomials(table: Tensor, q_offset: int, tolerance: float) -> tuple[Tensor, tuple[int, ...], int]:
-    """Polynomials, degrees and far of Coefficients, for functions given as their table (n, H, keys + 2 REACH).
+    """Return polynomials, degrees and far of Coefficients, of functions given as a table (n, H, keys + 2 REACH).
 
     A function that is one line (a constant, ALiBi's m) has the same coefficients, in t, in all windows and is far
     everywhere. Any other has a cubic in t - D for each window D - REACH < t < D + REACH.
@@ -92,33 +95,40 @@ def fit_polynomials(table: Tensor, q_offset: int, tolerance: float) -> tuple[Ten
     D = window_starts(N - 2 * REACH, q_offset, table.device)  # (W,)
     x = torch.arange(1 - REACH, REACH, device=table.device)  # (2 REACH - 1,)
     t = D.unsqueeze(-1) + x  # (W, 2 REACH - 1)
-    powers = lambda x: x.double().unsqueeze(-1) ** torch.arange(4, device=table.device)
     at_nodes = torch.linalg.inv(powers(torch.tensor(NODES, device=table.device)))
-    near = lambda approximation, f: (approximation - f).abs() <= tolerance * (1 + f.abs())
     polynomials, degrees, far = [], [], EVERYWHERE
     for f in table:  # (H, N)
         line = torch.stack([f[:, 0], (f[:, -1] - f[:, 0]) / (N - 1)], dim=-1).float()  # (H, 2)
-        if near(line.double() @ torch.stack([torch.ones(N), torch.arange(N)]).to(f), f).all():
+        if is_near(line.double() @ torch.stack([torch.ones(N), torch.arange(N)]).to(f), f, tolerance).all():
             degrees.append(int(line[:, 1].any()))
             cubics = torch.nn.functional.pad(line, (0, 2)).unsqueeze(1).expand(-1, len(D), -1)
         else:
             degrees.append(3)
             values = f[:, t.clamp(min=0)]  # (H, W, 2 REACH - 1)
             cubics = (values[..., torch.tensor(NODES, device=f.device) + REACH - 1] @ at_nodes.mT).float()  # (H, W, 4)
-            good = (near(cubics.double() @ powers(x).mT, values) & (t >= 0)).all(dim=-1).all(dim=0)  # (W,)
-            far = max(far, first_of_the_last_run(D, good))
+            good = is_near(cubics.double() @ powers(x).mT, values, tolerance) & (t >= 0)  # (H, W, 2 REACH - 1)
+            far = max(far, first_of_the_last_run(D, good.all(dim=-1).all(dim=0)))
         polynomials.append(cubics)
     return torch.stack(polynomials), tuple(degrees), far
 
 
+def powers(x: Tensor) -> Tensor:
+    """Return 1, x, x^2, x^3 in float64, in a new last dimension."""
+    return x.double().unsqueeze(-1) ** torch.arange(4, device=x.device)
+
+
+def is_near(approximation: Tensor, f: Tensor, tolerance: float) -> Tensor:
+    return (approximation - f).abs() <= tolerance * (1 + f.abs())
+
+
 def first_of_the_last_run(D: Tensor, good: Tensor) -> int:
-    """The first D from which on all are good."""
+    """Return the first D from which on all are good; NOWHERE without one."""
     after_bad = int((~good).nonzero().max()) + 1 if not good.all() else 0
     return int(D[after_bad]) if after_bad < len(D) else NOWHERE
 
 
 def closed_form(tau: float, key_length: int, device) -> Coefficients:
-    """Scale-invariant attention with b computed for each logit, by the hardware's logarithm and square root."""
+    """Return scale-invariant attention with b computed for each logit, by the hardware's logarithm and square root."""
     table = (LOG2E * (1 + 2 * torch.log1p(torch.arange(key_length + 2 * REACH, device=device).double() / tau))).sqrt()
     windows = len(window_starts(key_length, 0, device))
     polynomials = torch.tensor([1 / tau, 0, 0, 0], device=device).expand(1, 1, windows, 4).contiguous()

@@ -37,29 +37,33 @@ METHODS = {
 
 
 def own_options(mechanism: type) -> dict[str, inspect.Parameter]:
-    """The options of a mechanism; one without a type has that of its default value. ValueError for one without both."""
+    """Return the options of a mechanism with their types and defaults; without a type, the default's is taken.
+
+    ValueError for an option without both.
+    """
     options = {}
     for name, p in inspect.signature(mechanism, eval_str=True).parameters.items():
         if name in ("num_heads", "head_dim", "train_length"):
             continue
         kind = type(p.default) if p.annotation is p.empty else p.annotation
-        if p.default is p.empty or kind is type(None) or not _is_checkable(kind):
+        if p.default is p.empty or kind is type(None) or not is_checkable(kind):
             example = f"def __init__(self, num_heads, head_dim, train_length, {name}: float = 1.0)"
             raise ValueError(f"option {name!r} of {mechanism.__name__} needs a type and a default, as in {example}")
         options[name] = p.replace(annotation=kind)
     return options
 
 
-def _is_checkable(kind) -> bool:
-    """Whether values can be compared with a type: with float or int | None, not with list[int]."""
+def is_checkable(kind) -> bool:
+    """Tell whether isinstance takes a type: float and int | None are such types, list[int] is not."""
     try:
-        return isinstance(None, kind) or True
+        isinstance(None, kind)
     except TypeError:
         return False
+    return True
 
 
 def method_options(name: str) -> dict[str, inspect.Parameter]:
-    """The options of a method, with their types and default values. ValueError for an unknown name."""
+    """Return the options of a method, with their types and default values. ValueError for an unknown name."""
     if name not in METHODS:
         raise ValueError(f"unknown attention method {name!r}; {did_you_mean(name, METHODS)}")
     check_kinds(name, METHODS[name])
@@ -74,7 +78,7 @@ def method_options(name: str) -> dict[str, inspect.Parameter]:
 
 
 def check_options(name: str, options: dict) -> None:
-    """ValueError for an unknown method or option, naming the nearest valid ones, and for values of the wrong type."""
+    """Raise ValueError for an unknown method or option, naming the nearest ones, and for values of a wrong type."""
     valid = method_options(name)
     for option, value in options.items():
         if option not in valid:
@@ -90,8 +94,10 @@ def check_options(name: str, options: dict) -> None:
 
 
 def scaled_options(name: str, length_scale: float, options: dict) -> dict:
-    """The options of a method, and of those that are not given the ones that are lengths in tokens (tau, rotary bases,
-    one over ALiBi's slopes): length_scale times the paper's."""
+    """Return the options of a method with its lengths in tokens (tau, rotary bases, one over ALiBi's slopes) scaled.
+
+    They become length_scale times the paper's. An option that is given is taken as it is.
+    """
     if length_scale == 1:
         return options
     scaled = [mechanism.scaled(length_scale, options) for mechanism in METHODS[name]]
@@ -101,7 +107,7 @@ def scaled_options(name: str, length_scale: float, options: dict) -> dict:
 def make_method(
     name: str, /, *, num_heads: int, head_dim: int, train_length: int, length_scale: float = 1.0, **options
 ) -> Method:
-    """The attention method `name` for one layer.
+    """Return the attention method `name` for one layer.
 
     train_length (tokens) is what length-dependent methods (NTK, YaRN, LogN's initial scale) compare against. Options
     are those of the method's mechanisms, each with the paper's value as its default, lengths in tokens times
@@ -124,7 +130,7 @@ def make_method(
 def make_alternative(
     name: str, other: str, /, *, num_heads: int, head_dim: int, train_length: int, length_scale: float = 1.0, **options
 ) -> Method:
-    """The method `other`, with the options that it shares with `name`, for the weights of a model trained with `name`.
+    """Return the method `other`, with the options that it shares with `name`, for weights trained with `name`.
 
     ValueError unless the two train identically: they differ in their rotation only, and there only beyond the training
     length. So one training shows what both do there.
@@ -132,15 +138,23 @@ def make_alternative(
     shape = dict(num_heads=num_heads, head_dim=head_dim, train_length=train_length, length_scale=length_scale)
     shared = {option: value for option, value in options.items() if option in method_options(other)}
     ours, theirs = make_method(name, **shape, **options), make_method(other, **shape, **shared)
-    rest = lambda method: [m for m in METHODS[method] if not issubclass(m, Rotation)]
-    if name == other or rest(name) != rest(other) or not torch.equal(trained_rotation(ours), trained_rotation(theirs)):
-        same = "is the same method" if name == other else "does not train identically: train it by itself"
-        raise ValueError(f"weights of {name} cannot be validated as {other}, which {same}")
+    if name == other:
+        raise ValueError(f"weights of {name} cannot be validated as {other}, which is the same method")
+    same_rest = without_rotation(name) == without_rotation(other)
+    if not (same_rest and torch.equal(trained_rotation(ours), trained_rotation(theirs))):
+        raise ValueError(
+            f"weights of {name} cannot be validated as {other}, which does not train identically: train it by itself"
+        )
     return theirs
 
 
+def without_rotation(name: str) -> list[type]:
+    """Return the mechanisms of a method but for its rotation."""
+    return [mechanism for mechanism in METHODS[name] if not issubclass(mechanism, Rotation)]
+
+
 def trained_rotation(method: Method) -> Tensor:
-    """cos and sin at the training length, (2, T, D/2); empty without a rotation."""
+    """Return cos and sin at the training length, (2, T, D/2); empty without a rotation."""
     if method.rotation is None:
         return torch.empty(0)
     return torch.stack(method.rotation.tables(method.train_length, method.train_length, "cpu"))

@@ -9,14 +9,17 @@ from model.methods.base import ScoreChange
 
 
 def official_exponents(head, num_heads: int):
-    """8(h+1)/n for n a power of two; otherwise those of the power of two below, then every second one of the set for
-    twice as many heads until there is one for each (ofirpress/attention_with_linear_biases)."""
+    """Return 8(h+1)/n for n heads, a power of two.
+
+    For another number of heads: those of the power of two below it, then every second one of the set for twice as many,
+    until there is one for each head (ofirpress/attention_with_linear_biases).
+    """
     n = 2 ** (num_heads.bit_length() - 1)
     return torch.where(head < n, 8 * (head + 1) / n, 4 * (2 * (head - n) + 1) / n)
 
 
 def geometric_exponents(head, num_heads: int):
-    """8(h+1)/H for any H, as in FlexAttention's blog post and attention-gym."""
+    """Return 8(h+1)/H for any H, as in FlexAttention's blog post and attention-gym."""
     return 8 * (head + 1) / num_heads
 
 

@@ -16,13 +16,20 @@ import torch
 from torch import Tensor, nn
 
 
+def upcast(x: Tensor) -> Tensor:
+    """Return x in float32, or in float64 if that is its dtype."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 class Mechanism(nn.Module):
     """A part of a method. Its constructor takes num_heads, head_dim and train_length, and then its options."""
 
     @classmethod
     def scaled(cls, scale: float, options: dict) -> dict:
-        """The options that are a length in tokens, or one over one, where all such lengths are `scale` times the
-        paper's. options: those that were given, which another's default may depend on."""
+        """Return the options that are a length in tokens, or one over a length, for lengths `scale` times the paper's.
+
+        options: those that were given, which the default of another may depend on.
+        """
         return {}
 
 
@@ -30,11 +37,11 @@ class Rotation(Mechanism):
     """Rotates pairs (x_k, x_{k + d/2}) of q and k by position * frequency_k."""
 
     def frequencies(self, target_length: int) -> tuple[Tensor, float]:
-        """Angular frequencies (D/2,), float64, radians a token, and the factor that multiplies cos and sin."""
+        """Return angular frequencies (D/2,), float64, radians a token, and the factor that multiplies cos and sin."""
         raise NotImplementedError
 
     def tables(self, length: int, target_length: int, device) -> tuple[Tensor, Tensor]:
-        """cos and sin of the angles of positions 0..length-1: two float32 tensors (length, D/2).
+        """Return cos and sin of the angles of positions 0..length-1: two float32 tensors (length, D/2).
 
         The angles are float64, so the tables are right to float32 rounding at any position: bfloat16 positions are
         exact only up to 256, and float32 angles lose 1e-3 radians at 65,535.
@@ -52,11 +59,11 @@ class QueryScale(Mechanism):
     """Multiplies the query at position i by a number that depends on the head and on i."""
 
     def table(self, positions: Tensor, target_length: int) -> Tensor:
-        """The part that is the same in all layers: (T,) float32 from positions (T,) int64."""
+        """Return what is the same in all layers: (T,) float32 from positions (T,) int64."""
         raise NotImplementedError
 
     def multiplier(self, table: Tensor) -> Tensor:
-        """The multiplier of this layer's queries, (H, T), from the table; differentiable in learned parameters."""
+        """Return the multipliers of this layer's queries, (H, T), from the table; differentiable in what is learned."""
         raise NotImplementedError
 
 
@@ -64,7 +71,7 @@ class ScoreChange(Mechanism):
     """Changes the score S to a_h(t) S + m_h(t)."""
 
     def coefficients(self, distance: Tensor, head: Tensor) -> tuple[Tensor | float, Tensor]:
-        """a and m at the given distances t >= 0 and heads, two tensors that broadcast together (a may be a number).
+        """Return a and m at distances t >= 0 and heads, two tensors that broadcast together (a may be a number).
 
         Called with whole tensors that broadcast, such as distance (T,) and head (H, 1), in float64 for tables, and with
         float32 and int32 scalars inside FlexAttention: use elementwise torch operations and indexing only. What it
@@ -96,7 +103,7 @@ class Replacement(Mechanism):
     """Replaces softmax attention. What it learns are parameters with one entry a head, (H, ...)."""
 
     def attend(self, q, k, v, rotated_q, rotated_k, q_offset: int, causal_attention) -> Tensor:
-        """Output (B, H, Tq, D) of the queries at positions q_offset.. given all keys from position 0 on.
+        """Return the output (B, H, Tq, D) of the queries at positions q_offset.. given all keys from position 0 on.
 
         q, k are the vectors without, rotated_q and rotated_k with position encoding; causal_attention(q, k, v,
         q_offset=) is ordinary softmax attention. All have as many heads as the parameters have entries: with context
@@ -108,14 +115,15 @@ class Replacement(Mechanism):
         return self.attend(*arguments)
 
     def start_decoding(self, k, v, rotated_k):
-        """The state that decode starts from: what is kept of a prompt's keys and values, (B, H, T, D) each.
+        """Return the state that decode starts from: what is kept of a prompt's keys and values, (B, H, T, D) each.
 
-        These two keep everything, and attend to it again for each token; override both where less will do.
+        This and decode keep all keys and values, and attend to all of them for each token: override both where a
+        method can do with less.
         """
         return k, v, rotated_k
 
     def decode(self, state, q, k, v, rotated_q, rotated_k, causal_attention):
-        """attend for one more token, q, k, v (B, H, 1, D): the output (B, H, 1, D), and the state after it."""
+        """Return the output for one more token, (B, H, 1, D) as its q, k and v are, and the state after it."""
         k, v, rotated_k = (torch.cat(parts, dim=2) for parts in zip(state, (k, v, rotated_k)))
         output = self.attend(q, k, v, rotated_q, rotated_k, k.shape[2] - 1, causal_attention)
         return output, (k, v, rotated_k)
@@ -125,7 +133,7 @@ KINDS = dict(rotation=Rotation, query_scale=QueryScale, score_change=ScoreChange
 
 
 def check_kinds(name: str, mechanisms: list[type]):
-    """ValueError for two mechanisms of one kind, score changes excepted, and for one of no kind."""
+    """Raise ValueError for two mechanisms of one kind, score changes excepted, and for one of no kind."""
     for mechanism in mechanisms:
         if not issubclass(mechanism, tuple(KINDS.values())):
             kinds = ", ".join(kind.__name__ for kind in KINDS.values())
@@ -151,3 +159,12 @@ class Method(nn.Module):
         for role, kind in KINDS.items():
             of_kind = [m for m in mechanisms if isinstance(m, kind)]
             setattr(self, role, Composition(of_kind) if len(of_kind) > 1 else of_kind[0] if of_kind else None)
+
+    def check_shapes(self, q: Tensor, k: Tensor, v: Tensor):
+        """Raise ValueError unless q is (B, H, Tq, D), and k and v are (B, H, Tk, D), with this method's H and D."""
+        expected = (q.shape[0], self.num_heads, k.shape[2], self.head_dim) if q.dim() == k.dim() == 4 else None
+        if k.shape != expected or v.shape != expected or (*q.shape[:2], q.shape[3]) != (*expected[:2], expected[3]):
+            raise ValueError(
+                f"{self.name} was made for q, k, v of shape (batch, {self.num_heads}, length, {self.head_dim}), "
+                f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+            )

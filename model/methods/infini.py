@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from model.methods.base import Replacement
+from model.methods.base import Replacement, upcast
 
 
 class Infini(Replacement):
@@ -38,7 +38,7 @@ class Infini(Replacement):
         return self.attend_after(None, q, k, v, rotated_q, rotated_k, q_offset, causal_attention)
 
     def attend_after(self, memory, q, k, v, rotated_q, rotated_k, q_offset, causal_attention):
-        """attend, with key 0 the first of a segment, and the segments before it in memory."""
+        """Return attend's output where key 0 is the first of a segment, and the segments before it are in memory."""
         q_end = q_offset + q.shape[2]
         dtype = torch.promote_types(q.dtype, torch.float32)
         gate = self.gate.to(dtype).sigmoid().view(-1, 1, 1)  # (H, 1, 1)
@@ -59,9 +59,11 @@ class Infini(Replacement):
         return torch.cat(outputs, dim=2)
 
     def write(self, memory, k, v):
-        """The memory after one more segment k, v (B, H, N, D): M (B, H, D, D) and z (B, H, D, 1). None before any."""
-        dtype = torch.promote_types(k.dtype, torch.float32)
-        keys, values = k.to(dtype), v.to(dtype)
+        """Return the memory after one more segment k, v (B, H, N, D): M (B, H, D, D) and z (B, H, D, 1).
+
+        memory: that before it, None where it is the first.
+        """
+        keys, values = upcast(k), upcast(v)
         if self.delta and memory is not None:
             values = values - recall(keys, *memory)
         features = F.elu(keys) + 1  # (B, H, N, D)
@@ -69,17 +71,17 @@ class Infini(Replacement):
         return new if memory is None else (memory[0] + new[0], memory[1] + new[1])
 
     def start_decoding(self, k, v, rotated_k):
-        return self.settle(None, k, v, rotated_k)
+        return self.write_full_segments(None, k, v, rotated_k)
 
     def decode(self, state, q, k, v, rotated_q, rotated_k, causal_attention):
         memory, *segment = state
         segment = (torch.cat(parts, dim=2) for parts in zip(segment, (k, v, rotated_k)))
-        memory, k, v, rotated_k = self.settle(memory, *segment)
+        memory, k, v, rotated_k = self.write_full_segments(memory, *segment)
         output = self.attend_after(memory, q, k, v, rotated_q, rotated_k, k.shape[2] - 1, causal_attention)
         return output, (memory, k, v, rotated_k)
 
-    def settle(self, memory, k, v, rotated_k):
-        """Writes to memory all segments but that of the last token, which alone remains: the state of decoding."""
+    def write_full_segments(self, memory, k, v, rotated_k):
+        """Return the state of decoding: the keys and values of the last token's segment, with all others in memory."""
         border = (k.shape[2] - 1) // self.segment_length * self.segment_length
         for start in range(0, border, self.segment_length):
             stop = start + self.segment_length
@@ -88,6 +90,6 @@ class Infini(Replacement):
 
 
 def recall(x, memory, normaliser):
-    """What the memory returns for queries x (B, H, N, D): sigma(x) M / (sigma(x) z)."""
+    """Return what the memory holds for queries x (B, H, N, D): sigma(x) M / (sigma(x) z)."""
     features = F.elu(x) + 1
     return (features @ memory) / (features @ normaliser)

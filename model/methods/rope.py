@@ -33,7 +33,7 @@ class RoPE(Rotation):
         return {"base": BASE * scale}  # the slowest wavelength is about 2 pi times the base
 
     def geometric(self, base):
-        """base^(-2k/d) for k = 0..d/2-1."""
+        """Return base^(-2k/d) for k = 0..d/2-1."""
         return base ** -(torch.arange(0, self.head_dim, 2, dtype=torch.float64) / self.head_dim)
 
     def frequencies(self, target_length):
@@ -67,6 +67,7 @@ class LengthScaledRoPE(RoPE):
         self.factor = factor
 
     def length_ratio(self, target_length) -> float:
+        """Return s at this target length."""
         if target_length <= self.train_length:
             return 1.0
         return self.factor or target_length / self.train_length

@@ -30,7 +30,7 @@ class YaRN(LengthScaledRoPE):
         self.beta_fast, self.beta_slow, self.temperature = beta_fast, beta_slow, temperature
 
     def pair_with_turns(self, turns: float) -> float:
-        """The (fractional) pair index whose frequency makes this many turns within the training length."""
+        """Return the (fractional) index of the pair that makes this many turns within the training length."""
         return self.head_dim * math.log(self.train_length / (2 * math.pi * turns)) / (2 * math.log(self.base))
 
     def frequencies(self, target_length):

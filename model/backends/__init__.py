@@ -1,0 +1,25 @@
+"""The ways to compute causal attention over L = a_t S + m_t, by name. To add one: a file here, and a line in BACKENDS.
+
+    backend   computes                               used for
+    sdpa      torch's fused causal attention         methods that leave the score alone (LogN is in q), on CUDA
+    triton    our kernel, model/kernels/flash.py     methods that change the score, on CUDA
+    flex      FlexAttention, compiled                the same, where the kernel cannot run; no gradients on a CPU
+    cpu       our kernel, model/kernels/cpu.py       everything on a CPU, in float32
+    blocks    blocks of queries, plain PyTorch       everything, where none of these can run
+
+Each file has three functions:
+
+    problem(method, device, dtype)            why it cannot run this method there, or None
+    prepare(score_change, call, earlier)      a_t and m_t in its own form, for a call of this shape (base.py)
+    run(q, k, v, *, q_offset=0, prepared)     the output (B, H, Tq, D) of q (B, H, Tq, D) and k, v (B, H, Tk, D)
+
+`prepare` is called once a length. Where a_t and m_t are learned, that is without a score change, and then again with it
+in every layer and pass: it is differentiable in what is learned, and keeps of what was prepared earlier what serves all
+layers. `run` without anything prepared is plain causal attention at any lengths. Query i is at position q_offset + i,
+key j at position j.
+"""
+
+from model.backends import blocks, cpu, flex, sdpa, triton
+
+BACKENDS = {"sdpa": sdpa, "triton": triton, "flex": flex, "cpu": cpu, "blocks": blocks}
+AUTOMATIC = {"cuda": ("sdpa", "triton", "flex"), "cpu": ("cpu",)}  # by device, the fastest first; blocks after them

@@ -1,0 +1,23 @@
+"""What a backend is told about a call."""
+
+import dataclasses
+
+import torch
+from torch.distributed import ProcessGroup
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The shape of one call of attention: queries at positions q_offset.. against keys at 0..key_length-1.
+
+    Lengths are those of whole sequences. With a context group (model/context.py), each rank computes some of the heads.
+    """
+
+    num_heads: int  # of all ranks
+    head_dim: int
+    query_length: int
+    key_length: int
+    q_offset: int = 0
+    device: torch.device = torch.device("cpu")
+    dtype: torch.dtype = torch.float32  # of q, k, v
+    context: ProcessGroup | None = None

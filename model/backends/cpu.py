@@ -1,0 +1,24 @@
+"""Our kernel for CPUs (model/kernels/cpu.py), in float32: every method, tile by tile in the core's cache."""
+
+import torch
+from torch import Tensor
+
+from model.backends.base import Call
+from model.context import local_shard
+from model.kernels import cpu
+from model.methods.base import Method, ScoreChange
+
+
+def problem(method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
+    return cpu.problem(device, dtype)
+
+
+def prepare(score_change: ScoreChange | None, call: Call, earlier: Tensor | None = None) -> Tensor:
+    """Return a_t and m_t by distance, (2, 1 or H, Tk): see make_tables."""
+    tables = cpu.make_tables(score_change, call.num_heads, call.head_dim, call.key_length)
+    return local_shard(tables, 1, call.context)
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, *, q_offset: int = 0, prepared: Tensor | None = None) -> Tensor:
+    tables = cpu.make_tables(None, 1, q.shape[3], k.shape[2]) if prepared is None else prepared
+    return cpu.cpu_attention(q, k, v, tables, q_offset=q_offset)

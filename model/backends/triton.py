@@ -1,0 +1,87 @@
+"""Our Triton kernel (model/kernels/flash.py), for methods that change the score, on CUDA.
+
+Triton is imported only when it is used: not every machine has it.
+"""
+
+import dataclasses
+import functools
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from model.backends.base import Call
+from model.context import local_shard
+from model.kernels.distance import Coefficients, learned_parameters, make_coefficients
+from model.methods.base import Method, ScoreChange
+from model.reference import plain_attention
+
+HEADS_AT = dict(table=1, polynomials=1, tangent=1, parameter=0)  # the dimension of heads in the fields of Coefficients
+
+
+def problem(method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
+    if not find_spec("triton"):
+        return "Triton is not installed"
+    from model.kernels import flash
+
+    if [p.shape for p in learned_parameters(method.score_change).values()] not in ([], [(method.num_heads,)]):
+        return f"it takes one learned number a head, {method.name} has others"
+    return flash.problem(device, dtype, method.head_dim)
+
+
+def prepare(score_change: ScoreChange | None, call: Call, earlier: Coefficients | None = None) -> Coefficients | None:
+    if score_change is None:
+        return None
+    shape = call.num_heads, call.head_dim, call.key_length, call.q_offset
+    coefficients = make_coefficients(score_change, *shape, call.dtype, call.device)
+    parts = {name: getattr(coefficients, name) for name in HEADS_AT}
+    parts = {name: local_shard(x, HEADS_AT[name], call.context) for name, x in parts.items() if x is not None}
+    return dataclasses.replace(coefficients, **parts)
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, *, q_offset: int = 0, prepared: Coefficients | None = None) -> Tensor:
+    from model.kernels.flash import flash_attention
+
+    return flash_attention(q, k, v, prepared, q_offset=q_offset)
+
+
+def check_on_this_machine(method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return how the kernel fails the first time it is run here, or None; None too where it cannot be run now."""
+    if not torch.cuda.is_available() or torch.compiler.is_compiling():
+        return None
+    return check_once(method, device, dtype)
+
+
+@torch.inference_mode(False)
+@torch.enable_grad()
+def failed_check(method: Method, device: torch.device, dtype: torch.dtype, length: int = 1200) -> str | None:
+    """Run the kernel once, forward and backward: return how it fails or differs from plain_attention, or None.
+
+    Each version of Triton compiles it anew for each kind of GPU: this is to trust the numbers on all of them.
+    """
+    changes = [] if method.score_change is None else [method.score_change]
+    method = Method(method.name, method.num_heads, method.head_dim, method.train_length, changes)  # without rotation
+    generator = torch.Generator(device).manual_seed(0)
+    shape = 4, 1, method.num_heads, length, method.head_dim
+    *inputs, dout = torch.randn(shape, device=device, generator=generator).to(dtype).unbind()
+    try:
+        call = Call(method.num_heads, method.head_dim, length, length, device=device, dtype=dtype)
+        prepared = prepare(method.score_change, call)
+        ours = output_and_gradients(functools.partial(run, prepared=prepared), inputs, dout)
+    except Exception as error:  # Triton's and CUDA's errors are of many kinds
+        return f"it failed its check with {type(error).__name__}: {' '.join(str(error).split())[:100]}"
+    *inputs, dout = [x.double() for x in (*inputs, dout)]
+    exact = output_and_gradients(functools.partial(plain_attention, method), inputs, dout)
+    error = max(((x - y).norm() / y.norm()).item() for x, y in zip(ours, exact))
+    tolerance = 4 * torch.finfo(dtype).eps + 1e-5  # its rounding is about one eps
+    return None if error <= tolerance else f"it failed its check: its numbers are wrong by {error:.1e}"
+
+
+check_once = functools.lru_cache(maxsize=8)(failed_check)  # not again for each length, or each prompt
+
+
+def output_and_gradients(attend, inputs: list[Tensor], dout: Tensor) -> list[Tensor]:
+    """Return attend(*inputs), and the gradients of the inputs when dout is that of the output."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    output = attend(*inputs)
+    return [output.detach(), *torch.autograd.grad(output, inputs, dout)]

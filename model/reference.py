@@ -1,0 +1,52 @@
+"""Causal attention as the formula says, dense and without any kernel: the specification that every backend is held to.
+
+    L_ij = a_h(t) S_ij + m_h(t),   S_ij = q_i . k_j / sqrt(d),   t = i - j >= 0,   output_i = sum_j softmax(L_i)_j v_j
+
+with q and k rotated and q scaled as the method says (paper, section 3). For looking at and checking against, not for
+long sequences: all T x T logits are in memory. tests/reference.py has the methods themselves once more.
+"""
+
+import torch
+from torch import Tensor
+
+from model.methods.base import Method, upcast
+
+
+def plain_attention(method: Method, q: Tensor, k: Tensor, v: Tensor, target_length: int | None = None) -> Tensor:
+    """Return causal attention by `method`, (B, H, T, D) float64, of q, k, v (B, H, T, D) as in attend.
+
+    target_length (default: T) and errors as in attention_logits.
+    """
+    logits = attention_logits(method, q.double(), k.double(), target_length)
+    return logits.softmax(dim=-1) @ v.double()
+
+
+def attention_logits(method: Method, q: Tensor, k: Tensor, target_length: int | None = None) -> Tensor:
+    """Return a_t S + m_t for all pairs (paper, eq:def:L), -inf above the diagonal: (B, H, T, T), at least float32.
+
+    q, k (B, H, T, D) come after QK-norm and before any rotation. target_length (default: T): the length of the whole
+    sequence, as in make_plan. ValueError for shapes and lengths that do not go together, and for Infini-attention,
+    which has no such logits.
+    """
+    method.check_shapes(q, k, k)
+    if method.replacement is not None:
+        raise ValueError(f"{method.name} has no attention logits: part of its output comes from a compressed memory")
+    T = q.shape[2]
+    target_length = T if target_length is None else target_length
+    if T != k.shape[2]:
+        raise ValueError(f"attention logits are of all pairs: got {T} queries and {k.shape[2]} keys")
+    if T > target_length:
+        raise ValueError(f"{T} keys are more than the target length {target_length}")
+    q, k, positions = upcast(q), upcast(k), torch.arange(T, device=q.device)
+    if method.rotation is not None:
+        cos, sin = method.rotation.tables(T, target_length, q.device)
+        q, k = method.rotation.rotate(q, cos, sin), method.rotation.rotate(k, cos, sin)
+    if method.query_scale is not None:
+        q = q * method.query_scale.multiplier(method.query_scale.table(positions, target_length)).unsqueeze(-1)
+    logits = q @ k.mT / q.shape[-1] ** 0.5  # (B, H, T, T)
+    distance = positions.unsqueeze(-1) - positions
+    if method.score_change is not None:
+        head = torch.arange(method.num_heads, device=q.device).view(-1, 1, 1)
+        a, m = method.score_change.coefficients(distance.clamp(min=0).double(), head)
+        logits = (a * logits + m).to(logits.dtype)
+    return logits.masked_fill(distance < 0, -torch.inf)

@@ -1,0 +1,39 @@
+"""Speed, side by side, on this machine.
+
+    python -m scripts.bench step PRESET [VARIANT ...] [--field value ...]     whole training steps, ours and others'
+    python -m scripts.bench attention                                         attention alone
+    python -m scripts.bench project [PRESET ...]                              hours, communication and GPUs, computed
+
+`python -m scripts.bench step --help` explains the first, scripts/bench/attention.py and project.py the others.
+"""
+
+import argparse
+import sys
+
+from scripts.bench import attention, project, step
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(metavar="step | attention | project", required=True)
+    for name, module in dict(step=step, attention=attention, project=project).items():
+        command = commands.add_parser(
+            name,
+            help=module.__doc__.split("\n")[0],
+            description=module.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        module.add_arguments(command)
+        command.set_defaults(run=module.run, fields=[])
+    args, fields = parser.parse_known_args()
+    if fields and not hasattr(args, "preset"):
+        parser.error(f"unrecognized arguments: {' '.join(fields)}")
+    args.fields = fields
+    sys.exit(args.run(args))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,272 @@
+"""Show what the Triton kernels become on a GPU that need not be there: registers, memory, and instructions a logit.
+
+    python -m scripts.kernel_code --arch 80 90
+    python -m scripts.kernel_code --variants si --tiles key_gradient 64 64 4 2
+
+compiles them to machine code (triton brings the compiler and the disassembler) and counts, in each main loop (masked,
+near and far, see model/kernels/flash_kernels.py), the instructions a thread issues for each of its logits: of all
+kinds, on the special-function unit (MUFU), loads from global and from shared memory, and spills. A count is no time,
+but what a transform adds to it says what it costs where the instructions are the bottleneck.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from errors import exit_on_user_error
+from model.kernels import flash
+from model.kernels.distance import NOWHERE, Coefficients, closed_form, make_coefficients
+from model.methods import make_method
+from scripts.shared.tables import markdown_table
+
+ROLES = ("forward", "query_gradient", "key_gradient")  # the keys of choose_tiles
+LENGTH, HEADS = 4096, 6
+TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32"}
+COUNTED = {  # opcodes, of which an instruction's first part is one
+    "special": ("MUFU",),
+    "global_loads": ("LDG", "LDGSTS"),
+    "shared_loads": ("LDS", "LDSM"),
+    "spills": ("LDL", "STL"),
+}
+
+
+def no_coefficients(dtype, head_dim) -> None:
+    return None
+
+
+def method_coefficients(name: str):
+    def make(dtype: torch.dtype, head_dim: int) -> Coefficients:
+        method = make_method(name, num_heads=HEADS, head_dim=head_dim, train_length=LENGTH)
+        return make_coefficients(method.score_change, HEADS, head_dim, LENGTH, 0, dtype, "cpu")
+
+    return make
+
+
+def table_only(dtype: torch.dtype, head_dim: int) -> Coefficients:
+    return dataclasses.replace(VARIANTS["si"](dtype, head_dim), far=NOWHERE)
+
+
+VARIANTS = {
+    "plain": no_coefficients,
+    "si": method_coefficients("scale_invariant_nope"),  # table, and cubics far away
+    "si:table": table_only,
+    "si:closed": lambda dtype, head_dim: closed_form(10.0, LENGTH, "cpu"),
+    "alibi": method_coefficients("alibi"),
+}
+
+
+# ---- launches --------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    kernel: object  # what triton.jit made
+    grid: tuple[int, ...]
+    arguments: tuple
+    constants: dict
+    options: dict  # num_warps, num_stages
+
+    @property
+    def tiles(self) -> flash.Tiles:
+        c, o = self.constants, self.options
+        return flash.Tiles(c["QUERIES"], c["KEYS"], o["num_warps"], o["num_stages"])
+
+    def run(self):
+        self.kernel[self.grid](*self.arguments, **self.constants, **self.options)
+
+
+@contextlib.contextmanager
+def recorded_launches(tiles: dict[str, flash.Tiles], arch: int | None = None):
+    """Yield a list of the launches that flash.py makes in this block, with these tiles for some roles; none runs.
+
+    arch: 90 stands for compute capability 9.0, and the other tiles are those chosen for it, whatever GPU is here."""
+    launches, choose_tiles = [], flash.choose_tiles
+
+    class Recorder:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            def launch(*arguments, num_warps=4, num_stages=3, **constants):
+                options = dict(num_warps=num_warps, num_stages=num_stages)
+                launches.append(Launch(self.kernel, grid, arguments, constants, options))
+
+            return launch
+
+    def choose(dtype, block_d, capability):
+        return choose_tiles(dtype, block_d, capability if arch is None else divmod(arch, 10)) | tiles
+
+    kernels = {f"{role}_kernel": Recorder(getattr(flash, f"{role}_kernel")) for role in (*ROLES, "delta")}
+    with mock.patch.multiple(flash, choose_tiles=choose, **kernels):
+        yield launches
+
+
+def kernel_launches(coefficients, dtype, head_dim, tiles, arch) -> dict[str, Launch]:
+    """Return the launch of each of ROLES."""
+    q, k, v = torch.zeros(3, 1, LENGTH, HEADS, head_dim, dtype=dtype).transpose(2, 3)
+    c = coefficients or Coefficients(torch.empty(0, 1, 1))
+    functions = c.table, c.polynomials, c.tangent, list(c.degrees), c.far, 0
+    with recorded_launches(tiles, arch) as launches:
+        o, lse = flash.forward_op(q, k, v, c.parameter, *functions)
+        flash.backward_op(o, q, k, v, o, lse, *functions)
+    by_role = {launch.kernel.__name__.removesuffix("_kernel"): launch for launch in launches}
+    return {role: by_role[role] for role in ROLES}
+
+
+# ---- compiling and counting ------------------------------------------------------------------------------------------
+
+
+def kernel_code(
+    variant: str,
+    arch: int = 90,
+    head_dim: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    kernels: tuple[str, ...] = ROLES,
+    tiles: dict[str, flash.Tiles] | None = None,
+) -> list[dict]:
+    """Compile one of VARIANTS for compute capability arch / 10 and describe the machine code, a dict a kernel.
+
+    Keys: kernel, tiles, registers (of a thread), stack (bytes of a thread: spilled registers), shared (bytes) and
+    loops, a dict each: name and, a logit, instructions and the kinds in COUNTED. Raise ValueError for what is unknown,
+    and in Triton's interpreter, which does not compile.
+    """
+    if variant not in VARIANTS:
+        raise ValueError(f"unknown variant {variant!r}; valid: {', '.join(VARIANTS)}")
+    if arch < 80:
+        raise ValueError(f"the kernels need compute capability 8.0 or newer: --arch 80, not {arch}")
+    if not 1 <= head_dim <= flash.MAX_HEAD_DIM:
+        raise ValueError(f"the kernels cover head dimensions from 1 to {flash.MAX_HEAD_DIM}, not {head_dim}")
+    if flash.INTERPRETED:
+        raise ValueError("TRITON_INTERPRET is set, and the interpreter compiles nothing: unset it")
+    launches = kernel_launches(VARIANTS[variant](dtype, head_dim), dtype, head_dim, tiles or {}, arch)
+    return [dict(kernel=kernel, **compiled(launches[kernel], arch)) for kernel in kernels]
+
+
+def compiled(launch: Launch, arch: int) -> dict:
+    names = launch.kernel.arg_names
+    signature, constants, attributes = {}, {}, {}
+    for i, (name, argument) in enumerate(zip(names, launch.arguments)):
+        if isinstance(argument, torch.Tensor):
+            signature[name], aligned = TYPES[argument.dtype], True
+        elif isinstance(argument, float):
+            signature[name], aligned = "fp32", False
+        else:  # as triton.jit specialises: on 1, and on multiples of 16
+            signature[name], aligned = "constexpr" if argument == 1 else "i32", argument % 16 == 0
+            if argument == 1:
+                constants[name] = 1
+        if aligned:
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    signature |= {name: "constexpr" for name in launch.constants}
+    source = ASTSource(launch.kernel, signature, constants | launch.constants, attributes)
+    binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        usage = re.search(r"REG:(\d+) STACK:(\d+)", nvidia_tool("cuobjdump", "-res-usage", file.name))
+        code = nvidia_tool("nvdisasm", "-c", file.name)
+    c, tiles = launch.constants, launch.tiles
+    stretches = ["masked"]
+    if c["NEAR"]:
+        stretches.append("near")
+    if c["FAR"] or not c["NEAR"]:
+        stretches.append("far")
+    loops = loops_of(code, logits=tiles.queries * tiles.keys / (32 * tiles.warps))
+    if len(loops) != len(stretches):  # the compiler split or merged some
+        stretches = [f"loop {i + 1}" for i in range(len(loops))]
+    return dict(
+        tiles=dataclasses.asdict(tiles),
+        registers=int(usage[1]),
+        stack=int(usage[2]),
+        shared=binary.metadata.shared,
+        loops=[dict(name=name, **counts) for name, counts in zip(stretches, loops)],
+    )
+
+
+def nvidia_tool(name: str, *arguments: str) -> str:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    return subprocess.run([tool, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def loops_of(code: str, logits: float) -> list[dict]:
+    """Count instructions a logit in the innermost loops with matrix products, in the order of nvdisasm's listing.
+
+    logits: of a thread in one turn of the loop."""
+    opcodes, labels, loops = [], {}, []
+    for line in code.splitlines():
+        if label := re.match(r"\s*\.(L_x_\d+):", line):
+            labels[label[1]] = len(opcodes)
+        elif instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?\s*(\w+)(.*?);", line):
+            opcodes.append(instruction[1])
+            target = re.search(r"`\(\.(L_x_\d+)\)", instruction[2])
+            if instruction[1] == "BRA" and target and target[1] in labels:
+                loops.append((labels[target[1]], len(opcodes)))
+    loops = [(begin, end) for begin, end in loops if any("MMA" in opcode for opcode in opcodes[begin:end])]
+    inner = [a for a in loops if not any(a[0] <= b[0] and b[1] <= a[1] and a != b for b in loops)]
+    counts = []
+    for begin, end in sorted(inner):
+        kinds = {name: sum(opcode in kind for opcode in opcodes[begin:end]) / logits for name, kind in COUNTED.items()}
+        counts.append(dict(instructions=(end - begin) / logits, **kinds))
+    return counts
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def table(variant_rows: dict[str, list[dict]]) -> str:
+    counted = ["instructions", "special", "global", "shared", "spills"]
+    rows = [["kernel", "tiles", "registers", "stack B", "shared KiB", "loop", *counted]]
+    for variant, kernels in variant_rows.items():
+        for k in kernels:
+            size = "{queries} x {keys}, {warps} warps, {stages} stages".format(**k["tiles"])
+            memory = [str(k["registers"]), str(k["stack"]), f"{k['shared'] / 1024:.0f}"]
+            cells = [f"{variant} {k['kernel']}", size, *memory]
+            for loop in k["loops"]:
+                rows.append([*cells, loop["name"], *(f"{loop[key]:.2f}" for key in ("instructions", *COUNTED))])
+                cells = [""] * len(cells)
+    return markdown_table(rows)
+
+
+def read_tiles(words: list[str]) -> flash.Tiles:
+    queries, keys, warps, stages = (int(word) if word.isdecimal() else 0 for word in words)
+    if {queries, keys} <= {16, 32, 64, 128} and warps in (1, 2, 4, 8, 16) and stages > 0:
+        return flash.Tiles(queries, keys, warps, stages)
+    raise ValueError(
+        f"queries and keys of a tile are 16, 32, 64 or 128, warps a power of 2 up to 16, stages at least 1: "
+        f"got {' '.join(words)}"
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m scripts.kernel_code", description=__doc__.split("\n")[0])
+    parser.add_argument("--arch", type=int, nargs="+", default=[90], help="compute capability, 90 for 9.0 (Hopper)")
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), metavar="NAME", help=", ".join(VARIANTS))
+    parser.add_argument(
+        "--tiles",
+        nargs=5,
+        metavar=("KERNEL", "QUERIES", "KEYS", "WARPS", "STAGES"),
+        help="only this kernel, with these",
+    )
+    args = parser.parse_args()
+    with exit_on_user_error():
+        kernels, tiles = ROLES, {}
+        if args.tiles:
+            kernel, *numbers = args.tiles
+            if kernel not in ROLES:
+                raise ValueError(f"unknown kernel {kernel!r}; valid: {', '.join(ROLES)}")
+            kernels, tiles = (kernel,), {kernel: read_tiles(numbers)}
+        print(f"triton {triton.__version__}, bfloat16, head dimension {args.head_dim}; the last five columns: a logit")
+        for arch in args.arch:
+            print(f"\ncompute capability {arch / 10}\n")
+            options = dict(arch=arch, head_dim=args.head_dim, kernels=kernels, tiles=tiles)
+            print(table({variant: kernel_code(variant, **options) for variant in args.variants}), flush=True)

@@ -1,0 +1,160 @@
+"""What the attention logits of a trained model look like, as the paper looks at them; figures.py draws it.
+
+    attention_profile    entropy and local attention in growing contexts: fig:entropy's bottom row
+    logit_statistics     moments of the scores S = q.k / sqrt(d) in each layer and head; the theory takes N(0, 1)
+    layer_scores         those scores themselves, whose qq_points are the QQ plots of the paper's last appendix
+
+A model and its configuration come from scripts.evaluate.load_run.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from data.shards import TokenStream
+from model.attention import Plan, transform
+from model.gpt import GPT, norm
+from model.methods.base import upcast
+from scripts.reproduce.theory import attention_statistics
+from scripts.shared.tables import mean_and_stderr
+
+MAX_PAIRS = 2**16  # pairs of query and key whose scores represent a head
+
+
+def validation_windows(stream: TokenStream, count: int, length: int, device="cpu") -> Tensor:
+    """Return `count` windows of `length` tokens, at even distances over the validation text: (count, length) int64."""
+    if count * length > len(stream):
+        raise ValueError(
+            f"{count} windows of {length} tokens are more than the {len(stream)} of the validation text: "
+            "take fewer or shorter ones"
+        )
+    starts = [i * (len(stream) // count) for i in range(count)]
+    return torch.stack([torch.from_numpy(stream.read(start, length).astype("int64")) for start in starts]).to(device)
+
+
+def layers(model: GPT, tokens: Tensor, plan: Plan) -> Iterator[tuple[nn.Module, Tensor, Tensor]]:
+    """Yield each layer's method with its q, k (B, H, T, D) before any rotation, at least float32."""
+    x = model.embed(tokens)
+    for block in model.blocks:
+        q, k, _ = block.attention.queries_keys_values(norm(x))
+        yield block.attention.method, upcast(q), upcast(k)
+        x = block(x, plan)
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
+def last_query_logits(method: nn.Module, q: Tensor, k: Tensor, plan: Plan) -> Tensor:
+    """Return the logits L_t (paper, eq:def:L) of the last query, in order of distance t = 0..T-1: (B, H, T)."""
+    q, k = transform(method, q, k, plan)
+    scores = (q[:, :, -1:] @ k.mT).squeeze(2).flip(-1) / q.shape[-1] ** 0.5
+    if method.score_change is None:
+        return scores
+    distance = torch.arange(k.shape[2], dtype=torch.float64, device=k.device)
+    head = torch.arange(method.num_heads, device=k.device).unsqueeze(-1)  # (H, 1)
+    scale, bias = method.score_change.coefficients(distance, head)
+    return scale * scores + bias
+
+
+@torch.inference_mode()
+def attention_profile(model: GPT, tokens: Tensor, lengths: list[int]) -> list[dict]:
+    """Return theory.attention_statistics of real attention in contexts of these lengths (tokens).
+
+    tokens (windows, T). The query is the last token of a window, which sees the last `length` tokens: the same query
+    with more and more context. One row a length and quantity: the mean over layers, heads and windows, and its standard
+    error over windows (None for one). Memory is that of the model's forward pass, on one window at a time. ValueError
+    for Infini-attention, which has no logits, and for lengths that the windows do not have.
+    """
+    method = model.blocks[0].attention.method
+    if method.replacement is not None:
+        raise ValueError(f"{method.name} has no attention logits: part of its output comes from a compressed memory")
+    if max(lengths) > tokens.shape[1]:
+        raise ValueError(f"a context of {max(lengths)} tokens does not fit in windows of {tokens.shape[1]} tokens")
+    rows = []
+    for length in lengths:
+        plan = model.plan(length, backend="blocks")  # nothing to compile for each length
+        means = defaultdict(list)  # of each quantity, one for each window
+        for window in tokens[:, -length:].split(1):
+            logits = torch.stack([last_query_logits(*layer, plan) for layer in layers(model, window, plan)])
+            for quantity, values in attention_statistics(logits).items():  # (layers, 1, H)
+                means[quantity].append(values.mean().item())
+        for quantity, values in means.items():
+            mean, stderr = mean_and_stderr(values)
+            row = dict(method=method.name, length=length, quantity=quantity)
+            rows.append(row | dict(mean=mean, stderr=stderr, windows=len(values)))
+    return rows
+
+
+# ---- scores ----------------------------------------------------------------------------------------------------------
+
+
+def score_pairs(batch: int, length: int, max_pairs: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return sequences b, queries i and keys j, 1 <= j < i: all such pairs, or max_pairs drawn with replacement.
+
+    Key 0 is left out as the paper leaves out the beginning of sequence, an outlier that attention sinks into.
+    """
+    if length < 3:
+        raise ValueError(f"statistics of scores need sequences of at least 3 tokens, got {length}")
+    if batch * (length - 1) * (length - 2) // 2 <= max_pairs:
+        i, j = torch.tril_indices(length - 1, length - 1, offset=-1) + 1
+        return torch.arange(batch).repeat_interleave(len(i)), i.repeat(batch), j.repeat(batch)
+    generator = torch.Generator().manual_seed(seed)
+    one, step, sequence = (torch.randint(n, (max_pairs,), generator=generator) for n in (length - 1, length - 2, batch))
+    other = (one + 1 + step) % (length - 1)  # any position but the first one: unordered pairs are uniform
+    return sequence, torch.maximum(one, other) + 1, torch.minimum(one, other) + 1
+
+
+@torch.inference_mode()
+def layer_scores(
+    model: GPT, tokens: Tensor, max_pairs: int = MAX_PAIRS, seed: int = 0
+) -> Iterator[tuple[int, bool, Tensor]]:
+    """Yield layer, whether q and k were rotated, and scores S = q.k / sqrt(d) as float64 (H, pairs) on the CPU.
+
+    tokens (B, T); the pairs, the same in all layers and heads, are those of score_pairs. S is what the method starts
+    from, before LogN's or any other change. Each layer comes without rotation and, if the method rotates, with it.
+    """
+    plan = model.plan(tokens.shape[1], backend="blocks")
+    b, i, j = (index.to(tokens.device) for index in score_pairs(*tokens.shape, max_pairs, seed))
+    for number, (method, q, k) in enumerate(layers(model, tokens, plan)):
+        forms = {False: (q, k)}
+        if method.rotation is not None:
+            forms[True] = transform(method, q, k, plan, scale_queries=False)
+        for rotated, (q, k) in forms.items():
+            heads = [(q[b, h, i] * k[b, h, j]).sum(dim=-1) for h in range(method.num_heads)]  # one head's pairs at once
+            yield number, rotated, (torch.stack(heads) / method.head_dim**0.5).double().cpu()
+
+
+def moments(scores: Tensor) -> dict[str, float]:
+    """Return mean, standard deviation, skewness and excess kurtosis of scores (N,), and ks, their Kolmogorov-Smirnov
+    distance to the Gaussian of that mean and standard deviation. A Gaussian has 0 for the last three, N -> inf."""
+    mean, std = scores.mean(), scores.std(correction=0)
+    z = ((scores - mean) / std).sort().values
+    cdf, below = torch.special.ndtr(z), torch.arange(len(z) + 1, dtype=z.dtype) / len(z)
+    return dict(
+        mean=mean.item(),
+        std=std.item(),
+        skewness=z.pow(3).mean().item(),
+        excess_kurtosis=z.pow(4).mean().item() - 3,
+        ks=torch.maximum(below[1:] - cdf, cdf - below[:-1]).max().item(),
+    )
+
+
+def logit_statistics(model: GPT, tokens: Tensor, max_pairs: int = MAX_PAIRS, seed: int = 0) -> list[dict]:
+    """Return the moments of layer_scores: one row a layer, form (rotated or not) and head, and "all" heads pooled."""
+    rows = []
+    for layer, rotated, scores in layer_scores(model, tokens, max_pairs, seed):
+        for head, mine in [*enumerate(scores), ("all", scores.flatten())]:
+            rows.append(dict(layer=layer, rotated=rotated, head=head) | moments(mine) | dict(pairs=len(mine)))
+    return rows
+
+
+def qq_points(scores: Tensor, n: int = 200) -> list[dict[str, float]]:
+    """Return quantiles of the scores (N,) at probabilities (i - 1/2)/n, i = 1..n, and those of the Gaussian with
+    their mean and standard deviation, neither standardised: dicts of probability, gaussian and sample."""
+    scores = scores.double()
+    probabilities = (torch.arange(n, dtype=torch.float64) + 0.5) / n
+    gaussian = scores.mean() + scores.std(correction=0) * torch.special.ndtri(probabilities)
+    columns = (probabilities, gaussian, scores.quantile(probabilities))
+    return [dict(zip(("probability", "gaussian", "sample"), point)) for point in zip(*(c.tolist() for c in columns))]

@@ -1,0 +1,275 @@
+"""The paper's tables, and that of what the paper leaves open: each function returns one as Markdown and writes it as
+CSV."""
+
+import collections
+import csv
+import math
+import statistics
+from pathlib import Path
+
+from configs.presets import preset
+from configs.sweeps import SCALES
+from scripts.reproduce.study import Study, final_losses, short
+from scripts.shared.looks import series_name
+from scripts.shared.runs import needle_state
+from scripts.shared.tables import bold, markdown_table, mean_and_stderr, plus_minus, write_csv
+
+PAPER_TRAIN_LENGTH = 4096  # of all its tables
+
+
+def table_losses(study: Study) -> str:
+    lengths = sorted({length for run in study.runs for length in run.config.val_lengths})
+    losses = collections.defaultdict(list)
+    for run, stored in list(study.finished):
+        try:
+            final = {series: final_losses(stored, method) for series, method in study.series(run).items()}
+        except ValueError as error:
+            study.drop(run, str(error))
+            continue
+        for series, by_length in final.items():
+            for length in by_length.keys() & set(lengths):
+                losses[series, length].append(by_length[length])
+        if missing := {length for by_length in final.values() for length in set(lengths) - by_length.keys()}:
+            lacking = [str(length) for length in sorted(missing)]
+            command = ["python", "-m", "scripts.evaluate", str(stored.path), "--lengths", *lacking]
+            if run.config.validate_as:
+                command += ["--as", *run.config.validate_as]
+            study.miss(run, f"no loss at {', '.join(lacking)}", command)
+    text = "Validation loss in nats a token at the end of training, by validation length in tokens (and in training "
+    text += "lengths): mean \u00b1 standard error over seeds."
+    return text + "\n\n" + table(study, {"": losses}, lengths, best=min)
+
+
+def table_needle(study: Study) -> str:
+    accuracy = {"greedy": collections.defaultdict(list), "teacher forcing": collections.defaultdict(list)}
+    oracle = collections.defaultdict(list)
+    for run, stored in list(study.finished):
+        command = ["python", "-m", "scripts.needle", str(stored.path), *run.needle.arguments]
+        state, reason = needle_state(stored, run.needle)
+        if state in ("other", "running"):
+            study.drop(run, f"left out, {reason}" if state == "other" else f"is being fine-tuned ({reason})")
+            continue
+        try:
+            needle = stored.json("needle/summary.json")
+            if needle is None:
+                study.drop(run, f"{state} ({reason})", command)
+                continue
+            shown = {
+                series: needle if method == run.config.method else needle["as"][method]
+                for series, method in study.series(run).items()
+            }
+            shares = {
+                (series, label): by_length(found[label.replace(" ", "_")])
+                for series, found in shown.items()
+                for label in accuracy
+            }
+            copier = by_length(needle["oracle"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            study.drop(run, f"{stored.path}/needle/summary.json is damaged ({error!r}): delete it and repeat", command)
+            continue
+        for length, share in copier.items():
+            oracle[length].append(share)
+        for (series, label), found in shares.items():
+            for length, share in found.items():
+                accuracy[label][series, length].append(share)
+        if lacking := [str(n) for n in study.lengths if any(n not in found for found in shares.values())]:
+            study.miss(run, f"no needle accuracy at {', '.join(lacking)}", [*command, "--lengths", *lacking])
+    text = "Share of needles whose city and number are both right, by length in tokens (and in training lengths), by "
+    text += "greedy decoding and by teacher forcing: mean \u00b1 standard error over seeds. The paper's numbers stand "
+    text += "beside greedy decoding."
+    if oracle:
+        text += f" Fine-tuned and scored with {study.runs[0].needle}, three needles in each (the paper: C4, 300 steps "
+        text += "of 64). Oracle: what a perfect copier of the prompts gets."
+    means = {length: statistics.fmean(values) for length, values in oracle.items()}
+    return text + "\n\n" + table(study, accuracy, study.lengths, best=max, oracle=means)
+
+
+def by_length(shares: dict) -> dict[int, float]:
+    return {int(length): float(share) for length, share in shares.items()}
+
+
+def open_choices(study: Study) -> str:
+    text = "What the paper leaves open, the other choice beside ours: YaRN that never scales (which is RoPE), p-RoPE "
+    text += "in Barbero's form, LogN by the length of the context instead of the row, ALiBi's slopes in "
+    text += "FlexAttention's form, shorter and longer segments; and scale-invariant attention with a_t or m_t alone."
+    return text + "\n\n" + table_losses(study)
+
+
+def table_llama(study: Study) -> str:
+    study.missing.append("the continual pretraining of Llama 2 7B is not built yet: only the paper's numbers are shown")
+    text = "Validation loss in nats a token of Llama 2 7B, fine-tuned at 4k on about 50 M tokens with each method "
+    text += "(*: not fine-tuned). **Not built yet: these are the paper's numbers, none of ours.**"
+    return text + "\n\n" + table(study, {}, [4096, 16_384, 65_536], best=min)
+
+
+# ---- what the tables have in common ----------------------------------------------------------------------------------
+
+
+def table(study: Study, metrics: dict[str, dict], lengths: list[int], best, oracle: dict | None = None) -> str:
+    """Return the table as Markdown, and write it to study.path.csv: ours, the mean over seeds, beside the paper's.
+
+    metrics: by label, {(method, length): a value a seed}; the paper's numbers compare with the first; without any, they
+    are the table. best: min or max. oracle: values by length of a last row.
+    """
+    paper = paper_targets(study.item)
+    methods = study.all_series or list(dict.fromkeys(method for method, _ in paper))
+    borrowed = {other: run.config.method for run in study.runs for other in run.config.validate_as}
+    base = study.base_length if metrics else PAPER_TRAIN_LENGTH
+    compare = study.scale == "paper"  # only there are the numbers meant to be the same
+    columns, records = {}, []
+    for length in lengths:
+        ratio = length / base
+        paper_length = round(ratio * PAPER_TRAIN_LENGTH)
+        targets = {m: paper[m, paper_length] for m in methods if (m, paper_length) in paper}
+        for label, values in metrics.items():
+            ours = {method: mean_and_stderr(values[method, length]) for method in methods}
+            means = {method: mean for method, (mean, _) in ours.items()}
+            cells = {method: plus_minus(*numbers) for method, numbers in ours.items()}
+            columns[head(length, ratio, label)] = bold(cells, means, best)
+            for method in methods:
+                target = targets.get(method)
+                record = dict(method=method, weights_of=borrowed.get(method), metric=label or "val_loss")
+                record |= dict(length=length, ratio=ratio, mean=ours[method][0], stderr=ours[method][1])
+                record |= dict(seeds=len(values[method, length]), paper_length=paper_length if target else None)
+                record |= {f"paper_{key}": (target or {}).get(key) for key in ("mean", "stderr", "seeds")}
+                record["difference_in_stderrs"] = in_stderrs(ours[method], target) if compare else None
+                records.append(record)
+            if targets:
+                columns |= paper_column(paper_length, ratio, targets)
+                columns |= difference_column(paper_length, ours, targets) if compare else {}
+            targets = {}  # they are of the first metric
+        if not metrics:
+            columns |= paper_column(paper_length, ratio, targets)
+            records += [dict(method=m, length=paper_length, paper_mean=t["mean"]) for m, t in targets.items()]
+    write_csv(study.path.with_suffix(".csv"), records)
+    study.notes += table_notes(study, methods, borrowed, records)
+
+    rows = [["method", *(["seeds"] if metrics else []), *columns]]
+    for method in methods:
+        if method.startswith("infini") and len(rows) > 1 and not any("Infini" in row[0] for row in rows):
+            rows.append([""] * len(rows[0]))  # the rule in the paper's table
+        mark = "*" if any("not fine-tuned" in t["note"] for (m, _), t in paper.items() if m == method) else ""
+        mark += "\u2020" if metrics and method in borrowed else ""
+        seeds = [seed_range(records, method)] if metrics else []
+        rows.append([series_name(method) + mark, *seeds, *(cells.get(method, "") for cells in columns.values())])
+    if oracle:
+        by_head = {head(n, n / base, label): f"{value:.3f}" for n, value in oracle.items() for label in metrics}
+        rows.append(["oracle", "", *(by_head.get(column, "") for column in columns)])
+    return markdown_table(rows)
+
+
+def head(length: int, ratio: float, label: str) -> str:
+    return f"{length} ({ratio:g}x) {label}".rstrip()
+
+
+def seed_range(records: list[dict], method: str) -> str:
+    """Return how many seeds the numbers of a method are means over: 3, or 1-3 where they differ."""
+    seeds = [record["seeds"] for record in records if record["method"] == method]
+    return str(min(seeds)) if min(seeds) == max(seeds) else f"{min(seeds)}-{max(seeds)}"
+
+
+def table_notes(study: Study, methods: list[str], borrowed: dict[str, str], records: list[dict]) -> list[str]:
+    """Return what a reader of the table must know.
+
+    borrowed: by method, the one whose weights it was validated with. records: those of the CSV.
+    """
+    notes = []
+    weights = collections.defaultdict(list)
+    for method in methods:
+        if method in borrowed:
+            weights[borrowed[method]].append(series_name(method))
+    if weights:
+        same = "; ".join(
+            f"{' and '.join(names)}: the weights of {series_name(trained)}" for trained, names in weights.items()
+        )
+        notes.append(
+            f"\u2020 {same}. They train identically and differ beyond the training length only, so each seed was "
+            "trained once and validated as all of them."
+        )
+    for remark, names in remarks(paper_targets(study.item), methods).items():
+        notes.append(f"The paper's numbers of {' and '.join(names)}: {remark}.")
+    ours = any("metric" in record for record in records)  # and not the paper's numbers alone
+    if ours and preset(SCALES[study.scale].base).length_scale != 1:
+        notes.append(
+            "What is a length in tokens (\u03c4, rotary bases, one over ALiBi's slopes) is scaled with the training "
+            "length; where a row says otherwise it is as in the paper."
+        )
+    if ours and study.scale != "paper":
+        notes.append(
+            f"Scale `{study.scale}` is not the paper's: another model or training length, fewer tokens, another text. "
+            "The paper's columns stand beside the lengths of the same ratio to the training length; compare the order "
+            "of the methods and what happens beyond 1x, not the numbers."
+        )
+    if any(r.get("seeds") == 1 for r in records):
+        notes.append("\u00b1 n/a: one seed, which has no standard error.")
+    if ours and study.scale == "paper":
+        notes.append(
+            "Difference: ours minus the paper's mean, in brackets in units of the combined standard error "
+            "sqrt(ours^2 + paper's^2) (n/a where a side has none; the paper's are rounded to 0.001)."
+        )
+    return notes
+
+
+# ---- the paper's own numbers, beside ours ----------------------------------------------------------------------------
+
+
+def paper_targets(table: str) -> dict[tuple[str, int], dict]:
+    """Return the paper's numbers of one table by method and validation length: mean, stderr and seeds (None where it
+    has none), note, and what is odd about the number, in words (remark)."""
+
+    def number(text: str, kind: type):
+        return kind(text) if text else None
+
+    with open(Path(__file__).with_name("paper_targets.csv"), newline="") as file:
+        return {
+            (row["method"], int(row["val_length"])): dict(
+                mean=float(row["mean"]),
+                stderr=number(row["stderr"], float),
+                seeds=number(row["seeds"], int),
+                note=row["note"],
+                remark=row["remark"],
+            )
+            for row in csv.DictReader(file)
+            if row["table"] == table
+        }
+
+
+def paper_column(length: int, ratio: float, targets: dict[str, dict]) -> dict[str, dict]:
+    """Return one column, {head: {method: cell}}. targets: the paper's numbers at this length by method."""
+    cells = {}
+    for method, target in targets.items():
+        stderr = f" \u00b1 {target['stderr']:.3f}" if target["stderr"] is not None else ""
+        cell = f"{target['mean']:.3f}{stderr}"
+        cells[method] = f"**{cell}**" if "bold" in target["note"] else cell
+    return {f"paper {short(length)} ({ratio:g}x)": cells}
+
+
+def difference_column(length: int, ours: dict[str, tuple], targets: dict[str, dict]) -> dict[str, dict]:
+    """Return one column, {head: {method: cell}}: our means minus the paper's, and in units of the standard error."""
+    cells = {}
+    for method, (mean, stderr) in ours.items():
+        target, distance = targets.get(method), in_stderrs((mean, stderr), targets.get(method))
+        units = "n/a" if distance is None else f"{distance:+.1f}"
+        cells[method] = f"{mean - target['mean']:+.3f} ({units})" if target and mean is not None else ""
+    return {f"difference at {short(length)} (s.e.)": cells}
+
+
+def in_stderrs(ours: tuple, target: dict | None) -> float | None:
+    """Return the difference to the paper's mean in units of the combined standard error; None where there is none.
+
+    ours: mean and standard error.
+    """
+    mean, stderr = ours
+    if target is None or stderr is None or target["stderr"] is None:
+        return None
+    combined = math.hypot(stderr, target["stderr"])
+    return (mean - target["mean"]) / combined if combined else None
+
+
+def remarks(paper: dict, methods: list[str]) -> dict[str, list[str]]:
+    """Return what is odd about the paper's numbers, with the names of the methods that it is odd of."""
+    found = collections.defaultdict(dict)
+    for (method, _), target in paper.items():
+        if target["remark"] and method in methods:
+            found[target["remark"]][series_name(method)] = None
+    return {remark: list(names) for remark, names in found.items()}

@@ -1,0 +1,72 @@
+"""How methods look: one name, colour and line a method, in every figure and page."""
+
+from collections.abc import Iterable
+
+# Name, colour, line style and marker, as matplotlib calls them. The colours are Okabe and Ito's palette and two darker
+# tones of Tol's, which colour-blind readers can tell apart; lines differ too, for print in grey. Ours is black, as in
+# the paper.
+SHOWN_AS = dict(
+    rope=("RoPE", "#E69F00", "-", "o"),
+    p_rope=("p-RoPE", "#56B4E9", "-", "s"),
+    nope=("NoPE", "#999999", "-", "x"),
+    rope_ntk=("RoPE+NTK", "#D55E00", "--", "o"),
+    yarn=("YaRN", "#A6761D", ":", "o"),
+    logn_rope=("LogN+RoPE", "#0072B2", "-", "^"),
+    logn_p_rope=("LogN+p-RoPE", "#CC79A7", "-", "v"),
+    logn_ntk=("LogN+NTK", "#882255", "--", "^"),
+    alibi=("ALiBi", "#009E73", "-", "D"),
+    scale_invariant_p_rope=("Scale-invariant p-RoPE", "#000000", "-", "*"),
+    scale_invariant_rope=("Scale-invariant RoPE", "#555555", "--", "*"),
+    scale_invariant_nope=("Scale-invariant NoPE", "#555555", ":", "*"),
+    infini_rope=("Infini-RoPE", "#332288", "-", "P"),
+    infini_p_rope=("Infini-p-RoPE", "#332288", "--", "P"),
+)
+NAMES = {method: shown[0] for method, shown in SHOWN_AS.items()}
+LINES = {method: shown[1:] for method, shown in SHOWN_AS.items()}
+OPTION_NAMES = {
+    "slope_scale=1": "official slopes",
+    "tau=10": "\u03c4 = 10",
+    "terms=a": "a_t alone",
+    "terms=m": "m_t alone",
+}
+# Methods that are not listed take these in turn, a colour and a marker each and then the next dashes.
+OTHERS = [
+    (colour, dashes, marker)
+    for dashes in ("-.", ":", "--")
+    for colour, marker in zip(("#6699CC", "#CC6677", "#661100", "#999933", "#4B0092"), "osvD^")
+]
+
+
+def method_name(method: str) -> str:
+    return NAMES.get(method, method)
+
+
+def looks(methods: Iterable[str]) -> dict[str, tuple[str, str, str]]:
+    """Return colour, line style and marker of each method; those that are not listed share no look until there are too
+    many, and have the same one whatever the order of the methods."""
+    others = sorted({*methods} - {*LINES})
+    return LINES | {method: OTHERS[i % len(OTHERS)] for i, method in enumerate(others)}
+
+
+def series_label(method: str, options: dict) -> str:
+    """Return what a row or line shows, as it is called in data: the method, and the options that it was given."""
+    return " ".join([method, *(f"{option}={plain_number(options[option])}" for option in sorted(options))])
+
+
+def series_name(series: str) -> str:
+    """Return a series (see series_label) as it is called in tables and legends."""
+    method, *options = series.split(" ")
+    return ", ".join([method_name(method), *(OPTION_NAMES.get(o, o.replace("=", " ")) for o in options)])
+
+
+def plain_number(value) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def line(series: str, shown: Iterable[str] = ()) -> dict:
+    """Return keyword arguments of matplotlib's plot for this line, with its name for the legend; paler with options.
+    shown: all series of the figure."""
+    method, *options = series.split(" ")
+    colour, style, marker = looks([method, *(other.split(" ")[0] for other in shown)])[method]
+    pale = dict(alpha=0.45) if options else {}
+    return dict(color=colour, linestyle=style, marker=marker, label=series_name(series)) | pale

@@ -1,0 +1,66 @@
+"""Tables of results, as Markdown and CSV, and the numbers in their cells."""
+
+import csv
+import io
+import math
+import statistics
+from pathlib import Path
+
+from runtime.files import replace_file
+
+
+def loss_table(results: list[dict]) -> str:
+    """Return one row a run: its name, the validation loss (nats a token) at each length, and how far it rises from the
+    shortest to the longest. results: dicts with name, train_length and val_loss {length: nats}."""
+    lengths = sorted({int(length) for r in results for length in r["val_loss"]})
+    base = results[0]["train_length"]
+    same_base = all(r["train_length"] == base for r in results)
+    heads = [f"{n} ({n / base:g}x)" if same_base else str(n) for n in lengths]
+    rows = [["run", *heads, f"{lengths[-1]} - {lengths[0]}"]]
+    for r in results:
+        loss = {int(length): value for length, value in r["val_loss"].items()}
+        rise = f"{loss[lengths[-1]] - loss[lengths[0]]:+.3f}" if {lengths[0], lengths[-1]} <= loss.keys() else ""
+        rows.append([r["name"], *(f"{loss[n]:.3f}" if n in loss else "" for n in lengths), rise])
+    return markdown_table(rows)
+
+
+def markdown_table(rows: list[list[str]]) -> str:
+    """Return the rows as a table: the first one is the head; the first column is text, the others are numbers."""
+    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+    lines = [[row[0].ljust(first), *(cell.rjust(width) for cell, width in zip(row[1:], others))] for row in rows]
+    head, *body = (f"| {' | '.join(cells)} |" for cells in lines)
+    rule = "|".join(["", "-" * (first + 2), *("-" * (width + 1) + ":" for width in others), ""])
+    return "\n".join([head, rule, *body])
+
+
+def mean_and_stderr(values: list[float]) -> tuple[float | None, float | None]:
+    """Return mean and standard error, sd / sqrt(n) with n - 1 in the variance; None for what too few values lack."""
+    if not values:
+        return None, None
+    n, mean = len(values), statistics.fmean(values)
+    # Not statistics.stdev, which refuses NaN: a loss that is not finite gives NaN here.
+    return mean, math.sqrt(sum((value - mean) ** 2 for value in values) / (n - 1) / n) if n > 1 else None
+
+
+def plus_minus(mean: float | None, stderr: float | None) -> str:
+    """Return a cell: mean and standard error as the paper prints them; "n/a" for a standard error that there is not."""
+    if mean is None:
+        return ""
+    return f"{mean:.3f} \u00b1 " + ("n/a" if stderr is None else f"{stderr:.3f}")
+
+
+def bold(cells: dict[str, str], means: dict[str, float | None], best=min) -> dict[str, str]:
+    """Return the cells, in bold those whose mean is the best as printed, ties included."""
+    printed = {key: round(mean, 3) for key, mean in means.items() if mean is not None}
+    winners = {key for key in printed if printed[key] == best(printed.values())}
+    return {key: f"**{cell}**" if key in winners else cell for key, cell in cells.items()}
+
+
+def write_csv(path: Path, rows: list[dict]):
+    """Write the rows, dicts with the same keys, whole or not at all."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]) if rows else [], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, lambda file: file.write(text.getvalue().encode()))

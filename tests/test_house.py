@@ -1,0 +1,47 @@
+"""The rooms of scripts/ stay small, import each other in one direction only, and keep their commands."""
+
+import ast
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("sweep", "reproduce", "report", "shared")
+FILES = sorted(path for room in ROOMS for path in (ROOT / "scripts" / room).iterdir() if path.is_file())
+COMMANDS = ("sweep", "reproduce", "report", "theory", "evaluate", "needle", "quickstart")
+MODULES = sorted(path for path in (ROOT / "scripts").rglob("*.py") if not path.name.startswith("bench"))
+
+
+def imports(path: Path) -> set[str]:
+    """The names that a file imports from scripts/, those within its functions too: modules, or what is in them."""
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    sources = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    names |= {f"{node.module}.{alias.name}" for node in sources for alias in node.names}
+    return names | {node.module for node in sources}
+
+
+def test_no_two_files_import_each_other():
+    name = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in MODULES}
+    graph = {name[path]: (imports(path) & {*name.values()}) - {name[path]} for path in MODULES}
+    assert "scripts.shared.runs" in graph["scripts.sweep.plan"]
+    assert len([*TopologicalSorter(graph).static_order()]) == len(graph)  # CycleError names a circle
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_no_file_is_long_and_no_function(path):
+    assert len(path.read_text().splitlines()) <= 400
+    if path.suffix == ".py":
+        functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+        assert all(node.end_lineno - node.lineno < 80 for node in functions)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_is_where_it_was(command):
+    words = [sys.executable, "-m", f"scripts.{command}", "--help"]
+    said = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert said.returncode == 0 and said.stdout.startswith(f"usage: python -m scripts.{command}")
