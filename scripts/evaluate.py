@@ -142,7 +142,10 @@ def store(folder: Path, result: dict, own: bool):
 
 def joined(old: dict, new: dict) -> dict:
     """Return the new result, with the lengths of the old one if that is of the same checkpoint and number of tokens."""
-    if not old or old["step"] != new["step"] or {*val_tokens(old).values()} != {*val_tokens(new).values()}:
+    if not old:
+        return new
+    theirs, ours = ((evaluation["step"], {*val_tokens(evaluation).values()}) for evaluation in (old, new))
+    if theirs != ours:
         return new
     old = old | dict(val_tokens=val_tokens(old))
     both = new | {key: {**old[key], **new[key]} for key in ("val_loss", "val_tokens", "val_loss_by_position")}
