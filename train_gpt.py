@@ -31,7 +31,15 @@ from model.gpt import GPT
 from model.methods import METHODS
 from optim.schedule import check_schedule, lr_factor
 from optim.sharded import Optimizers
-from runtime.build import build_model, build_optimizers, checkpoint_bytes, compile_model, compute_dtype, train_step
+from runtime.build import (
+    build_model,
+    build_optimizers,
+    checkpoint_bytes,
+    compile_model,
+    compute_dtype,
+    config_of,
+    train_step,
+)
 from runtime.checkpoint import (
     check_same_run,
     checkpoint_errors,
@@ -208,7 +216,8 @@ def resume(config: Config, world: World, model: GPT, optimizers: Optimizers, pat
     state = load_checkpoint(checkpoint)
     with checkpoint_errors(checkpoint):
         if not config.force:
-            check_same_run(checkpoint, state, config.to_dict(), fingerprint, may_differ=NOT_MATHEMATICS)
+            theirs = state | dict(config=config_of(state["config"]).to_dict())
+            check_same_run(checkpoint, theirs, config.to_dict(), fingerprint, may_differ=NOT_MATHEMATICS)
         progress = Progress.load(checkpoint, state, config.steps)
         model.load_state_dict(state["model"])
         optimizers.load_parameters()

@@ -5,16 +5,34 @@ train_gpt.py uses it, and so do the scripts that evaluate, fine-tune or measure 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from typing import Any
 
 import torch
 
 from configs.config import Config
 from model.gpt import GPT
+from model.methods import scaled_options
 from optim.groups import split_parameters
 from optim.muon import Muon, as_matrices, fast_dtype, lr_scale
 from optim.sharded import Group, Optimizers
 from runtime.processes import World
+
+
+def config_of(stored: dict[str, Any]) -> Config:
+    """Return the config that a config.json or a checkpoint holds, perhaps of an older version: fields that there were
+    not have their defaults, in which they change nothing. Raise an exception of many kinds for what is no config."""
+    options = dict(stored.get("method_options", {}))
+    if length := stored.get("rotary_base_length"):  # of before length_scale: it scaled the rotary base alone
+        ratio = stored["train_length"] / length
+        if "base" in options:
+            options["base"] *= ratio
+        elif base := scaled_options(stored["method"], ratio, options).get("base"):
+            options["base"] = base
+    known = {field.name for field in dataclasses.fields(Config)}
+    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items() if k in known}
+    return Config(**fields | dict(method_options=options))
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:

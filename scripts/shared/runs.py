@@ -11,7 +11,7 @@ from configs.config import NOT_MATHEMATICS, Config, config_hash
 from configs.sweeps import Needle, Run
 from data.shards import open_split
 from errors import require
-from model.methods import scaled_options
+from runtime.build import config_of
 from runtime.checkpoint import latest_checkpoint
 from runtime.metrics import read_metrics
 from scripts.shared.run_files import FILES, check_record, read_json
@@ -68,16 +68,8 @@ def stored_config(path: Path) -> Config:
     """Return the configuration in a run folder. Raises ValueError if there is none or it is damaged."""
     if not (path / "config.json").exists():
         raise ValueError(f"{path} is not a run folder: it has no config.json")
-    known = {field.name for field in dataclasses.fields(Config)}
     try:
-        stored = json.loads((path / "config.json").read_text())
-        if length := stored.get("rotary_base_length"):  # of before length_scale: it scaled the rotary base alone
-            options, ratio = stored.setdefault("method_options", {}), stored["train_length"] / length
-            if "base" in options:
-                options["base"] *= ratio
-            elif base := scaled_options(stored["method"], ratio, options).get("base"):
-                options["base"] = base
-        return Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in stored.items() if k in known})
+        return config_of(json.loads((path / "config.json").read_text()))
     except (ValueError, TypeError, AttributeError, RecursionError, KeyError, ArithmeticError) as error:
         raise ValueError(f"{path}/config.json is damaged ({error})") from error
 
