@@ -184,7 +184,10 @@ class Optimizers:
         masked = torch.maximum(self.found_inf, (~finite).float())
         if not self.skip:
             self.found_inf.copy_(masked)
-        whole_units = lambda name: len(self.buckets[name][0].unit)
+
+        def whole_units(name):
+            return len(self.buckets[name][0].unit)
+
         for name in sorted(self.groups, key=whole_units):  # Adam's parameters travel while Muon computes
             optimizer = self.optimizers[name]
             set_lr(optimizer, self.groups[name].peak_lr * lr_factor)

@@ -143,7 +143,10 @@ def git_commit(folder: Path) -> str | None:
 
     Not those in results/: they are made by the code and do not make it, and one page after the other is written there.
     """
-    git = lambda *words: subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout
+
+    def git(*words):
+        return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout
+
     try:
         changed = git("diff", "HEAD", "--name-only", "--", ":(top)", ":(top,exclude)results")
         return git("rev-parse", "HEAD").strip() + "-dirty" * bool(changed)

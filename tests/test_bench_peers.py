@@ -148,7 +148,8 @@ def test_peers_get_our_shape_tokens_and_threads(monkeypatch, tmp_path, capsys):
     ours = record["results"]["ours"][0]
     assert len(ours["seconds"]) == 6 and len(ours["losses"]) == 16 and ours["losses"][-1] < ours["losses"][0]
     assert record["results"][again("ours")][0]["losses"] == ours["losses"]
-    median = lambda name: [np.median(r["seconds"]) for r in record["results"][name]]
+    def median(name):
+        return [np.median(r["seconds"]) for r in record["results"][name]]
     ratio = paired_ratio(median("nano"), median("ours"))[0]
     assert re.search(rf"\| nano .*\| {ratio:.3f} \(", said)
 

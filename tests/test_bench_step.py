@@ -99,14 +99,17 @@ def test_muon_matrix_by_matrix_makes_the_same_updates():
 def nano_reference(model, tokens, targets):
     """The same in float64, from the formulas of GPT-2."""
     w = {name: p.detach().double() for name, p in model.named_parameters()}
-    layer_norm = lambda x, g: (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt() * g
+    def layer_norm(x, g):
+        return (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt() * g
     T, H = tokens.shape[1], model.blocks[0].num_heads
     x = w["embedding.weight"][tokens] + w["positions.weight"][:T]
     future = torch.ones(T, T, dtype=torch.bool).triu(1)
     for i in range(len(model.blocks)):
-        b = lambda name: w[f"blocks.{i}.{name}.weight"]
+        def b(name):
+            return w[f"blocks.{i}.{name}.weight"]
         q, k, v = (layer_norm(x, b("attention_norm")) @ b("qkv").T).chunk(3, -1)
-        heads = lambda y: y.unflatten(-1, (H, -1)).transpose(1, 2)
+        def heads(y):
+            return y.unflatten(-1, (H, -1)).transpose(1, 2)
         scores = heads(q) @ heads(k).mT / heads(q).shape[-1] ** 0.5
         y = scores.masked_fill(future, -math.inf).softmax(-1) @ heads(v)
         x = x + y.transpose(1, 2).flatten(2) @ b("proj").T

@@ -187,7 +187,8 @@ def ranks(tmp_path_factory):
 
 
 def sweep(jobs):
-    label = lambda x: "-".join([x[0], *(f"{key}={value}" for key, value in x[1].items())])
+    def label(x):
+        return "-".join([x[0], *(f"{key}={value}" for key, value in x[1].items())])
     names = ["-".join(label(x) if isinstance(x, tuple) else str(x) for x in job) for job in jobs]
     return pytest.mark.parametrize("job", jobs, ids=names)
 

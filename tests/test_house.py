@@ -1,4 +1,4 @@
-"""The rooms of scripts/ stay small, import each other in one direction only, and keep their commands."""
+"""The rooms of scripts/ stay small, import each other in one direction and keep their commands; ruff finds nothing."""
 
 import ast
 import subprocess
@@ -37,6 +37,12 @@ def test_no_file_is_long_and_no_function(path):
     if path.suffix == ".py":
         functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
         assert all(node.end_lineno - node.lineno < 80 for node in functions)
+
+
+@pytest.mark.parametrize("words", [["check"], ["format", "--check"]], ids=" ".join)
+def test_ruff_finds_nothing(words):
+    done = subprocess.run([sys.executable, "-m", "ruff", *words, ROOT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.slow

@@ -392,7 +392,8 @@ def test_the_kernels_compile_for_gpus_without_atomics(case):
 
 def dense_low_precision(formula, q, k, v, do, dtype):
     """Output, dq, dk, dv as a dense computation has them: products in float32 of numbers of that dtype."""
-    rounded = lambda x: x.to(dtype).float()
+    def rounded(x):
+        return x.to(dtype).float()
     num_heads, T, head_dim = q.shape[1:]
     t = torch.arange(T)[:, None] - torch.arange(T)
     a, m = (1.0, 0.0) if formula is None else formula(t.clamp(min=0).double(), torch.arange(num_heads)[:, None, None])

@@ -78,13 +78,15 @@ def test_the_count_on_fake_tensors_is_what_is_allocated(tmp_path, monkeypatch, c
         return tokens, plan, tokens.nbytes + plan.cos.nbytes + plan.sin.nbytes
 
     tokens, plan, extra = inputs(config.train_length)
-    step = lambda: train_step(model, [tokens] * 2, plan, optimizers, 1.0, World.alone(CPU))
+    def step():
+        return train_step(model, [tokens] * 2, plan, optimizers, 1.0, World.alone(CPU))
     step()
     there = training["parameters"] + training["state"]
     assert training["peak"] == pytest.approx(there + extra + allocated(tmp_path, step), rel=0.01)
     with torch.no_grad():
         tokens, plan, extra_too = inputs(384)
-        passing = lambda: model(*tokens, plan=plan, per_token=True)
+        def passing():
+            return model(*tokens, plan=plan, per_token=True)
         expected = there + extra + extra_too + allocated(tmp_path, passing)
     assert validation["peak"] == pytest.approx(expected, rel=0.03)  # the kernels' workspace is not in the count
 

@@ -30,7 +30,8 @@ pytestmark = pytest.mark.promise(10, "every config trains or is refused")
 
 FIELDS_OF_A_RUN = FIELDS_OF_A_RUN | dict(data_dir="data", resume="never", steps=2, cooldown_steps=0)
 FIELDS = [field.name for field in dataclasses.fields(Config)]
-one_of = lambda *values: st.sampled_from(values)
+def one_of(*values):
+    return st.sampled_from(values)
 
 # Values that are right on their own, where they are not part of a shape (below). Most runs are of two steps.
 GOOD = dict(

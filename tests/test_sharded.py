@@ -24,7 +24,8 @@ class Net(nn.Module):
     def __init__(self, dtype=torch.float32):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        make = lambda *shape: nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype) * shape[-1] ** -0.5)
+        def make(*shape):
+            return nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype) * shape[-1] ** -0.5)
         self.embedding = make(13, 24)
         self.banks = nn.ParameterList([make(3, 24, 24) for _ in range(2)])
         self.projections = nn.ParameterList([make(24, 24) for _ in range(3)])
@@ -47,7 +48,8 @@ class Net(nn.Module):
 
 def groups(net, dtype=torch.float32):
     matrices = [*net.banks, *net.projections, net.up, net.down]
-    adam = lambda params: torch.optim.Adam(params, eps=1e-3, fused=True)  # smooth where a gradient is rounding error
+    def adam(params):
+        return torch.optim.Adam(params, eps=1e-3, fused=True)  # smooth where a gradient is rounding error
     return dict(
         head=Group([net.head], adam, 0.02),
         matrices=Group(matrices, lambda params: Muon(params, dtype=dtype), 0.02, as_matrices, lr_scale),
@@ -83,7 +85,8 @@ def train(net, optimizers, steps, rank=0, world=1, poison=None):
 
 
 def snapshot(net, optimizers):
-    copy = lambda x: {k: copy(v) for k, v in x.items()} if isinstance(x, dict) else x.detach().clone()
+    def copy(x):
+        return {k: copy(v) for k, v in x.items()} if isinstance(x, dict) else x.detach().clone()
     return copy(dict(net=dict(net.named_parameters()), optimizers=optimizers.state_dict()))
 
 

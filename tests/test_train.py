@@ -457,7 +457,7 @@ def test_killed_again_and_again_is_the_uninterrupted_run(data, finished, tmp_pat
     # after the last validation, before the summary.
     for place in ("step 2", "checkpoint 5", "step 17", "validation 20"):
         train_until(place, data, tmp_path)
-    assert_same_run(train_here(data, tmp_path, resume="auto", length_scale=1), whole)
+    assert_same_run(train_here(data, tmp_path, resume="auto"), finished)
 
 
 @pytest.mark.slow
