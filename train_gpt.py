@@ -165,10 +165,10 @@ def train(stop: StopRequest):
         if progress.validated < config.steps:
             stopping = not validate(validation, validation_plan(config, config.steps), log, stop)
     if stopping:
-        told_by = stop.heard or "another process"
+        told_by = stop.signal_name or "another process"
         log.print(f"{told_by}: stopped after step {progress.step}; --resume auto goes on from there")
         if folder is not None:
-            folder.mark_interrupted(stop.heard or "of another process")
+            folder.mark_interrupted(stop.signal_name or "of another process")
     else:
         log.finish(data, model)
     log.close()

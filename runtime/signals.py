@@ -6,8 +6,8 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -23,7 +23,7 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        self.heard: str | None = None  # the signal's name
+        self.signal_name: str | None = None  # of the signal that was heard
         self.holds = False
         self.mark: Callable[[str], object] = lambda name: None
 
@@ -36,35 +36,27 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _hear(self, number: int, frame: object) -> None:
-        again = number == signal.SIGINT and self.heard == "SIGINT"
-        self.heard = signal.Signals(number).name
+        again = number == signal.SIGINT and self.signal_name == "SIGINT"
+        self.signal_name = signal.Signals(number).name
         if again or not self.holds:
             with suppress(OSError):
-                self.mark(self.heard)
+                self.mark(self.signal_name)
             kill_descendants()
             if again:
                 os._exit(130)
             leave(number, frame)
 
     def agreed(self, world: World) -> bool:
-        """Whether any rank has heard a signal. All ranks must ask the same number of times."""
+        """Return whether any rank has heard a signal. All ranks must ask the same number of times."""
         if world.world_size == 1:
-            return self.heard is not None
-        heard = torch.tensor(int(self.heard is not None))  # on the CPU, so that nobody waits for a GPU
+            return self.signal_name is not None
+        heard = torch.tensor(int(self.signal_name is not None))  # on the CPU, so that nobody waits for a GPU
         dist.all_reduce(heard, op=dist.ReduceOp.MAX)
         return bool(heard)
 
 
 def kill_descendants() -> None:
-    """Ends all processes that this one has started, and theirs: compilers among them."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # ended meanwhile
-            fields = stat.read_text().rpartition(")")[2].split()  # the name before it may hold anything
-            children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
-    waiting = [os.getpid()]
-    while waiting:
-        for pid in children.get(waiting.pop(), []):
-            waiting.append(pid)
-            with suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+    """End all processes that this one has started, and theirs: compilers among them."""
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # ended meanwhile
+            process.kill()

@@ -115,9 +115,9 @@ def run(
     check_same(folder.path / "settings.json", settings)
     folder.write_json("settings.json", settings)
     fine_tune(config, model, tuning, folder, compiled, needle.steps, needle.sequences, stop)
-    if stop.heard:
-        print(f"{path}: {stop.heard}: stopped; the same command goes on from there", file=sys.stderr)
-        folder.mark_interrupted(stop.heard)
+    if stop.signal_name:
+        print(f"{path}: {stop.signal_name}: stopped; the same command goes on from there", file=sys.stderr)
+        folder.mark_interrupted(stop.signal_name)
         folder.close()
         sys.exit(exit_code())
     summary = dict(name=path.name, **settings, examples=needle.examples)
@@ -236,7 +236,7 @@ def fine_tune(
             loss += weighted.detach()
         optimizers.step(lr_factor(step, **schedule), loss.isfinite())
         metrics.write(dict(step=step + 1, tokens=(step + 1) * sequences * task.length, train_loss=loss.item()))
-        stopping = stop.heard is not None
+        stopping = stop.signal_name is not None
         if (step + 1) % SAVE_EVERY == 0 or step + 1 == steps or stopping:
             state = dict(step=step + 1, model=model.state_dict(), optimizers=optimizers.state_dict())
             save_checkpoint(folder.checkpoints, step + 1, state, keep=1)

@@ -31,7 +31,7 @@ replace = os.replace
 def hold(partial, path):
     replace(partial, path)
     stop = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
-    while str(path).endswith(".pt") and os.path.exists(__file__) and not stop.heard:
+    while str(path).endswith(".pt") and os.path.exists(__file__) and not stop.signal_name:
         time.sleep(0.01)
 
 if any(word.endswith("{ending}") for word in sys.orig_argv):
