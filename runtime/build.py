@@ -23,16 +23,15 @@ from runtime.processes import World
 def config_of(stored: dict[str, Any]) -> Config:
     """Return the config that a config.json or a checkpoint holds, perhaps of an older version: fields that there were
     not have their defaults, in which they change nothing. Raise an exception of many kinds for what is no config."""
-    options = dict(stored.get("method_options", {}))
     if length := stored.get("rotary_base_length"):  # of before length_scale: it scaled the rotary base alone
-        ratio = stored["train_length"] / length
+        options, ratio = dict(stored.get("method_options", {})), stored["train_length"] / length
         if "base" in options:
             options["base"] *= ratio
         elif base := scaled_options(stored["method"], ratio, options).get("base"):
             options["base"] = base
+        stored = stored | dict(method_options=options)
     known = {field.name for field in dataclasses.fields(Config)}
-    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items() if k in known}
-    return Config(**fields | dict(method_options=options))
+    return Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in stored.items() if k in known})
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
