@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_reproduce import write_run, write_study
 
 from configs.sweeps import sweep
 from scripts import keep as keep_command
 from scripts.reproduce import __main__ as reproduce_command
 from scripts.reproduce.pages import COMPUTED
 from scripts.shared.runs import read_runs
-from test_reproduce import write_run, write_study
 
 ROOT = Path(__file__).parents[1]
 KEPT = sorted(path.parent for path in ROOT.glob("results/*/runs") if path.is_dir())
@@ -45,7 +45,8 @@ def test_pages_made_from_what_is_kept_are_those_made_from_the_runs(tmp_path, cal
     write_study(tmp_path / "trained", "figure_train_4k", needle={"greedy": {"256": 0.5}})
     for number, path in enumerate((tmp_path / "trained").iterdir()):
         (path / "checkpoints").mkdir()
-        (path / "evaluation.json").write_text(json.dumps({"step": "step_000640", "val_loss": {"512": 4.5}, "val_tokens": number}))
+        evaluation = {"step": "step_000640", "val_loss": {"512": 4.5}, "val_tokens": number}
+        (path / "evaluation.json").write_text(json.dumps(evaluation))
     code, said = keep()
     assert code == 0 and said.out.startswith("21 finished runs of ")
     assert {p.name for p in (tmp_path / "kept" / "mini-rope-s0").iterdir()} == {
@@ -72,7 +73,8 @@ def test_unfinished_runs_are_left_out_and_different_ones_are_not_written_over(tm
     shutil.rmtree(folder)
     write_run(tmp_path / "trained", first, {256: 3.0})
     code, said = keep()
-    assert code == 2 and said.err.count("\n") == 1 and f"kept/{first.name} is a different run (trained again)" in said.err
+    assert code == 2 and said.err.count("\n") == 1
+    assert f"kept/{first.name} is a different run (trained again)" in said.err
     (tmp_path / "trained" / first.name / "metrics.jsonl").write_text("{}\n")
     shutil.rmtree(tmp_path / "kept")
     code, said = keep()
