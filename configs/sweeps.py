@@ -269,8 +269,12 @@ def tau_by_length(scale: Scale) -> list[Run]:
     ]  # fmt: skip
 
 
+def far_tokens(scale: Scale) -> list[Run]:
+    return with_papers_lengths(trained(scale.base, MAIN_METHODS, scale.once))
+
+
 SET_BY_SWEEPS = ("name", "runs_dir", "resume")  # the sweep runner names and resumes the runs
-BEYOND_PAPER = ("tau_by_length",)  # which "all" leaves out
+BEYOND_PAPER = ("tau_by_length", "far_tokens")  # which "all" leaves out
 SWEEPS = dict(
     table_losses=table_losses,
     table_needle=table_needle,
@@ -285,6 +289,7 @@ SWEEPS = dict(
     figure_qq_ours=figure_qq_ours,
     open_choices=open_choices,
     tau_by_length=tau_by_length,
+    far_tokens=far_tokens,
 )
 
 

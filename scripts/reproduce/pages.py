@@ -14,7 +14,7 @@ from errors import require
 from runtime.device import device_name
 from runtime.files import replace_file
 from runtime.run_folder import git_commit
-from scripts.reproduce import beyond, figures, tables
+from scripts.reproduce import far_tokens, figures, lengthscales, tables
 from scripts.reproduce.study import Study
 from scripts.shared.runs import StoredRun, check_page, log_values
 
@@ -36,11 +36,12 @@ ITEMS = dict(
     figure_qq=figures.figure_qq,
     figure_qq_ours=figures.figure_qq_ours,
     open_choices=tables.open_choices,
-    tau_by_length=beyond.tau_by_length,
+    tau_by_length=lengthscales.tau_by_length,
+    far_tokens=far_tokens.far_tokens,
 )
 PARTLY_THEORY = ["figure_entropy"]  # which has something to show without runs
 # What is computed or measured here; the others are functions of what the runs left, the same wherever they are made.
-COMPUTED = ["figure_entropy", "figure_sublog", "figure_sublog_unscaled", "figure_qq_ours"]
+COMPUTED = ["figure_entropy", "figure_sublog", "figure_sublog_unscaled", "figure_qq_ours", "far_tokens"]
 
 
 def write_item(study: Study, stored_runs: list[StoredRun], force: bool = False) -> str:

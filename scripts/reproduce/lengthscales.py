@@ -1,4 +1,4 @@
-"""Studies that go beyond the paper: each function draws a figure or a table and returns the Markdown that shows it."""
+"""What the lengthscale tau of scale-invariant attention does, beyond what the paper shows."""
 
 import collections
 import math

@@ -1,0 +1,101 @@
+"""The studies beyond the paper: their numbers against plain ones, and their pages."""
+
+import math
+import statistics
+
+import numpy as np
+import pytest
+import torch
+from test_gpt import make_random_gpt, random_tokens
+from test_reproduce import call, is_figure, rows, write_models, write_study  # noqa: F401 (call is a fixture)
+
+from scripts.reproduce import far_tokens
+from scripts.reproduce.comparisons import comparisons, differences, holm
+from scripts.shared.runs import read_runs
+
+REFERENCE = "scale_invariant_p_rope"
+
+
+def test_holm_s_correction():
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.9, 0.8]) == [1.0, 1.0] and holm([]) == []
+
+
+def test_differences_are_those_of_welch():
+    """Against the formula, with its p by integrating the density of Student's t."""
+    random = np.random.default_rng()
+    theirs, ours = random.normal(4.1, 0.02, 3).tolist(), random.normal(4, 0.1, 5).tolist()
+    (row,) = differences({("rope", 256): theirs, (REFERENCE, 256): ours, ("nope", 64): theirs}, REFERENCE, [256])
+    parts = [statistics.variance(x) / len(x) for x in (theirs, ours)]
+    stderr, difference = math.sqrt(sum(parts)), statistics.fmean(theirs) - statistics.fmean(ours)
+    freedom = sum(parts) ** 2 / (parts[0] ** 2 / 2 + parts[1] ** 2 / 4)
+    angle = np.linspace(np.arctan(abs(difference / stderr) / math.sqrt(freedom)), np.pi / 2, 200_001)
+    density = np.cos(angle) ** (freedom - 1)  # t = sqrt(freedom) tan(angle)
+    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
+    p = 2 * scale * np.trapezoid(density, angle)
+    assert (row["seeds"], row["reference_seeds"], row["series"]) == (3, 5, "rope")
+    assert [row["difference"], row["stderr"]] == pytest.approx([difference, stderr])
+    assert row["p"] == row["p_holm"] == pytest.approx(p, rel=1e-4)
+
+
+def test_the_page_tells_differences_and_the_order(tmp_path):
+    losses = {REFERENCE: [4.0, 4.01], "rope": [4.5, 4.51], "alibi": [4.1, 4.11], "nope": [5.0]}
+    losses = {(series, 256): values for series, values in losses.items()}
+    paper = {(REFERENCE, 4096): 3.0, ("rope", 4096): 3.1, ("alibi", 4096): 3.2, ("nope", 4096): 4.0}
+    page = comparisons(tmp_path / "table", losses, REFERENCE, [256], 256, paper)
+    cells = {line.split("|")[1].strip(): line.split("|")[2:] for line in page.splitlines() if line.startswith("|")}
+    assert cells["RoPE"][1].strip() == "**+0.500 \u00b1 0.007** (p < 0.001)"
+    assert cells["NoPE"][1].strip() == "+0.995" and cells["NoPE"][0].strip() == "1, 2"
+    assert [cell.strip() for cell in cells["256 (1x)"][:2]] == ["+0.80", "4"]  # of ranks 1 3 2 4 and 1 2 3 4
+    assert len(rows(tmp_path / "table_differences.csv")) == 3
+    assert comparisons(tmp_path / "none", {}, REFERENCE, [256], 256, paper) == ""
+
+
+def test_tau_by_length(tmp_path, call):  # noqa: F811
+    write_study(tmp_path / "runs", "tau_by_length")
+    losses = {run.path.name: run.summary["val_loss"]["256"] for run in read_runs(tmp_path / "runs")}
+    code, said = call("tau_by_length", "--scale", "mini")
+    assert code == 0 and is_figure(tmp_path / "out" / "tau_by_length")
+    data = rows(tmp_path / "out" / "tau_by_length.csv")
+    found = {(r["train_length"], float(r["tau"]), r["ratio"]): float(r["mean"]) for r in data}
+    taus = [0.0390625, 0.15625, 0.625, 2.5, 10, 40, math.inf]
+    at_1x = {tau: found["256", tau, "1.0"] for tau in taus}
+    assert [at_1x[10], at_1x[0.625]] == [losses[f"mini-{REFERENCE}{tau}-s0"] for tau in ("-tau10.0", "")]
+    assert len(found) == 7 * (4 + 3 + 2)  # of 256, 1024, 4096 up to 16,384
+    lines = [line for line in said.out.splitlines() if line.startswith("| 256 ")]
+    best = min(taus, key=at_1x.get)
+    (bold,) = [line for line in lines if line.split("|")[5].strip().startswith("**")]
+    assert bold.split("|")[2].strip() == ("learned" if best == math.inf else f"{best:.3g}")
+
+
+def test_losses_at_the_end_are_those_of_the_model_on_each_text(monkeypatch):
+    monkeypatch.setattr(far_tokens, "SCORED", 20)
+    monkeypatch.setattr(far_tokens, "KEPT", (10, 64))
+    model, windows = make_random_gpt("scale_invariant_p_rope"), random_tokens(130, 3)[0]
+    losses = far_tokens.end_losses(model, windows)
+    assert {*losses} == {("whole", 130), *((change, n) for change in ("cut", "swapped") for n in (10, 64))}
+
+    def plain(text):  # (T,): by the logits of the text alone
+        logits = model(text[None, :-1])[0]
+        return torch.nn.functional.cross_entropy(logits[-20:], text[-20:])
+
+    with torch.inference_mode():
+        for w in range(3):
+            assert losses["whole", 130][w] == pytest.approx(plain(windows[w]).item(), abs=1e-5)
+            for n in (10, 64):
+                kept = windows[w, 130 - 20 - n :]
+                swapped = torch.cat([windows[w - 1, : 130 - 20 - n], kept])
+                assert losses["cut", n][w] == pytest.approx(plain(kept).item(), abs=1e-5)
+                assert losses["swapped", n][w] == pytest.approx(plain(swapped).item(), abs=1e-5)
+
+
+@pytest.mark.slow
+def test_far_tokens_has_a_row_a_method_and_change(tmp_path, call):  # noqa: F811
+    fields = write_models(tmp_path, "far_tokens", num_layers=1, val_tokens=15 * 4096)
+    code, said = call("far_tokens", "--scale", "mini", *fields, "--methods", "alibi", "p_rope")
+    assert code == 0 and is_figure(tmp_path / "out" / "far_tokens"), said
+    data = rows(tmp_path / "out" / "far_tokens.csv")
+    assert {(r["series"], r["change"], r["kept"]) for r in data} == {
+        (series, change, str(kept)) for series in ("p_rope", "alibi", "alibi slope_scale=1")
+        for change in ("cut", "swapped") for kept in (64, 256, 1024)
+    }  # fmt: skip
