@@ -4,7 +4,7 @@
     python -m scripts.report runs/mini-*/ --out mini.html --title "mini, 3 seeds"
 
 The page holds its data, styles and scripts, and asks for nothing else: it opens from any disk, without a network.
-Python writes the tables and one chart, which are there without JavaScript too; draw.js and page.js draw the others.
+Python writes its tables and charts, which are there without JavaScript too; page.js sorts, filters and hides.
 """
 
 import argparse
