@@ -1,8 +1,8 @@
 """What the attention logits of a trained model look like, as the paper looks at them; figures.py draws it.
 
     attention_profile    entropy and local attention in growing contexts: fig:entropy's bottom row
-    logit_statistics     moments of the scores S = q.k / sqrt(d) in each layer and head; the theory takes N(0, 1)
-    layer_scores         those scores themselves, whose qq_points are the QQ plots of the paper's last appendix
+    layer_scores         the scores S = q.k / sqrt(d) of each layer and head, which the theory takes to be N(0, 1), with
+                         their moments and qq_points, the QQ plots of the paper's last appendix
 
 A model and its configuration come from scripts.evaluate.load_run.
 """
@@ -139,15 +139,6 @@ def moments(scores: Tensor) -> dict[str, float]:
         excess_kurtosis=z.pow(4).mean().item() - 3,
         ks=torch.maximum(below[1:] - cdf, cdf - below[:-1]).max().item(),
     )
-
-
-def logit_statistics(model: GPT, tokens: Tensor, max_pairs: int = MAX_PAIRS, seed: int = 0) -> list[dict]:
-    """Return the moments of layer_scores: one row a layer, form (rotated or not) and head, and "all" heads pooled."""
-    rows = []
-    for layer, rotated, scores in layer_scores(model, tokens, max_pairs, seed):
-        for head, mine in [*enumerate(scores), ("all", scores.flatten())]:
-            rows.append(dict(layer=layer, rotated=rotated, head=head) | moments(mine) | dict(pairs=len(mine)))
-    return rows
 
 
 def qq_points(scores: Tensor, n: int = 200) -> list[dict[str, float]]:

@@ -49,30 +49,26 @@ def table_needle(study: Study) -> str:
         if state in ("other", "running"):
             study.drop(run, f"left out, {reason}" if state == "other" else f"is being fine-tuned ({reason})")
             continue
+        needle = stored.json("needle/summary.json")
+        if needle is None:
+            study.drop(run, f"{state} ({reason})", command)
+            continue
+        found = {}
         try:
-            needle = stored.json("needle/summary.json")
-            if needle is None:
-                study.drop(run, f"{state} ({reason})", command)
-                continue
-            shown = {
-                series: needle if method == run.config.method else needle["as"][method]
-                for series, method in study.series(run).items()
-            }
-            shares = {
-                (series, label): by_length(found[label.replace(" ", "_")])
-                for series, found in shown.items()
-                for label in accuracy
-            }
+            for series, method in study.series(run).items():
+                shares = needle if method == run.config.method else needle["as"][method]
+                for label in accuracy:
+                    found[series, label] = by_length(shares[label.replace(" ", "_")])
             copier = by_length(needle["oracle"])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError) as error:
             study.drop(run, f"{stored.path}/needle/summary.json is damaged ({error!r}): delete it and repeat", command)
             continue
         for length, share in copier.items():
             oracle[length].append(share)
-        for (series, label), found in shares.items():
-            for length, share in found.items():
+        for (series, label), shares in found.items():
+            for length, share in shares.items():
                 accuracy[label][series, length].append(share)
-        if lacking := [str(n) for n in study.lengths if any(n not in found for found in shares.values())]:
+        if lacking := [str(n) for n in study.lengths if any(n not in shares for shares in found.values())]:
             study.miss(run, f"no needle accuracy at {', '.join(lacking)}", [*command, "--lengths", *lacking])
     text = "Share of needles whose city and number are both right, by length in tokens (and in training lengths), by "
     text += "greedy decoding and by teacher forcing: mean \u00b1 standard error over seeds. The paper's numbers stand "
@@ -105,7 +101,7 @@ def table_llama(study: Study) -> str:
 # ---- what the tables have in common ----------------------------------------------------------------------------------
 
 
-def table(study: Study, metrics: dict[str, dict], lengths: list[int], best, oracle: dict | None = None) -> str:
+def table(study: Study, metrics: dict[str, dict], lengths: list[int], best, oracle: dict = {}) -> str:
     """Return the table as Markdown, and write it to study.path.csv: ours, the mean over seeds, beside the paper's.
 
     metrics: by label, {(method, length): a value a seed}; the paper's numbers compare with the first; without any, they
@@ -113,81 +109,76 @@ def table(study: Study, metrics: dict[str, dict], lengths: list[int], best, orac
     """
     paper = paper_targets(study.item)
     methods = study.all_series or list(dict.fromkeys(method for method, _ in paper))
-    borrowed = {other: run.config.method for run in study.runs for other in run.config.validate_as}
-    base = study.base_length if metrics else PAPER_TRAIN_LENGTH
+    weights_of = {other: run.config.method for run in study.runs for other in run.config.validate_as}
     compare = study.scale == "paper"  # only there are the numbers meant to be the same
-    columns, records = {}, []
+    columns, oracle_cells, records = {}, {}, []
     for length in lengths:
-        ratio = length / base
+        ratio = length / (study.base_length if metrics else PAPER_TRAIN_LENGTH)
         paper_length = round(ratio * PAPER_TRAIN_LENGTH)
         targets = {m: paper[m, paper_length] for m in methods if (m, paper_length) in paper}
+        paper_head = f"paper {short(paper_length)} ({ratio:g}x)"
+        if not metrics:
+            columns[paper_head] = {method: paper_cell(target) for method, target in targets.items()}
+            records += [dict(method=m, length=paper_length, paper_mean=t["mean"]) for m, t in targets.items()]
         for label, values in metrics.items():
             ours = {method: mean_and_stderr(values[method, length]) for method in methods}
-            means = {method: mean for method, (mean, _) in ours.items()}
             cells = {method: plus_minus(*numbers) for method, numbers in ours.items()}
-            columns[head(length, ratio, label)] = bold(cells, means, best)
-            for method in methods:
+            head = f"{length} ({ratio:g}x) {label}".rstrip()
+            columns[head] = bold(cells, {method: mean for method, (mean, _) in ours.items()}, best)
+            oracle_cells[head] = f"{oracle[length]:.3f}" if length in oracle else ""
+            for method, (mean, stderr) in ours.items():
                 target = targets.get(method)
-                record = dict(method=method, weights_of=borrowed.get(method), metric=label or "val_loss")
-                record |= dict(length=length, ratio=ratio, mean=ours[method][0], stderr=ours[method][1])
+                record = dict(method=method, weights_of=weights_of.get(method), metric=label or "val_loss")
+                record |= dict(length=length, ratio=ratio, mean=mean, stderr=stderr)
                 record |= dict(seeds=len(values[method, length]), paper_length=paper_length if target else None)
                 record |= {f"paper_{key}": (target or {}).get(key) for key in ("mean", "stderr", "seeds")}
-                record["difference_in_stderrs"] = in_stderrs(ours[method], target) if compare else None
+                record["difference_in_stderrs"] = in_stderrs(mean, stderr, target) if compare else None
                 records.append(record)
             if targets:
-                columns |= paper_column(paper_length, ratio, targets)
-                columns |= difference_column(paper_length, ours, targets) if compare else {}
+                columns[paper_head] = {method: paper_cell(target) for method, target in targets.items()}
+            if targets and compare:
+                difference = {
+                    method: difference_cell(*numbers, targets.get(method)) for method, numbers in ours.items()
+                }
+                columns[f"difference at {short(paper_length)} (s.e.)"] = difference
             targets = {}  # they are of the first metric
-        if not metrics:
-            columns |= paper_column(paper_length, ratio, targets)
-            records += [dict(method=m, length=paper_length, paper_mean=t["mean"]) for m, t in targets.items()]
     write_csv(study.path.with_suffix(".csv"), records)
-    study.notes += table_notes(study, methods, borrowed, records)
+    study.notes += table_notes(study, methods, weights_of, records)
 
     rows = [["method", *(["seeds"] if metrics else []), *columns]]
     for method in methods:
         if method.startswith("infini") and len(rows) > 1 and not any("Infini" in row[0] for row in rows):
             rows.append([""] * len(rows[0]))  # the rule in the paper's table
         mark = "*" if any("not fine-tuned" in t["note"] for (m, _), t in paper.items() if m == method) else ""
-        mark += "\u2020" if metrics and method in borrowed else ""
-        seeds = [seed_range(records, method)] if metrics else []
+        mark += "\u2020" if metrics and method in weights_of else ""
+        seeds = {record["seeds"] for record in records if record["method"] == method} if metrics else ()
+        seeds = ["-".join(map(str, sorted({min(seeds), max(seeds)})))] if metrics else []  # 3, or 1-3 where they differ
         rows.append([series_name(method) + mark, *seeds, *(cells.get(method, "") for cells in columns.values())])
     if oracle:
-        by_head = {head(n, n / base, label): f"{value:.3f}" for n, value in oracle.items() for label in metrics}
-        rows.append(["oracle", "", *(by_head.get(column, "") for column in columns)])
+        rows.append(["oracle", "", *(oracle_cells.get(head, "") for head in columns)])
     return markdown_table(rows)
 
 
-def head(length: int, ratio: float, label: str) -> str:
-    return f"{length} ({ratio:g}x) {label}".rstrip()
-
-
-def seed_range(records: list[dict], method: str) -> str:
-    """Return how many seeds the numbers of a method are means over: 3, or 1-3 where they differ."""
-    seeds = [record["seeds"] for record in records if record["method"] == method]
-    return str(min(seeds)) if min(seeds) == max(seeds) else f"{min(seeds)}-{max(seeds)}"
-
-
-def table_notes(study: Study, methods: list[str], borrowed: dict[str, str], records: list[dict]) -> list[str]:
+def table_notes(study: Study, methods: list[str], weights_of: dict[str, str], records: list[dict]) -> list[str]:
     """Return what a reader of the table must know.
 
-    borrowed: by method, the one whose weights it was validated with. records: those of the CSV.
+    weights_of: by method, the one with whose weights it was validated. records: those of the CSV.
     """
     notes = []
-    weights = collections.defaultdict(list)
+    borrowers, remarks = collections.defaultdict(list), collections.defaultdict(dict)
     for method in methods:
-        if method in borrowed:
-            weights[borrowed[method]].append(series_name(method))
-    if weights:
-        same = "; ".join(
-            f"{' and '.join(names)}: the weights of {series_name(trained)}" for trained, names in weights.items()
-        )
+        if method in weights_of:
+            borrowers[weights_of[method]].append(series_name(method))
+    if borrowers:
+        same = "; ".join(f"{' and '.join(names)}: the weights of {series_name(m)}" for m, names in borrowers.items())
         notes.append(
             f"\u2020 {same}. They train identically and differ beyond the training length only, so each seed was "
             "trained once and validated as all of them."
         )
-    for remark, names in remarks(paper_targets(study.item), methods).items():
-        notes.append(f"The paper's numbers of {' and '.join(names)}: {remark}.")
+    for (method, _), target in paper_targets(study.item).items():
+        if target["remark"] and method in methods:
+            remarks[target["remark"]][series_name(method)] = None
+    notes += [f"The paper's numbers of {' and '.join(names)}: {remark}." for remark, names in remarks.items()]
     ours = any("metric" in record for record in records)  # and not the paper's numbers alone
     if ours and preset(SCALES[study.scale].base).length_scale != 1:
         notes.append(
@@ -215,17 +206,13 @@ def table_notes(study: Study, methods: list[str], borrowed: dict[str, str], reco
 
 def paper_targets(table: str) -> dict[tuple[str, int], dict]:
     """Return the paper's numbers of one table by method and validation length: mean, stderr and seeds (None where it
-    has none), note, and what is odd about the number, in words (remark)."""
-
-    def number(text: str, kind: type):
-        return kind(text) if text else None
-
+    has none), note, and what is odd about the number (remark)."""
     with open(Path(__file__).with_name("paper_targets.csv"), newline="") as file:
         return {
             (row["method"], int(row["val_length"])): dict(
                 mean=float(row["mean"]),
-                stderr=number(row["stderr"], float),
-                seeds=number(row["seeds"], int),
+                stderr=float(row["stderr"]) if row["stderr"] else None,
+                seeds=int(row["seeds"]) if row["seeds"] else None,
                 note=row["note"],
                 remark=row["remark"],
             )
@@ -234,42 +221,22 @@ def paper_targets(table: str) -> dict[tuple[str, int], dict]:
         }
 
 
-def paper_column(length: int, ratio: float, targets: dict[str, dict]) -> dict[str, dict]:
-    """Return one column, {head: {method: cell}}. targets: the paper's numbers at this length by method."""
-    cells = {}
-    for method, target in targets.items():
-        stderr = f" \u00b1 {target['stderr']:.3f}" if target["stderr"] is not None else ""
-        cell = f"{target['mean']:.3f}{stderr}"
-        cells[method] = f"**{cell}**" if "bold" in target["note"] else cell
-    return {f"paper {short(length)} ({ratio:g}x)": cells}
+def paper_cell(target: dict) -> str:
+    cell = f"{target['mean']:.3f}" + (f" \u00b1 {target['stderr']:.3f}" if target["stderr"] is not None else "")
+    return f"**{cell}**" if "bold" in target["note"] else cell
 
 
-def difference_column(length: int, ours: dict[str, tuple], targets: dict[str, dict]) -> dict[str, dict]:
-    """Return one column, {head: {method: cell}}: our means minus the paper's, and in units of the standard error."""
-    cells = {}
-    for method, (mean, stderr) in ours.items():
-        target, distance = targets.get(method), in_stderrs((mean, stderr), targets.get(method))
-        units = "n/a" if distance is None else f"{distance:+.1f}"
-        cells[method] = f"{mean - target['mean']:+.3f} ({units})" if target and mean is not None else ""
-    return {f"difference at {short(length)} (s.e.)": cells}
+def difference_cell(mean: float | None, stderr: float | None, target: dict | None) -> str:
+    """Return our mean minus the paper's, and in units of the combined standard error."""
+    if mean is None or target is None:
+        return ""
+    distance = in_stderrs(mean, stderr, target)
+    return f"{mean - target['mean']:+.3f} ({'n/a' if distance is None else f'{distance:+.1f}'})"
 
 
-def in_stderrs(ours: tuple, target: dict | None) -> float | None:
-    """Return the difference to the paper's mean in units of the combined standard error; None where there is none.
-
-    ours: mean and standard error.
-    """
-    mean, stderr = ours
+def in_stderrs(mean: float | None, stderr: float | None, target: dict | None) -> float | None:
+    """Return the difference to the paper's mean in units of the combined standard error; None where there is none."""
     if target is None or stderr is None or target["stderr"] is None:
         return None
     combined = math.hypot(stderr, target["stderr"])
     return (mean - target["mean"]) / combined if combined else None
-
-
-def remarks(paper: dict, methods: list[str]) -> dict[str, list[str]]:
-    """Return what is odd about the paper's numbers, with the names of the methods that it is odd of."""
-    found = collections.defaultdict(dict)
-    for (method, _), target in paper.items():
-        if target["remark"] and method in methods:
-            found[target["remark"]][series_name(method)] = None
-    return {remark: list(names) for remark, names in found.items()}
