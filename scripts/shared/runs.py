@@ -30,10 +30,6 @@ class StoredRun:
     problems: tuple[str, ...] = ()
 
     @property
-    def hash(self) -> str | None:
-        return config_hash(self.config) if self.config else None
-
-    @property
     def text(self) -> str | None:
         """Return the fingerprint of its training data, None where it is not known."""
         return (self.summary or {}).get("data") or self.data.get("train")
@@ -41,10 +37,7 @@ class StoredRun:
     def metrics(self) -> list[dict]:
         """Return the records of metrics.jsonl. Raises ValueError, which names the line, if one is damaged."""
         path = self.path / "metrics.jsonl"
-        try:
-            records = read_metrics(path) if path.exists() else []
-        except RecursionError as error:
-            raise ValueError(f"{path}: {error}") from error
+        records = read_metrics(path) if path.exists() else []
         for number, record in enumerate(records, start=1):
             check_record(record, f"{path}, line {number}")
         return records
@@ -102,16 +95,16 @@ def find_stored(run: Run, stored_runs: list[StoredRun], data: str | None = None)
     data: the fingerprint of the training data that the run reads here; what was trained on other data is another run.
     None: not known, or any will do.
     """
-    same = [s for s in stored_runs if s.hash == config_hash(run.config) and is_same_run(s, run, data)]
+    same = [stored for stored in stored_runs if stored.config and is_same_run(stored, run, data)]
     return max(same, key=lambda s: (s.summary is not None, s.path.name == run.name), default=None)
 
 
 def is_same_run(stored: StoredRun, run: Run, data: str | None) -> bool:
-    """Return whether a stored run of the same mathematics has the run's data and its distinguishing fields."""
+    """Return whether a stored run has the run's mathematics, its distinguishing fields and its data."""
     known = None not in (data, stored.text)  # then the name of the data folder, which may have moved, says nothing
     fields = [field for field in run.distinguishing if not (known and field == "data_dir")]
     same = all(getattr(stored.config, field) == getattr(run.config, field) for field in fields)
-    return same and (not known or stored.text == data)
+    return same and (not known or stored.text == data) and config_hash(stored.config) == config_hash(run.config)
 
 
 def train_state(run: Run, stored_runs: list[StoredRun], runs_dir: Path, data: str | None = None) -> tuple[str, str]:

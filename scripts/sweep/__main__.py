@@ -26,7 +26,7 @@ from scripts.shared.arguments import add_run_options, field_changes, needle_chan
 from scripts.shared.runs import sidecar
 from scripts.sweep.cluster import slurm_parameters, submit
 from scripts.sweep.local import train
-from scripts.sweep.plan import check_run, plan_runs, show
+from scripts.sweep.plan import check_run, plan_runs, print_plan
 
 
 def main():
@@ -40,7 +40,7 @@ def main():
         require(args.retries >= 0, f"--retries must not be negative, got {args.retries}")
         plan = plan_runs(runs, args)
         if args.dry_run:
-            return show(plan)
+            return print_plan(plan)
         args.runs_dir.mkdir(parents=True, exist_ok=True)
         starting = [planned.run for planned in plan if planned.starts]
         if any(run.needle and run.needle.haystack == "c4" for run in starting):  # now, and not by each of them
@@ -55,8 +55,7 @@ def main():
     done = "queued or finished" if args.executor == "slurm" else "finished"
     print(f"{len(runs) - len(unfinished)} of {len(runs)} runs are {done}")
     for planned in unfinished:
-        log = sidecar(planned.path, ".log")
-        see = f"; see {log}" if log.exists() else ""
+        see = f"; see {log}" if (log := sidecar(planned.path, ".log")).exists() else ""
         print(f"{planned.path.name}: {planned.state}, {planned.reason}{see}", file=sys.stderr)
     sys.exit(1 if unfinished else 0)
 

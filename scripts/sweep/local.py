@@ -31,8 +31,8 @@ POLL = 0.5  # seconds
 
 def train_command(run: Run, processes: int) -> list[str]:
     """Return the command that trains the run, by torchrun if on more than one process."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    return [sys.executable, *(launcher if processes > 1 else []), str(ROOT / "train_gpt.py"), *run.arguments]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    return [sys.executable, *(torchrun if processes > 1 else []), str(ROOT / "train_gpt.py"), *run.arguments]
 
 
 def fine_tune_command(run: Run) -> list[str]:
@@ -130,9 +130,9 @@ def train(runs: list[Run], at_once: int | None = None, gpus_per_run: int = 1, re
     stop."""
     if not runs:
         return
-    free = places(runs, at_once, gpus_per_run)
+    free = share_devices(runs, at_once, gpus_per_run)
     title = f"{len(runs)} run{'s' if len(runs) > 1 else ''}, {min(len(free), len(runs))} at a time"
-    waiting, running = collections.deque(runs), {}
+    waiting, running = collections.deque(runs), {}  # by attempt: its run and environment
     with (
         stop_requests() as requests,
         tqdm(
@@ -150,15 +150,14 @@ def train(runs: list[Run], at_once: int | None = None, gpus_per_run: int = 1, re
                     running[Attempt(run, environment, gpus_per_run)] = run, environment
                 time.sleep(POLL)
                 for attempt, (run, environment) in list(running.items()):
-                    outcome = attempt.outcome()
-                    if outcome is None:
+                    if (outcome := attempt.outcome()) is None:
                         continue
                     del running[attempt]
                     free.append(environment)
                     again = outcome == "failed" and may_retry(run.path, retries)
                     if outcome == "pretrained":
-                        waiting.appendleft(run)  # its place is free
-                    if again:
+                        waiting.appendleft(run)  # fine-tuned next, on what it has left
+                    elif again:
                         waiting.append(run)
                     bar.write(outcome_line(run, outcome) + ("; trying again" if again else ""))
                 bar.update(steps_done(runs) - bar.n)
@@ -172,8 +171,8 @@ def train(runs: list[Run], at_once: int | None = None, gpus_per_run: int = 1, re
         sys.exit(130)
 
 
-def places(runs: list[Run], at_once: int | None, gpus_per_run: int) -> list[dict[str, str]]:
-    """Return what the environment of each of the runs that train at the same time has: its GPUs, or its number of
+def share_devices(runs: list[Run], at_once: int | None, gpus_per_run: int) -> list[dict[str, str]]:
+    """Return the environment variables of each of the runs that train at the same time: its GPUs, or its number of
     threads. Raises ValueError if there are fewer GPUs than one run needs.
 
     Without GPUs it is one run a core: models so small gain little from a second core, and a thread that waits for
@@ -215,18 +214,19 @@ def stop_requests():
 
 def outcome_line(run: Run, outcome: str) -> str:
     """Return one line about an attempt that has ended (see record_outcome)."""
-    name, log = run.path.name, sidecar(run.path, ".log")
-    if outcome == "finished" and run.needle:
-        found = json.loads((run.path / "needle" / "summary.json").read_text())["greedy"]
-        return f"{name}: needles found " + ", ".join(f"{value:.3f} at {length}" for length, value in found.items())
     if outcome in ("finished", "pretrained"):
-        loss = json.loads((run.path / "summary.json").read_text())["val_loss"]
-        return f"{name}: validation loss " + ", ".join(f"{value:.3f} at {length}" for length, value in loss.items())
-    if outcome == "interrupted":
-        return f"{name}: interrupted; the same command resumes it"
-    if outcome == "running":
-        return f"{name}: left alone, another process trains it"
-    return f"{name}: {failures(run.path)[-1]} (see {log})"
+        file, key, what = "summary.json", "val_loss", "validation loss"
+        if outcome == "finished" and run.needle:
+            file, key, what = "needle/summary.json", "greedy", "needles found"
+        by_length = json.loads((run.path / file).read_text())[key]
+        said = f"{what} " + ", ".join(f"{value:.3f} at {length}" for length, value in by_length.items())
+    elif outcome == "interrupted":
+        said = "interrupted; the same command resumes it"
+    elif outcome == "running":
+        said = "left alone, another process trains it"
+    else:
+        said = f"{failures(run.path)[-1]} (see {sidecar(run.path, '.log')})"
+    return f"{run.path.name}: {said}"
 
 
 def steps_done(runs: list[Run]) -> int:
