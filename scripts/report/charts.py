@@ -25,15 +25,16 @@ STYLE = {
     "grid.color": "#d0d7de",
     "lines.markersize": 5,
 }
+LOSS = "loss (nats a token)"
 Lines = list[tuple[dict, list[tuple[dict, dict]]]]  # groups, each with its runs and their points {x: y}
 
 
 def charts(groups: list[dict]) -> str:
     """Return all charts as HTML; those without numbers are left out."""
     lengths = sorted({n for g in groups for run in g["runs"] for n in run["validation"]}, key=int)
-    drawn = [over_tokens(groups, f"Validation loss at {n} tokens", n, "loss") for n in lengths]
+    drawn = [over_tokens(groups, f"Validation loss at {n} tokens", n, "loss", ylabel=LOSS) for n in lengths]
     drawn += last_validation(groups)
-    drawn.append(over_tokens(groups, "Training loss", "train", "loss"))
+    drawn.append(over_tokens(groups, "Training loss", "train", "loss", ylabel=LOSS))
     drawn.append(over_tokens(groups, "Gradient norm", "train", "grad_norm", yscale="log"))
     return "".join(drawn) or "<p>Nothing to draw yet.</p>"
 
@@ -50,8 +51,7 @@ def over_tokens(groups: list[dict], title: str, curve: str, column: str, **axes)
 
     lines = [(g, [(run, points(run, column)) for run in g["runs"]]) for g in groups]
     on_part = {(run["index"], x) for run in runs for x, part in points(run, "part").items() if part}
-    ylabel = "norm" if column == "grad_norm" else "loss (nats a token)"
-    return draw(title, lines, curve != "train", on_part, xlabel="tokens trained on", ylabel=ylabel, **axes)
+    return draw(title, lines, curve != "train", on_part, xlabel="tokens trained on", **axes)
 
 
 def last_validation(groups: list[dict]) -> list[str]:
@@ -66,39 +66,30 @@ def last_validation(groups: list[dict]) -> list[str]:
         ends.append((g, [run for run in last if run["final"]["step"] == furthest]))
     longest = max((n for _, last in ends for run in last for n in run["final"]["val_loss"]), key=int, default=None)
     trained = {run["config"].train_length for run in runs if run["config"]}
+    parts = {math.log2(length) + 0.5 for length in trained}  # between the ranges of positions that it parts
+    when = "Last validation" if finished else "Last validation of unfinished runs"
 
-    def chart(title: str, points: Callable[[dict], dict], **axes) -> str:
-        title = f"Last validation{'' if finished else ' of unfinished runs'}: {title}"
-        return draw(title, [(g, [(run, points(run["final"])) for run in last]) for g, last in ends], **axes)
+    def chart(title: str, points: Callable[[dict], dict], tick_text=str, upright=(), **axes) -> str:
+        lines = [(g, [(run, points(run["final"])) for run in last]) for g, last in ends]
+        return draw(f"{when}: {title}", lines, tick_text=tick_text, upright=upright, **axes)
 
+    def by_length(final: dict) -> dict:
+        return {int(length): loss for length, loss in final["val_loss"].items()}
+
+    def by_position(final: dict) -> dict:
+        return dict(enumerate(final.get("val_loss_by_position", {}).get(longest, ())))
+
+    def by_layer(key: str) -> Callable[[dict], dict]:
+        return lambda final: dict(enumerate(final.get(key, ())))
+
+    lengths = dict(xlabel="validation length (tokens)", ylabel=LOSS, xscale="log", upright=trained)
+    positions = dict(xlabel="position (tokens), each range by its first", ylabel=LOSS, upright=parts)
+    positions["tick_text"] = lambda k: str(k and 2 ** (k - 1))
     return [
-        chart(
-            "loss against length",
-            lambda final: {int(length): loss for length, loss in final["val_loss"].items()},
-            upright=trained,
-            tick_text=str,
-            xscale="log",
-            xlabel="validation length (tokens)",
-            ylabel="loss (nats a token)",
-        ),
-        chart(
-            "loss by position in the longest sequences",
-            lambda final: dict(enumerate(final.get("val_loss_by_position", {}).get(longest, ()))),
-            upright=[math.log2(length) + 0.5 for length in trained],  # between the ranges that it parts
-            tick_text=lambda k: str(k and 2 ** (k - 1)),
-            xlabel="position (tokens), each range by its first",
-            ylabel="loss (nats a token)",
-        ),
-        *(
-            chart(
-                f"{what} of the attention scores",
-                lambda final: dict(enumerate(final.get(key, ()))),
-                tick_text=str,
-                xlabel="layer",
-                ylabel=what,
-            )
-            for key, what in (("scores_mean", "mean"), ("scores_std", "standard deviation"))
-        ),
+        chart("loss against length", by_length, **lengths),
+        chart("loss by position in the longest sequences", by_position, **positions),
+        chart("mean of the attention scores", by_layer("scores_mean"), xlabel="layer"),
+        chart("standard deviation of the attention scores", by_layer("scores_std"), xlabel="layer"),
     ]
 
 

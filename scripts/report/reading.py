@@ -41,7 +41,7 @@ def describe(path: Path) -> dict:
     run |= dict(data=stored.data.get("train"), validation_text=stored.data.get("validation"))
     try:
         require(not damaged, "see above")
-        run |= measured(stored, problems)
+        run |= read_numbers(stored, problems)
     except (ValueError, KeyError) as error:
         problems.append(f"its numbers are left out, as they are not what a run writes ({error})")
         run |= dict(step=0, tokens=0, parameters=None, rate=None)
@@ -59,7 +59,7 @@ def flat_fields(config: Config | None) -> dict:
     return fields | {f"method_options.{option}": value for option, value in options.items()}
 
 
-def measured(stored: StoredRun, problems: list[str]) -> dict:
+def read_numbers(stored: StoredRun, problems: list[str]) -> dict:
     """Return the run's numbers, and append to problems what is missing or not shown."""
     records = read_records(stored.path / "metrics.jsonl", problems)
     train = [r for r in records if "train_loss" in r]
@@ -76,8 +76,10 @@ def measured(stored: StoredRun, problems: list[str]) -> dict:
         problems.append(f"training loss not finite in {len(diverged)} steps, first in step {diverged[0]}")
 
     evaluations = read_json(stored, "evaluation.json", problems)
-    add_evaluation(final, on_own_text(evaluations), problems)
+    if own := on_own_text(evaluations):
+        add_evaluation(final, own, problems)
     rates = [r["tokens_per_second"] for r in train if r.get("tokens_per_second")]
+    lengths = by_number({n for r in validations for n in r["val_loss"]})
     last = max(records, key=lambda r: r["step"], default=final)
     steps = stored.config.steps if stored.config else last.get("step", 1)
     return dict(
@@ -89,17 +91,13 @@ def measured(stored: StoredRun, problems: list[str]) -> dict:
         rate=summary.get("tokens_per_second") or (round(statistics.median(rates)) if rates else None),
         needle=read_json(stored, "needle/summary.json", problems).get("greedy", {}),
         train=thin(train, steps, dict(loss=lambda r: r["train_loss"], grad_norm=lambda r: r.get("grad_norm"))),
-        validation={
-            n: curve(validations, steps, n, full) for n in by_number({n for r in validations for n in r["val_loss"]})
-        },
+        validation={n: validation_curve(validations, steps, n, full) for n in lengths},
         final=final,
     )
 
 
 def add_evaluation(final: dict, evaluation: dict, problems: list[str]):
     """Add the lengths that were not validated during training to the last validation, or say why not."""
-    if not evaluation:
-        return
     step = int(evaluation["step"].removeprefix("step_"))  # the name of the checkpoint
     theirs, ours = ({*val_tokens(r).values()} if r else set() for r in (evaluation, final))
     if (step, theirs) == (final.get("step"), ours):
@@ -113,13 +111,11 @@ def add_evaluation(final: dict, evaluation: dict, problems: list[str]):
         )
 
 
-def curve(validations: list[dict], steps: int, length: str, full: int) -> dict:
+def validation_curve(validations: list[dict], steps: int, length: str, full: int) -> dict:
     """Return the losses at this length, and 1 for those on a part of the tokens."""
-    columns = dict(
-        loss=lambda r: r["val_loss"][length],
-        part=lambda r: 1 if val_tokens(r)[length] < full else None,
-    )
-    return thin([r for r in validations if length in r["val_loss"]], steps, columns)
+    there = [r for r in validations if length in r["val_loss"]]
+    columns = dict(loss=lambda r: r["val_loss"][length], part=lambda r: 1 if val_tokens(r)[length] < full else None)
+    return thin(there, steps, columns)
 
 
 def full_passes(record: dict, full: int) -> dict:
