@@ -29,7 +29,7 @@ LOSS = "loss (nats a token)"
 Lines = list[tuple[dict, list[tuple[dict, dict]]]]  # groups, each with its runs and their points {x: y}
 
 
-def charts(groups: list[dict]) -> str:
+def draw_charts(groups: list[dict]) -> str:
     """Return all charts as HTML; those without numbers are left out."""
     lengths = sorted({n for g in groups for run in g["runs"] for n in run["validation"]}, key=int)
     drawn = [over_tokens(groups, f"Validation loss at {n} tokens", n, "loss", ylabel=LOSS) for n in lengths]
@@ -51,7 +51,7 @@ def over_tokens(groups: list[dict], title: str, curve: str, column: str, **axes)
 
     lines = [(g, [(run, points(run, column)) for run in g["runs"]]) for g in groups]
     on_part = {(run["index"], x) for run in runs for x, part in points(run, "part").items() if part}
-    return draw(title, lines, curve != "train", on_part, xlabel="tokens trained on", **axes)
+    return draw_chart(title, lines, curve != "train", on_part, xlabel="tokens trained on", **axes)
 
 
 def last_validation(groups: list[dict]) -> list[str]:
@@ -71,7 +71,7 @@ def last_validation(groups: list[dict]) -> list[str]:
 
     def chart(title: str, points: Callable[[dict], dict], tick_text=str, upright=(), **axes) -> str:
         lines = [(g, [(run, points(run["final"])) for run in last]) for g, last in ends]
-        return draw(f"{when}: {title}", lines, tick_text=tick_text, upright=upright, **axes)
+        return draw_chart(f"{when}: {title}", lines, tick_text=tick_text, upright=upright, **axes)
 
     def by_length(final: dict) -> dict:
         return {int(length): loss for length, loss in final["val_loss"].items()}
@@ -93,7 +93,7 @@ def last_validation(groups: list[dict]) -> list[str]:
     ]
 
 
-def draw(
+def draw_chart(
     title: str,
     lines: Lines,
     marks: bool = True,
@@ -137,8 +137,8 @@ def draw(
 
 
 def plot_group(axis, g: dict, runs: list[tuple[dict, dict]], marks: bool, on_part: Set) -> dict[str, str]:
-    """Plot the lines of a group's runs, if there are several, and of their mean; arguments as of draw. Return the name
-    of each line, by the runs that it is of."""
+    """Plot the lines of a group's runs, if there are several, and of their mean; the arguments are draw_chart's. Return
+    the name of each line, by the runs that it is of."""
     names = {}
 
     def plot(of: list[dict], points: dict, name: str, **look):
@@ -166,7 +166,7 @@ def mean_points(lines: list[dict]) -> dict:
     return {x: y for x, y in means.items() if y is not None}
 
 
-def swatch(g: dict) -> str:
+def draw_swatch(g: dict) -> str:
     """Return the line and mark of a group, as in a legend."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(0.4, 0.16))

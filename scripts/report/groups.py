@@ -4,13 +4,13 @@ import collections
 import dataclasses
 
 from configs.config import NOT_MATHEMATICS, config_hash
-from scripts.shared.looks import LINES, looks, method_name
+from scripts.shared.looks import LINES, choose_looks, method_name
 
 COMPUTED = ("dtype", "device", "compile", "attention_backend", "context_parallel", "micro_batch_tokens")  # how
 IN_NO_LABEL = NOT_MATHEMATICS - {"data_dir", "val_tokens", "val_profile", *COMPUTED} | {"seed", "method"}
 
 
-def group(runs: list[dict]) -> list[dict]:
+def group_runs(runs: list[dict]) -> list[dict]:
     """Return the groups of the runs, in the order of the methods, and set run["group"], an index into them."""
     members = collections.defaultdict(list)
     for run in runs:
@@ -25,8 +25,8 @@ def group(runs: list[dict]) -> list[dict]:
         groups.append(dict(method=same[0]["method"], runs=same, fields=fields))
     rank = {name: place for place, name in enumerate(LINES)}
     groups.sort(key=lambda g: (rank.get(g["method"], len(rank)), g["method"], g["fields"].get("train_length", 0)))
-    looks_of = looks(g["method"] for g in groups)
-    for index, (g, label) in enumerate(zip(groups, labels(groups))):
+    looks_of = choose_looks(g["method"] for g in groups)
+    for index, (g, label) in enumerate(zip(groups, label_groups(groups))):
         same = [other for other in groups if other["method"] == g["method"]]
         pale = same.index(g) / max(1, len(same) - 1)  # one colour a method: its second and later groups are paler
         g |= dict(label=label, opacity=round(1 - 0.4 * pale, 2))
@@ -67,7 +67,7 @@ def one_a_seed(runs: list[dict]) -> list[list[dict]]:
     return [[*part.values()] for part in parts.values()]
 
 
-def labels(groups: list[dict]) -> list[str]:
+def label_groups(groups: list[dict]) -> list[str]:
     """Return for each group its method and the fewest fields that distinguish it from the others of that method."""
     result = [method_name(g["method"]) for g in groups]
     fields = dict.fromkeys(field for g in groups for field in g["fields"] if field not in IN_NO_LABEL)

@@ -5,19 +5,19 @@ import html
 import re
 from pathlib import Path
 
-from scripts.report.charts import charts, swatch
-from scripts.report.groups import group
+from scripts.report.charts import draw_charts, draw_swatch
+from scripts.report.groups import group_runs
 from scripts.report.tables import as_others, configs, other_texts, overview
 
 
-def page(title: str, runs: list[dict], strays: list[tuple[str, str]] = ()) -> str:
-    """Return the page's HTML. runs: those of describe; strays: (name, problem) of what is no run."""
+def make_page(title: str, runs: list[dict], strays: list[tuple[str, str]] = ()) -> str:
+    """Return the page's HTML. runs: those of describe_run; strays: (name, problem) of what is no run."""
     names = collections.Counter(run["name"] for run in runs)
     for index, run in enumerate(runs):
         run |= dict(index=index, name=run["name"] if names[run["name"]] == 1 else run["path"])
-    groups, legend = group(runs), []
+    groups, legend = group_runs(runs), []
     for g in groups:
-        line = swatch(g)
+        line = draw_swatch(g)
         for run in g["runs"]:
             run["swatch"] = line
         indices = " ".join(str(run["index"]) for run in g["runs"])
@@ -33,7 +33,7 @@ def page(title: str, runs: list[dict], strays: list[tuple[str, str]] = ()) -> st
         js=asset("page.js"),
         overview=overview(runs),
         legend="".join(legend),
-        charts=charts(groups),
+        charts=draw_charts(groups),
         texts=as_others(runs) + other_texts(runs),
         configs=configs(runs),
         problems="".join(problems) or "<li>none</li>",

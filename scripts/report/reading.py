@@ -31,7 +31,7 @@ def find_runs(runs_dir: Path) -> tuple[list[Path], list[tuple[str, str]]]:
     return runs, strays
 
 
-def describe(path: Path) -> dict:
+def describe_run(path: Path) -> dict:
     """Return what the page shows of a run. What is wrong with it is in `problems`, one line each, never raised."""
     stored = read_run(path)
     problems, config = list(stored.problems), stored.config
@@ -79,7 +79,8 @@ def read_numbers(stored: StoredRun, problems: list[str]) -> dict:
     if own := on_own_text(evaluations):
         add_evaluation(final, own, problems)
     rates = [r["tokens_per_second"] for r in train if r.get("tokens_per_second")]
-    lengths = by_number({n for r in validations for n in r["val_loss"]})
+    columns = dict(loss=lambda r: r["train_loss"], grad_norm=lambda r: r.get("grad_norm"))
+    lengths = sort_lengths({n for r in validations for n in r["val_loss"]})
     last = max(records, key=lambda r: r["step"], default=final)
     steps = stored.config.steps if stored.config else last.get("step", 1)
     return dict(
@@ -90,7 +91,7 @@ def read_numbers(stored: StoredRun, problems: list[str]) -> dict:
         parameters=summary.get("parameters"),
         rate=summary.get("tokens_per_second") or (round(statistics.median(rates)) if rates else None),
         needle=read_json(stored, "needle/summary.json", problems).get("greedy", {}),
-        train=thin(train, steps, dict(loss=lambda r: r["train_loss"], grad_norm=lambda r: r.get("grad_norm"))),
+        train=average_in_bins(train, steps, columns),
         validation={n: validation_curve(validations, steps, n, full) for n in lengths},
         final=final,
     )
@@ -115,7 +116,7 @@ def validation_curve(validations: list[dict], steps: int, length: str, full: int
     """Return the losses at this length, and 1 for those on a part of the tokens."""
     there = [r for r in validations if length in r["val_loss"]]
     columns = dict(loss=lambda r: r["val_loss"][length], part=lambda r: 1 if val_tokens(r)[length] < full else None)
-    return thin(there, steps, columns)
+    return average_in_bins(there, steps, columns)
 
 
 def full_passes(record: dict, full: int) -> dict:
@@ -151,7 +152,7 @@ def read_json(stored: StoredRun, name: str, problems: list[str]) -> dict:
         return {}
 
 
-def thin(records: list[dict], steps: int, columns: dict[str, Callable]) -> dict:
+def average_in_bins(records: list[dict], steps: int, columns: dict[str, Callable]) -> dict:
     """Return tokens and columns {name: function of a record}, as means over at most POINTS bins of equally many steps,
     so that bins of different seeds are the same; step 0 is a bin of its own. None where no value of a bin is finite."""
     width = max(1, math.ceil(steps / POINTS))
@@ -168,5 +169,5 @@ def mean(values: Iterable) -> float | None:
     return values[0] if len(values) == 1 else float(f"{statistics.fmean(values):.7g}") if values else None
 
 
-def by_number(lengths: Iterable[str]) -> list[str]:
+def sort_lengths(lengths: Iterable[str]) -> list[str]:
     return sorted(lengths, key=int)

@@ -4,34 +4,34 @@ import collections
 import html
 from pathlib import Path
 
-from scripts.report.reading import by_number
+from scripts.report.reading import sort_lengths
 from scripts.shared.looks import method_name
 from scripts.shared.run_files import val_tokens
 
 
 def overview(runs: list[dict]) -> str:
     """Return the table of all runs, which page.js makes sort and filter."""
-    lengths = by_number({n for run in runs for n in run["final"].get("val_loss", {})})
-    needles = by_number({n for run in runs for n in run["needle"]})
+    lengths = sort_lengths({n for run in runs for n in run["final"].get("val_loss", {})})
+    needles = sort_lengths({n for run in runs for n in run["needle"]})
     heads = ["run", "method", "state", "seed", "train length", "steps", *(f"loss at {n}" for n in lengths), "rise"]
     heads += [*(f"needle at {n}" for n in needles), "tokens", "parameters", "tokens/s"]
     rows = []
     for run in runs:
         config, loss = run["config"], run["final"].get("val_loss", {})
         late = "" if run["state"] == "finished" else f"at step {run['final'].get('step')}"
-        row = [run_head(run, chooses=True), plain(method_name(run["method"])), plain(run["state"])]
-        row += [number(config and config.seed, "d"), number(config and config.train_length, ",d")]
-        row.append(number(run["step"], ",d", behind=f" / {config.steps:,}" if config else ""))
-        row += [*(number(loss.get(n), ".4f", late) for n in lengths), number(rise(loss), "+.4f", late)]
-        row += [number(run["needle"].get(n), ".1%") for n in needles]
-        row += [number(run[key], ",.0f") for key in ("tokens", "parameters", "rate")]
+        row = [run_head(run, chooses=True), text_cell(method_name(run["method"])), text_cell(run["state"])]
+        row += [number_cell(config and config.seed, "d"), number_cell(config and config.train_length, ",d")]
+        row.append(number_cell(run["step"], ",d", behind=f" / {config.steps:,}" if config else ""))
+        row += [*(number_cell(loss.get(n), ".4f", late) for n in lengths), number_cell(rise(loss), "+.4f", late)]
+        row += [number_cell(run["needle"].get(n), ".1%") for n in needles]
+        row += [number_cell(run[key], ",.0f") for key in ("tokens", "parameters", "rate")]
         rows.append(row)
     return table([head.replace(" ", "<br>", 1) for head in heads], rows, ' id="runs"')
 
 
 def rise(loss: dict) -> float | None:
     """Return how much higher the loss is at the longest validation length than at the shortest, in nats."""
-    ends = [loss[length] for length in by_number(loss)]
+    ends = [loss[length] for length in sort_lengths(loss)]
     return ends[-1] - ends[0] if len(ends) > 1 and None not in (ends[0], ends[-1]) else None
 
 
@@ -45,7 +45,7 @@ def other_texts(runs: list[dict]) -> str:
             late = "" if step == run["final"].get("step") else f"at step {step}"
             for length, tokens in val_tokens(found).items():
                 key = Path(found["data"]).name, fingerprint, tokens, int(length)
-                cells.setdefault(key, {})[index] = number(found["val_loss"][length], ".4f", late)
+                cells.setdefault(key, {})[index] = number_cell(found["val_loss"][length], ".4f", late)
     columns = sorted(cells)
     names = collections.Counter(name for name, _ in {key[:2] for key in columns})
     heads = ["run"]
@@ -53,7 +53,7 @@ def other_texts(runs: list[dict]) -> str:
         mark = f" ({fingerprint[:6]})" if names[name] > 1 else ""
         heads.append(f"{html.escape(name)}{mark}<br>{tokens:,} tokens<br>loss at {length}")
     rows = [
-        [run_head(run), *(cells[column].get(index, number(None)) for column in columns)]
+        [run_head(run), *(cells[column].get(index, number_cell(None)) for column in columns)]
         for index, run in enumerate(runs)
         if run["other_texts"]
     ]
@@ -68,9 +68,9 @@ def as_others(runs: list[dict]) -> str:
         for run in runs
         for other, losses in run["final"].get("val_loss_as", {}).items()
     ]
-    lengths = by_number({n for _, _, losses in shown for n in losses})
+    lengths = sort_lengths({n for _, _, losses in shown for n in losses})
     rows = [
-        [run_head(run), plain(method_name(other)), *(number(losses.get(n), ".4f") for n in lengths)]
+        [run_head(run), text_cell(method_name(other)), *(number_cell(losses.get(n), ".4f") for n in lengths)]
         for run, other, losses in shown
     ]
     heads = ["run", "run as", *(f"loss at {n}" for n in lengths)]
@@ -83,8 +83,8 @@ def configs(runs: list[dict]) -> str:
     fields = dict.fromkeys(f for run in known for f in run["fields"] if f not in ("name", "runs_dir"))
     values = {f: [run["fields"].get(f) for run in known] for f in fields}
     differ = [f for f in fields if any(value != values[f][0] for value in values[f])]
-    common = [[f"<th>{html.escape(f)}</th>", plain(values[f][0])] for f in fields if f not in differ]
-    rows = [[run_head(run), *(plain(run["fields"].get(f)) for f in differ)] for run in known]
+    common = [[f"<th>{html.escape(f)}</th>", text_cell(values[f][0])] for f in fields if f not in differ]
+    rows = [[run_head(run), *(text_cell(run["fields"].get(f)) for f in differ)] for run in known]
     return (
         f'<div class="scroll">{table(["run", *map(html.escape, differ)], rows)}</div>'
         f"<details><summary>the {len(common)} fields that all have in common</summary>{table([], common)}</details>"
@@ -114,13 +114,13 @@ def run_head(run: dict, chooses: bool = False) -> str:
     return f'<th scope="row">{box}{run["swatch"]} {name}</th>'
 
 
-def plain(value) -> str:
+def text_cell(value) -> str:
     """Return a cell with a word or the value of a field."""
     text = ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
     return f"<td>{'' if value is None else html.escape(text)}</td>"
 
 
-def number(value: float | None, form: str = "", late: str = "", behind: str = "") -> str:
+def number_cell(value: float | None, form: str = "", late: str = "", behind: str = "") -> str:
     """Return a cell, sorted by its value, with the text behind it. late: what an asterisk says when pointed at."""
     if value is None:
         return '<td class="n"></td>'

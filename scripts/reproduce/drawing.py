@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from scripts.shared.looks import line
+from scripts.shared.looks import plot_style
 
 OPEN_CIRCLE = dict(linestyle="", marker="o", markersize=3.5, markerfacecolor="white", markeredgewidth=0.7)
 TEXT_WIDTH = 6.75  # inches: what a figure over the full width of the page has
@@ -136,7 +136,7 @@ def draw_entropy(path: Path, sources: dict[str, list[dict]], ranges: tuple, loca
             for axis, (title, quantities) in zip(axes[row], columns.items()):
                 alone = len(quantities) == 1
                 for number, (scheme, (method, label)) in enumerate(SCHEMES.items()):
-                    look = line(method) | dict(label=label if alone else "_")
+                    look = plot_style(method) | dict(label=label if alone else "_")
                     look |= dict(markevery=(number % 2, 2)) if alone else {}
                     for quantity, style in zip(quantities, RANGE_STYLES):
                         mine = [p for p in points if (p["scheme"], p["quantity"]) == (scheme, quantity)]

@@ -11,7 +11,7 @@ from scripts.evaluate import load_run, own_text
 from scripts.reproduce import logits, theory
 from scripts.reproduce.drawing import SCHEMES, draw_curves, draw_entropy, draw_qq, draw_sublog, tau_looks
 from scripts.reproduce.study import Study
-from scripts.shared.looks import line, method_name
+from scripts.shared.looks import method_name, plot_style
 from scripts.shared.run_files import val_tokens
 from scripts.shared.tables import markdown_table, mean_and_stderr, write_csv
 
@@ -76,7 +76,7 @@ def curve_figure(
     shown. series_of: the series that a run is shown as, each with its method, if not study.series; looks_of: their
     looks. baseline: mark the paper's 3.28, at its scale. zoom: as draw_curves takes it.
     """
-    rows = curves(study, series_of or study.series)
+    rows = validation_curves(study, series_of or study.series)
     if not rows:
         return f"{text}\n\n{NO_FIGURE}"
     panels = []
@@ -86,7 +86,7 @@ def curve_figure(
         panels.append((f"{'train and ' if at_train_length else ''}val @{study.title(n)}", shown))
     present = {row["series"] for row in rows}
     known = [series for series in study.all_series if series in present]
-    looks = looks_of(present) if looks_of else {series: line(series, present) for series in known}
+    looks = looks_of(present) if looks_of else {series: plot_style(series, present) for series in known}
     if baseline and study.scale != "paper":
         study.notes.append("The paper's dashed line at 3.28 is left out: it means nothing at this scale.")
         baseline = False
@@ -99,7 +99,7 @@ def curve_figure(
     return f"{text}\n\n{picture(study.item)}"
 
 
-def curves(study: Study, series_of: Callable[[Run], dict]) -> list[dict]:
+def validation_curves(study: Study, series_of: Callable[[Run], dict]) -> list[dict]:
     """Return the validation curves of the series, one row a series, training length, validation length and step: mean,
     standard error, number of seeds, validation tokens. A step counts when all seeds were validated at it, on the same
     tokens."""

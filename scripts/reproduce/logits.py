@@ -34,7 +34,7 @@ def validation_windows(stream: TokenStream, count: int, length: int, device="cpu
     return torch.stack([torch.from_numpy(stream.read(start, length).astype("int64")) for start in starts]).to(device)
 
 
-def layers(model: GPT, tokens: Tensor, plan: Plan) -> Iterator[tuple[nn.Module, Tensor, Tensor]]:
+def iterate_layers(model: GPT, tokens: Tensor, plan: Plan) -> Iterator[tuple[nn.Module, Tensor, Tensor]]:
     """Yield each layer's method with its q, k (B, H, T, D) before any rotation, at least float32."""
     x = model.embed(tokens)
     for block in model.blocks:
@@ -77,7 +77,7 @@ def attention_profile(model: GPT, tokens: Tensor, lengths: list[int]) -> list[di
         plan = model.plan(length, backend="blocks")  # nothing to compile for each length
         means = defaultdict(list)  # of each quantity, one for each window
         for window in tokens[:, -length:].split(1):
-            logits = torch.stack([last_query_logits(*layer, plan) for layer in layers(model, window, plan)])
+            logits = torch.stack([last_query_logits(*layer, plan) for layer in iterate_layers(model, window, plan)])
             for quantity, values in attention_statistics(logits).items():  # (layers, 1, H)
                 means[quantity].append(values.mean().item())
         for quantity, values in means.items():
@@ -117,7 +117,7 @@ def layer_scores(
     """
     plan = model.plan(tokens.shape[1], backend="blocks")
     b, i, j = (index.to(tokens.device) for index in score_pairs(*tokens.shape, max_pairs, seed))
-    for number, (method, q, k) in enumerate(layers(model, tokens, plan)):
+    for number, (method, q, k) in enumerate(iterate_layers(model, tokens, plan)):
         forms = {False: (q, k)}
         if method.rotation is not None:
             forms[True] = transform(method, q, k, plan, scale_queries=False)

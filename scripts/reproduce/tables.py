@@ -9,10 +9,10 @@ from pathlib import Path
 
 from configs.presets import preset
 from configs.sweeps import SCALES
-from scripts.reproduce.study import Study, final_losses, short
+from scripts.reproduce.study import Study, abbreviate_length, final_losses
 from scripts.shared.looks import series_name
 from scripts.shared.runs import needle_state
-from scripts.shared.tables import bold, markdown_table, mean_and_stderr, plus_minus, write_csv
+from scripts.shared.tables import embolden_best, format_mean, markdown_table, mean_and_stderr, write_csv
 
 PAPER_TRAIN_LENGTH = 4096  # of all its tables
 
@@ -37,7 +37,7 @@ def table_losses(study: Study) -> str:
             study.miss(run, f"no loss at {', '.join(lacking)}", command)
     text = "Validation loss in nats a token at the end of training, by validation length in tokens (and in training "
     text += "lengths): mean \u00b1 standard error over seeds."
-    return text + "\n\n" + table(study, {"": losses}, lengths, best=min)
+    return text + "\n\n" + make_table(study, {"": losses}, lengths, best=min)
 
 
 def table_needle(study: Study) -> str:
@@ -77,7 +77,7 @@ def table_needle(study: Study) -> str:
         text += f" Fine-tuned and scored with {study.runs[0].needle}, three needles in each (the paper: C4, 300 steps "
         text += "of 64). Oracle: what a perfect copier of the prompts gets."
     means = {length: statistics.fmean(values) for length, values in oracle.items()}
-    return text + "\n\n" + table(study, accuracy, study.lengths, best=max, oracle=means)
+    return text + "\n\n" + make_table(study, accuracy, study.lengths, best=max, oracle=means)
 
 
 def by_length(shares: dict) -> dict[int, float]:
@@ -95,13 +95,13 @@ def table_llama(study: Study) -> str:
     study.missing.append("the continual pretraining of Llama 2 7B is not built yet: only the paper's numbers are shown")
     text = "Validation loss in nats a token of Llama 2 7B, fine-tuned at 4k on about 50 M tokens with each method "
     text += "(*: not fine-tuned). **Not built yet: these are the paper's numbers, none of ours.**"
-    return text + "\n\n" + table(study, {}, [4096, 16_384, 65_536], best=min)
+    return text + "\n\n" + make_table(study, {}, [4096, 16_384, 65_536], best=min)
 
 
 # ---- what the tables have in common ----------------------------------------------------------------------------------
 
 
-def table(study: Study, metrics: dict[str, dict], lengths: list[int], best, oracle: dict = {}) -> str:
+def make_table(study: Study, metrics: dict[str, dict], lengths: list[int], best, oracle: dict = {}) -> str:
     """Return the table as Markdown, and write it to study.path.csv: ours, the mean over seeds, beside the paper's.
 
     metrics: by label, {(method, length): a value a seed}; the paper's numbers compare with the first; without any, they
@@ -116,15 +116,15 @@ def table(study: Study, metrics: dict[str, dict], lengths: list[int], best, orac
         ratio = length / (study.base_length if metrics else PAPER_TRAIN_LENGTH)
         paper_length = round(ratio * PAPER_TRAIN_LENGTH)
         targets = {m: paper[m, paper_length] for m in methods if (m, paper_length) in paper}
-        paper_head = f"paper {short(paper_length)} ({ratio:g}x)"
+        paper_head = f"paper {abbreviate_length(paper_length)} ({ratio:g}x)"
         if not metrics:
-            columns[paper_head] = {method: paper_cell(target) for method, target in targets.items()}
+            columns[paper_head] = {method: format_target(target) for method, target in targets.items()}
             records += [dict(method=m, length=paper_length, paper_mean=t["mean"]) for m, t in targets.items()]
         for label, values in metrics.items():
             ours = {method: mean_and_stderr(values[method, length]) for method in methods}
-            cells = {method: plus_minus(*numbers) for method, numbers in ours.items()}
+            cells = {method: format_mean(*numbers) for method, numbers in ours.items()}
             head = f"{length} ({ratio:g}x) {label}".rstrip()
-            columns[head] = bold(cells, {method: mean for method, (mean, _) in ours.items()}, best)
+            columns[head] = embolden_best(cells, {method: mean for method, (mean, _) in ours.items()}, best)
             oracle_cells[head] = f"{oracle[length]:.3f}" if length in oracle else ""
             for method, (mean, stderr) in ours.items():
                 target = targets.get(method)
@@ -135,12 +135,12 @@ def table(study: Study, metrics: dict[str, dict], lengths: list[int], best, orac
                 record["difference_in_stderrs"] = in_stderrs(mean, stderr, target) if compare else None
                 records.append(record)
             if targets:
-                columns[paper_head] = {method: paper_cell(target) for method, target in targets.items()}
+                columns[paper_head] = {method: format_target(target) for method, target in targets.items()}
             if targets and compare:
                 difference = {
-                    method: difference_cell(*numbers, targets.get(method)) for method, numbers in ours.items()
+                    method: format_difference(*numbers, targets.get(method)) for method, numbers in ours.items()
                 }
-                columns[f"difference at {short(paper_length)} (s.e.)"] = difference
+                columns[f"difference at {abbreviate_length(paper_length)} (s.e.)"] = difference
             targets = {}  # they are of the first metric
     write_csv(study.path.with_suffix(".csv"), records)
     study.notes += table_notes(study, methods, weights_of, records)
@@ -221,12 +221,12 @@ def paper_targets(table: str) -> dict[tuple[str, int], dict]:
         }
 
 
-def paper_cell(target: dict) -> str:
+def format_target(target: dict) -> str:
     cell = f"{target['mean']:.3f}" + (f" \u00b1 {target['stderr']:.3f}" if target["stderr"] is not None else "")
     return f"**{cell}**" if "bold" in target["note"] else cell
 
 
-def difference_cell(mean: float | None, stderr: float | None, target: dict | None) -> str:
+def format_difference(mean: float | None, stderr: float | None, target: dict | None) -> str:
     """Return our mean minus the paper's, and in units of the combined standard error."""
     if mean is None or target is None:
         return ""

@@ -54,7 +54,7 @@ def attention_statistics(logits: Tensor) -> dict[str, Tensor]:
     return statistics
 
 
-def summary(samples: list[Tensor]) -> dict[str, float]:
+def summarise(samples: list[Tensor]) -> dict[str, float]:
     """Return the mean of the samples and its standard error."""
     mean, stderr = mean_and_stderr(torch.cat(samples).tolist())
     return dict(mean=mean, stderr=stderr)
@@ -89,7 +89,7 @@ def iid_entropy(lengths: list[int], draws: int, seed: int, *, logn_scale: float 
                 for quantity, values in attention_statistics(a * scores + m).items():
                     samples[scheme, quantity].append(values)
         for (scheme, quantity), values in samples.items():
-            rows.append(dict(scheme=scheme, length=length, quantity=quantity, **summary(values), draws=draws))
+            rows.append(dict(scheme=scheme, length=length, quantity=quantity, **summarise(values), draws=draws))
     return rows
 
 
@@ -114,7 +114,7 @@ def iid_range_entropy(
                 within = logits[:, : start * (factor - 1)]
                 samples[factor].append(entropy(within.log_softmax(dim=-1)))
         for factor, values in samples.items():
-            rows.append(dict(scheme=scheme, start=start, factor=factor, **summary(values), draws=draws))
+            rows.append(dict(scheme=scheme, start=start, factor=factor, **summarise(values), draws=draws))
     return rows
 
 

@@ -117,16 +117,16 @@ def train_state(run: Run, stored_runs: list[StoredRun], runs_dir: Path, data: st
     if stored is None and (named := next((s for s in stored_runs if s.path.name == run.name), None)):
         if named.config is None:
             return "other", named.problems[0]
-        if differ := differences(run.config, named.config, run.distinguishing):
+        if differ := describe_differences(run.config, named.config, run.distinguishing):
             return "other", f"{named.path} is of another config ({differ}): rename it"
         return "other", f"trained on other data than {run.config.data_dir}: use another --runs-dir"
     if stored and stored.problems:
         return "other", stored.problems[0]
     state = stored_state(stored) if stored else "failed" if failures(path) else "missing"
     if state == "failed":
-        return state, failure_summary(path)
+        return state, describe_failures(path)
     if state == "interrupted":
-        return state, progress(path)
+        return state, describe_progress(path)
     return state, "" if state == "missing" else str(path)
 
 
@@ -159,16 +159,16 @@ def needle_state(stored: StoredRun, needle: Needle) -> tuple[str, str]:
     if all(lengths <= {*of.get("greedy", ())} for of in scored):
         return "finished", str(stored.path)
     if failures(stored.path):
-        return "failed", failure_summary(stored.path)
-    return ("interrupted", progress(path)) if have else ("pretrained", "not fine-tuned yet")
+        return "failed", describe_failures(stored.path)
+    return ("interrupted", describe_progress(path)) if have else ("pretrained", "not fine-tuned yet")
 
 
-def failure_summary(path: Path) -> str:
+def describe_failures(path: Path) -> str:
     failed = failures(path)
     return f"{path} failed {len(failed)} time{'s' if len(failed) > 1 else ''}: {failed[-1]}"
 
 
-def progress(path: Path) -> str:
+def describe_progress(path: Path) -> str:
     checkpoint = latest_checkpoint(path / "checkpoints") if (path / "checkpoints").exists() else None
     return f"{path}, {f'after {checkpoint.stem}' if checkpoint else 'without a checkpoint'}"
 
@@ -182,7 +182,7 @@ def stored_state(stored: StoredRun) -> str:
     return "failed" if failures(stored.path) else "interrupted"
 
 
-def differences(ours: Config, theirs: Config, also: Iterable[str] = ()) -> str:
+def describe_differences(ours: Config, theirs: Config, also: Iterable[str] = ()) -> str:
     """Name the fields that differ, with both values: of those that change the mathematics, and of `also`."""
     a, b = ours.to_dict(), theirs.to_dict()
     compared = [field for field in a if field not in NOT_MATHEMATICS or field in also]
@@ -212,7 +212,7 @@ def is_running(path: Path) -> bool:
     return False
 
 
-def check_page(page: Path, pattern: str, runs: int):
+def require_as_many_runs(page: Path, pattern: str, runs: int):
     """Raise ValueError if the page at this path says that it was made from more runs than these. pattern: a regular
     expression around the number."""
     found = re.search(pattern, page.read_text(errors="replace"), re.MULTILINE) if page.exists() else None

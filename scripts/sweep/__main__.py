@@ -32,7 +32,7 @@ from scripts.sweep.plan import check_run, plan_runs, print_plan
 def main():
     args, fields = parse_arguments()
     with exit_on_user_error():
-        runs = chosen_runs(args, fields)
+        runs = choose_runs(args, fields)
         slurm = slurm_parameters(args.slurm, args.executor)
         for option in ("jobs", "gpus_per_run"):
             value = getattr(args, option)
@@ -79,7 +79,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args()
 
 
-def chosen_runs(args: argparse.Namespace, fields: list[str]) -> list[Run]:
+def choose_runs(args: argparse.Namespace, fields: list[str]) -> list[Run]:
     """Return the runs that the command line asks for. Raises ValueError for those that could not train anywhere."""
     changes, needle = field_changes(SCALES[args.scale].base, fields), needle_changes(args.needle)
     runs = sweep(args.sweep, args.scale, args.seeds, args.methods, changes, needle)

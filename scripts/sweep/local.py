@@ -159,7 +159,7 @@ def train(runs: list[Run], at_once: int | None = None, gpus_per_run: int = 1, re
                         waiting.appendleft(run)  # fine-tuned next, on what it has left
                     elif again:
                         waiting.append(run)
-                    bar.write(outcome_line(run, outcome) + ("; trying again" if again else ""))
+                    bar.write(describe_outcome(run, outcome) + ("; trying again" if again else ""))
                 bar.update(steps_done(runs) - bar.n)
         finally:
             for attempt in running:
@@ -212,7 +212,7 @@ def stop_requests():
             signal.signal(number, handler)
 
 
-def outcome_line(run: Run, outcome: str) -> str:
+def describe_outcome(run: Run, outcome: str) -> str:
     """Return one line about an attempt that has ended (see record_outcome)."""
     if outcome in ("finished", "pretrained"):
         file, key, what = "summary.json", "val_loss", "validation loss"
