@@ -51,7 +51,7 @@ def over_tokens(groups: list[dict], title: str, curve: str, column: str, **axes)
 
     lines = [(g, [(run, points(run, column)) for run in g["runs"]]) for g in groups]
     on_part = {(run["index"], x) for run in runs for x, part in points(run, "part").items() if part}
-    return draw_chart(title, lines, curve != "train", on_part, xlabel="tokens trained on", **axes)
+    return draw_chart(title, lines, marks=curve != "train", on_part=on_part, xlabel="tokens trained on", **axes)
 
 
 def last_validation(groups: list[dict]) -> list[str]:
@@ -104,9 +104,9 @@ def draw_chart(
 ) -> str:
     """Return a chart as HTML, "" if there is nothing to draw.
 
-    on_part: run and x of the losses on a part of the validation tokens, which are open circles. upright: training
-    lengths; a single one is marked. tick_text: the text below each x; None: they are numbers of tokens. axes: arguments
-    of axis.set.
+    marks: draw the points on the lines. on_part: run and x of the losses on a part of the validation tokens, whose marks
+    are open circles. upright: training lengths; a single one is marked. tick_text: the text below each x; None: they
+    are numbers of tokens. axes: arguments of axis.set.
     """
     lines = [(g, [(run, finite) for run, points in runs if (finite := mean_points([points]))]) for g, runs in lines]
     xs = sorted({x for _, runs in lines for _, points in runs for x in points})
@@ -144,14 +144,16 @@ def plot_group(axis, g: dict, runs: list[tuple[dict, dict]], marks: bool, on_par
     def plot(of: list[dict], points: dict, name: str, **look):
         identity = " ".join(str(run["index"]) for run in of)
         names[identity] = name
-        look = dict(linestyle=g["dash"], markevery=max(1, len(points) // 10)) | look
-        axis.plot(points.keys(), points.values(), color=g["color"], alpha=g["opacity"], gid=f"runs {identity}", **look)
+        look = dict(linestyle=g["dash"], color=g["color"], alpha=g["opacity"]) | look
+        axis.plot(points.keys(), points.values(), gid=f"runs {identity}", **look)
 
     for run, points in runs if len(runs) > 1 else ():
         plot([run], points, run["name"], linewidth=0.5)
     of_all, means = [run for run, _ in runs], mean_points([points for _, points in runs])
-    plot(of_all, means, g["label"], marker=g["marker"] if marks else "")
-    part = {x: y for x, y in means.items() if any((run["index"], x) in on_part for run in of_all)}
+    marked = list(means)[:: max(1, len(means) // 10)] if marks else []
+    part = {x: means[x] for x in marked if any((run["index"], x) in on_part for run in of_all)}
+    full = [i for i, x in enumerate(means) if x in marked and x not in part]
+    plot(of_all, means, g["label"], marker=g["marker"], markevery=full)
     plot(of_all, part, g["label"], linestyle="", marker="o", markerfacecolor="white")
     return names
 
