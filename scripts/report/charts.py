@@ -104,9 +104,9 @@ def draw_chart(
 ) -> str:
     """Return a chart as HTML, "" if there is nothing to draw.
 
-    marks: draw the points on the lines. on_part: run and x of the losses on a part of the validation tokens, whose marks
-    are open circles. upright: training lengths; a single one is marked. tick_text: the text below each x; None: they
-    are numbers of tokens. axes: arguments of axis.set.
+    marks: draw the points on the lines. on_part: run and x of the losses on a part of the validation tokens, which are
+    open circles. upright: training lengths; a single one is marked. tick_text: the text below each x; None: they are
+    numbers of tokens. axes: arguments of axis.set.
     """
     lines = [(g, [(run, finite) for run, points in runs if (finite := mean_points([points]))]) for g, runs in lines]
     xs = sorted({x for _, runs in lines for _, points in runs for x in points})

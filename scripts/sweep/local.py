@@ -49,7 +49,7 @@ class Attempt:
     """
 
     def __init__(self, run: Run, environment: dict[str, str], processes: int):
-        self.path, self.log = run.path, sidecar(run.path, ".log")
+        self.run, self.environment, self.log = run, environment, sidecar(run.path, ".log")
         fine_tunes = run.needle is not None and (run.path / "summary.json").exists()
         self.locked = run.path / "needle" if fine_tunes else run.path  # the folder that the process locks
         self.is_last = fine_tunes or run.needle is None
@@ -82,7 +82,7 @@ class Attempt:
         with open(self.log, "rb") as log:
             log.seek(self.log_start)
             output = log.read().decode(errors="replace")
-        return record_outcome(self.path, code, output, self.locked, self.is_last)
+        return record_outcome(self.run.path, code, output, self.locked, self.is_last)
 
 
 def record_outcome(path: Path, code: int, output: str, locked: Path | None = None, is_last: bool = True) -> str:
@@ -132,7 +132,7 @@ def train(runs: list[Run], at_once: int | None = None, gpus_per_run: int = 1, re
         return
     free = share_devices(runs, at_once, gpus_per_run)
     title = f"{len(runs)} run{'s' if len(runs) > 1 else ''}, {min(len(free), len(runs))} at a time"
-    waiting, running = collections.deque(runs), {}  # by attempt: its run and environment
+    waiting, running = collections.deque(runs), []
     with (
         stop_requests() as requests,
         tqdm(
@@ -146,20 +146,19 @@ def train(runs: list[Run], at_once: int | None = None, gpus_per_run: int = 1, re
         try:
             while (waiting or running) and not requests:
                 while waiting and free:
-                    run, environment = waiting.popleft(), free.pop(0)
-                    running[Attempt(run, environment, gpus_per_run)] = run, environment
+                    running.append(Attempt(waiting.popleft(), free.pop(0), gpus_per_run))
                 time.sleep(POLL)
-                for attempt, (run, environment) in list(running.items()):
+                for attempt in list(running):
                     if (outcome := attempt.outcome()) is None:
                         continue
-                    del running[attempt]
-                    free.append(environment)
-                    again = outcome == "failed" and may_retry(run.path, retries)
+                    running.remove(attempt)
+                    free.append(attempt.environment)
+                    again = outcome == "failed" and may_retry(attempt.run.path, retries)
                     if outcome == "pretrained":
-                        waiting.appendleft(run)  # fine-tuned next, on what it has left
+                        waiting.appendleft(attempt.run)  # fine-tuned next, on what it has left
                     elif again:
-                        waiting.append(run)
-                    bar.write(describe_outcome(run, outcome) + ("; trying again" if again else ""))
+                        waiting.append(attempt.run)
+                    bar.write(describe_outcome(attempt.run, outcome) + ("; trying again" if again else ""))
                 bar.update(steps_done(runs) - bar.n)
         finally:
             for attempt in running:
