@@ -3,8 +3,10 @@ CSV."""
 
 import collections
 import csv
+import itertools
 import math
 import statistics
+from collections.abc import Iterable
 from pathlib import Path
 
 from configs.presets import preset
@@ -95,7 +97,16 @@ def table_llama(study: Study) -> str:
     study.missing.append("the continual pretraining of Llama 2 7B is not built yet: only the paper's numbers are shown")
     text = "Validation loss in nats a token of Llama 2 7B, fine-tuned at 4k on about 50 M tokens with each method "
     text += "(*: not fine-tuned). **Not built yet: these are the paper's numbers, none of ours.**"
-    return text + "\n\n" + make_table(study, {}, [4096, 16_384, 65_536], best=min)
+    paper, lengths = paper_targets(study.item), [4096, 16_384, 65_536]
+    methods = dict.fromkeys(method for method, _ in paper)
+    rows = [["method", *(paper_head(length, length / PAPER_TRAIN_LENGTH) for length in lengths)]]
+    for method in methods:
+        mark = "*" if any("not fine-tuned" in paper[method, length]["note"] for length in lengths) else ""
+        rows.append([series_name(method) + mark, *(format_target(paper[method, length]) for length in lengths)])
+    means = [dict(method=m, length=length, paper_mean=paper[m, length]["mean"]) for length in lengths for m in methods]
+    write_csv(study.path.with_suffix(".csv"), means)
+    study.notes += paper_remarks(paper, methods)
+    return text + "\n\n" + markdown_table(rows)
 
 
 # ---- what the tables have in common ----------------------------------------------------------------------------------
@@ -104,69 +115,57 @@ def table_llama(study: Study) -> str:
 def make_table(study: Study, metrics: dict[str, dict], lengths: list[int], best, oracle: dict = {}) -> str:
     """Return the table as Markdown, and write it to study.path.csv: ours, the mean over seeds, beside the paper's.
 
-    metrics: by label, {(method, length): a value a seed}; the paper's numbers compare with the first; without any, they
-    are the table. best: min or max. oracle: values by length of a last row.
+    metrics: by label, {(method, length): a value a seed}; the paper's numbers compare with the first. best: min or max.
+    oracle: values by length of a last row.
     """
-    paper = paper_targets(study.item)
-    methods = study.all_series or list(dict.fromkeys(method for method, _ in paper))
+    paper, methods = paper_targets(study.item), study.all_series
     weights_of = {other: run.config.method for run in study.runs for other in run.config.validate_as}
     compare = study.scale == "paper"  # only there are the numbers meant to be the same
     columns, oracle_cells, records = {}, {}, []
-    for length in lengths:
-        ratio = length / (study.base_length if metrics else PAPER_TRAIN_LENGTH)
+    for length, (label, values) in itertools.product(lengths, metrics.items()):
+        ratio = length / study.base_length
         paper_length = round(ratio * PAPER_TRAIN_LENGTH)
+        ours = {method: mean_and_stderr(values[method, length]) for method in methods}
         targets = {m: paper[m, paper_length] for m in methods if (m, paper_length) in paper}
-        paper_head = f"paper {abbreviate_length(paper_length)} ({ratio:g}x)"
-        if not metrics:
-            columns[paper_head] = {method: format_target(target) for method, target in targets.items()}
-            records += [dict(method=m, length=paper_length, paper_mean=t["mean"]) for m, t in targets.items()]
-        for label, values in metrics.items():
-            ours = {method: mean_and_stderr(values[method, length]) for method in methods}
-            cells = {method: format_mean(*numbers) for method, numbers in ours.items()}
-            head = f"{length} ({ratio:g}x) {label}".rstrip()
-            columns[head] = embolden_best(cells, {method: mean for method, (mean, _) in ours.items()}, best)
-            oracle_cells[head] = f"{oracle[length]:.3f}" if length in oracle else ""
-            for method, (mean, stderr) in ours.items():
-                target = targets.get(method)
-                record = dict(method=method, weights_of=weights_of.get(method), metric=label or "val_loss")
-                record |= dict(length=length, ratio=ratio, mean=mean, stderr=stderr)
-                record |= dict(seeds=len(values[method, length]), paper_length=paper_length if target else None)
-                record |= {f"paper_{key}": (target or {}).get(key) for key in ("mean", "stderr", "seeds")}
-                record["difference_in_stderrs"] = in_stderrs(mean, stderr, target) if compare else None
-                records.append(record)
-            if targets:
-                columns[paper_head] = {method: format_target(target) for method, target in targets.items()}
-            if targets and compare:
-                difference = {
-                    method: format_difference(*numbers, targets.get(method)) for method, numbers in ours.items()
-                }
-                columns[f"difference at {abbreviate_length(paper_length)} (s.e.)"] = difference
-            targets = {}  # they are of the first metric
+        targets = targets if label == next(iter(metrics)) else {}
+        cells = {method: format_mean(*numbers) for method, numbers in ours.items()}
+        head = f"{length} ({ratio:g}x) {label}".rstrip()
+        columns[head] = embolden_best(cells, {method: mean for method, (mean, _) in ours.items()}, best)
+        oracle_cells[head] = f"{oracle[length]:.3f}" if length in oracle else ""
+        if targets:
+            columns[paper_head(paper_length, ratio)] = {m: format_target(target) for m, target in targets.items()}
+        if targets and compare:
+            difference = {method: format_difference(*ours[method], targets.get(method)) for method in methods}
+            columns[f"difference at {abbreviate_length(paper_length)} (s.e.)"] = difference
+        for method, (mean, stderr) in ours.items():
+            target = targets.get(method)
+            record = dict(method=method, weights_of=weights_of.get(method), metric=label or "val_loss")
+            record |= dict(length=length, ratio=ratio, mean=mean, stderr=stderr)
+            record |= dict(seeds=len(values[method, length]), paper_length=paper_length if target else None)
+            record |= {f"paper_{key}": (target or {}).get(key) for key in ("mean", "stderr", "seeds")}
+            record["difference_in_stderrs"] = in_stderrs(mean, stderr, target) if compare else None
+            records.append(record)
     write_csv(study.path.with_suffix(".csv"), records)
-    study.notes += table_notes(study, methods, weights_of, records)
+    study.notes += table_notes(study, weights_of, one_seed=any(record["seeds"] == 1 for record in records))
 
-    rows = [["method", *(["seeds"] if metrics else []), *columns]]
+    rows = [["method", "seeds", *columns]]
     for method in methods:
         if method.startswith("infini") and len(rows) > 1 and not any("Infini" in row[0] for row in rows):
             rows.append([""] * len(rows[0]))  # the rule in the paper's table
-        mark = "*" if any("not fine-tuned" in t["note"] for (m, _), t in paper.items() if m == method) else ""
-        mark += "\u2020" if metrics and method in weights_of else ""
-        seeds = {record["seeds"] for record in records if record["method"] == method} if metrics else ()
-        seeds = ["-".join(map(str, sorted({min(seeds), max(seeds)})))] if metrics else []  # 3, or 1-3 where they differ
-        rows.append([series_name(method) + mark, *seeds, *(cells.get(method, "") for cells in columns.values())])
+        seeds = [record["seeds"] for record in records if record["method"] == method]
+        seeds = "-".join(map(str, sorted({min(seeds), max(seeds)})))  # 3, or 1-3 where they differ
+        mark = "\u2020" if method in weights_of else ""
+        rows.append([series_name(method) + mark, seeds, *(cells.get(method, "") for cells in columns.values())])
     if oracle:
         rows.append(["oracle", "", *(oracle_cells.get(head, "") for head in columns)])
     return markdown_table(rows)
 
 
-def table_notes(study: Study, methods: list[str], weights_of: dict[str, str], records: list[dict]) -> list[str]:
-    """Return what a reader of the table must know.
-
-    weights_of: by method, the one with whose weights it was validated. records: those of the CSV.
-    """
-    notes = []
-    borrowers, remarks = collections.defaultdict(list), collections.defaultdict(dict)
-    for method in methods:
+def table_notes(study: Study, weights_of: dict[str, str], one_seed: bool) -> list[str]:
+    """Return what a reader of the table must know. weights_of: by method, the one with whose weights it was validated;
+    one_seed: there are numbers of one seed."""
+    notes, borrowers = [], collections.defaultdict(list)
+    for method in study.all_series:
         if method in weights_of:
             borrowers[weights_of[method]].append(series_name(method))
     if borrowers:
@@ -175,25 +174,21 @@ def table_notes(study: Study, methods: list[str], weights_of: dict[str, str], re
             f"\u2020 {same}. They train identically and differ beyond the training length only, so each seed was "
             "trained once and validated as all of them."
         )
-    for (method, _), target in paper_targets(study.item).items():
-        if target["remark"] and method in methods:
-            remarks[target["remark"]][series_name(method)] = None
-    notes += [f"The paper's numbers of {' and '.join(names)}: {remark}." for remark, names in remarks.items()]
-    ours = any("metric" in record for record in records)  # and not the paper's numbers alone
-    if ours and preset(SCALES[study.scale].base).length_scale != 1:
+    notes += paper_remarks(paper_targets(study.item), study.all_series)
+    if preset(SCALES[study.scale].base).length_scale != 1:
         notes.append(
             "What is a length in tokens (\u03c4, rotary bases, one over ALiBi's slopes) is scaled with the training "
             "length; where a row says otherwise it is as in the paper."
         )
-    if ours and study.scale != "paper":
+    if study.scale != "paper":
         notes.append(
             f"Scale `{study.scale}` is not the paper's: another model or training length, fewer tokens, another text. "
             "The paper's columns stand beside the lengths of the same ratio to the training length; compare the order "
             "of the methods and what happens beyond 1x, not the numbers."
         )
-    if any(r.get("seeds") == 1 for r in records):
+    if one_seed:
         notes.append("\u00b1 n/a: one seed, which has no standard error.")
-    if ours and study.scale == "paper":
+    if study.scale == "paper":
         notes.append(
             "Difference: ours minus the paper's mean, in brackets in units of the combined standard error "
             "sqrt(ours^2 + paper's^2) (n/a where a side has none; the paper's are rounded to 0.001)."
@@ -219,6 +214,19 @@ def paper_targets(table: str) -> dict[tuple[str, int], dict]:
             for row in csv.DictReader(file)
             if row["table"] == table
         }
+
+
+def paper_remarks(paper: dict, methods: Iterable[str]) -> list[str]:
+    """Return a note for each thing that is odd about the paper's numbers of these methods."""
+    names = collections.defaultdict(dict)
+    for (method, _), target in paper.items():
+        if target["remark"] and method in methods:
+            names[target["remark"]][series_name(method)] = None
+    return [f"The paper's numbers of {' and '.join(those)}: {remark}." for remark, those in names.items()]
+
+
+def paper_head(length: int, ratio: float) -> str:
+    return f"paper {abbreviate_length(length)} ({ratio:g}x)"
 
 
 def format_target(target: dict) -> str:
