@@ -28,7 +28,11 @@ function sortBy(head) {
   table.tBodies[0].append(...rows.toSorted(compare));
 }
 
-for (const head of table.tHead.rows[0].cells) head.addEventListener("click", () => sortBy(head));
+for (const head of table.tHead.rows[0].cells) {
+  head.tabIndex = 0;
+  head.addEventListener("click", () => sortBy(head));
+  head.addEventListener("keydown", event => { if (event.key === "Enter") sortBy(head); });
+}
 document.querySelector("button").addEventListener("click", () => {
   const none = boxes.every(box => box.checked);
   for (const box of boxes) box.checked = !none;
