@@ -50,13 +50,15 @@ def figure_scale_invariant_variants(study: Study) -> str:
 
 
 def figure_tau(study: Study) -> str:
-    def tau_of(config: Config) -> float:
-        options = scaled_options(config.method, config.length_scale, config.method_options)
-        return float(options.get("tau", method_options(config.method)["tau"].default))  # in tokens
-
     text = "Validation loss of scale-invariant p-RoPE with different lengthscales \u03c4 (tokens)."
     by_tau = dict(series_of=lambda run: {tau_of(run.config): run.config.method}, looks_of=tau_looks)
     return curve_figure(study, text, baseline=False, **by_tau)
+
+
+def tau_of(config: Config) -> float:
+    """Return the lengthscale in tokens that a run trains with."""
+    options = scaled_options(config.method, config.length_scale, config.method_options)
+    return float(options.get("tau", method_options(config.method)["tau"].default))
 
 
 def curve_figure(
