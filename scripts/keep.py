@@ -14,7 +14,7 @@ from pathlib import Path
 from errors import exit_on_user_error, require
 from runtime.files import replace_file, to_json
 from scripts.shared.run_files import FILES
-from scripts.shared.runs import StoredRun, differences, log_values, read_run, read_runs
+from scripts.shared.runs import StoredRun, describe_differences, log_values, read_run, read_runs
 
 
 def main():
@@ -38,7 +38,7 @@ def keep(stored: StoredRun, destination: Path):
     require(not stored.problems, "; ".join(stored.problems))
     if (destination / "config.json").exists():
         there = read_run(destination)
-        differ = there.config and differences(stored.config, there.config)
+        differ = there.config and describe_differences(stored.config, there.config)
         same = not differ and there.summary == stored.summary
         require(same, f"{destination} is a different run ({differ or 'trained again'}): remove it first")
     validations = [record for record in stored.metrics() if "val_loss" in record]

@@ -32,7 +32,7 @@ from data.shards import read_manifest, verify
 from data.text import find_files, prepare
 from errors import exit_on_user_error, require
 from scripts.shared.looks import LINES
-from scripts.shared.runs import data_fingerprint, differences, read_run, sidecar
+from scripts.shared.runs import data_fingerprint, describe_differences, read_run, sidecar
 from scripts.shared.tables import loss_table, markdown_table
 from scripts.sweep.local import train
 
@@ -129,7 +129,7 @@ def check_finished(path: Path, config: Config, seen: set[str]):
     stored = read_run(path)
     require(not stored.problems, "; ".join(stored.problems))
     mend = "delete it, or name another --runs-dir"
-    other = differences(config, stored.config, seen)
+    other = describe_differences(config, stored.config, seen)
     require(not other, f"{path} is a finished run of another configuration ({other}): {mend}")
     data, here = stored.summary.get("data"), data_fingerprint(config)
     require(data in (None, here), f"{path} was trained on other text than {config.data_dir} holds now: {mend}")

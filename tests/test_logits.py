@@ -128,11 +128,20 @@ def test_profile_refuses_contexts_longer_than_the_windows():
 # ---- scores ----------------------------------------------------------------------------------------------------------
 
 
+def statistics_of(model, tokens, **sampling) -> list[dict]:
+    """The moments of layer_scores: one row a layer, form (rotated or not) and head, and "all" heads pooled."""
+    return [
+        dict(layer=layer, rotated=rotated, head=head, pairs=len(mine)) | logits.moments(mine)
+        for layer, rotated, scores in logits.layer_scores(model, tokens, **sampling)
+        for head, mine in [*enumerate(scores), ("all", scores.flatten())]
+    ]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_statistics_are_those_of_the_dense_scores(name):
     model, (tokens, _) = make_random_gpt(name), random_tokens(43, batch=2)
     forms = [False, True] if name in ROTATING else [False]
-    rows = iter(logits.logit_statistics(model, tokens))
+    rows = iter(statistics_of(model, tokens))
     dense = {rotated: plain_scores(name, model, tokens, rotated) for rotated in forms}
     for layer, rotated in itertools.product(range(LAYERS), forms):
         heads = dense[rotated][layer]
@@ -176,19 +185,19 @@ def test_too_many_pairs_are_sampled_uniformly_without_key_0_and_the_diagonal():
 
 def test_sampled_statistics_are_near_those_of_all_pairs_and_repeat_with_the_seed():
     model, (tokens, _) = make_random_gpt(), random_tokens(150, batch=1)
-    everything = logits.logit_statistics(model, tokens)
-    sampled = logits.logit_statistics(model, tokens, max_pairs=4_000, seed=3)
+    everything = statistics_of(model, tokens)
+    sampled = statistics_of(model, tokens, max_pairs=4_000, seed=3)
     for row, exact in zip(sampled, everything):
         assert row["pairs"] == (4_000 * HEADS if row["head"] == "all" else 4_000)
         assert abs(row["mean"] - exact["mean"]) < 5 * exact["std"] / 4_000**0.5
         assert row["std"] == pytest.approx(exact["std"], rel=0.1)
-    assert logits.logit_statistics(model, tokens, max_pairs=4_000, seed=3) == sampled
-    assert logits.logit_statistics(model, tokens, max_pairs=4_000, seed=4) != sampled
+    assert statistics_of(model, tokens, max_pairs=4_000, seed=3) == sampled
+    assert statistics_of(model, tokens, max_pairs=4_000, seed=4) != sampled
 
 
 def test_two_tokens_have_no_pair_to_look_at():
     with pytest.raises(ValueError, match="at least 3 tokens, got 2"):
-        logits.logit_statistics(make_gpt(), random_tokens(2)[0])
+        statistics_of(make_gpt(), random_tokens(2)[0])
 
 
 # ---- quantiles -------------------------------------------------------------------------------------------------------

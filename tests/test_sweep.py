@@ -33,8 +33,7 @@ from scripts.reproduce.tables import paper_targets
 from scripts.shared.arguments import field_changes
 from scripts.shared.runs import read_runs, sidecar, stored_config, train_state
 from scripts.sweep.__main__ import main
-from scripts.sweep.local import last_step, record_outcome
-from scripts.sweep.local import places as places_of_runs
+from scripts.sweep.local import last_step, record_outcome, share_devices
 
 SLOW_FIXTURES = ("finished", "disturbed", "failing", "tuned", "tuned_disturbed", "tuning_fails")
 
@@ -952,7 +951,7 @@ def places(monkeypatch, gpus, visible, at_once, gpus_per_run, device="auto"):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    return places_of_runs([Run("mini", dict(device=device))] * 9, at_once, gpus_per_run)
+    return share_devices([Run("mini", dict(device=device))] * 9, at_once, gpus_per_run)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@
     python -m scripts.report runs/mini-*/ --out mini.html --title "mini, 3 seeds"
 
 The page holds its data, styles and scripts, and asks for nothing else: it opens from any disk, without a network.
-Python writes the tables and one chart, which are there without JavaScript too; draw.js and page.js draw the others.
+Python writes its tables and charts, which are there without JavaScript too; page.js sorts, filters and hides.
 """
 
 import argparse
@@ -12,9 +12,9 @@ from pathlib import Path
 
 from errors import exit_on_user_error, require
 from runtime.files import replace_file
-from scripts.report.page import page, problem_list
-from scripts.report.reading import describe, find_runs
-from scripts.shared.runs import check_page
+from scripts.report.page import make_page, problem_list
+from scripts.report.reading import describe_run, find_runs
+from scripts.shared.runs import require_as_many_runs
 
 
 def main():
@@ -32,9 +32,9 @@ def main():
         require(not args.out.is_dir(), f"--out {args.out} is a folder: name the page in it, {args.out / 'report.html'}")
         paths, strays = (args.runs, []) if args.runs else find_runs(args.runs_dir)
         if not args.force:
-            check_page(args.out, r"^<p>(\d+) runs: ", len({*paths}))
-        runs = [describe(path) for path in dict.fromkeys(paths)]
-        text = page(args.title, runs, strays)
+            require_as_many_runs(args.out, r"^<p>(\d+) runs: ", len({*paths}))
+        runs = [describe_run(path) for path in dict.fromkeys(paths)]
+        text = make_page(args.title, runs, strays)
         args.out.parent.mkdir(parents=True, exist_ok=True)
         replace_file(args.out, lambda file: file.write(text.encode()))
     print(f"{args.out}: {len(runs)} runs, problems: {len(problem_list(runs, strays))}, {len(text) / 1e6:.1f} MB")

@@ -3,67 +3,37 @@
 import collections
 import dataclasses
 
-from configs.config import NOT_MATHEMATICS, Config, config_hash
-from scripts.shared.looks import LINES, looks, method_name
+from configs.config import NOT_MATHEMATICS, config_hash
+from scripts.shared.looks import LINES, choose_looks, method_name
 
 COMPUTED = ("dtype", "device", "compile", "attention_backend", "context_parallel", "micro_batch_tokens")  # how
-UNKNOWN = "unknown"  # the method of a run whose config is damaged
+IN_NO_LABEL = NOT_MATHEMATICS - {"data_dir", "val_tokens", "val_profile", *COMPUTED} | {"seed", "method"}
 
 
-def group(runs: list[dict]) -> list[dict]:
+def group_runs(runs: list[dict]) -> list[dict]:
     """Return the groups of the runs, in the order of the methods, and set run["group"], an index into them."""
     members = collections.defaultdict(list)
     for run in runs:
         members[group_key(run)].append(run)
-    parts, distinguishing = [], set()
-    for same in members.values():
-        for part, fields in one_a_seed(same):
-            parts.append(part)
-            distinguishing |= fields
-    for same in parts:
+    groups = []
+    for same in (part for together in members.values() for part in one_a_seed(together)):
         texts = collections.Counter(run["validation_text"] for run in same if run["validation_text"])
         for run in same:
             if run["validation_text"] not in (None, *dict(texts.most_common(1))):
                 run["problems"].append("validated on another text than most runs of its group")
+        fields = {f: v for f, v in same[0]["fields"].items() if all(run["fields"].get(f) == v for run in same)}
+        groups.append(dict(method=same[0]["method"], runs=same, fields=fields))
     rank = {name: place for place, name in enumerate(LINES)}
-    groups = [dict(method=method(same[0]), runs=same, fields=same[0]["fields"]) for same in parts]
     groups.sort(key=lambda g: (rank.get(g["method"], len(rank)), g["method"], g["fields"].get("train_length", 0)))
-    look = looks(g["method"] for g in groups)
-    for g, label in zip(groups, labels(groups, distinguishing)):
+    looks_of = choose_looks(g["method"] for g in groups)
+    for index, (g, label) in enumerate(zip(groups, label_groups(groups))):
         same = [other for other in groups if other["method"] == g["method"]]
         pale = same.index(g) / max(1, len(same) - 1)  # one colour a method: its second and later groups are paler
-        g |= dict(label=label, look=look[g["method"]], opacity=round(1 - 0.4 * pale, 2))
-    for index, g in enumerate(groups):
+        g |= dict(label=label, opacity=round(1 - 0.4 * pale, 2))
+        g |= dict(zip(("color", "dash", "marker"), looks_of[g["method"]]))
         for run in g["runs"]:
             run["group"] = index
     return groups
-
-
-def one_a_seed(runs: list[dict]) -> list[tuple[list[dict], set[str]]]:
-    """Return runs of the same config up to the seed in parts in which each seed is once, each with the fields in which
-    the parts differ.
-
-    Two runs of one seed are no two seeds: they are kept apart by how they were computed where that differs. One that
-    remains is a part of its own, and is named among its problems.
-    """
-    by_seed = collections.defaultdict(list)
-    for run in runs:
-        by_seed[run["config"] and run["config"].seed].append(run["config"])
-    if len(by_seed) == len(runs):
-        return [(runs, set())]
-    differing = [
-        field
-        for field in COMPUTED
-        if any(len({getattr(config, field) for config in configs}) > 1 for configs in by_seed.values())
-    ]
-    parts = collections.defaultdict(dict)  # by seed
-    for run in runs:
-        part = parts[tuple(getattr(run["config"], field) for field in differing)]
-        first = part.setdefault(run["config"].seed, run)
-        if first is not run:
-            run["problems"].append(f"another run of the seed and configuration of {first['name']}: shown apart")
-            parts[run["path"],][None] = run
-    return [([*part.values()], {*differing}) for part in parts.values()]
 
 
 def group_key(run: dict) -> tuple:
@@ -75,32 +45,39 @@ def group_key(run: dict) -> tuple:
     return config_hash(dataclasses.replace(config, seed=0)), text, config.val_tokens, config.val_profile
 
 
-def method(run: dict) -> str:
-    return run["config"].method if run["config"] else UNKNOWN
+def one_a_seed(runs: list[dict]) -> list[list[dict]]:
+    """Return runs of the same config up to the seed in parts in which each seed is once.
+
+    Two runs of one seed are no two seeds: they are kept apart by how they were computed where that differs. One that
+    remains is a part of its own, and is named among its problems.
+    """
+    by_seed = collections.defaultdict(list)
+    for run in runs:
+        by_seed[run["config"] and run["config"].seed].append(run["config"])
+    if len(by_seed) == len(runs):
+        return [runs]
+    differing = [f for f in COMPUTED if any(len({getattr(c, f) for c in same}) > 1 for same in by_seed.values())]
+    parts = collections.defaultdict(dict)  # by seed
+    for run in runs:
+        part = parts[tuple(getattr(run["config"], field) for field in differing)]
+        first = part.setdefault(run["config"].seed, run)
+        if first is not run:
+            run["problems"].append(f"another run of the seed and configuration of {first['name']}: shown apart")
+            parts[run["path"],][None] = run
+    return [[*part.values()] for part in parts.values()]
 
 
-def flat(config: Config | None) -> dict:
-    """Return the fields, each of the method's options as one of them."""
-    fields = config.to_dict() if config else {}
-    options = fields.pop("method_options", {})
-    return fields | {f"method_options.{option}": value for option, value in options.items()}
-
-
-def labels(groups: list[dict], distinguishing: set[str]) -> list[str]:
-    """Return for each group its method and the fewest fields that distinguish it from the others of that method.
-    distinguishing: the fields outside the mathematics in which groups differ too."""
+def label_groups(groups: list[dict]) -> list[str]:
+    """Return for each group its method and the fewest fields that distinguish it from the others of that method."""
     result = [method_name(g["method"]) for g in groups]
-    skipped = NOT_MATHEMATICS - {"data_dir", "val_tokens", "val_profile"} - distinguishing | {"seed", "method"}
-    fields = dict.fromkeys(field for g in groups for field in g["fields"] if field not in skipped)
-    for field in sorted(fields, key=lambda f: (f != "train_length", not f.startswith("method_options."))):
+    fields = dict.fromkeys(field for g in groups for field in g["fields"] if field not in IN_NO_LABEL)
+    first = ("train_length", "method_options.")
+    for field in sorted(fields, key=lambda f: (f in COMPUTED, not f.startswith(first))):
         values = collections.defaultdict(set)
         for label, g in zip(result, groups):
             values[label].add(repr(g["fields"].get(field)))
-        result = [
-            f"{label}, {field.removeprefix('method_options.')} {g['fields'][field]}"
-            if len(values[label]) > 1 and field in g["fields"]
-            else label
-            for label, g in zip(result, groups)
-        ]
+        for index, g in enumerate(groups):
+            if len(values[result[index]]) > 1 and field in g["fields"]:
+                result[index] += f", {field.removeprefix('method_options.')} {g['fields'][field]}"
     again = collections.Counter(result)
     return [f"{label}, {g['runs'][0]['name']}" if again[label] > 1 else label for label, g in zip(result, groups)]

@@ -7,11 +7,13 @@ import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from configs.config import Config
 from errors import require
 from scripts.shared.run_files import OTHER_TEXTS, check_record, on_own_text, val_tokens
 from scripts.shared.runs import StoredRun, failures, read_run, stored_state
 
-POINTS = 400  # of a curve at most; 60 runs of any length make a page of about 2 MB
+POINTS = 100  # of a curve at most: losses of single batches are too noisy to compare
+UNKNOWN = "unknown"  # the method of a run whose config is damaged
 LENGTHWISE = ("val_loss", "val_loss_by_position")
 
 
@@ -29,28 +31,35 @@ def find_runs(runs_dir: Path) -> tuple[list[Path], list[tuple[str, str]]]:
     return runs, strays
 
 
-def describe(path: Path) -> dict:
+def describe_run(path: Path) -> dict:
     """Return what the page shows of a run. What is wrong with it is in `problems`, one line each, never raised."""
     stored = read_run(path)
-    problems = list(stored.problems)
+    problems, config = list(stored.problems), stored.config
     damaged = stored.summary is None and (path / "summary.json").exists()
-    state = "damaged" if damaged else stored_state(stored)
-    run = dict(name=path.name, path=str(path), config=stored.config, state=state, problems=problems)
+    run = dict(name=path.name, path=str(path), config=config, method=config.method if config else UNKNOWN)
+    run |= dict(state="damaged" if damaged else stored_state(stored), problems=problems)
     run |= dict(data=stored.data.get("train"), validation_text=stored.data.get("validation"))
     try:
         require(not damaged, "see above")
-        run |= measured(stored, problems)
+        run |= read_numbers(stored, problems)
     except (ValueError, KeyError) as error:
         problems.append(f"its numbers are left out, as they are not what a run writes ({error})")
-        run |= dict(step=0, tokens=0, parameters=None, rate=None, needle={}, train={}, validation={}, final={})
-        run |= dict(other_texts={})
-    if state not in ("finished", "damaged"):
-        steps = stored.config.steps if stored.config else "?"
+        run |= dict(step=0, tokens=0, parameters=None, rate=None)
+        run |= dict(needle={}, train={}, validation={}, final={}, other_texts={})
+    if run["state"] not in ("finished", "damaged"):
+        steps = config.steps if config else "?"
         problems += [f"{run['state']} at step {run['step']} of {steps}", *failures(path)[-1:]]
-    return run
+    return run | dict(fields=flat_fields(config) | ({"data": run["data"]} if run["data"] else {}))
 
 
-def measured(stored: StoredRun, problems: list[str]) -> dict:
+def flat_fields(config: Config | None) -> dict:
+    """Return the fields of a config, each of the method's options as one of them; none if it is damaged."""
+    fields = config.to_dict() if config else {}
+    options = fields.pop("method_options", {})
+    return fields | {f"method_options.{option}": value for option, value in options.items()}
+
+
+def read_numbers(stored: StoredRun, problems: list[str]) -> dict:
     """Return the run's numbers, and append to problems what is missing or not shown."""
     records = read_records(stored.path / "metrics.jsonl", problems)
     train = [r for r in records if "train_loss" in r]
@@ -67,11 +76,13 @@ def measured(stored: StoredRun, problems: list[str]) -> dict:
         problems.append(f"training loss not finite in {len(diverged)} steps, first in step {diverged[0]}")
 
     evaluations = read_json(stored, "evaluation.json", problems)
-    add_evaluation(final, on_own_text(evaluations), problems)
-    needle = read_json(stored, "needle/summary.json", problems)
+    if own := on_own_text(evaluations):
+        add_evaluation(final, own, problems)
     rates = [r["tokens_per_second"] for r in train if r.get("tokens_per_second")]
-    steps = stored.config.steps if stored.config else max(1, *(r["step"] for r in records), 1)
+    columns = dict(loss=lambda r: r["train_loss"], grad_norm=lambda r: r.get("grad_norm"))
+    lengths = sort_lengths({n for r in validations for n in r["val_loss"]})
     last = max(records, key=lambda r: r["step"], default=final)
+    steps = stored.config.steps if stored.config else last.get("step", 1)
     return dict(
         data=stored.data.get("train") or summary.get("data"),
         other_texts=evaluations.get(OTHER_TEXTS, {}),
@@ -79,42 +90,33 @@ def measured(stored: StoredRun, problems: list[str]) -> dict:
         tokens=last.get("tokens", 0),
         parameters=summary.get("parameters"),
         rate=summary.get("tokens_per_second") or (round(statistics.median(rates)) if rates else None),
-        needle=needle.get("greedy", {}),
-        train=thin(train, steps, dict(loss=lambda r: r["train_loss"], grad_norm=lambda r: r.get("grad_norm"))),
-        validation={
-            n: curve(validations, steps, n, full) for n in by_number({n for r in validations for n in r["val_loss"]})
-        },
+        needle=read_json(stored, "needle/summary.json", problems).get("greedy", {}),
+        train=average_in_bins(train, steps, columns),
+        validation={n: validation_curve(validations, steps, n, full) for n in lengths},
         final=final,
     )
 
 
 def add_evaluation(final: dict, evaluation: dict, problems: list[str]):
     """Add the lengths that were not validated during training to the last validation, or say why not."""
-    if not evaluation:
-        return
     step = int(evaluation["step"].removeprefix("step_"))  # the name of the checkpoint
     theirs, ours = ({*val_tokens(r).values()} if r else set() for r in (evaluation, final))
     if (step, theirs) == (final.get("step"), ours):
         for key in LENGTHWISE:
             final[key] = {**evaluation.get(key, {}), **final.get(key, {})}
     else:
+        a, b = (" and ".join(map(str, sorted(tokens))) or "no" for tokens in (theirs, ours))
         problems.append(
-            f"evaluation.json is not shown: it is of step {step} on {listed(theirs)} tokens, "
-            f"the last full validation of step {final.get('step')} on {listed(ours)}"
+            f"evaluation.json is not shown: it is of step {step} on {a} tokens, "
+            f"the last full validation of step {final.get('step')} on {b}"
         )
 
 
-def listed(tokens: set[int]) -> str:
-    return " and ".join(map(str, sorted(tokens))) or "no"
-
-
-def curve(validations: list[dict], steps: int, length: str, full: int) -> dict:
+def validation_curve(validations: list[dict], steps: int, length: str, full: int) -> dict:
     """Return the losses at this length, and 1 for those on a part of the tokens."""
-    columns = dict(
-        loss=lambda r: r["val_loss"][length],
-        part=lambda r: 1 if val_tokens(r)[length] < full else None,
-    )
-    return thin([r for r in validations if length in r["val_loss"]], steps, columns)
+    there = [r for r in validations if length in r["val_loss"]]
+    columns = dict(loss=lambda r: r["val_loss"][length], part=lambda r: 1 if val_tokens(r)[length] < full else None)
+    return average_in_bins(there, steps, columns)
 
 
 def full_passes(record: dict, full: int) -> dict:
@@ -142,6 +144,7 @@ def read_records(path: Path, problems: list[str]) -> list[dict]:
 
 
 def read_json(stored: StoredRun, name: str, problems: list[str]) -> dict:
+    """Return what a file of the folder holds, {} if it is damaged, which goes to problems, or not there."""
     try:
         return stored.json(name) or {}
     except ValueError as error:
@@ -149,10 +152,10 @@ def read_json(stored: StoredRun, name: str, problems: list[str]) -> dict:
         return {}
 
 
-def thin(records: list[dict], steps: int, columns: dict[str, Callable]) -> dict:
+def average_in_bins(records: list[dict], steps: int, columns: dict[str, Callable]) -> dict:
     """Return tokens and columns {name: function of a record}, as means over at most POINTS bins of equally many steps,
     so that bins of different seeds are the same; step 0 is a bin of its own. None where no value of a bin is finite."""
-    width = math.ceil(steps / POINTS)
+    width = max(1, math.ceil(steps / POINTS))
     bins = collections.defaultdict(list)
     for record in records:
         bins[math.ceil(record["step"] / width)].append(record)
@@ -166,5 +169,5 @@ def mean(values: Iterable) -> float | None:
     return values[0] if len(values) == 1 else float(f"{statistics.fmean(values):.7g}") if values else None
 
 
-def by_number(lengths) -> list[str]:
+def sort_lengths(lengths: Iterable[str]) -> list[str]:
     return sorted(lengths, key=int)

@@ -12,12 +12,9 @@ all is there that can be made here, 1 if something is missing or not written, 2 
 """
 
 import argparse
-import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
-
-import torch
 
 from configs.sweeps import SCALES, SWEEPS, sweep
 from errors import exit_on_user_error, require
@@ -34,15 +31,22 @@ def main():
         changes, needle = field_changes(SCALES[args.scale].base, fields), needle_changes(args.needle)
         device = start_processes(changes.get("device", "auto")).device
         stored_runs = read_runs(args.runs_dir)
-        study_of = functools.partial(make_study, args, fields, changes, needle, device)
+
+        def make_study(item: str) -> Study:
+            runs = sweep(item, args.scale, args.seeds, args.methods, changes, needle) if item in SWEEPS else []
+            options = [*sweep_options(args, any(run.needle for run in runs)), *fields]
+            chosen = dict(methods=args.methods, seeds_given=bool(args.seeds))
+            out = args.out or Path("results") / args.scale
+            return Study(item, args.scale, runs, args.runs_dir, out, options, device, args.draws, **chosen)
+
         if args.item != "all":
-            study = study_of(args.item)
+            study = make_study(args.item)
             require(not needle or any(run.needle for run in study.runs), f"--needle: {args.item} fine-tunes no run")
             print(write_item(study, stored_runs, args.force))
             if study.unwritten:
                 print(f"not written: {study.unwritten}", file=sys.stderr)
             sys.exit(1 if study.missing or study.unwritten else 0)
-    sys.exit(0 if write_all(study_of, stored_runs, args.force) else 1)
+    sys.exit(0 if write_all(make_study, stored_runs, args.force) else 1)
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
@@ -61,46 +65,36 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args()
 
 
-def make_study(
-    args: argparse.Namespace, fields: list[str], changes: dict, needle: dict, device: torch.device, item: str
-) -> Study:
-    """Return the study of an item: the runs that it needs, and the options of this command.
-
-    fields: the words on the command line that are for train_gpt.py, of which changes holds the values. needle: the
-    settings of the needle task that --needle names.
-    """
-    runs = sweep(item, args.scale, args.seeds, args.methods, changes, needle) if item in SWEEPS else []
+def sweep_options(args: argparse.Namespace, fine_tunes: bool) -> list[str]:
+    """Return the options of this command that scripts.sweep takes too, but for the fields of train_gpt.py."""
     options = ["--scale", args.scale]
     for name in ("seeds", "methods"):
         options += [f"--{name}", *map(str, getattr(args, name))] if getattr(args, name) else []
     options += ["--runs-dir", str(args.runs_dir)] if args.runs_dir != Path("runs") else []
-    options += ["--needle", *args.needle] if needle and any(run.needle for run in runs) else []
-    out, chosen = args.out or Path("results") / args.scale, dict(methods=args.methods, seeds_given=bool(args.seeds))
-    return Study(item, args.scale, runs, args.runs_dir, out, [*options, *fields], device, args.draws, **chosen)
+    return options + (["--needle", *args.needle] if args.needle and fine_tunes else [])
 
 
-def write_all(study_of: Callable[[str], Study], stored_runs: list[StoredRun], force: bool) -> bool:
+def write_all(make_study: Callable[[str], Study], stored_runs: list[StoredRun], force: bool) -> bool:
     """Make every item and print what became of each. Return whether all is there that can be made on this machine."""
     outcomes = {}
     for item in ITEMS:
         try:
-            study = study_of(item)
+            study = make_study(item)
             write_item(study, stored_runs, force)
-            outcomes[item] = outcome(study)
+            outcomes[item] = describe_outcome(study)
         except Exception as error:  # whatever is wrong with one item, the others are made
             outcomes[item] = f"failed: {type(error).__name__}: {error}"
         print(f"{item}: {outcomes[item]}", flush=True)
     print()
     for kind in ("complete", "incomplete", "not written", "not built", "failed"):
-        of_kind = [item for item, text in outcomes.items() if text.split(",")[0].split(":")[0] == kind]
-        if of_kind:
+        if of_kind := [item for item, text in outcomes.items() if text.startswith(kind)]:
             print(f"{len(of_kind)} of {len(ITEMS)} {kind}: {', '.join(of_kind)}")
     there = all(text.startswith(("complete", "not built")) for text in outcomes.values())
     print("all that can be made on this machine is there" if there else "what is missing, and why, is said above")
     return there
 
 
-def outcome(study: Study) -> str:
+def describe_outcome(study: Study) -> str:
     """Return one line about an item that was made."""
     used = f"{len(study.finished)} of {len(study.runs)} runs" if study.runs else "no runs needed"
     if study.missing and not study.runs:
@@ -108,9 +102,7 @@ def outcome(study: Study) -> str:
     if study.missing:
         see = f"not written: {study.unwritten}" if study.unwritten else f"or see {study.page}"
         return f"incomplete, {used}; {len(study.missing)} missing: `{sweep_command(study)}`, {see}"
-    if study.unwritten:
-        return f"not written, {used}: {study.unwritten}"
-    return f"complete, {used}: {study.page}"
+    return f"not written, {used}: {study.unwritten}" if study.unwritten else f"complete, {used}: {study.page}"
 
 
 if __name__ == "__main__":

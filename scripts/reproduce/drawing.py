@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from scripts.shared.looks import line
+from scripts.shared.looks import plot_style
 
 OPEN_CIRCLE = dict(linestyle="", marker="o", markersize=3.5, markerfacecolor="white", markeredgewidth=0.7)
 TEXT_WIDTH = 6.75  # inches: what a figure over the full width of the page has
@@ -65,31 +65,27 @@ def draw_curves(
     the series.
     """
     full = max((row["val_tokens"] for _, rows in panels for row in rows), default=0)
+    on_part = any(row["val_tokens"] < full for _, rows in panels for row in rows)
     with drawing(path, 1 + zoom, len(panels), height=1.75 if zoom else 2.0) as (figure, axes):
-        for row, column in itertools.product(range(1 + zoom), range(len(panels))):
-            axis, (title, rows) = axes[row, column], panels[column]
+        for (row, column), axis in np.ndenumerate(axes):
+            title, rows = panels[column]
             for number, (series, look) in enumerate(looks.items()):
                 points = [point for point in rows if point["series"] == series]
                 # Some six markers a line, not all at the same steps: they tell the lines apart in grey, hiding none.
                 whole = [i for i, point in enumerate(points) if point["val_tokens"] == full]
                 every = max(1, len(whole) // 6)
-                look = look | dict(markevery=whole[number % every :: every])
-                draw_line(axis, [point["step"] for point in points], points, look)
-                part = [point for point in points if point["val_tokens"] < full]
-                circles = OPEN_CIRCLE | dict(color=look["color"])
-                axis.plot([point["step"] for point in part], [point["mean"] for point in part], **circles)
+                draw_line(axis, "step", points, look | dict(markevery=whole[number % every :: every]))
+                part = [(point["step"], point["mean"]) for point in points if point["val_tokens"] < full]
+                if part:
+                    axis.plot(*zip(*part), **OPEN_CIRCLE, color=look["color"])
             if baseline is not None:
                 axis.axhline(baseline, color="0.6", linestyle="--", linewidth=0.8, zorder=0)
             limit_curves(axis, rows, zoomed=row == 1)
-            axis.set_title(title + (" (zoom)" if row == 1 else ""))
-            if row == zoom:
-                axis.set_xlabel("training step")
-            if column == 0:
-                axis.set_ylabel("validation loss (nats a token)")
-        on_part = any(row["val_tokens"] < full for _, rows in panels for row in rows)
+            axis.set(title=title + (" (zoom)" if row == 1 else ""), xlabel="training step" if row == zoom else "")
+        for axis in axes[:, 0]:
+            axis.set_ylabel("validation loss (nats a token)")
         if on_part:
-            note = "on a part of the validation tokens"
-            axes[0, 0].plot([], [], **OPEN_CIRCLE, color="0.4", label=note)
+            axes[0, 0].plot([], [], **OPEN_CIRCLE, color="0.4", label="on a part of the validation tokens")
         legend_below(figure, axes, columns=4 if on_part else 5)
 
 
@@ -132,27 +128,27 @@ RANGE_STYLES = ("-", "--", ":")
 def draw_entropy(path: Path, sources: dict[str, list[dict]], ranges: tuple, local: int):
     """Draw entropy, entropy in the ranges and attention on the last `local` tokens (columns) against the context
     length, for each source of rows (scheme, quantity, length, mean, stderr): Gaussian scores, trained models."""
-    titles = ["entropy", "entropy in a range of distances", f"attention on last {local} tokens"]
-    columns = [["entropy"], [f"entropy_{start}_{stop}" for start, stop in ranges], [f"attention_{local}"]]
+    ranged = [f"entropy_{start}_{stop}" for start, stop in ranges]
+    columns = {"entropy": ["entropy"], "entropy in a range of distances": ranged}
+    columns[f"attention on last {local} tokens"] = [f"attention_{local}"]
     with drawing(path, len(sources), 3, height=1.75, sharex=True) as (figure, axes):
         for row, (source, points) in enumerate(sources.items()):
-            for axis, title, quantities in zip(axes[row], titles, columns):
+            for axis, (title, quantities) in zip(axes[row], columns.items()):
+                alone = len(quantities) == 1
                 for number, (scheme, (method, label)) in enumerate(SCHEMES.items()):
-                    look = line(method) | (dict(markevery=(number % 2, 2)) if len(quantities) == 1 else {})
+                    look = plot_style(method) | dict(label=label if alone else "_")
+                    look |= dict(markevery=(number % 2, 2)) if alone else {}
                     for quantity, style in zip(quantities, RANGE_STYLES):
                         mine = [p for p in points if (p["scheme"], p["quantity"]) == (scheme, quantity)]
-                        look |= dict(linestyle=style, label=label if len(quantities) == 1 else "_")
-                        draw_line(axis, [p["length"] for p in mine], mine, look)
-                axis.set_xscale("log")
+                        draw_line(axis, "length", mine, look | dict(linestyle=style))
+                axis.set(xscale="log", ylabel="entropy (nats)", title=title if row == 0 else "")
                 axis.set_ylim(bottom=0)
-                axis.set_title(title if row == 0 else "")
-                if row == len(sources) - 1:
-                    axis.set_xlabel("context length (tokens)")
             for (start, stop), style in zip(ranges, RANGE_STYLES):
                 axes[row, 1].plot([], [], color="0.4", linestyle=style, label=f"{start:,} to {stop:,} tokens ago")
             axes[row, 0].set_ylabel(f"{source}\nentropy (nats)")
-            axes[row, 1].set_ylabel("entropy (nats)")
             axes[row, 2].set_ylabel("share of attention")
+        for axis in axes[-1]:
+            axis.set_xlabel("context length (tokens)")
         legend_below(figure, axes, columns=3)
 
 
@@ -164,12 +160,11 @@ def draw_sublog(path: Path, rows: list[dict], fits: list[dict]):
         for axis, against in zip(axes[0], ("log t", "sqrt(log t)")):
             for factor in factors:
                 mine = [row for row in rows if row["factor"] == factor]
-                x = np.log([row["start"] for row in mine])
-                x = np.sqrt(x) if against == "sqrt(log t)" else x
-                fit = next(f for f in fits if (f["factor"], f["against"]) == (factor, against))
+                x = np.log([row["start"] for row in mine]) ** (0.5 if against == "sqrt(log t)" else 1)
                 means, errors = [row["mean"] for row in mine], [row["stderr"] for row in mine]
                 look = dict(color=colours[factor], label=f"$\\Delta$ = {factor}", fmt="o", elinewidth=0.8)
                 axis.errorbar(x, means, errors, **look)
+                fit = next(f for f in fits if (f["factor"], f["against"]) == (factor, against))
                 axis.plot(x, fit["slope"] * x + fit["intercept"], color=colours[factor], linestyle="--", linewidth=0.8)
             axis.set_xlabel({"log t": "$\\log\\,t$", "sqrt(log t)": "$\\sqrt{\\log\\,t}$"}[against])
         axes[0, 0].set_ylabel("expected entropy in $[t, t\\Delta)$ (nats)")
@@ -202,9 +197,9 @@ def draw_qq(path: Path, blocks: dict[str, list[tuple[list, list]]]):
         legend_below(figure, axes, columns=2)
 
 
-def draw_line(axis, x, points: list[dict], look: dict):
-    """Draw means with a band of +-1 standard error, where there is one."""
-    means = np.array([p["mean"] for p in points], dtype=float)
+def draw_line(axis, x: str, points: list[dict], look: dict):
+    """Draw the means of the points against their x, with a band of +-1 standard error where there is one."""
+    xs, means = [p[x] for p in points], np.array([p["mean"] for p in points], dtype=float)
     errors = np.array([p["stderr"] for p in points], dtype=float)  # None is NaN, which fill_between leaves out
-    axis.plot(x, means, **look)
-    axis.fill_between(x, means - errors, means + errors, color=look["color"], alpha=0.25, linewidth=0)
+    axis.plot(xs, means, **look)
+    axis.fill_between(xs, means - errors, means + errors, color=look["color"], alpha=0.25, linewidth=0)

@@ -9,9 +9,9 @@ from configs.sweeps import Run
 from model.methods import method_options, scaled_options
 from scripts.evaluate import load_run, own_text
 from scripts.reproduce import logits, theory
-from scripts.reproduce.drawing import draw_curves, draw_entropy, draw_qq, draw_sublog, tau_looks
+from scripts.reproduce.drawing import SCHEMES, draw_curves, draw_entropy, draw_qq, draw_sublog, tau_looks
 from scripts.reproduce.study import Study
-from scripts.shared.looks import line, method_name
+from scripts.shared.looks import method_name, plot_style
 from scripts.shared.run_files import val_tokens
 from scripts.shared.tables import markdown_table, mean_and_stderr, write_csv
 
@@ -22,52 +22,37 @@ WINDOWS = 4  # of validation text, for the trained models' attention
 
 
 def figure_train_lengths(study: Study) -> str:
-    rows = curves(study)
-    panels = []
-    for length in study.lengths:
-        shown = [r for r in rows if r["train_length"] == r["val_length"] == length]
-        panels.append((f"train and val @{study.title(length)}", without_nope(shown) if panels else shown))
     study.notes.append("NoPE is shown in the left panel only, as in the paper.")
     text = "Validation loss at the training length, for three training lengths."
-    return text + "\n\n" + curve_figure(study, rows, panels)
+    return curve_figure(study, text, at_train_length=True, nope_panels=1)
 
 
 def figure_train_4k(study: Study) -> str:
-    rows = curves(study)
-    first, *others = by_length(study, rows)
-    panels = [first, *((title, without_nope(shown)) for title, shown in others)]
     study.notes.append("Below: the last fifth of the training, and the half of the methods that is best at its end.")
     study.notes.append("NoPE is shown in the left panel only, as in the paper.")
     text = f"Validation loss of the models trained at {study.title(study.base_length)}, at three validation lengths."
-    return text + "\n\n" + curve_figure(study, rows, panels, zoom=True)
+    return curve_figure(study, text, nope_panels=1, zoom=True)
 
 
 def figure_train_16k(study: Study) -> str:
-    rows = curves(study)
-    panels = by_length(study, rows)
-    panels[-1] = panels[-1][0], without_nope(panels[-1][1])
     study.notes.append("NoPE is left out of the right panel, as in the paper.")
     text = f"Validation loss of the models trained at {study.title(study.lengths[1])}, at three validation lengths."
-    return text + "\n\n" + curve_figure(study, rows, panels)
+    return curve_figure(study, text, nope_panels=2)
 
 
 def figure_304m(study: Study) -> str:
-    rows = curves(study)
-    text = "Validation loss of the large model, at three validation lengths."
-    return text + "\n\n" + curve_figure(study, rows, by_length(study, rows), baseline=False)
-
-
-def figure_tau(study: Study) -> str:
-    rows = curves(study, lambda run: {tau_of(run.config): run.config.method})
-    looks = tau_looks({row["series"] for row in rows})
-    text = "Validation loss of scale-invariant p-RoPE with different lengthscales \u03c4 (tokens)."
-    return text + "\n\n" + curve_figure(study, rows, by_length(study, rows), looks, baseline=False)
+    return curve_figure(study, "Validation loss of the large model, at three validation lengths.", baseline=False)
 
 
 def figure_scale_invariant_variants(study: Study) -> str:
-    rows = curves(study)
     text = "Validation loss of scale-invariant attention with three positional encodings."
-    return text + "\n\n" + curve_figure(study, rows, by_length(study, rows), baseline=False)
+    return curve_figure(study, text, baseline=False)
+
+
+def figure_tau(study: Study) -> str:
+    text = "Validation loss of scale-invariant p-RoPE with different lengthscales \u03c4 (tokens)."
+    by_tau = dict(series_of=lambda run: {tau_of(run.config): run.config.method}, looks_of=tau_looks)
+    return curve_figure(study, text, baseline=False, **by_tau)
 
 
 def tau_of(config: Config) -> float:
@@ -76,19 +61,58 @@ def tau_of(config: Config) -> float:
     return float(options.get("tau", method_options(config.method)["tau"].default))
 
 
-def curves(study: Study, series_of: Callable[[Run], dict] | None = None) -> list[dict]:
-    """Return the validation curves of the study's series (or those of series_of(run)), one row a series, training
-    length, validation length and step: mean, standard error, number of seeds, validation tokens. A step counts when all
-    seeds were validated at it, on the same tokens."""
+def curve_figure(
+    study: Study,
+    text: str,
+    *,
+    at_train_length: bool = False,
+    nope_panels: int = 3,
+    series_of: Callable[[Run], dict] | None = None,
+    looks_of: Callable[[set], dict] | None = None,
+    baseline: bool = True,
+    zoom: bool = False,
+) -> str:
+    """Draw a panel a validation length, write the curves as CSV, and return the Markdown: text, then the figure.
+
+    at_train_length: only the models that were trained at the length. nope_panels: in how many of the panels NoPE is
+    shown. series_of: the series that a run is shown as, each with its method, if not study.series; looks_of: their
+    looks. baseline: mark the paper's 3.28, at its scale. zoom: as draw_curves takes it.
+    """
+    rows = validation_curves(study, series_of or study.series)
+    if not rows:
+        return f"{text}\n\n{NO_FIGURE}"
+    panels = []
+    for n in study.lengths:
+        shown = [r for r in rows if r["val_length"] == n and (r["train_length"] == n or not at_train_length)]
+        shown = [r for r in shown if r["series"] != "nope" or len(panels) < nope_panels]
+        panels.append((f"{'train and ' if at_train_length else ''}val @{study.title(n)}", shown))
+    present = {row["series"] for row in rows}
+    known = [series for series in study.all_series if series in present]
+    looks = looks_of(present) if looks_of else {series: plot_style(series, present) for series in known}
+    if baseline and study.scale != "paper":
+        study.notes.append("The paper's dashed line at 3.28 is left out: it means nothing at this scale.")
+        baseline = False
+    draw_curves(study.path, panels, looks, baseline=3.28 if baseline else None, zoom=zoom)
+    write_csv(study.path.with_suffix(".csv"), rows)
+    several = any(row["seeds"] > 1 for row in rows)
+    study.notes.append("Bands: \u00b1 1 standard error over seeds." if several else "One seed: no bands.")
+    if len({row["val_tokens"] for row in rows}) > 1:
+        study.notes.append("Open circles: validations on a part of the tokens (`--val_profile fast`).")
+    return f"{text}\n\n{picture(study.item)}"
+
+
+def validation_curves(study: Study, series_of: Callable[[Run], dict]) -> list[dict]:
+    """Return the validation curves of the series, one row a series, training length, validation length and step: mean,
+    standard error, number of seeds, validation tokens. A step counts when all seeds were validated at it, on the same
+    tokens."""
     seeds = collections.defaultdict(list)
     for run, stored in list(study.finished):
-        shown = (series_of or study.series)(run)
         try:
             records = [r for r in stored.metrics() if "val_loss" in r]
-            own = {series: validation_curve(records, method, run.config.method) for series, method in shown.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except ValueError as error:
             study.drop(run, f"{stored.path}/metrics.jsonl is damaged ({error}): repair it, or delete the run")
             continue
+        own = {name: validation_curve(records, method, run) for name, method in series_of(run).items()}
         wanted = [n for n in study.lengths if n in run.config.val_lengths]
         if lacking := [str(n) for n in wanted if any(n not in curve for curve in own.values())]:
             what = f"was not validated at {', '.join(lacking)} during training; move {stored.path} away and train again"
@@ -108,50 +132,18 @@ def curves(study: Study, series_of: Callable[[Run], dict] | None = None) -> list
     return rows
 
 
-def validation_curve(records: list[dict], method: str, trained: str) -> dict[int, dict]:
+def validation_curve(records: list[dict], method: str, run: Run) -> dict[int, dict]:
     """Return the losses of a run's weights run as `method`, by validation length, then by step and tokens.
 
-    records: of its validations. trained: the method that it trained.
+    records: of its validations.
     """
-    curve = {}
+    curve = collections.defaultdict(dict)
     for record in records:
-        losses = record["val_loss"] if method == trained else record.get("val_loss_as", {}).get(method, {})
-        for n, tokens in val_tokens(record).items():
-            if n in losses:
-                curve.setdefault(int(n), {})[record["step"], tokens] = losses[n]
+        losses = record["val_loss"] if method == run.config.method else record.get("val_loss_as", {}).get(method, {})
+        for length, tokens in val_tokens(record).items():
+            if length in losses:
+                curve[int(length)][record["step"], tokens] = losses[length]
     return curve
-
-
-def without_nope(rows: list[dict]) -> list[dict]:
-    return [row for row in rows if row["series"] != "nope"]
-
-
-def by_length(study: Study, rows: list[dict]) -> list[tuple[str, list[dict]]]:
-    """Return a panel a validation length: title and rows."""
-    return [(f"val @{study.title(n)}", [r for r in rows if r["val_length"] == n]) for n in study.lengths]
-
-
-def curve_figure(study: Study, rows, panels, looks: dict | None = None, *, baseline=True, zoom=False) -> str:
-    """Draw the panels, write the rows as CSV, and return the Markdown that shows the figure.
-
-    panels, looks and zoom: as draw_curves takes them. baseline: mark the paper's 3.28, at its scale.
-    """
-    if not rows:
-        return NO_FIGURE
-    present = {row["series"] for row in rows}
-    looks = looks or {series: line(series, present) for series in study.all_series if series in present}
-    if baseline and study.scale != "paper":
-        study.notes.append("The paper's dashed line at 3.28 is left out: it means nothing at this scale.")
-        baseline = False
-    draw_curves(study.path, panels, looks, baseline=3.28 if baseline else None, zoom=zoom)
-    write_csv(study.path.with_suffix(".csv"), rows)
-    if any(row["seeds"] > 1 for row in rows):
-        study.notes.append("Bands: \u00b1 1 standard error over seeds.")
-    else:
-        study.notes.append("One seed: no bands.")
-    if len({row["val_tokens"] for row in rows}) > 1:
-        study.notes.append("Open circles: validations on a part of the tokens (`--val_profile fast`).")
-    return picture(study.item)
 
 
 # ---- theory and trained models ---------------------------------------------------------------------------------------
@@ -160,18 +152,17 @@ def curve_figure(study: Study, rows, panels, looks: dict | None = None, *, basel
 def figure_entropy(study: Study) -> str:
     lengths = [2**k for k in range(7, 17)]  # 128 .. 65,536
     rows = [dict(source="iid", **row) for row in theory.iid_entropy(lengths, study.draws, seed=0)]
-    schemes = dict(p_rope="none", logn_p_rope="logn", scale_invariant_p_rope="scale_invariant")
+    schemes = {method: scheme for scheme, (method, _) in SCHEMES.items()}
     for run, stored in list(study.finished):
         longest = study.lengths[-1]
         with study.dropping_unreadable(run):
             config, model = load_run(stored.path, study.device)
             tokens = logits.validation_windows(own_text(stored), WINDOWS, longest, study.device)
             profile = logits.attention_profile(model, tokens, [n for n in lengths if n <= longest])
-            scheme = dict(source="trained", scheme=schemes[config.method])
-            rows += [scheme | dict(length=r["length"], quantity=r["quantity"]) | r for r in profile]
-    sources = {"iid scores": "iid", "trained models": "trained"}
-    panels = {title: [r for r in rows if r["source"] == source] for title, source in sources.items()}
-    panels = {title: mine for title, mine in panels.items() if mine}
+            rows += [dict(source="trained", scheme=schemes[config.method], **row) for row in profile]
+    panels = collections.defaultdict(list)
+    for row in rows:
+        panels["iid scores" if row["source"] == "iid" else "trained models"].append(row)
     draw_entropy(study.path, panels, theory.RANGES, theory.LOCAL)
     keys = ("source", "scheme", "length", "quantity", "mean", "stderr")
     write_csv(study.path.with_suffix(".csv"), [{key: row[key] for key in keys} for row in rows])
@@ -188,10 +179,10 @@ def figure_sublog(study: Study, scale_invariant: bool = True) -> str:
     rows = theory.iid_range_entropy(starts, [2, 5, 10], study.draws, 0, scale_invariant)
     fits = theory.range_fits(rows)
     draw_sublog(study.path, rows, fits)
-    squares = {(f["factor"], f["against"]): f["r_squared"] for f in fits}
-    names = {"log t": "r_squared_log_t", "sqrt(log t)": "r_squared_sqrt_log_t"}
-    data = [row | {name: squares[row["factor"], against] for against, name in names.items()} for row in rows]
-    write_csv(study.path.with_suffix(".csv"), data)
+    for row in rows:
+        of_fits = {f["against"]: f["r_squared"] for f in fits if f["factor"] == row["factor"]}
+        row |= dict(r_squared_log_t=of_fits["log t"], r_squared_sqrt_log_t=of_fits["sqrt(log t)"])
+    write_csv(study.path.with_suffix(".csv"), rows)
     keys = ["slope", "intercept", "r_squared"]
     cells = [[f"\u0394 = {f['factor']}, against {f['against']}", *(f"{f[key]:.4f}" for key in keys)] for f in fits]
     head = ["linear fit", "slope", "intercept", "R^2"]

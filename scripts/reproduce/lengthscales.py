@@ -7,7 +7,7 @@ from pathlib import Path
 from scripts.reproduce.drawing import drawing, legend_below
 from scripts.reproduce.figures import NO_FIGURE, picture, tau_of
 from scripts.reproduce.study import Study, final_losses
-from scripts.shared.tables import markdown_table, mean_and_stderr, plus_minus, write_csv
+from scripts.shared.tables import format_mean, markdown_table, mean_and_stderr, write_csv
 
 RATIOS = (1, 4, 16, 64)  # of the validation length to the training length
 LEARNED = math.inf  # in place of tau where every head learns its own
@@ -47,7 +47,7 @@ def tau_table(rows: list[dict]) -> str:
     cells, seeds = collections.defaultdict(dict), {}
     for row in rows:
         line, ratio = (row["train_length"], row["tau"]), row["ratio"]
-        cell, is_best = plus_minus(row["mean"], row["stderr"]), round(row["mean"], 3) == best[line[0], ratio]
+        cell, is_best = format_mean(row["mean"], row["stderr"]), round(row["mean"], 3) == best[line[0], ratio]
         cells[line][ratio], seeds[line] = f"**{cell}**" if is_best else cell, row["seeds"]
     table = [["trained at", "\u03c4", "\u03c4 / length", "seeds", *(f"{ratio}x" for ratio in RATIOS)]]
     for (length, tau), by_ratio in cells.items():

@@ -1,8 +1,8 @@
 """What the attention logits of a trained model look like, as the paper looks at them; figures.py draws it.
 
     attention_profile    entropy and local attention in growing contexts: fig:entropy's bottom row
-    logit_statistics     moments of the scores S = q.k / sqrt(d) in each layer and head; the theory takes N(0, 1)
-    layer_scores         those scores themselves, whose qq_points are the QQ plots of the paper's last appendix
+    layer_scores         the scores S = q.k / sqrt(d) of each layer and head, which the theory takes to be N(0, 1), with
+                         their moments and qq_points, the QQ plots of the paper's last appendix
 
 A model and its configuration come from scripts.evaluate.load_run.
 """
@@ -34,7 +34,7 @@ def validation_windows(stream: TokenStream, count: int, length: int, device="cpu
     return torch.stack([torch.from_numpy(stream.read(start, length).astype("int64")) for start in starts]).to(device)
 
 
-def layers(model: GPT, tokens: Tensor, plan: Plan) -> Iterator[tuple[nn.Module, Tensor, Tensor]]:
+def iterate_layers(model: GPT, tokens: Tensor, plan: Plan) -> Iterator[tuple[nn.Module, Tensor, Tensor]]:
     """Yield each layer's method with its q, k (B, H, T, D) before any rotation, at least float32."""
     x = model.embed(tokens)
     for block in model.blocks:
@@ -77,7 +77,7 @@ def attention_profile(model: GPT, tokens: Tensor, lengths: list[int]) -> list[di
         plan = model.plan(length, backend="blocks")  # nothing to compile for each length
         means = defaultdict(list)  # of each quantity, one for each window
         for window in tokens[:, -length:].split(1):
-            logits = torch.stack([last_query_logits(*layer, plan) for layer in layers(model, window, plan)])
+            logits = torch.stack([last_query_logits(*layer, plan) for layer in iterate_layers(model, window, plan)])
             for quantity, values in attention_statistics(logits).items():  # (layers, 1, H)
                 means[quantity].append(values.mean().item())
         for quantity, values in means.items():
@@ -117,7 +117,7 @@ def layer_scores(
     """
     plan = model.plan(tokens.shape[1], backend="blocks")
     b, i, j = (index.to(tokens.device) for index in score_pairs(*tokens.shape, max_pairs, seed))
-    for number, (method, q, k) in enumerate(layers(model, tokens, plan)):
+    for number, (method, q, k) in enumerate(iterate_layers(model, tokens, plan)):
         forms = {False: (q, k)}
         if method.rotation is not None:
             forms[True] = transform(method, q, k, plan, scale_queries=False)
@@ -139,15 +139,6 @@ def moments(scores: Tensor) -> dict[str, float]:
         excess_kurtosis=z.pow(4).mean().item() - 3,
         ks=torch.maximum(below[1:] - cdf, cdf - below[:-1]).max().item(),
     )
-
-
-def logit_statistics(model: GPT, tokens: Tensor, max_pairs: int = MAX_PAIRS, seed: int = 0) -> list[dict]:
-    """Return the moments of layer_scores: one row a layer, form (rotated or not) and head, and "all" heads pooled."""
-    rows = []
-    for layer, rotated, scores in layer_scores(model, tokens, max_pairs, seed):
-        for head, mine in [*enumerate(scores), ("all", scores.flatten())]:
-            rows.append(dict(layer=layer, rotated=rotated, head=head) | moments(mine) | dict(pairs=len(mine)))
-    return rows
 
 
 def qq_points(scores: Tensor, n: int = 200) -> list[dict[str, float]]:

@@ -16,7 +16,7 @@ from runtime.files import replace_file
 from runtime.run_folder import git_commit
 from scripts.reproduce import far_tokens, figures, lengthscales, tables
 from scripts.reproduce.study import Study
-from scripts.shared.runs import StoredRun, check_page, log_values
+from scripts.shared.runs import StoredRun, log_values, require_as_many_runs
 
 DRAWS = 400
 ITEMS = dict(
@@ -58,7 +58,7 @@ def write_item(study: Study, stored_runs: list[StoredRun], force: bool = False) 
         page = f"# {study.item}\n\n{body}{notes}\n\n## How this was made\n\n{provenance(study)}\n"
         try:
             if study.runs and not force:
-                check_page(study.page, r"^- runs used: (\d+) of", len(study.finished))
+                require_as_many_runs(study.page, r"^- runs used: (\d+) of", len(study.finished))
             needs = bool(study.runs) and study.item not in PARTLY_THEORY
             require(study.finished or not needs, f"none of the {len(study.runs)} runs of {study.item} is there")
         except ValueError as error:

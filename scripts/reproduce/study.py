@@ -71,7 +71,7 @@ class Study:
 
     def title(self, length: int) -> str:
         """Return the length as titles show it: 4k as in the paper, 256 where the lengths are no multiples of 4k."""
-        return short(length) if self.base_length % 4096 == 0 else str(length)
+        return abbreviate_length(length) if self.base_length % 4096 == 0 else str(length)
 
     def miss(self, run: Run, what: str, command: list[str] | None = None):
         """Note what is missing of a run, and the command that makes it."""
@@ -184,6 +184,6 @@ def final_losses(stored: StoredRun, method: str | None = None) -> dict[int, floa
     return loss
 
 
-def short(length: int) -> str:
+def abbreviate_length(length: int) -> str:
     """Return the length as the paper writes it: 4k for 4096."""
     return f"{length // 1024}k" if length % 4096 == 0 else str(length)

@@ -3,16 +3,18 @@ CSV."""
 
 import collections
 import csv
+import itertools
 import math
 import statistics
+from collections.abc import Iterable
 from pathlib import Path
 
 from configs.presets import preset
 from configs.sweeps import SCALES
-from scripts.reproduce.study import Study, final_losses, short
+from scripts.reproduce.study import Study, abbreviate_length, final_losses
 from scripts.shared.looks import series_name
 from scripts.shared.runs import needle_state
-from scripts.shared.tables import bold, markdown_table, mean_and_stderr, plus_minus, write_csv
+from scripts.shared.tables import embolden_best, format_mean, markdown_table, mean_and_stderr, write_csv
 
 PAPER_TRAIN_LENGTH = 4096  # of all its tables
 
@@ -37,7 +39,7 @@ def table_losses(study: Study) -> str:
             study.miss(run, f"no loss at {', '.join(lacking)}", command)
     text = "Validation loss in nats a token at the end of training, by validation length in tokens (and in training "
     text += "lengths): mean \u00b1 standard error over seeds."
-    return text + "\n\n" + table(study, {"": losses}, lengths, best=min)
+    return text + "\n\n" + make_table(study, {"": losses}, lengths, best=min)
 
 
 def table_needle(study: Study) -> str:
@@ -49,30 +51,26 @@ def table_needle(study: Study) -> str:
         if state in ("other", "running"):
             study.drop(run, f"left out, {reason}" if state == "other" else f"is being fine-tuned ({reason})")
             continue
+        needle = stored.json("needle/summary.json")
+        if needle is None:
+            study.drop(run, f"{state} ({reason})", command)
+            continue
+        found = {}
         try:
-            needle = stored.json("needle/summary.json")
-            if needle is None:
-                study.drop(run, f"{state} ({reason})", command)
-                continue
-            shown = {
-                series: needle if method == run.config.method else needle["as"][method]
-                for series, method in study.series(run).items()
-            }
-            shares = {
-                (series, label): by_length(found[label.replace(" ", "_")])
-                for series, found in shown.items()
-                for label in accuracy
-            }
+            for series, method in study.series(run).items():
+                shares = needle if method == run.config.method else needle["as"][method]
+                for label in accuracy:
+                    found[series, label] = by_length(shares[label.replace(" ", "_")])
             copier = by_length(needle["oracle"])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError) as error:
             study.drop(run, f"{stored.path}/needle/summary.json is damaged ({error!r}): delete it and repeat", command)
             continue
         for length, share in copier.items():
             oracle[length].append(share)
-        for (series, label), found in shares.items():
-            for length, share in found.items():
+        for (series, label), shares in found.items():
+            for length, share in shares.items():
                 accuracy[label][series, length].append(share)
-        if lacking := [str(n) for n in study.lengths if any(n not in found for found in shares.values())]:
+        if lacking := [str(n) for n in study.lengths if any(n not in shares for shares in found.values())]:
             study.miss(run, f"no needle accuracy at {', '.join(lacking)}", [*command, "--lengths", *lacking])
     text = "Share of needles whose city and number are both right, by length in tokens (and in training lengths), by "
     text += "greedy decoding and by teacher forcing: mean \u00b1 standard error over seeds. The paper's numbers stand "
@@ -81,7 +79,7 @@ def table_needle(study: Study) -> str:
         text += f" Fine-tuned and scored with {study.runs[0].needle}, three needles in each (the paper: C4, 300 steps "
         text += "of 64). Oracle: what a perfect copier of the prompts gets."
     means = {length: statistics.fmean(values) for length, values in oracle.items()}
-    return text + "\n\n" + table(study, accuracy, study.lengths, best=max, oracle=means)
+    return text + "\n\n" + make_table(study, accuracy, study.lengths, best=max, oracle=means)
 
 
 def by_length(shares: dict) -> dict[int, float]:
@@ -99,110 +97,98 @@ def table_llama(study: Study) -> str:
     study.missing.append("the continual pretraining of Llama 2 7B is not built yet: only the paper's numbers are shown")
     text = "Validation loss in nats a token of Llama 2 7B, fine-tuned at 4k on about 50 M tokens with each method "
     text += "(*: not fine-tuned). **Not built yet: these are the paper's numbers, none of ours.**"
-    return text + "\n\n" + table(study, {}, [4096, 16_384, 65_536], best=min)
+    paper, lengths = paper_targets(study.item), [4096, 16_384, 65_536]
+    methods = dict.fromkeys(method for method, _ in paper)
+    rows = [["method", *(paper_head(length, length / PAPER_TRAIN_LENGTH) for length in lengths)]]
+    for method in methods:
+        mark = "*" if any("not fine-tuned" in paper[method, length]["note"] for length in lengths) else ""
+        rows.append([series_name(method) + mark, *(format_target(paper[method, length]) for length in lengths)])
+    means = [dict(method=m, length=length, paper_mean=paper[m, length]["mean"]) for length in lengths for m in methods]
+    write_csv(study.path.with_suffix(".csv"), means)
+    study.notes += paper_remarks(paper, methods)
+    return text + "\n\n" + markdown_table(rows)
 
 
 # ---- what the tables have in common ----------------------------------------------------------------------------------
 
 
-def table(study: Study, metrics: dict[str, dict], lengths: list[int], best, oracle: dict | None = None) -> str:
+def make_table(study: Study, metrics: dict[str, dict], lengths: list[int], best, oracle: dict = {}) -> str:
     """Return the table as Markdown, and write it to study.path.csv: ours, the mean over seeds, beside the paper's.
 
-    metrics: by label, {(method, length): a value a seed}; the paper's numbers compare with the first; without any, they
-    are the table. best: min or max. oracle: values by length of a last row.
+    metrics: by label, {(method, length): a value a seed}; the paper's numbers compare with the first. best: min or max.
+    oracle: values by length of a last row.
     """
-    paper = paper_targets(study.item)
-    methods = study.all_series or list(dict.fromkeys(method for method, _ in paper))
-    borrowed = {other: run.config.method for run in study.runs for other in run.config.validate_as}
-    base = study.base_length if metrics else PAPER_TRAIN_LENGTH
+    paper, methods = paper_targets(study.item), study.all_series
+    weights_of = {other: run.config.method for run in study.runs for other in run.config.validate_as}
     compare = study.scale == "paper"  # only there are the numbers meant to be the same
-    columns, records = {}, []
-    for length in lengths:
-        ratio = length / base
+    columns, oracle_cells, records = {}, {}, []
+    for length, (label, values) in itertools.product(lengths, metrics.items()):
+        ratio = length / study.base_length
         paper_length = round(ratio * PAPER_TRAIN_LENGTH)
+        ours = {method: mean_and_stderr(values[method, length]) for method in methods}
         targets = {m: paper[m, paper_length] for m in methods if (m, paper_length) in paper}
-        for label, values in metrics.items():
-            ours = {method: mean_and_stderr(values[method, length]) for method in methods}
-            means = {method: mean for method, (mean, _) in ours.items()}
-            cells = {method: plus_minus(*numbers) for method, numbers in ours.items()}
-            columns[head(length, ratio, label)] = bold(cells, means, best)
-            for method in methods:
-                target = targets.get(method)
-                record = dict(method=method, weights_of=borrowed.get(method), metric=label or "val_loss")
-                record |= dict(length=length, ratio=ratio, mean=ours[method][0], stderr=ours[method][1])
-                record |= dict(seeds=len(values[method, length]), paper_length=paper_length if target else None)
-                record |= {f"paper_{key}": (target or {}).get(key) for key in ("mean", "stderr", "seeds")}
-                record["difference_in_stderrs"] = in_stderrs(ours[method], target) if compare else None
-                records.append(record)
-            if targets:
-                columns |= paper_column(paper_length, ratio, targets)
-                columns |= difference_column(paper_length, ours, targets) if compare else {}
-            targets = {}  # they are of the first metric
-        if not metrics:
-            columns |= paper_column(paper_length, ratio, targets)
-            records += [dict(method=m, length=paper_length, paper_mean=t["mean"]) for m, t in targets.items()]
+        targets = targets if label == next(iter(metrics)) else {}
+        cells = {method: format_mean(*numbers) for method, numbers in ours.items()}
+        head = f"{length} ({ratio:g}x) {label}".rstrip()
+        columns[head] = embolden_best(cells, {method: mean for method, (mean, _) in ours.items()}, best)
+        oracle_cells[head] = f"{oracle[length]:.3f}" if length in oracle else ""
+        if targets:
+            columns[paper_head(paper_length, ratio)] = {m: format_target(target) for m, target in targets.items()}
+        if targets and compare:
+            difference = {method: format_difference(*ours[method], targets.get(method)) for method in methods}
+            columns[f"difference at {abbreviate_length(paper_length)} (s.e.)"] = difference
+        for method, (mean, stderr) in ours.items():
+            target = targets.get(method)
+            record = dict(method=method, weights_of=weights_of.get(method), metric=label or "val_loss")
+            record |= dict(length=length, ratio=ratio, mean=mean, stderr=stderr)
+            record |= dict(seeds=len(values[method, length]), paper_length=paper_length if target else None)
+            record |= {f"paper_{key}": (target or {}).get(key) for key in ("mean", "stderr", "seeds")}
+            record["difference_in_stderrs"] = in_stderrs(mean, stderr, target) if compare else None
+            records.append(record)
     write_csv(study.path.with_suffix(".csv"), records)
-    study.notes += table_notes(study, methods, borrowed, records)
+    study.notes += table_notes(study, weights_of, one_seed=any(record["seeds"] == 1 for record in records))
 
-    rows = [["method", *(["seeds"] if metrics else []), *columns]]
+    rows = [["method", "seeds", *columns]]
     for method in methods:
         if method.startswith("infini") and len(rows) > 1 and not any("Infini" in row[0] for row in rows):
             rows.append([""] * len(rows[0]))  # the rule in the paper's table
-        mark = "*" if any("not fine-tuned" in t["note"] for (m, _), t in paper.items() if m == method) else ""
-        mark += "\u2020" if metrics and method in borrowed else ""
-        seeds = [seed_range(records, method)] if metrics else []
-        rows.append([series_name(method) + mark, *seeds, *(cells.get(method, "") for cells in columns.values())])
+        seeds = [record["seeds"] for record in records if record["method"] == method]
+        seeds = "-".join(map(str, sorted({min(seeds), max(seeds)})))  # 3, or 1-3 where they differ
+        mark = "\u2020" if method in weights_of else ""
+        rows.append([series_name(method) + mark, seeds, *(cells.get(method, "") for cells in columns.values())])
     if oracle:
-        by_head = {head(n, n / base, label): f"{value:.3f}" for n, value in oracle.items() for label in metrics}
-        rows.append(["oracle", "", *(by_head.get(column, "") for column in columns)])
+        rows.append(["oracle", "", *(oracle_cells.get(head, "") for head in columns)])
     return markdown_table(rows)
 
 
-def head(length: int, ratio: float, label: str) -> str:
-    return f"{length} ({ratio:g}x) {label}".rstrip()
-
-
-def seed_range(records: list[dict], method: str) -> str:
-    """Return how many seeds the numbers of a method are means over: 3, or 1-3 where they differ."""
-    seeds = [record["seeds"] for record in records if record["method"] == method]
-    return str(min(seeds)) if min(seeds) == max(seeds) else f"{min(seeds)}-{max(seeds)}"
-
-
-def table_notes(study: Study, methods: list[str], borrowed: dict[str, str], records: list[dict]) -> list[str]:
-    """Return what a reader of the table must know.
-
-    borrowed: by method, the one whose weights it was validated with. records: those of the CSV.
-    """
-    notes = []
-    weights = collections.defaultdict(list)
-    for method in methods:
-        if method in borrowed:
-            weights[borrowed[method]].append(series_name(method))
-    if weights:
-        same = "; ".join(
-            f"{' and '.join(names)}: the weights of {series_name(trained)}" for trained, names in weights.items()
-        )
+def table_notes(study: Study, weights_of: dict[str, str], one_seed: bool) -> list[str]:
+    """Return what a reader of the table must know. weights_of: by method, the one with whose weights it was validated;
+    one_seed: there are numbers of one seed."""
+    notes, borrowers = [], collections.defaultdict(list)
+    for method in study.all_series:
+        if method in weights_of:
+            borrowers[weights_of[method]].append(series_name(method))
+    if borrowers:
+        same = "; ".join(f"{' and '.join(names)}: the weights of {series_name(m)}" for m, names in borrowers.items())
         notes.append(
             f"\u2020 {same}. They train identically and differ beyond the training length only, so each seed was "
             "trained once and validated as all of them."
         )
-    for remark, names in remarks(paper_targets(study.item), methods).items():
-        notes.append(f"The paper's numbers of {' and '.join(names)}: {remark}.")
-    ours = any("metric" in record for record in records)  # and not the paper's numbers alone
-    if ours and preset(SCALES[study.scale].base).length_scale != 1:
+    notes += paper_remarks(paper_targets(study.item), study.all_series)
+    if preset(SCALES[study.scale].base).length_scale != 1:
         notes.append(
             "What is a length in tokens (\u03c4, rotary bases, one over ALiBi's slopes) is scaled with the training "
             "length; where a row says otherwise it is as in the paper."
         )
-    if ours and study.scale != "paper":
+    if study.scale != "paper":
         notes.append(
             f"Scale `{study.scale}` is not the paper's: another model or training length, fewer tokens, another text. "
             "The paper's columns stand beside the lengths of the same ratio to the training length; compare the order "
             "of the methods and what happens beyond 1x, not the numbers."
         )
-    if any(r.get("seeds") == 1 for r in records):
+    if one_seed:
         notes.append("\u00b1 n/a: one seed, which has no standard error.")
-    if ours and study.scale == "paper":
+    if study.scale == "paper":
         notes.append(
             "Difference: ours minus the paper's mean, in brackets in units of the combined standard error "
             "sqrt(ours^2 + paper's^2) (n/a where a side has none; the paper's are rounded to 0.001)."
@@ -215,17 +201,13 @@ def table_notes(study: Study, methods: list[str], borrowed: dict[str, str], reco
 
 def paper_targets(table: str) -> dict[tuple[str, int], dict]:
     """Return the paper's numbers of one table by method and validation length: mean, stderr and seeds (None where it
-    has none), note, and what is odd about the number, in words (remark)."""
-
-    def number(text: str, kind: type):
-        return kind(text) if text else None
-
+    has none), note, and what is odd about the number (remark)."""
     with open(Path(__file__).with_name("paper_targets.csv"), newline="") as file:
         return {
             (row["method"], int(row["val_length"])): dict(
                 mean=float(row["mean"]),
-                stderr=number(row["stderr"], float),
-                seeds=number(row["seeds"], int),
+                stderr=float(row["stderr"]) if row["stderr"] else None,
+                seeds=int(row["seeds"]) if row["seeds"] else None,
                 note=row["note"],
                 remark=row["remark"],
             )
@@ -234,42 +216,35 @@ def paper_targets(table: str) -> dict[tuple[str, int], dict]:
         }
 
 
-def paper_column(length: int, ratio: float, targets: dict[str, dict]) -> dict[str, dict]:
-    """Return one column, {head: {method: cell}}. targets: the paper's numbers at this length by method."""
-    cells = {}
-    for method, target in targets.items():
-        stderr = f" \u00b1 {target['stderr']:.3f}" if target["stderr"] is not None else ""
-        cell = f"{target['mean']:.3f}{stderr}"
-        cells[method] = f"**{cell}**" if "bold" in target["note"] else cell
-    return {f"paper {short(length)} ({ratio:g}x)": cells}
+def paper_remarks(paper: dict, methods: Iterable[str]) -> list[str]:
+    """Return a note for each thing that is odd about the paper's numbers of these methods."""
+    names = collections.defaultdict(dict)
+    for (method, _), target in paper.items():
+        if target["remark"] and method in methods:
+            names[target["remark"]][series_name(method)] = None
+    return [f"The paper's numbers of {' and '.join(those)}: {remark}." for remark, those in names.items()]
 
 
-def difference_column(length: int, ours: dict[str, tuple], targets: dict[str, dict]) -> dict[str, dict]:
-    """Return one column, {head: {method: cell}}: our means minus the paper's, and in units of the standard error."""
-    cells = {}
-    for method, (mean, stderr) in ours.items():
-        target, distance = targets.get(method), in_stderrs((mean, stderr), targets.get(method))
-        units = "n/a" if distance is None else f"{distance:+.1f}"
-        cells[method] = f"{mean - target['mean']:+.3f} ({units})" if target and mean is not None else ""
-    return {f"difference at {short(length)} (s.e.)": cells}
+def paper_head(length: int, ratio: float) -> str:
+    return f"paper {abbreviate_length(length)} ({ratio:g}x)"
 
 
-def in_stderrs(ours: tuple, target: dict | None) -> float | None:
-    """Return the difference to the paper's mean in units of the combined standard error; None where there is none.
+def format_target(target: dict) -> str:
+    cell = f"{target['mean']:.3f}" + (f" \u00b1 {target['stderr']:.3f}" if target["stderr"] is not None else "")
+    return f"**{cell}**" if "bold" in target["note"] else cell
 
-    ours: mean and standard error.
-    """
-    mean, stderr = ours
+
+def format_difference(mean: float | None, stderr: float | None, target: dict | None) -> str:
+    """Return our mean minus the paper's, and in units of the combined standard error."""
+    if mean is None or target is None:
+        return ""
+    distance = in_stderrs(mean, stderr, target)
+    return f"{mean - target['mean']:+.3f} ({'n/a' if distance is None else f'{distance:+.1f}'})"
+
+
+def in_stderrs(mean: float | None, stderr: float | None, target: dict | None) -> float | None:
+    """Return the difference to the paper's mean in units of the combined standard error; None where there is none."""
     if target is None or stderr is None or target["stderr"] is None:
         return None
     combined = math.hypot(stderr, target["stderr"])
     return (mean - target["mean"]) / combined if combined else None
-
-
-def remarks(paper: dict, methods: list[str]) -> dict[str, list[str]]:
-    """Return what is odd about the paper's numbers, with the names of the methods that it is odd of."""
-    found = collections.defaultdict(dict)
-    for (method, _), target in paper.items():
-        if target["remark"] and method in methods:
-            found[target["remark"]][series_name(method)] = None
-    return {remark: list(names) for remark, names in found.items()}

@@ -2,10 +2,9 @@
 
     python -m scripts.theory --draws 1000
 
-prints them as tables; figures.py draws them. Everything is float64, entropies are in nats, and t is
-the distance from the query back to the key. L_t = a_t Z_t + m_t with Z_t ~ N(0, 1) (paper,
-eq:transformed_gaussian_logits), where a_t and m_t come from the attention method that is trained, not from a second
-copy of the formula.
+prints them as tables; figures.py draws them. Everything is float64, entropies are in nats, and t is the distance from
+the query back to the key. L_t = a_t Z_t + m_t with Z_t ~ N(0, 1) (paper, eq:transformed_gaussian_logits), where a_t and
+m_t come from the attention method that is trained, not from a second copy of the formula.
 """
 
 import argparse
@@ -28,9 +27,7 @@ CHUNK = 2**20  # scores in memory at once
 ALPHA = math.exp(0.5)  # = beta, which the boundary condition a_0 = 1, m_0 = 0 gives
 
 
-def coefficients(
-    distance: Tensor, tau: float = 10.0, alpha: float = ALPHA, beta: float = ALPHA
-) -> tuple[Tensor, Tensor]:
+def coefficients(distance: Tensor, tau=10.0, alpha=ALPHA, beta=ALPHA) -> tuple[Tensor, Tensor]:
     """Return a_t and m_t at distances t, as the method in model/methods computes them."""
     options = dict(tau=tau, alpha=alpha, beta=beta)
     method = make_method("scale_invariant_nope", num_heads=1, head_dim=1, train_length=1, **options)
@@ -57,7 +54,7 @@ def attention_statistics(logits: Tensor) -> dict[str, Tensor]:
     return statistics
 
 
-def summary(samples: list[Tensor]) -> dict[str, float]:
+def summarise(samples: list[Tensor]) -> dict[str, float]:
     """Return the mean of the samples and its standard error."""
     mean, stderr = mean_and_stderr(torch.cat(samples).tolist())
     return dict(mean=mean, stderr=stderr)
@@ -92,8 +89,7 @@ def iid_entropy(lengths: list[int], draws: int, seed: int, *, logn_scale: float 
                 for quantity, values in attention_statistics(a * scores + m).items():
                     samples[scheme, quantity].append(values)
         for (scheme, quantity), values in samples.items():
-            row = dict(scheme=scheme, length=length, quantity=quantity)
-            rows.append(row | summary(values) | dict(draws=draws))
+            rows.append(dict(scheme=scheme, length=length, quantity=quantity, **summarise(values), draws=draws))
     return rows
 
 
@@ -118,8 +114,7 @@ def iid_range_entropy(
                 within = logits[:, : start * (factor - 1)]
                 samples[factor].append(entropy(within.log_softmax(dim=-1)))
         for factor, values in samples.items():
-            row = dict(scheme=scheme, start=start, factor=factor)
-            rows.append(row | summary(values) | dict(draws=draws))
+            rows.append(dict(scheme=scheme, start=start, factor=factor, **summarise(values), draws=draws))
     return rows
 
 
@@ -137,18 +132,12 @@ def range_fits(rows: list[dict]) -> list[dict]:
         mine = [row for row in rows if row["factor"] == factor]
         log_t = np.log([row["start"] for row in mine])
         for against, x in {"log t": log_t, "sqrt(log t)": np.sqrt(log_t)}.items():
-            row = dict(scheme=mine[0]["scheme"], factor=factor, against=against)
-            fits.append(row | linear_fit(x, [row["mean"] for row in mine]))
+            fit = linear_fit(x, [row["mean"] for row in mine])
+            fits.append(dict(scheme=mine[0]["scheme"], factor=factor, against=against, **fit))
     return fits
 
 
-def lemma_check(
-    ts: list[int],
-    tau: float = 10.0,
-    factors: tuple[int, ...] = (2, 5, 10),
-    alpha: float = ALPHA,
-    beta: float = ALPHA,
-) -> list[dict]:
+def lemma_check(ts: list[int], tau=10.0, factors=(2, 5, 10), alpha=ALPHA, beta=ALPHA) -> list[dict]:
     """Return what lemmas 1 and 2 ask of the logits L_t, and what follows: one row a distance t and quantity.
 
     E[exp L] and E[L exp L], by Gauss-Hermite quadrature, against alpha / (t/tau + 1) and beta / (t/tau + 1) (eq:EA,
@@ -170,10 +159,8 @@ def lemma_check(
             total = (m + a.square() / 2).exp().sum().item()  # E[exp L] of L ~ N(m, a^2)
             checks[f"E[Z_t^{factor}t]"] = (total, alpha * tau * math.log(factor))
         for quantity, (value, theory) in checks.items():
-            value = float(value)
-            rows.append(
-                dict(t=t, quantity=quantity, value=value, theory=theory, error=value / theory - 1 if theory else value)
-            )
+            error = float(value / theory - 1 if theory else value)
+            rows.append(dict(t=t, quantity=quantity, value=float(value), theory=theory, error=error))
     return rows
 
 

@@ -41,7 +41,7 @@ def method_name(method: str) -> str:
     return NAMES.get(method, method)
 
 
-def looks(methods: Iterable[str]) -> dict[str, tuple[str, str, str]]:
+def choose_looks(methods: Iterable[str]) -> dict[str, tuple[str, str, str]]:
     """Return colour, line style and marker of each method; those that are not listed share no look until there are too
     many, and have the same one whatever the order of the methods."""
     others = sorted({*methods} - {*LINES})
@@ -63,10 +63,10 @@ def plain_number(value) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def line(series: str, shown: Iterable[str] = ()) -> dict:
+def plot_style(series: str, shown: Iterable[str] = ()) -> dict:
     """Return keyword arguments of matplotlib's plot for this line, with its name for the legend; paler with options.
     shown: all series of the figure."""
     method, *options = series.split(" ")
-    colour, style, marker = looks([method, *(other.split(" ")[0] for other in shown)])[method]
+    colour, style, marker = choose_looks([method, *(other.split(" ")[0] for other in shown)])[method]
     pale = dict(alpha=0.45) if options else {}
     return dict(color=colour, linestyle=style, marker=marker, label=series_name(series)) | pale

@@ -30,10 +30,6 @@ class StoredRun:
     problems: tuple[str, ...] = ()
 
     @property
-    def hash(self) -> str | None:
-        return config_hash(self.config) if self.config else None
-
-    @property
     def text(self) -> str | None:
         """Return the fingerprint of its training data, None where it is not known."""
         return (self.summary or {}).get("data") or self.data.get("train")
@@ -41,10 +37,7 @@ class StoredRun:
     def metrics(self) -> list[dict]:
         """Return the records of metrics.jsonl. Raises ValueError, which names the line, if one is damaged."""
         path = self.path / "metrics.jsonl"
-        try:
-            records = read_metrics(path) if path.exists() else []
-        except RecursionError as error:
-            raise ValueError(f"{path}: {error}") from error
+        records = read_metrics(path) if path.exists() else []
         for number, record in enumerate(records, start=1):
             check_record(record, f"{path}, line {number}")
         return records
@@ -102,16 +95,16 @@ def find_stored(run: Run, stored_runs: list[StoredRun], data: str | None = None)
     data: the fingerprint of the training data that the run reads here; what was trained on other data is another run.
     None: not known, or any will do.
     """
-    same = [s for s in stored_runs if s.hash == config_hash(run.config) and is_same_run(s, run, data)]
+    same = [stored for stored in stored_runs if stored.config and is_same_run(stored, run, data)]
     return max(same, key=lambda s: (s.summary is not None, s.path.name == run.name), default=None)
 
 
 def is_same_run(stored: StoredRun, run: Run, data: str | None) -> bool:
-    """Return whether a stored run of the same mathematics has the run's data and its distinguishing fields."""
+    """Return whether a stored run has the run's mathematics, its distinguishing fields and its data."""
     known = None not in (data, stored.text)  # then the name of the data folder, which may have moved, says nothing
     fields = [field for field in run.distinguishing if not (known and field == "data_dir")]
     same = all(getattr(stored.config, field) == getattr(run.config, field) for field in fields)
-    return same and (not known or stored.text == data)
+    return same and (not known or stored.text == data) and config_hash(stored.config) == config_hash(run.config)
 
 
 def train_state(run: Run, stored_runs: list[StoredRun], runs_dir: Path, data: str | None = None) -> tuple[str, str]:
@@ -124,16 +117,16 @@ def train_state(run: Run, stored_runs: list[StoredRun], runs_dir: Path, data: st
     if stored is None and (named := next((s for s in stored_runs if s.path.name == run.name), None)):
         if named.config is None:
             return "other", named.problems[0]
-        if differ := differences(run.config, named.config, run.distinguishing):
+        if differ := describe_differences(run.config, named.config, run.distinguishing):
             return "other", f"{named.path} is of another config ({differ}): rename it"
         return "other", f"trained on other data than {run.config.data_dir}: use another --runs-dir"
     if stored and stored.problems:
         return "other", stored.problems[0]
     state = stored_state(stored) if stored else "failed" if failures(path) else "missing"
     if state == "failed":
-        return state, failure_summary(path)
+        return state, describe_failures(path)
     if state == "interrupted":
-        return state, progress(path)
+        return state, describe_progress(path)
     return state, "" if state == "missing" else str(path)
 
 
@@ -166,16 +159,16 @@ def needle_state(stored: StoredRun, needle: Needle) -> tuple[str, str]:
     if all(lengths <= {*of.get("greedy", ())} for of in scored):
         return "finished", str(stored.path)
     if failures(stored.path):
-        return "failed", failure_summary(stored.path)
-    return ("interrupted", progress(path)) if have else ("pretrained", "not fine-tuned yet")
+        return "failed", describe_failures(stored.path)
+    return ("interrupted", describe_progress(path)) if have else ("pretrained", "not fine-tuned yet")
 
 
-def failure_summary(path: Path) -> str:
+def describe_failures(path: Path) -> str:
     failed = failures(path)
     return f"{path} failed {len(failed)} time{'s' if len(failed) > 1 else ''}: {failed[-1]}"
 
 
-def progress(path: Path) -> str:
+def describe_progress(path: Path) -> str:
     checkpoint = latest_checkpoint(path / "checkpoints") if (path / "checkpoints").exists() else None
     return f"{path}, {f'after {checkpoint.stem}' if checkpoint else 'without a checkpoint'}"
 
@@ -189,7 +182,7 @@ def stored_state(stored: StoredRun) -> str:
     return "failed" if failures(stored.path) else "interrupted"
 
 
-def differences(ours: Config, theirs: Config, also: Iterable[str] = ()) -> str:
+def describe_differences(ours: Config, theirs: Config, also: Iterable[str] = ()) -> str:
     """Name the fields that differ, with both values: of those that change the mathematics, and of `also`."""
     a, b = ours.to_dict(), theirs.to_dict()
     compared = [field for field in a if field not in NOT_MATHEMATICS or field in also]
@@ -226,7 +219,7 @@ def log_values(folder: Path, key: str) -> list[str]:
     return list(dict.fromkeys(re.findall(rf"^{key}: (.+)$", text, re.MULTILINE))) or ["unknown"]
 
 
-def check_page(page: Path, pattern: str, runs: int):
+def require_as_many_runs(page: Path, pattern: str, runs: int):
     """Raise ValueError if the page at this path says that it was made from more runs than these. pattern: a regular
     expression around the number."""
     found = re.search(pattern, page.read_text(errors="replace"), re.MULTILINE) if page.exists() else None

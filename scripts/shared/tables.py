@@ -42,14 +42,14 @@ def mean_and_stderr(values: list[float]) -> tuple[float | None, float | None]:
     return mean, math.sqrt(sum((value - mean) ** 2 for value in values) / (n - 1) / n) if n > 1 else None
 
 
-def plus_minus(mean: float | None, stderr: float | None) -> str:
+def format_mean(mean: float | None, stderr: float | None) -> str:
     """Return a cell: mean and standard error as the paper prints them; "n/a" for a standard error that there is not."""
     if mean is None:
         return ""
     return f"{mean:.3f} \u00b1 " + ("n/a" if stderr is None else f"{stderr:.3f}")
 
 
-def bold(cells: dict[str, str], means: dict[str, float | None], best=min) -> dict[str, str]:
+def embolden_best(cells: dict[str, str], means: dict[str, float | None], best=min) -> dict[str, str]:
     """Return the cells, in bold those whose mean is the best as printed, ties included."""
     printed = {key: round(mean, 3) for key, mean in means.items() if mean is not None}
     winners = {key for key in printed if printed[key] == best(printed.values())}

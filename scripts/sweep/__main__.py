@@ -26,13 +26,13 @@ from scripts.shared.arguments import add_run_options, field_changes, needle_chan
 from scripts.shared.runs import sidecar
 from scripts.sweep.cluster import slurm_parameters, submit
 from scripts.sweep.local import train
-from scripts.sweep.plan import check_run, plan_runs, show
+from scripts.sweep.plan import check_run, plan_runs, print_plan
 
 
 def main():
     args, fields = parse_arguments()
     with exit_on_user_error():
-        runs = chosen_runs(args, fields)
+        runs = choose_runs(args, fields)
         slurm = slurm_parameters(args.slurm, args.executor)
         for option in ("jobs", "gpus_per_run"):
             value = getattr(args, option)
@@ -40,7 +40,7 @@ def main():
         require(args.retries >= 0, f"--retries must not be negative, got {args.retries}")
         plan = plan_runs(runs, args)
         if args.dry_run:
-            return show(plan)
+            return print_plan(plan)
         args.runs_dir.mkdir(parents=True, exist_ok=True)
         starting = [planned.run for planned in plan if planned.starts]
         if any(run.needle and run.needle.haystack == "c4" for run in starting):  # now, and not by each of them
@@ -55,8 +55,7 @@ def main():
     done = "queued or finished" if args.executor == "slurm" else "finished"
     print(f"{len(runs) - len(unfinished)} of {len(runs)} runs are {done}")
     for planned in unfinished:
-        log = sidecar(planned.path, ".log")
-        see = f"; see {log}" if log.exists() else ""
+        see = f"; see {log}" if (log := sidecar(planned.path, ".log")).exists() else ""
         print(f"{planned.path.name}: {planned.state}, {planned.reason}{see}", file=sys.stderr)
     sys.exit(1 if unfinished else 0)
 
@@ -80,7 +79,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args()
 
 
-def chosen_runs(args: argparse.Namespace, fields: list[str]) -> list[Run]:
+def choose_runs(args: argparse.Namespace, fields: list[str]) -> list[Run]:
     """Return the runs that the command line asks for. Raises ValueError for those that could not train anywhere."""
     changes, needle = field_changes(SCALES[args.scale].base, fields), needle_changes(args.needle)
     runs = sweep(args.sweep, args.scale, args.seeds, args.methods, changes, needle)

@@ -31,8 +31,8 @@ POLL = 0.5  # seconds
 
 def train_command(run: Run, processes: int) -> list[str]:
     """Return the command that trains the run, by torchrun if on more than one process."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    return [sys.executable, *(launcher if processes > 1 else []), str(ROOT / "train_gpt.py"), *run.arguments]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    return [sys.executable, *(torchrun if processes > 1 else []), str(ROOT / "train_gpt.py"), *run.arguments]
 
 
 def fine_tune_command(run: Run) -> list[str]:
@@ -49,7 +49,7 @@ class Attempt:
     """
 
     def __init__(self, run: Run, environment: dict[str, str], processes: int):
-        self.path, self.log = run.path, sidecar(run.path, ".log")
+        self.run, self.environment, self.log = run, environment, sidecar(run.path, ".log")
         fine_tunes = run.needle is not None and (run.path / "summary.json").exists()
         self.locked = run.path / "needle" if fine_tunes else run.path  # the folder that the process locks
         self.is_last = fine_tunes or run.needle is None
@@ -82,7 +82,7 @@ class Attempt:
         with open(self.log, "rb") as log:
             log.seek(self.log_start)
             output = log.read().decode(errors="replace")
-        return record_outcome(self.path, code, output, self.locked, self.is_last)
+        return record_outcome(self.run.path, code, output, self.locked, self.is_last)
 
 
 def record_outcome(path: Path, code: int, output: str, locked: Path | None = None, is_last: bool = True) -> str:
@@ -130,9 +130,9 @@ def train(runs: list[Run], at_once: int | None = None, gpus_per_run: int = 1, re
     stop."""
     if not runs:
         return
-    free = places(runs, at_once, gpus_per_run)
+    free = share_devices(runs, at_once, gpus_per_run)
     title = f"{len(runs)} run{'s' if len(runs) > 1 else ''}, {min(len(free), len(runs))} at a time"
-    waiting, running = collections.deque(runs), {}
+    waiting, running = collections.deque(runs), []
     with (
         stop_requests() as requests,
         tqdm(
@@ -146,21 +146,19 @@ def train(runs: list[Run], at_once: int | None = None, gpus_per_run: int = 1, re
         try:
             while (waiting or running) and not requests:
                 while waiting and free:
-                    run, environment = waiting.popleft(), free.pop(0)
-                    running[Attempt(run, environment, gpus_per_run)] = run, environment
+                    running.append(Attempt(waiting.popleft(), free.pop(0), gpus_per_run))
                 time.sleep(POLL)
-                for attempt, (run, environment) in list(running.items()):
-                    outcome = attempt.outcome()
-                    if outcome is None:
+                for attempt in list(running):
+                    if (outcome := attempt.outcome()) is None:
                         continue
-                    del running[attempt]
-                    free.append(environment)
-                    again = outcome == "failed" and may_retry(run.path, retries)
+                    running.remove(attempt)
+                    free.append(attempt.environment)
+                    again = outcome == "failed" and may_retry(attempt.run.path, retries)
                     if outcome == "pretrained":
-                        waiting.appendleft(run)  # its place is free
-                    if again:
-                        waiting.append(run)
-                    bar.write(outcome_line(run, outcome) + ("; trying again" if again else ""))
+                        waiting.appendleft(attempt.run)  # fine-tuned next, on what it has left
+                    elif again:
+                        waiting.append(attempt.run)
+                    bar.write(describe_outcome(attempt.run, outcome) + ("; trying again" if again else ""))
                 bar.update(steps_done(runs) - bar.n)
         finally:
             for attempt in running:
@@ -172,8 +170,8 @@ def train(runs: list[Run], at_once: int | None = None, gpus_per_run: int = 1, re
         sys.exit(130)
 
 
-def places(runs: list[Run], at_once: int | None, gpus_per_run: int) -> list[dict[str, str]]:
-    """Return what the environment of each of the runs that train at the same time has: its GPUs, or its number of
+def share_devices(runs: list[Run], at_once: int | None, gpus_per_run: int) -> list[dict[str, str]]:
+    """Return the environment variables of each of the runs that train at the same time: its GPUs, or its number of
     threads. Raises ValueError if there are fewer GPUs than one run needs.
 
     Without GPUs it is one run a core: models so small gain little from a second core, and a thread that waits for
@@ -213,20 +211,21 @@ def stop_requests():
             signal.signal(number, handler)
 
 
-def outcome_line(run: Run, outcome: str) -> str:
+def describe_outcome(run: Run, outcome: str) -> str:
     """Return one line about an attempt that has ended (see record_outcome)."""
-    name, log = run.path.name, sidecar(run.path, ".log")
-    if outcome == "finished" and run.needle:
-        found = json.loads((run.path / "needle" / "summary.json").read_text())["greedy"]
-        return f"{name}: needles found " + ", ".join(f"{value:.3f} at {length}" for length, value in found.items())
     if outcome in ("finished", "pretrained"):
-        loss = json.loads((run.path / "summary.json").read_text())["val_loss"]
-        return f"{name}: validation loss " + ", ".join(f"{value:.3f} at {length}" for length, value in loss.items())
-    if outcome == "interrupted":
-        return f"{name}: interrupted; the same command resumes it"
-    if outcome == "running":
-        return f"{name}: left alone, another process trains it"
-    return f"{name}: {failures(run.path)[-1]} (see {log})"
+        file, key, what = "summary.json", "val_loss", "validation loss"
+        if outcome == "finished" and run.needle:
+            file, key, what = "needle/summary.json", "greedy", "needles found"
+        by_length = json.loads((run.path / file).read_text())[key]
+        said = f"{what} " + ", ".join(f"{value:.3f} at {length}" for length, value in by_length.items())
+    elif outcome == "interrupted":
+        said = "interrupted; the same command resumes it"
+    elif outcome == "running":
+        said = "left alone, another process trains it"
+    else:
+        said = f"{failures(run.path)[-1]} (see {sidecar(run.path, '.log')})"
+    return f"{run.path.name}: {said}"
 
 
 def steps_done(runs: list[Run]) -> int:

@@ -22,7 +22,7 @@ class PlannedRun:
     reason: str  # for the state
     action: str
     starts: bool
-    queued: bool = False
+    queued: bool  # on the cluster
 
     @property
     def path(self) -> Path:
@@ -59,25 +59,24 @@ def plan_run(run: Run, stored_runs: list[StoredRun], args: argparse.Namespace) -
         state, reason = needle_state(stored, run.needle)
     own = dict(name=stored.path.name if stored else run.name, runs_dir=str(args.runs_dir), resume="auto")
     run = dataclasses.replace(run, changes={"group": args.sweep, **run.changes, **own})
-    action = dict(
-        finished="nothing",
-        pretrained="fine-tune",
-        running="left alone: another process trains it",
-        interrupted="resume",
-        failed="try again",
-        other="left alone",
-        missing="train, then fine-tune" if run.needle else "train",
+    action, starts = dict(
+        finished=("nothing", False),
+        pretrained=("fine-tune", True),
+        running=("left alone: another process trains it", False),
+        interrupted=("resume", True),
+        failed=("try again", True),
+        other=("left alone", False),
+        missing=("train, then fine-tune" if run.needle else "train", True),
     )[state]
-    starts = state in ("pretrained", "interrupted", "failed", "missing")
-    queued = False
     if state == "failed" and not may_retry(run.path, args.retries):
         action, starts = f"given up: delete {sidecar(run.path, '.failures.txt')} to try again", False
-    elif starts and args.executor == "slurm" and (number := queued_job(run.path)):
-        action, starts, queued = f"left alone: queued as job {number}", False, True
-    return PlannedRun(run, state, reason, action, starts, queued)
+    job = queued_job(run.path) if starts and args.executor == "slurm" else None
+    if job:
+        action, starts = f"left alone: queued as job {job}", False
+    return PlannedRun(run, state, reason, action, starts, queued=job is not None)
 
 
-def show(plan: list[PlannedRun]):
+def print_plan(plan: list[PlannedRun]):
     """Print one line a run, and how many are in which state."""
     width = max(len(planned.path.name) for planned in plan)
     for planned in plan:
