@@ -10,7 +10,7 @@ from test_gpt import make_random_gpt, random_tokens
 from test_reproduce import call, is_figure, rows, write_models, write_study  # noqa: F401 (call is a fixture)
 
 from scripts.reproduce import far_tokens
-from scripts.reproduce.comparisons import comparisons, differences, holm
+from scripts.reproduce.comparisons import compare, differences, holm
 from scripts.shared.runs import read_runs
 
 REFERENCE = "scale_invariant_p_rope"
@@ -42,13 +42,15 @@ def test_the_page_tells_differences_and_the_order(tmp_path):
     losses = {REFERENCE: [4.0, 4.01], "rope": [4.5, 4.51], "alibi": [4.1, 4.11], "nope": [5.0]}
     losses = {(series, 256): values for series, values in losses.items()}
     paper = {(REFERENCE, 4096): 3.0, ("rope", 4096): 3.1, ("alibi", 4096): 3.2, ("nope", 4096): 4.0}
-    page = comparisons(tmp_path / "table", losses, REFERENCE, [256], 256, paper)
+    page = "\n".join(compare(tmp_path / "table", losses, REFERENCE, [256], 256, paper))
     cells = {line.split("|")[1].strip(): line.split("|")[2:] for line in page.splitlines() if line.startswith("|")}
     assert cells["RoPE"][1].strip() == "**+0.500 \u00b1 0.007** (p < 0.001)"
     assert cells["NoPE"][1].strip() == "+0.995" and cells["NoPE"][0].strip() == "1, 2"
     assert [cell.strip() for cell in cells["256 (1x)"][:2]] == ["+0.80", "4"]  # of ranks 1 3 2 4 and 1 2 3 4
     assert len(rows(tmp_path / "table_differences.csv")) == 3
-    assert comparisons(tmp_path / "none", {}, REFERENCE, [256], 256, paper) == ""
+    one = {key: values[:1] for key, values in losses.items()}
+    assert compare(tmp_path / "table", one, REFERENCE, [256], 256, paper)[0] == "## Order"
+    assert compare(tmp_path / "table", {}, REFERENCE, [256], 256, paper) == []
 
 
 def test_tau_by_length(tmp_path, call):  # noqa: F811

@@ -3,7 +3,9 @@
 scipy does the statistics: Welch's t-test, as the variances of methods differ, and Spearman's rank correlation.
 """
 
+import collections
 import math
+from pathlib import Path
 
 from scipy import stats
 
@@ -13,33 +15,31 @@ from scripts.shared.tables import markdown_table, mean_and_stderr, write_csv
 SIGNIFICANT = 0.05  # after Holm's correction
 
 
-def comparisons(path, losses: dict, reference: str, lengths: list[int], base_length: int, paper: dict) -> str:
-    """Return a section on the order of the series and on their differences to the reference, and write them as CSV.
+def compare(path: Path, losses: dict, reference: str, lengths: list[int], base_length: int, paper: dict) -> list[str]:
+    """Return sections on the differences of the series to the reference and on their order, and write the differences
+    as CSV.
 
-    losses: {(series, length): nats a token, one a seed}; paper: {(series, its length): mean}, its training length being
-    the shortest.
+    losses: {(series, length): nats a token, one a seed}; paper: {(series, its length): mean}.
     """
     rows = differences(losses, reference, lengths)
-    if not rows:
-        return ""
-    write_csv(path.with_name(f"{path.name}_differences.csv"), rows)
     tested = sum(row["p"] is not None for row in rows)
-    by_series = {}
+    if not tested:  # one seed says nothing about chance
+        return order(losses, lengths, base_length, paper)
+    write_csv(path.with_name(f"{path.name}_differences.csv"), rows)
+    by_series = collections.defaultdict(dict)
     for row in rows:
-        by_series.setdefault(row["series"], {})[row["length"]] = row
+        by_series[row["series"]][row["length"]] = row
     head = [f"minus {series_name(reference)}", "n", *(f"{n} ({n / base_length:g}x)" for n in lengths)]
     cells = [
         [series_name(series), seeds(found), *(difference_cell(found.get(length)) for length in lengths)]
         for series, found in by_series.items()
     ]
-    parts = [
-        "## Differences",
+    text = (
         "Nats a token more (+) or fewer (-) than the reference \u00b1 the standard error of the difference, and p of "
-        f"Welch's t-test after Holm's correction for all {tested} comparisons; bold: below {SIGNIFICANT}. n: seeds of "
-        "the method and of the reference.",
-        markdown_table([head, *cells]),
-    ]
-    return "\n\n".join([*parts, *order(losses, lengths, base_length, paper)])
+    )
+    text += f"Welch's t-test after Holm's correction for all {tested} comparisons; bold: below {SIGNIFICANT}. n: seeds "
+    text += "of the method and of the reference."
+    return ["## Differences", text, markdown_table([head, *cells]), *order(losses, lengths, base_length, paper)]
 
 
 def differences(losses: dict, reference: str, lengths: list[int]) -> list[dict]:

@@ -11,7 +11,7 @@ from scripts.reproduce import logits
 from scripts.reproduce.drawing import drawing, legend_below
 from scripts.reproduce.figures import NO_FIGURE, picture
 from scripts.reproduce.study import Study
-from scripts.shared.looks import line, series_label, series_name
+from scripts.shared.looks import plot_style, series_label, series_name
 from scripts.shared.tables import markdown_table, mean_and_stderr, write_csv
 
 SCORED = 256  # tokens at the end of each window, whose loss is measured
@@ -86,7 +86,7 @@ def draw(path, rows: list[dict]):
             for one in series:
                 mine = [row for row in rows if (row["series"], row["change"]) == (one, change)]
                 x, y, errors = ([row[key] for row in mine] for key in ("kept", "rise", "stderr"))
-                axis.errorbar(x, y, errors, **line(one, series))
+                axis.errorbar(x, y, errors, **plot_style(one, series))
             axis.axhline(0, color="0.7", linewidth=0.6, zorder=0)
             axis.set(title=title, xscale="log", xlabel="tokens that stay")
         axes[0, 0].set_ylabel("rise of the loss (nats a token)")

@@ -11,12 +11,14 @@ from pathlib import Path
 
 from configs.presets import preset
 from configs.sweeps import SCALES
+from scripts.reproduce.comparisons import compare
 from scripts.reproduce.study import Study, abbreviate_length, final_losses
 from scripts.shared.looks import series_name
 from scripts.shared.runs import needle_state
 from scripts.shared.tables import embolden_best, format_mean, markdown_table, mean_and_stderr, write_csv
 
 PAPER_TRAIN_LENGTH = 4096  # of all its tables
+OURS = "scale_invariant_p_rope"  # what the others are compared with
 
 
 def table_losses(study: Study) -> str:
@@ -39,7 +41,11 @@ def table_losses(study: Study) -> str:
             study.miss(run, f"no loss at {', '.join(lacking)}", command)
     text = "Validation loss in nats a token at the end of training, by validation length in tokens (and in training "
     text += "lengths): mean \u00b1 standard error over seeds."
-    return text + "\n\n" + make_table(study, {"": losses}, lengths, best=min)
+    table = make_table(study, {"": losses}, lengths, best=min)
+    if study.item != "table_losses":
+        return f"{text}\n\n{table}"
+    paper = {of: target["mean"] for of, target in paper_targets(study.item).items()}
+    return "\n\n".join([text, table, *compare(study.path, losses, OURS, lengths, study.base_length, paper)])
 
 
 def table_needle(study: Study) -> str:
