@@ -102,8 +102,8 @@ def scale_invariant(t, tau=10.0, alpha=math.exp(0.5), beta=math.exp(0.5)):
 
 
 def attention_logits(name, q, k, *, train_length, target_length=None, q_offset=0, learned=None, tau=10.0,
-                     learn_tau=False, alpha=math.exp(0.5), beta=math.exp(0.5), terms="both", slopes="official",
-                     slope_scale=1.0, context="row", **rotary):
+                     tau_ratio=1.0, learn_tau=False, learn_gain=False, alpha=math.exp(0.5), beta=math.exp(0.5),
+                     terms="both", slopes="official", slope_scale=1.0, context="row", **rotary):
     """L_ij = a_t S_ij + m_t, minus infinity for keys after the query: (B, H, Tq, Tk)."""
     num_heads, head_dim = q.shape[1], q.shape[3]
     i = torch.arange(q_offset, q_offset + q.shape[2], dtype=torch.float64)
@@ -117,7 +117,9 @@ def attention_logits(name, q, k, *, train_length, target_length=None, q_offset=0
         n = i + 1 if context == "row" else torch.full_like(i, target_length)
         logits = learned[:, None, None] * torch.log(n)[:, None] * logits
     if name.startswith("scale_invariant"):
-        a, m = scale_invariant(t, torch.exp(learned)[:, None, None] if learn_tau else tau, alpha, beta)
+        taus = torch.exp(learned) if learn_tau else tau * tau_ratio ** torch.arange(num_heads, dtype=torch.float64)
+        a, m = scale_invariant(t, taus[:, None, None], alpha, beta)
+        a = a * learned[:, None, None] if learn_gain else a
         logits = (logits if terms == "m" else a * logits) + (0 if terms == "a" else m)
     if name == "alibi":
         logits = logits - slope_scale * alibi_slopes(num_heads, slopes)[:, None, None] * t

@@ -22,6 +22,7 @@ CASES = [(name, {}) for name in METHODS] + [
     ("alibi", dict(slopes="geometric")),
     ("scale_invariant_p_rope", dict(tau=0.1)),
     ("scale_invariant_p_rope", dict(learn_tau=True)),
+    ("scale_invariant_p_rope", dict(tau_ratio=8.0, learn_gain=True)),
     ("infini_rope", dict(segment_length=7)),
     ("infini_rope", dict(segment_length=7, delta=True)),
     ("infini_p_rope", dict(segment_length=10)),  # 130 tokens end at a border

@@ -49,6 +49,9 @@ CASES = [(name, {}) for name in NAMES] + [
     ("scale_invariant_p_rope", dict(tau=1.0, form="barbero")),
     ("scale_invariant_rope", dict(tau=100.0, base=500.0)),
     ("scale_invariant_p_rope", dict(learn_tau=True)),
+    ("scale_invariant_p_rope", dict(learn_tau=True, tau_ratio=4.0)),
+    ("scale_invariant_rope", dict(tau=0.5, tau_ratio=4.0)),
+    ("scale_invariant_nope", dict(tau_ratio=0.5, learn_gain=True)),
     ("infini_rope", dict(segment_length=16)),
     ("infini_rope", dict(segment_length=16, delta=True)),
     ("infini_p_rope", dict(segment_length=7, delta=True)),
@@ -451,7 +454,7 @@ def test_the_initial_values_can_be_chosen():
 @every_case
 def test_the_only_parameter_is_one_number_a_head(name, options):
     shapes = [tuple(parameter.shape) for _, parameter in make(name, **options).named_parameters()]
-    assert shapes == ([(6,)] if name.startswith(("logn", "infini")) or "learn_tau" in options else [])
+    assert shapes == ([(6,)] if name.startswith(("logn", "infini")) or {"learn_tau", "learn_gain"} & {*options} else [])
 
 
 # ---- low precision ---------------------------------------------------------------------------------------------------
@@ -499,6 +502,17 @@ def test_an_unknown_option_is_refused_with_the_nearest_name(name, wrong, right):
 def test_tau_must_be_positive_and_finite(tau, learn_tau):
     with assert_refused("tau", str(tau)):
         make("scale_invariant_p_rope", tau=tau, learn_tau=learn_tau)
+
+
+@pytest.mark.parametrize("tau_ratio", [0.0, -2.0, math.inf, math.nan])
+def test_tau_of_every_head_must_be_positive_and_finite(tau_ratio):
+    with assert_refused("tau_ratio", str(tau_ratio)):
+        make("scale_invariant_p_rope", tau_ratio=tau_ratio)
+
+
+def test_what_the_kernel_cannot_learn_together_is_refused():
+    with assert_refused("learn_tau", "learn_gain"):
+        make("scale_invariant_p_rope", learn_tau=True, learn_gain=True)
 
 
 @pytest.mark.parametrize("name, option", [("p_rope", "form"), ("alibi", "slopes"), ("logn_rope", "context")])

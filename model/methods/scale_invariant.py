@@ -29,35 +29,50 @@ class ScaleInvariant(ScoreChange):
         head_dim,
         train_length,
         tau: float = TAU,
+        tau_ratio: float = 1.0,
         learn_tau: bool = False,
+        learn_gain: bool = False,
         alpha: float = ROOT_E,
         beta: float = ROOT_E,
         terms: str = "both",
     ):
         """tau: the length, in tokens, of the local region that is left about unchanged.
 
-        learn_tau: each head of each layer learns its own, from this one on, as log(tau). Ours, not the paper's.
+        Ours, not the paper's: tau_ratio: each head has this many times the tau of the head before it in its layer, the
+        first one has tau. learn_tau: each head of each layer learns its own, from there on, as log(tau). learn_gain:
+        each learns a factor of its scores, from 1 on, whose standard deviation the theory takes to be 1.
         alpha, beta: another boundary condition than the paper's. terms: "a" leaves out m_t, "m" leaves out a_t.
         """
         super().__init__()
         if not 0 < tau < math.inf:
             raise ValueError(f"tau must be positive and finite, got {tau}")
+        if not 0 < tau * tau_ratio ** (num_heads - 1) < math.inf:
+            raise ValueError(f"tau_ratio must be positive, and tau finite in all {num_heads} heads, got {tau_ratio}")
+        if learn_tau and learn_gain:  # the kernel for GPUs has one learned number a head
+            raise ValueError("learn_tau and learn_gain exclude each other: choose one")
         if not (alpha > 0 and beta >= alpha * math.log(alpha)):
             raise ValueError(f"alpha must be positive and beta at least alpha log(alpha), got {alpha} and {beta}")
         if terms not in TERMS:
             raise ValueError(f"terms must be one of {', '.join(TERMS)}, got {terms!r}")
-        self.tau, self.ratio, self.terms = tau, beta / alpha, terms
+        self.tau, self.tau_ratio, self.ratio, self.terms = tau, tau_ratio, beta / alpha, terms
         # Not quite 0 even where the paper's inequality is an equality, for the reciprocal of the root.
         self.a_squared_at_0 = max(2 * (beta / alpha - math.log(alpha)), 1e-12)
-        self.log_tau = nn.Parameter(torch.full((num_heads,), math.log(tau))) if learn_tau else None
+        log_tau = math.log(tau) + math.log(tau_ratio) * torch.arange(num_heads, dtype=torch.float32)
+        self.log_tau = nn.Parameter(log_tau) if learn_tau else None
+        self.gain = nn.Parameter(torch.ones(num_heads)) if learn_gain else None
 
     @classmethod
     def scaled(cls, scale, options):
         return {"tau": TAU * scale}
 
     def coefficients(self, distance, head):
-        tau = self.tau if self.log_tau is None else torch.exp(self.log_tau[head].to(distance.dtype))
+        if self.log_tau is not None:
+            tau = torch.exp(self.log_tau[head].to(distance.dtype))
+        else:
+            tau = self.tau if self.tau_ratio == 1 else self.tau * torch.pow(self.tau_ratio, head).to(distance.dtype)
         a_squared = self.a_squared_at_0 + 2 * torch.log(1 + distance / tau)
         # x * rsqrt(x) rather than sqrt(x): compiled for CUDA, sqrt becomes a slow correctly rounded subroutine.
         a = 1.0 if self.terms == "m" else a_squared * torch.rsqrt(a_squared)
+        if self.gain is not None:
+            a = a * self.gain[head].to(distance.dtype)
         return a, torch.zeros_like(a_squared) if self.terms == "a" else self.ratio - a_squared
