@@ -552,7 +552,7 @@ def test_a_loss_that_is_not_a_number_is_a_gap_in_the_curve(tmp_path, call):
 def test_without_runs_there_is_no_figure(tmp_path, call):
     code, said = call("figure_304m", "--scale", "mini")
     assert code == 1 and "No figure" in said.out and not (tmp_path / "out").exists()
-    assert said.err == "not written: none of the 3 runs of figure_304m is there\n"
+    assert said.err == "not written: no run of figure_304m is there\n"
 
 
 # ---- theory and trained models ---------------------------------------------------------------------------------------
@@ -657,7 +657,7 @@ def test_all_without_runs_writes_over_no_page_that_was_made_from_some(tmp_path, 
     made = re.search(r"runs used: (\d+) of", table.read_text())[1]
     why = f"not written: {table} was made from {made} runs, and now there are 0"
     assert code == 1 and said_of["table_losses"].endswith(why)
-    assert "not written: none of the 12 runs of table_infini is there" in said_of["table_infini"]
+    assert "not written: no run of table_infini is there" in said_of["table_infini"]
     assert "figure_entropy.md was made from" in said_of["figure_entropy"]  # though its top row needs none
 
 

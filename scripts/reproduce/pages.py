@@ -60,7 +60,7 @@ def write_item(study: Study, stored_runs: list[StoredRun], force: bool = False) 
             if study.runs and not force:
                 require_as_many_runs(study.page, r"^- runs used: (\d+) of", len(study.finished))
             needs = bool(study.runs) and study.item not in PARTLY_THEORY
-            require(study.finished or not needs, f"none of the {len(study.runs)} runs of {study.item} is there")
+            require(study.finished or not needs, f"no run of {study.item} is there")
         except ValueError as error:
             study.unwritten = str(error)
             return page
