@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from scripts.bench import __main__ as bench
 from scripts.bench import attention as bench_attention
 from scripts.bench import kernel_code
-from scripts.bench.protocol import again, paired_ratio, schedule
+from scripts.bench.protocol import again, gpu_range, paired_ratio, schedule
 from scripts.bench.tiles import make_launch
 from scripts.bench.variants import VARIANTS, Case, Variant, dense, random_inputs
 
@@ -160,6 +160,15 @@ def test_schedule_fits_the_time():
     assert schedule(one_call, 7, 1e6) == (7, {"fast": 250, "slow": 2})  # and no endless ones
 
 
+def test_gpu_range_compares_numbers():
+    fields = "clocks.sm", "power.draw", "clocks_throttle_reasons.active"
+    rows = ("990", "99.5", "0x4"), ("1980", "650.0", "0x0"), ("1005", "100.2", "0x0"), ("1005", "[N/A]", "0x0")
+    states = [None, *(dict(zip(fields, row)) for row in rows[:3])]
+    assert gpu_range(states) == "; SM clock 990 to 1980 MHz, 99.5 to 650.0 W, throttle reasons 0x0, 0x4"
+    assert "99.5 to [N/A] W" in gpu_range([dict(zip(fields, row)) for row in rows])
+    assert gpu_range([None]) == ""
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [
@@ -254,7 +263,7 @@ LISTING = """
 
 
 def test_loops_are_the_innermost_ones_with_matrix_products():
-    (loop,) = kernel_code.loops_of(LISTING, logits=2)
+    (loop,) = kernel_code.count_loops(LISTING, logits=2)
     assert loop == dict(instructions=2.5, special=0.5, global_loads=0.5, shared_loads=0, spills=0.5)
 
 

@@ -16,6 +16,7 @@ noise).
 """
 
 import argparse
+import functools
 import re
 import statistics
 import tempfile
@@ -28,23 +29,21 @@ from torch import Tensor
 from configs.command_line import read_config
 from configs.config import Config
 from configs.flops import training_flops_per_token
-from errors import exit_on_user_error
+from errors import require
 from model.backends.sdpa import prefer_fast_sdpa
-from runtime.device import published_peak
+from runtime.device import matmul_rate, published_peak
 from runtime.processes import start_processes
 from scripts.bench.peers import WARM_UP, bench_peers, bench_processes, with_data
 from scripts.bench.profile import profile
 from scripts.bench.protocol import (
     Report,
-    again,
+    build_variants,
     gpu_range,
-    gpu_state,
-    in_one_line,
-    in_turns,
-    matmul_rate,
+    measure,
     paired_ratio,
     ratio_cell,
-    schedule,
+    results_table,
+    with_baseline_again,
 )
 from scripts.bench.trainers import DEFAULT_VARIANTS, KINDS, StepBench, StepVariant, Trainer, read_variant
 from scripts.shared.tables import markdown_table
@@ -87,33 +86,31 @@ def add_arguments(parser: argparse.ArgumentParser):
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return the exit code: 1 when a variant fails the gate or processes train differently."""
-    with exit_on_user_error():
-        arguments = [args.preset, *args.fields, *(["--train_length", str(args.length)] if args.length else [])]
-        config = read_config(arguments)
-        device = start_processes(config.device).device
-        steps = args.steps or (60 if args.peers or args.processes else 3 if args.profile else 30)
-        if min(args.rounds, steps, *(args.processes or [1])) < 1 or not args.minutes > 0:
-            raise ValueError("rounds, steps, processes and minutes must be positive")
-        if (args.peers or args.processes) and steps <= WARM_UP:
-            raise ValueError(f"--steps {steps}: the first {WARM_UP} of a process do not count, so it takes more")
-        args = argparse.Namespace(**vars(args) | dict(steps=steps))
-        if args.out:
-            args.out.mkdir(parents=True, exist_ok=True)
-        if args.peers:
-            return bench_peers(args, arguments, config, device)
-        if args.processes:
-            return bench_processes(args, arguments, config, device)
-        variants = {name: read_variant(name) for name in args.variants or DEFAULT_VARIANTS}
-        with tempfile.TemporaryDirectory() as folder, torch._dynamo.config.patch(
-            recompile_limit=64, fail_on_recompile_limit_hit=True  # one code, compiled once a variant
-        ):  # fmt: skip
-            _, config, tokens = with_data(arguments, config, Path(folder))
-            prefer_fast_sdpa(device)
-            bench = StepBench(config, device)
-            if args.profile:
-                return profile(args, bench, *next(iter(variants.items())), tokens)
-            return bench_variants(args, bench, variants, tokens)
+    """Return the exit code: 1 when a variant fails the gate or processes train differently.
+
+    Raise ValueError or OSError for what cannot be.
+    """
+    arguments = [args.preset, *args.fields, *(["--train_length", str(args.length)] if args.length else [])]
+    config = read_config(arguments)
+    device = start_processes(config.device).device
+    steps = args.steps or (60 if args.peers or args.processes else 3 if args.profile else 30)
+    is_positive = min(args.rounds, steps, *(args.processes or [1])) >= 1 and args.minutes > 0
+    require(is_positive, "rounds, steps, processes and minutes must be positive")
+    args = argparse.Namespace(**vars(args) | dict(steps=steps))
+    if args.peers or args.processes:
+        require(steps > WARM_UP, f"--steps {steps}: the first {WARM_UP} of a process do not count, so it takes more")
+    variants = {name: read_variant(name) for name in args.variants or DEFAULT_VARIANTS}
+    one_code_a_variant = torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True)
+    with tempfile.TemporaryDirectory() as folder, one_code_a_variant:
+        arguments, config, tokens = with_data(arguments, config, Path(folder))
+        if args.peers or args.processes:
+            bench_scripts = bench_peers if args.peers else bench_processes
+            return bench_scripts(args, arguments, config, tokens, device, Path(folder))
+        prefer_fast_sdpa(device)
+        bench = StepBench(config, device)
+        if args.profile:
+            return profile(args, bench, *next(iter(variants.items())), tokens)
+        return bench_variants(args, bench, variants, tokens)
 
 
 # ---- the gate, and the rounds ----------------------------------------------------------------------------------------
@@ -150,51 +147,37 @@ def gradients(bench: StepBench, trainer: Trainer) -> dict[str, Tensor]:
     return {name: torch.stack(bank) if len(bank) == 3 else bank[0] for name, bank in banks.items()}
 
 
-def measure(bench: StepBench, trainers: dict[str, Trainer], rounds: int, seconds: float) -> tuple[dict, list]:
+def time_in_turns(bench: StepBench, trainers: dict[str, Trainer], rounds: int, seconds: float) -> tuple[dict, list]:
     """Return the seconds of each kind of each variant in each round, and the state of the GPU after each round."""
-    baseline = next(iter(trainers))
-    rows = trainers | {again(baseline): trainers[baseline]}
-    cells = [(row, kind) for row in rows for kind in KINDS]
-    one_call = {cell: bench.time(rows[cell[0]], cell[1], 1) for cell in cells}
-    costs = dict(one_call)
-    for row in rows:  # with each call of the optimizer alone comes a micro-batch that gives it gradients
-        costs[row, "optimizer"] += costs[row, "micro"]
-    rounds, iterations = schedule(costs, rounds, seconds, longest=1.5)
-    times, states = {row: {kind: [] for kind in KINDS} for row in rows}, []
+    rows = with_baseline_again(trainers)
     end = time.perf_counter() + (SOAK_SECONDS if bench.device.type == "cuda" else 0)
-    while time.perf_counter() < end:
-        bench.time(rows[baseline], "step", 1)
-    for round_number in range(rounds):
-        for row, kind in in_turns(cells, round_number):
-            times[row][kind].append(bench.time(rows[row], kind, iterations[row, kind]))
-        states.append(gpu_state(bench.device))
-    return times, states
+    while trainers and time.perf_counter() < end:
+        bench.time(next(iter(trainers.values())), "step", 1)
+    cells = {
+        (row, kind): functools.partial(bench.time, trainer, kind) for row, trainer in rows.items() for kind in KINDS
+    }
+    measured = measure(cells, rounds, seconds, bench.device, longest=1.5)
+    return {row: {kind: measured.seconds[row, kind] for kind in KINDS} for row in rows}, measured.gpu
 
 
 def bench_variants(args: argparse.Namespace, bench: StepBench, variants: dict[str, StepVariant], tokens: str) -> int:
     """Build, check and time the variants and report them. Return the exit code: 1 when one fails the gate."""
-    deadline = time.perf_counter() + 60 * args.minutes
-    matmul_rates = [matmul_rate(bench.device, *matmul_shape(bench), 1.0)]
-    trainers, problems = {}, {}
-    for name, variant in variants.items():
-        if deadline - time.perf_counter() < 30 * args.minutes:
-            problems[name] = "not run: out of time (--minutes)"
-            continue
-        try:
-            trainers[name] = bench.build(variant)
-        except Exception as error:  # whatever stops a variant must not stop the others
-            problems[name] = f"not run: {in_one_line(error)}"
+    start = time.perf_counter()
+    device, config = bench.device, bench.config
+    rate_of_matmul = functools.partial(matmul_rate, device, *matmul_shape(bench), seconds=1.0)
+    matmul_rates = [rate_of_matmul()]
+    makers = {name: functools.partial(bench.build, variant) for name, variant in variants.items()}
+    trainers, problems = build_variants(makers, start + 30 * args.minutes)  # half of the time
     checked = gate(bench, trainers, variants, args.steps)
     for name, result in checked.items():
         if not result["passed"]:
             problems[name] = "refused: its numbers differ, see the gate"
             trainers.pop(name).loader.close()
-    times, states = measure(bench, trainers, args.rounds, deadline - time.perf_counter()) if trainers else ({}, [])
+    times, states = time_in_turns(bench, trainers, args.rounds, start + 60 * args.minutes - time.perf_counter())
     peaks = {name: bench.peak_bytes(trainer) for name, trainer in trainers.items()}
-    matmul_rates.append(matmul_rate(bench.device, *matmul_shape(bench), 1.0))
+    matmul_rates.append(rate_of_matmul())
     for trainer in trainers.values():
         trainer.loader.close()
-    device, config = bench.device, bench.config
     report = Report(
         args.out, f"step_{args.preset}_{config.train_length}", device, config=config.to_dict(), tokens=tokens,
         compile=bench.compile_note, backends={name: trainer.backend for name, trainer in trainers.items()},
@@ -248,12 +231,12 @@ def gate_section(record: dict, dtype: torch.dtype, steps: int) -> str:
         alone = result["first"] == name
         errors = ["", "", ""] if alone else [result["first"], *(f"{result[key]:.1e}" for key in LIMITS)]
         rows.append([name, *errors, "refused" if not result["passed"] else "" if alone else "passed"])
-    rows += [[f"{name}: {why}", *[""] * 4] for name, why in record["problems"].items() if name not in record["gate"]]
+    not_run = {name: why for name, why in record["problems"].items() if name not in record["gate"]}
     gradients, losses = (limits[dtype] for limits in LIMITS.values())
     return (
         f"## Gate\n\nFrom the same weights, of variants of the same model: largest relative error of a parameter's "
         f"gradient (limit {gradients:g}), and\nlargest difference of the losses of {steps} steps (limit {losses:g}"
-        f" nats).\n\n{markdown_table(rows)}"
+        f" nats).\n\n{results_table(rows, not_run)}"
     )
 
 
