@@ -28,7 +28,7 @@ def leave(number: int, frame: object):
     os._exit(exit_code())
 
 
-def ctrl_c_in_words():
+def exit_on_ctrl_c():
     """Let Ctrl-C end this program with a word: at once while it imports, which C++ code does not survive an exception
     in; later as KeyboardInterrupt, after which the program puts its files in order. Exit code 130 in a shell."""
     show = sys.excepthook

@@ -33,7 +33,7 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str] | None:
-    """Return the FLOP/s that model FLOPs utilisation (MFU) is a share of, and where that number comes from; None on a CPU.
+    """Return the FLOP/s that model FLOPs utilisation (MFU) is a share of, and where it comes from; None on a CPU.
 
     bfloat16 on a well-known GPU: the vendor's dense peak, so MFU compares across machines and papers. Any other GPU or
     dtype: the rate of one large matrix product, measured now in about 0.1 s; MFU then says how close the run comes to

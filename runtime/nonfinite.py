@@ -1,7 +1,5 @@
 """What a step was made of whose loss or gradients are not finite, small enough to mail."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from typing import Any

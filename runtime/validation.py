@@ -1,7 +1,5 @@
 """The losses of a model on validation text: at several sequence lengths, by position, and as several methods."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
@@ -130,5 +128,5 @@ def in_octaves(mean: torch.Tensor) -> list[float]:
     return [round(mean[a:b].mean().item(), 5) for a, b in zip(edges, edges[1:]) if b > a]
 
 
-def losses_in_words(val_loss: dict[str, float]) -> str:
+def format_losses(val_loss: dict[str, float]) -> str:
     return ", ".join(f"{loss:.4f} at {length}" for length, loss in val_loss.items())

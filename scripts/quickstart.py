@@ -109,7 +109,7 @@ def slug(words: str) -> str:
 
 
 def train_all(arguments: dict[Path, list[str]]):
-    """Train what is not finished, as sweeps do. Raises ValueError for a finished run that is another than this."""
+    """Train what is not finished, as sweeps do. Raise ValueError for a finished run that is another than this."""
     runs = []
     for folder, words in arguments.items():
         words = ["--name", folder.name, "--resume", "auto", *words]
@@ -136,7 +136,7 @@ def check_finished(path: Path, config: Config, seen: set[str]):
 
 
 def make_data(folder: Path, text: str):
-    """Make the shards of a text, or check those that are there. Raises ValueError or OSError for what cannot be had."""
+    """Make the shards of a text, or check those that are there. Raise ValueError or OSError for what cannot be had."""
     name = dict(python="packages", pg19="pg19").get(text, "text")
     if manifest := read_manifest(folder):
         other = f"{folder} holds other text than --text {text} makes: delete it, or name another --data-dir"

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from scripts.bench import __main__ as bench
 from scripts.bench import attention as bench_attention
 from scripts.bench import kernel_code
-from scripts.bench.protocol import again, gpu_range, paired_ratio, schedule
+from scripts.bench.protocol import gpu_range, paired_ratio, schedule
 from scripts.bench.tiles import make_launch
 from scripts.bench.variants import VARIANTS, Case, Variant, dense, random_inputs
 
@@ -127,7 +127,7 @@ def test_a_variant_with_wrong_numbers_gets_no_time_and_exit_code_1(formula, atte
     assert run_attention(variants, "--variants", "right", "wrong", "--out", str(tmp_path)) == 1
     record = json.loads((tmp_path / "cpu_attention.json").read_text())
     assert record["gate"]["results"]["right"]["passed"] and not record["gate"]["results"]["wrong"]["passed"]
-    assert list(record["lengths"][0]["results"]) == ["right", again("right")]
+    assert list(record["lengths"][0]["results"]) == ["right", "right again"]
     assert record["lengths"][0]["problems"]["wrong"].startswith("refused")
 
 

@@ -14,7 +14,7 @@ import torch
 from configs.config import Config
 from scripts.bench import __main__ as bench
 from scripts.bench.peers import Script, compare, copy_code, modded_nanogpt_steps, nanogpt_steps, peer_script, run
-from scripts.bench.protocol import Report, again, paired_ratio
+from scripts.bench.protocol import Report, paired_ratio
 
 SHAPE = dict(vocab_size=300, num_layers=1, num_heads=2, model_dim=32, train_length=32, batch_tokens=256)
 FIELDS = SHAPE | dict(micro_batch_tokens=64, compile="off", device="cpu")
@@ -147,7 +147,7 @@ def test_peers_get_our_shape_tokens_and_threads(monkeypatch, tmp_path, capsys):
     assert [r["seconds"] for r in record["results"]["nano"]] == [pytest.approx([(20 + i) / 1e3 for i in range(10, 16)])]
     ours = record["results"]["ours"][0]
     assert len(ours["seconds"]) == 6 and len(ours["losses"]) == 16 and ours["losses"][-1] < ours["losses"][0]
-    assert record["results"][again("ours")][0]["losses"] == ours["losses"]
+    assert record["results"]["ours again"][0]["losses"] == ours["losses"]
     def median(name):
         return [np.median(r["seconds"]) for r in record["results"][name]]
     ratio = paired_ratio(median("nano"), median("ours"))[0]

@@ -262,12 +262,7 @@ def plain_counterpart(name: str, variant: Variant) -> str:
 
 
 def measure(
-    report: Report,
-    case: Case,
-    built: dict[str, BuiltVariant],
-    problems: dict[str, str],
-    rounds: int,
-    seconds: float,
+    report: Report, case: Case, built: dict[str, BuiltVariant], problems: dict[str, str], rounds: int, seconds: float
 ):
     """Time each pass of each variant in at most so many rounds and report it."""
     calls = {

@@ -105,14 +105,9 @@ def build_variants(makers: dict, deadline: float) -> tuple[dict, dict[str, str]]
     return made, problems
 
 
-def again(name: str) -> str:
-    """Return the name of the row of the A/A comparison: the baseline, measured once more."""
-    return f"{name} again"
-
-
 def with_baseline_again(rows: dict) -> dict:
-    """Return the rows by name, the first of which is the baseline, and the baseline once more."""
-    return rows | {again(name): row for name, row in list(rows.items())[:1]}
+    """Return the rows by name, the first of which is the baseline, and the baseline once more (A/A)."""
+    return rows | {f"{name} again": row for name, row in list(rows.items())[:1]}
 
 
 def paired_ratio(times: list[float], baseline: list[float]) -> tuple[float, float, float]:
