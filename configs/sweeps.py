@@ -213,7 +213,22 @@ def open_choices(scale: Scale) -> list[Run]:
     ]  # fmt: skip
 
 
+# ---- beyond the paper ------------------------------------------------------------------------------------------------
+
+
+def tau_by_length(scale: Scale) -> list[Run]:
+    """Return scale-invariant p-RoPE at three training lengths: with the scale's own tau, which does not change with
+    them, a 16th of it to 64 times it, and learned by each head from there on."""
+    tau = 10 * preset(scale.base).length_scale
+    options = [None, *({"tau": factor * tau} for factor in (1 / 16, 1 / 4, 4, 16, 64)), {"learn_tau": True}]
+    return [
+        run for length in scale.lengths for chosen in options
+        for run in trained(length, [OURS], scale.once, chosen)
+    ]  # fmt: skip
+
+
 SET_BY_SWEEPS = ("name", "runs_dir", "resume")  # the sweep runner names and resumes the runs
+BEYOND_PAPER = ("tau_by_length",)  # which "all" leaves out
 SWEEPS = dict(
     table_losses=table_losses,
     table_needle=lambda scale: [dataclasses.replace(run, needle=scale.needle) for run in table_losses(scale)],
@@ -231,6 +246,7 @@ SWEEPS = dict(
     ),
     figure_qq_ours=lambda scale: trained(scale.base, ["rope", "p_rope", OURS], scale.once),
     open_choices=open_choices,
+    tau_by_length=tau_by_length,
 )
 
 
@@ -242,7 +258,7 @@ def sweep(
     changes: dict | None = None,
     needle: dict | None = None,
 ) -> list[Run]:
-    """Return the runs of a sweep ("all": of all of them, each once).
+    """Return the runs of a sweep ("all": of all of them but BEYOND_PAPER, each once).
 
     seeds replace those of the scale, everywhere; methods keeps the runs that are validated as one of these; changes are
     fields set in every run, needle holds settings of the needle task that replace the scale's. Raise ValueError for
@@ -255,9 +271,9 @@ def sweep(
     for setting in needle or {}:
         require(setting in settings, f"the needle task has no setting {setting!r}; it has {', '.join(settings)}")
     where = dataclasses.replace(where, needle=dataclasses.replace(where.needle, **(needle or {})))
+    names = [each for each in SWEEPS if each not in BEYOND_PAPER] if name == "all" else [name]
     runs = {}
-    for function in SWEEPS.values() if name == "all" else [SWEEPS[name]]:
-        own = list(function(where) or [])
+    for own in [list(SWEEPS[each](where) or []) for each in names]:
         check_fields(name, own)
         given = [dataclasses.replace(run, changes={**different(run, changes or {}), **run.changes}) for run in own]
         for run in distinguish(given):

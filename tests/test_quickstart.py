@@ -34,7 +34,7 @@ def test_loss_table_gives_lengths_in_multiples_of_the_training_length_and_the_ri
     assert len({len(line) for line in (head, rule, first, second)}) == 1
 
 
-@pytest.mark.parametrize("name, says", [("quickstart", "--text FOLDER"), ("test", "quick"), ("torture", "docs/reliability.md")])
+@pytest.mark.parametrize("name, says", [("quickstart", "--text FOLDER"), ("test", "quick"), ("torture", "promises")])
 @pytest.mark.parametrize("words", [["--help"], ["quick", "-h"]])
 def test_help_installs_nothing(tmp_path, name, says, words):
     """In a folder without .venv, with no Python that could make one."""

@@ -3,7 +3,6 @@
 import collections
 import datetime
 import platform
-import re
 import shlex
 import tempfile
 from pathlib import Path
@@ -15,9 +14,9 @@ from errors import require
 from runtime.device import device_name
 from runtime.files import replace_file
 from runtime.run_folder import git_commit
-from scripts.reproduce import figures, tables
+from scripts.reproduce import beyond, figures, tables
 from scripts.reproduce.study import Study
-from scripts.shared.runs import StoredRun, check_page
+from scripts.shared.runs import StoredRun, check_page, log_values
 
 DRAWS = 400
 ITEMS = dict(
@@ -37,8 +36,11 @@ ITEMS = dict(
     figure_qq=figures.figure_qq,
     figure_qq_ours=figures.figure_qq_ours,
     open_choices=tables.open_choices,
+    tau_by_length=beyond.tau_by_length,
 )
 PARTLY_THEORY = ["figure_entropy"]  # which has something to show without runs
+# What is computed or measured here; the others are functions of what the runs left, the same wherever they are made.
+COMPUTED = ["figure_entropy", "figure_sublog", "figure_sublog_unscaled", "figure_qq_ours"]
 
 
 def write_item(study: Study, stored_runs: list[StoredRun], force: bool = False) -> str:
@@ -72,12 +74,11 @@ def provenance(study: Study) -> str:
     """Return the lines that say how the item was made, from which runs, and what is missing."""
     own = ["--out", str(study.out)] if study.out != Path("results") / study.scale else []
     own += ["--draws", str(study.draws)] if study.draws != DRAWS else []
-    machine = f"{device_name(study.device)}, {platform.system()}, torch {torch.__version__}"
-    commit = git_commit(Path(__file__).parent) or "unknown"
-    lines = [
-        f"- command: `{shlex.join(['python', '-m', 'scripts.reproduce', study.item, *study.options, *own])}`",
-        f"- made: {datetime.date.today()} on {machine}, code at commit {commit}",
-    ]
+    lines = [f"- command: `{shlex.join(['python', '-m', 'scripts.reproduce', study.item, *study.options, *own])}`"]
+    if study.item in COMPUTED:
+        machine = f"{device_name(study.device)}, {platform.system()}, torch {torch.__version__}"
+        commit = git_commit(Path(__file__).parent) or "unknown"
+        lines.append(f"- made: {datetime.date.today()} on {machine}, code at commit {commit}")
     if study.runs:
         lines.append(f"- runs used: {len(study.finished)} of {len(study.runs)}")
         needles = {run.needle for run, _ in study.finished if run.needle}
@@ -110,10 +111,3 @@ def training_text(stored: StoredRun) -> str:
     counted = bool(tokens and distinct)
     read = f"{distinct:,} distinct training tokens, read {tokens / distinct:.2f} times" if counted else "not counted"
     return f"`{stored.summary['data']}`, {read}"
-
-
-def log_values(folder: Path, key: str) -> list[str]:
-    """Return what log.txt says after "commit: " or "device: ", once each; a resumed run says it again."""
-    path = folder / "log.txt"
-    text = path.read_text(errors="replace") if path.exists() else ""
-    return list(dict.fromkeys(re.findall(rf"^{key}: (.+)$", text, re.MULTILINE))) or ["unknown"]

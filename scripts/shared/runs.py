@@ -219,6 +219,13 @@ def is_running(path: Path) -> bool:
     return False
 
 
+def log_values(folder: Path, key: str) -> list[str]:
+    """Return what log.txt says after "commit: " or "device: ", once each; a resumed run says it again."""
+    path = folder / "log.txt"
+    text = path.read_text(errors="replace") if path.exists() else ""
+    return list(dict.fromkeys(re.findall(rf"^{key}: (.+)$", text, re.MULTILINE))) or ["unknown"]
+
+
 def check_page(page: Path, pattern: str, runs: int):
     """Raise ValueError if the page at this path says that it was made from more runs than these. pattern: a regular
     expression around the number."""

@@ -1,0 +1,75 @@
+"""Studies that go beyond the paper: each function draws a figure or a table and returns the Markdown that shows it."""
+
+import collections
+import math
+from pathlib import Path
+
+from scripts.reproduce.drawing import drawing, legend_below
+from scripts.reproduce.figures import NO_FIGURE, picture, tau_of
+from scripts.reproduce.study import Study, final_losses
+from scripts.shared.tables import markdown_table, mean_and_stderr, plus_minus, write_csv
+
+RATIOS = (1, 4, 16, 64)  # of the validation length to the training length
+LEARNED = math.inf  # in place of tau where every head learns its own
+COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#0072B2")
+
+
+def tau_by_length(study: Study) -> str:
+    """Draw the loss against tau for each training length, and tabulate it with the best tau of each."""
+    losses = collections.defaultdict(list)
+    for run, stored in study.finished:
+        config = run.config
+        tau = LEARNED if config.method_options.get("learn_tau") else tau_of(config)
+        for length, loss in final_losses(stored).items():
+            losses[config.train_length, tau, length / config.train_length].append(loss)
+    rows = []
+    for (length, tau, ratio), values in sorted(losses.items()):
+        mean, stderr = mean_and_stderr(values)
+        row = dict(train_length=length, tau=tau, ratio=ratio, mean=mean, stderr=stderr, seeds=len(values))
+        rows += [row] if ratio in RATIOS else []
+    write_csv(study.path.with_suffix(".csv"), rows)
+    if not rows:
+        return NO_FIGURE
+    draw_tau_by_length(study.path, rows)
+    text = "Validation loss of scale-invariant p-RoPE in nats a token against its lengthscale \u03c4 (in tokens), for "
+    text += "three training lengths (each on equally many tokens) and at multiples of them. Vertical lines: the "
+    text += "paper's share of the training length, \u03c4 / length = 10 / 4096. Horizontal: \u03c4 learned by heads, "
+    text += "from there on. Bars: \u00b1 1 standard error over seeds. In bold, the best \u03c4 of each training length."
+    return "\n\n".join([text, picture(study.item), tau_table(rows)])
+
+
+def tau_table(rows: list[dict]) -> str:
+    """Return the rows as a table, a line a training length and tau, a column a validation length."""
+    best = {}
+    for row in rows:
+        where, mean = (row["train_length"], row["ratio"]), round(row["mean"], 3)
+        best[where] = min(mean, best.get(where, mean))
+    cells, seeds = collections.defaultdict(dict), {}
+    for row in rows:
+        line, ratio = (row["train_length"], row["tau"]), row["ratio"]
+        cell, is_best = plus_minus(row["mean"], row["stderr"]), round(row["mean"], 3) == best[line[0], ratio]
+        cells[line][ratio], seeds[line] = f"**{cell}**" if is_best else cell, row["seeds"]
+    table = [["trained at", "\u03c4", "\u03c4 / length", "seeds", *(f"{ratio}x" for ratio in RATIOS)]]
+    for (length, tau), by_ratio in cells.items():
+        names = ["learned", ""] if tau == LEARNED else [f"{tau:.3g}", f"{tau / length:.2g}"]
+        own = [by_ratio.get(ratio, "") for ratio in RATIOS]
+        table.append([str(length), *names, str(seeds[length, tau]), *own])
+    return markdown_table(table)
+
+
+def draw_tau_by_length(path: Path, rows: list[dict]):
+    """Draw a panel a training length: loss against tau, a line a validation length."""
+    lengths = sorted({row["train_length"] for row in rows})
+    with drawing(path, 1, len(lengths), height=2.2) as (figure, axes):
+        for axis, length in zip(axes[0], lengths):
+            for ratio, colour in zip(RATIOS, COLOURS):
+                mine = [row for row in rows if (row["train_length"], row["ratio"]) == (length, ratio)]
+                fixed = [row for row in mine if row["tau"] != LEARNED]
+                x, y = ([row[key] for row in fixed] for key in ("tau", "mean"))
+                axis.errorbar(x, y, [row["stderr"] or 0 for row in fixed], fmt="o-", color=colour, label=f"at {ratio}x")
+                for row in (row for row in mine if row["tau"] == LEARNED):
+                    axis.axhline(row["mean"], color=colour, linestyle=":", linewidth=0.8)
+            axis.axvline(length * 10 / 4096, color="0.7", linewidth=0.6, zorder=0)
+            axis.set(title=f"trained at {length}", xscale="log", xlabel="\u03c4 (tokens)")
+        axes[0, 0].set_ylabel("nats a token")
+        legend_below(figure, axes, len(RATIOS))
