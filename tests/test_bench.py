@@ -117,13 +117,13 @@ def wrong_gradient(q, k, v):
     return 1.001 * o - 0.001 * o.detach()
 
 
-def out_of_memory(case):
+def out_of_memory(case, formula):
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-@pytest.mark.parametrize("formula, attend", [("si", VARIANTS["sdpa"].make), ("plain", lambda case: wrong_gradient)])
+@pytest.mark.parametrize("formula, attend", [("si", VARIANTS["sdpa"].prepare), ("plain", lambda *_: wrong_gradient)])
 def test_a_variant_with_wrong_numbers_gets_no_time_and_exit_code_1(formula, attend, tmp_path):
-    variants = {"right": Variant("plain", dense("plain"), ""), "wrong": Variant(formula, attend, "")}
+    variants = {"right": Variant("plain", dense, ""), "wrong": Variant(formula, attend, "")}
     assert run_attention(variants, "--variants", "right", "wrong", "--out", str(tmp_path)) == 1
     record = json.loads((tmp_path / "cpu_attention.json").read_text())
     assert record["gate"]["results"]["right"]["passed"] and not record["gate"]["results"]["wrong"]["passed"]
@@ -132,7 +132,7 @@ def test_a_variant_with_wrong_numbers_gets_no_time_and_exit_code_1(formula, atte
 
 
 def test_a_variant_that_cannot_run_says_why_and_stops_no_other(capsys):
-    variants = {"none": Variant("plain", out_of_memory, ""), "dense": Variant("alibi", dense("alibi"), "")}
+    variants = {"none": Variant("plain", out_of_memory, ""), "dense": Variant("alibi", dense, "")}
     assert run_attention(variants, "--variants", "none", "dense") == 0
     page = capsys.readouterr().out
     assert page.count("| none: not run: CUDA out of memory") == 2
@@ -140,7 +140,7 @@ def test_a_variant_that_cannot_run_says_why_and_stops_no_other(capsys):
 
 
 def test_without_time_nothing_runs(capsys):
-    assert run_attention({"dense": Variant("si", dense("si"), "")}, "--variants", "dense", "--minutes", "1e-9") == 0
+    assert run_attention({"dense": Variant("si", dense, "")}, "--variants", "dense", "--minutes", "1e-9") == 0
     assert "| dense: not run: out of time" in capsys.readouterr().out
 
 
@@ -274,6 +274,6 @@ def test_a_launch_with_other_tiles_computes_the_same(role, argument, tensor):
     launch = make_launch(case, "si", role, {role: kernel_code.flash.Tiles(32, 16, 4, 1)})
     assert (launch.constants["QUERIES"], launch.constants["KEYS"]) == (32, 16)
     launch.run()
-    exact = bench_attention.output_and_gradients(dense("si")(case), random_inputs(case), exact=True)
+    exact = bench_attention.output_and_gradients(dense(case, "si"), random_inputs(case), exact=True)
     (error,) = bench_attention.relative_errors([launch.arguments[argument]], [exact[tensor]])
     assert error < 1e-5

@@ -30,16 +30,7 @@ from errors import require
 from model.reference import plain_attention
 from runtime.processes import start_processes
 from scripts.bench import protocol
-from scripts.bench.protocol import (
-    Report,
-    build_variants,
-    gpu_range,
-    paired_ratio,
-    ratio_cell,
-    results_table,
-    time_calls,
-    with_baseline_again,
-)
+from scripts.bench.protocol import Report, build_variants, gpu_range, paired_ratio, ratio_cell, results_table
 from scripts.bench.variants import CPU, CUDA, VARIANTS, Attend, Case, Variant, dense, random_inputs
 
 DEFAULTS = dict(
@@ -99,7 +90,7 @@ def run(args: argparse.Namespace, variants: dict[str, Variant] = VARIANTS) -> in
             if case in cases:
                 lengths_to_come = len(cases) - 1 - cases.index(case)  # each needs time to compile and for its rounds
                 seconds = (deadline - time.perf_counter()) / (2 * lengths_to_come + 1)
-                measure(report, case, built, excluded | problems, args.rounds, seconds)
+                time_in_turns(report, case, built, excluded | problems, args.rounds, seconds)
     return int(any(reason.startswith("refused") for reason in excluded.values()))
 
 
@@ -138,7 +129,7 @@ def build(name: str, variant: Variant, case: Case, inputs: list[Tensor]) -> Buil
     attend = variant.make(case)
     passes = make_passes(attend, inputs)
     for key in ("both", *PASSES):
-        time_calls(passes[key], 1, case.device)
+        protocol.time_calls(passes[key], 1, case.device)
     return BuiltVariant(attend, passes, extra_bytes(name, variant, case, passes["both"]))
 
 
@@ -203,7 +194,7 @@ def gate(
     def reference(formula: str) -> tuple[list[Tensor], list[float]]:
         last = last_sequence(inputs)
         exact = output_and_gradients(functools.partial(plain_attention, one.method(formula)), last, exact=True)
-        rounded = output_and_gradients(dense(formula)(one), last)
+        rounded = output_and_gradients(dense(one, formula), last)
         return exact, [max(LIMIT * error, FLOAT32_LIMIT) for error in relative_errors(rounded, exact)]
 
     results = {}
@@ -261,19 +252,20 @@ def plain_counterpart(name: str, variant: Variant) -> str:
     return "" if variant.formula == "plain" else name.split(":")[0] + ":plain"
 
 
-def measure(
+def time_in_turns(
     report: Report, case: Case, built: dict[str, BuiltVariant], problems: dict[str, str], rounds: int, seconds: float
 ):
     """Time each pass of each variant in at most so many rounds and report it."""
+    rows = protocol.with_baseline_again(built)
     calls = {
-        f"{row} {key}": functools.partial(time_calls, variant.passes[key], device=case.device)
-        for row, variant in with_baseline_again(built).items()
+        f"{row} {key}": functools.partial(protocol.time_calls, rows[row].passes[key], device=case.device)
+        for row in rows
         for key in PASSES
     }
     measured = protocol.measure(calls, rounds, seconds, case.device)
-    times = {row: {key: measured.seconds[f"{row} {key}"] for key in PASSES} for row in with_baseline_again(built)}
+    times = {row: {key: measured.seconds[f"{row} {key}"] for key in PASSES} for row in rows}
     baseline = next(iter(times.values()), {"both": []})
-    rows = [["variant", "forward ms", "TFLOP/s", "ratio", "both ms", "TFLOP/s", "ratio", "to plain", "MiB"]]
+    table = [["variant", "forward ms", "TFLOP/s", "ratio", "both ms", "TFLOP/s", "ratio", "to plain", "MiB"]]
     results = {}
     for name, own in times.items():
         plain = times.get(report.record["variants"].get(name, {}).get("off"), {})
@@ -284,13 +276,13 @@ def measure(
         for key in PASSES:
             median = statistics.median(own[key])
             row += [f"{median * 1e3:.3f}", f"{flops(case, key) / median / 1e12:.3g}", ratio_cell(ratio[key])]
-        rows.append([*row, ratio_cell(to_plain.get("both")), "" if memory is None else f"{memory / 2**20:.0f}"])
+        table.append([*row, ratio_cell(to_plain.get("both")), "" if memory is None else f"{memory / 2**20:.0f}"])
     rounds = len(baseline["both"])
     length = dict(length=case.length, batch=case.batch, rounds=rounds, calls=measured.calls, results=results)
     report.record["lengths"].append(length | dict(problems=problems, gpu=measured.gpu))
     report.add(
         f"## Length {case.length}, batch {case.batch}\n\n{rounds} rounds{gpu_range(measured.gpu)}\n\n"
-        + results_table(rows, problems)
+        + results_table(table, problems)
     )
 
 

@@ -33,18 +33,10 @@ from errors import require
 from model.backends.sdpa import prefer_fast_sdpa
 from runtime.device import matmul_rate, published_peak
 from runtime.processes import start_processes
+from scripts.bench import protocol
 from scripts.bench.peers import WARM_UP, bench_peers, bench_processes, with_data
 from scripts.bench.profile import profile
-from scripts.bench.protocol import (
-    Report,
-    build_variants,
-    gpu_range,
-    measure,
-    paired_ratio,
-    ratio_cell,
-    results_table,
-    with_baseline_again,
-)
+from scripts.bench.protocol import Report, build_variants, gpu_range, paired_ratio, ratio_cell, results_table
 from scripts.bench.trainers import DEFAULT_VARIANTS, KINDS, StepBench, StepVariant, Trainer, read_variant
 from scripts.shared.tables import markdown_table
 
@@ -149,14 +141,14 @@ def gradients(bench: StepBench, trainer: Trainer) -> dict[str, Tensor]:
 
 def time_in_turns(bench: StepBench, trainers: dict[str, Trainer], rounds: int, seconds: float) -> tuple[dict, list]:
     """Return the seconds of each kind of each variant in each round, and the state of the GPU after each round."""
-    rows = with_baseline_again(trainers)
+    rows = protocol.with_baseline_again(trainers)
     end = time.perf_counter() + (SOAK_SECONDS if bench.device.type == "cuda" else 0)
     while trainers and time.perf_counter() < end:
         bench.time(next(iter(trainers.values())), "step", 1)
     cells = {
         (row, kind): functools.partial(bench.time, trainer, kind) for row, trainer in rows.items() for kind in KINDS
     }
-    measured = measure(cells, rounds, seconds, bench.device, longest=1.5)
+    measured = protocol.measure(cells, rounds, seconds, bench.device, longest=1.5)
     return {row: {kind: measured.seconds[row, kind] for kind in KINDS} for row in rows}, measured.gpu
 
 
@@ -189,8 +181,8 @@ def bench_variants(args: argparse.Namespace, bench: StepBench, variants: dict[st
     report.add(how_to_read(report.record, bench))
     report.add(gate_section(report.record, bench.dtype, args.steps))
     if times:
-        report.add(times_section(report.record))
-        report.add(use_section(report.record))
+        for section in times_sections(report.record):
+            report.add(section)
         if pairs := [(name, v.counterpart) for name, v in variants.items() if {name, v.counterpart} <= times.keys()]:
             report.add(counterparts_section(times, pairs))
     return int(any(reason.startswith("refused") for reason in problems.values()))
@@ -240,49 +232,37 @@ def gate_section(record: dict, dtype: torch.dtype, steps: int) -> str:
     )
 
 
-def times_section(record: dict) -> str:
-    times = record["seconds"]
-    baseline = next(iter(times))
-    head = ["variant", "attention", "tokens/s", "step ms", "micro ms", "optimizer ms", "share", "sum", "GiB"]
-    rows = [[*head, f"time to {baseline}"]]
-    for name, seconds in times.items():
-        median = {kind: statistics.median(seconds[kind]) for kind in KINDS}
-        parts = record["micro_batches"] * median["micro"] + median["optimizer"]
-        peak = record["peak_bytes"].get(name)
-        rows.append([
-            name,
-            record["backends"].get(name, ""),
-            f"{tokens_per_second(record, name):,.0f}",
-            *(f"{median[kind] * 1e3:.2f}" for kind in KINDS),
-            f"{median['optimizer'] / median['step']:.2%}",
-            f"{parts / median['step']:.3f}",
-            f"{peak / 2**30:.2f}" if peak else "",
-            ratio_cell(paired_ratio(seconds["step"], times[baseline]["step"])),
-        ])  # fmt: skip
-    rounds = len(times[baseline]["step"])
-    return f"## Times\n\n{rounds} rounds{gpu_range(record['gpu'])}\n\n{markdown_table(rows)}"
-
-
-def use_section(record: dict) -> str:
-    published, matmul = record["published_peak"], statistics.fmean(record["matmul_rates"])
+def times_sections(record: dict) -> list[str]:
+    """Return the times, and what share of the machine's FLOP/s they are."""
+    times, published, matmul = record["seconds"], record["published_peak"], statistics.fmean(record["matmul_rates"])
+    baseline, steps = next(iter(times)), next(iter(times.values()))["step"]
     columns = {  # the count of FLOPs, and of which FLOP/s of the machine its rate is a share
         "MFU": ("model", published),
         "of matmul": ("model", matmul),
         "HFU": ("hardware", published or matmul),
         "PaLM": ("palm", published or matmul),
     }
-    rows = [["variant", *columns]]
-    for name in record["seconds"]:
-        row = [name]
-        for count, peak in columns.values():
-            flops_per_second = tokens_per_second(record, name) * record["flops_per_token"][count]
-            row.append(f"{flops_per_second / peak:.1%}" if peak else "")
-        rows.append(row)
-    return f"## Use of the machine\n\n{markdown_table(rows)}"
-
-
-def tokens_per_second(record: dict, name: str) -> float:
-    return record["config"]["batch_tokens"] / statistics.median(record["seconds"][name]["step"])
+    head = ["variant", "attention", "tokens/s", "step ms", "micro ms", "optimizer ms", "share", "sum", "GiB"]
+    rows, uses = [[*head, f"time to {baseline}"]], [["variant", *columns]]
+    for name, seconds in times.items():
+        median = {kind: statistics.median(seconds[kind]) for kind in KINDS}
+        rate = record["config"]["batch_tokens"] / median["step"]
+        parts = record["micro_batches"] * median["micro"] + median["optimizer"]
+        peak = record["peak_bytes"].get(name)
+        rows.append([
+            name,
+            record["backends"].get(name, ""),
+            f"{rate:,.0f}",
+            *(f"{median[kind] * 1e3:.2f}" for kind in KINDS),
+            f"{median['optimizer'] / median['step']:.2%}",
+            f"{parts / median['step']:.3f}",
+            f"{peak / 2**30:.2f}" if peak else "",
+            ratio_cell(paired_ratio(seconds["step"], steps)),
+        ])  # fmt: skip
+        used = {count: rate * flops for count, flops in record["flops_per_token"].items()}
+        uses.append([name, *(f"{used[count] / limit:.1%}" if limit else "" for count, limit in columns.values())])
+    times_table = f"## Times\n\n{len(steps)} rounds{gpu_range(record['gpu'])}\n\n{markdown_table(rows)}"
+    return [times_table, f"## Use of the machine\n\n{markdown_table(uses)}"]
 
 
 def counterparts_section(times: dict, pairs: list[tuple[str, str]]) -> str:
