@@ -79,9 +79,9 @@ class Run:
         parts = [self.preset, self.changes.get("method", preset(self.preset).method)]
         for field, value in sorted(self.changes.items()):
             if field == "method_options":
-                parts += [f"{option}{text(value[option])}" for option in sorted(value)]
+                parts += [f"{option}{as_folder_part(value[option])}" for option in sorted(value)]
             elif field in self.distinguishing or field not in {"method", "seed", *NOT_MATHEMATICS}:
-                parts.append(f"{field}{text(value)}")
+                parts.append(f"{field}{as_folder_part(value)}")
         if len("-".join(parts)) > 120:
             parts[2:] = [self.identity]
         return "-".join([*parts, f"s{self.changes.get('seed', 0)}"])
@@ -108,15 +108,15 @@ class Run:
             if isinstance(value, bool):
                 words.append(f"--{field}" if value else f"--no_{field}")
             else:
-                words += [f"--{field}", *(value if isinstance(value, (list, tuple)) else flat(value))]
+                words += [f"--{field}", *(value if isinstance(value, (list, tuple)) else as_words(value))]
         return [str(word) for word in words]
 
 
-def flat(value) -> list:
+def as_words(value) -> list:
     return [word for pair in value.items() for word in pair] if isinstance(value, dict) else [value]
 
 
-def text(value) -> str:
+def as_folder_part(value) -> str:
     """Return the value as a part of a folder's name."""
     shown = "_".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
     return re.sub(r"[^A-Za-z0-9._+=-]", "_", shown)
@@ -275,8 +275,7 @@ def sweep(
     runs = {}
     for own in [list(SWEEPS[each](where) or []) for each in names]:
         check_fields(name, own)
-        given = [dataclasses.replace(run, changes={**different(run, changes or {}), **run.changes}) for run in own]
-        for run in distinguish(given):
+        for run in distinguish([add_changes(run, changes or {}) for run in own]):
             if not methods or set(run.methods) & set(methods):
                 check_given(name, run, changes or {})
             first = runs.setdefault(run.identity, run)
@@ -303,10 +302,11 @@ def check_fields(name: str, runs: list[Run]):
         require(field not in SET_BY_SWEEPS, f"sweep {name} sets {field}, which is no choice of a sweep's")
 
 
-def different(run: Run, changes: dict) -> dict:
-    """Return the changes without those that the run's preset has already."""
+def add_changes(run: Run, changes: dict) -> Run:
+    """Return the run with these changes too, but for fields that it sets itself or that are so in its preset."""
     base = preset(run.preset)
-    return {field: value for field, value in changes.items() if value != getattr(base, field)}
+    added = {field: value for field, value in changes.items() if value != getattr(base, field)}
+    return dataclasses.replace(run, changes={**added, **run.changes})
 
 
 def distinguish(runs: list[Run]) -> list[Run]:

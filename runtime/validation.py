@@ -57,7 +57,7 @@ class Validation:
         return dict(
             val_loss={length: mean.mean().item() for length, mean in means.items()},
             val_tokens={str(length): tokens for length, tokens in passes.items()},
-            val_loss_by_position={length: in_octaves(mean) for length, mean in means.items()},
+            val_loss_by_position={length: means_by_octave(mean) for length, mean in means.items()},
         )
 
     def mean_by_position(self, plan: Plan, length: int, tokens: int, stopping: Callable[[], bool]) -> Tensor:
@@ -121,7 +121,7 @@ def same_rotation(a: Plan, b: Plan) -> bool:
     return a.cos is None or torch.equal(a.cos, b.cos) and torch.equal(a.sin, b.sin)
 
 
-def in_octaves(mean: Tensor) -> list[float]:
+def means_by_octave(mean: Tensor) -> list[float]:
     """Return means over ranges of positions: entry k over 2^(k-1) .. 2^k - 1, entry 0 over position 0 alone."""
     length = len(mean)
     edges = [0, *(2**k for k in range((length - 1).bit_length())), length]

@@ -59,14 +59,14 @@ def evaluate(folder: Path, args: argparse.Namespace, world: World) -> tuple[dict
     lengths = args.lengths or config.val_lengths
     require(all(n >= 1 for n in lengths), f"--lengths must be at least 1, got {min(lengths)}")
     run = read_run(folder)
-    stream = own_text(run) if data is None else open_split(data, "val", config.vocab_size)
+    stream = open_own_text(run) if data is None else open_split(data, "val", config.vocab_size)
     # A folder that is named may hold the run's own text, which has moved.
     own = data is None or stream.fingerprint(config.val_tokens) == run.data.get("validation")
     if not own:
         check_tokenizer(run, data)
     tokens = args.val_tokens
     if tokens is None:
-        tokens = config.val_tokens if own else usual_tokens(config, stream, lengths, data)
+        tokens = config.val_tokens if own else choose_tokens(config, stream, lengths, data)
     check_validation(stream, lengths, tokens)
     plans = validation_plans(config, model, world, lengths)
     result = Validation(config, model, model, plans, stream, world).losses(dict.fromkeys(lengths, tokens))
@@ -74,7 +74,7 @@ def evaluate(folder: Path, args: argparse.Namespace, world: World) -> tuple[dict
     return dict(name=folder.name, method=config.method, train_length=config.train_length, **where, **result), own
 
 
-def own_text(run: StoredRun) -> TokenStream:
+def open_own_text(run: StoredRun) -> TokenStream:
     """Return the text that a run was validated on. Raise ValueError if its data folder holds another now."""
     config = run.config
     stream = open_split(config.data_dir, "val", config.vocab_size)
@@ -102,7 +102,7 @@ def check_tokenizer(run: StoredRun, data: Path):
     require(theirs == ours, f"{differ}: prepare it with `python -m data.text ... --tokenizer {tokenizer}`")
 
 
-def usual_tokens(config: Config, stream: TokenStream, lengths: list[int], data: Path) -> int:
+def choose_tokens(config: Config, stream: TokenStream, lengths: list[int], data: Path) -> int:
     """Return the run's own number of validation tokens where it fits other text, else, with a line that says so, the
     largest that does."""
     unit = math.lcm(*lengths)
@@ -123,16 +123,16 @@ def store(folder: Path, result: dict, own: bool):
         stored = json.loads(path.read_text()) if path.exists() else {}
         kept, others = on_own_text(stored), dict(stored.get(OTHER_TEXTS, {}))
         if own:
-            kept = join(kept, result)
+            kept = merge_results(kept, result)
         else:
-            others[result["text"]] = join(others.get(result["text"], {}), result)
+            others[result["text"]] = merge_results(others.get(result["text"], {}), result)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged ({error!r}): delete it and evaluate again") from error
     kept |= {OTHER_TEXTS: others} if others else {}
     replace_text(path, to_json(kept) + "\n")
 
 
-def join(old: dict, new: dict) -> dict:
+def merge_results(old: dict, new: dict) -> dict:
     """Return the new result, with the lengths of the old one if that is of the same checkpoint and number of tokens."""
     if not old:
         return new
@@ -146,7 +146,7 @@ def join(old: dict, new: dict) -> dict:
     return both | (dict(val_loss_as=others) if others else {})
 
 
-def with_others(results: list[dict]) -> list[dict]:
+def add_other_methods(results: list[dict]) -> list[dict]:
     """Return the results, each before those of the same weights run as other methods."""
     rows = []
     for result in results:
@@ -195,7 +195,7 @@ def main():
     if results:
         if args.data:
             print(f"On the text of {args.data}:\n")
-        print(loss_table(with_others(results)))
+        print(loss_table(add_other_methods(results)))
         if len({(r["text"], *r["val_tokens"].values()) for r in results}) > 1:
             print("\nThese rows do not compare: they are of different text, or of different numbers of tokens of it.")
         print(f"\nLoss by position, in sequences of the longest length:\n\n{position_table(results)}")

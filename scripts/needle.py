@@ -121,29 +121,29 @@ def run(
         folder.close()
         sys.exit(exit_code())
     summary = dict(name=path.name, **settings, examples=needle.examples)
-    known = scores(config, model, tests, needle.examples, folder, "scores.json")
-    summary |= shares(known, needle.examples)
+    known = score_lengths(config, model, tests, needle.examples, folder, "scores.json")
+    summary |= shares_by_kind(known, needle.examples)
     as_others = {}
     for name, method in build_alternatives(config).items():
         # Up to the training length they are the same.
         same = {length: score for length, score in known.items() if int(length) <= config.train_length}
         beyond = {length: test for length, test in tests.items() if length > config.train_length}
-        theirs = scores(config, model, beyond, needle.examples, folder, f"scores_{name}.json", method)
-        as_others[name] = shares(same | theirs, needle.examples)
+        theirs = score_lengths(config, model, beyond, needle.examples, folder, f"scores_{name}.json", method)
+        as_others[name] = shares_by_kind(same | theirs, needle.examples)
     summary |= {"as": as_others} if as_others else {}
     folder.write_json("summary.json", summary)
     folder.close()
     return summary
 
 
-def shares(known: dict[str, dict], examples: int) -> dict[str, dict]:
+def shares_by_kind(known: dict[str, dict], examples: int) -> dict[str, dict]:
     """Return the shares of needles by kind and length, of those lengths that were scored on this many examples."""
     whole = {length: score for length, score in known.items() if score["examples"] == examples}
     kinds = ("greedy", "teacher_forcing", "oracle")
     return {kind: {length: score[kind] for length, score in whole.items()} for kind in kinds}
 
 
-def scores(
+def score_lengths(
     config: Config, model: GPT, tests: dict, examples: int, folder: RunFolder, name: str, method: Method | None = None
 ) -> dict[str, dict]:
     """Score the model, with the weights that it has, on the test of each length, run as `method` (default: its own).
@@ -155,7 +155,7 @@ def scores(
     known = read_json(folder.path / name) or {}
     for length, test in tests.items():
         if known.get(str(length), {}).get("examples") != examples:
-            greedy, forced = accuracy(config, model, test, examples, method)
+            greedy, forced = measure_accuracy(config, model, test, examples, method)
             oracle = oracle_accuracy(test, examples)
             known[str(length)] = dict(examples=examples, greedy=greedy, teacher_forcing=forced, oracle=oracle)
             folder.write_json(name, known)
@@ -241,7 +241,7 @@ def fine_tune(
 
 
 @torch.inference_mode()
-def accuracy(
+def measure_accuracy(
     config: Config, model: GPT, task: NeedleTask, examples: int, method: Method | None = None
 ) -> tuple[float, float]:
     """Return the share of needles found by greedy decoding and by teacher forcing, in the task's first examples."""

@@ -80,7 +80,7 @@ def main():
     (out / f"{title}.md").write_text(table + "\n")
     draw(results, out / f"{title}.png")
     print(f"\nValidation loss, in nats a token, at the training length and beyond:\n\n{table}\n")
-    if more := at_mini():
+    if more := mini_table():
         times = mini().steps * mini().batch_tokens / quickstart().steps / quickstart().batch_tokens
         print(f"That is one seed, trained for a minute. With {times:.1f} times the tokens, means over seeds, on the")
         print(f"source of Python's standard library (results/mini/table_losses.md):\n\n{more}\n")
@@ -89,7 +89,7 @@ def main():
     print(f"The same from the checkpoints: {sys.executable} -m scripts.evaluate {out}/{title}-*/")
 
 
-def at_mini() -> str:
+def mini_table() -> str:
     """Return the same rows of the study at scale `mini`, as far as its table is there: Markdown, or "" without any."""
     path = ROOT / "results" / "mini" / "table_losses.csv"
     found = list(csv.DictReader(path.read_text().splitlines())) if path.exists() else []

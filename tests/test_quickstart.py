@@ -187,7 +187,7 @@ def test_shards_of_other_text_are_not_taken_for_it(tmp_path):
 def test_what_shows_at_mini_is_what_its_table_says():
     with open(ROOT / "results" / "mini" / "table_losses.csv", newline="") as file:
         found = {(row["method"], row["length"]): float(row["mean"]) for row in csv.DictReader(file) if row["mean"]}
-    head, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in script.at_mini().splitlines()]
+    head, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in script.mini_table().splitlines()]
     assert head[:3] == ["run", "seeds", "256"] and {row[0] for row in rows} >= {"RoPE", *script.OURS[:1]}
     for label, _, *losses in rows:
         name = script.SERIES[script.SHOWN.index(label)]

@@ -84,7 +84,7 @@ class CudaMemory(contextlib.nullcontext):
     start = staticmethod(torch.cuda.reset_peak_memory_stats)
 
 
-def count(config: Config, device: torch.device) -> list[dict]:
+def count_memory(config: Config, device: torch.device) -> list[dict]:
     """Return a row of bytes for a training step and one for a validation pass at each length, measured on a GPU.
 
     activations: what the forward pass keeps for the backward pass. peak: everything that is there at once, also what is
@@ -92,14 +92,14 @@ def count(config: Config, device: torch.device) -> list[dict]:
     """
     if device.type == "cuda":
         prefer_fast_sdpa(device)
-        return run(config, device, CudaMemory(), choose_compile(config.compile, device)[0])
+        return run_steps(config, device, CudaMemory(), choose_compile(config.compile, device)[0])
     losses = (torch.ops.scale_invariant.loss_and_gradients.default, torch.ops.scale_invariant.token_losses.default)
     with FakeTensorMode(), StorageCount(dict.fromkeys(losses, loss_workspace)) as memory:
-        return run(config, device, memory)
+        return run_steps(config, device, memory)
 
 
-def run(config: Config, device: torch.device, memory, compiled: str | None = None) -> list[dict]:
-    """Return the rows of count, of real steps under `memory`, a StorageCount or CudaMemory."""
+def run_steps(config: Config, device: torch.device, memory, compiled: str | None = None) -> list[dict]:
+    """Return the rows of count_memory, of real steps under `memory`, a StorageCount or CudaMemory."""
     with device:
         model = build_model(config, compute_dtype(config, device))
     backend = config.attention_backend
@@ -157,7 +157,7 @@ def main():
     heads = ["parameters", "gradients", "state", "activations", "peak"]
     table = [["preset", "", "sequences", *heads]]
     for name, config in configs.items():
-        for row in count(config, device):
+        for row in count_memory(config, device):
             what = [name, "{work} at {length}".format(**row), str(row["sequences"])]
             table.append(what + [f"{row[head] / 2**30:.2f}" for head in heads])
     how = "counted on fake tensors, in eager execution; not measured"

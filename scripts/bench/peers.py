@@ -104,9 +104,9 @@ def peer_script(checkout: Path, config: Config, steps: int, device: torch.device
     """Return the training script of a checkout, which its files tell. Raise ValueError where none is known or can
     run."""
     if all((checkout / name).is_file() for name in ("train.py", "model.py", "configurator.py")):
-        return nanogpt(checkout, config, steps, device, copies)
+        return nanogpt_script(checkout, config, steps, device, copies)
     if all((checkout / name).is_file() for name in ("train_gpt.py", "triton_kernels.py")):
-        return modded_nanogpt(checkout, device, copies)
+        return modded_nanogpt_script(checkout, device, copies)
     raise ValueError(
         f"{checkout} is no checkout of nanoGPT (train.py, model.py, configurator.py) or modded-nanogpt (train_gpt.py, "
         "triton_kernels.py)"
@@ -121,7 +121,7 @@ def copy_code(checkout: Path, copies: Path) -> Path:
     return copy
 
 
-def nanogpt(checkout: Path, config: Config, steps: int, device: torch.device, copies: Path) -> Script:
+def nanogpt_script(checkout: Path, config: Config, steps: int, device: torch.device, copies: Path) -> Script:
     """Return karpathy/nanoGPT at the shape of `config`, float32 on a CPU and bfloat16 on CUDA, compiled."""
     copy = copy_code(checkout, copies)
     data = copy / "data" / "bench"
@@ -157,7 +157,7 @@ def nanogpt_steps(output: str) -> tuple[list[float], list[float]]:
     return [float(ms) / 1e3 for _, ms in lines], [float(loss) for loss, _ in lines]
 
 
-def modded_nanogpt(checkout: Path, device: torch.device, copies: Path) -> Script:
+def modded_nanogpt_script(checkout: Path, device: torch.device, copies: Path) -> Script:
     """Return KellerJordan/modded-nanogpt as it is, whole, on all GPUs: its shape is in its code.
 
     Raise ValueError without CUDA and without its training shards.
@@ -190,7 +190,7 @@ def modded_nanogpt_steps(output: str) -> tuple[list[float], list[float]]:
 # ---- rounds ----------------------------------------------------------------------------------------------------------
 
 
-def run(script: Script) -> dict:
+def run_script(script: Script) -> dict:
     """Run it once and return the seconds of the steps that count, and all losses. Raise ValueError when it fails."""
     environment = os.environ | dict(OMP_NUM_THREADS=str(script.threads or torch.get_num_threads()))
     with tempfile.TemporaryDirectory() as folder:
@@ -205,13 +205,13 @@ def run(script: Script) -> dict:
     return dict(seconds=seconds[WARM_UP:], losses=losses)
 
 
-def compare(scripts: dict[str, Script], rounds: int, report: Report) -> dict[str, list[dict]]:
+def compare_scripts(scripts: dict[str, Script], rounds: int, report: Report) -> dict[str, list[dict]]:
     """Run all in turns, the first, ours, once more at the end of each round; add results and table to the report."""
     ours, scripts = next(iter(scripts)), with_baseline_again(scripts)
     results, gpu_states = {name: [] for name in scripts}, []
     for round_number in range(rounds):
         for name in in_turns(scripts, round_number):
-            results[name].append(run(scripts[name]))
+            results[name].append(run_script(scripts[name]))
             median = statistics.median(results[name][-1]["seconds"])
             print(f"round {round_number + 1}: {name} {median * 1e3:.2f} ms a step", file=sys.stderr, flush=True)
         gpu_states.append(gpu_state(torch.device("cuda")) if torch.cuda.is_available() else None)
@@ -262,7 +262,7 @@ def bench_peers(args, arguments: list[str], config: Config, tokens: str, device:
     if device.type == "cpu" and (has_bfloat16 := fast_dtype(device) == torch.bfloat16):
         scripts["ours in bfloat16"] = ours(dtype="bfloat16")
     report = start_report("peers", args, config, tokens, device)
-    compare(scripts, args.rounds, report)
+    compare_scripts(scripts, args.rounds, report)
     if device.type == "cpu" and not has_bfloat16:
         report.add("bfloat16: not run, as this CPU does not multiply it in hardware.")
     return 0
@@ -280,7 +280,7 @@ def bench_processes(args, arguments: list[str], config: Config, tokens: str, dev
         threads = "" if device.type == "cuda" else f", threads of each: {script.threads}"
         scripts[f"processes: {count}{threads}"] = script
     report = start_report("processes", args, config, tokens, device)
-    results = compare(scripts, args.rounds, report)
+    results = compare_scripts(scripts, args.rounds, report)
     first, *others = (results[name][0]["losses"] for name in scripts)
     differences = [float(np.abs(np.subtract(first, losses)).max()) for losses in others]
     report.record["largest_loss_difference"] = differences

@@ -91,10 +91,10 @@ def run(args: argparse.Namespace) -> int:
         rate, source = tokens_per_second(config, measured, args.variant) or (
             args.mfu * peak / training_flops_per_token(config), "assumed"
         )  # fmt: skip
-        project = functools.partial(projection, config, rate=rate, **speeds)
+        project = functools.partial(project_run, config, rate=rate, **speeds)
         rows = [project(gpus) for gpus in args.gpus]
         report.record["rows"] += [dict(preset=name, **row) for row in rows]
-        report.add(f"## {name}\n\n{gpu_table(rows)}\n\n{most_gpus(config, project)}")
+        report.add(f"## {name}\n\n{gpu_table(rows)}\n\n{describe_most_gpus(config, project)}")
         runs.append([name, *run_cells(config, rate, source), PAPER_HOURS.get(name, "")])
         report.record["runs"].append(dict(zip(runs[0], runs[-1])))
     slower = peak / PEAK_BF16_FLOPS["A100"]
@@ -115,21 +115,21 @@ def split_batch(config: Config, gpus: int) -> tuple[int, int] | None:
     return None
 
 
-def optimizers_of(config: Config, gpus: int) -> Optimizers:
+def build_optimizers_of(config: Config, gpus: int) -> Optimizers:
     """Return the optimizers of the first of so many processes, without memory."""
     with torch.device("meta"):  # shapes without memory
         model = build_model(config, torch.bfloat16)
         return build_optimizers(config, model, False, World(0, 0, gpus, torch.device("meta")))
 
 
-def projection(config: Config, gpus: int, rate: float, *, nvlink: float, network: float, latency: float) -> dict:
+def project_run(config: Config, gpus: int, rate: float, *, nvlink: float, network: float, latency: float) -> dict:
     """Return one row of the tables.
 
     rate: tokens/s of a GPU; nvlink and network: bytes/s of a GPU; latency: seconds of a collective.
     """
     context, sequences = split_batch(config, gpus) or (1, 1)
     batch = gpus // context * sequences * config.train_length
-    optimizers = optimizers_of(config, gpus)
+    optimizers = build_optimizers_of(config, gpus)
     sent = optimizers.bytes_a_step() | dict(all_to_all=0)
     shares, copies, buckets = optimizers.shares, optimizers.copies, len(optimizers.all_buckets())
     collectives = 2 * buckets * (shares > 1) + buckets * (copies > 1)  # reduce-scatter, all-gather; all-reduce
@@ -168,7 +168,7 @@ def gpu_table(rows: list[dict]) -> str:
     return markdown_table(table)
 
 
-def most_gpus(config: Config, project: Callable[[int], dict]) -> str:
+def describe_most_gpus(config: Config, project: Callable[[int], dict]) -> str:
     """Describe the largest numbers of GPUs that can share the preset's batch, and that are of use."""
     sequences = config.batch_tokens // config.train_length
     possible = [n for n in range(1, sequences * config.num_heads + 1) if split_batch(config, n)]
