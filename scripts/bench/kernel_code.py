@@ -88,30 +88,23 @@ def kernel_launches(
     tiles: of some roles, instead of those that are chosen. arch: 90 stands for compute capability 9.0, and tiles are
     chosen for that, whatever GPU is here.
     """
-    launches, choose_tiles = {}, flash.choose_tiles
-
-    class Recorder:
-        def __init__(self, kernel):
-            self.kernel = kernel
-
-        def __getitem__(self, grid):
-            def launch(*arguments, num_warps=4, num_stages=3, **constants):
-                options = dict(num_warps=num_warps, num_stages=num_stages)
-                role = self.kernel.__name__.removesuffix("_kernel")
-                launches[role] = Launch(self.kernel, grid, arguments, constants, options)
-
-            return launch
+    choose_tiles = flash.choose_tiles
 
     def choose(dtype, block_d, capability):
         return choose_tiles(dtype, block_d, capability if arch is None else divmod(arch, 10)) | (tiles or {})
 
-    kernels = {f"{role}_kernel": Recorder(getattr(flash, f"{role}_kernel")) for role in (*ROLES, "delta")}
+    recorders = {f"{role}_kernel": mock.MagicMock() for role in (*ROLES, "delta")}
     q, k, v, do = inputs
     c = coefficients or Coefficients(torch.empty(0, 1, 1, device=q.device))
     functions = c.table, c.polynomials, c.tangent, list(c.degrees), c.far, 0
-    with mock.patch.multiple(flash, choose_tiles=choose, **kernels):
+    with mock.patch.multiple(flash, choose_tiles=choose, **recorders):
         o, lse = flash.forward_op(q, k, v, c.parameter, *functions)
         flash.backward_op(do, q, k, v, o, lse, *functions)
+    launches = {}
+    for name, recorder in recorders.items():  # of kernel[grid](*arguments, **constants, **options)
+        (grid,), call = recorder.__getitem__.call_args.args, recorder.__getitem__.return_value.call_args
+        options = dict(num_warps=call.kwargs.pop("num_warps", 4), num_stages=call.kwargs.pop("num_stages", 3))
+        launches[name.removesuffix("_kernel")] = Launch(getattr(flash, name), grid, call.args, call.kwargs, options)
     return launches
 
 
@@ -119,12 +112,7 @@ def kernel_launches(
 
 
 def kernel_code(
-    variant: str,
-    arch: int = 90,
-    head_dim: int = 128,
-    dtype: torch.dtype = torch.bfloat16,
-    kernels: tuple[str, ...] = ROLES,
-    tiles: dict[str, flash.Tiles] | None = None,
+    variant: str, arch: int = 90, head_dim: int = 128, kernels: tuple[str, ...] = ROLES, tiles: dict | None = None
 ) -> list[dict]:
     """Compile one of VARIANTS for compute capability arch / 10 and describe the machine code, a dict a kernel.
 
@@ -137,26 +125,21 @@ def kernel_code(
     is_covered = 1 <= head_dim <= flash.MAX_HEAD_DIM
     require(is_covered, f"the kernels cover head dimensions from 1 to {flash.MAX_HEAD_DIM}, not {head_dim}")
     require(not flash.INTERPRETED, "TRITON_INTERPRET is set, and the interpreter compiles nothing: unset it")
-    case = Case(1, HEADS, LENGTH, head_dim, dtype, torch.device("cpu"))
-    inputs = torch.zeros(4, 1, LENGTH, HEADS, head_dim, dtype=dtype).transpose(2, 3).unbind()
+    case = Case(1, HEADS, LENGTH, head_dim, torch.bfloat16, torch.device("cpu"))
+    inputs = torch.zeros(4, 1, LENGTH, HEADS, head_dim, dtype=case.dtype).transpose(2, 3).unbind()
     launches = kernel_launches(inputs, VARIANTS[variant](case), tiles, arch)
     return [dict(kernel=kernel, **compile_launch(launches[kernel], arch)) for kernel in kernels]
 
 
 def compile_launch(launch: Launch, arch: int) -> dict:
     """Return what kernel_code does about one kernel."""
-    names = launch.kernel.arg_names
     signature, constants, attributes = {}, {}, {}
-    for i, (name, argument) in enumerate(zip(names, launch.arguments)):
-        if isinstance(argument, torch.Tensor):
-            signature[name], aligned = TYPES[argument.dtype], True
-        elif isinstance(argument, float):
-            signature[name], aligned = "fp32", False
-        else:  # as triton.jit specialises: on 1, and on multiples of 16
-            signature[name], aligned = "constexpr" if argument == 1 else "i32", argument % 16 == 0
-            if argument == 1:
-                constants[name] = 1
-        if aligned:
+    for i, (name, argument) in enumerate(zip(launch.kernel.arg_names, launch.arguments)):
+        is_tensor, is_float = isinstance(argument, Tensor), isinstance(argument, float)
+        signature[name] = TYPES[argument.dtype] if is_tensor else "fp32" if is_float else "i32"
+        if not (is_tensor or is_float) and argument == 1:  # as triton.jit specialises: on 1, and on multiples of 16
+            signature[name], constants[name] = "constexpr", 1
+        if is_tensor or not is_float and argument % 16 == 0:
             attributes[(i,)] = [["tt.divisibility", 16]]
     signature |= {name: "constexpr" for name in launch.constants}
     source = ASTSource(launch.kernel, signature, constants | launch.constants, attributes)

@@ -90,10 +90,10 @@ def zipf_shards(folder: Path, config: Config) -> Path:
     share = 1 / np.arange(1, config.vocab_size + 1)
     count = min(MOST_TOKENS, 8 * config.batch_tokens) + 1
     tokens = np.random.default_rng(0).choice(config.vocab_size, 2 * count, p=share / share.sum())
-    writer = ShardWriter(folder, "zipf", tokenizer="none", vocab_size=config.vocab_size)
-    writer.write("train", tokens[:count])
-    writer.write("val", tokens[count:])
-    writer.close()
+    with ShardWriter(folder, "zipf", tokenizer="none", vocab_size=config.vocab_size) as writer:
+        writer.write("train", tokens[:count])
+        writer.write("val", tokens[count:])
+        writer.close()
     return folder
 
 
@@ -200,8 +200,8 @@ def run_script(script: Script) -> dict:
             last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
             raise ValueError(f"{script.what} failed with exit code {done.returncode}: {last}")
         seconds, losses = script.read(Path(folder), done.stdout)
-    if len(seconds) <= WARM_UP:
-        raise ValueError(f"{script.what} reported {len(seconds)} steps, of which {WARM_UP} do not count")
+    words = f"{script.what} reported {len(seconds)} steps, of which {WARM_UP} do not count"
+    require(len(seconds) > WARM_UP, words)
     return dict(seconds=seconds[WARM_UP:], losses=losses)
 
 
