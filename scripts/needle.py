@@ -95,7 +95,7 @@ def run(
 ) -> dict:
     """Fine-tune and score one run, or what is left of that to do; return the summary that it leaves behind.
 
-    lengths: None for those of the paper's table. Ends the process, with all that is done saved, when `stop` hears a
+    lengths: None for those of the paper's table. Ends the process, with all that is done saved, when `stop` receives a
     signal. Raise ValueError or OSError for what cannot be done, also when another process does it.
     """
     config, model = load_run(path, device)
@@ -201,7 +201,7 @@ def fine_tune(
 ):
     """Train the model in place on examples 0, 1, 2 ... of the task, resuming from the folder's latest checkpoint.
 
-    When `stop` hears a signal it returns after the step under way, with a checkpoint; it may be the last step.
+    When `stop` receives a signal it returns after the step under way, with a checkpoint; it may be the last step.
     """
     device, steps, sequences = model.head.device, needle.steps, needle.sequences
     schedule = dict(schedule="trapezoid", steps=steps, warmup_steps=steps // 3, cooldown_steps=steps // 3)
