@@ -52,8 +52,8 @@ from runtime.device import choose_compile, peak_flops, rng_state, set_rng_state
 from runtime.nonfinite import explain_step
 from runtime.processes import (
     World,
+    exit_on_failure,
     fail_together,
-    failures_in_words,
     gather,
     limit_waiting,
     start_processes,
@@ -67,7 +67,7 @@ from runtime.validation import Validation, validation_plans
 
 
 def main():
-    with StopRequest() as stop, failures_in_words():  # a disk may fill up at any time
+    with StopRequest() as stop, exit_on_failure():  # a disk may fill up at any time
         train(stop)
 
 
@@ -135,7 +135,7 @@ def train(stop: StopRequest):
     log.restart_clock()
     with load_from(start_step=first) as loader:
         for step in range(first, config.steps):
-            stopping = stop.agreed(world)
+            stopping = stop.is_set(world)
             passes = {} if stopping or step == progress.validated else validation_plan(config, step)
             save_now = step > first and config.save_every and step % config.save_every == 0
             if passes or save_now or stopping:
@@ -149,7 +149,7 @@ def train(stop: StopRequest):
             if passes or save_now:
                 log.restart_clock()
 
-            stop.holds = True  # from here on there is something to save
+            stop.can_save = True  # from here on there is something to save
             with exit_on_user_error():
                 micro_batches = next(loader)
             factor = lr_factor(step, **schedule)
@@ -259,7 +259,7 @@ def validate(validation: Validation, passes: dict[int, int], log: RunLog, stop: 
     """Validate on passes[length] tokens at each length. Return False if a signal to stop came first."""
     began, config, step = time.monotonic(), validation.config, log.progress.step
     with exit_on_user_error():  # a shard may have changed
-        losses = validation.losses(passes, functools.partial(stop.agreed, validation.world))
+        losses = validation.losses(passes, functools.partial(stop.is_set, validation.world))
         if losses is None:
             return False
         record = dict(step=step, tokens=step * config.batch_tokens, val_profile=config.val_profile) | losses

@@ -24,7 +24,7 @@ def read_config(arguments: list[str], usage: str = "", methods: Iterable[str] = 
     """Return the run that a preset's name and --field value, as in sys.argv[1:], describe.
 
     --help ends the process; `usage` (of the program) and `methods` (the names of the attention methods) are its text.
-    ValueError, in one line, for what describes no run.
+    Raise ValueError, in one line, for what describes no run.
     """
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage + "\nPresets: " + ", ".join(PRESETS))
@@ -41,8 +41,8 @@ def read_config(arguments: list[str], usage: str = "", methods: Iterable[str] = 
 def read_fields(arguments: list[str]) -> dict:
     """Return the values of the fields that --field value, --field=value or --no_field among the arguments set.
 
-    A dash in a field's name is an underscore; of a field that is set twice, the last counts. ValueError, in one line,
-    for an unknown field, or what is no value of a field's type.
+    A dash in a field's name is an underscore; of a field that is set twice, the last counts. Raise ValueError, in one
+    line, for an unknown field, or what is no value of a field's type.
     """
     given = {}
     for argument in arguments:
@@ -58,7 +58,7 @@ def read_fields(arguments: list[str]) -> dict:
 
 
 def field_value(kind: type, flag: str, words: list[str]) -> object:
-    """Return the value of this type that the flag and the words after it say. ValueError when they say none."""
+    """Return the value of this type that the flag and the words after it say. Raise ValueError when they say none."""
     value = words  # a list, which is of none of the types
     with suppress(ValueError):
         if kind is bool:
@@ -97,17 +97,12 @@ def help_text(name: str, methods: Iterable[str]) -> str:
     width = shutil.get_terminal_size().columns
     lines = [f"usage: train_gpt.py {name} [--field value ...]", "", inspect.getdoc(PRESETS[name]) or "", ""]
     lines += [textwrap.fill(f"Methods: {', '.join(methods)}.", width), ""]
-    for field, text in field_docstrings().items():
-        value = getattr(preset(name), field)
-        value = " ".join(map(str, value)) if isinstance(value, tuple) else value
-        lines.append(f"  --{field} {placeholder(TYPES[field]) or f'or --no_{field}'}")
-        text = f"{text} (default: {'none' if value in ('', {}) else value})"
-        lines.append(textwrap.fill(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6))
+    for field, below in itertools.pairwise(ast.parse(inspect.getsource(Config)).body[0].body):
+        if isinstance(field, ast.AnnAssign):  # below it is its docstring
+            field, text = field.target.id, " ".join(below.value.value.split())
+            value = getattr(preset(name), field)
+            value = " ".join(map(str, value)) if isinstance(value, tuple) else value
+            lines.append(f"  --{field} {placeholder(TYPES[field]) or f'or --no_{field}'}")
+            text = f"{text} (default: {'none' if value in ('', {}) else value})"
+            lines.append(textwrap.fill(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6))
     return "\n".join(lines)
-
-
-def field_docstrings() -> dict[str, str]:
-    """Return the docstring below each field of Config, on one line."""
-    body = ast.parse(inspect.getsource(Config)).body[0].body
-    fields = [(field, below) for field, below in itertools.pairwise(body) if isinstance(field, ast.AnnAssign)]
-    return {field.target.id: " ".join(below.value.value.split()) for field, below in fields}

@@ -33,7 +33,7 @@ class Config:
     """One pretraining run. The defaults are the paper's 162M model at training length 4096.
 
     A field has a plain default, or setting(...) where not every value of its type will do or its value does not change
-    the mathematics. ValueError, in one line, for values that cannot make a run on any machine.
+    the mathematics. Raise ValueError, in one line, for values that cannot make a run on any machine.
     """
 
     # ---- the run ----
@@ -158,42 +158,30 @@ class Config:
         for name in ("validate_as", "val_lengths"):
             values = getattr(self, name)
             require(len(set(values)) == len(values), f"{name} names one twice: {values}")
-        require(
-            self.model_dim % self.num_heads == 0,
-            f"model_dim {self.model_dim} is not divisible by num_heads {self.num_heads}",
+        d, heads, length = self.model_dim, self.num_heads, self.train_length
+        require(d % heads == 0, f"model_dim {d} is not divisible by num_heads {heads}")
+        words = (
+            f"train_length {length} does not divide batch_tokens {self.batch_tokens}: a step must be whole sequences"
         )
-        require(
-            self.batch_tokens % self.train_length == 0,
-            f"train_length {self.train_length} does not divide batch_tokens {self.batch_tokens}: "
-            "a step must be whole sequences",
-        )
-        parameters = 2 * self.vocab_size * self.model_dim + 12 * self.num_layers * self.model_dim**2
-        require(
-            parameters <= MOST,
-            f"vocab_size {self.vocab_size}, num_layers {self.num_layers} and model_dim {self.model_dim} make "
-            f"{parameters:.1e} parameters: more than {MOST:.1e} cannot be trained here",
-        )
-        require(len(self.val_lengths) > 0, "val_lengths must name at least one length")
+        require(self.batch_tokens % length == 0, f"{words}: a step must be whole sequences")
+        parameters = 2 * self.vocab_size * d + 12 * self.num_layers * d**2
+        words = f"vocab_size {self.vocab_size}, num_layers {self.num_layers} and model_dim {d} make {parameters:.1e}"
+        require(parameters <= MOST, f"{words} parameters: more than {MOST:.1e} cannot be trained here")
+        require(self.val_lengths, "val_lengths must name at least one length")
         for length in self.val_lengths:
-            require(
-                self.val_tokens % length == 0,
-                f"validation length {length} does not divide val_tokens {self.val_tokens}",
-            )
+            words = f"validation length {length} does not divide val_tokens {self.val_tokens}"
+            require(self.val_tokens % length == 0, words)
         for tag in self.tags:
             require(1 <= len(tag) <= 64, f"tags must be of 1 to 64 characters, for wandb, got {shortened(tag)}")
-        require(
-            self.name == "" or re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+=-]*", self.name),
-            f"name {self.name!r} must be a plain folder name of letters, digits and . _ + = -",
-        )
+        is_plain = re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._+=-]*)?", self.name)
+        require(is_plain, f"name {self.name!r} must be a plain folder name of letters, digits and . _ + = -")
         require(len(self.name) <= 200, f"name must be of at most 200 characters, got {len(self.name)}")
 
     def to_dict(self) -> dict:
         return dataclasses.asdict(self)
 
 
-NOT_MATHEMATICS = frozenset(
-    field.name for field in dataclasses.fields(Config) if not field.metadata.get("mathematics", True)
-)
+NOT_MATHEMATICS = frozenset(f.name for f in dataclasses.fields(Config) if not f.metadata.get("mathematics", True))
 
 
 def with_changes(base: Config, changes: dict) -> Config:
@@ -210,12 +198,8 @@ def config_hash(config: Config) -> str:
 
     Fields at their default value are left out, so that a new field whose default is the old behaviour changes nothing.
     """
-    defaults = Config()
-    changed = {
-        field.name: getattr(config, field.name)
-        for field in dataclasses.fields(Config)
-        if field.name not in NOT_MATHEMATICS and getattr(config, field.name) != getattr(defaults, field.name)
-    }
+    defaults = vars(Config())
+    changed = {k: v for k, v in vars(config).items() if k not in NOT_MATHEMATICS and v != defaults[k]}
     if options := changed.get("method_options"):  # 3 and 3.0 are the same number
         changed["method_options"] = {k: float(v) if type(v) is int else v for k, v in options.items()}
     return hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:12]

@@ -28,12 +28,12 @@ def leave(number: int, frame: object):
     os._exit(exit_code())
 
 
-def ctrl_c_in_words():
+def exit_on_ctrl_c():
     """Let Ctrl-C end this program with a word: at once while it imports, which C++ code does not survive an exception
     in; later as KeyboardInterrupt, after which the program puts its files in order. Exit code 130 in a shell."""
     show = sys.excepthook
 
-    def hear(number, frame):
+    def on_interrupt(number, frame):
         if hasattr(sys.modules["__main__"], "main"):  # which stands below the imports
             raise KeyboardInterrupt
         os.write(2, b"interrupted\n")
@@ -45,5 +45,5 @@ def ctrl_c_in_words():
         else:
             show(kind, error, trace)
 
-    signal.signal(signal.SIGINT, hear)
+    signal.signal(signal.SIGINT, on_interrupt)
     sys.excepthook = hook

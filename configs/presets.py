@@ -96,13 +96,7 @@ def mini_4096() -> Config:
 def mini_large() -> Config:
     """mini for the paper's 304M model: 4 layers of width 192, cosine schedule."""
     return dataclasses.replace(
-        mini(),
-        num_layers=4,
-        num_heads=3,
-        model_dim=192,
-        schedule="cosine",
-        cooldown_steps=0,
-        muon_lr=0.02 * 128 / 192,
+        mini(), num_layers=4, num_heads=3, model_dim=192, schedule="cosine", cooldown_steps=0, muon_lr=0.02 * 128 / 192
     )
 
 
@@ -134,6 +128,6 @@ PRESETS = {
 
 
 def preset(name: str) -> Config:
-    """Return the preset of that name. ValueError, naming the nearest, when there is none."""
+    """Return the preset of that name. Raise ValueError, naming the nearest, when there is none."""
     require(name in PRESETS, f"unknown preset {name!r}; {did_you_mean(name, PRESETS)}")
     return PRESETS[name]()

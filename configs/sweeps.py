@@ -79,9 +79,9 @@ class Run:
         parts = [self.preset, self.changes.get("method", preset(self.preset).method)]
         for field, value in sorted(self.changes.items()):
             if field == "method_options":
-                parts += [f"{option}{text(value[option])}" for option in sorted(value)]
+                parts += [f"{option}{as_folder_part(value[option])}" for option in sorted(value)]
             elif field in self.distinguishing or field not in {"method", "seed", *NOT_MATHEMATICS}:
-                parts.append(f"{field}{text(value)}")
+                parts.append(f"{field}{as_folder_part(value)}")
         if len("-".join(parts)) > 120:
             parts[2:] = [self.identity]
         return "-".join([*parts, f"s{self.changes.get('seed', 0)}"])
@@ -108,15 +108,15 @@ class Run:
             if isinstance(value, bool):
                 words.append(f"--{field}" if value else f"--no_{field}")
             else:
-                words += [f"--{field}", *(value if isinstance(value, (list, tuple)) else flat(value))]
+                words += [f"--{field}", *(value if isinstance(value, (list, tuple)) else as_words(value))]
         return [str(word) for word in words]
 
 
-def flat(value) -> list:
+def as_words(value) -> list:
     return [word for pair in value.items() for word in pair] if isinstance(value, dict) else [value]
 
 
-def text(value) -> str:
+def as_folder_part(value) -> str:
     """Return the value as a part of a folder's name."""
     shown = "_".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
     return re.sub(r"[^A-Za-z0-9._+=-]", "_", shown)
@@ -146,32 +146,29 @@ class Scale:
     needle: Needle = Needle()
 
 
+MINI_NEEDLE = Needle("shards", steps=2400, sequences=8, examples=100)  # as many sequences, in mini's batches
 SCALES = dict(
     paper=Scale("gpt_162m_4k", ("gpt_162m_4k", "gpt_162m_16k", "gpt_162m_64k"), "gpt_304m_4k"),
     small=Scale("small_4k", ("small_4k", "small_16k", "small_64k"), "small_304m"),
-    mini=Scale(
-        "mini",
-        ("mini", "mini_1024", "mini_4096"),
-        "mini_large",
-        needle=Needle("shards", steps=2400, sequences=8, examples=100),  # as many sequences, in mini's batches
-    ),
+    mini=Scale("mini", ("mini", "mini_1024", "mini_4096"), "mini_large", needle=MINI_NEEDLE),
 )
 # The others train identically and differ beyond the training length only: one run is validated as all of them.
 SAME_WEIGHTS = dict(rope=("rope_ntk", "yarn"), logn_rope=("logn_ntk",))
-MAIN_METHODS = ["rope", "p_rope", "nope", "logn_rope", "logn_p_rope", "alibi", "scale_invariant_p_rope"]
-SCALE_INVARIANT = ["scale_invariant_p_rope", "scale_invariant_rope", "scale_invariant_nope"]
+OURS = "scale_invariant_p_rope"
+MAIN_METHODS = ["rope", "p_rope", "nope", "logn_rope", "logn_p_rope", "alibi", OURS]
+SCALE_INVARIANT = [OURS, "scale_invariant_rope", "scale_invariant_nope"]
 PAPERS_LENGTHS = dict(alibi={"slope_scale": 1.0}) | dict.fromkeys(SCALE_INVARIANT, {"tau": 10.0})  # in tokens
 
 
 def trained(presets: str | list[str], methods: list[str], seeds: tuple[int, ...], options: dict | None = None):
     """Return the runs of these methods, validated as all that train identically."""
-    changes = {"method_options": options} if options else {}
-    return [
-        Run(run.preset, run.changes | changes | {"validate_as": SAME_WEIGHTS[run.changes["method"]]})
-        if run.changes["method"] in SAME_WEIGHTS
-        else Run(run.preset, run.changes | changes)
-        for run in grid(presets, method=methods, seed=seeds)
-    ]
+    runs = grid(presets, method=methods, seed=seeds)
+    for run in runs:
+        if options:
+            run.changes["method_options"] = options
+        if run.changes["method"] in SAME_WEIGHTS:
+            run.changes["validate_as"] = SAME_WEIGHTS[run.changes["method"]]
+    return runs
 
 
 def with_papers_lengths(runs: list[Run]) -> list[Run]:
@@ -189,51 +186,12 @@ def table_losses(scale: Scale) -> list[Run]:
     return with_papers_lengths(trained(scale.base, MAIN_METHODS, scale.seeds))
 
 
-def table_needle(scale: Scale) -> list[Run]:
-    return [dataclasses.replace(run, needle=scale.needle) for run in table_losses(scale)]
-
-
-def table_infini(scale: Scale) -> list[Run]:
-    methods = ["rope", "scale_invariant_p_rope", "infini_rope", "infini_p_rope"]
-    return trained(scale.base, methods, scale.seeds)
-
-
-def figure_entropy(scale: Scale) -> list[Run]:
-    return trained(scale.base, ["p_rope", "logn_p_rope", "scale_invariant_p_rope"], scale.once)
-
-
-def figure_train_lengths(scale: Scale) -> list[Run]:
-    base, *longer = scale.lengths
-    return trained(base, MAIN_METHODS, scale.seeds) + trained(longer, MAIN_METHODS, scale.once)
-
-
-def figure_train_4k(scale: Scale) -> list[Run]:
-    return trained(scale.base, MAIN_METHODS, scale.seeds)
-
-
-def figure_train_16k(scale: Scale) -> list[Run]:
-    return trained(scale.lengths[1], MAIN_METHODS, scale.once)
-
-
-def figure_304m(scale: Scale) -> list[Run]:
-    return trained(scale.large, ["logn_p_rope", "alibi", "scale_invariant_p_rope"], scale.once)
-
-
 def figure_tau(scale: Scale) -> list[Run]:
-    method = "scale_invariant_p_rope"
     taus = [0.01, 0.1, 1.0, 10.0, 100.0]
     if preset(scale.base).length_scale == 1:
         taus.remove(10.0)  # the default, which is the run of the main table; elsewhere that is another one
-    runs = [run for tau in taus for run in trained(scale.base, [method], scale.once, {"tau": tau})]
-    return trained(scale.base, [method], scale.once) + runs
-
-
-def figure_scale_invariant_variants(scale: Scale) -> list[Run]:
-    return with_papers_lengths(trained(scale.base, SCALE_INVARIANT, scale.seeds))
-
-
-def figure_qq_ours(scale: Scale) -> list[Run]:
-    return trained(scale.base, ["rope", "p_rope", "scale_invariant_p_rope"], scale.once)
+    runs = [run for tau in taus for run in trained(scale.base, [OURS], scale.once, {"tau": tau})]
+    return trained(scale.base, [OURS], scale.once) + runs
 
 
 def open_choices(scale: Scale) -> list[Run]:
@@ -247,7 +205,7 @@ def open_choices(scale: Scale) -> list[Run]:
         ("logn_p_rope", [{}, {"context": "length"}]),
         ("alibi", [{}, {"slopes": "geometric"}]),
         ("infini_rope", [{}, {"segment_length": train_length // 8}, {"segment_length": train_length // 2}]),
-        ("scale_invariant_p_rope", [{}, {"terms": "a"}, {"terms": "m"}]),
+        (OURS, [{}, {"terms": "a"}, {"terms": "m"}]),
     ]
     return [
         run for method, choices in variants for options in choices
@@ -265,7 +223,7 @@ def tau_by_length(scale: Scale) -> list[Run]:
     options = [None, *({"tau": factor * tau} for factor in (1 / 16, 1 / 4, 4, 16, 64)), {"learn_tau": True}]
     return [
         run for length in scale.lengths for chosen in options
-        for run in trained(length, ["scale_invariant_p_rope"], scale.once, chosen)
+        for run in trained(length, [OURS], scale.once, chosen)
     ]  # fmt: skip
 
 
@@ -277,16 +235,20 @@ SET_BY_SWEEPS = ("name", "runs_dir", "resume")  # the sweep runner names and res
 BEYOND_PAPER = ("tau_by_length", "far_tokens")  # which "all" leaves out
 SWEEPS = dict(
     table_losses=table_losses,
-    table_needle=table_needle,
-    table_infini=table_infini,
-    figure_entropy=figure_entropy,
-    figure_train_lengths=figure_train_lengths,
-    figure_train_4k=figure_train_4k,
-    figure_train_16k=figure_train_16k,
-    figure_304m=figure_304m,
+    table_needle=lambda scale: [dataclasses.replace(run, needle=scale.needle) for run in table_losses(scale)],
+    table_infini=lambda scale: trained(scale.base, ["rope", OURS, "infini_rope", "infini_p_rope"], scale.seeds),
+    figure_entropy=lambda scale: trained(scale.base, ["p_rope", "logn_p_rope", OURS], scale.once),
+    figure_train_lengths=lambda scale: (
+        trained(scale.base, MAIN_METHODS, scale.seeds) + trained([*scale.lengths[1:]], MAIN_METHODS, scale.once)
+    ),
+    figure_train_4k=lambda scale: trained(scale.base, MAIN_METHODS, scale.seeds),
+    figure_train_16k=lambda scale: trained(scale.lengths[1], MAIN_METHODS, scale.once),
+    figure_304m=lambda scale: trained(scale.large, ["logn_p_rope", "alibi", OURS], scale.once),
     figure_tau=figure_tau,
-    figure_scale_invariant_variants=figure_scale_invariant_variants,
-    figure_qq_ours=figure_qq_ours,
+    figure_scale_invariant_variants=lambda scale: with_papers_lengths(
+        trained(scale.base, SCALE_INVARIANT, scale.seeds)
+    ),
+    figure_qq_ours=lambda scale: trained(scale.base, ["rope", "p_rope", OURS], scale.once),
     open_choices=open_choices,
     tau_by_length=tau_by_length,
     far_tokens=far_tokens,
@@ -304,27 +266,21 @@ def sweep(
     """Return the runs of a sweep ("all": of all of them but BEYOND_PAPER, each once).
 
     seeds replace those of the scale, everywhere; methods keeps the runs that are validated as one of these; changes are
-    fields set in every run, needle holds settings of the needle task that replace the scale's. Raises ValueError for
+    fields set in every run, needle holds settings of the needle task that replace the scale's. Raise ValueError for
     what there is not, and for a field in changes that a run has a value of its own for.
     """
-    if name != "all" and name not in SWEEPS:
-        raise ValueError(f"unknown sweep {name!r}; {did_you_mean(name, ['all', *SWEEPS])}")
+    require(name in ("all", *SWEEPS), f"unknown sweep {name!r}; {did_you_mean(name, ['all', *SWEEPS])}")
     require(scale in SCALES, f"unknown scale {scale!r}; there are: {', '.join(SCALES)}")
     where = dataclasses.replace(SCALES[scale], seeds=tuple(seeds), once=tuple(seeds)) if seeds else SCALES[scale]
-    known = [field.name for field in dataclasses.fields(Needle)]
-    if unknown := [name for name in needle or {} if name not in known]:
-        raise ValueError(f"the needle task has no setting {unknown[0]!r}; it has {', '.join(known)}")
+    settings = [field.name for field in dataclasses.fields(Needle)]
+    for setting in needle or {}:
+        require(setting in settings, f"the needle task has no setting {setting!r}; it has {', '.join(settings)}")
     where = dataclasses.replace(where, needle=dataclasses.replace(where.needle, **(needle or {})))
     names = [each for each in SWEEPS if each not in BEYOND_PAPER] if name == "all" else [name]
-    runs, fields = {}, {field.name for field in dataclasses.fields(Config)}
+    runs = {}
     for own in [list(SWEEPS[each](where) or []) for each in names]:
-        for run in own:
-            for field in run.changes:
-                hint = did_you_mean(field, fields, "see configs/config.py")
-                require(field in fields, f"sweep {name}: a run has no field {field!r}; {hint}")
-                require(field not in SET_BY_SWEEPS, f"sweep {name} sets {field}, which is no choice of a sweep's")
-        given = [dataclasses.replace(run, changes={**different(run, changes or {}), **run.changes}) for run in own]
-        for run in distinguish(given):
+        check_fields(name, own)
+        for run in distinguish([add_changes(run, changes or {}) for run in own]):
             if not methods or set(run.methods) & set(methods):
                 check_given(name, run, changes or {})
             first = runs.setdefault(run.identity, run)
@@ -333,19 +289,29 @@ def sweep(
     require(runs, f"sweep {name} has no runs: its function in configs/sweeps.py gives none")
     if methods:
         present = {method for run in runs.values() for method in run.methods}
-        if not present & set(methods):
-            raise ValueError(f"sweep {name} has no method {', '.join(methods)}; it has {', '.join(sorted(present))}")
-        runs = {key: run for key, run in runs.items() if set(run.methods) & set(methods)}
-    by_name = {run.name: run for run in runs.values()}
-    if twice := [run.name for run in runs.values() if by_name[run.name] is not run]:
-        raise ValueError(f"sweep {name}: two of its runs would be called {twice[0]}: choose values that differ more")
-    return list(runs.values())
+        has_some = present & set(methods)
+        require(has_some, f"sweep {name} has no method {', '.join(methods)}; it has {', '.join(sorted(present))}")
+    chosen = [run for run in runs.values() if not methods or set(run.methods) & set(methods)]
+    [(most_common, count)] = collections.Counter(run.name for run in chosen).most_common(1)
+    words = f"two of its runs would be called {most_common}: choose values that differ more"
+    require(count == 1, f"sweep {name}: {words}")
+    return chosen
 
 
-def different(run: Run, changes: dict) -> dict:
-    """Return the changes without those that the run's preset has already."""
+def check_fields(name: str, runs: list[Run]):
+    """Raise ValueError for a field in the runs of a sweep that there is not, or that the sweep runner sets."""
+    fields = {field.name for field in dataclasses.fields(Config)}
+    for field in itertools.chain.from_iterable(run.changes for run in runs):
+        hint = did_you_mean(field, fields, "see configs/config.py")
+        require(field in fields, f"sweep {name}: a run has no field {field!r}; {hint}")
+        require(field not in SET_BY_SWEEPS, f"sweep {name} sets {field}, which is no choice of a sweep's")
+
+
+def add_changes(run: Run, changes: dict) -> Run:
+    """Return the run with these changes too, but for fields that it sets itself or that are so in its preset."""
     base = preset(run.preset)
-    return {field: value for field, value in changes.items() if value != getattr(base, field)}
+    added = {field: value for field, value in changes.items() if value != getattr(base, field)}
+    return dataclasses.replace(run, changes={**added, **run.changes})
 
 
 def distinguish(runs: list[Run]) -> list[Run]:

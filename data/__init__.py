@@ -2,7 +2,7 @@
 
 import sys
 
-from configs.interrupt import ctrl_c_in_words
+from configs.interrupt import exit_on_ctrl_c
 
 if sys.argv[0] == "-m":  # `python -m` is about to start one of these as a command, not a program importing it
-    ctrl_c_in_words()
+    exit_on_ctrl_c()

@@ -3,8 +3,6 @@
 train_gpt.py uses it, and so do the scripts that evaluate, fine-tune or measure a model.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

@@ -1,10 +1,9 @@
 """What the device is called and how fast it could be."""
 
-from __future__ import annotations
-
 import ctypes
 import platform
 import resource
+import statistics
 import time
 
 import torch
@@ -34,7 +33,7 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str] | None:
-    """The FLOP/s that model FLOPs utilisation (MFU) is a share of, and where that number comes from; None on a CPU.
+    """Return the FLOP/s that model FLOPs utilisation (MFU) is a share of, and where it comes from; None on a CPU.
 
     bfloat16 on a well-known GPU: the vendor's dense peak, so MFU compares across machines and papers. Any other GPU or
     dtype: the rate of one large matrix product, measured now in about 0.1 s; MFU then says how close the run comes to
@@ -45,33 +44,35 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str] | 
         return None
     if dtype == torch.bfloat16 and (published := published_peak(device_name(device))):
         return published, "published dense bfloat16 peak"
-    return _matmul_rate(device, dtype), f"measured {str(dtype).removeprefix('torch.')} matmul"
+    return matmul_rate(device, dtype), f"measured {str(dtype).removeprefix('torch.')} matmul"
 
 
 def published_peak(gpu_name: str) -> float | None:
-    """Dense bf16 FLOP/s of a GPU by the name that torch gives it; None when the table lacks it."""
+    """Return the dense bf16 FLOP/s of a GPU by the name that torch gives it; None when the table lacks it."""
     return next((flops for known, flops in PEAK_BF16_FLOPS.items() if known in gpu_name), None)
 
 
-def _matmul_rate(gpu: torch.device, dtype: torch.dtype, n: int = 8192) -> float:
-    """The best FLOP/s of (n, n) @ (n, n) over 0.1 s."""
+def matmul_rate(device: torch.device, dtype: torch.dtype, n: int = 8192, seconds: float = 0.1) -> float:
+    """Return the FLOP/s of the product of two random (n, n) matrices, the median over so many seconds.
+
+    Products of zeros would not do: they cost less power and run faster.
+    """
     # A generator of its own: the run's random numbers must not depend on whether something was measured.
-    generator = torch.Generator(gpu).manual_seed(0)
-    a, b = torch.randn(2, n, n, device=gpu, dtype=dtype, generator=generator)
-    best = float("inf")
-    a @ b  # warm up
-    end = time.perf_counter() + 0.1
-    while best == float("inf") or time.perf_counter() < end:
-        torch.cuda.synchronize(gpu)
-        start = time.perf_counter()
+    generator = torch.Generator(device).manual_seed(0)
+    a, b = torch.randn(2, n, n, device=device, dtype=dtype, generator=generator)
+    wait = torch.cuda.synchronize if device.type == "cuda" else torch.cpu.synchronize
+    times, end = [], time.perf_counter() + seconds
+    while len(times) < 4 or time.perf_counter() < end:
+        wait(device)
+        began = time.perf_counter()
         a @ b
-        torch.cuda.synchronize(gpu)
-        best = min(best, time.perf_counter() - start)
-    return 2 * n**3 / best
+        wait(device)
+        times.append(time.perf_counter() - began)
+    return 2 * n**3 / statistics.median(times[3:])  # the first ones are slower
 
 
 def compile_problem(device: torch.device) -> str | None:
-    """Why torch.compile does not work here (on a CPU it needs a C++ compiler and Python's headers), None if it does."""
+    """Return why torch.compile does not work here (on a CPU it needs a C++ compiler and Python's headers), or None."""
     try:
         torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=device))
     except Exception as error:  # anything from a missing compiler to an unsupported Python
@@ -80,7 +81,8 @@ def compile_problem(device: torch.device) -> str | None:
 
 
 def choose_compile(wanted: str, device: torch.device, world_size: int = 1) -> tuple[str | None, str]:
-    """What to compile (model, blocks or None), and the words for the log; ValueError where `wanted` cannot be done."""
+    """Return what to compile (model, blocks or None), and the words for the log that say why. Raise ValueError where
+    `wanted` cannot be done."""
     if wanted == "off":
         return None, "off"
     if problem := compile_problem(device):
@@ -92,8 +94,8 @@ def choose_compile(wanted: str, device: torch.device, world_size: int = 1) -> tu
     return wanted, wanted
 
 
-def keep_freed_memory() -> None:
-    """Lets this process keep what it frees, for its next tensors, as PyTorch does on GPUs.
+def keep_freed_memory():
+    """Let this process keep what it frees, for its next tensors, as PyTorch does on GPUs.
 
     glibc's malloc gives large blocks back, and a step on a CPU then gets the same pages from the system again and again
     (results/speed/cpu.md). Other libraries have their own ways and are left alone.
@@ -105,12 +107,12 @@ def keep_freed_memory() -> None:
 
 
 def rng_state() -> dict[str, torch.Tensor]:
-    """Of this process's random number generators: the CPU's and, if there is one, its GPU's."""
+    """Return the state of the random number generators of this process: the CPU's and, if there is one, its GPU's."""
     state = dict(cpu=torch.get_rng_state())
     return state | (dict(cuda=torch.cuda.get_rng_state()) if torch.cuda.is_initialized() else {})
 
 
-def set_rng_state(state: dict[str, torch.Tensor]) -> None:
+def set_rng_state(state: dict[str, torch.Tensor]):
     torch.set_rng_state(state["cpu"])
     if "cuda" in state and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(state["cuda"])
@@ -119,7 +121,7 @@ def set_rng_state(state: dict[str, torch.Tensor]) -> None:
 class AsyncScalars:
     """The numbers of a tensor, on their way to the host while the device goes on."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor):
         self.numbers = tensor.to("cpu", non_blocking=True)  # from CUDA: into pinned memory
         self.arrived, self.time = None, time.monotonic()
         if tensor.is_cuda:
@@ -127,7 +129,7 @@ class AsyncScalars:
             self.arrived.record()
 
     def wait(self) -> tuple[list[float], float]:
-        """The numbers, and when they were there (or, if later, when this was called), on time.monotonic's clock."""
+        """Return the numbers, and when they were there (or, if later, when this was called), by time.monotonic."""
         if self.arrived is not None:
             self.arrived.synchronize()
             self.time = time.monotonic()
@@ -135,7 +137,7 @@ class AsyncScalars:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Most bytes held at once so far: by PyTorch's tensors on a GPU, by the whole process otherwise."""
+    """Return the most bytes held at once so far: by PyTorch's tensors on a GPU, by the whole process otherwise."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB

@@ -4,24 +4,24 @@ A run folder may come from a stranger, with a symbolic link where we write: to a
 in it is opened for writing but through `replace_file`, `append` and `open_own`, which follow none.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Callable
+from typing import IO, Any, BinaryIO
 
 
-def refuse_link(path: Path) -> None:
-    """OSError for a symbolic link where a file or folder of ours should be. (What it is in may be reached by links.)"""
+def refuse_link(path: Path):
+    """Raise OSError for a symbolic link where a file or folder of ours should be. (What it is in may be reached by
+    links.)"""
     if path.is_symlink():
         raise OSError(f"{path} is a symbolic link to {os.readlink(path)}, where writing may do harm: remove it")
 
 
 def open_own(path: Path, mode: str, **options: Any) -> IO:
-    """`open`, for writing, of what is no symbolic link. OSError for one."""
+    """Open a file for writing, with the options of `open`. Raise OSError for a symbolic link."""
     try:
         return open(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666), **options)
     except OSError as error:
@@ -30,7 +30,7 @@ def open_own(path: Path, mode: str, **options: Any) -> IO:
         raise
 
 
-def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
+def replace_file(path: Path, write: Callable[[BinaryIO], object]):
     """Write a file so that a kill or a power cut at any instant leaves the old content or the new one, never a part.
 
     `write` fills a temporary file beside `path`, `<name>.partial`, made afresh; when it raises, that file is removed
@@ -55,8 +55,13 @@ def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
         os.close(folder)
 
 
-def append(path: Path, text: str) -> None:
-    """Add text to the end of a file, all of it or nothing. Raises OSError naming the file (disk full, read-only)."""
+def replace_text(path: Path, text: str):
+    """Write a text as replace_file does."""
+    replace_file(path, lambda file: file.write(text.encode()))
+
+
+def append(path: Path, text: str):
+    """Add text to the end of a file, all of it or nothing. Raise OSError naming the file (disk full, read-only)."""
     data = text.encode()
     try:
         with open_own(path, "ab", buffering=0) as file:
@@ -72,15 +77,14 @@ def append(path: Path, text: str) -> None:
 
 
 def to_json(record: Any, **options: Any) -> str:
-    """`json.dumps`, with NaN and infinities as null: JSON has no word for them, and many readers refuse Python's."""
-    return json.dumps(_finite(record), allow_nan=False, **options)
+    """Return the record as json.dumps would, with these options of it, but NaN and infinities as null: JSON has no word
+    for them, and many readers refuse Python's."""
 
+    def finite(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: finite(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [finite(item) for item in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+    return json.dumps(finite(record), allow_nan=False, **options)

@@ -1,7 +1,5 @@
 """What a step was made of whose loss or gradients are not finite, small enough to mail."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -68,17 +66,18 @@ def examine(
     for inputs, targets in micro_batches:
         per_token = losses(inputs, targets)
         per_token.mean().backward()
-        sequence_losses += [in_json(x) for x in per_token.detach().mean(dim=1).tolist()]
+        sequence_losses += [as_json_number(x) for x in per_token.detach().mean(dim=1).tolist()]
     table = {}
     for name, p in parameters.items():
-        table[name] = [*largest(p.detach()), *([None, None] if p.grad is None else largest(p.grad))]
+        table[name] = [*summarise(p.detach()), *([None, None] if p.grad is None else summarise(p.grad))]
         p.grad = None
     return dict(sequence_losses=sequence_losses, parameters=table)
 
 
-def largest(x: Tensor) -> list[float | str | int]:
-    return [in_json(x.abs().max().item()), x.numel() - int(x.isfinite().sum())]
+def summarise(x: Tensor) -> list[float | str | int]:
+    """Return the largest absolute value and how many values are not finite."""
+    return [as_json_number(x.abs().max().item()), x.numel() - int(x.isfinite().sum())]
 
 
-def in_json(x: float) -> float | str:
+def as_json_number(x: float) -> float | str:
     return float(f"{x:.6g}") if math.isfinite(x) else str(x)

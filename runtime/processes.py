@@ -1,19 +1,19 @@
 """One process or many: `python train_gpt.py`, or `torchrun --nproc-per-node N train_gpt.py`."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time
 import uuid
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Iterator
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
+from errors import require
 from runtime.device import keep_freed_memory
 
 
@@ -44,19 +44,19 @@ class World:
         return self.world_size // self.context_size
 
     def own_tokens(self, length: int) -> slice:
-        """Which tokens of a sequence this rank holds."""
+        """Return which tokens of a sequence this rank holds."""
         share = length // self.context_size
         first = self.rank % self.context_size * share
         return slice(first, first + share)
 
-    def sum(self, tensors: list[torch.Tensor]) -> None:
+    def sum(self, tensors: list[torch.Tensor]):
         """Replace tensors by their sums over all processes."""
         if self.world_size > 1:
             for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
                 work.wait()
 
     @classmethod
-    def alone(cls, device: torch.device) -> World:
+    def alone(cls, device: torch.device) -> Self:
         return cls(0, 0, 1, device)
 
 
@@ -66,34 +66,28 @@ def start_processes(device: str, context_size: int = 1) -> World:
     context_size: how many of them share a sequence.
 
     CPU tensors travel by gloo and CUDA tensors by nccl, so a collective on a CPU tensor never waits for the GPU.
-    Raises ValueError (see `fail_together`) when there is no GPU for this process.
+    Raise ValueError (see `fail_together`) when there is no GPU for this process.
     """
-    rank = int(os.environ.get("RANK", 0))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     gpus = 0 if device == "cpu" else torch.cuda.device_count()
     on_gpu = local_rank < gpus
     own_device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     world = World(rank, local_rank, world_size, own_device, context_size)
     if on_gpu:
-        torch.cuda.set_device(world.device)
+        torch.cuda.set_device(own_device)
     else:
         keep_freed_memory()
     if world_size > 1:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_gpu else "cpu:gloo",
-            store=store_of_this_attempt(),
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(minutes=30),  # the first step compiles, one rank minutes longer than another
-        )
+        backend, store = "cpu:gloo,cuda:nccl" if on_gpu else "cpu:gloo", store_of_this_attempt()
+        first_step = timedelta(minutes=30)  # it compiles, on one rank minutes longer than on another
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=first_step)
     with fail_together(world):
-        if device == "cuda" and gpus == 0:
-            raise ValueError("CUDA was asked for but torch sees no GPU: use --device cpu")
-        if gpus and not on_gpu:
-            raise ValueError(f"more processes than GPUs on one machine: start torchrun with --nproc-per-node {gpus}")
-        if world_size % context_size:
-            raise ValueError(f"context_parallel {context_size} does not divide the number of processes, {world_size}")
+        require(gpus or device != "cuda", "CUDA was asked for but torch sees no GPU: use --device cpu")
+        mend = f"start torchrun with --nproc-per-node {gpus}"
+        require(on_gpu or not gpus, f"more processes than GPUs on one machine: {mend}")
+        words = f"context_parallel {context_size} does not divide the number of processes, {world_size}"
+        require(world_size % context_size == 0, words)
     if context_size == 1:
         return world
     groups = [dist.new_group(range(first, first + context_size)) for first in range(0, world_size, context_size)]
@@ -101,7 +95,7 @@ def start_processes(device: str, context_size: int = 1) -> World:
 
 
 def store_of_this_attempt() -> dist.Store:
-    """What the processes tell one another their addresses through.
+    """Return what the processes tell one another their addresses through.
 
     After a restart torchrun gives them the store in which those of the attempt before it, who are gone, still stand
     (torch 2.13). So rank 0 gives each attempt a name, and waits until all ranks have answered to it.
@@ -113,12 +107,9 @@ def store_of_this_attempt() -> dist.Store:
         answers = [store.get(f"{own} {other}").decode() for other in range(1, world_size)]
         store.set(f"{own} answers", " ".join(answers))
         return dist.PrefixStore(own, store)
-    answered = None
     while True:
         attempt = store.get("attempt").decode()  # perhaps still that of before
-        if attempt != answered:
-            store.set(f"{attempt} {rank}", own)
-            answered = attempt
+        store.set(f"{attempt} {rank}", own)
         if store.check([f"{attempt} answers"]) and own in store.get(f"{attempt} answers").decode():
             return dist.PrefixStore(attempt, store)
         time.sleep(0.01)
@@ -126,7 +117,7 @@ def store_of_this_attempt() -> dist.Store:
 
 @contextmanager
 def fail_together(world: World) -> Iterator[None]:
-    """A block of set-up that may fail on some ranks: every rank gets past its end, or every rank leaves.
+    """Let every rank get past the end of a block of set-up, or every rank leave, when it fails on some of them.
 
     When a rank raises ValueError or OSError in the block, the main process prints the message (the lowest rank's, when
     several fail) and all exit with code 2. In a world of one the error passes to the caller as it is. Every rank must
@@ -140,9 +131,7 @@ def fail_together(world: World) -> Iterator[None]:
         yield
     except (ValueError, OSError) as raised:
         error = str(raised)
-    errors = [None] * world.world_size
-    dist.all_gather_object(errors, error)
-    failures = [message for message in errors if message is not None]
+    failures = [message for message in gather(world, error) if message is not None]
     if failures:
         if world.is_main:
             print(f"error: {failures[0]}", file=sys.stderr, flush=True)
@@ -152,7 +141,7 @@ def fail_together(world: World) -> Iterator[None]:
 
 
 def gather(world: World, value: Any) -> list[Any]:
-    """The values of all ranks, on all ranks."""
+    """Return the values of all ranks, on all ranks."""
     values = [value]
     if world.world_size > 1:
         values *= world.world_size
@@ -160,8 +149,8 @@ def gather(world: World, value: Any) -> list[Any]:
     return values
 
 
-def limit_waiting(world: World, seconds: float) -> None:
-    """From now on a rank waits so long for the others; until then half an hour, for compilation."""
+def limit_waiting(world: World, seconds: float):
+    """Let a rank wait so long for the others from now on; until then it is half an hour, for compilation."""
     if world.world_size > 1:
         for group in dist.distributed_c10d._world.pg_map:
             for device in group._device_types:
@@ -171,33 +160,35 @@ def limit_waiting(world: World, seconds: float) -> None:
 
 
 @contextmanager
-def failures_in_words(
+def exit_on_failure(
     advice: str = "lower --micro_batch_tokens, or share sequences between GPUs with --context_parallel",
 ) -> Iterator[None]:
-    """A block that ends with one line when a file cannot be read or written or memory runs out (exit code 2; advice:
-    what helps then), or when other ranks do not answer (1)."""
+    """End the process with one line when, in this block, a file cannot be read or written or memory runs out (exit code
+    2; advice: what helps then), or when other ranks do not answer (1)."""
     try:
         yield
     except OSError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        os._exit(2)  # in an orderly end, wandb would fail on the same full disk, with a hundred lines after ours
+        code, line = 2, str(error)  # in an orderly end, wandb would fail on the same full disk, with a hundred lines
     except (RuntimeError, MemoryError) as error:
         several = dist.is_initialized() and dist.get_world_size() > 1
         rank = f"rank {dist.get_rank()} is" if several else "it is"
-        code, words = 1, " ".join(str(error).split())[:300]
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in words:
-            code, line = 2, f"{rank} out of memory ({words}): {advice}"
+        reason = " ".join(str(error).split())[:300]
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in reason:
+            code, line = 2, f"{rank} out of memory ({reason}): {advice}"
         elif several and (silent := silent_ranks()):
             ranks = ", ".join(map(str, silent))
-            line = f"{rank} without an answer from rank {ranks} ({words}): it died or hangs; see what it said itself"
+            line = f"{rank} without an answer from rank {ranks} ({reason}): it died or hangs; see what it said itself"
+            code = 1  # and an orderly end would wait for the ranks that are gone
         else:
             raise
-        print(f"error: {line}", file=sys.stderr, flush=True)
-        os._exit(code)  # an orderly end would wait for the ranks that are gone
+    else:
+        return
+    print(f"error: {line}", file=sys.stderr, flush=True)
+    os._exit(code)
 
 
 def silent_ranks(seconds: float = 5) -> list[int]:
-    """Ranks that have not also found out within `seconds` that something is wrong. To be asked when something is."""
+    """Return the ranks that have not also found out within `seconds` that something is wrong, when something is."""
     store = dist.distributed_c10d._get_default_store()
     silent = list(range(dist.get_world_size()))
     try:
@@ -211,7 +202,7 @@ def silent_ranks(seconds: float = 5) -> list[int]:
     return silent
 
 
-def stop_processes(world: World) -> None:
+def stop_processes(world: World):
     """Leave the process group."""
     if world.world_size > 1:
         dist.destroy_process_group()

@@ -1,13 +1,11 @@
 """How far a run has come: what its checkpoints hold besides weights and optimizer state."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, Self
 
 
 @dataclasses.dataclass
@@ -31,7 +29,7 @@ class Progress:
         return self.validation["step"] if self.validation else -1
 
     @classmethod
-    def load(cls, path: Path, state: dict[str, Any], steps: int) -> Progress:
+    def load(cls, path: Path, state: dict[str, Any], steps: int) -> Self:
         """Return that of the checkpoint at `path`, whose content is `state`, for a run of so many steps.
 
         Raise ValueError naming the file when it holds what cannot be, or is further than the run goes. (Checkpoints of

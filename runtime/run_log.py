@@ -1,7 +1,5 @@
 """What a run says: on the console, in log.txt and metrics.jsonl, in wandb and in the progress bar."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import sys
@@ -24,7 +22,7 @@ from runtime.metrics import Metrics, start_wandb
 from runtime.processes import World, fail_together
 from runtime.progress import Progress
 from runtime.run_folder import RunFolder
-from runtime.validation import losses_in_words
+from runtime.validation import format_losses
 
 ROOT = Path(__file__).parents[1]
 SECONDS_A_LINE = 10  # of training, between lines of log.txt
@@ -64,17 +62,10 @@ class RunLog:
         if folder is not None:
             self.metrics = Metrics(folder.metrics)
             self.metrics.truncate(progress.step, progress.validated)
+            names = dict(project=config.wandb_project, name=config.name, group=config.group or None)
+            names |= dict(tags=[config.method, *config.tags], config=config.to_dict())
             try:
-                self.metrics.wandb = start_wandb(
-                    config.wandb,
-                    project=config.wandb_project,
-                    name=config.name,
-                    group=config.group or None,
-                    tags=[config.method, *config.tags],
-                    config=config.to_dict(),
-                    folder=folder.path,
-                    run_id=progress.wandb_id,
-                )
+                self.metrics.wandb = start_wandb(config.wandb, folder=folder.path, run_id=progress.wandb_id, **names)
             except ValueError:
                 folder.discard()
                 raise
@@ -83,21 +74,19 @@ class RunLog:
         hidden = None if world.is_main else True
         self._bar = tqdm(total=config.steps, initial=progress.step, bar_format=BAR, disable=hidden)
 
-    def print(self, text: str) -> None:
+    def print(self, text: str):
         """Write a line (or more) on the console and in log.txt."""
         if self.folder is not None:
             tqdm.write(text)
             sys.stdout.flush()  # a sweep keeps these lines in a file: the last ones of a run that is killed too
             self.folder.log(text)
 
-    def restart_clock(self) -> None:
+    def restart_clock(self):
         """Let the next step's time begin now, after work that is no training."""
         self._clock = time.monotonic()
 
-    def begin(
-        self, data: dict, distinct_tokens: int, model: GPT, plan: Plan, micro_batch: int, compile_note: str
-    ) -> None:
-        """Write down what is about to run, and the code that runs it. data: of data.json."""
+    def begin(self, data: dict, distinct_tokens: int, model: GPT, plan: Plan, micro_batch: int, compile_note: str):
+        """Write what is about to run, and the code that runs it. data: of data.json."""
         config, world, folder = self.config, self.world, self.folder
         if folder is not None:
             folder.write_json("config.json", config.to_dict())
@@ -108,7 +97,7 @@ class RunLog:
         self.print(f"{path}: {config.method} {config.method_options or ''} on {devices}")
         accumulation = config.batch_tokens // config.train_length // micro_batch // world.data_size
         self.print(
-            f"{num_parameters(model):,} parameters; {config.steps} steps ({schedule_in_words(config)}) of "
+            f"{num_parameters(model):,} parameters; {config.steps} steps ({describe_schedule(config)}) of "
             f"{config.batch_tokens:,} tokens, {accumulation} x {micro_batch} sequences of {config.train_length} a "
             f"process; {self.flops_per_token / 1e6:,.1f} MFLOP a token"
         )
@@ -126,13 +115,13 @@ class RunLog:
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
-    def step_started(self, step: int, learning_rates: dict[str, float], numbers: torch.Tensor) -> None:
+    def step_started(self, step: int, learning_rates: dict[str, float], numbers: torch.Tensor):
         """Take the loss and gradient norm, (2,) on the device, of the step under way; write those of the one before."""
         arriving = AsyncScalars(numbers)
         self.flush()
         self._pending = step, learning_rates, arriving
 
-    def flush(self) -> None:
+    def flush(self):
         """Write the numbers of the last step, if that has not been done. Where they are not finite, count it as skipped
         or (on_nonfinite "stop") explain it and end the run."""
         if self._pending is None:
@@ -140,52 +129,55 @@ class RunLog:
         (step, learning_rates, arriving), self._pending = self._pending, None
         (loss, grad_norm), now = arriving.wait()
         elapsed, self._clock = now - self._clock, now
-        progress = self.progress
+        config, progress = self.config, self.progress
         if not math.isfinite(loss + grad_norm):
             problem = f"step {step}: loss {loss}, gradient norm {grad_norm}"
-            if self.config.on_nonfinite == "stop":
-                with exit_on_user_error(), fail_together(self.world):
-                    raise ValueError(self.explain(step, problem))
+            if config.on_nonfinite == "stop":
+                self._end_run(self.explain(step, problem))
             progress.skipped += 1
             self.print(f"{problem}; skipped, {progress.skipped} so far")
         progress.seconds += elapsed
         self._step_seconds.append(elapsed)
-        rate = self.config.batch_tokens / elapsed
+        rate = config.batch_tokens / elapsed
         mfu = rate * self.flops_per_token / (self.peak[0] * self.world.world_size) if self.peak else None
         if self.folder is not None:
-            record = dict(step=step, tokens=step * self.config.batch_tokens, train_loss=loss, grad_norm=grad_norm)
+            record = dict(step=step, tokens=step * config.batch_tokens, train_loss=loss, grad_norm=grad_norm)
             record |= dict(lr=learning_rates, tokens_per_second=round(rate))
             record |= dict(mfu=round(mfu, 4)) if self.peak else {}
             record |= dict(skipped=progress.skipped) if progress.skipped else {}
             record |= dict(seconds=round(progress.seconds, 3), peak_memory_mib=peak_memory(self.world.device) >> 20)
             self.metrics.write(record)
         line = f"loss {loss:.4f}  {rate:,.0f} tokens/s" + (f"  MFU {mfu:.1%}" if self.peak else "")
-        line += time_left(self._step_seconds, self.config.steps - step)
+        line += time_left(self._step_seconds, config.steps - step)
         self._bar.set_postfix_str(line, refresh=False)
         self._bar.update()
         if time.monotonic() - self._last_line > SECONDS_A_LINE:
             self._last_line = time.monotonic()
-            self.print(f"step {step}/{self.config.steps}  {line}")
+            self.print(f"step {step}/{config.steps}  {line}")
+
+    def _end_run(self, reason: str):
+        """End all processes with this line and exit code 2."""
+        with exit_on_user_error(), fail_together(self.world):
+            raise ValueError(reason)
 
     # ---- validations, and the end ------------------------------------------------------------------------------------
 
-    def validated(self, record: dict, seconds: float) -> None:
+    def validated(self, record: dict, seconds: float):
         """Write the record of a validation that took so long."""
         if self.folder is not None:
             self.metrics.write(record)
         at = f"step {record['step']}/{self.config.steps}"
-        self.print(f"{at}  validation loss {losses_in_words(record['val_loss'])}  ({seconds:.1f} s)")
+        self.print(f"{at}  validation loss {format_losses(record['val_loss'])}  ({seconds:.1f} s)")
         for name, theirs in record.get("val_loss_as", {}).items():
-            self.print(f"{at}  the same weights as {name}: {losses_in_words(theirs)}")
+            self.print(f"{at}  the same weights as {name}: {format_losses(theirs)}")
 
-    def finish(self, data: dict, model: GPT) -> None:
+    def finish(self, data: dict, model: GPT):
         """Write summary.json, which makes the run a finished one; or end it, where its weights are not finite."""
         config, progress = self.config, self.progress
         losses, guessing = progress.validation["val_loss"], math.log(config.vocab_size)
         if not all(map(math.isfinite, losses.values())):
-            with exit_on_user_error(), fail_together(self.world):
-                problem = "the last update made weights that are not finite: lower the learning rates"
-                raise ValueError(f"step {progress.step}: validation loss {losses}; {problem}")
+            problem = "the last update made weights that are not finite: lower the learning rates"
+            self._end_run(f"step {progress.step}: validation loss {losses}; {problem}")
         if min(losses.values()) >= guessing - 1e-4:
             self.print(
                 "warning: the run learned nothing or diverged: its validation loss is not below that of guessing, "
@@ -212,7 +204,7 @@ class RunLog:
         if self.folder is not None:
             self.folder.write_json("summary.json", summary)
 
-    def close(self) -> None:
+    def close(self):
         """End the mirror, and let another process use the folder."""
         self._bar.close()
         if self.folder is not None:
@@ -225,7 +217,7 @@ def num_parameters(model: GPT) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def schedule_in_words(config: Config) -> str:
+def describe_schedule(config: Config) -> str:
     if config.schedule == "cosine":
         return "cosine"
     warmup = f"the first {config.warmup_steps} of warm-up, " if config.warmup_steps else ""
@@ -233,7 +225,7 @@ def schedule_in_words(config: Config) -> str:
 
 
 def time_left(step_seconds: list[float], steps: int) -> str:
-    """Return words for what so many steps will take, as long as the last 20 took; "" until five were timed after the
-    first, which is slower."""
+    """Return the time that so many steps will take, each as long as the last 20 took, for a line of the log; "" until
+    five were timed after the first, which is slower."""
     recent = step_seconds[1:][-20:]
     return f"  {statistics.median(recent) * steps / 60:.1f} min left" if len(recent) >= 5 else ""

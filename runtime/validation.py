@@ -1,13 +1,12 @@
 """The losses of a model on validation text: at several sequence lengths, by position, and as several methods."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from configs.config import Config
 from data.loader import validation_batches
@@ -17,6 +16,10 @@ from model.gpt import GPT
 from model.methods import check_options, make_alternative
 from model.methods.base import Method
 from runtime.processes import World
+
+
+class Stopped(Exception):
+    """A signal to stop came before the end of a validation."""
 
 
 @dataclasses.dataclass
@@ -38,33 +41,28 @@ class Validation:
         val_tokens), the same by position (val_loss_by_position), and that of the same weights run as each of
         validate_as (val_loss_as). None if stopping(), which is asked before each batch, says so.
         """
-        ours = self.plans[self.config.method]
-        result = self._validate(ours, passes, stopping)
-        if result is None or not self.config.validate_as:
-            return result
-        as_others = {}
-        for name in self.config.validate_as:
-            theirs = self.plans[name]
-            differ = {n: passes[n] for n in passes if not same_rotation(ours[n], theirs[n])}
-            found = self._validate(theirs, differ, stopping)
-            if found is None:
-                return None
-            as_others[name] = result["val_loss"] | found["val_loss"]
-        return result | dict(val_loss_as=as_others)
+        ours, as_others = self.plans[self.config.method], {}
+        try:
+            result = self._validate(ours, passes, stopping)
+            for name in self.config.validate_as:
+                theirs = self.plans[name]
+                differ = {n: passes[n] for n in passes if not same_rotation(ours[n], theirs[n])}
+                as_others[name] = result["val_loss"] | self._validate(theirs, differ, stopping)["val_loss"]
+        except Stopped:
+            return None
+        return result | (dict(val_loss_as=as_others) if as_others else {})
 
-    def _validate(self, plans: dict[int, Plan], passes: dict[int, int], stopping) -> dict | None:
-        val_loss, by_position = {}, {}
-        for length, tokens in passes.items():
-            mean = self.mean_by_position(plans[length], length, tokens, stopping)
-            if mean is None:
-                return None
-            val_loss[str(length)] = mean.mean().item()
-            by_position[str(length)] = in_octaves(mean)
-        val_tokens = {str(length): tokens for length, tokens in passes.items()}
-        return dict(val_loss=val_loss, val_tokens=val_tokens, val_loss_by_position=by_position)
+    def _validate(self, plans: dict[int, Plan], passes: dict[int, int], stopping: Callable[[], bool]) -> dict:
+        means = {str(n): self.mean_by_position(plans[n], n, tokens, stopping) for n, tokens in passes.items()}
+        return dict(
+            val_loss={length: mean.mean().item() for length, mean in means.items()},
+            val_tokens={str(length): tokens for length, tokens in passes.items()},
+            val_loss_by_position={length: means_by_octave(mean) for length, mean in means.items()},
+        )
 
-    def mean_by_position(self, plan: Plan, length: int, tokens: int, stopping) -> torch.Tensor | None:
-        """Return the loss at each position, (length,) float64, a mean over the sequences; None if stopping()."""
+    def mean_by_position(self, plan: Plan, length: int, tokens: int, stopping: Callable[[], bool]) -> Tensor:
+        """Return the loss at each position, (length,) float64, a mean over the sequences. Raise Stopped if stopping()
+        says so."""
         world, config = self.world, self.config
         micro_batch = max(1, config.micro_batch_tokens * world.context_size // length)
         batches = validation_batches(
@@ -82,7 +80,7 @@ class Validation:
         most = -(-tokens // length // world.data_size // micro_batch)  # batches of a rank; some may have one less
         for _ in range(most):
             if stopping():
-                return None
+                raise Stopped
             with torch.inference_mode():
                 for inputs, targets in itertools.islice(batches, 1):
                     losses = self.runner(inputs[:, own], targets[:, own], plan=plan, per_token=True)  # (B, own)
@@ -123,12 +121,12 @@ def same_rotation(a: Plan, b: Plan) -> bool:
     return a.cos is None or torch.equal(a.cos, b.cos) and torch.equal(a.sin, b.sin)
 
 
-def in_octaves(mean: torch.Tensor) -> list[float]:
+def means_by_octave(mean: Tensor) -> list[float]:
     """Return means over ranges of positions: entry k over 2^(k-1) .. 2^k - 1, entry 0 over position 0 alone."""
     length = len(mean)
     edges = [0, *(2**k for k in range((length - 1).bit_length())), length]
     return [round(mean[a:b].mean().item(), 5) for a, b in zip(edges, edges[1:]) if b > a]
 
 
-def losses_in_words(val_loss: dict[str, float]) -> str:
+def format_losses(val_loss: dict[str, float]) -> str:
     return ", ".join(f"{loss:.4f} at {length}" for length, loss in val_loss.items())

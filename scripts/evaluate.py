@@ -25,16 +25,11 @@ from data.shards import TOKENIZER_FILE, TokenStream, open_split, tokenizer_of
 from errors import exit_on_user_error, require
 from runtime.build import build_model, compute_dtype
 from runtime.checkpoint import checkpoint_errors, latest_checkpoint, load_checkpoint
-from runtime.files import replace_file, to_json
-from runtime.processes import failures_in_words, start_processes
+from runtime.files import replace_text, to_json
+from runtime.processes import World, exit_on_failure, start_processes
 from runtime.validation import Validation, validation_plans
 from scripts.shared.run_files import OTHER_TEXTS, on_own_text, val_tokens
-from scripts.shared.runs import (
-    StoredRun,
-    data_fingerprint,
-    read_run,
-    stored_config,
-)
+from scripts.shared.runs import StoredRun, data_fingerprint, read_run, stored_config
 from scripts.shared.tables import loss_table, markdown_table
 
 EVALUATION = "evaluation.json"
@@ -43,9 +38,8 @@ EVALUATION = "evaluation.json"
 def load_run(folder: Path, device: torch.device) -> tuple[Config, torch.nn.Module]:
     """Return the configuration of a run and its model, with the latest checkpoint's weights, computing as in it."""
     config = stored_config(folder)
-    checkpoint = latest_checkpoint(folder / "checkpoints") if (folder / "checkpoints").is_dir() else None
-    if checkpoint is None:
-        raise ValueError(f"{folder} has no checkpoint yet")
+    checkpoint = latest_checkpoint(folder / "checkpoints")
+    require(checkpoint, f"{folder} has no checkpoint yet")
     model = build_model(config, compute_dtype(config, device)).to(device)
     state = load_checkpoint(checkpoint)
     with checkpoint_errors(checkpoint):
@@ -53,29 +47,26 @@ def load_run(folder: Path, device: torch.device) -> tuple[Config, torch.nn.Modul
     return config, model
 
 
-def evaluate(
-    folder: Path,
-    lengths: list[int] | None,
-    tokens: int | None,
-    data: Path | None,
-    as_others: list[str],
-    device: torch.device,
-    world,
-) -> tuple[dict, bool]:
+def evaluate(folder: Path, args: argparse.Namespace, world: World) -> tuple[dict, bool]:
     """Return name, method and train_length of one run, text (its fingerprint) and data folder, with what
-    Validation.losses returns (in nats); and whether the text is the one that the run was validated on."""
-    config, model = load_run(folder, device)
-    config = dataclasses.replace(config, validate_as=tuple(dict.fromkeys((*config.validate_as, *as_others))))
-    lengths = lengths or config.val_lengths
+    Validation.losses returns (in nats); and whether the text is the one that the run was validated on.
+
+    args: those of the command line.
+    """
+    data = args.data
+    config, model = load_run(folder, world.device)
+    config = dataclasses.replace(config, validate_as=tuple(dict.fromkeys((*config.validate_as, *args.as_others))))
+    lengths = args.lengths or config.val_lengths
     require(all(n >= 1 for n in lengths), f"--lengths must be at least 1, got {min(lengths)}")
     run = read_run(folder)
-    stream = own_text(run) if data is None else open_split(data, "val", config.vocab_size)
+    stream = open_own_text(run) if data is None else open_split(data, "val", config.vocab_size)
     # A folder that is named may hold the run's own text, which has moved.
     own = data is None or stream.fingerprint(config.val_tokens) == run.data.get("validation")
     if not own:
         check_tokenizer(run, data)
+    tokens = args.val_tokens
     if tokens is None:
-        tokens = config.val_tokens if own else usual_tokens(config, stream, lengths, data)
+        tokens = config.val_tokens if own else choose_tokens(config, stream, lengths, data)
     check_validation(stream, lengths, tokens)
     plans = validation_plans(config, model, world, lengths)
     result = Validation(config, model, model, plans, stream, world).losses(dict.fromkeys(lengths, tokens))
@@ -83,8 +74,8 @@ def evaluate(
     return dict(name=folder.name, method=config.method, train_length=config.train_length, **where, **result), own
 
 
-def own_text(run: StoredRun) -> TokenStream:
-    """Return the text that a run was validated on. Raises ValueError if its data folder holds another now."""
+def open_own_text(run: StoredRun) -> TokenStream:
+    """Return the text that a run was validated on. Raise ValueError if its data folder holds another now."""
     config = run.config
     stream = open_split(config.data_dir, "val", config.vocab_size)
     if run.data:
@@ -111,7 +102,7 @@ def check_tokenizer(run: StoredRun, data: Path):
     require(theirs == ours, f"{differ}: prepare it with `python -m data.text ... --tokenizer {tokenizer}`")
 
 
-def usual_tokens(config: Config, stream: TokenStream, lengths: list[int], data: Path) -> int:
+def choose_tokens(config: Config, stream: TokenStream, lengths: list[int], data: Path) -> int:
     """Return the run's own number of validation tokens where it fits other text, else, with a line that says so, the
     largest that does."""
     unit = math.lcm(*lengths)
@@ -132,16 +123,16 @@ def store(folder: Path, result: dict, own: bool):
         stored = json.loads(path.read_text()) if path.exists() else {}
         kept, others = on_own_text(stored), dict(stored.get(OTHER_TEXTS, {}))
         if own:
-            kept = joined(kept, result)
+            kept = merge_results(kept, result)
         else:
-            others[result["text"]] = joined(others.get(result["text"], {}), result)
+            others[result["text"]] = merge_results(others.get(result["text"], {}), result)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged ({error!r}): delete it and evaluate again") from error
     kept |= {OTHER_TEXTS: others} if others else {}
-    replace_file(path, lambda file: file.write((to_json(kept) + "\n").encode()))
+    replace_text(path, to_json(kept) + "\n")
 
 
-def joined(old: dict, new: dict) -> dict:
+def merge_results(old: dict, new: dict) -> dict:
     """Return the new result, with the lengths of the old one if that is of the same checkpoint and number of tokens."""
     if not old:
         return new
@@ -155,7 +146,7 @@ def joined(old: dict, new: dict) -> dict:
     return both | (dict(val_loss_as=others) if others else {})
 
 
-def with_others(results: list[dict]) -> list[dict]:
+def add_other_methods(results: list[dict]) -> list[dict]:
     """Return the results, each before those of the same weights run as other methods."""
     rows = []
     for result in results:
@@ -176,17 +167,17 @@ def position_table(results: list[dict]) -> str:
     return markdown_table(rows)
 
 
-@failures_in_words("evaluate fewer or shorter --lengths")
+@exit_on_failure("evaluate fewer or shorter --lengths")
 def main():
     parser = argparse.ArgumentParser(prog="python -m scripts.evaluate", description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
     parser.add_argument("--lengths", nargs="+", type=int, help="sequence lengths (default: those of the run)")
     parser.add_argument("--val-tokens", type=int, help="tokens at each length (default: as many as the run used)")
     parser.add_argument("--data", type=Path, metavar="DIR", help="a data folder of other text (default: the run's own)")
-    parser.add_argument(
-        "--as", nargs="+", default=[], metavar="METHOD", dest="as_others",
-        help="run the weights as these methods too, which train identically",
-    )  # fmt: skip
+    others = dict(
+        metavar="METHOD", dest="as_others", help="run the weights as these methods too, which train identically"
+    )
+    parser.add_argument("--as", nargs="+", default=[], **others)
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     args = parser.parse_args()
     with exit_on_user_error():
@@ -195,9 +186,7 @@ def main():
     for folder in args.runs:
         print(f"evaluating {folder}", file=sys.stderr)
         try:
-            result, own = evaluate(
-                folder, args.lengths, args.val_tokens, args.data, args.as_others, world.device, world
-            )
+            result, own = evaluate(folder, args, world)
             results.append(result)
             store(folder, result, own)
         except (ValueError, OSError) as error:  # the other runs still get their row
@@ -206,7 +195,7 @@ def main():
     if results:
         if args.data:
             print(f"On the text of {args.data}:\n")
-        print(loss_table(with_others(results)))
+        print(loss_table(add_other_methods(results)))
         if len({(r["text"], *r["val_tokens"].values()) for r in results}) > 1:
             print("\nThese rows do not compare: they are of different text, or of different numbers of tokens of it.")
         print(f"\nLoss by position, in sequences of the longest length:\n\n{position_table(results)}")

@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 
 from errors import exit_on_user_error, require
-from runtime.files import replace_file, to_json
+from runtime.files import replace_text, to_json
 from scripts.shared.run_files import FILES
 from scripts.shared.runs import StoredRun, describe_differences, log_values, read_run, read_runs
 
@@ -51,7 +51,7 @@ def keep(stored: StoredRun, destination: Path):
     for name, text in texts.items():
         path = destination / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, lambda file: file.write(f"{text}\n".encode()))
+        replace_text(path, f"{text}\n")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from configs.sweeps import SCALES, Needle
 from data.loader import micro_batch_size
 from data.needle import C4, Haystack, NeedleTask, oracle_accuracy, score
 from data.text import Tokenizer, load_tokenizer
-from errors import exit_on_user_error
+from errors import exit_on_user_error, require
 from model.decoding import greedy_decode
 from model.gpt import GPT
 from model.methods.base import Method
@@ -39,7 +39,7 @@ from runtime.checkpoint import checkpoint_errors, latest_checkpoint, load_checkp
 from runtime.device import choose_compile
 from runtime.files import refuse_link
 from runtime.metrics import Metrics
-from runtime.processes import World, failures_in_words, start_processes
+from runtime.processes import World, exit_on_failure, start_processes
 from runtime.progress import Progress
 from runtime.run_folder import RunFolder
 from runtime.signals import StopRequest
@@ -51,7 +51,7 @@ SAVE_EVERY = 50  # steps
 TEST_SEED = 1_000_000  # of the scored examples, the same for all runs; no run is fine-tuned with it
 
 
-@failures_in_words("lower --sequences or --lengths")
+@exit_on_failure("lower --sequences or --lengths")
 def main():
     with exit_on_user_error():
         args, settings = read_arguments()
@@ -95,8 +95,8 @@ def run(
 ) -> dict:
     """Fine-tune and score one run, or what is left of that to do; return the summary that it leaves behind.
 
-    lengths: None for those of the paper's table. Ends the process, with all that is done saved, when `stop` hears a
-    signal. Raises ValueError or OSError for what cannot be done, also when another process does it.
+    lengths: None for those of the paper's table. Ends the process, with all that is done saved, when `stop` receives a
+    signal. Raise ValueError or OSError for what cannot be done, also when another process does it.
     """
     config, model = load_run(path, device)
     lengths = lengths or Needle.lengths(config.train_length)
@@ -114,43 +114,37 @@ def run(
     settings |= dict(pretrained=latest_checkpoint(path / "checkpoints").stem, config_hash=config_hash(config))
     check_same(folder.path / "settings.json", settings)
     folder.write_json("settings.json", settings)
-    fine_tune(config, model, tuning, folder, compiled, needle.steps, needle.sequences, stop)
+    fine_tune(config, model, tuning, folder, compiled, needle, stop)
     if stop.signal_name:
         print(f"{path}: {stop.signal_name}: stopped; the same command goes on from there", file=sys.stderr)
         folder.mark_interrupted(stop.signal_name)
         folder.close()
         sys.exit(exit_code())
     summary = dict(name=path.name, **settings, examples=needle.examples)
-    known = scores(config, model, tests, needle.examples, folder, "scores.json")
-    summary |= shares(known, needle.examples)
+    known = score_lengths(config, model, tests, needle.examples, folder, "scores.json")
+    summary |= shares_by_kind(known, needle.examples)
     as_others = {}
     for name, method in build_alternatives(config).items():
         # Up to the training length they are the same.
         same = {length: score for length, score in known.items() if int(length) <= config.train_length}
         beyond = {length: test for length, test in tests.items() if length > config.train_length}
-        theirs = scores(config, model, beyond, needle.examples, folder, f"scores_{name}.json", method)
-        as_others[name] = shares(same | theirs, needle.examples)
+        theirs = score_lengths(config, model, beyond, needle.examples, folder, f"scores_{name}.json", method)
+        as_others[name] = shares_by_kind(same | theirs, needle.examples)
     summary |= {"as": as_others} if as_others else {}
     folder.write_json("summary.json", summary)
     folder.close()
     return summary
 
 
-def shares(known: dict[str, dict], examples: int) -> dict[str, dict]:
+def shares_by_kind(known: dict[str, dict], examples: int) -> dict[str, dict]:
     """Return the shares of needles by kind and length, of those lengths that were scored on this many examples."""
     whole = {length: score for length, score in known.items() if score["examples"] == examples}
     kinds = ("greedy", "teacher_forcing", "oracle")
     return {kind: {length: score[kind] for length, score in whole.items()} for kind in kinds}
 
 
-def scores(
-    config: Config,
-    model: GPT,
-    tests: dict[int, NeedleTask],
-    examples: int,
-    folder: RunFolder,
-    name: str,
-    method: Method | None = None,
+def score_lengths(
+    config: Config, model: GPT, tests: dict, examples: int, folder: RunFolder, name: str, method: Method | None = None
 ) -> dict[str, dict]:
     """Score the model, with the weights that it has, on the test of each length, run as `method` (default: its own).
     Return by length the number of examples, the shares of needles found by greedy decoding and by teacher forcing, and
@@ -161,7 +155,7 @@ def scores(
     known = read_json(folder.path / name) or {}
     for length, test in tests.items():
         if known.get(str(length), {}).get("examples") != examples:
-            greedy, forced = accuracy(config, model, test, examples, method)
+            greedy, forced = measure_accuracy(config, model, test, examples, method)
             oracle = oracle_accuracy(test, examples)
             known[str(length)] = dict(examples=examples, greedy=greedy, teacher_forcing=forced, oracle=oracle)
             folder.write_json(name, known)
@@ -182,13 +176,14 @@ def haystack(source: str, split: str, config: Config, tokenizer: Tokenizer) -> H
 
 def check_same(path: Path, settings: dict):
     """Raise ValueError if the fine-tuning that was begun has other settings."""
-    if (old := read_json(path)) not in (None, settings):
-        changed = ", ".join(f"{k} {old.get(k)} -> {settings[k]}" for k in settings if old.get(k) != settings[k])
-        raise ValueError(f"{path.parent} is of another fine-tuning ({changed}): delete it to start again")
+    stored = read_json(path)
+    old = settings if stored is None else stored
+    changed = ", ".join(f"{k} {old.get(k)} -> {settings[k]}" for k in settings if old.get(k) != settings[k])
+    require(old == settings, f"{path.parent} is of another fine-tuning ({changed}): delete it to start again")
 
 
 def read_json(path: Path) -> dict | None:
-    """Return what the file holds, None where there is none. Raises ValueError if it is damaged."""
+    """Return what the file holds, None where there is none. Raise ValueError if it is damaged."""
     try:
         return json.loads(path.read_text()) if path.exists() else None
     except ValueError as error:
@@ -201,15 +196,14 @@ def fine_tune(
     task: NeedleTask,
     folder: RunFolder,
     compiled: str | None,
-    steps: int,
-    sequences: int,
+    needle: Needle,
     stop: StopRequest,
-) -> None:
+):
     """Train the model in place on examples 0, 1, 2 ... of the task, resuming from the folder's latest checkpoint.
 
-    When `stop` hears a signal it returns after the step under way, with a checkpoint; it may be the last step.
+    When `stop` receives a signal it returns after the step under way, with a checkpoint; it may be the last step.
     """
-    device = model.head.device
+    device, steps, sequences = model.head.device, needle.steps, needle.sequences
     schedule = dict(schedule="trapezoid", steps=steps, warmup_steps=steps // 3, cooldown_steps=steps // 3)
     optimizers = build_optimizers(config, model, bool(compiled), World.alone(device))
     start = 0
@@ -242,47 +236,43 @@ def fine_tune(
             save_checkpoint(folder.checkpoints, step + 1, state, keep=1)
         if stopping:
             break
-        stop.holds = True  # from here on there is something to save
-    stop.holds = False  # all is saved
+        stop.can_save = True  # from here on there is something to save
+    stop.can_save = False  # all is saved
 
 
 @torch.inference_mode()
-def accuracy(
+def measure_accuracy(
     config: Config, model: GPT, task: NeedleTask, examples: int, method: Method | None = None
 ) -> tuple[float, float]:
     """Return the share of needles found by greedy decoding and by teacher forcing, in the task's first examples."""
     device, greedy, forced = model.head.device, [], []
-    by_prompt = defaultdict(list)  # a batch of prompts has one length
-    for index in range(examples):
-        example = task.example(index)
-        by_prompt[example.response_start].append(example)
     size = max(1, config.micro_batch_tokens // task.length)
     plan = model.plan(task.length, backend=config.attention_backend, method=method)
-    for start, group in by_prompt.items():
-        for first in range(0, len(group), size):
-            batch = group[first : first + size]
-            tokens = torch.from_numpy(np.stack([example.tokens for example in batch])).to(device)  # (B, length + 1)
-            response = task.length + 1 - start
-            until = dict(target_length=task.length, stop=task.tokenizer.eot)
-            decoded = greedy_decode(model, tokens[:, :start], response, **until, method=method)
-            predicted = model(tokens[:, :-1], plan=plan, last=response).argmax(dim=-1)  # (B, response)
-            for example, ours, given in zip(batch, decoded.tolist(), predicted.tolist()):
-                greedy += score(task.tokenizer.decode(ours), example)
-                forced += score(task.tokenizer.decode(given), example)
+    by_prompt = defaultdict(list)  # a batch of prompts has one length
+    for example in map(task.example, range(examples)):
+        by_prompt[example.response_start].append(example)
+    batches = [(n, group[i : i + size]) for n, group in by_prompt.items() for i in range(0, len(group), size)]
+    for start, batch in batches:
+        tokens = torch.from_numpy(np.stack([example.tokens for example in batch])).to(device)  # (B, length + 1)
+        response = task.length + 1 - start
+        until = dict(target_length=task.length, stop=task.tokenizer.eot)
+        decoded = greedy_decode(model, tokens[:, :start], response, **until, method=method)
+        predicted = model(tokens[:, :-1], plan=plan, last=response).argmax(dim=-1)  # (B, response)
+        for example, ours, given in zip(batch, decoded.tolist(), predicted.tolist()):
+            greedy += score(task.tokenizer.decode(ours), example)
+            forced += score(task.tokenizer.decode(given), example)
     return sum(greedy) / len(greedy), sum(forced) / len(forced)
 
 
 def accuracy_table(results: list[dict]) -> str:
     """Return one row a run, and one for its weights run as each other method. results: those of run()."""
     lengths = sorted({int(length) for r in results for length in r["greedy"]})
-    rows = [["run", *(str(length) for length in lengths), "copier"]]
-    shown = []
+    rows = [["run", *map(str, lengths), "copier"]]
     for result in results:
-        others = result.get("as", {}).items()
-        shown += [result, *(shares | dict(name=f"{result['name']} as {method}") for method, shares in others)]
-    for r in shown:
-        cells = {int(n): f"{r['greedy'][n]:.3f} ({r['teacher_forcing'][n]:.3f})" for n in r["greedy"]}
-        rows.append([r["name"], *(cells.get(n, "") for n in lengths), f"{min(r['oracle'].values()):.3f}"])
+        name = result["name"]
+        for label, r in {name: result, **{f"{name} as {m}": r for m, r in result.get("as", {}).items()}}.items():
+            cells = {int(n): f"{r['greedy'][n]:.3f} ({r['teacher_forcing'][n]:.3f})" for n in r["greedy"]}
+            rows.append([label, *(cells.get(n, "") for n in lengths), f"{min(r['oracle'].values()):.3f}"])
     return markdown_table(rows)
 
 

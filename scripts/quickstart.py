@@ -47,10 +47,14 @@ RUNS = {
     "ALiBi, official slopes": ["--method", "alibi", "--method_options", "slope_scale", "1"],
     "scale-invariant p-RoPE, tau 10": ["--method", "scale_invariant_p_rope", "--method_options", "tau", "10"],
 }
-OURS = ["scale-invariant p-RoPE", "scale-invariant p-RoPE, tau 10"]
-SHOWN = ["RoPE", "LogN + p-RoPE", "ALiBi", "ALiBi, official slopes", *OURS]
-SERIES = ["rope", "logn_p_rope", "alibi", "alibi slope_scale=1"]  # as results/mini calls them
-SERIES += ["scale_invariant_p_rope", "scale_invariant_p_rope tau=10"]
+SHOWN = {  # in the order of the table: the name in results/mini
+    "RoPE": "rope",
+    "LogN + p-RoPE": "logn_p_rope",
+    "ALiBi": "alibi",
+    "ALiBi, official slopes": "alibi slope_scale=1",
+    "scale-invariant p-RoPE": "scale_invariant_p_rope",
+    "scale-invariant p-RoPE, tau 10": "scale_invariant_p_rope tau=10",
+}
 # Fields that change what the table shows although not the mathematics: if given, they must be those of a finished run.
 SEEN = {"dtype", "val_lengths", "val_tokens"}
 NOT_TEXT = ["site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"]
@@ -80,7 +84,7 @@ def main():
     (out / f"{title}.md").write_text(table + "\n")
     draw(results, out / f"{title}.png")
     print(f"\nValidation loss, in nats a token, at the training length and beyond:\n\n{table}\n")
-    if more := at_mini():
+    if more := mini_table():
         times = mini().steps * mini().batch_tokens / quickstart().steps / quickstart().batch_tokens
         print(f"That is one seed, trained for a minute. With {times:.1f} times the tokens, means over seeds, on the")
         print(f"source of Python's standard library (results/mini/table_losses.md):\n\n{more}\n")
@@ -89,7 +93,7 @@ def main():
     print(f"The same from the checkpoints: {sys.executable} -m scripts.evaluate {out}/{title}-*/")
 
 
-def at_mini() -> str:
+def mini_table() -> str:
     """Return the same rows of the study at scale `mini`, as far as its table is there: Markdown, or "" without any."""
     path = ROOT / "results" / "mini" / "table_losses.csv"
     found = list(csv.DictReader(path.read_text().splitlines())) if path.exists() else []
@@ -97,10 +101,10 @@ def at_mini() -> str:
     lengths = sorted({length for _, length in cells})
     rows = [
         [label, cells[name, lengths[0]]["seeds"], *(f"{float(cells[name, n]['mean']):.3f}" for n in lengths)]
-        for label, name in zip(SHOWN, SERIES)
+        for label, name in SHOWN.items()
         if all((name, n) in cells for n in lengths)
     ]
-    return markdown_table([["run", "seeds", *map(str, lengths)], *rows]) if cells and rows else ""
+    return markdown_table([["run", "seeds", *map(str, lengths)], *rows]) if rows else ""
 
 
 def slug(words: str) -> str:
@@ -109,7 +113,7 @@ def slug(words: str) -> str:
 
 
 def train_all(arguments: dict[Path, list[str]]):
-    """Train what is not finished, as sweeps do. Raises ValueError for a finished run that is another than this."""
+    """Train what is not finished, as sweeps do. Raise ValueError for a finished run that is another than this."""
     runs = []
     for folder, words in arguments.items():
         words = ["--name", folder.name, "--resume", "auto", *words]
@@ -136,7 +140,7 @@ def check_finished(path: Path, config: Config, seen: set[str]):
 
 
 def make_data(folder: Path, text: str):
-    """Make the shards of a text, or check those that are there. Raises ValueError or OSError for what cannot be had."""
+    """Make the shards of a text, or check those that are there. Raise ValueError or OSError for what cannot be had."""
     name = dict(python="packages", pg19="pg19").get(text, "text")
     if manifest := read_manifest(folder):
         other = f"{folder} holds other text than --text {text} makes: delete it, or name another --data-dir"
@@ -174,12 +178,11 @@ def draw(results: list[dict], path: Path):
 
     figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
     for result in results:
-        colour, *_ = LINES[SERIES[SHOWN.index(result["name"])].split(" ")[0]]
+        colour, *_ = LINES[SHOWN[result["name"]].split(" ")[0]]
         dashes = ":" if "," in result["name"] else "-"
         lengths = [int(length) for length in result["val_loss"]]
-        axes.plot(
-            lengths, result["val_loss"].values(), marker="o", color=colour, linestyle=dashes, label=result["name"]
-        )
+        style = dict(marker="o", color=colour, linestyle=dashes, label=result["name"])
+        axes.plot(lengths, result["val_loss"].values(), **style)
     train_length = results[0]["train_length"]
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [f"{n}\n({n // train_length}x)" for n in lengths])

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from scripts.bench import __main__ as bench
 from scripts.bench import attention as bench_attention
 from scripts.bench import kernel_code
-from scripts.bench.protocol import again, paired_ratio, schedule
+from scripts.bench.protocol import gpu_range, paired_ratio, schedule
 from scripts.bench.tiles import make_launch
 from scripts.bench.variants import VARIANTS, Case, Variant, dense, random_inputs
 
@@ -117,22 +117,22 @@ def wrong_gradient(q, k, v):
     return 1.001 * o - 0.001 * o.detach()
 
 
-def out_of_memory(case):
+def out_of_memory(case, formula):
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-@pytest.mark.parametrize("formula, attend", [("si", VARIANTS["sdpa"].make), ("plain", lambda case: wrong_gradient)])
+@pytest.mark.parametrize("formula, attend", [("si", VARIANTS["sdpa"].prepare), ("plain", lambda *_: wrong_gradient)])
 def test_a_variant_with_wrong_numbers_gets_no_time_and_exit_code_1(formula, attend, tmp_path):
-    variants = {"right": Variant("plain", dense("plain"), ""), "wrong": Variant(formula, attend, "")}
+    variants = {"right": Variant("plain", dense, ""), "wrong": Variant(formula, attend, "")}
     assert run_attention(variants, "--variants", "right", "wrong", "--out", str(tmp_path)) == 1
     record = json.loads((tmp_path / "cpu_attention.json").read_text())
     assert record["gate"]["results"]["right"]["passed"] and not record["gate"]["results"]["wrong"]["passed"]
-    assert list(record["lengths"][0]["results"]) == ["right", again("right")]
+    assert list(record["lengths"][0]["results"]) == ["right", "right again"]
     assert record["lengths"][0]["problems"]["wrong"].startswith("refused")
 
 
 def test_a_variant_that_cannot_run_says_why_and_stops_no_other(capsys):
-    variants = {"none": Variant("plain", out_of_memory, ""), "dense": Variant("alibi", dense("alibi"), "")}
+    variants = {"none": Variant("plain", out_of_memory, ""), "dense": Variant("alibi", dense, "")}
     assert run_attention(variants, "--variants", "none", "dense") == 0
     page = capsys.readouterr().out
     assert page.count("| none: not run: CUDA out of memory") == 2
@@ -140,7 +140,7 @@ def test_a_variant_that_cannot_run_says_why_and_stops_no_other(capsys):
 
 
 def test_without_time_nothing_runs(capsys):
-    assert run_attention({"dense": Variant("si", dense("si"), "")}, "--variants", "dense", "--minutes", "1e-9") == 0
+    assert run_attention({"dense": Variant("si", dense, "")}, "--variants", "dense", "--minutes", "1e-9") == 0
     assert "| dense: not run: out of time" in capsys.readouterr().out
 
 
@@ -158,6 +158,15 @@ def test_schedule_fits_the_time():
     assert (rounds, calls) == (7, {"fast": 107, "slow": 1})
     assert schedule(one_call, 7, 0.0) == (3, {"fast": 1, "slow": 1})  # three rounds at least
     assert schedule(one_call, 7, 1e6) == (7, {"fast": 250, "slow": 2})  # and no endless ones
+
+
+def test_gpu_range_compares_numbers():
+    fields = "clocks.sm", "power.draw", "clocks_throttle_reasons.active"
+    rows = ("990", "99.5", "0x4"), ("1980", "650.0", "0x0"), ("1005", "100.2", "0x0"), ("1005", "[N/A]", "0x0")
+    states = [None, *(dict(zip(fields, row)) for row in rows[:3])]
+    assert gpu_range(states) == "; SM clock 990 to 1980 MHz, 99.5 to 650.0 W, throttle reasons 0x0, 0x4"
+    assert "99.5 to [N/A] W" in gpu_range([dict(zip(fields, row)) for row in rows])
+    assert gpu_range([None]) == ""
 
 
 @pytest.mark.parametrize(
@@ -254,7 +263,7 @@ LISTING = """
 
 
 def test_loops_are_the_innermost_ones_with_matrix_products():
-    (loop,) = kernel_code.loops_of(LISTING, logits=2)
+    (loop,) = kernel_code.count_loops(LISTING, logits=2)
     assert loop == dict(instructions=2.5, special=0.5, global_loads=0.5, shared_loads=0, spills=0.5)
 
 
@@ -265,6 +274,6 @@ def test_a_launch_with_other_tiles_computes_the_same(role, argument, tensor):
     launch = make_launch(case, "si", role, {role: kernel_code.flash.Tiles(32, 16, 4, 1)})
     assert (launch.constants["QUERIES"], launch.constants["KEYS"]) == (32, 16)
     launch.run()
-    exact = bench_attention.output_and_gradients(dense("si")(case), random_inputs(case), exact=True)
+    exact = bench_attention.output_and_gradients(dense(case, "si"), random_inputs(case), exact=True)
     (error,) = bench_attention.relative_errors([launch.arguments[argument]], [exact[tensor]])
     assert error < 1e-5

@@ -13,8 +13,16 @@ import torch
 
 from configs.config import Config
 from scripts.bench import __main__ as bench
-from scripts.bench.peers import Script, compare, copy_code, modded_nanogpt_steps, nanogpt_steps, peer_script, run
-from scripts.bench.protocol import Report, again, paired_ratio
+from scripts.bench.peers import (
+    Script,
+    compare_scripts,
+    copy_code,
+    modded_nanogpt_steps,
+    nanogpt_steps,
+    peer_script,
+    run_script,
+)
+from scripts.bench.protocol import Report, paired_ratio
 
 SHAPE = dict(vocab_size=300, num_layers=1, num_heads=2, model_dim=32, train_length=32, batch_tokens=256)
 FIELDS = SHAPE | dict(micro_batch_tokens=64, compile="off", device="cpu")
@@ -82,18 +90,18 @@ step:3/1490 train_time:190ms step_avg:63.33ms"""
 
 
 def test_the_first_steps_do_not_count_and_a_failure_is_one_line():
-    assert run(printing("a", lines([10, 30])))["seconds"] == [0.01, 0.03]
+    assert run_script(printing("a", lines([10, 30])))["seconds"] == [0.01, 0.03]
     with pytest.raises(ValueError, match="a reported 10 steps, of which 10 do not count"):
-        run(printing("a", lines([])))
+        run_script(printing("a", lines([])))
     with pytest.raises(ValueError, match="a failed with exit code 1: ZeroDivisionError"):
-        run(Script("a", lambda folder: ["-c", "1 / 0"], lambda *_: ([], [])))
+        run_script(Script("a", lambda folder: ["-c", "1 / 0"], lambda *_: ([], [])))
 
 
 def test_ratios_are_of_tokens_per_second_in_the_same_round(capsys):
     scripts = {"ours": printing("a", lines([10, 10, 10])), "theirs": printing("b", lines([40, 40, 40]), tokens=2000)}
     scripts["elsewhere"] = printing("c", lines([7]), tokens=None)
     report = Report(None, "peers", torch.device("cpu"))
-    compare(scripts, 2, report)
+    compare_scripts(scripts, 2, report)
     rows = {cells(line)[0]: cells(line)[1:] for line in capsys.readouterr().out.splitlines() if line.startswith("|")}
     assert rows["ours"] == ["10.00", "10.00", "10.00", "100,000", "1.000 (1.000 to 1.000)", "3.2500"]
     assert rows["theirs"] == ["40.00", "40.00", "40.00", "50,000", "2.000 (2.000 to 2.000)", "3.2500"]
@@ -147,7 +155,7 @@ def test_peers_get_our_shape_tokens_and_threads(monkeypatch, tmp_path, capsys):
     assert [r["seconds"] for r in record["results"]["nano"]] == [pytest.approx([(20 + i) / 1e3 for i in range(10, 16)])]
     ours = record["results"]["ours"][0]
     assert len(ours["seconds"]) == 6 and len(ours["losses"]) == 16 and ours["losses"][-1] < ours["losses"][0]
-    assert record["results"][again("ours")][0]["losses"] == ours["losses"]
+    assert record["results"]["ours again"][0]["losses"] == ours["losses"]
     def median(name):
         return [np.median(r["seconds"]) for r in record["results"][name]]
     ratio = paired_ratio(median("nano"), median("ours"))[0]

@@ -9,7 +9,7 @@ from configs.flops import training_flops_per_token
 from configs.presets import preset
 from configs.validation import validation_share
 from scripts.bench import __main__ as bench
-from scripts.bench.project import optimizers_of, projection, split_batch, tokens_per_second
+from scripts.bench.project import build_optimizers_of, project_run, split_batch, tokens_per_second
 
 SPEED = dict(nvlink=100e9, network=10e9, latency=0.0)
 
@@ -30,27 +30,27 @@ def test_a_batch_is_shared_by_data_and_then_by_context_parallelism():
 def test_communication_is_that_of_the_bytes_and_bandwidths():
     config = preset("quickstart")
     parameters = 2 * 2048 * 128 + 3 * 12 * 128**2
-    row = projection(config, 2, 1e6, **SPEED)
-    sent = optimizers_of(config, 2).bytes_a_step()
+    row = project_run(config, 2, 1e6, **SPEED)
+    sent = build_optimizers_of(config, 2).bytes_a_step()
     assert {key: row[key] for key in sent} == sent and sent["reduce_scatter"] == 4 * parameters
     assert row["compute"] == 2048 / 2 / 1e6 and row["same_batch"]
     # Half of a rank's bytes are for the other rank, once to sum and once to collect.
     assert row["communication"] == pytest.approx((sent["reduce_scatter"] / 2 + sent["all_gather"]) / 100e9)
     assert row["efficiency"] == row["compute"] / (row["compute"] + row["communication"])
-    slower = projection(config, 2, 1e6, **SPEED | dict(latency=1e-3))
-    collectives = 2 * len(optimizers_of(config, 2).all_buckets())
+    slower = project_run(config, 2, 1e6, **SPEED | dict(latency=1e-3))
+    collectives = 2 * len(build_optimizers_of(config, 2).all_buckets())
     assert slower["communication"] - row["communication"] == pytest.approx(1e-3 * collectives)
 
 
 def test_beyond_a_node_the_network_carries_each_gpus_share():
-    row = projection(preset("gpt_162m_4k"), 32, 1e5, **SPEED)
+    row = project_run(preset("gpt_162m_4k"), 32, 1e5, **SPEED)
     assert row["all_reduce"] == row["all_gather"] == row["reduce_scatter"] / 8 >= 162_201_600 * 4 / 8
     in_node = (row["reduce_scatter"] / 8 + row["all_gather"]) * 7 / 100e9
     assert row["communication"] == pytest.approx(in_node + 2 * row["all_reduce"] * 3 / 4 / 10e9)
 
 
 def test_context_parallelism_adds_its_bytes():
-    row = projection(preset("gpt_162m_64k"), 16, 1e5, **SPEED)
+    row = project_run(preset("gpt_162m_64k"), 16, 1e5, **SPEED)
     # 12 layers, q k v y and their gradients, half a sequence of 768 numbers in 2 bytes
     assert (row["context"], row["all_to_all"]) == (2, 12 * 8 * 32_768 * 768 * 2)
     in_node = (row["reduce_scatter"] / 8 + row["all_gather"]) * 7 + row["all_to_all"] / 2
@@ -58,7 +58,7 @@ def test_context_parallelism_adds_its_bytes():
 
 
 def test_a_batch_too_small_for_the_gpus_grows_and_says_so():
-    row = projection(preset("gpt_162m_64k"), 64, 1e5, **SPEED)
+    row = project_run(preset("gpt_162m_64k"), 64, 1e5, **SPEED)
     assert (row["context"], row["batch"], row["same_batch"]) == (1, 64 * 65_536, False)
     hours = 4578 * 524_288 / (64 * 65_536) * (row["compute"] + row["communication"]) / 3600
     assert row["hours"] == pytest.approx(hours)

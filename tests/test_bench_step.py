@@ -15,11 +15,12 @@ from configs.config import Config
 from configs.presets import preset
 from model.gpt import GPT
 from optim.muon import Muon
+from runtime.device import matmul_rate
 from scripts.bench import __main__ as bench
-from scripts.bench import baselines, step
+from scripts.bench import baselines, protocol
 from scripts.bench.peers import with_data
 from scripts.bench.profile import category, time_by_category
-from scripts.bench.protocol import again, matmul_rate, paired_ratio
+from scripts.bench.protocol import paired_ratio
 from scripts.bench.step import flops_per_token, gate
 from scripts.bench.trainers import KINDS, StepBench, StepVariant, fill_zeros, read_variant
 
@@ -195,7 +196,7 @@ def test_timing_moves_no_weight(tiny_bench):
 def test_the_tables_say_what_was_measured(monkeypatch, tmp_path, capsys):
     names = ["record8", "p_rope", "p_rope-loss", "record8+flex", "nanogpt"]
     # One call a cell: time enough on a busy machine, and little of it used on any.
-    monkeypatch.setattr(step, "schedule", lambda costs, rounds, *_, **__: (rounds, dict.fromkeys(costs, 1)))
+    monkeypatch.setattr(protocol, "schedule", lambda costs, rounds, *_, **__: (rounds, dict.fromkeys(costs, 1)))
     arguments = [*names, "--rounds", 3, "--steps", 2, "--minutes", 60, "--out", tmp_path]
     assert command(monkeypatch, tmp_path, *arguments) == 0
     page, record = (next(tmp_path.glob(f"*.{kind}")).read_text() for kind in ("md", "json"))
@@ -205,7 +206,7 @@ def test_the_tables_say_what_was_measured(monkeypatch, tmp_path, capsys):
     seconds = {
         name: {kind: statistics.median(t) for kind, t in times.items()} for name, times in record["seconds"].items()
     }
-    assert list(seconds) == ["record8", "p_rope", "p_rope-loss", "nanogpt", again("record8")]
+    assert list(seconds) == ["record8", "p_rope", "p_rope-loss", "nanogpt", "record8 again"]
     assert all(len(t) == 3 for times in record["seconds"].values() for t in times.values())
     times, use, pairs = (
         table(page, f"## {head}\n") for head in ("Times", "Use of the machine", "Against its counterpart")

@@ -352,26 +352,21 @@ def test_forward_and_backward_repeat_bit_by_bit():
 # arguments: arch, dtype, head_dim, method, options
 COMPILE = """
 import re, sys, torch, triton
-from model.kernels import flash
 from model.kernels.distance import make_coefficients
 from model.methods import make_method
-from scripts.bench.kernel_code import compiled, recorded_launches
+from scripts.bench.kernel_code import compile_launch, kernel_launches
 
 binaries, compile = [], triton.compile
 triton.compile = lambda *args, **options: binaries.append(compile(*args, **options)) or binaries[-1]
 arch, dtype, head_dim, name, options = eval(sys.argv[1], vars(torch))
 change = make_method(name, num_heads=2, head_dim=head_dim, train_length=64, **options).score_change
-c = make_coefficients(change, 2, head_dim, 300, 0, dtype, "cpu") if change else flash.Coefficients(torch.empty(0, 1, 1))
-q, k, v = torch.zeros(3, 1, 2, 300, head_dim, dtype=dtype)
-functions = c.table, c.polynomials, c.tangent, list(c.degrees), c.far, 0
-with recorded_launches({}, arch) as launches:
-    o, lse = flash.forward_op(q, k, v, c.parameter, *functions)
-    flash.backward_op(o, q, k, v, o, lse, *functions)
-for launch in launches:
-    if launch.kernel is not flash.delta_kernel:
-        compiled(launch, arch)
+coefficients = make_coefficients(change, 2, head_dim, 300, 0, dtype, "cpu")
+inputs = torch.zeros(4, 1, 2, 300, head_dim, dtype=dtype)
+for role, launch in kernel_launches(inputs, coefficients, arch=arch).items():
+    if role != "delta":
+        compile_launch(launch, arch)
         ptx = binaries[-1].asm["ptx"]
-        print(launch.kernel.__name__, bool(re.search(r"\\b(atom|red)\\.", ptx)), f"sm_{arch}" in ptx)
+        print(role, bool(re.search(r"\\b(atom|red)\\.", ptx)), f"sm_{arch}" in ptx)
 """
 
 
@@ -384,7 +379,7 @@ for launch in launches:
 def test_the_kernels_compile_for_gpus_without_atomics(case):
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     code = subprocess.run([sys.executable, "-c", COMPILE, case], cwd=ROOT, env=env, capture_output=True, text=True)
-    assert code.stdout.splitlines() == [f"{role}_kernel False True" for role in ROLES], code.stderr
+    assert code.stdout.splitlines() == [f"{role} False True" for role in ROLES], code.stderr
 
 
 # ---- low precision ---------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from runtime.build import build_model, build_optimizers, train_step
 from runtime.processes import World
 from runtime.validation import Validation
 from scripts.bench import memory
-from scripts.bench.memory import StorageCount, count, run
+from scripts.bench.memory import StorageCount, count_memory, run_steps
 
 CPU = torch.device("cpu")
 
@@ -67,7 +67,7 @@ def test_the_count_on_fake_tensors_is_what_is_allocated(tmp_path, monkeypatch, c
     fields = dict(method="p_rope", dtype="float32", val_lengths=(384,), val_tokens=384) | changes
     config = dataclasses.replace(preset("quickstart"), **fields)
     with FakeTensorMode(), StorageCount({}) as memory:
-        training, validation = run(config, CPU, memory)
+        training, validation = run_steps(config, CPU, memory)
 
     model = build_model(config, torch.float32)
     optimizers = build_optimizers(config, model, False, World.alone(CPU))
@@ -104,7 +104,7 @@ def test_a_validation_keeps_no_logits(tmp_path):
 
 @pytest.mark.slow
 def test_training_and_validation_at_64k_fit_a_gpu_of_80_gb():
-    rows = count(dataclasses.replace(preset("gpt_162m_64k"), val_lengths=(65_536,)), CPU)
+    rows = count_memory(dataclasses.replace(preset("gpt_162m_64k"), val_lengths=(65_536,)), CPU)
     assert [(row["work"], row["length"]) for row in rows] == [("training", 65_536), ("validation", 65_536)]
     assert rows[0]["parameters"] == 4 * 162_201_600 and rows[0]["activations"] > 20e9
     assert all(row["peak"] < 80e9 for row in rows)

@@ -261,7 +261,7 @@ def test_accuracy_is_by_needle_and_by_what_the_model_says(run, monkeypatch):
         return torch.tensor([row[: min(map(len, rows))] for row in rows])
 
     monkeypatch.setattr(needle, "greedy_decode", decode)
-    greedy, forced = needle.accuracy(config, model, task, 7)
+    greedy, forced = needle.measure_accuracy(config, model, task, 7)
     assert greedy == pytest.approx(2 / 3) and forced == 0.0  # the model itself knows nothing
 
 
@@ -277,7 +277,7 @@ def test_teacher_forcing_and_greedy_agree_when_the_model_is_right(run, tune, mon
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    assert needle.accuracy(config, model, task, 1) == (1.0, 1.0)
+    assert needle.measure_accuracy(config, model, task, 1) == (1.0, 1.0)
     start = task.example(0).response_start
     decoded = greedy_decode(model, inputs[:, :start], 241 - start, target_length=240, stop=tokenizer.eot)
     assert torch.equal(decoded[0], targets[0, start - 1 :])

@@ -85,7 +85,7 @@ def test_a_short_quickstart_trains_every_method_and_repeats_nothing(tmp_path):
     first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert first.returncode == 0, first.stderr[-2000:]
     table = (tmp_path / "runs" / "quickstart.md").read_text()
-    assert [row.split("|")[1].strip() for row in table.splitlines()[2:]] == script.SHOWN
+    assert [row.split("|")[1].strip() for row in table.splitlines()[2:]] == list(script.SHOWN)
     assert set(script.SHOWN) == set(script.RUNS)
     assert table in first.stdout + "\n"
     assert (tmp_path / "runs" / "quickstart.png").stat().st_size > 10_000
@@ -187,8 +187,8 @@ def test_shards_of_other_text_are_not_taken_for_it(tmp_path):
 def test_what_shows_at_mini_is_what_its_table_says():
     with open(ROOT / "results" / "mini" / "table_losses.csv", newline="") as file:
         found = {(row["method"], row["length"]): float(row["mean"]) for row in csv.DictReader(file) if row["mean"]}
-    head, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in script.at_mini().splitlines()]
-    assert head[:3] == ["run", "seeds", "256"] and {row[0] for row in rows} >= {"RoPE", *script.OURS[:1]}
+    head, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in script.mini_table().splitlines()]
+    assert head[:3] == ["run", "seeds", "256"] and {row[0] for row in rows} >= {"RoPE", "scale-invariant p-RoPE"}
     for label, _, *losses in rows:
-        name = script.SERIES[script.SHOWN.index(label)]
+        name = script.SHOWN[label]
         assert losses == [f"{found[name, length]:.3f}" for length in head[2:]]

@@ -18,7 +18,7 @@ from runtime.device import peak_flops, published_peak
 from runtime.files import append, replace_file, to_json
 from runtime.metrics import Metrics, flatten, read_metrics
 from runtime.processes import fail_together, start_processes
-from runtime.run_folder import RunFolder, git_commit, in_words
+from runtime.run_folder import RunFolder, format_bytes, git_commit
 
 REPOSITORY = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -162,7 +162,7 @@ def test_too_little_disk_is_refused_before_anything_is_made(tmp_path):
     (2_500_000_000, "2.5 GB"),
 ])  # fmt: skip
 def test_a_size_is_said_in_a_unit_that_it_has(num_bytes, words):
-    assert in_words(num_bytes) == words
+    assert format_bytes(num_bytes) == words
 
 
 def test_the_folder_may_be_a_link_to_a_larger_disk(tmp_path):

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -661,7 +662,7 @@ def test_more_processes_than_sequences_is_one_line_and_no_run_folder(tmp_path):
 
 def test_evaluate_gives_the_losses_of_the_summary(finished):
     world = start_processes("cpu")
-    result, own = evaluate.evaluate(finished, None, None, None, [], world.device, world)
+    result, own = evaluate.evaluate(finished, Namespace(lengths=None, val_tokens=None, data=None, as_others=[]), world)
     assert result["val_loss"] == pytest.approx(read_json(finished / "summary.json")["val_loss"], abs=1e-5)
     assert own
 

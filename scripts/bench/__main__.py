@@ -10,6 +10,7 @@
 import argparse
 import sys
 
+from errors import exit_on_user_error
 from scripts.bench import attention, project, step
 
 
@@ -19,20 +20,19 @@ def main():
     )
     commands = parser.add_subparsers(metavar="step | attention | project", required=True)
     for name, module in dict(step=step, attention=attention, project=project).items():
-        command = commands.add_parser(
-            name,
-            help=module.__doc__.split("\n")[0],
-            description=module.__doc__,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
+        first_line, _ = module.__doc__.split("\n", maxsplit=1)
+        text = dict(help=first_line, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        command = commands.add_parser(name, allow_abbrev=False, **text)
         module.add_arguments(command)
         command.set_defaults(run=module.run, fields=[])
     args, fields = parser.parse_known_args()
     if fields and not hasattr(args, "preset"):
         parser.error(f"unrecognized arguments: {' '.join(fields)}")
     args.fields = fields
-    sys.exit(args.run(args))
+    with exit_on_user_error():
+        if args.out:
+            args.out.mkdir(parents=True, exist_ok=True)
+        sys.exit(args.run(args))
 
 
 if __name__ == "__main__":

@@ -10,29 +10,31 @@ but what a transform adds to it says what it costs where the instructions are th
 """
 
 import argparse
-import contextlib
 import dataclasses
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
 import torch
 import triton
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from errors import exit_on_user_error
+from errors import exit_on_user_error, require
+from model.backends.triton import prepare
 from model.kernels import flash
-from model.kernels.distance import NOWHERE, Coefficients, closed_form, make_coefficients
-from model.methods import make_method
+from model.kernels.distance import Coefficients
+from scripts.bench.variants import Case, as_closed_form, table_only
 from scripts.shared.tables import markdown_table
 
 ROLES = ("forward", "query_gradient", "key_gradient")  # the keys of choose_tiles
 LENGTH, HEADS = 4096, 6
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32"}
-COUNTED = {  # opcodes, of which an instruction's first part is one
+COUNTED = {  # by its column, the opcodes of which an instruction's first part is one
     "special": ("MUFU",),
     "global_loads": ("LDG", "LDGSTS"),
     "shared_loads": ("LDS", "LDSM"),
@@ -40,28 +42,16 @@ COUNTED = {  # opcodes, of which an instruction's first part is one
 }
 
 
-def no_coefficients(dtype, head_dim) -> None:
-    return None
+def of_method(formula: str) -> Callable[[Case], Coefficients | None]:
+    return lambda case: prepare(case.method(formula).score_change, case.call)
 
 
-def method_coefficients(name: str):
-    def make(dtype: torch.dtype, head_dim: int) -> Coefficients:
-        method = make_method(name, num_heads=HEADS, head_dim=head_dim, train_length=LENGTH)
-        return make_coefficients(method.score_change, HEADS, head_dim, LENGTH, 0, dtype, "cpu")
-
-    return make
-
-
-def table_only(dtype: torch.dtype, head_dim: int) -> Coefficients:
-    return dataclasses.replace(VARIANTS["si"](dtype, head_dim), far=NOWHERE)
-
-
-VARIANTS = {
-    "plain": no_coefficients,
-    "si": method_coefficients("scale_invariant_nope"),  # table, and cubics far away
+VARIANTS = {  # what the kernels are told of a_t and m_t
+    "plain": of_method("plain"),
+    "si": of_method("si"),  # a table, and cubics far away
     "si:table": table_only,
-    "si:closed": lambda dtype, head_dim: closed_form(10.0, LENGTH, "cpu"),
-    "alibi": method_coefficients("alibi"),
+    "si:closed": as_closed_form,
+    "alibi": of_method("alibi"),
 }
 
 
@@ -70,6 +60,8 @@ VARIANTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
+    """A launch of a kernel of flash.py, that may be run or compiled."""
+
     kernel: object  # what triton.jit made
     grid: tuple[int, ...]
     arguments: tuple
@@ -78,61 +70,49 @@ class Launch:
 
     @property
     def tiles(self) -> flash.Tiles:
-        c, o = self.constants, self.options
-        return flash.Tiles(c["QUERIES"], c["KEYS"], o["num_warps"], o["num_stages"])
+        return flash.Tiles(self.constants["QUERIES"], self.constants["KEYS"], *self.options.values())
 
     def run(self):
         self.kernel[self.grid](*self.arguments, **self.constants, **self.options)
 
 
-@contextlib.contextmanager
-def recorded_launches(tiles: dict[str, flash.Tiles], arch: int | None = None):
-    """Yield a list of the launches that flash.py makes in this block, with these tiles for some roles; none runs.
+def kernel_launches(
+    inputs: list[Tensor],
+    coefficients: Coefficients | None,
+    tiles: dict[str, flash.Tiles] | None = None,
+    arch: int | None = None,
+) -> dict[str, Launch]:
+    """Return the launches that flash.py makes for q, k, v and the gradient of the output, by role, and "delta", which
+    the gradients need. None is run.
 
-    arch: 90 stands for compute capability 9.0, and the other tiles are those chosen for it, whatever GPU is here."""
-    launches, choose_tiles = [], flash.choose_tiles
-
-    class Recorder:
-        def __init__(self, kernel):
-            self.kernel = kernel
-
-        def __getitem__(self, grid):
-            def launch(*arguments, num_warps=4, num_stages=3, **constants):
-                options = dict(num_warps=num_warps, num_stages=num_stages)
-                launches.append(Launch(self.kernel, grid, arguments, constants, options))
-
-            return launch
+    tiles: of some roles, instead of those that are chosen. arch: 90 stands for compute capability 9.0, and tiles are
+    chosen for that, whatever GPU is here.
+    """
+    choose_tiles = flash.choose_tiles
 
     def choose(dtype, block_d, capability):
-        return choose_tiles(dtype, block_d, capability if arch is None else divmod(arch, 10)) | tiles
+        return choose_tiles(dtype, block_d, capability if arch is None else divmod(arch, 10)) | (tiles or {})
 
-    kernels = {f"{role}_kernel": Recorder(getattr(flash, f"{role}_kernel")) for role in (*ROLES, "delta")}
-    with mock.patch.multiple(flash, choose_tiles=choose, **kernels):
-        yield launches
-
-
-def kernel_launches(coefficients, dtype, head_dim, tiles, arch) -> dict[str, Launch]:
-    """Return the launch of each of ROLES."""
-    q, k, v = torch.zeros(3, 1, LENGTH, HEADS, head_dim, dtype=dtype).transpose(2, 3)
-    c = coefficients or Coefficients(torch.empty(0, 1, 1))
+    recorders = {f"{role}_kernel": mock.MagicMock() for role in (*ROLES, "delta")}
+    q, k, v, do = inputs
+    c = coefficients or Coefficients(torch.empty(0, 1, 1, device=q.device))
     functions = c.table, c.polynomials, c.tangent, list(c.degrees), c.far, 0
-    with recorded_launches(tiles, arch) as launches:
+    with mock.patch.multiple(flash, choose_tiles=choose, **recorders):
         o, lse = flash.forward_op(q, k, v, c.parameter, *functions)
-        flash.backward_op(o, q, k, v, o, lse, *functions)
-    by_role = {launch.kernel.__name__.removesuffix("_kernel"): launch for launch in launches}
-    return {role: by_role[role] for role in ROLES}
+        flash.backward_op(do, q, k, v, o, lse, *functions)
+    launches = {}
+    for name, recorder in recorders.items():  # of kernel[grid](*arguments, **constants, **options)
+        (grid,), call = recorder.__getitem__.call_args.args, recorder.__getitem__.return_value.call_args
+        options = dict(num_warps=call.kwargs.pop("num_warps", 4), num_stages=call.kwargs.pop("num_stages", 3))
+        launches[name.removesuffix("_kernel")] = Launch(getattr(flash, name), grid, call.args, call.kwargs, options)
+    return launches
 
 
 # ---- compiling and counting ------------------------------------------------------------------------------------------
 
 
 def kernel_code(
-    variant: str,
-    arch: int = 90,
-    head_dim: int = 128,
-    dtype: torch.dtype = torch.bfloat16,
-    kernels: tuple[str, ...] = ROLES,
-    tiles: dict[str, flash.Tiles] | None = None,
+    variant: str, arch: int = 90, head_dim: int = 128, kernels: tuple[str, ...] = ROLES, tiles: dict | None = None
 ) -> list[dict]:
     """Compile one of VARIANTS for compute capability arch / 10 and describe the machine code, a dict a kernel.
 
@@ -140,31 +120,26 @@ def kernel_code(
     loops, a dict each: name and, a logit, instructions and the kinds in COUNTED. Raise ValueError for what is unknown,
     and in Triton's interpreter, which does not compile.
     """
-    if variant not in VARIANTS:
-        raise ValueError(f"unknown variant {variant!r}; valid: {', '.join(VARIANTS)}")
-    if arch < 80:
-        raise ValueError(f"the kernels need compute capability 8.0 or newer: --arch 80, not {arch}")
-    if not 1 <= head_dim <= flash.MAX_HEAD_DIM:
-        raise ValueError(f"the kernels cover head dimensions from 1 to {flash.MAX_HEAD_DIM}, not {head_dim}")
-    if flash.INTERPRETED:
-        raise ValueError("TRITON_INTERPRET is set, and the interpreter compiles nothing: unset it")
-    launches = kernel_launches(VARIANTS[variant](dtype, head_dim), dtype, head_dim, tiles or {}, arch)
-    return [dict(kernel=kernel, **compiled(launches[kernel], arch)) for kernel in kernels]
+    require(variant in VARIANTS, f"unknown variant {variant!r}; valid: {', '.join(VARIANTS)}")
+    require(arch >= 80, f"the kernels need compute capability 8.0 or newer: --arch 80, not {arch}")
+    is_covered = 1 <= head_dim <= flash.MAX_HEAD_DIM
+    require(is_covered, f"the kernels cover head dimensions from 1 to {flash.MAX_HEAD_DIM}, not {head_dim}")
+    require(not flash.INTERPRETED, "TRITON_INTERPRET is set, and the interpreter compiles nothing: unset it")
+    case = Case(1, HEADS, LENGTH, head_dim, torch.bfloat16, torch.device("cpu"))
+    inputs = torch.zeros(4, 1, LENGTH, HEADS, head_dim, dtype=case.dtype).transpose(2, 3).unbind()
+    launches = kernel_launches(inputs, VARIANTS[variant](case), tiles, arch)
+    return [dict(kernel=kernel, **compile_launch(launches[kernel], arch)) for kernel in kernels]
 
 
-def compiled(launch: Launch, arch: int) -> dict:
-    names = launch.kernel.arg_names
+def compile_launch(launch: Launch, arch: int) -> dict:
+    """Return what kernel_code does about one kernel."""
     signature, constants, attributes = {}, {}, {}
-    for i, (name, argument) in enumerate(zip(names, launch.arguments)):
-        if isinstance(argument, torch.Tensor):
-            signature[name], aligned = TYPES[argument.dtype], True
-        elif isinstance(argument, float):
-            signature[name], aligned = "fp32", False
-        else:  # as triton.jit specialises: on 1, and on multiples of 16
-            signature[name], aligned = "constexpr" if argument == 1 else "i32", argument % 16 == 0
-            if argument == 1:
-                constants[name] = 1
-        if aligned:
+    for i, (name, argument) in enumerate(zip(launch.kernel.arg_names, launch.arguments)):
+        is_tensor, is_float = isinstance(argument, Tensor), isinstance(argument, float)
+        signature[name] = TYPES[argument.dtype] if is_tensor else "fp32" if is_float else "i32"
+        if not (is_tensor or is_float) and argument == 1:  # as triton.jit specialises: on 1, and on multiples of 16
+            signature[name], constants[name] = "constexpr", 1
+        if is_tensor or not is_float and argument % 16 == 0:
             attributes[(i,)] = [["tt.divisibility", 16]]
     signature |= {name: "constexpr" for name in launch.constants}
     source = ASTSource(launch.kernel, signature, constants | launch.constants, attributes)
@@ -175,12 +150,9 @@ def compiled(launch: Launch, arch: int) -> dict:
         usage = re.search(r"REG:(\d+) STACK:(\d+)", nvidia_tool("cuobjdump", "-res-usage", file.name))
         code = nvidia_tool("nvdisasm", "-c", file.name)
     c, tiles = launch.constants, launch.tiles
-    stretches = ["masked"]
-    if c["NEAR"]:
-        stretches.append("near")
-    if c["FAR"] or not c["NEAR"]:
-        stretches.append("far")
-    loops = loops_of(code, logits=tiles.queries * tiles.keys / (32 * tiles.warps))
+    also = dict(near=c["NEAR"], far=c["FAR"] or not c["NEAR"])
+    stretches = ["masked", *(name for name, is_there in also.items() if is_there)]
+    loops = count_loops(code, logits=tiles.queries * tiles.keys / (32 * tiles.warps))
     if len(loops) != len(stretches):  # the compiler split or merged some
         stretches = [f"loop {i + 1}" for i in range(len(loops))]
     return dict(
@@ -197,7 +169,7 @@ def nvidia_tool(name: str, *arguments: str) -> str:
     return subprocess.run([tool, *arguments], capture_output=True, text=True, check=True).stdout
 
 
-def loops_of(code: str, logits: float) -> list[dict]:
+def count_loops(code: str, logits: float) -> list[dict]:
     """Count instructions a logit in the innermost loops with matrix products, in the order of nvdisasm's listing.
 
     logits: of a thread in one turn of the loop."""
@@ -227,23 +199,26 @@ def table(variant_rows: dict[str, list[dict]]) -> str:
     rows = [["kernel", "tiles", "registers", "stack B", "shared KiB", "loop", *counted]]
     for variant, kernels in variant_rows.items():
         for k in kernels:
-            size = "{queries} x {keys}, {warps} warps, {stages} stages".format(**k["tiles"])
             memory = [str(k["registers"]), str(k["stack"]), f"{k['shared'] / 1024:.0f}"]
-            cells = [f"{variant} {k['kernel']}", size, *memory]
+            cells = [f"{variant} {k['kernel']}", describe(flash.Tiles(**k["tiles"])), *memory]
             for loop in k["loops"]:
                 rows.append([*cells, loop["name"], *(f"{loop[key]:.2f}" for key in ("instructions", *COUNTED))])
                 cells = [""] * len(cells)
     return markdown_table(rows)
 
 
+def describe(tiles: flash.Tiles) -> str:
+    return "{queries} x {keys}, {warps} warps, {stages} stages".format(**dataclasses.asdict(tiles))
+
+
 def read_tiles(words: list[str]) -> flash.Tiles:
     queries, keys, warps, stages = (int(word) if word.isdecimal() else 0 for word in words)
-    if {queries, keys} <= {16, 32, 64, 128} and warps in (1, 2, 4, 8, 16) and stages > 0:
-        return flash.Tiles(queries, keys, warps, stages)
-    raise ValueError(
-        f"queries and keys of a tile are 16, 32, 64 or 128, warps a power of 2 up to 16, stages at least 1: "
-        f"got {' '.join(words)}"
+    require(
+        {queries, keys} <= {16, 32, 64, 128} and warps in (1, 2, 4, 8, 16) and stages > 0,
+        "queries and keys of a tile are 16, 32, 64 or 128, warps a power of 2 up to 16, stages at least 1: "
+        f"got {' '.join(words)}",
     )
+    return flash.Tiles(queries, keys, warps, stages)
 
 
 def main():
@@ -251,19 +226,14 @@ def main():
     parser.add_argument("--arch", type=int, nargs="+", default=[90], help="compute capability, 90 for 9.0 (Hopper)")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), metavar="NAME", help=", ".join(VARIANTS))
-    parser.add_argument(
-        "--tiles",
-        nargs=5,
-        metavar=("KERNEL", "QUERIES", "KEYS", "WARPS", "STAGES"),
-        help="only this kernel, with these",
-    )
+    tile = ("KERNEL", "QUERIES", "KEYS", "WARPS", "STAGES")
+    parser.add_argument("--tiles", nargs=5, metavar=tile, help="only this kernel, with these")
     args = parser.parse_args()
     with exit_on_user_error():
         kernels, tiles = ROLES, {}
         if args.tiles:
             kernel, *numbers = args.tiles
-            if kernel not in ROLES:
-                raise ValueError(f"unknown kernel {kernel!r}; valid: {', '.join(ROLES)}")
+            require(kernel in ROLES, f"unknown kernel {kernel!r}; valid: {', '.join(ROLES)}")
             kernels, tiles = (kernel,), {kernel: read_tiles(numbers)}
         print(f"triton {triton.__version__}, bfloat16, head dimension {args.head_dim}; the last five columns: a logit")
         for arch in args.arch:

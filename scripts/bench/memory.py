@@ -16,6 +16,7 @@ Where there is a GPU, the same steps run on it, compiled as in training, and tor
 import argparse
 import contextlib
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable
 
@@ -83,7 +84,7 @@ class CudaMemory(contextlib.nullcontext):
     start = staticmethod(torch.cuda.reset_peak_memory_stats)
 
 
-def count(config: Config, device: torch.device) -> list[dict]:
+def count_memory(config: Config, device: torch.device) -> list[dict]:
     """Return a row of bytes for a training step and one for a validation pass at each length, measured on a GPU.
 
     activations: what the forward pass keeps for the backward pass. peak: everything that is there at once, also what is
@@ -91,14 +92,14 @@ def count(config: Config, device: torch.device) -> list[dict]:
     """
     if device.type == "cuda":
         prefer_fast_sdpa(device)
-        return run(config, device, CudaMemory(), choose_compile(config.compile, device)[0])
+        return run_steps(config, device, CudaMemory(), choose_compile(config.compile, device)[0])
     losses = (torch.ops.scale_invariant.loss_and_gradients.default, torch.ops.scale_invariant.token_losses.default)
     with FakeTensorMode(), StorageCount(dict.fromkeys(losses, loss_workspace)) as memory:
-        return run(config, device, memory)
+        return run_steps(config, device, memory)
 
 
-def run(config: Config, device: torch.device, memory, compiled: str | None = None) -> list[dict]:
-    """Return the rows of count, of real steps under `memory`, a StorageCount or CudaMemory."""
+def run_steps(config: Config, device: torch.device, memory, compiled: str | None = None) -> list[dict]:
+    """Return the rows of count_memory, of real steps under `memory`, a StorageCount or CudaMemory."""
     with device:
         model = build_model(config, compute_dtype(config, device))
     backend = config.attention_backend
@@ -113,30 +114,28 @@ def run(config: Config, device: torch.device, memory, compiled: str | None = Non
     def batch(length: int) -> tuple[Tensor, Tensor]:
         return torch.zeros(2, max(1, config.micro_batch_tokens // length), length, dtype=torch.int64, device=device)
 
-    plan, micro_batches = model.plan(config.train_length, backend=backend), [batch(config.train_length)] * 2
+    def describe(work: str, inputs: Tensor, **sizes: int) -> dict:
+        return dict(work=work, length=inputs.shape[1], sequences=len(inputs), **sizes, peak=memory.peak)
 
-    def step():
-        train_step(compiled_model, micro_batches, plan, optimizers, 1.0, world)
-
+    plan, micro_batch = model.plan(config.train_length, backend=backend), batch(config.train_length)
+    step = functools.partial(train_step, compiled_model, [micro_batch] * 2, plan, optimizers, 1.0, world)
     step()  # makes the optimizer state, and compiles
     before = memory.live
-    loss = compiled_model(*micro_batches[0], plan=plan)
+    loss = compiled_model(*micro_batch, plan=plan)
     activations = memory.live - before
     del loss
     memory.start()
     step()
     parameters = storage_bytes(list(model.parameters()))
-    row = dict(parameters=parameters, gradients=parameters, state=storage_bytes(optimizers.state_dict()))
-    row |= dict(activations=activations, peak=memory.peak)
-    rows = [dict(work="training", length=config.train_length, sequences=len(micro_batches[0][0])) | row]
+    held = dict(parameters=parameters, state=storage_bytes(optimizers.state_dict()))
+    rows = [describe("training", micro_batch[0], **held, gradients=parameters, activations=activations)]
     for length in config.val_lengths:
         plan, micro_batch = model.plan(length, backend=backend), batch(length)
         with torch.no_grad():  # under inference_mode composite operations are counted as one
             for _ in range(2 if compiled else 1):
                 memory.start()
                 compiled_model(*micro_batch, plan=plan, per_token=True)
-        row |= dict(gradients=0, activations=0, peak=memory.peak)
-        rows.append(dict(work="validation", length=length, sequences=len(micro_batch[0])) | row)
+        rows.append(describe("validation", micro_batch[0], **held, gradients=0, activations=0))
     return rows
 
 
@@ -152,13 +151,13 @@ def main():
     args = parser.parse_args()
     with exit_on_user_error():
         changes = dict(train_length=args.length, micro_batch_tokens=args.tokens)
-        changes = {field: value for field, value in changes.items() if value is not None} | dict(dtype="bfloat16")
-        configs = {name: dataclasses.replace(preset(name), **changes) for name in args.presets}
+        changes = {field: value for field, value in changes.items() if value is not None}
+        configs = {name: dataclasses.replace(preset(name), dtype="bfloat16", **changes) for name in args.presets}
         device = start_processes("auto").device
     heads = ["parameters", "gradients", "state", "activations", "peak"]
     table = [["preset", "", "sequences", *heads]]
     for name, config in configs.items():
-        for row in count(config, device):
+        for row in count_memory(config, device):
             what = [name, "{work} at {length}".format(**row), str(row["sequences"])]
             table.append(what + [f"{row[head] / 2**30:.2f}" for head in heads])
     how = "counted on fake tensors, in eager execution; not measured"

@@ -26,9 +26,10 @@ import torch
 from configs.config import Config
 from data.loader import micro_batch_size
 from data.shards import ShardWriter, open_split
+from errors import require
 from optim.muon import fast_dtype
 from runtime.metrics import read_metrics
-from scripts.bench.protocol import Report, again, gpu_state, in_turns, paired_ratio, ratio_cell
+from scripts.bench.protocol import Report, gpu_state, in_turns, paired_ratio, ratio_cell, with_baseline_again
 from scripts.shared.tables import markdown_table
 
 ROOT = Path(__file__).parents[2]
@@ -65,12 +66,12 @@ def our_script(arguments: list[str], config: Config, steps: int, processes: int 
     fields |= dict(resume="never", wandb="off")
     options = [word for field, value in fields.items() for word in (f"--{field}", value)]
     launcher = torchrun(processes) if processes > 1 else []
+    dtype = f", dtype {fields['dtype']}" if "dtype" in fields else ""
 
     def read(folder: Path, output: str) -> tuple[list[float], list[float]]:
         records = [r for r in read_metrics(folder / "run" / "metrics.jsonl") if "train_loss" in r]
         return [config.batch_tokens / r["tokens_per_second"] for r in records], [r["train_loss"] for r in records]
 
-    dtype = f", dtype {fields['dtype']}" if "dtype" in fields else ""
     return Script(
         f"train_gpt.py, {config.method}{dtype}",
         lambda folder: [*launcher, "train_gpt.py", *arguments, *options, "--runs_dir", folder],
@@ -89,10 +90,10 @@ def zipf_shards(folder: Path, config: Config) -> Path:
     share = 1 / np.arange(1, config.vocab_size + 1)
     count = min(MOST_TOKENS, 8 * config.batch_tokens) + 1
     tokens = np.random.default_rng(0).choice(config.vocab_size, 2 * count, p=share / share.sum())
-    writer = ShardWriter(folder, "zipf", tokenizer="none", vocab_size=config.vocab_size)
-    writer.write("train", tokens[:count])
-    writer.write("val", tokens[count:])
-    writer.close()
+    with ShardWriter(folder, "zipf", tokenizer="none", vocab_size=config.vocab_size) as writer:
+        writer.write("train", tokens[:count])
+        writer.write("val", tokens[count:])
+        writer.close()
     return folder
 
 
@@ -100,12 +101,12 @@ def zipf_shards(folder: Path, config: Config) -> Path:
 
 
 def peer_script(checkout: Path, config: Config, steps: int, device: torch.device, copies: Path) -> Script:
-    """Return the training script of a checkout, which its files tell. Raise ValueError for one that is not known, or
-    cannot run."""
+    """Return the training script of a checkout, which its files tell. Raise ValueError where none is known or can
+    run."""
     if all((checkout / name).is_file() for name in ("train.py", "model.py", "configurator.py")):
-        return nanogpt(checkout, config, steps, device, copies)
+        return nanogpt_script(checkout, config, steps, device, copies)
     if all((checkout / name).is_file() for name in ("train_gpt.py", "triton_kernels.py")):
-        return modded_nanogpt(checkout, device, copies)
+        return modded_nanogpt_script(checkout, device, copies)
     raise ValueError(
         f"{checkout} is no checkout of nanoGPT (train.py, model.py, configurator.py) or modded-nanogpt (train_gpt.py, "
         "triton_kernels.py)"
@@ -120,7 +121,7 @@ def copy_code(checkout: Path, copies: Path) -> Path:
     return copy
 
 
-def nanogpt(checkout: Path, config: Config, steps: int, device: torch.device, copies: Path) -> Script:
+def nanogpt_script(checkout: Path, config: Config, steps: int, device: torch.device, copies: Path) -> Script:
     """Return karpathy/nanoGPT at the shape of `config`, float32 on a CPU and bfloat16 on CUDA, compiled."""
     copy = copy_code(checkout, copies)
     data = copy / "data" / "bench"
@@ -130,24 +131,14 @@ def nanogpt(checkout: Path, config: Config, steps: int, device: torch.device, co
         stream.read(0, min(len(stream), MOST_TOKENS)).tofile(data / f"{split}.bin")
     (data / "meta.pkl").write_bytes(pickle.dumps(dict(vocab_size=config.vocab_size)))
     sequences = micro_batch_size(config.batch_tokens, config.train_length, config.micro_batch_tokens, 1)
+    accumulation = config.batch_tokens // config.train_length // sequences
     options = dict(
-        dataset="bench",
-        device=device.type,
-        dtype="bfloat16" if device.type == "cuda" else "float32",
-        compile=config.compile != "off",
-        n_layer=config.num_layers,
-        n_head=config.num_heads,
-        n_embd=config.model_dim,
-        block_size=config.train_length,
-        batch_size=sequences,
-        gradient_accumulation_steps=config.batch_tokens // config.train_length // sequences,
-        dropout=0.0,
-        bias=False,
+        dataset="bench", device=device.type, dtype=peers_dtype(device), compile=config.compile != "off",
+        n_layer=config.num_layers, n_head=config.num_heads, n_embd=config.model_dim, block_size=config.train_length,
+        batch_size=sequences, gradient_accumulation_steps=accumulation, dropout=0.0, bias=False,
         max_iters=steps - 1,  # it counts from 0 to this
-        eval_interval=steps + 1,
-        eval_iters=1,
-        log_interval=1,
-    )
+        eval_interval=steps + 1, eval_iters=1, log_interval=1,
+    )  # fmt: skip
     return Script(
         f"nanoGPT's train.py, {options['dtype']}",
         lambda folder: ["train.py", *(f"--{name}={value}" for name, value in options.items()), f"--out_dir={folder}"],
@@ -157,20 +148,24 @@ def nanogpt(checkout: Path, config: Config, steps: int, device: torch.device, co
     )
 
 
+def peers_dtype(device: torch.device) -> str:
+    return "bfloat16" if device.type == "cuda" else "float32"
+
+
 def nanogpt_steps(output: str) -> tuple[list[float], list[float]]:
     lines = re.findall(r"^iter \d+: loss ([\d.]+|nan), time ([\d.]+)ms", output, re.M)
     return [float(ms) / 1e3 for _, ms in lines], [float(loss) for loss, _ in lines]
 
 
-def modded_nanogpt(checkout: Path, device: torch.device, copies: Path) -> Script:
+def modded_nanogpt_script(checkout: Path, device: torch.device, copies: Path) -> Script:
     """Return KellerJordan/modded-nanogpt as it is, whole, on all GPUs: its shape is in its code.
 
     Raise ValueError without CUDA and without its training shards.
     """
-    if device.type != "cuda":
-        raise ValueError(f"{checkout}: modded-nanogpt needs CUDA GPUs and cannot run here: leave it out of --peers")
-    if not list((checkout / "data").glob("*/*_train_*.bin")):
-        raise ValueError(f"{checkout}: no training shards in its data folder: get them as its README says")
+    words = "modded-nanogpt needs CUDA GPUs and cannot run here: leave it out of --peers"
+    require(device.type == "cuda", f"{checkout}: {words}")
+    has_shards = any((checkout / "data").glob("*/*_train_*.bin"))
+    require(has_shards, f"{checkout}: no training shards in its data folder: get them as its README says")
     copy = copy_code(checkout, copies)
     (copy / "data").symlink_to((checkout / "data").resolve())
     gpus = torch.cuda.device_count()
@@ -195,7 +190,7 @@ def modded_nanogpt_steps(output: str) -> tuple[list[float], list[float]]:
 # ---- rounds ----------------------------------------------------------------------------------------------------------
 
 
-def run(script: Script) -> dict:
+def run_script(script: Script) -> dict:
     """Run it once and return the seconds of the steps that count, and all losses. Raise ValueError when it fails."""
     environment = os.environ | dict(OMP_NUM_THREADS=str(script.threads or torch.get_num_threads()))
     with tempfile.TemporaryDirectory() as folder:
@@ -205,19 +200,18 @@ def run(script: Script) -> dict:
             last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
             raise ValueError(f"{script.what} failed with exit code {done.returncode}: {last}")
         seconds, losses = script.read(Path(folder), done.stdout)
-    if len(seconds) <= WARM_UP:
-        raise ValueError(f"{script.what} reported {len(seconds)} steps, of which {WARM_UP} do not count")
+    words = f"{script.what} reported {len(seconds)} steps, of which {WARM_UP} do not count"
+    require(len(seconds) > WARM_UP, words)
     return dict(seconds=seconds[WARM_UP:], losses=losses)
 
 
-def compare(scripts: dict[str, Script], rounds: int, report: Report) -> dict[str, list[dict]]:
+def compare_scripts(scripts: dict[str, Script], rounds: int, report: Report) -> dict[str, list[dict]]:
     """Run all in turns, the first, ours, once more at the end of each round; add results and table to the report."""
-    ours = next(iter(scripts))
-    scripts = scripts | {again(ours): scripts[ours]}
+    ours, scripts = next(iter(scripts)), with_baseline_again(scripts)
     results, gpu_states = {name: [] for name in scripts}, []
     for round_number in range(rounds):
-        for name in in_turns(list(scripts), round_number):
-            results[name].append(run(scripts[name]))
+        for name in in_turns(scripts, round_number):
+            results[name].append(run_script(scripts[name]))
             median = statistics.median(results[name][-1]["seconds"])
             print(f"round {round_number + 1}: {name} {median * 1e3:.2f} ms a step", file=sys.stderr, flush=True)
         gpu_states.append(gpu_state(torch.device("cuda")) if torch.cuda.is_available() else None)
@@ -257,48 +251,44 @@ def with_data(arguments: list[str], config: Config, folder: Path) -> tuple[list[
     return [*arguments, "--data_dir", str(data)], dataclasses.replace(config, data_dir=str(data)), tokens
 
 
-def bench_peers(args, arguments: list[str], config: Config, device: torch.device) -> int:
+def bench_peers(args, arguments: list[str], config: Config, tokens: str, device: torch.device, folder: Path) -> int:
     """Report the table of --peers and return 0. Raise ValueError for a checkout that cannot run, or a script that
     fails."""
-    with tempfile.TemporaryDirectory() as folder:
-        arguments, config, tokens = with_data(arguments, config, Path(folder))
-        peers = [peer_script(Path(path), config, args.steps, device, Path(folder)) for path in args.peers]
-        dtype = "bfloat16" if device.type == "cuda" else "float32"
-        ours = functools.partial(our_script, arguments, config, args.steps, device=device.type)
-        scripts = {"ours": ours(dtype=dtype)}
-        scripts |= {Path(path).resolve().name: peer for path, peer in zip(args.peers, peers)}
-        if fast_dtype(device) == torch.bfloat16 and dtype == "float32":
-            scripts["ours in bfloat16"] = ours(dtype="bfloat16")
-        report = start_report("peers", args, config, tokens, device)
-        compare(scripts, args.rounds, report)
-        if device.type == "cpu" and len(scripts) == len(peers) + 1:
-            report.add("bfloat16: not run, as this CPU does not multiply it in hardware.")
+    peers = {
+        Path(path).resolve().name: peer_script(Path(path), config, args.steps, device, folder) for path in args.peers
+    }
+    ours = functools.partial(our_script, arguments, config, args.steps, device=device.type)
+    scripts = {"ours": ours(dtype=peers_dtype(device)), **peers}
+    if device.type == "cpu" and (has_bfloat16 := fast_dtype(device) == torch.bfloat16):
+        scripts["ours in bfloat16"] = ours(dtype="bfloat16")
+    report = start_report("peers", args, config, tokens, device)
+    compare_scripts(scripts, args.rounds, report)
+    if device.type == "cpu" and not has_bfloat16:
+        report.add("bfloat16: not run, as this CPU does not multiply it in hardware.")
     return 0
 
 
-def bench_processes(args, arguments: list[str], config: Config, device: torch.device) -> int:
+def bench_processes(args, arguments: list[str], config: Config, tokens: str, device: torch.device, _: Path) -> int:
     """Report the table of --processes: the same run on so many processes, with the same threads in all.
 
     Return the exit code: 1 when their losses differ. Raise ValueError when so many cannot share a step.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        arguments, config, tokens = with_data(arguments, config, Path(folder))
-        scripts = {}
-        for count in args.processes:
-            shape = config.batch_tokens, config.train_length, config.micro_batch_tokens
-            micro_batch_size(*shape, count)  # or ValueError, before anything runs
-            script = our_script(arguments, config, args.steps, count, device=device.type)
-            threads = "" if device.type == "cuda" else f", threads of each: {script.threads}"
-            scripts[f"processes: {count}{threads}"] = script
-        report = start_report("processes", args, config, tokens, device)
-        results = compare(scripts, args.rounds, report)
-        first, *others = (results[name][0]["losses"] for name in scripts)
-        differences = [float(np.abs(np.subtract(first, losses)).max()) for losses in others]
-        report.record["largest_loss_difference"] = differences
-        for name, difference in zip(list(scripts)[1:], differences):
-            verdict = "the same" if difference <= LOSS_LIMIT else "NOT the same"
-            report.add(
-                f"{name}: losses {verdict}, at most {difference:.1e} nats from {list(scripts)[0]} in any of "
-                f"{args.steps} steps (limit {LOSS_LIMIT:g})."
-            )
+    scripts = {}
+    for count in args.processes:
+        micro_batch_size(config.batch_tokens, config.train_length, config.micro_batch_tokens, count)  # or ValueError
+        script = our_script(arguments, config, args.steps, count, device=device.type)
+        threads = "" if device.type == "cuda" else f", threads of each: {script.threads}"
+        scripts[f"processes: {count}{threads}"] = script
+    report = start_report("processes", args, config, tokens, device)
+    results = compare_scripts(scripts, args.rounds, report)
+    first, *others = (results[name][0]["losses"] for name in scripts)
+    differences = [float(np.abs(np.subtract(first, losses)).max()) for losses in others]
+    report.record["largest_loss_difference"] = differences
+    reference, *names = scripts
+    for name, difference in zip(names, differences):
+        verdict = "the same" if difference <= LOSS_LIMIT else "NOT the same"
+        report.add(
+            f"{name}: losses {verdict}, at most {difference:.1e} nats from {reference} in any of "
+            f"{args.steps} steps (limit {LOSS_LIMIT:g})."
+        )
     return int(not all(difference <= LOSS_LIMIT for difference in differences))  # NaN too

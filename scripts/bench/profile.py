@@ -47,11 +47,10 @@ def category(names: list[str]) -> str | None:
 
 def time_by_category(events, on_gpu: bool) -> tuple[Counter, dict[str, Counter]]:
     """Return the microseconds of each category, and in it of each operation or kernel."""
-    total, parts = Counter(), {name: Counter() for name in CATEGORIES}
+    parts = {name: Counter() for name in CATEGORIES}
 
     def add(names: list[str], microseconds: float):
         if kind := category(names):
-            total[kind] += microseconds
             parts[kind][names[0]] += microseconds
 
     for event in events:
@@ -66,7 +65,7 @@ def time_by_category(events, on_gpu: bool) -> tuple[Counter, dict[str, Counter]]
         for kernel in event.kernels:
             is_matmul = category(chain[:1]) == "matmul"  # by its operation: kernels of libraries have any name
             add([chain[0] if is_matmul else kernel.name, *chain], kernel.duration)
-    return total, parts
+    return Counter({kind: part.total() for kind, part in parts.items()}), parts
 
 
 def profile(args: argparse.Namespace, bench: StepBench, name: str, variant: StepVariant, tokens: str) -> int:
@@ -95,12 +94,10 @@ def profile(args: argparse.Namespace, bench: StepBench, name: str, variant: Step
     trace = report.path.with_suffix(".trace.json")
     profiler.export_chrome_trace(str(trace))
     rows = [["where", "ms a step", "share", "most of it"]]
-    for kind in [*CATEGORIES, "idle" if on_gpu else "host"]:
-        if microseconds := total[kind]:
-            largest = ", ".join(
-                f"{n[:60]} {t / microseconds:.0%}" for n, t in parts.get(kind, Counter()).most_common(2)
-            )
-            share = microseconds / wall / 1e6
+    for kind, microseconds in total.items():
+        if microseconds:
+            share, most = microseconds / wall / 1e6, parts.get(kind, Counter()).most_common(2)
+            largest = ", ".join(f"{part[:60]} {own / microseconds:.0%}" for part, own in most)
             rows.append([kind, f"{microseconds / 1e3 / args.steps:.2f}", f"{share:.1%}", largest])
     report.add(
         f"# Where a step's time goes: {name}, {report.record['device']}\n\n{report.provenance}\n"

@@ -21,7 +21,7 @@ from configs.config import Config
 from configs.flops import training_flops_per_token
 from configs.presets import preset
 from configs.validation import validation_share
-from errors import exit_on_user_error
+from errors import require
 from model.context import context_bytes
 from optim.sharded import MOST_SHARES, Optimizers
 from runtime.build import build_model, build_optimizers
@@ -71,26 +71,19 @@ def add_arguments(parser: argparse.ArgumentParser):
 
 
 def run(args: argparse.Namespace) -> int:
-    """Report the tables and return 0."""
-    with exit_on_user_error():
-        numbers = [*args.gpus, args.mfu, args.nvlink, args.network]
-        if min(numbers) <= 0 or args.mfu > 1 or args.latency < 0:
-            raise ValueError("gpus and bandwidths must be positive, mfu in (0, 1] and latency not negative")
-        configs = {name: preset(name) for name in args.presets}
-        measured = [json.loads(path.read_text()) for path in args.results]
-        if args.out:
-            args.out.mkdir(parents=True, exist_ok=True)
+    """Report the tables and return 0. Raise ValueError or OSError for what cannot be."""
+    is_valid = min(*args.gpus, args.mfu, args.nvlink, args.network) > 0 and args.mfu <= 1 and args.latency >= 0
+    require(is_valid, "gpus and bandwidths must be positive, mfu in (0, 1] and latency not negative")
+    configs = {name: preset(name) for name in args.presets}
+    measured = [json.loads(path.read_text()) for path in args.results]
     peak = PEAK_BF16_FLOPS[args.gpu]
     rate_of_all = f"{args.mfu:.0%} of an {args.gpu}'s {peak:.4g} FLOP/s each (assumed)"
     if measured:
         rate_of_all += f", or as measured with {args.variant} where --results has the preset"
     report = Report(args.out, "project", torch.device("cpu"), rows=[], runs=[])
     report.add(
-        f"# Hours and communication, projected\n\n    {report.record['command']}\n\n"
-        f"commit {report.record['commit']}.\n\n"
-        + HOW_TO_READ.format(
-            rate=rate_of_all, itemsize=2, nvlink=args.nvlink, network=args.network, node=NODE, latency=args.latency
-        )
+        "# Hours and communication, projected\n\n    {command}\n\ncommit {commit}.\n\n".format(**report.record)
+        + HOW_TO_READ.format(rate=rate_of_all, itemsize=2, node=NODE, **vars(args))
     )
     speeds = dict(nvlink=args.nvlink * 1e9, network=args.network * 1e9, latency=args.latency / 1e6)
     runs = [["preset", "PFLOP", "rate", "validation share", "hours, 1 GPU", "with paper", "with fast", "paper's hours"]]
@@ -98,10 +91,10 @@ def run(args: argparse.Namespace) -> int:
         rate, source = tokens_per_second(config, measured, args.variant) or (
             args.mfu * peak / training_flops_per_token(config), "assumed"
         )  # fmt: skip
-        project = functools.partial(projection, config, rate=rate, **speeds)
+        project = functools.partial(project_run, config, rate=rate, **speeds)
         rows = [project(gpus) for gpus in args.gpus]
         report.record["rows"] += [dict(preset=name, **row) for row in rows]
-        report.add(f"## {name}\n\n{markdown_table(gpu_table(rows))}\n\n{most_gpus(config, project)}")
+        report.add(f"## {name}\n\n{gpu_table(rows)}\n\n{describe_most_gpus(config, project)}")
         runs.append([name, *run_cells(config, rate, source), PAPER_HOURS.get(name, "")])
         report.record["runs"].append(dict(zip(runs[0], runs[-1])))
     slower = peak / PEAK_BF16_FLOPS["A100"]
@@ -122,37 +115,32 @@ def split_batch(config: Config, gpus: int) -> tuple[int, int] | None:
     return None
 
 
-def optimizers_of(config: Config, gpus: int) -> Optimizers:
+def build_optimizers_of(config: Config, gpus: int) -> Optimizers:
     """Return the optimizers of the first of so many processes, without memory."""
     with torch.device("meta"):  # shapes without memory
         model = build_model(config, torch.bfloat16)
         return build_optimizers(config, model, False, World(0, 0, gpus, torch.device("meta")))
 
 
-def projection(config: Config, gpus: int, rate: float, *, nvlink: float, network: float, latency: float) -> dict:
+def project_run(config: Config, gpus: int, rate: float, *, nvlink: float, network: float, latency: float) -> dict:
     """Return one row of the tables.
 
     rate: tokens/s of a GPU; nvlink and network: bytes/s of a GPU; latency: seconds of a collective.
     """
     context, sequences = split_batch(config, gpus) or (1, 1)
     batch = gpus // context * sequences * config.train_length
-    optimizers = optimizers_of(config, gpus)
-    sent = optimizers.bytes_a_step()
-    shares, copies = optimizers.shares, optimizers.copies
-    in_node = sent["reduce_scatter"] * (shares - 1) / shares + sent["all_gather"] * (shares - 1)
-    between_nodes = 2 * sent["all_reduce"] * (copies - 1) / copies  # a ring's
-    collectives = 0
-    if shares > 1:
-        collectives += 2 * len(optimizers.all_buckets())  # reduce-scatter and all-gather
-    if copies > 1:
-        collectives += len(optimizers.all_buckets())
-    all_to_all = 0
+    optimizers = build_optimizers_of(config, gpus)
+    sent = optimizers.bytes_a_step() | dict(all_to_all=0)
+    shares, copies, buckets = optimizers.shares, optimizers.copies, len(optimizers.all_buckets())
+    collectives = 2 * buckets * (shares > 1) + buckets * (copies > 1)  # reduce-scatter, all-gather; all-reduce
     if context > 1:
         shape = sequences, config.train_length, config.model_dim, context, 2
-        all_to_all = config.num_layers * context_bytes(*shape)
+        sent["all_to_all"] = config.num_layers * context_bytes(*shape)
         collectives += 4 * config.num_layers
-    seconds = in_node / nvlink + between_nodes / network
-    seconds += all_to_all * (context - 1) / context / nvlink + collectives * latency
+    in_node = sent["reduce_scatter"] * (shares - 1) / shares + sent["all_gather"] * (shares - 1)
+    in_node += sent["all_to_all"] * (context - 1) / context
+    between_nodes = 2 * sent["all_reduce"] * (copies - 1) / copies  # a ring's
+    communication = in_node / nvlink + between_nodes / network + collectives * latency
     compute = batch / rate / gpus
     return dict(
         gpus=gpus,
@@ -160,29 +148,27 @@ def projection(config: Config, gpus: int, rate: float, *, nvlink: float, network
         batch=batch,
         same_batch=batch == config.batch_tokens,
         compute=compute,
-        communication=seconds,
-        efficiency=compute / (compute + seconds),
-        hours=config.steps * (compute + seconds) * config.batch_tokens / batch / 3600,  # of the same tokens
-        all_to_all=all_to_all,
+        communication=communication,
+        efficiency=compute / (compute + communication),
+        hours=config.steps * (compute + communication) * config.batch_tokens / batch / 3600,  # of the same tokens
         **sent,
     )
 
 
-def gpu_table(rows: list[dict]) -> list[list[str]]:
+def gpu_table(rows: list[dict]) -> str:
     sent = ["reduce_scatter", "all_reduce", "all_gather", "all_to_all"]
-    head = ["GPUs", "context", "batch", "tokens a GPU", "compute ms"]
-    head += [f"{name.replace('_', '-')} MB" for name in sent]
+    head = ["GPUs", "context", "batch", "tokens a GPU", "compute ms", *(f"{x.replace('_', '-')} MB" for x in sent)]
     table = [[*head, "communication ms", "efficiency", "hours"]]
     for row in rows:
-        mark = "" if row["same_batch"] else "*"
-        cells = [str(row["gpus"]), str(row["context"]), f"{row['batch']:,}{mark}"]
-        cells += [f"{row['batch'] // row['gpus']:,}", f"{row['compute'] * 1e3:.1f}"]
-        cells += [f"{row[name] / 1e6:.1f}" for name in sent]
-        table.append([*cells, f"{row['communication'] * 1e3:.1f}", f"{row['efficiency']:.1%}", f"{row['hours']:.2f}"])
-    return table
+        batch = f"{row['batch']:,}{'' if row['same_batch'] else '*'}"
+        shape = [str(row["gpus"]), str(row["context"]), batch, f"{row['batch'] // row['gpus']:,}"]
+        megabytes = [f"{row[name] / 1e6:.1f}" for name in sent]
+        times = [f"{row['communication'] * 1e3:.1f}", f"{row['efficiency']:.1%}", f"{row['hours']:.2f}"]
+        table.append([*shape, f"{row['compute'] * 1e3:.1f}", *megabytes, *times])
+    return markdown_table(table)
 
 
-def most_gpus(config: Config, project: Callable[[int], dict]) -> str:
+def describe_most_gpus(config: Config, project: Callable[[int], dict]) -> str:
     """Describe the largest numbers of GPUs that can share the preset's batch, and that are of use."""
     sequences = config.batch_tokens // config.train_length
     possible = [n for n in range(1, sequences * config.num_heads + 1) if split_batch(config, n)]

@@ -1,12 +1,16 @@
 """How all benchmarks measure: in turns, as ratios within a round, with the noise and the machine beside them."""
 
+import dataclasses
+import math
 import platform
 import re
 import shlex
-import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +19,7 @@ import torch
 from runtime.device import device_name
 from runtime.files import replace_file, to_json
 from runtime.run_folder import git_commit
+from scripts.shared.tables import markdown_table
 
 SHORTEST_ROUND, LONGEST_CELL = 3, 0.25  # rounds; seconds of one variant in one round
 
@@ -22,7 +27,7 @@ SHORTEST_ROUND, LONGEST_CELL = 3, 0.25  # rounds; seconds of one variant in one 
 
 
 def time_calls(call, iterations: int, device: torch.device) -> float:
-    """Return the seconds that a call takes, on a GPU by its own clock (CUDA events)."""
+    """Return the seconds that a call takes: on a GPU by its own clock (CUDA events)."""
     if device.type != "cuda":
         began = time.perf_counter()
         for _ in range(iterations):
@@ -47,17 +52,62 @@ def schedule(one_call: dict, rounds: int, seconds: float, longest: float = LONGE
     return rounds, {key: max(1, int(cell / call)) for key, call in one_call.items()}
 
 
-def in_turns(cells: list, round_number: int) -> list:
+def in_turns(cells: Iterable, round_number: int) -> list:
     """Return the cells in their order (A B C) in even rounds and backwards (C B A) in odd ones.
 
     A machine that slowly gets hotter or busier then costs all of them alike.
     """
-    return cells if round_number % 2 == 0 else cells[::-1]
+    return list(cells)[:: -1 if round_number % 2 else 1]
 
 
-def again(name: str) -> str:
-    """Return the name of the row of the A/A comparison: the baseline, measured once more."""
-    return f"{name} again"
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    seconds: dict  # of a call of each cell, in each round
+    calls: dict  # of each cell in a round
+    gpu: list  # the state of the GPU after each round
+
+
+def measure(
+    cells: dict, rounds: int, seconds: float, device: torch.device, longest: float = LONGEST_CELL
+) -> Measurement:
+    """Time all cells in turns, in at most so many rounds, with as many calls in each as the seconds allow.
+
+    cells: for each a function that takes a number of calls, makes them and returns the seconds of one.
+    """
+    if not cells:
+        return Measurement({}, {}, [])
+    one_call = {}
+    for cell, time_cell in cells.items():
+        began = time.perf_counter()
+        time_cell(1)
+        one_call[cell] = time.perf_counter() - began  # with what the cell prepares and does not count
+    rounds, calls = schedule(one_call, rounds, seconds, longest)
+    result = Measurement({cell: [] for cell in cells}, calls, [])
+    for round_number in range(rounds):
+        for cell in in_turns(cells, round_number):
+            result.seconds[cell].append(cells[cell](calls[cell]))
+        result.gpu.append(gpu_state(device))
+    return result
+
+
+def build_variants(makers: dict, deadline: float) -> tuple[dict, dict[str, str]]:
+    """Return what the functions `makers` make, by name; and of those that fail, or have to wait until after the
+    deadline (by time.perf_counter), why they are not run."""
+    made, problems = {}, {}
+    for name, make in makers.items():
+        try:
+            if time.perf_counter() > deadline:
+                raise TimeoutError("out of time (--minutes)")
+            made[name] = make()
+        except Exception as error:  # whatever stops a variant must not stop the others
+            text = " ".join(f"{error}".split()) or type(error).__name__
+            problems[name] = "not run: " + (text if len(text) <= 80 else text[:77] + "...")
+    return made, problems
+
+
+def with_baseline_again(rows: dict) -> dict:
+    """Return the rows by name, the first of which is the baseline, and the baseline once more (A/A)."""
+    return rows | {f"{name} again": row for name, row in list(rows.items())[:1]}
 
 
 def paired_ratio(times: list[float], baseline: list[float]) -> tuple[float, float, float]:
@@ -72,26 +122,13 @@ def ratio_cell(ratio: tuple[float, float, float] | None) -> str:
     return "" if ratio is None else "{:.3f} ({:.3f} to {:.3f})".format(*ratio)
 
 
-def in_one_line(error: Exception) -> str:
-    text = " ".join(f"{error}".split()) or type(error).__name__
-    return text if len(text) <= 80 else text[:77] + "..."
+def results_table(rows: list[list[str]], problems: dict[str, str]) -> str:
+    """Return the rows as a table, with a row below for each variant that has a problem instead of results."""
+    empty = [""] * (len(rows[0]) - 1)
+    return markdown_table(rows + [[f"{name}: {problem}", *empty] for name, problem in problems.items()])
 
 
 # ---- the machine -----------------------------------------------------------------------------------------------------
-
-
-def matmul_rate(device: torch.device, dtype: torch.dtype, n: int, seconds: float) -> float:
-    """Return the FLOP/s of the product of two random (n, n) matrices, the median over so many seconds.
-
-    Products of zeros would not do: they cost less power and run faster.
-    """
-    generator = torch.Generator(device).manual_seed(0)
-    a, b = torch.randn(2, n, n, device=device, dtype=dtype, generator=generator)
-    time_calls(lambda: a @ b, 3, device)
-    times, end = [], time.perf_counter() + seconds
-    while not times or time.perf_counter() < end:
-        times.append(time_calls(lambda: a @ b, 10, device))
-    return 2 * n**3 / statistics.median(times)
 
 
 def gpu_state(device: torch.device) -> dict[str, str] | None:
@@ -115,22 +152,25 @@ def gpu_range(states: list[dict[str, str] | None]) -> str:
         return ""
 
     def between(field: str) -> str:
-        values = [state[field] for state in states]
-        return " to ".join(dict.fromkeys([min(values), max(values)]))
+        values = sorted({state[field] for state in states}, key=as_number)
+        return " to ".join(dict.fromkeys([values[0], values[-1]]))
 
     reasons = ", ".join(sorted({state["clocks_throttle_reasons.active"] for state in states}))
     return f"; SM clock {between('clocks.sm')} MHz, {between('power.draw')} W, throttle reasons {reasons}"
 
 
-def versions(device: torch.device) -> str:
+def as_number(text: str) -> float:
+    """Return the number; infinity for nvidia-smi's "[N/A]"."""
     try:
-        import triton
+        return float(text)
+    except ValueError:
+        return math.inf
 
-        with_triton = f", triton {triton.__version__}"
-    except ImportError:
-        with_triton = ""
+
+def versions(device: torch.device) -> str:
+    triton = f", triton {import_module('triton').__version__}" if find_spec("triton") else ""
     cuda = f", CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}" if device.type == "cuda" else ""
-    return f"torch {torch.__version__}{with_triton}{cuda}, Python {platform.python_version()}"
+    return f"torch {torch.__version__}{triton}{cuda}, Python {platform.python_version()}"
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------
@@ -155,13 +195,12 @@ class Report:
 
     @property
     def provenance(self) -> str:
-        r = self.record
-        return f"    {r['command']}\n\n{r['versions']}; {r['threads']} threads; commit {r['commit']}."
+        return "    {command}\n\n{versions}; {threads} threads; commit {commit}.".format(**self.record)
 
     def add(self, text: str):
         self.text += text + "\n\n"
         if self.path:
-            replace_file(self.path.with_suffix(".md"), lambda file: file.write(self.text.rstrip().encode() + b"\n"))
-            record = to_json(self.record, indent=1).encode()
-            replace_file(self.path.with_suffix(".json"), lambda file: file.write(record))
+            texts = {".md": self.text.rstrip() + "\n", ".json": to_json(self.record, indent=1)}
+            for suffix, content in texts.items():
+                replace_file(self.path.with_suffix(suffix), lambda file: file.write(content.encode()))
         print(text + "\n", flush=True)

@@ -16,6 +16,7 @@ noise).
 """
 
 import argparse
+import functools
 import re
 import statistics
 import tempfile
@@ -28,24 +29,14 @@ from torch import Tensor
 from configs.command_line import read_config
 from configs.config import Config
 from configs.flops import training_flops_per_token
-from errors import exit_on_user_error
+from errors import require
 from model.backends.sdpa import prefer_fast_sdpa
-from runtime.device import published_peak
+from runtime.device import matmul_rate, published_peak
 from runtime.processes import start_processes
+from scripts.bench import protocol
 from scripts.bench.peers import WARM_UP, bench_peers, bench_processes, with_data
 from scripts.bench.profile import profile
-from scripts.bench.protocol import (
-    Report,
-    again,
-    gpu_range,
-    gpu_state,
-    in_one_line,
-    in_turns,
-    matmul_rate,
-    paired_ratio,
-    ratio_cell,
-    schedule,
-)
+from scripts.bench.protocol import Report, build_variants, gpu_range, paired_ratio, ratio_cell, results_table
 from scripts.bench.trainers import DEFAULT_VARIANTS, KINDS, StepBench, StepVariant, Trainer, read_variant
 from scripts.shared.tables import markdown_table
 
@@ -87,33 +78,31 @@ def add_arguments(parser: argparse.ArgumentParser):
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return the exit code: 1 when a variant fails the gate or processes train differently."""
-    with exit_on_user_error():
-        arguments = [args.preset, *args.fields, *(["--train_length", str(args.length)] if args.length else [])]
-        config = read_config(arguments)
-        device = start_processes(config.device).device
-        steps = args.steps or (60 if args.peers or args.processes else 3 if args.profile else 30)
-        if min(args.rounds, steps, *(args.processes or [1])) < 1 or not args.minutes > 0:
-            raise ValueError("rounds, steps, processes and minutes must be positive")
-        if (args.peers or args.processes) and steps <= WARM_UP:
-            raise ValueError(f"--steps {steps}: the first {WARM_UP} of a process do not count, so it takes more")
-        args = argparse.Namespace(**vars(args) | dict(steps=steps))
-        if args.out:
-            args.out.mkdir(parents=True, exist_ok=True)
-        if args.peers:
-            return bench_peers(args, arguments, config, device)
-        if args.processes:
-            return bench_processes(args, arguments, config, device)
-        variants = {name: read_variant(name) for name in args.variants or DEFAULT_VARIANTS}
-        with tempfile.TemporaryDirectory() as folder, torch._dynamo.config.patch(
-            recompile_limit=64, fail_on_recompile_limit_hit=True  # one code, compiled once a variant
-        ):  # fmt: skip
-            _, config, tokens = with_data(arguments, config, Path(folder))
-            prefer_fast_sdpa(device)
-            bench = StepBench(config, device)
-            if args.profile:
-                return profile(args, bench, *next(iter(variants.items())), tokens)
-            return bench_variants(args, bench, variants, tokens)
+    """Return the exit code: 1 when a variant fails the gate or processes train differently.
+
+    Raise ValueError or OSError for what cannot be.
+    """
+    arguments = [args.preset, *args.fields, *(["--train_length", str(args.length)] if args.length else [])]
+    config = read_config(arguments)
+    device = start_processes(config.device).device
+    steps = args.steps or (60 if args.peers or args.processes else 3 if args.profile else 30)
+    is_positive = min(args.rounds, steps, *(args.processes or [1])) >= 1 and args.minutes > 0
+    require(is_positive, "rounds, steps, processes and minutes must be positive")
+    args = argparse.Namespace(**vars(args) | dict(steps=steps))
+    if args.peers or args.processes:
+        require(steps > WARM_UP, f"--steps {steps}: the first {WARM_UP} of a process do not count, so it takes more")
+    variants = {name: read_variant(name) for name in args.variants or DEFAULT_VARIANTS}
+    one_code_a_variant = torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True)
+    with tempfile.TemporaryDirectory() as folder, one_code_a_variant:
+        arguments, config, tokens = with_data(arguments, config, Path(folder))
+        if args.peers or args.processes:
+            bench_scripts = bench_peers if args.peers else bench_processes
+            return bench_scripts(args, arguments, config, tokens, device, Path(folder))
+        prefer_fast_sdpa(device)
+        bench = StepBench(config, device)
+        if args.profile:
+            return profile(args, bench, *next(iter(variants.items())), tokens)
+        return bench_variants(args, bench, variants, tokens)
 
 
 # ---- the gate, and the rounds ----------------------------------------------------------------------------------------
@@ -150,51 +139,37 @@ def gradients(bench: StepBench, trainer: Trainer) -> dict[str, Tensor]:
     return {name: torch.stack(bank) if len(bank) == 3 else bank[0] for name, bank in banks.items()}
 
 
-def measure(bench: StepBench, trainers: dict[str, Trainer], rounds: int, seconds: float) -> tuple[dict, list]:
+def time_in_turns(bench: StepBench, trainers: dict[str, Trainer], rounds: int, seconds: float) -> tuple[dict, list]:
     """Return the seconds of each kind of each variant in each round, and the state of the GPU after each round."""
-    baseline = next(iter(trainers))
-    rows = trainers | {again(baseline): trainers[baseline]}
-    cells = [(row, kind) for row in rows for kind in KINDS]
-    one_call = {cell: bench.time(rows[cell[0]], cell[1], 1) for cell in cells}
-    costs = dict(one_call)
-    for row in rows:  # with each call of the optimizer alone comes a micro-batch that gives it gradients
-        costs[row, "optimizer"] += costs[row, "micro"]
-    rounds, iterations = schedule(costs, rounds, seconds, longest=1.5)
-    times, states = {row: {kind: [] for kind in KINDS} for row in rows}, []
+    rows = protocol.with_baseline_again(trainers)
     end = time.perf_counter() + (SOAK_SECONDS if bench.device.type == "cuda" else 0)
-    while time.perf_counter() < end:
-        bench.time(rows[baseline], "step", 1)
-    for round_number in range(rounds):
-        for row, kind in in_turns(cells, round_number):
-            times[row][kind].append(bench.time(rows[row], kind, iterations[row, kind]))
-        states.append(gpu_state(bench.device))
-    return times, states
+    while trainers and time.perf_counter() < end:
+        bench.time(next(iter(trainers.values())), "step", 1)
+    cells = {
+        (row, kind): functools.partial(bench.time, trainer, kind) for row, trainer in rows.items() for kind in KINDS
+    }
+    measured = protocol.measure(cells, rounds, seconds, bench.device, longest=1.5)
+    return {row: {kind: measured.seconds[row, kind] for kind in KINDS} for row in rows}, measured.gpu
 
 
 def bench_variants(args: argparse.Namespace, bench: StepBench, variants: dict[str, StepVariant], tokens: str) -> int:
     """Build, check and time the variants and report them. Return the exit code: 1 when one fails the gate."""
-    deadline = time.perf_counter() + 60 * args.minutes
-    matmul_rates = [matmul_rate(bench.device, *matmul_shape(bench), 1.0)]
-    trainers, problems = {}, {}
-    for name, variant in variants.items():
-        if deadline - time.perf_counter() < 30 * args.minutes:
-            problems[name] = "not run: out of time (--minutes)"
-            continue
-        try:
-            trainers[name] = bench.build(variant)
-        except Exception as error:  # whatever stops a variant must not stop the others
-            problems[name] = f"not run: {in_one_line(error)}"
+    start = time.perf_counter()
+    device, config = bench.device, bench.config
+    rate_of_matmul = functools.partial(matmul_rate, device, *matmul_shape(bench), seconds=1.0)
+    matmul_rates = [rate_of_matmul()]
+    makers = {name: functools.partial(bench.build, variant) for name, variant in variants.items()}
+    trainers, problems = build_variants(makers, start + 30 * args.minutes)  # half of the time
     checked = gate(bench, trainers, variants, args.steps)
     for name, result in checked.items():
         if not result["passed"]:
             problems[name] = "refused: its numbers differ, see the gate"
             trainers.pop(name).loader.close()
-    times, states = measure(bench, trainers, args.rounds, deadline - time.perf_counter()) if trainers else ({}, [])
+    times, states = time_in_turns(bench, trainers, args.rounds, start + 60 * args.minutes - time.perf_counter())
     peaks = {name: bench.peak_bytes(trainer) for name, trainer in trainers.items()}
-    matmul_rates.append(matmul_rate(bench.device, *matmul_shape(bench), 1.0))
+    matmul_rates.append(rate_of_matmul())
     for trainer in trainers.values():
         trainer.loader.close()
-    device, config = bench.device, bench.config
     report = Report(
         args.out, f"step_{args.preset}_{config.train_length}", device, config=config.to_dict(), tokens=tokens,
         compile=bench.compile_note, backends={name: trainer.backend for name, trainer in trainers.items()},
@@ -206,8 +181,8 @@ def bench_variants(args: argparse.Namespace, bench: StepBench, variants: dict[st
     report.add(how_to_read(report.record, bench))
     report.add(gate_section(report.record, bench.dtype, args.steps))
     if times:
-        report.add(times_section(report.record))
-        report.add(use_section(report.record))
+        for section in times_sections(report.record):
+            report.add(section)
         if pairs := [(name, v.counterpart) for name, v in variants.items() if {name, v.counterpart} <= times.keys()]:
             report.add(counterparts_section(times, pairs))
     return int(any(reason.startswith("refused") for reason in problems.values()))
@@ -248,58 +223,46 @@ def gate_section(record: dict, dtype: torch.dtype, steps: int) -> str:
         alone = result["first"] == name
         errors = ["", "", ""] if alone else [result["first"], *(f"{result[key]:.1e}" for key in LIMITS)]
         rows.append([name, *errors, "refused" if not result["passed"] else "" if alone else "passed"])
-    rows += [[f"{name}: {why}", *[""] * 4] for name, why in record["problems"].items() if name not in record["gate"]]
+    not_run = {name: why for name, why in record["problems"].items() if name not in record["gate"]}
     gradients, losses = (limits[dtype] for limits in LIMITS.values())
     return (
         f"## Gate\n\nFrom the same weights, of variants of the same model: largest relative error of a parameter's "
         f"gradient (limit {gradients:g}), and\nlargest difference of the losses of {steps} steps (limit {losses:g}"
-        f" nats).\n\n{markdown_table(rows)}"
+        f" nats).\n\n{results_table(rows, not_run)}"
     )
 
 
-def times_section(record: dict) -> str:
-    times = record["seconds"]
-    baseline = next(iter(times))
-    head = ["variant", "attention", "tokens/s", "step ms", "micro ms", "optimizer ms", "share", "sum", "GiB"]
-    rows = [[*head, f"time to {baseline}"]]
-    for name, seconds in times.items():
-        median = {kind: statistics.median(seconds[kind]) for kind in KINDS}
-        parts = record["micro_batches"] * median["micro"] + median["optimizer"]
-        peak = record["peak_bytes"].get(name)
-        rows.append([
-            name,
-            record["backends"].get(name, ""),
-            f"{tokens_per_second(record, name):,.0f}",
-            *(f"{median[kind] * 1e3:.2f}" for kind in KINDS),
-            f"{median['optimizer'] / median['step']:.2%}",
-            f"{parts / median['step']:.3f}",
-            f"{peak / 2**30:.2f}" if peak else "",
-            ratio_cell(paired_ratio(seconds["step"], times[baseline]["step"])),
-        ])  # fmt: skip
-    rounds = len(times[baseline]["step"])
-    return f"## Times\n\n{rounds} rounds{gpu_range(record['gpu'])}\n\n{markdown_table(rows)}"
-
-
-def use_section(record: dict) -> str:
-    published, matmul = record["published_peak"], statistics.fmean(record["matmul_rates"])
+def times_sections(record: dict) -> list[str]:
+    """Return the times, and what share of the machine's FLOP/s they are."""
+    times, published, matmul = record["seconds"], record["published_peak"], statistics.fmean(record["matmul_rates"])
+    baseline, steps = next(iter(times)), next(iter(times.values()))["step"]
     columns = {  # the count of FLOPs, and of which FLOP/s of the machine its rate is a share
         "MFU": ("model", published),
         "of matmul": ("model", matmul),
         "HFU": ("hardware", published or matmul),
         "PaLM": ("palm", published or matmul),
     }
-    rows = [["variant", *columns]]
-    for name in record["seconds"]:
-        row = [name]
-        for count, peak in columns.values():
-            flops_per_second = tokens_per_second(record, name) * record["flops_per_token"][count]
-            row.append(f"{flops_per_second / peak:.1%}" if peak else "")
-        rows.append(row)
-    return f"## Use of the machine\n\n{markdown_table(rows)}"
-
-
-def tokens_per_second(record: dict, name: str) -> float:
-    return record["config"]["batch_tokens"] / statistics.median(record["seconds"][name]["step"])
+    head = ["variant", "attention", "tokens/s", "step ms", "micro ms", "optimizer ms", "share", "sum", "GiB"]
+    rows, uses = [[*head, f"time to {baseline}"]], [["variant", *columns]]
+    for name, seconds in times.items():
+        median = {kind: statistics.median(seconds[kind]) for kind in KINDS}
+        rate = record["config"]["batch_tokens"] / median["step"]
+        parts = record["micro_batches"] * median["micro"] + median["optimizer"]
+        peak = record["peak_bytes"].get(name)
+        rows.append([
+            name,
+            record["backends"].get(name, ""),
+            f"{rate:,.0f}",
+            *(f"{median[kind] * 1e3:.2f}" for kind in KINDS),
+            f"{median['optimizer'] / median['step']:.2%}",
+            f"{parts / median['step']:.3f}",
+            f"{peak / 2**30:.2f}" if peak else "",
+            ratio_cell(paired_ratio(seconds["step"], steps)),
+        ])  # fmt: skip
+        used = {count: rate * flops for count, flops in record["flops_per_token"].items()}
+        uses.append([name, *(f"{used[count] / limit:.1%}" if limit else "" for count, limit in columns.values())])
+    times_table = f"## Times\n\n{len(steps)} rounds{gpu_range(record['gpu'])}\n\n{markdown_table(rows)}"
+    return [times_table, f"## Use of the machine\n\n{markdown_table(uses)}"]
 
 
 def counterparts_section(times: dict, pairs: list[tuple[str, str]]) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 from configs.config import Config
 from data.loader import TrainLoader, micro_batch_size
 from data.shards import open_split
+from errors import require
 from model.attention import Plan
 from model.methods import METHODS
 from optim.sharded import Optimizers
@@ -37,19 +38,17 @@ class StepVariant:
 def read_variant(name: str) -> StepVariant:
     """Return the variant of that name. Raise ValueError for an unknown one."""
     record8 = frozenset([*PARTS, "sdpa"])
-    if name == "nanogpt":
-        return StepVariant("")
-    if name == "record8":
-        return StepVariant("p_rope", "sdpa", record8)
-    if name == "record8+flex":
-        return StepVariant(OURS, "flex", record8)
+    fixed = dict(nanogpt=StepVariant(""), record8=StepVariant("p_rope", "sdpa", record8))
+    fixed["record8+flex"] = StepVariant(OURS, "flex", record8)
+    if name in fixed:
+        return fixed[name]
     ours, *parts = name.split("-")
     method, _, backend = ours.partition(":")
-    if method not in METHODS or not set(parts) <= set(PARTS):
-        raise ValueError(
-            f"unknown variant {name!r}: it is record8, record8+flex, nanogpt or METHOD[:BACKEND][-PART], METHOD one of "
-            f"{', '.join(METHODS)}, PART one of {', '.join(PARTS)}"
-        )
+    require(
+        method in METHODS and set(parts) <= set(PARTS),
+        f"unknown variant {name!r}: it is record8, record8+flex, nanogpt or METHOD[:BACKEND][-PART], METHOD one of "
+        f"{', '.join(METHODS)}, PART one of {', '.join(PARTS)}",
+    )
     counterpart = ours if parts else {"p_rope": "record8", OURS: "record8+flex"}.get(method, "p_rope")
     return StepVariant(method, backend or "auto", frozenset(parts), counterpart)
 
@@ -127,9 +126,8 @@ class StepBench:
         optimizers = build_optimizers(config, model, self.compiled, self.world)
         if "muon" in variant.replaced:
             settings = dict(momentum=config.muon_momentum, compile=self.compiled, dtype=self.dtype)
-            matrices = dataclasses.replace(
-                optimizers.groups["matrices"], make=functools.partial(MatrixMuon, **settings)
-            )
+            muon = functools.partial(MatrixMuon, **settings)
+            matrices = dataclasses.replace(optimizers.groups["matrices"], make=muon)
             optimizers = Optimizers(optimizers.groups | dict(matrices=matrices))
         return model, plan, optimizers
 
@@ -140,14 +138,9 @@ class StepBench:
         return model, None, adamw(model)
 
     def loader(self) -> TrainLoader:
-        return TrainLoader(
-            self.stream,
-            batch_tokens=self.config.batch_tokens,
-            length=self.config.train_length,
-            micro_batch_size=self.sequences,
-            vocab_size=self.config.vocab_size,
-            device=self.device,
-        )
+        shape = dict(batch_tokens=self.config.batch_tokens, length=self.config.train_length)
+        shape |= dict(micro_batch_size=self.sequences, vocab_size=self.config.vocab_size)
+        return TrainLoader(self.stream, **shape, device=self.device)
 
     def allocated(self) -> int:
         return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
@@ -173,15 +166,14 @@ class StepBench:
 
     def time(self, trainer: Trainer, kind: str, iterations: int) -> float:
         """Return the seconds of a step, a micro-batch or an optimizer step (`kind`, of KINDS)."""
-        if kind == "step":
-            return time_calls(lambda: self.step(trainer), iterations, self.device)
-        if kind == "micro":
-            seconds = time_calls(lambda: self.micro(trainer), iterations, self.device)
-        else:
+        if kind == "optimizer":
             seconds = 0.0
             for _ in range(iterations):
                 self.micro(trainer)  # gradients, which the optimizer drops
                 seconds += time_calls(lambda: self.optimizer(trainer), 1, self.device) / iterations
+        else:
+            call = self.step if kind == "step" else self.micro
+            seconds = time_calls(lambda: call(trainer), iterations, self.device)
         trainer.model.zero_grad(set_to_none=True)
         return seconds
 

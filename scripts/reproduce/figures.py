@@ -7,7 +7,7 @@ from collections.abc import Callable
 from configs.config import Config
 from configs.sweeps import Run
 from model.methods import method_options, scaled_options
-from scripts.evaluate import load_run, own_text
+from scripts.evaluate import load_run, open_own_text
 from scripts.reproduce import logits, theory
 from scripts.reproduce.drawing import SCHEMES, draw_curves, draw_entropy, draw_qq, draw_sublog, tau_looks
 from scripts.reproduce.study import Study
@@ -157,7 +157,7 @@ def figure_entropy(study: Study) -> str:
         longest = study.lengths[-1]
         with study.dropping_unreadable(run):
             config, model = load_run(stored.path, study.device)
-            tokens = logits.validation_windows(own_text(stored), WINDOWS, longest, study.device)
+            tokens = logits.validation_windows(open_own_text(stored), WINDOWS, longest, study.device)
             profile = logits.attention_profile(model, tokens, [n for n in lengths if n <= longest])
             rows += [dict(source="trained", scheme=schemes[config.method], **row) for row in profile]
     panels = collections.defaultdict(list)
@@ -209,7 +209,7 @@ def figure_qq_ours(study: Study) -> str:
     for run, stored in list(study.finished):
         with study.dropping_unreadable(run):
             config, model = load_run(stored.path, study.device)
-            tokens = logits.validation_windows(own_text(stored), WINDOWS, config.train_length, study.device)
+            tokens = logits.validation_windows(open_own_text(stored), WINDOWS, config.train_length, study.device)
             blocks = collections.defaultdict(list)
             for layer, rotated, scores in logits.layer_scores(model, tokens):
                 keys = dict(method=config.method, layer=layer, rotated=rotated)
