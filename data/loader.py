@@ -3,8 +3,6 @@
 Step n is tokens [n * batch_tokens, (n + 1) * batch_tokens] of the stream (the last one only as a target), whatever the
 sequence length, micro-batch size and number of processes. So a run resumed at step n, or on another number of GPUs,
 continues with exactly the tokens that it would have seen, and methods and lengths are compared on the same text.
-The base recipe instead lets every process walk the shards on its own and drops the end of each, so its order depends
-on all three.
 """
 
 import math
@@ -17,11 +15,13 @@ import torch
 from torch import Tensor
 
 from data.shards import TokenStream
+from errors import require
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets, both (micro_batch_size, length) int64
 
 
 def _read(stream: TokenStream, start: int, count: int, vocab_size: int) -> np.ndarray:
+    """Return tokens of the stream; raise ValueError for one outside the vocabulary."""
     tokens = stream.read(start, count)
     outside = tokens >= vocab_size
     if outside.any():  # an index error inside a CUDA kernel would name neither file nor token
@@ -44,26 +44,20 @@ def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _sequences_per_rank(batch_tokens: int, length: int, micro_batch_size: int, world_size: int) -> int:
-    if batch_tokens % length:
-        raise ValueError(f"batch_tokens {batch_tokens} is not a multiple of the sequence length {length}")
+    multiple = batch_tokens % length == 0
+    require(multiple, f"batch_tokens {batch_tokens} is not a multiple of the sequence length {length}")
     sequences = batch_tokens // length
-    if world_size > sequences:
-        raise ValueError(
-            f"more processes ({world_size}) than sequences in a step ({sequences} of {length} tokens):"
-            f" use at most {sequences} processes or a larger batch_tokens"
-        )
-    if sequences % world_size:
-        raise ValueError(f"the {sequences} sequences of a step cannot be shared evenly by {world_size} processes")
-    share = sequences // world_size
-    if share % micro_batch_size:
-        raise ValueError(
-            f"micro_batch_size {micro_batch_size} does not divide the {share} sequences of a process in a step"
-        )
+    many = f"more processes ({world_size}) than sequences in a step ({sequences} of {length} tokens)"
+    require(world_size <= sequences, f"{many}: use at most {sequences} processes or a larger batch_tokens")
+    share, rest = divmod(sequences, world_size)
+    require(not rest, f"the {sequences} sequences of a step cannot be shared evenly by {world_size} processes")
+    uneven = f"micro_batch_size {micro_batch_size} does not divide the {share} sequences of a process in a step"
+    require(share % micro_batch_size == 0, uneven)
     return share
 
 
 def micro_batch_size(batch_tokens: int, length: int, micro_batch_tokens: int, world_size: int) -> int:
-    """The most sequences, within micro_batch_tokens (but at least one), that divide a process's share of a step."""
+    """Return the most sequences within micro_batch_tokens, but at least 1, that divide a process's share of a step."""
     share = _sequences_per_rank(batch_tokens, length, 1, world_size)
     most = max(1, micro_batch_tokens // length)
     small = [size for size in range(1, math.isqrt(share) + 1) if share % size == 0]
@@ -139,7 +133,7 @@ class TrainLoader:
         return list(zip(inputs.split(self._micro_batch_size), targets.split(self._micro_batch_size)))
 
     def close(self) -> None:
-        """Drops the steps read ahead and ends the thread."""
+        """Drop the steps read ahead and end the thread."""
         self._reader.shutdown(cancel_futures=True)
 
     def __enter__(self) -> "TrainLoader":
@@ -153,15 +147,13 @@ class TrainLoader:
 
 
 def check_validation(stream: TokenStream, lengths: Sequence[int], val_tokens: int) -> None:
-    """ValueError unless the first `val_tokens` of the stream are whole sequences of each length, with targets."""
-    unit = math.lcm(*lengths)
-    available = len(stream)
+    """Raise ValueError unless the first `val_tokens` of the stream are whole sequences of each length, with targets."""
+    unit, available = math.lcm(*lengths), len(stream)
     largest = (available - 1) // unit * unit  # the last input needs a target
     advice = f"the validation shards hold {available} tokens, the largest valid val_tokens is {largest}"
-    if val_tokens < 1 or val_tokens % unit:
-        raise ValueError(f"val_tokens {val_tokens} is not a multiple of {unit} (lengths {list(lengths)}): {advice}")
-    if val_tokens > largest:
-        raise ValueError(f"val_tokens {val_tokens} needs {val_tokens + 1} tokens: {advice}")
+    whole = val_tokens > 0 and val_tokens % unit == 0
+    require(whole, f"val_tokens {val_tokens} is not a multiple of {unit} (lengths {list(lengths)}): {advice}")
+    require(val_tokens <= largest, f"val_tokens {val_tokens} needs {val_tokens + 1} tokens: {advice}")
 
 
 def validation_batches(
@@ -175,7 +167,7 @@ def validation_batches(
     device: str | torch.device = "cpu",
     vocab_size: int,
 ) -> Iterator[Batch]:
-    """Yields one rank's validation batches: the first `val_tokens` of the stream, each token a target once.
+    """Yield one rank's validation batches: the first `val_tokens` of the stream, each token a target once.
 
     The tokens are the same at every length and in every run. Rank r of W takes sequences r, r + W, ... so counts may
     differ by one between ranks; its last micro-batch may be smaller.

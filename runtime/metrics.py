@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Sequence
 
-from runtime.files import append, refuse_link, replace_file, to_json
+from files import append, refuse_link, replace_file, to_json
 
 if TYPE_CHECKING:
     import wandb

@@ -13,8 +13,8 @@ from typing import Any, Sequence, TextIO
 import numpy
 import torch
 
+from files import append, open_own, refuse_link, replace_file, to_json
 from runtime.device import device_name
-from runtime.files import append, open_own, refuse_link, replace_file, to_json
 
 
 class RunFolder:

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from files import replace_file, to_json
 from runtime.device import device_name
-from runtime.files import replace_file, to_json
 from runtime.run_folder import git_commit
 
 SHORTEST_ROUND, LONGEST_CELL = 3, 0.25  # rounds; seconds of one variant in one round

@@ -48,11 +48,16 @@ def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
+    sync(path.parent)  # the new name too, before a caller deletes what it replaces
+
+
+def sync(path: Path) -> None:
+    """Write to the disk a file's bytes, or a folder's names, so that they survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)  # the new name too, before a caller deletes what it replaces
+        os.fsync(descriptor)
     finally:
-        os.close(folder)
+        os.close(descriptor)
 
 
 def append(path: Path, text: str) -> None:
