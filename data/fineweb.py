@@ -25,6 +25,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tqdm import tqdm
+
 from data.shards import TOKENIZER_FILE, describe_shard, read_manifest, refuse_file, shard_bytes, write_manifest
 from errors import exit_on_user_error, require
 from files import sync
@@ -61,8 +63,6 @@ def download(size: str, num_shards: int | None, out: Path, minutes: float = 60) 
     ValueError for a number of shards that there is not, a folder of other data, or a file that is not what the hub
     says it is (it is removed); OSError when the hub cannot be reached, or a file takes longer than `minutes`.
     """
-    from tqdm import tqdm
-
     repo, most = DATASETS[size]
     num_shards = most if num_shards is None else num_shards
     require(1 <= num_shards <= most, f"--shards {num_shards}: {repo} has 1 to {most} training shards")

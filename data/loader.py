@@ -20,17 +20,6 @@ from errors import require
 Batch = tuple[Tensor, Tensor]  # inputs and targets, both (micro_batch_size, length) int64
 
 
-def _read(stream: TokenStream, start: int, count: int, vocab_size: int) -> np.ndarray:
-    """Return tokens of the stream; raise ValueError for one outside the vocabulary."""
-    tokens = stream.read(start, count)
-    outside = tokens >= vocab_size
-    if outside.any():  # an index error inside a CUDA kernel would name neither file nor token
-        first = int(outside.argmax())
-        name, offset = stream.where(start + first)
-        raise ValueError(f"{name}: token {offset} is {tokens[first]}, outside the vocabulary of {vocab_size}")
-    return tokens
-
-
 def _host_tensor(tokens: np.ndarray, device: torch.device) -> Tensor:
     tensor = torch.from_numpy(tokens.astype(np.int64))
     return tensor.pin_memory() if device.type == "cuda" else tensor
@@ -67,39 +56,19 @@ def micro_batch_size(batch_tokens: int, length: int, micro_batch_tokens: int, wo
 class TrainLoader:
     """Iterates over steps: `next(loader)` is the list of micro-batches of one step for one rank.
 
-    A step is `batch_tokens // length` sequences in stream order; rank r of W has the r-th contiguous share of them,
-    cut in order into micro-batches. One thread reads `prefetch` steps ahead; what goes wrong there is raised by the
-    `next` of that step. Use it in a `with`, or `close` it.
+    A step is `batch_tokens // length` sequences in stream order, over all ranks; rank r of W has the r-th contiguous
+    share of them, cut in order into micro-batches of `micro_batch_size` sequences. The first `next` is of `start_step`.
+    One thread reads `prefetch` steps ahead; what goes wrong there is raised by the `next` of that step. Copies to a
+    CUDA device are asynchronous, from pinned memory. Use it in a `with`, or `close` it.
 
-    Args:
-        stream: the training tokens.
-        batch_tokens: tokens in a step over all ranks and micro-batches.
-        length: tokens in a sequence.
-        micro_batch_size: sequences in a micro-batch of a rank.
-        rank, world_size: this process and the number of processes.
-        start_step: the step that the first `next` returns.
-        vocab_size: a token outside it is a ValueError that names file and token.
-        device: where the returned tensors are; copies to CUDA are asynchronous, from pinned memory.
-        prefetch: steps read ahead.
-
-    Raises:
-        ValueError: if a step cannot be divided into whole sequences, equal shares and full micro-batches.
+    ValueError if a step cannot be divided into whole sequences, equal shares and full micro-batches, and for a token
+    outside `vocab_size`, naming file and token.
     """
 
     def __init__(
-        self,
-        stream: TokenStream,
-        *,
-        batch_tokens: int,
-        length: int,
-        micro_batch_size: int,
-        rank: int = 0,
-        world_size: int = 1,
-        start_step: int = 0,
-        vocab_size: int,
-        device: str | torch.device = "cpu",
-        prefetch: int = 2,
-    ):
+        self, stream: TokenStream, *, batch_tokens: int, length: int, micro_batch_size: int, vocab_size: int,
+        rank: int = 0, world_size: int = 1, start_step: int = 0, device: str | torch.device = "cpu", prefetch: int = 2,
+    ):  # fmt: skip
         self._share = _sequences_per_rank(batch_tokens, length, micro_batch_size, world_size) * length
         self.stream, self._vocab_size, self._device = stream, vocab_size, torch.device(device)
         self._batch_tokens, self._length, self._micro_batch_size = batch_tokens, length, micro_batch_size
@@ -119,7 +88,7 @@ class TrainLoader:
 
     def _load(self, step: int) -> Batch:
         start = step * self._batch_tokens + self._rank * self._share
-        tokens = _read(self.stream, start, self._share + 1, self._vocab_size)  # (share + 1,)
+        tokens = self.stream.read(start, self._share + 1, self._vocab_size)  # (share + 1,)
         inputs, targets = (_host_tensor(part, self._device) for part in (tokens[:-1], tokens[1:]))
         return inputs.view(-1, self._length), targets.view(-1, self._length)  # (share // length, length)
 
@@ -157,16 +126,9 @@ def check_validation(stream: TokenStream, lengths: Sequence[int], val_tokens: in
 
 
 def validation_batches(
-    stream: TokenStream,
-    *,
-    length: int,
-    val_tokens: int,
-    micro_batch_size: int,
-    rank: int = 0,
-    world_size: int = 1,
-    device: str | torch.device = "cpu",
-    vocab_size: int,
-) -> Iterator[Batch]:
+    stream: TokenStream, *, length: int, val_tokens: int, micro_batch_size: int, vocab_size: int,
+    rank: int = 0, world_size: int = 1, device: str | torch.device = "cpu",
+) -> Iterator[Batch]:  # fmt: skip
     """Yield one rank's validation batches: the first `val_tokens` of the stream, each token a target once.
 
     The tokens are the same at every length and in every run. Rank r of W takes sequences r, r + W, ... so counts may
@@ -176,7 +138,7 @@ def validation_batches(
     device = torch.device(device)
     mine = range(rank, val_tokens // length, world_size)
     for first in range(0, len(mine), micro_batch_size):
-        rows = [_read(stream, i * length, length + 1, vocab_size) for i in mine[first : first + micro_batch_size]]
+        rows = [stream.read(i * length, length + 1, vocab_size) for i in mine[first : first + micro_batch_size]]
         tokens = np.stack(rows)  # (b, length + 1)
         inputs, targets = (_to_device(_host_tensor(part, device), device) for part in (tokens[:, :-1], tokens[:, 1:]))
         yield inputs, targets  # (b, length)

@@ -92,9 +92,7 @@ class Haystack:
         return cls(split, len(borders) - 1, document)
 
     @classmethod
-    def from_text(
-        cls, inputs: Sequence[Path], split: str, tokenizer: Tokenizer, val_fraction: float = 0.05
-    ) -> "Haystack":
+    def from_text(cls, inputs: Sequence[Path], split: str, tokenizer: Tokenizer, val_fraction=0.05) -> "Haystack":
         """Take the documents of text files, found and split as `data.text` does it, with its errors.
 
         Each document is tokenised whenever it is drawn: files of whole books are better made into shards.
@@ -184,15 +182,9 @@ class NeedleTask:
     """An endless, indexed set of examples, each of which depends on seed, split, length and index alone, besides
     tokenizer and haystack.
 
-    Args:
-        tokenizer: that of the model, as `load_tokenizer(data_dir)` gives it.
-        haystack: where the text comes from.
-        length: tokens that the model sees: haystack, needles, separator and response. The end-of-text token after
-            them is only a target, so that inputs have the shape of a training sequence.
-        seed: not negative; choose one for tests that no tuning run has.
-
-    Raises:
-        ValueError: if needles and response do not fit into `length`.
+    tokenizer: that of the model. length: tokens that the model sees, ValueError if needles and response do not fit. The
+    end-of-text token after them is only a target, so that inputs have the shape of a training sequence. seed: not
+    negative; choose one for tests that no tuning run has.
     """
 
     def __init__(self, tokenizer: Tokenizer, haystack: Haystack, length: int, *, seed: int = 0):

@@ -13,6 +13,8 @@ import shutil
 from pathlib import Path
 from urllib.request import urlopen
 
+from tqdm import tqdm
+
 from data.fineweb import ask_hub, fetch_file
 from errors import exit_on_user_error, require
 
@@ -25,8 +27,6 @@ def download(out: Path, site: str = SITE) -> list[Path]:
 
     OSError, in one line, when they cannot be had; ValueError when the list is no list of books.
     """
-    from tqdm import tqdm
-
     incoming = out / ".incoming"
     try:
         listed, _ = fetch_file(f"{BOOKS} of {REPOSITORY}", REPOSITORY, BOOKS, incoming)

@@ -34,9 +34,8 @@ SAMPLE = 4096  # the first tokens of a shard, which stand for its content where 
 
 def refuse_file(folder: Path) -> None:
     """Raise ValueError where a file is given for a data folder."""
-    require(
-        not folder.is_file(), f"{folder}: is a file, not a data folder: give the folder of the shards and {MANIFEST}"
-    )
+    advice = f"give the folder of the shards and {MANIFEST}"
+    require(not folder.is_file(), f"{folder}: is a file, not a data folder: {advice}")
 
 
 def shard_paths(folder: Path, split: str) -> list[Path]:
@@ -81,6 +80,9 @@ def describe_shard(path: Path) -> dict:
 # data.fineweb adds its "source", and data.text the "tokenizer_sha256" of a tokenizer.json. In the file there is also
 # "sha256", the checksum of all the rest, which manifests once did not have.
 
+MANIFEST_TYPES = {"tokenizer": str, "vocab_size": int, "files": dict}
+OPTIONAL_STRINGS = ("source", "tokenizer_sha256", "sha256")
+
 
 def read_manifest(folder: Path) -> dict | None:
     """Return the manifest of a data folder, None where there is none; raise ValueError for one that is damaged."""
@@ -98,11 +100,8 @@ def read_manifest(folder: Path) -> dict | None:
 
 
 def _find_manifest_problem(manifest) -> str | None:
-    types = {"tokenizer": str, "vocab_size": int, "files": dict}
-    types |= {
-        key: str for key in ("source", "tokenizer_sha256", "sha256") if type(manifest) is dict and key in manifest
-    }
-    if _types_of(manifest) != types:
+    found = _types_of(manifest) or {}
+    if found != MANIFEST_TYPES | {key: str for key in OPTIONAL_STRINGS if key in found}:
         return "it has not the fields of a manifest, or values of other types"
     for name, entry in manifest["files"].items():
         if not _is_of_split(name, "(train|val)"):
@@ -262,10 +261,13 @@ class TokenStream:
         """
         whole = tokens is None or tokens >= len(self)
         count = len(self.paths) if whole else self._locate(tokens)[0] + 1
-        identity = [
-            (path.name, num_tokens, self._entries[path.name]["sha256"] if self._entries else _sample(path))
-            for path, num_tokens in zip(self.paths[:count], self.shard_tokens)
-        ]
+
+        def content(path: Path) -> str:
+            if self._entries:
+                return self._entries[path.name]["sha256"]
+            return hashlib.sha256(np.fromfile(path, TOKEN, count=SAMPLE, offset=HEADER_BYTES).tobytes()).hexdigest()
+
+        identity = [(path.name, num, content(path)) for path, num in zip(self.paths[:count], self.shard_tokens)]
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
 
     def _locate(self, position: int) -> tuple[int, int]:
@@ -279,10 +281,12 @@ class TokenStream:
         shard, offset = self._locate(position)
         return self.paths[shard].name, offset
 
-    def read(self, start: int, count: int) -> np.ndarray:
-        """Return tokens start to start + count, uint16, over the borders of shards and around at the end."""
-        tokens = np.empty(count, TOKEN)  # (count,)
-        filled = 0
+    def read(self, start: int, count: int, vocab_size: int = 2**16) -> np.ndarray:
+        """Return tokens start to start + count, uint16, over the borders of shards and around at the end.
+
+        ValueError for a token outside the vocabulary: an index error inside a CUDA kernel would not name its place.
+        """
+        tokens, filled = np.empty(count, TOKEN), 0  # (count,)
         while filled < count:
             shard, offset = self._locate(start + filled)
             wanted = min(count - filled, self.shard_tokens[shard] - offset)
@@ -294,6 +298,10 @@ class TokenStream:
                 continue
             tokens[filled : filled + wanted] = part
             filled += wanted
+        outside = tokens >= vocab_size
+        if outside.any():
+            name, offset = self.where(start + int(outside.argmax()))
+            raise ValueError(f"{name}: token {offset} is {tokens[outside][0]}, outside the vocabulary of {vocab_size}")
         return tokens
 
     def _accept_if_unchanged(self, shard: int) -> None:
@@ -309,10 +317,6 @@ class TokenStream:
 def _identity(file: Path | int) -> tuple[int, ...]:
     found = os.stat(file)
     return found.st_size, found.st_mtime_ns, found.st_ino
-
-
-def _sample(path: Path) -> str:
-    return hashlib.sha256(np.fromfile(path, TOKEN, count=SAMPLE, offset=HEADER_BYTES).tobytes()).hexdigest()
 
 
 def open_split(data_dir: Path, split: str, vocab_size: int, need_tokens: int = 0) -> TokenStream:
@@ -345,9 +349,6 @@ def open_split(data_dir: Path, split: str, vocab_size: int, need_tokens: int = 0
     advice = f"outside the model's vocabulary of {vocab_size}: set it to at least {manifest['vocab_size']}"
     require(stream.max_token < vocab_size, f"{data_dir}: the {split} shards hold token {stream.max_token}, {advice}")
     return stream
-
-
-# ---- python -m data.shards verify DIR ----
 
 
 def verify(data_dir: Path) -> Iterator[tuple[str, str | None]]:

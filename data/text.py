@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 from data.fineweb import time_limit
 from data.shards import TOKENIZER_FILE, ShardWriter, read_manifest, refuse_file
@@ -254,8 +255,6 @@ def index_documents(files: list[Path], field: str, val_fraction: float) -> Corpu
 
     ValueError for a fraction that leaves a split nothing, too little text, or a line of .jsonl that holds none.
     """
-    from tqdm import tqdm
-
     require(0 < val_fraction < 1, f"--val-fraction {val_fraction}: it must be more than 0 and less than 1")
     spans, replaced = {"train": array("q"), "val": array("q")}, Counter()
     total = sum(os.path.getsize(path) for path in files)
@@ -305,20 +304,11 @@ def _warn_of_bytes(replaced: dict[Path, int]) -> None:
 
 
 def prepare(
-    inputs: Sequence[Path],
-    out: Path,
-    tokenizer: str,
-    *,
-    suffixes: Sequence[str] = (".txt", ".jsonl"),
-    field: str = "text",
-    val_fraction: float = 0.05,
-    shard_tokens: int = 100_000_000,
-    name: str = "text",
-    exclude: Sequence[str] = (),
-) -> dict:
+    inputs: Sequence[Path], out: Path, tokenizer: str, *,
+    suffixes: Sequence[str] = (".txt", ".jsonl"), field: str = "text", val_fraction: float = 0.05,
+    shard_tokens: int = 100_000_000, name: str = "text", exclude: Sequence[str] = (),
+) -> dict:  # fmt: skip
     """Do what the command does (see the module) and return the manifest."""
-    from tqdm import tqdm
-
     out = Path(out)
     refuse_file(out)
     require(not any(out.glob("*.bin")), f"{out}: already has shards: choose another folder or remove them")

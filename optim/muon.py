@@ -23,15 +23,9 @@ def newton_schulz(x: Tensor) -> Tensor:
 
 
 def update(
-    params: list[Tensor],
-    grads: list[Tensor],
-    momenta: list[Tensor],
-    scales: list[float | Tensor],
-    lr: Tensor,
-    momentum: Tensor,
-    found_inf: Tensor,
-    dtype: torch.dtype,
-) -> None:
+    params: list[Tensor], grads: list[Tensor], momenta: list[Tensor], scales: list[float | Tensor],
+    lr: Tensor, momentum: Tensor, found_inf: Tensor, dtype: torch.dtype,
+) -> None:  # fmt: skip
     """Do one step of Muon, in place, for matrices of one shape up to transposition, or banks of them; all in one batch.
 
     lr, momentum and found_inf are 0-D. Where found_inf is not 0 the old numbers stay, whatever the gradients.

@@ -154,11 +154,13 @@ def test_read_crosses_shards_and_wraps(tmp_path):
             np.testing.assert_array_equal(stream.read(start, count), expected)
 
 
-def test_where_names_file_and_token(tmp_path):
-    stream, _ = make_stream(tmp_path, (5, 1, 17))
-    places = [stream.where(position) for position in (4, 5, 6, 22, 23)]
-    expected = [(1, 4), (2, 0), (3, 0), (3, 16), (1, 0)]
-    assert places == [(f"x_train_00000{shard}.bin", token) for shard, token in expected]
+def test_a_token_outside_the_vocabulary_is_named_by_file_and_place(tmp_path):
+    stream, tokens = make_stream(tmp_path, (5, 1, 17))
+    for position, place in {4: (1, 4), 5: (2, 0), 6: (3, 0), 22: (3, 16), 23: (1, 0)}.items():
+        token = tokens[position % 23]
+        says = f"x_train_00000{place[0]}.bin: token {place[1]} is {token}, outside the vocabulary of {token}"
+        with pytest.raises(ValueError, match=says):
+            stream.read(position, 1, token)
 
 
 def test_fingerprint_follows_content_not_place(tmp_path):
