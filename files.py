@@ -1,7 +1,8 @@
 """Files that are whole at every instant, JSON that any reader accepts, and links that lead nobody astray.
 
 A run folder may come from a stranger, with a symbolic link where we write: to a file of ours anywhere else. So nothing
-in it is opened for writing but through `replace_file`, `append` and `open_own`, which follow none.
+in it is opened for writing but through `replace_file`, `append` and `open_own`, which follow none. Every room may
+import this.
 """
 
 from __future__ import annotations
