@@ -5,8 +5,8 @@
 
 A shard is 100M tokens (200 MB). Every file is compared with the sha256 that the hub has for it (the hub's own client
 compares sizes only), gets its name, and is then entered in the manifest, so a second run fetches what is missing,
-whatever stopped the first. What fails in passing is tried three times; without a network it ends at once; a server that
-does not answer is given up after a few minutes, one that answers too slowly after --minutes.
+whatever stopped the first. A failure that may pass is tried three times; without a network the command ends at once; a
+server that does not answer is given up after a few minutes, one that answers too slowly after --minutes.
 """
 
 import argparse
@@ -25,16 +25,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from data.shards import (
-    HEADER_BYTES,
-    TOKEN,
-    TOKENIZER_FILE,
-    describe_shard,
-    read_manifest,
-    refuse_file,
-    sync,
-    write_manifest,
-)
+from tqdm import tqdm
+
+from data.shards import TOKENIZER_FILE, describe_shard, read_manifest, refuse_file, shard_bytes, write_manifest
+from errors import exit_on_user_error, require
+from files import sync
 
 SHARD_TOKENS = 100_000_000
 DATASETS = {  # size: (repository, training shards in it)
@@ -44,9 +39,9 @@ DATASETS = {  # size: (repository, training shards in it)
 
 
 def data_command(folder: Path, tokens: int) -> str:
-    """The command that gives a data folder at least `tokens` training tokens, as far as its set of FineWeb has them.
+    """Return the command that gives a data folder at least `tokens` training tokens, or all that its data set has.
 
-    What a folder is meant to hold is told by its name; prepared text is not added to, so more of it gets a new folder.
+    The folder's name tells what it is meant to hold. More text than a prepared folder has goes into a new folder.
     """
     folder = Path(folder)
     for size, (_, most) in DATASETS.items():
@@ -63,38 +58,35 @@ def data_command(folder: Path, tokens: int) -> str:
 
 
 def download(size: str, num_shards: int | None, out: Path, minutes: float = 60) -> dict:
-    """Fetches the validation shard and the first `num_shards` training shards (None: all) and returns the manifest.
+    """Fetch the validation shard and the first `num_shards` training shards (None: all) and return the manifest.
 
     ValueError for a number of shards that there is not, a folder of other data, or a file that is not what the hub
     says it is (it is removed); OSError when the hub cannot be reached, or a file takes longer than `minutes`.
     """
-    from tqdm import tqdm
-
     repo, most = DATASETS[size]
     num_shards = most if num_shards is None else num_shards
-    if not 1 <= num_shards <= most:
-        raise ValueError(f"--shards {num_shards}: {repo} has 1 to {most} training shards")
+    require(1 <= num_shards <= most, f"--shards {num_shards}: {repo} has 1 to {most} training shards")
     names = ["fineweb_val_000000.bin", *(f"fineweb_train_{i:06d}.bin" for i in range(1, num_shards + 1))]
 
-    out = Path(out)
     refuse_file(out)
     manifest = read_manifest(out) or {"tokenizer": "gpt2", "vocab_size": 50257, "source": repo, "files": {}}
-    if manifest.get("source") != repo:  # 10B and 100B have files of the same names and sizes
-        raise ValueError(f"{out}: holds data of {manifest.get('source', 'another source')}: choose another --out")
+    source = manifest.get("source", "another source")  # 10B and 100B have files of the same names and sizes
+    require(source == repo, f"{out}: holds data of {source}: choose another --out")
     missing = [name for name in names if not _is_verified(out / name, manifest["files"].get(name))]
     incoming = out / ".incoming"  # so that what is not checked yet never has a shard's name
     try:
         for name in tqdm(missing, desc=repo, unit="file", disable=None):
             shutil.rmtree(incoming, ignore_errors=True)  # what a killed run left
             path, sha256 = fetch_file(f"{name} of {repo}", repo, name, incoming, minutes)
-            if not re.fullmatch("[0-9a-f]{64}", sha256 or ""):
-                raise ValueError(f"{name} of {repo}: the hub has no sha256 for this file, so nothing to check it with")
+            known = re.fullmatch("[0-9a-f]{64}", sha256 or "")
+            require(known, f"{name} of {repo}: the hub has no sha256 for this file, so nothing to check it with")
             try:
                 entry = describe_shard(path)
-                if entry["sha256"] != sha256:
-                    raise ValueError(f"{path}: its sha256 is not the one that the hub has")
-                if entry["max_token"] >= manifest["vocab_size"]:
-                    raise ValueError(f"{path}: has token {entry['max_token']}, which GPT-2's tokenizer has not")
+                require(entry["sha256"] == sha256, f"{path}: its sha256 is not the one that the hub has")
+                largest = entry["max_token"]
+                require(
+                    largest < manifest["vocab_size"], f"{path}: has token {largest}, which GPT-2's tokenizer has not"
+                )
             except ValueError as error:
                 raise ValueError(f"{error}; the file was removed, run the command again") from error
             sync(path)
@@ -107,25 +99,25 @@ def download(size: str, num_shards: int | None, out: Path, minutes: float = 60) 
 
 
 def fetch_file(what: str, repo: str, name: str, folder: Path, minutes: float = 60) -> tuple[Path, str | None]:
-    """Downloads a file of a data set on the hub; returns its path, and what the hub tells its version by (the sha256 of
-    a large file). OSError, in one line, when it cannot give `what`.
+    """Download a file of a data set on the hub; return its path and its ETag, which of a large file is the sha256.
 
-    The hub is asked about the file first because the client does that once, while it tries a download six times.
+    The hub is asked for the ETag first because the client does that once, while it tries a download six times. OSError,
+    in one line, when the hub cannot give `what`.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 
     etag = ask_hub(what, get_hf_file_metadata, hf_hub_url(repo, name, repo_type="dataset"), minutes=minutes).etag
-    where = dict(repo_type="dataset", local_dir=folder, minutes=minutes)
-    return Path(ask_hub(what, hf_hub_download, repo, name, **where)), etag
+    path = ask_hub(what, hf_hub_download, repo, name, repo_type="dataset", local_dir=folder, minutes=minutes)
+    return Path(path), etag
 
 
 def _is_verified(path: Path, entry: dict | None) -> bool:
-    """Whether a file was verified when it came and has kept its size (`data.shards verify` reads it all again)."""
-    return bool(entry) and path.exists() and path.stat().st_size == HEADER_BYTES + entry["tokens"] * TOKEN.itemsize
+    """Tell whether a file was verified when it came and has kept its size (`data.shards verify` reads all of it)."""
+    return bool(entry) and path.exists() and path.stat().st_size == shard_bytes(entry["tokens"])
 
 
 def ask_hub(what: str, call: Callable, *args, minutes: float = 60, site: str = "the Hugging Face hub", **kwargs):
-    """call(*args, **kwargs), a function of huggingface_hub; OSError, in one line, when it cannot give `what`.
+    """Return call(*args, **kwargs), a download of `what`; raise OSError, in one line, when that fails.
 
     The hub's client retries some failures and not others, resumes a body that stops, but waits for ever for one that
     trickles. So here: three tries of whatever may pass (no network is not that), and `minutes` for all of it.
@@ -164,7 +156,7 @@ class _OutOfTime(BaseException):  # no Exception: HTTP libraries catch those and
 
 @contextmanager
 def time_limit(minutes: float, advice: str) -> Iterator[None]:
-    """TimeoutError when the block takes longer; only in the main thread, where signals arrive, elsewhere no limit."""
+    """Raise TimeoutError when the block takes longer; no limit outside the main thread, where no signals arrive."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -183,7 +175,8 @@ def time_limit(minutes: float, advice: str) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def main(argv: list[str] | None = None) -> int:
+@exit_on_user_error()
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m data.fineweb", description="Download FineWeb as GPT-2 tokens.")
     parser.add_argument("size", choices=list(DATASETS))
     parser.add_argument("--shards", type=int, help="training shards, 100M tokens and 200 MB each (default: all)")
@@ -191,15 +184,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=60, help="give up a file that takes longer (default 60)")
     args = parser.parse_args(argv)
     out = args.out or Path("data") / f"fineweb{args.size}"
-    try:
-        manifest = download(args.size, args.shards, out, args.minutes)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    manifest = download(args.size, args.shards, out, args.minutes)
     tokens = sum(entry["tokens"] for entry in manifest["files"].values())
     print(f"{out}: {len(manifest['files'])} verified shards, {tokens:,} tokens")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

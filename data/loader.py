@@ -3,8 +3,6 @@
 Step n is tokens [n * batch_tokens, (n + 1) * batch_tokens] of the stream (the last one only as a target), whatever the
 sequence length, micro-batch size and number of processes. So a run resumed at step n, or on another number of GPUs,
 continues with exactly the tokens that it would have seen, and methods and lengths are compared on the same text.
-The base recipe instead lets every process walk the shards on its own and drops the end of each, so its order depends
-on all three.
 """
 
 import math
@@ -17,18 +15,9 @@ import torch
 from torch import Tensor
 
 from data.shards import TokenStream
+from errors import require
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets, both (micro_batch_size, length) int64
-
-
-def _read(stream: TokenStream, start: int, count: int, vocab_size: int) -> np.ndarray:
-    tokens = stream.read(start, count)
-    outside = tokens >= vocab_size
-    if outside.any():  # an index error inside a CUDA kernel would name neither file nor token
-        first = int(outside.argmax())
-        name, offset = stream.where(start + first)
-        raise ValueError(f"{name}: token {offset} is {tokens[first]}, outside the vocabulary of {vocab_size}")
-    return tokens
 
 
 def _host_tensor(tokens: np.ndarray, device: torch.device) -> Tensor:
@@ -44,26 +33,20 @@ def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _sequences_per_rank(batch_tokens: int, length: int, micro_batch_size: int, world_size: int) -> int:
-    if batch_tokens % length:
-        raise ValueError(f"batch_tokens {batch_tokens} is not a multiple of the sequence length {length}")
+    multiple = batch_tokens % length == 0
+    require(multiple, f"batch_tokens {batch_tokens} is not a multiple of the sequence length {length}")
     sequences = batch_tokens // length
-    if world_size > sequences:
-        raise ValueError(
-            f"more processes ({world_size}) than sequences in a step ({sequences} of {length} tokens):"
-            f" use at most {sequences} processes or a larger batch_tokens"
-        )
-    if sequences % world_size:
-        raise ValueError(f"the {sequences} sequences of a step cannot be shared evenly by {world_size} processes")
-    share = sequences // world_size
-    if share % micro_batch_size:
-        raise ValueError(
-            f"micro_batch_size {micro_batch_size} does not divide the {share} sequences of a process in a step"
-        )
+    many = f"more processes ({world_size}) than sequences in a step ({sequences} of {length} tokens)"
+    require(world_size <= sequences, f"{many}: use at most {sequences} processes or a larger batch_tokens")
+    share, rest = divmod(sequences, world_size)
+    require(not rest, f"the {sequences} sequences of a step cannot be shared evenly by {world_size} processes")
+    uneven = f"micro_batch_size {micro_batch_size} does not divide the {share} sequences of a process in a step"
+    require(share % micro_batch_size == 0, uneven)
     return share
 
 
 def micro_batch_size(batch_tokens: int, length: int, micro_batch_tokens: int, world_size: int) -> int:
-    """The most sequences, within micro_batch_tokens (but at least one), that divide a process's share of a step."""
+    """Return the most sequences within micro_batch_tokens, but at least 1, that divide a process's share of a step."""
     share = _sequences_per_rank(batch_tokens, length, 1, world_size)
     most = max(1, micro_batch_tokens // length)
     small = [size for size in range(1, math.isqrt(share) + 1) if share % size == 0]
@@ -73,39 +56,19 @@ def micro_batch_size(batch_tokens: int, length: int, micro_batch_tokens: int, wo
 class TrainLoader:
     """Iterates over steps: `next(loader)` is the list of micro-batches of one step for one rank.
 
-    A step is `batch_tokens // length` sequences in stream order; rank r of W has the r-th contiguous share of them,
-    cut in order into micro-batches. One thread reads `prefetch` steps ahead; what goes wrong there is raised by the
-    `next` of that step. Use it in a `with`, or `close` it.
+    A step is `batch_tokens // length` sequences in stream order, over all ranks; rank r of W has the r-th contiguous
+    share of them, cut in order into micro-batches of `micro_batch_size` sequences. The first `next` is of `start_step`.
+    One thread reads `prefetch` steps ahead; what goes wrong there is raised by the `next` of that step. Copies to a
+    CUDA device are asynchronous, from pinned memory. Use it in a `with`, or `close` it.
 
-    Args:
-        stream: the training tokens.
-        batch_tokens: tokens in a step over all ranks and micro-batches.
-        length: tokens in a sequence.
-        micro_batch_size: sequences in a micro-batch of a rank.
-        rank, world_size: this process and the number of processes.
-        start_step: the step that the first `next` returns.
-        vocab_size: a token outside it is a ValueError that names file and token.
-        device: where the returned tensors are; copies to CUDA are asynchronous, from pinned memory.
-        prefetch: steps read ahead.
-
-    Raises:
-        ValueError: if a step cannot be divided into whole sequences, equal shares and full micro-batches.
+    ValueError if a step cannot be divided into whole sequences, equal shares and full micro-batches, and for a token
+    outside `vocab_size`, naming file and token.
     """
 
     def __init__(
-        self,
-        stream: TokenStream,
-        *,
-        batch_tokens: int,
-        length: int,
-        micro_batch_size: int,
-        rank: int = 0,
-        world_size: int = 1,
-        start_step: int = 0,
-        vocab_size: int,
-        device: str | torch.device = "cpu",
-        prefetch: int = 2,
-    ):
+        self, stream: TokenStream, *, batch_tokens: int, length: int, micro_batch_size: int, vocab_size: int,
+        rank: int = 0, world_size: int = 1, start_step: int = 0, device: str | torch.device = "cpu", prefetch: int = 2,
+    ):  # fmt: skip
         self._share = _sequences_per_rank(batch_tokens, length, micro_batch_size, world_size) * length
         self.stream, self._vocab_size, self._device = stream, vocab_size, torch.device(device)
         self._batch_tokens, self._length, self._micro_batch_size = batch_tokens, length, micro_batch_size
@@ -125,7 +88,7 @@ class TrainLoader:
 
     def _load(self, step: int) -> Batch:
         start = step * self._batch_tokens + self._rank * self._share
-        tokens = _read(self.stream, start, self._share + 1, self._vocab_size)  # (share + 1,)
+        tokens = self.stream.read(start, self._share + 1, self._vocab_size)  # (share + 1,)
         inputs, targets = (_host_tensor(part, self._device) for part in (tokens[:-1], tokens[1:]))
         return inputs.view(-1, self._length), targets.view(-1, self._length)  # (share // length, length)
 
@@ -139,7 +102,7 @@ class TrainLoader:
         return list(zip(inputs.split(self._micro_batch_size), targets.split(self._micro_batch_size)))
 
     def close(self) -> None:
-        """Drops the steps read ahead and ends the thread."""
+        """Drop the steps read ahead and end the thread."""
         self._reader.shutdown(cancel_futures=True)
 
     def __enter__(self) -> "TrainLoader":
@@ -153,29 +116,20 @@ class TrainLoader:
 
 
 def check_validation(stream: TokenStream, lengths: Sequence[int], val_tokens: int) -> None:
-    """ValueError unless the first `val_tokens` of the stream are whole sequences of each length, with targets."""
-    unit = math.lcm(*lengths)
-    available = len(stream)
+    """Raise ValueError unless the first `val_tokens` of the stream are whole sequences of each length, with targets."""
+    unit, available = math.lcm(*lengths), len(stream)
     largest = (available - 1) // unit * unit  # the last input needs a target
     advice = f"the validation shards hold {available} tokens, the largest valid val_tokens is {largest}"
-    if val_tokens < 1 or val_tokens % unit:
-        raise ValueError(f"val_tokens {val_tokens} is not a multiple of {unit} (lengths {list(lengths)}): {advice}")
-    if val_tokens > largest:
-        raise ValueError(f"val_tokens {val_tokens} needs {val_tokens + 1} tokens: {advice}")
+    whole = val_tokens > 0 and val_tokens % unit == 0
+    require(whole, f"val_tokens {val_tokens} is not a multiple of {unit} (lengths {list(lengths)}): {advice}")
+    require(val_tokens <= largest, f"val_tokens {val_tokens} needs {val_tokens + 1} tokens: {advice}")
 
 
 def validation_batches(
-    stream: TokenStream,
-    *,
-    length: int,
-    val_tokens: int,
-    micro_batch_size: int,
-    rank: int = 0,
-    world_size: int = 1,
-    device: str | torch.device = "cpu",
-    vocab_size: int,
-) -> Iterator[Batch]:
-    """Yields one rank's validation batches: the first `val_tokens` of the stream, each token a target once.
+    stream: TokenStream, *, length: int, val_tokens: int, micro_batch_size: int, vocab_size: int,
+    rank: int = 0, world_size: int = 1, device: str | torch.device = "cpu",
+) -> Iterator[Batch]:  # fmt: skip
+    """Yield one rank's validation batches: the first `val_tokens` of the stream, each token a target once.
 
     The tokens are the same at every length and in every run. Rank r of W takes sequences r, r + W, ... so counts may
     differ by one between ranks; its last micro-batch may be smaller.
@@ -184,7 +138,7 @@ def validation_batches(
     device = torch.device(device)
     mine = range(rank, val_tokens // length, world_size)
     for first in range(0, len(mine), micro_batch_size):
-        rows = [_read(stream, i * length, length + 1, vocab_size) for i in mine[first : first + micro_batch_size]]
+        rows = [stream.read(i * length, length + 1, vocab_size) for i in mine[first : first + micro_batch_size]]
         tokens = np.stack(rows)  # (b, length + 1)
         inputs, targets = (_to_device(_host_tensor(part, device), device) for part in (tokens[:, :-1], tokens[:, 1:]))
         yield inputs, targets  # (b, length)

@@ -30,6 +30,7 @@ import numpy as np
 from data.fineweb import fetch_file
 from data.shards import open_split
 from data.text import END_OF_TEXT, Corpus, Tokenizer, document_spans, find_files, index_documents
+from errors import require
 
 # fmt: off
 CITIES = (
@@ -42,12 +43,13 @@ CITIES = (
     "Stockholm", "Sydney", "Taipei", "Tokyo", "Toronto", "Vancouver", "Vienna", "Warsaw", "Zurich",
 )
 # fmt: on
+NEEDLES = 3  # in an example
 NEEDLE = re.compile(r"\nThe special magic (.+?) number is (\d{7})\.\n")
 SEPARATOR = "\n"
 NUMBER_TOKENS = 8  # at most: seven digits and the space before them
 INDEX_TOKENS = 2**28  # of a split's shards: finding documents reads them all, and 300 steps of the paper take 79M
 C4 = Path("data/c4")  # where the commands keep it
-C4_SPLITS = {"train": ("train", 1024), "val": ("validation", 8)}  # our split -> its name there, its files
+C4_FILES = {"train": "c4-train.00000-of-01024", "val": "c4-validation.00000-of-00008"}  # split -> its first file
 
 
 def needle_text(city: str, number: int) -> str:
@@ -63,7 +65,7 @@ def response_text(needles: Iterable[tuple[str, int | str]]) -> str:
 
 @dataclass(frozen=True)
 class Haystack:
-    """Documents to hide needles in. `document(i)` is the tokens of document i, the end-of-text token before them."""
+    """Documents to hide needles in: document(i) returns the tokens of document i, after an end-of-text token."""
 
     split: str  # "train" or "val"
     num_documents: int
@@ -71,9 +73,9 @@ class Haystack:
 
     @classmethod
     def from_shards(cls, data_dir: Path, split: str, tokenizer: Tokenizer) -> "Haystack":
-        """The documents of a data folder's shards (the first 2^28 tokens of them): nothing is left to tokenise.
+        """Take the documents of a data folder's shards, of which it reads the first 2^28 tokens.
 
-        FileNotFoundError or ValueError where there are no good shards, or no end-of-text tokens in them.
+        ValueError where there are no good shards, or no end-of-text tokens in them.
         """
         stream = open_split(data_dir, split, tokenizer.vocab_size)
         end, chunk = min(len(stream), INDEX_TOKENS), 1 << 20
@@ -82,8 +84,7 @@ class Haystack:
             for start in range(0, end, chunk)
         ]
         borders = np.append(np.concatenate(starts), end)  # (documents + 1,)
-        if len(borders) == 1:
-            raise ValueError(f"{data_dir}: no end-of-text token ({tokenizer.eot}) in the {split} shards")
+        require(len(borders) > 1, f"{data_dir}: no end-of-text token ({tokenizer.eot}) in the {split} shards")
 
         def document(i: int) -> np.ndarray:
             return stream.read(int(borders[i]), int(borders[i + 1] - borders[i]))
@@ -91,33 +92,20 @@ class Haystack:
         return cls(split, len(borders) - 1, document)
 
     @classmethod
-    def from_text(
-        cls,
-        inputs: Sequence[Path],
-        split: str,
-        tokenizer: Tokenizer,
-        *,
-        suffixes: Sequence[str] = (".txt", ".jsonl"),
-        field: str = "text",
-        val_fraction: float = 0.05,
-        exclude: Sequence[str] = (),
-    ) -> "Haystack":
-        """The documents of text files, found and split as `data.text` does it (its options, its errors).
+    def from_text(cls, inputs: Sequence[Path], split: str, tokenizer: Tokenizer, val_fraction=0.05) -> "Haystack":
+        """Take the documents of text files, found and split as `data.text` does it, with its errors.
 
         Each document is tokenised whenever it is drawn: files of whole books are better made into shards.
         """
-        corpus = index_documents(find_files(inputs, suffixes, exclude), field, val_fraction)
+        corpus = index_documents(find_files(inputs, (".txt", ".jsonl"), ()), "text", val_fraction)
         return cls._from_corpus(corpus, split, tokenizer)
 
     @classmethod
-    def from_c4(cls, folder: Path, split: str, tokenizer: Tokenizer, num_files: int = 1) -> "Haystack":
-        """The first files of C4 (en), the paper's haystack: its train split, or its validation split for "val".
-
-        fetch_c4 brings what is not in `folder` yet, with its errors.
-        """
-        files = fetch_c4(folder, split, num_files)
-        spans = [(index, *span) for index, file in enumerate(files) for span in document_spans(file)]
-        return cls._from_corpus(Corpus(files, "text", {split: np.array(spans)}), split, tokenizer)
+    def from_c4(cls, folder: Path, split: str, tokenizer: Tokenizer) -> "Haystack":
+        """Take the first file of a split of C4 (en), the paper's haystack: see fetch_c4, also for the errors."""
+        path = fetch_c4(folder, split)
+        spans = np.array([(0, *span) for span in document_spans(path)])
+        return cls._from_corpus(Corpus([path], "text", {split: spans}), split, tokenizer)
 
     @classmethod
     def _from_corpus(cls, corpus: Corpus, split: str, tokenizer: Tokenizer) -> "Haystack":
@@ -127,14 +115,11 @@ class Haystack:
         return cls(split, len(corpus.spans[split]), document)
 
     def sample(self, count: int, rng: np.random.Generator) -> np.ndarray:
-        """`count` tokens: distinct random documents in a row, the last one cut; ValueError if all are not enough."""
+        """Return `count` tokens of distinct random documents, the last one cut; ValueError if all are not enough."""
         parts, missing, drawn = [np.empty(0, np.int64)], count, set()
         while missing > 0:
-            if len(drawn) == self.num_documents:
-                raise ValueError(
-                    f"the {self.split} haystack has {count - missing} tokens where {count} are needed:"
-                    " use more text or a shorter length"
-                )
+            short = f"the {self.split} haystack has {count - missing} tokens where {count} are needed"
+            require(len(drawn) < self.num_documents, f"{short}: use more text or a shorter length")
             while (index := int(rng.integers(self.num_documents))) in drawn:
                 pass
             drawn.add(index)
@@ -143,32 +128,26 @@ class Haystack:
         return np.concatenate(parts)  # (count,)
 
 
-def fetch_c4(folder: Path, split: str, num_files: int = 1) -> list[Path]:
-    """The first files of a split of C4 (en), unpacked.
+def fetch_c4(folder: Path, split: str) -> Path:
+    """Return the first file of a split of C4 (en), unpacked because Corpus.text needs to seek.
 
-    Downloads to `folder` what is not there yet, some 320 MB a file of train and 40 MB a file of validation; of several
-    processes one does it, and the others wait. ValueError for a number of files that there is not; OSError when the hub
-    cannot be reached or what comes is damaged.
+    Downloads it to `folder` if it is not there yet, some 320 MB for train and 40 MB for val; of several processes one
+    does it, and the others wait. OSError when the hub cannot be reached, or what comes does not pass gzip's checksum.
     """
-    name, most = C4_SPLITS[split]
-    if not 1 <= num_files <= most:
-        raise ValueError(f"{num_files} files of C4 asked for: its {name} split has 1 to {most}")
-    return [_fetch_c4_file(Path(folder), f"c4-{name}.{i:05d}-of-{most:05d}") for i in range(num_files)]
-
-
-def _fetch_c4_file(folder: Path, name: str) -> Path:
-    """One file of C4, unpacked: Corpus.text needs to seek. What is damaged does not pass gzip's checksum."""
+    folder, name = Path(folder), C4_FILES[split]
     path = folder / f"{name}.jsonl"
     if path.exists():
         return path
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return path if path.exists() else _download_c4_file(folder, name, path)
+        if not path.exists():
+            packed, _ = fetch_file(f"{name} of allenai/c4", "allenai/c4", f"en/{name}.json.gz", folder)
+            _unpack(packed, path)
+    return path
 
 
-def _download_c4_file(folder: Path, name: str, path: Path) -> Path:
-    packed, _ = fetch_file(f"{name} of allenai/c4", "allenai/c4", f"en/{name}.json.gz", folder)
+def _unpack(packed: Path, path: Path) -> None:
     temporary = path.with_suffix(".tmp")
     try:
         with gzip.open(packed) as source, open(temporary, "wb") as target:
@@ -179,7 +158,6 @@ def _download_c4_file(folder: Path, name: str, path: Path) -> Path:
         raise OSError(f"{packed}: damaged ({error}); the file was removed, try again") from error
     os.replace(temporary, path)
     packed.unlink()
-    return path
 
 
 # ---- examples ----
@@ -201,61 +179,37 @@ class Example:
 
 
 class NeedleTask:
-    """An endless, indexed set of examples, each made on its own: example i does not depend on what came before it.
+    """An endless, indexed set of examples, each of which depends on seed, split, length and index alone, besides
+    tokenizer and haystack.
 
-    Seed, split, length and index are all that an example depends on, besides tokenizer, haystack and the options.
-
-    Args:
-        tokenizer: that of the model, as `load_tokenizer(data_dir)` gives it.
-        haystack: where the text comes from.
-        length: tokens that the model sees: haystack, needles, separator and response. The end-of-text token after
-            them is only a target, so that inputs have the shape of a training sequence.
-        seed: not negative; choose one for tests that no tuning run has.
-        needles: how many in an example.
-        cities: distinct names to draw from; fewer make the task easier to learn.
-
-    Raises:
-        ValueError: if needles and response do not fit into `length`, or there are fewer cities than needles.
+    tokenizer: that of the model. length: tokens that the model sees, ValueError if needles and response do not fit. The
+    end-of-text token after them is only a target, so that inputs have the shape of a training sequence. seed: not
+    negative; choose one for tests that no tuning run has.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        haystack: Haystack,
-        length: int,
-        *,
-        seed: int = 0,
-        needles: int = 3,
-        cities: Sequence[str] = CITIES,
-    ):
-        if not 1 <= needles <= len(cities):
-            raise ValueError(f"{needles} needles: with {len(cities)} cities there can be 1 to {len(cities)}")
-        self.tokenizer, self.haystack, self.length = tokenizer, haystack, length
-        self.seed, self.needles, self.cities = seed, needles, tuple(cities)
-        least = self._least_length()
-        if length < least:
-            raise ValueError(
-                f"length {length} is too short for {needles} needles and the response: use {least} or more"
-            )
+    def __init__(self, tokenizer: Tokenizer, haystack: Haystack, length: int, *, seed: int = 0):
+        self.tokenizer, self.haystack, self.length, self.seed = tokenizer, haystack, length, seed
+        least, short = self._least_length(), f"length {length} is too short for {NEEDLES} needles and the response"
+        require(length >= least, f"{short}: use {least} or more")
 
     def _least_length(self) -> int:
-        """Tokens of the longest needles and response that there can be: the longest names, a token for each digit."""
-        without_numbers = [f"\nThe special magic {city} number is.\n{city}=;" for city in self.cities]
+        """Count the tokens of the longest needles and response that there can be, with a token for each digit."""
+        without_numbers = [f"\nThe special magic {city} number is.\n{city}=;" for city in CITIES]
         sizes = [len(ids) + 2 * NUMBER_TOKENS for ids in self.tokenizer.encode_batch(without_numbers)]
-        return sum(sorted(sizes)[-self.needles :]) + len(self.tokenizer.encode(SEPARATOR))
+        return sum(sorted(sizes)[-NEEDLES:]) + len(self.tokenizer.encode(SEPARATOR))
 
     def example(self, index: int) -> Example:
-        """Example `index`; ValueError if the haystack has too few tokens."""
+        """Return example `index`; ValueError if the haystack has too few tokens."""
         is_val = int(self.haystack.split == "val")
         rng = np.random.default_rng([self.seed, is_val, self.length, index])
-        cities = tuple(self.cities[i] for i in rng.choice(len(self.cities), self.needles, replace=False))
-        numbers = tuple(rng.integers(10**6, 10**7, self.needles).tolist())
+        cities = tuple(CITIES[i] for i in rng.choice(len(CITIES), NEEDLES, replace=False))
+        numbers = tuple(rng.integers(10**6, 10**7, NEEDLES).tolist())
         texts = [*map(needle_text, cities, numbers), SEPARATOR, response_text(zip(cities, numbers))]
         *needles, separator, response = self.tokenizer.encode_batch(texts)
 
         room = self.length - sum(map(len, needles)) - len(separator) - len(response)
         haystack = self.haystack.sample(room, rng)
-        gaps = np.sort(rng.integers(0, room, self.needles, endpoint=True))  # gap g is before haystack token g
+        gaps = np.sort(rng.integers(0, room, NEEDLES, endpoint=True))  # gap g is before haystack token g
         first, *rest = np.split(haystack, gaps)
         parts, positions = [first], []
         for needle, text in zip(needles, rest):
@@ -265,7 +219,7 @@ class NeedleTask:
         return Example(tokens, self.length - len(response), cities, numbers, tuple(positions))
 
     def batch(self, indices: Iterable[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Inputs, targets (B, length) int64 and mask (B, length) bool: which targets are response and end of text."""
+        """Return inputs, targets (B, length) int64 and mask (B, length) bool: which targets are response or its end."""
         examples = [self.example(index) for index in indices]
         tokens = np.stack([example.tokens for example in examples])  # (B, length + 1)
         starts = np.array([example.response_start for example in examples])  # (B,)
@@ -277,14 +231,14 @@ class NeedleTask:
 
 
 def score(text: str, example: Example) -> list[bool]:
-    """Which needles a decoded response has right, city and number, each in its place; it ends at `<|endoftext|>`."""
+    """Tell which needles a decoded response, up to `<|endoftext|>`, has right: city and number, each in its place."""
     answers = text.split(END_OF_TEXT)[0].split(";")
     answers += [""] * (len(example.cities) - len(answers))
     return [answer.strip() == wanted for answer, wanted in zip(answers, example.response.split(";"))]
 
 
 def oracle_accuracy(task: NeedleTask, num_examples: int) -> float:
-    """The share of needles that a perfect copier of the decoded prompts gets right, in the first examples of a task.
+    """Return the share of needles that a perfect copier of the decoded prompts gets right, in a task's first examples.
 
     Needles are tokenised by themselves and never overlap, so it is 1 unless the haystack has needles of its own.
     """

@@ -1,19 +1,19 @@
-"""Tokenises anything: text files and .jsonl to a folder of shards with a manifest.
+"""Tokenises text files and .jsonl files to a folder of shards with a manifest.
 
     python -m data.text books/ --tokenizer gpt2 --out data/books
     python -m data.text crawl.jsonl notes/ --suffixes .md .txt --tokenizer bpe:4096 --out data/crawl
 
 A .jsonl file holds one JSON object a line, its text in the field `text` (--field). Any other file is one document, or
-several, separated by lines `<|endoftext|>`. Bytes that are not UTF-8 become U+FFFD, with a warning, white space around
-a document is dropped, and so are empty documents.
+several, separated by lines `<|endoftext|>`. Bytes that are not UTF-8 become U+FFFD, with a warning; white space around
+documents is dropped, and so are empty documents.
 
 The sha256 of its text puts a document into train or val, so the same document is never in both, whatever the files.
 Where that leaves a split empty, as it may with few documents, every document is cut instead: its last --val-fraction is
-val, from the end of a line on if there is one near.
-Both splits are shuffled document by document with a fixed seed, so the order of files is not the order of the stream.
-Of all documents only the places (24 bytes each) are held in memory, and one document at a time: the text is read twice,
-first to find the documents, then in shuffled order to encode them (and once in between when `bpe:SIZE` trains a
-tokenizer on the train split). Every document is preceded by the end-of-text token, as in the FineWeb shards.
+val, from the end of a line on if there is one near. Both splits are shuffled with a fixed seed, so the order of the
+files is not the order of the stream. Every document is preceded by the end-of-text token, as in the FineWeb shards.
+
+Memory holds the places of all documents (24 bytes each) and one document at a time: the text is read once to find the
+documents, and once in shuffled order to encode them; in between `bpe:SIZE` trains a tokenizer on the train split.
 """
 
 import argparse
@@ -23,14 +23,17 @@ import os
 import shutil
 import sys
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 from data.fineweb import time_limit
 from data.shards import TOKENIZER_FILE, ShardWriter, read_manifest, refuse_file
+from errors import exit_on_user_error, require
 
 END_OF_TEXT = "<|endoftext|>"
 SHUFFLE_SEED = 0
@@ -46,7 +49,7 @@ WARNINGS = 3  # files that are named for bytes that are not UTF-8
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """What the project needs of a tokenizer, whichever library runs it."""
+    """Holds what the project needs of a tokenizer, whichever library runs it."""
 
     name: str  # in the manifest: "gpt2", or the name of the tokenizer's file in the data folder
     vocab_size: int
@@ -60,26 +63,24 @@ class Tokenizer:
 
 
 def load_tokenizer(spec: str | Path) -> Tokenizer:
-    """Loads "gpt2", "gpt2:DIR" (its two files are in DIR), a `tokenizers` FILE.json, or that of a prepared data folder.
+    """Load "gpt2", "gpt2:DIR" (its two files are in DIR), a `tokenizers` FILE.json, or that of a prepared data folder.
 
     OSError if GPT-2's files cannot be had; ValueError if there is no such tokenizer.
     """
-    if str(spec) == "gpt2":
-        return _gpt2(None)
-    if str(spec).startswith("gpt2:"):
-        return _gpt2(Path(str(spec).removeprefix("gpt2:")))
+    name, _, folder = str(spec).partition(":")
     path = Path(spec)
+    if name == "gpt2":
+        return _load_gpt2(Path(folder) if folder else None)
     if path.is_dir():
         manifest = read_manifest(path)
-        if manifest is None:
-            raise FileNotFoundError(f"{path}: no manifest.json in this folder that would name its tokenizer")
+        require(manifest, f"{path}: no manifest.json in this folder that would name its tokenizer")
         return load_tokenizer("gpt2" if manifest["tokenizer"] == "gpt2" else path / manifest["tokenizer"])
-    if path.suffix == ".json":
-        return _from_file(path)
-    raise ValueError(f"unknown tokenizer {str(spec)!r}: use gpt2, gpt2:DIR, a tokenizers FILE.json or a data folder")
+    names = "gpt2, gpt2:DIR, a tokenizers FILE.json or a data folder"
+    require(path.suffix == ".json", f"unknown tokenizer {str(spec)!r}: use {names}")
+    return _load_file(path)
 
 
-def _gpt2(folder: Path | None) -> Tokenizer:
+def _load_gpt2(folder: Path | None) -> Tokenizer:
     import tiktoken
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
     from tiktoken_ext.openai_public import r50k_pat_str
@@ -101,18 +102,16 @@ def _gpt2(folder: Path | None) -> Tokenizer:
     return Tokenizer("gpt2", encoding.n_vocab, encoding.eot_token, encoding.encode_ordinary_batch, encoding.decode)
 
 
-def _from_file(path: Path) -> Tokenizer:
+def _load_file(path: Path) -> Tokenizer:
     import tokenizers
 
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such tokenizer file")
+    require(path.is_file(), f"{path}: no such tokenizer file")
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
         raise ValueError(f"{path}: not a file of the tokenizers library ({error})") from error
     eot = tokenizer.token_to_id(END_OF_TEXT)
-    if eot is None:
-        raise ValueError(f"{path}: this tokenizer has no token {END_OF_TEXT}")
+    require(eot is not None, f"{path}: this tokenizer has no token {END_OF_TEXT}")
     tokenizer.no_truncation()  # a file may carry its model's maximum length, which would cut documents
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
@@ -132,7 +131,7 @@ def _from_file(path: Path) -> Tokenizer:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """Cuts a text into pieces of at most PIECE_CHARACTERS, which are encoded one by one.
+    """Yield pieces of a text, of at most PIECE_CHARACTERS, to be encoded one by one.
 
     A cut is between a word and the white space after it. GPT-2's pattern of words, which our own tokenizers have too,
     cuts there as well, so the tokens are those of the whole text. They may differ around the cuts for a tokenizer that
@@ -149,12 +148,12 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
-    """Trains a byte-level BPE, end of text as token 0, and saves it; `vocab_size` is reached if the text allows it."""
+    """Train a byte-level BPE with end of text as token 0, of `vocab_size` if the text allows that, and save it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     alphabet = pre_tokenizers.ByteLevel.alphabet()  # all 256 bytes, so that nothing is unknown
-    if not len(alphabet) < vocab_size <= 2**16:
-        raise ValueError(f"bpe:{vocab_size}: the size must be from {len(alphabet) + 1} to {2**16}")
+    smallest = len(alphabet) + 1
+    require(smallest <= vocab_size <= 2**16, f"bpe:{vocab_size}: the size must be from {smallest} to {2**16}")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -169,23 +168,22 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
 
 
 def find_files(inputs: Sequence[Path], suffixes: Sequence[str], exclude: Sequence[str]) -> list[Path]:
-    """The files named and those in the folders named (recursively, by suffix), sorted; no file or folder excluded."""
+    """Return the files named and those in folders named (recursively, by suffix), but for those excluded, sorted."""
     files = set()
     for path in map(Path, inputs):
-        if path.is_dir():
-            root, found = path, [file for file in path.rglob("*") if file.suffix in suffixes and file.is_file()]
-        elif path.is_file():
-            root, found = path.parent, [path]
-        else:
-            raise FileNotFoundError(f"{path}: no such file or folder")
-        files.update(file for file in found if not set(file.relative_to(root).parts) & set(exclude))
-    if not files:
-        raise ValueError(f"no files ({', '.join(suffixes)}) in {', '.join(map(str, inputs))} that are not excluded")
+        require(path.exists(), f"{path}: no such file or folder")
+        root, found = (path, path.rglob("*")) if path.is_dir() else (path.parent, [path])
+        for file in found:
+            wanted = file.is_file() and (file == path or file.suffix in suffixes)
+            if wanted and not set(file.relative_to(root).parts) & set(exclude):
+                files.add(file)
+    searched = f"({', '.join(suffixes)}) in {', '.join(map(str, inputs))}"
+    require(files, f"no files {searched} that are not excluded")
     return sorted(files)
 
 
 def document_spans(path: Path) -> Iterator[tuple[int, int]]:
-    """Byte ranges of a file's documents: its lines if .jsonl, else what is between lines `<|endoftext|>`."""
+    """Yield the byte ranges of a file's documents: its lines if .jsonl, else what is between lines `<|endoftext|>`."""
     start = position = 0
     with open(path, "rb") as file:
         for line in file:
@@ -201,7 +199,7 @@ def document_spans(path: Path) -> Iterator[tuple[int, int]]:
 
 
 def read_document(path: Path, start: int, end: int, field: str) -> tuple[str, int]:
-    """The text of one document, stripped ("" for an empty one), and how many U+FFFD stand for what is not UTF-8."""
+    """Return the text of a document, stripped, and how many of its U+FFFD stand for what is not UTF-8."""
     with open(path, "rb") as file:
         file.seek(start)
         data = file.read(end - start)
@@ -209,24 +207,24 @@ def read_document(path: Path, start: int, end: int, field: str) -> tuple[str, in
     replaced = text.count("\ufffd") - data.count("\ufffd".encode())
     text = text.strip()
     if path.suffix == ".jsonl" and text:
-        text = _text_of(text, field)
+        text = _read_field(text, field)
     return text, replaced
 
 
-def _text_of(line: str, field: str) -> str:
+def _read_field(line: str, field: str) -> str:
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        record = None
-    if not isinstance(record, dict) or not isinstance(record.get(field), str):
-        raise ValueError(f"not a JSON object with a text in field {field!r}")
-    # JSON can spell halves of surrogate pairs, which no encoder takes.
-    return record[field].encode(errors="replace").decode().strip()
+        text = json.loads(line)[field]
+    except (ValueError, RecursionError, TypeError, LookupError):
+        text = None
+    require(isinstance(text, str), f"not a JSON object with a text in field {field!r}")
+    return text.encode(errors="replace").decode().strip()  # JSON can spell halves of surrogate pairs: no encoder can
 
 
 def cut_document(text: str, val_fraction: float) -> dict[str, str]:
-    """The parts of a document for train and val: val gets its last `val_fraction`, or down to half as much, so that the
-    cut is at the end of a line, or else of a word, if there is one."""
+    """Return the parts of a document for train and val.
+
+    val gets the last `val_fraction`, or down to half of that, so that the cut is at the end of a line, or else a word.
+    """
     cut = len(text) - round(val_fraction * len(text))
     near = (cut + len(text)) // 2
     ends = [text.find(mark, cut, near) for mark in "\n "]
@@ -236,12 +234,12 @@ def cut_document(text: str, val_fraction: float) -> dict[str, str]:
 
 @dataclass
 class Corpus:
-    """Where the documents of both splits are, in the order of the stream."""
+    """Holds where the documents of both splits are, in the order of the stream."""
 
     files: list[Path]
     field: str
     spans: dict[str, np.ndarray]  # split -> (documents, 3) int64: file, start, end
-    cut: float | None = None  # where both splits have a part of each document: the share of val
+    cut: float | None = None  # the share of val in each document, where both splits have a part of each
 
     def text(self, split: str, index: int) -> str:
         file, start, end = map(int, self.spans[split][index])
@@ -253,15 +251,12 @@ class Corpus:
 
 
 def index_documents(files: list[Path], field: str, val_fraction: float) -> Corpus:
-    """Finds, splits and shuffles the documents, cut where they are too few; warns of bytes that are not UTF-8.
+    """Find, split and shuffle the documents, cut where they are too few; warn of bytes that are not UTF-8.
 
     ValueError for a fraction that leaves a split nothing, too little text, or a line of .jsonl that holds none.
     """
-    from tqdm import tqdm
-
-    if not 0 < val_fraction < 1:
-        raise ValueError(f"--val-fraction {val_fraction}: it must be more than 0 and less than 1")
-    spans, replaced = {"train": array("q"), "val": array("q")}, {}
+    require(0 < val_fraction < 1, f"--val-fraction {val_fraction}: it must be more than 0 and less than 1")
+    spans, replaced = {"train": array("q"), "val": array("q")}, Counter()
     total = sum(os.path.getsize(path) for path in files)
     with tqdm(total=total, desc="finding documents", unit="B", unit_scale=True, disable=None) as bar:
         for index, path in enumerate(files):
@@ -271,15 +266,14 @@ def index_documents(files: list[Path], field: str, val_fraction: float) -> Corpu
                 except ValueError as error:
                     raise ValueError(f"{path}: line {number}: {error}") from error
                 bar.update(end - start)
-                if wrong:
-                    replaced[path] = replaced.get(path, 0) + wrong
+                replaced[path] += wrong
                 if text:
                     draw = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) / 2**64
                     spans["val" if draw < val_fraction else "train"].extend((index, start, end))
-    _warn_of_bytes(replaced)
+    _warn_of_bytes(+replaced)
 
     corpus = Corpus(files, field, {split: np.array(flat, np.int64).reshape(-1, 3) for split, flat in spans.items()})
-    if not (spans["train"] and spans["val"]):
+    if not all(spans.values()):
         corpus = _cut_all(corpus, val_fraction)
     for split, places in corpus.spans.items():
         corpus.spans[split] = np.random.default_rng(SHUFFLE_SEED).permutation(places)
@@ -287,20 +281,18 @@ def index_documents(files: list[Path], field: str, val_fraction: float) -> Corpu
 
 
 def _cut_all(corpus: Corpus, val_fraction: float) -> Corpus:
-    """The corpus with each of its documents in both splits, but for parts without text; ValueError if those are all."""
+    """Return the corpus with a part of each document in both splits; ValueError if one split has no text then."""
     everything = np.concatenate(list(corpus.spans.values()))  # (documents, 3)
     cut = Corpus(corpus.files, corpus.field, dict.fromkeys(corpus.spans, everything), val_fraction)
     cut.spans = {split: everything[[bool(text) for text in cut.texts(split)]] for split in cut.spans}
-    if empty := [split for split, places in cut.spans.items() if not len(places)]:
-        raise ValueError(
-            f"{len(everything)} documents are too little text to cut a {' and a '.join(empty)} split from at"
-            f" --val-fraction {val_fraction}: use more text, or another fraction"
-        )
+    empty = " and a ".join(split for split, places in cut.spans.items() if not len(places))
+    little = f"{len(everything)} documents are too little text to cut a {empty} split from"
+    require(not empty, f"{little} at --val-fraction {val_fraction}: use more text, or another fraction")
     return cut
 
 
 def _warn_of_bytes(replaced: dict[Path, int]) -> None:
-    """Prints which files (path -> characters) are not UTF-8: a line each, or one for all beyond the first WARNINGS."""
+    """Print a line for each file (path -> characters) that is not UTF-8; one for all beyond the first WARNINGS."""
     advice = "not UTF-8, they became U+FFFD: convert the text first, if it is of use (iconv -f latin1 -t utf-8)"
     for path, count in list(replaced.items())[:WARNINGS]:
         print(f"warning: {path}: {count:,} characters are {advice}", file=sys.stderr)
@@ -312,37 +304,27 @@ def _warn_of_bytes(replaced: dict[Path, int]) -> None:
 
 
 def prepare(
-    inputs: Sequence[Path],
-    out: Path,
-    tokenizer: str,
-    *,
-    suffixes: Sequence[str] = (".txt", ".jsonl"),
-    field: str = "text",
-    val_fraction: float = 0.05,
-    shard_tokens: int = 100_000_000,
-    name: str = "text",
-    exclude: Sequence[str] = (),
-) -> dict:
-    """Does what the command does (see the module) and returns the manifest."""
-    from tqdm import tqdm
-
+    inputs: Sequence[Path], out: Path, tokenizer: str, *,
+    suffixes: Sequence[str] = (".txt", ".jsonl"), field: str = "text", val_fraction: float = 0.05,
+    shard_tokens: int = 100_000_000, name: str = "text", exclude: Sequence[str] = (),
+) -> dict:  # fmt: skip
+    """Do what the command does (see the module) and return the manifest."""
     out = Path(out)
     refuse_file(out)
-    if any(out.glob("*.bin")):
-        raise ValueError(f"{out}: already has shards: choose another folder or remove them")
+    require(not any(out.glob("*.bin")), f"{out}: already has shards: choose another folder or remove them")
     files = find_files(inputs, suffixes, exclude)
-    size = tokenizer.removeprefix("bpe:") if tokenizer.startswith("bpe:") else None
-    if size is None:
+    kind, _, size = tokenizer.partition(":")
+    if kind == "bpe":
+        require(size.isdecimal(), f"{tokenizer}: the size of the vocabulary must be a number, as in bpe:4096")
+    else:
         tok = load_tokenizer(tokenizer)
-    elif not size.isdecimal():
-        raise ValueError(f"{tokenizer}: the size of the vocabulary must be a number, as in bpe:4096")
     corpus = index_documents(files, field, val_fraction)
     if corpus.cut is not None:
         share = f"the last {100 * val_fraction:g} % of it are val"
         print(f"too few documents for a draw to give both splits some: each is cut, {share}", flush=True)
 
     out.mkdir(parents=True, exist_ok=True)
-    if size is not None:
+    if kind == "bpe":
         texts = tqdm(corpus.texts("train"), "training bpe", len(corpus.spans["train"]), unit="doc", disable=None)
         train_bpe(texts, int(size), out / TOKENIZER_FILE)
         tok = load_tokenizer(out / TOKENIZER_FILE)
@@ -365,7 +347,7 @@ def prepare(
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[tuple[bool, str]]]:
-    """Lists of pieces of documents, each with whether it is the first of its document."""
+    """Yield lists of pieces of documents, each with whether it is the first of its document."""
     batch, characters = [], 0
     for text in texts:
         for number, piece in enumerate(pieces(text)):
@@ -378,7 +360,8 @@ def _batches(texts: Iterable[str]) -> Iterator[list[tuple[bool, str]]]:
         yield batch
 
 
-def main(argv: list[str] | None = None) -> int:
+@exit_on_user_error()
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m data.text", description="Tokenise text files into shards.")
     parser.add_argument("inputs", nargs="+", type=Path, metavar="INPUT", help="files, or folders with all they hold")
     parser.add_argument("--tokenizer", required=True, help="gpt2, gpt2:DIR, a tokenizers FILE.json, or bpe:SIZE")
@@ -389,14 +372,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shard-tokens", type=int, default=100_000_000, help="tokens in a shard")
     parser.add_argument("--name", default="text", help="shards are called NAME_train_000001.bin, ...")
     parser.add_argument("--exclude", nargs="+", default=[], metavar="NAME", help="names of files and folders to skip")
-    args = vars(parser.parse_args(argv))
-    try:
-        prepare(**args)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    prepare(**vars(parser.parse_args(argv)))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,8 +1,8 @@
 """Runs an attention method: chooses the backend, prepares what depends on the length alone, and calls it.
 
 attend is all of causal attention by one method: q and k are rotated and q is scaled by what make_plan has prepared;
-then a backend (model/backends/) computes the softmax over a_t S + m_t, or the method's Replacement does, which uses the
-backend for the softmax attention inside it. model/reference.py says what all of it has to compute.
+then a backend (model/backends/) computes the softmax over a_t S + m_t. A Replacement computes the output itself, with
+the backend for the softmax attention inside it. model/reference.py is the formula that all of this is held to.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.func import functional_call
 
+from errors import require
 from model.backends import AUTOMATIC, BACKENDS, triton
 from model.backends.base import Call
 from model.context import check_context, local_shard, to_heads, to_tokens
@@ -36,17 +37,9 @@ class Plan:
 
 
 def make_plan(
-    method: Method,
-    query_length: int,
-    key_length: int,
-    *,
-    q_offset: int = 0,
-    target_length: int | None = None,
-    device="cpu",
-    dtype: torch.dtype = torch.float32,
-    backend: str = "auto",
-    context: ProcessGroup | None = None,
-) -> Plan:
+    method: Method, query_length: int, key_length: int, *, q_offset: int = 0, target_length: int | None = None,
+    device="cpu", dtype: torch.dtype = torch.float32, backend: str = "auto", context: ProcessGroup | None = None,
+) -> Plan:  # fmt: skip
     """Return the plan for queries at positions q_offset.. against keys at positions 0..key_length-1, of this dtype.
 
     target_length (default: key_length) is the length of the whole sequence, which fixes the scaling of methods that
@@ -54,14 +47,11 @@ def make_plan(
     queries as keys. ValueError for lengths, backends or groups that do not go together.
     """
     target_length = key_length if target_length is None else target_length
-    if query_length < 1 or q_offset < 0:
-        raise ValueError(f"there must be at least 1 query, at position 0 or later: got {query_length} from {q_offset}")
-    if q_offset + query_length > key_length:
-        raise ValueError(f"{query_length} queries from position {q_offset} see further than the {key_length} keys")
-    if key_length > target_length:
-        raise ValueError(f"{key_length} keys are more than the target length {target_length}")
-    if key_length > MAX_LENGTH:
-        raise ValueError(f"attention covers up to {MAX_LENGTH} positions, got {key_length}")
+    queries = f"{query_length} queries from position {q_offset}"
+    require(query_length >= 1 and q_offset >= 0, f"{queries}: there must be at least 1, from position 0 or later")
+    require(q_offset + query_length <= key_length, f"{queries} see further than the {key_length} keys")
+    require(key_length <= target_length, f"{key_length} keys are more than the target length {target_length}")
+    require(key_length <= MAX_LENGTH, f"attention covers up to {MAX_LENGTH} positions, got {key_length}")
     device = torch.device(device)
     backend, why = choose_backend(method, device, backend, dtype)
     if context is not None:
@@ -82,16 +72,15 @@ def make_plan(
 
 
 def choose_backend(method: Method, device: torch.device, backend: str = "auto", dtype=torch.float32) -> tuple[str, str]:
-    """Return the backend that will run, and the words for the log that say why. ValueError for one that cannot run."""
+    """Return the backend that will run, and a reason for the log. ValueError for one that cannot run."""
     if backend != "auto":
-        if backend not in BACKENDS:
-            raise ValueError(f"unknown attention backend {backend!r}; valid: auto, {', '.join(BACKENDS)}")
-        if reason := BACKENDS[backend].problem(method, device, dtype):
-            raise ValueError(f"attention_backend {backend} cannot run: {reason}: use auto")
+        require(backend in BACKENDS, f"unknown attention backend {backend!r}; valid: auto, {', '.join(BACKENDS)}")
+        reason = BACKENDS[backend].find_problem(method, device, dtype)
+        require(reason is None, f"attention_backend {backend} cannot run: {reason}: use auto")
         return backend, "as asked for"
     reasons = []
     for name in AUTOMATIC.get(device.type, ()):
-        reason = BACKENDS[name].problem(method, device, dtype)
+        reason = BACKENDS[name].find_problem(method, device, dtype)
         if reason is None and name == "triton":
             reason = triton.check_on_this_machine(method, device, dtype)
         if reason is None:
@@ -101,16 +90,9 @@ def choose_backend(method: Method, device: torch.device, backend: str = "auto", 
 
 
 def attend(
-    method: Method,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    q_offset: int = 0,
-    target_length: int | None = None,
-    backend: str = "auto",
-    plan: Plan | None = None,
-) -> Tensor:
+    method: Method, q: Tensor, k: Tensor, v: Tensor, *,
+    q_offset: int = 0, target_length: int | None = None, backend: str = "auto", plan: Plan | None = None,
+) -> Tensor:  # fmt: skip
     """Return causal attention by `method`: (B, H, Tq, D), in v's dtype.
 
     q (B, H, Tq, D) and k, v (B, H, Tk, D) come after QK-norm and before any rotation; query i stands at position
@@ -134,24 +116,18 @@ def attend(
 
 def transform(method: Method, q: Tensor, k: Tensor, plan: Plan, scale_queries: bool = True) -> tuple[Tensor, Tensor]:
     """Return q and k rotated, and q scaled, in float32 whatever their dtype, to which they are rounded at the end."""
-    if method.rotation is None and (method.query_scale is None or not scale_queries):
-        return q, k
+    new_q, new_k = q, k
     if method.rotation is not None:
-        start, end = plan.call.q_offset, plan.call.q_offset + q.shape[2]
-        new_q = method.rotation.rotate(upcast(q), plan.cos[start:end], plan.sin[start:end])
+        mine = slice(plan.call.q_offset, plan.call.q_offset + q.shape[2])
+        new_q = method.rotation.rotate(upcast(q), plan.cos[mine], plan.sin[mine])
         new_k = method.rotation.rotate(upcast(k), plan.cos, plan.sin)
-    else:
-        new_q, new_k = upcast(q), k
     if method.query_scale is not None and scale_queries:
-        new_q = new_q * method.query_scale.multiplier(plan.query_table).unsqueeze(-1)  # (H, Tq, 1)
+        new_q = upcast(new_q) * method.query_scale.multiplier(plan.query_table).unsqueeze(-1)  # (H, Tq, 1)
     return new_q.to(q.dtype), new_k.to(k.dtype)
 
 
 def attend_rotated(method: Method, plan: Plan, rotated_q: Tensor, rotated_k: Tensor, v: Tensor, *unrotated: Tensor):
-    """Return attend's output after `transform`, with a context group by this rank's heads.
-
-    unrotated: q and k, for a Replacement.
-    """
+    """Return attend's output after `transform`, of this rank's heads. unrotated: q and k, for a Replacement."""
     backend, call = BACKENDS[plan.backend], plan.call
     if method.replacement is None:
         prepared = plan.prepared

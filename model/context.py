@@ -18,14 +18,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
 
+from errors import require
+
 
 def check_context(num_heads: int, lengths: Sequence[int], size: int):
     """Raise ValueError, naming the sizes that can be used, if `size` ranks cannot split these heads and lengths."""
     parts = {f"the {num_heads} heads": num_heads} | {f"the length {n}": n for n in lengths}
     *usable, largest = [str(c) for c in range(1, num_heads + 1) if not any(n % c for n in parts.values())]
-    if uneven := [name for name, n in parts.items() if size < 1 or n % size]:
-        sizes = f"{', '.join(usable)} or {largest}" if usable else largest
-        raise ValueError(f"context_parallel {size} does not divide {' and '.join(uneven)}: use {sizes}")
+    uneven = " and ".join(name for name, n in parts.items() if size < 1 or n % size)
+    sizes = f"{', '.join(usable)} or {largest}" if usable else largest
+    require(not uneven, f"context_parallel {size} does not divide {uneven}: use {sizes}")
 
 
 def context_bytes(batch: int, length: int, model_dim: int, size: int, itemsize: int) -> int:
@@ -37,9 +39,9 @@ def context_bytes(batch: int, length: int, model_dim: int, size: int, itemsize: 
     return 8 * batch * (length // size) * model_dim * itemsize
 
 
-def local_shard(x: Tensor, dim: int, group: ProcessGroup | None) -> Tensor:
+def local_shard(x: Tensor | float | None, dim: int, group: ProcessGroup | None):
     """Return this rank's part of the heads or tokens along dim; x without a group, or where one entry serves all."""
-    if group is None or x.shape[dim] == 1:
+    if group is None or not isinstance(x, Tensor) or x.shape[dim] == 1:
         return x
     return x.chunk(group.size(), dim)[group.rank()].clone(memory_format=torch.contiguous_format)
 

@@ -9,6 +9,7 @@ that is target_length. A cache that rescales while it grows mixes keys of differ
 import torch
 from torch import Tensor
 
+from errors import require
 from model.attention import Plan, attend, transform
 from model.backends import blocks
 from model.backends.base import Call
@@ -17,14 +18,9 @@ from model.methods.base import Method, upcast
 
 
 def greedy_decode(
-    model: GPT,
-    tokens: Tensor,
-    max_new_tokens: int,
-    *,
-    target_length: int | None = None,
-    stop: int | None = None,
-    method: Method | None = None,
-) -> Tensor:
+    model: GPT, tokens: Tensor, max_new_tokens: int, *,
+    target_length: int | None = None, stop: int | None = None, method: Method | None = None,
+) -> Tensor:  # fmt: skip
     """Return the most likely tokens, one after the other: (B, N) int64 on the model's device, N <= max_new_tokens.
 
     tokens (B, T), integers: prompts of equal length. A row ends with its first token `stop`, and is filled up with
@@ -33,8 +29,7 @@ def greedy_decode(
     scale prompt and new tokens alike. That is our choice: the paper does not say how it decodes. method: see GPT.plan.
     ValueError for an empty prompt and for lengths that do not go together.
     """
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    require(max_new_tokens >= 1, f"max_new_tokens must be at least 1, got {max_new_tokens}")
     stop = -1 if stop is None else stop  # -1 is no token
     decoder = Decoder(model, tokens.shape[-1] + max_new_tokens - 1, target_length=target_length, method=method)
     chosen = [decoder.prefill(tokens).argmax(dim=-1)]  # of (B,)
@@ -53,11 +48,8 @@ class Decoder:
 
     def __init__(self, model: GPT, max_length: int, *, target_length: int | None = None, method: Method | None = None):
         target_length = max_length if target_length is None else target_length
-        if target_length < max_length:
-            raise ValueError(
-                f"target_length {target_length} is less than the {max_length} tokens of prompt and continuation: "
-                "it must be the length of the whole sequence"
-            )
+        short = f"target_length {target_length} is less than the {max_length} tokens of prompt and continuation"
+        require(target_length >= max_length, f"{short}: it must be the length of the whole sequence")
         self.model, self.max_length, self.target_length = model, max_length, target_length
         self.device = model.head.device
         self.method = method = method or model.blocks[0].attention.method
@@ -73,21 +65,21 @@ class Decoder:
 
         ValueError for prompts that are empty or longer than max_length.
         """
-        if tokens.dim() != 2 or tokens.numel() == 0:
-            raise ValueError(f"prompts must be (batch, length) with at least one token each, got {tuple(tokens.shape)}")
-        if tokens.shape[1] > self.max_length:
-            raise ValueError(f"a prompt of {tokens.shape[1]} tokens does not fit a decoder of {self.max_length}")
-        plan = self.model.plan(tokens.shape[1], target_length=self.target_length, method=self.method)
+        shape, most = tuple(tokens.shape), self.max_length
+        some = len(shape) == 2 and tokens.numel() > 0
+        require(some, f"prompts must be (batch, length) with at least one token each, got {shape}")
+        require(shape[1] <= most, f"a prompt of {shape[1]} tokens does not fit a decoder of {most}")
+        self.length = shape[1]
+        plan = self.model.plan(self.length, target_length=self.target_length, method=self.method)
         methods = [block.attention.method for block in self.model.blocks]
-        self.caches = [KeyValueCache(self.max_length) if m.replacement is None else ReplacementCache() for m in methods]
-        self.length = tokens.shape[1]
+        self.caches = [KeyValueCache(most) if m.replacement is None else ReplacementCache() for m in methods]
         return self.last_logits(tokens, plan, [cache.prefill for cache in self.caches])
 
     @torch.inference_mode()
     def step(self, token: Tensor) -> Tensor:
         """Return the float32 logits (B, vocabulary) after one more token (B,). ValueError beyond max_length."""
-        if self.length == self.max_length:
-            raise ValueError(f"the decoder already holds the {self.max_length} tokens that it was made for")
+        full = self.length == self.max_length
+        require(not full, f"the decoder already holds the {self.max_length} tokens that it was made for")
         here = slice(self.length, self.length + 1)
         cos, sin, query_table = (x if x is None else x[here] for x in (self.cos, self.sin, self.query_table))
         call = Call(self.method.num_heads, self.method.head_dim, query_length=1, key_length=1)  # the others are cached
@@ -112,17 +104,17 @@ class KeyValueCache:
         B, H, _, D = k.shape
         self.length = 0
         # a_t and m_t of the last query against all keys, (1 or H, 1, max_length): an earlier one's are the last columns
-        self.bands = blocks.make_bands(method.score_change, method.num_heads, 1, self.max_length, k.device)
+        last_query = Call(method.num_heads, D, query_length=1, key_length=self.max_length, device=k.device)
+        self.bands = blocks.prepare(method.score_change, last_query)
         self.k, self.v = (k.new_empty(B, H, self.max_length, D) for _ in range(2))
         self.append(transform(method, q, k, plan)[1], v)
         return attend(method, q, k, v, plan=plan)
 
     def step(self, method: Method, q: Tensor, k: Tensor, v: Tensor, *, plan: Plan) -> Tensor:  # of one token each
         q, k = transform(method, q, k, plan)
-        q_offset = self.length
         self.append(k, v)
         keys, values = self.k[:, :, : self.length], self.v[:, :, : self.length]
-        return step_attention(q, keys, values, q_offset=q_offset, bands=self.bands)
+        return step_attention(q, keys, values, q_offset=self.length - 1, bands=self.bands)
 
     def append(self, k: Tensor, v: Tensor):
         new = slice(self.length, self.length + k.shape[2])

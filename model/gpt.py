@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from errors import require
 from model.attention import Plan, attend, make_plan, transform
 from model.loss import mean_loss, token_losses
 from model.methods import check_options, make_method
@@ -69,25 +70,15 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     def __init__(
-        self,
-        *,
-        vocab_size: int,
-        num_layers: int,
-        num_heads: int,
-        model_dim: int,
-        train_length: int,
-        method: str,
-        method_options: dict | None = None,
-        length_scale: float = 1.0,
-        dtype: torch.dtype = torch.float32,
-    ):
+        self, *, vocab_size: int, num_layers: int, num_heads: int, model_dim: int, train_length: int, method: str,
+        method_options: dict | None = None, length_scale: float = 1.0, dtype: torch.dtype = torch.float32,
+    ):  # fmt: skip
         """Initialise every parameter, in float32; dtype is that of the computation.
 
         method, method_options and length_scale: see make_method. ValueError for an unknown method or option.
         """
         super().__init__()
-        if model_dim % num_heads:
-            raise ValueError(f"model_dim {model_dim} is not divisible by num_heads {num_heads}")
+        require(model_dim % num_heads == 0, f"model_dim {model_dim} is not divisible by num_heads {num_heads}")
         self.dtype = dtype
         options = method_options or {}
         check_options(method, options)  # before one can be mistaken for a part of the shape
@@ -110,14 +101,9 @@ class GPT(nn.Module):
         self.head.zero_()
 
     def plan(
-        self,
-        length: int,
-        *,
-        backend: str = "auto",
-        target_length: int | None = None,
-        context=None,
-        method: Method | None = None,
-    ) -> Plan:
+        self, length: int, *,
+        backend: str = "auto", target_length: int | None = None, context=None, method: Method | None = None,
+    ) -> Plan:  # fmt: skip
         """Return what the attention method prepares for sequences of this length; the same for all layers.
 
         method: another one that trains identically (make_alternative), to run these weights as. With a context group
@@ -131,14 +117,9 @@ class GPT(nn.Module):
         return norm(self.embedding(tokens).to(self.dtype))
 
     def forward(
-        self,
-        tokens: Tensor,
-        targets: Tensor | None = None,
-        *,
-        plan: Plan | None = None,
-        per_token: bool = False,
-        last: int | None = None,
-    ) -> Tensor:
+        self, tokens: Tensor, targets: Tensor | None = None, *,
+        plan: Plan | None = None, per_token: bool = False, last: int | None = None,
+    ) -> Tensor:  # fmt: skip
         """Return the mean cross-entropy in nats of targets (B, T) given tokens (B, T), both int64.
 
         per_token: the float32 losses (B, T) themselves instead. Without targets: the float32 logits of the last `last`

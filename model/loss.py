@@ -16,7 +16,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from model.kernels import cpu
+from model.kernels import compare, cpu
 
 CPU_ROWS, CPU_LOGITS = 256, 2**21  # at least so many tokens a chunk on a CPU, and more while its logits are 8 MiB
 LOGIT_BYTES = 2**31  # a chunk elsewhere: 21,345 tokens with a vocabulary of 50,304 in bfloat16
@@ -33,15 +33,10 @@ def mean_loss(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
     return token_losses(x, head, targets).mean()
 
 
-def token_losses(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-    """Return the losses themselves, (N,) float32. Any sum may follow, so a backward pass makes the logits again."""
-    return losses_op(x, head, targets)
-
-
 @torch.library.custom_op("scale_invariant::loss_and_gradients", mutates_args=())
 def loss_op(x: Tensor, head: Tensor, targets: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return the mean loss, and the gradients by x and head of the sum of the losses, each times its weight, (N,)."""
-    losses, dx, dhead = empty_losses(x), torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.zeros_like(head)
+    losses, dx, dhead = empty_losses(x), x.new_empty(x.shape), torch.zeros_like(head)
     head, targets = head.to(x.dtype), targets.contiguous()
     for chunk, logits in logits_in_chunks(x, head):
         cross_entropy_(logits, targets[chunk], losses[chunk], True)
@@ -56,7 +51,8 @@ def loss_op(x: Tensor, head: Tensor, targets: Tensor, weights: Tensor | None) ->
 
 
 @torch.library.custom_op("scale_invariant::token_losses", mutates_args=())
-def losses_op(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+def token_losses(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+    """Return the losses themselves, (N,) float32. Any sum may follow, so a backward pass makes the logits again."""
     losses, targets = empty_losses(x), targets.contiguous()
     for chunk, logits in logits_in_chunks(x, head.to(x.dtype)):
         cross_entropy_(logits, targets[chunk], losses[chunk], False)
@@ -64,7 +60,7 @@ def losses_op(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
 
 
 def empty_losses(x: Tensor) -> Tensor:
-    return torch.empty(len(x), dtype=torch.float32, device=x.device)
+    return x.new_empty(len(x), dtype=torch.float32)
 
 
 def logits_in_chunks(x: Tensor, head: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -85,7 +81,7 @@ def cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, gradient: bo
         from model.kernels import cross_entropy  # only now, as it needs Triton
 
         cross_entropy.cross_entropy_(logits, targets, losses, gradient)
-    elif cpu.problem(logits.device, logits.dtype) is None:
+    elif cpu.find_problem(logits.device, logits.dtype) is None:
         cpu.cross_entropy_(logits, targets, losses, gradient)
     else:
         plain_cross_entropy_(logits, targets, losses, gradient)
@@ -97,28 +93,25 @@ def triton_runs(device: torch.device) -> bool:
     on_gpu = device.type == "cuda" and find_spec("triton") is not None
     if not on_gpu or torch.cuda.get_device_capability(device) < (8, 0):
         return False
-    if problem := failed_check(device):
+    if problem := check_kernel(device):
         warnings.warn(f"cross-entropy in plain PyTorch, which needs more memory: the Triton kernel {problem}")
     return problem is None
 
 
-def failed_check(device: torch.device) -> str | None:
+def check_kernel(device: torch.device) -> str | None:
     """Run the Triton kernel once: return how it fails or differs from plain_cross_entropy_ here, or None."""
     from model.kernels import cross_entropy
 
     generator = torch.Generator(device).manual_seed(0)
     logits = 4 * torch.randn(5, 9001, device=device, generator=generator)
     targets = torch.tensor([0, 9000, 8192, 8191, 17], device=device)
-    results = []
-    try:
-        for function in (cross_entropy.cross_entropy_, plain_cross_entropy_):
-            own, losses = logits.bfloat16(), empty_losses(logits)
-            function(own, targets, losses, True)
-            results.append((losses, own.float()))
-    except Exception as error:  # Triton's and CUDA's errors are of many kinds
-        return f"failed its check with {type(error).__name__}: {' '.join(str(error).split())[:100]}"
-    error = max(((x - y).norm() / y.norm()).item() for x, y in zip(*results))
-    return None if error < 0.01 else f"failed its check: its numbers are wrong by {error:.1e}"  # two roundings to bf16
+
+    def run(function):
+        own, losses = logits.bfloat16(), empty_losses(logits)
+        function(own, targets, losses, True)
+        return losses, own.float()
+
+    return compare(lambda: run(cross_entropy.cross_entropy_), lambda: run(plain_cross_entropy_), 0.01)  # two roundings
 
 
 def plain_cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, gradient: bool):
@@ -142,9 +135,9 @@ def _(x, head, targets, weights):
     return x.new_empty((), dtype=torch.float32), x.new_empty(x.shape), torch.empty_like(head)
 
 
-@losses_op.register_fake
+@token_losses.register_fake
 def _(x, head, targets):
-    return x.new_empty(len(x), dtype=torch.float32)
+    return empty_losses(x)
 
 
 def save_gradients(ctx, inputs, output):
@@ -167,4 +160,4 @@ def weigh_gradients(ctx, dlosses):
 
 
 loss_op.register_autograd(scale_gradients, setup_context=save_gradients)
-losses_op.register_autograd(weigh_gradients, setup_context=save_inputs)
+token_losses.register_autograd(weigh_gradients, setup_context=save_inputs)

@@ -9,6 +9,7 @@ long sequences: all T x T logits are in memory. tests/reference.py has the metho
 import torch
 from torch import Tensor
 
+from errors import require
 from model.methods.base import Method, upcast
 
 
@@ -29,14 +30,12 @@ def attention_logits(method: Method, q: Tensor, k: Tensor, target_length: int | 
     which has no such logits.
     """
     method.check_shapes(q, k, k)
-    if method.replacement is not None:
-        raise ValueError(f"{method.name} has no attention logits: part of its output comes from a compressed memory")
+    no_logits = f"{method.name} has no attention logits: part of its output comes from a compressed memory"
+    require(method.replacement is None, no_logits)
     T = q.shape[2]
     target_length = T if target_length is None else target_length
-    if T != k.shape[2]:
-        raise ValueError(f"attention logits are of all pairs: got {T} queries and {k.shape[2]} keys")
-    if T > target_length:
-        raise ValueError(f"{T} keys are more than the target length {target_length}")
+    require(T == k.shape[2], f"attention logits are of all pairs: got {T} queries and {k.shape[2]} keys")
+    require(T <= target_length, f"{T} keys are more than the target length {target_length}")
     q, k, positions = upcast(q), upcast(k), torch.arange(T, device=q.device)
     if method.rotation is not None:
         cos, sin = method.rotation.tables(T, target_length, q.device)

@@ -5,6 +5,8 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
+from errors import require
+
 # Quintic of the Muon post: steepest at 0, so that five steps bring singular values from about 0.01 up to [0.7, 1.2].
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
@@ -21,16 +23,10 @@ def newton_schulz(x: Tensor) -> Tensor:
 
 
 def update(
-    params: list[Tensor],
-    grads: list[Tensor],
-    momenta: list[Tensor],
-    scales: list[float | Tensor],
-    lr: Tensor,
-    momentum: Tensor,
-    found_inf: Tensor,
-    dtype: torch.dtype,
-) -> None:
-    """One step of Muon, in place, for matrices of one shape up to transposition, or banks of them; all in one batch.
+    params: list[Tensor], grads: list[Tensor], momenta: list[Tensor], scales: list[float | Tensor],
+    lr: Tensor, momentum: Tensor, found_inf: Tensor, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Do one step of Muon, in place, for matrices of one shape up to transposition, or banks of them; all in one batch.
 
     lr, momentum and found_inf are 0-D. Where found_inf is not 0 the old numbers stay, whatever the gradients.
     """
@@ -48,13 +44,13 @@ def update(
 
 
 def lr_scale(p: Tensor) -> float:
-    """sqrt(max(1, rows / cols)) of a matrix, or of those of a bank."""
+    """Return sqrt(max(1, rows / cols)) of a matrix, or of those of a bank."""
     rows, cols = p.shape[-2:]
     return max(1, rows / cols) ** 0.5
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 where the hardware multiplies it fast; elsewhere float32, about ten times faster there.
+    """Return bfloat16 where the hardware multiplies it fast; elsewhere float32, about ten times faster there.
 
     A CPU's units count where oneDNN uses them: ONEDNN_MAX_CPU_ISA=AVX2 in the environment hides them from it.
     """
@@ -101,15 +97,11 @@ class Muon(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for p in group["params"]:
-            if p.ndim not in (2, 3) or p.dtype != torch.float32:
-                raise ValueError(
-                    f"Muon takes float32 parameters of shape (rows, cols) or (n, rows, cols), not {p.dtype} of shape"
-                    f" {tuple(p.shape)}: give it to another optimiser"
-                )
-        if not group["lr"] >= 0:
-            raise ValueError(f"Muon's lr must be at least 0, got {group['lr']}")
-        if not 0 <= group["momentum"] < 1:
-            raise ValueError(f"Muon's momentum must be in [0, 1), got {group['momentum']}")
+            taken = "float32 parameters of shape (rows, cols) or (n, rows, cols)"
+            advice = f"not {p.dtype} of shape {tuple(p.shape)}: give it to another optimiser"
+            require(p.ndim in (2, 3) and p.dtype == torch.float32, f"Muon takes {taken}, {advice}")
+        require(group["lr"] >= 0, f"Muon's lr must be at least 0, got {group['lr']}")
+        require(0 <= group["momentum"] < 1, f"Muon's momentum must be in [0, 1), got {group['momentum']}")
         for name in ("lr", "momentum"):  # a tensor of its own for each group
             group[name] = torch.tensor(float(group[name]), dtype=torch.float32, device="cpu")
 

@@ -5,7 +5,7 @@ import math
 import torch
 from torch.optim import Optimizer
 
-from errors import did_you_mean
+from errors import did_you_mean, require
 
 SCHEDULES = ("constant_linear", "cosine", "trapezoid")
 
@@ -14,23 +14,19 @@ def check_schedule(schedule: str, *, steps: int, warmup_steps: int = 0, cooldown
     """Raise ValueError unless `lr_factor` can run this schedule and uses every number given."""
     if schedule not in SCHEDULES:
         raise ValueError(f"unknown schedule {schedule!r}; {did_you_mean(schedule, SCHEDULES)}")
-    if steps < 1 or warmup_steps < 0 or cooldown_steps < 0:
-        raise ValueError(
-            f"steps must be at least 1, warmup_steps and cooldown_steps at least 0: got {steps}, {warmup_steps} and"
-            f" {cooldown_steps}"
-        )
-    if warmup_steps + cooldown_steps > steps:
-        raise ValueError(
-            f"warmup_steps {warmup_steps} + cooldown_steps {cooldown_steps} exceed steps {steps}: shorten them"
-        )
-    if warmup_steps and schedule != "trapezoid":
-        raise ValueError(f"schedule {schedule} has no warm-up: set warmup_steps {warmup_steps} to 0 or use trapezoid")
-    if cooldown_steps and schedule == "cosine":
-        raise ValueError(f"schedule cosine has no separate cooldown: set cooldown_steps {cooldown_steps} to 0")
+    least = "steps must be at least 1, warmup_steps and cooldown_steps at least 0"
+    given = f"got {steps}, {warmup_steps} and {cooldown_steps}"
+    require(steps >= 1 and warmup_steps >= 0 and cooldown_steps >= 0, f"{least}: {given}")
+    ramps = f"warmup_steps {warmup_steps} + cooldown_steps {cooldown_steps}"
+    require(warmup_steps + cooldown_steps <= steps, f"{ramps} exceed steps {steps}: shorten them")
+    advice = f"set warmup_steps {warmup_steps} to 0 or use trapezoid"
+    require(not warmup_steps or schedule == "trapezoid", f"schedule {schedule} has no warm-up: {advice}")
+    advice = f"set cooldown_steps {cooldown_steps} to 0"
+    require(not cooldown_steps or schedule != "cosine", f"schedule cosine has no separate cooldown: {advice}")
 
 
 def lr_factor(step: int, *, steps: int, schedule: str, warmup_steps: int = 0, cooldown_steps: int = 0) -> float:
-    """Factor on the learning rate of update number `step`, counted from 0.
+    """Return the factor on the learning rate of update number `step`, counted from 0.
 
     constant_linear: 1, then (steps - step) / cooldown_steps over the last `cooldown_steps` (the paper's 162M runs, as
                      in record #8 of modded-nanogpt by Keller Jordan and others)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from errors import require
-from runtime.files import replace_file
+from files import replace_file
 
 
 def save_checkpoint(folder: Path, step: int, state: dict[str, Any], keep: int = 2) -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from errors import require
-from runtime.files import append, refuse_link, replace_text, to_json
+from files import append, refuse_link, replace_text, to_json
 
 
 class Metrics:

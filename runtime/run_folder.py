@@ -13,8 +13,8 @@ import numpy
 import torch
 
 from errors import require
+from files import append, open_own, refuse_link, replace_text, to_json
 from runtime.device import device_name
-from runtime.files import append, open_own, refuse_link, replace_text, to_json
 
 
 class RunFolder:

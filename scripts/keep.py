@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 
 from errors import exit_on_user_error, require
-from runtime.files import replace_text, to_json
+from files import replace_text, to_json
 from scripts.shared.run_files import FILES
 from scripts.shared.runs import StoredRun, describe_differences, log_values, read_run, read_runs
 

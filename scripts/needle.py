@@ -30,6 +30,7 @@ from data.loader import micro_batch_size
 from data.needle import C4, Haystack, NeedleTask, oracle_accuracy, score
 from data.text import Tokenizer, load_tokenizer
 from errors import exit_on_user_error, require
+from files import refuse_link
 from model.decoding import greedy_decode
 from model.gpt import GPT
 from model.methods.base import Method
@@ -37,7 +38,6 @@ from optim.schedule import lr_factor
 from runtime.build import build_optimizers, compile_model
 from runtime.checkpoint import checkpoint_errors, latest_checkpoint, load_checkpoint, save_checkpoint
 from runtime.device import choose_compile
-from runtime.files import refuse_link
 from runtime.metrics import Metrics
 from runtime.processes import World, exit_on_failure, start_processes
 from runtime.progress import Progress

@@ -28,7 +28,7 @@ from model.attention import attend, choose_backend, make_plan
 from model.backends import BACKENDS, blocks, flex
 from model.backends.flex import causal_block_mask
 from model.gpt import GPT, norm
-from model.kernels.cpu import problem
+from model.kernels.cpu import find_problem
 from model.methods import METHODS, RoPE, make_method
 from model.methods.base import ScoreChange
 from model.reference import plain_attention
@@ -242,7 +242,7 @@ def test_auto_on_cuda_is_sdpa_unless_the_score_changes(name, dtype):
 def test_auto_on_a_cpu_is_its_kernel_where_that_can_run(name):
     cpu = torch.device("cpu")
     assert choose_backend(make(name), cpu, dtype=torch.bfloat16)[0] == "blocks"
-    assert choose_backend(make(name), cpu)[0] == ("blocks" if problem(cpu, torch.float32) else "cpu")
+    assert choose_backend(make(name), cpu)[0] == ("blocks" if find_problem(cpu, torch.float32) else "cpu")
 
 
 @pytest.mark.parametrize("head_dim, dtype, word", [(260, torch.bfloat16, "260"), (16, torch.float64, "float64")])
@@ -265,7 +265,7 @@ def test_an_unknown_backend_is_refused():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_backend_has_the_same_three_functions(backend):
-    for function in ("problem", "prepare", "run"):
+    for function in ("find_problem", "prepare", "run"):
         parameters = inspect.signature(getattr(BACKENDS[backend], function)).parameters
         assert list(parameters) == list(inspect.signature(getattr(blocks, function)).parameters)
 
@@ -273,13 +273,13 @@ def test_every_backend_has_the_same_three_functions(backend):
 def test_the_formula_imports_nothing_of_what_is_held_to_it():
     tree = ast.parse(inspect.getsource(sys.modules["model.reference"]))
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert imported == {"torch", "model.methods.base"}
+    assert imported == {"torch", "errors", "model.methods.base"}
 
 
 @pytest.mark.parametrize("backend", ["blocks", "cpu", "flex"])
 @pytest.mark.parametrize("options, times", [({}, 1), (dict(learn_tau=True), 4)])
 def test_only_what_is_learned_is_prepared_again_in_each_pass(backend, options, times, traced_flex, monkeypatch):
-    if reason := BACKENDS[backend].problem(make("nope"), torch.device("cpu"), torch.float32):
+    if reason := BACKENDS[backend].find_problem(make("nope"), torch.device("cpu"), torch.float32):
         pytest.skip(reason)
     prepared, prepare = [], BACKENDS[backend].prepare
     monkeypatch.setattr(BACKENDS[backend], "prepare", lambda *args: prepared.append(prepare(*args)) or prepared[-1])

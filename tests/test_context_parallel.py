@@ -34,7 +34,7 @@ MAIN = [*(case for case in CASES if not case[1]), LEARNED, DELTA]
 ATTENTION = [(3, "blocks", torch.float64, case) for case in [*CASES, DELTA]]
 ATTENTION += [(size, "blocks", torch.float64, case) for size in (2, 4) for case in MAIN]
 ATTENTION += [(3, "sdpa", torch.float64, case) for case in (("logn_p_rope", {}), DELTA)]
-if not cpu.problem(torch.device("cpu"), torch.float32):
+if not cpu.find_problem(torch.device("cpu"), torch.float32):
     ATTENTION += [(size, "cpu", torch.float32, case) for size in GROUPS for case in (*CHANGED_SCORE, DELTA)]
 if find_spec("triton") and not torch.cuda.is_available():  # in Triton's interpreter (conftest.py)
     ATTENTION += [(2, "triton", torch.float32, case) for case in (LEARNED, ("alibi", {}))]

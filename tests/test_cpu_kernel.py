@@ -18,7 +18,7 @@ from model.reference import plain_attention
 REPOSITORY = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 
-PROBLEM = cpu.problem(CPU, torch.float32)
+PROBLEM = cpu.find_problem(CPU, torch.float32)
 # Where there is nothing to compile it with, or no BLAS to call; a compiler that refuses it is a failure.
 pytestmark = pytest.mark.skipif(PROBLEM is not None and "cannot compile" not in PROBLEM, reason=str(PROBLEM))
 
@@ -193,7 +193,7 @@ import torch
 from model.kernels import cpu
 q = torch.ones(1, 1, 4, 8)
 tables = cpu.make_tables(None, 1, 8, 4)
-print(torch.equal(cpu.cpu_attention(q, q, q, tables), q), cpu.library()[1])
+print(torch.equal(cpu.cpu_attention(q, q, q, tables), q), cpu.load_library()[1])
 """
 DAMAGE = {
     "emptied": lambda content: b"",

@@ -19,6 +19,15 @@ VOCAB = 50257
 NAMES = ["x_train_000001.bin", "x_train_000002.bin", "x_train_000003.bin", "x_val_000000.bin"]  # of write_dataset
 
 
+def exit_code(command, words):
+    """That of a command called with these words."""
+    try:
+        command(words)
+    except SystemExit as end:
+        return end.code
+    return 0
+
+
 def write_raw(path, tokens, magic=20240520, version=1, count=None):
     """A shard written from the description of the format, not with the code under test."""
     header = np.zeros(256, "<i4")
@@ -145,11 +154,13 @@ def test_read_crosses_shards_and_wraps(tmp_path):
             np.testing.assert_array_equal(stream.read(start, count), expected)
 
 
-def test_where_names_file_and_token(tmp_path):
-    stream, _ = make_stream(tmp_path, (5, 1, 17))
-    places = [stream.where(position) for position in (4, 5, 6, 22, 23)]
-    expected = [(1, 4), (2, 0), (3, 0), (3, 16), (1, 0)]
-    assert places == [(f"x_train_00000{shard}.bin", token) for shard, token in expected]
+def test_a_token_outside_the_vocabulary_is_named_by_file_and_place(tmp_path):
+    stream, tokens = make_stream(tmp_path, (5, 1, 17))
+    for position, place in {4: (1, 4), 5: (2, 0), 6: (3, 0), 22: (3, 16), 23: (1, 0)}.items():
+        token = tokens[position % 23]
+        says = f"x_train_00000{place[0]}.bin: token {place[1]} is {token}, outside the vocabulary of {token}"
+        with pytest.raises(ValueError, match=says):
+            stream.read(position, 1, token)
 
 
 def test_fingerprint_follows_content_not_place(tmp_path):
@@ -220,9 +231,9 @@ def test_open_split_works_without_manifest(tmp_path):
 
 
 def test_missing_folder_says_how_to_get_the_data(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no such data folder; get it with `python -m data.text .*nowhere`"):
+    with pytest.raises(ValueError, match="no such data folder; get it with `python -m data.text .*nowhere`"):
         open_split(tmp_path / "nowhere", "train", VOCAB)
-    with pytest.raises(FileNotFoundError, match="get it with `python -m data.fineweb 100B --shards 101 --out .*100B`"):
+    with pytest.raises(ValueError, match="get it with `python -m data.fineweb 100B --shards 101 --out .*100B`"):
         open_split(tmp_path / "fineweb100B", "train", VOCAB, 10_900 * 917_504)
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="is a file, not a data folder"):
@@ -231,7 +242,7 @@ def test_missing_folder_says_how_to_get_the_data(tmp_path):
 
 def test_missing_split_is_named(tmp_path):
     write_raw(tmp_path / "x_train_000001.bin", [1])
-    with pytest.raises(FileNotFoundError, match="no val shards"):
+    with pytest.raises(ValueError, match="no val shards"):
         open_split(tmp_path, "val", VOCAB)
 
 
@@ -302,7 +313,7 @@ def test_the_tokenizer_is_told_by_its_name_or_by_its_file(tmp_path, has_sha256):
 
 def test_verify_accepts_good_data(tmp_path, capsys):
     write_dataset(tmp_path)
-    assert main(["verify", str(tmp_path)]) == 0
+    assert exit_code(main, ["verify", str(tmp_path)]) == 0
     assert capsys.readouterr().out.count(": ok\n") == 4
 
 
@@ -314,7 +325,7 @@ def test_verify_names_flipped_missing_and_extra_files(tmp_path, capsys):
     flipped.write_bytes(data)
     (tmp_path / "x_val_000000.bin").unlink()
     write_raw(tmp_path / "x_train_000004.bin", [1])
-    assert main(["verify", str(tmp_path)]) == 2
+    assert exit_code(main, ["verify", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1
     for problem in ("000001.bin (sha256 differs)", "val_000000.bin (missing)", "000004.bin (not in the manifest)"):
@@ -325,7 +336,7 @@ def test_verify_names_flipped_missing_and_extra_files(tmp_path, capsys):
 def test_verify_without_manifest_is_one_line(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     for folder, says in ((".", "nothing to verify against"), ("nowhere", "no such data folder"), ("file", "is a file")):
-        assert main(["verify", str(tmp_path / folder)]) == 2
+        assert exit_code(main, ["verify", str(tmp_path / folder)]) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ") and error.count("\n") == 1 and says in error
 

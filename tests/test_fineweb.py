@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_data import exit_code
 
 from configs.presets import PRESETS, preset
 from data.fineweb import data_command, main, time_limit
@@ -232,20 +233,20 @@ def test_time_limit_ends_what_waits_for_ever_and_not_what_ends(tmp_path):
 
 
 def test_number_of_shards_is_checked(tmp_path, capsys):
-    assert main(["10B", "--shards", "104", "--out", str(tmp_path)]) == 2
+    assert exit_code(main, ["10B", "--shards", "104", "--out", str(tmp_path)]) == 2
     assert "1 to 103" in capsys.readouterr().err
 
 
 def test_a_file_is_no_folder_to_download_to(tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    assert main(["10B", "--shards", "1", "--out", str(tmp_path / "file")]) == 2
+    assert exit_code(main, ["10B", "--shards", "1", "--out", str(tmp_path / "file")]) == 2
     assert "is a file, not a data folder" in capsys.readouterr().err
 
 
 def test_folder_of_other_data_is_refused(tmp_path, capsys):
     manifest = {"tokenizer": "gpt2", "vocab_size": 50257, "source": "kjj0/fineweb100B-gpt2", "files": {}}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    assert main(["10B", "--out", str(tmp_path)]) == 2
+    assert exit_code(main, ["10B", "--out", str(tmp_path)]) == 2
     assert "kjj0/fineweb100B-gpt2" in capsys.readouterr().err
 
 

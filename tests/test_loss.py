@@ -22,7 +22,7 @@ from model.loss import mean_loss, plain_cross_entropy_, token_losses
 
 ROOT = Path(__file__).parent.parent
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PROBLEM = cpu.problem(torch.device("cpu"), torch.float32)
+PROBLEM = cpu.find_problem(torch.device("cpu"), torch.float32)
 
 
 def make(N, C, V, dtype=torch.float32, scale=1.0, seed=0):
@@ -168,7 +168,7 @@ def test_the_operators_are_what_torch_is_told_of_them(dtype):
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     for weights in (None, random(20, seed=9).float()):
         torch.library.opcheck(loss.loss_op, (x, head, targets, weights), test_utils=tests)
-    torch.library.opcheck(loss.losses_op, (x, head, targets), test_utils=tests)
+    torch.library.opcheck(loss.token_losses, (x, head, targets), test_utils=tests)
 
 
 @pytest.mark.parametrize("function", [mean_loss, lambda *args: token_losses(*args).square().sum()])
@@ -281,13 +281,13 @@ def test_a_kernel_that_is_wrong_or_fails_is_found_before_its_first_use(monkeypat
     from model.kernels import cross_entropy
 
     device = torch.device(DEVICE)
-    assert loss.failed_check(device) is None
+    assert loss.check_kernel(device) is None
 
     def wrong(logits, targets, losses, gradient):
         plain_cross_entropy_(logits, targets, losses, gradient)
         logits[1, 7] += 0.1
 
     monkeypatch.setattr(cross_entropy, "cross_entropy_", wrong)
-    assert "its numbers are wrong by" in loss.failed_check(device)
+    assert "its numbers are wrong by" in loss.check_kernel(device)
     monkeypatch.setattr(cross_entropy, "cross_entropy_", lambda *_: torch.ones(2) @ torch.ones(3))
-    assert "failed its check with RuntimeError" in loss.failed_check(device)
+    assert "failed its check with RuntimeError" in loss.check_kernel(device)

@@ -510,6 +510,11 @@ def test_tau_of_every_head_must_be_positive_and_finite(tau_ratio):
         make("scale_invariant_p_rope", tau_ratio=tau_ratio)
 
 
+def test_so_must_that_of_the_last_of_many_heads():
+    with assert_refused("tau_ratio", "12 heads"):
+        make("scale_invariant_p_rope", 12, 16, tau_ratio=1e30)  # 1e330 is no float
+
+
 def test_what_the_kernel_cannot_learn_together_is_refused():
     with assert_refused("learn_tau", "learn_gain"):
         make("scale_invariant_p_rope", learn_tau=True, learn_gain=True)

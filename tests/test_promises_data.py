@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from test_data import write_raw
+from test_data import exit_code, write_raw
 from test_fineweb import NAMES, REPOSITORY, Hub, assert_one_error_line, download, environment, running_hub, shard, url
 from test_train import assert_same_run, make_data, train_here
 
@@ -213,14 +213,14 @@ DAMAGE = [
 @BAD_DATA
 def test_damage_is_found(tmp_path, capsys, faults, long):
     write_data(tmp_path / "good")
-    assert main(["verify", str(tmp_path / "good")]) == 0 and all(opens(tmp_path / "good").values())
+    assert exit_code(main, ["verify", str(tmp_path / "good")]) == 0 and all(opens(tmp_path / "good").values())
     for i in range(200 if long else 20):
         damage, folder = DAMAGE[i % len(DAMAGE)], tmp_path / str(i)
         shutil.copytree(tmp_path / "good", folder)
         with faults(damage.__name__.replace("_", " ")):
             must_fail_to_open = damage(folder, np.random.default_rng(i))
             capsys.readouterr()
-            assert main(["verify", str(folder)]) == 2, f"seed {i}"
+            assert exit_code(main, ["verify", str(folder)]) == 2, f"seed {i}"
             error = capsys.readouterr().err
             assert error.startswith("error: ") and error.count("\n") == 1
             assert not must_fail_to_open or None in opens(folder).values(), f"seed {i}"
@@ -234,16 +234,16 @@ def test_every_bit_of_a_shard_and_of_its_manifest_counts(tmp_path, capsys, long)
         good = (tmp_path / name).read_bytes()
         for bit in range(0, 8 * len(good), 1 if long else 21):
             (tmp_path / name).write_bytes(flip(good, bit))
-            assert main(["verify", str(tmp_path)]) == 2, f"bit {bit} of {name}"
+            assert exit_code(main, ["verify", str(tmp_path)]) == 2, f"bit {bit} of {name}"
         (tmp_path / name).write_bytes(good)
-    assert main(["verify", str(tmp_path)]) == 0
+    assert exit_code(main, ["verify", str(tmp_path)]) == 0
     capsys.readouterr()
 
 
 def test_manifest_from_before_checksums_is_good(tmp_path):
     write_data(tmp_path)
     (tmp_path / "manifest.json").write_text(json.dumps(read_manifest(tmp_path)))
-    assert main(["verify", str(tmp_path)]) == 0 and all(opens(tmp_path).values())
+    assert exit_code(main, ["verify", str(tmp_path)]) == 0 and all(opens(tmp_path).values())
 
 
 def replaced_file(path, content):
@@ -360,7 +360,7 @@ with ShardWriter(folder, "x", tokenizer="gpt2", vocab_size=1000, shard_tokens=10
 """
 DOWNLOADS_TWO = """
 from data.fineweb import main
-assert main(["10B", "--shards", "1", "--out", folder]) == 0
+main(["10B", "--shards", "1", "--out", folder])
 """
 
 
@@ -396,7 +396,7 @@ def test_killed_writer_leaves_nothing_that_looks_like_data(tmp_path, faults, lon
             assert_complete_or_refused(folder, tokens)
             write_data(folder)
             assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "tokenizer.json", *SHARDS]
-            assert main(["verify", str(folder)]) == 0
+            assert exit_code(main, ["verify", str(folder)]) == 0
 
 
 @BAD_DATA
@@ -415,7 +415,7 @@ def test_full_disk_leaves_nothing_that_looks_like_data(tmp_path, faults):
                     assert [*disk.glob("*.bin*"), *disk.glob("manifest*")] == [] and not any(opens(disk).values())
             else:
                 break
-        assert pages > 4 and main(["verify", str(disk)]) == 0
+        assert pages > 4 and exit_code(main, ["verify", str(disk)]) == 0
         assert_complete_or_refused(disk, tokens)
     finally:
         subprocess.run(["umount", "-l", disk], check=True)
@@ -570,7 +570,7 @@ def assert_downloads_what_is_missing(hub, tmp_path):
     assert hub.fetched() == [name for name in NAMES[:2] if name not in there]
     assert sorted(path.name for path in out.iterdir()) == sorted([*NAMES[:2], "manifest.json"])
     assert_only_right_bytes(out, hub.files)
-    assert main(["verify", str(out)]) == 0
+    assert exit_code(main, ["verify", str(out)]) == 0
 
 
 def survive(tmp_path, begin, options, variables, code):
@@ -584,7 +584,7 @@ def survive(tmp_path, begin, options, variables, code):
             error = assert_one_error_line(result)
             assert any(name in error for name in NAMES[:2]) and "run the command again" in error or "sha256" in error
         else:
-            assert hub.fetched() and main(["verify", str(tmp_path / "out")]) == 0
+            assert hub.fetched() and exit_code(main, ["verify", str(tmp_path / "out")]) == 0
         assert_only_right_bytes(tmp_path / "out", good)
         assert not (tmp_path / "out" / ".incoming").exists()
         hub.released.set()

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from test_data import exit_code
 from test_train import ROOT, arguments, contents, here, make_data, train_here
 
 import scripts.report.__main__ as report
@@ -385,7 +386,7 @@ def test_malicious_data_is_refused_and_does_not_run(name, disguise, data, tmp_pa
                 load_tokenizer(folder / name)
         else:
             refused(capsys, train_gpt.main, *arguments(folder, tmp_path / "runs"))
-            assert shards.main(["verify", str(folder)]) == 2
+            assert exit_code(shards.main, ["verify", str(folder)]) == 2
         assert not mark.exists()
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from configs.presets import quickstart
 from configs.validation import validation_plan
-from runtime.files import to_json
+from files import to_json
 from scripts.report.groups import group_runs
 from scripts.report.page import make_page
 from scripts.report.reading import POINTS, average_in_bins, describe_run, find_runs, mean

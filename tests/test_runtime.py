@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from files import append, replace_file, to_json
 from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint, space_needed
 from runtime.device import peak_flops, published_peak
-from runtime.files import append, replace_file, to_json
 from runtime.metrics import Metrics, flatten, read_metrics
 from runtime.processes import fail_together, start_processes
 from runtime.run_folder import RunFolder, format_bytes, git_commit

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_data import exit_code
 
 from data.shards import open_split
 from data.text import END_OF_TEXT, PIECE_CHARACTERS, load_tokenizer, main, prepare
@@ -140,7 +141,7 @@ def test_suffixes_field_and_exclude(tmp_path):
     (tmp_path / "named.jsonl").write_text('{"body": "named file", "text": 1}\n')
     arguments = [str(folder), str(tmp_path / "named.jsonl"), "--suffixes", ".md", "--field", "body"]
     arguments += ["--exclude", "LICENSE.md", "drafts", "--val-fraction", "0.3", "--name", "notes"]
-    assert main([*arguments, "--tokenizer", "bpe:300", "--out", str(tmp_path / "out")]) == 0
+    main([*arguments, "--tokenizer", "bpe:300", "--out", str(tmp_path / "out")])
     found = read_documents(tmp_path / "out", "train") + read_documents(tmp_path / "out", "val")
     assert sorted(found) == sorted([*kept, "named file"])
     assert (tmp_path / "out" / "notes_val_000000.bin").exists()
@@ -159,7 +160,7 @@ def test_few_documents_are_cut_at_the_ends_of_lines(tmp_path, capsys, count, fra
     for name, lines in novels.items():
         (tmp_path / "in" / f"{name}.txt").write_text("\n".join(lines))
     out = tmp_path / "out"
-    assert main([str(tmp_path / "in"), "--tokenizer", "bpe:300", "--out", str(out), f"--val-fraction={fraction}"]) == 0
+    main([str(tmp_path / "in"), "--tokenizer", "bpe:300", "--out", str(out), f"--val-fraction={fraction}"])
     said = capsys.readouterr().out.splitlines()
     assert f"each is cut, the last {100 * fraction:g} % of it are val" in said[0]
     assert [line.split(",")[0] for line in said[1:]] == [f"{x}: {count} cut documents" for x in ("train", "val")]
@@ -216,7 +217,7 @@ def test_one_long_line_takes_little_memory(tmp_path):
     """The tokenizers library takes 160 bytes for each that it gets at once: 0.7 GB for 4 MB."""
     line = " ".join(np.random.default_rng(0).choice(make_documents(50), 30_000)).replace("\n", " ")[:4_000_000]
     (tmp_path / "line.txt").write_text(line)
-    code = "import re, sys; from data.text import main; assert main(sys.argv[1:]) == 0;"
+    code = "import re, sys; from data.text import main; main(sys.argv[1:]);"
     code += r"print(re.search(r'VmHWM:\s+(\d+) kB', open('/proc/self/status').read())[1])"
     command = [sys.executable, "-c", code, str(tmp_path / "line.txt"), "--tokenizer", "bpe:500"]
     command += ["--out", str(tmp_path / "out")]
@@ -264,7 +265,7 @@ def test_report_counts_documents_tokens_and_bytes(tmp_path, capsys):
 )
 def test_mistakes_are_one_line_and_write_no_shards(tmp_path, capsys, arguments, message):
     folder = write_folder(tmp_path / "in", make_documents(12))
-    assert main([str(folder), *arguments, "--out", str(tmp_path / "out")]) == 2
+    assert exit_code(main, [str(folder), *arguments, "--out", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1
     assert re.search(message, error)
@@ -277,7 +278,7 @@ def test_wrong_places_are_one_line_before_a_tokenizer_is_fetched(tmp_path, capsy
     places = {(folder, tmp_path / "file"): "file: is a file, not a data folder"}
     places[tmp_path / "nowhere", tmp_path / "out"] = "nowhere: no such file or folder"
     for (source, out), says in places.items():
-        assert main([str(source), "--tokenizer", "gpt2:absent", "--out", str(out)]) == 2
+        assert exit_code(main, [str(source), "--tokenizer", "gpt2:absent", "--out", str(out)]) == 2
         assert says in capsys.readouterr().err
 
 
@@ -298,7 +299,7 @@ def test_bad_json_is_named_by_file_and_line(tmp_path):
 
 def test_json_nested_too_deeply_is_named_by_file_and_line(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + "[" * 200_000)
-    assert main([str(tmp_path / "a.jsonl"), "--tokenizer", "bpe:300", "--out", str(tmp_path / "out")]) == 2
+    assert exit_code(main, [str(tmp_path / "a.jsonl"), "--tokenizer", "bpe:300", "--out", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert "a.jsonl: line 2: not a JSON object" in error and error.count("\n") == 1
 

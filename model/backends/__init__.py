@@ -9,7 +9,7 @@
 
 Each file has three functions:
 
-    problem(method, device, dtype)            why it cannot run this method there, or None
+    find_problem(method, device, dtype)       why it cannot run this method there, or None
     prepare(score_change, call, earlier)      a_t and m_t in its own form, for a call of this shape (base.py)
     run(q, k, v, *, q_offset=0, prepared)     the output (B, H, Tq, D) of q (B, H, Tq, D) and k, v (B, H, Tk, D)
 

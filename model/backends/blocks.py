@@ -14,38 +14,33 @@ RECOMPUTE_LENGTH = 4096  # from this many keys on, probabilities are recomputed 
 Bands = tuple[Tensor | float, Tensor]  # a_t, (1 or H, block, Tk) or a number; m_t, (1 or H, block, Tk)
 
 
-def problem(method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
+def find_problem(method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
 def prepare(score_change: ScoreChange | None, call: Call, earlier: Bands | None = None) -> Bands:
-    scale, bias = make_bands(score_change, call.num_heads, call.query_length, call.key_length, call.device)
-    scale = local_shard(scale, 0, call.context) if isinstance(scale, Tensor) else scale
-    return scale, local_shard(bias, 0, call.context)
-
-
-def make_bands(score_change: ScoreChange | None, num_heads: int, query_length: int, key_length: int, device) -> Bands:
     """Return a_t and m_t for one block of queries, m_t being -inf for keys in the future.
 
     Both are constant along diagonals, so one band serves all blocks: its last columns are the keys up to a block's
     last query, and a block whose last query sees n keys uses the last n columns.
     """
-    block = min(QUERY_BLOCK, query_length)
-    rows = torch.arange(block, device=device).unsqueeze(-1)  # (block, 1)
-    distance = rows - (block - 1) + torch.arange(key_length - 1, -1, -1, device=device)  # (block, Tk)
-    scale, bias = 1.0, torch.zeros(1, 1, 1, dtype=torch.float64, device=device)
+    block = min(QUERY_BLOCK, call.query_length)
+    rows = torch.arange(block, device=call.device).unsqueeze(-1)  # (block, 1)
+    distance = rows - (block - 1) + torch.arange(call.key_length - 1, -1, -1, device=call.device)  # (block, Tk)
+    scale, bias = 1.0, torch.zeros(1, 1, 1, dtype=torch.float64, device=call.device)
     if score_change is not None:
-        head = torch.arange(num_heads, device=device).view(-1, 1, 1)  # (H, 1, 1)
+        head = torch.arange(call.num_heads, device=call.device).view(-1, 1, 1)  # (H, 1, 1)
         scale, bias = score_change.coefficients(distance.clamp(min=0).double(), head)
     if isinstance(scale, Tensor):
         scale = scale.float().expand(scale.shape[0] if scale.dim() == 3 else 1, *distance.shape)
     bias = torch.where(distance < 0, -torch.inf, bias).float()
-    return scale, bias if bias.dim() == 3 else bias.unsqueeze(0)
+    bias = bias if bias.dim() == 3 else bias.unsqueeze(0)
+    return local_shard(scale, 0, call.context), local_shard(bias, 0, call.context)
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, *, q_offset: int = 0, prepared: Bands | None = None) -> Tensor:
     Tq = q.shape[2]
-    scale_band, bias_band = prepared or make_bands(None, 1, Tq, q_offset + Tq, q.device)
+    scale_band, bias_band = prepared or prepare(None, Call(1, q.shape[3], Tq, q_offset + Tq, device=q.device))
     block = bias_band.shape[1]
     recompute = torch.is_grad_enabled() and k.shape[2] >= RECOMPUTE_LENGTH
     q = q * q.shape[-1] ** -0.5
@@ -56,11 +51,13 @@ def run(q: Tensor, k: Tensor, v: Tensor, *, q_offset: int = 0, prepared: Bands |
         window = (slice(None), slice(block - (stop - start), None), slice(bias_band.shape[2] - keys, None))
         scale = scale_band[window] if isinstance(scale_band, Tensor) else scale_band
         arguments = (q[:, :, start:stop], k[:, :, :keys], v[:, :, :keys], scale, bias_band[window])
-        outputs.append(checkpoint(one_block, *arguments, use_reentrant=False) if recompute else one_block(*arguments))
+        outputs.append(
+            checkpoint(attend_block, *arguments, use_reentrant=False) if recompute else attend_block(*arguments)
+        )
     return torch.cat(outputs, dim=2)
 
 
-def one_block(q, k, v, scale, bias):  # q (B, H, block, D); k, v (B, H, keys, D); scale, bias (1 or H, block, keys)
+def attend_block(q, k, v, scale, bias):  # q (B, H, block, D); k, v (B, H, keys, D); scale, bias (1 or H, block, keys)
     scores = upcast(q @ k.mT)
     logits = torch.addcmul(bias, scale, scores) if isinstance(scale, Tensor) else scale * scores + bias
     return logits.softmax(dim=-1).to(v.dtype) @ v

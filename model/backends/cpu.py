@@ -9,8 +9,8 @@ from model.kernels import cpu
 from model.methods.base import Method, ScoreChange
 
 
-def problem(method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
-    return cpu.problem(device, dtype)
+def find_problem(method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
+    return cpu.find_problem(device, dtype)
 
 
 def prepare(score_change: ScoreChange | None, call: Call, earlier: Tensor | None = None) -> Tensor:

@@ -17,7 +17,7 @@ from model.methods.base import Method, ScoreChange
 BLOCK = 128  # queries and keys of a block of the mask
 
 
-def problem(method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
+def find_problem(method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
     if method.replacement is not None:
         return f"{method.name} is not a softmax over changed scores, and FlexAttention computes nothing else"
     if device.type == "cuda" and not find_spec("triton"):

@@ -8,7 +8,7 @@ from model.backends.base import Call
 from model.methods.base import Method, ScoreChange
 
 
-def problem(method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
+def find_problem(method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
     return f"{method.name} changes the attention score" if method.score_change is not None else None
 
 

@@ -1,8 +1,7 @@
 """Attention over L = a_t S + m_t on a CPU, by cpu.cpp: compiled on first use, with the machine's own C++ compiler.
 
 Float32 only. It needs a compiler with OpenMP (as torch.compile does) and a PyTorch whose BLAS can be called from
-outside; `problem` says what is missing, and the same formula then runs in plain PyTorch (model/backends/blocks.py). The
-same holds for cross-entropy and model/loss.py.
+outside; find_problem says what is missing, and then plain PyTorch runs (model/backends/blocks.py, model/loss.py).
 """
 
 import ctypes
@@ -17,7 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from model.kernels.distance import in_bits
+from model.kernels import heads_last
+from model.kernels.distance import to_bits
 from model.methods.base import ScoreChange
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -46,17 +46,17 @@ class Arguments(ctypes.Structure):
 
 
 @torch.compiler.assume_constant_result
-def problem(device: torch.device, dtype: torch.dtype) -> str | None:
+def find_problem(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why the kernel cannot run there, or None. It is compiled when this is asked for the first time."""
     if device.type != "cpu":
         return f"it runs on a CPU, not on {device}"
     if dtype != torch.float32:
         return f"it takes float32, not {dtype}"
-    return library()[1]
+    return load_library()[1]
 
 
 @functools.cache
-def library() -> tuple[ctypes.CDLL | None, str | None]:
+def load_library() -> tuple[ctypes.CDLL | None, str | None]:
     """Return the compiled kernel and None, or None and why there is none."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if not compiler:
@@ -67,7 +67,7 @@ def library() -> tuple[ctypes.CDLL | None, str | None]:
     except (OSError, AttributeError):
         return None, "this PyTorch does not show its BLAS"
     try:
-        kernel = ctypes.CDLL(str(compiled(compiler)))
+        kernel = ctypes.CDLL(str(compile_library(compiler)))
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or str(error)
         return None, f"{compiler} cannot compile it: {detail.strip().splitlines()[0]}"
@@ -75,15 +75,15 @@ def library() -> tuple[ctypes.CDLL | None, str | None]:
     return kernel, None
 
 
-def compiled(compiler: str) -> Path:
-    """The shared object, from the cache if it was compiled before for this processor by this compiler.
+def compile_library(compiler: str) -> Path:
+    """Return the shared object, from the cache if it was compiled before for this processor by this compiler.
 
-    It ends with the SHA-256 of all before that, which its loader does not look at, and is made again if that differs:
-    a damaged one would end the process when it is loaded, without a word.
+    It ends with the SHA-256 of all before that, which the system's loader ignores, and is made again if that differs: a
+    damaged one would end the process when it is loaded, without a word.
     """
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    processor = Path("/proc/cpuinfo")
-    flags = next((line for line in processor.read_text().splitlines() if line.startswith("flags")), "")
+    processor = Path("/proc/cpuinfo").read_text().splitlines()
+    flags = next((line for line in processor if line.startswith("flags")), "")
     key = hashlib.sha256("\n".join((SOURCE.read_text(), version, flags, *FLAGS)).encode()).hexdigest()[:16]
     cache = os.environ.get("XDG_CACHE_HOME") or Path(os.path.expanduser("~")) / ".cache"
     folder = Path(cache) / "scale_invariant_attention"
@@ -109,7 +109,7 @@ def compiled(compiler: str) -> Path:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a shared object of `compiled` is there, as it was left."""
+    """Tell whether a shared object of compile_library is there, as it was left."""
     content = path.read_bytes() if path.exists() else b""
     return hashlib.sha256(content[:-32]).digest() == content[-32:]
 
@@ -118,7 +118,7 @@ def make_tables(change: ScoreChange | None, num_heads: int, head_dim: int, key_l
     """Return A and M of distance.py, turned round, (2, H or 1, keys) float32; differentiable in what is learned."""
     distance = torch.arange(key_length - 1, -1, -1).double()
     a, m = (1.0, 0.0) if change is None else change.coefficients(distance, torch.arange(num_heads).unsqueeze(-1))
-    return in_bits(a, m, distance, head_dim).float().contiguous()
+    return to_bits(a, m, distance, head_dim).float().contiguous()
 
 
 def cpu_attention(q: Tensor, k: Tensor, v: Tensor, tables: Tensor, *, q_offset: int = 0) -> Tensor:
@@ -128,17 +128,17 @@ def cpu_attention(q: Tensor, k: Tensor, v: Tensor, tables: Tensor, *, q_offset: 
     """
     assert q.dtype == k.dtype == v.dtype == tables.dtype == torch.float32 and tables.shape[2] == k.shape[2]
     assert 0 <= q_offset <= k.shape[2] - q.shape[2]
-    return forward_op(*map(in_rows, (q, k, v)), tables, q_offset)[0]
+    return forward_op(*map(blas_layout, (q, k, v)), tables, q_offset)[0]
 
 
-def in_rows(x: Tensor) -> Tensor:
+def blas_layout(x: Tensor) -> Tensor:
     """Return x in a form whose (T, D) matrices BLAS can read."""
     return x if x.stride(3) == 1 and x.stride(2) >= x.shape[3] else x.contiguous()
 
 
-def run(function: str, q_offset: int, parts: int = 1, **tensors: Tensor | None):
+def call_library(function: str, q_offset: int, parts: int = 1, **tensors: Tensor | None):
     """Call a function of cpu.cpp with these tensors, by the names of their fields in Arguments."""
-    kernel, reason = library()
+    kernel, reason = load_library()
     assert kernel is not None, reason
     q, k, tables = tensors["q"], tensors["k"], tensors["tables"]
     call = Arguments(
@@ -156,16 +156,10 @@ def run(function: str, q_offset: int, parts: int = 1, **tensors: Tensor | None):
     getattr(kernel, function)(ctypes.byref(call))
 
 
-def heads_last(x: Tensor, make) -> Tensor:
-    """Return memory for x (B, H, T, D), in it (B, T, H, D), as the projections before and after want it."""
-    B, H, T, D = x.shape
-    return make((B, T, H, D), dtype=x.dtype).transpose(1, 2)
-
-
 @torch.library.custom_op("scale_invariant::cpu_forward", mutates_args=())
 def forward_op(q: Tensor, k: Tensor, v: Tensor, tables: Tensor, q_offset: int) -> tuple[Tensor, Tensor]:
     o, lse = heads_last(q, torch.empty), torch.empty(q.shape[:3])
-    run("forward", q_offset, q=q, k=k, v=v, o=o, lse=lse, tables=tables)
+    call_library("forward", q_offset, q=q, k=k, v=v, o=o, lse=lse, tables=tables)
     return o, lse
 
 
@@ -178,14 +172,14 @@ def _(q, k, v, tables, q_offset):
 def backward_op(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, tables: Tensor, q_offset: int, learned: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dout = in_rows(dout)
+    dout = blas_layout(dout)
     B, H, Tq, D = q.shape
     threads, tiles = torch.get_num_threads(), -(-k.shape[2] // TILE[1])
     parts = 1 if B * H % threads == 0 or B * H >= 4 * threads else min(threads, tiles)
     dk, dv = heads_last(k, torch.zeros), heads_last(k, torch.zeros)
     dq = torch.zeros(parts, B, Tq, H, D).transpose(2, 3)
     dtables = torch.zeros(parts * B, H, 2, k.shape[2]) if learned else None
-    run(
+    call_library(
         "backward", q_offset, parts, q=q, k=k, v=v, dout=dout, dq=dq[0], dk=dk, dv=dv,
         lse=lse, delta=(dout * o).sum(dim=-1), tables=tables, dtables=dtables,
     )  # fmt: skip
@@ -224,7 +218,7 @@ def cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, gradient: bo
     low, high = (x.item() for x in targets.aminmax())
     if low < 0 or high >= logits.shape[1]:
         raise IndexError(f"targets are from {low} to {high}, there are logits of 0 to {logits.shape[1] - 1}")
-    kernel, reason = library()
+    kernel, reason = load_library()
     assert kernel is not None, reason
     pointers = (ctypes.c_void_p(x.data_ptr()) for x in (logits, targets, losses))
     kernel.cross_entropy(*pointers, *map(ctypes.c_int64, (*logits.shape, gradient)))

@@ -51,29 +51,26 @@ def make_coefficients(
 ) -> Coefficients:
     """Return what the kernel needs of `change`, for queries from q_offset on and keys 0..key_length-1, of this dtype.
 
-    A change with a learned parameter, one number a head, is differentiable in it. ValueError for more than one.
+    A change with a learned parameter, one number a head, is differentiable in it; others no kernel can take.
     """
     head = torch.arange(num_heads, device=device).unsqueeze(-1)  # (H, 1)
     distance = torch.arange(key_length + 2 * REACH, device=device).double()
     if learned := learned_parameters(change):
-        if [p.shape for p in learned.values()] != [(num_heads,)]:
-            shapes = ", ".join(f"{name} {tuple(p.shape)}" for name, p in learned.items())
-            raise ValueError(f"the kernel takes one learned number a head, got {shapes}: use another backend")
         ((name, parameter),) = learned.items()
 
         def functions(p):
-            return in_bits(*torch.func.functional_call(change, {name: p}, (distance, head)), distance, head_dim)
+            return to_bits(*torch.func.functional_call(change, {name: p}, (distance, head)), distance, head_dim)
 
         table, tangent = torch.func.jvp(functions, (parameter.detach(),), (torch.ones_like(parameter),))
         return Coefficients(table.float(), tangent=tangent.float(), parameter=parameter)
     a, m = change.coefficients(distance, head)
     is_one = bool((m - (1 - a * a)).abs().le(1e-12 * (1 + a * a)).all())
-    table = in_bits(a, m, distance, head_dim, is_one)
+    table = to_bits(a, m, distance, head_dim, is_one)
     polynomials, degrees, far = fit_polynomials(table, q_offset, TOLERANCE[dtype])
     return Coefficients(table.float().contiguous(), polynomials, degrees, far, q_offset % STEP)
 
 
-def in_bits(a: Tensor | float, m: Tensor | float, distance: Tensor, head_dim: int, one: bool = False) -> Tensor:
+def to_bits(a: Tensor | float, m: Tensor | float, distance: Tensor, head_dim: int, one: bool = False) -> Tensor:
     """Return b, if `one` function is enough, or A and M: (n, H or 1, distances)."""
     functions = (a * LOG2E**0.5,) if one else (a * (LOG2E * head_dim**-0.5), m * LOG2E)
     functions = torch.stack(torch.broadcast_tensors(*map(torch.as_tensor, functions), distance)[:-1])
@@ -107,7 +104,7 @@ def fit_polynomials(table: Tensor, q_offset: int, tolerance: float) -> tuple[Ten
             values = f[:, t.clamp(min=0)]  # (H, W, 2 REACH - 1)
             cubics = (values[..., torch.tensor(NODES, device=f.device) + REACH - 1] @ at_nodes.mT).float()  # (H, W, 4)
             good = is_near(cubics.double() @ powers(x).mT, values, tolerance) & (t >= 0)  # (H, W, 2 REACH - 1)
-            far = max(far, first_of_the_last_run(D, good.all(dim=-1).all(dim=0)))
+            far = max(far, start_of_good_tail(D, good.all(dim=-1).all(dim=0)))
         polynomials.append(cubics)
     return torch.stack(polynomials), tuple(degrees), far
 
@@ -121,7 +118,7 @@ def is_near(approximation: Tensor, f: Tensor, tolerance: float) -> Tensor:
     return (approximation - f).abs() <= tolerance * (1 + f.abs())
 
 
-def first_of_the_last_run(D: Tensor, good: Tensor) -> int:
+def start_of_good_tail(D: Tensor, good: Tensor) -> int:
     """Return the first D from which on all are good; NOWHERE without one."""
     after_bad = int((~good).nonzero().max()) + 1 if not good.all() else 0
     return int(D[after_bad]) if after_bad < len(D) else NOWHERE

@@ -8,6 +8,8 @@ import torch
 import triton
 from torch import Tensor
 
+from errors import require
+from model.kernels import heads_last
 from model.kernels.distance import EVERYWHERE, LOG2E, MAX_LENGTH, REACH, STEP, Coefficients
 from model.kernels.flash_kernels import (
     INTERPRETED,
@@ -53,13 +55,13 @@ def flash_attention(
     q (B, H, Tq, D), k and v (B, H, Tk, D); query i is at position q_offset + i, key j at j. Forward and backward pass
     repeat bit for bit. ValueError for what the kernels do not cover.
     """
-    check(q, k, v, coefficients, q_offset)
+    check_inputs(q, k, v, coefficients, q_offset)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     c = coefficients or Coefficients(torch.empty(0, 1, 1, device=q.device))
     return forward_op(q, k, v, c.parameter, c.table, c.polynomials, c.tangent, list(c.degrees), c.far, q_offset)[0]
 
 
-def problem(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def find_problem(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """Return why the kernels cannot run there, or None."""
     if device.type == "cuda":
         if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
@@ -73,29 +75,25 @@ def problem(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | No
     return None
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients | None, q_offset: int):
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients | None, q_offset: int):
     """Raise ValueError for tensors, coefficients and offsets that do not go together."""
-    expected = (*k.shape[:2], q.shape[2], k.shape[3]) if q.dim() == k.dim() == 4 else None
-    if q.shape != expected or k.shape != v.shape:
-        raise ValueError(f"q, k, v must be (B, H, T, D): got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}")
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k, v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
-    if reason := problem(q.device, q.dtype, q.shape[3]):
-        raise ValueError(f"the Triton kernel cannot run: {reason}")
-    if len({x.device for x in (q, k, v)}) > 1:
-        raise ValueError(f"q, k, v must be on one device: got {q.device}, {k.device} and {v.device}")
-    if not 0 <= q_offset <= k.shape[2] - q.shape[2]:
-        raise ValueError(f"{q.shape[2]} queries from position {q_offset} do not fit {k.shape[2]} keys")
-    if k.shape[2] > MAX_LENGTH:
-        raise ValueError(f"the kernel covers up to {MAX_LENGTH} positions, got {k.shape[2]}")
-    if coefficients is None:
-        return
-    if coefficients.table.shape[1] not in (1, q.shape[1]):
-        raise ValueError(f"coefficients of {coefficients.table.shape[1]} heads do not fit {q.shape[1]} heads")
-    if coefficients.table.shape[2] < k.shape[2] + 2 * REACH:
-        raise ValueError(f"coefficients were made for fewer than {k.shape[2]} keys")
-    if coefficients.polynomials is not None and coefficients.q_offset != q_offset % STEP:
-        raise ValueError(f"coefficients were made for another offset of the queries than {q_offset}")
+    shapes = [tuple(x.shape) for x in (q, k, v)]
+    same = len(shapes[0]) == len(shapes[1]) == 4 and shapes[0] == (*k.shape[:2], q.shape[2], k.shape[3])
+    require(same and shapes[1] == shapes[2], f"q, k, v must be (B, H, T, D): got {shapes}")
+    (_, H, Tq, D), Tk = shapes[0], shapes[1][2]
+    require(q.dtype == k.dtype == v.dtype, f"q, k, v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+    reason = find_problem(q.device, q.dtype, D)
+    require(reason is None, f"the Triton kernel cannot run: {reason}")
+    devices = f"{q.device}, {k.device} and {v.device}"
+    require(q.device == k.device == v.device, f"q, k, v must be on one device: got {devices}")
+    require(0 <= q_offset <= Tk - Tq, f"{Tq} queries from position {q_offset} do not fit {Tk} keys")
+    require(Tk <= MAX_LENGTH, f"the kernel covers up to {MAX_LENGTH} positions, got {Tk}")
+    if coefficients is not None:
+        _, heads, distances = coefficients.table.shape
+        require(heads in (1, H), f"coefficients of {heads} heads do not fit {H} heads")
+        require(distances >= Tk + 2 * REACH, f"coefficients were made for fewer than {Tk} keys")
+        there = coefficients.polynomials is None or coefficients.q_offset == q_offset % STEP
+        require(there, f"coefficients were made for another offset of the queries than {q_offset}")
 
 
 def on_its_gpu(operation):
@@ -118,11 +116,8 @@ def forward_op(
     """Return the output, and for each query the logarithm to base 2 of the sum of its exp2(logits), (B, H, Tq)."""
     o, lse = empty_outputs(q)
     launch = Launch(q, k, v, table, polynomials, degrees, far, q_offset)
-    launch(
-        forward_kernel, "forward", q.shape[2],
-        (q, k, v, o, lse, table, launch.polynomials,
-         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3]),
-    )  # fmt: skip
+    arguments = q, k, v, o, lse, table, launch.polynomials, *strides(q, k, v, o)
+    launch(forward_kernel, "forward", q.shape[2], arguments)
     return o, lse
 
 
@@ -132,13 +127,7 @@ def _(q, *args):
 
 
 def empty_outputs(q: Tensor) -> tuple[Tensor, Tensor]:  # (B, H, Tq, D) and (B, H, Tq)
-    return empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
-def empty_like(x: Tensor) -> Tensor:
-    """Return memory for x (B, H, T, D) with the heads of a token side by side, as the projections around it want it."""
-    B, H, T, D = x.shape
-    return x.new_empty(B, T, H, D).transpose(1, 2)
+    return heads_last(q, q.new_empty), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.custom_op("scale_invariant::flash_backward", mutates_args=())
@@ -155,21 +144,13 @@ def backward_op(
     launch = Launch(q, k, v, table, polynomials, degrees, far, q_offset)
     B, H, Tq, D = q.shape
     delta_kernel[(triton.cdiv(Tq, 64) * B * H,)](
-        o, do, delta, *o.stride()[:3], *do.stride()[:3], H, Tq,
-        HEAD_DIM=D, BLOCK_D=launch.block_d, QUERIES=64,
-    )  # fmt: skip
-    functions = (table, launch.polynomials)
-    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3])
-    launch(
-        query_gradient_kernel, "query_gradient", Tq,
-        (q, k, v, do, dq, lse, delta, *functions, table if tangent is None else tangent, dparameter,
-         *strides, *dq.stride()[:3]),
-        LEARNED=tangent is not None,
-    )  # fmt: skip
-    launch(
-        key_gradient_kernel, "key_gradient", k.shape[2],
-        (q, k, v, do, dk, dv, lse, delta, *functions, *strides, *dk.stride()[:3]),
-    )  # fmt: skip
+        o, do, delta, *strides(o, do), H, Tq, HEAD_DIM=D, BLOCK_D=launch.block_d, QUERIES=64
+    )
+    rest = lse, delta, table, launch.polynomials
+    learned = (table if tangent is None else tangent), dparameter
+    arguments = q, k, v, do, dq, *rest, *learned, *strides(q, k, v, do, dq)
+    launch(query_gradient_kernel, "query_gradient", Tq, arguments, LEARNED=tangent is not None)
+    launch(key_gradient_kernel, "key_gradient", k.shape[2], (q, k, v, do, dk, dv, *rest, *strides(q, k, v, do, dk)))
     return dq, dk, dv, dparameter.sum(dim=(0, 2))
 
 
@@ -181,7 +162,7 @@ def _(do, q, k, v, o, lse, table, polynomials, tangent, *args):
 
 def empty_gradients(q, k, v, tangent):
     shape = (0, q.shape[1], 0) if tangent is None else q.shape[:3]
-    return empty_like(q), empty_like(k), empty_like(v), q.new_empty(shape, dtype=torch.float32)
+    return *(heads_last(x, x.new_empty) for x in (q, k, v)), q.new_empty(shape, dtype=torch.float32)
 
 
 def save_for_backward(ctx, inputs, output):
@@ -234,6 +215,11 @@ class Launch:
             **self.options, **options, EVEN=even,
             QUERIES=tiles.queries, KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
+
+
+def strides(*tensors: Tensor) -> list[int]:
+    """Return the strides of tensors (B, H, T, D) by batch, head and token, one tensor after the other."""
+    return [stride for x in tensors for stride in x.stride()[:3]]
 
 
 def head_stride(x: Tensor) -> int:

@@ -5,7 +5,7 @@ import inspect
 import torch
 from torch import Tensor
 
-from errors import did_you_mean
+from errors import did_you_mean, require
 from model.methods.alibi import ALiBi
 from model.methods.base import Method, Rotation, check_kinds
 from model.methods.infini import Infini
@@ -37,7 +37,7 @@ METHODS = {
 
 
 def own_options(mechanism: type) -> dict[str, inspect.Parameter]:
-    """Return the options of a mechanism with their types and defaults; without a type, the default's is taken.
+    """Return the options of a mechanism with their types (without one, the default's) and defaults.
 
     ValueError for an option without both.
     """
@@ -46,9 +46,9 @@ def own_options(mechanism: type) -> dict[str, inspect.Parameter]:
         if name in ("num_heads", "head_dim", "train_length"):
             continue
         kind = type(p.default) if p.annotation is p.empty else p.annotation
-        if p.default is p.empty or kind is type(None) or not is_checkable(kind):
-            example = f"def __init__(self, num_heads, head_dim, train_length, {name}: float = 1.0)"
-            raise ValueError(f"option {name!r} of {mechanism.__name__} needs a type and a default, as in {example}")
+        example = f"def __init__(self, num_heads, head_dim, train_length, {name}: float = 1.0)"
+        complete = p.default is not p.empty and kind is not type(None) and is_checkable(kind)
+        require(complete, f"option {name!r} of {mechanism.__name__} needs a type and a default, as in {example}")
         options[name] = p.replace(annotation=kind)
     return options
 
@@ -70,9 +70,8 @@ def method_options(name: str) -> dict[str, inspect.Parameter]:
     options = {}
     for mechanism in METHODS[name]:
         own = own_options(mechanism)
-        if shared := own.keys() & options.keys():
-            others = " and ".join(m.__name__ for m in METHODS[name])
-            raise ValueError(f"attention method {name!r}: {others} share the option {', '.join(sorted(shared))}")
+        both, shared = " and ".join(m.__name__ for m in METHODS[name]), ", ".join(sorted(own.keys() & options.keys()))
+        require(not shared, f"attention method {name!r}: {both} share the option {shared}")
         options |= own
     return options
 
@@ -85,12 +84,11 @@ def check_options(name: str, options: dict) -> None:
             raise ValueError(f"unknown option {option!r} of attention method {name!r}; {did_you_mean(option, valid)}")
         kind = valid[option].annotation
         accepted = kind | int if kind in (float, float | None) else kind
-        if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-            kind = getattr(kind, "__name__", kind)
-            raise ValueError(f"option {option!r} of attention method {name!r} must be {kind}, got {value!r}")
-        if isinstance(value, int | float) and value != 0 and not SMALLEST <= abs(value) <= LARGEST:
-            size = f"0 or of a size from {SMALLEST:g} to {LARGEST:g}"
-            raise ValueError(f"option {option!r} of attention method {name!r} must be {size}, got {str(value)[:60]}")
+        right = isinstance(value, accepted) and (kind is bool or not isinstance(value, bool))
+        must = f"option {option!r} of attention method {name!r} must be"
+        require(right, f"{must} {getattr(kind, '__name__', kind)}, got {value!r}")
+        sized = not isinstance(value, int | float) or value == 0 or SMALLEST <= abs(value) <= LARGEST
+        require(sized, f"{must} 0 or of a size from {SMALLEST:g} to {LARGEST:g}, got {str(value)[:60]}")
 
 
 def scaled_options(name: str, length_scale: float, options: dict) -> dict:
@@ -138,19 +136,12 @@ def make_alternative(
     shape = dict(num_heads=num_heads, head_dim=head_dim, train_length=train_length, length_scale=length_scale)
     shared = {option: value for option, value in options.items() if option in method_options(other)}
     ours, theirs = make_method(name, **shape, **options), make_method(other, **shape, **shared)
-    if name == other:
-        raise ValueError(f"weights of {name} cannot be validated as {other}, which is the same method")
-    same_rest = without_rotation(name) == without_rotation(other)
-    if not (same_rest and torch.equal(trained_rotation(ours), trained_rotation(theirs))):
-        raise ValueError(
-            f"weights of {name} cannot be validated as {other}, which does not train identically: train it by itself"
-        )
+    refused = f"weights of {name} cannot be validated as {other}, which"
+    require(name != other, f"{refused} is the same method")
+    rest, other_rest = ([m for m in METHODS[x] if not issubclass(m, Rotation)] for x in (name, other))
+    identical = rest == other_rest and torch.equal(trained_rotation(ours), trained_rotation(theirs))
+    require(identical, f"{refused} does not train identically: train it by itself")
     return theirs
-
-
-def without_rotation(name: str) -> list[type]:
-    """Return the mechanisms of a method but for its rotation."""
-    return [mechanism for mechanism in METHODS[name] if not issubclass(mechanism, Rotation)]
 
 
 def trained_rotation(method: Method) -> Tensor:

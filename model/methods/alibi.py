@@ -5,6 +5,7 @@ import math
 
 import torch
 
+from errors import require
 from model.methods.base import ScoreChange
 
 
@@ -30,10 +31,9 @@ class ALiBi(ScoreChange):
     def __init__(self, num_heads, head_dim, train_length, slopes: str = "official", slope_scale: float = 1.0):
         """slope_scale multiplies the slopes, which are one over a length in tokens."""
         super().__init__()
-        if slopes not in EXPONENTS:
-            raise ValueError(f"ALiBi slopes must be one of {', '.join(EXPONENTS)}, got {slopes!r}")
-        if not 0 <= slope_scale < math.inf:
-            raise ValueError(f"slope_scale must be a finite number of at least 0, got {slope_scale}")
+        require(slopes in EXPONENTS, f"ALiBi slopes must be one of {', '.join(EXPONENTS)}, got {slopes!r}")
+        finite = 0 <= slope_scale < math.inf
+        require(finite, f"slope_scale must be a finite number of at least 0, got {slope_scale}")
         self.num_heads, self.exponents, self.slope_scale = num_heads, EXPONENTS[slopes], slope_scale
 
     @classmethod

@@ -15,6 +15,8 @@ of one of these, and one line in the table METHODS of this folder.
 import torch
 from torch import Tensor, nn
 
+from errors import require
+
 
 def upcast(x: Tensor) -> Tensor:
     """Return x in float32, or in float64 if that is its dtype."""
@@ -134,15 +136,14 @@ KINDS = dict(rotation=Rotation, query_scale=QueryScale, score_change=ScoreChange
 
 def check_kinds(name: str, mechanisms: list[type]):
     """Raise ValueError for two mechanisms of one kind, score changes excepted, and for one of no kind."""
+    kinds = ", ".join(kind.__name__ for kind in KINDS.values())
     for mechanism in mechanisms:
-        if not issubclass(mechanism, tuple(KINDS.values())):
-            kinds = ", ".join(kind.__name__ for kind in KINDS.values())
-            raise ValueError(f"attention method {name!r}: {mechanism.__name__} is none of {kinds}")
+        known = issubclass(mechanism, tuple(KINDS.values()))
+        require(known, f"attention method {name!r}: {mechanism.__name__} is none of {kinds}")
     for kind in KINDS.values():
         of_kind = [m.__name__ for m in mechanisms if issubclass(m, kind)]
-        if len(of_kind) > 1 and kind is not ScoreChange:
-            named = " and ".join(of_kind)
-            raise ValueError(f"attention method {name!r} has {named}, but a method takes one {kind.__name__}")
+        problem = f"has {' and '.join(of_kind)}, but a method takes one {kind.__name__}"
+        require(len(of_kind) < 2 or kind is ScoreChange, f"attention method {name!r} {problem}")
 
 
 class Method(nn.Module):
@@ -164,7 +165,5 @@ class Method(nn.Module):
         """Raise ValueError unless q is (B, H, Tq, D), and k and v are (B, H, Tk, D), with this method's H and D."""
         expected = (q.shape[0], self.num_heads, k.shape[2], self.head_dim) if q.dim() == k.dim() == 4 else None
         if k.shape != expected or v.shape != expected or (*q.shape[:2], q.shape[3]) != (*expected[:2], expected[3]):
-            raise ValueError(
-                f"{self.name} was made for q, k, v of shape (batch, {self.num_heads}, length, {self.head_dim}), "
-                f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
-            )
+            made_for = f"{self.name} was made for q, k, v of shape (batch, {self.num_heads}, length, {self.head_dim})"
+            raise ValueError(f"{made_for}, got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}")

@@ -12,33 +12,25 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from errors import require
 from model.methods.base import Replacement, upcast
 
 
 class Infini(Replacement):
     def __init__(
-        self,
-        num_heads,
-        head_dim,
-        train_length,
-        segment_length: int | None = None,
-        gate_init: float = 0.0,
-        delta: bool = False,
-    ):
+        self, num_heads, head_dim, train_length,
+        segment_length: int | None = None, gate_init: float = 0.0, delta: bool = False,
+    ):  # fmt: skip
         """segment_length: N; None: a quarter of the training length (1024 at 4k), so that training uses the memory."""
         super().__init__()
         if segment_length is None:
             segment_length = max(1, train_length // 4)
-        if segment_length < 1:
-            raise ValueError(f"segment_length must be at least 1, got {segment_length}")
+        require(segment_length >= 1, f"segment_length must be at least 1, got {segment_length}")
         self.segment_length, self.delta = segment_length, delta
         self.gate = nn.Parameter(torch.full((num_heads,), float(gate_init)))
 
-    def attend(self, q, k, v, rotated_q, rotated_k, q_offset, causal_attention):
-        return self.attend_after(None, q, k, v, rotated_q, rotated_k, q_offset, causal_attention)
-
-    def attend_after(self, memory, q, k, v, rotated_q, rotated_k, q_offset, causal_attention):
-        """Return attend's output where key 0 is the first of a segment, and the segments before it are in memory."""
+    def attend(self, q, k, v, rotated_q, rotated_k, q_offset, causal_attention, memory=None):
+        """memory: of the segments before key 0, which is the first of a segment."""
         q_end = q_offset + q.shape[2]
         dtype = torch.promote_types(q.dtype, torch.float32)
         gate = self.gate.to(dtype).sigmoid().view(-1, 1, 1)  # (H, 1, 1)
@@ -77,7 +69,7 @@ class Infini(Replacement):
         memory, *segment = state
         segment = (torch.cat(parts, dim=2) for parts in zip(segment, (k, v, rotated_k)))
         memory, k, v, rotated_k = self.write_full_segments(memory, *segment)
-        output = self.attend_after(memory, q, k, v, rotated_q, rotated_k, k.shape[2] - 1, causal_attention)
+        output = self.attend(q, k, v, rotated_q, rotated_k, k.shape[2] - 1, causal_attention, memory)
         return output, (memory, k, v, rotated_k)
 
     def write_full_segments(self, memory, k, v, rotated_k):

@@ -9,6 +9,7 @@ ordinary autograd. The paper does not state the initial value of s; ours makes t
 import torch
 from torch import nn
 
+from errors import require
 from model.methods.base import QueryScale
 
 
@@ -16,8 +17,7 @@ class LogN(QueryScale):
     def __init__(self, num_heads, head_dim, train_length, init: float | None = None, context: str = "row"):
         """context "row": n = i + 1; "length": n = the target length for every query (one temperature a length)."""
         super().__init__()
-        if context not in ("row", "length"):
-            raise ValueError(f"LogN context must be row or length, got {context!r}")
+        require(context in ("row", "length"), f"LogN context must be row or length, got {context!r}")
         if init is None:
             n = torch.arange(1, max(train_length, 2) + 1, dtype=torch.float64, device="cpu")
             init = 1 / n.log().mean().item()

@@ -7,6 +7,7 @@ form keeps the fastest proportion p of RoPE's frequencies and leaves the other p
 
 import torch
 
+from errors import require
 from model.methods.rope import RoPE
 
 DEFAULT_BASE = {"half_truncate": 1024.0, "barbero": 10_000.0}
@@ -14,23 +15,13 @@ DEFAULT_BASE = {"half_truncate": 1024.0, "barbero": 10_000.0}
 
 class PRoPE(RoPE):
     def __init__(
-        self,
-        num_heads,
-        head_dim,
-        train_length,
-        base: float | None = None,
-        form: str = "half_truncate",
-        proportion: float = 0.5,
-        table_dtype: str = "float32",
-    ):
-        if form not in DEFAULT_BASE:
-            raise ValueError(f"form of p-RoPE must be one of {', '.join(DEFAULT_BASE)}, got {form!r}")
-        if form == "half_truncate" and head_dim % 4:
-            raise ValueError(
-                f"half-truncated RoPE needs a head_dim (model_dim / num_heads) divisible by 4, got {head_dim}"
-            )
-        if not 0 <= proportion <= 1:
-            raise ValueError(f"proportion of rotated pairs must be in [0, 1], got {proportion}")
+        self, num_heads, head_dim, train_length, base: float | None = None,
+        form: str = "half_truncate", proportion: float = 0.5, table_dtype: str = "float32",
+    ):  # fmt: skip
+        require(form in DEFAULT_BASE, f"form of p-RoPE must be one of {', '.join(DEFAULT_BASE)}, got {form!r}")
+        needs = "half-truncated RoPE needs a head_dim (model_dim / num_heads) divisible by 4"
+        require(form != "half_truncate" or head_dim % 4 == 0, f"{needs}, got {head_dim}")
+        require(0 <= proportion <= 1, f"proportion of rotated pairs must be in [0, 1], got {proportion}")
         base = DEFAULT_BASE[form] if base is None else base
         super().__init__(num_heads, head_dim, train_length, base, table_dtype)
         self.form, self.proportion = form, proportion

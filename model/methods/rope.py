@@ -2,29 +2,20 @@
 
 import torch
 
+from errors import require
 from model.methods.base import Rotation
 
 BASE = 10_000.0
 
 
 class RoPE(Rotation):
-    def __init__(
-        self,
-        num_heads,
-        head_dim,
-        train_length,
-        base: float = BASE,
-        table_dtype: str = "float32",
-    ):
+    def __init__(self, num_heads, head_dim, train_length, base: float = BASE, table_dtype: str = "float32"):
         """table_dtype "bfloat16" rounds cos and sin as modded-nanogpt's record #8 did; it harms long contexts."""
         super().__init__()
-        if head_dim % 2 or base <= 1:
-            raise ValueError(
-                "rotary embedding needs an even head_dim (model_dim / num_heads) and base > 1, "
-                f"got {head_dim} and {base}"
-            )
-        if table_dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"table_dtype must be float32 or bfloat16, got {table_dtype!r}")
+        needs = "rotary embedding needs an even head_dim (model_dim / num_heads) and base > 1"
+        require(head_dim % 2 == 0 and base > 1, f"{needs}, got {head_dim} and {base}")
+        known = table_dtype in ("float32", "bfloat16")
+        require(known, f"table_dtype must be float32 or bfloat16, got {table_dtype!r}")
         self.head_dim, self.train_length, self.base = head_dim, train_length, base
         self.table_dtype = getattr(torch, table_dtype)
 
@@ -49,21 +40,11 @@ class LengthScaledRoPE(RoPE):
     A number given as `factor` is used as s at every longer target length instead.
     """
 
-    def __init__(
-        self,
-        num_heads,
-        head_dim,
-        train_length,
-        base: float = BASE,
-        factor: float | None = None,
-    ):
+    def __init__(self, num_heads, head_dim, train_length, base: float = BASE, factor: float | None = None):
         super().__init__(num_heads, head_dim, train_length, base)
-        if head_dim < 4:  # with one pair, NTK's exponent d / (d - 2) is infinite
-            raise ValueError(
-                f"length-scaled rotary embeddings need a head_dim (model_dim / num_heads) of at least 4, got {head_dim}"
-            )
-        if factor is not None and factor < 1:
-            raise ValueError(f"factor must be at least 1, got {factor}")
+        needs = "length-scaled rotary embeddings need a head_dim (model_dim / num_heads) of at least 4"
+        require(head_dim >= 4, f"{needs}, got {head_dim}")  # with one pair, NTK's exponent d / (d - 2) is infinite
+        require(factor is None or factor >= 1, f"factor must be at least 1, got {factor}")
         self.factor = factor
 
     def length_ratio(self, target_length) -> float:

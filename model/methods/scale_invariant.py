@@ -15,6 +15,7 @@ import math
 import torch
 from torch import nn
 
+from errors import require
 from model.methods.base import ScoreChange
 
 TAU = 10.0  # the paper's, chosen at a training length of 4096
@@ -24,18 +25,10 @@ TERMS = ("both", "a", "m")
 
 class ScaleInvariant(ScoreChange):
     def __init__(
-        self,
-        num_heads,
-        head_dim,
-        train_length,
-        tau: float = TAU,
-        tau_ratio: float = 1.0,
-        learn_tau: bool = False,
-        learn_gain: bool = False,
-        alpha: float = ROOT_E,
-        beta: float = ROOT_E,
-        terms: str = "both",
-    ):
+        self, num_heads, head_dim, train_length, tau: float = TAU, tau_ratio: float = 1.0,
+        learn_tau: bool = False, learn_gain: bool = False,
+        alpha: float = ROOT_E, beta: float = ROOT_E, terms: str = "both",
+    ):  # fmt: skip
         """tau: the length, in tokens, of the local region that is left about unchanged.
 
         Ours, not the paper's: tau_ratio: each head has this many times the tau of the head before it in its layer, the
@@ -44,16 +37,14 @@ class ScaleInvariant(ScoreChange):
         alpha, beta: another boundary condition than the paper's. terms: "a" leaves out m_t, "m" leaves out a_t.
         """
         super().__init__()
-        if not 0 < tau < math.inf:
-            raise ValueError(f"tau must be positive and finite, got {tau}")
-        if not 0 < tau * tau_ratio ** (num_heads - 1) < math.inf:
-            raise ValueError(f"tau_ratio must be positive, and tau finite in all {num_heads} heads, got {tau_ratio}")
-        if learn_tau and learn_gain:  # the kernel for GPUs has one learned number a head
-            raise ValueError("learn_tau and learn_gain exclude each other: choose one")
-        if not (alpha > 0 and beta >= alpha * math.log(alpha)):
-            raise ValueError(f"alpha must be positive and beta at least alpha log(alpha), got {alpha} and {beta}")
-        if terms not in TERMS:
-            raise ValueError(f"terms must be one of {', '.join(TERMS)}, got {terms!r}")
+        require(0 < tau < math.inf, f"tau must be positive and finite, got {tau}")
+        finite = tau_ratio > 0 and abs(math.log(tau) + (num_heads - 1) * math.log(tau_ratio)) < 700  # in float64
+        require(finite, f"tau_ratio must be positive, and tau finite in all {num_heads} heads, got {tau_ratio}")
+        one = not (learn_tau and learn_gain)  # the kernel for GPUs has one learned number a head
+        require(one, "learn_tau and learn_gain exclude each other: choose one")
+        solvable = alpha > 0 and beta >= alpha * math.log(alpha)
+        require(solvable, f"alpha must be positive and beta at least alpha log(alpha), got {alpha} and {beta}")
+        require(terms in TERMS, f"terms must be one of {', '.join(TERMS)}, got {terms!r}")
         self.tau, self.tau_ratio, self.ratio, self.terms = tau, tau_ratio, beta / alpha, terms
         # Not quite 0 even where the paper's inequality is an equality, for the reciprocal of the root.
         self.a_squared_at_0 = max(2 * (beta / alpha - math.log(alpha)), 1e-12)

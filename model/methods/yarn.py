@@ -9,24 +9,17 @@ import math
 
 import torch
 
+from errors import require
 from model.methods.rope import BASE, LengthScaledRoPE
 
 
 class YaRN(LengthScaledRoPE):
     def __init__(
-        self,
-        num_heads,
-        head_dim,
-        train_length,
-        base: float = BASE,
-        factor: float | None = None,
-        beta_fast: float = 32.0,
-        beta_slow: float = 1.0,
-        temperature: bool = True,
-    ):
+        self, num_heads, head_dim, train_length, base: float = BASE, factor: float | None = None,
+        beta_fast: float = 32.0, beta_slow: float = 1.0, temperature: bool = True,
+    ):  # fmt: skip
         super().__init__(num_heads, head_dim, train_length, base, factor)
-        if not beta_fast > beta_slow > 0:
-            raise ValueError(f"YaRN needs beta_fast > beta_slow > 0, got {beta_fast} and {beta_slow}")
+        require(beta_fast > beta_slow > 0, f"YaRN needs beta_fast > beta_slow > 0, got {beta_fast} and {beta_slow}")
         self.beta_fast, self.beta_slow, self.temperature = beta_fast, beta_slow, temperature
 
     def pair_with_turns(self, turns: float) -> float:

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from files import replace_file, to_json
 from runtime.device import device_name
-from runtime.files import replace_file, to_json
 from runtime.run_folder import git_commit
 from scripts.shared.tables import markdown_table
 

@@ -36,7 +36,7 @@ def tune(cases: list[Case], deadline: float):
     Raise ValueError where the kernels cannot run.
     """
     case = cases[0]
-    if reason := flash.problem(case.device, case.dtype, case.head_dim):
+    if reason := flash.find_problem(case.device, case.dtype, case.head_dim):
         raise ValueError(f"the Triton kernel cannot run: {reason}")
     for formula in ("si", "plain"):
         for role in ROLES:

@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 
 from errors import exit_on_user_error, require
-from runtime.files import replace_file
+from files import replace_file
 from scripts.report.page import make_page, problem_list
 from scripts.report.reading import describe_run, find_runs
 from scripts.shared.runs import require_as_many_runs

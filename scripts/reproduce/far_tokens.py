@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from model.gpt import GPT
-from scripts.evaluate import load_run, own_text
+from scripts.evaluate import load_run, open_own_text
 from scripts.reproduce import logits
 from scripts.reproduce.drawing import drawing, legend_below
 from scripts.reproduce.figures import NO_FIGURE, picture
@@ -27,7 +27,7 @@ def far_tokens(study: Study) -> str:
     for run, stored in list(study.finished):
         with study.dropping_unreadable(run):
             config, model = load_run(stored.path, study.device)
-            windows = logits.validation_windows(own_text(stored), WINDOWS, length, study.device)
+            windows = logits.validation_windows(open_own_text(stored), WINDOWS, length, study.device)
             series = series_label(config.method, config.method_options)
             losses = end_losses(model, windows)
             whole[series] += losses.pop(("whole", length)).tolist()

@@ -11,8 +11,8 @@ import torch
 
 from configs.sweeps import SWEEPS
 from errors import require
+from files import replace_file
 from runtime.device import device_name
-from runtime.files import replace_file
 from runtime.run_folder import git_commit
 from scripts.reproduce import far_tokens, figures, lengthscales, tables
 from scripts.reproduce.study import Study

@@ -6,7 +6,7 @@ import math
 import statistics
 from pathlib import Path
 
-from runtime.files import replace_file
+from files import replace_file
 
 
 def loss_table(results: list[dict]) -> str:

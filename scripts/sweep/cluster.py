@@ -10,7 +10,7 @@ import torch
 
 from configs.sweeps import Run
 from errors import require
-from runtime.files import replace_file
+from files import replace_file
 from scripts.shared.arguments import key_values
 from scripts.shared.runs import sidecar
 from scripts.sweep.local import POLL, Attempt, may_retry, stop_requests

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from configs.interrupt import INTERRUPTED
 from configs.sweeps import Run
-from runtime.files import append, open_own
+from files import append, open_own
 from scripts.shared.runs import failures, is_running, sidecar
 
 ROOT = Path(__file__).parents[2]

@@ -1,7 +1,8 @@
 """Files that are whole at every instant, JSON that any reader accepts, and links that lead nobody astray.
 
 A run folder may come from a stranger, with a symbolic link where we write: to a file of ours anywhere else. So nothing
-in it is opened for writing but through `replace_file`, `append` and `open_own`, which follow none.
+in it is opened for writing but through `replace_file`, `append` and `open_own`, which follow none. Every room may
+import this.
 """
 
 import errno
@@ -48,11 +49,16 @@ def replace_file(path: Path, write: Callable[[BinaryIO], object]):
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
+    sync(path.parent)  # the new name too, before a caller deletes what it replaces
+
+
+def sync(path: Path) -> None:
+    """Write to the disk a file's bytes, or a folder's names, so that they survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)  # the new name too, before a caller deletes what it replaces
+        os.fsync(descriptor)
     finally:
-        os.close(folder)
+        os.close(descriptor)
 
 
 def replace_text(path: Path, text: str):
