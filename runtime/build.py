@@ -58,6 +58,8 @@ def build_model(config: Config, dtype: torch.dtype) -> GPT:
 
 def compile_model(model: GPT, compiled: str | None) -> torch.nn.Module:
     """Return the model to train with: compiled as a whole ("model"), block by block ("blocks") or not at all (None)."""
+    if compiled is None:
+        return model
     torch._dynamo.config.recompile_limit = 32  # shapes: training and every validation length, ragged ends too
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # never fall back to eager without a word
     if compiled == "blocks":

@@ -25,10 +25,11 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.testing import assert_close
 
 from model.attention import attend, choose_backend, make_plan
-from model.backends import BACKENDS, blocks, flex
-from model.backends.flex import causal_block_mask
+from model.backends import BACKENDS, blocks
 from model.gpt import GPT, norm
+from model.kernels import flex
 from model.kernels.cpu import find_problem
+from model.kernels.flex import causal_block_mask
 from model.methods import METHODS, RoPE, make_method
 from model.methods.base import ScoreChange
 from model.reference import plain_attention
@@ -374,7 +375,7 @@ def test_flex_of_what_the_same_graph_computes_is_the_plain_form(nothing_compiled
 
 @pytest.mark.slow
 def test_torch_s_own_cpu_kernel_still_misreads_what_the_same_graph_computes(nothing_compiled):
-    """When this fails, torch has been mended, and run_alone in model/backends/flex.py is no longer needed."""
+    """When this fails, torch has been mended, and run_alone in model/kernels/flex.py is no longer needed."""
     plan = make_plan(make("nope", 2), 130, 130, backend="flex")
     assert error_when_compiled(lambda q, k, v: flex_attention(q, k, v, **plan.prepared)) > 0.1
 

@@ -1,0 +1,54 @@
+"""FlexAttention's parts that need PyTorch's compiler, whose import takes two seconds: so only when they are used."""
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+BLOCK = 128  # queries and keys of a block of the mask
+
+# As runtime/build.py sets them for a compiled model: this is compiled for every length whether the model is or not.
+torch._dynamo.config.recompile_limit = 32
+torch._dynamo.config.fail_on_recompile_limit_hit = True
+
+
+def causal_block_mask(query_length: int, key_length: int, q_offset: int, device) -> BlockMask:
+    """Return the causal mask, built analytically: create_block_mask would materialise queries x keys."""
+    first_query = q_offset + torch.arange(0, query_length, BLOCK, device=device)  # of each block of queries
+    last_query = (first_query + BLOCK).clamp(max=q_offset + query_length) - 1
+    num_key_blocks = -(-key_length // BLOCK)
+    seen = last_query // BLOCK + 1  # blocks with any visible key; they come first
+    full = ((first_query + 1) // BLOCK).clamp(max=seen)  # blocks that every query of the block sees whole
+    index = torch.arange(num_key_blocks, device=device).expand(len(first_query), -1)
+    partial_index = (index + full.unsqueeze(-1)) % num_key_blocks  # the partial ones, first in their list
+    counts_and_indices = (seen - full, partial_index, full, index)
+    return BlockMask.from_kv_blocks(
+        *(x[None, None].to(torch.int32).contiguous() for x in counts_and_indices),  # (1, 1, ...)
+        BLOCK_SIZE=BLOCK,
+        mask_mod=lambda b, h, q_index, kv_index: q_index + q_offset >= kv_index,
+        seq_lengths=(query_length, key_length),
+    )
+
+
+# Never traced into a larger graph: there, torch 2.13's CPU kernel reads q, k, v that the same graph computes with wrong
+# strides, and returns wrong numbers without a word (tests/test_attention.py looks whether it still does).
+@torch.compiler.disable
+def run_alone(q: Tensor, k: Tensor, v: Tensor, prepared: dict) -> Tensor:
+    if q.device.type == "cpu":  # where flex refuses what requires a gradient even when none is computed
+        q, k, v = q.detach(), k.detach(), v.detach()
+    return compiled_flex(q, k, v, **prepared)
+
+
+def compiled_flex(q: Tensor, k: Tensor, v: Tensor, **prepared) -> Tensor:
+    if q.device.type == "cpu" and k.shape[2] < BLOCK:  # torch 2.13 reads past their end: NaN, now and then
+        raise ValueError(f"FlexAttention on a CPU needs at least {BLOCK} keys, got {k.shape[2]}: use auto")
+    return inductor_flex(q, k, v, **prepared)
+
+
+# Never the silent L x L computation: with fullgraph, failing to compile (or doing so too often) is an error.
+@functools.partial(torch.compile, dynamic=False, fullgraph=True)
+def inductor_flex(*args, **kwargs):
+    if not torch.compiler.is_compiling():
+        raise RuntimeError("FlexAttention must be compiled, but torch.compile is switched off: use blocks or sdpa")
+    return flex_attention(*args, **kwargs)
