@@ -31,7 +31,7 @@ from data import pg19
 from data.shards import read_manifest, verify
 from data.text import find_files, prepare
 from errors import exit_on_user_error, require
-from scripts.shared.looks import LINES
+from scripts.shared.looks import LINES, import_matplotlib
 from scripts.shared.runs import data_fingerprint, describe_differences, read_run, sidecar
 from scripts.shared.tables import loss_table, markdown_table
 from scripts.sweep.local import train
@@ -171,12 +171,11 @@ def write_packages(library: Path, out: Path) -> Path:
 
 def draw(results: list[dict], path: Path):
     """Draw the losses against the validation length. results: as loss_table takes them."""
-    import matplotlib
+    import_matplotlib()
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
+    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+    axes = figure.subplots()
     for result in results:
         colour, *_ = LINES[SHOWN[result["name"]].split(" ")[0]]
         dashes = ":" if "," in result["name"] else "-"
@@ -192,7 +191,6 @@ def draw(results: list[dict], path: Path):
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     figure.savefig(path, dpi=150)
-    plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from errors import exit_on_user_error, require
 from files import replace_file
 from scripts.report.page import make_page, problem_list
 from scripts.report.reading import describe_run, find_runs
+from scripts.shared.looks import import_matplotlib
 from scripts.shared.runs import require_as_many_runs
 
 
@@ -25,6 +26,8 @@ def main():
     parser.add_argument("--title", default="Training runs", help="its title")
     parser.add_argument("--force", action="store_true", help="write over a page that was made from more runs too")
     args = parser.parse_args()
+    import_matplotlib()
+
     with exit_on_user_error():
         for path in args.runs:
             hint = f" (for all runs in it: --runs-dir {path})" if path.is_dir() else ""

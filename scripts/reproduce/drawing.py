@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from scripts.shared.looks import plot_style
+from scripts.shared.looks import import_matplotlib, plot_style
 
 OPEN_CIRCLE = dict(linestyle="", marker="o", markersize=3.5, markerfacecolor="white", markeredgewidth=0.7)
 TEXT_WIDTH = 6.75  # inches: what a figure over the full width of the page has
@@ -35,6 +35,7 @@ def drawing(path: Path, rows: int, columns: int, height: float, **subplots) -> I
 
     height: inches of a row. The figure is made without pyplot, so no window system or global state is needed.
     """
+    import_matplotlib()
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -110,6 +111,7 @@ def limit_curves(axis, rows: list[dict], zoomed: bool):
 
 def tau_looks(taus: list[float]) -> dict[float, dict]:
     """Return the looks of the lengthscales tau, from dark to light in the order of size; the colour-blind see it."""
+    import_matplotlib()
     from matplotlib import colormaps
 
     colours = colormaps["viridis"].resampled(len(taus) + 1).colors  # without the last, a yellow that paper swallows

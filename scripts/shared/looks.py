@@ -1,5 +1,7 @@
 """How methods look: one name, colour and line a method, in every figure and page."""
 
+import os
+import tempfile
 from collections.abc import Iterable
 
 # Name, colour, line style and marker, as matplotlib calls them. The colours are Okabe and Ito's palette and two darker
@@ -70,3 +72,16 @@ def plot_style(series: str, shown: Iterable[str] = ()) -> dict:
     colour, style, marker = choose_looks([method, *(other.split(" ")[0] for other in shown)])[method]
     pale = dict(alpha=0.45) if options else {}
     return dict(color=colour, linestyle=style, marker=marker, label=series_name(series)) | pale
+
+
+def import_matplotlib():
+    """Import matplotlib, so that it reads and writes nothing in the user's home: its settings and its list of fonts are
+    in a temporary folder, or in MPLCONFIGDIR if that is set. To be called before any other import of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        is_set = "MPLCONFIGDIR" in os.environ
+        os.environ.setdefault("MPLCONFIGDIR", folder)
+        try:
+            import matplotlib.figure  # noqa: F401
+        finally:
+            if not is_set:
+                del os.environ["MPLCONFIGDIR"]
