@@ -12,7 +12,6 @@ from pathlib import Path
 
 from errors import exit_on_user_error, require
 from files import replace_file
-from scripts.report.page import make_page, problem_list
 from scripts.report.reading import describe_run, find_runs
 from scripts.shared.looks import import_matplotlib
 from scripts.shared.runs import require_as_many_runs
