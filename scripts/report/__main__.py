@@ -26,6 +26,7 @@ def main():
     parser.add_argument("--force", action="store_true", help="write over a page that was made from more runs too")
     args = parser.parse_args()
     import_matplotlib()
+    from scripts.report.page import make_page, problem_list
 
     with exit_on_user_error():
         for path in args.runs:
