@@ -20,6 +20,7 @@ if not torch.cuda.is_available():  # before the first test file imports Triton, 
     os.environ.setdefault("TRITON_INTERPRET", "1")  # its kernels run tile by tile in numpy, the same code without a GPU
 
 PROMISES = pytest.StashKey[dict]()
+LONGEST = [f"test_{name}" for name in "promises_run sweep train chain kernels reproduce needle report".split()]
 
 
 class Faults:
@@ -48,7 +49,8 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """A file's SLOW_FIXTURES make the tests that use them slow."""
+    """Start the longest files first, so that the processes end together; a file's SLOW_FIXTURES make tests slow."""
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
     for item in items:
         if set(item.fixturenames) & set(getattr(item.module, "SLOW_FIXTURES", ())):
             item.add_marker("slow")

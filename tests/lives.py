@@ -73,7 +73,9 @@ class Lives:
 
 
 def serve():
-    import train_gpt  # noqa: F401 (its imports take longer than a life)
+    import torch._dynamo  # noqa: F401 (what optimizers import takes longer than a life)
+
+    import train_gpt  # noqa: F401
 
     for line in sys.stdin:
         words = json.loads(line)

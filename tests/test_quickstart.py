@@ -73,22 +73,22 @@ def test_text_and_tokenizer_come_from_this_machine(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_short_quickstart_trains_every_method_and_repeats_nothing(tmp_path):
-    tokens = np.random.default_rng(0).zipf(1.5, 20_000) % quickstart().vocab_size
-    writer = ShardWriter(tmp_path / "data", "packages", tokenizer="none", vocab_size=quickstart().vocab_size)
-    writer.write("train", tokens[:12_000])
-    writer.write("val", tokens[12_000:])
-    writer.close()
-    command = [sys.executable, "-m", "scripts.quickstart"]
-    command += ["--runs-dir", tmp_path / "runs", "--data-dir", tmp_path / "data"]
+def test_a_short_quickstart_on_own_text_trains_every_method_and_repeats_nothing(tmp_path):
+    random = np.random.default_rng(0)
+    words = ["".join(random.choice(list("abcdefghijklmnop"), size=5)) for _ in range(800)]
+    (tmp_path / "My Books").mkdir()
+    for i in range(260):
+        (tmp_path / "My Books" / f"{i}.txt").write_text(" ".join(random.choice(words, size=300)))
+    command = [sys.executable, "-m", "scripts.quickstart", "--text", tmp_path / "My Books"]
+    command += ["--runs-dir", tmp_path / "runs", "--data-dir", tmp_path / "data", "--vocab_size", "4096"]
     command += "--steps 2 --cooldown_steps 1 --val_tokens 4096 --compile off --device cpu".split()
     first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert first.returncode == 0, first.stderr[-2000:]
-    table = (tmp_path / "runs" / "quickstart.md").read_text()
+    table = (tmp_path / "runs" / "quickstart-my-books.md").read_text()
     assert [row.split("|")[1].strip() for row in table.splitlines()[2:]] == list(script.SHOWN)
     assert set(script.SHOWN) == set(script.RUNS)
     assert table in first.stdout + "\n"
-    assert (tmp_path / "runs" / "quickstart.png").stat().st_size > 10_000
+    assert (tmp_path / "runs" / "quickstart-my-books.png").stat().st_size > 10_000
     folders = sorted(path for path in (tmp_path / "runs").iterdir() if path.is_dir())
     assert len(folders) == len(script.RUNS)
     methods = [json.loads((folder / "config.json").read_text())["method"] for folder in folders]
@@ -99,7 +99,7 @@ def test_a_short_quickstart_trains_every_method_and_repeats_nothing(tmp_path):
     assert again.returncode == 0 and table in again.stdout + "\n"
     assert [(folder / "metrics.jsonl").stat().st_mtime_ns for folder in folders] == before
     other = subprocess.run([*command, "--muon_lr", "5"], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    rope = tmp_path / "runs" / "quickstart-rope"
+    rope = tmp_path / "runs" / "quickstart-my-books-rope"
     assert other.returncode == 2 and other.stdout == ""
     differ = f"{rope} is a finished run of another configuration (muon_lr 0.02 there, 5.0 here)"
     assert other.stderr == f"error: {differ}: delete it, or name another --runs-dir\n"
@@ -152,22 +152,6 @@ def test_a_finished_run_on_other_text_is_not_shown_as_the_result(finished):
     summary.write_text(json.dumps(json.loads(summary.read_text()) | dict(data="0123")))
     with pytest.raises(ValueError, match="was trained on other text than .*data holds now: delete it, or name another"):
         script.train_all({folder: words})
-
-
-@pytest.mark.slow
-def test_own_text_has_data_and_runs_of_its_own(tmp_path):
-    random = np.random.default_rng(0)
-    words = ["".join(random.choice(list("abcdefghijklmnop"), size=5)) for _ in range(800)]
-    (tmp_path / "My Books").mkdir()
-    for i in range(260):
-        (tmp_path / "My Books" / f"{i}.txt").write_text(" ".join(random.choice(words, size=300)))
-    command = [sys.executable, "-m", "scripts.quickstart", "--text", tmp_path / "My Books"]
-    command += ["--runs-dir", tmp_path / "runs", "--data-dir", tmp_path / "data", "--vocab_size", "4096"]
-    command += "--steps 2 --val_tokens 4096 --compile off --device cpu".split()
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert (tmp_path / "runs" / "quickstart-my-books.md").exists()
-    assert (tmp_path / "runs" / "quickstart-my-books-rope" / "summary.json").exists()
 
 
 @pytest.mark.parametrize("text, says", [("nowhere", "no such folder; it is python, pg19 or a folder of .txt files")])
