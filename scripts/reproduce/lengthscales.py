@@ -60,7 +60,7 @@ def tau_table(rows: list[dict]) -> str:
 def draw_tau_by_length(path: Path, rows: list[dict]):
     """Draw a panel a training length: loss against tau, a line a validation length."""
     lengths = sorted({row["train_length"] for row in rows})
-    with drawing(path, 1, len(lengths), height=2.2) as (figure, axes):
+    with drawing(path, 1, len(lengths), height=2.2, sharex=True, sharey=True) as (figure, axes):
         for axis, length in zip(axes[0], lengths):
             for ratio, colour in zip(RATIOS, COLOURS):
                 mine = [row for row in rows if (row["train_length"], row["ratio"]) == (length, ratio)]

@@ -54,7 +54,7 @@ def write_item(study: Study, stored_runs: list[StoredRun], force: bool = False) 
     with tempfile.TemporaryDirectory() as folder:
         study.draft = Path(folder)
         body = ITEMS[study.item](study)
-        notes = "".join(f"\n\n{note}" for note in dict.fromkeys(study.notes))
+        notes = "".join(f"\n\n{text}" for text in (*dict.fromkeys(study.notes), *study.sections))
         page = f"# {study.item}\n\n{body}{notes}\n\n## How this was made\n\n{provenance(study)}\n"
         try:
             if study.runs and not force:

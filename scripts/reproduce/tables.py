@@ -42,10 +42,10 @@ def table_losses(study: Study) -> str:
     text = "Validation loss in nats a token at the end of training, by validation length in tokens (and in training "
     text += "lengths): mean \u00b1 standard error over seeds."
     table = make_table(study, {"": losses}, lengths, best=min)
-    if study.item != "table_losses":
-        return f"{text}\n\n{table}"
-    paper = {of: target["mean"] for of, target in paper_targets(study.item).items()}
-    return "\n\n".join([text, table, *compare(study.path, losses, OURS, lengths, study.base_length, paper)])
+    if study.item == "table_losses":
+        paper = {of: target["mean"] for of, target in paper_targets(study.item).items()}
+        study.sections = compare(study.path, losses, OURS, lengths, study.base_length, paper)
+    return f"{text}\n\n{table}"
 
 
 def table_needle(study: Study) -> str:
