@@ -13,7 +13,7 @@ import functools
 import hashlib
 import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from configs.config import NOT_MATHEMATICS, Config, config_hash, with_changes
@@ -231,11 +231,25 @@ def far_tokens(scale: Scale) -> list[Run]:
     return with_papers_lengths(trained(scale.base, MAIN_METHODS, scale.once))
 
 
+def scale_invariant_by_head(scale: Scale) -> list[Run]:
+    """Return scale-invariant p-RoPE with something of its own in each head: a learned tau, a learned factor of the
+    scores, or a tau that grows from the first to the last head of a layer by 16, 64 or 256."""
+    steps = preset(scale.base).num_heads - 1
+    options = [None, {"learn_tau": True}, {"learn_gain": True}]
+    options += [{"tau_ratio": round(ratio ** (1 / steps), 4)} for ratio in (16, 64, 256)]
+    return [run for chosen in options for run in trained(scale.base, [OURS], scale.seeds, chosen)]
+
+
+def with_needle(sweep: Callable[[Scale], list[Run]]) -> Callable[[Scale], list[Run]]:
+    """Return the sweep whose runs are fine-tuned on the needle task, once trained."""
+    return lambda scale: [dataclasses.replace(run, needle=scale.needle) for run in sweep(scale)]
+
+
 SET_BY_SWEEPS = ("name", "runs_dir", "resume")  # the sweep runner names and resumes the runs
-BEYOND_PAPER = ("tau_by_length", "far_tokens")  # which "all" leaves out
+BEYOND_PAPER = ("tau_by_length", "far_tokens", "scale_invariant_by_head", "needle_by_head")  # which "all" leaves out
 SWEEPS = dict(
     table_losses=table_losses,
-    table_needle=lambda scale: [dataclasses.replace(run, needle=scale.needle) for run in table_losses(scale)],
+    table_needle=with_needle(table_losses),
     table_infini=lambda scale: trained(scale.base, ["rope", OURS, "infini_rope", "infini_p_rope"], scale.seeds),
     figure_entropy=lambda scale: trained(scale.base, ["p_rope", "logn_p_rope", OURS], scale.once),
     figure_train_lengths=lambda scale: (
@@ -252,6 +266,8 @@ SWEEPS = dict(
     open_choices=open_choices,
     tau_by_length=tau_by_length,
     far_tokens=far_tokens,
+    scale_invariant_by_head=scale_invariant_by_head,
+    needle_by_head=with_needle(scale_invariant_by_head),
 )
 
 

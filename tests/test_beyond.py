@@ -9,6 +9,8 @@ import torch
 from test_gpt import make_random_gpt, random_tokens
 from test_reproduce import call, is_figure, rows, write_models, write_study  # noqa: F401 (call is a fixture)
 
+from configs.sweeps import sweep
+from runtime.build import build_model
 from scripts.reproduce import far_tokens
 from scripts.reproduce.comparisons import compare, differences, holm
 from scripts.shared.runs import read_runs
@@ -68,6 +70,22 @@ def test_tau_by_length(tmp_path, call):  # noqa: F811
     best = min(taus, key=at_1x.get)
     (bold,) = [line for line in lines if line.split("|")[5].strip().startswith("**")]
     assert bold.split("|")[2].strip() == ("learned" if best == math.inf else f"{best:.3g}")
+
+
+def test_heads_of_their_own(tmp_path, call):  # noqa: F811
+    runs = sweep("scale_invariant_by_head", "mini", seeds=[0, 1])
+    taus = []
+    for run in runs:
+        change = build_model(run.config, torch.float32).blocks[0].attention.method.score_change
+        m = change.coefficients(torch.tensor([[1e6]], dtype=torch.float64), torch.arange(2)[:, None])[1].flatten()
+        taus.append((1e6 / torch.expm1(-m / 2)).tolist() if len(m) == 2 else [(1e6 / torch.expm1(-m / 2)).item()] * 2)
+    assert torch.tensor(taus[::2]) == pytest.approx(torch.tensor([[0.625, 0.625 * r] for r in (1, 1, 1, 16, 64, 256)]))
+    write_study(tmp_path / "runs", "scale_invariant_by_head")
+    code, said = call("scale_invariant_by_head", "--scale", "mini")
+    assert code == 0 and "| Scale-invariant p-RoPE, tau_ratio 256 " in said.out and "## Differences" in said.out
+    assert "## Order" not in said.out  # the paper has no such rows
+    needle = sweep("needle_by_head", "mini", seeds=[0, 1])
+    assert [run.config for run in needle] == [run.config for run in runs] and all(run.needle for run in needle)
 
 
 def test_losses_at_the_end_are_those_of_the_model_on_each_text(monkeypatch):

@@ -38,6 +38,8 @@ ITEMS = dict(
     open_choices=tables.open_choices,
     tau_by_length=lengthscales.tau_by_length,
     far_tokens=far_tokens.far_tokens,
+    scale_invariant_by_head=tables.table_losses,
+    needle_by_head=tables.table_needle,
 )
 PARTLY_THEORY = ["figure_entropy"]  # which has something to show without runs
 # What is computed or measured here; the others are functions of what the runs left, the same wherever they are made.

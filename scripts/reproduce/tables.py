@@ -42,7 +42,7 @@ def table_losses(study: Study) -> str:
     text = "Validation loss in nats a token at the end of training, by validation length in tokens (and in training "
     text += "lengths): mean \u00b1 standard error over seeds."
     table = make_table(study, {"": losses}, lengths, best=min)
-    if study.item == "table_losses":
+    if study.item in ("table_losses", "scale_invariant_by_head"):
         paper = {of: target["mean"] for of, target in paper_targets(study.item).items()}
         study.sections = compare(study.path, losses, OURS, lengths, study.base_length, paper)
     return f"{text}\n\n{table}"

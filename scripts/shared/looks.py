@@ -28,6 +28,8 @@ LINES = {method: shown[1:] for method, shown in SHOWN_AS.items()}
 OPTION_NAMES = {
     "slope_scale=1": "official slopes",
     "tau=10": "\u03c4 = 10",
+    "learn_tau=True": "\u03c4 learned by each head",
+    "learn_gain=True": "a factor of the scores learned by each head",
     "terms=a": "a_t alone",
     "terms=m": "m_t alone",
 }
