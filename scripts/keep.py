@@ -33,7 +33,7 @@ def main():
 
 
 def keep(stored: StoredRun, destination: Path):
-    """Write what is kept of a finished run. Raises ValueError if it is damaged, or if the destination is a different
+    """Write what is kept of a finished run. Raise ValueError if it is damaged, or if the destination is a different
     run."""
     require(not stored.problems, "; ".join(stored.problems))
     if (destination / "config.json").exists():
