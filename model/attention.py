@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.func import functional_call
 
 from errors import require
-from model.backends import AUTOMATIC, BACKENDS, triton
+from model.backends import AUTOMATIC, BACKENDS
 from model.backends.base import Call
 from model.context import check_context, local_shard, to_heads, to_tokens
 from model.kernels.distance import MAX_LENGTH, learned_parameters
@@ -81,8 +81,8 @@ def choose_backend(method: Method, device: torch.device, backend: str = "auto", 
     reasons = []
     for name in AUTOMATIC.get(device.type, ()):
         reason = BACKENDS[name].find_problem(method, device, dtype)
-        if reason is None and name == "triton":
-            reason = triton.check_on_this_machine(method, device, dtype)
+        if reason is None and hasattr(BACKENDS[name], "check_on_this_machine"):
+            reason = BACKENDS[name].check_on_this_machine(method, device, dtype)
         if reason is None:
             return name, "; ".join(reasons) or f"the first choice on {device.type}"
         reasons.append(f"{name} cannot run: {reason}")

@@ -77,7 +77,7 @@ def logits_in_chunks(x: Tensor, head: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 def cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, gradient: bool):
     """Set losses (R,) from logits (R, V), and the logits, if gradient, to softmax - onehot; else they are lost."""
-    if triton_runs(logits.device):
+    if triton_runs(logits.device, logits.dtype, logits.shape[1]):
         from model.kernels import cross_entropy  # only now, as it needs Triton
 
         cross_entropy.cross_entropy_(logits, targets, losses, gradient)
@@ -88,30 +88,33 @@ def cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, gradient: bo
 
 
 @functools.cache
-def triton_runs(device: torch.device) -> bool:
-    """Tell whether the Triton kernel runs there and passes its check; warn if it fails that."""
+def triton_runs(device: torch.device, dtype: torch.dtype, vocab_size: int) -> bool:
+    """Tell whether the Triton kernel runs there and passes its check for such logits; warn if it fails that."""
     on_gpu = device.type == "cuda" and find_spec("triton") is not None
     if not on_gpu or torch.cuda.get_device_capability(device) < (8, 0):
         return False
-    if problem := check_kernel(device):
+    if problem := check_kernel(device, dtype, vocab_size):
         warnings.warn(f"cross-entropy in plain PyTorch, which needs more memory: the Triton kernel {problem}")
     return problem is None
 
 
-def check_kernel(device: torch.device) -> str | None:
-    """Run the Triton kernel once: return how it fails or differs from plain_cross_entropy_ here, or None."""
+def check_kernel(device: torch.device, dtype: torch.dtype, V: int) -> str | None:
+    """Run the Triton kernel on logits (5, V), with the gradient and without: return how it fails or differs from
+    plain_cross_entropy_ here, or None. Each dtype, and each V that is a multiple of 16 or not, is code of its own."""
     from model.kernels import cross_entropy
 
     generator = torch.Generator(device).manual_seed(0)
-    logits = 4 * torch.randn(5, 9001, device=device, generator=generator)
-    targets = torch.tensor([0, 9000, 8192, 8191, 17], device=device)
+    logits = (4 * torch.randn(5, V, device=device, generator=generator)).to(dtype)
+    targets = torch.tensor([0, 8191, 8192, V // 2, V - 1], device=device).clamp(max=V - 1)
 
     def run(function):
-        own, losses = logits.bfloat16(), empty_losses(logits)
+        own, losses, validation_losses = logits.clone(), empty_losses(logits), empty_losses(logits)
+        function(logits.clone(), targets, validation_losses, False)
         function(own, targets, losses, True)
-        return losses, own.float()
+        return losses, validation_losses, own.float()
 
-    return compare(lambda: run(cross_entropy.cross_entropy_), lambda: run(plain_cross_entropy_), 0.01)  # two roundings
+    tolerance = 1.25 * torch.finfo(dtype).eps + 1e-5  # two roundings
+    return compare(lambda: run(cross_entropy.cross_entropy_), lambda: run(plain_cross_entropy_), tolerance)
 
 
 def plain_cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, gradient: bool):

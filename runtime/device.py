@@ -1,12 +1,17 @@
 """What the device is called and how fast it could be."""
 
 import ctypes
+import os
 import platform
+import re
 import resource
 import statistics
 import time
+from pathlib import Path
 
 import torch
+
+from errors import require
 
 # Peak dense bf16 FLOP/s with float32 accumulation, from NVIDIA's data sheets and architecture white papers (which
 # advertise twice as much, for 2:4 sparsity). The first name that the GPU's own name contains counts.
@@ -24,6 +29,46 @@ PEAK_BF16_FLOPS = {
 }
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3), in bytes
+
+
+def count_gpus() -> int:
+    """Return how many GPUs torch can use. Raise ValueError where there is one for it and it can use none."""
+    if torch.cuda.is_available():
+        return torch.cuda.device_count()
+    problem = unused_gpu(gpu_files(), os.environ.get("CUDA_VISIBLE_DEVICES"), torch.version.cuda, cuda_failure())
+    require(problem is None, problem)
+    return 0
+
+
+def gpu_files() -> list[str]:
+    """Return the device files of the NVIDIA GPUs that this process may use. (/proc/driver/nvidia is there in containers
+    without a GPU too, if their host has one.)"""
+    return sorted(str(path) for path in Path("/dev").glob("nvidia[0-9]*") if os.access(path, os.R_OK | os.W_OK))
+
+
+def cuda_failure() -> str:
+    """Return why CUDA does not start, in the words of torch; "" if it does."""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return str(error).strip().split("\n")[0].split(". ")[0].rstrip(".")
+    return ""
+
+
+def unused_gpu(files: list[str], visible: str | None, built_for: str | None, failure: str) -> str | None:
+    """Return what to do about a GPU that torch, which sees none, should see, or None: training would take the CPU
+    without a word. A driver older than torch's CUDA does that.
+
+    files: of gpu_files. visible: CUDA_VISIBLE_DEVICES. built_for: the version of CUDA that torch was built for; None is
+    its build for CPUs, which somebody chose. failure: of cuda_failure.
+    """
+    hidden = visible is not None and not re.match(r"\s*(\d|GPU-|MIG-)", visible)  # "", "-1", Slurm's "NoDevFiles"
+    if not files or hidden or built_for is None:
+        return None
+    return (
+        f"{files[0]} is a GPU, but torch {torch.__version__} cannot use it ({failure}): update the driver, or install "
+        f"a torch built for an older CUDA than {built_for} (pytorch.org), or train on the CPU with --device cpu"
+    )
 
 
 def device_name(device: torch.device) -> str:

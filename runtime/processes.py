@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from errors import require
-from runtime.device import keep_freed_memory
+from runtime.device import count_gpus, keep_freed_memory
 
 
 @dataclass(frozen=True)
@@ -66,16 +66,22 @@ def start_processes(device: str, context_size: int = 1) -> World:
     context_size: how many of them share a sequence.
 
     CPU tensors travel by gloo and CUDA tensors by nccl, so a collective on a CPU tensor never waits for the GPU.
-    Raise ValueError (see `fail_together`) when there is no GPU for this process.
+    Raise ValueError (see `fail_together`) when there is no GPU for this process, or one that torch cannot use.
     """
     rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    gpus = 0 if device == "cpu" else torch.cuda.device_count()
+    gpus, problem = 0, None
+    try:
+        gpus = 0 if device == "cpu" else count_gpus()
+    except ValueError as error:  # raised below, once the others can be told
+        problem = str(error)
     on_gpu = local_rank < gpus
     own_device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     world = World(rank, local_rank, world_size, own_device, context_size)
     if on_gpu:
         torch.cuda.set_device(own_device)
+        # Our Triton kernels count on fused multiply-adds, which Triton 3.9 warns that 3.10 will no longer make unasked.
+        os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     else:
         keep_freed_memory()
     if world_size > 1:
@@ -83,6 +89,7 @@ def start_processes(device: str, context_size: int = 1) -> World:
         first_step = timedelta(minutes=30)  # it compiles, on one rank minutes longer than on another
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=first_step)
     with fail_together(world):
+        require(problem is None, problem)
         require(gpus or device != "cuda", "CUDA was asked for but torch sees no GPU: use --device cpu")
         mend = f"start torchrun with --nproc-per-node {gpus}"
         require(on_gpu or not gpus, f"more processes than GPUs on one machine: {mend}")

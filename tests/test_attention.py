@@ -26,6 +26,7 @@ from torch.testing import assert_close
 
 from model.attention import attend, choose_backend, make_plan
 from model.backends import BACKENDS, blocks
+from model.backends.triton import check_kernel
 from model.gpt import GPT, norm
 from model.kernels import flex
 from model.kernels.cpu import find_problem
@@ -251,6 +252,31 @@ def test_auto_on_a_cpu_is_its_kernel_where_that_can_run(name):
 def test_auto_on_cuda_is_flex_where_the_kernel_cannot_run(name, head_dim, dtype, word):
     backend, why = choose_backend(make(name, head_dim=head_dim), CUDA, dtype=dtype)
     assert (backend, word in why) == ("flex", True)
+
+
+def test_auto_on_cuda_is_blocks_where_nothing_can_be_compiled(monkeypatch):
+    """As without a C compiler, which Triton and Inductor need: both checks fail then, and plain PyTorch runs."""
+    for backend in ("triton", "flex"):
+        failed = f"it failed its check with RuntimeError: no C compiler for {backend}"
+        monkeypatch.setattr(BACKENDS[backend], "check_on_this_machine", lambda *_, failed=failed: failed)
+    backend, why = choose_backend(make("alibi"), CUDA, dtype=torch.bfloat16)
+    assert backend == "blocks" and "no C compiler for triton" in why and "no C compiler for flex" in why
+    assert choose_backend(make("rope"), CUDA, dtype=torch.bfloat16)[0] == "sdpa"
+
+
+def test_flex_is_checked_before_its_first_use_on_a_gpu():
+    """On a CPU it has no backward pass, and so fails the check that it has to pass on a GPU."""
+    flex = BACKENDS["flex"]
+    problem = check_kernel(make("alibi"), torch.device("cpu"), torch.float32, 130, flex.prepare, flex.run)
+    assert "failed its check with ValueError: FlexAttention has no backward pass on a CPU" in problem
+
+
+@pytest.mark.parametrize("backend", ["blocks", "cpu"])
+def test_the_check_before_first_use_takes_any_backend(backend):
+    if reason := BACKENDS[backend].find_problem(make("nope"), torch.device("cpu"), torch.float32):
+        pytest.skip(reason)
+    functions = BACKENDS[backend].prepare, BACKENDS[backend].run
+    assert check_kernel(make("scale_invariant_p_rope"), torch.device("cpu"), torch.float32, 130, *functions) is None
 
 
 @pytest.mark.parametrize("backend, word", [("auto", "float64"), ("blocks", "asked")])

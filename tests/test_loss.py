@@ -277,17 +277,27 @@ def test_the_triton_kernel_compiles_for_gpus_and_moves_16_bytes_at_a_time():
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-def test_a_kernel_that_is_wrong_or_fails_is_found_before_its_first_use(monkeypatch):
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("V", [2, 300, 9001, 50304])
+def test_the_check_before_first_use_passes(dtype, V):
+    assert loss.check_kernel(torch.device(DEVICE), dtype, V) is None
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("only_with_gradient", [True, False])
+def test_a_kernel_that_is_wrong_or_fails_is_found_before_its_first_use(monkeypatch, only_with_gradient):
     from model.kernels import cross_entropy
 
-    device = torch.device(DEVICE)
-    assert loss.check_kernel(device) is None
+    arguments = torch.device(DEVICE), torch.bfloat16, 50304
 
     def wrong(logits, targets, losses, gradient):
         plain_cross_entropy_(logits, targets, losses, gradient)
-        logits[1, 7] += 0.1
+        if gradient and only_with_gradient:
+            logits[1, 7] += 0.1
+        elif not gradient and not only_with_gradient:
+            losses[3] += 1
 
     monkeypatch.setattr(cross_entropy, "cross_entropy_", wrong)
-    assert "its numbers are wrong by" in loss.check_kernel(device)
+    assert "its numbers are wrong by" in loss.check_kernel(*arguments)
     monkeypatch.setattr(cross_entropy, "cross_entropy_", lambda *_: torch.ones(2) @ torch.ones(3))
-    assert "failed its check with RuntimeError" in loss.check_kernel(device)
+    assert "failed its check with RuntimeError" in loss.check_kernel(*arguments)

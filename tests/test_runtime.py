@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from files import append, replace_file, to_json
 from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint, space_needed
-from runtime.device import peak_flops, published_peak
+from runtime.device import cuda_failure, gpu_files, peak_flops, published_peak, unused_gpu
 from runtime.metrics import Metrics, flatten, read_metrics
 from runtime.processes import fail_together, start_processes
 from runtime.run_folder import RunFolder, format_bytes, git_commit
@@ -68,6 +68,38 @@ def test_plain_python_is_a_world_of_one_without_process_group(alone):
 def test_cuda_asked_for_but_absent_says_what_to_do(alone):
     with pytest.raises(ValueError, match="--device cpu"):
         start_processes("cuda")
+
+
+TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040)"
+
+
+@pytest.mark.parametrize("files, visible, built_for, is_unused", [
+    (["/dev/nvidia0"], None, "13.0", True),
+    (["/dev/nvidia0", "/dev/nvidia1"], "1", "13.0", True),
+    (["/dev/nvidia0"], "GPU-8f6e", "12.6", True),
+    (["/dev/nvidia0"], "", "13.0", False),  # hidden on purpose
+    (["/dev/nvidia0"], "-1", "13.0", False),
+    (["/dev/nvidia0"], "NoDevFiles", "13.0", False),  # by Slurm, in a job without GPUs
+    (["/dev/nvidia0"], None, None, False),  # torch's build for CPUs, which somebody chose
+    ([], None, "13.0", False),
+])  # fmt: skip
+def test_a_gpu_that_torch_cannot_use_is_no_cpu(files, visible, built_for, is_unused):
+    line = unused_gpu(files, visible, built_for, TOO_OLD)
+    assert (line is not None) == is_unused
+    if line:
+        assert TOO_OLD in line and built_for in line and "--device cpu" in line and "\n" not in line
+
+
+@pytest.mark.skipif(torch.cuda.is_available() or bool(gpu_files()), reason="this machine has a GPU")
+def test_start_refuses_the_cpu_where_a_gpu_is_that_torch_cannot_use(alone, monkeypatch):
+    assert start_processes("auto").device == CPU and cuda_failure()
+    monkeypatch.setattr("runtime.device.gpu_files", lambda: ["/dev/nvidia0"])
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for device in ("auto", "cuda"):
+        with pytest.raises(ValueError, match="/dev/nvidia0 is a GPU, but torch .* cannot use it .*--device cpu"):
+            start_processes(device)
+    assert start_processes("cpu").device == CPU
 
 
 def test_alone_an_error_of_set_up_reaches_the_caller(alone):

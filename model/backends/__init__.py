@@ -17,6 +17,9 @@ Each file has three functions:
 in every layer and pass: it is differentiable in what is learned, and keeps of what was prepared earlier what serves all
 layers. `run` without anything prepared is plain causal attention at any lengths. Query i is at position q_offset + i,
 key j at position j.
+
+What is compiled where it runs has a fourth, `check_on_this_machine(method, device, dtype)`, which runs it once before
+`auto` takes it and returns how it fails or how wrong it is, or None.
 """
 
 from model.backends import blocks, cpu, flex, sdpa, triton

@@ -3,6 +3,7 @@
 On a CPU it has no gradients, and it always is compiled: its eager form computes all pairs of queries and keys.
 """
 
+import functools
 from collections.abc import Callable
 from importlib.util import find_spec
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from model.backends.base import Call
+from model.backends.triton import check_kernel
 from model.methods.base import Method, ScoreChange
 
 
@@ -56,3 +58,18 @@ def run(q: Tensor, k: Tensor, v: Tensor, *, q_offset: int = 0, prepared: dict) -
     if torch.compiler.is_compiling() and q.device.type != "cpu":  # the whole model is being compiled
         return flex_attention(q, k, v, **prepared)
     return run_alone(q, k, v, prepared)
+
+
+def check_on_this_machine(method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return how FlexAttention fails the first time it is run here, or None; None too where it cannot be run now.
+
+    Without a C compiler, for one, neither our Triton kernel nor this can be compiled.
+    """
+    if not torch.cuda.is_available() or torch.compiler.is_compiling():
+        return None
+    return check_flex_once(method, device, dtype)
+
+
+@functools.lru_cache(maxsize=8)
+def check_flex_once(method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
+    return check_kernel(method, device, dtype, 300, prepare, run)
