@@ -191,22 +191,18 @@ def gate(
         return [x.detach()[-1:] for x in tensors]
 
     @functools.cache
-    def reference(formula: str) -> tuple[list[Tensor], list[float]]:
+    def reference(formula: str) -> tuple[list[Tensor], list[Tensor]]:
         last = last_sequence(inputs)
         exact = output_and_gradients(functools.partial(plain_attention, one.method(formula)), last, exact=True)
-        rounded = output_and_gradients(dense(one, formula), last)
-        return exact, [max(LIMIT * error, FLOAT32_LIMIT) for error in relative_errors(rounded, exact)]
+        return exact, output_and_gradients(dense(one, formula), last)
 
     results = {}
     rows = [["variant", "output", "dq", "dk", "dv", "of the limit", ""]]
     for name, variant in built.items():
-        exact, limits = reference(variants[name].formula)
-        errors = relative_errors(last_sequence(output_and_gradients(variant.attend, inputs)), exact)
-        passed = all(error <= limit for error, limit in zip(errors, limits))
-        results[name] = dict(errors=errors, limits=limits, passed=passed)
-        worst = max(error / limit for error, limit in zip(errors, limits))
-        verdict = "passed" if passed else "refused"
-        rows.append([name, *(f"{error:.2e}" for error in errors), f"{worst:.2f}", verdict])
+        own = last_sequence(output_and_gradients(variant.attend, inputs))
+        results[name] = result = compare_errors(own, *reference(variants[name].formula))
+        verdict = "passed" if result["passed"] else "refused"
+        rows.append([name, *(f"{error:.2e}" for error in result["errors"]), f"{result['worst']:.2f}", verdict])
     refused = {name: "refused: wrong numbers, see the gate" for name in results if not results[name]["passed"]}
     report.record["gate"] = dict(length=case.length, results=results, problems=problems | refused)
     report.add(
@@ -215,6 +211,16 @@ def gate(
         + results_table(rows, problems)
     )
     return refused
+
+
+def compare_errors(tensors: list[Tensor], exact: list[Tensor], rounded: list[Tensor], least: float = FLOAT32_LIMIT):
+    """Return the relative errors of tensors, their limits, the largest error as a share of its limit, and whether all
+    are within them. rounded: the same by the plain formula, whose error times LIMIT is the limit, or `least`."""
+    errors = relative_errors(tensors, exact)
+    limits = [max(LIMIT * error, least) for error in relative_errors(rounded, exact)]
+    worst = max(error / limit for error, limit in zip(errors, limits))
+    passed = all(error <= limit for error, limit in zip(errors, limits))  # not with NaN
+    return dict(errors=errors, limits=limits, worst=worst, passed=passed)
 
 
 def output_and_gradients(attend: Attend, inputs: list[Tensor], exact: bool = False) -> list[Tensor]:

@@ -193,12 +193,17 @@ def tokens_per_second(config: Config, measured: list[dict], variant: str) -> tup
     return None
 
 
-def run_cells(config: Config, rate: float, source: str) -> list[str]:
-    tokens = config.steps * config.batch_tokens
-    hours = tokens / rate / 3600
+def run_hours(config: Config, rate: float) -> tuple[float, list[float]]:
+    """Return the hours of a run's training at so many tokens/s, and the share of them that validation adds in each of
+    the profiles paper and fast."""
     shares = [validation_share(dataclasses.replace(config, val_profile=name)) for name in ("paper", "fast")]
+    return config.steps * config.batch_tokens / rate / 3600, shares
+
+
+def run_cells(config: Config, rate: float, source: str) -> list[str]:
+    hours, shares = run_hours(config, rate)
     return [
-        f"{tokens * training_flops_per_token(config) / 1e15:,.0f}",
+        f"{config.steps * config.batch_tokens * training_flops_per_token(config) / 1e15:,.0f}",
         f"{rate:,.0f} tokens/s, {source}",
         " / ".join(f"{share:.1%}" for share in shares),
         f"{hours:.2f}",
