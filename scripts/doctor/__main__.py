@@ -34,6 +34,7 @@ from files import replace_text, to_json
 from scripts.doctor.findings import Settings, markdown
 from scripts.doctor.process import run_part
 
+ABOUT = "scripts.doctor.machine:about"
 PARTS = {  # by name: where it is, and its share of the time
     "machine": ("scripts.doctor.machine:machine", 40),
     "kernels": ("scripts.doctor.kernels:kernels", 80),
@@ -78,7 +79,7 @@ def examine(names: list[str], settings: Settings, seconds: float, out: Path, rec
         limit = (end - time.monotonic()) * share / sum(PARTS[other][1] for other in names[position:])
         began = time.monotonic()
         part = record["parts"][name] = dict(seconds=0.0, limit=round(limit, 1), findings=[])
-        for found in run_part(name, function, settings, limit, out / f"{name}.log"):
+        for found in run_part(name, [ABOUT, function], settings, limit, out / f"{name}.log"):
             part["seconds"] = round(time.monotonic() - began, 1)
             if isinstance(found, dict):
                 record["about"] = found

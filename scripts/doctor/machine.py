@@ -32,11 +32,11 @@ LAPTOP_FLOPS = 1e16  # of a run: hours on a CPU; more takes days
 NO_COMPILER = "apt install gcc g++ python3-dev, or name a compiler in CC and CXX"
 
 
-def about(config: Config) -> dict[str, str]:
-    """Return what every page of results says about the machine."""
-    device = torch.device("cuda" if torch.cuda.is_available() and config.device != "cpu" else "cpu")
+def about(settings: Settings) -> Iterator[dict[str, str]]:
+    """Yield what every page of results says about the machine."""
+    device = torch.device("cuda" if torch.cuda.is_available() and settings.config.device != "cpu" else "cpu")
     commit = git_commit(Path(__file__).parent) or "unknown"
-    return dict(device=device_name(device), versions=versions(device), commit=commit)
+    yield dict(device=device_name(device), versions=versions(device), commit=commit)
 
 
 def machine(settings: Settings) -> Iterator[Finding]:

@@ -1,11 +1,13 @@
 """A part of the doctor in a process of its own: it may crash or hang, and what it found before is there."""
 
 import dataclasses
+import faulthandler
 import importlib
 import os
 import signal
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -15,16 +17,17 @@ from files import open_own
 from scripts.doctor.findings import Finding, Settings, one_line
 
 
-def run_part(name: str, function: str, settings: Settings, seconds: float, log: Path) -> Iterator[Finding | dict]:
-    """Yield what the part finds as it comes, and a dict about the machine; at the end how it failed, if it did.
+def run_part(name: str, functions: list[str], settings: Settings, seconds: float, log: Path) -> Iterator:
+    """Yield what the functions yield, one after the other in a process, as it comes; at the end, as a finding, how that
+    failed, if it did.
 
-    function: "module:name", which yields findings, of Settings. seconds: the process is killed after so many.
+    functions: "module:name", of Settings. seconds: the process is killed after so many. log: for what it prints.
     """
     context = get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory(dir=log.parent) as folder:
         settings = dataclasses.replace(settings, folder=str(Path(folder).resolve()))
-        process = context.Process(target=in_process, args=(function, settings, sender, str(log.resolve())))
+        process = context.Process(target=in_process, args=(functions, settings, sender, str(log.resolve())))
         process.start()
         sender.close()  # ours; when the process ends, so does the pipe
         end = time.monotonic() + seconds
@@ -44,23 +47,17 @@ def run_part(name: str, function: str, settings: Settings, seconds: float, log: 
         yield Finding("process", "broken", describe_end(process.exitcode, log), f"see {log}; --only {name} repeats it")
 
 
-def in_process(function: str, settings: Settings, findings: Connection, log: str):
-    """Run a part, with what it prints in a log, and send what it finds. An exception is a finding too."""
+def in_process(functions: list[str], settings: Settings, findings: Connection, log: str):
+    """Run the functions, with what they print in a log, and send what they yield. An exception is a finding too."""
     os.setsid()  # with the processes that it starts it can be killed as one
     with open_own(Path(log), "wb") as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
-    import faulthandler
-    import traceback
-
     faulthandler.enable()  # a crash in C++ says where
     try:
-        from scripts.doctor.machine import about
-
-        findings.send(about(settings.config))
-        module, name = function.split(":")
-        for found in getattr(importlib.import_module(module), name)(settings):
-            findings.send(found)
+        for module, name in (function.split(":") for function in functions):
+            for found in getattr(importlib.import_module(module), name)(settings):
+                findings.send(found)
     except Exception as error:  # whatever it is, it is what was to be found
         traceback.print_exc()
         said = f"{type(error).__name__}: {one_line(error)}"

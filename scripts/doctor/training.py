@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from configs.config import Config
+from data.loader import micro_batch_size
 from model.backends.sdpa import prefer_fast_sdpa
 from model.methods import METHODS
 from runtime.build import compute_dtype
@@ -51,8 +52,8 @@ def methods(settings: Settings) -> Iterator[Finding]:
 
 def one_micro_batch(config: Config) -> Config:
     """Return the config with as few tokens a step as a device computes at once."""
-    sequences = math.gcd(config.batch_tokens // config.train_length, config.micro_batch_tokens // config.train_length)
-    return dataclasses.replace(config, batch_tokens=max(1, sequences) * config.train_length)
+    sequences = micro_batch_size(config.batch_tokens, config.train_length, config.micro_batch_tokens, 1)
+    return dataclasses.replace(config, batch_tokens=sequences * config.train_length)
 
 
 def train_method(bench: StepBench, method: str) -> Finding:
@@ -149,9 +150,9 @@ def judge_resume(saved_at: int | None, whole: list[float], resumed: list[float],
             "kill and resume", "not run", "the run ended before it was killed", "run it again: --only resume"
         )
     said = f"killed after step {saved_at}, resumed, {len(resumed) - 1} of {len(whole) - 1} steps recorded"
-    difference = max(abs(a - b) for a, b in zip(whole, resumed)) if len(whole) == len(resumed) else math.nan
-    said += f"; losses at most {difference:.1e} from those of a run that was not ({limit:g} allowed)"
-    if difference <= limit:
+    differences = [abs(a - b) for a, b in zip(whole, resumed)]
+    said += f"; losses at most {max(differences):.1e} from those of a run that was not ({limit:g} allowed)"
+    if len(whole) == len(resumed) and all(difference <= limit for difference in differences):  # not with NaN
         return Finding("kill and resume", "OK", said)
     return Finding(
         "kill and resume", "broken", said, "the run goes on as another one: attach resume.log to a bug report"
