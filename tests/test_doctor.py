@@ -47,9 +47,9 @@ SMI = {"name": "NVIDIA H200", "driver_version": "570.86.15", "memory.total": "14
 CODES = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
 FACTS = dict(
     wanted="auto", torch="2.13.0+cu130", cuda="13.0", codes=CODES, files=["/dev/nvidia0"], visible=None, failure="",
-    gpus=[H200], smi=[SMI], nccl="2.29.3", triton=True, processor="a processor", threads=16, bfloat16=True,
-    compilers=dict(CC="/usr/bin/gcc", CXX="/usr/bin/g++"), headers=True, memory=128e9, memory_free=120e9, disk="runs",
-    disk_free=60e9, disk_needed=5e9, data_dir="data/fineweb10B", data=True, flops=2e18,
+    gpus=[H200], smi=[SMI], nccl="2.29.3", triton=True, processor="a processor", threads=16, cores=16, load=0.5,
+    bfloat16=True, compilers=dict(CC="/usr/bin/gcc", CXX="/usr/bin/g++"), headers=True, memory=128e9, memory_free=120e9,
+    disk="runs", disk_free=60e9, disk_needed=5e9, data_dir="data/fineweb10B", data=True, flops=2e18,
 )  # fmt: skip
 NO_GPU = dict(gpus=[], codes=[], smi=[], files=[], failure="Found no NVIDIA driver on your system")
 TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040)"
@@ -95,6 +95,7 @@ def test_code_for_a_gpu(codes, capability, runs):
 def test_room_data_compilers_and_nccl():
     assert states(machine.find_room(FACTS)) == dict(disk="OK", memory="OK")
     assert states(machine.find_room(FACTS | dict(disk_free=4e9, memory_free=4e9))) == dict(disk="broken", memory="slow")
+    assert [machine.find_load(FACTS | dict(load=load)).state for load in (0.0, 4.0, 6.0)] == ["OK", "OK", "slow"]
     assert [machine.find_data(FACTS | dict(data=there)).state for there in (True, False)] == ["OK", "not run"]
     assert machine.find_compilers(FACTS).state == "OK"
     for lacking in (dict(headers=False), dict(compilers=dict(CC=None, CXX="/usr/bin/g++"))):

@@ -29,6 +29,7 @@ from scripts.doctor.findings import Finding, Settings, one_line
 
 SMI_FIELDS = ("name", "driver_version", "memory.total", "memory.used")  # memory in MiB
 LAPTOP_FLOPS = 1e16  # of a run: hours on a CPU; more takes days
+BUSY = 0.3  # of the cores, before the doctor begins
 NO_COMPILER = "apt install gcc g++ python3-dev, or name a compiler in CC and CXX"
 
 
@@ -45,6 +46,7 @@ def machine(settings: Settings) -> Iterator[Finding]:
     yield find_gpu(facts)
     if facts["gpus"]:
         yield from find_on_gpus(facts)
+    yield find_load(facts)
     yield from find_room(facts)
     yield find_data(facts)
     yield find_compilers(facts)
@@ -81,6 +83,8 @@ def gather(config: Config) -> dict:
         triton=find_spec("triton") is not None,
         processor=processor_name(),
         threads=torch.get_num_threads(),
+        cores=len(os.sched_getaffinity(0)),
+        load=os.getloadavg()[0],
         bfloat16=fast_dtype(torch.device("cpu")) == torch.bfloat16,
         compilers={name: compiler(name) for name in ("CC", "CXX")},
         headers=(Path(sysconfig.get_path("include")) / "Python.h").exists(),
@@ -173,6 +177,15 @@ def has_code(codes: list[str], major: int, minor: int) -> bool:
         if built <= (major, minor) and (kind == "compute" or built[0] == major):
             return True
     return False
+
+
+def find_load(facts: dict) -> Finding:
+    """Return whether others use the cores, by the load of the last minute."""
+    said = f"{facts['load']:.1f} of {facts['cores']} cores were in use"
+    if facts["load"] <= BUSY * facts["cores"]:
+        return Finding("load", "OK", said)
+    advice = "times below are not this machine's own; threads that share a core wait for each other (OMP_NUM_THREADS)"
+    return Finding("load", "slow", said, advice)
 
 
 def find_room(facts: dict) -> Iterator[Finding]:
