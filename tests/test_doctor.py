@@ -401,6 +401,7 @@ def test_the_parts_share_the_time_and_a_broken_one_is_the_exit_code(tmp_path, mo
 @pytest.mark.parametrize("words, line", [
     (["gpt_162m"], "unknown preset 'gpt_162m'"), (["--minutes", "0"], "--minutes must be positive"),
     (["mini", "--price", "-1"], "--price not negative"), (["mini", "--stpes", "3"], "did you mean --steps"),
+    (["--dtype", "float16"], "--dtype takes auto"), (["--price", "3", "mini"], "'mini' is the value of"),
 ])  # fmt: skip
 def test_a_mistake_is_one_line(words, line, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["doctor", *words])

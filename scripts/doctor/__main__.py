@@ -48,14 +48,18 @@ PARTS = {  # by name: where it is, and its share of the time
 
 def main():
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m scripts.doctor",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("preset", nargs="?", default="quickstart", help="one of configs/presets.py (quickstart)")
+    parser.add_argument("preset", help="one of configs/presets.py (quickstart); fields of train_gpt.py may follow")
     parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--minutes", type=float, default=8, help="at most, for all parts together (8)")
     parser.add_argument("--price", type=float, help="of an hour of one GPU, in any currency")
     parser.add_argument("--out", type=Path, default=Path("doctor"), metavar="FOLDER", help="(doctor)")
-    args, fields = parser.parse_known_args()
+    words = sys.argv[1:]
+    args, fields = parser.parse_known_args(words if words and words[0][0] != "-" else ["quickstart", *words])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that no part outlives this
     with exit_on_user_error():
         is_positive = args.minutes > 0 and (args.price is None or args.price >= 0)
