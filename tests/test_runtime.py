@@ -6,6 +6,7 @@ import re
 import resource
 import subprocess
 import sys
+import warnings
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -100,6 +101,23 @@ def test_start_refuses_the_cpu_where_a_gpu_is_that_torch_cannot_use(alone, monke
         with pytest.raises(ValueError, match="/dev/nvidia0 is a GPU, but torch .* cannot use it .*--device cpu"):
             start_processes(device)
     assert start_processes("cpu").device == CPU
+
+
+@pytest.mark.parametrize("given, expected", [(None, "1"), ("0", "0")])
+def test_on_a_gpu_triton_fuses_multiply_adds_and_does_not_warn(given, expected, alone, monkeypatch):
+    name = "TRITON_DEFAULT_FP_FUSION"
+    monkeypatch.setenv(name, given or "")  # so that it is put back
+    if given is None:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr("runtime.processes.count_gpus", lambda: 1)
+    monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
+    assert start_processes("auto").device == torch.device("cuda", 0)
+    assert os.environ[name] == expected
+    knobs = pytest.importorskip("triton.knobs")
+    if hasattr(knobs.language, "fp_fusion_enabled"):  # from 3.9 on
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert knobs.language.fp_fusion_enabled(None) == (expected == "1")
 
 
 def test_alone_an_error_of_set_up_reaches_the_caller(alone):
