@@ -111,7 +111,8 @@ class GPT(nn.Module):
         """
         method = method or self.blocks[0].attention.method
         where = dict(device=self.head.device, dtype=self.dtype, context=context)
-        return make_plan(method, length, length, target_length=target_length, backend=backend, **where)
+        lengths = dict(target_length=target_length, normalised=True)
+        return make_plan(method, length, length, backend=backend, **lengths, **where)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return norm(self.embedding(tokens).to(self.dtype))

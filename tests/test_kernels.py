@@ -360,7 +360,7 @@ binaries, compile = [], triton.compile
 triton.compile = lambda *args, **options: binaries.append(compile(*args, **options)) or binaries[-1]
 arch, dtype, head_dim, name, options = eval(sys.argv[1], vars(torch))
 change = make_method(name, num_heads=2, head_dim=head_dim, train_length=64, **options).score_change
-coefficients = make_coefficients(change, 2, head_dim, 300, 0, dtype, "cpu")
+coefficients = make_coefficients(change, 2, head_dim, 300, 0, dtype, "cpu", 1.1 * head_dim)
 inputs = torch.zeros(4, 1, 2, 300, head_dim, dtype=dtype)
 for role, launch in kernel_launches(inputs, coefficients, arch=arch).items():
     if role != "delta":

@@ -39,6 +39,7 @@ class Coefficients:
     q_offset: int = 0  # modulo STEP: of the queries that the polynomials are for
     tangent: Tensor | None = None  # as table: the derivatives by the parameter of each head
     parameter: Tensor | None = None  # (H,): the learned parameter that they belong to
+    bounded: bool = False  # the softmax needs no running maximum: is_bounded
 
 
 def learned_parameters(change: ScoreChange | None) -> dict[str, Tensor]:
@@ -47,12 +48,18 @@ def learned_parameters(change: ScoreChange | None) -> dict[str, Tensor]:
 
 
 def make_coefficients(
-    change: ScoreChange, num_heads: int, head_dim: int, key_length: int, q_offset: int, dtype: torch.dtype, device
-) -> Coefficients:
+    change: ScoreChange | None, num_heads: int, head_dim: int, key_length: int, q_offset: int, dtype: torch.dtype,
+    device, product_bound: float = math.inf,
+) -> Coefficients:  # fmt: skip
     """Return what the kernel needs of `change`, for queries from q_offset on and keys 0..key_length-1, of this dtype.
 
-    A change with a learned parameter, one number a head, is differentiable in it; others no kernel can take.
+    A change with a learned parameter, one number a head, is differentiable in it; others no kernel can take. None: the
+    logits are S. product_bound: what |q.k| does not exceed, from which `bounded` follows; what is learned is not known
+    here, and not bounded.
     """
+    if change is None:
+        table = torch.empty(0, 1, key_length + 2 * REACH, device=device)
+        return Coefficients(table, bounded=is_bounded(table, head_dim, product_bound, dtype))
     head = torch.arange(num_heads, device=device).unsqueeze(-1)  # (H, 1)
     distance = torch.arange(key_length + 2 * REACH, device=device).double()
     if learned := learned_parameters(change):
@@ -67,7 +74,8 @@ def make_coefficients(
     is_one = bool((m - (1 - a * a)).abs().le(1e-12 * (1 + a * a)).all())
     table = to_bits(a, m, distance, head_dim, is_one)
     polynomials, degrees, far = fit_polynomials(table, q_offset, TOLERANCE[dtype])
-    return Coefficients(table.float().contiguous(), polynomials, degrees, far, q_offset % STEP)
+    bounded = is_bounded(table, head_dim, product_bound, dtype)
+    return Coefficients(table.float().contiguous(), polynomials, degrees, far, q_offset % STEP, bounded=bounded)
 
 
 def to_bits(a: Tensor | float, m: Tensor | float, distance: Tensor, head_dim: int, one: bool = False) -> Tensor:
@@ -75,6 +83,31 @@ def to_bits(a: Tensor | float, m: Tensor | float, distance: Tensor, head_dim: in
     functions = (a * LOG2E**0.5,) if one else (a * (LOG2E * head_dim**-0.5), m * LOG2E)
     functions = torch.stack(torch.broadcast_tensors(*map(torch.as_tensor, functions), distance)[:-1])
     return functions if functions.dim() == 3 else functions.unsqueeze(1)
+
+
+def product_scale(functions: int, head_dim: int) -> float:
+    """Return what the kernels multiply qk with, before these functions of the distance are applied."""
+    return {0: LOG2E * head_dim**-0.5, 1: LOG2E**0.5 * head_dim**-0.5, 2: 1.0}[functions]
+
+
+def is_bounded(table: Tensor, head_dim: int, product_bound: float, dtype: torch.dtype) -> bool:
+    """Return whether exp2(logits) can be summed as they are, in float32, if |qk| <= product_bound at all distances.
+
+    The logits of a distance are within bias -+ |slope| product_bound. For the largest, the sum over all keys times
+    values up to 2^30 must stay below 2^127. For the smallest, every query sees its own key, at distance 0: all that is
+    flushed to 0, less than 2^-126 a key, must be less than 2^-24 of exp2 of that key's logit.
+
+    table: (n, H or 1, keys + 2 REACH), see Coefficients. Never in float16, which has no such exponents.
+    """
+    largest = product_scale(len(table), head_dim) * product_bound
+    smallest = -largest
+    table = table[..., : table.shape[2] - 2 * REACH]
+    if len(table):
+        slope, bias = table if len(table) == 2 else (table[0], -table[0].square())
+        reach = slope.abs() * largest
+        largest, smallest = (bias + reach).max().item(), (bias - reach)[:, 0].min().item()
+    keys = math.log2(table.shape[2])
+    return dtype != torch.float16 and largest + keys + 30 < 127 and smallest - keys - 24 > -126
 
 
 def window_starts(key_length: int, q_offset: int, device) -> Tensor:

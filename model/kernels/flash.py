@@ -10,7 +10,7 @@ from torch import Tensor
 
 from errors import require
 from model.kernels import heads_last
-from model.kernels.distance import EVERYWHERE, LOG2E, MAX_LENGTH, REACH, STEP, Coefficients
+from model.kernels.distance import EVERYWHERE, LOG2E, MAX_LENGTH, REACH, STEP, Coefficients, product_scale
 from model.kernels.flash_kernels import (
     INTERPRETED,
     delta_kernel,
@@ -52,13 +52,15 @@ def flash_attention(
 ) -> Tensor:
     """Return causal attention (B, H, Tq, D) over a_t S + m_t, by make_coefficients; over S without coefficients.
 
-    q (B, H, Tq, D), k and v (B, H, Tk, D); query i is at position q_offset + i, key j at j. Forward and backward pass
-    repeat bit for bit. ValueError for what the kernels do not cover.
+    q (B, H, Tq, D), k and v (B, H, Tk, D); query i is at position q_offset + i, key j at j. Where the coefficients are
+    bounded, the caller answers for it that |q.k| stays below the bound that they were made for. Forward and backward
+    pass repeat bit for bit. ValueError for what the kernels do not cover.
     """
     check_inputs(q, k, v, coefficients, q_offset)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     c = coefficients or Coefficients(torch.empty(0, 1, 1, device=q.device))
-    return forward_op(q, k, v, c.parameter, c.table, c.polynomials, c.tangent, list(c.degrees), c.far, q_offset)[0]
+    functions = c.table, c.polynomials, c.tangent, list(c.degrees), c.far
+    return forward_op(q, k, v, c.parameter, *functions, q_offset, c.bounded)[0]
 
 
 def find_problem(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -92,6 +94,8 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients | N
         _, heads, distances = coefficients.table.shape
         require(heads in (1, H), f"coefficients of {heads} heads do not fit {H} heads")
         require(distances >= Tk + 2 * REACH, f"coefficients were made for fewer than {Tk} keys")
+        right = not coefficients.bounded or q.dtype != torch.float16
+        require(right, "coefficients that were bounded for another dtype do not fit float16: make them for it")
         there = coefficients.polynomials is None or coefficients.q_offset == q_offset % STEP
         require(there, f"coefficients were made for another offset of the queries than {q_offset}")
 
@@ -112,12 +116,13 @@ def on_its_gpu(operation):
 def forward_op(
     q: Tensor, k: Tensor, v: Tensor, parameter: Tensor | None,
     table: Tensor, polynomials: Tensor | None, tangent: Tensor | None, degrees: list[int], far: int, q_offset: int,
+    bounded: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the output, and for each query the logarithm to base 2 of the sum of its exp2(logits), (B, H, Tq)."""
     o, lse = empty_outputs(q)
     launch = Launch(q, k, v, table, polynomials, degrees, far, q_offset)
     arguments = q, k, v, o, lse, table, launch.polynomials, *strides(q, k, v, o)
-    launch(forward_kernel, "forward", q.shape[2], arguments)
+    launch(forward_kernel, "forward", q.shape[2], arguments, BOUNDED=bounded)
     return o, lse
 
 
@@ -166,13 +171,13 @@ def empty_gradients(q, k, v, tangent):
 
 
 def save_for_backward(ctx, inputs, output):
-    q, k, v, _, *tensors, ctx.degrees, ctx.far, ctx.q_offset = inputs
+    q, k, v, _, *tensors, ctx.degrees, ctx.far, ctx.q_offset, _ = inputs
     ctx.save_for_backward(q, k, v, *output, *tensors)
 
 
 def backward(ctx, do, _):
     *gradients, dparameter = backward_op(do, *ctx.saved_tensors, ctx.degrees, ctx.far, ctx.q_offset)
-    return *gradients, dparameter if ctx.needs_input_grad[3] else None, *[None] * 6
+    return *gradients, dparameter if ctx.needs_input_grad[3] else None, *[None] * 7
 
 
 forward_op.register_autograd(backward, setup_context=save_for_backward)
@@ -190,7 +195,7 @@ class Launch:
         capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)
         self.tiles = choose_tiles(q.dtype, self.block_d, capability)
         self.polynomials = table if polynomials is None else polynomials
-        scale = {0: LOG2E * D**-0.5, 1: LOG2E**0.5 * D**-0.5, 2: 1.0}[functions]  # of q.k: see distance.py
+        scale = product_scale(functions, D)
         self.batch_heads = B * H
         degree_a, degree_m = [*degrees, 0, 0][:2]
         self.common = (

@@ -26,12 +26,12 @@ IN_INTERPRETER = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
-def load_rows(base, row, stride, d, rows_left, HEAD_DIM: tl.constexpr, BOUNDED: tl.constexpr):
-    """Return rows (R, BLOCK_D) that start at the pointer base; 0 outside the head, and beyond rows_left if BOUNDED."""
+def load_rows(base, row, stride, d, rows_left, HEAD_DIM: tl.constexpr, PARTIAL: tl.constexpr):
+    """Return rows (R, BLOCK_D) that start at the pointer base; 0 outside the head, and beyond rows_left if PARTIAL."""
     at = base + row[:, None] * stride + d[None, :]
-    if BOUNDED and HEAD_DIM < d.shape[0]:
+    if PARTIAL and HEAD_DIM < d.shape[0]:
         return tl.load(at, mask=(row[:, None] < rows_left) & (d[None, :] < HEAD_DIM), other=0.0)
-    elif BOUNDED:
+    elif PARTIAL:
         return tl.load(at, mask=row[:, None] < rows_left, other=0.0)
     elif HEAD_DIM < d.shape[0]:
         return tl.load(at, mask=d[None, :] < HEAD_DIM, other=0.0)
@@ -150,9 +150,13 @@ def forward_kernel(
     table_f, table_h, polynomials_f, polynomials_h, first_D, far, scale, H, Tq, Tk, q_offset,
     FUNCTIONS: tl.constexpr, DEGREE_A: tl.constexpr, DEGREE_M: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr, STEP: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Write the output o of a tile of queries, and lse, the logarithm to base 2 of the sum of their exp2(logits)."""
+    """Write the output o of a tile of queries, and lse, the logarithm to base 2 of the sum of their exp2(logits).
+
+    If BOUNDED, no exp2(logit) is too large for float32 and each row's own key is not too small (distance.is_bounded):
+    then they are summed as they are, without a running maximum.
+    """
     batch, head, tile = which_tile(tl.cdiv(Tq, QUERIES), H)
     start = (tl.cdiv(Tq, QUERIES) - 1 - tile) * QUERIES  # the longest rows first
     q += batch * q_b + head * q_h + start.to(tl.int64) * q_t
@@ -169,7 +173,7 @@ def forward_kernel(
     masked_from, far_to = key_stretches(D0, far, NEAR, FAR, KEYS)
     acc = tl.zeros([QUERIES, BLOCK_D], tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
-    peak = tl.full([QUERIES], float("-inf"), tl.float32)
+    peak = tl.full([QUERIES], 0.0 if BOUNDED else float("-inf"), tl.float32)  # subtracted from the logits
     for stretch in tl.static_range(3):  # masked (first: then every row has seen a key), near, far
         if stretch == 0:
             begin, end = masked_from, tl.minimum(D0 + QUERIES, Tk)
@@ -188,12 +192,16 @@ def forward_kernel(
             )  # fmt: skip
             if stretch == 0:
                 logits = tl.where(D0 + row[:, None] >= n + column[None, :], logits, float("-inf"))
-            new_peak = tl.maximum(peak, tl.max(logits, 1))
-            p = tl.exp2(logits - new_peak[:, None])
-            shrink = tl.exp2(peak - new_peak)
-            total = total * shrink + tl.sum(p, 1)
-            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], input_precision=PRECISION)
-            peak = new_peak
+            if not BOUNDED:
+                new_peak = tl.maximum(peak, tl.max(logits, 1))
+                shrink = tl.exp2(peak - new_peak)
+                total *= shrink
+                acc *= shrink[:, None]
+                logits -= new_peak[:, None]
+                peak = new_peak
+            p = tl.exp2(logits)
+            total += tl.sum(p, 1)
+            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
     store_rows(o, row, o_t, d, Tq - start, acc / total[:, None], HEAD_DIM)
     tl.store(lse + row, peak + tl.log2(total), mask=row < Tq - start)
 

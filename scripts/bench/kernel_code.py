@@ -11,6 +11,7 @@ but what a transform adds to it says what it costs where the instructions are th
 
 import argparse
 import dataclasses
+import functools
 import re
 import subprocess
 import tempfile
@@ -28,7 +29,7 @@ from errors import exit_on_user_error, require
 from model.backends.triton import prepare
 from model.kernels import flash
 from model.kernels.distance import Coefficients
-from scripts.bench.variants import Case, as_closed_form, table_only
+from scripts.bench.variants import Case, as_closed_form, online, table_only
 from scripts.shared.tables import markdown_table
 
 ROLES = ("forward", "query_gradient", "key_gradient")  # the keys of choose_tiles
@@ -46,9 +47,11 @@ def of_method(formula: str) -> Callable[[Case], Coefficients | None]:
     return lambda case: prepare(case.method(formula).score_change, case.call)
 
 
-VARIANTS = {  # what the kernels are told of a_t and m_t
+VARIANTS = {  # what the kernels are told of a_t and m_t, and, but for those with a running maximum, of |q| and |k|
     "plain": of_method("plain"),
+    "plain:online": functools.partial(online, formula="plain"),
     "si": of_method("si"),  # a table, and cubics far away
+    "si:online": functools.partial(online, formula="si"),
     "si:table": table_only,
     "si:closed": as_closed_form,
     "alibi": of_method("alibi"),
@@ -98,7 +101,7 @@ def kernel_launches(
     c = coefficients or Coefficients(torch.empty(0, 1, 1, device=q.device))
     functions = c.table, c.polynomials, c.tangent, list(c.degrees), c.far, 0
     with mock.patch.multiple(flash, choose_tiles=choose, **recorders):
-        o, lse = flash.forward_op(q, k, v, c.parameter, *functions)
+        o, lse = flash.forward_op(q, k, v, c.parameter, *functions, c.bounded)
         flash.backward_op(do, q, k, v, o, lse, *functions)
     launches = {}
     for name, recorder in recorders.items():  # of kernel[grid](*arguments, **constants, **options)
