@@ -47,6 +47,15 @@ def store_rows(base, row, stride, d, rows_left, value, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
+def load_entries(at):
+    """Return the float32 numbers at pointers, one each: tl.load in a loop would stage them in shared memory."""
+    if IN_INTERPRETER:
+        return tl.load(at)
+    else:
+        return tl.inline_asm_elementwise("ld.global.nc.f32 $0, [$1];", "=f,l", [at], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def approximate_log2(x):
     """Return log2(x) as the special function unit gives it: Triton's own takes some 15 instructions more.
 
@@ -109,14 +118,14 @@ def logits_of_tile(
             t = D + (u + v)
             if MASKED:
                 t = tl.maximum(t, 0)
-            a = tl.load(table + t)
+            a = load_entries(table + t)
         if FUNCTIONS == 1:
             return a * (qk * scale - a), a
         else:
             if FAR:
                 m = function_of_tile(at + polynomials_f, D, u.to(tl.float32), v.to(tl.float32), DEGREE_M)
             else:
-                m = tl.load(table + table_f + t)
+                m = load_entries(table + table_f + t)
             return a * qk + m, a
 
 
