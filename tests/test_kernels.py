@@ -364,9 +364,10 @@ coefficients = make_coefficients(change, 2, head_dim, 300, 0, dtype, "cpu", 1.1 
 inputs = torch.zeros(4, 1, 2, 300, head_dim, dtype=dtype)
 for role, launch in kernel_launches(inputs, coefficients, arch=arch).items():
     if role != "delta":
-        compile_launch(launch, arch)
+        spills = [loop["spills"] for loop in compile_launch(launch, arch)["loops"]]
         ptx = binaries[-1].asm["ptx"]
-        print(role, bool(re.search(r"\\b(atom|red)\\.", ptx)), f"sm_{arch}" in ptx)
+        atomic = bool(re.search(r"\\b(atom|red)\\.", ptx))
+        print(role, atomic, f"sm_{arch}" in ptx, max(spills, default=0) < 0.5)
 """
 
 
@@ -376,10 +377,11 @@ for role, launch in kernel_launches(inputs, coefficients, arch=arch).items():
     "80, float16, 64, 'alibi', {}",
     "90, bfloat16, 128, 'scale_invariant_nope', {}",
 ])
-def test_the_kernels_compile_for_gpus_without_atomics(case):
+def test_the_kernels_compile_for_gpus_without_atomics_or_spills(case):
+    """Spills: less than one instruction for two logits, of some 20 for each; versions of Triton differ in them."""
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     code = subprocess.run([sys.executable, "-c", COMPILE, case], cwd=ROOT, env=env, capture_output=True, text=True)
-    assert code.stdout.splitlines() == [f"{role} False True" for role in ROLES], code.stderr
+    assert code.stdout.splitlines() == [f"{role} False True True" for role in ROLES], code.stderr
 
 
 # ---- low precision ---------------------------------------------------------------------------------------------------

@@ -33,18 +33,21 @@ class Tiles:
     stages: int
 
 
-def choose_tiles(dtype: torch.dtype, block_d: int, capability: tuple[int, int]) -> dict[str, Tiles]:
-    """Return the tiles of each kernel, which fit registers and shared memory (scripts.kernel_code); not timed yet."""
+def choose_tiles(dtype: torch.dtype, block_d: int, capability: tuple[int, int], bounded: bool) -> dict[str, Tiles]:
+    """Return the tiles of each kernel: of those that fit shared memory and spill no register in a loop, the ones with
+    the fewest instructions a logit (scripts.kernel_code; scripts.bench attention --tune). Not timed yet.
+    """
     if dtype == torch.float32:
         small = Tiles(32, 32, 4, 1) if block_d <= 128 else Tiles(16, 16, 4, 1)
         return dict(forward=small, query_gradient=small, key_gradient=small)
     if block_d > 128:
         return dict(forward=Tiles(64, 32, 4, 2), query_gradient=Tiles(64, 32, 4, 1), key_gradient=Tiles(32, 32, 4, 1))
-    if block_d == 128 and capability >= (9, 0):
-        big = Tiles(128, 64, 8, 2)
-        return dict(forward=Tiles(128, 64, 8, 3), query_gradient=big, key_gradient=Tiles(64, 128, 8, 2))
-    middle = Tiles(64, 64, 4, 2)
-    return dict(forward=Tiles(128, 64, 4 if block_d <= 64 else 8, 2), query_gradient=middle, key_gradient=middle)
+    if block_d == 128 and capability[0] in (9, 10):  # 227 KiB of shared memory: Hopper, and Blackwell of data centres
+        forward = Tiles(128, 128, 8, 2) if bounded else Tiles(128, 64, 8, 3)
+        return dict(forward=forward, query_gradient=Tiles(128, 64, 8, 2), key_gradient=Tiles(32, 128, 8, 3))
+    narrow = block_d <= 64
+    forward, key_gradient = Tiles(128, 64, 4 if narrow else 8, 2), Tiles(64, 128 if narrow else 64, 8, 2)
+    return dict(forward=forward, query_gradient=Tiles(64, 64, 4, 2), key_gradient=key_gradient)
 
 
 def flash_attention(
@@ -120,7 +123,7 @@ def forward_op(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the output, and for each query the logarithm to base 2 of the sum of its exp2(logits), (B, H, Tq)."""
     o, lse = empty_outputs(q)
-    launch = Launch(q, k, v, table, polynomials, degrees, far, q_offset)
+    launch = Launch(q, k, v, table, polynomials, degrees, far, q_offset, bounded)
     arguments = q, k, v, o, lse, table, launch.polynomials, *strides(q, k, v, o)
     launch(forward_kernel, "forward", q.shape[2], arguments, BOUNDED=bounded)
     return o, lse
@@ -186,14 +189,14 @@ forward_op.register_autograd(backward, setup_context=save_for_backward)
 class Launch:
     """Launches the kernels of one call with the arguments that they share, and the code that the call needs."""
 
-    def __init__(self, q, k, v, table, polynomials, degrees, far, q_offset):
+    def __init__(self, q, k, v, table, polynomials, degrees, far, q_offset, bounded=False):
         B, H, Tq, D = q.shape
         functions = len(table)
         near = functions > 0 and far > EVERYWHERE
         has_far = functions > 0 and far < k.shape[2]
         self.block_d = max(16, triton.next_power_of_2(D))
         capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)
-        self.tiles = choose_tiles(q.dtype, self.block_d, capability)
+        self.tiles = choose_tiles(q.dtype, self.block_d, capability, bounded)
         self.polynomials = table if polynomials is None else polynomials
         scale = product_scale(functions, D)
         self.batch_heads = B * H

@@ -93,8 +93,9 @@ def kernel_launches(
     """
     choose_tiles = flash.choose_tiles
 
-    def choose(dtype, block_d, capability):
-        return choose_tiles(dtype, block_d, capability if arch is None else divmod(arch, 10)) | (tiles or {})
+    def choose(dtype, block_d, capability, bounded):
+        capability = capability if arch is None else divmod(arch, 10)
+        return choose_tiles(dtype, block_d, capability, bounded) | (tiles or {})
 
     recorders = {f"{role}_kernel": mock.MagicMock() for role in (*ROLES, "delta")}
     q, k, v, do = inputs
