@@ -70,6 +70,20 @@ def constant_of_one_function(t, h):
     return 1.25 + 0 * t, -0.5625 + 0 * t  # m = 1 - a^2
 
 
+def bent(t, h):
+    """Lines in the end: on float32's grid from 592 tokens on, and cubics from 560 on."""
+    return 1 + 0.1 * h + t / 1000 + 0.5 * torch.exp(-t / 30), -t / 100 - torch.exp(-t / 28)
+
+
+def bent_of_one_function(t, h):
+    a, _ = bent(t, 0 * h)
+    return a, 1 - a * a
+
+
+def line_and_bent(t, h):
+    return 0.5 + 0.002 * t, -t / 100 - 0.5 * torch.exp(-t / 30)
+
+
 def rough(t, h):
     return 1 + 0.3 * (t % 7 == 2), -(t % 5) / (3 + h)
 
@@ -307,6 +321,31 @@ def test_far_tiles(formula, q_offset, tiles):
     check(formula, exact, q_offset=q_offset, coefficients=made)
 
 
+@pytest.mark.parametrize("formula", [bent, bent_of_one_function, line_and_bent])
+def test_tiles_of_lines(formula, tiles):
+    """Beyond near and far ones, which these queries see too."""
+    tiles((32, 32), (32, 16), (16, 32))
+    queries, q_offset = 50, 713
+    made = coefficients_of(formula, 1, 16, q_offset + queries, q_offset)
+    assert 128 < made.far < made.line < q_offset and made.line - made.far >= 32
+    check(formula, random_inputs(1, queries, 16, keys=q_offset + queries), q_offset=q_offset, coefficients=made)
+
+
+def test_lines_of_the_paper_s_method():
+    """In bfloat16 from 2,272 tokens on, which are 93 % of the tiles at 64k."""
+    made = coefficients_of(scale_invariant, 1, 128, 4096, dtype=torch.bfloat16)
+    assert made.far < made.line < 2300
+    t = torch.arange(4096)
+    exact = functions_in_bits(scale_invariant, t.double(), 128)[0, 0]
+    for D in range(made.line, 4096, 16):
+        coefficients = made.polynomials[0, 0, (D + 128) // 16].cpu()
+        assert not coefficients[2:].any()
+        near = t[(t > D - 128) & (t < D + 128)]
+        error = (polynomial(coefficients[None], 1, near - D, 0)[0] - exact[near]).abs()
+        assert (error <= TOLERANCE[torch.bfloat16] * (1 + exact[near])).all()
+    assert made.polynomials[0, 0, (made.line + 128) // 16 - 1, 2:].any()
+
+
 @pytest.mark.parametrize("queries, q_offset", [(70, 1530), (1, 1599), (50, 1507)])
 def test_far_tiles_of_the_paper_s_method(queries, q_offset, tiles):
     tiles((128, 128), (128, 128), (128, 128))
@@ -324,7 +363,7 @@ def test_far_tiles_of_the_paper_s_method(queries, q_offset, tiles):
 def test_a_table_in_place_of_polynomials_gives_the_same(tiles):
     tiles((64, 64), (64, 64), (64, 64))
     made = coefficients_of(smooth, 1, 16, 300)
-    check(smooth, random_inputs(1, 300, 16), coefficients=dataclasses.replace(made, far=NOWHERE))
+    check(smooth, random_inputs(1, 300, 16), coefficients=dataclasses.replace(made, far=NOWHERE, line=NOWHERE))
 
 
 def test_the_closed_form(small):
@@ -532,7 +571,7 @@ def test_opcheck(learn_tau, small):
     method = learned_method(2) if learn_tau else make("scale_invariant_nope", 2)
     made = make_coefficients(method.to(DEVICE).score_change, 2, 16, 20, 0, torch.float32, DEVICE)
     inputs = [x.to(DEVICE).detach().requires_grad_() for x in cast(random_inputs(2, 20, 16), torch.float32)]
-    functions = made.table, made.polynomials, made.tangent, list(made.degrees), made.far, 0
+    functions = made.table, made.polynomials, made.tangent, list(made.degrees), made.far, made.line, 0
     torch.library.opcheck(flash.forward_op, (*inputs, made.parameter, *functions))
     output, lse = flash.forward_op(*inputs, made.parameter, *functions)
     arguments = [x.detach() for x in (torch.ones_like(output), *inputs, output, lse)]

@@ -62,7 +62,7 @@ def flash_attention(
     check_inputs(q, k, v, coefficients, q_offset)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     c = coefficients or Coefficients(torch.empty(0, 1, 1, device=q.device))
-    functions = c.table, c.polynomials, c.tangent, list(c.degrees), c.far
+    functions = c.table, c.polynomials, c.tangent, list(c.degrees), c.far, c.line
     return forward_op(q, k, v, c.parameter, *functions, q_offset, c.bounded)[0]
 
 
@@ -118,12 +118,12 @@ def on_its_gpu(operation):
 @on_its_gpu
 def forward_op(
     q: Tensor, k: Tensor, v: Tensor, parameter: Tensor | None,
-    table: Tensor, polynomials: Tensor | None, tangent: Tensor | None, degrees: list[int], far: int, q_offset: int,
-    bounded: bool = False,
+    table: Tensor, polynomials: Tensor | None, tangent: Tensor | None, degrees: list[int], far: int, line: int,
+    q_offset: int, bounded: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the output, and for each query the logarithm to base 2 of the sum of its exp2(logits), (B, H, Tq)."""
     o, lse = empty_outputs(q)
-    launch = Launch(q, k, v, table, polynomials, degrees, far, q_offset, bounded)
+    launch = Launch(q, k, v, table, polynomials, degrees, far, line, q_offset, bounded)
     arguments = q, k, v, o, lse, table, launch.polynomials, *strides(q, k, v, o)
     launch(forward_kernel, "forward", q.shape[2], arguments, BOUNDED=bounded)
     return o, lse
@@ -142,14 +142,15 @@ def empty_outputs(q: Tensor) -> tuple[Tensor, Tensor]:  # (B, H, Tq, D) and (B, 
 @on_its_gpu
 def backward_op(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-    table: Tensor, polynomials: Tensor | None, tangent: Tensor | None, degrees: list[int], far: int, q_offset: int,
+    table: Tensor, polynomials: Tensor | None, tangent: Tensor | None, degrees: list[int], far: int, line: int,
+    q_offset: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k, v and of the parameter of each head, (H,), which are 0 without a tangent."""
     if do.stride(-1) != 1:
         do = do.contiguous()
     dq, dk, dv, dparameter = empty_gradients(q, k, v, tangent)
     delta = torch.empty_like(lse)
-    launch = Launch(q, k, v, table, polynomials, degrees, far, q_offset)
+    launch = Launch(q, k, v, table, polynomials, degrees, far, line, q_offset)
     B, H, Tq, D = q.shape
     delta_kernel[(triton.cdiv(Tq, 64) * B * H,)](
         o, do, delta, *strides(o, do), H, Tq, HEAD_DIM=D, BLOCK_D=launch.block_d, QUERIES=64
@@ -174,13 +175,13 @@ def empty_gradients(q, k, v, tangent):
 
 
 def save_for_backward(ctx, inputs, output):
-    q, k, v, _, *tensors, ctx.degrees, ctx.far, ctx.q_offset, _ = inputs
+    q, k, v, _, *tensors, ctx.degrees, ctx.far, ctx.line, ctx.q_offset, _ = inputs
     ctx.save_for_backward(q, k, v, *output, *tensors)
 
 
 def backward(ctx, do, _):
-    *gradients, dparameter = backward_op(do, *ctx.saved_tensors, ctx.degrees, ctx.far, ctx.q_offset)
-    return *gradients, dparameter if ctx.needs_input_grad[3] else None, *[None] * 7
+    *gradients, dparameter = backward_op(do, *ctx.saved_tensors, ctx.degrees, ctx.far, ctx.line, ctx.q_offset)
+    return *gradients, dparameter if ctx.needs_input_grad[3] else None, *[None] * 8
 
 
 forward_op.register_autograd(backward, setup_context=save_for_backward)
@@ -189,11 +190,11 @@ forward_op.register_autograd(backward, setup_context=save_for_backward)
 class Launch:
     """Launches the kernels of one call with the arguments that they share, and the code that the call needs."""
 
-    def __init__(self, q, k, v, table, polynomials, degrees, far, q_offset, bounded=False):
+    def __init__(self, q, k, v, table, polynomials, degrees, far, line, q_offset, bounded=False):
         B, H, Tq, D = q.shape
         functions = len(table)
         near = functions > 0 and far > EVERYWHERE
-        has_far = functions > 0 and far < k.shape[2]
+        has_far, has_line = (functions > 0 and first < k.shape[2] for first in (far, line))
         self.block_d = max(16, triton.next_power_of_2(D))
         capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)
         self.tiles = choose_tiles(q.dtype, self.block_d, capability, bounded)
@@ -203,12 +204,12 @@ class Launch:
         degree_a, degree_m = [*degrees, 0, 0][:2]
         self.common = (
             table.stride(0), head_stride(table), self.polynomials.stride(0), head_stride(self.polynomials),
-            q_offset % STEP - REACH, far if near and has_far else 0, scale,
+            q_offset % STEP - REACH, far if near and has_far else 0, line if has_line else 0, scale,
         )  # fmt: skip
         self.lengths = (H, Tq, k.shape[2], q_offset)
         self.unit = scale / LOG2E  # of gradients: logits are in bits
         self.options = dict(
-            FUNCTIONS=functions, DEGREE_A=degree_a, DEGREE_M=degree_m, NEAR=near, FAR=has_far,
+            FUNCTIONS=functions, DEGREE_A=degree_a, DEGREE_M=degree_m, NEAR=near, FAR=has_far, LINE=has_line,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32", STEP=STEP, HEAD_DIM=D, BLOCK_D=self.block_d,
         )  # fmt: skip
 

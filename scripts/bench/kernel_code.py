@@ -4,7 +4,7 @@
     python -m scripts.kernel_code --variants si --tiles key_gradient 64 64 4 2
 
 compiles them to machine code (triton brings the compiler and the disassembler) and counts, in each main loop (masked,
-near and far, see model/kernels/flash_kernels.py), the instructions a thread issues for each of its logits: of all
+near, far and line, see model/kernels/flash_kernels.py), the instructions a thread issues for each of its logits: of all
 kinds, on the special-function unit (MUFU), loads from global and from shared memory, and spills. A count is no time,
 but what a transform adds to it says what it costs where the instructions are the bottleneck.
 """
@@ -100,7 +100,7 @@ def kernel_launches(
     recorders = {f"{role}_kernel": mock.MagicMock() for role in (*ROLES, "delta")}
     q, k, v, do = inputs
     c = coefficients or Coefficients(torch.empty(0, 1, 1, device=q.device))
-    functions = c.table, c.polynomials, c.tangent, list(c.degrees), c.far, 0
+    functions = c.table, c.polynomials, c.tangent, list(c.degrees), c.far, c.line, 0
     with mock.patch.multiple(flash, choose_tiles=choose, **recorders):
         o, lse = flash.forward_op(q, k, v, c.parameter, *functions, c.bounded)
         flash.backward_op(do, q, k, v, o, lse, *functions)
@@ -154,7 +154,7 @@ def compile_launch(launch: Launch, arch: int) -> dict:
         usage = re.search(r"REG:(\d+) STACK:(\d+)", nvidia_tool("cuobjdump", "-res-usage", file.name))
         code = nvidia_tool("nvdisasm", "-c", file.name)
     c, tiles = launch.constants, launch.tiles
-    also = dict(near=c["NEAR"], far=c["FAR"] or not c["NEAR"])
+    also = dict(near=c["NEAR"], far=c["FAR"] or not c["NEAR"], line=c["LINE"])
     stretches = ["masked", *(name for name, is_there in also.items() if is_there)]
     loops = count_loops(code, logits=tiles.queries * tiles.keys / (32 * tiles.warps))
     if len(loops) != len(stretches):  # the compiler split or merged some

@@ -82,7 +82,7 @@ def random_inputs(case: Case) -> list[Tensor]:
 
 def table_only(case: Case) -> Coefficients:
     """Return scale-invariant attention's a_t and m_t for the Triton kernel, all of them as tables."""
-    return dataclasses.replace(triton.prepare(case.method("si").score_change, case.call), far=NOWHERE)
+    return dataclasses.replace(triton.prepare(case.method("si").score_change, case.call), far=NOWHERE, line=NOWHERE)
 
 
 def as_closed_form(case: Case) -> Coefficients:
