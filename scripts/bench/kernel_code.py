@@ -50,7 +50,7 @@ def of_method(formula: str) -> Callable[[Case], Coefficients | None]:
 VARIANTS = {  # what the kernels are told of a_t and m_t, and, but for those with a running maximum, of |q| and |k|
     "plain": of_method("plain"),
     "plain:online": functools.partial(online, formula="plain"),
-    "si": of_method("si"),  # a table, and cubics far away
+    "si": of_method("si"),  # a table, further away cubics, then lines
     "si:online": functools.partial(online, formula="si"),
     "si:table": table_only,
     "si:closed": as_closed_form,

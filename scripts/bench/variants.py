@@ -85,6 +85,12 @@ def table_only(case: Case) -> Coefficients:
     return dataclasses.replace(triton.prepare(case.method("si").score_change, case.call), far=NOWHERE, line=NOWHERE)
 
 
+def table_and_lines(case: Case) -> Coefficients:
+    """Return the same with the table up to where lines begin: no cubics."""
+    made = triton.prepare(case.method("si").score_change, case.call)
+    return dataclasses.replace(made, far=made.line)
+
+
 def as_closed_form(case: Case) -> Coefficients:
     """Return the same as the logarithm and root that the kernel computes for each logit."""
     form = closed_form(10.0, case.length, case.device)
@@ -208,7 +214,8 @@ CUDA = {  # when time runs out, the last go first
     "fa4": Variant("plain", partial(flash_attention, module="flash_attn.cute"), "FlashAttention-4 (flash_attn.cute)"),
     "sdpa:bias": Variant("plain", sdpa_bias, "torch's SDPA with a dense additive bias, of 0 and -inf"),
     "triton:plain": Variant("plain", by_triton, "ours, causal"),
-    "triton:si": Variant("si", by_triton, "table, and cubics far away"),
+    "triton:si": Variant("si", by_triton, "table, further away cubics, then lines"),
+    "triton:si:lines": Variant("si", partial(by_triton, coefficients=table_and_lines), "table, far away lines"),
     "triton:si:table": Variant("si", partial(by_triton, coefficients=table_only), "table everywhere"),
     "triton:si:closed": Variant("si", partial(by_triton, coefficients=as_closed_form), "logarithm and root"),
     "triton:si:online": Variant("si", partial(by_triton, coefficients=partial(online, formula="si")), "online softmax"),
