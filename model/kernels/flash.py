@@ -34,8 +34,10 @@ class Tiles:
 
 
 def choose_tiles(dtype: torch.dtype, block_d: int, capability: tuple[int, int], bounded: bool) -> dict[str, Tiles]:
-    """Return the tiles of each kernel: of those that fit shared memory and spill no register in a loop, the ones with
-    the fewest instructions a logit (scripts.kernel_code; scripts.bench attention --tune). Not timed yet.
+    """Return the tiles of each kernel, by what they compile to (scripts.kernel_code). Not timed yet: see bench --tune.
+
+    Up to head dimension 128, of those that fit shared memory, load ahead and spill next to nothing in a loop, the ones
+    with the fewest instructions a logit.
     """
     if dtype == torch.float32:
         small = Tiles(32, 32, 4, 1) if block_d <= 128 else Tiles(16, 16, 4, 1)
