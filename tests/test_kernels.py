@@ -331,6 +331,16 @@ def test_tiles_of_lines(formula, tiles):
     check(formula, random_inputs(1, queries, 16, keys=q_offset + queries), q_offset=q_offset, coefficients=made)
 
 
+def test_each_tile_reads_only_what_is_for_it(tiles):
+    """NaN is where the table is for far tiles only, cubics for near ones, and what makes a cubic of a line."""
+    tiles((32, 32), (32, 16), (16, 32))
+    made = coefficients_of(bent, 1, 16, 760, 704)
+    made.table[:, :, made.far + 32:] = math.nan
+    made.polynomials[:, :, : (made.far + 128) // 16] = math.nan
+    made.polynomials[:, :, (made.line + 128) // 16:, 2:] = math.nan
+    check(bent, random_inputs(1, 56, 16, keys=760), q_offset=704, coefficients=made)
+
+
 def test_lines_of_the_paper_s_method():
     """In bfloat16 from 2,272 tokens on, which are 93 % of the tiles at 64k."""
     made = coefficients_of(scale_invariant, 1, 128, 4096, dtype=torch.bfloat16)
