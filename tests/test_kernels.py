@@ -416,7 +416,7 @@ for role, launch in kernel_launches(inputs, coefficients, arch=arch).items():
         spills = [loop["spills"] for loop in compile_launch(launch, arch)["loops"]]
         ptx = binaries[-1].asm["ptx"]
         atomic = bool(re.search(r"\\b(atom|red)\\.", ptx))
-        print(role, atomic, f"sm_{arch}" in ptx, max(spills, default=0) < 0.5)
+        print(role, atomic, f"sm_{arch}" in ptx, max(spills, default=0) < 1)
 """
 
 
@@ -427,7 +427,7 @@ for role, launch in kernel_launches(inputs, coefficients, arch=arch).items():
     "90, bfloat16, 128, 'scale_invariant_nope', {}",
 ])
 def test_the_kernels_compile_for_gpus_without_atomics_or_spills(case):
-    """Spills: less than one instruction for two logits, of some 20 for each; versions of Triton differ in them."""
+    """Spills: less than one instruction a logit, of 10 to 25 of all kinds; versions of Triton differ in them."""
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     code = subprocess.run([sys.executable, "-c", COMPILE, case], cwd=ROOT, env=env, capture_output=True, text=True)
     assert code.stdout.splitlines() == [f"{role} False True True" for role in ROLES], code.stderr
