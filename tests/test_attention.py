@@ -242,8 +242,9 @@ def test_auto_on_cuda_is_sdpa_unless_the_score_changes(name, dtype):
 @pytest.mark.parametrize("name", NAMES)
 def test_auto_on_a_cpu_is_its_kernel_where_that_can_run(name):
     cpu = torch.device("cpu")
-    assert choose_backend(make(name), cpu, dtype=torch.bfloat16)[0] == "blocks"
-    assert choose_backend(make(name), cpu)[0] == ("blocks" if find_problem(cpu, torch.float32) else "cpu")
+    for dtype in (torch.float32, torch.bfloat16):
+        assert choose_backend(make(name), cpu, dtype=dtype)[0] == ("blocks" if find_problem(cpu, dtype) else "cpu")
+    assert choose_backend(make(name), cpu, dtype=torch.float64)[0] == "blocks"
 
 
 @pytest.mark.parametrize("head_dim, dtype, word", [(260, torch.bfloat16, "260"), (16, torch.float64, "float64")])
