@@ -21,7 +21,8 @@ if not torch.cuda.is_available():  # before the first test file imports Triton, 
     os.environ.setdefault("TRITON_INTERPRET", "1")  # its kernels run tile by tile in numpy, the same code without a GPU
 
 PROMISES = pytest.StashKey[dict]()
-FORKED = "sweep train chain needle context_parallel sharded bench_peers quickstart cpu_kernel bench report reproduce beyond keep memory optim".split()
+FORKED = "bench bench_peers beyond chain context_parallel cpu_kernel keep memory needle optim quickstart report".split()
+FORKED += "reproduce sharded sweep train".split()
 LONGEST = "promises_run sweep train chain kernels reproduce cpu_kernel context_parallel".split()
 
 
