@@ -36,7 +36,6 @@ from runtime.build import (
     build_optimizers,
     checkpoint_bytes,
     compile_model,
-    compute_dtype,
     config_of,
     train_step,
 )
@@ -49,6 +48,7 @@ from runtime.checkpoint import (
     space_needed,
 )
 from runtime.device import choose_compile, peak_flops, rng_state, set_rng_state
+from runtime.dtype import compute_dtype
 from runtime.nonfinite import explain_step
 from runtime.processes import (
     World,

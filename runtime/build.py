@@ -13,7 +13,7 @@ from configs.config import Config
 from model.gpt import GPT
 from model.methods import scaled_options
 from optim.groups import split_parameters
-from optim.muon import Muon, as_matrices, fast_dtype, lr_scale
+from optim.muon import Muon, as_matrices, lr_scale
 from optim.sharded import Group, Optimizers
 from runtime.processes import World
 
@@ -30,11 +30,6 @@ def config_of(stored: dict[str, Any]) -> Config:
         stored = stored | dict(method_options=options)
     known = {field.name for field in dataclasses.fields(Config)}
     return Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in stored.items() if k in known})
-
-
-def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """Return the dtype of the computation; parameters are float32 whatever it is."""
-    return fast_dtype(device) if config.dtype == "auto" else getattr(torch, config.dtype)
 
 
 def build_model(config: Config, dtype: torch.dtype) -> GPT:
@@ -79,8 +74,7 @@ def build_optimizers(config: Config, model: GPT, compiled: bool, world: World) -
             embedding=lambda name, p: name.startswith("embedding."),
         ),
     )
-    dtype = compute_dtype(config, world.device)
-    muon = functools.partial(Muon, momentum=config.muon_momentum, compile=compiled, dtype=dtype)
+    muon = functools.partial(Muon, momentum=config.muon_momentum, compile=compiled, dtype=model.dtype)
     adam = functools.partial(torch.optim.Adam, betas=config.adam_betas, eps=config.adam_eps, fused=True)
     groups = dict(
         head=Group(params["head"], adam, config.head_lr),

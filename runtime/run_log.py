@@ -18,6 +18,7 @@ from errors import exit_on_user_error
 from model.attention import Plan
 from model.gpt import GPT
 from runtime.device import AsyncScalars, device_name, peak_memory
+from runtime.dtype import explain_dtype
 from runtime.metrics import Metrics, start_wandb
 from runtime.processes import World, fail_together
 from runtime.progress import Progress
@@ -107,6 +108,7 @@ class RunLog:
             more = f"more comes with `{data_command(config.data_dir, data['tokens'])}`"
             self.print(f"warning: the text is shorter than the run and is read {epochs:.2f} times: {more}")
         dtype = str(model.dtype).removeprefix("torch.")
+        dtype += explain_dtype(config, world.device)
         self.print(f"{dtype}; compile {compile_note}; attention by {plan.backend} ({plan.why})")
         if self.peak:
             self.print(f"MFU of {self.peak[0]:.3g} FLOP/s ({self.peak[1]})")

@@ -72,7 +72,10 @@ find_problem._dynamo_marked_constant = True
 
 @functools.cache
 def multiplies_bfloat16() -> bool:
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    """Tell whether this processor multiplies bfloat16, and oneDNN lets it: ONEDNN_MAX_CPU_ISA=AVX2 in the environment
+    hides its units."""
+    units = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return units and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 @functools.cache
@@ -107,18 +110,9 @@ def compile_library(compiler: str) -> Path:
     damaged one would end the process when it is loaded, without a word.
     """
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    processor = Path("/proc/cpuinfo").read_text().splitlines()
-    flags = next((line for line in processor if line.startswith("flags")), "")
-    key = hashlib.sha256("\n".join((*map(Path.read_text, SOURCES), version, flags, *FLAGS)).encode()).hexdigest()[:16]
-    cache = os.environ.get("XDG_CACHE_HOME") or Path(os.path.expanduser("~")) / ".cache"
-    folder = Path(cache) / "scale_invariant_attention"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:  # no home
-        folder = Path(tempfile.gettempdir()) / f"scale_invariant_attention_{os.getuid()}"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        if folder.stat().st_uid != os.getuid():
-            raise PermissionError(f"{folder} belongs to another user") from None
+    texts = *map(Path.read_text, SOURCES), version, processor_flags(), *FLAGS
+    key = hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
+    folder = cache_folder()
     path = folder / f"cpu-{key}.so"
     if not is_whole(path):
         with tempfile.TemporaryDirectory(dir=folder) as temporary:  # then moved, whole, as others may be doing the same
@@ -131,6 +125,26 @@ def compile_library(compiler: str) -> Path:
                 os.fsync(file.fileno())  # the data must be on the disk before the name is
             os.replace(fresh, path)
     return path
+
+
+def processor_flags() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line for line in lines if line.startswith("flags")), "")
+
+
+def cache_folder() -> Path:
+    """Return the folder for what is made once for a machine, in the user's cache or, without a home, a temporary one.
+    Raise PermissionError if that belongs to somebody else."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path(os.path.expanduser("~")) / ".cache"
+    folder = Path(cache) / "scale_invariant_attention"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:  # no home
+        folder = Path(tempfile.gettempdir()) / f"scale_invariant_attention_{os.getuid()}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.stat().st_uid != os.getuid():
+            raise PermissionError(f"{folder} belongs to another user") from None
+    return folder
 
 
 def is_whole(path: Path) -> bool:

@@ -31,8 +31,9 @@ from configs.presets import preset
 from errors import exit_on_user_error
 from model.backends.sdpa import prefer_fast_sdpa
 from model.loss import LOGIT_BYTES
-from runtime.build import build_model, build_optimizers, compile_model, compute_dtype, train_step
+from runtime.build import build_model, build_optimizers, compile_model, train_step
 from runtime.device import choose_compile, device_name
+from runtime.dtype import compute_dtype
 from runtime.processes import World, start_processes
 from scripts.shared.tables import markdown_table
 
