@@ -26,7 +26,7 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 PROJECT = {path.stem for path in ROOT.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-LIBRARIES = ("torch._dynamo", "torch.distributed.run", "matplotlib.pyplot", "psutil", "tokenizers", "tqdm")
+LIBRARIES = ("torch._dynamo", "torch.distributed.launcher.api", "matplotlib.pyplot", "psutil", "tokenizers", "tqdm")
 READ_AT_IMPORT = ("ATEN_", "CUDA_", "HF_", "KMP_", "LD_", "MKL_", "PYTHONHASH", "TORCHINDUCTOR_", "TRITON_")
 
 fork_exec = getattr(subprocess, "_fork_exec", None)  # what Popen calls in the end (Python 3.11 to 3.14)
