@@ -16,6 +16,7 @@ from configs.validation import validation_share
 from data.fineweb import data_command
 from errors import exit_on_user_error
 from model.attention import Plan
+from model.backends import sdpa
 from model.gpt import GPT
 from runtime.device import AsyncScalars, device_name, peak_memory
 from runtime.dtype import explain_dtype
@@ -109,7 +110,10 @@ class RunLog:
             self.print(f"warning: the text is shorter than the run and is read {epochs:.2f} times: {more}")
         dtype = str(model.dtype).removeprefix("torch.")
         dtype += explain_dtype(config, world.device)
-        self.print(f"{dtype}; compile {compile_note}; attention by {plan.backend} ({plan.why})")
+        kernel = ""
+        if plan.backend == "sdpa":
+            kernel = f" {sdpa.chosen_kernel(world.device, model.dtype, plan.call.head_dim, plan.call.key_length)}"
+        self.print(f"{dtype}; compile {compile_note}; attention by {plan.backend}{kernel} ({plan.why})")
         if self.peak:
             self.print(f"MFU of {self.peak[0]:.3g} FLOP/s ({self.peak[1]})")
         share = f"validation profile {config.val_profile}: {validation_share(config):.1%} of the FLOPs of training"

@@ -21,11 +21,13 @@ from test_methods import (
     random,
     random_qkv,
 )
+from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import flex_attention
 from torch.testing import assert_close
 
 from model.attention import attend, choose_backend, make_plan
 from model.backends import BACKENDS, blocks
+from model.backends.sdpa import ORDER, chosen_kernel
 from model.gpt import GPT, norm
 from model.kernels import flex
 from model.kernels.cpu import find_problem
@@ -429,3 +431,17 @@ def test_a_score_change_of_one_s_own_trains_in_gpt(mine):
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 0.5
+
+
+def test_the_order_of_torch_s_kernels_stays_when_it_has_chosen_once():
+    """On CUDA torch sets an order of its own at its first choice; ours is set after that (prefer_fast_sdpa)."""
+    before = torch._C._get_sdp_priority_order()
+    try:
+        for order in (ORDER, ORDER[::-1]):
+            torch._C._set_sdp_priority_order([int(kernel) for kernel in order])
+            name = chosen_kernel(torch.device("cpu"), torch.float32, head_dim=64, length=128)
+            assert name in SDPBackend.__members__ and name != "ERROR"
+            assert torch._C._get_sdp_priority_order()[:4] == [int(kernel) for kernel in order]
+    finally:
+        torch._C._set_sdp_priority_order(before)
+    assert [kernel.name.split("_")[0] for kernel in ORDER] == ["CUDNN", "FLASH", "EFFICIENT", "MATH"]
