@@ -35,8 +35,8 @@ from runtime.build import (
     build_model,
     build_optimizers,
     checkpoint_bytes,
+    compile_for_validation,
     compile_model,
-    compute_dtype,
     config_of,
     train_step,
 )
@@ -49,6 +49,7 @@ from runtime.checkpoint import (
     space_needed,
 )
 from runtime.device import choose_compile, peak_flops, rng_state, set_rng_state
+from runtime.dtype import compute_dtype
 from runtime.nonfinite import explain_step
 from runtime.processes import (
     World,
@@ -124,7 +125,8 @@ def train(stop: StopRequest):
 
     training_model = compile_model(model, compiled)
     on_cpu = world.device.type == "cpu"  # there the long sequences take longer to compile than to compute
-    validation = Validation(config, model, model if on_cpu else training_model, val_plans, val_text, world)
+    validation_model = model if on_cpu else compile_for_validation(model, compiled)
+    validation = Validation(config, model, validation_model, val_plans, val_text, world)
     if compiled and progress.step < config.steps:
         compile_step(training_model, micro_batch, plan, optimizers, config, world)
     limit_waiting(world, config.timeout)

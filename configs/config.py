@@ -132,8 +132,8 @@ class Config:
     device: Literal["auto", "cpu", "cuda"] = setting("auto", mathematics=False)
     """auto: CUDA if present."""
     dtype: Literal["auto", "float32", "bfloat16"] = setting("auto", mathematics=False)
-    """Of the computation, Muon's too; parameters are float32. auto: bfloat16 on CUDA and on CPUs that multiply it in
-    hardware (ONEDNN_MAX_CPU_ISA=AVX2 in the environment hides that)."""
+    """Of the computation, Muon's too; parameters are float32. auto: bfloat16 on CUDA; on a CPU that multiplies it,
+    what a measurement finds faster (ONEDNN_MAX_CPU_ISA=AVX2 in the environment hides such units), else float32."""
     compile: Literal["auto", "model", "blocks", "off"] = setting("auto", mathematics=False)
     """What torch.compile takes as a whole. blocks: each on its own, so that gradients are sent while others are still
     computed. auto: blocks for several GPUs, otherwise model; off if a trial compilation fails."""

@@ -6,6 +6,7 @@ the backend for the softmax attention inside it. model/reference.py is the formu
 """
 
 import dataclasses
+import math
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch.func import functional_call
 
 from errors import require
 from model.backends import AUTOMATIC, BACKENDS
-from model.backends.base import Call
+from model.backends.base import Call, bound_products
 from model.context import check_context, local_shard, to_heads, to_tokens
 from model.kernels.distance import MAX_LENGTH, learned_parameters
 from model.methods.base import Method, upcast
@@ -39,12 +40,14 @@ class Plan:
 def make_plan(
     method: Method, query_length: int, key_length: int, *, q_offset: int = 0, target_length: int | None = None,
     device="cpu", dtype: torch.dtype = torch.float32, backend: str = "auto", context: ProcessGroup | None = None,
+    normalised: bool = False,
 ) -> Plan:  # fmt: skip
     """Return the plan for queries at positions q_offset.. against keys at positions 0..key_length-1, of this dtype.
 
     target_length (default: key_length) is the length of the whole sequence, which fixes the scaling of methods that
     depend on it (NTK, YaRN, LogN's constant form). With a context group, the plan is for this rank's part of as many
-    queries as keys. ValueError for lengths, backends or groups that do not go together.
+    queries as keys. normalised: the caller answers for it that q and k have the norm sqrt(D), by QK-norm; our Triton
+    kernel then needs no running maximum. ValueError for lengths, backends or groups that do not go together.
     """
     target_length = key_length if target_length is None else target_length
     queries = f"{query_length} queries from position {q_offset}"
@@ -57,18 +60,32 @@ def make_plan(
     if context is not None:
         assert query_length == key_length
         check_context(method.num_heads, [key_length], context.size())
-    call = Call(method.num_heads, method.head_dim, query_length, key_length, q_offset, device, dtype, context)
     cos = sin = query_table = prepared = None
     if method.rotation is not None:
-        tables = method.rotation.tables(key_length, target_length, device)
-        cos, sin = (local_shard(table, 0, context) for table in tables)
+        cos, sin = method.rotation.tables(key_length, target_length, device)
     if method.query_scale is not None:
-        positions = local_shard(torch.arange(q_offset, q_offset + query_length), 0, context)
+        positions = torch.arange(q_offset, q_offset + query_length)
         query_table = method.query_scale.table(positions, target_length).to(device)
+    bound = math.inf
+    if normalised:
+        bound = bound_products(method.head_dim, dtype, largest_gain(method, target_length, query_table))
+    call = Call(method.num_heads, method.head_dim, query_length, key_length, q_offset, device, dtype, context, bound)
+    cos, sin, query_table = (local_shard(table, 0, context) for table in (cos, sin, query_table))
     if method.replacement is None:
         known = None if learned_parameters(method.score_change) else method.score_change
         prepared = BACKENDS[backend].prepare(known, call)
     return Plan(backend, call, cos, sin, query_table, prepared, why)
+
+
+def largest_gain(method: Method, target_length: int, query_table: Tensor | None) -> float:
+    """Return the largest factor by which `transform` raises |q| |k|; infinite where what is learned scales q."""
+    gain = 1.0
+    if method.rotation is not None:
+        gain = method.rotation.frequencies(target_length)[1] ** 2  # of q and of k
+    if method.query_scale is not None:
+        learned = any(True for _ in method.query_scale.parameters())
+        gain *= math.inf if learned else method.query_scale.multiplier(query_table).abs().max().item()
+    return gain
 
 
 def choose_backend(method: Method, device: torch.device, backend: str = "auto", dtype=torch.float32) -> tuple[str, str]:

@@ -39,7 +39,7 @@ class Attention(nn.Module):
     def queries_keys_values(self, x: Tensor) -> list[Tensor]:  # three of (B, H, T, D)
         B, T, C = x.shape
         qkv = linear(x, self.qkv.flatten(0, 1)).view(B, T, 3, self.num_heads, C // self.num_heads)
-        q, k, v = qkv.transpose(1, 3).unbind(2)
+        q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))  # in this order their gradients need no transposed copy
         return norm(q), norm(k), v
 
     def forward(self, x: Tensor, plan: Plan, attend=attend) -> Tensor:  # x (B, T, C)
@@ -111,7 +111,8 @@ class GPT(nn.Module):
         """
         method = method or self.blocks[0].attention.method
         where = dict(device=self.head.device, dtype=self.dtype, context=context)
-        return make_plan(method, length, length, target_length=target_length, backend=backend, **where)
+        lengths = dict(target_length=target_length, normalised=True)
+        return make_plan(method, length, length, backend=backend, **lengths, **where)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return norm(self.embedding(tokens).to(self.dtype))

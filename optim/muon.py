@@ -49,16 +49,6 @@ def lr_scale(p: Tensor) -> float:
     return max(1, rows / cols) ** 0.5
 
 
-def fast_dtype(device: torch.device) -> torch.dtype:
-    """Return bfloat16 where the hardware multiplies it fast; elsewhere float32, about ten times faster there.
-
-    A CPU's units count where oneDNN uses them: ONEDNN_MAX_CPU_ISA=AVX2 in the environment hides them from it.
-    """
-    cpu_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    cpu_bf16 = cpu_bf16 and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.bfloat16 if device.type == "cuda" or cpu_bf16 else torch.float32
-
-
 def as_matrices(x: Tensor) -> Tensor:
     """View a matrix, or a bank of them, as (n, rows, cols) with rows <= cols."""
     x = x if x.ndim == 3 else x[None]
@@ -81,7 +71,7 @@ class Muon(torch.optim.Optimizer):
     `lr` and `momentum` become 0-D CPU tensors in `param_groups`: change them in place (`schedule.set_lr`).
 
     compile: compile `update`, once for each shape of matrix
-    dtype:   torch.dtype of Newton-Schulz; None for `fast_dtype`
+    dtype:   torch.dtype of Newton-Schulz; None for bfloat16 on CUDA and float32 elsewhere
 
     Raises ValueError for a parameter of another shape or dtype, and for lr or momentum out of range.
     """
@@ -89,7 +79,7 @@ class Muon(torch.optim.Optimizer):
     def __init__(self, params, lr: float = 0.02, momentum: float = 0.95, *, compile: bool = False, dtype=None):
         super().__init__(params, {"lr": lr, "momentum": momentum})
         device = self.param_groups[0]["params"][0].device
-        self.dtype = dtype or fast_dtype(device)
+        self.dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
         self.found_inf = torch.zeros((), device=device)
         self.update = torch.compile(update, dynamic=False) if compile else update
 

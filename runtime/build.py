@@ -3,6 +3,7 @@
 train_gpt.py uses it, and so do the scripts that evaluate, fine-tune or measure a model.
 """
 
+import copy
 import dataclasses
 import functools
 from typing import Any
@@ -13,7 +14,7 @@ from configs.config import Config
 from model.gpt import GPT
 from model.methods import scaled_options
 from optim.groups import split_parameters
-from optim.muon import Muon, as_matrices, fast_dtype, lr_scale
+from optim.muon import Muon, as_matrices, lr_scale
 from optim.sharded import Group, Optimizers
 from runtime.processes import World
 
@@ -30,11 +31,6 @@ def config_of(stored: dict[str, Any]) -> Config:
         stored = stored | dict(method_options=options)
     known = {field.name for field in dataclasses.fields(Config)}
     return Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in stored.items() if k in known})
-
-
-def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """Return the dtype of the computation; parameters are float32 whatever it is."""
-    return fast_dtype(device) if config.dtype == "auto" else getattr(torch, config.dtype)
 
 
 def build_model(config: Config, dtype: torch.dtype) -> GPT:
@@ -68,6 +64,20 @@ def compile_model(model: GPT, compiled: str | None) -> torch.nn.Module:
     return torch.compile(model, dynamic=False) if compiled == "model" else model
 
 
+def compile_for_validation(model: GPT, compiled: str | None) -> GPT:
+    """Return the model to validate with: the same weights, its blocks compiled each on its own unless compiled is None.
+
+    Each validation length is compiled anew, and as a whole, 64k tokens of a method in plain PyTorch take very long
+    (Infini-attention: 21,939 operations, of which 1,831 as one block).
+    """
+    if compiled != "model":  # "blocks" are compiled already
+        return model
+    view = copy.copy(model)
+    blocks = torch.nn.ModuleList(torch.compile(block, dynamic=False) for block in model.blocks)
+    view._modules = model._modules | dict(blocks=blocks)
+    return view
+
+
 def build_optimizers(config: Config, model: GPT, compiled: bool, world: World) -> Optimizers:
     """Return Muon for the matrices of the blocks, and Adam for all else."""
     params = split_parameters(
@@ -79,8 +89,7 @@ def build_optimizers(config: Config, model: GPT, compiled: bool, world: World) -
             embedding=lambda name, p: name.startswith("embedding."),
         ),
     )
-    dtype = compute_dtype(config, world.device)
-    muon = functools.partial(Muon, momentum=config.muon_momentum, compile=compiled, dtype=dtype)
+    muon = functools.partial(Muon, momentum=config.muon_momentum, compile=compiled, dtype=model.dtype)
     adam = functools.partial(torch.optim.Adam, betas=config.adam_betas, eps=config.adam_eps, fused=True)
     groups = dict(
         head=Group(params["head"], adam, config.head_lr),

@@ -16,8 +16,10 @@ from configs.validation import validation_share
 from data.fineweb import data_command
 from errors import exit_on_user_error
 from model.attention import Plan
+from model.backends import sdpa
 from model.gpt import GPT
 from runtime.device import AsyncScalars, device_name, peak_memory
+from runtime.dtype import explain_dtype
 from runtime.metrics import Metrics, start_wandb
 from runtime.processes import World, fail_together
 from runtime.progress import Progress
@@ -107,7 +109,11 @@ class RunLog:
             more = f"more comes with `{data_command(config.data_dir, data['tokens'])}`"
             self.print(f"warning: the text is shorter than the run and is read {epochs:.2f} times: {more}")
         dtype = str(model.dtype).removeprefix("torch.")
-        self.print(f"{dtype}; compile {compile_note}; attention by {plan.backend} ({plan.why})")
+        dtype += explain_dtype(config, world.device)
+        kernel = ""
+        if plan.backend == "sdpa":
+            kernel = f" {sdpa.chosen_kernel(world.device, model.dtype, plan.call.head_dim, plan.call.key_length)}"
+        self.print(f"{dtype}; compile {compile_note}; attention by {plan.backend}{kernel} ({plan.why})")
         if self.peak:
             self.print(f"MFU of {self.peak[0]:.3g} FLOP/s ({self.peak[1]})")
         share = f"validation profile {config.val_profile}: {validation_share(config):.1%} of the FLOPs of training"

@@ -24,8 +24,9 @@ from data.loader import check_validation
 from data.shards import TOKENIZER_FILE, TokenStream, open_split, tokenizer_of
 from errors import exit_on_user_error, require
 from files import replace_text, to_json
-from runtime.build import build_model, compute_dtype
+from runtime.build import build_model
 from runtime.checkpoint import checkpoint_errors, latest_checkpoint, load_checkpoint
+from runtime.dtype import compute_dtype
 from runtime.processes import World, exit_on_failure, start_processes
 from runtime.validation import Validation, validation_plans
 from scripts.shared.run_files import OTHER_TEXTS, on_own_text, val_tokens

@@ -10,9 +10,10 @@ import os
 import platform
 import re
 import subprocess
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+import preloaded
 import pytest
 import torch
 
@@ -20,7 +21,9 @@ if not torch.cuda.is_available():  # before the first test file imports Triton, 
     os.environ.setdefault("TRITON_INTERPRET", "1")  # its kernels run tile by tile in numpy, the same code without a GPU
 
 PROMISES = pytest.StashKey[dict]()
-LONGEST = [f"test_{name}" for name in "promises_run sweep train chain kernels reproduce needle report".split()]
+FORKED = "bench bench_peers beyond chain context_parallel cpu_kernel keep memory needle optim quickstart report".split()
+FORKED += "reproduce sharded sweep train".split()
+LONGEST = "promises_run sweep train chain kernels reproduce cpu_kernel context_parallel".split()
 
 
 class Faults:
@@ -50,10 +53,22 @@ def pytest_configure(config):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Start the longest files first, so that the processes end together; a file's SLOW_FIXTURES make tests slow."""
-    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+    items.sort(key=lambda item: LONGEST.index(topic(item)) if topic(item) in LONGEST else len(LONGEST))
     for item in items:
         if set(item.fixturenames) & set(getattr(item.module, "SLOW_FIXTURES", ())):
             item.add_marker("slow")
+
+
+def topic(item):
+    return item.path.stem.removeprefix("test_")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forked(request):
+    """What a FORKED file starts is forked: its tests are not about how a process starts. With --long nothing is."""
+    fork = topic(request.node) in FORKED and not request.config.getoption("--long")
+    with preloaded.forking() if fork else nullcontext():
+        yield
 
 
 @pytest.fixture

@@ -34,16 +34,16 @@ def hold(partial, path):
     while str(path).endswith(".pt") and os.path.exists(__file__) and not stop.signal_name:
         time.sleep(0.01)
 
-if any(word.endswith("{ending}") for word in sys.orig_argv):
+if any("{part}" in word for word in sys.orig_argv):
     os.replace = hold
 """
 
 
-def holding(folder, ending="train_gpt.py"):
-    """A variable of the environment. The commands under it of which a word has this ending stop and wait after each
+def holding(folder, part="train_gpt.py"):
+    """A variable of the environment. The commands under it of which a word has this part stop and wait after each
     checkpoint until they are told to end, or killed, or folder/sitecustomize.py is gone: on a busy machine too they
     cannot be further than a test thinks."""
-    (folder / "sitecustomize.py").write_text(HOLDING.format(ending=ending))
+    (folder / "sitecustomize.py").write_text(HOLDING.format(part=part))
     return dict(PYTHONPATH=str(folder))
 
 

@@ -21,11 +21,13 @@ from test_methods import (
     random,
     random_qkv,
 )
+from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import flex_attention
 from torch.testing import assert_close
 
 from model.attention import attend, choose_backend, make_plan
 from model.backends import BACKENDS, blocks
+from model.backends.sdpa import ORDER, chosen_kernel
 from model.backends.triton import check_kernel
 from model.gpt import GPT, norm
 from model.kernels import flex
@@ -243,8 +245,9 @@ def test_auto_on_cuda_is_sdpa_unless_the_score_changes(name, dtype):
 @pytest.mark.parametrize("name", NAMES)
 def test_auto_on_a_cpu_is_its_kernel_where_that_can_run(name):
     cpu = torch.device("cpu")
-    assert choose_backend(make(name), cpu, dtype=torch.bfloat16)[0] == "blocks"
-    assert choose_backend(make(name), cpu)[0] == ("blocks" if find_problem(cpu, torch.float32) else "cpu")
+    for dtype in (torch.float32, torch.bfloat16):
+        assert choose_backend(make(name), cpu, dtype=dtype)[0] == ("blocks" if find_problem(cpu, dtype) else "cpu")
+    assert choose_backend(make(name), cpu, dtype=torch.float64)[0] == "blocks"
 
 
 @pytest.mark.parametrize("head_dim, dtype, word", [(260, torch.bfloat16, "260"), (16, torch.float64, "float64")])
@@ -454,3 +457,17 @@ def test_a_score_change_of_one_s_own_trains_in_gpt(mine):
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 0.5
+
+
+def test_the_order_of_torch_s_kernels_stays_when_it_has_chosen_once():
+    """On CUDA torch sets an order of its own at its first choice; ours is set after that (prefer_fast_sdpa)."""
+    before = torch._C._get_sdp_priority_order()
+    try:
+        for order in (ORDER, ORDER[::-1]):
+            torch._C._set_sdp_priority_order([int(kernel) for kernel in order])
+            name = chosen_kernel(torch.device("cpu"), torch.float32, head_dim=64, length=128)
+            assert name in SDPBackend.__members__ and name != "ERROR"
+            assert torch._C._get_sdp_priority_order()[:4] == [int(kernel) for kernel in order]
+    finally:
+        torch._C._set_sdp_priority_order(before)
+    assert [kernel.name.split("_")[0] for kernel in ORDER] == ["CUDNN", "FLASH", "EFFICIENT", "MATH"]

@@ -204,16 +204,18 @@ def test_a_wrong_option_is_one_line_and_exit_code_2(arguments, words, monkeypatc
 
 @pytest.mark.slow
 def test_kernel_code_compiles_for_a_gpu_that_is_not_there(tmp_path):
-    options = "--arch 90 --head-dim 64 --variants plain si --tiles forward 128 64 8 2".split()
+    options = "--arch 90 --head-dim 64 --variants plain si si:online --tiles forward 128 64 8 2".split()
     done = run_command("scripts.kernel_code", *options, TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
     rows = [cells(line) for line in done.stdout.splitlines() if line.startswith("|")][2:]
-    assert [row[5] for row in rows] == ["masked", "far", "masked", "near", "far"]
-    assert [row[0] for row in rows if row[0]] == ["plain forward", "si forward"]
+    assert [row[5] for row in rows] == ["masked", "far", *["masked", "near", "far", "line"] * 2]
+    assert [row[0] for row in rows if row[0]] == ["plain forward", "si forward", "si:online forward"]
     assert rows[0][1] == "128 x 64, 8 warps, 2 stages" and 0 < int(rows[0][2]) <= 255
     instructions, special, *_ = zip(*(map(float, row[6:]) for row in rows))
     assert all(1 <= x < 2 for x in special)  # the exponential of each logit, and little else
-    assert instructions[1] < instructions[4] < instructions[3]  # plain, polynomial, table
+    plain, si, online = instructions[1], instructions[3:6], instructions[7:10]
+    assert plain < min(si) and all(x < y for x, y in zip(si, online))
+    assert si[2] < si[1]  # a line, a cubic
 
 
 def test_kernel_code_needs_the_compiler_and_says_so():

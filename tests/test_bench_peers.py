@@ -117,13 +117,13 @@ def test_ratios_are_of_tokens_per_second_in_the_same_round(capsys):
 def test_unknown_checkouts_and_modded_nanogpt_on_a_cpu_are_refused(tmp_path):
     config, cpu = Config(**FIELDS | dict(val_lengths=(32,), val_tokens=32)), torch.device("cpu")
     with pytest.raises(ValueError, match="is no checkout of nanoGPT"):
-        peer_script(tmp_path, config, 20, cpu, tmp_path)
+        peer_script(tmp_path, config, 20, cpu, tmp_path, "float32")
     for name in ("train_gpt.py", "triton_kernels.py"):
         (tmp_path / name).write_text("")
     with pytest.raises(ValueError, match="needs CUDA"):
-        peer_script(tmp_path, config, 20, cpu, tmp_path)
+        peer_script(tmp_path, config, 20, cpu, tmp_path, "float32")
     with pytest.raises(ValueError, match="no training shards"):
-        peer_script(tmp_path, config, 20, torch.device("cuda"), tmp_path)
+        peer_script(tmp_path, config, 20, torch.device("cuda"), tmp_path, "bfloat16")
 
 
 def test_a_copy_leaves_the_checkout_alone(tmp_path):
@@ -152,14 +152,15 @@ def test_peers_get_our_shape_tokens_and_threads(monkeypatch, tmp_path, capsys):
         and 10 < np.bincount(seen["tokens"])[0] / np.bincount(seen["tokens"])[20] < 45
     )
     record = json.loads((tmp_path / "out" / "cpu_step_peers.json").read_text())
-    assert [r["seconds"] for r in record["results"]["nano"]] == [pytest.approx([(20 + i) / 1e3 for i in range(10, 16)])]
+    nano = record["results"]["nano, float32"]
+    assert [r["seconds"] for r in nano] == [pytest.approx([(20 + i) / 1e3 for i in range(10, 16)])]
     ours = record["results"]["ours"][0]
     assert len(ours["seconds"]) == 6 and len(ours["losses"]) == 16 and ours["losses"][-1] < ours["losses"][0]
     assert record["results"]["ours again"][0]["losses"] == ours["losses"]
     def median(name):
         return [np.median(r["seconds"]) for r in record["results"][name]]
-    ratio = paired_ratio(median("nano"), median("ours"))[0]
-    assert re.search(rf"\| nano .*\| {ratio:.3f} \(", said)
+    ratio = paired_ratio(median("nano, float32"), median("ours"))[0]
+    assert re.search(rf"\| nano, float32 .*\| {ratio:.3f} \(", said)
 
 
 @pytest.mark.slow

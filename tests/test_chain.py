@@ -73,7 +73,7 @@ def made(tmp_path_factory):
     common = ["--scale", "mini", "--runs-dir", folder / "runs", "--methods", *METHODS, "--seeds", 0]
     fields = ["--data_dir", folder / "data", *FIELDS.split()]
     said = {}
-    sweep = start("-m", "scripts.sweep", "table_losses", *common, *fields, **holding(folder, "tau10.0-s0"))
+    sweep = start("-m", "scripts.sweep", "table_losses", *common, *fields, **holding(folder, "tau10.0"))
     deadline = time.monotonic() + 600
     while len(list(folder.glob("runs/*/summary.json"))) < 1 or not interrupted(folder):
         assert sweep.poll() is None and time.monotonic() < deadline, sweep.communicate()[0]

@@ -1,5 +1,7 @@
-"""The tests that depend on whether this CPU has bfloat16 units pass with these units hidden too."""
+"""dtype auto is what was measured; the tests that depend on a CPU's bfloat16 units pass with these hidden too."""
 
+import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -8,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from optim.muon import fast_dtype
+from configs.presets import preset
+from model.kernels.cpu import multiplies_bfloat16
+from runtime.dtype import compute_dtype, explain_dtype, layer_seconds
 
 ROOT = Path(__file__).parents[1]
 HIDDEN = dict(ONEDNN_MAX_CPU_ISA="AVX2")
@@ -33,10 +37,32 @@ def python_without_units(*words):
     return done.stdout.strip()
 
 
-@pytest.mark.skipif(fast_dtype(torch.device("cpu")) == torch.float32, reason="this CPU has no bfloat16 units to hide")
+@pytest.mark.skipif(not multiplies_bfloat16(), reason="this CPU has no bfloat16 units to hide")
 def test_dependent_tests_pass_without_the_units():
     """With them they pass where they are."""
-    fast = "import torch, optim.muon; print(optim.muon.fast_dtype(torch.device('cpu')))"
-    assert python_without_units("-c", fast) == "torch.float32"
+    units = "from model.kernels.cpu import multiplies_bfloat16; print(multiplies_bfloat16())"
+    assert python_without_units("-c", units) == "False"
     said = python_without_units("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *DEPENDENT)
     assert " passed" in said and "skipped" not in said, said
+
+
+@pytest.mark.skipif(not multiplies_bfloat16(), reason="this CPU has no bfloat16 units: float32, without a measurement")
+def test_auto_is_what_was_measured_once_and_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config, cpu = preset("quickstart"), torch.device("cpu")
+    seconds = layer_seconds(config)
+    assert seconds.keys() == {"float32", "bfloat16"} and layer_seconds(config) == seconds
+    assert compute_dtype(config, cpu) == getattr(torch, min(seconds, key=seconds.get))
+    assert f"{1e3 * seconds['float32']:.1f} ms in float32" in explain_dtype(config, cpu)
+    (path,) = (tmp_path / "scale_invariant_attention").glob("dtype-*.json")
+    for faster in seconds:
+        path.write_text(json.dumps({name: 1.0 + (name != faster) for name in seconds}))
+        assert compute_dtype(config, cpu) == getattr(torch, faster)
+    path.write_text("{")
+    assert layer_seconds(config).keys() == seconds.keys()
+    layer_seconds(dataclasses.replace(config, model_dim=64))
+    assert len(list(path.parent.glob("dtype-*.json"))) == 2  # another shape has a measurement of its own
+    state = torch.get_rng_state()
+    path.unlink()
+    layer_seconds(config)
+    assert torch.equal(torch.get_rng_state(), state)

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 from configs.presets import PRESETS
 from model.gpt import GPT
+from runtime.build import compile_for_validation
 
 VOCAB, LAYERS, HEADS, DIM, TRAIN_LENGTH = 97, 2, 6, 96, 32  # head_dim 16
 
@@ -242,3 +243,25 @@ def test_score_statistics_are_those_of_the_scores(name, length, num_queries):
     statistics = model.score_statistics(tokens, num_queries)
     assert len(statistics) == LAYERS
     assert statistics[0] == pytest.approx((seen.mean().item(), seen.std().item()), abs=1e-5)
+
+
+@pytest.mark.slow
+def test_what_validates_block_by_block_has_the_same_weights_and_losses():
+    model = make_random_gpt()
+    names = [name for name, _ in model.named_parameters()]
+    view = compile_for_validation(model, "model")
+    assert compile_for_validation(model, None) is model and compile_for_validation(model, "blocks") is model
+    compiled = torch._dynamo.utils.counters["stats"]
+    torch._dynamo.reset()
+    compiled.clear()
+    for scale in (1, 0.5):  # of weights that training changes later
+        for parameter in model.parameters():
+            parameter.data *= scale
+        for length in (32, 70):
+            tokens, targets = random_tokens(length)
+            plan = model.plan(length)
+            with torch.no_grad():
+                assert_near(view(tokens, targets, plan=plan, per_token=True),
+                            model(tokens, targets, plan=plan, per_token=True), 1e-5)
+    assert [name for name, _ in model.named_parameters()] == names and model.training
+    assert compiled["unique_graphs"] == 2  # a length, for all blocks

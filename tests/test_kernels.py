@@ -70,6 +70,20 @@ def constant_of_one_function(t, h):
     return 1.25 + 0 * t, -0.5625 + 0 * t  # m = 1 - a^2
 
 
+def bent(t, h):
+    """Lines in the end: on float32's grid from 592 tokens on, and cubics from 560 on."""
+    return 1 + 0.1 * h + t / 1000 + 0.5 * torch.exp(-t / 30), -t / 100 - torch.exp(-t / 28)
+
+
+def bent_of_one_function(t, h):
+    a, _ = bent(t, 0 * h)
+    return a, 1 - a * a
+
+
+def line_and_bent(t, h):
+    return 0.5 + 0.002 * t, -t / 100 - 0.5 * torch.exp(-t / 30)
+
+
 def rough(t, h):
     return 1 + 0.3 * (t % 7 == 2), -(t % 5) / (3 + h)
 
@@ -290,7 +304,7 @@ def test_degrees_and_the_first_far_tile(formula, degrees, far):
     assert (made.degrees, made.far) == (degrees, far)
 
 
-@pytest.mark.parametrize("dtype, near", [(torch.float32, 2000), (torch.bfloat16, 1000)])
+@pytest.mark.parametrize("dtype, near", [(torch.float32, 2000), (torch.bfloat16, 500)])
 def test_most_tiles_of_long_sequences_are_far(dtype, near):
     for q_offset in (0, 7):
         assert 128 < coefficients_of(scale_invariant, 6, 128, 4096, q_offset, dtype).far < near
@@ -305,6 +319,41 @@ def test_far_tiles(formula, q_offset, tiles):
     assert made.far == 128 + q_offset % 16
     exact = random_inputs(1, 300 - q_offset, 16, keys=300, seed=q_offset)
     check(formula, exact, q_offset=q_offset, coefficients=made)
+
+
+@pytest.mark.parametrize("formula", [bent, bent_of_one_function, line_and_bent])
+def test_tiles_of_lines(formula, tiles):
+    """Beyond near and far ones, which these queries see too."""
+    tiles((32, 32), (32, 16), (16, 32))
+    queries, q_offset = 50, 713
+    made = coefficients_of(formula, 1, 16, q_offset + queries, q_offset)
+    assert 128 < made.far < made.line < q_offset and made.line - made.far >= 32
+    check(formula, random_inputs(1, queries, 16, keys=q_offset + queries), q_offset=q_offset, coefficients=made)
+
+
+def test_each_tile_reads_only_what_is_for_it(tiles):
+    """NaN is where the table is for far tiles only, cubics for near ones, and what makes a cubic of a line."""
+    tiles((32, 32), (32, 16), (16, 32))
+    made = coefficients_of(bent, 1, 16, 760, 704)
+    made.table[:, :, made.far + 32:] = math.nan
+    made.polynomials[:, :, : (made.far + 128) // 16] = math.nan
+    made.polynomials[:, :, (made.line + 128) // 16:, 2:] = math.nan
+    check(bent, random_inputs(1, 56, 16, keys=760), q_offset=704, coefficients=made)
+
+
+def test_lines_of_the_paper_s_method():
+    """In bfloat16 from 2,272 tokens on, which are 93 % of the tiles at 64k."""
+    made = coefficients_of(scale_invariant, 1, 128, 4096, dtype=torch.bfloat16)
+    assert made.far < made.line < 2300
+    t = torch.arange(4096)
+    exact = functions_in_bits(scale_invariant, t.double(), 128)[0, 0]
+    for D in range(made.line, 4096, 16):
+        coefficients = made.polynomials[0, 0, (D + 128) // 16].cpu()
+        assert not coefficients[2:].any()
+        near = t[(t > D - 128) & (t < D + 128)]
+        error = (polynomial(coefficients[None], 1, near - D, 0)[0] - exact[near]).abs()
+        assert (error <= TOLERANCE[torch.bfloat16] * (1 + exact[near])).all()
+    assert made.polynomials[0, 0, (made.line + 128) // 16 - 1, 2:].any()
 
 
 @pytest.mark.parametrize("queries, q_offset", [(70, 1530), (1, 1599), (50, 1507)])
@@ -324,7 +373,7 @@ def test_far_tiles_of_the_paper_s_method(queries, q_offset, tiles):
 def test_a_table_in_place_of_polynomials_gives_the_same(tiles):
     tiles((64, 64), (64, 64), (64, 64))
     made = coefficients_of(smooth, 1, 16, 300)
-    check(smooth, random_inputs(1, 300, 16), coefficients=dataclasses.replace(made, far=NOWHERE))
+    check(smooth, random_inputs(1, 300, 16), coefficients=dataclasses.replace(made, far=NOWHERE, line=NOWHERE))
 
 
 def test_the_closed_form(small):
@@ -360,13 +409,14 @@ binaries, compile = [], triton.compile
 triton.compile = lambda *args, **options: binaries.append(compile(*args, **options)) or binaries[-1]
 arch, dtype, head_dim, name, options = eval(sys.argv[1], vars(torch))
 change = make_method(name, num_heads=2, head_dim=head_dim, train_length=64, **options).score_change
-coefficients = make_coefficients(change, 2, head_dim, 300, 0, dtype, "cpu")
+coefficients = make_coefficients(change, 2, head_dim, 300, 0, dtype, "cpu", 1.1 * head_dim)
 inputs = torch.zeros(4, 1, 2, 300, head_dim, dtype=dtype)
 for role, launch in kernel_launches(inputs, coefficients, arch=arch).items():
     if role != "delta":
-        compile_launch(launch, arch)
+        spills = [loop["spills"] for loop in compile_launch(launch, arch)["loops"]]
         ptx = binaries[-1].asm["ptx"]
-        print(role, bool(re.search(r"\\b(atom|red)\\.", ptx)), f"sm_{arch}" in ptx)
+        atomic = bool(re.search(r"\\b(atom|red)\\.", ptx))
+        print(role, atomic, f"sm_{arch}" in ptx, max(spills, default=0) < 1)
 """
 
 
@@ -376,10 +426,11 @@ for role, launch in kernel_launches(inputs, coefficients, arch=arch).items():
     "80, float16, 64, 'alibi', {}",
     "90, bfloat16, 128, 'scale_invariant_nope', {}",
 ])
-def test_the_kernels_compile_for_gpus_without_atomics(case):
+def test_the_kernels_compile_for_gpus_without_atomics_or_spills(case):
+    """Spills: less than one instruction a logit, of 10 to 25 of all kinds; versions of Triton differ in them."""
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     code = subprocess.run([sys.executable, "-c", COMPILE, case], cwd=ROOT, env=env, capture_output=True, text=True)
-    assert code.stdout.splitlines() == [f"{role} False True" for role in ROLES], code.stderr
+    assert code.stdout.splitlines() == [f"{role} False True True" for role in ROLES], code.stderr
 
 
 # ---- low precision ---------------------------------------------------------------------------------------------------
@@ -530,7 +581,7 @@ def test_opcheck(learn_tau, small):
     method = learned_method(2) if learn_tau else make("scale_invariant_nope", 2)
     made = make_coefficients(method.to(DEVICE).score_change, 2, 16, 20, 0, torch.float32, DEVICE)
     inputs = [x.to(DEVICE).detach().requires_grad_() for x in cast(random_inputs(2, 20, 16), torch.float32)]
-    functions = made.table, made.polynomials, made.tangent, list(made.degrees), made.far, 0
+    functions = made.table, made.polynomials, made.tangent, list(made.degrees), made.far, made.line, 0
     torch.library.opcheck(flash.forward_op, (*inputs, made.parameter, *functions))
     output, lse = flash.forward_op(*inputs, made.parameter, *functions)
     arguments = [x.detach() for x in (torch.ones_like(output), *inputs, output, lse)]

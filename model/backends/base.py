@@ -1,6 +1,7 @@
 """What a backend is told about a call."""
 
 import dataclasses
+import math
 
 import torch
 from torch.distributed import ProcessGroup
@@ -21,3 +22,12 @@ class Call:
     device: torch.device = torch.device("cpu")
     dtype: torch.dtype = torch.float32  # of q, k, v
     context: ProcessGroup | None = None
+    product_bound: float = math.inf  # what no |q.k| exceeds, where that is known: see bound_products
+
+
+def bound_products(head_dim: int, dtype: torch.dtype, gain: float = 1.0) -> float:
+    """Return what |q.k| does not exceed where both have the norm sqrt(head_dim), and then one is multiplied by gain.
+
+    Each was rounded to the dtype twice on the way: as it was normalised, and as it was rotated.
+    """
+    return head_dim * gain * (1 + torch.finfo(dtype).eps) ** 4

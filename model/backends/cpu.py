@@ -1,4 +1,4 @@
-"""Our kernel for CPUs (model/kernels/cpu.py), in float32: every method, tile by tile in the core's cache."""
+"""Our kernel for CPUs (model/kernels/cpu.py): every method, tile by tile in the core's cache."""
 
 import torch
 from torch import Tensor
@@ -10,6 +10,8 @@ from model.methods.base import Method, ScoreChange
 
 
 def find_problem(method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
+    if dtype == torch.bfloat16 and method.head_dim % 2:
+        return f"in bfloat16 it takes even head dimensions, not {method.head_dim}"
     return cpu.find_problem(device, dtype)
 
 

@@ -1,94 +1,24 @@
 // Causal attention over logits A(t) q.k + M(t), in bits, t the distance from query back to key: forward and backward in
 // tiles that fit a core's cache (FlashAttention-2, Dao 2023, arXiv 2307.08691). float32; the matrix products are those
-// of the BLAS that PyTorch brings. And, at the end, cross-entropy. Called by cpu.py.
+// of the BLAS that PyTorch brings. Called by cpu.py.
 //
 // A and M are tables turned round, A[length - 1 - t], so that they are read forwards along a row of keys.
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <vector>
+
+#include "cpu.h"
 
 namespace {
 
 using Gemm = void (*)(const char*, const char*, const int*, const int*, const int*, const float*, const float*,
                       const int*, const float*, const int*, const float*, float*, const int*);
 
-constexpr float LN2 = 0.6931471805599453f, LOG2E = 1.4426950408889634f;
-
-// 2^x for x <= 0 or NaN, to a relative error of 1e-7: a polynomial for the fraction, the exponent's bits for the rest.
-// Below 2^-64, which no sum with 1 in it notices, it is 2^-64: products with denormal numbers would take ten times as
-// long, and ALiBi's steeper heads are full of them.
-inline float exp2_of_negative(float x) {
-    x = x < -64.0f ? -64.0f : x;
-    const float shifted = x + 12582912.0f;  // 1.5 * 2^23: now the last bits are the integer nearest to x
-    const float f = x - (shifted - 12582912.0f);
-    uint32_t bits;
-    std::memcpy(&bits, &shifted, 4);
-    bits = (bits << 23) + 0x3F800000u;
-    float scale;
-    std::memcpy(&scale, &bits, 4);
-    float y = 1.5345712e-4f;
-    y = y * f + 1.3399931e-3f;
-    y = y * f + 9.6184891e-3f;
-    y = y * f + 5.5503286e-2f;
-    y = y * f + 2.4022646e-1f;
-    y = y * f + 6.9314718e-1f;
-    y = y * f + 1.0f;
-    return y * scale;
+// out (m, n) = alpha a b^T + beta out and so on; BLAS counts by columns, so all is turned round.
+void multiply(const Call& call, const char* ta, const char* tb, int64_t m, int64_t n, int64_t k, float alpha,
+              const float* a, int64_t lda, const float* b, int64_t ldb, float beta, float* out, int64_t ldout) {
+    const int M = m, N = n, K = k, LDA = lda, LDB = ldb, LDOUT = ldout;
+    reinterpret_cast<Gemm>(call.gemm)(tb, ta, &N, &M, &K, &alpha, b, &LDB, a, &LDA, &beta, out, &LDOUT);
 }
-
-}  // namespace
-
-extern "C" {
-
-struct Matrix {  // (batch, heads, tokens, head dimension); the last without gaps, the others with these strides
-    float* data;
-    int64_t batch, head, token;
-};
-
-struct Call {
-    Gemm gemm;
-    Matrix q, k, v, o, dout, dq, dk, dv;
-    float* lse;      // (batch, heads, queries), in bits
-    float* delta;    // the same
-    float* tables;   // (2, table_heads, keys): A and M
-    float* dtables;  // (parts, batch, heads, 2, keys) to add to, or null
-    int64_t batch, heads, table_heads, queries, keys, dim, q_offset, parts, tile_queries, tile_keys;
-};
-
-}  // extern "C"
-
-namespace {
-
-float* at(const Matrix& x, int64_t n, int64_t heads, int64_t token) {
-    return x.data + n / heads * x.batch + n % heads * x.head + token * x.token;
-}
-
-struct Head {  // one head of one sequence
-    const Call& call;
-    int64_t n;
-    const float *A, *M;
-    Head(const Call& call, int64_t n) : call(call), n(n) {
-        const int64_t head = call.table_heads > 1 ? n % call.heads : 0;
-        A = call.tables + head * call.keys;
-        M = A + call.table_heads * call.keys;
-    }
-    float* row(const Matrix& x, int64_t token) const { return at(x, n, call.heads, token); }
-    // Where in the tables the distance from query i back to key j stands; the next keys' follow.
-    int64_t entry(int64_t i, int64_t j) const { return call.keys - 1 - (call.q_offset + i - j); }
-    // Keys from j on, of `count`, that query i sees.
-    int64_t visible(int64_t i, int64_t j, int64_t count) const {
-        return std::clamp<int64_t>(call.q_offset + i - j + 1, 0, count);
-    }
-    // out (m, n) = alpha a b^T + beta out and so on; BLAS counts by columns, so all is turned round.
-    void multiply(const char* ta, const char* tb, int64_t m, int64_t n, int64_t k, float alpha, const float* a,
-                  int64_t lda, const float* b, int64_t ldb, float beta, float* out, int64_t ldout) const {
-        const int M = m, N = n, K = k, LDA = lda, LDB = ldb, LDOUT = ldout;
-        call.gemm(tb, ta, &N, &M, &K, &alpha, b, &LDB, a, &LDA, &beta, out, &LDOUT);
-    }
-};
 
 void forward_tile(const Head& head, int64_t start, std::vector<float>& scratch) {
     const Call& c = head.call;
@@ -99,8 +29,8 @@ void forward_tile(const Head& head, int64_t start, std::vector<float>& scratch) 
     const int64_t end = c.q_offset + start + rows;
     for (int64_t j = 0; j < end; j += width) {
         const int64_t keys = std::min(width, end - j);
-        head.multiply("N", "T", rows, keys, c.dim, 1, head.row(c.q, start), c.q.token, head.row(c.k, j), c.k.token, 0, S,
-                      width);
+        multiply(c, "N", "T", rows, keys, c.dim, 1, head.row<float>(c.q, start), c.q.token, head.row<float>(c.k, j),
+                 c.k.token, 0, S, width);
         for (int64_t i = 0; i < rows; ++i) {
             const int64_t seen = head.visible(start + i, j, keys);
             float* s = S + i * width;
@@ -122,15 +52,15 @@ void forward_tile(const Head& head, int64_t start, std::vector<float>& scratch) 
             total[i] = total[i] * shrink + sum;
             peak[i] = top;
             if (j > 0 && shrink != 1.0f) {
-                float* o = head.row(c.o, start + i);
+                float* o = head.row<float>(c.o, start + i);
                 for (int64_t d = 0; d < c.dim; ++d) o[d] *= shrink;
             }
         }
-        head.multiply("N", "N", rows, c.dim, keys, 1, S, width, head.row(c.v, j), c.v.token, j > 0, head.row(c.o, start),
-                      c.o.token);
+        multiply(c, "N", "N", rows, c.dim, keys, 1, S, width, head.row<float>(c.v, j), c.v.token, j > 0,
+                 head.row<float>(c.o, start), c.o.token);
     }
     for (int64_t i = 0; i < rows; ++i) {
-        float* o = head.row(c.o, start + i);
+        float* o = head.row<float>(c.o, start + i);
         for (int64_t d = 0; d < c.dim; ++d) o[d] /= total[i];
         c.lse[head.n * c.queries + start + i] = peak[i] + std::log2(total[i]);
     }
@@ -145,10 +75,11 @@ void backward_tile(const Head& head, int64_t j, const Matrix& dq, float* dA, std
     const int64_t first = std::max<int64_t>(j - c.q_offset, 0) / c.tile_queries * c.tile_queries;
     for (int64_t start = first; start < c.queries; start += c.tile_queries) {
         const int64_t rows = std::min(c.tile_queries, c.queries - start);
-        const float *q = head.row(c.q, start), *dout = head.row(c.dout, start), *k = head.row(c.k, j);
+        const float *q = head.row<float>(c.q, start), *dout = head.row<float>(c.dout, start);
+        const float *k = head.row<float>(c.k, j), *v = head.row<float>(c.v, j);
         const int64_t used = std::min(keys, c.q_offset + start + rows - j);  // keys that any of these queries sees
-        head.multiply("N", "T", rows, used, c.dim, 1, q, c.q.token, k, c.k.token, 0, P, width);
-        head.multiply("N", "T", rows, used, c.dim, 1, dout, c.dout.token, head.row(c.v, j), c.v.token, 0, dS, width);
+        multiply(c, "N", "T", rows, used, c.dim, 1, q, c.q.token, k, c.k.token, 0, P, width);
+        multiply(c, "N", "T", rows, used, c.dim, 1, dout, c.dout.token, v, c.v.token, 0, dS, width);
         for (int64_t i = 0; i < rows; ++i) {
             const int64_t seen = head.visible(start + i, j, used), entry = head.entry(start + i, j);
             const float *A = head.A + entry, *M = head.M + entry;
@@ -174,9 +105,10 @@ void backward_tile(const Head& head, int64_t j, const Matrix& dq, float* dA, std
             std::fill(p + seen, p + used, 0.0f);
             std::fill(ds + seen, ds + used, 0.0f);
         }
-        head.multiply("T", "N", used, c.dim, rows, 1, P, width, dout, c.dout.token, 1, head.row(c.dv, j), c.dv.token);
-        head.multiply("T", "N", used, c.dim, rows, LN2, dS, width, q, c.q.token, 1, head.row(c.dk, j), c.dk.token);
-        head.multiply("N", "N", rows, c.dim, used, LN2, dS, width, k, c.k.token, 1, head.row(dq, start), dq.token);
+        float *dk = head.row<float>(c.dk, j), *dv = head.row<float>(c.dv, j), *dq_rows = head.row<float>(dq, start);
+        multiply(c, "T", "N", used, c.dim, rows, 1, P, width, dout, c.dout.token, 1, dv, c.dv.token);
+        multiply(c, "T", "N", used, c.dim, rows, LN2, dS, width, q, c.q.token, 1, dk, c.dk.token);
+        multiply(c, "N", "N", rows, c.dim, used, LN2, dS, width, k, c.k.token, 1, dq_rows, dq.token);
     }
 }
 
@@ -206,42 +138,11 @@ void backward(const Call* call) {
             const int64_t n = item / call->parts, part = item % call->parts;
             const Head head(*call, n);
             Matrix dq = call->dq;
-            dq.data += part * call->batch * dq.batch;
+            dq.data = static_cast<float*>(dq.data) + part * call->batch * dq.batch;
             float* dA = call->dtables ? call->dtables + (part * heads + n) * 2 * call->keys : nullptr;
             for (int64_t j = part * call->tile_keys; j < call->keys; j += call->parts * call->tile_keys)
                 backward_tile(head, j, dq, dA, scratch);
         }
-    }
-}
-
-// The losses of rows of logits, which become softmax - onehot if `gradient`; else they are left without meaning.
-void cross_entropy(float* logits, const int64_t* targets, float* losses, int64_t rows, int64_t vocabulary,
-                   int64_t gradient) {
-    constexpr int64_t BLOCK = 1024;  // summed in float32; their sums, in double
-#pragma omp parallel for
-    for (int64_t i = 0; i < rows; ++i) {
-        float* x = logits + i * vocabulary;
-        const float target = x[targets[i]];
-        float top = x[0];
-#pragma omp simd reduction(max : top)
-        for (int64_t j = 0; j < vocabulary; ++j) top = x[j] > top ? x[j] : top;
-        double total = 0;
-        for (int64_t start = 0; start < vocabulary; start += BLOCK) {
-            const int64_t end = std::min(start + BLOCK, vocabulary);
-            float sum = 0;
-#pragma omp simd reduction(+ : sum)
-            for (int64_t j = start; j < end; ++j) {
-                x[j] = exp2_of_negative((x[j] - top) * LOG2E);
-                sum += x[j];
-            }
-            total += sum;
-        }
-        losses[i] = std::log(total) + (top - target);
-        if (!gradient) continue;
-        const float scale = 1 / total;
-#pragma omp simd
-        for (int64_t j = 0; j < vocabulary; ++j) x[j] *= scale;
-        x[targets[i]] -= 1;
     }
 }
 

@@ -1,7 +1,8 @@
-"""Attention over L = a_t S + m_t on a CPU, by cpu.cpp: compiled on first use, with the machine's own C++ compiler.
+"""Attention over L = a_t S + m_t on a CPU, and the head's cross-entropy, in C++ that is compiled on first use.
 
-Float32 only. It needs a compiler with OpenMP (as torch.compile does) and a PyTorch whose BLAS can be called from
-outside; find_problem says what is missing, and then plain PyTorch runs (model/backends/blocks.py, model/loss.py).
+float32 (cpu.cpp), and bfloat16 where the processor multiplies it (cpu_bfloat16.cpp). It needs a compiler with OpenMP,
+as torch.compile does, and a PyTorch whose BLAS can be called from outside; find_problem says what is missing, and then
+plain PyTorch runs (model/backends/blocks.py, model/loss.py).
 """
 
 import ctypes
@@ -20,24 +21,30 @@ from model.kernels import heads_last
 from model.kernels.distance import to_bits
 from model.methods.base import ScoreChange
 
-SOURCE = Path(__file__).with_suffix(".cpp")
+SOURCES = [Path(__file__).with_name(name) for name in ("cpu.cpp", "cpu_bfloat16.cpp", "cpu_loss.cpp", "cpu.h")]
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+GEMMS = dict(  # PyTorch's own, by the names that they have in its library: those of C++ hold the types of arguments
+    gemm="sgemm_",
+    brgemm="_ZN2at6native7cpublas6brgemmEllllllbPKN3c108BFloat16ES5_Pfb",
+    brgemm_release="_ZN2at6native7cpublas14brgemm_releaseEb",
+)
 TILE = (128, 256)  # queries, keys: the fastest of those tried (results/speed/cpu.md)
 FEW, TILE_OF_FEW = 256, 64  # so many queries are better cut finer: less of what causality hides is computed
 MATRICES = ("q", "k", "v", "o", "dout", "dq", "dk", "dv")
 
 
 class Matrix(ctypes.Structure):
-    """The struct Matrix of cpu.cpp."""
+    """The struct Matrix of cpu.h."""
 
     _fields_ = [("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("batch", "head", "token"))]
 
 
 class Arguments(ctypes.Structure):
-    """The struct Call of cpu.cpp."""
+    """The struct Call of cpu.h."""
 
     _fields_ = [
         ("gemm", ctypes.c_void_p),
+        ("release", ctypes.c_void_p),
         *((name, Matrix) for name in MATRICES),
         *((name, ctypes.c_void_p) for name in ("lse", "delta", "tables", "dtables")),
         *((name, ctypes.c_int64) for name in ("batch", "heads", "table_heads", "queries", "keys", "dim")),
@@ -49,13 +56,26 @@ def find_problem(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why the kernel cannot run there, or None. It is compiled when this is asked for the first time."""
     if device.type != "cpu":
         return f"it runs on a CPU, not on {device}"
-    if dtype != torch.float32:
-        return f"it takes float32, not {dtype}"
-    return load_library()[1]
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"it takes float32 and bfloat16, not {dtype}"
+    if dtype == torch.bfloat16 and not multiplies_bfloat16():
+        return "this processor has no instructions for products of bfloat16"
+    kernel, reason = load_library()
+    if reason is None and dtype == torch.bfloat16 and not kernel.brgemm:
+        return "this PyTorch does not show its products of bfloat16"
+    return reason
 
 
 # What torch.compiler.assume_constant_result does besides importing the compiler, which takes two seconds.
 find_problem._dynamo_marked_constant = True
+
+
+@functools.cache
+def multiplies_bfloat16() -> bool:
+    """Tell whether this processor multiplies bfloat16, and oneDNN lets it: ONEDNN_MAX_CPU_ISA=AVX2 in the environment
+    hides its units."""
+    units = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return units and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 @functools.cache
@@ -66,15 +86,20 @@ def load_library() -> tuple[ctypes.CDLL | None, str | None]:
         return None, "there is no C++ compiler"
     try:
         blas = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        gemm = ctypes.cast(blas.sgemm_, ctypes.c_void_p).value
-    except (OSError, AttributeError):
+    except OSError:
+        blas = None
+    addresses = {
+        name: ctypes.cast(getattr(blas, symbol, None), ctypes.c_void_p).value for name, symbol in GEMMS.items()
+    }
+    if not addresses["gemm"]:
         return None, "this PyTorch does not show its BLAS"
     try:
         kernel = ctypes.CDLL(str(compile_library(compiler)))
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or str(error)
         return None, f"{compiler} cannot compile it: {detail.strip().splitlines()[0]}"
-    kernel.gemm = gemm
+    for name, address in addresses.items():
+        setattr(kernel, name, address)
     return kernel, None
 
 
@@ -85,9 +110,31 @@ def compile_library(compiler: str) -> Path:
     damaged one would end the process when it is loaded, without a word.
     """
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    processor = Path("/proc/cpuinfo").read_text().splitlines()
-    flags = next((line for line in processor if line.startswith("flags")), "")
-    key = hashlib.sha256("\n".join((SOURCE.read_text(), version, flags, *FLAGS)).encode()).hexdigest()[:16]
+    texts = *map(Path.read_text, SOURCES), version, processor_flags(), *FLAGS
+    key = hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
+    folder = cache_folder()
+    path = folder / f"cpu-{key}.so"
+    if not is_whole(path):
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:  # then moved, whole, as others may be doing the same
+            fresh = Path(temporary) / path.name
+            command = [compiler, *FLAGS, *(str(path) for path in SOURCES if path.suffix == ".cpp"), "-o", str(fresh)]
+            subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+            with open(fresh, "rb+") as file:
+                file.write(hashlib.sha256(file.read()).digest())
+                file.flush()
+                os.fsync(file.fileno())  # the data must be on the disk before the name is
+            os.replace(fresh, path)
+    return path
+
+
+def processor_flags() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line for line in lines if line.startswith("flags")), "")
+
+
+def cache_folder() -> Path:
+    """Return the folder for what is made once for a machine, in the user's cache or, without a home, a temporary one.
+    Raise PermissionError if that belongs to somebody else."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path(os.path.expanduser("~")) / ".cache"
     folder = Path(cache) / "scale_invariant_attention"
     try:
@@ -97,18 +144,7 @@ def compile_library(compiler: str) -> Path:
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.stat().st_uid != os.getuid():
             raise PermissionError(f"{folder} belongs to another user") from None
-    path = folder / f"cpu-{key}.so"
-    if not is_whole(path):
-        with tempfile.TemporaryDirectory(dir=folder) as temporary:  # then moved, whole, as others may be doing the same
-            fresh = Path(temporary) / path.name
-            command = [compiler, *FLAGS, str(SOURCE), "-o", str(fresh)]
-            subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-            with open(fresh, "rb+") as file:
-                file.write(hashlib.sha256(file.read()).digest())
-                file.flush()
-                os.fsync(file.fileno())  # the data must be on the disk before the name is
-            os.replace(fresh, path)
-    return path
+    return folder
 
 
 def is_whole(path: Path) -> bool:
@@ -127,9 +163,10 @@ def make_tables(change: ScoreChange | None, num_heads: int, head_dim: int, key_l
 def cpu_attention(q: Tensor, k: Tensor, v: Tensor, tables: Tensor, *, q_offset: int = 0) -> Tensor:
     """Return causal attention (B, H, Tq, D) over a_t S + m_t, tables coming from make_tables for these keys.
 
-    q (B, H, Tq, D), k and v (B, H, Tk, D), float32; query i is at position q_offset + i, key j at j.
+    q (B, H, Tq, D), k and v (B, H, Tk, D), float32 or bfloat16; query i is at position q_offset + i, key j at
+    j.
     """
-    assert q.dtype == k.dtype == v.dtype == tables.dtype == torch.float32 and tables.shape[2] == k.shape[2]
+    assert q.dtype == k.dtype == v.dtype and tables.dtype == torch.float32 and tables.shape[2] == k.shape[2]
     assert 0 <= q_offset <= k.shape[2] - q.shape[2]
     return forward_op(*map(blas_layout, (q, k, v)), tables, q_offset)[0]
 
@@ -139,15 +176,21 @@ def blas_layout(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 and x.stride(2) >= x.shape[3] else x.contiguous()
 
 
+def query_tile(queries: int) -> int:
+    return TILE_OF_FEW if queries <= FEW else TILE[0]
+
+
 def call_library(function: str, q_offset: int, parts: int = 1, **tensors: Tensor | None):
-    """Call a function of cpu.cpp with these tensors, by the names of their fields in Arguments."""
+    """Call a function of the library with these tensors, by the names of their fields in Arguments."""
     kernel, reason = load_library()
     assert kernel is not None, reason
     q, k, tables = tensors["q"], tensors["k"], tensors["tables"]
+    half = q.dtype == torch.bfloat16
     call = Arguments(
-        gemm=kernel.gemm, batch=q.shape[0], heads=q.shape[1], table_heads=tables.shape[1], queries=q.shape[2],
+        gemm=kernel.brgemm if half else kernel.gemm, release=kernel.brgemm_release,
+        batch=q.shape[0], heads=q.shape[1], table_heads=tables.shape[1], queries=q.shape[2],
         keys=k.shape[2], dim=q.shape[3], q_offset=q_offset, parts=parts,
-        tile_queries=TILE_OF_FEW if q.shape[2] <= FEW else TILE[0], tile_keys=TILE[1],
+        tile_queries=query_tile(q.shape[2]), tile_keys=TILE[1],
     )  # fmt: skip
     for name, x in tensors.items():
         if name in MATRICES:
@@ -156,7 +199,7 @@ def call_library(function: str, q_offset: int, parts: int = 1, **tensors: Tensor
             setattr(call, name, Matrix(x.data_ptr(), batch, head, token))
         elif x is not None:
             setattr(call, name, x.data_ptr())
-    getattr(kernel, function)(ctypes.byref(call))
+    getattr(kernel, f"{function}_bfloat16" if half else function)(ctypes.byref(call))
 
 
 @torch.library.custom_op("scale_invariant::cpu_forward", mutates_args=())
@@ -168,7 +211,7 @@ def forward_op(q: Tensor, k: Tensor, v: Tensor, tables: Tensor, q_offset: int) -
 
 @forward_op.register_fake
 def _(q, k, v, tables, q_offset):
-    return heads_last(q, q.new_empty), q.new_empty(q.shape[:3])
+    return heads_last(q, q.new_empty), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.custom_op("scale_invariant::cpu_backward", mutates_args=())
@@ -179,14 +222,19 @@ def backward_op(
     B, H, Tq, D = q.shape
     threads, tiles = torch.get_num_threads(), -(-k.shape[2] // TILE[1])
     parts = 1 if B * H % threads == 0 or B * H >= 4 * threads else min(threads, tiles)
-    dk, dv = heads_last(k, torch.zeros), heads_last(k, torch.zeros)
-    dq = torch.zeros(parts, B, Tq, H, D).transpose(2, 3)
     dtables = torch.zeros(parts * B, H, 2, k.shape[2]) if learned else None
-    call_library(
-        "backward", q_offset, parts, q=q, k=k, v=v, dout=dout, dq=dq[0], dk=dk, dv=dv,
-        lse=lse, delta=(dout * o).sum(dim=-1), tables=tables, dtables=dtables,
-    )  # fmt: skip
-    dq = dq[0] if parts == 1 else dq.sum(dim=0)
+    common = dict(q=q, k=k, v=v, o=o, dout=dout, lse=lse, dtables=dtables)
+    if q.dtype == torch.bfloat16:  # it reads the tables from distance 0 on, and writes whole gradients
+        dq, dk, dv = (heads_last(x, torch.empty) for x in (q, k, v))
+        gradients = dict(dq=dq, dk=dk, dv=dv, delta=torch.empty_like(lse))
+        call_library("backward", q_offset, parts, **common, **gradients, tables=tables.flip(2))
+        dtables = dtables.flip(3) if learned else None
+    else:
+        dk, dv = heads_last(k, torch.zeros), heads_last(v, torch.zeros)
+        dq = torch.zeros(parts, B, Tq, H, D).transpose(2, 3)
+        gradients = dict(dq=dq[0], dk=dk, dv=dv, delta=(dout * o).sum(dim=-1))
+        call_library("backward", q_offset, parts, **common, **gradients, tables=tables)
+        dq = dq[0] if parts == 1 else dq.sum(dim=0)
     if not learned:
         return dq, dk, dv, torch.empty(0)
     dtables = dtables.sum(dim=0).transpose(0, 1)  # (2, H, Tk)
@@ -216,7 +264,7 @@ forward_op.register_autograd(backward, setup_context=save_for_backward)
 
 def cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, gradient: bool):
     """Set losses (R,) from logits (R, V), and the logits, if gradient, to softmax - onehot; else they are lost."""
-    assert logits.dtype == losses.dtype == torch.float32 and targets.dtype == torch.int64
+    assert losses.dtype == torch.float32 and targets.dtype == torch.int64
     assert logits.is_contiguous() and targets.is_contiguous() and losses.is_contiguous()
     low, high = (x.item() for x in targets.aminmax())
     if low < 0 or high >= logits.shape[1]:
@@ -224,4 +272,5 @@ def cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, gradient: bo
     kernel, reason = load_library()
     assert kernel is not None, reason
     pointers = (ctypes.c_void_p(x.data_ptr()) for x in (logits, targets, losses))
-    kernel.cross_entropy(*pointers, *map(ctypes.c_int64, (*logits.shape, gradient)))
+    function = kernel.cross_entropy_bfloat16 if logits.dtype == torch.bfloat16 else kernel.cross_entropy
+    function(*pointers, *map(ctypes.c_int64, (*logits.shape, gradient)))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from errors import require
 from model.kernels import heads_last
-from model.kernels.distance import EVERYWHERE, LOG2E, MAX_LENGTH, REACH, STEP, Coefficients
+from model.kernels.distance import EVERYWHERE, LOG2E, MAX_LENGTH, REACH, STEP, Coefficients, product_scale
 from model.kernels.flash_kernels import (
     INTERPRETED,
     delta_kernel,
@@ -33,18 +33,23 @@ class Tiles:
     stages: int
 
 
-def choose_tiles(dtype: torch.dtype, block_d: int, capability: tuple[int, int]) -> dict[str, Tiles]:
-    """Return the tiles of each kernel, which fit registers and shared memory (scripts.kernel_code); not timed yet."""
+def choose_tiles(dtype: torch.dtype, block_d: int, capability: tuple[int, int], bounded: bool) -> dict[str, Tiles]:
+    """Return the tiles of each kernel, by what they compile to (scripts.kernel_code). Not timed yet: see bench --tune.
+
+    Up to head dimension 128, of those that fit shared memory, load ahead and spill next to nothing in a loop, the ones
+    with the fewest instructions a logit.
+    """
     if dtype == torch.float32:
         small = Tiles(32, 32, 4, 1) if block_d <= 128 else Tiles(16, 16, 4, 1)
         return dict(forward=small, query_gradient=small, key_gradient=small)
     if block_d > 128:
         return dict(forward=Tiles(64, 32, 4, 2), query_gradient=Tiles(64, 32, 4, 1), key_gradient=Tiles(32, 32, 4, 1))
-    if block_d == 128 and capability >= (9, 0):
-        big = Tiles(128, 64, 8, 2)
-        return dict(forward=Tiles(128, 64, 8, 3), query_gradient=big, key_gradient=Tiles(64, 128, 8, 2))
-    middle = Tiles(64, 64, 4, 2)
-    return dict(forward=Tiles(128, 64, 4 if block_d <= 64 else 8, 2), query_gradient=middle, key_gradient=middle)
+    if block_d == 128 and capability[0] in (9, 10):  # 227 KiB of shared memory: Hopper, and Blackwell of data centres
+        forward = Tiles(128, 128, 8, 2) if bounded else Tiles(128, 64, 8, 3)
+        return dict(forward=forward, query_gradient=Tiles(128, 64, 8, 2), key_gradient=Tiles(32, 128, 8, 3))
+    narrow = block_d <= 64
+    forward, key_gradient = Tiles(128, 64, 4 if narrow else 8, 2), Tiles(64, 128 if narrow else 64, 8, 2)
+    return dict(forward=forward, query_gradient=Tiles(64, 64, 4, 2), key_gradient=key_gradient)
 
 
 def flash_attention(
@@ -52,13 +57,15 @@ def flash_attention(
 ) -> Tensor:
     """Return causal attention (B, H, Tq, D) over a_t S + m_t, by make_coefficients; over S without coefficients.
 
-    q (B, H, Tq, D), k and v (B, H, Tk, D); query i is at position q_offset + i, key j at j. Forward and backward pass
-    repeat bit for bit. ValueError for what the kernels do not cover.
+    q (B, H, Tq, D), k and v (B, H, Tk, D); query i is at position q_offset + i, key j at j. Where the coefficients are
+    bounded, the caller answers for it that |q.k| stays below the bound that they were made for. Forward and backward
+    pass repeat bit for bit. ValueError for what the kernels do not cover.
     """
     check_inputs(q, k, v, coefficients, q_offset)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     c = coefficients or Coefficients(torch.empty(0, 1, 1, device=q.device))
-    return forward_op(q, k, v, c.parameter, c.table, c.polynomials, c.tangent, list(c.degrees), c.far, q_offset)[0]
+    functions = c.table, c.polynomials, c.tangent, list(c.degrees), c.far, c.line
+    return forward_op(q, k, v, c.parameter, *functions, q_offset, c.bounded)[0]
 
 
 def find_problem(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -92,6 +99,8 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients | N
         _, heads, distances = coefficients.table.shape
         require(heads in (1, H), f"coefficients of {heads} heads do not fit {H} heads")
         require(distances >= Tk + 2 * REACH, f"coefficients were made for fewer than {Tk} keys")
+        right = not coefficients.bounded or q.dtype != torch.float16
+        require(right, "coefficients that were bounded for another dtype do not fit float16: make them for it")
         there = coefficients.polynomials is None or coefficients.q_offset == q_offset % STEP
         require(there, f"coefficients were made for another offset of the queries than {q_offset}")
 
@@ -111,13 +120,14 @@ def on_its_gpu(operation):
 @on_its_gpu
 def forward_op(
     q: Tensor, k: Tensor, v: Tensor, parameter: Tensor | None,
-    table: Tensor, polynomials: Tensor | None, tangent: Tensor | None, degrees: list[int], far: int, q_offset: int,
+    table: Tensor, polynomials: Tensor | None, tangent: Tensor | None, degrees: list[int], far: int, line: int,
+    q_offset: int, bounded: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the output, and for each query the logarithm to base 2 of the sum of its exp2(logits), (B, H, Tq)."""
     o, lse = empty_outputs(q)
-    launch = Launch(q, k, v, table, polynomials, degrees, far, q_offset)
+    launch = Launch(q, k, v, table, polynomials, degrees, far, line, q_offset, bounded)
     arguments = q, k, v, o, lse, table, launch.polynomials, *strides(q, k, v, o)
-    launch(forward_kernel, "forward", q.shape[2], arguments)
+    launch(forward_kernel, "forward", q.shape[2], arguments, BOUNDED=bounded)
     return o, lse
 
 
@@ -134,14 +144,15 @@ def empty_outputs(q: Tensor) -> tuple[Tensor, Tensor]:  # (B, H, Tq, D) and (B, 
 @on_its_gpu
 def backward_op(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-    table: Tensor, polynomials: Tensor | None, tangent: Tensor | None, degrees: list[int], far: int, q_offset: int,
+    table: Tensor, polynomials: Tensor | None, tangent: Tensor | None, degrees: list[int], far: int, line: int,
+    q_offset: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k, v and of the parameter of each head, (H,), which are 0 without a tangent."""
     if do.stride(-1) != 1:
         do = do.contiguous()
     dq, dk, dv, dparameter = empty_gradients(q, k, v, tangent)
     delta = torch.empty_like(lse)
-    launch = Launch(q, k, v, table, polynomials, degrees, far, q_offset)
+    launch = Launch(q, k, v, table, polynomials, degrees, far, line, q_offset)
     B, H, Tq, D = q.shape
     delta_kernel[(triton.cdiv(Tq, 64) * B * H,)](
         o, do, delta, *strides(o, do), H, Tq, HEAD_DIM=D, BLOCK_D=launch.block_d, QUERIES=64
@@ -166,13 +177,13 @@ def empty_gradients(q, k, v, tangent):
 
 
 def save_for_backward(ctx, inputs, output):
-    q, k, v, _, *tensors, ctx.degrees, ctx.far, ctx.q_offset = inputs
+    q, k, v, _, *tensors, ctx.degrees, ctx.far, ctx.line, ctx.q_offset, _ = inputs
     ctx.save_for_backward(q, k, v, *output, *tensors)
 
 
 def backward(ctx, do, _):
-    *gradients, dparameter = backward_op(do, *ctx.saved_tensors, ctx.degrees, ctx.far, ctx.q_offset)
-    return *gradients, dparameter if ctx.needs_input_grad[3] else None, *[None] * 6
+    *gradients, dparameter = backward_op(do, *ctx.saved_tensors, ctx.degrees, ctx.far, ctx.line, ctx.q_offset)
+    return *gradients, dparameter if ctx.needs_input_grad[3] else None, *[None] * 8
 
 
 forward_op.register_autograd(backward, setup_context=save_for_backward)
@@ -181,26 +192,26 @@ forward_op.register_autograd(backward, setup_context=save_for_backward)
 class Launch:
     """Launches the kernels of one call with the arguments that they share, and the code that the call needs."""
 
-    def __init__(self, q, k, v, table, polynomials, degrees, far, q_offset):
+    def __init__(self, q, k, v, table, polynomials, degrees, far, line, q_offset, bounded=False):
         B, H, Tq, D = q.shape
         functions = len(table)
         near = functions > 0 and far > EVERYWHERE
-        has_far = functions > 0 and far < k.shape[2]
+        has_far, has_line = (functions > 0 and first < k.shape[2] for first in (far, line))
         self.block_d = max(16, triton.next_power_of_2(D))
         capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)
-        self.tiles = choose_tiles(q.dtype, self.block_d, capability)
+        self.tiles = choose_tiles(q.dtype, self.block_d, capability, bounded)
         self.polynomials = table if polynomials is None else polynomials
-        scale = {0: LOG2E * D**-0.5, 1: LOG2E**0.5 * D**-0.5, 2: 1.0}[functions]  # of q.k: see distance.py
+        scale = product_scale(functions, D)
         self.batch_heads = B * H
         degree_a, degree_m = [*degrees, 0, 0][:2]
         self.common = (
             table.stride(0), head_stride(table), self.polynomials.stride(0), head_stride(self.polynomials),
-            q_offset % STEP - REACH, far if near and has_far else 0, scale,
+            q_offset % STEP - REACH, far if near and has_far else 0, line if has_line else 0, scale,
         )  # fmt: skip
         self.lengths = (H, Tq, k.shape[2], q_offset)
         self.unit = scale / LOG2E  # of gradients: logits are in bits
         self.options = dict(
-            FUNCTIONS=functions, DEGREE_A=degree_a, DEGREE_M=degree_m, NEAR=near, FAR=has_far,
+            FUNCTIONS=functions, DEGREE_A=degree_a, DEGREE_M=degree_m, NEAR=near, FAR=has_far, LINE=has_line,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32", STEP=STEP, HEAD_DIM=D, BLOCK_D=self.block_d,
         )  # fmt: skip
 

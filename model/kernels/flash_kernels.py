@@ -1,12 +1,13 @@
 """The Triton kernels of causal attention over L = a_t S + m_t, and of its gradients: what runs on the GPU.
 
 As FlashAttention-2 (Dao 2023, arXiv 2307.08691): a program owns a tile of queries (or, for the gradients of keys and
-values, of keys) and walks over the tiles that it sees in three stretches, so that no logit pays for what its tile does
+values, of keys) and walks over the tiles that it sees in four stretches, so that no logit pays for what its tile does
 not need:
 
     masked   tiles on the diagonal                      a, m from the table by distance
     near     tiles below it, without a mask             a, m from the table
     far      all tiles from coefficients.far on         a, m by the tile's polynomials, 3 multiply-adds a logit
+    line     all tiles from coefficients.line on        a, m by the tile's lines, one multiply-add a logit
 
 flash.py launches them; distance.py has the tables, the polynomials and the units. Nothing here depends on the method:
 without functions of the distance (FUNCTIONS 0) it is plain causal attention, and with those of ALiBi all tiles are far
@@ -26,12 +27,12 @@ IN_INTERPRETER = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
-def load_rows(base, row, stride, d, rows_left, HEAD_DIM: tl.constexpr, BOUNDED: tl.constexpr):
-    """Return rows (R, BLOCK_D) that start at the pointer base; 0 outside the head, and beyond rows_left if BOUNDED."""
+def load_rows(base, row, stride, d, rows_left, HEAD_DIM: tl.constexpr, PARTIAL: tl.constexpr):
+    """Return rows (R, BLOCK_D) that start at the pointer base; 0 outside the head, and beyond rows_left if PARTIAL."""
     at = base + row[:, None] * stride + d[None, :]
-    if BOUNDED and HEAD_DIM < d.shape[0]:
+    if PARTIAL and HEAD_DIM < d.shape[0]:
         return tl.load(at, mask=(row[:, None] < rows_left) & (d[None, :] < HEAD_DIM), other=0.0)
-    elif BOUNDED:
+    elif PARTIAL:
         return tl.load(at, mask=row[:, None] < rows_left, other=0.0)
     elif HEAD_DIM < d.shape[0]:
         return tl.load(at, mask=d[None, :] < HEAD_DIM, other=0.0)
@@ -44,6 +45,15 @@ def store_rows(base, row, stride, d, rows_left, value, HEAD_DIM: tl.constexpr):
     """Write value (R, BLOCK_D) to the rows that start at the pointer base, up to rows_left and the end of the head."""
     at = base + row[:, None] * stride + d[None, :]
     tl.store(at, value.to(base.dtype.element_ty), mask=(row[:, None] < rows_left) & (d[None, :] < HEAD_DIM))
+
+
+@triton.jit
+def load_entries(at):
+    """Return the float32 numbers at pointers, one each: tl.load in a loop would stage them in shared memory."""
+    if IN_INTERPRETER:
+        return tl.load(at)
+    else:
+        return tl.inline_asm_elementwise("ld.global.nc.f32 $0, [$1];", "=f,l", [at], tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -68,11 +78,11 @@ def approximate_sqrt(x):
 
 
 @triton.jit
-def function_of_tile(at, D, u, v, DEGREE: tl.constexpr):
+def function_of_tile(at, D, u, v, DEGREE: tl.constexpr, LINE: tl.constexpr):
     """Return a function at distances D + u + v of a tile (R, C), u (R, 1) and v (1, C), by the coefficients at `at`.
 
     A cubic is first turned into one in v for each row, of which a thread has few: then a logit costs three
-    multiply-adds, and no register is spent on its distance.
+    multiply-adds, and no register is spent on its distance. LINE: the cubics of this tile are lines.
     """
     c0 = tl.load(at)
     c1 = tl.load(at + 1)
@@ -80,6 +90,8 @@ def function_of_tile(at, D, u, v, DEGREE: tl.constexpr):
         return c0
     elif DEGREE == 1:
         return (c0 + c1 * (D + u)) + c1 * v
+    elif LINE:
+        return (c0 + c1 * u) + c1 * v
     elif DEGREE == 3:
         c2 = tl.load(at + 2)
         c3 = tl.load(at + 3)
@@ -95,7 +107,7 @@ def function_of_tile(at, D, u, v, DEGREE: tl.constexpr):
 @triton.jit
 def logits_of_tile(
     qk, D, u, v, table, polynomials, table_f, polynomials_f, first_D, scale,
-    MASKED: tl.constexpr, FAR: tl.constexpr,
+    MASKED: tl.constexpr, FAR: tl.constexpr, LINE: tl.constexpr,
     FUNCTIONS: tl.constexpr, DEGREE_A: tl.constexpr, DEGREE_M: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Return the logits in bits of products qk at distances D + u + v, and their slope in qk, up to a factor."""
@@ -104,19 +116,20 @@ def logits_of_tile(
     else:
         if FAR:
             at = polynomials + (D - first_D) // STEP * 4
-            a = function_of_tile(at, D, u.to(tl.float32), v.to(tl.float32), DEGREE_A)
+            a = function_of_tile(at, D, u.to(tl.float32), v.to(tl.float32), DEGREE_A, LINE)
         else:
             t = D + (u + v)
             if MASKED:
                 t = tl.maximum(t, 0)
-            a = tl.load(table + t)
+            a = load_entries(table + t)
         if FUNCTIONS == 1:
             return a * (qk * scale - a), a
         else:
             if FAR:
-                m = function_of_tile(at + polynomials_f, D, u.to(tl.float32), v.to(tl.float32), DEGREE_M)
+                at += polynomials_f
+                m = function_of_tile(at, D, u.to(tl.float32), v.to(tl.float32), DEGREE_M, LINE)
             else:
-                m = tl.load(table + table_f + t)
+                m = load_entries(table + table_f + t)
             return a * qk + m, a
 
 
@@ -132,27 +145,34 @@ def which_tile(num_tiles, num_heads):
 
 
 @triton.jit
-def key_stretches(D0, far, NEAR: tl.constexpr, FAR: tl.constexpr, KEYS: tl.constexpr):
-    """Return where the keys seen by queries from D0 on begin to be masked, and where they end to be far."""
+def key_stretches(D0, far, line, NEAR: tl.constexpr, FAR: tl.constexpr, LINE: tl.constexpr, KEYS: tl.constexpr):
+    """Return where the keys seen by queries from D0 on begin to be masked, and where they end to be far and lines."""
     masked_from = D0 // KEYS * KEYS
     far_to = masked_from
+    line_to = masked_from * 0
     if NEAR:
         far_to *= 0
         if FAR:
             far_to = tl.where(D0 >= far, tl.minimum((D0 - far) // KEYS * KEYS + KEYS, masked_from), 0)
-    return masked_from, far_to
+        if LINE:
+            line_to = tl.where(D0 >= line, tl.minimum((D0 - line) // KEYS * KEYS + KEYS, masked_from), 0)
+    return masked_from, far_to, line_to
 
 
 @triton.jit
 def forward_kernel(
     q, k, v, o, lse, table, polynomials,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
-    table_f, table_h, polynomials_f, polynomials_h, first_D, far, scale, H, Tq, Tk, q_offset,
+    table_f, table_h, polynomials_f, polynomials_h, first_D, far, line, scale, H, Tq, Tk, q_offset,
     FUNCTIONS: tl.constexpr, DEGREE_A: tl.constexpr, DEGREE_M: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr, STEP: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    LINE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, STEP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Write the output o of a tile of queries, and lse, the logarithm to base 2 of the sum of their exp2(logits)."""
+    """Write the output o of a tile of queries, and lse, the logarithm to base 2 of the sum of their exp2(logits).
+
+    If BOUNDED, no exp2(logit) is too large for float32 and each row's own key is not too small (distance.is_bounded):
+    then they are summed as they are, without a running maximum.
+    """
     batch, head, tile = which_tile(tl.cdiv(Tq, QUERIES), H)
     start = (tl.cdiv(Tq, QUERIES) - 1 - tile) * QUERIES  # the longest rows first
     q += batch * q_b + head * q_h + start.to(tl.int64) * q_t
@@ -166,17 +186,19 @@ def forward_kernel(
     D0 = q_offset + start  # position of the first query
     q_tile = load_rows(q, row, q_t, d, Tq - start, HEAD_DIM, not EVEN)
 
-    masked_from, far_to = key_stretches(D0, far, NEAR, FAR, KEYS)
+    masked_from, far_to, line_to = key_stretches(D0, far, line, NEAR, FAR, LINE, KEYS)
     acc = tl.zeros([QUERIES, BLOCK_D], tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
-    peak = tl.full([QUERIES], float("-inf"), tl.float32)
-    for stretch in tl.static_range(3):  # masked (first: then every row has seen a key), near, far
+    peak = tl.full([QUERIES], 0.0 if BOUNDED else float("-inf"), tl.float32)  # subtracted from the logits
+    for stretch in tl.static_range(4):  # masked (first: then every row has seen a key), near, far, line
         if stretch == 0:
             begin, end = masked_from, tl.minimum(D0 + QUERIES, Tk)
         elif stretch == 1:
             begin, end = far_to, masked_from
+        elif stretch == 2:
+            begin, end = line_to, far_to
         else:
-            begin, end = 0, far_to
+            begin, end = 0, line_to
         for n in range(begin, end, KEYS):
             at = tl.cast(n, tl.int64)
             k_tile = load_rows(k + at * k_t, column, k_t, d, Tk - n, HEAD_DIM, stretch == 0)
@@ -184,16 +206,20 @@ def forward_kernel(
             logits, _ = logits_of_tile(
                 tl.dot(q_tile, k_tile.T, input_precision=PRECISION), D0 - n, row[:, None], -column[None, :],
                 table, polynomials, table_f, polynomials_f, first_D, scale,
-                stretch == 0, stretch == 2 or not NEAR, FUNCTIONS, DEGREE_A, DEGREE_M, STEP,
+                stretch == 0, stretch >= 2 or not NEAR, stretch == 3, FUNCTIONS, DEGREE_A, DEGREE_M, STEP,
             )  # fmt: skip
             if stretch == 0:
                 logits = tl.where(D0 + row[:, None] >= n + column[None, :], logits, float("-inf"))
-            new_peak = tl.maximum(peak, tl.max(logits, 1))
-            p = tl.exp2(logits - new_peak[:, None])
-            shrink = tl.exp2(peak - new_peak)
-            total = total * shrink + tl.sum(p, 1)
-            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], input_precision=PRECISION)
-            peak = new_peak
+            if not BOUNDED:
+                new_peak = tl.maximum(peak, tl.max(logits, 1))
+                shrink = tl.exp2(peak - new_peak)
+                total *= shrink
+                acc *= shrink[:, None]
+                logits -= new_peak[:, None]
+                peak = new_peak
+            p = tl.exp2(logits)
+            total += tl.sum(p, 1)
+            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
     store_rows(o, row, o_t, d, Tq - start, acc / total[:, None], HEAD_DIM)
     tl.store(lse + row, peak + tl.log2(total), mask=row < Tq - start)
 
@@ -218,9 +244,9 @@ def delta_kernel(
 def query_gradient_kernel(
     q, k, v, do, dq, lse, delta, table, polynomials, tangent, dparameter,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dq_b, dq_h, dq_t,
-    table_f, table_h, polynomials_f, polynomials_h, first_D, far, scale, unit, H, Tq, Tk, q_offset,
+    table_f, table_h, polynomials_f, polynomials_h, first_D, far, line, scale, unit, H, Tq, Tk, q_offset,
     FUNCTIONS: tl.constexpr, DEGREE_A: tl.constexpr, DEGREE_M: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr, STEP: tl.constexpr,
+    LINE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, STEP: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, LEARNED: tl.constexpr,
 ):  # fmt: skip
     """Write dQ of a tile of queries; if LEARNED, also each query's part in the gradient of its head's parameter."""
@@ -242,16 +268,18 @@ def query_gradient_kernel(
     lse_row = tl.load(lse + first_row + row, row < Tq - start, float("inf"))  # beyond the end: P = 0
     delta_row = tl.load(delta + first_row + row, row < Tq - start, 0.0)
 
-    masked_from, far_to = key_stretches(D0, far, NEAR, FAR, KEYS)
+    masked_from, far_to, line_to = key_stretches(D0, far, line, NEAR, FAR, LINE, KEYS)
     acc = tl.zeros([QUERIES, BLOCK_D], tl.float32)
     learned = tl.zeros([QUERIES], tl.float32)
-    for stretch in tl.static_range(3):  # masked, near, far
+    for stretch in tl.static_range(4):  # masked, near, far, line
         if stretch == 0:
             begin, end = masked_from, tl.minimum(D0 + QUERIES, Tk)
         elif stretch == 1:
             begin, end = far_to, masked_from
+        elif stretch == 2:
+            begin, end = line_to, far_to
         else:
-            begin, end = 0, far_to
+            begin, end = 0, line_to
         for n in range(begin, end, KEYS):
             at = tl.cast(n, tl.int64)
             k_tile = load_rows(k + at * k_t, column, k_t, d, Tk - n, HEAD_DIM, stretch == 0)
@@ -260,7 +288,7 @@ def query_gradient_kernel(
             logits, slope = logits_of_tile(
                 qk, D0 - n, row[:, None], -column[None, :],
                 table, polynomials, table_f, polynomials_f, first_D, scale,
-                stretch == 0, stretch == 2 or not NEAR, FUNCTIONS, DEGREE_A, DEGREE_M, STEP,
+                stretch == 0, stretch >= 2 or not NEAR, stretch == 3, FUNCTIONS, DEGREE_A, DEGREE_M, STEP,
             )  # fmt: skip
             p = tl.exp2(logits - lse_row[:, None])
             if stretch == 0:
@@ -280,9 +308,9 @@ def query_gradient_kernel(
 def key_gradient_kernel(
     q, k, v, do, dk, dv, lse, delta, table, polynomials,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dk_b, dk_h, dk_t,
-    table_f, table_h, polynomials_f, polynomials_h, first_D, far, scale, unit, H, Tq, Tk, q_offset,
+    table_f, table_h, polynomials_f, polynomials_h, first_D, far, line, scale, unit, H, Tq, Tk, q_offset,
     FUNCTIONS: tl.constexpr, DEGREE_A: tl.constexpr, DEGREE_M: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr, STEP: tl.constexpr,
+    LINE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, STEP: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Write dK and dV of a tile of keys."""
@@ -304,19 +332,24 @@ def key_gradient_kernel(
     first = tl.maximum(start - q_offset, 0)  # query that sees any of these keys
     masked_to = tl.cdiv(tl.maximum(start + KEYS - 1 - q_offset, 0), QUERIES) * QUERIES
     far_from = masked_to
+    line_from = Tq
     if NEAR:
         far_from = Tq
-        if FAR:  # far is at most 2^30 here
+        if FAR:  # far is at most 2^30 here, and so is line
             far_from = tl.maximum(tl.cdiv(tl.maximum(start - q_offset + far, 0), QUERIES) * QUERIES, masked_to)
+        if LINE:
+            line_from = tl.maximum(tl.cdiv(tl.maximum(start - q_offset + line, 0), QUERIES) * QUERIES, masked_to)
     acc_k = tl.zeros([KEYS, BLOCK_D], tl.float32)
     acc_v = tl.zeros([KEYS, BLOCK_D], tl.float32)
-    for stretch in tl.static_range(3):  # masked, near, far
+    for stretch in tl.static_range(4):  # masked, near, far, line
         if stretch == 0:
             begin, end = first // QUERIES * QUERIES, tl.minimum(masked_to, Tq)
         elif stretch == 1:
             begin, end = masked_to, tl.minimum(far_from, Tq)
+        elif stretch == 2:
+            begin, end = far_from, tl.minimum(line_from, Tq)
         else:
-            begin, end = far_from, Tq
+            begin, end = line_from, Tq
         for m in range(begin, end, QUERIES):
             at = tl.cast(m, tl.int64)
             q_tile = load_rows(q + at * q_t, row, q_t, d, Tq - m, HEAD_DIM, not EVEN)
@@ -327,7 +360,7 @@ def key_gradient_kernel(
             logits, slope = logits_of_tile(  # (KEYS, QUERIES)
                 tl.dot(k_tile, q_tile.T, input_precision=PRECISION), D, -column[:, None], row[None, :],
                 table, polynomials, table_f, polynomials_f, first_D, scale,
-                stretch == 0, stretch == 2 or not NEAR, FUNCTIONS, DEGREE_A, DEGREE_M, STEP,
+                stretch == 0, stretch >= 2 or not NEAR, stretch == 3, FUNCTIONS, DEGREE_A, DEGREE_M, STEP,
             )  # fmt: skip
             p = tl.exp2(logits - lse_row[None, :])
             if stretch == 0:

@@ -4,13 +4,14 @@
     python -m scripts.kernel_code --variants si --tiles key_gradient 64 64 4 2
 
 compiles them to machine code (triton brings the compiler and the disassembler) and counts, in each main loop (masked,
-near and far, see model/kernels/flash_kernels.py), the instructions a thread issues for each of its logits: of all
+near, far and line, see model/kernels/flash_kernels.py), the instructions a thread issues for each of its logits: of all
 kinds, on the special-function unit (MUFU), loads from global and from shared memory, and spills. A count is no time,
 but what a transform adds to it says what it costs where the instructions are the bottleneck.
 """
 
 import argparse
 import dataclasses
+import functools
 import re
 import subprocess
 import tempfile
@@ -28,7 +29,7 @@ from errors import exit_on_user_error, require
 from model.backends.triton import prepare
 from model.kernels import flash
 from model.kernels.distance import Coefficients
-from scripts.bench.variants import Case, as_closed_form, table_only
+from scripts.bench.variants import Case, as_closed_form, online, table_only
 from scripts.shared.tables import markdown_table
 
 ROLES = ("forward", "query_gradient", "key_gradient")  # the keys of choose_tiles
@@ -46,9 +47,11 @@ def of_method(formula: str) -> Callable[[Case], Coefficients | None]:
     return lambda case: prepare(case.method(formula).score_change, case.call)
 
 
-VARIANTS = {  # what the kernels are told of a_t and m_t
+VARIANTS = {  # what the kernels are told of a_t and m_t, and, but for those with a running maximum, of |q| and |k|
     "plain": of_method("plain"),
-    "si": of_method("si"),  # a table, and cubics far away
+    "plain:online": functools.partial(online, formula="plain"),
+    "si": of_method("si"),  # a table, further away cubics, then lines
+    "si:online": functools.partial(online, formula="si"),
     "si:table": table_only,
     "si:closed": as_closed_form,
     "alibi": of_method("alibi"),
@@ -90,15 +93,16 @@ def kernel_launches(
     """
     choose_tiles = flash.choose_tiles
 
-    def choose(dtype, block_d, capability):
-        return choose_tiles(dtype, block_d, capability if arch is None else divmod(arch, 10)) | (tiles or {})
+    def choose(dtype, block_d, capability, bounded):
+        capability = capability if arch is None else divmod(arch, 10)
+        return choose_tiles(dtype, block_d, capability, bounded) | (tiles or {})
 
     recorders = {f"{role}_kernel": mock.MagicMock() for role in (*ROLES, "delta")}
     q, k, v, do = inputs
     c = coefficients or Coefficients(torch.empty(0, 1, 1, device=q.device))
-    functions = c.table, c.polynomials, c.tangent, list(c.degrees), c.far, 0
+    functions = c.table, c.polynomials, c.tangent, list(c.degrees), c.far, c.line, 0
     with mock.patch.multiple(flash, choose_tiles=choose, **recorders):
-        o, lse = flash.forward_op(q, k, v, c.parameter, *functions)
+        o, lse = flash.forward_op(q, k, v, c.parameter, *functions, c.bounded)
         flash.backward_op(do, q, k, v, o, lse, *functions)
     launches = {}
     for name, recorder in recorders.items():  # of kernel[grid](*arguments, **constants, **options)
@@ -150,7 +154,7 @@ def compile_launch(launch: Launch, arch: int) -> dict:
         usage = re.search(r"REG:(\d+) STACK:(\d+)", nvidia_tool("cuobjdump", "-res-usage", file.name))
         code = nvidia_tool("nvdisasm", "-c", file.name)
     c, tiles = launch.constants, launch.tiles
-    also = dict(near=c["NEAR"], far=c["FAR"] or not c["NEAR"])
+    also = dict(near=c["NEAR"], far=c["FAR"] or not c["NEAR"], line=c["LINE"])
     stretches = ["masked", *(name for name, is_there in also.items() if is_there)]
     loops = count_loops(code, logits=tiles.queries * tiles.keys / (32 * tiles.warps))
     if len(loops) != len(stretches):  # the compiler split or merged some

@@ -31,7 +31,7 @@ from configs.presets import preset
 from errors import exit_on_user_error
 from model.backends.sdpa import prefer_fast_sdpa
 from model.loss import LOGIT_BYTES
-from runtime.build import build_model, build_optimizers, compile_model, compute_dtype, train_step
+from runtime.build import build_model, build_optimizers, compile_model, train_step
 from runtime.device import choose_compile, device_name
 from runtime.processes import World, start_processes
 from scripts.shared.tables import markdown_table
@@ -100,8 +100,9 @@ def count_memory(config: Config, device: torch.device) -> list[dict]:
 
 def run_steps(config: Config, device: torch.device, memory, compiled: str | None = None) -> list[dict]:
     """Return the rows of count_memory, of real steps under `memory`, a StorageCount or CudaMemory."""
+    dtype = torch.bfloat16 if config.dtype == "auto" else getattr(torch, config.dtype)  # as on the GPU that is meant
     with device:
-        model = build_model(config, compute_dtype(config, device))
+        model = build_model(config, dtype)
     backend = config.attention_backend
     if device.type == "cpu":  # stands for a GPU: what our kernel for CPUs allocates is not the question
         backend = "sdpa"

@@ -27,7 +27,7 @@ from configs.config import Config
 from data.loader import micro_batch_size
 from data.shards import ShardWriter, open_split
 from errors import require
-from optim.muon import fast_dtype
+from runtime.dtype import compute_dtype
 from runtime.metrics import read_metrics
 from scripts.bench.protocol import Report, gpu_state, in_turns, paired_ratio, ratio_cell, with_baseline_again
 from scripts.shared.tables import markdown_table
@@ -36,6 +36,12 @@ ROOT = Path(__file__).parents[2]
 WARM_UP = 10  # steps that do not count: compilation, allocation, caches
 MOST_TOKENS = 20_000_000  # that nanoGPT gets of ours
 LOSS_LIMIT = 1e-3  # nats, between the same steps of one process and of several
+
+IN_BFLOAT16 = """\
+import runpy, torch
+with torch.autocast("cpu", torch.bfloat16):
+    runpy.run_path("train.py", run_name="__main__")
+"""
 
 HOW_TO_READ = """\
 Each script reports the time of its own steps: all micro-batches, optimizer and loader, without validation and
@@ -100,11 +106,11 @@ def zipf_shards(folder: Path, config: Config) -> Path:
 # ---- others' ---------------------------------------------------------------------------------------------------------
 
 
-def peer_script(checkout: Path, config: Config, steps: int, device: torch.device, copies: Path) -> Script:
+def peer_script(checkout: Path, config: Config, steps: int, device: torch.device, copies: Path, dtype: str) -> Script:
     """Return the training script of a checkout, which its files tell. Raise ValueError where none is known or can
     run."""
     if all((checkout / name).is_file() for name in ("train.py", "model.py", "configurator.py")):
-        return nanogpt_script(checkout, config, steps, device, copies)
+        return nanogpt_script(checkout, config, steps, device, copies, dtype)
     if all((checkout / name).is_file() for name in ("train_gpt.py", "triton_kernels.py")):
         return modded_nanogpt_script(checkout, device, copies)
     raise ValueError(
@@ -121,8 +127,11 @@ def copy_code(checkout: Path, copies: Path) -> Path:
     return copy
 
 
-def nanogpt_script(checkout: Path, config: Config, steps: int, device: torch.device, copies: Path) -> Script:
-    """Return karpathy/nanoGPT at the shape of `config`, float32 on a CPU and bfloat16 on CUDA, compiled."""
+def nanogpt_script(
+    checkout: Path, config: Config, steps: int, device: torch.device, copies: Path, dtype: str
+) -> Script:
+    """Return karpathy/nanoGPT at the shape of `config`, compiled. On a CPU it knows no bfloat16, and is run as it is
+    within torch.autocast."""
     copy = copy_code(checkout, copies)
     data = copy / "data" / "bench"
     data.mkdir(parents=True)
@@ -133,23 +142,20 @@ def nanogpt_script(checkout: Path, config: Config, steps: int, device: torch.dev
     sequences = micro_batch_size(config.batch_tokens, config.train_length, config.micro_batch_tokens, 1)
     accumulation = config.batch_tokens // config.train_length // sequences
     options = dict(
-        dataset="bench", device=device.type, dtype=peers_dtype(device), compile=config.compile != "off",
+        dataset="bench", device=device.type, dtype=dtype, compile=config.compile != "off",
         n_layer=config.num_layers, n_head=config.num_heads, n_embd=config.model_dim, block_size=config.train_length,
         batch_size=sequences, gradient_accumulation_steps=accumulation, dropout=0.0, bias=False,
         max_iters=steps - 1,  # it counts from 0 to this
         eval_interval=steps + 1, eval_iters=1, log_interval=1,
     )  # fmt: skip
+    script = ["-c", IN_BFLOAT16] if device.type == "cpu" and dtype == "bfloat16" else ["train.py"]
     return Script(
-        f"nanoGPT's train.py, {options['dtype']}",
-        lambda folder: ["train.py", *(f"--{name}={value}" for name, value in options.items()), f"--out_dir={folder}"],
+        f"nanoGPT's train.py, {dtype}",
+        lambda folder: [*script, *(f"--{name}={value}" for name, value in options.items()), f"--out_dir={folder}"],
         lambda folder, output: nanogpt_steps(output),
         copy,
         tokens=config.batch_tokens,
     )
-
-
-def peers_dtype(device: torch.device) -> str:
-    return "bfloat16" if device.type == "cuda" else "float32"
 
 
 def nanogpt_steps(output: str) -> tuple[list[float], list[float]]:
@@ -254,16 +260,18 @@ def with_data(arguments: list[str], config: Config, folder: Path) -> tuple[list[
 def bench_peers(args, arguments: list[str], config: Config, tokens: str, device: torch.device, folder: Path) -> int:
     """Report the table of --peers and return 0. Raise ValueError for a checkout that cannot run, or a script that
     fails."""
-    peers = {
-        Path(path).resolve().name: peer_script(Path(path), config, args.steps, device, folder) for path in args.peers
-    }
+    fastest = str(compute_dtype(config, device)).removeprefix("torch.")
     ours = functools.partial(our_script, arguments, config, args.steps, device=device.type)
-    scripts = {"ours": ours(dtype=peers_dtype(device)), **peers}
-    if device.type == "cpu" and (has_bfloat16 := fast_dtype(device) == torch.bfloat16):
-        scripts["ours in bfloat16"] = ours(dtype="bfloat16")
+    scripts = {"ours": ours(dtype=fastest)}
+    for dtype in [fastest] if device.type == "cuda" else sorted({fastest, "float32"}):
+        if dtype != fastest:
+            scripts[f"ours, {dtype}"] = ours(dtype=dtype)
+        for path in args.peers:
+            peer = peer_script(Path(path), config, args.steps, device, folder, dtype)
+            scripts[f"{Path(path).resolve().name}, {dtype}"] = peer
     report = start_report("peers", args, config, tokens, device)
     compare_scripts(scripts, args.rounds, report)
-    if device.type == "cpu" and not has_bfloat16:
+    if device.type == "cpu" and fastest == "float32":
         report.add("bfloat16: not run, as this CPU does not multiply it in hardware.")
     return 0
 

@@ -23,8 +23,8 @@ from errors import require
 from model.attention import Plan, make_plan
 from model.backends import AUTOMATIC, BACKENDS, triton
 from model.backends import flex as flex_backend
-from model.backends.base import Call
-from model.kernels.distance import NOWHERE, Coefficients, closed_form
+from model.backends.base import Call, bound_products
+from model.kernels.distance import NOWHERE, Coefficients, closed_form, is_bounded
 from model.methods import make_method
 from model.methods.base import Method, upcast
 
@@ -43,14 +43,16 @@ class Case:
 
     @property
     def call(self) -> Call:
-        return Call(self.heads, self.head_dim, self.length, self.length, device=self.device, dtype=self.dtype)
+        where = dict(device=self.device, dtype=self.dtype, product_bound=bound_products(self.head_dim, self.dtype))
+        return Call(self.heads, self.head_dim, self.length, self.length, **where)
 
     def method(self, formula: str, **options) -> Method:
         shape = dict(num_heads=self.heads, head_dim=self.head_dim, train_length=self.length)
         return make_method(METHODS[formula], **shape, **options).to(self.device)
 
     def plan(self, method: Method, backend: str) -> Plan:
-        return make_plan(method, self.length, self.length, device=self.device, dtype=self.dtype, backend=backend)
+        where = dict(device=self.device, dtype=self.dtype, backend=backend)
+        return make_plan(method, self.length, self.length, normalised=True, **where)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,14 +66,15 @@ class Variant:
 
 
 def random_inputs(case: Case) -> list[Tensor]:
-    """Return q, k, v and the gradient of the output (B, H, T, D), in memory (B, T, H, D) as the model has them."""
+    """Return q, k, v and the gradient of the output (B, H, T, D), as the model has them: q and k normalised, in memory
+    (B, T, H, D)."""
     generator = torch.Generator(case.device).manual_seed(0)
     shape = (case.batch, case.length, case.heads, case.head_dim)
 
-    def draw() -> Tensor:
-        return torch.randn(shape, device=case.device, generator=generator).to(case.dtype).transpose(1, 2)
-
-    return [draw().requires_grad_() for _ in range(3)] + [draw()]
+    q, k, v, do = (torch.randn(shape, device=case.device, generator=generator) for _ in range(4))
+    q, k = (F.rms_norm(x, (case.head_dim,)) for x in (q, k))
+    *inputs, do = (x.to(case.dtype).transpose(1, 2) for x in (q, k, v, do))
+    return [*(x.requires_grad_() for x in inputs), do]
 
 
 # ---- ours ------------------------------------------------------------------------------------------------------------
@@ -79,12 +82,25 @@ def random_inputs(case: Case) -> list[Tensor]:
 
 def table_only(case: Case) -> Coefficients:
     """Return scale-invariant attention's a_t and m_t for the Triton kernel, all of them as tables."""
-    return dataclasses.replace(triton.prepare(case.method("si").score_change, case.call), far=NOWHERE)
+    return dataclasses.replace(triton.prepare(case.method("si").score_change, case.call), far=NOWHERE, line=NOWHERE)
+
+
+def table_and_lines(case: Case) -> Coefficients:
+    """Return the same with the table up to where lines begin: no cubics."""
+    made = triton.prepare(case.method("si").score_change, case.call)
+    return dataclasses.replace(made, far=made.line)
 
 
 def as_closed_form(case: Case) -> Coefficients:
     """Return the same as the logarithm and root that the kernel computes for each logit."""
-    return closed_form(10.0, case.length, case.device)
+    form = closed_form(10.0, case.length, case.device)
+    return dataclasses.replace(form, bounded=is_bounded(form.table, case.head_dim, case.call.product_bound, case.dtype))
+
+
+def online(case: Case, formula: str) -> Coefficients:
+    """Return what the Triton kernel takes of a formula where q and k are not known to be normalised: with a running
+    maximum (online softmax)."""
+    return triton.prepare(case.method(formula).score_change, dataclasses.replace(case.call, product_bound=torch.inf))
 
 
 def on_backend(case: Case, formula: str, backend: str, coefficients: Callable[[Case], object] | None = None) -> Attend:
@@ -198,9 +214,11 @@ CUDA = {  # when time runs out, the last go first
     "fa4": Variant("plain", partial(flash_attention, module="flash_attn.cute"), "FlashAttention-4 (flash_attn.cute)"),
     "sdpa:bias": Variant("plain", sdpa_bias, "torch's SDPA with a dense additive bias, of 0 and -inf"),
     "triton:plain": Variant("plain", by_triton, "ours, causal"),
-    "triton:si": Variant("si", by_triton, "table, and cubics far away"),
+    "triton:si": Variant("si", by_triton, "table, further away cubics, then lines"),
+    "triton:si:lines": Variant("si", partial(by_triton, coefficients=table_and_lines), "table, far away lines"),
     "triton:si:table": Variant("si", partial(by_triton, coefficients=table_only), "table everywhere"),
     "triton:si:closed": Variant("si", partial(by_triton, coefficients=as_closed_form), "logarithm and root"),
+    "triton:si:online": Variant("si", partial(by_triton, coefficients=partial(online, formula="si")), "online softmax"),
     "triton:si:learned": Variant("si", learned_tau, "a learned tau a head, from tables made anew"),
     "triton:alibi": Variant("alibi", by_triton, "ALiBi"),
     "flex:plain": Variant("plain", flex, "FlexAttention, causal"),

@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend
 
 from model import loss
 from model.backends import AUTOMATIC, BACKENDS, blocks
-from model.backends.sdpa import prefer_fast_sdpa
+from model.backends.sdpa import chosen_kernel, prefer_fast_sdpa
 from model.kernels import cpu
 from model.reference import plain_attention
-from runtime.build import compute_dtype
+from runtime.dtype import compute_dtype
 from runtime.processes import start_processes
 from scripts.bench.attention import FLOAT32_LIMIT, GATE_LENGTH, compare_errors, output_and_gradients
 from scripts.bench.variants import METHODS, VARIANTS, Attend, Case, dense, on_backend, random_inputs
@@ -41,7 +40,7 @@ def kernels(settings: Settings) -> Iterator[Finding]:
     lengths = sorted({config.train_length, *config.val_lengths})
     cases += [Case(1, length=length, **shape) for length in lengths if short < length <= LONGEST[device.type]]
     if device.type == "cuda":
-        yield find_sdpa(random_inputs(cases[0]))
+        yield find_sdpa(chosen_kernel(device, dtype, shape["head_dim"], short))
     yield check_cross_entropy(config.vocab_size, config.model_dim, dtype, device)
     for backend in [*AUTOMATIC[device.type], "blocks"]:
         method = cases[0].method("plain")
@@ -106,12 +105,10 @@ def last_queries(case: Case, formula: str, attend: Attend, inputs: list[Tensor])
     return [o[:, :, offset:], *gradients], exact, rounded
 
 
-def find_sdpa(inputs: list[Tensor]) -> Finding:
-    """Return which of its kernels PyTorch's fused attention takes for q, k, v."""
-    *qkv, _ = inputs
-    choice = SDPBackend(torch._fused_sdp_choice(*qkv, is_causal=True))
-    said = f"PyTorch's own attention runs {choice.name}"
-    if choice in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+def find_sdpa(chosen: str) -> Finding:
+    """Return the finding of which of its kernels PyTorch's fused attention takes (of chosen_kernel)."""
+    said = f"PyTorch's own attention runs {chosen}"
+    if chosen in ("CUDNN_ATTENTION", "FLASH_ATTENTION"):
         return Finding("sdpa", "OK", said)
     return Finding("sdpa", "slow", said, "its fast ones take bfloat16 and a head size that is a multiple of 8")
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from configs.config import Config
 from configs.flops import training_flops_per_token
 from data.shards import read_manifest
-from optim.muon import fast_dtype
+from model.kernels import cpu
 from runtime.build import checkpoint_bytes
 from runtime.checkpoint import space_needed
 from runtime.device import compile_problem, cuda_failure, device_name, gpu_files, unused_gpu
@@ -85,7 +85,7 @@ def gather(config: Config) -> dict:
         threads=torch.get_num_threads(),
         cores=len(os.sched_getaffinity(0)),
         load=os.getloadavg()[0],
-        bfloat16=fast_dtype(torch.device("cpu")) == torch.bfloat16,
+        bfloat16=cpu.multiplies_bfloat16(),
         compilers={name: compiler(name) for name in ("CC", "CXX")},
         headers=(Path(sysconfig.get_path("include")) / "Python.h").exists(),
         memory=psutil.virtual_memory().total,

@@ -1,0 +1,86 @@
+// What the attention kernels for CPUs share: what cpu.py hands to them, where things are in it, and 2^x.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+struct Matrix {  // (batch, heads, tokens, head dimension); the last without gaps, the others with these strides
+    void* data;
+    int64_t batch, head, token;
+};
+
+struct Call {
+    void *gemm, *release;  // the product of matrices, and what a thread calls after its last one in bfloat16
+    Matrix q, k, v, o, dout, dq, dk, dv;
+    float* lse;      // (batch, heads, queries), in bits
+    float* delta;    // the same
+    float* tables;   // (2, table_heads, keys): A and M
+    float* dtables;  // (parts, batch, heads, 2, keys) to add to, or null
+    int64_t batch, heads, table_heads, queries, keys, dim, q_offset, parts, tile_queries, tile_keys;
+};
+
+namespace {
+
+constexpr float LN2 = 0.6931471805599453f, LOG2E = 1.4426950408889634f;
+
+// 2^x for x <= 0 or NaN, to a relative error of 1e-7: a polynomial for the fraction, the exponent's bits for the rest.
+// Below 2^-64, which no sum with 1 in it notices, it is 2^-64: products with denormal numbers would take ten times as
+// long, and ALiBi's steeper heads are full of them.
+inline float exp2_of_negative(float x) {
+    x = x < -64.0f ? -64.0f : x;
+    const float shifted = x + 12582912.0f;  // 1.5 * 2^23: now the last bits are the integer nearest to x
+    const float f = x - (shifted - 12582912.0f);
+    uint32_t bits;
+    std::memcpy(&bits, &shifted, 4);
+    bits = (bits << 23) + 0x3F800000u;
+    float scale;
+    std::memcpy(&scale, &bits, 4);
+    float y = 1.5345712e-4f;
+    y = y * f + 1.3399931e-3f;
+    y = y * f + 9.6184891e-3f;
+    y = y * f + 5.5503286e-2f;
+    y = y * f + 2.4022646e-1f;
+    y = y * f + 6.9314718e-1f;
+    y = y * f + 1.0f;
+    return y * scale;
+}
+
+// x rounded to nearest, ties to even.
+inline uint16_t to_bfloat16(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+}
+
+inline float from_bfloat16(uint16_t half) {
+    const uint32_t bits = uint32_t(half) << 16;
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
+}
+
+struct Head {  // one head of one sequence
+    const Call& call;
+    int64_t n;
+    const float *A, *M;
+    Head(const Call& call, int64_t n) : call(call), n(n) {
+        const int64_t head = call.table_heads > 1 ? n % call.heads : 0;
+        A = call.tables + head * call.keys;
+        M = A + call.table_heads * call.keys;
+    }
+    template <class T>
+    T* row(const Matrix& x, int64_t token) const {
+        return static_cast<T*>(x.data) + n / call.heads * x.batch + n % call.heads * x.head + token * x.token;
+    }
+    // Where the distance from query i back to key j stands in tables that are turned round; the next keys' follow.
+    int64_t entry(int64_t i, int64_t j) const { return call.keys - 1 - (call.q_offset + i - j); }
+    // Keys from j on, of `count`, that query i sees.
+    int64_t visible(int64_t i, int64_t j, int64_t count) const {
+        return std::clamp<int64_t>(call.q_offset + i - j + 1, 0, count);
+    }
+};
+
+}  // namespace
