@@ -359,7 +359,7 @@ def test_a_part_that_hangs_is_stopped_with_all_that_it_started(tmp_path):
 
 def is_alive(pid):
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"  # that is dead, and not yet looked at
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"  # a zombie is dead
     except FileNotFoundError:
         return False
 
