@@ -75,6 +75,7 @@ def is_forkable(words, variables):
         return False  # OpenMP's threads do not live on in a forked process
     known = words[1:2] and (words[1] in ("-c", "-m") or not words[1].startswith("-"))
     known = known and not any("submitit" in word for word in words)  # which looks closely at how it was started
+    known = known and not {"model", "blocks"} & {*words}  # of --compile: the compiler has threads and processes too
     return words[0] == sys.executable and known and read_at_import(variables) == read_at_import(os.environ)
 
 
