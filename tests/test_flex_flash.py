@@ -179,11 +179,12 @@ def test_its_check_before_first_use_is_real():
 
 
 @pytest.mark.parametrize("capability, block", [((9, 0), 128), ((10, 0), 256), ((11, 0), 256)])
-def test_the_blocks_of_the_mask_are_those_of_the_gpu_s_tiles(capability, block, gpu):
+def test_the_blocks_of_the_mask_are_those_of_the_gpu_s_tiles(capability, block, gpu, monkeypatch):
     gpu(*capability)
+    assert flex_flash.query_block(CUDA) == block
+    monkeypatch.setattr(flex_flash, "query_block", lambda device: block)  # for tensors on a CPU
     mask = flex_flash.prepare(None, Call(1, 64, 600, 700, 100))["block_mask"]
     assert mask.BLOCK_SIZE == (block, 128)
-    blocks = mask.to_dense()[0, 0]  # 1 for those that have a visible key
     visible = torch.ones(600, 700, dtype=torch.bool).tril(100)
     expected = [[int(part.any()) for part in rows.split(128, dim=1)] for rows in visible.split(block)]
-    assert blocks.tolist() == expected
+    assert mask.to_dense()[0, 0].tolist() == expected

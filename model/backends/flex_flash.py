@@ -55,11 +55,16 @@ def prepare(score_change: ScoreChange | None, call: Call, earlier: dict | None =
     """Return the arguments score_mod, block_mask and kernel_options of flex_attention."""
     from model.kernels.flex import causal_block_mask
 
-    major = torch.cuda.get_device_capability(call.device)[0] if torch.cuda.is_available() else 9
-    block_mask = causal_block_mask(call.query_length, call.key_length, call.q_offset, call.device, GPUS[major])
-    return dict(
-        score_mod=make_score_mod(score_change, call), block_mask=block_mask, kernel_options=dict(BACKEND="FLASH")
-    )
+    shape = call.query_length, call.key_length, call.q_offset
+    block_mask = causal_block_mask(*shape, call.device, query_block(call.device))
+    score_mod = make_score_mod(score_change, call)
+    return dict(score_mod=score_mod, block_mask=block_mask, kernel_options=dict(BACKEND="FLASH"))
+
+
+def query_block(device: torch.device) -> int:
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return GPUS[9]
+    return GPUS[torch.cuda.get_device_capability(device)[0]]
 
 
 def make_score_mod(score_change: ScoreChange | None, call: Call) -> Callable | None:
