@@ -137,7 +137,9 @@ class Config:
     compile: Literal["auto", "model", "blocks", "off"] = setting("auto", mathematics=False)
     """What torch.compile takes as a whole. blocks: each on its own, so that gradients are sent while others are still
     computed. auto: blocks for several GPUs, otherwise model; off if a trial compilation fails."""
-    attention_backend: Literal["auto", "sdpa", "triton", "flex", "cpu", "blocks"] = setting("auto", mathematics=False)
+    attention_backend: Literal["auto", "sdpa", "triton", "flex_flash", "flex", "cpu", "blocks"] = setting(
+        "auto", mathematics=False
+    )
     """How attention runs; see model/attention.py."""
     context_parallel: int = setting(1, at_least=1, mathematics=False)
     """Processes that share each sequence, for sequences that do not fit one device; divides heads and lengths."""

@@ -159,11 +159,11 @@ def test_gradients_of_compiled_blocks_are_those_of_the_plain_form(nothing_compil
 NOTHING, PART, ALL = range(3)
 
 
-def visible_part(dense):
-    """Of each 128 x 128 block of a mask, the last ones padded with hidden keys: NOTHING, PART or ALL."""
+def visible_part(dense, query_block):
+    """Of each block of a mask, query_block x 128, the last ones padded with hidden keys: NOTHING, PART or ALL."""
     padded = torch.nn.functional.pad(dense, (0, -dense.shape[1] % 128))
-    blocks = [[int(block.any()) + int(block.all()) for block in row.split(128, dim=1)] for row in padded.split(128)]
-    return torch.tensor(blocks)
+    rows = padded.split(query_block)
+    return torch.tensor([[int(block.any()) + int(block.all()) for block in row.split(128, dim=1)] for row in rows])
 
 
 def stated_part(counts, indices, state):
@@ -179,14 +179,15 @@ def stated_part(counts, indices, state):
     (129, 129, 0), (128, 256, 128), (128, 257, 129), (100, 400, 250), (300, 1000, 128), (300, 500, 100),
     (513, 640, 127), (640, 640, 0),
 ])
-def test_the_block_mask_is_the_causal_mask(queries, keys, q_offset):
-    mask = causal_block_mask(queries, keys, q_offset, "cpu")
+@pytest.mark.parametrize("query_block", [128, 256])
+def test_the_block_mask_is_the_causal_mask(queries, keys, q_offset, query_block):
+    mask = causal_block_mask(queries, keys, q_offset, "cpu", query_block)
     dense = torch.ones(queries, keys, dtype=torch.bool).tril(q_offset)
     assert mask.seq_lengths == (queries, keys)
     assert_close(mask.mask_mod(0, 0, torch.arange(queries)[:, None], torch.arange(keys)), dense)
     part = stated_part(mask.kv_num_blocks, mask.kv_indices, PART)
     full = stated_part(mask.full_kv_num_blocks, mask.full_kv_indices, ALL)
-    assert_close(part + full, visible_part(dense))  # a block in both lists would add up to 3
+    assert_close(part + full, visible_part(dense, query_block))  # a block in both lists would add up to 3
 
 
 @pytest.mark.parametrize("queries, keys, q_offset", [(300, 300, 0), (300, 500, 100), (1, 300, 299)])
@@ -289,7 +290,7 @@ def test_a_plan_says_why_it_has_its_backend(backend, word):
 
 
 def test_an_unknown_backend_is_refused():
-    with assert_refused("'flash'", "sdpa, triton, flex, cpu, blocks"):
+    with assert_refused("'flash'", "sdpa, triton, flex_flash, flex, cpu, blocks"):
         make_plan(make("rope"), 5, 5, backend="flash")
 
 

@@ -10,11 +10,12 @@ from test_methods import CASES, assert_refused, random
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.attention import attend, make_plan
+from model.backends import flex, flex_flash
 from model.backends.base import Call
-from model.backends.flex import make_score_mod
 from model.context import check_context, context_bytes
 from model.gpt import GPT
 from model.kernels import cpu
+from model.kernels.distance import learned_parameters
 from model.methods import make_method
 
 SLOW_FIXTURES = ("ranks",)
@@ -78,13 +79,16 @@ def attention(size, backend, dtype, case, group=None):
 
 
 def score_mod(size, case, group=None):
-    """Logits of FlexAttention's score 1 at all distances, (H/c, T)."""
+    """Logits of FlexAttention's score 1 at all distances, by its formulas and, with nothing learned, by tables too:
+    (H/c, T or 2 T)."""
     num_heads, length = SHAPE[size]
     call = Call(num_heads, HEAD_DIM, length, length, context=group)
-    mod = make_score_mod(random_method(case, num_heads).score_change, call)
+    change = random_method(case, num_heads).score_change
+    backends = [flex] if learned_parameters(change) else [flex, flex_flash]
     head = torch.arange(num_heads if group is None else num_heads // size).unsqueeze(-1)
-    logits = mod(torch.ones(()), 0, head, torch.arange(length), torch.tensor(0)).detach()
-    return logits.expand(len(head), length)
+    arguments = torch.ones(()), 0, head, torch.arange(length), torch.tensor(0)
+    logits = (backend.make_score_mod(change, call)(*arguments).detach() for backend in backends)
+    return torch.cat([x.expand(len(head), length) for x in logits], dim=1)
 
 
 def random_model(size, case, num_layers):

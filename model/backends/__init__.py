@@ -1,11 +1,12 @@
 """The ways to compute causal attention over L = a_t S + m_t, by name. To add one: a file here, and a line in BACKENDS.
 
-    backend   computes                               used for
-    sdpa      torch's fused causal attention         methods that leave the score alone (LogN is in q), on CUDA
-    triton    our kernel, model/kernels/flash.py     methods that change the score, on CUDA
-    flex      FlexAttention, compiled                the same, where the kernel cannot run; no gradients on a CPU
-    cpu       our kernel, model/kernels/cpu.py       everything on a CPU, in float32
-    blocks    blocks of queries, plain PyTorch       everything, where none of these can run
+    backend      computes                               used for
+    sdpa         torch's fused causal attention         methods that leave the score alone (LogN is in q), on CUDA
+    triton       our kernel, model/kernels/flash.py     methods that change the score, on CUDA
+    flex_flash   FlexAttention by FlashAttention-4      the same, where the kernel cannot run, on Hopper and Blackwell
+    flex         FlexAttention, compiled                the same, where neither can run; no gradients on a CPU
+    cpu          our kernel, model/kernels/cpu.py       everything on a CPU, in float32
+    blocks       blocks of queries, plain PyTorch       everything, where none of these can run
 
 Each file has three functions:
 
@@ -22,7 +23,9 @@ What is compiled where it runs has a fourth, `check_on_this_machine(method, devi
 `auto` takes it and returns how it fails or how wrong it is, or None.
 """
 
-from model.backends import blocks, cpu, flex, sdpa, triton
+from model.backends import blocks, cpu, flex, flex_flash, sdpa, triton
 
-BACKENDS = {"sdpa": sdpa, "triton": triton, "flex": flex, "cpu": cpu, "blocks": blocks}
-AUTOMATIC = {"cuda": ("sdpa", "triton", "flex"), "cpu": ("cpu",)}  # by device, the fastest first; blocks after them
+BACKENDS = {"sdpa": sdpa, "triton": triton, "flex_flash": flex_flash, "flex": flex, "cpu": cpu, "blocks": blocks}
+# By device, the fastest first; blocks after them. flex_flash may be faster than triton on a GPU: neither was timed on
+# one yet. It stays behind until `python -m scripts.bench attention` says so there.
+AUTOMATIC = {"cuda": ("sdpa", "triton", "flex_flash", "flex"), "cpu": ("cpu",)}

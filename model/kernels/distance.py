@@ -73,11 +73,15 @@ def make_coefficients(
         table, tangent = torch.func.jvp(functions, (parameter.detach(),), (torch.ones_like(parameter),))
         return Coefficients(table.float(), tangent=tangent.float(), parameter=parameter)
     a, m = change.coefficients(distance, head)
-    is_one = bool((m - (1 - a * a)).abs().le(1e-12 * (1 + a * a)).all())
-    table = to_bits(a, m, distance, head_dim, is_one)
+    table = to_bits(a, m, distance, head_dim, one_function_is_enough(a, m))
     polynomials = fit_polynomials(table, q_offset, TOLERANCE[dtype])
     bounded = is_bounded(table, head_dim, product_bound, dtype)
     return Coefficients(table.float().contiguous(), *polynomials, q_offset % STEP, bounded=bounded)
+
+
+def one_function_is_enough(a: Tensor | float, m: Tensor) -> bool:
+    """Return whether m is 1 - a^2, of which the softmax ignores the 1."""
+    return bool((m - (1 - a * a)).abs().le(1e-12 * (1 + a * a)).all())
 
 
 def to_bits(a: Tensor | float, m: Tensor | float, distance: Tensor, head_dim: int, one: bool = False) -> Tensor:

@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-BLOCK = 128  # queries and keys of a block of the mask
+BLOCK = 128  # keys of a block of the mask, and queries unless said otherwise
 
 # As runtime/build.py sets them for a compiled model: this is compiled for every length whether the model is or not.
 torch._dynamo.config.recompile_limit = 32
 torch._dynamo.config.fail_on_recompile_limit_hit = True
 
 
-def causal_block_mask(query_length: int, key_length: int, q_offset: int, device) -> BlockMask:
+def causal_block_mask(query_length: int, key_length: int, q_offset: int, device, query_block: int = BLOCK) -> BlockMask:
     """Return the causal mask, built analytically: create_block_mask would materialise queries x keys."""
-    first_query = q_offset + torch.arange(0, query_length, BLOCK, device=device)  # of each block of queries
-    last_query = (first_query + BLOCK).clamp(max=q_offset + query_length) - 1
+    first_query = q_offset + torch.arange(0, query_length, query_block, device=device)  # of each block of queries
+    last_query = (first_query + query_block).clamp(max=q_offset + query_length) - 1
     num_key_blocks = -(-key_length // BLOCK)
     seen = last_query // BLOCK + 1  # blocks with any visible key; they come first
     full = ((first_query + 1) // BLOCK).clamp(max=seen)  # blocks that every query of the block sees whole
@@ -25,7 +25,7 @@ def causal_block_mask(query_length: int, key_length: int, q_offset: int, device)
     counts_and_indices = (seen - full, partial_index, full, index)
     return BlockMask.from_kv_blocks(
         *(x[None, None].to(torch.int32).contiguous() for x in counts_and_indices),  # (1, 1, ...)
-        BLOCK_SIZE=BLOCK,
+        BLOCK_SIZE=(query_block, BLOCK),
         mask_mod=lambda b, h, q_index, kv_index: q_index + q_offset >= kv_index,
         seq_lengths=(query_length, key_length),
     )

@@ -166,16 +166,24 @@ def dense(case: Case, formula: str) -> Attend:
     return attend
 
 
-def flex(case: Case, formula: str, score_mod=None, block_mask: bool = True, **kernel_options) -> Attend:
-    """Run FlexAttention with the method's own score_mod, or with score_mod(case)."""
-    options = flex_backend.prepare(case.method(formula).score_change, case.call)
+def flex(
+    case: Case, formula: str, score_mod=None, block_mask: bool = True, backend: str = "flex", **kernel_options
+) -> Attend:
+    """Run FlexAttention as a backend does, with its own score_mod, or with score_mod(case)."""
+    options = dict(case.plan(case.method(formula), backend).prepared)  # or ValueError, where it cannot run
     if score_mod:
         options["score_mod"] = score_mod(case)
     if not block_mask:
         del options["block_mask"]
     # Compiled here and not by model/attention.py, whose compile cache is for one score_mod a length.
     attend = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-    return partial(attend, **options, kernel_options=kernel_options)
+    options["kernel_options"] = options.get("kernel_options", {}) | kernel_options
+    return partial(attend, **options)
+
+
+def own_form(case: Case):
+    """Return the score_mod that computes scale-invariant attention's a_t and m_t for each logit."""
+    return flex_backend.make_score_mod(case.method("si").score_change, case.call)
 
 
 def one_table(case: Case):
@@ -203,6 +211,7 @@ def as_written_causal(score, batch, head, q_index, kv_index):
 # ---- all of them -----------------------------------------------------------------------------------------------------
 
 by_triton = partial(on_backend, backend="triton")
+by_flash = partial(flex, backend="flex_flash")
 CUDA = {  # when time runs out, the last go first
     "sdpa:cudnn": Variant("plain", partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION), "torch's SDPA by cuDNN"),
     "sdpa:flash": Variant(
@@ -233,8 +242,10 @@ CUDA = {  # when time runs out, the last go first
         "the paper's formulas without a BlockMask, presumably the paper's way",
     ),
     "flex:alibi": Variant("alibi", flex, "ALiBi"),
-    "flex_flash:plain": Variant("plain", partial(flex, BACKEND="FLASH"), "FlexAttention by FlashAttention-4, causal"),
-    "flex_flash:si": Variant("si", partial(flex, BACKEND="FLASH"), "closed form"),
+    "flex_flash:plain": Variant("plain", by_flash, "FlexAttention by FlashAttention-4, causal"),
+    "flex_flash:si": Variant("si", by_flash, "one table, a (S - a)"),
+    "flex_flash:si:closed": Variant("si", partial(by_flash, score_mod=own_form), "closed form"),
+    "flex_flash:alibi": Variant("alibi", by_flash, "ALiBi, a table a head"),
 }
 OWN_ON_CPU = [backend for backend in BACKENDS if backend not in AUTOMATIC["cuda"]]  # those that train there
 WHAT = dict(plain="ours, attention_backend {}, causal", si="scale-invariant", alibi="ALiBi")
