@@ -8,6 +8,6 @@
 source "$(dirname "$0")/setup.sh"
 arguments=("$@")
 if [ "${1:-}" = quick ]; then arguments=(-m "not slow" "${@:2}"); fi
+cores=$(env -u OMP_NUM_THREADS nproc) # which would take that variable for the number of cores
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # the files of tests share the cores, each test has one
-cores=$(nproc)
 exec "$python" -m pytest tests -q -n $((cores < 4 ? cores + 1 : 4)) --dist loadfile --no-loadscope-reorder "${arguments[@]}"

@@ -21,8 +21,8 @@ if not torch.cuda.is_available():  # before the first test file imports Triton, 
     os.environ.setdefault("TRITON_INTERPRET", "1")  # its kernels run tile by tile in numpy, the same code without a GPU
 
 PROMISES = pytest.StashKey[dict]()
-FORKED = "bench bench_peers beyond chain context_parallel cpu_kernel keep memory needle optim quickstart report".split()
-FORKED += "reproduce sharded sweep train".split()
+FORKED = "bench bench_peers beyond chain context_parallel cpu_kernel keep memory needle optim".split()
+FORKED += "promises_run quickstart report reproduce runtime sharded sweep train".split()
 LONGEST = "promises_run sweep train chain kernels reproduce cpu_kernel context_parallel".split()
 
 
@@ -65,9 +65,16 @@ def topic(item):
 
 @pytest.fixture(autouse=True, scope="module")
 def forked(request):
-    """What a FORKED file starts is forked: its tests are not about how a process starts. With --long nothing is."""
+    """What a FORKED file starts is forked: few of its tests are about how a process starts. With --long nothing is."""
     fork = topic(request.node) in FORKED and not request.config.getoption("--long")
     with preloaded.forking() if fork else nullcontext():
+        yield
+
+
+@pytest.fixture
+def started():
+    """What the test starts is started: it is about how a process starts."""
+    with preloaded.starting():
         yield
 
 

@@ -38,11 +38,23 @@ def forking():
     """Let subprocess.Popen fork Python commands, here and in whatever is forked."""
     for library in LIBRARIES:
         importlib.import_module(library)
+    with popen_by(fork_or_exec):
+        yield
+
+
+def starting():
+    """Let subprocess.Popen start every command as usual."""
+    return popen_by(fork_exec)
+
+
+@contextmanager
+def popen_by(function):
+    before = fork_exec and subprocess._fork_exec
     if fork_exec is not None:
-        subprocess._fork_exec = fork_or_exec
+        subprocess._fork_exec = function
     yield
     if fork_exec is not None:
-        subprocess._fork_exec = fork_exec
+        subprocess._fork_exec = before
 
 
 def fork_or_exec(args, executables, close_fds, pass_fds, folder, environment, *rest):

@@ -177,6 +177,7 @@ def test_before_the_first_step_and_at_a_second_ctrl_c_it_leaves_at_once(data, li
 
 @pytest.mark.promise(*SIGNALS)
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+@pytest.mark.usefixtures("started")
 def test_while_it_imports_there_is_nothing_to_save(name, data, faults, tmp_path):
     with faults(f"{name} while it imports"):
         process = started("train_gpt.py", *arguments(data, tmp_path))
@@ -189,6 +190,7 @@ def test_while_it_imports_there_is_nothing_to_save(name, data, faults, tmp_path)
 
 @pytest.mark.promise(*SIGNALS)
 @pytest.mark.parametrize("command", ["scripts.evaluate", "scripts.needle", "scripts.sweep", "data.text"])
+@pytest.mark.usefixtures("started")
 def test_ctrl_c_while_a_command_imports_is_a_word(command, faults):
     with faults("Ctrl-C while a command imports"):
         process = started("-m", command, "nothing")
@@ -199,6 +201,7 @@ def test_ctrl_c_while_a_command_imports_is_a_word(command, faults):
 
 
 @pytest.mark.promise(*SIGNALS)
+@pytest.mark.usefixtures("started")
 def test_ctrl_c_in_data_text_is_a_word_and_leaves_no_shards(faults, tmp_path):
     text, out = tmp_path / "text.jsonl", tmp_path / "out"
     words = (" ".join(f"{(i * k) % 9973:x}" for k in range(1, 40)) for i in range(60_000))
