@@ -39,8 +39,8 @@ class Attention(nn.Module):
     def queries_keys_values(self, x: Tensor) -> list[Tensor]:  # three of (B, H, T, D)
         B, T, C = x.shape
         qkv = linear(x, self.qkv.flatten(0, 1)).view(B, T, 3, self.num_heads, C // self.num_heads)
-        q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))  # in this order their gradients need no transposed copy
-        return norm(q), norm(k), v
+        q, k, v = qkv.unbind(2)  # before they are transposed: their gradients then need no transposed copy
+        return [x.transpose(1, 2) for x in (norm(q), norm(k), v)]  # last: norm and rotation then are one kernel
 
     def forward(self, x: Tensor, plan: Plan, attend=attend) -> Tensor:  # x (B, T, C)
         y = attend(self.method, *self.queries_keys_values(x), plan=plan)  # (B, H, T, D)
