@@ -129,21 +129,26 @@ def kernel_code(
     and in Triton's interpreter, which does not compile.
     """
     require(variant in VARIANTS, f"unknown variant {variant!r}; valid: {', '.join(VARIANTS)}")
-    require(arch >= 80, f"the kernels need compute capability 8.0 or newer: --arch 80, not {arch}")
     is_covered = 1 <= head_dim <= flash.MAX_HEAD_DIM
     require(is_covered, f"the kernels cover head dimensions from 1 to {flash.MAX_HEAD_DIM}, not {head_dim}")
-    require(not flash.INTERPRETED, "TRITON_INTERPRET is set, and the interpreter compiles nothing: unset it")
+    check_compiler(arch)
     case = Case(1, HEADS, LENGTH, head_dim, torch.bfloat16, torch.device("cpu"))
     inputs = torch.zeros(4, 1, LENGTH, HEADS, head_dim, dtype=case.dtype).transpose(2, 3).unbind()
     launches = kernel_launches(inputs, VARIANTS[variant](case), tiles, arch)
     return [dict(kernel=kernel, **compile_launch(launches[kernel], arch)) for kernel in kernels]
 
 
+def check_compiler(arch: int):
+    require(arch >= 80, f"the kernels need compute capability 8.0 or newer: --arch 80, not {arch}")
+    require(not flash.INTERPRETED, "TRITON_INTERPRET is set, and the interpreter compiles nothing: unset it")
+
+
 def loss_code(arch: int = 90, dtype: torch.dtype = torch.bfloat16, vocab_size: int = 50_304) -> list[dict]:
     """Compile the cross-entropy with and without its gradient, and describe the machine code, a dict each.
 
     Keys: kernel, block (logits at a time), warps, registers, stack, and loops (the walks over a row), a dict each:
-    name and, a logit, instructions and special; and WAITS, a turn of the loop."""
+    name and, a logit, instructions and special; and WAITS, a turn of the loop. Raise ValueError as kernel_code does."""
+    check_compiler(arch)
     rows = []
     for gradient in (True, False):
         recorder = mock.MagicMock()
