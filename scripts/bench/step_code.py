@@ -1,13 +1,14 @@
 """List the kernels that torch.compile launches on a GPU in a training step, and the bytes they move, without a GPU.
 
     python -m scripts.bench.step_code gpt_162m_4k
-    python -m scripts.bench.step_code gpt_304m_4k --tokens 65536
+    python -m scripts.bench.step_code gpt_304m_4k --tokens 65536 --epilogues
 
 The model is traced on fake tensors, forward and backward; the graphs are moved to an H200 that is not there, and
 TorchInductor writes their code, which nobody runs. The first table is of one layer: what a model of three launches more
-than one of two. Bytes are those that a kernel has to move, each whole tensor once, by Inductor's own account. Loads and
+than one of two. The second is all else (what also does a part of the first or last layer is there). Bytes are those that a kernel has to move, each whole tensor once, by Inductor's own account. Loads and
 stores of an entry, in the code, show what it moves again, and what it stores for itself from one loop to the next.
-Attention and loss are operators of ours, of which inputs and outputs count. This reaches into Inductor, that of
+Attention and loss are operators of ours, of which inputs and outputs count. Of Inductor's own products (--epilogues)
+its account is too rough to be added up: see which kernels there are. This reaches into Inductor, that of
 torch 2.13, and a count is no time.
 """
 
@@ -25,6 +26,7 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.device_interface import CudaInterface
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import config as inductor_config
 from torch._inductor import graph as inductor
 from torch._inductor.debug import DebugContext
 from torch._inductor.decomposition import select_decomp_table
@@ -32,6 +34,7 @@ from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.fx_passes.post_grad import post_grad_passes
 from torch._inductor.ir import MultiOutput
 from torch._inductor.scheduler import NopKernelSchedulerNode
+from torch._inductor.select_algorithm import AlgorithmSelectorCache, TritonTemplateCaller
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _triton
@@ -142,6 +145,19 @@ def gpu_that_is_not_there():
         yield
 
 
+@contextlib.contextmanager
+def triton_products():
+    """Let Inductor find its own matrix products faster than cuBLAS's, without timing them (which needs the GPU)."""
+
+    def benchmark(self, choices, *_, **__):
+        return {choice: 1.0 if isinstance(choice, TritonTemplateCaller) else 2.0 for choice in choices}
+
+    settings = dict(max_autotune_gemm=True, max_autotune_gemm_backends="TRITON", benchmark_epilogue_fusion=False)
+    with inductor_config.patch({"test_configs.max_mm_configs": 1, **settings}):
+        with mock.patch.object(AlgorithmSelectorCache, "benchmark", benchmark):
+            yield
+
+
 def _triton_target():
     from triton.backends.compiler import GPUTarget
 
@@ -202,33 +218,37 @@ def count_step(config: Config) -> tuple[list[Kernel], int]:
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
-def add_up(kernels: list[Kernel]) -> tuple[int, int, int]:
-    return len(kernels), sum(kernel.read for kernel in kernels), sum(kernel.written for kernel in kernels)
+def table(kernels: list[Kernel]) -> str:
+    rows = [["", "kernel", "MB read", "MB written", "loads", "stores"]]
+    rows += [[k.where, k.name, f"{k.read / 1e6:.1f}", f"{k.written / 1e6:.1f}", k.loads, k.stores] for k in kernels]
+    return markdown_table(rows)
 
 
-def in_words(launches: int, read: int, written: int) -> str:
-    return f"{launches} launches, {read / 1e6:.0f} MB read, {written / 1e6:.0f} MB written"
+def in_words(kernels: list[Kernel]) -> str:
+    read, written = sum(kernel.read for kernel in kernels), sum(kernel.written for kernel in kernels)
+    return f"{len(kernels)} launches, {read / 1e6:.0f} MB read, {written / 1e6:.0f} MB written"
 
 
 def main():
     parser = argparse.ArgumentParser(prog="python -m scripts.bench.step_code", description=__doc__.split("\n")[0])
     parser.add_argument("preset", metavar="PRESET", help="of configs/presets.py")
     parser.add_argument("--tokens", type=int, help="tokens computed at once (default: the preset's micro_batch_tokens)")
+    text = "as if Inductor's own matrix products, with what follows in them, were faster than cuBLAS's on this GPU"
+    parser.add_argument("--epilogues", action="store_true", help=text + " (TORCHINDUCTOR_MAX_AUTOTUNE_GEMM=1)")
     args = parser.parse_args()
-    with exit_on_user_error():
+    with exit_on_user_error(), triton_products() if args.epilogues else contextlib.nullcontext():
         changes = {} if args.tokens is None else dict(micro_batch_tokens=args.tokens)
         config = dataclasses.replace(preset(args.preset), **changes)
         (two, kept_by_two), (three, kept_by_three) = (
             count_step(dataclasses.replace(config, num_layers=layers)) for layers in (2, 3)
         )
     more = [*(Counter(three) - Counter(two)).elements()]
-    rows = [["", "kernel", "MB read", "MB written", "loads", "stores"]]
-    rows += [[k.where, k.name, f"{k.read / 1e6:.1f}", f"{k.written / 1e6:.1f}", k.loads, k.stores] for k in more]
+    rest = [*(Counter(two) - Counter(more) - Counter(more)).elements()]
     print(f"{args.preset}, {config.micro_batch_tokens} tokens, bfloat16; torch {torch.__version__}; one layer\n")
-    print(markdown_table(rows))
-    layer = add_up(more)
-    print(f"\nthe layer: {in_words(*layer)}, {(kept_by_three - kept_by_two) / 1e6:.0f} MB kept for the backward pass")
-    print(f"all else: {in_words(*(all_of_it - 2 * part for all_of_it, part in zip(add_up(two), layer)))}")
+    print(table(more))
+    print(f"\n{in_words(more)}, {(kept_by_three - kept_by_two) / 1e6:.0f} MB kept for the backward pass\n\nall else\n")
+    print(table(rest))
+    print(f"\n{in_words(rest)}")
 
 
 if __name__ == "__main__":
