@@ -5,11 +5,13 @@
 
 The model is traced on fake tensors, forward and backward; the graphs are moved to an H200 that is not there, and
 TorchInductor writes their code, which nobody runs. The first table is of one layer: what a model of three launches more
-than one of two. The second is all else (what also does a part of the first or last layer is there). Bytes are those that a kernel has to move, each whole tensor once, by Inductor's own account. Loads and
-stores of an entry, in the code, show what it moves again, and what it stores for itself from one loop to the next.
-Attention and loss are operators of ours, of which inputs and outputs count. Of Inductor's own products (--epilogues)
-its account is too rough to be added up: see which kernels there are. This reaches into Inductor, that of
-torch 2.13, and a count is no time.
+than one of two. The second is all else (what also does a part of the first or last layer is there).
+
+Bytes are those that a kernel has to move, each whole tensor once, by Inductor's own account. Loads and stores of an
+entry, in the code, show what it moves again, and what it stores for itself from one loop to the next. Attention and
+loss are operators of ours, of which inputs and outputs count. Of Inductor's own products (--epilogues) its account is
+too rough to be added up: see which kernels there are. This reaches into Inductor, that of torch 2.13, and a count is no
+time.
 """
 
 import argparse
