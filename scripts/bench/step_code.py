@@ -24,6 +24,7 @@ from collections import Counter
 from unittest import mock
 
 import torch
+import triton
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.device_interface import CudaInterface
@@ -41,6 +42,7 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _triton
 from torch.utils._pytree import tree_map
+from triton.backends.compiler import GPUTarget
 
 from configs.config import Config
 from configs.presets import preset
@@ -97,7 +99,7 @@ def trace(config: Config) -> dict[str, torch.fx.GraphModule]:
         plan = build_model(config, torch.bfloat16).plan(length, backend="triton")
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = build_model(config, torch.bfloat16)
-            tokens = torch.zeros(config.micro_batch_tokens // length, length, dtype=torch.int64)
+            tokens = torch.zeros(max(1, config.micro_batch_tokens // length), length, dtype=torch.int64)
             torch._dynamo.reset()
             torch.compile(model, dynamic=False, backend=backend)(tokens, tokens, plan=plan).backward()
     return graphs
@@ -126,10 +128,10 @@ def gpu_that_is_not_there():
     """Make torch and Triton believe in an H200 as far as writing code for it goes."""
     properties = types.SimpleNamespace(**H200)
     driver = types.SimpleNamespace(
-        get_current_target=lambda: _triton_target(), get_current_device=lambda: 0, get_current_stream=lambda device=0: 0
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device=0: 0,
     )
-    import triton
-
     here = dict(get_device_properties=lambda device=None: properties, current_device=lambda: 0)
     interface = here | dict(get_compute_capability=lambda device=None: 90, synchronize=lambda device=None: None)
     cuda = here | dict(is_available=lambda: True, device_count=lambda: 1, _lazy_init=lambda: None)
@@ -158,12 +160,6 @@ def triton_products():
     with inductor_config.patch({"test_configs.max_mm_configs": 1, **settings}):
         with mock.patch.object(AlgorithmSelectorCache, "benchmark", benchmark):
             yield
-
-
-def _triton_target():
-    from triton.backends.compiler import GPUTarget
-
-    return GPUTarget("cuda", 90, 32)
 
 
 # ---- counting --------------------------------------------------------------------------------------------------------
