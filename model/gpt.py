@@ -39,12 +39,36 @@ class Attention(nn.Module):
     def queries_keys_values(self, x: Tensor) -> list[Tensor]:  # three of (B, H, T, D)
         B, T, C = x.shape
         qkv = linear(x, self.qkv.flatten(0, 1)).view(B, T, 3, self.num_heads, C // self.num_heads)
-        q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))  # in this order their gradients need no transposed copy
-        return norm(q), norm(k), v
+        q, k, v = qkv.unbind(2)  # before they are transposed: their gradients then need no transposed copy
+        return [x.transpose(1, 2) for x in (norm(q), norm(k), v)]  # last: norm and rotation then are one kernel
 
     def forward(self, x: Tensor, plan: Plan, attend=attend) -> Tensor:  # x (B, T, C)
         y = attend(self.method, *self.queries_keys_values(x), plan=plan)  # (B, H, T, D)
         return linear(y.transpose(1, 2).flatten(2), self.proj)
+
+
+class ReluSquared(torch.autograd.Function):
+    """y = max(x, 0)^2, whose backward pass needs y alone, which the next product keeps anyway: dy/dx = 2 sqrt(y).
+
+    So x need not be kept. What y was rounded by changes its root half as much.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        y = x.relu().square()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return (2 * dy.float() * y.float().sqrt()).to(dy.dtype)
+
+
+def relu_squared(x: Tensor) -> Tensor:
+    if x.dtype == torch.bfloat16:  # GPUs, whose memory limits how many tokens fit
+        return ReluSquared.apply(x)
+    return x.relu().square()
 
 
 class MLP(nn.Module):
@@ -54,7 +78,7 @@ class MLP(nn.Module):
         self.down = nn.Parameter(torch.empty(model_dim, 4 * model_dim))
 
     def forward(self, x: Tensor) -> Tensor:  # x (B, T, C)
-        return linear(linear(x, self.up).relu().square(), self.down)
+        return linear(relu_squared(linear(x, self.up)), self.down)
 
 
 class Block(nn.Module):

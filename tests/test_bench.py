@@ -223,12 +223,15 @@ def test_kernel_code_needs_the_compiler_and_says_so():
         pytest.skip("Triton compiles in this process")
     with pytest.raises(ValueError, match="TRITON_INTERPRET"):
         kernel_code.kernel_code("plain")
+    with pytest.raises(ValueError, match="TRITON_INTERPRET"):
+        kernel_code.loss_code()
 
 
 @pytest.mark.parametrize(
     "arguments, words",
     [
         ("--arch 75", "compute capability 8.0"),
+        ("--arch 75 --variants loss", "compute capability 8.0"),
         ("--head-dim 257", "from 1 to 256"),
         ("--head-dim 0", "from 1 to 256"),
         ("--variants cubic", "unknown variant 'cubic'; valid: plain"),
@@ -279,3 +282,33 @@ def test_a_launch_with_other_tiles_computes_the_same(role, argument, tensor):
     exact = bench_attention.output_and_gradients(dense(case, "si"), random_inputs(case), exact=True)
     (error,) = bench_attention.relative_errors([launch.arguments[argument]], [exact[tensor]])
     assert error < 1e-5
+
+
+STEP = """
+import dataclasses
+from configs.presets import preset
+from scripts.bench.step_code import count_step
+shape = dict(num_layers=1, num_heads=2, model_dim=256, vocab_size=1024, micro_batch_tokens=8192)
+kernels, saved = count_step(dataclasses.replace(preset("gpt_162m_4k"), **shape))
+for k in kernels:
+    print(k.where, k.name, k.read, k.written, k.loads, k.stores)
+print(saved)
+"""
+
+
+@pytest.mark.slow
+def test_norm_and_rotation_of_q_and_k_are_one_kernel_each_way(tmp_path):
+    """By the code that Inductor writes for a GPU; and the MLP keeps one hidden tensor for the backward pass."""
+    env = os.environ | dict(TORCHINDUCTOR_CACHE_DIR=str(tmp_path), TORCHINDUCTOR_COMPILE_THREADS="1")
+    env.pop("TRITON_INTERPRET", None)
+    done = subprocess.run([sys.executable, "-c", STEP], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    *kernels, saved = map(str.split, done.stdout.splitlines())
+    tensor = 8192 * 256 * 2  # bytes of a q, of a k
+    for where, others in (("forward", 2), ("backward", 0)):  # the norms' two float32 numbers a head are kept
+        looped = [kernel for kernel in kernels if kernel[0] == where and kernel[1].startswith("triton_red")]
+        assert len(looped) == 1 and "flip" in looped[0][1], kernels
+        *_, written, loads, stores = looped[0]
+        assert int(stores) == 2 + others and 2 * tensor <= int(written) < 2.1 * tensor
+    hidden = 4 * tensor
+    assert hidden < int(saved[0]) - 12 * tensor < 2 * hidden, saved

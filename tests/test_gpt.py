@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 
 from configs.presets import PRESETS
-from model.gpt import GPT
+from model.gpt import GPT, MLP, relu_squared
 from runtime.build import compile_for_validation
 
 VOCAB, LAYERS, HEADS, DIM, TRAIN_LENGTH = 97, 2, 6, 96, 32  # head_dim 16
@@ -206,6 +206,37 @@ def test_bfloat16_gradients_are_nearly_those_of_float32():
     assert {gradient.dtype for gradient in gradients[1]} == {torch.float32}
     errors = [(rough - exact).norm() / exact.norm() for exact, rough in zip(*gradients)]
     assert sum(errors) / len(errors) < 0.03  # of one LogN scale a head alone, 6 numbers, up to 0.06
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_relu_squared_is_as_exact_as_its_roundings(dtype):
+    x, dy = (3 * random(5001, seed=seed) for seed in (0, 1))
+    x[:3] = torch.tensor([0.0, -0.0, 1e-18])
+    x, dy = x.to(dtype).requires_grad_(), dy.to(dtype)
+    y = relu_squared(x)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    exact_y, exact_dx = x.double().relu() ** 2, 2 * x.double().relu() * dy.double()
+    half = torch.finfo(dtype).eps / 2  # of the output; its root has half of that, and the gradient's own is added
+    assert ((y.double() - exact_y).abs() <= 1.01 * half * exact_y).all()
+    assert ((dx.double() - exact_dx).abs() <= 1.51 * 1.01 * half * exact_dx.abs()).all()
+
+
+@pytest.mark.parametrize("dtype, kept", [(torch.float32, 2), (torch.bfloat16, 1)])
+def test_the_mlp_keeps_one_hidden_tensor_for_its_backward_pass_in_bfloat16(dtype, kept):
+    mlp, x, storages = MLP(8), torch.randn(2, 5, 8, dtype=dtype, requires_grad=True), []
+    for parameter in mlp.parameters():
+        torch.nn.init.normal_(parameter)
+
+    def pack(tensor):
+        if tensor.numel() == 2 * 5 * 32:
+            storages.append(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = mlp(x)
+    assert len(set(storages)) == kept
+    output.sum().backward()
+    assert mlp.up.grad.norm() > 0
 
 
 @every_method

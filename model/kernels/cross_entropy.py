@@ -1,7 +1,9 @@
 """Cross-entropy of rows of logits in Triton, and in their place its gradient. A program owns a row.
 
-It walks over the row once for the maximum and the sum of exponentials (the sum is rescaled when the maximum grows:
-Milakov and Gimelshein 2018, arXiv 1805.02867) and, for the gradient, once more, which reads it again and writes it.
+It walks over the row once for the maximum and the sum of exponentials and, for the gradient, once more, which reads it
+again and writes it. In the first walk each thread has a maximum and a sum of its own, of the logits that it has seen,
+and rescales the sum when the maximum grows (Milakov and Gimelshein 2018, arXiv 1805.02867); threads meet once, at the
+end of the row.
 """
 
 import triton
@@ -11,33 +13,45 @@ from torch import Tensor
 from model.kernels.distance import LOG2E
 from model.kernels.flash import on_its_gpu
 
-BLOCK = 8192  # logits at a time; a thread has 8 of them, 16 bytes of bfloat16
+BLOCK = 8192  # logits at a time, of 1024 threads: two rows at once on an SM, which L2 still holds for the second walk
+VECTOR = 16  # bytes that a thread loads at once, where rows begin at multiples of them
+LOWEST = -1e38  # before the first logit; it is finite, as its difference from itself must be 0
 
 
 @triton.jit
 def cross_entropy_kernel(
-    logits, targets, losses, V, GRADIENT: tl.constexpr, BLOCK: tl.constexpr, LOG2E: tl.constexpr
+    logits, targets, losses, V,
+    GRADIENT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, VECTORS: tl.constexpr, LOG2E: tl.constexpr,
+    LOWEST: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)  # 65,536 rows of 50,304 are more than 2^31 logits
     logits += row * V
     target = tl.load(targets + row)
     target_logit = tl.load(logits + target).to(tl.float32)  # now, as it will be overwritten
-    column = tl.arange(0, BLOCK)
-    peak = float("-inf")
-    total = tl.zeros([BLOCK], tl.float32)
+    # (OWNERS, GROUP): a group is of one thread. Of neighbours in memory, or so that neighbours are of other threads.
+    OWNERS: tl.constexpr = BLOCK // GROUP
+    owner, member = tl.arange(0, OWNERS)[:, None], tl.arange(0, GROUP)[None, :]
+    column = owner * GROUP + member if VECTORS else owner + OWNERS * member
+    peak = tl.full([OWNERS], LOWEST, tl.float32)
+    total = tl.zeros([OWNERS], tl.float32)
     for start in range(0, V, BLOCK):
         x = tl.load(logits + start + column, mask=start + column < V, other=float("-inf")).to(tl.float32)
-        new_peak = tl.maximum(peak, tl.max(x, 0))
-        total = total * tl.exp2((peak - new_peak) * LOG2E) + tl.exp2((x - new_peak) * LOG2E)
+        new_peak = tl.maximum(peak, tl.max(x, 1))
+        exponentials = tl.exp2((x - new_peak[:, None]) * LOG2E)
+        total = total * tl.exp2((peak - new_peak) * LOG2E) + tl.sum(exponentials, 1)
         peak = new_peak
-    total = tl.sum(total, 0)
-    tl.store(losses + row, tl.log2(total) / LOG2E + (peak - target_logit))
+    row_peak = tl.max(peak, 0)
+    log_total = tl.log2(tl.sum(total * tl.exp2((peak - row_peak) * LOG2E), 0))
+    tl.store(losses + row, log_total / LOG2E + (row_peak - target_logit))
     if GRADIENT:
         for start in range(0, V, BLOCK):
             seen = start + column < V
             x = tl.load(logits + start + column, mask=seen, other=float("-inf")).to(tl.float32)
-            gradient = tl.exp2((x - peak) * LOG2E) / total - (start + column == target).to(tl.float32)
-            tl.store(logits + start + column, gradient.to(logits.dtype.element_ty), mask=seen)
+            p = tl.exp2((x - row_peak) * LOG2E - log_total)
+            tl.store(logits + start + column, p.to(logits.dtype.element_ty), mask=seen)
+        tl.debug_barrier()  # the target's is written twice, by two threads
+        at_target = tl.exp2((target_logit - row_peak) * LOG2E - log_total) - 1
+        tl.store(logits + target, at_target.to(logits.dtype.element_ty))
 
 
 @on_its_gpu
@@ -48,8 +62,16 @@ def cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, gradient: bo
     """
     assert logits.is_contiguous() and targets.is_contiguous() and losses.is_contiguous()
     rows, vocabulary = logits.shape
-    block = min(BLOCK, triton.next_power_of_2(vocabulary))
     cross_entropy_kernel[(rows,)](
-        logits, targets, losses, vocabulary,
-        GRADIENT=gradient, BLOCK=block, LOG2E=LOG2E, num_warps=max(1, block // 256),
+        logits, targets, losses, vocabulary, GRADIENT=gradient, **constants(vocabulary, logits.element_size())
+    )
+
+
+def constants(vocabulary: int, element_size: int) -> dict:
+    """Return the constants and the number of warps for rows of so many logits, each of element_size bytes."""
+    block = min(BLOCK, triton.next_power_of_2(vocabulary))
+    group = min(block, VECTOR // element_size)
+    vectors = vocabulary % 16 == 0  # what Triton tells the compiler of V
+    return dict(
+        BLOCK=block, GROUP=group, VECTORS=vectors, LOG2E=LOG2E, LOWEST=LOWEST, num_warps=max(1, block // 256)
     )  # fmt: skip

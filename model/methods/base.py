@@ -53,8 +53,9 @@ class Rotation(Mechanism):
         return tuple((amplitude * f(angles)).to(device, torch.float32) for f in (torch.cos, torch.sin))
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # x (B, H, T, D); cos, sin (T, D/2)
-        x1, x2 = x.chunk(2, dim=-1)
-        return torch.cat((x1 * cos + x2 * sin, x2 * cos - x1 * sin), dim=-1)
+        # Not by halves, each of which torch.compile would make on its own: with QK-norm this is one kernel each way.
+        pairs, sines = x.unflatten(-1, (2, -1)), torch.stack((sin, -sin), dim=-2)  # (B, H, T, 2, D/2), (T, 2, D/2)
+        return (pairs * cos.unsqueeze(-2) + pairs.flip(-2) * sines).flatten(-2)
 
 
 class QueryScale(Mechanism):

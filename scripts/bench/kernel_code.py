@@ -2,11 +2,13 @@
 
     python -m scripts.kernel_code --arch 80 90
     python -m scripts.kernel_code --variants si --tiles key_gradient 64 64 4 2
+    python -m scripts.kernel_code --variants loss
 
 compiles them to machine code (triton brings the compiler and the disassembler) and counts, in each main loop (masked,
 near, far and line, see model/kernels/flash_kernels.py), the instructions a thread issues for each of its logits: of all
 kinds, on the special-function unit (MUFU), loads from global and from shared memory, and spills. A count is no time,
-but what a transform adds to it says what it costs where the instructions are the bottleneck.
+but what a transform adds to it says what it costs where the instructions are the bottleneck. Of the cross-entropy of
+the head (loss) it counts those of its two walks over a row, and what makes threads wait for each other.
 """
 
 import argparse
@@ -27,20 +29,22 @@ from triton.compiler import ASTSource
 
 from errors import exit_on_user_error, require
 from model.backends.triton import prepare
-from model.kernels import flash
+from model.kernels import cross_entropy, flash
 from model.kernels.distance import Coefficients
 from scripts.bench.variants import Case, as_closed_form, online, table_only
 from scripts.shared.tables import markdown_table
 
 ROLES = ("forward", "query_gradient", "key_gradient")  # the keys of choose_tiles
 LENGTH, HEADS = 4096, 6
-TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32"}
+TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+TYPES |= {torch.int32: "*i32", torch.int64: "*i64"}
 COUNTED = {  # by its column, the opcodes of which an instruction's first part is one
     "special": ("MUFU",),
     "global_loads": ("LDG", "LDGSTS"),
     "shared_loads": ("LDS", "LDSM"),
     "spills": ("LDL", "STL"),
 }
+WAITS = {"barriers": ("BAR",), "shuffles": ("SHFL",)}  # of the loss
 
 
 def of_method(formula: str) -> Callable[[Case], Coefficients | None]:
@@ -125,18 +129,67 @@ def kernel_code(
     and in Triton's interpreter, which does not compile.
     """
     require(variant in VARIANTS, f"unknown variant {variant!r}; valid: {', '.join(VARIANTS)}")
-    require(arch >= 80, f"the kernels need compute capability 8.0 or newer: --arch 80, not {arch}")
     is_covered = 1 <= head_dim <= flash.MAX_HEAD_DIM
     require(is_covered, f"the kernels cover head dimensions from 1 to {flash.MAX_HEAD_DIM}, not {head_dim}")
-    require(not flash.INTERPRETED, "TRITON_INTERPRET is set, and the interpreter compiles nothing: unset it")
+    check_compiler(arch)
     case = Case(1, HEADS, LENGTH, head_dim, torch.bfloat16, torch.device("cpu"))
     inputs = torch.zeros(4, 1, LENGTH, HEADS, head_dim, dtype=case.dtype).transpose(2, 3).unbind()
     launches = kernel_launches(inputs, VARIANTS[variant](case), tiles, arch)
     return [dict(kernel=kernel, **compile_launch(launches[kernel], arch)) for kernel in kernels]
 
 
+def check_compiler(arch: int):
+    require(arch >= 80, f"the kernels need compute capability 8.0 or newer: --arch 80, not {arch}")
+    require(not flash.INTERPRETED, "TRITON_INTERPRET is set, and the interpreter compiles nothing: unset it")
+
+
+def loss_code(arch: int = 90, dtype: torch.dtype = torch.bfloat16, vocab_size: int = 50_304) -> list[dict]:
+    """Compile the cross-entropy with and without its gradient, and describe the machine code, a dict each.
+
+    Keys: kernel, block (logits at a time), warps, registers, stack, and loops (the walks over a row), a dict each:
+    name and, a logit, instructions and special; and WAITS, a turn of the loop. Raise ValueError as kernel_code does."""
+    check_compiler(arch)
+    rows = []
+    for gradient in (True, False):
+        recorder = mock.MagicMock()
+        logits, targets, losses = torch.zeros(1, vocab_size, dtype=dtype), torch.zeros(1, dtype=int), torch.zeros(1)
+        with mock.patch.object(cross_entropy, "cross_entropy_kernel", recorder):
+            cross_entropy.cross_entropy_(logits, targets, losses, gradient)
+        call = recorder.__getitem__.return_value.call_args
+        options = dict(num_warps=call.kwargs.pop("num_warps"))
+        launch = Launch(cross_entropy.cross_entropy_kernel, (1,), call.args, call.kwargs, options)
+        _, usage, code = machine_code(launch, arch)
+        block, warps = launch.constants["BLOCK"], options["num_warps"]
+        loops = []
+        walks = ("sum", "gradient")[: 1 + gradient]
+        for name, opcodes in zip(walks, innermost_loops(code, "MUFU"), strict=True):
+            counts = dict(instructions=len(opcodes), special=count(opcodes, COUNTED["special"]))
+            counts = {kind: number * 32 * warps / block for kind, number in counts.items()}
+            loops.append(dict(name=name, **counts, **{kind: count(opcodes, names) for kind, names in WAITS.items()}))
+        what = "with its gradient" if gradient else "alone"
+        rows.append(dict(kernel=f"loss {what}", block=block, warps=warps, **usage, loops=loops))
+    return rows
+
+
 def compile_launch(launch: Launch, arch: int) -> dict:
     """Return what kernel_code does about one kernel."""
+    shared, usage, code = machine_code(launch, arch)
+    c, tiles = launch.constants, launch.tiles
+    also = dict(near=c["NEAR"], far=c["FAR"] or not c["NEAR"], line=c["LINE"])
+    stretches = ["masked", *(name for name, is_there in also.items() if is_there)]
+    loops = count_loops(code, logits=tiles.queries * tiles.keys / (32 * tiles.warps))
+    if len(loops) != len(stretches):  # the compiler split or merged some
+        stretches = [f"loop {i + 1}" for i in range(len(loops))]
+    return dict(
+        tiles=dataclasses.asdict(tiles),
+        **usage,
+        shared=shared,
+        loops=[dict(name=name, **counts) for name, counts in zip(stretches, loops)],
+    )
+
+
+def machine_code(launch: Launch, arch: int) -> tuple[int, dict, str]:
+    """Return bytes of shared memory, registers and stack (a dict), and nvdisasm's listing."""
     signature, constants, attributes = {}, {}, {}
     for i, (name, argument) in enumerate(zip(launch.kernel.arg_names, launch.arguments)):
         is_tensor, is_float = isinstance(argument, Tensor), isinstance(argument, float)
@@ -153,19 +206,7 @@ def compile_launch(launch: Launch, arch: int) -> dict:
         file.flush()
         usage = re.search(r"REG:(\d+) STACK:(\d+)", nvidia_tool("cuobjdump", "-res-usage", file.name))
         code = nvidia_tool("nvdisasm", "-c", file.name)
-    c, tiles = launch.constants, launch.tiles
-    also = dict(near=c["NEAR"], far=c["FAR"] or not c["NEAR"], line=c["LINE"])
-    stretches = ["masked", *(name for name, is_there in also.items() if is_there)]
-    loops = count_loops(code, logits=tiles.queries * tiles.keys / (32 * tiles.warps))
-    if len(loops) != len(stretches):  # the compiler split or merged some
-        stretches = [f"loop {i + 1}" for i in range(len(loops))]
-    return dict(
-        tiles=dataclasses.asdict(tiles),
-        registers=int(usage[1]),
-        stack=int(usage[2]),
-        shared=binary.metadata.shared,
-        loops=[dict(name=name, **counts) for name, counts in zip(stretches, loops)],
-    )
+    return binary.metadata.shared, dict(registers=int(usage[1]), stack=int(usage[2])), code
 
 
 def nvidia_tool(name: str, *arguments: str) -> str:
@@ -177,6 +218,20 @@ def count_loops(code: str, logits: float) -> list[dict]:
     """Count instructions a logit in the innermost loops with matrix products, in the order of nvdisasm's listing.
 
     logits: of a thread in one turn of the loop."""
+    counts = []
+    for opcodes in innermost_loops(code, "MMA"):
+        kinds = {name: count(opcodes, kind) / logits for name, kind in COUNTED.items()}
+        counts.append(dict(instructions=len(opcodes) / logits, **kinds))
+    return counts
+
+
+def count(opcodes: list[str], kind: tuple[str, ...]) -> int:
+    return sum(opcode in kind for opcode in opcodes)
+
+
+def innermost_loops(code: str, needed: str) -> list[list[str]]:
+    """Return the opcodes of each loop of nvdisasm's listing that has an opcode containing `needed`, and in which there
+    is no other such loop."""
     opcodes, labels, loops = [], {}, []
     for line in code.splitlines():
         if label := re.match(r"\s*\.(L_x_\d+):", line):
@@ -186,13 +241,9 @@ def count_loops(code: str, logits: float) -> list[dict]:
             target = re.search(r"`\(\.(L_x_\d+)\)", instruction[2])
             if instruction[1] == "BRA" and target and target[1] in labels:
                 loops.append((labels[target[1]], len(opcodes)))
-    loops = [(begin, end) for begin, end in loops if any("MMA" in opcode for opcode in opcodes[begin:end])]
+    loops = [(begin, end) for begin, end in loops if any(needed in opcode for opcode in opcodes[begin:end])]
     inner = [a for a in loops if not any(a[0] <= b[0] and b[1] <= a[1] and a != b for b in loops)]
-    counts = []
-    for begin, end in sorted(inner):
-        kinds = {name: sum(opcode in kind for opcode in opcodes[begin:end]) / logits for name, kind in COUNTED.items()}
-        counts.append(dict(instructions=(end - begin) / logits, **kinds))
-    return counts
+    return [opcodes[begin:end] for begin, end in sorted(inner)]
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -208,6 +259,17 @@ def table(variant_rows: dict[str, list[dict]]) -> str:
             for loop in k["loops"]:
                 rows.append([*cells, loop["name"], *(f"{loop[key]:.2f}" for key in ("instructions", *COUNTED))])
                 cells = [""] * len(cells)
+    return markdown_table(rows)
+
+
+def loss_table(kernels: list[dict]) -> str:
+    rows = [["kernel", "block", "warps", "registers", "stack B", "loop", "instructions", "special", *WAITS]]
+    for k in kernels:
+        cells = [str(k[key]) for key in ("kernel", "block", "warps", "registers", "stack")]
+        for loop in k["loops"]:
+            counts = [f"{loop[key]:.2f}" for key in ("instructions", "special")] + [str(loop[key]) for key in WAITS]
+            rows.append([*cells, loop["name"], *counts])
+            cells = [""] * len(cells)
     return markdown_table(rows)
 
 
@@ -229,7 +291,8 @@ def main():
     parser = argparse.ArgumentParser(prog="python -m scripts.kernel_code", description=__doc__.split("\n")[0])
     parser.add_argument("--arch", type=int, nargs="+", default=[90], help="compute capability, 90 for 9.0 (Hopper)")
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), metavar="NAME", help=", ".join(VARIANTS))
+    variants = [*VARIANTS, "loss"]
+    parser.add_argument("--variants", nargs="+", default=variants, metavar="NAME", help=", ".join(variants))
     tile = ("KERNEL", "QUERIES", "KEYS", "WARPS", "STAGES")
     parser.add_argument("--tiles", nargs=5, metavar=tile, help="only this kernel, with these")
     args = parser.parse_args()
@@ -243,4 +306,7 @@ def main():
         for arch in args.arch:
             print(f"\ncompute capability {arch / 10}\n")
             options = dict(arch=arch, head_dim=args.head_dim, kernels=kernels, tiles=tiles)
-            print(table({variant: kernel_code(variant, **options) for variant in args.variants}), flush=True)
+            if asked := [variant for variant in args.variants if variant != "loss"]:
+                print(table({variant: kernel_code(variant, **options) for variant in asked}) + "\n", flush=True)
+            if "loss" in args.variants:
+                print("loss; the last two columns: a turn of the loop\n\n" + loss_table(loss_code(arch)), flush=True)
