@@ -60,8 +60,9 @@ class Infini(Replacement):
         features, values = F.elu(upcast(k)) + 1, upcast(values)  # (B, H, N, D)
         total = features.sum(dim=2).unsqueeze(-1)
         if k.dtype == torch.bfloat16:  # see recall
-            mean, mean_features = (x.mean(dim=2, keepdim=True) for x in (values, features.detach()))
-            new = (features - mean_features).mT.bfloat16() @ (values - mean.detach()).bfloat16() + total * mean
+            mean, mean_features = values.mean(dim=2, keepdim=True), total.detach().mT / k.shape[2]
+            varying = (features - mean_features).bfloat16(), (values - mean.detach()).bfloat16()
+            new = varying[0].mT @ varying[1] + total * mean
         else:
             new = features.mT @ values
         return (new, total) if memory is None else (memory[0] + new, memory[1] + total)
