@@ -6,16 +6,21 @@ float32 and multiplied by the two scales.
 """
 
 import contextlib
+import functools
+import warnings
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from errors import require
+from model.kernels import compare
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16  # of which GPUs want every dimension of a product
 OLDEST = (8, 9)
+GRADIENT_SCALE = 2.0**15  # of softmax - onehot
 
 
 class Scaled(NamedTuple):
@@ -51,10 +56,45 @@ def to_e4m3(x: Tensor) -> Scaled:
     return Scaled((x / scale).to(E4M3), scale)
 
 
-def to_e5m2_(x: Tensor) -> Scaled:
-    """Return x, of entries from -1 to 1, rounded to e5m2; x is lost. Nothing has to look for its largest entry: 1
-    becomes 2^15, and what is at least 2^-29 keeps its 2 bits of mantissa."""
-    return Scaled(x.mul_(2**15).to(E5M2), x.new_full((), 2**-15, dtype=torch.float32))
+def to_e5m2_(x: Tensor) -> tuple[Scaled, Scaled]:
+    """Return x and x.mT, both by rows, of entries from -1 to 1, rounded to e5m2; x is lost. Nothing has to look for its
+    largest entry: 1 becomes 2^15, and what is at least 2^-29 keeps its 2 bits of mantissa."""
+    scale = x.new_full((), 1 / GRADIENT_SCALE, dtype=torch.float32)
+    if triton_runs(x.device, x.dtype):
+        from model.kernels.e5m2 import round_to_e5m2  # only now, as it needs Triton
+
+        both = round_to_e5m2(x, GRADIENT_SCALE)
+    else:
+        both = plain_round_(x)
+    return Scaled(both[0], scale), Scaled(both[1], scale)
+
+
+def plain_round_(x: Tensor) -> tuple[Tensor, Tensor]:
+    by_rows = x.mul_(GRADIENT_SCALE).to(E5M2)
+    return by_rows, by_rows.mT.contiguous()
+
+
+@functools.cache
+def triton_runs(device: torch.device, dtype: torch.dtype) -> bool:
+    """Tell whether the Triton kernel runs there and passes its check in this dtype; warn if it fails that."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return False
+    if problem := check_kernel(device, dtype):
+        warnings.warn(f"gradients are rounded to FP8 in plain PyTorch, which is slower: the Triton kernel {problem}")
+    return problem is None
+
+
+def check_kernel(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Round a matrix with the Triton kernel; return how it fails, or differs from plain_round_ here, or None."""
+    from model.kernels.e5m2 import round_to_e5m2
+
+    size = torch.linspace(-30, 0, 144, device=device).exp2()
+    x = torch.rand(80, 144, generator=torch.Generator(device).manual_seed(0), device=device).sub_(0.5).mul_(2 * size)
+
+    def run(function, *arguments):
+        return [y.float() for y in function(x.to(dtype), *arguments)]
+
+    return compare(lambda: run(round_to_e5m2, GRADIENT_SCALE), lambda: run(plain_round_), tolerance=0)
 
 
 def product(a: Scaled, b: Scaled, out: Tensor) -> Tensor:

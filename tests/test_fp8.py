@@ -3,10 +3,14 @@ formats' own bounds, loss and gradients against both, and who is refused."""
 
 import dataclasses
 import math
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
-from test_loss import exact_losses, make
+from test_loss import DEVICE, ROOT, exact_losses, make
 from test_methods import random
 from test_train import latest_checkpoint, make_data, read_json, train_here
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -38,7 +42,7 @@ def relative_error(x, y):
 def test_a_product_is_that_of_the_rounded_matrices(M, K, N, dtype):
     """Also of gradients, in e5m2, and whichever way the two lie in memory."""
     a, b = random(M, K, seed=1), random(K, N, seed=2)
-    for left in (to_e4m3(a.float()), to_e5m2_((a / a.abs().max()).float())):
+    for left in (to_e4m3(a.float()), to_e5m2_((a / a.abs().max()).float())[0]):
         for b_left in (to_e4m3(b.float()), to_e4m3(b.float().mT.contiguous()).mT):
             out = torch.empty(M, N, dtype=dtype)
             assert product(left, b_left, out) is out
@@ -60,11 +64,13 @@ def test_e4m3_keeps_3_bits_of_all_but_the_smallest_and_the_largest_entry_as_it_i
 def test_e5m2_keeps_2_bits_of_what_is_at_least_2_to_the_minus_29():
     x = torch.cat([random(9000, seed=0).clamp(-1, 1), torch.linspace(-34, 0, 999).exp2(), torch.tensor([-1.0, 1.0])])
     x = x.float()
-    values, scale = to_e5m2_(x.clone())
+    x = x.view(-1, 1)
+    (values, scale), transposed = to_e5m2_(x.clone())
+    assert torch.equal(exact(transposed), exact(Scaled(values, scale)).mT) and transposed.values.is_contiguous()
     assert values.dtype == E5M2 and values.isfinite().all()
     error = (exact(Scaled(values, scale)) - x.double()).abs()
     assert (error <= (2**-3 * x.abs().double()).clamp(min=2**-32)).all()
-    assert (values[-2:].float() * scale).tolist() == [-1, 1]
+    assert (values[-2:, 0].float() * scale).tolist() == [-1, 1]
 
 
 def test_zeros_stay_zeros_and_what_is_not_finite_is_seen():
@@ -97,7 +103,7 @@ def test_the_loss_and_its_gradients_are_those_of_the_rounded_matrices(N, C, V, d
     log_p = (x8 @ head8.mT).to(dtype).double().log_softmax(dim=1)
     dlogits = log_p.exp()
     dlogits[torch.arange(N), targets] -= 1
-    dlogits = exact(to_e5m2_(dlogits.to(dtype)))
+    dlogits = exact(to_e5m2_(dlogits.to(dtype))[0])
     assert ours.item() == pytest.approx(-log_p.gather(1, targets[:, None]).mean().item(), rel=2e-4)
     for gradient, truth in zip(gradients, (dlogits @ head8, dlogits.mT @ x8)):
         assert relative_error(gradient, 1024 / N * truth) < (0.004 if dtype == torch.float32 else 0.02)
@@ -160,6 +166,62 @@ def test_compiled_in_one_graph_a_model_is_the_same():
         runs.append([mean, *torch.autograd.grad(mean, list(model.parameters()))])
     assert_close(*runs)
     assert 0 < abs(runs[0][0].item() - plain) < 0.02 * plain
+
+
+# ---- the kernel ------------------------------------------------------------------------------------------------------
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("R, V", [(1, 1), (16, 144), (64, 64), (80, 65), (144, 528)])
+def test_the_kernel_puts_all_entries_where_they_belong(R, V, dtype):
+    """Entries that e5m2 has: Triton's interpreter rounds others wrongly. What a GPU makes of them is below."""
+    from model.kernels.e5m2 import round_to_e5m2
+
+    numbers = torch.arange(256, dtype=torch.uint8).view(E5M2).float()
+    numbers = numbers[(numbers.abs() <= 2**15) & ((numbers == 0) | (numbers.abs() >= 2**-14))]
+    x = numbers[torch.randint(len(numbers), (R, V), generator=torch.Generator().manual_seed(0))].to(DEVICE) * 2**-15
+    for rounded, true in zip(round_to_e5m2(x.to(dtype), 2.0**15), (x, x.mT), strict=True):
+        assert rounded.is_contiguous() and torch.equal(rounded.float(), 2**15 * true)
+
+
+COMPILE = """
+import re, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from model.kernels.e5m2 import round_kernel as kernel
+for arch in (89, 90):
+    signature = dict(x="*bf16", by_rows="*fp8e5", by_columns="*fp8e5", R="i32", V="i32")
+    constants = dict(SCALE=2.0**15, BLOCK=64)
+    aligned = {(i,): [["tt.divisibility", 16]] for i in range(5)}
+    source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants, aligned)
+    ptx = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(num_warps=4)).asm["ptx"]
+    print(*(len(re.findall(word, ptx)) for word in WORDS))
+"""
+
+
+@pytest.mark.slow
+@needs_triton
+def test_for_gpus_it_rounds_to_nearest_and_moves_16_bytes_at_a_time():
+    """A thread has 32 entries: it reads them in 4 loads, and writes them twice in 2 stores each."""
+    words = ["ld.global", "ld.global.v4", "st.global", "st.global.v4", "cvt.rn.satfinite.e5m2x2"]
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    script = f"WORDS = {words}\n{COMPILE}"
+    code = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert code.stdout.splitlines() == ["4 4 4 4 16"] * 2, code.stderr
+
+
+@needs_triton
+def test_it_is_checked_before_its_first_use(monkeypatch):
+    """In the interpreter it fails that, rightly: see above."""
+    from model.kernels import e5m2
+
+    problem = fp8.check_kernel(torch.device(DEVICE), torch.bfloat16)
+    assert problem is None if DEVICE == "cuda" else "its numbers are wrong by" in problem
+    monkeypatch.setattr(e5m2, "round_to_e5m2", lambda x, scale: fp8.plain_round_(x))
+    assert fp8.check_kernel(torch.device(DEVICE), torch.bfloat16) is None
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
