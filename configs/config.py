@@ -115,6 +115,10 @@ class Config:
     """Epsilon of Adam."""
     bf16_embedding: bool = False
     """Keep the embedding in bfloat16 without a float32 master, as the base script did."""
+    fp8_head: bool = False
+    """Compute the training loss with the head's matmuls in FP8, for GPUs from Ada and Hopper on (a CPU can try it, more
+    slowly); validation and everything else stay in dtype. vocab_size, model_dim and train_length / context_parallel
+    must be multiples of 16."""
 
     # ---- validation ----
     val_lengths: tuple[int, ...] = setting((4096, 16_384, 65_536), at_least=1, mathematics=False)
@@ -173,6 +177,11 @@ class Config:
         for length in self.val_lengths:
             words = f"validation length {length} does not divide val_tokens {self.val_tokens}"
             require(self.val_tokens % length == 0, words)
+        if self.fp8_head:
+            own = f"train_length / context_parallel = {self.train_length} / {self.context_parallel}"
+            whole = (self.vocab_size, d, self.train_length / self.context_parallel)
+            for words, size in zip((f"vocab_size {self.vocab_size}", f"model_dim {d}", own), whole):
+                require(size % 16 == 0, f"fp8_head needs multiples of 16, and {words} is none: use --no_fp8_head")
         for tag in self.tags:
             require(1 <= len(tag) <= 64, f"tags must be of 1 to 64 characters, for wandb, got {shortened(tag)}")
         is_plain = re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._+=-]*)?", self.name)

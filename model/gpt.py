@@ -96,14 +96,15 @@ class GPT(nn.Module):
     def __init__(
         self, *, vocab_size: int, num_layers: int, num_heads: int, model_dim: int, train_length: int, method: str,
         method_options: dict | None = None, length_scale: float = 1.0, dtype: torch.dtype = torch.float32,
+        fp8_head: bool = False,
     ):  # fmt: skip
-        """Initialise every parameter, in float32; dtype is that of the computation.
+        """Initialise every parameter, in float32; dtype is that of the computation, fp8_head: see mean_loss.
 
         method, method_options and length_scale: see make_method. ValueError for an unknown method or option.
         """
         super().__init__()
         require(model_dim % num_heads == 0, f"model_dim {model_dim} is not divisible by num_heads {num_heads}")
-        self.dtype = dtype
+        self.dtype, self.fp8_head = dtype, fp8_head
         options = method_options or {}
         check_options(method, options)  # before one can be mistaken for a part of the shape
         shape = dict(num_heads=num_heads, head_dim=model_dim // num_heads, train_length=train_length)
@@ -160,7 +161,7 @@ class GPT(nn.Module):
         x, all_targets = x.flatten(0, 1), targets.flatten()
         if per_token:
             return token_losses(x, self.head, all_targets).view_as(targets)
-        return mean_loss(x, self.head, all_targets)
+        return mean_loss(x, self.head, all_targets, fp8_head=self.fp8_head)
 
     @torch.inference_mode()
     def score_statistics(self, tokens: Tensor, num_queries: int = 64) -> list[tuple[float, float]]:

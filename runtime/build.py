@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from configs.config import Config
+from model import fp8
 from model.gpt import GPT
 from model.methods import scaled_options
 from optim.groups import split_parameters
@@ -46,6 +47,7 @@ def build_model(config: Config, dtype: torch.dtype) -> GPT:
         method_options=config.method_options,
         length_scale=config.length_scale,
         dtype=dtype,
+        fp8_head=config.fp8_head,
     )
     if config.bf16_embedding:
         model.embedding.bfloat16()
@@ -79,7 +81,10 @@ def compile_for_validation(model: GPT, compiled: str | None) -> GPT:
 
 
 def build_optimizers(config: Config, model: GPT, compiled: bool, world: World) -> Optimizers:
-    """Return Muon for the matrices of the blocks, and Adam for all else."""
+    """Return Muon for the matrices of the blocks, and Adam for all else. Raise ValueError where the world's device
+    cannot train what the config says."""
+    if config.fp8_head:
+        fp8.check_device(world.device)
     params = split_parameters(
         model.named_parameters(remove_duplicate=False),
         dict(

@@ -45,7 +45,7 @@ def layer_seconds(config: Config) -> dict[str, float]:
     It is measured once for a processor, a number of threads and a shape, and kept beside the compiled kernel: a resumed
     run, and every process of one, must find the same dtype.
     """
-    config = dataclasses.replace(config, num_layers=1, bf16_embedding=False)
+    config = dataclasses.replace(config, num_layers=1, bf16_embedding=False, fp8_head=False)
     shape = config.vocab_size, config.num_heads, config.model_dim, config.train_length, config.method
     where = cpu.processor_flags(), torch.get_num_threads(), torch.__version__
     key = hashlib.sha256(json.dumps([*shape, config.method_options, *where]).encode()).hexdigest()[:16]

@@ -152,8 +152,8 @@ OTHER = dict(
     num_layers=11, num_heads=12, model_dim=384, data_dir="data/fineweb100B", train_length=16_384, batch_tokens=262_144,
     micro_batch_tokens=65_536, steps=4577, schedule="cosine", warmup_steps=1, cooldown_steps=1000, muon_lr=0.015,
     muon_momentum=0.9, embedding_lr=0.2, head_lr=0.003, scalar_lr=0.003, adam_betas=(0.9, 0.99), adam_eps=1e-9,
-    bf16_embedding=True, val_lengths=(4096,), val_tokens=65_536, val_every=250, val_profile="fast", device="cpu",
-    dtype="bfloat16", compile="off", attention_backend="blocks", context_parallel=2, save_every=0,
+    bf16_embedding=True, fp8_head=True, val_lengths=(4096,), val_tokens=65_536, val_every=250, val_profile="fast",
+    device="cpu", dtype="bfloat16", compile="off", attention_backend="blocks", context_parallel=2, save_every=0,
     keep=1,
 )
 
@@ -161,7 +161,7 @@ OTHER = dict(
 MATHEMATICS = set("""
     seed method method_options length_scale vocab_size num_layers num_heads model_dim train_length batch_tokens
     steps schedule warmup_steps cooldown_steps muon_lr muon_momentum embedding_lr head_lr scalar_lr adam_betas adam_eps
-    bf16_embedding
+    bf16_embedding fp8_head
 """.split())
 
 
