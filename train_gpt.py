@@ -25,9 +25,8 @@ from configs.validation import validation_plan
 from data.loader import TrainLoader, check_validation, micro_batch_size
 from data.shards import TokenStream, open_split, tokenizer_of
 from errors import exit_on_user_error
-from model.attention import Plan
 from model.backends.sdpa import prefer_fast_sdpa
-from model.gpt import GPT
+from model.gpt import GPT, Plans
 from model.methods import METHODS
 from optim.schedule import check_schedule, lr_factor
 from optim.sharded import Optimizers
@@ -87,7 +86,7 @@ def train(stop: StopRequest):
             torch.manual_seed(config.seed)
             model = build_model(config, dtype).to(world.device)
             plan = model.plan(config.train_length, backend=config.attention_backend, context=world.context)
-            if world.device.type == "cpu" and plan.backend == "flex":
+            if world.device.type == "cpu" and any(part.backend == "flex" for part in plan):
                 raise ValueError("FlexAttention cannot train on a CPU: use --attention_backend auto")
             val_plans = validation_plans(config, model, world)
             optimizers = build_optimizers(config, model, bool(compiled), world)
@@ -249,7 +248,7 @@ def save(
         save_checkpoint(folder.checkpoints, progress.step, state, keep=config.keep)
 
 
-def compile_step(model, micro_batch: int, plan: Plan, optimizers: Optimizers, config: Config, world: World):
+def compile_step(model, micro_batch: int, plan: Plans, optimizers: Optimizers, config: Config, world: World):
     """Compile everything that a step needs, in one that changes nothing."""
     tokens = torch.zeros(micro_batch, config.train_length, dtype=torch.int64, device=world.device)
     optimizers.found_inf.fill_(1)

@@ -81,16 +81,18 @@ def compile_for_validation(model: GPT, compiled: str | None) -> GPT:
 
 
 def build_optimizers(config: Config, model: GPT, compiled: bool, world: World) -> Optimizers:
-    """Return Muon for the matrices of the blocks, and Adam for all else. Raise ValueError where the world's device
-    cannot train what the config says."""
+    """Return Muon for the matrices of the blocks, and Adam for all else, the methods' own parameters too.
+
+    Raise ValueError where the world's device cannot train what the config says.
+    """
     if config.fp8_head:
         fp8.check_device(world.device)
     params = split_parameters(
         model.named_parameters(remove_duplicate=False),
         dict(
             head=lambda name, p: name == "head",
-            matrices=lambda name, p: name.startswith("blocks.") and p.ndim >= 2,
-            scalars=lambda name, p: name.startswith("blocks.") and p.ndim < 2,
+            matrices=lambda name, p: name.startswith("blocks.") and ".method." not in name,
+            scalars=lambda name, p: name.startswith("blocks.") and ".method." in name,
             embedding=lambda name, p: name.startswith("embedding."),
         ),
     )

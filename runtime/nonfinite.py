@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from configs.config import Config
 from data.loader import TrainLoader
-from model.attention import Plan
-from model.gpt import GPT
+from model.gpt import GPT, Plans
 from runtime.checkpoint import latest_checkpoint
 from runtime.processes import World, gather
 from runtime.run_folder import RunFolder
@@ -22,7 +21,7 @@ def explain_step(
     config: Config,
     world: World,
     model: GPT,
-    plan: Plan,
+    plan: Plans,
     load_from: Callable[..., TrainLoader],
     data: dict[str, Any],
     folder: RunFolder | None,

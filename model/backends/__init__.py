@@ -14,6 +14,9 @@ Each file has three functions:
     prepare(score_change, call, earlier)      a_t and m_t in its own form, for a call of this shape (base.py)
     run(q, k, v, *, q_offset=0, prepared)     the output (B, H, Tq, D) of q (B, H, Tq, D) and k, v (B, H, Tk, D)
 
+`run` takes key_bias (B, H, Tk) too, which is added to the logits, and sink (H,), a logit without a value, if
+find_problem lets methods with them pass; `prepare` finds the window, of as many tokens, in the call.
+
 `prepare` is called once a length. Where a_t and m_t are learned, that is without a score change, and then again with it
 in every layer and pass: it is differentiable in what is learned, and keeps of what was prepared earlier what serves all
 layers. `run` without anything prepared is plain causal attention at any lengths. Query i is at position q_offset + i,

@@ -6,6 +6,8 @@ import math
 import torch
 from torch.distributed import ProcessGroup
 
+from model.methods.base import Method
+
 
 @dataclasses.dataclass(frozen=True)
 class Call:
@@ -23,6 +25,16 @@ class Call:
     dtype: torch.dtype = torch.float32  # of q, k, v
     context: ProcessGroup | None = None
     product_bound: float = math.inf  # what no |q.k| exceeds, where that is known: see bound_products
+    window: int | None = None  # keys at this distance from a query, or further away, are hidden
+
+
+EXTRAS = dict(key_bias="biases of keys", window="windows", sink="sinks")  # of a method, beside a_t and m_t
+
+
+def find_unsupported(method: Method, supported: tuple[str, ...] = ()) -> str | None:
+    """Return a reason why a backend that has only these of EXTRAS cannot run a method, or None."""
+    missing = [words for kind, words in EXTRAS.items() if getattr(method, kind) is not None and kind not in supported]
+    return f"it has no {' and no '.join(missing)}" if missing else None
 
 
 def bound_products(head_dim: int, dtype: torch.dtype, gain: float = 1.0) -> float:

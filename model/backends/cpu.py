@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from model.backends.base import Call
+from model.backends.base import Call, find_unsupported
 from model.context import local_shard
 from model.kernels import cpu
 from model.methods.base import Method, ScoreChange
@@ -12,7 +12,7 @@ from model.methods.base import Method, ScoreChange
 def find_problem(method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype == torch.bfloat16 and method.head_dim % 2:
         return f"in bfloat16 it takes even head dimensions, not {method.head_dim}"
-    return cpu.find_problem(device, dtype)
+    return find_unsupported(method) or cpu.find_problem(device, dtype)
 
 
 def prepare(score_change: ScoreChange | None, call: Call, earlier: Tensor | None = None) -> Tensor:

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from model.backends.base import Call
+from model.backends.base import Call, find_unsupported
 from model.backends.triton import check_kernel
 from model.methods.base import Method, ScoreChange
 
@@ -20,7 +20,7 @@ def find_problem(method: Method, device: torch.device, dtype: torch.dtype) -> st
         return f"{method.name} is not a softmax over changed scores, and FlexAttention computes nothing else"
     if device.type == "cuda" and not find_spec("triton"):
         return "it is compiled by Triton, which is not installed"
-    return None
+    return find_unsupported(method)
 
 
 def prepare(score_change: ScoreChange | None, call: Call, earlier: dict | None = None) -> dict:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.backends.base import Call, bound_products
+from model.backends.base import Call, bound_products, find_unsupported
 from model.context import local_shard
 from model.kernels import compare
 from model.kernels.distance import Coefficients, learned_parameters, make_coefficients
@@ -31,7 +31,7 @@ def find_problem(method: Method, device: torch.device, dtype: torch.dtype) -> st
 
     if [p.shape for p in learned_parameters(method.score_change).values()] not in ([], [(method.num_heads,)]):
         return f"it takes one learned number a head, {method.name} has others"
-    return flash.find_problem(device, dtype, method.head_dim)
+    return find_unsupported(method) or flash.find_problem(device, dtype, method.head_dim)
 
 
 def prepare(score_change: ScoreChange | None, call: Call, earlier: Coefficients | None = None) -> Coefficients:

@@ -6,10 +6,14 @@ back to key j, h the head and d the head dimension (paper, section 3):
     q, k <- rotated by their positions                  Rotation      (RoPE, p-RoPE, NTK, YaRN)
     q_i  <- c_h(i) q_i                                  QueryScale    (LogN)
     L    =  a_h(t) S + m_h(t),   S = q.k / sqrt(d)      ScoreChange   (scale-invariant, ALiBi)
+    L    <- L + b_h(j)                                  KeyBias       (forgetting attention)
+    keys of t < w alone                                 Window
+    one logit more in the softmax, without a value      Sink
+    y    <- g y, y the output                           OutputGate
 
-Each of the three is optional, and at most one of a kind; but several score changes follow one another. A Replacement
-(Infini-attention) computes the output itself instead of a softmax over L. A new mechanism is one file with a subclass
-of one of these, and one line in the table METHODS of this folder.
+Each is optional, and at most one of a kind; but several score changes follow one another. c, b and g may depend on x,
+the input of the layer. A Replacement (Infini-attention) computes the output itself instead of a softmax over L. A new
+mechanism is one file with a subclass of one of these, and one line in the table METHODS of this folder.
 """
 
 import torch
@@ -59,14 +63,15 @@ class Rotation(Mechanism):
 
 
 class QueryScale(Mechanism):
-    """Multiplies the query at position i by a number that depends on the head and on i."""
+    """Multiplies the query at position i by a number that depends on the head, on i and on the layer's input there."""
 
     def table(self, positions: Tensor, target_length: int) -> Tensor:
         """Return what is the same in all layers: (T,) float32 from positions (T,) int64."""
         raise NotImplementedError
 
-    def multiplier(self, table: Tensor) -> Tensor:
-        """Return the multipliers of this layer's queries, (H, T), from the table; differentiable in what is learned."""
+    def multiplier(self, table: Tensor, x: Tensor | None) -> Tensor:
+        """Return the multipliers of this layer's queries, (H, T) or (B, H, T), from the table and the layer's input
+        x (B, T, C); differentiable in x and in what is learned."""
         raise NotImplementedError
 
 
@@ -102,6 +107,41 @@ class Composition(ScoreChange):
         return scale, bias
 
 
+class KeyBias(Mechanism):
+    """Adds to the logits a number of each key, made from the layer's input in two steps."""
+
+    def of_tokens(self, x: Tensor) -> Tensor:
+        """Return what depends on one token alone, (B, H, T), from the layer's input x (B, T, C)."""
+        raise NotImplementedError
+
+    def bias(self, of_tokens: Tensor) -> Tensor:
+        """Return the keys' biases, (B, H, T), at least float32, from the numbers of all tokens from position 0 on.
+
+        With context parallelism (model/context.py) these are some of the heads.
+        """
+        raise NotImplementedError
+
+
+class Window(Mechanism):
+    """Hides keys at a distance of `window` tokens or more, an attribute of at least 1."""
+
+    window: int
+
+
+class Sink(Mechanism):
+    """Adds a logit to each row, which takes its share of the softmax and has no value: `logit`, (H,), a parameter."""
+
+    logit: nn.Parameter
+
+
+class OutputGate(Mechanism):
+    """Multiplies the heads' outputs."""
+
+    def gate(self, x: Tensor) -> Tensor:
+        """Return the factors (B, T, H, D), or (B, T, H, 1), from the layer's input x (B, T, C)."""
+        raise NotImplementedError
+
+
 class Replacement(Mechanism):
     """Replaces softmax attention. What it learns are parameters with one entry a head, (H, ...)."""
 
@@ -132,7 +172,10 @@ class Replacement(Mechanism):
         return output, (k, v, rotated_k)
 
 
-KINDS = dict(rotation=Rotation, query_scale=QueryScale, score_change=ScoreChange, replacement=Replacement)
+KINDS = dict(
+    rotation=Rotation, query_scale=QueryScale, score_change=ScoreChange, key_bias=KeyBias, window=Window, sink=Sink,
+    output_gate=OutputGate, replacement=Replacement,
+)  # fmt: skip
 
 
 def check_kinds(name: str, mechanisms: list[type]):
@@ -145,6 +188,10 @@ def check_kinds(name: str, mechanisms: list[type]):
         of_kind = [m.__name__ for m in mechanisms if issubclass(m, kind)]
         problem = f"has {' and '.join(of_kind)}, but a method takes one {kind.__name__}"
         require(len(of_kind) < 2 or kind is ScoreChange, f"attention method {name!r} {problem}")
+    replaces = [m.__name__ for m in mechanisms if issubclass(m, Replacement)]
+    changes = [m.__name__ for m in mechanisms if issubclass(m, ScoreChange | KeyBias | Window | Sink)]
+    problem = f"has {' and '.join(replaces + changes)}, but a Replacement has no logits to change"
+    require(not (replaces and changes), f"attention method {name!r} {problem}")
 
 
 class Method(nn.Module):

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from configs.sweeps import Run
-from model.methods import check_options, make_alternative, make_method
+from model.methods import check_options, make_alternative, make_layers
 from optim.schedule import check_schedule
 from scripts.shared.runs import StoredRun, data_fingerprint, find_stored, needle_state, read_runs, sidecar, train_state
 from scripts.sweep.cluster import queued_job
@@ -37,7 +37,7 @@ def check_run(run: Run):
         check_options(c.method, c.method_options)
         shape = dict(num_heads=c.num_heads, head_dim=c.model_dim // c.num_heads)
         shape |= dict(train_length=c.train_length, length_scale=c.length_scale)
-        make_method(c.method, **shape, **c.method_options)
+        make_layers(c.method, c.num_layers, **shape, **c.method_options)
         for other in c.validate_as:
             make_alternative(c.method, other, **shape, **c.method_options)
     except ValueError as error:
