@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from errors import require
 from model.attention import Plan, attend, make_plan, transform
 from model.loss import mean_loss, token_losses
-from model.methods import check_options, layer_pattern, make_layers
+from model.methods import check_options, make_layers
 from model.methods.base import Method
 
 Plans = tuple[Plan, ...]  # of the layers, which repeat
@@ -112,7 +112,6 @@ class GPT(nn.Module):
         check_options(method, options)  # before one can be mistaken for a part of the shape
         shape = dict(num_heads=num_heads, head_dim=model_dim // num_heads, train_length=train_length)
         methods = make_layers(method, num_layers, **shape, length_scale=length_scale, **options)
-        self.pattern_length = min(num_layers, len(layer_pattern(method)))  # of layers, which repeat
         self.embedding = nn.Embedding(vocab_size, model_dim)
         self.blocks = nn.ModuleList(Block(model_dim, num_heads, layer_method) for layer_method in methods)
         self.head = nn.Parameter(torch.empty(vocab_size, model_dim))
@@ -128,6 +127,19 @@ class GPT(nn.Module):
             block.attention.proj.zero_()
             block.mlp.down.zero_()
         self.head.zero_()
+
+    @property
+    def pattern_length(self) -> int:
+        """Return after how many layers their methods repeat."""
+        names = [block.attention.method.name for block in self.blocks]
+        return next(n for n in range(1, len(names) + 1) if all(name == names[i % n] for i, name in enumerate(names)))
+
+    def replace_methods(self, methods: list[Method]):
+        """Let other attention methods, one a layer, compute from now on, with the parameters of those before them. See
+        Method.take_over."""
+        for block, method in zip(self.blocks, methods, strict=True):
+            method.take_over(block.attention.method)
+            block.attention.method = method.to(self.head.device)
 
     def plan(
         self, length: int, *,

@@ -110,12 +110,18 @@ class RunLog:
             self.print(f"warning: the text is shorter than the run and is read {epochs:.2f} times: {more}")
         dtype = str(model.dtype).removeprefix("torch.")
         dtype += explain_dtype(config, world.device)
-        ways = dict.fromkeys(describe_attention(part, world.device, model.dtype) for part in plan)
-        self.print(f"{dtype}; compile {compile_note}; attention by {', and by '.join(ways)}")
+        self.print(f"{dtype}; compile {compile_note}; {describe_backends(plan, model)}")
+        for start, method in list(config.method_starts.items())[1:]:
+            self.print(f"from step {start} on, {method} takes the place of {config.method}, with the same weights")
         if self.peak:
             self.print(f"MFU of {self.peak[0]:.3g} FLOP/s ({self.peak[1]})")
         share = f"validation profile {config.val_profile}: {validation_share(config):.1%} of the FLOPs of training"
         self.print(share + (f"; resumed at step {self.progress.step}" if self.progress.step else ""))
+
+    def method_started(self, step: int, plan: Plans, model: GPT):
+        """Write that another attention method computes from this step on, whose time begins now."""
+        self.restart_clock()
+        self.print(f"step {step}/{self.config.steps}  {self.config.method_at(step)}; {describe_backends(plan, model)}")
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
@@ -215,6 +221,11 @@ class RunLog:
             if self.metrics.wandb:
                 self.metrics.wandb.finish()
             self.folder.close()
+
+
+def describe_backends(plans: Plans, model: GPT) -> str:
+    ways = dict.fromkeys(describe_attention(plan, model.head.device, model.dtype) for plan in plans)
+    return f"attention by {', and by '.join(ways)}"
 
 
 def describe_attention(plan: Plan, device: torch.device, dtype: torch.dtype) -> str:
