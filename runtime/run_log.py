@@ -11,8 +11,6 @@ import torch
 from tqdm import tqdm
 
 from configs.config import Config, config_hash
-from configs.flops import training_flops_per_token
-from configs.validation import validation_share
 from data.fineweb import data_command
 from errors import exit_on_user_error
 from model.attention import Plan
@@ -20,6 +18,7 @@ from model.backends import sdpa
 from model.gpt import GPT, Plans
 from runtime.device import AsyncScalars, device_name, peak_memory
 from runtime.dtype import explain_dtype
+from runtime.flops import training_flops_per_token, validation_share
 from runtime.metrics import Metrics, start_wandb
 from runtime.processes import World, fail_together
 from runtime.progress import Progress
