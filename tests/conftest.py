@@ -22,7 +22,7 @@ if not torch.cuda.is_available():  # before the first test file imports Triton, 
 
 PROMISES = pytest.StashKey[dict]()
 FORKED = "bench bench_peers beyond chain context_parallel cpu_kernel keep memory needle optim".split()
-FORKED += "promises_run quickstart report reproduce runtime sharded sweep train".split()
+FORKED += "promises_run quickstart report reproduce runtime sharded sweep switch train".split()
 LONGEST = "promises_run sweep train chain kernels reproduce cpu_kernel context_parallel".split()
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_train import (  # noqa: F401
     arguments,
+    assert_close_run,
     assert_same_run,
     data,
     error_of,
@@ -19,6 +20,7 @@ from test_train import (  # noqa: F401
     rewound,
     steps_and_validations,
     train_here,
+    train_on,
     validation_tokens,
     without_times,
 )
@@ -116,6 +118,12 @@ def test_parameters_stay_the_same_objects():
     assert before.keys() == after.keys() and all(before[name] is after[name] for name in before)
     assert any("score_change" in name for name in after) and any("key_bias" in name for name in after)
     assert all(block.attention.method.rotation is None for block in model.blocks)
+
+
+@pytest.mark.slow
+def test_two_processes_switch_too(data, switched, tmp_path):
+    train_on(2, data, tmp_path, **SWITCH, **OFTEN)
+    assert_close_run(tmp_path / "run", switched)
 
 
 @pytest.mark.slow

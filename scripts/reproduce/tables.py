@@ -199,10 +199,11 @@ def table_notes(study: Study, weights_of: dict[str, str], one_seed: bool) -> lis
             "length; where a row says otherwise it is as in the paper."
         )
     if study.scale != "paper":
+        beside = "The paper's columns stand beside the lengths of the same ratio to the training length; compare"
         notes.append(
             f"Scale `{study.scale}` is not the paper's: another model or training length, fewer tokens, another text. "
-            "The paper's columns stand beside the lengths of the same ratio to the training length; compare the order "
-            "of the methods and what happens beyond 1x, not the numbers."
+            + f"{beside if paper_targets(study.item) else 'Compare'} the order of the methods and what happens beyond "
+            "1x, not the numbers."
         )
     if one_seed:
         notes.append("\u00b1 n/a: one seed, which has no standard error.")
