@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = {path.stem for path in ROOT.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
 LIBRARIES = ("torch._dynamo", "torch.distributed.launcher.api", "matplotlib.pyplot", "psutil", "tokenizers", "tqdm")
 COMPILER = ("torch._inductor.compile_fx", "torch._inductor.codegen.cpp")
-READ_AT_IMPORT = ("ATEN_", "CUDA_", "HF_", "KMP_", "LD_", "MKL_", "PYTHONHASH", "TORCHINDUCTOR_", "TRITON_")
+READ_AT_IMPORT = ("ATEN_", "CUDA_", "KMP_", "LD_", "MKL_", "PYTHONHASH", "TORCHINDUCTOR_", "TRITON_")
 
 fork_exec = getattr(subprocess, "_fork_exec", None)  # what Popen calls in the end (Python 3.11 to 3.14)
 kept = []  # what a forked process does not use: freed, it could close a descriptor that is another one by then
@@ -145,7 +145,7 @@ def be_new(words, variables):
             if isinstance(handler, logging.StreamHandler):
                 handler.stream = sys.stderr
     for name in list(sys.modules):
-        if name.split(".")[0] in PROJECT or name == "sitecustomize":
+        if name.split(".")[0] in PROJECT | {"huggingface_hub", "sitecustomize"}:  # which reads HF_ENDPOINT and others
             del sys.modules[name]
     first = str(Path(words[1]).resolve().parent) if words[1] not in ("-c", "-m") else os.getcwd() * (words[1] == "-m")
     added = [folder for folder in variables.get("PYTHONPATH", "").split(os.pathsep) if folder]
