@@ -20,6 +20,8 @@ import torch
 if not torch.cuda.is_available():  # before the first test file imports Triton, whose decorators ask for this then:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # its kernels run tile by tile in numpy, the same code without a GPU
 
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # without processes of its own, a compiler can be forked
+
 PROMISES = pytest.StashKey[dict]()
 FORKED = "bench bench_peers beyond chain context_parallel cpu_kernel keep memory needle optim".split()
 FORKED += "promises_run quickstart report reproduce runtime sharded sweep switch train".split()

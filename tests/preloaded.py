@@ -8,6 +8,7 @@ program than this Python is, and a command whose environment differs in what lib
 
 import atexit
 import faulthandler
+import gc
 import importlib
 import logging
 import os
@@ -27,7 +28,8 @@ import torch
 ROOT = Path(__file__).parents[1]
 PROJECT = {path.stem for path in ROOT.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
 LIBRARIES = ("torch._dynamo", "torch.distributed.launcher.api", "matplotlib.pyplot", "psutil", "tokenizers", "tqdm")
-READ_AT_IMPORT = ("ATEN_", "CUDA_", "HF_", "KMP_", "LD_", "MKL_", "PYTHONHASH", "TORCHINDUCTOR_", "TRITON_")
+COMPILER = ("torch._inductor.compile_fx", "torch._inductor.codegen.cpp")
+READ_AT_IMPORT = ("ATEN_", "CUDA_", "KMP_", "LD_", "MKL_", "PYTHONHASH", "TORCHINDUCTOR_", "TRITON_")
 
 fork_exec = getattr(subprocess, "_fork_exec", None)  # what Popen calls in the end (Python 3.11 to 3.14)
 kept = []  # what a forked process does not use: freed, it could close a descriptor that is another one by then
@@ -36,10 +38,13 @@ kept = []  # what a forked process does not use: freed, it could close a descrip
 @contextmanager
 def forking():
     """Let subprocess.Popen fork Python commands, here and in whatever is forked."""
-    for library in LIBRARIES:
-        importlib.import_module(library)
     with popen_by(fork_or_exec):
         yield
+
+
+def start_method():
+    """Return how torch.multiprocessing makes the processes of a test: OpenMP's threads do not live on in a fork."""
+    return "fork" if torch.get_num_threads() == 1 else "spawn"
 
 
 def starting():
@@ -67,6 +72,8 @@ def fork_or_exec(args, executables, close_fds, pass_fds, folder, environment, *r
         variables = dict(os.fsdecode(entry).split("=", 1) for entry in environment)
     if not close_fds or not is_forkable(words, variables):
         return fork_exec(args, executables, close_fds, pass_fds, folder, environment, *rest)
+    for library in LIBRARIES + COMPILER * bool({"model", "blocks"} & {*words}):  # of --compile
+        importlib.import_module(library)
     if pid := os.fork():
         return pid
     code = 1
@@ -84,10 +91,9 @@ def is_forkable(words, variables):
         return {k: v for k, v in values.items() if k.startswith(READ_AT_IMPORT) and k != "PYTHONPATH"}
 
     if torch.get_num_threads() > 1 or variables.get("OMP_NUM_THREADS") != "1":
-        return False  # OpenMP's threads do not live on in a forked process
+        return False  # see start_method
     known = words[1:2] and (words[1] in ("-c", "-m") or not words[1].startswith("-"))
     known = known and not any("submitit" in word for word in words)  # which looks closely at how it was started
-    known = known and not {"model", "blocks"} & {*words}  # of --compile: the compiler has threads and processes too
     return words[0] == sys.executable and known and read_at_import(variables) == read_at_import(os.environ)
 
 
@@ -112,6 +118,7 @@ def become(words, variables, folder, pass_fds, *rest):
     if preexec is not None:
         preexec()
     atexit._clear()
+    gc.freeze()  # what the other process has made is not this one's to free: its threads are not here
     kept.extend((sys.stdin, sys.stdout, sys.stderr, dict(sys.modules)))
     keep = sorted({0, 1, 2, *pass_fds} - {failure})
     for low, high in zip(keep, [*keep[1:], os.sysconf("SC_OPEN_MAX")]):
@@ -138,7 +145,7 @@ def be_new(words, variables):
             if isinstance(handler, logging.StreamHandler):
                 handler.stream = sys.stderr
     for name in list(sys.modules):
-        if name.split(".")[0] in PROJECT or name == "sitecustomize":
+        if name.split(".")[0] in PROJECT | {"huggingface_hub", "sitecustomize"}:  # which reads HF_ENDPOINT and others
             del sys.modules[name]
     first = str(Path(words[1]).resolve().parent) if words[1] not in ("-c", "-m") else os.getcwd() * (words[1] == "-m")
     added = [folder for folder in variables.get("PYTHONPATH", "").split(os.pathsep) if folder]

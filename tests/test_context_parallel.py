@@ -5,8 +5,9 @@ from importlib.util import find_spec
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+from preloaded import start_method
 from test_methods import CASES, assert_refused, random
+from torch.multiprocessing import start_processes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.attention import attend, make_plan
@@ -176,7 +177,7 @@ def worker(rank, folder, jobs):
 
 def spawn(jobs, folder):
     """A function that gives the results of all ranks of a job's group: ranks(function, *job)."""
-    torch.multiprocessing.spawn(worker, (folder, jobs), nprocs=4)
+    start_processes(worker, (folder, jobs), nprocs=4, start_method=start_method())
     results = [torch.load(folder / f"{rank}.pt") for rank in range(4)]
 
     def ranks(function, *job):
@@ -244,6 +245,8 @@ def test_the_whole_model_is_one_graph(ranks, job):
 
 @pytest.mark.slow
 def test_compiled_by_inductor(tmp_path):
+    import torch._inductor.compile_fx  # noqa: F401 (once, if the ranks are forked)
+
     ranks = spawn(SLOW_JOBS, tmp_path)
     assert_compiled_is_eager(ranks(compiled_step, *INDUCTOR[0]), tolerance=5e-6)
 

@@ -37,6 +37,7 @@ def python_without_units(*words):
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not multiplies_bfloat16(), reason="this CPU has no bfloat16 units to hide")
 def test_dependent_tests_pass_without_the_units():
     """With them they pass where they are."""

@@ -228,7 +228,8 @@ def imports(process, library):
 @pytest.mark.promise(*SIGNALS)
 def test_compilers_end_with_it(data, faults, tmp_path):
     with faults("SIGTERM while it compiles"):
-        environment = os.environ | dict(TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"), OMP_NUM_THREADS="1")
+        compiler = dict(TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"), TORCHINDUCTOR_COMPILE_THREADS="2")
+        environment = os.environ | compiler | dict(OMP_NUM_THREADS="1")
         command = [sys.executable, "train_gpt.py", *map(str, arguments(data, tmp_path, compile="model"))]
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True

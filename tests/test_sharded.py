@@ -4,9 +4,10 @@ that are sent."""
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 import torch.nn.functional as F
+from preloaded import start_method
 from torch import nn
+from torch.multiprocessing import start_processes
 
 from optim import sharded
 from optim.muon import Muon, as_matrices, lr_scale
@@ -180,7 +181,7 @@ def worker(rank, folder):
 def ranks(tmp_path_factory):
     """World size -> results of each rank."""
     folder = tmp_path_factory.mktemp("gloo")
-    torch.multiprocessing.spawn(worker, (folder,), nprocs=max(WORLDS))
+    start_processes(worker, (folder,), nprocs=max(WORLDS), start_method=start_method())
     return {world: [torch.load(folder / f"{world}.{rank}.pt") for rank in range(world)] for world in WORLDS}
 
 
