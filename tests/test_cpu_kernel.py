@@ -84,6 +84,17 @@ def test_the_last_queries(queries, dtype):
 
 
 @both
+def test_keys_that_no_query_sees(dtype):
+    """The last tile of queries ends before the second tile of keys begins, but not before what it could reach."""
+    q, k, v = (x.to(dtype).requires_grad_() for x in qkv(1, make(), 600))
+    of_all = torch.autograd.grad(attend(make(), q[:, :, 250:510], k, v, q_offset=250, backend="cpu").sum(), [k, v])
+    of_seen = torch.autograd.grad(
+        attend(make(), q[:, :, 250:510], k[:, :, :510], v[:, :, :510], q_offset=250, backend="cpu").sum(), [k, v]
+    )
+    assert all(torch.equal(a, b) for a, b in zip(of_all, of_seen)) and of_all[0][:, :, 510:].abs().max() == 0
+
+
+@both
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("batch, num_heads", [(1, 1), (1, 3), (2, 2)])
 def test_any_number_of_threads(threads, batch, num_heads, dtype):

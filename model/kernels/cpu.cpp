@@ -78,6 +78,7 @@ void backward_tile(const Head& head, int64_t j, const Matrix& dq, float* dA, std
         const float *q = head.row<float>(c.q, start), *dout = head.row<float>(c.dout, start);
         const float *k = head.row<float>(c.k, j), *v = head.row<float>(c.v, j);
         const int64_t used = std::min(keys, c.q_offset + start + rows - j);  // keys that any of these queries sees
+        if (used <= 0) break;  // none of the last queries does
         multiply(c, "N", "T", rows, used, c.dim, 1, q, c.q.token, k, c.k.token, 0, P, width);
         multiply(c, "N", "T", rows, used, c.dim, 1, dout, c.dout.token, v, c.v.token, 0, dS, width);
         for (int64_t i = 0; i < rows; ++i) {

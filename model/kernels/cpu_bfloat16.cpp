@@ -127,6 +127,7 @@ void backward_tile(const Head& head, int64_t j, const Factors& packed, float* dq
     for (int64_t start = first; start < c.queries; start += size) {
         const int64_t t = start / size, rows = std::min(size, c.queries - start);
         const int64_t columns = round_up(rows, UNIT), used = std::min(keys, c.q_offset + start + rows - j);
+        if (used <= 0) break;  // the last queries see none of these keys
         multiply(used, columns, dim, c.k.token, size, size, false, head.row<uint16_t>(c.k, j),
                  packed.q_transposed.tile(head.n, t), S, true);
         multiply(used, columns, dim, c.v.token, size, size, false, head.row<uint16_t>(c.v, j),
