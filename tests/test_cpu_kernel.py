@@ -185,7 +185,7 @@ def test_the_operations_keep_torch_s_rules():
     method = make()
     inputs = [x.requires_grad_() for x in qkv(1, method, 20)]
     tables = cpu.make_tables(method.score_change, 2, 16, 20).requires_grad_()
-    torch.library.opcheck(cpu.forward_op, (*inputs, tables, 0))
+    torch.library.opcheck(cpu.forward_op, (*inputs, tables, None, None, 0, 20))
 
 
 # ---- when it cannot run ----------------------------------------------------------------------------------------------
