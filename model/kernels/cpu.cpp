@@ -34,13 +34,14 @@ void forward_tile(const Head& head, int64_t start, std::vector<float>& scratch) 
         multiply(c, "N", "T", rows, keys, c.dim, 1, head.row<float>(c.q, start), c.q.token, head.row<float>(c.k, j),
                  c.k.token, 0, S, width);
         for (int64_t i = 0; i < rows; ++i) {
-            const int64_t seen = head.visible(start + i, j, keys), hidden = head.hidden(start + i, j, keys);
-            float* s = S + i * width;
-            const float *A = head.A + head.entry(start + i, j), *M = head.M + head.entry(start + i, j);
-            const float *bias = head.bias + j, own = head.own_bias(start + i);
+            const int64_t hidden = head.hidden(start + i, j, keys), seen = head.visible(start + i, j, keys) - hidden;
+            const int64_t entry = head.entry(start + i, j) + hidden;
+            float *row = S + i * width, *s = row + hidden;
+            const float *A = head.A + entry, *M = head.M + entry;
+            const float *bias = head.bias + j + hidden, own = head.own_bias(start + i);
             float top = peak[i];
 #pragma omp simd reduction(max : top)
-            for (int64_t x = hidden; x < seen; ++x) {
+            for (int64_t x = 0; x < seen; ++x) {
                 s[x] = A[x] * s[x] + M[x];
                 if constexpr (BIASED) s[x] += LOG2E * (bias[x] - own);
                 top = s[x] > top ? s[x] : top;
@@ -48,12 +49,12 @@ void forward_tile(const Head& head, int64_t start, std::vector<float>& scratch) 
             const float shrink = peak[i] == -INFINITY ? 0.0f : std::exp2(peak[i] - top);
             float sum = 0;
 #pragma omp simd reduction(+ : sum)
-            for (int64_t x = hidden; x < seen; ++x) {
+            for (int64_t x = 0; x < seen; ++x) {
                 s[x] = exp2_of_negative(s[x] - top);
                 sum += s[x];
             }
-            std::fill(s, s + hidden, 0.0f);
-            std::fill(s + seen, s + keys, 0.0f);
+            std::fill(row, s, 0.0f);
+            std::fill(s + seen, row + keys, 0.0f);
             total[i] = total[i] * shrink + sum;
             peak[i] = top;
             if (j > first && shrink != 1.0f) {

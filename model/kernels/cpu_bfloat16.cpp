@@ -71,14 +71,15 @@ void forward_tile(const Head& head, int64_t start, const Packed& keys, const Pac
         multiply(rows, used, dim, c.q.token, width, width, false, head.row<uint16_t>(c.q, start),
                  keys.tile(head.n, j / width) + skipped, S, true);
         for (int64_t i = 0; i < rows; ++i) {
-            const int64_t seen = head.visible(start + i, j, used), hidden = head.hidden(start + i, j, used);
-            float* s = S + i * width;
-            uint16_t* p = P + i * width;
-            const float *A = head.A + head.entry(start + i, j), *M = head.M + head.entry(start + i, j);
-            const float *bias = head.bias + j, own = head.own_bias(start + i);
+            const int64_t hidden = head.hidden(start + i, j, used), seen = head.visible(start + i, j, used) - hidden;
+            const int64_t entry = head.entry(start + i, j) + hidden;
+            float* s = S + i * width + hidden;
+            uint16_t *row = P + i * width, *p = row + hidden;
+            const float *A = head.A + entry, *M = head.M + entry;
+            const float *bias = head.bias + j + hidden, own = head.own_bias(start + i);
             float top = peak[i];
 #pragma omp simd reduction(max : top)
-            for (int64_t x = hidden; x < seen; ++x) {
+            for (int64_t x = 0; x < seen; ++x) {
                 s[x] = A[x] * s[x] + M[x];
                 if constexpr (BIASED) s[x] += LOG2E * (bias[x] - own);
                 top = s[x] > top ? s[x] : top;
@@ -86,13 +87,13 @@ void forward_tile(const Head& head, int64_t start, const Packed& keys, const Pac
             const float shrink = peak[i] == -INFINITY ? 0.0f : std::exp2(peak[i] - top);
             float sum = 0;
 #pragma omp simd reduction(+ : sum)
-            for (int64_t x = hidden; x < seen; ++x) {
+            for (int64_t x = 0; x < seen; ++x) {
                 const float y = exp2_of_negative(s[x] - top);
                 sum += y;
                 p[x] = to_bfloat16(y);
             }
-            std::fill(p, p + hidden, uint16_t(0));
-            std::fill(p + seen, p + used, uint16_t(0));
+            std::fill(row, p, uint16_t(0));
+            std::fill(p + seen, row + used, uint16_t(0));
             total[i] = total[i] * shrink + sum;
             peak[i] = top;
             if (j > first && shrink != 1.0f)
