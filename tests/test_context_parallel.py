@@ -27,9 +27,10 @@ HEAD_DIM, TRAIN_LENGTH, VOCAB = 16, 64, 97
 
 LEARNED = ("scale_invariant_p_rope", dict(learn_tau=True))
 DELTA = ("infini_rope", dict(segment_length=37, delta=True))
-CHANGED_SCORE = [("alibi", {}), ("scale_invariant_rope", {}), LEARNED]
+CHANGED_SCORE = [("alibi", {}), ("scale_invariant_rope", {}), LEARNED, ("kerple_log", {})]
 MEMORY = ("infini_p_rope", dict(segment_length=80))
 MAIN = [*(case for case in CASES if not case[1]), LEARNED, DELTA]
+RIVALS = [("kerple_log", {}), ("kerple_power", {})]  # of which whole models are run, as the layer's input is needed
 
 # In float64 where the backend takes it, so that nothing hides behind rounding; the CPU's and Triton's take float32.
 ATTENTION = [(3, "blocks", torch.float64, case) for case in [*CASES, DELTA]]
@@ -42,7 +43,7 @@ if find_spec("triton") and not torch.cuda.is_available():  # in Triton's interpr
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6}
 
 SCORE_MODS = [(size, case) for size in GROUPS for case in CHANGED_SCORE]
-MODELS = [(2 + i % 2, case) for i, case in enumerate(MAIN)]
+MODELS = [(2 + i % 2, case) for i, case in enumerate([*MAIN, *RIVALS])]
 COMPILED = [(2, case, "aot_eager") for case in (MEMORY, LEARNED)]
 INDUCTOR = [(2, LEARNED, "inductor")]
 COUNTED = [

@@ -40,11 +40,39 @@ def forgetting(method, logits, x):
     return torch.stack(rows, dim=2)
 
 
+def by_rows(row, T):
+    """The logits (B, H, T, T) of row(i), (B, H, i + 1), those of the keys 0 to i."""
+    return torch.stack([torch.nn.functional.pad(row(i), (0, T - 1 - i), value=-math.inf) for i in range(T)], dim=2)
+
+
+def kerple(penalty):
+    """Chi et al. 2022, equations 5 and 6: q.k / sqrt(d) minus a penalty of a, p and the distance."""
+    def logits(method, q, k, x):
+        change = method.score_change
+        p = change.log_p.exp() if hasattr(change, "log_p") else 2 / (1 + torch.exp(-change.logit_p))
+        a, p = change.log_a.exp()[:, None], p[:, None]
+
+        def row(i):
+            t = i - torch.arange(i + 1)
+            return (q[:, :, i, None] * k[:, :, : i + 1]).sum(-1) / q.shape[-1] ** 0.5 - penalty(a, p, t.double())
+        return by_rows(row, q.shape[2])
+    return logits
+
+
+OWN_LOGITS = dict(
+    kerple_log=kerple(lambda a, p, t: p * torch.log(1 + a * t)),
+    kerple_power=kerple(lambda a, p, t: a * t**p),
+)
+
+
 def literal(name, method, q, k, v, x):
     """Return the output of the softmax from logits without the newer mechanisms, to which these are added one by one.
     """
     base = [mechanism for mechanism in (method.rotation, method.query_scale, method.score_change) if mechanism]
-    logits = attention_logits(type(method)(name, q.shape[1], q.shape[3], method.train_length, base), q, k, x=x)
+    if name in OWN_LOGITS:
+        logits = OWN_LOGITS[name](method, q, k, x)
+    else:
+        logits = attention_logits(type(method)(name, q.shape[1], q.shape[3], method.train_length, base), q, k, x=x)
     if method.key_bias is not None:
         logits = forgetting(method, logits, x)
     outputs = []
@@ -59,7 +87,7 @@ def literal(name, method, q, k, v, x):
 
 
 NAMES = ["fox", "fox_p_rope", "fox_scale_invariant", "fox_scale_invariant_p_rope", "rope_window", "p_rope_window",
-         "p_rope_sink", "scale_invariant_p_rope_sink"]
+         "p_rope_sink", "scale_invariant_p_rope_sink", "kerple_log", "kerple_power"]
 every_name = pytest.mark.parametrize("name", NAMES)
 
 
@@ -123,6 +151,22 @@ def test_what_a_backend_lacks_is_said_and_the_next_is_chosen():
     assert choose_backend(method, torch.device("cpu"))[0] in ("cpu", "blocks")
     with assert_refused("fox needs x, the input of the layer"):
         attend(method, *random_qkv(2, 16, 5))
+
+
+def test_a_method_that_learns_two_numbers_a_head_is_not_for_the_triton_kernel():
+    reason = BACKENDS["triton"].find_problem(make("kerple_log", 2, 16), torch.device("cuda"), torch.float32)
+    assert reason in ("it takes one learned number a head, kerple_log has others", "Triton is not installed")
+
+
+@pytest.mark.parametrize("name", ["kerple_log", "kerple_power"])
+def test_kerple_starts_evenly_over_what_its_authors_draw_from(name):
+    change = make_method(name, num_heads=4, head_dim=8, train_length=64).score_change
+    _, penalty = change.coefficients(torch.tensor([0.0, 1.0, 7.0]).double(), torch.arange(4)[:, None])
+    p = torch.tensor([0.25, 0.75, 1.25, 1.75]).double()[:, None]
+    t = torch.tensor([0.0, 1.0, 7.0]).double()
+    assert_near(penalty, -p * torch.log(1 + t / 2) if name == "kerple_log" else -(t**p) / 2, 1e-6)
+    sixteenth = make_method(name, num_heads=4, head_dim=8, train_length=64, length_scale=1 / 16).score_change
+    assert_near(sixteenth.coefficients(t / 16, torch.arange(4)[:, None])[1], penalty, 1e-12)
 
 
 # ---- layers that differ ----------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from model.methods.base import Mechanism, Method, Rotation, check_kinds
 from model.methods.forgetting import Forgetting
 from model.methods.gate import SigmoidGate
 from model.methods.infini import Infini
+from model.methods.kerple import KerpleLog, KerplePower
 from model.methods.logn import LogN
 from model.methods.ntk import NTK
 from model.methods.p_rope import PRoPE
@@ -43,6 +44,8 @@ METHODS = {
     "scale_invariant_nope": (ScaleInvariant,),
     "infini_rope": (RoPE, Infini),
     "infini_p_rope": (PRoPE, Infini),
+    "kerple_log": (KerpleLog,),
+    "kerple_power": (KerplePower,),
     "fox": (Forgetting,),
     "fox_p_rope": (PRoPE, Forgetting),
     "fox_scale_invariant": (ScaleInvariant, Forgetting),

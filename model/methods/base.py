@@ -83,8 +83,8 @@ class ScoreChange(Mechanism):
 
         Called with whole tensors that broadcast, such as distance (T,) and head (H, 1), in float64 for tables, and with
         float32 and int32 scalars inside FlexAttention: use elementwise torch operations and indexing only. What it
-        learns must be one parameter, (H,): a number a head. Without one, all layers share what one layer's gives,
-        computed once a length.
+        learns are parameters (H,), numbers of each head; our Triton kernel runs one of them, and with more the next
+        backend is chosen. Without any, all layers share what one layer's gives, computed once a length.
         """
         raise NotImplementedError
 
