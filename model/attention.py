@@ -121,7 +121,7 @@ def attend(
     ahead of it. ValueError for shapes that do not fit the method or each other.
     """
     method.check_shapes(q, k, v)
-    require(x is not None or method.key_bias is None, f"{method.name} needs x, the input of the layer")
+    require(x is not None or not method.needs_input, f"{method.name} needs x, the input of the layer")
     if plan is None:
         plan = make_plan(
             method, q.shape[2], k.shape[2],

@@ -18,6 +18,7 @@ from model.methods.gate import SigmoidGate
 from model.methods.infini import Infini
 from model.methods.kerple import KerpleLog, KerplePower
 from model.methods.logn import LogN
+from model.methods.nape import AdaptiveScale, HalfALiBi
 from model.methods.ntk import NTK
 from model.methods.p_rope import PRoPE
 from model.methods.rope import RoPE
@@ -46,6 +47,7 @@ METHODS = {
     "infini_p_rope": (PRoPE, Infini),
     "kerple_log": (KerpleLog,),
     "kerple_power": (KerplePower,),
+    "nape": (HalfALiBi, AdaptiveScale),
     "fox": (Forgetting,),
     "fox_p_rope": (PRoPE, Forgetting),
     "fox_scale_invariant": (ScaleInvariant, Forgetting),

@@ -30,6 +30,8 @@ def upcast(x: Tensor) -> Tensor:
 class Mechanism(nn.Module):
     """A part of a method. Its constructor takes num_heads, head_dim and train_length, and then its options."""
 
+    needs_input = False  # whether attention needs x, the input of the layer; a gate is applied after it
+
     @classmethod
     def scaled(cls, scale: float, options: dict) -> dict:
         """Return the options that are a length in tokens, or one over a length, for lengths `scale` times the paper's.
@@ -66,7 +68,7 @@ class QueryScale(Mechanism):
     """Multiplies the query at position i by a number that depends on the head, on i and on the layer's input there."""
 
     def table(self, positions: Tensor, target_length: int) -> Tensor:
-        """Return what is the same in all layers: (T,) float32 from positions (T,) int64."""
+        """Return what is the same in all layers: (T,), at least float32, from positions (T,) int64."""
         raise NotImplementedError
 
     def multiplier(self, table: Tensor, x: Tensor | None) -> Tensor:
@@ -109,6 +111,8 @@ class Composition(ScoreChange):
 
 class KeyBias(Mechanism):
     """Adds to the logits a number of each key, made from the layer's input in two steps."""
+
+    needs_input = True
 
     def of_tokens(self, x: Tensor) -> Tensor:
         """Return what depends on one token alone, (B, H, T), from the layer's input x (B, T, C)."""
@@ -208,6 +212,7 @@ class Method(nn.Module):
         for role, kind in KINDS.items():
             of_kind = [m for m in mechanisms if isinstance(m, kind)]
             setattr(self, role, Composition(of_kind) if len(of_kind) > 1 else of_kind[0] if of_kind else None)
+        self.needs_input = any(mechanism.needs_input for mechanism in mechanisms)
 
     def check_shapes(self, q: Tensor, k: Tensor, v: Tensor):
         """Raise ValueError unless q is (B, H, Tq, D), and k and v are (B, H, Tk, D), with this method's H and D."""
