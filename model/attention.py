@@ -152,7 +152,8 @@ def transform(
         new_q = method.rotation.rotate(upcast(q), plan.cos[mine], plan.sin[mine])
         new_k = method.rotation.rotate(upcast(k), plan.cos, plan.sin)
     if method.query_scale is not None and scale_queries:
-        new_q = upcast(new_q) * method.query_scale.multiplier(plan.query_table, x).unsqueeze(-1)  # ([B,] H, Tq, 1)
+        new_q, factors = upcast(new_q), method.query_scale.multiplier(plan.query_table, x)
+        new_q = new_q * factors.to(new_q.dtype).unsqueeze(-1)  # ([B,] 1 or H, Tq, 1)
     return new_q.to(q.dtype), new_k.to(k.dtype)
 
 

@@ -15,7 +15,8 @@ from model.methods import METHODS, layer_pattern, make_layers, make_method
 from model.reference import attention_logits, plain_attention
 
 SHAPES = [(2, 3, 16, 1), (2, 2, 16, 37), (1, 4, 32, 130), (1, 2, 8, 300)]  # batch, heads, head dimension, tokens
-OPTIONS = dict(rope_window=dict(window=29), p_rope_window=dict(window=1), nape=dict(delta=0.3))
+OPTIONS = dict(rope_window=dict(window=29), p_rope_window=dict(window=1), nape=dict(delta=0.3),
+               nope_temperature=dict(floor=10.0))
 SPREAD = dict(nape=0.02)  # of what is learned: with more, what its factors leave of bfloat16 is too little to compare
 
 
@@ -75,7 +76,17 @@ def nape(method, q, k, x):
     return by_rows(row, T)
 
 
+def temperature(factor):
+    """Logits of no position encoding, those of row i times factor(i)."""
+    def logits(method, q, k, x):
+        return by_rows(lambda i: factor(i) * (q[:, :, i, None] * k[:, :, : i + 1]).sum(-1) / q.shape[-1] ** 0.5,
+                       q.shape[2])
+    return logits
+
+
 OWN_LOGITS = dict(
+    nope_log_beyond=temperature(lambda i: 1 if i < 64 else math.log(i + 1) / math.log(64)),  # 64: the training length
+    nope_temperature=temperature(lambda i: 1 + 0.1 * math.log(1 + (i + 1) // 10)),
     nape=nape,
     kerple_log=kerple(lambda a, p, t: p * torch.log(1 + a * t)),
     kerple_power=kerple(lambda a, p, t: a * t**p),
@@ -105,7 +116,7 @@ def literal(name, method, q, k, v, x):
 
 NAMES = ["fox", "fox_p_rope", "fox_scale_invariant", "fox_scale_invariant_p_rope", "rope_window", "p_rope_window",
          "p_rope_sink", "scale_invariant_p_rope_sink", "kerple_log", "kerple_power",
-         "nape"]
+         "nape", "nope_log_beyond", "nope_temperature"]
 every_name = pytest.mark.parametrize("name", NAMES)
 
 
@@ -249,6 +260,28 @@ def test_patterns_that_there_are_not_are_refused(name, words):
         make_layers(name, 2, num_heads=2, head_dim=8, train_length=64)
     with assert_refused("is not the same in all layers"):
         make_method("rnope_swa", num_heads=2, head_dim=8, train_length=64)
+
+
+def test_swan_and_llama_4_have_one_global_layer_in_four():
+    shape = dict(num_heads=2, head_dim=8, train_length=64, length_scale=1 / 16)
+    for name, first in (("swan", 0), ("llama4", 3)):
+        layers = make_layers(name, 8, **shape)
+        windows = [layer.window and layer.window.window for layer in layers]
+        assert windows == [None if i % 4 == first else 32 for i in range(8)]
+        assert [layer.query_scale is None for layer in layers] == [window == 32 for window in windows]
+    assert layers[3].query_scale.floor == 512
+
+
+def test_the_temperatures_of_global_layers_beyond_training_alone():
+    """At training lengths of 4k they are 1; at the models' own, Llama 4's has made its first step."""
+    positions = torch.tensor([0, 4095, 4096, 8190, 8191, 65535])
+    for name, expected in (
+        ("nope_log_beyond", [1, 1, *(math.log(n) / math.log(4096) for n in (4097, 8191, 8192, 65536))]),
+        ("nope_temperature", [1, 1, 1, 1, 1 + 0.1 * math.log(2), 1 + 0.1 * math.log(9)]),
+    ):
+        scale = make_method(name, num_heads=2, head_dim=8, train_length=4096).query_scale
+        factors = scale.multiplier(scale.table(positions, 65536), None)
+        assert_near(factors[0], torch.tensor(expected, dtype=torch.float64), 1e-15)
 
 
 # ---- gates -----------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from model.methods.forgetting import Forgetting
 from model.methods.gate import SigmoidGate
 from model.methods.infini import Infini
 from model.methods.kerple import KerpleLog, KerplePower
+from model.methods.llama4 import PositionTemperature
 from model.methods.logn import LogN
 from model.methods.nape import AdaptiveScale, HalfALiBi
 from model.methods.ntk import NTK
@@ -24,6 +25,7 @@ from model.methods.p_rope import PRoPE
 from model.methods.rope import RoPE
 from model.methods.scale_invariant import ScaleInvariant
 from model.methods.sink import LearnedSink
+from model.methods.swan import LogBeyondTraining
 from model.methods.window import SlidingWindow
 from model.methods.yarn import YaRN
 
@@ -58,6 +60,10 @@ METHODS = {
     "scale_invariant_p_rope_sink": (PRoPE, ScaleInvariant, LearnedSink),
     "p_rope_gate": (PRoPE, SigmoidGate),
     "scale_invariant_p_rope_gate": (PRoPE, ScaleInvariant, SigmoidGate),
+    "nope_log_beyond": (LogBeyondTraining,),
+    "nope_temperature": (PositionTemperature,),
+    "swan": "nope_log_beyond,rope_window,rope_window,rope_window",
+    "llama4": "rope_window,rope_window,rope_window,nope_temperature",
     "rnope_swa": "nope,rope_window,rope_window,rope_window",
     "local_scale_invariant_nope": "scale_invariant_nope,rope_window,rope_window,rope_window",
     "local_scale_invariant_p_rope": "scale_invariant_p_rope,rope_window,rope_window,rope_window",

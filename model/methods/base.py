@@ -72,8 +72,8 @@ class QueryScale(Mechanism):
         raise NotImplementedError
 
     def multiplier(self, table: Tensor, x: Tensor | None) -> Tensor:
-        """Return the multipliers of this layer's queries, (H, T) or (B, H, T), from the table and the layer's input
-        x (B, T, C); differentiable in x and in what is learned."""
+        """Return the multipliers of this layer's queries, (1 or H, T) or (B, H, T), from the table and the layer's
+        input x (B, T, C); differentiable in x and in what is learned."""
         raise NotImplementedError
 
 
