@@ -47,7 +47,7 @@ def attention_logits(
     q, k, positions = upcast(q), upcast(k), torch.arange(T, device=q.device)
     if method.rotation is not None:
         cos, sin = method.rotation.tables(T, target_length, q.device)
-        q, k = method.rotation.rotate(q, cos, sin), method.rotation.rotate(k, cos, sin)
+        q, k = method.rotation.rotate(q, cos, sin), method.rotation.rotate_keys(k, cos, sin)
     if method.query_scale is not None:
         q = q * method.query_scale.multiplier(method.query_scale.table(positions, target_length), x).unsqueeze(-1)
     logits = q @ k.mT / q.shape[-1] ** 0.5  # (B, H, T, T)

@@ -8,10 +8,10 @@ import torch
 from test_gpt import random_tokens
 from test_methods import assert_near, assert_refused, cast, gradients, random, random_qkv
 
-from model.attention import attend, choose_backend, make_plan
+from model.attention import attend, choose_backend, make_plan, transform
 from model.backends import BACKENDS
 from model.gpt import GPT
-from model.methods import METHODS, layer_pattern, make_layers, make_method
+from model.methods import METHODS, Infini, PoPE, layer_pattern, make_layers, make_method
 from model.reference import attention_logits, plain_attention
 
 SHAPES = [(2, 3, 16, 1), (2, 2, 16, 37), (1, 4, 32, 130), (1, 2, 8, 300)]  # batch, heads, head dimension, tokens
@@ -84,7 +84,25 @@ def temperature(factor):
     return logits
 
 
+def pope(method, q, k, x):
+    """Gopalakrishnan et al. 2025, equation 6: magnitudes by softplus, a frequency for each entry, the keys' phase."""
+    D, delta = q.shape[-1], method.rotation.delta[:, None]  # (H, 1, D)
+    magnitude_q, magnitude_k = (torch.log(1 + torch.exp(vector)) for vector in (q, k))
+    theta = 10000.0 ** (-torch.arange(D, dtype=torch.float64) / D)
+
+    def row(i):
+        angles = (torch.arange(i + 1) - i)[:, None] * theta + delta  # (H, i + 1, D)
+        scores = (magnitude_q[:, :, i, None] * magnitude_k[:, :, : i + 1] * torch.cos(angles)).sum(-1) / D**0.5
+        if method.score_change is None:
+            return scores
+        a_squared = 1 + 2 * torch.log(1 + (i - torch.arange(i + 1).double()) / 10)
+        return a_squared**0.5 * scores + 1 - a_squared
+    return by_rows(row, q.shape[2])
+
+
 OWN_LOGITS = dict(
+    pope=pope,
+    scale_invariant_pope=pope,
     nope_log_beyond=temperature(lambda i: 1 if i < 64 else math.log(i + 1) / math.log(64)),  # 64: the training length
     nope_temperature=temperature(lambda i: 1 + 0.1 * math.log(1 + (i + 1) // 10)),
     nape=nape,
@@ -116,7 +134,7 @@ def literal(name, method, q, k, v, x):
 
 NAMES = ["fox", "fox_p_rope", "fox_scale_invariant", "fox_scale_invariant_p_rope", "rope_window", "p_rope_window",
          "p_rope_sink", "scale_invariant_p_rope_sink", "kerple_log", "kerple_power",
-         "nape", "nope_log_beyond", "nope_temperature"]
+         "nape", "nope_log_beyond", "nope_temperature", "pope", "scale_invariant_pope"]
 every_name = pytest.mark.parametrize("name", NAMES)
 
 
@@ -132,9 +150,10 @@ def test_the_formula_is_that_of_the_paper(name, batch, num_heads, head_dim, leng
     inputs = [x.detach().requires_grad_() for x in inputs]
     expected, ours = literal(name, method, *inputs), plain_attention(method, *inputs[:3], x=inputs[3])
     inputs += method.parameters()
-    assert_near(ours, expected, 1e-12)
+    tolerance = 1e-6 if "pope" in name else 1e-12  # cos and sin are float32
+    assert_near(ours, expected, tolerance)
     for gradient, truth in zip(gradients(ours, inputs), gradients(expected, inputs), strict=True):
-        assert_near(gradient, truth, 1e-11)
+        assert_near(gradient, truth, 10 * tolerance)
 
 
 # ---- backends --------------------------------------------------------------------------------------------------------
@@ -217,6 +236,24 @@ def test_half_of_napes_heads_have_the_slopes_of_alibi(num_heads, slopes):
     change = make("nape", num_heads, 8).score_change
     slopes = [[2.0**-exponent if exponent else 0] for exponent in slopes]
     assert_near(change.coefficients(t, torch.arange(num_heads)[:, None])[1], -torch.tensor(slopes) * t, 1e-12)
+
+
+def test_what_bounds_the_logits_of_pope():
+    """For the kernel without a running maximum: nothing of normalised q and k exceeds it, and something comes near."""
+    method = make("pope", 1, 16).eval()
+    torch.nn.init.zeros_(method.rotation.delta)
+    plan = make_plan(method, 1, 1, normalised=True)
+    equal = torch.ones(1, 1, 1, 16)
+    rotated_q, rotated_k = transform(method, equal, equal, plan)
+    product = (rotated_q * rotated_k).sum().item()
+    assert product == pytest.approx(2**0.5 * 16 * math.log(1 + math.e) ** 2, rel=1e-5)
+    assert product < plan.call.product_bound < 2 * product
+
+
+def test_pope_is_not_for_what_needs_vectors_as_wide_as_values(monkeypatch):
+    monkeypatch.setitem(METHODS, "own", (PoPE, Infini))
+    with assert_refused("own.*has Infini and PoPE, but a Replacement takes q and k as wide as v"):
+        make("own", 2, 16)
 
 
 # ---- layers that differ ----------------------------------------------------------------------------------------------

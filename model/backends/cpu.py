@@ -10,8 +10,8 @@ from model.methods.base import Method, ScoreChange
 
 
 def find_problem(method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
-    if dtype == torch.bfloat16 and method.head_dim % 2:
-        return f"in bfloat16 it takes even head dimensions, not {method.head_dim}"
+    if dtype == torch.bfloat16 and method.vector_dim % 2:
+        return f"in bfloat16 it takes even head dimensions, not {method.vector_dim}"
     return find_unsupported(method) or cpu.find_problem(device, dtype)
 
 

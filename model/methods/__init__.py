@@ -22,6 +22,7 @@ from model.methods.logn import LogN
 from model.methods.nape import AdaptiveScale, HalfALiBi
 from model.methods.ntk import NTK
 from model.methods.p_rope import PRoPE
+from model.methods.pope import PoPE
 from model.methods.rope import RoPE
 from model.methods.scale_invariant import ScaleInvariant
 from model.methods.sink import LearnedSink
@@ -60,6 +61,8 @@ METHODS = {
     "scale_invariant_p_rope_sink": (PRoPE, ScaleInvariant, LearnedSink),
     "p_rope_gate": (PRoPE, SigmoidGate),
     "scale_invariant_p_rope_gate": (PRoPE, ScaleInvariant, SigmoidGate),
+    "pope": (PoPE,),
+    "scale_invariant_pope": (PoPE, ScaleInvariant),
     "nope_log_beyond": (LogBeyondTraining,),
     "nope_temperature": (PositionTemperature,),
     "swan": "nope_log_beyond,rope_window,rope_window,rope_window",

@@ -3,7 +3,7 @@
 A method turns q, k (after QK-norm) into the logits of a causal softmax. With t = i - j >= 0 the distance from query i
 back to key j, h the head and d the head dimension (paper, section 3):
 
-    q, k <- rotated by their positions                  Rotation      (RoPE, p-RoPE, NTK, YaRN)
+    q, k <- rotated by their positions                  Rotation      (RoPE, p-RoPE, NTK, YaRN, PoPE)
     q_i  <- c_h(i) q_i                                  QueryScale    (LogN)
     L    =  a_h(t) S + m_h(t),   S = q.k / sqrt(d)      ScoreChange   (scale-invariant, ALiBi)
     L    <- L + b_h(j)                                  KeyBias       (forgetting attention)
@@ -44,6 +44,8 @@ class Mechanism(nn.Module):
 class Rotation(Mechanism):
     """Rotates pairs (x_k, x_{k + d/2}) of q and k by position * frequency_k."""
 
+    widening = 1  # how many times as wide q and k become
+
     def frequencies(self, target_length: int) -> tuple[Tensor, float]:
         """Return angular frequencies (D/2,), float64, radians a token, and the factor that multiplies cos and sin."""
         raise NotImplementedError
@@ -57,6 +59,13 @@ class Rotation(Mechanism):
         frequencies, amplitude = self.frequencies(target_length)
         angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)  # (T, D/2)
         return tuple((amplitude * f(angles)).to(device, torch.float32) for f in (torch.cos, torch.sin))
+
+    def gain(self, target_length: int) -> float:
+        """Return the largest factor by which |q| |k| grows, if |q| = |k| = sqrt(D)."""
+        return self.frequencies(target_length)[1] ** 2
+
+    def rotate_keys(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return self.rotate(x, cos, sin)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # x (B, H, T, D); cos, sin (T, D/2)
         # Not by halves, each of which torch.compile would make on its own: with QK-norm this is one kernel each way.
@@ -196,6 +205,9 @@ def check_kinds(name: str, mechanisms: list[type]):
     changes = [m.__name__ for m in mechanisms if issubclass(m, ScoreChange | KeyBias | Window | Sink)]
     problem = f"has {' and '.join(replaces + changes)}, but a Replacement has no logits to change"
     require(not (replaces and changes), f"attention method {name!r} {problem}")
+    wide = [m.__name__ for m in mechanisms if issubclass(m, Rotation) and m.widening > 1]
+    problem = f"has {' and '.join(replaces + wide)}, but a Replacement takes q and k as wide as v"
+    require(not (replaces and wide), f"attention method {name!r} {problem}")
 
 
 class Method(nn.Module):
@@ -212,6 +224,7 @@ class Method(nn.Module):
         for role, kind in KINDS.items():
             of_kind = [m for m in mechanisms if isinstance(m, kind)]
             setattr(self, role, Composition(of_kind) if len(of_kind) > 1 else of_kind[0] if of_kind else None)
+        self.vector_dim = head_dim * (1 if self.rotation is None else self.rotation.widening)  # of rotated q and k
         self.needs_input = any(mechanism.needs_input for mechanism in mechanisms)
 
     def check_shapes(self, q: Tensor, k: Tensor, v: Tensor):

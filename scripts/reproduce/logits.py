@@ -133,7 +133,7 @@ def layer_scores(
             forms[True] = transform(method, q, k, plan, scale_queries=False)
         for rotated, (q, k) in forms.items():
             heads = [(q[b, h, i] * k[b, h, j]).sum(dim=-1) for h in range(method.num_heads)]  # one head's pairs at once
-            yield number, rotated, (torch.stack(heads) / method.head_dim**0.5).double().cpu()
+            yield number, rotated, (torch.stack(heads) / q.shape[-1] ** 0.5).double().cpu()
 
 
 def moments(scores: Tensor) -> dict[str, float]:
