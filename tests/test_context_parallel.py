@@ -31,6 +31,7 @@ CHANGED_SCORE = [("alibi", {}), ("scale_invariant_rope", {}), LEARNED, ("kerple_
 MEMORY = ("infini_p_rope", dict(segment_length=80))
 MAIN = [*(case for case in CASES if not case[1]), LEARNED, DELTA]
 RIVALS = [("kerple_log", {}), ("kerple_power", {}), ("nape", {}), ("nope_log_beyond", {}), ("scale_invariant_pope", {})]
+RIVALS += [("stick_breaking", {})]
 
 # In float64 where the backend takes it, so that nothing hides behind rounding; the CPU's and Triton's take float32.
 ATTENTION = [(3, "blocks", torch.float64, case) for case in [*CASES, DELTA]]

@@ -256,6 +256,44 @@ def test_pope_is_not_for_what_needs_vectors_as_wide_as_values(monkeypatch):
         make("own", 2, 16)
 
 
+# ---- replacements ----------------------------------------------------------------------------------------------------
+
+
+def broken_stick(q, k, v):
+    """Tan et al. 2024, equation 2, the keys before a query from the nearest on; what is left is for its own value."""
+    rows = []
+    for i in range(q.shape[2]):
+        nearest_k, nearest_v = k[:, :, :i].flip(2), v[:, :, :i].flip(2)
+        beta = 1 / (1 + torch.exp(-(q[:, :, i, None] * nearest_k).sum(-1) / q.shape[-1] ** 0.5))  # (B, H, i)
+        left = torch.cat((torch.ones_like(q[:, :, 0, :1]), 1 - beta), dim=-1).cumprod(dim=-1)  # before each, at last
+        shares = torch.cat((beta, torch.ones_like(left[..., :1])), dim=-1) * left
+        rows.append((shares[..., None] * torch.cat((nearest_v, v[:, :, i, None]), dim=2)).sum(2))
+    return torch.stack(rows, dim=2)
+
+
+@pytest.mark.parametrize("batch, num_heads, head_dim, length", [(2, 3, 16, 1), (2, 2, 5, 37), (1, 2, 8, 130)])
+def test_stick_breaking_is_that_of_the_paper(batch, num_heads, head_dim, length):
+    """Whole, and the last queries alone; with logits so large that float32 has no beta of less than 1, as well."""
+    method = make_method("stick_breaking", num_heads=num_heads, head_dim=head_dim, train_length=64)
+    exact = random_qkv(num_heads, head_dim, length, batch)
+    expected = broken_stick(*exact)
+    truth = gradients(expected, exact)
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.03)):
+        inputs = cast(exact, dtype)
+        output = attend(method, *inputs)
+        assert output.dtype == dtype
+        assert_near(output, expected, tolerance)
+        for gradient, true in zip(gradients(output, inputs), truth, strict=True):
+            assert_near(gradient, true, tolerance)
+        last = attend(method, inputs[0][:, :, length // 2 :], *inputs[1:], q_offset=length // 2)
+        assert_near(last, expected[:, :, length // 2 :], tolerance)
+    large = [100 * exact[0].detach(), *exact[1:]]
+    inputs = cast(large, torch.float32)
+    output = attend(method, *inputs)
+    assert_near(output, broken_stick(*large), 1e-5)
+    assert all(gradient.isfinite().all() for gradient in gradients(output, inputs))
+
+
 # ---- layers that differ ----------------------------------------------------------------------------------------------
 
 

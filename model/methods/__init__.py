@@ -26,6 +26,7 @@ from model.methods.pope import PoPE
 from model.methods.rope import RoPE
 from model.methods.scale_invariant import ScaleInvariant
 from model.methods.sink import LearnedSink
+from model.methods.stick_breaking import StickBreaking
 from model.methods.swan import LogBeyondTraining
 from model.methods.window import SlidingWindow
 from model.methods.yarn import YaRN
@@ -63,6 +64,7 @@ METHODS = {
     "scale_invariant_p_rope_gate": (PRoPE, ScaleInvariant, SigmoidGate),
     "pope": (PoPE,),
     "scale_invariant_pope": (PoPE, ScaleInvariant),
+    "stick_breaking": (StickBreaking,),
     "nope_log_beyond": (LogBeyondTraining,),
     "nope_temperature": (PositionTemperature,),
     "swan": "nope_log_beyond,rope_window,rope_window,rope_window",

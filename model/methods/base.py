@@ -12,8 +12,8 @@ back to key j, h the head and d the head dimension (paper, section 3):
     y    <- g y, y the output                           OutputGate
 
 Each is optional, and at most one of a kind; but several score changes follow one another. c, b and g may depend on x,
-the input of the layer. A Replacement (Infini-attention) computes the output itself instead of a softmax over L. A new
-mechanism is one file with a subclass of one of these, and one line in the table METHODS of this folder.
+the input of the layer. A Replacement (Infini-attention, stick-breaking) computes the output itself instead of a softmax
+over L. A new mechanism is one file with a subclass of one of these, and one line in the table METHODS of this folder.
 """
 
 import torch
