@@ -359,6 +359,22 @@ def test_the_temperatures_of_global_layers_beyond_training_alone():
         assert_near(factors[0], torch.tensor(expected, dtype=torch.float64), 1e-15)
 
 
+@pytest.mark.slow
+def test_layers_of_all_kinds_compile_to_one_graph():
+    """Without Inductor, which takes a minute: its inputs, the graphs forward and backward, are run as they are."""
+    method = "nape,kerple_log,scale_invariant_pope,stick_breaking,nope_log_beyond"
+    model = GPT(vocab_size=97, num_layers=5, num_heads=2, model_dim=16, train_length=16, method=method)
+    for seed, parameter in enumerate(model.parameters()):
+        parameter.data = random(*parameter.shape, seed=seed).float() * parameter.shape[-1] ** -0.5
+    plan, (tokens, targets) = model.plan(40), random_tokens(40)
+    results = []
+    for run in (model, torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")):
+        loss = run(tokens, targets, plan=plan)
+        results.append([loss.detach(), *torch.autograd.grad(loss, model.parameters())])
+    for eager, compiled in zip(*results, strict=True):
+        assert_near(compiled, eager, 1e-5)
+
+
 # ---- gates -----------------------------------------------------------------------------------------------------------
 
 

@@ -46,6 +46,7 @@ class AdaptiveScale(QueryScale):
 
     def multiplier(self, table, x):
         beta, gamma = (upcast(F.linear(x, w.to(x.dtype))).transpose(1, 2) for w in (self.beta, self.gamma))  # (B, H, T)
-        factor = self.delta + F.softplus(beta) * torch.exp(2 * torch.tanh(gamma) * table.to(gamma.dtype))
+        # softplus(beta), whose own gradient has other strides than torch.compile expects, where beta is transposed
+        factor = self.delta - F.logsigmoid(-beta) * torch.exp(2 * torch.tanh(gamma) * table.to(gamma.dtype))
         head = torch.arange(factor.shape[1], device=factor.device).unsqueeze(-1)
         return factor if self.first == 0 else torch.where(head < self.first, 1.0, factor)
