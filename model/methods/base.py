@@ -65,6 +65,7 @@ class Rotation(Mechanism):
         return self.frequencies(target_length)[1] ** 2
 
     def rotate_keys(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return rotated keys, where they are not rotated as queries are."""
         return self.rotate(x, cos, sin)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # x (B, H, T, D); cos, sin (T, D/2)
