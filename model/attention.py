@@ -10,6 +10,7 @@ import dataclasses
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.func import functional_call
@@ -71,7 +72,7 @@ def make_plan(
     if normalised:
         bound = bound_products(method.head_dim, dtype, largest_gain(method, target_length, query_table))
     window = None if method.window is None else method.window.window
-    shape = method.num_heads, method.head_dim, query_length, key_length, q_offset
+    shape = method.num_heads, method.vector_dim, query_length, key_length, q_offset
     call = Call(*shape, device, dtype, context, bound, window)
     cos, sin, query_table = (local_shard(table, 0, context) for table in (cos, sin, query_table))
     if method.replacement is None:
@@ -84,7 +85,7 @@ def largest_gain(method: Method, target_length: int, query_table: Tensor | None)
     """Return the largest factor by which `transform` raises |q| |k|; infinite where what is learned scales q."""
     gain = 1.0
     if method.rotation is not None:
-        gain = method.rotation.frequencies(target_length)[1] ** 2  # of q and of k
+        gain = method.rotation.gain(target_length)
     if method.query_scale is not None:
         learned = any(True for _ in method.query_scale.parameters())
         gain *= math.inf if learned else method.query_scale.multiplier(query_table, None).abs().max().item()
@@ -121,13 +122,14 @@ def attend(
     ahead of it. ValueError for shapes that do not fit the method or each other.
     """
     method.check_shapes(q, k, v)
-    require(x is not None or method.key_bias is None, f"{method.name} needs x, the input of the layer")
+    require(x is not None or not method.needs_input, f"{method.name} needs x, the input of the layer")
     if plan is None:
         plan = make_plan(
             method, q.shape[2], k.shape[2],
             q_offset=q_offset, target_length=target_length, device=q.device, dtype=q.dtype, backend=backend,
         )  # fmt: skip
-    vectors = *transform(method, q, k, plan, x), v
+    wide_v = F.pad(v, (0, method.vector_dim - method.head_dim)) if method.vector_dim > method.head_dim else v
+    vectors = *transform(method, q, k, plan, x), wide_v
     of_tokens = None if method.key_bias is None else method.key_bias.of_tokens(x)  # (B, H, T)
     if method.replacement is not None:
         vectors += q, k
@@ -150,9 +152,10 @@ def transform(
     if method.rotation is not None:
         mine = slice(plan.call.q_offset, plan.call.q_offset + q.shape[2])
         new_q = method.rotation.rotate(upcast(q), plan.cos[mine], plan.sin[mine])
-        new_k = method.rotation.rotate(upcast(k), plan.cos, plan.sin)
+        new_k = method.rotation.rotate_keys(upcast(k), plan.cos, plan.sin)
     if method.query_scale is not None and scale_queries:
-        new_q = upcast(new_q) * method.query_scale.multiplier(plan.query_table, x).unsqueeze(-1)  # ([B,] H, Tq, 1)
+        new_q, factors = upcast(new_q), method.query_scale.multiplier(plan.query_table, x)
+        new_q = new_q * factors.to(new_q.dtype).unsqueeze(-1)  # ([B,] 1 or H, Tq, 1)
     return new_q.to(q.dtype), new_k.to(k.dtype)
 
 
@@ -160,15 +163,16 @@ def attend_rotated(
     method: Method, plan: Plan, rotated_q: Tensor, rotated_k: Tensor, v: Tensor, *unrotated: Tensor,
     of_tokens: Tensor | None = None,
 ):  # fmt: skip
-    """Return attend's output after `transform`, of this rank's heads. unrotated: q and k, for a Replacement; of_tokens:
-    see KeyBias."""
+    """Return attend's output after `transform`, of this rank's heads, v being as wide as rotated q and k. unrotated: q
+    and k, for a Replacement; of_tokens: see KeyBias."""
     backend, call = BACKENDS[plan.backend], plan.call
     if method.replacement is None:
         prepared = plan.prepared
         if learned_parameters(method.score_change):
             prepared = backend.prepare(method.score_change, call, prepared)
         more = extra_logits(method, of_tokens, call.context)
-        return backend.run(rotated_q, rotated_k, v, q_offset=call.q_offset, prepared=prepared, **more)
+        output = backend.run(rotated_q, rotated_k, v, q_offset=call.q_offset, prepared=prepared, **more)
+        return output[..., : method.head_dim] if method.vector_dim > method.head_dim else output
     arguments = *unrotated, v, rotated_q, rotated_k, call.q_offset, backend.run
     if call.context is None:
         return method.replacement.attend(*arguments)

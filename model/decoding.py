@@ -114,18 +114,16 @@ class KeyValueCache:
         self.max_length = max_length
 
     def prefill(self, method: Method, q: Tensor, k: Tensor, v: Tensor, *, x: Tensor, plan: Plan) -> Tensor:
-        B, H, _, D = k.shape
         self.seen = self.max_length if method.window is None else min(method.window.window, self.max_length)
         # a_t and m_t of the last query against all keys, (1 or H, 1, seen): an earlier one's are the last columns
-        last_query = Call(method.num_heads, D, query_length=1, key_length=self.seen, device=k.device)
+        last_query = Call(method.num_heads, method.vector_dim, query_length=1, key_length=self.seen, device=k.device)
         self.bands = blocks.prepare(method.score_change, last_query)
         room = min(2 * self.seen, self.max_length)
-        self.kept = [k.new_empty(B, H, room, D), v.new_empty(B, H, room, D)]  # keys, values, and numbers of a KeyBias
-        self.length = 0  # of what is kept
-        new = [transform(method, q, k, plan, x)[1], v]
+        new = [transform(method, q, k, plan, x)[1], v]  # keys, values, and numbers of a KeyBias
         if method.key_bias is not None:
             new.append(method.key_bias.of_tokens(x))
-            self.kept.append(new[-1].new_empty(B, H, room))
+        self.kept = [part.new_empty(*part.shape[:2], room, *part.shape[3:]) for part in new]
+        self.length = 0  # of what is kept
         self.append([part[:, :, -self.seen :] for part in new])
         return attend(method, q, k, v, x=x, plan=plan)
 

@@ -35,10 +35,10 @@ def attention_logits(
 
     q, k (B, H, T, D) come after QK-norm and before any rotation. target_length (default: T): the length of the whole
     sequence, as in make_plan. x (B, T, C): the layer's input, of methods that look at it. ValueError for shapes and
-    lengths that do not go together, and for Infini-attention, which has no such logits.
+    lengths that do not go together, and for a Replacement, which has no such logits.
     """
     method.check_shapes(q, k, k)
-    no_logits = f"{method.name} has no attention logits: part of its output comes from a compressed memory"
+    no_logits = f"{method.name} has no attention logits: it is not a softmax over them"
     require(method.replacement is None, no_logits)
     T = q.shape[2]
     target_length = T if target_length is None else target_length
@@ -47,7 +47,7 @@ def attention_logits(
     q, k, positions = upcast(q), upcast(k), torch.arange(T, device=q.device)
     if method.rotation is not None:
         cos, sin = method.rotation.tables(T, target_length, q.device)
-        q, k = method.rotation.rotate(q, cos, sin), method.rotation.rotate(k, cos, sin)
+        q, k = method.rotation.rotate(q, cos, sin), method.rotation.rotate_keys(k, cos, sin)
     if method.query_scale is not None:
         q = q * method.query_scale.multiplier(method.query_scale.table(positions, target_length), x).unsqueeze(-1)
     logits = q @ k.mT / q.shape[-1] ** 0.5  # (B, H, T, T)

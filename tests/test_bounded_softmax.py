@@ -216,7 +216,7 @@ class Gain(QueryScale):
     def table(self, positions, target_length):
         return torch.full(positions.shape, float(self.gain))
 
-    def multiplier(self, table):
+    def multiplier(self, table, x):
         return table.expand(2, -1)
 
 

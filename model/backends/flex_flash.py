@@ -37,8 +37,8 @@ def find_problem(method: Method, device: torch.device, dtype: torch.dtype) -> st
         return "it needs a Hopper or Blackwell GPU of compute capability 9 to 11"
     if dtype not in DTYPES:
         return f"it takes float16 and bfloat16, not {dtype}"
-    if method.head_dim not in HEAD_DIMS:
-        return f"it covers head dimensions from 16 to 128 that are multiples of 8, not {method.head_dim}"
+    if method.vector_dim not in HEAD_DIMS:
+        return f"it covers head dimensions from 16 to 128 that are multiples of 8, not {method.vector_dim}"
     if learned_parameters(method.score_change):
         return f"it has no gradient of what changes the score, and {method.name} learns that"
     return None if is_installed() else "the package flash-attn-4 is not installed (docs/kernels.md)"

@@ -31,7 +31,7 @@ def find_problem(method: Method, device: torch.device, dtype: torch.dtype) -> st
 
     if [p.shape for p in learned_parameters(method.score_change).values()] not in ([], [(method.num_heads,)]):
         return f"it takes one learned number a head, {method.name} has others"
-    return find_unsupported(method) or flash.find_problem(device, dtype, method.head_dim)
+    return find_unsupported(method) or flash.find_problem(device, dtype, method.vector_dim)
 
 
 def prepare(score_change: ScoreChange | None, call: Call, earlier: Coefficients | None = None) -> Coefficients:
@@ -68,14 +68,14 @@ def check_kernel(
     running maximum and, where the logits of normalised q and k are bounded, without.
     """
     changes = [] if method.score_change is None else [method.score_change]
-    method = Method(method.name, method.num_heads, method.head_dim, method.train_length, changes)  # without rotation
+    method = Method(method.name, method.num_heads, method.vector_dim, method.train_length, changes)  # without rotation
     generator = torch.Generator(device).manual_seed(0)
-    shape = 4, 1, method.num_heads, length, method.head_dim
+    shape = 4, 1, method.num_heads, length, method.vector_dim
     q, k, *others = torch.randn(shape, device=device, generator=generator).unbind()
     q, k = (F.rms_norm(x, x.shape[-1:]) for x in (q, k))  # as in the model
     *inputs, dout = (x.to(dtype) for x in (q, k, *others))
-    call = Call(method.num_heads, method.head_dim, length, length, device=device, dtype=dtype)
-    bounded = dataclasses.replace(call, product_bound=bound_products(method.head_dim, dtype))
+    call = Call(method.num_heads, method.vector_dim, length, length, device=device, dtype=dtype)
+    bounded = dataclasses.replace(call, product_bound=bound_products(method.vector_dim, dtype))
 
     def run_kernel():
         forms = [functools.partial(run, prepared=prepare(method.score_change, c)) for c in (call, bounded)]

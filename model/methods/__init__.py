@@ -16,12 +16,18 @@ from model.methods.base import Mechanism, Method, Rotation, check_kinds
 from model.methods.forgetting import Forgetting
 from model.methods.gate import SigmoidGate
 from model.methods.infini import Infini
+from model.methods.kerple import KerpleLog, KerplePower
+from model.methods.llama4 import PositionTemperature
 from model.methods.logn import LogN
+from model.methods.nape import AdaptiveScale, HalfALiBi
 from model.methods.ntk import NTK
 from model.methods.p_rope import PRoPE
+from model.methods.pope import PoPE
 from model.methods.rope import RoPE
 from model.methods.scale_invariant import ScaleInvariant
 from model.methods.sink import LearnedSink
+from model.methods.stick_breaking import StickBreaking
+from model.methods.swan import LogBeyondTraining
 from model.methods.window import SlidingWindow
 from model.methods.yarn import YaRN
 
@@ -43,6 +49,9 @@ METHODS = {
     "scale_invariant_nope": (ScaleInvariant,),
     "infini_rope": (RoPE, Infini),
     "infini_p_rope": (PRoPE, Infini),
+    "kerple_log": (KerpleLog,),
+    "kerple_power": (KerplePower,),
+    "nape": (HalfALiBi, AdaptiveScale),
     "fox": (Forgetting,),
     "fox_p_rope": (PRoPE, Forgetting),
     "fox_scale_invariant": (ScaleInvariant, Forgetting),
@@ -53,6 +62,13 @@ METHODS = {
     "scale_invariant_p_rope_sink": (PRoPE, ScaleInvariant, LearnedSink),
     "p_rope_gate": (PRoPE, SigmoidGate),
     "scale_invariant_p_rope_gate": (PRoPE, ScaleInvariant, SigmoidGate),
+    "pope": (PoPE,),
+    "scale_invariant_pope": (PoPE, ScaleInvariant),
+    "stick_breaking": (StickBreaking,),
+    "nope_log_beyond": (LogBeyondTraining,),
+    "nope_temperature": (PositionTemperature,),
+    "swan": "nope_log_beyond,rope_window,rope_window,rope_window",
+    "llama4": "rope_window,rope_window,rope_window,nope_temperature",
     "rnope_swa": "nope,rope_window,rope_window,rope_window",
     "local_scale_invariant_nope": "scale_invariant_nope,rope_window,rope_window,rope_window",
     "local_scale_invariant_p_rope": "scale_invariant_p_rope,rope_window,rope_window,rope_window",

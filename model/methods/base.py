@@ -3,7 +3,7 @@
 A method turns q, k (after QK-norm) into the logits of a causal softmax. With t = i - j >= 0 the distance from query i
 back to key j, h the head and d the head dimension (paper, section 3):
 
-    q, k <- rotated by their positions                  Rotation      (RoPE, p-RoPE, NTK, YaRN)
+    q, k <- rotated by their positions                  Rotation      (RoPE, p-RoPE, NTK, YaRN, PoPE)
     q_i  <- c_h(i) q_i                                  QueryScale    (LogN)
     L    =  a_h(t) S + m_h(t),   S = q.k / sqrt(d)      ScoreChange   (scale-invariant, ALiBi)
     L    <- L + b_h(j)                                  KeyBias       (forgetting attention)
@@ -12,8 +12,8 @@ back to key j, h the head and d the head dimension (paper, section 3):
     y    <- g y, y the output                           OutputGate
 
 Each is optional, and at most one of a kind; but several score changes follow one another. c, b and g may depend on x,
-the input of the layer. A Replacement (Infini-attention) computes the output itself instead of a softmax over L. A new
-mechanism is one file with a subclass of one of these, and one line in the table METHODS of this folder.
+the input of the layer. A Replacement (Infini-attention, stick-breaking) computes the output itself instead of a softmax
+over L. A new mechanism is one file with a subclass of one of these, and one line in the table METHODS of this folder.
 """
 
 import torch
@@ -30,6 +30,8 @@ def upcast(x: Tensor) -> Tensor:
 class Mechanism(nn.Module):
     """A part of a method. Its constructor takes num_heads, head_dim and train_length, and then its options."""
 
+    needs_input = False  # whether attention needs x, the input of the layer; a gate is applied after it
+
     @classmethod
     def scaled(cls, scale: float, options: dict) -> dict:
         """Return the options that are a length in tokens, or one over a length, for lengths `scale` times the paper's.
@@ -41,6 +43,8 @@ class Mechanism(nn.Module):
 
 class Rotation(Mechanism):
     """Rotates pairs (x_k, x_{k + d/2}) of q and k by position * frequency_k."""
+
+    widening = 1  # how many times as wide q and k become
 
     def frequencies(self, target_length: int) -> tuple[Tensor, float]:
         """Return angular frequencies (D/2,), float64, radians a token, and the factor that multiplies cos and sin."""
@@ -56,6 +60,14 @@ class Rotation(Mechanism):
         angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)  # (T, D/2)
         return tuple((amplitude * f(angles)).to(device, torch.float32) for f in (torch.cos, torch.sin))
 
+    def gain(self, target_length: int) -> float:
+        """Return the largest factor by which |q| |k| grows, if |q| = |k| = sqrt(D)."""
+        return self.frequencies(target_length)[1] ** 2
+
+    def rotate_keys(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return rotated keys, where they are not rotated as queries are."""
+        return self.rotate(x, cos, sin)
+
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # x (B, H, T, D); cos, sin (T, D/2)
         # Not by halves, each of which torch.compile would make on its own: with QK-norm this is one kernel each way.
         pairs, sines = x.unflatten(-1, (2, -1)), torch.stack((sin, -sin), dim=-2)  # (B, H, T, 2, D/2), (T, 2, D/2)
@@ -66,12 +78,12 @@ class QueryScale(Mechanism):
     """Multiplies the query at position i by a number that depends on the head, on i and on the layer's input there."""
 
     def table(self, positions: Tensor, target_length: int) -> Tensor:
-        """Return what is the same in all layers: (T,) float32 from positions (T,) int64."""
+        """Return what is the same in all layers: (T,), at least float32, from positions (T,) int64."""
         raise NotImplementedError
 
     def multiplier(self, table: Tensor, x: Tensor | None) -> Tensor:
-        """Return the multipliers of this layer's queries, (H, T) or (B, H, T), from the table and the layer's input
-        x (B, T, C); differentiable in x and in what is learned."""
+        """Return the multipliers of this layer's queries, (1 or H, T) or (B, H, T), from the table and the layer's
+        input x (B, T, C); differentiable in x and in what is learned."""
         raise NotImplementedError
 
 
@@ -83,8 +95,8 @@ class ScoreChange(Mechanism):
 
         Called with whole tensors that broadcast, such as distance (T,) and head (H, 1), in float64 for tables, and with
         float32 and int32 scalars inside FlexAttention: use elementwise torch operations and indexing only. What it
-        learns must be one parameter, (H,): a number a head. Without one, all layers share what one layer's gives,
-        computed once a length.
+        learns are parameters (H,), numbers of each head; our Triton kernel runs one of them, and with more the next
+        backend is chosen. Without any, all layers share what one layer's gives, computed once a length.
         """
         raise NotImplementedError
 
@@ -109,6 +121,8 @@ class Composition(ScoreChange):
 
 class KeyBias(Mechanism):
     """Adds to the logits a number of each key, made from the layer's input in two steps."""
+
+    needs_input = True
 
     def of_tokens(self, x: Tensor) -> Tensor:
         """Return what depends on one token alone, (B, H, T), from the layer's input x (B, T, C)."""
@@ -192,6 +206,9 @@ def check_kinds(name: str, mechanisms: list[type]):
     changes = [m.__name__ for m in mechanisms if issubclass(m, ScoreChange | KeyBias | Window | Sink)]
     problem = f"has {' and '.join(replaces + changes)}, but a Replacement has no logits to change"
     require(not (replaces and changes), f"attention method {name!r} {problem}")
+    wide = [m.__name__ for m in mechanisms if issubclass(m, Rotation) and m.widening > 1]
+    problem = f"has {' and '.join(replaces + wide)}, but a Replacement takes q and k as wide as v"
+    require(not (replaces and wide), f"attention method {name!r} {problem}")
 
 
 class Method(nn.Module):
@@ -208,6 +225,8 @@ class Method(nn.Module):
         for role, kind in KINDS.items():
             of_kind = [m for m in mechanisms if isinstance(m, kind)]
             setattr(self, role, Composition(of_kind) if len(of_kind) > 1 else of_kind[0] if of_kind else None)
+        self.vector_dim = head_dim * (1 if self.rotation is None else self.rotation.widening)  # of rotated q and k
+        self.needs_input = any(mechanism.needs_input for mechanism in mechanisms)
 
     def check_shapes(self, q: Tensor, k: Tensor, v: Tensor):
         """Raise ValueError unless q is (B, H, Tq, D), and k and v are (B, H, Tk, D), with this method's H and D."""

@@ -69,15 +69,13 @@ def attention_profile(model: GPT, tokens: Tensor, lengths: list[int]) -> list[di
     tokens (windows, T). The query is the last token of a window, which sees the last `length` tokens: the same query
     with more and more context. One row a length and quantity: the mean over layers, heads and windows, and its standard
     error over windows (None for one). Memory is that of the model's forward pass, on one window at a time. ValueError
-    for Infini-attention, which has no logits, and for lengths that the windows do not have.
+    for a Replacement, such as Infini-attention, and for lengths that the windows do not have.
     """
     methods = [block.attention.method for block in model.blocks]
     name = ",".join(dict.fromkeys(method.name for method in methods))
     for method in methods:
         if method.replacement is not None:
-            raise ValueError(
-                f"{method.name} has no attention logits: part of its output comes from a compressed memory"
-            )
+            raise ValueError(f"{method.name} has no attention logits: it is not a softmax over them")
         if more := [words for kind, words in EXTRAS.items() if getattr(method, kind) is not None]:
             raise ValueError(f"{method.name} has {' and '.join(more)}, of which this analysis knows nothing")
     if max(lengths) > tokens.shape[1]:
@@ -133,7 +131,7 @@ def layer_scores(
             forms[True] = transform(method, q, k, plan, scale_queries=False)
         for rotated, (q, k) in forms.items():
             heads = [(q[b, h, i] * k[b, h, j]).sum(dim=-1) for h in range(method.num_heads)]  # one head's pairs at once
-            yield number, rotated, (torch.stack(heads) / method.head_dim**0.5).double().cpu()
+            yield number, rotated, (torch.stack(heads) / q.shape[-1] ** 0.5).double().cpu()
 
 
 def moments(scores: Tensor) -> dict[str, float]:
