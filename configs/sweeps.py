@@ -253,6 +253,14 @@ RIVALS = [
     "scale_invariant_p_rope_sink",
     "p_rope_gate",
     "scale_invariant_p_rope_gate",
+    "kerple_log",
+    "kerple_power",
+    "nape",
+    "swan",
+    "llama4",
+    "pope",
+    "scale_invariant_pope",
+    "stick_breaking",
 ]
 BEST = [OURS, "logn_p_rope", "alibi", "p_rope", "rope"]
 DROPPED = dict(rope="nope") | {OURS: "scale_invariant_nope"}  # what is left of a method without its rotation
