@@ -31,20 +31,24 @@ def find_problem(method: Method, device: torch.device, dtype: torch.dtype) -> st
 
     if [p.shape for p in learned_parameters(method.score_change).values()] not in ([], [(method.num_heads,)]):
         return f"it takes one learned number a head, {method.name} has others"
-    return find_unsupported(method) or flash.find_problem(device, dtype, method.head_dim)
+    unsupported = find_unsupported(method, ("key_bias", "window", "sink"))
+    return unsupported or flash.find_problem(device, dtype, method.head_dim)
 
 
 def prepare(score_change: ScoreChange | None, call: Call, earlier: Coefficients | None = None) -> Coefficients:
     shape = call.num_heads, call.head_dim, call.key_length, call.q_offset
     coefficients = make_coefficients(score_change, *shape, call.dtype, call.device, call.product_bound)
     parts = {name: local_shard(getattr(coefficients, name), dim, call.context) for name, dim in HEADS_AT.items()}
-    return dataclasses.replace(coefficients, **parts)
+    return dataclasses.replace(coefficients, window=call.window, **parts)
 
 
-def run(q: Tensor, k: Tensor, v: Tensor, *, q_offset: int = 0, prepared: Coefficients | None = None) -> Tensor:
+def run(
+    q: Tensor, k: Tensor, v: Tensor, *,
+    q_offset: int = 0, prepared: Coefficients | None = None, key_bias: Tensor | None = None, sink: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     from model.kernels.flash import flash_attention
 
-    return flash_attention(q, k, v, prepared, q_offset=q_offset)
+    return flash_attention(q, k, v, prepared, q_offset=q_offset, key_bias=key_bias, sink=sink)
 
 
 def check_on_this_machine(method: Method, device: torch.device, dtype: torch.dtype) -> str | None:

@@ -88,12 +88,14 @@ def kernel_launches(
     coefficients: Coefficients | None,
     tiles: dict[str, flash.Tiles] | None = None,
     arch: int | None = None,
+    key_bias: Tensor | None = None,
+    sink: Tensor | None = None,
 ) -> dict[str, Launch]:
     """Return the launches that flash.py makes for q, k, v and the gradient of the output, by role, and "delta", which
     the gradients need. None is run.
 
     tiles: of some roles, instead of those that are chosen. arch: 90 stands for compute capability 9.0, and tiles are
-    chosen for that, whatever GPU is here.
+    chosen for that, whatever GPU is here. key_bias (B, H, T) and sink (H,): in bits, float32.
     """
     choose_tiles = flash.choose_tiles
 
@@ -104,10 +106,10 @@ def kernel_launches(
     recorders = {f"{role}_kernel": mock.MagicMock() for role in (*ROLES, "delta")}
     q, k, v, do = inputs
     c = coefficients or Coefficients(torch.empty(0, 1, 1, device=q.device))
-    functions = c.table, c.polynomials, c.tangent, list(c.degrees), c.far, c.line, 0
+    functions = c.table, c.polynomials, c.tangent, list(c.degrees), c.far, c.line, c.window or 0, 0
     with mock.patch.multiple(flash, choose_tiles=choose, **recorders):
-        o, lse = flash.forward_op(q, k, v, c.parameter, *functions, c.bounded)
-        flash.backward_op(do, q, k, v, o, lse, *functions)
+        o, lse = flash.forward_op(q, k, v, c.parameter, key_bias, sink, *functions, c.bounded and key_bias is None)
+        flash.backward_op(do, q, k, v, o, lse, key_bias, sink, *functions)
     launches = {}
     for name, recorder in recorders.items():  # of kernel[grid](*arguments, **constants, **options)
         (grid,), call = recorder.__getitem__.call_args.args, recorder.__getitem__.return_value.call_args
@@ -175,7 +177,7 @@ def compile_launch(launch: Launch, arch: int) -> dict:
     """Return what kernel_code does about one kernel."""
     shared, usage, code = machine_code(launch, arch)
     c, tiles = launch.constants, launch.tiles
-    also = dict(near=c["NEAR"], far=c["FAR"] or not c["NEAR"], line=c["LINE"])
+    also = dict(near=c["NEAR"], far=c["FAR"] or not c["NEAR"], line=c["LINE"], edge=c["WINDOW"] > 0)
     stretches = ["masked", *(name for name, is_there in also.items() if is_there)]
     loops = count_loops(code, logits=tiles.queries * tiles.keys / (32 * tiles.warps))
     if len(loops) != len(stretches):  # the compiler split or merged some
