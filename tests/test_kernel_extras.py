@@ -8,17 +8,25 @@ import math
 
 import pytest
 import torch
-from test_methods import assert_near, assert_refused, cast, random
+from test_methods import assert_near, assert_refused, assert_same_function, cast, random
 
 pytest.importorskip("triton")
 
+import test_attention  # noqa: E402
+import test_flex_flash  # noqa: E402
 import test_kernels  # noqa: E402
 from test_kernels import DEVICE, alibi, bent, coefficients_of, random_inputs, scale_invariant, smooth  # noqa: E402
 
-from model.backends.base import bound_products  # noqa: E402
+from model.attention import attend, choose_backend  # noqa: E402
+from model.backends import flex, flex_flash, triton  # noqa: E402
+from model.backends.base import Call, bound_products  # noqa: E402
+from model.backends.triton import check_kernel  # noqa: E402
 from model.kernels import flash  # noqa: E402
 from model.kernels.distance import Coefficients, make_coefficients  # noqa: E402
 from model.kernels.flash import flash_attention  # noqa: E402
+from model.kernels.flex import causal_block_mask  # noqa: E402
+from model.methods import make_method  # noqa: E402
+from model.reference import plain_attention  # noqa: E402
 
 small, tiles = test_kernels.small, test_kernels.tiles  # fixtures
 
@@ -49,24 +57,26 @@ def make_extras(kinds, batch, heads, keys, window):
     return extras
 
 
-def check_extras(formula, exact, extras, *, q_offset=0, made=None, tolerance=1e-5):
-    """Values, and gradients of q, k, v, the keys' biases and sinks."""
-    q, k, _ = exact
+def compare_extras(run, formula, exact, extras, q_offset, tolerance):
+    """Values, and gradients of q, k, v, the keys' biases and sinks; run takes all of these."""
     expected = literal(formula, *exact, q_offset=q_offset, **extras)
-    inputs = cast(exact, torch.float32)
-    learned = [name for name in ("key_bias", "sink") if name in extras]
-    ours = {name: extras[name].detach().float().requires_grad_() for name in learned}
+    learned = {name: x for name, x in extras.items() if name != "window"}
+    inputs = cast([*exact, *learned.values()], torch.float32)
+    q, k, v, *more = (x.to(DEVICE) for x in inputs)
+    output = run(q, k, v, **dict(zip(learned, more)))
+    assert output.dtype == torch.float32
+    assert_same_function(output.cpu(), inputs, expected, [*exact, *learned.values()], tolerance)
+
+
+def check_extras(formula, exact, extras, *, q_offset=0, made=None, tolerance=1e-5):
+    """As compare_extras, by the Triton kernels."""
+    q, k, _ = exact
     made = made or coefficients_of(formula, q.shape[1], q.shape[3], k.shape[2], q_offset)
     made = made or Coefficients(torch.empty(0, 1, k.shape[2] + 256, device=DEVICE))
     made = dataclasses.replace(made, window=extras.get("window"))
-    moved = {name: x.to(DEVICE) for name, x in ours.items()}
-    output = flash_attention(*(x.to(DEVICE) for x in inputs), made, q_offset=q_offset, **moved).cpu()
-    dout = random(*expected.shape, seed=60)
-    gradients = torch.autograd.grad(output, [*inputs, *ours.values()], dout.float())
-    truth = torch.autograd.grad(expected, [*exact, *(extras[name] for name in learned)], dout)
-    assert_near(output, expected.detach(), tolerance)
-    for gradient, true in zip(gradients, truth, strict=True):
-        assert_near(gradient, true, tolerance)
+    def run(q, k, v, **more):
+        return flash_attention(q, k, v, made, q_offset=q_offset, **more)
+    compare_extras(run, formula, exact, extras, q_offset, tolerance)
 
 
 # ---- the Triton kernels ----------------------------------------------------------------------------------------------
@@ -207,3 +217,98 @@ def test_opcheck(small):
     output, lse = flash.forward_op(*inputs, None, *more, *functions)
     arguments = [x.detach() for x in (torch.ones_like(output), *inputs, output, lse, *more)]
     torch.library.opcheck(flash.backward_op, (*arguments, *functions))
+
+
+# ---- the check before first use --------------------------------------------------------------------------------------
+
+CHECKED = [("fox_scale_invariant", {}), ("rope_window", dict(window=30)), ("scale_invariant_p_rope_sink", {})]
+
+
+@pytest.mark.parametrize("name, options", CHECKED)
+def test_the_check_before_use_runs_them(name, options, small):
+    """It passes, and does not if the kernel is not told of them."""
+    arguments = make_method(name, num_heads=2, head_dim=16, train_length=64, **options), torch.device(DEVICE)
+    assert check_kernel(*arguments, torch.float32, 40) is None
+    def deaf(q, k, v, *, prepared, key_bias=None, sink=None):
+        zero = 0 if key_bias is None else 0 * key_bias.sum()
+        zero += 0 if sink is None else 0 * sink.sum()
+        return triton.run(q, k, v, prepared=dataclasses.replace(prepared, window=None)) + zero
+    assert "its numbers are wrong by" in check_kernel(*arguments, torch.float32, 40, run=deaf)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, options", CHECKED)
+def test_the_check_before_use_passes_in_low_precision(name, options, small):
+    method = make_method(name, num_heads=2, head_dim=16, train_length=64, **options)
+    assert check_kernel(method, torch.device(DEVICE), torch.float16, 130) is None
+
+
+# ---- FlexAttention ---------------------------------------------------------------------------------------------------
+
+flex_with_gradients = test_flex_flash.flex_with_gradients  # a fixture
+
+
+@pytest.mark.parametrize("formula, kinds", [(None, "bws"), (alibi, "bs"), (scale_invariant, "w"), (smooth, "bws")])
+@pytest.mark.parametrize("queries, keys, window", [(1, 1, 1), (130, 257, 1), (140, 270, 129), (20, 300, 10**30)])
+def test_flex_attention_s_own_formula_with_them(formula, kinds, queries, keys, window, flex_with_gradients):
+    """Values and gradients; uncompiled, as a CPU has no gradients of the compiled form."""
+    q_offset, extras = keys - queries, make_extras(kinds, 2, 2, keys, window)
+    call = Call(2, 16, queries, keys, q_offset, window=extras.get("window"))
+    prepared = flex.prepare(formula and test_kernels.change_of(formula, 2), call)
+    def run(q, k, v, key_bias=None, sink=None):
+        output = flex_with_gradients(q, k, v, **flex.add_extras(prepared, key_bias, sink))
+        return output if sink is None else flex.add_sink(*output, sink)
+    compare_extras(run, formula, random_inputs(2, queries, 16, keys=keys, batch=2), extras, q_offset, 2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fox_scale_invariant", "rope_window", "p_rope_sink"])
+def test_compiled_flex_attention_with_them(name):
+    """Twice: what a method learns may change from call to call without being compiled again."""
+    torch._dynamo.reset()
+    options = dict(window=37) if "window" in name else {}
+    method = make_method(name, num_heads=2, head_dim=16, train_length=64, **options)
+    x = random(1, 129, 32, seed=3).float()
+    inputs = [x.detach().float() for x in random_inputs(2, 129, 16)]
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1):
+        for scale in (0.1, 0.2):
+            for parameter in method.parameters():
+                parameter.fill_(scale)
+            output = attend(method, *inputs, x=x, backend="flex")
+            assert_near(output, plain_attention(method, *inputs, x=x), 1e-5)
+
+
+def test_flex_attention_refuses_gradients_of_them_on_a_cpu():
+    q = torch.zeros(1, 2, 130, 16)
+    method = make_method("p_rope_sink", num_heads=2, head_dim=16, train_length=64)
+    with assert_refused("no backward pass on a CPU"):
+        attend(method, q, q, q, backend="flex")
+
+
+@pytest.mark.parametrize("queries, keys, q_offset", [
+    (1, 1, 0), (1, 300, 299), (129, 129, 0), (100, 400, 250), (300, 500, 100), (513, 640, 127), (640, 640, 0),
+])
+@pytest.mark.parametrize("window", [1, 2, 128, 129, 200, 256, 600, 10**30])
+@pytest.mark.parametrize("query_block", [128, 256])
+def test_the_block_mask_of_a_window(queries, keys, q_offset, window, query_block):
+    mask = causal_block_mask(queries, keys, q_offset, "cpu", query_block, window)
+    distance = torch.arange(queries)[:, None] + q_offset - torch.arange(keys)
+    dense = (distance >= 0) & (distance < window)
+    assert torch.equal(mask.mask_mod(0, 0, torch.arange(queries)[:, None], torch.arange(keys)), dense)
+    part = test_attention.stated_part(mask.kv_num_blocks, mask.kv_indices, test_attention.PART)
+    full = test_attention.stated_part(mask.full_kv_num_blocks, mask.full_kv_indices, test_attention.ALL)
+    assert torch.equal(part + full, test_attention.visible_part(dense, query_block))
+
+
+# ---- who refuses them ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, words", [
+    ("fox", "biases of keys"), ("rope_window", "windows"), ("p_rope_sink", "sinks"),
+])
+def test_sdpa_has_none_and_our_kernel_is_next(name, words):
+    method = make_method(name, num_heads=2, head_dim=16, train_length=64)
+    backend, why = choose_backend(method, torch.device("cuda"), dtype=torch.bfloat16)
+    assert (backend, why) == ("triton", f"sdpa cannot run: it has no {words}")
+    reason = flex_flash.find_problem(method, torch.device("cuda"), torch.bfloat16)
+    assert (reason == f"it has no {words}") == (name != "rope_window")

@@ -22,10 +22,12 @@ import triton
 import triton.language as tl
 
 from model.kernels.flash_tiles import (
+    key_stretches,
     keys_of_stretch,
     load_rows,
     logits_of_tile,
     queries_of_stretch,
+    query_stretches,
     sees,
     store_rows,
     which_tile,
@@ -64,12 +66,13 @@ def forward_kernel(
     D0 = q_offset + start  # position of the first query
     q_tile = load_rows(q, row, q_t, d, Tq - start, HEAD_DIM, not EVEN)
 
+    masked_from, far_to, line_to = key_stretches(D0, far, line, NEAR, FAR, LINE, KEYS)
     acc = tl.zeros([QUERIES, BLOCK_D], tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
-    # Subtracted from the logits; finite, as a row of a narrow window sees no key in some tiles, perhaps the first.
-    peak = tl.full([QUERIES], 0.0 if BOUNDED else -1e38, tl.float32)
-    for stretch in tl.static_range(5 if WINDOW else 4):  # masked, near, far, line, edge
-        begin, end = keys_of_stretch(stretch, D0, Tk, far, line, NEAR, FAR, LINE, WINDOW, QUERIES, KEYS)
+    # Subtracted from the logits. Finite with a window: some rows see no key of the first masked tile then.
+    peak = tl.full([QUERIES], 0.0 if BOUNDED else -1e38 if WINDOW else float("-inf"), tl.float32)
+    for stretch in tl.static_range(5 if WINDOW else 4):  # masked (in which every row sees a key), near, far, line, edge
+        begin, end = keys_of_stretch(stretch, D0, Tk, masked_from, far_to, line_to, WINDOW, QUERIES, KEYS)
         for n in range(begin, end, KEYS):
             at = tl.cast(n, tl.int64)
             k_tile = load_rows(k + at * k_t, column, k_t, d, Tk - n, HEAD_DIM, stretch == 0)
@@ -93,15 +96,15 @@ def forward_kernel(
             p = tl.exp2(logits)
             total += tl.sum(p, 1)
             acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
-    acc /= total[:, None]
-    peak += tl.log2(total)
     if SINK:  # one logit more, of no value
         logit = tl.load(sink + head)
-        with_sink = tl.maximum(peak, logit) + tl.log2(1 + tl.exp2(-tl.abs(peak - logit)))
-        acc *= tl.exp2(peak - with_sink)[:, None]
-        peak = with_sink
-    store_rows(o, row, o_t, d, Tq - start, acc, HEAD_DIM)
-    tl.store(lse + row, peak, mask=row < Tq - start)
+        new_peak = tl.maximum(peak, logit)
+        shrink = tl.exp2(peak - new_peak)
+        total = total * shrink + tl.exp2(logit - new_peak)
+        acc *= shrink[:, None]
+        peak = new_peak
+    store_rows(o, row, o_t, d, Tq - start, acc / total[:, None], HEAD_DIM)
+    tl.store(lse + row, peak + tl.log2(total), mask=row < Tq - start)
 
 
 @triton.jit
@@ -150,10 +153,11 @@ def query_gradient_kernel(
     lse_row = tl.load(lse + first_row + row, row < Tq - start, float("inf"))  # beyond the end: P = 0
     delta_row = tl.load(delta + first_row + row, row < Tq - start, 0.0)
 
+    masked_from, far_to, line_to = key_stretches(D0, far, line, NEAR, FAR, LINE, KEYS)
     acc = tl.zeros([QUERIES, BLOCK_D], tl.float32)
     learned = tl.zeros([QUERIES], tl.float32)
-    for stretch in tl.static_range(5 if WINDOW else 4):  # masked, near, far, line, edge
-        begin, end = keys_of_stretch(stretch, D0, Tk, far, line, NEAR, FAR, LINE, WINDOW, QUERIES, KEYS)
+    for stretch in tl.static_range(5 if WINDOW else 4):  # masked (in which every row sees a key), near, far, line, edge
+        begin, end = keys_of_stretch(stretch, D0, Tk, masked_from, far_to, line_to, WINDOW, QUERIES, KEYS)
         for n in range(begin, end, KEYS):
             at = tl.cast(n, tl.int64)
             k_tile = load_rows(k + at * k_t, column, k_t, d, Tk - n, HEAD_DIM, stretch == 0)
@@ -205,14 +209,19 @@ def key_gradient_kernel(
     k_tile = load_rows(k, column, k_t, d, Tk - start, HEAD_DIM, True)
     v_tile = load_rows(v, column, v_t, d, Tk - start, HEAD_DIM, True)
 
+    first, masked_to, far_from, line_from = query_stretches(
+        start, Tq, q_offset, far, line, NEAR, FAR, LINE, QUERIES, KEYS
+    )
     acc_k = tl.zeros([KEYS, BLOCK_D], tl.float32)
     acc_v = tl.zeros([KEYS, BLOCK_D], tl.float32)
     if BIASED:
         at_bias = (batch * H + head) * Tk + start + column
         bias = tl.load(key_bias + at_bias, column < Tk - start, 0.0)
         acc_bias = tl.zeros([KEYS], tl.float32)
-    for stretch in tl.static_range(5 if WINDOW else 4):  # masked, near, far, line, edge
-        begin, end = queries_of_stretch(stretch, start, Tq, q_offset, far, line, NEAR, FAR, LINE, WINDOW, QUERIES, KEYS)
+    for stretch in tl.static_range(5 if WINDOW else 4):  # masked (in which every row sees a key), near, far, line, edge
+        begin, end = queries_of_stretch(
+            stretch, start, Tq, q_offset, first, masked_to, far_from, line_from, WINDOW, QUERIES, KEYS
+        )
         for m in range(begin, end, QUERIES):
             at = tl.cast(m, tl.int64)
             q_tile = load_rows(q + at * q_t, row, q_t, d, Tq - m, HEAD_DIM, not EVEN)

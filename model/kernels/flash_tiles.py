@@ -135,14 +135,8 @@ def which_tile(num_tiles, num_heads):
 
 
 @triton.jit
-def keys_of_stretch(
-    STRETCH: tl.constexpr, D0, Tk, far, line, NEAR: tl.constexpr, FAR: tl.constexpr, LINE: tl.constexpr,
-    WINDOW: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    """Return where the tiles of a stretch begin and end, of the keys that a tile of queries from position D0 on sees.
-
-    The masked ones come first. In them every row sees a key, its own.
-    """
+def key_stretches(D0, far, line, NEAR: tl.constexpr, FAR: tl.constexpr, LINE: tl.constexpr, KEYS: tl.constexpr):
+    """Return where the keys seen by queries from D0 on begin to be masked, and where they end to be far and lines."""
     masked_from = D0 // KEYS * KEYS
     far_to = masked_from
     line_to = masked_from * 0
@@ -152,6 +146,15 @@ def keys_of_stretch(
             far_to = tl.where(D0 >= far, tl.minimum((D0 - far) // KEYS * KEYS + KEYS, masked_from), 0)
         if LINE:
             line_to = tl.where(D0 >= line, tl.minimum((D0 - line) // KEYS * KEYS + KEYS, masked_from), 0)
+    return masked_from, far_to, line_to
+
+
+@triton.jit
+def keys_of_stretch(
+    STRETCH: tl.constexpr, D0, Tk, masked_from, far_to, line_to,
+    WINDOW: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Return where the tiles of keys of a stretch begin and end: masked ones, near, far, lines, the window's edge."""
     if STRETCH == 0:
         begin, end = masked_from, tl.minimum(D0 + QUERIES, Tk)
     elif STRETCH == 1:
@@ -170,12 +173,13 @@ def keys_of_stretch(
 
 
 @triton.jit
-def queries_of_stretch(
-    STRETCH: tl.constexpr, start, Tq, q_offset, far, line, NEAR: tl.constexpr, FAR: tl.constexpr, LINE: tl.constexpr,
-    WINDOW: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+def query_stretches(
+    start, Tq, q_offset, far, line,
+    NEAR: tl.constexpr, FAR: tl.constexpr, LINE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Return where the tiles of a stretch begin and end, of the queries that see a tile of keys from `start` on."""
-    first = tl.maximum(start - q_offset, 0)  # query that sees any of these keys
+    """Return the first query that sees any of the keys from `start` on, where the queries end to be masked, and where
+    they begin to be far and lines."""
+    first = tl.maximum(start - q_offset, 0)
     masked_to = tl.cdiv(tl.maximum(start + KEYS - 1 - q_offset, 0), QUERIES) * QUERIES
     far_from = masked_to
     line_from = Tq
@@ -185,6 +189,15 @@ def queries_of_stretch(
             far_from = tl.maximum(tl.cdiv(tl.maximum(start - q_offset + far, 0), QUERIES) * QUERIES, masked_to)
         if LINE:
             line_from = tl.maximum(tl.cdiv(tl.maximum(start - q_offset + line, 0), QUERIES) * QUERIES, masked_to)
+    return first, masked_to, far_from, line_from
+
+
+@triton.jit
+def queries_of_stretch(
+    STRETCH: tl.constexpr, start, Tq, q_offset, first, masked_to, far_from, line_from,
+    WINDOW: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Return where the tiles of queries of a stretch begin and end, in the order of keys_of_stretch."""
     if STRETCH == 0:
         begin, end = first // QUERIES * QUERIES, tl.minimum(masked_to, Tq)
     elif STRETCH == 1:
@@ -195,11 +208,10 @@ def queries_of_stretch(
         begin, end = line_from, Tq
     if WINDOW:
         edge_from = tl.maximum(tl.maximum(start + WINDOW - q_offset, 0) // QUERIES * QUERIES, masked_to)
-        last = tl.maximum(start + KEYS - 1 + WINDOW - q_offset, 0)
         if STRETCH == 4:
-            begin = edge_from
+            begin, end = edge_from, Tq
         if STRETCH == 0 or STRETCH == 4:
-            end = tl.minimum(end, last)
+            end = tl.minimum(end, tl.maximum(start + KEYS - 1 + WINDOW - q_offset, 0))
         else:
             end = tl.minimum(end, edge_from)
     return begin, end
