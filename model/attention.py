@@ -17,7 +17,7 @@ from torch.func import functional_call
 
 from errors import require
 from model.backends import AUTOMATIC, BACKENDS
-from model.backends.base import Call, bound_products
+from model.backends.base import Call, bound_products, extra_logits
 from model.context import check_context, local_shard, to_heads, to_tokens
 from model.kernels.distance import MAX_LENGTH, learned_parameters
 from model.methods.base import Method, upcast
@@ -178,13 +178,3 @@ def attend_rotated(
         return method.replacement.attend(*arguments)
     mine = {name: local_shard(p, 0, call.context) for name, p in method.replacement.named_parameters()}
     return functional_call(method.replacement, mine, arguments)
-
-
-def extra_logits(method: Method, of_tokens: Tensor | None, context: ProcessGroup | None = None) -> dict[str, Tensor]:
-    """Return what a backend's `run` takes of a method beside a_t and m_t: key_bias (B, H, Tk) and sink (H,)."""
-    more = {}
-    if method.key_bias is not None:
-        more["key_bias"] = method.key_bias.bias(of_tokens)
-    if method.sink is not None:
-        more["sink"] = local_shard(method.sink.logit, 0, context)
-    return more

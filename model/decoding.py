@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from errors import require
-from model.attention import Plan, attend, extra_logits, transform
+from model.attention import Plan, attend, transform
 from model.backends import blocks
-from model.backends.base import Call
+from model.backends.base import Call, extra_logits
 from model.gpt import GPT, linear, norm
 from model.methods.base import Method, upcast
 

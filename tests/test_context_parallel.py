@@ -30,6 +30,7 @@ LEARNED = ("scale_invariant_p_rope", dict(learn_tau=True))
 DELTA = ("infini_rope", dict(segment_length=37, delta=True))
 CHANGED_SCORE = [("alibi", {}), ("scale_invariant_rope", {}), LEARNED, ("kerple_log", {})]
 MEMORY = ("infini_p_rope", dict(segment_length=80))
+EXTRAS = [("fox_p_rope", {}), ("p_rope_window", dict(window=13)), ("scale_invariant_p_rope_sink", {})]
 MAIN = [*(case for case in CASES if not case[1]), LEARNED, DELTA]
 RIVALS = [("kerple_log", {}), ("kerple_power", {}), ("nape", {}), ("nope_log_beyond", {}), ("scale_invariant_pope", {})]
 RIVALS += [("stick_breaking", {})]
@@ -38,11 +39,13 @@ RIVALS += [("stick_breaking", {})]
 ATTENTION = [(3, "blocks", torch.float64, case) for case in [*CASES, DELTA]]
 ATTENTION += [(size, "blocks", torch.float64, case) for size in (2, 4) for case in MAIN]
 ATTENTION += [(size, "blocks", torch.float64, case) for size in GROUPS for case in RIVALS]
+ATTENTION += [(2, "blocks", torch.float64, case) for case in EXTRAS]
 ATTENTION += [(3, "sdpa", torch.float64, case) for case in (("logn_p_rope", {}), DELTA)]
 if not cpu.find_problem(torch.device("cpu"), torch.float32):
     ATTENTION += [(size, "cpu", torch.float32, case) for size in GROUPS for case in (*CHANGED_SCORE, DELTA)]
+    ATTENTION += [(2, "cpu", torch.float32, case) for case in EXTRAS]
 if find_spec("triton") and not torch.cuda.is_available():  # in Triton's interpreter (conftest.py)
-    ATTENTION += [(2, "triton", torch.float32, case) for case in (LEARNED, ("alibi", {}))]
+    ATTENTION += [(2, "triton", torch.float32, case) for case in (LEARNED, ("alibi", {}), *EXTRAS)]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6}
 
 SCORE_MODS = [(size, case) for size in GROUPS for case in CHANGED_SCORE]

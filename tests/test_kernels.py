@@ -581,11 +581,11 @@ def test_opcheck(learn_tau, small):
     method = learned_method(2) if learn_tau else make("scale_invariant_nope", 2)
     made = make_coefficients(method.to(DEVICE).score_change, 2, 16, 20, 0, torch.float32, DEVICE)
     inputs = [x.to(DEVICE).detach().requires_grad_() for x in cast(random_inputs(2, 20, 16), torch.float32)]
-    functions = made.table, made.polynomials, made.tangent, list(made.degrees), made.far, made.line, 0
-    torch.library.opcheck(flash.forward_op, (*inputs, made.parameter, *functions))
-    output, lse = flash.forward_op(*inputs, made.parameter, *functions)
+    functions = made.table, made.polynomials, made.tangent, list(made.degrees), made.far, made.line, 0, 0
+    torch.library.opcheck(flash.forward_op, (*inputs, made.parameter, None, None, *functions))
+    output, lse = flash.forward_op(*inputs, made.parameter, None, None, *functions)
     arguments = [x.detach() for x in (torch.ones_like(output), *inputs, output, lse)]
-    torch.library.opcheck(flash.backward_op, (*arguments, *functions))
+    torch.library.opcheck(flash.backward_op, (*arguments, None, None, *functions))
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

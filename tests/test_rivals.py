@@ -160,12 +160,13 @@ def test_the_formula_is_that_of_the_paper(name, batch, num_heads, head_dim, leng
 
 
 def backends_here(name, dtype, head_dim, length, grad=True):
+    """Triton's interpreter is slow (longer sequences are in test_kernel_extras.py), and wrong in bfloat16."""
     method = make(name, 2, head_dim, **OPTIONS.get(name, {}))
     usable = [b for b in BACKENDS if BACKENDS[b].find_problem(method, torch.device("cpu"), dtype) is None]
-    wrong = ["flex"] if grad else []  # which has no gradients on a CPU
-    # Triton's interpreter multiplies bfloat16 wrongly, and is slow.
-    wrong += ["triton"] if dtype == torch.bfloat16 or length > 100 else []
-    return [b for b in usable if b not in wrong]
+    unfit = {"flex"} if grad else set()  # which has no gradients on a CPU
+    if length > 64 or dtype == torch.bfloat16:
+        unfit.add("triton")
+    return [b for b in usable if b not in unfit]
 
 
 @every_name
@@ -193,6 +194,9 @@ def test_backends_agree_with_the_formula(name, batch, num_heads, head_dim, lengt
 
 
 def test_what_a_backend_lacks_is_said_and_the_next_is_chosen():
+    for name, words in [("fox", "biases of keys"), ("rope_window", "windows"), ("p_rope_sink", "sinks")]:
+        with assert_refused(f"attention_backend sdpa cannot run: it has no {words}: use auto"):
+            choose_backend(make(name, 2, 16), torch.device("cpu"), "sdpa")
     method = make("fox", 2, 16)
     for backend in set(BACKENDS) - {"blocks"}:
         reason = BACKENDS[backend].find_problem(method, torch.device("cpu"), torch.float32)

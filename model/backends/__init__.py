@@ -1,8 +1,8 @@
 """The ways to compute causal attention over L = a_t S + m_t, by name. To add one: a file here, and a line in BACKENDS.
 
     backend      computes                               used for
-    sdpa         torch's fused causal attention         methods that leave the score alone (LogN is in q), on CUDA
-    triton       our kernel, model/kernels/flash.py     methods that change the score, on CUDA
+    sdpa         torch's fused causal attention         methods that leave the logits alone (LogN is in q), on CUDA
+    triton       our kernel, model/kernels/flash.py     methods that change the logits, on CUDA
     flex_flash   FlexAttention by FlashAttention-4      the same, where the kernel cannot run, on Hopper and Blackwell
     flex         FlexAttention, compiled                the same, where neither can run; no gradients on a CPU
     cpu          our kernel, model/kernels/cpu.py       everything on a CPU, in float32

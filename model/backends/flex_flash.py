@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from model.backends import flex
-from model.backends.base import Call
+from model.backends.base import Call, find_unsupported
 from model.backends.triton import check_kernel
 from model.context import local_shard
 from model.kernels.distance import learned_parameters, one_function_is_enough
@@ -30,6 +30,8 @@ run = flex.run
 
 def find_problem(method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
     if reason := flex.find_problem(method, device, dtype):
+        return reason
+    if reason := find_unsupported(method, ("window",)):  # it has no gradients of what a score_mod captures, or of sums
         return reason
     if device.type != "cuda":
         return f"it runs on CUDA, not on {device}"
@@ -56,7 +58,7 @@ def prepare(score_change: ScoreChange | None, call: Call, earlier: dict | None =
     from model.kernels.flex import causal_block_mask
 
     shape = call.query_length, call.key_length, call.q_offset
-    block_mask = causal_block_mask(*shape, call.device, query_block(call.device))
+    block_mask = causal_block_mask(*shape, call.device, query_block(call.device), call.window)
     score_mod = make_score_mod(score_change, call)
     return dict(score_mod=score_mod, block_mask=block_mask, kernel_options=dict(BACKEND="FLASH"))
 
