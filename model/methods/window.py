@@ -11,7 +11,7 @@ class SlidingWindow(Window):
     def __init__(self, num_heads, head_dim, train_length, window: int = WINDOW):
         """window: tokens, the query's own included."""
         super().__init__()
-        require(window >= 1, f"window must be at least 1, got {window}")
+        require(1 <= window < 2**31, f"window must be at least 1 and below 2^31, got {window}")
         self.window = window
 
     @classmethod
