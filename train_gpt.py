@@ -25,9 +25,8 @@ from configs.validation import validation_plan
 from data.loader import TrainLoader, check_validation, micro_batch_size
 from data.shards import TokenStream, open_split, tokenizer_of
 from errors import exit_on_user_error
-from model.attention import Plan
 from model.backends.sdpa import prefer_fast_sdpa
-from model.gpt import GPT
+from model.gpt import GPT, Plans
 from model.methods import METHODS
 from optim.schedule import check_schedule, lr_factor
 from optim.sharded import Optimizers
@@ -38,6 +37,7 @@ from runtime.build import (
     compile_for_validation,
     compile_model,
     config_of,
+    layer_methods,
     train_step,
 )
 from runtime.checkpoint import (
@@ -86,10 +86,8 @@ def train(stop: StopRequest):
             prefer_fast_sdpa(world.device)
             torch.manual_seed(config.seed)
             model = build_model(config, dtype).to(world.device)
-            plan = model.plan(config.train_length, backend=config.attention_backend, context=world.context)
-            if world.device.type == "cpu" and plan.backend == "flex":
-                raise ValueError("FlexAttention cannot train on a CPU: use --attention_backend auto")
-            val_plans = validation_plans(config, model, world)
+            for start in reversed(config.method_starts):  # what is wrong with a later method is found now, too
+                plan, val_plans = start_method(config, model, world, start)
             optimizers = build_optimizers(config, model, bool(compiled), world)
             train_text, val_text, data = open_text(config)  # the words are right: now the disk
             path = Path(config.runs_dir) / config.name
@@ -102,6 +100,8 @@ def train(stop: StopRequest):
         # ---- resume --------------------------------------------------------------------------------------------------
         with fail_together(world):
             progress = resume(config, world, model, optimizers, path, data["train"])
+            if config.method_at(progress.step) != config.method:
+                plan, val_plans = start_method(config, model, world, progress.step)
         if (path / "summary.json").exists():
             if world.is_main:
                 print(f"{path} is finished: see summary.json there")
@@ -117,20 +117,16 @@ def train(stop: StopRequest):
             vocab_size=config.vocab_size,
             device=world.device,
         )
-        the_run = dict(config=config, world=world, model=model, plan=plan, data=data, folder=folder)
+        the_run = dict(config=config, world=world, model=model, data=data, folder=folder)
         explain = functools.partial(explain_step, **the_run, load_from=load_from)
         with fail_together(world):
             log = RunLog(config, world, folder, progress, peak=peak_flops(world.device, dtype), explain=explain)
     log.begin(data, len(train_text), model, plan, micro_batch, compile_note)
 
-    training_model = compile_model(model, compiled)
-    on_cpu = world.device.type == "cpu"  # there the long sequences take longer to compile than to compute
-    validation_model = model if on_cpu else compile_for_validation(model, compiled)
+    compile_run = functools.partial(compile_models, config, world, model, optimizers, compiled, micro_batch)
+    training_model, validation_model = compile_run(plan, progress.step)
     validation = Validation(config, model, validation_model, val_plans, val_text, world)
-    if compiled and progress.step < config.steps:
-        compile_step(training_model, micro_batch, plan, optimizers, config, world)
     limit_waiting(world, config.timeout)
-    restore_rng(progress, world)  # compiling may have drawn some
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
     first, stopping = progress.step, False
@@ -138,6 +134,12 @@ def train(stop: StopRequest):
     with load_from(start_step=first) as loader:
         for step in range(first, config.steps):
             stopping = stop.is_set(world)
+            if step in config.method_starts and step > first and not stopping:
+                log.flush()
+                plan, val_plans = start_method(config, model, world, step)
+                training_model, validation.runner = compile_run(plan, step)
+                validation.plans = val_plans
+                log.method_started(step, plan, model)
             passes = {} if stopping or step == progress.validated else validation_plan(config, step)
             save_now = step > first and config.save_every and step % config.save_every == 0
             if passes or save_now or stopping:
@@ -249,7 +251,41 @@ def save(
         save_checkpoint(folder.checkpoints, progress.step, state, keep=config.keep)
 
 
-def compile_step(model, micro_batch: int, plan: Plan, optimizers: Optimizers, config: Config, world: World):
+def start_method(config: Config, model: GPT, world: World, step: int) -> tuple[Plans, dict[str, dict[int, Plans]]]:
+    """Let the model compute with the attention method of this step, which may not be the one that it was built with.
+    Return the plans to train and to validate it with. Raise ValueError for a method that cannot train here."""
+    if len(config.method_starts) > 1:
+        model.replace_methods(layer_methods(config, step))
+        torch._dynamo.reset()  # what was compiled was for the one before
+    plan = model.plan(config.train_length, backend=config.attention_backend, context=world.context)
+    if world.device.type == "cpu" and any(part.backend == "flex" for part in plan):
+        raise ValueError("FlexAttention cannot train on a CPU: use --attention_backend auto")
+    return plan, validation_plans(config, model, world)
+
+
+def compile_models(
+    config: Config,
+    world: World,
+    model: GPT,
+    optimizers: Optimizers,
+    compiled: str | None,
+    micro_batch: int,
+    plan: Plans,
+    step: int,
+) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """Return the model to train and the one to validate with from this step on, and leave random numbers as they are,
+    of which compiling may draw some."""
+    state = rng_state()
+    training_model = compile_model(model, compiled)
+    on_cpu = world.device.type == "cpu"  # there the long sequences take longer to compile than to compute
+    validation_model = model if on_cpu else compile_for_validation(model, compiled)
+    if compiled and step < config.steps:
+        compile_step(training_model, micro_batch, plan, optimizers, config, world)
+    set_rng_state(state)
+    return training_model, validation_model
+
+
+def compile_step(model, micro_batch: int, plan: Plans, optimizers: Optimizers, config: Config, world: World):
     """Compile everything that a step needs, in one that changes nothing."""
     tokens = torch.zeros(micro_batch, config.train_length, dtype=torch.int64, device=world.device)
     optimizers.found_inf.fill_(1)

@@ -35,7 +35,8 @@ def read_config(arguments: list[str], usage: str = "", methods: Iterable[str] = 
         print(help_text(name, methods))
         sys.exit(0)
     config = with_changes(base, read_fields(rest))
-    return config if config.name else dataclasses.replace(config, name=f"{name}-{config.method}-s{config.seed}")
+    own_name = f"{name}-{config.method.replace(',', '+')}-s{config.seed}"
+    return config if config.name else dataclasses.replace(config, name=own_name)
 
 
 def read_fields(arguments: list[str]) -> dict:

@@ -70,6 +70,11 @@ class Config:
     times the paper's, which is meant for training at 4096."""
     validate_as: tuple[str, ...] = setting((), mathematics=False)
     """Other methods that train identically and are validated with the same weights: rope as rope_ntk and yarn."""
+    switch_method_at: float = setting(0.0, at_least=0, less_than=1)
+    """Share of the steps after which switch_method_to takes the method's place, with the same weights; 0: never. 0.875
+    is DroPE (arXiv 2512.12167), which trains with RoPE and then without; the learning rates stay as they are."""
+    switch_method_to: str = "nope"
+    """Attention method of the steps after that, of the same parameters, with those of method_options that it has."""
     vocab_size: int = setting(50304, at_least=1)
     """Size of embedding and head; GPT-2's 50,257 tokens rounded up to a multiple of 128."""
     num_layers: int = setting(12, at_least=1)
@@ -182,11 +187,28 @@ class Config:
             whole = (self.vocab_size, d, self.train_length / self.context_parallel)
             for words, size in zip((f"vocab_size {self.vocab_size}", f"model_dim {d}", own), whole):
                 require(size % 16 == 0, f"fp8_head needs multiples of 16, and {words} is none: use --no_fp8_head")
+        if self.switch_method_at:
+            words = f"switch_method_at {self.switch_method_at} is none of the steps between the first and the last of"
+            require(0 < round(self.switch_method_at * self.steps) < self.steps, f"{words} {self.steps}: change either")
+            require(not self.validate_as, "validate_as is for runs of one method: leave it out, or switch_method_at")
+        else:
+            unused = self.switch_method_to == Config.switch_method_to
+            require(unused, f"switch_method_to {self.switch_method_to} needs switch_method_at, a share of the steps")
         for tag in self.tags:
             require(1 <= len(tag) <= 64, f"tags must be of 1 to 64 characters, for wandb, got {shortened(tag)}")
         is_plain = re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._+=-]*)?", self.name)
         require(is_plain, f"name {self.name!r} must be a plain folder name of letters, digits and . _ + = -")
         require(len(self.name) <= 200, f"name must be of at most 200 characters, got {len(self.name)}")
+
+    @property
+    def method_starts(self) -> dict[int, str]:
+        """Return the attention methods by the step that each begins with, the first step being 0."""
+        later = {round(self.switch_method_at * self.steps): self.switch_method_to}
+        return {0: self.method} | (later if self.switch_method_at else {})
+
+    def method_at(self, step: int) -> str:
+        """Return the attention method that trains in a step, and runs the weights of a checkpoint made before it."""
+        return next(name for start, name in reversed(self.method_starts.items()) if start <= step)
 
     def to_dict(self) -> dict:
         return dataclasses.asdict(self)

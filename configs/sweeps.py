@@ -76,7 +76,7 @@ class Run:
     def name(self) -> str:
         """Return the run folder's name: preset, method, whatever else distinguishes it from other runs (if that is
         long, its hash), and the seed."""
-        parts = [self.preset, self.changes.get("method", preset(self.preset).method)]
+        parts = [self.preset, self.changes.get("method", preset(self.preset).method).replace(",", "+")]
         for field, value in sorted(self.changes.items()):
             if field == "method_options":
                 parts += [f"{option}{as_folder_part(value[option])}" for option in sorted(value)]
@@ -240,13 +240,49 @@ def scale_invariant_by_head(scale: Scale) -> list[Run]:
     return [run for chosen in options for run in trained(scale.base, [OURS], scale.seeds, chosen)]
 
 
+# The newer methods, beside BEST of the paper's. One line each, and one in METHODS (model/methods/__init__.py).
+RIVALS = [
+    "fox",
+    "fox_p_rope",
+    "fox_scale_invariant",
+    "fox_scale_invariant_p_rope",
+    "rnope_swa",
+    "local_scale_invariant_nope",
+    "local_scale_invariant_p_rope",
+    "p_rope_sink",
+    "scale_invariant_p_rope_sink",
+    "p_rope_gate",
+    "scale_invariant_p_rope_gate",
+    "kerple_log",
+    "kerple_power",
+    "nape",
+    "swan",
+    "llama4",
+    "pope",
+    "scale_invariant_pope",
+    "stick_breaking",
+]
+BEST = [OURS, "logn_p_rope", "alibi", "p_rope", "rope"]
+DROPPED = dict(rope="nope") | {OURS: "scale_invariant_nope"}  # what is left of a method without its rotation
+DROPE = 0.875  # of the steps: DroPE trains on 16 B tokens, the last 2 B without RoPE
+
+
+def table_rivals(scale: Scale) -> list[Run]:
+    """Return the newer methods and the best of the paper's, DroPE among them."""
+    runs = trained(scale.base, [*BEST, *RIVALS], scale.seeds)
+    for method, later in DROPPED.items():
+        runs += grid(scale.base, method=[method], switch_method_at=[DROPE], switch_method_to=[later], seed=scale.seeds)
+    return runs
+
+
 def with_needle(sweep: Callable[[Scale], list[Run]]) -> Callable[[Scale], list[Run]]:
     """Return the sweep whose runs are fine-tuned on the needle task, once trained."""
     return lambda scale: [dataclasses.replace(run, needle=scale.needle) for run in sweep(scale)]
 
 
 SET_BY_SWEEPS = ("name", "runs_dir", "resume")  # the sweep runner names and resumes the runs
-BEYOND_PAPER = ("tau_by_length", "far_tokens", "scale_invariant_by_head", "needle_by_head")  # which "all" leaves out
+# Which "all" leaves out:
+BEYOND_PAPER = ("tau_by_length", "far_tokens", "scale_invariant_by_head", "needle_by_head", "table_rivals")
 SWEEPS = dict(
     table_losses=table_losses,
     table_needle=with_needle(table_losses),
@@ -268,6 +304,7 @@ SWEEPS = dict(
     far_tokens=far_tokens,
     scale_invariant_by_head=scale_invariant_by_head,
     needle_by_head=with_needle(scale_invariant_by_head),
+    table_rivals=table_rivals,
 )
 
 

@@ -1,9 +1,8 @@
-"""When a run validates, on how many tokens at each length, and what share of the work that is."""
+"""When a run validates, on how many tokens at each length."""
 
 import math
 
 from configs.config import Config
-from configs.flops import forward_flops_per_token, training_flops_per_token
 
 SUBSET = 4  # of the fast profile: a quarter of the tokens, in a quarter of the validations
 
@@ -26,14 +25,3 @@ def validation_plan(config: Config, step: int) -> dict[int, int]:
         subset = max(1, config.val_tokens // SUBSET // unit) * unit
         plan = dict.fromkeys(config.val_lengths, subset) | plan
     return {length: plan[length] for length in config.val_lengths if length in plan}
-
-
-def validation_share(config: Config) -> float:
-    """Return the operations of all validations of a run over those of its training (3 forward passes a token)."""
-    steps = [*range(0, config.steps, config.val_every or config.steps), config.steps]  # all others have no validation
-    plans = [validation_plan(config, step) for step in steps]
-    # Beyond the training length the same weights are run as each of validate_as too.
-    times = {n: 1 + len(config.validate_as) * (n > config.train_length) for n in config.val_lengths}
-    flops = {n: times[n] * forward_flops_per_token(config, n) for n in config.val_lengths}
-    validation = sum(tokens * flops[n] for plan in plans for n, tokens in plan.items())
-    return validation / (config.steps * config.batch_tokens * training_flops_per_token(config))

@@ -1,21 +1,23 @@
 """Runs an attention method: chooses the backend, prepares what depends on the length alone, and calls it.
 
-attend is all of causal attention by one method: q and k are rotated and q is scaled by what make_plan has prepared;
-then a backend (model/backends/) computes the softmax over a_t S + m_t. A Replacement computes the output itself, with
-the backend for the softmax attention inside it. model/reference.py is the formula that all of this is held to.
+attend is causal attention by one method: q and k are rotated and q is scaled by what make_plan has prepared; then a
+backend (model/backends/) computes the softmax over a_t S + m_t, biases of keys, windows and sinks included. A
+Replacement computes the output itself, with the backend for the softmax attention inside it. model/reference.py is the
+formula that all of this is held to. An output gate is left to the layer (model/gpt.py).
 """
 
 import dataclasses
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.func import functional_call
 
 from errors import require
 from model.backends import AUTOMATIC, BACKENDS
-from model.backends.base import Call, bound_products
+from model.backends.base import Call, bound_products, extra_logits
 from model.context import check_context, local_shard, to_heads, to_tokens
 from model.kernels.distance import MAX_LENGTH, learned_parameters
 from model.methods.base import Method, upcast
@@ -69,7 +71,9 @@ def make_plan(
     bound = math.inf
     if normalised:
         bound = bound_products(method.head_dim, dtype, largest_gain(method, target_length, query_table))
-    call = Call(method.num_heads, method.head_dim, query_length, key_length, q_offset, device, dtype, context, bound)
+    window = None if method.window is None else method.window.window
+    shape = method.num_heads, method.vector_dim, query_length, key_length, q_offset
+    call = Call(*shape, device, dtype, context, bound, window)
     cos, sin, query_table = (local_shard(table, 0, context) for table in (cos, sin, query_table))
     if method.replacement is None:
         known = None if learned_parameters(method.score_change) else method.score_change
@@ -81,10 +85,10 @@ def largest_gain(method: Method, target_length: int, query_table: Tensor | None)
     """Return the largest factor by which `transform` raises |q| |k|; infinite where what is learned scales q."""
     gain = 1.0
     if method.rotation is not None:
-        gain = method.rotation.frequencies(target_length)[1] ** 2  # of q and of k
+        gain = method.rotation.gain(target_length)
     if method.query_scale is not None:
         learned = any(True for _ in method.query_scale.parameters())
-        gain *= math.inf if learned else method.query_scale.multiplier(query_table).abs().max().item()
+        gain *= math.inf if learned else method.query_scale.multiplier(query_table, None).abs().max().item()
     return gain
 
 
@@ -107,50 +111,68 @@ def choose_backend(method: Method, device: torch.device, backend: str = "auto", 
 
 
 def attend(
-    method: Method, q: Tensor, k: Tensor, v: Tensor, *,
+    method: Method, q: Tensor, k: Tensor, v: Tensor, *, x: Tensor | None = None,
     q_offset: int = 0, target_length: int | None = None, backend: str = "auto", plan: Plan | None = None,
 ) -> Tensor:  # fmt: skip
     """Return causal attention by `method`: (B, H, Tq, D), in v's dtype.
 
     q (B, H, Tq, D) and k, v (B, H, Tk, D) come after QK-norm and before any rotation; query i stands at position
-    q_offset + i, key j at position j. target_length and backend: see make_plan. A plan made before replaces the three
-    keyword arguments ahead of it. ValueError for shapes that do not fit the method or each other.
+    q_offset + i, key j at position j. x (B, T, C): the input of the layer, of methods that look at it (all tokens are
+    queries then). target_length and backend: see make_plan. A plan made before replaces the three keyword arguments
+    ahead of it. ValueError for shapes that do not fit the method or each other.
     """
     method.check_shapes(q, k, v)
+    require(x is not None or not method.needs_input, f"{method.name} needs x, the input of the layer")
     if plan is None:
         plan = make_plan(
             method, q.shape[2], k.shape[2],
             q_offset=q_offset, target_length=target_length, device=q.device, dtype=q.dtype, backend=backend,
         )  # fmt: skip
-    vectors = *transform(method, q, k, plan), v
+    wide_v = F.pad(v, (0, method.vector_dim - method.head_dim)) if method.vector_dim > method.head_dim else v
+    vectors = *transform(method, q, k, plan, x), wide_v
+    of_tokens = None if method.key_bias is None else method.key_bias.of_tokens(x)  # (B, H, T)
     if method.replacement is not None:
         vectors += q, k
     context = plan.call.context
     if context is None:
-        return attend_rotated(method, plan, *vectors)
-    return to_tokens(attend_rotated(method, plan, *to_heads(vectors, context)), context)
+        return attend_rotated(method, plan, *vectors, of_tokens=of_tokens)
+    if of_tokens is not None:
+        (of_tokens,) = (part.squeeze(-1) for part in to_heads([of_tokens.unsqueeze(-1)], context))
+    return to_tokens(attend_rotated(method, plan, *to_heads(vectors, context), of_tokens=of_tokens), context)
 
 
-def transform(method: Method, q: Tensor, k: Tensor, plan: Plan, scale_queries: bool = True) -> tuple[Tensor, Tensor]:
-    """Return q and k rotated, and q scaled, in float32 whatever their dtype, to which they are rounded at the end."""
+def transform(
+    method: Method, q: Tensor, k: Tensor, plan: Plan, x: Tensor | None = None, *, scale_queries: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Return q and k rotated, and q scaled, in float32 whatever their dtype, to which they are rounded at the end.
+
+    x (B, T, C): the layer's input, where the scale looks at it.
+    """
     new_q, new_k = q, k
     if method.rotation is not None:
         mine = slice(plan.call.q_offset, plan.call.q_offset + q.shape[2])
         new_q = method.rotation.rotate(upcast(q), plan.cos[mine], plan.sin[mine])
-        new_k = method.rotation.rotate(upcast(k), plan.cos, plan.sin)
+        new_k = method.rotation.rotate_keys(upcast(k), plan.cos, plan.sin)
     if method.query_scale is not None and scale_queries:
-        new_q = upcast(new_q) * method.query_scale.multiplier(plan.query_table).unsqueeze(-1)  # (H, Tq, 1)
+        new_q, factors = upcast(new_q), method.query_scale.multiplier(plan.query_table, x)
+        new_q = new_q * factors.to(new_q.dtype).unsqueeze(-1)  # ([B,] 1 or H, Tq, 1)
     return new_q.to(q.dtype), new_k.to(k.dtype)
 
 
-def attend_rotated(method: Method, plan: Plan, rotated_q: Tensor, rotated_k: Tensor, v: Tensor, *unrotated: Tensor):
-    """Return attend's output after `transform`, of this rank's heads. unrotated: q and k, for a Replacement."""
+def attend_rotated(
+    method: Method, plan: Plan, rotated_q: Tensor, rotated_k: Tensor, v: Tensor, *unrotated: Tensor,
+    of_tokens: Tensor | None = None,
+):  # fmt: skip
+    """Return attend's output after `transform`, of this rank's heads, v being as wide as rotated q and k. unrotated: q
+    and k, for a Replacement; of_tokens: see KeyBias."""
     backend, call = BACKENDS[plan.backend], plan.call
     if method.replacement is None:
         prepared = plan.prepared
         if learned_parameters(method.score_change):
             prepared = backend.prepare(method.score_change, call, prepared)
-        return backend.run(rotated_q, rotated_k, v, q_offset=call.q_offset, prepared=prepared)
+        more = extra_logits(method, of_tokens, call.context)
+        output = backend.run(rotated_q, rotated_k, v, q_offset=call.q_offset, prepared=prepared, **more)
+        return output[..., : method.head_dim] if method.vector_dim > method.head_dim else output
     arguments = *unrotated, v, rotated_q, rotated_k, call.q_offset, backend.run
     if call.context is None:
         return method.replacement.attend(*arguments)

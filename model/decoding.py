@@ -6,13 +6,16 @@ length of the sequence (the frequencies of NTK and YaRN, LogN's constant form) h
 that is target_length. A cache that rescales while it grows mixes keys of different frequencies.
 """
 
+import itertools
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from errors import require
 from model.attention import Plan, attend, transform
 from model.backends import blocks
-from model.backends.base import Call
+from model.backends.base import Call, extra_logits
 from model.gpt import GPT, linear, norm
 from model.methods.base import Method, upcast
 
@@ -51,13 +54,19 @@ class Decoder:
         short = f"target_length {target_length} is less than the {max_length} tokens of prompt and continuation"
         require(target_length >= max_length, f"{short}: it must be the length of the whole sequence")
         self.model, self.max_length, self.target_length = model, max_length, target_length
-        self.device = model.head.device
-        self.method = method = method or model.blocks[0].attention.method
-        self.cos = self.sin = self.query_table = None  # of all positions
+        self.device, self.method = model.head.device, method
+        methods = [method] if method else [block.attention.method for block in model.blocks[: model.pattern_length]]
+        self.tables = [self.make_tables(one) for one in methods]  # of the layers, which repeat
+
+    def make_tables(self, method: Method) -> tuple[Method, list[Tensor | None]]:
+        """Return a method with cos, sin and the query table of all positions."""
+        cos = sin = query_table = None
         if method.rotation is not None:
-            self.cos, self.sin = method.rotation.tables(max_length, target_length, self.device)
+            cos, sin = method.rotation.tables(self.max_length, self.target_length, self.device)
         if method.query_scale is not None:
-            self.query_table = method.query_scale.table(torch.arange(max_length), target_length).to(self.device)
+            positions = torch.arange(self.max_length)
+            query_table = method.query_scale.table(positions, self.target_length).to(self.device)
+        return method, [cos, sin, query_table]
 
     @torch.inference_mode()
     def prefill(self, tokens: Tensor) -> Tensor:
@@ -70,10 +79,10 @@ class Decoder:
         require(some, f"prompts must be (batch, length) with at least one token each, got {shape}")
         require(shape[1] <= most, f"a prompt of {shape[1]} tokens does not fit a decoder of {most}")
         self.length = shape[1]
-        plan = self.model.plan(self.length, target_length=self.target_length, method=self.method)
+        plans = self.model.plan(self.length, target_length=self.target_length, method=self.method)
         methods = [block.attention.method for block in self.model.blocks]
         self.caches = [KeyValueCache(most) if m.replacement is None else ReplacementCache() for m in methods]
-        return self.last_logits(tokens, plan, [cache.prefill for cache in self.caches])
+        return self.last_logits(tokens, plans, [cache.prefill for cache in self.caches])
 
     @torch.inference_mode()
     def step(self, token: Tensor) -> Tensor:
@@ -81,59 +90,82 @@ class Decoder:
         full = self.length == self.max_length
         require(not full, f"the decoder already holds the {self.max_length} tokens that it was made for")
         here = slice(self.length, self.length + 1)
-        cos, sin, query_table = (x if x is None else x[here] for x in (self.cos, self.sin, self.query_table))
-        call = Call(self.method.num_heads, self.method.head_dim, query_length=1, key_length=1)  # the others are cached
-        plan = Plan("blocks", call, cos, sin, query_table)
+        plans = []
+        for method, tables in self.tables:
+            call = Call(method.num_heads, method.head_dim, query_length=1, key_length=1)  # the others are cached
+            plans.append(Plan("blocks", call, *(x if x is None else x[here] for x in tables)))
         self.length += 1
-        return self.last_logits(token.unsqueeze(1), plan, [cache.step for cache in self.caches])
+        return self.last_logits(token.unsqueeze(1), plans, [cache.step for cache in self.caches])
 
-    def last_logits(self, tokens: Tensor, plan: Plan, attend_by_layer: list) -> Tensor:  # tokens (B, T)
+    def last_logits(self, tokens: Tensor, plans: Sequence[Plan], attend_by_layer: list) -> Tensor:  # tokens (B, T)
         x = self.model.embed(tokens.to(self.device))
-        for block, attend_here in zip(self.model.blocks, attend_by_layer):
+        for block, plan, attend_here in zip(self.model.blocks, itertools.cycle(plans), attend_by_layer):
             x = block(x, plan, attend_here)
         return linear(norm(x[:, -1]), self.model.head).float()
 
 
 class KeyValueCache:
-    """Holds the rotated keys and the values of one layer, and attends to them."""
+    """Holds the rotated keys and the values of one layer, as many as a token can see, and attends to them.
+
+    Where that is a window, there is room for two, so that keys are moved only once in as many tokens.
+    """
 
     def __init__(self, max_length: int):
         self.max_length = max_length
 
-    def prefill(self, method: Method, q: Tensor, k: Tensor, v: Tensor, *, plan: Plan) -> Tensor:
-        B, H, _, D = k.shape
-        self.length = 0
-        # a_t and m_t of the last query against all keys, (1 or H, 1, max_length): an earlier one's are the last columns
-        last_query = Call(method.num_heads, D, query_length=1, key_length=self.max_length, device=k.device)
+    def prefill(self, method: Method, q: Tensor, k: Tensor, v: Tensor, *, x: Tensor, plan: Plan) -> Tensor:
+        self.seen = self.max_length if method.window is None else min(method.window.window, self.max_length)
+        # a_t and m_t of the last query against all keys, (1 or H, 1, seen): an earlier one's are the last columns
+        last_query = Call(method.num_heads, method.vector_dim, query_length=1, key_length=self.seen, device=k.device)
         self.bands = blocks.prepare(method.score_change, last_query)
-        self.k, self.v = (k.new_empty(B, H, self.max_length, D) for _ in range(2))
-        self.append(transform(method, q, k, plan)[1], v)
-        return attend(method, q, k, v, plan=plan)
+        room = min(2 * self.seen, self.max_length)
+        new = [transform(method, q, k, plan, x)[1], v]  # keys, values, and numbers of a KeyBias
+        if method.key_bias is not None:
+            new.append(method.key_bias.of_tokens(x))
+        self.kept = [part.new_empty(*part.shape[:2], room, *part.shape[3:]) for part in new]
+        self.length = 0  # of what is kept
+        self.append([part[:, :, -self.seen :] for part in new])
+        return attend(method, q, k, v, x=x, plan=plan)
 
-    def step(self, method: Method, q: Tensor, k: Tensor, v: Tensor, *, plan: Plan) -> Tensor:  # of one token each
-        q, k = transform(method, q, k, plan)
-        self.append(k, v)
-        keys, values = self.k[:, :, : self.length], self.v[:, :, : self.length]
-        return step_attention(q, keys, values, q_offset=self.length - 1, bands=self.bands)
+    def step(self, method: Method, q: Tensor, k: Tensor, v: Tensor, *, x: Tensor, plan: Plan) -> Tensor:
+        """q, k, v and x are of one token each."""
+        q, k = transform(method, q, k, plan, x)
+        self.append([k, v] if method.key_bias is None else [k, v, method.key_bias.of_tokens(x)])
+        visible = slice(max(0, self.length - self.seen), self.length)
+        keys, values, *of_tokens = (part[:, :, visible] for part in self.kept)
+        more = extra_logits(method, of_tokens[0] if of_tokens else None)
+        return step_attention(q, keys, values, q_offset=keys.shape[2] - 1, bands=self.bands, **more)
 
-    def append(self, k: Tensor, v: Tensor):
-        new = slice(self.length, self.length + k.shape[2])
-        self.k[:, :, new], self.v[:, :, new] = k, v
-        self.length = new.stop
+    def append(self, new: list[Tensor]):
+        count, room = new[0].shape[2], self.kept[0].shape[2]
+        if self.length + count > room:  # one token more than there is room for
+            for part in self.kept:
+                part[:, :, : self.seen - 1] = part[:, :, self.length - self.seen + 1 : self.length].clone()
+            self.length = self.seen - 1
+        here = slice(self.length, self.length + count)
+        for part, x in zip(self.kept, new):
+            part[:, :, here] = x
+        self.length = here.stop
 
 
 class ReplacementCache:
     """Holds what one layer's Replacement carries from token to token."""
 
-    def prefill(self, method: Method, q: Tensor, k: Tensor, v: Tensor, *, plan: Plan) -> Tensor:
-        self.state = method.replacement.start_decoding(k, v, transform(method, q, k, plan)[1])
-        return attend(method, q, k, v, plan=plan)
+    def prefill(self, method: Method, q: Tensor, k: Tensor, v: Tensor, *, x: Tensor, plan: Plan) -> Tensor:
+        self.state = method.replacement.start_decoding(k, v, transform(method, q, k, plan, x)[1])
+        return attend(method, q, k, v, x=x, plan=plan)
 
-    def step(self, method: Method, q: Tensor, k: Tensor, v: Tensor, *, plan: Plan) -> Tensor:  # of one token each
-        y, self.state = method.replacement.decode(self.state, q, k, v, *transform(method, q, k, plan), step_attention)
+    def step(self, method: Method, q: Tensor, k: Tensor, v: Tensor, *, x: Tensor, plan: Plan) -> Tensor:
+        """q, k, v and x are of one token each."""
+        rotated = transform(method, q, k, plan, x)
+        y, self.state = method.replacement.decode(self.state, q, k, v, *rotated, step_attention)
         return y
 
 
-def step_attention(q: Tensor, k: Tensor, v: Tensor, *, q_offset: int, bands: blocks.Bands | None = None) -> Tensor:
-    """Return causal attention of one query in plain PyTorch, on any device; scores are float32, as in the kernels."""
-    return blocks.run(upcast(q), upcast(k), v, q_offset=q_offset, prepared=bands)
+def step_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, q_offset: int, bands: blocks.Bands | None = None, **more: Tensor
+) -> Tensor:
+    """Return causal attention of one query in plain PyTorch, on any device; scores are float32, as in the kernels.
+
+    more: see extra_logits."""
+    return blocks.run(upcast(q), upcast(k), v, q_offset=q_offset, prepared=bands, **more)

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from errors import require
 from model.attention import Plan, attend, make_plan, transform
 from model.loss import mean_loss, token_losses
-from model.methods import check_options, make_method
+from model.methods import check_options, make_layers
 from model.methods.base import Method
 
+Plans = tuple[Plan, ...]  # of the layers, which repeat
 NORM_EPS = 1.1920929e-07  # float32's, also for bfloat16 inputs, whose own default differs between torch versions
 
 
@@ -43,8 +44,10 @@ class Attention(nn.Module):
         return [x.transpose(1, 2) for x in (norm(q), norm(k), v)]  # last: norm and rotation then are one kernel
 
     def forward(self, x: Tensor, plan: Plan, attend=attend) -> Tensor:  # x (B, T, C)
-        y = attend(self.method, *self.queries_keys_values(x), plan=plan)  # (B, H, T, D)
-        return linear(y.transpose(1, 2).flatten(2), self.proj)
+        y = attend(self.method, *self.queries_keys_values(x), x=x, plan=plan).transpose(1, 2)  # (B, T, H, D)
+        if self.method.output_gate is not None:
+            y = y * self.method.output_gate.gate(x)
+        return linear(y.flatten(2), self.proj)
 
 
 class ReluSquared(torch.autograd.Function):
@@ -100,7 +103,7 @@ class GPT(nn.Module):
     ):  # fmt: skip
         """Initialise every parameter, in float32; dtype is that of the computation, fp8_head: see mean_loss.
 
-        method, method_options and length_scale: see make_method. ValueError for an unknown method or option.
+        method, method_options and length_scale: see make_layers. ValueError for an unknown method or option.
         """
         super().__init__()
         require(model_dim % num_heads == 0, f"model_dim {model_dim} is not divisible by num_heads {num_heads}")
@@ -108,7 +111,7 @@ class GPT(nn.Module):
         options = method_options or {}
         check_options(method, options)  # before one can be mistaken for a part of the shape
         shape = dict(num_heads=num_heads, head_dim=model_dim // num_heads, train_length=train_length)
-        methods = [make_method(method, **shape, length_scale=length_scale, **options) for _ in range(num_layers)]
+        methods = make_layers(method, num_layers, **shape, length_scale=length_scale, **options)
         self.embedding = nn.Embedding(vocab_size, model_dim)
         self.blocks = nn.ModuleList(Block(model_dim, num_heads, layer_method) for layer_method in methods)
         self.head = nn.Parameter(torch.empty(vocab_size, model_dim))
@@ -125,26 +128,44 @@ class GPT(nn.Module):
             block.mlp.down.zero_()
         self.head.zero_()
 
+    @property
+    def pattern_length(self) -> int:
+        """Return after how many layers their methods repeat."""
+        names = [block.attention.method.name for block in self.blocks]
+        return next(n for n in range(1, len(names) + 1) if all(name == names[i % n] for i, name in enumerate(names)))
+
+    def replace_methods(self, methods: list[Method]):
+        """Let other attention methods, one a layer, compute from now on, with the parameters of those before them. See
+        Method.take_over."""
+        for block, method in zip(self.blocks, methods, strict=True):
+            method.take_over(block.attention.method)
+            block.attention.method = method.to(self.head.device)
+
     def plan(
         self, length: int, *,
         backend: str = "auto", target_length: int | None = None, context=None, method: Method | None = None,
-    ) -> Plan:  # fmt: skip
-        """Return what the attention method prepares for sequences of this length; the same for all layers.
+    ) -> Plans:  # fmt: skip
+        """Return what the attention methods prepare for sequences of this length: one plan for all layers, or as many
+        as there are layers that differ, which repeat.
 
         method: another one that trains identically (make_alternative), to run these weights as. With a context group
         (model/context.py), each of its c ranks calls forward with its own length / c tokens.
         """
-        method = method or self.blocks[0].attention.method
+        methods = [method] if method else [block.attention.method for block in self.blocks[: self.pattern_length]]
         where = dict(device=self.head.device, dtype=self.dtype, context=context)
         lengths = dict(target_length=target_length, normalised=True)
-        return make_plan(method, length, length, backend=backend, **lengths, **where)
+        by_name = {
+            name: make_plan(one, length, length, backend=backend, **lengths, **where)
+            for name, one in {one.name: one for one in methods}.items()
+        }
+        return tuple(by_name[one.name] for one in methods)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return norm(self.embedding(tokens).to(self.dtype))
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, *,
-        plan: Plan | None = None, per_token: bool = False, last: int | None = None,
+        plan: Plans | None = None, per_token: bool = False, last: int | None = None,
     ) -> Tensor:  # fmt: skip
         """Return the mean cross-entropy in nats of targets (B, T) given tokens (B, T), both int64.
 
@@ -153,8 +174,8 @@ class GPT(nn.Module):
         """
         x = self.embed(tokens)  # (B, T, C)
         plan = plan or self.plan(tokens.shape[1])
-        for block in self.blocks:
-            x = block(x, plan)
+        for number, block in enumerate(self.blocks):
+            x = block(x, plan[number % len(plan)])
         x = norm(x)
         if targets is None:
             return linear(x[:, -last:] if last else x, self.head).float()
@@ -170,10 +191,11 @@ class GPT(nn.Module):
         The theory of scale-invariant attention takes 0 and 1. tokens (B, T); the last num_queries queries are used.
         """
         T = tokens.shape[1]
-        plan, x, statistics = self.plan(T), self.embed(tokens), []
+        plans, x, statistics = self.plan(T), self.embed(tokens), []
         positions = torch.arange(T, device=x.device)
         visible = positions[-num_queries:, None] >= positions  # (Q, T)
-        for block in self.blocks:
+        for number, block in enumerate(self.blocks):
+            plan = plans[number % len(plans)]
             q, k, _ = block.attention.queries_keys_values(norm(x))
             q, k = transform(block.attention.method, q, k, plan, scale_queries=False)
             scores = (q[:, :, -num_queries:] @ k.mT).float()[:, :, visible] / q.shape[-1] ** 0.5  # (B, H, pairs)

@@ -1,6 +1,7 @@
 """Causal attention as the formula says, dense and without any kernel: the specification that every backend is held to.
 
-    L_ij = a_h(t) S_ij + m_h(t),   S_ij = q_i . k_j / sqrt(d),   t = i - j >= 0,   output_i = sum_j softmax(L_i)_j v_j
+    L_ij = a_h(t) S_ij + m_h(t) + b_h(j),   S_ij = q_i . k_j / sqrt(d),   t = i - j, 0 <= t < window,
+    output_i = sum_j softmax(L_i)_j v_j, perhaps with one logit more that has no value, a sink
 
 with q and k rotated and q scaled as the method says (paper, section 3). For looking at and checking against, not for
 long sequences: all T x T logits are in memory. tests/reference.py has the methods themselves once more.
@@ -13,24 +14,31 @@ from errors import require
 from model.methods.base import Method, upcast
 
 
-def plain_attention(method: Method, q: Tensor, k: Tensor, v: Tensor, target_length: int | None = None) -> Tensor:
-    """Return causal attention by `method`, (B, H, T, D) float64, of q, k, v (B, H, T, D) as in attend.
+def plain_attention(
+    method: Method, q: Tensor, k: Tensor, v: Tensor, target_length: int | None = None, x: Tensor | None = None
+) -> Tensor:
+    """Return causal attention by `method`, (B, H, T, D) float64, of q, k, v (B, H, T, D) and x (B, T, C) as in attend.
 
     target_length (default: T) and errors as in attention_logits.
     """
-    logits = attention_logits(method, q.double(), k.double(), target_length)
+    logits = attention_logits(method, q.double(), k.double(), target_length, x)
+    if method.sink is not None:
+        sink = method.sink.logit.double().view(-1, 1, 1).expand(*logits.shape[:-1], 1)
+        return torch.cat((logits, sink), dim=-1).softmax(dim=-1)[..., :-1] @ v.double()
     return logits.softmax(dim=-1) @ v.double()
 
 
-def attention_logits(method: Method, q: Tensor, k: Tensor, target_length: int | None = None) -> Tensor:
-    """Return a_t S + m_t for all pairs (paper, eq:def:L), -inf above the diagonal: (B, H, T, T), at least float32.
+def attention_logits(
+    method: Method, q: Tensor, k: Tensor, target_length: int | None = None, x: Tensor | None = None
+) -> Tensor:
+    """Return the logits of all pairs (paper, eq:def:L), -inf for hidden keys: (B, H, T, T), at least float32.
 
     q, k (B, H, T, D) come after QK-norm and before any rotation. target_length (default: T): the length of the whole
-    sequence, as in make_plan. ValueError for shapes and lengths that do not go together, and for Infini-attention,
-    which has no such logits.
+    sequence, as in make_plan. x (B, T, C): the layer's input, of methods that look at it. ValueError for shapes and
+    lengths that do not go together, and for a Replacement, which has no such logits.
     """
     method.check_shapes(q, k, k)
-    no_logits = f"{method.name} has no attention logits: part of its output comes from a compressed memory"
+    no_logits = f"{method.name} has no attention logits: it is not a softmax over them"
     require(method.replacement is None, no_logits)
     T = q.shape[2]
     target_length = T if target_length is None else target_length
@@ -39,13 +47,18 @@ def attention_logits(method: Method, q: Tensor, k: Tensor, target_length: int | 
     q, k, positions = upcast(q), upcast(k), torch.arange(T, device=q.device)
     if method.rotation is not None:
         cos, sin = method.rotation.tables(T, target_length, q.device)
-        q, k = method.rotation.rotate(q, cos, sin), method.rotation.rotate(k, cos, sin)
+        q, k = method.rotation.rotate(q, cos, sin), method.rotation.rotate_keys(k, cos, sin)
     if method.query_scale is not None:
-        q = q * method.query_scale.multiplier(method.query_scale.table(positions, target_length)).unsqueeze(-1)
+        q = q * method.query_scale.multiplier(method.query_scale.table(positions, target_length), x).unsqueeze(-1)
     logits = q @ k.mT / q.shape[-1] ** 0.5  # (B, H, T, T)
     distance = positions.unsqueeze(-1) - positions
     if method.score_change is not None:
         head = torch.arange(method.num_heads, device=q.device).view(-1, 1, 1)
         a, m = method.score_change.coefficients(distance.clamp(min=0).double(), head)
         logits = (a * logits + m).to(logits.dtype)
-    return logits.masked_fill(distance < 0, -torch.inf)
+    if method.key_bias is not None:
+        logits = logits + method.key_bias.bias(method.key_bias.of_tokens(x)).unsqueeze(-2)
+    hidden = distance < 0
+    if method.window is not None:
+        hidden = hidden | (distance >= method.window.window)
+    return logits.masked_fill(hidden, -torch.inf)

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 
 from configs.config import Config
+from errors import require
 from model import fp8
 from model.gpt import GPT
-from model.methods import scaled_options
+from model.methods import check_options, make_layers, method_options, scaled_options
+from model.methods.base import Method
 from optim.groups import split_parameters
 from optim.muon import Muon, as_matrices, lr_scale
 from optim.sharded import Group, Optimizers
@@ -34,9 +36,22 @@ def config_of(stored: dict[str, Any]) -> Config:
     return Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in stored.items() if k in known})
 
 
-def build_model(config: Config, dtype: torch.dtype) -> GPT:
-    """Return the model with new random weights, on the CPU. Raise ValueError for an attention method or option that
-    there is not."""
+def layer_methods(config: Config, step: int = 0) -> list[Method]:
+    """Return the attention methods of the layers in a step, with new parameters. Raise ValueError for a method or an
+    option that there is not, and for a switch to the same method."""
+    same = config.switch_method_at and config.switch_method_to == config.method
+    require(not same, f"switch_method_to {config.method} is the method before it: choose another, or no switch")
+    name, options = config.method_at(step), config.method_options
+    check_options(config.method, options)  # another one, of a later step, takes those that it has
+    options = {option: value for option, value in options.items() if option in method_options(name)}
+    shape = dict(num_heads=config.num_heads, head_dim=config.model_dim // config.num_heads)
+    shape |= dict(train_length=config.train_length, length_scale=config.length_scale)
+    return make_layers(name, config.num_layers, **shape, **options)
+
+
+def build_model(config: Config, dtype: torch.dtype, step: int = 0) -> GPT:
+    """Return the model with new random weights and the attention method of this step, on the CPU. Raise ValueError for
+    a method or an option that there is not, and for a switch between methods of other parameters."""
     model = GPT(
         vocab_size=config.vocab_size,
         num_layers=config.num_layers,
@@ -51,6 +66,8 @@ def build_model(config: Config, dtype: torch.dtype) -> GPT:
     )
     if config.bf16_embedding:
         model.embedding.bfloat16()
+    if config.method_at(step) != config.method:
+        model.replace_methods(layer_methods(config, step))
     return model
 
 
@@ -81,16 +98,18 @@ def compile_for_validation(model: GPT, compiled: str | None) -> GPT:
 
 
 def build_optimizers(config: Config, model: GPT, compiled: bool, world: World) -> Optimizers:
-    """Return Muon for the matrices of the blocks, and Adam for all else. Raise ValueError where the world's device
-    cannot train what the config says."""
+    """Return Muon for the matrices of the blocks, and Adam for all else, the methods' own parameters too.
+
+    Raise ValueError where the world's device cannot train what the config says.
+    """
     if config.fp8_head:
         fp8.check_device(world.device)
     params = split_parameters(
         model.named_parameters(remove_duplicate=False),
         dict(
             head=lambda name, p: name == "head",
-            matrices=lambda name, p: name.startswith("blocks.") and p.ndim >= 2,
-            scalars=lambda name, p: name.startswith("blocks.") and p.ndim < 2,
+            matrices=lambda name, p: name.startswith("blocks.") and ".method." not in name,
+            scalars=lambda name, p: name.startswith("blocks.") and ".method." in name,
             embedding=lambda name, p: name.startswith("embedding."),
         ),
     )

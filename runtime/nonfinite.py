@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from configs.config import Config
 from data.loader import TrainLoader
-from model.attention import Plan
 from model.gpt import GPT
 from runtime.checkpoint import latest_checkpoint
 from runtime.processes import World, gather
@@ -22,7 +21,6 @@ def explain_step(
     config: Config,
     world: World,
     model: GPT,
-    plan: Plan,
     load_from: Callable[..., TrainLoader],
     data: dict[str, Any],
     folder: RunFolder | None,
@@ -33,6 +31,7 @@ def explain_step(
     load_from: makes the loader that begins with a step. data: that of data.json.
     """
     own, first_token = world.own_tokens(config.train_length), (step - 1) * config.batch_tokens
+    plan = model.plan(config.train_length, backend=config.attention_backend, context=world.context)
 
     def losses(inputs: Tensor, targets: Tensor) -> Tensor:
         return model(inputs[:, own], targets[:, own], plan=plan, per_token=True)

@@ -11,15 +11,14 @@ import torch
 from tqdm import tqdm
 
 from configs.config import Config, config_hash
-from configs.flops import training_flops_per_token
-from configs.validation import validation_share
 from data.fineweb import data_command
 from errors import exit_on_user_error
 from model.attention import Plan
 from model.backends import sdpa
-from model.gpt import GPT
+from model.gpt import GPT, Plans
 from runtime.device import AsyncScalars, device_name, peak_memory
 from runtime.dtype import explain_dtype
+from runtime.flops import training_flops_per_token, validation_share
 from runtime.metrics import Metrics, start_wandb
 from runtime.processes import World, fail_together
 from runtime.progress import Progress
@@ -87,7 +86,7 @@ class RunLog:
         """Let the next step's time begin now, after work that is no training."""
         self._clock = time.monotonic()
 
-    def begin(self, data: dict, distinct_tokens: int, model: GPT, plan: Plan, micro_batch: int, compile_note: str):
+    def begin(self, data: dict, distinct_tokens: int, model: GPT, plan: Plans, micro_batch: int, compile_note: str):
         """Write what is about to run, and the code that runs it. data: of data.json."""
         config, world, folder = self.config, self.world, self.folder
         if folder is not None:
@@ -110,14 +109,18 @@ class RunLog:
             self.print(f"warning: the text is shorter than the run and is read {epochs:.2f} times: {more}")
         dtype = str(model.dtype).removeprefix("torch.")
         dtype += explain_dtype(config, world.device)
-        kernel = ""
-        if plan.backend == "sdpa":
-            kernel = f" {sdpa.chosen_kernel(world.device, model.dtype, plan.call.head_dim, plan.call.key_length)}"
-        self.print(f"{dtype}; compile {compile_note}; attention by {plan.backend}{kernel} ({plan.why})")
+        self.print(f"{dtype}; compile {compile_note}; {describe_backends(plan, model)}")
+        for start, method in list(config.method_starts.items())[1:]:
+            self.print(f"from step {start} on, {method} takes the place of {config.method}, with the same weights")
         if self.peak:
             self.print(f"MFU of {self.peak[0]:.3g} FLOP/s ({self.peak[1]})")
         share = f"validation profile {config.val_profile}: {validation_share(config):.1%} of the FLOPs of training"
         self.print(share + (f"; resumed at step {self.progress.step}" if self.progress.step else ""))
+
+    def method_started(self, step: int, plan: Plans, model: GPT):
+        """Write that another attention method computes from this step on, whose time begins now."""
+        self.restart_clock()
+        self.print(f"step {step}/{self.config.steps}  {self.config.method_at(step)}; {describe_backends(plan, model)}")
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
@@ -217,6 +220,19 @@ class RunLog:
             if self.metrics.wandb:
                 self.metrics.wandb.finish()
             self.folder.close()
+
+
+def describe_backends(plans: Plans, model: GPT) -> str:
+    ways = dict.fromkeys(describe_attention(plan, model.head.device, model.dtype) for plan in plans)
+    return f"attention by {', and by '.join(ways)}"
+
+
+def describe_attention(plan: Plan, device: torch.device, dtype: torch.dtype) -> str:
+    """Return the backend, with the kernel that PyTorch chooses for it, and why it was chosen."""
+    kernel = ""
+    if plan.backend == "sdpa":
+        kernel = f" {sdpa.chosen_kernel(device, dtype, plan.call.head_dim, plan.call.key_length)}"
+    return f"{plan.backend}{kernel} ({plan.why})"
 
 
 def num_parameters(model: GPT) -> int:

@@ -11,8 +11,7 @@ from torch import Tensor
 from configs.config import Config
 from data.loader import validation_batches
 from data.shards import TokenStream
-from model.attention import Plan
-from model.gpt import GPT
+from model.gpt import GPT, Plans
 from model.methods import check_options, make_alternative
 from model.methods.base import Method
 from runtime.processes import World
@@ -32,7 +31,7 @@ class Validation:
     config: Config
     model: GPT
     runner: torch.nn.Module
-    plans: dict[str, dict[int, Plan]]
+    plans: dict[str, dict[int, Plans]]
     stream: TokenStream
     world: World
 
@@ -52,7 +51,7 @@ class Validation:
             return None
         return result | (dict(val_loss_as=as_others) if as_others else {})
 
-    def _validate(self, plans: dict[int, Plan], passes: dict[int, int], stopping: Callable[[], bool]) -> dict:
+    def _validate(self, plans: dict[int, Plans], passes: dict[int, int], stopping: Callable[[], bool]) -> dict:
         means = {str(n): self.mean_by_position(plans[n], n, tokens, stopping) for n, tokens in passes.items()}
         return dict(
             val_loss={length: mean.mean().item() for length, mean in means.items()},
@@ -60,7 +59,7 @@ class Validation:
             val_loss_by_position={length: means_by_octave(mean) for length, mean in means.items()},
         )
 
-    def mean_by_position(self, plan: Plan, length: int, tokens: int, stopping: Callable[[], bool]) -> Tensor:
+    def mean_by_position(self, plan: Plans, length: int, tokens: int, stopping: Callable[[], bool]) -> Tensor:
         """Return the loss at each position, (length,) float64, a mean over the sequences. Raise Stopped if stopping()
         says so."""
         world, config = self.world, self.config
@@ -89,17 +88,18 @@ class Validation:
         return total.cpu() / (tokens // length)
 
     def attention_statistics(self) -> dict:
-        """Return mean and deviation of the scores S in each layer, on one sequence, and the methods' own parameters."""
+        """Return mean and deviation of the scores S in each layer, on one sequence, and the methods' own parameters of
+        which a head has one."""
         tokens = self.stream.read(0, self.config.train_length).astype("int64")  # (T,)
         batch = torch.from_numpy(tokens).to(self.model.head.device).unsqueeze(0)
         mean, std = zip(*self.model.score_statistics(batch))
-        learned = {name: p.tolist() for name, p in self.model.named_parameters() if ".method." in name}
+        learned = {name: p.tolist() for name, p in self.model.named_parameters() if ".method." in name and p.dim() == 1}
         return dict(scores_mean=mean, scores_std=std, method_parameters=learned)
 
 
 def validation_plans(
     config: Config, model: GPT, world: World, lengths: Sequence[int] | None = None
-) -> dict[str, dict[int, Plan]]:
+) -> dict[str, dict[int, Plans]]:
     """Return the plans of attention by method (the one that trains, and those of validate_as) and length (default: the
     config's). Raise ValueError for methods and lengths that do not go with the model."""
     methods = {config.method: None} | build_alternatives(config)
@@ -117,7 +117,9 @@ def build_alternatives(config: Config) -> dict[str, Method]:
     return {name: alternative(name) for name in config.validate_as}
 
 
-def same_rotation(a: Plan, b: Plan) -> bool:
+def same_rotation(ours: Plans, theirs: Plans) -> bool:
+    """Tell whether two methods of which one can be validated as the other are the same at a length."""
+    (a,), (b,) = ours, theirs
     return a.cos is None or torch.equal(a.cos, b.cos) and torch.equal(a.sin, b.sin)
 
 

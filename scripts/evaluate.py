@@ -41,7 +41,8 @@ def load_run(folder: Path, device: torch.device) -> tuple[Config, torch.nn.Modul
     config = stored_config(folder)
     checkpoint = latest_checkpoint(folder / "checkpoints")
     require(checkpoint, f"{folder} has no checkpoint yet")
-    model = build_model(config, compute_dtype(config, device)).to(device)
+    step = int(checkpoint.stem.removeprefix("step_"))
+    model = build_model(config, compute_dtype(config, device), step).to(device)
     state = load_checkpoint(checkpoint)
     with checkpoint_errors(checkpoint):
         model.load_state_dict(state["model"])

@@ -1,6 +1,7 @@
 """The benchmarks as commands, at tiny sizes: rows, files and refusals. What they measure is no business of a test."""
 
 import ast
+import functools
 import json
 import os
 import runpy
@@ -19,7 +20,7 @@ from scripts.bench import attention as bench_attention
 from scripts.bench import kernel_code
 from scripts.bench.protocol import gpu_range, paired_ratio, schedule
 from scripts.bench.tiles import make_launch
-from scripts.bench.variants import VARIANTS, Case, Variant, dense, random_inputs
+from scripts.bench.variants import EXTENDED, VARIANTS, Case, Variant, dense, on_backend, random_inputs
 
 SLOW_FIXTURES = ("attention",)
 
@@ -129,6 +130,16 @@ def test_a_variant_with_wrong_numbers_gets_no_time_and_exit_code_1(formula, atte
     assert record["gate"]["results"]["right"]["passed"] and not record["gate"]["results"]["wrong"]["passed"]
     assert list(record["lengths"][0]["results"]) == ["right", "right again"]
     assert record["lengths"][0]["problems"]["wrong"].startswith("refused")
+
+
+@pytest.mark.slow
+def test_the_gate_knows_biases_of_keys_windows_and_sinks(tmp_path):
+    prepare = functools.partial(on_backend, backend="blocks")
+    variants = {formula: Variant(formula, prepare, "") for formula in EXTENDED}
+    variants |= {f"without {formula}": Variant(formula, VARIANTS["sdpa"].prepare, "") for formula in EXTENDED}
+    assert run_attention(variants, "--variants", *variants, "--rounds", "1", "--out", str(tmp_path)) == 1
+    results = json.loads((tmp_path / "cpu_attention.json").read_text())["gate"]["results"]
+    assert {name: result["passed"] for name, result in results.items()} == {name: name in EXTENDED for name in variants}
 
 
 def test_a_variant_that_cannot_run_says_why_and_stops_no_other(capsys):

@@ -5,9 +5,8 @@ import json
 
 import pytest
 
-from configs.flops import training_flops_per_token
 from configs.presets import preset
-from configs.validation import validation_share
+from runtime.flops import training_flops_per_token, validation_share
 from scripts.bench import __main__ as bench
 from scripts.bench.project import build_optimizers_of, project_run, split_batch, tokens_per_second
 

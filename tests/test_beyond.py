@@ -1,5 +1,6 @@
 """The studies beyond the paper: their numbers against plain ones, and their pages."""
 
+import json
 import math
 import statistics
 
@@ -7,13 +8,18 @@ import numpy as np
 import pytest
 import torch
 from test_gpt import make_random_gpt, random_tokens
-from test_reproduce import call, is_figure, rows, write_models, write_study  # noqa: F401 (call is a fixture)
+from test_reproduce import call, is_figure, rows, write_models, write_run, write_study  # noqa: F401 (call is a fixture)
 
-from configs.sweeps import sweep
+from configs.command_line import read_config
+from configs.sweeps import BEST, RIVALS, grid, sweep
+from model.methods import METHODS
 from runtime.build import build_model
 from scripts.reproduce import far_tokens
-from scripts.reproduce.comparisons import compare, differences, holm
+from scripts.reproduce.comparisons import compare, difference_cell, differences, holm
+from scripts.shared.looks import series_label, series_name
 from scripts.shared.runs import read_runs
+from scripts.shared.tables import mean_and_stderr
+from scripts.sweep.plan import check_run
 
 REFERENCE = "scale_invariant_p_rope"
 
@@ -86,6 +92,59 @@ def test_heads_of_their_own(tmp_path, call):  # noqa: F811
     assert "## Order" not in said.out  # the paper has no such rows
     needle = sweep("needle_by_head", "mini", seeds=[0, 1])
     assert [run.config for run in needle] == [run.config for run in runs] and all(run.needle for run in needle)
+
+
+def test_rivals_are_methods_and_three_seeds_each():
+    runs = sweep("table_rivals", "mini")
+    assert {run.config.method for run in runs} == {*BEST, *RIVALS} and len(runs) == 3 * len({*BEST, *RIVALS}) + 6
+    assert {*RIVALS} <= {*METHODS} and not {*RIVALS} & {run.config.method for run in sweep("all", "mini")}
+    dropped = [run.config for run in runs if run.config.switch_method_at]
+    assert {c.method_at(560): c.method_at(559) for c in dropped} == {"nope": "rope", "scale_invariant_nope": REFERENCE}
+    paper = {run.identity for run in sweep("table_losses", "mini")}
+    assert {run.identity for run in runs if run.config.method in BEST and not run.config.switch_method_at} <= paper
+    for scale in ("mini", "paper"):
+        for run in sweep("table_rivals", scale, seeds=[0]):
+            check_run(run)
+    run = grid("mini", method=["rope_window,nope"])[0]  # a pattern's name is a folder's, too
+    assert run.name == "mini-rope_window+nope-s0" == read_config(["mini", "--method", "rope_window,nope"]).name
+
+
+def test_table_rivals_names_the_best_and_its_margins(tmp_path, call):  # noqa: F811
+    chosen = ["fox", "alibi", "rope", REFERENCE]
+    losses, rates = {}, {}
+    for number, run in enumerate(sweep("table_rivals", "mini", methods=chosen)):
+        series, seed = series_label(run.config), run.config.seed
+        # fox is best at 1x, ours at 4x, and where RoPE is dropped at 16x and 64x
+        gains = {("fox", 256), (REFERENCE, 1024), *(("rope then=nope@0.875", n) for n in (4096, 16_384))}
+        others = ["alibi", "fox", REFERENCE, "rope then=nope@0.875"]
+        above = 1 if series not in others else 0.1 * others.index(series)
+        for length in run.config.val_lengths:
+            loss = 4 + above - ((series, length) in gains) + 0.01 * seed + 1e-4 * length / 256
+            losses.setdefault((series, length), []).append(loss)
+        found = {length: losses[series, length][-1] for length in run.config.val_lengths}
+        path = write_run(tmp_path / "runs", run, found) / "summary.json"
+        summary = json.loads(path.read_text()) | dict(tokens_per_second=1000 + number)
+        path.write_text(json.dumps(summary | dict(parameters=5000 + (series == "fox"))))
+        rates.setdefault(series, []).append(1000 + number)
+    code, said = call("table_rivals", "--scale", "mini", "--methods", *chosen)
+    assert code == 0 and "RoPE, after 0.875 of the steps NoPE" in said.out and "RoPE+NTK" not in said.out
+    best = said.out[said.out.index("## The best at each length") : said.out.index("## Differences")]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in best.splitlines() if line.startswith("| ")]
+    named = {256: "fox", 1024: REFERENCE, 4096: "rope then=nope@0.875", 16_384: "rope then=nope@0.875"}
+    for row, (length, series) in zip(cells[1:], named.items(), strict=True):
+        assert row[:3] == [f"{length} ({length // 256}x)", series_name(series), "3"]
+        for cell, reference in zip(row[4:], (REFERENCE, "alibi"), strict=True):
+            found = {(r["series"], r["length"]): r for r in differences(losses, reference, [*named])}
+            assert len(found) == 5 * 4  # series beside the reference, lengths
+            assert cell == ("" if series == reference else difference_cell(found[series, length]))
+    table = {r["series"]: r for r in rows(tmp_path / "out" / "table_rivals_costs.csv")}
+    assert len(table) == 6 and (table["fox"]["parameters"], table["rope"]["parameters"]) == ("5001", "5000")
+    for series, values in rates.items():
+        row, (mean, stderr) = table[series], mean_and_stderr(values)
+        assert [float(row["tokens_per_second"]), float(row["stderr"])] == pytest.approx([mean, stderr])
+    assert f"{statistics.fmean(rates['fox']):,.0f} \u00b1 " in said.out[said.out.index("## What they cost") :]
+    _, said = call("table_rivals", "--scale", "mini", "--methods", *chosen, "--seeds", "0", "--force")
+    assert "## The best at each length" in said.out and "p =" not in said.out and "p <" not in said.out  # of one seed
 
 
 def test_losses_at_the_end_are_those_of_the_model_on_each_text(monkeypatch):

@@ -148,7 +148,8 @@ def test_steps_alone_leave_the_cooldown_its_share(arguments, steps, warmup, cool
 OTHER = dict(
     name="other", runs_dir="elsewhere", seed=1, resume="auto", force=True, on_nonfinite="skip", timeout=60.0,
     tags=("a",), group="sweep", wandb="offline", wandb_project="other",
-    method="rope", method_options=dict(tau=3.0), length_scale=0.5, validate_as=("yarn",), vocab_size=50432,
+    method="rope", method_options=dict(tau=3.0), length_scale=0.5, validate_as=("yarn",), switch_method_at=0.5,
+    switch_method_to="rope_ntk", vocab_size=50432,
     num_layers=11, num_heads=12, model_dim=384, data_dir="data/fineweb100B", train_length=16_384, batch_tokens=262_144,
     micro_batch_tokens=65_536, steps=4577, schedule="cosine", warmup_steps=1, cooldown_steps=1000, muon_lr=0.015,
     muon_momentum=0.9, embedding_lr=0.2, head_lr=0.003, scalar_lr=0.003, adam_betas=(0.9, 0.99), adam_eps=1e-9,
@@ -159,7 +160,8 @@ OTHER = dict(
 
 
 MATHEMATICS = set("""
-    seed method method_options length_scale vocab_size num_layers num_heads model_dim train_length batch_tokens
+    seed method method_options length_scale switch_method_at switch_method_to
+    vocab_size num_layers num_heads model_dim train_length batch_tokens
     steps schedule warmup_steps cooldown_steps muon_lr muon_momentum embedding_lr head_lr scalar_lr adam_betas adam_eps
     bf16_embedding fp8_head
 """.split())
@@ -169,17 +171,22 @@ def test_every_field_is_mathematics_or_not():
     assert set(OTHER) == set(FIELDS) == MATHEMATICS | NOT_MATHEMATICS
 
 
+def other_value(field):
+    """A change of this field, and of the one without which it says nothing."""
+    return {field: OTHER[field]} | (dict(switch_method_at=0.25) if field == "switch_method_to" else {})
+
+
 @pytest.mark.parametrize("base", [Config(), preset("quickstart")], ids=["default", "quickstart"])
 @pytest.mark.parametrize("field", FIELDS)
 def test_the_hash_changes_with_mathematics_alone(field, base):
     base = dataclasses.replace(base, model_dim=1536, train_length=4096, batch_tokens=524_288, length_scale=1.0,
                                val_tokens=131_072, val_lengths=(4096, 16_384))
-    other = dataclasses.replace(base, **{field: OTHER[field]})
+    other = dataclasses.replace(base, **other_value(field))
     assert (config_hash(other) == config_hash(base)) == (field not in MATHEMATICS)
 
 
 def test_the_hashes_of_single_changes_all_differ():
-    changed = [config_hash(dataclasses.replace(Config(), **{field: OTHER[field]}))
+    changed = [config_hash(dataclasses.replace(Config(), **other_value(field)))
                for field in MATHEMATICS]
     assert len(set(changed)) == len(changed)
 
@@ -211,7 +218,8 @@ NAN, INFINITY = float("nan"), float("inf")
     *((field, value) for field in ("muon_lr", "embedding_lr", "head_lr", "scalar_lr", "adam_eps", "timeout")
       for value in (-0.1, NAN, INFINITY)),
     *(("length_scale", value) for value in (0.0, -1.0, NAN, INFINITY)),
-    ("validate_as", ("yarn", "yarn")), ("validate_as", "yarn"),
+    ("validate_as", ("yarn", "yarn")), ("validate_as", "yarn"), ("switch_method_to", "rope"),
+    *(("switch_method_at", value) for value in (-0.1, 1.0, NAN, 0.0001, 0.9999)),
     ("adam_eps", 0.0), ("timeout", 0.0), ("timeout", 1e12), ("seed", 2**63), ("keep", 10**400), ("name", "x" * 300),
     # of another type, as a config.json may have it
     ("num_heads", 2.0), ("steps", True), ("seed", "0"), ("muon_lr", "0.1"), ("force", 1), ("name", None),

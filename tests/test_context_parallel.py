@@ -28,22 +28,28 @@ HEAD_DIM, TRAIN_LENGTH, VOCAB = 16, 64, 97
 
 LEARNED = ("scale_invariant_p_rope", dict(learn_tau=True))
 DELTA = ("infini_rope", dict(segment_length=37, delta=True))
-CHANGED_SCORE = [("alibi", {}), ("scale_invariant_rope", {}), LEARNED]
+CHANGED_SCORE = [("alibi", {}), ("scale_invariant_rope", {}), LEARNED, ("kerple_log", {})]
 MEMORY = ("infini_p_rope", dict(segment_length=80))
+EXTRAS = [("fox_p_rope", {}), ("p_rope_window", dict(window=13)), ("scale_invariant_p_rope_sink", {})]
 MAIN = [*(case for case in CASES if not case[1]), LEARNED, DELTA]
+RIVALS = [("kerple_log", {}), ("kerple_power", {}), ("nape", {}), ("nope_log_beyond", {}), ("scale_invariant_pope", {})]
+RIVALS += [("stick_breaking", {})]
 
 # In float64 where the backend takes it, so that nothing hides behind rounding; the CPU's and Triton's take float32.
 ATTENTION = [(3, "blocks", torch.float64, case) for case in [*CASES, DELTA]]
 ATTENTION += [(size, "blocks", torch.float64, case) for size in (2, 4) for case in MAIN]
+ATTENTION += [(size, "blocks", torch.float64, case) for size in GROUPS for case in RIVALS]
+ATTENTION += [(2, "blocks", torch.float64, case) for case in EXTRAS]
 ATTENTION += [(3, "sdpa", torch.float64, case) for case in (("logn_p_rope", {}), DELTA)]
 if not cpu.find_problem(torch.device("cpu"), torch.float32):
     ATTENTION += [(size, "cpu", torch.float32, case) for size in GROUPS for case in (*CHANGED_SCORE, DELTA)]
+    ATTENTION += [(2, "cpu", torch.float32, case) for case in EXTRAS]
 if find_spec("triton") and not torch.cuda.is_available():  # in Triton's interpreter (conftest.py)
-    ATTENTION += [(2, "triton", torch.float32, case) for case in (LEARNED, ("alibi", {}))]
+    ATTENTION += [(2, "triton", torch.float32, case) for case in (LEARNED, ("alibi", {}), *EXTRAS)]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6}
 
 SCORE_MODS = [(size, case) for size in GROUPS for case in CHANGED_SCORE]
-MODELS = [(2 + i % 2, case) for i, case in enumerate(MAIN)]
+MODELS = [(2 + i % 2, case) for i, case in enumerate([*MAIN, *RIVALS[:2]])]
 COMPILED = [(2, case, "aot_eager") for case in (MEMORY, LEARNED)]
 INDUCTOR = [(2, LEARNED, "inductor")]
 COUNTED = [
@@ -63,20 +69,22 @@ def random_method(case, num_heads, dtype=torch.float32):
     name, options = case
     method = make_method(name, num_heads=num_heads, head_dim=HEAD_DIM, train_length=TRAIN_LENGTH, **options).to(dtype)
     for parameter in method.parameters():
-        parameter.data += 0.5 * random(num_heads, seed=1).to(dtype)
+        scale = 0.5 if parameter.ndim == 1 else 0.5 * parameter.shape[-1] ** -0.5
+        parameter.data += scale * random(*parameter.shape, seed=1).to(dtype)
     return method
 
 
 def attention(size, backend, dtype, case, group=None):
-    """The output, and the gradients of q, k, v and of what the method learns."""
+    """The output, and the gradients of q, k, v, of the layer's input and of what the method learns."""
     num_heads, length = INTERPRETED if backend == "triton" else SHAPE[size]
     method = random_method(case, num_heads, dtype)
     q, k, v, dout = own_tokens(random(4, 2, num_heads, length, HEAD_DIM, seed=0).to(dtype), 3, group)
-    inputs = [q.requires_grad_(), k.requires_grad_(), v.requires_grad_()]
+    x = own_tokens(random(2, 1, length, num_heads * HEAD_DIM, seed=2).to(dtype), 2, group)  # tokens where q has them
+    inputs = [tensor.requires_grad_() for tensor in (q, k, v, x)]
     plan = make_plan(method, length, length, dtype=dtype, backend=backend, context=group)
-    output = attend(method, *inputs, plan=plan)
-    gradients = torch.autograd.grad(output, [*inputs, *method.parameters()], dout)
-    return [output.detach(), *gradients[:3]], list(gradients[3:])
+    output = attend(method, q, k, v, x=x.squeeze(1), plan=plan)
+    gradients = torch.autograd.grad(output, [*inputs, *method.parameters()], dout, materialize_grads=True)
+    return [output.detach(), *gradients[:4]], list(gradients[4:])
 
 
 def score_mod(size, case, group=None):

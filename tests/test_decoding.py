@@ -16,6 +16,10 @@ from model.methods.base import Replacement
 VOCAB, TRAIN_LENGTH, STEPS = 97, 16, 23
 
 CASES = [(name, {}) for name in METHODS] + [
+    ("rope_window", dict(window=7)),
+    ("p_rope_window", dict(window=1)),
+    ("fox,rope_window", dict(window=9)),
+    ("infini_p_rope,scale_invariant_nope", dict(segment_length=7)),
     ("rope_ntk", dict(factor=3.0)),
     ("logn_p_rope", dict(context="length")),
     ("logn_ntk", dict(context="length")),

@@ -400,7 +400,7 @@ def test_forward_and_backward_repeat_bit_by_bit():
 
 # arguments: arch, dtype, head_dim, method, options
 COMPILE = """
-import re, sys, torch, triton
+import dataclasses, re, sys, torch, triton
 from model.kernels.distance import make_coefficients
 from model.methods import make_method
 from scripts.bench.kernel_code import compile_launch, kernel_launches
@@ -408,10 +408,12 @@ from scripts.bench.kernel_code import compile_launch, kernel_launches
 binaries, compile = [], triton.compile
 triton.compile = lambda *args, **options: binaries.append(compile(*args, **options)) or binaries[-1]
 arch, dtype, head_dim, name, options = eval(sys.argv[1], vars(torch))
-change = make_method(name, num_heads=2, head_dim=head_dim, train_length=64, **options).score_change
-coefficients = make_coefficients(change, 2, head_dim, 300, 0, dtype, "cpu", 1.1 * head_dim)
+method = make_method(name, num_heads=2, head_dim=head_dim, train_length=64, **options)
+coefficients = make_coefficients(method.score_change, 2, head_dim, 300, 0, dtype, "cpu", 1.1 * head_dim)
+coefficients = dataclasses.replace(coefficients, window=method.window and method.window.window)
+key_bias = method.key_bias and torch.zeros(1, 2, 300)
 inputs = torch.zeros(4, 1, 2, 300, head_dim, dtype=dtype)
-for role, launch in kernel_launches(inputs, coefficients, arch=arch).items():
+for role, launch in kernel_launches(inputs, coefficients, arch=arch, key_bias=key_bias).items():
     if role != "delta":
         spills = [loop["spills"] for loop in compile_launch(launch, arch)["loops"]]
         ptx = binaries[-1].asm["ptx"]
@@ -425,6 +427,8 @@ for role, launch in kernel_launches(inputs, coefficients, arch=arch).items():
     "80, float32, 20, 'scale_invariant_nope', {'learn_tau': True}",
     "80, float16, 64, 'alibi', {}",
     "90, bfloat16, 128, 'scale_invariant_nope', {}",
+    "90, bfloat16, 128, 'fox_scale_invariant', {}",
+    "90, bfloat16, 128, 'rope_window', {'window': 130}",
 ])
 def test_the_kernels_compile_for_gpus_without_atomics_or_spills(case):
     """Spills: less than one instruction a logit, of 10 to 25 of all kinds; versions of Triton differ in them."""
@@ -581,11 +585,11 @@ def test_opcheck(learn_tau, small):
     method = learned_method(2) if learn_tau else make("scale_invariant_nope", 2)
     made = make_coefficients(method.to(DEVICE).score_change, 2, 16, 20, 0, torch.float32, DEVICE)
     inputs = [x.to(DEVICE).detach().requires_grad_() for x in cast(random_inputs(2, 20, 16), torch.float32)]
-    functions = made.table, made.polynomials, made.tangent, list(made.degrees), made.far, made.line, 0
-    torch.library.opcheck(flash.forward_op, (*inputs, made.parameter, *functions))
-    output, lse = flash.forward_op(*inputs, made.parameter, *functions)
+    functions = made.table, made.polynomials, made.tangent, list(made.degrees), made.far, made.line, 0, 0
+    torch.library.opcheck(flash.forward_op, (*inputs, made.parameter, None, None, *functions))
+    output, lse = flash.forward_op(*inputs, made.parameter, None, None, *functions)
     arguments = [x.detach() for x in (torch.ones_like(output), *inputs, output, lse)]
-    torch.library.opcheck(flash.backward_op, (*arguments, *functions))
+    torch.library.opcheck(flash.backward_op, (*arguments, None, None, *functions))
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

@@ -339,7 +339,7 @@ def test_score_changes_follow_one_another(monkeypatch, mechanisms, backend):
     ((RoPE, PRoPE), "RoPE and PRoPE.*one Rotation"),
     ((LogN, PRoPE, LogN), "LogN.*LogN"),
     ((Infini, RoPE, Infini), "Infini.*Infini"),
-    ((RoPE, torch.nn.Linear), "none of Rotation, QueryScale, ScoreChange, Replacement"),
+    ((RoPE, torch.nn.Linear), "none of Rotation, QueryScale, ScoreChange, KeyBias, Window, Sink"),
     ((ScaleInvariant, ScaleInvariant), "share the option.*tau"),
 ])
 def test_mechanisms_that_do_not_go_together_are_refused(monkeypatch, mechanisms, words):

@@ -40,6 +40,7 @@ GOOD = dict(
     on_nonfinite=one_of("stop", "skip"), timeout=one_of(600, 1, 0.001, 1e6), tags=one_of((), ("a", "b c"), ("x" * 64,)),
     group=one_of("", "sweep", "a/b"), wandb=st.just("off"), wandb_project=one_of("p", ""),
     method=one_of(*NAMES), validate_as=one_of((), (), (), (), ("yarn",), ("rope_ntk", "yarn"), ("logn_ntk",)),
+    switch_method_at=one_of(0, 0, 0, 0, 0, 0.5), switch_method_to=st.just("nope"),
     length_scale=one_of(1.0, 0.0625, 1e-9, 1e9), vocab_size=st.integers(64, 100),
     num_layers=st.integers(1, 3), data_dir=st.just("data"), micro_batch_tokens=st.integers(1, 300),
     steps=one_of(2, 2, 2, 1, 3), schedule=one_of("constant_linear", "cosine", "trapezoid"),

@@ -73,7 +73,7 @@ def write_study(runs_dir, item, scale="mini", **options):
         losses, others = drawn[methods[0]], {method: drawn[method] for method in methods[1:]}
         steps = [s * run.config.steps // 4 for s in range(5)]
         write_run(runs_dir, run, losses, steps=steps, others=others, **options)
-        shown = {series_label(run.config.method, run.config.method_options): losses} | others
+        shown = {series_label(run.config): losses} | others
         values |= {(name, run.config.seed, n): x for name, theirs in shown.items() for n, x in theirs.items()}
     return values
 

@@ -580,7 +580,7 @@ WRONG = {  # fields, and what the error must say
     "data folder": (dict(data_dir="nowhere"), "`python -m data.text FILES... --tokenizer gpt2 --out nowhere`"),
     "no FineWeb": (dict(data_dir="no/fineweb10B", steps=10**6), "`python -m data.fineweb 10B --shards 2 --out no/"),
     "vocabulary": (dict(vocab_size=32), "set it to at least 64"),
-    "method": (dict(method="scale_invariant"), "did you mean scale_invariant_"),
+    "method": (dict(method="scale_invarient_rope"), "did you mean scale_invariant_rope"),
     "method option": (dict(method="rope", method_options=("bass", 2)), "did you mean base"),
     "field": (dict(muon_rl=0.1), "unknown field --muon_rl; did you mean --muon_lr"),
     "preset": (dict(preset="quickstrat"), "did you mean quickstart?"),

@@ -6,7 +6,8 @@ import pytest
 
 from configs.config import Config
 from configs.presets import PRESETS, preset
-from configs.validation import validation_plan, validation_share
+from configs.validation import validation_plan
+from runtime.flops import attention_flops_per_token, forward_flops_per_token, validation_share
 from scripts.shared.run_files import val_tokens
 
 FULL = 10_485_760
@@ -69,6 +70,20 @@ def test_share_of_the_training_flops():
     others = forward[16_384] + forward[65_536]
     expected = (38 * forward[4096] + (10 / 4 + 1) * others) * FULL / training
     assert validation_share(fast(config)) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 256])
+def test_flops_of_windows_and_gates(length):
+    """Of windows, those of the pairs that are seen, counted one by one; of gates, those of their matrices."""
+    full = preset("mini")
+    windowed = dataclasses.replace(full, num_layers=5, method="rope_window,rope", method_options=dict(window=32))
+    seen = [sum(i - j < window for i in range(length) for j in range(i + 1)) for window in (32, length)]
+    expected = 4 * full.model_dim * (3 * seen[0] + 2 * seen[1]) // length
+    assert attention_flops_per_token(windowed, length) == expected
+    rest = forward_flops_per_token(full, length) - attention_flops_per_token(full, length)
+    gated = dataclasses.replace(full, method="p_rope_gate")
+    more = 2 * full.num_layers * full.model_dim**2
+    assert forward_flops_per_token(gated, length) - attention_flops_per_token(gated, length) == rest + more
 
 
 def test_the_share_counts_other_methods_beyond_the_training_length():

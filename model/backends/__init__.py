@@ -1,8 +1,8 @@
 """The ways to compute causal attention over L = a_t S + m_t, by name. To add one: a file here, and a line in BACKENDS.
 
     backend      computes                               used for
-    sdpa         torch's fused causal attention         methods that leave the score alone (LogN is in q), on CUDA
-    triton       our kernel, model/kernels/flash.py     methods that change the score, on CUDA
+    sdpa         torch's fused causal attention         methods that leave the logits alone (LogN is in q), on CUDA
+    triton       our kernel, model/kernels/flash.py     methods that change the logits, on CUDA
     flex_flash   FlexAttention by FlashAttention-4      the same, where the kernel cannot run, on Hopper and Blackwell
     flex         FlexAttention, compiled                the same, where neither can run; no gradients on a CPU
     cpu          our kernel, model/kernels/cpu.py       everything on a CPU, in float32
@@ -13,6 +13,9 @@ Each file has three functions:
     find_problem(method, device, dtype)       why it cannot run this method there, or None
     prepare(score_change, call, earlier)      a_t and m_t in its own form, for a call of this shape (base.py)
     run(q, k, v, *, q_offset=0, prepared)     the output (B, H, Tq, D) of q (B, H, Tq, D) and k, v (B, H, Tk, D)
+
+`run` takes key_bias (B, H, Tk) too, which is added to the logits, and sink (H,), a logit without a value, if
+find_problem lets methods with them pass; `prepare` finds the window, of as many tokens, in the call.
 
 `prepare` is called once a length. Where a_t and m_t are learned, that is without a score change, and then again with it
 in every layer and pass: it is differentiable in what is learned, and keeps of what was prepared earlier what serves all

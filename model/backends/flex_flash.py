@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from model.backends import flex
-from model.backends.base import Call
+from model.backends.base import Call, find_unsupported
 from model.backends.triton import check_kernel
 from model.context import local_shard
 from model.kernels.distance import learned_parameters, one_function_is_enough
@@ -31,14 +31,16 @@ run = flex.run
 def find_problem(method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
     if reason := flex.find_problem(method, device, dtype):
         return reason
+    if reason := find_unsupported(method, ("window",)):  # it has no gradients of what a score_mod captures, or of sums
+        return reason
     if device.type != "cuda":
         return f"it runs on CUDA, not on {device}"
     if torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] not in GPUS:
         return "it needs a Hopper or Blackwell GPU of compute capability 9 to 11"
     if dtype not in DTYPES:
         return f"it takes float16 and bfloat16, not {dtype}"
-    if method.head_dim not in HEAD_DIMS:
-        return f"it covers head dimensions from 16 to 128 that are multiples of 8, not {method.head_dim}"
+    if method.vector_dim not in HEAD_DIMS:
+        return f"it covers head dimensions from 16 to 128 that are multiples of 8, not {method.vector_dim}"
     if learned_parameters(method.score_change):
         return f"it has no gradient of what changes the score, and {method.name} learns that"
     return None if is_installed() else "the package flash-attn-4 is not installed (docs/kernels.md)"
@@ -56,7 +58,7 @@ def prepare(score_change: ScoreChange | None, call: Call, earlier: dict | None =
     from model.kernels.flex import causal_block_mask
 
     shape = call.query_length, call.key_length, call.q_offset
-    block_mask = causal_block_mask(*shape, call.device, query_block(call.device))
+    block_mask = causal_block_mask(*shape, call.device, query_block(call.device), call.window)
     score_mod = make_score_mod(score_change, call)
     return dict(score_mod=score_mod, block_mask=block_mask, kernel_options=dict(BACKEND="FLASH"))
 

@@ -5,14 +5,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from model.backends.base import Call
+from model.backends.base import Call, find_unsupported
 from model.methods.base import Method, ScoreChange
 
 ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def find_problem(method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
-    return f"{method.name} changes the attention score" if method.score_change is not None else None
+    if method.score_change is not None:
+        return f"{method.name} changes the attention score"
+    return find_unsupported(method)
 
 
 def prepare(score_change: ScoreChange | None, call: Call, earlier: None = None) -> None:

@@ -2,7 +2,9 @@
 // tiles that fit a core's cache (FlashAttention-2, Dao 2023, arXiv 2307.08691). float32; the matrix products are those
 // of the BLAS that PyTorch brings. Called by cpu.py.
 //
-// A and M are tables turned round, A[length - 1 - t], so that they are read forwards along a row of keys.
+// A and M are tables turned round, A[length - 1 - t], so that they are read forwards along a row of keys. The keys'
+// biases are added to the logits in code of their own (BIASED), so that without them nothing is. A window leaves out
+// keys; a sink is what a row's running sum begins with.
 
 #include <vector>
 
@@ -20,43 +22,47 @@ void multiply(const Call& call, const char* ta, const char* tb, int64_t m, int64
     reinterpret_cast<Gemm>(call.gemm)(tb, ta, &N, &M, &K, &alpha, b, &LDB, a, &LDA, &beta, out, &LDOUT);
 }
 
+template <bool BIASED>
 void forward_tile(const Head& head, int64_t start, std::vector<float>& scratch) {
     const Call& c = head.call;
     const int64_t rows = std::min(c.tile_queries, c.queries - start), width = c.tile_keys;
     float *S = scratch.data(), *peak = S + c.tile_queries * width, *total = peak + c.tile_queries;
-    std::fill_n(peak, rows, -INFINITY);
-    std::fill_n(total, rows, 0.0f);
-    const int64_t end = c.q_offset + start + rows;
-    for (int64_t j = 0; j < end; j += width) {
+    head.begin_rows(start, rows, peak, total);
+    const int64_t first = head.first_key(start), end = c.q_offset + start + rows;
+    for (int64_t j = first; j < end; j += width) {
         const int64_t keys = std::min(width, end - j);
         multiply(c, "N", "T", rows, keys, c.dim, 1, head.row<float>(c.q, start), c.q.token, head.row<float>(c.k, j),
                  c.k.token, 0, S, width);
         for (int64_t i = 0; i < rows; ++i) {
-            const int64_t seen = head.visible(start + i, j, keys);
-            float* s = S + i * width;
-            const float *A = head.A + head.entry(start + i, j), *M = head.M + head.entry(start + i, j);
+            const int64_t hidden = head.hidden(start + i, j, keys), seen = head.visible(start + i, j, keys) - hidden;
+            const int64_t entry = head.entry(start + i, j) + hidden;
+            float *row = S + i * width, *s = row + hidden;
+            const float *A = head.A + entry, *M = head.M + entry;
+            const float *bias = head.bias + j + hidden, own = head.own_bias(start + i);
             float top = peak[i];
 #pragma omp simd reduction(max : top)
             for (int64_t x = 0; x < seen; ++x) {
                 s[x] = A[x] * s[x] + M[x];
+                if constexpr (BIASED) s[x] += LOG2E * (bias[x] - own);
                 top = s[x] > top ? s[x] : top;
             }
-            const float shrink = j == 0 ? 0.0f : std::exp2(peak[i] - top);
+            const float shrink = peak[i] == -INFINITY ? 0.0f : std::exp2(peak[i] - top);
             float sum = 0;
 #pragma omp simd reduction(+ : sum)
             for (int64_t x = 0; x < seen; ++x) {
                 s[x] = exp2_of_negative(s[x] - top);
                 sum += s[x];
             }
-            std::fill(s + seen, s + keys, 0.0f);
+            std::fill(row, s, 0.0f);
+            std::fill(s + seen, row + keys, 0.0f);
             total[i] = total[i] * shrink + sum;
             peak[i] = top;
-            if (j > 0 && shrink != 1.0f) {
+            if (j > first && shrink != 1.0f) {
                 float* o = head.row<float>(c.o, start + i);
                 for (int64_t d = 0; d < c.dim; ++d) o[d] *= shrink;
             }
         }
-        multiply(c, "N", "N", rows, c.dim, keys, 1, S, width, head.row<float>(c.v, j), c.v.token, j > 0,
+        multiply(c, "N", "N", rows, c.dim, keys, 1, S, width, head.row<float>(c.v, j), c.v.token, j > first,
                  head.row<float>(c.o, start), c.o.token);
     }
     for (int64_t i = 0; i < rows; ++i) {
@@ -67,45 +73,66 @@ void forward_tile(const Head& head, int64_t start, std::vector<float>& scratch) 
 }
 
 // The keys j .. j + width - 1: their dk and dv, and their part in dq.
-void backward_tile(const Head& head, int64_t j, const Matrix& dq, float* dA, std::vector<float>& scratch) {
+template <bool BIASED>
+void backward_tile(const Head& head, int64_t j, const Matrix& dq, float* dA, float* dlogits,
+                   std::vector<float>& scratch) {
     const Call& c = head.call;
     const int64_t width = c.tile_keys, keys = std::min(width, c.keys - j);
     float *P = scratch.data(), *dS = P + c.tile_queries * width;
     float* dM = dA ? dA + c.keys : nullptr;
     const int64_t first = std::max<int64_t>(j - c.q_offset, 0) / c.tile_queries * c.tile_queries;
-    for (int64_t start = first; start < c.queries; start += c.tile_queries) {
+    for (int64_t start = first; start < head.last_query(j + keys - 1); start += c.tile_queries) {
         const int64_t rows = std::min(c.tile_queries, c.queries - start);
+        const int64_t from = std::max(j, head.first_key(start)), end = std::min(j + keys, c.q_offset + start + rows);
+        const int64_t used = end - from;  // keys that any of these queries sees
+        if (used <= 0) break;             // none of the last queries does
         const float *q = head.row<float>(c.q, start), *dout = head.row<float>(c.dout, start);
-        const float *k = head.row<float>(c.k, j), *v = head.row<float>(c.v, j);
-        const int64_t used = std::min(keys, c.q_offset + start + rows - j);  // keys that any of these queries sees
+        const float *k = head.row<float>(c.k, from), *v = head.row<float>(c.v, from);
         multiply(c, "N", "T", rows, used, c.dim, 1, q, c.q.token, k, c.k.token, 0, P, width);
         multiply(c, "N", "T", rows, used, c.dim, 1, dout, c.dout.token, v, c.v.token, 0, dS, width);
         for (int64_t i = 0; i < rows; ++i) {
-            const int64_t seen = head.visible(start + i, j, used), entry = head.entry(start + i, j);
-            const float *A = head.A + entry, *M = head.M + entry;
+            const int64_t seen = head.visible(start + i, from, used), hidden = head.hidden(start + i, from, used);
+            const int64_t entry = head.entry(start + i, from);
+            const float *A = head.A + entry, *M = head.M + entry, *bias = head.bias + from;
+            float* dbias = c.dbias + head.n * c.keys + from;
             float *p = P + i * width, *ds = dS + i * width;
             const float lse = c.lse[head.n * c.queries + start + i], delta = c.delta[head.n * c.queries + start + i];
+            const float own = head.own_bias(start + i);
+            float sum = 0;
             if (dA) {
-#pragma omp simd
-                for (int64_t x = 0; x < seen; ++x) {
+#pragma omp simd reduction(+ : sum)
+                for (int64_t x = hidden; x < seen; ++x) {
                     const float s = p[x];
-                    p[x] = exp2_of_negative(A[x] * s + M[x] - lse);
+                    float logit = A[x] * s + M[x];
+                    if constexpr (BIASED) logit += LOG2E * (bias[x] - own);
+                    p[x] = exp2_of_negative(logit - lse);
                     const float dL = p[x] * (ds[x] - delta);
                     ds[x] = dL * A[x];
+                    if constexpr (BIASED) dbias[x] += dL;
+                    if constexpr (BIASED) sum += dL;
                     dA[entry + x] += LN2 * s * dL;
                     dM[entry + x] += LN2 * dL;
                 }
             } else {
-#pragma omp simd
-                for (int64_t x = 0; x < seen; ++x) {
-                    p[x] = exp2_of_negative(A[x] * p[x] + M[x] - lse);
-                    ds[x] = p[x] * (ds[x] - delta) * A[x];
+#pragma omp simd reduction(+ : sum)
+                for (int64_t x = hidden; x < seen; ++x) {
+                    float logit = A[x] * p[x] + M[x];
+                    if constexpr (BIASED) logit += LOG2E * (bias[x] - own);
+                    p[x] = exp2_of_negative(logit - lse);
+                    const float dL = p[x] * (ds[x] - delta);
+                    ds[x] = dL * A[x];
+                    if constexpr (BIASED) dbias[x] += dL;
+                    if constexpr (BIASED) sum += dL;
                 }
             }
+            if constexpr (BIASED) dlogits[start + i] += sum;
+            std::fill(p, p + hidden, 0.0f);
+            std::fill(ds, ds + hidden, 0.0f);
             std::fill(p + seen, p + used, 0.0f);
             std::fill(ds + seen, ds + used, 0.0f);
         }
-        float *dk = head.row<float>(c.dk, j), *dv = head.row<float>(c.dv, j), *dq_rows = head.row<float>(dq, start);
+        float *dk = head.row<float>(c.dk, from), *dv = head.row<float>(c.dv, from);
+        float* dq_rows = head.row<float>(dq, start);
         multiply(c, "T", "N", used, c.dim, rows, 1, P, width, dout, c.dout.token, 1, dv, c.dv.token);
         multiply(c, "T", "N", used, c.dim, rows, LN2, dS, width, q, c.q.token, 1, dk, c.dk.token);
         multiply(c, "N", "N", rows, c.dim, used, LN2, dS, width, k, c.k.token, 1, dq_rows, dq.token);
@@ -118,18 +145,20 @@ extern "C" {
 
 void forward(const Call* call) {
     const int64_t tiles = (call->queries + call->tile_queries - 1) / call->tile_queries;
+    const auto run_tile = call->bias ? forward_tile<true> : forward_tile<false>;
 #pragma omp parallel
     {
         std::vector<float> scratch(call->tile_queries * (call->tile_keys + 2));
 #pragma omp for schedule(dynamic)
         for (int64_t item = 0; item < call->batch * call->heads * tiles; ++item)  // the longest rows first
-            forward_tile(Head(*call, item / tiles), (tiles - 1 - item % tiles) * call->tile_queries, scratch);
+            run_tile(Head(*call, item / tiles), (tiles - 1 - item % tiles) * call->tile_queries, scratch);
     }
 }
 
 // dq, dk, dv start at 0; dq holds `parts` copies one after another, each of which gets every parts-th tile of keys.
 void backward(const Call* call) {
     const int64_t heads = call->batch * call->heads;
+    const auto run_tile = call->bias ? backward_tile<true> : backward_tile<false>;
 #pragma omp parallel
     {
         std::vector<float> scratch(2 * call->tile_queries * call->tile_keys);
@@ -140,8 +169,9 @@ void backward(const Call* call) {
             Matrix dq = call->dq;
             dq.data = static_cast<float*>(dq.data) + part * call->batch * dq.batch;
             float* dA = call->dtables ? call->dtables + (part * heads + n) * 2 * call->keys : nullptr;
+            float* dlogits = call->dlogits + (part * heads + n) * call->queries;
             for (int64_t j = part * call->tile_keys; j < call->keys; j += call->parts * call->tile_keys)
-                backward_tile(head, j, dq, dA, scratch);
+                run_tile(head, j, dq, dA, dlogits, scratch);
         }
     }
 }

@@ -19,7 +19,11 @@ struct Call {
     float* delta;    // the same
     float* tables;   // (2, table_heads, keys): A and M
     float* dtables;  // (parts, batch, heads, 2, keys) to add to, or null
-    int64_t batch, heads, table_heads, queries, keys, dim, q_offset, parts, tile_queries, tile_keys;
+    float* bias;     // (batch, heads, keys), added to the logits, or null
+    float* dbias;    // the same, to add to
+    float* dlogits;  // (parts, batch, heads, queries), to which the sums of rows of the logits' gradients are added
+    float* sink;     // (heads), a logit that each row has besides, or null
+    int64_t batch, heads, table_heads, queries, keys, dim, q_offset, window, parts, tile_queries, tile_keys;
 };
 
 namespace {
@@ -65,11 +69,12 @@ inline float from_bfloat16(uint16_t half) {
 struct Head {  // one head of one sequence
     const Call& call;
     int64_t n;
-    const float *A, *M;
+    const float *A, *M, *bias;
     Head(const Call& call, int64_t n) : call(call), n(n) {
         const int64_t head = call.table_heads > 1 ? n % call.heads : 0;
         A = call.tables + head * call.keys;
         M = A + call.table_heads * call.keys;
+        bias = call.bias ? call.bias + n * call.keys : nullptr;
     }
     template <class T>
     T* row(const Matrix& x, int64_t token) const {
@@ -80,6 +85,24 @@ struct Head {  // one head of one sequence
     // Keys from j on, of `count`, that query i sees.
     int64_t visible(int64_t i, int64_t j, int64_t count) const {
         return std::clamp<int64_t>(call.q_offset + i - j + 1, 0, count);
+    }
+    // And how many of them the window hides, from the first on.
+    int64_t hidden(int64_t i, int64_t j, int64_t count) const { return visible(i - call.window, j, count); }
+    // The first key that query i sees; behind the last query that sees key j.
+    int64_t first_key(int64_t i) const { return std::max<int64_t>(call.q_offset + i - call.window + 1, 0); }
+    int64_t last_query(int64_t j) const {
+        return std::clamp<int64_t>(j + call.window - call.q_offset, 0, call.queries);
+    }
+    // The bias of query i's own key, which is taken from those of all keys: the softmax does not see it, and the others
+    // are small where they count, however large the biases have become. So the log-sum-exp is without it.
+    float own_bias(int64_t i) const { return bias ? bias[call.q_offset + i] : 0.0f; }
+    // What the online softmax of the rows from `start` on begins with: a sink, or nothing.
+    void begin_rows(int64_t start, int64_t rows, float* peak, float* total) const {
+        const float* sink = call.sink ? call.sink + n % call.heads : nullptr;
+        for (int64_t i = 0; i < rows; ++i) {
+            peak[i] = sink ? LOG2E * (*sink - own_bias(start + i)) : -INFINITY;
+            total[i] = sink ? 1.0f : 0.0f;
+        }
     }
 };
 

@@ -1,4 +1,4 @@
-"""Attention over L = a_t S + m_t on a CPU, and the head's cross-entropy, in C++ that is compiled on first use.
+"""Attention over L = a_t S + m_t + b_j on a CPU, and the head's cross-entropy, in C++ that is compiled on first use.
 
 float32 (cpu.cpp), and bfloat16 where the processor multiplies it (cpu_bfloat16.cpp). It needs a compiler with OpenMP,
 as torch.compile does, and a PyTorch whose BLAS can be called from outside; find_problem says what is missing, and then
@@ -8,6 +8,7 @@ plain PyTorch runs (model/backends/blocks.py, model/loss.py).
 import ctypes
 import functools
 import hashlib
+import math
 import os
 import shutil
 import subprocess
@@ -47,8 +48,9 @@ class Arguments(ctypes.Structure):
         ("release", ctypes.c_void_p),
         *((name, Matrix) for name in MATRICES),
         *((name, ctypes.c_void_p) for name in ("lse", "delta", "tables", "dtables")),
+        *((name, ctypes.c_void_p) for name in ("bias", "dbias", "dlogits", "sink")),
         *((name, ctypes.c_int64) for name in ("batch", "heads", "table_heads", "queries", "keys", "dim")),
-        *((name, ctypes.c_int64) for name in ("q_offset", "parts", "tile_queries", "tile_keys")),
+        *((name, ctypes.c_int64) for name in ("q_offset", "window", "parts", "tile_queries", "tile_keys")),
     ]
 
 
@@ -160,15 +162,24 @@ def make_tables(change: ScoreChange | None, num_heads: int, head_dim: int, key_l
     return to_bits(a, m, distance, head_dim).float().contiguous()
 
 
-def cpu_attention(q: Tensor, k: Tensor, v: Tensor, tables: Tensor, *, q_offset: int = 0) -> Tensor:
-    """Return causal attention (B, H, Tq, D) over a_t S + m_t, tables coming from make_tables for these keys.
+def cpu_attention(
+    q: Tensor, k: Tensor, v: Tensor, tables: Tensor, *,
+    q_offset: int = 0, window: int | None = None, key_bias: Tensor | None = None, sink: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Return causal attention (B, H, Tq, D) over a_t S + m_t + b_j, tables coming from make_tables for these keys.
 
-    q (B, H, Tq, D), k and v (B, H, Tk, D), float32 or bfloat16; query i is at position q_offset + i, key j at
-    j.
+    q (B, H, Tq, D), k and v (B, H, Tk, D), float32 or bfloat16; query i is at position q_offset + i, key j at j. Keys
+    at a distance of `window` or more are hidden. key_bias (B, H, Tk), the b_j, and sink (H,), a logit without a value
+    that each row has besides, are float32.
     """
-    assert q.dtype == k.dtype == v.dtype and tables.dtype == torch.float32 and tables.shape[2] == k.shape[2]
-    assert 0 <= q_offset <= k.shape[2] - q.shape[2]
-    return forward_op(*map(blas_layout, (q, k, v)), tables, q_offset)[0]
+    B, H, Tk, _ = k.shape
+    assert q.dtype == k.dtype == v.dtype and tables.dtype == torch.float32 and tables.shape[2] == Tk
+    assert 0 <= q_offset <= Tk - q.shape[2] and (window is None or window >= 1)
+    assert key_bias is None or (key_bias.dtype, key_bias.shape) == (torch.float32, (B, H, Tk))
+    assert sink is None or (sink.dtype, sink.shape) == (torch.float32, (H,))
+    key_bias, sink = (x if x is None else x.contiguous() for x in (key_bias, sink))
+    window = Tk if window is None else min(window, Tk)
+    return forward_op(*map(blas_layout, (q, k, v)), tables, key_bias, sink, q_offset, window)[0]
 
 
 def blas_layout(x: Tensor) -> Tensor:
@@ -180,7 +191,7 @@ def query_tile(queries: int) -> int:
     return TILE_OF_FEW if queries <= FEW else TILE[0]
 
 
-def call_library(function: str, q_offset: int, parts: int = 1, **tensors: Tensor | None):
+def call_library(function: str, q_offset: int, window: int, parts: int = 1, **tensors: Tensor | None):
     """Call a function of the library with these tensors, by the names of their fields in Arguments."""
     kernel, reason = load_library()
     assert kernel is not None, reason
@@ -189,7 +200,7 @@ def call_library(function: str, q_offset: int, parts: int = 1, **tensors: Tensor
     call = Arguments(
         gemm=kernel.brgemm if half else kernel.gemm, release=kernel.brgemm_release,
         batch=q.shape[0], heads=q.shape[1], table_heads=tables.shape[1], queries=q.shape[2],
-        keys=k.shape[2], dim=q.shape[3], q_offset=q_offset, parts=parts,
+        keys=k.shape[2], dim=q.shape[3], q_offset=q_offset, window=window, parts=parts,
         tile_queries=query_tile(q.shape[2]), tile_keys=TILE[1],
     )  # fmt: skip
     for name, x in tensors.items():
@@ -203,60 +214,86 @@ def call_library(function: str, q_offset: int, parts: int = 1, **tensors: Tensor
 
 
 @torch.library.custom_op("scale_invariant::cpu_forward", mutates_args=())
-def forward_op(q: Tensor, k: Tensor, v: Tensor, tables: Tensor, q_offset: int) -> tuple[Tensor, Tensor]:
+def forward_op(
+    q: Tensor, k: Tensor, v: Tensor, tables: Tensor, key_bias: Tensor | None, sink: Tensor | None,
+    q_offset: int, window: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the output and, in bits, the logarithm of what it was divided by, without the bias of the query's own key:
+    (B, H, Tq), which is for the backward pass and has no gradient."""
     o, lse = heads_last(q, torch.empty), torch.empty(q.shape[:3])
-    call_library("forward", q_offset, q=q, k=k, v=v, o=o, lse=lse, tables=tables)
+    call_library("forward", q_offset, window, q=q, k=k, v=v, o=o, lse=lse, tables=tables, bias=key_bias, sink=sink)
     return o, lse
 
 
 @forward_op.register_fake
-def _(q, k, v, tables, q_offset):
+def _(q, k, v, tables, key_bias, sink, q_offset, window):
     return heads_last(q, q.new_empty), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.custom_op("scale_invariant::cpu_backward", mutates_args=())
 def backward_op(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, tables: Tensor, q_offset: int, learned: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, tables: Tensor, key_bias: Tensor | None,
+    sink: Tensor | None, q_offset: int, window: int, learned: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of q, k, v, the tables, key_bias and sink; empty for tables that are not learned, and for
+    what is not there."""
     dout = blas_layout(dout)
     B, H, Tq, D = q.shape
     threads, tiles = torch.get_num_threads(), -(-k.shape[2] // TILE[1])
     parts = 1 if B * H % threads == 0 or B * H >= 4 * threads else min(threads, tiles)
     dtables = torch.zeros(parts * B, H, 2, k.shape[2]) if learned else None
-    common = dict(q=q, k=k, v=v, o=o, dout=dout, lse=lse, dtables=dtables)
+    dbias = torch.zeros(0 if key_bias is None else key_bias.shape)
+    dlogits = torch.zeros(0 if key_bias is None else (parts, *lse.shape))
+    delta = torch.empty_like(lse) if q.dtype == torch.bfloat16 else (dout * o).sum(dim=-1)
+    common = dict(
+        q=q, k=k, v=v, o=o, dout=dout, lse=lse, delta=delta, dtables=dtables, bias=key_bias, dbias=dbias,
+        dlogits=dlogits,
+    )  # fmt: skip
     if q.dtype == torch.bfloat16:  # it reads the tables from distance 0 on, and writes whole gradients
         dq, dk, dv = (heads_last(x, torch.empty) for x in (q, k, v))
-        gradients = dict(dq=dq, dk=dk, dv=dv, delta=torch.empty_like(lse))
-        call_library("backward", q_offset, parts, **common, **gradients, tables=tables.flip(2))
+        call_library("backward", q_offset, window, parts, **common, dq=dq, dk=dk, dv=dv, tables=tables.flip(2))
         dtables = dtables.flip(3) if learned else None
     else:
         dk, dv = heads_last(k, torch.zeros), heads_last(v, torch.zeros)
         dq = torch.zeros(parts, B, Tq, H, D).transpose(2, 3)
-        gradients = dict(dq=dq[0], dk=dk, dv=dv, delta=(dout * o).sum(dim=-1))
-        call_library("backward", q_offset, parts, **common, **gradients, tables=tables)
+        call_library("backward", q_offset, window, parts, **common, dq=dq[0], dk=dk, dv=dv, tables=tables)
         dq = dq[0] if parts == 1 else dq.sum(dim=0)
+    own = slice(q_offset, q_offset + Tq)  # of each query its own key
+    dsink = torch.empty(0)
+    if sink is not None:
+        own_bias = 0 if key_bias is None else key_bias[:, :, own]
+        weight = torch.exp2((sink.unsqueeze(-1) - own_bias) / math.log(2) - lse)  # in each row, (B, H, Tq)
+        of_rows = -weight * delta  # as its value is 0
+        dsink = of_rows.sum(dim=(0, 2))
+    if key_bias is not None:
+        # The gradients of a row's logits sum up to 0 but for the rounding of the output, in delta. Own biases are taken
+        # from the logits, so they get these sums: else what adds up biases, as forgetting attention does, would add up
+        # that rounding.
+        dbias[:, :, own] -= dlogits.sum(dim=0) if sink is None else dlogits.sum(dim=0) + of_rows
     if not learned:
-        return dq, dk, dv, torch.empty(0)
+        return dq, dk, dv, torch.empty(0), dbias, dsink
     dtables = dtables.sum(dim=0).transpose(0, 1)  # (2, H, Tk)
-    return dq, dk, dv, dtables.contiguous() if tables.shape[1] > 1 else dtables.sum(dim=1, keepdim=True)
+    dtables = dtables.contiguous() if tables.shape[1] > 1 else dtables.sum(dim=1, keepdim=True)
+    return dq, dk, dv, dtables, dbias, dsink
 
 
 @backward_op.register_fake
-def _(dout, q, k, v, o, lse, tables, q_offset, learned):
-    dk, dv = heads_last(k, k.new_empty), heads_last(k, k.new_empty)
-    return heads_last(q, q.new_empty), dk, dv, tables.new_empty(tables.shape if learned else (0,))
+def _(dout, q, k, v, o, lse, tables, key_bias, sink, q_offset, window, learned):
+    dq, dk, dv = heads_last(q, q.new_empty), heads_last(k, k.new_empty), heads_last(k, k.new_empty)
+    others = tables if learned else None, key_bias, sink
+    return dq, dk, dv, *(tables.new_empty(0 if x is None else x.shape) for x in others)
 
 
 def save_for_backward(ctx, inputs, output):
-    *tensors, ctx.q_offset = inputs
+    *tensors, ctx.q_offset, ctx.window = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
 def backward(ctx, dout, _):
-    q, k, v, tables, o, lse = ctx.saved_tensors
-    learned = ctx.needs_input_grad[3]
-    *gradients, dtables = backward_op(dout, q, k, v, o, lse, tables, ctx.q_offset, learned)
-    return *gradients, dtables if learned else None, None
+    q, k, v, tables, key_bias, sink, o, lse = ctx.saved_tensors
+    tensors = dout, q, k, v, o, lse, tables, key_bias, sink
+    gradients = backward_op(*tensors, ctx.q_offset, ctx.window, ctx.needs_input_grad[3])
+    return *(x if needed else None for x, needed in zip(gradients, ctx.needs_input_grad)), None, None
 
 
 forward_op.register_autograd(backward, setup_context=save_for_backward)

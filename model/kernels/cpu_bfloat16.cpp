@@ -55,6 +55,7 @@ void transpose(const uint16_t* x, int64_t stride, int64_t rows, int64_t size, in
         for (int64_t r = 0; r < rows; ++r) out[d * size + r] = x[r * stride + d];
 }
 
+template <bool BIASED>
 void forward_tile(const Head& head, int64_t start, const Packed& keys, const Packed& values, float* scratch) {
     const Call& c = head.call;
     const auto multiply = reinterpret_cast<Brgemm>(c.gemm);
@@ -62,25 +63,28 @@ void forward_tile(const Head& head, int64_t start, const Packed& keys, const Pac
     float *S = scratch, *out = S + c.tile_queries * width, *peak = out + c.tile_queries * dim;
     float* total = peak + c.tile_queries;
     auto P = reinterpret_cast<uint16_t*>(total + c.tile_queries);
-    std::fill_n(peak, rows, -INFINITY);
-    std::fill_n(total, rows, 0.0f);
-    const int64_t end = c.q_offset + start + rows;
-    for (int64_t j = 0; j < end; j += width) {
-        const int64_t used = round_up(std::min(width, end - j), UNIT);
+    head.begin_rows(start, rows, peak, total);
+    const int64_t first = head.first_key(start) / UNIT * UNIT, end = c.q_offset + start + rows;
+    for (int64_t j = first, next; j < end; j = next) {
+        next = (j / width + 1) * width;
+        const int64_t skipped = j % width, used = round_up(std::min(next, end) - j, UNIT);
         multiply(rows, used, dim, c.q.token, width, width, false, head.row<uint16_t>(c.q, start),
-                 keys.tile(head.n, j / width), S, true);
+                 keys.tile(head.n, j / width) + skipped, S, true);
         for (int64_t i = 0; i < rows; ++i) {
-            const int64_t seen = head.visible(start + i, j, used);
-            float* s = S + i * width;
-            uint16_t* p = P + i * width;
-            const float *A = head.A + head.entry(start + i, j), *M = head.M + head.entry(start + i, j);
+            const int64_t hidden = head.hidden(start + i, j, used), seen = head.visible(start + i, j, used) - hidden;
+            const int64_t entry = head.entry(start + i, j) + hidden;
+            float* s = S + i * width + hidden;
+            uint16_t *row = P + i * width, *p = row + hidden;
+            const float *A = head.A + entry, *M = head.M + entry;
+            const float *bias = head.bias + j + hidden, own = head.own_bias(start + i);
             float top = peak[i];
 #pragma omp simd reduction(max : top)
             for (int64_t x = 0; x < seen; ++x) {
                 s[x] = A[x] * s[x] + M[x];
+                if constexpr (BIASED) s[x] += LOG2E * (bias[x] - own);
                 top = s[x] > top ? s[x] : top;
             }
-            const float shrink = j == 0 ? 0.0f : std::exp2(peak[i] - top);
+            const float shrink = peak[i] == -INFINITY ? 0.0f : std::exp2(peak[i] - top);
             float sum = 0;
 #pragma omp simd reduction(+ : sum)
             for (int64_t x = 0; x < seen; ++x) {
@@ -88,13 +92,15 @@ void forward_tile(const Head& head, int64_t start, const Packed& keys, const Pac
                 sum += y;
                 p[x] = to_bfloat16(y);
             }
-            std::fill(p + seen, p + used, uint16_t(0));
+            std::fill(row, p, uint16_t(0));
+            std::fill(p + seen, row + used, uint16_t(0));
             total[i] = total[i] * shrink + sum;
             peak[i] = top;
-            if (j > 0 && shrink != 1.0f)
+            if (j > first && shrink != 1.0f)
                 for (int64_t d = 0; d < dim; ++d) out[i * dim + d] *= shrink;
         }
-        multiply(rows, dim, used, width, dim, dim, j > 0, P, values.tile(head.n, j / width), out, true);
+        multiply(rows, dim, used, width, dim, dim, j > first, P,
+                 values.tile(head.n, j / width) + skipped / 2 * dim, out, true);
     }
     for (int64_t i = 0; i < rows; ++i) {
         uint16_t* o = head.row<uint16_t>(c.o, start + i);
@@ -114,7 +120,9 @@ struct Factors {
 
 // The keys j .. j + width - 1: their dk and dv, and their part in dq. All (queries, keys) matrices are turned round, as
 // dv and dk want them, and the product for dq is too.
-void backward_tile(const Head& head, int64_t j, const Factors& packed, float* dq, float* dA, float* scratch) {
+template <bool BIASED>
+void backward_tile(const Head& head, int64_t j, const Factors& packed, float* dq, float* dA, float* dlogits,
+                   float* scratch) {
     const Call& c = head.call;
     const auto multiply = reinterpret_cast<Brgemm>(c.gemm);
     const int64_t width = c.tile_keys, size = c.tile_queries, dim = c.dim, keys = std::min(width, c.keys - j);
@@ -124,49 +132,66 @@ void backward_tile(const Head& head, int64_t j, const Factors& packed, float* dq
     float* dM = dA ? dA + c.keys : nullptr;
     const int64_t first = std::max<int64_t>(j - c.q_offset, 0) / size * size, all = packed.q.tiles * size;
     std::fill_n(dk, 2 * width * dim, 0.0f);
-    for (int64_t start = first; start < c.queries; start += size) {
-        const int64_t t = start / size, rows = std::min(size, c.queries - start);
-        const int64_t columns = round_up(rows, UNIT), used = std::min(keys, c.q_offset + start + rows - j);
-        multiply(used, columns, dim, c.k.token, size, size, false, head.row<uint16_t>(c.k, j),
+    for (int64_t start = first; start < head.last_query(j + keys - 1); start += size) {
+        const int64_t t = start / size, rows = std::min(size, c.queries - start), columns = round_up(rows, UNIT);
+        const int64_t skipped = std::max<int64_t>(head.first_key(start) - j, 0) / UNIT * UNIT, from = j + skipped;
+        const int64_t used = std::min(j + keys, c.q_offset + start + rows) - from;
+        if (used <= 0) break;  // the last queries see none of these keys
+        multiply(used, columns, dim, c.k.token, size, size, false, head.row<uint16_t>(c.k, from),
                  packed.q_transposed.tile(head.n, t), S, true);
-        multiply(used, columns, dim, c.v.token, size, size, false, head.row<uint16_t>(c.v, j),
+        multiply(used, columns, dim, c.v.token, size, size, false, head.row<uint16_t>(c.v, from),
                  packed.dout_transposed.tile(head.n, t), dP, true);
         const float *lse = c.lse + head.n * c.queries + start, *delta = c.delta + head.n * c.queries + start;
         for (int64_t x = 0; x < round_up(used, UNIT); ++x) {
-            const int64_t from = x < used ? std::clamp<int64_t>(j + x - c.q_offset - start, 0, rows) : columns;
-            const int64_t distance = c.q_offset + start - (j + x);  // of the first column
+            const int64_t key = from + x, distance = c.q_offset + start - key;  // of the first column
+            // The columns begin .. end - 1 are queries that see this key.
+            const int64_t begin = x < used ? std::clamp<int64_t>(-distance, 0, rows) : columns;
+            const int64_t end = std::clamp<int64_t>(c.window - distance, 0, rows);
             const float *A = head.A + distance, *M = head.M + distance;
             const float *s = S + x * size, *dp = dP + x * size;
             uint16_t *p = P + x * size, *ds = dS + x * size;
-            std::fill(p, p + from, uint16_t(0));
-            std::fill(ds, ds + from, uint16_t(0));
+            const float *own = head.bias + c.q_offset + start, bias = BIASED && x < used ? head.bias[key] : 0.0f;
+            float sum = 0;
+            std::fill(p, p + begin, uint16_t(0));
+            std::fill(ds, ds + begin, uint16_t(0));
             if (dA) {
-#pragma omp simd
-                for (int64_t i = from; i < rows; ++i) {
-                    const float weight = exp2_of_negative(A[i] * s[i] + M[i] - lse[i]);
+#pragma omp simd reduction(+ : sum)
+                for (int64_t i = begin; i < end; ++i) {
+                    float logit = A[i] * s[i] + M[i];
+                    if constexpr (BIASED) logit += LOG2E * (bias - own[i]);
+                    const float weight = exp2_of_negative(logit - lse[i]);
                     const float dL = weight * (dp[i] - delta[i]);
                     p[i] = to_bfloat16(weight);
                     ds[i] = to_bfloat16(dL * A[i]);
                     dA[distance + i] += LN2 * s[i] * dL;
                     dM[distance + i] += LN2 * dL;
+                    if constexpr (BIASED) sum += dL;
+                    if constexpr (BIASED) dlogits[start + i] += dL;
                 }
             } else {
-#pragma omp simd
-                for (int64_t i = from; i < rows; ++i) {
-                    const float weight = exp2_of_negative(A[i] * s[i] + M[i] - lse[i]);
+#pragma omp simd reduction(+ : sum)
+                for (int64_t i = begin; i < end; ++i) {
+                    float logit = A[i] * s[i] + M[i];
+                    if constexpr (BIASED) logit += LOG2E * (bias - own[i]);
+                    const float weight = exp2_of_negative(logit - lse[i]);
+                    const float dL = weight * (dp[i] - delta[i]);
                     p[i] = to_bfloat16(weight);
-                    ds[i] = to_bfloat16(weight * (dp[i] - delta[i]) * A[i]);
+                    ds[i] = to_bfloat16(dL * A[i]);
+                    if constexpr (BIASED) sum += dL;
+                    if constexpr (BIASED) dlogits[start + i] += dL;
                 }
             }
-            std::fill(p + std::max(from, rows), p + columns, uint16_t(0));
-            std::fill(ds + std::max(from, rows), ds + columns, uint16_t(0));
+            if (BIASED && x < used) c.dbias[head.n * c.keys + key] += sum;
+            std::fill(p + std::max(begin, end), p + columns, uint16_t(0));
+            std::fill(ds + std::max(begin, end), ds + columns, uint16_t(0));
             if (x % 2 == 0) continue;
             for (int64_t i = 0; i < columns; ++i) pairs[x / 2 * size + i] = interleave(ds[i - size], ds[i]);
         }
-        multiply(used, dim, columns, size, dim, dim, true, P, packed.dout.tile(head.n, t), dv, true);
-        multiply(used, dim, columns, size, dim, dim, true, dS, packed.q.tile(head.n, t), dk, true);
+        multiply(used, dim, columns, size, dim, dim, true, P, packed.dout.tile(head.n, t), dv + skipped * dim, true);
+        multiply(used, dim, columns, size, dim, dim, true, dS, packed.q.tile(head.n, t), dk + skipped * dim, true);
         multiply(dim, columns, round_up(used, UNIT), width, size, all, true,
-                 reinterpret_cast<uint16_t*>(packed.k_transposed.tile(head.n, j / width)), pairs, dq + start, true);
+                 reinterpret_cast<uint16_t*>(packed.k_transposed.tile(head.n, j / width)) + skipped, pairs, dq + start,
+                 true);
     }
     for (int64_t x = 0; x < keys; ++x) {
         uint16_t *dk_row = head.row<uint16_t>(c.dk, j + x), *dv_row = head.row<uint16_t>(c.dv, j + x);
@@ -201,6 +226,7 @@ void forward_bfloat16(const Call* call) {
     const Call& c = *call;
     const int64_t heads = c.batch * c.heads, tiles = (c.queries + c.tile_queries - 1) / c.tile_queries;
     const Packed keys(heads, c.keys, c.dim, c.tile_keys), values(heads, c.keys, c.dim, c.tile_keys);
+    const auto run_tile = c.bias ? forward_tile<true> : forward_tile<false>;
 #pragma omp parallel
     {
         std::unique_ptr<float[]> scratch(new float[c.tile_queries * (c.tile_keys * 3 / 2 + c.dim + 2)]);
@@ -214,7 +240,7 @@ void forward_bfloat16(const Call* call) {
 #pragma omp for schedule(dynamic)
         for (int64_t item = 0; item < heads * tiles; ++item) {
             const int64_t start = (tiles - 1 - item % tiles) * c.tile_queries;  // the longest rows first
-            forward_tile(Head(c, item / tiles), start, keys, values, scratch.get());
+            run_tile(Head(c, item / tiles), start, keys, values, scratch.get());
         }
         reinterpret_cast<void (*)(bool)>(c.release)(true);
     }
@@ -229,6 +255,7 @@ void backward_bfloat16(const Call* call) {
     const int64_t tiles = packed.q.tiles, key_tiles = packed.k_transposed.tiles;
     const int64_t padded = tiles * c.tile_queries, size = heads * c.dim * padded;
     std::unique_ptr<float[]> sums(new float[c.parts * size]);  // (parts, heads, dim, padded)
+    const auto run_tile = c.bias ? backward_tile<true> : backward_tile<false>;
 #pragma omp parallel
     {
         const int64_t tile = c.tile_queries * c.tile_keys;
@@ -248,9 +275,10 @@ void backward_bfloat16(const Call* call) {
             const int64_t n = item / c.parts, part = item % c.parts;
             float* dq = sums.get() + part * size + n * c.dim * padded;
             float* dA = c.dtables ? c.dtables + (part * heads + n) * 2 * c.keys : nullptr;
+            float* dlogits = c.dlogits + (part * heads + n) * c.queries;
             std::fill_n(dq, c.dim * padded, 0.0f);
             for (int64_t j = part * c.tile_keys; j < c.keys; j += c.parts * c.tile_keys)
-                backward_tile(Head(c, n), j, packed, dq, dA, scratch.get());
+                run_tile(Head(c, n), j, packed, dq, dA, dlogits, scratch.get());
         }
         reinterpret_cast<void (*)(bool)>(c.release)(true);
 #pragma omp for schedule(static)

@@ -42,6 +42,7 @@ class Coefficients:
     tangent: Tensor | None = None  # as table: the derivatives by the parameter of each head
     parameter: Tensor | None = None  # (H,): the learned parameter that they belong to
     bounded: bool = False  # the softmax needs no running maximum: is_bounded
+    window: int | None = None  # keys at this distance, or further away, are hidden
 
 
 def learned_parameters(change: ScoreChange | None) -> dict[str, Tensor]:

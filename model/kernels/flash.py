@@ -11,13 +11,8 @@ from torch import Tensor
 from errors import require
 from model.kernels import heads_last
 from model.kernels.distance import EVERYWHERE, LOG2E, MAX_LENGTH, REACH, STEP, Coefficients, product_scale
-from model.kernels.flash_kernels import (
-    INTERPRETED,
-    delta_kernel,
-    forward_kernel,
-    key_gradient_kernel,
-    query_gradient_kernel,
-)
+from model.kernels.flash_kernels import delta_kernel, forward_kernel, key_gradient_kernel, query_gradient_kernel
+from model.kernels.flash_tiles import INTERPRETED
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
@@ -53,19 +48,28 @@ def choose_tiles(dtype: torch.dtype, block_d: int, capability: tuple[int, int], 
 
 
 def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients | None = None, *, q_offset: int = 0
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients | None = None, *,
+    q_offset: int = 0, key_bias: Tensor | None = None, sink: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return causal attention (B, H, Tq, D) over a_t S + m_t, by make_coefficients; over S without coefficients.
 
-    q (B, H, Tq, D), k and v (B, H, Tk, D); query i is at position q_offset + i, key j at j. Where the coefficients are
-    bounded, the caller answers for it that |q.k| stays below the bound that they were made for. Forward and backward
-    pass repeat bit for bit. ValueError for what the kernels do not cover.
+    q (B, H, Tq, D), k and v (B, H, Tk, D); query i is at position q_offset + i, key j at j. key_bias (B, H, Tk) is
+    added to the logits, sink (H,) is one logit more, without a value. Where the coefficients are bounded, the caller
+    answers for it that |q.k| stays below the bound that they were made for; with a key_bias, which nothing bounds,
+    there is a running maximum all the same. Forward and backward pass repeat bit for bit. ValueError for what the
+    kernels do not cover.
     """
     check_inputs(q, k, v, coefficients, q_offset)
+    check_extras(q, k, key_bias, sink)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     c = coefficients or Coefficients(torch.empty(0, 1, 1, device=q.device))
+    if sink is not None and len(c.table) == 1:
+        sink = sink - 1  # which one function leaves out of all logits (distance.py)
+    key_bias, sink = (None if x is None else (x.float() * LOG2E).contiguous() for x in (key_bias, sink))  # in bits
+    window = 0 if c.window is None or c.window >= k.shape[2] else c.window
     functions = c.table, c.polynomials, c.tangent, list(c.degrees), c.far, c.line
-    return forward_op(q, k, v, c.parameter, *functions, q_offset, c.bounded)[0]
+    bounded = c.bounded and key_bias is None
+    return forward_op(q, k, v, c.parameter, key_bias, sink, *functions, window, q_offset, bounded)[0]
 
 
 def find_problem(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -105,6 +109,14 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients | N
         require(there, f"coefficients were made for another offset of the queries than {q_offset}")
 
 
+def check_extras(q: Tensor, k: Tensor, key_bias: Tensor | None, sink: Tensor | None):
+    """Raise ValueError for biases of keys and sinks that do not fit q and k."""
+    (B, H), Tk = q.shape[:2], k.shape[2]
+    for name, x, shape in (("key_bias", key_bias, (B, H, Tk)), ("sink", sink, (H,))):
+        if x is not None and (x.shape != shape or x.device != q.device):
+            raise ValueError(f"{name} must be {shape} on {q.device}, got {tuple(x.shape)} on {x.device}")
+
+
 def on_its_gpu(operation):
     """Make the GPU of its first tensor the current one, which is where Triton launches, while an operation runs."""
 
@@ -119,15 +131,19 @@ def on_its_gpu(operation):
 @torch.library.custom_op("scale_invariant::flash_forward", mutates_args=())
 @on_its_gpu
 def forward_op(
-    q: Tensor, k: Tensor, v: Tensor, parameter: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, parameter: Tensor | None, key_bias: Tensor | None, sink: Tensor | None,
     table: Tensor, polynomials: Tensor | None, tangent: Tensor | None, degrees: list[int], far: int, line: int,
-    q_offset: int, bounded: bool = False,
+    window: int, q_offset: int, bounded: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the output, and for each query the logarithm to base 2 of the sum of its exp2(logits), (B, H, Tq)."""
+    """Return the output, and for each query the logarithm to base 2 of the sum of its exp2(logits), (B, H, Tq).
+
+    key_bias (B, H, Tk) and sink (H,) are float32, contiguous and in bits; window 0 is none.
+    """
     o, lse = empty_outputs(q)
-    launch = Launch(q, k, v, table, polynomials, degrees, far, line, q_offset, bounded)
-    arguments = q, k, v, o, lse, table, launch.polynomials, *strides(q, k, v, o)
-    launch(forward_kernel, "forward", q.shape[2], arguments, BOUNDED=bounded)
+    launch = Launch(q, k, v, table, polynomials, key_bias, degrees, far, line, window, q_offset, bounded)
+    sink_or_any = table if sink is None else sink
+    arguments = q, k, v, o, lse, table, launch.polynomials, launch.key_bias, sink_or_any, *strides(q, k, v, o)
+    launch(forward_kernel, "forward", q.shape[2], arguments, BOUNDED=bounded, SINK=sink is not None)
     return o, lse
 
 
@@ -143,47 +159,55 @@ def empty_outputs(q: Tensor) -> tuple[Tensor, Tensor]:  # (B, H, Tq, D) and (B, 
 @torch.library.custom_op("scale_invariant::flash_backward", mutates_args=())
 @on_its_gpu
 def backward_op(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, key_bias: Tensor | None, sink: Tensor | None,
     table: Tensor, polynomials: Tensor | None, tangent: Tensor | None, degrees: list[int], far: int, line: int,
-    q_offset: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of q, k, v and of the parameter of each head, (H,), which are 0 without a tangent."""
+    window: int, q_offset: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of q, k, v, of the parameter of each head, (H,), which are 0 without a tangent, and of
+    key_bias and sink, which are empty without them."""
     if do.stride(-1) != 1:
         do = do.contiguous()
-    dq, dk, dv, dparameter = empty_gradients(q, k, v, tangent)
+    dq, dk, dv, dparameter, dkey_bias = empty_gradients(q, k, v, tangent, key_bias)
     delta = torch.empty_like(lse)
-    launch = Launch(q, k, v, table, polynomials, degrees, far, line, q_offset)
+    launch = Launch(q, k, v, table, polynomials, key_bias, degrees, far, line, window, q_offset)
     B, H, Tq, D = q.shape
     delta_kernel[(triton.cdiv(Tq, 64) * B * H,)](
         o, do, delta, *strides(o, do), H, Tq, HEAD_DIM=D, BLOCK_D=launch.block_d, QUERIES=64
     )
-    rest = lse, delta, table, launch.polynomials
+    rest = lse, delta, table, launch.polynomials, launch.key_bias
     learned = (table if tangent is None else tangent), dparameter
     arguments = q, k, v, do, dq, *rest, *learned, *strides(q, k, v, do, dq)
     launch(query_gradient_kernel, "query_gradient", Tq, arguments, LEARNED=tangent is not None)
-    launch(key_gradient_kernel, "key_gradient", k.shape[2], (q, k, v, do, dk, dv, *rest, *strides(q, k, v, do, dk)))
-    return dq, dk, dv, dparameter.sum(dim=(0, 2))
+    arguments = q, k, v, do, dk, dv, *rest, dkey_bias, *strides(q, k, v, do, dk)
+    launch(key_gradient_kernel, "key_gradient", k.shape[2], arguments)
+    # The sink's share of a row times what its logit has of the row's gradient: its value is 0, so that is -delta.
+    dsink = lse.new_empty(0) if sink is None else -(torch.exp2(sink[:, None] - lse) * delta).sum(dim=(0, 2)) / LOG2E
+    return dq, dk, dv, dparameter.sum(dim=(0, 2)), dkey_bias, dsink
 
 
 @backward_op.register_fake
-def _(do, q, k, v, o, lse, table, polynomials, tangent, *args):
-    *gradients, dparameter = empty_gradients(q, k, v, tangent)
-    return *gradients, dparameter.sum(dim=(0, 2))
+def _(do, q, k, v, o, lse, key_bias, sink, table, polynomials, tangent, *args):
+    *gradients, dparameter, dkey_bias = empty_gradients(q, k, v, tangent, key_bias)
+    return *gradients, dparameter.sum(dim=(0, 2)), dkey_bias, lse.new_empty(0 if sink is None else q.shape[1])
 
 
-def empty_gradients(q, k, v, tangent):
-    shape = (0, q.shape[1], 0) if tangent is None else q.shape[:3]
-    return *(heads_last(x, x.new_empty) for x in (q, k, v)), q.new_empty(shape, dtype=torch.float32)
+def empty_gradients(q, k, v, tangent, key_bias):
+    of_parameter = (0, q.shape[1], 0) if tangent is None else q.shape[:3]
+    shapes = of_parameter, (0,) if key_bias is None else k.shape[:3]
+    vectors = (heads_last(x, x.new_empty) for x in (q, k, v))
+    return *vectors, *(q.new_empty(shape, dtype=torch.float32) for shape in shapes)
 
 
 def save_for_backward(ctx, inputs, output):
-    q, k, v, _, *tensors, ctx.degrees, ctx.far, ctx.line, ctx.q_offset, _ = inputs
+    q, k, v, _, *tensors = inputs[:9]
     ctx.save_for_backward(q, k, v, *output, *tensors)
+    ctx.numbers = inputs[9:14]  # degrees, far, line, window, q_offset
 
 
 def backward(ctx, do, _):
-    *gradients, dparameter = backward_op(do, *ctx.saved_tensors, ctx.degrees, ctx.far, ctx.line, ctx.q_offset)
-    return *gradients, dparameter if ctx.needs_input_grad[3] else None, *[None] * 8
+    *gradients, dparameter, dkey_bias, dsink = backward_op(do, *ctx.saved_tensors, *ctx.numbers)
+    learned = zip((dparameter, dkey_bias, dsink), ctx.needs_input_grad[3:6])
+    return *gradients, *(x if needed else None for x, needed in learned), *[None] * 9
 
 
 forward_op.register_autograd(backward, setup_context=save_for_backward)
@@ -192,15 +216,17 @@ forward_op.register_autograd(backward, setup_context=save_for_backward)
 class Launch:
     """Launches the kernels of one call with the arguments that they share, and the code that the call needs."""
 
-    def __init__(self, q, k, v, table, polynomials, degrees, far, line, q_offset, bounded=False):
+    def __init__(self, q, k, v, table, polynomials, key_bias, degrees, far, line, window, q_offset, bounded=False):
         B, H, Tq, D = q.shape
         functions = len(table)
         near = functions > 0 and far > EVERYWHERE
-        has_far, has_line = (functions > 0 and first < k.shape[2] for first in (far, line))
+        reach = window or k.shape[2]  # of the tiles that need no mask
+        has_far, has_line = (functions > 0 and first < reach for first in (far, line))
         self.block_d = max(16, triton.next_power_of_2(D))
         capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)
         self.tiles = choose_tiles(q.dtype, self.block_d, capability, bounded)
         self.polynomials = table if polynomials is None else polynomials
+        self.key_bias = table if key_bias is None else key_bias
         scale = product_scale(functions, D)
         self.batch_heads = B * H
         degree_a, degree_m = [*degrees, 0, 0][:2]
@@ -212,6 +238,7 @@ class Launch:
         self.unit = scale / LOG2E  # of gradients: logits are in bits
         self.options = dict(
             FUNCTIONS=functions, DEGREE_A=degree_a, DEGREE_M=degree_m, NEAR=near, FAR=has_far, LINE=has_line,
+            BIASED=key_bias is not None, WINDOW=window,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32", STEP=STEP, HEAD_DIM=D, BLOCK_D=self.block_d,
         )  # fmt: skip
 

@@ -1,174 +1,53 @@
 """The Triton kernels of causal attention over L = a_t S + m_t, and of its gradients: what runs on the GPU.
 
 As FlashAttention-2 (Dao 2023, arXiv 2307.08691): a program owns a tile of queries (or, for the gradients of keys and
-values, of keys) and walks over the tiles that it sees in four stretches, so that no logit pays for what its tile does
-not need:
+values, of keys) and walks over the tiles that it sees in stretches, so that no logit pays for what its tile does not
+need:
 
     masked   tiles on the diagonal                      a, m from the table by distance
     near     tiles below it, without a mask             a, m from the table
     far      all tiles from coefficients.far on         a, m by the tile's polynomials, 3 multiply-adds a logit
     line     all tiles from coefficients.line on        a, m by the tile's lines, one multiply-add a logit
+    edge     with a window, tiles across its far end    as masked; tiles beyond it are not visited
 
 flash.py launches them; distance.py has the tables, the polynomials and the units. Nothing here depends on the method:
 without functions of the distance (FUNCTIONS 0) it is plain causal attention, and with those of ALiBi all tiles are far
-ones, by polynomials of degree 0 and 1. Capital arguments are constants of the compiled code; q_b, q_h and q_t are the
-strides of q by batch, head and token, and so for the other tensors. D is the distance from a tile's first key to its
-first query, row and column count queries and keys within it.
+ones, by polynomials of degree 0 and 1. Biases of keys (BIASED, in bits as the logits are), a window of so many tokens
+(WINDOW, 0 for none) and sinks (SINK) are no part of the code where they are not asked for. Capital arguments are
+constants of the compiled code; q_b, q_h and q_t are the strides of q by batch, head and token, and so for the other
+tensors. D is the distance from a tile's first key to its first query, row and column count queries and keys within it.
 """
 
 import triton
 import triton.language as tl
 
-INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1: tile by tile in numpy, on a CPU, for tests
-IN_INTERPRETER = tl.constexpr(INTERPRETED)
+from model.kernels.flash_tiles import (
+    key_stretches,
+    keys_of_stretch,
+    load_rows,
+    logits_of_tile,
+    queries_of_stretch,
+    query_stretches,
+    sees,
+    store_rows,
+    which_tile,
+)
 
-
-# ---- inside a tile ---------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def load_rows(base, row, stride, d, rows_left, HEAD_DIM: tl.constexpr, PARTIAL: tl.constexpr):
-    """Return rows (R, BLOCK_D) that start at the pointer base; 0 outside the head, and beyond rows_left if PARTIAL."""
-    at = base + row[:, None] * stride + d[None, :]
-    if PARTIAL and HEAD_DIM < d.shape[0]:
-        return tl.load(at, mask=(row[:, None] < rows_left) & (d[None, :] < HEAD_DIM), other=0.0)
-    elif PARTIAL:
-        return tl.load(at, mask=row[:, None] < rows_left, other=0.0)
-    elif HEAD_DIM < d.shape[0]:
-        return tl.load(at, mask=d[None, :] < HEAD_DIM, other=0.0)
-    else:
-        return tl.load(at)
-
-
-@triton.jit
-def store_rows(base, row, stride, d, rows_left, value, HEAD_DIM: tl.constexpr):
-    """Write value (R, BLOCK_D) to the rows that start at the pointer base, up to rows_left and the end of the head."""
-    at = base + row[:, None] * stride + d[None, :]
-    tl.store(at, value.to(base.dtype.element_ty), mask=(row[:, None] < rows_left) & (d[None, :] < HEAD_DIM))
-
-
-@triton.jit
-def load_entries(at):
-    """Return the float32 numbers at pointers, one each: tl.load in a loop would stage them in shared memory."""
-    if IN_INTERPRETER:
-        return tl.load(at)
-    else:
-        return tl.inline_asm_elementwise("ld.global.nc.f32 $0, [$1];", "=f,l", [at], tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
-def approximate_log2(x):
-    """Return log2(x) as the special function unit gives it: Triton's own takes some 15 instructions more.
-
-    The interpreter knows no assembly.
-    """
-    if IN_INTERPRETER:
-        return tl.log2(x)
-    else:
-        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
-def approximate_sqrt(x):
-    """Return the square root of x in the same way."""
-    if IN_INTERPRETER:
-        return tl.sqrt(x)
-    else:
-        return tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
-def function_of_tile(at, D, u, v, DEGREE: tl.constexpr, LINE: tl.constexpr):
-    """Return a function at distances D + u + v of a tile (R, C), u (R, 1) and v (1, C), by the coefficients at `at`.
-
-    A cubic is first turned into one in v for each row, of which a thread has few: then a logit costs three
-    multiply-adds, and no register is spent on its distance. LINE: the cubics of this tile are lines.
-    """
-    c0 = tl.load(at)
-    c1 = tl.load(at + 1)
-    if DEGREE == 0:
-        return c0
-    elif DEGREE == 1:
-        return (c0 + c1 * (D + u)) + c1 * v
-    elif LINE:
-        return (c0 + c1 * u) + c1 * v
-    elif DEGREE == 3:
-        c2 = tl.load(at + 2)
-        c3 = tl.load(at + 3)
-        r0 = c0 + u * (c1 + u * (c2 + u * c3))
-        r1 = c1 + u * (2 * c2 + u * (3 * c3))
-        r2 = c2 + u * (3 * c3)
-        return r0 + v * (r1 + v * (r2 + v * c3))
-    else:  # the scale-invariant b itself, 1 / tau being the first coefficient
-        x = tl.maximum(c0 * (D + u) + c0 * v, 0.0) + 1.0
-        return approximate_sqrt(1.4426950408889634 + 2 * approximate_log2(x))
-
-
-@triton.jit
-def logits_of_tile(
-    qk, D, u, v, table, polynomials, table_f, polynomials_f, first_D, scale,
-    MASKED: tl.constexpr, FAR: tl.constexpr, LINE: tl.constexpr,
-    FUNCTIONS: tl.constexpr, DEGREE_A: tl.constexpr, DEGREE_M: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    """Return the logits in bits of products qk at distances D + u + v, and their slope in qk, up to a factor."""
-    if FUNCTIONS == 0:
-        return qk * scale, 1.0
-    else:
-        if FAR:
-            at = polynomials + (D - first_D) // STEP * 4
-            a = function_of_tile(at, D, u.to(tl.float32), v.to(tl.float32), DEGREE_A, LINE)
-        else:
-            t = D + (u + v)
-            if MASKED:
-                t = tl.maximum(t, 0)
-            a = load_entries(table + t)
-        if FUNCTIONS == 1:
-            return a * (qk * scale - a), a
-        else:
-            if FAR:
-                at += polynomials_f
-                m = function_of_tile(at, D, u.to(tl.float32), v.to(tl.float32), DEGREE_M, LINE)
-            else:
-                m = load_entries(table + table_f + t)
-            return a * qk + m, a
-
-
-# ---- kernels ---------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def which_tile(num_tiles, num_heads):
-    """Return batch, head and tile of this program: head by head, so that few keys and values are in use at one time."""
-    program = tl.program_id(0)
-    batch_head = program // num_tiles
-    return (batch_head // num_heads).to(tl.int64), (batch_head % num_heads).to(tl.int64), program % num_tiles
-
-
-@triton.jit
-def key_stretches(D0, far, line, NEAR: tl.constexpr, FAR: tl.constexpr, LINE: tl.constexpr, KEYS: tl.constexpr):
-    """Return where the keys seen by queries from D0 on begin to be masked, and where they end to be far and lines."""
-    masked_from = D0 // KEYS * KEYS
-    far_to = masked_from
-    line_to = masked_from * 0
-    if NEAR:
-        far_to *= 0
-        if FAR:
-            far_to = tl.where(D0 >= far, tl.minimum((D0 - far) // KEYS * KEYS + KEYS, masked_from), 0)
-        if LINE:
-            line_to = tl.where(D0 >= line, tl.minimum((D0 - line) // KEYS * KEYS + KEYS, masked_from), 0)
-    return masked_from, far_to, line_to
+LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
 def forward_kernel(
-    q, k, v, o, lse, table, polynomials,
+    q, k, v, o, lse, table, polynomials, key_bias, sink,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
     table_f, table_h, polynomials_f, polynomials_h, first_D, far, line, scale, H, Tq, Tk, q_offset,
     FUNCTIONS: tl.constexpr, DEGREE_A: tl.constexpr, DEGREE_M: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
-    LINE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, STEP: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, BOUNDED: tl.constexpr,
+    LINE: tl.constexpr, BIASED: tl.constexpr, WINDOW: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    STEP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    BOUNDED: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
-    """Write the output o of a tile of queries, and lse, the logarithm to base 2 of the sum of their exp2(logits).
+    """Write the output o of a tile of queries, and lse, the logarithm to base 2 of the sum of their exp2(logits), that
+    of a sink included: the gradients' kernels then need not know of it.
 
     If BOUNDED, no exp2(logit) is too large for float32 and each row's own key is not too small (distance.is_bounded):
     then they are summed as they are, without a running maximum.
@@ -182,6 +61,7 @@ def forward_kernel(
     lse += (batch * H + head) * Tq + start
     table += head * table_h
     polynomials += head * polynomials_h
+    key_bias += (batch * H + head) * Tk
     row, column, d = tl.arange(0, QUERIES), tl.arange(0, KEYS), tl.arange(0, BLOCK_D)
     D0 = q_offset + start  # position of the first query
     q_tile = load_rows(q, row, q_t, d, Tq - start, HEAD_DIM, not EVEN)
@@ -189,16 +69,10 @@ def forward_kernel(
     masked_from, far_to, line_to = key_stretches(D0, far, line, NEAR, FAR, LINE, KEYS)
     acc = tl.zeros([QUERIES, BLOCK_D], tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
-    peak = tl.full([QUERIES], 0.0 if BOUNDED else float("-inf"), tl.float32)  # subtracted from the logits
-    for stretch in tl.static_range(4):  # masked (first: then every row has seen a key), near, far, line
-        if stretch == 0:
-            begin, end = masked_from, tl.minimum(D0 + QUERIES, Tk)
-        elif stretch == 1:
-            begin, end = far_to, masked_from
-        elif stretch == 2:
-            begin, end = line_to, far_to
-        else:
-            begin, end = 0, line_to
+    # Subtracted from the logits. Finite with a window: some rows see no key of the first masked tile then.
+    peak = tl.full([QUERIES], 0.0 if BOUNDED else -1e38 if WINDOW else float("-inf"), tl.float32)
+    for stretch in tl.static_range(5 if WINDOW else 4):  # masked (in which every row sees a key), near, far, line, edge
+        begin, end = keys_of_stretch(stretch, D0, Tk, masked_from, far_to, line_to, WINDOW, QUERIES, KEYS)
         for n in range(begin, end, KEYS):
             at = tl.cast(n, tl.int64)
             k_tile = load_rows(k + at * k_t, column, k_t, d, Tk - n, HEAD_DIM, stretch == 0)
@@ -206,10 +80,12 @@ def forward_kernel(
             logits, _ = logits_of_tile(
                 tl.dot(q_tile, k_tile.T, input_precision=PRECISION), D0 - n, row[:, None], -column[None, :],
                 table, polynomials, table_f, polynomials_f, first_D, scale,
-                stretch == 0, stretch >= 2 or not NEAR, stretch == 3, FUNCTIONS, DEGREE_A, DEGREE_M, STEP,
+                stretch % 4 == 0, stretch % 4 >= 2 or not NEAR, stretch == 3, FUNCTIONS, DEGREE_A, DEGREE_M, STEP,
             )  # fmt: skip
-            if stretch == 0:
-                logits = tl.where(D0 + row[:, None] >= n + column[None, :], logits, float("-inf"))
+            if BIASED:
+                logits += tl.load(key_bias + n + column, column < Tk - n, 0.0)[None, :]
+            if stretch % 4 == 0:
+                logits = tl.where(sees(D0 + row[:, None], n + column[None, :], WINDOW), logits, float("-inf"))
             if not BOUNDED:
                 new_peak = tl.maximum(peak, tl.max(logits, 1))
                 shrink = tl.exp2(peak - new_peak)
@@ -220,6 +96,13 @@ def forward_kernel(
             p = tl.exp2(logits)
             total += tl.sum(p, 1)
             acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
+    if SINK:  # one logit more, of no value
+        logit = tl.load(sink + head)
+        new_peak = tl.maximum(peak, logit)
+        shrink = tl.exp2(peak - new_peak)
+        total = total * shrink + tl.exp2(logit - new_peak)
+        acc *= shrink[:, None]
+        peak = new_peak
     store_rows(o, row, o_t, d, Tq - start, acc / total[:, None], HEAD_DIM)
     tl.store(lse + row, peak + tl.log2(total), mask=row < Tq - start)
 
@@ -242,12 +125,13 @@ def delta_kernel(
 
 @triton.jit
 def query_gradient_kernel(
-    q, k, v, do, dq, lse, delta, table, polynomials, tangent, dparameter,
+    q, k, v, do, dq, lse, delta, table, polynomials, key_bias, tangent, dparameter,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dq_b, dq_h, dq_t,
     table_f, table_h, polynomials_f, polynomials_h, first_D, far, line, scale, unit, H, Tq, Tk, q_offset,
     FUNCTIONS: tl.constexpr, DEGREE_A: tl.constexpr, DEGREE_M: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
-    LINE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, STEP: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, LEARNED: tl.constexpr,
+    LINE: tl.constexpr, BIASED: tl.constexpr, WINDOW: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    STEP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    LEARNED: tl.constexpr,
 ):  # fmt: skip
     """Write dQ of a tile of queries; if LEARNED, also each query's part in the gradient of its head's parameter."""
     batch, head, tile = which_tile(tl.cdiv(Tq, QUERIES), H)
@@ -261,6 +145,7 @@ def query_gradient_kernel(
     table += head * table_h
     tangent += head * table_h
     polynomials += head * polynomials_h
+    key_bias += (batch * H + head) * Tk
     row, column, d = tl.arange(0, QUERIES), tl.arange(0, KEYS), tl.arange(0, BLOCK_D)
     D0 = q_offset + start
     q_tile = load_rows(q, row, q_t, d, Tq - start, HEAD_DIM, not EVEN)
@@ -271,15 +156,8 @@ def query_gradient_kernel(
     masked_from, far_to, line_to = key_stretches(D0, far, line, NEAR, FAR, LINE, KEYS)
     acc = tl.zeros([QUERIES, BLOCK_D], tl.float32)
     learned = tl.zeros([QUERIES], tl.float32)
-    for stretch in tl.static_range(4):  # masked, near, far, line
-        if stretch == 0:
-            begin, end = masked_from, tl.minimum(D0 + QUERIES, Tk)
-        elif stretch == 1:
-            begin, end = far_to, masked_from
-        elif stretch == 2:
-            begin, end = line_to, far_to
-        else:
-            begin, end = 0, line_to
+    for stretch in tl.static_range(5 if WINDOW else 4):  # masked (in which every row sees a key), near, far, line, edge
+        begin, end = keys_of_stretch(stretch, D0, Tk, masked_from, far_to, line_to, WINDOW, QUERIES, KEYS)
         for n in range(begin, end, KEYS):
             at = tl.cast(n, tl.int64)
             k_tile = load_rows(k + at * k_t, column, k_t, d, Tk - n, HEAD_DIM, stretch == 0)
@@ -288,11 +166,13 @@ def query_gradient_kernel(
             logits, slope = logits_of_tile(
                 qk, D0 - n, row[:, None], -column[None, :],
                 table, polynomials, table_f, polynomials_f, first_D, scale,
-                stretch == 0, stretch >= 2 or not NEAR, stretch == 3, FUNCTIONS, DEGREE_A, DEGREE_M, STEP,
+                stretch % 4 == 0, stretch % 4 >= 2 or not NEAR, stretch == 3, FUNCTIONS, DEGREE_A, DEGREE_M, STEP,
             )  # fmt: skip
+            if BIASED:
+                logits += tl.load(key_bias + n + column, column < Tk - n, 0.0)[None, :]
             p = tl.exp2(logits - lse_row[:, None])
-            if stretch == 0:
-                p = tl.where(D0 + row[:, None] >= n + column[None, :], p, 0.0)
+            if stretch % 4 == 0:
+                p = tl.where(sees(D0 + row[:, None], n + column[None, :], WINDOW), p, 0.0)
             dp = tl.dot(do_tile, v_tile.T, input_precision=PRECISION)
             ds = p * (dp - delta_row[:, None])
             if LEARNED:
@@ -306,14 +186,14 @@ def query_gradient_kernel(
 
 @triton.jit
 def key_gradient_kernel(
-    q, k, v, do, dk, dv, lse, delta, table, polynomials,
+    q, k, v, do, dk, dv, lse, delta, table, polynomials, key_bias, dkey_bias,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dk_b, dk_h, dk_t,
     table_f, table_h, polynomials_f, polynomials_h, first_D, far, line, scale, unit, H, Tq, Tk, q_offset,
     FUNCTIONS: tl.constexpr, DEGREE_A: tl.constexpr, DEGREE_M: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
-    LINE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, STEP: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    LINE: tl.constexpr, BIASED: tl.constexpr, WINDOW: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    STEP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Write dK and dV of a tile of keys."""
+    """Write dK and dV of a tile of keys, and the gradients of their biases."""
     batch, head, tile = which_tile(tl.cdiv(Tk, KEYS), H)
     start = tile * KEYS
     q += batch * q_b + head * q_h
@@ -329,27 +209,19 @@ def key_gradient_kernel(
     k_tile = load_rows(k, column, k_t, d, Tk - start, HEAD_DIM, True)
     v_tile = load_rows(v, column, v_t, d, Tk - start, HEAD_DIM, True)
 
-    first = tl.maximum(start - q_offset, 0)  # query that sees any of these keys
-    masked_to = tl.cdiv(tl.maximum(start + KEYS - 1 - q_offset, 0), QUERIES) * QUERIES
-    far_from = masked_to
-    line_from = Tq
-    if NEAR:
-        far_from = Tq
-        if FAR:  # far is at most 2^30 here, and so is line
-            far_from = tl.maximum(tl.cdiv(tl.maximum(start - q_offset + far, 0), QUERIES) * QUERIES, masked_to)
-        if LINE:
-            line_from = tl.maximum(tl.cdiv(tl.maximum(start - q_offset + line, 0), QUERIES) * QUERIES, masked_to)
+    first, masked_to, far_from, line_from = query_stretches(
+        start, Tq, q_offset, far, line, NEAR, FAR, LINE, QUERIES, KEYS
+    )
     acc_k = tl.zeros([KEYS, BLOCK_D], tl.float32)
     acc_v = tl.zeros([KEYS, BLOCK_D], tl.float32)
-    for stretch in tl.static_range(4):  # masked, near, far, line
-        if stretch == 0:
-            begin, end = first // QUERIES * QUERIES, tl.minimum(masked_to, Tq)
-        elif stretch == 1:
-            begin, end = masked_to, tl.minimum(far_from, Tq)
-        elif stretch == 2:
-            begin, end = far_from, tl.minimum(line_from, Tq)
-        else:
-            begin, end = line_from, Tq
+    if BIASED:
+        at_bias = (batch * H + head) * Tk + start + column
+        bias = tl.load(key_bias + at_bias, column < Tk - start, 0.0)
+        acc_bias = tl.zeros([KEYS], tl.float32)
+    for stretch in tl.static_range(5 if WINDOW else 4):  # masked (in which every row sees a key), near, far, line, edge
+        begin, end = queries_of_stretch(
+            stretch, start, Tq, q_offset, first, masked_to, far_from, line_from, WINDOW, QUERIES, KEYS
+        )
         for m in range(begin, end, QUERIES):
             at = tl.cast(m, tl.int64)
             q_tile = load_rows(q + at * q_t, row, q_t, d, Tq - m, HEAD_DIM, not EVEN)
@@ -360,14 +232,20 @@ def key_gradient_kernel(
             logits, slope = logits_of_tile(  # (KEYS, QUERIES)
                 tl.dot(k_tile, q_tile.T, input_precision=PRECISION), D, -column[:, None], row[None, :],
                 table, polynomials, table_f, polynomials_f, first_D, scale,
-                stretch == 0, stretch >= 2 or not NEAR, stretch == 3, FUNCTIONS, DEGREE_A, DEGREE_M, STEP,
+                stretch % 4 == 0, stretch % 4 >= 2 or not NEAR, stretch == 3, FUNCTIONS, DEGREE_A, DEGREE_M, STEP,
             )  # fmt: skip
+            if BIASED:
+                logits += bias[:, None]
             p = tl.exp2(logits - lse_row[None, :])
-            if stretch == 0:
-                p = tl.where(D + row[None, :] >= column[:, None], p, 0.0)
+            if stretch % 4 == 0:
+                p = tl.where(sees(D + row[None, :], column[:, None], WINDOW), p, 0.0)
             acc_v = tl.dot(p.to(do_tile.dtype), do_tile, acc_v, input_precision=PRECISION)
             dp = tl.dot(v_tile, do_tile.T, input_precision=PRECISION)
-            ds = (p * (dp - delta_row[None, :]) * slope).to(q_tile.dtype)
-            acc_k = tl.dot(ds, q_tile, acc_k, input_precision=PRECISION)
+            ds = p * (dp - delta_row[None, :])
+            if BIASED:
+                acc_bias += tl.sum(ds, 1)
+            acc_k = tl.dot((ds * slope).to(q_tile.dtype), q_tile, acc_k, input_precision=PRECISION)
     store_rows(dk, column, dk_t, d, Tk - start, acc_k * unit, HEAD_DIM)
     store_rows(dv, column, dk_t, d, Tk - start, acc_v, HEAD_DIM)
+    if BIASED:
+        tl.store(dkey_bias + at_bias, acc_bias * LN2, mask=column < Tk - start)

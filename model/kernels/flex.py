@@ -13,20 +13,32 @@ torch._dynamo.config.recompile_limit = 32
 torch._dynamo.config.fail_on_recompile_limit_hit = True
 
 
-def causal_block_mask(query_length: int, key_length: int, q_offset: int, device, query_block: int = BLOCK) -> BlockMask:
-    """Return the causal mask, built analytically: create_block_mask would materialise queries x keys."""
+def causal_block_mask(
+    query_length: int, key_length: int, q_offset: int, device, query_block: int = BLOCK, window: int | None = None
+) -> BlockMask:
+    """Return the causal mask, which hides keys at a distance of `window` or more, too.
+
+    It is built analytically: create_block_mask would materialise queries x keys.
+    """
+    window = key_length if window is None else min(window, key_length)
     first_query = q_offset + torch.arange(0, query_length, query_block, device=device)  # of each block of queries
     last_query = (first_query + query_block).clamp(max=q_offset + query_length) - 1
-    num_key_blocks = -(-key_length // BLOCK)
-    seen = last_query // BLOCK + 1  # blocks with any visible key; they come first
-    full = ((first_query + 1) // BLOCK).clamp(max=seen)  # blocks that every query of the block sees whole
-    index = torch.arange(num_key_blocks, device=device).expand(len(first_query), -1)
-    partial_index = (index + full.unsqueeze(-1)) % num_key_blocks  # the partial ones, first in their list
-    counts_and_indices = (seen - full, partial_index, full, index)
+    first_key = torch.arange(0, key_length, BLOCK, device=device)  # of each block of keys
+    first_query, last_query = first_query.unsqueeze(-1), last_query.unsqueeze(-1)
+    seen = (first_key <= last_query) & (first_key + BLOCK > first_query - window + 1)  # by any query of the block
+    full = (first_key + BLOCK - 1 <= first_query) & (first_key > last_query - window)  # by all of them, and whole
+
+    def mask_mod(batch, head, q_index, kv_index):
+        causal = q_index + q_offset >= kv_index
+        return causal if window == key_length else causal & (q_index + q_offset - window < kv_index)
+
+    counts_and_indices = []  # of each kind, the number for each block of queries, and which: first in their lists
+    for blocks in (seen & ~full, full):
+        counts_and_indices += [blocks.sum(dim=-1), (~blocks).long().argsort(dim=-1, stable=True)]
     return BlockMask.from_kv_blocks(
         *(x[None, None].to(torch.int32).contiguous() for x in counts_and_indices),  # (1, 1, ...)
         BLOCK_SIZE=(query_block, BLOCK),
-        mask_mod=lambda b, h, q_index, kv_index: q_index + q_offset >= kv_index,
+        mask_mod=mask_mod,
         seq_lengths=(query_length, key_length),
     )
 

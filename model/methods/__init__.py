@@ -1,21 +1,37 @@
-"""The attention methods by name. To add one: a file beside this one, and a line in METHODS."""
+"""The attention methods by name. To add one: a file beside this one, and a line in METHODS.
+
+A method is the mechanisms of each layer. Where layers differ, it is the names of their methods instead, which repeat
+from the first layer on; such a pattern needs no line in the table: "rope_window,rope_window,nope" is a name, too.
+"""
 
 import inspect
+import itertools
 
 import torch
 from torch import Tensor
 
 from errors import did_you_mean, require
 from model.methods.alibi import ALiBi
-from model.methods.base import Method, Rotation, check_kinds
+from model.methods.base import Mechanism, Method, Rotation, check_kinds
+from model.methods.forgetting import Forgetting
+from model.methods.gate import SigmoidGate
 from model.methods.infini import Infini
+from model.methods.kerple import KerpleLog, KerplePower
+from model.methods.llama4 import PositionTemperature
 from model.methods.logn import LogN
+from model.methods.nape import AdaptiveScale, HalfALiBi
 from model.methods.ntk import NTK
 from model.methods.p_rope import PRoPE
+from model.methods.pope import PoPE
 from model.methods.rope import RoPE
 from model.methods.scale_invariant import ScaleInvariant
+from model.methods.sink import LearnedSink
+from model.methods.stick_breaking import StickBreaking
+from model.methods.swan import LogBeyondTraining
+from model.methods.window import SlidingWindow
 from model.methods.yarn import YaRN
 
+SHAPE = ("num_heads", "head_dim", "train_length", "length_scale")
 SMALLEST, LARGEST = 1e-30, 1e30  # an option's number, if not 0: beyond them float32 has no room for what follows
 
 METHODS = {
@@ -33,7 +49,54 @@ METHODS = {
     "scale_invariant_nope": (ScaleInvariant,),
     "infini_rope": (RoPE, Infini),
     "infini_p_rope": (PRoPE, Infini),
+    "kerple_log": (KerpleLog,),
+    "kerple_power": (KerplePower,),
+    "nape": (HalfALiBi, AdaptiveScale),
+    "fox": (Forgetting,),
+    "fox_p_rope": (PRoPE, Forgetting),
+    "fox_scale_invariant": (ScaleInvariant, Forgetting),
+    "fox_scale_invariant_p_rope": (PRoPE, ScaleInvariant, Forgetting),
+    "rope_window": (RoPE, SlidingWindow),
+    "p_rope_window": (PRoPE, SlidingWindow),
+    "p_rope_sink": (PRoPE, LearnedSink),
+    "scale_invariant_p_rope_sink": (PRoPE, ScaleInvariant, LearnedSink),
+    "p_rope_gate": (PRoPE, SigmoidGate),
+    "scale_invariant_p_rope_gate": (PRoPE, ScaleInvariant, SigmoidGate),
+    "pope": (PoPE,),
+    "scale_invariant_pope": (PoPE, ScaleInvariant),
+    "stick_breaking": (StickBreaking,),
+    "nope_log_beyond": (LogBeyondTraining,),
+    "nope_temperature": (PositionTemperature,),
+    "swan": "nope_log_beyond,rope_window,rope_window,rope_window",
+    "llama4": "rope_window,rope_window,rope_window,nope_temperature",
+    "rnope_swa": "nope,rope_window,rope_window,rope_window",
+    "local_scale_invariant_nope": "scale_invariant_nope,rope_window,rope_window,rope_window",
+    "local_scale_invariant_p_rope": "scale_invariant_p_rope,rope_window,rope_window,rope_window",
 }
+
+
+def layer_pattern(name: str) -> tuple[str, ...]:
+    """Return the methods of the layers, by name, which repeat: one for a method that is the same in all of them.
+
+    ValueError for an unknown name.
+    """
+    known = METHODS.get(name, name if "," in name else None)
+    if known is None:
+        raise ValueError(f"unknown attention method {name!r}; {did_you_mean(name, METHODS)}")
+    if not isinstance(known, str):
+        return (name,)
+    pattern = tuple(known.split(","))
+    for part in pattern:
+        one = METHODS.get(part)
+        if one is None:
+            raise ValueError(f"unknown attention method {part!r} in {name!r}; {did_you_mean(part, METHODS)}")
+        require(not isinstance(one, str), f"attention method {part!r} in {name!r} is a pattern of layers itself")
+    return pattern
+
+
+def mechanisms_of(name: str) -> tuple[type[Mechanism], ...]:
+    """Return all mechanisms of a method's layers. ValueError for an unknown name."""
+    return tuple(dict.fromkeys(mechanism for part in layer_pattern(name) for mechanism in METHODS[part]))
 
 
 def own_options(mechanism: type) -> dict[str, inspect.Parameter]:
@@ -43,7 +106,7 @@ def own_options(mechanism: type) -> dict[str, inspect.Parameter]:
     """
     options = {}
     for name, p in inspect.signature(mechanism, eval_str=True).parameters.items():
-        if name in ("num_heads", "head_dim", "train_length"):
+        if name in SHAPE:
             continue
         kind = type(p.default) if p.annotation is p.empty else p.annotation
         example = f"def __init__(self, num_heads, head_dim, train_length, {name}: float = 1.0)"
@@ -63,15 +126,19 @@ def is_checkable(kind) -> bool:
 
 
 def method_options(name: str) -> dict[str, inspect.Parameter]:
-    """Return the options of a method, with their types and default values. ValueError for an unknown name."""
-    if name not in METHODS:
-        raise ValueError(f"unknown attention method {name!r}; {did_you_mean(name, METHODS)}")
-    check_kinds(name, METHODS[name])
+    """Return the options of a method, with their types and default values; where layers differ, those of any of them.
+
+    ValueError for an unknown name.
+    """
     options = {}
-    for mechanism in METHODS[name]:
-        own = own_options(mechanism)
-        both, shared = " and ".join(m.__name__ for m in METHODS[name]), ", ".join(sorted(own.keys() & options.keys()))
-        require(not shared, f"attention method {name!r}: {both} share the option {shared}")
+    for part in layer_pattern(name):
+        check_kinds(part, METHODS[part])
+        own = {}
+        for mechanism in METHODS[part]:
+            new = own_options(mechanism)
+            both, shared = " and ".join(m.__name__ for m in METHODS[part]), ", ".join(sorted(new.keys() & own.keys()))
+            require(not shared, f"attention method {part!r}: {both} share the option {shared}")
+            own |= new
         options |= own
     return options
 
@@ -98,14 +165,14 @@ def scaled_options(name: str, length_scale: float, options: dict) -> dict:
     """
     if length_scale == 1:
         return options
-    scaled = [mechanism.scaled(length_scale, options) for mechanism in METHODS[name]]
+    scaled = [mechanism.scaled(length_scale, options) for mechanism in mechanisms_of(name)]
     return {option: value for part in scaled for option, value in part.items()} | options
 
 
 def make_method(
     name: str, /, *, num_heads: int, head_dim: int, train_length: int, length_scale: float = 1.0, **options
 ) -> Method:
-    """Return the attention method `name` for one layer.
+    """Return the attention method `name` for one layer; make_layers for the layers of a pattern.
 
     train_length (tokens) is what length-dependent methods (NTK, YaRN, LogN's initial scale) compare against. Options
     are those of the method's mechanisms, each with the paper's value as its default, lengths in tokens times
@@ -113,6 +180,7 @@ def make_method(
     values out of range, and for mechanisms that do not go together.
     """
     check_options(name, options)
+    require(len(layer_pattern(name)) == 1, f"attention method {name!r} is not the same in all layers: use make_layers")
     options = scaled_options(name, length_scale, options)
     kinds = {option: p.annotation for option, p in method_options(name).items()}
     for option, value in options.items():
@@ -125,6 +193,17 @@ def make_method(
     return Method(name, num_heads, head_dim, train_length, mechanisms)
 
 
+def make_layers(name: str, num_layers: int, /, **shape_and_options) -> list[Method]:
+    """Return the attention methods of the layers of a model. Each takes the options that it has; see make_method."""
+    methods = []
+    check_options(name, {o: v for o, v in shape_and_options.items() if o not in SHAPE})
+    pattern = layer_pattern(name)
+    for part in itertools.islice(itertools.cycle(pattern), num_layers):
+        known = method_options(part).keys() | SHAPE
+        methods.append(make_method(part, **{o: v for o, v in shape_and_options.items() if o in known}))
+    return methods
+
+
 def make_alternative(
     name: str, other: str, /, *, num_heads: int, head_dim: int, train_length: int, length_scale: float = 1.0, **options
 ) -> Method:
@@ -133,6 +212,9 @@ def make_alternative(
     ValueError unless the two train identically: they differ in their rotation only, and there only beyond the training
     length. So one training shows what both do there.
     """
+    for one in (name, other):
+        words = f"{one} has layers that differ: weights of such methods are validated as themselves alone"
+        require(len(layer_pattern(one)) == 1, words)
     shape = dict(num_heads=num_heads, head_dim=head_dim, train_length=train_length, length_scale=length_scale)
     shared = {option: value for option, value in options.items() if option in method_options(other)}
     ours, theirs = make_method(name, **shape, **options), make_method(other, **shape, **shared)

@@ -3,13 +3,17 @@
 A method turns q, k (after QK-norm) into the logits of a causal softmax. With t = i - j >= 0 the distance from query i
 back to key j, h the head and d the head dimension (paper, section 3):
 
-    q, k <- rotated by their positions                  Rotation      (RoPE, p-RoPE, NTK, YaRN)
+    q, k <- rotated by their positions                  Rotation      (RoPE, p-RoPE, NTK, YaRN, PoPE)
     q_i  <- c_h(i) q_i                                  QueryScale    (LogN)
     L    =  a_h(t) S + m_h(t),   S = q.k / sqrt(d)      ScoreChange   (scale-invariant, ALiBi)
+    L    <- L + b_h(j)                                  KeyBias       (forgetting attention)
+    keys of t < w alone                                 Window
+    one logit more in the softmax, without a value      Sink
+    y    <- g y, y the output                           OutputGate
 
-Each of the three is optional, and at most one of a kind; but several score changes follow one another. A Replacement
-(Infini-attention) computes the output itself instead of a softmax over L. A new mechanism is one file with a subclass
-of one of these, and one line in the table METHODS of this folder.
+Each is optional, and at most one of a kind; but several score changes follow one another. c, b and g may depend on x,
+the input of the layer. A Replacement (Infini-attention, stick-breaking) computes the output itself instead of a softmax
+over L. A new mechanism is one file with a subclass of one of these, and one line in the table METHODS of this folder.
 """
 
 import torch
@@ -26,6 +30,8 @@ def upcast(x: Tensor) -> Tensor:
 class Mechanism(nn.Module):
     """A part of a method. Its constructor takes num_heads, head_dim and train_length, and then its options."""
 
+    needs_input = False  # whether attention needs x, the input of the layer; a gate is applied after it
+
     @classmethod
     def scaled(cls, scale: float, options: dict) -> dict:
         """Return the options that are a length in tokens, or one over a length, for lengths `scale` times the paper's.
@@ -37,6 +43,8 @@ class Mechanism(nn.Module):
 
 class Rotation(Mechanism):
     """Rotates pairs (x_k, x_{k + d/2}) of q and k by position * frequency_k."""
+
+    widening = 1  # how many times as wide q and k become
 
     def frequencies(self, target_length: int) -> tuple[Tensor, float]:
         """Return angular frequencies (D/2,), float64, radians a token, and the factor that multiplies cos and sin."""
@@ -52,6 +60,14 @@ class Rotation(Mechanism):
         angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)  # (T, D/2)
         return tuple((amplitude * f(angles)).to(device, torch.float32) for f in (torch.cos, torch.sin))
 
+    def gain(self, target_length: int) -> float:
+        """Return the largest factor by which |q| |k| grows, if |q| = |k| = sqrt(D)."""
+        return self.frequencies(target_length)[1] ** 2
+
+    def rotate_keys(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return rotated keys, where they are not rotated as queries are."""
+        return self.rotate(x, cos, sin)
+
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # x (B, H, T, D); cos, sin (T, D/2)
         # Not by halves, each of which torch.compile would make on its own: with QK-norm this is one kernel each way.
         pairs, sines = x.unflatten(-1, (2, -1)), torch.stack((sin, -sin), dim=-2)  # (B, H, T, 2, D/2), (T, 2, D/2)
@@ -59,14 +75,15 @@ class Rotation(Mechanism):
 
 
 class QueryScale(Mechanism):
-    """Multiplies the query at position i by a number that depends on the head and on i."""
+    """Multiplies the query at position i by a number that depends on the head, on i and on the layer's input there."""
 
     def table(self, positions: Tensor, target_length: int) -> Tensor:
-        """Return what is the same in all layers: (T,) float32 from positions (T,) int64."""
+        """Return what is the same in all layers: (T,), at least float32, from positions (T,) int64."""
         raise NotImplementedError
 
-    def multiplier(self, table: Tensor) -> Tensor:
-        """Return the multipliers of this layer's queries, (H, T), from the table; differentiable in what is learned."""
+    def multiplier(self, table: Tensor, x: Tensor | None) -> Tensor:
+        """Return the multipliers of this layer's queries, (1 or H, T) or (B, H, T), from the table and the layer's
+        input x (B, T, C); differentiable in x and in what is learned."""
         raise NotImplementedError
 
 
@@ -78,8 +95,8 @@ class ScoreChange(Mechanism):
 
         Called with whole tensors that broadcast, such as distance (T,) and head (H, 1), in float64 for tables, and with
         float32 and int32 scalars inside FlexAttention: use elementwise torch operations and indexing only. What it
-        learns must be one parameter, (H,): a number a head. Without one, all layers share what one layer's gives,
-        computed once a length.
+        learns are parameters (H,), numbers of each head; our Triton kernel runs one of them, and with more the next
+        backend is chosen. Without any, all layers share what one layer's gives, computed once a length.
         """
         raise NotImplementedError
 
@@ -100,6 +117,43 @@ class Composition(ScoreChange):
             a, m = change.coefficients(distance, head)
             scale, bias = a * scale, a * bias + m
         return scale, bias
+
+
+class KeyBias(Mechanism):
+    """Adds to the logits a number of each key, made from the layer's input in two steps."""
+
+    needs_input = True
+
+    def of_tokens(self, x: Tensor) -> Tensor:
+        """Return what depends on one token alone, (B, H, T), from the layer's input x (B, T, C)."""
+        raise NotImplementedError
+
+    def bias(self, of_tokens: Tensor) -> Tensor:
+        """Return the keys' biases, (B, H, T), at least float32, from the numbers of all tokens from position 0 on.
+
+        With context parallelism (model/context.py) these are some of the heads.
+        """
+        raise NotImplementedError
+
+
+class Window(Mechanism):
+    """Hides keys at a distance of `window` tokens or more, an attribute of at least 1."""
+
+    window: int
+
+
+class Sink(Mechanism):
+    """Adds a logit to each row, which takes its share of the softmax and has no value: `logit`, (H,), a parameter."""
+
+    logit: nn.Parameter
+
+
+class OutputGate(Mechanism):
+    """Multiplies the heads' outputs."""
+
+    def gate(self, x: Tensor) -> Tensor:
+        """Return the factors (B, T, H, D), or (B, T, H, 1), from the layer's input x (B, T, C)."""
+        raise NotImplementedError
 
 
 class Replacement(Mechanism):
@@ -132,7 +186,10 @@ class Replacement(Mechanism):
         return output, (k, v, rotated_k)
 
 
-KINDS = dict(rotation=Rotation, query_scale=QueryScale, score_change=ScoreChange, replacement=Replacement)
+KINDS = dict(
+    rotation=Rotation, query_scale=QueryScale, score_change=ScoreChange, key_bias=KeyBias, window=Window, sink=Sink,
+    output_gate=OutputGate, replacement=Replacement,
+)  # fmt: skip
 
 
 def check_kinds(name: str, mechanisms: list[type]):
@@ -145,6 +202,13 @@ def check_kinds(name: str, mechanisms: list[type]):
         of_kind = [m.__name__ for m in mechanisms if issubclass(m, kind)]
         problem = f"has {' and '.join(of_kind)}, but a method takes one {kind.__name__}"
         require(len(of_kind) < 2 or kind is ScoreChange, f"attention method {name!r} {problem}")
+    replaces = [m.__name__ for m in mechanisms if issubclass(m, Replacement)]
+    changes = [m.__name__ for m in mechanisms if issubclass(m, ScoreChange | KeyBias | Window | Sink)]
+    problem = f"has {' and '.join(replaces + changes)}, but a Replacement has no logits to change"
+    require(not (replaces and changes), f"attention method {name!r} {problem}")
+    wide = [m.__name__ for m in mechanisms if issubclass(m, Rotation) and m.widening > 1]
+    problem = f"has {' and '.join(replaces + wide)}, but a Replacement takes q and k as wide as v"
+    require(not (replaces and wide), f"attention method {name!r} {problem}")
 
 
 class Method(nn.Module):
@@ -161,6 +225,8 @@ class Method(nn.Module):
         for role, kind in KINDS.items():
             of_kind = [m for m in mechanisms if isinstance(m, kind)]
             setattr(self, role, Composition(of_kind) if len(of_kind) > 1 else of_kind[0] if of_kind else None)
+        self.vector_dim = head_dim * (1 if self.rotation is None else self.rotation.widening)  # of rotated q and k
+        self.needs_input = any(mechanism.needs_input for mechanism in mechanisms)
 
     def check_shapes(self, q: Tensor, k: Tensor, v: Tensor):
         """Raise ValueError unless q is (B, H, Tq, D), and k and v are (B, H, Tk, D), with this method's H and D."""
@@ -168,3 +234,14 @@ class Method(nn.Module):
         if k.shape != expected or v.shape != expected or (*q.shape[:2], q.shape[3]) != (*expected[:2], expected[3]):
             made_for = f"{self.name} was made for q, k, v of shape (batch, {self.num_heads}, length, {self.head_dim})"
             raise ValueError(f"{made_for}, got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}")
+
+    def take_over(self, other: "Method"):
+        """Make the other method's parameters, the objects themselves, one's own. ValueError unless both have the same
+        by name and shape."""
+        ours, theirs = ({name: p.shape for name, p in method.named_parameters()} for method in (self, other))
+        differ = ", ".join(sorted(name for name in ours | theirs if ours.get(name) != theirs.get(name)))
+        words = f"weights of {other.name} cannot go on as {self.name}: the two do not learn the same parameters"
+        require(not differ, f"{words} ({differ})")
+        for name, parameter in other.named_parameters():
+            module, _, own_name = name.rpartition(".")
+            setattr(self.get_submodule(module), own_name, parameter)

@@ -28,5 +28,5 @@ class LogN(QueryScale):
         n = positions + 1 if self.context == "row" else torch.full_like(positions, target_length)
         return n.double().log().float()  # (T,)
 
-    def multiplier(self, table):
+    def multiplier(self, table, x):
         return self.scale[:, None] * table  # (H, T)

@@ -193,7 +193,8 @@ def gate(
     @functools.cache
     def reference(formula: str) -> tuple[list[Tensor], list[Tensor]]:
         last = last_sequence(inputs)
-        exact = output_and_gradients(functools.partial(plain_attention, one.method(formula)), last, exact=True)
+        formula_itself = functools.partial(plain_attention, one.method(formula), x=one.layer_input())
+        exact = output_and_gradients(formula_itself, last, exact=True)
         return exact, output_and_gradients(dense(one, formula), last)
 
     results = {}

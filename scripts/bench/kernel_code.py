@@ -5,10 +5,10 @@
     python -m scripts.kernel_code --variants loss
 
 compiles them to machine code (triton brings the compiler and the disassembler) and counts, in each main loop (masked,
-near, far and line, see model/kernels/flash_kernels.py), the instructions a thread issues for each of its logits: of all
-kinds, on the special-function unit (MUFU), loads from global and from shared memory, and spills. A count is no time,
-but what a transform adds to it says what it costs where the instructions are the bottleneck. Of the cross-entropy of
-the head (loss) it counts those of its two walks over a row, and what makes threads wait for each other.
+near, far, line and edge, see model/kernels/flash_kernels.py), the instructions a thread issues for each of its logits:
+of all kinds, on the special-function unit (MUFU), loads from global and from shared memory, and spills. A count is no
+time, but what a transform adds to it says what it costs where the instructions are the bottleneck. Of the cross-entropy
+of the head (loss) it counts those of its two walks over a row, and what makes threads wait for each other.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from scripts.bench.variants import Case, as_closed_form, online, table_only
 from scripts.shared.tables import markdown_table
 
 ROLES = ("forward", "query_gradient", "key_gradient")  # the keys of choose_tiles
-LENGTH, HEADS = 4096, 6
+LENGTH, HEADS, WINDOW = 4096, 6, 512
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 TYPES |= {torch.int32: "*i32", torch.int64: "*i64"}
 COUNTED = {  # by its column, the opcodes of which an instruction's first part is one
@@ -47,8 +47,8 @@ COUNTED = {  # by its column, the opcodes of which an instruction's first part i
 WAITS = {"barriers": ("BAR",), "shuffles": ("SHFL",)}  # of the loss
 
 
-def of_method(formula: str) -> Callable[[Case], Coefficients | None]:
-    return lambda case: prepare(case.method(formula).score_change, case.call)
+def of_method(formula: str, window: int | None = None) -> Callable[[Case], Coefficients | None]:
+    return lambda case: prepare(case.method(formula).score_change, dataclasses.replace(case.call, window=window))
 
 
 VARIANTS = {  # what the kernels are told of a_t and m_t, and, but for those with a running maximum, of |q| and |k|
@@ -59,6 +59,10 @@ VARIANTS = {  # what the kernels are told of a_t and m_t, and, but for those wit
     "si:table": table_only,
     "si:closed": as_closed_form,
     "alibi": of_method("alibi"),
+    "plain:window": of_method("plain", WINDOW),
+    "si:window": of_method("si", WINDOW),
+    "plain:key_bias": of_method("plain"),
+    "si:key_bias": of_method("si"),
 }
 
 
@@ -88,12 +92,13 @@ def kernel_launches(
     coefficients: Coefficients | None,
     tiles: dict[str, flash.Tiles] | None = None,
     arch: int | None = None,
+    key_bias: Tensor | None = None,
 ) -> dict[str, Launch]:
     """Return the launches that flash.py makes for q, k, v and the gradient of the output, by role, and "delta", which
     the gradients need. None is run.
 
     tiles: of some roles, instead of those that are chosen. arch: 90 stands for compute capability 9.0, and tiles are
-    chosen for that, whatever GPU is here.
+    chosen for that, whatever GPU is here. key_bias (B, H, T): in bits, float32.
     """
     choose_tiles = flash.choose_tiles
 
@@ -104,10 +109,10 @@ def kernel_launches(
     recorders = {f"{role}_kernel": mock.MagicMock() for role in (*ROLES, "delta")}
     q, k, v, do = inputs
     c = coefficients or Coefficients(torch.empty(0, 1, 1, device=q.device))
-    functions = c.table, c.polynomials, c.tangent, list(c.degrees), c.far, c.line, 0
+    functions = c.table, c.polynomials, c.tangent, list(c.degrees), c.far, c.line, c.window or 0, 0
     with mock.patch.multiple(flash, choose_tiles=choose, **recorders):
-        o, lse = flash.forward_op(q, k, v, c.parameter, *functions, c.bounded)
-        flash.backward_op(do, q, k, v, o, lse, *functions)
+        o, lse = flash.forward_op(q, k, v, c.parameter, key_bias, None, *functions, c.bounded and key_bias is None)
+        flash.backward_op(do, q, k, v, o, lse, key_bias, None, *functions)
     launches = {}
     for name, recorder in recorders.items():  # of kernel[grid](*arguments, **constants, **options)
         (grid,), call = recorder.__getitem__.call_args.args, recorder.__getitem__.return_value.call_args
@@ -134,7 +139,8 @@ def kernel_code(
     check_compiler(arch)
     case = Case(1, HEADS, LENGTH, head_dim, torch.bfloat16, torch.device("cpu"))
     inputs = torch.zeros(4, 1, LENGTH, HEADS, head_dim, dtype=case.dtype).transpose(2, 3).unbind()
-    launches = kernel_launches(inputs, VARIANTS[variant](case), tiles, arch)
+    key_bias = torch.zeros(1, HEADS, LENGTH) if variant.endswith(":key_bias") else None
+    launches = kernel_launches(inputs, VARIANTS[variant](case), tiles, arch, key_bias)
     return [dict(kernel=kernel, **compile_launch(launches[kernel], arch)) for kernel in kernels]
 
 
@@ -175,7 +181,7 @@ def compile_launch(launch: Launch, arch: int) -> dict:
     """Return what kernel_code does about one kernel."""
     shared, usage, code = machine_code(launch, arch)
     c, tiles = launch.constants, launch.tiles
-    also = dict(near=c["NEAR"], far=c["FAR"] or not c["NEAR"], line=c["LINE"])
+    also = dict(near=c["NEAR"], far=c["FAR"] or not c["NEAR"], line=c["LINE"], edge=c["WINDOW"] > 0)
     stretches = ["masked", *(name for name, is_there in also.items() if is_there)]
     loops = count_loops(code, logits=tiles.queries * tiles.keys / (32 * tiles.warps))
     if len(loops) != len(stretches):  # the compiler split or merged some

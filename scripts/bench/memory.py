@@ -116,7 +116,8 @@ def run_steps(config: Config, device: torch.device, memory, compiled: str | None
     if device.type == "cpu":  # stands for a GPU: what our kernel for CPUs allocates is not the question
         backend = "sdpa"
         for block in model.blocks:
-            block.attention.method.score_change = None
+            method = block.attention.method
+            method.score_change = method.key_bias = method.window = method.sink = None
     world = World.alone(device)
     optimizers = build_optimizers(config, model, bool(compiled), world)
     compiled_model = compile_model(model, compiled)

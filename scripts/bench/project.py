@@ -18,14 +18,13 @@ from pathlib import Path
 import torch
 
 from configs.config import Config
-from configs.flops import training_flops_per_token
 from configs.presets import preset
-from configs.validation import validation_share
 from errors import require
 from model.context import context_bytes
 from optim.sharded import MOST_SHARES, Optimizers
 from runtime.build import build_model, build_optimizers
 from runtime.device import PEAK_BF16_FLOPS
+from runtime.flops import training_flops_per_token, validation_share
 from runtime.processes import World
 from scripts.bench.protocol import Report
 from scripts.shared.tables import markdown_table

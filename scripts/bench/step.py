@@ -28,10 +28,10 @@ from torch import Tensor
 
 from configs.command_line import read_config
 from configs.config import Config
-from configs.flops import training_flops_per_token
 from errors import require
 from model.backends.sdpa import prefer_fast_sdpa
 from runtime.device import matmul_rate, published_peak
+from runtime.flops import attention_flops_per_token, training_flops_per_token
 from runtime.processes import start_processes
 from scripts.bench import protocol
 from scripts.bench.peers import WARM_UP, bench_peers, bench_processes, with_data
@@ -195,7 +195,7 @@ def flops_per_token(config: Config) -> dict[str, int]:
     """Return the FLOPs of a token, forward and backward, by three counts; see HOW_TO_READ."""
     d, L, T = config.model_dim, config.num_layers, config.train_length
     model = training_flops_per_token(config)
-    attention = 2 * d * (T + 1) * L  # forward
+    attention = attention_flops_per_token(config, T)  # forward
     return dict(model=model, hardware=model + attention // 2, palm=model - 3 * attention + 12 * d * T * L)
 
 

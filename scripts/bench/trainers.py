@@ -11,7 +11,7 @@ from configs.config import Config
 from data.loader import TrainLoader, micro_batch_size
 from data.shards import open_split
 from errors import require
-from model.attention import Plan
+from model.gpt import Plans
 from model.methods import METHODS
 from optim.sharded import Optimizers
 from runtime.build import build_model, build_optimizers, train_step
@@ -60,14 +60,14 @@ class Trainer:
 
     model: torch.nn.Module
     call: Callable  # (inputs, targets, plan=plan) -> mean loss
-    plan: Plan | None
+    plan: Plans | None
     optimizers: Optimizers
     loader: TrainLoader
     bytes: int = 0  # of weights and optimizer state
 
     @property
     def backend(self) -> str:
-        return self.plan.backend if self.plan else "sdpa"
+        return ", ".join(dict.fromkeys(part.backend for part in self.plan)) if self.plan else "sdpa"
 
 
 class StepBench:
@@ -113,7 +113,7 @@ class StepBench:
         trainer.bytes = self.allocated() - before
         return trainer
 
-    def build_ours(self, variant: StepVariant) -> tuple[torch.nn.Module, Plan, Optimizers]:
+    def build_ours(self, variant: StepVariant) -> tuple[torch.nn.Module, Plans, Optimizers]:
         if variant.backend == "flex" and self.device.type == "cpu":
             raise ValueError("FlexAttention has no backward pass on a CPU")
         config = self.config

@@ -3,6 +3,9 @@
     plain   softmax of S
     si      scale-invariant, tau = 10
     alibi   S - slope t
+    fox     S + b_j, forgetting attention with gates of 1/2; its time includes the biases' gradient, not the gates
+    window  S within 256 tokens
+    sink    S and one logit more, without a value
 
 None rotates q and k: what is timed is attention alone. A variant whose `make` raises does not run here.
 """
@@ -20,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
 from errors import require
-from model.attention import Plan, make_plan
+from model.attention import Plan, extra_logits, make_plan
 from model.backends import AUTOMATIC, BACKENDS, triton
 from model.backends import flex as flex_backend
 from model.backends.base import Call, bound_products
@@ -29,6 +32,8 @@ from model.methods import make_method
 from model.methods.base import Method, upcast
 
 METHODS = {"plain": "nope", "si": "scale_invariant_nope", "alibi": "alibi"}
+EXTENDED = {"fox": "fox", "window": "rope_window", "sink": "p_rope_sink"}  # these without their rotation
+OPTIONS = {"window": dict(window=256)}  # half of what the gate looks at
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v and output (B, H, T, D)
 
 
@@ -48,7 +53,19 @@ class Case:
 
     def method(self, formula: str, **options) -> Method:
         shape = dict(num_heads=self.heads, head_dim=self.head_dim, train_length=self.length)
-        return make_method(METHODS[formula], **shape, **options).to(self.device)
+        options = OPTIONS.get(formula, {}) | options
+        method = make_method((METHODS | EXTENDED)[formula], **shape, **options).to(self.device)
+        method.rotation = None
+        return method
+
+    def layer_input(self) -> Tensor:
+        """Return the x of methods that look at it, (B, T, C)."""
+        return torch.zeros(self.batch, self.length, self.heads * self.head_dim, device=self.device)
+
+    def extra_logits(self, method: Method) -> dict[str, Tensor]:
+        """Return what a backend takes of a method beside a_t and m_t, as leaves with gradients."""
+        of_tokens = None if method.key_bias is None else method.key_bias.of_tokens(self.layer_input())
+        return {name: x.detach().requires_grad_() for name, x in extra_logits(method, of_tokens).items()}
 
     def plan(self, method: Method, backend: str) -> Plan:
         where = dict(device=self.device, dtype=self.dtype, backend=backend)
@@ -57,7 +74,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    formula: str  # plain, si or alibi
+    formula: str  # of those above
     prepare: Callable[[Case, str], Attend]  # of case and formula
     what: str
 
@@ -106,9 +123,10 @@ def online(case: Case, formula: str) -> Coefficients:
 def on_backend(case: Case, formula: str, backend: str, coefficients: Callable[[Case], object] | None = None) -> Attend:
     """Run it by model/attention.py, without attend's conversions of q, which a compiled model fuses with what comes
     before. coefficients: returns what the backend takes, where that is not what model/attention.py prepares."""
-    plan = case.plan(case.method(formula), backend)  # or ValueError, where the backend cannot run
+    method = case.method(formula)
+    plan = case.plan(method, backend)  # or ValueError, where the backend cannot run
     prepared = coefficients(case) if coefficients else plan.prepared
-    return partial(BACKENDS[backend].run, prepared=prepared)
+    return partial(BACKENDS[backend].run, prepared=prepared, **case.extra_logits(method))
 
 
 def compiled_blocks(case: Case, formula: str) -> Attend:
@@ -153,15 +171,24 @@ def dense(case: Case, formula: str) -> Attend:
     position = torch.arange(case.length, device=case.device)
     distance = position.unsqueeze(-1) - position  # (T, T)
     scale, bias = 1.0, torch.zeros((), dtype=torch.float64, device=case.device)
-    if change := case.method(formula).score_change:
+    method = case.method(formula)
+    if change := method.score_change:
         head = torch.arange(case.heads, device=case.device).view(-1, 1, 1)
         scale, bias = change.coefficients(distance.clamp(min=0).double(), head)
     scale = torch.as_tensor(scale, dtype=torch.float32, device=case.device)
-    bias = torch.where(distance < 0, -torch.inf, bias).float()
+    hidden = distance < 0 if method.window is None else (distance < 0) | (distance >= method.window.window)
+    bias = torch.where(hidden, -torch.inf, bias).float()
+    extra = {name: x.detach() for name, x in case.extra_logits(method).items()}
+    if "key_bias" in extra:
+        bias = bias + extra["key_bias"].unsqueeze(-2)  # (B, H, T, T)
 
     def attend(q, k, v):
         scores = upcast(q) @ upcast(k).mT * case.head_dim**-0.5
-        return torch.addcmul(bias, scale, scores).softmax(dim=-1).to(v.dtype) @ v
+        logits = torch.addcmul(bias, scale, scores)
+        if "sink" not in extra:
+            return logits.softmax(dim=-1).to(v.dtype) @ v
+        sink = extra["sink"].view(-1, 1, 1).expand(*logits.shape[:-1], 1)
+        return torch.cat((logits, sink), dim=-1).softmax(dim=-1)[..., :-1].to(v.dtype) @ v
 
     return attend
 
@@ -255,6 +282,9 @@ CPU = {
         f"{backend}:{formula}": Variant(formula, partial(on_backend, backend=backend), what.format(backend))
         for backend, (formula, what) in itertools.product(OWN_ON_CPU, WHAT.items())
     },
+    "cpu:fox": Variant("fox", partial(on_backend, backend="cpu"), "forgetting attention"),
+    "cpu:window": Variant("window", partial(on_backend, backend="cpu"), "a window of 256 tokens"),
+    "cpu:sink": Variant("sink", partial(on_backend, backend="cpu"), "a learned sink"),
     "blocks:si:compiled": Variant("si", compiled_blocks, "by torch.compile"),
     "dense:plain": Variant("plain", dense, "all logits at once, eager"),
     "dense:si": Variant("si", dense, "scale-invariant"),

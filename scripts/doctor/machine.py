@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 
 from configs.config import Config
-from configs.flops import training_flops_per_token
 from data.shards import read_manifest
 from model.kernels import cpu
 from runtime.build import checkpoint_bytes
 from runtime.checkpoint import space_needed
 from runtime.device import compile_problem, cuda_failure, device_name, gpu_files, unused_gpu
+from runtime.flops import training_flops_per_token
 from runtime.run_folder import format_bytes, git_commit
 from scripts.bench.project import build_optimizers_of
 from scripts.bench.protocol import versions

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from configs.config import Config
-from configs.flops import training_flops_per_token
 from configs.presets import preset
 from model.backends.sdpa import prefer_fast_sdpa
 from runtime.device import matmul_rate, published_peak
+from runtime.flops import training_flops_per_token
 from runtime.processes import start_processes
 from scripts.bench.memory import count_memory
 from scripts.bench.peers import with_data

@@ -66,7 +66,7 @@ def train_method(bench: StepBench, method: str) -> Finding:
         trainers |= build_variants(blocks, deadline=math.inf)[0]
     try:
         checked = gate(bench, trainers, variants, STEPS)
-        plan = trainers[method].plan if method in trainers else None
+        plan = trainers[method].plan[0] if method in trainers else None
     finally:
         for trainer in trainers.values():
             trainer.loader.close()

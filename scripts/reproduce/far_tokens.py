@@ -28,7 +28,7 @@ def far_tokens(study: Study) -> str:
         with study.dropping_unreadable(run):
             config, model = load_run(stored.path, study.device)
             windows = logits.validation_windows(open_own_text(stored), WINDOWS, length, study.device)
-            series = series_label(config.method, config.method_options)
+            series = series_label(config)
             losses = end_losses(model, windows)
             whole[series] += losses.pop(("whole", length)).tolist()
             for (change, kept), changed in losses.items():

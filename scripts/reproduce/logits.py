@@ -7,16 +7,18 @@
 A model and its configuration come from scripts.evaluate.load_run.
 """
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from data.shards import TokenStream
 from model.attention import Plan, transform
-from model.gpt import GPT, norm
-from model.methods.base import upcast
+from model.backends.base import EXTRAS
+from model.gpt import GPT, Plans, norm
+from model.methods.base import Method, upcast
 from scripts.reproduce.theory import attention_statistics
 from scripts.shared.tables import mean_and_stderr
 
@@ -34,21 +36,23 @@ def validation_windows(stream: TokenStream, count: int, length: int, device="cpu
     return torch.stack([torch.from_numpy(stream.read(start, length).astype("int64")) for start in starts]).to(device)
 
 
-def iterate_layers(model: GPT, tokens: Tensor, plan: Plan) -> Iterator[tuple[nn.Module, Tensor, Tensor]]:
-    """Yield each layer's method with its q, k (B, H, T, D) before any rotation, at least float32."""
+def iterate_layers(model: GPT, tokens: Tensor, plans: Plans) -> Iterator[tuple[Method, Plan, Tensor, Tensor, Tensor]]:
+    """Yield each layer's method and plan, its input x (B, T, C), and q, k (B, H, T, D) before any rotation, at least
+    float32."""
     x = model.embed(tokens)
-    for block in model.blocks:
-        q, k, _ = block.attention.queries_keys_values(norm(x))
-        yield block.attention.method, upcast(q), upcast(k)
+    for block, plan in zip(model.blocks, itertools.cycle(plans)):
+        layer_input = norm(x)
+        q, k, _ = block.attention.queries_keys_values(layer_input)
+        yield block.attention.method, plan, layer_input, upcast(q), upcast(k)
         x = block(x, plan)
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------
 
 
-def last_query_logits(method: nn.Module, q: Tensor, k: Tensor, plan: Plan) -> Tensor:
+def last_query_logits(method: Method, plan: Plan, x: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """Return the logits L_t (paper, eq:def:L) of the last query, in order of distance t = 0..T-1: (B, H, T)."""
-    q, k = transform(method, q, k, plan)
+    q, k = transform(method, q, k, plan, x)
     scores = (q[:, :, -1:] @ k.mT).squeeze(2).flip(-1) / q.shape[-1] ** 0.5
     if method.score_change is None:
         return scores
@@ -65,24 +69,28 @@ def attention_profile(model: GPT, tokens: Tensor, lengths: list[int]) -> list[di
     tokens (windows, T). The query is the last token of a window, which sees the last `length` tokens: the same query
     with more and more context. One row a length and quantity: the mean over layers, heads and windows, and its standard
     error over windows (None for one). Memory is that of the model's forward pass, on one window at a time. ValueError
-    for Infini-attention, which has no logits, and for lengths that the windows do not have.
+    for a Replacement, such as Infini-attention, and for lengths that the windows do not have.
     """
-    method = model.blocks[0].attention.method
-    if method.replacement is not None:
-        raise ValueError(f"{method.name} has no attention logits: part of its output comes from a compressed memory")
+    methods = [block.attention.method for block in model.blocks]
+    name = ",".join(dict.fromkeys(method.name for method in methods))
+    for method in methods:
+        if method.replacement is not None:
+            raise ValueError(f"{method.name} has no attention logits: it is not a softmax over them")
+        if more := [words for kind, words in EXTRAS.items() if getattr(method, kind) is not None]:
+            raise ValueError(f"{method.name} has {' and '.join(more)}, of which this analysis knows nothing")
     if max(lengths) > tokens.shape[1]:
         raise ValueError(f"a context of {max(lengths)} tokens does not fit in windows of {tokens.shape[1]} tokens")
     rows = []
     for length in lengths:
-        plan = model.plan(length, backend="blocks")  # nothing to compile for each length
+        plans = model.plan(length, backend="blocks")  # nothing to compile for each length
         means = defaultdict(list)  # of each quantity, one for each window
         for window in tokens[:, -length:].split(1):
-            logits = torch.stack([last_query_logits(*layer, plan) for layer in iterate_layers(model, window, plan)])
+            logits = torch.stack([last_query_logits(*layer) for layer in iterate_layers(model, window, plans)])
             for quantity, values in attention_statistics(logits).items():  # (layers, 1, H)
                 means[quantity].append(values.mean().item())
         for quantity, values in means.items():
             mean, stderr = mean_and_stderr(values)
-            row = dict(method=method.name, length=length, quantity=quantity)
+            row = dict(method=name, length=length, quantity=quantity)
             rows.append(row | dict(mean=mean, stderr=stderr, windows=len(values)))
     return rows
 
@@ -115,15 +123,15 @@ def layer_scores(
     tokens (B, T); the pairs, the same in all layers and heads, are those of score_pairs. S is what the method starts
     from, before LogN's or any other change. Each layer comes without rotation and, if the method rotates, with it.
     """
-    plan = model.plan(tokens.shape[1], backend="blocks")
+    plans = model.plan(tokens.shape[1], backend="blocks")
     b, i, j = (index.to(tokens.device) for index in score_pairs(*tokens.shape, max_pairs, seed))
-    for number, (method, q, k) in enumerate(iterate_layers(model, tokens, plan)):
+    for number, (method, plan, _, q, k) in enumerate(iterate_layers(model, tokens, plans)):
         forms = {False: (q, k)}
         if method.rotation is not None:
             forms[True] = transform(method, q, k, plan, scale_queries=False)
         for rotated, (q, k) in forms.items():
             heads = [(q[b, h, i] * k[b, h, j]).sum(dim=-1) for h in range(method.num_heads)]  # one head's pairs at once
-            yield number, rotated, (torch.stack(heads) / method.head_dim**0.5).double().cpu()
+            yield number, rotated, (torch.stack(heads) / q.shape[-1] ** 0.5).double().cpu()
 
 
 def moments(scores: Tensor) -> dict[str, float]:

@@ -14,7 +14,7 @@ from errors import require
 from files import replace_file
 from runtime.device import device_name
 from runtime.run_folder import git_commit
-from scripts.reproduce import far_tokens, figures, lengthscales, tables
+from scripts.reproduce import far_tokens, figures, lengthscales, rivals, tables
 from scripts.reproduce.study import Study
 from scripts.shared.runs import StoredRun, log_values, require_as_many_runs
 
@@ -40,6 +40,7 @@ ITEMS = dict(
     far_tokens=far_tokens.far_tokens,
     scale_invariant_by_head=tables.table_losses,
     needle_by_head=tables.table_needle,
+    table_rivals=rivals.table_rivals,
 )
 PARTLY_THEORY = ["figure_entropy"]  # which has something to show without runs
 # What is computed or measured here; the others are functions of what the runs left, the same wherever they are made.

@@ -16,6 +16,8 @@ from scripts.shared.looks import NAMES, series_label
 from scripts.shared.run_files import on_own_text, val_tokens
 from scripts.shared.runs import StoredRun, find_stored, train_state
 
+ONE_METHOD_A_RUN = ("table_infini", "table_rivals")  # items that do not show what runs are also validated as
+
 
 @dataclasses.dataclass
 class Study:
@@ -59,8 +61,8 @@ class Study:
     def series(self, run: Run) -> dict[str, str]:
         """Return what a run is shown as: the method that it trained, with its options, and those that its weights are
         validated as; each series with its method."""
-        trained = {series_label(run.config.method, run.config.method_options): run.config.method}
-        others = {method: method for method in run.config.validate_as if self.item != "table_infini"}
+        trained = {series_label(run.config): run.config.method}
+        others = {method: method for method in run.config.validate_as if self.item not in ONE_METHOD_A_RUN}
         return {s: m for s, m in (trained | others).items() if self.methods is None or m in self.methods}
 
     @property

@@ -19,9 +19,27 @@ from scripts.shared.tables import embolden_best, format_mean, markdown_table, me
 
 PAPER_TRAIN_LENGTH = 4096  # of all its tables
 OURS = "scale_invariant_p_rope"  # what the others are compared with
+COMPARED = ("table_losses", "scale_invariant_by_head")
 
 
 def table_losses(study: Study) -> str:
+    losses, lengths = read_losses(study)
+    if study.item in COMPARED:
+        paper = {of: target["mean"] for of, target in paper_targets(study.item).items()}
+        study.sections = compare(study.path, losses, OURS, lengths, study.base_length, paper)
+    return losses_page(study, losses, lengths)
+
+
+def losses_page(study: Study, losses: dict, lengths: list[int]) -> str:
+    text = "Validation loss in nats a token at the end of training, by validation length in tokens (and in training "
+    text += "lengths): mean \u00b1 standard error over seeds."
+    table = make_table(study, {"": losses}, lengths, best=min)
+    return f"{text}\n\n{table}"
+
+
+def read_losses(study: Study) -> tuple[dict, list[int]]:
+    """Return the last losses of the finished runs, {(series, length): one a seed}, and the lengths. A run without some
+    of them is noted as missing."""
     lengths = sorted({length for run in study.runs for length in run.config.val_lengths})
     losses = collections.defaultdict(list)
     for run, stored in list(study.finished):
@@ -39,13 +57,7 @@ def table_losses(study: Study) -> str:
             if run.config.validate_as:
                 command += ["--as", *run.config.validate_as]
             study.miss(run, f"no loss at {', '.join(lacking)}", command)
-    text = "Validation loss in nats a token at the end of training, by validation length in tokens (and in training "
-    text += "lengths): mean \u00b1 standard error over seeds."
-    table = make_table(study, {"": losses}, lengths, best=min)
-    if study.item in ("table_losses", "scale_invariant_by_head"):
-        paper = {of: target["mean"] for of, target in paper_targets(study.item).items()}
-        study.sections = compare(study.path, losses, OURS, lengths, study.base_length, paper)
-    return f"{text}\n\n{table}"
+    return losses, lengths
 
 
 def table_needle(study: Study) -> str:
@@ -187,10 +199,11 @@ def table_notes(study: Study, weights_of: dict[str, str], one_seed: bool) -> lis
             "length; where a row says otherwise it is as in the paper."
         )
     if study.scale != "paper":
+        beside = "The paper's columns stand beside the lengths of the same ratio to the training length; compare"
         notes.append(
             f"Scale `{study.scale}` is not the paper's: another model or training length, fewer tokens, another text. "
-            "The paper's columns stand beside the lengths of the same ratio to the training length; compare the order "
-            "of the methods and what happens beyond 1x, not the numbers."
+            + f"{beside if paper_targets(study.item) else 'Compare'} the order of the methods and what happens beyond "
+            "1x, not the numbers."
         )
     if one_seed:
         notes.append("\u00b1 n/a: one seed, which has no standard error.")

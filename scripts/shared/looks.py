@@ -4,6 +4,8 @@ import os
 import tempfile
 from collections.abc import Iterable
 
+from configs.config import Config
+
 # Name, colour, line style and marker, as matplotlib calls them. The colours are Okabe and Ito's palette and two darker
 # tones of Tol's, which colour-blind readers can tell apart; lines differ too, for print in grey. Ours is black, as in
 # the paper.
@@ -52,15 +54,27 @@ def choose_looks(methods: Iterable[str]) -> dict[str, tuple[str, str, str]]:
     return LINES | {method: OTHERS[i % len(OTHERS)] for i, method in enumerate(others)}
 
 
-def series_label(method: str, options: dict) -> str:
-    """Return what a row or line shows, as it is called in data: the method, and the options that it was given."""
-    return " ".join([method, *(f"{option}={plain_number(options[option])}" for option in sorted(options))])
+def series_label(config: Config) -> str:
+    """Return what a row or line shows, as it is called in data: the method, the options that it was given, and the
+    method that took its place."""
+    options = config.method_options
+    parts = [config.method, *(f"{option}={plain_number(options[option])}" for option in sorted(options))]
+    later = [f"then={config.switch_method_to}@{config.switch_method_at:g}"] if config.switch_method_at else []
+    return " ".join([*parts, *later])
 
 
 def series_name(series: str) -> str:
     """Return a series (see series_label) as it is called in tables and legends."""
     method, *options = series.split(" ")
-    return ", ".join([method_name(method), *(OPTION_NAMES.get(o, o.replace("=", " ")) for o in options)])
+    return ", ".join([method_name(method), *map(option_name, options)])
+
+
+def option_name(option: str) -> str:
+    name, value = option.split("=", maxsplit=1)
+    if name == "then":
+        later, share = value.split("@")
+        return f"after {share} of the steps {method_name(later)}"
+    return OPTION_NAMES.get(option, f"{name} {value}")
 
 
 def plain_number(value) -> str:

@@ -6,8 +6,9 @@ import dataclasses
 from pathlib import Path
 
 from configs.sweeps import Run
-from model.methods import check_options, make_alternative, make_method
 from optim.schedule import check_schedule
+from runtime.build import layer_methods
+from runtime.validation import build_alternatives
 from scripts.shared.runs import StoredRun, data_fingerprint, find_stored, needle_state, read_runs, sidecar, train_state
 from scripts.sweep.cluster import queued_job
 from scripts.sweep.local import may_retry
@@ -34,12 +35,11 @@ def check_run(run: Run):
     try:
         c = run.config
         check_schedule(c.schedule, steps=c.steps, warmup_steps=c.warmup_steps, cooldown_steps=c.cooldown_steps)
-        check_options(c.method, c.method_options)
-        shape = dict(num_heads=c.num_heads, head_dim=c.model_dim // c.num_heads)
-        shape |= dict(train_length=c.train_length, length_scale=c.length_scale)
-        make_method(c.method, **shape, **c.method_options)
-        for other in c.validate_as:
-            make_alternative(c.method, other, **shape, **c.method_options)
+        first, *later = (layer_methods(c, start) for start in c.method_starts)
+        for methods in later:
+            for method, before in zip(methods, first, strict=True):
+                method.take_over(before)
+        build_alternatives(c)
     except ValueError as error:
         raise ValueError(f"{run.preset} with {run.changes.get('method', 'its own method')}: {error}") from error
 

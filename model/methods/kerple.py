@@ -1,0 +1,58 @@
+"""KERPLE: penalties by distance whose shape each head of each layer learns (Chi et al. 2022, arXiv 2205.09921):
+
+    logarithm   L = S - p log(1 + a t),   p, a > 0          power   L = S - a t^p,   a > 0, 0 < p <= 2
+
+and no other position encoding. The authors' code draws p from U(0, 2) and a from U(0, 1), and keeps them in range by
+clamping, at which a gradient ends. Ours start evenly spaced over the heads of a layer, p = 2 (h + 1/2) / H, and at the
+mean a = 1/2, so that a seed draws the same model for every method; log a, log p and the logit of p / 2 are learned.
+"""
+
+import math
+
+import torch
+from torch import nn
+
+from errors import require
+from model.methods.base import ScoreChange
+
+A = 0.5  # the mean of the authors' U(0, 1)
+
+
+class Kerple(ScoreChange):
+    """Both forms: a and p, and what they start at."""
+
+    def __init__(self, num_heads, head_dim, train_length, unit: float = 1.0):
+        """unit: the tokens that a distance of 1 stands for."""
+        super().__init__()
+        require(0 < unit < math.inf, f"unit must be positive and finite, got {unit}")
+        self.unit = unit
+        self.log_a = nn.Parameter(torch.full((num_heads,), math.log(A)))
+
+    @classmethod
+    def scaled(cls, scale, options):
+        return {"unit": scale}
+
+    @staticmethod
+    def first_p(num_heads):
+        return 2 * (torch.arange(num_heads, dtype=torch.float32) + 0.5) / num_heads
+
+
+class KerpleLog(Kerple):
+    def __init__(self, num_heads, head_dim, train_length, unit: float = 1.0):
+        super().__init__(num_heads, head_dim, train_length, unit)
+        self.log_p = nn.Parameter(self.first_p(num_heads).log())
+
+    def coefficients(self, distance, head):
+        a, p = (torch.exp(x[head].to(distance.dtype)) for x in (self.log_a, self.log_p))
+        return 1.0, -p * torch.log(1 + a * distance / self.unit)
+
+
+class KerplePower(Kerple):
+    def __init__(self, num_heads, head_dim, train_length, unit: float = 1.0):
+        super().__init__(num_heads, head_dim, train_length, unit)
+        self.logit_p = nn.Parameter(torch.logit(self.first_p(num_heads) / 2))
+
+    def coefficients(self, distance, head):
+        a = torch.exp(self.log_a[head].to(distance.dtype))
+        p = 2 * torch.sigmoid(self.logit_p[head].to(distance.dtype))
+        return 1.0, -a * torch.pow(distance / self.unit, p)

@@ -1,0 +1,50 @@
+"""PoPE: polar coordinate position embedding (Gopalakrishnan et al. 2025, arXiv 2509.10534). Each entry of q and k gives
+a magnitude, its position alone gives the phase, so that content and position cannot be confounded as in RoPE:
+
+    S_ij = sum over c of softplus(q_ic) softplus(k_jc) cos((j - i) theta_c + delta_c) / sqrt(d),
+    theta_c = base^(-c/d),   c = 0..d-1
+
+as a product of vectors twice as wide, (mu cos, mu sin). delta, a phase of the keys, is learned for each head. Here it
+starts at 0, so that a seed draws the same model for every method, and is not kept within [-2 pi, 0], as the paper's is:
+a phase is periodic. QK-norm comes before the softplus, as it does before all rotations of this repository, so that S
+stays within (1 + ln 2)^2 sqrt(d); after it, it would take from the magnitudes the one that all entries share.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from errors import require
+from model.methods.base import Rotation
+from model.methods.rope import BASE
+
+
+class PoPE(Rotation):
+    widening = 2
+
+    def __init__(self, num_heads, head_dim, train_length, base: float = BASE):
+        super().__init__()
+        require(base > 1, f"PoPE needs a base > 1, got {base}")
+        self.head_dim, self.base = head_dim, base
+        self.delta = nn.Parameter(torch.zeros(num_heads, head_dim))
+
+    @classmethod
+    def scaled(cls, scale, options):
+        return {"base": BASE * scale}
+
+    def frequencies(self, target_length):
+        theta = self.base ** -(torch.arange(self.head_dim, dtype=torch.float64) / self.head_dim)  # (D,)
+        return theta, 2**0.25  # of q and of k: backends divide by the root of the width, which is 2 D
+
+    def gain(self, target_length):
+        return super().gain(target_length) * (1 + math.log(2)) ** 2  # softplus(x) <= |x| + ln 2; |q| = sqrt(D)
+
+    def rotate(self, x, cos, sin):  # x (B, H, T, D); cos, sin (T, D)
+        magnitude = F.softplus(x)
+        return torch.cat((magnitude * cos, magnitude * sin), dim=-1)  # (B, H, T, 2 D)
+
+    def rotate_keys(self, x, cos, sin):
+        delta = self.delta.to(x.dtype).unsqueeze(1)  # (H, 1, D)
+        return self.rotate(x, cos * delta.cos() - sin * delta.sin(), sin * delta.cos() + cos * delta.sin())

@@ -1,0 +1,36 @@
+"""Count the floating-point operations of a run: those of its matrix products, attention for the keys that are seen."""
+
+from configs.config import Config
+from configs.validation import validation_plan
+from runtime.build import layer_methods
+
+
+def attention_flops_per_token(config: Config, length: int) -> int:
+    """Return those of q k and p v in one forward pass, the mean over sequences of this length. Infini-attention, which
+    sees less, counts as if it saw all keys; after a switch of methods, as before it."""
+    windows = [length if m.window is None else min(m.window.window, length) for m in layer_methods(config)]
+    pairs = sum(w * length - w * (w - 1) // 2 for w in windows)  # of a query and a key that it sees, in all layers
+    return 4 * config.model_dim * pairs // length
+
+
+def forward_flops_per_token(config: Config, length: int) -> int:
+    """Return those of one forward pass over sequences of this length."""
+    d, L, V = config.model_dim, config.num_layers, config.vocab_size
+    of_methods = sum(p.numel() for method in layer_methods(config) for p in method.parameters() if p.dim() == 2)
+    return 2 * (12 * d * d * L + d * V + of_methods) + attention_flops_per_token(config, length)
+
+
+def training_flops_per_token(config: Config) -> int:
+    """Return those of a forward and a backward pass (twice as much) at the training length."""
+    return 3 * forward_flops_per_token(config, config.train_length)
+
+
+def validation_share(config: Config) -> float:
+    """Return the operations of all validations of a run over those of its training (3 forward passes a token)."""
+    steps = [*range(0, config.steps, config.val_every or config.steps), config.steps]  # all others have no validation
+    plans = [validation_plan(config, step) for step in steps]
+    # Beyond the training length the same weights are run as each of validate_as too.
+    times = {n: 1 + len(config.validate_as) * (n > config.train_length) for n in config.val_lengths}
+    flops = {n: times[n] * forward_flops_per_token(config, n) for n in config.val_lengths}
+    validation = sum(tokens * flops[n] for plan in plans for n, tokens in plan.items())
+    return validation / (config.steps * config.batch_tokens * training_flops_per_token(config))

@@ -1,0 +1,73 @@
+"""The newer methods beside the best of the paper's: which is best at each length, by how much, and what it costs."""
+
+import collections
+
+from scripts.reproduce.comparisons import compare, difference_cell, differences
+from scripts.reproduce.study import Study
+from scripts.reproduce.tables import OURS, losses_page, read_losses
+from scripts.shared.looks import series_name
+from scripts.shared.tables import format_mean, markdown_table, mean_and_stderr, write_csv
+
+REFERENCES = (OURS, "alibi")  # what the best are compared with
+
+
+def table_rivals(study: Study) -> str:
+    losses, lengths = read_losses(study)
+    study.sections = best_at_each_length(losses, lengths, study.base_length)
+    study.sections += compare(study.path, losses, OURS, lengths, study.base_length, paper={})
+    study.sections += costs(study)
+    return losses_page(study, losses, lengths)
+
+
+def best_at_each_length(losses: dict, lengths: list[int], base_length: int) -> list[str]:
+    """Return a section that names the series of the lowest mean at each length, with its difference to each reference.
+
+    losses: {(series, length): nats a token, one a seed}. The p-values are corrected for all series and lengths, as the
+    best is chosen among all of them.
+    """
+    by_reference = {
+        reference: {(row["series"], row["length"]): row for row in differences(losses, reference, lengths)}
+        for reference in REFERENCES
+    }
+    rows = []
+    for length in lengths:
+        means = {series: mean_and_stderr(values) for (series, at), values in losses.items() if at == length and values}
+        if means:
+            best = min(means, key=lambda series: means[series][0])
+            cells = [difference_cell(found.get((best, length))) for found in by_reference.values()]
+            seeds = str(len(losses[best, length]))
+            rows.append([f"{length} ({length / base_length:g}x)", series_name(best), seeds, format_mean(*means[best])])
+            rows[-1] += cells
+    if not rows:
+        return []
+    head = ["at", "best", "seeds", "loss", *(f"minus {series_name(reference)}" for reference in REFERENCES)]
+    text = "The lowest mean at each length. Differences are in nats a token \u00b1 their standard error, with p of "
+    text += "Welch's t-test after Holm's correction for the comparisons of all methods with that reference at all "
+    text += "lengths, as the best is chosen among them."
+    return ["## The best at each length", text, markdown_table([head, *rows])]
+
+
+def costs(study: Study) -> list[str]:
+    """Return a section on how many parameters each method has and how fast it trained, and write it as CSV."""
+    found = collections.defaultdict(list)
+    for run, stored in study.finished:
+        for series in study.series(run):
+            found[series].append(stored.summary)
+    rows = []
+    for series in [series for series in study.all_series if series in found]:
+        rates = [summary["tokens_per_second"] for summary in found[series] if summary.get("tokens_per_second")]
+        rate, stderr = mean_and_stderr(rates)
+        parameters = max((summary.get("parameters") or 0 for summary in found[series]), default=0) or None
+        rows.append(dict(series=series, parameters=parameters, tokens_per_second=rate, stderr=stderr, runs=len(rates)))
+    if not rows:
+        return []
+    write_csv(study.path.with_name(f"{study.path.name}_costs.csv"), rows)
+    cells = [["method", "parameters", "tokens/s", "runs"]]
+    for row in rows:
+        error = "" if row["stderr"] is None else f" \u00b1 {row['stderr']:,.0f}"
+        rate = "" if row["tokens_per_second"] is None else f"{row['tokens_per_second']:,.0f}{error}"
+        parameters = "" if row["parameters"] is None else f"{row['parameters']:,}"
+        cells.append([series_name(row["series"]), parameters, rate, str(row["runs"])])
+    text = "Parameters, and tokens a second of training: the mean over runs of each run's median step \u00b1 its "
+    text += "standard error. Runs that shared their machine with others are slower for it."
+    return ["## What they cost", text, markdown_table(cells)]

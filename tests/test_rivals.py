@@ -1,0 +1,404 @@
+"""The newer mechanisms against formulas written from their papers, in float64 and one row at a time: values, gradients,
+every backend that runs them here, layers that differ."""
+
+import math
+
+import pytest
+import torch
+from test_gpt import random_tokens
+from test_methods import assert_near, assert_refused, cast, gradients, random, random_qkv
+
+from model.attention import attend, choose_backend, make_plan, transform
+from model.backends import BACKENDS
+from model.gpt import GPT
+from model.methods import METHODS, Infini, PoPE, layer_pattern, make_layers, make_method
+from model.reference import attention_logits, plain_attention
+
+SHAPES = [(2, 3, 16, 1), (2, 2, 16, 37), (1, 4, 32, 130), (1, 2, 8, 300)]  # batch, heads, head dimension, tokens
+OPTIONS = dict(rope_window=dict(window=29), p_rope_window=dict(window=1), nape=dict(delta=0.3),
+               nope_temperature=dict(floor=10.0))
+SPREAD = dict(nape=0.02)  # of what is learned: with more, what its factors leave of bfloat16 is too little to compare
+
+
+def make(name, num_heads, head_dim, **options):
+    method = make_method(name, num_heads=num_heads, head_dim=head_dim, train_length=64, **options)
+    for seed, parameter in enumerate(method.parameters()):
+        parameter.data = SPREAD.get(name, 0.3) * random(*parameter.shape, seed=seed).float()
+    return method
+
+
+# ---- the formulas, row by row ----------------------------------------------------------------------------------------
+
+
+def forgetting(method, logits, x):
+    """Lin et al. 2025, equation 3: D_ij, the sum of log f_l over j < l <= i, is added to the logits."""
+    weight, bias = method.key_bias.weight.double(), method.key_bias.bias_of_gate.double()
+    log_f = torch.log(1 / (1 + torch.exp(-(torch.einsum("btc,hc->bht", x, weight) + bias[:, None]))))
+    rows = []
+    for i in range(logits.shape[2]):
+        decay = [log_f[:, :, j + 1 : i + 1].sum(-1) for j in range(i + 1)]
+        decay += [torch.full_like(decay[0], -math.inf)] * (logits.shape[3] - i - 1)
+        rows.append(logits[:, :, i] + torch.stack(decay, dim=-1))
+    return torch.stack(rows, dim=2)
+
+
+def by_rows(row, T):
+    """The logits (B, H, T, T) of row(i), (B, H, i + 1), those of the keys 0 to i."""
+    return torch.stack([torch.nn.functional.pad(row(i), (0, T - 1 - i), value=-math.inf) for i in range(T)], dim=2)
+
+
+def kerple(penalty):
+    """Chi et al. 2022, equations 5 and 6: q.k / sqrt(d) minus a penalty of a, p and the distance."""
+    def logits(method, q, k, x):
+        change = method.score_change
+        p = change.log_p.exp() if hasattr(change, "log_p") else 2 / (1 + torch.exp(-change.logit_p))
+        a, p = change.log_a.exp()[:, None], p[:, None]
+
+        def row(i):
+            t = i - torch.arange(i + 1)
+            return (q[:, :, i, None] * k[:, :, : i + 1]).sum(-1) / q.shape[-1] ** 0.5 - penalty(a, p, t.double())
+        return by_rows(row, q.shape[2])
+    return logits
+
+
+def nape(method, q, k, x):
+    """Vasylenko et al. 2025: the factor of a row is that of its query; the first half of the heads have ALiBi."""
+    w_b, w_g = method.query_scale.beta.double(), method.query_scale.gamma.double()
+    H, T = q.shape[1:3]
+    slope = torch.tensor([2.0 ** (-8 * (h + 1) / (H // 2)) if h < H // 2 else 0 for h in range(H)]).double()[:, None]
+
+    def row(i):
+        beta = torch.log(1 + torch.exp(torch.einsum("bc,hc->bh", x[:, i], w_b)))
+        gamma = 2 * torch.tanh(torch.einsum("bc,hc->bh", x[:, i], w_g))
+        factor = OPTIONS["nape"]["delta"] + beta * math.log(max(i + 1, 2)) ** gamma
+        scores = (q[:, :, i, None] * k[:, :, : i + 1]).sum(-1) / q.shape[-1] ** 0.5
+        return factor[..., None] * scores - slope * (i - torch.arange(i + 1))
+    return by_rows(row, T)
+
+
+def temperature(factor):
+    """Logits of no position encoding, those of row i times factor(i)."""
+    def logits(method, q, k, x):
+        return by_rows(lambda i: factor(i) * (q[:, :, i, None] * k[:, :, : i + 1]).sum(-1) / q.shape[-1] ** 0.5,
+                       q.shape[2])
+    return logits
+
+
+def pope(method, q, k, x):
+    """Gopalakrishnan et al. 2025, equation 6: magnitudes by softplus, a frequency for each entry, the keys' phase."""
+    D, delta = q.shape[-1], method.rotation.delta[:, None]  # (H, 1, D)
+    magnitude_q, magnitude_k = (torch.log(1 + torch.exp(vector)) for vector in (q, k))
+    theta = 10000.0 ** (-torch.arange(D, dtype=torch.float64) / D)
+
+    def row(i):
+        angles = (torch.arange(i + 1) - i)[:, None] * theta + delta  # (H, i + 1, D)
+        scores = (magnitude_q[:, :, i, None] * magnitude_k[:, :, : i + 1] * torch.cos(angles)).sum(-1) / D**0.5
+        if method.score_change is None:
+            return scores
+        a_squared = 1 + 2 * torch.log(1 + (i - torch.arange(i + 1).double()) / 10)
+        return a_squared**0.5 * scores + 1 - a_squared
+    return by_rows(row, q.shape[2])
+
+
+OWN_LOGITS = dict(
+    pope=pope,
+    scale_invariant_pope=pope,
+    nope_log_beyond=temperature(lambda i: 1 if i < 64 else math.log(i + 1) / math.log(64)),  # 64: the training length
+    nope_temperature=temperature(lambda i: 1 + 0.1 * math.log(1 + (i + 1) // 10)),
+    nape=nape,
+    kerple_log=kerple(lambda a, p, t: p * torch.log(1 + a * t)),
+    kerple_power=kerple(lambda a, p, t: a * t**p),
+)
+
+
+def literal(name, method, q, k, v, x):
+    """Return the output of the softmax from logits without the newer mechanisms, to which these are added one by one.
+    """
+    base = [mechanism for mechanism in (method.rotation, method.query_scale, method.score_change) if mechanism]
+    if name in OWN_LOGITS:
+        logits = OWN_LOGITS[name](method, q, k, x)
+    else:
+        logits = attention_logits(type(method)(name, q.shape[1], q.shape[3], method.train_length, base), q, k, x=x)
+    if method.key_bias is not None:
+        logits = forgetting(method, logits, x)
+    outputs = []
+    for i in range(q.shape[2]):
+        first = 0 if method.window is None else max(0, i - method.window.window + 1)
+        weights = logits[:, :, i, first : i + 1].exp()
+        total = weights.sum(-1, keepdim=True)
+        if method.sink is not None:
+            total = total + method.sink.logit.double().exp()[:, None]
+        outputs.append(torch.einsum("bhj,bhjd->bhd", weights / total, v[:, :, first : i + 1]))
+    return torch.stack(outputs, dim=2)
+
+
+NAMES = ["fox", "fox_p_rope", "fox_scale_invariant", "fox_scale_invariant_p_rope", "rope_window", "p_rope_window",
+         "p_rope_sink", "scale_invariant_p_rope_sink", "kerple_log", "kerple_power",
+         "nape", "nope_log_beyond", "nope_temperature", "pope", "scale_invariant_pope"]
+every_name = pytest.mark.parametrize("name", NAMES)
+
+
+def test_each_is_in_the_table():
+    assert set(NAMES) <= set(METHODS)
+
+
+@every_name
+@pytest.mark.parametrize("batch, num_heads, head_dim, length", SHAPES)
+def test_the_formula_is_that_of_the_paper(name, batch, num_heads, head_dim, length):
+    method = make(name, num_heads, head_dim, **OPTIONS.get(name, {})).double()
+    inputs = [*random_qkv(num_heads, head_dim, length, batch), random(batch, length, num_heads * head_dim, seed=9)]
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    expected, ours = literal(name, method, *inputs), plain_attention(method, *inputs[:3], x=inputs[3])
+    inputs += method.parameters()
+    tolerance = 1e-6 if "pope" in name else 1e-12  # cos and sin are float32
+    assert_near(ours, expected, tolerance)
+    for gradient, truth in zip(gradients(ours, inputs), gradients(expected, inputs), strict=True):
+        assert_near(gradient, truth, 10 * tolerance)
+
+
+# ---- backends --------------------------------------------------------------------------------------------------------
+
+
+def backends_here(name, dtype, head_dim, length, grad=True):
+    """Triton's interpreter is slow (longer sequences are in test_kernel_extras.py), and wrong in bfloat16."""
+    method = make(name, 2, head_dim, **OPTIONS.get(name, {}))
+    usable = [b for b in BACKENDS if BACKENDS[b].find_problem(method, torch.device("cpu"), dtype) is None]
+    unfit = {"flex"} if grad else set()  # which has no gradients on a CPU
+    if length > 64 or dtype == torch.bfloat16:
+        unfit.add("triton")
+    return [b for b in usable if b not in unfit]
+
+
+@every_name
+@pytest.mark.parametrize("batch, num_heads, head_dim, length", SHAPES)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-5), (torch.float32, 1e-5), (torch.bfloat16, 0.03)])
+def test_backends_agree_with_the_formula(name, batch, num_heads, head_dim, length, dtype, tolerance):
+    method = make(name, num_heads, head_dim, **OPTIONS.get(name, {}))
+    exact = [*random_qkv(num_heads, head_dim, length, batch), random(batch, length, num_heads * head_dim, seed=9)]
+    exact = [x.detach().to(dtype).double().requires_grad_() for x in exact]
+    parameters = list(method.parameters())
+    expected = plain_attention(method, *exact[:3], x=exact[3])
+    truth = gradients(expected, exact + parameters)
+    if method.key_bias is not None:  # the last bits of biases that are large are not those of logits
+        largest = method.key_bias.bias(method.key_bias.of_tokens(exact[3])).abs().max().item()
+        tolerance += 2 * torch.finfo(torch.float32).eps * largest
+    tried = backends_here(name, dtype, head_dim, length)
+    assert "blocks" in tried
+    for backend in tried:
+        inputs = cast(exact, dtype)
+        output = attend(method, *inputs[:3], x=inputs[3], backend=backend)
+        assert output.dtype == dtype
+        assert_near(output, expected, tolerance)
+        for gradient, true in zip(gradients(output, inputs + parameters), truth, strict=True):
+            assert_near(gradient, true, tolerance)
+
+
+def test_what_a_backend_lacks_is_said_and_the_next_is_chosen():
+    for name, words in [("fox", "biases of keys"), ("rope_window", "windows"), ("p_rope_sink", "sinks")]:
+        with assert_refused(f"attention_backend sdpa cannot run: it has no {words}: use auto"):
+            choose_backend(make(name, 2, 16), torch.device("cpu"), "sdpa")
+    method = make("fox", 2, 16)
+    for backend in set(BACKENDS) - {"blocks"}:
+        reason = BACKENDS[backend].find_problem(method, torch.device("cpu"), torch.float32)
+        if reason is not None:
+            with assert_refused(f"attention_backend {backend} cannot run: {reason}"):
+                choose_backend(method, torch.device("cpu"), backend)
+    assert choose_backend(method, torch.device("cpu"))[0] in ("cpu", "blocks")
+    for name in ("fox", "nape"):
+        with assert_refused(f"{name} needs x, the input of the layer"):
+            attend(make(name, 2, 16), *random_qkv(2, 16, 5))
+
+
+def test_a_method_that_learns_two_numbers_a_head_is_not_for_the_triton_kernel():
+    reason = BACKENDS["triton"].find_problem(make("kerple_log", 2, 16), torch.device("cuda"), torch.float32)
+    assert reason in ("it takes one learned number a head, kerple_log has others", "Triton is not installed")
+
+
+@pytest.mark.parametrize("name", ["kerple_log", "kerple_power"])
+def test_kerple_starts_evenly_over_what_its_authors_draw_from(name):
+    change = make_method(name, num_heads=4, head_dim=8, train_length=64).score_change
+    _, penalty = change.coefficients(torch.tensor([0.0, 1.0, 7.0]).double(), torch.arange(4)[:, None])
+    p = torch.tensor([0.25, 0.75, 1.25, 1.75]).double()[:, None]
+    t = torch.tensor([0.0, 1.0, 7.0]).double()
+    assert_near(penalty, -p * torch.log(1 + t / 2) if name == "kerple_log" else -(t**p) / 2, 1e-6)
+    sixteenth = make_method(name, num_heads=4, head_dim=8, train_length=64, length_scale=1 / 16).score_change
+    assert_near(sixteenth.coefficients(t / 16, torch.arange(4)[:, None])[1], penalty, 1e-12)
+
+
+def test_adaptive_scaling_of_the_heads_without_positions_alone():
+    methods = [make("nape", 5, 8, scaled_heads=heads).query_scale for heads in ("nope", "all")]
+    x = random(2, 9, 40, seed=1).float()
+    some, every = (scale.multiplier(scale.table(torch.arange(9), 9), x) for scale in methods)
+    assert (some[:, :3] == 1).all() and torch.equal(some[:, 3:], every[:, 3:]) and (every != 1).all()
+    with assert_refused("scaled_heads must be all or nope, got 'alibi'"):
+        make("nape", 5, 8, scaled_heads="alibi")
+
+
+@pytest.mark.parametrize("num_heads, slopes", [(1, [8]), (4, [4, 8, 0, 0]), (5, [4, 8, 2, 0, 0])])
+def test_half_of_napes_heads_have_the_slopes_of_alibi(num_heads, slopes):
+    t = torch.tensor([0.0, 1.0, 70.0]).double()
+    change = make("nape", num_heads, 8).score_change
+    slopes = [[2.0**-exponent if exponent else 0] for exponent in slopes]
+    assert_near(change.coefficients(t, torch.arange(num_heads)[:, None])[1], -torch.tensor(slopes) * t, 1e-12)
+
+
+def test_what_bounds_the_logits_of_pope():
+    """For the kernel without a running maximum: nothing of normalised q and k exceeds it, and something comes near."""
+    method = make("pope", 1, 16).eval()
+    torch.nn.init.zeros_(method.rotation.delta)
+    plan = make_plan(method, 1, 1, normalised=True)
+    equal = torch.ones(1, 1, 1, 16)
+    rotated_q, rotated_k = transform(method, equal, equal, plan)
+    product = (rotated_q * rotated_k).sum().item()
+    assert product == pytest.approx(2**0.5 * 16 * math.log(1 + math.e) ** 2, rel=1e-5)
+    assert product < plan.call.product_bound < 2 * product
+
+
+def test_pope_is_not_for_what_needs_vectors_as_wide_as_values(monkeypatch):
+    monkeypatch.setitem(METHODS, "own", (PoPE, Infini))
+    with assert_refused("own.*has Infini and PoPE, but a Replacement takes q and k as wide as v"):
+        make("own", 2, 16)
+
+
+# ---- replacements ----------------------------------------------------------------------------------------------------
+
+
+def broken_stick(q, k, v):
+    """Tan et al. 2024, equation 2, the keys before a query from the nearest on; what is left is for its own value."""
+    rows = []
+    for i in range(q.shape[2]):
+        nearest_k, nearest_v = k[:, :, :i].flip(2), v[:, :, :i].flip(2)
+        beta = 1 / (1 + torch.exp(-(q[:, :, i, None] * nearest_k).sum(-1) / q.shape[-1] ** 0.5))  # (B, H, i)
+        left = torch.cat((torch.ones_like(q[:, :, 0, :1]), 1 - beta), dim=-1).cumprod(dim=-1)  # before each, at last
+        shares = torch.cat((beta, torch.ones_like(left[..., :1])), dim=-1) * left
+        rows.append((shares[..., None] * torch.cat((nearest_v, v[:, :, i, None]), dim=2)).sum(2))
+    return torch.stack(rows, dim=2)
+
+
+@pytest.mark.parametrize("batch, num_heads, head_dim, length", [(2, 3, 16, 1), (2, 2, 5, 37), (1, 2, 8, 130)])
+def test_stick_breaking_is_that_of_the_paper(batch, num_heads, head_dim, length):
+    """Whole, and the last queries alone; with logits so large that float32 has no beta of less than 1, as well."""
+    method = make_method("stick_breaking", num_heads=num_heads, head_dim=head_dim, train_length=64)
+    exact = random_qkv(num_heads, head_dim, length, batch)
+    expected = broken_stick(*exact)
+    truth = gradients(expected, exact)
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.03)):
+        inputs = cast(exact, dtype)
+        output = attend(method, *inputs)
+        assert output.dtype == dtype
+        assert_near(output, expected, tolerance)
+        for gradient, true in zip(gradients(output, inputs), truth, strict=True):
+            assert_near(gradient, true, tolerance)
+        last = attend(method, inputs[0][:, :, length // 2 :], *inputs[1:], q_offset=length // 2)
+        assert_near(last, expected[:, :, length // 2 :], tolerance)
+    large = [100 * exact[0].detach(), *exact[1:]]
+    inputs = cast(large, torch.float32)
+    output = attend(method, *inputs)
+    assert_near(output, broken_stick(*large), 1e-5)
+    assert all(gradient.isfinite().all() for gradient in gradients(output, inputs))
+
+
+# ---- layers that differ ----------------------------------------------------------------------------------------------
+
+
+def test_a_pattern_repeats_over_the_layers():
+    shape = dict(num_heads=2, head_dim=8, train_length=64)
+    assert [m.name for m in make_layers("rope_window,nope", 3, **shape)] == ["rope_window", "nope", "rope_window"]
+    windows = [m.window and m.window.window for m in make_layers("rnope_swa", 5, **shape, window=9)]
+    assert windows == [None, 9, 9, 9, None] and len(layer_pattern("rnope_swa")) == 4
+    scaled = make_layers("rnope_swa", 2, **shape, length_scale=1 / 16)[1]
+    assert scaled.window.window == 32 and scaled.rotation.base == 625
+
+
+def test_a_model_of_layers_that_differ_is_those_layers():
+    """Its loss is that of layers run one by one, each with its own method and plan."""
+    shape = dict(vocab_size=97, num_layers=5, num_heads=2, model_dim=32, train_length=16)
+    options = dict(window=7, tau=2.0)
+    model = GPT(method="scale_invariant_nope,rope_window", method_options=options, **shape)
+    for seed, parameter in enumerate(model.parameters()):
+        parameter.data = random(*parameter.shape, seed=seed).float() * parameter.shape[-1] ** -0.5
+    tokens, targets = random_tokens(40)
+    x = model.embed(tokens)
+    for block, name in zip(model.blocks, ["scale_invariant_nope", "rope_window"] * 3):
+        own = options["tau"] if name == "scale_invariant_nope" else options["window"]
+        key = "tau" if name == "scale_invariant_nope" else "window"
+        method = make_method(name, num_heads=2, head_dim=16, train_length=16, **{key: own})
+        block.attention.method = method
+        x = block(x, make_plan(method, 40, 40))
+    logits = torch.nn.functional.rms_norm(x, (32,)) @ model.head.T
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    assert_near(model(tokens, targets), expected.detach(), 1e-5)
+
+
+@pytest.mark.parametrize("name, words", [
+    ("rope,nope,", "unknown attention method ''"), ("rope,noep", "did you mean nope"),
+    ("rnope_swa,rope", "is a pattern of layers itself"), ("rpoe", "did you mean rope"),
+])
+def test_patterns_that_there_are_not_are_refused(name, words):
+    with assert_refused(words):
+        make_layers(name, 2, num_heads=2, head_dim=8, train_length=64)
+    with assert_refused("is not the same in all layers"):
+        make_method("rnope_swa", num_heads=2, head_dim=8, train_length=64)
+
+
+def test_swan_and_llama_4_have_one_global_layer_in_four():
+    shape = dict(num_heads=2, head_dim=8, train_length=64, length_scale=1 / 16)
+    for name, first in (("swan", 0), ("llama4", 3)):
+        layers = make_layers(name, 8, **shape)
+        windows = [layer.window and layer.window.window for layer in layers]
+        assert windows == [None if i % 4 == first else 32 for i in range(8)]
+        assert [layer.query_scale is None for layer in layers] == [window == 32 for window in windows]
+    assert layers[3].query_scale.floor == 512
+
+
+def test_the_temperatures_of_global_layers_beyond_training_alone():
+    """At training lengths of 4k they are 1; at the models' own, Llama 4's has made its first step."""
+    positions = torch.tensor([0, 4095, 4096, 8190, 8191, 65535])
+    for name, expected in (
+        ("nope_log_beyond", [1, 1, *(math.log(n) / math.log(4096) for n in (4097, 8191, 8192, 65536))]),
+        ("nope_temperature", [1, 1, 1, 1, 1 + 0.1 * math.log(2), 1 + 0.1 * math.log(9)]),
+    ):
+        scale = make_method(name, num_heads=2, head_dim=8, train_length=4096).query_scale
+        factors = scale.multiplier(scale.table(positions, 65536), None)
+        assert_near(factors[0], torch.tensor(expected, dtype=torch.float64), 1e-15)
+
+
+@pytest.mark.slow
+def test_layers_of_all_kinds_compile_to_one_graph():
+    """Without Inductor, which takes a minute: its inputs, the graphs forward and backward, are run as they are."""
+    method = "nape,kerple_log,scale_invariant_pope,stick_breaking,nope_log_beyond"
+    model = GPT(vocab_size=97, num_layers=5, num_heads=2, model_dim=16, train_length=16, method=method)
+    for seed, parameter in enumerate(model.parameters()):
+        parameter.data = random(*parameter.shape, seed=seed).float() * parameter.shape[-1] ** -0.5
+    plan, (tokens, targets) = model.plan(40), random_tokens(40)
+    results = []
+    for run in (model, torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")):
+        loss = run(tokens, targets, plan=plan)
+        results.append([loss.detach(), *torch.autograd.grad(loss, model.parameters())])
+    for eager, compiled in zip(*results, strict=True):
+        assert_near(compiled, eager, 1e-5)
+
+
+@pytest.mark.parametrize("window", [0, -1, 2**31])
+def test_windows_that_there_are_not_are_refused(window):
+    with assert_refused(f"window must be at least 1 and below 2^31, got {window}"):
+        make("rope_window", 2, 8, window=window)
+
+
+# ---- gates -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_gate_multiplies_the_heads_outputs():
+    """Qiu et al. 2025, equation 5: Y' = Y * sigmoid(X W), before the output projection."""
+    shape = dict(vocab_size=97, num_layers=1, num_heads=2, model_dim=32, train_length=16)
+    gated, plain = GPT(method="p_rope_gate", **shape), GPT(method="p_rope", **shape)
+    weight = gated.blocks[0].attention.method.output_gate.weight
+    weight.data = random(32, 32, seed=1).float()
+    for model in (gated, plain):
+        model.blocks[0].attention.qkv.data = random(3, 32, 32, seed=2).float()
+        model.blocks[0].attention.proj.data = torch.eye(32)
+    x = random(2, 9, 32, seed=3).float()
+    y, expected = (m.blocks[0].attention(x, m.plan(9)[0]) for m in (gated, plain))
+    assert_near(y, (expected.double() / (1 + torch.exp(-x.double() @ weight.double().T))).detach(), 1e-5)
+    y.sum().backward()
+    assert weight.grad.abs().min() > 0
