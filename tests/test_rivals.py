@@ -381,7 +381,7 @@ def test_layers_of_all_kinds_compile_to_one_graph():
 
 @pytest.mark.parametrize("window", [0, -1, 2**31])
 def test_windows_that_there_are_not_are_refused(window):
-    with assert_refused(f"window must be at least 1 and below 2^31, got {window}"):
+    with assert_refused(f"window must be at least 1 and below .*got {window}"):
         make("rope_window", 2, 8, window=window)
 
 
