@@ -202,6 +202,23 @@ def test_biases_in_any_layout_and_dtype(small):
     assert torch.equal(flash_attention(q, k, v, key_bias=bias), expected)
 
 
+@pytest.mark.parametrize("with_sink", [False, True])
+def test_sums_of_the_gradients_of_many_biases_are_right_in_low_precision(with_sink, small):
+    """As forgetting attention adds them up: what the output was rounded by would be most of such a sum."""
+    q, k, v, do = (x.detach().half().double() for x in (*random_inputs(2, 300, 16), random(1, 2, 300, 16, seed=9)))
+    bias = 0.3 * torch.arange(300.0).expand(1, 2, 300).double()
+    sink = [torch.zeros(2, dtype=torch.float64)] if with_sink else []
+    v = (v + 8).half().double()  # the gradients do not see the 8, but the output is rounded by more
+    exact = [x.detach().requires_grad_() for x in (q, k, v, bias, *sink)]
+    more = dict(sink=exact[4]) if with_sink else {}
+    expected = torch.autograd.grad(literal(None, *exact[:3], key_bias=exact[3], **more), exact[3], do)[0].cumsum(-1)
+    inputs = [x.half().requires_grad_() for x in (q, k, v)] + [x.detach().float().requires_grad_() for x in exact[3:]]
+    more = dict(sink=inputs[4]) if with_sink else {}
+    output = flash_attention(*inputs[:3], None, key_bias=inputs[3], **more)
+    (gradient,) = torch.autograd.grad(output, inputs[3], do.half())
+    assert (gradient.double().cumsum(-1) - expected).abs().max() < 0.01 * expected.abs().max()
+
+
 @pytest.mark.parametrize("name, shape", [
     ("key_bias", (1, 2, 19)), ("key_bias", (2, 20)), ("sink", (3,)), ("sink", (1, 2)),
 ])

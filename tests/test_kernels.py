@@ -398,7 +398,7 @@ def test_forward_and_backward_repeat_bit_by_bit():
 
 # ---- machine code ----------------------------------------------------------------------------------------------------
 
-# arguments: arch, dtype, head_dim, method, options
+# arguments, each: arch, dtype, head_dim, method, options
 COMPILE = """
 import dataclasses, re, sys, torch, triton
 from model.kernels.distance import make_coefficients
@@ -407,34 +407,35 @@ from scripts.bench.kernel_code import compile_launch, kernel_launches
 
 binaries, compile = [], triton.compile
 triton.compile = lambda *args, **options: binaries.append(compile(*args, **options)) or binaries[-1]
-arch, dtype, head_dim, name, options = eval(sys.argv[1], vars(torch))
-method = make_method(name, num_heads=2, head_dim=head_dim, train_length=64, **options)
-coefficients = make_coefficients(method.score_change, 2, head_dim, 300, 0, dtype, "cpu", 1.1 * head_dim)
-coefficients = dataclasses.replace(coefficients, window=method.window and method.window.window)
-key_bias = method.key_bias and torch.zeros(1, 2, 300)
-inputs = torch.zeros(4, 1, 2, 300, head_dim, dtype=dtype)
-for role, launch in kernel_launches(inputs, coefficients, arch=arch, key_bias=key_bias).items():
-    if role != "delta":
-        spills = [loop["spills"] for loop in compile_launch(launch, arch)["loops"]]
-        ptx = binaries[-1].asm["ptx"]
-        atomic = bool(re.search(r"\\b(atom|red)\\.", ptx))
-        print(role, atomic, f"sm_{arch}" in ptx, max(spills, default=0) < 1)
+for case in sys.argv[1:]:
+    arch, dtype, head_dim, name, options = eval(case, vars(torch))
+    method = make_method(name, num_heads=2, head_dim=head_dim, train_length=64, **options)
+    coefficients = make_coefficients(method.score_change, 2, head_dim, 300, 0, dtype, "cpu", 1.1 * head_dim)
+    coefficients = dataclasses.replace(coefficients, window=method.window and method.window.window)
+    key_bias = method.key_bias and torch.zeros(1, 2, 300)
+    inputs = torch.zeros(4, 1, 2, 300, head_dim, dtype=dtype)
+    for role, launch in kernel_launches(inputs, coefficients, arch=arch, key_bias=key_bias).items():
+        if role != "delta":
+            spills = [loop["spills"] for loop in compile_launch(launch, arch)["loops"]]
+            ptx = binaries[-1].asm["ptx"]
+            atomic = bool(re.search(r"\\b(atom|red)\\.", ptx))
+            print(case, role, atomic, f"sm_{arch}" in ptx, max(spills, default=0) < 1)
 """
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [
+COMPILED = [
     "80, float32, 20, 'scale_invariant_nope', {'learn_tau': True}",
     "80, float16, 64, 'alibi', {}",
     "90, bfloat16, 128, 'scale_invariant_nope', {}",
     "90, bfloat16, 128, 'fox_scale_invariant', {}",
     "90, bfloat16, 128, 'rope_window', {'window': 130}",
-])
-def test_the_kernels_compile_for_gpus_without_atomics_or_spills(case):
+]
+
+
+@pytest.mark.slow
+def test_the_kernels_compile_for_gpus_without_atomics_or_spills():
     """Spills: less than one instruction a logit, of 10 to 25 of all kinds; versions of Triton differ in them."""
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    code = subprocess.run([sys.executable, "-c", COMPILE, case], cwd=ROOT, env=env, capture_output=True, text=True)
-    assert code.stdout.splitlines() == [f"{role} False True True" for role in ROLES], code.stderr
+    code = subprocess.run([sys.executable, "-c", COMPILE, *COMPILED], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert code.stdout.splitlines() == [f"{c} {role} False True True" for c in COMPILED for role in ROLES], code.stderr
 
 
 # ---- low precision ---------------------------------------------------------------------------------------------------

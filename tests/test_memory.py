@@ -74,8 +74,8 @@ def test_the_count_on_fake_tensors_is_what_is_allocated(tmp_path, monkeypatch, c
 
     def inputs(length):
         tokens = torch.zeros(2, config.micro_batch_tokens // length, length, dtype=torch.int64)
-        plan = model.plan(length, backend="sdpa")
-        return tokens, plan, tokens.nbytes + plan.cos.nbytes + plan.sin.nbytes
+        (plan,) = model.plan(length, backend="sdpa")
+        return tokens, (plan,), tokens.nbytes + plan.cos.nbytes + plan.sin.nbytes
 
     tokens, plan, extra = inputs(config.train_length)
     def step():

@@ -502,6 +502,7 @@ def test_nested_records_are_flattened_for_wandb():
 # ---- wandb
 
 
+@pytest.mark.usefixtures("started")
 def test_wandb_is_not_imported_unless_asked_for(tmp_path):
     code = (
         "import sys, os; from runtime.metrics import start_wandb\n"

@@ -175,13 +175,20 @@ def backward_op(
         o, do, delta, *strides(o, do), H, Tq, HEAD_DIM=D, BLOCK_D=launch.block_d, QUERIES=64
     )
     rest = lse, delta, table, launch.polynomials, launch.key_bias
+    row_sums = delta if key_bias is None else torch.empty_like(lse)  # the first is never written to
     learned = (table if tangent is None else tangent), dparameter
-    arguments = q, k, v, do, dq, *rest, *learned, *strides(q, k, v, do, dq)
+    arguments = q, k, v, do, dq, *rest, *learned, row_sums, *strides(q, k, v, do, dq)
     launch(query_gradient_kernel, "query_gradient", Tq, arguments, LEARNED=tangent is not None)
     arguments = q, k, v, do, dk, dv, *rest, dkey_bias, *strides(q, k, v, do, dk)
     launch(key_gradient_kernel, "key_gradient", k.shape[2], arguments)
     # The sink's share of a row times what its logit has of the row's gradient: its value is 0, so that is -delta.
-    dsink = lse.new_empty(0) if sink is None else -(torch.exp2(sink[:, None] - lse) * delta).sum(dim=(0, 2)) / LOG2E
+    of_sink = None if sink is None else -torch.exp2(sink[:, None] - lse) * delta
+    if key_bias is not None:
+        # A row's logits have gradients whose sum is 0, but for what o was rounded by. Forgetting attention adds up
+        # those of all keys up to each, where that would be most of the result: so each row's is taken from its own key.
+        of_row = row_sums if sink is None else row_sums + of_sink
+        dkey_bias[:, :, q_offset : q_offset + Tq] -= of_row / LOG2E
+    dsink = lse.new_empty(0) if sink is None else of_sink.sum(dim=(0, 2)) / LOG2E
     return dq, dk, dv, dparameter.sum(dim=(0, 2)), dkey_bias, dsink
 
 

@@ -125,7 +125,7 @@ def delta_kernel(
 
 @triton.jit
 def query_gradient_kernel(
-    q, k, v, do, dq, lse, delta, table, polynomials, key_bias, tangent, dparameter,
+    q, k, v, do, dq, lse, delta, table, polynomials, key_bias, tangent, dparameter, row_sums,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dq_b, dq_h, dq_t,
     table_f, table_h, polynomials_f, polynomials_h, first_D, far, line, scale, unit, H, Tq, Tk, q_offset,
     FUNCTIONS: tl.constexpr, DEGREE_A: tl.constexpr, DEGREE_M: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
@@ -133,7 +133,8 @@ def query_gradient_kernel(
     STEP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     LEARNED: tl.constexpr,
 ):  # fmt: skip
-    """Write dQ of a tile of queries; if LEARNED, also each query's part in the gradient of its head's parameter."""
+    """Write dQ of a tile of queries; if LEARNED, also each query's part in the gradient of its head's parameter; if
+    BIASED, the sum of the gradients of its logits."""
     batch, head, tile = which_tile(tl.cdiv(Tq, QUERIES), H)
     start = (tl.cdiv(Tq, QUERIES) - 1 - tile) * QUERIES
     q += batch * q_b + head * q_h + start.to(tl.int64) * q_t
@@ -156,6 +157,7 @@ def query_gradient_kernel(
     masked_from, far_to, line_to = key_stretches(D0, far, line, NEAR, FAR, LINE, KEYS)
     acc = tl.zeros([QUERIES, BLOCK_D], tl.float32)
     learned = tl.zeros([QUERIES], tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
     for stretch in tl.static_range(5 if WINDOW else 4):  # masked (in which every row sees a key), near, far, line, edge
         begin, end = keys_of_stretch(stretch, D0, Tk, masked_from, far_to, line_to, WINDOW, QUERIES, KEYS)
         for n in range(begin, end, KEYS):
@@ -178,10 +180,14 @@ def query_gradient_kernel(
             if LEARNED:
                 entry = tangent + tl.maximum((D0 - n) + (row[:, None] - column[None, :]), 0)
                 learned += tl.sum(ds * (tl.load(entry) * qk + tl.load(entry + table_f)), 1)
+            if BIASED:
+                total += tl.sum(ds, 1)
             acc = tl.dot((ds * slope).to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
     store_rows(dq, row, dq_t, d, Tq - start, acc * unit, HEAD_DIM)
     if LEARNED:
         tl.store(dparameter + first_row + row, learned * unit, mask=row < Tq - start)
+    if BIASED:
+        tl.store(row_sums + first_row + row, total, mask=row < Tq - start)
 
 
 @triton.jit
