@@ -41,6 +41,7 @@ def keep(call):
     return lambda: call(keep_command, "trained", "kept")
 
 
+@pytest.mark.slow
 def test_pages_made_from_what_is_kept_are_those_made_from_the_runs(tmp_path, call, keep):
     write_study(tmp_path / "trained", "figure_train_4k", needle={"greedy": {"256": 0.5}})
     for number, path in enumerate((tmp_path / "trained").iterdir()):
@@ -81,6 +82,7 @@ def test_unfinished_runs_are_left_out_and_different_ones_are_not_written_over(tm
     assert code == 2 and said.err.count("\n") == 1 and "metrics.jsonl, line 1" in said.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("results", KEPT, ids=lambda path: path.name)
 def test_committed_tables_are_what_the_committed_runs_make(tmp_path, call, results):
     """Byte for byte, by the command that the page itself names."""

@@ -99,6 +99,7 @@ def test_each_with_every_kind_of_formula(formula, kinds, small):
     check_extras(formula, random_inputs(2, 50, 16), make_extras(kinds, 1, 2, 50, 21))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("formula, window", [
     *((None, window) for window in (1, 2, 15, 16, 17, 33, 48, 69, 70)), (smooth, 1), (smooth, 32), (smooth, 10**30),
 ])
@@ -106,6 +107,7 @@ def test_windows_around_the_lengths_of_tiles_and_of_the_sequence(formula, window
     check_extras(formula, random_inputs(1, 70, 16), dict(window=window))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape, window", [((16, 64), 1), ((16, 64), 40), ((64, 16), 1), ((64, 16), 65)])
 def test_windows_in_tiles_of_other_shapes(shape, window, tiles):
     tiles(shape, shape, shape)
@@ -202,6 +204,7 @@ def test_biases_in_any_layout_and_dtype(small):
     assert torch.equal(flash_attention(q, k, v, key_bias=bias), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_sink", [False, True])
 def test_sums_of_the_gradients_of_many_biases_are_right_in_low_precision(with_sink, small):
     """As forgetting attention adds them up: what the output was rounded by would be most of such a sum."""
@@ -268,6 +271,7 @@ def test_the_check_before_use_passes_in_low_precision(name, options, small):
 flex_with_gradients = test_flex_flash.flex_with_gradients  # a fixture
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("formula, kinds", [(None, "bws"), (alibi, "bs"), (scale_invariant, "w"), (smooth, "bws")])
 @pytest.mark.parametrize("queries, keys, window", [(1, 1, 1), (130, 257, 1), (140, 270, 129), (20, 300, 10**30)])
 def test_flex_attention_s_own_formula_with_them(formula, kinds, queries, keys, window, flex_with_gradients):

@@ -162,6 +162,7 @@ def check(formula, exact, *, q_offset=0, coefficients=None, tolerance=1e-5):
 # ---- shapes ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("formula", FORMULAS)
 def test_every_formula(formula, small):
     check(formula, random_inputs(2, 50, 16))
@@ -321,6 +322,7 @@ def test_far_tiles(formula, q_offset, tiles):
     check(formula, exact, q_offset=q_offset, coefficients=made)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("formula", [bent, bent_of_one_function, line_and_bent])
 def test_tiles_of_lines(formula, tiles):
     """Beyond near and far ones, which these queries see too."""

@@ -225,6 +225,7 @@ def test_kernels(kernel, dtype, V):
     check_kernel(kernel, logits, torch.tensor([0, V - 1, V // 2]))
 
 
+@pytest.mark.slow
 @every_kernel
 @pytest.mark.parametrize("scale, shift", [(1e-6, 0), (1e2, 0), (1e4, 0), (4, 1e4), (4, -1e4)])
 def test_small_and_large_logits(kernel, dtype, scale, shift):

@@ -71,6 +71,7 @@ def test_the_books_are_fetched_once(server, tmp_path):
     assert (out / "7.txt").read_bytes() == BOOKS["validation/7.txt"]
 
 
+@pytest.mark.slow
 def test_a_book_that_is_gone_is_one_line(server, tmp_path):
     del server.files["/site/validation/8.txt"]
     code, error = download(server, tmp_path / "pg19")

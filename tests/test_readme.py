@@ -133,6 +133,7 @@ def test_shell_scripts_of_the_pages_are_understood():
         assert given.training_script == "train_gpt.py"
 
 
+@pytest.mark.slow
 def test_its_lines_for_your_own_model_compute_the_papers_formula(tmp_path):
     """To the letter, beside nothing but the files that it tells to copy; against float64 from tests/reference.py."""
     section = README[README.index("## Use it in your own model") :]
@@ -160,6 +161,7 @@ assert output.shape == (1, H, T, D) and (output - exact).abs().max() < 1e-5
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_its_examples_followed_to_the_letter_run_and_pass_the_tests(tmp_path):
     """In a copy of the tree: the method, a preset and the sweep are added as it says, then run; and so are all tests
     that run over methods, presets and sweeps, those of the new ones and of what lists them."""

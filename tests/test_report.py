@@ -428,6 +428,7 @@ DAMAGE = {  # file, what is replaced (a regular expression), by what, and what t
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, pattern, by, says", DAMAGE.values(), ids=DAMAGE)
 def test_a_run_with_a_damaged_number_is_named_and_left_out_the_others_shown(tmp_path, name, pattern, by, says):
     loss = write_run(tmp_path / "a", method="rope", seed=1)[-1]["val_loss"]

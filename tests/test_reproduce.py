@@ -207,6 +207,7 @@ def test_runs_on_other_tokens_are_named_and_left_out(tmp_path, call):
     assert rows(tmp_path / "out" / "table_losses.csv")[0]["mean"] == "4.0"
 
 
+@pytest.mark.slow
 def test_runs_of_an_item_read_equally_many_tokens():
     """So that the fingerprints of what they read are the same on the same text."""
     for item in SWEEPS:
@@ -247,6 +248,7 @@ def test_losses_on_other_text_get_into_no_table(tmp_path, call):
     assert f"python -m scripts.evaluate {folder} --lengths 16384" in said.out and "damaged" not in said.out
 
 
+@pytest.mark.slow
 def test_models_are_not_looked_at_on_another_text_than_theirs(tmp_path, call):
     fields = write_models(tmp_path, "figure_entropy", num_layers=1, val_tokens=4 * 4096)
     stream = open_split(tmp_path / "data", "val", 64)
@@ -388,6 +390,7 @@ def test_a_damaged_run_of_another_seed_or_as_another_method_is_named(tmp_path, c
     assert rows(tmp_path / "out" / "table_losses.csv")[0]["seeds"] == "1"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", ['"4.0"', "1e308", "NaN", "[4.0]"])
 @pytest.mark.parametrize(
     "item, name", [("table_losses", "summary.json"), ("table_losses", "evaluation.json"),
@@ -422,6 +425,7 @@ def test_the_papers_qq_figures_are_not_ours(tmp_path, call):
     assert code == 1 and "Not built yet" in said.out.replace("\n", " ") and "figure_qq_ours" in said.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "other, says",
     [
@@ -644,6 +648,7 @@ def test_a_page_of_more_runs_is_kept_unless_forced(tmp_path, call, item):
     assert call(*words, "--force")[0] == 1 and contents(tmp_path / "out") == before  # never from none
 
 
+@pytest.mark.slow
 def test_all_without_runs_writes_over_no_page_that_was_made_from_some(tmp_path, call):
     """The command of docs/reproduce.md in a fresh clone, with the pages that are there."""
     mini = Path(__file__).parents[1] / "results" / "mini"

@@ -14,7 +14,8 @@ from model.gpt import GPT
 from model.methods import METHODS, Infini, PoPE, layer_pattern, make_layers, make_method
 from model.reference import attention_logits, plain_attention
 
-SHAPES = [(2, 3, 16, 1), (2, 2, 16, 37), (1, 4, 32, 130), (1, 2, 8, 300)]  # batch, heads, head dimension, tokens
+SHAPES = [(2, 3, 16, 1), (2, 2, 16, 37)]  # batch, heads, head dimension, tokens
+SHAPES += [pytest.param(*shape, marks=pytest.mark.slow) for shape in ((1, 4, 32, 130), (1, 2, 8, 300))]
 OPTIONS = dict(rope_window=dict(window=29), p_rope_window=dict(window=1), nape=dict(delta=0.3),
                nope_temperature=dict(floor=10.0))
 SPREAD = dict(nape=0.02)  # of what is learned: with more, what its factors leave of bfloat16 is too little to compare

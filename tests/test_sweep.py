@@ -707,6 +707,7 @@ def test_arguments_of_every_run_give_its_config_back(scale):
         assert read_config(run.arguments) == run.config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", SCALES)
 def test_all_is_every_run_once(scale):
     runs = sweep("all", scale)
@@ -716,6 +717,7 @@ def test_all_is_every_run_once(scale):
     assert set(hashes) == {config_hash(run.config) for name in papers for run in sweep(name, scale)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "scale, runs, haystack, steps", [("paper", 21, "c4", 300), ("small", 21, "c4", 300), ("mini", 27, "shards", 2400)]
 )
