@@ -34,8 +34,7 @@ from runtime.build import (
     build_model,
     build_optimizers,
     checkpoint_bytes,
-    compile_for_validation,
-    compile_model,
+    compile_models,
     config_of,
     layer_methods,
     train_step,
@@ -261,36 +260,6 @@ def start_method(config: Config, model: GPT, world: World, step: int) -> tuple[P
     if world.device.type == "cpu" and any(part.backend == "flex" for part in plan):
         raise ValueError("FlexAttention cannot train on a CPU: use --attention_backend auto")
     return plan, validation_plans(config, model, world)
-
-
-def compile_models(
-    config: Config,
-    world: World,
-    model: GPT,
-    optimizers: Optimizers,
-    compiled: str | None,
-    micro_batch: int,
-    plan: Plans,
-    step: int,
-) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """Return the model to train and the one to validate with from this step on, and leave random numbers as they are,
-    of which compiling may draw some."""
-    state = rng_state()
-    training_model = compile_model(model, compiled)
-    on_cpu = world.device.type == "cpu"  # there the long sequences take longer to compile than to compute
-    validation_model = model if on_cpu else compile_for_validation(model, compiled)
-    if compiled and step < config.steps:
-        compile_step(training_model, micro_batch, plan, optimizers, config, world)
-    set_rng_state(state)
-    return training_model, validation_model
-
-
-def compile_step(model, micro_batch: int, plan: Plans, optimizers: Optimizers, config: Config, world: World):
-    """Compile everything that a step needs, in one that changes nothing."""
-    tokens = torch.zeros(micro_batch, config.train_length, dtype=torch.int64, device=world.device)
-    optimizers.found_inf.fill_(1)
-    train_step(model, [(tokens, tokens)], plan, optimizers, 1.0, world)
-    optimizers.found_inf.zero_()
 
 
 def validate(validation: Validation, passes: dict[int, int], log: RunLog, stop: StopRequest) -> bool:

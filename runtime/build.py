@@ -13,12 +13,13 @@ import torch
 from configs.config import Config
 from errors import require
 from model import fp8
-from model.gpt import GPT
+from model.gpt import GPT, Plans
 from model.methods import check_options, make_layers, method_options, scaled_options
 from model.methods.base import Method
 from optim.groups import split_parameters
 from optim.muon import Muon, as_matrices, lr_scale
 from optim.sharded import Group, Optimizers
+from runtime.device import rng_state, set_rng_state
 from runtime.processes import World
 
 
@@ -95,6 +96,36 @@ def compile_for_validation(model: GPT, compiled: str | None) -> GPT:
     blocks = torch.nn.ModuleList(torch.compile(block, dynamic=False) for block in model.blocks)
     view._modules = model._modules | dict(blocks=blocks)
     return view
+
+
+def compile_models(
+    config: Config,
+    world: World,
+    model: GPT,
+    optimizers: Optimizers,
+    compiled: str | None,
+    micro_batch: int,
+    plan: Plans,
+    step: int,
+) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """Return the model to train and the one to validate with from this step on, and leave random numbers as they are,
+    of which compiling may draw some."""
+    state = rng_state()
+    training_model = compile_model(model, compiled)
+    on_cpu = world.device.type == "cpu"  # there the long sequences take longer to compile than to compute
+    validation_model = model if on_cpu else compile_for_validation(model, compiled)
+    if compiled and step < config.steps:
+        compile_step(training_model, micro_batch, plan, optimizers, config, world)
+    set_rng_state(state)
+    return training_model, validation_model
+
+
+def compile_step(model, micro_batch: int, plan: Plans, optimizers: Optimizers, config: Config, world: World):
+    """Compile everything that a step needs, in one that changes nothing."""
+    tokens = torch.zeros(micro_batch, config.train_length, dtype=torch.int64, device=world.device)
+    optimizers.found_inf.fill_(1)
+    train_step(model, [(tokens, tokens)], plan, optimizers, 1.0, world)
+    optimizers.found_inf.zero_()
 
 
 def build_optimizers(config: Config, model: GPT, compiled: bool, world: World) -> Optimizers:
