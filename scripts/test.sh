@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The tests. What else is given goes to pytest, like -x or -k shards.
 #
-#   bash scripts/test.sh                               all, in 10 minutes on 2 cores
-#   bash scripts/test.sh quick                         without the slow ones, in 3
+#   bash scripts/test.sh                               all, in 8 minutes on 2 cores
+#   bash scripts/test.sh quick                         without the slow ones, in 2
 #
 # The first time, it makes .venv and installs requirements.txt into it (gigabytes, most of them PyTorch).
 source "$(dirname "$0")/setup.sh"

@@ -21,6 +21,8 @@ from scripts.shared.runs import read_runs
 from scripts.shared.tables import mean_and_stderr
 from scripts.sweep.plan import check_run
 
+pytestmark = pytest.mark.slow
+
 REFERENCE = "scale_invariant_p_rope"
 
 
@@ -168,7 +170,6 @@ def test_losses_at_the_end_are_those_of_the_model_on_each_text(monkeypatch):
                 assert losses["swapped", n][w] == pytest.approx(plain(swapped).item(), abs=1e-5)
 
 
-@pytest.mark.slow
 def test_far_tokens_has_a_row_a_method_and_change(tmp_path, call):  # noqa: F811
     fields = write_models(tmp_path, "far_tokens", num_layers=1, val_tokens=15 * 4096)
     code, said = call("far_tokens", "--scale", "mini", *fields, "--methods", "alibi", "p_rope")

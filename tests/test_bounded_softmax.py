@@ -25,6 +25,8 @@ from model.kernels.flash import flash_attention  # noqa: E402
 from model.methods.base import Method, QueryScale, ScoreChange  # noqa: E402
 from model.methods.p_rope import PRoPE  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 small, tiles = test_kernels.small, test_kernels.tiles  # fixtures
 
 
@@ -90,7 +92,6 @@ def test_extreme_products(formula, head_dim, small):
     check(formula, extreme_inputs(50, 50, head_dim), coefficients=made)
 
 
-@pytest.mark.slow
 def test_the_largest_logits_of_64k(tiles):
     """A row whose logits all are as large as they can be, and one where they are as small."""
     tiles((16, 128), (16, 16), (16, 16))

@@ -17,6 +17,8 @@ from model.backends.triton import check_kernel
 from model.methods.base import Method, ScoreChange
 from model.reference import plain_attention
 
+pytestmark = pytest.mark.slow
+
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 

@@ -31,6 +31,8 @@ from model.methods.forgetting import Forgetting  # noqa: E402
 from model.methods.window import SlidingWindow  # noqa: E402
 from model.reference import plain_attention  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 small, tiles = test_kernels.small, test_kernels.tiles  # fixtures
 
 
@@ -99,7 +101,6 @@ def test_each_with_every_kind_of_formula(formula, kinds, small):
     check_extras(formula, random_inputs(2, 50, 16), make_extras(kinds, 1, 2, 50, 21))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("formula, window", [
     *((None, window) for window in (1, 2, 15, 16, 17, 33, 48, 69, 70)), (smooth, 1), (smooth, 32), (smooth, 10**30),
 ])
@@ -107,7 +108,6 @@ def test_windows_around_the_lengths_of_tiles_and_of_the_sequence(formula, window
     check_extras(formula, random_inputs(1, 70, 16), dict(window=window))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shape, window", [((16, 64), 1), ((16, 64), 40), ((64, 16), 1), ((64, 16), 65)])
 def test_windows_in_tiles_of_other_shapes(shape, window, tiles):
     tiles(shape, shape, shape)
@@ -128,7 +128,6 @@ def test_lengths_around_those_of_tiles(length, small):
     check_extras(alibi, random_inputs(3, length, 16, batch=2), make_extras("bws", 2, 3, length, 7))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("window", [510, 700])
 def test_windows_over_tiles_of_every_kind(window, tiles):
     """With near, far and line ones inside of the window, or with none of lines; its edge reads the table."""
@@ -204,7 +203,6 @@ def test_biases_in_any_layout_and_dtype(small):
     assert torch.equal(flash_attention(q, k, v, key_bias=bias), expected)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("with_sink", [False, True])
 def test_sums_of_the_gradients_of_many_biases_are_right_in_low_precision(with_sink, small):
     """As forgetting attention adds them up: what the output was rounded by would be most of such a sum."""
@@ -230,7 +228,6 @@ def test_extras_of_other_shapes_are_refused(name, shape):
         flash_attention(*torch.zeros(3, 1, 2, 20, 16, device=DEVICE), **{name: torch.zeros(shape, device=DEVICE)})
 
 
-@pytest.mark.slow
 def test_opcheck(small):
     extras = make_extras("bs", 1, 2, 20, None)
     more = [x.detach().float().to(DEVICE).requires_grad_() for x in extras.values()]
@@ -259,7 +256,6 @@ def test_the_check_before_use_runs_them(name, options, small):
     assert "its numbers are wrong by" in check_kernel(*arguments, torch.float32, 40, run=deaf)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name, options", CHECKED)
 def test_the_check_before_use_passes_in_low_precision(name, options, small):
     method = make_method(name, num_heads=2, head_dim=16, train_length=64, **options)
@@ -271,7 +267,6 @@ def test_the_check_before_use_passes_in_low_precision(name, options, small):
 flex_with_gradients = test_flex_flash.flex_with_gradients  # a fixture
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("formula, kinds", [(None, "bws"), (alibi, "bs"), (scale_invariant, "w"), (smooth, "bws")])
 @pytest.mark.parametrize("queries, keys, window", [(1, 1, 1), (130, 257, 1), (140, 270, 129), (20, 300, 10**30)])
 def test_flex_attention_s_own_formula_with_them(formula, kinds, queries, keys, window, flex_with_gradients):
@@ -285,7 +280,6 @@ def test_flex_attention_s_own_formula_with_them(formula, kinds, queries, keys, w
     compare_extras(run, formula, random_inputs(2, queries, 16, keys=keys, batch=2), extras, q_offset, 2e-5)
 
 
-@pytest.mark.slow
 def test_compiled_flex_attention_with_them():
     """Twice: what a method learns changes from call to call, for which nothing may be compiled again."""
     torch._dynamo.reset()

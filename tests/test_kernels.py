@@ -27,6 +27,8 @@ from model.kernels.flash import Tiles, flash_attention  # noqa: E402
 from model.methods.base import Method, ScoreChange  # noqa: E402
 from model.reference import plain_attention  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROOT = Path(__file__).parent.parent
 ROLES = ("forward", "query_gradient", "key_gradient")
@@ -162,7 +164,6 @@ def check(formula, exact, *, q_offset=0, coefficients=None, tolerance=1e-5):
 # ---- shapes ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("formula", FORMULAS)
 def test_every_formula(formula, small):
     check(formula, random_inputs(2, 50, 16))
@@ -174,7 +175,6 @@ def test_lengths_around_those_of_tiles(formula, length, small):
     check(formula, random_inputs(1, length, 16, seed=length))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(16, 16), (64, 16), (16, 64), (128, 128)])
 def test_tile_shapes(shape, tiles):
     tiles(shape, shape, shape)
@@ -186,7 +186,6 @@ def test_the_tiles_of_the_code(formula):
     check(formula, random_inputs(2, 100, 64))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("batch, heads", [(3, 1), (1, 6), (2, 3)])
 @pytest.mark.parametrize("formula", [alibi, scale_invariant])
 def test_batches_and_heads(formula, batch, heads, small):
@@ -198,7 +197,6 @@ def test_head_dimensions(head_dim):
     check(smooth, random_inputs(1, 66, head_dim, seed=head_dim))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("queries, keys, q_offset", [
     (1, 70, 69),  # decoding
     (33, 70, 37), (20, 70, 32), (33, 70, 17), (3, 70, 50),  # shards, and keys that no query sees
@@ -234,7 +232,6 @@ LAYOUTS = dict(
 )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_layouts_of_inputs_and_of_the_output_gradient(layout, small):
     q, k, v, do = (random(2, 2, 20, 16, seed=i).float().to(DEVICE) for i in range(4))
@@ -311,7 +308,6 @@ def test_most_tiles_of_long_sequences_are_far(dtype, near):
         assert 128 < coefficients_of(scale_invariant, 6, 128, 4096, q_offset, dtype).far < near
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("q_offset", [0, 213, 224])
 @pytest.mark.parametrize("formula", [parabola, smooth, line_and_curve, curve_and_constant])
 def test_far_tiles(formula, q_offset, tiles):
@@ -322,7 +318,6 @@ def test_far_tiles(formula, q_offset, tiles):
     check(formula, exact, q_offset=q_offset, coefficients=made)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("formula", [bent, bent_of_one_function, line_and_bent])
 def test_tiles_of_lines(formula, tiles):
     """Beyond near and far ones, which these queries see too."""
@@ -387,7 +382,6 @@ def test_the_closed_form(small):
 # ---- repeatable -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_forward_and_backward_repeat_bit_by_bit():
     inputs = [x.to(DEVICE) for x in cast(random_inputs(4, 140, 32), torch.float32)]
     made = coefficients_of(scale_invariant, 4, 32, 140)
@@ -432,7 +426,6 @@ COMPILED = [
 ]
 
 
-@pytest.mark.slow
 def test_the_kernels_compile_for_gpus_without_atomics_or_spills():
     """Spills: less than one instruction a logit, of 10 to 25 of all kinds; versions of Triton differ in them."""
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
@@ -458,7 +451,6 @@ def dense_low_precision(formula, q, k, v, do, dtype):
     return o, rounded(ds @ k), rounded(ds.mT @ q), rounded(rounded(p).mT @ do)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("heads, length, head_dim, scale", [(1, 200, 64, 1), (1, 150, 128, 3), (2, 66, 20, 1)])
 @pytest.mark.parametrize("formula", [None, alibi, scale_invariant, parabola, smooth, rough])
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=needs_cuda)])
@@ -501,14 +493,12 @@ def check_learned(run, backend, q_offset=0, num_heads=3, length=40):
     assert_same_function(output, [*inputs, log_tau], expected, [*exact, learned], 1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("q_offset", [0, 1, 39])
 @pytest.mark.parametrize("backend", ["triton", "blocks", "auto"])
 def test_learned_tau(backend, q_offset, small):
     check_learned(attend, backend, q_offset)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["triton", "blocks"])
 def test_learned_tau_compiled(backend, small):
     """With a plan, as in training, made once; the coefficients are made anew in the graph."""
@@ -548,7 +538,6 @@ def test_learned_tau_of_two_functions(small):
     assert_same_function(output, [*inputs, change.log_slope], expected, [*exact, slope], 1e-5)
 
 
-@pytest.mark.slow
 def test_a_gpt_of_learned_tau_has_the_same_gradients_on_both_backends(small):
     torch.manual_seed(0)
     model = GPT(vocab_size=50, num_layers=2, num_heads=2, model_dim=32, train_length=64,
@@ -582,7 +571,6 @@ def test_attend_by_the_kernel_is_the_reference(name, small):
     assert_same_function(output, inputs, expected, exact, 1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("learn_tau", [True, False])
 def test_opcheck(learn_tau, small):
     method = learned_method(2) if learn_tau else make("scale_invariant_nope", 2)
@@ -693,7 +681,6 @@ for run in (lambda: flash_attention(*torch.zeros(3, 1, 2, 5, 16)), lambda: make_
 """
 
 
-@pytest.mark.slow
 def test_a_cpu_without_the_interpreter_is_refused():
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     output = subprocess.run([sys.executable, "-c", ON_A_CPU], cwd=ROOT, env=env, capture_output=True, text=True)
@@ -701,7 +688,6 @@ def test_a_cpu_without_the_interpreter_is_refused():
     assert len(lines) == 2 and all("TRITON_INTERPRET=1" in line and "not on cpu" in line for line in lines), output
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=needs_cuda)])
 @pytest.mark.parametrize("name", ["alibi", "scale_invariant_p_rope"])
 def test_the_check_before_use_passes(name, dtype, small):

@@ -24,6 +24,8 @@ from scripts.report.page import make_page
 from scripts.report.reading import POINTS, average_in_bins, describe_run, find_runs, mean
 from scripts.shared.looks import LINES, OTHERS, plot_style
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 EVIL = "</script><script>document.title='evil'</script>\"'<img src=x onerror=alert(1)>"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -428,7 +430,6 @@ DAMAGE = {  # file, what is replaced (a regular expression), by what, and what t
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name, pattern, by, says", DAMAGE.values(), ids=DAMAGE)
 def test_a_run_with_a_damaged_number_is_named_and_left_out_the_others_shown(tmp_path, name, pattern, by, says):
     loss = write_run(tmp_path / "a", method="rope", seed=1)[-1]["val_loss"]
@@ -625,7 +626,6 @@ def test_colours_of_methods_that_are_not_listed_are_told_apart_by_the_colour_bli
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_the_command_writes_the_runs_of_the_folder_and_refuses_what_is_no_run(tmp_path):
     write_run(tmp_path / "runs" / "a")
     write_run(tmp_path / "runs" / "b", stop=2, seed=1)

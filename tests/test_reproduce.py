@@ -30,6 +30,8 @@ from scripts.shared.tables import mean_and_stderr
 from scripts.sweep.__main__ import parse_arguments
 from scripts.sweep.plan import plan_runs
 
+pytestmark = pytest.mark.slow
+
 TINY = "--num_heads 2 --model_dim 16 --vocab_size 64 --train_length 64 --batch_tokens 64 --steps 2"
 
 
@@ -129,7 +131,6 @@ def test_paper_targets_are_whole():
             assert all(("bold" in t["note"]) == (t["mean"] == lowest) for t in column.values())
 
 
-@pytest.mark.slow
 def test_table_losses_has_means_errors_and_the_papers_numbers(tmp_path, call):
     values = write_study(tmp_path / "runs", "table_losses")
     code, said = call("table_losses", "--scale", "mini")
@@ -207,7 +208,6 @@ def test_runs_on_other_tokens_are_named_and_left_out(tmp_path, call):
     assert rows(tmp_path / "out" / "table_losses.csv")[0]["mean"] == "4.0"
 
 
-@pytest.mark.slow
 def test_runs_of_an_item_read_equally_many_tokens():
     """So that the fingerprints of what they read are the same on the same text."""
     for item in SWEEPS:
@@ -248,7 +248,6 @@ def test_losses_on_other_text_get_into_no_table(tmp_path, call):
     assert f"python -m scripts.evaluate {folder} --lengths 16384" in said.out and "damaged" not in said.out
 
 
-@pytest.mark.slow
 def test_models_are_not_looked_at_on_another_text_than_theirs(tmp_path, call):
     fields = write_models(tmp_path, "figure_entropy", num_layers=1, val_tokens=4 * 4096)
     stream = open_split(tmp_path / "data", "val", 64)
@@ -340,7 +339,6 @@ def test_needle_table(tmp_path, call):
     assert "0.990" in next(line for line in said.out.splitlines() if line.startswith("| oracle"))
 
 
-@pytest.mark.slow
 def test_all_is_well_when_all_that_can_be_made_is_there(tmp_path, call, monkeypatch):
     items = {item: pages.ITEMS[item] for item in ("table_losses", "table_llama", "figure_qq")}
     monkeypatch.setattr("scripts.reproduce.__main__.ITEMS", items)
@@ -390,7 +388,6 @@ def test_a_damaged_run_of_another_seed_or_as_another_method_is_named(tmp_path, c
     assert rows(tmp_path / "out" / "table_losses.csv")[0]["seeds"] == "1"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("value", ['"4.0"', "1e308", "NaN", "[4.0]"])
 @pytest.mark.parametrize(
     "item, name", [("table_losses", "summary.json"), ("table_losses", "evaluation.json"),
@@ -425,7 +422,6 @@ def test_the_papers_qq_figures_are_not_ours(tmp_path, call):
     assert code == 1 and "Not built yet" in said.out.replace("\n", " ") and "figure_qq_ours" in said.out
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "other, says",
     [
@@ -482,7 +478,6 @@ def test_llama_table_says_that_it_is_not_built(tmp_path, call):
 # ---- curves ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_curves_are_means_over_seeds(tmp_path, call):
     values = write_study(tmp_path / "runs", "figure_train_4k")
     code, said = call("figure_train_4k", "--scale", "mini")
@@ -518,7 +513,6 @@ def test_a_mean_is_over_losses_on_the_same_tokens(tmp_path, call):
     assert steps == {"256": [0, 200, 400, 640], "1024": [640], "4096": [640]}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("item, three_seeds", [("figure_train_lengths", ["256"]), ("figure_tau", [])])
 def test_curve_figures(item, three_seeds, tmp_path, call):
     write_study(tmp_path / "runs", item)
@@ -580,7 +574,6 @@ def write_models(tmp_path, item, num_layers, val_tokens):
     return fields
 
 
-@pytest.mark.slow
 def test_figure_qq_ours(tmp_path, call):
     fields = write_models(tmp_path, "figure_qq_ours", num_layers=2, val_tokens=400)
     folder = next(f.path for f in read_runs(tmp_path / "runs") if f.config.method == "p_rope")
@@ -593,7 +586,6 @@ def test_figure_qq_ours(tmp_path, call):
     assert len(rows(tmp_path / "out" / "figure_qq_ours_heads.csv")) == 2 * 2 * 2 * 3  # two heads and all
 
 
-@pytest.mark.slow
 def test_figure_entropy_with_trained_models(tmp_path, call):
     fields = write_models(tmp_path, "figure_entropy", num_layers=1, val_tokens=4 * 4096)
     code, said = call("figure_entropy", "--scale", "mini", "--draws", "2", *fields)
@@ -648,7 +640,6 @@ def test_a_page_of_more_runs_is_kept_unless_forced(tmp_path, call, item):
     assert call(*words, "--force")[0] == 1 and contents(tmp_path / "out") == before  # never from none
 
 
-@pytest.mark.slow
 def test_all_without_runs_writes_over_no_page_that_was_made_from_some(tmp_path, call):
     """The command of docs/reproduce.md in a fresh clone, with the pages that are there."""
     mini = Path(__file__).parents[1] / "results" / "mini"
@@ -667,7 +658,6 @@ def test_all_without_runs_writes_over_no_page_that_was_made_from_some(tmp_path, 
     assert "figure_entropy.md was made from" in said_of["figure_entropy"]  # though its top row needs none
 
 
-@pytest.mark.slow
 def test_all_survives_broken_folders_and_sums_up(tmp_path, call):
     values = write_study(tmp_path / "runs", "table_infini")
     broken = tmp_path / "runs" / "mini-rope-s0"
