@@ -5,7 +5,7 @@
     triton       our kernel, model/kernels/flash.py     methods that change the logits, on CUDA
     flex_flash   FlexAttention by FlashAttention-4      the same, where the kernel cannot run, on Hopper and Blackwell
     flex         FlexAttention, compiled                the same, where neither can run; no gradients on a CPU
-    cpu          our kernel, model/kernels/cpu.py       everything on a CPU, in float32
+    cpu          our kernel, model/kernels/cpu.py       everything on a CPU, in float32 and bfloat16
     blocks       blocks of queries, plain PyTorch       everything, where none of these can run
 
 Each file has three functions:
@@ -14,8 +14,8 @@ Each file has three functions:
     prepare(score_change, call, earlier)      a_t and m_t in its own form, for a call of this shape (base.py)
     run(q, k, v, *, q_offset=0, prepared)     the output (B, H, Tq, D) of q (B, H, Tq, D) and k, v (B, H, Tk, D)
 
-`run` takes key_bias (B, H, Tk) too, which is added to the logits, and sink (H,), a logit without a value, if
-find_problem lets methods with them pass; `prepare` finds the window, of as many tokens, in the call.
+Where find_problem lets methods with them pass, `run` also takes key_bias (B, H, Tk), which is added to the logits, and
+sink (H,), a logit of each row that has no value, and `prepare` finds the window, in tokens, in the call.
 
 `prepare` is called once a length. Where a_t and m_t are learned, that is without a score change, and then again with it
 in every layer and pass: it is differentiable in what is learned, and keeps of what was prepared earlier what serves all
