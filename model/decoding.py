@@ -7,7 +7,7 @@ that is target_length. A cache that rescales while it grows mixes keys of differ
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -32,14 +32,55 @@ def greedy_decode(
     scale prompt and new tokens alike. That is our choice: the paper does not say how it decodes. method: see GPT.plan.
     ValueError for an empty prompt and for lengths that do not go together.
     """
-    require(max_new_tokens >= 1, f"max_new_tokens must be at least 1, got {max_new_tokens}")
     stop = -1 if stop is None else stop  # -1 is no token
-    decoder = Decoder(model, tokens.shape[-1] + max_new_tokens - 1, target_length=target_length, method=method)
-    chosen = [decoder.prefill(tokens).argmax(dim=-1)]  # of (B,)
-    while len(chosen) < max_new_tokens and not (chosen[-1] == stop).all():
-        token = decoder.step(chosen[-1]).argmax(dim=-1)
-        chosen.append(token.masked_fill(chosen[-1] == stop, stop))
+    chosen = []
+    ended = torch.zeros(tokens.shape[0], dtype=torch.bool, device=model.head.device)
+    for token in decode(model, tokens, max_new_tokens, target_length=target_length, method=method):
+        chosen.append(token.masked_fill(ended, stop))
+        ended = chosen[-1] == stop
+        if ended.all():
+            break
     return torch.stack(chosen, dim=1)
+
+
+def decode(
+    model: GPT, tokens: Tensor, max_new_tokens: int, *,
+    choose: Callable[[Tensor], Tensor] | None = None, target_length: int | None = None, method: Method | None = None,
+) -> Iterator[Tensor]:  # fmt: skip
+    """Yield the tokens that follow, (B,) int64 on the model's device, each as soon as it is chosen.
+
+    choose: takes the float32 logits (B, vocabulary) and returns tokens (B,); default: the most likely ones. The rest
+    is as in greedy_decode.
+    """
+    require(max_new_tokens >= 1, f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    choose = choose or (lambda logits: logits.argmax(dim=-1))
+    decoder = Decoder(model, tokens.shape[-1] + max_new_tokens - 1, target_length=target_length, method=method)
+    token = choose(decoder.prefill(tokens))
+    yield token
+    for _ in range(max_new_tokens - 1):
+        token = choose(decoder.step(token))
+        yield token
+
+
+def sample(
+    logits: Tensor, *, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> Tensor:  # fmt: skip
+    """Return tokens (B,) int64 on logits' device, drawn from softmax(logits / temperature), logits (B, vocabulary).
+
+    Only the top_k most likely are drawn from, and of these the smallest number whose probability is at least top_p
+    together (Holtzman et al. 2019, arXiv 1904.09751), at least one. temperature 0 takes the most likely. generator: of
+    the CPU, where the drawing is done, so that a seed draws the same numbers on every device.
+    """
+    if temperature == 0:
+        return logits.argmax(dim=-1)
+    likely, tokens = logits.double().cpu().topk(min(top_k or logits.shape[-1], logits.shape[-1]), dim=-1)  # descending
+    # Less the largest first: a logit over a small temperature would be infinite.
+    probabilities = ((likely - likely[:, :1]) / temperature).softmax(dim=-1)
+    before = probabilities.cumsum(dim=-1) - probabilities
+    kept = probabilities.masked_fill(before >= top_p, 0.0)
+    kept[:, 0] = probabilities[:, 0]  # where rounding would leave none
+    return tokens.gather(-1, torch.multinomial(kept, 1, generator=generator)).squeeze(-1).to(logits.device)
 
 
 class Decoder:

@@ -4,10 +4,20 @@
 #   bash scripts/test.sh                               all, in 8 minutes on 2 cores
 #   bash scripts/test.sh quick                         without the slow ones, in 2
 #
-# The first time, it makes .venv and installs requirements.txt into it (gigabytes, most of them PyTorch).
+# The first time, it makes .venv and installs requirements.txt into it (gigabytes, most of them PyTorch), and all tests
+# but the quick ones bring requirements-extras.txt; where that cannot be had, the tests of those packages are skipped.
 source "$(dirname "$0")/setup.sh"
 arguments=("$@")
-if [ "${1:-}" = quick ]; then arguments=(-m "not slow" "${@:2}"); fi
+if [ "${1:-}" = quick ]; then
+    arguments=(-m "not slow" "${@:2}")
+elif ! cmp -s requirements-extras.txt .venv/extras.txt; then
+    echo "installing requirements-extras.txt into .venv (once)"
+    if "$python" -m pip install --quiet --disable-pip-version-check -r requirements-extras.txt; then
+        cp requirements-extras.txt .venv/extras.txt
+    else
+        echo "not installed: the tests of these packages are skipped" >&2
+    fi
+fi
 cores=$(env -u OMP_NUM_THREADS nproc) # which would take that variable for the number of cores
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # the files of tests share the cores, each test has one
 exec "$python" -m pytest tests -q -n $((cores < 4 ? cores + 1 : 4)) --dist loadfile --no-loadscope-reorder "${arguments[@]}"
