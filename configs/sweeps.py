@@ -282,7 +282,8 @@ def with_needle(sweep: Callable[[Scale], list[Run]]) -> Callable[[Scale], list[R
 
 SET_BY_SWEEPS = ("name", "runs_dir", "resume")  # the sweep runner names and resumes the runs
 # Which "all" leaves out:
-BEYOND_PAPER = ("tau_by_length", "far_tokens", "scale_invariant_by_head", "needle_by_head", "table_rivals")
+BEYOND_PAPER = ("tau_by_length", "far_tokens", "scale_invariant_by_head", "needle_by_head")
+BEYOND_PAPER += ("table_rivals", "needle_rivals")
 SWEEPS = dict(
     table_losses=table_losses,
     table_needle=with_needle(table_losses),
@@ -305,6 +306,7 @@ SWEEPS = dict(
     scale_invariant_by_head=scale_invariant_by_head,
     needle_by_head=with_needle(scale_invariant_by_head),
     table_rivals=table_rivals,
+    needle_rivals=with_needle(table_rivals),
 )
 
 

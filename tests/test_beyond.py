@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import statistics
 
 import numpy as np
@@ -14,6 +15,7 @@ from configs.command_line import read_config
 from configs.sweeps import BEST, RIVALS, grid, sweep
 from model.methods import METHODS
 from runtime.build import build_model
+from runtime.validation import means_by_octave
 from scripts.reproduce import far_tokens
 from scripts.reproduce.comparisons import compare, difference_cell, differences, holm
 from scripts.shared.looks import series_label, series_name
@@ -145,8 +147,32 @@ def test_table_rivals_names_the_best_and_its_margins(tmp_path, call):  # noqa: F
         row, (mean, stderr) = table[series], mean_and_stderr(values)
         assert [float(row["tokens_per_second"]), float(row["stderr"])] == pytest.approx([mean, stderr])
     assert f"{statistics.fmean(rates['fox']):,.0f} \u00b1 " in said.out[said.out.index("## What they cost") :]
+    assert "## By position" not in said.out  # these runs left none
     _, said = call("table_rivals", "--scale", "mini", "--methods", *chosen, "--seeds", "0", "--force")
     assert "## The best at each length" in said.out and "p =" not in said.out and "p <" not in said.out  # of one seed
+
+
+def test_table_rivals_shows_losses_by_position(tmp_path, call):  # noqa: F811
+    mean, positions = {}, torch.arange(16_384)
+    for run in sweep("table_rivals", "mini", methods=["fox"], seeds=[0, 1]):
+        losses = torch.rand(16_384, generator=torch.Generator().manual_seed(run.config.seed)).double()
+        path = write_run(tmp_path / "runs", run, dict.fromkeys(run.config.val_lengths, 4.0))
+        records = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        records[0]["val_loss_by_position"] = {"16384": [9.0] * 15}  # before the end
+        records[-1]["val_loss_by_position"] = {"16384": means_by_octave(losses), "256": [1.0]}
+        (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        for first, last in ((0, 255), (256, 1023), (1024, 4095), (4096, 16_383)):
+            inside = losses[(positions >= first) & (positions <= last)]
+            mean.setdefault((first, last), []).append(inside.mean().item())
+    code, said = call("table_rivals", "--scale", "mini", "--methods", "fox", "--seeds", "0", "1")
+    found = {(int(r["first"]), int(r["last"])): r for r in rows(tmp_path / "out" / "table_rivals_positions.csv")}
+    assert found.keys() == mean.keys()
+    for place, values in mean.items():
+        expected = [*mean_and_stderr(values), 2]
+        assert [float(found[place][key]) for key in ("mean", "stderr", "seeds")] == pytest.approx(expected, abs=2e-5)
+    page = re.sub(" +", " ", said.out)
+    assert code == 0 and "| method | 0-255 | 256-1023 | 1024-4095 | 4096-16383 |" in page
+    assert f"| FoX | {mean_and_stderr(mean[0, 255])[0]:.3f}" in page
 
 
 def test_losses_at_the_end_are_those_of_the_model_on_each_text(monkeypatch):

@@ -41,6 +41,7 @@ ITEMS = dict(
     scale_invariant_by_head=tables.table_losses,
     needle_by_head=tables.table_needle,
     table_rivals=rivals.table_rivals,
+    needle_rivals=tables.table_needle,
 )
 PARTLY_THEORY = ["figure_entropy"]  # which has something to show without runs
 # What is computed or measured here; the others are functions of what the runs left, the same wherever they are made.

@@ -15,6 +15,7 @@ def table_rivals(study: Study) -> str:
     losses, lengths = read_losses(study)
     study.sections = best_at_each_length(losses, lengths, study.base_length)
     study.sections += compare(study.path, losses, OURS, lengths, study.base_length, paper={})
+    study.sections += by_position(study, lengths)
     study.sections += costs(study)
     return losses_page(study, losses, lengths)
 
@@ -45,6 +46,47 @@ def best_at_each_length(losses: dict, lengths: list[int], base_length: int) -> l
     text += "Welch's t-test after Holm's correction for the comparisons of all methods with that reference at all "
     text += "lengths, as the best is chosen among them."
     return ["## The best at each length", text, markdown_table([head, *rows])]
+
+
+def by_position(study: Study, lengths: list[int]) -> list[str]:
+    """Return a section on the loss by position in the longest sequences, and write it as CSV.
+
+    The ranges begin at 0 and at each shorter length.
+    """
+    longest, starts = max(lengths), [0, *sorted(lengths)[:-1]]
+    stops = [*starts[1:], longest]
+    found = collections.defaultdict(list)  # of each series and range, one a seed
+    for run, stored in study.finished:
+        validations = [
+            record["val_loss_by_position"] for record in stored.metrics() if "val_loss_by_position" in record
+        ]
+        octaves = validations[-1].get(str(longest)) if validations else None
+        for series in study.series(run) if octaves else ():
+            for start, stop in zip(starts, stops):
+                found[series, start].append(mean_between(octaves, start, stop))
+    shown = [series for series in study.all_series if (series, 0) in found]
+    if not shown:
+        return []
+    rows, cells = [], [["method", *(f"{start}-{stop - 1}" for start, stop in zip(starts, stops))]]
+    for series in shown:
+        means = [mean_and_stderr(found[series, start]) for start in starts]
+        for start, stop, (mean, stderr) in zip(starts, stops, means):
+            seeds = len(found[series, start])
+            rows.append(dict(series=series, first=start, last=stop - 1, mean=mean, stderr=stderr, seeds=seeds))
+        cells.append([series_name(series), *(format_mean(*mean) for mean in means)])
+    write_csv(study.path.with_name(f"{study.path.name}_positions.csv"), rows)
+    text = f"Nats a token by position in sequences of {longest}: mean \u00b1 standard error over seeds. Compare "
+    text += "within a column: each range is another part of the text."
+    return ["## By position", text, markdown_table(cells)]
+
+
+def mean_between(octaves: list[float], start: int, stop: int) -> float:
+    """Return the mean over positions start .. stop - 1, start 0 or a power of 2, from the means that a run leaves:
+    entry 0 is of position 0, entry k of positions 2^(k-1) .. 2^k - 1 (the last one's end with the sequence)."""
+    begins = [0, *(2**k for k in range(len(octaves) - 1))]
+    ends = [*begins[1:], max(stop, begins[-1] + 1)]
+    inside = [(end - begin, loss) for begin, end, loss in zip(begins, ends, octaves) if start <= begin < stop]
+    return sum(count * loss for count, loss in inside) / sum(count for count, _ in inside)
 
 
 def costs(study: Study) -> list[str]:

@@ -16,7 +16,8 @@ from scripts.shared.looks import NAMES, series_label
 from scripts.shared.run_files import on_own_text, val_tokens
 from scripts.shared.runs import StoredRun, find_stored, train_state
 
-ONE_METHOD_A_RUN = ("table_infini", "table_rivals")  # items that do not show what runs are also validated as
+# Items that do not show what runs are also validated as:
+ONE_METHOD_A_RUN = ("table_infini", "table_rivals", "needle_rivals")
 
 
 @dataclasses.dataclass
