@@ -62,6 +62,8 @@ METHODS = {
     "scale_invariant_p_rope_sink": (PRoPE, ScaleInvariant, LearnedSink),
     "p_rope_gate": (PRoPE, SigmoidGate),
     "scale_invariant_p_rope_gate": (PRoPE, ScaleInvariant, SigmoidGate),
+    "fox_p_rope_gate": (PRoPE, Forgetting, SigmoidGate),
+    "alibi_gate": (ALiBi, SigmoidGate),
     "pope": (PoPE,),
     "scale_invariant_pope": (PoPE, ScaleInvariant),
     "stick_breaking": (StickBreaking,),
@@ -72,6 +74,7 @@ METHODS = {
     "rnope_swa": "nope,rope_window,rope_window,rope_window",
     "local_scale_invariant_nope": "scale_invariant_nope,rope_window,rope_window,rope_window",
     "local_scale_invariant_p_rope": "scale_invariant_p_rope,rope_window,rope_window,rope_window",
+    "local_fox_p_rope": "fox_p_rope,rope_window,rope_window,rope_window",
 }
 
 
