@@ -1,0 +1,1 @@
+"""What the commands about Hugging Face's models have in common: reading them, and our methods inside them."""
