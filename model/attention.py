@@ -42,14 +42,15 @@ class Plan:
 def make_plan(
     method: Method, query_length: int, key_length: int, *, q_offset: int = 0, target_length: int | None = None,
     device="cpu", dtype: torch.dtype = torch.float32, backend: str = "auto", context: ProcessGroup | None = None,
-    normalised: bool = False,
+    normalised: bool = False, softcap: float | None = None,
 ) -> Plan:  # fmt: skip
     """Return the plan for queries at positions q_offset.. against keys at positions 0..key_length-1, of this dtype.
 
     target_length (default: key_length) is the length of the whole sequence, which fixes the scaling of methods that
     depend on it (NTK, YaRN, LogN's constant form). With a context group, the plan is for this rank's part of as many
     queries as keys. normalised: the caller answers for it that q and k have the norm sqrt(D), by QK-norm; our Triton
-    kernel then needs no running maximum. ValueError for lengths, backends or groups that do not go together.
+    kernel then needs no running maximum. softcap: scores S are softcap tanh(S / softcap) before a_t and m_t, as in
+    Gemma-2, which the backend blocks alone can do. ValueError for lengths, backends or groups that do not go together.
     """
     target_length = key_length if target_length is None else target_length
     queries = f"{query_length} queries from position {q_offset}"
@@ -58,6 +59,10 @@ def make_plan(
     require(key_length <= target_length, f"{key_length} keys are more than the target length {target_length}")
     require(key_length <= MAX_LENGTH, f"attention covers up to {MAX_LENGTH} positions, got {key_length}")
     device = torch.device(device)
+    if softcap is not None:
+        require(backend in ("auto", "blocks"), f"attention_backend {backend} does not cap scores: use auto or blocks")
+        require(method.replacement is None, f"{method.name} has no scores to cap")
+        backend = "blocks"
     backend, why = choose_backend(method, device, backend, dtype)
     if context is not None:
         assert query_length == key_length
@@ -73,7 +78,7 @@ def make_plan(
         bound = bound_products(method.head_dim, dtype, largest_gain(method, target_length, query_table))
     window = None if method.window is None else method.window.window
     shape = method.num_heads, method.vector_dim, query_length, key_length, q_offset
-    call = Call(*shape, device, dtype, context, bound, window)
+    call = Call(*shape, device, dtype, context, bound, window, softcap)
     cos, sin, query_table = (local_shard(table, 0, context) for table in (cos, sin, query_table))
     if method.replacement is None:
         known = None if learned_parameters(method.score_change) else method.score_change

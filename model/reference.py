@@ -15,13 +15,14 @@ from model.methods.base import Method, upcast
 
 
 def plain_attention(
-    method: Method, q: Tensor, k: Tensor, v: Tensor, target_length: int | None = None, x: Tensor | None = None
-) -> Tensor:
+    method: Method, q: Tensor, k: Tensor, v: Tensor, target_length: int | None = None, x: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:  # fmt: skip
     """Return causal attention by `method`, (B, H, T, D) float64, of q, k, v (B, H, T, D) and x (B, T, C) as in attend.
 
-    target_length (default: T) and errors as in attention_logits.
+    target_length (default: T), softcap and errors as in attention_logits.
     """
-    logits = attention_logits(method, q.double(), k.double(), target_length, x)
+    logits = attention_logits(method, q.double(), k.double(), target_length, x, softcap)
     if method.sink is not None:
         sink = method.sink.logit.double().view(-1, 1, 1).expand(*logits.shape[:-1], 1)
         return torch.cat((logits, sink), dim=-1).softmax(dim=-1)[..., :-1] @ v.double()
@@ -29,12 +30,13 @@ def plain_attention(
 
 
 def attention_logits(
-    method: Method, q: Tensor, k: Tensor, target_length: int | None = None, x: Tensor | None = None
-) -> Tensor:
+    method: Method, q: Tensor, k: Tensor, target_length: int | None = None, x: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:  # fmt: skip
     """Return the logits of all pairs (paper, eq:def:L), -inf for hidden keys: (B, H, T, T), at least float32.
 
     q, k (B, H, T, D) come after QK-norm and before any rotation. target_length (default: T): the length of the whole
-    sequence, as in make_plan. x (B, T, C): the layer's input, of methods that look at it. ValueError for shapes and
+    sequence, as in make_plan. x (B, T, C): the layer's input, of methods that look at it. softcap: see make_plan. ValueError for shapes and
     lengths that do not go together, and for a Replacement, which has no such logits.
     """
     method.check_shapes(q, k, k)
@@ -51,6 +53,8 @@ def attention_logits(
     if method.query_scale is not None:
         q = q * method.query_scale.multiplier(method.query_scale.table(positions, target_length), x).unsqueeze(-1)
     logits = q @ k.mT / q.shape[-1] ** 0.5  # (B, H, T, T)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     distance = positions.unsqueeze(-1) - positions
     if method.score_change is not None:
         head = torch.arange(method.num_heads, device=q.device).view(-1, 1, 1)

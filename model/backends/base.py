@@ -28,6 +28,7 @@ class Call:
     context: ProcessGroup | None = None
     product_bound: float = math.inf  # what no |q.k| exceeds, where that is known: see bound_products
     window: int | None = None  # keys at this distance from a query, or further away, are hidden
+    softcap: float | None = None  # scores S become softcap tanh(S / softcap) before a_t and m_t; blocks alone has it
 
 
 EXTRAS = dict(key_bias="biases of keys", window="windows", sink="sinks")  # of a method, beside a_t and m_t

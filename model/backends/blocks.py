@@ -18,6 +18,7 @@ class Bands(NamedTuple):
     scale: Tensor | float  # a_t, (1 or H, block, Tk) or a number
     bias: Tensor  # m_t, (1 or H, block, Tk)
     window: int | None = None
+    softcap: float | None = None
 
 
 def find_problem(method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -42,7 +43,8 @@ def prepare(score_change: ScoreChange | None, call: Call, earlier: Bands | None 
     hidden = distance < 0 if call.window is None else (distance < 0) | (distance >= call.window)
     bias = torch.where(hidden, -torch.inf, bias).float()
     bias = bias if bias.dim() == 3 else bias.unsqueeze(0)
-    return Bands(local_shard(scale, 0, call.context), local_shard(bias, 0, call.context), call.window)
+    bands = (local_shard(band, 0, call.context) for band in (scale, bias))
+    return Bands(*bands, call.window, call.softcap)
 
 
 def run(
@@ -50,7 +52,9 @@ def run(
     q_offset: int = 0, prepared: Bands | None = None, key_bias: Tensor | None = None, sink: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     Tq = q.shape[2]
-    scale_band, bias_band, window = prepared or prepare(None, Call(1, q.shape[3], Tq, q_offset + Tq, device=q.device))
+    scale_band, bias_band, window, softcap = prepared or prepare(
+        None, Call(1, q.shape[3], Tq, q_offset + Tq, device=q.device)
+    )
     block = bias_band.shape[1]
     recompute = torch.is_grad_enabled() and k.shape[2] >= RECOMPUTE_LENGTH
     q = q * q.shape[-1] ** -0.5
@@ -64,16 +68,18 @@ def run(
         scale = scale_band[part] if isinstance(scale_band, Tensor) else scale_band
         of_keys = None if key_bias is None else key_bias[:, :, None, first:last]
         vectors = q[:, :, start:stop], k[:, :, first:last], v[:, :, first:last]
-        arguments = (*vectors, scale, bias_band[part], of_keys, sink)
+        arguments = (*vectors, scale, bias_band[part], of_keys, sink, softcap)
         outputs.append(
             checkpoint(attend_block, *arguments, use_reentrant=False) if recompute else attend_block(*arguments)
         )
     return torch.cat(outputs, dim=2)
 
 
-def attend_block(q, k, v, scale, bias, key_bias, sink):
+def attend_block(q, k, v, scale, bias, key_bias, sink, softcap):
     # q (B, H, block, D); k, v (B, H, keys, D); scale, bias (1 or H, block, keys); key_bias (B, H, 1, keys); sink (H,)
     scores = upcast(q @ k.mT)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     logits = torch.addcmul(bias, scale, scores) if isinstance(scale, Tensor) else scale * scores + bias
     if key_bias is not None:
         logits = logits + key_bias
