@@ -36,8 +36,8 @@ def attention_logits(
     """Return the logits of all pairs (paper, eq:def:L), -inf for hidden keys: (B, H, T, T), at least float32.
 
     q, k (B, H, T, D) come after QK-norm and before any rotation. target_length (default: T): the length of the whole
-    sequence, as in make_plan. x (B, T, C): the layer's input, of methods that look at it. softcap: see make_plan. ValueError for shapes and
-    lengths that do not go together, and for a Replacement, which has no such logits.
+    sequence, as in make_plan. x (B, T, C): the layer's input, of methods that look at it. softcap: see make_plan.
+    ValueError for shapes and lengths that do not go together, and for a Replacement, which has no such logits.
     """
     method.check_shapes(q, k, k)
     no_logits = f"{method.name} has no attention logits: it is not a softmax over them"

@@ -35,10 +35,10 @@ from model.methods import check_options, layer_pattern, make_method, method_opti
 from model.methods.base import Method, upcast
 from model.methods.rope import BASE
 from model.methods.window import SlidingWindow
-from scripts.huggingface.load import FAMILIES, import_transformers
+from scripts.huggingface.load import FAMILIES, RECORD, import_transformers
 
-NAME = "attention_method"  # of the attention function and of the record in the configuration
 UNROTATED = "unrotated"  # the rope type
+NAME = "attend_with_method"  # of the attention function
 
 
 class Places(NamedTuple):
@@ -178,7 +178,7 @@ def convert(model: nn.Module, method: str, /, *, train_length: int | None = None
     causal = not getattr(config, "use_bidirectional_attention", False)
     require(causal, "our attention is causal, and this model's is not")
     train_length = config.max_position_embeddings if train_length is None else train_length
-    earlier = getattr(config, NAME, None) or {}
+    earlier = getattr(config, RECORD, None) or {}
     rope = earlier.get("rope_parameters", config.rope_parameters)
     methods = make_methods(config, rope, method, train_length, options)
     for layer, own in zip((block.self_attn for block in model.model.layers), methods, strict=True):
@@ -186,7 +186,7 @@ def convert(model: nn.Module, method: str, /, *, train_length: int | None = None
         check_method(own, layer)
     register()
     record = dict(name=method, train_length=train_length, options=options, rope_parameters=rope)
-    setattr(config, NAME, record)
+    setattr(config, RECORD, record)
     config.rope_parameters = rope | {"rope_type": UNROTATED}
     shared = model.attention_shared = Shared()
     for block, own in zip(model.model.layers, methods):

@@ -18,6 +18,7 @@ from errors import require
 FAMILIES = {"llama": "LlamaForCausalLM", "gemma2": "Gemma2ForCausalLM"}  # class by model_type
 # Keys that name code to run, or say how weights are stored that are not plain numbers.
 NOT_OURS = ("auto_map", "attn_implementation", "experts_implementation")
+RECORD = "attention_method"  # the field of a configuration where a conversion is written down
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -69,6 +70,7 @@ def reading(name: str, what: str):
 def read_config(name: str, **changes):
     """Return the configuration of a model, a folder or a name on the hub, with these fields changed.
 
+    That of a converted model (attention.py) is that of the model before, and its field RECORD.
     ValueError for a model that is not there or not to be had, of an unsupported family, or quantised, for a damaged
     configuration and for unknown fields.
     """
@@ -83,6 +85,10 @@ def read_config(name: str, **changes):
     require(known, f"{name} is of the family {family}, which is not supported: {' and '.join(FAMILIES)} are")
     require(not fields.get("quantization_config"), f"{name} is quantised: give the model that it was made from")
     fields = {key: value for key, value in fields.items() if key not in NOT_OURS and not key.startswith("_")}
+    if record := fields.get(RECORD):
+        known = isinstance(record, Mapping) and isinstance(record.get("rope_parameters"), Mapping)
+        require(known, f"the configuration of {name} is damaged: what it says of {RECORD} is no record of a conversion")
+        fields["rope_parameters"] = record["rope_parameters"]
     with reading(name, "the configuration"):
         config = model_class(family).config_class.from_dict(fields)
     for key, value in changes.items():
@@ -154,6 +160,8 @@ def load_model(
     read_config, and for weights that are missing, damaged, not in safetensors, or too large.
     """
     device, config = torch.device(device), read_config(name, **changes)
+    converted = getattr(config, RECORD, None)
+    require(not converted, f"{name} was converted to another attention method: load it with load_converted")
     if device_map is None:
         with reading(str(name), "the configuration"):
             needed = count_parameters(config) * dtype.itemsize
