@@ -339,6 +339,10 @@ def test_conversions_that_are_refused(models):
     assert convert(other, "rope", base=5e5) and convert(other, "p_rope") and convert(other, "alibi")
     with assert_refused("no dropout", "attention_dropout=0.0"):
         convert(make_model(attention_dropout=0.1), "rope")
+    other.model.layers[1].mlp.to("meta")  # as accelerate does to what it offloads
+    with assert_refused("offloaded", "what logn_p_rope learns"):
+        convert(other, "logn_p_rope")
+    convert(other, "scale_invariant_p_rope")
     bare = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9))
     with assert_refused("llama and gemma2", "not gpt2"):
         convert(bare, "rope")

@@ -6,6 +6,7 @@ import pickle
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
@@ -15,8 +16,9 @@ import torch
 from huggingface_hub import constants
 from test_huggingface import VOCAB, logits, make_model
 from test_methods import assert_refused
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 
+from scripts.huggingface.converted import load_converted
 from scripts.huggingface.load import (
     check_memory,
     import_transformers,
@@ -78,12 +80,31 @@ def test_bad_folders(folder, tmp_path):
         read_config(folder)
 
 
-def test_a_tokenizer_of_another_model_is_refused(tmp_path):
+def save_tokenizer(folder):
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path):
+    save_tokenizer(tmp_path)
     assert len(read_tokenizer(tmp_path, VOCAB)) == VOCAB
     with assert_refused("has 99 ids, its model 98"):
         read_tokenizer(tmp_path, 98)
+
+
+def test_the_example_of_the_page_runs(folder, tmp_path, monkeypatch, capsys):
+    save_tokenizer(folder)
+    page = (Path(__file__).parents[1] / "docs" / "huggingface.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    monkeypatch.chdir(tmp_path)
+    for theirs, here in (("meta-llama/Llama-2-7b-hf", str(folder)), ('device="cuda"', 'device="cpu"')):
+        assert code.count(theirs) == 1
+        code = code.replace(theirs, here)
+    exec(code, {})
+    deviations, loss = (line for line in capsys.readouterr().out.splitlines())
+    assert deviations.startswith("tensor(") and "nan" not in deviations + loss
+    assert load_converted(tmp_path / "llama-scale-invariant").config.attention_method["options"] == dict(tau=10.0)
 
 
 class Trap:

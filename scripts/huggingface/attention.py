@@ -184,6 +184,9 @@ def convert(model: nn.Module, method: str, /, *, train_length: int | None = None
     for layer, own in zip((block.self_attn for block in model.model.layers), methods, strict=True):
         add_window(own, getattr(layer, "sliding_window", None))
         check_method(own, layer)
+    spread = len({parameter.is_meta for parameter in model.parameters()}) > 1  # by accelerate, which offloads some
+    words = f"a part of the model is offloaded, where what {method} learns cannot be: load it without device_map"
+    require(not (spread and any(True for own in methods for _ in own.parameters())), words)
     register()
     record = dict(name=method, train_length=train_length, options=options, rope_parameters=rope)
     setattr(config, RECORD, record)
