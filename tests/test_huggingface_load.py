@@ -3,6 +3,7 @@
 
 import json
 import pickle
+import re
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -133,6 +134,10 @@ def test_nothing_that_a_folder_brings_is_run(folder, tmp_path):
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"lm_head.weight": Trap(sprung)}))
     with assert_refused("weights of .* cannot be read"):
         load_model(folder)
+    index = dict(metadata={}, weight_map={"lm_head.weight": "pytorch_model.bin"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with assert_refused("weights that are not in safetensors", "pytorch_model.bin"):
+        load_model(folder)
     assert not sprung.exists()
     pickle.loads((folder / "pytorch_model.bin").read_bytes())["lm_head.weight"].close()
     assert sprung.exists()  # the trap is one
@@ -144,8 +149,9 @@ def test_without_transformers_it_says_what_to_install(monkeypatch):
         import_transformers()
 
 
-def test_memory_is_checked_before_anything_is_loaded():
-    check_memory("a model", 1.0, "cpu")
+def test_memory_is_checked_before_anything_is_loaded(capsys):
+    check_memory("a model", 2.0**30, "cpu")
+    assert re.fullmatch(r"the weights of a model need 1.0 GiB, and cpu has [0-9.]+ GiB free\n", capsys.readouterr().err)
     with assert_refused("the weights of a model need 931322.6 GiB, and cpu has [0-9.]+ GiB free", "take a larger"):
         check_memory("a model", 1e15, "cpu")
 

@@ -5,7 +5,9 @@ out, and weights are read from safetensors alone. What the user can put right is
 is optional here: it is imported when the first of these functions needs it.
 """
 
+import json
 import math
+import sys
 from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -143,11 +145,23 @@ def free_memory(device: torch.device) -> float:
 
 
 def check_memory(name: str, needed: float, device: torch.device | str, what: str = "weights"):
-    """Raise ValueError if this many bytes are more than what the device has free."""
+    """Say on stderr how many bytes are needed and how many the device has free; ValueError if these are fewer."""
     device = torch.device(device)
     free = free_memory(device)
     words = f"the {what} of {name} need {needed / 2**30:.1f} GiB, and {device} has {free / 2**30:.1f} GiB free"
+    print(words, file=sys.stderr)
     require(needed <= free, f"{words}: take a larger machine, a smaller model or a smaller dtype")
+
+
+def check_index(name: str):
+    """Raise ValueError if the index of a model's files names others than safetensors, which would be opened too."""
+    with reading(name, "the index of the weights"):
+        path = import_transformers().utils.cached_file(
+            name, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False
+        )
+        files = json.loads(Path(path).read_text())["weight_map"].values() if path else ()
+        others = sorted(file for file in set(files) if not file.endswith(".safetensors"))
+    require(not others, f"{name} has weights that are not in safetensors ({', '.join(others[:3])})")
 
 
 def load_model(
@@ -156,8 +170,8 @@ def load_model(
     """Return a model with its weights in this dtype, on this device, ready to be trained or run.
 
     changes: of fields of the configuration. device_map: accelerate's, such as "auto", to spread a model over GPUs, host
-    memory and disk; else all of it must fit the device, which is checked before anything is loaded. ValueError as in
-    read_config, and for weights that are missing, damaged, not in safetensors, or too large.
+    memory and disk; else all of it must fit the device, which is checked, and said on stderr, before anything is loaded.
+    ValueError as in read_config, and for weights that are missing, damaged, not in safetensors, or too large.
     """
     device, config = torch.device(device), read_config(name, **changes)
     converted = getattr(config, RECORD, None)
@@ -167,6 +181,7 @@ def load_model(
             needed = count_parameters(config) * dtype.itemsize
         check_memory(name, needed, device)
         device_map = None if device.type == "cpu" else {"": device}
+    check_index(str(name))
     with reading(str(name), "the weights"):
         model, info = model_class(config.model_type).from_pretrained(
             str(name), config=config, dtype=dtype, device_map=device_map, use_safetensors=True,
