@@ -170,7 +170,7 @@ def load_model(
     """Return a model with its weights in this dtype, on this device, ready to be trained or run.
 
     changes: of fields of the configuration. device_map: accelerate's, such as "auto", to spread a model over GPUs, host
-    memory and disk; else all of it must fit the device, which is checked, and said on stderr, before anything is loaded.
+    memory and disk; else all of it must fit the device: that is checked, and said on stderr, before anything is loaded.
     ValueError as in read_config, and for weights that are missing, damaged, not in safetensors, or too large.
     """
     device, config = torch.device(device), read_config(name, **changes)
