@@ -134,34 +134,6 @@ def test_shell_scripts_of_the_pages_are_understood():
 
 
 @pytest.mark.slow
-def test_its_lines_for_your_own_model_compute_the_papers_formula(tmp_path):
-    """To the letter, beside nothing but the files that it tells to copy; against float64 from tests/reference.py."""
-    section = README[README.index("## Use it in your own model") :]
-    score_function, kernel = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    assert "copy `model/` and `errors.py`" in README
-    shutil.copytree(ROOT / "model", tmp_path / "model")
-    for path in (ROOT / "errors.py", ROOT / "tests" / "reference.py"):
-        shutil.copy(path, tmp_path)
-    script = f"""
-import torch
-import reference
-torch.compiler.set_stance("force_eager")  # FlexAttention's numbers without a minute of compiling
-H, T, D = 2, 256, 64
-q, k, v = torch.randn(3, 1, H, T, D, generator=torch.Generator().manual_seed(0))
-exact = reference.attend("scale_invariant_p_rope", q.double(), k.double(), v.double(), train_length=4096)
-{kernel}
-assert output.shape == (1, H, T, D) and (output - exact).abs().max() < 1e-5
-tables = method.rotation.tables(T, T, "cpu")
-q, k = (method.rotation.rotate(x, *tables) for x in (q, k))
-{score_function}
-assert output.shape == (1, H, T, D) and (output - exact).abs().max() < 1e-5
-"""
-    environment = os.environ | dict(OMP_NUM_THREADS="1")
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
-@pytest.mark.slow
 def test_its_examples_followed_to_the_letter_run_and_pass_the_tests(tmp_path):
     """In a copy of the tree: the method, a preset and the sweep are added as it says, then run; and so are all tests
     that run over methods, presets and sweeps, those of the new ones and of what lists them."""

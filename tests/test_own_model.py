@@ -1,0 +1,99 @@
+"""The lines that docs/own_model.md gives for other people's models compute the paper's formula, run to the letter."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import reference
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs" / "own_model.md").read_text()
+SCORE_MOD, KERNEL, INTERFACE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.mark.slow
+def test_flex_attention_and_our_kernels(tmp_path):
+    """Beside nothing but the files that it tells to copy; against float64 from tests/reference.py."""
+    assert "copy `model/` and `errors.py`" in PAGE
+    shutil.copytree(ROOT / "model", tmp_path / "model")
+    for path in (ROOT / "errors.py", ROOT / "tests" / "reference.py"):
+        shutil.copy(path, tmp_path)
+    script = f"""
+import torch
+import reference
+torch.compiler.set_stance("force_eager")  # FlexAttention's numbers without a minute of compiling
+H, T, D = 2, 256, 64
+q, k, v = torch.randn(3, 1, H, T, D, generator=torch.Generator().manual_seed(0))
+exact = reference.attend("scale_invariant_p_rope", q.double(), k.double(), v.double(), train_length=4096)
+{KERNEL}
+assert output.shape == (1, H, T, D) and (output - exact).abs().max() < 1e-5
+tables = method.rotation.tables(T, T, "cpu")
+q, k = (method.rotation.rotate(x, *tables) for x in (q, k))
+{SCORE_MOD}
+assert output.shape == (1, H, T, D) and (output - exact).abs().max() < 1e-5
+"""
+    environment = os.environ | dict(OMP_NUM_THREADS="1")
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def tiny(family, **options):
+    """The configuration of a small model with two query heads a key head."""
+    transformers = pytest.importorskip("transformers", reason="an extra: pip install -r requirements-extras.txt")
+    sizes = dict(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.3)
+    return getattr(transformers, f"{family}Config")(**sizes, **heads, **options, pad_token_id=0, eos_token_id=None)
+
+
+def build(config):
+    names = dict(config=config)
+    torch.manual_seed(0)
+    exec(INTERFACE, names)
+    return names
+
+
+def test_the_attention_interface_computes_the_formula():
+    names = build(tiny("Llama"))
+    attention = names["model"].model.layers[1].self_attn
+    q, k, v = (torch.randn(2, heads, 33, 8, requires_grad=True) for heads in (4, 2, 2))
+    mask = torch.full((33, 33), torch.finfo(torch.float32).min).triu(1)
+    output, _ = names["scale_invariant"](attention, q, k, v, mask, scaling=attention.scaling)
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    shared = [wide[0], *(x[:, [0, 0, 1, 1]] for x in wide[1:])]
+    exact = reference.attend("scale_invariant_nope", *shared, train_length=4096).transpose(1, 2)
+    torch.testing.assert_close(output.double(), exact, atol=1e-6, rtol=0)
+    dy = torch.randn(output.shape)
+    ours, theirs = torch.autograd.grad(output, (q, k, v), dy), torch.autograd.grad(exact, wide, dy.double())
+    for one, other in zip(ours, theirs):
+        torch.testing.assert_close(one.double(), other, atol=1e-5, rtol=0)
+
+
+GEMMA = dict(sliding_window=6, query_pre_attn_scalar=8, attn_logit_softcapping=None)  # layers with a window and without
+
+
+@pytest.mark.parametrize("family, options", [("Llama", {}), ("Gemma2", GEMMA)])
+def test_the_attention_interface_runs_whole_models(family, options):
+    """It trains, a cache and padding on the left change nothing, and the logits are not those of plain attention."""
+    model = build(tiny(family, **options))["model"]
+    tokens = torch.randint(1, 50, (2, 11))
+    model(tokens, labels=tokens).loss.backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
+    model.eval()
+    with torch.no_grad():
+        logits = model(tokens).logits
+        decoded = [model.generate(tokens, max_new_tokens=8, do_sample=False, use_cache=x, output_logits=True,
+                                  return_dict_in_generate=True) for x in (False, True)]  # fmt: skip
+        assert torch.equal(decoded[0].sequences, decoded[1].sequences)
+        torch.testing.assert_close(torch.stack(decoded[0].logits), torch.stack(decoded[1].logits), atol=1e-4, rtol=0)
+        mask = torch.tensor([[0] * 3 + [1] * 11] * 2)
+        positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+        padded = torch.cat([torch.zeros(2, 3, dtype=torch.int64), tokens], dim=1)
+        shown = model(padded, attention_mask=mask, position_ids=positions).logits[:, 3:]
+        torch.testing.assert_close(shown, logits, atol=1e-4, rtol=0)
+        model.set_attn_implementation("eager")
+        assert (model(tokens).logits - logits).abs().max() > 0.1
