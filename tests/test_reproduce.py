@@ -419,7 +419,10 @@ def test_nope_is_in_the_left_panel_alone(tmp_path, call, monkeypatch):
 
 def test_the_papers_qq_figures_are_not_ours(tmp_path, call):
     code, said = call("figure_qq", "--scale", "mini")
-    assert code == 1 and "Not built yet" in said.out.replace("\n", " ") and "figure_qq_ours" in said.out
+    assert code == 1 and "Not built" in said.out and "figure_qq_ours" in said.out
+    command = "`python -m scripts.logit_statistics google/gemma-2-27b --text FILE --out "
+    folder = tmp_path / "runs" / "logit_statistics" / "gemma-2-27b"
+    assert f"{command}{folder}`, FILE: the introduction of Wikipedia's article on New England" in said.out
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
     study.py      the runs that an item needs, those that there are, and what is missing
     tables.py     the tables, with the paper's numbers (paper_targets.csv) beside ours; rivals.py: the newer methods
-    figures.py    the figures; drawing.py: matplotlib
+    figures.py    the figures; qq.py: those of how Gaussian scores are; drawing.py: matplotlib
     theory.py     attention over Gaussian scores; logits.py: the logits of trained models
     pages.py      the items by name, and the page of each
 

@@ -98,7 +98,7 @@ def describe_outcome(study: Study) -> str:
     """Return one line about an item that was made."""
     used = f"{len(study.finished)} of {len(study.runs)} runs" if study.runs else "no runs needed"
     if study.missing and not study.runs:
-        return f"not built: {study.missing[0]}"
+        return f"{'incomplete' if study.models else 'not built'}: {study.missing[0]}"
     if study.missing:
         see = f"not written: {study.unwritten}" if study.unwritten else f"or see {study.page}"
         return f"incomplete, {used}; {len(study.missing)} missing: `{sweep_command(study)}`, {see}"

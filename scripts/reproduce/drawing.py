@@ -174,9 +174,9 @@ def draw_sublog(path: Path, rows: list[dict], fits: list[dict]):
         legend_below(figure, axes, columns=4)
 
 
-def draw_qq(path: Path, blocks: dict[str, list[tuple[list, list]]]):
+def draw_qq(path: Path, blocks: dict[str, list[list[tuple[list, list]]]]):
     """Draw quantiles of the scores against those of a Gaussian, a panel a layer. blocks: by title (without and with
-    rotation), a pair (Gaussian, sample quantiles) a layer."""
+    rotation), the lines of each layer: one pair (Gaussian, sample quantiles), or one a head, drawn thin."""
     layers = max(map(len, blocks.values()))
     columns = min(6, layers)
     rows = -(-layers // columns)
@@ -187,10 +187,12 @@ def draw_qq(path: Path, blocks: dict[str, list[tuple[list, list]]]):
                 if layer >= len(points):
                     axis.remove()
                     continue
-                gaussian, sample = points[layer]
-                ends = [min(gaussian), max(gaussian)]
+                lines = points[layer]
+                ends = [min(min(gaussian) for gaussian, _ in lines), max(max(gaussian) for gaussian, _ in lines)]
                 axis.plot(ends, ends, color="#D00000", linewidth=0.8, label="Gaussian", zorder=1)
-                axis.plot(gaussian, sample, color="#0072B2", linewidth=1.2, label="scores", zorder=2)
+                look = dict(linewidth=1.2, label="scores") if len(lines) == 1 else dict(linewidth=0.5, label="one head")
+                for gaussian, sample in lines:
+                    axis.plot(gaussian, sample, color="#0072B2", zorder=2, **look)
                 axis.set_title(f"layer {layer + 1}, {title}" if columns <= 3 else f"layer {layer + 1}")
                 if layer % columns == 0:
                     axis.set_ylabel("score quantile" if columns <= 3 else f"{title}\nscore quantile")

@@ -9,9 +9,9 @@ from configs.sweeps import Run
 from model.methods import method_options, scaled_options
 from scripts.evaluate import load_run, open_own_text
 from scripts.reproduce import logits, theory
-from scripts.reproduce.drawing import SCHEMES, draw_curves, draw_entropy, draw_qq, draw_sublog, tau_looks
+from scripts.reproduce.drawing import SCHEMES, draw_curves, draw_entropy, draw_sublog, tau_looks
 from scripts.reproduce.study import Study
-from scripts.shared.looks import method_name, plot_style
+from scripts.shared.looks import plot_style
 from scripts.shared.run_files import val_tokens
 from scripts.shared.tables import markdown_table, mean_and_stderr, write_csv
 
@@ -195,48 +195,6 @@ def figure_sublog(study: Study, scale_invariant: bool = True) -> str:
 
 def figure_sublog_unscaled(study: Study) -> str:
     return figure_sublog(study, scale_invariant=False)
-
-
-def figure_qq(study: Study) -> str:
-    study.missing.append("the paper's figures are of Llama and Gemma models, which cannot be loaded here yet")
-    text = "Quantiles of the attention scores of other people's models (Llama 3 1B and 8B, Gemma 2 27B). **Not built "
-    return text + "yet: see [figure_qq_ours](figure_qq_ours.md) for those of the models trained here.**"
-
-
-def figure_qq_ours(study: Study) -> str:
-    titles = {False: "without rotation", True: "with rotation"}
-    points, statistics_of_heads, shown = [], [], []
-    for run, stored in list(study.finished):
-        with study.dropping_unreadable(run):
-            config, model = load_run(stored.path, study.device)
-            tokens = logits.validation_windows(open_own_text(stored), WINDOWS, config.train_length, study.device)
-            blocks = collections.defaultdict(list)
-            for layer, rotated, scores in logits.layer_scores(model, tokens):
-                keys = dict(method=config.method, layer=layer, rotated=rotated)
-                quantiles = logits.qq_points(scores.flatten())
-                points += [keys | point for point in quantiles]
-                for head, mine in [*enumerate(scores), ("all", scores.flatten())]:
-                    statistics_of_heads.append(keys | dict(head=head) | logits.moments(mine))
-                blocks[titles[rotated]].append([[p[axis] for p in quantiles] for axis in ("gaussian", "sample")])
-            name = f"{study.item}_{config.method}"
-            draw_qq(study.draft / name, blocks)
-            shown.append(f"{method_name(config.method)}:\n\n{picture(name)}")
-    text = f"Quantiles of the scores q.k / sqrt(d) of trained models, on {WINDOWS} windows of validation text of the "
-    text += "training length, all heads of a layer, against those of the Gaussian with their mean and standard "
-    text += "deviation (red: equal). Only pairs with t > 0, and without key 0, which attention sinks into."
-    if not shown:
-        return f"{text}\n\n{NO_FIGURE}"
-    write_csv(study.path.with_suffix(".csv"), points)
-    write_csv(study.draft / f"{study.item}_heads.csv", statistics_of_heads)
-    keys = ["mean", "std", "skewness", "excess_kurtosis", "ks"]
-    cells = [
-        [method_name(s["method"]), str(s["layer"] + 1), titles[s["rotated"]], *(f"{s[key]:.3f}" for key in keys)]
-        for s in statistics_of_heads
-        if s["head"] == "all"
-    ]
-    head = ["method", "layer", "form", "mean", "std", "skewness", "excess kurtosis", "KS distance"]
-    text += f" The table pools the heads of a layer; each head is in {study.item}_heads.csv (layers there from 0)."
-    return "\n\n".join([text, *shown, markdown_table([head, *cells])])
 
 
 def picture(name: str) -> str:

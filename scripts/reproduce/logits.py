@@ -1,4 +1,5 @@
-"""What the attention logits of a trained model look like, as the paper looks at them; figures.py draws it.
+"""What the attention logits of a trained model look like, as the paper looks at them; figures.py and qq.py draw
+it.
 
     attention_profile    entropy and local attention in growing contexts: fig:entropy's bottom row
     layer_scores         the scores S = q.k / sqrt(d) of each layer and head, which the theory takes to be N(0, 1), with
@@ -9,8 +10,9 @@ A model and its configuration come from scripts.evaluate.load_run.
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -124,14 +126,25 @@ def layer_scores(
     from, before LogN's or any other change. Each layer comes without rotation and, if the method rotates, with it.
     """
     plans = model.plan(tokens.shape[1], backend="blocks")
-    b, i, j = (index.to(tokens.device) for index in score_pairs(*tokens.shape, max_pairs, seed))
+    pairs = score_pairs(*tokens.shape, max_pairs, seed)
     for number, (method, plan, _, q, k) in enumerate(iterate_layers(model, tokens, plans)):
         forms = {False: (q, k)}
         if method.rotation is not None:
             forms[True] = transform(method, q, k, plan, scale_queries=False)
         for rotated, (q, k) in forms.items():
-            heads = [(q[b, h, i] * k[b, h, j]).sum(dim=-1) for h in range(method.num_heads)]  # one head's pairs at once
-            yield number, rotated, (torch.stack(heads) / q.shape[-1] ** 0.5).double().cpu()
+            yield number, rotated, pair_scores(q, k, pairs, q.shape[-1] ** -0.5)
+
+
+def pair_scores(q: Tensor, k: Tensor, pairs: Iterable[Tensor], scale: float) -> Tensor:
+    """Return scale * q.k of the pairs of score_pairs as float64 (H, pairs) on the CPU.
+
+    q (B, H, T, D), k (B, H_kv, T, D): with fewer heads of keys, H / H_kv queries in turn share one (grouped queries).
+    """
+    b, i, j = (index.to(q.device) for index in pairs)
+    q, k, queries_of_a_key = upcast(q), upcast(k), q.shape[1] // k.shape[1]
+    # one head's pairs at once
+    heads = [(q[b, h, i] * k[b, h // queries_of_a_key, j]).sum(dim=-1) for h in range(q.shape[1])]
+    return (torch.stack(heads) * scale).double().cpu()
 
 
 def moments(scores: Tensor) -> dict[str, float]:
@@ -149,11 +162,17 @@ def moments(scores: Tensor) -> dict[str, float]:
     )
 
 
+def moments_by_head(scores: Tensor) -> list[dict]:
+    """Return the moments of scores (H, N) of each head, and of all heads pooled: dicts with head, a number or "all"."""
+    return [dict(head=head) | moments(mine) for head, mine in [*enumerate(scores), ("all", scores.flatten())]]
+
+
 def qq_points(scores: Tensor, n: int = 200) -> list[dict[str, float]]:
     """Return quantiles of the scores (N,) at probabilities (i - 1/2)/n, i = 1..n, and those of the Gaussian with
     their mean and standard deviation, neither standardised: dicts of probability, gaussian and sample."""
     scores = scores.double()
     probabilities = (torch.arange(n, dtype=torch.float64) + 0.5) / n
     gaussian = scores.mean() + scores.std(correction=0) * torch.special.ndtri(probabilities)
-    columns = (probabilities, gaussian, scores.quantile(probabilities))
+    sample = torch.from_numpy(np.quantile(scores, probabilities))  # torch's own takes at most 16 million scores
+    columns = (probabilities, gaussian, sample)
     return [dict(zip(("probability", "gaussian", "sample"), point)) for point in zip(*(c.tolist() for c in columns))]

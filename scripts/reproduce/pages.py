@@ -14,7 +14,7 @@ from errors import require
 from files import replace_file
 from runtime.device import device_name
 from runtime.run_folder import git_commit
-from scripts.reproduce import far_tokens, figures, lengthscales, rivals, tables
+from scripts.reproduce import far_tokens, figures, lengthscales, qq, rivals, tables
 from scripts.reproduce.study import Study
 from scripts.shared.runs import StoredRun, log_values, require_as_many_runs
 
@@ -33,8 +33,8 @@ ITEMS = dict(
     figure_304m=figures.figure_304m,
     figure_tau=figures.figure_tau,
     figure_scale_invariant_variants=figures.figure_scale_invariant_variants,
-    figure_qq=figures.figure_qq,
-    figure_qq_ours=figures.figure_qq_ours,
+    figure_qq=qq.figure_qq,
+    figure_qq_ours=qq.figure_qq_ours,
     open_choices=tables.open_choices,
     tau_by_length=lengthscales.tau_by_length,
     far_tokens=far_tokens.far_tokens,
@@ -61,8 +61,9 @@ def write_item(study: Study, stored_runs: list[StoredRun], force: bool = False) 
         notes = "".join(f"\n\n{text}" for text in (*dict.fromkeys(study.notes), *study.sections))
         page = f"# {study.item}\n\n{body}{notes}\n\n## How this was made\n\n{provenance(study)}\n"
         try:
-            if study.runs and not force:
-                require_as_many_runs(study.page, r"^- runs used: (\d+) of", len(study.finished))
+            if not force:
+                what, used = ("runs", study.finished) if study.runs else ("models", study.models)
+                require_as_many_runs(study.page, rf"^- {what} used: (\d+) of", len(used), what)
             needs = bool(study.runs) and study.item not in PARTLY_THEORY
             require(study.finished or not needs, f"no run of {study.item} is there")
         except ValueError as error:
@@ -88,6 +89,7 @@ def provenance(study: Study) -> str:
         lines.append(f"- runs used: {len(study.finished)} of {len(study.runs)}")
         needles = {run.needle for run, _ in study.finished if run.needle}
         lines += [f"- all fine-tuned and scored with: {needle}" for needle in needles]
+    lines += [f"- models used: {len(study.models)} of {len(qq.PAPERS_MODELS)}"] if study.models else []
     stored_runs = [stored for _, stored in study.finished]
     for what in ("commit", "device"):
         if values := collections.Counter(value for stored in stored_runs for value in log_values(stored.path, what)):

@@ -219,10 +219,10 @@ def log_values(folder: Path, key: str) -> list[str]:
     return list(dict.fromkeys(re.findall(rf"^{key}: (.+)$", text, re.MULTILINE))) or ["unknown"]
 
 
-def require_as_many_runs(page: Path, pattern: str, runs: int):
+def require_as_many_runs(page: Path, pattern: str, runs: int, what: str = "runs"):
     """Raise ValueError if the page at this path says that it was made from more runs than these. pattern: a regular
-    expression around the number."""
+    expression around the number. what: they are, if not runs."""
     found = re.search(pattern, page.read_text(errors="replace"), re.MULTILINE) if page.exists() else None
     there = int(found[1]) if found else 0
     mend = ": --force writes over it" if runs else ""  # with none there is nothing to write
-    require(there <= runs, f"{page} was made from {there} runs, and now there are {runs}{mend}")
+    require(there <= runs, f"{page} was made from {there} {what}, and now there are {runs}{mend}")

@@ -1,0 +1,45 @@
+"""The queries and keys of a Hugging Face model's layers, as it runs, before rotation and after it."""
+
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+
+@torch.inference_mode()
+def record_layers(model: nn.Module, tokens: Tensor, receive: Callable[[int, float, bool, Tensor, Tensor], object]):
+    """Run a model on tokens (B, T), and hand over what each layer's scores are made of while it runs.
+
+    receive(layer, scale, rotated, q, k) is called twice a layer, before rotation and after it: the scores are
+    scale q.k, in Gemma-2 those before the soft cap. q (B, H, T, D), k (B, H_kv, T, D): H / H_kv queries in turn share a
+    head of keys. One layer's q and k are in memory at a time, wherever the weights are.
+
+    After rotation, q and k are what transformers gives to its attention function, in whose place ours is meanwhile; it
+    goes on with that one. Before rotation, they are what the projections q_proj and k_proj give.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    implementation, projected = model.config._attn_implementation, {}
+    attentions = [module for module in model.modules() if hasattr(module, "q_proj")]
+    stock = ALL_ATTENTION_FUNCTIONS.get_interface(
+        implementation, sys.modules[type(attentions[0]).__module__].eager_attention_forward
+    )
+
+    def keep(projection, _, output):
+        projected[projection] = output
+
+    def attention(module, q, k, *rest, scaling, **options):
+        made = (projected.pop(projection) for projection in (module.q_proj, module.k_proj))  # (B, T, heads D)
+        receive(module.layer_idx, scaling, False, *(x.unflatten(-1, (-1, q.shape[-1])).transpose(1, 2) for x in made))
+        receive(module.layer_idx, scaling, True, q, k)
+        return stock(module, q, k, *rest, scaling=scaling, **options)
+
+    hooks = [p.register_forward_hook(keep) for module in attentions for p in (module.q_proj, module.k_proj)]
+    ALL_ATTENTION_FUNCTIONS[implementation] = attention  # in this instance alone: what is registered stays
+    try:
+        model.base_model(tokens, use_cache=False)  # without the head: no logits over the vocabulary
+    finally:
+        del ALL_ATTENTION_FUNCTIONS[implementation]
+        for hook in hooks:
+            hook.remove()
