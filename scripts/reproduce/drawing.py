@@ -189,7 +189,8 @@ def draw_qq(path: Path, blocks: dict[str, list[list[tuple[list, list]]]]):
                     continue
                 lines = points[layer]
                 ends = [min(min(gaussian) for gaussian, _ in lines), max(max(gaussian) for gaussian, _ in lines)]
-                axis.plot(ends, ends, color="#D00000", linewidth=0.8, label="Gaussian", zorder=1)
+                over = 1 if len(lines) == 1 else 3  # the lines of the heads together would hide it
+                axis.plot(ends, ends, color="#D00000", linewidth=0.8, label="Gaussian", zorder=over)
                 look = dict(linewidth=1.2, label="scores") if len(lines) == 1 else dict(linewidth=0.5, label="one head")
                 for gaussian, sample in lines:
                     axis.plot(gaussian, sample, color="#0072B2", zorder=2, **look)
