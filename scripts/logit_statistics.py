@@ -31,7 +31,8 @@ from runtime.device import device_name
 from runtime.processes import start_processes
 from runtime.run_folder import git_commit
 from scripts.evaluate import check_tokenizer, load_run
-from scripts.huggingface.load import DTYPES, load_model, read_config, read_tokenizer
+from scripts.huggingface.converted import load_converted
+from scripts.huggingface.load import DTYPES, RECORD, load_model, read_config, read_tokenizer
 from scripts.huggingface.scores import record_layers
 from scripts.reproduce import logits
 from scripts.reproduce.drawing import draw_qq
@@ -139,23 +140,26 @@ def of_huggingface(args: argparse.Namespace, text: str, device: torch.device) ->
     require(has_accelerate or not args.offload, "--offload needs accelerate: pip install -r requirements-extras.txt")
     dtype = DTYPES[args.dtype] if args.dtype else config.dtype or torch.float32
     place = dict(device_map="auto") if args.offload else dict(device=device)
-    model = load_model(args.model, dtype=dtype, **place)
+    load = load_converted if getattr(config, RECORD, None) else load_model
+    model = load(args.model, dtype=dtype, **place)
     kept, about = measure_huggingface(model, tokens, args.pairs)
     return kept, about | dict(dtype=str(dtype).removeprefix("torch."))
 
 
 def measure_huggingface(model: torch.nn.Module, tokens: torch.Tensor, max_pairs: int) -> tuple[Kept, dict]:
-    kept, pairs, scales = Kept(), logits.score_pairs(*tokens.shape, max_pairs, seed=0), set()
+    kept, pairs = Kept(), logits.score_pairs(*tokens.shape, max_pairs, seed=0)
+    converted, scales = getattr(model.config, RECORD, None), set()
     with tqdm(desc="layers", total=model.config.num_hidden_layers, disable=None) as progress:
 
         def receive(layer, scale, rotated, q, k):
             kept.add(logits.pair_scores(q, k, pairs, scale), by_head=True, layer=layer, rotated=rotated)
             scales.add(f"q.k * {scale:.6g}")
-            progress.update(rotated)
+            progress.update(layer + 1 - progress.n)
 
         record_layers(model, tokens, receive)
     cap = getattr(model.config, "attn_logit_softcapping", None)
-    scale = ", ".join(sorted(scales)) + (f", before the soft cap at {cap:g}" if cap else "")
+    scale = f"scores that {converted['name']} starts from" if converted else ", ".join(sorted(scales))
+    scale += f", before the soft cap at {cap:g}" if cap else ""
     return kept, dict(tokens=tokens.shape[1], pairs=len(pairs[0]), scale=scale)
 
 

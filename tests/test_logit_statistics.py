@@ -1,6 +1,7 @@
 """scripts.logit_statistics: what it measures in tiny models of Hugging Face's classes and in a run of ours, against a
 float64 computation from hidden states and scipy; what it writes, and the paper's figures of that."""
 
+import copy
 import csv
 import dataclasses
 import json
@@ -23,6 +24,8 @@ from data.text import load_tokenizer, prepare  # noqa: E402
 from runtime.build import build_model  # noqa: E402
 from runtime.checkpoint import save_checkpoint  # noqa: E402
 from scripts import logit_statistics  # noqa: E402
+from scripts.huggingface.attention import convert  # noqa: E402
+from scripts.huggingface.converted import load_converted  # noqa: E402
 from scripts.huggingface.load import load_model  # noqa: E402
 from scripts.huggingface.scores import record_layers  # noqa: E402
 from scripts.reproduce import logits  # noqa: E402
@@ -40,7 +43,8 @@ FAMILIES = dict(
 
 def make_model(family):
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family], attn_implementation="eager").eval()
+    config = copy.deepcopy(FAMILIES[family])
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -126,6 +130,21 @@ def test_scores_are_those_of_the_dense_computation(family, implementation):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_converted_models_give_the_scores_that_their_method_starts_from(family, tmp_path):
+    """RoPE in the place of the model's own gives the model's own scores, and NoPE those without rotation, alone."""
+    tokens = torch.randint(40, (1, 23), generator=torch.Generator().manual_seed(1))
+    convert(make_model(family), "rope", train_length=64).save_pretrained(tmp_path / "converted")
+    model = load_converted(tmp_path / "converted")
+    exact = exact_scores(model, tokens)
+    for key, scores in recorded_scores(model, tokens).items():
+        torch.testing.assert_close(scores, exact.pop(key), atol=2e-5, rtol=2e-5)
+    assert not exact
+    recorded = recorded_scores(convert(model, "scale_invariant_nope"), tokens)
+    assert list(recorded) == [(0, False), (1, False)]
+    assert model.attention_shared.observe is None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_model_is_as_before_and_its_next_layers_too(family):
     model = make_model(family)
     tokens = torch.randint(40, (1, 23), generator=torch.Generator().manual_seed(1))
@@ -153,6 +172,7 @@ def test_weights_may_be_offloaded_to_disk(folder, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("folder", ["gemma2"], indirect=True)
 def test_the_command_writes_the_statistics_that_scipy_finds(folder, tmp_path, capsys):
     logit_statistics.main([str(folder), "--text", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out")])
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -180,8 +200,7 @@ def test_the_command_writes_the_statistics_that_scipy_finds(folder, tmp_path, ca
     about = json.loads((tmp_path / "out" / "about.json").read_text())
     T = len(tokens[0])
     assert (about["tokens"], about["pairs"], about["dtype"]) == (T, (T - 1) * (T - 2) // 2, "float32")
-    scale = "q.k * 0.333333, before the soft cap at 0.5" if "gemma" in model.config.model_type else "q.k * 0.25"
-    assert about["scale"] == scale
+    assert about["scale"] == "q.k * 0.333333, before the soft cap at 0.5"
     assert is_figure(tmp_path / "out" / "layers") and is_figure(tmp_path / "out" / "heads")
     page, said = (tmp_path / "out" / "statistics.md").read_text(), capsys.readouterr().out
     table = said.split("\n\n")[0]
@@ -189,12 +208,18 @@ def test_the_command_writes_the_statistics_that_scipy_finds(folder, tmp_path, ca
 
 
 @pytest.mark.parametrize("folder", ["llama"], indirect=True)
-def test_a_long_text_is_cut_and_pairs_are_drawn(folder):
-    words = [str(folder), "--text", "-", "--tokens", "30", "--pairs", "100", "--dtype", "bfloat16"]
-    args = logit_statistics.parse_arguments(words)
-    kept, about = logit_statistics.of_huggingface(args, TEXT * 100, torch.device("cpu"))
-    assert (about["tokens"], about["pairs"], about["dtype"]) == (30, 100, "bfloat16")
+def test_a_long_text_is_cut_and_pairs_are_drawn(folder, tmp_path):
+    def of(path, *more):
+        args = logit_statistics.parse_arguments([str(path), "--text", "-", "--tokens", "30", "--pairs", "99", *more])
+        return logit_statistics.of_huggingface(args, TEXT * 9, torch.device("cpu"))
+
+    kept, about = of(folder, "--dtype", "bfloat16")
+    assert (about["tokens"], about["pairs"], about["dtype"]) == (30, 99, "bfloat16") and about["scale"] == "q.k * 0.25"
     assert len(kept.statistics) == 2 * 2 * 7
+    shutil.copytree(folder, tmp_path / "converted")
+    convert(load_model(folder), "nope").save_pretrained(tmp_path / "converted")
+    kept, about = of(tmp_path / "converted")
+    assert about["scale"] == "scores that nope starts from" and len(kept.statistics) == 2 * 7
 
 
 @pytest.fixture

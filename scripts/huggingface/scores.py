@@ -6,9 +6,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from model.attention import transform
+from scripts.huggingface.load import RECORD
+
+Receive = Callable[[int, float, bool, Tensor, Tensor], object]
+
 
 @torch.inference_mode()
-def record_layers(model: nn.Module, tokens: Tensor, receive: Callable[[int, float, bool, Tensor, Tensor], object]):
+def record_layers(model: nn.Module, tokens: Tensor, receive: Receive):
     """Run a model on tokens (B, T), and hand over what each layer's scores are made of while it runs.
 
     receive(layer, scale, rotated, q, k) is called twice a layer, before rotation and after it: the scores are
@@ -16,8 +21,11 @@ def record_layers(model: nn.Module, tokens: Tensor, receive: Callable[[int, floa
     head of keys. One layer's q and k are in memory at a time, wherever the weights are.
 
     After rotation, q and k are what transformers gives to its attention function, in whose place ours is meanwhile; it
-    goes on with that one. Before rotation, they are what the projections q_proj and k_proj give.
+    goes on with that one. Before rotation, they are what the projections q_proj and k_proj give. In a converted model
+    (attention.py) the method rotates, if it does at all, and q has the factor that makes the scores q.k / sqrt(d).
     """
+    if getattr(model.config, RECORD, None):
+        return record_converted(model, tokens, receive)
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     implementation, projected = model.config._attn_implementation, {}
@@ -43,3 +51,20 @@ def record_layers(model: nn.Module, tokens: Tensor, receive: Callable[[int, floa
         del ALL_ATTENTION_FUNCTIONS[implementation]
         for hook in hooks:
             hook.remove()
+
+
+def record_converted(model: nn.Module, tokens: Tensor, receive: Receive):
+    """Do what record_layers does with a model into which attention.convert has put a method."""
+
+    def observe(layer, q, k, plan):
+        forms = {False: (q, k)}
+        if layer.method.rotation is not None:
+            forms[True] = transform(layer.method, q, k, plan, scale_queries=False)
+        for rotated, (q, k) in forms.items():
+            receive(layer.layer_idx, q.shape[-1] ** -0.5, rotated, q, k)
+
+    model.attention_shared.observe = observe
+    try:
+        model.base_model(tokens, use_cache=False)
+    finally:
+        model.attention_shared.observe = None
