@@ -192,6 +192,9 @@ def schedule_of(config: Config) -> dict:
         cooldown_steps=config.cooldown_steps,
     )
     check_schedule(**schedule)
+    if config.switch_warmup_steps:
+        switch = round(config.switch_method_at * config.steps)
+        schedule |= dict(restart=switch, restart_warmup_steps=config.switch_warmup_steps)
     return schedule
 
 

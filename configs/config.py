@@ -72,9 +72,12 @@ class Config:
     """Other methods that train identically and are validated with the same weights: rope as rope_ntk and yarn."""
     switch_method_at: float = setting(0.0, at_least=0, less_than=1)
     """Share of the steps after which switch_method_to takes the method's place, with the same weights; 0: never. 0.875
-    is DroPE (arXiv 2512.12167), which trains with RoPE and then without; the learning rates stay as they are."""
+    is DroPE (arXiv 2512.12167), which trains with RoPE and then without."""
     switch_method_to: str = "nope"
     """Attention method of the steps after that, of the same parameters, with those of method_options that it has."""
+    switch_warmup_steps: int = setting(0, at_least=0)
+    """With the switch the learning rates begin anew: up over so many steps, then down to 0 as a cosine. 0: they go on
+    as without a switch. DroPE's authors warm up for 2 % (Llama 2) or 0.5 % of the steps that are left."""
     vocab_size: int = setting(50304, at_least=1)
     """Size of embedding and head; GPT-2's 50,257 tokens rounded up to a multiple of 128."""
     num_layers: int = setting(12, at_least=1)
@@ -191,9 +194,14 @@ class Config:
             words = f"switch_method_at {self.switch_method_at} is none of the steps between the first and the last of"
             require(0 < round(self.switch_method_at * self.steps) < self.steps, f"{words} {self.steps}: change either")
             require(not self.validate_as, "validate_as is for runs of one method: leave it out, or switch_method_at")
+            left = self.steps - round(self.switch_method_at * self.steps)
+            words = f"switch_warmup_steps {self.switch_warmup_steps} are more than the {left} steps after the switch"
+            require(self.switch_warmup_steps <= left, f"{words}: lower it")
         else:
             unused = self.switch_method_to == Config.switch_method_to
             require(unused, f"switch_method_to {self.switch_method_to} needs switch_method_at, a share of the steps")
+            words = f"switch_warmup_steps {self.switch_warmup_steps} needs switch_method_at, a share of the steps"
+            require(not self.switch_warmup_steps, words)
         for tag in self.tags:
             require(1 <= len(tag) <= 64, f"tags must be of 1 to 64 characters, for wandb, got {shortened(tag)}")
         is_plain = re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._+=-]*)?", self.name)

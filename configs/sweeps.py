@@ -268,13 +268,17 @@ RIVALS = [
 BEST = [OURS, "logn_p_rope", "alibi", "p_rope", "rope"]
 DROPPED = dict(rope="nope") | {OURS: "scale_invariant_nope"}  # what is left of a method without its rotation
 DROPE = 0.875  # of the steps: DroPE trains on 16 B tokens, the last 2 B without RoPE
+REWARM = 0.02  # of the steps that are left then: over these the learning rates rise anew, as the authors' of Llama 2
 
 
 def table_rivals(scale: Scale) -> list[Run]:
     """Return the newer methods and the best of the paper's, DroPE among them."""
     runs = trained(scale.base, [*BEST, *RIVALS], scale.seeds)
+    rewarm = round(REWARM * (1 - DROPE) * preset(scale.base).steps)
     for method, later in DROPPED.items():
-        runs += grid(scale.base, method=[method], switch_method_at=[DROPE], switch_method_to=[later], seed=scale.seeds)
+        switch = dict(method=[method], switch_method_at=[DROPE], switch_method_to=[later])
+        runs += grid(scale.base, **switch, seed=scale.seeds)
+        runs += grid(scale.base, **switch, switch_warmup_steps=[rewarm], seed=scale.seeds)
     return runs
 
 

@@ -25,7 +25,10 @@ def check_schedule(schedule: str, *, steps: int, warmup_steps: int = 0, cooldown
     require(not cooldown_steps or schedule != "cosine", f"schedule cosine has no separate cooldown: {advice}")
 
 
-def lr_factor(step: int, *, steps: int, schedule: str, warmup_steps: int = 0, cooldown_steps: int = 0) -> float:
+def lr_factor(
+    step: int, *, steps: int, schedule: str, warmup_steps: int = 0, cooldown_steps: int = 0, restart: int | None = None,
+    restart_warmup_steps: int = 0,
+) -> float:  # fmt: skip
     """Return the factor on the learning rate of update number `step`, counted from 0.
 
     constant_linear: 1, then (steps - step) / cooldown_steps over the last `cooldown_steps` (the paper's 162M runs, as
@@ -33,10 +36,16 @@ def lr_factor(step: int, *, steps: int, schedule: str, warmup_steps: int = 0, co
     cosine:          (1 + cos(pi step / steps)) / 2 (the paper's 304M runs)
     trapezoid:       (step + 1) / warmup_steps, then constant_linear (the paper's needle task)
 
+    From step `restart` on, another one takes its place: up over restart_warmup_steps steps, and down as a cosine over
+    all that are left.
+
     Raises ValueError as `check_schedule` does.
     """
     check_schedule(schedule, steps=steps, warmup_steps=warmup_steps, cooldown_steps=cooldown_steps)
     assert 0 <= step <= steps, f"step {step} of {steps}"
+    if restart is not None and step >= restart:
+        done, left = step - restart, steps - restart
+        return min(1.0, (done + 1) / max(1, restart_warmup_steps)) * (1 + math.cos(math.pi * done / left)) / 2
     if schedule == "cosine":
         return (1 + math.cos(math.pi * step / steps)) / 2
     warmup = (step + 1) / warmup_steps if warmup_steps else 1.0

@@ -240,6 +240,11 @@ def num_parameters(model: GPT) -> int:
 
 
 def describe_schedule(config: Config) -> str:
+    anew = f", anew from the switch on, {config.switch_warmup_steps} of warm-up, then cosine"
+    return describe_first_schedule(config) + (anew if config.switch_warmup_steps else "")
+
+
+def describe_first_schedule(config: Config) -> str:
     if config.schedule == "cosine":
         return "cosine"
     warmup = f"the first {config.warmup_steps} of warm-up, " if config.warmup_steps else ""

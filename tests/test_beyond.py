@@ -100,8 +100,10 @@ def test_heads_of_their_own(tmp_path, call):  # noqa: F811
 
 def test_rivals_are_methods_and_three_seeds_each():
     runs = sweep("table_rivals", "mini")
-    assert {run.config.method for run in runs} == {*BEST, *RIVALS} and len(runs) == 3 * len({*BEST, *RIVALS}) + 6
+    assert {run.config.method for run in runs} == {*BEST, *RIVALS} and len(runs) == 3 * len({*BEST, *RIVALS}) + 12
     assert {*RIVALS} <= {*METHODS} and not {*RIVALS} & {run.config.method for run in sweep("all", "mini")}
+    rewarmed = [run.config.switch_warmup_steps for run in runs if run.config.switch_warmup_steps]
+    assert rewarmed == [2] * 6 and sweep("table_rivals", "paper")[-1].config.switch_warmup_steps == 11  # 2 % of 572
     dropped = [run.config for run in runs if run.config.switch_method_at]
     assert {c.method_at(560): c.method_at(559) for c in dropped} == {"nope": "rope", "scale_invariant_nope": REFERENCE}
     paper = {run.identity for run in sweep("table_losses", "mini")}

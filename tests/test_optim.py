@@ -292,6 +292,7 @@ def test_tied_parameters_are_named():
 
 PAPER_162M = {"steps": 4578, "schedule": "constant_linear", "cooldown_steps": 1308}
 PAPER_304M = {"steps": 10900, "schedule": "cosine"}
+RESTARTED = dict(steps=20, schedule="constant_linear", cooldown_steps=10, restart=12, restart_warmup_steps=2)
 NEEDLE = {"steps": 300, "schedule": "trapezoid", "warmup_steps": 100, "cooldown_steps": 100}
 
 
@@ -319,6 +320,11 @@ NEEDLE = {"steps": 300, "schedule": "trapezoid", "warmup_steps": 100, "cooldown_
         (NEEDLE, 300, 0),
         ({"steps": 5, "schedule": "trapezoid", "warmup_steps": 2, "cooldown_steps": 3}, 1, 1),
         ({"steps": 5, "schedule": "constant_linear"}, 4, 1),
+        (RESTARTED, 11, 0.9),  # before it as without it
+        (RESTARTED, 12, 0.5),
+        (RESTARTED, 14, (1 + math.sqrt(0.5)) / 2),
+        (RESTARTED, 16, 0.5),
+        (RESTARTED, 20, 0),
     ],
 )
 def test_lr_factor_at_points_computed_by_hand(settings, step, factor):

@@ -2,6 +2,7 @@
 """Runs whose attention method changes on the way: the weights go on, resuming is bit for bit, and whatever reads a
 checkpoint runs it as the method of its step."""
 
+import math
 import re
 import shutil
 
@@ -94,6 +95,17 @@ def test_its_checkpoints_run_as_the_method_of_their_step(data, switched, tmp_pat
     assert read_json(tmp_path / "20" / "evaluation.json")["val_loss"] == losses
 
 
+def test_learning_rates_begin_anew_with_the_switch(data, switched, tmp_path):
+    """Up over 3 of the 12 steps that are left, and down as a cosine; before it they are what they were."""
+    folder = train_here(data, tmp_path, **SWITCH, **OFTEN, switch_warmup_steps=3)
+    (steps, _), (same_steps, _) = map(steps_and_validations, (folder, switched))
+    assert [r["lr"] for r in steps[:8]] == [r["lr"] for r in same_steps[:8]]
+    for name, peak in steps[0]["lr"].items():
+        factors = [min(1, (n + 1) / 3) * (1 + math.cos(math.pi * n / 12)) / 2 for n in range(12)]
+        assert [r["lr"][name] / peak for r in steps[8:]] == pytest.approx(factors, abs=1e-9)
+    assert "anew from the switch on, 3 of warm-up" in (folder / "log.txt").read_text()
+
+
 @pytest.mark.parametrize("fields, says", [
     (dict(SWITCH, switch_method_to="logn_rope"), "weights of rope cannot go on as logn_rope: the two do not learn the"),
     (dict(SWITCH, switch_method_to="nop"), "did you mean nope"),
@@ -101,6 +113,8 @@ def test_its_checkpoints_run_as_the_method_of_their_step(data, switched, tmp_pat
     (dict(SWITCH, method="nope"), "switch_method_to nope is the method before it"),
     (dict(SWITCH, switch_method_at=0.01), "is none of the steps between the first and the last of 20"),
     (dict(SWITCH, switch_method_at=0.99), "is none of the steps between the first and the last of 20"),
+    (dict(SWITCH, switch_warmup_steps=13), "switch_warmup_steps 13 are more than the 12 steps after the switch"),
+    (dict(switch_warmup_steps=2), "switch_warmup_steps 2 needs switch_method_at"),
     (dict(SWITCH, validate_as="yarn"), "validate_as is for runs of one method"),
 ])  # fmt: skip
 def test_methods_that_cannot_follow_are_one_line_and_no_run_folder(data, tmp_path, capsys, fields, says):

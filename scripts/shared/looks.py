@@ -83,6 +83,7 @@ def series_label(config: Config) -> str:
     options = config.method_options
     parts = [config.method, *(f"{option}={plain_number(options[option])}" for option in sorted(options))]
     later = [f"then={config.switch_method_to}@{config.switch_method_at:g}"] if config.switch_method_at else []
+    later += [f"rewarmed={config.switch_warmup_steps}"] if config.switch_warmup_steps else []
     return " ".join([*parts, *later])
 
 
@@ -97,6 +98,8 @@ def option_name(option: str) -> str:
     if name == "then":
         later, share = value.split("@")
         return f"after {share} of the steps {method_name(later)}"
+    if name == "rewarmed":
+        return f"learning rates anew over {value} steps"
     return OPTION_NAMES.get(option, f"{name} {value}")
 
 
