@@ -1,0 +1,35 @@
+"""The configuration of an exported model: the fields of a run that its weights and attention depend on."""
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+
+@strict
+class MethodGPTConfig(PreTrainedConfig):
+    """Holds what GPT (gpt.py) takes: of what these mean, see there. Types are checked when a config is made or read;
+    GPT knows no attention method but those of its own table, and none of their options but theirs.
+
+    max_position_embeddings: no limit, but how far other programs go if they are not told.
+    """
+
+    model_type = "method_gpt"
+    attribute_map = {
+        "hidden_size": "model_dim",
+        "num_hidden_layers": "num_layers",
+        "num_attention_heads": "num_heads",
+    }
+
+    vocab_size: int = 50304
+    num_layers: int = 12
+    num_heads: int = 6
+    model_dim: int = 768
+    train_length: int = 4096
+    method: str = "scale_invariant_p_rope"
+    method_options: dict[str, int | float | bool | str | None] | None = None
+    length_scale: int | float = 1.0
+    max_position_embeddings: int = 65_536
+    use_cache: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
+    tie_word_embeddings: bool = False
