@@ -30,7 +30,8 @@ from scripts.shared.runs import StoredRun, read_run
 GPT2 = "openai-community/gpt2"  # on the hub
 CODE = "scripts.export.modeling_method_gpt"
 CLASSES = dict(
-    AutoConfig="configuration_method_gpt.MethodGPTConfig", AutoModelForCausalLM="modeling_method_gpt.MethodGPTForCausalLM"
+    AutoConfig="configuration_method_gpt.MethodGPTConfig",
+    AutoModelForCausalLM="modeling_method_gpt.MethodGPTForCausalLM",
 )
 
 
@@ -87,7 +88,8 @@ def load_tokenizer(run: StoredRun, where: str | None):
     if known == "gpt2":
         encoder = read_tokenizer(where or GPT2, run.config.vocab_size)
         end = encoder.convert_tokens_to_ids(END_OF_TEXT)
-        require((len(encoder), end) == (50257, 50256), f"{where or GPT2} is not GPT-2's tokenizer, which {run.path} has")
+        is_gpt2 = (len(encoder), end) == (50257, 50256)
+        require(is_gpt2, f"{where or GPT2} is not GPT-2's tokenizer, which {run.path} has")
     else:
         there = tokenizer_of(data) if data.is_dir() else None
         words = f"{data} does not hold the tokenizer of {run.path}, {TOKENIZER_FILE} of sha256 {known[:12]}"
@@ -113,7 +115,8 @@ def main(argv: list[str] | None = None):
     args = parser.parse_args(argv)
     out = args.out or args.run / "hf"
     parameters = export(args.run, out, args.tokenizer)
-    print(f"{out}: {parameters:,} parameters; AutoModelForCausalLM.from_pretrained({str(out)!r}, trust_remote_code=True)")
+    use = f"AutoModelForCausalLM.from_pretrained({str(out)!r}, trust_remote_code=True)"
+    print(f"{out}: {parameters:,} parameters: {use}")
 
 
 if __name__ == "__main__":

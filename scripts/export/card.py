@@ -23,6 +23,13 @@ inputs = tokenizer("The", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50, do_sample=True)[0]))
 ```"""
 
+NOTES = (
+    "`trust_remote_code=True` runs the Python files of this folder: read them, or trust whom they are from. It needs"
+    " transformers 5. Prompts may be longer than the texts of the training; those of a batch are padded on the left."
+    " Attention methods that scale to the length of the text take the prompt's with all new tokens: `generate(...,"
+    " target_length=N)` sets another."
+)
+
 CITATION = """```bibtex
 @inproceedings{anson2025scale,
   title={Scale-invariant attention},
@@ -61,12 +68,17 @@ def model_card(run: StoredRun, method: str, options: dict, step: int, parameters
     if Path(config.data_dir).is_dir():
         manifest = read_manifest(Path(config.data_dir))
     source = (manifest or {}).get("source")
-    head = ["library_name: transformers", "pipeline_tag: text-generation", "tags: [attention, long-context, custom_code]"]
+    head = [
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        "tags: [attention, long-context, custom_code]",
+    ]
     head += [f"datasets: [{json.dumps(source)}]"] if source else []
     with_options = f", with {json.dumps(options)}" if options else ""
     text = f"the folder {Path(config.data_dir).name}" + (f", which is {source}" if source else "")
     known = run.data.get("tokenizer", "unknown")
     tokenizer = "GPT-2's" if known == "gpt2" else f"sha256 {known[:12]}"
+    commit = ", ".join(log_values(run.path, "commit"))
     words = shlex.join(["python", "train_gpt.py", *training_words(config)])
     lines = [
         "---", *head, "---", "", f"# {run.path.name}", "",
@@ -75,14 +87,11 @@ def model_card(run: StoredRun, method: str, options: dict, step: int, parameters
         f" {config.length_scale:g} times the paper's. It was trained at {config.train_length} tokens, in a study of"
         " the paper below. It is a base model for research: it completes text. Its code is in this folder.", "",
         "## Use", "", USE, "",
-        "`trust_remote_code=True` runs the Python files of this folder: read them, or trust whom they are from. It needs"
-        " transformers 5. Cached decoding is exact at any length; a longer text than the training's is meant to be read."
-        " A batch of prompts is padded on the left. Methods that scale to the length of the text take that of the prompt"
-        " with all new tokens: `generate(..., target_length=N)` sets another.", "",
+        NOTES, "",
         "## Losses", "", losses(run), "",
         "## Training", "",
         f"Data: {text} (fingerprint {run.text or 'unknown'}); tokenizer: {tokenizer}. Step {step} of {config.steps},"
-        f" {step * config.batch_tokens:,} tokens. Commit: {', '.join(log_values(run.path, 'commit'))}. The same run:", "",
+        f" {step * config.batch_tokens:,} tokens. Commit: {commit}. The same run:", "",
         f"    {words}", "",
         "## Cite", "", CITATION, "",
     ]  # fmt: skip

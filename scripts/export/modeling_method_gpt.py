@@ -165,7 +165,7 @@ class LayerAttention:
             of_tokens = kept[..., D]
         elif unrotated is not None:
             unrotated = kept[..., D:]
-        return kept[..., :D].to(dtype), v, of_tokens, unrotated
+        return kept[..., :D].to(dtype), v.to(dtype), of_tokens, unrotated
 
     def together(self, parts: list[Tensor], new: list[slice], like: Tensor) -> Tensor:
         """Return the texts' parts (rows, H, tokens, D) as one tensor (B, H, T, D), zero where there is padding. like:
@@ -181,6 +181,8 @@ class LayerAttention:
         """Return what a text's new tokens are rotated by, and what they attend to it by."""
         first, length = text.first - text.start, text.stop - text.start
         target = length if self.target_length is None else self.target_length - text.start
+        more = f"{text.stop} tokens are more than target_length {self.target_length}: give a larger one"
+        require(length <= target, f"{more} (drafts may go beyond the last token)")
         where = dict(target_length=target, device=device, dtype=dtype, normalised=True)
         key = method.name, first, length, target
         if length - first == 1 < target:  # one plan serves all steps of a text

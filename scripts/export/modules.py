@@ -16,11 +16,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 NAMESPACE = '"scale_invariant::'  # of operators (torch.library.custom_op)
 OPTIONAL = {"triton"}  # what is imported only where it is used
-LIST = '''
+LIST = """
 from typing import TYPE_CHECKING  # noqa: E402
 
 if TYPE_CHECKING:  # never: these lines tell transformers which files to copy
-'''
+"""
 
 
 def find_module(name: str) -> Path | None:
