@@ -98,7 +98,9 @@ def download(size: str, num_shards: int | None, out: Path, minutes: float = 60) 
     return manifest
 
 
-def fetch_file(what: str, repo: str, name: str, folder: Path, minutes: float = 60) -> tuple[Path, str | None]:
+def fetch_file(
+    what: str, repo: str, name: str, folder: Path, minutes: float = 60, revision: str | None = None
+) -> tuple[Path, str | None]:
     """Download a file of a data set on the hub; return its path and its ETag, which of a large file is the sha256.
 
     The hub is asked for the ETag first because the client does that once, while it tries a download six times. OSError,
@@ -106,8 +108,9 @@ def fetch_file(what: str, repo: str, name: str, folder: Path, minutes: float = 6
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 
-    etag = ask_hub(what, get_hf_file_metadata, hf_hub_url(repo, name, repo_type="dataset"), minutes=minutes).etag
-    path = ask_hub(what, hf_hub_download, repo, name, repo_type="dataset", local_dir=folder, minutes=minutes)
+    where = dict(repo_type="dataset", revision=revision)
+    etag = ask_hub(what, get_hf_file_metadata, hf_hub_url(repo, name, **where), minutes=minutes).etag
+    path = ask_hub(what, hf_hub_download, repo, name, **where, local_dir=folder, minutes=minutes)
     return Path(path), etag
 
 

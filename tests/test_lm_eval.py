@@ -1,0 +1,75 @@
+"""An exported model in EleutherAI's evaluation harness, on tasks of this machine, against our own model's numbers."""
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("lm_eval", reason="the harness needs pip install -r requirements-extras.txt")
+pytest.importorskip("transformers", reason="exporting needs pip install -r requirements-extras.txt")
+
+from test_export import exported, run  # noqa: F401
+
+from data.text import load_tokenizer
+from model.decoding import greedy_decode
+from scripts.evaluate import load_run
+
+TASK = """
+task: {name}
+dataset_path: json
+dataset_kwargs:
+  data_files: {{test: {data}}}
+test_split: test
+output_type: {output_type}
+doc_to_text: "{{{{question}}}}"
+{rest}
+"""
+CHOICE = """target_delimiter: ""
+doc_to_choice: "{{choices}}"
+doc_to_target: 0
+metric_list: [{metric: acc}]
+"""
+GENERATE = """doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["zzz"], max_gen_toks: 8, do_sample: false}
+metric_list: [{metric: exact_match}]
+"""
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_its_scores_are_those_of_our_model(run, exported, tmp_path, monkeypatch):  # noqa: F811
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    for name, value in dict(HF_HOME=tmp_path, HF_HUB_OFFLINE=1, HF_DATASETS_OFFLINE=1).items():
+        monkeypatch.setenv(name, str(value))
+    tokenizer, (_, gpt) = load_tokenizer(run.parent / "data"), load_run(run, torch.device("cpu"))
+
+    def log_probability(question, choice):
+        before, after = tokenizer.encode(question), tokenizer.encode(choice)
+        tokens = torch.tensor([before + after])
+        losses = gpt(tokens[:, :-1], tokens[:, 1:], per_token=True)
+        return -losses[0, len(before) - 1 :].sum().item()
+
+    def answer(question):
+        tokens = torch.tensor([tokenizer.encode(question)])
+        return tokenizer.decode(greedy_decode(gpt, tokens, 8)[0].tolist())
+
+    questions = ["abc def", "hg", "aaa bbb ccc ddd " * 30, "f e d c"]  # the third is longer than the training's texts
+    docs = [dict(question=q.strip(), choices=[" ab", " hgfe"]) for q in questions]
+    for number, doc in enumerate(docs):
+        doc["answer"] = answer(doc["question"]) if number else "another"
+    (tmp_path / "docs.jsonl").write_text("\n".join(map(json.dumps, docs)))
+    for name, output_type, rest in (("choice", "multiple_choice", CHOICE), ("words", "generate_until", GENERATE)):
+        text = TASK.format(name=name, output_type=output_type, data=tmp_path / "docs.jsonl", rest=rest)
+        (tmp_path / f"{name}.yaml").write_text(text)
+    found = lm_eval.simple_evaluate(
+        model="hf", model_args=f"pretrained={exported},trust_remote_code=True", tasks=["choice", "words"],
+        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False), batch_size=2, device="cpu",
+    )  # fmt: skip
+    assert found["results"]["words"]["exact_match,none"] == 0.75
+    ours = [[log_probability(doc["question"], choice) for choice in doc["choices"]] for doc in docs]
+    theirs = sorted(found["samples"]["choice"], key=lambda sample: sample["doc_id"])
+    for own, sample in zip(ours, theirs, strict=True):
+        assert [response[0] for response in sample["filtered_resps"]] == pytest.approx(own, abs=1e-4)
+    assert found["results"]["choice"]["acc,none"] == sum(a > b for a, b in ours) / 4
