@@ -1,6 +1,7 @@
 """Exported models: equal to ours in logits, gradients and generation, with every method; what they carry; refusals."""
 
 import ast
+import dataclasses
 import importlib
 import json
 import os
@@ -12,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hub_stand_in import serve
 from test_decoding import CASES, full_logits, make_model
 from test_gpt import random_tokens
 from test_methods import assert_near, assert_refused
@@ -20,19 +20,20 @@ from test_methods import assert_near, assert_refused
 pytest.importorskip("transformers", reason="exporting needs pip install -r requirements-extras.txt")
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.dynamic_module_utils import get_imports, get_relative_import_files
 
 from configs.command_line import read_config
 from configs.config import config_hash
 from data.text import load_tokenizer, prepare
-from scripts import push
 from scripts.evaluate import load_run
 from scripts.export import __main__ as command
 from scripts.export.card import training_words
 from scripts.export.modeling_method_gpt import MethodGPTConfig, MethodGPTForCausalLM
 from scripts.export.modules import ROOT, export_modules
-from scripts.shared.runs import stored_config
+from scripts.shared.runs import read_run, stored_config
 from train_gpt import main as train
 
 every_case = pytest.mark.parametrize("name, options", CASES, ids=[f"{name}-{options}" for name, options in CASES])
@@ -73,7 +74,7 @@ def test_logits_and_cached_ones_are_ours(name, options):
     assert_near(torch.cat(logits, dim=1), expected, 1e-5)
 
 
-@every_case
+@each_kind
 def test_generation_is_the_same_with_a_cache_and_without(name, options):
     gpt, model = make_pair(name, options)
     tokens, _ = random_tokens(21, batch=2)
@@ -113,6 +114,19 @@ def test_beams_samples_and_drafts_are_those_without_a_cache(name, options):
     repeated = tokens[:1].repeat(1, 3)
     drafted = generate(model, repeated, prompt_lookup_num_tokens=4, target_length=60)
     assert torch.equal(drafted, generate(model, repeated, target_length=60))
+
+
+@torch.no_grad()
+def test_a_cache_keeps_no_more_plans_than_there_are_texts():
+    _, model = make_pair("logn_ntk,fox")
+    tokens, _ = random_tokens(20, batch=3)
+    mask = torch.ones_like(tokens)
+    mask[1, :4] = 0
+    for target, kept in ((None, 0), (20, 1 + 2 * 2)):  # of the pass, and of two paddings and two methods
+        cache = model(tokens[:, :10], attention_mask=mask[:, :10], target_length=target).past_key_values
+        for n in range(10, 20):
+            model(tokens[:, n : n + 1], attention_mask=mask[:, : n + 1], past_key_values=cache, target_length=target)
+        assert len(cache.__dict__.get("plans", {})) == kept
 
 
 def test_generation_scales_to_the_length_that_is_asked_for():
@@ -284,6 +298,35 @@ def test_it_loads_and_generates_where_the_repository_is_not(run, exported, tmp_p
     assert torch.equal(new[:, 300:], full_logits(gpt, new[:, :-1], 319)[:, 299:].argmax(dim=-1))
 
 
+def test_a_run_that_switches_is_exported_as_what_it_has_become(run, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy, ignore=shutil.ignore_patterns("hf"))
+    config = json.loads((copy / "config.json").read_text())
+    switch = dict(switch_method_at=0.5, switch_method_to="infini_rope,fox_p_rope,logn_rope")
+    (copy / "config.json").write_text(json.dumps(config | switch))
+    command.main([str(copy)])
+    model, tokens = MethodGPTForCausalLM.from_pretrained(copy / "hf"), torch.arange(300).view(1, 300)
+    assert model.config.method == switch["switch_method_to"] and model.config.method_options == {"segment_length": 60}
+    with torch.no_grad():
+        assert_near(model(tokens).logits, full_logits(load_run(copy, torch.device("cpu"))[1], tokens, 300), 1e-5)
+
+
+def test_gpt2s_tokenizer_is_told_from_others(run, tmp_path):
+    ids = {f"w{n}": n for n in range(50256)} | {"<|endoftext|>": 50256}
+    tokenizer = Tokenizer(WordLevel(ids, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "right")
+    ours = str(run.parent / "data" / "tokenizer.json")
+    PreTrainedTokenizerFast(tokenizer_file=ours).save_pretrained(tmp_path / "wrong")
+    stored = read_run(run)
+    trained = dataclasses.replace(stored, config=dataclasses.replace(stored.config, vocab_size=50304))
+    trained = dataclasses.replace(trained, data=stored.data | {"tokenizer": "gpt2"})
+    assert command.load_tokenizer(trained, str(tmp_path / "right")).eos_token_id == 50256
+    with assert_refused("is not GPT-2's tokenizer"):
+        command.load_tokenizer(trained, str(tmp_path / "wrong"))
+    with assert_refused("50257", "384"):
+        command.load_tokenizer(dataclasses.replace(trained, config=stored.config), str(tmp_path / "right"))
+
+
 def test_what_cannot_be_exported_is_one_line(run, exported, tmp_path, capsys, monkeypatch):
     export = command.main
     assert f"{exported} exists" in fails(capsys, export, run)
@@ -320,44 +363,3 @@ def test_a_malicious_config_runs_nothing(run, tmp_path, capsys):
         with assert_refused("unknown attention method"):
             MethodGPTForCausalLM.from_pretrained(copy / "hf")
     assert not trap.exists()
-
-
-# ---- the hub ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def hub(monkeypatch, tmp_path):
-    import huggingface_hub.constants as constants
-
-    with serve("hf_right") as hub:
-        monkeypatch.setattr(constants, "ENDPOINT", hub.address)
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
-        for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
-            monkeypatch.delenv(name, raising=False)
-        yield hub
-
-
-def test_without_a_login_it_says_what_would_be_uploaded(exported, hub, capsys):
-    push.main([str(exported), "me/model"])
-    said = capsys.readouterr().out
-    assert all(path.name in said for path in exported.iterdir()) and "hf auth login" in said
-    assert f"{sum(path.stat().st_size for path in exported.iterdir()):,}  bytes" in said and not hub.requests
-
-
-def test_with_a_login_every_file_arrives(run, exported, hub, capsys, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "hf_right")
-    push.main([str(exported), "me/model", "--dry-run"])
-    assert "nothing was uploaded" in capsys.readouterr().out and not hub.requests
-    push.main([str(run), "me/model", "--private"])  # it exports the run again
-    assert capsys.readouterr().out.endswith(f"{hub.address}/me/model\n")
-    assert hub.created["name"] == "model" and "private" in (hub.created.get("visibility"), *hub.created)
-    assert hub.files == {path.name: path.read_bytes() for path in exported.iterdir()}
-
-
-def test_what_cannot_be_pushed_is_one_line(run, exported, tmp_path, hub, capsys, monkeypatch):
-    assert "neither a run folder nor" in fails(capsys, push.main, tmp_path, "me/model")
-    for repo in ("model", "../x", "a/b/c", "me/mo del"):
-        assert repo in fails(capsys, push.main, exported, repo)
-    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    said = fails(capsys, push.main, exported, "me/model")
-    assert "hf auth login" in said and "401" in said and "hf_wrong" not in said

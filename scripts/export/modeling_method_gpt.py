@@ -62,7 +62,10 @@ class MethodGPTForCausalLM(PreTrainedModel, GenerationMixin):
         require(grows, f"a {type(past_key_values).__name__} cannot be used: leave out cache_implementation")
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         texts = find_texts(attention_mask, len(input_ids), past, past + input_ids.shape[1])
-        plans = {} if past_key_values is None else past_key_values.__dict__.setdefault("plans", {})
+        plans = {}
+        if past_key_values is not None and target_length is not None:  # else the plans of one step are not the next's
+            plans = past_key_values.__dict__.setdefault("plans", {})
+            plans.update(passing={})
         x = gpt.embed(input_ids)
         for number, block in enumerate(gpt.blocks):
             x = block(x, None, LayerAttention(number, past_key_values, texts, target_length, plans))
@@ -123,7 +126,7 @@ class LayerAttention:
     cache: DynamicCache | None
     texts: list[Text]
     target_length: int | None
-    plans: dict  # those made so far, which the cache keeps for the tokens after these
+    plans: dict  # those made so far: of single tokens, which the cache keeps for those after them, and of this pass
 
     def __call__(self, method: Method, q: Tensor, k: Tensor, v: Tensor, *, x: Tensor, plan: None) -> Tensor:
         """q, k, v (B, H, T, D) and x (B, T, C) are of the new tokens; the output is (B, H, T, D)."""
@@ -184,7 +187,6 @@ class LayerAttention:
         more = f"{text.stop} tokens are more than target_length {self.target_length}: give a larger one"
         require(length <= target, f"{more} (drafts may go beyond the last token)")
         where = dict(target_length=target, device=device, dtype=dtype, normalised=True)
-        key = method.name, first, length, target
         if length - first == 1 < target:  # one plan serves all steps of a text
             key = method.name, target, dtype
             if key not in self.plans:
@@ -197,9 +199,10 @@ class LayerAttention:
             call = dataclasses.replace(plan.call, key_length=length, q_offset=first)
             plan = dataclasses.replace(plan, call=call, query_table=table)
         else:
-            if key not in self.plans:
-                self.plans[key] = make_plan(method, length - first, length, q_offset=first, **where)
-            plan = self.plans[key]
+            key, passing = (method.name, first, length), self.plans.setdefault("passing", {})
+            if key not in passing:
+                passing[key] = make_plan(method, length - first, length, q_offset=first, **where)
+            plan = passing[key]
         cos, sin = (table if table is None else table[first:length] for table in (plan.cos, plan.sin))
         own = dataclasses.replace(plan.call, q_offset=0)  # the tables then are of the new tokens alone
         return dataclasses.replace(plan, call=own, cos=cos, sin=sin), plan
