@@ -263,6 +263,10 @@ RIVALS = [
     "llama4",
     "pope",
     "scale_invariant_pope",
+    "scale_invariant_pope_gate",
+    "alibi_pope",
+    "fox_pope",
+    "local_scale_invariant_pope",
     "stick_breaking",
 ]
 BEST = [OURS, "logn_p_rope", "alibi", "p_rope", "rope"]

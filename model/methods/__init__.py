@@ -66,6 +66,10 @@ METHODS = {
     "alibi_gate": (ALiBi, SigmoidGate),
     "pope": (PoPE,),
     "scale_invariant_pope": (PoPE, ScaleInvariant),
+    "scale_invariant_pope_gate": (PoPE, ScaleInvariant, SigmoidGate),
+    "alibi_pope": (PoPE, ALiBi),
+    "fox_pope": (PoPE, Forgetting),
+    "pope_window": (PoPE, SlidingWindow),
     "stick_breaking": (StickBreaking,),
     "nope_log_beyond": (LogBeyondTraining,),
     "nope_temperature": (PositionTemperature,),
@@ -74,6 +78,7 @@ METHODS = {
     "rnope_swa": "nope,rope_window,rope_window,rope_window",
     "local_scale_invariant_nope": "scale_invariant_nope,rope_window,rope_window,rope_window",
     "local_scale_invariant_p_rope": "scale_invariant_p_rope,rope_window,rope_window,rope_window",
+    "local_scale_invariant_pope": "scale_invariant_pope,pope_window,pope_window,pope_window",
     "local_fox_p_rope": "fox_p_rope,rope_window,rope_window,rope_window",
 }
 

@@ -47,6 +47,10 @@ NAMES = {method: shown[0] for method, shown in SHOWN_AS.items()} | dict(
     nape="NAPE, adaptive scaling",
     pope="PoPE",
     scale_invariant_pope="Scale-invariant PoPE",
+    scale_invariant_pope_gate="Scale-invariant PoPE, gated output",
+    alibi_pope="ALiBi, PoPE",
+    fox_pope="FoX, PoPE",
+    local_scale_invariant_pope="Local PoPE, global scale-invariant PoPE",
     stick_breaking="Stick-breaking",
 )
 LINES = {method: shown[1:] for method, shown in SHOWN_AS.items()}
