@@ -142,7 +142,7 @@ def be_new(words, variables):
     logging.root.handlers.clear()
     for logger in [logging.root, *logging.root.manager.loggerDict.values()]:
         for handler in getattr(logger, "handlers", []):
-            if isinstance(handler, logging.StreamHandler):
+            if "stream" in vars(handler):  # that of logging's last resort is whatever sys.stderr is
                 handler.stream = sys.stderr
     for name in list(sys.modules):
         if name.split(".")[0] in PROJECT | {"huggingface_hub", "sitecustomize"}:  # which reads HF_ENDPOINT and others

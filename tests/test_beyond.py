@@ -141,15 +141,18 @@ def test_table_rivals_names_the_best_and_its_margins(tmp_path, call):  # noqa: F
         assert row[:3] == [f"{length} ({length // 256}x)", series_name(series), "3"]
         for cell, reference in zip(row[4:], (REFERENCE, "alibi"), strict=True):
             found = {(r["series"], r["length"]): r for r in differences(losses, reference, [*named])}
-            assert len(found) == 5 * 4  # series beside the reference, lengths
+            assert len(found) == 7 * 4  # series beside the reference, lengths
             assert cell == ("" if series == reference else difference_cell(found[series, length]))
     table = {r["series"]: r for r in rows(tmp_path / "out" / "table_rivals_costs.csv")}
-    assert len(table) == 6 and (table["fox"]["parameters"], table["rope"]["parameters"]) == ("5001", "5000")
+    assert len(table) == 8 and (table["fox"]["parameters"], table["rope"]["parameters"]) == ("5001", "5000")
     for series, values in rates.items():
         row, (mean, stderr) = table[series], mean_and_stderr(values)
         assert [float(row["tokens_per_second"]), float(row["stderr"])] == pytest.approx([mean, stderr])
     assert f"{statistics.fmean(rates['fox']):,.0f} \u00b1 " in said.out[said.out.index("## What they cost") :]
     assert "## By position" not in said.out  # these runs left none
+    assert "fewer layers" not in said.out
+    _, said = call("table_rivals", "--scale", "mini", "--methods", "llama4", "fox", "--force")
+    assert "from the first: Llama 4: `rope_window`, `rope_window`, `rope_window`." in said.out
     _, said = call("table_rivals", "--scale", "mini", "--methods", *chosen, "--seeds", "0", "--force")
     assert "## The best at each length" in said.out and "p =" not in said.out and "p <" not in said.out  # of one seed
 

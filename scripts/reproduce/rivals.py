@@ -2,10 +2,11 @@
 
 import collections
 
+from model.methods import layer_pattern
 from scripts.reproduce.comparisons import compare, difference_cell, differences
 from scripts.reproduce.study import Study
 from scripts.reproduce.tables import OURS, losses_page, read_losses
-from scripts.shared.looks import series_name
+from scripts.shared.looks import method_name, series_name
 from scripts.shared.tables import format_mean, markdown_table, mean_and_stderr, write_csv
 
 REFERENCES = (OURS, "alibi")  # what the best are compared with
@@ -17,7 +18,23 @@ def table_rivals(study: Study) -> str:
     study.sections += compare(study.path, losses, OURS, lengths, study.base_length, paper={})
     study.sections += by_position(study, lengths)
     study.sections += costs(study)
+    study.notes += cut_patterns(study)
     return losses_page(study, losses, lengths)
+
+
+def cut_patterns(study: Study) -> list[str]:
+    """Return a note on the methods of which a model has fewer layers than their pattern."""
+    cut = {}
+    for run in study.runs:
+        pattern, layers = layer_pattern(run.config.method), run.config.num_layers
+        if len(pattern) > layers:
+            cut[method_name(run.config.method)] = ", ".join(f"`{part}`" for part in pattern[:layers])
+    if not cut:
+        return []
+    words = "; ".join(f"{name}: {left}" for name, left in cut.items())
+    return [
+        f"The models have fewer layers than the patterns of some methods. Their layers are, from the first: {words}."
+    ]
 
 
 def best_at_each_length(losses: dict, lengths: list[int], base_length: int) -> list[str]:
