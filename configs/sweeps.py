@@ -268,6 +268,8 @@ RIVALS = [
     "fox_pope",
     "local_scale_invariant_pope",
     "stick_breaking",
+    "path",
+    "path_fox",
 ]
 BEST = [OURS, "logn_p_rope", "alibi", "p_rope", "rope"]
 DROPPED = dict(rope="nope") | {OURS: "scale_invariant_nope"}  # what is left of a method without its rotation

@@ -135,14 +135,15 @@ def attend(
         )  # fmt: skip
     wide_v = F.pad(v, (0, method.vector_dim - method.head_dim)) if method.vector_dim > method.head_dim else v
     vectors = *transform(method, q, k, plan, x), wide_v
-    of_tokens = None if method.key_bias is None else method.key_bias.of_tokens(x)  # (B, H, T)
+    of_tokens = method.of_tokens(x)
     if method.replacement is not None:
         vectors += q, k
     context = plan.call.context
     if context is None:
         return attend_rotated(method, plan, *vectors, of_tokens=of_tokens)
     if of_tokens is not None:
-        (of_tokens,) = (part.squeeze(-1) for part in to_heads([of_tokens.unsqueeze(-1)], context))
+        (of_tokens,) = to_heads([of_tokens.reshape(*of_tokens.shape[:3], -1)], context)
+        of_tokens = of_tokens.squeeze(-1)  # a number a token, of a KeyBias
     return to_tokens(attend_rotated(method, plan, *to_heads(vectors, context), of_tokens=of_tokens), context)
 
 
@@ -169,7 +170,7 @@ def attend_rotated(
     of_tokens: Tensor | None = None,
 ):  # fmt: skip
     """Return attend's output after `transform`, of this rank's heads, v being as wide as rotated q and k. unrotated: q
-    and k, for a Replacement; of_tokens: see KeyBias."""
+    and k, for a Replacement; of_tokens: see Method."""
     backend, call = BACKENDS[plan.backend], plan.call
     if method.replacement is None:
         prepared = plan.prepared
@@ -179,6 +180,8 @@ def attend_rotated(
         output = backend.run(rotated_q, rotated_k, v, q_offset=call.q_offset, prepared=prepared, **more)
         return output[..., : method.head_dim] if method.vector_dim > method.head_dim else output
     arguments = *unrotated, v, rotated_q, rotated_k, call.q_offset, backend.run
+    if of_tokens is not None:
+        arguments += (of_tokens,)
     if call.context is None:
         return method.replacement.attend(*arguments)
     mine = {name: local_shard(p, 0, call.context) for name, p in method.replacement.named_parameters()}

@@ -34,7 +34,8 @@ def context_bytes(batch: int, length: int, model_dim: int, size: int, itemsize: 
     """Return the bytes that a rank hands to its all-to-alls in one forward and backward pass of one layer.
 
     q, k, v go and the output comes back, and the same again for their gradients: 8 vectors a token, 12 with a
-    Replacement, which takes q and k unrotated too. 1 / size of the bytes are for the rank itself, and do not travel.
+    Replacement, which takes q and k unrotated too; what a method takes of x is not counted. 1 / size of the bytes are
+    for the rank itself, and do not travel.
     """
     return 8 * batch * (length // size) * model_dim * itemsize
 

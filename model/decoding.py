@@ -162,7 +162,7 @@ class KeyValueCache:
         room = min(2 * self.seen, self.max_length)
         new = [transform(method, q, k, plan, x)[1], v]  # keys, values, and numbers of a KeyBias
         if method.key_bias is not None:
-            new.append(method.key_bias.of_tokens(x))
+            new.append(method.of_tokens(x))
         self.kept = [part.new_empty(*part.shape[:2], room, *part.shape[3:]) for part in new]
         self.length = 0  # of what is kept
         self.append([part[:, :, -self.seen :] for part in new])
@@ -171,7 +171,7 @@ class KeyValueCache:
     def step(self, method: Method, q: Tensor, k: Tensor, v: Tensor, *, x: Tensor, plan: Plan) -> Tensor:
         """q, k, v and x are of one token each."""
         q, k = transform(method, q, k, plan, x)
-        self.append([k, v] if method.key_bias is None else [k, v, method.key_bias.of_tokens(x)])
+        self.append([k, v] if method.key_bias is None else [k, v, method.of_tokens(x)])
         visible = slice(max(0, self.length - self.seen), self.length)
         keys, values, *of_tokens = (part[:, :, visible] for part in self.kept)
         more = extra_logits(method, of_tokens[0] if of_tokens else None)
@@ -193,13 +193,15 @@ class ReplacementCache:
     """Holds what one layer's Replacement carries from token to token."""
 
     def prefill(self, method: Method, q: Tensor, k: Tensor, v: Tensor, *, x: Tensor, plan: Plan) -> Tensor:
-        self.state = method.replacement.start_decoding(k, v, transform(method, q, k, plan, x)[1])
+        more = [method.of_tokens(x)] if method.replacement.needs_input else []
+        self.state = method.replacement.start_decoding(k, v, transform(method, q, k, plan, x)[1], *more)
         return attend(method, q, k, v, x=x, plan=plan)
 
     def step(self, method: Method, q: Tensor, k: Tensor, v: Tensor, *, x: Tensor, plan: Plan) -> Tensor:
         """q, k, v and x are of one token each."""
         rotated = transform(method, q, k, plan, x)
-        y, self.state = method.replacement.decode(self.state, q, k, v, *rotated, step_attention)
+        more = [method.of_tokens(x)] if method.replacement.needs_input else []
+        y, self.state = method.replacement.decode(self.state, q, k, v, *rotated, step_attention, *more)
         return y
 
 

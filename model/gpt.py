@@ -127,6 +127,8 @@ class GPT(nn.Module):
             block.attention.proj.zero_()
             block.mlp.down.zero_()
         self.head.zero_()
+        for block in self.blocks:
+            block.attention.method.reset_parameters()
 
     @property
     def pattern_length(self) -> int:

@@ -33,7 +33,7 @@ MEMORY = ("infini_p_rope", dict(segment_length=80))
 EXTRAS = [("fox_p_rope", {}), ("p_rope_window", dict(window=13)), ("scale_invariant_p_rope_sink", {})]
 MAIN = [*(case for case in CASES if not case[1]), LEARNED, DELTA]
 RIVALS = [("kerple_log", {}), ("kerple_power", {}), ("nape", {}), ("nope_log_beyond", {}), ("scale_invariant_pope", {})]
-RIVALS += [("stick_breaking", {})]
+RIVALS += [("stick_breaking", {}), ("path_fox", dict(rank=7))]
 
 # In float64 where the backend takes it, so that nothing hides behind rounding; the CPU's and Triton's take float32.
 ATTENTION = [(3, "blocks", torch.float64, case) for case in [*CASES, DELTA]]

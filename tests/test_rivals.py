@@ -299,6 +299,75 @@ def test_stick_breaking_is_that_of_the_paper(batch, num_heads, head_dim, length)
     assert all(gradient.isfinite().all() for gradient in gradients(output, inputs))
 
 
+def through_reflections(method, q, k, v, x):
+    """Yang et al. 2025, equation 3: a product of matrices between each query and key, one multiplied to it a token."""
+    B, H, T, D = q.shape
+    weight = {name: p.double() for name, p in method.replacement.named_parameters()}
+    w = torch.einsum("btc,rc,hdr->bhtd", x, weight["down"][0], weight["up"])
+    taps = weight["convolution"]
+    w = sum(taps[:, None, :, 2 - n] * torch.cat((0 * w[:, :, :n], w[:, :, : T - n]), dim=2) for n in range(min(3, T)))
+    w = w / (1 + torch.exp(-w))
+    w = w / (w.square().sum(-1, keepdim=True) + 1e-6) ** 0.5
+    beta = torch.einsum("btc,hc->bht", x, weight["beta"]) + weight["bias_of_beta"][:, None]
+    beta = 2 / (1 + torch.exp(-beta))
+    H_t = torch.eye(D).double() - beta[..., None, None] * w[..., :, None] * w[..., None, :]  # (B, H, T, D, D)
+    log_f = torch.zeros(B, H, T).double()
+    if method.name == "path_fox":
+        gate = torch.einsum("btc,hc->bht", x, weight["forgetting.weight"]) + weight["forgetting.bias_of_gate"][:, None]
+        log_f = torch.log(1 / (1 + torch.exp(-gate)))
+    logits, row, decay = [], q, torch.zeros_like(log_f)
+    for t in range(T):  # row: q_i^T H_i ... H_{j+1} of all i = j + t; decay: the sum of log f_l over j < l <= i
+        scores = (row * k[:, :, : T - t]).sum(-1) / D**0.5 + decay
+        logits.append(torch.nn.functional.pad(scores, (t, 0), value=-math.inf))
+        row = torch.einsum("bhid,bhide->bhie", row, H_t[:, :, : T - t])[:, :, 1:]
+        decay = decay[:, :, 1:] + log_f[:, :, 1 : T - t]
+    weights = torch.stack(logits, dim=-1).softmax(dim=-1)  # (B, H, T, T), of query i and the key at distance t
+    j = (torch.arange(T)[:, None] - torch.arange(T)).clamp(min=0)
+    return torch.einsum("bhit,bhitd->bhid", weights, v[:, :, j])
+
+
+@pytest.mark.parametrize("name", ["path", "path_fox"])
+@pytest.mark.parametrize("batch, num_heads, head_dim, length", [(2, 3, 16, 1), (2, 2, 5, 37), (1, 2, 8, 270)])
+def test_path_multiplies_a_reflection_for_each_token_between(name, batch, num_heads, head_dim, length, monkeypatch):
+    """In blocks of 16 tokens and of 64, which leaves parts of blocks; with gates so strong that many are near 0 and 2.
+    """
+    method = make_method(name, num_heads=num_heads, head_dim=head_dim, train_length=64, rank=7)
+    for seed, parameter in enumerate(method.parameters()):
+        parameter.data = random(*parameter.shape, seed=seed).float()
+    exact = [*random_qkv(num_heads, head_dim, length, batch), random(batch, length, num_heads * head_dim, seed=9)]
+    exact = [tensor.detach().requires_grad_() for tensor in exact]
+    expected = through_reflections(method.double(), *exact)
+    truth = gradients(expected, [*exact, *method.parameters()])
+    bias = method.replacement.key_bias(method.of_tokens(exact[3]))
+    largest = 0 if bias is None else bias.abs().max().item()  # its last bits are not those of logits
+    for block in (16, 64):
+        monkeypatch.setattr("model.methods.path.BLOCK", block)
+        for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+            tolerance += 2 * torch.finfo(dtype).eps * largest
+            inputs, parameters = cast(exact, dtype), list(method.to(dtype).parameters())
+            output = attend(method, *inputs[:3], x=inputs[3])
+            assert output.dtype == dtype
+            assert_near(output, expected, tolerance)
+            for gradient, true in zip(gradients(output, inputs + parameters), truth, strict=True):
+                assert_near(gradient, true, tolerance)
+
+
+def test_path_starts_at_random_after_all_else_of_the_model():
+    """So that a seed draws the same numbers for the rest in every method; and no two layers or heads are the same."""
+    models = []
+    for name in ("path_fox", "rope"):
+        torch.manual_seed(3)
+        models.append(GPT(vocab_size=97, num_layers=2, num_heads=2, model_dim=32, train_length=16, method=name))
+    ours, others = (dict(model.named_parameters()) for model in models)
+    assert all(torch.equal(ours[name], parameter) for name, parameter in others.items())
+    methods = [block.attention.method.replacement for block in models[0].blocks]
+    for weight in ("down", "up", "convolution"):
+        first, second = (getattr(method, weight) for method in methods)
+        bound = first.shape[-1] ** -0.5
+        assert 0.9 * bound < first.abs().max() <= bound and not torch.equal(first, second)
+    assert all(method.beta.count_nonzero() == 0 for method in methods)
+
+
 # ---- layers that differ ----------------------------------------------------------------------------------------------
 
 
@@ -367,8 +436,8 @@ def test_the_temperatures_of_global_layers_beyond_training_alone():
 @pytest.mark.slow
 def test_layers_of_all_kinds_compile_to_one_graph():
     """Without Inductor, which takes a minute: its inputs, the graphs forward and backward, are run as they are."""
-    method = "nape,kerple_log,scale_invariant_pope,stick_breaking,nope_log_beyond"
-    model = GPT(vocab_size=97, num_layers=5, num_heads=2, model_dim=16, train_length=16, method=method)
+    method = "nape,kerple_log,scale_invariant_pope,stick_breaking,nope_log_beyond,path_fox"
+    model = GPT(vocab_size=97, num_layers=6, num_heads=2, model_dim=16, train_length=16, method=method)
     for seed, parameter in enumerate(model.parameters()):
         parameter.data = random(*parameter.shape, seed=seed).float() * parameter.shape[-1] ** -0.5
     plan, (tokens, targets) = model.plan(40), random_tokens(40)

@@ -22,6 +22,7 @@ from model.methods.logn import LogN
 from model.methods.nape import AdaptiveScale, HalfALiBi
 from model.methods.ntk import NTK
 from model.methods.p_rope import PRoPE
+from model.methods.path import PaTH, PaTHFoX
 from model.methods.pope import PoPE
 from model.methods.rope import RoPE
 from model.methods.scale_invariant import ScaleInvariant
@@ -71,6 +72,8 @@ METHODS = {
     "fox_pope": (PoPE, Forgetting),
     "pope_window": (PoPE, SlidingWindow),
     "stick_breaking": (StickBreaking,),
+    "path": (PaTH,),
+    "path_fox": (PaTHFoX,),
     "nope_log_beyond": (LogBeyondTraining,),
     "nope_temperature": (PositionTemperature,),
     "swan": "nope_log_beyond,rope_window,rope_window,rope_window",

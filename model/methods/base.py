@@ -12,8 +12,9 @@ back to key j, h the head and d the head dimension (paper, section 3):
     y    <- g y, y the output                           OutputGate
 
 Each is optional, and at most one of a kind; but several score changes follow one another. c, b and g may depend on x,
-the input of the layer. A Replacement (Infini-attention, stick-breaking) computes the output itself instead of a softmax
-over L. A new mechanism is one file with a subclass of one of these, and one line in the table METHODS of this folder.
+the input of the layer. A Replacement (Infini-attention, stick-breaking, PaTH) computes the output itself instead of a
+softmax over L, and may depend on x, too. A new mechanism is one file with a subclass of one of these, and one line in
+the table METHODS of this folder.
 """
 
 import torch
@@ -39,6 +40,12 @@ class Mechanism(nn.Module):
         options: those that were given, which the default of another may depend on.
         """
         return {}
+
+    def reset_parameters(self):
+        """Draw what starts at random, in place; everything else starts as the constructor leaves it.
+
+        GPT calls it last, so that a seed draws the same numbers for the rest of the model in every method.
+        """
 
 
 class Rotation(Mechanism):
@@ -157,7 +164,14 @@ class OutputGate(Mechanism):
 
 
 class Replacement(Mechanism):
-    """Replaces softmax attention. What it learns are parameters with one entry a head, (H, ...)."""
+    """Replaces softmax attention. What it learns are parameters with one entry a head, (H, ...), or for all, (1, ...).
+
+    With needs_input, attend, start_decoding and decode have one argument more: what of_tokens gives for their tokens.
+    """
+
+    def of_tokens(self, x: Tensor) -> Tensor:
+        """Return what depends on one token alone, (B, H, T, E) with E > 1, from the layer's input x (B, T, C)."""
+        raise NotImplementedError
 
     def attend(self, q, k, v, rotated_q, rotated_k, q_offset: int, causal_attention) -> Tensor:
         """Return the output (B, H, Tq, D) of the queries at positions q_offset.. given all keys from position 0 on.
@@ -228,12 +242,25 @@ class Method(nn.Module):
         self.vector_dim = head_dim * (1 if self.rotation is None else self.rotation.widening)  # of rotated q and k
         self.needs_input = any(mechanism.needs_input for mechanism in mechanisms)
 
+    def of_tokens(self, x: Tensor) -> Tensor | None:
+        """Return what a key bias, (B, H, T), or a replacement, (B, H, T, E), takes of each token of x (B, T, C); None
+        where neither looks at x."""
+        if self.key_bias is not None:
+            return self.key_bias.of_tokens(x)
+        looks = self.replacement is not None and self.replacement.needs_input
+        return self.replacement.of_tokens(x) if looks else None
+
     def check_shapes(self, q: Tensor, k: Tensor, v: Tensor):
         """Raise ValueError unless q is (B, H, Tq, D), and k and v are (B, H, Tk, D), with this method's H and D."""
         expected = (q.shape[0], self.num_heads, k.shape[2], self.head_dim) if q.dim() == k.dim() == 4 else None
         if k.shape != expected or v.shape != expected or (*q.shape[:2], q.shape[3]) != (*expected[:2], expected[3]):
             made_for = f"{self.name} was made for q, k, v of shape (batch, {self.num_heads}, length, {self.head_dim})"
             raise ValueError(f"{made_for}, got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}")
+
+    def reset_parameters(self):
+        for mechanism in self.modules():
+            if isinstance(mechanism, Mechanism):
+                mechanism.reset_parameters()
 
     def take_over(self, other: "Method"):
         """Make the other method's parameters, the objects themselves, one's own. ValueError unless both have the same
