@@ -17,6 +17,7 @@ also all that decoding keeps. Training keeps them for every block, T / (2 N) tim
 What departs from the paper is QK-norm, which q and k have in this repository, and how it starts: u and b at zero
 (theirs: u from N(0, 0.02)), the weights of w uniform within one over the root of their inputs, as the model's other
 matrices (theirs: N(0, 0.02)); the norm of w takes most of that out. u and w are trained with Adam, as all of a method.
+In the authors' code a gate f of PaTH-FoX counts as f^(1/sqrt(d)), here it counts whole, as in FoX (results/authors.md).
 """
 
 import torch
@@ -70,6 +71,7 @@ class PaTH(Replacement):
         """Return what is added to the logits of each key, (B, H, T), or None."""
         return None
 
+    @torch.compiler.disable  # for the blocks of three layers of 256 tokens Inductor takes more than 4 minutes
     def attend(self, q, k, v, rotated_q, rotated_k, q_offset, causal_attention, of_tokens):
         assert q.shape[2] == k.shape[2]  # as of all methods that look at x
         w, beta = self.reflections(of_tokens)
