@@ -73,10 +73,10 @@ class PaTH(Replacement):
 
     @torch.compiler.disable  # for the blocks of three layers of 256 tokens Inductor takes more than 4 minutes
     def attend(self, q, k, v, rotated_q, rotated_k, q_offset, causal_attention, of_tokens):
-        assert q.shape[2] == k.shape[2]  # as of all methods that look at x
+        rotated_q = F.pad(rotated_q, (0, 0, q_offset, 0))  # blocks begin at the first key
         w, beta = self.reflections(of_tokens)
         bias, keys, outputs = self.key_bias(of_tokens), upcast(k[:, :, :0]), []
-        for start in range(0, q.shape[2], BLOCK):
+        for start in range(0, k.shape[2], BLOCK):
             here, seen = slice(start, start + BLOCK), slice(0, start + BLOCK)
             own = rotated_q[:, :, here], rotated_k[:, :, here], w[:, :, here], beta[:, :, here]
             all_seen = keys, v[:, :, seen], None if bias is None else bias[:, :, seen]
@@ -85,7 +85,7 @@ class PaTH(Replacement):
             else:
                 output, keys = attend_block(*own, *all_seen)
             outputs.append(output)
-        return torch.cat(outputs, dim=2)
+        return torch.cat(outputs, dim=2)[:, :, q_offset:]
 
     def start_decoding(self, k, v, rotated_k, of_tokens):
         blocks = (x.split(BLOCK, dim=2) for x in (upcast(rotated_k), *self.reflections(of_tokens)))

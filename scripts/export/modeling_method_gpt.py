@@ -137,7 +137,7 @@ class LayerAttention:
             transform(method, q[t.rows, :, here], k[t.rows, :, here], plan, x[t.rows, here])
             for t, here, (plan, _) in zip(self.texts, new, plans)
         ]
-        of_tokens = None if method.key_bias is None else method.key_bias.of_tokens(x)  # (B, H, T)
+        of_tokens = method.of_tokens(x)  # (B, H, T) or (B, H, T, E)
         rotated_k = self.together([pair[1] for pair in rotated], new, k)
         unrotated = k if method.replacement is not None else None
         rotated_k, v, of_tokens, unrotated = self.extend(method, rotated_k, v, of_tokens, unrotated)
@@ -153,22 +153,23 @@ class LayerAttention:
 
     def extend(self, method: Method, rotated_k, v, of_tokens, unrotated):
         """Add these to the cache and return what it holds of each. It has keys and values alone, so beside the keys are
-        the numbers of a KeyBias, then all in float32, or the unrotated keys of a Replacement."""
+        the unrotated keys of a Replacement and the numbers of_tokens, with which all is in float32."""
         if method.vector_dim > method.head_dim:
             v = F.pad(v, (0, method.vector_dim - method.head_dim))
         if self.cache is None:
             return rotated_k, v, of_tokens, unrotated
         dtype, D = rotated_k.dtype, rotated_k.shape[3]
+        numbers = None if of_tokens is None else of_tokens.reshape(*of_tokens.shape[:3], -1)
+        beside = [x for x in (unrotated, numbers) if x is not None]
+        if numbers is not None:
+            rotated_k = upcast(rotated_k)
+        kept, v = self.cache.update(torch.cat([rotated_k, *beside], dim=-1), v, self.layer)
+        rotated_k, *beside = kept.split([D, *(x.shape[3] for x in beside)], dim=-1)
         if of_tokens is not None:
-            rotated_k = torch.cat([upcast(rotated_k), of_tokens.unsqueeze(-1)], dim=-1)
-        elif unrotated is not None:
-            rotated_k = torch.cat([rotated_k, unrotated], dim=-1)
-        kept, v = self.cache.update(rotated_k, v, self.layer)
-        if of_tokens is not None:
-            of_tokens = kept[..., D]
-        elif unrotated is not None:
-            unrotated = kept[..., D:]
-        return kept[..., :D].to(dtype), v.to(dtype), of_tokens, unrotated
+            of_tokens = beside.pop().squeeze(-1) if of_tokens.dim() == 3 else beside.pop()
+        if unrotated is not None:
+            unrotated = beside.pop().to(dtype)
+        return rotated_k.to(dtype), v.to(dtype), of_tokens, unrotated
 
     def together(self, parts: list[Tensor], new: list[slice], like: Tensor) -> Tensor:
         """Return the texts' parts (rows, H, tokens, D) as one tensor (B, H, T, D), zero where there is padding. like:
