@@ -223,7 +223,11 @@ class RunLog:
 
 
 def describe_backends(plans: Plans, model: GPT) -> str:
-    ways = dict.fromkeys(describe_attention(plan, model.head.device, model.dtype) for plan in plans)
+    ways = {}
+    for block, plan in zip(model.blocks, plans):
+        replacement = block.attention.method.replacement
+        plain = replacement is not None and not replacement.uses_softmax
+        ways["plain PyTorch" if plain else describe_attention(plan, model.head.device, model.dtype)] = None
     return f"attention by {', and by '.join(ways)}"
 
 

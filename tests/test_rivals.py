@@ -13,6 +13,7 @@ from model.backends import BACKENDS
 from model.gpt import GPT
 from model.methods import METHODS, Infini, PoPE, layer_pattern, make_layers, make_method
 from model.reference import attention_logits, plain_attention
+from runtime.run_log import describe_backends
 
 SHAPES = [(2, 3, 16, 1), (2, 2, 16, 37)]  # batch, heads, head dimension, tokens
 SHAPES += [pytest.param(*shape, marks=pytest.mark.slow) for shape in ((1, 4, 32, 130), (1, 2, 8, 300))]
@@ -490,3 +491,14 @@ def test_a_gate_multiplies_the_heads_outputs():
     assert_near(y, (expected.double() / (1 + torch.exp(-x.double() @ weight.double().T))).detach(), 1e-5)
     y.sum().backward()
     assert weight.grad.abs().min() > 0
+
+
+def test_the_log_names_a_backend_where_one_computes():
+    """stick-breaking and PaTH are plain PyTorch; Infini-attention's segments are softmax attention by a backend."""
+    def said(method):
+        model = GPT(vocab_size=64, num_layers=2, num_heads=2, model_dim=32, train_length=16, method=method)
+        return describe_backends(model.plan(16, backend="blocks"), model)
+
+    assert said("stick_breaking") == said("path") == "attention by plain PyTorch"
+    assert said("infini_rope") == said("rope") == "attention by blocks (as asked for)"
+    assert said("rope,stick_breaking") == "attention by blocks (as asked for), and by plain PyTorch"

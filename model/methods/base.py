@@ -169,6 +169,8 @@ class Replacement(Mechanism):
     With needs_input, attend, start_decoding and decode have one argument more: what of_tokens gives for their tokens.
     """
 
+    uses_softmax = False  # whether attend calls causal_attention, and so a backend
+
     def of_tokens(self, x: Tensor) -> Tensor:
         """Return what depends on one token alone, (B, H, T, E) with E > 1, from the layer's input x (B, T, C)."""
         raise NotImplementedError

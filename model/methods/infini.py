@@ -17,6 +17,8 @@ from model.methods.base import Replacement, upcast
 
 
 class Infini(Replacement):
+    uses_softmax = True
+
     def __init__(
         self, num_heads, head_dim, train_length,
         segment_length: int | None = None, gate_init: float = 0.0, delta: bool = False,
