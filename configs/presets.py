@@ -33,6 +33,20 @@ def gpt_162m_64k_local() -> Config:
     return dataclasses.replace(gpt_162m_64k(), method="local_scale_invariant_p_rope")
 
 
+def gpt_162m_4k_pope() -> Config:
+    """gpt_162m_4k with scale-invariant PoPE, the best of table_rivals at every length at scale mini. Not in the paper;
+    at this size it has not been trained."""
+    return dataclasses.replace(gpt_162m_4k(), method="scale_invariant_pope")
+
+
+def gpt_162m_16k_pope() -> Config:
+    return dataclasses.replace(gpt_162m_16k(), method="scale_invariant_pope")
+
+
+def gpt_162m_64k_pope() -> Config:
+    return dataclasses.replace(gpt_162m_64k(), method="scale_invariant_pope")
+
+
 def gpt_304m_4k() -> Config:
     """The paper's 304M model, 10 B tokens, with the matrices' learning rate scaled by 768 / 1024."""
     return dataclasses.replace(
@@ -138,6 +152,7 @@ PRESETS = {
         *(quickstart, mini, mini_1024, mini_4096, mini_large, small_4k, small_16k, small_64k, small_304m),
         *(gpt_162m_4k, gpt_162m_16k, gpt_162m_64k, gpt_304m_4k),
         *(gpt_162m_4k_local, gpt_162m_16k_local, gpt_162m_64k_local),
+        *(gpt_162m_4k_pope, gpt_162m_16k_pope, gpt_162m_64k_pope),
     )
 }
 
