@@ -8,9 +8,13 @@ from runtime.build import layer_methods
 def attention_flops_per_token(config: Config, length: int) -> int:
     """Return those of q k and p v in one forward pass, the mean over sequences of this length. Infini-attention, which
     sees less, counts as if it saw all keys; after a switch of methods, as before it."""
-    windows = [length if m.window is None else min(m.window.window, length) for m in layer_methods(config)]
-    pairs = sum(w * length - w * (w - 1) // 2 for w in windows)  # of a query and a key that it sees, in all layers
-    return 4 * config.model_dim * pairs // length
+    flops = 0
+    for method in layer_methods(config):
+        window = length if method.window is None else min(method.window.window, length)
+        pairs = window * length - window * (window - 1) // 2  # of a query and a key that it sees
+        widening = method.vector_dim // method.head_dim  # of q and k, not of v
+        flops += 2 * config.model_dim * (widening + 1) * pairs
+    return flops // length
 
 
 def forward_flops_per_token(config: Config, length: int) -> int:

@@ -72,6 +72,12 @@ def test_share_of_the_training_flops():
     assert validation_share(fast(config)) == pytest.approx(expected, rel=1e-12)
 
 
+def test_flops_of_wider_queries_and_keys():
+    """PoPE's are twice as wide, v is not: one and a half times the operations."""
+    wide, plain = (dataclasses.replace(preset("mini"), method=method) for method in ("pope", "rope"))
+    assert 2 * attention_flops_per_token(wide, 256) == 3 * attention_flops_per_token(plain, 256)
+
+
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 256])
 def test_flops_of_windows_and_gates(length):
     """Of windows, those of the pairs that are seen, counted one by one; of gates, those of their matrices."""
