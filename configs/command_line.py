@@ -1,4 +1,4 @@
-"""The command line of train_gpt.py: a preset, and the fields that differ from it."""
+"""The command line of train_gpt.py: a preset, and the fields that differ from it. Other commands have fields too."""
 
 import ast
 import dataclasses
@@ -15,8 +15,6 @@ from configs.config import Config, OptionValue, is_of_type, shortened, with_chan
 from configs.presets import PRESETS, preset
 from errors import did_you_mean, require
 
-TYPES = {field.name: field.type for field in dataclasses.fields(Config)}
-FLAGS = {f"--{name}": name for name in TYPES} | {f"--no_{name}": name for name in TYPES if TYPES[name] is bool}
 SEE_HELP = "--help lists all fields"
 
 
@@ -39,23 +37,27 @@ def read_config(arguments: list[str], usage: str = "", methods: Iterable[str] = 
     return config if config.name else dataclasses.replace(config, name=own_name)
 
 
-def read_fields(arguments: list[str]) -> dict:
+def read_fields(arguments: list[str], of: type = Config) -> dict:
     """Return the values of the fields that --field value, --field=value or --no_field among the arguments set.
+
+    of: the dataclass that has the fields.
 
     A dash in a field's name is an underscore; of a field that is set twice, the last counts. Raise ValueError, in one
     line, for an unknown field, or what is no value of a field's type.
     """
+    types = {field.name: field.type for field in dataclasses.fields(of)}
+    flags = {f"--{name}": name for name in types} | {f"--no_{name}": name for name in types if types[name] is bool}
     given = {}
     for argument in arguments:
         if argument.startswith("-") and isinstance(option_value(argument), str):  # not a negative number
             flag, *words = argument.split("=", maxsplit=1)
             flag = flag[:2] + flag[2:].replace("-", "_")
-            require(flag in FLAGS, f"unknown field {flag}; {did_you_mean(flag, FLAGS, SEE_HELP)}")
-            given[FLAGS[flag]] = flag, words
+            require(flag in flags, f"unknown field {flag}; {did_you_mean(flag, flags, SEE_HELP)}")
+            given[flags[flag]] = flag, words
         else:
             require(given, f"{shortened(argument)} is the value of no field; {SEE_HELP}")
             words.append(argument)
-    return {name: field_value(TYPES[name], flag, words) for name, (flag, words) in given.items()}
+    return {name: field_value(types[name], flag, words) for name, (flag, words) in given.items()}
 
 
 def field_value(kind: type, flag: str, words: list[str]) -> object:
@@ -95,15 +97,23 @@ def placeholder(kind: type) -> str:
 
 def help_text(name: str, methods: Iterable[str]) -> str:
     """Return the help of a preset: its docstring, and each field with its docstring and its value in this preset."""
-    width = shutil.get_terminal_size().columns
     lines = [f"usage: train_gpt.py {name} [--field value ...]", "", inspect.getdoc(PRESETS[name]) or "", ""]
-    lines += [textwrap.fill(f"Methods: {', '.join(methods)}.", width), ""]
-    for field, below in itertools.pairwise(ast.parse(inspect.getsource(Config)).body[0].body):
-        if isinstance(field, ast.AnnAssign):  # below it is its docstring
+    return "\n".join([*lines, methods_help(methods), "", *fields_help(Config, vars(preset(name)))])
+
+
+def methods_help(methods: Iterable[str]) -> str:
+    return textwrap.fill(f"Methods: {', '.join(methods)}.", shutil.get_terminal_size().columns)
+
+
+def fields_help(of: type, values: dict[str, object]) -> list[str]:
+    """Return the lines about the fields of a dataclass: each with its docstring and its value, where it has one."""
+    width, types, lines = shutil.get_terminal_size().columns, {f.name: f.type for f in dataclasses.fields(of)}, []
+    for field, below in itertools.pairwise(ast.parse(inspect.getsource(of)).body[0].body):
+        if isinstance(field, ast.AnnAssign) and field.target.id in values:  # below it is its docstring
             field, text = field.target.id, " ".join(below.value.value.split())
-            value = getattr(preset(name), field)
+            value = values[field]
             value = " ".join(map(str, value)) if isinstance(value, tuple) else value
-            lines.append(f"  --{field} {placeholder(TYPES[field]) or f'or --no_{field}'}")
+            lines.append(f"  --{field} {placeholder(types[field]) or f'or --no_{field}'}")
             text = f"{text} (default: {'none' if value in ('', {}) else value})"
             lines.append(textwrap.fill(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6))
-    return "\n".join(lines)
+    return lines

@@ -161,14 +161,7 @@ class Config:
     """Checkpoints kept."""
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):  # config.json may come from anywhere
-            name, value = field.name, getattr(self, field.name)
-            require(is_of_type(value, field.type), f"{name} must be {type_name(field.type)}, got {shortened(value)}")
-            too_large = type(value) is int and abs(value) >= 2**63  # for torch
-            require(not too_large, f"{name} must be below 2**63, got {shortened(value)}")
-            for limit, bound in field.metadata.get("limits", {}).items():
-                within = all(LIMITS[limit](number, bound) for number in (value if type(value) is tuple else [value]))
-                require(within, f"{name} must be {limit.replace('_', ' ')} {bound}, got {value}")
+        check_fields(self)
         for name in ("validate_as", "val_lengths"):
             values = getattr(self, name)
             require(len(set(values)) == len(values), f"{name} names one twice: {values}")
@@ -204,9 +197,7 @@ class Config:
             require(not self.switch_warmup_steps, words)
         for tag in self.tags:
             require(1 <= len(tag) <= 64, f"tags must be of 1 to 64 characters, for wandb, got {shortened(tag)}")
-        is_plain = re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._+=-]*)?", self.name)
-        require(is_plain, f"name {self.name!r} must be a plain folder name of letters, digits and . _ + = -")
-        require(len(self.name) <= 200, f"name must be of at most 200 characters, got {len(self.name)}")
+        check_name(self.name)
 
     @property
     def method_starts(self) -> dict[int, str]:
@@ -220,6 +211,25 @@ class Config:
 
     def to_dict(self) -> dict:
         return dataclasses.asdict(self)
+
+
+def check_fields(config):
+    """Raise ValueError for a field of a dataclass that is of another type or outside its limits."""
+    for field in dataclasses.fields(config):  # config.json may come from anywhere
+        name, value = field.name, getattr(config, field.name)
+        require(is_of_type(value, field.type), f"{name} must be {type_name(field.type)}, got {shortened(value)}")
+        too_large = type(value) is int and abs(value) >= 2**63  # for torch
+        require(not too_large, f"{name} must be below 2**63, got {shortened(value)}")
+        for limit, bound in field.metadata.get("limits", {}).items():
+            within = all(LIMITS[limit](number, bound) for number in (value if type(value) is tuple else [value]))
+            require(within, f"{name} must be {limit.replace('_', ' ')} {bound}, got {value}")
+
+
+def check_name(name: str):
+    """Raise ValueError for what is no plain name of a run folder; "" is one that is not chosen yet."""
+    is_plain = re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._+=-]*)?", name)
+    require(is_plain, f"name {name!r} must be a plain folder name of letters, digits and . _ + = -")
+    require(len(name) <= 200, f"name must be of at most 200 characters, got {len(name)}")
 
 
 NOT_MATHEMATICS = frozenset(f.name for f in dataclasses.fields(Config) if not f.metadata.get("mathematics", True))
