@@ -5,7 +5,8 @@
 
 A .jsonl file holds one JSON object a line, its text in the field `text` (--field). Any other file is one document, or
 several, separated by lines `<|endoftext|>`. Bytes that are not UTF-8 become U+FFFD, with a warning; white space around
-documents is dropped, and so are empty documents.
+documents is dropped, and so are empty documents. `--tokenizer meta-llama/Llama-2-7b-hf`, a model of Hugging Face's or
+its folder, takes the model's own; then its token for the beginning of a text stands before each document.
 
 The sha256 of its text puts a document into train or val, so the same document is never in both, whatever the files.
 Where that leaves a split empty, as it may with few documents, every document is cut instead: its last --val-fraction is
@@ -20,6 +21,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 from array import array
@@ -32,10 +34,10 @@ import numpy as np
 from tqdm import tqdm
 
 from data.fineweb import time_limit
+from data.model_files import END_OF_TEXT, TOKENIZER_CONFIG, first_token, model_file
 from data.shards import TOKENIZER_FILE, ShardWriter, read_manifest, refuse_file
 from errors import exit_on_user_error, require
 
-END_OF_TEXT = "<|endoftext|>"
 SHUFFLE_SEED = 0
 GPT2_VOCAB_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"  # as OpenAI published them
 GPT2_ENCODER_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
@@ -63,19 +65,23 @@ class Tokenizer:
 
 
 def load_tokenizer(spec: str | Path) -> Tokenizer:
-    """Load "gpt2", "gpt2:DIR" (its two files are in DIR), a `tokenizers` FILE.json, or that of a prepared data folder.
+    """Load "gpt2", "gpt2:DIR" (its two files are in DIR), a `tokenizers` FILE.json, that of a prepared data folder, or
+    that of a model of Hugging Face's: its folder, or its name on the hub.
 
-    OSError if GPT-2's files cannot be had; ValueError if there is no such tokenizer.
+    OSError if files cannot be had; ValueError if there is no such tokenizer.
     """
     name, _, folder = str(spec).partition(":")
     path = Path(spec)
     if name == "gpt2":
         return _load_gpt2(Path(folder) if folder else None)
+    if (path / TOKENIZER_CONFIG).exists() or re.fullmatch(r"[\w.-]+/[\w.-]+", str(spec)) and not path.exists():
+        model_file(spec, TOKENIZER_CONFIG)
+        return _load_file(model_file(spec, TOKENIZER_FILE))
     if path.is_dir():
         manifest = read_manifest(path)
         require(manifest, f"{path}: no manifest.json in this folder that would name its tokenizer")
         return load_tokenizer("gpt2" if manifest["tokenizer"] == "gpt2" else path / manifest["tokenizer"])
-    names = "gpt2, gpt2:DIR, a tokenizers FILE.json or a data folder"
+    names = "gpt2, gpt2:DIR, a tokenizers FILE.json, a data folder, or a model's folder or name on the hub"
     require(path.suffix == ".json", f"unknown tokenizer {str(spec)!r}: use {names}")
     return _load_file(path)
 
@@ -110,8 +116,9 @@ def _load_file(path: Path) -> Tokenizer:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
         raise ValueError(f"{path}: not a file of the tokenizers library ({error})") from error
-    eot = tokenizer.token_to_id(END_OF_TEXT)
-    require(eot is not None, f"{path}: this tokenizer has no token {END_OF_TEXT}")
+    separator = first_token(path)
+    eot = tokenizer.token_to_id(separator)
+    require(eot is not None, f"{path}: this tokenizer has no token {separator}")
     tokenizer.no_truncation()  # a file may carry its model's maximum length, which would cut documents
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
@@ -318,6 +325,8 @@ def prepare(
         require(size.isdecimal(), f"{tokenizer}: the size of the vocabulary must be a number, as in bpe:4096")
     else:
         tok = load_tokenizer(tokenizer)
+        words = f"{tokenizer}: a vocabulary of {tok.vocab_size} tokens does not fit shards of uint16"
+        require(tok.vocab_size <= 2**16, f"{words}: use a tokenizer of at most {2**16}")
     corpus = index_documents(files, field, val_fraction)
     if corpus.cut is not None:
         share = f"the last {100 * val_fraction:g} % of it are val"
@@ -330,6 +339,8 @@ def prepare(
         tok = load_tokenizer(out / TOKENIZER_FILE)
     elif tok.file is not None:
         shutil.copyfile(tok.file, out / TOKENIZER_FILE)
+        if (beside := tok.file.with_name(TOKENIZER_CONFIG)).exists():
+            shutil.copyfile(beside, out / TOKENIZER_CONFIG)
 
     with ShardWriter(out, name, tokenizer=tok.name, vocab_size=tok.vocab_size, shard_tokens=shard_tokens) as writer:
         for split, spans in corpus.spans.items():
@@ -364,7 +375,7 @@ def _batches(texts: Iterable[str]) -> Iterator[list[tuple[bool, str]]]:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m data.text", description="Tokenise text files into shards.")
     parser.add_argument("inputs", nargs="+", type=Path, metavar="INPUT", help="files, or folders with all they hold")
-    parser.add_argument("--tokenizer", required=True, help="gpt2, gpt2:DIR, a tokenizers FILE.json, or bpe:SIZE")
+    parser.add_argument("--tokenizer", required=True, help="gpt2, gpt2:DIR, FILE.json, bpe:SIZE, or a model")
     parser.add_argument("--out", required=True, type=Path, help="folder for the shards; must not have any yet")
     parser.add_argument("--suffixes", nargs="+", default=[".txt", ".jsonl"], help="what to take from folders")
     parser.add_argument("--field", default="text", help="field of a .jsonl object that holds the text")
