@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException  # no Exception: a BaseException
 
 from errors import require
 from runtime.checkpoint import list_checkpoints, save_checkpoint
@@ -38,8 +39,11 @@ def save(folder: Path, step: int, tensors: dict[str, Tensor], rest: dict[str, An
     with fail_together(world):
         if world.is_main:
             remove_folders(folder, keep=[path.stem for path in list_checkpoints(folder)])
-    with no_warning():
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(path))
+    with fail_together(world), no_warning():
+        try:
+            dcp.save(tensors, storage_writer=dcp.FileSystemWriter(path))
+        except (Exception, CheckpointException) as error:
+            raise OSError(f"cannot save {path}: {reason(error)}; earlier checkpoints are untouched") from error
     with fail_together(world):
         if world.is_main:
             save_checkpoint(folder, step, rest | dict(files=digests(path)), keep=keep)
@@ -62,9 +66,16 @@ def load(path: Path, files: dict[str, str], tensors: dict[str, Tensor], world: W
     with fail_together(world), no_warning():
         try:
             dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder))
-        except Exception as error:  # of many kinds, in all processes: they tell each other
-            reason = " ".join(str(error).split())[:200]
-            raise ValueError(f"{folder} does not fit this run ({reason}): choose another --name") from error
+        except (Exception, CheckpointException) as error:
+            mend = f"delete {path}, or choose another --name"
+            raise ValueError(f"{folder} does not fit this run ({reason(error)}): {mend}") from error
+
+
+def reason(error: BaseException) -> str:
+    """Return in one line why torch.distributed.checkpoint failed, in all processes: they tell each other."""
+    if isinstance(error, CheckpointException):  # which holds one a process, and prints their stacks
+        error = next(iter(error.failures.values()))[0]
+    return " ".join(f"{type(error).__name__} {error}".split())[:200]
 
 
 def digests(folder: Path) -> dict[str, str]:
