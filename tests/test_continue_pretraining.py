@@ -33,6 +33,7 @@ from scripts.continue_pretraining.memory import count_memory
 from scripts.continue_pretraining.model import AdamW8bit, build, train_step
 from scripts.continue_pretraining.settings import NOT_TRAINED, PAPER, Settings
 from scripts.huggingface.load import read_config
+from scripts.reproduce.__main__ import main as reproduce
 
 ROOT = Path(__file__).parents[1]
 LENGTHS = ("64", "256", "1024")
@@ -469,12 +470,13 @@ def test_model_without_a_first_token_is_refused(place, tmp_path):
 
 
 @pytest.mark.slow
-def test_ten_methods_of_the_papers_table(place, tmp_path, call):
-    argv = words(place, tmp_path, "--method", "all", "--rescale", "head", "--resume", "auto", steps=2)
+def test_ten_methods_of_the_papers_table(place, tmp_path, call, monkeypatch):
+    runs = tmp_path / "continued"
+    argv = words(place, runs, "--method", "all", "--rescale", "head", "--resume", "auto", steps=2)
     code, said, error = call(argv)
     assert code == 0, error
     for method in PAPER:
-        summary = json.loads((tmp_path / f"model-{method}" / "summary.json").read_text())
+        summary = json.loads((runs / f"model-{method}" / "summary.json").read_text())
         assert summary["steps"] == 2 and summary["rescale"] == "head"
         for losses in (summary["val_loss_before"], summary["val_loss"]):
             assert tuple(losses) == LENGTHS and np.isfinite([*losses.values()]).all()
@@ -483,3 +485,10 @@ def test_ten_methods_of_the_papers_table(place, tmp_path, call):
     code, said, _ = call(argv)
     assert code == 0 and said.count("is finished") == 10
     assert set(NOT_TRAINED) < set(PAPER) and len(PAPER) == 10
+    out = ["table_llama", "--runs-dir", str(tmp_path), "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", ["reproduce", *out])
+    with pytest.raises(SystemExit) as end:
+        reproduce()
+    page = (tmp_path / "out" / "table_llama.md").read_text()
+    assert end.value.code == 1 and "Missing" in page  # each was rescaled, and two were trained: none is the paper's
+    assert page.count(", scores rescaled by head |") == 10 and "models used" not in page

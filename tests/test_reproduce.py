@@ -345,7 +345,7 @@ def test_all_is_well_when_all_that_can_be_made_is_there(tmp_path, call, monkeypa
     write_study(tmp_path / "runs", "table_losses")
     code, said = call("all", "--scale", "mini")
     assert code == 0 and said.out.splitlines()[-1] == "all that can be made on this machine is there"
-    assert "2 of 3 not built: table_llama, figure_qq" in said.out
+    assert "2 of 3 needs models: table_llama, figure_qq" in said.out
 
 
 def test_all_seeds_that_there_are_count_unless_some_are_asked_for(tmp_path, call):
@@ -419,7 +419,7 @@ def test_nope_is_in_the_left_panel_alone(tmp_path, call, monkeypatch):
 
 def test_the_papers_qq_figures_are_not_ours(tmp_path, call):
     code, said = call("figure_qq", "--scale", "mini")
-    assert code == 1 and "Not built" in said.out and "figure_qq_ours" in said.out
+    assert code == 1 and "needs what the commands below measure" in said.out and "figure_qq_ours" in said.out
     command = "`python -m scripts.logit_statistics google/gemma-2-27b --text FILE --out "
     folder = tmp_path / "runs" / "logit_statistics" / "gemma-2-27b"
     assert f"{command}{folder}`, FILE: the introduction of Wikipedia's article on New England" in said.out
@@ -473,9 +473,46 @@ def test_damaged_needle_scores_are_named_and_not_in_the_table(tmp_path, call):
     assert all(f"{path} is damaged" in said.out for path in (junk, lacking))
 
 
-def test_llama_table_says_that_it_is_not_built(tmp_path, call):
+def test_llama_table_without_runs_has_the_papers_numbers(tmp_path, call):
     code, said = call("table_llama")
-    assert code == 1 and "Not built yet" in said.out and "RoPE+NTK*" in said.out and "**2.252**" in said.out
+    assert code == 1 and "None of these runs is there" in said.out
+    assert "RoPE+NTK*" in said.out and "**2.252**" in said.out
+    command = "python -m scripts.continue_pretraining meta-llama/Llama-2-7b-hf --method yarn --resume auto"
+    assert f"`{command} --runs_dir {tmp_path / 'runs' / 'continued'}`" in said.out and "Missing (10)" in said.out
+
+
+def write_continued(folder, method, losses, before, name=None, **changes):
+    summary = dict(method=method, model="models/Llama-2-7b-hf", method_options={}, rescale="no", train_length=4096)
+    lengths = ("4096", "16384", "65536")
+    summary |= dict(val_loss=dict(zip(lengths, losses)), val_loss_before=dict(zip(lengths, before)))
+    summary |= dict(val_tokens=dict.fromkeys(lengths, 2**21), steps=763, tokens=50_003_968, validation="ab" * 8)
+    path = folder / "continued" / (name or f"Llama-2-7b-hf-{method}")
+    path.mkdir(parents=True)
+    (path / "summary.json").write_text(json.dumps(summary | changes))
+    return path
+
+
+def test_llama_table_has_ours_beside_the_papers(tmp_path, call):
+    runs = tmp_path / "runs"
+    write_continued(runs, "rope", (1.9, 7.0, 8.5), (1.9, 7.0, 8.5), steps=0, tokens=0)
+    write_continued(runs, "scale_invariant_p_rope", (2.2, 2.21, 2.3), (6.0, 6.1, 6.2))
+    gentler = dict(method_options=dict(form="barbero"))
+    write_continued(runs, "scale_invariant_p_rope", (2.1, 2.15, 2.2), (3.0, 3.1, 3.2), name="b", **gentler)
+    other = write_continued(runs, "alibi", (2.7, 2.7, 2.7), (4.0, 4.0, 4.0), validation="cd" * 8)
+    (write_continued(runs, "nope", (4.0, 6.0, 7.0), (9.0, 9.0, 9.0)) / "summary.json").write_text("[]")
+    code, said = call("table_llama")
+    assert code == 1 and f"{other} is left out" in said.out and "summary.json is damaged" in said.out
+    lines = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
+             for line in said.out.splitlines() if line.startswith("| ")}
+    assert lines["RoPE*"] == ["", "**1.900**", "1.968", "", "7.000", "7.036", "", "8.500", "8.815"]
+    assert lines["Scale-invariant p-RoPE"][:6] == ["6.000", "2.200", "2.163", "6.100", "2.210", "**2.193**"]
+    assert lines["Scale-invariant p-RoPE, form barbero"][1:6] == ["2.100", "", "3.100", "**2.150**", ""]
+    assert lines["YaRN"] == ["", "", "**1.957**", "", "", "7.004", "", "", "8.763"]
+    assert "models used: 2 of 10" in said.out and "on 50,003,968 tokens" in said.out
+    table = rows(tmp_path / "out" / "table_llama.csv")
+    key = ("scale_invariant_p_rope", "65536", "{}")
+    ours = next(r for r in table if (r["method"], r["length"], r["options"]) == key)
+    assert (ours["before"], ours["mean"], ours["paper_mean"]) == ("6.2", "2.3", "2.252")
 
 
 # ---- curves ----------------------------------------------------------------------------------------------------------
@@ -675,11 +712,11 @@ def test_all_survives_broken_folders_and_sums_up(tmp_path, call):
     assert code == 1 and list(said_of) == list(pages.ITEMS)
     assert said_of["table_infini"].startswith("failed: ")
     assert said_of["table_losses"].startswith("incomplete, 5 of 27 runs; 22 missing: `python -m scripts.sweep table_lo")
-    assert said_of["table_llama"].startswith("not built: ") and said_of["figure_qq"].startswith("not built: ")
+    assert said_of["table_llama"].startswith("needs models: ") and said_of["figure_qq"].startswith("needs models: ")
     assert said_of["figure_sublog"].startswith("complete")
     assert f"2 of {len(said_of)} complete: figure_sublog, figure_sublog_unscaled" in summary
     assert len(values) == (12 + 6) * 4
-    assert f"2 of {len(said_of)} not built: table_llama, figure_qq" in summary
+    assert f"2 of {len(said_of)} needs models: table_llama, figure_qq" in summary
     assert f"1 of {len(said_of)} failed: table_infini" in summary
 
 

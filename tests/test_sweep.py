@@ -910,6 +910,7 @@ def test_field_changes_are_what_was_named():
 
 WRONG = {  # words, and what the error must say
     "sweep": (["table_loses"], "unknown sweep 'table_loses'; did you mean table_losses"),
+    "models of others": (["table_llama"], "`python -m scripts.continue_pretraining meta-llama/Llama-2-7b-hf --method"),
     "field": (["table_losses", "--stepps", "6"], "unknown field --stepps; did you mean --steps"),
     "value": (["table_losses", "--num_heads", "5"], "model_dim 768 is not divisible by num_heads 5"),
     "name": (["table_losses", "--name", "mine"], "--name is set by the sweep"),

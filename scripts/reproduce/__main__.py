@@ -86,10 +86,10 @@ def write_all(make_study: Callable[[str], Study], stored_runs: list[StoredRun], 
             outcomes[item] = f"failed: {type(error).__name__}: {error}"
         print(f"{item}: {outcomes[item]}", flush=True)
     print()
-    for kind in ("complete", "incomplete", "not written", "not built", "failed"):
+    for kind in ("complete", "incomplete", "not written", "needs models", "failed"):
         if of_kind := [item for item, text in outcomes.items() if text.startswith(kind)]:
             print(f"{len(of_kind)} of {len(ITEMS)} {kind}: {', '.join(of_kind)}")
-    there = all(text.startswith(("complete", "not built")) for text in outcomes.values())
+    there = all(text.startswith(("complete", "needs models")) for text in outcomes.values())
     print("all that can be made on this machine is there" if there else "what is missing, and why, is said above")
     return there
 
@@ -98,7 +98,7 @@ def describe_outcome(study: Study) -> str:
     """Return one line about an item that was made."""
     used = f"{len(study.finished)} of {len(study.runs)} runs" if study.runs else "no runs needed"
     if study.missing and not study.runs:
-        return f"{'incomplete' if study.models else 'not built'}: {study.missing[0]}"
+        return f"{'incomplete' if study.models else 'needs models'}: {study.missing[0]}"
     if study.missing:
         see = f"not written: {study.unwritten}" if study.unwritten else f"or see {study.page}"
         return f"incomplete, {used}; {len(study.missing)} missing: `{sweep_command(study)}`, {see}"

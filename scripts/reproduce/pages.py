@@ -14,7 +14,7 @@ from errors import require
 from files import replace_file
 from runtime.device import device_name
 from runtime.run_folder import git_commit
-from scripts.reproduce import far_tokens, figures, lengthscales, qq, rivals, tables
+from scripts.reproduce import far_tokens, figures, lengthscales, llama, qq, rivals, tables
 from scripts.reproduce.study import Study
 from scripts.shared.runs import StoredRun, log_values, require_as_many_runs
 
@@ -23,7 +23,7 @@ ITEMS = dict(
     table_losses=tables.table_losses,
     table_needle=tables.table_needle,
     table_infini=tables.table_losses,
-    table_llama=tables.table_llama,
+    table_llama=llama.table_llama,
     figure_entropy=figures.figure_entropy,
     figure_sublog=figures.figure_sublog,
     figure_sublog_unscaled=figures.figure_sublog_unscaled,
@@ -89,7 +89,7 @@ def provenance(study: Study) -> str:
         lines.append(f"- runs used: {len(study.finished)} of {len(study.runs)}")
         needles = {run.needle for run, _ in study.finished if run.needle}
         lines += [f"- all fine-tuned and scored with: {needle}" for needle in needles]
-    lines += [f"- models used: {len(study.models)} of {len(qq.PAPERS_MODELS)}"] if study.models else []
+    lines += [f"- models used: {len(study.models)} of {study.models_needed}"] if study.models else []
     stored_runs = [stored for _, stored in study.finished]
     for what in ("commit", "device"):
         if values := collections.Counter(value for stored in stored_runs for value in log_values(stored.path, what)):

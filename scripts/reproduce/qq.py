@@ -109,6 +109,7 @@ def figure_qq(study: Study) -> str:
     text += "which attention sinks into. Gemma 2's scores are those before its soft cap. Which Llama models the paper "
     text += "took is not said but for their sizes. [figure_qq_ours](figure_qq_ours.md) is of the models trained here."
     shown, everything, texts = [], Kept(), set()
+    study.models_needed = len(PAPERS_MODELS)
     for folder, (title, hub_name) in PAPERS_MODELS.items():
         path = study.runs_dir / FOLDER / folder
         place = [] if study.runs_dir == Path("runs") else ["--out", str(path)]
@@ -132,7 +133,7 @@ def figure_qq(study: Study) -> str:
         study.models.append(folder)
         texts.add(about["text_sha256"])
     if not shown:
-        return f"{text}\n\n**Not built: {study.item} needs what the commands below measure.**"
+        return f"{text}\n\n**{study.item} needs what the commands below measure.**"
     if len(texts) > 1:
         study.notes.append("These models were not given the same text, so their numbers do not compare.")
     write_csv(study.path.with_suffix(".csv"), everything.statistics)

@@ -38,6 +38,7 @@ class Study:
     missing: list[str] = dataclasses.field(default_factory=list)  # a line each, with the command that mends it
     notes: list[str] = dataclasses.field(default_factory=list)
     models: list[str] = dataclasses.field(default_factory=list)  # of other people's that were used
+    models_needed: int = 0
     sections: list[str] = dataclasses.field(default_factory=list)  # of the page, after the notes
     draft: Path | None = None  # the folder in which the files are made
     unwritten: str = ""  # why they were not put into `out`

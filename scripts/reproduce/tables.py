@@ -111,22 +111,6 @@ def open_choices(study: Study) -> str:
     return text + "\n\n" + table_losses(study)
 
 
-def table_llama(study: Study) -> str:
-    study.missing.append("the continual pretraining of Llama 2 7B is not built yet: only the paper's numbers are shown")
-    text = "Validation loss in nats a token of Llama 2 7B, fine-tuned at 4k on about 50 M tokens with each method "
-    text += "(*: not fine-tuned). **Not built yet: these are the paper's numbers, none of ours.**"
-    paper, lengths = paper_targets(study.item), [4096, 16_384, 65_536]
-    methods = dict.fromkeys(method for method, _ in paper)
-    rows = [["method", *(paper_head(length, length / PAPER_TRAIN_LENGTH) for length in lengths)]]
-    for method in methods:
-        mark = "*" if any("not fine-tuned" in paper[method, length]["note"] for length in lengths) else ""
-        rows.append([series_name(method) + mark, *(format_target(paper[method, length]) for length in lengths)])
-    means = [dict(method=m, length=length, paper_mean=paper[m, length]["mean"]) for length in lengths for m in methods]
-    write_csv(study.path.with_suffix(".csv"), means)
-    study.notes += paper_remarks(paper, methods)
-    return text + "\n\n" + markdown_table(rows)
-
-
 # ---- what the tables have in common ----------------------------------------------------------------------------------
 
 

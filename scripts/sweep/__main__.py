@@ -81,6 +81,8 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
 
 def choose_runs(args: argparse.Namespace, fields: list[str]) -> list[Run]:
     """Return the runs that the command line asks for. Raises ValueError for those that could not train anywhere."""
+    command = "python -m scripts.continue_pretraining meta-llama/Llama-2-7b-hf --method all --resume auto"
+    require(args.sweep != "table_llama", f"table_llama is no sweep of pretraining: `{command}` makes its runs")
     changes, needle = field_changes(SCALES[args.scale].base, fields), needle_changes(args.needle)
     runs = sweep(args.sweep, args.scale, args.seeds, args.methods, changes, needle)
     for run in runs:
