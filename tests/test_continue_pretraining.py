@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from tiny_llama import VOCAB, save_model, save_tokenizer, texts
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
 from data.shards import open_split, read_manifest
@@ -28,10 +29,12 @@ from model.loss import mean_loss
 from runtime.checkpoint import load_checkpoint
 from runtime.metrics import read_metrics
 from runtime.processes import World
+from scripts.bench.memory import StorageCount, loss_workspace
 from scripts.continue_pretraining import __main__ as command
 from scripts.continue_pretraining.memory import count_memory
-from scripts.continue_pretraining.model import AdamW8bit, build, train_step
+from scripts.continue_pretraining.model import AdamW8bit, WithLoss, build, train_step
 from scripts.continue_pretraining.settings import NOT_TRAINED, PAPER, Settings
+from scripts.huggingface.attention import convert
 from scripts.huggingface.load import read_config
 from scripts.reproduce.__main__ import main as reproduce
 
@@ -415,6 +418,35 @@ def test_counted_memory_is_what_tensors_have(dtype, place):
     states = [x for x in AdamW8bit(model, own, HERE, compiled=False).state().values() if x.dim()]
     parts = [part for x in states for part in ((x.codes, x.scale, x.qmap) if hasattr(x, "codes") else (x,))]
     assert counted["optimizer state"] == sum(part.nbytes for part in parts)
+
+
+def test_counted_activations_are_at_least_those_of_a_step(monkeypatch):
+    """Real steps on fake tensors, which have no values for transformers to look for packed sequences in."""
+    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None)
+    sizes = dict(vocab_size=2000, hidden_size=512, intermediate_size=1376, num_hidden_layers=4, num_attention_heads=8,
+                 num_key_value_heads=4, max_position_embeddings=1024)  # fmt: skip
+    ops = torch.ops.scale_invariant
+    workspace = dict.fromkeys((ops.loss_and_gradients.default, ops.token_losses.default), loss_workspace)
+    own = Settings("", steps=1, train_length=1024, micro_batch_tokens=4096, batch_tokens=4096, val_lengths=(8192,),
+                   val_tokens=8192, dtype="float32")  # fmt: skip
+    with FakeTensorMode(), StorageCount(workspace) as memory:
+        model = WithLoss(convert(transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)), "rope"))
+        model.model.activation_checkpointing_enable()
+        tokens = torch.zeros(4, 1024, dtype=torch.int64)
+        model.train()(tokens, tokens).backward()
+        held = memory.live
+        memory.start()
+        model(tokens, tokens).backward()
+        training = memory.peak - held
+        memory.start()
+        long = torch.zeros(1, 8192, dtype=torch.int64)
+        with torch.no_grad():
+            model.eval()(long, long, per_token=True)
+        validation = memory.peak - held
+    counted = count_memory(model.model.config, own)
+    parts = [counted["activations of training"], counted["activations of validation, beyond those"]]
+    assert training <= parts[0] <= 1.5 * training
+    assert validation <= sum(parts) <= 1.5 * max(training, validation)
 
 
 def test_llama_2_7b_fits_one_gpu_of_80_gb(tmp_path, call):

@@ -15,9 +15,9 @@ BLOCK, UNQUANTISED = 256, 4096  # of torchao: values with one scale, and how man
 def count_memory(config, settings: Settings, processes: int = 1) -> dict[str, float]:
     """Return bytes by kind of the fullest of so many processes.
 
-    Weights, gradients and optimizer state are exact for one process (for several, but for tensors too small to divide);
-    activations are an estimate: per token, 16 vectors of the model's width and 6 of the MLP's while a layer is computed
-    again and differentiated, 3 of these in validation.
+    Weights, gradients and optimizer state are exact for one process (for several, but for tensors too small to divide).
+    Activations are an upper estimate, from counting real steps on fake tensors: while a layer is computed again and
+    differentiated, 16 vectors a token of the model's width and 6 of its MLP's; in validation 9 and 3.
     """
     model, size = meta_model(config), DTYPES[settings.dtype].itemsize
     layer, C, V = layer_parameters(model), config.hidden_size, config.vocab_size
@@ -25,18 +25,18 @@ def count_memory(config, settings: Settings, processes: int = 1) -> dict[str, fl
     at_once = 0 if processes == 1 else 2 * layer + total - config.num_hidden_layers * layer
     tokens = max(settings.micro_batch_tokens, settings.train_length)
     longest = max(settings.micro_batch_tokens, *settings.val_lengths)
-    validation = longest * size * (16 * C + 3 * config.intermediate_size) + logits_bytes(longest, V, size)
+    validation = max(longest * size * (9 * C + 3 * config.intermediate_size), loss_bytes(longest, C, V, size))
     if settings.steps == 0:
         return {"weights": total * size, "activations of validation": validation}
     kept = config.num_hidden_layers * tokens * C * size
     one = tokens * size * (16 * C + 6 * config.intermediate_size)
-    training = kept + one + logits_bytes(tokens, V, size) + V * C * size
+    training = kept + V * C * size + max(one, loss_bytes(tokens, C, V, size))
     return {
         "weights": total * size / processes,
         "gradients": total * size / processes,
         "optimizer state": sum(state_bytes(p.numel(), size) for p in model.parameters()) / processes,
         "weights gathered at once": at_once * size,
-        "activations of training (layers' inputs, one layer, a chunk of logits)": training,
+        "activations of training": training,
         "activations of validation, beyond those": max(0, validation - training),
     }
 
@@ -53,8 +53,10 @@ def state_bytes(numel: int, size: int) -> float:
     return 2 * (numel + numel // BLOCK * 4 + table)
 
 
-def logits_bytes(tokens: int, vocab_size: int, size: int) -> int:
-    return min(LOGIT_BYTES, tokens * vocab_size * size)
+def loss_bytes(tokens: int, C: int, V: int, size: int) -> int:
+    """Return the bytes that the loss of so many tokens takes: their vectors and its gradient, a chunk of logits, and
+    the head's gradient of it."""
+    return (2 * tokens + V) * C * size + min(LOGIT_BYTES, tokens * V * size)
 
 
 def checkpoint_bytes(config, settings: Settings) -> int:
