@@ -82,10 +82,8 @@ def describe_memory(config, settings: Settings, processes: int) -> str:
     rows = [["in memory", "bytes", "GiB"]]
     rows += [[kind, f"{number:,.0f}", f"{number / 2**30:.2f}"] for kind, number in parts.items()]
     total = sum(p.numel() for p in meta_model(config).parameters())
-    words = f"{settings.model}: {total:,} parameters in {settings.dtype}; {settings.steps} steps of "
-    words += (
-        f"{settings.batch_tokens:,} tokens, at most {settings.micro_batch_tokens:,} at once, on each of {processes}"
-    )
-    words += f" GPUs; validation at {', '.join(map(str, settings.val_lengths))}"
+    words = f"{settings.model}: {total:,} parameters in {settings.dtype}, on each of {processes} devices;\n"
+    words += f"{settings.steps} steps of {settings.batch_tokens:,} tokens, at most {settings.micro_batch_tokens:,} at "
+    words += f"once; validation at {', '.join(map(str, settings.val_lengths))}"
     disk = f"a checkpoint has {checkpoint_bytes(config, settings) / 1e9:.1f} GB" if settings.steps else "no checkpoints"
     return f"{words}\n\n{markdown_table(rows)}\n\nOn the disk, {disk}."
