@@ -98,7 +98,8 @@ def test_commands_are_understood(line, capsys, monkeypatch):
     words = shlex.split(line)
     if words[0] == "torchrun":
         given = get_args_parser().parse_args(words[1:])
-        words = ["python", given.training_script, *given.training_script_args]
+        module = ["-m"] if given.module else []
+        words = ["python", *module, given.training_script, *given.training_script_args]
     if words[:2] == ["python", "train_gpt.py"]:
         if "--help" not in words:
             read_config(words[2:], "", METHODS)

@@ -111,23 +111,12 @@ def continue_pretraining(settings: Settings, world: World, stop: StopRequest) ->
     with fail_together(world):
         log = Log(settings, world, folder, progress)
     log.begin(data, model, compile_note, scores)
-    load_from = functools.partial(
-        TrainLoader,
-        train_text,
-        batch_tokens=settings.batch_tokens,
-        length=settings.train_length,
-        micro_batch_size=micro_batch,
-        rank=world.rank,
-        world_size=world.world_size,
-        vocab_size=config.vocab_size,
-        device=world.device,
-    )
     run = Run(settings, world, model, optimizer, val_text, data, folder, progress, log, stop)
     limit_waiting(world, settings.timeout)
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
     first, stopping = progress.step, False
-    with load_from(start_step=first) as loader:
+    with load_from(settings, train_text, config.vocab_size, micro_batch, first, world) as loader:
         for step in range(first, settings.steps):
             stopping = stop.is_set(world)
             due = step == 0 or settings.val_every and step % settings.val_every == 0
@@ -166,6 +155,14 @@ def continue_pretraining(settings: Settings, world: World, stop: StopRequest) ->
 
 
 # ---- the parts -------------------------------------------------------------------------------------------------------
+
+
+def load_from(
+    settings: Settings, text: TokenStream, vocab_size: int, micro_batch: int, step: int, world: World
+) -> TrainLoader:
+    shape = dict(batch_tokens=settings.batch_tokens, length=settings.train_length, micro_batch_size=micro_batch)
+    where = dict(rank=world.rank, world_size=world.world_size, device=world.device)
+    return TrainLoader(text, **shape, **where, vocab_size=vocab_size, start_step=step)
 
 
 def open_text(settings: Settings, config) -> tuple[TokenStream, TokenStream, dict]:
