@@ -35,6 +35,7 @@ from scripts.continue_pretraining.memory import count_memory
 from scripts.continue_pretraining.model import AdamW8bit, WithLoss, build, train_step
 from scripts.continue_pretraining.settings import NOT_TRAINED, PAPER, Settings
 from scripts.huggingface.attention import convert
+from scripts.huggingface.converted import load_converted
 from scripts.huggingface.load import read_config
 from scripts.reproduce.__main__ import main as reproduce
 
@@ -143,6 +144,22 @@ def test_rope_is_the_model_itself_and_not_trained(place, tmp_path, call):
         with torch.no_grad():
             expected = reference_losses(model, *validation_tokens(place, length)).mean().item()
         assert summary["val_loss"][str(length)] == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("rescale", ["no", "layer"])
+def test_saved_model_is_the_trained_one(rescale, place, tmp_path, call):
+    argv = words(place, tmp_path, "--method", "logn_p_rope", "--dtype", "float32", "--save_model", steps=2)
+    assert call([*argv, "--name", "run", "--rescale", rescale])[0] == 0
+    assert_saved(place, tmp_path / "run")
+    assert load_tokenizer(str(tmp_path / "run" / "model")).vocab_size == VOCAB
+
+
+def assert_saved(place, run):
+    """The model in the folder of a run in float32 has the loss at the run's end."""
+    loss = json.loads((run / "summary.json").read_text())["val_loss"]["256"]
+    with torch.no_grad():
+        theirs = reference_losses(load_converted(run / "model"), *validation_tokens(place, 256)).mean().item()
+    assert theirs == pytest.approx(loss, abs=1e-5)
 
 
 def test_gradients_of_a_step_are_those_of_the_whole_logits(place):
@@ -265,7 +282,7 @@ def as_plain(tensor):
 
 @pytest.mark.slow
 def test_two_processes_with_sharded_weights_equal_one_and_their_checkpoints_are_read_by_one(place, tmp_path, call):
-    argv = words(place, tmp_path, "--method", "logn_p_rope", "--dtype", "float32", "--name")
+    argv = words(place, tmp_path, "--method", "logn_p_rope", "--dtype", "float32", "--save_model", "--name")
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m",
                            "scripts.continue_pretraining", *argv, "two"], cwd=ROOT, text=True, capture_output=True,
                           env=os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT)))  # fmt: skip
@@ -273,6 +290,7 @@ def test_two_processes_with_sharded_weights_equal_one_and_their_checkpoints_are_
     assert call([*argv, "one"])[0] == 0
     two, one = (comparable(tmp_path / name) for name in ("two", "one"))
     assert_close_records(two, one)
+    assert_saved(place, tmp_path / "two")
     shutil.copytree(tmp_path / "two", tmp_path / "both")
     (tmp_path / "both" / "summary.json").unlink()
     (tmp_path / "both" / "checkpoints" / f"step_{STEPS:06d}.pt").unlink()

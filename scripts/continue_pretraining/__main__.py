@@ -16,14 +16,17 @@ import functools
 import hashlib
 import math
 import os
+import shutil
 import sys
 import time
+from pathlib import Path
 
 import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from configs.interrupt import exit_code
 from data.loader import TrainLoader, check_validation, micro_batch_size
-from data.model_files import model_file
+from data.model_files import TOKENIZER_CONFIG, model_file
 from data.shards import TOKENIZER_FILE, TokenStream, open_split, tokenizer_of
 from errors import exit_on_user_error, require
 from model.backends.sdpa import prefer_fast_sdpa
@@ -149,6 +152,8 @@ def continue_pretraining(settings: Settings, world: World, stop: StopRequest) ->
         if folder is not None:
             folder.mark_interrupted(stop.signal_name or "of another process")
     else:
+        if settings.save_model:
+            run.write_model()
         log.finish(data, model)
     log.close()
     return not stopping
@@ -243,6 +248,16 @@ class Run:
         where = self.settings.path / "checkpoints"
         tensors = tensors_of(self.model, self.optimizer)
         checkpoint.save(where, self.progress.step, tensors, rest, self.settings.keep, self.world)
+
+    def write_model(self):
+        how = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights = get_model_state_dict(self.model.model, options=how)  # gathered in the main process
+        if self.folder is not None:
+            place = self.folder.path / "model"
+            self.model.model.save_pretrained(place, state_dict=weights)
+            for name in (TOKENIZER_FILE, TOKENIZER_CONFIG):
+                if (file := Path(self.settings.data) / name).exists():
+                    shutil.copyfile(file, place / name)
 
     def validate(self, scores: dict) -> bool:
         """Validate at all lengths. Return False if a signal to stop came first. scores: before training."""

@@ -39,7 +39,7 @@ def save(folder: Path, step: int, tensors: dict[str, Tensor], rest: dict[str, An
     with fail_together(world):
         if world.is_main:
             remove_folders(folder, keep=[path.stem for path in list_checkpoints(folder)])
-    with fail_together(world), no_warning():
+    with fail_together(world), no_warning():  # what fails here fails in all processes: they tell each other
         try:
             dcp.save(tensors, storage_writer=dcp.FileSystemWriter(path))
         except (Exception, CheckpointException) as error:

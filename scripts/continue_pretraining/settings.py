@@ -75,6 +75,9 @@ class Settings:
     """Steps between checkpoints; 0: only at the end."""
     keep: int = setting(1, at_least=1, mathematics=False)
     """Checkpoints kept: of Llama 2 7B, 27 GB each."""
+    save_model: bool = setting(False, mathematics=False)
+    """Write the model at the end, with its tokenizer, to model/ in the run folder, as scripts.huggingface.converted
+    reads it."""
     timeout: float = setting(600.0, more_than=0, at_most=1e9, mathematics=False)
     """Seconds that a process waits for the others before the run ends."""
     wandb: Literal["off", "offline", "online"] = setting("off", mathematics=False)
