@@ -16,7 +16,7 @@ from configs.sweeps import BEST, RIVALS, grid, sweep
 from model.methods import METHODS
 from runtime.build import build_model
 from runtime.validation import means_by_octave
-from scripts.reproduce import far_tokens
+from scripts.reproduce import far_tokens, rivals
 from scripts.reproduce.comparisons import compare, difference_cell, differences, holm
 from scripts.shared.looks import series_label, series_name
 from scripts.shared.runs import read_runs
@@ -126,6 +126,7 @@ def test_table_rivals_names_the_best_and_its_margins(tmp_path, call):  # noqa: F
         above = 1 if series not in others else 0.1 * others.index(series)
         for length in run.config.val_lengths:
             loss = 4 + above - ((series, length) in gains) + 0.01 * seed + 1e-4 * length / 256
+            loss += 0.003 * ((seed + len(series)) % 3)
             losses.setdefault((series, length), []).append(loss)
         found = {length: losses[series, length][-1] for length in run.config.val_lengths}
         path = write_run(tmp_path / "runs", run, found) / "summary.json"
@@ -139,10 +140,12 @@ def test_table_rivals_names_the_best_and_its_margins(tmp_path, call):  # noqa: F
     named = {256: "fox", 1024: REFERENCE, 4096: "rope then=nope@0.875", 16_384: "rope then=nope@0.875"}
     for row, (length, series) in zip(cells[1:], named.items(), strict=True):
         assert row[:3] == [f"{length} ({length // 256}x)", series_name(series), "3"]
-        for cell, reference in zip(row[4:], (REFERENCE, "alibi"), strict=True):
+        for cell, paired, reference in zip(row[4::2], row[5::2], (REFERENCE, "alibi"), strict=True):
             found = {(r["series"], r["length"]): r for r in differences(losses, reference, [*named])}
             assert len(found) == 7 * 4  # series beside the reference, lengths
             assert cell == ("" if series == reference else difference_cell(found[series, length]))
+            apart = [a - b for a, b in zip(losses[series, length], losses[reference, length])]
+            assert paired.startswith("" if series == reference else ", ".join(f"{d:+.3f}" for d in apart) + " (p = ")
     table = {r["series"]: r for r in rows(tmp_path / "out" / "table_rivals_costs.csv")}
     assert len(table) == 8 and (table["fox"]["parameters"], table["rope"]["parameters"]) == ("5001", "5000")
     for series, values in rates.items():
@@ -155,6 +158,16 @@ def test_table_rivals_names_the_best_and_its_margins(tmp_path, call):  # noqa: F
     assert "from the first: Llama 4: `rope_window`, `rope_window`, `rope_window`." in said.out
     _, said = call("table_rivals", "--scale", "mini", "--methods", *chosen, "--seeds", "0", "--force")
     assert "## The best at each length" in said.out and "p =" not in said.out and "p <" not in said.out  # of one seed
+
+
+def test_seed_by_seed_is_the_paired_t_test():
+    """Against the formula: t = mean / (s / sqrt(n)), p by the t distribution of n - 1 degrees of freedom."""
+    ours, theirs = {0: 1.0, 1: 1.2, 2: 1.1, 7: 9.0}, {2: 1.05, 0: 0.9, 1: 1.15, 5: 0.0}
+    apart = [0.1, 0.05, 0.05]
+    t = statistics.fmean(apart) / (statistics.stdev(apart) / math.sqrt(3))
+    p = 1 - t / math.sqrt(2 + t * t)  # two-sided, 2 degrees of freedom
+    assert rivals.paired_cell(ours, theirs) == f"+0.100, +0.050, +0.050 (p = {p:.2g})"
+    assert rivals.paired_cell({0: 1.0}, {0: 1.5, 1: 2.0}) == "-0.500" and rivals.paired_cell({}, {0: 1.0}) == ""
 
 
 def test_table_rivals_shows_losses_by_position(tmp_path, call):  # noqa: F811
