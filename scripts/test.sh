@@ -10,13 +10,9 @@ source "$(dirname "$0")/setup.sh"
 arguments=("$@")
 if [ "${1:-}" = quick ]; then
     arguments=(-m "not slow" "${@:2}")
-elif ! cmp -s requirements-extras.txt .venv/extras.txt; then
-    echo "installing requirements-extras.txt into .venv (once)"
-    if "$python" -m pip install --quiet --disable-pip-version-check -r requirements-extras.txt; then
-        cp requirements-extras.txt .venv/extras.txt
-    else
-        echo "not installed: the tests of these packages are skipped" >&2
-    fi
+elif ! bring requirements-extras.txt extras.txt; then
+    if [ -n "${LOCKED:-}" ]; then exit 1; fi # a file that is not the one of the lock is nothing to pass over
+    echo "not installed: the tests of these packages are skipped" >&2
 fi
 cores=$(env -u OMP_NUM_THREADS nproc) # which would take that variable for the number of cores
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # the files of tests share the cores, each test has one
