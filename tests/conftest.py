@@ -93,7 +93,7 @@ def faults(request) -> Faults:
 
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter, config):
-    if not config.getoption("--long"):
+    if not config.getoption("--long") or not config.stash[PROMISES]:
         return
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
     lines = [
