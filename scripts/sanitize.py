@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
         wrapper.write_text(COMPILER.format(compiler=shlex.quote(compiler), flags=flags))
         wrapper.chmod(0o700)
         environment = os.environ | OPTIONS | dict(CXX=str(wrapper), XDG_CACHE_HOME=folder, LD_PRELOAD=":".join(preload))
-        environment |= dict(OMP_NUM_THREADS="2", OMP_WAIT_POLICY="passive")  # at least two; tests ask for more than cores
+        environment |= dict(OMP_NUM_THREADS="2", OMP_WAIT_POLICY="passive")  # tests ask for more threads than cores
         # The sanitizer writes to descriptor 2, which pytest must not keep to itself. ThreadSanitizer wants addresses
         # that are not at random.
         command = ["setarch", "--addr-no-randomize"] * (kind == "thread")
