@@ -10,5 +10,6 @@
 #   --FIELD VALUE        any field of train_gpt.py, for all six runs: --steps 100, --device cpu, ...
 #
 # The first time, it makes .venv and installs requirements.txt into it (gigabytes, most of them PyTorch).
+# LOCKED=1 in front: the versions of requirements.lock, and only files with its checksums (docs/train.md).
 source "$(dirname "$0")/setup.sh"
 exec "$python" -m scripts.quickstart "$@"

@@ -6,6 +6,7 @@
 #
 # The first time, it makes .venv and installs requirements.txt into it (gigabytes, most of them PyTorch), and all tests
 # but the quick ones bring requirements-extras.txt; where that cannot be had, the tests of those packages are skipped.
+# LOCKED=1 in front: the versions of requirements.lock, and only files with its checksums (docs/train.md).
 source "$(dirname "$0")/setup.sh"
 arguments=("$@")
 if [ "${1:-}" = quick ]; then
