@@ -1,17 +1,31 @@
 """Checkpoints that survive a kill at any instant: step_000500.pt in the run's checkpoints/ folder."""
 
+import os
 import pickle
 import re
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
 from errors import require
 from files import replace_file
+from runtime.processes import World, fail_together, gather
+
+ARCHIVE_END = b"PK\5\6", 22  # the last record of a zip archive begins with this, and is so many bytes long
+CHECKSUM_BYTES = len(b"crc32 00000000\n")
+
+
+class DamagedCheckpoint(ValueError):
+    """A checkpoint is not the bytes that were written."""
+
+    def __init__(self, path: Path, reason: str):
+        super().__init__(f"{path} is damaged ({reason}): delete it to continue from the one before it")
+        self.reason = reason
 
 
 def save_checkpoint(folder: Path, step: int, state: dict[str, Any], keep: int = 2) -> Path:
@@ -25,7 +39,7 @@ def save_checkpoint(folder: Path, step: int, state: dict[str, Any], keep: int = 
         leftover.unlink()
     path = folder / f"step_{step:06d}.pt"
     try:
-        replace_file(path, lambda file: torch.save(state, file))
+        replace_file(path, lambda file: write_with_checksum(state, file))
     except (OSError, RuntimeError) as error:
         # torch turns a failed write into a RuntimeError about file positions; the reason is the OSError below it.
         reason = error.__context__ if isinstance(error.__context__, OSError) else error
@@ -53,24 +67,96 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted((path for path in steps if steps[path]), key=lambda path: int(steps[path][1]), reverse=True)
 
 
-def load_checkpoint(path: Path, map_location: str | torch.device = "cpu") -> dict[str, Any]:
-    """Return the state that was saved. Nothing in the file can run code.
+class Checksummed:
+    """A file to write to that keeps the CRC-32 of what was written."""
 
-    Raise ValueError naming the file when it is damaged (the checksums of the data are compared, which torch.load does
-    not do) or when it holds other than plain data.
+    def __init__(self, file: BinaryIO):
+        self.file, self.crc, self.flush = file, 0, file.flush
+
+    def write(self, data: bytes | memoryview) -> int:
+        self.crc = zlib.crc32(data, self.crc)
+        return self.file.write(data)
+
+
+def write_with_checksum(state: dict[str, Any], file: BinaryIO):
+    """Write what torch.save writes, and behind it a line with the CRC-32 of all of it.
+
+    torch.save gives each tensor a CRC-32 of its own; those leave out the archive's index, names and padding, where a
+    flipped bit can change what is loaded. torch.load and zip programs take a file with such a line as they do others.
     """
-    try:
+    checksummed = Checksummed(file)
+    torch.save(state, checksummed)
+    file.write(f"crc32 {checksummed.crc:08x}\n".encode())
+
+
+def has_checksum(path: Path) -> bool:
+    """Return whether the file does not end where its archive does: those of older versions do."""
+    signature, size = ARCHIVE_END
+    with open(path, "rb") as file:
+        file.seek(max(0, os.path.getsize(path) - size))
+        return file.read(len(signature)) != signature
+
+
+def check_bytes(path: Path):
+    """Raise BadZipFile when a checkpoint is not what was written. One without our line, of an older version, has the
+    checksums of its tensors and its pickle compared, as zip keeps them."""
+    if not has_checksum(path):
         with zipfile.ZipFile(path) as archive:
             if (damaged := archive.testzip()) is not None:
                 raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
+        return
+    left, crc = max(0, os.path.getsize(path) - CHECKSUM_BYTES), 0
+    with open(path, "rb") as file:
+        while data := file.read(min(left, 2**20)):
+            crc, left = zlib.crc32(data, crc), left - len(data)
+        if file.read() != f"crc32 {crc:08x}\n".encode():
+            raise zipfile.BadZipFile("wrong checksum of the file, or a part of it is missing")
+
+
+def load_checkpoint(path: Path, map_location: str | torch.device = "cpu") -> dict[str, Any]:
+    """Return the state that was saved. Nothing in the file can run code.
+
+    Raise DamagedCheckpoint, a ValueError that names the file, when a bit of it is another one than was written (the
+    checksums are compared, which torch.load does not do), ValueError when it holds other than plain data.
+    """
+    try:
+        check_bytes(path)
         return torch.load(path, map_location=map_location, weights_only=True)
     except FileNotFoundError:
         raise
     except pickle.UnpicklingError as error:
         raise ValueError(f"{path} holds more than tensors and plain data, so it is not loaded") from error
-    except Exception as error:  # a flipped byte in the archive's index comes out as almost any of them
-        reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{path} is damaged ({reason}): delete it to continue from the one before it") from error
+    except Exception as error:  # what a flipped byte in the index of an archive without our checksum comes out as
+        raise DamagedCheckpoint(path, f"{type(error).__name__}: {error}") from error
+
+
+def load_newest(folder: Path, world: World) -> tuple[Path | None, dict[str, Any], dict[Path, str]]:
+    """Return the newest checkpoint that every rank finds whole (None where the folder has none), its state, and those
+    newer that are damaged, with the reason. All ranks call this.
+
+    Raise ValueError, or end all ranks (see fail_together), when there are checkpoints and none of them can be loaded.
+    """
+    damaged = {}
+    for path in list_checkpoints(folder):
+        state = reason = None
+        with fail_together(world):
+            try:
+                state = load_checkpoint(path)
+            except DamagedCheckpoint as error:
+                reason = error.reason
+        reasons = [other for other in gather(world, reason) if other is not None]
+        if not reasons:
+            return path, state, damaged
+        damaged[path] = reasons[0]
+    with fail_together(world):
+        for path, reason in damaged.items():
+            raise DamagedCheckpoint(path, reason)
+    return None, {}, {}
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint, so that it does not count as one any more; return its new path."""
+    return path.rename(path.with_name(path.name + ".damaged"))
 
 
 def check_same_run(path: Path, state: dict, config: dict, fingerprint: str, may_differ: Iterable[str]):

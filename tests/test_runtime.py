@@ -2,11 +2,14 @@
 
 import json
 import os
+import random
 import re
 import resource
 import subprocess
 import sys
 import warnings
+import zipfile
+import zlib
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,7 +18,16 @@ import torch
 import torch.distributed as dist
 
 from files import append, replace_file, to_json
-from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint, space_needed
+from runtime.checkpoint import (
+    DamagedCheckpoint,
+    has_checksum,
+    latest_checkpoint,
+    load_checkpoint,
+    load_newest,
+    save_checkpoint,
+    set_aside,
+    space_needed,
+)
 from runtime.device import cuda_failure, gpu_files, peak_flops, published_peak, unused_gpu
 from runtime.metrics import Metrics, flatten, read_metrics
 from runtime.processes import fail_together, start_processes
@@ -23,6 +35,7 @@ from runtime.run_folder import RunFolder, format_bytes, git_commit
 
 REPOSITORY = Path(__file__).parents[1]
 CPU = torch.device("cpu")
+CORRUPTION = (13, "flipped bits in checkpoints and in the memory of a rank are found")
 
 
 def python(*arguments, **variables):
@@ -409,6 +422,61 @@ def test_a_flipped_bit_in_the_weights_is_named(tmp_path):
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"step_000003\.pt is damaged .*checksum"):
         load_checkpoint(path)
+
+
+STATE = dict(step=3, model=dict(a=torch.arange(50.0), b=torch.ones(5, 5)), config=dict(name="x", lr=0.1), rng=[b"ab"])
+
+
+@pytest.mark.promise(*CORRUPTION)
+def test_a_flipped_bit_anywhere_in_a_checkpoint_is_found(faults, long, tmp_path):
+    """In the data, the pickle, the archive's headers, index and padding, and the checksum itself; the archive's own
+    checksums miss four of ten, one of which comes out as another state."""
+    path = save_checkpoint(tmp_path, 3, STATE)
+    content, rng = bytearray(path.read_bytes()), random.Random(4)
+    for place in range(len(content)) if long else rng.sample(range(len(content)), 300):
+        for bit in range(8) if long else [rng.randrange(8)]:
+            with faults("flipped bit in a checkpoint"):
+                content[place] ^= 1 << bit
+                path.write_bytes(content)
+                with pytest.raises(DamagedCheckpoint, match=r"step_000003\.pt is damaged"):
+                    load_checkpoint(path)
+                content[place] ^= 1 << bit
+    path.write_bytes(content)
+    assert load_checkpoint(path)["config"] == STATE["config"]
+
+
+def test_a_checkpoint_is_an_archive_as_torch_and_zip_know_them_and_a_line(tmp_path):
+    path = save_checkpoint(tmp_path, 3, STATE)
+    archive, line = path.read_bytes()[:-15], path.read_bytes()[-15:]
+    assert line == b"crc32 %08x\n" % zlib.crc32(archive) and zipfile.ZipFile(path).testzip() is None
+    torch.testing.assert_close(torch.load(path)["model"], STATE["model"], rtol=0, atol=0)
+
+
+def test_a_checkpoint_of_before_there_were_such_lines_still_loads(tmp_path):
+    path = save_checkpoint(tmp_path, 3, STATE)
+    assert has_checksum(path)
+    torch.save(STATE, path)
+    assert not has_checksum(path) and load_checkpoint(path)["rng"] == STATE["rng"]
+    content = bytearray(path.read_bytes())
+    content[content.index(STATE["model"]["a"].numpy().tobytes()) + 77] ^= 4
+    path.write_bytes(content)
+    with pytest.raises(DamagedCheckpoint, match="wrong checksum of .*data/0"):
+        load_checkpoint(path)
+
+
+def test_the_newest_that_is_whole_is_taken(alone, tmp_path):
+    world = start_processes("cpu")
+    assert load_newest(tmp_path, world) == (None, {}, {})
+    first, second, third = (save_checkpoint(tmp_path, step, dict(step=step), keep=3) for step in (1, 2, 3))
+    second.write_bytes(second.read_bytes()[:-1])
+    assert load_newest(tmp_path, world) == (third, dict(step=3), {})
+    third.write_bytes(b"")
+    path, state, damaged = load_newest(tmp_path, world)
+    assert (path, state, [*damaged]) == (first, dict(step=1), [third, second])
+    assert set_aside(third).name == "step_000003.pt.damaged" and latest_checkpoint(tmp_path) == second
+    first.unlink()
+    with pytest.raises(DamagedCheckpoint, match=r"step_000002\.pt is damaged"):
+        load_newest(tmp_path, world)
 
 
 class Malicious:
