@@ -42,9 +42,10 @@ from runtime.build import (
 from runtime.checkpoint import (
     check_same_run,
     checkpoint_errors,
-    latest_checkpoint,
-    load_checkpoint,
+    has_checksum,
+    load_newest,
     save_checkpoint,
+    set_aside,
     space_needed,
 )
 from runtime.device import choose_compile, peak_flops, rng_state, set_rng_state
@@ -60,6 +61,7 @@ from runtime.processes import (
     stop_processes,
 )
 from runtime.progress import Progress
+from runtime.replicas import require_same_parameters
 from runtime.run_folder import RunFolder
 from runtime.run_log import RunLog
 from runtime.signals import StopRequest
@@ -97,8 +99,8 @@ def train(stop: StopRequest):
                 stop.mark = folder.mark_interrupted
 
         # ---- resume --------------------------------------------------------------------------------------------------
+        progress, words, damaged = resume(config, world, model, optimizers, path, data["train"])
         with fail_together(world):
-            progress = resume(config, world, model, optimizers, path, data["train"])
             if config.method_at(progress.step) != config.method:
                 plan, val_plans = start_method(config, model, world, progress.step)
         if (path / "summary.json").exists():
@@ -119,8 +121,12 @@ def train(stop: StopRequest):
         the_run = dict(config=config, world=world, model=model, data=data, folder=folder)
         explain = functools.partial(explain_step, **the_run, load_from=load_from)
         with fail_together(world):
+            for checkpoint in damaged if world.is_main else ():
+                set_aside(checkpoint)
             log = RunLog(config, world, folder, progress, peak=peak_flops(world.device, dtype), explain=explain)
     log.begin(data, len(train_text), model, plan, micro_batch, compile_note)
+    for line in words:
+        log.print(line)
 
     compile_run = functools.partial(compile_models, config, world, model, optimizers, compiled, micro_batch)
     training_model, validation_model = compile_run(plan, progress.step)
@@ -141,15 +147,18 @@ def train(stop: StopRequest):
                 log.method_started(step, plan, model)
             passes = {} if stopping or step == progress.validated else validation_plan(config, step)
             save_now = step > first and config.save_every and step % config.save_every == 0
-            if passes or save_now or stopping:
+            compare_now = config.compare_every and step % config.compare_every == 0
+            if passes or save_now or stopping or compare_now:
                 log.flush()
+            if passes or compare_now:
+                require_same_parameters(optimizers, world, step)
             if passes:
                 stopping = not validate(validation, passes, log, stop)
             if step > first and (save_now or stopping):
                 save(progress, config, world, model, optimizers, data, folder)
             if stopping:
                 break
-            if passes or save_now:
+            if passes or save_now or compare_now:
                 log.restart_clock()
 
             stop.can_save = True  # from here on there is something to save
@@ -214,13 +223,16 @@ def open_text(config: Config) -> tuple[TokenStream, TokenStream, dict]:
     return train_text, val_text, data
 
 
-def resume(config: Config, world: World, model: GPT, optimizers: Optimizers, path: Path, fingerprint: str) -> Progress:
-    """Load the latest checkpoint of the run folder, if there is one. Raise ValueError for one of another run."""
-    checkpoint = latest_checkpoint(path / "checkpoints")
+def resume(
+    config: Config, world: World, model: GPT, optimizers: Optimizers, path: Path, fingerprint: str
+) -> tuple[Progress, list[str], list[Path]]:
+    """Load the newest checkpoint of the run folder that is whole, if there is one. Return how far it is, what to say of
+    it, and newer ones that are damaged. Raise ValueError for one of another run."""
+    checkpoint, state, damaged = load_newest(path / "checkpoints", world)
     if checkpoint is None:
-        return Progress()
-    state = load_checkpoint(checkpoint)
-    with checkpoint_errors(checkpoint):
+        return Progress(), [], []
+    words = [f"{bad} is damaged ({why}): {checkpoint.name} is taken instead" for bad, why in damaged.items()]
+    with fail_together(world), checkpoint_errors(checkpoint):
         if not config.force:
             theirs = state | dict(config=config_of(state["config"]).to_dict())
             check_same_run(checkpoint, theirs, config.to_dict(), fingerprint, may_differ=NOT_MATHEMATICS)
@@ -229,7 +241,9 @@ def resume(config: Config, world: World, model: GPT, optimizers: Optimizers, pat
         optimizers.load_parameters()
         optimizers.load_state_dict(state["optimizers"])
         restore_rng(progress, world)
-    return progress
+        if not has_checksum(checkpoint):
+            words.append(f"{checkpoint} is of an older version: only the checksums of its tensors could be compared")
+    return progress, words, [*damaged]
 
 
 def restore_rng(progress: Progress, world: World):
@@ -246,6 +260,7 @@ def save(
     data: dict,
     folder: RunFolder | None,
 ):
+    require_same_parameters(optimizers, world, progress.step)
     progress.rng = gather(world, rng_state())
     state = dict(optimizers=optimizers.state_dict())  # gathered from all processes
     if folder is not None:

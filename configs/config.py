@@ -159,6 +159,9 @@ class Config:
     """Steps between checkpoints; 0: only at the end."""
     keep: int = setting(2, at_least=1, mathematics=False)
     """Checkpoints kept."""
+    compare_every: int = setting(0, at_least=0, mathematics=False)
+    """Steps between comparisons of the processes' weights, which are made at each validation and before each checkpoint
+    too; 0: only there."""
 
     def __post_init__(self):
         check_fields(self)

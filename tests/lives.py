@@ -149,6 +149,13 @@ def install(fault):
         module.append = staged(name, module.append)
     train_gpt.train_step = staged("step", train_gpt.train_step)
     validation.Validation.losses = staged("validation", validation.Validation.losses)
+    compare = train_gpt.require_same_parameters
+
+    def compared(optimizers, *rest):
+        install.optimizers = optimizers
+        return within("comparison", lambda: compare(optimizers, *rest))
+
+    train_gpt.require_same_parameters = compared
     entered = 0
 
     def within(name, function):
@@ -208,6 +215,14 @@ def poison(value):
     return do
 
 
+def flip(fault):
+    """One bit of the weights."""
+    import torch
+
+    parameter = install.optimizers.all_buckets()[fault["bucket"]].params[0]
+    parameter.detach().view(torch.int32).flatten()[fault["bit"]] ^= 1 << fault["bit"]
+
+
 def fill_disk(fault):
     """But for some bytes."""
     with open(Path(fault["disk"]) / "filler", "ab", buffering=0) as file:
@@ -235,6 +250,7 @@ ACTIONS = dict(
     nan=poison("nan"),
     inf=poison("inf"),
     gradient=poison("gradient"),
+    flip=flip,
     full=fill_disk,
     read_only=make_read_only,
 )

@@ -52,7 +52,7 @@ GOOD = dict(
     val_every=one_of(0, 1, 2, 1000), val_profile=one_of("paper", "fast"), device=one_of("cpu", "auto"),
     dtype=one_of("auto", "float32", "bfloat16"), compile=st.just("off"),
     attention_backend=one_of("auto", "auto", "auto", "cpu", "blocks", "sdpa"), context_parallel=st.just(1),
-    save_every=one_of(0, 1, 2, 1000), keep=one_of(1, 2, 50),
+    save_every=one_of(0, 1, 2, 1000), keep=one_of(1, 2, 50), compare_every=one_of(0, 0, 1, 2),
 )  # fmt: skip
 
 # What makes a run together: these fields are drawn at once.

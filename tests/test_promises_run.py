@@ -29,6 +29,7 @@ NONFINITE = (7, "a step that is not finite changes no weight")
 RANKS = (8, "a rank that dies or hangs is named, and torchrun's restart goes on")
 LONG = (11, "memory, files and time of a step do not grow")
 LOCK = (12, "a run folder has one user")
+CORRUPTION = (13, "flipped bits in checkpoints and in the memory of a rank are found")
 
 
 @pytest.fixture(scope="module")
@@ -503,6 +504,50 @@ def test_torchruns_restart_goes_on_by_itself(data, undisturbed, faults, tmp_path
         code, said, _ = on_two_ranks(words, faulty, "--max-restarts=2")
         assert code == 0, said
         assert_close_run(tmp_path / "run", undisturbed)
+
+
+# ---- flipped bits ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.promise(*CORRUPTION)
+def test_of_a_damaged_checkpoint_the_one_before_is_taken(data, undisturbed, lives, faults, long, tmp_path):
+    rng = random.Random(3)
+    words = arguments(data, tmp_path / "killed", resume="auto")
+    assert lives.live(words, tmp_path / "output", at("step", 13))[0] == -signal.SIGKILL
+    for number in range(30 if long else 3):
+        damage = ("flipped bit", "flipped bit", "cut off")[number % 3]
+        with faults(f"{damage} in the newest checkpoint of a run"):
+            runs = tmp_path / str(number)
+            shutil.copytree(tmp_path / "killed", runs)
+            newest = runs / "run/checkpoints/step_000010.pt"
+            content = bytearray(newest.read_bytes())
+            place = rng.randrange(len(content))
+            content[place] ^= 1 << rng.randrange(8)
+            newest.write_bytes(content[:place] if damage == "cut off" else content)
+            code, said = lives.live(arguments(data, runs, resume="auto"), tmp_path / "output")
+            assert code == 0 and "resumed at step 5" in said, said
+            log = (runs / "run/log.txt").read_text()
+            for text in (said, log):
+                assert re.search(r"step_000010\.pt is damaged \(.*\): step_000005\.pt is taken instead", text), text
+            assert (runs / "run/checkpoints/step_000010.pt.damaged").exists()
+            assert_same_run(runs / "run", undisturbed)
+
+
+@pytest.mark.promise(*CORRUPTION)
+def test_a_rank_with_other_weights_ends_the_job_and_is_named(data, undisturbed, faults, long, tmp_path):
+    """Before the validation after step 10, or between it and the checkpoint; then the run goes on from step 5."""
+    rng = random.Random(6)
+    for rank, count in ((0, 4), (1, 5)) if long else ((1, 5),):
+        with faults("flipped bit in the weights of a rank of a run"):
+            runs = tmp_path / str(rank)
+            fault = at("comparison", count, "flip", rank=rank, bucket=rng.randrange(4), bit=rng.randrange(31))
+            code, said, _ = on_two_ranks(arguments(data, runs), fault)
+            (line,) = [line for line in said.splitlines() if "error: " in line]
+            assert code == 1 and f"step 10: the weights of rank {rank} on " in line, said
+            assert latest_checkpoint(runs / "run/checkpoints").name == "step_000005.pt"
+            code, said, _ = on_two_ranks(arguments(data, runs, resume="auto"), {})
+            assert code == 0 and "resumed at step 5" in said, said
+            assert_close_run(runs / "run", undisturbed)
 
 
 # ---- long runs -------------------------------------------------------------------------------------------------------
