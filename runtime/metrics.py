@@ -76,6 +76,7 @@ def start_wandb(
     refuse_link(folder / "wandb" / "cache")  # wandb makes all else there anew
     # Even an offline run reports to wandb's makers unless told not to (seen in wandb 0.31).
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    os.environ.setdefault("WANDB_FINISH_TIMEOUT", "300")  # seconds at the end; else a lost network keeps it for ever
     os.environ.setdefault("WANDB_CACHE_DIR", str(folder / "wandb" / "cache"))  # its logs, or else in HOME or /tmp
     import wandb
 
@@ -83,8 +84,20 @@ def start_wandb(
         if mode == "online" and not wandb.login(prompt=False):
             mode = "offline"
             log(f"wandb: no API key, so offline; later: wandb login && wandb sync {folder}/wandb/offline-run-*")
-        run = wandb.init(mode=mode, dir=folder, id=run_id, resume="allow", **options)
+        settings = wandb.Settings(finish_timeout_raises=True)
+        run = wandb.init(mode=mode, dir=folder, id=run_id, resume="allow", settings=settings, **options)
     except wandb.Error as error:
         raise ValueError(f"wandb did not start: {error} (offline or off needs no connection)") from error
     run.define_metric("*", step_metric="tokens")
     return run
+
+
+def finish_wandb(run: Any, log: Callable[[str], None] = print):
+    """End the mirror, a wandb.Run. What has not arrived when WANDB_FINISH_TIMEOUT, in seconds, is over stays on the
+    disk, with one line to `log` that says how to bring it up."""
+    folder = Path(run.settings.sync_dir)
+    try:
+        run.finish()
+    except TimeoutError:
+        later = f"wandb sync --no-skip-online {folder}"  # without the option it leaves out runs that were online
+        log(f"wandb: not all of the record has arrived there, but it is complete here; later: {later}")

@@ -19,7 +19,7 @@ from model.gpt import GPT, Plans
 from runtime.device import AsyncScalars, device_name, peak_memory
 from runtime.dtype import explain_dtype
 from runtime.flops import training_flops_per_token, validation_share
-from runtime.metrics import Metrics, start_wandb
+from runtime.metrics import Metrics, finish_wandb, start_wandb
 from runtime.processes import World, fail_together
 from runtime.progress import Progress
 from runtime.run_folder import RunFolder
@@ -218,7 +218,7 @@ class RunLog:
         self._bar.close()
         if self.folder is not None:
             if self.metrics.wandb:
-                self.metrics.wandb.finish()
+                finish_wandb(self.metrics.wandb, log=self.print)
             self.folder.close()
 
 
