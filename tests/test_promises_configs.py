@@ -9,11 +9,18 @@ import os
 import random
 import re
 import shutil
+import signal
+import sys
+import tempfile
+import traceback
+import warnings
 from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
+import torch._dynamo  # here once, or else in every process by its optimizers
+import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_methods import NAMES
@@ -28,6 +35,7 @@ from runtime.metrics import read_metrics
 
 pytestmark = pytest.mark.promise(10, "every config trains or is refused")
 
+EXIT = os._exit  # which a fixture below changes
 FIELDS_OF_A_RUN = FIELDS_OF_A_RUN | dict(data_dir="data", resume="never", steps=2, cooldown_steps=0)
 FIELDS = [field.name for field in dataclasses.fields(Config)]
 def one_of(*values):
@@ -41,6 +49,7 @@ GOOD = dict(
     group=one_of("", "sweep", "a/b"), wandb=st.just("off"), wandb_project=one_of("p", ""),
     method=one_of(*NAMES), validate_as=one_of((), (), (), (), ("yarn",), ("rope_ntk", "yarn"), ("logn_ntk",)),
     switch_method_at=one_of(0, 0, 0, 0, 0, 0.5), switch_method_to=st.just("nope"),
+    switch_warmup_steps=one_of(0, 0, 0, 0, 0, 1),
     length_scale=one_of(1.0, 0.0625, 1e-9, 1e9), vocab_size=st.integers(64, 100),
     num_layers=st.integers(1, 3), data_dir=st.just("data"), micro_batch_tokens=st.integers(1, 300),
     steps=one_of(2, 2, 2, 1, 3), schedule=one_of("constant_linear", "cosine", "trapezoid"),
@@ -78,11 +87,14 @@ STRAY = [["stray"], ["--stpes", "3"], ["--steps"], ["--help-me"], ["--"], ["--=3
 
 
 @st.composite
-def shapes(draw):
-    heads, length = draw(st.integers(1, 4)), draw(one_of(1, 2, 7, 16, 64))
+def shapes(draw, processes=1):
+    """Of several processes, mostly such that can be divided among them."""
+    whole = draw(one_of(processes, processes, 1))
+    heads, length = draw(st.integers(1, 4)) * whole, draw(one_of(1, 2, 7, 16, 64)) * whole
     head_dim = draw(one_of(4, 8, 16, 4, 8, 16, 1, 2, 3, 6))
     lengths = draw(st.lists(one_of(length, 1, 3, 8, 16, 48, 64), min_size=1, max_size=3, unique=True))
-    batch_tokens, val_tokens = length * draw(st.integers(1, 5)), math.lcm(*lengths) * draw(st.integers(1, 4))
+    lengths = list(dict.fromkeys(n * whole if n % whole else n for n in lengths))
+    batch_tokens, val_tokens = length * draw(st.integers(1, 5)) * whole, math.lcm(*lengths) * draw(st.integers(1, 4))
     return dict(num_heads=heads, model_dim=heads * head_dim, train_length=length, batch_tokens=batch_tokens,
                 val_lengths=tuple(lengths), val_tokens=val_tokens)  # fmt: skip
 
@@ -101,9 +113,9 @@ def option_values(parameter):
 
 
 @st.composite
-def command_lines(draw, **fixed):
+def command_lines(draw, processes=1, **fixed):
     """Words for train_gpt.py: a good configuration in which, half of the time, something may be wrong."""
-    values = draw(shapes()) | {field: draw(values) for field, values in GOOD.items()} | fixed
+    values = draw(shapes(processes)) | {field: draw(values) for field, values in GOOD.items()} | fixed
     known = method_options(values["method"])
     chosen = draw(st.lists(one_of(*known), max_size=3, unique=True)) if known else []
     wrong = draw(st.booleans())
@@ -145,16 +157,59 @@ def exit_like_a_process(code):
     raise SystemExit(code)
 
 
-def outcome_of(words: list[str], place: Path) -> str:
-    """trained, refused, or stopped at a step that is not finite; anything else is an AssertionError."""
-    before = {path for path in place.rglob("*")}
-    said, code = io.StringIO(), 0
+def run_here(words: list[str]) -> tuple[int, str]:
+    """Its exit code, and what it says of errors."""
+    said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
             here(train_gpt.main, *words)
     except SystemExit as exit:
-        code = exit.code
-    error, new = said.getvalue(), {path for path in place.rglob("*")} - before
+        return exit.code, said.getvalue()
+    return 0, said.getvalue()
+
+
+def run_on_two(words: list[str]) -> tuple[int, str]:
+    """The same of two processes, forked from this one, which end with the same code; what both say is one time here."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    place = dict(MASTER_ADDR="localhost", MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True")
+    children, said = [], [tempfile.TemporaryFile("w+") for _ in range(2)]
+    for rank in range(2):
+        if pid := os.fork():
+            children.append(pid)
+            continue
+        code = 1
+        try:
+            torch.set_num_threads(1)
+            os.environ.update(place, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+            sys.stdout, sys.stderr = open(os.devnull, "w"), said[rank]
+            for descriptor in (1, 2):  # PyTorch's own warnings
+                os.dup2(sys.stdout.fileno(), descriptor)
+            warnings.simplefilter("ignore")
+            signal.alarm(120)  # for one that waits for ever
+            code = 0
+            here(train_gpt.main, *words)
+        except SystemExit as exit:
+            code = exit.code
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        finally:
+            said[rank].flush()
+            EXIT(code)
+    codes = {os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children}
+    lines = {}
+    for file in said:
+        file.seek(0)
+        lines |= dict.fromkeys(file.read().splitlines(keepends=True))
+    assert len(codes) == 1, f"exit codes {codes}: {''.join(lines)}"
+    return codes.pop(), "".join(lines)
+
+
+def outcome_of(words: list[str], place: Path, run=run_here) -> str:
+    """trained, refused, or stopped at a step that is not finite; anything else is an AssertionError."""
+    before = {path for path in place.rglob("*")}
+    code, error = run(words)
+    new = {path for path in place.rglob("*")} - before
     try:
         if code == 0:
             folder = next(path.parent for path in new if path.name == "summary.json")
@@ -163,10 +218,9 @@ def outcome_of(words: list[str], place: Path) -> str:
             assert [r["step"] for r in records if "lr" in r] == [*range(1, steps + 1)]
             for r in records:
                 assert None not in [*r.get("val_loss", {}).values(), *r.get("scores_std", [])]
-            with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-                assert again(words) == (None if "auto" in words[words.index("--resume") + 1] else 2)
+            assert run(words)[0] == (0 if "auto" in words[words.index("--resume") + 1] else 2)
             return "trained"
-        assert code == 2, f"exit code {code}"
+        assert code == 2, f"exit code {code}: {error}"
         assert re.fullmatch(r"error: [^\n]+\n", error), error
         if re.match(r"error: step \d+: ", error):
             dumped = any(path.name.startswith("nonfinite_") for path in new)
@@ -179,22 +233,15 @@ def outcome_of(words: list[str], place: Path) -> str:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-def again(words) -> int | None:
-    try:
-        here(train_gpt.main, *words)
-    except SystemExit as exit:
-        return exit.code
-
-
-def try_configs(command_lines, place, faults, count, seed=None):
+def try_configs(command_lines, place, faults, count, seed=None, run=run_here, kind="configs"):
     outcomes = dict(trained=0, refused=0, stopped=0)
 
     @settings(max_examples=count, derandomize=seed is None, database=None, deadline=None, print_blob=True,
               suppress_health_check=list(HealthCheck))  # fmt: skip
     @given(command_lines)
     def each(words):
-        with faults("configs"):
-            outcomes[outcome_of(words, place)] += 1
+        with faults(kind):
+            outcomes[outcome_of(words, place, run)] += 1
 
     if seed is not None:
         print(f"hypothesis seed {seed}")  # which pytest shows when it fails
@@ -255,6 +302,17 @@ def test_every_config_trains_or_is_refused_in_one_line(place, faults, long):
     outcomes = try_configs(command_lines(), place, faults, count, seed)
     faults.figures.append(f"of {sum(outcomes.values())} configs " + ", ".join(f"{n} {k}" for k, n in outcomes.items()))
     assert outcomes["trained"] > 0 and outcomes["refused"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", [1, 2])
+def test_so_it_does_on_two_processes(shared, place, faults, long):
+    """Each with sequences of its own, or two that share theirs."""
+    count, seed = (50, random.randrange(2**32)) if long else (5, None)
+    lines, kind = command_lines(2, timeout=600, context_parallel=shared), f"configs on 2 processes, {shared} a sequence"
+    outcomes = try_configs(lines, place, faults, count, seed, run_on_two, kind)
+    faults.figures.append(f"of {count} {kind} " + ", ".join(f"{n} {k}" for k, n in outcomes.items()))
+    assert not long or outcomes["trained"] > 0
 
 
 @pytest.mark.slow
