@@ -6,11 +6,13 @@ import re
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from errors import require
 from files import replace_file
@@ -68,24 +70,34 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 class Checksummed:
-    """A file to write to that keeps the CRC-32 of what was written."""
+    """A file to write to that keeps the CRC-32 of what was written, computed while it is being written."""
 
-    def __init__(self, file: BinaryIO):
-        self.file, self.crc, self.flush = file, 0, file.flush
+    def __init__(self, file: BinaryIO, thread: ThreadPoolExecutor):
+        self.file, self.thread, self.crc, self.flush = file, thread, 0, file.flush
 
     def write(self, data: bytes | memoryview) -> int:
-        self.crc = zlib.crc32(data, self.crc)
-        return self.file.write(data)
+        crc = self.thread.submit(zlib.crc32, data, self.crc)
+        try:
+            return self.file.write(data)
+        finally:
+            self.crc = crc.result()
 
 
 def write_with_checksum(state: dict[str, Any], file: BinaryIO):
-    """Write what torch.save writes, and behind it a line with the CRC-32 of all of it.
+    """Write what torch.save writes, and behind it a line with the CRC-32 of all of it, which torch.load passes over.
 
-    torch.save gives each tensor a CRC-32 of its own; those leave out the archive's index, names and padding, where a
-    flipped bit can change what is loaded. torch.load and zip programs take a file with such a line as they do others.
+    The checksums that the archive itself has leave out its index, where a flipped bit can change what is loaded. As
+    they take as long as all the writing, torch.save is told to do without (zip programs that test the file then
+    complain, and so do versions of this program from before there was such a line).
     """
-    checksummed = Checksummed(file)
-    torch.save(state, checksummed)
+    before = get_crc32_options()
+    with ThreadPoolExecutor(1) as thread:
+        checksummed = Checksummed(file, thread)
+        set_crc32_options(False)
+        try:
+            torch.save(state, checksummed)
+        finally:
+            set_crc32_options(before)
     file.write(f"crc32 {checksummed.crc:08x}\n".encode())
 
 

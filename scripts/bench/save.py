@@ -1,0 +1,100 @@
+"""Measure what checkpoints cost: saved on this machine at their full size, against the steps between two of them.
+
+    python -m scripts.bench save                                   mini and the paper's presets
+    python -m scripts.bench save gpt_304m_4k --folder /scratch
+
+What is saved has the shapes of the preset's parameters and optimizer state, and random numbers in it. The seconds of a
+step are those of `python -m scripts.bench project` for so many GPUs, which are computed.
+"""
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from configs.config import Config
+from configs.presets import preset
+from errors import require
+from runtime.build import checkpoint_bytes
+from runtime.checkpoint import load_checkpoint, save_checkpoint
+from runtime.device import PEAK_BF16_FLOPS
+from runtime.flops import training_flops_per_token
+from runtime.replicas import checksum
+from runtime.run_folder import check_space
+from scripts.bench.project import build_optimizers_of
+from scripts.bench.protocol import Report
+from scripts.shared.tables import markdown_table
+
+HOW_TO_READ = """\
+save: a whole checkpoint, with its checksum, until the disk has it; load: with the checksum compared, the file still
+in the machine's memory; compare: the checksum of all parameters, which is made before each checkpoint and at each
+validation. Medians of {rounds}, {low} to {high} of the median in all. Step: computed, {gpus} {gpu} at {mfu:.0%} of
+their peak. Share: of the time of save_every steps that a save and a comparison here would take, all GPUs waiting.
+Not in it: what is copied from a GPU, at some 10 GB/s, and what the GPUs send each other, at some 100 GB/s."""
+
+
+def add_arguments(parser: argparse.ArgumentParser):
+    parser.add_argument("presets", nargs="*", default=["mini", "gpt_162m_4k", "gpt_304m_4k"], metavar="PRESET")
+    parser.add_argument("--folder", type=Path, default=None, help="the disk to measure (the one of temporary files)")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="saves of each (3)")
+    parser.add_argument("--gpus", type=int, default=8, metavar="N", help="that train (8)")
+    parser.add_argument("--gpu", default="H200", choices=PEAK_BF16_FLOPS, metavar="NAME", help="whose peak (H200)")
+    parser.add_argument("--mfu", type=float, default=0.45, help="assumed share of that peak (0.45)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="also write FOLDER/cpu_save.md and .json")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Report the table and return 0. Raise ValueError or OSError for what cannot be."""
+    require(args.rounds > 0 and args.gpus > 0 and 0 < args.mfu <= 1, "rounds and gpus must be positive, mfu in (0, 1]")
+    configs = {name: preset(name) for name in args.presets}
+    report = Report(args.out, "save", torch.device("cpu"), rows=[])
+    head = ["preset", "GB", "save s", "load s", "compare s", "step s", "steps between", "share"]
+    table, spread = [head], []
+    for name, config in configs.items():
+        seconds = measure(config, args.folder, args.rounds)
+        medians = {key: sorted(values)[len(values) // 2] for key, values in seconds.items()}
+        spread += [value / medians[key] for key, values in seconds.items() for value in values]
+        step = config.batch_tokens * training_flops_per_token(config) / PEAK_BF16_FLOPS[args.gpu] / args.mfu / args.gpus
+        cost = medians["save"] + medians["compare"]
+        share = cost / (config.save_every * step) if config.save_every else 0  # only at the end
+        report.record["rows"].append(dict(preset=name, bytes=size_of(config), step=step, share=share, **seconds))
+        times = [f"{medians[key]:.3f}" for key in ("save", "load", "compare")]
+        every = str(config.save_every) if config.save_every else "only at the end"
+        table.append([name, f"{size_of(config) / 1e9:.3f}", *times, f"{step:.4f}", every, f"{share:.2%}"])
+    words = HOW_TO_READ.format(low=f"{min(spread):.2f}", high=f"{max(spread):.2f} times", **vars(args))
+    report.add(f"# What a checkpoint costs\n\n{report.provenance}\n\n{words}")
+    report.add(markdown_table(table))
+    return 0
+
+
+def size_of(config: Config) -> int:
+    """Return the bytes of parameters and optimizer state."""
+    return checkpoint_bytes(build_optimizers_of(config, 1))
+
+
+def measure(config: Config, folder: Path | None, rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of each save, load and comparison."""
+    optimizers = build_optimizers_of(config, 1)
+    parameters, state = [], {}
+    for name, group in optimizers.groups.items():
+        shapes = [(p.shape, p.dtype) for p in group.params]
+        parameters += [torch.rand(shape).to(dtype) for shape, dtype in shapes]
+        moments = 1 if name == "matrices" else 2
+        state[name] = [torch.rand(shape).to(dtype) for shape, dtype in shapes for _ in range(moments)]
+    seconds = dict(save=[], load=[], compare=[])
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        check_space(Path(place), 2 * size_of(config))
+        for step in range(rounds):
+            began = time.perf_counter()
+            path = save_checkpoint(Path(place), step, dict(model=parameters, optimizers=state), keep=1)
+            saved = time.perf_counter()
+            load_checkpoint(path)
+            loaded = time.perf_counter()
+            for parameter in parameters:
+                checksum(parameter).item()
+            for key, start, end in (("save", began, saved), ("load", saved, loaded)):
+                seconds[key].append(end - start)
+            seconds["compare"].append(time.perf_counter() - loaded)
+    return seconds
