@@ -8,6 +8,7 @@ step are those of `python -m scripts.bench project` for so many GPUs, which are 
 """
 
 import argparse
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -28,10 +29,11 @@ from scripts.bench.protocol import Report
 from scripts.shared.tables import markdown_table
 
 HOW_TO_READ = """\
-save: a whole checkpoint, with its checksum, until the disk has it; load: with the checksum compared, the file still
-in the machine's memory; compare: the checksum of all parameters, which is made before each checkpoint and at each
-validation. Medians of {rounds}, {low} to {high} of the median in all. Step: computed, {gpus} {gpu} at {mfu:.0%} of
-their peak. Share: of the time of save_every steps that a save and a comparison here would take, all GPUs waiting.
+save: a whole checkpoint, with its checksum, until the disk has it, and the seconds of CPU in it; load: with the
+checksum compared, the file still in the machine's memory; compare: the checksum of all parameters, which is made before
+each checkpoint and at each validation. Medians of {rounds}, {low} to {high} of the median in all; the machine had a load
+of {load:.1f} on {cores} cores, which all but the seconds of CPU feel. Step: computed, {gpus} {gpu} at {mfu:.0%} of their
+peak. Share: of the time of save_every steps that a save and a comparison here would take, all GPUs waiting.
 Not in it: what is copied from a GPU, at some 10 GB/s, and what the GPUs send each other, at some 100 GB/s."""
 
 
@@ -50,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     require(args.rounds > 0 and args.gpus > 0 and 0 < args.mfu <= 1, "rounds and gpus must be positive, mfu in (0, 1]")
     configs = {name: preset(name) for name in args.presets}
     report = Report(args.out, "save", torch.device("cpu"), rows=[])
-    head = ["preset", "GB", "save s", "load s", "compare s", "step s", "steps between", "share"]
+    head = ["preset", "GB", "save s", "CPU s", "load s", "compare s", "step s", "steps between", "share"]
     table, spread = [head], []
     for name, config in configs.items():
         seconds = measure(config, args.folder, args.rounds)
@@ -60,10 +62,16 @@ def run(args: argparse.Namespace) -> int:
         cost = medians["save"] + medians["compare"]
         share = cost / (config.save_every * step) if config.save_every else 0  # only at the end
         report.record["rows"].append(dict(preset=name, bytes=size_of(config), step=step, share=share, **seconds))
-        times = [f"{medians[key]:.3f}" for key in ("save", "load", "compare")]
+        times = [f"{medians[key]:.3f}" for key in ("save", "cpu", "load", "compare")]
         every = str(config.save_every) if config.save_every else "only at the end"
         table.append([name, f"{size_of(config) / 1e9:.3f}", *times, f"{step:.4f}", every, f"{share:.2%}"])
-    words = HOW_TO_READ.format(low=f"{min(spread):.2f}", high=f"{max(spread):.2f} times", **vars(args))
+    words = HOW_TO_READ.format(
+        low=f"{min(spread):.2f}",
+        high=f"{max(spread):.2f} times",
+        load=os.getloadavg()[1],
+        cores=len(os.sched_getaffinity(0)),
+        **vars(args),
+    )
     report.add(f"# What a checkpoint costs\n\n{report.provenance}\n\n{words}")
     report.add(markdown_table(table))
     return 0
@@ -83,13 +91,14 @@ def measure(config: Config, folder: Path | None, rounds: int) -> dict[str, list[
         parameters += [torch.rand(shape).to(dtype) for shape, dtype in shapes]
         moments = 1 if name == "matrices" else 2
         state[name] = [torch.rand(shape).to(dtype) for shape, dtype in shapes for _ in range(moments)]
-    seconds = dict(save=[], load=[], compare=[])
+    seconds = dict(save=[], cpu=[], load=[], compare=[])
     with tempfile.TemporaryDirectory(dir=folder) as place:
         check_space(Path(place), 2 * size_of(config))
         for step in range(rounds):
-            began = time.perf_counter()
+            began, cpu = time.perf_counter(), time.process_time()
             path = save_checkpoint(Path(place), step, dict(model=parameters, optimizers=state), keep=1)
             saved = time.perf_counter()
+            seconds["cpu"].append(time.process_time() - cpu)
             load_checkpoint(path)
             loaded = time.perf_counter()
             for parameter in parameters:
