@@ -30,10 +30,11 @@ from scripts.shared.tables import markdown_table
 
 HOW_TO_READ = """\
 save: a whole checkpoint, with its checksum, until the disk has it, and the seconds of CPU in it; load: with the
-checksum compared, the file still in the machine's memory; compare: the checksum of all parameters, which is made before
-each checkpoint and at each validation. Medians of {rounds}, {low} to {high} of the median in all; the machine had a load
-of {load:.1f} on {cores} cores, which all but the seconds of CPU feel. Step: computed, {gpus} {gpu} at {mfu:.0%} of their
-peak. Share: of the time of save_every steps that a save and a comparison here would take, all GPUs waiting.
+checksum compared, the file still in the machine's memory; compare: the checksum of all parameters, which is made
+before each checkpoint and at each validation. Medians of {rounds}, {low} to {high} of the median in all. The machine
+had a load of {load:.1f} on {cores} cores, which all but the seconds of CPU feel. Step: computed, {gpus} {gpu} at
+{mfu:.0%} of their peak. Share: of the time of save_every steps that a save and a comparison here would take, all GPUs
+waiting for it.
 Not in it: what is copied from a GPU, at some 10 GB/s, and what the GPUs send each other, at some 100 GB/s."""
 
 
