@@ -155,7 +155,7 @@ OTHER = dict(
     muon_momentum=0.9, embedding_lr=0.2, head_lr=0.003, scalar_lr=0.003, adam_betas=(0.9, 0.99), adam_eps=1e-9,
     bf16_embedding=True, fp8_head=True, val_lengths=(4096,), val_tokens=65_536, val_every=250, val_profile="fast",
     device="cpu", dtype="bfloat16", compile="off", attention_backend="blocks", context_parallel=2, save_every=0,
-    keep=1,
+    keep=1, compare_every=10,
 )
 
 
@@ -215,7 +215,7 @@ NAN, INFINITY = float("nan"), float("inf")
     *((field, value) for field in ("vocab_size", "num_layers", "num_heads", "model_dim", "train_length", "batch_tokens",
                                    "micro_batch_tokens", "steps", "val_tokens", "keep") for value in (0, -1)),
     *((field, -1) for field in ("seed", "warmup_steps", "cooldown_steps", "val_every",
-                                "save_every")),
+                                "save_every", "compare_every")),
     *((field, value) for field in ("muon_lr", "embedding_lr", "head_lr", "scalar_lr", "adam_eps", "timeout")
       for value in (-0.1, NAN, INFINITY)),
     *(("length_scale", value) for value in (0.0, -1.0, NAN, INFINITY)),
