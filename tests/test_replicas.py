@@ -13,6 +13,7 @@ from torch.multiprocessing import start_processes
 
 from optim import sharded
 from optim.sharded import Optimizers
+from runtime.checkpoint import load_newest, save_checkpoint
 from runtime.processes import World
 from runtime.replicas import PIECE, checksum, differing_ranks
 
@@ -49,6 +50,17 @@ def work(rank, world, trials):
     return [*found, ([], differing_ranks(optimizers, here), "")]
 
 
+def newest_whole(rank, world, folder):
+    """The step from which this rank would go on, when the newest checkpoint is damaged as the last rank reads it."""
+    (own := folder / f"read by {rank} of {world}").mkdir()
+    for step in (1, 2):
+        path = save_checkpoint(own, step, dict(step=step))
+    if rank == world - 1:
+        path.write_bytes(path.read_bytes()[:-9])
+    path, state, damaged = load_newest(own, World(rank, rank, world, torch.device("cpu")))
+    return state["step"], [path.name for path in damaged]
+
+
 def worker(rank, folder, trials):
     torch.set_num_threads(1)
     for world, most in CASES:
@@ -57,6 +69,8 @@ def worker(rank, folder, trials):
             group = f"file://{folder}/group{world}.{most}"
             dist.init_process_group("gloo", init_method=group, rank=rank, world_size=world)
             torch.save(work(rank, world, trials), folder / f"{world}.{most}.{rank}.pt")
+            if most == 8:
+                torch.save(newest_whole(rank, world, folder), folder / f"newest.{world}.{rank}.pt")
             dist.barrier()
             dist.destroy_process_group()
 
@@ -66,7 +80,9 @@ def found(tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("gloo")
     trials = 300 if request.config.getoption("--long") else 12
     start_processes(worker, (folder, trials), nprocs=4, start_method=start_method())
-    return {case: [torch.load(folder / f"{case[0]}.{case[1]}.{rank}.pt") for rank in range(case[0])] for case in CASES}
+    newest = {world: [torch.load(folder / f"newest.{world}.{rank}.pt") for rank in range(world)] for world in (2, 3)}
+    result = {case: [torch.load(folder / f"{case[0]}.{case[1]}.{rank}.pt") for rank in range(case[0])] for case in CASES}
+    return result | dict(newest=newest)
 
 
 @pytest.mark.promise(*CORRUPTION)
@@ -78,6 +94,11 @@ def test_a_flipped_bit_in_the_memory_of_one_rank_names_it_on_all(found, world, m
     for flipped, named, kind in ours[1:-1]:
         with faults(kind):
             assert named == flipped
+
+
+def test_all_ranks_go_on_from_a_checkpoint_that_all_find_whole(found):
+    for world, results in found["newest"].items():
+        assert results == [(1, ["step_000002.pt"])] * world
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
