@@ -81,8 +81,8 @@ def found(tmp_path_factory, request):
     trials = 300 if request.config.getoption("--long") else 12
     start_processes(worker, (folder, trials), nprocs=4, start_method=start_method())
     newest = {world: [torch.load(folder / f"newest.{world}.{rank}.pt") for rank in range(world)] for world in (2, 3)}
-    result = {case: [torch.load(folder / f"{case[0]}.{case[1]}.{rank}.pt") for rank in range(case[0])] for case in CASES}
-    return result | dict(newest=newest)
+    ranks = {case: [torch.load(folder / f"{case[0]}.{case[1]}.{rank}.pt") for rank in range(case[0])] for case in CASES}
+    return ranks | dict(newest=newest)
 
 
 @pytest.mark.promise(*CORRUPTION)
