@@ -81,7 +81,8 @@ def train(stop: StopRequest):
         with fail_together(world):
             schedule = schedule_of(config)
             most_tokens = config.micro_batch_tokens * world.context_size
-            micro_batch = micro_batch_size(config.batch_tokens, config.train_length, most_tokens, world.data_size)
+            ranks = world.data_size, world.data_rank
+            micro_batch = micro_batch_size(config.batch_tokens, config.train_length, most_tokens, *ranks)
             dtype = compute_dtype(config, world.device)
             compiled, compile_note = choose_compile(config.compile, world.device, world.world_size)
             prefer_fast_sdpa(world.device)
@@ -165,7 +166,8 @@ def train(stop: StopRequest):
             with exit_on_user_error():
                 micro_batches = next(loader)
             factor = lr_factor(step, **schedule)
-            numbers = train_step(training_model, micro_batches, plan, optimizers, factor, world)
+            sequences = config.batch_tokens // config.train_length
+            numbers = train_step(training_model, micro_batches, plan, optimizers, factor, world, sequences)
             progress.step = step + 1
             log.step_started(progress.step, optimizers.learning_rates(factor), numbers)
 

@@ -32,22 +32,24 @@ def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
 # ---- training ----
 
 
-def _sequences_per_rank(batch_tokens: int, length: int, micro_batch_size: int, world_size: int) -> int:
+def sequences_of(batch_tokens: int, length: int, rank: int, world_size: int) -> range:
+    """Return which sequences of a step a rank has: shares that differ by one at most, the larger ones first.
+
+    Raise ValueError when a step is not whole sequences, or fewer of them than processes.
+    """
     multiple = batch_tokens % length == 0
     require(multiple, f"batch_tokens {batch_tokens} is not a multiple of the sequence length {length}")
     sequences = batch_tokens // length
     many = f"more processes ({world_size}) than sequences in a step ({sequences} of {length} tokens)"
     require(world_size <= sequences, f"{many}: use at most {sequences} processes or a larger batch_tokens")
     share, rest = divmod(sequences, world_size)
-    require(not rest, f"the {sequences} sequences of a step cannot be shared evenly by {world_size} processes")
-    uneven = f"micro_batch_size {micro_batch_size} does not divide the {share} sequences of a process in a step"
-    require(share % micro_batch_size == 0, uneven)
-    return share
+    first = rank * share + min(rank, rest)
+    return range(first, first + share + (rank < rest))
 
 
-def micro_batch_size(batch_tokens: int, length: int, micro_batch_tokens: int, world_size: int) -> int:
-    """Return the most sequences within micro_batch_tokens, but at least 1, that divide a process's share of a step."""
-    share = _sequences_per_rank(batch_tokens, length, 1, world_size)
+def micro_batch_size(batch_tokens: int, length: int, micro_batch_tokens: int, world_size: int, rank: int = 0) -> int:
+    """Return the most sequences within micro_batch_tokens, but at least 1, that divide a rank's share of a step."""
+    share = len(sequences_of(batch_tokens, length, rank, world_size))
     most = max(1, micro_batch_tokens // length)
     small = [size for size in range(1, math.isqrt(share) + 1) if share % size == 0]
     return max(size for divisor in small for size in (divisor, share // divisor) if size <= most)
@@ -57,11 +59,12 @@ class TrainLoader:
     """Iterates over steps: `next(loader)` is the list of micro-batches of one step for one rank.
 
     A step is `batch_tokens // length` sequences in stream order, over all ranks; rank r of W has the r-th contiguous
-    share of them, cut in order into micro-batches of `micro_batch_size` sequences. The first `next` is of `start_step`.
+    share of them (`sequences_of`), cut in order into micro-batches of `micro_batch_size` sequences. The first `next` is
+    of `start_step`.
     One thread reads `prefetch` steps ahead; what goes wrong there is raised by the `next` of that step. Copies to a
     CUDA device are asynchronous, from pinned memory. Use it in a `with`, or `close` it.
 
-    ValueError if a step cannot be divided into whole sequences, equal shares and full micro-batches, and for a token
+    ValueError if a step cannot be divided into whole sequences, shares and full micro-batches, and for a token
     outside `vocab_size`, naming file and token.
     """
 
@@ -69,10 +72,13 @@ class TrainLoader:
         self, stream: TokenStream, *, batch_tokens: int, length: int, micro_batch_size: int, vocab_size: int,
         rank: int = 0, world_size: int = 1, start_step: int = 0, device: str | torch.device = "cpu", prefetch: int = 2,
     ):  # fmt: skip
-        self._share = _sequences_per_rank(batch_tokens, length, micro_batch_size, world_size) * length
+        share = sequences_of(batch_tokens, length, rank, world_size)
+        words = f"micro_batch_size {micro_batch_size} does not divide the {len(share)} sequences of a process in a step"
+        require(len(share) % micro_batch_size == 0, words)
+        self._first, self._tokens = share.start * length, len(share) * length
         self.stream, self._vocab_size, self._device = stream, vocab_size, torch.device(device)
         self._batch_tokens, self._length, self._micro_batch_size = batch_tokens, length, micro_batch_size
-        self._rank, self._next_step = rank, start_step
+        self._next_step = start_step
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train-loader")
         if self._device.type == "cuda":
             # A new thread is on device 0, and pinning there would open a context of every rank on the first GPU.
@@ -87,8 +93,8 @@ class TrainLoader:
         self._next_step += 1
 
     def _load(self, step: int) -> Batch:
-        start = step * self._batch_tokens + self._rank * self._share
-        tokens = self.stream.read(start, self._share + 1, self._vocab_size)  # (share + 1,)
+        start = step * self._batch_tokens + self._first
+        tokens = self.stream.read(start, self._tokens + 1, self._vocab_size)  # (share + 1,)
         inputs, targets = (_host_tensor(part, self._device) for part in (tokens[:-1], tokens[1:]))
         return inputs.view(-1, self._length), targets.view(-1, self._length)  # (share // length, length)
 

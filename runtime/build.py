@@ -165,16 +165,19 @@ def checkpoint_bytes(optimizers: Optimizers) -> int:
 
 
 def train_step(
-    model, micro_batches: list, plan, optimizers: Optimizers, lr_factor: float, world: World
+    model, micro_batches: list, plan, optimizers: Optimizers, lr_factor: float, world: World, sequences: int = 0
 ) -> torch.Tensor:
     """Make one update. Return loss and gradient norm over all processes, (2,) on the device, without waiting for them.
+
+    sequences: of the step, of all processes; 0: each has as many as this one.
 
     Where one of the two is not finite, weights and optimizer state stay as they are, and in all steps after it.
     """
     loss = torch.zeros((), device=world.device)
+    sequences = sequences or sum(len(inputs) for inputs, _ in micro_batches) * world.data_size
     for number, (inputs, targets) in enumerate(micro_batches, start=1):
         own = world.own_tokens(inputs.shape[1])
-        part = model(inputs[:, own], targets[:, own], plan=plan) / (len(micro_batches) * world.world_size)
+        part = model(inputs[:, own], targets[:, own], plan=plan) / (sequences / len(inputs) * world.context_size)
         if number == len(micro_batches):
             optimizers.start()
         part.backward()

@@ -1,10 +1,12 @@
 """One process or many: `python train_gpt.py`, or `torchrun --nproc-per-node N train_gpt.py`."""
 
 import os
+import platform
 import sys
+import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -88,6 +90,7 @@ def start_processes(device: str, context_size: int = 1) -> World:
         backend, store = "cpu:gloo,cuda:nccl" if on_gpu else "cpu:gloo", store_of_this_attempt()
         first_step = timedelta(minutes=30)  # it compiles, on one rank minutes longer than on another
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=first_step)
+    machines.update(enumerate(gather(world, platform.node())))
     with fail_together(world):
         require(problem is None, problem)
         require(gpus or device != "cuda", "CUDA was asked for but torch sees no GPU: use --device cpu")
@@ -101,25 +104,52 @@ def start_processes(device: str, context_size: int = 1) -> World:
     return replace(world, context=groups[world.data_rank])
 
 
-def store_of_this_attempt() -> dist.Store:
+machines: dict[int, str] = {}  # where each rank runs, for what is said about one that is lost
+
+
+def with_machines(ranks: Iterable[int]) -> str:
+    """Return the ranks in words, "rank 2, 3 (on node2)", with their machines where there are several."""
+    ranks = list(ranks)
+    words = f"rank {', '.join(map(str, ranks))}"
+    names = dict.fromkeys(machines[rank] for rank in ranks if rank in machines)
+    return f"{words} (on {', '.join(names)})" if len({*machines.values()}) > 1 else words
+
+
+def store_of_this_attempt(patience: float = 1800) -> dist.Store:
     """Return what the processes tell one another their addresses through.
 
     After a restart torchrun gives them the store in which those of the attempt before it, who are gone, still stand
     (torch 2.13). So rank 0 gives each attempt a name, and waits until all ranks have answered to it.
+
+    Where another machine has become the first one, torchrun may even send the ranks to the store of a machine that is
+    no longer that. Raise ValueError, which says how to prevent it, after `patience` seconds without the others.
     """
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(minutes=30)))
-    own = uuid.uuid4().hex
-    if rank == 0:
-        store.set("attempt", own)
-        answers = [store.get(f"{own} {other}").decode() for other in range(1, world_size)]
-        store.set(f"{own} answers", " ".join(answers))
-        return dist.PrefixStore(own, store)
-    while True:
-        attempt = store.get("attempt").decode()  # perhaps still that of before
-        store.set(f"{attempt} {rank}", own)
-        if store.check([f"{attempt} answers"]) and own in store.get(f"{attempt} answers").decode():
-            return dist.PrefixStore(attempt, store)
-        time.sleep(0.01)
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=patience)))
+    own, end = uuid.uuid4().hex, time.monotonic() + patience
+    with missing_ranks(patience):
+        if rank == 0:
+            store.set("attempt", own)
+            answers = [store.get(f"{own} {other}").decode() for other in range(1, world_size)]
+            store.set(f"{own} answers", " ".join(answers))
+            return dist.PrefixStore(own, store)
+        while time.monotonic() < end:
+            attempt = store.get("attempt").decode()  # perhaps still that of before
+            store.set(f"{attempt} {rank}", own)
+            if store.check([f"{attempt} answers"]) and own in store.get(f"{attempt} answers").decode():
+                return dist.PrefixStore(attempt, store)
+            time.sleep(0.01)
+        raise dist.DistStoreError
+
+
+@contextmanager
+def missing_ranks(seconds: float) -> Iterator[None]:
+    """Raise ValueError where the store says that what was waited for has not come."""
+    try:
+        yield
+    except dist.DistStoreError as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        mend = "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun may lose machines"
+        raise ValueError(f"not all ranks met at {where} in {seconds:.0f} s: {mend}") from error
 
 
 @contextmanager
@@ -178,13 +208,13 @@ def exit_on_failure(
         code, line = 2, str(error)  # in an orderly end, wandb would fail on the same full disk, with a hundred lines
     except (RuntimeError, MemoryError) as error:
         several = dist.is_initialized() and dist.get_world_size() > 1
-        rank = f"rank {dist.get_rank()} is" if several else "it is"
+        rank = f"{with_machines([dist.get_rank()])} is" if several else "it is"
         reason = " ".join(str(error).split())[:300]
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in reason:
             code, line = 2, f"{rank} out of memory ({reason}): {advice}"
         elif several and (silent := silent_ranks()):
-            ranks = ", ".join(map(str, silent))
-            line = f"{rank} without an answer from rank {ranks} ({reason}): it died or hangs; see what it said itself"
+            line = f"{rank} without an answer from {with_machines(silent)} ({reason}): "
+            line += "it died or hangs; see what it said itself"
             code = 1  # and an orderly end would wait for the ranks that are gone
         else:
             raise
@@ -195,18 +225,33 @@ def exit_on_failure(
 
 
 def silent_ranks(seconds: float = 5) -> list[int]:
-    """Return the ranks that have not also found out within `seconds` that something is wrong, when something is."""
-    store = dist.distributed_c10d._get_default_store()
-    silent = list(range(dist.get_world_size()))
-    try:
+    """Return the ranks that have not also found out within `seconds` that something is wrong, when something is.
+
+    They tell one another through rank 0's machine. When that does not answer, rank 0 is what is lost.
+    """
+    store, silent = dist.distributed_c10d._get_default_store(), list(range(dist.get_world_size()))
+
+    def ask():
         store.set(f"failed {dist.get_rank()}", "")
         end = time.monotonic() + seconds
         while silent and time.monotonic() < end:
-            silent = [rank for rank in silent if not store.check([f"failed {rank}"])]
+            silent[:] = [rank for rank in silent if not store.check([f"failed {rank}"])]
             time.sleep(0.05)
-    except RuntimeError:  # the store went with the process that kept it
-        return []
-    return silent
+
+    lost = []
+    asking = threading.Thread(target=lambda: lost.extend(failed(ask)), daemon=True)  # of a cut cable it is not told
+    asking.start()
+    asking.join(2 * seconds)
+    return [0] if lost or asking.is_alive() else silent
+
+
+def failed(function: Callable) -> list[Exception]:
+    """Call the function and return the error that it raised, if any."""
+    try:
+        function()
+    except RuntimeError as error:
+        return [error]
+    return []
 
 
 def stop_processes(world: World):

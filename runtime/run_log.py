@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from configs.config import Config, config_hash
 from data.fineweb import data_command
+from data.loader import sequences_of
 from errors import exit_on_user_error
 from model.attention import Plan
 from model.backends import sdpa
@@ -96,11 +97,11 @@ class RunLog:
             folder.log_header(sources, world.device)
         path, devices = Path(config.runs_dir) / config.name, f"{world.world_size} x {device_name(world.device)}"
         self.print(f"{path}: {config.method} {config.method_options or ''} on {devices}")
-        accumulation = config.batch_tokens // config.train_length // micro_batch // world.data_size
+        own = sequences_of(config.batch_tokens, config.train_length, world.data_rank, world.data_size)
         self.print(
             f"{num_parameters(model):,} parameters; {config.steps} steps ({describe_schedule(config)}) of "
-            f"{config.batch_tokens:,} tokens, {accumulation} x {micro_batch} sequences of {config.train_length} a "
-            f"process; {self.flops_per_token / 1e6:,.1f} MFLOP a token"
+            f"{config.batch_tokens:,} tokens, {len(own) // micro_batch} x {micro_batch} sequences of "
+            f"{config.train_length} a process; {self.flops_per_token / 1e6:,.1f} MFLOP a token"
         )
         epochs, there = data["tokens"] / distinct_tokens, f"{distinct_tokens:,} distinct ones in {config.data_dir}"
         self.print(f"{data['tokens']:,} tokens of {there}: {epochs:.2f} epochs")

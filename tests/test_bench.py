@@ -195,7 +195,7 @@ def test_gpu_range_compares_numbers():
         ("step quickstart --length 100 --device cpu", "train_length 100 does not divide"),
         ("step quickstart --peers /dev/null --steps 10 --device cpu", "the first 10 of a process do not count"),
         ("step quickstart --peers /dev/null --device cpu", "/dev/null is no checkout of nanoGPT"),
-        ("step quickstart --processes 3 --device cpu", "cannot be shared evenly by 3 processes"),
+        ("step quickstart --processes 4096 --device cpu", "more processes (4096) than sequences in a step"),
         ("project no_such_preset", "no_such_preset"),
         ("project quickstart --mfu 0", "must be positive"),
         ("project quickstart --results /no/such/file.json", "/no/such/file.json"),

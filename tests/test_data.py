@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.loader import TrainLoader, check_validation, validation_batches
+from data.loader import TrainLoader, check_validation, micro_batch_size, validation_batches
 from data.shards import ShardWriter, TokenStream, main, open_split, read_header, shard_paths, tokenizer_of
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -400,8 +400,8 @@ def test_micro_batches_are_int64(tmp_path):
     [
         (100, 30, 1, 1, "100 is not a multiple of the sequence length 30"),
         (100, 25, 1, 8, r"more processes \(8\) than sequences in a step \(4"),
-        (100, 20, 1, 2, "5 sequences of a step cannot be shared evenly by 2"),
         (120, 20, 2, 2, "micro_batch_size 2 does not divide the 3 sequences"),
+        (100, 20, 2, 2, "micro_batch_size 2 does not divide the 3 sequences"),
     ],
 )
 def test_indivisible_step_is_refused(tmp_path, batch_tokens, length, micro_batch_size, world_size, message):
@@ -409,6 +409,21 @@ def test_indivisible_step_is_refused(tmp_path, batch_tokens, length, micro_batch
     sizes = {"batch_tokens": batch_tokens, "length": length, "micro_batch_size": micro_batch_size}
     with pytest.raises(ValueError, match=message):
         TrainLoader(stream, **sizes, world_size=world_size, vocab_size=VOCAB)
+
+
+@pytest.mark.parametrize("sequences, world_size", [(5, 2), (8, 3), (7, 7), (128, 24), (9, 4)])
+def test_shares_that_differ_are_the_step_together(tmp_path, sequences, world_size):
+    stream, tokens = make_stream(tmp_path, (40, 33))
+    parts = []
+    for rank in range(world_size):
+        size = micro_batch_size(sequences * 3, 3, 9, world_size, rank)
+        sizes = dict(batch_tokens=sequences * 3, length=3, micro_batch_size=size, vocab_size=VOCAB)
+        with TrainLoader(stream, **sizes, rank=rank, world_size=world_size, start_step=2) as loader:
+            parts.append(torch.cat([inputs for inputs, _ in next(loader)]))
+    counts = [len(part) for part in parts]
+    assert max(counts) - min(counts) <= 1 and sum(counts) == sequences
+    wanted = tokens[np.arange(2 * sequences * 3, 3 * sequences * 3) % len(tokens)]
+    np.testing.assert_array_equal(torch.cat(parts).ravel(), wanted)
 
 
 def test_token_outside_the_vocabulary_is_named_by_the_step_that_meets_it(tmp_path):

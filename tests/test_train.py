@@ -542,6 +542,7 @@ def test_losses_do_not_depend_on_the_number_of_processes(of_two_processes, finis
 @pytest.mark.parametrize(
     "processes, fields",
     [
+        (3, {}),  # of 8 sequences
         (4, dict(context_parallel=2)),
         (2, dict(context_parallel=2, compile="blocks")),
         (2, dict(context_parallel=2, compile="model")),
