@@ -140,12 +140,16 @@ class Machine:
         self.control.send(json.dumps(words).encode())
 
     def wait(self, seconds):
-        """The exit code of the command; None if the machine is gone. Raise TimeoutError."""
+        """The exit code of the command. Raise TimeoutError, or OSError when the machine is gone."""
         self.control.settimeout(seconds)
-        try:
-            return json.loads(self.control.recv(4096) or "null")
-        except ConnectionError:
-            return None
+        if not (said := self.control.recv(4096)):
+            raise OSError(f"{self.name} is gone")
+        return json.loads(said)
+
+    def poll(self):
+        """The exit code of the command, None while it runs. Raise OSError when the machine is gone."""
+        with contextlib.suppress(BlockingIOError):
+            return self.wait(0)
 
     def kill(self):
         """Kill every process on it at the same instant. The others' kernels are told that connections ended, unless
