@@ -39,15 +39,17 @@ class Job:
     steady: whether all machines are waited for (--nnodes 2) or those that are there go on (--nnodes 1:2).
     """
 
-    def __init__(self, network, data, runs, *, machines=2, processes=2, steady=True, **fields):
+    def __init__(self, network, data, runs, *, machines=2, processes=2, steady=True, variables={}, **fields):
+        self.variables = variables | dict(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
         self.network, self.runs, self.folder = network, runs, runs / "run"
         fields = dict(resume="auto", timeout=TIMEOUT, steps=300, val_every=100, save_every=20) | fields
         self.command = [
-            sys.executable, "-m", "torch.distributed.run", "--max-restarts=1000", "--rdzv_backend=c10d",
-            "--rdzv_endpoint=node1:29400", "--rdzv_id=chaos", f"--rdzv_conf={QUICK}", f"--nproc_per_node={processes}",
+            "--max-restarts=1000", "--rdzv_backend=c10d",
+            "--rdzv_id=chaos", f"--rdzv_conf={QUICK}", f"--nproc_per_node={processes}",
             f"--nnodes={machines if steady else f'1:{machines}'}", "train_gpt.py", *arguments(data, runs, **fields),
         ]  # fmt: skip
         self.names = [f"node{number}" for number in range(1, machines + 1)]
+        self.rendezvous = "node1"
         self.machines, self.codes, self.lost = {}, {}, set()  # lost: those that do not come back
         runs.mkdir(exist_ok=True)
         for name in self.names:
@@ -58,7 +60,9 @@ class Job:
         if machine is None or machine.device is None:
             self.machines[name] = machine = self.network.machine(name)
         self.codes[name] = None
-        machine.run(*self.command, output=self.runs / f"{name}.txt", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+        torchrun = sys.executable, "-m", "torch.distributed.run", f"--rdzv_endpoint={self.rendezvous}:29400"
+        output = self.runs / f"{name}.txt"
+        machine.run(*torchrun, *self.command, output=output, **self.variables)
 
     def tend(self):
         """Start torchrun again on the machines where it ended before the run was finished."""
@@ -99,6 +103,15 @@ class Job:
             assert time.monotonic() < began + patience + 300, f"torchrun does not end:\n{self.said()}"
             self.tend()
             time.sleep(0.05)
+
+    def wait_for_words(self, words, patience=PATIENCE):
+        """Wait until a machine has said this. Return the seconds that it took."""
+        began = time.monotonic()
+        while words not in (said := self.said(10**9)):
+            assert time.monotonic() < began + patience, f"nobody said {words!r} in {patience} s:\n{said[-9000:]}"
+            self.tend()
+            time.sleep(0.1)
+        return time.monotonic() - began
 
     def said(self, characters=3000):
         return "\n".join(

@@ -24,7 +24,8 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # without processes
 
 PROMISES = pytest.StashKey[dict]()
 FORKED = "bench bench_peers beyond chain context_parallel cpu_kernel keep memory needle optim".split()
-FORKED += "promises_run promises_wandb quickstart report reproduce runtime sharded sweep switch train".split()
+FORKED += "promises_machines promises_run promises_wandb quickstart report reproduce runtime sharded".split()
+FORKED += "sweep switch train".split()
 LONGEST = "promises_run sweep train chain kernels reproduce cpu_kernel context_parallel".split()
 
 

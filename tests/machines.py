@@ -118,7 +118,7 @@ class Machine:
     """One of them; `with` is the network's."""
 
     def __init__(self, network, name, number):
-        self.network, self.name, self.device, self.init = network, name, None, 0
+        self.network, self.name, self.device, self.init, self.space = network, name, None, 0, None
         self.control, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
@@ -132,7 +132,7 @@ class Machine:
             raise OSError(f"{name}: {said.decode() or 'ended'}")
         self.init = int(said)  # its first process, as this machine numbers it
         os.set_blocking(devices[0], False)
-        self.device = devices[0]
+        self.device, self.space = devices[0], os.open(f"/proc/{self.init}/ns/net", os.O_RDONLY)
 
     def run(self, *command, output, **variables):
         """Start a command, whose output goes to the end of a file. One at a time."""
@@ -156,15 +156,15 @@ class Machine:
         the machine was unplugged before: then it has lost its power."""
         self.process.kill()  # what hangs on it goes too
         self.process.wait(60)
-        end = time.monotonic() + 60
+        end, device = time.monotonic() + 60, self.device
         while Path(f"/proc/{self.init}").exists() and time.monotonic() < end:
             time.sleep(0.01)
-        time.sleep(0.05)  # the last packets
-        with contextlib.suppress(ValueError):
-            self.control.close()
-        device, self.device = self.device, None
-        if device is not None:
-            os.close(device)
+        while device is not None and select.select([device], [], [], 0.05)[0] and time.monotonic() < end:
+            time.sleep(0.01)  # what its processes still had to say
+        self.control.close()
+        self.device = None
+        for descriptor in (device, self.space) if device is not None else ():
+            os.close(descriptor)  # with these goes the network
 
     def processes(self):
         """The command's process and those that it started, torchrun's agent and its workers: lists of ids."""
@@ -227,6 +227,7 @@ def mount():
         file.flush()
         for words in ("--make-rprivate /", "-t proc proc /proc", f"--bind {file.name} /etc/hosts"):
             subprocess.run(["mount", *words.split()], check=True)
+    Path("/proc/sys/net/ipv4/tcp_retries2").write_text("8")  # docs/distributed.md says why
 
 
 def serve(control):
