@@ -15,7 +15,7 @@ from machines import Network, missing
 from test_train import make_data
 
 pytestmark = pytest.mark.slow
-MACHINES = (13, "machines that are lost are named, and the run goes on with those that are left or come back")
+MACHINES = (15, "machines that are lost are named, and the run goes on with those that are left or come back")
 SHORT = dict(steps=60, save_every=5, val_every=20)
 BETWEEN = "import socket, time; began = time.monotonic(); "
 BETWEEN += "print(socket.socket().connect_ex(('node2', 9)), time.monotonic() - began)"
