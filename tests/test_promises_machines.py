@@ -12,7 +12,7 @@ import pytest
 from chaos import FAULTS, PATIENCE, Job, compare, disturbed
 from lives import holding
 from machines import Network, missing
-from test_train import make_data
+from test_train import make_data, train_here, train_on
 
 pytestmark = pytest.mark.slow
 MACHINES = (15, "machines that are lost are named, and the run goes on with those that are left or come back")
@@ -36,12 +36,6 @@ def data(tmp_path_factory):
 def network():
     with Network() as network:
         yield network
-
-
-def undisturbed(data, runs, **fields):
-    with Network() as network:
-        Job(network, data, runs, **fields).finish()
-    return runs / "run"
 
 
 # ---- the machines themselves -----------------------------------------------------------------------------------------
@@ -111,13 +105,14 @@ def test_chaos_costs_no_bit(seed, data, faults, long, tmp_path):
     rng = random.Random(seed)
     few = dict(processes=2, steps=300) if long else SHORT | dict(processes=1)
     kinds = rng.sample(sorted(FAULTS), len(FAULTS)) if long else ["machine killed", "link down for 1 s"]
-    reference = undisturbed(data, tmp_path / "undisturbed", **few)
+    reference, fields = tmp_path / "undisturbed", {k: v for k, v in few.items() if k != "processes"}
+    train_on(2 * few["processes"], data, reference, **dict(val_every=100, save_every=20) | fields)
     done = iter(kinds)
     with Network() as network:
         for kind, name, seconds in disturbed(network, data, tmp_path / "runs", rng, kinds, steady=True, **few):
             with faults(next(done)):
                 faults.figures.append(f"{kind} ({name}): it trained again after {seconds:.0f} s")
-    assert compare(tmp_path / "runs/run", reference, steady=True) == (0, 0)
+    assert compare(tmp_path / "runs/run", reference / "run", steady=True) == (0, 0)
 
 
 @pytest.fixture
@@ -130,7 +125,7 @@ def held(tmp_path):
 
 @pytest.fixture(scope="module")
 def of_one(data, tmp_path_factory):
-    return undisturbed(data, tmp_path_factory.mktemp("one"), machines=1, processes=1, **SHORT)
+    return train_here(data, tmp_path_factory.mktemp("one"), **SHORT)
 
 
 @pytest.mark.promise(*MACHINES)
