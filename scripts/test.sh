@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The tests. What else is given goes to pytest, like -x or -k shards.
 #
-#   bash scripts/test.sh                               all, in 8 minutes on 2 cores
-#   bash scripts/test.sh quick                         without the slow ones, in 2
+#   bash scripts/test.sh                               all, in 10 minutes on 2 cores
+#   bash scripts/test.sh quick                         without the slow ones, in 2 to 3
 #
 # The first time, it makes .venv and installs requirements.txt into it (gigabytes, most of them PyTorch), and all tests
 # but the quick ones bring requirements-extras.txt; where that cannot be had, the tests of those packages are skipped.

@@ -18,7 +18,8 @@ from runtime.processes import World
 from runtime.replicas import PIECE, checksum, differing_ranks
 
 CORRUPTION = (13, "flipped bits in checkpoints and in the memory of a rank are found")
-CASES = [(2, 8), (3, 8), (4, 2), (4, 1)]  # processes, most shares
+# Processes, most shares. The largest first: ranks name a group by how many they have made, and must agree.
+CASES = [(4, 2), (4, 1), (3, 8), (2, 8)]
 
 
 def flip(tensor, element, bit):
