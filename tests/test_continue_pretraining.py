@@ -366,6 +366,14 @@ def test_malicious_checkpoint_runs_no_code(where, place, unfinished, tmp_path, c
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
+def test_processes_that_would_have_unequal_shares_are_refused():
+    settings = Settings(model="model", data="data")
+    assert command.sequences_at_once(settings, 8) == 2  # 16 sequences of 4096, at most 8192 tokens at once
+    for processes in (3, 32):
+        with pytest.raises(ValueError, match=f"16 sequences of a step cannot be shared evenly by {processes} "):
+            command.sequences_at_once(settings, processes)
+
+
 def test_tokenizer_of_another_model_is_refused(place, tmp_path, call):
     shutil.copytree(place / "model", tmp_path / "other")
     save_tokenizer(tmp_path / "other", vocab_size=290)

@@ -82,6 +82,15 @@ def main(argv: list[str] | None = None):
         sys.exit(exit_code())
 
 
+def sequences_at_once(settings: Settings, processes: int) -> int:
+    """Return how many sequences a process computes at once. ValueError unless all have as many micro-batches, which the
+    exchange of sharded weights needs."""
+    sequences = settings.batch_tokens // settings.train_length
+    words = f"the {sequences} sequences of a step cannot be shared evenly by {processes} processes"
+    require(sequences % processes == 0, f"{words}: use another number of them, or another --batch_tokens")
+    return micro_batch_size(settings.batch_tokens, settings.train_length, settings.micro_batch_tokens, processes)
+
+
 def continue_pretraining(settings: Settings, world: World, stop: StopRequest) -> bool:
     """Do one run, or what is left of it. Return False if a signal to stop came first."""
     # ---- set up: what can be wrong is found before there is a run folder ---------------------------------------------
@@ -96,8 +105,7 @@ def continue_pretraining(settings: Settings, world: World, stop: StopRequest) ->
         config = read_config(settings.model)
         check_config(config, settings)
         train_text, val_text, data = open_text(settings, config)
-        shape = settings.batch_tokens, settings.train_length, settings.micro_batch_tokens, world.world_size
-        micro_batch = micro_batch_size(*shape)
+        micro_batch = sequences_at_once(settings, world.world_size)
         compiled, compile_note = choose_compile(settings.compile, world.device)
         check_memory(config, settings, world)
         model = build(settings, world)
