@@ -28,7 +28,7 @@ from runtime.checkpoint import latest_checkpoint, load_checkpoint
 from runtime.metrics import read_metrics
 
 TOLERANCE = 2e-3  # nats of the loss of a step; by 1 process instead of 4, 300 steps undisturbed come to 6e-4
-PATIENCE = 240  # seconds without a step after which a run counts as lost; a busy machine needs some for a start
+PATIENCE = 480  # seconds without a step after which a run counts as lost; torchrun's exit barrier alone may wait 300
 TIMEOUT = 10  # seconds after which a rank is given up: --timeout
 QUICK = "join_timeout=120,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=10,read_timeout=20"
 
