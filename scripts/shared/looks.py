@@ -52,6 +52,8 @@ NAMES = {method: shown[0] for method, shown in SHOWN_AS.items()} | dict(
     fox_pope="FoX, PoPE",
     local_scale_invariant_pope="Local PoPE, global scale-invariant PoPE",
     stick_breaking="Stick-breaking",
+    path="PaTH",
+    path_fox="PaTH, FoX",
 )
 LINES = {method: shown[1:] for method, shown in SHOWN_AS.items()}
 OPTION_NAMES = {
