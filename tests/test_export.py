@@ -5,7 +5,6 @@ import dataclasses
 import importlib
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from test_methods import assert_near, assert_refused
 pytest.importorskip("transformers", reason="exporting needs pip install -r requirements-extras.txt")
 
 from huggingface_hub.errors import StrictDataclassError
+from tiny_run import train_tiny_run
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -34,7 +34,6 @@ from scripts.export.card import training_words
 from scripts.export.modeling_method_gpt import MethodGPTConfig, MethodGPTForCausalLM
 from scripts.export.modules import ROOT, export_modules
 from scripts.shared.runs import read_run, stored_config
-from train_gpt import main as train
 
 every_case = pytest.mark.parametrize("name, options", CASES, ids=[f"{name}-{options}" for name, options in CASES])
 # Of each kind: scaled by the length, a bias of keys, a memory, its own softmax, wide keys, layers that differ.
@@ -222,15 +221,7 @@ FIELDS += "--dtype float32 --method infini_p_rope,fox,logn_p_rope --method_optio
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    folder, words = tmp_path_factory.mktemp("export"), random.Random(0)
-    for i in range(150):
-        (folder / f"{i}.txt").write_text(" ".join("".join(words.choices("abcdefgh ", k=300)).split()))
-    prepare([folder], folder / "data", "bpe:384", val_fraction=0.3, name="letters")
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(sys, "argv", ["train_gpt.py", "quickstart", "--runs_dir", str(folder), "--name", "run",
-                                          "--data_dir", str(folder / "data"), *FIELDS.split()])  # fmt: skip
-        train()
-    return folder / "run"
+    return train_tiny_run(tmp_path_factory.mktemp("export"), FIELDS)
 
 
 @pytest.fixture(scope="module")

@@ -2,19 +2,18 @@
 
 import dataclasses
 import io
-import random
 import sys
 
 import pytest
 import torch
+from tiny_run import train_tiny_run
 
 from data.shards import tokenizer_of
-from data.text import load_tokenizer, prepare
+from data.text import load_tokenizer
 from model.decoding import decode, greedy_decode, sample
 from model.kernels.distance import MAX_LENGTH
 from scripts import generate
 from scripts.evaluate import load_run
-from train_gpt import main as train
 
 FIELDS = "--vocab_size 400 --num_layers 2 --num_heads 2 --model_dim 32 --batch_tokens 480 --train_length 60 --steps 4 "
 FIELDS += "--cooldown_steps 2 --val_lengths 60 --val_tokens 480 --val_every 0 --compile off --device cpu --seed 3"
@@ -23,15 +22,7 @@ FIELDS += " --method scale_invariant_p_rope"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    folder, words = tmp_path_factory.mktemp("generate"), random.Random(0)
-    for i in range(100):
-        (folder / f"{i}.txt").write_text("".join(words.choices("abcdefgh \u00e9\u4e16", k=300)))
-    prepare([folder], folder / "data", "bpe:384", val_fraction=0.3, name="letters")
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(sys, "argv", ["train_gpt.py", "quickstart", "--runs_dir", str(folder), "--name", "run",
-                                          "--data_dir", str(folder / "data"), *FIELDS.split()])  # fmt: skip
-        train()
-    return folder / "run"
+    return train_tiny_run(tmp_path_factory.mktemp("generate"), FIELDS, letters="abcdefgh \u00e9\u4e16", documents=100)
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Fine-tuning on the needle task, and scoring: that it learns, resumes bit for bit, and says what is wrong."""
 
 import json
-import random
 import shutil
 import signal
 import subprocess
@@ -12,16 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tiny_run import train_tiny_run
 
 from configs.sweeps import Needle
 from data.needle import Haystack, NeedleTask
-from data.text import load_tokenizer, prepare
+from data.text import load_tokenizer
 from model.decoding import greedy_decode
 from runtime.checkpoint import latest_checkpoint, load_checkpoint
 from runtime.metrics import read_metrics
 from scripts import needle
 from scripts.evaluate import load_run
-from train_gpt import main as train
 
 ROOT = Path(__file__).parents[1]
 SLOW_FIXTURES = ("told_to_stop",)
@@ -38,15 +37,7 @@ def call(monkeypatch, main, *words):
 
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory):
-    folder, words = tmp_path_factory.mktemp("needle"), random.Random(0)
-    for i in range(150):
-        (folder / f"{i}.txt").write_text(" ".join("".join(words.choices("abcdefgh ", k=300)).split()))
-    prepare([folder], folder / "data", "bpe:384", val_fraction=0.3, name="letters")
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(sys, "argv", ["train_gpt.py", "quickstart", "--runs_dir", str(folder), "--name", "run",
-                                          "--data_dir", str(folder / "data"), *FIELDS.split()])  # fmt: skip
-        train()
-    return folder / "run"
+    return train_tiny_run(tmp_path_factory.mktemp("needle"), FIELDS)
 
 
 @pytest.fixture
