@@ -267,6 +267,7 @@ RIVALS = [
     "alibi_pope",
     "fox_pope",
     "local_scale_invariant_pope",
+    "fire",
     "stick_breaking",
     "path",
     "path_fox",

@@ -112,6 +112,18 @@ def kerple(checkout, q, k, v, x):
     yield "alibi", softmax_attention(alibi(H, 1, 0)(q @ k.mT / D**0.5), v), ours(fresh("alibi"), q, k, v)
 
 
+def fire(checkout, q, k, v, x):
+    (kind,) = take(checkout / "cramming/architectures/embeddings.py", "FIRE")
+    for name, threshold in (("fire", 512.0), ("fire, a threshold of 20 tokens", 20.0)):  # beyond all tokens, among them
+        theirs, method = kind(H, init_L=threshold, eps=0.0).eval(), fresh("fire")
+        learned, (first, _, last) = method.replacement, theirs.mlp
+        learned.threshold = threshold
+        theirs.c.data, theirs.L_multiplier.data = 0.1 * learned.log_c.data.exp(), learned.log_threshold.data.exp()
+        for weight, one in ((first.weight[:, 0], "slope"), (first.bias, "offset"), (last.weight, "output")):
+            weight.data.copy_(getattr(learned, one).data.squeeze(0))
+        yield name, softmax_attention(q @ k.mT / D**0.5 + theirs(T, "cpu"), v), ours(method, q, k, v)
+
+
 def gpt_oss(checkout, q, k, v, x):
     (sdpa,) = take(checkout / "gpt_oss/torch/model.py", "sdpa")
     for window in (T, 37):
@@ -126,7 +138,7 @@ def largest_difference(one, other):
 
 
 def main(argv: list[str]):
-    comparisons = {compare.__name__: compare for compare in (fla, stick_breaking, pope, kerple, gpt_oss)}
+    comparisons = {compare.__name__: compare for compare in (fla, stick_breaking, pope, kerple, fire, gpt_oss)}
     require(len(argv) == 2 and argv[0] in comparisons, f"usage: {'|'.join(comparisons)} CHECKOUT")
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)

@@ -33,7 +33,7 @@ MEMORY = ("infini_p_rope", dict(segment_length=80))
 EXTRAS = [("fox_p_rope", {}), ("p_rope_window", dict(window=13)), ("scale_invariant_p_rope_sink", {})]
 MAIN = [*(case for case in CASES if not case[1]), LEARNED, DELTA]
 RIVALS = [("kerple_log", {}), ("kerple_power", {}), ("nape", {}), ("nope_log_beyond", {}), ("scale_invariant_pope", {})]
-RIVALS += [("stick_breaking", {}), ("path_fox", dict(rank=7))]
+RIVALS += [("fire", {}), ("stick_breaking", {}), ("path_fox", dict(rank=7))]
 
 # In float64 where the backend takes it, so that nothing hides behind rounding; the CPU's and Triton's take float32.
 ATTENTION = [(3, "blocks", torch.float64, case) for case in [*CASES, DELTA]]
@@ -68,9 +68,9 @@ def own_tokens(x, dim, group):
 def random_method(case, num_heads, dtype=torch.float32):
     name, options = case
     method = make_method(name, num_heads=num_heads, head_dim=HEAD_DIM, train_length=TRAIN_LENGTH, **options).to(dtype)
-    for parameter in method.parameters():
+    for seed, parameter in enumerate(method.parameters(), start=1):
         scale = 0.5 if parameter.ndim == 1 else 0.5 * parameter.shape[-1] ** -0.5
-        parameter.data += scale * random(*parameter.shape, seed=1).to(dtype)
+        parameter.data += scale * random(*parameter.shape, seed=seed).to(dtype)
     return method
 
 

@@ -37,7 +37,7 @@ from scripts.shared.runs import read_run, stored_config
 
 every_case = pytest.mark.parametrize("name, options", CASES, ids=[f"{name}-{options}" for name, options in CASES])
 # Of each kind: scaled by the length, a bias of keys, a memory, its own softmax, wide keys, layers that differ.
-KINDS = [(name, {}) for name in ("logn_ntk", "fox_p_rope", "stick_breaking", "scale_invariant_pope", "swan", "nape")]
+KINDS = [(name, {}) for name in ("logn_ntk", "fox_p_rope", "fire", "scale_invariant_pope", "swan", "nape")]
 KINDS += [("infini_rope", dict(segment_length=7)), ("fox,rope_window", dict(window=9))]
 each_kind = pytest.mark.parametrize("name, options", KINDS, ids=[name for name, _ in KINDS])
 

@@ -300,6 +300,63 @@ def test_stick_breaking_is_that_of_the_paper(batch, num_heads, head_dim, length)
     assert all(gradient.isfinite().all() for gradient in gradients(output, inputs))
 
 
+def with_learned_bias(method, threshold, q, k, v):
+    """Li et al. 2023, equation 4 and section 3, one pair of a query and a key after the other; positions from 0."""
+    H, T, D = q.shape[1:]
+    weight = {name: p.double() for name, p in method.replacement.named_parameters()}
+    c, threshold = 0.3 * weight["log_c"].exp(), threshold * weight["log_threshold"].exp()
+    rows = []
+    for i in range(T):
+        bias = []
+        for j in range(i + 1):
+            share = torch.log(c * (i - j) + 1) / torch.log(c * max(torch.tensor([float(i)]).double(), threshold) + 1)
+            bias.append((weight["output"] * torch.clamp(share * weight["slope"] + weight["offset"], min=0)).sum(-1))
+        logits = (q[:, :, i, None] * k[:, :, : i + 1]).sum(-1) / D**0.5 + torch.stack(bias, dim=-1)  # (B, H, i + 1)
+        rows.append((logits.softmax(dim=-1)[..., None] * v[:, :, : i + 1]).sum(2))
+    return torch.stack(rows, dim=2)
+
+
+@pytest.mark.parametrize("threshold", [11.0, 512.0])
+@pytest.mark.parametrize("batch, num_heads, head_dim, length", [(2, 3, 16, 1), (2, 2, 5, 37), (1, 2, 8, 130)])
+def test_fire_is_that_of_the_paper(batch, num_heads, head_dim, length, threshold):
+    """Whole and the last queries alone, in c and the threshold too; which is among the positions, and beyond them."""
+    shape = dict(num_heads=num_heads, head_dim=head_dim, train_length=64)
+    method = make_method("fire", **shape, threshold=threshold, c=0.3)
+    for seed, parameter in enumerate(method.parameters()):
+        parameter.data = random(*parameter.shape, seed=seed).float()
+    exact = random_qkv(num_heads, head_dim, length, batch)
+    expected = with_learned_bias(method.double(), threshold, *exact)
+    truth = gradients(expected, [*exact, *method.parameters()])
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 2e-5)):
+        inputs, parameters = cast(exact, dtype), list(method.to(dtype).parameters())
+        output = attend(method, *inputs)
+        assert output.dtype == dtype
+        assert_near(output, expected, tolerance)
+        for gradient, true in zip(gradients(output, inputs + parameters), truth, strict=True):
+            assert_near(gradient, true, tolerance)
+        last = attend(method, inputs[0][:, :, length // 2 :], *inputs[1:], q_offset=length // 2)
+        assert_near(last, expected[:, :, length // 2 :], tolerance)
+
+
+@torch.no_grad()
+def test_fire_scales_with_the_lengths_and_starts_at_random():
+    shape = dict(num_heads=2, head_dim=8, train_length=64)
+    at_paper, small = (make_method("fire", **shape, length_scale=scale) for scale in (1, 1 / 16))
+    tokens = torch.tensor([0.0, 3.0, 40.0, 900.0]).double()
+    for method, scale in ((at_paper, 16), (small, 1)):
+        c, threshold = method.replacement.c, method.replacement.threshold
+        method.share = torch.log1p(c * scale * tokens) / math.log1p(c * threshold)
+    assert_near(at_paper.share, small.share, 1e-12)
+    for seed, method in enumerate((at_paper, small)):
+        torch.manual_seed(seed)
+        method.reset_parameters()
+        weights = [p for p in method.parameters() if p.numel() > 1]
+        assert len(weights) == 3 and all((p != 0).all() and p.unique().numel() == p.numel() for p in weights)
+    assert not torch.equal(at_paper.replacement.output, small.replacement.output)
+    with assert_refused("threshold must be positive and finite, got -3.0"):
+        make_method("fire", **shape, threshold=-3)
+
+
 def through_reflections(method, q, k, v, x):
     """Yang et al. 2025, equation 3: a product of matrices between each query and key, one multiplied to it a token."""
     B, H, T, D = q.shape

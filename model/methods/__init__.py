@@ -13,6 +13,7 @@ from torch import Tensor
 from errors import did_you_mean, require
 from model.methods.alibi import ALiBi
 from model.methods.base import Mechanism, Method, Rotation, check_kinds
+from model.methods.fire import FIRE
 from model.methods.forgetting import Forgetting
 from model.methods.gate import SigmoidGate
 from model.methods.infini import Infini
@@ -71,6 +72,7 @@ METHODS = {
     "alibi_pope": (PoPE, ALiBi),
     "fox_pope": (PoPE, Forgetting),
     "pope_window": (PoPE, SlidingWindow),
+    "fire": (FIRE,),
     "stick_breaking": (StickBreaking,),
     "path": (PaTH,),
     "path_fox": (PaTHFoX,),

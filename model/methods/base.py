@@ -12,15 +12,18 @@ back to key j, h the head and d the head dimension (paper, section 3):
     y    <- g y, y the output                           OutputGate
 
 Each is optional, and at most one of a kind; but several score changes follow one another. c, b and g may depend on x,
-the input of the layer. A Replacement (Infini-attention, stick-breaking, PaTH) computes the output itself instead of a
-softmax over L, and may depend on x, too. A new mechanism is one file with a subclass of one of these, and one line in
-the table METHODS of this folder.
+the input of the layer. A Replacement (Infini-attention, FIRE, stick-breaking, PaTH) computes the output itself instead
+of a softmax over L, and may depend on x, too. A new mechanism is one file with a subclass of one of these, and one line
+in the table METHODS of this folder.
 """
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from errors import require
+
+QUERY_BLOCK = 128
 
 
 def upcast(x: Tensor) -> Tensor:
@@ -200,6 +203,22 @@ class Replacement(Mechanism):
         k, v, rotated_k = (torch.cat(parts, dim=2) for parts in zip(state, (k, v, rotated_k)))
         output = self.attend(q, k, v, rotated_q, rotated_k, k.shape[2] - 1, causal_attention)
         return output, (k, v, rotated_k)
+
+
+def in_blocks_of_queries(attend_block, q, k, v, q_offset: int, *more) -> Tensor:
+    """Return what attend_block(q, k, v, *more) gives for some queries after others, (B, H, Tq, D): each time the q of
+    a block, and the keys and values up to its last token. For causal attention in plain PyTorch that keeps Tq x Tk
+    weights: they are computed once more for the gradient, as those of all blocks would not fit."""
+    outputs = []
+    for start in range(0, q.shape[2], QUERY_BLOCK):
+        stop = min(start + QUERY_BLOCK, q.shape[2])
+        seen = slice(0, q_offset + stop)
+        block = q[:, :, start:stop], k[:, :, seen], v[:, :, seen], *more
+        if torch.is_grad_enabled():
+            outputs.append(checkpoint(attend_block, *block, use_reentrant=False))
+        else:
+            outputs.append(attend_block(*block))
+    return torch.cat(outputs, dim=2)
 
 
 KINDS = dict(

@@ -11,11 +11,8 @@ stick pass. Plain PyTorch, in blocks of queries, in log space and float32.
 
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
-from model.methods.base import Replacement, upcast
-
-QUERY_BLOCK = 128
+from model.methods.base import Replacement, in_blocks_of_queries, upcast
 
 
 class StickBreaking(Replacement):
@@ -23,16 +20,7 @@ class StickBreaking(Replacement):
         super().__init__()
 
     def attend(self, q, k, v, rotated_q, rotated_k, q_offset, causal_attention):
-        outputs = []
-        for start in range(0, q.shape[2], QUERY_BLOCK):
-            stop = min(start + QUERY_BLOCK, q.shape[2])
-            seen = slice(0, q_offset + stop)
-            block = rotated_q[:, :, start:stop], rotated_k[:, :, seen], v[:, :, seen]
-            if torch.is_grad_enabled():  # all weights of all blocks would not fit: they are computed once more
-                outputs.append(checkpoint(attend_block, *block, use_reentrant=False))
-            else:
-                outputs.append(attend_block(*block))
-        return torch.cat(outputs, dim=2)
+        return in_blocks_of_queries(attend_block, rotated_q, rotated_k, v, q_offset)
 
 
 def attend_block(q, k, v):

@@ -51,6 +51,7 @@ NAMES = {method: shown[0] for method, shown in SHOWN_AS.items()} | dict(
     alibi_pope="ALiBi, PoPE",
     fox_pope="FoX, PoPE",
     local_scale_invariant_pope="Local PoPE, global scale-invariant PoPE",
+    fire="FIRE",
     stick_breaking="Stick-breaking",
     path="PaTH",
     path_fox="PaTH, FoX",
