@@ -40,11 +40,11 @@ from runtime.build import (
     train_step,
 )
 from runtime.checkpoint import (
+    BackgroundSaver,
     check_same_run,
     checkpoint_errors,
     has_checksum,
     load_newest,
-    save_checkpoint,
     set_aside,
     space_needed,
 )
@@ -69,11 +69,12 @@ from runtime.validation import Validation, validation_plans
 
 
 def main():
-    with StopRequest() as stop, exit_on_failure():  # a disk may fill up at any time
-        train(stop)
+    saver = BackgroundSaver()
+    with StopRequest() as stop, exit_on_failure(finish=saver.finish):  # a disk may fill up at any time
+        train(stop, saver)
 
 
-def train(stop: StopRequest):
+def train(stop: StopRequest, saver: BackgroundSaver):
     # ---- set up: what can be wrong is found before there is a run folder ---------------------------------------------
     with exit_on_user_error():
         config = read_config(sys.argv[1:], __doc__, METHODS)
@@ -139,6 +140,7 @@ def train(stop: StopRequest):
     log.restart_clock()
     with load_from(start_step=first) as loader:
         for step in range(first, config.steps):
+            saver.check()
             stopping = stop.is_set(world)
             if step in config.method_starts and step > first and not stopping:
                 log.flush()
@@ -156,7 +158,7 @@ def train(stop: StopRequest):
             if passes:
                 stopping = not validate(validation, passes, log, stop)
             if step > first and (save_now or stopping):
-                save(progress, config, world, model, optimizers, data, folder)
+                save(progress, config, world, model, optimizers, data, folder, saver, wait=stopping)
             if stopping:
                 break
             if passes or save_now or compare_now:
@@ -174,8 +176,8 @@ def train(stop: StopRequest):
     # ---- the end -----------------------------------------------------------------------------------------------------
     if not stopping:
         log.flush()
-        if config.steps > first:
-            save(progress, config, world, model, optimizers, data, folder)  # a validation can run out of memory
+        if config.steps > first:  # now, as a validation can run out of memory
+            save(progress, config, world, model, optimizers, data, folder, saver, wait=True)
         if progress.validated < config.steps:
             stopping = not validate(validation, validation_plan(config, config.steps), log, stop)
     if stopping:
@@ -261,13 +263,19 @@ def save(
     optimizers: Optimizers,
     data: dict,
     folder: RunFolder | None,
+    saver: BackgroundSaver,
+    wait: bool,
 ):
+    """Begin to save a checkpoint; with `wait`, save it before any rank goes on."""
     require_same_parameters(optimizers, world, progress.step)
     progress.rng = gather(world, rng_state())
     state = dict(optimizers=optimizers.state_dict())  # gathered from all processes
     if folder is not None:
         state |= vars(progress) | dict(config=config.to_dict(), fingerprint=data["train"], model=model.state_dict())
-        save_checkpoint(folder.checkpoints, progress.step, state, keep=config.keep)
+        saver.save(folder.checkpoints, progress.step, state, keep=config.keep)
+    if wait:
+        with fail_together(world):
+            saver.finish()
 
 
 def start_method(config: Config, model: GPT, world: World, step: int) -> tuple[Plans, dict[str, dict[int, Plans]]]:

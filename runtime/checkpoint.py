@@ -6,13 +6,14 @@ import re
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch.serialization import get_crc32_options, set_crc32_options
+from torch.utils._pytree import tree_map_only
 
 from errors import require
 from files import replace_file
@@ -50,6 +51,31 @@ def save_checkpoint(folder: Path, step: int, state: dict[str, Any], keep: int = 
         if older != path:
             older.unlink()
     return path
+
+
+class BackgroundSaver:
+    """Saves checkpoints in a thread, while the run goes on. There is one under way at a time."""
+
+    def __init__(self):
+        self.thread, self.pending = ThreadPoolExecutor(1), Future()
+        self.pending.set_result(None)
+
+    def save(self, folder: Path, step: int, state: dict[str, Any], keep: int):
+        """Begin to save a copy of `state` as save_checkpoint does, once the one before is saved: the copy, in the
+        machine's memory, is all that a run waits for if it saves no more often than the disk can. Raise the OSError of
+        the one before."""
+        self.finish()
+        copy = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
+        self.pending = self.thread.submit(save_checkpoint, folder, step, copy, keep)
+
+    def check(self):
+        """Raise the OSError of a checkpoint that could not be saved, if by now it is known."""
+        if self.pending.done():
+            self.pending.result()
+
+    def finish(self) -> Path | None:
+        """Wait until what was begun is saved; return its path. Raise OSError when it cannot be."""
+        return self.pending.result()
 
 
 def space_needed(folder: Path, checkpoint_bytes: int, keep: int) -> int:

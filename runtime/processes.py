@@ -7,7 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Self
@@ -199,9 +199,10 @@ def limit_waiting(world: World, seconds: float):
 @contextmanager
 def exit_on_failure(
     advice: str = "lower --micro_batch_tokens, or share sequences between GPUs with --context_parallel",
+    finish: Callable[[], object] = lambda: None,
 ) -> Iterator[None]:
     """End the process with one line when, in this block, a file cannot be read or written or memory runs out (exit code
-    2; advice: what helps then), or when other ranks do not answer (1)."""
+    2; advice: what helps then), or when other ranks do not answer (1). finish: called before such an end."""
     try:
         yield
     except OSError as error:
@@ -221,6 +222,8 @@ def exit_on_failure(
     else:
         return
     print(f"error: {line}", file=sys.stderr, flush=True)
+    with suppress(OSError):
+        finish()
     os._exit(code)
 
 

@@ -117,37 +117,42 @@ def install(fault):
     import train_gpt
     from runtime import checkpoint, metrics, run_folder, validation
 
-    saving = False
+    saver = None  # the thread that saves a checkpoint, while it does
     syncs = 0
-    save, fsync, replace, unlink = train_gpt.save_checkpoint, os.fsync, os.replace, Path.unlink
+    save, fsync, replace, unlink = checkpoint.save_checkpoint, os.fsync, os.replace, Path.unlink
+
+    def saving():
+        return saver == threading.get_ident()
 
     def saved(*args, **kwargs):
-        nonlocal saving, syncs
-        saving, syncs = True, 0
+        nonlocal saver, syncs
+        saver, syncs = threading.get_ident(), 0
         try:
             return save(*args, **kwargs)
         finally:
-            saving = False
+            saver = None
 
     def synced(descriptor):
         nonlocal syncs
-        syncs += saving
-        name = {1: "fsync of the checkpoint", 2: "fsync of its folder"}.get(syncs) if saving else None
+        syncs += saving()
+        name = {1: "fsync of the checkpoint", 2: "fsync of its folder"}.get(syncs) if saving() else None
         return within(name, lambda: fsync(descriptor))
 
-    train_gpt.save_checkpoint = saved
+    checkpoint.save_checkpoint = saved
     os.fsync = synced
-    os.replace = lambda *paths: within("rename of the checkpoint" if saving else None, lambda: replace(*paths))
+    os.replace = lambda *paths: within("rename of the checkpoint" if saving() else None, lambda: replace(*paths))
     Path.unlink = lambda path, missing_ok=False: within(
-        "deletion of an older one" if saving and path.suffix == ".pt" else None, lambda: unlink(path, missing_ok)
+        "deletion of an older one" if saving() and path.suffix == ".pt" else None, lambda: unlink(path, missing_ok)
     )
     write = checkpoint.torch.save
     checkpoint.torch.save = lambda *args, **kwargs: within(
-        "checkpoint write" if saving else None, lambda: write(*args, **kwargs)
+        "checkpoint write" if saving() else None, lambda: write(*args, **kwargs)
     )
     for module, name in ((run_folder, "log write"), (metrics, "metrics write")):
         module.append = staged(name, module.append)
-    train_gpt.train_step = staged("step", train_gpt.train_step)
+    made = []  # steps
+    one_step = staged("step", train_gpt.train_step)
+    train_gpt.train_step = lambda *args: (one_step(*args), made.append(1))[0]
     validation.Validation.losses = staged("validation", validation.Validation.losses)
     compare = train_gpt.require_same_parameters
 
@@ -170,7 +175,9 @@ def install(fault):
         def happen():
             if not done.is_set():
                 done.set()
+                before = len(made)
                 ACTIONS[fault["do"]](fault)
+                print(f"\nit happened after {before} to {len(made)} steps")
 
         if fault.get("moment", 0) == 0:
             happen()

@@ -104,11 +104,12 @@ def train_here(data, runs, **fields):
 KILLED = """
 import os, sys
 import train_gpt
+from runtime import checkpoint
 from runtime.metrics import Metrics
 
 place, at = sys.argv[1], int(sys.argv[2])
 del sys.argv[1:3]
-save, write = train_gpt.save_checkpoint, Metrics.write
+save, write = checkpoint.save_checkpoint, Metrics.write
 
 def save_and_die(folder, step, *args, **kwargs):
     save(folder, step, *args, **kwargs)
@@ -120,7 +121,7 @@ def write_and_die(metrics, record):
     if place == ("validation" if "val_loss" in record else "step") and record["step"] == at:
         os._exit(9)
 
-train_gpt.save_checkpoint, Metrics.write = save_and_die, write_and_die
+checkpoint.save_checkpoint, Metrics.write = save_and_die, write_and_die
 train_gpt.main()
 """
 

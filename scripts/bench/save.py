@@ -19,7 +19,7 @@ from configs.config import Config
 from configs.presets import preset
 from errors import require
 from runtime.build import checkpoint_bytes
-from runtime.checkpoint import load_checkpoint, save_checkpoint
+from runtime.checkpoint import BackgroundSaver, load_checkpoint
 from runtime.device import PEAK_BF16_FLOPS
 from runtime.flops import training_flops_per_token
 from runtime.replicas import checksum
@@ -29,13 +29,14 @@ from scripts.bench.protocol import Report
 from scripts.shared.tables import markdown_table
 
 HOW_TO_READ = """\
-save: a whole checkpoint, with its checksum, until the disk has it, and the seconds of CPU in it; load: with the
-checksum compared, the file still in the machine's memory; compare: the checksum of all parameters, which is made
-before each checkpoint and at each validation. Medians of {rounds}, {low} to {high} of the median in all. The machine
-had a load of {load:.1f} on {cores} cores, which all but the seconds of CPU feel. Step: computed, {gpus} {gpu} at
-{mfu:.0%} of their peak. Share: of the time of save_every steps that a save and a comparison here would take, all GPUs
-waiting for it.
-Not in it: what is copied from a GPU, at some 10 GB/s, and what the GPUs send each other, at some 100 GB/s."""
+copy: of all that is saved, in the machine's memory, for which the run waits (a GPU's comes at some 10 GB/s); save: from
+then on until the disk has it, with its checksum, in a thread while the run goes on, and the seconds of CPU of both;
+load: with the checksum compared, the file still in the machine's memory; compare: the checksum of all parameters, which
+is made before each checkpoint and at each validation. Medians of {rounds}, {low} to {high} of the median in all. The
+machine had a load of {load:.1f} on {cores} cores, which all but the seconds of CPU feel. Step: computed, {gpus} {gpu}
+at {mfu:.0%} of their peak. Share: of the time of save_every steps that a copy and a comparison here would take, all
+GPUs waiting for them; and if they waited for the disk, too. Not in it: what the GPUs send each other, at some 100 GB/s,
+and what the thread takes from a run whose processes need all cores."""
 
 
 def add_arguments(parser: argparse.ArgumentParser):
@@ -53,19 +54,22 @@ def run(args: argparse.Namespace) -> int:
     require(args.rounds > 0 and args.gpus > 0 and 0 < args.mfu <= 1, "rounds and gpus must be positive, mfu in (0, 1]")
     configs = {name: preset(name) for name in args.presets}
     report = Report(args.out, "save", torch.device("cpu"), rows=[])
-    head = ["preset", "GB", "save s", "CPU s", "load s", "compare s", "step s", "steps between", "share"]
+    head = ["preset", "GB", "copy s", "save s", "CPU s", "load s", "compare s", "step s", "steps between"]
+    head += ["share", "if they waited"]
     table, spread = [head], []
     for name, config in configs.items():
         seconds = measure(config, args.folder, args.rounds)
         medians = {key: sorted(values)[len(values) // 2] for key, values in seconds.items()}
         spread += [value / medians[key] for key, values in seconds.items() for value in values]
         step = config.batch_tokens * training_flops_per_token(config) / PEAK_BF16_FLOPS[args.gpu] / args.mfu / args.gpus
-        cost = medians["save"] + medians["compare"]
-        share = cost / (config.save_every * step) if config.save_every else 0  # only at the end
-        report.record["rows"].append(dict(preset=name, bytes=size_of(config), step=step, share=share, **seconds))
-        times = [f"{medians[key]:.3f}" for key in ("save", "cpu", "load", "compare")]
-        every = str(config.save_every) if config.save_every else "only at the end"
-        table.append([name, f"{size_of(config) / 1e9:.3f}", *times, f"{step:.4f}", every, f"{share:.2%}"])
+        every, between = config.save_every or "only at the end", config.save_every * step
+        cost = medians["copy"] + medians["compare"]
+        shares = [waited / between if between else 0 for waited in (cost, cost + medians["save"])]
+        row = dict(preset=name, bytes=size_of(config), step=step, share=shares[0], share_waiting=shares[1])
+        report.record["rows"].append(row | seconds)
+        times = [f"{medians[key]:.3f}" for key in ("copy", "save", "cpu", "load", "compare")]
+        size = f"{size_of(config) / 1e9:.3f}"
+        table.append([name, size, *times, f"{step:.4f}", str(every), *(f"{share:.2%}" for share in shares)])
     words = HOW_TO_READ.format(
         low=f"{min(spread):.2f}",
         high=f"{max(spread):.2f} times",
@@ -84,7 +88,7 @@ def size_of(config: Config) -> int:
 
 
 def measure(config: Config, folder: Path | None, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each save, load and comparison."""
+    """Return the seconds of each copy, save, load and comparison."""
     optimizers = build_optimizers_of(config, 1)
     parameters, state = [], {}
     for name, group in optimizers.groups.items():
@@ -92,19 +96,21 @@ def measure(config: Config, folder: Path | None, rounds: int) -> dict[str, list[
         parameters += [torch.rand(shape).to(dtype) for shape, dtype in shapes]
         moments = 1 if name == "matrices" else 2
         state[name] = [torch.rand(shape).to(dtype) for shape, dtype in shapes for _ in range(moments)]
-    seconds = dict(save=[], cpu=[], load=[], compare=[])
+    seconds, saver = dict(copy=[], save=[], cpu=[], load=[], compare=[]), BackgroundSaver()
     with tempfile.TemporaryDirectory(dir=folder) as place:
         check_space(Path(place), 2 * size_of(config))
         for step in range(rounds):
             began, cpu = time.perf_counter(), time.process_time()
-            path = save_checkpoint(Path(place), step, dict(model=parameters, optimizers=state), keep=1)
+            saver.save(Path(place), step, dict(model=parameters, optimizers=state), keep=1)
+            copied = time.perf_counter()
+            path = saver.finish()
             saved = time.perf_counter()
             seconds["cpu"].append(time.process_time() - cpu)
             load_checkpoint(path)
             loaded = time.perf_counter()
             for parameter in parameters:
                 checksum(parameter).item()
-            for key, start, end in (("save", began, saved), ("load", saved, loaded)):
+            for key, start, end in (("copy", began, copied), ("save", copied, saved), ("load", saved, loaded)):
                 seconds[key].append(end - start)
             seconds["compare"].append(time.perf_counter() - loaded)
     return seconds
