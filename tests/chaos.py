@@ -106,8 +106,12 @@ class Job:
 
     def wait_for_words(self, words, patience=PATIENCE):
         """Wait until a machine has said this. Return the seconds that it took."""
+        return self.wait_for(lambda said: words in said, words, patience)
+
+    def wait_for(self, true_of, words, patience=PATIENCE):
+        """Wait until this is true of what the machines have said. Return the seconds that it took."""
         began = time.monotonic()
-        while words not in (said := self.said(10**9)):
+        while not true_of(said := self.said(10**9)):
             assert time.monotonic() < began + patience, f"nobody said {words!r} in {patience} s:\n{said[-9000:]}"
             self.tend()
             time.sleep(0.1)
@@ -128,6 +132,14 @@ class Job:
             pid = rng.choice(agents if agent else sorted(workers))
             os.kill(pid, number)
             return pid
+
+    def stop(self, name, rng):
+        """Tell torchrun to stop, and wait until it has."""
+        pid = self.signal(name, signal.SIGTERM, rng, agent=True)
+        end = time.monotonic() + PATIENCE
+        while pid in self.machines[name].processes()[0]:
+            assert time.monotonic() < end, f"torchrun does not stop:\n{self.said()}"
+            time.sleep(0.05)
 
     def pause(self, name, rng, seconds):
         pid = self.signal(name, signal.SIGSTOP, rng)
@@ -161,7 +173,7 @@ FAULTS = {  # what happens to the job on a machine; times in seconds
     "worker stopped for 1 s": lambda job, name, rng: job.pause(name, rng, 1),
     "worker stopped for 20 s": lambda job, name, rng: job.pause(name, rng, 2 * TIMEOUT),
     "torchrun killed": lambda job, name, rng: job.signal(name, signal.SIGKILL, rng, agent=True),
-    "torchrun told to stop": lambda job, name, rng: job.signal(name, signal.SIGTERM, rng, agent=True),
+    "torchrun told to stop": lambda job, name, rng: job.stop(name, rng),
     "machine killed": lambda job, name, rng: job.lose(name, rng.choice([0, 5])),
     "machine without power": lambda job, name, rng: job.lose(name, rng.choice([0, 15]), power=True),
     "link down for 1 s": lambda job, name, rng: job.unplug(name, 1),

@@ -63,9 +63,10 @@ def test_packets_are_late_and_lost(network, tmp_path):
     assert connect(2) == (124, []) and network.dropped > before
     network.plug("node2")
     assert connect()[0] == 0
-    before = os.readlink(f"/proc/{first.init}/ns/net")
-    first.kill()
-    assert os.readlink(f"/proc/{network.machine('node1').init}/ns/net") != before
+    with open(f"/proc/{first.init}/ns/net") as before:  # while it is open its number is not given to another
+        first.kill()
+        after = os.stat(f"/proc/{network.machine('node1').init}/ns/net")
+        assert not os.path.samestat(os.fstat(before.fileno()), after)
 
 
 LEFT = """
@@ -148,6 +149,28 @@ def test_lost_machine_is_named_and_the_others_go_on(how, data, of_one, network, 
         faults.figures.append(f"machine {how}: named after {seconds:.0f} s")
         if how != "without power":
             assert job.machines["node3"].wait(PATIENCE) != 0
+        compare(job.folder, of_one, steady=False)
+
+
+@pytest.mark.promise(*MACHINES)
+def test_machine_that_comes_back_is_taken_in(data, of_one, network, faults, held, tmp_path):
+    """While the run goes on without it, and no step is lost by that."""
+    variables, release = held
+    with faults("machine killed, and back"):
+        job = Job(network, data, tmp_path, processes=1, steady=False, variables=variables, **SHORT)
+        job.wait_for_words("on 2 x CPU")
+        job.lost.add("node2")
+        job.machines["node2"].kill()
+        job.wait_for_words("on 1 x CPU")
+        seen = job.said(10**9).count("on 2 x CPU")
+        job.lost.clear()
+        job.start("node2")
+        seconds = job.wait_for(lambda said: said.count("on 2 x CPU") > seen, "that it is two again")
+        faults.figures.append(f"machine killed, and back: taken in after {seconds:.0f} s")
+        release()
+        job.finish()
+        said = job.said(10**9)
+        assert "another process: stopped after step" in said or "SIGTERM: stopped after step" in said
         compare(job.folder, of_one, steady=False)
 
 
