@@ -158,7 +158,7 @@ def train(stop: StopRequest, saver: BackgroundSaver):
             if passes:
                 stopping = not validate(validation, passes, log, stop)
             if step > first and (save_now or stopping):
-                save(progress, config, world, model, optimizers, data, folder, saver, wait=stopping)
+                save(progress, optimizers, saver, wait=stopping, **the_run)
             if stopping:
                 break
             if passes or save_now or compare_now:
@@ -177,7 +177,7 @@ def train(stop: StopRequest, saver: BackgroundSaver):
     if not stopping:
         log.flush()
         if config.steps > first:  # now, as a validation can run out of memory
-            save(progress, config, world, model, optimizers, data, folder, saver, wait=True)
+            save(progress, optimizers, saver, wait=True, **the_run)
         if progress.validated < config.steps:
             stopping = not validate(validation, validation_plan(config, config.steps), log, stop)
     if stopping:
@@ -257,14 +257,15 @@ def restore_rng(progress: Progress, world: World):
 
 def save(
     progress: Progress,
+    optimizers: Optimizers,
+    saver: BackgroundSaver,
+    *,
+    wait: bool,
     config: Config,
     world: World,
     model: GPT,
-    optimizers: Optimizers,
     data: dict,
     folder: RunFolder | None,
-    saver: BackgroundSaver,
-    wait: bool,
 ):
     """Begin to save a checkpoint; with `wait`, save it before any rank goes on."""
     require_same_parameters(optimizers, world, progress.step)
