@@ -269,6 +269,7 @@ RIVALS = [
     "local_scale_invariant_pope",
     "fire",
     "stick_breaking",
+    "stick_breaking_gate",
     "path",
     "path_fox",
 ]

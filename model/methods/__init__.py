@@ -74,6 +74,7 @@ METHODS = {
     "pope_window": (PoPE, SlidingWindow),
     "fire": (FIRE,),
     "stick_breaking": (StickBreaking,),
+    "stick_breaking_gate": (StickBreaking, SigmoidGate),
     "path": (PaTH,),
     "path_fox": (PaTHFoX,),
     "nope_log_beyond": (LogBeyondTraining,),

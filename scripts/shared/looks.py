@@ -53,6 +53,7 @@ NAMES = {method: shown[0] for method, shown in SHOWN_AS.items()} | dict(
     local_scale_invariant_pope="Local PoPE, global scale-invariant PoPE",
     fire="FIRE",
     stick_breaking="Stick-breaking",
+    stick_breaking_gate="Stick-breaking, gated output",
     path="PaTH",
     path_fox="PaTH, FoX",
 )
