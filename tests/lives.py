@@ -31,7 +31,7 @@ replace = os.replace
 def hold(partial, path):
     replace(partial, path)
     stop = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
-    while str(path).endswith(".pt") and os.path.exists(__file__) and not stop.signal_name:
+    while str(path).endswith(".pt") and os.path.exists({file}) and not stop.signal_name:
         time.sleep(0.01)
 
 if any("{part}" in word for word in sys.orig_argv):
@@ -39,11 +39,11 @@ if any("{part}" in word for word in sys.orig_argv):
 """
 
 
-def holding(folder, part="train_gpt.py"):
-    """A variable of the environment. The commands under it of which a word has this part stop and wait after each
-    checkpoint until they are told to end, or killed, or folder/sitecustomize.py is gone: on a busy machine too they
-    cannot be further than a test thinks."""
-    (folder / "sitecustomize.py").write_text(HOLDING.format(part=part))
+def holding(folder, part="train_gpt.py", file="__file__"):
+    """A variable of the environment. The commands under it of which a word has this part stop and wait after a
+    checkpoint, before the next, until they are told to end, or killed, or a file is gone: on a busy machine too they
+    cannot be further than a test thinks. file: its name, in Python; folder/sitecustomize.py unless given."""
+    (folder / "sitecustomize.py").write_text(HOLDING.format(part=part, file=file))
     return dict(PYTHONPATH=str(folder))
 
 

@@ -153,21 +153,25 @@ def test_lost_machine_is_named_and_the_others_go_on(how, data, of_one, network, 
 
 
 @pytest.mark.promise(*MACHINES)
-def test_machine_that_comes_back_is_taken_in(data, of_one, network, faults, held, tmp_path):
-    """While the run goes on without it, and no step is lost by that."""
-    variables, release = held
+def test_machine_that_comes_back_is_taken_in(data, of_one, network, faults, tmp_path):
+    """While the run goes on without it: it saves, and no step is lost. There are two processes until one is killed, and
+    one until there are two again."""
+    variables = holding(tmp_path, file=f"'{tmp_path}/held ' + os.environ.get('WORLD_SIZE', '')")
+    alone, both = (tmp_path / f"held {processes}" for processes in (1, 2))
+    alone.touch(), both.touch()
     with faults("machine killed, and back"):
-        job = Job(network, data, tmp_path, processes=1, steady=False, variables=variables, **SHORT)
+        job = Job(network, data, tmp_path / "runs", processes=1, steady=False, variables=variables, **SHORT)
         job.wait_for_words("on 2 x CPU")
         job.lost.add("node2")
         job.machines["node2"].kill()
+        both.unlink()
         job.wait_for_words("on 1 x CPU")
         seen = job.said(10**9).count("on 2 x CPU")
         job.lost.clear()
         job.start("node2")
         seconds = job.wait_for(lambda said: said.count("on 2 x CPU") > seen, "that it is two again")
         faults.figures.append(f"machine killed, and back: taken in after {seconds:.0f} s")
-        release()
+        alone.unlink()
         job.finish()
         said = job.said(10**9)
         assert "another process: stopped after step" in said or "SIGTERM: stopped after step" in said
