@@ -121,6 +121,14 @@ def install(fault):
     syncs = 0
     save, fsync, replace, unlink = checkpoint.save_checkpoint, os.fsync, os.replace, Path.unlink
 
+    savers, begin = [], checkpoint.BackgroundSaver.save
+
+    def begun(saver, *args, **kwargs):
+        savers.append(saver)
+        begin(saver, *args, **kwargs)
+
+    checkpoint.BackgroundSaver.save = begun
+
     def saving():
         return saver == threading.get_ident()
 
@@ -175,6 +183,9 @@ def install(fault):
         def happen():
             if not done.is_set():
                 done.set()
+                if fault["stage"] in ("step", "comparison"):  # of which it is known what is saved by then
+                    for one in savers[-1:]:
+                        one.finish()
                 before = len(made)
                 ACTIONS[fault["do"]](fault)
                 print(f"\nit happened after {before} to {len(made)} steps")
