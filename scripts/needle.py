@@ -6,10 +6,11 @@
 
 `python -m scripts.sweep table_needle` does this for every run of the paper's table, in parallel, and trains those that
 are missing. A run is fine-tuned at its training length with its own optimisers and peak learning rates: a third of the
-steps of warm-up, a third constant, a third down to zero, loss on the response alone. Then it is scored at each length:
-the share of needles of which city and number are both right, by greedy decoding and by teacher forcing. Everything is
-left in RUN/needle/, a run folder of its own; what was interrupted goes on from there (exit code 75, as of training,
-when a signal ended it). The seed is that of the run.
+steps of warm-up, a third constant, a third down to zero, loss on the response alone. With --curriculum, which the paper
+has not, the prompts of the first half of the steps are shorter: small models learn to retrieve from near by first. Then
+it is scored at each length: the share of needles of which city and number are both right, by greedy decoding and by
+teacher forcing. Everything is left in RUN/needle/, a run folder of its own; what was interrupted goes on from there
+(exit code 75, as of training, when a signal ended it). The seed is that of the run.
 """
 
 import argparse
@@ -77,10 +78,11 @@ def read_arguments() -> tuple[argparse.Namespace, Needle]:
     parser = argparse.ArgumentParser(prog="python -m scripts.needle", description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
     parser.add_argument("--lengths", nargs="+", type=int, help="tokens a prompt (default: 1, 4, 16 x training length)")
-    parser.add_argument("--scale", default="paper", choices=SCALES, help="whose settings the next four replace")
+    parser.add_argument("--scale", default="paper", choices=SCALES, help="whose settings the next five replace")
     parser.add_argument("--haystack", help=f"c4 (the paper's; kept in {C4}), shards (the run's own data), or a path")
     parser.add_argument("--steps", type=int, help="of fine-tuning, a third each of the schedule's parts")
     parser.add_argument("--sequences", type=int, help="in a step (the paper: 8 x 8)")
+    parser.add_argument("--curriculum", type=int, help="tokens a prompt in the first half of the steps (0: as later)")
     parser.add_argument("--examples", type=int, help="prompts scored at each length")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--compile", default="auto", choices=["auto", "model", "blocks", "off"])
@@ -100,17 +102,20 @@ def run(
     """
     config, model = load_run(path, device)
     lengths = lengths or Needle.lengths(config.train_length)
+    most, short = config.train_length, needle.curriculum or config.train_length
+    require(short <= most, f"curriculum of the needle task: {short} tokens are more than the training length, {most}")
     tokenizer = load_tokenizer(config.data_dir)
     texts = {split: haystack(needle.haystack, split, config, tokenizer) for split in ("train", "val")}
-    tuning = NeedleTask(tokenizer, texts["train"], config.train_length, seed=config.seed)
+    tuning = [NeedleTask(tokenizer, texts["train"], length, seed=config.seed) for length in (short, most)]
     tests = {length: NeedleTask(tokenizer, texts["val"], length, seed=TEST_SEED) for length in lengths}
-    for test in (tuning, *tests.values()):
+    for test in (*tuning, *tests.values()):
         test.example(0)  # what cannot be made is said before anything is computed
     refuse_link(path / "needle")
     folder = RunFolder.create(path, "needle", resume="auto")
     stop.mark = folder.mark_interrupted
     settings = dict(method=config.method, train_length=config.train_length, seed=config.seed)
-    settings |= dict(haystack=needle.haystack, steps=needle.steps, sequences=needle.sequences)
+    settings |= dict(haystack=needle.haystack, steps=needle.steps)
+    settings |= dict(sequences=needle.sequences, curriculum=needle.curriculum)
     settings |= dict(pretrained=latest_checkpoint(path / "checkpoints").stem, config_hash=config_hash(config))
     check_same(folder.path / "settings.json", settings)
     folder.write_json("settings.json", settings)
@@ -193,15 +198,16 @@ def read_json(path: Path) -> dict | None:
 def fine_tune(
     config: Config,
     model: GPT,
-    task: NeedleTask,
+    tasks: list[NeedleTask],
     folder: RunFolder,
     compiled: str | None,
     needle: Needle,
     stop: StopRequest,
 ):
-    """Train the model in place on examples 0, 1, 2 ... of the task, resuming from the folder's latest checkpoint.
+    """Train the model in place, resuming from the folder's latest checkpoint.
 
-    When `stop` receives a signal it returns after the step under way, with a checkpoint; it may be the last step.
+    tasks: that of the first half of the steps and that of the second; a step has about as many tokens of either. When
+    `stop` receives a signal it returns after the step under way, with a checkpoint; it may be the last step.
     """
     device, steps, sequences = model.head.device, needle.steps, needle.sequences
     schedule = dict(schedule="trapezoid", steps=steps, warmup_steps=steps // 3, cooldown_steps=steps // 3)
@@ -215,12 +221,15 @@ def fine_tune(
             optimizers.load_state_dict(state["optimizers"])
     metrics = Metrics(folder.metrics)
     metrics.truncate(start, validated=-1)
-    plan = model.plan(config.train_length, backend=config.attention_backend)
+    plans = [model.plan(task.length, backend=config.attention_backend) for task in tasks]
     training_model = compile_model(model, compiled)
-    size = micro_batch_size(sequences * task.length, task.length, config.micro_batch_tokens, world_size=1)
     for step in tqdm(range(start, steps), "fine-tuning", initial=start, total=steps, unit="step", disable=None):
-        batch = task.batch(range(step * sequences, (step + 1) * sequences))
-        inputs, targets, mask = (torch.from_numpy(x).contiguous().to(device) for x in batch)  # (sequences, T)
+        half = 0 if step < steps // 2 else 1
+        task, plan = tasks[half], plans[half]
+        count = sequences * config.train_length // task.length
+        size = micro_batch_size(count * task.length, task.length, config.micro_batch_tokens, world_size=1)
+        batch = task.batch(range(step * count, (step + 1) * count))
+        inputs, targets, mask = (torch.from_numpy(x).contiguous().to(device) for x in batch)  # (count, T)
         weights = mask / mask.sum()  # the mean over the response tokens of the whole step
         loss = torch.zeros((), device=device)
         for part in zip(inputs.split(size), targets.split(size), weights.split(size)):
@@ -229,7 +238,7 @@ def fine_tune(
             weighted.backward()
             loss += weighted.detach()
         optimizers.step(lr_factor(step, **schedule), loss.isfinite())
-        metrics.write(dict(step=step + 1, tokens=(step + 1) * sequences * task.length, train_loss=loss.item()))
+        metrics.write(dict(step=step + 1, train_loss=loss.item()))
         stopping = stop.signal_name is not None
         if (step + 1) % SAVE_EVERY == 0 or step + 1 == steps or stopping:
             state = dict(step=step + 1, model=model.state_dict(), optimizers=optimizers.state_dict())

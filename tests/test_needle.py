@@ -179,12 +179,28 @@ def test_two_processes_never_fine_tune_the_same_run(run, tune, capsys):
     "words, settings",
     [
         ([], Needle("c4", steps=300, sequences=64, examples=500)),
-        (["--scale", "mini", "--examples", "7"], Needle("shards", steps=2400, sequences=8, examples=7)),
+        (["--scale", "mini", "--examples", "7"], Needle("shards", steps=6000, sequences=8, examples=7, curriculum=144)),
     ],
 )
 def test_the_scale_gives_the_settings_and_options_replace_them(monkeypatch, words, settings):
     monkeypatch.setattr(sys, "argv", ["needle", "runs/a", *words])
     assert needle.read_arguments()[1] == settings
+
+
+def test_a_curriculum_begins_with_shorter_prompts(run, tune, monkeypatch):
+    """A step has as many tokens of either half: of 8 prompts of 240 here, of 9 of 210 before."""
+    drawn, real_batch = [], NeedleTask.batch
+
+    def batch(task, indices):
+        drawn.append((task.length, [*indices]))
+        return real_batch(task, drawn[-1][1])
+
+    monkeypatch.setattr(NeedleTask, "batch", batch)
+    summary = tune("--curriculum", "210", "--sequences", "8")
+    assert [length for length, _ in drawn] == 3 * [210] + 3 * [240] and summary["curriculum"] == 210
+    assert [indices for _, indices in drawn[2:4]] == [[*range(18, 27)], [*range(24, 32)]]
+    with pytest.raises(SystemExit):
+        tune("--sequences", "8")  # without it
 
 
 def test_damaged_files_are_named(run, tune, capsys):
@@ -285,6 +301,9 @@ def test_run_again_does_nothing_but_the_lengths_that_are_new(run, tune, monkeypa
     "words, message",
     [
         (["--examples", "0"], "examples of the needle task must be at least 1, got 0"),
+        (["--curriculum", "-1"], "curriculum of the needle task must be 0 or a number of tokens, got -1"),
+        (["--curriculum", "241"], "curriculum of the needle task: 241 tokens are more than the training length, 240"),
+        (["--curriculum", "40"], "length 40 is too short"),
         (["--lengths", "40"], "length 40 is too short"),
         (["--haystack", "/nowhere"], "/nowhere"),
         (["--lengths", "10000000"], "haystack has"),

@@ -330,11 +330,11 @@ def test_needle_table(tmp_path, call):
     (yarn,) = [r for r in data if (r["metric"], r["length"]) == ("greedy", "256")]
     assert (yarn["method"], yarn["weights_of"], yarn["mean"]) == ("yarn", "rope", "0.25")
     assert table["rope", "greedy", "256"]["paper_mean"] == "0.962"
-    settings, path = "--haystack shards --steps 2400 --sequences 8 --examples 100", tmp_path / "runs"
+    settings, path = "--haystack shards --steps 6000 --sequences 8 --examples 100 --curriculum 144", tmp_path / "runs"
     assert code == 1 and f"yet): `python -m scripts.needle {path / 'mini-alibi-s2'} {settings}`" in said.out
     assert f"scripts.needle {path / 'mini-rope-s1'} {settings} --lengths 4096" in said.out
     assert "scripts.sweep table_needle --scale mini" in said.out and "trains and fine-tunes all" in said.out
-    settings = "haystack shards, 2400 steps of 8 sequences, 100 examples scored at each length"
+    settings = f"{SCALES['mini'].needle}"
     assert f"- all fine-tuned and scored with: {settings}\n" in said.out
     assert "0.990" in next(line for line in said.out.splitlines() if line.startswith("| oracle"))
 
@@ -429,7 +429,7 @@ def test_the_papers_qq_figures_are_not_ours(tmp_path, call):
     "other, says",
     [
         (dict(haystack="c4"), "of another fine-tuning (haystack c4 there, shards here): delete it"),
-        (dict(steps=300, sequences=64), "(steps 300 there, 2400 here, sequences 64 there, 8 here)"),
+        (dict(steps=300, sequences=64), "(steps 300 there, 6000 here, sequences 64 there, 8 here)"),
         (dict(examples=50), "scored on other examples (50 a length there, 100 here): delete "),
         (dict(pretrained="step_000600"), "(pretrained step_000600 there, step_000640 here)"),  # when unfinished
     ],
@@ -454,7 +454,7 @@ def test_needle_table_with_settings_given_by_hand(tmp_path, call):
     [run] = sweep("table_needle", "mini", [0], ["rope"])
     write_run(tmp_path / "runs", run, {256: 4.0}, needle=needle_summary(run, SHARES, haystack="c4", examples=50))
     code, said = call("table_needle", *words)
-    assert code == 0 and "haystack c4, 2400 steps of 8 sequences, 50 examples" in said.out
+    assert code == 0 and re.search("haystack c4, 6000 steps of 8 .* of 144 tokens .*, 50 examples", said.out)
     assert "--needle haystack=c4 examples=50" in said.out  # in the command
     code, said = call("table_losses", *words)
     assert code == 2 and said.err == "error: --needle: table_losses fine-tunes no run\n"

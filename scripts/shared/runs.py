@@ -146,7 +146,7 @@ def needle_state(stored: StoredRun, needle: Needle) -> tuple[str, str]:
         except ValueError as error:
             return "other", f"{path / name} is damaged ({error}): delete {mend}"
     settings, summary = found.values()
-    wanted = {key: getattr(needle, key) for key in ("haystack", "steps", "sequences")}
+    wanted = {key: getattr(needle, key) for key in ("haystack", "steps", "sequences", "curriculum")}
     wanted["pretrained"] = f"step_{stored.config.steps:06d}"
     have = summary or settings
     if have and (changed := [f"{k} {have.get(k)} there, {v} here" for k, v in wanted.items() if have.get(k) != v]):
