@@ -139,6 +139,7 @@ class Machine:
     def run(self, *command, output, **variables):
         """Start a command, whose output goes to the end of a file. One at a time."""
         words = dict(command=[str(word) for word in command], output=str(output), variables=variables)
+        self.command = b"\0".join(os.fsencode(word) for word in words["command"]) + b"\0"
         self.control.send(json.dumps(words).encode())
 
     def wait(self, seconds):
@@ -169,13 +170,21 @@ class Machine:
             os.close(descriptor)  # with these goes the network
 
     def processes(self):
-        """The command's process and those that it started, torchrun's agent and its workers: lists of ids."""
+        """The command's process, while it runs, and those that it started, torchrun's agent and its workers: lists of
+        ids. Not the orphans of one that was killed, which become children of the machine's first process, too."""
         parents = {}
         for entry in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):
-                parents[int(entry.parent.name)] = int(entry.read_text().rsplit(")", 1)[1].split()[1])
-        agents = [pid for pid, parent in parents.items() if parent == self.init]
+                state, parent = entry.read_text().rsplit(")", 1)[1].split()[:2]
+                if state != "Z":
+                    parents[int(entry.parent.name)] = int(parent)
+        agents = [pid for pid, parent in parents.items() if parent == self.init and self.is_command(pid)]
         return agents, [pid for pid, parent in parents.items() if parent in agents]
+
+    def is_command(self, pid):
+        with contextlib.suppress(OSError):
+            return Path(f"/proc/{pid}/cmdline").read_bytes() == self.command
+        return False
 
 
 def environment():

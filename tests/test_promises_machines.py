@@ -69,6 +69,31 @@ def test_packets_are_late_and_lost(network, tmp_path):
         assert not os.path.samestat(os.fstat(before.fileno()), after)
 
 
+PARENT = "import subprocess, time; subprocess.Popen(['sleep', '600']); time.sleep(600)"
+
+
+def test_orphans_and_the_dead_are_not_the_command(network):
+    machine = network.machine("node1")
+
+    def wait_for(workers):
+        end = time.monotonic() + 60
+        while len((found := machine.processes())[0]) != bool(workers) or len(found[1]) != workers:
+            assert time.monotonic() < end, found
+            time.sleep(0.01)
+        return found
+
+    machine.run(sys.executable, "-c", PARENT, output="/dev/null")
+    [agent], [worker] = wait_for(workers=1)
+    os.kill(agent, signal.SIGKILL)
+    wait_for(workers=0)
+    assert Path(f"/proc/{worker}/stat").read_text().split()[3] == str(machine.init)  # an orphan
+    assert machine.wait(60) == -signal.SIGKILL
+    machine.run(sys.executable, "-c", PARENT, output="/dev/null")
+    [agent], [younger] = wait_for(workers=1)
+    os.kill(worker, signal.SIGKILL)  # nobody waits for it: it stays, as a zombie
+    assert machine.processes() == ([agent], [younger])
+
+
 LEFT = """
 import sys, time
 sys.path.insert(0, "tests")
