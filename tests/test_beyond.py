@@ -16,8 +16,8 @@ from configs.sweeps import BEST, RIVALS, grid, sweep
 from model.methods import METHODS
 from runtime.build import build_model
 from runtime.validation import means_by_octave
-from scripts.reproduce import far_tokens, rivals
-from scripts.reproduce.comparisons import compare, difference_cell, differences, holm
+from scripts.reproduce import far_tokens
+from scripts.reproduce.comparisons import compare, describe_variances, difference_cell, differences, holm
 from scripts.shared.looks import series_label, series_name
 from scripts.shared.runs import read_runs
 from scripts.shared.tables import mean_and_stderr
@@ -33,21 +33,58 @@ def test_holm_s_correction():
     assert holm([0.9, 0.8]) == [1.0, 1.0] and holm([]) == []
 
 
-def test_differences_are_those_of_welch():
-    """Against the formula, with its p by integrating the density of Student's t."""
+def two_sided(t, freedom):
+    """Return the probability of a Student's t at least as far from 0, by integrating its density."""
+    angle = np.linspace(np.arctan(abs(t) / math.sqrt(freedom)), np.pi / 2, 200_001)
+    density = np.cos(angle) ** (freedom - 1)  # t = sqrt(freedom) tan(angle)
+    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
+    return 2 * scale * np.trapezoid(density, angle)
+
+
+def samples(sd, *others):
+    """Return losses at 256 of the reference, of standard deviation 0.01, of RoPE with sd, and others."""
     random = np.random.default_rng()
-    theirs, ours = random.normal(4.1, 0.02, 3).tolist(), random.normal(4, 0.1, 5).tolist()
-    (row,) = differences({("rope", 256): theirs, (REFERENCE, 256): ours, ("nope", 64): theirs}, REFERENCE, [256])
+    ours = random.permutation([4.0, 4.0, 4.01, 4.02, 4.02]) + 0.002 * random.random()
+    theirs = 4.01 + sd * random.permutation([-1, 0, 1])
+    return {(REFERENCE, 256): ours.tolist(), ("rope", 256): theirs.tolist(), ("nope", 64): [4.2, 4.3], **dict(others)}
+
+
+def test_differences_where_the_methods_vary_alike_are_those_of_student():
+    one, borrowed = [4.03], [3.0, 4.0, 5.0]
+    losses = samples(0.012, (("alibi", 256), one), (("yarn", 256), borrowed))
+    ours, theirs = losses[REFERENCE, 256], losses["rope", 256]
+    variance = (4 * statistics.variance(ours) + 2 * statistics.variance(theirs)) / 6  # of what was trained repeatedly
+    found = {row["series"]: row for row in differences(losses, REFERENCE, [256], borrowers={"yarn"})}
+    assert [*found] == ["rope", "alibi", "yarn"]
+    assert (found["rope"]["seeds"], found["rope"]["reference_seeds"]) == (3, 5)
+    for series, values in ("rope", theirs), ("alibi", one), ("yarn", borrowed):
+        stderr = math.sqrt(variance / len(values) + variance / 5)
+        difference = statistics.fmean(values) - statistics.fmean(ours)
+        assert [found[series]["difference"], found[series]["stderr"]] == pytest.approx([difference, stderr])
+        assert found[series]["p"] == pytest.approx(two_sided(difference / stderr, 6), rel=1e-4)
+    assert [row["p_holm"] for row in found.values()] == holm([row["p"] for row in found.values()])
+    assert "(length: p of Bartlett's test, degrees of freedom: 256: p = " in describe_variances(losses, [256], {"yarn"})
+
+
+def test_differences_where_the_methods_vary_otherwise_are_those_of_welch():
+    losses = samples(0.3)
+    ours, theirs = losses[REFERENCE, 256], losses["rope", 256]
+    (row,) = differences(losses, REFERENCE, [256])
     parts = [statistics.variance(x) / len(x) for x in (theirs, ours)]
     stderr, difference = math.sqrt(sum(parts)), statistics.fmean(theirs) - statistics.fmean(ours)
     freedom = sum(parts) ** 2 / (parts[0] ** 2 / 2 + parts[1] ** 2 / 4)
-    angle = np.linspace(np.arctan(abs(difference / stderr) / math.sqrt(freedom)), np.pi / 2, 200_001)
-    density = np.cos(angle) ** (freedom - 1)  # t = sqrt(freedom) tan(angle)
-    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
-    p = 2 * scale * np.trapezoid(density, angle)
-    assert (row["seeds"], row["reference_seeds"], row["series"]) == (3, 5, "rope")
     assert [row["difference"], row["stderr"]] == pytest.approx([difference, stderr])
-    assert row["p"] == row["p_holm"] == pytest.approx(p, rel=1e-4)
+    assert row["p"] == row["p_holm"] == pytest.approx(two_sided(difference / stderr, freedom), rel=1e-4)
+    assert describe_variances(losses, [256], ()).startswith("At 256 it is each method's own (Welch's test)")
+    alone = differences(samples(0.3, (("alibi", 256), [4.03])), REFERENCE, [256])[-1]
+    assert alone["stderr"] is alone["p"] is alone["p_holm"] is None  # a seed says nothing of the method's own variance
+
+
+@pytest.mark.filterwarnings("ignore:Precision loss")
+@pytest.mark.parametrize("odd", [[4.0, 4.0, 4.0], [4.0, math.nan, 4.1]])
+def test_losses_that_are_equal_or_not_finite_leave_the_other_methods_their_tests(odd):
+    rows = differences(samples(0.012, (("alibi", 256), odd)), REFERENCE, [256])
+    assert rows[0]["p"] > 0.01 and rows[0]["stderr"] > 0
 
 
 def test_the_page_tells_differences_and_the_order(tmp_path):
@@ -57,7 +94,7 @@ def test_the_page_tells_differences_and_the_order(tmp_path):
     page = "\n".join(compare(tmp_path / "table", losses, REFERENCE, [256], 256, paper))
     cells = {line.split("|")[1].strip(): line.split("|")[2:] for line in page.splitlines() if line.startswith("|")}
     assert cells["RoPE"][1].strip() == "**+0.500 \u00b1 0.007** (p < 0.001)"
-    assert cells["NoPE"][1].strip() == "+0.995" and cells["NoPE"][0].strip() == "1, 2"
+    assert cells["NoPE"][1].strip() == "**+0.995 \u00b1 0.009** (p < 0.001)" and cells["NoPE"][0].strip() == "1, 2"
     assert [cell.strip() for cell in cells["256 (1x)"][:2]] == ["+0.80", "4"]  # of ranks 1 3 2 4 and 1 2 3 4
     assert len(rows(tmp_path / "table_differences.csv")) == 3
     one = {key: values[:1] for key, values in losses.items()}
@@ -140,12 +177,10 @@ def test_table_rivals_names_the_best_and_its_margins(tmp_path, call):  # noqa: F
     named = {256: "fox", 1024: REFERENCE, 4096: "rope then=nope@0.875", 16_384: "rope then=nope@0.875"}
     for row, (length, series) in zip(cells[1:], named.items(), strict=True):
         assert row[:3] == [f"{length} ({length // 256}x)", series_name(series), "3"]
-        for cell, paired, reference in zip(row[4::2], row[5::2], (REFERENCE, "alibi"), strict=True):
+        for cell, reference in zip(row[4:], (REFERENCE, "alibi"), strict=True):
             found = {(r["series"], r["length"]): r for r in differences(losses, reference, [*named])}
             assert len(found) == 7 * 4  # series beside the reference, lengths
             assert cell == ("" if series == reference else difference_cell(found[series, length]))
-            apart = [a - b for a, b in zip(losses[series, length], losses[reference, length])]
-            assert paired.startswith("" if series == reference else ", ".join(f"{d:+.3f}" for d in apart) + " (p = ")
     table = {r["series"]: r for r in rows(tmp_path / "out" / "table_rivals_costs.csv")}
     assert len(table) == 8 and (table["fox"]["parameters"], table["rope"]["parameters"]) == ("5001", "5000")
     for series, values in rates.items():
@@ -158,16 +193,6 @@ def test_table_rivals_names_the_best_and_its_margins(tmp_path, call):  # noqa: F
     assert "from the first: Llama 4: `rope_window`, `rope_window`, `rope_window`." in said.out
     _, said = call("table_rivals", "--scale", "mini", "--methods", *chosen, "--seeds", "0", "--force")
     assert "## The best at each length" in said.out and "p =" not in said.out and "p <" not in said.out  # of one seed
-
-
-def test_seed_by_seed_is_the_paired_t_test():
-    """Against the formula: t = mean / (s / sqrt(n)), p by the t distribution of n - 1 degrees of freedom."""
-    ours, theirs = {0: 1.0, 1: 1.2, 2: 1.1, 7: 9.0}, {2: 1.05, 0: 0.9, 1: 1.15, 5: 0.0}
-    apart = [0.1, 0.05, 0.05]
-    t = statistics.fmean(apart) / (statistics.stdev(apart) / math.sqrt(3))
-    p = 1 - t / math.sqrt(2 + t * t)  # two-sided, 2 degrees of freedom
-    assert rivals.paired_cell(ours, theirs) == f"+0.100, +0.050, +0.050 (p = {p:.2g})"
-    assert rivals.paired_cell({0: 1.0}, {0: 1.5, 1: 2.0}) == "-0.500" and rivals.paired_cell({}, {0: 1.0}) == ""
 
 
 def test_table_rivals_shows_losses_by_position(tmp_path, call):  # noqa: F811

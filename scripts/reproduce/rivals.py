@@ -2,11 +2,9 @@
 
 import collections
 
-from scipy import stats
-
 from model.methods import layer_pattern
 from scripts.reproduce.comparisons import compare, difference_cell, differences
-from scripts.reproduce.study import Study, final_losses
+from scripts.reproduce.study import Study
 from scripts.reproduce.tables import OURS, losses_page, read_losses
 from scripts.shared.looks import method_name, series_name
 from scripts.shared.tables import format_mean, markdown_table, mean_and_stderr, write_csv
@@ -16,8 +14,8 @@ REFERENCES = (OURS, "alibi")  # what the best are compared with
 
 def table_rivals(study: Study) -> str:
     losses, lengths = read_losses(study)
-    study.sections = best_at_each_length(losses, read_by_seed(study), lengths, study.base_length)
-    study.sections += compare(study.path, losses, OURS, lengths, study.base_length, paper={})
+    study.sections = best_at_each_length(losses, lengths, study.base_length)
+    study.sections += compare(study.path, losses, OURS, lengths, study.base_length)
     study.sections += by_position(study, lengths)
     study.sections += costs(study)
     study.notes += cut_patterns(study)
@@ -39,22 +37,12 @@ def cut_patterns(study: Study) -> list[str]:
     ]
 
 
-def read_by_seed(study: Study) -> dict:
-    """Return the last losses of the finished runs: {(series, length): {seed: nats a token}}."""
-    found = collections.defaultdict(dict)
-    for run, stored in study.finished:
-        for series, method in study.series(run).items():
-            for length, loss in final_losses(stored, method).items():
-                found[series, length][run.config.seed] = loss
-    return found
-
-
-def best_at_each_length(losses: dict, by_seed: dict, lengths: list[int], base_length: int) -> list[str]:
+def best_at_each_length(losses: dict, lengths: list[int], base_length: int) -> list[str]:
     """Return a section that names the series of the lowest mean at each length, of those with the most seeds there,
     with its difference to each reference.
 
-    losses: {(series, length): nats a token, one a seed}; by_seed: see read_by_seed. The p-values of Welch's test are
-    corrected for all series and lengths, as the best is chosen among all of them.
+    losses: {(series, length): nats a token, one a seed}. The p-values are corrected for all series and lengths, as the
+    best is chosen among all of them.
     """
     by_reference = {
         reference: {(row["series"], row["length"]): row for row in differences(losses, reference, lengths)}
@@ -67,33 +55,16 @@ def best_at_each_length(losses: dict, by_seed: dict, lengths: list[int], base_le
         means = {series: mean_and_stderr(values) for series, values in here.items() if len(values) == most}
         if means:
             best = min(means, key=lambda series: means[series][0])
-            cells = []
-            for reference, found in by_reference.items():
-                paired = paired_cell(by_seed[best, length], by_seed[reference, length])
-                cells += [difference_cell(found.get((best, length))), "" if best == reference else paired]
-            seeds = str(len(losses[best, length]))
-            rows.append([f"{length} ({length / base_length:g}x)", series_name(best), seeds, format_mean(*means[best])])
-            rows[-1] += cells
+            cells = [difference_cell(found.get((best, length))) for found in by_reference.values()]
+            at, loss = f"{length} ({length / base_length:g}x)", format_mean(*means[best])
+            rows.append([at, series_name(best), str(most), loss, *cells])
     if not rows:
         return []
-    head = ["at", "best", "seeds", "loss"]
-    for reference in REFERENCES:
-        head += [f"minus {series_name(reference)}", "seed by seed"]
+    head = ["at", "best", "seeds", "loss", *(f"minus {series_name(reference)}" for reference in REFERENCES)]
     text = "The lowest mean at each length, of the methods with the most seeds. Differences are in nats a token \u00b1 "
-    text += "their standard error, with p of Welch's t-test after Holm's correction for the comparisons of all methods "
-    text += "with that reference at all lengths, as the best is chosen among them. Seed by seed: a seed draws the same "
-    text += "first weights and tokens for all methods; p of the paired t-test, for itself alone, not corrected."
+    text += "their standard error, with p of the t-test (see below) after Holm's correction for the comparisons of all "
+    text += "methods with that reference at all lengths, as the best is chosen among them."
     return ["## The best at each length", text, markdown_table([head, *rows])]
-
-
-def paired_cell(ours: dict[int, float], theirs: dict[int, float]) -> str:
-    """Return the differences of the seeds that both have, and p of the paired t-test of more than one of them."""
-    shared = sorted(ours.keys() & theirs.keys())
-    cell = ", ".join(f"{ours[seed] - theirs[seed]:+.3f}" for seed in shared)
-    if len(shared) < 2:
-        return cell
-    p = stats.ttest_rel([ours[seed] for seed in shared], [theirs[seed] for seed in shared]).pvalue
-    return f"{cell} (p = {p:.2g})"
 
 
 def by_position(study: Study, lengths: list[int]) -> list[str]:

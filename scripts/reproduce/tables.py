@@ -26,7 +26,7 @@ def table_losses(study: Study) -> str:
     losses, lengths = read_losses(study)
     if study.item in COMPARED:
         paper = {of: target["mean"] for of, target in paper_targets(study.item).items()}
-        study.sections = compare(study.path, losses, OURS, lengths, study.base_length, paper)
+        study.sections = compare(study.path, losses, OURS, lengths, study.base_length, paper, weights_of(study))
     return losses_page(study, losses, lengths)
 
 
@@ -114,14 +114,18 @@ def open_choices(study: Study) -> str:
 # ---- what the tables have in common ----------------------------------------------------------------------------------
 
 
+def weights_of(study: Study) -> dict[str, str]:
+    """Return, by method, the one with whose weights it was validated, of those that were not trained themselves."""
+    return {other: run.config.method for run in study.runs for other in run.config.validate_as}
+
+
 def make_table(study: Study, metrics: dict[str, dict], lengths: list[int], best, oracle: dict = {}) -> str:
     """Return the table as Markdown, and write it to study.path.csv: ours, the mean over seeds, beside the paper's.
 
     metrics: by label, {(method, length): a value a seed}; the paper's numbers compare with the first. best: min or max.
     oracle: values by length of a last row.
     """
-    paper, methods = paper_targets(study.item), study.all_series
-    weights_of = {other: run.config.method for run in study.runs for other in run.config.validate_as}
+    paper, methods, lenders = paper_targets(study.item), study.all_series, weights_of(study)
     compare = study.scale == "paper"  # only there are the numbers meant to be the same
     columns, oracle_cells, records = {}, {}, []
     for length, (label, values) in itertools.product(lengths, metrics.items()):
@@ -141,14 +145,14 @@ def make_table(study: Study, metrics: dict[str, dict], lengths: list[int], best,
             columns[f"difference at {abbreviate_length(paper_length)} (s.e.)"] = difference
         for method, (mean, stderr) in ours.items():
             target = targets.get(method)
-            record = dict(method=method, weights_of=weights_of.get(method), metric=label or "val_loss")
+            record = dict(method=method, weights_of=lenders.get(method), metric=label or "val_loss")
             record |= dict(length=length, ratio=ratio, mean=mean, stderr=stderr)
             record |= dict(seeds=len(values[method, length]), paper_length=paper_length if target else None)
             record |= {f"paper_{key}": (target or {}).get(key) for key in ("mean", "stderr", "seeds")}
             record["difference_in_stderrs"] = in_stderrs(mean, stderr, target) if compare else None
             records.append(record)
     write_csv(study.path.with_suffix(".csv"), records)
-    study.notes += table_notes(study, weights_of, one_seed=any(record["seeds"] == 1 for record in records))
+    study.notes += table_notes(study, lenders, one_seed=any(record["seeds"] == 1 for record in records))
 
     rows = [["method", "seeds", *columns]]
     for method in methods:
@@ -156,20 +160,19 @@ def make_table(study: Study, metrics: dict[str, dict], lengths: list[int], best,
             rows.append([""] * len(rows[0]))  # the rule in the paper's table
         seeds = [record["seeds"] for record in records if record["method"] == method]
         seeds = "-".join(map(str, sorted({min(seeds), max(seeds)})))  # 3, or 1-3 where they differ
-        mark = "\u2020" if method in weights_of else ""
+        mark = "\u2020" if method in lenders else ""
         rows.append([series_name(method) + mark, seeds, *(cells.get(method, "") for cells in columns.values())])
     if oracle:
         rows.append(["oracle", "", *(oracle_cells.get(head, "") for head in columns)])
     return markdown_table(rows)
 
 
-def table_notes(study: Study, weights_of: dict[str, str], one_seed: bool) -> list[str]:
-    """Return what a reader of the table must know. weights_of: by method, the one with whose weights it was validated;
-    one_seed: there are numbers of one seed."""
+def table_notes(study: Study, lenders: dict[str, str], one_seed: bool) -> list[str]:
+    """Return what a reader of the table must know. lenders: see weights_of; one_seed: there are numbers of one seed."""
     notes, borrowers = [], collections.defaultdict(list)
     for method in study.all_series:
-        if method in weights_of:
-            borrowers[weights_of[method]].append(series_name(method))
+        if method in lenders:
+            borrowers[lenders[method]].append(series_name(method))
     if borrowers:
         same = "; ".join(f"{' and '.join(names)}: the weights of {series_name(m)}" for m, names in borrowers.items())
         notes.append(
