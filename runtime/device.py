@@ -139,6 +139,18 @@ def choose_compile(wanted: str, device: torch.device, world_size: int = 1) -> tu
     return wanted, wanted
 
 
+def fix_threads():
+    """Let products on a CPU be the same, bit for bit, from one start of this program to the next.
+
+    oneMKL, where PyTorch has it, guarantees that for a number of threads that it was given and in a mode of its own
+    (Intel, oneMKL Developer Guide, "Reproducibility Conditions"). Left alone it counts the cores at its first product
+    and takes no more threads, nor does PyTorch.
+    """
+    os.environ.setdefault("MKL_CBWR", "AUTO")  # read at the first product
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    torch.set_num_threads(int(wanted) if wanted.isdecimal() and int(wanted) > 0 else torch.get_num_threads())
+
+
 def keep_freed_memory():
     """Let this process keep what it frees, for its next tensors, as PyTorch does on GPUs.
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from errors import require
-from runtime.device import count_gpus, keep_freed_memory
+from runtime.device import count_gpus, fix_threads, keep_freed_memory
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,7 @@ def start_processes(device: str, context_size: int = 1) -> World:
         os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     else:
         keep_freed_memory()
+        fix_threads()
     if world_size > 1:
         backend, store = "cpu:gloo,cuda:nccl" if on_gpu else "cpu:gloo", store_of_this_attempt()
         first_step = timedelta(minutes=30)  # it compiles, on one rank minutes longer than on another

@@ -49,6 +49,8 @@ void plain_brgemm(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int
 
 void plain_brgemm_release(bool) {}
 
+int plain_set_threads(int threads) { return threads; }
+
 }  // extern "C"
 
 #ifdef __SANITIZE_THREAD__

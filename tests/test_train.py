@@ -473,6 +473,18 @@ def test_resumes_bit_for_bit_on_two_threads(data, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this PyTorch has no oneMKL")
+def test_products_take_the_threads_that_were_asked_for(data, tmp_path):
+    """oneMKL says of each product what it goes by: else it would count cores, and fewer threads are other sums."""
+    words = arguments(data, tmp_path, steps=1, cooldown_steps=1, attention_backend="cpu")
+    said = python("train_gpt.py", *words, threads=2, MKL_VERBOSE="1").stdout
+    products = [line for line in said.splitlines() if line.startswith("MKL_VERBOSE") and "NThr:" in line]
+    assert len(products) > 100 and all(" Dyn:0 " in line for line in products)
+    assert {line.split(" CNR:")[1].split()[0] for line in products} == {"AUTO"}
+    assert {line.rsplit("NThr:")[1] for line in products} == {"2", "1"}  # one in the kernel, where both are at work
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(compile_problem(torch.device("cpu")) is not None, reason="torch.compile does not work")
 def test_resumes_bit_for_bit_when_compiled(data, tmp_path):
     """With the resumed run's graphs compiled anew, not taken from the first one's cache."""

@@ -22,6 +22,19 @@ void multiply(const Call& call, const char* ta, const char* tb, int64_t m, int64
     reinterpret_cast<Gemm>(call.gemm)(tb, ta, &N, &M, &K, &alpha, b, &LDB, a, &LDA, &beta, out, &LDOUT);
 }
 
+// While it lives, a thread of ours does its products alone. oneMKL, once it was told how many threads there are, does
+// not look whether they are taken, and divides the products for threads that do not come.
+struct Alone {
+    using SetThreads = int (*)(int);
+    const SetThreads set;
+    const int before;
+    explicit Alone(const Call& call)
+        : set(reinterpret_cast<SetThreads>(call.set_threads)), before(set ? set(1) : 0) {}
+    ~Alone() {
+        if (set) set(before);
+    }
+};
+
 template <bool BIASED>
 void forward_tile(const Head& head, int64_t start, std::vector<float>& scratch) {
     const Call& c = head.call;
@@ -148,6 +161,7 @@ void forward(const Call* call) {
     const auto run_tile = call->bias ? forward_tile<true> : forward_tile<false>;
 #pragma omp parallel
     {
+        const Alone alone(*call);
         std::vector<float> scratch(call->tile_queries * (call->tile_keys + 2));
 #pragma omp for schedule(dynamic)
         for (int64_t item = 0; item < call->batch * call->heads * tiles; ++item)  // the longest rows first
@@ -161,6 +175,7 @@ void backward(const Call* call) {
     const auto run_tile = call->bias ? backward_tile<true> : backward_tile<false>;
 #pragma omp parallel
     {
+        const Alone alone(*call);
         std::vector<float> scratch(2 * call->tile_queries * call->tile_keys);
 #pragma omp for schedule(dynamic)
         for (int64_t item = 0; item < heads * call->parts; ++item) {

@@ -14,6 +14,7 @@ struct Matrix {  // (batch, heads, tokens, head dimension); the last without gap
 
 struct Call {
     void *gemm, *release;  // the product of matrices, and what a thread calls after its last one in bfloat16
+    void* set_threads;     // how many threads the products of the calling thread take from now on; null: unknown
     Matrix q, k, v, o, dout, dq, dk, dv;
     float* lse;      // (batch, heads, queries), in bits
     float* delta;    // the same

@@ -26,6 +26,7 @@ SOURCES = [Path(__file__).with_name(name) for name in ("cpu.cpp", "cpu_bfloat16.
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 GEMMS = dict(  # PyTorch's own, by the names that they have in its library: those of C++ hold the types of arguments
     gemm="sgemm_",
+    set_threads="MKL_Set_Num_Threads_Local",  # if it is oneMKL
     brgemm="_ZN2at6native7cpublas6brgemmEllllllbPKN3c108BFloat16ES5_Pfb",
     brgemm_release="_ZN2at6native7cpublas14brgemm_releaseEb",
 )
@@ -46,6 +47,7 @@ class Arguments(ctypes.Structure):
     _fields_ = [
         ("gemm", ctypes.c_void_p),
         ("release", ctypes.c_void_p),
+        ("set_threads", ctypes.c_void_p),
         *((name, Matrix) for name in MATRICES),
         *((name, ctypes.c_void_p) for name in ("lse", "delta", "tables", "dtables")),
         *((name, ctypes.c_void_p) for name in ("bias", "dbias", "dlogits", "sink")),
@@ -198,7 +200,7 @@ def call_library(function: str, q_offset: int, window: int, parts: int = 1, **te
     q, k, tables = tensors["q"], tensors["k"], tensors["tables"]
     half = q.dtype == torch.bfloat16
     call = Arguments(
-        gemm=kernel.brgemm if half else kernel.gemm, release=kernel.brgemm_release,
+        gemm=kernel.brgemm if half else kernel.gemm, release=kernel.brgemm_release, set_threads=kernel.set_threads,
         batch=q.shape[0], heads=q.shape[1], table_heads=tables.shape[1], queries=q.shape[2],
         keys=k.shape[2], dim=q.shape[3], q_offset=q_offset, window=window, parts=parts,
         tile_queries=query_tile(q.shape[2]), tile_keys=TILE[1],
