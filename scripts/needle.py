@@ -28,7 +28,7 @@ from configs.config import Config, config_hash
 from configs.interrupt import exit_code
 from configs.sweeps import SCALES, Needle
 from data.loader import micro_batch_size
-from data.needle import C4, Haystack, NeedleTask, oracle_accuracy, score
+from data.needle import C4, NEEDLES, Haystack, NeedleTask, oracle_accuracy, score
 from data.text import Tokenizer, load_tokenizer
 from errors import exit_on_user_error, require
 from files import refuse_link
@@ -144,25 +144,23 @@ def run(
 def shares_by_kind(known: dict[str, dict], examples: int) -> dict[str, dict]:
     """Return the shares of needles by kind and length, of those lengths that were scored on this many examples."""
     whole = {length: score for length, score in known.items() if score["examples"] == examples}
-    kinds = ("greedy", "teacher_forcing", "oracle")
-    return {kind: {length: score[kind] for length, score in whole.items()} for kind in kinds}
+    kinds = ("greedy", "teacher_forcing", "oracle", "by_distance")
+    return {kind: {length: score[kind] for length, score in whole.items() if kind in score} for kind in kinds}
 
 
 def score_lengths(
     config: Config, model: GPT, tests: dict, examples: int, folder: RunFolder, name: str, method: Method | None = None
 ) -> dict[str, dict]:
     """Score the model, with the weights that it has, on the test of each length, run as `method` (default: its own).
-    Return by length the number of examples, the shares of needles found by greedy decoding and by teacher forcing, and
-    what a perfect copier gets.
+    Return by length the number of examples, what measure_accuracy returns, and what a perfect copier gets.
 
     They are kept in the folder's file `name`, length by length; what is known there is not computed again.
     """
     known = read_json(folder.path / name) or {}
     for length, test in tests.items():
         if known.get(str(length), {}).get("examples") != examples:
-            greedy, forced = measure_accuracy(config, model, test, examples, method)
-            oracle = oracle_accuracy(test, examples)
-            known[str(length)] = dict(examples=examples, greedy=greedy, teacher_forcing=forced, oracle=oracle)
+            found = measure_accuracy(config, model, test, examples, method)
+            known[str(length)] = dict(examples=examples, **found, oracle=oracle_accuracy(test, examples))
             folder.write_json(name, known)
         share = known[str(length)]["greedy"]
         label = folder.path.parent.name + (f" as {method.name}" if method else "")
@@ -250,11 +248,11 @@ def fine_tune(
 
 
 @torch.inference_mode()
-def measure_accuracy(
-    config: Config, model: GPT, task: NeedleTask, examples: int, method: Method | None = None
-) -> tuple[float, float]:
-    """Return the share of needles found by greedy decoding and by teacher forcing, in the task's first examples."""
-    device, greedy, forced = model.head.device, [], []
+def measure_accuracy(config: Config, model: GPT, task: NeedleTask, examples: int, method: Method | None = None) -> dict:
+    """Return the shares of needles found by greedy decoding and by teacher forcing, in the task's first examples, and
+    by_distance: by greedy decoding, [found, all] of those whose start is d to 2d - 1 tokens before the response, for
+    d = 1, 2, 4, ..."""
+    device, greedy, forced, by_distance = model.head.device, [], [], {}
     size = max(1, config.micro_batch_tokens // task.length)
     plan = model.plan(task.length, backend=config.attention_backend, method=method)
     by_prompt = defaultdict(list)  # a batch of prompts has one length
@@ -270,7 +268,13 @@ def measure_accuracy(
         for example, ours, given in zip(batch, decoded.tolist(), predicted.tolist()):
             greedy += score(task.tokenizer.decode(ours), example)
             forced += score(task.tokenizer.decode(given), example)
-    return sum(greedy) / len(greedy), sum(forced) / len(forced)
+            for right, position in zip(greedy[-NEEDLES:], example.positions, strict=True):
+                distance = start - position  # in tokens, from the response back to the needle
+                counts = by_distance.setdefault(2 ** (distance.bit_length() - 1), [0, 0])
+                counts[0] += right
+                counts[1] += 1
+    shares = dict(greedy=sum(greedy) / len(greedy), teacher_forcing=sum(forced) / len(forced))
+    return shares | dict(by_distance={str(distance): by_distance[distance] for distance in sorted(by_distance)})
 
 
 def accuracy_table(results: list[dict]) -> str:

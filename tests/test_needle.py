@@ -1,6 +1,7 @@
 """Fine-tuning on the needle task, and scoring: that it learns, resumes bit for bit, and says what is wrong."""
 
 import json
+import math
 import shutil
 import signal
 import subprocess
@@ -268,8 +269,15 @@ def test_accuracy_is_by_needle_and_by_what_the_model_says(run, monkeypatch):
         return torch.tensor([row[: min(map(len, rows))] for row in rows])
 
     monkeypatch.setattr(needle, "greedy_decode", decode)
-    greedy, forced = needle.measure_accuracy(config, model, task, 7)
-    assert greedy == pytest.approx(2 / 3) and forced == 0.0  # the model itself knows nothing
+    found = needle.measure_accuracy(config, model, task, 7)
+    assert found["greedy"] == pytest.approx(2 / 3) and found["teacher_forcing"] == 0.0  # the model itself knows nothing
+    counts = {}
+    for example in examples.values():
+        for i, position in enumerate(example.positions):
+            octave = 2 ** math.floor(math.log2(example.response_start - position))
+            right, all_ = counts.get(octave, (0, 0))
+            counts[octave] = right + (i != 1), all_ + 1
+    assert found["by_distance"] == {str(octave): [*counts[octave]] for octave in sorted(counts)} and len(counts) > 1
 
 
 def test_teacher_forcing_and_greedy_agree_when_the_model_is_right(run, tune, monkeypatch):
@@ -284,7 +292,8 @@ def test_teacher_forcing_and_greedy_agree_when_the_model_is_right(run, tune, mon
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    assert needle.measure_accuracy(config, model, task, 1) == (1.0, 1.0)
+    found = needle.measure_accuracy(config, model, task, 1)
+    assert found["greedy"] == found["teacher_forcing"] == 1.0
     start = task.example(0).response_start
     decoded = greedy_decode(model, inputs[:, :start], 241 - start, target_length=240, stop=tokenizer.eot)
     assert torch.equal(decoded[0], targets[0, start - 1 :])

@@ -339,6 +339,26 @@ def test_needle_table(tmp_path, call):
     assert "0.990" in next(line for line in said.out.splitlines() if line.startswith("| oracle"))
 
 
+def test_needles_by_distance_are_counted_over_seeds(tmp_path, call):
+    runs = sweep("table_needle", "mini", methods=["rope", "p_rope"])
+    assert [(run.config.method, run.config.seed) for run in runs[:3]] == [("rope", 0), ("rope", 1), ("rope", 2)]
+    counts = [{"256": {"64": [3, 4], "128": [0, 5]}}, {"256": {"128": [2, 5], "32": [1, 1]}, "1024": {"512": [1, 9]}}]
+    for run, known in zip(runs, [*counts, {}, {}, {}, {}]):  # the others were scored before there were distances
+        write_run(tmp_path / "runs", run, {256: 4.0}, needle=needle_summary(run, SHARES, by_distance=known))
+    _, said = call("table_needle", "--scale", "mini", "--methods", "rope", "p_rope")
+    table = rows(tmp_path / "out" / "table_needle_distances.csv")
+    keys = "method", "length", "distance", "found", "needles"
+    assert [tuple(r[key] for key in keys) for r in table] == [
+        ("rope", "256", "32", "1", "1"),
+        ("rope", "256", "64", "3", "4"),
+        ("rope", "256", "128", "2", "10"),
+        ("rope", "1024", "512", "1", "9"),
+    ]
+    page = said.out.split("## By distance")[1].splitlines()
+    assert [cell.strip() for cell in page[4].split("|")[2:-1]] == ["length", "32-63", "64-127", "128-255", "512-1023"]
+    assert [cell.strip() for cell in page[6].split("|")[1:-1]] == ["RoPE", "256", "1/1", "3/4", "2/10", ""]
+
+
 def test_all_is_well_when_all_that_can_be_made_is_there(tmp_path, call, monkeypatch):
     items = {item: pages.ITEMS[item] for item in ("table_losses", "table_llama", "figure_qq")}
     monkeypatch.setattr("scripts.reproduce.__main__.ITEMS", items)
@@ -596,7 +616,7 @@ def test_without_runs_there_is_no_figure(tmp_path, call):
 # ---- theory and trained models ---------------------------------------------------------------------------------------
 
 
-def write_models(tmp_path, item, num_layers, val_tokens):
+def write_models(tmp_path, item, num_layers, val_tokens, seeds=None):
     """Untrained tiny models of the study's methods, with checkpoints, and their validation text."""
     writer = ShardWriter(tmp_path / "data", "t", tokenizer="none", vocab_size=64)
     random = np.random.default_rng(0)
@@ -604,11 +624,11 @@ def write_models(tmp_path, item, num_layers, val_tokens):
         writer.write(split, random.integers(64, size=count).astype(np.uint16))
     writer.close()
     fields = [*TINY.split(), "--num_layers", str(num_layers), "--data_dir", str(tmp_path / "data"), "--device", "cpu"]
-    for run in sweep(item, "mini", changes=field_changes("mini", fields)):
+    for run in sweep(item, "mini", seeds, changes=field_changes("mini", fields)):
         losses = {n: 4.0 for n in run.config.val_lengths}
         folder = write_run(tmp_path / "runs", run, losses, data=data_fingerprint(run.config))
         (folder / "checkpoints").mkdir()
-        torch.manual_seed(0)
+        torch.manual_seed(run.config.seed)
         model = build_model(run.config, torch.float32)
         save_checkpoint(folder / "checkpoints", 2, dict(step=2, model=model.state_dict()))
     return fields
@@ -624,6 +644,15 @@ def test_figure_qq_ours(tmp_path, call):
         assert is_figure(tmp_path / "out" / f"figure_qq_ours_{method}")
     assert len(rows(tmp_path / "out" / "figure_qq_ours.csv")) == 2 * 2 * 2 * 200  # methods, layers, forms, quantiles
     assert len(rows(tmp_path / "out" / "figure_qq_ours_heads.csv")) == 2 * 2 * 2 * 3  # two heads and all
+
+
+def test_figure_qq_ours_tells_seeds_apart(tmp_path, call):
+    fields = write_models(tmp_path, "figure_qq_ours", num_layers=1, val_tokens=400, seeds=[0, 1])
+    code, said = call("figure_qq_ours", "--scale", "mini", "--seeds", "0", "1", "--methods", "rope", *fields)
+    assert code == 0 and [f"RoPE, seed {seed}" in said.out for seed in range(3)] == [True, True, False]
+    drawn = [(tmp_path / "out" / f"figure_qq_ours_rope_s{seed}.png").read_bytes() for seed in range(2)]
+    assert drawn[0] != drawn[1]
+    assert [row["seed"] for row in rows(tmp_path / "out" / "figure_qq_ours_heads.csv")] == ["0"] * 6 + ["1"] * 6
 
 
 def test_figure_entropy_with_trained_models(tmp_path, call):

@@ -14,14 +14,14 @@ from errors import require
 from files import replace_file
 from runtime.device import device_name
 from runtime.run_folder import git_commit
-from scripts.reproduce import far_tokens, figures, lengthscales, llama, qq, rivals, tables
+from scripts.reproduce import far_tokens, figures, lengthscales, llama, needles, qq, rivals, tables
 from scripts.reproduce.study import Study
 from scripts.shared.runs import StoredRun, log_values, require_as_many_runs
 
 DRAWS = 400
 ITEMS = dict(
     table_losses=tables.table_losses,
-    table_needle=tables.table_needle,
+    table_needle=needles.table_needle,
     table_infini=tables.table_losses,
     table_llama=llama.table_llama,
     figure_entropy=figures.figure_entropy,
@@ -39,9 +39,9 @@ ITEMS = dict(
     tau_by_length=lengthscales.tau_by_length,
     far_tokens=far_tokens.far_tokens,
     scale_invariant_by_head=tables.table_losses,
-    needle_by_head=tables.table_needle,
+    needle_by_head=needles.table_needle,
     table_rivals=rivals.table_rivals,
-    needle_rivals=tables.table_needle,
+    needle_rivals=needles.table_needle,
 )
 PARTLY_THEORY = ["figure_entropy"]  # which has something to show without runs
 # What is computed or measured here; the others are functions of what the runs left, the same wherever they are made.

@@ -151,19 +151,24 @@ def describe(about: dict) -> str:
 
 def figure_qq_ours(study: Study) -> str:
     kept, shown = Kept(), []
+    several = len({run.config.seed for run, _ in study.finished}) > 1
+
+    def title(method: str, seed: int) -> str:
+        return method_name(method) + (f", seed {seed}" if several else "")
+
     for run, stored in list(study.finished):
         with study.dropping_unreadable(run):
             config, model = load_run(stored.path, study.device)
             tokens = logits.validation_windows(open_own_text(stored), WINDOWS, config.train_length, study.device)
             mine = Kept()
             for layer, rotated, scores in logits.layer_scores(model, tokens):
-                mine.add(scores, by_head=False, method=config.method, layer=layer, rotated=rotated)
-            name = f"{study.item}_{config.method}"
+                mine.add(scores, by_head=False, method=config.method, seed=config.seed, layer=layer, rotated=rotated)
+            name = f"{study.item}_{config.method}" + (f"_s{config.seed}" if several else "")
             blocks = {form: mine.lines(rotated) for rotated, form in FORMS.items()}
             draw_qq(study.draft / name, {form: lines for form, lines in blocks.items() if lines})
             kept.quantiles += mine.quantiles
             kept.statistics += mine.statistics
-            shown.append(f"{method_name(config.method)}:\n\n{picture(name)}")
+            shown.append(f"{title(config.method, config.seed)}:\n\n{picture(name)}")
     text = f"Quantiles of the scores q.k / sqrt(d) of trained models, on {WINDOWS} windows of validation text of the "
     text += "training length, all heads of a layer, against those of the Gaussian with their mean and standard "
     text += "deviation (red: equal). Only pairs with t > 0, and without key 0, which attention sinks into."
@@ -172,4 +177,4 @@ def figure_qq_ours(study: Study) -> str:
     write_csv(study.path.with_suffix(".csv"), kept.quantiles)
     write_csv(study.draft / f"{study.item}_heads.csv", kept.statistics)
     text += f" The table pools the heads of a layer; each head is in {study.item}_heads.csv (layers there from 0)."
-    return "\n\n".join([text, *shown, kept.table(lambda row: method_name(row["method"]), "method")])
+    return "\n\n".join([text, *shown, kept.table(lambda row: title(row["method"], row["seed"]), "method")])

@@ -5,7 +5,6 @@ import collections
 import csv
 import itertools
 import math
-import statistics
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from configs.sweeps import SCALES
 from scripts.reproduce.comparisons import compare
 from scripts.reproduce.study import Study, abbreviate_length, final_losses
 from scripts.shared.looks import series_name
-from scripts.shared.runs import needle_state
 from scripts.shared.tables import embolden_best, format_mean, markdown_table, mean_and_stderr, write_csv
 
 PAPER_TRAIN_LENGTH = 4096  # of all its tables
@@ -58,50 +56,6 @@ def read_losses(study: Study) -> tuple[dict, list[int]]:
                 command += ["--as", *run.config.validate_as]
             study.miss(run, f"no loss at {', '.join(lacking)}", command)
     return losses, lengths
-
-
-def table_needle(study: Study) -> str:
-    accuracy = {"greedy": collections.defaultdict(list), "teacher forcing": collections.defaultdict(list)}
-    oracle = collections.defaultdict(list)
-    for run, stored in list(study.finished):
-        command = ["python", "-m", "scripts.needle", str(stored.path), *run.needle.arguments]
-        state, reason = needle_state(stored, run.needle)
-        if state in ("other", "running"):
-            study.drop(run, f"left out, {reason}" if state == "other" else f"is being fine-tuned ({reason})")
-            continue
-        needle = stored.json("needle/summary.json")
-        if needle is None:
-            study.drop(run, f"{state} ({reason})", command)
-            continue
-        found = {}
-        try:
-            for series, method in study.series(run).items():
-                shares = needle if method == run.config.method else needle["as"][method]
-                for label in accuracy:
-                    found[series, label] = by_length(shares[label.replace(" ", "_")])
-            copier = by_length(needle["oracle"])
-        except (KeyError, TypeError) as error:
-            study.drop(run, f"{stored.path}/needle/summary.json is damaged ({error!r}): delete it and repeat", command)
-            continue
-        for length, share in copier.items():
-            oracle[length].append(share)
-        for (series, label), shares in found.items():
-            for length, share in shares.items():
-                accuracy[label][series, length].append(share)
-        if lacking := [str(n) for n in study.lengths if any(n not in shares for shares in found.values())]:
-            study.miss(run, f"no needle accuracy at {', '.join(lacking)}", [*command, "--lengths", *lacking])
-    text = "Share of needles whose city and number are both right, by length in tokens (and in training lengths), by "
-    text += "greedy decoding and by teacher forcing: mean \u00b1 standard error over seeds. The paper's numbers stand "
-    text += "beside greedy decoding."
-    if oracle:
-        text += f" Fine-tuned and scored with {study.runs[0].needle}, three needles in each (the paper: C4, 300 steps "
-        text += "of 64). Oracle: what a perfect copier of the prompts gets."
-    means = {length: statistics.fmean(values) for length, values in oracle.items()}
-    return text + "\n\n" + make_table(study, accuracy, study.lengths, best=max, oracle=means)
-
-
-def by_length(shares: dict) -> dict[int, float]:
-    return {int(length): float(share) for length, share in shares.items()}
 
 
 def open_choices(study: Study) -> str:

@@ -1,0 +1,83 @@
+"""The needle tables: how many needles the fine-tuned runs find, and how far away."""
+
+import collections
+import statistics
+
+from scripts.reproduce.study import Study
+from scripts.reproduce.tables import make_table
+from scripts.shared.looks import series_name
+from scripts.shared.runs import needle_state
+from scripts.shared.tables import markdown_table, write_csv
+
+
+def table_needle(study: Study) -> str:
+    """Return the shares of needles found as Markdown, and write them as CSV; the page ends with those by distance."""
+    distances = collections.defaultdict(list)
+    accuracy = {"greedy": collections.defaultdict(list), "teacher forcing": collections.defaultdict(list)}
+    oracle = collections.defaultdict(list)
+    for run, stored in list(study.finished):
+        command = ["python", "-m", "scripts.needle", str(stored.path), *run.needle.arguments]
+        state, reason = needle_state(stored, run.needle)
+        if state in ("other", "running"):
+            study.drop(run, f"left out, {reason}" if state == "other" else f"is being fine-tuned ({reason})")
+            continue
+        needle = stored.json("needle/summary.json")
+        if needle is None:
+            study.drop(run, f"{state} ({reason})", command)
+            continue
+        found = {}
+        try:
+            for series, method in study.series(run).items():
+                shares = needle if method == run.config.method else needle["as"][method]
+                for label in accuracy:
+                    found[series, label] = by_length(shares[label.replace(" ", "_")])
+                for length, counts in shares.get("by_distance", {}).items():
+                    distances[series, int(length)].append({int(d): count for d, count in counts.items()})
+            copier = by_length(needle["oracle"])
+        except (KeyError, TypeError) as error:
+            study.drop(run, f"{stored.path}/needle/summary.json is damaged ({error!r}): delete it and repeat", command)
+            continue
+        for length, share in copier.items():
+            oracle[length].append(share)
+        for (series, label), shares in found.items():
+            for length, share in shares.items():
+                accuracy[label][series, length].append(share)
+        if lacking := [str(n) for n in study.lengths if any(n not in shares for shares in found.values())]:
+            study.miss(run, f"no needle accuracy at {', '.join(lacking)}", [*command, "--lengths", *lacking])
+    text = "Share of needles whose city and number are both right, by length in tokens (and in training lengths), by "
+    text += "greedy decoding and by teacher forcing: mean \u00b1 standard error over seeds. The paper's numbers stand "
+    text += "beside greedy decoding."
+    if oracle:
+        text += f" Fine-tuned and scored with {study.runs[0].needle}, three needles in each (the paper: C4, 300 steps "
+        text += "of 64). Oracle: what a perfect copier of the prompts gets."
+    means = {length: statistics.fmean(values) for length, values in oracle.items()}
+    study.sections = by_distance(study, distances)
+    return text + "\n\n" + make_table(study, accuracy, study.lengths, best=max, oracle=means)
+
+
+def by_length(shares: dict) -> dict[int, float]:
+    return {int(length): float(share) for length, share in shares.items()}
+
+
+def by_distance(study: Study, distances: dict[tuple[str, int], list[dict]]) -> list[str]:
+    """Return a section on the needles found by their distance from the response, of all seeds together, and write it as
+    CSV. distances: {(series, length): {least distance: (found, all)}, one a seed}."""
+    rows = []
+    for series, length in sorted(distances, key=lambda key: (study.all_series.index(key[0]), key[1])):
+        seeds = distances[series, length]
+        for least in sorted({distance for counts in seeds for distance in counts}):
+            found, needles = map(sum, zip(*(counts.get(least, (0, 0)) for counts in seeds)))
+            rows.append(dict(method=series, length=length, distance=least, found=found, needles=needles))
+    if not rows:
+        return []
+    write_csv(study.path.with_name(f"{study.path.name}_distances.csv"), rows)
+    columns = sorted({row["distance"] for row in rows})
+    cells = collections.defaultdict(dict)
+    for row in rows:
+        cells[row["method"], row["length"]][row["distance"]] = f"{row['found']}/{row['needles']}"
+    table = [["method", "length", *(f"{least}-{2 * least - 1}" for least in columns)]]
+    for (series, length), own in cells.items():
+        table.append([series_name(series), str(length), *(own.get(least, "") for least in columns)])
+    text = "Needles found (greedy decoding) of those that there are, by how many tokens before the response they "
+    text += "start, over all seeds."
+    return ["## By distance", text, markdown_table(table)]
