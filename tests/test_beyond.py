@@ -105,7 +105,15 @@ def test_the_page_tells_differences_and_the_order(tmp_path):
 def test_tau_by_length(tmp_path, call):  # noqa: F811
     write_study(tmp_path / "runs", "tau_by_length")
     losses = {run.path.name: run.summary["val_loss"]["256"] for run in read_runs(tmp_path / "runs")}
+    metrics = tmp_path / "runs" / f"mini_1024-{REFERENCE}-learn_tauTrue-s0" / "metrics.jsonl"
+    last = json.loads(metrics.read_text().splitlines()[-1])
+    learned = {f"blocks.{i}.attention.method.score_change.log_tau": [math.log(i + 1), math.log(0.25)] for i in range(3)}
+    metrics.write_text(metrics.read_text() + json.dumps(last | dict(method_parameters=learned)) + "\n")
     code, said = call("tau_by_length", "--scale", "mini")
+    section = said.out.split("## What heads learned")[1].split("## How")[0]
+    cells = [cell.strip() for cell in section.strip().splitlines()[-1].split("|")[1:-1]]
+    assert cells == ["\u03c4", "1024", "0", "1.00, 0.25", "2.00, 0.25", "3.00, 0.25"]
+    assert [row["head"] for row in rows(tmp_path / "out" / "tau_by_length_learned.csv")] == ["1", "2"] * 3
     assert code == 0 and is_figure(tmp_path / "out" / "tau_by_length")
     data = rows(tmp_path / "out" / "tau_by_length.csv")
     found = {(r["train_length"], float(r["tau"]), r["ratio"]): float(r["mean"]) for r in data}

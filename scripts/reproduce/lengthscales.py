@@ -2,15 +2,19 @@
 
 import collections
 import math
+import re
 from pathlib import Path
 
 from scripts.reproduce.drawing import drawing, legend_below
 from scripts.reproduce.figures import NO_FIGURE, picture, tau_of
 from scripts.reproduce.study import Study, final_losses
+from scripts.reproduce.tables import table_losses
 from scripts.shared.tables import format_mean, markdown_table, mean_and_stderr, write_csv
 
 RATIOS = (1, 4, 16, 64)  # of the validation length to the training length
 LEARNED = math.inf  # in place of tau where every head learns its own
+# What a head can learn (model/methods/scale_invariant.py): its sign, and what it is from the parameter of that name.
+PARAMETERS = dict(log_tau=("\u03c4", math.exp), gain=("gain", float))
 COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#0072B2")
 
 
@@ -30,6 +34,7 @@ def tau_by_length(study: Study) -> str:
     write_csv(study.path.with_suffix(".csv"), rows)
     if not rows:
         return NO_FIGURE
+    study.sections = learned_by_heads(study)
     draw_tau_by_length(study.path, rows)
     text = "Validation loss of scale-invariant p-RoPE in nats a token against its lengthscale \u03c4 (in tokens), for "
     text += "three training lengths (each on equally many tokens) and at multiples of them. Vertical lines: the "
@@ -73,3 +78,34 @@ def draw_tau_by_length(path: Path, rows: list[dict]):
             axis.set(title=f"trained at {length}", xscale="log", xlabel="\u03c4 (tokens)")
         axes[0, 0].set_ylabel("nats a token")
         legend_below(figure, axes, len(RATIOS))
+
+
+def scale_invariant_by_head(study: Study) -> str:
+    """Tabulate the losses of scale-invariant p-RoPE with something of its own in each head, and what heads learned."""
+    page = table_losses(study)
+    study.sections += learned_by_heads(study)
+    return page
+
+
+def learned_by_heads(study: Study) -> list[str]:
+    """Return a section on what the heads of each layer have learned at the end of training, and write it as CSV."""
+    rows = []
+    for run, stored in study.finished:
+        parameters = next((r["method_parameters"] for r in reversed(stored.metrics()) if "method_parameters" in r), {})
+        for name, values in parameters.items():
+            layer, parameter = re.fullmatch(r"blocks\.(\d+)\..*\.(\w+)", name).groups()
+            sign, value_of = PARAMETERS[parameter]
+            where = dict(train_length=run.config.train_length, seed=run.config.seed, learned=sign, layer=int(layer) + 1)
+            rows += [where | dict(head=head, value=value_of(value)) for head, value in enumerate(values, start=1)]
+    if not rows:
+        return []
+    write_csv(study.path.with_name(f"{study.path.name}_learned.csv"), rows)
+    cells = collections.defaultdict(lambda: collections.defaultdict(list))
+    for row in rows:
+        cells[row["train_length"], row["seed"], row["learned"]][row["layer"]].append(f"{row['value']:.2f}")
+    layers = sorted({row["layer"] for row in rows})
+    table = [["learned", "trained at", "seed", *(f"layer {layer}" for layer in layers)]]
+    for (length, seed, sign), own in cells.items():
+        table.append([sign, str(length), str(seed), *(", ".join(own[layer]) for layer in layers)])
+    text = "\u03c4 (in tokens), or the factor of its scores (gain), that each head of a layer had learned at the end."
+    return ["## What heads learned", text, markdown_table(table)]
