@@ -304,7 +304,7 @@ def with_needle(sweep: Callable[[Scale], list[Run]]) -> Callable[[Scale], list[R
 SET_BY_SWEEPS = ("name", "runs_dir", "resume")  # the sweep runner names and resumes the runs
 # Which "all" leaves out:
 BEYOND_PAPER = ("tau_by_length", "far_tokens", "scale_invariant_by_head", "needle_by_head")
-BEYOND_PAPER += ("table_rivals", "needle_rivals")
+BEYOND_PAPER += ("table_rivals", "needle_rivals", "needle_nope")
 SWEEPS = dict(
     table_losses=table_losses,
     table_needle=with_needle(table_losses),
@@ -328,6 +328,7 @@ SWEEPS = dict(
     needle_by_head=with_needle(scale_invariant_by_head),
     table_rivals=table_rivals,
     needle_rivals=with_needle(table_rivals),
+    needle_nope=with_needle(lambda scale: trained(scale.base, ["nope", "scale_invariant_nope", OURS], scale.seeds)),
 )
 
 

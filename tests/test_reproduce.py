@@ -347,6 +347,7 @@ def test_needles_by_distance_are_counted_over_seeds(tmp_path, call):
         write_run(tmp_path / "runs", run, {256: 4.0}, needle=needle_summary(run, SHARES, by_distance=known))
     _, said = call("table_needle", "--scale", "mini", "--methods", "rope", "p_rope")
     table = rows(tmp_path / "out" / "table_needle_distances.csv")
+    assert is_figure(tmp_path / "out" / "table_needle_distances")
     keys = "method", "length", "distance", "found", "needles"
     assert [tuple(r[key] for key in keys) for r in table] == [
         ("rope", "256", "32", "1", "1"),
@@ -354,7 +355,7 @@ def test_needles_by_distance_are_counted_over_seeds(tmp_path, call):
         ("rope", "256", "128", "2", "10"),
         ("rope", "1024", "512", "1", "9"),
     ]
-    page = said.out.split("## By distance")[1].splitlines()
+    page = said.out.split("## By distance")[1].splitlines()[2:]
     assert [cell.strip() for cell in page[4].split("|")[2:-1]] == ["length", "32-63", "64-127", "128-255", "512-1023"]
     assert [cell.strip() for cell in page[6].split("|")[1:-1]] == ["RoPE", "256", "1/1", "3/4", "2/10", ""]
 

@@ -2,10 +2,13 @@
 
 import collections
 import statistics
+from pathlib import Path
 
+from scripts.reproduce.drawing import drawing, legend_below
+from scripts.reproduce.figures import picture
 from scripts.reproduce.study import Study
 from scripts.reproduce.tables import make_table
-from scripts.shared.looks import series_name
+from scripts.shared.looks import plot_style, series_name
 from scripts.shared.runs import needle_state
 from scripts.shared.tables import markdown_table, write_csv
 
@@ -70,7 +73,9 @@ def by_distance(study: Study, distances: dict[tuple[str, int], list[dict]]) -> l
             rows.append(dict(method=series, length=length, distance=least, found=found, needles=needles))
     if not rows:
         return []
-    write_csv(study.path.with_name(f"{study.path.name}_distances.csv"), rows)
+    name = f"{study.item}_distances"
+    write_csv(study.path.with_name(f"{name}.csv"), rows)
+    draw_by_distance(study.path.with_name(name), rows, study.base_length)
     columns = sorted({row["distance"] for row in rows})
     cells = collections.defaultdict(dict)
     for row in rows:
@@ -80,4 +85,19 @@ def by_distance(study: Study, distances: dict[tuple[str, int], list[dict]]) -> l
         table.append([series_name(series), str(length), *(own.get(least, "") for least in columns)])
     text = "Needles found (greedy decoding) of those that there are, by how many tokens before the response they "
     text += "start, over all seeds."
-    return ["## By distance", text, markdown_table(table)]
+    return ["## By distance", text, picture(name), markdown_table(table)]
+
+
+def draw_by_distance(path: Path, rows: list[dict], base_length: int):
+    """Draw a panel a length: the share of needles found against their distance, a line a series."""
+    lengths, series = sorted({row["length"] for row in rows}), list(dict.fromkeys(row["method"] for row in rows))
+    with drawing(path, 1, len(lengths), height=2.0, sharey=True) as (figure, axes):
+        for axis, length in zip(axes[0], lengths):
+            for one in series:
+                mine = [row for row in rows if (row["method"], row["length"]) == (one, length)]
+                middle = [1.5 * row["distance"] for row in mine]  # of d to 2d
+                axis.plot(middle, [row["found"] / row["needles"] for row in mine], **plot_style(one, series))
+            ratio = f"{length / base_length:g}x"
+            axis.set(title=f"{length} tokens ({ratio})", xscale="log", xlabel="tokens back to the needle", ylim=(0, 1))
+        axes[0, 0].set_ylabel("needles found")
+        legend_below(figure, axes, 4)

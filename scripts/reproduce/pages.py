@@ -42,6 +42,7 @@ ITEMS = dict(
     needle_by_head=needles.table_needle,
     table_rivals=rivals.table_rivals,
     needle_rivals=needles.table_needle,
+    needle_nope=needles.table_needle,
 )
 PARTLY_THEORY = ["figure_entropy"]  # which has something to show without runs
 # What is computed or measured here; the others are functions of what the runs left, the same wherever they are made.
