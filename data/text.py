@@ -66,7 +66,7 @@ class Tokenizer:
 
 def load_tokenizer(spec: str | Path) -> Tokenizer:
     """Load "gpt2", "gpt2:DIR" (its two files are in DIR), a `tokenizers` FILE.json, that of a prepared data folder, or
-    that of a model of Hugging Face's: its folder, or its name on the hub.
+    that of a model of Hugging Face's: its folder, or its name on the hub, which a Path is never taken for.
 
     OSError if files cannot be had; ValueError if there is no such tokenizer.
     """
@@ -74,6 +74,7 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
     path = Path(spec)
     if name == "gpt2":
         return _load_gpt2(Path(folder) if folder else None)
+    require(isinstance(spec, str) or path.exists(), f"{path} is not here: run this where the data of the run is")
     if (path / TOKENIZER_CONFIG).exists() or re.fullmatch(r"[\w.-]+/[\w.-]+", str(spec)) and not path.exists():
         model_file(spec, TOKENIZER_CONFIG)
         return _load_file(model_file(spec, TOKENIZER_FILE))

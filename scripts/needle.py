@@ -104,7 +104,7 @@ def run(
     lengths = lengths or Needle.lengths(config.train_length)
     most, short = config.train_length, needle.curriculum or config.train_length
     require(short <= most, f"curriculum of the needle task: {short} tokens are more than the training length, {most}")
-    tokenizer = load_tokenizer(config.data_dir)
+    tokenizer = load_tokenizer(Path(config.data_dir))
     texts = {split: haystack(needle.haystack, split, config, tokenizer) for split in ("train", "val")}
     tuning = [NeedleTask(tokenizer, texts["train"], length, seed=config.seed) for length in (short, most)]
     tests = {length: NeedleTask(tokenizer, texts["val"], length, seed=TEST_SEED) for length in lengths}

@@ -282,6 +282,11 @@ def test_wrong_places_are_one_line_before_a_tokenizer_is_fetched(tmp_path, capsy
         assert says in capsys.readouterr().err
 
 
+def test_data_folder_that_is_not_here_is_no_name_on_the_hub():
+    with pytest.raises(ValueError, match="^data/gone is not here: run this where the data of the run is"):
+        load_tokenizer(Path("data/gone"))
+
+
 def test_prepared_folder_is_not_overwritten(tmp_path):
     write_folder(tmp_path / "in", make_documents(40))
     prepare([tmp_path / "in"], tmp_path / "out", "bpe:300", val_fraction=0.2)
