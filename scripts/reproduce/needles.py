@@ -98,6 +98,9 @@ def draw_by_distance(path: Path, rows: list[dict], base_length: int):
                 middle = [1.5 * row["distance"] for row in mine]  # of d to 2d
                 axis.plot(middle, [row["found"] / row["needles"] for row in mine], **plot_style(one, series))
             ratio = f"{length / base_length:g}x"
-            axis.set(title=f"{length} tokens ({ratio})", xscale="log", xlabel="tokens back to the needle", ylim=(0, 1))
+            axis.set_xscale("log", base=2)
+            axis.minorticks_off()
+            axis.xaxis.set_major_formatter("{x:.0f}")
+            axis.set(title=f"{length} tokens ({ratio})", xlabel="tokens back to the needle", ylim=(-0.03, 1.03))
         axes[0, 0].set_ylabel("needles found")
         legend_below(figure, axes, 4)
