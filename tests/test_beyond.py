@@ -112,7 +112,8 @@ def test_tau_by_length(tmp_path, call):  # noqa: F811
     code, said = call("tau_by_length", "--scale", "mini")
     section = said.out.split("## What heads learned")[1].split("## How")[0]
     cells = [cell.strip() for cell in section.strip().splitlines()[-1].split("|")[1:-1]]
-    assert cells == ["\u03c4", "1024", "0", "1.00, 0.25", "2.00, 0.25", "3.00, 0.25"]
+    name = "Scale-invariant p-RoPE, \u03c4 learned by each head"
+    assert cells == [name, "1024", "0", "1.00, 0.25", "2.00, 0.25", "3.00, 0.25"]
     assert [row["head"] for row in rows(tmp_path / "out" / "tau_by_length_learned.csv")] == ["1", "2"] * 3
     assert code == 0 and is_figure(tmp_path / "out" / "tau_by_length")
     data = rows(tmp_path / "out" / "tau_by_length.csv")
@@ -134,7 +135,9 @@ def test_heads_of_their_own(tmp_path, call):  # noqa: F811
         change = build_model(run.config, torch.float32).blocks[0].attention.method.score_change
         m = change.coefficients(torch.tensor([[1e6]], dtype=torch.float64), torch.arange(2)[:, None])[1].flatten()
         taus.append((1e6 / torch.expm1(-m / 2)).tolist() if len(m) == 2 else [(1e6 / torch.expm1(-m / 2)).item()] * 2)
-    assert torch.tensor(taus[::2]) == pytest.approx(torch.tensor([[0.625, 0.625 * r] for r in (1, 1, 1, 16, 64, 256)]))
+    expected = [(0.625, 0.625)] * 3 + [(2.5, 2.5)] * 2 + [(10, 10)] * 2
+    expected += [(0.625, 0.625 * ratio) for ratio in (16, 64, 256)] + [(0.625, 0.625)] * 2
+    assert torch.tensor(taus[::2]) == pytest.approx(torch.tensor(expected))
     write_study(tmp_path / "runs", "scale_invariant_by_head")
     code, said = call("scale_invariant_by_head", "--scale", "mini")
     assert code == 0 and "| Scale-invariant p-RoPE, tau_ratio 256 " in said.out and "## Differences" in said.out

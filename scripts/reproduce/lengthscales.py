@@ -9,6 +9,7 @@ from scripts.reproduce.drawing import drawing, legend_below
 from scripts.reproduce.figures import NO_FIGURE, picture, tau_of
 from scripts.reproduce.study import Study, final_losses
 from scripts.reproduce.tables import table_losses
+from scripts.shared.looks import series_label, series_name
 from scripts.shared.tables import format_mean, markdown_table, mean_and_stderr, write_csv
 
 RATIOS = (1, 4, 16, 64)  # of the validation length to the training length
@@ -95,17 +96,19 @@ def learned_by_heads(study: Study) -> list[str]:
         for name, values in parameters.items():
             layer, parameter = re.fullmatch(r"blocks\.(\d+)\..*\.(\w+)", name).groups()
             sign, value_of = PARAMETERS[parameter]
-            where = dict(train_length=run.config.train_length, seed=run.config.seed, learned=sign, layer=int(layer) + 1)
+            where = dict(method=series_label(run.config), train_length=run.config.train_length, seed=run.config.seed)
+            where |= dict(learned=sign, layer=int(layer) + 1)
             rows += [where | dict(head=head, value=value_of(value)) for head, value in enumerate(values, start=1)]
     if not rows:
         return []
     write_csv(study.path.with_name(f"{study.path.name}_learned.csv"), rows)
     cells = collections.defaultdict(lambda: collections.defaultdict(list))
     for row in rows:
-        cells[row["train_length"], row["seed"], row["learned"]][row["layer"]].append(f"{row['value']:.2f}")
+        key = (row["method"], row["train_length"], row["seed"], row["learned"])
+        cells[key][row["layer"]].append(f"{row['value']:.2f}")
     layers = sorted({row["layer"] for row in rows})
-    table = [["learned", "trained at", "seed", *(f"layer {layer}" for layer in layers)]]
-    for (length, seed, sign), own in cells.items():
-        table.append([sign, str(length), str(seed), *(", ".join(own[layer]) for layer in layers)])
+    table = [["method", "trained at", "seed", *(f"layer {layer}" for layer in layers)]]
+    for (series, length, seed, _), own in cells.items():
+        table.append([series_name(series), str(length), str(seed), *(", ".join(own[layer]) for layer in layers)])
     text = "\u03c4 (in tokens), or the factor of its scores (gain), that each head of a layer had learned at the end."
     return ["## What heads learned", text, markdown_table(table)]

@@ -60,7 +60,6 @@ NAMES = {method: shown[0] for method, shown in SHOWN_AS.items()} | dict(
 LINES = {method: shown[1:] for method, shown in SHOWN_AS.items()}
 OPTION_NAMES = {
     "slope_scale=1": "official slopes",
-    "tau=10": "\u03c4 = 10",
     "learn_tau=True": "\u03c4 learned by each head",
     "learn_gain=True": "a factor of the scores learned by each head",
     "terms=a": "a_t alone",
@@ -108,6 +107,8 @@ def option_name(option: str) -> str:
         return f"after {share} of the steps {method_name(later)}"
     if name == "rewarmed":
         return f"learning rates anew over {value} steps"
+    if name == "tau":
+        return f"\u03c4 = {value}"
     return OPTION_NAMES.get(option, f"{name} {value}")
 
 
