@@ -240,7 +240,7 @@ def far_tokens(scale: Scale) -> list[Run]:
 def scale_invariant_by_head(scale: Scale) -> list[Run]:
     """Return scale-invariant p-RoPE with something of its own in each head: a learned tau, a learned factor of the
     scores (also with 4 and 16 times the scale's tau, and in PoPE), or a tau that grows from the first to the last head
-    of a layer by 16, 64 or 256."""
+    of a layer by 16, 64 or 256; beside ALiBi."""
     steps, tau = preset(scale.base).num_heads - 1, 10 * preset(scale.base).length_scale
     options = [None, {"learn_tau": True}, {"learn_gain": True}]
     for larger in (4 * tau, 16 * tau):
@@ -249,7 +249,7 @@ def scale_invariant_by_head(scale: Scale) -> list[Run]:
     runs = [run for chosen in options for run in trained(scale.base, [OURS], scale.seeds, chosen)]
     for chosen in (None, {"learn_gain": True}):
         runs += trained(scale.base, ["scale_invariant_pope"], scale.seeds, chosen)
-    return runs
+    return runs + trained(scale.base, ["alibi"], scale.seeds)
 
 
 # The newer methods, beside BEST of the paper's. One line each, and one in METHODS (model/methods/__init__.py).

@@ -131,7 +131,7 @@ def test_tau_by_length(tmp_path, call):  # noqa: F811
 def test_heads_of_their_own(tmp_path, call):  # noqa: F811
     runs = sweep("scale_invariant_by_head", "mini", seeds=[0, 1])
     taus = []
-    for run in runs:
+    for run in (run for run in runs if run.config.method != "alibi"):
         change = build_model(run.config, torch.float32).blocks[0].attention.method.score_change
         m = change.coefficients(torch.tensor([[1e6]], dtype=torch.float64), torch.arange(2)[:, None])[1].flatten()
         taus.append((1e6 / torch.expm1(-m / 2)).tolist() if len(m) == 2 else [(1e6 / torch.expm1(-m / 2)).item()] * 2)
