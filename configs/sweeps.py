@@ -307,10 +307,21 @@ def with_needle(sweep: Callable[[Scale], list[Run]]) -> Callable[[Scale], list[R
     return lambda scale: [dataclasses.replace(run, needle=scale.needle) for run in sweep(scale)]
 
 
+def needle_tau(scale: Scale) -> list[Run]:
+    """Return scale-invariant p-RoPE with the scale's own tau and 4, 16 and 64 times it; with 16 times it also with a
+    learned factor of the scores, and in PoPE."""
+    tau = 10 * preset(scale.base).length_scale
+    options = [None, *({"tau": factor * tau} for factor in (4, 16, 64)), {"tau": 16 * tau, "learn_gain": True}]
+    runs = [run for chosen in options for run in trained(scale.base, [OURS], scale.seeds, chosen)]
+    for chosen in (None, {"tau": 16 * tau}):
+        runs += trained(scale.base, ["scale_invariant_pope"], scale.seeds, chosen)
+    return runs
+
+
 SET_BY_SWEEPS = ("name", "runs_dir", "resume")  # the sweep runner names and resumes the runs
 # Which "all" leaves out:
 BEYOND_PAPER = ("tau_by_length", "far_tokens", "scale_invariant_by_head", "needle_by_head")
-BEYOND_PAPER += ("table_rivals", "needle_rivals", "needle_nope")
+BEYOND_PAPER += ("table_rivals", "needle_rivals", "needle_nope", "needle_tau")
 SWEEPS = dict(
     table_losses=table_losses,
     table_needle=with_needle(table_losses),
@@ -335,6 +346,7 @@ SWEEPS = dict(
     table_rivals=table_rivals,
     needle_rivals=with_needle(table_rivals),
     needle_nope=with_needle(lambda scale: trained(scale.base, ["nope", "scale_invariant_nope", OURS], scale.seeds)),
+    needle_tau=with_needle(needle_tau),
 )
 
 

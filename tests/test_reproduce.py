@@ -20,8 +20,9 @@ from configs.sweeps import SCALES, SWEEPS, sweep
 from data.shards import ShardWriter, open_split
 from runtime.build import build_model
 from runtime.checkpoint import save_checkpoint
-from scripts.reproduce import figures, pages
+from scripts.reproduce import figures, needles, pages
 from scripts.reproduce.__main__ import main
+from scripts.reproduce.figures import tau_of
 from scripts.reproduce.tables import paper_targets
 from scripts.shared.arguments import field_changes
 from scripts.shared.looks import series_label, series_name
@@ -358,6 +359,24 @@ def test_needles_by_distance_are_counted_over_seeds(tmp_path, call):
     page = said.out.split("## By distance")[1].splitlines()[2:]
     assert [cell.strip() for cell in page[4].split("|")[2:-1]] == ["length", "32-63", "64-127", "128-255", "512-1023"]
     assert [cell.strip() for cell in page[6].split("|")[1:-1]] == ["RoPE", "256", "1/1", "3/4", "2/10", ""]
+
+
+def test_needles_against_tau(tmp_path, call, monkeypatch):
+    drawn, draw = [], needles.draw_against_tau
+    monkeypatch.setattr(needles, "draw_against_tau", lambda path, *rest: (drawn.append(rest[0]), draw(path, *rest)))
+    for run in sweep("needle_tau", "mini", seeds=[0, 1]):
+        tau, gain = tau_of(run.config), bool(run.config.method_options.get("learn_gain"))
+        share = tau / 100 + 0.1 * gain + 0.2 * run.config.seed
+        write_run(tmp_path / "runs", run, {256: 4.0}, needle=needle_summary(run, {"256": share, "1024": 0.0}))
+    _, said = call("needle_tau", "--scale", "mini", "--seeds", "0", "1")
+    (shares,) = drawn
+    found = {key: values for key, values in shares.items() if key[1] == 256}
+    ours, gained, pope = "scale_invariant_p_rope", "scale_invariant_p_rope learn_gain=True", "scale_invariant_pope"
+    expected = {(ours, 256, tau): tau / 100 for tau in (0.625, 2.5, 10.0, 40.0)}
+    expected |= {(gained, 256, 10.0): 0.2, (pope, 256, 0.625): 0.00625, (pope, 256, 10.0): 0.1}
+    assert found == {key: pytest.approx([share, share + 0.2]) for key, share in expected.items()}
+    assert "| Scale-invariant p-RoPE, a factor of the scores learned by each head, \u03c4 = 10 " in said.out
+    assert is_figure(tmp_path / "out" / "needle_tau")
 
 
 def test_all_is_well_when_all_that_can_be_made_is_there(tmp_path, call, monkeypatch):

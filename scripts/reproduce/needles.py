@@ -4,13 +4,14 @@ import collections
 import statistics
 from pathlib import Path
 
+from configs.config import with_changes
 from scripts.reproduce.drawing import drawing, legend_below
-from scripts.reproduce.figures import picture
+from scripts.reproduce.figures import picture, tau_of
 from scripts.reproduce.study import Study
 from scripts.reproduce.tables import make_table
-from scripts.shared.looks import plot_style, series_name
+from scripts.shared.looks import plot_style, series_label, series_name
 from scripts.shared.runs import needle_state
-from scripts.shared.tables import markdown_table, write_csv
+from scripts.shared.tables import markdown_table, mean_and_stderr, write_csv
 
 
 def table_needle(study: Study) -> str:
@@ -56,6 +57,43 @@ def table_needle(study: Study) -> str:
     means = {length: statistics.fmean(values) for length, values in oracle.items()}
     study.sections = by_distance(study, distances)
     return text + "\n\n" + make_table(study, accuracy, study.lengths, best=max, oracle=means)
+
+
+def needle_tau(study: Study) -> str:
+    """Return the tables of table_needle below a figure of the needles found against tau."""
+    page = table_needle(study)
+    shares = collections.defaultdict(list)
+    for run, stored in study.finished:
+        form = series_label(with_changes(run.config, dict(method_options=without_tau(run.config.method_options))))
+        for length, share in by_length(stored.json("needle/summary.json")["greedy"]).items():
+            shares[form, length, tau_of(run.config)].append(share)
+    if not shares:
+        return page
+    draw_against_tau(study.path, shares, study.base_length)
+    text = "Below: needles found (greedy decoding) against the lengthscale \u03c4 in tokens, a panel a length; bars: "
+    text += "\u00b1 1 standard error over seeds."
+    return "\n\n".join([text, picture(study.item), page])
+
+
+def without_tau(options: dict) -> dict:
+    return {name: value for name, value in options.items() if name != "tau"}
+
+
+def draw_against_tau(path: Path, shares: dict[tuple[str, int, float], list[float]], base_length: int):
+    """Draw a panel a length: the share of needles found against tau, a line a form of the method."""
+    lengths = sorted({length for _, length, _ in shares})
+    forms = list(dict.fromkeys(form for form, _, _ in shares))
+    with drawing(path, 1, len(lengths), height=2.0, sharey=True) as (figure, axes):
+        for axis, length in zip(axes[0], lengths):
+            for form in forms:
+                taus = sorted(tau for own, at, tau in shares if (own, at) == (form, length))
+                points = [mean_and_stderr(shares[form, length, tau]) for tau in taus]
+                means, errors = [mean for mean, _ in points], [stderr or 0 for _, stderr in points]
+                axis.errorbar(taus, means, errors, **plot_style(form, forms))
+            title = f"{length} tokens ({length / base_length:g}x)"
+            axis.set(title=title, xlabel="\u03c4 (tokens)", xscale="log", ylim=(-0.03, 1.03))
+        axes[0, 0].set_ylabel("needles found")
+        legend_below(figure, axes, 3)
 
 
 def by_length(shares: dict) -> dict[int, float]:

@@ -43,6 +43,7 @@ ITEMS = dict(
     table_rivals=rivals.table_rivals,
     needle_rivals=needles.table_needle,
     needle_nope=needles.table_needle,
+    needle_tau=needles.needle_tau,
 )
 PARTLY_THEORY = ["figure_entropy"]  # which has something to show without runs
 # What is computed or measured here; the others are functions of what the runs left, the same wherever they are made.

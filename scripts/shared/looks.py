@@ -73,6 +73,9 @@ OTHERS = [
 ]
 
 
+FORM_DASHES = ("--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)))
+
+
 def method_name(method: str) -> str:
     return NAMES.get(method, method)
 
@@ -117,11 +120,14 @@ def plain_number(value) -> str:
 
 
 def plot_style(series: str, shown: Iterable[str] = ()) -> dict:
-    """Return keyword arguments of matplotlib's plot for this line, with its name for the legend; paler with options.
-    shown: all series of the figure."""
+    """Return keyword arguments of matplotlib's plot for this line, with its name for the legend; paler with options,
+    and dashed in turn where several forms of a method have some. shown: all series of the figure."""
     method, *options = series.split(" ")
     colour, style, marker = choose_looks([method, *(other.split(" ")[0] for other in shown)])[method]
+    forms = [other for other in shown if other.startswith(f"{method} ")]
     pale = dict(alpha=0.45) if options else {}
+    if options and len(forms) > 1:
+        style = FORM_DASHES[forms.index(series) % len(FORM_DASHES)]
     return dict(color=colour, linestyle=style, marker=marker, label=series_name(series)) | pale
 
 
