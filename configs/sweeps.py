@@ -309,9 +309,10 @@ def with_needle(sweep: Callable[[Scale], list[Run]]) -> Callable[[Scale], list[R
 
 def needle_tau(scale: Scale) -> list[Run]:
     """Return scale-invariant p-RoPE with the scale's own tau and 4, 16 and 64 times it; with 16 times it also with a
-    learned factor of the scores, and in PoPE."""
+    learned factor of the scores, and in PoPE; and m_t alone."""
     tau = 10 * preset(scale.base).length_scale
     options = [None, *({"tau": factor * tau} for factor in (4, 16, 64)), {"tau": 16 * tau, "learn_gain": True}]
+    options += [{"terms": "m"}]
     runs = [run for chosen in options for run in trained(scale.base, [OURS], scale.seeds, chosen)]
     for chosen in (None, {"tau": 16 * tau}):
         runs += trained(scale.base, ["scale_invariant_pope"], scale.seeds, chosen)

@@ -22,6 +22,7 @@ from runtime.build import build_model
 from runtime.checkpoint import save_checkpoint
 from scripts.reproduce import figures, needles, pages
 from scripts.reproduce.__main__ import main
+from scripts.reproduce.drawing import drawing, legend_below
 from scripts.reproduce.figures import tau_of
 from scripts.reproduce.tables import paper_targets
 from scripts.shared.arguments import field_changes
@@ -373,7 +374,8 @@ def test_needles_against_tau(tmp_path, call, monkeypatch):
     found = {key: values for key, values in shares.items() if key[1] == 256}
     ours, gained, pope = "scale_invariant_p_rope", "scale_invariant_p_rope learn_gain=True", "scale_invariant_pope"
     expected = {(ours, 256, tau): tau / 100 for tau in (0.625, 2.5, 10.0, 40.0)}
-    expected |= {(gained, 256, 10.0): 0.2, (pope, 256, 0.625): 0.00625, (pope, 256, 10.0): 0.1}
+    expected |= {(gained, 256, 10.0): 0.2, (f"{ours} terms=m", 256, 0.625): 0.00625}
+    expected |= {(pope, 256, 0.625): 0.00625, (pope, 256, 10.0): 0.1}
     assert found == {key: pytest.approx([share, share + 0.2]) for key, share in expected.items()}
     assert "| Scale-invariant p-RoPE, a factor of the scores learned by each head, \u03c4 = 10 " in said.out
     assert is_figure(tmp_path / "out" / "needle_tau")
@@ -782,3 +784,14 @@ def test_all_survives_broken_folders_and_sums_up(tmp_path, call):
 def test_wrong_usage_is_one_line(words, error, call):
     code, said = call(*words)
     assert code == 2 and error in said.err.splitlines()[-1] and "Traceback" not in said.err
+
+
+def test_a_legend_is_not_wider_than_its_figure(tmp_path):
+    for words, fits in (("short", 4), ("a series whose name goes on and on for a while", 2)):
+        with drawing(tmp_path / "figure", 1, 3, height=2.0) as (figure, axes):
+            for number in range(4):
+                axes[0, 0].plot([0, 1], label=f"{words} {number}")
+            legend_below(figure, axes, 4)
+            (legend,) = figure.legends
+            assert legend._ncols == fits and legend.get_window_extent().width <= figure.bbox.width
+            assert len(legend.get_texts()) == 4

@@ -48,11 +48,17 @@ def drawing(path: Path, rows: int, columns: int, height: float, **subplots) -> I
 
 
 def legend_below(figure, axes, columns: int):
-    """Add one legend for all panels, outside of them: each label once, in the order of first appearance."""
+    """Add one legend for all panels, outside of them: each label once, in the order of first appearance, in as many
+    columns as fit the figure, but not more than `columns`."""
     entries = {}
     for panel in axes.flat:
         entries |= {label: handle for handle, label in zip(*panel.get_legend_handles_labels()) if label not in entries}
-    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=columns, handlelength=2.6)
+    look = dict(loc="outside lower center", handlelength=2.6)
+    legend = figure.legend(entries.values(), entries.keys(), ncols=columns, **look)
+    while columns > 1 and legend.get_window_extent().width > figure.bbox.width:
+        legend.remove()
+        columns -= 1
+        legend = figure.legend(entries.values(), entries.keys(), ncols=columns, **look)
 
 
 def draw_curves(

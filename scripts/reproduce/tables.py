@@ -17,7 +17,7 @@ from scripts.shared.tables import embolden_best, format_mean, markdown_table, me
 
 PAPER_TRAIN_LENGTH = 4096  # of all its tables
 OURS = "scale_invariant_p_rope"  # what the others are compared with
-COMPARED = ("table_losses", "scale_invariant_by_head")
+COMPARED = ("table_losses", "scale_invariant_by_head", "open_choices")
 
 
 def table_losses(study: Study) -> str:
