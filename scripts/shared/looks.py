@@ -123,8 +123,9 @@ def plot_style(series: str, shown: Iterable[str] = ()) -> dict:
     """Return keyword arguments of matplotlib's plot for this line, with its name for the legend; paler with options,
     and dashed in turn where several forms of a method have some. shown: all series of the figure."""
     method, *options = series.split(" ")
-    colour, style, marker = choose_looks([method, *(other.split(" ")[0] for other in shown)])[method]
-    forms = [other for other in shown if other.startswith(f"{method} ")]
+    shown = {series, *shown}
+    colour, style, marker = choose_looks(other.split(" ")[0] for other in shown)[method]
+    forms = sorted(other for other in shown if other.startswith(f"{method} "))
     pale = dict(alpha=0.45) if options else {}
     if options and len(forms) > 1:
         style = FORM_DASHES[forms.index(series) % len(FORM_DASHES)]
