@@ -121,7 +121,7 @@ def train(stop: StopRequest, saver: BackgroundSaver):
             device=world.device,
         )
         the_run = dict(config=config, world=world, model=model, data=data, folder=folder)
-        explain = functools.partial(explain_step, **the_run, load_from=load_from)
+        explain = functools.partial(explain_step, **the_run, load_from=load_from, saver=saver)
         with fail_together(world):
             for checkpoint in damaged if world.is_main else ():
                 set_aside(checkpoint)

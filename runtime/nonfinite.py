@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from configs.config import Config
 from data.loader import TrainLoader
 from model.gpt import GPT
-from runtime.checkpoint import latest_checkpoint
+from runtime.checkpoint import BackgroundSaver, latest_checkpoint
 from runtime.processes import World, gather
 from runtime.run_folder import RunFolder
 
@@ -22,13 +23,15 @@ def explain_step(
     world: World,
     model: GPT,
     load_from: Callable[..., TrainLoader],
+    saver: BackgroundSaver,
     data: dict[str, Any],
     folder: RunFolder | None,
 ) -> str:
     """Repeat a step that was not finite, on the weights that it left as they were, and return a line about it.
 
     The main process keeps what it finds in the run folder, as nonfinite_000123.json. All processes must call it.
-    load_from: makes the loader that begins with a step. data: that of data.json.
+    load_from: makes the loader that begins with a step. saver: what it is saving is waited for, so that the line names
+    it. data: that of data.json.
     """
     own, first_token = world.own_tokens(config.train_length), (step - 1) * config.batch_tokens
     plan = model.plan(config.train_length, backend=config.attention_backend, context=world.context)
@@ -41,13 +44,16 @@ def explain_step(
         ranks = gather(world, examine(losses, next(again), model.named_parameters()))
     if folder is None:
         return problem
+    with suppress(OSError):  # then it is an older checkpoint that can be resumed from
+        saver.finish()
     saved, dump = latest_checkpoint(folder.checkpoints), f"nonfinite_{step:06d}.json"
     where = dict(first_token=first_token, tokens=config.batch_tokens, shard=shard, token_in_shard=token)
-    found = dict(found=problem, checkpoint=str(saved), data=data["train"], ranks=ranks, config=config.to_dict())
-    folder.write_json(dump, where | found)
+    where |= dict(checkpoint=saved and str(saved), data=data["train"])
+    folder.write_json(dump, where | dict(found=problem, ranks=ranks, config=config.to_dict()))
     return (
         f"{problem}; nothing was updated. Its {config.batch_tokens} tokens begin with token {token} of {shard}; the "
-        f"last checkpoint is {saved}; more is in {folder.path / dump}. --on_nonfinite skip would go on"
+        f"last checkpoint is {saved or 'not made yet'}; more is in {folder.path / dump}. "
+        "--on_nonfinite skip would go on"
     )
 
 
