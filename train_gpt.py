@@ -69,8 +69,8 @@ from runtime.validation import Validation, validation_plans
 
 
 def main():
-    saver = BackgroundSaver()
-    with StopRequest() as stop, exit_on_failure(finish=saver.finish):  # a disk may fill up at any time
+    # A disk may fill up at any time; and torchrun stops the ranks of a job that ends, one of which may be saving.
+    with StopRequest() as stop, BackgroundSaver() as saver, exit_on_failure(finish=saver.finish):
         train(stop, saver)
 
 

@@ -54,11 +54,18 @@ def save_checkpoint(folder: Path, step: int, state: dict[str, Any], keep: int = 
 
 
 class BackgroundSaver:
-    """Saves checkpoints in a thread, while the run goes on. There is one under way at a time."""
+    """Saves checkpoints in a thread, while the run goes on. There is one under way at a time, and at the end of the
+    `with` block, however it ends, none."""
 
     def __init__(self):
         self.thread, self.pending = ThreadPoolExecutor(1), Future()
         self.pending.set_result(None)
+
+    def __enter__(self) -> "BackgroundSaver":
+        return self
+
+    def __exit__(self, *error):
+        self.thread.shutdown()  # waits
 
     def save(self, folder: Path, step: int, state: dict[str, Any], keep: int):
         """Begin to save a copy of `state` as save_checkpoint does, once the one before is saved: the copy, in the

@@ -5,7 +5,8 @@ each (the imports are done by then) and answers, when it has ended, with its exi
 torchrun it is one life: `lives.py FAULT train_gpt's arguments`.
 
 A fault is {"stage": one of STAGES, "count": which time it is entered, "do": one of ACTIONS, "moment": 0 to 1, where in
-the stage, "rank": only there, "seconds": long a stage takes at most}. It happens in the stage, at latest at its end.
+the stage, "rank": only there, "seconds": long a stage takes at most, "disk_seconds": that each checkpoint takes longer
+to write, on any rank}. It happens in the stage, at latest at its end.
 """
 
 import json
@@ -89,7 +90,11 @@ def serve():
 
 def live(argv, fault):
     import train_gpt
+    from runtime import checkpoint
 
+    if seconds := fault and fault.get("disk_seconds"):
+        write = checkpoint.write_with_checksum
+        checkpoint.write_with_checksum = lambda *args: (time.sleep(seconds), write(*args))
     if fault and int(os.environ.get("RANK", 0)) == fault.get("rank", 0) and is_due(fault):
         install(fault)
     sys.argv = ["train_gpt.py", *argv]

@@ -389,18 +389,10 @@ train_gpt.main()
 # ---- numbers that are not finite -------------------------------------------------------------------------------------
 
 AFTER = """
-import json, sys, time
+import json, sys
 sys.path.insert(0, "tests")
 import lives, torch, train_gpt
-from runtime import checkpoint
 
-write = checkpoint.write_with_checksum
-
-def slowly(*state_and_file):
-    time.sleep(1)  # step 8 comes while the checkpoint of step 5 is still being written
-    write(*state_and_file)
-
-checkpoint.write_with_checksum = slowly
 steps, weights, step = [], {}, train_gpt.train_step
 
 def watched(model, *rest):
@@ -431,7 +423,8 @@ def test_not_finite_on_one_rank(value, data, faults, long, tmp_path):
     for processes, on in ((1, "stop"), (2, "stop"), (2, "skip")) if long else short[value]:
         with faults(f"{value} on one rank of {processes}, {on}"):
             runs = tmp_path / f"{processes}{on}"
-            fault = json.dumps(at("step", 8, value, rank=processes - 1))
+            # Step 8 comes while the checkpoint of step 5 is still being written.
+            fault = json.dumps(at("step", 8, value, rank=processes - 1, disk_seconds=1))
             words = [fault, "8", *map(str, arguments(data, runs, on_nonfinite=on))]
             script = tmp_path / "after.py"
             script.write_text(AFTER)
@@ -549,7 +542,8 @@ def test_a_rank_with_other_weights_ends_the_job_and_is_named(data, undisturbed, 
     for rank, count in ((0, 4), (1, 5)) if long else ((1, 5),):
         with faults("flipped bit in the weights of a rank of a run"):
             runs = tmp_path / str(rank)
-            fault = at("comparison", count, "flip", rank=rank, bucket=rng.randrange(4), bit=rng.randrange(31))
+            flipped = dict(bucket=rng.randrange(4), bit=rng.randrange(31))
+            fault = at("comparison", count, "flip", rank=rank, disk_seconds=1, **flipped)
             code, said, _ = on_two_ranks(arguments(data, runs), fault)
             (line,) = [line for line in said.splitlines() if "error: " in line]
             assert code == 1 and f"step 10: the weights of rank {rank} on " in line, said
