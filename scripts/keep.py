@@ -11,6 +11,7 @@ import argparse
 import json
 from pathlib import Path
 
+from configs.config import Config
 from errors import exit_on_user_error, require
 from files import replace_text, to_json
 from scripts.shared.run_files import FILES
@@ -43,7 +44,8 @@ def keep(stored: StoredRun, destination: Path):
         require(same, f"{destination} is a different run ({differ or 'trained again'}): remove it first")
     validations = [record for record in stored.metrics() if "val_loss" in record]
     texts = {name: json.dumps(found, indent=2) for name in FILES if (found := stored.json(name)) is not None}
-    texts["config.json"] = json.dumps(stored.config.to_dict(), indent=2)
+    config = stored.config.to_dict() | dict(runs_dir=Config.runs_dir)  # not where it was on one machine
+    texts["config.json"] = json.dumps(config, indent=2)
     texts["metrics.jsonl"] = "\n".join(map(to_json, validations))
     texts["log.txt"] = "\n".join(
         f"{key}: {value}" for key in ("commit", "device") for value in log_values(stored.path, key)
