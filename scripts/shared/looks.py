@@ -73,7 +73,7 @@ OTHERS = [
 ]
 
 
-FORM_DASHES = ("--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)))
+FORM_LOOKS = (("--", "P"), (":", "X"), ("-.", "d"), ((0, (5, 1, 1, 1, 1, 1)), "h"))  # dashes and marker
 
 
 def method_name(method: str) -> str:
@@ -121,15 +121,17 @@ def plain_number(value) -> str:
 
 def plot_style(series: str, shown: Iterable[str] = ()) -> dict:
     """Return keyword arguments of matplotlib's plot for this line, with its name for the legend; paler with options,
-    and dashed in turn where several forms of a method have some. shown: all series of the figure."""
+    with dashes and markers of their own where several forms of a method have some. shown: all series of the figure."""
     method, *options = series.split(" ")
     shown = {series, *shown}
     colour, style, marker = choose_looks(other.split(" ")[0] for other in shown)[method]
     forms = sorted(other for other in shown if other.startswith(f"{method} "))
-    pale = dict(alpha=0.45) if options else {}
+    look = dict(color=colour, linestyle=style, marker=marker, label=series_name(series))
+    if options:
+        look |= dict(alpha=0.45)
     if options and len(forms) > 1:
-        style = FORM_DASHES[forms.index(series) % len(FORM_DASHES)]
-    return dict(color=colour, linestyle=style, marker=marker, label=series_name(series)) | pale
+        look |= dict(zip(("linestyle", "marker"), FORM_LOOKS[forms.index(series) % len(FORM_LOOKS)]))
+    return look
 
 
 def import_matplotlib():
