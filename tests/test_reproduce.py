@@ -318,6 +318,8 @@ def test_needle_table(tmp_path, call):
         score = {"256": share, "1024": share / 2, "4096": 0.0}
         if (run.config.method, run.config.seed) == ("rope", 1):
             score.pop("4096")
+        if (run.config.method, run.config.seed) == ("rope", 0):
+            score["16384"] = 0.1  # needle --lengths
         missing = (run.config.method, run.config.seed) == ("alibi", 2)
         write_run(tmp_path / "runs", run, {256: 4.0}, needle=None if missing else needle_summary(run, score))
     code, said = call("table_needle", "--scale", "mini", "--methods", "alibi", "rope")
@@ -326,6 +328,10 @@ def test_needle_table(tmp_path, call):
     assert float(three["mean"]) == pytest.approx(0.8) and float(three["stderr"]) == pytest.approx(0.1 / math.sqrt(3))
     assert float(two["mean"]) == pytest.approx(0.425) and two["seeds"] == "2"
     assert float(table["rope", "teacher forcing", "256"]["mean"]) == pytest.approx(0.95)
+    beyond = {method: table[method, "greedy", "16384"]["seeds"] for method in ("alibi", "rope")}
+    assert beyond == {"alibi": "0", "rope": "1"} and "16384 (64x) greedy" in said.out
+    shown = {line.split("|")[1].strip(): line.split("|")[2].strip() for line in said.out.splitlines() if "|" in line}
+    assert (shown["ALiBi"], shown["RoPE"]) == ("2", "1-3")
     assert "yarn" not in {method for method, _, _ in table}  # --methods leaves it out
     call("table_needle", "--scale", "mini", "--methods", "yarn", "--force")
     data = rows(tmp_path / "out" / "table_needle.csv")

@@ -15,7 +15,10 @@ from scripts.shared.tables import markdown_table, mean_and_stderr, write_csv
 
 
 def table_needle(study: Study) -> str:
-    """Return the shares of needles found as Markdown, and write them as CSV; the page ends with those by distance."""
+    """Return the shares of needles found as Markdown, and write them as CSV; the page ends with those by distance.
+
+    The lengths are those of the paper and all others that a run was scored at.
+    """
     distances = collections.defaultdict(list)
     accuracy = {"greedy": collections.defaultdict(list), "teacher forcing": collections.defaultdict(list)}
     oracle = collections.defaultdict(list)
@@ -56,7 +59,8 @@ def table_needle(study: Study) -> str:
         text += "of 64). Oracle: what a perfect copier of the prompts gets."
     means = {length: statistics.fmean(values) for length, values in oracle.items()}
     study.sections = by_distance(study, distances)
-    return text + "\n\n" + make_table(study, accuracy, study.lengths, best=max, oracle=means)
+    lengths = sorted({*study.lengths, *(length for _, length in accuracy["greedy"])})
+    return text + "\n\n" + make_table(study, accuracy, lengths, best=max, oracle=means)
 
 
 def needle_tau(study: Study) -> str:

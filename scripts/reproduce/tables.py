@@ -112,7 +112,7 @@ def make_table(study: Study, metrics: dict[str, dict], lengths: list[int], best,
     for method in methods:
         if method.startswith("infini") and len(rows) > 1 and not any("Infini" in row[0] for row in rows):
             rows.append([""] * len(rows[0]))  # the rule in the paper's table
-        seeds = [record["seeds"] for record in records if record["method"] == method]
+        seeds = [record["seeds"] for record in records if record["method"] == method and record["seeds"]] or [0]
         seeds = "-".join(map(str, sorted({min(seeds), max(seeds)})))  # 3, or 1-3 where they differ
         mark = "\u2020" if method in lenders else ""
         rows.append([series_name(method) + mark, seeds, *(cells.get(method, "") for cells in columns.values())])
