@@ -597,11 +597,11 @@ def test_methods_that_are_not_listed_have_colours_and_lines_of_their_own(tmp_pat
     for name in ("kerple_p_rope", "another"):  # the same in the figures
         assert plot_style(name, names)["color"] == plot_style(f"{name} slope=2", names)["color"] == looks[name][0]
     assert len({*OTHERS}) == len(OTHERS) and not {*OTHERS} & {*LINES.values()}
-    forms = ["rope", "rope base=1", "rope base=2", "rope base=3"]  # of one colour, told apart by lines and markers
+    forms = ["rope", *(f"rope base={base}" for base in range(6))]  # of one colour, told apart by lines and markers
     styles = [plot_style(form, forms) for form in forms]
     assert styles == [plot_style(form, {*forms[::-1]}) for form in forms]
     for key in ("linestyle", "marker"):
-        assert len({style[key] for style in styles}) == 4, key
+        assert len({style[key] for style in styles}) == 7, key
 
 
 SEEN = dict(  # by the colour-blind, in linear RGB (Machado, Oliveira and Fernandes 2009, severity 1)

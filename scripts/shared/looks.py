@@ -73,7 +73,14 @@ OTHERS = [
 ]
 
 
-FORM_LOOKS = (("--", "P"), (":", "X"), ("-.", "d"), ((0, (5, 1, 1, 1, 1, 1)), "h"))  # dashes and marker
+FORM_LOOKS = (  # dashes and marker
+    ("--", "P"),
+    (":", "X"),
+    ("-.", "d"),
+    ((0, (5, 1, 1, 1, 1, 1)), "h"),
+    ((0, (8, 2)), "p"),
+    ((0, (1, 3)), "<"),
+)
 
 
 def method_name(method: str) -> str:
