@@ -514,11 +514,14 @@ def test_damaged_needle_scores_are_named_and_not_in_the_table(tmp_path, call):
         write_run(tmp_path / "runs", run, {256: 4.0}, needle=needle_summary(run, SHARES))
     junk, lacking, _ = (tmp_path / "runs" / run.name / "needle" / "summary.json" for run in runs)
     junk.write_text("{")
-    lacking.write_text(json.dumps(needle_summary(runs[1], {n: 0.1 for n in SHARES}) | dict(oracle=None)))
+    by_distance = {"256": {"64": [1, 2]}}
+    damaged = needle_summary(runs[1], {n: 0.1 for n in SHARES}, by_distance=by_distance) | dict(oracle=None)
+    lacking.write_text(json.dumps(damaged))
     code, said = call("table_needle", "--scale", "mini", "--methods", "rope")
     row = rows(tmp_path / "out" / "table_needle.csv")[0]
     assert code == 1 and (row["mean"], row["seeds"]) == ("0.8", "1")
     assert all(f"{path} is damaged" in said.out for path in (junk, lacking))
+    assert "## By distance" not in said.out
 
 
 def test_llama_table_without_runs_has_the_papers_numbers(tmp_path, call):

@@ -32,20 +32,22 @@ def table_needle(study: Study) -> str:
         if needle is None:
             study.drop(run, f"{state} ({reason})", command)
             continue
-        found = {}
+        found, found_at = {}, {}
         try:
             for series, method in study.series(run).items():
                 shares = needle if method == run.config.method else needle["as"][method]
                 for label in accuracy:
                     found[series, label] = by_length(shares[label.replace(" ", "_")])
                 for length, counts in shares.get("by_distance", {}).items():
-                    distances[series, int(length)].append({int(d): count for d, count in counts.items()})
+                    found_at[series, int(length)] = {int(d): count for d, count in counts.items()}
             copier = by_length(needle["oracle"])
         except (KeyError, TypeError) as error:
             study.drop(run, f"{stored.path}/needle/summary.json is damaged ({error!r}): delete it and repeat", command)
             continue
         for length, share in copier.items():
             oracle[length].append(share)
+        for key, counts in found_at.items():
+            distances[key].append(counts)
         for (series, label), shares in found.items():
             for length, share in shares.items():
                 accuracy[label][series, length].append(share)
