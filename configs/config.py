@@ -65,9 +65,9 @@ class Config:
     """Attention method, one of those listed in model/methods/__init__.py."""
     method_options: dict[str, OptionValue] = dataclasses.field(default_factory=dict)
     """Options of the method where they differ from the paper's, as in: --method_options tau 3 base 64."""
-    length_scale: float = setting(1.0, at_least=1e-9, at_most=1e9)
-    """What is a length in tokens (tau, rotary bases, one over ALiBi's slopes) and not given in method_options is this
-    times the paper's, which is meant for training at 4096."""
+    position_scale: float = setting(1.0, at_least=1e-9, at_most=1e9)
+    """Multiplies the rotary base and 1/slope of ALiBi where method_options does not set them. The paper's values are
+    for 4096 tokens; 1/16 fits them to 256. Tau is 10 tokens at every training length, as in the paper."""
     validate_as: tuple[str, ...] = setting((), mathematics=False)
     """Other methods that train identically and are validated with the same weights: rope as rope_ntk and yarn."""
     switch_method_at: float = setting(0.0, at_least=0, less_than=1)

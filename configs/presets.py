@@ -68,9 +68,9 @@ def gpt_304m_4k() -> Config:
 def quickstart() -> Config:
     """A model for a laptop: one to two minutes of training on a CPU core, on the text that scripts/quickstart.sh makes.
 
-    One rule for every method: what is a length in tokens is scaled with the training length. The paper's tau, rotary
-    bases and ALiBi's slopes (one over a length) are meant for 4096 tokens, so here they are 256 / 4096 times as long
-    (length_scale); LogN's initial scale and Infini-attention's segments follow from train_length by themselves.
+    Rotary bases and ALiBi's slopes are scaled with the training length: the paper's are for 4096 tokens, so here they
+    are 256 / 4096 times as long (position_scale). Tau is 10 tokens, as in the paper. LogN's initial scale and
+    Infini-attention's segments follow from train_length by themselves.
 
     Two heads of 64: QK-norm bounds a score by sqrt(head size), and with heads of 32 it cannot single out one token.
     """
@@ -81,7 +81,7 @@ def quickstart() -> Config:
         num_heads=2,
         model_dim=128,
         train_length=256,
-        length_scale=256 / 4096,
+        position_scale=256 / 4096,
         batch_tokens=2048,
         micro_batch_tokens=2048,
         steps=480,

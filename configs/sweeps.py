@@ -163,7 +163,11 @@ SAME_WEIGHTS = dict(rope=("rope_ntk", "yarn"), logn_rope=("logn_ntk",))
 OURS = "scale_invariant_p_rope"
 MAIN_METHODS = ["rope", "p_rope", "nope", "logn_rope", "logn_p_rope", "alibi", OURS]
 SCALE_INVARIANT = [OURS, "scale_invariant_rope", "scale_invariant_nope"]
-PAPERS_LENGTHS = dict(alibi={"slope_scale": 1.0}) | dict.fromkeys(SCALE_INVARIANT, {"tau": 10.0})  # in tokens
+TAU = 10.0  # tokens, the default at every training length
+
+
+def tau_option(tau: float) -> dict:
+    return {} if tau == TAU else {"tau": tau}
 
 
 def trained(presets: str | list[str], methods: list[str], seeds: tuple[int, ...], options: dict | None = None):
@@ -177,33 +181,31 @@ def trained(presets: str | list[str], methods: list[str], seeds: tuple[int, ...]
     return runs
 
 
-def with_papers_lengths(runs: list[Run]) -> list[Run]:
-    """Return the runs, and where lengths in tokens are scaled (Config.length_scale), also those with tau and ALiBi's
-    slopes as they are in the paper."""
-    unscaled = [
-        Run(run.preset, run.changes | {"method_options": PAPERS_LENGTHS[run.changes["method"]]})
-        for run in runs
-        if run.changes["method"] in PAPERS_LENGTHS and run.config.length_scale != 1
-    ]
-    return [*runs, *unscaled]
+def with_other_lengths(runs: list[Run]) -> list[Run]:
+    """Return the runs. Where position_scale is not 1, add ALiBi with its published slopes and tau times that scale."""
+    others = []
+    for run in runs:
+        scale, method = run.config.position_scale, run.changes["method"]
+        if scale != 1 and method == "alibi":
+            others.append(Run(run.preset, run.changes | {"method_options": {"slope_scale": 1.0}}))
+        if scale != 1 and method in SCALE_INVARIANT:
+            others.append(Run(run.preset, run.changes | {"method_options": {"tau": TAU * scale}}))
+    return [*runs, *others]
 
 
 def table_losses(scale: Scale) -> list[Run]:
-    return with_papers_lengths(trained(scale.base, MAIN_METHODS, scale.seeds))
+    return with_other_lengths(trained(scale.base, MAIN_METHODS, scale.seeds))
 
 
 def figure_tau(scale: Scale) -> list[Run]:
-    taus = [0.01, 0.1, 1.0, 10.0, 100.0]
-    if preset(scale.base).length_scale == 1:
-        taus.remove(10.0)  # the default, which is the run of the main table; elsewhere that is another one
-    runs = [run for tau in taus for run in trained(scale.base, [OURS], scale.once, {"tau": tau})]
-    return trained(scale.base, [OURS], scale.once) + runs
+    taus = sorted({0.01, 0.1, 1.0, TAU, 100.0, TAU * preset(scale.base).position_scale})
+    return [run for tau in taus for run in trained(scale.base, [OURS], scale.once, tau_option(tau))]
 
 
 def open_choices(scale: Scale) -> list[Run]:
     """Return the runs of what the paper leaves open, each beside our choice; and of the parts of scale-invariant
     attention one by one."""
-    train_length = preset(scale.base).train_length
+    train_length, tau = preset(scale.base).train_length, tau_option(TAU * preset(scale.base).position_scale)
     variants = [
         ("rope", [{}]),
         ("yarn", [{"factor": 1.0}]),  # RoPE, if the scaling is never active
@@ -211,7 +213,7 @@ def open_choices(scale: Scale) -> list[Run]:
         ("logn_p_rope", [{}, {"context": "length"}]),
         ("alibi", [{}, {"slopes": "geometric"}]),
         ("infini_rope", [{}, {"segment_length": train_length // 8}, {"segment_length": train_length // 2}]),
-        (OURS, [{}, {"terms": "a"}, {"terms": "m"}]),
+        (OURS, [tau, tau | {"terms": "a"}, tau | {"terms": "m"}]),
     ]
     return [
         run for method, choices in variants for options in choices
@@ -223,10 +225,13 @@ def open_choices(scale: Scale) -> list[Run]:
 
 
 def tau_by_length(scale: Scale) -> list[Run]:
-    """Return scale-invariant p-RoPE at three training lengths: with the scale's own tau, which does not change with
-    them, a 16th of it to 64 times it, and learned by each head from there on."""
-    tau = 10 * preset(scale.base).length_scale
-    options = [None, *({"tau": factor * tau} for factor in (1 / 16, 1 / 4, 4, 16, 64)), {"learn_tau": True}]
+    """Return scale-invariant p-RoPE at three training lengths, with taus from 1/16 to 64 times the scaled one.
+
+    Each head learns its own tau in one more run, which starts from the scaled one.
+    """
+    tau = TAU * preset(scale.base).position_scale
+    options = [tau_option(factor * tau) for factor in (1, 1 / 16, 1 / 4, 4, 16, 64)]
+    options.append(tau_option(tau) | {"learn_tau": True})
     return [
         run for length in scale.lengths for chosen in options
         for run in trained(length, [OURS], scale.once, chosen)
@@ -234,21 +239,24 @@ def tau_by_length(scale: Scale) -> list[Run]:
 
 
 def far_tokens(scale: Scale) -> list[Run]:
-    return with_papers_lengths(trained(scale.base, MAIN_METHODS, scale.once))
+    return with_other_lengths(trained(scale.base, MAIN_METHODS, scale.once))
 
 
 def scale_invariant_by_head(scale: Scale) -> list[Run]:
-    """Return scale-invariant p-RoPE with something of its own in each head: a learned tau, a learned factor of the
-    scores (also with 4 and 16 times the scale's tau, and in PoPE), or a tau that grows from the first to the last head
-    of a layer by 16, 64 or 256; beside ALiBi."""
-    steps, tau = preset(scale.base).num_heads - 1, 10 * preset(scale.base).length_scale
-    options = [None, {"learn_tau": True}, {"learn_gain": True}]
-    for larger in (4 * tau, 16 * tau):
-        options += [{"tau": larger}, {"tau": larger, "learn_gain": True}]
+    """Return scale-invariant p-RoPE with something of its own in each head, beside ALiBi.
+
+    A head learns its tau, or a factor of its scores (also with 4 and 16 times the scaled tau, and in PoPE). Or tau
+    grows from the first to the last head of a layer by 16, 64 or 256.
+    """
+    steps, tau = preset(scale.base).num_heads - 1, TAU * preset(scale.base).position_scale
+    options = [{}, {"learn_tau": True}, {"learn_gain": True}]
     options += [{"tau_ratio": round(ratio ** (1 / steps), 4)} for ratio in (16, 64, 256)]
+    options = [tau_option(tau) | chosen for chosen in options]
+    for larger in (4 * tau, 16 * tau):
+        options += [tau_option(larger), tau_option(larger) | {"learn_gain": True}]
     runs = [run for chosen in options for run in trained(scale.base, [OURS], scale.seeds, chosen)]
-    for chosen in (None, {"learn_gain": True}):
-        runs += trained(scale.base, ["scale_invariant_pope"], scale.seeds, chosen)
+    for chosen in ({}, {"learn_gain": True}):
+        runs += trained(scale.base, ["scale_invariant_pope"], scale.seeds, tau_option(tau) | chosen)
     return runs + trained(scale.base, ["alibi"], scale.seeds)
 
 
@@ -293,7 +301,10 @@ REWARM = 0.02  # of the steps that are left then: over these the learning rates 
 
 def table_rivals(scale: Scale) -> list[Run]:
     """Return the newer methods and the best of the paper's, DroPE among them."""
-    runs = trained(scale.base, [*BEST, *RIVALS], scale.seeds)
+    tau = tau_option(TAU * preset(scale.base).position_scale)  # the kept runs at scale mini were trained with it
+    runs = []
+    for method in [*BEST, *RIVALS]:
+        runs += trained(scale.base, [method], scale.seeds, tau if "scale_invariant" in method else None)
     rewarm = round(REWARM * (1 - DROPE) * preset(scale.base).steps)
     for method, later in DROPPED.items():
         switch = dict(method=[method], switch_method_at=[DROPE], switch_method_to=[later])
@@ -308,13 +319,15 @@ def with_needle(sweep: Callable[[Scale], list[Run]]) -> Callable[[Scale], list[R
 
 
 def needle_tau(scale: Scale) -> list[Run]:
-    """Return scale-invariant p-RoPE with the scale's own tau and 4, 16 and 64 times it; with 16 times it also with a
-    learned factor of the scores, and in PoPE; and m_t alone."""
-    tau = 10 * preset(scale.base).length_scale
-    options = [None, *({"tau": factor * tau} for factor in (4, 16, 64)), {"tau": 16 * tau, "learn_gain": True}]
-    options += [{"terms": "m"}]
+    """Return scale-invariant p-RoPE with the scaled tau and 4, 16 and 64 times it, and m_t alone.
+
+    With 16 times the scaled tau there is also a learned factor of the scores, and PoPE.
+    """
+    tau = TAU * preset(scale.base).position_scale
+    options = [tau_option(factor * tau) for factor in (1, 4, 16, 64)]
+    options += [tau_option(16 * tau) | {"learn_gain": True}, tau_option(tau) | {"terms": "m"}]
     runs = [run for chosen in options for run in trained(scale.base, [OURS], scale.seeds, chosen)]
-    for chosen in (None, {"tau": 16 * tau}):
+    for chosen in (tau_option(tau), tau_option(16 * tau)):
         runs += trained(scale.base, ["scale_invariant_pope"], scale.seeds, chosen)
     return runs
 
@@ -335,9 +348,7 @@ SWEEPS = dict(
     figure_train_16k=lambda scale: trained(scale.lengths[1], MAIN_METHODS, scale.once),
     figure_304m=lambda scale: trained(scale.large, ["logn_p_rope", "alibi", OURS], scale.once),
     figure_tau=figure_tau,
-    figure_scale_invariant_variants=lambda scale: with_papers_lengths(
-        trained(scale.base, SCALE_INVARIANT, scale.seeds)
-    ),
+    figure_scale_invariant_variants=lambda scale: with_other_lengths(trained(scale.base, SCALE_INVARIANT, scale.seeds)),
     figure_qq_ours=lambda scale: trained(scale.base, ["rope", "p_rope", OURS], scale.once),
     open_choices=open_choices,
     tau_by_length=tau_by_length,

@@ -98,12 +98,12 @@ class Block(nn.Module):
 class GPT(nn.Module):
     def __init__(
         self, *, vocab_size: int, num_layers: int, num_heads: int, model_dim: int, train_length: int, method: str,
-        method_options: dict | None = None, length_scale: float = 1.0, dtype: torch.dtype = torch.float32,
+        method_options: dict | None = None, position_scale: float = 1.0, dtype: torch.dtype = torch.float32,
         fp8_head: bool = False,
     ):  # fmt: skip
         """Initialise every parameter, in float32; dtype is that of the computation, fp8_head: see mean_loss.
 
-        method, method_options and length_scale: see make_layers. ValueError for an unknown method or option.
+        method, method_options and position_scale: see make_layers. ValueError for an unknown method or option.
         """
         super().__init__()
         require(model_dim % num_heads == 0, f"model_dim {model_dim} is not divisible by num_heads {num_heads}")
@@ -111,7 +111,7 @@ class GPT(nn.Module):
         options = method_options or {}
         check_options(method, options)  # before one can be mistaken for a part of the shape
         shape = dict(num_heads=num_heads, head_dim=model_dim // num_heads, train_length=train_length)
-        methods = make_layers(method, num_layers, **shape, length_scale=length_scale, **options)
+        methods = make_layers(method, num_layers, **shape, position_scale=position_scale, **options)
         self.embedding = nn.Embedding(vocab_size, model_dim)
         self.blocks = nn.ModuleList(Block(model_dim, num_heads, layer_method) for layer_method in methods)
         self.head = nn.Parameter(torch.empty(vocab_size, model_dim))

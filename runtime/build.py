@@ -14,8 +14,9 @@ from configs.config import Config
 from errors import require
 from model import fp8
 from model.gpt import GPT, Plans
-from model.methods import check_options, make_layers, method_options, scaled_options
+from model.methods import check_options, make_layers, method_options
 from model.methods.base import Method
+from model.methods.scale_invariant import TAU
 from optim.groups import split_parameters
 from optim.muon import Muon, as_matrices, lr_scale
 from optim.sharded import Group, Optimizers
@@ -24,15 +25,17 @@ from runtime.processes import World
 
 
 def config_of(stored: dict[str, Any]) -> Config:
-    """Return the config that a config.json or a checkpoint holds, perhaps of an older version: fields that there were
-    not have their defaults, in which they change nothing. Raise an exception of many kinds for what is no config."""
-    if length := stored.get("rotary_base_length"):  # of before length_scale: it scaled the rotary base alone
-        options, ratio = dict(stored.get("method_options", {})), stored["train_length"] / length
-        if "base" in options:
-            options["base"] *= ratio
-        elif base := scaled_options(stored["method"], ratio, options).get("base"):
-            options["base"] = base
-        stored = stored | dict(method_options=options)
+    """Return the config in a config.json or a checkpoint. Fields that it lacks have their defaults.
+
+    Raise an exception of many kinds for a dictionary that is no config.
+    """
+    if (scale := stored.get("length_scale", 1.0)) != 1.0:  # the field's name while it scaled tau too
+        options = dict(stored.get("method_options", {}))
+        if "tau" in method_options(stored["method"]):
+            options.setdefault("tau", TAU * scale)
+            if options["tau"] == TAU:
+                del options["tau"]  # the default now
+        stored = stored | dict(position_scale=scale, method_options=options)
     known = {field.name for field in dataclasses.fields(Config)}
     return Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in stored.items() if k in known})
 
@@ -46,7 +49,7 @@ def layer_methods(config: Config, step: int = 0) -> list[Method]:
     check_options(config.method, options)  # another one, of a later step, takes those that it has
     options = {option: value for option, value in options.items() if option in method_options(name)}
     shape = dict(num_heads=config.num_heads, head_dim=config.model_dim // config.num_heads)
-    shape |= dict(train_length=config.train_length, length_scale=config.length_scale)
+    shape |= dict(train_length=config.train_length, position_scale=config.position_scale)
     return make_layers(name, config.num_layers, **shape, **options)
 
 
@@ -61,7 +64,7 @@ def build_model(config: Config, dtype: torch.dtype, step: int = 0) -> GPT:
         train_length=config.train_length,
         method=config.method,
         method_options=config.method_options,
-        length_scale=config.length_scale,
+        position_scale=config.position_scale,
         dtype=dtype,
         fp8_head=config.fp8_head,
     )

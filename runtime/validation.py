@@ -111,7 +111,7 @@ def validation_plans(
 def build_alternatives(config: Config) -> dict[str, Method]:
     """Return the methods of validate_as, by name. Raise ValueError for one that does not train as its own."""
     shape = dict(num_heads=config.num_heads, head_dim=config.model_dim // config.num_heads)
-    shape |= dict(train_length=config.train_length, length_scale=config.length_scale)
+    shape |= dict(train_length=config.train_length, position_scale=config.position_scale)
     check_options(config.method, config.method_options)  # before one can be mistaken for a part of the shape
     alternative = functools.partial(make_alternative, config.method, **shape, **config.method_options)
     return {name: alternative(name) for name in config.validate_as}

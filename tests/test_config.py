@@ -75,7 +75,7 @@ def test_the_162m_presets_are_the_paper_s(name, train_length):
     c = preset(name)
     assert (c.num_layers, c.model_dim, c.num_heads, c.vocab_size, c.train_length) == (12, 768, 6, 50304, train_length)
     assert (c.muon_lr, c.muon_momentum, c.embedding_lr, c.head_lr, c.scalar_lr) == (0.02, 0.95, 0.3, 0.002, 0.002)
-    assert (c.adam_betas, c.bf16_embedding, c.method_options, c.length_scale) == ((0.9, 0.95), False, {}, 1)
+    assert (c.adam_betas, c.bf16_embedding, c.method_options, c.position_scale) == ((0.9, 0.95), False, {}, 1)
     assert (c.steps, c.batch_tokens) == (4578, 8 * 65536)
     assert c.steps * c.batch_tokens == pytest.approx(2.4e9, rel=1e-3)
     assert learning_rates(c, [0, 3269, 3270, 3270 + 654, 4577]) == pytest.approx([1, 1, 1, 0.5, 1 / 1308])
@@ -103,7 +103,7 @@ def test_the_schedule_of_every_preset_is_valid(name):
     ("rope", "rotation", "base", 10_000, 625),
     ("yarn", "rotation", "base", 10_000, 625),
     ("p_rope", "rotation", "base", 1024, 64),
-    ("scale_invariant_p_rope", "score_change", "tau", 10, 0.625),
+    ("scale_invariant_p_rope", "score_change", "tau", 10, 10),
     ("alibi", "score_change", "slope_scale", 1, 16),
 ])
 @pytest.mark.parametrize("name", ["quickstart", "mini", "mini_1024", "mini_4096", "mini_large"])
@@ -116,7 +116,7 @@ def test_what_is_a_length_in_tokens_is_scaled_at_small_scale(name, method, part,
             return getattr(getattr(build_model(config, torch.float32).blocks[0].attention.method, part), option)
 
     assert value(config) == scaled
-    assert value(dataclasses.replace(config, length_scale=1.0)) == of_the_paper
+    assert value(dataclasses.replace(config, position_scale=1.0)) == of_the_paper
     assert value(dataclasses.replace(config, method_options={option: 7.0})) == 7  # what is given is taken as it is
 
 
@@ -148,7 +148,7 @@ def test_steps_alone_leave_the_cooldown_its_share(arguments, steps, warmup, cool
 OTHER = dict(
     name="other", runs_dir="elsewhere", seed=1, resume="auto", force=True, on_nonfinite="skip", timeout=60.0,
     tags=("a",), group="sweep", wandb="offline", wandb_project="other",
-    method="rope", method_options=dict(tau=3.0), length_scale=0.5, validate_as=("yarn",), switch_method_at=0.5,
+    method="rope", method_options=dict(tau=3.0), position_scale=0.5, validate_as=("yarn",), switch_method_at=0.5,
     switch_method_to="rope_ntk", switch_warmup_steps=2, vocab_size=50432,
     num_layers=11, num_heads=12, model_dim=384, data_dir="data/fineweb100B", train_length=16_384, batch_tokens=262_144,
     micro_batch_tokens=65_536, steps=4577, schedule="cosine", warmup_steps=1, cooldown_steps=1000, muon_lr=0.015,
@@ -160,7 +160,7 @@ OTHER = dict(
 
 
 MATHEMATICS = set("""
-    seed method method_options length_scale switch_method_at switch_method_to switch_warmup_steps
+    seed method method_options position_scale switch_method_at switch_method_to switch_warmup_steps
     vocab_size num_layers num_heads model_dim train_length batch_tokens
     steps schedule warmup_steps cooldown_steps muon_lr muon_momentum embedding_lr head_lr scalar_lr adam_betas adam_eps
     bf16_embedding fp8_head
@@ -180,7 +180,7 @@ def other_value(field):
 @pytest.mark.parametrize("base", [Config(), preset("quickstart")], ids=["default", "quickstart"])
 @pytest.mark.parametrize("field", FIELDS)
 def test_the_hash_changes_with_mathematics_alone(field, base):
-    base = dataclasses.replace(base, model_dim=1536, train_length=4096, batch_tokens=524_288, length_scale=1.0,
+    base = dataclasses.replace(base, model_dim=1536, train_length=4096, batch_tokens=524_288, position_scale=1.0,
                                val_tokens=131_072, val_lengths=(4096, 16_384))
     other = dataclasses.replace(base, **other_value(field))
     assert (config_hash(other) == config_hash(base)) == (field not in MATHEMATICS)
@@ -218,7 +218,7 @@ NAN, INFINITY = float("nan"), float("inf")
                                 "save_every", "compare_every")),
     *((field, value) for field in ("muon_lr", "embedding_lr", "head_lr", "scalar_lr", "adam_eps", "timeout")
       for value in (-0.1, NAN, INFINITY)),
-    *(("length_scale", value) for value in (0.0, -1.0, NAN, INFINITY)),
+    *(("position_scale", value) for value in (0.0, -1.0, NAN, INFINITY)),
     ("validate_as", ("yarn", "yarn")), ("validate_as", "yarn"), ("switch_method_to", "rope"),
     *(("switch_method_at", value) for value in (-0.1, 1.0, NAN, 0.0001, 0.9999)),
     ("adam_eps", 0.0), ("timeout", 0.0), ("timeout", 1e12), ("seed", 2**63), ("keep", 10**400), ("name", "x" * 300),
@@ -274,21 +274,21 @@ def test_any_values_make_a_config_or_a_value_error(values):
 
 
 @settings(max_examples=60, deadline=None)
-@example(method="rope_ntk", num_layers=1, num_heads=1, head_dim=2, train_length=1, sequences=1, length_scale=1.0)
+@example(method="rope_ntk", num_layers=1, num_heads=1, head_dim=2, train_length=1, sequences=1, position_scale=1.0)
 @given(method=st.sampled_from(NAMES), num_layers=st.integers(1, 2), num_heads=st.integers(1, 3),
        head_dim=st.integers(1, 18), train_length=st.integers(1, 9), sequences=st.integers(1, 3),
-       length_scale=st.sampled_from([1.0, 1.0, 1 / 16, 1e-9, 1e9]))
+       position_scale=st.sampled_from([1.0, 1.0, 1 / 16, 1e-9, 1e9]))
 def test_any_valid_small_config_trains_or_is_a_value_error(method, num_layers, num_heads, head_dim, train_length,
-                                                           sequences, length_scale):
+                                                           sequences, position_scale):
     config = Config(**small_models | dict(
         method=method, num_layers=num_layers, num_heads=num_heads, model_dim=num_heads * head_dim,
-        train_length=train_length, batch_tokens=sequences * train_length, length_scale=length_scale,
+        train_length=train_length, batch_tokens=sequences * train_length, position_scale=position_scale,
     ))
     try:
         model = build_model(config, torch.float32)
     except ValueError as error:
         assert "\n" not in str(error)
-        assert head_dim % 4 or length_scale < 1e-3  # only rotary embeddings may refuse these
+        assert head_dim % 4 or position_scale < 1e-3  # only rotary embeddings may refuse these
         return
     tokens = torch.arange(sequences * 4 * train_length).view(sequences, -1) % config.vocab_size
     loss = model(tokens, tokens)  # at four times the training length

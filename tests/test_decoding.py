@@ -102,7 +102,7 @@ def test_in_float64_they_are_equal_to_the_last_digit_of_float32(name, options):
 
 
 @pytest.mark.parametrize("name, options", [("rope_ntk", {}), ("yarn", {}), ("logn_rope", dict(context="length"))])
-def test_the_target_length_scales_prompt_and_steps_alike(name, options):
+def test_the_target_position_scales_prompt_and_steps_alike(name, options):
     model = make_model(name, options)
     tokens, _ = random_tokens(12 + STEPS)
     far, near = (full_logits(model, tokens, target)[:, 11:] for target in (1000, 35))

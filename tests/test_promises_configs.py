@@ -50,7 +50,7 @@ GOOD = dict(
     method=one_of(*NAMES), validate_as=one_of((), (), (), (), ("yarn",), ("rope_ntk", "yarn"), ("logn_ntk",)),
     switch_method_at=one_of(0, 0, 0, 0, 0, 0.5), switch_method_to=st.just("nope"),
     switch_warmup_steps=one_of(0, 0, 0, 0, 0, 1),
-    length_scale=one_of(1.0, 0.0625, 1e-9, 1e9), vocab_size=st.integers(64, 100),
+    position_scale=one_of(1.0, 0.0625, 1e-9, 1e9), vocab_size=st.integers(64, 100),
     num_layers=st.integers(1, 3), data_dir=st.just("data"), micro_batch_tokens=st.integers(1, 300),
     steps=one_of(2, 2, 2, 1, 3), schedule=one_of("constant_linear", "cosine", "trapezoid"),
     warmup_steps=one_of(0, 0, 0, 0, 0, 1), cooldown_steps=one_of(0, 0, 0, 0, 1, 2),
@@ -256,7 +256,7 @@ FOUND = [
     "--muon_lr 1e300", f"--vocab_size {2**63 - 1}", f"--model_dim {2**63 - 4}", "--num_layers 10000000000",
     "--batch_tokens 2000000000000", "--tags " + "x" * 65,
     *(f"--method {method} --method_options {options}" for method, options in (
-        ("rope", "num_heads 3"), ("rope", "name x"), ("rope", "base_length 0"), ("rope", "length_scale 0.5"),
+        ("rope", "num_heads 3"), ("rope", "name x"), ("rope", "base_length 0"), ("rope", "position_scale 0.5"),
         ("yarn", "beta_slow 1e-320"), ("rope_ntk", "factor 1e300"), ("alibi", "slopes inf"), ("logn_rope", "init 1e39"),
         ("infini_rope", "gate_init nan"), ("scale_invariant_rope", "tau 1e-320"), ("rope", "base 1e400"))),
 ]  # fmt: skip
@@ -269,7 +269,7 @@ def test_what_was_found_is_refused_in_one_line(words, place, faults):
 
 
 @pytest.mark.parametrize("fields", [
-    dict(num_heads=1, train_length=1, batch_tokens=3, val_lengths=(1, 2), val_tokens=2, length_scale=1.0),
+    dict(num_heads=1, train_length=1, batch_tokens=3, val_lengths=(1, 2), val_tokens=2, position_scale=1.0),
     dict(method="rope", method_options=("base", 2**64)),
 ], ids=["a token a sequence", "an integer beyond 64 bits"])  # fmt: skip
 def test_what_was_found_trains(fields, place, faults):

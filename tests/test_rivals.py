@@ -223,7 +223,7 @@ def test_kerple_starts_evenly_over_what_its_authors_draw_from(name):
     p = torch.tensor([0.25, 0.75, 1.25, 1.75]).double()[:, None]
     t = torch.tensor([0.0, 1.0, 7.0]).double()
     assert_near(penalty, -p * torch.log(1 + t / 2) if name == "kerple_log" else -(t**p) / 2, 1e-6)
-    sixteenth = make_method(name, num_heads=4, head_dim=8, train_length=64, length_scale=1 / 16).score_change
+    sixteenth = make_method(name, num_heads=4, head_dim=8, train_length=64, position_scale=1 / 16).score_change
     assert_near(sixteenth.coefficients(t / 16, torch.arange(4)[:, None])[1], penalty, 1e-12)
 
 
@@ -341,7 +341,7 @@ def test_fire_is_that_of_the_paper(batch, num_heads, head_dim, length, threshold
 @torch.no_grad()
 def test_fire_scales_with_the_lengths_and_starts_at_random():
     shape = dict(num_heads=2, head_dim=8, train_length=64)
-    at_paper, small = (make_method("fire", **shape, length_scale=scale) for scale in (1, 1 / 16))
+    at_paper, small = (make_method("fire", **shape, position_scale=scale) for scale in (1, 1 / 16))
     tokens = torch.tensor([0.0, 3.0, 40.0, 900.0]).double()
     for method, scale in ((at_paper, 16), (small, 1)):
         c, threshold = method.replacement.c, method.replacement.threshold
@@ -452,7 +452,7 @@ def test_a_pattern_repeats_over_the_layers():
     assert [m.name for m in make_layers("rope_window,nope", 3, **shape)] == ["rope_window", "nope", "rope_window"]
     windows = [m.window and m.window.window for m in make_layers("rnope_swa", 5, **shape, window=9)]
     assert windows == [None, 9, 9, 9, None] and len(layer_pattern("rnope_swa")) == 4
-    scaled = make_layers("rnope_swa", 2, **shape, length_scale=1 / 16)[1]
+    scaled = make_layers("rnope_swa", 2, **shape, position_scale=1 / 16)[1]
     assert scaled.window.window == 32 and scaled.rotation.base == 625
 
 
@@ -488,7 +488,7 @@ def test_patterns_that_there_are_not_are_refused(name, words):
 
 
 def test_swan_and_llama_4_have_one_global_layer_in_four():
-    shape = dict(num_heads=2, head_dim=8, train_length=64, length_scale=1 / 16)
+    shape = dict(num_heads=2, head_dim=8, train_length=64, position_scale=1 / 16)
     for name, first in (("swan", 0), ("llama4", 3)):
         layers = make_layers(name, 8, **shape)
         windows = [layer.window and layer.window.window for layer in layers]

@@ -191,24 +191,18 @@ def test_run_of_before_a_field_existed_counts(copied, data):
     assert contents(copied) == before
 
 
-@pytest.mark.parametrize(
-    "method, options, expected",
-    [
-        ("rope", {}, {"base": 625}),
-        ("p_rope", {}, {"base": 64}),
-        ("scale_invariant_rope", {}, {"base": 625}),
-        ("nope", {}, {}),
-        ("yarn", {"base": 500.0}, {"base": 31.25}),
-        ("p_rope", {"form": "barbero"}, {"form": "barbero", "base": 625}),
-    ],
-)
-def test_run_of_before_length_scale_keeps_its_rotary_base(tmp_path, method, options, expected):
-    """And its tau, which was not scaled."""
+@pytest.mark.parametrize("method, options, expected", [
+    ("rope", {}, {}),
+    ("scale_invariant_p_rope", {}, {"tau": 0.625}),
+    ("scale_invariant_p_rope", {"tau": 3.0}, {"tau": 3.0}),
+    ("scale_invariant_pope", {"tau": 10.0}, {}),
+])
+def test_a_run_made_while_length_scale_scaled_tau_keeps_its_tau(tmp_path, method, options, expected):
     config = dataclasses.replace(preset("quickstart"), method=method, method_options=options).to_dict()
-    del config["length_scale"], config["validate_as"]
-    (tmp_path / "config.json").write_text(json.dumps(config | dict(rotary_base_length=4096)))
+    config["length_scale"] = config.pop("position_scale")
+    (tmp_path / "config.json").write_text(json.dumps(config))
     stored = stored_config(tmp_path)
-    assert (stored.method_options, stored.length_scale) == (expected, 1.0)
+    assert (stored.method_options, stored.position_scale) == (expected, 1 / 16)
 
 
 @pytest.fixture(scope="module")
@@ -763,7 +757,7 @@ def test_what_trains_identically_is_trained_once():
 def test_at_small_scale_the_papers_lengths_are_runs_of_their_own():
     for scale in SCALES:
         options = [run.config.method_options for run in sweep("table_losses", scale, seeds=[0])]
-        assert [o for o in options if o] == ([{"slope_scale": 1.0}, {"tau": 10.0}] if scale == "mini" else [])
+        assert [o for o in options if o] == ([{"slope_scale": 1.0}, {"tau": 0.625}] if scale == "mini" else [])
 
 
 def test_steps_alone_leave_every_preset_its_share_of_cooldown():

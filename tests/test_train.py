@@ -928,17 +928,6 @@ def test_a_checkpoint_of_other_content_is_one_line(part, value, data, finished, 
     assert f"{path} does not fit this run" in error_of(capsys, *arguments(data, tmp_path, resume="auto"))
 
 
-def test_a_checkpoint_of_before_length_scale_resumes(data, tmp_path):
-    """Of the first published version, whose config had rotary_base_length instead, here at its default."""
-    whole = train_here(data, tmp_path / "whole", length_scale=1)
-    folder = rewound(whole, tmp_path)
-    path = latest_checkpoint(folder / "checkpoints")
-    state = load_checkpoint(path)
-    assert state["config"].pop("length_scale") == 1 and state["config"].pop("validate_as") == ()
-    torch.save(state | dict(config=state["config"] | dict(rotary_base_length=0)), path)
-    assert_same_run(train_here(data, tmp_path, resume="auto", length_scale=1), whole)
-
-
 @pytest.mark.parametrize("part, value", [("step", "5"), ("seconds", "1"), ("wandb_id", 5), ("rng", None)])
 def test_progress_of_another_type_is_one_line(part, value, data, finished, tmp_path, capsys):
     folder = rewound(finished, tmp_path)

@@ -33,7 +33,7 @@ from model.methods.swan import LogBeyondTraining
 from model.methods.window import SlidingWindow
 from model.methods.yarn import YaRN
 
-SHAPE = ("num_heads", "head_dim", "train_length", "length_scale")
+SHAPE = ("num_heads", "head_dim", "train_length", "position_scale")
 SMALLEST, LARGEST = 1e-30, 1e30  # an option's number, if not 0: beyond them float32 has no room for what follows
 
 METHODS = {
@@ -172,30 +172,29 @@ def check_options(name: str, options: dict) -> None:
         require(sized, f"{must} 0 or of a size from {SMALLEST:g} to {LARGEST:g}, got {str(value)[:60]}")
 
 
-def scaled_options(name: str, length_scale: float, options: dict) -> dict:
-    """Return the options of a method with its lengths in tokens (tau, rotary bases, one over ALiBi's slopes) scaled.
+def scaled_options(name: str, position_scale: float, options: dict) -> dict:
+    """Return the options of a method with the rotary base and 1/slope of ALiBi multiplied by position_scale.
 
-    They become length_scale times the paper's. An option that is given is taken as it is.
+    An option that is given is taken as it is.
     """
-    if length_scale == 1:
+    if position_scale == 1:
         return options
-    scaled = [mechanism.scaled(length_scale, options) for mechanism in mechanisms_of(name)]
+    scaled = [mechanism.scaled(position_scale, options) for mechanism in mechanisms_of(name)]
     return {option: value for part in scaled for option, value in part.items()} | options
 
 
 def make_method(
-    name: str, /, *, num_heads: int, head_dim: int, train_length: int, length_scale: float = 1.0, **options
+    name: str, /, *, num_heads: int, head_dim: int, train_length: int, position_scale: float = 1.0, **options
 ) -> Method:
     """Return the attention method `name` for one layer; make_layers for the layers of a pattern.
 
     train_length (tokens) is what length-dependent methods (NTK, YaRN, LogN's initial scale) compare against. Options
-    are those of the method's mechanisms, each with the paper's value as its default, lengths in tokens times
-    length_scale (see scaled_options). ValueError for an unknown name or option, naming the nearest valid ones, for
+    are those of the method's mechanisms, each with the paper's value as its default (scaled as in scaled_options). ValueError for an unknown name or option, naming the nearest valid ones, for
     values out of range, and for mechanisms that do not go together.
     """
     check_options(name, options)
     require(len(layer_pattern(name)) == 1, f"attention method {name!r} is not the same in all layers: use make_layers")
-    options = scaled_options(name, length_scale, options)
+    options = scaled_options(name, position_scale, options)
     kinds = {option: p.annotation for option, p in method_options(name).items()}
     for option, value in options.items():
         if kinds[option] in (float, float | None) and value is not None:
@@ -219,7 +218,15 @@ def make_layers(name: str, num_layers: int, /, **shape_and_options) -> list[Meth
 
 
 def make_alternative(
-    name: str, other: str, /, *, num_heads: int, head_dim: int, train_length: int, length_scale: float = 1.0, **options
+    name: str,
+    other: str,
+    /,
+    *,
+    num_heads: int,
+    head_dim: int,
+    train_length: int,
+    position_scale: float = 1.0,
+    **options,
 ) -> Method:
     """Return the method `other`, with the options that it shares with `name`, for weights trained with `name`.
 
@@ -229,7 +236,7 @@ def make_alternative(
     for one in (name, other):
         words = f"{one} has layers that differ: weights of such methods are validated as themselves alone"
         require(len(layer_pattern(one)) == 1, words)
-    shape = dict(num_heads=num_heads, head_dim=head_dim, train_length=train_length, length_scale=length_scale)
+    shape = dict(num_heads=num_heads, head_dim=head_dim, train_length=train_length, position_scale=position_scale)
     shared = {option: value for option, value in options.items() if option in method_options(other)}
     ours, theirs = make_method(name, **shape, **options), make_method(other, **shape, **shared)
     refused = f"weights of {name} cannot be validated as {other}, which"

@@ -18,7 +18,7 @@ from torch import nn
 from errors import require
 from model.methods.base import ScoreChange
 
-TAU = 10.0  # the paper's, chosen at a training length of 4096
+TAU = 10.0  # in tokens; the paper uses it at every training length
 ROOT_E = math.exp(0.5)
 TERMS = ("both", "a", "m")
 
@@ -51,10 +51,6 @@ class ScaleInvariant(ScoreChange):
         log_tau = math.log(tau) + math.log(tau_ratio) * torch.arange(num_heads, dtype=torch.float32)
         self.log_tau = nn.Parameter(log_tau) if learn_tau else None
         self.gain = nn.Parameter(torch.ones(num_heads)) if learn_gain else None
-
-    @classmethod
-    def scaled(cls, scale, options):
-        return {"tau": TAU * scale}
 
     def coefficients(self, distance, head):
         if self.log_tau is not None:

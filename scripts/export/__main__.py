@@ -66,7 +66,7 @@ def make_model(config, gpt: torch.nn.Module, method: str, options: dict, encoder
     """Return the model of transformers with these weights and this tokenizer's special tokens."""
     from scripts.export.modeling_method_gpt import MethodGPTConfig, MethodGPTForCausalLM
 
-    fields = ("vocab_size", "num_layers", "num_heads", "model_dim", "train_length", "length_scale")
+    fields = ("vocab_size", "num_layers", "num_heads", "model_dim", "train_length", "position_scale")
     end = encoder.eos_token_id
     new = MethodGPTConfig(
         **{name: getattr(config, name) for name in fields}, method=method, method_options=options,

@@ -84,7 +84,7 @@ def model_card(run: StoredRun, method: str, options: dict, step: int, parameters
         "---", *head, "---", "", f"# {run.path.name}", "",
         f"A GPT of {parameters:,} parameters ({config.num_layers} layers, {config.num_heads} heads, width"
         f" {config.model_dim}) with the attention method `{method}`{with_options}; lengths in tokens are"
-        f" {config.length_scale:g} times the paper's. It was trained at {config.train_length} tokens, in a study of"
+        f" {config.position_scale:g} times the paper's. It was trained at {config.train_length} tokens, in a study of"
         " the paper below. It is a base model for research: it completes text. Its code is in this folder.", "",
         "## Use", "", USE, "",
         NOTES, "",

@@ -26,7 +26,7 @@ class MethodGPTConfig(PreTrainedConfig):
     train_length: int = 4096
     method: str = "scale_invariant_p_rope"
     method_options: dict[str, int | float | bool | str | None] | None = None
-    length_scale: int | float = 1.0
+    position_scale: int | float = 1.0
     max_position_embeddings: int = 65_536
     use_cache: bool = True
     bos_token_id: int | None = None

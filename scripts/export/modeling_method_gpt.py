@@ -34,7 +34,7 @@ class MethodGPTForCausalLM(PreTrainedModel, GenerationMixin):
         """ValueError for an attention method or an option that there is not."""
         super().__init__(config)
         shape = {name: getattr(config, name) for name in ("vocab_size", "num_layers", "num_heads", "model_dim")}
-        lengths = dict(train_length=config.train_length, length_scale=config.length_scale)
+        lengths = dict(train_length=config.train_length, position_scale=config.position_scale)
         self.gpt = GPT(**shape, **lengths, method=config.method, method_options=config.method_options)
         self.post_init()
 

@@ -57,7 +57,7 @@ def figure_tau(study: Study) -> str:
 
 def tau_of(config: Config) -> float:
     """Return the lengthscale in tokens that a run trains with."""
-    options = scaled_options(config.method, config.length_scale, config.method_options)
+    options = scaled_options(config.method, config.position_scale, config.method_options)
     return float(options.get("tau", method_options(config.method)["tau"].default))
 
 

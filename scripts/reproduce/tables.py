@@ -134,7 +134,7 @@ def table_notes(study: Study, lenders: dict[str, str], one_seed: bool) -> list[s
             "trained once and validated as all of them."
         )
     notes += paper_remarks(paper_targets(study.item), study.all_series)
-    if preset(SCALES[study.scale].base).length_scale != 1:
+    if preset(SCALES[study.scale].base).position_scale != 1:
         notes.append(
             "What is a length in tokens (\u03c4, rotary bases, one over ALiBi's slopes) is scaled with the training "
             "length; where a row says otherwise it is as in the paper."
