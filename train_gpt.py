@@ -48,6 +48,7 @@ from runtime.checkpoint import (
     set_aside,
     space_needed,
 )
+from runtime.copy_gain import check_gaps
 from runtime.device import choose_compile, peak_flops, rng_state, set_rng_state
 from runtime.dtype import compute_dtype
 from runtime.nonfinite import explain_step
@@ -224,6 +225,7 @@ def open_text(config: Config) -> tuple[TokenStream, TokenStream, dict]:
         distinct_tokens=min(run_tokens, len(train_text)),
     )
     check_validation(val_text, config.val_lengths, config.val_tokens)
+    check_gaps(val_text, config.val_copy_gaps)
     return train_text, val_text, data
 
 

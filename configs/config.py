@@ -133,6 +133,9 @@ class Config:
     """Sequence lengths of the validation, all on the same tokens."""
     val_tokens: int = setting(10_485_760, at_least=1, mathematics=False)
     """Validation tokens at each length."""
+    val_copy_gaps: tuple[int, ...] = setting((), at_least=1, mathematics=False)
+    """Tokens between two copies of a span, for copy gain (runtime/copy_gain.py) at validations at all lengths; empty:
+    copy gain is not measured."""
     val_every: int = setting(125, at_least=0, mathematics=False)
     """Steps between validations; 0: only at the end."""
     val_profile: Literal["paper", "fast"] = setting("paper", mathematics=False)
@@ -165,7 +168,7 @@ class Config:
 
     def __post_init__(self):
         check_fields(self)
-        for name in ("validate_as", "val_lengths"):
+        for name in ("validate_as", "val_lengths", "val_copy_gaps"):
             values = getattr(self, name)
             require(len(set(values)) == len(values), f"{name} names one twice: {values}")
         d, heads, length = self.model_dim, self.num_heads, self.train_length

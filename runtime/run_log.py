@@ -17,6 +17,7 @@ from errors import exit_on_user_error
 from model.attention import Plan
 from model.backends import sdpa
 from model.gpt import GPT, Plans
+from runtime.copy_gain import format_gains
 from runtime.device import AsyncScalars, device_name, peak_memory
 from runtime.dtype import explain_dtype
 from runtime.flops import training_flops_per_token, validation_share
@@ -180,6 +181,8 @@ class RunLog:
         self.print(f"{at}  validation loss {format_losses(record['val_loss'])}  ({seconds:.1f} s)")
         for name, theirs in record.get("val_loss_as", {}).items():
             self.print(f"{at}  the same weights as {name}: {format_losses(theirs)}")
+        if "copy_gain" in record:
+            self.print(f"{at}  copy gain {format_gains(record['copy_gain'])}")
 
     def finish(self, data: dict, model: GPT):
         """Write summary.json, which makes the run a finished one; or end it, where its weights are not finite."""
@@ -211,6 +214,7 @@ class RunLog:
             data=data["train"],
             distinct_tokens=data["distinct_tokens"],
         )
+        summary |= {key: value for key, value in progress.validation.items() if key.startswith("copy_")}
         if self.folder is not None:
             self.folder.write_json("summary.json", summary)
 

@@ -14,6 +14,7 @@ from data.shards import TokenStream
 from model.gpt import GPT, Plans
 from model.methods import check_options, make_alternative
 from model.methods.base import Method
+from runtime.copy_gain import copy_length, measure_copy_gain, uncompiled
 from runtime.processes import World
 
 
@@ -47,6 +48,8 @@ class Validation:
                 theirs = self.plans[name]
                 differ = {n: passes[n] for n in passes if not same_rotation(ours[n], theirs[n])}
                 as_others[name] = result["val_loss"] | self._validate(theirs, differ, stopping)["val_loss"]
+            if self.config.val_copy_gaps and len(passes) == len(self.config.val_lengths):
+                result |= self.copy_gains(self.config.val_copy_gaps, stopping)
         except Stopped:
             return None
         return result | (dict(val_loss_as=as_others) if as_others else {})
@@ -58,6 +61,30 @@ class Validation:
             val_tokens={str(length): tokens for length, tokens in passes.items()},
             val_loss_by_position={length: means_by_octave(mean) for length, mean in means.items()},
         )
+
+    def copy_gains(self, gaps: Sequence[int], stopping: Callable[[], bool] = lambda: False) -> dict:
+        """Return the copy gains at these gaps (see measure_copy_gain), and copy_gain_as, those of the same weights run
+        as each of validate_as. Raise Stopped if stopping() says so."""
+
+        def stop_if_asked():
+            if stopping():
+                raise Stopped
+
+        measured = {
+            name: measure_copy_gain(
+                uncompiled(self.model),
+                plans,
+                self.stream,
+                gaps,
+                vocab_size=self.config.vocab_size,
+                micro_batch_tokens=self.config.micro_batch_tokens,
+                world=self.world,
+                before_batch=stop_if_asked,
+            )
+            for name, plans in self.plans.items()
+        }
+        result = measured.pop(self.config.method)
+        return result | (dict(copy_gain_as={name: r["copy_gain"] for name, r in measured.items()}) if measured else {})
 
     def mean_by_position(self, plan: Plans, length: int, tokens: int, stopping: Callable[[], bool]) -> Tensor:
         """Return the loss at each position, (length,) float64, a mean over the sequences. Raise Stopped if stopping()
@@ -104,7 +131,7 @@ def validation_plans(
     config's). Raise ValueError for methods and lengths that do not go with the model."""
     methods = {config.method: None} | build_alternatives(config)
     where = dict(backend=config.attention_backend, context=world.context)
-    lengths = lengths or config.val_lengths
+    lengths = lengths or (*config.val_lengths, *map(copy_length, config.val_copy_gaps))
     return {name: {n: model.plan(n, method=method, **where) for n in lengths} for name, method in methods.items()}
 
 

@@ -4,6 +4,7 @@
     python -m scripts.evaluate runs/a runs/b --lengths 4096 16384 65536 262144 --val-tokens 10485760
     python -m scripts.evaluate runs/a runs/b --data data/books       on other text, of the same tokenizer
     python -m scripts.evaluate runs/rope --as rope_ntk yarn          its weights as methods that train identically
+    python -m scripts.evaluate runs/a runs/b --copy 128 1024         also their copy gain (see runtime/copy_gain.py)
 
 Prints two Markdown tables and leaves the numbers in RUN/evaluation.json, where reproduce and report find them. All
 lengths see the same tokens, by default those that the run itself was validated on; of other text (the val split of
@@ -26,6 +27,7 @@ from errors import exit_on_user_error, require
 from files import replace_text, to_json
 from runtime.build import build_model
 from runtime.checkpoint import checkpoint_errors, latest_checkpoint, load_checkpoint
+from runtime.copy_gain import KINDS, SPAN, check_gaps
 from runtime.dtype import compute_dtype
 from runtime.processes import World, exit_on_failure, start_processes
 from runtime.validation import Validation, validation_plans
@@ -70,7 +72,10 @@ def evaluate(folder: Path, args: argparse.Namespace, world: World) -> tuple[dict
     if tokens is None:
         tokens = config.val_tokens if own else choose_tokens(config, stream, lengths, data)
     check_validation(stream, lengths, tokens)
-    plans = validation_plans(config, model, world, lengths)
+    gaps = choose_gaps(config, stream) if args.copy == [] else args.copy or ()
+    check_gaps(stream, gaps)
+    config = dataclasses.replace(config, val_lengths=tuple(lengths), val_tokens=tokens, val_copy_gaps=tuple(gaps))
+    plans = validation_plans(config, model, world)
     result = Validation(config, model, model, plans, stream, world).losses(dict.fromkeys(lengths, tokens))
     where = dict(text=stream.fingerprint(), data=str(data or config.data_dir))
     return dict(name=folder.name, method=config.method, train_length=config.train_length, **where, **result), own
@@ -117,6 +122,12 @@ def choose_tokens(config: Config, stream: TokenStream, lengths: list[int], data:
     return tokens
 
 
+def choose_gaps(config: Config, stream: TokenStream) -> list[int]:
+    """Return the default gaps for copy gain that the text allows: T/8, T/2, 2T and so on up to 64T."""
+    T = config.train_length
+    return [gap for gap in (T // 8 * 4**k for k in range(5)) if 1 <= gap <= len(stream) - SPAN]
+
+
 def store(folder: Path, result: dict, own: bool):
     """Add the result to the folder's evaluation.json, apart if not on the run's own text. Lengths evaluated there
     on other tokens or with another checkpoint go."""
@@ -134,10 +145,18 @@ def store(folder: Path, result: dict, own: bool):
     replace_text(path, to_json(kept) + "\n")
 
 
+def join(new: dict, old: dict) -> dict:
+    """Return both nested dicts as one; the new one's values take precedence."""
+    nested = {key: join(new[key], old[key]) for key in new.keys() & old.keys() if isinstance(new[key], dict)}
+    return old | new | nested
+
+
 def merge_results(old: dict, new: dict) -> dict:
     """Return the new result, with the lengths of the old one if that is of the same checkpoint and number of tokens."""
     if not old:
         return new
+    if old["step"] == new["step"]:
+        new = join(new, {key: value for key, value in old.items() if key.startswith("copy_")})
     theirs, ours = ((evaluation["step"], {*val_tokens(evaluation).values()}) for evaluation in (old, new))
     if theirs != ours:
         return new
@@ -169,6 +188,17 @@ def position_table(results: list[dict]) -> str:
     return markdown_table(rows)
 
 
+def copy_table(results: list[dict]) -> str:
+    """Return one row a run and kind, one column a gap: the copy gain in nats a token, with its standard error."""
+    gaps = sorted({gap for r in results for gap in r["copy_gain"]["random"]}, key=int)
+    rows = [["run", "spans", *gaps]]
+    for kind in KINDS:
+        for r in results:
+            gains, errors = r["copy_gain"][kind], r["copy_gain_error"][kind]
+            rows.append([r["name"], kind, *(f"{gains[g]:.2f} ± {errors[g]:.2f}" if g in gains else "" for g in gaps)])
+    return markdown_table(rows)
+
+
 @exit_on_failure("evaluate fewer or shorter --lengths")
 def main():
     parser = argparse.ArgumentParser(prog="python -m scripts.evaluate", description=__doc__.split("\n")[0])
@@ -180,6 +210,8 @@ def main():
         metavar="METHOD", dest="as_others", help="run the weights as these methods too, which train identically"
     )
     parser.add_argument("--as", nargs="+", default=[], **others)
+    copy_help = "also measure copy gain at these gaps in tokens (default: T/8, T/2, 2T and so on, up to 64T)"
+    parser.add_argument("--copy", nargs="*", type=int, metavar="GAP", help=copy_help)
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     args = parser.parse_args()
     with exit_on_user_error():
@@ -201,6 +233,8 @@ def main():
         if len({(r["text"], *r["val_tokens"].values()) for r in results}) > 1:
             print("\nThese rows do not compare: they are of different text, or of different numbers of tokens of it.")
         print(f"\nLoss by position, in sequences of the longest length:\n\n{position_table(results)}")
+        if copied := [r for r in results if r.get("copy_gain", {}).get("random")]:
+            print(f"\nCopy gain in nats a token, by the tokens between the copies:\n\n{copy_table(copied)}")
     if failed:
         sys.exit(2)
 

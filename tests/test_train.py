@@ -677,7 +677,8 @@ def test_more_processes_than_sequences_is_one_line_and_no_run_folder(tmp_path):
 
 def test_evaluate_gives_the_losses_of_the_summary(finished):
     world = start_processes("cpu")
-    result, own = evaluate.evaluate(finished, Namespace(lengths=None, val_tokens=None, data=None, as_others=[]), world)
+    arguments = Namespace(lengths=None, val_tokens=None, data=None, as_others=[], copy=None)
+    result, own = evaluate.evaluate(finished, arguments, world)
     assert result["val_loss"] == pytest.approx(read_json(finished / "summary.json")["val_loss"], abs=1e-5)
     assert own
 

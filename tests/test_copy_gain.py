@@ -1,0 +1,261 @@
+"""Copy gain: against dense float64 computations, models of known gain, micro-batches and ranks; in a run's validation
+and in scripts.evaluate."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from preloaded import start_method
+from test_train import here, make_data, read_json, train_here
+from torch.multiprocessing import start_processes as start_ranks
+
+from data.shards import ShardWriter, open_split
+from model.gpt import GPT
+from runtime.copy_gain import SPAN, SPANS, check_gaps, copy_length, copy_sequences, measure_copy_gain, uncompiled
+from runtime.metrics import flatten
+from runtime.processes import World
+from scripts import evaluate
+
+VOCAB, GAPS = 64, (5, 40)
+ALONE = World.alone(torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def stream(tmp_path_factory):
+    return open_split(make_data(tmp_path_factory.mktemp("data")), "val", VOCAB)  # 800 tokens
+
+
+def tiny_model():
+    torch.manual_seed(0)
+    model = GPT(vocab_size=VOCAB, num_layers=2, num_heads=2, model_dim=16, train_length=16, method="nope")
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+def measure(model, stream, gaps=GAPS, micro_batch_tokens=1000, world=ALONE, **options):
+    plans = {copy_length(gap): model.plan(copy_length(gap)) for gap in gaps} if isinstance(model, GPT) else None
+    plans = plans or dict.fromkeys(map(copy_length, gaps))
+    options = dict(vocab_size=VOCAB, micro_batch_tokens=micro_batch_tokens, world=world) | options
+    return measure_copy_gain(model, plans, stream, gaps, **options)
+
+
+# ---- the sequences ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gap", [1, 40, 768])  # the last leaves room for one place of the text span
+def test_sequences_hold_a_span_the_filler_and_the_span_again(stream, gap):
+    text, sequences = stream.read(0, len(stream)), copy_sequences(stream, gap, VOCAB)
+    assert sequences.shape == (2, SPANS, 2 * SPAN + gap)
+    assert (sequences[..., :SPAN] == sequences[..., -SPAN:]).all()
+    fillers = sequences[..., SPAN:-SPAN]
+    assert (fillers[0] == fillers[1]).all()
+    pieces = {bytes(np.take(text, range(i, i + gap), mode="wrap")): i for i in range(len(text))}
+    cyclic = np.concatenate([text, text, text])
+    for filler, span in zip(fillers[1], sequences[1, :, :SPAN]):
+        start = pieces[bytes(filler.astype(text.dtype))]  # one of its places in the text
+        if gap > 30:  # shorter ones are at several places
+            rest = cyclic[start + gap : start + len(text)]  # all of the text but the filler
+            assert any((rest[i : i + SPAN] == span).all() for i in range(len(rest) - SPAN + 1))
+
+
+def test_random_spans_follow_the_unigram_frequency(tmp_path):
+    with ShardWriter(tmp_path, "coins", tokenizer="none", vocab_size=VOCAB) as writer:
+        for split in ("train", "val"):
+            writer.write(split, [3] * 900 + [7] * 100)
+        writer.close()
+    spans = copy_sequences(open_split(tmp_path, "val", VOCAB), 16, VOCAB)[0, :, :SPAN]
+    assert {*spans.flatten().tolist()} == {3, 7}
+    assert (spans == 7).mean() == pytest.approx(0.1, abs=0.03)  # 1,536 draws: a standard error of 0.008
+
+
+def test_sequences_depend_on_the_gap_and_the_text_alone(stream):
+    torch.manual_seed(1)
+    np.random.seed(1)
+    assert (copy_sequences(stream, 40, VOCAB) == copy_sequences(stream, 40, VOCAB)).all()
+    assert (copy_sequences(stream, 40, VOCAB)[0, :, :SPAN] != copy_sequences(stream, 41, VOCAB)[0, :, :SPAN]).any()
+
+
+@pytest.mark.parametrize("gap", [0, -1, 769])
+def test_gaps_that_the_text_does_not_allow_are_named(stream, gap):
+    with pytest.raises(ValueError, match=str(gap)):
+        check_gaps(stream, [5, gap])
+    with pytest.raises(ValueError, match=str(gap)):
+        measure(tiny_model(), stream, gaps=(5, gap))
+
+
+# ---- the losses ------------------------------------------------------------------------------------------------------
+
+
+def dense_losses(model, tokens):
+    """Return the loss of each token but the first, (T - 1,), of attention without positions, in float64."""
+    weights = {name: p.detach().double() for name, p in model.named_parameters()}
+
+    def norm(x):
+        return x / (x.square().mean(dim=-1, keepdim=True) + 1.1920929e-07).sqrt()
+
+    x = norm(weights["embedding.weight"][tokens[:-1]])  # (T, C)
+    T, C = x.shape
+    future = torch.ones(T, T).triu(1).bool()
+    for n in range(2):
+        block = {name.removeprefix(f"blocks.{n}."): w for name, w in weights.items() if name.startswith(f"blocks.{n}.")}
+        q, k, v = (norm(x) @ w.T for w in block["attention.qkv"])
+        heads = []
+        for h in (slice(0, C // 2), slice(C // 2, C)):
+            scores = norm(q[:, h]) @ norm(k[:, h]).T / math.sqrt(C / 2)
+            heads.append(scores.masked_fill(future, -math.inf).softmax(dim=-1) @ v[:, h])
+        x = x + torch.cat(heads, dim=1) @ block["attention.proj"].T
+        x = x + (norm(x) @ block["mlp.up"].T).relu().square() @ block["mlp.down"].T
+    logits = norm(x) @ weights["head"].T
+    return -logits.log_softmax(dim=-1)[torch.arange(T), tokens[1:]]
+
+
+def test_losses_and_gains_are_those_of_a_dense_computation(stream):
+    model = tiny_model()
+    result = measure(model, stream)
+    for gap in GAPS:
+        for kind, sequences in zip(("random", "text"), copy_sequences(stream, gap, VOCAB)):
+            by_token = torch.stack([dense_losses(model, torch.from_numpy(row)) for row in sequences])
+            first, second = by_token[:, :31].mean(dim=1), by_token[:, -31:].mean(dim=1)
+            gains, key = first - second, str(gap)
+            expected = [first.mean().item(), second.mean().item()]
+            assert result["copy_loss"][kind][key] == pytest.approx(expected, abs=1e-4)
+            assert result["copy_gain"][kind][key] == pytest.approx(gains.mean().item(), abs=1e-4)
+            error = np.std(gains.numpy(), ddof=1) / math.sqrt(48)
+            assert result["copy_gain_error"][kind][key] == pytest.approx(error, abs=1e-4)
+
+
+def perfect_copier(tokens, targets, *, plan, per_token):
+    """A stand-in for a model: a token that followed the same 2 tokens before costs 0.25 nats, any other 4 nats."""
+    assert per_token
+    losses = torch.full(tokens.shape, 4.0)
+    for row, (context, target) in enumerate(zip(tokens.tolist(), targets.tolist())):
+        seen = set()
+        for i in range(1, len(context)):
+            if (*context[i - 1 : i + 1], target[i]) in seen:
+                losses[row, i] = 0.25
+            seen.add((*context[i - 1 : i + 1], target[i]))
+    return losses
+
+
+def test_a_perfect_copier_gains_all_but_what_two_tokens_cost(tmp_path):
+    with ShardWriter(tmp_path, "distinct", tokenizer="none", vocab_size=2**16) as writer:
+        for split in ("train", "val"):
+            writer.write(split, np.random.default_rng(0).permutation(2**16)[:20_000])
+        writer.close()
+    stream = open_split(tmp_path, "val", 2**16)
+    result = measure(perfect_copier, stream, gaps=(100,), vocab_size=2**16)
+    second = (1 * 4 + 30 * 0.25) / 31  # token 1 follows one known token alone
+    assert result["copy_loss"] == {kind: {"100": pytest.approx([4, second])} for kind in ("random", "text")}
+    assert result["copy_gain"] == {kind: {"100": pytest.approx(4 - second)} for kind in ("random", "text")}
+    assert result["copy_gain_error"] == {kind: {"100": pytest.approx(0, abs=1e-9)} for kind in ("random", "text")}
+
+
+def test_a_constant_loss_gains_nothing(stream):
+    result = measure(lambda tokens, targets, **_: torch.full(tokens.shape, 2.0), stream)
+    assert result["copy_gain"] == {kind: {"5": 0, "40": 0} for kind in ("random", "text")}
+
+
+def assert_close(result, expected):
+    ours, others = flatten(result), flatten(expected)
+    assert ours.keys() == others.keys()
+    for key, value in others.items():
+        assert ours[key] == pytest.approx(value, abs=1e-5), key
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [1, 700, 10**6])
+def test_results_do_not_depend_on_the_micro_batch_size(stream, micro_batch_tokens):
+    model, sizes = tiny_model(), []
+
+    def counting(tokens, *args, **options):
+        sizes.append(tokens.numel())
+        return model(tokens, *args, **options)
+
+    plans = {copy_length(gap): model.plan(copy_length(gap)) for gap in GAPS}
+    options = dict(vocab_size=VOCAB, micro_batch_tokens=micro_batch_tokens, world=ALONE)
+    assert_close(measure_copy_gain(counting, plans, stream, GAPS, **options), measure(model, stream))
+    assert max(sizes) <= max(micro_batch_tokens, copy_length(max(GAPS)))
+
+
+def rank_worker(rank, folder, data, processes):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=processes)
+    world, calls = World(rank, rank, processes, torch.device("cpu")), []
+    stream = open_split(data, "val", VOCAB)
+    result = measure(tiny_model(), stream, world=world, before_batch=lambda: calls.append(rank))
+    (folder / f"{rank}.json").write_text(json.dumps([result, len(calls)]))
+    dist.destroy_process_group()
+
+
+def test_results_do_not_depend_on_the_number_of_ranks(stream, tmp_path):
+    arguments, processes = (tmp_path, stream.paths[0].parent, 5), 5  # 96 sequences are shared as 20, 19, 19, 19, 19
+    start_ranks(rank_worker, arguments, nprocs=processes, start_method=start_method())
+    results, calls = zip(*(read_json(tmp_path / f"{rank}.json") for rank in range(processes)))
+    assert all(result == results[0] for result in results) and len({*calls}) == 1
+    assert_close(results[0], measure(tiny_model(), stream))
+
+
+def test_blocks_that_are_compiled_in_place_run_as_they_are():
+    model = tiny_model()
+    for block in model.blocks:
+        block.compile(backend=lambda graph, inputs: pytest.fail("it was compiled"))
+    view, tokens = uncompiled(model), torch.arange(16).view(1, 16)
+    assert torch.equal(view(tokens), tiny_model()(tokens))
+    assert all(p is q for p, q in zip(view.parameters(), model.parameters(), strict=True))
+    assert F.cross_entropy(view(tokens)[0, :-1], tokens[0, 1:]).requires_grad
+
+
+# ---- the commands ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    data = make_data(folder / "data")
+    gaps = dict(val_copy_gaps=(8, 64), validate_as=("yarn",), method="rope")
+    return train_here(data, folder, steps=10, val_every=1, val_profile="fast", **gaps)
+
+
+def measured(record):
+    return {key: value for key, value in record.items() if key.startswith("copy_")}
+
+
+def test_a_run_measures_it_at_validations_at_all_lengths(run):
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    validations = [record for record in records if "val_loss" in record]
+    assert [r["step"] for r in validations if "copy_gain" in r] == [0, 4, 8, 10]
+    last = measured(validations[-1])
+    assert last.keys() == {"copy_loss", "copy_gain", "copy_gain_error", "copy_gain_as"}
+    assert {"copy_gain/random/64", "copy_gain/text/8", "copy_gain_as/yarn/text/64"} <= flatten(last).keys()
+    assert measured(read_json(run / "summary.json")) == last
+    assert validations[0]["copy_gain"]["random"]["8"] == 0  # before the first step all tokens are equally likely
+
+
+def test_evaluate_measures_it_and_keeps_it(run, capsys):
+    here(evaluate.main, run, "--copy", 8, 64, "--device", "cpu")
+    table = capsys.readouterr().out
+    stored, summary = read_json(run / "evaluation.json"), read_json(run / "summary.json")
+    assert_close(measured(stored), measured(summary))
+    for kind in ("random", "text"):
+        assert f"{summary['copy_gain'][kind]['8']:.2f} ± {summary['copy_gain_error'][kind]['8']:.2f}" in table
+    here(evaluate.main, run, "--copy", "--lengths", 16, "--val-tokens", 32, "--device", "cpu")
+    stored = read_json(run / "evaluation.json")
+    assert stored["copy_gain"]["text"].keys() == {"2", "8", "32", "64", "128", "512"}  # T is 16, the text is of 800
+    here(evaluate.main, run, "--device", "cpu")
+    assert measured(read_json(run / "evaluation.json"))["copy_gain"] == stored["copy_gain"]
+
+
+@pytest.mark.parametrize("gap", [0, 800])
+def test_wrong_gaps_end_both_commands(run, gap, capsys):
+    before = (run / "evaluation.json").read_bytes() if (run / "evaluation.json").exists() else None
+    with pytest.raises(SystemExit) as exit:
+        here(evaluate.main, run, "--copy", gap, "--device", "cpu")
+    assert exit.value.code == 2 and str(gap) in capsys.readouterr().err
+    with pytest.raises(SystemExit) as exit:
+        train_here(run.parent / "data", run.parent / "wrong", val_copy_gaps=(gap,))
+    assert exit.value.code == 2 and "gap" in capsys.readouterr().err
+    assert before == ((run / "evaluation.json").read_bytes() if before else None)
