@@ -189,8 +189,9 @@ def make_method(
     """Return the attention method `name` for one layer; make_layers for the layers of a pattern.
 
     train_length (tokens) is what length-dependent methods (NTK, YaRN, LogN's initial scale) compare against. Options
-    are those of the method's mechanisms, each with the paper's value as its default (scaled as in scaled_options). ValueError for an unknown name or option, naming the nearest valid ones, for
-    values out of range, and for mechanisms that do not go together.
+    are those of the method's mechanisms, each with the paper's value as its default (scaled as in scaled_options).
+    ValueError for an unknown name or option, naming the nearest valid ones, for values out of range, and for mechanisms
+    that do not go together.
     """
     check_options(name, options)
     require(len(layer_pattern(name)) == 1, f"attention method {name!r} is not the same in all layers: use make_layers")
