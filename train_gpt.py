@@ -49,8 +49,7 @@ from runtime.checkpoint import (
     space_needed,
 )
 from runtime.copy_gain import check_gaps
-from runtime.device import choose_compile, peak_flops, rng_state, set_rng_state
-from runtime.dtype import compute_dtype
+from runtime.device import choose_compile, compute_dtype, peak_flops, rng_state, set_rng_state
 from runtime.nonfinite import explain_step
 from runtime.processes import (
     World,

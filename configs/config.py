@@ -121,12 +121,6 @@ class Config:
     # In float32; with 0, Adam divides 0 by 0 in the embeddings of tokens that it has not seen.
     adam_eps: float = setting(1e-8, at_least=1e-37, less_than=math.inf)
     """Epsilon of Adam."""
-    bf16_embedding: bool = False
-    """Keep the embedding in bfloat16 without a float32 master, as the base script did."""
-    fp8_head: bool = False
-    """Compute the training loss with the head's matmuls in FP8, for GPUs from Ada and Hopper on (a CPU can try it, more
-    slowly); validation and everything else stay in dtype. vocab_size, model_dim and train_length / context_parallel
-    must be multiples of 16."""
 
     # ---- validation ----
     val_lengths: tuple[int, ...] = setting((4096, 16_384, 65_536), at_least=1, mathematics=False)
@@ -147,8 +141,7 @@ class Config:
     device: Literal["auto", "cpu", "cuda"] = setting("auto", mathematics=False)
     """auto: CUDA if present."""
     dtype: Literal["auto", "float32", "bfloat16"] = setting("auto", mathematics=False)
-    """Of the computation, Muon's too; parameters are float32. auto: bfloat16 on CUDA; on a CPU that multiplies it,
-    what a measurement finds faster (ONEDNN_MAX_CPU_ISA=AVX2 in the environment hides such units), else float32."""
+    """Data type of the computation, Muon's too; parameters are float32. auto: bfloat16 on CUDA, float32 on a CPU."""
     compile: Literal["auto", "model", "blocks", "off"] = setting("auto", mathematics=False)
     """What torch.compile takes as a whole. blocks: each on its own, so that gradients are sent while others are still
     computed. auto: blocks for several GPUs, otherwise model; off if a trial compilation fails."""
@@ -184,11 +177,6 @@ class Config:
         for length in self.val_lengths:
             words = f"validation length {length} does not divide val_tokens {self.val_tokens}"
             require(self.val_tokens % length == 0, words)
-        if self.fp8_head:
-            own = f"train_length / context_parallel = {self.train_length} / {self.context_parallel}"
-            whole = (self.vocab_size, d, self.train_length / self.context_parallel)
-            for words, size in zip((f"vocab_size {self.vocab_size}", f"model_dim {d}", own), whole):
-                require(size % 16 == 0, f"fp8_head needs multiples of 16, and {words} is none: use --no_fp8_head")
         if self.switch_method_at:
             words = f"switch_method_at {self.switch_method_at} is none of the steps between the first and the last of"
             require(0 < round(self.switch_method_at * self.steps) < self.steps, f"{words} {self.steps}: change either")

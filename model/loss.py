@@ -16,22 +16,20 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from model import fp8
 from model.kernels import compare, cpu
 
 CPU_ROWS, CPU_LOGITS = 256, 2**21  # at least so many tokens a chunk on a CPU, and more while its logits are 8 MiB
 LOGIT_BYTES = 2**31  # a chunk elsewhere: 21,345 tokens with a vocabulary of 50,304 in bfloat16
 
 
-def mean_loss(x: Tensor, head: Tensor, targets: Tensor, *, fp8_head: bool = False) -> Tensor:
+def mean_loss(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
     """Return the mean cross-entropy, in nats, of targets (N,) int64 under the logits x @ head.T: a float32 scalar.
 
     x (N, C) has the dtype of the matmuls, head (V, C) is a float32 parameter. With gradients enabled, those of x and
-    head are computed here and kept until the backward pass; there are no second derivatives. fp8_head: then the matmuls
-    are those of model/fp8.py, for N, C and V that are multiples of 16.
+    head are computed here and kept until the backward pass; there are no second derivatives.
     """
     if torch.is_grad_enabled():
-        return fp8_loss_op(x, head, targets)[0] if fp8_head else loss_op(x, head, targets, None)[0]
+        return loss_op(x, head, targets, None)[0]
     return token_losses(x, head, targets).mean()
 
 
@@ -49,22 +47,6 @@ def loss_op(x: Tensor, head: Tensor, targets: Tensor, weights: Tensor | None) ->
             dhead.addmm_(logits.mT, x[chunk])
         else:
             dhead += logits.mT @ x[chunk]
-    return losses.mean(), dx, dhead
-
-
-@torch.library.custom_op("scale_invariant::fp8_loss_and_gradients", mutates_args=())
-def fp8_loss_op(x: Tensor, head: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what loss_op does without weights. The three matmuls take x and head in e4m3, and for the gradients
-    softmax - onehot, which lies between -1 and 1, in e5m2; logits and dx have the dtype of x, dhead is float32."""
-    losses, dx, dhead = empty_losses(x), x.new_empty(x.shape), torch.zeros_like(head)
-    x8, head8, targets = fp8.to_e4m3(x), fp8.to_e4m3(head), targets.contiguous()
-    head8_by_columns = head8.by_columns()
-    for chunk, logits in chunks(x, len(head), multiple=fp8.MULTIPLE):
-        fp8.product(x8[chunk], head8.mT, out=logits)
-        cross_entropy_(logits, targets[chunk], losses[chunk], True)
-        dlogits, dlogits_transposed = fp8.to_e5m2_(logits)
-        fp8.product(dlogits, head8_by_columns, out=dx[chunk])
-        dhead += fp8.product(dlogits_transposed, x8[chunk], out=torch.empty_like(dhead))
     return losses.mean(), dx, dhead
 
 
@@ -87,13 +69,13 @@ def logits_in_chunks(x: Tensor, head: Tensor) -> Iterator[tuple[slice, Tensor]]:
         yield chunk, torch.mm(x[chunk], head.mT, out=memory)
 
 
-def chunks(x: Tensor, V: int, multiple: int = 1) -> Iterator[tuple[slice, Tensor]]:
-    """Yield which tokens, and memory for their logits, the same for all, in chunks of one size: a multiple of that; the
-    last may be smaller."""
+def chunks(x: Tensor, V: int) -> Iterator[tuple[slice, Tensor]]:
+    """Yield which tokens, and memory for their logits, the same for all, in chunks of one size; the last may be
+    smaller."""
     N = len(x)
     on_cpu = x.device.type == "cpu"
     most = max(CPU_ROWS, CPU_LOGITS // V) if on_cpu else max(1, LOGIT_BYTES // (V * x.element_size()))
-    rows = math.ceil(N / math.ceil(N / most) / multiple) * multiple
+    rows = math.ceil(N / math.ceil(N / most))
     memory = x.new_empty(rows, V)
     for start in range(0, N, rows):
         chunk = slice(start, min(start + rows, N))
@@ -159,7 +141,6 @@ def plain_cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, gradie
 
 
 @loss_op.register_fake
-@fp8_loss_op.register_fake
 def _(x, head, targets, weights=None):
     return x.new_empty((), dtype=torch.float32), x.new_empty(x.shape), torch.empty_like(head)
 
@@ -190,5 +171,4 @@ def weigh_gradients(ctx, dlosses):
 
 
 loss_op.register_autograd(scale_gradients, setup_context=save_gradients)
-fp8_loss_op.register_autograd(scale_gradients, setup_context=save_gradients)
 token_losses.register_autograd(weigh_gradients, setup_context=save_inputs)

@@ -12,7 +12,6 @@ import torch
 
 from configs.config import Config
 from errors import require
-from model import fp8
 from model.gpt import GPT, Plans
 from model.methods import check_options, make_layers, method_options
 from model.methods.base import Method
@@ -66,10 +65,7 @@ def build_model(config: Config, dtype: torch.dtype, step: int = 0) -> GPT:
         method_options=config.method_options,
         position_scale=config.position_scale,
         dtype=dtype,
-        fp8_head=config.fp8_head,
     )
-    if config.bf16_embedding:
-        model.embedding.bfloat16()
     if config.method_at(step) != config.method:
         model.replace_methods(layer_methods(config, step))
     return model
@@ -132,12 +128,7 @@ def compile_step(model, micro_batch: int, plan: Plans, optimizers: Optimizers, c
 
 
 def build_optimizers(config: Config, model: GPT, compiled: bool, world: World) -> Optimizers:
-    """Return Muon for the matrices of the blocks, and Adam for all else, the methods' own parameters too.
-
-    Raise ValueError where the world's device cannot train what the config says.
-    """
-    if config.fp8_head:
-        fp8.check_device(world.device)
+    """Return Muon for the matrices of the blocks, and Adam for all else, the methods' own parameters too."""
     params = split_parameters(
         model.named_parameters(remove_duplicate=False),
         dict(

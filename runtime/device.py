@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from configs.config import Config
 from errors import require
 
 # Peak dense bf16 FLOP/s with float32 accumulation, from NVIDIA's data sheets and architecture white papers (which
@@ -75,6 +76,13 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
+
+
+def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """Return the dtype of the computation. Parameters are float32 whatever it is."""
+    if config.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return getattr(torch, config.dtype)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str] | None:

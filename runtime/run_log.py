@@ -19,7 +19,6 @@ from model.backends import sdpa
 from model.gpt import GPT, Plans
 from runtime.copy_gain import format_gains
 from runtime.device import AsyncScalars, device_name, peak_memory
-from runtime.dtype import explain_dtype
 from runtime.flops import training_flops_per_token, validation_share
 from runtime.metrics import Metrics, finish_wandb, start_wandb
 from runtime.processes import World, fail_together
@@ -110,7 +109,6 @@ class RunLog:
             more = f"more comes with `{data_command(config.data_dir, data['tokens'])}`"
             self.print(f"warning: the text is shorter than the run and is read {epochs:.2f} times: {more}")
         dtype = str(model.dtype).removeprefix("torch.")
-        dtype += explain_dtype(config, world.device)
         self.print(f"{dtype}; compile {compile_note}; {describe_backends(plan, model)}")
         for start, method in list(config.method_starts.items())[1:]:
             self.print(f"from step {start} on, {method} takes the place of {config.method}, with the same weights")

@@ -28,7 +28,7 @@ from files import replace_text, to_json
 from runtime.build import build_model
 from runtime.checkpoint import checkpoint_errors, latest_checkpoint, load_checkpoint
 from runtime.copy_gain import KINDS, SPAN, check_gaps
-from runtime.dtype import compute_dtype
+from runtime.device import compute_dtype
 from runtime.processes import World, exit_on_failure, start_processes
 from runtime.validation import Validation, validation_plans
 from scripts.shared.run_files import OTHER_TEXTS, on_own_text, val_tokens

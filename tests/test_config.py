@@ -75,7 +75,7 @@ def test_the_162m_presets_are_the_paper_s(name, train_length):
     c = preset(name)
     assert (c.num_layers, c.model_dim, c.num_heads, c.vocab_size, c.train_length) == (12, 768, 6, 50304, train_length)
     assert (c.muon_lr, c.muon_momentum, c.embedding_lr, c.head_lr, c.scalar_lr) == (0.02, 0.95, 0.3, 0.002, 0.002)
-    assert (c.adam_betas, c.bf16_embedding, c.method_options, c.position_scale) == ((0.9, 0.95), False, {}, 1)
+    assert (c.adam_betas, c.method_options, c.position_scale) == ((0.9, 0.95), {}, 1)
     assert (c.steps, c.batch_tokens) == (4578, 8 * 65536)
     assert c.steps * c.batch_tokens == pytest.approx(2.4e9, rel=1e-3)
     assert learning_rates(c, [0, 3269, 3270, 3270 + 654, 4577]) == pytest.approx([1, 1, 1, 0.5, 1 / 1308])
@@ -153,7 +153,7 @@ OTHER = dict(
     num_layers=11, num_heads=12, model_dim=384, data_dir="data/fineweb100B", train_length=16_384, batch_tokens=262_144,
     micro_batch_tokens=65_536, steps=4577, schedule="cosine", warmup_steps=1, cooldown_steps=1000, muon_lr=0.015,
     muon_momentum=0.9, embedding_lr=0.2, head_lr=0.003, scalar_lr=0.003, adam_betas=(0.9, 0.99), adam_eps=1e-9,
-    bf16_embedding=True, fp8_head=True, val_lengths=(4096,), val_tokens=65_536, val_every=250, val_profile="fast",
+    val_lengths=(4096,), val_tokens=65_536, val_every=250, val_profile="fast",
     device="cpu", dtype="bfloat16", compile="off", attention_backend="blocks", context_parallel=2, save_every=0,
     keep=1, compare_every=10, val_copy_gaps=(32, 512),
 )
@@ -163,7 +163,6 @@ MATHEMATICS = set("""
     seed method method_options position_scale switch_method_at switch_method_to switch_warmup_steps
     vocab_size num_layers num_heads model_dim train_length batch_tokens
     steps schedule warmup_steps cooldown_steps muon_lr muon_momentum embedding_lr head_lr scalar_lr adam_betas adam_eps
-    bf16_embedding fp8_head
 """.split())
 
 
@@ -322,8 +321,6 @@ def test_a_preset_alone_is_that_preset_with_a_name():
     (["--method_options", "tau", "-1e-3", "base", "-inf"], "method_options", dict(tau=-0.001, base=-INFINITY)),
     (["--timeout", "60"], "timeout", 60.0),
     (["--steps", "3", "--steps=4"], "steps", 4),
-    (["--bf16_embedding"], "bf16_embedding", True),
-    (["--no_bf16_embedding"], "bf16_embedding", False),
     (["--name", "mine"], "name", "mine"),
     (["--method", "rope", "--seed", "3"], "name", "quickstart-rope-s3"),
 ])

@@ -359,10 +359,8 @@ def test_other_dtypes_and_devices_run_elsewhere_or_are_refused():
         assert choose_backend(make(), CPU, dtype=dtype) == ("cpu", "the first choice on cpu")
     for dtype in {torch.float64, torch.float16, torch.bfloat16} - set(DTYPES):
         assert choose_backend(make(), CPU, dtype=dtype)[0] == "blocks"
-        with assert_refused("cpu", "bfloat16", "auto"):
+        with assert_refused("cpu", "float32", "auto"):
             choose_backend(make(), CPU, "cpu", dtype)
-    if torch.bfloat16 in DTYPES:
-        assert choose_backend(make(head_dim=15), CPU, dtype=torch.bfloat16)[0] == "blocks"
     with assert_refused("cpu", "cuda", "auto"):
         choose_backend(make(), torch.device("cuda"), "cpu")
 

@@ -49,7 +49,7 @@ CODES = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
 FACTS = dict(
     wanted="auto", torch="2.13.0+cu130", cuda="13.0", codes=CODES, files=["/dev/nvidia0"], visible=None, failure="",
     gpus=[H200], smi=[SMI], nccl="2.29.3", triton=True, processor="a processor", threads=16, cores=16, load=0.5,
-    bfloat16=True, compilers=dict(CC="/usr/bin/gcc", CXX="/usr/bin/g++"), headers=True, memory=128e9, memory_free=120e9,
+    compilers=dict(CC="/usr/bin/gcc", CXX="/usr/bin/g++"), headers=True, memory=128e9, memory_free=120e9,
     disk="runs", disk_free=60e9, disk_needed=5e9, data_dir="data/fineweb10B", data=True, flops=2e18,
 )  # fmt: skip
 NO_GPU = dict(gpus=[], codes=[], smi=[], files=[], failure="Found no NVIDIA driver on your system")
@@ -58,7 +58,7 @@ TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040)"
 
 @pytest.mark.parametrize("changes, state, words", [
     ({}, "OK", "NVIDIA H200 (150.0 GB), driver 570.86.15, torch 2.13.0+cu130 for CUDA 13.0"),
-    (NO_GPU | dict(flops=1e15), "OK", "none; a processor, 16 threads, with bfloat16 units"),
+    (NO_GPU | dict(flops=1e15), "OK", "none; a processor, 16 threads"),
     (NO_GPU, "slow", "none"),
     (NO_GPU | dict(files=["/dev/nvidia0"], smi=[SMI], failure=TOO_OLD), "broken", f"({TOO_OLD}), driver 570.86.15"),
     (NO_GPU | dict(files=["/dev/nvidia0"], cuda=None, torch="2.13.0+cpu"), "slow", "2.13.0+cpu is a build for CPUs"),

@@ -57,7 +57,6 @@ GOOD = dict(
     muon_lr=one_of(0, 1e-300, 0.02, 10), muon_momentum=one_of(0, 0.5, 0.95, 0.999999999999),
     embedding_lr=one_of(0, 0.3, 10), head_lr=one_of(0, 0.002, 10, 1e38), scalar_lr=one_of(0, 0.002, 10),
     adam_betas=one_of((0, 0), (0.9, 0.95), (0.999999, 0)), adam_eps=one_of(1e-30, 1e-8, 1),
-    bf16_embedding=st.booleans(), fp8_head=st.just(False),  # which wants multiples of 16
     val_every=one_of(0, 1, 2, 1000), val_profile=one_of("paper", "fast"), device=one_of("cpu", "auto"),
     dtype=one_of("auto", "float32", "bfloat16"), compile=st.just("off"),
     attention_backend=one_of("auto", "auto", "auto", "cpu", "blocks", "sdpa"), context_parallel=st.just(1),

@@ -184,7 +184,7 @@ def test_finished_run_under_another_name_counts(copied, data):
 def test_run_of_before_a_field_existed_counts(copied, data):
     path = copied / run().name / "config.json"
     config = json.loads(path.read_text())
-    del config["bf16_embedding"]
+    del config["adam_eps"]
     path.write_text(json.dumps(config))
     before = contents(copied)
     assert here(*options(data, copied)) == 0
@@ -697,7 +697,7 @@ def test_interrupted_run_under_another_name_is_resumed_there(data, finished, cop
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_arguments_of_every_run_give_its_config_back(scale):
-    for run in sweep("all", scale, seeds=[1], changes=dict(bf16_embedding=True, val_lengths=(64, 256))):
+    for run in sweep("all", scale, seeds=[1], changes=dict(adam_eps=1e-9, val_lengths=(64, 256))):
         assert read_config(run.arguments) == run.config
 
 
@@ -897,8 +897,8 @@ def test_long_name_is_shortened_to_a_hash_and_still_tells_runs_apart():
 
 
 def test_field_changes_are_what_was_named():
-    words = "--steps 1200 --no_bf16_embedding --val_lengths 64 128 --group=mine --cooldown-steps 9".split()
-    expected = dict(steps=1200, bf16_embedding=False, val_lengths=(64, 128), group="mine", cooldown_steps=9)
+    words = "--steps 1200 --val_lengths 64 128 --group=mine --cooldown-steps 9".split()
+    expected = dict(steps=1200, val_lengths=(64, 128), group="mine", cooldown_steps=9)
     assert field_changes("mini", words) == expected
 
 

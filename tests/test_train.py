@@ -20,8 +20,7 @@ from configs.command_line import read_config
 from data.shards import ShardWriter, open_split
 from runtime.build import build_model, build_optimizers
 from runtime.checkpoint import latest_checkpoint, load_checkpoint
-from runtime.device import compile_problem
-from runtime.dtype import compute_dtype
+from runtime.device import compile_problem, compute_dtype
 from runtime.metrics import read_metrics
 from runtime.processes import start_processes
 from runtime.run_log import time_left

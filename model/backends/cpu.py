@@ -17,8 +17,6 @@ class Prepared(NamedTuple):
 
 
 def find_problem(method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
-    if dtype == torch.bfloat16 and method.vector_dim % 2:
-        return f"in bfloat16 it takes even head dimensions, not {method.vector_dim}"
     return find_unsupported(method, tuple(EXTRAS)) or cpu.find_problem(device, dtype)
 
 

@@ -13,8 +13,8 @@ struct Matrix {  // (batch, heads, tokens, head dimension); the last without gap
 };
 
 struct Call {
-    void *gemm, *release;  // the product of matrices, and what a thread calls after its last one in bfloat16
-    void* set_threads;     // how many threads the products of the calling thread take from now on; null: unknown
+    void* gemm;         // BLAS's product of matrices
+    void* set_threads;  // how many threads the products of the calling thread take from now on; null: unknown
     Matrix q, k, v, o, dout, dq, dk, dv;
     float* lse;      // (batch, heads, queries), in bits
     float* delta;    // the same
@@ -51,20 +51,6 @@ inline float exp2_of_negative(float x) {
     y = y * f + 6.9314718e-1f;
     y = y * f + 1.0f;
     return y * scale;
-}
-
-// x rounded to nearest, ties to even.
-inline uint16_t to_bfloat16(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-}
-
-inline float from_bfloat16(uint16_t half) {
-    const uint32_t bits = uint32_t(half) << 16;
-    float x;
-    std::memcpy(&x, &bits, 4);
-    return x;
 }
 
 struct Head {  // one head of one sequence

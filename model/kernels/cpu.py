@@ -1,8 +1,7 @@
 """Attention over L = a_t S + m_t + b_j on a CPU, and the head's cross-entropy, in C++ that is compiled on first use.
 
-float32 (cpu.cpp), and bfloat16 where the processor multiplies it (cpu_bfloat16.cpp). It needs a compiler with OpenMP,
-as torch.compile does, and a PyTorch whose BLAS can be called from outside; find_problem says what is missing, and then
-plain PyTorch runs (model/backends/blocks.py, model/loss.py).
+float32 alone. It needs a compiler with OpenMP, as torch.compile does, and a PyTorch whose BLAS can be called from
+outside. find_problem says what is missing; then plain PyTorch runs (model/backends/blocks.py, model/loss.py).
 """
 
 import ctypes
@@ -22,14 +21,9 @@ from model.kernels import heads_last
 from model.kernels.distance import to_bits
 from model.methods.base import ScoreChange
 
-SOURCES = [Path(__file__).with_name(name) for name in ("cpu.cpp", "cpu_bfloat16.cpp", "cpu_loss.cpp", "cpu.h")]
+SOURCES = [Path(__file__).with_name(name) for name in ("cpu.cpp", "cpu_loss.cpp", "cpu.h")]
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
-GEMMS = dict(  # PyTorch's own, by the names that they have in its library: those of C++ hold the types of arguments
-    gemm="sgemm_",
-    set_threads="MKL_Set_Num_Threads_Local",  # if it is oneMKL
-    brgemm="_ZN2at6native7cpublas6brgemmEllllllbPKN3c108BFloat16ES5_Pfb",
-    brgemm_release="_ZN2at6native7cpublas14brgemm_releaseEb",
-)
+GEMMS = dict(gemm="sgemm_", set_threads="MKL_Set_Num_Threads_Local")  # in PyTorch's library; the second if oneMKL is
 TILE = (128, 256)  # queries, keys: the fastest of those tried (results/speed/cpu.md)
 FEW, TILE_OF_FEW = 256, 64  # so many queries are better cut finer: less of what causality hides is computed
 MATRICES = ("q", "k", "v", "o", "dout", "dq", "dk", "dv")
@@ -46,7 +40,6 @@ class Arguments(ctypes.Structure):
 
     _fields_ = [
         ("gemm", ctypes.c_void_p),
-        ("release", ctypes.c_void_p),
         ("set_threads", ctypes.c_void_p),
         *((name, Matrix) for name in MATRICES),
         *((name, ctypes.c_void_p) for name in ("lse", "delta", "tables", "dtables")),
@@ -60,26 +53,13 @@ def find_problem(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why the kernel cannot run there, or None. It is compiled when this is asked for the first time."""
     if device.type != "cpu":
         return f"it runs on a CPU, not on {device}"
-    if dtype not in (torch.float32, torch.bfloat16):
-        return f"it takes float32 and bfloat16, not {dtype}"
-    if dtype == torch.bfloat16 and not multiplies_bfloat16():
-        return "this processor has no instructions for products of bfloat16"
-    kernel, reason = load_library()
-    if reason is None and dtype == torch.bfloat16 and not kernel.brgemm:
-        return "this PyTorch does not show its products of bfloat16"
-    return reason
+    if dtype != torch.float32:
+        return f"it takes float32, not {dtype}"
+    return load_library()[1]
 
 
 # What torch.compiler.assume_constant_result does besides importing the compiler, which takes two seconds.
 find_problem._dynamo_marked_constant = True
-
-
-@functools.cache
-def multiplies_bfloat16() -> bool:
-    """Tell whether this processor multiplies bfloat16, and oneDNN lets it: ONEDNN_MAX_CPU_ISA=AVX2 in the environment
-    hides its units."""
-    units = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return units and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 @functools.cache
@@ -170,12 +150,12 @@ def cpu_attention(
 ) -> Tensor:  # fmt: skip
     """Return causal attention (B, H, Tq, D) over a_t S + m_t + b_j, tables coming from make_tables for these keys.
 
-    q (B, H, Tq, D), k and v (B, H, Tk, D), float32 or bfloat16; query i is at position q_offset + i, key j at j. Keys
+    q (B, H, Tq, D), k and v (B, H, Tk, D), float32; query i is at position q_offset + i, key j at j. Keys
     at a distance of `window` or more are hidden. key_bias (B, H, Tk), the b_j, and sink (H,), a logit without a value
     that each row has besides, are float32.
     """
     B, H, Tk, _ = k.shape
-    assert q.dtype == k.dtype == v.dtype and tables.dtype == torch.float32 and tables.shape[2] == Tk
+    assert q.dtype == k.dtype == v.dtype == tables.dtype == torch.float32 and tables.shape[2] == Tk
     assert 0 <= q_offset <= Tk - q.shape[2] and (window is None or window >= 1)
     assert key_bias is None or (key_bias.dtype, key_bias.shape) == (torch.float32, (B, H, Tk))
     assert sink is None or (sink.dtype, sink.shape) == (torch.float32, (H,))
@@ -198,9 +178,8 @@ def call_library(function: str, q_offset: int, window: int, parts: int = 1, **te
     kernel, reason = load_library()
     assert kernel is not None, reason
     q, k, tables = tensors["q"], tensors["k"], tensors["tables"]
-    half = q.dtype == torch.bfloat16
     call = Arguments(
-        gemm=kernel.brgemm if half else kernel.gemm, release=kernel.brgemm_release, set_threads=kernel.set_threads,
+        gemm=kernel.gemm, set_threads=kernel.set_threads,
         batch=q.shape[0], heads=q.shape[1], table_heads=tables.shape[1], queries=q.shape[2],
         keys=k.shape[2], dim=q.shape[3], q_offset=q_offset, window=window, parts=parts,
         tile_queries=query_tile(q.shape[2]), tile_keys=TILE[1],
@@ -212,7 +191,7 @@ def call_library(function: str, q_offset: int, window: int, parts: int = 1, **te
             setattr(call, name, Matrix(x.data_ptr(), batch, head, token))
         elif x is not None:
             setattr(call, name, x.data_ptr())
-    getattr(kernel, f"{function}_bfloat16" if half else function)(ctypes.byref(call))
+    getattr(kernel, function)(ctypes.byref(call))
 
 
 @torch.library.custom_op("scale_invariant::cpu_forward", mutates_args=())
@@ -246,20 +225,15 @@ def backward_op(
     dtables = torch.zeros(parts * B, H, 2, k.shape[2]) if learned else None
     dbias = torch.zeros(0 if key_bias is None else key_bias.shape)
     dlogits = torch.zeros(0 if key_bias is None else (parts, *lse.shape))
-    delta = torch.empty_like(lse) if q.dtype == torch.bfloat16 else (dout * o).sum(dim=-1)
+    delta = (dout * o).sum(dim=-1)
     common = dict(
         q=q, k=k, v=v, o=o, dout=dout, lse=lse, delta=delta, dtables=dtables, bias=key_bias, dbias=dbias,
         dlogits=dlogits,
     )  # fmt: skip
-    if q.dtype == torch.bfloat16:  # it reads the tables from distance 0 on, and writes whole gradients
-        dq, dk, dv = (heads_last(x, torch.empty) for x in (q, k, v))
-        call_library("backward", q_offset, window, parts, **common, dq=dq, dk=dk, dv=dv, tables=tables.flip(2))
-        dtables = dtables.flip(3) if learned else None
-    else:
-        dk, dv = heads_last(k, torch.zeros), heads_last(v, torch.zeros)
-        dq = torch.zeros(parts, B, Tq, H, D).transpose(2, 3)
-        call_library("backward", q_offset, window, parts, **common, dq=dq[0], dk=dk, dv=dv, tables=tables)
-        dq = dq[0] if parts == 1 else dq.sum(dim=0)
+    dk, dv = heads_last(k, torch.zeros), heads_last(v, torch.zeros)
+    dq = torch.zeros(parts, B, Tq, H, D).transpose(2, 3)
+    call_library("backward", q_offset, window, parts, **common, dq=dq[0], dk=dk, dv=dv, tables=tables)
+    dq = dq[0] if parts == 1 else dq.sum(dim=0)
     own = slice(q_offset, q_offset + Tq)  # of each query its own key
     dsink = torch.empty(0)
     if sink is not None:
@@ -303,7 +277,7 @@ forward_op.register_autograd(backward, setup_context=save_for_backward)
 
 def cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, gradient: bool):
     """Set losses (R,) from logits (R, V), and the logits, if gradient, to softmax - onehot; else they are lost."""
-    assert losses.dtype == torch.float32 and targets.dtype == torch.int64
+    assert logits.dtype == losses.dtype == torch.float32 and targets.dtype == torch.int64
     assert logits.is_contiguous() and targets.is_contiguous() and losses.is_contiguous()
     low, high = (x.item() for x in targets.aminmax())
     if low < 0 or high >= logits.shape[1]:
@@ -311,5 +285,4 @@ def cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, gradient: bo
     kernel, reason = load_library()
     assert kernel is not None, reason
     pointers = (ctypes.c_void_p(x.data_ptr()) for x in (logits, targets, losses))
-    function = kernel.cross_entropy_bfloat16 if logits.dtype == torch.bfloat16 else kernel.cross_entropy
-    function(*pointers, *map(ctypes.c_int64, (*logits.shape, gradient)))
+    kernel.cross_entropy(*pointers, *map(ctypes.c_int64, (*logits.shape, gradient)))

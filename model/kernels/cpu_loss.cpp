@@ -1,7 +1,5 @@
 // Cross-entropy of rows of logits, in place, for the head's loss on a CPU (model/loss.py). Called by cpu.py.
 
-#include <vector>
-
 #include "cpu.h"
 
 namespace {
@@ -41,22 +39,6 @@ void cross_entropy(float* logits, const int64_t* targets, float* losses, int64_t
                    int64_t gradient) {
 #pragma omp parallel for
     for (int64_t i = 0; i < rows; ++i) losses[i] = lose(logits + i * vocabulary, targets[i], vocabulary, gradient);
-}
-
-void cross_entropy_bfloat16(uint16_t* logits, const int64_t* targets, float* losses, int64_t rows, int64_t vocabulary,
-                            int64_t gradient) {
-#pragma omp parallel
-    {
-        std::vector<float> row(vocabulary);
-#pragma omp for
-        for (int64_t i = 0; i < rows; ++i) {
-            uint16_t* x = logits + i * vocabulary;
-            for (int64_t j = 0; j < vocabulary; ++j) row[j] = from_bfloat16(x[j]);
-            losses[i] = lose(row.data(), targets[i], vocabulary, gradient);
-            if (!gradient) continue;
-            for (int64_t j = 0; j < vocabulary; ++j) x[j] = to_bfloat16(row[j]);
-        }
-    }
 }
 
 }  // extern "C"

@@ -76,13 +76,6 @@ def loss_workspace(x: Tensor, head: Tensor, *_) -> int:
     return min(logits, LOGIT_BYTES) + 2 * head.numel() * x.element_size()
 
 
-def fp8_loss_workspace(x: Tensor, head: Tensor, *_) -> int:
-    """Return the bytes that it takes there with fp8_head: a chunk of logits, and twice, by rows and by columns, its
-    gradient, x and the head in 8 bits; a chunk's gradient of the head in float32."""
-    logits = min(len(x) * len(head) * x.element_size(), LOGIT_BYTES)
-    return logits + 2 * (logits // x.element_size() + x.numel() + head.numel()) + 4 * head.numel()
-
-
 class CudaMemory(contextlib.nullcontext):
     """What StorageCount has, by PyTorch's own account of the current GPU."""
 
@@ -102,7 +95,6 @@ def count_memory(config: Config, device: torch.device) -> list[dict]:
         return run_steps(config, device, CudaMemory(), choose_compile(config.compile, device)[0])
     ops = torch.ops.scale_invariant
     workspace = dict.fromkeys((ops.loss_and_gradients.default, ops.token_losses.default), loss_workspace)
-    workspace[ops.fp8_loss_and_gradients.default] = fp8_loss_workspace
     with FakeTensorMode(), StorageCount(workspace) as memory:
         return run_steps(config, device, memory)
 

@@ -27,7 +27,7 @@ from configs.config import Config
 from data.loader import micro_batch_size
 from data.shards import ShardWriter, open_split
 from errors import require
-from runtime.dtype import compute_dtype
+from runtime.device import compute_dtype
 from runtime.metrics import read_metrics
 from scripts.bench.protocol import Report, gpu_state, in_turns, paired_ratio, ratio_cell, with_baseline_again
 from scripts.shared.tables import markdown_table

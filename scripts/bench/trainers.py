@@ -15,8 +15,7 @@ from model.gpt import Plans
 from model.methods import METHODS
 from optim.sharded import Optimizers
 from runtime.build import build_model, build_optimizers, train_step
-from runtime.device import choose_compile
-from runtime.dtype import compute_dtype
+from runtime.device import choose_compile, compute_dtype
 from runtime.processes import World
 from scripts.bench.baselines import MatrixMuon, NanoGPT, adamw, plain_loss, separate_projections, with_default_sdpa
 from scripts.bench.protocol import time_calls

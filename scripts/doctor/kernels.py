@@ -16,7 +16,7 @@ from model.backends import AUTOMATIC, BACKENDS, blocks
 from model.backends.sdpa import chosen_kernel, prefer_fast_sdpa
 from model.kernels import cpu
 from model.reference import plain_attention
-from runtime.dtype import compute_dtype
+from runtime.device import compute_dtype
 from runtime.processes import start_processes
 from scripts.bench.attention import FLOAT32_LIMIT, GATE_LENGTH, compare_errors, output_and_gradients
 from scripts.bench.variants import METHODS, VARIANTS, Attend, Case, dense, on_backend, random_inputs

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from configs.config import Config
 from data.shards import read_manifest
-from model.kernels import cpu
 from runtime.build import checkpoint_bytes
 from runtime.checkpoint import space_needed
 from runtime.device import compile_problem, cuda_failure, device_name, gpu_files, unused_gpu
@@ -85,7 +84,6 @@ def gather(config: Config) -> dict:
         threads=torch.get_num_threads(),
         cores=len(os.sched_getaffinity(0)),
         load=os.getloadavg()[0],
-        bfloat16=cpu.multiplies_bfloat16(),
         compilers={name: compiler(name) for name in ("CC", "CXX")},
         headers=(Path(sysconfig.get_path("include")) / "Python.h").exists(),
         memory=psutil.virtual_memory().total,
@@ -137,8 +135,7 @@ def find_gpu(facts: dict) -> Finding:
         if files and facts["cuda"] is None:
             said = f"{files[0]} is a GPU{driver}, but torch {facts['torch']} is a build for CPUs"
             return Finding("GPU", "slow", said, "install torch's build for CUDA (pytorch.org)", facts)
-    bfloat16 = "with" if facts["bfloat16"] else "without"
-    said = f"none; {facts['processor']}, {facts['threads']} threads, {bfloat16} bfloat16 units"
+    said = f"none; {facts['processor']}, {facts['threads']} threads"
     if facts["flops"] > LAPTOP_FLOPS:
         return Finding(
             "GPU", "slow", said, "a CPU takes days or years for this preset: quickstart and mini are for it", facts

@@ -17,7 +17,7 @@ from data.loader import micro_batch_size
 from model.backends.sdpa import prefer_fast_sdpa
 from model.methods import METHODS
 from runtime.checkpoint import latest_checkpoint
-from runtime.dtype import compute_dtype
+from runtime.device import compute_dtype
 from runtime.metrics import read_metrics
 from runtime.processes import start_processes
 from scripts.bench.peers import ROOT, our_script, with_data
