@@ -22,7 +22,7 @@ import torch
 from configs.command_line import read_config
 from configs.config import NOT_MATHEMATICS, Config
 from configs.validation import validation_plan
-from data.loader import TrainLoader, check_validation, micro_batch_size
+from data.loader import TrainLoader, check_validation
 from data.shards import TokenStream, open_split, tokenizer_of
 from errors import exit_on_user_error
 from model.backends.sdpa import prefer_fast_sdpa
@@ -37,6 +37,7 @@ from runtime.build import (
     compile_models,
     config_of,
     layer_methods,
+    micro_batch_of,
     train_step,
 )
 from runtime.checkpoint import (
@@ -81,16 +82,15 @@ def train(stop: StopRequest, saver: BackgroundSaver):
         world = start_processes(config.device, config.context_parallel)
         with fail_together(world):
             schedule = schedule_of(config)
-            most_tokens = config.micro_batch_tokens * world.context_size
-            ranks = world.data_size, world.data_rank
-            micro_batch = micro_batch_size(config.batch_tokens, config.train_length, most_tokens, *ranks)
+            for length in config.train_lengths:  # a wrong number of processes is an error now
+                micro_batch = micro_batch_of(config, world, length)
             dtype = compute_dtype(config, world.device)
             compiled, compile_note = choose_compile(config.compile, world.device, world.world_size)
             prefer_fast_sdpa(world.device)
             torch.manual_seed(config.seed)
             model = build_model(config, dtype).to(world.device)
             for start in reversed(config.method_starts):  # what is wrong with a later method is found now, too
-                plan, val_plans = start_method(config, model, world, start)
+                plans, val_plans = start_method(config, model, world, start)
             optimizers = build_optimizers(config, model, bool(compiled), world)
             train_text, val_text, data = open_text(config)  # the words are right: now the disk
             path = Path(config.runs_dir) / config.name
@@ -104,7 +104,7 @@ def train(stop: StopRequest, saver: BackgroundSaver):
         progress, words, damaged = resume(config, world, model, optimizers, path, data["train"])
         with fail_together(world):
             if config.method_at(progress.step) != config.method:
-                plan, val_plans = start_method(config, model, world, progress.step)
+                plans, val_plans = start_method(config, model, world, progress.step)
         if (path / "summary.json").exists():
             if world.is_main:
                 print(f"{path} is finished: see summary.json there")
@@ -113,8 +113,8 @@ def train(stop: StopRequest, saver: BackgroundSaver):
             TrainLoader,
             train_text,
             batch_tokens=config.batch_tokens,
-            length=config.train_length,
-            micro_batch_size=micro_batch,
+            length=config.length_at,
+            micro_batch_tokens=config.micro_batch_tokens * world.context_size,
             rank=world.data_rank,
             world_size=world.data_size,
             vocab_size=config.vocab_size,
@@ -126,12 +126,12 @@ def train(stop: StopRequest, saver: BackgroundSaver):
             for checkpoint in damaged if world.is_main else ():
                 set_aside(checkpoint)
             log = RunLog(config, world, folder, progress, peak=peak_flops(world.device, dtype), explain=explain)
-    log.begin(data, len(train_text), model, plan, micro_batch, compile_note)
+    log.begin(data, len(train_text), model, plans[config.train_length], micro_batch, compile_note)
     for line in words:
         log.print(line)
 
-    compile_run = functools.partial(compile_models, config, world, model, optimizers, compiled, micro_batch)
-    training_model, validation_model = compile_run(plan, progress.step)
+    compile_run = functools.partial(compile_models, config, world, model, optimizers, compiled)
+    training_model, validation_model = compile_run(plans, progress.step)
     validation = Validation(config, model, validation_model, val_plans, val_text, world)
     limit_waiting(world, config.timeout)
 
@@ -144,10 +144,10 @@ def train(stop: StopRequest, saver: BackgroundSaver):
             stopping = stop.is_set(world)
             if step in config.method_starts and step > first and not stopping:
                 log.flush()
-                plan, val_plans = start_method(config, model, world, step)
-                training_model, validation.runner = compile_run(plan, step)
+                plans, val_plans = start_method(config, model, world, step)
+                training_model, validation.runner = compile_run(plans, step)
                 validation.plans = val_plans
-                log.method_started(step, plan, model)
+                log.method_started(step, plans[config.length_at(step)], model)
             passes = {} if stopping or step == progress.validated else validation_plan(config, step)
             save_now = step > first and config.save_every and step % config.save_every == 0
             compare_now = config.compare_every and step % config.compare_every == 0
@@ -168,8 +168,9 @@ def train(stop: StopRequest, saver: BackgroundSaver):
             with exit_on_user_error():
                 micro_batches = next(loader)
             factor = lr_factor(step, **schedule)
-            sequences = config.batch_tokens // config.train_length
-            numbers = train_step(training_model, micro_batches, plan, optimizers, factor, world, sequences)
+            length = config.length_at(step)
+            sequences = config.batch_tokens // length
+            numbers = train_step(training_model, micro_batches, plans[length], optimizers, factor, world, sequences)
             progress.step = step + 1
             log.step_started(progress.step, optimizers.learning_rates(factor), numbers)
 
@@ -280,16 +281,20 @@ def save(
             saver.finish()
 
 
-def start_method(config: Config, model: GPT, world: World, step: int) -> tuple[Plans, dict[str, dict[int, Plans]]]:
+def start_method(
+    config: Config, model: GPT, world: World, step: int
+) -> tuple[dict[int, Plans], dict[str, dict[int, Plans]]]:
     """Let the model compute with the attention method of this step, which may not be the one that it was built with.
-    Return the plans to train and to validate it with. Raise ValueError for a method that cannot train here."""
+    Return the plans to train it with, by length, and to validate it with. Raise ValueError for a method that cannot
+    train here."""
     if len(config.method_starts) > 1:
         model.replace_methods(layer_methods(config, step))
         torch._dynamo.reset()  # what was compiled was for the one before
-    plan = model.plan(config.train_length, backend=config.attention_backend, context=world.context)
-    if world.device.type == "cpu" and any(part.backend == "flex" for part in plan):
+    where = dict(backend=config.attention_backend, context=world.context)
+    plans = {length: model.plan(length, **where) for length in config.train_lengths}
+    if world.device.type == "cpu" and any(part.backend == "flex" for plan in plans.values() for part in plan):
         raise ValueError("FlexAttention cannot train on a CPU: use --attention_backend auto")
-    return plan, validation_plans(config, model, world)
+    return plans, validation_plans(config, model, world)
 
 
 def validate(validation: Validation, passes: dict[int, int], log: RunLog, stop: StopRequest) -> bool:

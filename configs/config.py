@@ -92,6 +92,9 @@ class Config:
     """Folder of token shards, made by `python -m data.fineweb` or `python -m data.text`."""
     train_length: int = setting(4096, at_least=1)
     """Tokens in a training sequence."""
+    length_schedule: tuple[int, ...] = setting((), at_least=1)
+    """Shorter sequences at first: pairs of tokens a sequence and steps, such as 64 280; then train_length. Every step
+    has batch_tokens tokens, so the order of the data stays."""
     batch_tokens: int = setting(524_288, at_least=1, at_most=MOST)
     """Tokens in a step over all devices, whatever their number; gradient accumulation follows from it."""
     micro_batch_tokens: int = setting(32_768, at_least=1, mathematics=False)
@@ -170,6 +173,15 @@ class Config:
             f"train_length {length} does not divide batch_tokens {self.batch_tokens}: a step must be whole sequences"
         )
         require(self.batch_tokens % length == 0, f"{words}: a step must be whole sequences")
+        require(len(self.length_schedule) % 2 == 0, "length_schedule takes pairs: tokens a sequence, steps")
+        for length in self.length_schedule[::2]:
+            whole = self.batch_tokens % length == 0
+            require(whole, f"length_schedule has {length} tokens, which do not divide batch_tokens {self.batch_tokens}")
+            longest = f"length_schedule has {length} tokens, more than train_length {self.train_length}"
+            require(length <= self.train_length, longest)
+        in_schedule = sum(self.length_schedule[1::2])
+        words = f"length_schedule takes {in_schedule} steps of {self.steps}: none is left for train_length"
+        require(in_schedule < self.steps, words)
         parameters = 2 * self.vocab_size * d + 12 * self.num_layers * d**2
         words = f"vocab_size {self.vocab_size}, num_layers {self.num_layers} and model_dim {d} make {parameters:.1e}"
         require(parameters <= MOST, f"{words} parameters: more than {MOST:.1e} cannot be trained here")
@@ -202,6 +214,19 @@ class Config:
     def method_at(self, step: int) -> str:
         """Return the attention method that trains in a step, and runs the weights of a checkpoint made before it."""
         return next(name for start, name in reversed(self.method_starts.items()) if start <= step)
+
+    def length_at(self, step: int) -> int:
+        """Return the tokens of a training sequence in a step."""
+        for length, steps in zip(self.length_schedule[::2], self.length_schedule[1::2]):
+            if step < steps:
+                return length
+            step -= steps
+        return self.train_length
+
+    @property
+    def train_lengths(self) -> list[int]:
+        """Return every length that the run trains at, shortest first."""
+        return sorted({*self.length_schedule[::2], self.train_length})
 
     def to_dict(self) -> dict:
         return dataclasses.asdict(self)

@@ -7,7 +7,7 @@ continues with exactly the tokens that it would have seen, and methods and lengt
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -58,27 +58,27 @@ def micro_batch_size(batch_tokens: int, length: int, micro_batch_tokens: int, wo
 class TrainLoader:
     """Iterates over steps: `next(loader)` is the list of micro-batches of one step for one rank.
 
-    A step is `batch_tokens // length` sequences in stream order, over all ranks; rank r of W has the r-th contiguous
-    share of them (`sequences_of`), cut in order into micro-batches of `micro_batch_size` sequences. The first `next` is
-    of `start_step`.
-    One thread reads `prefetch` steps ahead; what goes wrong there is raised by the `next` of that step. Copies to a
-    CUDA device are asynchronous, from pinned memory. Use it in a `with`, or `close` it.
+    A step is `batch_tokens // length` sequences in stream order, over all ranks. Rank r of W has the r-th contiguous
+    share of them (`sequences_of`), cut in order into micro-batches of equal size, at most `micro_batch_tokens` each (at
+    least one sequence). `length` is a number of tokens, or a function that returns it for a step. The first `next` is
+    of `start_step`. One thread reads `prefetch` steps ahead; an error in it is raised by the `next` of that step.
+    Copies to a CUDA device are asynchronous, from pinned memory. Use the loader in a `with`, or `close` it.
 
-    ValueError if a step cannot be divided into whole sequences, shares and full micro-batches, and for a token
-    outside `vocab_size`, naming file and token.
+    Raise ValueError if a step is not whole sequences or has fewer of them than there are ranks, and for a token outside
+    `vocab_size`, naming file and token.
     """
 
     def __init__(
-        self, stream: TokenStream, *, batch_tokens: int, length: int, micro_batch_size: int, vocab_size: int,
-        rank: int = 0, world_size: int = 1, start_step: int = 0, device: str | torch.device = "cpu", prefetch: int = 2,
+        self, stream: TokenStream, *, batch_tokens: int, length: int | Callable[[int], int], micro_batch_tokens: int,
+        vocab_size: int, rank: int = 0, world_size: int = 1, start_step: int = 0, device: str | torch.device = "cpu",
+        prefetch: int = 2,
     ):  # fmt: skip
-        share = sequences_of(batch_tokens, length, rank, world_size)
-        words = f"micro_batch_size {micro_batch_size} does not divide the {len(share)} sequences of a process in a step"
-        require(len(share) % micro_batch_size == 0, words)
-        self._first, self._tokens = share.start * length, len(share) * length
         self.stream, self._vocab_size, self._device = stream, vocab_size, torch.device(device)
-        self._batch_tokens, self._length, self._micro_batch_size = batch_tokens, length, micro_batch_size
+        self._batch_tokens, self._micro_batch_tokens = batch_tokens, micro_batch_tokens
+        self._rank, self._world_size = rank, world_size
+        self._length_at = length if callable(length) else lambda step: length
         self._next_step = start_step
+        sequences_of(batch_tokens, self._length_at(start_step), rank, world_size)  # a wrong shape is an error now
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train-loader")
         if self._device.type == "cuda":
             # A new thread is on device 0, and pinning there would open a context of every rank on the first GPU.
@@ -92,11 +92,14 @@ class TrainLoader:
         self._pending.append(self._reader.submit(self._load, self._next_step))
         self._next_step += 1
 
-    def _load(self, step: int) -> Batch:
-        start = step * self._batch_tokens + self._first
-        tokens = self.stream.read(start, self._tokens + 1, self._vocab_size)  # (share + 1,)
+    def _load(self, step: int) -> tuple[Tensor, Tensor, int]:
+        length = self._length_at(step)
+        share = sequences_of(self._batch_tokens, length, self._rank, self._world_size)
+        size = micro_batch_size(self._batch_tokens, length, self._micro_batch_tokens, self._world_size, self._rank)
+        start = step * self._batch_tokens + share.start * length
+        tokens = self.stream.read(start, len(share) * length + 1, self._vocab_size)  # (share + 1,)
         inputs, targets = (_host_tensor(part, self._device) for part in (tokens[:-1], tokens[1:]))
-        return inputs.view(-1, self._length), targets.view(-1, self._length)  # (share // length, length)
+        return inputs.view(-1, length), targets.view(-1, length), size  # (share, length)
 
     def __iter__(self) -> "TrainLoader":
         return self
@@ -104,8 +107,9 @@ class TrainLoader:
     def __next__(self) -> list[Batch]:
         self._submit()
         # Copied by the caller's thread: its stream orders the copy before the kernels that read it.
-        inputs, targets = (_to_device(tensor, self._device) for tensor in self._pending.popleft().result())
-        return list(zip(inputs.split(self._micro_batch_size), targets.split(self._micro_batch_size)))
+        *tensors, size = self._pending.popleft().result()
+        inputs, targets = (_to_device(tensor, self._device) for tensor in tensors)
+        return list(zip(inputs.split(size), targets.split(size)))
 
     def close(self) -> None:
         """Drop the steps read ahead and end the thread."""

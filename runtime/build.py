@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from configs.config import Config
+from data.loader import micro_batch_size
 from errors import require
 from model.gpt import GPT, Plans
 from model.methods import check_options, make_layers, method_options
@@ -103,8 +104,7 @@ def compile_models(
     model: GPT,
     optimizers: Optimizers,
     compiled: str | None,
-    micro_batch: int,
-    plan: Plans,
+    plans: dict[int, Plans],
     step: int,
 ) -> tuple[torch.nn.Module, torch.nn.Module]:
     """Return the model to train and the one to validate with from this step on, and leave random numbers as they are,
@@ -113,15 +113,23 @@ def compile_models(
     training_model = compile_model(model, compiled)
     on_cpu = world.device.type == "cpu"  # there the long sequences take longer to compile than to compute
     validation_model = model if on_cpu else compile_for_validation(model, compiled)
-    if compiled and step < config.steps:
-        compile_step(training_model, micro_batch, plan, optimizers, config, world)
+    if compiled:
+        for length in dict.fromkeys(map(config.length_at, range(step, config.steps))):
+            compile_step(training_model, length, plans[length], optimizers, config, world)
     set_rng_state(state)
     return training_model, validation_model
 
 
-def compile_step(model, micro_batch: int, plan: Plans, optimizers: Optimizers, config: Config, world: World):
-    """Compile everything that a step needs, in one that changes nothing."""
-    tokens = torch.zeros(micro_batch, config.train_length, dtype=torch.int64, device=world.device)
+def micro_batch_of(config: Config, world: World, length: int) -> int:
+    """Return the sequences of this length in a micro-batch of this rank. Raise ValueError as micro_batch_size does."""
+    most_tokens = config.micro_batch_tokens * world.context_size
+    return micro_batch_size(config.batch_tokens, length, most_tokens, world.data_size, world.data_rank)
+
+
+def compile_step(model, length: int, plan: Plans, optimizers: Optimizers, config: Config, world: World):
+    """Compile everything that a step of this length needs, in one that changes nothing."""
+    micro_batch = micro_batch_of(config, world, length)
+    tokens = torch.zeros(micro_batch, length, dtype=torch.int64, device=world.device)
     optimizers.found_inf.fill_(1)
     train_step(model, [(tokens, tokens)], plan, optimizers, 1.0, world)
     optimizers.found_inf.zero_()

@@ -1,5 +1,7 @@
 """Count the floating-point operations of a run: those of its matrix products, attention for the keys that are seen."""
 
+from collections import Counter
+
 from configs.config import Config
 from configs.validation import validation_plan
 from runtime.build import layer_methods
@@ -25,8 +27,9 @@ def forward_flops_per_token(config: Config, length: int) -> int:
 
 
 def training_flops_per_token(config: Config) -> int:
-    """Return those of a forward and a backward pass (twice as much) at the training length."""
-    return 3 * forward_flops_per_token(config, config.train_length)
+    """Return those of a forward and a backward pass (twice as much), the mean over the steps of the run."""
+    steps = Counter(map(config.length_at, range(config.steps)))
+    return 3 * sum(n * forward_flops_per_token(config, length) for length, n in steps.items()) // config.steps
 
 
 def validation_share(config: Config) -> float:

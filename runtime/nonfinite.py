@@ -33,8 +33,9 @@ def explain_step(
     load_from: makes the loader that begins with a step. saver: what it is saving is waited for, so that the line names
     it. data: that of data.json.
     """
-    own, first_token = world.own_tokens(config.train_length), (step - 1) * config.batch_tokens
-    plan = model.plan(config.train_length, backend=config.attention_backend, context=world.context)
+    length = config.length_at(step - 1)
+    own, first_token = world.own_tokens(length), (step - 1) * config.batch_tokens
+    plan = model.plan(length, backend=config.attention_backend, context=world.context)
 
     def losses(inputs: Tensor, targets: Tensor) -> Tensor:
         return model(inputs[:, own], targets[:, own], plan=plan, per_token=True)

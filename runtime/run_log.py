@@ -103,6 +103,10 @@ class RunLog:
             f"{config.batch_tokens:,} tokens, {len(own) // micro_batch} x {micro_batch} sequences of "
             f"{config.train_length} a process; {self.flops_per_token / 1e6:,.1f} MFLOP a token"
         )
+        if config.length_schedule:
+            pairs = zip(config.length_schedule[::2], config.length_schedule[1::2])
+            first = ", then ".join(f"{steps} steps of {length}-token sequences" for length, steps in pairs)
+            self.print(f"length schedule: {first}, then {config.train_length}-token sequences")
         epochs, there = data["tokens"] / distinct_tokens, f"{distinct_tokens:,} distinct ones in {config.data_dir}"
         self.print(f"{data['tokens']:,} tokens of {there}: {epochs:.2f} epochs")
         if epochs > 1:

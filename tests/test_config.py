@@ -150,7 +150,8 @@ OTHER = dict(
     tags=("a",), group="sweep", wandb="offline", wandb_project="other",
     method="rope", method_options=dict(tau=3.0), position_scale=0.5, validate_as=("yarn",), switch_method_at=0.5,
     switch_method_to="rope_ntk", switch_warmup_steps=2, vocab_size=50432,
-    num_layers=11, num_heads=12, model_dim=384, data_dir="data/fineweb100B", train_length=16_384, batch_tokens=262_144,
+    num_layers=11, num_heads=12, model_dim=384, data_dir="data/fineweb100B", train_length=16_384,
+    length_schedule=(4096, 8), batch_tokens=262_144,
     micro_batch_tokens=65_536, steps=4577, schedule="cosine", warmup_steps=1, cooldown_steps=1000, muon_lr=0.015,
     muon_momentum=0.9, embedding_lr=0.2, head_lr=0.003, scalar_lr=0.003, adam_betas=(0.9, 0.99), adam_eps=1e-9,
     val_lengths=(4096,), val_tokens=65_536, val_every=250, val_profile="fast",
@@ -161,7 +162,7 @@ OTHER = dict(
 
 MATHEMATICS = set("""
     seed method method_options position_scale switch_method_at switch_method_to switch_warmup_steps
-    vocab_size num_layers num_heads model_dim train_length batch_tokens
+    vocab_size num_layers num_heads model_dim train_length length_schedule batch_tokens
     steps schedule warmup_steps cooldown_steps muon_lr muon_momentum embedding_lr head_lr scalar_lr adam_betas adam_eps
 """.split())
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.loader import TrainLoader, check_validation, micro_batch_size, validation_batches
+from data.loader import TrainLoader, check_validation, validation_batches
 from data.shards import ShardWriter, TokenStream, main, open_split, read_header, shard_paths, tokenizer_of
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -346,12 +346,13 @@ def test_verify_without_manifest_is_one_line(tmp_path, capsys):
 
 def step_sequences(stream, step, world_size, **options):
     """Inputs and targets of a step over all ranks and micro-batches, in order."""
-    batches = []
+    batches, length = [], options["length"]
+    options["micro_batch_tokens"] = options.pop("micro_batch_size") * length
     for rank in range(world_size):
         kwargs = options | {"start_step": step, "rank": rank, "world_size": world_size, "vocab_size": VOCAB}
         with TrainLoader(stream, **kwargs) as loader:
             batches += next(loader)
-    assert all(inputs.shape == (options["micro_batch_size"], options["length"]) for inputs, _ in batches)
+    assert all(inputs.shape == (options["micro_batch_tokens"] // length, length) for inputs, _ in batches)
     return (torch.cat(tensors).numpy() for tensors in zip(*batches))
 
 
@@ -370,7 +371,7 @@ def test_step_is_a_slice_of_the_stream(tmp_path, length, world_size, micro_batch
 
 def test_steps_follow_each_other_and_resume_anywhere(tmp_path):
     stream, tokens = make_stream(tmp_path, (40, 33))
-    options = {"batch_tokens": 12, "length": 6, "micro_batch_size": 1, "vocab_size": VOCAB}
+    options = {"batch_tokens": 12, "length": 6, "micro_batch_tokens": 6, "vocab_size": VOCAB}
     with TrainLoader(stream, **options) as loader:
         steps = [torch.cat([inputs for inputs, _ in next(loader)]) for _ in range(9)]
     np.testing.assert_array_equal(torch.cat(steps).ravel(), tokens[np.arange(9 * 12) % 73])
@@ -379,11 +380,27 @@ def test_steps_follow_each_other_and_resume_anywhere(tmp_path):
             assert torch.equal(torch.cat([inputs for inputs, _ in next(loader)]), step)
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_length_may_change_between_steps_and_the_tokens_of_a_step_stay(tmp_path, world_size):
+    stream, tokens = make_stream(tmp_path, (101, 70))
+    lengths = {0: 3, 1: 3, 2: 6, 3: 12}
+    for step, length in lengths.items():
+        parts = []
+        for rank in range(world_size):
+            options = dict(batch_tokens=48, length=lengths.get, micro_batch_tokens=12, vocab_size=VOCAB)
+            options |= dict(start_step=step, rank=rank, world_size=world_size, prefetch=1)
+            with TrainLoader(stream, **options) as loader:
+                batches = next(loader)
+            assert all(inputs.shape == (12 // length, length) for inputs, _ in batches)
+            parts += [inputs for inputs, _ in batches]
+        np.testing.assert_array_equal(torch.cat(parts).ravel(), tokens[np.arange(step * 48, step * 48 + 48) % 171])
+
+
 @pytest.mark.parametrize("prefetch", [0, 1, 5])
 def test_prefetch_changes_nothing(tmp_path, prefetch):
     stream, tokens = make_stream(tmp_path, (40, 33))
     with TrainLoader(
-        stream, batch_tokens=10, length=5, micro_batch_size=2, vocab_size=VOCAB, prefetch=prefetch
+        stream, batch_tokens=10, length=5, micro_batch_tokens=10, vocab_size=VOCAB, prefetch=prefetch
     ) as loader:
         inputs = torch.cat([next(loader)[0][0] for _ in range(8)])
     np.testing.assert_array_equal(inputs.ravel(), tokens[np.arange(80) % 73])
@@ -391,22 +408,20 @@ def test_prefetch_changes_nothing(tmp_path, prefetch):
 
 def test_micro_batches_are_int64(tmp_path):
     stream, _ = make_stream(tmp_path, (40,))
-    with TrainLoader(stream, batch_tokens=12, length=3, micro_batch_size=2, vocab_size=VOCAB) as loader:
+    with TrainLoader(stream, batch_tokens=12, length=3, micro_batch_tokens=6, vocab_size=VOCAB) as loader:
         assert {tensor.dtype for batch in next(loader) for tensor in batch} == {torch.int64}
 
 
 @pytest.mark.parametrize(
-    ("batch_tokens", "length", "micro_batch_size", "world_size", "message"),
+    ("batch_tokens", "length", "world_size", "message"),
     [
-        (100, 30, 1, 1, "100 is not a multiple of the sequence length 30"),
-        (100, 25, 1, 8, r"more processes \(8\) than sequences in a step \(4"),
-        (120, 20, 2, 2, "micro_batch_size 2 does not divide the 3 sequences"),
-        (100, 20, 2, 2, "micro_batch_size 2 does not divide the 3 sequences"),
+        (100, 30, 1, "100 is not a multiple of the sequence length 30"),
+        (100, 25, 8, r"more processes \(8\) than sequences in a step \(4"),
     ],
 )
-def test_indivisible_step_is_refused(tmp_path, batch_tokens, length, micro_batch_size, world_size, message):
+def test_indivisible_step_is_refused(tmp_path, batch_tokens, length, world_size, message):
     stream, _ = make_stream(tmp_path, (40,))
-    sizes = {"batch_tokens": batch_tokens, "length": length, "micro_batch_size": micro_batch_size}
+    sizes = {"batch_tokens": batch_tokens, "length": length, "micro_batch_tokens": length}
     with pytest.raises(ValueError, match=message):
         TrainLoader(stream, **sizes, world_size=world_size, vocab_size=VOCAB)
 
@@ -416,8 +431,7 @@ def test_shares_that_differ_are_the_step_together(tmp_path, sequences, world_siz
     stream, tokens = make_stream(tmp_path, (40, 33))
     parts = []
     for rank in range(world_size):
-        size = micro_batch_size(sequences * 3, 3, 9, world_size, rank)
-        sizes = dict(batch_tokens=sequences * 3, length=3, micro_batch_size=size, vocab_size=VOCAB)
+        sizes = dict(batch_tokens=sequences * 3, length=3, micro_batch_tokens=9, vocab_size=VOCAB)
         with TrainLoader(stream, **sizes, rank=rank, world_size=world_size, start_step=2) as loader:
             parts.append(torch.cat([inputs for inputs, _ in next(loader)]))
     counts = [len(part) for part in parts]
@@ -432,7 +446,7 @@ def test_token_outside_the_vocabulary_is_named_by_the_step_that_meets_it(tmp_pat
     first = write_raw(tmp_path / "x_train_000001.bin", tokens[:60])
     second = write_raw(tmp_path / "x_train_000002.bin", tokens[60:])
     stream = TokenStream([first, second])
-    with TrainLoader(stream, batch_tokens=20, length=10, micro_batch_size=2, vocab_size=300) as loader:
+    with TrainLoader(stream, batch_tokens=20, length=10, micro_batch_tokens=20, vocab_size=300) as loader:
         for _ in range(3):
             next(loader)
         with pytest.raises(ValueError, match="x_train_000002.bin: token 17 is 300, outside the vocabulary of 300"):
@@ -442,7 +456,7 @@ def test_token_outside_the_vocabulary_is_named_by_the_step_that_meets_it(tmp_pat
 def test_shard_cut_during_the_run_is_named(tmp_path):
     stream, _ = make_stream(tmp_path, (50, 50))
     stream.paths[1].write_bytes(stream.paths[1].read_bytes()[:-40])
-    with TrainLoader(stream, batch_tokens=40, length=10, micro_batch_size=4, vocab_size=VOCAB) as loader:
+    with TrainLoader(stream, batch_tokens=40, length=10, micro_batch_tokens=40, vocab_size=VOCAB) as loader:
         next(loader)
         with pytest.raises(ValueError, match="x_train_000002.bin: it has changed since it was opened"):
             next(loader)
@@ -451,7 +465,7 @@ def test_shard_cut_during_the_run_is_named(tmp_path):
 def test_close_ends_the_thread_in_mid_run(tmp_path):
     stream, _ = make_stream(tmp_path, (50,))
     before = threading.active_count()
-    loader = TrainLoader(stream, batch_tokens=50, length=10, micro_batch_size=5, vocab_size=VOCAB, prefetch=50)
+    loader = TrainLoader(stream, batch_tokens=50, length=10, micro_batch_tokens=50, vocab_size=VOCAB, prefetch=50)
     next(loader)
     assert threading.active_count() == before + 1
     loader.close()
@@ -463,7 +477,7 @@ def test_process_that_forgets_the_loader_ends(tmp_path):
     code = (
         "from data.loader import TrainLoader; from data.shards import TokenStream; "
         f"stream = TokenStream([{str(path)!r}]); "
-        "loader = TrainLoader(stream, batch_tokens=4, length=2, micro_batch_size=1, vocab_size=50); "
+        "loader = TrainLoader(stream, batch_tokens=4, length=2, micro_batch_tokens=2, vocab_size=50); "
         "next(loader); raise SystemExit(7)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, timeout=600).returncode == 7

@@ -53,6 +53,7 @@ GOOD = dict(
     position_scale=one_of(1.0, 0.0625, 1e-9, 1e9), vocab_size=st.integers(64, 100),
     num_layers=st.integers(1, 3), data_dir=st.just("data"), micro_batch_tokens=st.integers(1, 300),
     steps=one_of(2, 2, 2, 1, 3), schedule=one_of("constant_linear", "cosine", "trapezoid"),
+    length_schedule=st.just(()),
     warmup_steps=one_of(0, 0, 0, 0, 0, 1), cooldown_steps=one_of(0, 0, 0, 0, 1, 2),
     muon_lr=one_of(0, 1e-300, 0.02, 10), muon_momentum=one_of(0, 0.5, 0.95, 0.999999999999),
     embedding_lr=one_of(0, 0.3, 10), head_lr=one_of(0, 0.002, 10, 1e38), scalar_lr=one_of(0, 0.002, 10),

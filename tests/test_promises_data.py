@@ -329,7 +329,8 @@ def test_token_outside_the_vocabulary_is_met_by_the_loader_and_named(tmp_path, f
         with faults("token outside the vocabulary"):
             stream = TokenStream([write_raw(tmp_path / "x_train_000001.bin", tokens)])
             sizes = {"length": 20, "micro_batch_size": 2, "vocab_size": VOCAB}
-            with TrainLoader(stream, batch_tokens=40, **sizes) as loader, pytest.raises(ValueError, match=message):
+            loading = {"length": 20, "micro_batch_tokens": 40, "vocab_size": VOCAB}
+            with TrainLoader(stream, batch_tokens=40, **loading) as loader, pytest.raises(ValueError, match=message):
                 list(zip(loader, range(2)))
             with pytest.raises(ValueError, match=message):
                 list(validation_batches(stream, val_tokens=80, **sizes))

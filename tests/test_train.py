@@ -576,6 +576,46 @@ def test_one_process_resumes_the_run_of_two(of_two_processes, data, finished, tm
     assert_close_run(folder, finished)
 
 
+# ---- shorter sequences first ----------------------------------------------------------------------------------------
+
+SCHEDULE = dict(length_schedule=(4, 7, 8, 9), micro_batch_tokens=32, save_every=10)  # 16 tokens from step 16 on
+
+
+@pytest.fixture(scope="module")
+def scheduled(data, tmp_path_factory):
+    return train_here(data, tmp_path_factory.mktemp("scheduled"), **SCHEDULE)
+
+
+def test_a_length_schedule_trains_on_the_same_tokens(scheduled, finished):
+    first, second = (
+        [r for r in read_metrics(folder / "metrics.jsonl") if "grad_norm" in r] for folder in (scheduled, finished)
+    )
+    assert [r["tokens"] for r in first] == [r["tokens"] for r in second]
+    assert first[0]["train_loss"] == pytest.approx(second[0]["train_loss"], rel=1e-5)  # layers add 0 at first
+    assert first[5]["grad_norm"] != pytest.approx(second[5]["grad_norm"], rel=1e-4)  # less context
+
+
+def test_a_length_schedule_resumes_bit_for_bit_before_a_change_of_length(scheduled, data, tmp_path):
+    folder = rewound(scheduled, tmp_path)
+    train_here(data, tmp_path, resume="auto", **SCHEDULE)
+    assert_same_run(folder, scheduled)
+
+
+@pytest.mark.slow
+def test_a_length_schedule_does_not_depend_on_the_number_of_processes(scheduled, data, tmp_path):
+    train_on(2, data, tmp_path, **SCHEDULE)
+    assert_close_run(tmp_path / "run", scheduled)
+    folder = rewound(tmp_path / "run", tmp_path / "resumed")
+    train_here(data, tmp_path / "resumed", resume="auto", **SCHEDULE)
+    assert_close_run(folder, scheduled)
+
+
+@pytest.mark.parametrize("fields", [dict(length_schedule=(8,)), dict(length_schedule=(5, 2)),
+                                    dict(length_schedule=(32, 2)), dict(length_schedule=(8, 20))], ids=str)
+def test_a_wrong_length_schedule_is_named(data, tmp_path, capsys, fields):
+    assert "length_schedule" in error_of(capsys, *arguments(data, tmp_path, **fields))
+
+
 # ---- what a user gets wrong ------------------------------------------------------------------------------------------
 
 

@@ -139,7 +139,7 @@ class StepBench:
 
     def loader(self) -> TrainLoader:
         shape = dict(batch_tokens=self.config.batch_tokens, length=self.config.train_length)
-        shape |= dict(micro_batch_size=self.sequences, vocab_size=self.config.vocab_size)
+        shape |= dict(micro_batch_tokens=self.config.micro_batch_tokens, vocab_size=self.config.vocab_size)
         return TrainLoader(self.stream, **shape, device=self.device)
 
     def allocated(self) -> int:

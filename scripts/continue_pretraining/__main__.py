@@ -173,7 +173,8 @@ def continue_pretraining(settings: Settings, world: World, stop: StopRequest) ->
 def load_from(
     settings: Settings, text: TokenStream, vocab_size: int, micro_batch: int, step: int, world: World
 ) -> TrainLoader:
-    shape = dict(batch_tokens=settings.batch_tokens, length=settings.train_length, micro_batch_size=micro_batch)
+    length = settings.train_length
+    shape = dict(batch_tokens=settings.batch_tokens, length=length, micro_batch_tokens=micro_batch * length)
     where = dict(rank=world.rank, world_size=world.world_size, device=world.device)
     return TrainLoader(text, **shape, **where, vocab_size=vocab_size, start_step=step)
 
