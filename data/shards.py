@@ -78,10 +78,11 @@ def describe_shard(path: Path) -> dict:
 
 # ---- manifest: {"tokenizer": name, "vocab_size": int, "files": {file name: describe_shard(file)}} ----
 # data.fineweb adds its "source", and data.text the "tokenizer_sha256" of a tokenizer.json. In the file there is also
-# "sha256", the checksum of all the rest, which manifests once did not have.
+# "sha256", the checksum of all the rest, which manifests once did not have. "copy_rows" describes the copy rows of the
+# train split: {"share": float, "row_lengths": [[tokens in a row, end or null], ...], "seed": int}.
 
 MANIFEST_TYPES = {"tokenizer": str, "vocab_size": int, "files": dict}
-OPTIONAL_STRINGS = ("source", "tokenizer_sha256", "sha256")
+OPTIONAL_TYPES = {"source": str, "tokenizer_sha256": str, "sha256": str, "copy_rows": dict}
 
 
 def read_manifest(folder: Path) -> dict | None:
@@ -101,7 +102,7 @@ def read_manifest(folder: Path) -> dict | None:
 
 def _find_manifest_problem(manifest) -> str | None:
     found = _types_of(manifest) or {}
-    if found != MANIFEST_TYPES | {key: str for key in OPTIONAL_STRINGS if key in found}:
+    if found != MANIFEST_TYPES | {key: kind for key, kind in OPTIONAL_TYPES.items() if key in found}:
         return "it has not the fields of a manifest, or values of other types"
     for name, entry in manifest["files"].items():
         if not _is_of_split(name, "(train|val)"):
@@ -131,6 +132,12 @@ def tokenizer_of(data_dir: Path) -> str | None:
     if manifest is None or manifest["tokenizer"] != TOKENIZER_FILE:
         return manifest and manifest["tokenizer"]
     return manifest.get("tokenizer_sha256") or _sha256(Path(data_dir) / TOKENIZER_FILE)
+
+
+def copy_rows_of(folder: Path) -> dict | None:
+    """Return the copy rows of a data folder's train split: {"share", "row_lengths", "seed"}. None without copy rows."""
+    manifest = read_manifest(folder)
+    return manifest and manifest.get("copy_rows")
 
 
 def _sha256(path: Path) -> str | None:

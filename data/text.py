@@ -13,6 +13,9 @@ Where that leaves a split empty, as it may with few documents, every document is
 val, from the end of a line on if there is one near. Both splits are shuffled with a fixed seed, so the order of the
 files is not the order of the stream. Every document is preceded by the end-of-text token, as in the FineWeb shards.
 
+`--copy-rows 0.5 --row-tokens 64:1146880 256` makes half of the rows of the train split copy rows (see data.copy_rows).
+Rows have 64 tokens up to token 1,146,880 of the stream, and 256 tokens after it.
+
 Memory holds the places of all documents (24 bytes each) and one document at a time: the text is read once to find the
 documents, and once in shuffled order to encode them; in between `bpe:SIZE` trains a tokenizer on the train split.
 """
@@ -24,6 +27,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,9 +37,10 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from data.copy_rows import SEED, RowLengths, check_copy_rows, parse_row_lengths, rows
 from data.fineweb import time_limit
 from data.model_files import END_OF_TEXT, TOKENIZER_CONFIG, first_token, model_file
-from data.shards import TOKENIZER_FILE, ShardWriter, read_manifest, refuse_file
+from data.shards import TOKEN, TOKENIZER_FILE, ShardWriter, read_manifest, refuse_file
 from errors import exit_on_user_error, require
 
 SHUFFLE_SEED = 0
@@ -43,6 +48,8 @@ GPT2_VOCAB_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b772
 GPT2_ENCODER_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
 ENCODE_CHARACTERS = 1 << 20  # in one call: enough to keep all cores busy
 PIECE_CHARACTERS = 1 << 18  # of a document at once: the tokenizers library takes some 160 bytes of memory for each
+# Tests and tables of characters in Python's standard library, and packages that other people installed.
+NOT_TEXT = ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "entities.py")
 WARNINGS = 3  # files that are named for bytes that are not UTF-8
 
 
@@ -190,6 +197,24 @@ def find_files(inputs: Sequence[Path], suffixes: Sequence[str], exclude: Sequenc
     return sorted(files)
 
 
+def write_folders(roots: Sequence[Path], out: Path, exclude: Sequence[str] = NOT_TEXT) -> int:
+    """Write each folder of Python source as one document to a .txt file in `out`; return the number of documents.
+
+    A folder's document is its own .py files in sorted order, without those of its subfolders. The order of the names in
+    `out` is the order of the roots, and of the folders in a root. exclude: names of files and folders to skip.
+    """
+    folders = {}  # folder -> texts of its files
+    for root in roots:
+        for path in find_files([root], [".py"], exclude):
+            if text := path.read_text(encoding="utf-8", errors="replace").strip():
+                folders.setdefault(path.parent, []).append(text)
+    Path(out).mkdir(parents=True, exist_ok=True)
+    for number, (folder, texts) in enumerate(folders.items()):
+        text = "\n\n\n".join(texts) + "\n"
+        (Path(out) / f"{number:05d}-{folder.name}.txt").write_text(text, encoding="utf-8")
+    return len(folders)
+
+
 def document_spans(path: Path) -> Iterator[tuple[int, int]]:
     """Yield the byte ranges of a file's documents: its lines if .jsonl, else what is between lines `<|endoftext|>`."""
     start = position = 0
@@ -315,10 +340,19 @@ def prepare(
     inputs: Sequence[Path], out: Path, tokenizer: str, *,
     suffixes: Sequence[str] = (".txt", ".jsonl"), field: str = "text", val_fraction: float = 0.05,
     shard_tokens: int = 100_000_000, name: str = "text", exclude: Sequence[str] = (),
+    copy_rows: float | None = None, row_lengths: RowLengths = (),
 ) -> dict:  # fmt: skip
-    """Do what the command does (see the module) and return the manifest."""
+    """Do what the command does (see the module) and return the manifest.
+
+    copy_rows: share of copy rows among the rows of the train split; None: the split is natural text alone.
+    row_lengths: pairs (tokens in a row, position in the stream where such rows end), with None as the last position.
+    """
     out = Path(out)
     refuse_file(out)
+    if copy_rows is None:
+        require(not row_lengths, "--row-tokens is for copy rows. Add --copy-rows, or leave it out.")
+    else:
+        check_copy_rows(copy_rows, row_lengths)
     require(not any(out.glob("*.bin")), f"{out}: already has shards: choose another folder or remove them")
     files = find_files(inputs, suffixes, exclude)
     kind, _, size = tokenizer.partition(":")
@@ -347,14 +381,26 @@ def prepare(
         for split, spans in corpus.spans.items():
             num_tokens = num_bytes = 0
             texts = tqdm(corpus.texts(split), f"encoding {split}", len(spans), unit="doc", disable=None)
-            for batch in _batches(texts):
-                starts, parts = zip(*batch)
-                for is_start, ids in zip(starts, tok.encode_batch(list(parts))):
-                    writer.write(split, [tok.eot, *ids] if is_start else ids)
-                    num_tokens += len(ids) + is_start
-                num_bytes += sum(len(part.encode()) for part in parts)
-            kind, ratio = "documents" if corpus.cut is None else "cut documents", num_bytes / num_tokens
-            print(f"{split}: {len(spans):,} {kind}, {num_tokens:,} tokens, {ratio:.2f} bytes per token", flush=True)
+            with tempfile.TemporaryFile(dir=out) as natural:  # its disk has room for as many tokens
+                for batch in _batches(texts):
+                    starts, parts = zip(*batch)
+                    for is_start, ids in zip(starts, tok.encode_batch(list(parts))):
+                        tokens = [tok.eot, *ids] if is_start else ids
+                        if split == "train" and copy_rows is not None:
+                            natural.write(np.array(tokens, TOKEN))
+                        else:
+                            writer.write(split, tokens)
+                        num_tokens += len(tokens)
+                    num_bytes += sum(len(part.encode()) for part in parts)
+                kind, ratio = "documents" if corpus.cut is None else "cut documents", num_bytes / num_tokens
+                print(f"{split}: {len(spans):,} {kind}, {num_tokens:,} tokens, {ratio:.2f} bytes per token", flush=True)
+                if split == "train" and copy_rows is not None:
+                    natural.flush()
+                    for row in rows(np.memmap(natural, TOKEN, "r"), copy_rows, row_lengths):
+                        writer.write(split, row)
+        if copy_rows is not None:
+            lengths = [list(pair) for pair in row_lengths]
+            writer.manifest["copy_rows"] = {"share": copy_rows, "row_lengths": lengths, "seed": SEED}
         return writer.close()
 
 
@@ -384,7 +430,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--shard-tokens", type=int, default=100_000_000, help="tokens in a shard")
     parser.add_argument("--name", default="text", help="shards are called NAME_train_000001.bin, ...")
     parser.add_argument("--exclude", nargs="+", default=[], metavar="NAME", help="names of files and folders to skip")
-    prepare(**vars(parser.parse_args(argv)))
+    parser.add_argument("--copy-rows", type=float, metavar="SHARE", help="share of copy rows in train, as 0.5")
+    rows_help = "tokens in a row, each but the last with the position in the stream where such rows end"
+    parser.add_argument("--row-tokens", nargs="+", default=[], metavar="LENGTH[:END]", help=rows_help)
+    arguments = vars(parser.parse_args(argv))
+    prepare(row_lengths=parse_row_lengths(arguments.pop("row_tokens")), **arguments)
 
 
 if __name__ == "__main__":

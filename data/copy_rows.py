@@ -1,0 +1,89 @@
+"""Copy rows: rows of the train stream that repeat one segment, mixed into rows of natural text.
+
+A row is a number of consecutive tokens, aligned at multiples of that number. Small models learn in-context copying
+from copy rows, which natural text alone teaches much later.
+
+Half of the segments are tokens drawn by their frequency in the train text. The other half are pieces of that text.
+The length of a segment is log-uniform from MIN_SEGMENT tokens to half a row. All other rows are the text in order.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from errors import require
+
+SEED = 0
+MIN_SEGMENT = 8  # tokens
+
+RowLengths = Sequence[tuple[int, int | None]]  # (tokens in a row, position in the stream where such rows end)
+
+
+def parse_row_lengths(texts: Sequence[str]) -> RowLengths:
+    """Return the row lengths written as LENGTH:END, with the last one as LENGTH.
+
+    ValueError for a text that is not whole numbers.
+    """
+    row_lengths = []
+    for text in texts:
+        length, colon, end = text.partition(":")
+        valid = length.isdecimal() and (end.isdecimal() if colon else True)
+        require(valid, f"--row-tokens: {text!r} is not LENGTH or LENGTH:END. Use whole numbers, as in 64:1146880 256.")
+        row_lengths.append((int(length), int(end) if colon else None))
+    return row_lengths
+
+
+def check_copy_rows(share: float, row_lengths: RowLengths) -> None:
+    """Raise ValueError unless the share and the row lengths describe a stream."""
+    require(0 <= share < 1, f"--copy-rows {share}: must be at least 0 and less than 1. Use 0.5 for half of the rows.")
+    require(row_lengths, "--copy-rows: no length of a row is given. Add --row-tokens with the training length.")
+    *earlier, (_, last_end) = row_lengths
+    open_end = last_end is None and all(end is not None for _, end in earlier)
+    require(open_end, "--row-tokens: only the last length may go on without an END. Write 64:1146880 256.")
+    start = 0
+    for length, end in row_lengths:
+        shortest = 2 * MIN_SEGMENT
+        require(length >= shortest, f"--row-tokens {length}: a row needs at least {shortest} tokens. Use longer rows.")
+        require(start % length == 0, f"--row-tokens {length}: rows cannot start at {start}. Use a multiple.")
+        if end is not None:
+            later = f"--row-tokens {length}:{end}: the END must be after {start}. Order the lengths by their END."
+            require(end > start, later)
+            whole = f"--row-tokens {length}:{end}: the last row is not whole. Use a multiple of {length} as END."
+            require(end % length == 0, whole)
+            start = end
+
+
+def rows(text: np.ndarray, share: float, row_lengths: RowLengths, seed: int = SEED) -> Iterator[np.ndarray]:
+    """Yield the rows of the stream, uint16, until the train text is used up; only the last row may be short.
+
+    text: (tokens,) uint16, the natural train text, which may be a memory map.
+    share: probability that a row is a copy row.
+    ValueError if the text is shorter than the longest segment.
+    """
+    check_copy_rows(share, row_lengths)
+    longest = max(length for length, _ in row_lengths) // 2
+    require(len(text) > longest, f"the train text has {len(text)} tokens, too few for segments of {longest}. Use more.")
+    rng = np.random.Generator(np.random.PCG64(seed))
+    remaining = list(row_lengths)
+    position = used = 0  # tokens of the stream, and of the text
+    while used < len(text):
+        length, end = remaining[0]
+        if position == end:
+            remaining.pop(0)
+        elif rng.random() < share:
+            yield np.resize(_draw_segment(text, length, rng), length)  # repeats the segment
+            position += length
+        else:
+            yield text[used : used + length]
+            used += length
+            position += length
+
+
+def _draw_segment(text: np.ndarray, row_length: int, rng: np.random.Generator) -> np.ndarray:
+    longest = row_length // 2
+    length = min(longest, int(math.exp(rng.uniform(math.log(MIN_SEGMENT), math.log(longest + 1)))))
+    if rng.random() < 0.5:
+        return text[rng.integers(0, len(text), length)]
+    start = rng.integers(0, len(text) - length + 1)
+    return text[start : start + length]
