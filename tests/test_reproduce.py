@@ -264,7 +264,7 @@ def test_models_are_not_looked_at_on_another_text_than_theirs(tmp_path, call):
             writer.write(split, np.zeros(4 * 4096, np.uint16))
         writer.close()
     code, said = call("figure_entropy", "--scale", "mini", "--draws", "2", *fields)
-    assert code == 1 and said.out.count("holds other text now than when") == 2 and "runs used: 0 of 3" in said.out
+    assert code == 1 and said.out.count("does not hold the validation text") == 2 and "runs used: 0 of 3" in said.out
 
 
 def test_missing_length_comes_from_the_evaluation_or_is_named(tmp_path, call):

@@ -1,0 +1,169 @@
+"""scripts.evaluate: the losses on the run's own and on other text, what is stored, and which text is refused."""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_train import copied, data, finished, here, make_data, plain_losses, read_json, train_here  # noqa: F401
+
+from data.shards import ShardWriter, open_split
+from scripts import evaluate
+
+
+def call(*words):
+    here(evaluate.main, *words, "--device", "cpu")
+
+
+def refusal(capsys, *words):
+    """Return the one error of a command that evaluates nothing."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as exit:
+        call(*words)
+    said = capsys.readouterr()
+    errors = [line for line in said.err.splitlines() if line.startswith("error: ")]
+    assert exit.value.code == 2 and len(errors) == 1 and not said.out
+    return errors[0]
+
+
+def change_config(folder, **fields):
+    (folder / "config.json").write_text(json.dumps(read_json(folder / "config.json") | fields))
+
+
+def stored(folder):
+    return read_json(folder / "evaluation.json")
+
+
+def write_text(folder, tokens, tokenizer="none"):
+    with ShardWriter(folder, "t", tokenizer=tokenizer, vocab_size=64) as writer:
+        writer.write("val", tokens)
+        writer.close()
+    return folder
+
+
+# ---- the run's own text ----------------------------------------------------------------------------------------------
+
+
+def test_losses_are_those_of_the_summary_wherever_the_text_is(data, copied, tmp_path):  # noqa: F811
+    losses = read_json(copied / "summary.json")["val_loss"]
+    call(copied)
+    assert stored(copied)["val_loss"] == pytest.approx(losses, abs=1e-5)
+    (copied / "evaluation.json").unlink()
+    call(copied, "--data", shutil.copytree(data, tmp_path / "moved"))
+    assert "other_texts" not in stored(copied)
+    assert stored(copied)["val_loss"] == pytest.approx(losses, abs=1e-5)
+
+
+def test_other_methods_have_rows_and_the_losses_of_validate_as(data, tmp_path, capsys):  # noqa: F811
+    folder = train_here(data, tmp_path, method="rope")
+    whole = train_here(data, tmp_path / "with", method="rope", validate_as=("rope_ntk", "yarn"))
+    capsys.readouterr()
+    call(folder, "--as", "yarn")
+    call(folder, "--as", "rope_ntk")
+    rows = [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("| run")]
+    assert rows == ["run", "run", "run as yarn", "run", "run", "run as rope_ntk"]
+    expected = read_json(whole / "summary.json")["val_loss_as"]
+    assert stored(folder)["val_loss_as"] == {m: pytest.approx(losses, rel=1e-6) for m, losses in expected.items()}
+    assert "alibi" in refusal(capsys, folder, "--as", "alibi")
+
+
+def test_tables_by_length_and_by_position(finished, copied, data, capsys):  # noqa: F811
+    call(copied, "--lengths", 8, 96, "--val-tokens", 192)
+    head, _, row, *positions = [line.strip("| ").split("|") for line in capsys.readouterr().out.splitlines()]
+    assert [cell.strip() for cell in head] == ["run", "8 (0.5x)", "96 (6x)", "96 - 8"]
+    for cell, length in zip(row[1:], (8, 96)):
+        assert float(cell) == pytest.approx(plain_losses(finished, data, length, 192).mean().item(), abs=6e-4)
+    by_position = plain_losses(finished, data, 96, 192).mean(dim=0)  # (96,)
+    shown = {first.strip(): float(cell[0]) for first, *cell in positions[-8:]}
+    assert shown["64-95"] == pytest.approx(by_position[64:].mean().item(), abs=6e-4)
+    assert shown["16-31"] == pytest.approx(by_position[16:32].mean().item(), abs=6e-4)
+
+
+def test_lengths_on_the_same_tokens_are_kept_together(copied):  # noqa: F811
+    call(copied, "--lengths", 8, "--val-tokens", 192)
+    call(copied, "--lengths", 96, "--val-tokens", 192)
+    kept = stored(copied)
+    assert kept["val_tokens"] == {"8": 192, "96": 192} and kept["step"] == "step_000020"
+    assert kept["val_loss"].keys() == {"8", "96"} and len(kept["val_loss_by_position"]["96"]) == 8
+    call(copied, "--lengths", 64, "--val-tokens", 128)
+    assert stored(copied)["val_loss"].keys() == {"64"}
+
+
+def test_a_run_that_cannot_be_evaluated_leaves_the_others(copied, tmp_path, capsys, monkeypatch):  # noqa: F811
+    with pytest.raises(SystemExit) as exit:
+        call(tmp_path, copied, "--lengths", 8, "--val-tokens", 192)
+    said = capsys.readouterr()
+    assert exit.value.code == 2 and "| run |" in said.out and f"error: {tmp_path} " in said.err
+    assert "val_tokens 0 " in refusal(capsys, copied, "--val-tokens", 0)
+    (copied / "evaluation.json").write_text("[1]")
+    with pytest.raises(SystemExit):
+        call(copied, "--lengths", 8)
+    assert "evaluation.json is damaged" in capsys.readouterr().err
+    shutil.rmtree(copied / "checkpoints")
+    (copied / "checkpoints").mkdir()
+    assert "no checkpoint" in refusal(capsys, copied)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    change_config(copied, vocab_size=10**10)
+    (copied / "checkpoints" / "step_000001.pt").touch()
+    with pytest.raises(SystemExit) as exit:
+        call(copied)
+    assert exit.value.code == 2
+
+
+# ---- other text ------------------------------------------------------------------------------------------------------
+
+
+def test_losses_on_other_text_are_stored_apart(copied, tmp_path, capsys):  # noqa: F811
+    books, code = make_data(tmp_path / "books", seed=1), make_data(tmp_path / "code", seed=2)
+    call(copied, "--data", books)
+    assert stored(copied).keys() == {"other_texts"}
+    found = stored(copied)["other_texts"][open_split(books, "val", 64).fingerprint()]
+    assert (found["data"], found["step"], found["val_tokens"]) == (str(books), "step_000020", {"16": 256, "64": 256})
+    for length in (16, 64):
+        loss = plain_losses(copied, books, length, 256).mean().item()
+        assert found["val_loss"][str(length)] == pytest.approx(loss, abs=1e-5)
+    call(copied, "--lengths", 8)
+    call(copied, "--lengths", 32, "--data", books)
+    call(copied, "--lengths", 8, "--val-tokens", 64, "--data", code)
+    kept = stored(copied)
+    others = {Path(other["data"]).name: other for other in kept["other_texts"].values()}
+    assert kept["val_tokens"] == {"8": 256} and others["code"]["val_tokens"] == {"8": 64}
+    assert others["books"]["val_loss"].keys() == {"16", "64", "32"}
+    twin = shutil.copytree(copied, tmp_path / "twin")
+    capsys.readouterr()
+    call(copied, twin, "--lengths", 8)
+    assert "do not compare" not in capsys.readouterr().out
+
+
+def test_a_short_text_is_read_in_whole_sequences(copied, tmp_path, capsys):  # noqa: F811
+    short = write_text(tmp_path / "short", np.arange(200) % 64)
+    call(copied, "--data", short)
+    [found] = stored(copied)["other_texts"].values()
+    assert found["val_tokens"] == {"16": 192, "64": 192}
+    assert "val_tokens 0 " in refusal(capsys, copied, "--data", short, "--lengths", 256)
+
+
+def test_text_of_another_tokenizer_is_refused(copied, tmp_path, capsys):  # noqa: F811
+    other = write_text(tmp_path / "other", np.arange(600) % 64, tokenizer="gpt2")
+    change_config(copied, data_dir=str(tmp_path / "gone"))  # the run's own data need not be there
+    assert "gpt2" in refusal(capsys, copied, "--data", other)
+    (other / "manifest.json").unlink()
+    assert "tokenizer None" in refusal(capsys, copied, "--data", other)
+    books = make_data(tmp_path / "books", seed=1)
+    call(copied, "--data", books)
+    assert len(stored(copied)["other_texts"]) == 1
+    (copied / "data.json").unlink()
+    assert "tokenizer" in refusal(capsys, copied, "--data", books)
+
+
+def test_other_text_is_not_taken_for_the_runs_own(copied, tmp_path, capsys):  # noqa: F811
+    replaced = make_data(tmp_path / "replaced", seed=2)
+    change_config(copied, data_dir=str(replaced))
+    assert f"--data {replaced}" in refusal(capsys, copied)
+    assert not (copied / "evaluation.json").exists()
+    for place in ("nowhere", "empty"):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        assert str(tmp_path / place) in refusal(capsys, copied, "--data", tmp_path / place)
