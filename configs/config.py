@@ -255,11 +255,21 @@ NOT_MATHEMATICS = frozenset(f.name for f in dataclasses.fields(Config) if not f.
 
 
 def with_changes(base: Config, changes: dict) -> Config:
-    """Return base with these fields changed. Where `steps` is one of them, and neither warmup_steps nor cooldown_steps,
-    the two keep their share of the steps."""
-    if type(changes.get("steps")) is int and not changes.keys() & {"warmup_steps", "cooldown_steps"}:
-        for field in ("warmup_steps", "cooldown_steps"):
-            changes = changes | {field: round(getattr(base, field) * changes["steps"] / base.steps)}
+    """Return base with these fields changed.
+
+    Where `steps` is changed, but neither warmup_steps nor cooldown_steps nor length_schedule, the three keep their
+    share of the steps.
+    """
+    depend = ("warmup_steps", "cooldown_steps", "length_schedule")
+    if type(changes.get("steps")) is int and not changes.keys() & {*depend}:
+        ratio = changes["steps"] / base.steps
+        pairs = zip(base.length_schedule[::2], base.length_schedule[1::2])
+        scaled = [(length, round(steps * ratio)) for length, steps in pairs]
+        changes = changes | dict(
+            warmup_steps=round(base.warmup_steps * ratio),
+            cooldown_steps=round(base.cooldown_steps * ratio),
+            length_schedule=tuple(number for pair in scaled if pair[1] for number in pair),
+        )
     return dataclasses.replace(base, **changes)
 
 

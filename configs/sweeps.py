@@ -157,6 +157,7 @@ SCALES = dict(
     paper=Scale("gpt_162m_4k", ("gpt_162m_4k", "gpt_162m_16k", "gpt_162m_64k"), "gpt_304m_4k"),
     small=Scale("small_4k", ("small_4k", "small_16k", "small_64k"), "small_304m"),
     mini=Scale("mini", ("mini", "mini_1024", "mini_4096"), "mini_large", needle=MINI_NEEDLE),
+    taught=Scale("taught", ("taught", "taught", "taught"), "taught", seeds=(0, 1, 2, 3, 4)),
 )
 # The others train identically and differ beyond the training length only: one run is validated as all of them.
 SAME_WEIGHTS = dict(rope=("rope_ntk", "yarn"), logn_rope=("logn_ntk",))
@@ -332,10 +333,39 @@ def needle_tau(scale: Scale) -> list[Run]:
     return runs
 
 
+TAUGHT = [  # method, options; the first ones are the primary comparison
+    ("rope", {}),
+    ("logn_p_rope", {}),
+    (OURS, {}),
+    ("alibi", {}),
+    ("alibi", {"slope_scale": 4.0}),
+    ("alibi", {"slope_scale": 16.0}),
+    ("p_rope", {}),
+    ("nope", {}),
+    ("logn_rope", {}),
+    (OURS, {"tau": 2.5}),
+    (OURS, {"tau": 40.0}),
+    (OURS, {"terms": "m"}),
+    (OURS, {"terms": "a"}),
+    (OURS, {"learn_gain": True}),
+    ("rope", {"base": 500.0}),
+    ("stick_breaking", {}),
+]
+
+
+def taught(scale: Scale) -> list[Run]:
+    """Return the study of models that were taught to copy: all methods of one seed before the next seed."""
+    return [
+        run for seed in scale.seeds for method, options in TAUGHT
+        for run in trained(scale.base, [method], (seed,), options)
+    ]  # fmt: skip
+
+
 SET_BY_SWEEPS = ("name", "runs_dir", "resume")  # the sweep runner names and resumes the runs
 # Which "all" leaves out:
 BEYOND_PAPER = ("tau_by_length", "far_tokens", "scale_invariant_by_head", "needle_by_head")
-BEYOND_PAPER += ("table_rivals", "needle_rivals", "needle_nope", "needle_tau")
+BEYOND_PAPER += ("taught", "table_rivals", "needle_rivals", "needle_nope", "needle_tau")
+SCALE_OF_SWEEP = dict(taught="taught")  # where --scale is not given; all others: paper
 SWEEPS = dict(
     table_losses=table_losses,
     table_needle=with_needle(table_losses),
@@ -355,6 +385,7 @@ SWEEPS = dict(
     far_tokens=far_tokens,
     scale_invariant_by_head=scale_invariant_by_head,
     needle_by_head=with_needle(scale_invariant_by_head),
+    taught=taught,
     table_rivals=table_rivals,
     needle_rivals=with_needle(table_rivals),
     needle_nope=with_needle(lambda scale: trained(scale.base, ["nope", "scale_invariant_nope", OURS], scale.seeds)),

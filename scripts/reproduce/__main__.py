@@ -28,6 +28,7 @@ from scripts.shared.runs import StoredRun, read_runs
 def main():
     args, fields = parse_arguments()
     with exit_on_user_error():
+        args.scale = args.scale or "paper"
         changes, needle = field_changes(SCALES[args.scale].base, fields), needle_changes(args.needle)
         device = start_processes(changes.get("device", "auto")).device
         stored_runs = read_runs(args.runs_dir)

@@ -11,7 +11,7 @@ from model.methods import METHODS
 
 def add_run_options(parser: argparse.ArgumentParser):
     """Add the options that say which runs of a sweep are meant, and where they are."""
-    parser.add_argument("--scale", default="paper", choices=SCALES, help="which presets stand for the paper's models")
+    parser.add_argument("--scale", choices=SCALES, help="which presets stand for the paper's models (default: paper)")
     parser.add_argument("--seeds", nargs="+", type=int, help="instead of the scale's")
     parser.add_argument("--methods", nargs="+", choices=METHODS, metavar="METHOD", help="only these")
     parser.add_argument("--needle", nargs="+", default=[], metavar="KEY=VALUE", help="instead of the scale's settings")

@@ -19,7 +19,7 @@ can be
 import argparse
 import sys
 
-from configs.sweeps import SCALES, SWEEPS, Run, sweep
+from configs.sweeps import SCALE_OF_SWEEP, SCALES, SWEEPS, Run, sweep
 from data.needle import C4, fetch_c4
 from errors import exit_on_user_error, require
 from scripts.shared.arguments import add_run_options, field_changes, needle_changes
@@ -83,6 +83,7 @@ def choose_runs(args: argparse.Namespace, fields: list[str]) -> list[Run]:
     """Return the runs that the command line asks for. Raises ValueError for those that could not train anywhere."""
     command = "python -m scripts.continue_pretraining meta-llama/Llama-2-7b-hf --method all --resume auto"
     require(args.sweep != "table_llama", f"table_llama is no sweep of pretraining: `{command}` makes its runs")
+    args.scale = args.scale or SCALE_OF_SWEEP.get(args.sweep, "paper")
     changes, needle = field_changes(SCALES[args.scale].base, fields), needle_changes(args.needle)
     runs = sweep(args.sweep, args.scale, args.seeds, args.methods, changes, needle)
     for run in runs:

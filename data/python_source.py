@@ -1,0 +1,65 @@
+"""Makes shards of Python source that every installation has: the standard library's, and PyTorch's own.
+
+    python -m data.python_source taught      for the quickstart and scale `taught`, into data/taught
+    python -m data.python_source mini        for scale `mini`, into data/mini
+
+`taught`: a folder of source files is a document, and whole documents are held out for validation. Half of the training
+rows are copy rows (data/copy_rows.py), of 64 tokens where the runs train on 64-token sequences, then of 256. Packages
+hold near-copies of files, so a held-out folder may resemble a training folder.
+`mini`: a package of the standard library is a document; all rows are natural text.
+
+The same versions of Python and PyTorch give the same tokens.
+"""
+
+import argparse
+import importlib.util
+import sysconfig
+import tempfile
+from pathlib import Path
+
+from data.text import NOT_TEXT, find_files, prepare, write_folders
+from errors import exit_on_user_error
+
+COPY_ROWS = 0.5  # share of the training rows
+ROW_LENGTHS = [(64, 400 * 2048), (256, None)]  # as the length_schedule and batch_tokens of preset quickstart
+
+
+def prepare_taught(out: Path):
+    [torch_source] = importlib.util.find_spec("torch").submodule_search_locations
+    with tempfile.TemporaryDirectory() as folder:
+        write_folders([Path(sysconfig.get_path("stdlib")), Path(torch_source)], Path(folder))
+        prepare_documents(Path(folder), out)
+
+
+def prepare_documents(source: Path, out: Path):
+    """Make shards with copy rows of the .txt files in a folder, each of which is a document."""
+    prepare(
+        [source], out, "bpe:1024", suffixes=[".txt"], val_fraction=0.1, name="taught",
+        copy_rows=COPY_ROWS, row_lengths=ROW_LENGTHS,
+    )  # fmt: skip
+
+
+def prepare_mini(out: Path):
+    library = Path(sysconfig.get_path("stdlib"))
+    with tempfile.TemporaryDirectory() as folder:
+        for path in find_files([library], [".py"], NOT_TEXT):
+            package = path.relative_to(library).parts[0]
+            with open(Path(folder) / f"{package}.txt", "a") as file:
+                file.write(path.read_text(errors="replace").strip() + "\n\n\n")
+        prepare([Path(folder)], out, "bpe:2048", suffixes=[".txt"], val_fraction=0.1, name="packages")
+
+
+TEXTS = dict(taught=prepare_taught, mini=prepare_mini)
+
+
+@exit_on_user_error()
+def main(argv: list[str] | None = None):
+    parser = argparse.ArgumentParser(prog="python -m data.python_source", description=__doc__.split("\n")[0])
+    parser.add_argument("text", choices=TEXTS)
+    parser.add_argument("--out", type=Path, help="folder for the shards (default: data/TEXT)")
+    args = parser.parse_args(argv)
+    TEXTS[args.text](args.out or Path("data") / args.text)
+
+
+if __name__ == "__main__":
+    main()
