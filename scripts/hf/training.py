@@ -1,0 +1,103 @@
+"""Trains large Hugging Face models in little memory: loss in chunks, AdamW with bfloat16 weights and moments."""
+
+import torch
+from torch import Tensor, nn
+
+from errors import require
+from model.loss import LOGIT_BYTES, mean_loss, token_losses
+from scripts.hf.load import DTYPES, meta_model
+from scripts.hf.settings import Settings
+
+
+class WithLoss(nn.Module):
+    """A causal language model with its cross-entropy. Only a chunk of the logits exists at a time."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Tensor, targets: Tensor, plan: None = None, per_token: bool = False) -> Tensor:
+        """Return the mean loss in nats of targets (B, T) given inputs (B, T); or the losses (B, T), without gradients.
+
+        plan: ignored, because validation passes our GPT one.
+        """
+        x = self.model.model(inputs, use_cache=False).last_hidden_state  # (B, T, C)
+        x, head = x.flatten(0, 1), self.model.lm_head.weight  # (B T, C), (V, C)
+        if per_token:
+            return token_losses(x, head, targets.flatten()).view(targets.shape)
+        return mean_loss(x, head, targets.flatten())
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW that computes in float32 and rounds bfloat16 weights and moments stochastically.
+
+    A bfloat16 weight of 1 cannot hold a change of 2e-5: its precision is 4e-3. Stochastic rounding is right on average.
+    Nothing changes in a step where found_inf, which optim.sharded sets, is 1.
+    """
+
+    found_inf: Tensor | None = None
+
+    def __init__(self, params, lr: float = 2e-5, betas=(0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01):
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+        for p in (p for group in self.param_groups for p in group["params"]):  # a lack of memory shows at the start
+            step = torch.zeros((), device=p.device)
+            self.state[p] = dict(step=step, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+
+    @torch.no_grad()
+    def step(self):
+        if self.found_inf is not None and self.found_inf:
+            return
+        for group in self.param_groups:
+            (beta1, beta2), lr = group["betas"], group["lr"]
+            for p in (p for p in group["params"] if p.grad is not None):
+                state, gradient = self.state[p], p.grad.float()
+                state["step"] += 1
+                mean = state["exp_avg"].float().lerp(gradient, 1 - beta1)
+                square = state["exp_avg_sq"].float().lerp(gradient.square(), 1 - beta2)
+                scale = (square / (1 - beta2 ** state["step"])).sqrt() + group["eps"]
+                update = mean / (1 - beta1 ** state["step"]) / scale + group["weight_decay"] * p
+                copy_rounded(state["exp_avg"], mean)
+                copy_rounded(state["exp_avg_sq"], square)
+                copy_rounded(p, p - lr * update)
+
+
+def copy_rounded(x: Tensor, new: Tensor):
+    """Copy float32 values into x, rounded up or down at random, in proportion, if x is bfloat16."""
+    if x.dtype == torch.bfloat16:  # the upper half of the bits of a float32
+        bits = new.contiguous().view(torch.int32)
+        new = (bits + torch.randint_like(bits, 2**16)).bitwise_and(-(2**16)).view(torch.float32)
+    x.copy_(new)
+
+
+def check_model(config, settings: Settings):
+    """Raise ValueError for a model that cannot be trained here, before its weights are loaded."""
+    name, size = settings.model, config.vocab_size
+    require(size <= 2**16, f"{name} has a vocabulary of {size}, and shards have 16-bit tokens. Use at most {2**16}.")
+    capped = getattr(config, "final_logit_softcapping", None)
+    require(not capped, f"{name} caps its logits, and our chunked loss does not. Use a model of the family llama.")
+
+
+def count_memory(config, settings: Settings, processes: int) -> dict[str, int]:
+    """Return the bytes that each of so many processes needs, by kind.
+
+    Activations are an upper estimate, from steps on fake tensors. Training keeps the input of every layer. While a
+    layer is differentiated, a token takes 16 vectors of the model's width and 6 of the MLP's; in validation 9 and 3.
+    """
+    size, C, V, M = DTYPES[settings.dtype].itemsize, config.hidden_size, config.vocab_size, config.intermediate_size
+    weights = size * sum(p.numel() for p in meta_model(config).parameters())
+
+    def activations(tokens: int, bytes_per_token: int) -> int:
+        loss = (2 * tokens + V) * C * size + min(LOGIT_BYTES, tokens * V * size)
+        return max(tokens * bytes_per_token, loss)
+
+    needed = activations(max(settings.micro_batch_tokens, *settings.val_lengths), size * (9 * C + 3 * M))
+    if settings.steps == 0:
+        return {"weights": weights, "activations": needed}
+    tokens = max(settings.micro_batch_tokens, settings.train_length)
+    kept = (config.num_hidden_layers * tokens + V) * C * size  # inputs of layers, and the head's gradient
+    return {
+        "weights": weights if processes == 1 else weights + weights // processes,
+        "gradients": weights,
+        "moments": 2 * weights // processes,
+        "activations": max(needed, kept + activations(tokens, size * (16 * C + 6 * M))),
+    }

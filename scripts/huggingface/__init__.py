@@ -1,1 +1,0 @@
-"""What the commands about Hugging Face's models have in common: reading them, and our methods inside them."""
