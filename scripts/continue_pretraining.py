@@ -24,7 +24,7 @@ from types import SimpleNamespace
 import torch
 
 from configs.interrupt import exit_code
-from data.loader import TrainLoader, check_validation
+from data.loader import TrainLoader, check_validation, sequences_of
 from data.model_files import TOKENIZER_CONFIG, model_file
 from data.shards import TOKENIZER_FILE, TokenStream, open_split, tokenizer_of
 from errors import exit_on_user_error, require
@@ -84,15 +84,17 @@ def continue_pretraining(settings: Settings, world: World, stop: StopRequest) ->
             micro_batch_tokens=settings.micro_batch_tokens, vocab_size=config.vocab_size, rank=world.rank,
             world_size=world.world_size, device=world.device,
         )  # fmt: skip
-        loader(start_step=0).close()  # raises for a step that cannot be divided
+        sequences_of(settings.batch_tokens, settings.train_length, world.rank, world.world_size)  # may raise
         dtype = DTYPES[settings.dtype]
         model = WithLoss(load_model(settings.model, dtype=dtype, device=world.device, attention_dropout=0.0))
         convert(model.model, settings.method, train_length=settings.train_length, **settings.method_options)
         model.model.activation_checkpointing_enable()
         scores = score_deviations(model, val_text, settings, world)
-        trained = {"all": Group([*model.parameters()], functools.partial(AdamW, weight_decay=settings.weight_decay),
-                                settings.lr)}  # fmt: skip
-        optimizers = Optimizers(trained if settings.steps else {}, world.rank, world.world_size)
+        optimizers = None
+        if settings.steps:
+            adamw = functools.partial(AdamW, weight_decay=settings.weight_decay)
+            groups = {"all": Group([*model.parameters()], adamw, settings.lr)}
+            optimizers = Optimizers(groups, world.rank, world.world_size)
         folder = None
         if world.is_main:
             memory = count_memory(config, settings, processes=1)
@@ -105,8 +107,8 @@ def continue_pretraining(settings: Settings, world: World, stop: StopRequest) ->
     report = functools.partial(print_and_log, folder)
     report(f"{path}: {settings.model}, {settings.method} on {world.world_size} x {device_name(world.device)}")
     report(f"{num_parameters(model):,} parameters in {settings.dtype}; step {progress.step} of {settings.steps}")
-    names = SimpleNamespace(method=settings.method, validate_as=(), vocab_size=config.vocab_size,
-                            micro_batch_tokens=settings.micro_batch_tokens)  # fmt: skip
+    names = SimpleNamespace(method=settings.method, validate_as=(), val_copy_gaps=(),
+                            vocab_size=config.vocab_size, micro_batch_tokens=settings.micro_batch_tokens)  # fmt: skip
     no_plans = {settings.method: dict.fromkeys(settings.val_lengths)}
     validation = Validation(names, model.model, model, no_plans, val_text, world)
     limit_waiting(world, SECONDS_TO_WAIT)
@@ -231,10 +233,12 @@ def score_deviations(model: WithLoss, text: TokenStream, settings: Settings, wor
     return dict(scores_mean=mean, scores_std=std)
 
 
-def restore(settings: Settings, world: World, model: WithLoss, optimizers: Optimizers, fingerprint: str) -> Progress:
+def restore(
+    settings: Settings, world: World, model: WithLoss, optimizers: Optimizers | None, fingerprint: str
+) -> Progress:
     """Load the newest whole checkpoint of the run folder, if there is one. Raises ValueError for one of another run."""
     path, state, damaged = load_newest(settings.path / "checkpoints", world)
-    if path is None:
+    if path is None or optimizers is None:
         return Progress()
     with fail_together(world), checkpoint_errors(path):
         ours, may_differ = settings.to_dict() | dict(data_dir=settings.data), {*NOT_MATHEMATICS, "data_dir"}

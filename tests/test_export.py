@@ -1,4 +1,4 @@
-"""Exported models: equal to ours in logits, gradients and generation, with every method; what they carry; refusals."""
+"""Exported models: equal to ours in logits, gradients and generation, with every method; what a folder holds; push."""
 
 import ast
 import dataclasses
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hub_stand_in import serve
 from test_decoding import CASES, full_logits, make_model
 from test_gpt import random_tokens
 from test_methods import assert_near, assert_refused
@@ -28,11 +29,10 @@ from transformers.dynamic_module_utils import get_imports, get_relative_import_f
 from configs.command_line import read_config
 from configs.config import config_hash
 from data.text import load_tokenizer, prepare
+from scripts import export as command
 from scripts.evaluate import load_run
-from scripts.export import __main__ as command
-from scripts.export.card import training_words
-from scripts.export.modeling_method_gpt import MethodGPTConfig, MethodGPTForCausalLM
-from scripts.export.modules import ROOT, export_modules
+from scripts.hf.modeling_method_gpt import MethodGPTConfig, MethodGPTForCausalLM
+from scripts.hf.modules import ROOT, export_modules
 from scripts.shared.runs import read_run, stored_config
 
 every_case = pytest.mark.parametrize("name, options", CASES, ids=[f"{name}-{options}" for name, options in CASES])
@@ -83,49 +83,35 @@ def test_generation_is_the_same_with_a_cache_and_without(name, options):
     assert torch.equal(with_cache[:, 21:], best)
 
 
-@each_kind
-def test_rows_of_a_batch_are_what_they_are_alone_at_any_padding(name, options):
-    _, model = make_pair(name, options)
-    tokens, _ = random_tokens(21, batch=4)
-    lengths = (21, 5, 1, 5)
-    left = torch.tensor([[0] * (21 - n) + [1] * n for n in lengths])
-    together = generate(model, tokens, attention_mask=left)
-    with torch.no_grad():
-        logits = model(tokens, attention_mask=left.flip(1)).logits  # padded on the right
-        for row, n in enumerate(lengths):
-            alone = generate(model, tokens[row : row + 1, 21 - n :])
-            assert torch.equal(together[row, 21 - n :], alone[0])
-            assert_near(logits[row, :n], model(tokens[row : row + 1, :n]).logits[0], 1e-5)
+@torch.no_grad()
+def test_padding_is_allowed_at_the_end_alone():
+    _, model = make_pair("logn_p_rope")
+    tokens, _ = random_tokens(21, batch=2)
+    mask = torch.ones_like(tokens)
+    mask[1, 5:] = 0
+    logits = model(tokens, attention_mask=mask).logits
+    assert_near(logits[1, :5], model(tokens[1:, :5]).logits[0], 1e-5)
+    hole = torch.ones_like(tokens)
+    hole[0, 3] = 0
+    for call in (lambda: model(tokens, attention_mask=mask.flip(1)), lambda: model(tokens, attention_mask=hole),
+                 lambda: generate(model, tokens, attention_mask=mask)):  # fmt: skip
+        with assert_refused("attention_mask"):
+            call()
 
 
 @each_kind
 def test_beams_samples_and_drafts_are_those_without_a_cache(name, options):
     _, model = make_pair(name, options)
     tokens, _ = random_tokens(12, batch=2)
-    mask = torch.ones_like(tokens)
-    mask[1, :4] = 0
-    for how in (dict(num_beams=3), dict(do_sample=True, num_return_sequences=2, top_k=20)):
+    for options in (dict(num_beams=3), dict(do_sample=True, num_return_sequences=2, top_k=20)):
         found = []
         for use_cache in (True, False):
             torch.manual_seed(0)
-            found.append(generate(model, tokens, attention_mask=mask, use_cache=use_cache, **how))
-        assert torch.equal(*found), how
+            found.append(generate(model, tokens, use_cache=use_cache, **options))
+        assert torch.equal(*found), options
     repeated = tokens[:1].repeat(1, 3)
     drafted = generate(model, repeated, prompt_lookup_num_tokens=4, target_length=60)
     assert torch.equal(drafted, generate(model, repeated, target_length=60))
-
-
-@torch.no_grad()
-def test_a_cache_keeps_no_more_plans_than_there_are_texts():
-    _, model = make_pair("logn_ntk,fox")
-    tokens, _ = random_tokens(20, batch=3)
-    mask = torch.ones_like(tokens)
-    mask[1, :4] = 0
-    for target, kept in ((None, 0), (20, 1 + 2 * 2)):  # of the pass, and of two paddings and two methods
-        cache = model(tokens[:, :10], attention_mask=mask[:, :10], target_length=target).past_key_values
-        for n in range(10, 20):
-            model(tokens[:, n : n + 1], attention_mask=mask[:, : n + 1], past_key_values=cache, target_length=target)
-        assert len(cache.__dict__.get("plans", {})) == kept
 
 
 def test_generation_scales_to_the_length_that_is_asked_for():
@@ -167,23 +153,16 @@ def test_what_a_method_learns_stays_exact_in_bfloat16(tmp_path):
     assert (step[:, 0] - exact[:, -1]).abs().max() < 0.05 * exact.std()
 
 
-def test_bad_input_to_a_model_is_one_line():
+def test_bad_input_to_a_model():
     _, model = make_pair("rope")
     tokens, _ = random_tokens(6, batch=2)
-    hole = torch.tensor([[1, 1, 0, 1, 1, 1], [1] * 6])
-    with assert_refused("padding inside", "left"):
-        model(tokens, attention_mask=hole)
-    with assert_refused("without text"):
-        model(tokens, attention_mask=torch.zeros_like(tokens))
-    with assert_refused("attention_mask", "(2, 6)"):
-        model(tokens, attention_mask=hole[:, :5])
     with assert_refused("StaticCache", "cache_implementation"):
         generate(model, tokens, cache_implementation="static", disable_compile=True)
-    with assert_refused("target_length 5", "6 tokens"):
+    with assert_refused("6"):
         model(tokens, target_length=5)
-    with assert_refused("unknown attention method"):
+    with assert_refused("__import__"):
         MethodGPTForCausalLM(MethodGPTConfig(method="__import__('os')"))
-    with assert_refused("unknown option 'tua'"):
+    with assert_refused("tua"):
         MethodGPTForCausalLM(MethodGPTConfig(method_options=dict(tua=3.0)))
     with pytest.raises(StrictDataclassError, match="num_layers"):
         MethodGPTConfig(num_layers="2")
@@ -196,7 +175,7 @@ def test_every_module_imports_and_is_found_by_transformers(tmp_path, monkeypatch
     package = tmp_path / "carried"
     package.mkdir()
     (package / "__init__.py").touch()
-    modules = export_modules(command.CODE)
+    modules = export_modules("scripts.hf.modeling_method_gpt")
     for name, text in modules.items():
         (package / name).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
@@ -226,34 +205,42 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def exported(run):
-    command.main([str(run), "--to", "hf"])
+    command.main([str(run)])
     return run / "hf"
 
 
-def fails(capsys, main, *words):
+def fails(capsys, *arguments):
+    """Calls the command, which must end with exit code 2, and returns its error."""
     with pytest.raises(SystemExit) as end:
-        main([str(word) for word in words])
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        command.main([str(argument) for argument in arguments])
     assert end.value.code == 2
-    return line
+    return capsys.readouterr().err
 
 
 def test_a_folder_has_weights_tokenizer_code_and_card(run, exported):
     assert {path.suffix for path in exported.iterdir()} == {".json", ".py", ".safetensors", ".md", ""}
     assert (exported / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
-    assert [path for path in run.iterdir() if path.name.startswith(".")] == []
+    assert not [path for path in run.iterdir() if path.name.startswith(".")]
     config, card = json.loads((exported / "config.json").read_text()), (exported / "README.md").read_text()
     assert config["max_position_embeddings"] == 480 and config["method_options"] == {"segment_length": 60}
     summary, data = (json.loads((run / name).read_text()) for name in ("summary.json", "data.json"))
     shown = [f"{summary['val_loss'][n]:.3f}" for n in ("240", "480")] + [data["train"], data["tokenizer"][:12]]
-    shown += ["`infini_p_rope,fox,logn_p_rope`", "Anson, Ben and Wang, Xi and Aitchison, Laurence", "Step 4 of 4"]
-    assert all(words in card for words in shown) and str(run.parent) not in card
-    own = read_config(training_words(stored_config(run)))
-    assert config_hash(own) == config_hash(stored_config(run))
+    assert all(text in card for text in (*shown, "infini_p_rope,fox,logn_p_rope")) and str(run.parent) not in card
+    (words,) = [line.split()[2:] for line in card.splitlines() if line.startswith("    python train_gpt.py")]
+    assert config_hash(read_config(words)) == config_hash(stored_config(run))
     ours, theirs = load_tokenizer(run.parent / "data"), AutoTokenizer.from_pretrained(exported, trust_remote_code=False)
     text = "abc hgf  a\nbcd"
-    assert theirs(text)["input_ids"] == ours.encode(text) and theirs.padding_side == "left"
+    assert theirs(text)["input_ids"] == ours.encode(text)
     assert theirs.eos_token_id == theirs.bos_token_id == theirs.pad_token_id == ours.eot
+
+
+def test_tau_is_written_down(run):
+    config = dataclasses.replace(stored_config(run), method="scale_invariant_p_rope", method_options={})
+    gpt = MethodGPTForCausalLM(MethodGPTConfig(
+        vocab_size=384, num_layers=2, num_heads=2, model_dim=32, method="scale_invariant_p_rope")).gpt  # fmt: skip
+    assert command.make_model(config, gpt, 0).config.method_options == {"tau": 10.0}
+    config = dataclasses.replace(config, method_options={"tau": 3.0})
+    assert command.make_model(config, gpt, 0).config.method_options == {"tau": 3.0}
 
 
 LOAD = """
@@ -265,11 +252,11 @@ model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 tokens = torch.arange(600).view(2, 300) % 384
 with torch.no_grad():
     logits = model(tokens).logits
-how = dict(attention_mask=torch.ones_like(tokens), max_new_tokens=20, do_sample=False, eos_token_id=None)
-new = model.generate(tokens, **how)
-assert torch.equal(new, model.generate(tokens, **how, use_cache=False))
+options = dict(attention_mask=torch.ones_like(tokens), max_new_tokens=20, do_sample=False, eos_token_id=None)
+new = model.generate(tokens, **options)
+assert torch.equal(new, model.generate(tokens, **options, use_cache=False))
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-inputs = tokenizer(["abc abc", "a"], return_tensors="pt", padding=True)
+inputs = tokenizer(["abc abc", "abc abc"], return_tensors="pt", padding=True)
 assert len(tokenizer.batch_decode(model.generate(**inputs, max_new_tokens=5))) == 2
 torch.save((logits, new), out)
 """
@@ -289,19 +276,6 @@ def test_it_loads_and_generates_where_the_repository_is_not(run, exported, tmp_p
     assert torch.equal(new[:, 300:], full_logits(gpt, new[:, :-1], 319)[:, 299:].argmax(dim=-1))
 
 
-def test_a_run_that_switches_is_exported_as_what_it_has_become(run, tmp_path):
-    copy = tmp_path / "copy"
-    shutil.copytree(run, copy, ignore=shutil.ignore_patterns("hf"))
-    config = json.loads((copy / "config.json").read_text())
-    switch = dict(switch_method_at=0.5, switch_method_to="infini_rope,fox_p_rope,logn_rope")
-    (copy / "config.json").write_text(json.dumps(config | switch))
-    command.main([str(copy)])
-    model, tokens = MethodGPTForCausalLM.from_pretrained(copy / "hf"), torch.arange(300).view(1, 300)
-    assert model.config.method == switch["switch_method_to"] and model.config.method_options == {"segment_length": 60}
-    with torch.no_grad():
-        assert_near(model(tokens).logits, full_logits(load_run(copy, torch.device("cpu"))[1], tokens, 300), 1e-5)
-
-
 def test_gpt2s_tokenizer_is_told_from_others(run, tmp_path):
     ids = {f"w{n}": n for n in range(50256)} | {"<|endoftext|>": 50256}
     tokenizer = Tokenizer(WordLevel(ids, unk_token="w0"))
@@ -312,45 +286,58 @@ def test_gpt2s_tokenizer_is_told_from_others(run, tmp_path):
     trained = dataclasses.replace(stored, config=dataclasses.replace(stored.config, vocab_size=50304))
     trained = dataclasses.replace(trained, data=stored.data | {"tokenizer": "gpt2"})
     assert command.load_tokenizer(trained, str(tmp_path / "right")).eos_token_id == 50256
-    with assert_refused("is not GPT-2's tokenizer"):
+    with assert_refused("wrong"):
         command.load_tokenizer(trained, str(tmp_path / "wrong"))
     with assert_refused("50257", "384"):
         command.load_tokenizer(dataclasses.replace(trained, config=stored.config), str(tmp_path / "right"))
 
 
-def test_what_cannot_be_exported_is_one_line(run, exported, tmp_path, capsys, monkeypatch):
-    export = command.main
-    assert f"{exported} exists" in fails(capsys, export, run)
-    assert "not a run folder" in fails(capsys, export, tmp_path)
-    other = tmp_path / "other"
+def test_what_cannot_be_exported(run, exported, tmp_path, capsys, monkeypatch):
+    other, bare = tmp_path / "other", tmp_path / "bare"
     prepare([run.parent / "1.txt", run.parent / "2.txt"], other, "bpe:300", val_fraction=0.5)
-    said = fails(capsys, export, run, "--out", tmp_path / "x", "--tokenizer", other)
-    assert "does not hold the tokenizer" in said and "--tokenizer" in said
-    assert "does not hold" in fails(capsys, export, run, "--out", tmp_path / "x", "--tokenizer", tmp_path / "none")
-    bare = tmp_path / "bare"
     shutil.copytree(run, bare, ignore=shutil.ignore_patterns("checkpoints", "hf"))
-    assert "no checkpoint" in fails(capsys, export, bare)
+    assert str(exported) in fails(capsys, run)
+    assert str(tmp_path) in fails(capsys, tmp_path)
+    assert "checkpoint" in fails(capsys, bare)
+    for tokenizer in (other, tmp_path / "none"):
+        assert "--tokenizer" in fails(capsys, run, "--out", tmp_path / "x", "--tokenizer", tokenizer)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert "pip install -r requirements-extras.txt" in fails(capsys, export, run, "--out", tmp_path / "x")
+    assert "requirements-extras.txt" in fails(capsys, run, "--out", tmp_path / "x")
     assert not (tmp_path / "x").exists()
 
 
-def test_a_malicious_config_runs_nothing(run, tmp_path, capsys):
-    copy, trap = tmp_path / "copy", tmp_path / "trap"
-    shutil.copytree(run, copy, ignore=shutil.ignore_patterns("hf"))
-    (copy / "evil.py").write_text(f"open({str(trap)!r}, 'w')")
-    config = json.loads((copy / "config.json").read_text())
-    evil = {"auto_map": {"AutoConfig": "evil.Evil"}, "model_type": "evil", "_name_or_path": str(copy)}
-    (copy / "config.json").write_text(json.dumps(config | evil))
-    command.main([str(copy)])
-    written = json.loads((copy / "hf" / "config.json").read_text())
-    assert written["auto_map"] == command.CLASSES and written["model_type"] == "method_gpt"
-    assert not (copy / "hf" / "evil.py").exists()
-    for method in (f"__import__('os').system('touch {trap}')", "../evil", "rope,evil.Evil"):
-        (copy / "config.json").write_text(json.dumps(config | dict(method=method, method_options={})))
-        assert "unknown attention method" in fails(capsys, command.main, copy, "--out", tmp_path / "out")
-        changed = json.loads((copy / "hf" / "config.json").read_text()) | dict(method=method)
-        (copy / "hf" / "config.json").write_text(json.dumps(changed))
-        with assert_refused("unknown attention method"):
-            MethodGPTForCausalLM.from_pretrained(copy / "hf")
-    assert not trap.exists()
+# ---- the hub ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    import huggingface_hub.constants as constants
+
+    with serve("hf_right") as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.address)
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+            monkeypatch.delenv(name, raising=False)
+        yield hub
+
+
+def test_without_a_login_the_files_are_listed(run, exported, hub, capsys, monkeypatch):
+    command.main([str(run), "--push", "me/model"])
+    said = capsys.readouterr().out
+    assert all(path.name in said for path in exported.iterdir()) and "hf auth login" in said and not hub.requests
+    monkeypatch.setenv("HF_TOKEN", "hf_right")
+    command.main([str(run), "--push", "me/model", "--dry-run"])
+    assert not hub.requests
+
+
+def test_with_a_login_every_file_arrives(run, exported, hub, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_right")
+    command.main([str(run), "--out", str(tmp_path / "new"), "--push", "me/model", "--private"])  # it is exported first
+    assert capsys.readouterr().out.endswith(f"{hub.address}/me/model\n")
+    assert hub.created["name"] == "model" and "private" in (hub.created.get("visibility"), *hub.created)
+    assert hub.files == {path.name: path.read_bytes() for path in exported.iterdir()}
+    for repo in ("model", "../x", "a/b/c", "me/mo del"):
+        assert repo in fails(capsys, run, "--push", repo)
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    said = fails(capsys, run, "--push", "me/model")
+    assert "401" in said and "hf_wrong" not in said

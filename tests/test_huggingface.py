@@ -1,14 +1,17 @@
 # ruff: noqa: E402 (imports after importorskip)
-"""Our methods inside models of Hugging Face's (tiny, randomly initialised, of the real classes), and reading models."""
+"""Our methods inside Hugging Face models (tiny, random weights, of the real classes), and loading models."""
 
 import json
 import math
+import pickle
+from pathlib import Path
 
 import pytest
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-extras.txt")
 
 import reference
+import tokenizers
 import torch
 from test_methods import assert_refused
 from torch.testing import assert_close
@@ -17,39 +20,24 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 from model.kernels.distance import make_coefficients
 from model.methods import METHODS, make_method
 from model.reference import attention_logits
-from scripts.huggingface import attention
-from scripts.huggingface.attention import (
-    attend_with_method,
-    attention_layers,
-    convert,
-    measure_scores,
-    rescale,
-    set_target_length,
-)
-from scripts.huggingface.converted import load_converted
-from scripts.huggingface.load import count_parameters, load_model, meta_model
+from scripts.hf import attention
+from scripts.hf.attention import attend_with_method, attention_layers, convert
+from scripts.hf.load import check_memory, load_model, meta_model, read_config, read_tokenizer
+from scripts.hf.scores import measure_scores, rescale
+from scripts.hf.settings import PAPER
 
-TEN = "rope p_rope nope rope_ntk yarn logn_rope logn_p_rope logn_ntk alibi scale_invariant_p_rope".split()
-TRAIN_LENGTH, VOCAB, LENGTH = 32, 99, 41
+TRAIN_LENGTH, VOCAB, LENGTH, CAP = 32, 99, 41, 2.0
 SHAPE = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
-             max_position_embeddings=TRAIN_LENGTH, initializer_range=0.3)
-CAP, WINDOW = 2.0, 7
-FAMILIES = ["llama", "gemma2"]
-every_family = pytest.mark.parametrize("family", FAMILIES)
+             max_position_embeddings=TRAIN_LENGTH, initializer_range=0.3)  # fmt: skip
+GEMMA = dict(num_hidden_layers=4, head_dim=8, query_pre_attn_scalar=12, attn_logit_softcapping=CAP, sliding_window=7)
+every_family = pytest.mark.parametrize("family", ["llama", "gemma2"])
 
 
 def make_model(family="llama", **changes):
     torch.manual_seed(0)
     if family == "llama":
         return LlamaForCausalLM(LlamaConfig(**SHAPE | dict(num_hidden_layers=2) | changes)).eval()
-    own = dict(num_hidden_layers=4, head_dim=8, query_pre_attn_scalar=12)
-    own |= dict(attn_logit_softcapping=CAP, sliding_window=WINDOW)
-    return Gemma2ForCausalLM(Gemma2Config(**SHAPE | own | changes, attn_implementation="eager")).eval()
-
-
-@pytest.fixture(scope="module")
-def models():  # each is converted again and again
-    return {family: make_model(family) for family in FAMILIES}
+    return Gemma2ForCausalLM(Gemma2Config(**SHAPE | GEMMA | changes, attn_implementation="eager")).eval()
 
 
 def random_tokens(batch=2, length=LENGTH):
@@ -57,8 +45,8 @@ def random_tokens(batch=2, length=LENGTH):
 
 
 @torch.no_grad()
-def logits(model, tokens=None, **how):
-    return model(random_tokens() if tokens is None else tokens, **how).logits
+def logits(model, tokens=None, **options):
+    return model(random_tokens() if tokens is None else tokens, **options).logits
 
 
 def learned(model):
@@ -66,13 +54,13 @@ def learned(model):
 
 
 def move_learned(model):
-    """Away from what it begins with, so that all heads and layers differ."""
+    """Changes the learned parameters, so that all heads and layers differ."""
     with torch.no_grad():
         for i, parameter in enumerate(learned(model)):
             parameter += 0.3 * torch.rand(parameter.shape, generator=torch.Generator().manual_seed(i))
 
 
-# ---- what is computed ------------------------------------------------------------------------------------------------
+# ---- what a converted model computes ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family, changes", [
@@ -81,7 +69,7 @@ def move_learned(model):
     ("llama", dict(num_key_value_heads=4, head_dim=16)),
     ("gemma2", {}),
     ("gemma2", dict(attn_logit_softcapping=None, query_pre_attn_scalar=8)),
-])
+])  # fmt: skip
 def test_rope_in_a_converted_model_is_the_model(family, changes):
     model = make_model(family, **changes)
     expected = logits(model)
@@ -93,7 +81,7 @@ def test_rope_in_a_converted_model_is_the_model(family, changes):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The arguments of each call of our attention function, layer by layer."""
+    """The arguments of each call of our attention function."""
     found = []
 
     def record(layer, *arguments, **others):
@@ -106,260 +94,194 @@ def calls(monkeypatch):
     attention.register()
 
 
-def conjugate(x):
-    """These models rotate by +angle, ours by -angle."""
-    return torch.cat([half if i == 0 else -half for i, half in enumerate(x.chunk(2, dim=-1))], dim=-1)
+def exact_vectors(q, k):
+    """Float64, in our direction of rotation: these models rotate by +angle, ours by -angle."""
+    k = k.repeat_interleave(2, dim=1)
+    return (torch.cat([x[..., :4], -x[..., 4:]], dim=-1).double() for x in (q, k))
 
 
 @every_family
-@pytest.mark.parametrize("name", TEN)
-def test_logits_of_a_converted_model_are_ours(models, calls, name, family):
-    model = convert(models[family], name)
+@pytest.mark.parametrize("name", PAPER)
+def test_attention_of_a_converted_model_is_the_formula(calls, name, family):
+    model = convert(make_model(family), name)
     move_learned(model)
     assert (len(learned(model)) > 0) == name.startswith("logn")
     logits(model)
     assert len(calls) == model.config.num_hidden_layers
-    for layer, (q, k, v, places, *rest), others in calls[:2]:
-        assert places == (0, 0) and q.shape == (2, 4, LENGTH, 8) and k.shape == v.shape == (2, 2, LENGTH, 8)
+    for layer, (q, k, v, positions, *rest), others in calls[:2]:
+        assert positions == (0, 0) and q.shape == (2, 4, LENGTH, 8) and k.shape == v.shape == (2, 2, LENGTH, 8)
         # With unit vectors as values the output is the softmax, 8 columns a call.
         units = torch.nn.functional.pad(torch.eye(LENGTH), (0, -LENGTH % 8)).expand(2, 2, -1, -1).split(8, dim=-1)
-        ours = torch.cat([attend_with_method(layer, q, k, x, places, *rest, **others)[0] for x in units], dim=-1)
-        exact_q, exact_k = conjugate(q.double()), conjugate(k.double().repeat_interleave(2, dim=1))
-        number = layer.method.query_scale and layer.method.query_scale.scale.double()
-        how = dict(train_length=TRAIN_LENGTH, learned=number)
+        ours = torch.cat([attend_with_method(layer, q, k, x, positions, *rest, **others)[0] for x in units], dim=-1)
+        exact_q, exact_k = exact_vectors(q, k)
         if family == "llama":
-            exact = reference.attention_logits(name, exact_q, exact_k, **how)
+            factor = layer.method.query_scale and layer.method.query_scale.scale.double()
+            exact = reference.attention_logits(name, exact_q, exact_k, train_length=TRAIN_LENGTH, learned=factor)
         else:
             assert (layer.method.window is not None) == (layer.layer_idx % 2 == 0)
-            exact_q = exact_q * (8 / 12) ** 0.5
-            exact = attention_logits(layer.method, exact_q, exact_k, softcap=CAP)
+            exact = attention_logits(layer.method, exact_q * (8 / 12) ** 0.5, exact_k, softcap=CAP)
         seen = exact.isfinite()
         ours = ours.transpose(1, 2)[..., :LENGTH]  # (B, H, T, T)
         assert (ours[~seen] == 0).all() and seen.sum() > 2 * LENGTH
-        # The logits of a row but for a number, which no softmax knows.
         assert_close(ours[seen].double().log(), exact.log_softmax(dim=-1)[seen], rtol=0, atol=1e-5)
 
 
 @every_family
-@pytest.mark.parametrize("name", ["logn_p_rope", "scale_invariant_p_rope"])
-def test_gradients_reach_every_weight(family, name):
-    model = convert(make_model(family), name, **(dict(learn_tau=True) if name.startswith("scale") else {})).train()
+@pytest.mark.parametrize("name, options", [("logn_p_rope", {}), ("scale_invariant_p_rope", dict(learn_tau=True))])
+def test_gradients_reach_every_weight(family, name, options):
+    model = convert(make_model(family), name, **options).train()
     move_learned(model)
     tokens = random_tokens()
 
-    def all_gradients():
+    def gradients():
         model.zero_grad()
         model(tokens, labels=tokens).loss.backward()
         return {key: p.grad.clone() for key, p in model.named_parameters()}
 
-    found = all_gradients()
+    found = gradients()
     assert all(g.isfinite().all() and g.abs().max() > 0 for g in found.values())
     assert sum(".method." in key for key in found) == model.config.num_hidden_layers
     model.activation_checkpointing_enable()
-    for key, gradient in all_gradients().items():
+    for key, gradient in gradients().items():
         assert_close(gradient, found[key], rtol=1e-4, atol=1e-6)
-    # and they are right: along the gradient of what is learned, the loss grows by its square
-    mine, step = learned(model), 1e-3
-    slope = sum(p.grad.square().sum().item() for p in mine) ** 0.5
-    losses = []
-    for sign in (1, -1):
-        with torch.no_grad():
-            for p in mine:
-                p += sign * step * p.grad / slope
-            losses.append(model(tokens, labels=tokens).loss.item())
-            for p in mine:
-                p -= sign * step * p.grad / slope
-    assert abs((losses[0] - losses[1]) / (2 * step) / slope - 1) < 0.1
 
 
-def test_every_method_runs_or_says_why_not(models):
-    refused = []
+def test_every_method_runs_unless_it_needs_the_layers_input():
+    model = make_model()
     for name in METHODS:
         try:
-            convert(models["llama"], name)
-        except ValueError as error:
-            refused.append(name)
-            assert "looks at the input of the layer" in str(error)
-            continue
-        assert logits(models["llama"]).isfinite().all()
-    look = ("nape", "path", "fox")
-    assert refused == [name for name in METHODS if name.endswith("gate") or any(part in name for part in look)]
+            convert(model, name)
+        except ValueError:
+            gates_or_input = "nape" in name or "path" in name or "fox" in name or name.endswith("gate")
+            assert gates_or_input, name
+        else:
+            assert logits(model).isfinite().all()
 
 
-# ---- no bound, and what the deviation is -----------------------------------------------------------------------------
-
-
-def test_no_kernel_is_told_a_bound(models):
-    model = convert(models["llama"], "scale_invariant_p_rope")
+def test_no_kernel_assumes_a_bound_of_the_scores():
+    model = convert(make_model(), "scale_invariant_p_rope")
     logits(model)
     (plan,) = model.attention_shared.plans.values()
     assert plan.call.product_bound == math.inf
-    change = model.model.layers[0].self_attn.method.score_change
-    bounded = [
-        make_coefficients(change, 4, 8, LENGTH, 0, torch.float32, "cpu", bound).bounded
-        for bound in (plan.call.product_bound, 8.0)  # 8: what it would be with QK-norm
-    ]
-    assert bounded == [False, True]
+    change = attention_layers(model)[0].method.score_change
+    assert not make_coefficients(change, 4, 8, LENGTH, 0, torch.float32, "cpu", plan.call.product_bound).bounded
+
+
+def test_barbero_keeps_half_of_the_models_frequencies_and_logn_begins_at_1():
+    model = convert(make_model(), "p_rope", form="barbero")
+    base = model.config.attention_method["rope_parameters"]["rope_theta"]
+    frequencies, _ = attention_layers(model)[0].method.rotation.frequencies(1)
+    assert_close(frequencies, torch.tensor([1, base**-0.25, 0, 0], dtype=torch.float64))
+    assert attention_layers(convert(model, "p_rope"))[0].method.rotation.base == 1024
+    assert learned(convert(model, "logn_rope", train_length=4096))[0].tolist() == pytest.approx([0.1366] * 4, abs=1e-4)
+
+
+# ---- scores ----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_measured_scores_are_those_of_the_formula(calls):
+    model = convert(make_model("gemma2"), "p_rope")
+    found = measure_scores(model, random_tokens(), num_queries=LENGTH)
+    later = torch.arange(LENGTH)
+    counted = (later[:, None] > later) & (later > 0)
+    method = make_method("p_rope", num_heads=4, head_dim=8, train_length=TRAIN_LENGTH)  # before window and cap
+    for (_, (q, k, *_), _), (mean, deviation) in zip(calls, [layer.unbind(-1) for layer in found], strict=True):
+        exact_q, exact_k = exact_vectors(q, k)
+        scores = attention_logits(method, exact_q * (8 / 12) ** 0.5, exact_k)[:, :, counted].transpose(0, 1).flatten(1)
+        assert_close(mean.double(), scores.mean(1), rtol=0, atol=1e-5)
+        assert_close(deviation.double(), scores.std(1), rtol=0, atol=1e-5)
 
 
 @every_family
 @pytest.mark.parametrize("by", ["layer", "head"])
 def test_rescaled_scores_have_deviation_1(family, by):
-    model = convert(make_model(family), "logn_p_rope")
-    tokens = random_tokens(3)
-    before = measure_scores(model, tokens)  # (layers, H, 2)
-    assert before.shape == (model.config.num_hidden_layers, 4, 2) and before[..., 1].min() > 1.2
-    assert_close(rescale(model, tokens, by)[0], before[0])
-    mean, deviation = measure_scores(model, tokens).unbind(-1)
-    if by == "head":
-        assert_close(deviation, torch.ones_like(deviation), rtol=0, atol=1e-4)
-    else:  # of a layer's heads together
-        pooled = (deviation.square() + mean.square()).mean(1) - mean.mean(1).square()
-        assert_close(pooled, torch.ones_like(pooled), rtol=0, atol=1e-3)
-    assert_close(rescale(model, tokens, by)[..., 1], deviation)  # on top of the factors that there are
-
-
-@torch.no_grad()
-def test_measured_scores_are_those_of_the_formula(models, calls):
-    model, tokens = convert(models["gemma2"], "p_rope"), random_tokens()
-    found = measure_scores(model, tokens, num_queries=LENGTH)
-    later = torch.arange(LENGTH)
-    counted = (later[:, None] > later) & (later > 0)
-    method = make_method("p_rope", num_heads=4, head_dim=8, train_length=TRAIN_LENGTH)  # before window and cap
-    for (_, (q, k, *_), _), (mean, deviation) in zip(calls, [layer.unbind(-1) for layer in found], strict=True):
-        exact_q, exact_k = conjugate(q.double()), conjugate(k.double().repeat_interleave(2, dim=1))
-        scores = attention_logits(method, exact_q * (8 / 12) ** 0.5, exact_k)[:, :, counted].transpose(0, 1).flatten(1)
-        assert_close(mean.double(), scores.mean(1), rtol=0, atol=1e-5)
-        assert_close(deviation.double(), scores.std(1), rtol=0, atol=1e-5)
+    model, tokens = convert(make_model(family), "logn_p_rope"), random_tokens(3)
+    assert measure_scores(model, tokens)[..., 1].min() > 1.2
+    rescale(model, tokens, by)
+    mean, deviation = measure_scores(model, tokens).unbind(-1)  # (layers, H)
+    if by == "layer":  # of the heads together
+        deviation = ((deviation.square() + mean.square()).mean(1) - mean.mean(1).square()).sqrt()
+    assert_close(deviation, torch.ones_like(deviation), rtol=0, atol=1e-3)
 
 
 # ---- generation ------------------------------------------------------------------------------------------------------
 
 
 @every_family
-@pytest.mark.parametrize("name, options", [(name, {}) for name in TEN] + [
-    ("logn_ntk", dict(context="length")),
-    ("yarn", dict(factor=3.0)),
-    ("infini_p_rope", dict(segment_length=7)),
-    ("swan", dict(window=9)),
-    ("p_rope_sink", {}),
-    ("pope", {}),
-    ("stick_breaking", {}),
-], ids=str)
+@pytest.mark.parametrize("name, options", [(name, {}) for name in PAPER] + [
+    ("logn_ntk", dict(context="length")), ("infini_p_rope", dict(segment_length=7)), ("p_rope_sink", {}),
+    ("pope", {}), ("stick_breaking", {}),
+], ids=str)  # fmt: skip
 @torch.no_grad()
-def test_a_cache_changes_nothing(models, name, options, family):
+def test_a_cache_changes_nothing(name, options, family):
     if family == "gemma2" and name in ("infini_p_rope", "stick_breaking", "pope"):
         return  # refused, below
-    model, tokens = convert(models[family], name, **options), random_tokens()
+    model, tokens = convert(make_model(family), name, **options), random_tokens()
     move_learned(model)
-    set_target_length(model, LENGTH + 3)  # beyond the training length
+    model.attention_shared.target_length = LENGTH + 3  # beyond the training length
     full = model(tokens).logits
-    first = 18
-    output = model(tokens[:, :first], use_cache=True)
+    output = model(tokens[:, :18], use_cache=True)
     found = [output.logits]
-    for start, stop in [(first, 27), *((i, i + 1) for i in range(27, LENGTH))]:  # 9 at once, then one by one
-        output = model(tokens[:, start:stop], past_key_values=output.past_key_values, use_cache=True)
+    for piece in tokens[:, 18:].split([9, *[1] * (LENGTH - 27)], dim=1):
+        output = model(piece, past_key_values=output.past_key_values, use_cache=True)
         found.append(output.logits)
     assert_close(torch.cat(found, dim=1), full, rtol=0, atol=1e-4)
 
 
 @every_family
-@pytest.mark.parametrize("name", ["logn_ntk", "scale_invariant_p_rope"])
-def test_generate_with_a_cache_is_generate_without(models, name, family):
-    model, tokens = convert(models[family], name), random_tokens(length=9)
-    set_target_length(model, 44)
-    how = dict(max_new_tokens=35, do_sample=False, eos_token_id=None, pad_token_id=0)
-    cached = model.generate(tokens, **how)
-    assert cached.shape == (2, 44) and torch.equal(cached, model.generate(tokens, use_cache=False, **how))
-    assert model.generate(tokens, **how | dict(num_beams=2, max_new_tokens=9)).shape == (2, 18)
+def test_generate_with_a_cache_is_generate_without(family):
+    model, tokens = convert(make_model(family), "logn_ntk"), random_tokens(length=9)
+    model.attention_shared.target_length = 44
+    options = dict(max_new_tokens=35, do_sample=False, eos_token_id=None, pad_token_id=0)
+    cached = model.generate(tokens, **options)
+    assert cached.shape == (2, 44) and torch.equal(cached, model.generate(tokens, use_cache=False, **options))
+    assert model.generate(tokens, **options | dict(num_beams=2, max_new_tokens=9)).shape == (2, 18)
 
 
-def test_a_length_that_matters_must_be_told(models):
-    tokens = random_tokens()
-
-    def decode(until):
-        output = model(tokens[:, :20], use_cache=True)
-        for i in range(20, until):
-            output = model(tokens[:, i:i + 1], past_key_values=output.past_key_values, use_cache=True)
-
-    model = convert(models["llama"], "rope_ntk")
-    decode(TRAIN_LENGTH)  # up to which NTK is RoPE
-    with assert_refused("rope_ntk follows the length", "set_target_length"):
-        decode(TRAIN_LENGTH + 1)
-    set_target_length(model, TRAIN_LENGTH + 1)
-    decode(TRAIN_LENGTH + 1)
-    with assert_refused("told that sequences have 33 tokens", "this has 41"):
-        logits(model)
-    decode_rope = convert(models["llama"], "logn_p_rope")
-    assert decode_rope is model
-    decode(LENGTH)  # LogN's own form follows a query's position alone
-
-
-def test_what_is_not_one_whole_sequence_a_row(models):
-    model, tokens = convert(models["llama"], "scale_invariant_p_rope"), random_tokens()
+def test_rows_are_one_whole_sequence():
+    model, tokens = convert(make_model(), "scale_invariant_p_rope"), random_tokens()
     mask = torch.ones_like(tokens)
     mask[1, 30:] = 0
     found = logits(model, attention_mask=mask)
     assert_close(found[1, :30], logits(model, tokens[1:, :30])[0], rtol=0, atol=1e-5)
-    with assert_refused("padding after the tokens", "equal length"):
-        logits(model, attention_mask=mask.flip(1))
-    with assert_refused("padding after the tokens", "not in generation"):
-        model.generate(tokens, attention_mask=mask, max_new_tokens=2, pad_token_id=0)
-    with assert_refused("one sequence a row"):
-        logits(model, position_ids=torch.arange(LENGTH).remainder(20)[None], use_cache=False)
-    with assert_refused("its own mask"):
-        logits(model, attention_mask=torch.zeros(2, 1, LENGTH, LENGTH))
-    with assert_refused("DynamicCache"):
-        logits(model, past_key_values=StaticCache(config=model.config, max_cache_len=64))
+    for call in (
+        lambda: logits(model, attention_mask=mask.flip(1)),
+        lambda: model.generate(tokens, attention_mask=mask, max_new_tokens=2, pad_token_id=0),
+        lambda: logits(model, position_ids=torch.arange(LENGTH).remainder(20)[None], use_cache=False),
+        lambda: logits(model, attention_mask=torch.zeros(2, 1, LENGTH, LENGTH)),
+        lambda: logits(model, past_key_values=StaticCache(config=model.config, max_cache_len=64)),
+    ):
+        with pytest.raises(ValueError):
+            call()
 
 
-# ---- what is refused, and what is saved ------------------------------------------------------------------------------
-
-
-def test_conversions_that_are_refused(models):
-    llama, gemma = models["llama"], models["gemma2"]
-    with assert_refused("unknown attention method", "p_rope"):
-        convert(llama, "p_ropo")
-    with assert_refused("unknown option", "tau"):
-        convert(llama, "scale_invariant_p_rope", tao=3)
-    for name in ("infini_rope", "stick_breaking"):
-        with assert_refused(f"{name} replaces the softmax", "caps its scores"):
-            convert(gemma, name)
-    with assert_refused("pope is not linear in q"):
-        convert(gemma, "pope")
-    with assert_refused("pope", "not linear in q"):
-        rescale(convert(llama, "pope"), random_tokens())
-    with assert_refused("by layer or by head"):
-        rescale(llama, random_tokens(), "row")
-    scaled = dict(rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-                  original_max_position_embeddings=16)
-    other = make_model(rope_parameters=scaled)
-    with assert_refused("rope type llama3", "give base=500000"):
-        convert(other, "logn_rope")
-    assert not hasattr(attention_layers(other)[0], "method")  # nothing half done
-    assert convert(other, "rope", base=5e5) and convert(other, "p_rope") and convert(other, "alibi")
-    with assert_refused("no dropout", "attention_dropout=0.0"):
-        convert(make_model(attention_dropout=0.1), "rope")
-    other.model.layers[1].mlp.to("meta")  # as accelerate does to what it offloads
-    with assert_refused("offloaded", "what logn_p_rope learns"):
-        convert(other, "logn_p_rope")
-    convert(other, "scale_invariant_p_rope")
+def test_refused_conversions():
+    llama, gemma = make_model(), make_model("gemma2")
+    rope = dict(rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                original_max_position_embeddings=16)  # fmt: skip
+    scaled = make_model(rope_parameters=rope)
     bare = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9))
-    with assert_refused("llama and gemma2", "not gpt2"):
-        convert(bare, "rope")
+    for model, name, options, word in [
+        (llama, "p_ropo", {}, "p_rope"),
+        (llama, "scale_invariant_p_rope", dict(tao=3), "tau"),
+        (llama, "fox", {}, "input"),
+        (gemma, "infini_rope", {}, "softmax"),
+        (gemma, "stick_breaking", {}, "softmax"),
+        (gemma, "pope", {}, "linear"),
+        (scaled, "logn_rope", {}, "base=500000"),
+        (make_model(attention_dropout=0.1), "rope", {}, "attention_dropout"),
+        (bare, "rope", {}, "gpt2"),
+    ]:
+        with assert_refused(word):
+            convert(model, name, **options)
+        assert not any(hasattr(module, "method") for module in model.modules())
+    assert convert(scaled, "rope", base=5e5) and convert(scaled, "p_rope") and convert(scaled, "alibi")
+    with assert_refused("pope", "linear"):
+        rescale(convert(llama, "pope"), random_tokens())
 
 
-def test_half_of_the_pairs_of_barbero_keep_the_models_frequencies(models):
-    model = convert(models["llama"], "p_rope", form="barbero")
-    base = model.config.rope_parameters["rope_theta"]
-    frequencies, _ = attention_layers(model)[0].method.rotation.frequencies(1)
-    assert_close(frequencies, torch.tensor([1, base**-0.25, 0, 0], dtype=torch.float64))
-    assert attention_layers(convert(model, "p_rope"))[0].method.rotation.base == 1024
-
-
-def test_logn_begins_at_a_mean_factor_of_1(models):
-    model = convert(models["llama"], "logn_rope", train_length=4096)
-    assert learned(model)[0].tolist() == pytest.approx([0.1366] * 4, abs=1e-4)
+# ---- saving and loading ----------------------------------------------------------------------------------------------
 
 
 @every_family
@@ -369,23 +291,105 @@ def test_a_converted_model_is_saved_and_loaded(tmp_path, family):
     rescale(model, random_tokens())
     model.save_pretrained(tmp_path, max_shard_size="10KB")
     assert len([*tmp_path.glob("*.safetensors")]) > 1
-    again = load_converted(tmp_path)
+    again = load_model(tmp_path)
     assert torch.equal(logits(again), logits(model))
     assert again.config.attention_method == model.config.attention_method
-    with assert_refused("was converted", "load_converted"):
-        load_model(tmp_path)
-    fields = json.loads((tmp_path / "config.json").read_text())
-    for damage in ("x", dict(name="rope"), fields["attention_method"] | dict(name=3)):
-        (tmp_path / "config.json").write_text(json.dumps(fields | dict(attention_method=damage)))
-        with assert_refused("attention"):
-            load_converted(tmp_path)
 
 
 def test_llama_2_7b_converts_on_the_meta_device():
-    config = LlamaConfig(max_position_embeddings=4096)  # whose other defaults are Llama-2-7B's
-    model = meta_model(config)
-    assert count_parameters(config) == sum(p.numel() for p in model.parameters()) == 6_738_415_616
-    for name in TEN:
+    model = meta_model(LlamaConfig(max_position_embeddings=4096))  # the other defaults are Llama-2-7B's
+    assert sum(p.numel() for p in model.parameters()) == 6_738_415_616
+    for name in ("logn_rope", "scale_invariant_p_rope"):
         convert(model, name)
-        assert sum(p.numel() for p in model.parameters()) - 6_738_415_616 == (1024 if name.startswith("logn") else 0)
-        assert all(p.is_meta for p in model.parameters())
+        assert sum(p.numel() for p in model.parameters()) == 6_738_415_616 + (1024 if name == "logn_rope" else 0)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    make_model().save_pretrained(tmp_path / "model")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def change_config(folder, **fields):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def test_a_folder_is_loaded(folder):
+    model = load_model(folder, dtype=torch.bfloat16, attention_dropout=0.25)
+    assert model.dtype == torch.bfloat16 and model.config.attention_dropout == 0.25
+    for ours, theirs in zip(model.state_dict().values(), make_model().state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs.bfloat16())
+    assert len(read_tokenizer(folder, VOCAB)) == VOCAB
+    with assert_refused("99", "98"):
+        read_tokenizer(folder, 98)
+
+
+@pytest.mark.parametrize("fields, word", [
+    (dict(model_type="gpt2"), "gpt2"),
+    (dict(num_hidden_layers=3), "model.layers.2"),
+    (dict(quantization_config=dict(quant_method="gptq", bits=4)), "quantised"),
+    (dict(hidden_size=2**14, intermediate_size=2**16, num_hidden_layers=99), "GiB"),
+], ids=str)  # fmt: skip
+def test_bad_configurations(folder, fields, word):
+    change_config(folder, **fields)
+    with assert_refused(word):
+        load_model(folder)
+
+
+def test_what_is_not_there(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises((OSError, ValueError)):
+        read_config(tmp_path)
+    with pytest.raises((OSError, ValueError)):
+        read_tokenizer(tmp_path)
+    with assert_refused("GiB"):
+        check_memory("model", 1e15, torch.device("cpu"))
+
+
+class Trap:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_no_code_of_a_folder_is_run(folder, tmp_path):
+    sprung = tmp_path / "sprung"
+    for name in ("modeling_trap.py", "configuration_trap.py", "tokenization_trap.py"):
+        (folder / name).write_text(f"open({str(sprung)!r}, 'w')\nclass Any: pass\n")
+    auto = dict(AutoConfig="configuration_trap.Any", AutoModelForCausalLM="modeling_trap.Any")
+    auto |= dict(AutoTokenizer=["tokenization_trap.Any", None])
+    change_config(folder, auto_map=auto, _attn_implementation="someone/trap", attn_implementation="someone/trap")
+    assert logits(load_model(folder)).isfinite().all()
+    (folder / "tokenizer_config.json").write_text(json.dumps(dict(auto_map=auto, tokenizer_class="Any")))
+    with pytest.raises(ValueError):
+        read_tokenizer(folder)
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"lm_head.weight": Trap(sprung)}))
+    with pytest.raises(OSError):
+        load_model(folder)
+    index = dict(metadata={}, weight_map={"lm_head.weight": "pytorch_model.bin"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(Exception):
+        load_model(folder)
+    assert not sprung.exists()
+
+
+def test_the_example_of_the_page_runs(folder, tmp_path, monkeypatch, capsys):
+    page = (Path(__file__).parents[1] / "docs" / "huggingface.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    monkeypatch.chdir(tmp_path)
+    for theirs, here in (("meta-llama/Llama-2-7b-hf", str(folder)), ('device="cuda"', 'device="cpu"')):
+        assert code.count(theirs) == 1
+        code = code.replace(theirs, here)
+    exec(code, {})
+    deviations, loss = capsys.readouterr().out.splitlines()
+    assert deviations.startswith("tensor(") and "nan" not in deviations + loss
+    assert load_model(tmp_path / "llama-scale-invariant").config.attention_method["options"] == dict(tau=10.0)

@@ -94,7 +94,7 @@ def find_positions(
     require(allow_is_causal_skip, "rows hold several sequences. Pass one sequence a row, with position_ids 0, 1, 2 ...")
     if attention_mask is not None and not attention_mask.all():
         at_the_end = q_offset == 0 and bool((attention_mask.long().diff(dim=1) <= 0).all())
-        message = "attention_mask hides tokens that others would see. Pad on the right; generate from equal lengths."
+        message = "attention_mask hides tokens that later ones see. Pad on the right; generate from equal lengths."
         require(at_the_end, message)  # no token sees padding after it
     return Positions(q_offset, kv_offset)
 

@@ -1,4 +1,4 @@
-"""The fields of a continued pretraining. Defaults are the paper's for Llama 2 7B, and our choices where it is silent."""
+"""The fields of a continued pretraining. Defaults are the paper's for Llama 2 7B, or ours where it is silent."""
 
 import dataclasses
 import sys

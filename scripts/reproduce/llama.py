@@ -6,7 +6,7 @@ import json
 import shlex
 from pathlib import Path
 
-from scripts.continue_pretraining.settings import NOT_TRAINED, PAPER, PAPER_MODEL
+from scripts.hf.settings import NOT_TRAINED, PAPER, PAPER_MODEL
 from scripts.reproduce.study import Study
 from scripts.reproduce.tables import PAPER_TRAIN_LENGTH, format_target, paper_head, paper_remarks, paper_targets
 from scripts.shared.looks import series_name

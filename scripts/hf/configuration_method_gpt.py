@@ -1,4 +1,4 @@
-"""The configuration of an exported model: the fields of a run that its weights and attention depend on."""
+"""The configuration of an exported model: the fields of a run that its weights and its attention depend on."""
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
@@ -6,11 +6,8 @@ from transformers import PreTrainedConfig
 
 @strict
 class MethodGPTConfig(PreTrainedConfig):
-    """Holds what GPT (gpt.py) takes: of what these mean, see there. Types are checked when a config is made or read;
-    GPT knows no attention method but those of its own table, and none of their options but theirs.
-
-    max_position_embeddings: no limit, but how far other programs go if they are not told.
-    """
+    """Holds the arguments of GPT (gpt.py), with their types checked. max_position_embeddings is the longest validated
+    length. Other programs stop there by default, but the model has no limit."""
 
     model_type = "method_gpt"
     attribute_map = {

@@ -1,0 +1,76 @@
+"""Copies a module of this repository, and all that it imports of it, for use where the repository is not installed.
+
+transformers loads a model's code from a folder of .py files that import each other as `from .NAME import ...`. It
+allows no subfolders and no imports of packages that are not installed, unless they stand in a `try`. So
+model/methods/rope.py becomes methods_rope.py, imports become relative, and the first file names all others. Each
+version of the code gets its own names of operators, because operators belong to the whole process.
+
+Triton kernels are copied. C++ kernels are not, so a CPU computes in plain PyTorch (backend `blocks`).
+"""
+
+import ast
+import hashlib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+NAMESPACE = '"scale_invariant::'  # of operators (torch.library.custom_op)
+OPTIONAL = {"triton"}  # packages that are imported where they are used
+
+
+def find_module(name: str) -> Path | None:
+    """Return the file of a module of this repository, None for another one."""
+    path = ROOT.joinpath(*name.split("."))
+    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
+
+
+def flat_name(module: str) -> str:
+    """Return the name of a module in the exported folder."""
+    return module.removeprefix("scripts.hf.").removeprefix("model.").replace(".", "_")
+
+
+def relative_imports(node: ast.ImportFrom) -> tuple[list[str], set[str]]:
+    """Return the lines that replace an import, and the modules of this repository that they need."""
+    lines, needed = [], set()
+    for alias in node.names:
+        name = f"{node.module}.{alias.name}"
+        if find_module(name):
+            lines.append(f"from . import {flat_name(name)} as {alias.asname or alias.name}")
+            needed.add(name)
+        else:
+            lines.append(f"from .{flat_name(node.module)} import {ast.unparse(alias)}")
+            needed.add(node.module)
+    return lines, needed
+
+
+def rewrite(source: str) -> tuple[str, set[str]]:
+    """Return a module's source with relative imports, and the modules of this repository that it imports."""
+    lines, needed = source.splitlines(), set()
+    imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom | ast.Import)]
+    for node in sorted(imports, key=lambda node: -node.lineno):  # from the end, so that line numbers stay right
+        new = None
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+            assert not any(map(find_module, names)), f"{ast.unparse(node)}: write it as `from ... import`"
+            if {name.split(".")[0] for name in names} & OPTIONAL:
+                new = ["try:", f"    {ast.unparse(node)}", "finally:", "    pass"]
+        elif find_module(node.module):
+            new, modules = relative_imports(node)
+            needed |= modules
+        if new:
+            lines[node.lineno - 1 : node.end_lineno] = [" " * node.col_offset + line for line in new]
+    return "\n".join(lines) + "\n", needed
+
+
+def export_modules(first: str) -> dict[str, str]:
+    """Return the text by file name of a module and of all modules of this repository that it needs."""
+    found, missing = {}, {first}
+    while missing:
+        module = missing.pop()
+        found[module], needed = rewrite(find_module(module).read_text())
+        missing |= needed - found.keys()
+    others = sorted(flat_name(module) for module in found if module != first)
+    found[first] += "from typing import TYPE_CHECKING  # noqa: E402\n\nif TYPE_CHECKING:  # lists the files to copy\n"
+    found[first] += "".join(f"    from .{name} import __name__  # noqa: F401\n" for name in others)
+    version = hashlib.sha256("".join(found[module] for module in sorted(found)).encode()).hexdigest()[:12]
+    own = NAMESPACE.replace("::", f"_{version}::")
+    return {f"{flat_name(module)}.py": text.replace(NAMESPACE, own) for module, text in found.items()}
