@@ -27,7 +27,7 @@ from data.shards import TokenStream, open_split, tokenizer_of
 from errors import exit_on_user_error
 from model.backends.sdpa import prefer_fast_sdpa
 from model.gpt import GPT, Plans
-from model.methods import METHODS
+from model.methods import METHODS, canonical_name
 from optim.schedule import check_schedule, lr_factor
 from optim.sharded import Optimizers
 from runtime.build import (
@@ -78,7 +78,7 @@ def main():
 def train(stop: StopRequest, saver: BackgroundSaver):
     # ---- set up: what can be wrong is found before there is a run folder ---------------------------------------------
     with exit_on_user_error():
-        config = read_config(sys.argv[1:], __doc__, METHODS)
+        config = read_config(sys.argv[1:], __doc__, METHODS, canonical_name)
         world = start_processes(config.device, config.context_parallel)
         with fail_together(world):
             schedule = schedule_of(config)

@@ -7,7 +7,7 @@ import itertools
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Literal, get_args, get_origin
 
@@ -18,10 +18,13 @@ from errors import did_you_mean, require
 SEE_HELP = "--help lists all fields"
 
 
-def read_config(arguments: list[str], usage: str = "", methods: Iterable[str] = ()) -> Config:
+def read_config(
+    arguments: list[str], usage: str = "", methods: Iterable[str] = (), canonical_name: Callable[[str], str] = str
+) -> Config:
     """Return the run that a preset's name and --field value, as in sys.argv[1:], describe.
 
     --help ends the process; `usage` (of the program) and `methods` (the names of the attention methods) are its text.
+    canonical_name: returns the one name of a method that has several.
     Raise ValueError, in one line, for what describes no run.
     """
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -33,7 +36,9 @@ def read_config(arguments: list[str], usage: str = "", methods: Iterable[str] = 
         print(help_text(name, methods))
         sys.exit(0)
     config = with_changes(base, read_fields(rest))
-    own_name = f"{name}-{config.method.replace(',', '+')}-s{config.seed}"
+    others = tuple(map(canonical_name, config.validate_as))
+    config = dataclasses.replace(config, method=canonical_name(config.method), validate_as=others)
+    own_name = f"{name}-{config.method.replace(',', '.')}-s{config.seed}"
     return config if config.name else dataclasses.replace(config, name=own_name)
 
 

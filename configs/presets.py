@@ -22,29 +22,29 @@ def gpt_162m_64k() -> Config:
 def gpt_162m_4k_local() -> Config:
     """gpt_162m_4k, but RoPE with a window of 512 tokens in three of four layers, where decoding keeps no more keys; the
     first, fifth and ninth are scale-invariant p-RoPE. Not in the paper, but so are the layers of RNoPE-SWA."""
-    return dataclasses.replace(gpt_162m_4k(), method="local_scale_invariant_p_rope")
+    return dataclasses.replace(gpt_162m_4k(), method="scale_invariant_p_rope,rope+window,rope+window,rope+window")
 
 
 def gpt_162m_16k_local() -> Config:
-    return dataclasses.replace(gpt_162m_16k(), method="local_scale_invariant_p_rope")
+    return dataclasses.replace(gpt_162m_16k(), method="scale_invariant_p_rope,rope+window,rope+window,rope+window")
 
 
 def gpt_162m_64k_local() -> Config:
-    return dataclasses.replace(gpt_162m_64k(), method="local_scale_invariant_p_rope")
+    return dataclasses.replace(gpt_162m_64k(), method="scale_invariant_p_rope,rope+window,rope+window,rope+window")
 
 
 def gpt_162m_4k_pope() -> Config:
     """gpt_162m_4k with scale-invariant PoPE, the best of table_rivals at every length at scale mini. Not in the paper;
     at this size it has not been trained."""
-    return dataclasses.replace(gpt_162m_4k(), method="scale_invariant_pope")
+    return dataclasses.replace(gpt_162m_4k(), method="pope+scale_invariant")
 
 
 def gpt_162m_16k_pope() -> Config:
-    return dataclasses.replace(gpt_162m_16k(), method="scale_invariant_pope")
+    return dataclasses.replace(gpt_162m_16k(), method="pope+scale_invariant")
 
 
 def gpt_162m_64k_pope() -> Config:
-    return dataclasses.replace(gpt_162m_64k(), method="scale_invariant_pope")
+    return dataclasses.replace(gpt_162m_64k(), method="pope+scale_invariant")
 
 
 def gpt_304m_4k() -> Config:

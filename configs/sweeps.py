@@ -80,7 +80,7 @@ class Run:
     def name(self) -> str:
         """Return the run folder's name: preset, method, whatever else distinguishes it from other runs (if that is
         long, its hash), and the seed."""
-        parts = [self.preset, self.changes.get("method", preset(self.preset).method).replace(",", "+")]
+        parts = [self.preset, self.changes.get("method", preset(self.preset).method).replace(",", ".")]
         for field, value in sorted(self.changes.items()):
             if field == "method_options":
                 parts += [f"{option}{as_folder_part(value[option])}" for option in sorted(value)]
@@ -257,42 +257,40 @@ def scale_invariant_by_head(scale: Scale) -> list[Run]:
         options += [tau_option(larger), tau_option(larger) | {"learn_gain": True}]
     runs = [run for chosen in options for run in trained(scale.base, [OURS], scale.seeds, chosen)]
     for chosen in ({}, {"learn_gain": True}):
-        runs += trained(scale.base, ["scale_invariant_pope"], scale.seeds, tau_option(tau) | chosen)
+        runs += trained(scale.base, ["pope+scale_invariant"], scale.seeds, tau_option(tau) | chosen)
     return runs + trained(scale.base, ["alibi"], scale.seeds)
 
 
-# The newer methods, beside BEST of the paper's. One line each, and one in METHODS (model/methods/__init__.py).
+# The newer methods, beside BEST of the paper's. One line each, in the canonical order of model/methods/__init__.py.
 RIVALS = [
     "fox",
-    "fox_p_rope",
-    "fox_scale_invariant",
-    "fox_scale_invariant_p_rope",
+    "p_rope+forget",
+    "scale_invariant+forget",
+    "p_rope+scale_invariant+forget",
     "rnope_swa",
-    "local_scale_invariant_nope",
-    "local_scale_invariant_p_rope",
-    "p_rope_sink",
-    "scale_invariant_p_rope_sink",
-    "p_rope_gate",
-    "scale_invariant_p_rope_gate",
-    "fox_p_rope_gate",
-    "alibi_gate",
-    "local_fox_p_rope",
+    "scale_invariant_nope,rope+window,rope+window,rope+window",
+    "scale_invariant_p_rope,rope+window,rope+window,rope+window",
+    "p_rope+sink",
+    "p_rope+scale_invariant+sink",
+    "p_rope+gate",
+    "p_rope+scale_invariant+gate",
+    "p_rope+forget+gate",
+    "alibi+gate",
+    "p_rope+forget,rope+window,rope+window,rope+window",
     "kerple_log",
     "kerple_power",
     "nape",
     "swan",
     "llama4",
     "pope",
-    "scale_invariant_pope",
-    "scale_invariant_pope_gate",
-    "alibi_pope",
-    "fox_pope",
-    "local_scale_invariant_pope",
+    "pope+scale_invariant",
+    "pope+scale_invariant+gate",
+    "pope+alibi",
+    "pope+forget",
+    "pope+scale_invariant,pope+window,pope+window,pope+window",
     "fire",
     "stick_breaking",
-    "stick_breaking_gate",
-    "path",
-    "path_fox",
+    "stick_breaking+gate",
 ]
 BEST = [OURS, "logn_p_rope", "alibi", "p_rope", "rope"]
 DROPPED = dict(rope="nope") | {OURS: "scale_invariant_nope"}  # what is left of a method without its rotation
@@ -329,7 +327,7 @@ def needle_tau(scale: Scale) -> list[Run]:
     options += [tau_option(16 * tau) | {"learn_gain": True}, tau_option(tau) | {"terms": "m"}]
     runs = [run for chosen in options for run in trained(scale.base, [OURS], scale.seeds, chosen)]
     for chosen in (tau_option(tau), tau_option(16 * tau)):
-        runs += trained(scale.base, ["scale_invariant_pope"], scale.seeds, chosen)
+        runs += trained(scale.base, ["pope+scale_invariant"], scale.seeds, chosen)
     return runs
 
 

@@ -69,17 +69,9 @@ def fresh(name):
 
 
 def fla(checkout, q, k, v, x):
-    ops, method, path_methods = checkout / "fla/ops", fresh("fox"), [fresh("path"), fresh("path_fox")]
-    (fox,) = take(ops / "forgetting_attn/naive.py", "naive_forgetting_attn", **from_einops())
-    (path,) = take(ops / "path_attn/naive.py", "naive_path_attn", **from_einops())
+    method = fresh("fox")
+    (fox,) = take(checkout / "fla/ops/forgetting_attn/naive.py", "naive_forgetting_attn", **from_einops())
     yield "fox", *by_token(fox(*by_token(q, k, v, method.of_tokens(x)))), ours(method, q, k, v, x=x)
-    for method in path_methods:
-        of_tokens = method.of_tokens(x)
-        w, beta = method.replacement.reflections(of_tokens)
-        # as their code multiplies the logarithms of the gates, too, by the scale of the logits
-        log_f = of_tokens[..., -1] * D**0.5 if method.name == "path_fox" else torch.zeros(B, H, T)
-        theirs = path(*by_token(q, k, v, w, beta.squeeze(-1), log_f), scale=D**-0.5)
-        yield method.name, *by_token(theirs), ours(method, q, k, v, x=x)
 
 
 def stick_breaking(checkout, q, k, v, x):

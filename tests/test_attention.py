@@ -33,7 +33,7 @@ from model.gpt import GPT, norm
 from model.kernels import flex
 from model.kernels.cpu import find_problem
 from model.kernels.flex import causal_block_mask
-from model.methods import METHODS, RoPE, make_method
+from model.methods import MECHANISMS, make_method
 from model.methods.base import ScoreChange
 from model.reference import plain_attention
 
@@ -297,7 +297,7 @@ def test_an_unknown_backend_is_refused():
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_backend_has_the_same_three_functions(backend):
     """But for biases of keys and sinks where it refuses these."""
-    methods = dict(key_bias="fox", sink="p_rope_sink")
+    methods = dict(key_bias="fox", sink="p_rope+sink")
     problems = {kind: BACKENDS[backend].find_problem(make(name), CUDA, torch.float32) for kind, name in methods.items()}
     refused = {kind for kind, problem in problems.items() if "it has no" in str(problem)}
     for function in ("find_problem", "prepare", "run"):
@@ -432,13 +432,13 @@ class Mine(ScoreChange):
 
 @pytest.fixture
 def mine(monkeypatch):
-    monkeypatch.setitem(METHODS, "mine", (RoPE, Mine))
+    monkeypatch.setitem(MECHANISMS, "mine", Mine)
 
 
 @pytest.mark.parametrize("options", [{}, dict(strength=2.0)])
 @pytest.mark.parametrize("backend", ["blocks", "flex"])
 def test_a_score_change_of_one_s_own_is_its_formula_on_every_backend(backend, options, mine, traced_flex):
-    method = make_method("mine", num_heads=3, head_dim=16, train_length=64, **options)
+    method = make_method("rope+mine", num_heads=3, head_dim=16, train_length=64, **options)
     q, k, v = (x.detach() for x in random_qkv(3, 16, 150))
     positions = torch.arange(150)
     t = (positions[:, None] - positions).double()

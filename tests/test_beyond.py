@@ -13,7 +13,7 @@ from test_reproduce import call, is_figure, rows, write_models, write_run, write
 
 from configs.command_line import read_config
 from configs.sweeps import BEST, RIVALS, grid, sweep
-from model.methods import METHODS
+from model.methods import canonical_name
 from runtime.build import build_model
 from runtime.validation import means_by_octave
 from scripts.reproduce import far_tokens
@@ -149,7 +149,8 @@ def test_heads_of_their_own(tmp_path, call):  # noqa: F811
 def test_rivals_are_methods_and_three_seeds_each():
     runs = sweep("table_rivals", "mini")
     assert {run.config.method for run in runs} == {*BEST, *RIVALS} and len(runs) == 3 * len({*BEST, *RIVALS}) + 12
-    assert {*RIVALS} <= {*METHODS} and not {*RIVALS} & {run.config.method for run in sweep("all", "mini")}
+    assert RIVALS == [canonical_name(name) for name in RIVALS]
+    assert not {*RIVALS} & {run.config.method for run in sweep("all", "mini")}
     rewarmed = [run.config.switch_warmup_steps for run in runs if run.config.switch_warmup_steps]
     assert rewarmed == [2] * 6 and sweep("table_rivals", "paper")[-1].config.switch_warmup_steps == 11  # 2 % of 572
     dropped = [run.config for run in runs if run.config.switch_method_at]
@@ -159,8 +160,8 @@ def test_rivals_are_methods_and_three_seeds_each():
     for scale in ("mini", "paper"):
         for run in sweep("table_rivals", scale, seeds=[0]):
             check_run(run)
-    run = grid("mini", method=["rope_window,nope"])[0]  # a pattern's name is a folder's, too
-    assert run.name == "mini-rope_window+nope-s0" == read_config(["mini", "--method", "rope_window,nope"]).name
+    run = grid("mini", method=["rope+window,nope"])[0]  # a pattern's name is a folder's, too
+    assert run.name == "mini-rope+window.nope-s0" == read_config(["mini", "--method", "rope+window,nope"]).name
 
 
 def test_table_rivals_names_the_best_and_its_margins(tmp_path, call):  # noqa: F811
@@ -201,7 +202,7 @@ def test_table_rivals_names_the_best_and_its_margins(tmp_path, call):  # noqa: F
     assert "## By position" not in said.out  # these runs left none
     assert "fewer layers" not in said.out
     _, said = call("table_rivals", "--scale", "mini", "--methods", "llama4", "fox", "--force")
-    assert "from the first: Llama 4: `rope_window`, `rope_window`, `rope_window`." in said.out
+    assert "from the first: Llama 4: `rope+window`, `rope+window`, `rope+window`." in said.out
     _, said = call("table_rivals", "--scale", "mini", "--methods", *chosen, "--seeds", "0", "--force")
     assert "## The best at each length" in said.out and "p =" not in said.out and "p <" not in said.out  # of one seed
 

@@ -30,10 +30,10 @@ LEARNED = ("scale_invariant_p_rope", dict(learn_tau=True))
 DELTA = ("infini_rope", dict(segment_length=37, delta=True))
 CHANGED_SCORE = [("alibi", {}), ("scale_invariant_rope", {}), LEARNED, ("kerple_log", {})]
 MEMORY = ("infini_p_rope", dict(segment_length=80))
-EXTRAS = [("fox_p_rope", {}), ("p_rope_window", dict(window=13)), ("scale_invariant_p_rope_sink", {})]
+EXTRAS = [("p_rope+forget", {}), ("p_rope+window", dict(window=13)), ("p_rope+scale_invariant+sink", {})]
 MAIN = [*(case for case in CASES if not case[1]), LEARNED, DELTA]
-RIVALS = [("kerple_log", {}), ("kerple_power", {}), ("nape", {}), ("nope_log_beyond", {}), ("scale_invariant_pope", {})]
-RIVALS += [("fire", {}), ("stick_breaking", {}), ("path_fox", dict(rank=7))]
+RIVALS = [("kerple_log", {}), ("kerple_power", {}), ("nape", {}), ("log_beyond", {}), ("pope+scale_invariant", {})]
+RIVALS += [("fire", {}), ("stick_breaking", {})]
 
 # In float64 where the backend takes it, so that nothing hides behind rounding; the CPU's and Triton's take float32.
 ATTENTION = [(3, "blocks", torch.float64, case) for case in [*CASES, DELTA]]

@@ -10,15 +10,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.decoding import Decoder, greedy_decode, step_attention
 from model.gpt import GPT
-from model.methods import METHODS, LogN, RoPE
+from model.methods import MECHANISMS, METHODS, canonical_name
 from model.methods.base import Replacement
 
 VOCAB, TRAIN_LENGTH, STEPS = 97, 16, 23
 
-CASES = [(name, {}) for name in METHODS] + [
-    ("rope_window", dict(window=7)),
-    ("p_rope_window", dict(window=1)),
-    ("fox,rope_window", dict(window=9)),
+CASES = [(name, {}) for name in dict.fromkeys([*METHODS, *map(canonical_name, MECHANISMS)])] + [
+    ("rope+window", dict(window=7)),
+    ("p_rope+window", dict(window=1)),
+    ("fox,rope+window", dict(window=9)),
     ("infini_p_rope,scale_invariant_nope", dict(segment_length=7)),
     ("rope_ntk", dict(factor=3.0)),
     ("logn_p_rope", dict(context="length")),
@@ -152,8 +152,8 @@ class GatedByMean(Replacement):
 
 @pytest.mark.parametrize("prompt_length", [1, 130])
 def test_a_replacement_that_only_attends_is_decoded_too(prompt_length, monkeypatch):
-    monkeypatch.setitem(METHODS, "own", (RoPE, LogN, GatedByMean))
-    model = make_model("own")
+    monkeypatch.setitem(MECHANISMS, "own", GatedByMean)
+    model = make_model("rope+logn+own")
     tokens, _ = random_tokens(prompt_length + STEPS)
     expected = full_logits(model, tokens, tokens.shape[1])[:, prompt_length - 1 :]
     assert_near(decoded_logits(model, tokens, prompt_length), expected, 1e-5)

@@ -37,8 +37,8 @@ from scripts.shared.runs import read_run, stored_config
 
 every_case = pytest.mark.parametrize("name, options", CASES, ids=[f"{name}-{options}" for name, options in CASES])
 # Of each kind: scaled by the length, a bias of keys, a memory, its own softmax, wide keys, layers that differ.
-KINDS = [(name, {}) for name in ("logn_ntk", "fox_p_rope", "fire", "scale_invariant_pope", "swan", "nape")]
-KINDS += [("infini_rope", dict(segment_length=7)), ("fox,rope_window", dict(window=9))]
+KINDS = [(name, {}) for name in ("logn_ntk", "p_rope+forget", "fire", "pope+scale_invariant", "swan", "nape")]
+KINDS += [("infini_rope", dict(segment_length=7)), ("fox,rope+window", dict(window=9))]
 each_kind = pytest.mark.parametrize("name, options", KINDS, ids=[name for name, _ in KINDS])
 
 
@@ -139,7 +139,7 @@ def test_loss_and_gradients_are_ours(name, options):
 
 
 def test_what_a_method_learns_stays_exact_in_bfloat16(tmp_path):
-    _, model = make_pair("fox_p_rope")
+    _, model = make_pair("p_rope+forget")
     model.save_pretrained(tmp_path)
     half = MethodGPTForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     for name, p in half.named_parameters():

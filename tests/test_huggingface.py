@@ -148,11 +148,11 @@ def test_gradients_reach_every_weight(family, name, options):
 
 def test_every_method_runs_unless_it_needs_the_layers_input():
     model = make_model()
-    for name in METHODS:
+    for name in [*METHODS, "p_rope+gate"]:
         try:
             convert(model, name)
         except ValueError:
-            gates_or_input = "nape" in name or "path" in name or "fox" in name or name.endswith("gate")
+            gates_or_input = name in ("nape", "fox", "p_rope+gate")
             assert gates_or_input, name
         else:
             assert logits(model).isfinite().all()
@@ -210,7 +210,7 @@ def test_rescaled_scores_have_deviation_1(family, by):
 
 @every_family
 @pytest.mark.parametrize("name, options", [(name, {}) for name in PAPER] + [
-    ("logn_ntk", dict(context="length")), ("infini_p_rope", dict(segment_length=7)), ("p_rope_sink", {}),
+    ("logn_ntk", dict(context="length")), ("infini_p_rope", dict(segment_length=7)), ("p_rope+sink", {}),
     ("pope", {}), ("stick_breaking", {}),
 ], ids=str)  # fmt: skip
 @torch.no_grad()

@@ -241,7 +241,7 @@ def test_opcheck(small):
 
 # ---- the check before first use --------------------------------------------------------------------------------------
 
-CHECKED = [("fox_scale_invariant", {}), ("rope_window", dict(window=30)), ("scale_invariant_p_rope_sink", {})]
+CHECKED = [("scale_invariant+forget", {}), ("rope+window", dict(window=30)), ("p_rope+scale_invariant+sink", {})]
 
 
 @pytest.mark.parametrize("name, options", CHECKED)
@@ -300,8 +300,8 @@ def test_flex_attention_on_a_cpu_has_no_gradients_of_them_and_no_sinks():
     with assert_refused("no backward pass on a CPU"):
         attend(make_method("fox", **shape), q, q, q, x=torch.zeros(1, 130, 32), backend="flex")
     with assert_refused("it has no sinks", "auto"):
-        attend(make_method("p_rope_sink", **shape), q, q, q, backend="flex")
-    assert flex.find_problem(make_method("p_rope_sink", **shape), torch.device("cuda"), torch.bfloat16) is None
+        attend(make_method("p_rope+sink", **shape), q, q, q, backend="flex")
+    assert flex.find_problem(make_method("p_rope+sink", **shape), torch.device("cuda"), torch.bfloat16) is None
 
 
 @pytest.mark.parametrize("queries, keys, q_offset", [
@@ -323,11 +323,11 @@ def test_the_block_mask_of_a_window(queries, keys, q_offset, window, query_block
 
 
 @pytest.mark.parametrize("name, words", [
-    ("fox", "biases of keys"), ("rope_window", "windows"), ("p_rope_sink", "sinks"),
+    ("fox", "biases of keys"), ("rope+window", "windows"), ("p_rope+sink", "sinks"),
 ])
 def test_sdpa_has_none_and_our_kernel_is_next(name, words):
     method = make_method(name, num_heads=2, head_dim=16, train_length=64)
     backend, why = choose_backend(method, torch.device("cuda"), dtype=torch.bfloat16)
     assert (backend, why) == ("triton", f"sdpa cannot run: it has no {words}")
     reason = flex_flash.find_problem(method, torch.device("cuda"), torch.bfloat16)
-    assert (reason == f"it has no {words}") == (name != "rope_window")
+    assert (reason == f"it has no {words}") == (name != "rope+window")

@@ -421,8 +421,8 @@ COMPILED = [
     "80, float32, 20, 'scale_invariant_nope', {'learn_tau': True}",
     "80, float16, 64, 'alibi', {}",
     "90, bfloat16, 128, 'scale_invariant_nope', {}",
-    "90, bfloat16, 128, 'fox_scale_invariant', {}",
-    "90, bfloat16, 128, 'rope_window', {'window': 130}",
+    "90, bfloat16, 128, 'scale_invariant+forget', {}",
+    "90, bfloat16, 128, 'rope+window', {'window': 130}",
 ]
 
 

@@ -227,7 +227,7 @@ def run(tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     prepare([tmp_path / "book.txt"], tmp_path / "data", "bpe:270")
     config = dataclasses.replace(
-        quickstart(), method="nope,rope_window", num_layers=2, num_heads=2, model_dim=32, train_length=64,
+        quickstart(), method="nope,rope+window", num_layers=2, num_heads=2, model_dim=32, train_length=64,
         val_lengths=(64,), val_tokens=64, data_dir=str(tmp_path / "data"), vocab_size=270, dtype="float32",
     )  # fmt: skip
     path = tmp_path / "runs" / "mine"
@@ -254,7 +254,7 @@ def test_a_run_of_ours(run, tmp_path, monkeypatch):
     assert [(row["layer"], row["rotated"]) for row in statistics[::3]] == [(a, b) for a, b, _ in expected]
     for row, (_, _, scores) in zip(statistics[::3], expected):
         assert row["head"] == "0" and float(row["std"]) == pytest.approx(scores[0].std(correction=0).item())
-    assert is_figure(out / "layers") and "nope,rope_window" in (out / "statistics.md").read_text()
+    assert is_figure(out / "layers") and "nope,rope+window" in (out / "statistics.md").read_text()
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------

@@ -9,14 +9,10 @@ import torch
 from torch.testing import assert_close
 
 from model.attention import attend, make_plan
-from model.methods import METHODS, make_alternative, make_method
+from model.methods import MECHANISMS, METHODS, canonical_name, make_alternative, make_method
 from model.methods.alibi import ALiBi
-from model.methods.base import Method, ScoreChange
-from model.methods.infini import Infini
-from model.methods.logn import LogN
-from model.methods.ntk import NTK
+from model.methods.base import ScoreChange
 from model.methods.p_rope import PRoPE
-from model.methods.rope import RoPE
 from model.methods.scale_invariant import ScaleInvariant
 from model.reference import attention_logits
 
@@ -314,8 +310,9 @@ class Kerple(ScoreChange):
                                         (Kerple, ScaleInvariant), (ALiBi, Kerple, ScaleInvariant)])
 def test_score_changes_follow_one_another(monkeypatch, mechanisms, backend):
     """With S -> a1 S + m1 before S -> a2 S + m2, a = a1 a2 and m = a2 m1 + m2: in values and in all gradients."""
-    monkeypatch.setitem(METHODS, "combined", mechanisms)
-    method = make("combined")
+    monkeypatch.setitem(MECHANISMS, "mine", Kerple)
+    names = {ALiBi: "alibi", ScaleInvariant: "scale_invariant", PRoPE: "p_rope", Kerple: "mine"}
+    method = make("+".join(names[mechanism] for mechanism in mechanisms))
     exact = random_qkv(6, 16, 70)
     q, k, v = exact
     i = torch.arange(70, dtype=torch.float64)
@@ -335,17 +332,30 @@ def test_score_changes_follow_one_another(monkeypatch, mechanisms, backend):
     assert_same_function(output, [*inputs, *method.parameters()], expected, [*exact, *learned], 1e-5)
 
 
-@pytest.mark.parametrize("mechanisms, words", [
-    ((RoPE, PRoPE), "RoPE and PRoPE.*one Rotation"),
-    ((LogN, PRoPE, LogN), "LogN.*LogN"),
-    ((Infini, RoPE, Infini), "Infini.*Infini"),
-    ((RoPE, torch.nn.Linear), "none of Rotation, QueryScale, ScoreChange, KeyBias, Window, Sink"),
-    ((ScaleInvariant, ScaleInvariant), "share the option.*tau"),
-])
-def test_mechanisms_that_do_not_go_together_are_refused(monkeypatch, mechanisms, words):
-    monkeypatch.setitem(METHODS, "combined", mechanisms)
-    with assert_refused("combined", words):
-        make("combined")
+@pytest.mark.parametrize("name, parts", [
+    ("rope+p_rope", ["rope", "p_rope"]), ("logn+p_rope+logn", ["logn"]), ("infini+rope+infini", ["infini"]),
+    ("infini+pope", ["infini", "pope"]), ("fire+alibi+sink", ["fire", "alibi", "sink"]),
+    ("scale_invariant+scale_invariant", ["tau"]),
+    ("rnope_swa+gate", ["rnope_swa"]), ("rope+windw", ["windw", "window"]),
+])  # fmt: skip
+def test_parts_that_exclude_each_other_are_refused_by_name(name, parts):
+    with assert_refused(*parts):
+        make(name)
+
+
+def test_a_method_has_one_name_whatever_the_order_of_its_parts():
+    for name, canonical in {
+        "gate+scale_invariant+p_rope": "p_rope+scale_invariant+gate",
+        "scale_invariant_p_rope+gate": "p_rope+scale_invariant+gate",
+        "scale_invariant+p_rope": "scale_invariant_p_rope",
+        "logn+ntk": "logn_ntk", "nope+forget": "fox", "forget": "fox", "nope": "nope", "nope+window": "window",
+        "rope,rope": "rope", "window+rope,nope,rope+window,nope": "rope+window,nope",
+        "nope,window+rope,rope+window,rope+window": "rnope_swa",
+        "alibi+scale_invariant": "alibi+scale_invariant", "scale_invariant+alibi": "scale_invariant+alibi",
+    }.items():
+        assert canonical_name(name) == canonical_name(canonical) == canonical
+    for name, description in METHODS.items():
+        assert canonical_name(name) == name == canonical_name(description or "nope")
 
 
 class OwnOptions(ScoreChange):
@@ -360,7 +370,7 @@ class OwnOptions(ScoreChange):
 
 
 def test_an_own_option_without_a_type_has_that_of_its_default(monkeypatch):
-    monkeypatch.setitem(METHODS, "own", (OwnOptions,))
+    monkeypatch.setitem(MECHANISMS, "own", OwnOptions)
     method = make("own", slope=2, steep=True, power=3)
     change = method.score_change
     assert [change.slope, change.steep, change.power] == [2.0, True, 3.0] and type(change.slope) is float
@@ -380,18 +390,10 @@ def of_anything(self, num_heads, head_dim, train_length, **slope): ...
 @pytest.mark.parametrize("constructor", [without_default, without_both, of_unknown_type, of_a_list, of_anything])
 def test_an_own_option_without_a_type_or_default_is_refused(monkeypatch, constructor):
     mechanism = type("Mine", (ScoreChange,), dict(__init__=constructor))
-    monkeypatch.setitem(METHODS, "own", (mechanism,))
+    monkeypatch.setitem(MECHANISMS, "own", mechanism)
     for options in ({}, {"slope": 2.0}):
         with assert_refused("option 'slope' of Mine needs a type and a default"):
             make("own", **options)
-
-
-@pytest.mark.parametrize("role, kind", [("rotation", NTK), ("query_scale", LogN), ("replacement", Infini)])
-def test_two_mechanisms_of_a_kind_are_refused_whatever_their_options(role, kind):
-    two = [kind(2, 16, 8), kind(2, 16, 8)]
-    with assert_refused("mine", f"{kind.__name__} and {kind.__name__}"):
-        Method("mine", 2, 16, 8, two)
-    assert getattr(Method("mine", 2, 16, 8, two[:1]), role) is two[0]
 
 
 @pytest.mark.parametrize("name, other", [("rope", "rope_ntk"), ("rope", "yarn"), ("yarn", "rope"), ("rope_ntk", "yarn"),

@@ -153,7 +153,7 @@ def test_its_examples_followed_to_the_letter_run_and_pass_the_tests(tmp_path):
     (tmp_path / path).write_text(mechanism)
     imported, line = lines.splitlines(keepends=True)
     insert(table, "from model.methods.logn ", imported)
-    insert(table, '    "rope": (RoPE,),\n', line)
+    insert(table, '    "rope": RoPE,\n', line)
 
     assert "`configs/presets.py` (your own: a function, and its name in `PRESETS`)" in README
     preset = "return dataclasses.replace(quickstart(), steps=2, cooldown_steps=1, val_tokens=4096)"
@@ -178,13 +178,13 @@ def test_its_examples_followed_to_the_letter_run_and_pass_the_tests(tmp_path):
         writer.close()
     python("train_gpt.py", "mine", *options.split(), *"--device cpu --compile off --name trained".split())
     config, summary = (json.loads((tmp_path / f"runs/trained/{x}.json").read_text()) for x in ("config", "summary"))
-    assert (config["method"], config["method_options"], config["steps"]) == ("root_p_rope", {"slope": 2}, 2)
+    assert (config["method"], config["method_options"], config["steps"]) == ("p_rope+root", {"slope": 2}, 2)
     assert 5 < summary["val_loss"]["4096"] < 9
 
     said = python("-m", "scripts.sweep", "learning_rates", "--scale", "mini", "--seeds", "0", "1", "--dry-run")
     assert "12 runs: 12 missing" in said and all(f"muon_lr{rate}" in said for rate in (0.01, 0.04))
 
-    lists = "root_p_rope or the_methods_are_those or it_names or every_run_give or every_method"
+    lists = "root or the_methods_are_those or it_names or every_run_give or every_method"
     lists += " or mine or learning_rates or every_preset or all_fine_tunes"
     files = "methods decoding gpt config attention kernels logits report reproduce sweep readme fineweb".split()
     said = python("-m", "pytest", "-q", "-m", "not slow", "-k", lists, *(f"tests/test_{file}.py" for file in files))

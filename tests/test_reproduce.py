@@ -378,7 +378,7 @@ def test_needles_against_tau(tmp_path, call, monkeypatch):
     _, said = call("needle_tau", "--scale", "mini", "--seeds", "0", "1")
     (shares,) = drawn
     found = {key: values for key, values in shares.items() if key[1] == 256}
-    ours, gained, pope = "scale_invariant_p_rope", "scale_invariant_p_rope learn_gain=True", "scale_invariant_pope"
+    ours, gained, pope = "scale_invariant_p_rope", "scale_invariant_p_rope learn_gain=True", "pope+scale_invariant"
     expected = {(ours, 256, tau): tau / 100 for tau in (0.625, 2.5, 10.0, 40.0)}
     expected |= {(gained, 256, 10.0): 0.2, (f"{ours} terms=m", 256, 0.625): 0.00625}
     expected |= {(pope, 256, 0.625): 0.00625, (pope, 256, 10.0): 0.1}

@@ -11,14 +11,14 @@ from test_methods import assert_near, assert_refused, cast, gradients, random, r
 from model.attention import attend, choose_backend, make_plan, transform
 from model.backends import BACKENDS
 from model.gpt import GPT
-from model.methods import METHODS, Infini, PoPE, layer_pattern, make_layers, make_method
+from model.methods import layer_pattern, make_layers, make_method
 from model.reference import attention_logits, plain_attention
 from runtime.run_log import describe_backends
 
 SHAPES = [(2, 3, 16, 1), (2, 2, 16, 37)]  # batch, heads, head dimension, tokens
 SHAPES += [pytest.param(*shape, marks=pytest.mark.slow) for shape in ((1, 4, 32, 130), (1, 2, 8, 300))]
-OPTIONS = dict(rope_window=dict(window=29), p_rope_window=dict(window=1), nape=dict(delta=0.3),
-               nope_temperature=dict(floor=10.0))
+OPTIONS = {"rope+window": dict(window=29), "p_rope+window": dict(window=1), "nape": dict(delta=0.3),
+           "log_steps": dict(floor=10.0)}
 SPREAD = dict(nape=0.02)  # of what is learned: with more, what its factors leave of bfloat16 is too little to compare
 
 
@@ -102,15 +102,15 @@ def pope(method, q, k, x):
     return by_rows(row, q.shape[2])
 
 
-OWN_LOGITS = dict(
-    pope=pope,
-    scale_invariant_pope=pope,
-    nope_log_beyond=temperature(lambda i: 1 if i < 64 else math.log(i + 1) / math.log(64)),  # 64: the training length
-    nope_temperature=temperature(lambda i: 1 + 0.1 * math.log(1 + (i + 1) // 10)),
-    nape=nape,
-    kerple_log=kerple(lambda a, p, t: p * torch.log(1 + a * t)),
-    kerple_power=kerple(lambda a, p, t: a * t**p),
-)
+OWN_LOGITS = {
+    "pope": pope,
+    "pope+scale_invariant": pope,
+    "log_beyond": temperature(lambda i: 1 if i < 64 else math.log(i + 1) / math.log(64)),  # 64: the training length
+    "log_steps": temperature(lambda i: 1 + 0.1 * math.log(1 + (i + 1) // 10)),
+    "nape": nape,
+    "kerple_log": kerple(lambda a, p, t: p * torch.log(1 + a * t)),
+    "kerple_power": kerple(lambda a, p, t: a * t**p),
+}
 
 
 def literal(name, method, q, k, v, x):
@@ -134,14 +134,10 @@ def literal(name, method, q, k, v, x):
     return torch.stack(outputs, dim=2)
 
 
-NAMES = ["fox", "fox_p_rope", "fox_scale_invariant", "fox_scale_invariant_p_rope", "rope_window", "p_rope_window",
-         "p_rope_sink", "scale_invariant_p_rope_sink", "kerple_log", "kerple_power",
-         "nape", "nope_log_beyond", "nope_temperature", "pope", "scale_invariant_pope"]
+NAMES = ["fox", "p_rope+forget", "scale_invariant+forget", "p_rope+scale_invariant+forget", "rope+window",
+         "p_rope+window", "p_rope+sink", "p_rope+scale_invariant+sink", "kerple_log", "kerple_power",
+         "nape", "log_beyond", "log_steps", "pope", "pope+scale_invariant"]
 every_name = pytest.mark.parametrize("name", NAMES)
-
-
-def test_each_is_in_the_table():
-    assert set(NAMES) <= set(METHODS)
 
 
 @every_name
@@ -196,7 +192,7 @@ def test_backends_agree_with_the_formula(name, batch, num_heads, head_dim, lengt
 
 
 def test_what_a_backend_lacks_is_said_and_the_next_is_chosen():
-    for name, words in [("fox", "biases of keys"), ("rope_window", "windows"), ("p_rope_sink", "sinks")]:
+    for name, words in [("fox", "biases of keys"), ("rope+window", "windows"), ("p_rope+sink", "sinks")]:
         with assert_refused(f"attention_backend sdpa cannot run: it has no {words}: use auto"):
             choose_backend(make(name, 2, 16), torch.device("cpu"), "sdpa")
     method = make("fox", 2, 16)
@@ -254,12 +250,6 @@ def test_what_bounds_the_logits_of_pope():
     product = (rotated_q * rotated_k).sum().item()
     assert product == pytest.approx(2**0.5 * 16 * math.log(1 + math.e) ** 2, rel=1e-5)
     assert product < plan.call.product_bound < 2 * product
-
-
-def test_pope_is_not_for_what_needs_vectors_as_wide_as_values(monkeypatch):
-    monkeypatch.setitem(METHODS, "own", (PoPE, Infini))
-    with assert_refused("own.*has Infini and PoPE, but a Replacement takes q and k as wide as v"):
-        make("own", 2, 16)
 
 
 # ---- replacements ----------------------------------------------------------------------------------------------------
@@ -357,99 +347,12 @@ def test_fire_scales_with_the_lengths_and_starts_at_random():
         make_method("fire", **shape, threshold=-3)
 
 
-def through_reflections(method, q, k, v, x):
-    """Yang et al. 2025, equation 3: a product of matrices between each query and key, one multiplied to it a token."""
-    B, H, T, D = q.shape
-    weight = {name: p.double() for name, p in method.replacement.named_parameters()}
-    w = torch.einsum("btc,rc,hdr->bhtd", x, weight["down"][0], weight["up"])
-    taps = weight["convolution"]
-    w = sum(taps[:, None, :, 2 - n] * torch.cat((0 * w[:, :, :n], w[:, :, : T - n]), dim=2) for n in range(min(3, T)))
-    w = w / (1 + torch.exp(-w))
-    w = w / (w.square().sum(-1, keepdim=True) + 1e-6) ** 0.5
-    beta = torch.einsum("btc,hc->bht", x, weight["beta"]) + weight["bias_of_beta"][:, None]
-    beta = 2 / (1 + torch.exp(-beta))
-    H_t = torch.eye(D).double() - beta[..., None, None] * w[..., :, None] * w[..., None, :]  # (B, H, T, D, D)
-    log_f = torch.zeros(B, H, T).double()
-    if method.name == "path_fox":
-        gate = torch.einsum("btc,hc->bht", x, weight["forgetting.weight"]) + weight["forgetting.bias_of_gate"][:, None]
-        log_f = torch.log(1 / (1 + torch.exp(-gate)))
-    logits, row, decay = [], q, torch.zeros_like(log_f)
-    for t in range(T):  # row: q_i^T H_i ... H_{j+1} of all i = j + t; decay: the sum of log f_l over j < l <= i
-        scores = (row * k[:, :, : T - t]).sum(-1) / D**0.5 + decay
-        logits.append(torch.nn.functional.pad(scores, (t, 0), value=-math.inf))
-        row = torch.einsum("bhid,bhide->bhie", row, H_t[:, :, : T - t])[:, :, 1:]
-        decay = decay[:, :, 1:] + log_f[:, :, 1 : T - t]
-    weights = torch.stack(logits, dim=-1).softmax(dim=-1)  # (B, H, T, T), of query i and the key at distance t
-    j = (torch.arange(T)[:, None] - torch.arange(T)).clamp(min=0)
-    return torch.einsum("bhit,bhitd->bhid", weights, v[:, :, j])
-
-
-@pytest.mark.parametrize("name", ["path", "path_fox"])
-@pytest.mark.parametrize("batch, num_heads, head_dim, length", [(2, 3, 16, 1), (2, 2, 5, 37), (1, 2, 8, 270)])
-def test_path_multiplies_a_reflection_for_each_token_between(name, batch, num_heads, head_dim, length, monkeypatch):
-    """In blocks of 16 tokens and of 64, which leaves parts of blocks; with gates so strong that many are near 0 and 2.
-    """
-    method = make_method(name, num_heads=num_heads, head_dim=head_dim, train_length=64, rank=7)
-    for seed, parameter in enumerate(method.parameters()):
-        parameter.data = random(*parameter.shape, seed=seed).float()
-    exact = [*random_qkv(num_heads, head_dim, length, batch), random(batch, length, num_heads * head_dim, seed=9)]
-    exact = [tensor.detach().requires_grad_() for tensor in exact]
-    expected = through_reflections(method.double(), *exact)
-    truth = gradients(expected, [*exact, *method.parameters()])
-    bias = method.replacement.key_bias(method.of_tokens(exact[3]))
-    largest = 0 if bias is None else bias.abs().max().item()  # its last bits are not those of logits
-    for block in (16, 64):
-        monkeypatch.setattr("model.methods.path.BLOCK", block)
-        for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
-            tolerance += 2 * torch.finfo(dtype).eps * largest
-            inputs, parameters = cast(exact, dtype), list(method.to(dtype).parameters())
-            output = attend(method, *inputs[:3], x=inputs[3])
-            assert output.dtype == dtype
-            assert_near(output, expected, tolerance)
-            for gradient, true in zip(gradients(output, inputs + parameters), truth, strict=True):
-                assert_near(gradient, true, tolerance)
-
-
-@pytest.mark.slow
-def test_path_is_left_out_of_what_is_compiled():
-    """And then gives the same loss and gradients."""
-    model = GPT(vocab_size=97, num_layers=1, num_heads=2, model_dim=16, train_length=16, method="path_fox")
-    for seed, parameter in enumerate(model.parameters()):
-        parameter.data = random(*parameter.shape, seed=seed).float() * parameter.shape[-1] ** -0.5
-    plan, (tokens, targets) = model.plan(40), random_tokens(40)
-    graphs, results = [], []
-    compiled = torch.compile(model, dynamic=False, backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
-    for run in (model, compiled):
-        loss = run(tokens, targets, plan=plan)
-        results.append([loss.detach(), *torch.autograd.grad(loss, model.parameters())])
-    for eager, compiled in zip(*results, strict=True):
-        assert_near(compiled, eager, 1e-5)
-    called = {node.target for graph in graphs for node in graph.graph.nodes}
-    assert torch._C._nn.linear in called and torch.linalg.solve_triangular not in called
-
-
-def test_path_starts_at_random_after_all_else_of_the_model():
-    """So that a seed draws the same numbers for the rest in every method; and no two layers or heads are the same."""
-    models = []
-    for name in ("path_fox", "rope"):
-        torch.manual_seed(3)
-        models.append(GPT(vocab_size=97, num_layers=2, num_heads=2, model_dim=32, train_length=16, method=name))
-    ours, others = (dict(model.named_parameters()) for model in models)
-    assert all(torch.equal(ours[name], parameter) for name, parameter in others.items())
-    methods = [block.attention.method.replacement for block in models[0].blocks]
-    for weight in ("down", "up", "convolution"):
-        first, second = (getattr(method, weight) for method in methods)
-        bound = first.shape[-1] ** -0.5
-        assert 0.9 * bound < first.abs().max() <= bound and not torch.equal(first, second)
-    assert all(method.beta.count_nonzero() == 0 for method in methods)
-
-
 # ---- layers that differ ----------------------------------------------------------------------------------------------
 
 
 def test_a_pattern_repeats_over_the_layers():
     shape = dict(num_heads=2, head_dim=8, train_length=64)
-    assert [m.name for m in make_layers("rope_window,nope", 3, **shape)] == ["rope_window", "nope", "rope_window"]
+    assert [m.name for m in make_layers("rope+window,nope", 3, **shape)] == ["rope+window", "nope", "rope+window"]
     windows = [m.window and m.window.window for m in make_layers("rnope_swa", 5, **shape, window=9)]
     assert windows == [None, 9, 9, 9, None] and len(layer_pattern("rnope_swa")) == 4
     scaled = make_layers("rnope_swa", 2, **shape, position_scale=1 / 16)[1]
@@ -460,12 +363,12 @@ def test_a_model_of_layers_that_differ_is_those_layers():
     """Its loss is that of layers run one by one, each with its own method and plan."""
     shape = dict(vocab_size=97, num_layers=5, num_heads=2, model_dim=32, train_length=16)
     options = dict(window=7, tau=2.0)
-    model = GPT(method="scale_invariant_nope,rope_window", method_options=options, **shape)
+    model = GPT(method="scale_invariant_nope,rope+window", method_options=options, **shape)
     for seed, parameter in enumerate(model.parameters()):
         parameter.data = random(*parameter.shape, seed=seed).float() * parameter.shape[-1] ** -0.5
     tokens, targets = random_tokens(40)
     x = model.embed(tokens)
-    for block, name in zip(model.blocks, ["scale_invariant_nope", "rope_window"] * 3):
+    for block, name in zip(model.blocks, ["scale_invariant_nope", "rope+window"] * 3):
         own = options["tau"] if name == "scale_invariant_nope" else options["window"]
         key = "tau" if name == "scale_invariant_nope" else "window"
         method = make_method(name, num_heads=2, head_dim=16, train_length=16, **{key: own})
@@ -478,12 +381,12 @@ def test_a_model_of_layers_that_differ_is_those_layers():
 
 @pytest.mark.parametrize("name, words", [
     ("rope,nope,", "unknown attention method ''"), ("rope,noep", "did you mean nope"),
-    ("rnope_swa,rope", "is a pattern of layers itself"), ("rpoe", "did you mean rope"),
+    ("rnope_swa,rope", "has layers that differ"), ("rpoe", "did you mean rope"),
 ])
 def test_patterns_that_there_are_not_are_refused(name, words):
     with assert_refused(words):
         make_layers(name, 2, num_heads=2, head_dim=8, train_length=64)
-    with assert_refused("is not the same in all layers"):
+    with assert_refused("has layers that differ"):
         make_method("rnope_swa", num_heads=2, head_dim=8, train_length=64)
 
 
@@ -501,8 +404,8 @@ def test_the_temperatures_of_global_layers_beyond_training_alone():
     """At training lengths of 4k they are 1; at the models' own, Llama 4's has made its first step."""
     positions = torch.tensor([0, 4095, 4096, 8190, 8191, 65535])
     for name, expected in (
-        ("nope_log_beyond", [1, 1, *(math.log(n) / math.log(4096) for n in (4097, 8191, 8192, 65536))]),
-        ("nope_temperature", [1, 1, 1, 1, 1 + 0.1 * math.log(2), 1 + 0.1 * math.log(9)]),
+        ("log_beyond", [1, 1, *(math.log(n) / math.log(4096) for n in (4097, 8191, 8192, 65536))]),
+        ("log_steps", [1, 1, 1, 1, 1 + 0.1 * math.log(2), 1 + 0.1 * math.log(9)]),
     ):
         scale = make_method(name, num_heads=2, head_dim=8, train_length=4096).query_scale
         factors = scale.multiplier(scale.table(positions, 65536), None)
@@ -512,7 +415,7 @@ def test_the_temperatures_of_global_layers_beyond_training_alone():
 @pytest.mark.slow
 def test_layers_of_all_kinds_compile_to_one_graph():
     """Without Inductor, which takes a minute: its inputs, the graphs forward and backward, are run as they are."""
-    method = "nape,kerple_log,scale_invariant_pope,stick_breaking,nope_log_beyond"
+    method = "nape,kerple_log,pope+scale_invariant,stick_breaking,log_beyond"
     model = GPT(vocab_size=97, num_layers=5, num_heads=2, model_dim=16, train_length=16, method=method)
     for seed, parameter in enumerate(model.parameters()):
         parameter.data = random(*parameter.shape, seed=seed).float() * parameter.shape[-1] ** -0.5
@@ -528,7 +431,7 @@ def test_layers_of_all_kinds_compile_to_one_graph():
 @pytest.mark.parametrize("window", [0, -1, 2**31])
 def test_windows_that_there_are_not_are_refused(window):
     with assert_refused(f"window must be at least 1 and below .*got {window}"):
-        make("rope_window", 2, 8, window=window)
+        make("rope+window", 2, 8, window=window)
 
 
 # ---- gates -----------------------------------------------------------------------------------------------------------
@@ -537,7 +440,7 @@ def test_windows_that_there_are_not_are_refused(window):
 def test_a_gate_multiplies_the_heads_outputs():
     """Qiu et al. 2025, equation 5: Y' = Y * sigmoid(X W), before the output projection."""
     shape = dict(vocab_size=97, num_layers=1, num_heads=2, model_dim=32, train_length=16)
-    gated, plain = GPT(method="p_rope_gate", **shape), GPT(method="p_rope", **shape)
+    gated, plain = GPT(method="p_rope+gate", **shape), GPT(method="p_rope", **shape)
     weight = gated.blocks[0].attention.method.output_gate.weight
     weight.data = random(32, 32, seed=1).float()
     for model in (gated, plain):
@@ -551,11 +454,11 @@ def test_a_gate_multiplies_the_heads_outputs():
 
 
 def test_the_log_names_a_backend_where_one_computes():
-    """stick-breaking and PaTH are plain PyTorch; Infini-attention's segments are softmax attention by a backend."""
+    """stick-breaking is plain PyTorch; Infini-attention's segments are softmax attention by a backend."""
     def said(method):
         model = GPT(vocab_size=64, num_layers=2, num_heads=2, model_dim=32, train_length=16, method=method)
         return describe_backends(model.plan(16, backend="blocks"), model)
 
-    assert said("stick_breaking") == said("path") == "attention by plain PyTorch"
+    assert said("stick_breaking") == "attention by plain PyTorch"
     assert said("infini_rope") == said("rope") == "attention by blocks (as asked for)"
     assert said("rope,stick_breaking") == "attention by blocks (as asked for), and by plain PyTorch"

@@ -9,7 +9,7 @@ from model.methods import make_method
 from model.reference import plain_attention
 
 
-@pytest.mark.parametrize("name", "p_rope logn_rope alibi scale_invariant_p_rope p_rope_window p_rope_sink".split())
+@pytest.mark.parametrize("name", "p_rope logn_rope alibi scale_invariant_p_rope p_rope+window p_rope+sink".split())
 @pytest.mark.parametrize("queries, keys", [(1, 1), (131, 131), (129, 300), (1, 77)])
 def test_capped_scores_in_blocks_are_the_formula(name, queries, keys):
     method = make_method(name, num_heads=3, head_dim=12, train_length=64, **dict(window=50) if "window" in name else {})

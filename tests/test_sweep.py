@@ -195,7 +195,7 @@ def test_run_of_before_a_field_existed_counts(copied, data):
     ("rope", {}, {}),
     ("scale_invariant_p_rope", {}, {"tau": 0.625}),
     ("scale_invariant_p_rope", {"tau": 3.0}, {"tau": 3.0}),
-    ("scale_invariant_pope", {"tau": 10.0}, {}),
+    ("pope+scale_invariant", {"tau": 10.0}, {}),
 ])
 def test_a_run_made_while_length_scale_scaled_tau_keeps_its_tau(tmp_path, method, options, expected):
     config = dataclasses.replace(preset("quickstart"), method=method, method_options=options).to_dict()

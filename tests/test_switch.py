@@ -123,7 +123,8 @@ def test_methods_that_cannot_follow_are_one_line_and_no_run_folder(data, tmp_pat
 
 
 def test_parameters_stay_the_same_objects():
-    fields = dict(method="fox_scale_invariant_p_rope", switch_method_at=0.5, switch_method_to="fox_scale_invariant")
+    fields = dict(method="p_rope+scale_invariant+forget", switch_method_to="scale_invariant+forget")
+    fields |= dict(switch_method_at=0.5)
     config = with_changes(preset("mini"), fields | dict(method_options={"learn_tau": True, "base": 64.0}))
     model = build_model(config, torch.float32)
     before = dict(model.named_parameters())

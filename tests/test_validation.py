@@ -82,12 +82,12 @@ def test_flops_of_wider_queries_and_keys():
 def test_flops_of_windows_and_gates(length):
     """Of windows, those of the pairs that are seen, counted one by one; of gates, those of their matrices."""
     full = preset("mini")
-    windowed = dataclasses.replace(full, num_layers=5, method="rope_window,rope", method_options=dict(window=32))
+    windowed = dataclasses.replace(full, num_layers=5, method="rope+window,rope", method_options=dict(window=32))
     seen = [sum(i - j < window for i in range(length) for j in range(i + 1)) for window in (32, length)]
     expected = 4 * full.model_dim * (3 * seen[0] + 2 * seen[1]) // length
     assert attention_flops_per_token(windowed, length) == expected
     rest = forward_flops_per_token(full, length) - attention_flops_per_token(full, length)
-    gated = dataclasses.replace(full, method="p_rope_gate")
+    gated = dataclasses.replace(full, method="p_rope+gate")
     more = 2 * full.num_layers * full.model_dim**2
     assert forward_flops_per_token(gated, length) - attention_flops_per_token(gated, length) == rest + more
 

@@ -221,29 +221,40 @@ def in_blocks_of_queries(attend_block, q, k, v, q_offset: int, *more) -> Tensor:
     return torch.cat(outputs, dim=2)
 
 
-KINDS = dict(
-    rotation=Rotation, query_scale=QueryScale, score_change=ScoreChange, key_bias=KeyBias, window=Window, sink=Sink,
-    output_gate=OutputGate, replacement=Replacement,
-)  # fmt: skip
+KINDS = {  # by their attribute of Method, in the order of a method's name
+    "rotation": Rotation,
+    "query_scale": QueryScale,
+    "score_change": ScoreChange,
+    "key_bias": KeyBias,
+    "window": Window,
+    "sink": Sink,
+    "replacement": Replacement,
+    "output_gate": OutputGate,
+}
 
 
-def check_kinds(name: str, mechanisms: list[type]):
-    """Raise ValueError for two mechanisms of one kind, score changes excepted, and for one of no kind."""
+def kind_of(mechanism: type[Mechanism]) -> str:
+    """Return the key of KINDS for a mechanism. ValueError if it is of no kind."""
+    kind = next((key for key, kind in KINDS.items() if issubclass(mechanism, kind)), None)
     kinds = ", ".join(kind.__name__ for kind in KINDS.values())
-    for mechanism in mechanisms:
-        known = issubclass(mechanism, tuple(KINDS.values()))
-        require(known, f"attention method {name!r}: {mechanism.__name__} is none of {kinds}")
-    for kind in KINDS.values():
-        of_kind = [m.__name__ for m in mechanisms if issubclass(m, kind)]
-        problem = f"has {' and '.join(of_kind)}, but a method takes one {kind.__name__}"
-        require(len(of_kind) < 2 or kind is ScoreChange, f"attention method {name!r} {problem}")
-    replaces = [m.__name__ for m in mechanisms if issubclass(m, Replacement)]
-    changes = [m.__name__ for m in mechanisms if issubclass(m, ScoreChange | KeyBias | Window | Sink)]
-    problem = f"has {' and '.join(replaces + changes)}, but a Replacement has no logits to change"
-    require(not (replaces and changes), f"attention method {name!r} {problem}")
-    wide = [m.__name__ for m in mechanisms if issubclass(m, Rotation) and m.widening > 1]
-    problem = f"has {' and '.join(replaces + wide)}, but a Replacement takes q and k as wide as v"
-    require(not (replaces and wide), f"attention method {name!r} {problem}")
+    require(kind, f"mechanism {mechanism.__name__} is of no kind. Make it a subclass of one of {kinds}.")
+    return kind
+
+
+def check_kinds(names: list[str], mechanisms: list[type[Mechanism]]):
+    """Raise ValueError, with their names, for mechanisms of one layer that exclude each other."""
+    by_kind = {kind: [] for kind in KINDS}
+    for name, mechanism in zip(names, mechanisms, strict=True):
+        by_kind[kind_of(mechanism)].append(name)
+    for kind, of_kind in by_kind.items():
+        one = len(of_kind) < 2 or kind == "score_change"
+        refusal = f"{' and '.join(of_kind)} exclude each other: a layer has one {kind.replace('_', ' ')}"
+        require(one, f"{refusal}. Leave one out.")
+    if by_kind["replacement"]:
+        wide = [name for name, m in zip(names, mechanisms) if issubclass(m, Rotation) and m.widening > 1]
+        others = [*by_kind["score_change"], *by_kind["key_bias"], *by_kind["window"], *by_kind["sink"], *wide]
+        replaces = f"{by_kind['replacement'][0]} replaces softmax attention"
+        require(not others, f"{replaces}, so it cannot be combined with {' and '.join(others)}. Leave one out.")
 
 
 class Method(nn.Module):
@@ -256,7 +267,7 @@ class Method(nn.Module):
     def __init__(self, name: str, num_heads: int, head_dim: int, train_length: int, mechanisms: list[Mechanism]):
         super().__init__()
         self.name, self.num_heads, self.head_dim, self.train_length = name, num_heads, head_dim, train_length
-        check_kinds(name, [type(mechanism) for mechanism in mechanisms])
+        check_kinds([type(m).__name__ for m in mechanisms], [type(m) for m in mechanisms])
         for role, kind in KINDS.items():
             of_kind = [m for m in mechanisms if isinstance(m, kind)]
             setattr(self, role, Composition(of_kind) if len(of_kind) > 1 else of_kind[0] if of_kind else None)

@@ -12,7 +12,7 @@ from data.loader import TrainLoader, micro_batch_size
 from data.shards import open_split
 from errors import require
 from model.gpt import Plans
-from model.methods import METHODS
+from model.methods import canonical_name
 from optim.sharded import Optimizers
 from runtime.build import build_model, build_optimizers, train_step
 from runtime.device import choose_compile, compute_dtype
@@ -44,11 +44,9 @@ def read_variant(name: str) -> StepVariant:
         return fixed[name]
     ours, *parts = name.split("-")
     method, _, backend = ours.partition(":")
-    require(
-        method in METHODS and set(parts) <= set(PARTS),
-        f"unknown variant {name!r}: it is record8, record8+flex, nanogpt or METHOD[:BACKEND][-PART], METHOD one of "
-        f"{', '.join(METHODS)}, PART one of {', '.join(PARTS)}",
-    )
+    canonical_name(method)  # ValueError for an unknown one
+    forms = "record8, record8+flex, nanogpt or METHOD[:BACKEND][-PART]"
+    require(set(parts) <= set(PARTS), f"unknown variant {name!r}: it is {forms}, PART one of {', '.join(PARTS)}")
     counterpart = ours if parts else {"p_rope": "record8", OURS: "record8+flex"}.get(method, "p_rope")
     return StepVariant(method, backend or "auto", frozenset(parts), counterpart)
 

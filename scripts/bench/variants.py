@@ -32,7 +32,7 @@ from model.methods import make_method
 from model.methods.base import Method, upcast
 
 METHODS = {"plain": "nope", "si": "scale_invariant_nope", "alibi": "alibi"}
-EXTENDED = {"fox": "fox", "window": "rope_window", "sink": "p_rope_sink"}  # these without their rotation
+EXTENDED = {"fox": "fox", "window": "rope+window", "sink": "p_rope+sink"}  # these without their rotation
 OPTIONS = {"window": dict(window=256)}  # half of what the gate looks at
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v and output (B, H, T, D)
 

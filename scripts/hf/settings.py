@@ -8,7 +8,7 @@ from typing import Literal
 from configs.command_line import fields_help, methods_help, read_fields
 from configs.config import RATE, OptionValue, check_fields, check_name, setting
 from errors import require
-from model.methods import METHODS, method_options
+from model.methods import METHODS, canonical_name, method_options
 
 # The methods of the paper's table, in its order. It does not train two of them.
 PAPER = ("rope", "p_rope", "nope", "rope_ntk", "yarn", "logn_rope", "logn_p_rope", "logn_ntk", "alibi")
@@ -80,7 +80,8 @@ class Settings:
     def __post_init__(self):
         check_fields(self)
         check_name(self.name)
-        require(self.method in (*METHODS, ALL), f"method {self.method} does not exist. --help lists the methods.")
+        if self.method != ALL:
+            canonical_name(self.method)  # ValueError for an unknown method
         require(self.val_lengths, "val_lengths is empty. Name at least one length.")
         for length in self.val_lengths:
             divides = self.val_tokens % length == 0
