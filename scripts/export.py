@@ -21,7 +21,7 @@ import torch
 
 from configs.config import NOT_MATHEMATICS, Config
 from configs.sweeps import Run
-from data.shards import TOKENIZER_FILE, read_manifest, tokenizer_of
+from data.shards import TOKENIZER_FILE, tokenizer_of
 from data.text import END_OF_TEXT
 from errors import exit_on_user_error, require
 from model.methods import method_options
@@ -42,15 +42,13 @@ CARD = """---
 library_name: transformers
 pipeline_tag: text-generation
 tags: [attention, long-context, custom_code]
-{datasets}---
+---
 
 # {name}
 
-A GPT of {parameters:,} parameters ({layers} layers, {heads} heads, width {width}) with the attention method `{method}`
-(options {options}). It was trained at {length} tokens, in a study of the paper below. It is a base model for research:
-it completes text. Its code is in this folder.
-
-## Use
+A base model for research with the attention method `{method}` (options {options}): a GPT of {parameters:,} parameters,
+trained at {length} tokens in a study of [Scale-invariant attention](https://arxiv.org/abs/2505.17083) (Anson, Wang and
+Aitchison, NeurIPS 2025).
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -62,33 +60,16 @@ inputs = tokenizer("The", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50, do_sample=True)[0]))
 ```
 
-`trust_remote_code=True` runs the Python files of this folder: read them, or trust their author. The code needs
-transformers 5. Prompts may be longer than the training length; the prompts of a batch must have equal lengths. Methods
-that scale to the length of the text use the length of prompt and new tokens: `generate(..., target_length=N)` sets
-another.
+`trust_remote_code=True` runs the Python files of this folder: read them, or trust their author. They need transformers
+5. Prompts may be longer than the training length; the prompts of a batch must have equal lengths. Methods that scale to
+the length of the text use that of prompt and new tokens, or `generate(..., target_length=N)`.
 
-## Losses
+Losses: {losses}
 
-{losses}
-
-## Training
-
-Data: {data} (fingerprint {fingerprint}); tokenizer: {tokenizer}. Step {step} of {steps}, {tokens:,} tokens. Commit:
-{commit}. The same run:
+Training data: {data} (fingerprint {fingerprint}); tokenizer: {tokenizer}. Step {step} of {steps}, {tokens:,} tokens.
+Commit: {commit}. The same run:
 
     {command}
-
-## Cite
-
-```bibtex
-@inproceedings{{anson2025scale,
-  title={{Scale-invariant attention}},
-  author={{Anson, Ben and Wang, Xi and Aitchison, Laurence}},
-  booktitle={{Advances in Neural Information Processing Systems}},
-  year={{2025}},
-  url={{https://arxiv.org/abs/2505.17083}}
-}}
-```
 """
 
 
@@ -177,23 +158,18 @@ def load_tokenizer(run: StoredRun, place: str | None):
 
 
 def model_card(run: StoredRun, step: int, model) -> str:
-    """Return the README.md of an exported run: method, losses, data, command, citation."""
-    config, summary, defaults = run.config, run.summary, vars(Config())
+    """Return the README.md of an exported run: method, losses, data, command."""
+    config, defaults, losses = run.config, vars(Config()), "none, because the run has not ended."
     changes = {name: value for name, value in vars(config).items() if value != defaults[name]}
     changes = {name: value for name, value in changes.items() if name not in NOT_MATHEMATICS}
-    losses = "The run has not ended, so there are none."
-    if summary:
-        row = dict(name=run.path.name, train_length=config.train_length, val_loss=summary["val_loss"])
-        losses = f"Nats a token, by length of the text:\n\n{loss_table([row])}"
-    manifest = read_manifest(Path(config.data_dir)) if Path(config.data_dir).is_dir() else None
-    source = (manifest or {}).get("source")
+    if run.summary:
+        row = dict(name=run.path.name, train_length=config.train_length, val_loss=run.summary["val_loss"])
+        losses = f"nats a token, by length of the text.\n\n{loss_table([row])}"
     return CARD.format(
-        datasets=f"datasets: [{json.dumps(source)}]\n" if source else "", name=run.path.name,
-        parameters=model.num_parameters(), layers=config.num_layers, heads=config.num_heads, width=config.model_dim,
-        method=config.method, options=json.dumps(model.config.method_options), length=config.train_length,
-        losses=losses, data=source or Path(config.data_dir).name, fingerprint=run.text or "unknown",
-        tokenizer=run.data["tokenizer"], step=step, steps=config.steps, tokens=step * config.batch_tokens,
-        commit=", ".join(log_values(run.path, "commit")),
+        name=run.path.name, method=config.method, options=json.dumps(model.config.method_options),
+        parameters=model.num_parameters(), length=config.train_length, losses=losses, data=Path(config.data_dir).name,
+        fingerprint=run.text or "unknown", tokenizer=run.data["tokenizer"], step=step, steps=config.steps,
+        tokens=step * config.batch_tokens, commit=", ".join(log_values(run.path, "commit")),
         command=shlex.join(["python", "train_gpt.py", *Run(BASE, changes).arguments[:-2]]),  # without --name
     )  # fmt: skip
 

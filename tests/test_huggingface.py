@@ -182,7 +182,7 @@ def test_barbero_keeps_half_of_the_models_frequencies_and_logn_begins_at_1():
 @torch.no_grad()
 def test_measured_scores_are_those_of_the_formula(calls):
     model = convert(make_model("gemma2"), "p_rope")
-    found = measure_scores(model, random_tokens(), num_queries=LENGTH)
+    found = measure_scores(model, random_tokens())
     later = torch.arange(LENGTH)
     counted = (later[:, None] > later) & (later > 0)
     method = make_method("p_rope", num_heads=4, head_dim=8, train_length=TRAIN_LENGTH)  # before window and cap
@@ -278,7 +278,7 @@ def test_refused_conversions():
         assert not any(hasattr(module, "method") for module in model.modules())
     assert convert(scaled, "rope", base=5e5) and convert(scaled, "p_rope") and convert(scaled, "alibi")
     with assert_refused("pope", "linear"):
-        rescale(convert(llama, "pope"), random_tokens())
+        rescale(convert(llama, "pope"), random_tokens(), "head")
 
 
 # ---- saving and loading ----------------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ def test_refused_conversions():
 def test_a_converted_model_is_saved_and_loaded(tmp_path, family):
     model = convert(make_model(family), "logn_p_rope", train_length=20, form="barbero")
     move_learned(model)
-    rescale(model, random_tokens())
+    rescale(model, random_tokens(), "layer")
     model.save_pretrained(tmp_path, max_shard_size="10KB")
     assert len([*tmp_path.glob("*.safetensors")]) > 1
     again = load_model(tmp_path)
@@ -345,7 +345,7 @@ def test_what_is_not_there(tmp_path, monkeypatch):
     with pytest.raises((OSError, ValueError)):
         read_config(tmp_path)
     with pytest.raises((OSError, ValueError)):
-        read_tokenizer(tmp_path)
+        read_tokenizer(tmp_path, VOCAB)
     with assert_refused("GiB"):
         check_memory("model", 1e15, torch.device("cpu"))
 
@@ -370,7 +370,7 @@ def test_no_code_of_a_folder_is_run(folder, tmp_path):
     assert logits(load_model(folder)).isfinite().all()
     (folder / "tokenizer_config.json").write_text(json.dumps(dict(auto_map=auto, tokenizer_class="Any")))
     with pytest.raises(ValueError):
-        read_tokenizer(folder)
+        read_tokenizer(folder, VOCAB)
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"lm_head.weight": Trap(sprung)}))
     with pytest.raises(OSError):

@@ -17,6 +17,7 @@ def train_tiny_run(folder, fields, letters="abcdefgh ", documents=150):
     prepare([folder], folder / "data", "bpe:384", val_fraction=0.3, name="letters")
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(sys, "argv", ["train_gpt.py", "quickstart", "--runs_dir", str(folder), "--name", "run",
-                                          "--data_dir", str(folder / "data"), *fields.split()])  # fmt: skip
+                                          "--data_dir", str(folder / "data"), "--length_schedule", "--val_copy_gaps",
+                                          *fields.split()])  # fmt: skip
         train()
     return folder / "run"

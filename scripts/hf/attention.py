@@ -5,17 +5,7 @@
 
 Transformers offers three hooks: a rope type (ours leaves q and k as they are), an attention function, and a mask
 function (ours returns positions instead of a mask). The key-value cache holds keys without rotation, so every call
-rotates all keys for the same sequence length.
-
-Our choices, where the paper says nothing about continued pretraining:
-
-- Rotation: the model's own base and direction. Transformers rotates by +angle, we by -angle. p-RoPE's default form
-  (`half_truncate`) gives the first d/4 pairs frequencies from 1 to 1/1024, which the model was not trained with.
-  `form="barbero"` keeps the first half of RoPE's frequencies and rotates nothing else.
-- LogN: its factor s log n starts with a mean of 1 over the training length, so s is 0.1366 at 4096.
-- Scores: scaled as in the model. Gemma-2's soft cap comes before a_t S + m_t, and its sliding layers keep their window.
-- Normalisation: these models do not normalise q and k, so scores need not have the deviation 1 that the paper's theory
-  assumes. scores.py measures the deviation and can make it 1. No kernel may assume a bound on |q.k|.
+rotates all keys for the same sequence length. docs/huggingface.md lists our choices where the paper is silent.
 """
 
 import dataclasses
@@ -46,12 +36,14 @@ class Positions(NamedTuple):
 
 @dataclasses.dataclass
 class Shared:
-    """State that all converted layers of a model share."""
+    """State that all converted layers of a model share.
+
+    target_length: tokens of the whole sequence, for methods that depend on it; None: the length of each call.
+    observe: called with (layer, q, k, plan) before each layer attends, q and k without rotation.
+    """
 
     target_length: int | None = None
-    """Length in tokens of the whole sequence, for methods that depend on it. None: the length of each call."""
     observe: Callable[[nn.Module, Tensor, Tensor, Plan], object] | None = None
-    """Called with (layer, q, k, plan) before each layer attends, q and k without rotation."""
     lengths: tuple = ()
     plans: dict = dataclasses.field(default_factory=dict)  # of calls of these lengths
 

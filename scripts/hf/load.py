@@ -31,7 +31,7 @@ def import_transformers():
 def read_config(name: str | Path, **changes):
     """Return the configuration of a model, a folder or a name on the hub, with changed fields.
 
-    The configuration of a converted model is that of the original, with the field RECORD.
+    That of a converted model is the original's, with the field RECORD.
     Raises OSError if there is no such model, ValueError if it is of another family, quantised or damaged.
     """
     transformers, name = import_transformers(), str(name)
@@ -45,12 +45,11 @@ def read_config(name: str | Path, **changes):
     return model_class(family).config_class.from_dict(fields | changes)
 
 
-def read_tokenizer(name: str | Path, vocab_size: int | None = None):
+def read_tokenizer(name: str | Path, vocab_size: int):
     """Return a model's own tokenizer. Raises OSError without one, ValueError if it has more than vocab_size ids."""
     tokenizer = import_transformers().AutoTokenizer.from_pretrained(str(name), trust_remote_code=False)
-    size = len(tokenizer)
-    message = f"the tokenizer of {name} has {size} ids, its model {vocab_size}. Use files of one model."
-    require(vocab_size is None or size <= vocab_size, message)
+    message = f"the tokenizer of {name} has {len(tokenizer)} ids, its model {vocab_size}. Use files of one model."
+    require(len(tokenizer) <= vocab_size, message)
     return tokenizer
 
 

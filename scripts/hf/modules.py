@@ -28,34 +28,24 @@ def flat_name(module: str) -> str:
     return module.removeprefix("scripts.hf.").removeprefix("model.").replace(".", "_")
 
 
-def relative_imports(node: ast.ImportFrom) -> tuple[list[str], set[str]]:
-    """Return the lines that replace an import, and the modules of this repository that they need."""
-    lines, needed = [], set()
-    for alias in node.names:
-        name = f"{node.module}.{alias.name}"
-        if find_module(name):
-            lines.append(f"from . import {flat_name(name)} as {alias.asname or alias.name}")
-            needed.add(name)
-        else:
-            lines.append(f"from .{flat_name(node.module)} import {ast.unparse(alias)}")
-            needed.add(node.module)
-    return lines, needed
-
-
 def rewrite(source: str) -> tuple[str, set[str]]:
     """Return a module's source with relative imports, and the modules of this repository that it imports."""
     lines, needed = source.splitlines(), set()
     imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom | ast.Import)]
     for node in sorted(imports, key=lambda node: -node.lineno):  # from the end, so that line numbers stay right
-        new = None
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-            assert not any(map(find_module, names)), f"{ast.unparse(node)}: write it as `from ... import`"
-            if {name.split(".")[0] for name in names} & OPTIONAL:
-                new = ["try:", f"    {ast.unparse(node)}", "finally:", "    pass"]
-        elif find_module(node.module):
-            new, modules = relative_imports(node)
-            needed |= modules
+        new = []
+        for alias in node.names:
+            name = alias.name if isinstance(node, ast.Import) else f"{node.module}.{alias.name}"
+            if isinstance(node, ast.Import):
+                assert find_module(name) is None, f"{ast.unparse(node)}: write it as `from ... import`"
+                if name.split(".")[0] in OPTIONAL:
+                    new += ["try:", f"    import {ast.unparse(alias)}", "finally:", "    pass"]
+            elif find_module(name):
+                new.append(f"from . import {flat_name(name)} as {alias.asname or alias.name}")
+                needed.add(name)
+            elif find_module(node.module):
+                new.append(f"from .{flat_name(node.module)} import {ast.unparse(alias)}")
+                needed.add(node.module)
         if new:
             lines[node.lineno - 1 : node.end_lineno] = [" " * node.col_offset + line for line in new]
     return "\n".join(lines) + "\n", needed
