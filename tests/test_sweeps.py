@@ -1,0 +1,167 @@
+"""Which runs the sweeps have: names, identities, seeds, arguments; sweeps of one's own; and wandb's sweep."""
+
+import collections
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from configs.command_line import read_config
+from configs.config import config_hash
+from configs.presets import preset
+from configs.sweeps import BEYOND_PAPER, MAIN_METHODS, SCALES, SWEEPS, Run, grid, sweep
+from scripts.reproduce.tables import paper_targets
+from scripts.shared.arguments import field_changes
+from scripts.shared.runs import stored_config
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_arguments_of_every_run_give_its_config_back(scale):
+    for run in sweep("all", scale, seeds=[1], changes=dict(tags=("a", "b"), val_lengths=(64, 256))):
+        assert read_config(run.arguments) == run.config
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scale, tuned, haystack, steps", [
+    ("paper", 21, "c4", 300), ("small", 21, "c4", 300), ("mini", 27, "shards", 6000),
+])
+def test_all_is_every_run_of_the_paper_once_with_its_fine_tuning(scale, tuned, haystack, steps):
+    runs = sweep("all", scale)
+    hashes = {config_hash(run.config) for run in runs}
+    assert len(runs) == len(hashes) == len({run.name for run in runs})
+    papers = {*SWEEPS} - {*BEYOND_PAPER}
+    assert hashes == {config_hash(run.config) for name in papers for run in sweep(name, scale)}
+    with_needle = [run for run in runs if run.needle]
+    assert with_needle == sweep("table_needle", scale) and len(with_needle) == tuned
+    assert {(run.needle.haystack, run.needle.steps) for run in with_needle} == {(haystack, steps)}
+    (needle,) = {run.needle for run in sweep("all", scale, needle=dict(examples=7)) if run.needle}
+    assert (needle.haystack, needle.steps, needle.examples) == (haystack, steps, 7)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", SWEEPS)
+def test_seeds_that_are_given_are_used_everywhere(name, scale):
+    seeds = collections.defaultdict(set)
+    for run in sweep(name, scale, seeds=[4, 9]):
+        seeds[run.preset, str({k: v for k, v in run.changes.items() if k != "seed"})].add(run.config.seed)
+    assert seeds and all(given == {4, 9} for given in seeds.values())
+
+
+@pytest.mark.parametrize("scale", ["paper", "small", "mini"])
+def test_three_seeds_where_the_paper_has_three(scale):
+    """Appendix "Seeds": every method trained at 4k on the 162M model; the rest was run once."""
+    for name, three in dict(table_losses=True, table_infini=True, figure_train_4k=True, figure_304m=False,
+                            figure_scale_invariant_variants=True, figure_train_16k=False, figure_tau=False).items():
+        assert {run.config.seed for run in sweep(name, scale)} == ({0, 1, 2} if three else {0})
+    seeds = collections.defaultdict(set)
+    for run in sweep("figure_train_lengths", scale):
+        seeds[run.preset].add(run.config.seed)
+    assert [*seeds.values()] == [{0, 1, 2}, {0}, {0}]
+
+
+def test_methods_that_train_identically_are_trained_once():
+    runs = sweep("figure_train_16k", "paper")
+    assert sorted(m for run in runs for m in run.methods) == sorted({m for m, _ in paper_targets("table_losses")})
+    assert len(runs) == 7 and "validate_as" not in runs[0].name
+    assert [r.config.method for r in sweep("figure_train_16k", "paper", methods=["yarn"])] == ["rope"]
+
+
+def test_steps_alone_leave_every_preset_its_share_of_cooldown():
+    for run in sweep("all", "mini", seeds=[0], changes=dict(steps=64)):
+        assert run.config.cooldown_steps == round(preset(run.preset).cooldown_steps / 10)
+
+
+# ---- names and fields ------------------------------------------------------------------------------------------------
+
+
+def test_a_name_says_what_differs_and_a_long_one_is_a_hash():
+    assert Run("mini", dict(method="rope", seed=3, muon_lr=0.1, dtype="float32")).name == "mini-rope-muon_lr0.1-s3"
+    lr = dict(muon_lr=0.123456789, embedding_lr=0.123456789, head_lr=0.123456789, scalar_lr=0.123456789)
+    names = [run.name for run in sweep("figure_tau", "mini", changes=lr | dict(adam_eps=1.23456789e-9))]
+    assert len(set(names)) == 6 and max(map(len, names)) < 80
+    plain = [run.name for run in sweep("table_losses", "mini")]
+    assert [run.name for run in sweep("table_losses", "mini", changes=dict(steps=640))] == plain  # as in the preset
+
+
+def test_field_changes_are_the_fields_that_are_named():
+    words = "--steps 1200 --no_force --val_lengths 64 128 --group=mine --cooldown-steps 9".split()
+    expected = dict(steps=1200, force=False, val_lengths=(64, 128), group="mine", cooldown_steps=9)
+    assert field_changes("mini", words) == expected
+
+
+@pytest.mark.parametrize("field, value", [("method_options", {"tau": 3.0}), ("method", "rope"), ("seed", 7)])
+def test_a_field_that_the_sweep_sets_itself_is_refused(field, value):
+    with pytest.raises(ValueError, match=f"--{field} "):
+        sweep("figure_tau", "mini", changes={field: value})
+
+
+@pytest.mark.parametrize("method, options, expected", [
+    ("rope", {}, {}),
+    ("scale_invariant_p_rope", {}, {"tau": 0.625}),
+    ("scale_invariant_p_rope", {"tau": 3.0}, {"tau": 3.0}),
+])
+def test_a_run_made_while_length_scale_scaled_tau_keeps_its_tau(tmp_path, method, options, expected):
+    config = dataclasses.replace(preset("mini"), method=method, method_options=options).to_dict()
+    config["length_scale"] = config.pop("position_scale")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    stored = stored_config(tmp_path)
+    assert (stored.method_options, stored.position_scale) == (expected, 1 / 16)
+
+
+# ---- sweeps of one's own ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own(monkeypatch):
+    """Add a sweep called own, of the runs that a function of the scale gives."""
+    return lambda function: monkeypatch.setitem(SWEEPS, "own", function)
+
+
+def test_runs_that_differ_outside_the_mathematics_are_told_apart_within_their_sweep_only(own):
+    own(lambda scale: grid(scale.base, method=["rope"], dtype=["float32", "bfloat16"], data_dir=["data/a", "data/b"]))
+    runs = sweep("own", "mini")
+    assert len({run.name for run in runs}) == len({run.identity for run in runs}) == 4
+    assert len({config_hash(run.config) for run in runs}) == 1
+    (plain,) = sweep("table_losses", "mini", [0], ["rope"], dict(dtype="float32"))
+    assert (plain.name, plain.identity) == ("mini-rope-s0", config_hash(plain.config))
+
+
+OWN = {  # the runs of a sweep, and what the error names
+    "misspelt": (lambda scale: grid(scale.base, muon_lrr=[0.1]), "muon_lrr"),
+    "preset": (lambda scale: grid("minj", seed=[0]), "minj"),
+    "value": (lambda scale: grid(scale.base, steps=["6"]), "steps"),
+    "no list": (lambda scale: grid(scale.base, steps=6), "steps"),
+    "word": (lambda scale: grid(scale.base, method="rope"), "method"),
+    "name": (lambda scale: grid(scale.base, name=["a"]), "name"),
+    "same name": (lambda scale: grid(scale.base, data_dir=["data/a", "data_a"]), "mini-"),
+    "empty": (lambda scale: [], "own"),
+    "given": (lambda scale: grid(scale.base, muon_lr=[0.01, 0.03]), "--muon_lr"),
+}
+
+
+@pytest.mark.parametrize("function, names", OWN.values(), ids=OWN)
+def test_mistakes_in_an_own_sweep_are_named(own, function, names):
+    own(function)
+    with pytest.raises(ValueError, match=names):
+        sweep("own", "mini", changes=dict(muon_lr=0.01) if names == "--muon_lr" else {})
+
+
+# ---- wandb -----------------------------------------------------------------------------------------------------------
+
+
+def test_wandb_sweep_starts_the_runs_of_the_main_table():
+    """With the words that wandb's agent puts in place of ${args}."""
+    file = yaml.safe_load((ROOT / "configs" / "wandb_sweep.yaml").read_text())
+    methods, seeds = (file["parameters"][axis]["values"] for axis in ("method", "seed"))
+    start, program, *words, last = file["command"][1:]
+    assert (file["program"], start, program, last) == ("train_gpt.py", "python", "${program}", "${args}")
+    configs = [read_config([*words, f"--method={m}", f"--seed={s}"]) for m in methods for s in seeds]
+    assert len({config.name for config in configs}) == len(configs)
+    assert [config_hash(c) for c in configs] == [config_hash(r.config) for r in sweep("table_losses", "paper")]
+    assert methods == MAIN_METHODS and all(c.wandb == "online" for c in configs)
+    assert file["method"] == "grid" and file["metric"]["goal"] == "minimize"
+    assert file["metric"]["name"] in {f"val_loss/{length}" for length in configs[0].val_lengths}
