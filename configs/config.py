@@ -89,7 +89,7 @@ class Config:
 
     # ---- the data ----
     data_dir: str = setting("data/fineweb10B", mathematics=False)
-    """Folder of token shards, made by `python -m data.fineweb` or `python -m data.text`."""
+    """Folder of token shards, made by `python -m data.download` or `python -m data.text`."""
     train_length: int = setting(4096, at_least=1)
     """Tokens in a training sequence."""
     length_schedule: tuple[int, ...] = setting((), at_least=1)

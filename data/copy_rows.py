@@ -38,19 +38,15 @@ def check_copy_rows(share: float, row_lengths: RowLengths) -> None:
     """Raise ValueError unless the share and the row lengths describe a stream."""
     require(0 <= share < 1, f"--copy-rows {share}: must be at least 0 and less than 1. Use 0.5 for half of the rows.")
     require(row_lengths, "--copy-rows: no length of a row is given. Add --row-tokens with the training length.")
-    *earlier, (_, last_end) = row_lengths
-    open_end = last_end is None and all(end is not None for _, end in earlier)
-    require(open_end, "--row-tokens: only the last length may go on without an END. Write 64:1146880 256.")
     start = 0
-    for length, end in row_lengths:
-        shortest = 2 * MIN_SEGMENT
-        require(length >= shortest, f"--row-tokens {length}: a row needs at least {shortest} tokens. Use longer rows.")
-        require(start % length == 0, f"--row-tokens {length}: rows cannot start at {start}. Use a multiple.")
+    for i, (length, end) in enumerate(row_lengths):
+        name, shortest = f"--row-tokens {length}", 2 * MIN_SEGMENT
+        require(length >= shortest, f"{name}: too short. A row needs at least {shortest} tokens.")
+        require(start % length == 0, f"{name}: rows cannot start at token {start}. Use a multiple.")
+        is_last = i == len(row_lengths) - 1
+        require((end is None) == is_last, f"{name}: all lengths but the last need an END. Write 64:1146880 256.")
         if end is not None:
-            later = f"--row-tokens {length}:{end}: the END must be after {start}. Order the lengths by their END."
-            require(end > start, later)
-            whole = f"--row-tokens {length}:{end}: the last row is not whole. Use a multiple of {length} as END."
-            require(end % length == 0, whole)
+            require(end > start and end % length == 0, f"{name}:{end}: the END must be a multiple, after {start}.")
             start = end
 
 

@@ -1,35 +1,32 @@
-"""The needle-in-a-haystack task (paper, section 5 and its appendix): remember three numbers in a long text.
+"""The needle-in-a-haystack task (paper, section 5 and appendix): remember three numbers in a long text.
 
     <|endoftext|>text ... text
     The special magic Lisbon number is 4071832.
     text ... <|endoftext|>text ... (two more needles)
     Lisbon=4071832;Oslo=9120045;Cairo=1548872<|endoftext|>
 
-Only the last line, the response, is to be predicted. The haystack is cut to size first, then each needle goes to a
-uniformly random place between two of its tokens, so never into another needle; the response has the order of
-appearance. Where the paper is silent: a needle has a newline on both sides, the response is tokenised by itself after
-one newline, cities are distinct within an example, and numbers are uniform over those of seven digits.
+A model predicts the last line, the response. The haystack is cut to size first. Then each needle goes to a uniformly
+random place between two tokens of the haystack, so never into another needle. The response has the order of appearance.
+
+The paper leaves four points open. A needle has a newline on both sides. The response is tokenised by itself after one
+newline. Cities are distinct within an example. Numbers are uniform over the numbers of seven digits.
 
     tokenizer = load_tokenizer("data/web")
     task = NeedleTask(tokenizer, Haystack.from_shards("data/web", "val", tokenizer), length=4096)
     inputs, targets, mask = task.batch(range(8))
 """
 
-import fcntl
-import gzip
-import os
 import re
-import shutil
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from data.fineweb import fetch_file
+from data.download import fetch_text
 from data.shards import open_split
-from data.text import END_OF_TEXT, Corpus, Tokenizer, document_spans, find_files, index_documents
+from data.text import Corpus, document_spans, find_files, index_documents
+from data.tokenizer import END_OF_TEXT, Tokenizer
 from errors import require
 
 # fmt: off
@@ -47,9 +44,9 @@ NEEDLES = 3  # in an example
 NEEDLE = re.compile(r"\nThe special magic (.+?) number is (\d{7})\.\n")
 SEPARATOR = "\n"
 NUMBER_TOKENS = 8  # at most: seven digits and the space before them
-INDEX_TOKENS = 2**28  # of a split's shards: finding documents reads them all, and 300 steps of the paper take 79M
-C4 = Path("data/c4")  # where the commands keep it
-C4_FILES = {"train": "c4-train.00000-of-01024", "val": "c4-validation.00000-of-00008"}  # split -> its first file
+INDEX_TOKENS = 2**28  # a search for documents reads all tokens, and the paper's 300 steps need 79 M
+C4 = Path("data/c4")  # folder of the downloaded files
+C4_FILES = {"train": "en/c4-train.00000-of-01024.json.gz", "val": "en/c4-validation.00000-of-00008.json.gz"}
 
 
 def needle_text(city: str, number: int) -> str:
@@ -65,7 +62,7 @@ def response_text(needles: Iterable[tuple[str, int | str]]) -> str:
 
 @dataclass(frozen=True)
 class Haystack:
-    """Documents to hide needles in: document(i) returns the tokens of document i, after an end-of-text token."""
+    """Documents that hide needles: document(i) returns the tokens of document i, after an end-of-text token."""
 
     split: str  # "train" or "val"
     num_documents: int
@@ -73,9 +70,9 @@ class Haystack:
 
     @classmethod
     def from_shards(cls, data_dir: Path, split: str, tokenizer: Tokenizer) -> "Haystack":
-        """Take the documents of a data folder's shards, of which it reads the first 2^28 tokens.
+        """Return the documents in the first 2^28 tokens of a data folder's shards.
 
-        ValueError where there are no good shards, or no end-of-text tokens in them.
+        ValueError without good shards, or without end-of-text tokens.
         """
         stream = open_split(data_dir, split, tokenizer.vocab_size)
         end, chunk = min(len(stream), INDEX_TOKENS), 1 << 20
@@ -84,7 +81,7 @@ class Haystack:
             for start in range(0, end, chunk)
         ]
         borders = np.append(np.concatenate(starts), end)  # (documents + 1,)
-        require(len(borders) > 1, f"{data_dir}: no end-of-text token ({tokenizer.eot}) in the {split} shards")
+        require(len(borders) > 1, f"{data_dir}: no end-of-text token in the {split} shards. Prepare the data again.")
 
         def document(i: int) -> np.ndarray:
             return stream.read(int(borders[i]), int(borders[i + 1] - borders[i]))
@@ -93,16 +90,16 @@ class Haystack:
 
     @classmethod
     def from_text(cls, inputs: Sequence[Path], split: str, tokenizer: Tokenizer, val_fraction=0.05) -> "Haystack":
-        """Take the documents of text files, found and split as `data.text` does it, with its errors.
+        """Return the documents of text files, found and split as `data.text` does, with its errors.
 
-        Each document is tokenised whenever it is drawn: files of whole books are better made into shards.
+        Each document is tokenised whenever it is drawn, so shards are better for whole books.
         """
         corpus = index_documents(find_files(inputs, (".txt", ".jsonl"), ()), "text", val_fraction)
         return cls._from_corpus(corpus, split, tokenizer)
 
     @classmethod
     def from_c4(cls, folder: Path, split: str, tokenizer: Tokenizer) -> "Haystack":
-        """Take the first file of a split of C4 (en), the paper's haystack: see fetch_c4, also for the errors."""
+        """Return the documents in the first file of a split of C4 (en), the paper's haystack. Errors: see fetch_c4."""
         path = fetch_c4(folder, split)
         spans = np.array([(0, *span) for span in document_spans(path)])
         return cls._from_corpus(Corpus([path], "text", {split: spans}), split, tokenizer)
@@ -115,11 +112,11 @@ class Haystack:
         return cls(split, len(corpus.spans[split]), document)
 
     def sample(self, count: int, rng: np.random.Generator) -> np.ndarray:
-        """Return `count` tokens of distinct random documents, the last one cut; ValueError if all are not enough."""
+        """Return `count` tokens of distinct random documents, with the last one cut; ValueError if text is short."""
         parts, missing, drawn = [np.empty(0, np.int64)], count, set()
         while missing > 0:
-            short = f"the {self.split} haystack has {count - missing} tokens where {count} are needed"
-            require(len(drawn) < self.num_documents, f"{short}: use more text or a shorter length")
+            short = f"the {self.split} haystack has {count - missing} of {count} tokens"
+            require(len(drawn) < self.num_documents, f"{short}. Use more text or a shorter length.")
             while (index := int(rng.integers(self.num_documents))) in drawn:
                 pass
             drawn.add(index)
@@ -129,35 +126,11 @@ class Haystack:
 
 
 def fetch_c4(folder: Path, split: str) -> Path:
-    """Return the first file of a split of C4 (en), unpacked because Corpus.text needs to seek.
+    """Return the first file of a split of C4 (en), which is downloaded if necessary: 320 MB for train, 40 MB for val.
 
-    Downloads it to `folder` if it is not there yet, some 320 MB for train and 40 MB for val; of several processes one
-    does it, and the others wait. OSError when the hub cannot be reached, or what comes does not pass gzip's checksum.
+    OSError if the hub cannot give the file; ValueError if the file is damaged.
     """
-    folder, name = Path(folder), C4_FILES[split]
-    path = folder / f"{name}.jsonl"
-    if path.exists():
-        return path
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
-            packed, _ = fetch_file(f"{name} of allenai/c4", "allenai/c4", f"en/{name}.json.gz", folder)
-            _unpack(packed, path)
-    return path
-
-
-def _unpack(packed: Path, path: Path) -> None:
-    temporary = path.with_suffix(".tmp")
-    try:
-        with gzip.open(packed) as source, open(temporary, "wb") as target:
-            shutil.copyfileobj(source, target)
-    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-        packed.unlink()
-        temporary.unlink()
-        raise OSError(f"{packed}: damaged ({error}); the file was removed, try again") from error
-    os.replace(temporary, path)
-    packed.unlink()
+    return fetch_text("allenai/c4", C4_FILES[split], Path(folder))
 
 
 # ---- examples ----
@@ -179,24 +152,20 @@ class Example:
 
 
 class NeedleTask:
-    """An endless, indexed set of examples, each of which depends on seed, split, length and index alone, besides
-    tokenizer and haystack.
+    """An endless, indexed set of examples. An example depends on seed, split, length, index, tokenizer and haystack.
 
-    tokenizer: that of the model. length: tokens that the model sees, ValueError if needles and response do not fit. The
-    end-of-text token after them is only a target, so that inputs have the shape of a training sequence. seed: not
-    negative; choose one for tests that no tuning run has.
+    length: tokens of the model's input; ValueError if needles and response do not fit. The end-of-text token after them
+    is a target alone, so that inputs have the shape of a training sequence.
+    seed: not negative. Tests have a seed that no fine-tuning has.
     """
 
     def __init__(self, tokenizer: Tokenizer, haystack: Haystack, length: int, *, seed: int = 0):
         self.tokenizer, self.haystack, self.length, self.seed = tokenizer, haystack, length, seed
-        least, short = self._least_length(), f"length {length} is too short for {NEEDLES} needles and the response"
-        require(length >= least, f"{short}: use {least} or more")
-
-    def _least_length(self) -> int:
-        """Count the tokens of the longest needles and response that there can be, with a token for each digit."""
+        # The longest needles and response that are possible, with a token for each digit.
         without_numbers = [f"\nThe special magic {city} number is.\n{city}=;" for city in CITIES]
-        sizes = [len(ids) + 2 * NUMBER_TOKENS for ids in self.tokenizer.encode_batch(without_numbers)]
-        return sum(sorted(sizes)[-NEEDLES:]) + len(self.tokenizer.encode(SEPARATOR))
+        sizes = [len(ids) + 2 * NUMBER_TOKENS for ids in tokenizer.encode_batch(without_numbers)]
+        least = sum(sorted(sizes)[-NEEDLES:]) + len(tokenizer.encode(SEPARATOR))
+        require(length >= least, f"length {length}: too short for {NEEDLES} needles and response. Use {least} or more.")
 
     def example(self, index: int) -> Example:
         """Return example `index`; ValueError if the haystack has too few tokens."""
@@ -219,7 +188,7 @@ class NeedleTask:
         return Example(tokens, self.length - len(response), cities, numbers, tuple(positions))
 
     def batch(self, indices: Iterable[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return inputs, targets (B, length) int64 and mask (B, length) bool: which targets are response or its end."""
+        """Return inputs and targets, (B, length) int64, and the mask of targets in the response, (B, length) bool."""
         examples = [self.example(index) for index in indices]
         tokens = np.stack([example.tokens for example in examples])  # (B, length + 1)
         starts = np.array([example.response_start for example in examples])  # (B,)
@@ -231,16 +200,16 @@ class NeedleTask:
 
 
 def score(text: str, example: Example) -> list[bool]:
-    """Tell which needles a decoded response, up to `<|endoftext|>`, has right: city and number, each in its place."""
+    """Return whether each needle is right in a decoded response up to `<|endoftext|>`: city and number, in order."""
     answers = text.split(END_OF_TEXT)[0].split(";")
     answers += [""] * (len(example.cities) - len(answers))
     return [answer.strip() == wanted for answer, wanted in zip(answers, example.response.split(";"))]
 
 
 def oracle_accuracy(task: NeedleTask, num_examples: int) -> float:
-    """Return the share of needles that a perfect copier of the decoded prompts gets right, in a task's first examples.
+    """Return the share of needles that a perfect copier of the decoded prompts finds in a task's first examples.
 
-    Needles are tokenised by themselves and never overlap, so it is 1 unless the haystack has needles of its own.
+    The share is 1 unless the haystack has needles of its own: needles are tokenised alone and never overlap.
     """
     right = []
     for index in range(num_examples):

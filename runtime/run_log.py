@@ -11,8 +11,8 @@ import torch
 from tqdm import tqdm
 
 from configs.config import Config, config_hash
-from data.fineweb import data_command
 from data.loader import sequences_of
+from data.shards import data_command
 from errors import exit_on_user_error
 from model.attention import Plan
 from model.backends import sdpa

@@ -25,7 +25,8 @@ import torch
 
 from configs.interrupt import exit_code
 from data.loader import TrainLoader, check_validation, sequences_of
-from data.model_files import TOKENIZER_CONFIG, model_file
+from data.download import model_file
+from data.tokenizer import TOKENIZER_CONFIG
 from data.shards import TOKENIZER_FILE, TokenStream, open_split, tokenizer_of
 from errors import exit_on_user_error, require
 from model.backends.sdpa import prefer_fast_sdpa

@@ -22,7 +22,7 @@ import torch
 from configs.config import NOT_MATHEMATICS, Config
 from configs.sweeps import Run
 from data.shards import TOKENIZER_FILE, tokenizer_of
-from data.text import END_OF_TEXT
+from data.tokenizer import END_OF_TEXT
 from errors import exit_on_user_error, require
 from model.methods import method_options
 from runtime.checkpoint import latest_checkpoint

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from data.shards import tokenizer_of
-from data.text import Tokenizer, load_tokenizer
+from data.tokenizer import Tokenizer, load_tokenizer
 from errors import exit_on_user_error, require
 from model.decoding import decode, sample
 from model.gpt import GPT

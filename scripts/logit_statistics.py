@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from data.text import load_tokenizer
+from data.tokenizer import load_tokenizer
 from errors import exit_on_user_error, require
 from files import replace_text, to_json
 from runtime.device import device_name

@@ -29,7 +29,7 @@ from configs.interrupt import exit_code
 from configs.sweeps import SCALES, Needle
 from data.loader import micro_batch_size
 from data.needle import C4, NEEDLES, Haystack, NeedleTask, oracle_accuracy, score
-from data.text import Tokenizer, load_tokenizer
+from data.tokenizer import Tokenizer, load_tokenizer
 from errors import exit_on_user_error, require
 from files import refuse_link
 from model.decoding import greedy_decode

@@ -20,7 +20,8 @@ from tiny_llama import VOCAB, save_model, save_tokenizer, texts
 from torch.testing import assert_close
 
 from data.shards import open_split, read_manifest
-from data.text import load_tokenizer, prepare
+from data.text import prepare
+from data.tokenizer import load_tokenizer
 from runtime.checkpoint import load_checkpoint
 from runtime.metrics import read_metrics
 from scripts import continue_pretraining as command

@@ -13,7 +13,8 @@ from preloaded import start_method
 from test_train import here, make_data, read_json, train_here
 from torch.multiprocessing import start_processes as start_ranks
 
-from data.shards import ShardWriter, open_split
+from data.shard_writer import ShardWriter
+from data.shards import open_split
 from model.gpt import GPT
 from runtime.copy_gain import SPAN, SPANS, check_gaps, copy_length, copy_sequences, measure_copy_gain, uncompiled
 from runtime.metrics import flatten

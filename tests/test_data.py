@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from data.loader import TrainLoader, check_validation, validation_batches
-from data.shards import ShardWriter, TokenStream, main, open_split, read_header, shard_paths, tokenizer_of
+from data.shard_writer import ShardWriter
+from data.shards import TokenStream, main, open_split, read_header, shard_paths, tokenizer_of
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 VOCAB = 50257

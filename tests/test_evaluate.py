@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from test_train import copied, data, finished, here, make_data, plain_losses, read_json, train_here  # noqa: F401
 
-from data.shards import ShardWriter, open_split
+from data.shard_writer import ShardWriter
+from data.shards import open_split
 from scripts import evaluate
 
 

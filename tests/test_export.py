@@ -28,7 +28,8 @@ from transformers.dynamic_module_utils import get_imports, get_relative_import_f
 
 from configs.command_line import read_config
 from configs.config import config_hash
-from data.text import load_tokenizer, prepare
+from data.text import prepare
+from data.tokenizer import load_tokenizer
 from scripts import export as command
 from scripts.evaluate import load_run
 from scripts.hf.modeling_method_gpt import MethodGPTConfig, MethodGPTForCausalLM

@@ -16,8 +16,8 @@ import pytest
 from test_data import exit_code
 
 from configs.presets import PRESETS, preset
-from data.fineweb import data_command, main, time_limit
-from data.shards import open_split
+from data.download import main, time_limit
+from data.shards import data_command, open_split
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 REPO_PATH = "datasets/kjj0/fineweb10B-gpt2"

@@ -9,7 +9,7 @@ import torch
 from tiny_run import train_tiny_run
 
 from data.shards import tokenizer_of
-from data.text import load_tokenizer
+from data.tokenizer import load_tokenizer
 from model.decoding import decode, greedy_decode, sample
 from model.kernels.distance import MAX_LENGTH
 from scripts import generate

@@ -10,7 +10,7 @@ pytest.importorskip("transformers", reason="exporting needs pip install -r requi
 
 from test_export import exported, run  # noqa: F401
 
-from data.text import load_tokenizer
+from data.tokenizer import load_tokenizer
 from model.decoding import greedy_decode
 from scripts.evaluate import load_run
 

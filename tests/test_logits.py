@@ -12,7 +12,8 @@ from test_methods import NAMES
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from data.shards import ShardWriter, open_split
+from data.shard_writer import ShardWriter
+from data.shards import open_split
 from scripts.reproduce import logits
 from scripts.reproduce.theory import attention_statistics
 

@@ -16,7 +16,7 @@ from tiny_run import train_tiny_run
 
 from configs.sweeps import Needle
 from data.needle import Haystack, NeedleTask
-from data.text import load_tokenizer
+from data.tokenizer import load_tokenizer
 from model.decoding import greedy_decode
 from runtime.checkpoint import latest_checkpoint, load_checkpoint
 from runtime.metrics import read_metrics

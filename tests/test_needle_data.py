@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from data.needle import CITIES, NEEDLE, Example, Haystack, NeedleTask, needle_text, oracle_accuracy, score
-from data.shards import ShardWriter
-from data.text import END_OF_TEXT, load_tokenizer, prepare
+from data.shard_writer import ShardWriter
+from data.text import prepare
+from data.tokenizer import END_OF_TEXT, load_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -338,7 +339,7 @@ def open_c4(hub, tmp_path, data_dir, *splits, **variables):
     program = f"""
 import json
 from data.needle import Haystack
-from data.text import load_tokenizer
+from data.tokenizer import load_tokenizer
 tokenizer = load_tokenizer({str(data_dir)!r})
 for split in {splits!r}:
     try:

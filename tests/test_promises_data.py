@@ -22,7 +22,8 @@ from test_train import assert_same_run, make_data, train_here
 
 import train_gpt
 from data.loader import TrainLoader, validation_batches
-from data.shards import ShardWriter, TokenStream, main, open_split, read_manifest
+from data.shard_writer import ShardWriter
+from data.shards import TokenStream, main, open_split, read_manifest
 
 BAD_DATA = pytest.mark.promise(5, "bad data is found")
 DOWNLOADS = pytest.mark.promise(6, "downloads are whole or refused")
@@ -352,7 +353,7 @@ sys.addaudithook(hook)
 """
 WRITES = """
 import numpy as np
-from data.shards import ShardWriter
+from data.shard_writer import ShardWriter
 rng = np.random.default_rng(2)
 with ShardWriter(folder, "x", tokenizer="gpt2", vocab_size=1000, shard_tokens=100) as writer:
     writer.write("train", rng.integers(0, 1000, 250))
@@ -360,7 +361,7 @@ with ShardWriter(folder, "x", tokenizer="gpt2", vocab_size=1000, shard_tokens=10
     writer.close()
 """
 DOWNLOADS_TWO = """
-from data.fineweb import main
+from data.download import main
 main(["10B", "--shards", "1", "--out", folder])
 """
 

@@ -21,7 +21,7 @@ import scripts.report.__main__ as report
 import train_gpt
 from configs.sweeps import Run
 from data import shards
-from data.text import load_tokenizer
+from data.tokenizer import load_tokenizer
 from runtime.checkpoint import latest_checkpoint, list_checkpoints, load_checkpoint
 from scripts import evaluate
 from scripts.sweep.local import Attempt, record_outcome

@@ -13,8 +13,9 @@ import pytest
 
 from configs.command_line import read_config
 from configs.presets import quickstart
-from data.shards import ShardWriter, open_split
-from data.text import load_tokenizer
+from data.shard_writer import ShardWriter
+from data.shards import open_split
+from data.tokenizer import load_tokenizer
 from scripts import quickstart as script
 from scripts.shared.runs import data_fingerprint
 from scripts.shared.tables import loss_table

@@ -19,7 +19,7 @@ from torch.distributed.run import get_args_parser
 from configs.command_line import read_config
 from configs.config import Config
 from configs.presets import PRESETS
-from data.shards import ShardWriter
+from data.shard_writer import ShardWriter
 from model.methods import METHODS
 from scripts.reproduce.pages import ITEMS
 

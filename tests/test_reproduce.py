@@ -17,7 +17,8 @@ import torch
 
 from configs.command_line import read_config
 from configs.sweeps import SCALES, SWEEPS, sweep
-from data.shards import ShardWriter, open_split
+from data.shard_writer import ShardWriter
+from data.shards import open_split
 from runtime.build import build_model
 from runtime.checkpoint import save_checkpoint
 from scripts.reproduce import figures, needles, pages

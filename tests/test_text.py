@@ -13,7 +13,8 @@ import pytest
 from test_data import exit_code
 
 from data.shards import open_split
-from data.text import END_OF_TEXT, PIECE_CHARACTERS, load_tokenizer, main, prepare
+from data.text import main, prepare
+from data.tokenizer import END_OF_TEXT, PIECE_CHARACTERS, load_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 

@@ -16,7 +16,8 @@ import torch
 
 import train_gpt
 from configs.command_line import read_config
-from data.shards import ShardWriter, open_split
+from data.shard_writer import ShardWriter
+from data.shards import open_split
 from runtime.build import build_model, build_optimizers
 from runtime.checkpoint import latest_checkpoint, load_checkpoint
 from runtime.device import compile_problem, compute_dtype
@@ -335,7 +336,7 @@ def test_a_run_says_and_keeps_which_text_it_read(data, finished):
     assert kept["validation"] == open_split(data, "val", 64).fingerprint(256) and kept["tokenizer"] == "none"
     log = (finished / "log.txt").read_text()
     assert f"2,560 tokens of 1,900 distinct ones in {data}: 1.35 epochs\nwarning: " in log
-    assert "is read 1.35 times: more comes with `python -m data.text FILES... --tokenizer gpt2 --out" in log
+    assert "is read 1.35 times: more comes with `python -m data.text FILES..." in log
     assert f"--out {data}-more`" in log
 
 
@@ -630,8 +631,8 @@ def error_of(capsys, *words):
 
 WRONG = {  # fields, and what the error must say
     "data folder": (dict(data_dir="nowhere"), "`python -m data.text FILES... --tokenizer gpt2 --out nowhere`"),
-    "no FineWeb": (dict(data_dir="no/fineweb10B", steps=10**6), "`python -m data.fineweb 10B --shards 2 --out no/"),
-    "vocabulary": (dict(vocab_size=32), "set it to at least 64"),
+    "no FineWeb": (dict(data_dir="no/fineweb10B", steps=10**6), "`python -m data.download fineweb10B --shards 2 --out no/"),
+    "vocabulary": (dict(vocab_size=32), "Set vocab_size to at least 64"),
     "method": (dict(method="scale_invarient_rope"), "did you mean scale_invariant_rope"),
     "method option": (dict(method="rope", method_options=("bass", 2)), "did you mean base"),
     "field": (dict(muon_rl=0.1), "unknown field --muon_rl; did you mean --muon_lr"),

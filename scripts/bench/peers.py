@@ -25,7 +25,8 @@ import torch
 
 from configs.config import Config
 from data.loader import micro_batch_size
-from data.shards import ShardWriter, open_split
+from data.shard_writer import ShardWriter
+from data.shards import open_split
 from errors import require
 from runtime.device import compute_dtype
 from runtime.metrics import read_metrics

@@ -204,7 +204,8 @@ def find_data(facts: dict) -> Finding:
     """Return whether the training text is there; the other parts take random tokens instead."""
     if facts["data"]:
         return Finding("data", "OK", f"shards in {facts['data_dir']}")
-    advice = "python -m data.fineweb 10B" if "fineweb" in facts["data_dir"] else "bash scripts/quickstart.sh makes it"
+    fineweb = "fineweb" in facts["data_dir"]
+    advice = "python -m data.download fineweb10B" if fineweb else "bash scripts/quickstart.sh makes it"
     return Finding("data", "not run", f"no shards in {facts['data_dir']}: random tokens stand in for them", advice)
 
 
