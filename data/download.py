@@ -86,6 +86,7 @@ def download_fineweb(dataset: str, num_shards: int | None, out: Path) -> dict:
     num_shards = most if num_shards is None else num_shards
     require(1 <= num_shards <= most, f"--shards {num_shards}: {repo} has {most} training shards. Use 1 to {most}.")
     names = ["fineweb_val_000000.bin", *(f"fineweb_train_{i:06d}.bin" for i in range(1, num_shards + 1))]
+    out.mkdir(parents=True, exist_ok=True)
     manifest = read_manifest(out) or {"tokenizer": "gpt2", "vocab_size": 50257, "source": repo, "files": {}}
     source = manifest.get("source")  # fineweb10B and fineweb100B have files of the same names and sizes
     require(source == repo, f"{out}: holds data of {source or 'another source'}. Choose another --out.")

@@ -15,13 +15,34 @@ import argparse
 import importlib.util
 import sysconfig
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
-from data.text import NOT_TEXT, find_files, prepare, write_folders
+from data.text import find_files, prepare
 from errors import exit_on_user_error
 
 COPY_ROWS = 0.5  # share of the training rows
 ROW_LENGTHS = [(64, 400 * 2048), (256, None)]  # as the length_schedule and batch_tokens of preset quickstart
+# Tests and tables of characters in Python's standard library, and packages that other people installed.
+NOT_TEXT = ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "entities.py")
+
+
+def write_folders(roots: Sequence[Path], out: Path, exclude: Sequence[str] = NOT_TEXT) -> int:
+    """Write each folder of Python source as one document to a .txt file in `out`; return the number of documents.
+
+    A folder's document is its own .py files in sorted order, without those of its subfolders. The order of the names in
+    `out` is the order of the roots, and of the folders in a root. exclude: names of files and folders to skip.
+    """
+    folders = {}  # folder -> texts of its files
+    for root in roots:
+        for path in find_files([root], [".py"], exclude):
+            if text := path.read_text(encoding="utf-8", errors="replace").strip():
+                folders.setdefault(path.parent, []).append(text)
+    Path(out).mkdir(parents=True, exist_ok=True)
+    for number, (folder, texts) in enumerate(folders.items()):
+        text = "\n\n\n".join(texts) + "\n"
+        (Path(out) / f"{number:05d}-{folder.name}.txt").write_text(text, encoding="utf-8")
+    return len(folders)
 
 
 def prepare_taught(out: Path):

@@ -37,8 +37,8 @@ def data_command(folder: Path, tokens: int) -> str:
         shards = min(most, max(1, math.ceil(tokens / 100_000_000)))
         return f"python -m data.download {folder.name} --shards {shards} --out {shlex.quote(str(folder))}"
     is_prepared = any(folder.glob("*.bin"))
-    if folder.name == "quickstart" and not is_prepared:
-        return "bash scripts/quickstart.sh"
+    if folder.name in ("taught", "mini") and not is_prepared:
+        return f"python -m data.python_source {folder.name} --out {shlex.quote(str(folder))}"
     tokenizer, out = (folder, f"{folder}-more") if is_prepared else ("gpt2", folder)
     return f"python -m data.text FILES... --tokenizer {shlex.quote(str(tokenizer))} --out {shlex.quote(str(out))}"
 

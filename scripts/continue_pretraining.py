@@ -24,10 +24,10 @@ from types import SimpleNamespace
 import torch
 
 from configs.interrupt import exit_code
-from data.loader import TrainLoader, check_validation, sequences_of
 from data.download import model_file
-from data.tokenizer import TOKENIZER_CONFIG
+from data.loader import TrainLoader, check_validation, sequences_of
 from data.shards import TOKENIZER_FILE, TokenStream, open_split, tokenizer_of
+from data.tokenizer import TOKENIZER_CONFIG
 from errors import exit_on_user_error, require
 from model.backends.sdpa import prefer_fast_sdpa
 from optim.sharded import Group, Optimizers

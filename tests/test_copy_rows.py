@@ -6,8 +6,9 @@ from test_data import exit_code
 from test_text import make_documents, shard_bytes, write_folder
 
 from data.copy_rows import rows
+from data.python_source import write_folders
 from data.shards import copy_rows_of, open_split
-from data.text import main, prepare, write_folders
+from data.text import main, prepare
 
 TEXT = np.random.default_rng(5).zipf(1.3, 60_000).clip(max=999).astype(np.uint16)  # no natural row repeats itself
 LENGTHS = [(64, 64 * 400), (256, None)]

@@ -1,7 +1,8 @@
-"""Shards and loader: the format byte for byte, the checks before a run, and which tokens a step sees."""
+"""Shards and loader: the format byte for byte, damage that is found, and the tokens of each step."""
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -13,24 +14,25 @@ import torch
 
 from data.loader import TrainLoader, check_validation, validation_batches
 from data.shard_writer import ShardWriter
-from data.shards import TokenStream, main, open_split, read_header, shard_paths, tokenizer_of
+from data.shards import TokenStream, data_command, main, open_split, read_header, shard_paths, tokenizer_of
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+BAD_DATA = pytest.mark.promise(5, "bad data is found")
 VOCAB = 50257
 NAMES = ["x_train_000001.bin", "x_train_000002.bin", "x_train_000003.bin", "x_val_000000.bin"]  # of write_dataset
 
 
 def exit_code(command, words):
-    """That of a command called with these words."""
+    """Return the exit code of a command that is called with these words."""
     try:
-        command(words)
+        command([*map(str, words)])
     except SystemExit as end:
         return end.code
     return 0
 
 
 def write_raw(path, tokens, magic=20240520, version=1, count=None):
-    """A shard written from the description of the format, not with the code under test."""
+    """Write a shard from the description of the format, not with the code under test."""
     header = np.zeros(256, "<i4")
     header[:3] = magic, version, len(tokens) if count is None else count
     path.write_bytes(header.tobytes() + np.asarray(tokens, "<u2").tobytes())
@@ -38,52 +40,51 @@ def write_raw(path, tokens, magic=20240520, version=1, count=None):
 
 
 def make_stream(folder, sizes, seed=0):
-    """A stream over shards of these sizes, and its tokens."""
+    """Return a stream over shards of these sizes, and its tokens."""
     tokens = np.random.default_rng(seed).integers(0, VOCAB, sum(sizes))
     parts = np.split(tokens, np.cumsum(sizes)[:-1])
     paths = [write_raw(folder / f"x_train_{i:06d}.bin", part) for i, part in enumerate(parts, 1)]
     return TokenStream(paths), tokens
 
 
-def write_dataset(folder, shard_tokens=100, num_train=250, num_val=50, vocab_size=VOCAB):
-    """A prepared folder: shards of both splits and a manifest; returns the tokens of the splits."""
+def write_dataset(folder, num_train=250, tokenizer="gpt2"):
+    """Write shards of 100 tokens of both splits and a manifest; return the tokens of the splits."""
     rng = np.random.default_rng(1)
-    train, val = rng.integers(0, vocab_size, num_train), rng.integers(0, vocab_size, num_val)
-    writer = ShardWriter(folder, "x", tokenizer="gpt2", vocab_size=vocab_size, shard_tokens=shard_tokens)
-    for piece in np.array_split(train, 7):
-        writer.write("train", piece)
-    writer.write("val", val)
-    writer.close()
+    train, val = rng.integers(0, VOCAB, num_train), rng.integers(0, VOCAB, 50)
+    folder.mkdir(parents=True, exist_ok=True)
+    if tokenizer == "tokenizer.json":
+        (folder / tokenizer).write_bytes(b"a tokenizer")
+    with ShardWriter(folder, "x", tokenizer=tokenizer, vocab_size=VOCAB, shard_tokens=100) as writer:
+        for piece in np.array_split(train, 7):
+            writer.write("train", piece)
+        writer.write("val", val)
+        writer.close()
     return train, val
 
 
-# ---- shards: format and writer ----
+def flip(data, bit):
+    data = bytearray(data)
+    data[bit // 8] ^= 1 << bit % 8
+    return bytes(data)
+
+
+# ---- format and writer ----
 
 
 def test_writer_cuts_documents_into_shards_of_the_format(tmp_path):
     train, val = write_dataset(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json", *NAMES]
     for name, part in zip(NAMES, (train[:100], train[100:200], train[200:], val)):
-        expected = write_raw(tmp_path / "expected", part).read_bytes()
-        assert (tmp_path / name).read_bytes() == expected
-
-
-def test_manifest_describes_every_shard(tmp_path):
-    train, _ = write_dataset(tmp_path)
+        assert (tmp_path / name).read_bytes() == write_raw(tmp_path / "expected", part).read_bytes()
     manifest = json.loads((tmp_path / "manifest.json").read_text())
-    assert (manifest["tokenizer"], manifest["vocab_size"], len(manifest["files"])) == ("gpt2", VOCAB, 4)
+    assert (manifest["tokenizer"], manifest["vocab_size"], sorted(manifest["files"])) == ("gpt2", VOCAB, NAMES)
     entry = manifest["files"]["x_train_000002.bin"]
     assert (entry["tokens"], entry["max_token"]) == (100, train[100:200].max())
 
 
-def test_unfinished_writer_leaves_nothing_that_looks_like_data(tmp_path):
-    writer = ShardWriter(tmp_path, "x", tokenizer="gpt2", vocab_size=VOCAB, shard_tokens=10)
-    writer.write("train", np.arange(25))
-    assert not list(tmp_path.glob("*.bin")) and not (tmp_path / "manifest.json").exists()
-
-
-def test_bytes_reach_the_disk_before_names_and_names_before_the_writer_is_done(tmp_path, monkeypatch):
-    calls = []  # a kill cannot show a missing fsync, so the order of the calls is what is checked
+def test_bytes_reach_the_disk_before_names_and_the_manifest_before_the_shards(tmp_path, monkeypatch):
+    """A kill cannot show a missing fsync, so the test checks the order of the calls."""
+    calls = []
     fsync, replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda file: (calls.append(os.readlink(f"/proc/self/fd/{file}")), fsync(file)))
     monkeypatch.setattr(os, "replace", lambda source, to: (calls.append((str(source), str(to))), replace(source, to)))
@@ -96,46 +97,67 @@ def test_bytes_reach_the_disk_before_names_and_names_before_the_writer_is_done(t
     assert calls[-1] == str(tmp_path)
 
 
-def test_failed_writer_takes_its_files_away_and_the_next_one_those_of_a_killed_one(tmp_path):
+def test_failed_or_killed_writer_leaves_nothing_that_looks_like_data(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         with ShardWriter(tmp_path, "x", tokenizer="t", vocab_size=300, shard_tokens=10) as writer:
             writer.write("train", np.arange(25))
             raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
-    (tmp_path / "x_train_000009.bin.tmp").write_bytes(b"left")
+    unfinished = ShardWriter(tmp_path, "x", tokenizer="t", vocab_size=300, shard_tokens=10)
+    unfinished.write("train", np.arange(25))
+    assert not [*tmp_path.glob("*.bin*"), *tmp_path.glob("manifest*")]
     write_dataset(tmp_path)
-    assert not list(tmp_path.glob("*.tmp"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json", *NAMES]
 
 
-def test_writer_refuses_tokens_outside_the_vocabulary(tmp_path):
+KILLED_WRITER = """
+import os, signal, sys
+import numpy as np
+from data.shard_writer import ShardWriter
+replace, calls = os.replace, []
+def replace_or_die(*names):
+    calls.append(names)
+    if len(calls) > int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace(*names)
+os.replace = replace_or_die
+with ShardWriter(sys.argv[1], "x", tokenizer="gpt2", vocab_size=50257, shard_tokens=100) as writer:
+    writer.write("train", np.arange(250))
+    writer.close()
+"""
+
+
+@BAD_DATA
+@pytest.mark.slow
+@pytest.mark.parametrize("renames", [0, 2])
+def test_writer_killed_while_it_names_shards_is_refused_and_can_be_repeated(tmp_path, faults, renames):
+    with faults("writer killed"):
+        command = [sys.executable, "-c", KILLED_WRITER, str(tmp_path), str(renames)]
+        assert subprocess.run(command, cwd=REPOSITORY).returncode == -signal.SIGKILL
+        with pytest.raises(ValueError, match="x_train_00000[23].bin" if renames else "no train shards"):
+            open_split(tmp_path, "train", VOCAB)
+        write_dataset(tmp_path)
+        assert exit_code(main, ["verify", tmp_path]) == 0
+
+
+@BAD_DATA
+def test_full_disk_leaves_nothing_that_looks_like_data(tmp_path, faults, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("data.shard_writer.describe_shard", full)  # the second file does not get that far
+    with faults("disk full"), pytest.raises(OSError, match="No space left"):
+        write_dataset(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_writer_refuses_tokens_and_vocabularies_that_do_not_fit(tmp_path):
     writer = ShardWriter(tmp_path, "x", tokenizer="t", vocab_size=300)
-    with pytest.raises(ValueError, match="token 300 .*vocabulary of 300"):
+    with pytest.raises(ValueError, match="300"):
         writer.write("val", [5, 300, 7])
-
-
-def test_writer_refuses_vocabularies_beyond_uint16(tmp_path):
-    with pytest.raises(ValueError, match="65537"):
-        ShardWriter(tmp_path, "x", tokenizer="t", vocab_size=65537)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda data: data[:-2], "truncated"),
-        (lambda data: data[:-1], "truncated"),
-        (lambda data: data + b"\0\0", "overlong"),
-        (lambda data: b"", "not a token shard"),
-        (lambda data: b"#!/bin/sh\necho this is no shard\n", "not a token shard"),
-        (lambda data: data[:4] + b"\2" + data[5:], "version 2"),
-        (lambda data: data[:8] + bytes(1016), "no tokens"),
-    ],
-)
-def test_bad_shard_is_named(tmp_path, change, message):
-    path = write_raw(tmp_path / "x_train_000001.bin", range(37))
-    assert read_header(path) == 37
-    path.write_bytes(change(path.read_bytes()))
-    with pytest.raises(ValueError, match=f"x_train_000001.bin: .*{message}"):
-        read_header(path)
+    for sizes in (dict(vocab_size=65537), dict(vocab_size=300, shard_tokens=0)):
+        with pytest.raises(ValueError, match="65537|shard_tokens"):
+            ShardWriter(tmp_path, "x", tokenizer="t", **sizes)
 
 
 def test_splits_are_told_apart_by_the_end_of_the_name(tmp_path):
@@ -146,237 +168,271 @@ def test_splits_are_told_apart_by_the_end_of_the_name(tmp_path):
 # ---- stream ----
 
 
-def test_read_crosses_shards_and_wraps(tmp_path):
+def test_read_crosses_shards_and_wraps_without_open_files(tmp_path):
     stream, tokens = make_stream(tmp_path, (5, 1, 17, 8))
     assert len(stream) == 31
+    before = len(os.listdir("/proc/self/fd"))
     for start in range(0, 70):
         for count in (1, 7, 31, 80):  # 80: more than twice around
-            expected = tokens[np.arange(start, start + count) % 31]
-            np.testing.assert_array_equal(stream.read(start, count), expected)
+            np.testing.assert_array_equal(stream.read(start, count), tokens[np.arange(start, start + count) % 31])
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_token_outside_the_vocabulary_is_named_by_file_and_place(tmp_path):
+@BAD_DATA
+def test_a_token_outside_the_vocabulary_is_named_by_file_and_place(tmp_path, faults):
     stream, tokens = make_stream(tmp_path, (5, 1, 17))
-    for position, place in {4: (1, 4), 5: (2, 0), 6: (3, 0), 22: (3, 16), 23: (1, 0)}.items():
+    for position, (shard, place) in {4: (1, 4), 5: (2, 0), 6: (3, 0), 22: (3, 16), 23: (1, 0)}.items():
         token = tokens[position % 23]
-        says = f"x_train_00000{place[0]}.bin: token {place[1]} is {token}, outside the vocabulary of {token}"
-        with pytest.raises(ValueError, match=says):
+        named = f"x_train_00000{shard}.bin: token {place} is {token}"
+        with faults("token outside the vocabulary"), pytest.raises(ValueError, match=named):
             stream.read(position, 1, token)
+    outside = int(np.argmax(tokens))
+    named = "{}: token {} is".format(*stream.where(outside))
+    loading = dict(batch_tokens=22, length=11, micro_batch_tokens=22, vocab_size=tokens.max())
+    with TrainLoader(stream, **loading) as loader, pytest.raises(ValueError, match=named):
+        next(loader)
+    with pytest.raises(ValueError, match=named):
+        list(validation_batches(stream, length=11, val_tokens=22, micro_batch_size=1, vocab_size=tokens.max()))
 
 
-def test_fingerprint_follows_content_not_place(tmp_path):
-    prints = []
-    for folder, num_train in (("a", 250), ("b", 250), ("c", 251)):
-        write_dataset(tmp_path / folder, num_train=num_train)
-        prints.append(open_split(tmp_path / folder, "train", VOCAB).fingerprint())
-    assert prints[0] == prints[1] != prints[2]
+@BAD_DATA
+@pytest.mark.parametrize("change", ["replaced", "replaced with its time", "written over", "cut"])
+def test_shard_changed_while_it_is_read_is_named(tmp_path, faults, change):
+    train, _ = write_dataset(tmp_path)
+    stream, path = open_split(tmp_path, "train", VOCAB), tmp_path / NAMES[1]
+    before, good = path.stat(), path.read_bytes()
+    stream.read(0, 200)
+    with faults("shard changed while it is read"):
+        if change.startswith("replaced"):
+            (tmp_path / "new").write_bytes(flip(good, 8 * len(good) - 1))
+            os.replace(tmp_path / "new", path)
+        else:
+            path.write_bytes(good[:-40] if change == "cut" else flip(good, 8 * len(good) - 1))
+        if change == "replaced with its time":
+            os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        np.testing.assert_array_equal(stream.read(0, 100), train[:100])  # the other shards are as they were
+        for start in (100, 50):
+            with pytest.raises(ValueError, match=NAMES[1]):
+                stream.read(start, 100)
 
 
-def test_fingerprint_sees_one_changed_token_through_the_manifest(tmp_path):
-    prints = []
-    for token in (3, 4):
-        writer = ShardWriter(tmp_path / str(token), "x", tokenizer="t", vocab_size=9)
-        writer.write("train", [1, 2, token])
-        writer.close()
-        prints.append(open_split(tmp_path / str(token), "train", 9).fingerprint())
-    assert prints[0] != prints[1]
-
-
-def test_fingerprint_of_a_run_is_of_the_shards_that_it_reads(tmp_path):
-    for folder, num_train in (("few", 200), ("more", 300)):  # shards of 100 tokens, the same random numbers
-        write_dataset(tmp_path / folder, num_train=num_train)
-    few, more = (open_split(tmp_path / folder, "train", VOCAB) for folder in ("few", "more"))
+def test_fingerprint_follows_the_content_of_the_shards_that_a_run_reads(tmp_path):
+    streams = {}
+    for folder, num_train in (("few", 200), ("again", 200), ("more", 300)):
+        write_dataset(tmp_path / folder, num_train)
+        streams[folder] = open_split(tmp_path / folder, "train", VOCAB)
+    few, again, more = streams.values()
     np.testing.assert_array_equal(few.read(0, 200), more.read(0, 200))
-    assert few.fingerprint(199) == more.fingerprint(199) == few.fingerprint()
+    assert few.fingerprint() == again.fingerprint() == few.fingerprint(199) == more.fingerprint(199)
     assert few.fingerprint(99) == more.fingerprint(99) != few.fingerprint(100)  # token 100 is the last target
-    assert few.fingerprint(200) != more.fingerprint(200)  # here it wraps around, there it does not
-    assert few.fingerprint(10**9) == few.fingerprint()
+    assert few.fingerprint(200) != more.fingerprint(200)  # the first wraps around
+    for with_manifest in (True, False):
+        prints = []
+        for token in (3, 4):
+            folder = tmp_path / f"{with_manifest}{token}"
+            writer = ShardWriter(folder, "x", tokenizer="t", vocab_size=9)
+            writer.write("train", [1, 2, token])
+            writer.close()
+            if not with_manifest:
+                (folder / "manifest.json").unlink()
+            prints.append(open_split(folder, "train", 9).fingerprint())
+        assert prints[0] != prints[1]
 
 
-def test_fingerprint_without_a_manifest_tells_files_of_the_same_names_and_sizes(tmp_path):
-    prints = []
-    for folder, token in (("a", 3), ("b", 4), ("c", 3)):
-        (tmp_path / folder).mkdir()
-        write_raw(tmp_path / folder / "x_train_000001.bin", [1, 2, token])
-        prints.append(open_split(tmp_path / folder, "train", 9).fingerprint())
-    assert prints[0] == prints[2] != prints[1]
-
-
-def test_many_shards_need_no_open_files(tmp_path):
-    resource = pytest.importorskip("resource")
-    stream, tokens = make_stream(tmp_path, (2,) * 200)
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (100, limits[1]))
-    try:
-        np.testing.assert_array_equal(stream.read(0, 400), tokens)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
-# ---- open_split ----
+# ---- opening a folder ----
 
 
 def test_open_split_reads_what_was_written(tmp_path):
-    train, val = write_dataset(tmp_path)
-    for split, tokens in (("train", train), ("val", val)):
+    for split, tokens in zip(("train", "val"), write_dataset(tmp_path)):
         stream = open_split(tmp_path, split, VOCAB)
         np.testing.assert_array_equal(stream.read(0, len(stream)), tokens)
         assert stream.max_token == tokens.max()
-
-
-def test_open_split_works_without_manifest(tmp_path):
-    train, _ = write_dataset(tmp_path)
+        with pytest.raises(ValueError, match=f"vocab_size.* {VOCAB}"):
+            open_split(tmp_path, split, tokens.max())
     (tmp_path / "manifest.json").unlink()
     stream = open_split(tmp_path, "train", VOCAB)
-    assert len(stream) == len(train) and stream.max_token is None
+    assert len(stream) == 250 and stream.max_token is None
 
 
-def test_missing_folder_says_how_to_get_the_data(tmp_path):
-    with pytest.raises(ValueError, match="no such data folder; get it with `python -m data.text .*nowhere`"):
-        open_split(tmp_path / "nowhere", "train", VOCAB)
-    with pytest.raises(ValueError, match="get it with `python -m data.fineweb 100B --shards 101 --out .*100B`"):
-        open_split(tmp_path / "fineweb100B", "train", VOCAB, 10_900 * 917_504)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="is a file, not a data folder"):
-        open_split(tmp_path / "file", "train", VOCAB)
+@pytest.mark.parametrize(
+    ("folder", "tokens", "command"),
+    [
+        ("fineweb10B", 0, "data.download fineweb10B --shards 1 --out"),
+        ("fineweb10B", 10**8 + 1, "data.download fineweb10B --shards 2 --out"),
+        ("fineweb10B", 10**12, "data.download fineweb10B --shards 103 --out"),
+        ("fineweb100B", 10_900 * 917_504, "data.download fineweb100B --shards 101 --out"),
+        ("taught", 1, "data.python_source taught --out"),
+        ("my books", 1, "data.text FILES... --tokenizer gpt2 --out"),
+    ],
+)
+def test_missing_data_names_the_command_that_gets_it(tmp_path, folder, tokens, command):
+    with pytest.raises(ValueError, match=f"{command} '?{tmp_path}/{folder}"):
+        open_split(tmp_path / folder, "train", VOCAB, tokens)
 
 
-def test_missing_split_is_named(tmp_path):
-    write_raw(tmp_path / "x_train_000001.bin", [1])
-    with pytest.raises(ValueError, match="no val shards"):
-        open_split(tmp_path, "val", VOCAB)
+def test_more_text_than_a_prepared_folder_has_goes_to_another_folder(tmp_path):
+    write_dataset(tmp_path / "taught")
+    assert f"--tokenizer {tmp_path}/taught --out {tmp_path}/taught-more" in data_command(tmp_path / "taught", 1)
 
 
-def test_small_vocabulary_is_refused_before_training(tmp_path):
-    train, _ = write_dataset(tmp_path)
-    open_split(tmp_path, "train", train.max() + 1)
-    with pytest.raises(ValueError, match=f"token {train.max()}, outside the model's vocabulary of {train.max()}"):
-        open_split(tmp_path, "train", train.max())
-
-
-def test_shard_missing_from_the_folder_is_named(tmp_path):
-    write_dataset(tmp_path)
-    (tmp_path / "x_train_000002.bin").unlink()
-    with pytest.raises(ValueError, match="x_train_000002.bin missing"):
-        open_split(tmp_path, "train", VOCAB)
-
-
-def test_shard_missing_from_the_manifest_is_named(tmp_path):
-    write_dataset(tmp_path)
-    write_raw(tmp_path / "x_train_000009.bin", [1])
-    with pytest.raises(ValueError, match="x_train_000009.bin not in manifest.json"):
-        open_split(tmp_path, "train", VOCAB)
-    open_split(tmp_path, "val", VOCAB)
-
-
-def test_shard_of_another_size_than_in_the_manifest_is_named(tmp_path):
-    write_dataset(tmp_path)
-    write_raw(tmp_path / "x_train_000003.bin", range(49))
-    with pytest.raises(ValueError, match="x_train_000003.bin: 49 tokens where manifest.json has 50"):
-        open_split(tmp_path, "train", VOCAB)
-
-
-def test_bad_last_shard_is_found_at_the_start(tmp_path):
-    write_dataset(tmp_path)
-    path = tmp_path / "x_train_000003.bin"
-    path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(ValueError, match="x_train_000003.bin: truncated"):
-        open_split(tmp_path, "train", VOCAB)
-
-
-@pytest.mark.parametrize("text", ["{", "", "[" * 100_000, "9" * 5000, "\0" * 700], ids=len)
-def test_broken_manifest_is_named(tmp_path, text):
-    write_dataset(tmp_path)
-    (tmp_path / "manifest.json").write_text(text)
-    with pytest.raises(ValueError, match="manifest.json: not valid JSON"):
-        open_split(tmp_path, "train", VOCAB)
-
-
-@pytest.mark.parametrize("has_sha256", [True, False])
-def test_the_tokenizer_is_told_by_its_name_or_by_its_file(tmp_path, has_sha256):
+def test_the_tokenizer_is_told_by_its_name_or_by_its_file(tmp_path):
     tokenizers = []
     for folder, text in (("a", "one"), ("b", "two"), ("c", "one")):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "tokenizer.json").write_text(text)
         with ShardWriter(tmp_path / folder, "x", tokenizer="tokenizer.json", vocab_size=9) as writer:
-            manifest = writer.close()
-        if not has_sha256:  # as manifests once were
-            del manifest["tokenizer_sha256"]
-            (tmp_path / folder / "manifest.json").write_text(json.dumps(manifest))
+            writer.close()
         tokenizers.append(tokenizer_of(tmp_path / folder))
     assert tokenizers[0] == tokenizers[2] != tokenizers[1]
     write_dataset(tmp_path / "gpt2")
     assert tokenizer_of(tmp_path / "gpt2") == "gpt2" and tokenizer_of(tmp_path) is None
 
 
-# ---- python -m data.shards verify ----
+# ---- damage: a file of write_dataset, its change, and whether opening finds it; `verify` finds all of them ----
 
 
-def test_verify_accepts_good_data(tmp_path, capsys):
-    write_dataset(tmp_path)
-    assert exit_code(main, ["verify", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.count(": ok\n") == 4
+def altered(**changes):
+    """Return a change of a manifest's first entry, or of the manifest itself."""
+
+    def change(data):
+        manifest = json.loads(data)
+        for key, value in changes.items():
+            target = manifest if key in manifest else manifest["files"][NAMES[0]]
+            target[key] = value
+        return json.dumps(manifest).encode()
+
+    return change
 
 
-def test_verify_names_flipped_missing_and_extra_files(tmp_path, capsys):
-    write_dataset(tmp_path)
-    flipped = tmp_path / "x_train_000001.bin"
-    data = bytearray(flipped.read_bytes())
-    data[1100] ^= 1
-    flipped.write_bytes(data)
-    (tmp_path / "x_val_000000.bin").unlink()
-    write_raw(tmp_path / "x_train_000004.bin", [1])
-    assert exit_code(main, ["verify", str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1
-    for problem in ("000001.bin (sha256 differs)", "val_000000.bin (missing)", "000004.bin (not in the manifest)"):
-        assert problem in error
-    assert "000002" not in error
+DAMAGE = {
+    "truncated": (NAMES[0], lambda data: data[:-2], True),
+    "truncated in a token": (NAMES[2], lambda data: data[:-1], True),
+    "appended": (NAMES[3], lambda data: data + b"\0\0", True),
+    "empty": (NAMES[0], lambda data: b"", True),
+    "no shard": (NAMES[0], lambda data: b"version https://git-lfs.github.com/spec/v1\n", True),
+    "other version": (NAMES[0], lambda data: data[:4] + b"\2" + data[5:], True),
+    "no tokens": (NAMES[0], lambda data: data[:8] + bytes(1016), True),
+    "shorter than in the manifest": (NAMES[0], lambda data: data[:8] + b"\x63\0\0\0" + data[12:-2], True),
+    "flipped bit": (NAMES[1], lambda data: flip(data, 8 * 1100), False),
+    "zeroed bytes": (NAMES[3], lambda data: data[:1030] + bytes(10) + data[1040:], False),
+    "missing": (NAMES[1], None, True),
+    "stray": ("x_val_000007.bin", lambda data: b"x", True),
+    "changed tokenizer": ("tokenizer.json", lambda data: flip(data, 9), False),
+    "missing tokenizer": ("tokenizer.json", None, False),
+    "cut manifest": ("manifest.json", lambda data: data[:300], True),
+    "empty manifest": ("manifest.json", lambda data: b"", True),
+    "nested manifest": ("manifest.json", lambda data: b"[" * 100_000, True),
+    "other JSON": ("manifest.json", lambda data: b'{"files": []}', True),
+    "no files": ("manifest.json", altered(files={}), True),
+    "other name": ("manifest.json", altered(files={"../" + NAMES[0]: {}}), True),
+    "other sha256": ("manifest.json", altered(sha256="0" * 64), False),
+    "sha256 of another type": ("manifest.json", altered(sha256=None), True),
+    "other tokens": ("manifest.json", altered(tokens=101), True),
+    "tokens of another type": ("manifest.json", altered(tokens="100"), True),
+    "other max_token": ("manifest.json", altered(max_token=1), False),
+    "max_token outside the vocabulary": ("manifest.json", altered(max_token=2**70), True),
+    "other vocabulary": ("manifest.json", altered(vocab_size=3), True),
+    "tokenizer of another type": ("manifest.json", altered(tokenizer=["gpt2"]), True),
+}
 
 
-def test_verify_without_manifest_is_one_line(tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    for folder, says in ((".", "nothing to verify against"), ("nowhere", "no such data folder"), ("file", "is a file")):
-        assert exit_code(main, ["verify", str(tmp_path / folder)]) == 2
+def refused(folder):
+    """Return whether a split cannot be opened; any error but ValueError and OSError is raised."""
+    for split in ("train", "val"):
+        try:
+            open_split(folder, split, VOCAB)
+        except (ValueError, OSError):
+            return True
+    return False
+
+
+@BAD_DATA
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_found_and_named(tmp_path, capsys, faults, kind):
+    write_dataset(tmp_path, tokenizer="tokenizer.json")
+    assert exit_code(main, ["verify", tmp_path]) == 0 and not refused(tmp_path)
+    name, change, opening_fails = DAMAGE[kind]
+    path = tmp_path / name
+    with faults(kind):
+        if change is None:
+            path.unlink()
+        else:
+            path.write_bytes(change(path.read_bytes() if path.exists() else b""))
+        capsys.readouterr()
+        assert exit_code(main, ["verify", tmp_path]) == 2
         error = capsys.readouterr().err
-        assert error.startswith("error: ") and error.count("\n") == 1 and says in error
+        assert error.startswith("error: ") and error.count("\n") == 1
+        assert name in error or name == "manifest.json" and NAMES[0] in error
+        assert refused(tmp_path) or not opening_fails
+
+
+@BAD_DATA
+def test_every_bit_of_a_shard_counts(tmp_path, faults, long):
+    with ShardWriter(tmp_path, "x", tokenizer="gpt2", vocab_size=VOCAB) as writer:
+        writer.write("val", np.arange(20))
+        writer.close()
+    path = tmp_path / NAMES[3]
+    good = path.read_bytes()
+    for bit in range(0, 8 * len(good), 1 if long else 301):
+        with faults("flipped bit"):
+            path.write_bytes(flip(good, bit))
+            assert exit_code(main, ["verify", tmp_path]) == 2, bit
+    path.write_bytes(good)
+    assert exit_code(main, ["verify", tmp_path]) == 0
+
+
+def test_bad_header_of_a_shard_without_a_manifest_is_named(tmp_path):
+    path = write_raw(tmp_path / "x_train_000001.bin", range(37))
+    assert read_header(path) == 37
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(ValueError, match="x_train_000001.bin"):
+        open_split(tmp_path, "train", VOCAB)
+
+
+def test_verify_without_a_manifest_is_a_mistake_of_the_user(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    for folder in (".", "nowhere", "file"):
+        assert exit_code(main, ["verify", tmp_path / folder]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and error.count("\n") == 1
 
 
 # ---- training loader ----
 
 
-def step_sequences(stream, step, world_size, **options):
-    """Inputs and targets of a step over all ranks and micro-batches, in order."""
-    batches, length = [], options["length"]
-    options["micro_batch_tokens"] = options.pop("micro_batch_size") * length
+def load_step(stream, step, world_size, **options):
+    """Return inputs and targets of a step over all ranks and micro-batches, in order, and all micro-batch shapes."""
+    batches = []
     for rank in range(world_size):
-        kwargs = options | {"start_step": step, "rank": rank, "world_size": world_size, "vocab_size": VOCAB}
-        with TrainLoader(stream, **kwargs) as loader:
+        options |= dict(start_step=step, rank=rank, world_size=world_size, vocab_size=VOCAB)
+        with TrainLoader(stream, **options) as loader:
             batches += next(loader)
-    assert all(inputs.shape == (options["micro_batch_tokens"] // length, length) for inputs, _ in batches)
-    return (torch.cat(tensors).numpy() for tensors in zip(*batches))
+    inputs, targets = (torch.cat([tensor.ravel() for tensor in tensors]).numpy() for tensors in zip(*batches))
+    return inputs, targets, {tuple(x.shape) for x, _ in batches}
 
 
 @pytest.mark.parametrize("length", [1, 3, 15])
 @pytest.mark.parametrize(("world_size", "micro_batch_size"), [(1, 1), (1, 4), (2, 1), (2, 2), (4, 1), (8, 1)])
 def test_step_is_a_slice_of_the_stream(tmp_path, length, world_size, micro_batch_size):
-    batch_tokens = 120
     stream, tokens = make_stream(tmp_path, (101, 7, 230, 59))
-    options = {"batch_tokens": batch_tokens, "length": length, "micro_batch_size": micro_batch_size}
+    sizes = dict(batch_tokens=120, length=length, micro_batch_tokens=micro_batch_size * length)
     for step in (0, 1, 3, 50):  # crosses shards, wraps in the middle of step 3, wraps many times
-        expected = tokens[np.arange(step * batch_tokens, (step + 1) * batch_tokens + 1) % len(tokens)]
-        inputs, targets = step_sequences(stream, step, world_size, **options)
-        np.testing.assert_array_equal(inputs.ravel(), expected[:-1])
-        np.testing.assert_array_equal(targets.ravel(), expected[1:])
+        expected = tokens[np.arange(step * 120, (step + 1) * 120 + 1) % len(tokens)]
+        inputs, targets, shapes = load_step(stream, step, world_size, **sizes)
+        np.testing.assert_array_equal(inputs, expected[:-1])
+        np.testing.assert_array_equal(targets, expected[1:])
+        assert shapes == {(micro_batch_size, length)}
 
 
-def test_steps_follow_each_other_and_resume_anywhere(tmp_path):
+@pytest.mark.parametrize("prefetch", [0, 1, 5])
+def test_steps_follow_each_other_and_resume_anywhere(tmp_path, prefetch):
     stream, tokens = make_stream(tmp_path, (40, 33))
-    options = {"batch_tokens": 12, "length": 6, "micro_batch_tokens": 6, "vocab_size": VOCAB}
-    with TrainLoader(stream, **options) as loader:
+    sizes = dict(batch_tokens=12, length=6, micro_batch_tokens=6, vocab_size=VOCAB, prefetch=prefetch)
+    with TrainLoader(stream, **sizes) as loader:
         steps = [torch.cat([inputs for inputs, _ in next(loader)]) for _ in range(9)]
+    assert steps[0].dtype == torch.int64
     np.testing.assert_array_equal(torch.cat(steps).ravel(), tokens[np.arange(9 * 12) % 73])
-    with TrainLoader(stream, **options, start_step=5) as loader:
+    with TrainLoader(stream, start_step=5, **sizes) as loader:
         for step in steps[5:]:
             assert torch.equal(torch.cat([inputs for inputs, _ in next(loader)]), step)
 
@@ -386,45 +442,10 @@ def test_the_length_may_change_between_steps_and_the_tokens_of_a_step_stay(tmp_p
     stream, tokens = make_stream(tmp_path, (101, 70))
     lengths = {0: 3, 1: 3, 2: 6, 3: 12}
     for step, length in lengths.items():
-        parts = []
-        for rank in range(world_size):
-            options = dict(batch_tokens=48, length=lengths.get, micro_batch_tokens=12, vocab_size=VOCAB)
-            options |= dict(start_step=step, rank=rank, world_size=world_size, prefetch=1)
-            with TrainLoader(stream, **options) as loader:
-                batches = next(loader)
-            assert all(inputs.shape == (12 // length, length) for inputs, _ in batches)
-            parts += [inputs for inputs, _ in batches]
-        np.testing.assert_array_equal(torch.cat(parts).ravel(), tokens[np.arange(step * 48, step * 48 + 48) % 171])
-
-
-@pytest.mark.parametrize("prefetch", [0, 1, 5])
-def test_prefetch_changes_nothing(tmp_path, prefetch):
-    stream, tokens = make_stream(tmp_path, (40, 33))
-    with TrainLoader(
-        stream, batch_tokens=10, length=5, micro_batch_tokens=10, vocab_size=VOCAB, prefetch=prefetch
-    ) as loader:
-        inputs = torch.cat([next(loader)[0][0] for _ in range(8)])
-    np.testing.assert_array_equal(inputs.ravel(), tokens[np.arange(80) % 73])
-
-
-def test_micro_batches_are_int64(tmp_path):
-    stream, _ = make_stream(tmp_path, (40,))
-    with TrainLoader(stream, batch_tokens=12, length=3, micro_batch_tokens=6, vocab_size=VOCAB) as loader:
-        assert {tensor.dtype for batch in next(loader) for tensor in batch} == {torch.int64}
-
-
-@pytest.mark.parametrize(
-    ("batch_tokens", "length", "world_size", "message"),
-    [
-        (100, 30, 1, "100 is not a multiple of the sequence length 30"),
-        (100, 25, 8, r"more processes \(8\) than sequences in a step \(4"),
-    ],
-)
-def test_indivisible_step_is_refused(tmp_path, batch_tokens, length, world_size, message):
-    stream, _ = make_stream(tmp_path, (40,))
-    sizes = {"batch_tokens": batch_tokens, "length": length, "micro_batch_tokens": length}
-    with pytest.raises(ValueError, match=message):
-        TrainLoader(stream, **sizes, world_size=world_size, vocab_size=VOCAB)
+        sizes = dict(batch_tokens=48, length=lengths.get, micro_batch_tokens=12, prefetch=1)
+        inputs, _, shapes = load_step(stream, step, world_size, **sizes)
+        assert shapes == {(12 // length, length)}
+        np.testing.assert_array_equal(inputs, tokens[np.arange(step * 48, step * 48 + 48) % 171])
 
 
 @pytest.mark.parametrize("sequences, world_size", [(5, 2), (8, 3), (7, 7), (128, 24), (9, 4)])
@@ -441,25 +462,21 @@ def test_shares_that_differ_are_the_step_together(tmp_path, sequences, world_siz
     np.testing.assert_array_equal(torch.cat(parts).ravel(), wanted)
 
 
-def test_token_outside_the_vocabulary_is_named_by_the_step_that_meets_it(tmp_path):
-    tokens = np.zeros(100, int)
-    tokens[77] = 300
-    first = write_raw(tmp_path / "x_train_000001.bin", tokens[:60])
-    second = write_raw(tmp_path / "x_train_000002.bin", tokens[60:])
-    stream = TokenStream([first, second])
-    with TrainLoader(stream, batch_tokens=20, length=10, micro_batch_tokens=20, vocab_size=300) as loader:
-        for _ in range(3):
-            next(loader)
-        with pytest.raises(ValueError, match="x_train_000002.bin: token 17 is 300, outside the vocabulary of 300"):
-            next(loader)
+@pytest.mark.parametrize(("length", "world_size"), [(30, 1), (25, 8)])
+def test_indivisible_step_is_refused(tmp_path, length, world_size):
+    stream, _ = make_stream(tmp_path, (40,))
+    with pytest.raises(ValueError, match=f"{length}"):
+        TrainLoader(
+            stream, batch_tokens=100, length=length, micro_batch_tokens=length, world_size=world_size, vocab_size=VOCAB
+        )
 
 
-def test_shard_cut_during_the_run_is_named(tmp_path):
+def test_an_error_of_the_reading_thread_is_raised_by_its_step(tmp_path):
     stream, _ = make_stream(tmp_path, (50, 50))
     stream.paths[1].write_bytes(stream.paths[1].read_bytes()[:-40])
     with TrainLoader(stream, batch_tokens=40, length=10, micro_batch_tokens=40, vocab_size=VOCAB) as loader:
         next(loader)
-        with pytest.raises(ValueError, match="x_train_000002.bin: it has changed since it was opened"):
+        with pytest.raises(ValueError, match="x_train_000002.bin"):
             next(loader)
 
 
@@ -492,35 +509,23 @@ def test_process_that_forgets_the_loader_ends(tmp_path):
 @pytest.mark.parametrize("micro_batch_size", [1, 3])
 def test_validation_counts_each_target_once(tmp_path, length, world_size, micro_batch_size):
     stream, tokens = make_stream(tmp_path, (70, 12, 39))  # 121: the last sequence's last target is the last token
-    options = {"length": length, "val_tokens": 120, "micro_batch_size": micro_batch_size, "vocab_size": VOCAB}
+    options = dict(length=length, val_tokens=120, micro_batch_size=micro_batch_size, vocab_size=VOCAB)
     num_sequences = 120 // length
     inputs, targets = (np.full((num_sequences, length), -1) for _ in range(2))
-    for rank in range(world_size):
-        batches = list(validation_batches(stream, **options, rank=rank, world_size=world_size))
-        if batches:
-            mine = np.arange(rank, num_sequences, world_size)
-            inputs[mine], targets[mine] = (torch.cat(tensors).numpy() for tensors in zip(*batches))
-            assert max(len(batch) for batch, _ in batches) <= micro_batch_size
-    np.testing.assert_array_equal(inputs.ravel(), tokens[:120])
-    np.testing.assert_array_equal(targets.ravel(), tokens[1:121])
-
-
-def test_validation_repeats_itself(tmp_path):
-    stream, _ = make_stream(tmp_path, (64,))
-    options = {"length": 9, "val_tokens": 63, "micro_batch_size": 4, "vocab_size": VOCAB}
-    passes = [torch.cat([inputs for inputs, _ in validation_batches(stream, **options)]) for _ in range(2)]
-    assert torch.equal(*passes)
+    for _ in range(2):  # a second pass gives the same
+        for rank in range(world_size):
+            batches = list(validation_batches(stream, **options, rank=rank, world_size=world_size))
+            if batches:
+                mine = np.arange(rank, num_sequences, world_size)
+                inputs[mine], targets[mine] = (torch.cat(tensors).numpy() for tensors in zip(*batches))
+                assert max(len(batch) for batch, _ in batches) <= micro_batch_size
+        np.testing.assert_array_equal(inputs.ravel(), tokens[:120])
+        np.testing.assert_array_equal(targets.ravel(), tokens[1:121])
 
 
 def test_validation_check_names_the_largest_valid_number_for_all_lengths(tmp_path):
     stream, _ = make_stream(tmp_path, (240,))
     check_validation(stream, [4, 16, 10], 160)
     for val_tokens in (240, 100, 0):  # no token left for the last target; no multiple of 16; nothing
-        with pytest.raises(ValueError, match="hold 240 tokens, the largest valid val_tokens is 160"):
+        with pytest.raises(ValueError, match=f"val_tokens {val_tokens}.*160"):
             check_validation(stream, [4, 16, 10], val_tokens)
-
-
-def test_validation_names_a_token_outside_the_vocabulary(tmp_path):
-    stream = TokenStream([write_raw(tmp_path / "x_val_000000.bin", [1, 2, 3, 9, 5])])
-    with pytest.raises(ValueError, match="x_val_000000.bin: token 3 is 9"):
-        list(validation_batches(stream, length=2, val_tokens=4, micro_batch_size=1, vocab_size=9))

@@ -18,8 +18,8 @@ tokenizers = pytest.importorskip("tokenizers")
 from test_reproduce import call, is_figure  # noqa: E402, F401 (call is a fixture)
 
 from configs.presets import quickstart  # noqa: E402
-from data.shards import tokenizer_of# noqa: E402
-from data.text import prepare# noqa: E402
+from data.shards import tokenizer_of  # noqa: E402
+from data.text import prepare  # noqa: E402
 from data.tokenizer import load_tokenizer  # noqa: E402
 from runtime.build import build_model  # noqa: E402
 from runtime.checkpoint import save_checkpoint  # noqa: E402

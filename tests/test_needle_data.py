@@ -1,14 +1,6 @@
-"""data.needle: examples from real shards, text files and a stand-in for the hub, with a tokenizer trained here."""
+"""data.needle: examples from real shards and text files, with a tokenizer trained here."""
 
-import gzip
 import json
-import os
-import subprocess
-import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,8 +9,6 @@ from data.needle import CITIES, NEEDLE, Example, Haystack, NeedleTask, needle_te
 from data.shard_writer import ShardWriter
 from data.text import prepare
 from data.tokenizer import END_OF_TEXT, load_tokenizer
-
-REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def make_documents(count, seed=0):
@@ -55,14 +45,14 @@ def haystack(data_dir, tokenizer):
 
 
 def documents(haystack, tokenizer):
-    """All of them as texts, each of which the end-of-text token must precede."""
+    """Return all documents as texts; the end-of-text token must precede each."""
     tokens = [haystack.document(i) for i in range(haystack.num_documents)]
     assert all((ids == tokenizer.eot).tolist() == [True] + [False] * (len(ids) - 1) for ids in tokens)
     return [tokenizer.decode(ids[1:].tolist()) for ids in tokens]
 
 
 def without_needles(example, tokenizer):
-    """The haystack, and where in it each needle went."""
+    """Return the haystack, and the position of each needle in it."""
     tokens, gaps = example.tokens[: example.response_start - len(tokenizer.encode("\n"))], []
     for city, number, position in list(zip(example.cities, example.numbers, example.positions))[::-1]:
         needle = tokenizer.encode(needle_text(city, number))
@@ -82,17 +72,13 @@ def assert_uniform(counts):
 # ---- haystacks ----
 
 
-def test_shard_documents_are_those_that_were_prepared(data_dir, tokenizer):
+def test_documents_of_shards_and_of_text_are_the_ones_that_were_prepared(text_file, data_dir, tokenizer):
     assert len(list(data_dir.glob("*_train_*.bin"))) > 1  # documents run over the borders of shards
-    found = [documents(Haystack.from_shards(data_dir, split, tokenizer), tokenizer) for split in ("train", "val")]
-    assert sorted(found[0] + found[1]) == sorted(make_documents(150))
-
-
-def test_text_documents_are_split_as_in_shards(text_file, data_dir, tokenizer):
+    found = {}
     for split in ("train", "val"):
-        text = Haystack.from_text([text_file], split, tokenizer, 0.3)
-        shards = Haystack.from_shards(data_dir, split, tokenizer)
-        assert documents(text, tokenizer) == documents(shards, tokenizer)
+        found[split] = documents(Haystack.from_shards(data_dir, split, tokenizer), tokenizer)
+        assert documents(Haystack.from_text([text_file], split, tokenizer, 0.3), tokenizer) == found[split]
+    assert sorted(found["train"] + found["val"]) == sorted(make_documents(150))
 
 
 def test_sample_is_distinct_documents_with_the_last_one_cut(haystack, tokenizer):
@@ -104,11 +90,9 @@ def test_sample_is_distinct_documents_with_the_last_one_cut(haystack, tokenizer)
     assert len(set(indices)) == len(indices) > 20 and indices != sorted(indices)
     assert any(part[: len(last)] == last for i, part in enumerate(known) if i not in indices)
 
-
-def test_sample_can_take_every_token_and_no_more(haystack):
-    total = sum(len(haystack.document(i)) for i in range(haystack.num_documents))
+    total = sum(map(len, known))
     assert len(haystack.sample(total, np.random.default_rng(0))) == total
-    with pytest.raises(ValueError, match=f"the train haystack has {total} tokens where {total + 1} are needed"):
+    with pytest.raises(ValueError, match=f"{total} of {total + 1} tokens"):
         haystack.sample(total + 1, np.random.default_rng(0))
 
 
@@ -122,30 +106,21 @@ def test_documents_of_a_long_shard(tmp_path, tokenizer):
     rng = np.random.default_rng(3)
     lengths = rng.integers(1, 20_000, 250)  # some 2.5M tokens
     tokens = [np.append(tokenizer.eot, rng.integers(1, tokenizer.vocab_size, length)) for length in lengths]
-    writer = ShardWriter(tmp_path, "long", tokenizer="tokenizer.json", vocab_size=tokenizer.vocab_size)
-    writer.write("val", np.concatenate(tokens))
-    writer.close()
+    with ShardWriter(tmp_path, "x", tokenizer="tokenizer.json", vocab_size=tokenizer.vocab_size) as writer:
+        writer.write("val", np.concatenate(tokens))
+        writer.write("train", np.arange(1, 200))
+        writer.close()
     haystack = Haystack.from_shards(tmp_path, "val", tokenizer)
     assert haystack.num_documents == 250
     assert all((haystack.document(i) == tokens[i]).all() for i in range(250))
-
-
-def test_shards_without_end_of_text_are_refused(tmp_path, tokenizer):
-    writer = ShardWriter(tmp_path, "bare", tokenizer="tokenizer.json", vocab_size=tokenizer.vocab_size)
-    writer.write("train", np.arange(1, 200))
-    writer.close()
-    with pytest.raises(ValueError, match=r"no end-of-text token \(0\) in the train shards"):
+    with pytest.raises(ValueError, match="end-of-text"):
         Haystack.from_shards(tmp_path, "train", tokenizer)
 
 
 # ---- examples ----
 
 
-def test_cities_are_69_and_distinct():
-    assert len(CITIES) == len(set(CITIES)) == 69
-
-
-def test_example_does_not_depend_on_the_others(data_dir, tokenizer, haystack):
+def test_an_example_depends_on_seed_split_length_and_index_alone(data_dir, tokenizer, haystack):
     task = NeedleTask(tokenizer, haystack, 501, seed=3)
     examples = [task.example(i) for i in range(6)]
     again = NeedleTask(load_tokenizer(data_dir), Haystack.from_shards(data_dir, "train", tokenizer), 501, seed=3)
@@ -153,23 +128,19 @@ def test_example_does_not_depend_on_the_others(data_dir, tokenizer, haystack):
         other = again.example(i)
         np.testing.assert_array_equal(other.tokens, examples[i].tokens)
         assert other.positions == examples[i].positions and other.response == examples[i].response
-    inputs, _, _ = task.batch([4, 1])
-    np.testing.assert_array_equal(inputs, [examples[4].tokens[:-1], examples[1].tokens[:-1]])
-
-
-def test_seed_split_length_and_index_change_the_needles(data_dir, tokenizer, haystack):
+    np.testing.assert_array_equal(task.batch([4, 1])[0], [examples[4].tokens[:-1], examples[1].tokens[:-1]])
     val = Haystack.from_shards(data_dir, "val", tokenizer)
-    responses = [
+    responses = {
         NeedleTask(tokenizer, haystack, 500).example(0).response,
         NeedleTask(tokenizer, haystack, 500).example(1).response,
         NeedleTask(tokenizer, haystack, 500, seed=1).example(0).response,
         NeedleTask(tokenizer, haystack, 501).example(0).response,
         NeedleTask(tokenizer, val, 500).example(0).response,
-    ]
-    assert len(set(responses)) == len(responses)
+    }
+    assert len(responses) == 5
 
 
-@pytest.mark.parametrize("length", [211, 257, 1000, 1023, 4096])
+@pytest.mark.parametrize("length", [211, 1000, 4096])
 def test_example_is_haystack_needles_and_response_of_exact_length(tokenizer, haystack, length):
     task = NeedleTask(tokenizer, haystack, length)
     for index in range(5):
@@ -214,12 +185,12 @@ def test_mask_is_on_the_response_and_its_end_only(tokenizer, haystack):
     assert len(set(mask.sum(axis=1))) > 1  # responses of different lengths
 
 
-def test_needles_numbers_and_cities_are_uniform(tokenizer, haystack):
+def test_places_numbers_and_the_69_cities_are_uniform(tokenizer, haystack):
+    assert len(CITIES) == len(set(CITIES)) == 69
     task = NeedleTask(tokenizer, haystack, 1500)
     places, digits, cities = [], [], []
     for index in range(300):
         example = task.example(index)
-        assert len(set(example.cities)) == 3
         hay, gaps = without_needles(example, tokenizer)
         places += [gap / (len(hay) + 1) for gap in gaps]
         digits += [number // 10**6 - 1 for number in example.numbers]
@@ -230,10 +201,10 @@ def test_needles_numbers_and_cities_are_uniform(tokenizer, haystack):
 
 
 def test_least_length_holds_every_example(tokenizer, haystack):
-    with pytest.raises(ValueError, match="length 10 is too short for 3 needles and the response: use") as error:
+    with pytest.raises(ValueError, match="length 10: ") as error:
         NeedleTask(tokenizer, haystack, 10)
     least = int(str(error.value).split()[-3])
-    with pytest.raises(ValueError, match=f"use {least} or more"):
+    with pytest.raises(ValueError, match=f"length {least - 1}: "):
         NeedleTask(tokenizer, haystack, least - 1)
     task = NeedleTask(tokenizer, haystack, least)
     assert all(len(task.example(i).tokens) == least + 1 for i in range(200))
@@ -263,150 +234,10 @@ def test_score(text, right):
     assert score(text, EXAMPLE) == right
 
 
-@pytest.mark.parametrize("length", [211, 2048])
-def test_perfect_copier_is_always_right(tokenizer, haystack, length):
-    assert oracle_accuracy(NeedleTask(tokenizer, haystack, length), 50) == 1
-
-
-def test_perfect_copier_is_misled_by_needles_in_the_haystack(tmp_path, tokenizer):
-    path = tmp_path / "needles.txt"
-    path.write_text(
-        f"\n{END_OF_TEXT}\n".join("Once," + needle_text("Atlantis", i) + "." for i in range(10**6, 10**6 + 100))
-    )
+def test_perfect_copier_is_right_unless_the_haystack_has_needles(tmp_path, tokenizer, haystack):
+    for length in (211, 2048):
+        assert oracle_accuracy(NeedleTask(tokenizer, haystack, length), 50) == 1
+    path, needles = tmp_path / "needles.txt", (needle_text("Atlantis", i) for i in range(10**6, 10**6 + 100))
+    path.write_text(f"\n{END_OF_TEXT}\n".join(f"Once,{needle}." for needle in needles))
     task = NeedleTask(tokenizer, Haystack.from_text([path], "train", tokenizer), 500)
     assert oracle_accuracy(task, 20) < 0.9
-
-
-# ---- C4, through the real client in a subprocess ----
-
-
-class Hub(ThreadingHTTPServer):
-    """Serves two small files of C4 where the hub has them."""
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), HubHandler)
-        self.texts = {
-            "c4-train.00000-of-01024": make_documents(30, 1),
-            "c4-validation.00000-of-00008": make_documents(10, 3),
-        }
-        self.files = {
-            f"/datasets/allenai/c4/resolve/main/en/{name}.json.gz": gzip.compress(
-                "".join(json.dumps({"text": text, "url": "none"}) + "\n" for text in texts).encode()
-            )
-            for name, texts in self.texts.items()
-        }
-        self.fetched = []
-
-
-class HubHandler(BaseHTTPRequestHandler):
-    def do_HEAD(self):
-        data = self.server.files.get(self.path, b"")
-        self.send_response(200 if data else 404)
-        for key, value in {
-            "ETag": f'"{len(data):040x}"',
-            "X-Repo-Commit": "1" * 40,
-            "Content-Length": len(data),
-        }.items():
-            self.send_header(key, str(value))
-        self.end_headers()
-        return data
-
-    def do_GET(self):
-        if self.path in self.server.files:
-            self.server.fetched.append(self.path)
-        self.wfile.write(self.do_HEAD())
-
-    def log_message(self, *args):
-        pass
-
-
-@pytest.fixture
-def hub():
-    with Hub() as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-        yield server
-        server.shutdown()
-
-
-def c4_documents(hub, tmp_path, data_dir, *splits, **variables):
-    """Opens splits one after the other; the documents of each, or the text of the OSError."""
-    result = open_c4(hub, tmp_path, data_dir, *splits, **variables)
-    assert result.returncode == 0, result.stderr
-    return [json.loads(line) for line in result.stdout.splitlines()]
-
-
-def open_c4(hub, tmp_path, data_dir, *splits, **variables):
-    program = f"""
-import json
-from data.needle import Haystack
-from data.tokenizer import load_tokenizer
-tokenizer = load_tokenizer({str(data_dir)!r})
-for split in {splits!r}:
-    try:
-        haystack = Haystack.from_c4({str(tmp_path / "c4")!r}, split, tokenizer)
-        documents = [tokenizer.decode(haystack.document(i).tolist()) for i in range(haystack.num_documents)]
-        print(json.dumps(documents))
-    except OSError as error:
-        print(json.dumps(str(error)))
-"""
-    environment = os.environ | {
-        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
-        "HF_HOME": str(tmp_path / "hf"),
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_OFFLINE": "0",
-        "NO_PROXY": "127.0.0.1",
-        "no_proxy": "127.0.0.1",
-    }
-    command = [sys.executable, "-c", program]
-    environment |= variables
-    return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=600)
-
-
-def test_c4_gives_the_documents_of_its_own_splits_and_fetches_a_file_once(hub, tmp_path, data_dir):
-    train, val, again = c4_documents(hub, tmp_path, data_dir, "train", "val", "val")
-    assert [train, val] == [[END_OF_TEXT + text for text in texts] for texts in hub.texts.values()] and again == val
-    assert hub.fetched == list(hub.files)
-    left = [path.name for path in (tmp_path / "c4").rglob("c4-*") if path.suffix in (".jsonl", ".gz", ".tmp")]
-    assert sorted(left) == sorted(f"{name}.jsonl" for name in hub.texts)
-
-
-@pytest.mark.slow
-def test_of_processes_that_need_c4_at_once_one_fetches_it(hub, tmp_path, data_dir):
-    with ThreadPoolExecutor() as pool:
-        asked = [pool.submit(c4_documents, hub, tmp_path, data_dir, "train", "val") for _ in range(3)]
-    both = [[END_OF_TEXT + text for text in texts] for texts in hub.texts.values()]
-    assert all(a.result() == both for a in asked) and sorted(hub.fetched) == sorted(hub.files)
-
-
-def test_damaged_c4_file_is_named_and_removed(hub, tmp_path, data_dir):
-    (path, good), *_ = hub.files.items()
-    damaged = good[: len(good) // 2] + bytes([good[len(good) // 2] ^ 255]) + good[len(good) // 2 + 1 :]
-    for bad in (damaged, good[:10] + b"\xff" * 90, good[:-50], b"<html>not a gzip file</html>"):
-        hub.files[path] = bad
-        (error,) = c4_documents(hub, tmp_path, data_dir, "train")
-        assert "c4-train.00000-of-01024.json.gz: damaged" in error and "\n" not in error
-        assert not [path for path in (tmp_path / "c4").rglob("c4-*") if path.suffix in (".jsonl", ".gz", ".tmp")]
-    hub.files[path] = good
-    (train,) = c4_documents(hub, tmp_path, data_dir, "train")
-    assert len(train) == 30
-
-
-@pytest.mark.slow
-def test_c4_without_the_hub_is_one_line(hub, tmp_path, data_dir):
-    hub.files.clear()
-    (error,) = c4_documents(hub, tmp_path, data_dir, "val")
-    assert "cannot fetch c4-validation.00000-of-00008" in error and "hub" in error and "\n" not in error
-
-
-@pytest.mark.parametrize(
-    "network",
-    [{}, {"HF_ENDPOINT": "http://nowhere.invalid", "NO_PROXY": "*", "no_proxy": "*"}, {"HF_HUB_OFFLINE": "1"}],
-    ids=["refused", "name", "told"],
-)
-def test_c4_without_a_network_is_one_line_without_a_second_try(tmp_path, data_dir, network):
-    with Hub() as closed:
-        pass
-    result = open_c4(closed, tmp_path, data_dir, "val", **network)
-    assert result.returncode == 0 and result.stderr == ""
-    (error,) = result.stdout.splitlines()
-    assert "cannot fetch c4-validation.00000-of-00008 of allenai/c4 from the Hugging Face hub" in error

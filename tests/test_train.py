@@ -631,7 +631,7 @@ def error_of(capsys, *words):
 
 WRONG = {  # fields, and what the error must say
     "data folder": (dict(data_dir="nowhere"), "`python -m data.text FILES... --tokenizer gpt2 --out nowhere`"),
-    "no FineWeb": (dict(data_dir="no/fineweb10B", steps=10**6), "`python -m data.download fineweb10B --shards 2 --out no/"),
+    "no FineWeb": (dict(data_dir="no/fineweb10B", steps=10**6), "data.download fineweb10B --shards 2 --out no/"),
     "vocabulary": (dict(vocab_size=32), "Set vocab_size to at least 64"),
     "method": (dict(method="scale_invarient_rope"), "did you mean scale_invariant_rope"),
     "method option": (dict(method="rope", method_options=("bass", 2)), "did you mean base"),
