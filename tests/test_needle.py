@@ -339,4 +339,4 @@ def test_a_run_without_a_checkpoint_is_named_and_the_others_are_scored(run, tmp_
     with pytest.raises(SystemExit):
         call(monkeypatch, needle.main, tmp_path / "empty", run, *SHORT, "--compile", "off")
     said = capsys.readouterr()
-    assert "empty has no checkpoint yet" in said.err and "| run |" in said.out
+    assert "empty has no checkpoint" in said.err and "| run |" in said.out
