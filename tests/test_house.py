@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("sweep", "reproduce", "report", "shared", "hf")
+ROOMS = ("sweep", "reproduce", "shared", "hf")
 FILES = sorted(path for room in ROOMS for path in (ROOT / "scripts" / room).iterdir() if path.is_file())
 COMMANDS = ("sweep", "reproduce", "report", "theory", "evaluate", "needle", "quickstart", "logit_statistics")
 MODULES = sorted(path for path in (ROOT / "scripts").rglob("*.py"))

@@ -17,13 +17,12 @@ import torch
 from test_data import exit_code
 from test_train import ROOT, arguments, contents, here, make_data, train_here
 
-import scripts.report.__main__ as report
 import train_gpt
 from configs.sweeps import Run
 from data import shards
 from data.tokenizer import load_tokenizer
 from runtime.checkpoint import latest_checkpoint, list_checkpoints, load_checkpoint
-from scripts import evaluate
+from scripts import evaluate, report
 from scripts.sweep.local import Attempt, record_outcome
 
 pytestmark = [pytest.mark.promise(9, "no surprises from outside"), pytest.mark.slow]
@@ -397,7 +396,7 @@ def test_a_page_of_a_stranger_s_run_runs_no_script_of_it(copied, tmp_path, fault
     config = json.loads((copied / "config.json").read_text())
     (copied / "config.json").write_text(json.dumps(config | dict(group=script, tags=[script], data_dir=script)))
     with faults("scripts in a config"):
-        here(report.main, copied, "--out", tmp_path / "report.html")
+        here(report.main, copied, "--out", tmp_path / "report.html", "--title", script)
         page = (tmp_path / "report.html").read_text()
         assert "alert(" in page and "<script>alert" not in page and "<img src=x" not in page
 
