@@ -43,7 +43,7 @@ from scripts.hf.attention import attention_layers, convert
 from scripts.hf.load import DTYPES, METHOD, load_model, read_config
 from scripts.hf.scores import measure_scores, rescale
 from scripts.hf.settings import NOT_MATHEMATICS, Settings, read_settings
-from scripts.hf.training import AdamW, WithLoss, check_model, count_memory
+from scripts.hf.training import AdamW, WithLoss, count_memory
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("scripts/continue_pretraining.py", "scripts/hf/*.py", "model/**/*.py")  # kept in log.txt
@@ -78,7 +78,9 @@ def continue_pretraining(settings: Settings, world: World, stop: StopRequest) ->
         return True
     with fail_together(world):
         config = read_config(settings.model)
-        check_model(config, settings)
+        fits = config.vocab_size <= 2**16
+        require(fits, f"shards have 16-bit tokens. The vocabulary of {settings.model} is larger: {config.vocab_size}.")
+        require(config.model_type == "llama", f"{settings.model} caps its logits. Use a model of the family llama.")
         train_text, val_text, data = open_text(settings, config.vocab_size)
         loader = functools.partial(
             TrainLoader, train_text, batch_tokens=settings.batch_tokens, length=settings.train_length,

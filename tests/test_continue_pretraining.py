@@ -266,7 +266,7 @@ def test_wrong_usage(more, field, place, tmp_path, capsys):
     "changes, word",
     [
         (dict(vocab_size=128_256), "vocabulary"),
-        (dict(model_type="gemma2", final_logit_softcapping=30.0), "caps"),
+        (dict(model_type="gemma2"), "llama"),
         (dict(model_type="mistral"), "mistral"),
         (dict(hidden_size=2**15, intermediate_size=2**17, num_attention_heads=64, num_hidden_layers=99), "GiB"),
     ],

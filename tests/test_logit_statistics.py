@@ -278,7 +278,7 @@ def test_refusals_of_models(folder, tmp_path, capsys):
     ]:
         assert word in refused(capsys, folder, *arguments)
     text.write_text("England")
-    assert "--text" in refused(capsys, folder, "--text", text)
+    assert "got 2" in refused(capsys, folder, "--text", text)
     text.write_bytes(b"abc \xff")
     assert "utf-8" in refused(capsys, folder, "--text", text)
     text.write_text(TEXT)

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor, nn
 
-from errors import require
 from model.loss import LOGIT_BYTES, mean_loss, token_losses
 from scripts.hf.load import DTYPES, meta_model
 from scripts.hf.settings import Settings
@@ -69,35 +68,24 @@ def copy_rounded(x: Tensor, new: Tensor):
     x.copy_(new)
 
 
-def check_model(config, settings: Settings):
-    """Raise ValueError for a model that cannot be trained here, before its weights are loaded."""
-    name, size = settings.model, config.vocab_size
-    require(size <= 2**16, f"{name} has a vocabulary of {size}, and shards have 16-bit tokens. Use at most {2**16}.")
-    capped = getattr(config, "final_logit_softcapping", None)
-    require(not capped, f"{name} caps its logits, and our chunked loss does not. Use a model of the family llama.")
-
-
 def count_memory(config, settings: Settings, processes: int) -> dict[str, int]:
-    """Return the bytes that each of so many processes needs, by kind.
+    """Return the bytes that each process needs, by kind.
 
-    Activations are an upper estimate, from steps on fake tensors. Training keeps the input of every layer. While a
-    layer is differentiated, a token takes 16 vectors of the model's width and 6 of the MLP's; in validation 9 and 3.
+    Activations are an upper estimate: training keeps the input of every layer, and a token takes 16 vectors of the
+    model's width and 6 of the MLP's while a layer is differentiated. In validation it takes 9 and 3.
     """
-    size, C, V, M = DTYPES[settings.dtype].itemsize, config.hidden_size, config.vocab_size, config.intermediate_size
+    size, C, M = DTYPES[settings.dtype].itemsize, config.hidden_size, config.intermediate_size
     weights = size * sum(p.numel() for p in meta_model(config).parameters())
-
-    def activations(tokens: int, bytes_per_token: int) -> int:
-        loss = (2 * tokens + V) * C * size + min(LOGIT_BYTES, tokens * V * size)
-        return max(tokens * bytes_per_token, loss)
-
-    needed = activations(max(settings.micro_batch_tokens, *settings.val_lengths), size * (9 * C + 3 * M))
+    head = 2 * config.vocab_size * C * size + LOGIT_BYTES  # its gradient, twice, and a chunk of logits
+    validation = max(settings.micro_batch_tokens, *settings.val_lengths) * size * (9 * C + 3 * M) + head
     if settings.steps == 0:
-        return {"weights": weights, "activations": needed}
+        return {"weights": weights, "activations": validation}
     tokens = max(settings.micro_batch_tokens, settings.train_length)
-    kept = (config.num_hidden_layers * tokens + V) * C * size  # inputs of layers, and the head's gradient
+    training = tokens * size * ((config.num_hidden_layers + 16) * C + 6 * M) + head
+    copies = weights // processes if processes > 1 else 0  # the rows that a process updates
     return {
-        "weights": weights if processes == 1 else weights + weights // processes,
-        "gradients": weights,
+        "weights": weights + copies,
+        "gradients": weights + copies,
         "moments": 2 * weights // processes,
-        "activations": max(needed, kept + activations(tokens, size * (16 * C + 6 * M))),
+        "activations": max(validation, training),
     }
