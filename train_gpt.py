@@ -25,7 +25,7 @@ from configs.validation import validation_plan
 from data.loader import TrainLoader, check_validation
 from data.shards import TokenStream, open_split, tokenizer_of
 from errors import exit_on_user_error
-from model.backends.sdpa import prefer_fast_sdpa
+from model.attention.sdpa import prefer_fast_sdpa
 from model.gpt import GPT, Plans
 from model.methods import METHODS, canonical_name
 from optim.schedule import check_schedule, lr_factor
@@ -290,7 +290,7 @@ def start_method(
     if len(config.method_starts) > 1:
         model.replace_methods(layer_methods(config, step))
         torch._dynamo.reset()  # what was compiled was for the one before
-    where = dict(backend=config.attention_backend, context=world.context)
+    where = dict(backend=config.attention_backend)
     plans = {length: model.plan(length, **where) for length in config.train_lengths}
     if world.device.type == "cpu" and any(part.backend == "flex" for plan in plans.values() for part in plan):
         raise ValueError("FlexAttention cannot train on a CPU: use --attention_backend auto")

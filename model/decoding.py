@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from errors import require
-from model.attention import Plan, attend, transform
-from model.backends import blocks
-from model.backends.base import Call, extra_logits
+from model.attention import Plan, attend, blocks, transform
+from model.attention.base import extra_logits
 from model.gpt import GPT, linear, norm
 from model.methods.base import Method, upcast
 
@@ -133,8 +132,9 @@ class Decoder:
         here = slice(self.length, self.length + 1)
         plans = []
         for method, tables in self.tables:
-            call = Call(method.num_heads, method.head_dim, query_length=1, key_length=1)  # the others are cached
-            plans.append(Plan("blocks", call, *(x if x is None else x[here] for x in tables)))
+            cos, sin, query_table = (x if x is None else x[here] for x in tables)
+            shape = method.num_heads, method.head_dim, 1, 1  # one query and its own key; the other keys are cached
+            plans.append(Plan("blocks", *shape, cos=cos, sin=sin, query_table=query_table))
         self.length += 1
         return self.last_logits(token.unsqueeze(1), plans, [cache.step for cache in self.caches])
 
@@ -157,7 +157,7 @@ class KeyValueCache:
     def prefill(self, method: Method, q: Tensor, k: Tensor, v: Tensor, *, x: Tensor, plan: Plan) -> Tensor:
         self.seen = self.max_length if method.window is None else min(method.window.window, self.max_length)
         # a_t and m_t of the last query against all keys, (1 or H, 1, seen): an earlier one's are the last columns
-        last_query = Call(method.num_heads, method.vector_dim, query_length=1, key_length=self.seen, device=k.device)
+        last_query = Plan("blocks", method.num_heads, method.vector_dim, 1, self.seen, device=k.device)
         self.bands = blocks.prepare(method.score_change, last_query)
         room = min(2 * self.seen, self.max_length)
         new = [transform(method, q, k, plan, x)[1], v]  # keys, values, and numbers of a KeyBias

@@ -144,16 +144,15 @@ class GPT(nn.Module):
 
     def plan(
         self, length: int, *,
-        backend: str = "auto", target_length: int | None = None, context=None, method: Method | None = None,
+        backend: str = "auto", target_length: int | None = None, method: Method | None = None,
     ) -> Plans:  # fmt: skip
         """Return what the attention methods prepare for sequences of this length: one plan for all layers, or as many
         as there are layers that differ, which repeat.
 
-        method: another one that trains identically (make_alternative), to run these weights as. With a context group
-        (model/context.py), each of its c ranks calls forward with its own length / c tokens.
+        method: another one that trains identically (make_alternative), to run these weights as.
         """
         methods = [method] if method else [block.attention.method for block in self.blocks[: self.pattern_length]]
-        where = dict(device=self.head.device, dtype=self.dtype, context=context)
+        where = dict(device=self.head.device, dtype=self.dtype)
         lengths = dict(target_length=target_length, normalised=True)
         by_name = {
             name: make_plan(one, length, length, backend=backend, **lengths, **where)

@@ -16,7 +16,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from model.kernels import compare, cpu
+from model.attention import check, cpu
+from model.methods.base import upcast
 
 CPU_ROWS, CPU_LOGITS = 256, 2**21  # at least so many tokens a chunk on a CPU, and more while its logits are 8 MiB
 LOGIT_BYTES = 2**31  # a chunk elsewhere: 21,345 tokens with a vocabulary of 50,304 in bfloat16
@@ -83,12 +84,12 @@ def chunks(x: Tensor, V: int) -> Iterator[tuple[slice, Tensor]]:
 
 
 def cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, gradient: bool):
-    """Set losses (R,) from logits (R, V), and the logits, if gradient, to softmax - onehot; else they are lost."""
+    """Set losses (R,) from logits (R, V). If gradient, set the logits to softmax - onehot; else they are lost."""
     if triton_runs(logits.device, logits.dtype, logits.shape[1]):
-        from model.kernels import cross_entropy  # only now, as it needs Triton
+        from model.attention.triton import cross_entropy  # only now, as it needs Triton
 
         cross_entropy.cross_entropy_(logits, targets, losses, gradient)
-    elif cpu.find_problem(logits.device, logits.dtype) is None:
+    elif cpu.kernel_problem(logits.device, logits.dtype) is None:
         cpu.cross_entropy_(logits, targets, losses, gradient)
     else:
         plain_cross_entropy_(logits, targets, losses, gradient)
@@ -96,38 +97,43 @@ def cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, gradient: bo
 
 @functools.cache
 def triton_runs(device: torch.device, dtype: torch.dtype, vocab_size: int) -> bool:
-    """Tell whether the Triton kernel runs there and passes its check for such logits; warn if it fails that."""
+    """Return whether the Triton kernel runs there and passes its check for such logits; warn if it fails."""
     on_gpu = device.type == "cuda" and find_spec("triton") is not None
     if not on_gpu or torch.cuda.get_device_capability(device) < (8, 0):
         return False
-    if problem := check_kernel(device, dtype, vocab_size):
-        warnings.warn(f"cross-entropy in plain PyTorch, which needs more memory: the Triton kernel {problem}")
+    if problem := check_triton(device, dtype, vocab_size):
+        warnings.warn(f"cross-entropy in plain PyTorch, which needs more memory: for the Triton kernel, {problem}")
     return problem is None
 
 
-def check_kernel(device: torch.device, dtype: torch.dtype, V: int) -> str | None:
-    """Run the Triton kernel on logits (5, V), with the gradient and without: return how it fails or differs from
-    plain_cross_entropy_ here, or None. Each dtype, and each V that is a multiple of 16 or not, is code of its own."""
-    from model.kernels import cross_entropy
+def check_triton(device: torch.device, dtype: torch.dtype, V: int) -> str | None:
+    """Run the Triton kernel on logits (5, V); return how it fails or what is wrong, or None.
+
+    Triton compiles different code for each dtype, and for a V that is a multiple of 16.
+    """
+    from model.attention.triton import cross_entropy
 
     generator = torch.Generator(device).manual_seed(0)
     logits = (4 * torch.randn(5, V, device=device, generator=generator)).to(dtype)
     targets = torch.tensor([0, 8191, 8192, V // 2, V - 1], device=device).clamp(max=V - 1)
 
-    def run(function):
-        own, losses, validation_losses = logits.clone(), empty_losses(logits), empty_losses(logits)
+    def run(function, logits):
+        dlogits, losses, validation_losses = logits.clone(), *(upcast(logits.new_empty(5)) for _ in range(2))
         function(logits.clone(), targets, validation_losses, False)
-        function(own, targets, losses, True)
-        return losses, validation_losses, own.float()
+        function(dlogits, targets, losses, True)
+        return {"losses": losses, "losses without gradient": validation_losses, "gradient": dlogits}
 
-    tolerance = 1.25 * torch.finfo(dtype).eps + 1e-5  # two roundings
-    return compare(lambda: run(cross_entropy.cross_entropy_), lambda: run(plain_cross_entropy_), tolerance)
+    return check.find_problem(
+        lambda: run(cross_entropy.cross_entropy_, logits),
+        lambda: run(plain_cross_entropy_, logits.double()),
+        lambda: run(plain_cross_entropy_, logits),
+    )
 
 
 def plain_cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, gradient: bool):
-    """Do what cross_entropy_ does in plain PyTorch: what the kernels are held to."""
+    """Do what cross_entropy_ does in plain PyTorch, for a device or dtype without a kernel."""
     token = torch.arange(len(targets), device=targets.device)
-    p = logits.float() - logits.amax(dim=1, keepdim=True)
+    p = upcast(logits) - logits.amax(dim=1, keepdim=True)
     at_target = p[token, targets]
     total = p.exp_().sum(dim=1)
     losses.copy_(total.log() - at_target)

@@ -35,7 +35,7 @@ def explain_step(
     """
     length = config.length_at(step - 1)
     own, first_token = world.own_tokens(length), (step - 1) * config.batch_tokens
-    plan = model.plan(length, backend=config.attention_backend, context=world.context)
+    plan = model.plan(length, backend=config.attention_backend)
 
     def losses(inputs: Tensor, targets: Tensor) -> Tensor:
         return model(inputs[:, own], targets[:, own], plan=plan, per_token=True)

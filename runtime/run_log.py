@@ -14,8 +14,7 @@ from configs.config import Config, config_hash
 from data.loader import sequences_of
 from data.shards import data_command
 from errors import exit_on_user_error
-from model.attention import Plan
-from model.backends import sdpa
+from model.attention import Plan, sdpa
 from model.gpt import GPT, Plans
 from runtime.copy_gain import format_gains
 from runtime.device import AsyncScalars, device_name, peak_memory
@@ -242,7 +241,7 @@ def describe_attention(plan: Plan, device: torch.device, dtype: torch.dtype) -> 
     """Return the backend, with the kernel that PyTorch chooses for it, and why it was chosen."""
     kernel = ""
     if plan.backend == "sdpa":
-        kernel = f" {sdpa.chosen_kernel(device, dtype, plan.call.head_dim, plan.call.key_length)}"
+        kernel = f" {sdpa.chosen_kernel(device, dtype, plan.head_dim, plan.key_length)}"
     return f"{plan.backend}{kernel} ({plan.why})"
 
 

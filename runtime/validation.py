@@ -130,7 +130,7 @@ def validation_plans(
     """Return the plans of attention by method (the one that trains, and those of validate_as) and length (default: the
     config's). Raise ValueError for methods and lengths that do not go with the model."""
     methods = {config.method: None} | build_alternatives(config)
-    where = dict(backend=config.attention_backend, context=world.context)
+    where = dict(backend=config.attention_backend)
     lengths = lengths or (*config.val_lengths, *map(copy_length, config.val_copy_gaps))
     return {name: {n: model.plan(n, method=method, **where) for n in lengths} for name, method in methods.items()}
 

@@ -29,7 +29,7 @@ from data.loader import TrainLoader, check_validation, sequences_of
 from data.shards import TOKENIZER_FILE, TokenStream, open_split, tokenizer_of
 from data.tokenizer import TOKENIZER_CONFIG
 from errors import exit_on_user_error, require
-from model.backends.sdpa import prefer_fast_sdpa
+from model.attention.sdpa import prefer_fast_sdpa
 from optim.sharded import Group, Optimizers
 from runtime.checkpoint import check_same_run, checkpoint_errors, load_newest, save_checkpoint, set_aside, space_needed
 from runtime.device import device_name, peak_memory

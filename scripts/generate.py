@@ -21,9 +21,9 @@ import torch
 from data.shards import tokenizer_of
 from data.tokenizer import Tokenizer, load_tokenizer
 from errors import exit_on_user_error, require
+from model.attention.base import MAX_LENGTH
 from model.decoding import decode, sample
 from model.gpt import GPT
-from model.kernels.distance import MAX_LENGTH
 from runtime.processes import exit_on_failure, start_processes
 from scripts.evaluate import load_run
 from scripts.shared.runs import StoredRun, read_run

@@ -2,11 +2,11 @@
 
 import ctypes
 
-from model.kernels import cpu
+from model.attention import cpu
 
 
 def pytest_configure(config):
     kernel, reason = cpu.load_library()
     assert kernel is not None, reason
-    for name in cpu.GEMMS:
+    for name in cpu.library.SYMBOLS:
         setattr(kernel, name, ctypes.cast(getattr(kernel, f"plain_{name}"), ctypes.c_void_p).value)

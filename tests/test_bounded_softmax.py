@@ -16,12 +16,16 @@ pytest.importorskip("triton")
 import test_kernels  # noqa: E402
 from test_kernels import DEVICE, alibi, check, formula_attention, random_inputs, scale_invariant, smooth  # noqa: E402
 
-from model.attention import attend, make_plan, transform  # noqa: E402
-from model.backends import triton  # noqa: E402
-from model.backends.base import bound_products  # noqa: E402
+from model.attention import (  # noqa: E402
+    attend,
+    make_plan,
+    transform,
+    triton,  # noqa: E402
+)
+from model.attention.base import bound_products  # noqa: E402
+from model.attention.triton.distance import LOG2E, make_coefficients  # noqa: E402
+from model.attention.triton.flash import flash_attention  # noqa: E402
 from model.gpt import GPT  # noqa: E402
-from model.kernels.distance import LOG2E, make_coefficients  # noqa: E402
-from model.kernels.flash import flash_attention  # noqa: E402
 from model.methods.base import Method, QueryScale, ScoreChange  # noqa: E402
 from model.methods.p_rope import PRoPE  # noqa: E402
 
@@ -247,7 +251,7 @@ def test_what_is_learned_keeps_the_running_maximum(name, options):
     """Training may raise it over any bound."""
     method = make(name, 2, **options).to(DEVICE)
     made = plan(method, normalised=True)
-    assert not triton.prepare(method.score_change, made.call, made.prepared).bounded
+    assert not triton.prepare(method.score_change, made, made.prepared).bounded
 
 
 def test_rotations_that_lengthen_and_scaled_queries_count():
@@ -255,7 +259,7 @@ def test_rotations_that_lengthen_and_scaled_queries_count():
     def bounded(*mechanisms):
         method = Method("mine", 2, 16, 64, list(mechanisms))
         made = plan(method, normalised=True)
-        assert made.call.product_bound == pytest.approx(bound_products(16, torch.float32, gains(mechanisms)))
+        assert made.product_bound == pytest.approx(bound_products(16, torch.float32, gains(mechanisms)))
         return made.prepared.bounded
 
     def gains(mechanisms):
@@ -272,7 +276,7 @@ def test_products_after_rotation_stay_within_the_bound():
         made = make_plan(method, 300, 300, dtype=dtype, backend="blocks", normalised=True)
         q = torch.nn.functional.rms_norm(random(4, 2, 300, 16, seed=0).to(dtype), (16,))
         q, _ = transform(method, q, q, made)
-        assert (q.double() @ q.double().mT).abs().max() <= made.call.product_bound <= 1.2 * 16 * 1.3
+        assert (q.double() @ q.double().mT).abs().max() <= made.product_bound <= 1.2 * 16 * 1.3
 
 
 @pytest.mark.parametrize("method_options", [{}, dict(learn_tau=True)])

@@ -10,20 +10,19 @@ import torch
 from test_attention import Mine
 from test_methods import assert_near, assert_refused, random
 
-from model.attention import attend, choose_backend, make_plan
-from model.kernels import cpu
+from model.attention import attend, choose_backend, cpu, make_plan
+from model.attention.reference import plain_attention
 from model.methods import Method, make_method
 from model.methods.base import KeyBias
 from model.methods.scale_invariant import ScaleInvariant
 from model.methods.sink import LearnedSink
 from model.methods.window import SlidingWindow
-from model.reference import plain_attention
 
 REPOSITORY = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 
-PROBLEM = cpu.find_problem(CPU, torch.float32)
-DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if cpu.find_problem(CPU, dtype) is None]
+PROBLEM = cpu.kernel_problem(CPU, torch.float32)
+DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if cpu.kernel_problem(CPU, dtype) is None]
 both = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 # Where there is nothing to compile it with, or no BLAS to call; a compiler that refuses it is a failure.
@@ -386,10 +385,10 @@ def test_the_plan_says_why(tmp_path):
 
 RUNS = """
 import torch
-from model.kernels import cpu
+from model.attention import cpu
 q = torch.ones(1, 1, 4, 8)
 tables = cpu.make_tables(None, 1, 8, 4)
-print(torch.equal(cpu.cpu_attention(q, q, q, tables), q), cpu.load_library()[1])
+print(torch.equal(cpu.run(q, q, q, prepared=(tables, None)), q), cpu.load_library()[1])
 """
 DAMAGE = {
     "emptied": lambda content: b"",
@@ -418,7 +417,7 @@ def test_a_damaged_one_is_made_again_by_several_processes_at_once_too(tmp_path, 
             path.unlink()  # others may have the old file in use, which stays as it is
             path.write_bytes(DAMAGE[damage](whole))
             run(1 + number % 2)
-            assert list(path.parent.iterdir()) == [path] and cpu.is_whole(path), damage
+            assert list(path.parent.iterdir()) == [path] and cpu.library.is_whole(path), damage
     made = path.stat().st_mtime_ns
     run(1)
     assert path.stat().st_mtime_ns == made  # a whole one is not made again

@@ -9,7 +9,7 @@ from test_cpu_kernel import Given, both, check, pytestmark  # noqa: F401, as it 
 from test_methods import random as normal
 from torch.testing import assert_close
 
-from model.kernels import cpu
+from model.attention import cpu
 from model.methods import Method
 from model.methods.alibi import ALiBi
 from model.methods.scale_invariant import ScaleInvariant

@@ -16,7 +16,7 @@ import torch
 from doctor_parts import GOOD
 
 from configs.command_line import read_config
-from model.backends import BACKENDS
+from model.attention import BACKENDS
 from scripts.bench.variants import Case, on_backend, random_inputs
 from scripts.doctor import __main__ as doctor
 from scripts.doctor import kernels, machine, speed, training
@@ -159,7 +159,7 @@ def test_the_kernels_of_this_machine_are_right(dtype):
 def test_a_backend_is_held_to_float64(backend, length, monkeypatch):
     """72 tokens as if all the logits did not fit: the last queries alone."""
     case = Case(1, 2, length, 16, torch.float32, CPU)
-    if reason := BACKENDS[backend].find_problem(case.method("plain"), CPU, torch.float32):
+    if reason := BACKENDS[backend].unsupported(case.method("plain"), CPU, torch.float32):
         pytest.skip(reason)
     monkeypatch.setitem(kernels.GATE_LENGTH, "cpu", 50)
     found = kernels.check_backend(backend, case)

@@ -188,7 +188,7 @@ def test_every_module_imports_and_is_found_by_transformers(tmp_path, monkeypatch
         assert not absolute & ours and "triton" not in get_imports(package / name), name
     first = package / "modeling_method_gpt.py"
     assert {Path(path).name for path in get_relative_import_files(first)} == modules.keys() - {first.name}
-    assert {"gpt.py", "methods_infini.py", "kernels_flash.py", "backends_flex.py"} <= modules.keys()
+    assert {"gpt.py", "methods_infini.py", "attention_triton_flash.py", "attention_flex.py"} <= modules.keys()
     assert sys.modules["carried.methods"].METHODS.keys() == importlib.import_module("model.methods").METHODS.keys()
 
 

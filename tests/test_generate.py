@@ -10,8 +10,8 @@ from tiny_run import train_tiny_run
 
 from data.shards import tokenizer_of
 from data.tokenizer import load_tokenizer
+from model.attention.base import MAX_LENGTH
 from model.decoding import decode, greedy_decode, sample
-from model.kernels.distance import MAX_LENGTH
 from scripts import generate
 from scripts.evaluate import load_run
 

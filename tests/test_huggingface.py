@@ -17,9 +17,9 @@ from test_methods import assert_refused
 from torch.testing import assert_close
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, StaticCache
 
-from model.kernels.distance import make_coefficients
+from model.attention.reference import attention_logits
+from model.attention.triton.distance import make_coefficients
 from model.methods import METHODS, make_method
-from model.reference import attention_logits
 from scripts.hf import attention
 from scripts.hf.attention import attend_with_method, attention_layers, convert
 from scripts.hf.load import check_memory, load_model, meta_model, read_config, read_tokenizer
@@ -162,9 +162,9 @@ def test_no_kernel_assumes_a_bound_of_the_scores():
     model = convert(make_model(), "scale_invariant_p_rope")
     logits(model)
     (plan,) = model.attention_shared.plans.values()
-    assert plan.call.product_bound == math.inf
+    assert plan.product_bound == math.inf
     change = attention_layers(model)[0].method.score_change
-    assert not make_coefficients(change, 4, 8, LENGTH, 0, torch.float32, "cpu", plan.call.product_bound).bounded
+    assert not make_coefficients(change, 4, 8, LENGTH, 0, torch.float32, "cpu", plan.product_bound).bounded
 
 
 def test_barbero_keeps_half_of_the_models_frequencies_and_logn_begins_at_1():

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from test_methods import cast, make, random
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model.attention import make_plan, transform
-from model.backends import blocks
+from model.attention import blocks, make_plan, transform
 from model.methods.infini import recall
 
 LOW = torch.bfloat16

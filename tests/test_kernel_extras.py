@@ -12,24 +12,13 @@ from test_methods import assert_near, assert_refused, assert_same_function, cast
 
 pytest.importorskip("triton")
 
-import test_attention  # noqa: E402
-import test_flex_flash  # noqa: E402
 import test_kernels  # noqa: E402
 from test_kernels import DEVICE, alibi, bent, coefficients_of, random_inputs, scale_invariant, smooth  # noqa: E402
 
-from model.attention import attend, choose_backend  # noqa: E402
-from model.backends import flex, flex_flash, triton  # noqa: E402
-from model.backends.base import Call, bound_products  # noqa: E402
-from model.backends.triton import check_kernel  # noqa: E402
-from model.kernels import flash  # noqa: E402
-from model.kernels.distance import Coefficients, make_coefficients  # noqa: E402
-from model.kernels.flash import flash_attention  # noqa: E402
-from model.kernels.flex import causal_block_mask  # noqa: E402
-from model.methods import make_method  # noqa: E402
-from model.methods.base import Method  # noqa: E402
-from model.methods.forgetting import Forgetting  # noqa: E402
-from model.methods.window import SlidingWindow  # noqa: E402
-from model.reference import plain_attention  # noqa: E402
+from model.attention.base import bound_products  # noqa: E402
+from model.attention.triton import flash  # noqa: E402
+from model.attention.triton.distance import Coefficients, make_coefficients  # noqa: E402
+from model.attention.triton.flash import flash_attention  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -237,97 +226,3 @@ def test_opcheck(small):
     output, lse = flash.forward_op(*inputs, None, *more, *functions)
     arguments = [x.detach() for x in (torch.ones_like(output), *inputs, output, lse, *more)]
     torch.library.opcheck(flash.backward_op, (*arguments, *functions))
-
-
-# ---- the check before first use --------------------------------------------------------------------------------------
-
-CHECKED = [("scale_invariant+forget", {}), ("rope+window", dict(window=30)), ("p_rope+scale_invariant+sink", {})]
-
-
-@pytest.mark.parametrize("name, options", CHECKED)
-def test_the_check_before_use_runs_them(name, options, small):
-    """It passes, and does not if the kernel is not told of them."""
-    arguments = make_method(name, num_heads=2, head_dim=16, train_length=64, **options), torch.device(DEVICE)
-    assert check_kernel(*arguments, torch.float32, 40) is None
-    def deaf(q, k, v, *, prepared, key_bias=None, sink=None):
-        zero = 0 if key_bias is None else 0 * key_bias.sum()
-        zero += 0 if sink is None else 0 * sink.sum()
-        return triton.run(q, k, v, prepared=dataclasses.replace(prepared, window=None)) + zero
-    assert "its numbers are wrong by" in check_kernel(*arguments, torch.float32, 40, run=deaf)
-
-
-@pytest.mark.parametrize("name, options", CHECKED)
-def test_the_check_before_use_passes_in_low_precision(name, options, small):
-    method = make_method(name, num_heads=2, head_dim=16, train_length=64, **options)
-    assert check_kernel(method, torch.device(DEVICE), torch.float16, 130) is None
-
-
-# ---- FlexAttention ---------------------------------------------------------------------------------------------------
-
-flex_with_gradients = test_flex_flash.flex_with_gradients  # a fixture
-
-
-@pytest.mark.parametrize("formula, kinds", [(None, "bws"), (alibi, "bs"), (scale_invariant, "w"), (smooth, "bws")])
-@pytest.mark.parametrize("queries, keys, window", [(1, 1, 1), (130, 257, 1), (140, 270, 129), (20, 300, 10**30)])
-def test_flex_attention_s_own_formula_with_them(formula, kinds, queries, keys, window, flex_with_gradients):
-    """Values and gradients; uncompiled, as a CPU has no gradients of the compiled form."""
-    q_offset, extras = keys - queries, make_extras(kinds, 2, 2, keys, window)
-    call = Call(2, 16, queries, keys, q_offset, window=extras.get("window"))
-    prepared = flex.prepare(formula and test_kernels.change_of(formula, 2), call)
-    def run(q, k, v, key_bias=None, sink=None):
-        output = flex_with_gradients(q, k, v, **flex.add_extras(prepared, key_bias, sink))
-        return output if sink is None else flex.add_sink(*output, sink)
-    compare_extras(run, formula, random_inputs(2, queries, 16, keys=keys, batch=2), extras, q_offset, 2e-5)
-
-
-def test_compiled_flex_attention_with_them():
-    """Twice: what a method learns changes from call to call, for which nothing may be compiled again."""
-    torch._dynamo.reset()
-    method = Method("mine", 2, 16, 64, [Forgetting(2, 16, 64), SlidingWindow(2, 16, 64, window=37)])
-    x = random(1, 129, 32, seed=3).float()
-    inputs = [x.detach().float() for x in random_inputs(2, 129, 16)]
-    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1):
-        for scale in (0.1, 0.2):
-            for parameter in method.parameters():
-                parameter.fill_(scale)
-            output = attend(method, *inputs, x=x, backend="flex")
-            assert_near(output, plain_attention(method, *inputs, x=x), 1e-5)
-
-
-def test_flex_attention_on_a_cpu_has_no_gradients_of_them_and_no_sinks():
-    q = torch.zeros(1, 2, 130, 16)
-    shape = dict(num_heads=2, head_dim=16, train_length=64)
-    with assert_refused("no backward pass on a CPU"):
-        attend(make_method("fox", **shape), q, q, q, x=torch.zeros(1, 130, 32), backend="flex")
-    with assert_refused("it has no sinks", "auto"):
-        attend(make_method("p_rope+sink", **shape), q, q, q, backend="flex")
-    assert flex.find_problem(make_method("p_rope+sink", **shape), torch.device("cuda"), torch.bfloat16) is None
-
-
-@pytest.mark.parametrize("queries, keys, q_offset", [
-    (1, 1, 0), (1, 300, 299), (129, 129, 0), (100, 400, 250), (300, 500, 100), (513, 640, 127), (640, 640, 0),
-])
-@pytest.mark.parametrize("window", [1, 2, 128, 129, 200, 256, 600, 10**9])
-@pytest.mark.parametrize("query_block", [128, 256])
-def test_the_block_mask_of_a_window(queries, keys, q_offset, window, query_block):
-    mask = causal_block_mask(queries, keys, q_offset, "cpu", query_block, window)
-    distance = torch.arange(queries)[:, None] + q_offset - torch.arange(keys)
-    dense = (distance >= 0) & (distance < window)
-    assert torch.equal(mask.mask_mod(0, 0, torch.arange(queries)[:, None], torch.arange(keys)), dense)
-    part = test_attention.stated_part(mask.kv_num_blocks, mask.kv_indices, test_attention.PART)
-    full = test_attention.stated_part(mask.full_kv_num_blocks, mask.full_kv_indices, test_attention.ALL)
-    assert torch.equal(part + full, test_attention.visible_part(dense, query_block))
-
-
-# ---- who refuses them ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name, words", [
-    ("fox", "biases of keys"), ("rope+window", "windows"), ("p_rope+sink", "sinks"),
-])
-def test_sdpa_has_none_and_our_kernel_is_next(name, words):
-    method = make_method(name, num_heads=2, head_dim=16, train_length=64)
-    backend, why = choose_backend(method, torch.device("cuda"), dtype=torch.bfloat16)
-    assert (backend, why) == ("triton", f"sdpa cannot run: it has no {words}")
-    reason = flex_flash.find_problem(method, torch.device("cuda"), torch.bfloat16)
-    assert (reason == f"it has no {words}") == (name != "rope+window")

@@ -17,12 +17,12 @@ from torch.profiler import profile
 from torch.testing import assert_close
 
 from model import loss
-from model.kernels import cpu
+from model.attention import cpu
 from model.loss import mean_loss, plain_cross_entropy_, token_losses
 
 ROOT = Path(__file__).parent.parent
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PROBLEM = cpu.find_problem(torch.device("cpu"), torch.float32)
+PROBLEM = cpu.kernel_problem(torch.device("cpu"), torch.float32)
 
 
 def make(N, C, V, dtype=torch.float32, scale=1.0, seed=0):
@@ -187,7 +187,7 @@ def test_compiled_in_one_graph_it_is_the_same(function):
 
 def triton_cross_entropy_(logits, targets, losses, gradient):
     pytest.importorskip("triton")
-    from model.kernels.cross_entropy import cross_entropy_
+    from model.attention.triton.cross_entropy import cross_entropy_
 
     here = [x.to(DEVICE) for x in (logits, targets, losses)]
     cross_entropy_(*here, gradient)
@@ -243,7 +243,7 @@ def test_wherever_the_largest_logits_are(kernel, dtype, order):
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="4.3 GB, one program a row: too much for the interpreter")
 def test_more_than_2_to_the_31_logits():
-    from model.kernels.cross_entropy import cross_entropy_
+    from model.attention.triton.cross_entropy import cross_entropy_
 
     logits = torch.zeros(43_000, 50_304, dtype=torch.bfloat16, device=DEVICE)
     logits[-3:] = 3 * torch.randn(3, 50_304, device=DEVICE)
@@ -284,16 +284,16 @@ def test_the_triton_kernel_compiles_for_gpus_moves_16_bytes_at_a_time_and_no_thr
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES if DEVICE == "cuda" else DTYPES[:2])  # the interpreter truncates to bfloat16
 @pytest.mark.parametrize("V", [2, 300, 9001, 50304])
 def test_the_check_before_first_use_passes(dtype, V):
-    assert loss.check_kernel(torch.device(DEVICE), dtype, V) is None
+    assert loss.check_triton(torch.device(DEVICE), dtype, V) is None
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.parametrize("only_with_gradient", [True, False])
 def test_a_kernel_that_is_wrong_or_fails_is_found_before_its_first_use(monkeypatch, only_with_gradient):
-    from model.kernels import cross_entropy
+    from model.attention.triton import cross_entropy
 
     arguments = torch.device(DEVICE), torch.bfloat16, 50304
 
@@ -305,6 +305,6 @@ def test_a_kernel_that_is_wrong_or_fails_is_found_before_its_first_use(monkeypat
             losses[3] += 1
 
     monkeypatch.setattr(cross_entropy, "cross_entropy_", wrong)
-    assert "its numbers are wrong by" in loss.check_kernel(*arguments)
+    assert "times the allowed error" in loss.check_triton(*arguments)
     monkeypatch.setattr(cross_entropy, "cross_entropy_", lambda *_: torch.ones(2) @ torch.ones(3))
-    assert "failed its check with RuntimeError" in loss.check_kernel(*arguments)
+    assert "failed its check with RuntimeError" in loss.check_triton(*arguments)

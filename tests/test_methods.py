@@ -9,12 +9,12 @@ import torch
 from torch.testing import assert_close
 
 from model.attention import attend, make_plan
+from model.attention.reference import attention_logits
 from model.methods import MECHANISMS, METHODS, canonical_name, make_alternative, make_method
 from model.methods.alibi import ALiBi
 from model.methods.base import ScoreChange
 from model.methods.p_rope import PRoPE
 from model.methods.scale_invariant import ScaleInvariant
-from model.reference import attention_logits
 
 TRAIN_LENGTH = 64
 

@@ -305,11 +305,9 @@ def test_every_config_trains_or_is_refused_in_one_line(place, faults, long):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shared", [1, 2])
-def test_so_it_does_on_two_processes(shared, place, faults, long):
-    """Each with sequences of its own, or two that share theirs."""
+def test_so_it_does_on_two_processes(place, faults, long):
     count, seed = (50, random.randrange(2**32)) if long else (5, None)
-    lines, kind = command_lines(2, timeout=600, context_parallel=shared), f"configs on 2 processes, {shared} a sequence"
+    lines, kind = command_lines(2, timeout=600), "configs on 2 processes"
     outcomes = try_configs(lines, place, faults, count, seed, run_on_two, kind)
     faults.figures.append(f"of {count} {kind} " + ", ".join(f"{n} {k}" for k, n in outcomes.items()))
     assert not long or outcomes["trained"] > 0

@@ -8,11 +8,10 @@ import torch
 from test_gpt import random_tokens
 from test_methods import assert_near, assert_refused, cast, gradients, random, random_qkv
 
-from model.attention import attend, choose_backend, make_plan, transform
-from model.backends import BACKENDS
+from model.attention import BACKENDS, attend, choose_backend, make_plan, transform
+from model.attention.reference import attention_logits, plain_attention
 from model.gpt import GPT
 from model.methods import layer_pattern, make_layers, make_method
-from model.reference import attention_logits, plain_attention
 from runtime.run_log import describe_backends
 
 SHAPES = [(2, 3, 16, 1), (2, 2, 16, 37)]  # batch, heads, head dimension, tokens
@@ -160,7 +159,7 @@ def test_the_formula_is_that_of_the_paper(name, batch, num_heads, head_dim, leng
 def backends_here(name, dtype, head_dim, length, grad=True):
     """Triton's interpreter is slow (longer sequences are in test_kernel_extras.py), and wrong in bfloat16."""
     method = make(name, 2, head_dim, **OPTIONS.get(name, {}))
-    usable = [b for b in BACKENDS if BACKENDS[b].find_problem(method, torch.device("cpu"), dtype) is None]
+    usable = [b for b in BACKENDS if BACKENDS[b].unsupported(method, torch.device("cpu"), dtype) is None]
     unfit = {"flex"} if grad else set()  # which has no gradients on a CPU
     if length > 64 or dtype == torch.bfloat16:
         unfit.add("triton")
@@ -192,12 +191,12 @@ def test_backends_agree_with_the_formula(name, batch, num_heads, head_dim, lengt
 
 
 def test_what_a_backend_lacks_is_said_and_the_next_is_chosen():
-    for name, words in [("fox", "biases of keys"), ("rope+window", "windows"), ("p_rope+sink", "sinks")]:
+    for name, words in [("fox", "key biases"), ("rope+window", "windows"), ("p_rope+sink", "sinks")]:
         with assert_refused(f"attention_backend sdpa cannot run: it has no {words}: use auto"):
             choose_backend(make(name, 2, 16), torch.device("cpu"), "sdpa")
     method = make("fox", 2, 16)
     for backend in set(BACKENDS) - {"blocks"}:
-        reason = BACKENDS[backend].find_problem(method, torch.device("cpu"), torch.float32)
+        reason = BACKENDS[backend].unsupported(method, torch.device("cpu"), torch.float32)
         if reason is not None:
             with assert_refused(f"attention_backend {backend} cannot run: {reason}"):
                 choose_backend(method, torch.device("cpu"), backend)
@@ -208,7 +207,7 @@ def test_what_a_backend_lacks_is_said_and_the_next_is_chosen():
 
 
 def test_a_method_that_learns_two_numbers_a_head_is_not_for_the_triton_kernel():
-    reason = BACKENDS["triton"].find_problem(make("kerple_log", 2, 16), torch.device("cuda"), torch.float32)
+    reason = BACKENDS["triton"].unsupported(make("kerple_log", 2, 16), torch.device("cuda"), torch.float32)
     assert reason in ("it takes one learned number a head, kerple_log has others", "Triton is not installed")
 
 
@@ -249,7 +248,7 @@ def test_what_bounds_the_logits_of_pope():
     rotated_q, rotated_k = transform(method, equal, equal, plan)
     product = (rotated_q * rotated_k).sum().item()
     assert product == pytest.approx(2**0.5 * 16 * math.log(1 + math.e) ** 2, rel=1e-5)
-    assert product < plan.call.product_bound < 2 * product
+    assert product < plan.product_bound < 2 * product
 
 
 # ---- replacements ----------------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ import torch
 from torch.testing import assert_close
 
 from model.attention import attend
+from model.attention.reference import attention_logits
 from model.methods import make_method
-from model.reference import attention_logits
 
 
 def make(name, num_heads=1, head_dim=128, train_length=4096, **options):

@@ -44,7 +44,7 @@ def test_a_planted_fault_is_found(fault, tmp_path, long):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("errors.py", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
-    kernels = tmp_path / "model" / "kernels"
+    kernels = tmp_path / "model" / "attention" / "cpu"
     source = kernels / "cpu.cpp"
     assert source.read_text().count(good) == 1
     one = "any_number_of_threads and not with_them and 1-1-2 and float32"

@@ -5,8 +5,8 @@ import torch
 from test_methods import assert_near, assert_refused, gradients, random_qkv
 
 from model.attention import attend, make_plan
+from model.attention.reference import plain_attention
 from model.methods import make_method
-from model.reference import plain_attention
 
 
 @pytest.mark.parametrize("name", "p_rope logn_rope alibi scale_invariant_p_rope p_rope+window p_rope+sink".split())

@@ -555,9 +555,6 @@ def test_losses_do_not_depend_on_the_number_of_processes(of_two_processes, finis
     "processes, fields",
     [
         (3, {}),  # of 8 sequences
-        (4, dict(context_parallel=2)),
-        (2, dict(context_parallel=2, compile="blocks")),
-        (2, dict(context_parallel=2, compile="model")),
     ],
     ids=str,
 )
@@ -642,7 +639,6 @@ WRONG = {  # fields, and what the error must say
     "too many validation tokens": (dict(val_tokens=1024), "the largest valid val_tokens is 768"),
     "schedule": (dict(cooldown_steps=30), "exceed steps 20: shorten them"),
     "backend": (dict(attention_backend="flex"), "use --attention_backend auto"),
-    "context": (dict(context_parallel=2), "context_parallel 2 does not divide the number of processes, 1"),
     "name": (dict(name="a/b"), "must be a plain folder name"),
     "disk space": (dict(keep=10**15), "GB are free: make room"),
 }

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from errors import require
-from model.reference import plain_attention
+from model.attention.reference import plain_attention
 from runtime.processes import start_processes
 from scripts.bench import protocol
 from scripts.bench.protocol import Report, build_variants, gpu_range, paired_ratio, ratio_cell, results_table

@@ -5,7 +5,7 @@
     python -m scripts.kernel_code --variants loss
 
 compiles them to machine code (triton brings the compiler and the disassembler) and counts, in each main loop (masked,
-near, far, line and edge, see model/kernels/flash_kernels.py), the instructions a thread issues for each of its logits:
+near, far, line and edge, see flash_kernels.py), the instructions a thread issues for each of its logits:
 of all kinds, on the special-function unit (MUFU), loads from global and from shared memory, and spills. A count is no
 time, but what a transform adds to it says what it costs where the instructions are the bottleneck. Of the cross-entropy
 of the head (loss) it counts those of its two walks over a row, and what makes threads wait for each other.
@@ -28,10 +28,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from errors import exit_on_user_error, require
-from model.backends.triton import prepare
-from model.kernels import cross_entropy, flash
-from model.kernels.distance import Coefficients
-from scripts.bench.variants import Case, as_closed_form, online, table_only
+from model.attention.triton import cross_entropy, flash, prepare
+from model.attention.triton.distance import Coefficients
+from scripts.bench.variants import Case, online, table_only
 from scripts.shared.tables import markdown_table
 
 ROLES = ("forward", "query_gradient", "key_gradient")  # the keys of choose_tiles
@@ -57,7 +56,6 @@ VARIANTS = {  # what the kernels are told of a_t and m_t, and, but for those wit
     "si": of_method("si"),  # a table, further away cubics, then lines
     "si:online": functools.partial(online, formula="si"),
     "si:table": table_only,
-    "si:closed": as_closed_form,
     "alibi": of_method("alibi"),
     "plain:window": of_method("plain", WINDOW),
     "si:window": of_method("si", WINDOW),

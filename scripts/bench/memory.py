@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from configs.config import Config
 from configs.presets import preset
 from errors import exit_on_user_error
-from model.backends.sdpa import prefer_fast_sdpa
+from model.attention.sdpa import prefer_fast_sdpa
 from model.loss import LOGIT_BYTES
 from runtime.build import build_model, build_optimizers, compile_model, train_step
 from runtime.device import choose_compile, device_name

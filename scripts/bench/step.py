@@ -29,7 +29,7 @@ from torch import Tensor
 from configs.command_line import read_config
 from configs.config import Config
 from errors import require
-from model.backends.sdpa import prefer_fast_sdpa
+from model.attention.sdpa import prefer_fast_sdpa
 from runtime.device import matmul_rate, published_peak
 from runtime.flops import attention_flops_per_token, training_flops_per_token
 from runtime.processes import start_processes

@@ -47,7 +47,7 @@ from triton.backends.compiler import GPUTarget
 from configs.config import Config
 from configs.presets import preset
 from errors import exit_on_user_error
-from model.kernels import flash
+from model.attention.triton import flash
 from runtime.build import build_model
 from scripts.shared.tables import markdown_table
 

@@ -1,4 +1,4 @@
-"""Time each kernel of model/kernels/flash.py with other tiles: from this flash.choose_tiles is set.
+"""Time each kernel of model/attention/triton/flash.py with other tiles: from this flash.choose_tiles is set.
 
 python -m scripts.bench attention --tune --lengths 16384
 """
@@ -8,7 +8,7 @@ import itertools
 import statistics
 from collections.abc import Callable
 
-from model.kernels import flash
+from model.attention.triton import flash
 from scripts.bench.kernel_code import ROLES, Launch, describe, kernel_launches
 from scripts.bench.protocol import build_variants, measure, results_table, time_calls
 from scripts.bench.variants import Case, random_inputs
@@ -36,7 +36,7 @@ def tune(cases: list[Case], deadline: float):
     Raise ValueError where the kernels cannot run.
     """
     case = cases[0]
-    if reason := flash.find_problem(case.device, case.dtype, case.head_dim):
+    if reason := flash.kernel_problem(case.device, case.dtype, case.head_dim):
         raise ValueError(f"the Triton kernel cannot run: {reason}")
     for formula in ("si", "plain"):
         for role in ROLES:

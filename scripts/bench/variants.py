@@ -23,11 +23,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
 from errors import require
-from model.attention import Plan, extra_logits, make_plan
-from model.backends import AUTOMATIC, BACKENDS, triton
-from model.backends import flex as flex_backend
-from model.backends.base import Call, bound_products
-from model.kernels.distance import NOWHERE, Coefficients, closed_form, is_bounded
+from model.attention import BACKENDS, Plan, make_plan, triton
+from model.attention import flex as flex_backend
+from model.attention.base import bound_products, extra_logits
+from model.attention.triton.distance import NOWHERE, Coefficients
 from model.methods import make_method
 from model.methods.base import Method, upcast
 
@@ -47,9 +46,9 @@ class Case:
     device: torch.device
 
     @property
-    def call(self) -> Call:
+    def call(self) -> Plan:
         where = dict(device=self.device, dtype=self.dtype, product_bound=bound_products(self.head_dim, self.dtype))
-        return Call(self.heads, self.head_dim, self.length, self.length, **where)
+        return Plan("", self.heads, self.head_dim, self.length, self.length, **where)
 
     def method(self, formula: str, **options) -> Method:
         shape = dict(num_heads=self.heads, head_dim=self.head_dim, train_length=self.length)
@@ -108,12 +107,6 @@ def table_and_lines(case: Case) -> Coefficients:
     return dataclasses.replace(made, far=made.line)
 
 
-def as_closed_form(case: Case) -> Coefficients:
-    """Return the same as the logarithm and root that the kernel computes for each logit."""
-    form = closed_form(10.0, case.length, case.device)
-    return dataclasses.replace(form, bounded=is_bounded(form.table, case.head_dim, case.call.product_bound, case.dtype))
-
-
 def online(case: Case, formula: str) -> Coefficients:
     """Return what the Triton kernel takes of a formula where q and k are not known to be normalised: with a running
     maximum (online softmax)."""
@@ -121,8 +114,8 @@ def online(case: Case, formula: str) -> Coefficients:
 
 
 def on_backend(case: Case, formula: str, backend: str, coefficients: Callable[[Case], object] | None = None) -> Attend:
-    """Run it by model/attention.py, without attend's conversions of q, which a compiled model fuses with what comes
-    before. coefficients: returns what the backend takes, where that is not what model/attention.py prepares."""
+    """Run it by model.attention, without attend's conversions of q, which a compiled model fuses with what comes
+    before. coefficients: returns what the backend takes, where that is not what model.attention prepares."""
     method = case.method(formula)
     plan = case.plan(method, backend)  # or ValueError, where the backend cannot run
     prepared = coefficients(case) if coefficients else plan.prepared
@@ -202,7 +195,7 @@ def flex(
         options["score_mod"] = score_mod(case)
     if not block_mask:
         del options["block_mask"]
-    # Compiled here and not by model/attention.py, whose compile cache is for one score_mod a length.
+    # Compiled here and not by model/attention/__init__.py, whose compile cache is for one score_mod a length.
     attend = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     options["kernel_options"] = options.get("kernel_options", {}) | kernel_options
     return partial(attend, **options)
@@ -253,7 +246,6 @@ CUDA = {  # when time runs out, the last go first
     "triton:si": Variant("si", by_triton, "table, further away cubics, then lines"),
     "triton:si:lines": Variant("si", partial(by_triton, coefficients=table_and_lines), "table, far away lines"),
     "triton:si:table": Variant("si", partial(by_triton, coefficients=table_only), "table everywhere"),
-    "triton:si:closed": Variant("si", partial(by_triton, coefficients=as_closed_form), "logarithm and root"),
     "triton:si:online": Variant("si", partial(by_triton, coefficients=partial(online, formula="si")), "online softmax"),
     "triton:si:learned": Variant("si", learned_tau, "a learned tau a head, from tables made anew"),
     "triton:alibi": Variant("alibi", by_triton, "ALiBi"),
@@ -274,7 +266,7 @@ CUDA = {  # when time runs out, the last go first
     "flex_flash:si:closed": Variant("si", partial(by_flash, score_mod=own_form), "closed form"),
     "flex_flash:alibi": Variant("alibi", by_flash, "ALiBi, a table a head"),
 }
-OWN_ON_CPU = [backend for backend in BACKENDS if backend not in AUTOMATIC["cuda"]]  # those that train there
+OWN_ON_CPU = ["cpu", "blocks"]
 WHAT = dict(plain="ours, attention_backend {}, causal", si="scale-invariant", alibi="ALiBi")
 CPU = {
     "sdpa": Variant("plain", sdpa, "torch's SDPA"),

@@ -12,10 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model import loss
-from model.backends import AUTOMATIC, BACKENDS, blocks
-from model.backends.sdpa import chosen_kernel, prefer_fast_sdpa
-from model.kernels import cpu
-from model.reference import plain_attention
+from model.attention import AUTOMATIC, BACKENDS, blocks, cpu
+from model.attention.reference import plain_attention
+from model.attention.sdpa import chosen_kernel, prefer_fast_sdpa
 from runtime.device import compute_dtype
 from runtime.processes import start_processes
 from scripts.bench.attention import FLOAT32_LIMIT, GATE_LENGTH, compare_errors, output_and_gradients
@@ -44,7 +43,7 @@ def kernels(settings: Settings) -> Iterator[Finding]:
     yield check_cross_entropy(config.vocab_size, config.model_dim, dtype, device)
     for backend in [*AUTOMATIC[device.type], "blocks"]:
         method = cases[0].method("plain")
-        if reason := BACKENDS[backend].find_problem(method, device, dtype):
+        if reason := BACKENDS[backend].unsupported(method, device, dtype):
             yield Finding(backend, "not run", one_line(reason))
             continue
         for case in cases:
@@ -68,7 +67,7 @@ def check_backend(backend: str, case: Case) -> Finding:
 def attentions(backend: str, case: Case) -> dict[str, tuple[str, Callable[[], Attend]]]:
     """Return, by name, the formulas that a backend computes, and what makes the function that does."""
     methods = {formula: case.method(formula) for formula in METHODS}
-    names = [name for name in METHODS if not BACKENDS[backend].find_problem(methods[name], case.device, case.dtype)]
+    names = [name for name in METHODS if not BACKENDS[backend].unsupported(methods[name], case.device, case.dtype)]
     makers = {name: (name, functools.partial(on_backend, case, name, backend)) for name in names}
     if backend == "triton":
         makers["si, learned"] = "si", functools.partial(VARIANTS["triton:si:learned"].make, case)
@@ -138,7 +137,7 @@ def check_cross_entropy(vocab_size: int, model_dim: int, dtype: torch.dtype, dev
         losses, mean = function(x, head)
         return [losses.detach(), *torch.autograd.grad(mean, (x, head))]
 
-    kernel = "C++" if cpu.find_problem(device, dtype) is None else "plain PyTorch"
+    kernel = "C++" if cpu.kernel_problem(device, dtype) is None else "plain PyTorch"
     if device.type == "cuda" and loss.triton_runs(device, dtype, vocab_size):
         kernel = "Triton"
     result = compare_errors(run(ours), run(plain, exact=True), run(plain))

@@ -11,7 +11,7 @@ import torch
 
 from configs.config import Config
 from configs.presets import preset
-from model.backends.sdpa import prefer_fast_sdpa
+from model.attention.sdpa import prefer_fast_sdpa
 from runtime.device import matmul_rate, published_peak
 from runtime.flops import training_flops_per_token
 from runtime.processes import start_processes

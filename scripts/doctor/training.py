@@ -14,7 +14,7 @@ from pathlib import Path
 
 from configs.config import Config
 from data.loader import micro_batch_size
-from model.backends.sdpa import prefer_fast_sdpa
+from model.attention.sdpa import prefer_fast_sdpa
 from model.methods import METHODS
 from runtime.checkpoint import latest_checkpoint
 from runtime.device import compute_dtype

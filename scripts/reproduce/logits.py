@@ -18,7 +18,7 @@ from torch import Tensor
 
 from data.shards import TokenStream
 from model.attention import Plan, transform
-from model.backends.base import EXTRAS
+from model.attention.base import EXTRAS
 from model.gpt import GPT, Plans, norm
 from model.methods.base import Method, upcast
 from scripts.reproduce.theory import attention_statistics

@@ -1,4 +1,4 @@
-"""The formula in plain PyTorch, in blocks of queries: every method on every device, where nothing faster runs."""
+"""The formula in plain PyTorch, one block of queries after the other: every method on every device."""
 
 from typing import NamedTuple
 
@@ -6,45 +6,43 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from model.backends.base import Call
-from model.context import local_shard
+from model.attention.base import Plan
 from model.methods.base import Method, ScoreChange, upcast
 
 QUERY_BLOCK = 128  # queries a block; the fastest of 64, 128 and 256 on a CPU
-RECOMPUTE_LENGTH = 4096  # from this many keys on, probabilities are recomputed in the backward pass
+RECOMPUTE_LENGTH = 4096  # from this many keys on, the backward pass recomputes the probabilities
 
 
 class Bands(NamedTuple):
+    """a_t and m_t of one block of queries against all keys. m_t is -inf for hidden keys.
+
+    Both are constant along diagonals, so one band serves all blocks: a block whose last query sees n keys uses the last
+    n columns.
+    """
+
     scale: Tensor | float  # a_t, (1 or H, block, Tk) or a number
     bias: Tensor  # m_t, (1 or H, block, Tk)
     window: int | None = None
     softcap: float | None = None
 
 
-def find_problem(method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
+def unsupported(method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def prepare(score_change: ScoreChange | None, call: Call, earlier: Bands | None = None) -> Bands:
-    """Return a_t and m_t for one block of queries, m_t being -inf for keys in the future and beyond the window.
-
-    Both are constant along diagonals, so one band serves all blocks: its last columns are the keys up to a block's
-    last query, and a block whose last query sees n keys uses the last n columns.
-    """
-    block = min(QUERY_BLOCK, call.query_length)
-    rows = torch.arange(block, device=call.device).unsqueeze(-1)  # (block, 1)
-    distance = rows - (block - 1) + torch.arange(call.key_length - 1, -1, -1, device=call.device)  # (block, Tk)
-    scale, bias = 1.0, torch.zeros(1, 1, 1, dtype=torch.float64, device=call.device)
+def prepare(score_change: ScoreChange | None, plan: Plan, earlier: Bands | None = None) -> Bands:
+    block = min(QUERY_BLOCK, plan.query_length)
+    rows = torch.arange(block, device=plan.device).unsqueeze(-1)  # (block, 1)
+    distance = rows - (block - 1) + torch.arange(plan.key_length - 1, -1, -1, device=plan.device)  # (block, Tk)
+    scale, bias = 1.0, torch.zeros(1, 1, 1, dtype=torch.float64, device=plan.device)
     if score_change is not None:
-        head = torch.arange(call.num_heads, device=call.device).view(-1, 1, 1)  # (H, 1, 1)
+        head = torch.arange(plan.num_heads, device=plan.device).view(-1, 1, 1)  # (H, 1, 1)
         scale, bias = score_change.coefficients(distance.clamp(min=0).double(), head)
     if isinstance(scale, Tensor):
         scale = scale.float().expand(scale.shape[0] if scale.dim() == 3 else 1, *distance.shape)
-    hidden = distance < 0 if call.window is None else (distance < 0) | (distance >= call.window)
+    hidden = distance < 0 if plan.window is None else (distance < 0) | (distance >= plan.window)
     bias = torch.where(hidden, -torch.inf, bias).float()
-    bias = bias if bias.dim() == 3 else bias.unsqueeze(0)
-    bands = (local_shard(band, 0, call.context) for band in (scale, bias))
-    return Bands(*bands, call.window, call.softcap)
+    return Bands(scale, bias if bias.dim() == 3 else bias.unsqueeze(0), plan.window, plan.softcap)
 
 
 def run(
@@ -52,23 +50,22 @@ def run(
     q_offset: int = 0, prepared: Bands | None = None, key_bias: Tensor | None = None, sink: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     Tq = q.shape[2]
-    scale_band, bias_band, window, softcap = prepared or prepare(
-        None, Call(1, q.shape[3], Tq, q_offset + Tq, device=q.device)
-    )
+    plain = Plan("blocks", 1, q.shape[3], Tq, q_offset + Tq, device=q.device)
+    scale_band, bias_band, window, softcap = prepared or prepare(None, plain)
     block = bias_band.shape[1]
     recompute = torch.is_grad_enabled() and k.shape[2] >= RECOMPUTE_LENGTH
     q = q * q.shape[-1] ** -0.5
     outputs = []
     for start in range(0, Tq, block):
         stop = min(start + block, Tq)
-        last = q_offset + stop  # the keys from first to before that are those that a query of the block sees
+        last = q_offset + stop  # queries of the block see no key from this one on
         first = 0 if window is None else max(0, q_offset + start - window + 1)
         columns = slice(bias_band.shape[2] - (last - first), None)
         part = (slice(None), slice(block - (stop - start), None), columns)
         scale = scale_band[part] if isinstance(scale_band, Tensor) else scale_band
-        of_keys = None if key_bias is None else key_bias[:, :, None, first:last]
+        block_bias = None if key_bias is None else key_bias[:, :, None, first:last]
         vectors = q[:, :, start:stop], k[:, :, first:last], v[:, :, first:last]
-        arguments = (*vectors, scale, bias_band[part], of_keys, sink, softcap)
+        arguments = (*vectors, scale, bias_band[part], block_bias, sink, softcap)
         outputs.append(
             checkpoint(attend_block, *arguments, use_reentrant=False) if recompute else attend_block(*arguments)
         )

@@ -38,27 +38,6 @@ def load_entries(at):
 
 
 @triton.jit
-def approximate_log2(x):
-    """Return log2(x) as the special function unit gives it: Triton's own takes some 15 instructions more.
-
-    The interpreter knows no assembly.
-    """
-    if IN_INTERPRETER:
-        return tl.log2(x)
-    else:
-        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
-def approximate_sqrt(x):
-    """Return the square root of x in the same way."""
-    if IN_INTERPRETER:
-        return tl.sqrt(x)
-    else:
-        return tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
 def function_of_tile(at, D, u, v, DEGREE: tl.constexpr, LINE: tl.constexpr):
     """Return a function at distances D + u + v of a tile (R, C), u (R, 1) and v (1, C), by the coefficients at `at`.
 
@@ -73,16 +52,13 @@ def function_of_tile(at, D, u, v, DEGREE: tl.constexpr, LINE: tl.constexpr):
         return (c0 + c1 * (D + u)) + c1 * v
     elif LINE:
         return (c0 + c1 * u) + c1 * v
-    elif DEGREE == 3:
+    else:
         c2 = tl.load(at + 2)
         c3 = tl.load(at + 3)
         r0 = c0 + u * (c1 + u * (c2 + u * c3))
         r1 = c1 + u * (2 * c2 + u * (3 * c3))
         r2 = c2 + u * (3 * c3)
         return r0 + v * (r1 + v * (r2 + v * c3))
-    else:  # the scale-invariant b itself, 1 / tau being the first coefficient
-        x = tl.maximum(c0 * (D + u) + c0 * v, 0.0) + 1.0
-        return approximate_sqrt(1.4426950408889634 + 2 * approximate_log2(x))
 
 
 @triton.jit

@@ -9,10 +9,15 @@ import triton
 from torch import Tensor
 
 from errors import require
-from model.kernels import heads_last
-from model.kernels.distance import EVERYWHERE, LOG2E, MAX_LENGTH, REACH, STEP, Coefficients, product_scale
-from model.kernels.flash_kernels import delta_kernel, forward_kernel, key_gradient_kernel, query_gradient_kernel
-from model.kernels.flash_tiles import INTERPRETED
+from model.attention.base import MAX_LENGTH, heads_last
+from model.attention.triton.distance import EVERYWHERE, LOG2E, REACH, STEP, Coefficients, product_scale
+from model.attention.triton.flash_kernels import (
+    delta_kernel,
+    forward_kernel,
+    key_gradient_kernel,
+    query_gradient_kernel,
+)
+from model.attention.triton.flash_tiles import INTERPRETED
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
@@ -72,7 +77,7 @@ def flash_attention(
     return forward_op(q, k, v, c.parameter, key_bias, sink, *functions, window, q_offset, bounded)[0]
 
 
-def find_problem(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def kernel_problem(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """Return why the kernels cannot run there, or None."""
     if device.type == "cuda":
         if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
@@ -93,7 +98,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients | N
     require(same and shapes[1] == shapes[2], f"q, k, v must be (B, H, T, D): got {shapes}")
     (_, H, Tq, D), Tk = shapes[0], shapes[1][2]
     require(q.dtype == k.dtype == v.dtype, f"q, k, v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
-    reason = find_problem(q.device, q.dtype, D)
+    reason = kernel_problem(q.device, q.dtype, D)
     require(reason is None, f"the Triton kernel cannot run: {reason}")
     devices = f"{q.device}, {k.device} and {v.device}"
     require(q.device == k.device == v.device, f"q, k, v must be on one device: got {devices}")

@@ -1,6 +1,6 @@
 // Causal attention over logits A(t) q.k + M(t), in bits, t the distance from query back to key: forward and backward in
 // tiles that fit a core's cache (FlashAttention-2, Dao 2023, arXiv 2307.08691). float32; the matrix products are those
-// of the BLAS that PyTorch brings. Called by cpu.py.
+// of the BLAS that PyTorch brings. Called by __init__.py.
 //
 // A and M are tables turned round, A[length - 1 - t], so that they are read forwards along a row of keys. The keys'
 // biases are added to the logits in code of their own (BIASED), so that without them nothing is. A window leaves out

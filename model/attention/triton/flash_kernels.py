@@ -21,7 +21,7 @@ tensors. D is the distance from a tile's first key to its first query, row and c
 import triton
 import triton.language as tl
 
-from model.kernels.flash_tiles import (
+from model.attention.triton.flash_tiles import (
     key_stretches,
     keys_of_stretch,
     load_rows,

@@ -1,4 +1,4 @@
-"""FlexAttention's parts that need PyTorch's compiler, whose import takes two seconds: so only when they are used."""
+"""The parts of FlexAttention that import PyTorch's compiler, which takes two seconds: flex.py imports them at use."""
 
 import functools
 
@@ -6,11 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-BLOCK = 128  # keys of a block of the mask, and queries unless said otherwise
-
-# As runtime/build.py sets them for a compiled model: this is compiled for every length whether the model is or not.
-torch._dynamo.config.recompile_limit = 32
-torch._dynamo.config.fail_on_recompile_limit_hit = True
+BLOCK = 128  # keys of a block of the mask, and queries where nothing else is asked for
 
 
 def causal_block_mask(
@@ -18,7 +14,7 @@ def causal_block_mask(
 ) -> BlockMask:
     """Return the causal mask, which hides keys at a distance of `window` or more, too.
 
-    It is built analytically: create_block_mask would materialise queries x keys.
+    It is built analytically, since create_block_mask would materialise queries x keys.
     """
     window = key_length if window is None else min(window, key_length)
     first_query = q_offset + torch.arange(0, query_length, query_block, device=device)  # of each block of queries
@@ -32,7 +28,7 @@ def causal_block_mask(
         causal = q_index + q_offset >= kv_index
         return causal if window == key_length else causal & (q_index + q_offset - window < kv_index)
 
-    counts_and_indices = []  # of each kind, the number for each block of queries, and which: first in their lists
+    counts_and_indices = []  # for each kind, each query block's number of key blocks, and a list that begins with them
     for blocks in (seen & ~full, full):
         counts_and_indices += [blocks.sum(dim=-1), (~blocks).long().argsort(dim=-1, stable=True)]
     return BlockMask.from_kv_blocks(
@@ -43,11 +39,11 @@ def causal_block_mask(
     )
 
 
-# Never traced into a larger graph: there, torch 2.13's CPU kernel reads q, k, v that the same graph computes with wrong
-# strides, and returns wrong numbers without a word (tests/test_attention.py looks whether it still does).
+# torch 2.13's CPU kernel misreads the strides of q, k, v that the same graph computes and silently returns wrong
+# numbers. So the call is never traced into a larger graph (tests/test_flex.py looks whether that is still so).
 @torch.compiler.disable
 def run_alone(q: Tensor, k: Tensor, v: Tensor, prepared: dict) -> Tensor:
-    if q.device.type == "cpu":  # where flex refuses what requires a gradient even when none is computed
+    if q.device.type == "cpu":  # where flex refuses tensors that require a gradient, even when none is computed
         q, k, v = q.detach(), k.detach(), v.detach()
     return compiled_flex(q, k, v, **prepared)
 
@@ -55,10 +51,13 @@ def run_alone(q: Tensor, k: Tensor, v: Tensor, prepared: dict) -> Tensor:
 def compiled_flex(q: Tensor, k: Tensor, v: Tensor, **prepared) -> Tensor:
     if q.device.type == "cpu" and k.shape[2] < BLOCK:  # torch 2.13 reads past their end: NaN, now and then
         raise ValueError(f"FlexAttention on a CPU needs at least {BLOCK} keys, got {k.shape[2]}: use auto")
+    # As runtime/build.py sets them for a compiled model: this is compiled for every length whether the model is or not.
+    torch._dynamo.config.recompile_limit = 32
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     return inductor_flex(q, k, v, **prepared)
 
 
-# Never the silent L x L computation: with fullgraph, failing to compile (or doing so too often) is an error.
+# With fullgraph, a failure to compile is an error, and never the silent L x L computation.
 @functools.partial(torch.compile, dynamic=False, fullgraph=True)
 def inductor_flex(*args, **kwargs):
     if not torch.compiler.is_compiling():

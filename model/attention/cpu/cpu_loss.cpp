@@ -1,4 +1,4 @@
-// Cross-entropy of rows of logits, in place, for the head's loss on a CPU (model/loss.py). Called by cpu.py.
+// Cross-entropy of rows of logits, in place, for the head's loss on a CPU (model/loss.py). Called by __init__.py.
 
 #include "cpu.h"
 

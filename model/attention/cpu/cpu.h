@@ -1,4 +1,4 @@
-// What the attention kernels for CPUs share: what cpu.py hands to them, where things are in it, and 2^x.
+// What the attention kernels for CPUs share: what library.py hands to them, where things are in it, and 2^x.
 
 #pragma once
 

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.kernels.distance import LOG2E
-from model.kernels.flash import on_its_gpu
+from model.attention.triton.distance import LOG2E
+from model.attention.triton.flash import on_its_gpu
 
 BLOCK = 8192  # logits at a time, of 1024 threads: two rows at once on an SM, which L2 still holds for the second walk
 VECTOR = 16  # bytes that a thread loads at once, where rows begin at multiples of them

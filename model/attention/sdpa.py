@@ -5,19 +5,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from model.backends.base import Call, find_unsupported
+from model.attention.base import Plan, unsupported_extras
 from model.methods.base import Method, ScoreChange
 
 ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def find_problem(method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
+def unsupported(method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
     if method.score_change is not None:
         return f"{method.name} changes the attention score"
-    return find_unsupported(method)
+    return unsupported_extras(method)
 
 
-def prepare(score_change: ScoreChange | None, call: Call, earlier: None = None) -> None:
+def prepare(score_change: ScoreChange | None, plan: Plan, earlier: None = None) -> None:
     return None
 
 
@@ -32,7 +32,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, *, q_offset: int = 0, prepared: None = 
 def prefer_fast_sdpa(device: torch.device):
     """Let PyTorch try cuDNN's attention first from Hopper on, where it is about twice as fast as FlashAttention-2.
 
-    PyTorch sets an order of its own when it first chooses a kernel, and only then: so it is made to choose once before.
+    PyTorch sets its own order at its first choice of a kernel, so this lets it choose once before.
     """
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
         chosen_kernel(device, torch.bfloat16, head_dim=64, length=128)

@@ -17,6 +17,7 @@ import math
 import torch
 from torch import Tensor
 
+from model.attention.base import learned_parameters, one_function_is_enough
 from model.methods.base import ScoreChange
 
 REACH = 128  # tiles have at most this many queries and keys, so |t - D| < REACH
@@ -24,8 +25,6 @@ STEP = 16  # and a multiple of this many, so the D of all tiles are this far apa
 NODES = {3: (-117, -49, 49, 117), 1: (-90, 90)}  # where cubics and lines meet their function: Chebyshev's, in tokens
 TOLERANCE = {torch.float32: 2e-7, torch.float16: 1e-5, torch.bfloat16: 6e-5}  # |polynomial - f| / (1 + |f|)
 LOG2E = math.log2(math.e)
-CLOSED_FORM = -1
-MAX_LENGTH = 2**30  # positions and their differences are 32-bit integers in the kernels
 NOWHERE, EVERYWHERE = 2**31 - 1, -(2**31)
 
 
@@ -35,7 +34,7 @@ class Coefficients:
 
     table: Tensor  # (n, H or 1, keys + 2 REACH) float32: at distances 0, 1, ...
     polynomials: Tensor | None = None  # (n, H or 1, windows, 4) float32; see fit_polynomials
-    degrees: tuple[int, ...] = ()  # of each function's polynomials: 0 and 1 in t, 3 in t - D, or CLOSED_FORM
+    degrees: tuple[int, ...] = ()  # of each function's polynomials: 0 and 1 in t, 3 in t - D
     far: int = NOWHERE  # the first D from which the polynomials hold
     line: int = NOWHERE  # the first D from which the cubics are lines
     q_offset: int = 0  # modulo STEP: of the queries that the polynomials are for
@@ -43,11 +42,6 @@ class Coefficients:
     parameter: Tensor | None = None  # (H,): the learned parameter that they belong to
     bounded: bool = False  # the softmax needs no running maximum: is_bounded
     window: int | None = None  # keys at this distance, or further away, are hidden
-
-
-def learned_parameters(change: ScoreChange | None) -> dict[str, Tensor]:
-    """Return what a_t and m_t depend on and training changes, by name."""
-    return {} if change is None else dict(change.named_parameters())
 
 
 def make_coefficients(
@@ -78,11 +72,6 @@ def make_coefficients(
     polynomials = fit_polynomials(table, q_offset, TOLERANCE[dtype])
     bounded = is_bounded(table, head_dim, product_bound, dtype)
     return Coefficients(table.float().contiguous(), *polynomials, q_offset % STEP, bounded=bounded)
-
-
-def one_function_is_enough(a: Tensor | float, m: Tensor) -> bool:
-    """Return whether m is 1 - a^2, of which the softmax ignores the 1."""
-    return bool((m - (1 - a * a)).abs().le(1e-12 * (1 + a * a)).all())
 
 
 def to_bits(a: Tensor | float, m: Tensor | float, distance: Tensor, head_dim: int, one: bool = False) -> Tensor:
@@ -176,11 +165,3 @@ def start_of_good_tail(D: Tensor, good: Tensor) -> int:
     """Return the first D from which on all are good; NOWHERE without one."""
     after_bad = int((~good).nonzero().max()) + 1 if not good.all() else 0
     return int(D[after_bad]) if after_bad < len(D) else NOWHERE
-
-
-def closed_form(tau: float, key_length: int, device) -> Coefficients:
-    """Return scale-invariant attention with b computed for each logit, by the hardware's logarithm and square root."""
-    table = (LOG2E * (1 + 2 * torch.log1p(torch.arange(key_length + 2 * REACH, device=device).double() / tau))).sqrt()
-    windows = len(window_starts(key_length, 0, device))
-    polynomials = torch.tensor([1 / tau, 0, 0, 0], device=device).expand(1, 1, windows, 4).contiguous()
-    return Coefficients(table.float().view(1, 1, -1), polynomials, (CLOSED_FORM,), EVERYWHERE)

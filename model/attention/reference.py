@@ -1,10 +1,10 @@
 """Causal attention as the formula says, dense and without any kernel: the specification that every backend is held to.
 
     L_ij = a_h(t) S_ij + m_h(t) + b_h(j),   S_ij = q_i . k_j / sqrt(d),   t = i - j, 0 <= t < window,
-    output_i = sum_j softmax(L_i)_j v_j, perhaps with one logit more that has no value, a sink
+    output_i = sum_j softmax(L_i)_j v_j, perhaps with one more logit that has no value, a sink
 
-with q and k rotated and q scaled as the method says (paper, section 3). For looking at and checking against, not for
-long sequences: all T x T logits are in memory. tests/reference.py has the methods themselves once more.
+with q and k rotated and q scaled by the method (paper, section 3). All T x T logits are in memory, so this is for
+checks and not for long sequences. tests/reference.py has the methods themselves once more.
 """
 
 import torch
@@ -23,10 +23,15 @@ def plain_attention(
     target_length (default: T), softcap and errors as in attention_logits.
     """
     logits = attention_logits(method, q.double(), k.double(), target_length, x, softcap)
-    if method.sink is not None:
-        sink = method.sink.logit.double().view(-1, 1, 1).expand(*logits.shape[:-1], 1)
-        return torch.cat((logits, sink), dim=-1).softmax(dim=-1)[..., :-1] @ v.double()
-    return logits.softmax(dim=-1) @ v.double()
+    return probabilities(method, logits) @ v.double()
+
+
+def probabilities(method: Method, logits: Tensor) -> Tensor:
+    """Return the softmax of logits (B, H, T, T), of which the method's sink takes its share."""
+    if method.sink is None:
+        return logits.softmax(dim=-1)
+    sink = method.sink.logit.to(logits.dtype).view(-1, 1, 1).expand(*logits.shape[:-1], 1)
+    return torch.cat((logits, sink), dim=-1).softmax(dim=-1)[..., :-1]
 
 
 def attention_logits(
@@ -36,8 +41,8 @@ def attention_logits(
     """Return the logits of all pairs (paper, eq:def:L), -inf for hidden keys: (B, H, T, T), at least float32.
 
     q, k (B, H, T, D) come after QK-norm and before any rotation. target_length (default: T): the length of the whole
-    sequence, as in make_plan. x (B, T, C): the layer's input, of methods that look at it. softcap: see make_plan.
-    ValueError for shapes and lengths that do not go together, and for a Replacement, which has no such logits.
+    sequence, as in make_plan. x (B, T, C): the layer's input, for methods that look at it. softcap: see make_plan.
+    ValueError for shapes and lengths that do not fit each other, and for a Replacement, which has no such logits.
     """
     method.check_shapes(q, k, k)
     no_logits = f"{method.name} has no attention logits: it is not a softmax over them"

@@ -1,0 +1,178 @@
+"""Causal attention by any method: `make_plan` once a length, then `attend` in every layer and pass.
+
+attend rotates q and k, scales q, and lets a backend compute the softmax over a_t S + m_t with key biases, window and
+sink. A Replacement computes the output itself. reference.py is the formula that every backend is held to.
+
+    backend      computes                                used by `auto` for
+    sdpa         PyTorch's fused causal attention        CUDA: methods that do not change the score (LogN is in q)
+    flex         FlexAttention, compiled                 CUDA: all other methods; no gradients on a CPU
+    flex_flash   FlexAttention by FlashAttention-4       nothing; Hopper and Blackwell
+    triton       our Triton kernel                       nothing; CUDA
+    cpu          our C++ kernel                          CPU: every method, in float32
+    blocks       plain PyTorch, blocks of queries        whatever no other backend runs
+
+A backend is three functions, and a line in BACKENDS:
+
+    unsupported(method, device, dtype)        why it cannot run this method there, or None
+    prepare(score_change, plan, earlier)      a_t and m_t in the backend's own form, for the lengths of the plan
+    run(q, k, v, *, q_offset=0, prepared, key_bias, sink)
+                                              the output (B, H, Tq, D) of q (B, H, Tq, D) and k, v (B, H, Tk, D)
+
+`prepare` runs once a length. Where a_t and m_t are learned, it first runs without a score change, and then in every
+layer and pass with one: `earlier` is the first result, whose constant parts it keeps. Its result is differentiable in
+the learned parameters. `run` without `prepared` is plain causal attention. key_bias (B, H, Tk) is added to the logits;
+sink (H,) is one more logit a row, without a value. A backend whose `unsupported` refuses these need not take them.
+"""
+
+import dataclasses
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from errors import require
+from model.attention import blocks, check, cpu, flex, sdpa, triton
+from model.attention.base import MAX_LENGTH, Plan, bound_products, extra_logits, learned_parameters
+from model.methods.base import Method, upcast
+
+BACKENDS = {"sdpa": sdpa, "flex": flex, "flex_flash": flex.FLASH, "triton": triton, "cpu": cpu, "blocks": blocks}
+AUTOMATIC = {"cuda": ("sdpa", "flex"), "cpu": ("cpu",)}  # by device, the preferred first; blocks after them
+CHECKED = {"flex", "flex_flash", "triton"}  # compiled on this machine, so `auto` compares them with the formula first
+
+
+def make_plan(
+    method: Method, query_length: int, key_length: int, *, q_offset: int = 0, target_length: int | None = None,
+    device="cpu", dtype: torch.dtype = torch.float32, backend: str = "auto", normalised: bool = False,
+    softcap: float | None = None,
+) -> Plan:  # fmt: skip
+    """Return the plan for queries at positions q_offset.. against keys at positions 0..key_length-1, of this dtype.
+
+    target_length (default: key_length): the length of the whole sequence. NTK, YaRN and LogN's constant form scale
+    with it. normalised: the caller guarantees |q| = |k| = sqrt(D), as QK-norm does; our Triton kernel then needs no
+    running maximum. softcap: scores S become softcap tanh(S / softcap) before a_t and m_t, as in Gemma-2; only blocks
+    can do it. ValueError for lengths that do not fit each other, and for a backend that cannot run.
+    """
+    target_length = key_length if target_length is None else target_length
+    queries = f"{query_length} queries from position {q_offset}"
+    require(query_length >= 1 and q_offset >= 0, f"{queries}: there must be at least 1, from position 0 or later")
+    require(q_offset + query_length <= key_length, f"{queries} see further than the {key_length} keys")
+    require(key_length <= target_length, f"{key_length} keys are more than the target length {target_length}")
+    require(key_length <= MAX_LENGTH, f"attention covers up to {MAX_LENGTH} positions, got {key_length}")
+    device = torch.device(device)
+    if softcap is not None:
+        require(backend in ("auto", "blocks"), f"attention_backend {backend} does not cap scores: use auto or blocks")
+        require(method.replacement is None, f"{method.name} has no scores to cap")
+        backend = "blocks"
+    backend, why = choose_backend(method, device, backend, dtype)
+    cos = sin = query_table = None
+    if method.rotation is not None:
+        cos, sin = method.rotation.tables(key_length, target_length, device)
+    if method.query_scale is not None:
+        positions = torch.arange(q_offset, q_offset + query_length)
+        query_table = method.query_scale.table(positions, target_length).to(device)
+    bound = math.inf
+    if normalised:
+        bound = bound_products(method.head_dim, dtype, largest_gain(method, target_length, query_table))
+    plan = Plan(
+        backend, method.num_heads, method.vector_dim, query_length, key_length, q_offset, device, dtype,
+        product_bound=bound, window=None if method.window is None else method.window.window, softcap=softcap,
+        cos=cos, sin=sin, query_table=query_table, why=why,
+    )  # fmt: skip
+    if method.replacement is not None:
+        return plan
+    constant = None if learned_parameters(method.score_change) else method.score_change
+    return dataclasses.replace(plan, prepared=BACKENDS[backend].prepare(constant, plan))
+
+
+def largest_gain(method: Method, target_length: int, query_table: Tensor | None) -> float:
+    """Return the largest factor by which `transform` raises |q| |k|; infinite where q has a learned scale."""
+    gain = 1.0
+    if method.rotation is not None:
+        gain = method.rotation.gain(target_length)
+    if method.query_scale is not None:
+        learned = any(True for _ in method.query_scale.parameters())
+        gain *= math.inf if learned else method.query_scale.multiplier(query_table, None).abs().max().item()
+    return gain
+
+
+def choose_backend(method: Method, device: torch.device, backend: str = "auto", dtype=torch.float32) -> tuple[str, str]:
+    """Return the backend that will run, and a reason for the log. ValueError for one that cannot run."""
+    if backend != "auto":
+        require(backend in BACKENDS, f"unknown attention backend {backend!r}; valid: auto, {', '.join(BACKENDS)}")
+        reason = BACKENDS[backend].unsupported(method, device, dtype)
+        require(reason is None, f"attention_backend {backend} cannot run: {reason}: use auto")
+        return backend, "as asked for"
+    can_check = device.type == "cuda" and torch.cuda.is_available() and not torch.compiler.is_compiling()
+    reasons = []
+    for name in AUTOMATIC.get(device.type, ()):
+        reason = BACKENDS[name].unsupported(method, device, dtype)
+        if reason is None and name in CHECKED and can_check:
+            reason = check.check_backend_once(BACKENDS[name], method, device, dtype)
+        if reason is None:
+            return name, "; ".join(reasons) or f"the first choice on {device.type}"
+        reasons.append(f"{name} cannot run: {reason}")
+    return "blocks", "; ".join(reasons) or f"nothing faster runs on {device.type}"
+
+
+def attend(
+    method: Method, q: Tensor, k: Tensor, v: Tensor, *, x: Tensor | None = None,
+    q_offset: int = 0, target_length: int | None = None, backend: str = "auto", plan: Plan | None = None,
+) -> Tensor:  # fmt: skip
+    """Return causal attention by `method`: (B, H, Tq, D), in v's dtype.
+
+    q (B, H, Tq, D) and k, v (B, H, Tk, D) come after QK-norm and before any rotation. Query i stands at position
+    q_offset + i, key j at position j. x (B, T, C): the layer's input, for methods that look at it; all tokens are
+    queries then. target_length and backend: see make_plan. A plan replaces q_offset, target_length and backend.
+    ValueError for shapes that do not fit the method or each other.
+    """
+    method.check_shapes(q, k, v)
+    require(x is not None or not method.needs_input, f"{method.name} needs x, the input of the layer")
+    if plan is None:
+        plan = make_plan(
+            method, q.shape[2], k.shape[2],
+            q_offset=q_offset, target_length=target_length, device=q.device, dtype=q.dtype, backend=backend,
+        )  # fmt: skip
+    wide_v = F.pad(v, (0, method.vector_dim - method.head_dim)) if method.vector_dim > method.head_dim else v
+    unrotated = () if method.replacement is None else (q, k)
+    return attend_rotated(
+        method, plan, *transform(method, q, k, plan, x), wide_v, *unrotated, of_tokens=method.of_tokens(x)
+    )
+
+
+def transform(
+    method: Method, q: Tensor, k: Tensor, plan: Plan, x: Tensor | None = None, *, scale_queries: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Return q and k rotated, and q scaled, computed in float32 and rounded to their dtype once at the end.
+
+    x (B, T, C): the layer's input, for a scale that looks at it.
+    """
+    new_q, new_k = q, k
+    if method.rotation is not None:
+        mine = slice(plan.q_offset, plan.q_offset + q.shape[2])
+        new_q = method.rotation.rotate(upcast(q), plan.cos[mine], plan.sin[mine])
+        new_k = method.rotation.rotate_keys(upcast(k), plan.cos, plan.sin)
+    if method.query_scale is not None and scale_queries:
+        new_q, factors = upcast(new_q), method.query_scale.multiplier(plan.query_table, x)
+        new_q = new_q * factors.to(new_q.dtype).unsqueeze(-1)  # ([B,] 1 or H, Tq, 1)
+    return new_q.to(q.dtype), new_k.to(k.dtype)
+
+
+def attend_rotated(
+    method: Method, plan: Plan, rotated_q: Tensor, rotated_k: Tensor, v: Tensor, *unrotated: Tensor,
+    of_tokens: Tensor | None = None,
+):  # fmt: skip
+    """Return attend's output after `transform`. v is as wide as rotated q and k.
+
+    unrotated: q and k, for a Replacement. of_tokens: see Method.
+    """
+    backend = BACKENDS[plan.backend]
+    if method.replacement is not None:
+        arguments = *unrotated, v, rotated_q, rotated_k, plan.q_offset, backend.run
+        return method.replacement.attend(*arguments, *(() if of_tokens is None else (of_tokens,)))
+    prepared = plan.prepared
+    if learned_parameters(method.score_change):
+        prepared = backend.prepare(method.score_change, plan, prepared)
+    more = extra_logits(method, of_tokens)
+    output = backend.run(rotated_q, rotated_k, v, q_offset=plan.q_offset, prepared=prepared, **more)
+    return output[..., : method.head_dim] if method.vector_dim > method.head_dim else output

@@ -1,0 +1,81 @@
+"""The plan of one call of attention, and what the backends share."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from model.methods.base import Method, ScoreChange
+
+MAX_LENGTH = 2**30  # positions and their differences are 32-bit integers in the kernels
+EXTRAS = dict(key_bias="key biases", window="windows", sink="sinks")  # kinds of mechanism that not every backend has
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything about one call that depends on neither weights nor activations. All layers of a method share it.
+
+    Queries stand at positions q_offset.., keys at positions 0..key_length-1.
+    """
+
+    backend: str
+    num_heads: int
+    head_dim: int  # of q and k in the backend
+    query_length: int
+    key_length: int
+    q_offset: int = 0
+    device: torch.device = torch.device("cpu")
+    dtype: torch.dtype = torch.float32  # of q, k, v
+    product_bound: float = math.inf  # an upper bound of |q.k|; see bound_products
+    window: int | None = None  # keys at this distance from a query, or further away, are hidden
+    softcap: float | None = None  # scores S become softcap tanh(S / softcap) before a_t and m_t
+    cos: Tensor | None = None  # (key_length, D/2)
+    sin: Tensor | None = None  # (key_length, D/2)
+    query_table: Tensor | None = None  # (query_length,)
+    prepared: object = None  # by the backend, in its own form; without a_t and m_t where these are learned
+    why: str = ""  # the reason for the choice of the backend
+
+
+def unsupported_extras(method: Method, supported: tuple[str, ...] = ()) -> str | None:
+    """Return why a backend that has only these of EXTRAS cannot run a method, or None."""
+    missing = [noun for kind, noun in EXTRAS.items() if getattr(method, kind) is not None and kind not in supported]
+    return f"it has no {' and no '.join(missing)}" if missing else None
+
+
+def extra_logits(method: Method, of_tokens: Tensor | None) -> dict[str, Tensor]:
+    """Return the arguments key_bias (B, H, Tk) and sink (H,) of a backend's `run`, where the method has them.
+
+    of_tokens: see KeyBias.
+    """
+    more = {}
+    if method.key_bias is not None:
+        more["key_bias"] = method.key_bias.bias(of_tokens)
+    if method.sink is not None:
+        more["sink"] = method.sink.logit
+    return more
+
+
+def learned_parameters(change: ScoreChange | None) -> dict[str, Tensor]:
+    """Return the trainable parameters of a_t and m_t by name."""
+    return {} if change is None else dict(change.named_parameters())
+
+
+def one_function_is_enough(a: Tensor | float, m: Tensor) -> bool:
+    """Return whether m = 1 - a^2. The softmax ignores the 1, so a alone fixes a S + m up to a constant: a (S - a)."""
+    return bool((m - (1 - a * a)).abs().le(1e-12 * (1 + a * a)).all())
+
+
+def bound_products(head_dim: int, dtype: torch.dtype, gain: float = 1.0) -> float:
+    """Return an upper bound of |q.k| where both have the norm sqrt(head_dim) and one is multiplied by gain.
+
+    Both were rounded to the dtype twice: after normalisation and after rotation.
+    """
+    return head_dim * gain * (1 + torch.finfo(dtype).eps) ** 4
+
+
+def heads_last(x: Tensor, make: Callable) -> Tensor:
+    """Return new memory for x (B, H, T, D), laid out as (B, T, H, D), as the projections before and after want it."""
+    B, H, T, D = x.shape
+    return make((B, T, H, D), dtype=x.dtype).transpose(1, 2)

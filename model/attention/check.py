@@ -1,0 +1,198 @@
+"""The one check of a kernel: its numbers against the formula in float64.
+
+A kernel's error may be LIMIT times the error of the plain formula in the same dtype. It is taken twice, by the norm of
+the whole tensor and by the worst row: a wrong tile hides in the norm of a long sequence, but not in its rows.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.attention.base import Plan, bound_products, extra_logits, learned_parameters
+from model.attention.reference import attention_logits, plain_attention, probabilities
+from model.methods.base import KeyBias, Method, Sink, Window
+
+LIMIT = 1.5  # times the error of the plain formula in the same dtype
+ROW_LIMIT = 2.0  # the same for the worst row, which varies more
+LEAST = 1e-5  # an error of this size is always allowed: float32's own, over a long sum
+LENGTHS = (1024, 1000)  # whole tiles, and a last tile that is not whole: kernels compile different code for them
+BATCH = 2
+
+Tensors = dict[str, Tensor]  # by name, such as output, dq, dk, dv
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """The errors of tensors and their limits, by name; `NAME by row` is the worst row's."""
+
+    errors: dict[str, float]
+    limits: dict[str, float]
+
+    @property
+    def passed(self) -> bool:
+        return all(error <= self.limits[name] for name, error in self.errors.items())  # NaN fails
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        """Return the name of the error that is largest as a share of its limit, and this share."""
+        shares = {name: error / self.limits[name] for name, error in self.errors.items()}
+        return max(shares.items(), key=lambda item: float("inf") if item[1] != item[1] else item[1])
+
+
+def compare(tensors: Tensors, exact: Tensors, plain: Tensors, rounding: float = 0.0) -> Comparison:
+    """Return how far tensors are from `exact` (float64). plain: the same by the plain formula in the kernel's dtype.
+
+    rounding: the dtype's relative rounding. Gradients of key biases, sinks and learned parameters may be wrong by 4 of
+    it. They are sums over whole rows, so a rounded output shows in them, and the plain formula's own error varies.
+    """
+    errors, plain_errors, limits = relative_errors(tensors, exact), relative_errors(plain, exact), {}
+    for name in errors:
+        is_sum = exact[name.removesuffix(" by row")].dim() < 4
+        factor = ROW_LIMIT if name.endswith(" by row") else LIMIT
+        limits[name] = max(factor * plain_errors[name], LEAST, 4 * rounding * is_sum)
+    return Comparison(errors, limits)
+
+
+def relative_errors(tensors: Tensors, exact: Tensors) -> dict[str, float]:
+    errors = {}
+    for name, y in exact.items():
+        difference = tensors[name].double() - y
+        errors[name] = (difference.norm() / y.norm()).item()
+        if y.dim() > 1:  # the worst row, as a share of the root mean square of all rows
+            rows, mean_row = difference.norm(dim=-1), y.norm() / (y.numel() / y.shape[-1]) ** 0.5
+            errors[f"{name} by row"] = (rows.max() / mean_row).item()
+    return errors
+
+
+def find_problem(
+    kernel: Callable[[], Tensors], exact: Callable[[], Tensors], plain: Callable[[], Tensors], rounding: float = 0.0
+) -> str | None:
+    """Return how kernel() fails or which of its tensors is wrong, in words, or None; see compare."""
+    try:
+        tensors = kernel()
+    except Exception as error:  # Triton's, CUDA's and the compiler's errors are of many kinds
+        return f"it failed its check with {type(error).__name__}: {' '.join(str(error).split())[:100]}"
+    comparison = compare(tensors, exact(), plain(), rounding)
+    name, share = comparison.worst
+    return None if comparison.passed else f"it failed its check: {name} has {share:.1f} times the allowed error"
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode(False)
+@torch.enable_grad()
+def check_backend(
+    backend, method: Method, device: torch.device, dtype: torch.dtype, lengths: Sequence[int] = LENGTHS,
+    normalised: bool = True,
+) -> str | None:  # fmt: skip
+    """Run a backend on random inputs, forward and backward. Return how it fails or what is wrong, or None.
+
+    backend: see model/attention/__init__.py. normalised: the backend is told that |q| = |k| = sqrt(D); see make_plan.
+    """
+    for length in lengths:
+        changes = only_changes(method, length, device)
+        inputs, dout = random_inputs(changes, length, device, dtype)
+        bound = bound_products(changes.head_dim, dtype) if normalised else math.inf
+        window = None if changes.window is None else changes.window.window
+        plan = Plan(
+            "", changes.num_heads, changes.head_dim, length, length,
+            device=device, dtype=dtype, product_bound=bound, window=window,
+        )  # fmt: skip
+        learned = learned_parameters(changes.score_change)
+        if changes.sink is not None:
+            learned["sink"] = changes.sink.logit
+        problem = find_problem(
+            lambda: output_and_gradients(on_backend(backend, changes, plan), inputs, dout, learned),
+            lambda: output_and_gradients(formula(changes), [x.double() for x in inputs], dout.double(), learned),
+            lambda: output_and_gradients(rounded_formula(changes), inputs, dout, learned),
+            rounding=torch.finfo(dtype).eps,
+        )
+        if problem:
+            return f"{problem} ({length} tokens)"
+    return None
+
+
+check_backend_once = functools.lru_cache(maxsize=16)(check_backend)  # not again for each length, or each prompt
+
+
+class GivenBias(KeyBias):
+    """Key biases that take the place of the layer's input, (B, H, T)."""
+
+    def of_tokens(self, x):
+        return x
+
+    def bias(self, of_tokens):
+        return of_tokens
+
+
+def only_changes(method: Method, length: int, device: torch.device) -> Method:
+    """Return a method without rotation and query scale, whose logits are changed by the same kinds of mechanism.
+
+    Its key biases and sinks leave no tile without weight in the result, and its window hides some keys at this length.
+    """
+    mechanisms = [] if method.score_change is None else [method.score_change]
+    if method.key_bias is not None:
+        mechanisms.append(GivenBias())
+    if method.window is not None:
+        mechanisms.append(Window())
+        mechanisms[-1].window = min(method.window.window, length // 2)
+    if method.sink is not None:
+        mechanisms.append(Sink())
+        mechanisms[-1].logit = nn.Parameter(torch.linspace(-1, 1, method.num_heads, device=device))
+    return Method(method.name, method.num_heads, method.vector_dim, method.train_length, mechanisms)
+
+
+def random_inputs(method: Method, length: int, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+    """Return q, k, v, perhaps key biases, and the gradient of the output, laid out in memory as the model has them.
+
+    q and k are normalised, v is a part of one tensor (B, T, 3, H, D), and the key biases are float32.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    shape = BATCH, length, 4, method.num_heads, method.head_dim
+    q, k, v, dout = torch.randn(shape, device=device, generator=generator).to(dtype).unbind(2)
+    q, k = (F.rms_norm(x, x.shape[-1:]) for x in (q, k))
+    inputs = [x.transpose(1, 2) for x in (q, k, v)]
+    if method.key_bias is not None:
+        inputs.append(torch.randn(BATCH, method.num_heads, length, device=device, generator=generator))
+    return inputs, dout.transpose(1, 2)
+
+
+def output_and_gradients(
+    attend: Callable[..., Tensor], inputs: Sequence[Tensor], dout: Tensor, learned: Tensors | None = None
+) -> Tensors:
+    """Return attend(*inputs), and the gradients of inputs (q, k, v, perhaps key biases) and of learned parameters."""
+    inputs, learned = [x.detach().requires_grad_() for x in inputs], learned or {}
+    output = attend(*inputs)
+    gradients = torch.autograd.grad(output, [*inputs, *learned.values()], dout)
+    names = [*("dq", "dk", "dv", "dkey_bias")[: len(inputs)], *(f"d{name}" for name in learned)]
+    return dict(zip(["output", *names], [output.detach(), *gradients], strict=True))
+
+
+def on_backend(backend, method: Method, plan: Plan) -> Callable[..., Tensor]:
+    def attend(q, k, v, key_bias=None):
+        is_learned = bool(learned_parameters(method.score_change))
+        prepared = backend.prepare(None if is_learned else method.score_change, plan)
+        if is_learned:
+            prepared = backend.prepare(method.score_change, plan, prepared)
+        return backend.run(q, k, v, prepared=prepared, **extra_logits(method, key_bias))
+
+    return attend
+
+
+def formula(method: Method) -> Callable[..., Tensor]:
+    return lambda q, k, v, key_bias=None: plain_attention(method, q, k, v, x=key_bias)
+
+
+def rounded_formula(method: Method) -> Callable[..., Tensor]:
+    """Return the formula with float32 logits, whose probabilities are rounded to v's dtype."""
+
+    def attend(q, k, v, key_bias=None):
+        return probabilities(method, attention_logits(method, q, k, x=key_bias)).to(v.dtype) @ v
+
+    return attend

@@ -1,0 +1,165 @@
+"""Attention over L = a_t S + m_t + b_j on a CPU in float32, and the head's cross-entropy: C++ compiled on first use.
+
+It needs a C++ compiler with OpenMP, as torch.compile does, and a PyTorch whose BLAS other libraries can call. Without
+them plain PyTorch runs (blocks.py, model/loss.py).
+"""
+
+import ctypes
+import math
+
+import torch
+from torch import Tensor
+
+from model.attention.base import EXTRAS, Plan, heads_last, unsupported_extras
+from model.attention.cpu.library import TILE, call_library, load_library
+from model.methods.base import Method, ScoreChange
+
+LOG2E = math.log2(math.e)
+
+
+def unsupported(method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
+    return unsupported_extras(method, tuple(EXTRAS)) or kernel_problem(device, dtype)
+
+
+def kernel_problem(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why the kernels cannot run there, or None. The first call compiles them."""
+    if device.type != "cpu":
+        return f"it runs on a CPU, not on {device}"
+    if dtype != torch.float32:
+        return f"it takes float32, not {dtype}"
+    return load_library()[1]
+
+
+# torch.compiler.assume_constant_result does the same, and imports the compiler, which takes two seconds.
+kernel_problem._dynamo_marked_constant = True
+
+
+def prepare(score_change: ScoreChange | None, plan: Plan, earlier: tuple | None = None) -> tuple[Tensor, int | None]:
+    """Return the tables of a_t and m_t, and the window."""
+    return make_tables(score_change, plan.num_heads, plan.head_dim, plan.key_length), plan.window
+
+
+def make_tables(change: ScoreChange | None, num_heads: int, head_dim: int, key_length: int) -> Tensor:
+    """Return A and M for logits A qk + M in bits, (2, H or 1, keys) float32, from the largest distance to 0.
+
+    They are differentiable in the learned parameters.
+    """
+    distance = torch.arange(key_length - 1, -1, -1).double()
+    a, m = (1.0, 0.0) if change is None else change.coefficients(distance, torch.arange(num_heads).unsqueeze(-1))
+    functions = map(torch.as_tensor, (a * (LOG2E * head_dim**-0.5), m * LOG2E))
+    tables = torch.stack(torch.broadcast_tensors(*functions, distance)[:-1])
+    return (tables if tables.dim() == 3 else tables.unsqueeze(1)).float().contiguous()
+
+
+def run(
+    q: Tensor, k: Tensor, v: Tensor, *, q_offset: int = 0, prepared: tuple[Tensor, int | None] | None = None,
+    key_bias: Tensor | None = None, sink: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    Tk = k.shape[2]
+    tables, window = prepared or (make_tables(None, 1, q.shape[3], Tk), None)
+    assert q.dtype == k.dtype == v.dtype == tables.dtype == torch.float32 and tables.shape[2] == Tk
+    assert 0 <= q_offset <= Tk - q.shape[2] and (window is None or window >= 1)
+    key_bias, sink = (x if x is None else x.float().contiguous() for x in (key_bias, sink))
+    assert key_bias is None or key_bias.shape == k.shape[:3]
+    assert sink is None or sink.shape == (k.shape[1],)
+    window = Tk if window is None else min(window, Tk)
+    return forward_op(*map(blas_layout, (q, k, v)), tables, key_bias, sink, q_offset, window)[0]
+
+
+def blas_layout(x: Tensor) -> Tensor:
+    """Return x in a form whose (T, D) matrices BLAS can read."""
+    return x if x.stride(3) == 1 and x.stride(2) >= x.shape[3] else x.contiguous()
+
+
+@torch.library.custom_op("scale_invariant::cpu_forward", mutates_args=())
+def forward_op(
+    q: Tensor, k: Tensor, v: Tensor, tables: Tensor, key_bias: Tensor | None, sink: Tensor | None,
+    q_offset: int, window: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the output, and the log2 of the softmax denominator (B, H, Tq) for the backward pass.
+
+    The bias of the query's own key is subtracted from the logits. The second output has no gradient.
+    """
+    o, lse = heads_last(q, torch.empty), torch.empty(q.shape[:3])
+    call_library("forward", q_offset, window, q=q, k=k, v=v, o=o, lse=lse, tables=tables, bias=key_bias, sink=sink)
+    return o, lse
+
+
+@forward_op.register_fake
+def _(q, k, v, tables, key_bias, sink, q_offset, window):
+    return heads_last(q, q.new_empty), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("scale_invariant::cpu_backward", mutates_args=())
+def backward_op(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, tables: Tensor, key_bias: Tensor | None,
+    sink: Tensor | None, q_offset: int, window: int, learned: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of q, k, v, the tables, key_bias and sink; empty ones for absent inputs, and for tables that
+    are not learned."""
+    dout = blas_layout(dout)
+    B, H, Tq, D = q.shape
+    threads, tiles = torch.get_num_threads(), -(-k.shape[2] // TILE[1])
+    parts = 1 if B * H % threads == 0 or B * H >= 4 * threads else min(threads, tiles)
+    dtables = torch.zeros(parts * B, H, 2, k.shape[2]) if learned else None
+    dbias = torch.zeros(0 if key_bias is None else key_bias.shape)
+    dlogits = torch.zeros(0 if key_bias is None else (parts, *lse.shape))
+    delta = (dout * o).sum(dim=-1)
+    dk, dv = heads_last(k, torch.zeros), heads_last(v, torch.zeros)
+    dq = torch.zeros(parts, B, Tq, H, D).transpose(2, 3)
+    call_library(
+        "backward", q_offset, window, parts, q=q, k=k, v=v, o=o, dout=dout, lse=lse, delta=delta, tables=tables,
+        dtables=dtables, bias=key_bias, dbias=dbias, dlogits=dlogits, dq=dq[0], dk=dk, dv=dv,
+    )  # fmt: skip
+    dq = dq[0] if parts == 1 else dq.sum(dim=0)
+    diagonal = slice(q_offset, q_offset + Tq)  # each query's own key
+    dsink = torch.empty(0)
+    if sink is not None:
+        diagonal_bias = 0 if key_bias is None else key_bias[:, :, diagonal]
+        weight = torch.exp2((sink.unsqueeze(-1) - diagonal_bias) / math.log(2) - lse)  # in each row, (B, H, Tq)
+        dsink_rows = -weight * delta  # the sink's value is 0
+        dsink = dsink_rows.sum(dim=(0, 2))
+    if key_bias is not None:
+        # In exact arithmetic the gradients of a row's logits sum to 0. Rounding of the output leaves a remainder, which
+        # forgetting attention would add up over keys. So the remainder is subtracted at the diagonal.
+        dbias[:, :, diagonal] -= dlogits.sum(dim=0) if sink is None else dlogits.sum(dim=0) + dsink_rows
+    if not learned:
+        return dq, dk, dv, torch.empty(0), dbias, dsink
+    dtables = dtables.sum(dim=0).transpose(0, 1)  # (2, H, Tk)
+    dtables = dtables.contiguous() if tables.shape[1] > 1 else dtables.sum(dim=1, keepdim=True)
+    return dq, dk, dv, dtables, dbias, dsink
+
+
+@backward_op.register_fake
+def _(dout, q, k, v, o, lse, tables, key_bias, sink, q_offset, window, learned):
+    dq, dk, dv = heads_last(q, q.new_empty), heads_last(k, k.new_empty), heads_last(k, k.new_empty)
+    others = tables if learned else None, key_bias, sink
+    return dq, dk, dv, *(tables.new_empty(0 if x is None else x.shape) for x in others)
+
+
+def save_for_backward(ctx, inputs, output):
+    *tensors, ctx.q_offset, ctx.window = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def backward(ctx, dout, _):
+    q, k, v, tables, key_bias, sink, o, lse = ctx.saved_tensors
+    tensors = dout, q, k, v, o, lse, tables, key_bias, sink
+    gradients = backward_op(*tensors, ctx.q_offset, ctx.window, ctx.needs_input_grad[3])
+    return *(x if needed else None for x, needed in zip(gradients, ctx.needs_input_grad)), None, None
+
+
+forward_op.register_autograd(backward, setup_context=save_for_backward)
+
+
+def cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, gradient: bool):
+    """Set losses (R,) from logits (R, V). If gradient, set the logits to softmax - onehot; else they are lost."""
+    assert logits.dtype == losses.dtype == torch.float32 and targets.dtype == torch.int64
+    assert logits.is_contiguous() and targets.is_contiguous() and losses.is_contiguous()
+    low, high = (x.item() for x in targets.aminmax())
+    if low < 0 or high >= logits.shape[1]:
+        raise IndexError(f"targets are from {low} to {high}, there are logits of 0 to {logits.shape[1] - 1}")
+    kernel, reason = load_library()
+    assert kernel is not None, reason
+    pointers = (ctypes.c_void_p(x.data_ptr()) for x in (logits, targets, losses))
+    kernel.cross_entropy(*pointers, *map(ctypes.c_int64, (*logits.shape, gradient)))

@@ -1,0 +1,152 @@
+"""Attention methods of every kind of mechanism, inputs, and the comparison with the formula, for tests of backends."""
+
+from contextlib import nullcontext
+
+import torch
+from torch.testing import assert_close
+
+from model.attention import BACKENDS, attend, make_plan
+from model.attention.reference import plain_attention
+from model.methods.alibi import ALiBi
+from model.methods.base import KeyBias, Method, ScoreChange
+from model.methods.forgetting import Forgetting
+from model.methods.infini import Infini
+from model.methods.kerple import KerpleLog
+from model.methods.logn import LogN
+from model.methods.pope import PoPE
+from model.methods.rope import RoPE
+from model.methods.scale_invariant import ScaleInvariant
+from model.methods.sink import LearnedSink
+from model.methods.window import SlidingWindow
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+class ByHead(ScoreChange):
+    """a = 1 + h/2 and m = -sqrt(t) / (h + 1): two functions, not smooth at 0, different for each head."""
+
+    def coefficients(self, distance, head):
+        return 1 + head / 2, -distance.sqrt() / (head + 1)
+
+
+class ForAllHeads(ScoreChange):
+    """a = 1 + 1/(1 + t) and m = -sqrt(t): not 1 - a^2."""
+
+    def coefficients(self, distance, head):
+        return 1 + 1 / (1 + distance), -distance.sqrt()
+
+
+class GivenBias(KeyBias):
+    """Biases that are the first numbers of the layer's input."""
+
+    def __init__(self, num_heads, head_dim, train_length):
+        super().__init__()
+        self.num_heads = num_heads
+
+    def of_tokens(self, x):
+        return x[..., : self.num_heads].transpose(1, 2)
+
+    def bias(self, of_tokens):
+        return of_tokens
+
+
+class Plain(ScoreChange):
+    """A formula a, m of t and h as a score change."""
+
+    def __init__(self, formula):
+        super().__init__()
+        self.coefficients = formula
+
+
+MECHANISMS = {
+    "nope": [],
+    "rope": [(RoPE, {})],
+    "logn": [(RoPE, {}), (LogN, {})],
+    "alibi": [(ALiBi, {})],
+    "scale_invariant": [(RoPE, {}), (ScaleInvariant, {})],
+    "composition": [(ScaleInvariant, {}), (ALiBi, {})],
+    "learned": [(ScaleInvariant, dict(learn_tau=True))],
+    "learned_numbers": [(KerpleLog, {})],  # two a head
+    "by_head": [ByHead],
+    "for_all_heads": [ForAllHeads],
+    "pope": [(PoPE, {}), (ScaleInvariant, {})],  # q and k are wider than v
+    "key_bias": [(Forgetting, {})],
+    "window": [(RoPE, {}), (SlidingWindow, dict(window=37))],
+    "sink": [(LearnedSink, {})],
+    "all": [
+        (ScaleInvariant, dict(learn_tau=True)), (GivenBias, {}), (SlidingWindow, dict(window=37)), (LearnedSink, {}),
+    ],
+}  # fmt: skip
+INFINI = [(RoPE, {}), (Infini, dict(segment_length=50))]
+
+
+def random(*shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def make_case(name, num_heads=3, head_dim=16):
+    """A method of MECHANISMS with random parameters."""
+    shape, mechanisms = dict(num_heads=num_heads, head_dim=head_dim, train_length=64), []
+    for entry in INFINI if name == "infini" else MECHANISMS[name]:
+        mechanisms.append(entry[0](**shape, **entry[1]) if isinstance(entry, tuple) else entry())
+    method = Method(name, **shape, mechanisms=mechanisms)
+    for seed, parameter in enumerate(method.parameters()):
+        parameter.data = 0.1 + 0.3 * random(*parameter.shape, seed=seed).float()
+    return method
+
+
+LAYOUTS = dict(
+    contiguous=lambda x: x,
+    of_the_model=lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    of_one_projection=lambda x: torch.stack([x.transpose(1, 2)] * 3, dim=2)[:, :, 1].transpose(1, 2),
+    tokens_last=lambda x: x.mT.contiguous().mT,
+    every_second_channel=lambda x: x.repeat_interleave(2, dim=-1)[..., ::2],
+    of_a_longer_one=lambda x: torch.nn.functional.pad(x, (3, 5, 2, 0))[:, :, 2:, 3:-5],
+    expanded=lambda x: x[:1, :, :1].expand_as(x),
+)
+
+
+def make_inputs(method, length, batch=2, dtype=torch.float32, layout="of_the_model", device=CPU):
+    """q, k, v (B, H, T, D) and x (B, T, C) as leaves with gradients, in this layout."""
+    vectors = [random(batch, method.num_heads, length, method.head_dim, seed=length + i) for i in range(3)]
+    vectors = [LAYOUTS[layout](v.to(dtype).to(device)) for v in vectors]
+    x = random(batch, length, method.num_heads * method.head_dim, seed=length).to(dtype).to(device)
+    return [y.detach().requires_grad_() for y in (*vectors, x)]
+
+
+def assert_near(actual, expected, tolerance):
+    """To within the tolerance times the largest entry, or times 1 where all entries are smaller."""
+    scale = max(1.0, expected[expected.isfinite()].abs().max().item())
+    assert_close(actual.double().cpu(), expected.double().cpu(), rtol=0, atol=tolerance * scale)
+
+
+def check(
+    backend, method, length, *, queries=None, gradients=True, tolerance=2e-5, run=attend, weigh_output=0.0,
+    inputs=None, **options,
+):
+    """Compare a backend with the formula in float64: the last `queries` outputs, and all gradients.
+
+    weigh_output: how much of the output its gradient has beside random numbers, so that no sum over rows is near 0.
+    """
+    q, k, v, x = inputs = inputs or make_inputs(method, length, **options)
+    exact = [y.detach().double().requires_grad_() for y in inputs]
+    needs_x = method.needs_input
+    offset = length - (queries or length)
+    with nullcontext() if gradients else torch.no_grad():
+        plan = make_plan(method, length - offset, length, q_offset=offset, backend=backend, device=q.device)
+        output = run(method, q[:, :, offset:], k, v, x=x if needs_x else None, plan=plan)
+        expected = plain_attention(method, *exact[:3], x=exact[3] if needs_x else None)[:, :, offset:]
+    assert output.dtype == q.dtype
+    assert_near(output, expected, tolerance / 2)
+    if not gradients:
+        return
+    leaves = 4 if needs_x else 3
+    weight = (random(*output.shape, seed=3).to(q.device) + weigh_output * expected.detach()).to(q.dtype)
+    ours = torch.autograd.grad(output, [*inputs[:leaves], *method.parameters()], weight)
+    theirs = torch.autograd.grad(expected, [*exact[:leaves], *method.parameters()], weight.double())
+    for mine, truth in zip(ours, theirs, strict=True):
+        assert_near(mine, truth, tolerance)
+
+
+def backend_runs(backend, method, device=CPU, dtype=torch.float32):
+    return BACKENDS[backend].unsupported(method, device, dtype) is None

@@ -1,0 +1,236 @@
+"""FlexAttention: its block mask, compiled or an error, alone in its graph on a CPU, and where FlashAttention-4 runs.
+
+tests/test_attention.py holds its values and gradients to the formula, without Inductor.
+"""
+
+import sys
+
+import pytest
+import torch
+from attention_cases import CPU, CUDA, assert_near, make_case, make_inputs, random
+from torch.nn.attention.flex_attention import flex_attention
+from torch.testing import assert_close
+
+from model.attention import attend, flex, flex_compiled, make_plan
+from model.attention.base import Plan
+from model.attention.check import check_backend
+from model.attention.flex_compiled import causal_block_mask
+from model.attention.reference import plain_attention
+from model.gpt import norm
+
+NOTHING, PART, ALL = range(3)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    torch._dynamo.reset()
+
+
+# ---- the causal block mask -------------------------------------------------------------------------------------------
+
+
+def visible_part(dense, query_block):
+    """Of each block of a mask, query_block x 128, the last ones padded with hidden keys: NOTHING, PART or ALL."""
+    padded = torch.nn.functional.pad(dense, (0, -dense.shape[1] % 128))
+    rows = padded.split(query_block)
+    return torch.tensor([[int(block.any()) + int(block.all()) for block in row.split(128, dim=1)] for row in rows])
+
+
+def stated_part(counts, indices, state):
+    """The same from the lists of a BlockMask: block (i, indices[i, n]) has the state for n < counts[i]."""
+    part = torch.zeros(indices.shape[-2:], dtype=torch.int64)
+    for i, count in enumerate(counts.flatten()):
+        part[i, indices[0, 0, i, :count].long()] = state
+    return part
+
+
+@pytest.mark.parametrize("queries, keys, q_offset", [
+    (1, 1, 0), (1, 300, 299), (1, 129, 128), (2, 129, 126), (127, 127, 0), (128, 257, 129), (129, 129, 0),
+    (100, 400, 250), (300, 500, 100), (513, 640, 127), (640, 640, 0),
+])
+@pytest.mark.parametrize("window", [None, 1, 2, 128, 129, 200, 256, 600, 10**9])
+@pytest.mark.parametrize("query_block", [128, 256])
+def test_the_block_mask_is_the_causal_mask(queries, keys, q_offset, window, query_block):
+    mask = causal_block_mask(queries, keys, q_offset, "cpu", query_block, window)
+    distance = torch.arange(queries)[:, None] + q_offset - torch.arange(keys)
+    dense = (distance >= 0) & (distance < (window or keys))
+    assert mask.seq_lengths == (queries, keys) and mask.BLOCK_SIZE == (query_block, 128)
+    assert_close(mask.mask_mod(0, 0, torch.arange(queries)[:, None], torch.arange(keys)), dense)
+    part = stated_part(mask.kv_num_blocks, mask.kv_indices, PART)
+    full = stated_part(mask.full_kv_num_blocks, mask.full_kv_indices, ALL)
+    assert_close(part + full, visible_part(dense, query_block))  # a block in both lists would add up to 3
+
+
+@pytest.mark.parametrize("queries, keys, q_offset", [(300, 300, 0), (300, 500, 100), (1, 300, 299)])
+def test_the_block_mask_of_the_backward_pass_is_the_transposed_one(queries, keys, q_offset):
+    mask = causal_block_mask(queries, keys, q_offset, "cpu")
+    for forward, backward, state in [
+        ((mask.kv_num_blocks, mask.kv_indices), (mask.q_num_blocks, mask.q_indices), PART),
+        ((mask.full_kv_num_blocks, mask.full_kv_indices), (mask.full_q_num_blocks, mask.full_q_indices), ALL),
+    ]:
+        assert_close(stated_part(*backward, state), stated_part(*forward, state).T)
+
+
+# ---- compiled, or an error -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, queries", [("scale_invariant", 129), pytest.param("alibi", 1, marks=pytest.mark.slow)])
+def test_compiled_it_is_the_formula(name, queries):
+    method = make_case(name)
+    with torch.no_grad():
+        q, k, v, _ = make_inputs(method, 129)
+        output = attend(method, q[:, :, -queries:], k, v, q_offset=129 - queries, backend="flex")
+        assert_near(output, plain_attention(method, q, k, v)[:, :, -queries:], 1e-5)
+
+
+def test_learned_numbers_that_change_compile_nothing_again():
+    method, graphs = make_case("key_bias"), []
+    with torch.no_grad():
+        q, k, v, x = make_inputs(method, 129)
+        for scale in (0.1, 0.2):
+            for parameter in method.parameters():
+                parameter.fill_(scale)
+            output = attend(method, q, k, v, x=x, backend="flex")
+            assert_near(output, plain_attention(method, q, k, v, x=x), 1e-5)
+            graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[1]
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_gradients_on_a_cpu_are_refused(which):
+    inputs = [x.detach() for x in make_inputs(make_case("rope"), 130)[:3]]
+    inputs[which].requires_grad_()
+    with pytest.raises(ValueError, match="CPU"):
+        attend(make_case("rope"), *inputs, backend="flex")
+    assert "ValueError" in check_backend(flex, make_case("alibi"), CPU, torch.float32, [130])
+
+
+def run_flex(length=130):
+    q, k, v, _ = make_inputs(make_case("rope"), length)
+    with torch.no_grad():
+        attend(make_case("rope"), q, k, v, backend="flex")
+
+
+@pytest.mark.parametrize("switch", [
+    lambda: torch.compiler.set_stance("force_eager"),
+    lambda: torch._dynamo.config.patch(disable=True),
+], ids=["force_eager", "disable"])
+@pytest.mark.parametrize("ran_before", [False, True])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_uncompiled_it_is_an_error(switch, ran_before):
+    """Even after someone ran it eagerly: torch warns of it only once a process."""
+    if ran_before:
+        flex_attention(*(random(1, 1, 2, 16, seed=0) for _ in range(3)))
+    with switch(), pytest.raises((RuntimeError, UserWarning), match="compile"):
+        run_flex()
+
+
+def test_compiled_too_often_it_is_an_error(monkeypatch):
+    compiled = torch.compile(flex_attention, backend="eager", dynamic=False, fullgraph=True)
+    monkeypatch.setattr(flex_compiled, "compiled_flex", compiled)
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        run_flex(5)
+        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+            run_flex(6)
+
+
+# ---- inside a larger compiled graph ----------------------------------------------------------------------------------
+
+
+def error_when_compiled(attention_of_qkv):
+    """The largest, of the function compiled together with the projection of its q, k and v and their QK-norm."""
+    x, weight = random(1, 130, 32, seed=0).float(), random(32, 96, seed=1).float() / 6
+
+    def project(x):
+        q, k, v = (x @ weight).view(1, 130, 3, 2, 16).transpose(1, 3).unbind(2)
+        return norm(q), norm(k), v
+
+    output = torch.compile(lambda x: attention_of_qkv(*project(x)), dynamic=False)(x)
+    return (output - plain_attention(make_case("nope", 2), *project(x))).abs().max()
+
+
+@pytest.mark.slow
+def test_of_what_the_same_graph_computes_it_is_the_formula():
+    method = make_case("nope", 2)
+    plan = make_plan(method, 130, 130, backend="flex")
+    assert error_when_compiled(lambda q, k, v: attend(method, q, k, v, plan=plan)) < 1e-5
+
+
+@pytest.mark.slow
+def test_torch_s_own_cpu_kernel_still_misreads_what_the_same_graph_computes():
+    """When this fails, torch is mended, and run_alone in flex_compiled.py can go."""
+    plan = make_plan(make_case("nope", 2), 130, 130, backend="flex")
+    assert error_when_compiled(lambda q, k, v: flex_attention(q, k, v, **plan.prepared)) > 0.1
+
+
+# ---- FlashAttention-4 ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, shapes", {  # of tables, for 3 heads and 40 keys
+    "nope": [], "scale_invariant": [(40,)], "alibi": [(3, 40)], "by_head": [(3, 40), (3, 40)],
+    "for_all_heads": [(40,), (40,)],
+}.items())
+def test_a_logit_reads_no_more_tables_than_its_formula_needs(name, shapes):
+    """None for a number, one where m = 1 - a^2, a row a head only where heads differ; none begins within its memory."""
+    score_mod = flex.make_table_score_mod(make_case(name).score_change, Plan("flex_flash", 3, 16, 40, 40))
+    captured = [cell.cell_contents for cell in score_mod.__closure__] if score_mod else []
+    tables = [x for x in captured if isinstance(x, torch.Tensor)]
+    assert [tuple(x.shape) for x in tables] == shapes
+    assert all(x.dtype == torch.float32 and x.is_contiguous() and x.storage_offset() == 0 for x in tables)
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Write a package flash_attn with these parts where Python finds it first."""
+    def write(*parts):
+        for folder in (tmp_path / "flash_attn", *(tmp_path / "flash_attn" / part for part in parts)):
+            folder.mkdir()
+            (folder / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
+        monkeypatch.delitem(sys.modules, name)
+    yield write
+    sys.modules.pop("flash_attn", None)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Say that there is a GPU of this compute capability."""
+    def say(*capability):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    return say
+
+
+def flash_problem(name="alibi", device=CUDA, dtype=torch.bfloat16, head_dim=64):
+    return flex.FLASH.unsupported(make_case(name, head_dim=head_dim), device, dtype)
+
+
+@pytest.mark.parametrize("capability, query_block", [((9, 0), 128), ((10, 0), 256), ((11, 0), 256)])
+def test_flash_takes_what_flash_attention_4_takes(capability, query_block, package, gpu):
+    package("cute")
+    gpu(*capability)
+    assert all(flash_problem(name, head_dim=d) is None for name in ("nope", "alibi", "window") for d in (16, 72, 128))
+    assert flex.flash_query_block(CUDA) == query_block
+
+
+@pytest.mark.parametrize("options, word", [
+    (dict(device=CPU), "cpu"), (dict(dtype=torch.float32), "float32"), (dict(head_dim=8), "8"),
+    (dict(head_dim=100), "100"), (dict(head_dim=136), "136"), (dict(name="infini"), "infini"),
+    (dict(name="learned"), "learned"), (dict(name="key_bias"), "key biases"), (dict(name="sink"), "sinks"),
+])
+def test_flash_says_what_it_cannot_run(options, word, package):
+    package("cute")
+    assert word in flash_problem(**options)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (12, 0)])
+def test_flash_refuses_other_gpus(capability, package, gpu):
+    package("cute")
+    gpu(*capability)
+    assert "Hopper" in flash_problem()
+
+
+def test_flash_needs_its_package(package):
+    package("layers")  # as older ones have
+    assert "flash-attn-4" in flash_problem()
