@@ -20,18 +20,10 @@ MIN_SEGMENT = 8  # tokens
 RowLengths = Sequence[tuple[int, int | None]]  # (tokens in a row, position in the stream where such rows end)
 
 
-def parse_row_lengths(texts: Sequence[str]) -> RowLengths:
-    """Return the row lengths written as LENGTH:END, with the last one as LENGTH.
-
-    ValueError for a text that is not whole numbers.
-    """
-    row_lengths = []
-    for text in texts:
-        length, colon, end = text.partition(":")
-        valid = length.isdecimal() and (end.isdecimal() if colon else True)
-        require(valid, f"--row-tokens: {text!r} is not LENGTH or LENGTH:END. Use whole numbers, as in 64:1146880 256.")
-        row_lengths.append((int(length), int(end) if colon else None))
-    return row_lengths
+def row_length(text: str) -> tuple[int, int | None]:
+    """Return a row length that is written as LENGTH:END, or as LENGTH for the last one. ValueError for other text."""
+    length, colon, end = text.partition(":")
+    return int(length), int(end) if colon else None
 
 
 def check_copy_rows(share: float, row_lengths: RowLengths) -> None:

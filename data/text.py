@@ -32,7 +32,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from data.copy_rows import SEED, RowLengths, check_copy_rows, parse_row_lengths, rows
+from data.copy_rows import SEED, RowLengths, check_copy_rows, row_length, rows
 from data.download import read_field
 from data.shard_writer import ShardWriter
 from data.shards import TOKEN, TOKENIZER_FILE
@@ -136,8 +136,9 @@ def index_documents(files: list[Path], field: str, val_fraction: float) -> Corpu
         spans = _cut_documents(files, spans["train"] or spans["val"], val_fraction)
     little = f"--val-fraction {val_fraction}: too few documents for a train and a val split"
     require(all(spans.values()), f"{little}. Use more text, or another fraction.")
-    rows_of = {split: np.array(flat, np.int64).reshape(-1, 3) for split, flat in spans.items()}
-    shuffled = {split: np.random.default_rng(SHUFFLE_SEED).permutation(rows) for split, rows in rows_of.items()}
+    shuffled = {}
+    for split, flat in spans.items():
+        shuffled[split] = np.random.default_rng(SHUFFLE_SEED).permutation(np.array(flat, np.int64).reshape(-1, 3))
     return Corpus(files, field, shuffled, is_cut)
 
 
@@ -181,13 +182,14 @@ def prepare(
     require(copy_rows is not None or not row_lengths, "--row-tokens: copy rows alone have a length. Add --copy-rows.")
     require(not any(out.glob("*.bin")), f"{out}: has shards. Choose another --out, or remove them.")
     files = find_files(inputs, suffixes, exclude)
-    loaded = None if tokenizer.startswith("bpe:") else load_tokenizer(tokenizer)
+    if re.fullmatch(r"bpe:\d+", tokenizer) is None:
+        load_tokenizer(tokenizer)  # may raise, before all text is read
     corpus = index_documents(files, field, val_fraction)
     if corpus.is_cut:
         print(f"too few documents: the last {100 * val_fraction:g} % of each are val", flush=True)
 
     out.mkdir(parents=True, exist_ok=True)
-    tok = _save_tokenizer(loaded, out) if loaded else _train_tokenizer(tokenizer, corpus, out)
+    tok = _make_tokenizer(tokenizer, corpus, out)
     with ShardWriter(out, name, tokenizer=tok.name, vocab_size=tok.vocab_size, shard_tokens=shard_tokens) as writer:
         for split, spans in corpus.spans.items():
             parts = encode(corpus.texts(split, "encoding"), tok)
@@ -204,20 +206,17 @@ def prepare(
         return writer.close()
 
 
-def _train_tokenizer(spec: str, corpus: Corpus, out: Path) -> Tokenizer:
-    size = spec.removeprefix("bpe:")
-    require(size.isdecimal(), f"--tokenizer {spec}: the size is not a number. Write a size, as in bpe:4096.")
-    train_bpe(corpus.texts("train", "training bpe on"), int(size), out / TOKENIZER_FILE)
-    return load_tokenizer(out / TOKENIZER_FILE)
-
-
-def _save_tokenizer(tokenizer: Tokenizer, out: Path) -> Tokenizer:
-    """Copy the files of a tokenizer to the data folder and return it."""
-    if tokenizer.file is not None:
-        for name in (TOKENIZER_FILE, TOKENIZER_CONFIG):
-            source = tokenizer.file if name == TOKENIZER_FILE else tokenizer.file.with_name(name)
-            if source.exists():
-                shutil.copyfile(source, out / name)
+def _make_tokenizer(spec: str, corpus: Corpus, out: Path) -> Tokenizer:
+    """Train a tokenizer on the train split, or copy the files of another; return the tokenizer in the data folder."""
+    if spec.startswith("bpe:"):
+        train_bpe(corpus.texts("train", "training bpe on"), int(spec.removeprefix("bpe:")), out / TOKENIZER_FILE)
+        return load_tokenizer(out / TOKENIZER_FILE)
+    tokenizer = load_tokenizer(spec)
+    if tokenizer.file:
+        shutil.copyfile(tokenizer.file, out / TOKENIZER_FILE)
+        config = tokenizer.file.with_name(TOKENIZER_CONFIG)
+        if config.exists():
+            shutil.copyfile(config, out / TOKENIZER_CONFIG)
     return tokenizer
 
 
@@ -264,9 +263,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--exclude", nargs="+", default=[], metavar="NAME", help="names of files and folders to skip")
     parser.add_argument("--copy-rows", type=float, metavar="SHARE", help="share of copy rows in train, as 0.5")
     rows_help = "tokens in a row, each but the last with the position in the stream where such rows end"
-    parser.add_argument("--row-tokens", nargs="+", default=[], metavar="LENGTH[:END]", help=rows_help)
-    arguments = vars(parser.parse_args(argv))
-    prepare(row_lengths=parse_row_lengths(arguments.pop("row_tokens")), **arguments)
+    options = {"nargs": "+", "default": [], "metavar": "LENGTH[:END]", "dest": "row_lengths", "help": rows_help}
+    parser.add_argument("--row-tokens", type=row_length, **options)
+    prepare(**vars(parser.parse_args(argv)))
 
 
 if __name__ == "__main__":

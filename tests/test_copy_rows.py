@@ -90,7 +90,7 @@ def test_a_mistake_is_named_and_writes_no_shards(tmp_path, capsys, arguments):
     words = [str(source), "--tokenizer", "bpe:300", "--val-fraction", "0.2", "--out", str(tmp_path / "out")]
     assert exit_code(main, [*words, *arguments.split()]) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and ("copy-rows" in error or "row-tokens" in error or "segments" in error)
+    assert "Traceback" not in error and ("copy-rows" in error or "row-tokens" in error or "segments" in error)
     assert not list((tmp_path / "out").glob("*.bin*"))
 
 
