@@ -1,5 +1,5 @@
-"""The newer mechanisms against formulas written from their papers, in float64 and one row at a time: values, gradients,
-every backend that runs them here, layers that differ."""
+"""The rivals' mechanisms against formulas written from their papers, in float64 and one row at a time: values and
+gradients, on every backend that runs them here; layers that differ; gates."""
 
 import math
 
@@ -16,15 +16,18 @@ from runtime.run_log import describe_backends
 
 SHAPES = [(2, 3, 16, 1), (2, 2, 16, 37)]  # batch, heads, head dimension, tokens
 SHAPES += [pytest.param(*shape, marks=pytest.mark.slow) for shape in ((1, 4, 32, 130), (1, 2, 8, 300))]
+NAMES = ["fox", "p_rope+forget", "scale_invariant+forget", "p_rope+scale_invariant+forget", "rope+window",
+         "p_rope+window", "p_rope+sink", "p_rope+scale_invariant+sink", "kerple_log", "kerple_power", "nape",
+         "log_beyond", "log_steps", "pope", "pope+scale_invariant"]  # fmt: skip
 OPTIONS = {"rope+window": dict(window=29), "p_rope+window": dict(window=1), "nape": dict(delta=0.3),
-           "log_steps": dict(floor=10.0)}
-SPREAD = dict(nape=0.02)  # of what is learned: with more, what its factors leave of bfloat16 is too little to compare
+           "log_steps": dict(floor=10.0)}  # fmt: skip
+SPREAD = {"nape": 0.02}  # of the parameters: larger factors leave too little of bfloat16 to compare
 
 
-def make(name, num_heads, head_dim, **options):
+def make(name, num_heads, head_dim, spread=0.3, **options):
     method = make_method(name, num_heads=num_heads, head_dim=head_dim, train_length=64, **options)
     for seed, parameter in enumerate(method.parameters()):
-        parameter.data = SPREAD.get(name, 0.3) * random(*parameter.shape, seed=seed).float()
+        parameter.data = SPREAD.get(name, spread) * random(*parameter.shape, seed=seed).float()
     return method
 
 
@@ -133,82 +136,58 @@ def literal(name, method, q, k, v, x):
     return torch.stack(outputs, dim=2)
 
 
-NAMES = ["fox", "p_rope+forget", "scale_invariant+forget", "p_rope+scale_invariant+forget", "rope+window",
-         "p_rope+window", "p_rope+sink", "p_rope+scale_invariant+sink", "kerple_log", "kerple_power",
-         "nape", "log_beyond", "log_steps", "pope", "pope+scale_invariant"]
-every_name = pytest.mark.parametrize("name", NAMES)
-
-
-@every_name
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("batch, num_heads, head_dim, length", SHAPES)
-def test_the_formula_is_that_of_the_paper(name, batch, num_heads, head_dim, length):
-    method = make(name, num_heads, head_dim, **OPTIONS.get(name, {})).double()
-    inputs = [*random_qkv(num_heads, head_dim, length, batch), random(batch, length, num_heads * head_dim, seed=9)]
-    inputs = [x.detach().requires_grad_() for x in inputs]
-    expected, ours = literal(name, method, *inputs), plain_attention(method, *inputs[:3], x=inputs[3])
-    inputs += method.parameters()
-    tolerance = 1e-6 if "pope" in name else 1e-12  # cos and sin are float32
-    assert_near(ours, expected, tolerance)
-    for gradient, truth in zip(gradients(ours, inputs), gradients(expected, inputs), strict=True):
-        assert_near(gradient, truth, 10 * tolerance)
-
-
-# ---- backends --------------------------------------------------------------------------------------------------------
-
-
-def backends_here(name, dtype, head_dim, length, grad=True):
-    """Triton's interpreter is slow (longer sequences are in test_kernel_extras.py), and wrong in bfloat16."""
-    method = make(name, 2, head_dim, **OPTIONS.get(name, {}))
-    usable = [b for b in BACKENDS if BACKENDS[b].unsupported(method, torch.device("cpu"), dtype) is None]
-    unfit = {"flex"} if grad else set()  # which has no gradients on a CPU
-    if length > 64 or dtype == torch.bfloat16:
-        unfit.add("triton")
-    return [b for b in usable if b not in unfit]
-
-
-@every_name
-@pytest.mark.parametrize("batch, num_heads, head_dim, length", SHAPES)
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-5), (torch.float32, 1e-5), (torch.bfloat16, 0.03)])
-def test_backends_agree_with_the_formula(name, batch, num_heads, head_dim, length, dtype, tolerance):
+def test_every_backend_computes_the_formula_of_the_paper(name, batch, num_heads, head_dim, length):
+    """The dense float64 form first, then the backends against it, for inputs rounded to their dtype."""
     method = make(name, num_heads, head_dim, **OPTIONS.get(name, {}))
     exact = [*random_qkv(num_heads, head_dim, length, batch), random(batch, length, num_heads * head_dim, seed=9)]
-    exact = [x.detach().to(dtype).double().requires_grad_() for x in exact]
-    parameters = list(method.parameters())
-    expected = plain_attention(method, *exact[:3], x=exact[3])
+    exact = [x.detach().bfloat16().double().requires_grad_() for x in exact]
+    parameters = list(method.double().parameters())
+    expected, plain = literal(name, method, *exact), plain_attention(method, *exact[:3], x=exact[3])
     truth = gradients(expected, exact + parameters)
-    if method.key_bias is not None:  # the last bits of biases that are large are not those of logits
-        largest = method.key_bias.bias(method.key_bias.of_tokens(exact[3])).abs().max().item()
-        tolerance += 2 * torch.finfo(torch.float32).eps * largest
-    tried = backends_here(name, dtype, head_dim, length)
+    tolerance = 1e-6 if "pope" in name else 1e-12  # cos and sin are float32
+    assert_near(plain, expected, tolerance)
+    for gradient, true in zip(gradients(plain, exact + parameters), truth, strict=True):
+        assert_near(gradient, true, 10 * tolerance)
+
+    method, parameters = method.float(), list(method.float().parameters())
+    biases = 0.0  # float32 rounds large biases of keys by more than it rounds logits
+    if method.key_bias is not None:
+        biases = 2**-22 * method.key_bias.bias(method.key_bias.of_tokens(exact[3])).abs().max().item()
+    tried = set()
+    for dtype, tolerance in [(torch.float64, 1e-5), (torch.float32, 1e-5), (torch.bfloat16, 0.03)]:
+        for backend in backends_here(method, dtype, length):
+            inputs = cast(exact, dtype)
+            output = attend(method, *inputs[:3], x=inputs[3], backend=backend)
+            assert output.dtype == dtype
+            assert_near(output, expected, tolerance + biases)
+            for gradient, true in zip(gradients(output, inputs + parameters), truth, strict=True):
+                assert_near(gradient, true, tolerance + biases)
+            tried.add(backend)
     assert "blocks" in tried
-    for backend in tried:
-        inputs = cast(exact, dtype)
-        output = attend(method, *inputs[:3], x=inputs[3], backend=backend)
-        assert output.dtype == dtype
-        assert_near(output, expected, tolerance)
-        for gradient, true in zip(gradients(output, inputs + parameters), truth, strict=True):
-            assert_near(gradient, true, tolerance)
 
 
-def test_what_a_backend_lacks_is_said_and_the_next_is_chosen():
+def backends_here(method, dtype, length):
+    """Flex has no gradients on a CPU. Triton's interpreter is slow, and wrong in bfloat16."""
+    unfit = {"flex"} | ({"triton"} if length > 64 or dtype == torch.bfloat16 else set())
+    usable = [name for name in BACKENDS if BACKENDS[name].unsupported(method, torch.device("cpu"), dtype) is None]
+    return [name for name in usable if name not in unfit]
+
+
+def test_an_unfit_backend_is_refused_and_the_next_one_is_chosen():
     for name, words in [("fox", "key biases"), ("rope+window", "windows"), ("p_rope+sink", "sinks")]:
-        with assert_refused(f"attention_backend sdpa cannot run: it has no {words}: use auto"):
+        with assert_refused("sdpa", words):
             choose_backend(make(name, 2, 16), torch.device("cpu"), "sdpa")
-    method = make("fox", 2, 16)
-    for backend in set(BACKENDS) - {"blocks"}:
-        reason = BACKENDS[backend].unsupported(method, torch.device("cpu"), torch.float32)
-        if reason is not None:
-            with assert_refused(f"attention_backend {backend} cannot run: {reason}"):
-                choose_backend(method, torch.device("cpu"), backend)
-    assert choose_backend(method, torch.device("cpu"))[0] in ("cpu", "blocks")
+    assert choose_backend(make("fox", 2, 16), torch.device("cpu"))[0] in ("cpu", "blocks")
     for name in ("fox", "nape"):
-        with assert_refused(f"{name} needs x, the input of the layer"):
+        with assert_refused(name, "x, the input of the layer"):
             attend(make(name, 2, 16), *random_qkv(2, 16, 5))
 
 
 def test_a_method_that_learns_two_numbers_a_head_is_not_for_the_triton_kernel():
     reason = BACKENDS["triton"].unsupported(make("kerple_log", 2, 16), torch.device("cuda"), torch.float32)
-    assert reason in ("it takes one learned number a head, kerple_log has others", "Triton is not installed")
+    assert "kerple_log" in reason or "not installed" in reason
 
 
 @pytest.mark.parametrize("name", ["kerple_log", "kerple_power"])
@@ -220,15 +199,6 @@ def test_kerple_starts_evenly_over_what_its_authors_draw_from(name):
     assert_near(penalty, -p * torch.log(1 + t / 2) if name == "kerple_log" else -(t**p) / 2, 1e-6)
     sixteenth = make_method(name, num_heads=4, head_dim=8, train_length=64, position_scale=1 / 16).score_change
     assert_near(sixteenth.coefficients(t / 16, torch.arange(4)[:, None])[1], penalty, 1e-12)
-
-
-def test_adaptive_scaling_of_the_heads_without_positions_alone():
-    methods = [make("nape", 5, 8, scaled_heads=heads).query_scale for heads in ("nope", "all")]
-    x = random(2, 9, 40, seed=1).float()
-    some, every = (scale.multiplier(scale.table(torch.arange(9), 9), x) for scale in methods)
-    assert (some[:, :3] == 1).all() and torch.equal(some[:, 3:], every[:, 3:]) and (every != 1).all()
-    with assert_refused("scaled_heads must be all or nope, got 'alibi'"):
-        make("nape", 5, 8, scaled_heads="alibi")
 
 
 @pytest.mark.parametrize("num_heads, slopes", [(1, [8]), (4, [4, 8, 0, 0]), (5, [4, 8, 2, 0, 0])])
@@ -342,8 +312,6 @@ def test_fire_scales_with_the_lengths_and_starts_at_random():
         weights = [p for p in method.parameters() if p.numel() > 1]
         assert len(weights) == 3 and all((p != 0).all() and p.unique().numel() == p.numel() for p in weights)
     assert not torch.equal(at_paper.replacement.output, small.replacement.output)
-    with assert_refused("threshold must be positive and finite, got -3.0"):
-        make_method("fire", **shape, threshold=-3)
 
 
 # ---- layers that differ ----------------------------------------------------------------------------------------------
@@ -425,12 +393,6 @@ def test_layers_of_all_kinds_compile_to_one_graph():
         results.append([loss.detach(), *torch.autograd.grad(loss, model.parameters())])
     for eager, compiled in zip(*results, strict=True):
         assert_near(compiled, eager, 1e-5)
-
-
-@pytest.mark.parametrize("window", [0, -1, 2**31])
-def test_windows_that_there_are_not_are_refused(window):
-    with assert_refused(f"window must be at least 1 and below .*got {window}"):
-        make("rope+window", 2, 8, window=window)
 
 
 # ---- gates -----------------------------------------------------------------------------------------------------------

@@ -1,20 +1,19 @@
-"""What an attention method is made of.
+"""The kinds of mechanism that an attention method is made of.
 
-A method turns q, k (after QK-norm) into the logits of a causal softmax. With t = i - j >= 0 the distance from query i
+A method turns q, k (after QK-norm) into the logits of a causal softmax. t = i - j >= 0 is the distance from query i
 back to key j, h the head and d the head dimension (paper, section 3):
 
     q, k <- rotated by their positions                  Rotation      (RoPE, p-RoPE, NTK, YaRN, PoPE)
     q_i  <- c_h(i) q_i                                  QueryScale    (LogN)
     L    =  a_h(t) S + m_h(t),   S = q.k / sqrt(d)      ScoreChange   (scale-invariant, ALiBi)
     L    <- L + b_h(j)                                  KeyBias       (forgetting attention)
-    keys of t < w alone                                 Window
-    one logit more in the softmax, without a value      Sink
+    only keys of t < w                                  Window
+    one more logit in the softmax, without a value      Sink
     y    <- g y, y the output                           OutputGate
 
-Each is optional, and at most one of a kind; but several score changes follow one another. c, b and g may depend on x,
-the input of the layer. A Replacement (Infini-attention, FIRE, stick-breaking, PaTH) computes the output itself instead
-of a softmax over L, and may depend on x, too. A new mechanism is one file with a subclass of one of these, and one line
-in the table METHODS of this folder.
+A method has at most one mechanism of each kind, but any number of score changes, which follow one another. c, b and g
+may depend on x, the layer's input. A Replacement (Infini-attention, FIRE, stick-breaking) computes the output itself
+instead of a softmax over L.
 """
 
 import torch
@@ -34,18 +33,18 @@ def upcast(x: Tensor) -> Tensor:
 class Mechanism(nn.Module):
     """A part of a method. Its constructor takes num_heads, head_dim and train_length, and then its options."""
 
-    needs_input = False  # whether attention needs x, the input of the layer; a gate is applied after it
+    needs_input = False  # True if attention needs x, the layer's input; a gate is applied after attention
 
     @classmethod
     def scaled(cls, scale: float, options: dict) -> dict:
-        """Return the options that are a length in tokens, or one over a length, for lengths `scale` times the paper's.
+        """Return the defaults of options that are a length in tokens (or 1 / length), for `scale` times the paper's.
 
-        options: those that were given, which the default of another may depend on.
+        options: the options that the user gave; the default of another option may depend on them.
         """
         return {}
 
     def reset_parameters(self):
-        """Draw what starts at random, in place; everything else starts as the constructor leaves it.
+        """Draw random parameters in place; the constructor sets all others.
 
         GPT calls it last, so that a seed draws the same numbers for the rest of the model in every method.
         """
@@ -54,7 +53,7 @@ class Mechanism(nn.Module):
 class Rotation(Mechanism):
     """Rotates pairs (x_k, x_{k + d/2}) of q and k by position * frequency_k."""
 
-    widening = 1  # how many times as wide q and k become
+    widening = 1  # width of rotated q and k over the head dimension
 
     def frequencies(self, target_length: int) -> tuple[Tensor, float]:
         """Return angular frequencies (D/2,), float64, radians a token, and the factor that multiplies cos and sin."""
@@ -74,26 +73,28 @@ class Rotation(Mechanism):
         """Return the largest factor by which |q| |k| grows, if |q| = |k| = sqrt(D)."""
         return self.frequencies(target_length)[1] ** 2
 
-    def rotate_keys(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Return rotated keys, where they are not rotated as queries are."""
-        return self.rotate(x, cos, sin)
-
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # x (B, H, T, D); cos, sin (T, D/2)
-        # Not by halves, each of which torch.compile would make on its own: with QK-norm this is one kernel each way.
+        # torch.compile makes two kernels of two halves; this form, with QK-norm, is one kernel in each direction.
         pairs, sines = x.unflatten(-1, (2, -1)), torch.stack((sin, -sin), dim=-2)  # (B, H, T, 2, D/2), (T, 2, D/2)
         return (pairs * cos.unsqueeze(-2) + pairs.flip(-2) * sines).flatten(-2)
+
+    def rotate_keys(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return rotated keys. Override it if keys are not rotated as queries are."""
+        return self.rotate(x, cos, sin)
 
 
 class QueryScale(Mechanism):
     """Multiplies the query at position i by a number that depends on the head, on i and on the layer's input there."""
 
     def table(self, positions: Tensor, target_length: int) -> Tensor:
-        """Return what is the same in all layers: (T,), at least float32, from positions (T,) int64."""
+        """Return the part that all layers share: (T,), at least float32, from positions (T,) int64."""
         raise NotImplementedError
 
     def multiplier(self, table: Tensor, x: Tensor | None) -> Tensor:
-        """Return the multipliers of this layer's queries, (1 or H, T) or (B, H, T), from the table and the layer's
-        input x (B, T, C); differentiable in x and in what is learned."""
+        """Return this layer's multipliers, (1 or H, T) or (B, H, T), from the table and the layer's input x (B, T, C).
+
+        The result is differentiable in x and in the parameters.
+        """
         raise NotImplementedError
 
 
@@ -103,14 +104,14 @@ class ScoreChange(Mechanism):
     def coefficients(self, distance: Tensor, head: Tensor) -> tuple[Tensor | float, Tensor]:
         """Return a and m at distances t >= 0 and heads, two tensors that broadcast together (a may be a number).
 
-        Called with whole tensors that broadcast, such as distance (T,) and head (H, 1), in float64 for tables, and with
-        float32 and int32 scalars inside FlexAttention: use elementwise torch operations and indexing only. What it
-        learns are parameters (H,), numbers of each head; our Triton kernel runs one of them, and with more the next
-        backend is chosen. Without any, all layers share what one layer's gives, computed once a length.
+        Tables call it with tensors that broadcast, such as distance (T,) and head (H, 1), in float64. FlexAttention
+        calls it with float32 and int32 scalars, so use elementwise torch operations and indexing only. Parameters must
+        be (H,), numbers of each head. Our Triton kernel runs one of them; methods with more run in FlexAttention.
+        Without parameters all layers share one result, computed once a length.
         """
         raise NotImplementedError
 
-    def forward(self, distance, head):  # for torch.func, which calls modules with other values of their parameters
+    def forward(self, distance, head):  # torch.func calls modules, with other values of their parameters
         return self.coefficients(distance, head)
 
 
@@ -135,14 +136,11 @@ class KeyBias(Mechanism):
     needs_input = True
 
     def of_tokens(self, x: Tensor) -> Tensor:
-        """Return what depends on one token alone, (B, H, T), from the layer's input x (B, T, C)."""
+        """Return numbers that each depend on one token alone, (B, H, T), from the layer's input x (B, T, C)."""
         raise NotImplementedError
 
     def bias(self, of_tokens: Tensor) -> Tensor:
-        """Return the keys' biases, (B, H, T), at least float32, from the numbers of all tokens from position 0 on.
-
-        With context parallelism (model/context.py) these are some of the heads.
-        """
+        """Return the keys' biases, (B, H, T), at least float32, from the numbers of all tokens from position 0 on."""
         raise NotImplementedError
 
 
@@ -167,53 +165,44 @@ class OutputGate(Mechanism):
 
 
 class Replacement(Mechanism):
-    """Replaces softmax attention. What it learns are parameters with one entry a head, (H, ...), or for all, (1, ...).
+    """Replaces softmax attention."""
 
-    With needs_input, attend, start_decoding and decode have one argument more: what of_tokens gives for their tokens.
-    """
-
-    uses_softmax = False  # whether attend calls causal_attention, and so a backend
-
-    def of_tokens(self, x: Tensor) -> Tensor:
-        """Return what depends on one token alone, (B, H, T, E) with E > 1, from the layer's input x (B, T, C)."""
-        raise NotImplementedError
+    uses_softmax = False  # True if attend calls causal_attention, and so a backend
 
     def attend(self, q, k, v, rotated_q, rotated_k, q_offset: int, causal_attention) -> Tensor:
         """Return the output (B, H, Tq, D) of the queries at positions q_offset.. given all keys from position 0 on.
 
-        q, k are the vectors without, rotated_q and rotated_k with position encoding; causal_attention(q, k, v,
-        q_offset=) is ordinary softmax attention. All have as many heads as the parameters have entries: with context
-        parallelism (model/context.py) that is a part of the H.
+        q and k have no position encoding, rotated_q and rotated_k have it. causal_attention(q, k, v, q_offset=) is
+        ordinary softmax attention.
         """
         raise NotImplementedError
 
-    def forward(self, *arguments):  # for torch.func, which calls modules with other values of their parameters
-        return self.attend(*arguments)
-
     def start_decoding(self, k, v, rotated_k):
-        """Return the state that decode starts from: what is kept of a prompt's keys and values, (B, H, T, D) each.
+        """Return the state that decode starts from, made from a prompt's keys and values, (B, H, T, D) each.
 
-        This and decode keep all keys and values, and attend to all of them for each token: override both where a
-        method can do with less.
+        This method and decode keep all keys and values, and attend to all of them for each token. Override both if
+        less is enough.
         """
         return k, v, rotated_k
 
     def decode(self, state, q, k, v, rotated_q, rotated_k, causal_attention):
-        """Return the output for one more token, (B, H, 1, D) as its q, k and v are, and the state after it."""
+        """Return the output for one more token, (B, H, 1, D) like its q, k and v, and the state after it."""
         k, v, rotated_k = (torch.cat(parts, dim=2) for parts in zip(state, (k, v, rotated_k)))
         output = self.attend(q, k, v, rotated_q, rotated_k, k.shape[2] - 1, causal_attention)
         return output, (k, v, rotated_k)
 
 
-def in_blocks_of_queries(attend_block, q, k, v, q_offset: int, *more) -> Tensor:
-    """Return what attend_block(q, k, v, *more) gives for some queries after others, (B, H, Tq, D): each time the q of
-    a block, and the keys and values up to its last token. For causal attention in plain PyTorch that keeps Tq x Tk
-    weights: they are computed once more for the gradient, as those of all blocks would not fit."""
+def in_blocks_of_queries(attend_block, q, k, v, q_offset: int, *learned) -> Tensor:
+    """Return causal attention (B, H, Tq, D) in plain PyTorch, by attend_block(q, k, v, *learned) on blocks of queries.
+
+    Each call gets the q of one block, and the keys and values up to its last token. The backward pass computes the
+    Tq x Tk weights again, because those of all blocks would not fit in memory.
+    """
     outputs = []
     for start in range(0, q.shape[2], QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, q.shape[2])
         seen = slice(0, q_offset + stop)
-        block = q[:, :, start:stop], k[:, :, seen], v[:, :, seen], *more
+        block = q[:, :, start:stop], k[:, :, seen], v[:, :, seen], *learned
         if torch.is_grad_enabled():
             outputs.append(checkpoint(attend_block, *block, use_reentrant=False))
         else:
@@ -258,36 +247,31 @@ def check_kinds(names: list[str], mechanisms: list[type[Mechanism]]):
 
 
 class Method(nn.Module):
-    """A named combination of mechanisms, for one layer: it holds that layer's learned parameters, if there are any.
+    """The mechanisms of one layer, one attribute a kind (see KINDS), with that layer's parameters.
 
-    Score changes are composed in the order of `mechanisms` (see Composition). ValueError for two mechanisms of another
-    kind, and for one of no kind.
+    Score changes are composed in the order of `mechanisms` (see Composition).
     """
 
     def __init__(self, name: str, num_heads: int, head_dim: int, train_length: int, mechanisms: list[Mechanism]):
         super().__init__()
         self.name, self.num_heads, self.head_dim, self.train_length = name, num_heads, head_dim, train_length
-        check_kinds([type(m).__name__ for m in mechanisms], [type(m) for m in mechanisms])
-        for role, kind in KINDS.items():
-            of_kind = [m for m in mechanisms if isinstance(m, kind)]
-            setattr(self, role, Composition(of_kind) if len(of_kind) > 1 else of_kind[0] if of_kind else None)
+        for kind, base in KINDS.items():
+            of_kind = [m for m in mechanisms if isinstance(m, base)]
+            assert len(of_kind) < 2 or kind == "score_change"
+            setattr(self, kind, Composition(of_kind) if len(of_kind) > 1 else of_kind[0] if of_kind else None)
         self.vector_dim = head_dim * (1 if self.rotation is None else self.rotation.widening)  # of rotated q and k
         self.needs_input = any(mechanism.needs_input for mechanism in mechanisms)
 
-    def of_tokens(self, x: Tensor) -> Tensor | None:
-        """Return what a key bias, (B, H, T), or a replacement, (B, H, T, E), takes of each token of x (B, T, C); None
-        where neither looks at x."""
-        if self.key_bias is not None:
-            return self.key_bias.of_tokens(x)
-        looks = self.replacement is not None and self.replacement.needs_input
-        return self.replacement.of_tokens(x) if looks else None
+    def of_tokens(self, x: Tensor | None) -> Tensor | None:
+        """Return the key bias's numbers of each token of x (B, T, C): (B, H, T); None without a key bias."""
+        return None if self.key_bias is None else self.key_bias.of_tokens(x)
 
     def check_shapes(self, q: Tensor, k: Tensor, v: Tensor):
         """Raise ValueError unless q is (B, H, Tq, D), and k and v are (B, H, Tk, D), with this method's H and D."""
         expected = (q.shape[0], self.num_heads, k.shape[2], self.head_dim) if q.dim() == k.dim() == 4 else None
         if k.shape != expected or v.shape != expected or (*q.shape[:2], q.shape[3]) != (*expected[:2], expected[3]):
-            made_for = f"{self.name} was made for q, k, v of shape (batch, {self.num_heads}, length, {self.head_dim})"
-            raise ValueError(f"{made_for}, got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}")
+            shapes = f"q, k, v of shape (batch, {self.num_heads}, length, {self.head_dim})"
+            raise ValueError(f"{self.name} takes {shapes}, got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}")
 
     def reset_parameters(self):
         for mechanism in self.modules():

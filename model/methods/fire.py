@@ -1,13 +1,12 @@
-"""FIRE (Li et al. 2023, arXiv 2310.04418): to the logit of query i and key j a learned function of their distance is
-added, in units of how much the query sees, both on a logarithmic scale:
+"""FIRE (Li et al. 2023, arXiv 2310.04418): a learned function of the distance is added to the logit of query i, key j:
 
-    L = S + f(psi(i - j) / psi(max(l, i))),   psi(x) = log(1 + c x),
+    L = S + f(psi(i - j) / psi(max(l, i))),   psi(x) = log(1 + c x).
 
-f a perceptron of 32 ReLUs with an output a head, c and the threshold l learned, all by each layer; no other position
-encoding. The bias depends on i besides i - j, so that it is no score change: plain PyTorch, in blocks of queries.
+f is a perceptron of 32 ReLUs with an output a head. Each layer learns f, c and the threshold l. There is no other
+position encoding. The bias depends on i besides i - j, so it is no score change: plain PyTorch, in blocks of queries.
 
-Starts are those of public code (results/authors.md): c = 0.1, l = 512, f as PyTorch's linear layers. Ours learns their
-logarithms, where theirs takes absolute values, and f has no constant in its output, which a softmax does not see.
+The first values are those of public code (results/authors.md): c = 0.1, l = 512, f as PyTorch's linear layers. Ours
+learns logarithms where theirs takes absolute values. f has no constant in its output, which a softmax ignores.
 """
 
 import math
@@ -19,26 +18,28 @@ from torch import nn
 from errors import require
 from model.methods.base import Replacement, in_blocks_of_queries, upcast
 
+WIDTH = 32  # ReLUs
+
 
 class FIRE(Replacement):
-    def __init__(self, num_heads, head_dim, train_length, c: float = 0.1, threshold: float = 512.0, width: int = 32):
-        """c, one over tokens, and threshold, tokens: what they start at. width: ReLUs."""
+    def __init__(self, num_heads, head_dim, train_length, c: float = 0.1, threshold: float = 512.0):
+        """c (1 / tokens) and threshold (tokens): the first values of c and l."""
         super().__init__()
-        for name, value in (("c", c), ("threshold", threshold), ("width", width)):
+        for name, value in (("c", c), ("threshold", threshold)):
             require(0 < value < math.inf, f"{name} must be positive and finite, got {value}")
         self.c, self.threshold = c, threshold
-        self.log_c = nn.Parameter(torch.zeros(1))  # of what c has become, over what it was at first
+        self.log_c = nn.Parameter(torch.zeros(1))  # log of c over its first value
         self.log_threshold = nn.Parameter(torch.zeros(1))
-        self.slope = nn.Parameter(torch.zeros(1, width))  # of each ReLU, the same for all heads
-        self.offset = nn.Parameter(torch.zeros(1, width))
-        self.output = nn.Parameter(torch.zeros(num_heads, width))
+        self.slope = nn.Parameter(torch.zeros(1, WIDTH))  # of each ReLU, the same for all heads
+        self.offset = nn.Parameter(torch.zeros(1, WIDTH))
+        self.output = nn.Parameter(torch.zeros(num_heads, WIDTH))
 
     @classmethod
     def scaled(cls, scale, options):
         return {"c": 0.1 / scale, "threshold": 512.0 * scale}
 
     def reset_parameters(self):
-        for weight, inputs in ((self.slope, 1), (self.offset, 1), (self.output, self.output.shape[1])):
+        for weight, inputs in ((self.slope, 1), (self.offset, 1), (self.output, WIDTH)):
             weight.uniform_(-(inputs**-0.5), inputs**-0.5)
 
     def attend(self, q, k, v, rotated_q, rotated_k, q_offset, causal_attention):
@@ -54,7 +55,7 @@ def attend_block(q, k, v, c, threshold, slope, offset, output):
     j = torch.arange(Tk, device=q.device, dtype=logits.dtype)
     i = j[Tk - Tq :, None]
     share = torch.log1p(c * (i - j).clamp(min=0)) / torch.log1p(c * torch.maximum(i, threshold))  # (Tq, Tk)
-    hidden = F.relu(share[..., None] * slope[0] + offset[0])  # (Tq, Tk, width)
+    hidden = F.relu(share[..., None] * slope[0] + offset[0])  # (Tq, Tk, WIDTH)
     bias = F.linear(hidden, output.to(hidden.dtype)).movedim(-1, 0)  # (H, Tq, Tk)
     weights = (logits + bias).masked_fill(i < j, -torch.inf).softmax(dim=-1)
     return weights.to(v.dtype) @ v

@@ -1,10 +1,10 @@
 """Forgetting attention (Lin et al. 2025, arXiv 2503.02130): each token multiplies what came before it by a gate f,
 
-    L_ij = S_ij + sum of log f_l over l = j + 1..i,   f_l = sigmoid(w_h . x_l + b_h),   x the input of the layer.
+    L_ij = S_ij + sum of log f_l over l = j + 1..i,   f_l = sigmoid(w_h . x_l + b_h),   x the layer's input.
 
-With c the running sum of log f that is S_ij + c_i - c_j, and of this the softmax ignores c_i: what is added depends on
-the key alone. c is float32, as in the authors' code, so after 65,536 tokens of f = 1/2 its last bit is 0.004. w starts
-at zero, the authors' from N(0, 0.02): then a seed draws the same numbers for the rest of the model in every method.
+With c the running sum of log f this is S_ij + c_i - c_j. The softmax ignores c_i, so the bias depends on the key alone.
+c is float32, as in the authors' code; after 65,536 tokens of f = 1/2 its last bit is 0.004. w starts at zero, the
+authors' at N(0, 0.02), so that a seed draws the same numbers for the rest of the model in every method.
 """
 
 import torch
@@ -15,11 +15,10 @@ from model.methods.base import KeyBias, upcast
 
 
 class Forgetting(KeyBias):
-    def __init__(self, num_heads, head_dim, train_length, forget_bias: float = 0.0):
-        """forget_bias: what b starts at; 0 means f = 1/2."""
+    def __init__(self, num_heads, head_dim, train_length):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(num_heads, num_heads * head_dim))
-        self.bias_of_gate = nn.Parameter(torch.full((num_heads,), float(forget_bias)))
+        self.bias_of_gate = nn.Parameter(torch.zeros(num_heads))
 
     def of_tokens(self, x):
         gate = upcast(F.linear(x, self.weight.to(x.dtype))) + self.bias_of_gate  # (B, T, H)

@@ -1,5 +1,5 @@
-"""Gated attention (Qiu et al. 2025, arXiv 2505.06708): each entry of the heads' outputs times sigmoid(W x), x the input
-of the layer; before the output projection, which their study found best."""
+"""Gated attention (Qiu et al. 2025, arXiv 2505.06708): each entry of the heads' outputs times sigmoid(W x), x the
+layer's input. The gate comes before the output projection, which their study found best."""
 
 import torch
 import torch.nn.functional as F

@@ -4,8 +4,8 @@ and a linear-attention memory of all earlier segments, mixed by a learned gate b
     A_mem = sigma(Q) M / (sigma(Q) z),   sigma = ELU + 1,   output = sigmoid(beta) A_mem + (1 - sigmoid(beta)) A_dot,
     M <- M + sigma(K)^T V   (delta rule: V minus what the memory already returns for K),   z <- z + sum sigma(K).
 
-Open in both papers, and chosen here: the memory sees q and k without position encoding, the first segment, which has
-no memory yet, is local attention alone, gradients flow through the memory, which is float32, and beta starts at 0.
+Both papers leave open, and we chose: the memory sees q and k without position encoding; the first segment, which has no
+memory yet, is local attention alone; gradients flow through the memory, which is float32; beta starts at 0.
 """
 
 import torch
@@ -19,20 +19,17 @@ from model.methods.base import Replacement, upcast
 class Infini(Replacement):
     uses_softmax = True
 
-    def __init__(
-        self, num_heads, head_dim, train_length,
-        segment_length: int | None = None, gate_init: float = 0.0, delta: bool = False,
-    ):  # fmt: skip
+    def __init__(self, num_heads, head_dim, train_length, segment_length: int | None = None, delta: bool = False):
         """segment_length: N; None: a quarter of the training length (1024 at 4k), so that training uses the memory."""
         super().__init__()
         if segment_length is None:
             segment_length = max(1, train_length // 4)
         require(segment_length >= 1, f"segment_length must be at least 1, got {segment_length}")
         self.segment_length, self.delta = segment_length, delta
-        self.gate = nn.Parameter(torch.full((num_heads,), float(gate_init)))
+        self.gate = nn.Parameter(torch.zeros(num_heads))
 
     def attend(self, q, k, v, rotated_q, rotated_k, q_offset, causal_attention, memory=None):
-        """memory: of the segments before key 0, which is the first of a segment."""
+        """memory: the memory of the segments before key 0, which starts a segment."""
         q_end = q_offset + q.shape[2]
         gate = self.gate.to(torch.promote_types(q.dtype, torch.float32)).sigmoid().view(-1, 1, 1)  # (H, 1, 1)
         outputs = []
@@ -54,7 +51,7 @@ class Infini(Replacement):
     def write(self, memory, k, v):
         """Return the memory after one more segment k, v (B, H, N, D): M (B, H, D, D) and z (B, H, D, 1).
 
-        memory: that before it, None where it is the first.
+        memory: the memory before this segment; None for the first segment.
         """
         values = v
         if self.delta and memory is not None:
@@ -80,7 +77,7 @@ class Infini(Replacement):
         return output, (memory, k, v, rotated_k)
 
     def write_full_segments(self, memory, k, v, rotated_k):
-        """Return the state of decoding: the keys and values of the last token's segment, with all others in memory."""
+        """Return the state of decoding: the memory of the full segments; k, v and rotated_k of the last segment."""
         border = (k.shape[2] - 1) // self.segment_length * self.segment_length
         for start in range(0, border, self.segment_length):
             stop = start + self.segment_length
@@ -91,11 +88,11 @@ class Infini(Replacement):
 def recall(x, memory, normaliser):
     """Return what the memory holds for queries x (B, H, N, D): sigma(x) M / (sigma(x) z).
 
-    Where the run is in bfloat16, so are the factors of the products here and in `write`, which matrix units sum up in
-    float32, at 15 times the rate of float32 on an H100. What is recalled is a mean of values, with weights that differ
-    little between queries. What all values have in common is therefore taken out before and added after, and what all
-    features have in common is not multiplied in bfloat16 when they are written: else the gradients, which are of the
-    small differences, would be lost in the rounding of that (tests/test_infini.py). Neither changes the exact result.
+    In a bfloat16 run the factors of the products here and in `write` are bfloat16 too: matrix units sum them up in
+    float32, at 15 times the rate of float32 on an H100. The result is a mean of values, whose weights differ little
+    between queries. Rounding would therefore hide the gradients, which depend on the small differences
+    (tests/test_infini.py). So the mean of all values is subtracted before the product and added after it, and `write`
+    multiplies the mean of all features in float32. Neither changes the exact result.
     """
     features = F.elu(upcast(x)) + 1
     if x.dtype != torch.bfloat16:

@@ -2,9 +2,9 @@
 
     logarithm   L = S - p log(1 + a t),   p, a > 0          power   L = S - a t^p,   a > 0, 0 < p <= 2
 
-and no other position encoding. The authors' code draws p from U(0, 2) and a from U(0, 1), and keeps them in range by
-clamping, at which a gradient ends. Ours start evenly spaced over the heads of a layer, p = 2 (h + 1/2) / H, and at the
-mean a = 1/2, so that a seed draws the same model for every method; log a, log p and the logit of p / 2 are learned.
+and no other position encoding. The authors' code draws p from U(0, 2) and a from U(0, 1), and clamps them, which ends
+their gradient at the bounds. Ours start evenly spaced over the heads of a layer, p = 2 (h + 1/2) / H, and at the mean
+a = 1/2, so that a seed draws the same model for every method. log a, log p and the logit of p / 2 are learned.
 """
 
 import math
@@ -19,7 +19,7 @@ A = 0.5  # the mean of the authors' U(0, 1)
 
 
 class Kerple(ScoreChange):
-    """Both forms: a and p, and what they start at."""
+    """Holds a and the first values of p, for both forms."""
 
     def __init__(self, num_heads, head_dim, train_length, unit: float = 1.0):
         """unit: the tokens that a distance of 1 stands for."""
@@ -27,20 +27,17 @@ class Kerple(ScoreChange):
         require(0 < unit < math.inf, f"unit must be positive and finite, got {unit}")
         self.unit = unit
         self.log_a = nn.Parameter(torch.full((num_heads,), math.log(A)))
+        self.first_p = 2 * (torch.arange(num_heads, dtype=torch.float32) + 0.5) / num_heads
 
     @classmethod
     def scaled(cls, scale, options):
         return {"unit": scale}
 
-    @staticmethod
-    def first_p(num_heads):
-        return 2 * (torch.arange(num_heads, dtype=torch.float32) + 0.5) / num_heads
-
 
 class KerpleLog(Kerple):
     def __init__(self, num_heads, head_dim, train_length, unit: float = 1.0):
         super().__init__(num_heads, head_dim, train_length, unit)
-        self.log_p = nn.Parameter(self.first_p(num_heads).log())
+        self.log_p = nn.Parameter(self.first_p.log())
 
     def coefficients(self, distance, head):
         a, p = (torch.exp(x[head].to(distance.dtype)) for x in (self.log_a, self.log_p))
@@ -50,7 +47,7 @@ class KerpleLog(Kerple):
 class KerplePower(Kerple):
     def __init__(self, num_heads, head_dim, train_length, unit: float = 1.0):
         super().__init__(num_heads, head_dim, train_length, unit)
-        self.logit_p = nn.Parameter(torch.logit(self.first_p(num_heads) / 2))
+        self.logit_p = nn.Parameter(torch.logit(self.first_p / 2))
 
     def coefficients(self, distance, head):
         a = torch.exp(self.log_a[head].to(distance.dtype))

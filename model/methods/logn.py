@@ -1,9 +1,9 @@
 """LogN scaling, also called SSMax (Nakanishi 2025, arXiv 2501.19399): logits times s log n.
 
-s is learned for each head of each layer; n = i + 1 is the number of keys that query i sees. The factor depends on the
-query alone, so it is multiplied into q: the method then runs on any attention kernel, and s gets its gradient from
-ordinary autograd. The paper does not state the initial value of s; ours makes the mean factor over the training length
-1 (0.1366 at 4096).
+Each head of each layer learns s; n = i + 1 is the number of keys that query i sees. The factor depends on the query
+alone, so q is multiplied by it: the method then runs on any attention kernel, and s gets its gradient from ordinary
+autograd. The paper does not state the first value of s. Ours makes the mean factor over the training length 1 (0.1366
+at 4096).
 """
 
 import torch

@@ -1,6 +1,6 @@
 """p-RoPE: RoPE without its low frequencies (Barbero et al. 2024, arXiv 2410.06205).
 
-The paper gives "an effective base of 1024"; that is the half-truncated form of modded-nanogpt (record #17, by
+The paper gives "an effective base of 1024". That is the half-truncated form of modded-nanogpt (record #17, by
 @YouJiacheng): d/4 frequencies from 1 down to 1/1024 in equal ratios, then d/4 pairs that do not rotate. Barbero's own
 form keeps the fastest proportion p of RoPE's frequencies and leaves the other pairs unrotated.
 """
@@ -16,14 +16,13 @@ DEFAULT_BASE = {"half_truncate": 1024.0, "barbero": 10_000.0}
 class PRoPE(RoPE):
     def __init__(
         self, num_heads, head_dim, train_length, base: float | None = None,
-        form: str = "half_truncate", proportion: float = 0.5, table_dtype: str = "float32",
+        form: str = "half_truncate", proportion: float = 0.5,
     ):  # fmt: skip
         require(form in DEFAULT_BASE, f"form of p-RoPE must be one of {', '.join(DEFAULT_BASE)}, got {form!r}")
         needs = "half-truncated RoPE needs a head_dim (model_dim / num_heads) divisible by 4"
         require(form != "half_truncate" or head_dim % 4 == 0, f"{needs}, got {head_dim}")
         require(0 <= proportion <= 1, f"proportion of rotated pairs must be in [0, 1], got {proportion}")
-        base = DEFAULT_BASE[form] if base is None else base
-        super().__init__(num_heads, head_dim, train_length, base, table_dtype)
+        super().__init__(num_heads, head_dim, train_length, DEFAULT_BASE[form] if base is None else base)
         self.form, self.proportion = form, proportion
 
     @classmethod
@@ -32,7 +31,7 @@ class PRoPE(RoPE):
 
     def frequencies(self, target_length):
         if self.form == "half_truncate":
-            kept = self.base ** -torch.linspace(0, 1, self.head_dim // 4, dtype=torch.float64)
+            rotated = self.base ** -torch.linspace(0, 1, self.head_dim // 4, dtype=torch.float64)
         else:
-            kept = self.geometric(self.base)[: int(self.proportion * (self.head_dim // 2))]
-        return torch.nn.functional.pad(kept, (0, self.head_dim // 2 - len(kept))), 1.0
+            rotated = self.geometric(self.base)[: int(self.proportion * (self.head_dim // 2))]
+        return torch.nn.functional.pad(rotated, (0, self.head_dim // 2 - len(rotated))), 1.0

@@ -4,10 +4,10 @@ a magnitude, its position alone gives the phase, so that content and position ca
     S_ij = sum over c of softplus(q_ic) softplus(k_jc) cos((j - i) theta_c + delta_c) / sqrt(d),
     theta_c = base^(-c/d),   c = 0..d-1
 
-as a product of vectors twice as wide, (mu cos, mu sin). delta, a phase of the keys, is learned for each head. Here it
-starts at 0, so that a seed draws the same model for every method, and is not kept within [-2 pi, 0], as the paper's is:
-a phase is periodic. QK-norm comes before the softplus, as it does before all rotations of this repository, so that S
-stays within (1 + ln 2)^2 sqrt(d); after it, it would take from the magnitudes the one that all entries share.
+as a product of vectors twice as wide, (mu cos, mu sin). Each head learns delta, a phase of the keys. Ours starts at 0,
+so that a seed draws the same model for every method. The paper keeps delta within [-2 pi, 0]; ours is free, as phases
+are periodic. QK-norm comes before the softplus, as before all rotations of this repository, so S stays within
+(1 + ln 2)^2 sqrt(d). After the softplus it would remove the magnitude that all entries share.
 """
 
 import math

@@ -9,15 +9,11 @@ BASE = 10_000.0
 
 
 class RoPE(Rotation):
-    def __init__(self, num_heads, head_dim, train_length, base: float = BASE, table_dtype: str = "float32"):
-        """table_dtype "bfloat16" rounds cos and sin as modded-nanogpt's record #8 did; it harms long contexts."""
+    def __init__(self, num_heads, head_dim, train_length, base: float = BASE):
         super().__init__()
         needs = "rotary embedding needs an even head_dim (model_dim / num_heads) and base > 1"
         require(head_dim % 2 == 0 and base > 1, f"{needs}, got {head_dim} and {base}")
-        known = table_dtype in ("float32", "bfloat16")
-        require(known, f"table_dtype must be float32 or bfloat16, got {table_dtype!r}")
         self.head_dim, self.train_length, self.base = head_dim, train_length, base
-        self.table_dtype = getattr(torch, table_dtype)
 
     @classmethod
     def scaled(cls, scale, options):
@@ -30,14 +26,11 @@ class RoPE(Rotation):
     def frequencies(self, target_length):
         return self.geometric(self.base), 1.0
 
-    def tables(self, length, target_length, device):
-        return tuple(t.to(self.table_dtype).float() for t in super().tables(length, target_length, device))
-
 
 class LengthScaledRoPE(RoPE):
-    """RoPE whose frequencies follow s = target length / training length; s = 1, plain RoPE, up to the training length.
+    """RoPE whose frequencies follow s = target length / training length. Up to the training length s is 1: plain RoPE.
 
-    A number given as `factor` is used as s at every longer target length instead.
+    A number given as `factor` is s at every longer target length instead.
     """
 
     def __init__(self, num_heads, head_dim, train_length, base: float = BASE, factor: float | None = None):

@@ -29,24 +29,24 @@ class ScaleInvariant(ScoreChange):
         learn_tau: bool = False, learn_gain: bool = False,
         alpha: float = ROOT_E, beta: float = ROOT_E, terms: str = "both",
     ):  # fmt: skip
-        """tau: the length, in tokens, of the local region that is left about unchanged.
+        """tau: the length, in tokens, of the local region whose scores stay about unchanged.
 
-        Ours, not the paper's: tau_ratio: each head has this many times the tau of the head before it in its layer, the
-        first one has tau. learn_tau: each head of each layer learns its own, from there on, as log(tau). learn_gain:
-        each learns a factor of its scores, from 1 on, whose standard deviation the theory takes to be 1.
-        alpha, beta: another boundary condition than the paper's. terms: "a" leaves out m_t, "m" leaves out a_t.
+        alpha, beta: another boundary condition than the paper's. The other options are ours. tau_ratio: each head has
+        this many times the tau of the head before it; the first head has tau. learn_tau: each head of each layer
+        learns log(tau). learn_gain: each head learns a factor of its scores, whose standard deviation the theory takes
+        to be 1. terms: "a" leaves out m_t, "m" leaves out a_t.
         """
         super().__init__()
         require(0 < tau < math.inf, f"tau must be positive and finite, got {tau}")
         finite = tau_ratio > 0 and abs(math.log(tau) + (num_heads - 1) * math.log(tau_ratio)) < 700  # in float64
         require(finite, f"tau_ratio must be positive, and tau finite in all {num_heads} heads, got {tau_ratio}")
-        one = not (learn_tau and learn_gain)  # the kernel for GPUs has one learned number a head
-        require(one, "learn_tau and learn_gain exclude each other: choose one")
+        one = not (learn_tau and learn_gain)  # our GPU kernel has one learned number a head
+        require(one, "learn_tau and learn_gain exclude each other. Choose one.")
         solvable = alpha > 0 and beta >= alpha * math.log(alpha)
         require(solvable, f"alpha must be positive and beta at least alpha log(alpha), got {alpha} and {beta}")
         require(terms in TERMS, f"terms must be one of {', '.join(TERMS)}, got {terms!r}")
         self.tau, self.tau_ratio, self.ratio, self.terms = tau, tau_ratio, beta / alpha, terms
-        # Not quite 0 even where the paper's inequality is an equality, for the reciprocal of the root.
+        # Never 0, because coefficients divide by its root: the paper's inequality may be an equality.
         self.a_squared_at_0 = max(2 * (beta / alpha - math.log(alpha)), 1e-12)
         log_tau = math.log(tau) + math.log(tau_ratio) * torch.arange(num_heads, dtype=torch.float32)
         self.log_tau = nn.Parameter(log_tau) if learn_tau else None

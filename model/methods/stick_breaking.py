@@ -3,10 +3,10 @@ before it, from the nearest to the furthest, a share beta of what is left to eac
 
     A_ij = beta_ij prod over l = j + 1..i - 1 of (1 - beta_il),   beta_ij = sigmoid(q_i . k_j / sqrt(d)),   j < i,
 
-and keeps what is left at the end for its own value, as in the authors' code: y_i = sum of A_ij v_j + (1 - sum of A_ij)
-v_i. There is no softmax and no position encoding: the nearest of equal keys gets most. What departs from the paper is
-QK-norm, which q and k have in this repository: it keeps beta above sigmoid(-sqrt(d)), so that no key lets the whole
-stick pass. Plain PyTorch, in blocks of queries, in log space and float32.
+and keeps the rest for its own value, as in the authors' code: y_i = sum of A_ij v_j + (1 - sum of A_ij) v_i. There is
+no softmax and no position encoding: the nearest of equal keys gets most. Unlike in the paper, q and k have QK-norm. It
+keeps beta above sigmoid(-sqrt(d)), so no key lets the whole stick pass. Plain PyTorch, in blocks of queries, in log
+space and float32.
 """
 
 import torch

@@ -1,5 +1,7 @@
-"""Sliding windows: a query sees itself and the window - 1 keys before it (Beltagy et al. 2020, arXiv 2004.05150), as in
-the local layers of RNoPE-SWA (Yang et al. 2025, arXiv 2501.18795) and SWAN (window 512)."""
+"""Sliding windows: a query sees itself and the window - 1 keys before it (Beltagy et al. 2020, arXiv 2004.05150).
+
+The local layers of RNoPE-SWA (Yang et al. 2025, arXiv 2501.18795) and SWAN (window 512) have them.
+"""
 
 from errors import require
 from model.methods.base import Window
