@@ -257,8 +257,8 @@ FOUND = [
     "--batch_tokens 2000000000000", "--tags " + "x" * 65,
     *(f"--method {method} --method_options {options}" for method, options in (
         ("rope", "num_heads 3"), ("rope", "name x"), ("rope", "base_length 0"), ("rope", "position_scale 0.5"),
-        ("yarn", "beta_slow 1e-320"), ("rope_ntk", "factor 1e300"), ("alibi", "slopes inf"), ("logn_rope", "init 1e39"),
-        ("infini_rope", "gate_init nan"), ("scale_invariant_rope", "tau 1e-320"), ("rope", "base 1e400"))),
+        ("yarn", "base 1e-320"), ("rope_ntk", "factor 1e300"), ("alibi", "slopes inf"), ("logn_rope", "init 1e39"),
+        ("nape", "delta nan"), ("scale_invariant_rope", "tau 1e-320"), ("rope", "base 1e400"))),
 ]  # fmt: skip
 
 
