@@ -133,13 +133,9 @@ def run(
         sys.exit(exit_code())
 
     # ---- scoring ----
-    own = score_lengths(config, model, tests, needle.examples, folder)
-    summary = {"name": path.name, **settings, "examples": needle.examples, **shares_by_kind(own, needle.examples)}
-    for name, method in build_alternatives(config).items():
-        same = {length: scores for length, scores in own.items() if int(length) <= most}  # one rotation up to here
-        beyond = {length: test for length, test in tests.items() if length > most}
-        scores = same | score_lengths(config, model, beyond, needle.examples, folder, method)
-        summary.setdefault("as", {})[name] = shares_by_kind(scores, needle.examples)
+    shares = score_methods(config, model, tests, needle.examples, folder)
+    summary = {"name": path.name, **settings, "examples": needle.examples, **shares.pop(config.method)}
+    summary |= {"as": shares} if shares else {}
     folder.write_json("summary.json", summary)
     folder.close()
     return summary
@@ -211,32 +207,30 @@ def fine_tune(
     stop.can_save = False  # everything is saved: a signal may end the process at once
 
 
-def score_lengths(
-    config: Config, model: GPT, tests: dict[int, NeedleTask], examples: int, folder: RunFolder,
-    method: Method | None = None,
-) -> dict[str, dict]:  # fmt: skip
-    """Return the scores by length: number of examples, measure_accuracy, and the share of a perfect copier.
+def score_methods(
+    config: Config, model: GPT, tests: dict[int, NeedleTask], examples: int, folder: RunFolder
+) -> dict[str, dict[str, dict]]:
+    """Return {method: {kind: {length: share}}} of the run's method and of its validate_as, which have its weights.
 
-    method: runs in the place of the model's own method. A file in the folder keeps the scores, length by length, so an
-    interrupted scoring continues.
+    scores.json keeps the scores length by length, so an interrupted scoring continues.
     """
-    name = f"scores_{method.name}.json" if method else "scores.json"
-    known = read_json(folder.path / name, default={})
-    for length, test in tests.items():
-        if known.get(str(length), {}).get("examples") != examples:
-            accuracy, oracle = measure_accuracy(config, model, test, examples, method), oracle_accuracy(test, examples)
-            known[str(length)] = {"examples": examples, **accuracy, "oracle": oracle}
-            folder.write_json(name, known)
-        label = folder.path.parent.name + (f" as {method.name}" if method else "")
-        print(f"{label}: {known[str(length)]['greedy']:.3f} of the needles at {length}", file=sys.stderr)
-    return known
-
-
-def shares_by_kind(scores: dict[str, dict], examples: int) -> dict[str, dict]:
-    """Return {kind: {length: share}} of the lengths that were scored on this number of examples."""
-    whole = {length: score for length, score in scores.items() if score["examples"] == examples}
-    kinds = ("greedy", "teacher_forcing", "oracle", "by_distance")
-    return {kind: {length: score[kind] for length, score in whole.items() if kind in score} for kind in kinds}
+    known = read_json(folder.path / "scores.json", default={})  # {method: {length: scores}}
+    for name, method in {config.method: None, **build_alternatives(config)}.items():
+        scores = known.setdefault(name, {})
+        for length, test in tests.items():
+            if method and length <= config.train_length:  # the rotations are the same up to here
+                scores[str(length)] = known[config.method][str(length)]
+            elif scores.get(str(length), {}).get("examples") != examples:
+                accuracy = measure_accuracy(config, model, test, examples, method)
+                scores[str(length)] = {"examples": examples, **accuracy, "oracle": oracle_accuracy(test, examples)}
+                folder.write_json("scores.json", known)
+            share = scores[str(length)]["greedy"]
+            print(f"{folder.path.parent.name} as {name}: {share:.3f} of the needles at {length}", file=sys.stderr)
+    kinds, shares = ("greedy", "teacher_forcing", "oracle", "by_distance"), {}
+    for name, by_length in known.items():
+        whole = {length: scores for length, scores in by_length.items() if scores["examples"] == examples}
+        shares[name] = {kind: {length: scores[kind] for length, scores in whole.items()} for kind in kinds}
+    return shares
 
 
 @torch.inference_mode()

@@ -235,6 +235,19 @@ def test_teacher_forcing_and_greedy_agree_when_the_model_is_right(model_and_task
     assert torch.equal(decoded[0], targets[0, start - 1 :])
 
 
+def test_weights_run_as_another_method_are_scored_beyond_the_training_length(run, tune, monkeypatch):
+    """The other method is the run's own here, so the scores are the same."""
+    _, model = load_run(run, torch.device("cpu"))
+    monkeypatch.setattr(needle, "build_alternatives", lambda config: {"again": model.blocks[0].attention.method})
+    summary, measured = tune(), []
+    assert summary["as"]["again"] == {kind: summary[kind] for kind in summary["as"]["again"]}
+    monkeypatch.setattr(needle, "measure_accuracy", lambda *args: measured.append(args) or {"greedy": 0.0})
+    (run / "needle" / "scores.json").unlink()
+    with pytest.raises(KeyError):  # the other kinds of score
+        tune()
+    assert [args[2].length for args in measured] == [240, 480, 480]
+
+
 def test_run_again_does_nothing_but_the_lengths_that_are_new(tune, monkeypatch):
     first = tune()
     monkeypatch.setattr(needle, "save_checkpoint", None)  # nothing is trained again
