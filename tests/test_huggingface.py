@@ -3,7 +3,6 @@
 
 import json
 import math
-import pickle
 from pathlib import Path
 
 import pytest
@@ -18,11 +17,10 @@ from torch.testing import assert_close
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, StaticCache
 
 from model.attention.reference import attention_logits
-from model.attention.triton.distance import make_coefficients
-from model.methods import METHODS, make_method
+from model.methods import METHODS
 from scripts.hf import attention
 from scripts.hf.attention import attend_with_method, attention_layers, convert
-from scripts.hf.load import check_memory, load_model, meta_model, read_config, read_tokenizer
+from scripts.hf.load import load_model, read_config, read_tokenizer
 from scripts.hf.scores import measure_scores, rescale
 from scripts.hf.settings import PAPER
 
@@ -161,10 +159,7 @@ def test_every_method_runs_unless_it_needs_the_layers_input():
 def test_no_kernel_assumes_a_bound_of_the_scores():
     model = convert(make_model(), "scale_invariant_p_rope")
     logits(model)
-    (plan,) = model.attention_shared.plans.values()
-    assert plan.product_bound == math.inf
-    change = attention_layers(model)[0].method.score_change
-    assert not make_coefficients(change, 4, 8, LENGTH, 0, torch.float32, "cpu", plan.product_bound).bounded
+    assert [plan.product_bound for plan in model.attention_shared.plans.values()] == [math.inf]
 
 
 def test_barbero_keeps_half_of_the_models_frequencies_and_logn_begins_at_1():
@@ -177,20 +172,6 @@ def test_barbero_keeps_half_of_the_models_frequencies_and_logn_begins_at_1():
 
 
 # ---- scores ----------------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def test_measured_scores_are_those_of_the_formula(calls):
-    model = convert(make_model("gemma2"), "p_rope")
-    found = measure_scores(model, random_tokens())
-    later = torch.arange(LENGTH)
-    counted = (later[:, None] > later) & (later > 0)
-    method = make_method("p_rope", num_heads=4, head_dim=8, train_length=TRAIN_LENGTH)  # before window and cap
-    for (_, (q, k, *_), _), (mean, deviation) in zip(calls, [layer.unbind(-1) for layer in found], strict=True):
-        exact_q, exact_k = exact_vectors(q, k)
-        scores = attention_logits(method, exact_q * (8 / 12) ** 0.5, exact_k)[:, :, counted].transpose(0, 1).flatten(1)
-        assert_close(mean.double(), scores.mean(1), rtol=0, atol=1e-5)
-        assert_close(deviation.double(), scores.std(1), rtol=0, atol=1e-5)
 
 
 @every_family
@@ -227,16 +208,10 @@ def test_a_cache_changes_nothing(name, options, family):
         output = model(piece, past_key_values=output.past_key_values, use_cache=True)
         found.append(output.logits)
     assert_close(torch.cat(found, dim=1), full, rtol=0, atol=1e-4)
-
-
-@every_family
-def test_generate_with_a_cache_is_generate_without(family):
-    model, tokens = convert(make_model(family), "logn_ntk"), random_tokens(length=9)
-    model.attention_shared.target_length = 44
-    options = dict(max_new_tokens=35, do_sample=False, eos_token_id=None, pad_token_id=0)
-    cached = model.generate(tokens, **options)
-    assert cached.shape == (2, 44) and torch.equal(cached, model.generate(tokens, use_cache=False, **options))
-    assert model.generate(tokens, **options | dict(num_beams=2, max_new_tokens=9)).shape == (2, 18)
+    if name == "logn_ntk":
+        options = dict(max_new_tokens=2, do_sample=False, eos_token_id=None, pad_token_id=0)
+        cached = model.generate(tokens, **options)
+        assert torch.equal(cached, model.generate(tokens, use_cache=False, **options))
 
 
 def test_rows_are_one_whole_sequence():
@@ -296,14 +271,6 @@ def test_a_converted_model_is_saved_and_loaded(tmp_path, family):
     assert again.config.attention_method == model.config.attention_method
 
 
-def test_llama_2_7b_converts_on_the_meta_device():
-    model = meta_model(LlamaConfig(max_position_embeddings=4096))  # the other defaults are Llama-2-7B's
-    assert sum(p.numel() for p in model.parameters()) == 6_738_415_616
-    for name in ("logn_rope", "scale_invariant_p_rope"):
-        convert(model, name)
-        assert sum(p.numel() for p in model.parameters()) == 6_738_415_616 + (1024 if name == "logn_rope" else 0)
-
-
 @pytest.fixture
 def folder(tmp_path):
     make_model().save_pretrained(tmp_path / "model")
@@ -338,26 +305,8 @@ def test_bad_configurations(folder, fields, word):
     change_config(folder, **fields)
     with assert_refused(word):
         load_model(folder)
-
-
-def test_what_is_not_there(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises((OSError, ValueError)):
-        read_config(tmp_path)
-    with pytest.raises((OSError, ValueError)):
-        read_tokenizer(tmp_path, VOCAB)
-    with assert_refused("GiB"):
-        check_memory("model", 1e15, torch.device("cpu"))
-
-
-class Trap:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
+        read_config(folder.parent)  # no config.json
 
 
 def test_no_code_of_a_folder_is_run(folder, tmp_path):
@@ -372,12 +321,8 @@ def test_no_code_of_a_folder_is_run(folder, tmp_path):
     with pytest.raises(ValueError):
         read_tokenizer(folder, VOCAB)
     (folder / "model.safetensors").unlink()
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"lm_head.weight": Trap(sprung)}))
-    with pytest.raises(OSError):
-        load_model(folder)
-    index = dict(metadata={}, weight_map={"lm_head.weight": "pytorch_model.bin"})
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(Exception):
+    (folder / "pytorch_model.bin").write_bytes(b"")  # is not even opened
+    with pytest.raises(OSError, match="safetensors"):
         load_model(folder)
     assert not sprung.exists()
 
