@@ -119,6 +119,7 @@ def test_rope_is_the_model_itself_and_not_trained(place, tmp_path):
 def test_steps_are_adamws_on_the_whole_logits(place, tmp_path):
     """RoPE in float32 against transformers' own model, logits and optimizer in float64."""
     argv = arguments(place, tmp_path, "--method", "rope", "--dtype", "float32", "--name", "run", steps=2)
+    argv += ["--val_lengths", "64"]  # the training length alone
     assert run_command([*argv, "--save_model", "--weight_decay", "0.1"]) == 0
     model = transformers.LlamaForCausalLM.from_pretrained(place / "model", dtype=torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)

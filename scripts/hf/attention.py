@@ -50,8 +50,10 @@ class Shared:
     def plan(self, method: Method, positions: Positions, q: Tensor, k: Tensor, softcap: float | None) -> Plan:
         """Return the plan of a call with q (B, H, Tq, D) and k (B, H, Tk, D)."""
         end, window = positions.query + q.shape[2], method.window and method.window.window
-        if self.lengths != (end, q.shape[2], self.target_length):
-            self.lengths = (end, q.shape[2], self.target_length)
+        # Tensors made in inference mode cannot serve training, so these plans are kept apart.
+        lengths = (end, q.shape[2], self.target_length, torch.is_inference_mode_enabled())
+        if self.lengths != lengths:
+            self.lengths = lengths
             self.plans.clear()
         key = (method.name, window, positions.key, q.device, q.dtype)
         if key not in self.plans:
