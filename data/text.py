@@ -25,6 +25,7 @@ import shutil
 import sys
 import tempfile
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,17 +120,18 @@ def index_documents(files: list[Path], field: str, val_fraction: float) -> Corpu
     ValueError for an impossible fraction, too little text for two splits, or a line of .jsonl without a text.
     """
     require(0 < val_fraction < 1, f"--val-fraction {val_fraction}: out of range. Use more than 0 and less than 1.")
-    spans = {"train": array("q"), "val": array("q")}
+    spans, replaced = {"train": array("q"), "val": array("q")}, Counter()
     for index, path in enumerate(tqdm(files, "finding documents", unit="file", disable=None)):
-        replaced = 0
         for start, end in document_spans(path):
-            text, count = read_document(path, start, end, field)
-            replaced += count
+            text, replaced_here = read_document(path, start, end, field)
+            replaced[path] += replaced_here
             if text:
                 draw = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) / 2**64
                 spans["val" if draw < val_fraction else "train"].extend((index, start, end))
-        if replaced:
-            print(f"warning: {path}: {replaced:,} characters are not UTF-8 and became U+FFFD", file=sys.stderr)
+    if replaced := +replaced:  # the files with such characters
+        path, count = replaced.most_common(1)[0]
+        many = f"{replaced.total():,} characters in {len(replaced):,} files are not UTF-8 and became U+FFFD"
+        print(f"warning: {many}, {count:,} of them in {path}", file=sys.stderr)
 
     is_cut = not all(spans.values())
     if is_cut:
