@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from configs.config import NOT_MATHEMATICS, Config
-from configs.sweeps import Run
+from configs.runs import Run
 from data.shards import TOKENIZER_FILE, tokenizer_of
 from data.tokenizer import END_OF_TEXT
 from errors import exit_on_user_error, require

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from configs.command_line import read_config, read_fields
 from configs.presets import quickstart
-from configs.sweeps import Run
+from configs.runs import Run
 from data.python_source import prepare_documents, prepare_taught
 from data.shards import copy_rows_of, read_manifest, verify
 from errors import exit_on_user_error, require

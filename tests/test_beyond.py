@@ -12,7 +12,8 @@ from test_gpt import make_random_gpt, random_tokens
 from test_reproduce import call, is_figure, rows, write_models, write_run, write_study  # noqa: F401 (call is a fixture)
 
 from configs.command_line import read_config
-from configs.sweeps import BEST, RIVALS, grid, sweep
+from configs.runs import grid
+from configs.sweeps import BEST, RIVALS, sweep
 from model.methods import canonical_name
 from runtime.build import build_model
 from runtime.validation import means_by_octave
@@ -148,15 +149,11 @@ def test_heads_of_their_own(tmp_path, call):  # noqa: F811
 
 def test_rivals_are_methods_and_three_seeds_each():
     runs = sweep("table_rivals", "mini")
-    assert {run.config.method for run in runs} == {*BEST, *RIVALS} and len(runs) == 3 * len({*BEST, *RIVALS}) + 12
+    assert {run.config.method for run in runs} == {*BEST, *RIVALS} and len(runs) == 3 * len({*BEST, *RIVALS})
     assert RIVALS == [canonical_name(name) for name in RIVALS]
     assert not {*RIVALS} & {run.config.method for run in sweep("all", "mini")}
-    rewarmed = [run.config.switch_warmup_steps for run in runs if run.config.switch_warmup_steps]
-    assert rewarmed == [2] * 6 and sweep("table_rivals", "paper")[-1].config.switch_warmup_steps == 11  # 2 % of 572
-    dropped = [run.config for run in runs if run.config.switch_method_at]
-    assert {c.method_at(560): c.method_at(559) for c in dropped} == {"nope": "rope", "scale_invariant_nope": REFERENCE}
     paper = {run.identity for run in sweep("table_losses", "mini")}
-    assert {run.identity for run in runs if run.config.method in BEST and not run.config.switch_method_at} <= paper
+    assert {run.identity for run in runs if run.config.method in BEST} <= paper
     for scale in ("mini", "paper"):
         for run in sweep("table_rivals", scale, seeds=[0]):
             check_run(run)

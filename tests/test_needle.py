@@ -14,7 +14,7 @@ import pytest
 import torch
 from tiny_run import train_tiny_run
 
-from configs.sweeps import Needle
+from configs.runs import Needle
 from data.needle import Haystack, NeedleTask
 from data.tokenizer import load_tokenizer
 from model.decoding import greedy_decode

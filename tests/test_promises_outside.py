@@ -18,7 +18,7 @@ from test_data import exit_code
 from test_train import ROOT, arguments, contents, here, make_data, train_here
 
 import train_gpt
-from configs.sweeps import Run
+from configs.runs import Run
 from data import shards
 from data.tokenizer import load_tokenizer
 from runtime.checkpoint import latest_checkpoint, list_checkpoints, load_checkpoint

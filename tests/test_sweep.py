@@ -17,7 +17,8 @@ import pytest
 import torch
 from lives import holding
 
-from configs.sweeps import Run, sweep
+from configs.runs import Run
+from configs.sweeps import sweep
 from data.text import prepare
 from runtime.checkpoint import latest_checkpoint, load_checkpoint
 from runtime.run_folder import RunFolder

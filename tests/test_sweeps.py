@@ -11,7 +11,8 @@ import yaml
 from configs.command_line import read_config
 from configs.config import config_hash
 from configs.presets import preset
-from configs.sweeps import BEYOND_PAPER, MAIN_METHODS, SCALES, SWEEPS, Run, grid, sweep
+from configs.runs import Run, grid
+from configs.sweeps import MAIN_METHODS, PAPER_SWEEPS, SCALES, SWEEPS, sweep
 from scripts.reproduce.tables import paper_targets
 from scripts.shared.arguments import field_changes
 from scripts.shared.runs import stored_config
@@ -33,8 +34,7 @@ def test_all_is_every_run_of_the_paper_once_with_its_fine_tuning(scale, tuned, h
     runs = sweep("all", scale)
     hashes = {config_hash(run.config) for run in runs}
     assert len(runs) == len(hashes) == len({run.name for run in runs})
-    papers = {*SWEEPS} - {*BEYOND_PAPER}
-    assert hashes == {config_hash(run.config) for name in papers for run in sweep(name, scale)}
+    assert hashes == {config_hash(run.config) for name in PAPER_SWEEPS for run in sweep(name, scale)}
     with_needle = [run for run in runs if run.needle]
     assert with_needle == sweep("table_needle", scale) and len(with_needle) == tuned
     assert {(run.needle.haystack, run.needle.steps) for run in with_needle} == {(haystack, steps)}

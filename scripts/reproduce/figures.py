@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 
 from configs.config import Config
-from configs.sweeps import Run
+from configs.runs import Run
 from model.methods import method_options, scaled_options
 from scripts.evaluate import load_run, open_own_text
 from scripts.reproduce import logits, theory

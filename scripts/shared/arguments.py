@@ -4,7 +4,8 @@ import argparse
 from pathlib import Path
 
 from configs.command_line import read_config, read_fields
-from configs.sweeps import SCALES, SET_BY_SWEEPS
+from configs.runs import SET_BY_SWEEPS
+from configs.sweeps import SCALES
 from errors import require
 from model.methods import canonical_name
 

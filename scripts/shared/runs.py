@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from configs.config import NOT_MATHEMATICS, Config, config_hash
-from configs.sweeps import Needle, Run
+from configs.runs import Needle, Run
 from data.shards import open_split
 from errors import require
 from runtime.build import config_of

@@ -17,7 +17,8 @@ every run. Beside the run folder NAME/ there can be
 import argparse
 import sys
 
-from configs.sweeps import SCALE_OF_SWEEP, SCALES, SWEEPS, Run, sweep
+from configs.runs import Run
+from configs.sweeps import SCALE_OF_SWEEP, SCALES, SWEEPS, sweep
 from data.needle import C4, fetch_c4
 from errors import exit_on_user_error, require
 from scripts.shared.arguments import add_run_options, field_changes, needle_changes

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-from configs.sweeps import Run
+from configs.runs import Run
 from errors import require
 from files import replace_text
 from scripts.shared.arguments import key_values

@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 from configs.interrupt import INTERRUPTED
-from configs.sweeps import Run
+from configs.runs import Run
 from errors import require
 from files import append, open_own
 from scripts.shared.runs import failures, sidecar

@@ -5,7 +5,7 @@ import collections
 import dataclasses
 from pathlib import Path
 
-from configs.sweeps import Run
+from configs.runs import Run
 from optim.schedule import check_schedule
 from runtime.build import layer_methods
 from runtime.validation import build_alternatives
