@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[1]
 FIELDS = dict(
     name="run", vocab_size=64, num_layers=2, num_heads=2, model_dim=32,
     train_length=16, batch_tokens=128, micro_batch_tokens=64, steps=20, cooldown_steps=6,
-    val_lengths=(16, 64), val_tokens=256, val_every=5, save_every=5,
+    val_lengths=(16, 64), val_tokens=256, length_schedule=(), val_copy_gaps=(), val_every=5, save_every=5,
     compile="off", device="cpu", dtype="float32",
 )  # fmt: skip
 TIMES = {"seconds", "val_seconds", "tokens_per_second", "peak_memory_mib"}
