@@ -5,15 +5,15 @@
     python -m scripts.generate runs/NAME                         asks for one prompt after another
     python -m scripts.generate runs/NAME < prompts.txt           a prompt a line
 
-The continuation goes to standard output as it comes, what it took to standard error. It begins where a document begins
-and ends where the model ends it. Decoding is exact at any length (model/decoding.py); NTK and YaRN scale to the whole
-length asked for, prompt and continuation. The same seed draws the same text on the same machine.
+The continuation goes to standard output as it comes, the speed to standard error. It begins where a document begins and
+ends where the model ends it. Decoding is exact at any length (model/decoding.py). NTK and YaRN scale to the length of
+prompt and continuation. A seed draws the same text again on the same machine.
 """
 
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -28,29 +28,28 @@ from runtime.processes import exit_on_failure, start_processes
 from scripts.evaluate import load_run
 from scripts.shared.runs import StoredRun, read_run
 
-INCOMPLETE = "\ufffd"  # what the bytes of a character decode to as long as some are missing
+INCOMPLETE = "\ufffd"  # the text of a character's bytes as long as some are missing
 
 
 @exit_on_failure("lower --max-new-tokens")
-def main():
-    with exit_on_user_error():
-        args = read_arguments()
-        device = start_processes(args.device).device
-        _, model = load_run(args.run, device)
-        tokenizer = tokenizer_of_run(read_run(args.run), args.tokenizer)
-        generator = torch.Generator().manual_seed(args.seed)
-        interactive = args.prompt is None
-        for prompt in read_prompts() if interactive else [args.prompt]:
-            try:
-                continue_text(model, tokenizer, prompt, args, generator)
-            except KeyboardInterrupt:  # ends the continuation, not the conversation
-                print(flush=True)
-                if not interactive:
-                    sys.exit(130)
+@exit_on_user_error()
+def main(argv: list[str] | None = None):
+    args = read_arguments(argv)
+    run = read_run(args.run)
+    _, model = load_run(run.path, start_processes(args.device).device)
+    tokenizer = tokenizer_of_run(run, args.tokenizer)
+    generator = torch.Generator().manual_seed(args.seed)
+    for prompt in [args.prompt] if args.prompt is not None else read_prompts():
+        try:
+            continue_text(model, tokenizer, prompt, args, generator)
+        except KeyboardInterrupt:  # ends this continuation; the next prompt may follow
+            print(flush=True)
+            if args.prompt is not None:
+                sys.exit(130)
 
 
-def read_arguments() -> argparse.Namespace:
-    """Return the command line. ValueError for numbers out of range."""
+def read_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Return the command line. Raise ValueError for numbers out of range."""
     parser = argparse.ArgumentParser(prog="python -m scripts.generate", description=__doc__.split("\n")[0])
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
     parser.add_argument("prompt", nargs="?", help="the text to continue (default: lines of the standard input)")
@@ -58,10 +57,10 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=1.0, help="0 takes the most likely token (default: 1)")
     parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K most likely tokens (default: all)")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest of this share")
-    parser.add_argument("--seed", type=int, default=0, help="of the drawing (default: 0)")
-    parser.add_argument("--tokenizer", metavar="SPEC", help="where the run's data folder is gone: as in data.text")
+    parser.add_argument("--seed", type=int, default=0, help="(default: 0)")
+    parser.add_argument("--tokenizer", metavar="SPEC", help="if the run's data folder is gone: as in data.text")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     require(1 <= args.max_new_tokens <= MAX_LENGTH, f"--max-new-tokens must be from 1 to {MAX_LENGTH}")
     require(0 <= args.temperature < float("inf"), f"--temperature must be 0 or more, got {args.temperature}")
     require(args.top_k is None or args.top_k >= 1, f"--top-k must be at least 1, got {args.top_k}")
@@ -71,88 +70,76 @@ def read_arguments() -> argparse.Namespace:
 
 
 def tokenizer_of_run(run: StoredRun, spec: str | None) -> Tokenizer:
-    """Return the tokenizer that a run was trained with, by default that of its data folder.
-
-    ValueError for one with more tokens than the model, and for a folder that holds other text by now.
-    """
-    data_dir, known = run.config.data_dir, run.data.get("tokenizer")
-    if spec is None and known == "gpt2":
-        spec = "gpt2"
-    if spec is None:
-        here = tokenizer_of(Path(data_dir))
-        gone = f"{data_dir}, whose tokenizer {run.path} was trained with, is not here: name it with --tokenizer"
-        require(here, gone)
-        other = f"{data_dir} has another tokenizer now than when {run.path} was trained: name its own with --tokenizer"
-        require(known in (None, here), other)
-    tokenizer = load_tokenizer(spec or data_dir)
-    words = f"{tokenizer.vocab_size} tokens, {run.path} has {run.config.vocab_size}: name its own with --tokenizer"
-    require(tokenizer.vocab_size <= run.config.vocab_size, f"the tokenizer {spec or data_dir} has {words}")
+    """Return the tokenizer of `spec`, or else of the run's data folder. Raise ValueError if it cannot be the run's."""
+    data_dir, trained_with = run.config.data_dir, run.data.get("tokenizer")
+    if spec is None and trained_with != "gpt2":
+        found = tokenizer_of(Path(data_dir))
+        require(found, f"the data folder {data_dir} of {run.path} has no tokenizer. Name the run's with --tokenizer.")
+        same = trained_with in (None, found)
+        require(same, f"{data_dir} has another tokenizer now than {run.path}. Name the run's with --tokenizer.")
+    tokenizer = load_tokenizer(spec or ("gpt2" if trained_with == "gpt2" else data_dir))
+    sizes = f"{tokenizer.vocab_size} tokens, more than the {run.config.vocab_size} of {run.path}"
+    fits = tokenizer.vocab_size <= run.config.vocab_size
+    require(fits, f"the tokenizer has {sizes}. Name the run's with --tokenizer.")
     return tokenizer
 
 
 def read_prompts() -> Iterator[str]:
-    """Yield the lines of the standard input until it ends, asking for each where a person types them."""
-    while True:
-        if sys.stdin.isatty():
-            print("prompt> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
-        if not line:
-            return
+    """Yield the lines of the standard input; ask for each if a person types them."""
+    prompt = "prompt> " if sys.stdin.isatty() else ""
+    print(prompt, end="", file=sys.stderr, flush=True)
+    for line in sys.stdin:
         yield line.rstrip("\n")
-
-
-class TextStream:
-    """Turns tokens into text as they come: what a token adds may depend on the one before it, and a character may take
-    several tokens."""
-
-    def __init__(self, tokenizer: Tokenizer):
-        self.decode = tokenizer.decode
-        self.printed, self.waiting = [], []  # the last tokens of which the text was returned, those of which it was not
-
-    def add(self, token: int) -> str:
-        """Return the text that the token completes."""
-        self.waiting.append(token)
-        text = self.rest()
-        if text.endswith(INCOMPLETE) and len(self.waiting) <= 4:  # no character has more bytes
-            return ""
-        self.printed, self.waiting = self.waiting, []
-        return text
-
-    def rest(self) -> str:
-        """Return the text of the tokens that still wait."""
-        return self.decode(self.printed + self.waiting)[len(self.decode(self.printed)) :]
+        print(prompt, end="", file=sys.stderr, flush=True)
 
 
 def continue_text(
     model: GPT, tokenizer: Tokenizer, prompt: str, args: argparse.Namespace, generator: torch.Generator
 ) -> None:
-    """Print the prompt and its continuation, token by token, and then how many there were and how fast they came.
+    """Print the prompt and its continuation, token by token, and then how many tokens came how fast.
 
-    ValueError for more tokens than attention covers.
+    Raise ValueError for more tokens than attention covers.
     """
-    before = [tokenizer.eot, *tokenizer.encode(prompt)]  # a document begins so in training
-    length = len(before) + args.max_new_tokens
-    many = f"{len(before)} tokens of prompt and {args.max_new_tokens} new ones are more than the {MAX_LENGTH} that"
-    require(length <= MAX_LENGTH, f"{many} attention covers: lower --max-new-tokens")
+    tokens = [tokenizer.eot, *tokenizer.encode(prompt)]  # documents begin so in training
+    length = len(tokens) + args.max_new_tokens
+    require(length <= MAX_LENGTH, f"{length} tokens are more than attention covers. Lower --max-new-tokens.")
 
-    def choose(logits):  # the vocabulary may be padded: those tokens stand for nothing
-        how = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, generator=generator)
-        return sample(logits[:, : tokenizer.vocab_size], **how)
+    def choose(logits):  # the vocabulary may be padded; tokens beyond the tokenizer's have no text
+        logits = logits[:, : tokenizer.vocab_size]
+        return sample(logits, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, generator=generator)
+
+    times = [time.monotonic()]  # the start, then that of each token
+
+    def new_tokens():
+        for token in decode(model, torch.tensor([tokens]), args.max_new_tokens, choose=choose):
+            times.append(time.monotonic())
+            if token.item() == tokenizer.eot:
+                return
+            yield token.item()
 
     print(prompt, end="", flush=True)
-    began, new, first = time.monotonic(), 0, None
-    text = TextStream(tokenizer)
-    for token in decode(model, torch.tensor([before]), args.max_new_tokens, choose=choose):
-        first = first or time.monotonic()
-        if token.item() == tokenizer.eot:
-            break
-        new += 1
-        print(text.add(token.item()), end="", flush=True)
-    print(text.rest(), flush=True)
-    ended = time.monotonic()
-    rate = f", {(new - 1) / (ended - first):,.0f} tokens/s" if new > 1 else ""
-    said = f"[{len(before)} tokens read in {first - began:.2f} s, {new} written in {ended - first:.2f} s{rate}]"
-    print(said, file=sys.stderr)
+    for text in text_pieces(new_tokens(), tokenizer):
+        print(text, end="", flush=True)
+    print(flush=True)
+    start, first, last, count = times[0], times[1], times[-1], len(times) - 1
+    rate = f", {(count - 1) / (last - first):,.0f} tokens/s" if count > 1 else ""
+    print(f"[{len(tokens)} tokens read in {first - start:.2f} s, {count} chosen{rate}]", file=sys.stderr)
+
+
+def text_pieces(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield the text of tokens, each piece as soon as it is known.
+
+    The text of a token may depend on the token before it, and a character may take up to four tokens.
+    """
+    printed, waiting = [], []
+    for token in tokens:
+        waiting.append(token)
+        text = tokenizer.decode(printed + waiting)[len(tokenizer.decode(printed)) :]
+        if not text.endswith(INCOMPLETE) or len(waiting) > 4:
+            yield text
+            printed, waiting = waiting, []
+    if waiting:
+        yield tokenizer.decode(printed + waiting)[len(tokenizer.decode(printed)) :]
 
 
 if __name__ == "__main__":
