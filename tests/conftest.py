@@ -23,7 +23,7 @@ if not torch.cuda.is_available():  # before the first test file imports Triton, 
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # without processes of its own, a compiler can be forked
 
 PROMISES = pytest.StashKey[dict]()
-FORKED = "bench bench_peers beyond chain context_parallel cpu_kernel keep memory needle optim".split()
+FORKED = "bench beyond chain context_parallel cpu_kernel keep needle optim".split()
 FORKED += "promises_machines promises_run promises_wandb quickstart report reproduce runtime sharded".split()
 FORKED += "sweep switch train".split()
 LONGEST = "promises_run sweep train chain kernels reproduce cpu_kernel context_parallel".split()

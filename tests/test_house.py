@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 ROOMS = ("sweep", "reproduce", "shared", "hf")
 FILES = sorted(path for room in ROOMS for path in (ROOT / "scripts" / room).iterdir() if path.is_file())
-COMMANDS = ("sweep", "reproduce", "report", "theory", "evaluate", "needle", "quickstart", "logit_statistics")
+COMMANDS = ("sweep", "reproduce", "report", "reproduce.theory", "evaluate", "needle", "quickstart", "logit_statistics")
 MODULES = sorted(path for path in (ROOT / "scripts").rglob("*.py"))
 
 

@@ -401,13 +401,12 @@ def test_forward_and_backward_repeat_bit_by_bit():
 
 # arguments, each: arch, dtype, head_dim, method, options
 COMPILE = """
-import dataclasses, re, sys, torch, triton
+import dataclasses, re, sys, torch
+from model.attention.triton import flash
 from model.attention.triton.distance import make_coefficients
 from model.methods import make_method
-from scripts.bench.kernel_code import compile_launch, kernel_launches
+from tests.machine_code import compile_launch, count, flash_launches, innermost_loops
 
-binaries, compile = [], triton.compile
-triton.compile = lambda *args, **options: binaries.append(compile(*args, **options)) or binaries[-1]
 for case in sys.argv[1:]:
     arch, dtype, head_dim, name, options = eval(case, vars(torch))
     method = make_method(name, num_heads=2, head_dim=head_dim, train_length=64, **options)
@@ -415,10 +414,11 @@ for case in sys.argv[1:]:
     coefficients = dataclasses.replace(coefficients, window=method.window and method.window.window)
     key_bias = method.key_bias and torch.zeros(1, 2, 300)
     inputs = torch.zeros(4, 1, 2, 300, head_dim, dtype=dtype)
-    for role, launch in kernel_launches(inputs, coefficients, arch=arch, key_bias=key_bias).items():
+    for role, launch in flash_launches(flash, inputs, coefficients, arch, key_bias).items():
         if role != "delta":
-            spills = [loop["spills"] for loop in compile_launch(launch, arch)["loops"]]
-            ptx = binaries[-1].asm["ptx"]
+            ptx, listing, _ = compile_launch(launch, arch)
+            logits = launch.constants["QUERIES"] * launch.constants["KEYS"] / (32 * launch.options["num_warps"])
+            spills = [count(loop, "LDL", "STL") / logits for loop in innermost_loops(listing, "MMA")]
             atomic = bool(re.search(r"\\b(atom|red)\\.", ptx))
             print(case, role, atomic, f"sm_{arch}" in ptx, max(spills, default=0) < 1)
 """

@@ -255,21 +255,20 @@ def test_more_than_2_to_the_31_logits():
 
 COMPILE = """
 import torch
-from scripts.bench import kernel_code
-listings = []
-def keep(launch, arch, function=kernel_code.machine_code):
-    listings.append(function(launch, arch))
-    return listings[-1]
-kernel_code.machine_code = keep
+from model.attention.triton import cross_entropy
+from tests.machine_code import compile_launch, count, innermost_loops, record_launches
 for arch in (80, 90):
     for dtype in (torch.bfloat16, torch.float32):
         for V in (50304, 50257):
-            listings.clear()
-            kernels = kernel_code.loss_code(arch, dtype, V)
-            loops = [loop for kernel in kernels for loop in kernel["loops"]]
-            waits = max(loop[name] for loop in loops for name in kernel_code.WAITS)
-            (_, _, code), _ = listings
-            print(arch, waits, kernels[0]["stack"], "LDG.E.128" in code, "STG.E.128" in code, "ATOM" in code)
+            arguments = torch.zeros(1, V, dtype=dtype), torch.zeros(1, dtype=int), torch.zeros(1)
+            codes = []
+            for gradient in (True, False):
+                call = lambda: cross_entropy.cross_entropy_(*arguments, gradient)
+                (launch,) = record_launches(cross_entropy, ["cross_entropy_kernel"], call)
+                codes.append(compile_launch(launch, arch)[1:])
+            waits = max(count(loop, "BAR", "SHFL") for code, _ in codes for loop in innermost_loops(code, "MUFU"))
+            code, stack = codes[0]
+            print(arch, waits, stack, "LDG.E.128" in code, "STG.E.128" in code, "ATOM" in code)
 """
 
 

@@ -143,7 +143,6 @@ def test_nothing_is_written_outside_and_nobody_is_called(data, tmp_path, faults,
             commands += [
                 ["train_gpt.py", *arguments(data, runs, **name_of_run, resume="auto")],
                 ["train_gpt.py", *arguments(data, runs, **name_of_run | dict(name=f"o{number}", wandb="online"))],
-                ["-m", "scripts.memory", "quickstart"],
                 ["-m", "scripts.sweep", "table_losses", "--scale", "mini", "--runs-dir", runs, "--dry-run"],
                 ["-m", "data.text", ROOT / "model", ROOT / "scripts", "--tokenizer", "bpe:300", "--suffixes", ".py",
                  "--out", tmp_path / "out" / f"text{number}", "--val-fraction", "0.3"],

@@ -1,1 +1,1 @@
-"""Everything that measures speed and what it depends on: python -m scripts.bench (its commands are in __main__.py)."""
+"""Benchmarks of attention and of training steps: python -m scripts.bench."""

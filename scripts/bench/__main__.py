@@ -1,35 +1,31 @@
-"""Speed, side by side, on this machine.
+"""Time attention, or whole training steps, on this machine. A variant with wrong numbers gets no time.
 
-    python -m scripts.bench step PRESET [VARIANT ...] [--field value ...]     whole training steps, ours and others'
-    python -m scripts.bench attention                                         attention alone
-    python -m scripts.bench project [PRESET ...]                              hours, communication and GPUs, computed
-    python -m scripts.bench save [PRESET ...]                                 what checkpoints cost
-
-`python -m scripts.bench step --help` explains the first, scripts/bench/attention.py, project.py and save.py the others.
+python -m scripts.bench attention                                        attention alone
+python -m scripts.bench step PRESET [VARIANT ...] [--field value ...]    whole training steps
 """
 
 import argparse
 import sys
+from pathlib import Path
 
 from errors import exit_on_user_error
-from scripts.bench import attention, project, save, step
+from scripts.bench import attention, step
 
 
-def main():
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    commands = parser.add_subparsers(metavar="step | attention | project | save", required=True)
-    for name, module in dict(step=step, attention=attention, project=project, save=save).items():
-        first_line, _ = module.__doc__.split("\n", maxsplit=1)
-        text = dict(help=first_line, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-        command = commands.add_parser(name, allow_abbrev=False, **text)
+def main(argv: list[str] | None = None):
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m scripts.bench", description=__doc__, formatter_class=layout)
+    commands = parser.add_subparsers(metavar="attention | step", required=True)
+    for name, module in (("attention", attention), ("step", step)):
+        command = commands.add_parser(name, description=module.__doc__, formatter_class=layout, allow_abbrev=False)
         module.add_arguments(command)
-        command.set_defaults(run=module.run, fields=[])
-    args, fields = parser.parse_known_args()
-    if fields and not hasattr(args, "preset"):
-        parser.error(f"unrecognized arguments: {' '.join(fields)}")
-    args.fields = fields
+        command.set_defaults(run=module.run)
+        command.add_argument("--rounds", type=int, default=7, help="at most (7)")
+        command.add_argument("--minutes", type=float, default=8, help="for all variants, compilation included (8)")
+        command.add_argument("--out", type=Path, metavar="FOLDER", help="also write FOLDER/DEVICE_....md and .json")
+    args, args.fields = parser.parse_known_args(argv)
+    if args.fields and args.run is attention.run:
+        parser.error(f"unrecognized arguments: {' '.join(args.fields)}")
     with exit_on_user_error():
         if args.out:
             args.out.mkdir(parents=True, exist_ok=True)

@@ -1,273 +1,224 @@
-"""Time whole training steps, ours and others', side by side.
+"""Time whole training steps side by side.
 
-    python -m scripts.bench step gpt_162m_4k                          the variants below, as far as they run here
-    python -m scripts.bench step quickstart record8 p_rope scale_invariant_p_rope:blocks --length 1024
-    python -m scripts.bench step quickstart p_rope --profile trace    where the time goes (scripts/bench/profile.py)
-    python -m scripts.bench step quickstart --peers ../nanoGPT        whole scripts (scripts/bench/peers.py)
-    python -m scripts.bench step quickstart --processes 1 2
+    python -m scripts.bench step gpt_162m_4k p_rope scale_invariant_p_rope scale_invariant_p_rope:triton
+    python -m scripts.bench step quickstart p_rope p_rope/compile=off/micro_batch_tokens=1024 --train_length 1024
+    python -m scripts.bench step quickstart p_rope --profile trace     where the time goes: a table and a Chrome trace
+    python -m scripts.bench step quickstart --checkouts . ../before    train_gpt.py of two checkouts
 
-A variant is METHOD[:BACKEND], our step with an attention method; the same with -qkv, -muon or -loss: without merged
-projections, batched Muon or fused cross-entropy; record8, record8+flex and nanogpt: see scripts/bench/baselines.py.
-
-First the gate: variants that compute the same model get the same tokens from the same weights, and their gradients and
-losses must agree; one that fails gets no time. Then rounds in which all take turns, in the order A B C and back. The
-first variant that runs is the baseline, and runs once more at the end of each round (the A/A row, which shows the
-noise).
+A variant is METHOD[:BACKEND][/FIELD=VALUE...]; the fields are those of train_gpt.py. The first variant that runs is the
+baseline. First comes the gate: variants of the same model start from the same weights, and their gradients and losses
+must agree. A variant that fails the gate gets no time, and the exit code is 1.
 """
 
 import argparse
 import functools
-import re
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from configs.command_line import read_config
-from configs.config import Config
+from configs.config import Config, config_hash
 from errors import require
 from model.attention.sdpa import prefer_fast_sdpa
-from runtime.device import matmul_rate, published_peak
-from runtime.flops import attention_flops_per_token, training_flops_per_token
+from model.methods import check_options
+from runtime.device import matmul_rate, peak_flops
+from runtime.flops import training_flops_per_token
+from runtime.metrics import read_metrics
 from runtime.processes import start_processes
 from scripts.bench import protocol
-from scripts.bench.peers import WARM_UP, bench_peers, bench_processes, with_data
-from scripts.bench.profile import profile
-from scripts.bench.protocol import Report, build_variants, gpu_range, paired_ratio, ratio_cell, results_table
-from scripts.bench.trainers import DEFAULT_VARIANTS, KINDS, StepBench, StepVariant, Trainer, read_variant
+from scripts.bench.trainers import Trainer
 from scripts.shared.tables import markdown_table
 
-SOAK_SECONDS = 20  # of work before the first round on CUDA: the chip is to be as warm as in a long run
-LIMITS = dict(  # of the gate: relative errors, and nats
-    gradients={torch.float32: 1e-4, torch.bfloat16: 0.1}, losses={torch.float32: 1e-4, torch.bfloat16: 0.02}
-)
+DEFAULT_VARIANTS = ["p_rope", "scale_invariant_p_rope", "logn_p_rope", "alibi"]
+SOAK_SECONDS = 20  # of steps before the first round on CUDA, because a cold chip is faster than a warm one
+GRADIENT_LIMITS = {torch.float32: 1e-4, torch.bfloat16: 0.1}  # relative error of a parameter's gradient (Frobenius)
+LOSS_LIMITS = {torch.float32: 1e-4, torch.bfloat16: 0.02}  # nats
+WARM_UP_STEPS = 10  # of a checkout; these compile and allocate, and do not count
 HOW_TO_READ = """\
-- Step: all micro-batches, gradient norm, optimizer, zeroing and the loader; no validation and no logging. The rate is
-  zero while steps are timed, so that all weights stay as they are. Micro: forward and backward pass of a micro-batch.
-  Optimizer: gradient norm, update and zeroing alone; share: of the step. Sum: {accumulation} x micro + optimizer, to
-  the step. All are medians over rounds in which the variants take turns; on a GPU, of CUDA events.
-- Time to the baseline: in the same round, median over the rounds and bootstrap 95 % interval; below 1 is faster. The
-  row "again" is the baseline once more (A/A).
-- Model FLOPs of a token, forward and backward: 6 (12 d^2 L + d V) + 6 d (T + 1) L = {flops:,}. Attention counts for
-  the causal half; recomputation, embedding and Muon do not count.
-- MFU: the rate of these FLOPs, of {peak}.
-- Of matmul: the same, of {matmul:.4g} FLOP/s: products of {matmul_size} x {matmul_size} random matrices in {dtype},
-  measured in this run.
-- HFU: of {peak_or_matmul}, attention's backward pass counted as 2.5 forward passes instead of 2, as it makes the
-  logits again.
-- PaLM: of {peak_or_matmul}, with the count that most tables use, 12 d T L for attention. It credits the half of the
-  logits that causal attention never computes: not comparable with MFU.
-- GiB: most memory held in a step, weights and optimizer state included, other variants' left out (CUDA)."""
+- A step: all micro-batches, gradient norm, optimizer and loader; neither validation nor logging. The learning rate is
+  zero, so the weights stay as they are. Times are medians over the rounds.
+- Time to the baseline: the ratio within a round, its median and its bootstrap 95 % interval. Below 1 is faster. The
+  row "again" is the baseline a second time (A/A).
+- Of peak: model FLOPs (causal attention; no recomputation) a second, as a share of {peak:.4g} FLOP/s ({source}).
+- GiB: the most memory held in a step, weights and optimizer state included (CUDA)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser):
     parser.add_argument("preset", help="one of configs/presets.py; fields of train_gpt.py may follow as options")
-    parser.add_argument("variants", nargs="*", metavar="VARIANT", help="the first is the baseline (default: all)")
-    parser.add_argument("--length", type=int, help="sequence length (default: the preset's training length)")
-    parser.add_argument("--rounds", type=int, default=7, help="at most, as time allows")
-    parser.add_argument("--minutes", type=float, default=8, help="for all variants, compilation included")
-    parser.add_argument("--steps", type=int, help="of the gate (30), of a process (60) or of the profile (3)")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="also write FOLDER/DEVICE_step....md and .json")
-    instead = parser.add_mutually_exclusive_group()
-    instead.add_argument("--peers", nargs="+", metavar="CHECKOUT", help="time the scripts of nanoGPT, modded-nanogpt")
-    instead.add_argument("--processes", nargs="+", type=int, metavar="N", help="time train_gpt.py on so many processes")
-    instead.add_argument("--profile", type=Path, metavar="FOLDER", help="profile the first variant, trace to there")
+    parser.add_argument("variants", nargs="*", metavar="VARIANT", help=f"default: {' '.join(DEFAULT_VARIANTS)}")
+    parser.add_argument("--steps", type=int, default=10, help="of the gate, of the profile, of a checkout (10)")
+    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="profile the first variant instead")
+    parser.add_argument("--checkouts", type=Path, nargs="+", metavar="FOLDER", help="time these checkouts instead")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return the exit code: 1 when a variant fails the gate or processes train differently.
-
-    Raise ValueError or OSError for what cannot be.
-    """
-    arguments = [args.preset, *args.fields, *(["--train_length", str(args.length)] if args.length else [])]
-    config = read_config(arguments)
-    device = start_processes(config.device).device
-    steps = args.steps or (60 if args.peers or args.processes else 3 if args.profile else 30)
-    is_positive = min(args.rounds, steps, *(args.processes or [1])) >= 1 and args.minutes > 0
-    require(is_positive, "rounds, steps, processes and minutes must be positive")
-    args = argparse.Namespace(**vars(args) | dict(steps=steps))
-    if args.peers or args.processes:
-        require(steps > WARM_UP, f"--steps {steps}: the first {WARM_UP} of a process do not count, so it takes more")
-    variants = {name: read_variant(name) for name in args.variants or DEFAULT_VARIANTS}
-    one_code_a_variant = torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True)
-    with tempfile.TemporaryDirectory() as folder, one_code_a_variant:
-        arguments, config, tokens = with_data(arguments, config, Path(folder))
-        if args.peers or args.processes:
-            bench_scripts = bench_peers if args.peers else bench_processes
-            return bench_scripts(args, arguments, config, tokens, device, Path(folder))
-        prefer_fast_sdpa(device)
-        bench = StepBench(config, device)
+    """Return the exit code: 1 when a variant or a checkout fails the gate. Raise ValueError for users' mistakes."""
+    require(min(args.rounds, args.steps) >= 1 and args.minutes > 0, "--rounds, --steps and --minutes must be positive")
+    variants = {name: read_variant(args.preset, args.fields, name) for name in args.variants or DEFAULT_VARIANTS}
+    base = next(iter(variants.values()))
+    for name, config in variants.items():
+        same = (config.batch_tokens, config.train_length) == (base.batch_tokens, base.train_length)
+        require(same, f"{name}: batch_tokens and train_length must be the same in all variants")
+    device = start_processes(base.device).device
+    prefer_fast_sdpa(device)
+    if args.checkouts:
+        report = protocol.Report(args.out, f"step_checkouts_{args.preset}", device, "Training steps of checkouts")
+        return compare_checkouts(report, args.checkouts, args.preset, args.fields, args.steps, args.rounds)
+    with torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
         if args.profile:
-            return profile(args, bench, *next(iter(variants.items())), tokens)
-        return bench_variants(args, bench, variants, tokens)
+            return profile(Trainer(base, device), args.steps, args.profile)
+        return compare_variants(args, variants, device)
 
 
-# ---- the gate, and the rounds ----------------------------------------------------------------------------------------
+def read_variant(preset: str, fields: list[str], name: str) -> Config:
+    """Return the configuration of a variant. Raise ValueError for a name that describes none."""
+    method_and_backend, *changes = name.split("/")
+    method, _, backend = method_and_backend.partition(":")
+    arguments = [preset, *fields, "--method", method, "--attention_backend", backend or "auto"]
+    for change in changes:
+        field, _, value = change.partition("=")
+        arguments += [f"--{field}", *value.split()]
+    config = read_config(arguments)
+    check_options(config.method, config.method_options)
+    return config
 
 
-def gate(
-    bench: StepBench, trainers: dict[str, Trainer], variants: dict[str, StepVariant], steps: int
-) -> dict[str, dict]:
-    """Return how far variants that compute the same model are from the first of their kind, and whether that passes.
+def gate(trainers: dict[str, Trainer], steps: int) -> dict[str, dict]:
+    """Return how far each variant is from the first variant of the same model, and whether this is within the limits.
 
-    First the gradients of one micro-batch, from the same weights: the largest relative error (Frobenius norm) of a
-    parameter's. Then the losses of so many steps, on CUDA of one micro-batch each: the largest difference.
+    gradients: the largest relative error of a parameter's gradient, from the same weights. losses: the largest
+    difference in so many steps, in nats.
     """
     firsts, results = {}, {}
-    micro_batches = 1 if bench.device.type == "cuda" else None
     for name, trainer in trainers.items():
-        own = gradients(bench, trainer)
-        losses = torch.stack([bench.step(trainer, rate=1.0, micro_batches=micro_batches)[0] for _ in range(steps)])
-        first, reference, reference_losses = firsts.setdefault(variants[name].method, (name, own, losses))
-        errors = torch.stack([(own[p] - reference[p]).norm() / (reference[p].norm() + 1e-30) for p in reference])
-        distances = dict(gradients=float(errors.max()), losses=float((losses - reference_losses).abs().max()))
-        passed = all(distances[key] <= limits[bench.dtype] for key, limits in LIMITS.items())  # not with NaN
-        results[name] = dict(first=first, **distances, passed=passed, loss=losses.tolist())
+        gradients = trainer.gradients()
+        losses = torch.stack([trainer.step(lr_factor=1.0) for _ in range(steps)])
+        first = firsts.setdefault(config_hash(trainer.config), (name, trainer.dtype, gradients, losses))
+        first_name, first_dtype, first_gradients, first_losses = first
+        errors = [
+            (gradients[parameter] - expected).norm() / (expected.norm() + 1e-30)
+            for parameter, expected in first_gradients.items()
+        ]
+        gradient_error = torch.stack(errors).max().item()
+        loss_error = (losses - first_losses).abs().max().item()
+        dtypes = {trainer.dtype, first_dtype}
+        passed = gradient_error <= max(GRADIENT_LIMITS[dtype] for dtype in dtypes)  # NaN fails
+        passed &= loss_error <= max(LOSS_LIMITS[dtype] for dtype in dtypes)
+        results[name] = dict(first=first_name, gradients=gradient_error, losses=loss_error, passed=passed)
     return results
 
 
-def gradients(bench: StepBench, trainer: Trainer) -> dict[str, Tensor]:
-    """Return the gradients of one micro-batch, those of q, k and v as one bank, as in our model."""
-    bench.micro(trainer)
-    banks = {}
-    for name, p in trainer.model.named_parameters():
-        banks.setdefault(re.sub(r"attention\.[qkv]$", "attention.qkv", name), []).append(p.grad.detach())
-    trainer.model.zero_grad(set_to_none=True)
-    return {name: torch.stack(bank) if len(bank) == 3 else bank[0] for name, bank in banks.items()}
-
-
-def time_in_turns(bench: StepBench, trainers: dict[str, Trainer], rounds: int, seconds: float) -> tuple[dict, list]:
-    """Return the seconds of each kind of each variant in each round, and the state of the GPU after each round."""
-    rows = protocol.with_baseline_again(trainers)
-    end = time.perf_counter() + (SOAK_SECONDS if bench.device.type == "cuda" else 0)
-    while trainers and time.perf_counter() < end:
-        bench.time(next(iter(trainers.values())), "step", 1)
-    cells = {
-        (row, kind): functools.partial(bench.time, trainer, kind) for row, trainer in rows.items() for kind in KINDS
-    }
-    measured = protocol.measure(cells, rounds, seconds, bench.device, longest=1.5)
-    return {row: {kind: measured.seconds[row, kind] for kind in KINDS} for row in rows}, measured.gpu
-
-
-def bench_variants(args: argparse.Namespace, bench: StepBench, variants: dict[str, StepVariant], tokens: str) -> int:
-    """Build, check and time the variants and report them. Return the exit code: 1 when one fails the gate."""
-    start = time.perf_counter()
-    device, config = bench.device, bench.config
-    rate_of_matmul = functools.partial(matmul_rate, device, *matmul_shape(bench), seconds=1.0)
-    matmul_rates = [rate_of_matmul()]
-    makers = {name: functools.partial(bench.build, variant) for name, variant in variants.items()}
-    trainers, problems = build_variants(makers, start + 30 * args.minutes)  # half of the time
-    checked = gate(bench, trainers, variants, args.steps)
+def compare_variants(args: argparse.Namespace, variants: dict[str, Config], device: torch.device) -> int:
+    """Build, check and time the variants, and report them. Return the exit code."""
+    start, base = time.perf_counter(), next(iter(variants.values()))
+    report = protocol.Report(args.out, f"step_{args.preset}_{base.train_length}", device, "A training step")
+    makers = {name: functools.partial(Trainer, config, device) for name, config in variants.items()}
+    trainers, problems = protocol.build_variants(makers, start + 30 * args.minutes)  # half of the time
+    checked = gate(trainers, args.steps)
+    rows = [["variant", "same model as", "gradients", "losses", ""]]
     for name, result in checked.items():
+        errors = [f"{result[kind]:.1e}" if result["first"] != name else "" for kind in ("gradients", "losses")]
+        rows.append([name, result["first"], *errors, "passed" if result["passed"] else "refused"])
         if not result["passed"]:
-            problems[name] = "refused: its numbers differ, see the gate"
+            problems[name] = "refused: wrong numbers, see the gate"
             trainers.pop(name).loader.close()
-    times, states = time_in_turns(bench, trainers, args.rounds, start + 60 * args.minutes - time.perf_counter())
-    peaks = {name: bench.peak_bytes(trainer) for name, trainer in trainers.items()}
-    matmul_rates.append(rate_of_matmul())
+    report.record |= dict(config=base.to_dict(), gate=checked, problems=problems)
+    report.add(f"## Gate, {args.steps} steps\n\n{markdown_table(rows)}{protocol.problem_list(problems)}")
+    if trainers:
+        end = time.perf_counter() + (SOAK_SECONDS if device.type == "cuda" else 0)
+        while time.perf_counter() < end:
+            next(iter(trainers.values())).time_step()
+        timers = {name: trainer.time_step for name, trainer in protocol.with_baseline_again(trainers).items()}
+        times = protocol.measure(timers, args.rounds, start + 60 * args.minutes - time.perf_counter())
+        report.record |= dict(seconds=times, gpu=protocol.gpu_state(device))
+        report.add(times_section(report, trainers, times))
     for trainer in trainers.values():
         trainer.loader.close()
-    report = Report(
-        args.out, f"step_{args.preset}_{config.train_length}", device, config=config.to_dict(), tokens=tokens,
-        compile=bench.compile_note, backends={name: trainer.backend for name, trainer in trainers.items()},
-        gate=checked, problems=problems, seconds=times, gpu=states, peak_bytes=peaks, matmul_rates=matmul_rates,
-        published_peak=published_peak(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
-        flops_per_token=flops_per_token(config), micro_batches=bench.accumulation,
+    return int(any(problem.startswith("refused") for problem in problems.values()))
+
+
+def times_section(report: protocol.Report, trainers: dict[str, Trainer], times: dict[str, list[float]]) -> str:
+    """Return the table of times, tokens a second and use of the machine."""
+    baseline, first = next(iter(trainers.items()))
+    peak, source = peak_flops(first.device, first.dtype) or (
+        matmul_rate(first.device, first.dtype, n=1024, seconds=1.0), "a product of two 1024 x 1024 matrices, measured"
     )  # fmt: skip
-    report.add(f"# A training step: {report.record['device']}\n\n{report.provenance}\n{bench.describe(tokens)}.")
-    report.add(how_to_read(report.record, bench))
-    report.add(gate_section(report.record, bench.dtype, args.steps))
-    if times:
-        for section in times_sections(report.record):
-            report.add(section)
-        if pairs := [(name, v.counterpart) for name, v in variants.items() if {name, v.counterpart} <= times.keys()]:
-            report.add(counterparts_section(times, pairs))
-    return int(any(reason.startswith("refused") for reason in problems.values()))
-
-
-# ---- results, from the report's record -------------------------------------------------------------------------------
-
-
-def flops_per_token(config: Config) -> dict[str, int]:
-    """Return the FLOPs of a token, forward and backward, by three counts; see HOW_TO_READ."""
-    d, L, T = config.model_dim, config.num_layers, config.train_length
-    model = training_flops_per_token(config)
-    attention = attention_flops_per_token(config, T)  # forward
-    return dict(model=model, hardware=model + attention // 2, palm=model - 3 * attention + 12 * d * T * L)
-
-
-def matmul_shape(bench: StepBench) -> tuple[torch.dtype, int]:
-    """Return dtype and size of the matrices whose product is the machine's rate."""
-    return (torch.bfloat16, 8192) if bench.device.type == "cuda" else (bench.dtype, 1024)
-
-
-def how_to_read(record: dict, bench: StepBench) -> str:
-    published, (dtype, size) = record["published_peak"], matmul_shape(bench)
-    return HOW_TO_READ.format(
-        accumulation=bench.accumulation,
-        flops=record["flops_per_token"]["model"],
-        peak=f"the published {published:.4g} FLOP/s" if published else "a published peak; none is known",
-        peak_or_matmul="the published peak" if published else "the matmul rate",
-        matmul=statistics.fmean(record["matmul_rates"]),
-        matmul_size=size,
-        dtype=str(dtype).removeprefix("torch."),
-    )
-
-
-def gate_section(record: dict, dtype: torch.dtype, steps: int) -> str:
-    rows = [["variant", "same model as", "gradients", "losses", ""]]
-    for name, result in record["gate"].items():
-        alone = result["first"] == name
-        errors = ["", "", ""] if alone else [result["first"], *(f"{result[key]:.1e}" for key in LIMITS)]
-        rows.append([name, *errors, "refused" if not result["passed"] else "" if alone else "passed"])
-    not_run = {name: why for name, why in record["problems"].items() if name not in record["gate"]}
-    gradients, losses = (limits[dtype] for limits in LIMITS.values())
-    return (
-        f"## Gate\n\nFrom the same weights, of variants of the same model: largest relative error of a parameter's "
-        f"gradient (limit {gradients:g}), and\nlargest difference of the losses of {steps} steps (limit {losses:g}"
-        f" nats).\n\n{results_table(rows, not_run)}"
-    )
-
-
-def times_sections(record: dict) -> list[str]:
-    """Return the times, and what share of the machine's FLOP/s they are."""
-    times, published, matmul = record["seconds"], record["published_peak"], statistics.fmean(record["matmul_rates"])
-    baseline, steps = next(iter(times)), next(iter(times.values()))["step"]
-    columns = {  # the count of FLOPs, and of which FLOP/s of the machine its rate is a share
-        "MFU": ("model", published),
-        "of matmul": ("model", matmul),
-        "HFU": ("hardware", published or matmul),
-        "PaLM": ("palm", published or matmul),
-    }
-    head = ["variant", "attention", "tokens/s", "step ms", "micro ms", "optimizer ms", "share", "sum", "GiB"]
-    rows, uses = [[*head, f"time to {baseline}"]], [["variant", *columns]]
+    rows = [["variant", "attention", "tokens/s", "step ms", "of peak", "GiB", f"time to {baseline}"]]
     for name, seconds in times.items():
-        median = {kind: statistics.median(seconds[kind]) for kind in KINDS}
-        rate = record["config"]["batch_tokens"] / median["step"]
-        parts = record["micro_batches"] * median["micro"] + median["optimizer"]
-        peak = record["peak_bytes"].get(name)
+        trainer, median = trainers.get(name, first), statistics.median(seconds)
+        rate, memory = trainer.config.batch_tokens / median, trainer.peak_bytes
+        used = rate * training_flops_per_token(trainer.config) / peak
         rows.append([
-            name,
-            record["backends"].get(name, ""),
-            f"{rate:,.0f}",
-            *(f"{median[kind] * 1e3:.2f}" for kind in KINDS),
-            f"{median['optimizer'] / median['step']:.2%}",
-            f"{parts / median['step']:.3f}",
-            f"{peak / 2**30:.2f}" if peak else "",
-            ratio_cell(paired_ratio(seconds["step"], steps)),
+            name, trainer.backends, f"{rate:,.0f}", f"{median * 1e3:.2f}", f"{used:.1%}",
+            f"{memory / 2**30:.2f}" if memory else "", protocol.ratio_cell(seconds, times[baseline]),
         ])  # fmt: skip
-        used = {count: rate * flops for count, flops in record["flops_per_token"].items()}
-        uses.append([name, *(f"{used[count] / limit:.1%}" if limit else "" for count, limit in columns.values())])
-    times_table = f"## Times\n\n{len(steps)} rounds{gpu_range(record['gpu'])}\n\n{markdown_table(rows)}"
-    return [times_table, f"## Use of the machine\n\n{markdown_table(uses)}"]
+    c, text = first.config, f"text: {first.text}; compile {first.compile_note}"
+    shape = f"{c.num_layers} layers of width {c.model_dim}, {c.num_heads} heads, vocabulary {c.vocab_size:,}"
+    steps = f"steps of {c.batch_tokens:,} tokens in sequences of {c.train_length}"
+    heading = f"## Times, {len(times[baseline])} rounds\n\n{shape}; {steps}; {text}. {report.record['gpu']}"
+    return f"{heading}\n\n{markdown_table(rows)}\n\n{HOW_TO_READ.format(peak=peak, source=source)}"
 
 
-def counterparts_section(times: dict, pairs: list[tuple[str, str]]) -> str:
-    rows = [["variant", "to", "time of a step", "times as fast"]]
-    for name, other in pairs:
-        a, b = times[name]["step"], times[other]["step"]
-        rows.append([name, other, ratio_cell(paired_ratio(a, b)), ratio_cell(paired_ratio(b, a))])
-    return f"## Against its counterpart\n\n{markdown_table(rows)}"
+def profile(trainer: Trainer, steps: int, folder: Path) -> int:
+    """Print the operations that take the most time, write a trace for chrome://tracing, and return 0."""
+    steps = min(steps, 10)  # a trace of more steps is too large to open
+    with torch.profiler.profile() as profiler, trainer.loader:
+        for _ in range(steps):
+            trainer.step()
+    order = "self_device_time_total" if trainer.device.type == "cuda" else "self_cpu_time_total"
+    print(profiler.key_averages().table(sort_by=order, row_limit=30, max_name_column_width=60))
+    folder.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(folder / "trace.json"))
+    print(f"{steps} steps of {trainer.config.method}; the trace is {folder / 'trace.json'}")
+    return 0
+
+
+def compare_checkouts(
+    report: protocol.Report, checkouts: list[Path], preset: str, fields: list[str], steps: int, rounds: int
+) -> int:
+    """Report the times of a step. Return the exit code: 1 when the losses of two checkouts differ.
+
+    Raise ValueError for a checkout that cannot train.
+    """
+    names = [*map(str, checkouts), f"{checkouts[0]} again"]
+    require(len({*names}) == len(names), "--checkouts: a folder is named twice. Name each folder once.")
+    runs = {name: [] for name in names}
+    for number in range(rounds):
+        for name in names[:: -1 if number % 2 else 1]:
+            checkout = checkouts[0] if name.endswith(" again") else Path(name)
+            runs[name].append(train(checkout, preset, fields, WARM_UP_STEPS + steps))
+    times = {name: [statistics.median(seconds[WARM_UP_STEPS:]) for seconds, _ in runs[name]] for name in names}
+    losses = {name: runs[name][0][1] for name in names}
+    differences = {name: np.abs(np.subtract(losses[name], losses[names[0]])).max() for name in names}
+    rows = [["checkout", "step ms", "loss", "largest difference", f"time to {names[0]}"]]
+    for name in names:
+        median, ratio = statistics.median(times[name]), protocol.ratio_cell(times[name], times[names[0]])
+        rows.append([name, f"{median * 1e3:.2f}", f"{losses[name][-1]:.4f}", f"{differences[name]:.1e}", ratio])
+    report.record |= dict(seconds=times, losses=losses)
+    report.add(f"{rounds} rounds of {steps} steps of {preset} {' '.join(fields)}\n\n{markdown_table(rows)}")
+    return int(not max(differences.values()) <= max(LOSS_LIMITS.values()))  # NaN fails
+
+
+def train(checkout: Path, preset: str, fields: list[str], steps: int) -> tuple[list[float], list[float]]:
+    """Run train_gpt.py of a checkout. Return the seconds and the loss of each step."""
+    config = read_config([preset, *fields])
+    with tempfile.TemporaryDirectory() as folder:
+        changes = dict(
+            name="run", runs_dir=folder, data_dir=Path(config.data_dir).resolve(), steps=steps,
+            schedule="constant_linear", warmup_steps=0, cooldown_steps=0, save_every=0,
+            val_every=0, val_lengths=config.train_length, val_tokens=config.train_length,
+        )  # fmt: skip
+        options = [str(word) for field, value in changes.items() for word in (f"--{field}", value)]
+        command = [sys.executable, "train_gpt.py", preset, *fields, *options]
+        done = subprocess.run(command, cwd=checkout, capture_output=True, text=True)
+        message = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
+        require(done.returncode == 0, f"{checkout}: train_gpt.py ended with exit code {done.returncode}: {message}")
+        records = [record for record in read_metrics(Path(folder) / "run/metrics.jsonl") if "train_loss" in record]
+    seconds = [config.batch_tokens / record["tokens_per_second"] for record in records]
+    return seconds, [record["train_loss"] for record in records]

@@ -1,193 +1,89 @@
-"""The training steps that scripts/bench/step.py times: ours, and those of baselines.py, built, compiled and run."""
+"""A training step of one configuration, built and compiled, for scripts/bench/step.py and scripts/doctor.py."""
 
 import dataclasses
-import functools
-from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from configs.config import Config
-from data.loader import TrainLoader, micro_batch_size
+from data.loader import TrainLoader
 from data.shards import open_split
-from errors import require
-from model.gpt import Plans
-from model.methods import canonical_name
-from optim.sharded import Optimizers
-from runtime.build import build_model, build_optimizers, train_step
+from runtime.build import build_model, build_optimizers, compile_model, train_step
 from runtime.device import choose_compile, compute_dtype
 from runtime.processes import World
-from scripts.bench.baselines import MatrixMuon, NanoGPT, adamw, plain_loss, separate_projections, with_default_sdpa
 from scripts.bench.protocol import time_calls
 
-OURS = "scale_invariant_p_rope"
-PARTS = ["qkv", "muon", "loss"]
-DEFAULT_VARIANTS = ["record8", "p_rope", OURS, "logn_p_rope", "alibi", "record8+flex", "nanogpt"]
-DEFAULT_VARIANTS += [f"{OURS}-{part}" for part in PARTS]
-KINDS = ("step", "micro", "optimizer")  # what is timed of each variant
+WARM_UP_STEPS = 3  # compile the step and make the optimizer's state
 
 
-@dataclasses.dataclass(frozen=True)
-class StepVariant:
-    method: str  # of our model; "" for nanoGPT's
-    backend: str = "auto"
-    replaced: frozenset[str] = frozenset()  # parts that are as in record 8: qkv, muon, loss, sdpa
-    counterpart: str = ""  # the variant to compare with, besides the baseline
+class RandomTokens:
+    """A stream of independent tokens: the r-th most frequent token has a probability in proportion to 1 / r."""
+
+    def read(self, start: int, count: int, vocab_size: int) -> np.ndarray:
+        cumulative = np.cumsum(1 / np.arange(1, vocab_size + 1))
+        return np.searchsorted(cumulative, np.random.default_rng(start).random(count) * cumulative[-1])
 
 
-def read_variant(name: str) -> StepVariant:
-    """Return the variant of that name. Raise ValueError for an unknown one."""
-    record8 = frozenset([*PARTS, "sdpa"])
-    fixed = dict(nanogpt=StepVariant(""), record8=StepVariant("p_rope", "sdpa", record8))
-    fixed["record8+flex"] = StepVariant(OURS, "flex", record8)
-    if name in fixed:
-        return fixed[name]
-    ours, *parts = name.split("-")
-    method, _, backend = ours.partition(":")
-    canonical_name(method)  # ValueError for an unknown one
-    forms = "record8, record8+flex, nanogpt or METHOD[:BACKEND][-PART]"
-    require(set(parts) <= set(PARTS), f"unknown variant {name!r}: it is {forms}, PART one of {', '.join(PARTS)}")
-    counterpart = ours if parts else {"p_rope": "record8", OURS: "record8+flex"}.get(method, "p_rope")
-    return StepVariant(method, backend or "auto", frozenset(parts), counterpart)
-
-
-@dataclasses.dataclass
 class Trainer:
-    """A variant, built and compiled: everything that its step takes."""
+    """Everything that a training step needs, after a few steps at rate zero.
 
-    model: torch.nn.Module
-    call: Callable  # (inputs, targets, plan=plan) -> mean loss
-    plan: Plans | None
-    optimizers: Optimizers
-    loader: TrainLoader
-    bytes: int = 0  # of weights and optimizer state
-
-    @property
-    def backend(self) -> str:
-        return ", ".join(dict.fromkeys(part.backend for part in self.plan)) if self.plan else "sdpa"
-
-
-class StepBench:
-    """Builds, runs and times trainers of one configuration on one device."""
+    Weights that start at zero are drawn from N(0, 0.02), because products with zeros can be faster than others. The
+    constructor raises ValueError, or any error of a compiler, for a configuration that cannot train here.
+    """
 
     def __init__(self, config: Config, device: torch.device):
-        self.config, self.device, self.world = config, device, World.alone(device)
-        self.dtype = compute_dtype(config, device)
+        allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        self.config = dataclasses.replace(config, length_schedule=())  # every step is of train_length tokens
+        self.device, self.world, self.dtype = device, World.alone(device), compute_dtype(config, device)
         compiled, self.compile_note = choose_compile(config.compile, device)
-        self.compiled = compiled is not None
-        self.stream = open_split(config.data_dir, "train", config.vocab_size)
-        shape = config.batch_tokens, config.train_length
-        self.sequences = micro_batch_size(*shape, config.micro_batch_tokens, 1)  # in a micro-batch
-        self.accumulation = config.batch_tokens // config.train_length // self.sequences
-
-    def describe(self, tokens: str) -> str:
-        """Return shape, batch, precision and compilation in words; `tokens` says where the tokens are from."""
-        config = self.config
-        return (
-            f"{config.num_layers} layers of width {config.model_dim}, {config.num_heads} heads, vocabulary "
-            f"{config.vocab_size:,}; {self.accumulation} x {self.sequences} sequences of {config.train_length} tokens "
-            f"a step; {tokens}; {str(self.dtype).removeprefix('torch.')}, compile {self.compile_note}"
+        torch.manual_seed(config.seed)
+        self.model = build_model(config, self.dtype).to(device)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                if not parameter.any():
+                    parameter.normal_(0, 0.02)
+        self.plan = self.model.plan(config.train_length, backend=config.attention_backend)
+        self.optimizers = build_optimizers(config, self.model, bool(compiled), self.world)
+        self.compiled_model = compile_model(self.model, compiled)
+        has_data = Path(config.data_dir).is_dir()
+        self.text = config.data_dir if has_data else f"random tokens, because there is no {config.data_dir}"
+        self.loader = TrainLoader(
+            open_split(config.data_dir, "train", config.vocab_size) if has_data else RandomTokens(),
+            batch_tokens=config.batch_tokens,
+            length=config.train_length,
+            micro_batch_tokens=config.micro_batch_tokens,
+            vocab_size=config.vocab_size,
+            device=device,
         )
+        for _ in range(WARM_UP_STEPS):
+            self.step()
+        self.peak_bytes = None  # the most memory held in a step, without the memory of others (CUDA)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self.step()
+            self.peak_bytes = torch.cuda.max_memory_allocated(device) - allocated
 
-    # ---- building ----------------------------------------------------------------------------------------------------
+    @property
+    def backends(self) -> str:
+        return ", ".join(dict.fromkeys(plan.backend for plan in self.plan))
 
-    def build(self, variant: StepVariant) -> Trainer:
-        """Return the trainer after three steps at rate zero, which compile it and make its optimizer state.
+    def step(self, lr_factor: float = 0.0) -> Tensor:
+        """Make a training step and return its loss."""
+        return train_step(
+            self.compiled_model, next(self.loader), self.plan, self.optimizers, lr_factor, self.world
+        )[0]  # fmt: skip
 
-        Raise ValueError, or whatever it fails with, for a variant that cannot run here.
-        """
-        before = self.allocated()
-        torch.manual_seed(self.config.seed)
-        model, plan, optimizers = self.build_ours(variant) if variant.method else self.build_nanogpt()
-        call = plain_loss(model) if "loss" in variant.replaced else model
-        if self.compiled:
-            call = torch.compile(call, dynamic=False)
-        if "sdpa" in variant.replaced:
-            call = with_default_sdpa(call)
-        trainer = Trainer(model, call, plan, optimizers, self.loader())
-        for _ in range(3):
-            self.step(trainer)
-        trainer.bytes = self.allocated() - before
-        return trainer
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gradients of the next step's loss, by parameter."""
+        sequences = self.config.batch_tokens // self.config.train_length
+        for inputs, targets in next(self.loader):
+            (self.compiled_model(inputs, targets, plan=self.plan) * (len(inputs) / sequences)).backward()
+        gradients = {name: p.grad.detach() for name, p in self.model.named_parameters()}
+        self.model.zero_grad(set_to_none=True)
+        return gradients
 
-    def build_ours(self, variant: StepVariant) -> tuple[torch.nn.Module, Plans, Optimizers]:
-        if variant.backend == "flex" and self.device.type == "cpu":
-            raise ValueError("FlexAttention has no backward pass on a CPU")
-        config = self.config
-        if variant.method != config.method:
-            config = dataclasses.replace(config, method=variant.method, method_options={})
-        model = build_model(config, self.dtype).to(self.device)
-        fill_zeros(model)
-        plan = model.plan(config.train_length, backend=variant.backend)
-        if "qkv" in variant.replaced:
-            separate_projections(model)
-        optimizers = build_optimizers(config, model, self.compiled, self.world)
-        if "muon" in variant.replaced:
-            settings = dict(momentum=config.muon_momentum, compile=self.compiled, dtype=self.dtype)
-            muon = functools.partial(MatrixMuon, **settings)
-            matrices = dataclasses.replace(optimizers.groups["matrices"], make=muon)
-            optimizers = Optimizers(optimizers.groups | dict(matrices=matrices))
-        return model, plan, optimizers
-
-    def build_nanogpt(self) -> tuple[torch.nn.Module, None, Optimizers]:
-        config = self.config
-        shape = config.vocab_size, config.num_layers, config.num_heads, config.model_dim, config.train_length
-        model = NanoGPT(*shape, self.dtype).to(self.device)
-        return model, None, adamw(model)
-
-    def loader(self) -> TrainLoader:
-        shape = dict(batch_tokens=self.config.batch_tokens, length=self.config.train_length)
-        shape |= dict(micro_batch_tokens=self.config.micro_batch_tokens, vocab_size=self.config.vocab_size)
-        return TrainLoader(self.stream, **shape, device=self.device)
-
-    def allocated(self) -> int:
-        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
-
-    # ---- what is timed -----------------------------------------------------------------------------------------------
-
-    def step(self, trainer: Trainer, rate: float = 0.0, micro_batches: int | None = None) -> Tensor:
-        batches = next(trainer.loader)[:micro_batches]
-        return train_step(trainer.call, batches, trainer.plan, trainer.optimizers, rate, self.world)
-
-    def micro(self, trainer: Trainer):
-        inputs, targets = self.micro_batch
-        trainer.call(inputs, targets, plan=trainer.plan).backward()
-
-    def optimizer(self, trainer: Trainer):
-        squared_norm = trainer.optimizers.finish()
-        trainer.optimizers.step(0.0, squared_norm.isfinite())
-
-    @functools.cached_property
-    def micro_batch(self) -> tuple[Tensor, Tensor]:
-        with self.loader() as loader:
-            return next(loader)[0]
-
-    def time(self, trainer: Trainer, kind: str, iterations: int) -> float:
-        """Return the seconds of a step, a micro-batch or an optimizer step (`kind`, of KINDS)."""
-        if kind == "optimizer":
-            seconds = 0.0
-            for _ in range(iterations):
-                self.micro(trainer)  # gradients, which the optimizer drops
-                seconds += time_calls(lambda: self.optimizer(trainer), 1, self.device) / iterations
-        else:
-            call = self.step if kind == "step" else self.micro
-            seconds = time_calls(lambda: call(trainer), iterations, self.device)
-        trainer.model.zero_grad(set_to_none=True)
-        return seconds
-
-    def peak_bytes(self, trainer: Trainer) -> int | None:
-        """Return the most memory that a step holds, the other trainers' weights and states left out; None on a CPU."""
-        if self.device.type != "cuda":
-            return None
-        others = self.allocated() - trainer.bytes
-        torch.cuda.reset_peak_memory_stats(self.device)
-        self.step(trainer)
-        return torch.cuda.max_memory_allocated(self.device) - others
-
-
-@torch.no_grad()
-def fill_zeros(model: torch.nn.Module):
-    """Draw weights that start at zero from N(0, 0.02), as products with zeros can be faster than others."""
-    for parameter in model.parameters():
-        if not parameter.any():
-            parameter.normal_(0, 0.02)
+    def time_step(self, count: int = 1) -> float:
+        """Return the seconds of a step at rate zero, which leaves all weights as they are."""
+        return time_calls(self.step, count, self.device)

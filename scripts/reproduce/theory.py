@@ -1,6 +1,6 @@
 """The numbers behind the paper's theory: attention over independent Gaussian scores, and its lemmas by quadrature.
 
-    python -m scripts.theory --draws 1000
+    python -m scripts.reproduce.theory --draws 1000
 
 prints them as tables; figures.py draws them. Everything is float64, entropies are in nats, and t is the distance from
 the query back to the key. L_t = a_t Z_t + m_t with Z_t ~ N(0, 1) (paper, eq:transformed_gaussian_logits), where a_t and
@@ -165,7 +165,7 @@ def lemma_check(ts: list[int], tau=10.0, factors=(2, 5, 10), alpha=ALPHA, beta=A
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="python -m scripts.theory", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m scripts.reproduce.theory", description=__doc__.split("\n")[0])
     parser.add_argument("--draws", type=int, default=1000, help="sequences of Gaussian scores (default 1000)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

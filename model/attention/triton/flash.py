@@ -34,7 +34,7 @@ class Tiles:
 
 
 def choose_tiles(dtype: torch.dtype, block_d: int, capability: tuple[int, int], bounded: bool) -> dict[str, Tiles]:
-    """Return the tiles of each kernel, by what they compile to (scripts.kernel_code). Not timed yet: see bench --tune.
+    """Return the tiles of each kernel, by what they compile to (results/speed/kernel_code.md). Not timed yet.
 
     Up to head dimension 128, of those that fit shared memory, load ahead and spill next to nothing in a loop, the ones
     with the fewest instructions a logit.

@@ -1,1 +1,0 @@
-"""Says what this machine is and what to expect of it: python -m scripts.doctor (its command is in __main__.py)."""
