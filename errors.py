@@ -1,4 +1,4 @@
-"""How a mistake of the user is answered: one line that names it, and exit code 2. Every room may import this."""
+"""Users' mistakes: each ends the program with one line that names it, and exit code 2."""
 
 import difflib
 import sys
@@ -6,10 +6,14 @@ from collections.abc import Collection
 from contextlib import contextmanager
 
 
+class UserError(ValueError):
+    """Something that the user can put right. The message says what is wrong and what to do."""
+
+
 def require(condition: object, message: str):
-    """Raise ValueError with this message unless the condition holds."""
+    """Raise UserError with this message unless the condition holds."""
     if not condition:
-        raise ValueError(message)
+        raise UserError(message)
 
 
 def did_you_mean(name: str, valid: Collection[str], otherwise: str = "") -> str:
@@ -21,9 +25,12 @@ def did_you_mean(name: str, valid: Collection[str], otherwise: str = "") -> str:
 
 @contextmanager
 def exit_on_user_error():
-    """Make of ValueError and OSError, which the user can put right, one line and exit code 2."""
+    """End the program with one line: exit code 2 for ValueError and OSError, 130 for Ctrl-C."""
     try:
         yield
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)

@@ -1,11 +1,5 @@
-"""Files that are whole at every instant, JSON that any reader accepts, and links that lead nobody astray.
+"""Files that are whole at every instant, and JSON that any reader accepts."""
 
-A run folder may come from a stranger, with a symbolic link where we write: to a file of ours anywhere else. So nothing
-in it is opened for writing but through `replace_file`, `append` and `open_own`, which follow none. Every room may
-import this.
-"""
-
-import errno
 import json
 import math
 import os
@@ -14,32 +8,14 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 
-def refuse_link(path: Path):
-    """Raise OSError for a symbolic link where a file or folder of ours should be. (What it is in may be reached by
-    links.)"""
-    if path.is_symlink():
-        raise OSError(f"{path} is a symbolic link to {os.readlink(path)}, where writing may do harm: remove it")
-
-
-def open_own(path: Path, mode: str, **options: Any) -> IO:
-    """Open a file for writing, with the options of `open`. Raise OSError for a symbolic link."""
-    try:
-        return open(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666), **options)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            refuse_link(path)
-        raise
-
-
 def replace_file(path: Path, write: Callable[[BinaryIO], object]):
     """Write a file so that a kill or a power cut at any instant leaves the old content or the new one, never a part.
 
-    `write` fills a temporary file beside `path`, `<name>.partial`, made afresh; when it raises, that file is removed
-    and `path` is as it was. One process at a time may write to a folder (RunFolder's lock sees to it).
+    `write` fills a temporary file, `<name>.partial`, which then takes the place of `path`. A symbolic link at `path` is
+    replaced, not followed. When `write` raises, `path` is unchanged. One process at a time may write to a folder.
     """
     partial = path.with_name(path.name + ".partial")
-    if os.path.lexists(partial):  # of a process that was killed; or a link, to a file that is not ours
-        partial.unlink()
+    partial.unlink(missing_ok=True)  # a process that was killed may have left it
     try:
         with open(partial, "xb") as file:
             write(file)
@@ -49,11 +25,11 @@ def replace_file(path: Path, write: Callable[[BinaryIO], object]):
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    sync(path.parent)  # the new name too, before a caller deletes what it replaces
+    sync(path.parent)  # a caller may delete the older file only when the new name is on the disk
 
 
 def sync(path: Path) -> None:
-    """Write to the disk a file's bytes, or a folder's names, so that they survive a power cut."""
+    """Write a file's bytes, or a folder's names, to the disk, so that they survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -66,6 +42,11 @@ def replace_text(path: Path, text: str):
     replace_file(path, lambda file: file.write(text.encode()))
 
 
+def open_own(path: Path, mode: str, **options: Any) -> IO:
+    """Open a file for appending, with the options of `open`. A symbolic link is not followed: it raises OSError."""
+    return open(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666), **options)
+
+
 def append(path: Path, text: str):
     """Add text to the end of a file, all of it or nothing. Raise OSError naming the file (disk full, read-only)."""
     data = text.encode()
@@ -74,7 +55,7 @@ def append(path: Path, text: str):
             size = file.tell()
             try:
                 while data:
-                    data = data[file.write(data) :]  # a disk that is nearly full takes a part
+                    data = data[file.write(data) :]  # a nearly full disk takes only a part
             except OSError:
                 file.truncate(size)
                 raise
@@ -83,8 +64,7 @@ def append(path: Path, text: str):
 
 
 def to_json(record: Any, **options: Any) -> str:
-    """Return the record as json.dumps would, with these options of it, but NaN and infinities as null: JSON has no word
-    for them, and many readers refuse Python's."""
+    """Return the record as json.dumps does, with NaN and infinities as null: many readers refuse Python's words."""
 
     def finite(value: Any) -> Any:
         if isinstance(value, dict):

@@ -47,6 +47,9 @@ class Config:
     """auto: continue an existing run folder from its latest checkpoint, or start afresh if it has none."""
     force: bool = setting(False, mathematics=False)
     """Resume although the checkpoint is of another configuration or other data."""
+    init_from: str = ""
+    """Start from the weights of another run: the path of its folder. The optimizer state starts anew, and the text goes
+    on after that run's tokens. For another method (DroPE: --method nope) or a longer train_length."""
     on_nonfinite: Literal["stop", "skip"] = setting("stop", mathematics=False)
     """When loss or gradient norm is not finite, nothing is updated; stop: the run ends there, skip: it goes on."""
     timeout: float = setting(600.0, more_than=0, at_most=1e9, mathematics=False)
@@ -70,14 +73,6 @@ class Config:
     for 4096 tokens; 1/16 fits them to 256. Tau is 10 tokens at every training length, as in the paper."""
     validate_as: tuple[str, ...] = setting((), mathematics=False)
     """Other methods that train identically and are validated with the same weights: rope as rope_ntk and yarn."""
-    switch_method_at: float = setting(0.0, at_least=0, less_than=1)
-    """Share of the steps after which switch_method_to takes the method's place, with the same weights; 0: never. 0.875
-    is DroPE (arXiv 2512.12167), which trains with RoPE and then without."""
-    switch_method_to: str = "nope"
-    """Attention method of the steps after that, of the same parameters, with those of method_options that it has."""
-    switch_warmup_steps: int = setting(0, at_least=0)
-    """With the switch the learning rates begin anew: up over so many steps, then down to 0 as a cosine. 0: they go on
-    as without a switch. DroPE's authors warm up for 2 % (Llama 2) or 0.5 % of the steps that are left."""
     vocab_size: int = setting(50304, at_least=1)
     """Size of embedding and head; GPT-2's 50,257 tokens rounded up to a multiple of 128."""
     num_layers: int = setting(12, at_least=1)
@@ -152,15 +147,10 @@ class Config:
         "auto", mathematics=False
     )
     """How attention runs; see model/attention.py."""
-    context_parallel: int = setting(1, at_least=1, mathematics=False)
-    """Processes that share each sequence, for sequences that do not fit one device; divides heads and lengths."""
     save_every: int = setting(1000, at_least=0, mathematics=False)
     """Steps between checkpoints; 0: only at the end."""
     keep: int = setting(2, at_least=1, mathematics=False)
     """Checkpoints kept."""
-    compare_every: int = setting(0, at_least=0, mathematics=False)
-    """Steps between comparisons of the processes' weights, which are made at each validation and before each checkpoint
-    too; 0: only there."""
 
     def __post_init__(self):
         check_fields(self)
@@ -182,6 +172,13 @@ class Config:
         in_schedule = sum(self.length_schedule[1::2])
         words = f"length_schedule takes {in_schedule} steps of {self.steps}: none is left for train_length"
         require(in_schedule < self.steps, words)
+        ramps = f"warmup_steps {self.warmup_steps} + cooldown_steps {self.cooldown_steps}"
+        require(self.warmup_steps + self.cooldown_steps <= self.steps, f"{ramps} exceed steps {self.steps}")
+        is_trapezoid, is_cosine = self.schedule == "trapezoid", self.schedule == "cosine"
+        require(is_trapezoid or not self.warmup_steps, f"warmup_steps needs schedule trapezoid, not {self.schedule}")
+        require(
+            not (is_cosine and self.cooldown_steps), "cooldown_steps does not apply to schedule cosine. Set it to 0."
+        )
         parameters = 2 * self.vocab_size * d + 12 * self.num_layers * d**2
         words = f"vocab_size {self.vocab_size}, num_layers {self.num_layers} and model_dim {d} make {parameters:.1e}"
         require(parameters <= MOST, f"{words} parameters: more than {MOST:.1e} cannot be trained here")
@@ -189,31 +186,9 @@ class Config:
         for length in self.val_lengths:
             words = f"validation length {length} does not divide val_tokens {self.val_tokens}"
             require(self.val_tokens % length == 0, words)
-        if self.switch_method_at:
-            words = f"switch_method_at {self.switch_method_at} is none of the steps between the first and the last of"
-            require(0 < round(self.switch_method_at * self.steps) < self.steps, f"{words} {self.steps}: change either")
-            require(not self.validate_as, "validate_as is for runs of one method: leave it out, or switch_method_at")
-            left = self.steps - round(self.switch_method_at * self.steps)
-            words = f"switch_warmup_steps {self.switch_warmup_steps} are more than the {left} steps after the switch"
-            require(self.switch_warmup_steps <= left, f"{words}: lower it")
-        else:
-            unused = self.switch_method_to == Config.switch_method_to
-            require(unused, f"switch_method_to {self.switch_method_to} needs switch_method_at, a share of the steps")
-            words = f"switch_warmup_steps {self.switch_warmup_steps} needs switch_method_at, a share of the steps"
-            require(not self.switch_warmup_steps, words)
         for tag in self.tags:
             require(1 <= len(tag) <= 64, f"tags must be of 1 to 64 characters, for wandb, got {shortened(tag)}")
         check_name(self.name)
-
-    @property
-    def method_starts(self) -> dict[int, str]:
-        """Return the attention methods by the step that each begins with, the first step being 0."""
-        later = {round(self.switch_method_at * self.steps): self.switch_method_to}
-        return {0: self.method} | (later if self.switch_method_at else {})
-
-    def method_at(self, step: int) -> str:
-        """Return the attention method that trains in a step, and runs the weights of a checkpoint made before it."""
-        return next(name for start, name in reversed(self.method_starts.items()) if start <= step)
 
     def length_at(self, step: int) -> int:
         """Return the tokens of a training sequence in a step."""

@@ -61,7 +61,8 @@ class TrainLoader:
     A step is `batch_tokens // length` sequences in stream order, over all ranks. Rank r of W has the r-th contiguous
     share of them (`sequences_of`), cut in order into micro-batches of equal size, at most `micro_batch_tokens` each (at
     least one sequence). `length` is a number of tokens, or a function that returns it for a step. The first `next` is
-    of `start_step`. One thread reads `prefetch` steps ahead; an error in it is raised by the `next` of that step.
+    of `start_step`; step 0 begins with token `first_token` of the stream. One thread reads `prefetch` steps ahead; an
+    error in it is raised by the `next` of that step.
     Copies to a CUDA device are asynchronous, from pinned memory. Use the loader in a `with`, or `close` it.
 
     Raise ValueError if a step is not whole sequences or has fewer of them than there are ranks, and for a token outside
@@ -70,12 +71,13 @@ class TrainLoader:
 
     def __init__(
         self, stream: TokenStream, *, batch_tokens: int, length: int | Callable[[int], int], micro_batch_tokens: int,
-        vocab_size: int, rank: int = 0, world_size: int = 1, start_step: int = 0, device: str | torch.device = "cpu",
+        vocab_size: int, rank: int = 0, world_size: int = 1, first_token: int = 0,
+        start_step: int = 0, device: str | torch.device = "cpu",
         prefetch: int = 2,
     ):  # fmt: skip
         self.stream, self._vocab_size, self._device = stream, vocab_size, torch.device(device)
         self._batch_tokens, self._micro_batch_tokens = batch_tokens, micro_batch_tokens
-        self._rank, self._world_size = rank, world_size
+        self._rank, self._world_size, self._first_token = rank, world_size, first_token
         self._length_at = length if callable(length) else lambda step: length
         self._next_step = start_step
         sequences_of(batch_tokens, self._length_at(start_step), rank, world_size)  # a wrong shape is an error now
@@ -96,7 +98,7 @@ class TrainLoader:
         length = self._length_at(step)
         share = sequences_of(self._batch_tokens, length, self._rank, self._world_size)
         size = micro_batch_size(self._batch_tokens, length, self._micro_batch_tokens, self._world_size, self._rank)
-        start = step * self._batch_tokens + share.start * length
+        start = self._first_token + step * self._batch_tokens + share.start * length
         tokens = self.stream.read(start, len(share) * length + 1, self._vocab_size)  # (share + 1,)
         inputs, targets = (_host_tensor(part, self._device) for part in (tokens[:-1], tokens[1:]))
         return inputs.view(-1, length), targets.view(-1, length), size  # (share, length)

@@ -123,8 +123,8 @@ class Bucket:
 class Optimizers:
     """All optimizers of a run; the head of this file says how they divide their work. A step is:
 
-        for each micro-batch: (before the last one's backward pass) start(); loss.backward()
-        squared_norm = finish()
+        for each micro-batch: (before the last one's backward pass) overlap_communication(); loss.backward()
+        squared_norm = reduce_gradients()
         step(lr_factor, finite)
 
     groups: in the order in which the backward pass reaches them, their parameters in that of the forward pass.
@@ -161,7 +161,7 @@ class Optimizers:
         """Return the buckets that are sent: all, or none where there is one share."""
         return [bucket for bucket in self.all_buckets() if bucket.divided]
 
-    def start(self) -> None:
+    def overlap_communication(self) -> None:
         """Send gradients as they come from now on: those of the coming backward pass are the last of this step."""
         self.unsent = self.divided_buckets()
         self.incomplete = {bucket: len(bucket.params) for bucket in self.unsent}
@@ -174,7 +174,7 @@ class Optimizers:
                 self.unsent.pop(0).start_reducing(self.shard_group)
 
     @torch.no_grad()
-    def finish(self) -> Tensor:
+    def reduce_gradients(self) -> Tensor:
         """Wait for all gradients; return a number whose sum over the ranks is the squared norm of all of them."""
         for bucket in self.unsent:  # parameters without gradients, or one late parameter before many early ones
             bucket.start_reducing(self.shard_group)

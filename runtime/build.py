@@ -1,7 +1,4 @@
-"""Make what a run consists of from its config: the model, its optimizers, and what of it is compiled.
-
-train_gpt.py uses it, and so do the scripts that evaluate, fine-tune or measure a model.
-"""
+"""Make the parts of a run from its config: text, model, optimizers, compiled models."""
 
 import copy
 import dataclasses
@@ -11,17 +8,19 @@ from typing import Any
 import torch
 
 from configs.config import Config
-from data.loader import micro_batch_size
+from data.loader import check_validation, micro_batch_size, sequences_of
+from data.shards import TokenStream, open_split
 from errors import require
 from model.gpt import GPT, Plans
 from model.methods import check_options, make_layers, method_options
 from model.methods.base import Method
 from model.methods.scale_invariant import TAU
-from optim.groups import split_parameters
 from optim.muon import Muon, as_matrices, lr_scale
 from optim.sharded import Group, Optimizers
+from runtime.copy_gain import check_gaps
 from runtime.device import rng_state, set_rng_state
 from runtime.processes import World
+from runtime.validation import Validation
 
 
 def config_of(stored: dict[str, Any]) -> Config:
@@ -40,23 +39,26 @@ def config_of(stored: dict[str, Any]) -> Config:
     return Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in stored.items() if k in known})
 
 
-def layer_methods(config: Config, step: int = 0) -> list[Method]:
-    """Return the attention methods of the layers in a step, with new parameters. Raise ValueError for a method or an
-    option that there is not, and for a switch to the same method."""
-    same = config.switch_method_at and config.switch_method_to == config.method
-    require(not same, f"switch_method_to {config.method} is the method before it: choose another, or no switch")
-    name, options = config.method_at(step), config.method_options
-    check_options(config.method, options)  # another one, of a later step, takes those that it has
-    options = {option: value for option, value in options.items() if option in method_options(name)}
-    shape = dict(num_heads=config.num_heads, head_dim=config.model_dim // config.num_heads)
-    shape |= dict(train_length=config.train_length, position_scale=config.position_scale)
-    return make_layers(name, config.num_layers, **shape, **options)
+def layer_methods(config: Config) -> list[Method]:
+    """Return the attention methods of the layers, with new parameters. Raise ValueError for an unknown one."""
+    check_options(config.method, config.method_options)
+    return make_layers(
+        config.method,
+        config.num_layers,
+        num_heads=config.num_heads,
+        head_dim=config.model_dim // config.num_heads,
+        train_length=config.train_length,
+        position_scale=config.position_scale,
+        **config.method_options,
+    )
 
 
-def build_model(config: Config, dtype: torch.dtype, step: int = 0) -> GPT:
-    """Return the model with new random weights and the attention method of this step, on the CPU. Raise ValueError for
-    a method or an option that there is not, and for a switch between methods of other parameters."""
-    model = GPT(
+def build_model(config: Config, dtype: torch.dtype) -> GPT:
+    """Return the model with new random float32 weights on the CPU, computing in this dtype.
+
+    Raise ValueError for an attention method or an option that does not exist.
+    """
+    return GPT(
         vocab_size=config.vocab_size,
         num_layers=config.num_layers,
         num_heads=config.num_heads,
@@ -67,9 +69,31 @@ def build_model(config: Config, dtype: torch.dtype, step: int = 0) -> GPT:
         position_scale=config.position_scale,
         dtype=dtype,
     )
-    if config.method_at(step) != config.method:
-        model.replace_methods(layer_methods(config, step))
-    return model
+
+
+def open_text(config: Config, world: World) -> tuple[TokenStream, TokenStream]:
+    """Return the training and the validation text.
+
+    Raise ValueError for missing or damaged shards, for a validation text that is too short, and for more ranks than
+    sequences in a step.
+    """
+    run_tokens = config.steps * config.batch_tokens
+    train_text = open_split(config.data_dir, "train", config.vocab_size, run_tokens)
+    val_text = open_split(config.data_dir, "val", config.vocab_size, run_tokens)
+    check_validation(val_text, config.val_lengths, config.val_tokens)
+    check_gaps(val_text, config.val_copy_gaps)
+    for length in config.train_lengths:
+        sequences_of(config.batch_tokens, length, world.rank, world.world_size)
+    return train_text, val_text
+
+
+def training_plans(config: Config, model: GPT) -> dict[int, Plans]:
+    """Return what attention prepares for each training length. Raise ValueError for a backend that cannot train."""
+    plans = {length: model.plan(length, backend=config.attention_backend) for length in config.train_lengths}
+    on_cpu = model.head.device.type == "cpu"
+    flex_on_cpu = on_cpu and any(part.backend == "flex" for plan in plans.values() for part in plan)
+    require(not flex_on_cpu, "attention_backend flex cannot train on a CPU. Use --attention_backend auto.")
+    return plans
 
 
 def compile_model(model: GPT, compiled: str | None) -> torch.nn.Module:
@@ -77,7 +101,7 @@ def compile_model(model: GPT, compiled: str | None) -> torch.nn.Module:
     if compiled is None:
         return model
     torch._dynamo.config.recompile_limit = 32  # shapes: training and every validation length, ragged ends too
-    torch._dynamo.config.fail_on_recompile_limit_hit = True  # never fall back to eager without a word
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # never fall back to eager silently
     if compiled == "blocks":
         for block in model.blocks:
             block.compile(dynamic=False)
@@ -85,106 +109,80 @@ def compile_model(model: GPT, compiled: str | None) -> torch.nn.Module:
 
 
 def compile_for_validation(model: GPT, compiled: str | None) -> GPT:
-    """Return the model to validate with: the same weights, its blocks compiled each on its own unless compiled is None.
+    """Return the model to validate with: the same weights, each block compiled on its own unless compiled is None.
 
-    Each validation length is compiled anew, and as a whole, 64k tokens of a method in plain PyTorch take very long
-    (Infini-attention: 21,939 operations, of which 1,831 as one block).
+    Each validation length is compiled anew. Compiled as a whole, 64k tokens of a method in plain PyTorch take very long
+    (Infini-attention has 21,939 operations, and one block of it 1,831).
     """
     if compiled != "model":  # "blocks" are compiled already
         return model
     view = copy.copy(model)
     blocks = torch.nn.ModuleList(torch.compile(block, dynamic=False) for block in model.blocks)
-    view._modules = model._modules | dict(blocks=blocks)
+    view._modules = model._modules | {"blocks": blocks}
     return view
 
 
 def compile_models(
-    config: Config,
-    world: World,
-    model: GPT,
-    optimizers: Optimizers,
-    compiled: str | None,
-    plans: dict[int, Plans],
-    step: int,
-) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """Return the model to train and the one to validate with from this step on, and leave random numbers as they are,
-    of which compiling may draw some."""
+    config: Config, world: World, model: GPT, optimizers: Optimizers, compiled: str | None,
+    plans: dict[int, Plans], validation: Validation, step: int,
+) -> torch.nn.Module:  # fmt: skip
+    """Return the compiled model to train with from this step on, and let `validation` use the compiled blocks.
+
+    Every length that is still to come is compiled now, in a step that changes nothing. Compilers may draw random
+    numbers, so the generators' states are restored.
+    """
     state = rng_state()
     training_model = compile_model(model, compiled)
-    on_cpu = world.device.type == "cpu"  # there the long sequences take longer to compile than to compute
-    validation_model = model if on_cpu else compile_for_validation(model, compiled)
+    if world.device.type != "cpu":  # on a CPU, long sequences take longer to compile than to compute
+        validation.runner = compile_for_validation(model, compiled)
     if compiled:
+        optimizers.found_inf.fill_(1)  # so that the steps update nothing
         for length in dict.fromkeys(map(config.length_at, range(step, config.steps))):
-            compile_step(training_model, length, plans[length], optimizers, config, world)
+            share = config.batch_tokens, length, config.micro_batch_tokens, world.world_size, world.rank
+            tokens = torch.zeros(micro_batch_size(*share), length, dtype=torch.int64, device=world.device)
+            train_step(training_model, [(tokens, tokens)], plans[length], optimizers, 1.0, world)
+        optimizers.found_inf.zero_()
     set_rng_state(state)
-    return training_model, validation_model
-
-
-def micro_batch_of(config: Config, world: World, length: int) -> int:
-    """Return the sequences of this length in a micro-batch of this rank. Raise ValueError as micro_batch_size does."""
-    most_tokens = config.micro_batch_tokens * world.context_size
-    return micro_batch_size(config.batch_tokens, length, most_tokens, world.data_size, world.data_rank)
-
-
-def compile_step(model, length: int, plan: Plans, optimizers: Optimizers, config: Config, world: World):
-    """Compile everything that a step of this length needs, in one that changes nothing."""
-    micro_batch = micro_batch_of(config, world, length)
-    tokens = torch.zeros(micro_batch, length, dtype=torch.int64, device=world.device)
-    optimizers.found_inf.fill_(1)
-    train_step(model, [(tokens, tokens)], plan, optimizers, 1.0, world)
-    optimizers.found_inf.zero_()
+    return training_model
 
 
 def build_optimizers(config: Config, model: GPT, compiled: bool, world: World) -> Optimizers:
-    """Return Muon for the matrices of the blocks, and Adam for all else, the methods' own parameters too."""
-    params = split_parameters(
-        model.named_parameters(remove_duplicate=False),
-        dict(
-            head=lambda name, p: name == "head",
-            matrices=lambda name, p: name.startswith("blocks.") and ".method." not in name,
-            scalars=lambda name, p: name.startswith("blocks.") and ".method." in name,
-            embedding=lambda name, p: name.startswith("embedding."),
-        ),
-    )
+    """Return Muon for the matrices of the blocks, and Adam for the embedding, the head and the methods' parameters.
+
+    The groups are ordered as the backward pass produces their gradients (the head first).
+    """
+    blocks = [*model.blocks.named_parameters()]
     muon = functools.partial(Muon, momentum=config.muon_momentum, compile=compiled, dtype=model.dtype)
     adam = functools.partial(torch.optim.Adam, betas=config.adam_betas, eps=config.adam_eps, fused=True)
-    groups = dict(
-        head=Group(params["head"], adam, config.head_lr),
-        matrices=Group(params["matrices"], muon, config.muon_lr, units=as_matrices, lr_scale=lr_scale),
-        scalars=Group(params["scalars"], adam, config.scalar_lr),
-        embedding=Group(params["embedding"], adam, config.embedding_lr),
-    )
+    matrices = [p for name, p in blocks if ".method." not in name]
+    scalars = [p for name, p in blocks if ".method." in name]
+    groups = {
+        "head": Group([model.head], adam, config.head_lr),
+        "matrices": Group(matrices, muon, config.muon_lr, units=as_matrices, lr_scale=lr_scale),
+        "scalars": Group(scalars, adam, config.scalar_lr),
+        "embedding": Group([model.embedding.weight], adam, config.embedding_lr),
+    }
+    assert sum(len(group.params) for group in groups.values()) == len([*model.parameters()])  # each in one group
     return Optimizers(groups, world.rank, world.world_size, skip=config.on_nonfinite == "skip")
 
 
-def checkpoint_bytes(optimizers: Optimizers) -> int:
-    """Return the size of the parameters with their optimizer state: one momentum for Muon, two moments for Adam."""
-    return sum(
-        p.numel() * p.element_size() * (2 if name == "matrices" else 3)
-        for name, group in optimizers.groups.items()
-        for p in group.params
-    )
-
-
 def train_step(
-    model, micro_batches: list, plan, optimizers: Optimizers, lr_factor: float, world: World, sequences: int = 0
+    model, micro_batches: list, plan, optimizers: Optimizers, lr_factor: float, world: World
 ) -> torch.Tensor:
-    """Make one update. Return loss and gradient norm over all processes, (2,) on the device, without waiting for them.
+    """Make the update of train_gpt.py, for programs with another loop: fine-tuning, benchmarks, compilation.
 
-    sequences: of the step, of all processes; 0: each has as many as this one.
-
-    Where one of the two is not finite, weights and optimizer state stay as they are, and in all steps after it.
+    Return loss and gradient norm over all ranks, (2,) on the device, without waiting for them. All ranks have as many
+    sequences. Where one of the two numbers is not finite, weights and optimizer state stay as they are.
     """
+    sequences = sum(len(inputs) for inputs, _ in micro_batches) * world.world_size
     loss = torch.zeros((), device=world.device)
-    sequences = sequences or sum(len(inputs) for inputs, _ in micro_batches) * world.data_size
     for number, (inputs, targets) in enumerate(micro_batches, start=1):
-        own = world.own_tokens(inputs.shape[1])
-        part = model(inputs[:, own], targets[:, own], plan=plan) / (sequences / len(inputs) * world.context_size)
+        micro_loss = model(inputs, targets, plan=plan) / (sequences / len(inputs))
         if number == len(micro_batches):
-            optimizers.start()
-        part.backward()
-        loss += part.detach()
-    numbers = torch.stack([loss, optimizers.finish()])
+            optimizers.overlap_communication()
+        micro_loss.backward()
+        loss += micro_loss.detach()
+    numbers = torch.stack([loss, optimizers.reduce_gradients()])
     world.sum([numbers])
     numbers[1].sqrt_()
     optimizers.step(lr_factor, numbers.isfinite().all())

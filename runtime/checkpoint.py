@@ -3,7 +3,6 @@
 import os
 import pickle
 import re
-import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,30 +14,29 @@ import torch
 from torch.serialization import get_crc32_options, set_crc32_options
 from torch.utils._pytree import tree_map_only
 
-from errors import require
+from errors import UserError, require
 from files import replace_file
 from runtime.processes import World, fail_together, gather
 
-ARCHIVE_END = b"PK\5\6", 22  # the last record of a zip archive begins with this, and is so many bytes long
 CHECKSUM_BYTES = len(b"crc32 00000000\n")
 
 
-class DamagedCheckpoint(ValueError):
+class DamagedCheckpoint(UserError):
     """A checkpoint is not the bytes that were written."""
 
     def __init__(self, path: Path, reason: str):
-        super().__init__(f"{path} is damaged ({reason}): delete it to continue from the one before it")
+        super().__init__(f"{path} is damaged ({reason}). Delete it to continue from the checkpoint before it.")
         self.reason = reason
 
 
 def save_checkpoint(folder: Path, step: int, state: dict[str, Any], keep: int = 2) -> Path:
     """Save `state` as the checkpoint of `step`, then delete all but the newest `keep`; return its path.
 
-    The new file is complete and on the disk before an older one goes, so that the disk holds up to keep + 1 for a
-    moment. `state` may hold tensors, numbers, strings, lists and dicts: what `load_checkpoint` accepts.
-    Raise OSError when it cannot be written (disk full); the earlier checkpoints are then untouched.
+    The new file is complete and on the disk before an older one is deleted, so the disk briefly holds keep + 1. `state`
+    may hold tensors, numbers, strings, lists and dicts. Raise OSError when it cannot be written (disk full); the
+    earlier checkpoints are then untouched.
     """
-    for leftover in folder.glob("step_*.partial"):  # of a run that was killed while it saved
+    for leftover in folder.glob("step_*.partial"):  # a run that was killed while it saved may have left it
         leftover.unlink()
     path = folder / f"step_{step:06d}.pt"
     try:
@@ -54,40 +52,34 @@ def save_checkpoint(folder: Path, step: int, state: dict[str, Any], keep: int = 
 
 
 class BackgroundSaver:
-    """Saves checkpoints in a thread, while the run goes on. There is one under way at a time, and at the end of the
-    `with` block, however it ends, none."""
+    """Saves checkpoints in a thread while the run goes on, one at a time."""
 
     def __init__(self):
         self.thread, self.pending = ThreadPoolExecutor(1), Future()
         self.pending.set_result(None)
 
-    def __enter__(self) -> "BackgroundSaver":
-        return self
-
-    def __exit__(self, *error):
-        self.thread.shutdown()  # waits
-
     def save(self, folder: Path, step: int, state: dict[str, Any], keep: int):
-        """Begin to save a copy of `state` as save_checkpoint does, once the one before is saved: the copy, in the
-        machine's memory, is all that a run waits for if it saves no more often than the disk can. Raise the OSError of
-        the one before."""
+        """Begin to save a copy of `state`, once the checkpoint before it is saved. Raise the OSError of that one.
+
+        The run waits only for the copy in main memory, unless it saves more often than the disk can.
+        """
         self.finish()
         copy = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
         self.pending = self.thread.submit(save_checkpoint, folder, step, copy, keep)
 
     def check(self):
-        """Raise the OSError of a checkpoint that could not be saved, if by now it is known."""
+        """Raise the OSError of a checkpoint that could not be saved, if that is known by now."""
         if self.pending.done():
             self.pending.result()
 
     def finish(self) -> Path | None:
-        """Wait until what was begun is saved; return its path. Raise OSError when it cannot be."""
+        """Wait until the pending checkpoint is saved; return its path. Raise OSError when it cannot be saved."""
         return self.pending.result()
 
 
 def space_needed(folder: Path, checkpoint_bytes: int, keep: int) -> int:
-    """Return the bytes that have to be free for `save_checkpoint`, where some of the keep + 1 may be there already."""
-    leftovers = sum(path.stat().st_size for path in folder.glob("step_*.partial"))  # they go before the next is written
+    """Return the free bytes that `save_checkpoint` needs; some of the keep + 1 checkpoints may exist already."""
+    leftovers = sum(path.stat().st_size for path in folder.glob("step_*.partial"))  # deleted before the next is written
     return max(1, keep + 1 - len(list_checkpoints(folder))) * checkpoint_bytes - leftovers
 
 
@@ -117,11 +109,10 @@ class Checksummed:
 
 
 def write_with_checksum(state: dict[str, Any], file: BinaryIO):
-    """Write what torch.save writes, and behind it a line with the CRC-32 of all of it, which torch.load passes over.
+    """Write what torch.save writes, then a line with the CRC-32 of all of it, which torch.load passes over.
 
-    The checksums that the archive itself has leave out its index, where a flipped bit can change what is loaded. As
-    they take as long as all the writing, torch.save is told to do without (zip programs that test the file then
-    complain, and so do versions of this program from before there was such a line).
+    The archive's own checksums leave out its index, where a flipped bit can change what is loaded. They take as long as
+    all the writing, so torch.save is told to leave them out.
     """
     before = get_crc32_options()
     with ThreadPoolExecutor(1) as thread:
@@ -134,52 +125,29 @@ def write_with_checksum(state: dict[str, Any], file: BinaryIO):
     file.write(f"crc32 {checksummed.crc:08x}\n".encode())
 
 
-def has_checksum(path: Path) -> bool:
-    """Return whether the file does not end where its archive does: those of older versions do."""
-    signature, size = ARCHIVE_END
-    with open(path, "rb") as file:
-        file.seek(max(0, os.path.getsize(path) - size))
-        return file.read(len(signature)) != signature
+def load_checkpoint(path: Path, map_location: str | torch.device = "cpu") -> dict[str, Any]:
+    """Return the state that was saved. Nothing in the file can run code.
 
-
-def check_bytes(path: Path):
-    """Raise BadZipFile when a checkpoint is not what was written. One without our line, of an older version, has the
-    checksums of its tensors and its pickle compared, as zip keeps them."""
-    if not has_checksum(path):
-        with zipfile.ZipFile(path) as archive:
-            if (damaged := archive.testzip()) is not None:
-                raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
-        return
+    Raise DamagedCheckpoint, a ValueError, when the file is not the bytes that were written, and ValueError when it
+    holds more than plain data.
+    """
     left, crc = max(0, os.path.getsize(path) - CHECKSUM_BYTES), 0
     with open(path, "rb") as file:
         while data := file.read(min(left, 2**20)):
             crc, left = zlib.crc32(data, crc), left - len(data)
         if file.read() != f"crc32 {crc:08x}\n".encode():
-            raise zipfile.BadZipFile("wrong checksum of the file, or a part of it is missing")
-
-
-def load_checkpoint(path: Path, map_location: str | torch.device = "cpu") -> dict[str, Any]:
-    """Return the state that was saved. Nothing in the file can run code.
-
-    Raise DamagedCheckpoint, a ValueError that names the file, when a bit of it is another one than was written (the
-    checksums are compared, which torch.load does not do), ValueError when it holds other than plain data.
-    """
+            raise DamagedCheckpoint(path, "wrong checksum, or a part of the file is missing")
     try:
-        check_bytes(path)
         return torch.load(path, map_location=map_location, weights_only=True)
-    except FileNotFoundError:
-        raise
     except pickle.UnpicklingError as error:
-        raise ValueError(f"{path} holds more than tensors and plain data, so it is not loaded") from error
-    except Exception as error:  # what a flipped byte in the index of an archive without our checksum comes out as
-        raise DamagedCheckpoint(path, f"{type(error).__name__}: {error}") from error
+        raise UserError(f"{path} holds more than tensors and plain data, so it is not loaded") from error
 
 
 def load_newest(folder: Path, world: World) -> tuple[Path | None, dict[str, Any], dict[Path, str]]:
-    """Return the newest checkpoint that every rank finds whole (None where the folder has none), its state, and those
-    newer that are damaged, with the reason. All ranks call this.
+    """Return the newest checkpoint that every rank finds whole, its state, and newer damaged ones with the reason.
 
-    Raise ValueError, or end all ranks (see fail_together), when there are checkpoints and none of them can be loaded.
+    The path is None where the folder has no checkpoint. All ranks call this. Raise ValueError, or end all ranks (see
+    fail_together), when there are checkpoints and none of them can be loaded.
     """
     damaged = {}
     for path in list_checkpoints(folder):
@@ -200,28 +168,28 @@ def load_newest(folder: Path, world: World) -> tuple[Path | None, dict[str, Any]
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint, so that it does not count as one any more; return its new path."""
+    """Rename a damaged checkpoint, so that it is no checkpoint any more; return its new path."""
     return path.rename(path.with_name(path.name + ".damaged"))
 
 
 def check_same_run(path: Path, state: dict, config: dict, fingerprint: str, may_differ: Iterable[str]):
-    """Raise ValueError that names the fields when a checkpoint's config is another, or its data is.
+    """Raise ValueError that names the fields when a checkpoint's config or data differs from this run's.
 
-    `may_differ` are fields that do not change what is computed.
+    may_differ: fields that do not change what is computed.
     """
-    theirs, mend = state["config"], "choose another --name, or --force to go on"
-    different = [field for field in config if field not in may_differ and config[field] != theirs.get(field)]
-    changes = ", ".join(f"{field} {theirs.get(field)} -> {config[field]}" for field in different)
-    require(not different, f"{path} is of another run ({changes}): {mend}")
+    stored, advice = state["config"], "Choose another --name, or --force to go on."
+    different = [field for field in config if field not in may_differ and config[field] != stored.get(field)]
+    changes = ", ".join(f"{field} {stored.get(field)} -> {config[field]}" for field in different)
+    require(not different, f"{path} belongs to another run ({changes}). {advice}")
     same_data = state["fingerprint"] == fingerprint
-    require(same_data, f"{path} was trained on other data than {config['data_dir']}: {mend}")
+    require(same_data, f"{path} was trained on other data than {config['data_dir']}. {advice}")
 
 
 @contextmanager
 def checkpoint_errors(path: Path) -> Iterator[None]:
-    """Raise ValueError naming the file when what its block uses of a checkpoint is other than a run's."""
+    """Turn errors in the use of a checkpoint that does not fit this run into a ValueError that names the file."""
     try:
         yield
     except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise ValueError(f"{path} does not fit this run ({reason}): delete it, or choose another --name") from error
+        raise UserError(f"{path} does not fit this run ({reason}). Delete it, or choose another --name.") from error

@@ -3,13 +3,13 @@
 from collections import Counter
 
 from configs.config import Config
-from configs.validation import validation_plan
 from runtime.build import layer_methods
+from runtime.validation import validation_plan
 
 
 def attention_flops_per_token(config: Config, length: int) -> int:
     """Return those of q k and p v in one forward pass, the mean over sequences of this length. Infini-attention, which
-    sees less, counts as if it saw all keys; after a switch of methods, as before it."""
+    sees less, counts as if it saw all keys."""
     flops = 0
     for method in layer_methods(config):
         window = length if method.window is None else min(method.window.window, length)

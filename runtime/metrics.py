@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from errors import require
-from files import append, refuse_link, replace_text, to_json
+from errors import UserError, require
+from files import append, replace_text, to_json
 
 
 class Metrics:
@@ -22,9 +22,12 @@ class Metrics:
         if self.wandb is not None:
             self.wandb.log(flatten(record))
 
-    def truncate(self, step: int, validated: int):
-        """Drop what a run resumed at `step` will write again: records of later steps, and of validations ("val_loss")
-        later than `validated`, the last that the checkpoint knows of (-1: none)."""
+    def truncate(self, step: int, validated: int | None = None):
+        """Drop the records that a run resumed at `step` will write again: later steps, and validations from it on.
+
+        validated: the step of the last validation that is kept, where that is another one.
+        """
+        validated = step - 1 if validated is None else validated
         records = read_metrics(self.path) if self.path.exists() else []
         kept = [r for r in records if r["step"] <= (validated if "val_loss" in r else step)]
         replace_text(self.path, "".join(to_json(record) + "\n" for record in kept))
@@ -33,7 +36,7 @@ class Metrics:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the records of a metrics.jsonl, without a last line that a kill left half-written.
 
-    Raise ValueError naming the line when another one is damaged, or any is something else than a record of a step.
+    Raise ValueError naming the line when another line is damaged, or a line is no record of a step.
     """
     lines = Path(path).read_bytes().splitlines()
     records = []
@@ -41,10 +44,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
-            require(number == len(lines), f"{path}, line {number} is not JSON: repair it or delete it")
+            require(number == len(lines), f"{path}, line {number} is not JSON. Repair it or delete it.")
             break
         is_record = type(record) is dict and type(record.get("step")) is int
-        require(is_record, f"{path}, line {number} is no record of a step: repair it or delete it")
+        require(is_record, f"{path}, line {number} is no record of a step. Repair it or delete it.")
         records.append(record)
     return records
 
@@ -62,22 +65,23 @@ def start_wandb(
 ) -> Any:
     """Start the mirror and return it, a wandb.Run, or None when `mode` is "off". Never prompt.
 
-    mode: also "offline" and "online" as in wandb. WANDB_MODE in the environment overrides "online", and so does the
-    lack of an API key, with one line to `log`. folder: wandb's files go into `folder`/wandb. run_id: the id of the run
-    to continue, kept in the checkpoint. options: more arguments of wandb.init, such as project and name. Charts are
-    drawn over the metric "tokens", so every record should carry it.
+    mode: also "offline" and "online" as in wandb, and "trackio" for a local dashboard without an account. WANDB_MODE in
+    the environment overrides "online", and so does the lack of an API key, with one line to `log`. folder: wandb's
+    files go into `folder`/wandb. run_id: the id of the run to continue. options: arguments of wandb.init. The charts'
+    horizontal axis is the metric "tokens", so every record should carry it.
 
-    Raise ValueError when wandb refuses to start, OSError when a symbolic link stands where it would write.
+    Raise ValueError when the mirror does not start.
     """
+    if mode == "trackio":
+        return start_trackio(**options)
     if mode == "online":
         mode = os.environ.get("WANDB_MODE", mode)
     if mode in ("off", "disabled"):
         return None
-    refuse_link(folder / "wandb" / "cache")  # wandb makes all else there anew
-    # Even an offline run reports to wandb's makers unless told not to (seen in wandb 0.31).
+    # Even an offline run reports errors to wandb's makers unless told not to (seen in wandb 0.31).
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-    os.environ.setdefault("WANDB_FINISH_TIMEOUT", "300")  # seconds at the end; else a lost network keeps it for ever
-    os.environ.setdefault("WANDB_CACHE_DIR", str(folder / "wandb" / "cache"))  # its logs, or else in HOME or /tmp
+    os.environ.setdefault("WANDB_FINISH_TIMEOUT", "300")  # in seconds; without it, a lost network blocks the end
+    os.environ.setdefault("WANDB_CACHE_DIR", str(folder / "wandb" / "cache"))  # else its logs go to HOME or /tmp
     import wandb
 
     try:
@@ -87,17 +91,24 @@ def start_wandb(
         settings = wandb.Settings(finish_timeout_raises=True)
         run = wandb.init(mode=mode, dir=folder, id=run_id, resume="allow", settings=settings, **options)
     except wandb.Error as error:
-        raise ValueError(f"wandb did not start: {error} (offline or off needs no connection)") from error
+        raise UserError(f"wandb did not start: {error}. Use --wandb offline or off.") from error
     run.define_metric("*", step_metric="tokens")
     return run
 
 
+def start_trackio(*, project: str, name: str, config: dict, group: str | None = None, tags: list[str] = ()) -> Any:
+    """Start a local trackio run, which has wandb's interface. It knows no tags and no run ids."""
+    try:
+        import trackio
+    except ImportError as error:
+        raise UserError("--wandb trackio needs the package trackio. Install it: pip install trackio") from error
+    return trackio.init(project=project, name=name, group=group, config=config, resume="allow", embed=False)
+
+
 def finish_wandb(run: Any, log: Callable[[str], None] = print):
-    """End the mirror, a wandb.Run. What has not arrived when WANDB_FINISH_TIMEOUT, in seconds, is over stays on the
-    disk, with one line to `log` that says how to bring it up."""
-    folder = Path(run.settings.sync_dir)
+    """End the mirror. After WANDB_FINISH_TIMEOUT seconds, say how to send the rest, which stays on the disk."""
     try:
         run.finish()
     except TimeoutError:
-        later = f"wandb sync --no-skip-online {folder}"  # without the option it leaves out runs that were online
-        log(f"wandb: not all of the record has arrived there, but it is complete here; later: {later}")
+        command = f"wandb sync --no-skip-online {Path(run.settings.sync_dir)}"  # else it skips runs that were online
+        log(f"wandb: a part of the record has not arrived. It is complete on this disk; later: {command}")

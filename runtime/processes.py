@@ -2,13 +2,13 @@
 
 import os
 import platform
+import re
 import sys
-import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Self
 
@@ -18,38 +18,22 @@ import torch.distributed as dist
 from errors import require
 from runtime.device import count_gpus, fix_threads, keep_freed_memory
 
+# How gloo and NCCL report a peer that is gone or silent.
+LOST_RANK = r"(?i)gloo|nccl|connection|timed out|timeout|peer|store|broken pipe"
+
 
 @dataclass(frozen=True)
 class World:
-    """This process among the others. A world of one has no process group.
-
-    context_size ranks in a row may share each sequence (model/context.py); together they count as one for the data.
-    """
+    """This process among the others. A world of one has no process group."""
 
     rank: int
     local_rank: int  # rank among the processes of this machine
     world_size: int
     device: torch.device
-    context_size: int = 1
-    context: dist.ProcessGroup | None = None  # the ranks that share this rank's sequences
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
-
-    @property
-    def data_rank(self) -> int:
-        return self.rank // self.context_size
-
-    @property
-    def data_size(self) -> int:
-        return self.world_size // self.context_size
-
-    def own_tokens(self, length: int) -> slice:
-        """Return which tokens of a sequence this rank holds."""
-        share = length // self.context_size
-        first = self.rank % self.context_size * share
-        return slice(first, first + share)
 
     def sum(self, tensors: list[torch.Tensor]):
         """Replace tensors by their sums over all processes."""
@@ -62,10 +46,8 @@ class World:
         return cls(0, 0, 1, device)
 
 
-def start_processes(device: str, context_size: int = 1) -> World:
+def start_processes(device: str) -> World:
     """Join the other processes that torchrun started, if any, and take a device ("auto", "cpu" or "cuda").
-
-    context_size: how many of them share a sequence.
 
     CPU tensors travel by gloo and CUDA tensors by nccl, so a collective on a CPU tensor never waits for the GPU.
     Raise ValueError (see `fail_together`) when there is no GPU for this process, or one that torch cannot use.
@@ -75,14 +57,14 @@ def start_processes(device: str, context_size: int = 1) -> World:
     gpus, problem = 0, None
     try:
         gpus = 0 if device == "cpu" else count_gpus()
-    except ValueError as error:  # raised below, once the others can be told
+    except ValueError as error:  # raised below, when the other ranks can be told
         problem = str(error)
     on_gpu = local_rank < gpus
     own_device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
-    world = World(rank, local_rank, world_size, own_device, context_size)
+    world = World(rank, local_rank, world_size, own_device)
     if on_gpu:
         torch.cuda.set_device(own_device)
-        # Our Triton kernels count on fused multiply-adds, which Triton 3.9 warns that 3.10 will no longer make unasked.
+        # Our Triton kernels need fused multiply-adds, and Triton 3.10 stops making them by default.
         os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     else:
         keep_freed_memory()
@@ -94,49 +76,40 @@ def start_processes(device: str, context_size: int = 1) -> World:
     machines.update(enumerate(gather(world, platform.node())))
     with fail_together(world):
         require(problem is None, problem)
-        require(gpus or device != "cuda", "CUDA was asked for but torch sees no GPU: use --device cpu")
-        mend = f"start torchrun with --nproc-per-node {gpus}"
-        require(on_gpu or not gpus, f"more processes than GPUs on one machine: {mend}")
-        words = f"context_parallel {context_size} does not divide the number of processes, {world_size}"
-        require(world_size % context_size == 0, words)
-    if context_size == 1:
-        return world
-    groups = [dist.new_group(range(first, first + context_size)) for first in range(0, world_size, context_size)]
-    return replace(world, context=groups[world.data_rank])
+        require(gpus or device != "cuda", "CUDA was asked for, but torch sees no GPU. Use --device cpu.")
+        advice = f"Start torchrun with --nproc-per-node {gpus}."
+        require(on_gpu or not gpus, f"There are more processes than GPUs on one machine. {advice}")
+    return world
 
 
-machines: dict[int, str] = {}  # where each rank runs, for what is said about one that is lost
+machines: dict[int, str] = {}  # rank -> host name, for the message about a lost rank
 
 
-def with_machines(ranks: Iterable[int]) -> str:
-    """Return the ranks in words, "rank 2, 3 (on node2)", with their machines where there are several."""
-    ranks = list(ranks)
-    words = f"rank {', '.join(map(str, ranks))}"
-    names = dict.fromkeys(machines[rank] for rank in ranks if rank in machines)
-    return f"{words} (on {', '.join(names)})" if len({*machines.values()}) > 1 else words
+def with_machine(rank: int) -> str:
+    """Return "rank 2", or "rank 2 (on node2)" where the ranks run on several machines."""
+    return f"rank {rank} (on {machines[rank]})" if len({*machines.values()}) > 1 else f"rank {rank}"
 
 
 def store_of_this_attempt(patience: float = 1800) -> dist.Store:
-    """Return what the processes tell one another their addresses through.
+    """Return the store through which the processes exchange their addresses.
 
-    After a restart torchrun gives them the store in which those of the attempt before it, who are gone, still stand
-    (torch 2.13). So rank 0 gives each attempt a name, and waits until all ranks have answered to it.
+    After a restart, torchrun hands out the store of the attempt before, with the addresses of dead processes in it
+    (torch 2.13). So rank 0 gives each attempt a name and waits until every rank has answered to it.
 
-    Where another machine has become the first one, torchrun may even send the ranks to the store of a machine that is
-    no longer that. Raise ValueError, which says how to prevent it, after `patience` seconds without the others.
+    Raise ValueError after `patience` seconds without the other ranks.
     """
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=patience)))
-    own, end = uuid.uuid4().hex, time.monotonic() + patience
+    name, end = uuid.uuid4().hex, time.monotonic() + patience
     with missing_ranks(patience):
         if rank == 0:
-            store.set("attempt", own)
-            answers = [store.get(f"{own} {other}").decode() for other in range(1, world_size)]
-            store.set(f"{own} answers", " ".join(answers))
-            return dist.PrefixStore(own, store)
+            store.set("attempt", name)
+            answers = [store.get(f"{name} {other}").decode() for other in range(1, world_size)]
+            store.set(f"{name} answers", " ".join(answers))
+            return dist.PrefixStore(name, store)
         while time.monotonic() < end:
-            attempt = store.get("attempt").decode()  # perhaps still that of before
-            store.set(f"{attempt} {rank}", own)
-            if store.check([f"{attempt} answers"]) and own in store.get(f"{attempt} answers").decode():
+            attempt = store.get("attempt").decode()  # this may still be the name of the attempt before
+            store.set(f"{attempt} {rank}", name)
+            if store.check([f"{attempt} answers"]) and name in store.get(f"{attempt} answers").decode():
                 return dist.PrefixStore(attempt, store)
             time.sleep(0.01)
         raise dist.DistStoreError
@@ -144,13 +117,13 @@ def store_of_this_attempt(patience: float = 1800) -> dist.Store:
 
 @contextmanager
 def missing_ranks(seconds: float) -> Iterator[None]:
-    """Raise ValueError where the store says that what was waited for has not come."""
+    """Turn a time-out of the store into a ValueError that says what to do."""
     try:
         yield
     except dist.DistStoreError as error:
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        mend = "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun may lose machines"
-        raise ValueError(f"not all ranks met at {where} in {seconds:.0f} s: {mend}") from error
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        advice = "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun may lose machines."
+        raise ValueError(f"Not all ranks met at {address} in {seconds:.0f} s. {advice}") from error
 
 
 @contextmanager
@@ -198,64 +171,37 @@ def limit_waiting(world: World, seconds: float):
 
 
 @contextmanager
-def exit_on_failure(
-    advice: str = "lower --micro_batch_tokens, or share sequences between GPUs with --context_parallel",
-    finish: Callable[[], object] = lambda: None,
-) -> Iterator[None]:
-    """End the process with one line when, in this block, a file cannot be read or written or memory runs out (exit code
-    2; advice: what helps then), or when other ranks do not answer (1). finish: called before such an end."""
+def exit_on_failure(advice: str = "Lower --micro_batch_tokens.") -> Iterator[None]:
+    """End the process with one line when a file cannot be read or written, memory runs out, or ranks are lost."""
     try:
         yield
-    except OSError as error:
-        code, line = 2, str(error)  # in an orderly end, wandb would fail on the same full disk, with a hundred lines
-    except (RuntimeError, MemoryError) as error:
-        several = dist.is_initialized() and dist.get_world_size() > 1
-        rank = f"{with_machines([dist.get_rank()])} is" if several else "it is"
-        reason = " ".join(str(error).split())[:300]
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in reason:
-            code, line = 2, f"{rank} out of memory ({reason}): {advice}"
-        elif several and (silent := silent_ranks()):
-            line = f"{rank} without an answer from {with_machines(silent)} ({reason}): "
-            line += "it died or hangs; see what it said itself"
-            code = 1  # and an orderly end would wait for the ranks that are gone
-        else:
-            raise
+    except Exception as error:
+        leave_on_failure(error, advice)
+        raise
+
+
+def leave_on_failure(error: BaseException, advice: str, before_exit: Callable[[], object] = lambda: None):
+    """End the process with one line if the error is a file's (exit code 2), memory's (2) or a lost rank's (1).
+
+    advice: what to do when memory runs out. before_exit: called before the process ends. Return for any other error.
+    The exit skips Python's clean-up: wandb would fail on the same full disk, and collectives wait for lost ranks.
+    """
+    reason = " ".join(str(error).split())[:300]
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    rank = f"{with_machine(dist.get_rank())}: " if several else ""
+    out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in reason
+    if isinstance(error, OSError):
+        code, line = 2, str(error)
+    elif out_of_memory:
+        code, line = 2, f"{rank}out of memory ({reason}). {advice}"
+    elif several and isinstance(error, RuntimeError) and re.search(LOST_RANK, reason):
+        code, line = 1, f"{rank}another rank died or hangs ({reason}). See the output of the other ranks."
     else:
         return
     print(f"error: {line}", file=sys.stderr, flush=True)
     with suppress(OSError):
-        finish()
+        before_exit()
     os._exit(code)
-
-
-def silent_ranks(seconds: float = 5) -> list[int]:
-    """Return the ranks that have not also found out within `seconds` that something is wrong, when something is.
-
-    They tell one another through rank 0's machine. When that does not answer, rank 0 is what is lost.
-    """
-    store, silent = dist.distributed_c10d._get_default_store(), list(range(dist.get_world_size()))
-
-    def ask():
-        store.set(f"failed {dist.get_rank()}", "")
-        end = time.monotonic() + seconds
-        while silent and time.monotonic() < end:
-            silent[:] = [rank for rank in silent if not store.check([f"failed {rank}"])]
-            time.sleep(0.05)
-
-    lost = []
-    asking = threading.Thread(target=lambda: lost.extend(failed(ask)), daemon=True)  # of a cut cable it is not told
-    asking.start()
-    asking.join(2 * seconds)
-    return [0] if lost or asking.is_alive() else silent
-
-
-def failed(function: Callable) -> list[Exception]:
-    """Call the function and return the error that it raised, if any."""
-    try:
-        function()
-    except RuntimeError as error:
-        return [error]
-    return []
 
 
 def stop_processes(world: World):

@@ -9,19 +9,29 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from configs.interrupt import SIGNALS, leave
 from runtime.processes import World
+
+INTERRUPTED = 75  # exit code: EX_TEMPFAIL of sysexits.h, "try again later"
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+def exit_code() -> int:
+    """Return INTERRUPTED, so that Slurm or a shell can start the run again, or 0 under torchrun.
+
+    torchrun takes every other code for a failure, and would start the processes again itself.
+    """
+    return 0 if "TORCHELASTIC_RUN_ID" in os.environ else INTERRUPTED
 
 
 class StopRequest:
-    """Receives the signals within `with StopRequest() as stop:`. Until `can_save` is set there is nothing to save, and
-    a signal ends this process, and all that it has started, at once; so does a second Ctrl-C at any time.
+    """Receives the signals within `with StopRequest() as stop:`.
 
-    mark: called before such an end with the signal's name, to leave word for those who ask why the run is not finished.
+    Until `can_save` is set, a signal ends this process and its children at once. A second Ctrl-C does so at any time.
+    mark: called with the signal's name before such an end, to record in the run folder why the run is not finished.
     """
 
     def __init__(self):
-        self.signal_name: str | None = None  # of the signal that was received
+        self.signal_name: str | None = None  # the signal that was received
         self.can_save = False
         self.mark: Callable[[str], object] = lambda name: None
 
@@ -42,7 +52,8 @@ class StopRequest:
             kill_descendants()
             if again:
                 os._exit(130)
-            leave(number, frame)
+            os.write(2, f"{self.signal_name}: stopped; there was nothing to save\n".encode())
+            os._exit(exit_code())
 
     def is_set(self, world: World) -> bool:
         """Return whether any rank has received a signal. All ranks must ask the same number of times."""
@@ -53,7 +64,7 @@ class StopRequest:
 
 
 def kill_descendants():
-    """End all processes that this one has started, and theirs: compilers among them."""
+    """End all descendants of this process, compilers among them."""
     for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):  # ended meanwhile
+        with suppress(psutil.Error):  # it has ended meanwhile
             process.kill()

@@ -1,9 +1,10 @@
-"""The losses of a model on validation text: at several sequence lengths, by position, and as several methods."""
+"""The losses of a model on validation text: at several lengths, by position, and as several methods; and copy gain."""
 
-import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+import math
+import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -17,54 +18,74 @@ from model.methods.base import Method
 from runtime.copy_gain import copy_length, measure_copy_gain, uncompiled
 from runtime.processes import World
 
+SUBSET = 4  # of the fast profile: a quarter of the tokens, in a quarter of the validations
+
 
 class Stopped(Exception):
     """A signal to stop came before the end of a validation."""
 
 
-@dataclasses.dataclass
 class Validation:
-    """What is validated, and on what.
+    """Validates a model on a text at the lengths of the config.
 
-    plans: see validation_plans. runner: the model, or what it was compiled to.
+    runner: what computes the losses; the model, or what it was compiled to. plans: what attention prepared, by method
+    (the method that trains, and those of validate_as) and length.
     """
 
-    config: Config
-    model: GPT
-    runner: torch.nn.Module
-    plans: dict[str, dict[int, Plans]]
-    stream: TokenStream
-    world: World
+    def __init__(
+        self, config: Config, model: GPT, text: TokenStream, world: World,
+        plans: dict[str, dict[int, Plans]] | None = None,
+    ):  # fmt: skip
+        """plans: for a model that makes none itself. Raise ValueError for methods and lengths that do not fit."""
+        self.config, self.model, self.runner, self.text, self.world = config, model, model, text, world
+        self.plans = validation_plans(config, model) if plans is None else plans
 
-    def losses(self, passes: dict[int, int], stopping: Callable[[], bool] = lambda: False) -> dict | None:
-        """Return the mean loss in nats at each length, on the first passes[length] tokens of the text (val_loss,
-        val_tokens), the same by position (val_loss_by_position), and that of the same weights run as each of
-        validate_as (val_loss_as). None if stopping(), which is asked before each batch, says so.
+    def due(self, step: int) -> dict[int, int]:
+        """Return the tokens at each length for the validation before this step, or {} if none is due."""
+        return validation_plan(self.config, step)
+
+    def measure(self, tokens_by_length: dict[int, int], stopping: Callable[[], bool]) -> dict | None:
+        """Return the record of a validation during training, or None if stopping() says so.
+
+        Keys: those of `losses` and `attention_statistics`, and val_seconds. stopping is asked before each batch.
         """
-        ours, as_others = self.plans[self.config.method], {}
+        began = time.monotonic()
         try:
-            result = self._validate(ours, passes, stopping)
-            for name in self.config.validate_as:
-                theirs = self.plans[name]
-                differ = {n: passes[n] for n in passes if not same_rotation(ours[n], theirs[n])}
-                as_others[name] = result["val_loss"] | self._validate(theirs, differ, stopping)["val_loss"]
-            if self.config.val_copy_gaps and len(passes) == len(self.config.val_lengths):
-                result |= self.copy_gains(self.config.val_copy_gaps, stopping)
+            record = self.losses(tokens_by_length, stopping)
+            if self.config.val_copy_gaps and len(tokens_by_length) == len(self.config.val_lengths):
+                record |= self.copy_gains(stopping)
         except Stopped:
             return None
-        return result | (dict(val_loss_as=as_others) if as_others else {})
+        if self.world.is_main:
+            record |= self.attention_statistics()
+        return record | {"val_seconds": round(time.monotonic() - began, 3)}
 
-    def _validate(self, plans: dict[int, Plans], passes: dict[int, int], stopping: Callable[[], bool]) -> dict:
-        means = {str(n): self.mean_by_position(plans[n], n, tokens, stopping) for n, tokens in passes.items()}
-        return dict(
-            val_loss={length: mean.mean().item() for length, mean in means.items()},
-            val_tokens={str(length): tokens for length, tokens in passes.items()},
-            val_loss_by_position={length: means_by_octave(mean) for length, mean in means.items()},
-        )
+    def losses(self, tokens_by_length: dict[int, int], stopping: Callable[[], bool] = lambda: False) -> dict:
+        """Return val_loss and val_tokens by length, val_loss_by_position, and val_loss_as.
 
-    def copy_gains(self, gaps: Sequence[int], stopping: Callable[[], bool] = lambda: False) -> dict:
-        """Return the copy gains at these gaps (see measure_copy_gain), and copy_gain_as, those of the same weights run
-        as each of validate_as. Raise Stopped if stopping() says so."""
+        val_loss: the mean loss in nats on the first tokens of the text. val_loss_as: the same for each method of
+        validate_as, if there is any. Raise Stopped if stopping() says so.
+        """
+        first, *others = self.plans
+        means = self._means_by_position(self.plans[first], tokens_by_length, stopping)
+        record = {
+            "val_loss": {str(length): mean.mean().item() for length, mean in means.items()},
+            "val_tokens": {str(length): tokens for length, tokens in tokens_by_length.items()},
+            "val_loss_by_position": {str(length): means_by_octave(mean) for length, mean in means.items()},
+        }
+        for name in others:
+            ours, plans = self.plans[first], self.plans[name]
+            differ = {n: tokens for n, tokens in tokens_by_length.items() if not same_rotation(ours[n], plans[n])}
+            means = self._means_by_position(plans, differ, stopping)
+            losses = {str(length): mean.mean().item() for length, mean in means.items()}
+            record.setdefault("val_loss_as", {})[name] = record["val_loss"] | losses
+        return record
+
+    def copy_gains(self, stopping: Callable[[], bool] = lambda: False) -> dict:
+        """Return the copy gains at the gaps (see measure_copy_gain), and copy_gain_as for the methods of validate_as.
+
+        Raise Stopped if stopping() says so.
+        """
 
         def stop_if_asked():
             if stopping():
@@ -74,8 +95,8 @@ class Validation:
             name: measure_copy_gain(
                 uncompiled(self.model),
                 plans,
-                self.stream,
-                gaps,
+                self.text,
+                self.config.val_copy_gaps,
                 vocab_size=self.config.vocab_size,
                 micro_batch_tokens=self.config.micro_batch_tokens,
                 world=self.world,
@@ -83,60 +104,86 @@ class Validation:
             )
             for name, plans in self.plans.items()
         }
-        result = measured.pop(self.config.method)
-        return result | (dict(copy_gain_as={name: r["copy_gain"] for name, r in measured.items()}) if measured else {})
+        record = measured.pop(self.config.method)
+        return record | ({"copy_gain_as": {name: r["copy_gain"] for name, r in measured.items()}} if measured else {})
 
-    def mean_by_position(self, plan: Plans, length: int, tokens: int, stopping: Callable[[], bool]) -> Tensor:
-        """Return the loss at each position, (length,) float64, a mean over the sequences. Raise Stopped if stopping()
-        says so."""
+    def _means_by_position(
+        self, plans: dict[int, Plans], tokens_by_length: dict[int, int], stopping: Callable[[], bool]
+    ) -> dict[int, Tensor]:
+        return {n: self.mean_by_position(plans[n], n, tokens, stopping) for n, tokens in tokens_by_length.items()}
+
+    @torch.inference_mode()
+    def mean_by_position(
+        self, plan: Plans, length: int, tokens: int, stopping: Callable[[], bool] = lambda: False
+    ) -> Tensor:
+        """Return the loss at each position, (length,) float64, a mean over the sequences. Raise Stopped if asked to."""
         world, config = self.world, self.config
-        micro_batch = max(1, config.micro_batch_tokens * world.context_size // length)
+        micro_batch = max(1, config.micro_batch_tokens // length)
         batches = validation_batches(
-            self.stream,
+            self.text,
             length=length,
             val_tokens=tokens,
             micro_batch_size=micro_batch,
-            rank=world.data_rank,
-            world_size=world.data_size,
+            rank=world.rank,
+            world_size=world.world_size,
             device=world.device,
             vocab_size=config.vocab_size,
         )
-        total = torch.zeros(length, dtype=torch.float64, device=world.device)  # of all sequences
-        own = world.own_tokens(length)
-        most = -(-tokens // length // world.data_size // micro_batch)  # batches of a rank; some may have one less
+        total = torch.zeros(length, dtype=torch.float64, device=world.device)  # over all sequences
+        most = -(-tokens // length // world.world_size // micro_batch)  # batches of a rank; some ranks have one less
         for _ in range(most):
             if stopping():
                 raise Stopped
-            with torch.inference_mode():
-                for inputs, targets in itertools.islice(batches, 1):
-                    losses = self.runner(inputs[:, own], targets[:, own], plan=plan, per_token=True)  # (B, own)
-                    total[own] += losses.double().sum(dim=0)
+            for inputs, targets in itertools.islice(batches, 1):
+                losses = self.runner(inputs, targets, plan=plan, per_token=True)  # (B, length)
+                total += losses.double().sum(dim=0)
         world.sum([total])
         return total.cpu() / (tokens // length)
 
     def attention_statistics(self) -> dict:
-        """Return mean and deviation of the scores S in each layer, on one sequence, and the methods' own parameters of
-        which a head has one."""
-        tokens = self.stream.read(0, self.config.train_length).astype("int64")  # (T,)
+        """Return mean and deviation of the scores S in each layer, on one sequence, and each head's own parameters."""
+        tokens = self.text.read(0, self.config.train_length).astype("int64")  # (T,)
         batch = torch.from_numpy(tokens).to(self.model.head.device).unsqueeze(0)
         mean, std = zip(*self.model.score_statistics(batch))
         learned = {name: p.tolist() for name, p in self.model.named_parameters() if ".method." in name and p.dim() == 1}
-        return dict(scores_mean=mean, scores_std=std, method_parameters=learned)
+        return {"scores_mean": mean, "scores_std": std, "method_parameters": learned}
 
 
-def validation_plans(
-    config: Config, model: GPT, world: World, lengths: Sequence[int] | None = None
-) -> dict[str, dict[int, Plans]]:
-    """Return the plans of attention by method (the one that trains, and those of validate_as) and length (default: the
-    config's). Raise ValueError for methods and lengths that do not go with the model."""
+def validation_plans(config: Config, model: GPT) -> dict[str, dict[int, Plans]]:
+    """Return the plans of attention by method (the one that trains, and those of validate_as) and length.
+
+    Raise ValueError for methods and lengths that do not fit the model.
+    """
     methods = {config.method: None} | build_alternatives(config)
-    where = dict(backend=config.attention_backend)
-    lengths = lengths or (*config.val_lengths, *map(copy_length, config.val_copy_gaps))
-    return {name: {n: model.plan(n, method=method, **where) for n in lengths} for name, method in methods.items()}
+    lengths = (*config.val_lengths, *map(copy_length, config.val_copy_gaps))
+    return {
+        name: {n: model.plan(n, backend=config.attention_backend, method=method) for n in lengths}
+        for name, method in methods.items()
+    }
+
+
+def validation_plan(config: Config, step: int) -> dict[int, int]:
+    """Return on how many tokens of each length to validate before this step (at config.steps: after the last), or {}.
+
+    The tokens are the first of the validation text. The last validation is the same in both profiles.
+    """
+    full = dict.fromkeys(config.val_lengths, config.val_tokens)
+    if step == config.steps:
+        return full
+    if not config.val_every or step % config.val_every:
+        return {}
+    if config.val_profile == "paper":
+        return full
+    plan = {config.train_length: config.val_tokens}
+    if step % (SUBSET * config.val_every) == 0:
+        unit = math.lcm(*config.val_lengths)  # whole sequences of every length; it divides val_tokens
+        subset = max(1, config.val_tokens // SUBSET // unit) * unit
+        plan = dict.fromkeys(config.val_lengths, subset) | plan
+    return {length: plan[length] for length in config.val_lengths if length in plan}
 
 
 def build_alternatives(config: Config) -> dict[str, Method]:
-    """Return the methods of validate_as, by name. Raise ValueError for one that does not train as its own."""
+    """Return the methods of validate_as, by name. Raise ValueError for a method that trains differently."""
     shape = dict(num_heads=config.num_heads, head_dim=config.model_dim // config.num_heads)
     shape |= dict(train_length=config.train_length, position_scale=config.position_scale)
     check_options(config.method, config.method_options)  # before one can be mistaken for a part of the shape
@@ -145,7 +192,7 @@ def build_alternatives(config: Config) -> dict[str, Method]:
 
 
 def same_rotation(ours: Plans, theirs: Plans) -> bool:
-    """Tell whether two methods of which one can be validated as the other are the same at a length."""
+    """Return True if both methods use the same rotary tables at this length, so that one validation serves both."""
     (a,), (b,) = ours, theirs
     return a.cos is None or torch.equal(a.cos, b.cos) and torch.equal(a.sin, b.sin)
 

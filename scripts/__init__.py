@@ -1,8 +1,1 @@
-"""What a person runs beside training."""
-
-import sys
-
-from configs.interrupt import exit_on_ctrl_c
-
-if sys.argv[0] == "-m":  # `python -m` is about to start one of these as a command, not a program importing it
-    exit_on_ctrl_c()
+"""Commands around training."""

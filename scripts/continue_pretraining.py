@@ -23,7 +23,6 @@ from types import SimpleNamespace
 
 import torch
 
-from configs.interrupt import exit_code
 from data.download import model_file
 from data.loader import TrainLoader, check_validation, sequences_of
 from data.shards import TOKENIZER_FILE, TokenStream, open_split, tokenizer_of
@@ -37,8 +36,8 @@ from runtime.metrics import Metrics, read_metrics, start_wandb
 from runtime.processes import World, exit_on_failure, fail_together, limit_waiting, start_processes, stop_processes
 from runtime.progress import Progress
 from runtime.run_folder import RunFolder
-from runtime.signals import StopRequest
-from runtime.validation import Validation, format_losses
+from runtime.signals import StopRequest, exit_code
+from runtime.validation import Stopped, Validation, format_losses
 from scripts.hf.attention import attention_layers, convert
 from scripts.hf.load import DTYPES, METHOD, load_model, read_config
 from scripts.hf.scores import measure_scores, rescale
@@ -113,7 +112,8 @@ def continue_pretraining(settings: Settings, world: World, stop: StopRequest) ->
     names = SimpleNamespace(method=settings.method, validate_as=(), val_copy_gaps=(),
                             vocab_size=config.vocab_size, micro_batch_tokens=settings.micro_batch_tokens)  # fmt: skip
     no_plans = {settings.method: dict.fromkeys(settings.val_lengths)}
-    validation = Validation(names, model.model, model, no_plans, val_text, world)
+    validation = Validation(names, model.model, val_text, world, plans=no_plans)
+    validation.runner = model
     limit_waiting(world, SECONDS_TO_WAIT)
 
     # ---- the loop ----
@@ -129,8 +129,10 @@ def continue_pretraining(settings: Settings, world: World, stop: StopRequest) ->
                 began = time.monotonic()
                 model.eval()
                 passes = dict.fromkeys(settings.val_lengths, settings.val_tokens)
-                losses = validation.losses(passes, functools.partial(stop.is_set, world))
-                if stopping := losses is None:
+                try:
+                    losses = validation.losses(passes, functools.partial(stop.is_set, world))
+                except Stopped:
+                    stopping = True
                     break
                 learned = {name: p.tolist() for name, p in model.named_parameters() if METHOD in name and p.dim() == 1}
                 record = dict(step=step, tokens=step * settings.batch_tokens, method_parameters=learned) | losses
@@ -150,10 +152,10 @@ def continue_pretraining(settings: Settings, world: World, stop: StopRequest) ->
             for number, (inputs, targets) in enumerate(micro_batches, start=1):  # both (sequences, train_length)
                 micro_loss = model(inputs, targets) * (len(inputs) / sequences)
                 if number == len(micro_batches):
-                    optimizers.start()  # sends gradients as they are complete
+                    optimizers.overlap_communication()  # sends gradients as they are complete
                 micro_loss.backward()
                 loss += micro_loss.detach()
-            numbers = torch.stack([loss, optimizers.finish()])
+            numbers = torch.stack([loss, optimizers.reduce_gradients()])
             world.sum([numbers])
             torch.manual_seed((settings.seed * 2**24 + step) * world.world_size + world.rank)  # of the rounding
             optimizers.step(1.0, numbers.isfinite().all())

@@ -31,7 +31,7 @@ from runtime.checkpoint import checkpoint_errors, latest_checkpoint, load_checkp
 from runtime.copy_gain import KINDS, SPAN, check_gaps
 from runtime.device import compute_dtype
 from runtime.processes import World, exit_on_failure, start_processes
-from runtime.validation import Validation, validation_plans
+from runtime.validation import Validation
 from scripts.shared.run_files import OTHER_TEXTS, on_own_text
 from scripts.shared.runs import StoredRun, read_run, stored_config
 from scripts.shared.tables import loss_table, markdown_table
@@ -44,8 +44,7 @@ def load_run(folder: Path, device: torch.device) -> tuple[Config, torch.nn.Modul
     config = stored_config(folder)
     checkpoint = latest_checkpoint(folder / "checkpoints")
     require(checkpoint, f"{folder} has no checkpoint. Train the run first.")
-    step = int(checkpoint.stem.removeprefix("step_"))
-    model = build_model(config, compute_dtype(config, device), step).to(device)
+    model = build_model(config, compute_dtype(config, device)).to(device)
     state = load_checkpoint(checkpoint)
     with checkpoint_errors(checkpoint):
         model.load_state_dict(state["model"])
@@ -104,10 +103,11 @@ def evaluate(
     config = dataclasses.replace(
         config, val_lengths=lengths, val_tokens=tokens, val_copy_gaps=gaps, validate_as=methods
     )
-    validation = Validation(config, model, model, validation_plans(config, model, world), stream, world)
+    validation = Validation(config, model, stream, world)
     result = dict(name=folder.name, method=config.method, train_length=config.train_length)
     result |= dict(text=stream.fingerprint(), data=str(data or config.data_dir))
-    return result | validation.losses(dict.fromkeys(lengths, tokens)), is_own
+    result |= validation.losses(dict.fromkeys(lengths, tokens))
+    return result | (validation.copy_gains() if gaps else {}), is_own
 
 
 def store(folder: Path, result: dict, is_own: bool):

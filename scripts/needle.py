@@ -27,7 +27,6 @@ import torch
 from tqdm import tqdm
 
 from configs.config import Config, config_hash
-from configs.interrupt import exit_code
 from configs.sweeps import SCALES, Needle
 from data.loader import micro_batch_size
 from data.needle import C4, NEEDLES, Haystack, NeedleTask, oracle_accuracy, score
@@ -44,7 +43,7 @@ from runtime.metrics import Metrics
 from runtime.processes import World, exit_on_failure, start_processes
 from runtime.progress import Progress
 from runtime.run_folder import RunFolder
-from runtime.signals import StopRequest
+from runtime.signals import StopRequest, exit_code
 from runtime.validation import build_alternatives
 from scripts.evaluate import load_run
 from scripts.shared.tables import markdown_table

@@ -106,7 +106,7 @@ def test_the_schedule_of_every_preset_is_valid(name):
     ("scale_invariant_p_rope", "score_change", "tau", 10, 10),
     ("alibi", "score_change", "slope_scale", 1, 16),
 ])
-@pytest.mark.parametrize("name", ["quickstart", "mini", "mini_1024", "mini_4096", "mini_large"])
+@pytest.mark.parametrize("name", ["mini", "mini_1024", "mini_4096", "mini_large"])
 def test_what_is_a_length_in_tokens_is_scaled_at_small_scale(name, method, part, option, of_the_paper, scaled):
     """And by the same factor at all training lengths of the scale, as the paper keeps one base and one tau."""
     config = dataclasses.replace(preset(name), method=method)

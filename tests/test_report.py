@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from configs.presets import mini
-from configs.validation import validation_plan
 from files import to_json
+from runtime.validation import validation_plan
 from scripts import report
 from scripts.report import describe_run, make_page
 from scripts.shared.runs import read_run

@@ -12,7 +12,7 @@ from model.attention import BACKENDS, attend, choose_backend, make_plan, transfo
 from model.attention.reference import attention_logits, plain_attention
 from model.gpt import GPT
 from model.methods import layer_pattern, make_layers, make_method
-from runtime.run_log import describe_backends
+from runtime.log import describe_backends
 
 SHAPES = [(2, 3, 16, 1), (2, 2, 16, 37)]  # batch, heads, head dimension, tokens
 SHAPES += [pytest.param(*shape, marks=pytest.mark.slow) for shape in ((1, 4, 32, 130), (1, 2, 8, 300))]

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from runtime.run_log import time_left
 
 import train_gpt
 from configs.command_line import read_config
@@ -23,7 +24,6 @@ from runtime.checkpoint import latest_checkpoint, load_checkpoint
 from runtime.device import compile_problem, compute_dtype
 from runtime.metrics import read_metrics
 from runtime.processes import start_processes
-from runtime.run_log import time_left
 from runtime.validation import Validation, validation_plans
 from scripts import evaluate
 

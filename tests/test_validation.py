@@ -10,12 +10,11 @@ from test_train import make_data
 
 from configs.config import Config
 from configs.presets import PRESETS, preset
-from configs.validation import validation_plan
 from data.shards import open_split
 from runtime.build import build_model
 from runtime.flops import attention_flops_per_token, forward_flops_per_token, validation_share
 from runtime.processes import World
-from runtime.validation import Validation
+from runtime.validation import Validation, validation_plan
 from scripts.shared.run_files import val_tokens
 
 FULL = 10_485_760

@@ -93,13 +93,10 @@ def choose_looks(methods: Iterable[str]) -> dict[str, tuple[str, str, str]]:
 
 
 def series_label(config: Config) -> str:
-    """Return what a row or line shows, as it is called in data: the method, the options that it was given, and the
-    method that took its place."""
+    """Return what a row or line shows, as it is called in data: the method and the options that it was given."""
     options = config.method_options
     parts = [config.method, *(f"{option}={plain_number(options[option])}" for option in sorted(options))]
-    later = [f"then={config.switch_method_to}@{config.switch_method_at:g}"] if config.switch_method_at else []
-    later += [f"rewarmed={config.switch_warmup_steps}"] if config.switch_warmup_steps else []
-    return " ".join([*parts, *later])
+    return " ".join(parts)
 
 
 def series_name(series: str) -> str:

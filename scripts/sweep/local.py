@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from configs.interrupt import INTERRUPTED
 from configs.runs import Run
 from errors import require
 from files import append, open_own
+from runtime.signals import INTERRUPTED
 from scripts.shared.runs import failures, sidecar
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,6 @@ import dataclasses
 from pathlib import Path
 
 from configs.runs import Run
-from optim.schedule import check_schedule
 from runtime.build import layer_methods
 from runtime.validation import build_alternatives
 from scripts.shared.runs import StoredRun, data_fingerprint, find_stored, needle_state, read_runs, sidecar, train_state
@@ -40,7 +39,6 @@ def check_run(run: Run):
     """Raise ValueError for what train_gpt.py would refuse on any machine."""
     c = run.config
     try:
-        check_schedule(c.schedule, steps=c.steps, warmup_steps=c.warmup_steps, cooldown_steps=c.cooldown_steps)
         layer_methods(c)
         build_alternatives(c)
     except ValueError as error:

@@ -1,0 +1,302 @@
+"""The life of a run around its training steps: folder, lock, log, wandb, signals and checkpoints.
+
+train_gpt.py makes four calls: `restore`, `save_or_stop`, `log_step` and `log_validation`.
+"""
+
+import dataclasses
+import math
+import sys
+from pathlib import Path
+
+import torch
+
+from configs.config import NOT_MATHEMATICS, Config, config_hash
+from data.shards import TokenStream, tokenizer_of
+from errors import UserError, require
+from model.gpt import GPT, Plans
+from optim.sharded import Optimizers
+from runtime.build import config_of
+from runtime.checkpoint import (
+    BackgroundSaver,
+    check_same_run,
+    checkpoint_errors,
+    latest_checkpoint,
+    load_checkpoint,
+    load_newest,
+    set_aside,
+    space_needed,
+)
+from runtime.device import rng_state, set_rng_state
+from runtime.log import RunLog, num_parameters
+from runtime.processes import World, fail_together, gather, leave_on_failure, limit_waiting, stop_processes
+from runtime.replicas import require_same_parameters
+from runtime.run_folder import RunFolder
+from runtime.signals import StopRequest, exit_code
+
+
+@dataclasses.dataclass
+class Progress:
+    """What a checkpoint holds besides configuration, weights and optimizer state."""
+
+    step: int = 0  # optimizer steps made
+    first_token: int = 0  # where step 0 begins in the training text; more than 0 after --init_from
+    seconds: float = 0.0  # spent in steps
+    skipped: int = 0  # steps that were not finite
+    wandb_id: str | None = None
+    rng: list[dict] = dataclasses.field(default_factory=list)  # of each rank
+
+
+class Run:
+    """Use it in a `with`. Whatever ends the block, the folder is in order afterwards and the user gets one line.
+
+    Finished: summary.json is written. A signal: a checkpoint is saved and the exit code says "try again" (signals.py).
+    A full disk, lack of memory, a lost rank or a mistake of the user: one line and exit code 2 (1 for a lost rank).
+    Other exceptions pass.
+    """
+
+    def __init__(
+        self, config: Config, world: World, model: GPT, optimizers: Optimizers, plans: dict[int, Plans],
+        train_text: TokenStream, val_text: TokenStream, compile_note: str,
+    ):  # fmt: skip
+        """plans: by training length. compile_note: what is compiled. Raise ValueError as RunFolder.create does."""
+        self.config, self.world, self.model, self.optimizers = config, world, model, optimizers
+        self.plans, self.train_text, self.compile_note = plans, train_text, compile_note
+        self.path, self.progress = Path(config.runs_dir) / config.name, Progress()
+        run_tokens = config.steps * config.batch_tokens
+        self.data = {
+            "train": train_text.fingerprint(run_tokens),
+            "validation": val_text.fingerprint(config.val_tokens),
+            "tokenizer": tokenizer_of(config.data_dir),
+            "tokens": run_tokens,
+            "distinct_tokens": min(run_tokens, len(train_text)),
+        }
+        self.stop, self.saver = StopRequest(), BackgroundSaver()
+        self.folder, self.finished, self.stopped, self.last_validation = None, False, False, None
+        self.first_step = self.saved_step = 0
+        with fail_together(world):
+            if world.is_main:
+                space = space_needed(self.path / "checkpoints", checkpoint_bytes(optimizers), config.keep)
+                self.folder = RunFolder.create(config.runs_dir, config.name, config.resume, need_bytes=space)
+                self.stop.mark = self.folder.mark_interrupted
+
+    def __enter__(self) -> "Run":
+        self.stop.__enter__()
+        return self
+
+    # ---- the four calls ----------------------------------------------------------------------------------------------
+
+    def restore(self) -> int:
+        """Load the newest undamaged checkpoint, or the weights of --init_from, and start the log.
+
+        Return the step to go on with; beyond the last step if the run is finished. All ranks call this. Raise
+        ValueError for a checkpoint of another configuration or other data.
+        """
+        config, world = self.config, self.world
+        checkpoint, state, damaged = load_newest(self.path / "checkpoints", world)
+        with fail_together(world):
+            if checkpoint is not None:
+                self._load(checkpoint, state)
+            elif config.init_from:
+                self._initialise_from(Path(config.init_from))
+            self.finished = (self.path / "summary.json").exists()
+            if self.finished:
+                if world.is_main:
+                    print(f"{self.path} is finished: see summary.json there")
+                return config.steps + 1
+            self.log = RunLog(config, world, self.folder, self.model.dtype)
+            self.log.seconds, self.log.skipped = self.progress.seconds, self.progress.skipped
+            self.progress.wandb_id = self.log.start(self.progress.step, self.progress.wandb_id)
+        self.log.describe(
+            self.data, len(self.train_text), self.model, self.plans[config.train_length], self.compile_note
+        )
+        for path, reason in damaged.items():
+            if world.is_main:
+                set_aside(path)
+            self.log.print(f"{path} is damaged ({reason}): {checkpoint.name} is taken instead")
+        if self.progress.step:
+            self.log.print(f"resumed at step {self.progress.step}")
+        self.first_step = self.saved_step = self.progress.step
+        return self.first_step
+
+    def save_or_stop(self, step: int) -> bool:
+        """Save a checkpoint before this step if one is due. Return True if a signal asked any rank to stop.
+
+        A checkpoint is due every save_every steps, before the last validation, and when the run stops.
+        """
+        self.saver.check()
+        self.progress.step = step
+        self.stopped = self.stop.is_set(self.world)
+        every = self.config.save_every
+        due = step == self.config.steps or bool(every) and step % every == 0 or self.stopped
+        if due and step > self.saved_step:
+            self._stop_if(self.log.flush())
+            self._save(wait=self.stopped or step == self.config.steps)
+            self.log.restart_clock()
+        if not self.stop.can_save:  # the first step is about to begin, and everything is compiled
+            limit_waiting(self.world, self.config.timeout)
+            self.log.restart_clock()
+            self.stop.can_save = True
+        return self.stopped
+
+    def log_step(self, step: int, learning_rates: dict[str, float], loss: torch.Tensor, grad_norm: torch.Tensor):
+        """Record loss and gradient norm, 0-D on the device, after this many steps, without waiting for them.
+
+        Where they are not finite and on_nonfinite is "stop", a later call ends the run.
+        """
+        self._stop_if(self.log.step(step, learning_rates, torch.stack([loss, grad_norm])))
+
+    def log_validation(self, step: int, record: dict | None):
+        """Record a validation (see runtime/validation.py). None: a signal came before its end."""
+        if record is None:
+            return
+        self._stop_if(self.log.flush())
+        config = self.config
+        record = {"step": step, "tokens": step * config.batch_tokens, "val_profile": config.val_profile} | record
+        self.log.validation(record)
+        self.log.restart_clock()
+        self.last_validation = record
+
+    def stop_requested(self) -> bool:
+        """Return whether any rank has received a signal. All ranks must ask equally often."""
+        return self.stop.is_set(self.world)
+
+    # ---- the end -----------------------------------------------------------------------------------------------------
+
+    def __exit__(self, kind, error, trace):
+        try:
+            if error is None and not self.finished:
+                self._finish()
+            self.saver.finish()
+        except Exception as failure:
+            error = failure
+        if isinstance(error, UserError):
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            raise SystemExit(2) from error
+        if error is not None:
+            leave_on_failure(error, "Lower --micro_batch_tokens.", before_exit=self.saver.finish)
+            raise error
+        if self.folder is not None:
+            self.folder.close()
+        stop_processes(self.world)
+        self.stop.__exit__(kind, error, trace)
+        if self.stopped:
+            sys.exit(exit_code())
+
+    def _finish(self):
+        """Write summary.json, which makes the run a finished one, or say that it was stopped."""
+        self._stop_if(self.log.flush())
+        validation, config = self.last_validation, self.config
+        complete = validation is not None and validation["step"] == config.steps
+        self.stopped = self.stopped or not complete
+        if self.stopped:
+            by = self.stop.signal_name or "a signal on another rank"
+            self.log.print(f"{by}: stopped after step {self.progress.step}. --resume auto continues the run.")
+            if self.folder is not None:
+                self.folder.mark_interrupted(by)
+        else:
+            if not all(map(math.isfinite, validation["val_loss"].values())):
+                self._stop_if("the last update made weights that are not finite. Lower the learning rates.")
+            chance = math.log(config.vocab_size)
+            if min(validation["val_loss"].values()) >= chance - 1e-4:
+                self.log.print(
+                    f"warning: the loss is not below that of guessing, {chance:.4f}. Lower the learning rates."
+                )
+            if self.folder is not None:
+                self.folder.write_json("summary.json", self._summary(validation))
+        self.log.close()
+
+    def _summary(self, validation: dict) -> dict:
+        config = self.config
+        copied = ("val_loss", "val_loss_as", "val_tokens", "copy_loss", "copy_gain", "copy_gain_error", "copy_gain_as")
+        return {
+            "name": config.name,
+            "method": config.method,
+            "train_length": config.train_length,
+            "val_loss_as": {},
+            **{key: validation[key] for key in copied if key in validation},
+            "val_profile": config.val_profile,
+            "steps": config.steps,
+            "tokens": self.data["tokens"],
+            "seconds": round(self.log.seconds, 3),
+            "tokens_per_second": self.log.tokens_per_second,
+            "parameters": num_parameters(self.model),
+            "config_hash": config_hash(config),
+            "data": self.data["train"],
+            "distinct_tokens": self.data["distinct_tokens"],
+        }
+
+    def _stop_if(self, problem: str | None):
+        """End all ranks with exit code 2 where there is a problem. All ranks find the same one."""
+        if problem is None:
+            return
+        step, tokens = self.progress.step, self.config.batch_tokens
+        shard, token = self.train_text.where(self.progress.first_token + step * tokens)
+        checkpoint = latest_checkpoint(self.path / "checkpoints")
+        raise UserError(
+            f"{problem}. Weights and optimizer state stay as they were. The tokens of step {step} begin with token "
+            f"{token} of {shard}; the last checkpoint is {checkpoint}. Lower the learning rates, or use "
+            "--on_nonfinite skip."
+        )
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _save(self, wait: bool):
+        """Begin to save a checkpoint; with `wait`, save it before any rank goes on."""
+        require_same_parameters(self.optimizers, self.world, self.progress.step)
+        progress = self.progress
+        progress.rng, progress.seconds, progress.skipped = (
+            gather(self.world, rng_state()),
+            self.log.seconds,
+            self.log.skipped,
+        )
+        state = {"optimizers": self.optimizers.state_dict()}  # gathered from all ranks
+        if self.folder is not None:
+            state |= {"progress": vars(progress), "config": self.config.to_dict(), "model": self.model.state_dict()}
+            state["fingerprint"] = self.data["train"]
+            self.saver.save(self.folder.checkpoints, progress.step, state, keep=self.config.keep)
+        self.saved_step = progress.step
+        if wait:
+            with fail_together(self.world):
+                self.saver.finish()
+
+    def _load(self, checkpoint: Path, state: dict):
+        """Take over a checkpoint of this run. Raise ValueError if it belongs to another one."""
+        config = self.config
+        with checkpoint_errors(checkpoint):
+            if not config.force:
+                stored = state | {"config": config_of(state["config"]).to_dict()}
+                check_same_run(checkpoint, stored, config.to_dict(), self.data["train"], may_differ=NOT_MATHEMATICS)
+            self.progress = Progress(**state["progress"])
+            beyond = f"{checkpoint} is of step {self.progress.step}, beyond --steps {config.steps}. Give more steps."
+            require(self.progress.step <= config.steps, beyond)
+            self.model.load_state_dict(state["model"])
+            self.optimizers.load_parameters()
+            self.optimizers.load_state_dict(state["optimizers"])
+            if len(self.progress.rng) == self.world.world_size:
+                set_rng_state(self.progress.rng[self.world.rank])
+
+    def _initialise_from(self, folder: Path):
+        """Start from the weights of another run, and from the tokens after its last one.
+
+        The optimizer state starts anew. The attention method may differ: its own parameters, such as LogN's scales, are
+        taken over where both methods have them. Raise ValueError if anything else does not fit.
+        """
+        checkpoint = latest_checkpoint(folder / "checkpoints")
+        require(checkpoint, f"--init_from {folder}: this folder has no checkpoint. Name a run folder.")
+        state = load_checkpoint(checkpoint)
+        with checkpoint_errors(checkpoint):
+            different = self.model.load_state_dict(state["model"], strict=False)
+            others = [name for name in (*different.missing_keys, *different.unexpected_keys) if ".method." not in name]
+            require(not others, f"{checkpoint} is of a model of another shape: {', '.join(others[:3])}")
+            before = Progress(**state["progress"])
+            self.progress.first_token = before.first_token + before.step * state["config"]["batch_tokens"]
+        self.optimizers.load_parameters()
+
+
+def checkpoint_bytes(optimizers: Optimizers) -> int:
+    """Return the size of the parameters with their optimizer state: one momentum for Muon, two moments for Adam."""
+    return sum(
+        p.numel() * p.element_size() * (2 if name == "matrices" else 3)
+        for name, group in optimizers.groups.items()
+        for p in group.params
+    )
