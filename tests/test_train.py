@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runtime.run_log import time_left
 
 import train_gpt
 from configs.command_line import read_config
@@ -22,6 +21,7 @@ from data.shards import open_split
 from runtime.build import build_model, build_optimizers
 from runtime.checkpoint import latest_checkpoint, load_checkpoint
 from runtime.device import compile_problem, compute_dtype
+from runtime.log import time_left
 from runtime.metrics import read_metrics
 from runtime.processes import start_processes
 from runtime.validation import Validation, validation_plans
