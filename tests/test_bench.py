@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 
 from configs.command_line import read_config
-from configs.config import config_hash
 from scripts.bench import __main__ as bench
 from scripts.bench import attention, protocol, step
 from scripts.bench.attention import CPU, CUDA, SPECIAL, Case, formula_of, make_attend
@@ -235,9 +234,3 @@ def test_a_mistake_is_exit_code_2_and_names_the_field(arguments, field, capsys):
     assert command(*arguments.split()) == 2
     message = capsys.readouterr().err
     assert field in message and message.count("\n") == 1
-
-
-def test_variants_of_one_model_have_one_hash():
-    configs = [step.read_variant("quickstart", FIELDS, name) for name in ("alibi", "alibi:blocks", "p_rope")]
-    hashes = [config_hash(config) for config in configs]
-    assert hashes[0] == hashes[1] != hashes[2]

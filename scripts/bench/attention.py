@@ -3,10 +3,10 @@
     python -m scripts.bench attention                                              the defaults of this device
     python -m scripts.bench attention --lengths 4096 65536 --variants flex:plain flex:si triton:si
 
-A variant is BACKEND:FORMULA, or a name in SPECIAL. BACKEND is a name of attention_backend, or `dense`. FORMULA is
-`plain` (softmax of S), `si` (scale-invariant, tau 10), `alibi`, or an attention method, whose rotation of q and k is
-left out, because only attention itself is timed. The first variant that runs is the baseline. First comes the gate:
-output and gradients of each variant must agree with float64. A variant that fails it gets no time; the exit code is 1.
+A variant is BACKEND:FORMULA (backends of attention_backend, or `dense`), or one of sdpa:plain:cudnn, flex:si:written.
+FORMULA is `plain` (softmax of S), `si` (scale-invariant, tau 10), `alibi`, or an attention method, whose rotation is
+left out. The first variant that runs is the baseline. Output and gradients of each variant must first agree with
+float64. A variant that fails this gate gets no time, and the exit code is 1.
 """
 
 import argparse
@@ -29,7 +29,6 @@ from model.methods import make_method
 from model.methods.base import Method
 from runtime.processes import start_processes
 from scripts.bench import protocol
-from scripts.shared.tables import markdown_table
 
 METHODS = {"plain": "nope", "si": "scale_invariant_nope", "alibi": "alibi"}
 CUDA = "sdpa:plain:cudnn flex:plain flex:si flex:si:written flex:alibi flex_flash:plain flex_flash:si".split()
@@ -134,7 +133,7 @@ def add_arguments(parser: argparse.ArgumentParser):
     parser.add_argument("--head-dim", type=int, help="default: 128; on a CPU 64")
     parser.add_argument("--heads", type=int, help="default: 6; on a CPU 4")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: bfloat16; CPU float32")
-    parser.add_argument("--variants", nargs="+", metavar="NAME", help="default: those of this device in variants.py")
+    parser.add_argument("--variants", nargs="+", metavar="NAME", help="default: those of this device")
 
 
 def run(args: argparse.Namespace, make: Callable[[str, Case], Attend] = make_attend) -> int:
@@ -186,8 +185,7 @@ def gate(report: protocol.Report, case: Case, names: list[str], make: Callable, 
         if not comparison.passed:
             problems[name] = "refused: wrong numbers, see the gate"
     report.record["gate"] = {name: dict(errors=c.errors, passed=c.passed) for name, c in comparisons.items()}
-    table = markdown_table(rows) + protocol.problem_list(problems)
-    report.add(f"## Gate: relative errors at {case.length} tokens\n\n{table}")
+    report.add(f"## Gate: relative errors at {case.length} tokens", rows, problems)
     return problems
 
 
@@ -227,9 +225,5 @@ def time_length(report: protocol.Report, case: Case, names: list[str], make: Cal
         ratios = [protocol.ratio_cell(times[name, kind], times[next(iter(built)), kind]) for kind in PASSES]
         rows.append([name, f"{forward * 1e3:.3f}", f"{both * 1e3:.3f}", f"{flops / both / 1e12:.3g}", *ratios])
     seconds = {name: {kind: times[name, kind] for kind in PASSES} for name in variants}
-    state = protocol.gpu_state(case.device)
-    report.record["lengths"].append(
-        dict(length=case.length, batch=case.batch, seconds=seconds, problems=problems, gpu=state)
-    )  # fmt: skip
-    table = markdown_table(rows) + protocol.problem_list(problems)
-    report.add(f"## Length {case.length}, batch {case.batch}\n\n{state}\n\n{table}")
+    report.record["lengths"].append(dict(length=case.length, batch=case.batch, seconds=seconds, problems=problems))
+    report.add(f"## Length {case.length}, batch {case.batch}\n\n{protocol.gpu_state(case.device)}", rows, problems)

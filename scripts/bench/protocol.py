@@ -23,6 +23,7 @@ import torch
 from files import replace_text, to_json
 from runtime.device import device_name
 from runtime.run_folder import git_commit
+from scripts.shared.tables import markdown_table
 
 FEWEST_ROUNDS = 3
 LIMIT_SECONDS = 1.5  # most seconds of one variant in one round
@@ -45,20 +46,14 @@ def time_calls(call: Callable[[], object], count: int, device: torch.device) -> 
 
 
 def schedule(call_seconds: dict, rounds: int, seconds: float) -> tuple[int, dict]:
-    """Return the number of rounds, and the calls of each variant in a round, that fit into `seconds`.
-
-    call_seconds: the time of one call of each variant. At least FEWEST_ROUNDS rounds of one call each are made.
-    """
+    """Return the number of rounds, and the calls of each variant in a round, that fit into `seconds`."""
     rounds = min(rounds, max(FEWEST_ROUNDS, int(seconds / sum(call_seconds.values()))))
     share = min(LIMIT_SECONDS, seconds / rounds / len(call_seconds))
     return rounds, {name: max(1, int(share / call)) for name, call in call_seconds.items()}
 
 
 def measure(timers: dict[object, Callable[[int], float]], rounds: int, seconds: float) -> dict[object, list[float]]:
-    """Return the seconds of one call of each variant in each round.
-
-    timers: by variant, a function that makes a number of calls and returns the mean seconds of one (see time_calls).
-    """
+    """Return the seconds of one call of each variant in each round. timers: see time_calls, without call and device."""
     call_seconds = {}
     for name, timer in timers.items():
         began = time.perf_counter()
@@ -78,10 +73,7 @@ def with_baseline_again(rows: dict) -> dict:
 
 
 def build_variants(makers: dict[str, Callable], deadline: float) -> tuple[dict, dict[str, str]]:
-    """Return what the functions `makers` return, by variant, and the reasons why other variants cannot run.
-
-    After the deadline (of time.perf_counter) no more are made.
-    """
+    """Return the results of `makers` by variant, and the problems of variants that fail or come after the deadline."""
     made, problems = {}, {}
     for name, make in makers.items():
         try:
@@ -106,11 +98,6 @@ def ratio_cell(times: list[float], baseline: list[float]) -> str:
     return "{:.3f} ({:.3f} to {:.3f})".format(*paired_ratio(times, baseline))
 
 
-def problem_list(problems: dict[str, str]) -> str:
-    """Return the list of variants without times, to follow a table."""
-    return "".join(f"\n\n- `{name}` {problem}" for name, problem in problems.items())
-
-
 def versions() -> str:
     packages = [f"{name} {version(name)}" for name in ("torch", "triton") if find_spec(name)]
     cuda = [f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"] if torch.cuda.is_available() else []
@@ -128,10 +115,7 @@ def gpu_state(device: torch.device) -> str:
 
 
 class Report:
-    """A Markdown page, printed part by part, and a record of all numbers.
-
-    With a folder, both are written after each part: FOLDER/DEVICE_NAME.md and .json.
-    """
+    """A Markdown page, printed part by part, and a record of all numbers. In a folder: DEVICE_NAME.md and .json."""
 
     def __init__(self, folder: Path | None, name: str, device: torch.device, title: str):
         short = device_name(device).removeprefix("NVIDIA ") if device.type == "cuda" else "cpu"
@@ -145,7 +129,10 @@ class Report:
         self.text = f"# {title}\n\n"
         self.add("{device}; {versions}; commit {commit}.\n\n    {command}".format(**self.record))
 
-    def add(self, text: str):
+    def add(self, text: str, rows: list[list[str]] | None = None, problems: dict[str, str] | None = None):
+        """Add a text, then a table, then the variants that are missing in it and why."""
+        text += f"\n\n{markdown_table(rows)}" if rows else ""
+        text += "".join(f"\n\n- `{name}` {problem}" for name, problem in (problems or {}).items())
         print(text + "\n", flush=True)
         self.text += text + "\n\n"
         if self.path:

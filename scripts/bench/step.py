@@ -33,7 +33,6 @@ from runtime.metrics import read_metrics
 from runtime.processes import start_processes
 from scripts.bench import protocol
 from scripts.bench.trainers import Trainer
-from scripts.shared.tables import markdown_table
 
 DEFAULT_VARIANTS = ["p_rope", "scale_invariant_p_rope", "logn_p_rope", "alibi"]
 SOAK_SECONDS = 20  # of steps before the first round on CUDA, because a cold chip is faster than a warm one
@@ -90,11 +89,7 @@ def read_variant(preset: str, fields: list[str], name: str) -> Config:
 
 
 def gate(trainers: dict[str, Trainer], steps: int) -> dict[str, dict]:
-    """Return how far each variant is from the first variant of the same model, and whether this is within the limits.
-
-    gradients: the largest relative error of a parameter's gradient, from the same weights. losses: the largest
-    difference in so many steps, in nats.
-    """
+    """Return the errors of each variant against the first variant of the same model, and whether they are small."""
     firsts, results = {}, {}
     for name, trainer in trainers.items():
         gradients = trainer.gradients()
@@ -129,7 +124,7 @@ def compare_variants(args: argparse.Namespace, variants: dict[str, Config], devi
             problems[name] = "refused: wrong numbers, see the gate"
             trainers.pop(name).loader.close()
     report.record |= dict(config=base.to_dict(), gate=checked, problems=problems)
-    report.add(f"## Gate, {args.steps} steps\n\n{markdown_table(rows)}{protocol.problem_list(problems)}")
+    report.add(f"## Gate, {args.steps} steps", rows, problems)
     if trainers:
         end = time.perf_counter() + (SOAK_SECONDS if device.type == "cuda" else 0)
         while time.perf_counter() < end:
@@ -137,14 +132,14 @@ def compare_variants(args: argparse.Namespace, variants: dict[str, Config], devi
         timers = {name: trainer.time_step for name, trainer in protocol.with_baseline_again(trainers).items()}
         times = protocol.measure(timers, args.rounds, start + 60 * args.minutes - time.perf_counter())
         report.record |= dict(seconds=times, gpu=protocol.gpu_state(device))
-        report.add(times_section(report, trainers, times))
+        add_times(report, trainers, times)
     for trainer in trainers.values():
         trainer.loader.close()
     return int(any(problem.startswith("refused") for problem in problems.values()))
 
 
-def times_section(report: protocol.Report, trainers: dict[str, Trainer], times: dict[str, list[float]]) -> str:
-    """Return the table of times, tokens a second and use of the machine."""
+def add_times(report: protocol.Report, trainers: dict[str, Trainer], times: dict[str, list[float]]):
+    """Report times, tokens a second and use of the machine."""
     baseline, first = next(iter(trainers.items()))
     peak, source = peak_flops(first.device, first.dtype) or (
         matmul_rate(first.device, first.dtype, n=1024, seconds=1.0), "a product of two 1024 x 1024 matrices, measured"
@@ -158,11 +153,9 @@ def times_section(report: protocol.Report, trainers: dict[str, Trainer], times: 
             name, trainer.backends, f"{rate:,.0f}", f"{median * 1e3:.2f}", f"{used:.1%}",
             f"{memory / 2**30:.2f}" if memory else "", protocol.ratio_cell(seconds, times[baseline]),
         ])  # fmt: skip
-    c, text = first.config, f"text: {first.text}; compile {first.compile_note}"
-    shape = f"{c.num_layers} layers of width {c.model_dim}, {c.num_heads} heads, vocabulary {c.vocab_size:,}"
-    steps = f"steps of {c.batch_tokens:,} tokens in sequences of {c.train_length}"
-    heading = f"## Times, {len(times[baseline])} rounds\n\n{shape}; {steps}; {text}. {report.record['gpu']}"
-    return f"{heading}\n\n{markdown_table(rows)}\n\n{HOW_TO_READ.format(peak=peak, source=source)}"
+    run = f"Text: {first.text}; compile {first.compile_note}. {report.record['gpu']}"
+    report.add(f"## Times, {len(times[baseline])} rounds\n\n{run}", rows)
+    report.add(HOW_TO_READ.format(peak=peak, source=source))
 
 
 def profile(trainer: Trainer, steps: int, folder: Path) -> int:
@@ -182,10 +175,7 @@ def profile(trainer: Trainer, steps: int, folder: Path) -> int:
 def compare_checkouts(
     report: protocol.Report, checkouts: list[Path], preset: str, fields: list[str], steps: int, rounds: int
 ) -> int:
-    """Report the times of a step. Return the exit code: 1 when the losses of two checkouts differ.
-
-    Raise ValueError for a checkout that cannot train.
-    """
+    """Report the times of a step of train_gpt.py. Return the exit code: 1 when the losses of two checkouts differ."""
     names = [*map(str, checkouts), f"{checkouts[0]} again"]
     require(len({*names}) == len(names), "--checkouts: a folder is named twice. Name each folder once.")
     runs = {name: [] for name in names}
@@ -201,7 +191,7 @@ def compare_checkouts(
         median, ratio = statistics.median(times[name]), protocol.ratio_cell(times[name], times[names[0]])
         rows.append([name, f"{median * 1e3:.2f}", f"{losses[name][-1]:.4f}", f"{differences[name]:.1e}", ratio])
     report.record |= dict(seconds=times, losses=losses)
-    report.add(f"{rounds} rounds of {steps} steps of {preset} {' '.join(fields)}\n\n{markdown_table(rows)}")
+    report.add(f"{rounds} rounds of {steps} steps of {preset} {' '.join(fields)}", rows)
     return int(not max(differences.values()) <= max(LOSS_LIMITS.values()))  # NaN fails
 
 
