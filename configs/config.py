@@ -171,7 +171,7 @@ class Config:
             require(length <= self.train_length, longest)
         in_schedule = sum(self.length_schedule[1::2])
         words = f"length_schedule takes {in_schedule} steps of {self.steps}: none is left for train_length"
-        require(in_schedule < self.steps, words)
+        require(not in_schedule or in_schedule < self.steps, words)
         ramps = f"warmup_steps {self.warmup_steps} + cooldown_steps {self.cooldown_steps}"
         require(self.warmup_steps + self.cooldown_steps <= self.steps, f"{ramps} exceed steps {self.steps}")
         is_trapezoid, is_cosine = self.schedule == "trapezoid", self.schedule == "cosine"
@@ -254,7 +254,7 @@ def config_hash(config: Config) -> str:
     Fields at their default value are left out, so that a new field whose default is the old behaviour changes nothing.
     """
     defaults = vars(Config())
-    changed = {k: v for k, v in vars(config).items() if k not in NOT_MATHEMATICS and v != defaults[k]}
+    changed = {k: v for k, v in vars(config).items() if k not in NOT_MATHEMATICS and v != defaults.get(k)}
     if options := changed.get("method_options"):  # 3 and 3.0 are the same number
         changed["method_options"] = {k: float(v) if type(v) is int else v for k, v in options.items()}
     return hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:12]

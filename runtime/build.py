@@ -23,8 +23,8 @@ from runtime.processes import World
 from runtime.validation import Validation
 
 
-def config_of(stored: dict[str, Any]) -> Config:
-    """Return the config in a config.json or a checkpoint. Fields that it lacks have their defaults.
+def config_of(stored: dict[str, Any], kind: type[Config] = Config) -> Config:
+    """Return the config, of this class, in a config.json or a checkpoint. Fields that it lacks have their defaults.
 
     Raise an exception of many kinds for a dictionary that is no config.
     """
@@ -35,8 +35,8 @@ def config_of(stored: dict[str, Any]) -> Config:
             if options["tau"] == TAU:
                 del options["tau"]  # the default now
         stored = stored | dict(position_scale=scale, method_options=options)
-    known = {field.name for field in dataclasses.fields(Config)}
-    return Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in stored.items() if k in known})
+    known = {field.name for field in dataclasses.fields(kind)}
+    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in stored.items() if k in known})
 
 
 def layer_methods(config: Config) -> list[Method]:

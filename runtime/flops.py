@@ -29,7 +29,7 @@ def forward_flops_per_token(config: Config, length: int) -> int:
 def training_flops_per_token(config: Config) -> int:
     """Return those of a forward and a backward pass (twice as much), the mean over the steps of the run."""
     steps = Counter(map(config.length_at, range(config.steps)))
-    return 3 * sum(n * forward_flops_per_token(config, length) for length, n in steps.items()) // config.steps
+    return 3 * sum(n * forward_flops_per_token(config, length) for length, n in steps.items()) // max(1, config.steps)
 
 
 def validation_share(config: Config) -> float:
@@ -40,4 +40,4 @@ def validation_share(config: Config) -> float:
     times = {n: 1 + len(config.validate_as) * (n > config.train_length) for n in config.val_lengths}
     flops = {n: times[n] * forward_flops_per_token(config, n) for n in config.val_lengths}
     validation = sum(tokens * flops[n] for plan in plans for n, tokens in plan.items())
-    return validation / (config.steps * config.batch_tokens * training_flops_per_token(config))
+    return validation / max(1, config.steps * config.batch_tokens * training_flops_per_token(config))

@@ -264,7 +264,7 @@ class Run:
         config = self.config
         with checkpoint_errors(checkpoint):
             if not config.force:
-                stored = state | {"config": config_of(state["config"]).to_dict()}
+                stored = state | {"config": config_of(state["config"], type(config)).to_dict()}
                 check_same_run(checkpoint, stored, config.to_dict(), self.data["train"], may_differ=NOT_MATHEMATICS)
             self.progress = Progress(**state["progress"])
             beyond = f"{checkpoint} is of step {self.progress.step}, beyond --steps {config.steps}. Give more steps."

@@ -3,28 +3,43 @@
 import torch
 from torch import Tensor, nn
 
+from configs.config import Config
 from model.loss import LOGIT_BYTES, mean_loss, token_losses
-from scripts.hf.load import DTYPES, meta_model
-from scripts.hf.settings import Settings
+from scripts.hf.load import meta_model
+from scripts.hf.scores import measure_scores
 
 
 class WithLoss(nn.Module):
-    """A causal language model with its cross-entropy. Only a chunk of the logits exists at a time."""
+    """A causal language model with its cross-entropy. Only a chunk of the logits exists at a time.
+
+    It offers what runtime/ needs of our GPT. Its layers plan their attention themselves.
+    """
+
+    blocks = ()
 
     def __init__(self, model: nn.Module):
         super().__init__()
-        self.model = model
+        self.model, self.dtype = model, model.dtype
+
+    @property
+    def head(self) -> Tensor:
+        return self.model.lm_head.weight  # (V, C)
+
+    def plan(self, length: int, **options) -> None:
+        return None
 
     def forward(self, inputs: Tensor, targets: Tensor, plan: None = None, per_token: bool = False) -> Tensor:
-        """Return the mean loss in nats of targets (B, T) given inputs (B, T); or the losses (B, T), without gradients.
-
-        plan: ignored, because validation passes our GPT one.
-        """
-        x = self.model.model(inputs, use_cache=False).last_hidden_state  # (B, T, C)
-        x, head = x.flatten(0, 1), self.model.lm_head.weight  # (B T, C), (V, C)
+        """Return the mean loss in nats of targets (B, T) given inputs (B, T); or losses (B, T), without gradients."""
+        self.model.train(not per_token)  # layers are computed again in the backward pass, in this mode alone
+        x = self.model.model(inputs, use_cache=False).last_hidden_state.flatten(0, 1)  # (B T, C)
         if per_token:
-            return token_losses(x, head, targets.flatten()).view(targets.shape)
-        return mean_loss(x, head, targets.flatten())
+            return token_losses(x, self.head, targets.flatten()).view(targets.shape)
+        return mean_loss(x, self.head, targets.flatten())
+
+    def score_statistics(self, tokens: Tensor) -> list[tuple[float, float]]:
+        """Return mean and deviation of the scores of each layer, means over heads. tokens (B, T)."""
+        self.model.eval()
+        return [tuple(layer) for layer in measure_scores(self.model, tokens).mean(dim=1).tolist()]
 
 
 class AdamW(torch.optim.Optimizer):
@@ -38,9 +53,6 @@ class AdamW(torch.optim.Optimizer):
 
     def __init__(self, params, lr: float = 2e-5, betas=(0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
-        for p in (p for group in self.param_groups for p in group["params"]):  # a lack of memory shows at the start
-            step = torch.zeros((), device=p.device)
-            self.state[p] = dict(step=step, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
 
     @torch.no_grad()
     def step(self):
@@ -50,6 +62,9 @@ class AdamW(torch.optim.Optimizer):
             (beta1, beta2), lr = group["betas"], group["lr"]
             for p in (p for p in group["params"] if p.grad is not None):
                 state, gradient = self.state[p], p.grad.float()
+                if not state:
+                    state["step"] = torch.zeros((), device=p.device)
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
                 state["step"] += 1
                 mean = state["exp_avg"].float().lerp(gradient, 1 - beta1)
                 square = state["exp_avg_sq"].float().lerp(gradient.square(), 1 - beta2)
@@ -68,20 +83,20 @@ def copy_rounded(x: Tensor, new: Tensor):
     x.copy_(new)
 
 
-def count_memory(config, settings: Settings, processes: int) -> dict[str, int]:
+def count_memory(model_config, config: Config, processes: int, dtype: torch.dtype) -> dict[str, int]:
     """Return the bytes that each process needs, by kind.
 
     Activations are an upper estimate: training keeps the input of every layer, and a token takes 16 vectors of the
     model's width and 6 of the MLP's while a layer is differentiated. In validation it takes 9 and 3.
     """
-    size, C, M = DTYPES[settings.dtype].itemsize, config.hidden_size, config.intermediate_size
-    weights = size * sum(p.numel() for p in meta_model(config).parameters())
+    size, C, M = dtype.itemsize, config.model_dim, model_config.intermediate_size
+    weights = size * sum(p.numel() for p in meta_model(model_config).parameters())
     head = 2 * config.vocab_size * C * size + LOGIT_BYTES  # its gradient, twice, and a chunk of logits
-    validation = max(settings.micro_batch_tokens, *settings.val_lengths) * size * (9 * C + 3 * M) + head
-    if settings.steps == 0:
+    validation = max(config.micro_batch_tokens, *config.val_lengths) * size * (9 * C + 3 * M) + head
+    if config.steps == 0:
         return {"weights": weights, "activations": validation}
-    tokens = max(settings.micro_batch_tokens, settings.train_length)
-    training = tokens * size * ((config.num_hidden_layers + 16) * C + 6 * M) + head
+    tokens = max(config.micro_batch_tokens, config.train_length)
+    training = tokens * size * ((config.num_layers + 16) * C + 6 * M) + head
     copies = weights // processes if processes > 1 else 0  # the rows that a process updates
     return {
         "weights": weights + copies,
