@@ -13,32 +13,30 @@ import torch
 
 from configs.command_line import read_config
 from data.loader import TrainLoader
-from errors import exit_on_user_error
-from model.attention.sdpa import prefer_fast_sdpa
-from model.methods import METHODS
+from model.methods import METHODS, canonical_name
 from optim.schedule import lr_factor
-from runtime.build import build_model, build_optimizers, compile_models, open_text, training_plans
-from runtime.device import choose_compile, compute_dtype
-from runtime.processes import fail_together, start_processes
+from runtime.build import build_optimizers, compile_models, new_model, open_text, training_plans
+from runtime.device import choose_compile
+from runtime.processes import start_processes, user_errors
 from runtime.run import Run
 from runtime.validation import Validation
 
 
 def main():
     # ---- setup: mistakes of the user are reported here, before a run folder exists ----
-    with exit_on_user_error():
-        config = read_config(sys.argv[1:], __doc__, METHODS)
+    with user_errors():
+        config = read_config(sys.argv[1:], __doc__, METHODS, canonical_name)
         world = start_processes(config.device)  # rank, number of ranks, device; one rank without torchrun
-        with fail_together(world):
-            train_text, val_text = open_text(config, world)
-            prefer_fast_sdpa(world.device)
-            compiled, compile_note = choose_compile(config.compile, world.device, world.world_size)
-            torch.manual_seed(config.seed)
-            model = build_model(config, compute_dtype(config, world.device)).to(world.device)
-            optimizers = build_optimizers(config, model, bool(compiled), world)
-            # What attention needs for a length (rotary tables, block masks, a_t and m_t) is computed once a length.
-            plans = training_plans(config, model)
-            validation = Validation(config, model, val_text, world)
+    with user_errors(world):
+        train_text, val_text = open_text(config, world)
+        compiled, compile_note = choose_compile(config.compile, world.device, world.world_size)
+        torch.manual_seed(config.seed)
+        model = new_model(config, world.device)
+        optimizers = build_optimizers(config, model, bool(compiled), world)
+        # What attention needs for a length (rotary tables, block masks, a_t and m_t) is computed once a length.
+        plans = training_plans(config, model)
+        validation = Validation(config, model, val_text, world)
+    with user_errors():
         run = Run(config, world, model, optimizers, plans, train_text, val_text, compile_note)
 
     # ---- the run: folder, lock, log, wandb, signals, checkpoints; a failure in it ends in one line ----

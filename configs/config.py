@@ -14,15 +14,15 @@ from errors import require
 OptionValue = int | float | bool | str
 
 LIMITS = dict(at_least=operator.ge, more_than=operator.gt, at_most=operator.le, less_than=operator.lt)
-RATE = dict(at_least=0, at_most=1e38)  # a learning rate: in float32
-MOST = 2**40  # parameters, or tokens in a step: more is a slip of the finger, and would fail deep inside, or take hours
+RATE = dict(at_least=0, at_most=1e38)  # limits of a learning rate in float32
+MOST = 2**40  # parameters, or tokens in a step; more is a typing error that would fail late
 
 
 def setting(default, *, mathematics: bool = True, **limits: float):
     """Return a field of Config with this default.
 
-    limits: any of LIMITS, for the number, or for each number of a tuple.
-    mathematics: False for what names, watches or speeds up a run and does not change what it computes (up to rounding).
+    limits: any of LIMITS, for the number, or for each number of a tuple. mathematics: False for fields that name, watch
+    or speed up a run and leave what it computes unchanged, up to rounding.
     """
     assert limits.keys() <= LIMITS.keys(), f"{limits}: the limits are {', '.join(LIMITS)}"
     return dataclasses.field(default=default, metadata=dict(mathematics=mathematics, limits=limits))
@@ -32,8 +32,8 @@ def setting(default, *, mathematics: bool = True, **limits: float):
 class Config:
     """One pretraining run. The defaults are the paper's 162M model at training length 4096.
 
-    A field has a plain default, or setting(...) where not every value of its type will do or its value does not change
-    the mathematics. Raise ValueError, in one line, for values that cannot make a run on any machine.
+    A field has a plain default, or setting(...) where its values have limits or do not change the mathematics. Raise
+    ValueError, in one line, for values that cannot make a run on any machine.
     """
 
     # ---- the run ----
@@ -53,13 +53,13 @@ class Config:
     on_nonfinite: Literal["stop", "skip"] = setting("stop", mathematics=False)
     """When loss or gradient norm is not finite, nothing is updated; stop: the run ends there, skip: it goes on."""
     timeout: float = setting(600.0, more_than=0, at_most=1e9, mathematics=False)
-    """Seconds that a process waits for the others, once all have compiled, before the run ends."""
+    """Seconds that a process waits for the others in a step before the run ends."""
     tags: tuple[str, ...] = setting((), mathematics=False)
     """Tags of the run in wandb."""
     group: str = setting("", mathematics=False)
     """Group of the run in wandb, such as a sweep's name."""
-    wandb: Literal["off", "offline", "online"] = setting("off", mathematics=False)
-    """Mirror the metrics to wandb (without an API key: offline)."""
+    wandb: Literal["off", "offline", "online", "trackio"] = setting("off", mathematics=False)
+    """Mirror the metrics to wandb (without an API key: offline), or to trackio, a dashboard without an account."""
     wandb_project: str = setting("scale-invariant-attention", mathematics=False)
     """wandb project."""
 
@@ -67,12 +67,12 @@ class Config:
     method: str = "scale_invariant_p_rope"
     """Attention method, one of those listed in model/methods/__init__.py."""
     method_options: dict[str, OptionValue] = dataclasses.field(default_factory=dict)
-    """Options of the method where they differ from the paper's, as in: --method_options tau 3 base 64."""
+    """Options of the method that differ from the paper's, as in: --method_options tau 3 base 64."""
     position_scale: float = setting(1.0, at_least=1e-9, at_most=1e9)
     """Multiplies the rotary base and 1/slope of ALiBi where method_options does not set them. The paper's values are
     for 4096 tokens; 1/16 fits them to 256. Tau is 10 tokens at every training length, as in the paper."""
     validate_as: tuple[str, ...] = setting((), mathematics=False)
-    """Other methods that train identically and are validated with the same weights: rope as rope_ntk and yarn."""
+    """Other methods that train identically, to validate the same weights with: rope as rope_ntk and yarn."""
     vocab_size: int = setting(50304, at_least=1)
     """Size of embedding and head; GPT-2's 50,257 tokens rounded up to a multiple of 128."""
     num_layers: int = setting(12, at_least=1)
@@ -91,13 +91,13 @@ class Config:
     """Shorter sequences at first: pairs of tokens a sequence and steps, such as 64 280; then train_length. Every step
     has batch_tokens tokens, so the order of the data stays."""
     batch_tokens: int = setting(524_288, at_least=1, at_most=MOST)
-    """Tokens in a step over all devices, whatever their number; gradient accumulation follows from it."""
+    """Tokens in a step over all devices; the number of devices sets only the gradient accumulation."""
     micro_batch_tokens: int = setting(32_768, at_least=1, mathematics=False)
     """Most tokens a device computes at once (at least one sequence)."""
 
     # ---- optimisation ----
     steps: int = setting(4578, at_least=1)
-    """Optimizer steps. Changed alone, it leaves warm-up and cooldown their share of the steps."""
+    """Optimizer steps. Changed alone, warm-up, cooldown and length_schedule keep their share of the steps."""
     schedule: Literal["constant_linear", "cosine", "trapezoid"] = "constant_linear"
     """Shape of the learning rates over the steps."""
     warmup_steps: int = setting(0, at_least=0)
@@ -116,7 +116,7 @@ class Config:
     """Learning rate of an attention method's own parameters: LogN scales, Infini gates (Adam)."""
     adam_betas: tuple[float, float] = setting((0.9, 0.95), at_least=0, less_than=1)
     """Betas of Adam."""
-    # In float32; with 0, Adam divides 0 by 0 in the embeddings of tokens that it has not seen.
+    # With 0, Adam divides 0 by 0 in the embeddings of tokens that it has not seen.
     adam_eps: float = setting(1e-8, at_least=1e-37, less_than=math.inf)
     """Epsilon of Adam."""
 
@@ -154,41 +154,37 @@ class Config:
 
     def __post_init__(self):
         check_fields(self)
-        for name in ("validate_as", "val_lengths", "val_copy_gaps"):
-            values = getattr(self, name)
-            require(len(set(values)) == len(values), f"{name} names one twice: {values}")
-        d, heads, length = self.model_dim, self.num_heads, self.train_length
-        require(d % heads == 0, f"model_dim {d} is not divisible by num_heads {heads}")
-        words = (
-            f"train_length {length} does not divide batch_tokens {self.batch_tokens}: a step must be whole sequences"
-        )
-        require(self.batch_tokens % length == 0, f"{words}: a step must be whole sequences")
-        require(len(self.length_schedule) % 2 == 0, "length_schedule takes pairs: tokens a sequence, steps")
-        for length in self.length_schedule[::2]:
-            whole = self.batch_tokens % length == 0
-            require(whole, f"length_schedule has {length} tokens, which do not divide batch_tokens {self.batch_tokens}")
-            longest = f"length_schedule has {length} tokens, more than train_length {self.train_length}"
-            require(length <= self.train_length, longest)
-        in_schedule = sum(self.length_schedule[1::2])
-        words = f"length_schedule takes {in_schedule} steps of {self.steps}: none is left for train_length"
-        require(not in_schedule or in_schedule < self.steps, words)
-        ramps = f"warmup_steps {self.warmup_steps} + cooldown_steps {self.cooldown_steps}"
-        require(self.warmup_steps + self.cooldown_steps <= self.steps, f"{ramps} exceed steps {self.steps}")
-        is_trapezoid, is_cosine = self.schedule == "trapezoid", self.schedule == "cosine"
-        require(is_trapezoid or not self.warmup_steps, f"warmup_steps needs schedule trapezoid, not {self.schedule}")
-        require(
-            not (is_cosine and self.cooldown_steps), "cooldown_steps does not apply to schedule cosine. Set it to 0."
-        )
+        check_name(self.name)
+        d, steps, batch = self.model_dim, self.steps, self.batch_tokens
+        require(d % self.num_heads == 0, f"model_dim {d} is not divisible by num_heads {self.num_heads}")
         parameters = 2 * self.vocab_size * d + 12 * self.num_layers * d**2
-        words = f"vocab_size {self.vocab_size}, num_layers {self.num_layers} and model_dim {d} make {parameters:.1e}"
-        require(parameters <= MOST, f"{words} parameters: more than {MOST:.1e} cannot be trained here")
+        sizes = f"vocab_size {self.vocab_size}, num_layers {self.num_layers} and model_dim {d}"
+        require(parameters <= MOST, f"{sizes} make {parameters:.1e} parameters. At most {MOST:.1e} can be trained.")
+        require(len(self.length_schedule) % 2 == 0, "length_schedule takes pairs: tokens a sequence, steps")
+        for length in self.train_lengths:
+            name = "train_length" if length == self.train_length else "length_schedule"
+            whole = batch % length == 0 and length <= self.train_length
+            require(whole, f"{name} {length}: it must divide batch_tokens {batch}, and be at most train_length")
+        scheduled = sum(self.length_schedule[1::2])
+        require(
+            not scheduled or scheduled < steps,
+            f"length_schedule takes {scheduled} of {steps} steps. Leave some for train_length.",
+        )
+        ramps = self.warmup_steps + self.cooldown_steps
+        require(ramps <= steps, f"warmup_steps and cooldown_steps are {ramps} together, more than steps {steps}")
+        no_warmup = self.schedule != "trapezoid" and self.warmup_steps
+        require(not no_warmup, f"schedule {self.schedule} has no warm-up. Set warmup_steps to 0, or use trapezoid.")
+        no_cooldown = self.schedule == "cosine" and self.cooldown_steps
+        require(not no_cooldown, "schedule cosine has no separate cooldown. Set cooldown_steps to 0.")
         require(self.val_lengths, "val_lengths must name at least one length")
         for length in self.val_lengths:
-            words = f"validation length {length} does not divide val_tokens {self.val_tokens}"
-            require(self.val_tokens % length == 0, words)
+            whole = self.val_tokens % length == 0
+            require(whole, f"validation length {length} does not divide val_tokens {self.val_tokens}")
+        for name in ("validate_as", "val_lengths", "val_copy_gaps"):
+            values = getattr(self, name)
+            require(len({*values}) == len(values), f"{name} names one value twice: {values}")
         for tag in self.tags:
-            require(1 <= len(tag) <= 64, f"tags must be of 1 to 64 characters, for wandb, got {shortened(tag)}")
-        check_name(self.name)
+            require(1 <= len(tag) <= 64, f"tags have 1 to 64 characters in wandb, got {shortened(tag)}")
 
     def length_at(self, step: int) -> int:
         """Return the tokens of a training sequence in a step."""

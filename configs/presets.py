@@ -69,9 +69,9 @@ def quickstart() -> Config:
     """A model for a laptop that learns to read far tokens in about two minutes of a CPU core.
 
     Models of this size learn to copy from their context only when they are taught it: half of the training rows are
-    copy rows (data/copy_rows.py), and training begins with sequences of 64 tokens. Rotary bases, ALiBi's slopes and tau
-    are the published ones. Two heads of 64: QK-norm bounds a score by sqrt(head size), and with heads of 32 it cannot
-    single out one token.
+    copy rows (data/copy_rows.py), and training begins with sequences of 32, then 64 tokens. Rotary bases, ALiBi's
+    slopes and tau are the published ones. Two heads of 64: QK-norm bounds a score by sqrt(head size), and with heads of
+    32 it cannot single out one token.
     """
     return Config(
         data_dir="data/taught",
@@ -80,7 +80,7 @@ def quickstart() -> Config:
         num_heads=2,
         model_dim=128,
         train_length=256,
-        length_schedule=(64, 400),
+        length_schedule=(32, 200, 64, 400),
         batch_tokens=2048,
         micro_batch_tokens=2048,
         steps=1000,

@@ -4,8 +4,8 @@
     python -m data.python_source mini        for scale `mini`, into data/mini
 
 `taught`: a folder of source files is a document, and whole documents are held out for validation. Half of the training
-rows are copy rows (data/copy_rows.py), of 64 tokens where the runs train on 64-token sequences, then of 256. Packages
-hold near-copies of files, so a held-out folder may resemble a training folder.
+rows are copy rows (data/copy_rows.py), of 32 and 64 tokens where the runs train on such sequences, then of 256.
+Packages hold near-copies of files, so a held-out folder may resemble a training folder.
 `mini`: a package of the standard library is a document; all rows are natural text.
 
 The same versions of Python and PyTorch give the same tokens.
@@ -22,7 +22,7 @@ from data.text import find_files, prepare
 from errors import exit_on_user_error
 
 COPY_ROWS = 0.5  # share of the training rows
-ROW_LENGTHS = [(64, 400 * 2048), (256, None)]  # as the length_schedule and batch_tokens of preset quickstart
+ROW_LENGTHS = [(32, 200 * 2048), (64, 600 * 2048), (256, None)]  # as length_schedule of preset quickstart
 # Tests and tables of characters in Python's standard library, and packages that other people installed.
 NOT_TEXT = ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "entities.py")
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from errors import exit_on_user_error, require
+from errors import UserError, exit_on_user_error, require
 from files import replace_file
 
 MAGIC, VERSION = 20240520, 1
@@ -199,7 +199,7 @@ class TokenStream:
         outside = tokens >= vocab_size
         if outside.any():
             name, offset = self.where(start + int(outside.argmax()))
-            raise ValueError(f"{name}: token {offset} is {tokens[outside][0]}. Use a vocab_size above {vocab_size}.")
+            raise UserError(f"{name}: token {offset} is {tokens[outside][0]}. Use a vocab_size above {vocab_size}.")
         return tokens
 
 

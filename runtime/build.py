@@ -18,7 +18,7 @@ from model.methods.scale_invariant import TAU
 from optim.muon import Muon, as_matrices, lr_scale
 from optim.sharded import Group, Optimizers
 from runtime.copy_gain import check_gaps
-from runtime.device import rng_state, set_rng_state
+from runtime.device import compute_dtype, rng_state, set_rng_state
 from runtime.processes import World
 from runtime.validation import Validation
 
@@ -69,6 +69,11 @@ def build_model(config: Config, dtype: torch.dtype) -> GPT:
         position_scale=config.position_scale,
         dtype=dtype,
     )
+
+
+def new_model(config: Config, device: torch.device) -> GPT:
+    """Return the model on the device, with the data type that the config chooses there. Raise as build_model does."""
+    return build_model(config, compute_dtype(config, device)).to(device)
 
 
 def open_text(config: Config, world: World) -> tuple[TokenStream, TokenStream]:

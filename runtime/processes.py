@@ -7,7 +7,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Self
@@ -15,7 +15,8 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from errors import require
+from errors import exit_on_user_error, require
+from model.attention.sdpa import prefer_fast_sdpa
 from runtime.device import count_gpus, fix_threads, keep_freed_memory
 
 # How gloo and NCCL report a peer that is gone or silent.
@@ -64,6 +65,7 @@ def start_processes(device: str) -> World:
     world = World(rank, local_rank, world_size, own_device)
     if on_gpu:
         torch.cuda.set_device(own_device)
+        prefer_fast_sdpa(own_device)
         # Our Triton kernels need fused multiply-adds, and Triton 3.10 stops making them by default.
         os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     else:
@@ -149,6 +151,16 @@ def fail_together(world: World) -> Iterator[None]:
         dist.barrier()  # torchrun kills the rest as soon as one process leaves: the message comes first
         stop_processes(world)
         raise SystemExit(2)
+
+
+@contextmanager
+def user_errors(world: World | None = None) -> Iterator[None]:
+    """End the program with one line and exit code 2 for ValueError and OSError in this block, on all ranks of `world`.
+
+    With a world, no collective may stand inside the block (see fail_together).
+    """
+    with exit_on_user_error(), fail_together(world) if world else nullcontext():
+        yield
 
 
 def gather(world: World, value: Any) -> list[Any]:
