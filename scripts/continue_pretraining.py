@@ -84,7 +84,8 @@ class ContinuedRun(Run):
     def _summary(self, validation: dict) -> dict:
         """Return summary.json of a run, with what `scripts.reproduce table_llama` needs."""
         first = next(record for record in read_metrics(self.folder.metrics) if "val_loss" in record)
-        settings = {name: getattr(self.config, name) for name in ("model", "method_options", "rescale", "lr", "dtype")}
+        settings = {name: getattr(self.config, name) for name in ("model", "method_options", "rescale", "lr")}
+        settings["dtype"] = str(self.model.dtype).removeprefix("torch.")
         before = {"val_loss_before": first["val_loss"], "scores_std_before": first["scores_std"]}
         return super()._summary(validation) | settings | before | {"validation": self.data["validation"]}
 
