@@ -33,12 +33,12 @@ from model.attention.sdpa import chosen_kernel, prefer_fast_sdpa
 from model.loss import triton_runs
 from model.methods import check_options, make_method
 from model.methods.base import Method
-from runtime.build import build_model, build_optimizers, checkpoint_bytes
+from runtime.build import build_model, build_optimizers
 from runtime.checkpoint import space_needed
 from runtime.device import compile_problem, compute_dtype, count_gpus, device_name, matmul_rate, peak_flops
 from runtime.flops import training_flops_per_token, validation_share
 from runtime.processes import World
-from runtime.run_folder import format_bytes
+from runtime.run import checkpoint_bytes
 from scripts.bench.protocol import versions
 from scripts.bench.trainers import WARM_UP_STEPS, Trainer
 
@@ -114,7 +114,7 @@ def check_gpus(config: Config, device: torch.device, price: float | None) -> Ite
     if count:
         free, total = torch.cuda.mem_get_info()
         advice = "Other programs use this GPU: see nvidia-smi." if free < 0.9 * total else ""
-        yield Finding("GPU memory", f"{format_bytes(free)} of {format_bytes(total)} are free", advice)
+        yield Finding("GPU memory", f"{free / 1e9:.2f} GB of {total / 1e9:.2f} GB are free", advice)
     elif config.device != "cpu":
         problem = "broken" if config.device == "cuda" else "missing"
         yield Finding("GPU", "torch sees none", "Train on the CPU with the presets quickstart and mini.", problem)
@@ -132,7 +132,7 @@ def judge_gpu(properties, codes: list[str]) -> Finding:
         advice, problem = f"torch has code for {', '.join(codes)}: install one built for this GPU.", "broken"
     elif major < 8:
         advice = "Use an A100 or newer: this GPU has no bfloat16 in hardware."
-    message = f"{properties.name}, {format_bytes(properties.total_memory)}, capability {major}.{minor}"
+    message = f"{properties.name}, {properties.total_memory / 1e9:.2f} GB, capability {major}.{minor}"
     return Finding("GPU", f"{message}, driver {driver_version()}", advice, problem)
 
 
@@ -164,7 +164,7 @@ def check_space(config: Config, device: torch.device, price: float | None) -> It
     existing = next(path for path in [folder, *folder.absolute().parents] if path.exists())
     needed, free = space_needed(folder, size, config.keep), shutil.disk_usage(existing).free
     advice = "" if free > needed else "Make room, choose another --runs_dir, or lower --keep."
-    yield Finding("disk", f"{format_bytes(free)} are free, checkpoints need {format_bytes(needed)}", advice, "broken")
+    yield Finding("disk", f"{free / 1e9:.2f} GB are free, checkpoints need {needed / 1e9:.2f} GB", advice, "broken")
 
 
 def check_data(config: Config, device: torch.device, price: float | None) -> Iterator[Finding]:
@@ -230,7 +230,7 @@ def check_step(config: Config, device: torch.device, price: float | None) -> Ite
     used = flops * tokens_per_second / peak
     code = f"{trainer.backends}, compile {trainer.compile_note}"
     speed = f"{tokens_per_second:,.0f} tokens/s, {used:.0%} of {peak:.3g} FLOP/s ({source})"
-    memory = f", {format_bytes(trainer.peak_bytes)}" if trainer.peak_bytes else ""
+    memory = f", {trainer.peak_bytes / 1e9:.2f} GB" if trainer.peak_bytes else ""
     slow = device.type == "cuda" and used < LOW_MFU and flops > LARGE_MODEL
     advice = "See where the time goes: python -m scripts.bench step PRESET METHOD --profile trace" if slow else ""
     yield Finding("step", f"{code}: {small.batch_tokens:,} tokens in {seconds:.3f} s, {speed}{memory}", advice)

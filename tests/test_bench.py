@@ -15,7 +15,8 @@ from scripts.bench.trainers import RandomTokens, Trainer
 
 FIELDS = (
     "--vocab_size 300 --num_layers 2 --num_heads 2 --model_dim 32 --train_length 24 --batch_tokens 96 "
-    "--micro_batch_tokens 48 --compile off --device cpu --data_dir none --length_schedule --val_copy_gaps"
+    "--micro_batch_tokens 48 --compile off --device cpu --data_dir none --length_schedule "
+    "--cooldown_steps 0 --val_copy_gaps"
 ).split()
 CASE = Case(batch=1, heads=2, length=130, head_dim=16, dtype=torch.float32, device=torch.device("cpu"))
 

@@ -86,7 +86,7 @@ def test_a_step_is_timed_and_the_hours_follow_from_it(monkeypatch):
 
 
 def test_a_step_that_takes_too_long_is_not_made():
-    (found,) = doctor.check_step(config("--steps", "10", "--model_dim", "65536"), CPU, 1.0)
+    (found,) = doctor.check_step(config("--model_dim", "65536"), CPU, 1.0)
     assert found.state == "slow" and found.check == "run"
 
 

@@ -120,7 +120,7 @@ def test_a_validation_keeps_no_logits(tmp_path):
     fields |= dict(val_lengths=(256,), val_tokens=768, val_copy_gaps=(), micro_batch_tokens=768)
     config, alone = dataclasses.replace(preset("quickstart"), **fields), World.alone(torch.device("cpu"))
     model, stream = build_model(config, torch.float32), open_split(make_data(tmp_path / "data"), "val", 64)
-    validation = Validation(config, model, model, {"p_rope": {256: model.plan(256)}}, stream, alone)
+    validation = Validation(config, model, stream, alone)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         validation.losses({256: 768})
     profiler.export_chrome_trace(str(tmp_path / "trace.json"))

@@ -200,8 +200,7 @@ def train(checkout: Path, preset: str, fields: list[str], steps: int) -> tuple[l
     config = read_config([preset, *fields])
     with tempfile.TemporaryDirectory() as folder:
         changes = dict(
-            name="run", runs_dir=folder, data_dir=Path(config.data_dir).resolve(), steps=steps,
-            schedule="constant_linear", warmup_steps=0, cooldown_steps=0, save_every=0,
+            name="run", runs_dir=folder, data_dir=Path(config.data_dir).resolve(), steps=steps, save_every=0,
             val_every=0, val_lengths=config.train_length, val_tokens=config.train_length,
         )  # fmt: skip
         options = [str(word) for field, value in changes.items() for word in (f"--{field}", value)]
