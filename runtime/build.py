@@ -171,6 +171,15 @@ def build_optimizers(config: Config, model: GPT, compiled: bool, world: World) -
     return Optimizers(groups, world.rank, world.world_size, skip=config.on_nonfinite == "skip")
 
 
+def checkpoint_bytes(optimizers: Optimizers) -> int:
+    """Return the size of the parameters with their optimizer state: one momentum for Muon, two moments for Adam."""
+    return sum(
+        p.numel() * p.element_size() * (2 if name == "matrices" else 3)
+        for name, group in optimizers.groups.items()
+        for p in group.params
+    )
+
+
 def train_step(
     model, micro_batches: list, plan, optimizers: Optimizers, lr_factor: float, world: World
 ) -> torch.Tensor:

@@ -33,43 +33,19 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3), in bytes
 
 
 def count_gpus() -> int:
-    """Return how many GPUs torch can use. Raise ValueError where there is one for it and it can use none."""
+    """Return how many GPUs torch can use. Raise ValueError for a GPU that it cannot use: the driver may be too old.
+
+    Without this error, training would silently take the CPU. An empty CUDA_VISIBLE_DEVICES hides all GPUs on purpose,
+    and torch's build for CPUs was somebody's choice.
+    """
     if torch.cuda.is_available():
         return torch.cuda.device_count()
-    problem = unused_gpu(gpu_files(), os.environ.get("CUDA_VISIBLE_DEVICES"), torch.version.cuda, cuda_failure())
-    require(problem is None, problem)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    files = [str(path) for path in Path("/dev").glob("nvidia[0-9]*") if os.access(path, os.R_OK | os.W_OK)]
+    unused = bool(files) and torch.version.cuda is not None and re.match(r"\s*(\d|GPU-|MIG-)", visible)
+    advice = f"Update its driver, install a torch for an older CUDA than {torch.version.cuda}, or use --device cpu."
+    require(not unused, f"{files[:1]} is a GPU that torch {torch.__version__} cannot use. {advice}")
     return 0
-
-
-def gpu_files() -> list[str]:
-    """Return the device files of the NVIDIA GPUs that this process may use. (/proc/driver/nvidia is there in containers
-    without a GPU too, if their host has one.)"""
-    return sorted(str(path) for path in Path("/dev").glob("nvidia[0-9]*") if os.access(path, os.R_OK | os.W_OK))
-
-
-def cuda_failure() -> str:
-    """Return why CUDA does not start, in the words of torch; "" if it does."""
-    try:
-        torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:
-        return str(error).strip().split("\n")[0].split(". ")[0].rstrip(".")
-    return ""
-
-
-def unused_gpu(files: list[str], visible: str | None, built_for: str | None, failure: str) -> str | None:
-    """Return what to do about a GPU that torch, which sees none, should see, or None: training would take the CPU
-    without a word. A driver older than torch's CUDA does that.
-
-    files: of gpu_files. visible: CUDA_VISIBLE_DEVICES. built_for: the version of CUDA that torch was built for; None is
-    its build for CPUs, which somebody chose. failure: of cuda_failure.
-    """
-    hidden = visible is not None and not re.match(r"\s*(\d|GPU-|MIG-)", visible)  # "", "-1", Slurm's "NoDevFiles"
-    if not files or hidden or built_for is None:
-        return None
-    return (
-        f"{files[0]} is a GPU, but torch {torch.__version__} cannot use it ({failure}): update the driver, or install "
-        f"a torch built for an older CUDA than {built_for} (pytorch.org), or train on the CPU with --device cpu"
-    )
 
 
 def device_name(device: torch.device) -> str:
@@ -86,12 +62,11 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str] | None:
-    """Return the FLOP/s that model FLOPs utilisation (MFU) is a share of, and where it comes from; None on a CPU.
+    """Return the FLOP/s that model FLOPs utilisation (MFU) is a share of, and its source; None on a CPU.
 
-    bfloat16 on a well-known GPU: the vendor's dense peak, so MFU compares across machines and papers. Any other GPU or
-    dtype: the rate of one large matrix product, measured now in about 0.1 s; MFU then says how close the run comes to
-    that product on this machine, and compares with nothing else. The cores of a CPU are often shared with others, whose
-    work would move that number by more than it says.
+    bfloat16 on a well-known GPU: the vendor's dense peak, so that MFU compares across machines and papers. Any other
+    GPU or dtype: the rate of one large matrix product, measured now in about 0.1 s. A CPU's cores are often shared, and
+    a measured rate would say little.
     """
     if device.type == "cpu":
         return None
@@ -148,11 +123,10 @@ def choose_compile(wanted: str, device: torch.device, world_size: int = 1) -> tu
 
 
 def fix_threads():
-    """Let products on a CPU be the same, bit for bit, from one start of this program to the next.
+    """Make products on a CPU the same, bit for bit, from one start of this program to the next.
 
-    oneMKL, where PyTorch has it, guarantees that for a number of threads that it was given and in a mode of its own
-    (Intel, oneMKL Developer Guide, "Reproducibility Conditions"). Left alone it counts the cores at its first product
-    and takes no more threads, nor does PyTorch.
+    oneMKL guarantees that only for a fixed number of threads and in a mode of its own (Intel, oneMKL Developer Guide,
+    "Reproducibility Conditions"). By default it counts the cores at its first product.
     """
     os.environ.setdefault("MKL_CBWR", "AUTO")  # read at the first product
     wanted = os.environ.get("OMP_NUM_THREADS", "")
@@ -160,10 +134,9 @@ def fix_threads():
 
 
 def keep_freed_memory():
-    """Let this process keep what it frees, for its next tensors, as PyTorch does on GPUs.
+    """Make glibc's malloc keep freed memory for the next tensors, as PyTorch does on GPUs.
 
-    glibc's malloc gives large blocks back, and a step on a CPU then gets the same pages from the system again and again
-    (results/speed/cpu.md). Other libraries have their own ways and are left alone.
+    By default it returns large blocks to the system, and every step asks for them again (results/speed/cpu.md).
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):

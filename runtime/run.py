@@ -15,7 +15,7 @@ from data.shards import TokenStream, tokenizer_of
 from errors import UserError, require
 from model.gpt import GPT, Plans
 from optim.sharded import Optimizers
-from runtime.build import config_of
+from runtime.build import checkpoint_bytes, config_of
 from runtime.checkpoint import (
     BackgroundSaver,
     check_same_run,
@@ -291,12 +291,3 @@ class Run:
             before = Progress(**state["progress"])
             self.progress.first_token = before.first_token + before.step * state["config"]["batch_tokens"]
         self.optimizers.load_parameters()
-
-
-def checkpoint_bytes(optimizers: Optimizers) -> int:
-    """Return the size of the parameters with their optimizer state: one momentum for Muon, two moments for Adam."""
-    return sum(
-        p.numel() * p.element_size() * (2 if name == "matrices" else 3)
-        for name, group in optimizers.groups.items()
-        for p in group.params
-    )

@@ -41,7 +41,6 @@ from runtime.checkpoint import checkpoint_errors, latest_checkpoint, load_checkp
 from runtime.device import choose_compile
 from runtime.metrics import Metrics
 from runtime.processes import World, exit_on_failure, start_processes
-from runtime.progress import Progress
 from runtime.run_folder import RunFolder
 from runtime.signals import StopRequest, exit_code
 from runtime.validation import build_alternatives
@@ -172,7 +171,7 @@ def fine_tune(
     if checkpoint := latest_checkpoint(folder.checkpoints):
         state = load_checkpoint(checkpoint)
         with checkpoint_errors(checkpoint):
-            start = Progress.load(checkpoint, state, steps).step
+            start = state["step"]
             model.load_state_dict(state["model"])
             optimizers.load_state_dict(state["optimizers"])
     metrics = Metrics(folder.metrics)
