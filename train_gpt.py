@@ -13,7 +13,7 @@ import torch
 
 from configs.command_line import read_config
 from data.loader import TrainLoader
-from model.methods import METHODS, canonical_name
+from model import methods
 from optim.schedule import lr_factor
 from runtime.build import build_optimizers, compile_models, new_model, open_text, training_plans
 from runtime.device import choose_compile
@@ -25,7 +25,7 @@ from runtime.validation import Validation
 def main():
     # ---- setup: mistakes of the user are reported here, before a run folder exists ----
     with user_errors():
-        config = read_config(sys.argv[1:], __doc__, METHODS, canonical_name)
+        config = read_config(sys.argv[1:], __doc__, methods)
         world = start_processes(config.device)  # rank, number of ranks, device; one rank without torchrun
     with user_errors(world):
         train_text, val_text = open_text(config, world)

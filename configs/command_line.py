@@ -7,8 +7,9 @@ import itertools
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
+from types import ModuleType
 from typing import Literal, get_args, get_origin
 
 from configs.config import Config, OptionValue, is_of_type, shortened, with_changes
@@ -18,14 +19,11 @@ from errors import did_you_mean, require
 SEE_HELP = "--help lists all fields"
 
 
-def read_config(
-    arguments: list[str], usage: str = "", methods: Iterable[str] = (), canonical_name: Callable[[str], str] = str
-) -> Config:
+def read_config(arguments: list[str], usage: str = "", methods: ModuleType | None = None) -> Config:
     """Return the run that a preset's name and --field value, as in sys.argv[1:], describe.
 
-    --help ends the process; `usage` (of the program) and `methods` (the names of the attention methods) are its text.
-    canonical_name: returns the one name of a method that has several.
-    Raise ValueError, in one line, for what describes no run.
+    usage: the text of --help, which ends the process. methods: the module model.methods, whose methods --help lists; it
+    gives each method its one name. Raise ValueError, in one line, for arguments that describe no run.
     """
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage + "\nPresets: " + ", ".join(PRESETS))
@@ -33,11 +31,12 @@ def read_config(
     name, *rest = arguments
     base = preset(name)
     if "-h" in rest or "--help" in rest:
-        print(help_text(name, methods))
+        print(help_text(name, methods.METHODS if methods else ()))
         sys.exit(0)
     config = with_changes(base, read_fields(rest))
-    others = tuple(map(canonical_name, config.validate_as))
-    config = dataclasses.replace(config, method=canonical_name(config.method), validate_as=others)
+    if methods:
+        others = tuple(map(methods.canonical_name, config.validate_as))
+        config = dataclasses.replace(config, method=methods.canonical_name(config.method), validate_as=others)
     own_name = f"{name}-{config.method.replace(',', '.')}-s{config.seed}"
     return config if config.name else dataclasses.replace(config, name=own_name)
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from errors import require
 from model.attention import Plan, attend, make_plan, transform
 from model.loss import mean_loss, token_losses
-from model.methods import check_options, make_layers
+from model.methods import make_layers
 from model.methods.base import Method
 
-Plans = tuple[Plan, ...]  # of the layers, which repeat
-NORM_EPS = 1.1920929e-07  # float32's, also for bfloat16 inputs, whose own default differs between torch versions
+Plans = tuple[Plan, ...]  # of the layers, from the first on; they repeat
+NORM_EPS = 1.1920929e-07  # float32's epsilon for all dtypes; PyTorch's default for bfloat16 differs between versions
 
 
 def norm(x: Tensor) -> Tensor:
@@ -40,8 +40,8 @@ class Attention(nn.Module):
     def queries_keys_values(self, x: Tensor) -> list[Tensor]:  # three of (B, H, T, D)
         B, T, C = x.shape
         qkv = linear(x, self.qkv.flatten(0, 1)).view(B, T, 3, self.num_heads, C // self.num_heads)
-        q, k, v = qkv.unbind(2)  # before they are transposed: their gradients then need no transposed copy
-        return [x.transpose(1, 2) for x in (norm(q), norm(k), v)]  # last: norm and rotation then are one kernel
+        q, k, v = qkv.unbind(2)  # unbind comes before the transpose, so gradients need no transposed copy
+        return [x.transpose(1, 2) for x in (norm(q), norm(k), v)]  # the transpose comes last: norm and rotation fuse
 
     def forward(self, x: Tensor, plan: Plan, attend=attend) -> Tensor:  # x (B, T, C)
         y = attend(self.method, *self.queries_keys_values(x), x=x, plan=plan).transpose(1, 2)  # (B, T, H, D)
@@ -51,9 +51,9 @@ class Attention(nn.Module):
 
 
 class ReluSquared(torch.autograd.Function):
-    """y = max(x, 0)^2, whose backward pass needs y alone, which the next product keeps anyway: dy/dx = 2 sqrt(y).
+    """y = max(x, 0)^2, with dy/dx = 2 sqrt(y). The next product keeps y anyway, so x need not be kept.
 
-    So x need not be kept. What y was rounded by changes its root half as much.
+    The root halves the relative rounding error of y.
     """
 
     @staticmethod
@@ -100,17 +100,17 @@ class GPT(nn.Module):
         self, *, vocab_size: int, num_layers: int, num_heads: int, model_dim: int, train_length: int, method: str,
         method_options: dict | None = None, position_scale: float = 1.0, dtype: torch.dtype = torch.float32,
     ):  # fmt: skip
-        """Initialise every parameter, in float32; dtype is that of the computation.
+        """Initialise every parameter, in float32. dtype: of the computation.
 
         method, method_options and position_scale: see make_layers. ValueError for an unknown method or option.
         """
         super().__init__()
         require(model_dim % num_heads == 0, f"model_dim {model_dim} is not divisible by num_heads {num_heads}")
         self.dtype = dtype
-        options = method_options or {}
-        check_options(method, options)  # before one can be mistaken for a part of the shape
-        shape = dict(num_heads=num_heads, head_dim=model_dim // num_heads, train_length=train_length)
-        methods = make_layers(method, num_layers, **shape, position_scale=position_scale, **options)
+        methods = make_layers(
+            method, num_layers, num_heads=num_heads, head_dim=model_dim // num_heads, train_length=train_length,
+            position_scale=position_scale, options=method_options or {},
+        )  # fmt: skip
         self.embedding = nn.Embedding(vocab_size, model_dim)
         self.blocks = nn.ModuleList(Block(model_dim, num_heads, layer_method) for layer_method in methods)
         self.head = nn.Parameter(torch.empty(vocab_size, model_dim))
@@ -131,34 +131,27 @@ class GPT(nn.Module):
 
     @property
     def pattern_length(self) -> int:
-        """Return after how many layers their methods repeat."""
+        """Return the number of layers after which their methods repeat."""
         names = [block.attention.method.name for block in self.blocks]
         return next(n for n in range(1, len(names) + 1) if all(name == names[i % n] for i, name in enumerate(names)))
-
-    def replace_methods(self, methods: list[Method]):
-        """Let other attention methods, one a layer, compute from now on, with the parameters of those before them. See
-        Method.take_over."""
-        for block, method in zip(self.blocks, methods, strict=True):
-            method.take_over(block.attention.method)
-            block.attention.method = method.to(self.head.device)
 
     def plan(
         self, length: int, *,
         backend: str = "auto", target_length: int | None = None, method: Method | None = None,
     ) -> Plans:  # fmt: skip
-        """Return what the attention methods prepare for sequences of this length: one plan for all layers, or as many
-        as there are layers that differ, which repeat.
+        """Return the plans of the layers for sequences of this length: as many as there are layers that differ.
 
-        method: another one that trains identically (make_alternative), to run these weights as.
+        method: runs these weights as another method, which must train identically (make_alternative).
         """
+        plans = {}
         methods = [method] if method else [block.attention.method for block in self.blocks[: self.pattern_length]]
-        where = dict(device=self.head.device, dtype=self.dtype)
-        lengths = dict(target_length=target_length, normalised=True)
-        by_name = {
-            name: make_plan(one, length, length, backend=backend, **lengths, **where)
-            for name, one in {one.name: one for one in methods}.items()
-        }
-        return tuple(by_name[one.name] for one in methods)
+        for one in methods:
+            if one.name not in plans:
+                plans[one.name] = make_plan(
+                    one, length, length, target_length=target_length, device=self.head.device, dtype=self.dtype,
+                    backend=backend, normalised=True,
+                )  # fmt: skip
+        return tuple(plans[one.name] for one in methods)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return norm(self.embedding(tokens).to(self.dtype))
@@ -169,8 +162,8 @@ class GPT(nn.Module):
     ) -> Tensor:  # fmt: skip
         """Return the mean cross-entropy in nats of targets (B, T) given tokens (B, T), both int64.
 
-        per_token: the float32 losses (B, T) themselves instead. Without targets: the float32 logits of the last `last`
-        positions (default: all), (B, last, vocabulary).
+        per_token: return the float32 losses (B, T) instead. Without targets: return the float32 logits of the last
+        `last` positions (default: all), (B, last, vocabulary).
         """
         x = self.embed(tokens)  # (B, T, C)
         plan = plan or self.plan(tokens.shape[1])
@@ -188,7 +181,7 @@ class GPT(nn.Module):
     def score_statistics(self, tokens: Tensor, num_queries: int = 64) -> list[tuple[float, float]]:
         """Return mean and standard deviation, in each layer, of the scores S = q.k / sqrt(d) of all visible keys.
 
-        The theory of scale-invariant attention takes 0 and 1. tokens (B, T); the last num_queries queries are used.
+        The theory of scale-invariant attention assumes 0 and 1. tokens (B, T); the last num_queries queries are used.
         """
         T = tokens.shape[1]
         plans, x, statistics = self.plan(T), self.embed(tokens), []

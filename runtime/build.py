@@ -12,7 +12,7 @@ from data.loader import check_validation, micro_batch_size, sequences_of
 from data.shards import TokenStream, open_split
 from errors import require
 from model.gpt import GPT, Plans
-from model.methods import check_options, make_layers, method_options
+from model.methods import make_layers, method_options
 from model.methods.base import Method
 from model.methods.scale_invariant import TAU
 from optim.muon import Muon, as_matrices, lr_scale
@@ -41,7 +41,6 @@ def config_of(stored: dict[str, Any], kind: type[Config] = Config) -> Config:
 
 def layer_methods(config: Config) -> list[Method]:
     """Return the attention methods of the layers, with new parameters. Raise ValueError for an unknown one."""
-    check_options(config.method, config.method_options)
     return make_layers(
         config.method,
         config.num_layers,
@@ -49,7 +48,7 @@ def layer_methods(config: Config) -> list[Method]:
         head_dim=config.model_dim // config.num_heads,
         train_length=config.train_length,
         position_scale=config.position_scale,
-        **config.method_options,
+        options=config.method_options,
     )
 
 

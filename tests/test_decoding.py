@@ -60,18 +60,6 @@ def full_logits(model, tokens, target_length):
     return model(tokens, plan=model.plan(tokens.shape[1], target_length=target_length))  # (B, T, V)
 
 
-@pytest.mark.parametrize("name, other", [("rope", "rope_ntk"), ("rope", "yarn"), ("logn_rope", "logn_ntk")])
-@torch.no_grad()
-def test_a_model_decodes_as_a_method_that_trains_identically(name, other):
-    ours, theirs = make_model(name), make_model(other)  # with the same weights
-    method, tokens = theirs.blocks[0].attention.method, random_tokens(40)[0]
-    decoders = [Decoder(ours, 60, method=method), Decoder(theirs, 60)]
-    assert torch.equal(*(decoder.prefill(tokens) for decoder in decoders))
-    assert torch.equal(*(decoder.step(tokens[:, 0]) for decoder in decoders))
-    chosen = [greedy_decode(m, tokens, 5, method=method) for m in (ours, theirs)]
-    assert torch.equal(*chosen)
-
-
 def decoded_logits(model, tokens, prompt_length, target_length=None):
     """Of the last prompt token and all tokens after it."""
     decoder = Decoder(model, tokens.shape[1], target_length=target_length)
@@ -86,19 +74,23 @@ def decoded_logits(model, tokens, prompt_length, target_length=None):
 @every_case
 @pytest.mark.parametrize("prompt_length", [1, 7, 130])
 def test_steps_give_the_logits_of_the_full_forward_pass(name, options, prompt_length):
-    model = make_model(name, options)
     tokens, _ = random_tokens(prompt_length + STEPS, batch=3)
-    expected = full_logits(model, tokens, tokens.shape[1])[:, prompt_length - 1 :]
-    logits = decoded_logits(model, tokens, prompt_length)
-    assert logits.dtype == torch.float32
-    assert_near(logits, expected, 1e-5)
+    tolerances = {torch.float32: 1e-5, torch.float64: 1.2e-7}
+    for dtype, tolerance in list(tolerances.items())[: 2 if prompt_length == 7 else 1]:
+        model = make_model(name, options, dtype=dtype)
+        expected = full_logits(model, tokens, tokens.shape[1])[:, prompt_length - 1 :]
+        logits = decoded_logits(model, tokens, prompt_length)
+        assert logits.dtype == torch.float32
+        assert_near(logits, expected, tolerance)
 
 
 @every_case
-def test_in_float64_they_are_equal_to_the_last_digit_of_float32(name, options):
-    model = make_model(name, options, dtype=torch.float64)
-    tokens, _ = random_tokens(20 + STEPS)
-    assert_near(decoded_logits(model, tokens, 20, 300), full_logits(model, tokens, 300)[:, 19:], 1.2e-7)
+def test_bfloat16_logits_are_nearly_those_of_float32(name, options):
+    tokens, _ = random_tokens(100)
+    expected = full_logits(make_model(name, options), tokens, 100)[:, 69:]
+    logits = decoded_logits(make_model(name, options, dtype=torch.bfloat16), tokens, 70)
+    assert logits.dtype == torch.float32
+    assert 0 < (logits - expected).std() < 0.05 * expected.std()
 
 
 @pytest.mark.parametrize("name, options", [("rope_ntk", {}), ("yarn", {}), ("logn_rope", dict(context="length"))])
@@ -110,13 +102,16 @@ def test_the_target_position_scales_prompt_and_steps_alike(name, options):
     assert_near(decoded_logits(model, tokens, 12, 1000), far, 1e-5)
 
 
-@every_case
-def test_bfloat16_logits_are_nearly_those_of_float32(name, options):
-    tokens, _ = random_tokens(100)
-    expected = full_logits(make_model(name, options), tokens, 100)[:, 69:]
-    logits = decoded_logits(make_model(name, options, dtype=torch.bfloat16), tokens, 70)
-    assert logits.dtype == torch.float32
-    assert 0 < (logits - expected).std() < 0.05 * expected.std()
+@pytest.mark.parametrize("name, other", [("rope", "rope_ntk"), ("rope", "yarn"), ("logn_rope", "logn_ntk")])
+@torch.no_grad()
+def test_a_model_decodes_as_a_method_that_trains_identically(name, other):
+    ours, theirs = make_model(name), make_model(other)  # with the same weights
+    method, tokens = theirs.blocks[0].attention.method, random_tokens(40)[0]
+    decoders = [Decoder(ours, 60, method=method), Decoder(theirs, 60)]
+    assert torch.equal(*(decoder.prefill(tokens) for decoder in decoders))
+    assert torch.equal(*(decoder.step(tokens[:, 0]) for decoder in decoders))
+    chosen = [greedy_decode(m, tokens, 5, method=method) for m in (ours, theirs)]
+    assert torch.equal(*chosen)
 
 
 def test_scores_of_a_step_are_not_rounded_to_bfloat16():
@@ -200,14 +195,6 @@ def test_greedy_decoding_chooses_the_most_likely_token_each_time(name, options):
     assert_close(greedy_decode(model, tokens, 12), expected[:, 21:])
 
 
-def test_greedy_decoding_takes_the_target_length():
-    model = make_model("rope_ntk")
-    tokens, _ = random_tokens(21, batch=20)
-    best = full_logits(model, tokens, 500)[:, -1].argmax(dim=-1)
-    assert not torch.equal(greedy_decode(model, tokens, 1), best.unsqueeze(1))
-    assert_close(greedy_decode(model, tokens, 1, target_length=500), best.unsqueeze(1))
-
-
 def test_rows_stop_each_at_its_time_and_are_filled_up():
     model = make_model("scale_invariant_p_rope", vocab_size=7)
     tokens, _ = random_tokens(5, batch=4, vocab_size=7)
@@ -248,19 +235,13 @@ def test_prompts_without_tokens_or_batch_are_refused(shape):
         greedy_decode(make_model("rope"), torch.zeros(shape, dtype=torch.int64), 5)
 
 
-def test_no_new_tokens_are_refused():
-    with assert_refused("max_new_tokens", "0"):
-        greedy_decode(make_model("rope"), random_tokens(9)[0], 0)
-
-
-def test_a_target_length_too_short_for_prompt_and_new_tokens_is_refused():
-    with assert_refused("target_length 12", "13"):
-        greedy_decode(make_model("yarn"), random_tokens(9)[0], 5, target_length=12)
-
-
-def test_more_tokens_than_the_decoder_was_made_for_are_refused():
-    decoder = Decoder(make_model("rope"), 10)
+def test_lengths_that_do_not_fit_are_refused():
     tokens, _ = random_tokens(11)
+    with assert_refused("max_new_tokens", "0"):
+        greedy_decode(make_model("rope"), tokens, 0)
+    with assert_refused("target_length 12", "15"):
+        greedy_decode(make_model("yarn"), tokens, 5, target_length=12)
+    decoder = Decoder(make_model("rope"), 10)
     with assert_refused("11", "10"):
         decoder.prefill(tokens)
     decoder.prefill(tokens[:, :10])

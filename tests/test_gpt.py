@@ -6,7 +6,6 @@ import pytest
 import reference
 import torch
 from test_methods import NAMES, assert_near, assert_refused, random
-from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 
 from configs.presets import PRESETS
@@ -68,25 +67,21 @@ def test_loss_and_all_gradients_are_those_of_the_plain_form(name, length):
     model = make_random_gpt(name)
     exact = {key: value.detach().double().requires_grad_() for key, value in model.named_parameters()}
     tokens, targets = random_tokens(length)
-    loss = model(tokens, targets)
-    log_p = plain_logits(name, exact, tokens).log_softmax(dim=-1)
-    expected = -log_p.gather(-1, targets.unsqueeze(-1)).mean()
-    assert_near(loss, expected, 1e-5)
+    logits = plain_logits(name, exact, tokens)
+    expected = -logits.log_softmax(dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    losses = model(tokens, targets, per_token=True)
+    assert losses.dtype == torch.float32
+    assert_near(losses, expected, 5e-5)
+    loss = model(tokens, targets, plan=model.plan(length))
+    assert torch.equal(loss, losses.mean()) and torch.equal(loss, model(tokens, targets))
+    assert_near(loss, expected.mean(), 1e-5)
     gradients = torch.autograd.grad(loss, model.parameters(), materialize_grads=True)
-    truth = torch.autograd.grad(expected, exact.values(), materialize_grads=True)
+    truth = torch.autograd.grad(expected.mean(), exact.values(), materialize_grads=True)
     for key, gradient, true in zip(exact, gradients, truth):
         assert (gradient - true).norm() <= 1e-4 * true.norm() + 1e-7, key
-
-
-@every_method
-def test_logits_are_those_of_the_plain_form(name):
-    model = make_random_gpt(name)
-    exact = {key: value.detach().double() for key, value in model.named_parameters()}
-    tokens, targets = random_tokens(4 * TRAIN_LENGTH + 3)
-    logits = model(tokens)
-    assert logits.dtype == torch.float32
-    assert_near(logits, plain_logits(name, exact, tokens), 5e-5)
-    assert_close(cross_entropy(logits.flatten(0, 1), targets.flatten()), model(tokens, targets))
+    with torch.no_grad():
+        assert_near(model(tokens), logits.detach(), 5e-5)
+        assert_near(model(tokens, last=1), logits[:, -1:].detach(), 5e-5)
 
 
 # ---- size and start --------------------------------------------------------------------------------------------------
@@ -145,12 +140,6 @@ def test_the_seed_alone_decides_the_initial_weights(name):
         assert weight.count_nonzero() == 0 or not torch.equal(other[key], weight)
 
 
-def test_layers_start_differently():
-    first, second = make_gpt().blocks
-    assert not torch.equal(first.attention.qkv, second.attention.qkv)
-    assert not torch.equal(first.attention.qkv[0], first.attention.qkv[1])
-
-
 def test_heads_that_do_not_divide_the_width_are_refused():
     with assert_refused("model_dim 96", "num_heads 5"):
         make_gpt(num_heads=5)
@@ -173,20 +162,7 @@ def test_a_token_changes_no_loss_before_it(name):
         assert ((after - before)[:, t:].abs() > 1e-4).float().mean() > 0.9
 
 
-# ---- losses ----------------------------------------------------------------------------------------------------------
-
-
-def test_per_token_losses_are_one_a_target_and_average_to_the_loss():
-    model = make_random_gpt()
-    tokens, targets = random_tokens(37, batch=3)
-    losses = model(tokens, targets, per_token=True)
-    expected = cross_entropy(model(tokens).transpose(1, 2), targets, reduction="none")
-    assert_close(losses, expected)
-    assert losses.dtype == torch.float32
-    assert_close(model(tokens, targets), losses.mean(), rtol=0, atol=0)
-
-
-# ---- precision and length --------------------------------------------------------------------------------------------
+# ---- precision -------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -237,14 +213,6 @@ def test_the_mlp_keeps_one_hidden_tensor_for_its_backward_pass_in_bfloat16(dtype
     assert len(set(storages)) == kept
     output.sum().backward()
     assert mlp.up.grad.norm() > 0
-
-
-@every_method
-def test_a_plan_made_before_gives_the_same_loss(name):
-    model = make_random_gpt(name)
-    tokens, targets = random_tokens(4 * TRAIN_LENGTH)
-    plan = model.plan(4 * TRAIN_LENGTH)
-    assert_close(model(tokens, targets, plan=plan), model(tokens, targets), rtol=0, atol=0)
 
 
 # ---- score statistics ------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from configs.command_line import read_config
 from configs.config import Config
 from configs.presets import PRESETS
 from data.shard_writer import ShardWriter
-from model.methods import METHODS
+from model import methods
 from scripts.reproduce.pages import ITEMS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -102,7 +102,7 @@ def test_commands_are_understood(line, capsys, monkeypatch):
         words = ["python", *module, given.training_script, *given.training_script_args]
     if words[:2] == ["python", "train_gpt.py"]:
         if "--help" not in words:
-            read_config(words[2:], "", METHODS)
+            read_config(words[2:], "", methods)
     elif words[0] == "bash":
         assert (ROOT / words[1]).is_file()
     else:
@@ -130,7 +130,7 @@ def test_shell_scripts_of_the_pages_are_understood():
         subprocess.run(["bash", "-n", "-c", script], check=True)
         (words,) = re.findall(r"torch\.distributed\.run (.*?)(?: &)?$", script.replace("\\\n", ""), re.MULTILINE)
         given = get_args_parser().parse_args(shlex.split(words))
-        read_config(given.training_script_args, "", METHODS)
+        read_config(given.training_script_args, "", methods)
         assert given.training_script == "train_gpt.py"
 
 

@@ -319,10 +319,11 @@ def test_fire_scales_with_the_lengths_and_starts_at_random():
 
 def test_a_pattern_repeats_over_the_layers():
     shape = dict(num_heads=2, head_dim=8, train_length=64)
-    assert [m.name for m in make_layers("rope+window,nope", 3, **shape)] == ["rope+window", "nope", "rope+window"]
-    windows = [m.window and m.window.window for m in make_layers("rnope_swa", 5, **shape, window=9)]
+    layers = make_layers("rope+window,nope", 3, **shape, options={})
+    assert [layer.name for layer in layers] == ["rope+window", "nope", "rope+window"]
+    windows = [m.window and m.window.window for m in make_layers("rnope_swa", 5, **shape, options=dict(window=9))]
     assert windows == [None, 9, 9, 9, None] and len(layer_pattern("rnope_swa")) == 4
-    scaled = make_layers("rnope_swa", 2, **shape, position_scale=1 / 16)[1]
+    scaled = make_layers("rnope_swa", 2, **shape, position_scale=1 / 16, options={})[1]
     assert scaled.window.window == 32 and scaled.rotation.base == 625
 
 
@@ -352,7 +353,7 @@ def test_a_model_of_layers_that_differ_is_those_layers():
 ])
 def test_patterns_that_there_are_not_are_refused(name, words):
     with assert_refused(words):
-        make_layers(name, 2, num_heads=2, head_dim=8, train_length=64)
+        make_layers(name, 2, num_heads=2, head_dim=8, train_length=64, options={})
     with assert_refused("has layers that differ"):
         make_method("rnope_swa", num_heads=2, head_dim=8, train_length=64)
 
@@ -360,7 +361,7 @@ def test_patterns_that_there_are_not_are_refused(name, words):
 def test_swan_and_llama_4_have_one_global_layer_in_four():
     shape = dict(num_heads=2, head_dim=8, train_length=64, position_scale=1 / 16)
     for name, first in (("swan", 0), ("llama4", 3)):
-        layers = make_layers(name, 8, **shape)
+        layers = make_layers(name, 8, **shape, options={})
         windows = [layer.window and layer.window.window for layer in layers]
         assert windows == [None if i % 4 == first else 32 for i in range(8)]
         assert [layer.query_scale is None for layer in layers] == [window == 32 for window in windows]

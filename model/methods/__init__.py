@@ -216,8 +216,8 @@ def make_method(
 
 
 def make_layers(
-    name: str, num_layers: int, /, *, num_heads: int, head_dim: int, train_length: int, position_scale: float = 1.0,
-    **options,
+    name: str, num_layers: int, *, num_heads: int, head_dim: int, train_length: int, position_scale: float = 1.0,
+    options: dict,
 ) -> list[Method]:  # fmt: skip
     """Return the attention methods of a model's layers. Each takes the options that it has; see make_method."""
     check_options(name, options)

@@ -277,14 +277,3 @@ class Method(nn.Module):
         for mechanism in self.modules():
             if isinstance(mechanism, Mechanism):
                 mechanism.reset_parameters()
-
-    def take_over(self, other: "Method"):
-        """Make the other method's parameters, the objects themselves, one's own. ValueError unless both have the same
-        by name and shape."""
-        ours, theirs = ({name: p.shape for name, p in method.named_parameters()} for method in (self, other))
-        differ = ", ".join(sorted(name for name in ours | theirs if ours.get(name) != theirs.get(name)))
-        words = f"weights of {other.name} cannot go on as {self.name}: the two do not learn the same parameters"
-        require(not differ, f"{words} ({differ})")
-        for name, parameter in other.named_parameters():
-            module, _, own_name = name.rpartition(".")
-            setattr(self.get_submodule(module), own_name, parameter)
