@@ -26,7 +26,7 @@ from urllib.request import urlopen
 from tqdm import tqdm
 
 from data.shards import FINEWEB_SHARDS, describe_shard, read_manifest, shard_bytes, write_manifest
-from errors import exit_on_user_error, require
+from errors import UserError, exit_on_user_error, require
 from files import replace_file, sync
 
 PG19_LIST, PG19_SITE = "data/validation_files.txt", "https://storage.googleapis.com/deepmind-gutenberg"
@@ -105,7 +105,7 @@ def download_fineweb(dataset: str, num_shards: int | None, out: Path) -> dict:
             require(entry["max_token"] < manifest["vocab_size"], f"{path}: has token {entry['max_token']}.")
         except ValueError as error:
             shutil.rmtree(incoming)
-            raise ValueError(f"{error} The file was removed. Run the command again.") from error
+            raise UserError(f"{error} The file was removed. Run the command again.") from error
         sync(path)
         os.replace(path, out / name)
         manifest["files"][name] = entry
@@ -178,14 +178,14 @@ def _documents(path: Path, name: str, field: str) -> Iterator[str]:
             for number, line in enumerate(file, 1):
                 yield read_field(line, field, f"{name}: line {number}")
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"{name}: damaged ({error}). Run the command again.") from error
+        raise UserError(f"{name}: damaged ({error}). Run the command again.") from error
 
 
 def _parquet_documents(path: Path, name: str, field: str) -> Iterator[str]:
     try:
         from pyarrow import parquet
     except ImportError as error:
-        raise ValueError(f"{name}: needs pyarrow. Run `pip install -r requirements-extras.txt`.") from error
+        raise UserError(f"{name}: needs pyarrow. Run `pip install -r requirements-extras.txt`.") from error
     file = parquet.ParquetFile(path)
     columns = file.schema_arrow.names
     require(field in columns, f"{name}: has no column {field!r}. Choose a --field of {', '.join(columns)}.")

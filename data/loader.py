@@ -1,8 +1,8 @@
-"""Which tokens step n trains on, and which tokens validation sees.
+"""Batches: the tokens of training step n, and the tokens of validation.
 
-Step n is tokens [n * batch_tokens, (n + 1) * batch_tokens] of the stream (the last one only as a target), whatever the
-sequence length, micro-batch size and number of processes. So a run resumed at step n, or on another number of GPUs,
-continues with exactly the tokens that it would have seen, and methods and lengths are compared on the same text.
+Step n is tokens [n * batch_tokens, (n + 1) * batch_tokens] of the stream, with the last one only as a target. Sequence
+length, micro-batch size and number of processes do not change that. A run that resumes, even on another number of GPUs,
+sees the tokens that it would have seen. Methods and lengths are compared on the same text.
 """
 
 import math
@@ -33,22 +33,25 @@ def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def sequences_of(batch_tokens: int, length: int, rank: int, world_size: int) -> range:
-    """Return which sequences of a step a rank has: shares that differ by one at most, the larger ones first.
+    """Return a rank's sequences in a step, by index. Shares differ by one at most; the first ranks have the larger.
 
-    Raise ValueError when a step is not whole sequences, or fewer of them than processes.
+    Raise ValueError if a step is not whole sequences, or has fewer of them than there are ranks.
     """
-    multiple = batch_tokens % length == 0
-    require(multiple, f"batch_tokens {batch_tokens} is not a multiple of the sequence length {length}")
+    whole = batch_tokens % length == 0
+    require(whole, f"batch_tokens {batch_tokens} is not a multiple of the sequence length {length}. Change either.")
     sequences = batch_tokens // length
-    many = f"more processes ({world_size}) than sequences in a step ({sequences} of {length} tokens)"
-    require(world_size <= sequences, f"{many}: use at most {sequences} processes or a larger batch_tokens")
+    many = f"{world_size} processes are more than the {sequences} sequences of {length} tokens in a step"
+    require(world_size <= sequences, f"{many}. Use at most {sequences} processes or a larger batch_tokens.")
     share, rest = divmod(sequences, world_size)
     first = rank * share + min(rank, rest)
     return range(first, first + share + (rank < rest))
 
 
 def micro_batch_size(batch_tokens: int, length: int, micro_batch_tokens: int, world_size: int, rank: int = 0) -> int:
-    """Return the most sequences within micro_batch_tokens, but at least 1, that divide a rank's share of a step."""
+    """Return the largest number of sequences that divides a rank's share of a step and fits micro_batch_tokens.
+
+    The number is 1 at least, so a sequence may be longer than micro_batch_tokens.
+    """
     share = len(sequences_of(batch_tokens, length, rank, world_size))
     most = max(1, micro_batch_tokens // length)
     small = [size for size in range(1, math.isqrt(share) + 1) if share % size == 0]
@@ -56,36 +59,33 @@ def micro_batch_size(batch_tokens: int, length: int, micro_batch_tokens: int, wo
 
 
 class TrainLoader:
-    """Iterates over steps: `next(loader)` is the list of micro-batches of one step for one rank.
+    """Iterates over steps: `next(loader)` returns the list of micro-batches of one step for one rank.
 
-    A step is `batch_tokens // length` sequences in stream order, over all ranks. Rank r of W has the r-th contiguous
-    share of them (`sequences_of`), cut in order into micro-batches of equal size, at most `micro_batch_tokens` each (at
-    least one sequence). `length` is a number of tokens, or a function that returns it for a step. The first `next` is
-    of `start_step`; step 0 begins with token `first_token` of the stream. One thread reads `prefetch` steps ahead; an
-    error in it is raised by the `next` of that step.
-    Copies to a CUDA device are asynchronous, from pinned memory. Use the loader in a `with`, or `close` it.
+    A step is `batch_tokens // length` sequences in stream order. Rank r has the r-th contiguous share (`sequences_of`),
+    cut in order into micro-batches of `micro_batch_size` sequences. `length` is a number of tokens, or a function that
+    returns it for a step. Step 0 begins with token `first_token` of the stream; the first `next` is of `start_step`.
+    One thread reads `prefetch` steps ahead; the `next` of a step raises the thread's errors. Copies to a CUDA device
+    are asynchronous, from pinned memory. `close` ends the thread.
 
-    Raise ValueError if a step is not whole sequences or has fewer of them than there are ranks, and for a token outside
-    `vocab_size`, naming file and token.
+    Raise ValueError as sequences_of does, and for a token outside `vocab_size`.
     """
 
     def __init__(
         self, stream: TokenStream, *, batch_tokens: int, length: int | Callable[[int], int], micro_batch_tokens: int,
-        vocab_size: int, rank: int = 0, world_size: int = 1, first_token: int = 0,
-        start_step: int = 0, device: str | torch.device = "cpu",
-        prefetch: int = 2,
+        vocab_size: int, rank: int = 0, world_size: int = 1, first_token: int = 0, start_step: int = 0,
+        device: str | torch.device = "cpu", prefetch: int = 2,
     ):  # fmt: skip
         self.stream, self._vocab_size, self._device = stream, vocab_size, torch.device(device)
         self._batch_tokens, self._micro_batch_tokens = batch_tokens, micro_batch_tokens
         self._rank, self._world_size, self._first_token = rank, world_size, first_token
         self._length_at = length if callable(length) else lambda step: length
         self._next_step = start_step
-        sequences_of(batch_tokens, self._length_at(start_step), rank, world_size)  # a wrong shape is an error now
+        sequences_of(batch_tokens, self._length_at(start_step), rank, world_size)  # may raise, before the thread starts
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train-loader")
         if self._device.type == "cuda":
-            # A new thread is on device 0, and pinning there would open a context of every rank on the first GPU.
-            own = torch.cuda.current_device() if self._device.index is None else self._device.index
-            self._reader.submit(torch.cuda.set_device, own)
+            # A new thread is on device 0. Pinning memory there would open a context of every rank on the first GPU.
+            index = torch.cuda.current_device() if self._device.index is None else self._device.index
+            self._reader.submit(torch.cuda.set_device, index)
         self._pending = deque()
         for _ in range(prefetch):
             self._submit()
@@ -103,12 +103,9 @@ class TrainLoader:
         inputs, targets = (_host_tensor(part, self._device) for part in (tokens[:-1], tokens[1:]))
         return inputs.view(-1, length), targets.view(-1, length), size  # (share, length)
 
-    def __iter__(self) -> "TrainLoader":
-        return self
-
     def __next__(self) -> list[Batch]:
         self._submit()
-        # Copied by the caller's thread: its stream orders the copy before the kernels that read it.
+        # The caller's thread copies, because its stream orders the copy before the kernels that read the batch.
         *tensors, size = self._pending.popleft().result()
         inputs, targets = (_to_device(tensor, self._device) for tensor in tensors)
         return list(zip(inputs.split(size), targets.split(size)))
@@ -129,12 +126,11 @@ class TrainLoader:
 
 def check_validation(stream: TokenStream, lengths: Sequence[int], val_tokens: int) -> None:
     """Raise ValueError unless the first `val_tokens` of the stream are whole sequences of each length, with targets."""
-    unit, available = math.lcm(*lengths), len(stream)
-    largest = (available - 1) // unit * unit  # the last input needs a target
-    advice = f"the validation shards hold {available} tokens, the largest valid val_tokens is {largest}"
-    whole = val_tokens > 0 and val_tokens % unit == 0
-    require(whole, f"val_tokens {val_tokens} is not a multiple of {unit} (lengths {list(lengths)}): {advice}")
-    require(val_tokens <= largest, f"val_tokens {val_tokens} needs {val_tokens + 1} tokens: {advice}")
+    unit = math.lcm(*lengths)
+    largest = (len(stream) - 1) // unit * unit  # the last input needs a target
+    problem = f"val_tokens {val_tokens} is not a multiple of {unit} (lengths {list(lengths)}) within the text"
+    possible = 0 < val_tokens <= largest and val_tokens % unit == 0
+    require(possible, f"{problem} of {len(stream)} tokens. Use at most {largest}, or prepare more text.")
 
 
 def validation_batches(
@@ -143,8 +139,8 @@ def validation_batches(
 ) -> Iterator[Batch]:  # fmt: skip
     """Yield one rank's validation batches: the first `val_tokens` of the stream, each token a target once.
 
-    The tokens are the same at every length and in every run. Rank r of W takes sequences r, r + W, ... so counts may
-    differ by one between ranks; its last micro-batch may be smaller.
+    The tokens are the same at every length and in every run. Rank r of W has sequences r, r + W, r + 2W and so on, so
+    numbers of sequences may differ by one between ranks. A rank's last micro-batch may be smaller.
     """
     check_validation(stream, [length], val_tokens)
     device = torch.device(device)

@@ -100,7 +100,7 @@ def read_manifest(folder: Path) -> dict | None:
             is_whole &= _is_in_split(name, "(train|val)") and 0 <= entry["max_token"] < vocab_size
             is_whole &= entry["tokens"] > 0 and isinstance(entry["sha256"], str)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path}: damaged ({error!r:.80}). Prepare the data again.") from error
+        raise UserError(f"{path}: damaged ({error!r:.80}). Prepare the data again.") from error
     require(is_whole, f"{path}: damaged, with impossible values. Prepare the data again.")
     return manifest
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from data.download import model_file
 from data.shards import TOKENIZER_FILE, read_manifest
-from errors import require
+from errors import UserError, require
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_CONFIG = "tokenizer_config.json"  # beside a model's tokenizer.json
@@ -70,7 +70,7 @@ def _load_file(path: Path) -> Tokenizer:
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
-        raise ValueError(f"{path}: not a file of the tokenizers library ({error}). Use another.") from error
+        raise UserError(f"{path}: not a file of the tokenizers library ({error}). Use another.") from error
     separator = _first_token(path)
     eot = tokenizer.token_to_id(separator)
     require(eot is not None, f"{path}: has no token {separator}. Use another tokenizer.")

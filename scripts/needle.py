@@ -31,7 +31,7 @@ from configs.sweeps import SCALES, Needle
 from data.loader import micro_batch_size
 from data.needle import C4, NEEDLES, Haystack, NeedleTask, oracle_accuracy, score
 from data.tokenizer import Tokenizer, load_tokenizer
-from errors import exit_on_user_error, require
+from errors import UserError, exit_on_user_error, require
 from model.decoding import greedy_decode
 from model.gpt import GPT
 from model.methods.base import Method
@@ -153,7 +153,7 @@ def read_json(path: Path, default: dict) -> dict:
     try:
         return json.loads(path.read_text()) if path.exists() else default
     except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}). Delete {path.parent} to start again.") from error
+        raise UserError(f"{path} is damaged ({error}). Delete {path.parent} to start again.") from error
 
 
 def fine_tune(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import torch
 from data.loader import TrainLoader, check_validation, validation_batches
 from data.shard_writer import ShardWriter
 from data.shards import TokenStream, data_command, main, open_split, read_header, shard_paths, tokenizer_of
+from runtime.checkpoint import latest_checkpoint, load_checkpoint
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 BAD_DATA = pytest.mark.promise(5, "bad data is found")
@@ -214,6 +216,39 @@ def test_shard_changed_while_it_is_read_is_named(tmp_path, faults, change):
         for start in (100, 50):
             with pytest.raises(ValueError, match=NAMES[1]):
                 stream.read(start, 100)
+
+
+@BAD_DATA
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_shard_replaced_during_a_run_ends_it_and_the_restored_run_goes_on(
+    split, tmp_path, faults, monkeypatch, capsys
+):
+    from test_train import make_data, train_here
+
+    data, reads, read = make_data(tmp_path / "data"), [], TokenStream.read
+    finished = train_here(data, tmp_path / "undisturbed")
+    path = sorted(data.glob(f"*_{split}_*.bin"))[1 if split == "train" else 0]
+    good = path.read_bytes()
+
+    def read_and_replace(stream, *args):
+        reads.extend([path] if path in stream.paths else [])
+        if len(reads) == 8:
+            (data / "new").write_bytes(flip(good, 9000))
+            os.replace(data / "new", path)
+        return read(stream, *args)
+
+    with faults(f"{split} shard replaced during a run"):
+        with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
+            patch.setattr(TokenStream, "read", read_and_replace)
+            train_here(data, tmp_path)
+        assert end.value.code == 2 and path.name in capsys.readouterr().err
+        assert not (tmp_path / "run/summary.json").exists()
+        path.write_bytes(good)
+        shutil.copytree(tmp_path / "run", tmp_path / "copy" / "run")  # this process still locks the first
+        resumed = train_here(data, tmp_path / "copy", resume="auto")
+        first, second = (load_checkpoint(latest_checkpoint(f / "checkpoints"))["model"] for f in (finished, resumed))
+        assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
 def test_fingerprint_follows_the_content_of_the_shards_that_a_run_reads(tmp_path):
