@@ -131,17 +131,10 @@ def test_gradients_reach_every_weight(family, name, options):
     move_learned(model)
     tokens = random_tokens()
 
-    def gradients():
-        model.zero_grad()
-        model(tokens, labels=tokens).loss.backward()
-        return {key: p.grad.clone() for key, p in model.named_parameters()}
-
-    found = gradients()
-    assert all(g.isfinite().all() and g.abs().max() > 0 for g in found.values())
-    assert sum(".method." in key for key in found) == model.config.num_hidden_layers
-    model.activation_checkpointing_enable()
-    for key, gradient in gradients().items():
-        assert_close(gradient, found[key], rtol=1e-4, atol=1e-6)
+    model(tokens, labels=tokens).loss.backward()
+    gradients = {key: p.grad for key, p in model.named_parameters()}
+    assert all(g.isfinite().all() and g.abs().max() > 0 for g in gradients.values())
+    assert sum(".method." in key for key in gradients) == model.config.num_hidden_layers
 
 
 def test_every_method_runs_unless_it_needs_the_layers_input():
