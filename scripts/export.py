@@ -1,6 +1,6 @@
 """Writes a trained model as a folder for Hugging Face's transformers, which loads it where this repository is not.
 
-    python -m scripts.export runs/NAME                               RUN/hf, or --out FOLDER
+    python -m scripts.export runs/NAME --to hf                       RUN/hf, or --out FOLDER
     python -m scripts.export runs/NAME --tokenizer FOLDER            a folder with the run's tokenizer
     python -m scripts.export runs/NAME --push USER/MODEL             uploads the folder to the hub, too
 
@@ -79,6 +79,7 @@ def main(argv: list[str] | None = None):
         prog="python -m scripts.export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument("--to", choices=["hf"], default="hf", help="the form: a folder for transformers")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="new folder (default: RUN/hf)")
     parser.add_argument("--tokenizer", metavar="FOLDER", help="data folder of the run's tokenizer, or GPT-2's folder")
     parser.add_argument("--push", metavar="USER/MODEL", help="upload to this repository of the hub, made if missing")

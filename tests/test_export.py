@@ -197,7 +197,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def exported(run):
-    command.main([str(run)])
+    command.main([str(run), "--to", "hf"])
     return run / "hf"
 
 
