@@ -73,7 +73,7 @@ def start_wandb(
     Raise ValueError when the mirror does not start.
     """
     if mode == "trackio":
-        return start_trackio(**options)
+        return TrackioRun(**options)
     if mode == "online":
         mode = os.environ.get("WANDB_MODE", mode)
     if mode in ("off", "disabled"):
@@ -96,13 +96,24 @@ def start_wandb(
     return run
 
 
-def start_trackio(*, project: str, name: str, config: dict, group: str | None = None, tags: list[str] = ()) -> Any:
-    """Start a local trackio run, which has wandb's interface. It knows no tags and no run ids."""
-    try:
-        import trackio
-    except ImportError as error:
-        raise UserError("--wandb trackio needs the package trackio. Install it: pip install trackio") from error
-    return trackio.init(project=project, name=name, group=group, config=config, resume="allow", embed=False)
+class TrackioRun:
+    """A local trackio run with wandb's interface. trackio reserves the key "step", and knows no tags and no run ids."""
+
+    id = None
+
+    def __init__(self, *, project: str, name: str, config: dict, group: str | None = None, tags: list[str] = ()):
+        """Start the run. Raise UserError without the package."""
+        try:
+            import trackio
+        except ImportError as error:
+            raise UserError("--wandb trackio needs the package trackio. Install it: pip install trackio") from error
+        self.run = trackio.init(project=project, name=name, group=group, config=config, resume="allow", embed=False)
+
+    def log(self, record: dict[str, Any]):
+        self.run.log({key: value for key, value in record.items() if key != "step"}, step=record["step"])
+
+    def finish(self):
+        self.run.finish()
 
 
 def finish_wandb(run: Any, log: Callable[[str], None] = print):
