@@ -17,6 +17,7 @@ exit code after a signal is 75. The seed is the run's.
 
 import argparse
 import dataclasses
+import functools
 import json
 import sys
 from collections import defaultdict
@@ -36,7 +37,7 @@ from model.decoding import greedy_decode
 from model.gpt import GPT
 from model.methods.base import Method
 from optim.schedule import lr_factor
-from runtime.build import build_optimizers, compile_model
+from runtime.build import build_optimizers, compile_model, train_step
 from runtime.checkpoint import checkpoint_errors, latest_checkpoint, load_checkpoint, save_checkpoint
 from runtime.device import choose_compile
 from runtime.metrics import Metrics
@@ -165,8 +166,8 @@ def fine_tune(
     tasks: one for each half of the steps. A step has about as many tokens of either.
     After a signal, this returns when the current step is saved.
     """
-    device, steps = model.head.device, needle.steps
-    optimizers = build_optimizers(config, model, bool(compiled), World.alone(device))
+    device, steps, world = model.head.device, needle.steps, World.alone(model.head.device)
+    optimizers = build_optimizers(config, model, bool(compiled), world)
     start = 0
     if checkpoint := latest_checkpoint(folder.checkpoints):
         state = load_checkpoint(checkpoint)
@@ -186,14 +187,10 @@ def fine_tune(
         batch = task.batch(range(step * count, (step + 1) * count))
         inputs, targets, mask = (torch.from_numpy(x).contiguous().to(device) for x in batch)  # (count, T)
         weights = mask / mask.sum()  # mean over the response tokens of the whole step
-        loss = torch.zeros((), device=device)
-        for part in zip(inputs.split(size), targets.split(size), weights.split(size)):
-            losses = training_model(part[0], part[1], plan=plan, per_token=True)  # (B, T)
-            micro_loss = (losses * part[2]).sum()
-            micro_loss.backward()
-            loss += micro_loss.detach()
+        micro_batches = list(zip(inputs.split(size), zip(targets.split(size), weights.split(size))))
         factor = lr_factor(step, steps=steps, schedule="trapezoid", warmup_steps=steps // 3, cooldown_steps=steps // 3)
-        optimizers.step(factor, loss.isfinite())
+        step_loss = functools.partial(response_loss, training_model, count)
+        loss, _ = train_step(step_loss, micro_batches, plan, optimizers, factor, world)
         metrics.write({"step": step + 1, "train_loss": loss.item()})
         stopping = stop.signal_name is not None
         if (step + 1) % SAVE_EVERY == 0 or step + 1 == steps or stopping:
@@ -203,6 +200,18 @@ def fine_tune(
             break
         stop.can_save = True
     stop.can_save = False  # everything is saved: a signal may end the process at once
+
+
+def response_loss(
+    model: torch.nn.Module, sequences: int, inputs: torch.Tensor, targets: tuple[torch.Tensor, torch.Tensor], plan
+) -> torch.Tensor:
+    """Return the loss of a micro-batch for train_step, which averages over the sequences of a step.
+
+    targets: tokens and their weights in the mean over the response tokens of the step, (B, T) each.
+    """
+    tokens, weights = targets
+    losses = model(inputs, tokens, plan=plan, per_token=True)  # (B, T)
+    return (losses * weights).sum() * (sequences / len(inputs))  # train_step divides by this
 
 
 def score_methods(
