@@ -3,16 +3,12 @@
 The Triton kernel runs in Triton's interpreter where there is no GPU (conftest.py).
 """
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from test_methods import assert_near, random
+from attention_cases import CPU, assert_near, random
 from torch.profiler import profile
 from torch.testing import assert_close
 
@@ -20,9 +16,8 @@ from model import loss
 from model.attention import cpu
 from model.loss import mean_loss, plain_cross_entropy_, token_losses
 
-ROOT = Path(__file__).parent.parent
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PROBLEM = cpu.kernel_problem(torch.device("cpu"), torch.float32)
+PROBLEM = cpu.kernel_problem(CPU, torch.float32)
 
 
 def make(N, C, V, dtype=torch.float32, scale=1.0, seed=0):
@@ -50,13 +45,9 @@ def check(x, head, targets, weights=None, tolerance=1e-5):
 
 
 @pytest.mark.parametrize("N, C", [(1, 1), (1, 5), (255, 8), (256, 33), (257, 96), (700, 16)])
-@pytest.mark.parametrize("V", [1, 2, 7, 1000, 2048])
+@pytest.mark.parametrize("V", [1, 7, 2048])
 def test_the_mean_and_its_gradients(N, C, V):
     check(*make(N, C, V))
-
-
-def test_a_large_vocabulary():
-    check(*make(30, 32, 50304))
 
 
 @pytest.mark.parametrize("N, V", [(1, 3), (300, 99), (513, 1025)])
@@ -251,35 +242,6 @@ def test_more_than_2_to_the_31_logits():
     cross_entropy_(logits, targets, losses, True)
     assert_close(losses[-3:].cpu(), F.cross_entropy(tail.float(), targets[-3:].cpu(), reduction="none"))
     assert logits[-3:].float().sum(dim=1).abs().max() < 0.05
-
-
-COMPILE = """
-import torch
-from model.attention.triton import cross_entropy
-from tests.machine_code import compile_launch, count, innermost_loops, record_launches
-for arch in (80, 90):
-    for dtype in (torch.bfloat16, torch.float32):
-        for V in (50304, 50257):
-            arguments = torch.zeros(1, V, dtype=dtype), torch.zeros(1, dtype=int), torch.zeros(1)
-            codes = []
-            for gradient in (True, False):
-                call = lambda: cross_entropy.cross_entropy_(*arguments, gradient)
-                (launch,) = record_launches(cross_entropy, ["cross_entropy_kernel"], call)
-                codes.append(compile_launch(launch, arch)[1:])
-            waits = max(count(loop, "BAR", "SHFL") for code, _ in codes for loop in innermost_loops(code, "MUFU"))
-            code, stack = codes[0]
-            print(arch, waits, stack, "LDG.E.128" in code, "STG.E.128" in code, "ATOM" in code)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-def test_the_triton_kernel_compiles_for_gpus_moves_16_bytes_at_a_time_and_no_thread_waits_for_another():
-    """Within a walk over a row, that is; where rows do not begin at multiples of 16 bytes, less is moved at a time."""
-    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    code = subprocess.run([sys.executable, "-c", COMPILE], cwd=ROOT, env=env, capture_output=True, text=True)
-    lines = [f"{arch} 0 0 {even} {even} False" for arch in (80, 90) for _ in range(2) for even in (True, False)]
-    assert code.stdout.splitlines() == lines, code.stderr
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")

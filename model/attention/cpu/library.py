@@ -112,19 +112,13 @@ def compile_library(compiler: str) -> Path:
 
 
 def cache_folder() -> Path:
-    """Return the folder for compiled kernels, in the user's cache or, where there is no home, a temporary one.
-
-    Raise PermissionError if the temporary folder belongs to another user.
-    """
+    """Return the folder for compiled kernels: in the user's cache or, where there is no home, a new temporary one."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path(os.path.expanduser("~")) / ".cache"
     folder = Path(cache) / "scale_invariant_attention"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:  # no home
-        folder = Path(tempfile.gettempdir()) / f"scale_invariant_attention_{os.getuid()}"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        if folder.stat().st_uid != os.getuid():
-            raise PermissionError(f"{folder} belongs to another user") from None
+    except OSError:
+        folder = Path(tempfile.mkdtemp(prefix="scale_invariant_attention_"))
     return folder
 
 

@@ -8,7 +8,6 @@ import torch
 import triton
 from torch import Tensor
 
-from errors import require
 from model.attention.base import MAX_LENGTH, heads_last
 from model.attention.triton.distance import EVERYWHERE, LOG2E, REACH, STEP, Coefficients, product_scale
 from model.attention.triton.flash_kernels import (
@@ -61,13 +60,11 @@ def flash_attention(
     q (B, H, Tq, D), k and v (B, H, Tk, D); query i is at position q_offset + i, key j at j. key_bias (B, H, Tk) is
     added to the logits, sink (H,) is one logit more, without a value. Where the coefficients are bounded, the caller
     answers for it that |q.k| stays below the bound that they were made for; with a key_bias, which nothing bounds,
-    there is a running maximum all the same. Forward and backward pass repeat bit for bit. ValueError for what the
-    kernels do not cover.
+    there is a running maximum all the same. Forward and backward pass repeat bit for bit.
     """
-    check_inputs(q, k, v, coefficients, q_offset)
-    check_extras(q, k, key_bias, sink)
+    c = coefficients or Coefficients(torch.empty(0, 1, k.shape[2] + 2 * REACH, device=q.device))
+    check_inputs(q, k, v, c, q_offset, key_bias, sink)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    c = coefficients or Coefficients(torch.empty(0, 1, 1, device=q.device))
     if sink is not None and len(c.table) == 1:
         sink = sink - 1  # which one function leaves out of all logits (distance.py)
     key_bias, sink = (None if x is None else (x.float() * LOG2E).contiguous() for x in (key_bias, sink))  # in bits
@@ -91,35 +88,16 @@ def kernel_problem(device: torch.device, dtype: torch.dtype, head_dim: int) -> s
     return None
 
 
-def check_inputs(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients | None, q_offset: int):
-    """Raise ValueError for tensors, coefficients and offsets that do not go together."""
-    shapes = [tuple(x.shape) for x in (q, k, v)]
-    same = len(shapes[0]) == len(shapes[1]) == 4 and shapes[0] == (*k.shape[:2], q.shape[2], k.shape[3])
-    require(same and shapes[1] == shapes[2], f"q, k, v must be (B, H, T, D): got {shapes}")
-    (_, H, Tq, D), Tk = shapes[0], shapes[1][2]
-    require(q.dtype == k.dtype == v.dtype, f"q, k, v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
-    reason = kernel_problem(q.device, q.dtype, D)
-    require(reason is None, f"the Triton kernel cannot run: {reason}")
-    devices = f"{q.device}, {k.device} and {v.device}"
-    require(q.device == k.device == v.device, f"q, k, v must be on one device: got {devices}")
-    require(0 <= q_offset <= Tk - Tq, f"{Tq} queries from position {q_offset} do not fit {Tk} keys")
-    require(Tk <= MAX_LENGTH, f"the kernel covers up to {MAX_LENGTH} positions, got {Tk}")
-    if coefficients is not None:
-        _, heads, distances = coefficients.table.shape
-        require(heads in (1, H), f"coefficients of {heads} heads do not fit {H} heads")
-        require(distances >= Tk + 2 * REACH, f"coefficients were made for fewer than {Tk} keys")
-        right = not coefficients.bounded or q.dtype != torch.float16
-        require(right, "coefficients that were bounded for another dtype do not fit float16: make them for it")
-        there = coefficients.polynomials is None or coefficients.q_offset == q_offset % STEP
-        require(there, f"coefficients were made for another offset of the queries than {q_offset}")
-
-
-def check_extras(q: Tensor, k: Tensor, key_bias: Tensor | None, sink: Tensor | None):
-    """Raise ValueError for biases of keys and sinks that do not fit q and k."""
-    (B, H), Tk = q.shape[:2], k.shape[2]
-    for name, x, shape in (("key_bias", key_bias, (B, H, Tk)), ("sink", sink, (H,))):
-        if x is not None and (x.shape != shape or x.device != q.device):
-            raise ValueError(f"{name} must be {shape} on {q.device}, got {tuple(x.shape)} on {x.device}")
+def check_inputs(q, k, v, c: Coefficients, q_offset: int, key_bias: Tensor | None, sink: Tensor | None):
+    """Assert what `attend` and `prepare` guarantee: a kernel would read memory that belongs to other tensors."""
+    (B, H, Tq, D), Tk = q.shape, k.shape[2]
+    assert k.shape == v.shape == (B, H, Tk, D) and q.dtype == k.dtype == v.dtype and q.device == k.device == v.device
+    assert kernel_problem(q.device, q.dtype, D) is None and Tk <= MAX_LENGTH and 0 <= q_offset <= Tk - Tq
+    assert c.table.shape[1] in (1, H) and c.table.shape[2] >= Tk + 2 * REACH
+    assert c.polynomials is None or c.q_offset == q_offset % STEP
+    assert not (c.bounded and q.dtype == torch.float16)
+    assert key_bias is None or (key_bias.shape, key_bias.device) == ((B, H, Tk), q.device)
+    assert sink is None or (sink.shape, sink.device) == ((H,), q.device)
 
 
 def on_its_gpu(operation):
