@@ -529,6 +529,35 @@ def test_opcheck(learned, small):
 
 # ---- machine code ----------------------------------------------------------------------------------------------------
 
+COMPILE = """
+import dataclasses, re, sys, torch
+from model.attention.triton import cross_entropy, flash
+from model.attention.triton.distance import make_coefficients
+from model.methods import make_method
+from tests.machine_code import compile_launch, count, flash_launches, innermost_loops, record_launches
+
+for case in sys.argv[1:]:
+    arch, dtype, head_dim, name, options = eval(case, vars(torch))
+    method = make_method(name, num_heads=2, head_dim=head_dim, train_length=64, **options)
+    coefficients = make_coefficients(method.score_change, 2, head_dim, 300, 0, dtype, "cpu", 1.1 * head_dim)
+    coefficients = dataclasses.replace(coefficients, window=method.window and method.window.window)
+    key_bias = method.key_bias and torch.zeros(1, 2, 300)
+    inputs = torch.zeros(4, 1, 2, 300, head_dim, dtype=dtype)
+    for role, launch in flash_launches(flash, inputs, coefficients, arch, key_bias).items():
+        if role != "delta":
+            ptx, listing, _ = compile_launch(launch, arch)
+            logits = launch.constants["QUERIES"] * launch.constants["KEYS"] / (32 * launch.options["num_warps"])
+            spills = [count(loop, "LDL", "STL") / logits for loop in innermost_loops(listing, "MMA")]
+            print(case, role, bool(re.search(r"\\b(atom|red)\\.", ptx)), max(spills, default=0) < 1)
+
+for arch in (80, 90):
+    for V in (50304, 50257):
+        arguments = torch.zeros(1, V, dtype=torch.bfloat16), torch.zeros(1, dtype=int), torch.zeros(1), True
+        run = lambda: cross_entropy.cross_entropy_(*arguments)
+        _, listing, stack = compile_launch(*record_launches(cross_entropy, ["cross_entropy_kernel"], run), arch)
+        waits = max(count(loop, "BAR", "SHFL") for loop in innermost_loops(listing, "MUFU"))
+        print(arch, V, "ATOM" in listing, waits == stack == 0, "LDG.E.128" in listing, "STG.E.128" in listing)
+"""
 CASES = [  # arch, dtype, head_dim, method, options
     "80, float32, 20, 'scale_invariant_nope', {'learn_tau': True}", "80, float16, 64, 'alibi', {}",
     "90, bfloat16, 128, 'scale_invariant_nope', {}", "90, bfloat16, 128, 'scale_invariant+forget', {}",
@@ -536,16 +565,14 @@ CASES = [  # arch, dtype, head_dim, method, options
 ]
 
 
-def test_the_kernels_compile_for_gpus_within_their_limits():
-    """compile_triton.py compiles them without a GPU. Some registers may be spilled."""
+def test_the_kernels_compile_for_gpus_without_atomics_or_spills():
+    """Spills: less than one instruction a logit, of 10 to 25 of all kinds. The cross-entropy moves 16 bytes at a time
+    where rows begin at multiples of them, and no thread waits for another within a walk over a row."""
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, ROOT / "tests" / "compile_triton.py", *CASES]
-    done = subprocess.run(command, cwd=ROOT, env=env | dict(PYTHONPATH=str(ROOT)), capture_output=True, text=True)
-    lines = [line.rsplit(" ", 3) for line in done.stdout.splitlines()]
-    assert len(lines) == 3 * len(CASES) + 4, done.stderr
-    for name, atomics, shared, stack in lines:
-        limit = 232_448 if name.startswith("90") else 166_912
-        assert atomics == "0" and int(shared) <= limit and int(stack) <= 1024, (name, atomics, shared, stack)
+    code = subprocess.run([sys.executable, "-c", COMPILE, *CASES], cwd=ROOT, env=env, capture_output=True, text=True)
+    expected = [f"{case} {role} False True" for case in CASES for role in ROLES]
+    expected += [f"{arch} {V} False True {V == 50304} {V == 50304}" for arch in (80, 90) for V in (50304, 50257)]
+    assert code.stdout.splitlines() == expected, code.stderr
 
 
 @pytest.mark.parametrize("device, dtype, head_dim", [
