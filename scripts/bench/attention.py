@@ -43,9 +43,7 @@ TOKENS = dict(cuda=65536, cpu=4096)  # in a pass, but at least one sequence
 GATE_LENGTH = dict(cuda=4096, cpu=512)  # at most, because the reference is dense
 PASSES = ("forward", "both")
 HOW_TO_READ = """\
-- Times are medians over the rounds. Ratios are within a round: median and bootstrap 95 % interval; below 1 is faster.
-  The row "again" is the baseline a second time (A/A). Both: forward and backward pass.
-- TFLOP/s: of both, counting the causal half (forward 4 B H T^2 D / 2, both 3.5 times that)."""
+- Both: forward and backward pass. TFLOP/s: of both, counting the causal half: 3.5 times 4 B H T^2 D / 2."""
 
 
 # ---- the variants ----------------------------------------------------------------------------------------------------
@@ -152,7 +150,7 @@ def run(args: argparse.Namespace, make: Callable[[str, Case], Attend] = make_att
         shape(batch=1, length=1).method(formula_of(name))  # ValueError for an unknown formula
     report = protocol.Report(args.out, "attention", device, "Attention alone")
     report.record |= dict(dtype=args.dtype, heads=args.heads, head_dim=args.head_dim, lengths=[])
-    report.add(f"{args.dtype}, {args.heads} heads of {args.head_dim}.\n\n{HOW_TO_READ}")
+    report.add(f"{args.dtype}, {args.heads} heads of {args.head_dim}.\n\n{protocol.HOW_TO_READ}{HOW_TO_READ}")
     gate_case = shape(batch=2, length=min(lengths[0], GATE_LENGTH[device.type]))
     problems = gate(report, gate_case, names, make, (time.perf_counter() + deadline) / 2)
     names = [name for name in names if name not in problems]

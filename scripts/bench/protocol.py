@@ -27,6 +27,10 @@ from scripts.shared.tables import markdown_table
 
 FEWEST_ROUNDS = 3
 LIMIT_SECONDS = 1.5  # most seconds of one variant in one round
+HOW_TO_READ = """\
+- Times are medians over the rounds. Ratios are within a round: median and bootstrap 95 % interval; below 1 is faster.
+  The row "again" is the baseline a second time (A/A).
+"""
 
 
 def time_calls(call: Callable[[], object], count: int, device: torch.device) -> float:

@@ -41,9 +41,7 @@ LOSS_LIMITS = {torch.float32: 1e-4, torch.bfloat16: 0.02}  # nats
 WARM_UP_STEPS = 10  # of a checkout; these compile and allocate, and do not count
 HOW_TO_READ = """\
 - A step: all micro-batches, gradient norm, optimizer and loader; neither validation nor logging. The learning rate is
-  zero, so the weights stay as they are. Times are medians over the rounds.
-- Time to the baseline: the ratio within a round, its median and its bootstrap 95 % interval. Below 1 is faster. The
-  row "again" is the baseline a second time (A/A).
+  zero, so the weights stay as they are.
 - Of peak: model FLOPs (causal attention; no recomputation) a second, as a share of {peak:.4g} FLOP/s ({source}).
 - GiB: the most memory held in a step, weights and optimizer state included (CUDA)."""
 
@@ -62,8 +60,7 @@ def run(args: argparse.Namespace) -> int:
     variants = {name: read_variant(args.preset, args.fields, name) for name in args.variants or DEFAULT_VARIANTS}
     base = next(iter(variants.values()))
     for name, config in variants.items():
-        same = (config.batch_tokens, config.train_length) == (base.batch_tokens, base.train_length)
-        require(same, f"{name}: batch_tokens and train_length must be the same in all variants")
+        require(config.batch_tokens == base.batch_tokens, f"{name}: batch_tokens must be the same in all variants")
     device = start_processes(base.device).device
     prefer_fast_sdpa(device)
     if args.checkouts:
@@ -155,7 +152,7 @@ def add_times(report: protocol.Report, trainers: dict[str, Trainer], times: dict
         ])  # fmt: skip
     run = f"Text: {first.text}; compile {first.compile_note}. {report.record['gpu']}"
     report.add(f"## Times, {len(times[baseline])} rounds\n\n{run}", rows)
-    report.add(HOW_TO_READ.format(peak=peak, source=source))
+    report.add(protocol.HOW_TO_READ + HOW_TO_READ.format(peak=peak, source=source))
 
 
 def profile(trainer: Trainer, steps: int, folder: Path) -> int:
