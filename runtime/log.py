@@ -108,7 +108,8 @@ class RunLog:
         if epochs > 1:
             self.print(f"warning: the text is shorter than the run and is read {epochs:.2f} times (docs/data.md)")
         dtype = str(model.dtype).removeprefix("torch.")
-        self.print(f"{dtype}; compile {compile_note}; {describe_backends(plans, model)}")
+        backends = f"; {describe_backends(plans, model)}" if plans else ""  # other models plan attention themselves
+        self.print(f"{dtype}; compile {compile_note}{backends}")
         if self.peak:
             self.print(f"MFU of {self.peak[0]:.3g} FLOP/s ({self.peak[1]})")
         share = f"{validation_share(config):.1%} of the FLOPs of training"

@@ -32,13 +32,10 @@ class Validation:
     (the method that trains, and those of validate_as) and length.
     """
 
-    def __init__(
-        self, config: Config, model: GPT, text: TokenStream, world: World,
-        plans: dict[str, dict[int, Plans]] | None = None,
-    ):  # fmt: skip
-        """plans: for a model that makes none itself. Raise ValueError for methods and lengths that do not fit."""
+    def __init__(self, config: Config, model: GPT, text: TokenStream, world: World):
+        """Raise ValueError for methods and lengths that do not fit."""
         self.config, self.model, self.runner, self.text, self.world = config, model, model, text, world
-        self.plans = validation_plans(config, model) if plans is None else plans
+        self.plans = validation_plans(config, model)
 
     def due(self, step: int) -> dict[int, int]:
         """Return the tokens at each length for the validation before this step, or {} if none is due."""
