@@ -22,6 +22,12 @@ def test_right_ones_pass(backend, name):
     assert check_backend(BACKENDS[backend], method, CPU, torch.float32, [LENGTH, 129]) is None
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["nope", "scale_invariant", "pope", "all"])
+def test_plain_pytorch_passes_in_low_precision(name, dtype):
+    assert check_backend(blocks, make_case(name), CPU, dtype, [LENGTH]) is None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name, dtype", [
     ("nope", torch.float32), ("scale_invariant", torch.float16), ("all", torch.float16),

@@ -44,17 +44,18 @@ class Comparison:
         return max(shares.items(), key=lambda item: float("inf") if item[1] != item[1] else item[1])
 
 
-def compare(tensors: Tensors, exact: Tensors, plain: Tensors, rounding: float = 0.0) -> Comparison:
+def compare(tensors: Tensors, exact: Tensors, plain: Tensors, rounding: float = 0.0, factor: float = 1.0) -> Comparison:
     """Return how far tensors are from `exact` (float64). plain: the same by the plain formula in the kernel's dtype.
 
     rounding: the dtype's relative rounding. Gradients of key biases, sinks and learned parameters may be wrong by 4 of
     it. They are sums over whole rows, so a rounded output shows in them, and the plain formula's own error varies.
+    factor: multiplies all limits.
     """
     errors, plain_errors, limits = relative_errors(tensors, exact), relative_errors(plain, exact), {}
     for name in errors:
         is_sum = exact[name.removesuffix(" by row")].dim() < 4
-        factor = ROW_LIMIT if name.endswith(" by row") else LIMIT
-        limits[name] = max(factor * plain_errors[name], LEAST, 4 * rounding * is_sum)
+        limit = ROW_LIMIT if name.endswith(" by row") else LIMIT
+        limits[name] = factor * max(limit * plain_errors[name], LEAST, 4 * rounding * is_sum)
     return Comparison(errors, limits)
 
 
@@ -70,14 +71,15 @@ def relative_errors(tensors: Tensors, exact: Tensors) -> dict[str, float]:
 
 
 def find_problem(
-    kernel: Callable[[], Tensors], exact: Callable[[], Tensors], plain: Callable[[], Tensors], rounding: float = 0.0
-) -> str | None:
+    kernel: Callable[[], Tensors], exact: Callable[[], Tensors], plain: Callable[[], Tensors], rounding: float = 0.0,
+    factor: float = 1.0,
+) -> str | None:  # fmt: skip
     """Return how kernel() fails or which of its tensors is wrong, in words, or None; see compare."""
     try:
         tensors = kernel()
     except Exception as error:  # Triton's, CUDA's and the compiler's errors are of many kinds
         return f"it failed its check with {type(error).__name__}: {' '.join(str(error).split())[:100]}"
-    comparison = compare(tensors, exact(), plain(), rounding)
+    comparison = compare(tensors, exact(), plain(), rounding, factor)
     name, share = comparison.worst
     return None if comparison.passed else f"it failed its check: {name} has {share:.1f} times the allowed error"
 
@@ -112,6 +114,7 @@ def check_backend(
             lambda: output_and_gradients(formula(changes), [x.double() for x in inputs], dout.double(), learned),
             lambda: output_and_gradients(rounded_formula(changes), inputs, dout, learned),
             rounding=torch.finfo(dtype).eps,
+            factor=getattr(backend, "ERROR_FACTOR", 1.0),
         )
         if problem:
             return f"{problem} ({length} tokens)"
@@ -190,9 +193,13 @@ def formula(method: Method) -> Callable[..., Tensor]:
 
 
 def rounded_formula(method: Method) -> Callable[..., Tensor]:
-    """Return the formula with float32 logits, whose probabilities are rounded to v's dtype."""
+    """Return the formula with float32 logits. Probabilities and gradients of logits are rounded to v's dtype, since
+    fast matrix products take them in it."""
 
     def attend(q, k, v, key_bias=None):
-        return probabilities(method, attention_logits(method, q, k, x=key_bias)).to(v.dtype) @ v
+        logits = attention_logits(method, q, k, x=key_bias)
+        if logits.requires_grad:
+            logits.register_hook(lambda gradient: gradient.to(v.dtype).to(gradient.dtype))
+        return probabilities(method, logits).to(v.dtype) @ v
 
     return attend
