@@ -229,8 +229,8 @@ class Run:
         """End all ranks with exit code 2 where there is a problem. All ranks find the same one."""
         if problem is None:
             return
-        step, tokens = self.progress.step, self.config.batch_tokens
-        shard, token = self.train_text.where(self.progress.first_token + step * tokens)
+        step, tokens = self.progress.step, self.config.batch_tokens  # the step that was made last
+        shard, token = self.train_text.where(self.progress.first_token + (step - 1) * tokens)
         checkpoint = latest_checkpoint(self.path / "checkpoints")
         raise UserError(
             f"{problem}. Weights and optimizer state stay as they were. The tokens of step {step} begin with token "
@@ -244,11 +244,8 @@ class Run:
         """Begin to save a checkpoint; with `wait`, save it before any rank goes on."""
         require_same_parameters(self.optimizers, self.world, self.progress.step)
         progress = self.progress
-        progress.rng, progress.seconds, progress.skipped = (
-            gather(self.world, rng_state()),
-            self.log.seconds,
-            self.log.skipped,
-        )
+        progress.rng = gather(self.world, rng_state())
+        progress.seconds, progress.skipped = self.log.seconds, self.log.skipped
         state = {"optimizers": self.optimizers.state_dict()}  # gathered from all ranks
         if self.folder is not None:
             state |= {"progress": vars(progress), "config": self.config.to_dict(), "model": self.model.state_dict()}
