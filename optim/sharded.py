@@ -1,16 +1,15 @@
-"""The optimizers of a run as one, their work and their state divided over the processes.
+"""The optimizers of a run as one object, with their work and state divided over the ranks.
 
-All processes hold all parameters. In a step, gradients are summed and divided (reduce-scatter), each process updates
-the share that it owns, and the new parameters are collected (all-gather): ZeRO's second stage (Rajbhandari et al.
-2019, arXiv 1910.02054), with whole matrices as the units where the optimizer needs them whole, as modded-nanogpt does.
-Gradients are sent in buckets, each in the backward pass as soon as it is complete; parameters of one optimizer are sent
-while the next one computes.
+Every rank holds all parameters. In a step, gradients are summed and divided (reduce-scatter), each rank updates the
+share that it owns, and the new parameters are collected (all-gather). This is ZeRO's second stage (Rajbhandari et al.
+2019, arXiv 1910.02054). Muon gets whole matrices, as in modded-nanogpt. A bucket of gradients is sent during the
+backward pass, as soon as it is complete. The parameters of one optimizer are sent while the next one computes.
 
-There are not enough matrices to divide among hundreds of processes, nor would it pay. More than MOST_SHARES processes
-form shard groups of that many (of 8: the GPUs of one machine), each of which does the whole update. Processes with the
-same share in all of them are a replica group, which adds up the gradients of that share.
+There are too few matrices to divide them among hundreds of ranks. More than MOST_SHARES ranks form shard groups of
+that many (8: the GPUs of one machine), and each group does the whole update. Ranks with the same share in all groups
+form a replica group, which sums the gradients of that share.
 
-One process has nothing to divide: there the optimizers work on the parameters themselves.
+With one rank, nothing is divided: the optimizers work on the parameters themselves.
 """
 
 import dataclasses
@@ -24,15 +23,15 @@ from torch import Tensor, nn
 from optim.schedule import set_lr
 
 MOST_SHARES = 8  # the 162M model has 48 matrices of 768 x 768, and 12 of each MLP shape
-BUCKET_BYTES = 2**24  # a bucket is closed from this size on: smaller messages cost more than they overlap
+BUCKET_BYTES = 2**24  # a bucket is closed from this size on; the latency of smaller messages costs more
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Parameters that one optimizer updates, `make` being its constructor.
+    """Parameters that one optimizer updates; `make` constructs the optimizer.
 
-    units: returns a parameter, or a tensor of its shape, as a view (n, *unit), a unit being what the optimizer needs
-    whole. lr_scale: returns what the optimizer multiplies the learning rate of a parameter with, if it does.
+    units: views a parameter as (n, *unit). A unit, such as a matrix, always stays on one rank.
+    lr_scale: returns the factor that the optimizer applies to the learning rate of a parameter.
     """
 
     params: list[nn.Parameter]
@@ -43,9 +42,9 @@ class Group:
 
 
 class Bucket:
-    """Parameters of one group that are sent together, and `shard`: this rank's share of them, one of `shares`.
+    """Parameters of one group that are sent together, and `shard`, this rank's share of them (one of `shares`).
 
-    With one share, a bucket is one parameter, which is its own shard, and nothing is ever sent.
+    With one share, a bucket is one parameter and its own shard, and nothing is sent.
     """
 
     def __init__(self, group: Group, params: list[nn.Parameter], rank: int, shares: int):
@@ -64,18 +63,18 @@ class Bucket:
         self.pending = None  # the full tensor that a collective reads or writes, and the handle to wait for it
 
     def take_share(self, tensors: list[Tensor]) -> Tensor:
-        """Return this rank's share of tensors of the shapes of the parameters."""
+        """Return this rank's share of tensors that have the shapes of the parameters."""
         return self.pack(tensors)[self.mine] if self.divided else tensors[0]
 
     def pack(self, tensors: list[Tensor]) -> Tensor:
-        """Return tensors of the shapes of the parameters as (units, *unit): a view where that is possible."""
+        """Return tensors with the shapes of the parameters as (units, *unit), as a view if possible."""
         parts = [self.units_of(t) for t in tensors]
         if padding := self.units - sum(self.counts):
             parts.append(parts[0].new_zeros(padding, *self.unit))
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 
     def unpack(self, full: Tensor, tensors: list[Tensor]):
-        """Copy (units, *unit) into tensors of the shapes of the parameters."""
+        """Copy (units, *unit) into tensors that have the shapes of the parameters."""
         torch._foreach_copy_([self.units_of(t) for t in tensors], full[: sum(self.counts)].split(self.counts))
 
     def start_reducing(self, group: dist.ProcessGroup | None):
@@ -85,7 +84,7 @@ class Bucket:
         self.shard.grad = torch.empty_like(self.shard)
         if full.is_cuda:
             self.pending = full, dist.reduce_scatter_tensor(self.shard.grad, full, group=group, async_op=True)
-        else:  # gloo's own takes twice as long as to exchange the shares and add them up (results/speed/cpu.md)
+        else:  # gloo's reduce-scatter is half as fast on CPUs, so we use all-to-all and a sum (results/speed/cpu.md)
             shares = torch.empty_like(full)
             self.pending = shares, dist.all_to_all_single(shares, full, group=group, async_op=True)
 
@@ -107,9 +106,9 @@ class Bucket:
         return full
 
     def gather(self, share: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
-        """Return the whole of a tensor of which each rank has its share, in the shapes of the parameters.
+        """Collect a tensor from the ranks' shares; return it as tensors with the shapes of the parameters.
 
-        A number that belongs to all, such as Adam's count of steps, is returned for each of them.
+        A single number, such as Adam's count of steps, is returned once for each parameter.
         """
         if share.dim() == 0 or not self.divided:
             return [share] * len(self.params)
@@ -121,15 +120,14 @@ class Bucket:
 
 
 class Optimizers:
-    """All optimizers of a run; the head of this file says how they divide their work. A step is:
+    """All optimizers of a run (the head of this file says how they divide their work). A step is:
 
         for each micro-batch: (before the last one's backward pass) overlap_communication(); loss.backward()
         squared_norm = reduce_gradients()
         step(lr_factor, finite)
 
-    groups: in the order in which the backward pass reaches them, their parameters in that of the forward pass.
-    rank, world_size: of the processes that share the work, the default group of torch.distributed.
-    skip: go on after a step that was not finite, else nothing is updated any more.
+    groups: ordered as the backward pass produces their gradients (last layer first). Within a group, parameters are in
+    forward order. skip: go on after a step that is not finite; otherwise nothing is updated from that step on.
     """
 
     def __init__(self, groups: dict[str, Group], rank: int = 0, world_size: int = 1, *, skip: bool = False):
@@ -148,8 +146,8 @@ class Optimizers:
             name: group.make([bucket.shard for bucket in self.buckets[name]]) for name, group in self.groups.items()
         }
         device = self.all_buckets()[0].shard.device
-        self.found_inf = torch.zeros((), device=device)  # from the first gradient that is not finite on: 1
-        self.unsent, self.incomplete = [], {}  # buckets; and how many gradients each of them still lacks
+        self.found_inf = torch.zeros((), device=device)  # 1 once a step was not finite, unless `skip`
+        self.unsent, self.incomplete = [], {}  # buckets to send; bucket -> number of gradients that it still lacks
         for bucket in self.divided_buckets():
             for p in bucket.params:
                 p.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._send_complete(bucket))
@@ -162,15 +160,15 @@ class Optimizers:
         return [bucket for bucket in self.all_buckets() if bucket.divided]
 
     def overlap_communication(self) -> None:
-        """Send gradients as they come from now on: those of the coming backward pass are the last of this step."""
+        """Send each bucket of gradients as soon as it is complete. The next backward pass is the last of this step."""
         self.unsent = self.divided_buckets()
         self.incomplete = {bucket: len(bucket.params) for bucket in self.unsent}
 
     def _send_complete(self, bucket: Bucket) -> None:
-        """Send buckets that are complete, now that one more gradient of `bucket` has come."""
+        """Count one more gradient of this bucket, and send the buckets that are complete."""
         if bucket in self.incomplete:
             self.incomplete[bucket] -= 1
-            while self.unsent and self.incomplete[self.unsent[0]] == 0:  # in an order that is the same on all ranks
+            while self.unsent and self.incomplete[self.unsent[0]] == 0:  # the order must be the same on all ranks
                 self.unsent.pop(0).start_reducing(self.shard_group)
 
     @torch.no_grad()
@@ -244,12 +242,6 @@ class Optimizers:
         """Take over the values of the parameters, after they were changed from outside."""
         for bucket in self.divided_buckets():
             bucket.shard.copy_(bucket.take_share([p.detach() for p in bucket.params]))
-
-    def bytes_a_step(self) -> dict[str, int]:
-        """Return how many bytes a rank hands to each collective in a step."""
-        mine = sum(bucket.shard.nbytes for bucket in self.all_buckets())
-        divided = mine if self.shares > 1 else 0
-        return dict(reduce_scatter=divided * self.shares, all_gather=divided, all_reduce=mine if self.copies > 1 else 0)
 
 
 def make_buckets(group: Group, rank: int, shares: int) -> list[Bucket]:

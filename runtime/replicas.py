@@ -1,4 +1,4 @@
-"""All processes hold the same parameters. Whether they do is compared here, by a checksum of the bits."""
+"""Compare the parameters of all ranks, which must be the same, by a checksum of their bits."""
 
 import functools
 import platform
@@ -7,11 +7,11 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from errors import exit_on_user_error
+from errors import UserError
 from optim.sharded import Optimizers
-from runtime.processes import World, fail_together, gather
+from runtime.processes import World, gather
 
-PIECE = 2**18  # elements that are multiplied at once, for the memory that the products take
+PIECE = 2**18  # elements that are multiplied at once; it limits the memory for the products
 
 
 @functools.cache
@@ -24,30 +24,33 @@ def odd_factors(device: torch.device) -> Tensor:
 def checksum(tensor: Tensor) -> Tensor:
     """Return a checksum of the tensor's bits in their order, an int64 scalar on its device.
 
-    It is the sum of all elements, read as integers, each times an odd number of its own, modulo 2^64. Any change within
-    one element is seen, as an odd number times what is not 0 is not 0. Changes of several cancel by chance alone, the
-    factors being random, at most one time in 2^32 (in the two highest bits of two elements; an element of 8 bytes, in
-    which these would cancel for certain, is read as two).
+    The checksum is the sum over all elements, read as integers, of the element times an odd random number of its
+    position, modulo 2^64. A change within one element is always seen. Changes in several elements cancel with a
+    probability of at most 2^-32. (Elements of 8 bytes are read as two integers, else their highest bits could cancel.)
     """
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}[tensor.element_size()]
     elements = tensor.detach().contiguous().flatten().view(integers)
     factors, total = odd_factors(tensor.device), torch.zeros((), dtype=torch.int64, device=tensor.device)
     for piece in elements.split(PIECE):
-        total = total * 0x9E3779B97F4A7C5 + (piece * factors[: len(piece)]).sum()  # odd, so that pieces have an order
+        total = (
+            total * 0x9E3779B97F4A7C5 + (piece * factors[: len(piece)]).sum()
+        )  # the odd factor makes the order of pieces count
     return total
 
 
 def differing_ranks(optimizers: Optimizers, world: World) -> list[int]:
-    """Return the ranks on which some parameter is not what it is on the others. All ranks call this.
+    """Return the ranks with a parameter that differs from the other ranks'. All ranks call this.
 
-    Of each share of the parameters there are the copies on all ranks and what its owner updates. The value that most
-    of them have counts as right, so that of two ranks, too, it is known which one differs.
+    Every share exists once per rank, plus the owner's working copy. The majority is right; the extra copy breaks the
+    tie between two ranks.
     """
     copies, owned = [], []
     for bucket in optimizers.all_buckets():
         full = bucket.pack([p.detach() for p in bucket.params])
         copies += [checksum(share) for share in full.split(bucket.share)]
-        owned.append(checksum(bucket.shard) if bucket.divided else copies[-1])  # a parameter alone is its own share
+        owned.append(
+            checksum(bucket.shard) if bucket.divided else copies[-1]
+        )  # an undivided parameter has no working copy
     shares = optimizers.shares
     sums = gather(world, torch.stack(copies + owned).tolist())
     wrong = set()
@@ -61,15 +64,13 @@ def differing_ranks(optimizers: Optimizers, world: World) -> list[int]:
 
 
 def require_same_parameters(optimizers: Optimizers, world: World, step: int):
-    """End all processes with one line and exit code 2 where parameters differ between them. All ranks call this."""
+    """Raise UserError on all ranks if parameters differ between them. All ranks call this."""
     if world.world_size == 1:
         return
     if wrong := differing_ranks(optimizers, world):
         machines = gather(world, platform.node())
         names = " and ".join(f"rank {rank} on {machines[rank]}" for rank in wrong)
-        with exit_on_user_error(), fail_together(world):
-            raise ValueError(
-                f"step {step}: the weights of {names} are not those of the others: bits flipped in memory or on their "
-                "way there. They are in no checkpoint: --resume auto goes on from the last one, better without "
-                "that machine"
-            )
+        raise UserError(
+            f"step {step}: the weights of {names} differ from the other ranks'. Bits flipped in memory or on their way. "
+            "No checkpoint has them. Continue with --resume auto, better without that machine."
+        )
