@@ -71,6 +71,6 @@ def require_same_parameters(optimizers: Optimizers, world: World, step: int):
         machines = gather(world, platform.node())
         names = " and ".join(f"rank {rank} on {machines[rank]}" for rank in wrong)
         raise UserError(
-            f"step {step}: the weights of {names} differ from the other ranks'. Bits flipped in memory or on their way. "
+            f"step {step}: the weights of {names} differ from the other ranks'. Bits flipped in memory or in transit. "
             "No checkpoint has them. Continue with --resume auto, better without that machine."
         )

@@ -72,12 +72,12 @@ def train(net, optimizers, steps, rank=0, world=1, poison=None):
         for i in range(2):
             part = net(tokens[i], targets[i]) / (2 * world)
             if i == 1:
-                optimizers.start()
+                optimizers.overlap_communication()
             part.backward()
             loss += part.detach()
         if poison == (step, rank):
             loss += torch.nan
-        pair = torch.stack([loss, optimizers.finish()])
+        pair = torch.stack([loss, optimizers.reduce_gradients()])
         if world > 1:
             dist.all_reduce(pair)
         optimizers.step(1 - step / 10, pair.isfinite().all())
