@@ -1,13 +1,12 @@
 #!/usr/bin/env bash
-# From nothing to a table: which attention method holds up at 16 times its training length. About 6 minutes on 2 cores.
+# From nothing to a table: which attention method reads far beyond its training length. About 6 minutes on 2 cores.
 #
-#   bash scripts/quickstart.sh                         on the source of Python's standard library, which is there
+#   bash scripts/quickstart.sh                         on the source of Python and PyTorch, which is there
 #   bash scripts/quickstart.sh --text FOLDER           on your own text, the .txt files of a folder
-#   bash scripts/quickstart.sh --text pg19             on books, which it downloads
 #
-#   --data-dir FOLDER    where the shards go (data/quickstart, or with the text's name)
+#   --data-dir FOLDER    where the shards go (data/taught, or with the text's name)
 #   --runs-dir FOLDER    where the run folders, the table and its figure go (runs)
-#   --FIELD VALUE        any field of train_gpt.py, for all six runs: --steps 100, --device cpu, ...
+#   --FIELD VALUE        any field of train_gpt.py, for all runs: --steps 100, --device cpu, ...
 #
 # The first time, it makes .venv and installs requirements.txt into it (gigabytes, most of them PyTorch).
 # LOCKED=1 in front: the versions of requirements.lock, and only files with its checksums (docs/train.md).
