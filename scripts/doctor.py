@@ -37,7 +37,7 @@ from runtime.build import build_model, build_optimizers
 from runtime.checkpoint import space_needed
 from runtime.device import compile_problem, compute_dtype, count_gpus, device_name, matmul_rate, peak_flops
 from runtime.flops import training_flops_per_token, validation_share
-from runtime.processes import World
+from runtime.processes import World, start_processes
 from runtime.run import checkpoint_bytes
 from scripts.bench.protocol import versions
 from scripts.bench.trainers import WARM_UP_STEPS, Trainer
@@ -76,7 +76,6 @@ def main(argv: list[str] | None = None):
         config = read_config([args.preset, *fields])
         check_options(config.method, config.method_options)
     device = torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
-    prefer_fast_sdpa(device)
     print(f"{versions()}, {platform.platform()}", flush=True)
     states = []
     for check in (check_gpus, check_processor, check_compiler, check_space, check_data, check_kernels, check_step):
@@ -184,6 +183,7 @@ def check_data(config: Config, device: torch.device, price: float | None) -> Ite
 def check_kernels(config: Config, device: torch.device, price: float | None) -> Iterator[Finding]:
     """Compare all backends with the formula in float64, forward and backward, in the heads and dtype of the run."""
     dtype, head_dim = compute_dtype(config, device), config.model_dim // config.num_heads
+    prefer_fast_sdpa(device)
     if device.type == "cuda":
         kernel = chosen_kernel(device, dtype, head_dim, config.train_length)
         fast = kernel in ("CUDNN_ATTENTION", "FLASH_ATTENTION")
@@ -214,6 +214,7 @@ def judge_backend(name: str, backend, method: Method, device: torch.device, dtyp
 
 def check_step(config: Config, device: torch.device, price: float | None) -> Iterator[Finding]:
     """Time a step of one micro-batch, and compute the hours of the run from it."""
+    device = start_processes(device.type).device  # threads and memory as in a run
     sequences = micro_batch_size(config.batch_tokens, config.train_length, config.micro_batch_tokens, 1)
     small = dataclasses.replace(config, batch_tokens=sequences * config.train_length, length_schedule=())
     dtype, flops = compute_dtype(config, device), training_flops_per_token(small)

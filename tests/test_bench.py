@@ -1,7 +1,7 @@
 """The benchmarks: ratios from canned times, the gates, the row of the baseline again, one small run of each command."""
 
 import json
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from configs.command_line import read_config
 from scripts.bench import __main__ as bench
-from scripts.bench import attention, protocol, step
+from scripts.bench import protocol, step
 from scripts.bench.attention import CPU, CUDA, SPECIAL, Case, formula_of, make_attend
 from scripts.bench.trainers import RandomTokens, Trainer
 
@@ -73,37 +73,26 @@ def test_a_variant_that_fails_stops_no_other_and_none_begins_after_the_deadline(
 # ---- attention -------------------------------------------------------------------------------------------------------
 
 
-def run_attention(folder, make, *names):
-    args = SimpleNamespace(
-        device="cpu", lengths=[130], head_dim=16, heads=2, dtype="float32", variants=[*names], rounds=3,
-        minutes=10, out=folder,
-    )  # fmt: skip
-    code = attention.run(args, make)
-    return code, json.loads((folder / "cpu_attention.json").read_text())
+SIZES = "--device cpu --lengths 130 --heads 2 --head-dim 16 --rounds 3".split()
 
 
-def planted_fault(name, case):
-    """Return the variant, with a gradient of `wrong:...` that is 0.1 % off."""
-    attend = make_attend(name.removeprefix("wrong:"), case)
-    if not name.startswith("wrong:"):
-        return attend
-    return lambda q, k, v: 1.001 * (o := attend(q, k, v)) - 0.001 * o.detach()
+def wrong_gradient(case):
+    attend = make_attend("blocks:si", case)
+    return lambda q, k, v: 1.001 * (output := attend(q, k, v)) - 0.001 * output.detach()
 
 
 def test_a_variant_with_a_planted_fault_gets_no_time_and_exit_code_1(tmp_path, one_call, monkeypatch):
-    monkeypatch.setattr(attention, "formula_of", lambda name: formula_of(name.removeprefix("wrong:")))
-    code, record = run_attention(tmp_path, planted_fault, "dense:si", "wrong:blocks:si", "blocks:si")
-    assert code == 1
-    assert {name: result["passed"] for name, result in record["gate"].items()} == {
-        "dense:si": True, "wrong:blocks:si": False, "blocks:si": True
-    }  # fmt: skip
+    monkeypatch.setitem(SPECIAL, "blocks:si:wrong", wrong_gradient)
+    variants = ["dense:si", "blocks:si:wrong", "blocks:si"]
+    assert command("attention", *SIZES, "--variants", *variants, "--out", tmp_path) == 1
+    record = json.loads((tmp_path / "cpu_attention.json").read_text())
+    assert {name: result["passed"] for name, result in record["gate"].items()} == dict(zip(variants, [1, 0, 1]))
     assert record["lengths"][0]["seconds"].keys() == {"dense:si", "blocks:si", "dense:si again"}
 
 
 def test_attention_prints_a_row_a_variant_and_the_baseline_again(tmp_path, one_call, capsys):
-    arguments = "--device cpu --lengths 130 --heads 2 --head-dim 16 --rounds 3".split()
     variants = ["sdpa:plain", "sdpa:plain:cudnn", "dense:si"]
-    assert command("attention", *arguments, "--variants", *variants, "--out", tmp_path) == 0
+    assert command("attention", *SIZES, "--variants", *variants, "--out", tmp_path) == 0
     page, record = ((tmp_path / f"cpu_attention.{kind}").read_text() for kind in ("md", "json"))
     record = json.loads(record)
     assert page.splitlines()[2:] == capsys.readouterr().out.rstrip().splitlines()
@@ -214,7 +203,7 @@ def test_a_checkout_trains(tmp_path):
     from test_train import make_data
 
     fields = [*FIELDS, "--data_dir", str(make_data(tmp_path / "data"))]
-    seconds, losses = step.train(step.Path(bench.__file__).parents[2], "quickstart", fields, steps=12)
+    seconds, losses = step.train(Path(bench.__file__).parents[2], "quickstart", fields, steps=12)
     assert len(seconds) == len(losses) == 12 and min(seconds) > 0 and losses[-1] < losses[0]
 
 

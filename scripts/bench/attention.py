@@ -134,7 +134,7 @@ def add_arguments(parser: argparse.ArgumentParser):
     parser.add_argument("--variants", nargs="+", metavar="NAME", help="default: those of this device")
 
 
-def run(args: argparse.Namespace, make: Callable[[str, Case], Attend] = make_attend) -> int:
+def run(args: argparse.Namespace) -> int:
     """Return the exit code: 1 when a variant fails the gate. Raise ValueError for users' mistakes."""
     deadline = time.perf_counter() + 60 * args.minutes
     device = start_processes(args.device).device
@@ -152,16 +152,16 @@ def run(args: argparse.Namespace, make: Callable[[str, Case], Attend] = make_att
     report.record |= dict(dtype=args.dtype, heads=args.heads, head_dim=args.head_dim, lengths=[])
     report.add(f"{args.dtype}, {args.heads} heads of {args.head_dim}.\n\n{protocol.HOW_TO_READ}{HOW_TO_READ}")
     gate_case = shape(batch=2, length=min(lengths[0], GATE_LENGTH[device.type]))
-    problems = gate(report, gate_case, names, make, (time.perf_counter() + deadline) / 2)
+    problems = gate(report, gate_case, names, (time.perf_counter() + deadline) / 2)
     names = [name for name in names if name not in problems]
     for number, length in enumerate(lengths):
         case = shape(batch=max(1, TOKENS[device.type] // length), length=length)
         seconds = (deadline - time.perf_counter()) / (len(lengths) - number)
-        time_length(report, case, names, make, args.rounds, seconds)
+        time_length(report, case, names, args.rounds, seconds)
     return int(any(problem.startswith("refused") for problem in problems.values()))
 
 
-def gate(report: protocol.Report, case: Case, names: list[str], make: Callable, deadline: float) -> dict[str, str]:
+def gate(report: protocol.Report, case: Case, names: list[str], deadline: float) -> dict[str, str]:
     """Report the errors of the variants against float64. Return why some of them cannot or must not run."""
     *qkv, dout = case.inputs()
 
@@ -172,7 +172,7 @@ def gate(report: protocol.Report, case: Case, names: list[str], make: Callable, 
         return exact, output_and_gradients(rounded_formula(method), qkv, dout)
 
     def check(name: str) -> Comparison:
-        return compare(output_and_gradients(make(name, case), qkv, dout), *references(formula_of(name)))
+        return compare(output_and_gradients(make_attend(name, case), qkv, dout), *references(formula_of(name)))
 
     comparisons, problems = build(check, names, deadline)
     rows = [["variant", "output", "dq", "dk", "dv", "worst, of its limit", ""]]
@@ -205,10 +205,10 @@ def make_passes(attend: Attend, inputs: list[Tensor]) -> dict[str, Callable[[], 
     return passes
 
 
-def time_length(report: protocol.Report, case: Case, names: list[str], make: Callable, rounds: int, seconds: float):
+def time_length(report: protocol.Report, case: Case, names: list[str], rounds: int, seconds: float):
     """Time both passes of each variant at one length, and report them. Half of the seconds are for compilation."""
     start, inputs = time.perf_counter(), case.inputs()
-    built, problems = build(lambda name: make_passes(make(name, case), inputs), names, start + seconds / 2)
+    built, problems = build(lambda name: make_passes(make_attend(name, case), inputs), names, start + seconds / 2)
     variants = protocol.with_baseline_again(built)
     timers = {
         (name, kind): functools.partial(protocol.time_calls, passes[kind], device=case.device)
