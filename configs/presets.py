@@ -19,34 +19,6 @@ def gpt_162m_64k() -> Config:
     return dataclasses.replace(gpt_162m_4k(), train_length=65_536, micro_batch_tokens=65_536)
 
 
-def gpt_162m_4k_local() -> Config:
-    """gpt_162m_4k, but RoPE with a window of 512 tokens in three of four layers, where decoding keeps no more keys; the
-    first, fifth and ninth are scale-invariant p-RoPE. Not in the paper, but so are the layers of RNoPE-SWA."""
-    return dataclasses.replace(gpt_162m_4k(), method="scale_invariant_p_rope,rope+window,rope+window,rope+window")
-
-
-def gpt_162m_16k_local() -> Config:
-    return dataclasses.replace(gpt_162m_16k(), method="scale_invariant_p_rope,rope+window,rope+window,rope+window")
-
-
-def gpt_162m_64k_local() -> Config:
-    return dataclasses.replace(gpt_162m_64k(), method="scale_invariant_p_rope,rope+window,rope+window,rope+window")
-
-
-def gpt_162m_4k_pope() -> Config:
-    """gpt_162m_4k with scale-invariant PoPE, the best of table_rivals at every length at scale mini. Not in the paper;
-    at this size it has not been trained."""
-    return dataclasses.replace(gpt_162m_4k(), method="pope+scale_invariant")
-
-
-def gpt_162m_16k_pope() -> Config:
-    return dataclasses.replace(gpt_162m_16k(), method="pope+scale_invariant")
-
-
-def gpt_162m_64k_pope() -> Config:
-    return dataclasses.replace(gpt_162m_64k(), method="pope+scale_invariant")
-
-
 def gpt_304m_4k() -> Config:
     """The paper's 304M model, 10 B tokens, with the matrices' learning rate scaled by 768 / 1024."""
     return dataclasses.replace(
@@ -183,8 +155,6 @@ PRESETS = {
     for f in (
         *(quickstart, taught, mini, mini_1024, mini_4096, mini_large, small_4k, small_16k, small_64k, small_304m),
         *(gpt_162m_4k, gpt_162m_16k, gpt_162m_64k, gpt_304m_4k),
-        *(gpt_162m_4k_local, gpt_162m_16k_local, gpt_162m_64k_local),
-        *(gpt_162m_4k_pope, gpt_162m_16k_pope, gpt_162m_64k_pope),
     )
 }
 

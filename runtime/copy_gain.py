@@ -110,9 +110,3 @@ def measure_copy_gain(
             result["copy_gain"][kind][str(gap)] = gains.mean().item()
             result["copy_gain_error"][kind][str(gap)] = gains.std().item() / SPANS**0.5
     return result
-
-
-def format_gains(gains: dict[str, dict[str, float]]) -> str:
-    """Return the gains of one measurement as a line of the log."""
-    lists = {kind: ", ".join(f"{gain:.2f} at {gap}" for gap, gain in by_gap.items()) for kind, by_gap in gains.items()}
-    return "; ".join(f"{kind} {text}" for kind, text in lists.items())
