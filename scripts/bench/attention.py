@@ -3,10 +3,10 @@
     python -m scripts.bench attention                                              the defaults of this device
     python -m scripts.bench attention --lengths 4096 65536 --variants flex:plain flex:si triton:si
 
-A variant is BACKEND:FORMULA (backends of attention_backend, or `dense`), or one of sdpa:plain:cudnn, flex:si:written.
-FORMULA is `plain` (softmax of S), `si` (scale-invariant, tau 10), `alibi`, or an attention method, whose rotation is
-left out. The first variant that runs is the baseline. Output and gradients of each variant must first agree with
-float64. A variant that fails this gate gets no time, and the exit code is 1.
+A variant is BACKEND:FORMULA, or flex:si:written, the paper's formula as it is written there. BACKEND is a name of
+attention_backend, or `dense`. FORMULA is `plain` (softmax of S), `si` (scale-invariant, tau 10), `alibi`, or a method,
+whose rotation is left out. The first variant that runs is the baseline. Output and gradients of each variant must first
+agree with float64. A variant that fails this gate gets no time, and the exit code is 1.
 """
 
 import argparse
@@ -19,19 +19,19 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
 from errors import require
 from model.attention import attend, make_plan
 from model.attention.check import Comparison, compare, formula, output_and_gradients, rounded_formula
+from model.attention.sdpa import chosen_kernel, prefer_fast_sdpa
 from model.methods import make_method
 from model.methods.base import Method
 from runtime.processes import start_processes
 from scripts.bench import protocol
 
 METHODS = {"plain": "nope", "si": "scale_invariant_nope", "alibi": "alibi"}
-CUDA = "sdpa:plain:cudnn flex:plain flex:si flex:si:written flex:alibi flex_flash:plain flex_flash:si".split()
+CUDA = "sdpa:plain flex:plain flex:si flex:si:written flex:alibi flex_flash:plain flex_flash:si".split()
 CUDA += ["triton:plain", "triton:si", "triton:alibi"]  # when time runs out, the last ones are left out
 CPU = ["sdpa:plain", "cpu:plain", "cpu:si", "cpu:alibi", "blocks:plain", "blocks:si", "dense:plain", "dense:si"]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v and output (B, H, T, D)
@@ -99,14 +99,6 @@ def make_attend(name: str, case: Case) -> Attend:
     return torch.compile(run, dynamic=False) if backend.startswith("flex") and case.device.type == "cuda" else run
 
 
-def cudnn(case: Case) -> Attend:
-    def attend(q, k, v):
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    return attend
-
-
 def flex_as_written(case: Case) -> Attend:
     """Return FlexAttention with the paper's formulas (eq:gaussian_at, eq:gaussian_mt) as they are written there."""
 
@@ -119,7 +111,7 @@ def flex_as_written(case: Case) -> Attend:
     return functools.partial(compiled, score_mod=score_mod, block_mask=plan.prepared["block_mask"])
 
 
-SPECIAL = {"sdpa:plain:cudnn": cudnn, "flex:si:written": flex_as_written}
+SPECIAL = {"flex:si:written": flex_as_written}
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -150,7 +142,10 @@ def run(args: argparse.Namespace) -> int:
         shape(batch=1, length=1).method(formula_of(name))  # ValueError for an unknown formula
     report = protocol.Report(args.out, "attention", device, "Attention alone")
     report.record |= dict(dtype=args.dtype, heads=args.heads, head_dim=args.head_dim, lengths=[])
-    report.add(f"{args.dtype}, {args.heads} heads of {args.head_dim}.\n\n{protocol.HOW_TO_READ}{HOW_TO_READ}")
+    prefer_fast_sdpa(device)
+    kernel = chosen_kernel(device, getattr(torch, args.dtype), args.head_dim, lengths[0])
+    shapes = f"{args.dtype}, {args.heads} heads of {args.head_dim}; sdpa runs {kernel}"
+    report.add(f"{shapes}.\n\n{protocol.HOW_TO_READ}{HOW_TO_READ}")
     gate_case = shape(batch=2, length=min(lengths[0], GATE_LENGTH[device.type]))
     problems = gate(report, gate_case, names, (time.perf_counter() + deadline) / 2)
     names = [name for name in names if name not in problems]
