@@ -1,10 +1,10 @@
-// Causal attention over logits A(t) q.k + M(t), in bits, t the distance from query back to key: forward and backward in
-// tiles that fit a core's cache (FlashAttention-2, Dao 2023, arXiv 2307.08691). float32; the matrix products are those
-// of the BLAS that PyTorch brings. Called by __init__.py.
+// Causal attention in float32 over logits A(t) q.k + M(t) in bits, with t the distance from query back to key. Forward
+// and backward pass work in tiles that fit a core's cache (FlashAttention-2, Dao 2023, arXiv 2307.08691). The matrix
+// products are those of the BLAS that PyTorch brings. Called by __init__.py.
 //
-// A and M are tables turned round, A[length - 1 - t], so that they are read forwards along a row of keys. The keys'
-// biases are added to the logits in code of their own (BIASED), so that without them nothing is. A window leaves out
-// keys; a sink is what a row's running sum begins with.
+// A and M are reversed tables, A[length - 1 - t], so that a row of keys reads them forwards. Key biases (BIASED) and
+// gradients of learned tables (LEARNED) are compiled apart, so that calls without them pay nothing. A window hides keys.
+// A row's running sum begins with the sink.
 
 #include <vector>
 
@@ -22,8 +22,8 @@ void multiply(const Call& call, const char* ta, const char* tb, int64_t m, int64
     reinterpret_cast<Gemm>(call.gemm)(tb, ta, &N, &M, &K, &alpha, b, &LDB, a, &LDA, &beta, out, &LDOUT);
 }
 
-// While it lives, a thread of ours does its products alone. oneMKL, once it was told how many threads there are, does
-// not look whether they are taken, and divides the products for threads that do not come.
+// While it lives, its thread does its products alone. oneMKL does not see that the other threads are busy: it would
+// divide a product among threads that do not come.
 struct Alone {
     using SetThreads = int (*)(int);
     const SetThreads set;
@@ -44,7 +44,7 @@ void forward_tile(const Head& head, int64_t start, std::vector<float>& scratch) 
     const int64_t first = head.first_key(start), end = c.q_offset + start + rows;
     for (int64_t j = first; j < end; j += width) {
         const int64_t keys = std::min(width, end - j);
-        multiply(c, "N", "T", rows, keys, c.dim, 1, head.row<float>(c.q, start), c.q.token, head.row<float>(c.k, j),
+        multiply(c, "N", "T", rows, keys, c.dim, 1, head.row(c.q, start), c.q.token, head.row(c.k, j),
                  c.k.token, 0, S, width);
         for (int64_t i = 0; i < rows; ++i) {
             const int64_t hidden = head.hidden(start + i, j, keys), seen = head.visible(start + i, j, keys) - hidden;
@@ -71,36 +71,36 @@ void forward_tile(const Head& head, int64_t start, std::vector<float>& scratch) 
             total[i] = total[i] * shrink + sum;
             peak[i] = top;
             if (j > first && shrink != 1.0f) {
-                float* o = head.row<float>(c.o, start + i);
+                float* o = head.row(c.o, start + i);
                 for (int64_t d = 0; d < c.dim; ++d) o[d] *= shrink;
             }
         }
-        multiply(c, "N", "N", rows, c.dim, keys, 1, S, width, head.row<float>(c.v, j), c.v.token, j > first,
-                 head.row<float>(c.o, start), c.o.token);
+        multiply(c, "N", "N", rows, c.dim, keys, 1, S, width, head.row(c.v, j), c.v.token, j > first,
+                 head.row(c.o, start), c.o.token);
     }
     for (int64_t i = 0; i < rows; ++i) {
-        float* o = head.row<float>(c.o, start + i);
+        float* o = head.row(c.o, start + i);
         for (int64_t d = 0; d < c.dim; ++d) o[d] /= total[i];
         c.lse[head.n * c.queries + start + i] = peak[i] + std::log2(total[i]);
     }
 }
 
-// The keys j .. j + width - 1: their dk and dv, and their part in dq.
-template <bool BIASED>
+// Add the gradients dk and dv of the keys j .. j + width - 1, and their part of dq.
+template <bool BIASED, bool LEARNED>
 void backward_tile(const Head& head, int64_t j, const Matrix& dq, float* dA, float* dlogits,
                    std::vector<float>& scratch) {
     const Call& c = head.call;
     const int64_t width = c.tile_keys, keys = std::min(width, c.keys - j);
     float *P = scratch.data(), *dS = P + c.tile_queries * width;
-    float* dM = dA ? dA + c.keys : nullptr;
+    float* dM = LEARNED ? dA + c.keys : nullptr;
     const int64_t first = std::max<int64_t>(j - c.q_offset, 0) / c.tile_queries * c.tile_queries;
     for (int64_t start = first; start < head.last_query(j + keys - 1); start += c.tile_queries) {
         const int64_t rows = std::min(c.tile_queries, c.queries - start);
         const int64_t from = std::max(j, head.first_key(start)), end = std::min(j + keys, c.q_offset + start + rows);
         const int64_t used = end - from;  // keys that any of these queries sees
         if (used <= 0) break;             // none of the last queries does
-        const float *q = head.row<float>(c.q, start), *dout = head.row<float>(c.dout, start);
-        const float *k = head.row<float>(c.k, from), *v = head.row<float>(c.v, from);
+        const float *q = head.row(c.q, start), *dout = head.row(c.dout, start);
+        const float *k = head.row(c.k, from), *v = head.row(c.v, from);
         multiply(c, "N", "T", rows, used, c.dim, 1, q, c.q.token, k, c.k.token, 0, P, width);
         multiply(c, "N", "T", rows, used, c.dim, 1, dout, c.dout.token, v, c.v.token, 0, dS, width);
         for (int64_t i = 0; i < rows; ++i) {
@@ -112,31 +112,18 @@ void backward_tile(const Head& head, int64_t j, const Matrix& dq, float* dA, flo
             const float lse = c.lse[head.n * c.queries + start + i], delta = c.delta[head.n * c.queries + start + i];
             const float own = head.own_bias(start + i);
             float sum = 0;
-            if (dA) {
 #pragma omp simd reduction(+ : sum)
-                for (int64_t x = hidden; x < seen; ++x) {
-                    const float s = p[x];
-                    float logit = A[x] * s + M[x];
-                    if constexpr (BIASED) logit += LOG2E * (bias[x] - own);
-                    p[x] = exp2_of_negative(logit - lse);
-                    const float dL = p[x] * (ds[x] - delta);
-                    ds[x] = dL * A[x];
-                    if constexpr (BIASED) dbias[x] += dL;
-                    if constexpr (BIASED) sum += dL;
-                    dA[entry + x] += LN2 * s * dL;
-                    dM[entry + x] += LN2 * dL;
-                }
-            } else {
-#pragma omp simd reduction(+ : sum)
-                for (int64_t x = hidden; x < seen; ++x) {
-                    float logit = A[x] * p[x] + M[x];
-                    if constexpr (BIASED) logit += LOG2E * (bias[x] - own);
-                    p[x] = exp2_of_negative(logit - lse);
-                    const float dL = p[x] * (ds[x] - delta);
-                    ds[x] = dL * A[x];
-                    if constexpr (BIASED) dbias[x] += dL;
-                    if constexpr (BIASED) sum += dL;
-                }
+            for (int64_t x = hidden; x < seen; ++x) {
+                const float s = p[x];
+                float logit = A[x] * s + M[x];
+                if constexpr (BIASED) logit += LOG2E * (bias[x] - own);
+                p[x] = exp2_of_negative(logit - lse);
+                const float dL = p[x] * (ds[x] - delta);
+                ds[x] = dL * A[x];
+                if constexpr (BIASED) dbias[x] += dL;
+                if constexpr (BIASED) sum += dL;
+                if constexpr (LEARNED) dA[entry + x] += LN2 * s * dL;
+                if constexpr (LEARNED) dM[entry + x] += LN2 * dL;
             }
             if constexpr (BIASED) dlogits[start + i] += sum;
             std::fill(p, p + hidden, 0.0f);
@@ -144,8 +131,8 @@ void backward_tile(const Head& head, int64_t j, const Matrix& dq, float* dA, flo
             std::fill(p + seen, p + used, 0.0f);
             std::fill(ds + seen, ds + used, 0.0f);
         }
-        float *dk = head.row<float>(c.dk, from), *dv = head.row<float>(c.dv, from);
-        float* dq_rows = head.row<float>(dq, start);
+        float *dk = head.row(c.dk, from), *dv = head.row(c.dv, from);
+        float* dq_rows = head.row(dq, start);
         multiply(c, "T", "N", used, c.dim, rows, 1, P, width, dout, c.dout.token, 1, dv, c.dv.token);
         multiply(c, "T", "N", used, c.dim, rows, LN2, dS, width, q, c.q.token, 1, dk, c.dk.token);
         multiply(c, "N", "N", rows, c.dim, used, LN2, dS, width, k, c.k.token, 1, dq_rows, dq.token);
@@ -172,7 +159,9 @@ void forward(const Call* call) {
 // dq, dk, dv start at 0; dq holds `parts` copies one after another, each of which gets every parts-th tile of keys.
 void backward(const Call* call) {
     const int64_t heads = call->batch * call->heads;
-    const auto run_tile = call->bias ? backward_tile<true> : backward_tile<false>;
+    const bool learned = call->dtables;
+    const auto run_tile = call->bias ? (learned ? backward_tile<true, true> : backward_tile<true, false>)
+                                     : (learned ? backward_tile<false, true> : backward_tile<false, false>);
 #pragma omp parallel
     {
         const Alone alone(*call);
@@ -182,7 +171,7 @@ void backward(const Call* call) {
             const int64_t n = item / call->parts, part = item % call->parts;
             const Head head(*call, n);
             Matrix dq = call->dq;
-            dq.data = static_cast<float*>(dq.data) + part * call->batch * dq.batch;
+            dq.data += part * call->batch * dq.batch;
             float* dA = call->dtables ? call->dtables + (part * heads + n) * 2 * call->keys : nullptr;
             float* dlogits = call->dlogits + (part * heads + n) * call->queries;
             for (int64_t j = part * call->tile_keys; j < call->keys; j += call->parts * call->tile_keys)

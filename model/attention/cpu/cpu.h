@@ -1,4 +1,4 @@
-// What the attention kernels for CPUs share: what library.py hands to them, where things are in it, and 2^x.
+// The arguments of the attention kernels (library.py fills them in), addresses within them, and 2^x.
 
 #pragma once
 
@@ -7,14 +7,14 @@
 #include <cstdint>
 #include <cstring>
 
-struct Matrix {  // (batch, heads, tokens, head dimension); the last without gaps, the others with these strides
-    void* data;
+struct Matrix {  // (batch, heads, tokens, head dimension) with these strides; the last dimension has no gaps
+    float* data;
     int64_t batch, head, token;
 };
 
 struct Call {
     void* gemm;         // BLAS's product of matrices
-    void* set_threads;  // how many threads the products of the calling thread take from now on; null: unknown
+    void* set_threads;  // sets the number of threads of the calling thread's products; null where there is none
     Matrix q, k, v, o, dout, dq, dk, dv;
     float* lse;      // (batch, heads, queries), in bits
     float* delta;    // the same
@@ -22,8 +22,8 @@ struct Call {
     float* dtables;  // (parts, batch, heads, 2, keys) to add to, or null
     float* bias;     // (batch, heads, keys), added to the logits, or null
     float* dbias;    // the same, to add to
-    float* dlogits;  // (parts, batch, heads, queries), to which the sums of rows of the logits' gradients are added
-    float* sink;     // (heads), a logit that each row has besides, or null
+    float* dlogits;  // (parts, batch, heads, queries), to add each row's sum of the logits' gradients to
+    float* sink;     // (heads), one more logit of each row, or null
     int64_t batch, heads, table_heads, queries, keys, dim, q_offset, window, parts, tile_queries, tile_keys;
 };
 
@@ -32,8 +32,8 @@ namespace {
 constexpr float LN2 = 0.6931471805599453f, LOG2E = 1.4426950408889634f;
 
 // 2^x for x <= 0 or NaN, to a relative error of 1e-7: a polynomial for the fraction, the exponent's bits for the rest.
-// Below 2^-64, which no sum with 1 in it notices, it is 2^-64: products with denormal numbers would take ten times as
-// long, and ALiBi's steeper heads are full of them.
+// Denormal numbers multiply ten times as slowly, and ALiBi's steeper heads are full of them. So results below 2^-64
+// become 2^-64, which no sum with 1 in it notices.
 inline float exp2_of_negative(float x) {
     x = x < -64.0f ? -64.0f : x;
     const float shifted = x + 12582912.0f;  // 1.5 * 2^23: now the last bits are the integer nearest to x
@@ -63,27 +63,26 @@ struct Head {  // one head of one sequence
         M = A + call.table_heads * call.keys;
         bias = call.bias ? call.bias + n * call.keys : nullptr;
     }
-    template <class T>
-    T* row(const Matrix& x, int64_t token) const {
-        return static_cast<T*>(x.data) + n / call.heads * x.batch + n % call.heads * x.head + token * x.token;
+    float* row(const Matrix& x, int64_t token) const {
+        return x.data + n / call.heads * x.batch + n % call.heads * x.head + token * x.token;
     }
-    // Where the distance from query i back to key j stands in tables that are turned round; the next keys' follow.
+    // The index in the reversed tables of the distance from query i back to key j. The next keys' follow.
     int64_t entry(int64_t i, int64_t j) const { return call.keys - 1 - (call.q_offset + i - j); }
-    // Keys from j on, of `count`, that query i sees.
+    // The number of keys among the `count` from j on up to query i.
     int64_t visible(int64_t i, int64_t j, int64_t count) const {
         return std::clamp<int64_t>(call.q_offset + i - j + 1, 0, count);
     }
-    // And how many of them the window hides, from the first on.
+    // The number of these that the window hides; they come first.
     int64_t hidden(int64_t i, int64_t j, int64_t count) const { return visible(i - call.window, j, count); }
-    // The first key that query i sees; behind the last query that sees key j.
+    // The first key that query i sees, and the end of the queries that see key j.
     int64_t first_key(int64_t i) const { return std::max<int64_t>(call.q_offset + i - call.window + 1, 0); }
     int64_t last_query(int64_t j) const {
         return std::clamp<int64_t>(j + call.window - call.q_offset, 0, call.queries);
     }
-    // The bias of query i's own key, which is taken from those of all keys: the softmax does not see it, and the others
-    // are small where they count, however large the biases have become. So the log-sum-exp is without it.
+    // The bias of query i's own key. It is subtracted from all biases of the row, which the softmax ignores: however
+    // large biases grow, the differences are small where they count. So the log-sum-exp is without it.
     float own_bias(int64_t i) const { return bias ? bias[call.q_offset + i] : 0.0f; }
-    // What the online softmax of the rows from `start` on begins with: a sink, or nothing.
+    // Set the maximum and sum with which the online softmax of the rows from `start` on begins: those of a sink, or none.
     void begin_rows(int64_t start, int64_t rows, float* peak, float* total) const {
         const float* sink = call.sink ? call.sink + n % call.heads : nullptr;
         for (int64_t i = 0; i < rows; ++i) {
