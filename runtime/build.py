@@ -81,13 +81,13 @@ def open_text(config: Config, world: World) -> tuple[TokenStream, TokenStream]:
     Raise ValueError for missing or damaged shards, for a validation text that is too short, and for more ranks than
     sequences in a step.
     """
+    for length in config.train_lengths:  # the command line is checked before the disk
+        sequences_of(config.batch_tokens, length, world.rank, world.world_size)
     run_tokens = config.steps * config.batch_tokens
     train_text = open_split(config.data_dir, "train", config.vocab_size, run_tokens)
     val_text = open_split(config.data_dir, "val", config.vocab_size, run_tokens)
     check_validation(val_text, config.val_lengths, config.val_tokens)
     check_gaps(val_text, config.val_copy_gaps)
-    for length in config.train_lengths:
-        sequences_of(config.batch_tokens, length, world.rank, world.world_size)
     return train_text, val_text
 
 

@@ -44,30 +44,22 @@ class RunLog:
         self._bar = tqdm(total=config.steps, bar_format=BAR, disable=None if world.is_main else True)
 
     def start(self, step: int, wandb_id: str | None) -> str | None:
-        """Drop the records that will be written again, start the mirror, and return its id.
-
-        Raise ValueError when wandb does not start. A folder made for this run is then removed, so that the corrected
-        command does not find it in its way.
-        """
+        """Drop the records that will be written again, start the mirror, and return its id."""
         self._bar.update(step - self._bar.n)
         if self.folder is None:
             return wandb_id
         config = self.config
         self.metrics.truncate(step)
-        try:
-            self.metrics.wandb = start_wandb(
-                config.wandb,
-                folder=self.folder.path,
-                run_id=wandb_id,
-                project=config.wandb_project,
-                name=config.name,
-                group=config.group or None,
-                tags=[config.method, *config.tags],
-                config=config.to_dict(),
-            )
-        except ValueError:
-            self.folder.discard()
-            raise
+        self.metrics.wandb = start_wandb(
+            config.wandb,
+            folder=self.folder.path,
+            run_id=wandb_id,
+            project=config.wandb_project,
+            name=config.name,
+            group=config.group or None,
+            tags=[config.method, *config.tags],
+            config=config.to_dict(),
+        )
         return getattr(self.metrics.wandb, "id", None) or wandb_id
 
     def print(self, text: str):

@@ -71,7 +71,8 @@ class Run:
             "distinct_tokens": min(run_tokens, len(train_text)),
         }
         self.stop, self.saver = StopRequest(), BackgroundSaver()
-        self.folder, self.finished, self.stopped, self.last_validation = None, False, False, None
+        self.folder = self.log = self.last_validation = None
+        self.finished = self.stopped = False
         self.first_step = self.saved_step = 0
         with fail_together(world):
             if world.is_main:
@@ -103,9 +104,10 @@ class Run:
                 if world.is_main:
                     print(f"{self.path} is finished: see summary.json there")
                 return config.steps + 1
-            self.log = RunLog(config, world, self.folder, self.model.dtype)
-            self.log.seconds, self.log.skipped = self.progress.seconds, self.progress.skipped
-            self.progress.wandb_id = self.log.start(self.progress.step, self.progress.wandb_id)
+            log = RunLog(config, world, self.folder, self.model.dtype)
+            log.seconds, log.skipped = self.progress.seconds, self.progress.skipped
+            self.progress.wandb_id = log.start(self.progress.step, self.progress.wandb_id)
+        self.log = log  # from here on, the run has begun
         self.log.describe(
             self.data, len(self.train_text), self.model, self.plans[config.train_length], self.compile_note
         )
@@ -169,16 +171,18 @@ class Run:
             self.saver.finish()
         except Exception as failure:
             error = failure
+        if self.folder is not None:
+            if error is not None and self.log is None:  # the run could not begin
+                self.folder.discard()
+            self.folder.close()
+        self.stop.__exit__(kind, error, trace)
         if isinstance(error, UserError):
             print(f"error: {error}", file=sys.stderr, flush=True)
             raise SystemExit(2) from error
         if error is not None:
             leave_on_failure(error, "Lower --micro_batch_tokens.", before_exit=self.saver.finish)
             raise error
-        if self.folder is not None:
-            self.folder.close()
         stop_processes(self.world)
-        self.stop.__exit__(kind, error, trace)
         if self.stopped:
             sys.exit(exit_code())
 
