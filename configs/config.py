@@ -146,7 +146,7 @@ class Config:
     attention_backend: Literal["auto", "sdpa", "triton", "flex_flash", "flex", "cpu", "blocks"] = setting(
         "auto", mathematics=False
     )
-    """How attention runs; see model/attention.py."""
+    """How attention runs; see docs/kernels.md."""
     save_every: int = setting(1000, at_least=0, mathematics=False)
     """Steps between checkpoints; 0: only at the end."""
     keep: int = setting(2, at_least=1, mathematics=False)

@@ -1,10 +1,8 @@
-"""Cross-entropy of a linear head: no float32 logits, one chunk of logits in memory, no matmul done twice.
+"""Cross-entropy of a linear head: no float32 logits, one chunk of logits in memory, three matmuls in all.
 
-The gradient of a token's loss by its logits is softmax - onehot(target), known as soon as the logits are. So when the
-mean loss is computed, its gradients are too: the logits of a chunk of tokens are made, turned in place into that
-difference, multiplied into the gradients of x and head, and given up. That is three matmuls in all, as if the logits
-had been kept; the backward pass only scales. In between, a GPU reads a token's 50,304 bfloat16 logits twice and writes
-them once: 302 kB, or 201 kB where its L2 cache still holds them the second time.
+The gradient of a token's loss by its logits is softmax - onehot(target), known as soon as the logits are. So the mean
+loss is computed together with its gradients, a chunk of tokens at a time. The chunk's logits become that difference in
+place, and are multiplied into the gradients of x and head. The backward pass only scales these.
 """
 
 import functools
@@ -26,8 +24,8 @@ LOGIT_BYTES = 2**31  # a chunk elsewhere: 21,345 tokens with a vocabulary of 50,
 def mean_loss(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
     """Return the mean cross-entropy, in nats, of targets (N,) int64 under the logits x @ head.T: a float32 scalar.
 
-    x (N, C) has the dtype of the matmuls, head (V, C) is a float32 parameter. With gradients enabled, those of x and
-    head are computed here and kept until the backward pass; there are no second derivatives.
+    x (N, C) has the dtype of the matmuls, head (V, C) is a float32 parameter. With gradients enabled, the gradients of
+    x and head are computed here and kept until the backward pass. There are no second derivatives.
     """
     if torch.is_grad_enabled():
         return loss_op(x, head, targets, None)[0]
@@ -53,7 +51,7 @@ def loss_op(x: Tensor, head: Tensor, targets: Tensor, weights: Tensor | None) ->
 
 @torch.library.custom_op("scale_invariant::token_losses", mutates_args=())
 def token_losses(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-    """Return the losses themselves, (N,) float32. Any sum may follow, so a backward pass makes the logits again."""
+    """Return each token's loss, (N,) float32. Any sum may follow, so the backward pass makes the logits again."""
     losses, targets = empty_losses(x), targets.contiguous()
     for chunk, logits in logits_in_chunks(x, head.to(x.dtype)):
         cross_entropy_(logits, targets[chunk], losses[chunk], False)
@@ -65,14 +63,13 @@ def empty_losses(x: Tensor) -> Tensor:
 
 
 def logits_in_chunks(x: Tensor, head: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield which tokens, and their logits, in the same memory for all chunks."""
+    """Yield the tokens of each chunk and their logits, which share one memory."""
     for chunk, memory in chunks(x, len(head)):
         yield chunk, torch.mm(x[chunk], head.mT, out=memory)
 
 
 def chunks(x: Tensor, V: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yield which tokens, and memory for their logits, the same for all, in chunks of one size; the last may be
-    smaller."""
+    """Yield the tokens of each chunk, and memory for their logits that all chunks share. The last may be smaller."""
     N = len(x)
     on_cpu = x.device.type == "cpu"
     most = max(CPU_ROWS, CPU_LOGITS // V) if on_cpu else max(1, LOGIT_BYTES // (V * x.element_size()))

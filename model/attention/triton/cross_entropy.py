@@ -1,9 +1,8 @@
-"""Cross-entropy of rows of logits in Triton, and in their place its gradient. A program owns a row.
+"""Cross-entropy of rows of logits in Triton; its gradient replaces the logits. A program owns a row.
 
-It walks over the row once for the maximum and the sum of exponentials and, for the gradient, once more, which reads it
-again and writes it. In the first walk each thread has a maximum and a sum of its own, of the logits that it has seen,
-and rescales the sum when the maximum grows (Milakov and Gimelshein 2018, arXiv 1805.02867); threads meet once, at the
-end of the row.
+The first walk over the row computes the maximum and the sum of exponentials. The second reads the row again and writes
+the gradient. In the first walk each thread keeps a maximum and a sum, which it rescales when the maximum grows (Milakov
+and Gimelshein 2018, arXiv 1805.02867). Threads combine theirs once, at the end of the row.
 """
 
 import triton
@@ -13,9 +12,9 @@ from torch import Tensor
 from model.attention.triton.distance import LOG2E
 from model.attention.triton.flash import on_its_gpu
 
-BLOCK = 8192  # logits at a time, of 1024 threads: two rows at once on an SM, which L2 still holds for the second walk
-VECTOR = 16  # bytes that a thread loads at once, where rows begin at multiples of them
-LOWEST = -1e38  # before the first logit; it is finite, as its difference from itself must be 0
+BLOCK = 8192  # logits at a time, of 1024 threads: two rows at once on an SM, which stay in L2 for the second walk
+VECTOR = 16  # bytes that a thread loads at once, where rows begin at multiples of 16 bytes
+LOWEST = -1e38  # the maximum before the first logit; finite, because its difference from itself must be 0
 
 
 @triton.jit
@@ -27,8 +26,8 @@ def cross_entropy_kernel(
     row = tl.program_id(0).to(tl.int64)  # 65,536 rows of 50,304 are more than 2^31 logits
     logits += row * V
     target = tl.load(targets + row)
-    target_logit = tl.load(logits + target).to(tl.float32)  # now, as it will be overwritten
-    # (OWNERS, GROUP): a group is of one thread. Of neighbours in memory, or so that neighbours are of other threads.
+    target_logit = tl.load(logits + target).to(tl.float32)  # before the gradient overwrites it
+    # (OWNERS, GROUP): a thread owns a group, of neighbours in memory if VECTORS, else of logits OWNERS apart.
     OWNERS: tl.constexpr = BLOCK // GROUP
     owner, member = tl.arange(0, OWNERS)[:, None], tl.arange(0, GROUP)[None, :]
     column = owner * GROUP + member if VECTORS else owner + OWNERS * member
@@ -49,16 +48,16 @@ def cross_entropy_kernel(
             x = tl.load(logits + start + column, mask=seen, other=float("-inf")).to(tl.float32)
             p = tl.exp2((x - row_peak) * LOG2E - log_total)
             tl.store(logits + start + column, p.to(logits.dtype.element_ty), mask=seen)
-        tl.debug_barrier()  # the target's is written twice, by two threads
+        tl.debug_barrier()  # two threads write the target's gradient
         at_target = tl.exp2((target_logit - row_peak) * LOG2E - log_total) - 1
         tl.store(logits + target, at_target.to(logits.dtype.element_ty))
 
 
 @on_its_gpu
 def cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, gradient: bool):
-    """Set losses (R,) from logits (R, V), and the logits, if gradient, to softmax - onehot. V up to 2^31 - BLOCK.
+    """Set losses (R,) from logits (R, V). If gradient, set the logits to softmax - onehot. V is at most 2^31 - BLOCK.
 
-    Logits float32, float16 or bfloat16, targets int64, losses float32, all contiguous; computed in float32.
+    Logits are float32, float16 or bfloat16, targets int64, losses float32, all contiguous. The arithmetic is float32.
     """
     assert logits.is_contiguous() and targets.is_contiguous() and losses.is_contiguous()
     rows, vocabulary = logits.shape
@@ -71,7 +70,7 @@ def constants(vocabulary: int, element_size: int) -> dict:
     """Return the constants and the number of warps for rows of so many logits, each of element_size bytes."""
     block = min(BLOCK, triton.next_power_of_2(vocabulary))
     group = min(block, VECTOR // element_size)
-    vectors = vocabulary % 16 == 0  # what Triton tells the compiler of V
+    vectors = vocabulary % 16 == 0  # Triton tells the compiler of V whether this holds
     return dict(
         BLOCK=block, GROUP=group, VECTORS=vectors, LOG2E=LOG2E, LOWEST=LOWEST, num_warps=max(1, block // 256)
     )  # fmt: skip

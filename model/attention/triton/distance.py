@@ -5,10 +5,9 @@ M = m log2(e). Where m = 1 - a^2, as in scale-invariant attention, the softmax i
 
     L log2(e) = b (qk sqrt(log2(e) / d) - b) + constant,    b = a sqrt(log2(e)).
 
-The distances within a tile whose first query is D tokens after its first key lie within REACH of D. Every function is
-interpolated there by a cubic, for all D from the first one on where the cubics are as good as the precision of the
-inputs, and further away by a line, where that is as good; tiles nearer than the first, and functions that are not
-smooth, read the table at one load a logit.
+A tile whose first query is D tokens after its first key has distances within REACH of D. From some D on, cubics
+interpolate every function to the precision of the inputs; further away, lines do. Nearer tiles read the table at one
+load a logit, and so do all tiles where a function is not smooth.
 """
 
 import dataclasses
@@ -30,17 +29,17 @@ NOWHERE, EVERYWHERE = 2**31 - 1, -(2**31)
 
 @dataclasses.dataclass(frozen=True)
 class Coefficients:
-    """One method's functions, n = 1 of them (b) or 2 (A, M); the dimension of heads is 1 where all heads agree."""
+    """One method's n functions: b alone, or A and M. The dimension of heads is 1 where all heads agree."""
 
     table: Tensor  # (n, H or 1, keys + 2 REACH) float32: at distances 0, 1, ...
     polynomials: Tensor | None = None  # (n, H or 1, windows, 4) float32; see fit_polynomials
     degrees: tuple[int, ...] = ()  # of each function's polynomials: 0 and 1 in t, 3 in t - D
     far: int = NOWHERE  # the first D from which the polynomials hold
     line: int = NOWHERE  # the first D from which the cubics are lines
-    q_offset: int = 0  # modulo STEP: of the queries that the polynomials are for
-    tangent: Tensor | None = None  # as table: the derivatives by the parameter of each head
-    parameter: Tensor | None = None  # (H,): the learned parameter that they belong to
-    bounded: bool = False  # the softmax needs no running maximum: is_bounded
+    q_offset: int = 0  # position of the first query modulo STEP, which the polynomials are made for
+    tangent: Tensor | None = None  # the derivatives of table by each head's parameter
+    parameter: Tensor | None = None  # (H,): the learned parameter of tangent
+    bounded: bool = False  # the softmax needs no running maximum; see is_bounded
     window: int | None = None  # keys at this distance, or further away, are hidden
 
 
@@ -48,11 +47,10 @@ def make_coefficients(
     change: ScoreChange | None, num_heads: int, head_dim: int, key_length: int, q_offset: int, dtype: torch.dtype,
     device, product_bound: float = math.inf,
 ) -> Coefficients:  # fmt: skip
-    """Return what the kernel needs of `change`, for queries from q_offset on and keys 0..key_length-1, of this dtype.
+    """Return the coefficients of `change` for queries from q_offset on, keys 0..key_length-1 and this dtype.
 
-    A change with a learned parameter, one number a head, is differentiable in it; others no kernel can take. None: the
-    logits are S. product_bound: what |q.k| does not exceed, from which `bounded` follows; what is learned is not known
-    here, and not bounded.
+    change may have one learned parameter of one number a head; the kernel then computes its gradient. None: the logits
+    are S. product_bound: an upper bound of |q.k|, from which `bounded` follows. Learned functions are never bounded.
     """
     if change is None:
         table = torch.empty(0, 1, key_length + 2 * REACH, device=device)
@@ -89,9 +87,9 @@ def product_scale(functions: int, head_dim: int) -> float:
 def is_bounded(table: Tensor, head_dim: int, product_bound: float, dtype: torch.dtype) -> bool:
     """Return whether exp2(logits) can be summed as they are, in float32, if |qk| <= product_bound at all distances.
 
-    The logits of a distance are within bias -+ |slope| product_bound. For the largest, the sum over all keys times
-    values up to 2^30 must stay below 2^127. For the smallest, every query sees its own key, at distance 0: all that is
-    flushed to 0, less than 2^-126 a key, must be less than 2^-24 of exp2 of that key's logit.
+    The logits of a distance are within bias -+ |slope| product_bound. The sum of the largest exponentials over all
+    keys, times values up to 2^30, must stay below 2^127. Exponentials below 2^-126 are flushed to 0. Their sum must be
+    less than 2^-24 of the exponential at distance 0, since every query sees its own key.
 
     table: (n, H or 1, keys + 2 REACH), see Coefficients. Never in float16, which has no such exponents.
     """

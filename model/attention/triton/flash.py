@@ -1,4 +1,4 @@
-"""Causal attention over L = a_t S + m_t in Triton: launches the kernels of flash_kernels.py, and is their autograd."""
+"""Causal attention over L = a_t S + m_t in Triton: launches of the kernels of flash_kernels.py, and their autograd."""
 
 import contextlib
 import dataclasses
@@ -58,15 +58,15 @@ def flash_attention(
     """Return causal attention (B, H, Tq, D) over a_t S + m_t, by make_coefficients; over S without coefficients.
 
     q (B, H, Tq, D), k and v (B, H, Tk, D); query i is at position q_offset + i, key j at j. key_bias (B, H, Tk) is
-    added to the logits, sink (H,) is one logit more, without a value. Where the coefficients are bounded, the caller
-    answers for it that |q.k| stays below the bound that they were made for; with a key_bias, which nothing bounds,
-    there is a running maximum all the same. Forward and backward pass repeat bit for bit.
+    added to the logits; sink (H,) is one more logit, without a value. With bounded coefficients the caller guarantees
+    that |q.k| stays below their bound. Nothing bounds a key_bias, so it brings back the running maximum. Both passes
+    repeat bit for bit.
     """
     c = coefficients or Coefficients(torch.empty(0, 1, k.shape[2] + 2 * REACH, device=q.device))
     check_inputs(q, k, v, c, q_offset, key_bias, sink)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     if sink is not None and len(c.table) == 1:
-        sink = sink - 1  # which one function leaves out of all logits (distance.py)
+        sink = sink - 1  # one function leaves out the 1 of all logits (distance.py)
     key_bias, sink = (None if x is None else (x.float() * LOG2E).contiguous() for x in (key_bias, sink))  # in bits
     window = 0 if c.window is None or c.window >= k.shape[2] else c.window
     functions = c.table, c.polynomials, c.tangent, list(c.degrees), c.far, c.line
@@ -101,7 +101,7 @@ def check_inputs(q, k, v, c: Coefficients, q_offset: int, key_bias: Tensor | Non
 
 
 def on_its_gpu(operation):
-    """Make the GPU of its first tensor the current one, which is where Triton launches, while an operation runs."""
+    """Make the GPU of the first tensor the current one while an operation runs, because Triton launches there."""
 
     @functools.wraps(operation)
     def run(*args):
@@ -164,11 +164,11 @@ def backward_op(
     launch(query_gradient_kernel, "query_gradient", Tq, arguments, LEARNED=tangent is not None)
     arguments = q, k, v, do, dk, dv, *rest, dkey_bias, *strides(q, k, v, do, dk)
     launch(key_gradient_kernel, "key_gradient", k.shape[2], arguments)
-    # The sink's share of a row times what its logit has of the row's gradient: its value is 0, so that is -delta.
+    # The sink's probability times the gradient of its logit. Its value is 0, so that gradient is -delta.
     of_sink = None if sink is None else -torch.exp2(sink[:, None] - lse) * delta
     if key_bias is not None:
-        # A row's logits have gradients whose sum is 0, but for what o was rounded by. Forgetting attention adds up
-        # those of all keys up to each, where that would be most of the result: so each row's is taken from its own key.
+        # In exact arithmetic the gradients of a row's logits sum to 0. Rounding of o leaves a remainder, which
+        # forgetting attention would add up over keys. So the remainder is subtracted at the diagonal.
         of_row = row_sums if sink is None else row_sums + of_sink
         dkey_bias[:, :, q_offset : q_offset + Tq] -= of_row / LOG2E
     dsink = lse.new_empty(0) if sink is None else of_sink.sum(dim=(0, 2)) / LOG2E

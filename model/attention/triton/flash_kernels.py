@@ -1,8 +1,7 @@
-"""The Triton kernels of causal attention over L = a_t S + m_t, and of its gradients: what runs on the GPU.
+"""The GPU code of causal attention over L = a_t S + m_t and of its gradients, in Triton.
 
-As FlashAttention-2 (Dao 2023, arXiv 2307.08691): a program owns a tile of queries (or, for the gradients of keys and
-values, of keys) and walks over the tiles that it sees in stretches, so that no logit pays for what its tile does not
-need:
+As in FlashAttention-2 (Dao 2023, arXiv 2307.08691), a program owns a tile of queries, or of keys for the gradients of
+keys and values. It walks over the tiles that it sees in stretches, and each stretch computes only what its tiles need:
 
     masked   tiles on the diagonal                      a, m from the table by distance
     near     tiles below it, without a mask             a, m from the table
@@ -10,12 +9,11 @@ need:
     line     all tiles from coefficients.line on        a, m by the tile's lines, one multiply-add a logit
     edge     with a window, tiles across its far end    as masked; tiles beyond it are not visited
 
-flash.py launches them; distance.py has the tables, the polynomials and the units. Nothing here depends on the method:
-without functions of the distance (FUNCTIONS 0) it is plain causal attention, and with those of ALiBi all tiles are far
-ones, by polynomials of degree 0 and 1. Biases of keys (BIASED, in bits as the logits are), a window of so many tokens
-(WINDOW, 0 for none) and sinks (SINK) are no part of the code where they are not asked for. Capital arguments are
-constants of the compiled code; q_b, q_h and q_t are the strides of q by batch, head and token, and so for the other
-tensors. D is the distance from a tile's first key to its first query, row and column count queries and keys within it.
+flash.py launches them; distance.py has the tables, the polynomials and the units. Nothing here depends on the method.
+FUNCTIONS 0 is plain causal attention. With ALiBi's functions all tiles are far ones, of degrees 0 and 1. Key biases
+(BIASED, in bits as the logits), a window (WINDOW tokens, 0 for none) and sinks (SINK) are compiled in only where a call
+has them. Capital arguments are constants of the compiled code. q_b, q_h and q_t are q's strides by batch, head and
+token. D is the distance from a tile's first key to its first query; row and column count queries and keys within it.
 """
 
 import triton
@@ -46,11 +44,9 @@ def forward_kernel(
     STEP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     BOUNDED: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
-    """Write the output o of a tile of queries, and lse, the logarithm to base 2 of the sum of their exp2(logits), that
-    of a sink included: the gradients' kernels then need not know of it.
+    """Write the output o of a tile of queries, and lse, the log2 of the softmax denominator, sink included.
 
-    If BOUNDED, no exp2(logit) is too large for float32 and each row's own key is not too small (distance.is_bounded):
-    then they are summed as they are, without a running maximum.
+    If BOUNDED, every exp2(logit) fits float32 (distance.is_bounded), so the sum needs no running maximum.
     """
     batch, head, tile = which_tile(tl.cdiv(Tq, QUERIES), H)
     start = (tl.cdiv(Tq, QUERIES) - 1 - tile) * QUERIES  # the longest rows first
@@ -133,8 +129,8 @@ def query_gradient_kernel(
     STEP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     LEARNED: tl.constexpr,
 ):  # fmt: skip
-    """Write dQ of a tile of queries; if LEARNED, also each query's part in the gradient of its head's parameter; if
-    BIASED, the sum of the gradients of its logits."""
+    """Write dQ of a tile of queries. If LEARNED, write each query's part of the gradient of its head's parameter. If
+    BIASED, write each row's sum of the gradients of its logits."""
     batch, head, tile = which_tile(tl.cdiv(Tq, QUERIES), H)
     start = (tl.cdiv(Tq, QUERIES) - 1 - tile) * QUERIES
     q += batch * q_b + head * q_h + start.to(tl.int64) * q_t

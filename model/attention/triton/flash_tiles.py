@@ -1,4 +1,4 @@
-"""What the kernels of flash_kernels.py do with one tile, and which tiles they walk over. See there for the names."""
+"""Functions of flash_kernels.py for one tile, and for the order of tiles. flash_kernels.py explains the names."""
 
 import triton
 import triton.language as tl
