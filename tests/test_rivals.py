@@ -18,9 +18,9 @@ SHAPES = [(2, 3, 16, 1), (2, 2, 16, 37)]  # batch, heads, head dimension, tokens
 SHAPES += [pytest.param(*shape, marks=pytest.mark.slow) for shape in ((1, 4, 32, 130), (1, 2, 8, 300))]
 NAMES = ["fox", "p_rope+forget", "scale_invariant+forget", "p_rope+scale_invariant+forget", "rope+window",
          "p_rope+window", "p_rope+sink", "p_rope+scale_invariant+sink", "kerple_log", "kerple_power", "nape",
-         "log_beyond", "log_steps", "pope", "pope+scale_invariant"]  # fmt: skip
+         "log_beyond", "log_steps", "pope", "pope+scale_invariant", "fire", "stick_breaking"]  # fmt: skip
 OPTIONS = {"rope+window": dict(window=29), "p_rope+window": dict(window=1), "nape": dict(delta=0.3),
-           "log_steps": dict(floor=10.0)}  # fmt: skip
+           "log_steps": dict(floor=10.0), "fire": dict(c=0.3, threshold=11.0)}  # fmt: skip
 SPREAD = {"nape": 0.02}  # of the parameters: larger factors leave too little of bfloat16 to compare
 
 
@@ -115,9 +115,40 @@ OWN_LOGITS = {
 }
 
 
+def broken_stick(method, q, k, v):
+    """Tan et al. 2024, equation 2: keys from the nearest on; the query's own value takes the rest of the stick."""
+    rows = []
+    for i in range(q.shape[2]):
+        nearest_k, nearest_v = k[:, :, :i].flip(2), v[:, :, :i].flip(2)
+        beta = 1 / (1 + torch.exp(-(q[:, :, i, None] * nearest_k).sum(-1) / q.shape[-1] ** 0.5))  # (B, H, i)
+        left = torch.cat((torch.ones_like(q[:, :, 0, :1]), 1 - beta), dim=-1).cumprod(dim=-1)  # before each, at last
+        shares = torch.cat((beta, torch.ones_like(left[..., :1])), dim=-1) * left
+        rows.append((shares[..., None] * torch.cat((nearest_v, v[:, :, i, None]), dim=2)).sum(2))
+    return torch.stack(rows, dim=2)
+
+
+def with_learned_bias(method, q, k, v):
+    """Li et al. 2023, equation 4 and section 3, one pair of a query and a key after the other; positions from 0."""
+    weight = {name: p.double() for name, p in method.replacement.named_parameters()}
+    c, threshold = 0.3 * weight["log_c"].exp(), 11.0 * weight["log_threshold"].exp()
+    rows = []
+    for i in range(q.shape[2]):
+        bias = []
+        for j in range(i + 1):
+            share = torch.log(c * (i - j) + 1) / torch.log(c * max(torch.tensor([float(i)]).double(), threshold) + 1)
+            bias.append((weight["output"] * torch.clamp(share * weight["slope"] + weight["offset"], min=0)).sum(-1))
+        logits = (q[:, :, i, None] * k[:, :, : i + 1]).sum(-1) / q.shape[-1] ** 0.5 + torch.stack(bias, dim=-1)
+        rows.append((logits.softmax(dim=-1)[..., None] * v[:, :, : i + 1]).sum(2))
+    return torch.stack(rows, dim=2)
+
+
+OUTPUTS = {"fire": with_learned_bias, "stick_breaking": broken_stick}
+
+
 def literal(name, method, q, k, v, x):
-    """Return the output of the softmax from logits without the newer mechanisms, to which these are added one by one.
-    """
+    """Return the output: a replacement's, or that of the softmax. Mechanisms are added to plain logits one by one."""
+    if name in OUTPUTS:
+        return OUTPUTS[name](method, q, k, v)
     base = [mechanism for mechanism in (method.rotation, method.query_scale, method.score_change) if mechanism]
     if name in OWN_LOGITS:
         logits = OWN_LOGITS[name](method, q, k, x)
@@ -144,12 +175,14 @@ def test_every_backend_computes_the_formula_of_the_paper(name, batch, num_heads,
     exact = [*random_qkv(num_heads, head_dim, length, batch), random(batch, length, num_heads * head_dim, seed=9)]
     exact = [x.detach().bfloat16().double().requires_grad_() for x in exact]
     parameters = list(method.double().parameters())
-    expected, plain = literal(name, method, *exact), plain_attention(method, *exact[:3], x=exact[3])
+    expected = literal(name, method, *exact)
     truth = gradients(expected, exact + parameters)
-    tolerance = 1e-6 if "pope" in name else 1e-12  # cos and sin are float32
-    assert_near(plain, expected, tolerance)
-    for gradient, true in zip(gradients(plain, exact + parameters), truth, strict=True):
-        assert_near(gradient, true, 10 * tolerance)
+    if method.replacement is None:
+        plain = plain_attention(method, *exact[:3], x=exact[3])
+        tolerance = 1e-6 if "pope" in name else 1e-12  # cos and sin are float32
+        assert_near(plain, expected, tolerance)
+        for gradient, true in zip(gradients(plain, exact + parameters), truth, strict=True):
+            assert_near(gradient, true, 10 * tolerance)
 
     method, parameters = method.float(), list(method.float().parameters())
     biases = 0.0  # float32 rounds large biases of keys by more than it rounds logits
@@ -165,6 +198,10 @@ def test_every_backend_computes_the_formula_of_the_paper(name, batch, num_heads,
             for gradient, true in zip(gradients(output, inputs + parameters), truth, strict=True):
                 assert_near(gradient, true, tolerance + biases)
             tried.add(backend)
+            if not method.needs_input:
+                half = length // 2
+                last = attend(method, inputs[0][:, :, half:], *inputs[1:3], q_offset=half, backend=backend)
+                assert_near(last, expected[:, :, half:], tolerance)
     assert "blocks" in tried
 
 
@@ -221,80 +258,13 @@ def test_what_bounds_the_logits_of_pope():
     assert product < plan.product_bound < 2 * product
 
 
-# ---- replacements ----------------------------------------------------------------------------------------------------
-
-
-def broken_stick(q, k, v):
-    """Tan et al. 2024, equation 2, the keys before a query from the nearest on; what is left is for its own value."""
-    rows = []
-    for i in range(q.shape[2]):
-        nearest_k, nearest_v = k[:, :, :i].flip(2), v[:, :, :i].flip(2)
-        beta = 1 / (1 + torch.exp(-(q[:, :, i, None] * nearest_k).sum(-1) / q.shape[-1] ** 0.5))  # (B, H, i)
-        left = torch.cat((torch.ones_like(q[:, :, 0, :1]), 1 - beta), dim=-1).cumprod(dim=-1)  # before each, at last
-        shares = torch.cat((beta, torch.ones_like(left[..., :1])), dim=-1) * left
-        rows.append((shares[..., None] * torch.cat((nearest_v, v[:, :, i, None]), dim=2)).sum(2))
-    return torch.stack(rows, dim=2)
-
-
-@pytest.mark.parametrize("batch, num_heads, head_dim, length", [(2, 3, 16, 1), (2, 2, 5, 37), (1, 2, 8, 130)])
-def test_stick_breaking_is_that_of_the_paper(batch, num_heads, head_dim, length):
-    """Whole, and the last queries alone; with logits so large that float32 has no beta of less than 1, as well."""
-    method = make_method("stick_breaking", num_heads=num_heads, head_dim=head_dim, train_length=64)
-    exact = random_qkv(num_heads, head_dim, length, batch)
-    expected = broken_stick(*exact)
-    truth = gradients(expected, exact)
-    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.03)):
-        inputs = cast(exact, dtype)
-        output = attend(method, *inputs)
-        assert output.dtype == dtype
-        assert_near(output, expected, tolerance)
-        for gradient, true in zip(gradients(output, inputs), truth, strict=True):
-            assert_near(gradient, true, tolerance)
-        last = attend(method, inputs[0][:, :, length // 2 :], *inputs[1:], q_offset=length // 2)
-        assert_near(last, expected[:, :, length // 2 :], tolerance)
-    large = [100 * exact[0].detach(), *exact[1:]]
-    inputs = cast(large, torch.float32)
-    output = attend(method, *inputs)
-    assert_near(output, broken_stick(*large), 1e-5)
+def test_stick_breaking_survives_large_logits():
+    """With logits so large that float32 rounds every beta to 0 or 1."""
+    exact = random_qkv(2, 8, 130, batch=1)
+    inputs = cast([100 * exact[0].detach(), *exact[1:]], torch.float32)
+    output = attend(make("stick_breaking", 2, 8), *inputs)
+    assert_near(output, broken_stick(None, 100 * exact[0], *exact[1:]), 1e-5)
     assert all(gradient.isfinite().all() for gradient in gradients(output, inputs))
-
-
-def with_learned_bias(method, threshold, q, k, v):
-    """Li et al. 2023, equation 4 and section 3, one pair of a query and a key after the other; positions from 0."""
-    H, T, D = q.shape[1:]
-    weight = {name: p.double() for name, p in method.replacement.named_parameters()}
-    c, threshold = 0.3 * weight["log_c"].exp(), threshold * weight["log_threshold"].exp()
-    rows = []
-    for i in range(T):
-        bias = []
-        for j in range(i + 1):
-            share = torch.log(c * (i - j) + 1) / torch.log(c * max(torch.tensor([float(i)]).double(), threshold) + 1)
-            bias.append((weight["output"] * torch.clamp(share * weight["slope"] + weight["offset"], min=0)).sum(-1))
-        logits = (q[:, :, i, None] * k[:, :, : i + 1]).sum(-1) / D**0.5 + torch.stack(bias, dim=-1)  # (B, H, i + 1)
-        rows.append((logits.softmax(dim=-1)[..., None] * v[:, :, : i + 1]).sum(2))
-    return torch.stack(rows, dim=2)
-
-
-@pytest.mark.parametrize("threshold", [11.0, 512.0])
-@pytest.mark.parametrize("batch, num_heads, head_dim, length", [(2, 3, 16, 1), (2, 2, 5, 37), (1, 2, 8, 130)])
-def test_fire_is_that_of_the_paper(batch, num_heads, head_dim, length, threshold):
-    """Whole and the last queries alone, in c and the threshold too; which is among the positions, and beyond them."""
-    shape = dict(num_heads=num_heads, head_dim=head_dim, train_length=64)
-    method = make_method("fire", **shape, threshold=threshold, c=0.3)
-    for seed, parameter in enumerate(method.parameters()):
-        parameter.data = random(*parameter.shape, seed=seed).float()
-    exact = random_qkv(num_heads, head_dim, length, batch)
-    expected = with_learned_bias(method.double(), threshold, *exact)
-    truth = gradients(expected, [*exact, *method.parameters()])
-    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 2e-5)):
-        inputs, parameters = cast(exact, dtype), list(method.to(dtype).parameters())
-        output = attend(method, *inputs)
-        assert output.dtype == dtype
-        assert_near(output, expected, tolerance)
-        for gradient, true in zip(gradients(output, inputs + parameters), truth, strict=True):
-            assert_near(gradient, true, tolerance)
-        last = attend(method, inputs[0][:, :, length // 2 :], *inputs[1:], q_offset=length // 2)
-        assert_near(last, expected[:, :, length // 2 :], tolerance)
 
 
 @torch.no_grad()
@@ -345,17 +315,6 @@ def test_a_model_of_layers_that_differ_is_those_layers():
     logits = torch.nn.functional.rms_norm(x, (32,)) @ model.head.T
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
     assert_near(model(tokens, targets), expected.detach(), 1e-5)
-
-
-@pytest.mark.parametrize("name, words", [
-    ("rope,nope,", "unknown attention method ''"), ("rope,noep", "did you mean nope"),
-    ("rnope_swa,rope", "has layers that differ"), ("rpoe", "did you mean rope"),
-])
-def test_patterns_that_there_are_not_are_refused(name, words):
-    with assert_refused(words):
-        make_layers(name, 2, num_heads=2, head_dim=8, train_length=64, options={})
-    with assert_refused("has layers that differ"):
-        make_method("rnope_swa", num_heads=2, head_dim=8, train_length=64)
 
 
 def test_swan_and_llama_4_have_one_global_layer_in_four():
