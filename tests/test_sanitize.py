@@ -91,8 +91,8 @@ def test_a_planted_fault_is_found(fault, tmp_path, long):
     kind, says, good, bad = PLANTED[fault]
     for name in ("model", "tests"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("errors.py", "files.py", "pyproject.toml"):
-        shutil.copy(ROOT / name, tmp_path)
+    for path in (*ROOT.glob("*.py"), ROOT / "pyproject.toml"):
+        shutil.copy(path, tmp_path)
     source = tmp_path / "model" / "attention" / "cpu" / "cpu.cpp"
     text = source.read_text()
     assert text.count(good) == 1
