@@ -168,8 +168,7 @@ def attend_rotated(
     """
     backend = BACKENDS[plan.backend]
     if method.replacement is not None:
-        arguments = *unrotated, v, rotated_q, rotated_k, plan.q_offset, backend.run
-        return method.replacement.attend(*arguments, *(() if of_tokens is None else (of_tokens,)))
+        return method.replacement.attend(*unrotated, v, rotated_q, rotated_k, plan.q_offset, backend.run)
     prepared = plan.prepared
     if learned_parameters(method.score_change):
         prepared = backend.prepare(method.score_change, plan, prepared)
