@@ -162,7 +162,7 @@ def test_its_examples_followed_to_the_letter_run_and_pass_the_tests(tmp_path):
 
     recipe = r"function in `(.*?)` and its line in `SWEEPS`:\n\n```python\n(.*?)```"
     path, function = re.search(recipe, DOCS["sweeps.md"], re.DOTALL).groups()
-    insert(path, "SWEEPS = dict(\n", f"{function}\n\n")
+    insert(path, "PAPER_SWEEPS = dict(\n", f"{function}\n\n")
     insert(path, ")\n\n\ndef sweep(", "    learning_rates=learning_rates,\n")
 
     def python(*words):
