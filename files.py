@@ -15,7 +15,8 @@ def replace_file(path: Path, write: Callable[[BinaryIO], object]):
     replaced, not followed. When `write` raises, `path` is unchanged. One process at a time may write to a folder.
     """
     partial = path.with_name(path.name + ".partial")
-    partial.unlink(missing_ok=True)  # a process that was killed may have left it
+    if os.path.lexists(partial):  # a process that was killed may have left it
+        partial.unlink()
     try:
         with open(partial, "xb") as file:
             write(file)

@@ -22,18 +22,18 @@ from files import append, replace_file, to_json
 from runtime.checkpoint import (
     BackgroundSaver,
     DamagedCheckpoint,
-    has_checksum,
     latest_checkpoint,
     load_checkpoint,
     load_newest,
     save_checkpoint,
     set_aside,
     space_needed,
+    write_with_checksum,
 )
-from runtime.device import cuda_failure, gpu_files, peak_flops, published_peak, unused_gpu
+from runtime.device import count_gpus, peak_flops, published_peak
 from runtime.metrics import Metrics, flatten, read_metrics
 from runtime.processes import fail_together, start_processes
-from runtime.run_folder import RunFolder, format_bytes, git_commit
+from runtime.run_folder import RunFolder, git_commit
 
 REPOSITORY = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -86,35 +86,30 @@ def test_cuda_asked_for_but_absent_says_what_to_do(alone):
         start_processes("cuda")
 
 
-TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040)"
-
-
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
 @pytest.mark.parametrize("files, visible, built_for, is_unused", [
-    (["/dev/nvidia0"], None, "13.0", True),
-    (["/dev/nvidia0", "/dev/nvidia1"], "1", "13.0", True),
-    (["/dev/nvidia0"], "GPU-8f6e", "12.6", True),
-    (["/dev/nvidia0"], "", "13.0", False),  # hidden on purpose
-    (["/dev/nvidia0"], "-1", "13.0", False),
-    (["/dev/nvidia0"], "NoDevFiles", "13.0", False),  # by Slurm, in a job without GPUs
-    (["/dev/nvidia0"], None, None, False),  # torch's build for CPUs, which somebody chose
-    ([], None, "13.0", False),
+    (1, None, "13.0", True),
+    (2, "1", "13.0", True),
+    (1, "GPU-8f6e", "12.6", True),
+    (1, "", "13.0", False),  # hidden on purpose
+    (1, "-1", "13.0", False),
+    (1, "NoDevFiles", "13.0", False),  # by Slurm, in a job without GPUs
+    (1, None, None, False),  # torch's build for CPUs, which somebody chose
+    (0, None, "13.0", False),
 ])  # fmt: skip
-def test_a_gpu_that_torch_cannot_use_is_no_cpu(files, visible, built_for, is_unused):
-    line = unused_gpu(files, visible, built_for, TOO_OLD)
-    assert (line is not None) == is_unused
-    if line:
-        assert TOO_OLD in line and built_for in line and "--device cpu" in line and "\n" not in line
-
-
-@pytest.mark.skipif(torch.cuda.is_available() or bool(gpu_files()), reason="this machine has a GPU")
-def test_start_refuses_the_cpu_where_a_gpu_is_that_torch_cannot_use(alone, monkeypatch):
-    assert start_processes("auto").device == CPU and cuda_failure()
-    monkeypatch.setattr("runtime.device.gpu_files", lambda: ["/dev/nvidia0"])
-    monkeypatch.setattr("torch.version.cuda", "13.0")
+def test_a_gpu_that_torch_cannot_use_is_no_cpu(files, visible, built_for, is_unused, alone, tmp_path, monkeypatch):
+    for number in range(files):
+        (tmp_path / f"nvidia{number}").touch()
+    monkeypatch.setattr("runtime.device.Path", lambda path: tmp_path)
+    monkeypatch.setattr("torch.version.cuda", built_for)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    for device in ("auto", "cuda"):
-        with pytest.raises(ValueError, match="/dev/nvidia0 is a GPU, but torch .* cannot use it .*--device cpu"):
-            start_processes(device)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    if is_unused:
+        with pytest.raises(ValueError, match="--device cpu"):
+            start_processes("auto")
+    else:
+        assert count_gpus() == 0 and start_processes("auto").device == CPU
     assert start_processes("cpu").device == CPU
 
 
@@ -126,6 +121,7 @@ def test_on_a_gpu_triton_fuses_multiply_adds_and_does_not_warn(given, expected, 
         monkeypatch.delenv(name)
     monkeypatch.setattr("runtime.processes.count_gpus", lambda: 1)
     monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
+    monkeypatch.setattr("runtime.processes.prefer_fast_sdpa", lambda device: None)
     assert start_processes("auto").device == torch.device("cuda", 0)
     assert os.environ[name] == expected
     knobs = pytest.importorskip("triton.knobs")
@@ -184,7 +180,7 @@ def test_a_new_folder_has_its_checkpoints_folder_and_its_records(tmp_path):
 
 def test_an_existing_folder_is_refused_unless_resumed(tmp_path):
     RunFolder.create(tmp_path, "x").close()
-    with pytest.raises(ValueError, match="x exists: choose another --name, or continue it with --resume auto"):
+    with pytest.raises(ValueError, match="--resume auto"):
         RunFolder.create(tmp_path, "x")
 
 
@@ -217,17 +213,9 @@ def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path):
 
 
 def test_too_little_disk_is_refused_before_anything_is_made(tmp_path):
-    with pytest.raises(ValueError, match=r"needs 1152921504\.6 GB of disk, but [\d.]+ GB are free"):
+    with pytest.raises(ValueError, match="MB"):
         RunFolder.create(tmp_path / "runs", "x", need_bytes=2**60)
     assert names(tmp_path) == []
-
-
-@pytest.mark.parametrize("num_bytes, words", [
-    (0, "0 bytes"), (999, "999 bytes"), (1000, "1.0 kB"), (40_000, "40.0 kB"), (13_400_000, "13.4 MB"),
-    (2_500_000_000, "2.5 GB"),
-])  # fmt: skip
-def test_a_size_is_said_in_a_unit_that_it_has(num_bytes, words):
-    assert format_bytes(num_bytes) == words
 
 
 def test_the_folder_may_be_a_link_to_a_larger_disk(tmp_path):
@@ -282,19 +270,17 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     assert names(tmp_path) == ["summary.json"] and path.read_text() == "old"
 
 
-@pytest.mark.parametrize("target", ["a file", "nothing"])
-def test_nothing_is_written_through_a_link(tmp_path, target):
+def test_a_link_is_replaced_and_never_followed(tmp_path):
     theirs, folder = tmp_path / "theirs", tmp_path / "folder"
     folder.mkdir()
-    if target == "a file":
-        theirs.write_text("precious")
-    for name in ("log.txt", "config.json.partial"):
+    theirs.write_text("precious")
+    for name in ("log.txt", "config.json", "config.json.partial"):
         (folder / name).symlink_to(theirs)
-    with pytest.raises(OSError, match="log.txt is a symbolic link to .*theirs"):
+    with pytest.raises(OSError, match="log.txt"):
         append(folder / "log.txt", "a line")
     replace_file(folder / "config.json", lambda file: file.write(b"{}"))
-    assert names(folder) == ["config.json", "log.txt"] and (folder / "config.json").read_text() == "{}"
-    assert theirs.exists() == (target == "a file") and (not theirs.exists() or theirs.read_text() == "precious")
+    assert (folder / "config.json").read_text() == "{}" and not (folder / "config.json").is_symlink()
+    assert theirs.read_text() == "precious"
 
 
 def test_json_of_non_finite_numbers_is_null():
@@ -498,18 +484,6 @@ def test_a_checkpoint_is_what_torch_saves_and_a_line(tmp_path):
     torch.testing.assert_close(torch.load(path)["model"], STATE["model"], rtol=0, atol=0)
 
 
-def test_a_checkpoint_of_before_there_were_such_lines_still_loads(tmp_path):
-    path = save_checkpoint(tmp_path, 3, STATE)
-    assert has_checksum(path)
-    torch.save(STATE, path)
-    assert not has_checksum(path) and load_checkpoint(path)["rng"] == STATE["rng"]
-    content = bytearray(path.read_bytes())
-    content[content.index(STATE["model"]["a"].numpy().tobytes()) + 77] ^= 4
-    path.write_bytes(content)
-    with pytest.raises(DamagedCheckpoint, match="wrong checksum of .*data/0"):
-        load_checkpoint(path)
-
-
 def test_the_newest_that_is_whole_is_taken(alone, tmp_path):
     world = start_processes("cpu")
     assert load_newest(tmp_path, world) == (None, {}, {})
@@ -535,7 +509,8 @@ class Malicious:
 
 def test_code_in_a_checkpoint_is_refused_and_does_not_run(tmp_path):
     path = tmp_path / "step_000001.pt"
-    torch.save({"weights": Malicious(tmp_path / "harm")}, path)
+    with open(path, "wb") as file:
+        write_with_checksum({"weights": Malicious(tmp_path / "harm")}, file)
     with pytest.raises(ValueError, match=r"step_000001\.pt holds more than"):
         load_checkpoint(path)
     assert not (tmp_path / "harm").exists()
@@ -573,7 +548,7 @@ def test_a_line_that_is_no_record_of_a_step_is_named(tmp_path, line):
     metrics = Metrics(tmp_path / "metrics.jsonl")
     for text in (f'{{"step": 1}}\n{line}\n{{"step": 3}}\n', f'{{"step": 1}}\n{line}\n'):
         metrics.path.write_text(text)
-        with pytest.raises(ValueError, match="metrics.jsonl, line 2 is no record of a step: repair it or delete it"):
+        with pytest.raises(ValueError, match="metrics.jsonl, line 2"):
             metrics.truncate(3, validated=-1)
         assert metrics.path.read_text() == text
 
@@ -593,15 +568,23 @@ def test_resume_drops_what_came_after_the_checkpoint(tmp_path):
     with open(metrics.path, "a") as file:
         file.write('{"step": 12, "l')
     before = metrics.path.read_text()
-    metrics.truncate(10, validated=10)
+    metrics.truncate(10)
     assert metrics.path.read_text() == "".join(before.splitlines(keepends=True)[:3])
     metrics.write({"step": 11})
     assert [record["step"] for record in read_metrics(metrics.path)] == [5, 10, 10, 11]
 
 
+def test_resume_drops_the_validation_that_it_repeats(tmp_path):
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    for record in ({"step": 5, "val_loss": {}}, {"step": 10, "loss": 1}, {"step": 10, "val_loss": {}}):
+        metrics.write(record)
+    metrics.truncate(10)
+    assert [*map(sorted, read_metrics(metrics.path))] == [["step", "val_loss"], ["loss", "step"]]
+
+
 def test_truncating_before_the_first_record_is_fine(tmp_path):
     metrics = Metrics(tmp_path / "metrics.jsonl")
-    metrics.truncate(0, validated=-1)
+    metrics.truncate(0)
     assert read_metrics(metrics.path) == []
 
 
@@ -616,7 +599,6 @@ def test_nested_records_are_flattened_for_wandb():
 # ---- wandb
 
 
-@pytest.mark.usefixtures("started")
 def test_wandb_is_not_imported_unless_asked_for(tmp_path):
     code = (
         "import sys, os; from runtime.metrics import start_wandb\n"
