@@ -178,6 +178,10 @@ TAUGHT_PRIMARY += [("alibi", {"slope_scale": 4.0}), ("alibi", {"slope_scale": 16
 TAUGHT_EXPLORATORY = [("p_rope", {}), ("nope", {}), ("logn_rope", {})]
 TAUGHT_EXPLORATORY += [(OURS, {"tau": 2.5}), (OURS, {"tau": 40.0}), (OURS, {"terms": "m"}), (OURS, {"terms": "a"})]
 TAUGHT_EXPLORATORY += [(OURS, {"learn_gain": True}), ("rope", {"base": 500.0}), ("stick_breaking", {})]
+TAUGHT_EXPLORATORY += [(OURS_POPE, {}), ("p_rope+log_root", {})]
+for _method in ("p_rope+factor", "factor+alibi"):  # controls for sharpness
+    TAUGHT_EXPLORATORY += [(_method, {"factor": factor}) for factor in (1.5, 2.0, 3.0)]
+    TAUGHT_EXPLORATORY += [(_method, {"learn_factor": True})]
 
 
 def taught(scale: Scale) -> list[Run]:

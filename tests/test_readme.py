@@ -147,7 +147,8 @@ def test_its_examples_followed_to_the_letter_run_and_pass_the_tests(tmp_path):
         assert text.count(before) == 1
         (tmp_path / path).write_text(text.replace(before, lines + before))
 
-    recipe = r"`(model/methods/\w+\.py)`:\n\n```python\n(.*?)```\n\nand its import [^\n]*? of `(.*?)`:\n\n```python\n(.*?)```\n"
+    recipe = r"`(model/methods/\w+\.py)`:\n\n```python\n(.*?)```\n\nand its import [^\n]*? of `(.*?)`:\n\n"
+    recipe += r"```python\n(.*?)```\n"
     path, mechanism, table, lines = re.search(recipe, README, re.DOTALL).groups()
     options = re.search(r"Now `(--method .*?)` trains", README)[1]
     (tmp_path / path).write_text(mechanism)

@@ -18,7 +18,8 @@ SHAPES = [(2, 3, 16, 1), (2, 2, 16, 37)]  # batch, heads, head dimension, tokens
 SHAPES += [pytest.param(*shape, marks=pytest.mark.slow) for shape in ((1, 4, 32, 130), (1, 2, 8, 300))]
 NAMES = ["fox", "p_rope+forget", "scale_invariant+forget", "p_rope+scale_invariant+forget", "rope+window",
          "p_rope+window", "p_rope+sink", "p_rope+scale_invariant+sink", "kerple_log", "kerple_power", "nape",
-         "log_beyond", "log_steps", "pope", "pope+scale_invariant", "fire", "stick_breaking"]  # fmt: skip
+         "log_beyond", "log_steps", "factor", "log_root",
+         "pope", "pope+scale_invariant", "fire", "stick_breaking"]  # fmt: skip
 OPTIONS = {"rope+window": dict(window=29), "p_rope+window": dict(window=1), "nape": dict(delta=0.3),
            "log_steps": dict(floor=10.0), "fire": dict(c=0.3, threshold=11.0)}  # fmt: skip
 SPREAD = {"nape": 0.02}  # of the parameters: larger factors leave too little of bfloat16 to compare
@@ -109,6 +110,8 @@ OWN_LOGITS = {
     "pope+scale_invariant": pope,
     "log_beyond": temperature(lambda i: 1 if i < 64 else math.log(i + 1) / math.log(64)),  # 64: the training length
     "log_steps": temperature(lambda i: 1 + 0.1 * math.log(1 + (i + 1) // 10)),
+    "factor": temperature(lambda i: 2),
+    "log_root": temperature(lambda i: math.sqrt(1 + 2 * math.log(i + 1))),
     "nape": nape,
     "kerple_log": kerple(lambda a, p, t: p * torch.log(1 + a * t)),
     "kerple_power": kerple(lambda a, p, t: a * t**p),

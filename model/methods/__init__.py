@@ -30,6 +30,7 @@ from model.methods.pope import PoPE
 from model.methods.query_temperature import LogBeyondTraining, LogSteps
 from model.methods.rope import RoPE
 from model.methods.scale_invariant import ScaleInvariant
+from model.methods.sharpness import Factor, LogRoot
 from model.methods.sink import LearnedSink
 from model.methods.stick_breaking import StickBreaking
 from model.methods.window import SlidingWindow
@@ -47,6 +48,8 @@ MECHANISMS: dict[str, type[Mechanism]] = {
     "logn": LogN,
     "log_beyond": LogBeyondTraining,
     "log_steps": LogSteps,
+    "factor": Factor,
+    "log_root": LogRoot,
     "adaptive": AdaptiveScale,
     "alibi": ALiBi,
     "half_alibi": HalfALiBi,
