@@ -1,8 +1,7 @@
-"""Downloads data: FineWeb as shards of GPT-2 tokens, books of PG-19, and text of any data set on the Hugging Face hub.
+"""Downloads data: FineWeb as shards of GPT-2 tokens, and text of any data set on the Hugging Face hub.
 
     python -m data.download fineweb10B --shards 25      2.5 B tokens, 5 GB: what gpt_162m_4k reads
     python -m data.download fineweb100B --shards 101    10.1 B tokens, 20 GB: what gpt_304m_4k reads
-    python -m data.download pg19                        50 books, 17 MB
     python -m data.download text OWNER/NAME FILE... --field content --out data/mine
 
 The hub's client retries and resumes. A file gets its name when all of it is there, so the same command fetches what is
@@ -12,27 +11,19 @@ missing. FineWeb shards are Keller Jordan's, and are compared with the sha256 of
 import argparse
 import fcntl
 import gzip
-import itertools
 import json
 import os
-import re
 import shutil
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from urllib.request import urlopen
 
 from tqdm import tqdm
 
 from data.shards import FINEWEB_SHARDS, describe_shard, read_manifest, shard_bytes, write_manifest
 from errors import UserError, exit_on_user_error, require
 from files import replace_file, sync
-
-PG19_LIST, PG19_SITE = "data/validation_files.txt", "https://storage.googleapis.com/deepmind-gutenberg"
-
-
-# ---- the hub ----
 
 
 @contextmanager
@@ -114,27 +105,6 @@ def download_fineweb(dataset: str, num_shards: int | None, out: Path) -> dict:
     return manifest
 
 
-# ---- books ----
-
-
-def download_pg19(out: Path, site: str = PG19_SITE) -> list[Path]:
-    """Fetch the books of PG-19's validation split (Rae et al. 2019, arXiv 1911.05507) and return their paths.
-
-    The hub has the list of the books; the site of PG-19's authors has the books.
-    ValueError if the list is not a list of books; OSError if a file cannot be fetched.
-    """
-    names = fetch("deepmind/pg19", PG19_LIST, out / ".incoming").read_text().split()
-    shutil.rmtree(out / ".incoming")
-    is_list = names and all(re.fullmatch(r"validation/\d+\.txt", name) for name in names)
-    require(is_list, f"{PG19_LIST} of deepmind/pg19: not a list of books. Use text of your own.")
-    for name in tqdm(names, desc="PG-19", unit="book", disable=None):
-        if not (out / Path(name).name).exists():
-            with _one_line_errors(f"{name} of PG-19"), urlopen(f"{site}/{name}", timeout=60) as response:
-                text = response.read()
-            replace_file(out / Path(name).name, lambda file: file.write(text))
-    return [out / Path(name).name for name in names]
-
-
 # ---- text of any data set ----
 
 
@@ -143,25 +113,22 @@ def fetch_text(
 ) -> Path:
     """Write a file's documents to OUT/NAME.jsonl, if that is not there yet, and return its path.
 
-    The file has one JSON object a line, or is a .parquet, or a .txt of one document; all but .parquet also as .gz.
+    The file has one JSON object a line, or is a .txt of one document; either may be a .gz.
     ValueError if its field holds no text, or none of so many characters; OSError if the hub cannot give the file.
     """
-    kind = Path(name.removesuffix(".gz")).suffix
-    path = out / f"{name.removesuffix('.gz').removesuffix(kind).replace('/', '-')}.jsonl"
+    path = out / str(Path(name.removesuffix(".gz")).with_suffix(".jsonl")).replace("/", "-")
     out.mkdir(parents=True, exist_ok=True)
     with open(out / ".lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # several processes of a sweep may want the same file
         if path.exists():
             return path
         fetched = fetch(repo, name, out / ".incoming", revision)
-        documents = (_parquet_documents if kind == ".parquet" else _documents)(fetched, name, field)
-        texts = (text for text in documents if len(text) >= min_characters)
 
         def write(file):
-            first = next(texts, None)
-            require(first is not None, f"{name} of {repo}: no document has {min_characters} characters. Use fewer.")
-            for text in itertools.chain([first], texts):
-                file.write(json.dumps({"text": text}).encode() + b"\n")
+            for text in _documents(fetched, name, field):
+                if len(text) >= min_characters:
+                    file.write(json.dumps({"text": text}).encode() + b"\n")
+            require(file.tell(), f"{name} of {repo}: no document has {min_characters} characters. Use fewer.")
 
         try:
             replace_file(path, write)
@@ -179,20 +146,6 @@ def _documents(path: Path, name: str, field: str) -> Iterator[str]:
                 yield read_field(line, field, f"{name}: line {number}")
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(f"{name}: damaged ({error}). Run the command again.") from error
-
-
-def _parquet_documents(path: Path, name: str, field: str) -> Iterator[str]:
-    try:
-        from pyarrow import parquet
-    except ImportError as error:
-        raise UserError(f"{name}: needs pyarrow. Run `pip install -r requirements-extras.txt`.") from error
-    file = parquet.ParquetFile(path)
-    columns = file.schema_arrow.names
-    require(field in columns, f"{name}: has no column {field!r}. Choose a --field of {', '.join(columns)}.")
-    for batch in file.iter_batches(batch_size=64, columns=[field]):
-        texts = batch.column(0).to_pylist()
-        require(all(isinstance(text, str) for text in texts), f"{name}: column {field!r} is not text. Use another.")
-        yield from texts
 
 
 def read_field(line: str, field: str, place: str) -> str:
@@ -213,13 +166,11 @@ def main(argv: list[str] | None = None) -> None:
         command = commands.add_parser(dataset, help="shards of GPT-2 tokens")
         command.add_argument("--shards", type=int, help="training shards of 100 M tokens, 200 MB (default: all)")
         command.add_argument("--out", type=Path, default=Path("data") / dataset, help="folder (default: data/NAME)")
-    command = commands.add_parser("pg19", help="50 books of PG-19")
-    command.add_argument("--out", type=Path, default=Path("data/pg19"), help="folder (default: data/pg19)")
     command = commands.add_parser("text", help="files of a data set on the hub, as .jsonl files")
     command.add_argument("repo", metavar="OWNER/NAME", help="data set")
     command.add_argument("files", nargs="+", metavar="FILE", help="files of the data set")
     command.add_argument("--out", required=True, type=Path, help="folder for the text")
-    command.add_argument("--field", default="text", help="field or column of the text (default: text)")
+    command.add_argument("--field", default="text", help="field of the text (default: text)")
     command.add_argument("--min-characters", type=int, default=1, help="leave out shorter documents")
     command.add_argument("--revision", help="branch or commit of the data set (default: main)")
     args = parser.parse_args(argv)
@@ -228,8 +179,6 @@ def main(argv: list[str] | None = None) -> None:
         manifest = download_fineweb(args.command, args.shards, args.out)
         tokens = sum(entry["tokens"] for entry in manifest["files"].values())
         print(f"{args.out}: {len(manifest['files'])} verified shards, {tokens:,} tokens")
-    elif args.command == "pg19":
-        print(f"{args.out}: {len(download_pg19(args.out))} books")
     else:
         for name in args.files:
             print(fetch_text(args.repo, name, args.out, args.field, args.min_characters, args.revision))

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from test_data import REPOSITORY, exit_code, flip, write_raw
 
 from configs.presets import PRESETS, preset
 from data import shards
-from data.download import download_pg19, main
+from data.download import main
 from data.needle import C4_FILES, fetch_c4
 from data.shards import data_command, open_split
 from data.tokenizer import load_tokenizer
@@ -218,43 +217,7 @@ def test_the_presets_get_as_many_shards_as_they_read():
     assert all(command in page for command in commands if command.endswith((" 25", " 101")))
 
 
-# ---- PG-19, text and C4 ----
-
-
-def test_books_are_fetched_once(hub, tmp_path):
-    hub.served["/datasets/deepmind/pg19/resolve/main/data/validation_files.txt"] = b"validation/7.txt\nvalidation/8.txt"
-    books = {"7.txt": b"Call me Ishmael.", "8.txt": "Ligne \u00e9trange".encode() * 1000}
-    (tmp_path / "validation").mkdir()
-    for name, text in books.items():
-        (tmp_path / "validation" / name).write_bytes(text)
-    out, asked = tmp_path / "pg19", []
-
-    class Site(SimpleHTTPRequestHandler):
-        def __init__(self, *args):
-            super().__init__(*args, directory=tmp_path)
-
-        def log_request(self, code, size=None):
-            asked.append((self.path, int(code)))
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Site) as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-        site = f"http://127.0.0.1:{server.server_port}"
-        (tmp_path / "validation" / "8.txt").rename(tmp_path / "8.txt")
-        with pytest.raises(OSError, match="validation/8.txt"):
-            download_pg19(out, site)
-        (tmp_path / "8.txt").rename(tmp_path / "validation" / "8.txt")
-        assert [path.name for path in download_pg19(out, site)] == [*books]
-        server.shutdown()
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == books
-    assert asked == [("/validation/7.txt", 200), ("/validation/8.txt", 404), ("/validation/8.txt", 200)]
-
-
-@pytest.mark.parametrize("listed", [b"", b"../../etc/passwd", b"validation/7.txt\n<html>"])
-def test_a_list_that_names_no_books_is_refused(hub, tmp_path, listed):
-    hub.served["/datasets/deepmind/pg19/resolve/main/data/validation_files.txt"] = listed
-    with pytest.raises(ValueError, match="pg19"):
-        download_pg19(tmp_path / "pg19")
-    assert list((tmp_path / "pg19").iterdir()) == []
+# ---- text and C4 ----
 
 
 def text(hub, out, name, data, *options, revision="main"):
@@ -276,18 +239,10 @@ def test_lines_become_text(hub, tmp_path, name):
     assert {p.name for p in out.iterdir()} == {path.name, ".lock"}
 
 
-def test_parquet_and_whole_files_become_text(hub, tmp_path):
-    assert text(hub, tmp_path, "book.txt", b"Call me\nIshmael.") == 0
+def test_a_whole_file_of_a_branch_becomes_one_text(hub, tmp_path):
+    data = b"Call me\nIshmael."
+    assert text(hub, tmp_path, "book.txt", data, "--revision", "branch", revision="branch") == 0
     assert texts(tmp_path / "book.jsonl") == ["Call me\nIshmael."]
-    pyarrow = pytest.importorskip("pyarrow", reason="parquet needs pip install -r requirements-extras.txt")
-    from pyarrow import parquet
-
-    parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "raw.parquet")
-    data = (tmp_path / "raw.parquet").read_bytes()
-    assert text(hub, tmp_path, "t.parquet", data, "--revision", "branch", revision="branch") == 0
-    assert texts(tmp_path / "t.jsonl") == [row["text"] for row in ROWS]
-    for name, bad, field in (("u.parquet", data, "content"), ("v.parquet", data, "n"), ("w.parquet", b"PAR1", "n")):
-        assert text(hub, tmp_path, name, bad, "--field", field) == 2 and not (tmp_path / f"{name[0]}.jsonl").exists()
 
 
 @DOWNLOADS
