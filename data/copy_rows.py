@@ -29,17 +29,14 @@ def row_length(text: str) -> tuple[int, int | None]:
 def check_copy_rows(share: float, row_lengths: RowLengths) -> None:
     """Raise ValueError unless the share and the row lengths describe a stream."""
     require(0 <= share < 1, f"--copy-rows {share}: must be at least 0 and less than 1. Use 0.5 for half of the rows.")
-    require(row_lengths, "--copy-rows: no length of a row is given. Add --row-tokens with the training length.")
-    start = 0
-    for i, (length, end) in enumerate(row_lengths):
-        name, shortest = f"--row-tokens {length}", 2 * MIN_SEGMENT
-        require(length >= shortest, f"{name}: too short. A row needs at least {shortest} tokens.")
-        require(start % length == 0, f"{name}: rows cannot start at token {start}. Use a multiple.")
-        is_last = i == len(row_lengths) - 1
-        require((end is None) == is_last, f"{name}: all lengths but the last need an END. Write 64:1146880 256.")
-        if end is not None:
-            require(end > start and end % length == 0, f"{name}:{end}: the END must be a multiple, after {start}.")
-            start = end
+    *ends, last_end = [end for _, end in row_lengths] or [0]
+    has_ends = last_end is None and None not in ends
+    require(has_ends, "--copy-rows: all --row-tokens but the last need an END. Write --row-tokens 64:1146880 256.")
+    for (length, end), start in zip(row_lengths, [0, *ends]):
+        shortest = 2 * MIN_SEGMENT
+        require(length >= shortest, f"--row-tokens {length}: too short. A row needs at least {shortest} tokens.")
+        is_whole = start % length == 0 and (end is None or end > start and end % length == 0)
+        require(is_whole, f"--row-tokens {length}: begins or ends within a row. Use multiples of {length}, in order.")
 
 
 def rows(text: np.ndarray, share: float, row_lengths: RowLengths, seed: int = SEED) -> Iterator[np.ndarray]:

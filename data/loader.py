@@ -48,10 +48,7 @@ def sequences_of(batch_tokens: int, length: int, rank: int, world_size: int) -> 
 
 
 def micro_batch_size(batch_tokens: int, length: int, micro_batch_tokens: int, world_size: int, rank: int = 0) -> int:
-    """Return the largest number of sequences that divides a rank's share of a step and fits micro_batch_tokens.
-
-    The number is 1 at least, so a sequence may be longer than micro_batch_tokens.
-    """
+    """Return the most sequences, at least 1, that divide a rank's share of a step and fit micro_batch_tokens."""
     share = len(sequences_of(batch_tokens, length, rank, world_size))
     most = max(1, micro_batch_tokens // length)
     small = [size for size in range(1, math.isqrt(share) + 1) if share % size == 0]

@@ -10,10 +10,6 @@ random place between two tokens of the haystack, so never into another needle. T
 
 The paper leaves four points open. A needle has a newline on both sides. The response is tokenised by itself after one
 newline. Cities are distinct within an example. Numbers are uniform over the numbers of seven digits.
-
-    tokenizer = load_tokenizer("data/web")
-    task = NeedleTask(tokenizer, Haystack.from_shards("data/web", "val", tokenizer), length=4096)
-    inputs, targets, mask = task.batch(range(8))
 """
 
 import re
@@ -70,10 +66,7 @@ class Haystack:
 
     @classmethod
     def from_shards(cls, data_dir: Path, split: str, tokenizer: Tokenizer) -> "Haystack":
-        """Return the documents in the first 2^28 tokens of a data folder's shards.
-
-        ValueError without good shards, or without end-of-text tokens.
-        """
+        """Return the documents in the first 2^28 tokens of a folder; ValueError without good shards or end-of-text."""
         stream = open_split(data_dir, split, tokenizer.vocab_size)
         end, chunk = min(len(stream), INDEX_TOKENS), 1 << 20
         starts = [
@@ -90,10 +83,7 @@ class Haystack:
 
     @classmethod
     def from_text(cls, inputs: Sequence[Path], split: str, tokenizer: Tokenizer, val_fraction=0.05) -> "Haystack":
-        """Return the documents of text files, found and split as `data.text` does, with its errors.
-
-        Each document is tokenised whenever it is drawn, so shards are better for whole books.
-        """
+        """Return the documents of text files, found and split as `data.text` does, and tokenised when drawn."""
         corpus = index_documents(find_files(inputs, (".txt", ".jsonl"), ()), "text", val_fraction)
         return cls._from_corpus(corpus, split, tokenizer)
 
@@ -126,10 +116,7 @@ class Haystack:
 
 
 def fetch_c4(folder: Path, split: str) -> Path:
-    """Return the first file of a split of C4 (en), which is downloaded if necessary: 320 MB for train, 40 MB for val.
-
-    OSError if the hub cannot give the file; ValueError if the file is damaged.
-    """
+    """Return the first file of a split of C4 (en), downloaded if necessary (320 MB, 40 MB). Errors: see fetch_text."""
     return fetch_text("allenai/c4", C4_FILES[split], Path(folder))
 
 

@@ -30,8 +30,8 @@ NOT_TEXT = ("site-packages", "dist-packages", "test", "tests", "idle_test", "__p
 def write_folders(roots: Sequence[Path], out: Path, exclude: Sequence[str] = NOT_TEXT) -> int:
     """Write each folder of Python source as one document to a .txt file in `out`; return the number of documents.
 
-    A folder's document is its own .py files in sorted order, without those of its subfolders. The order of the names in
-    `out` is the order of the roots, and of the folders in a root. exclude: names of files and folders to skip.
+    A folder's document is its own .py files in sorted order, without those of its subfolders. Names in `out` have the
+    order of the roots and folders. exclude: names of files and folders to skip.
     """
     folders = {}  # folder -> texts of its files
     for root in roots:

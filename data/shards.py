@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from errors import UserError, exit_on_user_error, require
-from files import replace_file
+from files import replace_text
 
 MAGIC, VERSION = 20240520, 1
 HEADER_BYTES = 256 * 4
@@ -94,30 +94,20 @@ def read_manifest(folder: Path) -> dict | None:
         return None
     try:
         manifest = json.loads(path.read_text())
-        vocab_size, tokenizer = manifest["vocab_size"], manifest["tokenizer"]
-        is_whole = vocab_size > 0 and isinstance(tokenizer, str)
-        for name, entry in manifest["files"].items():
-            is_whole &= _is_in_split(name, "(train|val)") and 0 <= entry["max_token"] < vocab_size
+        is_whole = manifest["vocab_size"] > 0 and isinstance(manifest["tokenizer"], str)
+        for entry in manifest["files"].values():
             is_whole &= entry["tokens"] > 0 and isinstance(entry["sha256"], str)
+            is_whole &= 0 <= entry["max_token"] < manifest["vocab_size"]
+        require(is_whole, "impossible values")
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: damaged ({error!r:.80}). Prepare the data again.") from error
-    require(is_whole, f"{path}: damaged, with impossible values. Prepare the data again.")
     return manifest
 
 
 def tokenizer_of(data_dir: Path) -> str | None:
-    """Return the identity of a data folder's tokenizer: its name, or the sha256 of tokenizer.json.
-
-    None without a manifest; ValueError if the manifest is damaged.
-    """
+    """Return the name of a data folder's tokenizer, or the sha256 of its tokenizer.json; None without a manifest."""
     manifest = read_manifest(data_dir)
     return manifest and manifest.get("tokenizer_sha256", manifest["tokenizer"])
-
-
-def copy_rows_of(folder: Path) -> dict | None:
-    """Return the copy rows of a data folder's train split: {"share", "row_lengths", "seed"}. None without copy rows."""
-    manifest = read_manifest(folder)
-    return manifest and manifest.get("copy_rows")
 
 
 def sha256_of(path: Path) -> str | None:
@@ -126,8 +116,7 @@ def sha256_of(path: Path) -> str | None:
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:
-    """Replace the manifest of a data folder atomically."""
-    replace_file(Path(folder) / MANIFEST, lambda file: file.write(json.dumps(manifest, indent=1).encode()))
+    replace_text(Path(folder) / MANIFEST, json.dumps(manifest, indent=1))
 
 
 # ---- reading ----
@@ -136,7 +125,6 @@ def write_manifest(folder: Path, manifest: dict) -> None:
 class TokenStream:
     """Reads a list of shards as one endless sequence: position p is token p modulo len(stream).
 
-    The stream holds no tokens and no open files, so 1,030 shards of 100 M tokens are as cheap as one.
     entries: the manifest's entries (file name -> entry) of these shards, or None.
     """
 
@@ -233,10 +221,7 @@ def open_split(data_dir: Path, split: str, vocab_size: int, need_tokens: int = 0
 
 
 def verify(data_dir: Path) -> Iterator[tuple[str, str | None]]:
-    """Yield (file name, problem or None) for every file of the manifest and every other .bin file.
-
-    ValueError without a manifest, or with a damaged one.
-    """
+    """Yield (file name, problem or None) for the files of the manifest and other .bin files; ValueError without one."""
     data_dir = Path(data_dir)
     manifest = read_manifest(data_dir)
     require(manifest, f"{data_dir}: has no {MANIFEST} to verify against. Give a folder of prepared data.")

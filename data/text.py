@@ -10,12 +10,10 @@ Hugging Face model; `bpe:SIZE` trains a tokenizer on the train split.
 
 The sha256 of its text puts a document into train or val, so a document is never in both. If a split is empty then, the
 last --val-fraction of each document is val. Both splits are shuffled with a fixed seed. Every document begins with
-the end-of-text token, as in the FineWeb shards.
+the end-of-text token, as in the FineWeb shards. Memory holds the places of all documents, and the text of one batch.
 
 `--copy-rows 0.5 --row-tokens 64:1146880 256` makes half of the rows of the train split copy rows (see data.copy_rows).
 Rows have 64 tokens up to token 1,146,880 of the stream, and 256 tokens after it.
-
-Memory holds the places of all documents (24 bytes each) and the text of one batch of documents.
 """
 
 import argparse
@@ -25,7 +23,6 @@ import shutil
 import sys
 import tempfile
 from array import array
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,8 +57,7 @@ def find_files(inputs: Sequence[Path], suffixes: Sequence[str], exclude: Sequenc
             wanted = file.is_file() and (file == path or file.suffix in suffixes)
             if wanted and not set(file.relative_to(root).parts) & set(exclude):
                 files.add(file)
-    searched = f"{', '.join(map(str, inputs))}: no files of {', '.join(suffixes)} that are not excluded"
-    require(files, f"{searched}. Use other --suffixes.")
+    require(files, f"{', '.join(map(str, inputs))}: no files of {', '.join(suffixes)}. Use other --suffixes.")
     return sorted(files)
 
 
@@ -120,27 +116,22 @@ def index_documents(files: list[Path], field: str, val_fraction: float) -> Corpu
     ValueError for an impossible fraction, too little text for two splits, or a line of .jsonl without a text.
     """
     require(0 < val_fraction < 1, f"--val-fraction {val_fraction}: out of range. Use more than 0 and less than 1.")
-    spans, replaced = {"train": array("q"), "val": array("q")}, Counter()
+    spans, replaced = {"train": array("q"), "val": array("q")}, 0
     for index, path in enumerate(tqdm(files, "finding documents", unit="file", disable=None)):
         for start, end in document_spans(path):
             text, replaced_here = read_document(path, start, end, field)
-            replaced[path] += replaced_here
+            replaced += replaced_here
             if text:
                 draw = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) / 2**64
                 spans["val" if draw < val_fraction else "train"].extend((index, start, end))
-    if replaced := +replaced:  # the files with such characters
-        path, count = replaced.most_common(1)[0]
-        many = f"{replaced.total():,} characters in {len(replaced):,} files are not UTF-8 and became U+FFFD"
-        print(f"warning: {many}, {count:,} of them in {path}", file=sys.stderr)
-
+    if replaced:
+        print(f"warning: {replaced:,} characters are not UTF-8 and became U+FFFD", file=sys.stderr)
     is_cut = not all(spans.values())
     if is_cut:
         spans = _cut_documents(files, spans["train"] or spans["val"], val_fraction)
-    little = f"--val-fraction {val_fraction}: too few documents for a train and a val split"
-    require(all(spans.values()), f"{little}. Use more text, or another fraction.")
-    shuffled = {}
-    for split, flat in spans.items():
-        shuffled[split] = np.random.default_rng(SHUFFLE_SEED).permutation(np.array(flat, np.int64).reshape(-1, 3))
+    require(all(spans.values()), f"--val-fraction {val_fraction}: too few documents for two splits. Use more text.")
+    rows = {split: np.array(flat, np.int64).reshape(-1, 3) for split, flat in spans.items()}
+    shuffled = {split: np.random.default_rng(SHUFFLE_SEED).permutation(part) for split, part in rows.items()}
     return Corpus(files, field, shuffled, is_cut)
 
 

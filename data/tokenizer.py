@@ -31,10 +31,8 @@ class Tokenizer:
 
 
 def load_tokenizer(spec: str | Path) -> Tokenizer:
-    """Load a tokenizer by its name or place.
+    """Load "gpt2", a tokenizers FILE.json, that of a data folder, or of a Hugging Face model (folder, or str: name).
 
-    spec: "gpt2"; a tokenizers FILE.json; a data folder; the folder of a Hugging Face model; or, as a str, the model's
-    name on the hub.
     OSError if files cannot be fetched; ValueError if there is no such tokenizer.
     """
     path = Path(spec)

@@ -6,14 +6,13 @@
     python -m scripts.evaluate runs/rope --as rope_ntk yarn          its weights as methods that train identically
     python -m scripts.evaluate runs/a runs/b --copy 128 1024         also their copy gain (see runtime/copy_gain.py)
 
-The command prints Markdown tables and stores the numbers in RUN/evaluation.json. All lengths see the same tokens, by
-default those of the run's own validation. --data reads the val split of another folder, at most as many tokens. Losses
-on other text are stored apart, by its fingerprint.
+The command prints Markdown tables. RUN/evaluation.json has the numbers, and the losses by position. All lengths see the
+same tokens, by default those of the run's own validation. --data reads the val split of another folder, at most as many
+tokens.
 """
 
 import argparse
 import dataclasses
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -32,7 +31,7 @@ from runtime.copy_gain import KINDS, SPAN, check_gaps
 from runtime.device import compute_dtype
 from runtime.processes import World, exit_on_failure, start_processes
 from runtime.validation import Validation
-from scripts.shared.run_files import OTHER_TEXTS, on_own_text
+from scripts.shared.run_files import OTHER_TEXTS
 from scripts.shared.runs import StoredRun, read_run, stored_config
 from scripts.shared.tables import loss_table, markdown_table
 
@@ -69,65 +68,63 @@ def check_tokenizer(run: StoredRun, data: Path):
     require(own and own == other, f"{data} has tokenizer {other}, {run.path} has {own}. {advice}")
 
 
-def default_gaps(config: Config, stream: TokenStream) -> list[int]:
-    """Return the gaps T/8, T/2, 2T and so on, at most 64T, that fit the text."""
-    gaps = (config.train_length // 8 * 4**k for k in range(5))
-    return [gap for gap in gaps if 1 <= gap <= len(stream) - SPAN]
-
-
 def evaluate(
     folder: Path, world: World, *, lengths: Sequence[int] | None = None, tokens: int | None = None,
     data: Path | None = None, methods: Sequence[str] = (), gaps: Sequence[int] | None = (),
 ) -> tuple[dict, bool]:  # fmt: skip
-    """Return the result of Validation.losses (nats a token) with name, method, train_length, data folder and text (its
-    fingerprint) of one run; and whether the text is the run's own.
+    """Return the result of Validation.losses (nats a token) of one run, with its name, method, train_length, data
+    folder and fingerprint of the text; and whether the text is the run's own.
 
     lengths, tokens: default to the run's. data: a folder of other text. methods: also run the weights as these.
-    gaps: for copy gain; None: the default ones.
+    gaps: for copy gain, in tokens; None: T/8, T/2, 2T and so on, at most 64T, as far as they fit the text.
     """
     config, model = load_run(folder, world.device)
     run, lengths = read_run(folder), tuple(lengths or config.val_lengths)
     require(min(lengths) >= 1, f"--lengths must be at least 1, got {min(lengths)}")
     stream = open_own_text(run) if data is None else open_split(data, "val", config.vocab_size)
-    same_text = stream.fingerprint(config.val_tokens) == run.data.get("validation")  # --data may name the run's own
-    is_own = data is None or same_text
+    # --data may name the run's own text.
+    is_own = data is None or stream.fingerprint(config.val_tokens) == run.data.get("validation")
     if not is_own:
         check_tokenizer(run, data)
     if tokens is None:
         unit = math.lcm(*lengths)
         tokens = config.val_tokens if is_own else min(config.val_tokens, len(stream) - 1) // unit * unit
-    gaps = tuple(default_gaps(config, stream) if gaps is None else gaps)
+    if gaps is None:
+        gaps = [config.train_length // 8 * 4**k for k in range(5)]
+        gaps = [gap for gap in gaps if 1 <= gap <= len(stream) - SPAN]
     check_validation(stream, lengths, tokens)
     check_gaps(stream, gaps)
     methods = tuple(dict.fromkeys((*config.validate_as, *methods)))
     config = dataclasses.replace(
-        config, val_lengths=lengths, val_tokens=tokens, val_copy_gaps=gaps, validate_as=methods
+        config, val_lengths=lengths, val_tokens=tokens, val_copy_gaps=tuple(gaps), validate_as=methods
     )
     validation = Validation(config, model, stream, world)
-    result = dict(name=folder.name, method=config.method, train_length=config.train_length)
-    result |= dict(text=stream.fingerprint(), data=str(data or config.data_dir))
-    result |= validation.losses(dict.fromkeys(lengths, tokens))
-    return result | (validation.copy_gains() if gaps else {}), is_own
+    names = dict(name=folder.name, method=config.method, train_length=config.train_length, text=stream.fingerprint())
+    losses = validation.losses(dict.fromkeys(lengths, tokens))
+    gains = validation.copy_gains() if gaps else {}
+    return names | dict(data=str(data or config.data_dir)) | losses | gains, is_own
 
 
 def store(folder: Path, result: dict, is_own: bool):
     """Add the result to the folder's evaluation.json, apart if it is on other text than the run's own."""
     path, result = folder / EVALUATION, {"step": latest_checkpoint(folder / "checkpoints").stem, **result}
     try:
-        stored = json.loads(path.read_text()) if path.exists() else {}
-        own, others = on_own_text(stored), dict(stored.get(OTHER_TEXTS, {}))
-        if is_own:
-            own = merge_results(own, result)
-        else:
-            others[result["text"]] = merge_results(others.get(result["text"], {}), result)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged ({error!r}). Delete it and evaluate again.") from error
-    replace_text(path, to_json(own | ({OTHER_TEXTS: others} if others else {})) + "\n")
+        stored = read_run(folder).json(EVALUATION) or {}
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}). Delete it and evaluate again.") from error
+    others = stored.pop(OTHER_TEXTS, {})
+    if is_own:
+        stored = merge_results(stored, result)
+    else:
+        others[result["text"]] = merge_results(others.get(result["text"], {}), result)
+    replace_text(path, to_json(stored | ({OTHER_TEXTS: others} if others else {})) + "\n")
 
 
 def merge_results(old: dict, new: dict) -> dict:
-    """Return the new result with the old one's other lengths and gaps. Lengths of another checkpoint or of another
-    number of tokens are dropped, and so are gaps of another checkpoint."""
+    """Return the new result with the old one's other lengths and gaps, if the checkpoint is the same.
+
+    Losses on another number of tokens are dropped.
+    """
     if not old or old["step"] != new["step"]:
         return new
     if {*old["val_tokens"].values()} != {*new["val_tokens"].values()}:
@@ -139,18 +136,6 @@ def join(old: dict, new: dict) -> dict:
     """Return both nested dicts as one; the new one's values take precedence."""
     nested = {key: join(old[key], new[key]) for key in old.keys() & new.keys() if isinstance(new[key], dict)}
     return old | new | nested
-
-
-def position_table(results: list[dict]) -> str:
-    """Return one row a range of positions, one column a run: the mean loss there in sequences of the longest length."""
-    longest = max((length for r in results for length in r["val_loss_by_position"]), key=int)
-    columns = [r["val_loss_by_position"].get(longest, []) for r in results]
-    rows = [["positions", *(r["name"] for r in results)]]
-    for k in range(max(map(len, columns))):
-        first, last = (2 ** (k - 1) if k else 0), min(2**k, int(longest)) - 1
-        cells = [f"{column[k]:.3f}" if column else "" for column in columns]
-        rows.append([f"{first}-{last}" if last > first else str(first), *cells])
-    return markdown_table(rows)
 
 
 def copy_table(results: list[dict]) -> str:
@@ -165,7 +150,7 @@ def copy_table(results: list[dict]) -> str:
 
 
 def print_tables(results: list[dict]):
-    """Print the losses by length and by position, and the copy gains of runs that have them."""
+    """Print the losses by length, and the copy gains of runs that have them."""
     rows = []
     for result in results:
         others = result.get("val_loss_as", {}).items()
@@ -173,7 +158,6 @@ def print_tables(results: list[dict]):
     print(loss_table(rows))
     if len({(r["text"], *r["val_tokens"].values()) for r in results}) > 1:
         print("\nThese rows do not compare: their texts or numbers of tokens differ.")
-    print(f"\nLoss by position, in sequences of the longest length:\n\n{position_table(results)}")
     if copied := [r for r in results if "copy_gain" in r]:
         print(f"\nCopy gain in nats a token, by the tokens between the copies:\n\n{copy_table(copied)}")
 

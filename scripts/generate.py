@@ -2,8 +2,6 @@
 
     python -m scripts.generate runs/NAME "def main("
     python -m scripts.generate runs/NAME "def main(" --max-new-tokens 4000 --temperature 0.8 --top-p 0.95 --seed 1
-    python -m scripts.generate runs/NAME                         asks for one prompt after another
-    python -m scripts.generate runs/NAME < prompts.txt           a prompt a line
 
 The continuation goes to standard output as it comes, the speed to standard error. It begins where a document begins and
 ends where the model ends it. Decoding is exact at any length (model/decoding.py). NTK and YaRN scale to the length of
@@ -34,25 +32,9 @@ INCOMPLETE = "\ufffd"  # the text of a character's bytes as long as some are mis
 @exit_on_failure("lower --max-new-tokens")
 @exit_on_user_error()
 def main(argv: list[str] | None = None):
-    args = read_arguments(argv)
-    run = read_run(args.run)
-    _, model = load_run(run.path, start_processes(args.device).device)
-    tokenizer = tokenizer_of_run(run, args.tokenizer)
-    generator = torch.Generator().manual_seed(args.seed)
-    for prompt in [args.prompt] if args.prompt is not None else read_prompts():
-        try:
-            continue_text(model, tokenizer, prompt, args, generator)
-        except KeyboardInterrupt:  # ends this continuation; the next prompt may follow
-            print(flush=True)
-            if args.prompt is not None:
-                sys.exit(130)
-
-
-def read_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Return the command line. Raise ValueError for numbers out of range."""
     parser = argparse.ArgumentParser(prog="python -m scripts.generate", description=__doc__.split("\n")[0])
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
-    parser.add_argument("prompt", nargs="?", help="the text to continue (default: lines of the standard input)")
+    parser.add_argument("prompt", help="the text to continue")
     parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="(default: 200)")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 takes the most likely token (default: 1)")
     parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K most likely tokens (default: all)")
@@ -61,12 +43,12 @@ def read_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokenizer", metavar="SPEC", help="if the run's data folder is gone: as in data.text")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     args = parser.parse_args(argv)
-    require(1 <= args.max_new_tokens <= MAX_LENGTH, f"--max-new-tokens must be from 1 to {MAX_LENGTH}")
-    require(0 <= args.temperature < float("inf"), f"--temperature must be 0 or more, got {args.temperature}")
-    require(args.top_k is None or args.top_k >= 1, f"--top-k must be at least 1, got {args.top_k}")
-    require(0 < args.top_p <= 1, f"--top-p must be above 0 and at most 1, got {args.top_p}")
-    require(abs(args.seed) < 2**63, f"--seed must have less than 64 bits, got {args.seed}")
-    return args
+    require(args.max_new_tokens >= 1, "--max-new-tokens must be at least 1")
+    possible = args.temperature >= 0 and (args.top_k is None or args.top_k >= 1) and 0 < args.top_p <= 1
+    require(possible, "--temperature must be at least 0, --top-k at least 1, and --top-p in (0, 1]")
+    run = read_run(args.run)
+    _, model = load_run(run.path, start_processes(args.device).device)
+    continue_text(model, tokenizer_of_run(run, args.tokenizer), args)
 
 
 def tokenizer_of_run(run: StoredRun, spec: str | None) -> Tokenizer:
@@ -74,33 +56,21 @@ def tokenizer_of_run(run: StoredRun, spec: str | None) -> Tokenizer:
     data_dir, trained_with = run.config.data_dir, run.data.get("tokenizer")
     if spec is None and trained_with != "gpt2":
         found = tokenizer_of(Path(data_dir))
-        require(found, f"the data folder {data_dir} of {run.path} has no tokenizer. Name the run's with --tokenizer.")
-        same = trained_with in (None, found)
-        require(same, f"{data_dir} has another tokenizer now than {run.path}. Name the run's with --tokenizer.")
+        same = found and trained_with in (None, found)
+        require(same, f"{data_dir} does not have the tokenizer of {run.path}. Name the run's with --tokenizer.")
     tokenizer = load_tokenizer(spec or ("gpt2" if trained_with == "gpt2" else data_dir))
-    sizes = f"{tokenizer.vocab_size} tokens, more than the {run.config.vocab_size} of {run.path}"
     fits = tokenizer.vocab_size <= run.config.vocab_size
-    require(fits, f"the tokenizer has {sizes}. Name the run's with --tokenizer.")
+    require(fits, f"the tokenizer has {tokenizer.vocab_size} tokens, more than the model. Name the run's --tokenizer.")
     return tokenizer
 
 
-def read_prompts() -> Iterator[str]:
-    """Yield the lines of the standard input; ask for each if a person types them."""
-    prompt = "prompt> " if sys.stdin.isatty() else ""
-    print(prompt, end="", file=sys.stderr, flush=True)
-    for line in sys.stdin:
-        yield line.rstrip("\n")
-        print(prompt, end="", file=sys.stderr, flush=True)
-
-
-def continue_text(
-    model: GPT, tokenizer: Tokenizer, prompt: str, args: argparse.Namespace, generator: torch.Generator
-) -> None:
+def continue_text(model: GPT, tokenizer: Tokenizer, args: argparse.Namespace) -> None:
     """Print the prompt and its continuation, token by token, and then how many tokens came how fast.
 
     Raise ValueError for more tokens than attention covers.
     """
-    tokens = [tokenizer.eot, *tokenizer.encode(prompt)]  # documents begin so in training
+    generator = torch.Generator().manual_seed(args.seed)
+    tokens = [tokenizer.eot, *tokenizer.encode(args.prompt)]  # documents begin so in training
     length = len(tokens) + args.max_new_tokens
     require(length <= MAX_LENGTH, f"{length} tokens are more than attention covers. Lower --max-new-tokens.")
 
@@ -117,7 +87,7 @@ def continue_text(
                 return
             yield token.item()
 
-    print(prompt, end="", flush=True)
+    print(args.prompt, end="", flush=True)
     for text in text_pieces(new_tokens(), tokenizer):
         print(text, end="", flush=True)
     print(flush=True)
@@ -127,15 +97,12 @@ def continue_text(
 
 
 def text_pieces(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield the text of tokens, each piece as soon as it is known.
-
-    The text of a token may depend on the token before it, and a character may take up to four tokens.
-    """
+    """Yield the text of tokens in whole characters. The text of a token may depend on the token before it."""
     printed, waiting = [], []
     for token in tokens:
         waiting.append(token)
         text = tokenizer.decode(printed + waiting)[len(tokenizer.decode(printed)) :]
-        if not text.endswith(INCOMPLETE) or len(waiting) > 4:
+        if not text.endswith(INCOMPLETE):
             yield text
             printed, waiting = waiting, []
     if waiting:

@@ -23,7 +23,7 @@ from configs.command_line import read_config, read_fields
 from configs.presets import quickstart
 from configs.runs import Run
 from data.python_source import prepare_documents, prepare_taught
-from data.shards import copy_rows_of, read_manifest, verify
+from data.shards import read_manifest, verify
 from errors import exit_on_user_error, require
 from scripts.shared.looks import LINES, import_matplotlib
 from scripts.shared.runs import data_fingerprint, describe_differences, read_run, sidecar
@@ -70,7 +70,7 @@ def main():
 
     summaries = {name: json.loads((out / f"{title}-{slug(name)}" / "summary.json").read_text()) for name in SHOWN}
     table = result_table(summaries)
-    share = copy_rows_of(data_dir)["share"]
+    share = read_manifest(data_dir)["copy_rows"]["share"]
     caption = (
         "Loss on held-out natural text, in nats a token, by sequence length; and copy gain: by how many nats a second\n"
         "copy of 32 random tokens is easier than the first, by the tokens between them. Trained on "
@@ -91,9 +91,10 @@ def slug(name: str) -> str:
 
 def make_data(folder: Path, text: Path | None):
     """Make the shards, or check those that are there. Raise ValueError or OSError for a text that cannot be read."""
-    if read_manifest(folder):
-        rows = copy_rows_of(folder)
-        require(rows, f"{folder} holds text without copy rows. Delete it, or name another --data-dir.")
+    if manifest := read_manifest(folder):
+        require(
+            manifest.get("copy_rows"), f"{folder} holds text without copy rows. Delete it, or name another --data-dir."
+        )
         if damaged := [f"{name} ({problem})" for name, problem in verify(folder) if problem]:
             raise ValueError(f"{folder}: {', '.join(damaged)}. Delete the folder and run this again.")
         return
