@@ -12,7 +12,7 @@ import pytest
 
 from configs.presets import quickstart
 from data import python_source
-from data.shards import copy_rows_of, open_split
+from data.shards import open_split, read_manifest
 from data.text import load_tokenizer
 from scripts import quickstart as script
 from scripts.shared.tables import loss_table
@@ -71,10 +71,11 @@ def test_text_and_tokenizer_come_from_this_machine(text, documents, tmp_path, mo
         read[split] = decode(stream.read(0, len(stream)).tolist())
     assert "wrong" not in "".join(read.values())
     if text == "mini":
-        assert copy_rows_of(tmp_path / "data") is None
+        assert "copy_rows" not in read_manifest(tmp_path / "data")
         assert "".join(read.values()).count("<|endoftext|>") == documents and "torch_tensor" not in read["train"]
     else:
-        assert copy_rows_of(tmp_path / "data")["row_lengths"] == [[32, 200 * 2048], [64, 600 * 2048], [256, None]]
+        lengths = read_manifest(tmp_path / "data")["copy_rows"]["row_lengths"]
+        assert lengths == [[32, 200 * 2048], [64, 600 * 2048], [256, None]]
     with pytest.raises(SystemExit) as end:
         python_source.main([text, "--out", str(tmp_path / "data")])
     assert end.value.code == 2
