@@ -4,8 +4,6 @@
     python -m scripts.needle runs/mini-*-s?/ --scale mini        with the settings of another scale (configs/sweeps.py)
     python -m scripts.needle runs/a --haystack shards --lengths 4096 16384 --examples 200
 
-`python -m scripts.sweep table_needle` trains the runs of the paper's table and does this for each.
-
 A run is fine-tuned at its training length with its own optimizers and peak learning rates: a third of the steps of
 warm-up, a third constant, a third down to zero. The loss is on the response alone. With --curriculum, which the paper
 does not have, prompts are shorter in the first half of the steps: small models learn to retrieve nearby first.
@@ -17,7 +15,6 @@ exit code after a signal is 75. The seed is the run's.
 
 import argparse
 import dataclasses
-import functools
 import json
 import sys
 from collections import defaultdict
@@ -49,6 +46,7 @@ from scripts.evaluate import load_run
 from scripts.shared.tables import markdown_table
 
 SAVE_EVERY = 50  # steps
+KINDS = ("greedy", "teacher_forcing", "oracle", "by_distance")  # of scores
 TEST_SEED = 1_000_000  # of the scored examples, the same for all runs; no fine-tuning has this seed
 
 
@@ -95,10 +93,9 @@ def read_arguments() -> tuple[argparse.Namespace, Needle]:
 def run(
     path: Path, needle: Needle, lengths: list[int] | None, device: torch.device, compiled: str | None, stop: StopRequest
 ) -> dict:
-    """Fine-tune and score one run, or do the rest of it; return the summary.
+    """Fine-tune and score one run, or do the rest of it; return the summary. lengths: None for the paper's.
 
-    lengths: None for the lengths of the paper's table. A signal ends the process with everything saved.
-    Raise ValueError or OSError for wrong settings, and if another process uses the folder.
+    A signal ends the process with everything saved. Raise ValueError or OSError for the user's mistakes.
     """
     # ---- setup: every mistake of the user is reported here, before a folder exists ----
     config, model = load_run(path, device)
@@ -141,7 +138,6 @@ def run(
 
 
 def find_haystack(source: str, split: str, config: Config, tokenizer: Tokenizer) -> Haystack:
-    """Return the text that hides the needles. source: shards (the run's own data), c4, or a path."""
     if source == "shards":
         return Haystack.from_shards(Path(config.data_dir), split, tokenizer)
     if source == "c4":
@@ -161,10 +157,9 @@ def fine_tune(
     config: Config, model: GPT, tasks: list[NeedleTask], folder: RunFolder, compiled: str | None, needle: Needle,
     stop: StopRequest,
 ):  # fmt: skip
-    """Train the model in place, from the folder's latest checkpoint on.
+    """Train the model in place, from the folder's latest checkpoint on. After a signal, save the current step.
 
     tasks: one for each half of the steps. A step has about as many tokens of either.
-    After a signal, this returns when the current step is saved.
     """
     device, steps, world = model.head.device, needle.steps, World.alone(model.head.device)
     optimizers = build_optimizers(config, model, bool(compiled), world)
@@ -189,7 +184,12 @@ def fine_tune(
         weights = mask / mask.sum()  # mean over the response tokens of the whole step
         micro_batches = list(zip(inputs.split(size), zip(targets.split(size), weights.split(size))))
         factor = lr_factor(step, steps=steps, schedule="trapezoid", warmup_steps=steps // 3, cooldown_steps=steps // 3)
-        step_loss = functools.partial(response_loss, training_model, count)
+
+        def step_loss(inputs, targets, plan):
+            tokens, weights = targets
+            losses = training_model(inputs, tokens, plan=plan, per_token=True)  # (B, T)
+            return (losses * weights).sum() * (count / len(inputs))  # train_step divides by this
+
         loss, _ = train_step(step_loss, micro_batches, plan, optimizers, factor, world)
         metrics.write({"step": step + 1, "train_loss": loss.item()})
         stopping = stop.signal_name is not None
@@ -200,18 +200,6 @@ def fine_tune(
             break
         stop.can_save = True
     stop.can_save = False  # everything is saved: a signal may end the process at once
-
-
-def response_loss(
-    model: torch.nn.Module, sequences: int, inputs: torch.Tensor, targets: tuple[torch.Tensor, torch.Tensor], plan
-) -> torch.Tensor:
-    """Return the loss of a micro-batch for train_step, which averages over the sequences of a step.
-
-    targets: tokens and their weights in the mean over the response tokens of the step, (B, T) each.
-    """
-    tokens, weights = targets
-    losses = model(inputs, tokens, plan=plan, per_token=True)  # (B, T)
-    return (losses * weights).sum() * (sequences / len(inputs))  # train_step divides by this
 
 
 def score_methods(
@@ -233,10 +221,10 @@ def score_methods(
                 folder.write_json("scores.json", known)
             share = scores[str(length)]["greedy"]
             print(f"{folder.path.parent.name} as {name}: {share:.3f} of the needles at {length}", file=sys.stderr)
-    kinds, shares = ("greedy", "teacher_forcing", "oracle", "by_distance"), {}
+    shares = {}
     for name, by_length in known.items():
         whole = {length: scores for length, scores in by_length.items() if scores["examples"] == examples}
-        shares[name] = {kind: {length: scores[kind] for length, scores in whole.items()} for kind in kinds}
+        shares[name] = {kind: {length: scores[kind] for length, scores in whole.items()} for kind in KINDS}
     return shares
 
 
@@ -257,9 +245,9 @@ def measure_accuracy(config: Config, model: GPT, task: NeedleTask, examples: int
     for start, batch in batches:
         tokens = torch.from_numpy(np.stack([example.tokens for example in batch])).to(device)  # (B, length + 1)
         response, eot = task.length + 1 - start, task.tokenizer.eot
-        decoded = greedy_decode(
+        decoded = greedy_decode(  # (B, response) at most
             model, tokens[:, :start], response, target_length=task.length, stop=eot, method=method
-        )  # (B, response) at most
+        )
         predicted = model(tokens[:, :-1], plan=plan, last=response).argmax(dim=-1)  # (B, response)
         for example, ids, forced_ids in zip(batch, decoded.tolist(), predicted.tolist()):
             greedy += score(task.tokenizer.decode(ids), example)
