@@ -186,7 +186,7 @@ def test_its_examples_followed_to_the_letter_run_and_pass_the_tests(tmp_path):
 
     lists = "root or the_methods_are_those or it_names or every_run_give or every_method"
     lists += " or mine or learning_rates or every_preset or all_fine_tunes"
-    files = "methods decoding gpt config attention kernels logits report reproduce sweep readme fineweb".split()
+    files = "methods decoding gpt config attention logits report reproduce sweeps readme download".split()
     said = python("-m", "pytest", "-q", "-m", "not slow", "-k", lists, *(f"tests/test_{file}.py" for file in files))
     assert int(re.search(r"(\d+) passed", said)[1]) >= 20
 
