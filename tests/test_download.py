@@ -252,9 +252,9 @@ def test_a_whole_file_of_a_branch_becomes_one_text(hub, tmp_path):
         ("x.csv", b"a,b\n", [], "x.csv: line 1"),
         ("a.jsonl", LINES, ["--field", "content"], "a.jsonl: line 1: .*'content'"),
         ("b.jsonl", LINES, ["--min-characters", "9999"], "b.jsonl .*9999"),
-        ("c.jsonl.gz", gzip.compress(LINES)[:-20], [], "c.jsonl.gz"),
+        ("c.jsonl.gz", gzip.compress(LINES, mtime=0)[:-20], [], "c.jsonl.gz"),
         ("d.jsonl.gz", b"<html>not a gzip file</html>", [], "d.jsonl.gz"),
-        ("e.jsonl.gz", flip(gzip.compress(LINES), 700), [], "e.jsonl.gz"),
+        ("e.jsonl.gz", flip(gzip.compress(LINES, mtime=0), 700), [], "e.jsonl.gz"),
     ],
 )
 def test_a_file_that_is_no_such_text_is_named(hub, tmp_path, capsys, faults, name, data, options, named):
