@@ -169,7 +169,7 @@ class Run:
             if error is None and not self.finished:
                 self._finish()
             self.saver.finish()
-        except Exception as failure:
+        except BaseException as failure:  # also SystemExit, which fail_together raises
             error = failure
         if self.folder is not None:
             if error is not None and self.log is None:  # the run could not begin

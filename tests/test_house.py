@@ -32,6 +32,15 @@ def test_no_two_files_import_each_other():
     assert len([*TopologicalSorter(graph).static_order()]) == len(graph)  # CycleError names a circle
 
 
+def test_imports_go_the_way_that_the_readme_says():
+    below = {"configs", "data", "model", "optim"}
+    may = dict.fromkeys(below, set()) | dict(runtime=below, scripts=below | {"runtime"})
+    for room, others in may.items():
+        for path in (ROOT / room).rglob("*.py"):
+            imported = {name.split(".")[0] for name in imports(path)} & {*may, "train_gpt"}
+            assert imported <= others | {room}, path
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_no_file_is_long_and_no_function(path):
     assert len(path.read_text().splitlines()) <= 400
