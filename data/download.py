@@ -36,29 +36,20 @@ def _one_line_errors(description: str) -> Iterator[None]:
         raise OSError(f"cannot download {description}: {message}. Run the command again.") from error
 
 
-def fetch(repo: str, name: str, folder: Path, revision: str | None = None) -> Path:
-    """Download a file of a data set on the hub into a folder and return its path; OSError if that fails.
+def fetch(repo: str, name: str, folder: Path | None, revision: str | None = None, repo_type: str = "dataset") -> Path:
+    """Download a file of the hub into a folder (None: the cache) and return its path; OSError if that fails.
 
     A download that was interrupted goes on where it stopped, if the folder still has its parts.
     """
     from huggingface_hub import hf_hub_download
 
     with _one_line_errors(f"{name} of {repo}"):
-        return Path(hf_hub_download(repo, name, repo_type="dataset", revision=revision, local_dir=folder))
+        return Path(hf_hub_download(repo, name, repo_type=repo_type, revision=revision, local_dir=folder))
 
 
 def model_file(model: str | Path, name: str) -> Path:
-    """Return the path of a file of a Hugging Face model, which is a folder or a name on the hub.
-
-    ValueError if the folder has no such file; OSError if the hub cannot give it.
-    """
-    if Path(model).is_dir():
-        require((Path(model) / name).is_file(), f"{model}: has no {name}. Choose another model.")
-        return Path(model) / name
-    from huggingface_hub import hf_hub_download
-
-    with _one_line_errors(f"{name} of {model}"):
-        return Path(hf_hub_download(str(model), name))
+    """Return the path of a file of a Hugging Face model, a folder or a name on the hub; OSError if it is not there."""
+    return Path(model) / name if Path(model).is_dir() else fetch(str(model), name, None, repo_type="model")
 
 
 # ---- FineWeb ----

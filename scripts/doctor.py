@@ -233,7 +233,7 @@ def check_step(config: Config, device: torch.device, price: float | None) -> Ite
     speed = f"{tokens_per_second:,.0f} tokens/s, {used:.0%} of {peak:.3g} FLOP/s ({source})"
     memory = f", {trainer.peak_bytes / 1e9:.2f} GB" if trainer.peak_bytes else ""
     slow = device.type == "cuda" and used < LOW_MFU and flops > LARGE_MODEL
-    advice = "See where the time goes: python -m scripts.bench step PRESET METHOD --profile trace" if slow else ""
+    advice = "Try other settings: python -m scripts.bench step PRESET METHOD METHOD/FIELD=VALUE" if slow else ""
     yield Finding("step", f"{code}: {small.batch_tokens:,} tokens in {seconds:.3f} s, {speed}{memory}", advice)
     yield Finding("run", f"{describe_run(config, tokens_per_second, price)} on one {device_name(device)}")
 

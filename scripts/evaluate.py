@@ -22,7 +22,7 @@ import torch
 
 from configs.config import Config
 from data.loader import check_validation
-from data.shards import TOKENIZER_FILE, TokenStream, open_split, tokenizer_of
+from data.shards import TokenStream, open_split, tokenizer_of
 from errors import exit_on_user_error, require
 from files import replace_text, to_json
 from runtime.build import build_model
@@ -55,25 +55,24 @@ def open_own_text(run: StoredRun) -> TokenStream:
     config = run.config
     stream = open_split(config.data_dir, "val", config.vocab_size)
     same = run.data.get("validation") in (None, stream.fingerprint(config.val_tokens))
-    advice = f"Restore it, or evaluate on this as other text with --data {config.data_dir}."
-    require(same, f"{config.data_dir} does not hold the validation text that {run.path}/data.json names. {advice}")
+    message = f"{config.data_dir} does not hold the validation text of {run.path}"
+    require(same, f"{message}. Restore it, or evaluate on other text with --data {config.data_dir}.")
     return stream
 
 
 def check_tokenizer(run: StoredRun, data: Path):
     """Raise ValueError unless the other text was prepared with the tokenizer of the run."""
     other, own = tokenizer_of(data), run.data.get("tokenizer")
-    option = "gpt2" if own == "gpt2" else Path(run.config.data_dir) / TOKENIZER_FILE
-    advice = f"Prepare the text with `python -m data.text ... --tokenizer {option}`."
+    advice = f"Prepare the text with `python -m data.text ... --tokenizer {run.config.data_dir}`."
     require(own and own == other, f"{data} has tokenizer {other}, {run.path} has {own}. {advice}")
 
 
 def evaluate(
     folder: Path, world: World, *, lengths: Sequence[int] | None = None, tokens: int | None = None,
     data: Path | None = None, methods: Sequence[str] = (), gaps: Sequence[int] | None = (),
-) -> tuple[dict, bool]:  # fmt: skip
-    """Return the result of Validation.losses (nats a token) of one run, with its name, method, train_length, data
-    folder and fingerprint of the text; and whether the text is the run's own.
+) -> dict:  # fmt: skip
+    """Return and store the result of Validation.losses (nats a token) of one run, with its name, method, train_length,
+    data folder and fingerprint of the text.
 
     lengths, tokens: default to the run's. data: a folder of other text. methods: also run the weights as these.
     gaps: for copy gain, in tokens; None: T/8, T/2, 2T and so on, at most 64T, as far as they fit the text.
@@ -102,7 +101,9 @@ def evaluate(
     names = dict(name=folder.name, method=config.method, train_length=config.train_length, text=stream.fingerprint())
     losses = validation.losses(dict.fromkeys(lengths, tokens))
     gains = validation.copy_gains() if gaps else {}
-    return names | dict(data=str(data or config.data_dir)) | losses | gains, is_own
+    result = names | dict(data=str(data or config.data_dir)) | losses | gains
+    store(folder, result, is_own)
+    return result
 
 
 def store(folder: Path, result: dict, is_own: bool):
@@ -177,22 +178,19 @@ def main():
     with exit_on_user_error():
         world = start_processes(args.device)
     gaps = () if args.copy is None else args.copy or None
-    results, failed = [], False
+    results = []
     for folder in args.runs:
         print(f"evaluating {folder}", file=sys.stderr)
         try:
-            result, is_own = evaluate(
+            results.append(evaluate(
                 folder, world, lengths=args.lengths, tokens=args.val_tokens, data=args.data, methods=args.methods,
                 gaps=gaps,
-            )  # fmt: skip
-            results.append(result)
-            store(folder, result, is_own)
+            ))  # fmt: skip
         except (ValueError, OSError) as error:  # the other runs still get their row
             print(f"error: {error}", file=sys.stderr)
-            failed = True
     if results:
         print_tables(results)
-    if failed:
+    if len(results) < len(args.runs):
         sys.exit(2)
 
 

@@ -56,7 +56,7 @@ def main():
         args, needle = read_arguments()
         device = start_processes(args.device).device
         compiled, _ = choose_compile(args.compile, device)
-    results, failed = [], False
+    results = []
     for path in args.runs:
         print(f"fine-tuning {path}", file=sys.stderr)
         try:
@@ -64,10 +64,9 @@ def main():
                 results.append(run(path, needle, args.lengths, device, compiled, stop))
         except (ValueError, OSError) as error:  # the other runs still get their row
             print(f"error: {error}", file=sys.stderr)
-            failed = True
     if results:
         print(f"\nNeedles found of 3 a prompt, by greedy decoding (by teacher forcing):\n\n{accuracy_table(results)}")
-    if failed:
+    if len(results) < len(args.runs):
         sys.exit(2)
 
 

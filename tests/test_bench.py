@@ -174,13 +174,6 @@ def test_step_reports_what_it_measured(tmp_path, one_call, capsys):
         assert row[7].strip() == protocol.ratio_cell(times, record["seconds"]["p_rope"])
 
 
-def test_profile_writes_a_table_and_a_trace(tmp_path, capsys):
-    assert command("step", "quickstart", "p_rope", *FIELDS, "--profile", tmp_path, "--steps", 1) == 0
-    assert "aten::mm" in capsys.readouterr().out
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert any(event.get("name") == "aten::mm" for event in events)
-
-
 @pytest.mark.parametrize("difference, code", [(0.0, 0), (0.1, 1)])
 def test_checkouts_are_compared_by_their_steps_and_losses(difference, code, tmp_path, monkeypatch):
     order = []

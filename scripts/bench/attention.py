@@ -46,9 +46,6 @@ HOW_TO_READ = """\
 - Both: forward and backward pass. TFLOP/s: of both, counting the causal half: 3.5 times 4 B H T^2 D / 2."""
 
 
-# ---- the variants ----------------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class Case:
     batch: int
@@ -78,7 +75,8 @@ class Case:
 
 
 def formula_of(name: str) -> str:
-    require(name.count(":") in (1, 2), f"unknown variant {name!r}. A variant is BACKEND:FORMULA[:DETAIL].")
+    known = name in SPECIAL or name.count(":") == 1
+    require(known, f"unknown variant {name!r}. A variant is BACKEND:FORMULA or {', '.join(SPECIAL)}.")
     return name.split(":")[1]
 
 
@@ -86,7 +84,6 @@ def make_attend(name: str, case: Case) -> Attend:
     """Return the function that computes attention. Raise ValueError for a variant that cannot run here."""
     if name in SPECIAL:
         return SPECIAL[name](case)
-    require(name.count(":") == 1, f"unknown variant {name!r}. Those with a DETAIL are {', '.join(SPECIAL)}.")
     backend, formula = name.split(":")
     method = case.method(formula)
     if backend == "dense":
@@ -112,9 +109,6 @@ def flex_as_written(case: Case) -> Attend:
 
 
 SPECIAL = {"flex:si:written": flex_as_written}
-
-
-# ---- the command -----------------------------------------------------------------------------------------------------
 
 
 def add_arguments(parser: argparse.ArgumentParser):

@@ -2,7 +2,6 @@
 
     python -m scripts.bench step gpt_162m_4k p_rope scale_invariant_p_rope scale_invariant_p_rope:triton
     python -m scripts.bench step quickstart p_rope p_rope/compile=off/micro_batch_tokens=1024 --train_length 1024
-    python -m scripts.bench step quickstart p_rope --profile trace     where the time goes: a table and a Chrome trace
     python -m scripts.bench step quickstart --checkouts . ../before    train_gpt.py of two checkouts
 
 A variant is METHOD[:BACKEND][/FIELD=VALUE...]; the fields are those of train_gpt.py. The first variant that runs is the
@@ -49,8 +48,7 @@ HOW_TO_READ = """\
 def add_arguments(parser: argparse.ArgumentParser):
     parser.add_argument("preset", help="one of configs/presets.py; fields of train_gpt.py may follow as options")
     parser.add_argument("variants", nargs="*", metavar="VARIANT", help=f"default: {' '.join(DEFAULT_VARIANTS)}")
-    parser.add_argument("--steps", type=int, default=10, help="of the gate, of the profile, of a checkout (10)")
-    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="profile the first variant instead")
+    parser.add_argument("--steps", type=int, default=10, help="of the gate, of a checkout (10)")
     parser.add_argument("--checkouts", type=Path, nargs="+", metavar="FOLDER", help="time these checkouts instead")
 
 
@@ -67,8 +65,6 @@ def run(args: argparse.Namespace) -> int:
         report = protocol.Report(args.out, f"step_checkouts_{args.preset}", device, "Training steps of checkouts")
         return compare_checkouts(report, args.checkouts, args.preset, args.fields, args.steps, args.rounds)
     with torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
-        if args.profile:
-            return profile(Trainer(base, device), args.steps, args.profile)
         return compare_variants(args, variants, device)
 
 
@@ -138,9 +134,8 @@ def compare_variants(args: argparse.Namespace, variants: dict[str, Config], devi
 def add_times(report: protocol.Report, trainers: dict[str, Trainer], times: dict[str, list[float]]):
     """Report times, tokens a second and use of the machine."""
     baseline, first = next(iter(trainers.items()))
-    peak, source = peak_flops(first.device, first.dtype) or (
-        matmul_rate(first.device, first.dtype, n=1024, seconds=1.0), "a product of two 1024 x 1024 matrices, measured"
-    )  # fmt: skip
+    known, measured = peak_flops(first.device, first.dtype), "a product of two 1024 x 1024 matrices, measured"
+    peak, source = known or (matmul_rate(first.device, first.dtype, n=1024, seconds=1.0), measured)
     rows = [["variant", "attention", "tokens/s", "step ms", "of peak", "GiB", f"time to {baseline}"]]
     for name, seconds in times.items():
         trainer, median = trainers.get(name, first), statistics.median(seconds)
@@ -153,20 +148,6 @@ def add_times(report: protocol.Report, trainers: dict[str, Trainer], times: dict
     run = f"Text: {first.text}; compile {first.compile_note}. {report.record['gpu']}"
     report.add(f"## Times, {len(times[baseline])} rounds\n\n{run}", rows)
     report.add(protocol.HOW_TO_READ + HOW_TO_READ.format(peak=peak, source=source))
-
-
-def profile(trainer: Trainer, steps: int, folder: Path) -> int:
-    """Print the operations that take the most time, write a trace for chrome://tracing, and return 0."""
-    steps = min(steps, 10)  # a trace of more steps is too large to open
-    with torch.profiler.profile() as profiler, trainer.loader:
-        for _ in range(steps):
-            trainer.step()
-    order = "self_device_time_total" if trainer.device.type == "cuda" else "self_cpu_time_total"
-    print(profiler.key_averages().table(sort_by=order, row_limit=30, max_name_column_width=60))
-    folder.mkdir(parents=True, exist_ok=True)
-    profiler.export_chrome_trace(str(folder / "trace.json"))
-    print(f"{steps} steps of {trainer.config.method}; the trace is {folder / 'trace.json'}")
-    return 0
 
 
 def compare_checkouts(
