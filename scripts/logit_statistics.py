@@ -43,8 +43,7 @@ MAX_TOKENS, MAX_PAIRS = 2048, 2**18  # 2^18 pairs are all those of 725 tokens
 @exit_on_user_error()
 def main(argv: list[str] | None = None):
     argv = sys.argv[1:] if argv is None else argv
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(COMMAND, description=__doc__, formatter_class=formatter)
+    parser = argparse.ArgumentParser(COMMAND, description=__doc__.split("\n")[0])
     parser.add_argument("model", metavar="MODEL", help="a run folder, or a Hugging Face folder or name on the hub")
     parser.add_argument("--text", required=True, type=Path, metavar="FILE", help="a text in UTF-8")
     parser.add_argument("--out", type=Path, help=f"folder for the results (default: runs/{FOLDER}/NAME)")
@@ -116,15 +115,8 @@ def write(out: Path, kept: Kept, about: dict):
 
 Attention scores of {about["model"]}: {describe(about)}. Only pairs with t > 0, and without key 0. Red: the Gaussian of
 their mean and standard deviation. The table and the first figure pool the heads of a layer; statistics.csv and the
-second figure have each head. statistics.csv counts layers from 0.
-
-{kept.table()}
-
-{picture("layers")}
-
-{picture("heads")}
-"""
-    replace_text(out / "statistics.md", text)
+second figure have each head. statistics.csv counts layers from 0."""
+    replace_text(out / "statistics.md", "\n\n".join([text, kept.table(), picture("layers"), picture("heads")]) + "\n")
     replace_text(out / "about.json", to_json(about, indent=1) + "\n")
 
 
