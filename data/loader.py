@@ -136,8 +136,7 @@ def validation_batches(
 ) -> Iterator[Batch]:  # fmt: skip
     """Yield one rank's validation batches: the first `val_tokens` of the stream, each token a target once.
 
-    The tokens are the same at every length and in every run. Rank r of W has sequences r, r + W, r + 2W and so on, so
-    numbers of sequences may differ by one between ranks. A rank's last micro-batch may be smaller.
+    Rank r of W has sequences r, r + W, r + 2W and so on. A rank's last micro-batch may be smaller.
     """
     check_validation(stream, [length], val_tokens)
     device = torch.device(device)

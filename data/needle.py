@@ -143,7 +143,6 @@ class NeedleTask:
 
     length: tokens of the model's input; ValueError if needles and response do not fit. The end-of-text token after them
     is a target alone, so that inputs have the shape of a training sequence.
-    seed: not negative. Tests have a seed that no fine-tuning has.
     """
 
     def __init__(self, tokenizer: Tokenizer, haystack: Haystack, length: int, *, seed: int = 0):

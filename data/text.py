@@ -111,10 +111,7 @@ class Corpus:
 
 
 def index_documents(files: list[Path], field: str, val_fraction: float) -> Corpus:
-    """Find, split and shuffle the documents; warn of bytes that are not UTF-8.
-
-    ValueError for an impossible fraction, too little text for two splits, or a line of .jsonl without a text.
-    """
+    """Find, split and shuffle the documents. ValueError for too little text, or a line of .jsonl without a text."""
     require(0 < val_fraction < 1, f"--val-fraction {val_fraction}: out of range. Use more than 0 and less than 1.")
     spans, replaced = {"train": array("q"), "val": array("q")}, 0
     for index, path in enumerate(tqdm(files, "finding documents", unit="file", disable=None)):

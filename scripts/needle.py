@@ -9,8 +9,7 @@ warm-up, a third constant, a third down to zero. The loss is on the response alo
 does not have, prompts are shorter in the first half of the steps: small models learn to retrieve nearby first.
 
 The score at a length is the share of needles with the right city and number, by greedy decoding and by teacher forcing.
-RUN/needle/ holds everything and is a run folder of its own. The same command continues an interrupted fine-tuning; the
-exit code after a signal is 75. The seed is the run's.
+RUN/needle/ holds everything. The same command continues an interrupted fine-tuning (exit code 75 after a signal).
 """
 
 import argparse
