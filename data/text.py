@@ -172,14 +172,21 @@ def prepare(
     require(copy_rows is not None or not row_lengths, "--row-tokens: copy rows alone have a length. Add --copy-rows.")
     require(not any(out.glob("*.bin")), f"{out}: has shards. Choose another --out, or remove them.")
     files = find_files(inputs, suffixes, exclude)
-    if re.fullmatch(r"bpe:\d+", tokenizer) is None:
-        load_tokenizer(tokenizer)  # may raise, before all text is read
+    bpe = re.fullmatch(r"bpe:(\d+)", tokenizer)
+    tok = None if bpe else load_tokenizer(tokenizer)  # may raise, before all text is read
     corpus = index_documents(files, field, val_fraction)
     if corpus.is_cut:
         print(f"too few documents: the last {100 * val_fraction:g} % of each are val", flush=True)
 
     out.mkdir(parents=True, exist_ok=True)
-    tok = _make_tokenizer(tokenizer, corpus, out)
+    if bpe:
+        train_bpe(corpus.texts("train", "training bpe on"), int(bpe[1]), out / TOKENIZER_FILE)
+        tok = load_tokenizer(out / TOKENIZER_FILE)
+    elif tok.file:
+        shutil.copyfile(tok.file, out / TOKENIZER_FILE)
+        config = tok.file.with_name(TOKENIZER_CONFIG)
+        if config.exists():
+            shutil.copyfile(config, out / TOKENIZER_CONFIG)
     with ShardWriter(out, name, tokenizer=tok.name, vocab_size=tok.vocab_size, shard_tokens=shard_tokens) as writer:
         for split, spans in corpus.spans.items():
             parts = encode(corpus.texts(split, "encoding"), tok)
@@ -194,20 +201,6 @@ def prepare(
             lengths = [list(pair) for pair in row_lengths]
             writer.manifest["copy_rows"] = {"share": copy_rows, "row_lengths": lengths, "seed": SEED}
         return writer.close()
-
-
-def _make_tokenizer(spec: str, corpus: Corpus, out: Path) -> Tokenizer:
-    """Train a tokenizer on the train split, or copy the files of another; return the tokenizer in the data folder."""
-    if spec.startswith("bpe:"):
-        train_bpe(corpus.texts("train", "training bpe on"), int(spec.removeprefix("bpe:")), out / TOKENIZER_FILE)
-        return load_tokenizer(out / TOKENIZER_FILE)
-    tokenizer = load_tokenizer(spec)
-    if tokenizer.file:
-        shutil.copyfile(tokenizer.file, out / TOKENIZER_FILE)
-        config = tokenizer.file.with_name(TOKENIZER_CONFIG)
-        if config.exists():
-            shutil.copyfile(config, out / TOKENIZER_CONFIG)
-    return tokenizer
 
 
 def encode(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[int]]:

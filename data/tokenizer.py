@@ -90,11 +90,8 @@ def _first_token(path: Path) -> str:
     config = path.with_name(TOKENIZER_CONFIG)
     if not config.exists():
         return END_OF_TEXT
-    try:
-        token = json.loads(config.read_text())["bos_token"]
-        token = token["content"] if isinstance(token, dict) else token
-    except (ValueError, TypeError, LookupError):
-        token = None
+    token = json.loads(config.read_text()).get("bos_token")
+    token = token["content"] if isinstance(token, dict) else token
     require(isinstance(token, str), f"{config}: names no bos_token. Use another tokenizer.")
     return token
 
