@@ -9,16 +9,13 @@ import resource
 import subprocess
 import sys
 import threading
-import warnings
-import zlib
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from files import append, replace_file, to_json
+from files import append, replace_file
 from runtime.checkpoint import (
     BackgroundSaver,
     DamagedCheckpoint,
@@ -28,10 +25,9 @@ from runtime.checkpoint import (
     save_checkpoint,
     set_aside,
     space_needed,
-    write_with_checksum,
 )
 from runtime.device import count_gpus, peak_flops, published_peak
-from runtime.metrics import Metrics, flatten, read_metrics
+from runtime.metrics import Metrics, read_metrics
 from runtime.processes import fail_together, start_processes
 from runtime.run_folder import RunFolder, git_commit
 
@@ -74,25 +70,11 @@ def alone(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def test_plain_python_is_a_world_of_one_without_process_group(alone):
-    world = start_processes("cpu")
-    assert (world.rank, world.local_rank, world.world_size, world.device) == (0, 0, 1, CPU)
-    assert world.is_main and not dist.is_initialized()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
-def test_cuda_asked_for_but_absent_says_what_to_do(alone):
-    with pytest.raises(ValueError, match="--device cpu"):
-        start_processes("cuda")
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
 @pytest.mark.parametrize("files, visible, built_for, is_unused", [
     (1, None, "13.0", True),
-    (2, "1", "13.0", True),
     (1, "GPU-8f6e", "12.6", True),
     (1, "", "13.0", False),  # hidden on purpose
-    (1, "-1", "13.0", False),
     (1, "NoDevFiles", "13.0", False),  # by Slurm, in a job without GPUs
     (1, None, None, False),  # torch's build for CPUs, which somebody chose
     (0, None, "13.0", False),
@@ -111,30 +93,13 @@ def test_a_gpu_that_torch_cannot_use_is_no_cpu(files, visible, built_for, is_unu
     else:
         assert count_gpus() == 0 and start_processes("auto").device == CPU
     assert start_processes("cpu").device == CPU
-
-
-@pytest.mark.parametrize("given, expected", [(None, "1"), ("0", "0")])
-def test_on_a_gpu_triton_fuses_multiply_adds_and_does_not_warn(given, expected, alone, monkeypatch):
-    name = "TRITON_DEFAULT_FP_FUSION"
-    monkeypatch.setenv(name, given or "")  # so that it is put back
-    if given is None:
-        monkeypatch.delenv(name)
-    monkeypatch.setattr("runtime.processes.count_gpus", lambda: 1)
-    monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
-    monkeypatch.setattr("runtime.processes.prefer_fast_sdpa", lambda device: None)
-    assert start_processes("auto").device == torch.device("cuda", 0)
-    assert os.environ[name] == expected
-    knobs = pytest.importorskip("triton.knobs")
-    if hasattr(knobs.language, "fp_fusion_enabled"):  # from 3.9 on
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert knobs.language.fp_fusion_enabled(None) == (expected == "1")
+    with pytest.raises(ValueError, match="--device cpu"):
+        start_processes("cuda")
 
 
 def test_alone_an_error_of_set_up_reaches_the_caller(alone):
-    with pytest.raises(FileNotFoundError, match="shard"):
-        with fail_together(start_processes("cpu")):
-            raise FileNotFoundError("no shard")
+    with pytest.raises(FileNotFoundError), fail_together(start_processes("cpu")):
+        raise FileNotFoundError
 
 
 @pytest.mark.slow
@@ -164,33 +129,18 @@ def test_when_one_rank_fails_in_set_up_all_leave_with_one_message(tmp_path):
 # ---- run folder
 
 
-def test_a_new_folder_has_its_checkpoints_folder_and_its_records(tmp_path):
-    folder = RunFolder.create(tmp_path / "runs", "first")
+def test_a_folder_is_made_once_and_taken_again_by_resume(tmp_path):
+    folder = RunFolder.create(tmp_path / "runs", "x", resume="auto")
     folder.write_json("config.json", {"lr": 0.02, "data": Path("fineweb"), "dtype": torch.bfloat16})
     folder.log("step 1")
-    folder.log("step 2")
+    folder.close()
     assert names(folder.path) == ["checkpoints", "config.json", "lock", "log.txt"]
-    assert json.loads((folder.path / "config.json").read_text()) == {
-        "lr": 0.02,
-        "data": "fineweb",
-        "dtype": "torch.bfloat16",
-    }
-    assert (folder.path / "log.txt").read_text() == "step 1\nstep 2\n"
-
-
-def test_an_existing_folder_is_refused_unless_resumed(tmp_path):
-    RunFolder.create(tmp_path, "x").close()
+    written = json.loads((folder.path / "config.json").read_text())
+    assert written == {"lr": 0.02, "data": "fineweb", "dtype": "torch.bfloat16"}
     with pytest.raises(ValueError, match="--resume auto"):
-        RunFolder.create(tmp_path, "x")
-
-
-def test_resume_auto_takes_what_exists_and_makes_what_does_not(tmp_path):
-    first = RunFolder.create(tmp_path, "x", resume="auto")
-    first.log("before")
-    first.close()
-    second = RunFolder.create(tmp_path, "x", resume="auto")
-    second.log("after")
-    assert (second.path / "log.txt").read_text() == "before\nafter\n"
+        RunFolder.create(tmp_path / "runs", "x")
+    RunFolder.create(tmp_path / "runs", "x", resume="auto").log("step 2")
+    assert (folder.path / "log.txt").read_text() == "step 1\nstep 2\n"
 
 
 def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path):
@@ -201,62 +151,29 @@ def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path):
     holder = python("-c", code, tmp_path)
     try:
         assert holder.stdout.readline() == "ready\n", holder.stderr.read()
-        with pytest.raises(ValueError, match=f"in use by process {holder.pid} "):
+        with pytest.raises(ValueError, match=str(holder.pid)):
             RunFolder.create(tmp_path, "x", resume="auto")
         holder.kill()
         holder.communicate()
         folder = RunFolder.create(tmp_path, "x", resume="auto")
-        assert f"process {os.getpid()} " in (folder.path / "lock").read_text()
+        assert str(os.getpid()) in (folder.path / "lock").read_text()
     finally:
         holder.kill()
         holder.communicate()
 
 
-def test_too_little_disk_is_refused_before_anything_is_made(tmp_path):
-    with pytest.raises(ValueError, match="MB"):
-        RunFolder.create(tmp_path / "runs", "x", need_bytes=2**60)
-    assert names(tmp_path) == []
-
-
-def test_the_folder_may_be_a_link_to_a_larger_disk(tmp_path):
-    (tmp_path / "large" / "runs").mkdir(parents=True)
-    (tmp_path / "runs").symlink_to(tmp_path / "large" / "runs")
-    RunFolder.create(tmp_path / "runs", "x").close()
-    (tmp_path / "large" / "runs" / "x").rename(tmp_path / "large" / "x")
-    (tmp_path / "runs" / "x").symlink_to(tmp_path / "large" / "x")
-    RunFolder.create(tmp_path / "runs", "x", resume="auto").log("here")
-    assert (tmp_path / "large" / "x" / "log.txt").read_text() == "here\n"
-
-
-def test_a_root_that_cannot_hold_folders_gives_one_line(tmp_path):
+def test_a_root_that_is_a_file_is_named(tmp_path):
     (tmp_path / "runs").write_text("a file")
-    with pytest.raises(ValueError, match="cannot use .*runs/x as the run folder") as caught:
+    with pytest.raises(ValueError, match="runs/x"):
         RunFolder.create(tmp_path / "runs", "x")
-    assert "\n" not in str(caught.value)
 
 
-def test_a_creation_that_fails_half_way_leaves_nothing_behind(tmp_path):
-    with largest_file(0), pytest.raises(ValueError, match="too large"):
-        RunFolder.create(tmp_path, "x")
-    assert names(tmp_path) == []
-
-
-def test_a_resume_that_fails_half_way_removes_nothing(tmp_path):
+def test_a_creation_that_fails_leaves_nothing_behind_and_a_resume_removes_nothing(tmp_path):
     RunFolder.create(tmp_path, "x").close()
-    with largest_file(0), pytest.raises(ValueError, match="too large"):
-        RunFolder.create(tmp_path, "x", resume="auto")
-    assert names(tmp_path / "x") == ["checkpoints", "lock"]
-
-
-def test_the_header_holds_the_source_and_the_versions(tmp_path):
-    source = tmp_path / "train.py"
-    source.write_text("print('every line', 3)\n# to the last")
-    folder = RunFolder.create(tmp_path, "x")
-    folder.log_header([source, Path(__file__)], CPU)
-    log = (folder.path / "log.txt").read_text()
-    assert source.read_text() in log and Path(__file__).read_text() in log
-    assert f"torch {torch.__version__}" in log and "device: CPU" in log
-    assert re.search(r"^commit: ([0-9a-f]{40}(-dirty)?|unknown)$", log, re.MULTILINE)
+    for name, resume in (("new", "never"), ("x", "auto")):
+        with largest_file(0), pytest.raises(ValueError, match=name):
+            RunFolder.create(tmp_path, name, resume=resume)
+    assert names(tmp_path) == ["x"] and names(tmp_path / "x") == ["checkpoints", "lock"]
 
 
 # ---- files
@@ -270,6 +187,13 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     assert names(tmp_path) == ["summary.json"] and path.read_text() == "old"
 
 
+def test_a_failed_append_adds_nothing(tmp_path):
+    append(tmp_path / "log.txt", "first\n")
+    with largest_file(1000), pytest.raises(OSError, match="log.txt"):
+        append(tmp_path / "log.txt", "x" * 1001)
+    assert (tmp_path / "log.txt").read_text() == "first\n"
+
+
 def test_a_link_is_replaced_and_never_followed(tmp_path):
     theirs, folder = tmp_path / "theirs", tmp_path / "folder"
     folder.mkdir()
@@ -281,11 +205,6 @@ def test_a_link_is_replaced_and_never_followed(tmp_path):
     replace_file(folder / "config.json", lambda file: file.write(b"{}"))
     assert (folder / "config.json").read_text() == "{}" and not (folder / "config.json").is_symlink()
     assert theirs.read_text() == "precious"
-
-
-def test_json_of_non_finite_numbers_is_null():
-    record = {"loss": float("nan"), "lengths": {4096: (1.5, float("inf"))}, "name": "nan"}
-    assert to_json(record) == '{"loss": null, "lengths": {"4096": [1.5, null]}, "name": "nan"}'
 
 
 # ---- checkpoint
@@ -302,25 +221,15 @@ def test_a_checkpoint_comes_back_as_it_was_saved(tmp_path):
     assert names(tmp_path) == ["step_000017.pt"]
 
 
-@pytest.mark.parametrize("keep", [1, 2, 3])
-def test_only_the_newest_checkpoints_are_kept(tmp_path, keep):
-    for step in range(0, 50, 10):
-        save_checkpoint(tmp_path, step, {"step": step}, keep=keep)
-    assert names(tmp_path) == [f"step_{step:06d}.pt" for step in range(50 - 10 * keep, 50, 10)]
-
-
-def test_the_latest_is_by_step_and_complete(tmp_path):
+@pytest.mark.parametrize("keep", [1, 3])
+def test_only_the_newest_checkpoints_are_kept_and_the_latest_is_by_step(tmp_path, keep):
     assert latest_checkpoint(tmp_path) is None
-    for step in (999_999, 1_000_000):
-        save_checkpoint(tmp_path, step, {"step": step})
-    (tmp_path / "step_2000000.pt.partial").write_text("half")
-    assert load_checkpoint(latest_checkpoint(tmp_path))["step"] == 1_000_000
-
-
-def test_the_next_save_removes_what_a_killed_one_left(tmp_path):
-    (tmp_path / "step_000005.pt.partial").write_text("half")
-    save_checkpoint(tmp_path, 6, {})
-    assert names(tmp_path) == ["step_000006.pt"]
+    (tmp_path / "step_2000000.pt.partial").write_text("half")  # of a killed run: the next save removes it
+    steps = [10, 20, 999_999, 1_000_000]
+    for step in steps:
+        save_checkpoint(tmp_path, step, {"step": step}, keep=keep)
+        assert load_checkpoint(latest_checkpoint(tmp_path))["step"] == step
+    assert {*names(tmp_path)} == {f"step_{step:06d}.pt" for step in steps[-keep:]}
 
 
 def test_the_space_for_checkpoints_counts_those_that_are_there(tmp_path):
@@ -332,14 +241,6 @@ def test_the_space_for_checkpoints_counts_those_that_are_there(tmp_path):
         assert space_needed(folder, 100, keep=2) == needed
     (folder / "step_000004.pt.partial").write_bytes(bytes(70))
     assert space_needed(folder, 100, keep=2) == 30
-
-
-def test_a_full_disk_keeps_the_earlier_checkpoint_and_says_so(tmp_path):
-    save_checkpoint(tmp_path, 1, {"step": 1}, keep=1)
-    with largest_file(50_000), pytest.raises(OSError, match=r"cannot save .*step_000002\.pt: .*File too large"):
-        save_checkpoint(tmp_path, 2, {"weights": torch.zeros(100_000)}, keep=1)
-    assert names(tmp_path) == ["step_000001.pt"]
-    assert load_checkpoint(latest_checkpoint(tmp_path)) == {"step": 1}
 
 
 def test_in_the_background_what_is_saved_is_what_there_was(tmp_path, monkeypatch):
@@ -385,22 +286,6 @@ def test_in_the_background_a_full_disk_is_told_at_once_and_again(tmp_path):
     assert names(tmp_path) == ["step_000001.pt"]
 
 
-def test_data_then_name_reach_the_disk_before_the_older_checkpoint_goes(tmp_path):
-    save_checkpoint(tmp_path, 1, {}, keep=1)
-    calls = []
-
-    def record(frame, event, function):
-        if event == "c_call" and function.__module__ == "posix":
-            calls.append(function.__name__)
-
-    sys.setprofile(record)
-    try:
-        save_checkpoint(tmp_path, 2, {}, keep=1)
-    finally:
-        sys.setprofile(None)
-    assert [call for call in calls if call in ("fsync", "replace", "unlink")] == ["fsync", "replace", "fsync", "unlink"]
-
-
 KILLS = """
 import itertools, os, random, sys, time
 from pathlib import Path
@@ -436,33 +321,12 @@ def test_kill_9_while_saving_leaves_a_loadable_latest(tmp_path):
     assert int(out) > 0, "no checkpoint was saved between the kills"
 
 
-@pytest.mark.parametrize("part", [0, 0.01, 0.5, 0.999])
-def test_a_truncated_checkpoint_is_named(tmp_path, part):
-    path = save_checkpoint(tmp_path, 3, {"weights": torch.arange(5000)})
-    content = path.read_bytes()
-    path.write_bytes(content[: int(part * len(content))])
-    with pytest.raises(ValueError, match=r"step_000003\.pt is damaged"):
-        load_checkpoint(path)
-
-
-def test_a_flipped_bit_in_the_weights_is_named(tmp_path):
-    weights = torch.randint(0, 255, (4999,), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
-    path = save_checkpoint(tmp_path, 3, {"weights": weights})
-    content = bytearray(path.read_bytes())
-    content[content.index(bytes(weights.tolist())) + 1234] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"step_000003\.pt is damaged .*checksum"):
-        load_checkpoint(path)
-
-
 STATE = dict(step=3, model=dict(a=torch.arange(50.0), b=torch.ones(5, 5)), config=dict(name="x", lr=0.1), rng=[b"ab"])
 
 
 @pytest.mark.promise(*CORRUPTION)
 def test_a_flipped_bit_anywhere_in_a_checkpoint_is_found(faults, long, tmp_path):
-    """In the data, the pickle, the archive's headers, index and padding, and the checksum itself; of a file of 2 kB
-    zip's own checksums missed 5810 bits in 16296, one of which made a folder of a tensor's entry: what was loaded as
-    the tensor was what happened to be in memory."""
+    """In the data, the pickle, the archive's headers, index and padding, and the checksum itself. A missing end too."""
     path = save_checkpoint(tmp_path, 3, STATE)
     content, rng = bytearray(path.read_bytes()), random.Random(4)
     for place in range(len(content)) if long else rng.sample(range(len(content)), 300):
@@ -473,15 +337,12 @@ def test_a_flipped_bit_anywhere_in_a_checkpoint_is_found(faults, long, tmp_path)
                 with pytest.raises(DamagedCheckpoint, match=r"step_000003\.pt is damaged"):
                     load_checkpoint(path)
                 content[place] ^= 1 << bit
+    for size in (0, 20, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:size])
+        with pytest.raises(DamagedCheckpoint):
+            load_checkpoint(path)
     path.write_bytes(content)
     assert load_checkpoint(path)["config"] == STATE["config"]
-
-
-def test_a_checkpoint_is_what_torch_saves_and_a_line(tmp_path):
-    path = save_checkpoint(tmp_path, 3, STATE)
-    archive, line = path.read_bytes()[:-15], path.read_bytes()[-15:]
-    assert line == b"crc32 %08x\n" % zlib.crc32(archive) and torch.serialization.get_crc32_options()
-    torch.testing.assert_close(torch.load(path)["model"], STATE["model"], rtol=0, atol=0)
 
 
 def test_the_newest_that_is_whole_is_taken(alone, tmp_path):
@@ -499,28 +360,6 @@ def test_the_newest_that_is_whole_is_taken(alone, tmp_path):
         load_newest(tmp_path, world)
 
 
-class Malicious:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
-
-
-def test_code_in_a_checkpoint_is_refused_and_does_not_run(tmp_path):
-    path = tmp_path / "step_000001.pt"
-    with open(path, "wb") as file:
-        write_with_checksum({"weights": Malicious(tmp_path / "harm")}, file)
-    with pytest.raises(ValueError, match=r"step_000001\.pt holds more than"):
-        load_checkpoint(path)
-    assert not (tmp_path / "harm").exists()
-
-
-def test_a_missing_checkpoint_is_a_missing_file(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"step_000001\.pt"):
-        load_checkpoint(tmp_path / "step_000001.pt")
-
-
 # ---- metrics
 
 
@@ -534,66 +373,36 @@ def test_metrics_come_back_and_any_json_reader_can_read_them(tmp_path):
     ]
 
 
-def test_a_half_written_last_line_is_left_out_and_another_is_named(tmp_path):
+@pytest.mark.parametrize("line", [b'{"step": 2, "lo', b"[" * 200_000, b"\xff\xfe", b'{"step": ' + b"9" * 5000 + b"}"])
+def test_a_half_written_last_line_is_left_out_and_another_is_named(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "lo')
     assert read_metrics(path) == [{"step": 1}]
-    path.write_text('{"step": 1}\n{"step": 2, "lo\n{"step": 3}\n')
+    path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
     with pytest.raises(ValueError, match="metrics.jsonl, line 2"):
         read_metrics(path)
 
 
-@pytest.mark.parametrize("line", ["{}", "[]", "3", "null", '{"step": null}', '{"step": "2"}', '{"step": 1.5}'])
+@pytest.mark.parametrize("line", ["{}", "[]", "null", '{"step": null}', '{"step": "2"}', '{"step": 1.5}'])
 def test_a_line_that_is_no_record_of_a_step_is_named(tmp_path, line):
     metrics = Metrics(tmp_path / "metrics.jsonl")
-    for text in (f'{{"step": 1}}\n{line}\n{{"step": 3}}\n', f'{{"step": 1}}\n{line}\n'):
-        metrics.path.write_text(text)
-        with pytest.raises(ValueError, match="metrics.jsonl, line 2"):
-            metrics.truncate(3, validated=-1)
-        assert metrics.path.read_text() == text
+    metrics.path.write_text(text := f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
+    with pytest.raises(ValueError, match="metrics.jsonl, line 2"):
+        metrics.truncate(3)
+    assert metrics.path.read_text() == text
 
 
-@pytest.mark.parametrize("line", [b"[" * 200_000, b"\xff\xfe", b'{"step": ' + b"9" * 5000 + b"}"])
-def test_a_line_that_cannot_be_read_is_named_wherever_that_fails(tmp_path, line):
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
-    with pytest.raises(ValueError, match="metrics.jsonl, line 2 is not JSON"):
-        read_metrics(path)
-
-
-def test_resume_drops_what_came_after_the_checkpoint(tmp_path):
+def test_resume_drops_what_came_after_the_checkpoint_and_the_validation_that_it_repeats(tmp_path):
     metrics = Metrics(tmp_path / "metrics.jsonl")
-    for step in (5, 10, 10, 11):
-        metrics.write({"step": step, "loss": 1 / (step + 2)})
+    metrics.truncate(0)  # there is no file yet
+    kept = [{"step": 5, "loss": 1.0}, {"step": 5, "val_loss": {}}, {"step": 10, "loss": 0.5}]
+    for record in (*kept, {"step": 10, "val_loss": {}}, {"step": 11, "loss": 0.4}):
+        metrics.write(record)
     with open(metrics.path, "a") as file:
         file.write('{"step": 12, "l')
-    before = metrics.path.read_text()
     metrics.truncate(10)
-    assert metrics.path.read_text() == "".join(before.splitlines(keepends=True)[:3])
     metrics.write({"step": 11})
-    assert [record["step"] for record in read_metrics(metrics.path)] == [5, 10, 10, 11]
-
-
-def test_resume_drops_the_validation_that_it_repeats(tmp_path):
-    metrics = Metrics(tmp_path / "metrics.jsonl")
-    for record in ({"step": 5, "val_loss": {}}, {"step": 10, "loss": 1}, {"step": 10, "val_loss": {}}):
-        metrics.write(record)
-    metrics.truncate(10)
-    assert [*map(sorted, read_metrics(metrics.path))] == [["step", "val_loss"], ["loss", "step"]]
-
-
-def test_truncating_before_the_first_record_is_fine(tmp_path):
-    metrics = Metrics(tmp_path / "metrics.jsonl")
-    metrics.truncate(0)
-    assert read_metrics(metrics.path) == []
-
-
-def test_nested_records_are_flattened_for_wandb():
-    assert flatten({"step": 3, "val_loss": {4096: 2.5, "near": {"first": 1}}}) == {
-        "step": 3,
-        "val_loss/4096": 2.5,
-        "val_loss/near/first": 1,
-    }
+    assert read_metrics(metrics.path) == [*kept, {"step": 11}]
 
 
 # ---- wandb
@@ -639,51 +448,25 @@ def mirrored(tmp_path_factory):
     return folder, *json.loads((folder / "result.json").read_text())
 
 
-def test_online_without_a_key_records_offline_and_says_how_to_sync(mirrored):
-    folder, _, log, _ = mirrored
-    assert len(log) == 2 and log[0] == log[1]
-    assert "no API key" in log[0] and f"wandb sync {folder}/wandb/offline-run-*" in log[0] and "\n" not in log[0]
-
-
-def test_resume_continues_the_same_wandb_run(mirrored):
-    _, ids, _, _ = mirrored
-    assert ids[0] and ids[0] == ids[1]
-
-
-def test_the_mirror_holds_the_flattened_records_inside_the_run_folder(mirrored):
-    folder, ids, _, _ = mirrored
+def test_online_without_a_key_records_offline_and_a_resumed_run_goes_on(mirrored):
+    folder, ids, log, reports = mirrored
+    assert len(log) == 2 and "API key" in log[0]
+    assert ids[0] and ids[0] == ids[1] and reports == "false"
     recorded = b"".join(path.read_bytes() for path in folder.glob(f"wandb/offline-run-*/run-{ids[0]}.wandb"))
     for text in (b"val_loss/4096", b"3.5", b"4.5", b"tokens", b"2000", b"depth", b"si"):
         assert text in recorded, text
 
 
-def test_wandb_is_told_not_to_report_home(mirrored):
-    assert mirrored[3] == "false"
-
-
 # ---- device
 
 
-@pytest.mark.parametrize(
-    "name, teraflops",
-    [
-        ("NVIDIA H200", 989.4),
-        ("NVIDIA H100 80GB HBM3", 989.4),
-        ("NVIDIA H100 PCIe", 756.5),
-        ("NVIDIA H100 NVL", 835.5),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA A100 80GB PCIe", 312),
-        ("NVIDIA GeForce RTX 4090", 165.2),
-        ("Tesla T4", None),
-    ],
-)
+@pytest.mark.parametrize("name, teraflops", [
+    ("NVIDIA H100 80GB HBM3", 989.4), ("NVIDIA H100 PCIe", 756.5), ("NVIDIA A100 80GB PCIe", 312),
+    ("NVIDIA GeForce RTX 4090", 165.2), ("Tesla T4", None),
+])  # fmt: skip
 def test_published_peaks_by_the_name_that_torch_gives(name, teraflops):
+    assert peak_flops(CPU, torch.float32) is None
     assert published_peak(name) == (None if teraflops is None else pytest.approx(teraflops * 1e12))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_cpu_has_no_peak(dtype):
-    assert peak_flops(CPU, dtype) is None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
