@@ -59,7 +59,10 @@ def main():
             if run.save_or_stop(step):
                 break  # a signal came, and a checkpoint is saved
             if tokens_by_length := validation.due(step):
-                run.log_validation(step, validation.measure(tokens_by_length, run.stop_requested))
+                record = validation.measure(tokens_by_length, run.stop_requested)
+                if record is None and run.save_or_stop(step):
+                    break  # a signal came in the validation, which is repeated when the run is resumed
+                run.log_validation(step, record)
             if step == config.steps:
                 break
 

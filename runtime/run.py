@@ -147,10 +147,8 @@ class Run:
         """
         self._stop_if(self.log.step(step, learning_rates, torch.stack([loss, grad_norm])))
 
-    def log_validation(self, step: int, record: dict | None):
-        """Record a validation (see runtime/validation.py). None: a signal came before its end."""
-        if record is None:
-            return
+    def log_validation(self, step: int, record: dict):
+        """Record a validation (see runtime/validation.py)."""
         self._stop_if(self.log.flush())
         config = self.config
         record = {"step": step, "tokens": step * config.batch_tokens, "val_profile": config.val_profile} | record

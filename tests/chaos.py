@@ -19,7 +19,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import preloaded
 import torch
 from machines import Network, missing
 from test_train import arguments, make_data, steps_and_validations
@@ -229,7 +228,7 @@ def main():
     def say(words):
         print(f"{time.monotonic() - began:6.0f} s  {words}", flush=True)
 
-    with tempfile.TemporaryDirectory(prefix="chaos-") as folder, preloaded.forking():
+    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         folder = Path(folder)
         data, quiet = make_data(folder / "data"), folder / "undisturbed"
         with Network() as network:

@@ -10,23 +10,17 @@ import os
 import platform
 import re
 import subprocess
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
-import preloaded
 import pytest
 import torch
 
 if not torch.cuda.is_available():  # before the first test file imports Triton, whose decorators ask for this then:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # its kernels run tile by tile in numpy, the same code without a GPU
 
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # without processes of its own, a compiler can be forked
-
 PROMISES = pytest.StashKey[dict]()
-FORKED = "bench beyond chain context_parallel cpu_kernel keep needle optim".split()
-FORKED += "promises_machines promises_run promises_wandb quickstart report reproduce runtime sharded".split()
-FORKED += "sweep switch train".split()
-LONGEST = "promises_run sweep train chain kernels reproduce cpu_kernel context_parallel".split()
+LONGEST = "faults sweep train chain kernels reproduce cpu_kernel".split()
 
 
 class Faults:
@@ -64,21 +58,6 @@ def pytest_collection_modifyitems(items):
 
 def topic(item):
     return item.path.stem.removeprefix("test_")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def forked(request):
-    """What a FORKED file starts is forked: few of its tests are about how a process starts. With --long nothing is."""
-    fork = topic(request.node) in FORKED and not request.config.getoption("--long")
-    with preloaded.forking() if fork else nullcontext():
-        yield
-
-
-@pytest.fixture
-def started():
-    """What the test starts is started: it is about how a process starts."""
-    with preloaded.starting():
-        yield
 
 
 @pytest.fixture

@@ -1,16 +1,15 @@
-"""Runs of train_gpt.py to which something happens at a chosen moment.
+"""Runs of train_gpt.py in which a fault happens at a chosen call.
 
-`python tests/lives.py` reads lives as lines of JSON, {"argv": ..., "fault": ..., "output": file}, forks a process for
-each (the imports are done by then) and answers, when it has ended, with its exit status. As a script under
-torchrun it is one life: `lives.py FAULT train_gpt's arguments`.
+`Lives` starts a server that imports everything once and forks a process for each run. Under torchrun,
+`lives.py FAULT ARGUMENTS` is one run.
 
-A fault is {"stage": one of STAGES, "count": which time it is entered, "do": one of ACTIONS, "moment": 0 to 1, where in
-the stage, "rank": only there, "seconds": long a stage takes at most, "disk_seconds": that each checkpoint takes longer
-to write, on any rank}. It happens in the stage, at latest at its end.
+A fault is {"stage": a key of STAGES, "count": at which call, from 1, "do": a key of ACTIONS, "rank": of which process,
+"attempts": of torchrun, from 0}. It happens before that call.
 """
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -19,11 +18,11 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-STAGES = [
-    "step", "validation", "log write", "metrics write", "checkpoint write", "fsync of the checkpoint",
-    "rename of the checkpoint", "fsync of its folder", "deletion of an older one",
-]  # fmt: skip
-
+STAGES = (
+    "batch", "step", "validation", "log", "metrics", "comparison", "checkpoint write", "checkpoint fsync",
+    "checkpoint rename", "checkpoint deletion",
+)  # fmt: skip
+ENVIRONMENT = dict(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", PYTHONPATH=str(ROOT))
 
 HOLDING = """  # Python runs this when it starts
 import os, signal, sys, time
@@ -41,19 +40,27 @@ if any("{part}" in word for word in sys.orig_argv):
 
 
 def holding(folder, part="train_gpt.py", file="__file__"):
-    """A variable of the environment. The commands under it of which a word has this part stop and wait after a
-    checkpoint, before the next, until they are told to end, or killed, or a file is gone: on a busy machine too they
-    cannot be further than a test thinks. file: its name, in Python; folder/sitecustomize.py unless given."""
+    """Return variables of the environment under which commands with this part in a word wait after each checkpoint.
+
+    They wait until they are told to end, are killed, or `file` (its name, in Python; folder/sitecustomize.py unless
+    given) is gone. So a fault of a test never comes too late, however slow the machine is.
+    """
     (folder / "sitecustomize.py").write_text(HOLDING.format(part=part, file=file))
     return dict(PYTHONPATH=str(folder))
 
 
+def start_method():
+    """Return how torch.multiprocessing makes the processes of a test: OpenMP's threads do not live on in a fork."""
+    import torch
+
+    return "fork" if torch.get_num_threads() == 1 else "spawn"
+
+
 class Lives:
-    """Starts them, from tests: `with Lives() as lives: pid = lives.start(...); lives.wait(pid)`."""
+    """with Lives() as lives: code, output = lives.live(arguments, file, fault)"""
 
     def __enter__(self):
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
-        environment |= dict(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")} | ENVIRONMENT
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.server = subprocess.Popen([sys.executable, __file__], cwd=ROOT, env=environment, text=True, **pipes)
         return self
@@ -63,9 +70,9 @@ class Lives:
         self.server.wait(600)
 
     def live(self, argv, output, fault=None):
-        """Exit code (negative: the signal's number) and what was said."""
-        words = dict(argv=[str(word) for word in argv], output=str(output), fault=fault or {})
-        self.server.stdin.write(json.dumps(words) + "\n")
+        """Return the exit code (negative: the signal's number) and what the run printed."""
+        request = dict(argv=[str(word) for word in argv], output=str(output), fault=fault)
+        self.server.stdin.write(json.dumps(request) + "\n")
         self.server.stdin.flush()
         return os.waitstatus_to_exitcode(int(self.server.stdout.readline())), Path(output).read_text()
 
@@ -74,28 +81,31 @@ class Lives:
 
 
 def serve():
-    import torch._dynamo  # noqa: F401 (what optimizers import takes longer than a life)
+    import torch._dynamo  # noqa: F401 (optimizers import it, which takes longer than a run)
 
     import train_gpt  # noqa: F401
 
     for line in sys.stdin:
-        words = json.loads(line)
+        request = json.loads(line)
+        with open(request["output"], "w") as file:  # by way of cat: a full disk is one of the run alone
+            output = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=file)
         if (pid := os.fork()) == 0:
-            output = os.open(words["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             for descriptor in (1, 2):
-                os.dup2(output, descriptor)
-            live(words["argv"], words["fault"])
-        print(os.waitpid(pid, 0)[1], flush=True)
+                os.dup2(output.stdin.fileno(), descriptor)
+            output.stdin.close()
+            live(request["argv"], request["fault"])
+        output.stdin.close()
+        status = os.waitpid(pid, 0)[1]
+        output.wait()
+        print(status, flush=True)
 
 
 def live(argv, fault):
     import train_gpt
-    from runtime import checkpoint
 
-    if seconds := fault and fault.get("disk_seconds"):
-        write = checkpoint.write_with_checksum
-        checkpoint.write_with_checksum = lambda *args: (time.sleep(seconds), write(*args))
-    if fault and int(os.environ.get("RANK", 0)) == fault.get("rank", 0) and is_due(fault):
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    here = fault and int(os.environ.get("RANK", 0)) == fault.get("rank", 0) and attempt in fault.get("attempts", [0])
+    if here:
         install(fault)
     sys.argv = ["train_gpt.py", *argv]
     code = 0
@@ -113,118 +123,60 @@ def live(argv, fault):
     os._exit(code)
 
 
-def is_due(fault):
-    """Whether this attempt of torchrun, one after each restart, is one that the fault names."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) in fault.get("attempts", [0])
-
-
 def install(fault):
-    import train_gpt
-    from runtime import checkpoint, metrics, run_folder, validation
+    from data.loader import TrainLoader
+    from optim.sharded import Optimizers
+    from runtime import checkpoint, metrics, run, run_folder
+    from runtime.validation import Validation
 
-    saver = None  # the thread that saves a checkpoint, while it does
-    syncs = 0
-    save, fsync, replace, unlink = checkpoint.save_checkpoint, os.fsync, os.replace, Path.unlink
+    calls, lock = 0, threading.Lock()
+    save = checkpoint.BackgroundSaver.save
+    if not fault["stage"].startswith("checkpoint"):  # it is known then which checkpoint is there
 
-    savers, begin = [], checkpoint.BackgroundSaver.save
+        def save_and_wait(saver, *args, **options):
+            save(saver, *args, **options)
+            saver.finish()
 
-    def begun(saver, *args, **kwargs):
-        savers.append(saver)
-        begin(saver, *args, **kwargs)
+        checkpoint.BackgroundSaver.save = save_and_wait
 
-    checkpoint.BackgroundSaver.save = begun
+    def patch(stage, owner, name, counts=lambda *args: True):
+        function = getattr(owner, name)
 
-    def saving():
-        return saver == threading.get_ident()
+        def call(*args, **options):
+            nonlocal calls
+            if stage == fault["stage"] and counts(*args):
+                with lock:
+                    calls += 1
+                    now = calls == fault["count"]
+                if now:
+                    ACTIONS[fault["do"]](fault, *args)
+            return function(*args, **options)
 
-    def saved(*args, **kwargs):
-        nonlocal saver, syncs
-        saver, syncs = threading.get_ident(), 0
-        try:
-            return save(*args, **kwargs)
-        finally:
-            saver = None
+        setattr(owner, name, call)
 
-    def synced(descriptor):
-        nonlocal syncs
-        syncs += saving()
-        name = {1: "fsync of the checkpoint", 2: "fsync of its folder"}.get(syncs) if saving() else None
-        return within(name, lambda: fsync(descriptor))
+    def of_a_checkpoint(*args):
+        return any(".pt" in str(os.readlink(f"/proc/self/fd/{a}") if type(a) is int else a) for a in args)
 
-    checkpoint.save_checkpoint = saved
-    os.fsync = synced
-    os.replace = lambda *paths: within("rename of the checkpoint" if saving() else None, lambda: replace(*paths))
-    Path.unlink = lambda path, missing_ok=False: within(
-        "deletion of an older one" if saving() and path.suffix == ".pt" else None, lambda: unlink(path, missing_ok)
-    )
-    write = checkpoint.torch.save
-    checkpoint.torch.save = lambda *args, **kwargs: within(
-        "checkpoint write" if saving() else None, lambda: write(*args, **kwargs)
-    )
-    for module, name in ((run_folder, "log write"), (metrics, "metrics write")):
-        module.append = staged(name, module.append)
-    made = []  # steps
-    one_step = staged("step", train_gpt.train_step)
-    train_gpt.train_step = lambda *args: (one_step(*args), made.append(1))[0]
-    validation.Validation.losses = staged("validation", validation.Validation.losses)
-    compare = train_gpt.require_same_parameters
-
-    def compared(optimizers, *rest):
-        install.optimizers = optimizers
-        return within("comparison", lambda: compare(optimizers, *rest))
-
-    train_gpt.require_same_parameters = compared
-    entered = 0
-
-    def within(name, function):
-        nonlocal entered
-        if name != fault["stage"]:
-            return function()
-        entered += 1
-        if entered != fault["count"]:
-            return function()
-        done = threading.Event()
-
-        def happen():
-            if not done.is_set():
-                done.set()
-                if fault["stage"] in ("step", "comparison"):  # of which it is known what is saved by then
-                    for one in savers[-1:]:
-                        one.finish()
-                before = len(made)
-                ACTIONS[fault["do"]](fault)
-                print(f"\nit happened after {before} to {len(made)} steps")
-
-        if fault.get("moment", 0) == 0:
-            happen()
-        else:
-            threading.Timer(fault["moment"] * fault.get("seconds", 0.02), happen).start()
-        try:
-            return function()
-        finally:
-            happen()
-
-    install.within = within
-
-
-def staged(name, function):
-    return lambda *args, **kwargs: install.within(name, lambda: function(*args, **kwargs))
-
-
-def use_memory(fault):
-    import torch
-
-    torch.ones(2**46)
+    patch("batch", TrainLoader, "__next__")
+    patch("step", Optimizers, "step")
+    patch("validation", Validation, "mean_by_position")
+    patch("log", run_folder, "append")
+    patch("metrics", metrics, "append")
+    patch("comparison", run, "require_same_parameters")
+    patch("checkpoint write", checkpoint.Checksummed, "write")
+    patch("checkpoint fsync", os, "fsync", of_a_checkpoint)
+    patch("checkpoint rename", os, "replace", of_a_checkpoint)
+    patch("checkpoint deletion", Path, "unlink", lambda path, **options: path.suffix == ".pt")
 
 
 def poison(value):
-    def do(fault):
+    def do(fault, *args):
         from model.gpt import GPT
 
         forward, calls = GPT.forward, []
 
-        def poisoned(self, *args, **kwargs):
-            loss = forward(self, *args, **kwargs)
+        def poisoned(self, *args, **options):
+            loss = forward(self, *args, **options)
             calls.append(1)
             if len(calls) > 1 or loss.dim():
                 return loss
@@ -238,44 +190,42 @@ def poison(value):
     return do
 
 
-def flip(fault):
-    """One bit of the weights."""
+def flip(fault, optimizers, *rest):
+    """Flip one bit of the weights, at stage "comparison"."""
     import torch
 
-    parameter = install.optimizers.all_buckets()[fault["bucket"]].params[0]
+    parameter = optimizers.all_buckets()[fault["bucket"]].params[0]
     parameter.detach().view(torch.int32).flatten()[fault["bit"]] ^= 1 << fault["bit"]
 
 
-def fill_disk(fault):
-    """But for some bytes."""
-    with open(Path(fault["disk"]) / "filler", "ab", buffering=0) as file:
-        try:
-            while True:
-                file.write(bytes(4096))
-        except OSError:
-            file.truncate(max(0, file.tell() - fault["leave"]))
+def use_memory(fault, *args):
+    import torch
+
+    torch.ones(2**46)
 
 
-def make_read_only(fault):
-    for place in fault["places"]:
-        subprocess.run(["mount", "--bind", place, place], check=True)
-        subprocess.run(["mount", "-o", "remount,ro,bind", place], check=True)
+def fill_disk(fault, *args):
+    """Let every write beyond so many bytes of a file fail, as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (fault["bytes"], resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def send(*numbers):
+    return lambda fault, *args: [os.kill(os.getpid(), number) for number in numbers]
 
 
 ACTIONS = dict(
-    kill=lambda fault: os.kill(os.getpid(), signal.SIGKILL),
-    SIGTERM=lambda fault: os.kill(os.getpid(), signal.SIGTERM),
-    SIGINT=lambda fault: os.kill(os.getpid(), signal.SIGINT),
-    SIGUSR1=lambda fault: os.kill(os.getpid(), signal.SIGUSR1),
-    twice=lambda fault: [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)],
-    hang=lambda fault: time.sleep(1e6),
+    kill=send(signal.SIGKILL),
+    SIGTERM=send(signal.SIGTERM),
+    SIGINT=send(signal.SIGINT),
+    SIGUSR1=send(signal.SIGUSR1),
+    twice=send(signal.SIGINT, signal.SIGINT),
+    hang=lambda fault, *args: time.sleep(1e6),
     memory=use_memory,
     nan=poison("nan"),
     inf=poison("inf"),
     gradient=poison("gradient"),
     flip=flip,
     full=fill_disk,
-    read_only=make_read_only,
 )
 
 

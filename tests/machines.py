@@ -29,8 +29,6 @@ import threading
 import time
 from pathlib import Path
 
-import preloaded
-
 ROOT = Path(__file__).parents[1]
 NEW_MOUNTS, NEW_HOST_NAME, NEW_PROCESSES, NEW_NETWORK = 0x20000, 0x4000000, 0x20000000, 0x40000000  # <sched.h>
 DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG, <sys/prctl.h>
@@ -248,8 +246,7 @@ def serve(control):
         with open(words["output"], "ab", buffering=0) as output:
             variables = os.environ | words["variables"]
             pipes = dict(stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
-            with preloaded.starting():  # forked, the agents of three machines did not always meet
-                code = subprocess.run(words["command"], cwd=ROOT, env=variables, **pipes).returncode
+            code = subprocess.run(words["command"], cwd=ROOT, env=variables, **pipes).returncode
         control.send(json.dumps(code).encode())
 
 

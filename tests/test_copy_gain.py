@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from preloaded import start_method
+from lives import start_method
 from test_train import here, make_data, read_json, train_here
 from torch.multiprocessing import start_processes as start_ranks
 

@@ -95,7 +95,7 @@ def test_commands_are_understood(line, capsys, monkeypatch):
 
 def test_shell_scripts_of_the_pages_are_understood():
     scripts = re.findall(r"```bash\n(.*?)```", "\n".join(PAGES.values()), re.DOTALL)
-    assert len(scripts) == 3  # the first runs in test_promises_run.py
+    assert len(scripts) == 3  # the first runs in test_faults.py
     for script in scripts:
         subprocess.run(["bash", "-n", "-c", script], check=True)
         (words,) = re.findall(r"torch\.distributed\.run (.*?)(?: &)?$", script.replace("\\\n", ""), re.MULTILINE)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch._dynamo  # here once, or else in every process by its optimizers
 import torch.distributed as dist
-from preloaded import start_method
+from lives import start_method
 from test_sharded import Net, groups, train
 from torch.multiprocessing import start_processes
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from preloaded import start_method
+from lives import start_method
 from torch import nn
 from torch.multiprocessing import start_processes
 

@@ -1,0 +1,289 @@
+"""What docs/reliability.md promises of runs, each with the fault really injected (tests/lives.py)."""
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from lives import ENVIRONMENT, ROOT, STAGES, Lives
+from test_train import arguments, assert_close_run, assert_same_run, make_data
+
+from runtime.checkpoint import latest_checkpoint, list_checkpoints, load_checkpoint
+from runtime.metrics import read_metrics
+
+pytestmark = pytest.mark.slow
+KILLS = (1, "killed at any instant, a run goes on bit for bit")
+RESUME = (2, "resumed on another division of the work, a run goes on with the same losses")
+SIGNALS = (3, "told to stop, a run saves within a step")
+DISK = (4, "a full disk costs no checkpoint")
+NONFINITE = (7, "a step that is not finite changes no weight")
+RANKS = (8, "a rank that dies or hangs ends the job, and torchrun's restart goes on")
+CORRUPTION = (12, "flipped bits in checkpoints and in the memory of a rank are found")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def lives():
+    with Lives() as lives:
+        yield lives
+
+
+@pytest.fixture(scope="module")
+def undisturbed(data, lives, tmp_path_factory):
+    """The run folder of 20 steps. Not to be written to."""
+    runs = tmp_path_factory.mktemp("undisturbed")
+    code, output = lives.live(arguments(data, runs), runs / "output")
+    assert code == 0, output
+    return runs / "run"
+
+
+def at(stage, count=1, do="kill", **more):
+    return dict(stage=stage, count=count, do=do, **more)
+
+
+def error_of(output):
+    """The error line, the same of all ranks."""
+    assert 'train_gpt.py", line' not in output, output  # a traceback
+    (line,) = {line for line in output.splitlines() if line.startswith("error: ")}
+    return line
+
+
+def steps_of(runs):
+    return [r["step"] for r in read_metrics(runs / "run/metrics.jsonl") if "train_loss" in r]
+
+
+def saved_step(runs):
+    checkpoint = latest_checkpoint(runs / "run/checkpoints")
+    return load_checkpoint(checkpoint)["progress"]["step"] if checkpoint else 0
+
+
+def on_two_ranks(words, fault, *options):
+    """The exit code and the output of a run under torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *options]
+    done = subprocess.run(
+        [*command, "tests/lives.py", json.dumps(fault), *map(str, words)], cwd=ROOT, text=True, timeout=600,
+        env=os.environ | ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    return done.returncode, done.stdout
+
+
+# ---- kill -9 and resuming --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.promise(*KILLS)
+def test_killed_at_every_kind_of_moment(data, lives, faults, long, tmp_path):
+    rng = random.Random(time.time_ns() if long else 1)
+    stages = [stage for stage in STAGES if stage != "comparison"] * (14 if long else 1)
+    rng.shuffle(stages)
+    fields = dict(steps=4 * len(stages), save_every=2, val_every=4, keep=1 + rng.randrange(2))
+    code, output = lives.live(arguments(data, tmp_path / "undisturbed", **fields), tmp_path / "output")
+    assert code == 0, output
+    words = arguments(data, tmp_path, resume="auto", **fields)
+    for stage in stages:
+        with faults(f"at {stage}"):
+            most = {"checkpoint write": 12, "metrics": 5, "log": 5}.get(stage, 3)
+            code, output = lives.live(words, tmp_path / "output", at(stage, rng.randint(1, most)))
+            assert code == -signal.SIGKILL, output
+            steps = steps_of(tmp_path) if (tmp_path / "run/metrics.jsonl").exists() else []
+            assert steps == list(range(1, len(steps) + 1)) and len(steps) >= saved_step(tmp_path)
+    code, output = lives.live(words, tmp_path / "output")
+    assert code == 0, output
+    assert_same_run(tmp_path / "run", tmp_path / "undisturbed" / "run")
+    assert not list((tmp_path / "run").rglob("*.partial"))
+
+
+@pytest.mark.promise(*RESUME)
+def test_resumed_in_other_micro_batches_and_on_another_number_of_processes(data, undisturbed, lives, faults, tmp_path):
+    with faults("resumed in other micro-batches by two processes, then by one"):
+        words = arguments(data, tmp_path, resume="auto", micro_batch_tokens=16)
+        assert lives.live(words, tmp_path / "output", at("step", 7))[0] == -signal.SIGKILL
+        words = arguments(data, tmp_path, resume="auto", micro_batch_tokens=64)
+        code, output = on_two_ranks(words, at("step", 8, "SIGTERM"))  # from step 5 on
+        assert code == 0 and saved_step(tmp_path) == 13, output
+        code, output = lives.live(arguments(data, tmp_path, resume="auto", micro_batch_tokens=32), tmp_path / "output")
+        assert code == 0, output
+        assert_close_run(tmp_path / "run", undisturbed)
+
+
+# ---- signals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.promise(*SIGNALS)
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+def test_told_to_stop_it_saves_and_exits_with_75(name, data, undisturbed, lives, faults, tmp_path):
+    for stage, count in (("batch", 7), ("validation", 4), ("checkpoint write", 3)):
+        with faults(f"{name} at {stage}"):
+            runs = tmp_path / stage
+            words = arguments(data, runs, resume="auto")
+            code, output = lives.live(words, tmp_path / "output", at(stage, count, name))
+            assert code == 75, output
+            assert saved_step(runs) == steps_of(runs)[-1] < 20 and (stage != "batch" or saved_step(runs) == 7)
+            assert (runs / "run/interrupted").read_text() == f"{name}\n"
+            code, output = lives.live(words, tmp_path / "output")
+            assert code == 0 and not (runs / "run/interrupted").exists(), output
+            assert_same_run(runs / "run", undisturbed)
+
+
+@pytest.mark.promise(*SIGNALS)
+@pytest.mark.parametrize("stage, do, code", [("log", "SIGTERM", 75), ("batch", "twice", 130)])
+def test_before_the_first_step_and_at_a_second_ctrl_c_it_leaves_at_once(stage, do, code, data, lives, faults, tmp_path):
+    with faults(f"{do} at the first {stage}"):
+        found, output = lives.live(arguments(data, tmp_path), tmp_path / "output", at(stage, 1, do))
+        assert found == code, output
+        assert saved_step(tmp_path) == 0 and (tmp_path / "run/interrupted").exists()
+
+
+COMPILING = """
+import os, signal, subprocess
+from runtime.signals import StopRequest
+with StopRequest():
+    print(subprocess.Popen(["sleep", "600"]).pid, flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+@pytest.mark.promise(*SIGNALS)
+def test_compilers_end_with_it(faults):
+    with faults("SIGTERM while it compiles"):
+        done = subprocess.run([sys.executable, "-c", COMPILING], cwd=ROOT, env=os.environ | ENVIRONMENT,
+                              capture_output=True, text=True)  # fmt: skip
+        assert done.returncode == 75, done.stderr
+        with pytest.raises(ProcessLookupError):
+            for _ in range(6000):  # until the system has buried it
+                os.kill(int(done.stdout), 0)
+                status = open(f"/proc/{int(done.stdout)}/stat").read().rsplit(")", 1)[1].split()[0]
+                if status == "Z":
+                    raise ProcessLookupError
+                time.sleep(0.01)
+
+
+@pytest.mark.promise(*SIGNALS)
+def test_under_torchrun_the_launcher_of_the_docs_exits_with_75(data, faults, tmp_path):
+    page = (ROOT / "docs" / "distributed.md").read_text()
+    (block,) = re.findall(r"```bash\n(#!/bin/bash\n# launch.sh.*?)```", page, re.DOTALL)
+    script = block.replace("runs/gpt_162m_4k-scale_invariant_p_rope-s0", str(tmp_path / "run"))
+    script = script.replace("--nproc_per_node=8", "--nproc_per_node=2").replace(".venv/bin/python", sys.executable)
+    script = script.replace("gpt_162m_4k", " ".join(map(str, arguments(data, tmp_path, steps=100_000, val_every=0))))
+    assert script.count(str(tmp_path / "run")) == 1
+    with faults("SIGTERM to torchrun"), open(tmp_path / "output", "w+") as output:
+        process = subprocess.Popen(["bash", "-c", script], cwd=ROOT, stdout=output, stderr=output,
+                                   start_new_session=True, env=os.environ | ENVIRONMENT)  # fmt: skip
+        try:
+            while process.poll() is None and not latest_checkpoint(tmp_path / "run/checkpoints"):
+                time.sleep(0.05)
+            assert process.poll() is None, (tmp_path / "output").read_text()
+            os.killpg(process.pid, signal.SIGTERM)  # as Slurm's scancel does
+            assert process.wait(600) == 75, (tmp_path / "output").read_text()
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        assert saved_step(tmp_path) == steps_of(tmp_path)[-1] > 1
+
+
+# ---- disk ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.promise(*DISK)
+@pytest.mark.parametrize("stage, count, size", [("checkpoint write", 3, 0), ("checkpoint write", 9, 60_000),
+                                                ("metrics", 12, 0), ("log", 9, 0)])  # fmt: skip
+def test_full_disk(stage, count, size, data, undisturbed, lives, faults, tmp_path):
+    with faults(f"full at {stage}"):
+        words = arguments(data, tmp_path, resume="auto")
+        code, output = lives.live(words, tmp_path / "output", at(stage, count, "full", bytes=size))
+        assert code == 2 and str(tmp_path / "run") in error_of(output), output
+        assert not list((tmp_path / "run").rglob("*.partial"))
+        code, output = lives.live(words, tmp_path / "output")
+        assert code == 0, output
+        assert_same_run(tmp_path / "run", undisturbed)
+
+
+# ---- numbers that are not finite -------------------------------------------------------------------------------------
+
+
+@pytest.mark.promise(*NONFINITE)
+@pytest.mark.parametrize("value, processes", [("nan", 1), ("inf", 1), ("gradient", 2)])
+def test_a_step_that_is_not_finite_is_skipped_or_ends_the_run(value, processes, data, lives, faults, tmp_path):
+    for choice in ("skip", "stop"):
+        with faults(f"{value} on one rank of {processes}, {choice}"):
+            runs, fault = tmp_path / choice, at("batch", 8, value, rank=processes - 1)
+            words = arguments(data, runs, on_nonfinite=choice)
+            run = lives.live(words, tmp_path / "output", fault) if processes == 1 else on_two_ranks(words, fault)
+            code, output = run
+            if choice == "skip":
+                assert code == 0, output
+                steps = [r for r in read_metrics(runs / "run/metrics.jsonl") if "train_loss" in r]
+                assert [r.get("skipped", 0) for r in steps] == [0] * 7 + [1] * 13
+                assert load_checkpoint(latest_checkpoint(runs / "run/checkpoints"))["progress"]["skipped"] == 1
+                continue
+            assert code == (2 if processes == 1 else 1), output
+            for words in ("step 8: ", "token 256 of ", "chain_train_000002.bin", "step_000005.pt"):
+                assert words in error_of(output)
+            assert saved_step(runs) == 5 and not (runs / "run/summary.json").exists()
+
+
+# ---- several ranks ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.promise(*RANKS)
+@pytest.mark.parametrize("do", ["kill", "hang", "memory"])
+def test_a_lost_rank_ends_the_job(do, data, faults, tmp_path):
+    with faults(f"{do} of a rank"):
+        code, output = on_two_ranks(arguments(data, tmp_path, timeout=15), at("batch", 3, do, rank=1))
+        assert code == 1, output
+        assert ("rank 1: out of memory" if do == "memory" else "rank 0: ") in output
+
+
+@pytest.mark.promise(*RANKS)
+def test_torchruns_restart_goes_on_by_itself(data, undisturbed, faults, tmp_path):
+    """One of two workers is killed in each of the first two attempts."""
+    with faults("two kills of a worker under --max-restarts 2"):
+        fault = at("step", 7, "kill", rank=1, attempts=[0, 1])
+        code, output = on_two_ranks(arguments(data, tmp_path, resume="auto"), fault, "--max-restarts=2")
+        assert code == 0, output
+        assert_close_run(tmp_path / "run", undisturbed)
+
+
+# ---- flipped bits ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.promise(*CORRUPTION)
+def test_of_a_damaged_checkpoint_the_one_before_is_taken(data, undisturbed, lives, faults, long, tmp_path):
+    rng = random.Random(3)
+    words = arguments(data, tmp_path / "killed", resume="auto")
+    assert lives.live(words, tmp_path / "output", at("step", 13))[0] == -signal.SIGKILL
+    for number in range(30 if long else 2):
+        damage = ("flipped bit", "cut off")[number % 2]
+        with faults(f"{damage} in the newest checkpoint of a run"):
+            runs = tmp_path / str(number)
+            shutil.copytree(tmp_path / "killed", runs)
+            newest, before = list_checkpoints(runs / "run/checkpoints")
+            content = bytearray(newest.read_bytes())
+            place = rng.randrange(len(content))
+            content[place] ^= 1 << rng.randrange(8)
+            newest.write_bytes(content[:place] if damage == "cut off" else content)
+            code, output = lives.live(arguments(data, runs, resume="auto"), tmp_path / "output")
+            assert code == 0 and newest.name in output and before.name in output, output
+            assert newest.with_name(newest.name + ".damaged").exists()
+            assert_same_run(runs / "run", undisturbed)
+
+
+@pytest.mark.promise(*CORRUPTION)
+def test_a_rank_with_other_weights_ends_the_job_and_is_named(data, undisturbed, faults, tmp_path):
+    with faults("flipped bit in the weights of a rank of a run"):
+        fault = at("comparison", 2, "flip", rank=1, bucket=1, bit=17)  # before the checkpoint of step 10
+        code, output = on_two_ranks(arguments(data, tmp_path), fault)
+        assert code == 1 and "step 10: " in output and "rank 1 " in output, output
+        assert saved_step(tmp_path) == 5
+        code, output = on_two_ranks(arguments(data, tmp_path, resume="auto"), {})
+        assert code == 0, output
+        assert_close_run(tmp_path / "run", undisturbed)

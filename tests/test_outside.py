@@ -1,0 +1,244 @@
+"""A run asks nothing of the world around it, keeps keys to itself, and trains every configuration or refuses it."""
+
+import contextlib
+import io
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_methods import NAMES
+from test_train import FIELDS, ROOT, arguments, here, make_data, python
+from wandb_stand_in import StandIn
+
+import train_gpt
+from configs.config import Config
+from runtime.metrics import read_metrics
+
+OUTSIDE = (9, "nothing is written elsewhere, and keys reach no file")
+CONFIGS = (10, "every configuration trains or is refused")
+WANDB = (13, "a network that is lost costs wandb's mirror nothing")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_data(tmp_path_factory.mktemp("data"))
+
+
+# ---- network, files and keys -----------------------------------------------------------------------------------------
+
+# Python runs this in every process before anything else. It writes down where files are made, changed or removed, and
+# forbids all sockets but those between processes of this machine.
+GUARD = """
+import os, sys
+
+log = os.open(os.environ["GUARD_LOG"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+os.write(log, b"/dev/null\\n")  # to say that it watches
+CHANGES = {"os.mkdir": [0], "os.remove": [0], "os.rmdir": [0], "os.truncate": [0], "os.rename": [0, 1],
+           "os.link": [1], "os.symlink": [1], "os.chmod": [0], "os.chown": [0], "os.utime": [0]}
+NETWORK = {"socket.getaddrinfo", "socket.gethostbyname", "socket.gethostbyaddr", "socket.connect", "socket.bind",
+           "socket.sendto", "socket.sendmsg"}
+
+def watch(event, args):
+    probe = event == "socket.bind" and args[1][0] in ("::1", "127.0.0.1")  # urllib3 asks so for IPv6 when imported
+    if event in NETWORK and getattr(args[0], "family", None) != 1 and not probe:
+        os.write(log, f"NETWORK {event} {args}\\n".encode())
+        raise PermissionError(f"{event} {args}: the network is not to be used")
+    if event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+        paths = args[:1]
+    elif event == "os.mkdir" and os.path.isdir(args[0]):  # which changes nothing
+        return
+    elif event in CHANGES:
+        paths = [args[i] for i in CHANGES[event]]
+        folder = args[-1] if event in ("os.remove", "os.rmdir") else -1
+        if isinstance(folder, int) and folder >= 0:  # shutil.rmtree names what is in an open folder
+            paths = [os.path.join(os.readlink(f"/proc/self/fd/{folder}"), paths[0])]
+    else:
+        return
+    for path in paths:
+        if not isinstance(path, int):
+            os.write(log, f"{os.path.realpath(os.fsdecode(path))}\\n".encode())
+
+sys.addaudithook(watch)
+"""
+KEYS = dict(WANDB_API_KEY="5ec7e7" * 6 + "5ec7", HF_TOKEN="hf_5ecretOfTheHub", AWS_SECRET_ACCESS_KEY="5ecretOfAmazon")
+
+
+def guarded(folder: Path, *command) -> set[Path]:
+    """Run Python without network and standard input; return what it wrote outside of the places that it may use."""
+    places = [folder / name for name in ("runs", "temporary", "home/.cache/scale_invariant_attention")]
+    for place in (*places[:2], folder / "guard", folder / "home"):
+        place.mkdir(exist_ok=True)
+    (folder / "guard" / "sitecustomize.py").write_text(GUARD)
+    log = folder / "guard" / "log"
+    log.unlink(missing_ok=True)
+    environment = {k: os.environ[k] for k in ("PATH", "LD_LIBRARY_PATH", "LANG", "VIRTUAL_ENV") if k in os.environ}
+    environment |= dict(PYTHONPATH=str(folder / "guard"), GUARD_LOG=str(log), TMPDIR=str(folder / "temporary"))
+    environment |= KEYS | dict(HOME=str(folder / "home"))
+    done = subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, env=environment, timeout=300, text=True,
+                          stdin=subprocess.DEVNULL, capture_output=True)  # fmt: skip
+    written = log.read_text().splitlines()
+    calls = [line for line in written if line.startswith("NETWORK")]
+    assert done.returncode == 0 and not calls and written, (calls, done.stdout[-2000:], done.stderr[-3000:])
+    may = [*(place.resolve() for place in places), Path("/dev"), Path("/proc/self")]
+    outside = {path for path in map(Path, written) if not any(path.is_relative_to(place) for place in may)}
+    making = {path for path in outside if places[2].resolve().is_relative_to(path)}  # the folders of the cache
+    return {path for path in outside - making if "__pycache__" not in path.parts}  # Python's, beside each source file
+
+
+@pytest.mark.slow
+@pytest.mark.promise(*OUTSIDE)
+def test_nothing_is_written_outside_nobody_is_called_and_keys_reach_no_file(data, tmp_path, faults):
+    (tmp_path / "file").write_text("")
+    code = f"open({str(tmp_path / 'elsewhere')!r}, 'w')"
+    assert guarded(tmp_path, "-c", code) == {(tmp_path / "elsewhere").resolve()}  # the guard sees it
+    fields = dict(steps=4, cooldown_steps=0, val_every=2, save_every=2, wandb="offline")
+    commands = [
+        ["train_gpt.py", *arguments(data, tmp_path / "runs", **fields)],
+        ["-m", "scripts.evaluate", tmp_path / "runs" / "run"],
+        ["-m", "data.shards", "verify", data],
+    ]
+    for command in commands:
+        with faults("commands alone"):
+            assert guarded(tmp_path, *command) == set(), command[:3]
+    files = [p for place in ("runs", "temporary", "home") for p in (tmp_path / place).rglob("*") if p.is_file()]
+    assert {".wandb", ".txt", ".pt", ".jsonl"} <= {path.suffix for path in files}
+    assert not [path for path in files if any(key.encode() in path.read_bytes() for key in KEYS.values())]
+
+
+# ---- configurations --------------------------------------------------------------------------------------------------
+
+EXTREMES = ("", "many", "nan", "inf", "-inf", "-1", "0", "1.5", "1e308", "1e-320", "1e400", str(2**31 - 1), str(2**64),
+            "9" * 400, "True", "None", "\x00", "é", "a b", "../x", "--", "-")  # fmt: skip
+SIZES = "vocab_size num_layers num_heads model_dim steps val_tokens batch_tokens train_length val_lengths".split()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with data, which runs are started in."""
+    folder = tmp_path_factory.mktemp("place")
+    make_data(folder / "data")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("WANDB_MODE", "offline")
+        patch.setattr(os, "_exit", sys.exit)
+        yield folder
+
+
+def outcome_of(more: list[str], place: Path) -> str:
+    """"trained", "refused" (nothing is left behind), or "stopped" at a step that is not finite."""
+    fields = FIELDS | dict(steps=2, cooldown_steps=0, data_dir="data", runs_dir="runs", resume="never")
+    words = ["quickstart"]
+    for field, value in fields.items():
+        words += [f"--{field}", *map(str, value if isinstance(value, tuple) else [value])]
+    before, errors, code = set(place.rglob("*")), io.StringIO(), 0
+    try:
+        with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
+            here(train_gpt.main, *words, *more)
+    except SystemExit as end:
+        code = end.code
+    new, error = set(place.rglob("*")) - before, errors.getvalue()
+    try:
+        if code == 0:
+            folder = next(path.parent for path in new if path.name == "summary.json")
+            assert [r["step"] for r in read_metrics(folder / "metrics.jsonl") if "lr" in r] == [1, 2]
+            return "trained"
+        assert code == 2 and re.fullmatch(r"error: [^\n]+\n", error), (more, code, error)
+        if any(path.name == "metrics.jsonl" for path in new):
+            return "stopped"
+        assert not {path for path in new if path.name != "runs"}, (more, new)
+        return "refused"
+    finally:
+        for path in sorted(new):
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+@pytest.mark.promise(*CONFIGS)
+@pytest.mark.parametrize("more", [
+    "--seed 18446744073709551616", "--keep " + "9" * 400, "--timeout 1e300", "--name " + "x" * 300, "--muon_lr 1e300",
+    f"--vocab_size {2**63 - 1}", f"--model_dim {2**63 - 4}", "--num_layers 10000000000", "--tags " + "x" * 65,
+    "--batch_tokens 2000000000000", "--wandb online", "--validate_as yarn", "--attention_backend fast",
+    *(f"--method {method} --method_options {options}" for method, options in (
+        ("rope", "num_heads 3"), ("rope", "position_scale 0.5"), ("yarn", "base 1e-320"), ("rope_ntk", "factor 1e300"),
+        ("alibi", "slopes inf"), ("logn_rope", "init 1e39"), ("scale_invariant_rope", "tau 1e-320"))),
+])  # fmt: skip
+def test_what_cannot_train_is_refused_in_one_line_and_leaves_nothing(more, place, faults, monkeypatch):
+    if "online" in more:  # with a key that wandb's client refuses
+        monkeypatch.setenv("WANDB_MODE", "online")
+        monkeypatch.setenv("WANDB_API_KEY", "short")
+    with faults("configurations"):
+        assert outcome_of(more.split(), place) == "refused"
+
+
+@pytest.mark.promise(*CONFIGS)
+@pytest.mark.parametrize("more, outcome", [
+    ("--num_heads 1 --train_length 1 --batch_tokens 3 --val_lengths 1 2 --val_tokens 2", "trained"),
+    (f"--method rope --method_options base {2**64}", "trained"), ("--head_lr 1e38", "stopped"),
+])  # fmt: skip
+def test_the_smallest_shape_and_huge_values(more, outcome, place, faults):
+    with faults("configurations"):
+        assert outcome_of(more.split(), place) == outcome
+
+
+@pytest.mark.slow
+@pytest.mark.promise(*CONFIGS)
+def test_every_configuration_trains_or_is_refused_in_one_line(place, faults, long):
+    rng, outcomes = random.Random(None if long else 0), set()
+    fields = [name for name in Config.__dataclass_fields__ if name not in ("wandb", "compile", "device", "runs_dir")]
+    for _ in range(400 if long else 40):
+        more = ["--method", rng.choice(NAMES)]
+        for field in rng.sample(fields, 1):
+            value = rng.choice(EXTREMES)
+            if not (field in SIZES and len(value) > 3 and value.isdigit()):  # that only costs memory or hours
+                more += [f"--{field}", *value.split(" ")]
+        with faults("configurations"):
+            outcomes.add(outcome_of(more, place))
+    assert {"trained", "refused"} <= outcomes
+
+
+# ---- wandb -----------------------------------------------------------------------------------------------------------
+
+# The network is lost when the record of step 8 is written.
+LOSING = """
+import os, urllib.request
+import train_gpt
+from runtime.metrics import Metrics
+
+write = Metrics.write
+
+def losing(self, record):
+    write(self, record)
+    if record["step"] == 8:
+        urllib.request.urlopen(os.environ["WANDB_BASE_URL"] + "/lose").close()
+
+Metrics.write = losing
+train_gpt.main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.promise(*WANDB)
+def test_a_run_goes_on_without_network_and_is_sent_later(data, faults, tmp_path):
+    home = dict(HOME=str(tmp_path))
+    with faults("network lost in a run"):
+        words = arguments(data, tmp_path / "runs", wandb="online")
+        with StandIn() as server:
+            python("-c", LOSING, *words, WANDB_FINISH_TIMEOUT="1", **home, **server.environment)
+        run = tmp_path / "runs/run"
+        assert (run / "summary.json").exists()
+        (mirror,) = (run / "wandb").glob("run-*")
+        command = f"wandb sync --no-skip-online {mirror}"
+        assert command in (run / "log.txt").read_text()
+        with StandIn() as server:
+            python("-m", *command.split(), **home, **server.environment)
+        records = read_metrics(run / "metrics.jsonl")
+        there = {record["_step"]: record for record in server.history}
+        assert sorted(there) == [*range(len(records))] and len(records) == 25
+        for number, record in enumerate(records):
+            assert there[number]["step"] == record["step"]
+            assert there[number].get("train_loss") == record.get("train_loss")
+            assert there[number].get("val_loss/64") == record.get("val_loss", {}).get("64")
