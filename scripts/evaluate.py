@@ -31,8 +31,7 @@ from runtime.copy_gain import KINDS, SPAN, check_gaps
 from runtime.device import compute_dtype
 from runtime.processes import World, exit_on_failure, start_processes
 from runtime.validation import Validation
-from scripts.shared.run_files import OTHER_TEXTS
-from scripts.shared.runs import StoredRun, read_run, stored_config
+from scripts.shared.runs import OTHER_TEXTS, StoredRun, read_run, stored_config
 from scripts.shared.tables import loss_table, markdown_table
 
 EVALUATION = "evaluation.json"

@@ -1,59 +1,79 @@
-"""Keeps what the tables and figures need of finished runs, small enough to commit.
+"""Keep what the tables and figures need of finished runs: one line of JSON a run, some 2 kB, small enough to commit.
 
-    python -m scripts.keep runs results/mini/runs
-    python -m scripts.reproduce table_losses --scale mini --runs-dir results/mini/runs
+    python -m scripts.keep runs/NAME... --to results/mini/runs.jsonl
+    python -m scripts.reproduce table_losses --scale mini
 
-What is kept of a run is a run folder like any other, without checkpoints and the records of the training steps, about
-10 kB. Runs that are not finished are left out.
+A line replaces the line of the same name. Checkpoints, training records and the log stay in the run folder.
 """
 
 import argparse
 import json
 from pathlib import Path
 
-from configs.config import Config
+from configs.config import NOT_MATHEMATICS
+from configs.presets import PRESETS, preset
 from errors import exit_on_user_error, require
 from files import replace_text, to_json
-from scripts.shared.run_files import FILES
-from scripts.shared.runs import StoredRun, describe_differences, log_values, read_run, read_runs
+from scripts.shared.runs import StoredRun, read_run, single_val_tokens, val_tokens
+
+APART = ("method", "method_options", "seed")  # fields of a line of their own
+TELLING = ("data_dir", "dtype", "validate_as", "val_lengths", "val_tokens", "val_every", "val_profile", "val_copy_gaps")
+NUMBERS = ("steps", "tokens", "distinct_tokens", "parameters", "tokens_per_second", "seconds")
+DATA = ("train", "validation", "tokenizer", "copy_rows")
+LOSSES = ("val_loss", "val_loss_as", "copy_loss", "copy_gain", "copy_gain_error")
+NEEDLE = ("haystack", "steps", "sequences", "curriculum", "examples", "pretrained", "greedy", "teacher_forcing")
+NEEDLE += ("oracle", "by_distance", "as")
 
 
 def main():
     parser = argparse.ArgumentParser(
         prog="python -m scripts.keep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs_dir", type=Path, help="where the run folders are")
-    parser.add_argument("destination", type=Path, help="where what is kept of them goes")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="finished run folders")
+    parser.add_argument("--to", type=Path, required=True, metavar="FILE", help="runs.jsonl of a scale")
     args = parser.parse_args()
     with exit_on_user_error():
-        finished = [stored for stored in read_runs(args.runs_dir) if stored.summary is not None]
-        require(finished, f"{args.runs_dir} holds no finished run")
-        for stored in finished:
-            keep(stored, args.destination / stored.path.name)
-    print(f"{len(finished)} finished runs of {args.runs_dir} are kept in {args.destination}")
+        lines = args.to.read_text().splitlines() if args.to.exists() else []
+        kept = {json.loads(line)["name"]: line for line in lines}
+        kept |= {path.name: to_json(make_line(read_run(path)), ensure_ascii=False) for path in args.runs}
+        args.to.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(args.to, "".join(f"{line}\n" for line in kept.values()))
+    print(f"{args.to} holds {len(kept)} runs")
 
 
-def keep(stored: StoredRun, destination: Path):
-    """Write what is kept of a finished run. Raise ValueError if it is damaged, or if the destination is a different
-    run."""
+def make_line(stored: StoredRun) -> dict:
+    """Return what is kept of a finished run. Raises ValueError if it is not finished or damaged."""
     require(not stored.problems, "; ".join(stored.problems))
-    if (destination / "config.json").exists():
-        there = read_run(destination)
-        differ = there.config and describe_differences(stored.config, there.config)
-        same = not differ and there.summary == stored.summary
-        require(same, f"{destination} is a different run ({differ or 'trained again'}): remove it first")
-    validations = [record for record in stored.metrics() if "val_loss" in record]
-    texts = {name: json.dumps(found, indent=2) for name in FILES if (found := stored.json(name)) is not None}
-    config = stored.config.to_dict() | dict(runs_dir=Config.runs_dir)  # not where it was on one machine
-    texts["config.json"] = json.dumps(config, indent=2)
-    texts["metrics.jsonl"] = "\n".join(map(to_json, validations))
-    texts["log.txt"] = "\n".join(
-        f"{key}: {value}" for key in ("commit", "device") for value in log_values(stored.path, key)
-    )
-    for name, text in texts.items():
-        path = destination / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(path, f"{text}\n")
+    require(stored.summary, f"{stored.path} is not finished. Train it to its end first.")
+    config, summary = stored.config, stored.summary
+    fields = [field for field in vars(config) if field in TELLING or field not in {*APART, *NOT_MATHEMATICS}]
+    nearest = min(PRESETS, key=lambda name: sum(getattr(preset(name), f) != getattr(config, f) for f in fields))
+    changes = {f: getattr(config, f) for f in fields if getattr(config, f) != getattr(preset(nearest), f)}
+    line = {"name": stored.path.name, "preset": nearest, "changes": changes}
+    line |= {field: getattr(config, field) for field in APART}
+    line |= {key: values for key in ("commit", "device", "torch") if (values := stored.logged(key)) != ["unknown"]}
+    line["data"] = {key: stored.data[key] for key in DATA if key in stored.data} or {"train": summary["data"]}
+    line["val_tokens"] = single_val_tokens(summary)
+    line |= {key: summary[key] for key in (*NUMBERS, *LOSSES) if summary.get(key)}
+    if by_position := stored.last("val_loss_by_position"):
+        longest = max(by_position, key=int)
+        line["val_loss_by_position"] = {longest: by_position[longest]}
+    if learned := stored.last("method_parameters"):
+        line["method_parameters"] = learned
+    line["curve"] = [make_point(record, line["val_tokens"]) for record in stored.validations()]
+    if needle := stored.needle:
+        line["needle"] = {key: needle[key] for key in NEEDLE if needle.get(key) not in (None, {})}
+    return line
+
+
+def make_point(record: dict, tokens: int) -> dict:
+    """Return what is kept of one validation. tokens: of the last one, which are not repeated."""
+    point = {
+        key: record[key]
+        for key in ("step", "val_loss", "val_loss_as", "copy_gain")
+        if record.get(key) not in (None, {})
+    }
+    return point if {*val_tokens(record).values()} == {tokens} else point | {"val_tokens": val_tokens(record)}
 
 
 if __name__ == "__main__":

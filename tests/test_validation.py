@@ -15,7 +15,7 @@ from runtime.build import build_model
 from runtime.flops import attention_flops_per_token, forward_flops_per_token, validation_share
 from runtime.processes import World
 from runtime.validation import Validation, validation_plan
-from scripts.shared.run_files import val_tokens
+from scripts.shared.runs import val_tokens
 
 FULL = 10_485_760
 

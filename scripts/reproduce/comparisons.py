@@ -1,35 +1,26 @@
 """Which differences between methods are more than chance, and whether their order is the paper's.
 
-A few seeds of one method say little about its variance, those of all methods together much: where Bartlett's test finds
-no difference between the methods' variances, all share one. scipy does the statistics.
+A few seeds of one method say little about its variance; the seeds of all methods together say much. So all methods
+share one variance where Bartlett's test finds no difference between theirs. scipy does the statistics.
 """
 
 import collections
 import math
 import statistics
 from collections.abc import Collection
-from pathlib import Path
 from typing import NamedTuple
 
 from scipy import stats
 
+from scripts.reproduce.study import Study
 from scripts.shared.looks import series_name
-from scripts.shared.tables import markdown_table, mean_and_stderr, write_csv
+from scripts.shared.tables import markdown_table, mean_and_stderr
 
 SIGNIFICANT = 0.05  # of a difference after Holm's correction, and of Bartlett's test
 
 
-def compare(
-    path: Path,
-    losses: dict,
-    reference: str,
-    lengths: list[int],
-    base_length: int,
-    paper: dict = {},
-    borrowers: Collection[str] = (),
-) -> list[str]:
-    """Return sections on the differences of the series to the reference and on their order, and write the differences
-    as CSV.
+def compare(study: Study, losses: dict, reference: str, lengths: list[int], paper: dict, borrowers: Collection[str]):
+    """Return sections on the differences of the series to the reference and on their order. Write them as CSV.
 
     losses: {(series, length): nats a token, one a seed}; paper: {(series, its length): mean}; borrowers: see
     differences.
@@ -37,36 +28,37 @@ def compare(
     rows = differences(losses, reference, lengths, borrowers)
     tested = sum(row["p"] is not None for row in rows)
     if not tested:  # one seed says nothing about chance
-        return order(losses, lengths, base_length, paper)
-    write_csv(path.with_name(f"{path.name}_differences.csv"), rows)
+        return order(losses, lengths, study.base_length, paper)
+    study.write_csv(rows, "_differences")
     by_series = collections.defaultdict(dict)
     for row in rows:
         by_series[row["series"]][row["length"]] = row
-    head = [f"minus {series_name(reference)}", "n", *(f"{n} ({n / base_length:g}x)" for n in lengths)]
-    cells = [
-        [series_name(series), seeds(found), *(difference_cell(found.get(length)) for length in lengths)]
-        for series, found in by_series.items()
-    ]
+    head = [f"minus {series_name(reference)}", "n", *(f"{n} ({n / study.base_length:g}x)" for n in lengths)]
+    cells = []
+    for series, found in by_series.items():
+        first = next(iter(found.values()))
+        seeds = f"{first['seeds']}, {first['reference_seeds']}"
+        cells.append([series_name(series), seeds, *(difference_cell(found.get(length)) for length in lengths)])
     text = "Nats a token more (+) or fewer (-) than the reference \u00b1 the standard error of the difference, and p "
     text += f"of the t-test after Holm's correction for all {tested} comparisons; bold: below {SIGNIFICANT}. n: seeds "
     text += "of the method and of the reference. " + describe_variances(losses, lengths, borrowers)
-    return ["## Differences", text, markdown_table([head, *cells]), *order(losses, lengths, base_length, paper)]
+    section = ["### Differences", text, markdown_table([head, *cells])]
+    return section + order(losses, lengths, study.base_length, paper)
 
 
 def differences(losses: dict, reference: str, lengths: list[int], borrowers: Collection[str] = ()) -> list[dict]:
-    """Return a row a series and length: how much it loses to the reference, and how sure that is (None: too few
-    seeds).
+    """Return a row a series and length: its difference to the reference, and how sure it is (None: too few seeds).
 
-    borrowers: the series of other series' weights, whose spread over seeds is theirs and says nothing more.
+    borrowers: series that share the weights of another. Their spread over seeds adds nothing to the variance.
     """
     rows, variances = [], {length: common_variance(losses, length, borrowers) for length in lengths}
-    for (series, length), theirs in losses.items():
-        ours = losses.get((reference, length), [])
-        if series == reference or length not in lengths or not (ours and theirs):
+    for (series, length), values in losses.items():
+        of_reference = losses.get((reference, length), [])
+        if series == reference or length not in lengths or not (of_reference and values):
             continue
-        row = dict(series=series, length=length, seeds=len(theirs), reference_seeds=len(ours))
-        row["difference"] = statistics.fmean(theirs) - statistics.fmean(ours)
-        row["stderr"], row["p"] = t_test(theirs, ours, variances[length])
+        row = dict(series=series, length=length, seeds=len(values), reference_seeds=len(of_reference))
+        row["difference"] = statistics.fmean(values) - statistics.fmean(of_reference)
+        row["stderr"], row["p"] = t_test(values, of_reference, variances[length])
         rows.append(row)
     corrected = iter(holm([row["p"] for row in rows if row["p"] is not None]))
     return [row | dict(p_holm=next(corrected) if row["p"] is not None else None) for row in rows]
@@ -83,7 +75,7 @@ class CommonVariance(NamedTuple):
 
 
 def common_variance(losses: dict, length: int, borrowers: Collection[str]) -> CommonVariance:
-    """Return the variance within series of their losses at a length, pooled over those of two finite ones or more."""
+    """Return the variance of the losses at a length within series, pooled over series of two finite losses or more."""
     samples = [
         values
         for (series, at), values in losses.items()
@@ -91,38 +83,39 @@ def common_variance(losses: dict, length: int, borrowers: Collection[str]) -> Co
     ]
     freedom = sum(len(values) - 1 for values in samples)
     squares = sum(statistics.variance(values) * (len(values) - 1) for values in samples)
-    alike = len(samples) > 1 and all(len(set(values)) > 1 for values in samples)  # a variance of 0 is like no other
-    return CommonVariance(
-        squares / freedom if freedom else math.nan, freedom, stats.bartlett(*samples).pvalue if alike else math.nan
-    )
+    testable = len(samples) > 1 and all(len(set(values)) > 1 for values in samples)  # Bartlett's test takes logarithms
+    p = stats.bartlett(*samples).pvalue if testable else math.nan
+    return CommonVariance(squares / freedom if freedom else math.nan, freedom, p)
 
 
-def t_test(theirs: list[float], ours: list[float], common: CommonVariance) -> tuple[float | None, float | None]:
-    """Return the standard error of the difference of the means, and the two-sided p that there is none: by Student's
-    t-test with the common variance where it holds, else by Welch's; None, None of too few values."""
+def t_test(a: list[float], b: list[float], common: CommonVariance) -> tuple[float | None, float | None]:
+    """Return the standard error of the difference of the means, and the two-sided p that there is none.
+
+    Student's t-test with the common variance where it holds, else Welch's. None, None: too few values.
+    """
     if common.holds:
-        stderr = math.sqrt(common.variance * (1 / len(theirs) + 1 / len(ours)))
-        t = (statistics.fmean(theirs) - statistics.fmean(ours)) / stderr
+        stderr = math.sqrt(common.variance * (1 / len(a) + 1 / len(b)))
+        t = (statistics.fmean(a) - statistics.fmean(b)) / stderr
         p = 2 * stats.t.sf(abs(t), common.freedom)
-    elif min(len(theirs), len(ours)) > 1:
-        stderr = math.hypot(mean_and_stderr(theirs)[1], mean_and_stderr(ours)[1])
-        p = stats.ttest_ind(theirs, ours, equal_var=False).pvalue
+    elif min(len(a), len(b)) > 1:
+        stderr = math.hypot(mean_and_stderr(a)[1], mean_and_stderr(b)[1])
+        p = stats.ttest_ind(a, b, equal_var=False).pvalue
     else:
         return None, None
     return stderr, float(f"{p:.6g}")  # the same on every machine
 
 
 def describe_variances(losses: dict, lengths: list[int], borrowers: Collection[str]) -> str:
-    """Return sentences on how the variances of the t-tests were found."""
+    """Return sentences on the variances of the t-tests."""
     found = {length: common_variance(losses, length, borrowers) for length in lengths}
-    student = {length: common for length, common in found.items() if common.holds}
+    cells = [f"{n}: p = {common.p:.2f}, {common.freedom}" for n, common in found.items() if common.holds]
     text = ""
-    if student:
-        cells = (f"{length}: p = {common.p:.2f}, {common.freedom}" for length, common in student.items())
+    if cells:
         text = "The variance is that of the seeds of all methods together, where Bartlett's test finds no "
         text += f"difference between theirs (length: p of Bartlett's test, degrees of freedom: {'; '.join(cells)}). "
-    if welch := [str(length) for length in found if length not in student]:
-        text += f"At {', '.join(welch)} it is each method's own (Welch's test): too few seeds, or they differ in it."
+    if welch := [str(length) for length, common in found.items() if not common.holds]:
+        text += f"At {', '.join(welch)} each method has its own variance (Welch's test): too few seeds, or the "
+        text += "variances differ."
     return text.strip()
 
 
@@ -133,11 +126,6 @@ def holm(ps: list[float]) -> list[float]:
         highest = max(highest, min(1.0, (len(ps) - rank) * ps[index]))
         corrected[index] = highest
     return corrected
-
-
-def seeds(found: dict[int, dict]) -> str:
-    row = next(iter(found.values()))
-    return f"{row['seeds']}, {row['reference_seeds']}"
 
 
 def difference_cell(row: dict | None) -> str:
@@ -152,20 +140,20 @@ def difference_cell(row: dict | None) -> str:
 
 
 def order(losses: dict, lengths: list[int], base_length: int, paper: dict) -> list[str]:
-    """Return a section on how much the series' order is the paper's at the same multiples of the training length."""
+    """Return a section that compares the order of the series with the paper's at the same multiples of the training
+    length."""
     paper_base = min((length for _, length in paper), default=0)
     rows = []
     for length in lengths:
-        theirs = {series: mean for (series, at), mean in paper.items() if at * base_length == length * paper_base}
-        shared = [series for series in theirs if losses.get((series, length))]
-        if len(shared) < 3:
-            continue
-        ours = [mean_and_stderr(losses[series, length])[0] for series in shared]
-        rho = stats.spearmanr(ours, [theirs[series] for series in shared]).statistic
-        best = min(shared, key=lambda series: mean_and_stderr(losses[series, length])[0])
-        cells = [f"{rho:+.2f}", str(len(shared)), series_name(best), series_name(min(shared, key=theirs.get))]
-        rows.append([f"{length} ({length / base_length:g}x)", *cells])
+        targets = {series: mean for (series, at), mean in paper.items() if at * base_length == length * paper_base}
+        means = {
+            series: mean_and_stderr(losses[series, length])[0] for series in targets if losses.get((series, length))
+        }
+        if len(means) >= 3:
+            rho = stats.spearmanr([*means.values()], [targets[series] for series in means]).statistic
+            best = series_name(min(means, key=means.get)), series_name(min(means, key=targets.get))
+            rows.append([f"{length} ({length / base_length:g}x)", f"{rho:+.2f}", str(len(means)), *best])
     if not rows:
         return []
     head = ["at", "Spearman's rho", "methods", "best here", "best in the paper"]
-    return ["## Order", "Rank correlation of our means with the paper's.", markdown_table([head, *rows])]
+    return ["### Order", "Rank correlation of our means with the paper's.", markdown_table([head, *rows])]

@@ -1,4 +1,4 @@
-"""Draws the figures with matplotlib, each saved as PNG and PDF. What they show is decided in figures.py."""
+"""Draw the figures with matplotlib, each saved as PNG. The callers decide what they show."""
 
 import itertools
 import math
@@ -25,13 +25,12 @@ STYLE = {
     "lines.markersize": 3,
     "legend.frameon": False,
     "savefig.dpi": 200,
-    "pdf.fonttype": 42,  # TrueType, which publishers ask for, not Type 3
 }
 
 
 @contextmanager
 def drawing(path: Path, rows: int, columns: int, height: float, **subplots) -> Iterator:
-    """Give a figure over the page's width and its axes (rows, columns), and save it as path.png and path.pdf.
+    """Give a figure over the page's width and its axes (rows, columns), and save it as path.png.
 
     height: inches of a row. The figure is made without pyplot, so no window system or global state is needed.
     """
@@ -43,8 +42,12 @@ def drawing(path: Path, rows: int, columns: int, height: float, **subplots) -> I
         figure = Figure(figsize=(TEXT_WIDTH, height * rows + 0.45), layout="constrained")
         yield figure, figure.subplots(rows, columns, squeeze=False, **subplots)
         path.parent.mkdir(parents=True, exist_ok=True)
-        for suffix in ("png", "pdf"):
-            figure.savefig(path.with_name(f"{path.name}.{suffix}"))
+        figure.savefig(path.with_name(f"{path.name}.png"))
+
+
+def picture(name: str) -> str:
+    """Return the Markdown that shows a figure beside its page."""
+    return f"![{name}]({name}.png)"
 
 
 def legend_below(figure, axes, columns: int):
@@ -61,8 +64,28 @@ def legend_below(figure, axes, columns: int):
         legend = figure.legend(entries.values(), entries.keys(), ncols=columns, **look)
 
 
+def draw_lines(
+    path: Path, panels: dict[str, list], *, x: str, y: str, columns: int, base: int = 10, same_y: bool = True, **limits
+):
+    """Draw a panel a title, side by side: lines with error bars over a logarithmic x.
+
+    panels: by title, lines of (look, xs, means, standard errors or None). x, y: labels of the axes (y: one, or one a
+    panel, separated by |). columns: of the legend. base: of the logarithm. limits: other options of axis.set.
+    """
+    with drawing(path, 1, len(panels), height=2.2, sharey=same_y) as (figure, axes):
+        for axis, (title, lines), label in zip(axes[0], panels.items(), itertools.cycle(y.split("|"))):
+            for look, xs, means, errors in lines:
+                axis.errorbar(xs, means, [error or 0 for error in errors], elinewidth=0.8, **look)
+            axis.set_xscale("log", base=base)
+            if base == 2:
+                axis.minorticks_off()
+                axis.xaxis.set_major_formatter("{x:.0f}")
+            axis.set(title=title, xlabel=x, ylabel=label if axis is axes[0, 0] or not same_y else "", **limits)
+        legend_below(figure, axes, columns)
+
+
 def draw_curves(
-    path: Path, panels: list[tuple[str, list[dict]]], looks: dict, *, baseline: float | None = None, zoom: bool = False
+    path: Path, panels: list[tuple[str, list[dict]]], looks: dict, baseline: float | None = None, zoom: bool = False
 ):
     """Draw validation loss against the training step, one panel beside the other.
 

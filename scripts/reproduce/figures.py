@@ -12,8 +12,8 @@ from scripts.reproduce import logits, theory
 from scripts.reproduce.drawing import SCHEMES, draw_curves, draw_entropy, draw_sublog, tau_looks
 from scripts.reproduce.study import Study
 from scripts.shared.looks import plot_style
-from scripts.shared.run_files import val_tokens
-from scripts.shared.tables import markdown_table, mean_and_stderr, write_csv
+from scripts.shared.runs import StoredRun, val_tokens
+from scripts.shared.tables import markdown_table, mean_and_stderr
 
 NO_FIGURE = "**No figure: there is no finished run to draw.**"
 WINDOWS = 4  # of validation text, for the trained models' attention
@@ -51,8 +51,9 @@ def figure_scale_invariant_variants(study: Study) -> str:
 
 def figure_tau(study: Study) -> str:
     text = "Validation loss of scale-invariant p-RoPE with different lengthscales \u03c4 (tokens)."
-    by_tau = dict(series_of=lambda run: {tau_of(run.config): run.config.method}, looks_of=tau_looks)
-    return curve_figure(study, text, baseline=False, **by_tau)
+    return curve_figure(
+        study, text, baseline=False, series_of=lambda run: {tau_of(run.config): None}, looks_of=tau_looks
+    )
 
 
 def tau_of(config: Config) -> float:
@@ -75,8 +76,8 @@ def curve_figure(
     """Draw a panel a validation length, write the curves as CSV, and return the Markdown: text, then the figure.
 
     at_train_length: only the models that were trained at the length. nope_panels: in how many of the panels NoPE is
-    shown. series_of: the series that a run is shown as, each with its method, if not study.series; looks_of: their
-    looks. baseline: mark the paper's 3.28, at its scale. zoom: as draw_curves takes it.
+    shown. series_of: in place of study.series. looks_of: the looks of these series. baseline: mark the paper's 3.28, at
+    its scale. zoom: as draw_curves takes it.
     """
     rows = validation_curves(study, series_of or study.series)
     if not rows:
@@ -91,34 +92,29 @@ def curve_figure(
     looks = looks_of(present) if looks_of else {series: plot_style(series, present) for series in known}
     if baseline and study.scale != "paper":
         study.notes.append("The paper's dashed line at 3.28 is left out: it means nothing at this scale.")
-        baseline = False
-    draw_curves(study.path, panels, looks, baseline=3.28 if baseline else None, zoom=zoom)
-    write_csv(study.path.with_suffix(".csv"), rows)
+    draw_curves(study.figure(), panels, looks, 3.28 if baseline and study.scale == "paper" else None, zoom)
+    study.write_csv(rows)
     several = any(row["seeds"] > 1 for row in rows)
     study.notes.append("Bands: \u00b1 1 standard error over seeds." if several else "One seed: no bands.")
     if len({row["val_tokens"] for row in rows}) > 1:
         study.notes.append("Open circles: validations on a part of the tokens (`--val_profile fast`).")
-    return f"{text}\n\n{picture(study.item)}"
+    return f"{text}\n\n{study.picture()}"
 
 
 def validation_curves(study: Study, series_of: Callable[[Run], dict]) -> list[dict]:
-    """Return the validation curves of the series, one row a series, training length, validation length and step: mean,
-    standard error, number of seeds, validation tokens. A step counts when all seeds were validated at it, on the same
-    tokens."""
+    """Return the mean validation loss over seeds: one row a series, training length, validation length and step.
+
+    A step counts when all seeds were validated at it, on the same tokens.
+    """
     seeds = collections.defaultdict(list)
     for run, stored in list(study.finished):
-        try:
-            records = [r for r in stored.metrics() if "val_loss" in r]
-        except ValueError as error:
-            study.drop(run, f"{stored.path}/metrics.jsonl is damaged ({error}): repair it, or delete the run")
-            continue
-        own = {name: validation_curve(records, method, run) for name, method in series_of(run).items()}
-        wanted = [n for n in study.lengths if n in run.config.val_lengths]
-        if lacking := [str(n) for n in wanted if any(n not in curve for curve in own.values())]:
-            what = f"was not validated at {', '.join(lacking)} during training; move {stored.path} away and train again"
-            study.miss(run, what, study.train_command(run, None))
-        for series, curve in own.items():
-            seeds[series, run.config.train_length].append(curve)
+        with study.dropping_unreadable(run):
+            curves = {name: validation_curve(stored, method) for name, method in series_of(run).items()}
+            wanted = [n for n in study.lengths if n in run.config.val_lengths]
+            if lacking := [str(n) for n in wanted if any(n not in curve for curve in curves.values())]:
+                study.missing.append((run.name, f"not validated at {', '.join(lacking)} during training"))
+            for series, curve in curves.items():
+                seeds[series, run.config.train_length].append(curve)
     rows = []
     for (name, train_length), group in seeds.items():
         for length in study.lengths:
@@ -132,14 +128,11 @@ def validation_curves(study: Study, series_of: Callable[[Run], dict]) -> list[di
     return rows
 
 
-def validation_curve(records: list[dict], method: str, run: Run) -> dict[int, dict]:
-    """Return the losses of a run's weights run as `method`, by validation length, then by step and tokens.
-
-    records: of its validations.
-    """
+def validation_curve(stored: StoredRun, method: str | None) -> dict[int, dict]:
+    """Return a run's losses by validation length, then by step and tokens. method: as in Study.series."""
     curve = collections.defaultdict(dict)
-    for record in records:
-        losses = record["val_loss"] if method == run.config.method else record.get("val_loss_as", {}).get(method, {})
+    for record in stored.validations():
+        losses = record["val_loss"] if method is None else record.get("val_loss_as", {}).get(method, {})
         for length, tokens in val_tokens(record).items():
             if length in losses:
                 curve[int(length)][record["step"], tokens] = losses[length]
@@ -151,51 +144,57 @@ def validation_curve(records: list[dict], method: str, run: Run) -> dict[int, di
 
 def figure_entropy(study: Study) -> str:
     lengths = [2**k for k in range(7, 17)]  # 128 .. 65,536
-    rows = [dict(source="iid", **row) for row in theory.iid_entropy(lengths, study.draws, seed=0)]
-    schemes = {method: scheme for scheme, (method, _) in SCHEMES.items()}
-    for run, stored in list(study.finished):
-        longest = study.lengths[-1]
-        with study.dropping_unreadable(run):
-            config, model = load_run(stored.path, study.device)
-            tokens = logits.validation_windows(open_own_text(stored), WINDOWS, longest, study.device)
-            profile = logits.attention_profile(model, tokens, [n for n in lengths if n <= longest])
-            rows += [dict(source="trained", scheme=schemes[config.method], **row) for row in profile]
-    panels = collections.defaultdict(list)
-    for row in rows:
-        panels["iid scores" if row["source"] == "iid" else "trained models"].append(row)
-    draw_entropy(study.path, panels, theory.RANGES, theory.LOCAL)
-    keys = ("source", "scheme", "length", "quantity", "mean", "stderr")
-    write_csv(study.path.with_suffix(".csv"), [{key: row[key] for key in keys} for row in rows])
+    iid = theory.iid_entropy(lengths, study.draws, seed=0)
+    trained = trained_entropy(study, [n for n in lengths if n <= study.lengths[-1]])
+    sources = {"iid scores": iid} | ({"trained models": trained} if trained else {})
+    draw_entropy(study.figure(), sources, theory.RANGES, theory.LOCAL)
+    keys = ("scheme", "length", "quantity", "mean", "stderr")
+    study.write_csv([dict(source=name) | {key: r[key] for key in keys} for name, rows in sources.items() for r in rows])
     text = "Top: independent Gaussian scores, none scaled, LogN (s = 0.4) and scale-invariant (\u03c4 = 10), mean over "
     text += f"{study.draws} draws. Bottom: p-RoPE models trained with each, the last query of each context, mean over "
-    text += f"layers, heads and {WINDOWS} windows of validation text. Bands: \u00b1 1 standard error."
-    if len(panels) == 1:
+    text += (
+        f"seeds, layers, heads and {WINDOWS} windows of validation text. Bands: \u00b1 1 standard error, over seeds "
+    )
+    text += "if there are several, else over windows."
+    if not trained:
         study.notes.append("The bottom row is left out: there is no trained model.")
-    return text + "\n\n" + picture(study.item)
+    return text + "\n\n" + study.picture()
+
+
+def trained_entropy(study: Study, lengths: list[int]) -> list[dict]:
+    """Return attention_statistics of the trained models: one row a scheme, length and quantity, the mean over seeds."""
+    schemes = {method: scheme for scheme, (method, _) in SCHEMES.items()}
+    profiles = collections.defaultdict(list)
+    for run, stored in list(study.finished):
+        with study.dropping_unreadable(run):
+            config, model = load_run(stored.path, study.device)
+            tokens = logits.validation_windows(open_own_text(stored), WINDOWS, lengths[-1], study.device)
+            for row in logits.attention_profile(model, tokens, lengths):
+                profiles[schemes[config.method], row["length"], row["quantity"]].append(row)
+    return [mean_over_seeds(rows, scheme=s, length=n, quantity=q) for (s, n, q), rows in profiles.items()]
+
+
+def mean_over_seeds(rows: list[dict], **keys) -> dict:
+    """Return one row with these keys, the mean of the rows, and its standard error (of one row: its own)."""
+    mean, stderr = mean_and_stderr([row["mean"] for row in rows])
+    return keys | dict(mean=mean, stderr=rows[0]["stderr"] if len(rows) == 1 else stderr)
 
 
 def figure_sublog(study: Study, scale_invariant: bool = True) -> str:
     starts = [10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000]
     rows = theory.iid_range_entropy(starts, [2, 5, 10], study.draws, 0, scale_invariant)
     fits = theory.range_fits(rows)
-    draw_sublog(study.path, rows, fits)
-    for row in rows:
-        of_fits = {f["against"]: f["r_squared"] for f in fits if f["factor"] == row["factor"]}
-        row |= dict(r_squared_log_t=of_fits["log t"], r_squared_sqrt_log_t=of_fits["sqrt(log t)"])
-    write_csv(study.path.with_suffix(".csv"), rows)
+    draw_sublog(study.figure(), rows, fits)
+    study.write_csv(rows)
     keys = ["slope", "intercept", "r_squared"]
     cells = [[f"\u0394 = {f['factor']}, against {f['against']}", *(f"{f[key]:.4f}" for key in keys)] for f in fits]
-    head = ["linear fit", "slope", "intercept", "R^2"]
     text = "Expected entropy (nats) of independent Gaussian scores in the range of distances [t, t\u0394), "
     text += "scale-invariant with \u03c4 = 10" if scale_invariant else "not scaled"
     text += f": mean over {study.draws} draws (bars: \u00b1 1 standard error), against log t and sqrt(log t), with the "
     text += "best linear fits (dashed)."
-    return text + f"\n\n{picture(study.item)}\n\n{markdown_table([head, *cells])}"
+    table = markdown_table([["linear fit", "slope", "intercept", "R^2"], *cells])
+    return f"{text}\n\n{study.picture()}\n\n{table}"
 
 
 def figure_sublog_unscaled(study: Study) -> str:
     return figure_sublog(study, scale_invariant=False)
-
-
-def picture(name: str) -> str:
-    return f"![{name}]({name}.png)"

@@ -2,57 +2,42 @@
 
 import collections
 import statistics
-from pathlib import Path
 
 from configs.config import with_changes
-from scripts.reproduce.drawing import drawing, legend_below
-from scripts.reproduce.figures import picture, tau_of
+from scripts.reproduce.drawing import draw_lines
+from scripts.reproduce.figures import tau_of
 from scripts.reproduce.study import Study
 from scripts.reproduce.tables import make_table
 from scripts.shared.looks import plot_style, series_label, series_name
 from scripts.shared.runs import needle_state
-from scripts.shared.tables import markdown_table, mean_and_stderr, write_csv
+from scripts.shared.tables import markdown_table, mean_and_stderr
+
+METRICS = ("greedy", "teacher forcing")
 
 
 def table_needle(study: Study) -> str:
-    """Return the shares of needles found as Markdown, and write them as CSV; the page ends with those by distance.
+    """Return the shares of needles found as Markdown, and write them as CSV; a section has those by distance.
 
     The lengths are those of the paper and all others that a run was scored at.
     """
-    distances = collections.defaultdict(list)
-    accuracy = {"greedy": collections.defaultdict(list), "teacher forcing": collections.defaultdict(list)}
-    oracle = collections.defaultdict(list)
+    distances, oracle = collections.defaultdict(list), collections.defaultdict(list)
+    accuracy = {label: collections.defaultdict(list) for label in METRICS}
     for run, stored in list(study.finished):
-        command = ["python", "-m", "scripts.needle", str(stored.path), *run.needle.arguments]
         state, reason = needle_state(stored, run.needle)
-        if state in ("other", "running"):
-            study.drop(run, f"left out, {reason}" if state == "other" else f"is being fine-tuned ({reason})")
+        if stored.needle is None or state in ("other", "running"):
+            study.drop(run, "not fine-tuned" if state == "pretrained" else f"fine-tuning {state} ({reason})")
             continue
-        needle = stored.json("needle/summary.json")
-        if needle is None:
-            study.drop(run, f"{state} ({reason})", command)
-            continue
-        found, found_at = {}, {}
-        try:
-            for series, method in study.series(run).items():
-                shares = needle if method == run.config.method else needle["as"][method]
-                for label in accuracy:
-                    found[series, label] = by_length(shares[label.replace(" ", "_")])
-                for length, counts in shares.get("by_distance", {}).items():
-                    found_at[series, int(length)] = {int(d): count for d, count in counts.items()}
-            copier = by_length(needle["oracle"])
-        except (KeyError, TypeError) as error:
-            study.drop(run, f"{stored.path}/needle/summary.json is damaged ({error!r}): delete it and repeat", command)
-            continue
-        for length, share in copier.items():
+        for series, method in study.series(run).items():
+            shares = stored.needle if method is None else stored.needle["as"][method]
+            for label, values in accuracy.items():
+                for length, share in by_length(shares[label.replace(" ", "_")]).items():
+                    values[series, length].append(share)
+            for length, counts in shares.get("by_distance", {}).items():
+                distances[series, int(length)].append({int(d): count for d, count in counts.items()})
+            if lacking := [n for n in study.lengths if str(n) not in shares["greedy"]]:
+                study.missing.append((run.name, f"needle accuracy at {', '.join(map(str, lacking))}"))
+        for length, share in by_length(stored.needle["oracle"]).items():
             oracle[length].append(share)
-        for key, counts in found_at.items():
-            distances[key].append(counts)
-        for (series, label), shares in found.items():
-            for length, share in shares.items():
-                accuracy[label][series, length].append(share)
-        if lacking := [str(n) for n in study.lengths if any(n not in shares for shares in found.values())]:
-            study.miss(run, f"no needle accuracy at {', '.join(lacking)}", [*command, "--lengths", *lacking])
     text = "Share of needles whose city and number are both right, by length in tokens (and in training lengths), by "
     text += "greedy decoding and by teacher forcing: mean \u00b1 standard error over seeds. The paper's numbers stand "
     text += "beside greedy decoding."
@@ -65,50 +50,46 @@ def table_needle(study: Study) -> str:
     return text + "\n\n" + make_table(study, accuracy, lengths, best=max, oracle=means)
 
 
-def needle_tau(study: Study) -> str:
-    """Return the tables of table_needle below a figure of the needles found against tau."""
-    page = table_needle(study)
-    shares = collections.defaultdict(list)
-    for run, stored in study.finished:
-        form = series_label(with_changes(run.config, dict(method_options=without_tau(run.config.method_options))))
-        for length, share in by_length(stored.json("needle/summary.json")["greedy"]).items():
-            shares[form, length, tau_of(run.config)].append(share)
-    if not shares:
-        return page
-    draw_against_tau(study.path, shares, study.base_length)
-    text = "Below: needles found (greedy decoding) against the lengthscale \u03c4 in tokens, a panel a length; bars: "
-    text += "\u00b1 1 standard error over seeds."
-    return "\n\n".join([text, picture(study.item), page])
-
-
-def without_tau(options: dict) -> dict:
-    return {name: value for name, value in options.items() if name != "tau"}
-
-
-def draw_against_tau(path: Path, shares: dict[tuple[str, int, float], list[float]], base_length: int):
-    """Draw a panel a length: the share of needles found against tau, a line a form of the method."""
-    lengths = sorted({length for _, length, _ in shares})
-    forms = list(dict.fromkeys(form for form, _, _ in shares))
-    with drawing(path, 1, len(lengths), height=2.0, sharey=True) as (figure, axes):
-        for axis, length in zip(axes[0], lengths):
-            for form in forms:
-                taus = sorted(tau for own, at, tau in shares if (own, at) == (form, length))
-                points = [mean_and_stderr(shares[form, length, tau]) for tau in taus]
-                means, errors = [mean for mean, _ in points], [stderr or 0 for _, stderr in points]
-                axis.errorbar(taus, means, errors, **plot_style(form, forms))
-            title = f"{length} tokens ({length / base_length:g}x)"
-            axis.set(title=title, xlabel="\u03c4 (tokens)", xscale="log", ylim=(-0.03, 1.03))
-        axes[0, 0].set_ylabel("needles found")
-        legend_below(figure, axes, 3)
-
-
 def by_length(shares: dict) -> dict[int, float]:
     return {int(length): float(share) for length, share in shares.items()}
 
 
+def needle_tau(study: Study) -> str:
+    """Return the tables of table_needle below a figure of the needles found against tau."""
+    page = table_needle(study)
+    shares = shares_by_tau(study)
+    if not shares:
+        return page
+    forms = list(dict.fromkeys(form for form, _, _ in shares))
+    panels = {}
+    for length in sorted({length for _, length, _ in shares}):
+        lines = panels.setdefault(f"{length} tokens ({length / study.base_length:g}x)", [])
+        for form in forms:
+            taus = sorted(tau for other, at, tau in shares if (other, at) == (form, length))
+            numbers = [mean_and_stderr(shares[form, length, tau]) for tau in taus]
+            lines.append((plot_style(form, forms), taus, *([n[i] for n in numbers] for i in (0, 1))))
+    draw_lines(study.figure(), panels, x="\u03c4 (tokens)", y="needles found", columns=3, ylim=(-0.03, 1.03))
+    text = "Below: needles found (greedy decoding) against the lengthscale \u03c4 in tokens, a panel a length; bars: "
+    text += "\u00b1 1 standard error over seeds."
+    return "\n\n".join([text, study.picture(), page])
+
+
+def shares_by_tau(study: Study) -> dict[tuple[str, int, float], list[float]]:
+    """Return the shares of needles found by greedy decoding, one a seed, by form of the method, length and tau."""
+    shares = collections.defaultdict(list)
+    for run, stored in study.finished:
+        others = {name: value for name, value in run.config.method_options.items() if name != "tau"}
+        form = series_label(with_changes(run.config, dict(method_options=others)))
+        for length, share in by_length(stored.needle["greedy"]).items():
+            shares[form, length, tau_of(run.config)].append(share)
+    return shares
+
+
 def by_distance(study: Study, distances: dict[tuple[str, int], list[dict]]) -> list[str]:
-    """Return a section on the needles found by their distance from the response, of all seeds together, and write it as
-    CSV. distances: {(series, length): {least distance: (found, all)}, one a seed}."""
+    """Return a section on the needles found by their distance from the response, of all seeds together.
+
+    distances: {(series, length): {least distance: (found, all)}, one a seed}. The counts are drawn and written as CSV.
+    """
     rows = []
     for series, length in sorted(distances, key=lambda key: (study.all_series.index(key[0]), key[1])):
         seeds = distances[series, length]
@@ -118,33 +99,24 @@ def by_distance(study: Study, distances: dict[tuple[str, int], list[dict]]) -> l
     if not rows:
         return []
     name = f"{study.item}_distances"
-    write_csv(study.path.with_name(f"{name}.csv"), rows)
-    draw_by_distance(study.path.with_name(name), rows, study.base_length)
+    study.write_csv(rows, "_distances")
+    shown, panels = list(dict.fromkeys(row["method"] for row in rows)), collections.defaultdict(list)
+    for length in sorted({row["length"] for row in rows}):
+        for series in shown:
+            points = [row for row in rows if (row["method"], row["length"]) == (series, length)]
+            middles = [1.5 * row["distance"] for row in points]  # of d to 2d
+            found = [row["found"] / row["needles"] for row in points]
+            line = (plot_style(series, shown), middles, found, [None] * len(points))
+            panels[f"{length} tokens ({length / study.base_length:g}x)"].append(line)
+    axes = dict(x="tokens back to the needle", y="needles found", base=2, ylim=(-0.03, 1.03))
+    draw_lines(study.figure(name), panels, columns=4, **axes)
     columns = sorted({row["distance"] for row in rows})
     cells = collections.defaultdict(dict)
     for row in rows:
         cells[row["method"], row["length"]][row["distance"]] = f"{row['found']}/{row['needles']}"
     table = [["method", "length", *(f"{least}-{2 * least - 1}" for least in columns)]]
-    for (series, length), own in cells.items():
-        table.append([series_name(series), str(length), *(own.get(least, "") for least in columns)])
+    for (series, length), counts in cells.items():
+        table.append([series_name(series), str(length), *(counts.get(least, "") for least in columns)])
     text = "Needles found (greedy decoding) of those that there are, by how many tokens before the response they "
     text += "start, over all seeds."
-    return ["## By distance", text, picture(name), markdown_table(table)]
-
-
-def draw_by_distance(path: Path, rows: list[dict], base_length: int):
-    """Draw a panel a length: the share of needles found against their distance, a line a series."""
-    lengths, series = sorted({row["length"] for row in rows}), list(dict.fromkeys(row["method"] for row in rows))
-    with drawing(path, 1, len(lengths), height=2.0, sharey=True) as (figure, axes):
-        for axis, length in zip(axes[0], lengths):
-            for one in series:
-                mine = [row for row in rows if (row["method"], row["length"]) == (one, length)]
-                middle = [1.5 * row["distance"] for row in mine]  # of d to 2d
-                axis.plot(middle, [row["found"] / row["needles"] for row in mine], **plot_style(one, series))
-            ratio = f"{length / base_length:g}x"
-            axis.set_xscale("log", base=2)
-            axis.minorticks_off()
-            axis.xaxis.set_major_formatter("{x:.0f}")
-            axis.set(title=f"{length} tokens ({ratio})", xlabel="tokens back to the needle", ylim=(-0.03, 1.03))
-        axes[0, 0].set_ylabel("needles found")
-        legend_below(figure, axes, 4)
+    return ["### By distance", text, study.picture(name), markdown_table(table)]

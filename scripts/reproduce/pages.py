@@ -1,9 +1,11 @@
-"""The tables and figures by name, and the page of each, which says how it was made."""
+"""The items by name, and the page OUT/tables.md, on which each has a section that says how it was made."""
 
 import collections
 import datetime
 import platform
+import re
 import shlex
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -11,12 +13,11 @@ import torch
 
 from configs.sweeps import SWEEPS
 from errors import require
-from files import replace_file
+from files import replace_text
 from runtime.device import device_name
 from runtime.run_folder import git_commit
-from scripts.reproduce import far_tokens, figures, lengthscales, llama, needles, qq, rivals, tables
+from scripts.reproduce import beyond, figures, llama, needles, qq, tables, taught
 from scripts.reproduce.study import Study
-from scripts.shared.runs import StoredRun, log_values, require_as_many_runs
 
 DRAWS = 400
 ITEMS = dict(
@@ -36,87 +37,111 @@ ITEMS = dict(
     figure_qq=qq.figure_qq,
     figure_qq_ours=qq.figure_qq_ours,
     open_choices=tables.open_choices,
-    tau_by_length=lengthscales.tau_by_length,
-    far_tokens=far_tokens.far_tokens,
-    scale_invariant_by_head=lengthscales.scale_invariant_by_head,
+    tau_by_length=beyond.tau_by_length,
+    far_tokens=beyond.far_tokens,
+    scale_invariant_by_head=beyond.scale_invariant_by_head,
     needle_by_head=needles.table_needle,
-    table_rivals=rivals.table_rivals,
+    taught=taught.taught,
+    table_rivals=beyond.table_rivals,
     needle_rivals=needles.table_needle,
     needle_nope=needles.table_needle,
     needle_tau=needles.needle_tau,
 )
-PARTLY_THEORY = ["figure_entropy"]  # which has something to show without runs
-# What is computed or measured here; the others are functions of what the runs left, the same wherever they are made.
+PARTLY_THEORY = ["figure_entropy"]  # has something to show without runs
+# Items that are computed or measured on this machine. The others are functions of the stored runs.
 COMPUTED = ["figure_entropy", "figure_sublog", "figure_sublog_unscaled", "figure_qq_ours", "far_tokens"]
 
 
-def write_item(study: Study, stored_runs: list[StoredRun], force: bool = False) -> str:
-    """Make the item: its files in study.out, and its page, which says what it was made from. Return the page's text.
+def write_item(study: Study, force: bool = False, csv: bool = False) -> str:
+    """Make an item: its section of study.page and its figures. Return the text of the section.
 
-    When they are made from no runs, or (unless forced) from fewer than the page that is there, all that is in study.out
-    stays as it is and study.unwritten says why.
+    Nothing is written from no runs, nor (unless forced) over a section that was made from more. study.unwritten then
+    says why. csv: also write the numbers, as is always done for items in COMPUTED.
     """
-    study.collect(stored_runs)
+    study.collect()
     with tempfile.TemporaryDirectory() as folder:
         study.draft = Path(folder)
         body = ITEMS[study.item](study)
-        notes = "".join(f"\n\n{text}" for text in (*dict.fromkeys(study.notes), *study.sections))
-        page = f"# {study.item}\n\n{body}{notes}\n\n## How this was made\n\n{provenance(study)}\n"
+        parts = [f"## {study.item}", body, *dict.fromkeys(study.notes), *study.sections, provenance(study)]
+        section = "\n\n".join(parts) + "\n"
+        sections = read_sections(study.page)
         try:
+            needed = study.runs and study.item not in PARTLY_THEORY
+            require(study.finished or not needed, f"no run of {study.item} is there")
             if not force:
-                what, used = ("runs", study.finished) if study.runs else ("models", study.models)
-                require_as_many_runs(study.page, rf"^- {what} used: (\d+) of", len(used), what)
-            needs = bool(study.runs) and study.item not in PARTLY_THEORY
-            require(study.finished or not needs, f"no run of {study.item} is there")
+                require_as_many(sections.get(study.item, ""), len(study.finished or study.models))
         except ValueError as error:
             study.unwritten = str(error)
-            return page
+            return section
+        kinds = ("figures", "csv") if csv or study.item in COMPUTED else ("figures",)
+        for kind in kinds:
+            if (study.draft / kind).exists():
+                shutil.copytree(study.draft / kind, study.out / kind, dirs_exist_ok=True)
         study.out.mkdir(parents=True, exist_ok=True)
-        for made in study.draft.iterdir():
-            replace_file(study.out / made.name, lambda file: file.write(made.read_bytes()))
-        replace_file(study.page, lambda file: file.write(page.encode()))
-    return page
+        replace_text(study.page, make_page(sections | {study.item: section}))
+    return section
+
+
+def read_sections(page: Path) -> dict[str, str]:
+    """Return the sections of a page by item."""
+    text = page.read_text() if page.exists() else ""
+    parts = re.split(r"^## (\w+)\n", text, flags=re.MULTILINE)[1:]
+    return {item: f"## {item}\n{section.rstrip()}\n" for item, section in zip(parts[::2], parts[1::2])}
+
+
+def make_page(sections: dict[str, str]) -> str:
+    """Return the page with these sections, in the order of ITEMS."""
+    present = [item for item in ITEMS if item in sections]
+    links = ", ".join(f"[{item}](#{item})" for item in present)
+    head = f"# Tables and figures\n\nMade by `python -m scripts.reproduce` from the stored runs: {links}.\n"
+    return "\n".join([head, *(sections[item] for item in present)])
+
+
+def require_as_many(section: str, used: int):
+    """Raise ValueError if this section of a page was made from more runs or models than are used now."""
+    found = re.search(r"^- (runs|models) used: (\d+) of", section, re.MULTILINE)
+    before = int(found[2]) if found else 0
+    require(before <= used, f"the page was made from {before} {found and found[1]}, now {used} are there. Use --force.")
 
 
 def provenance(study: Study) -> str:
     """Return the lines that say how the item was made, from which runs, and what is missing."""
-    own = ["--out", str(study.out)] if study.out != Path("results") / study.scale else []
-    own += ["--draws", str(study.draws)] if study.draws != DRAWS else []
-    lines = [f"- command: `{shlex.join(['python', '-m', 'scripts.reproduce', study.item, *study.options, *own])}`"]
+    lines = [f"- command: `{command_of(study)}`"]
     if study.item in COMPUTED:
         machine = f"{device_name(study.device)}, {platform.system()}, torch {torch.__version__}"
         commit = git_commit(Path(__file__).parent) or "unknown"
-        lines.append(f"- made: {datetime.date.today()} on {machine}, code at commit {commit}")
+        lines.append(f"- made: {datetime.date.today()} on {machine}, code at commit {commit[:12]}")
     if study.runs:
         lines.append(f"- runs used: {len(study.finished)} of {len(study.runs)}")
-        needles = {run.needle for run, _ in study.finished if run.needle}
-        lines += [f"- all fine-tuned and scored with: {needle}" for needle in needles]
+    lines += [f"- fine-tuned and scored with: {needle}" for needle in {r.needle for r, _ in study.finished if r.needle}]
     lines += [f"- models used: {len(study.models)} of {study.models_needed}"] if study.models else []
     stored_runs = [stored for _, stored in study.finished]
     for what in ("commit", "device"):
-        if values := collections.Counter(value for stored in stored_runs for value in log_values(stored.path, what)):
-            lines.append(f"- {what} of the runs: " + ", ".join(f"{v} ({n})" for v, n in values.items()))
-    if stored_runs:
-        texts = collections.Counter(map(training_text, stored_runs))
-        lines.append("- training text of the runs: " + "; ".join(f"{text} ({n})" for text, n in texts.items()))
-        lines.append("- folders: " + ", ".join(f"`{stored.path.name}`" for stored in stored_runs))
-    if study.missing:
-        lines += ["", f"### Missing ({len(study.missing)})", ""]
-        if study.item in SWEEPS:
-            does = "trains and fine-tunes" if any(run.needle for run in study.runs) else "trains"
-            lines += [f"`{sweep_command(study)}` {does} all", ""]
-        lines += [f"- {line}" for line in study.missing]
+        if counts := collections.Counter(value[:40] for stored in stored_runs for value in stored.logged(what)):
+            lines.append(
+                f"- {what} of the runs: "
+                + ", ".join(f"{v[: 12 if what == 'commit' else 40]} ({n})" for v, n in counts.items())
+            )
+    texts = collections.Counter(
+        f"`{s.text}`, {s.summary.get('distinct_tokens') or 0:,} distinct tokens" for s in stored_runs
+    )
+    lines += [f"- training text: {'; '.join(f'{text} ({n})' for text, n in texts.items())}"] if texts else []
+    reasons = collections.defaultdict(list)
+    for name, reason in study.missing:
+        reasons[reason].append(f"`{name}`")
+    lines += [f"- missing, {reason} ({len(names)}): {', '.join(names)}" for reason, names in reasons.items()]
+    lines += [f"- command for what is missing: `{sweep_command(study)}`"] if study.missing and study.runs else []
     return "\n".join(lines)
+
+
+def command_of(study: Study) -> str:
+    default_out = study.out == Path("results") / study.scale
+    own = [] if default_out else ["--out", str(study.out)]
+    own += [] if study.draws == DRAWS else ["--draws", str(study.draws)]
+    return shlex.join(["python", "-m", "scripts.reproduce", study.item, *study.options, *own])
 
 
 def sweep_command(study: Study) -> str:
     """Return the command that trains all runs of the item."""
+    require(study.item in SWEEPS, f"{study.item} has no runs")
     return shlex.join(["python", "-m", "scripts.sweep", study.item, *study.options])
-
-
-def training_text(stored: StoredRun) -> str:
-    """Return the fingerprint of a finished run's training text, and how much of it there was."""
-    tokens, distinct = stored.summary.get("tokens"), stored.summary.get("distinct_tokens")
-    counted = bool(tokens and distinct)
-    read = f"{distinct:,} distinct training tokens, read {tokens / distinct:.2f} times" if counted else "not counted"
-    return f"`{stored.summary['data']}`, {read}"

@@ -6,27 +6,25 @@ What the scores are is in logits.py. `python -m scripts.logit_statistics` writes
 import collections
 import csv
 import dataclasses
-import shlex
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 from torch import Tensor
 
+from errors import require
 from scripts.evaluate import load_run, open_own_text
 from scripts.reproduce import logits
 from scripts.reproduce.drawing import draw_qq
-from scripts.reproduce.figures import NO_FIGURE, WINDOWS, picture
+from scripts.reproduce.figures import NO_FIGURE, WINDOWS
 from scripts.reproduce.study import Study
 from scripts.shared.looks import method_name
-from scripts.shared.run_files import COUNT, TEXT, read_json
-from scripts.shared.tables import markdown_table, write_csv
+from scripts.shared.tables import markdown_table
 
 FORMS = {False: "without rotation", True: "with rotation"}
 MOMENTS = ["mean", "std", "skewness", "excess_kurtosis", "ks"]
 HEAD_QUANTILES = 50  # of one head; all heads of a layer have those of logits.qq_points
 FOLDER = "logit_statistics"  # in the folder of the runs: a folder a model
-ABOUT = {"model": TEXT, "tokens": COUNT, "pairs": COUNT, "text": TEXT, "text_sha256": TEXT, "scale": TEXT}
-ABOUT |= {"dtype": TEXT, "device": TEXT, "commit": TEXT, "made": TEXT, "command": TEXT}
 # The paper's models: the folder of each, what it is called in titles, and its name on the hub. Its "1B" can only be
 # Llama 3.2's, of the herd that it cites; which release of 8B it took is not said.
 PAPERS_MODELS = {
@@ -74,26 +72,28 @@ class Kept:
 
 
 def read_kept(folder: Path) -> tuple[dict, Kept] | None:
-    """Return what logit_statistics has written about a model: how it was made, and the rows. None where it has not.
-    Raise ValueError if it is damaged."""
+    """Return what logit_statistics has written about a model: how it was made, and the rows. None: nothing.
+
+    Raises ValueError if it is damaged.
+    """
 
     def rows(name: str) -> list[dict]:
         with open(folder / name, newline="") as file:
-            found = list(csv.DictReader(file))
-        return [{key: READERS.get(key, float)(value) for key, value in row.items()} for row in found]
+            return [{key: READERS.get(key, float)(value) for key, value in row.items()} for row in csv.DictReader(file)]
 
+    if not (folder / "about.json").exists():
+        return None
     try:
-        about = read_json(folder / "about.json", ABOUT)
-        kept = about and Kept(rows("quantiles.csv"), rows("statistics.csv"))
-        if kept:
-            describe(about), kept.table()  # which look up every field and column
-            drawn = [kept.lines(rotated) for rotated in FORMS]
-            same = len({len(layers) for layers in drawn}) == 1
-            if not same or not drawn[0]:
-                raise ValueError("not every layer is there with rotation and without")
-        return (about, kept) if kept else None
+        about, kept = (
+            json.loads((folder / "about.json").read_text()),
+            Kept(rows("quantiles.csv"), rows("statistics.csv")),
+        )
+        describe(about), kept.table()  # which look up every field and column
+        same = len({len(kept.lines(rotated)) for rotated in FORMS}) == 1
+        require(same and kept.quantiles, "not every layer is there with rotation and without")
     except (ValueError, KeyError, TypeError, OSError, csv.Error) as error:
         raise ValueError(f"{folder} is damaged ({str(error).splitlines()[0]}): delete it and run again") from error
+    return about, kept
 
 
 READERS = dict(
@@ -106,28 +106,26 @@ READERS = dict(
 def figure_qq(study: Study) -> str:
     text = "Quantiles of the attention scores of other people's models, all heads of a layer, against those of the "
     text += "Gaussian with their mean and standard deviation (red: equal). Only pairs with t > 0, and without key 0, "
-    text += "which attention sinks into. Gemma 2's scores are those before its soft cap. Which Llama models the paper "
-    text += "took is not said but for their sizes. [figure_qq_ours](figure_qq_ours.md) is of the models trained here."
+    text += "which attention sinks into. Gemma 2's scores are those before its soft cap. The paper says of its Llama "
+    text += "models only their sizes. [figure_qq_ours](#figure_qq_ours) is of the models trained here."
     shown, everything, texts = [], Kept(), set()
     study.models_needed = len(PAPERS_MODELS)
     for folder, (title, hub_name) in PAPERS_MODELS.items():
-        path = study.runs_dir / FOLDER / folder
-        place = [] if study.runs_dir == Path("runs") else ["--out", str(path)]
-        command = shlex.join(["python", "-m", "scripts.logit_statistics", hub_name, "--text", "FILE", *place])
         try:
-            found = read_kept(path)
+            found = read_kept(study.runs_dir / FOLDER / folder)
         except ValueError as error:
-            study.missing.append(f"{title}: {error}: `{command}`")
+            study.missing.append((title, str(error)))
             continue
         if found is None:
-            study.missing.append(f"{title}: `{command}`, FILE: the introduction of Wikipedia's article on New England")
+            command = f"python -m scripts.logit_statistics {hub_name} --text FILE"
+            study.missing.append((title, f"which `{command}` measures on the introduction of Wikipedia's New England"))
             continue
         about, kept = found
         lines = [f"{title}, {describe(about)}:"]
         for rotated, form in FORMS.items():
             name = f"{study.item}_{title} {form}".lower().replace(" ", "_")
-            draw_qq(study.draft / name, {form: kept.lines(rotated)})
-            lines.append(picture(name))
+            draw_qq(study.figure(name), {form: kept.lines(rotated)})
+            lines.append(study.picture(name))
         everything.statistics += [dict(model=folder) | row for row in kept.statistics]
         shown.append("\n\n".join(lines))
         study.models.append(folder)
@@ -136,10 +134,9 @@ def figure_qq(study: Study) -> str:
         return f"{text}\n\n**{study.item} needs what the commands below measure.**"
     if len(texts) > 1:
         study.notes.append("These models were not given the same text, so their numbers do not compare.")
-    write_csv(study.path.with_suffix(".csv"), everything.statistics)
-    text += f" The tables pool the heads of a layer; each head is in {study.item}.csv (layers there from 0)."
+    study.write_csv(everything.statistics)
     table = everything.table(lambda row: PAPERS_MODELS[row["model"]][0], "model")
-    return "\n\n".join([text, *shown, table])
+    return "\n\n".join([f"{text} The tables pool the heads of a layer.", *shown, table])
 
 
 def describe(about: dict) -> str:
@@ -160,21 +157,19 @@ def figure_qq_ours(study: Study) -> str:
         with study.dropping_unreadable(run):
             config, model = load_run(stored.path, study.device)
             tokens = logits.validation_windows(open_own_text(stored), WINDOWS, config.train_length, study.device)
-            mine = Kept()
+            of_run = Kept()
             for layer, rotated, scores in logits.layer_scores(model, tokens):
-                mine.add(scores, by_head=False, method=config.method, seed=config.seed, layer=layer, rotated=rotated)
+                of_run.add(scores, by_head=False, method=config.method, seed=config.seed, layer=layer, rotated=rotated)
             name = f"{study.item}_{config.method}" + (f"_s{config.seed}" if several else "")
-            blocks = {form: mine.lines(rotated) for rotated, form in FORMS.items()}
-            draw_qq(study.draft / name, {form: lines for form, lines in blocks.items() if lines})
-            kept.quantiles += mine.quantiles
-            kept.statistics += mine.statistics
-            shown.append(f"{title(config.method, config.seed)}:\n\n{picture(name)}")
+            blocks = {form: of_run.lines(rotated) for rotated, form in FORMS.items()}
+            draw_qq(study.figure(name), {form: lines for form, lines in blocks.items() if lines})
+            kept.statistics += of_run.statistics
+            shown.append(f"{title(config.method, config.seed)}:\n\n{study.picture(name)}")
     text = f"Quantiles of the scores q.k / sqrt(d) of trained models, on {WINDOWS} windows of validation text of the "
     text += "training length, all heads of a layer, against those of the Gaussian with their mean and standard "
     text += "deviation (red: equal). Only pairs with t > 0, and without key 0, which attention sinks into."
     if not shown:
         return f"{text}\n\n{NO_FIGURE}"
-    write_csv(study.path.with_suffix(".csv"), kept.quantiles)
-    write_csv(study.draft / f"{study.item}_heads.csv", kept.statistics)
-    text += f" The table pools the heads of a layer; each head is in {study.item}_heads.csv (layers there from 0)."
+    study.write_csv(kept.statistics, "_heads")
+    text += f" The table pools the heads of a layer; each head is in csv/{study.item}_heads.csv (layers there from 0)."
     return "\n\n".join([text, *shown, kept.table(lambda row: title(row["method"], row["seed"]), "method")])

@@ -1,5 +1,4 @@
-"""The paper's tables, and that of what the paper leaves open: each function returns one as Markdown and writes it as
-CSV."""
+"""The tables of losses, with the paper's numbers beside ours: each is returned as Markdown and written as CSV."""
 
 import collections
 import csv
@@ -9,11 +8,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from configs.presets import preset
-from configs.sweeps import SCALES
+from configs.sweeps import SCALES, TAU
 from scripts.reproduce.comparisons import compare
-from scripts.reproduce.study import Study, abbreviate_length, final_losses
-from scripts.shared.looks import series_name
-from scripts.shared.tables import embolden_best, format_mean, markdown_table, mean_and_stderr, write_csv
+from scripts.reproduce.study import Study, abbreviate_length
+from scripts.shared.looks import plain_number, series_name
+from scripts.shared.runs import final_losses
+from scripts.shared.tables import embolden_best, format_mean, markdown_table, mean_and_stderr
 
 PAPER_TRAIN_LENGTH = 4096  # of all its tables
 OURS = "scale_invariant_p_rope"  # what the others are compared with
@@ -24,37 +24,40 @@ def table_losses(study: Study) -> str:
     losses, lengths = read_losses(study)
     if study.item in COMPARED:
         paper = {of: target["mean"] for of, target in paper_targets(study.item).items()}
-        study.sections = compare(study.path, losses, OURS, lengths, study.base_length, paper, weights_of(study))
+        study.sections = compare(study, losses, reference_of(study), lengths, paper, weights_of(study))
     return losses_page(study, losses, lengths)
+
+
+def reference_of(study: Study) -> str:
+    """Return the series that the others are compared with: scale-invariant p-RoPE with the item's own tau.
+
+    The studies beyond the paper vary the method around the tau that scales with the training length.
+    """
+    tau = plain_number(TAU * preset(SCALES[study.scale].base).position_scale)
+    scaled = f"{OURS} tau={tau}"
+    return scaled if study.item != "table_losses" and scaled in study.all_series else OURS
 
 
 def losses_page(study: Study, losses: dict, lengths: list[int]) -> str:
     text = "Validation loss in nats a token at the end of training, by validation length in tokens (and in training "
     text += "lengths): mean \u00b1 standard error over seeds."
-    table = make_table(study, {"": losses}, lengths, best=min)
-    return f"{text}\n\n{table}"
+    return f"{text}\n\n{make_table(study, {'': losses}, lengths, best=min)}"
 
 
 def read_losses(study: Study) -> tuple[dict, list[int]]:
-    """Return the last losses of the finished runs, {(series, length): one a seed}, and the lengths. A run without some
-    of them is noted as missing."""
+    """Return the final losses of the runs, {(series, length): one a seed}, and the lengths. Note what a run lacks."""
     lengths = sorted({length for run in study.runs for length in run.config.val_lengths})
     losses = collections.defaultdict(list)
     for run, stored in list(study.finished):
-        try:
-            final = {series: final_losses(stored, method) for series, method in study.series(run).items()}
-        except ValueError as error:
-            study.drop(run, str(error))
-            continue
-        for series, by_length in final.items():
-            for length in by_length.keys() & set(lengths):
-                losses[series, length].append(by_length[length])
-        if missing := {length for by_length in final.values() for length in set(lengths) - by_length.keys()}:
-            lacking = [str(length) for length in sorted(missing)]
-            command = ["python", "-m", "scripts.evaluate", str(stored.path), "--lengths", *lacking]
-            if run.config.validate_as:
-                command += ["--as", *run.config.validate_as]
-            study.miss(run, f"no loss at {', '.join(lacking)}", command)
+        with study.dropping_unreadable(run):
+            final = {series: final_losses(stored.summary, method) for series, method in study.series(run).items()}
+            for series, by_length in final.items():
+                for length in by_length.keys() & set(lengths):
+                    losses[series, length].append(by_length[length])
+            if lacking := {length for by_length in final.values() for length in set(lengths) - by_length.keys()}:
+                words = [f"python -m scripts.evaluate {stored.path} --lengths", *map(str, sorted(lacking))]
+                words += ["--as", *run.config.validate_as] if run.config.validate_as else []
+                study.missing.append((run.name, f"losses, which `{' '.join(words)}` measures"))
     return losses, lengths
 
 
@@ -69,43 +72,43 @@ def open_choices(study: Study) -> str:
 
 
 def weights_of(study: Study) -> dict[str, str]:
-    """Return, by method, the one with whose weights it was validated, of those that were not trained themselves."""
+    """Return the method that was trained, by each other method that its weights were validated as."""
     return {other: run.config.method for run in study.runs for other in run.config.validate_as}
 
 
 def make_table(study: Study, metrics: dict[str, dict], lengths: list[int], best, oracle: dict = {}) -> str:
-    """Return the table as Markdown, and write it to study.path.csv: ours, the mean over seeds, beside the paper's.
+    """Return the table as Markdown, and write it as CSV: ours, the mean over seeds, beside the paper's.
 
     metrics: by label, {(method, length): a value a seed}; the paper's numbers compare with the first. best: min or max.
     oracle: values by length of a last row.
     """
     paper, methods, lenders = paper_targets(study.item), study.all_series, weights_of(study)
-    compare = study.scale == "paper"  # only there are the numbers meant to be the same
+    same_scale = study.scale == "paper"  # only there are the numbers meant to be the same
     columns, oracle_cells, records = {}, {}, []
     for length, (label, values) in itertools.product(lengths, metrics.items()):
         ratio = length / study.base_length
         paper_length = round(ratio * PAPER_TRAIN_LENGTH)
         ours = {method: mean_and_stderr(values[method, length]) for method in methods}
-        targets = {m: paper[m, paper_length] for m in methods if (m, paper_length) in paper}
-        targets = targets if label == next(iter(metrics)) else {}
-        cells = {method: format_mean(*numbers) for method, numbers in ours.items()}
+        compared = methods if label == next(iter(metrics)) else ()
+        targets = {method: paper[method, paper_length] for method in compared if (method, paper_length) in paper}
         head = f"{length} ({ratio:g}x) {label}".rstrip()
+        cells = {method: format_mean(*numbers) for method, numbers in ours.items()}
         columns[head] = embolden_best(cells, {method: mean for method, (mean, _) in ours.items()}, best)
         oracle_cells[head] = f"{oracle[length]:.3f}" if length in oracle else ""
         if targets:
             columns[paper_head(paper_length, ratio)] = {m: format_target(target) for m, target in targets.items()}
-        if targets and compare:
-            difference = {method: format_difference(*ours[method], targets.get(method)) for method in methods}
-            columns[f"difference at {abbreviate_length(paper_length)} (s.e.)"] = difference
+        if targets and same_scale:
+            distances = {method: format_difference(*ours[method], targets.get(method)) for method in methods}
+            columns[f"difference at {abbreviate_length(paper_length)} (s.e.)"] = distances
         for method, (mean, stderr) in ours.items():
             target = targets.get(method)
             record = dict(method=method, weights_of=lenders.get(method), metric=label or "val_loss")
             record |= dict(length=length, ratio=ratio, mean=mean, stderr=stderr)
             record |= dict(seeds=len(values[method, length]), paper_length=paper_length if target else None)
             record |= {f"paper_{key}": (target or {}).get(key) for key in ("mean", "stderr", "seeds")}
-            record["difference_in_stderrs"] = in_stderrs(mean, stderr, target) if compare else None
+            record["difference_in_stderrs"] = in_stderrs(mean, stderr, target) if same_scale else None
             records.append(record)
-    write_csv(study.path.with_suffix(".csv"), records)
+    study.write_csv(records)
     study.notes += table_notes(study, lenders, one_seed=any(record["seeds"] == 1 for record in records))
 
     rows = [["method", "seeds", *columns]]
@@ -136,8 +139,8 @@ def table_notes(study: Study, lenders: dict[str, str], one_seed: bool) -> list[s
     notes += paper_remarks(paper_targets(study.item), study.all_series)
     if preset(SCALES[study.scale].base).position_scale != 1:
         notes.append(
-            "What is a length in tokens (\u03c4, rotary bases, one over ALiBi's slopes) is scaled with the training "
-            "length; where a row says otherwise it is as in the paper."
+            "Rotary bases and 1/slope of ALiBi are scaled with the training length, except in rows that say otherwise. "
+            "\u03c4 is 10 tokens, except in rows that say otherwise."
         )
     if study.scale != "paper":
         beside = "The paper's columns stand beside the lengths of the same ratio to the training length; compare"
@@ -160,20 +163,20 @@ def table_notes(study: Study, lenders: dict[str, str], one_seed: bool) -> list[s
 
 
 def paper_targets(table: str) -> dict[tuple[str, int], dict]:
-    """Return the paper's numbers of one table by method and validation length: mean, stderr and seeds (None where it
-    has none), note, and what is odd about the number (remark)."""
+    """Return the paper's numbers of one table by method and validation length.
+
+    Each has mean, stderr and seeds (None where the paper gives none), note, and remark: what is odd about the number.
+    """
     with open(Path(__file__).with_name("paper_targets.csv"), newline="") as file:
-        return {
-            (row["method"], int(row["val_length"])): dict(
-                mean=float(row["mean"]),
-                stderr=float(row["stderr"]) if row["stderr"] else None,
-                seeds=int(row["seeds"]) if row["seeds"] else None,
-                note=row["note"],
-                remark=row["remark"],
-            )
-            for row in csv.DictReader(file)
-            if row["table"] == table
+        rows = [row for row in csv.DictReader(file) if row["table"] == table]
+    numbers = dict(mean=float, stderr=float, seeds=int)
+    return {
+        (row["method"], int(row["val_length"])): {
+            key: kind(row[key]) if row[key] else None for key, kind in numbers.items()
         }
+        | {key: row[key] for key in ("note", "remark")}
+        for row in rows
+    }
 
 
 def paper_remarks(paper: dict, methods: Iterable[str]) -> list[str]:
@@ -203,7 +206,7 @@ def format_difference(mean: float | None, stderr: float | None, target: dict | N
 
 
 def in_stderrs(mean: float | None, stderr: float | None, target: dict | None) -> float | None:
-    """Return the difference to the paper's mean in units of the combined standard error; None where there is none."""
+    """Return the difference to the paper's mean in units of the combined standard error. None: there is none."""
     if target is None or stderr is None or target["stderr"] is None:
         return None
     combined = math.hypot(stderr, target["stderr"])

@@ -10,13 +10,13 @@ from errors import require
 from model.methods import canonical_name
 
 
-def add_run_options(parser: argparse.ArgumentParser):
-    """Add the options that say which runs of a sweep are meant, and where they are."""
+def add_run_options(parser: argparse.ArgumentParser, runs_dir: Path | None = Path("runs")):
+    """Add the options that say which runs of a sweep are meant, and where they are. runs_dir: the default."""
     parser.add_argument("--scale", choices=SCALES, help="which presets stand for the paper's models (default: paper)")
     parser.add_argument("--seeds", nargs="+", type=int, help="instead of the scale's")
     parser.add_argument("--methods", nargs="+", type=known_method, metavar="METHOD", help="only these")
     parser.add_argument("--needle", nargs="+", default=[], metavar="KEY=VALUE", help="instead of the scale's settings")
-    parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where the run folders are (default: runs)")
+    parser.add_argument("--runs-dir", type=Path, default=runs_dir, help="where the runs are (default: runs)")
 
 
 def known_method(name: str) -> str:

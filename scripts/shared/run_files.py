@@ -6,8 +6,7 @@ from pathlib import Path
 
 from configs.config import shortened
 from errors import require
-
-OTHER_TEXTS = "other_texts"  # in evaluation.json, beside the losses on the run's own text: by fingerprint
+from scripts.shared.runs import OTHER_TEXTS, on_own_text, val_tokens  # noqa: F401
 
 # A folder may be damaged, or come from anywhere: what is read from it is checked here, once, and nowhere else. A kind
 # is a type of the values below, [kind] for a list, {int: kind} by length, {str: kind} by name, or a dict of fields, of
@@ -87,15 +86,3 @@ def check(value, kind, name: str):
             STEP: type(value) is str and re.fullmatch("step_[0-9]{1,18}", value),
         }
         require(is_of_kind[kind], f"{name} is {shortened(value)}, not {kind}")
-
-
-def val_tokens(record: dict) -> dict[str, int]:
-    """Return the validation tokens by length, of a validation's record, a summary or an evaluation. (Those of before
-    the validation profiles have one number.)"""
-    tokens = record["val_tokens"]
-    return tokens if isinstance(tokens, dict) else dict.fromkeys(record["val_loss"], tokens)
-
-
-def on_own_text(evaluation: dict) -> dict:
-    """Return what an evaluation.json holds about the run's own text; {} if there is nothing."""
-    return {key: value for key, value in evaluation.items() if key != OTHER_TEXTS}

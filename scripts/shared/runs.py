@@ -1,4 +1,7 @@
-"""Runs on disk as the scripts see them: what each holds, its state, and which one is the run that a sweep asks for."""
+"""Runs as the scripts see them: what a run holds, its state, and which stored run is the one that a sweep asks for.
+
+A run is stored as a run folder, or as one line of a runs.jsonl that scripts.keep wrote. `read_runs` reads both.
+"""
 
 import dataclasses
 import fcntl
@@ -8,48 +11,165 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from configs.config import NOT_MATHEMATICS, Config, config_hash
+from configs.presets import preset
 from configs.runs import Needle, Run
 from data.shards import open_split
 from errors import require
 from runtime.build import config_of
 from runtime.checkpoint import latest_checkpoint
 from runtime.metrics import read_metrics
-from scripts.shared.run_files import FILES, check_record, read_json
 
+OTHER_TEXTS = "other_texts"  # in evaluation.json, beside the losses on the run's own text: by fingerprint
 STATES = ("finished", "pretrained", "running", "interrupted", "failed", "other", "missing")
+DAMAGE = (ValueError, TypeError, KeyError, AttributeError, RecursionError, ArithmeticError, OSError)
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredRun:
-    """What a run folder holds. What is wrong with it is in `problems`, one line each, never an exception."""
+    """What is stored of a run. A damaged file is a line in `problems`, never an exception."""
 
-    path: Path
+    path: Path  # of a kept run: its name below the file that holds its line
     config: Config | None
-    summary: dict | None  # of a finished run
-    data: dict = dataclasses.field(default_factory=dict)  # data.json; empty for runs of before it
+    summary: dict | None  # of a finished run, with what scripts.evaluate added to it
+    data: dict = dataclasses.field(default_factory=dict)  # data.json
     problems: tuple[str, ...] = ()
+    line: dict | None = None  # of a kept run
 
     @property
     def text(self) -> str | None:
-        """Return the fingerprint of its training data, None where it is not known."""
+        """Return the fingerprint of the training text. None: not known."""
         return (self.summary or {}).get("data") or self.data.get("train")
 
+    @property
+    def needle(self) -> dict | None:
+        """Return the scores on the needle task. None: it was not scored."""
+        return self.line.get("needle") if self.line else self.json("needle/summary.json")
+
     def metrics(self) -> list[dict]:
-        """Return the records of metrics.jsonl. Raises ValueError, which names the line, if one is damaged."""
         path = self.path / "metrics.jsonl"
-        records = read_metrics(path) if path.exists() else []
-        for number, record in enumerate(records, start=1):
-            check_record(record, f"{path}, line {number}")
-        return records
+        return read_metrics(path) if path.exists() else []
+
+    def validations(self) -> list[dict]:
+        """Return the records of the validations, in order of steps. Raises ValueError for a damaged line."""
+        if self.line:
+            return [{"val_tokens": self.line["val_tokens"]} | record for record in self.line["curve"]]
+        return [record for record in self.metrics() if "val_loss" in record]
+
+    def last(self, field: str):
+        """Return this field of the last validation that has it. None: none has."""
+        if self.line:
+            return self.line.get(field)
+        return next((record[field] for record in reversed(self.validations()) if record.get(field)), None)
+
+    def logged(self, key: str) -> list[str]:
+        """Return the different values of "commit", "device" or "torch" in the log. A resumed run logs them again."""
+        if self.line:
+            return self.line.get(key) or ["unknown"]
+        return log_values(self.path, key)
 
     def json(self, name: str) -> dict | None:
-        """Return what is in a file of the folder (one of FILES), None where there is none. Raises ValueError, which
-        does not name the file, if it is damaged."""
-        return read_json(self.path / name, FILES[name])
+        """Return what a file of the folder holds. None: there is no such file. Raises ValueError if it is damaged."""
+        path = self.path / name
+        return json.loads(path.read_text()) if path.is_file() else None
+
+
+def read_runs(place: Path) -> list[StoredRun]:
+    """Return the runs in a folder of run folders, in the order of their names, or in a file of lines."""
+    if place.suffix == ".jsonl":
+        return [read_line(place, text) for text in place.read_text().splitlines()] if place.exists() else []
+    if not place.is_dir():
+        return []
+    return [read_run(path) for path in sorted(place.iterdir()) if (path / "config.json").exists()]
+
+
+def read_line(file: Path, text: str) -> StoredRun:
+    """Return the run of one line that scripts.keep wrote."""
+    line = json.loads(text)
+    path, data = file / line["name"], line["data"]
+    changes = {field: tuple(value) if isinstance(value, list) else value for field, value in line["changes"].items()}
+    changes |= {field: line[field] for field in ("name", "method", "method_options", "seed")}
+    try:
+        config, problems = dataclasses.replace(preset(line["preset"]), **changes), ()
+    except (ValueError, TypeError) as error:
+        config, problems = None, (f"{path} is of an older version: {error}",)
+    return StoredRun(path, config, line | {"data": data.get("train")}, data, problems, line)
+
+
+def read_run(path: Path) -> StoredRun:
+    """Return the run of a run folder."""
+    config, problems, found = None, [], {}
+    try:
+        config = stored_config(path)
+    except ValueError as error:
+        problems.append(str(error))
+    for name in ("summary.json", "data.json", "evaluation.json"):
+        try:
+            found[name] = json.loads((path / name).read_text()) if (path / name).exists() else {}
+            if name == "summary.json" and found[name]:
+                final_losses(found[name])
+            if name == "evaluation.json" and found.get("summary.json"):
+                found["summary.json"] = with_evaluation(found["summary.json"], on_own_text(found[name]))
+        except DAMAGE as error:
+            problems.append(f"{path / name} is damaged: {error}. Delete it.")
+    return StoredRun(path, config, found.get("summary.json") or None, found.get("data.json", {}), tuple(problems))
+
+
+def stored_config(path: Path) -> Config:
+    """Return the configuration in a run folder. Raises ValueError if there is none or it is damaged."""
+    require((path / "config.json").exists(), f"{path} is not a run folder: it has no config.json")
+    try:
+        return config_of(json.loads((path / "config.json").read_text()))
+    except DAMAGE as error:
+        raise ValueError(f"{path}/config.json is damaged ({error})") from error
+
+
+def with_evaluation(summary: dict, evaluation: dict) -> dict:
+    """Return the summary with the losses and the copy gains that scripts.evaluate measured on the same weights.
+
+    Losses on other numbers of tokens are left out.
+    """
+    if evaluation.get("step") != f"step_{summary['steps']:06d}":
+        return summary
+    comparable = single_val_tokens(evaluation) == single_val_tokens(summary)
+    names = [name for name in evaluation if name.startswith("copy_") or comparable and name.startswith("val_loss")]
+    return summary | {name: join(evaluation[name], summary.get(name, {})) for name in names}
+
+
+def join(old: dict, new: dict) -> dict:
+    """Return both nested dictionaries as one. The values of `new` win."""
+    nested = {key: join(old[key], new[key]) for key in old.keys() & new.keys() if isinstance(new[key], dict)}
+    return old | new | nested
+
+
+def val_tokens(record: dict) -> dict[str, int]:
+    """Return the validation tokens by length, of a validation's record, a summary or an evaluation."""
+    tokens = record["val_tokens"]
+    return tokens if isinstance(tokens, dict) else dict.fromkeys(record["val_loss"], tokens)
+
+
+def on_own_text(evaluation: dict) -> dict:
+    """Return what an evaluation.json holds about the run's own text."""
+    return {key: value for key, value in evaluation.items() if key != OTHER_TEXTS}
+
+
+def single_val_tokens(record: dict) -> int:
+    """Return the validation tokens of a record, the same at all lengths. Raises ValueError if they are not."""
+    (tokens,) = {*val_tokens(record).values()}
+    return tokens
+
+
+def final_losses(summary: dict, method: str | None = None) -> dict[int, float]:
+    """Return nats a token by validation length at the end of a run. Raises ValueError if one is not finite.
+
+    method: as which the weights were validated. None: the method that was trained.
+    """
+    losses = summary["val_loss"] if method is None else summary.get("val_loss_as", {}).get(method, {})
+    require(None not in losses.values(), "a loss is not a number, so the run diverged")
+    return {int(length): float(value) for length, value in losses.items()}
 
 
 def data_fingerprint(config: Config) -> str | None:
-    """Return the fingerprint of the training data that the run reads, None where it is not on this machine."""
+    """Return the fingerprint of the training text that the run reads. None: the text is not on this machine."""
     try:
         stream = open_split(config.data_dir, "train", config.vocab_size)
         return stream.fingerprint(config.steps * config.batch_tokens)
@@ -57,51 +177,21 @@ def data_fingerprint(config: Config) -> str | None:
         return None
 
 
-def stored_config(path: Path) -> Config:
-    """Return the configuration in a run folder. Raises ValueError if there is none or it is damaged."""
-    if not (path / "config.json").exists():
-        raise ValueError(f"{path} is not a run folder: it has no config.json")
-    try:
-        return config_of(json.loads((path / "config.json").read_text()))
-    except (ValueError, TypeError, AttributeError, RecursionError, KeyError, ArithmeticError) as error:
-        raise ValueError(f"{path}/config.json is damaged ({error})") from error
-
-
-def read_run(path: Path) -> StoredRun:
-    config, problems = None, []
-    try:
-        config = stored_config(path)
-    except ValueError as error:
-        problems.append(str(error))
-    found, mends = {}, {"summary.json": "delete it and run the sweep again", "data.json": "delete it"}
-    for name, mend in mends.items():
-        try:
-            found[name] = read_json(path / name, FILES[name])
-        except ValueError as error:
-            problems.append(f"{path}/{name} is damaged ({error}): {mend}")
-    return StoredRun(path, config, found.get("summary.json"), found.get("data.json") or {}, tuple(problems))
-
-
-def read_runs(runs_dir: Path) -> list[StoredRun]:
-    """Return what every run folder in runs_dir holds, in the order of their names."""
-    if not runs_dir.is_dir():
-        return []
-    return [read_run(path) for path in sorted(runs_dir.iterdir()) if (path / "config.json").exists()]
+# ---- which run, and in which state -----------------------------------------------------------------------------------
 
 
 def find_stored(run: Run, stored_runs: list[StoredRun], data: str | None = None) -> StoredRun | None:
-    """Return this run as it is on disk, whatever its name: a finished one if there is one, else the one of that name.
+    """Return this run as it is stored, whatever its name: a finished one if there is one, else the one of that name.
 
-    data: the fingerprint of the training data that the run reads here; what was trained on other data is another run.
-    None: not known, or any will do.
+    data: the fingerprint of the training text that the run reads here. A run on another text is another run. None: any.
     """
     same = [stored for stored in stored_runs if stored.config and is_same_run(stored, run, data)]
     return max(same, key=lambda s: (s.summary is not None, s.path.name == run.name), default=None)
 
 
 def is_same_run(stored: StoredRun, run: Run, data: str | None) -> bool:
-    """Return whether a stored run has the run's mathematics, its distinguishing fields and its data."""
-    known = None not in (data, stored.text)  # then the name of the data folder, which may have moved, says nothing
+    """Return whether a stored run has the run's mathematics, its distinguishing fields and its text."""
+    known = None not in (data, stored.text)  # then the fingerprint tells more than the name of the data folder
     fields = [field for field in run.distinguishing if not (known and field == "data_dir")]
     same = all(getattr(stored.config, field) == getattr(run.config, field) for field in fields)
     return same and (not known or stored.text == data) and config_hash(stored.config) == config_hash(run.config)
@@ -114,7 +204,7 @@ def train_state(run: Run, stored_runs: list[StoredRun], runs_dir: Path, data: st
     """
     stored = find_stored(run, stored_runs, data)
     path = stored.path if stored else runs_dir / run.name
-    if stored is None and (named := next((s for s in stored_runs if s.path.name == run.name), None)):
+    if stored is None and (named := next((s for s in stored_runs if s.path == path), None)):
         if named.config is None:
             return "other", named.problems[0]
         if differ := describe_differences(run.config, named.config, run.distinguishing):
@@ -131,21 +221,17 @@ def train_state(run: Run, stored_runs: list[StoredRun], runs_dir: Path, data: st
 
 
 def needle_state(stored: StoredRun, needle: Needle) -> tuple[str, str]:
-    """Return the state of the fine-tuning of a trained run on the needle task, and the reason; "pretrained" when it has
-    not begun.
+    """Return the state of the fine-tuning of a trained run on the needle task, and the reason.
 
-    other: it was fine-tuned or scored with other settings, or its files are damaged, and it is left alone.
+    pretrained: it has not begun. other: it was fine-tuned or scored with other settings, or a file is damaged.
     """
     path = stored.path / "needle"
     if is_running(path):
         return "running", str(path)
-    found, mends = {}, {"settings.json": path, "summary.json": path / "summary.json"}
-    for name, mend in mends.items():
-        try:
-            found[name] = stored.json(f"needle/{name}") or {}
-        except ValueError as error:
-            return "other", f"{path / name} is damaged ({error}): delete {mend}"
-    settings, summary = found.values()
+    try:
+        summary, settings = stored.needle or {}, stored.json("needle/settings.json") or {}
+    except ValueError as error:
+        return "other", f"{path} is damaged ({error}): delete it"
     wanted = {key: getattr(needle, key) for key in ("haystack", "steps", "sequences", "curriculum")}
     wanted["pretrained"] = f"step_{stored.config.steps:06d}"
     have = summary or settings
@@ -153,7 +239,7 @@ def needle_state(stored: StoredRun, needle: Needle) -> tuple[str, str]:
         return "other", f"{path} is of another fine-tuning ({', '.join(changed)}): delete it to start again"
     if summary and (examples := summary.get("examples")) != needle.examples:
         scored = f"{path} is scored on other examples ({examples} a length there, {needle.examples} here)"
-        return "other", f"{scored}: delete {mends['summary.json']} to score again"
+        return "other", f"{scored}: delete {path / 'summary.json'} to score again"
     lengths = {str(length) for length in needle.lengths(stored.config.train_length)}
     scored = [summary, *(summary.get("as", {}).get(method, {}) for method in stored.config.validate_as)]
     if all(lengths <= {*of.get("greedy", ())} for of in scored):
@@ -161,6 +247,15 @@ def needle_state(stored: StoredRun, needle: Needle) -> tuple[str, str]:
     if failures(stored.path):
         return "failed", describe_failures(stored.path)
     return ("interrupted", describe_progress(path)) if have else ("pretrained", "not fine-tuned yet")
+
+
+def stored_state(stored: StoredRun) -> str:
+    """Return finished, running, failed or interrupted."""
+    if stored.summary is not None:
+        return "finished"
+    if is_running(stored.path):
+        return "running"
+    return "failed" if failures(stored.path) else "interrupted"
 
 
 def describe_failures(path: Path) -> str:
@@ -171,15 +266,6 @@ def describe_failures(path: Path) -> str:
 def describe_progress(path: Path) -> str:
     checkpoint = latest_checkpoint(path / "checkpoints") if (path / "checkpoints").exists() else None
     return f"{path}, {f'after {checkpoint.stem}' if checkpoint else 'without a checkpoint'}"
-
-
-def stored_state(stored: StoredRun) -> str:
-    """Return finished, running, failed or interrupted."""
-    if stored.summary is not None:
-        return "finished"
-    if is_running(stored.path):
-        return "running"
-    return "failed" if failures(stored.path) else "interrupted"
 
 
 def describe_differences(ours: Config, theirs: Config, also: Iterable[str] = ()) -> str:
@@ -196,7 +282,7 @@ def failures(path: Path) -> list[str]:
 
 
 def sidecar(path: Path, suffix: str) -> Path:
-    """Return the path of a file of the sweep about a run: beside its folder, which a refused run does not have."""
+    """Return the path of a file of the sweep beside a run folder, which may not exist."""
     return path.with_name(path.name + suffix)
 
 
@@ -207,22 +293,21 @@ def is_running(path: Path) -> bool:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # there is none, or what is called so is no file
+    except OSError:  # no such file
         return False
     return False
 
 
 def log_values(folder: Path, key: str) -> list[str]:
-    """Return what log.txt says after "commit: " or "device: ", once each; a resumed run says it again."""
+    """Return the different values of "commit", "device" or "torch" in a folder's log.txt."""
     path = folder / "log.txt"
     text = path.read_text(errors="replace") if path.exists() else ""
-    return list(dict.fromkeys(re.findall(rf"^{key}: (.+)$", text, re.MULTILINE))) or ["unknown"]
+    pattern = r"\btorch ([^,\s]+)" if key == "torch" else rf"^{key}: (.+)$"
+    return list(dict.fromkeys(re.findall(pattern, text, re.MULTILINE))) or ["unknown"]
 
 
-def require_as_many_runs(page: Path, pattern: str, runs: int, what: str = "runs"):
-    """Raise ValueError if the page at this path says that it was made from more runs than these. pattern: a regular
-    expression around the number. what: they are, if not runs."""
+def require_as_many_runs(page: Path, pattern: str, runs: int):
+    """Raise ValueError if a page says that it was made from more runs than these. pattern: around the number."""
     found = re.search(pattern, page.read_text(errors="replace"), re.MULTILINE) if page.exists() else None
-    there = int(found[1]) if found else 0
-    mend = ": --force writes over it" if runs else ""  # with none there is nothing to write
-    require(there <= runs, f"{page} was made from {there} {what}, and now there are {runs}{mend}")
+    before = int(found[1]) if found else 0
+    require(before <= runs, f"{page} was made from {before} runs, and now there are {runs}. Use --force.")
