@@ -30,8 +30,7 @@ from scripts.hf.attention import RECORD
 from scripts.hf.load import DTYPES, load_model, read_config, read_tokenizer
 from scripts.hf.scores import record_layers
 from scripts.reproduce import logits
-from scripts.reproduce.drawing import draw_qq
-from scripts.reproduce.figures import picture
+from scripts.reproduce.drawing import draw_qq, picture
 from scripts.reproduce.qq import FOLDER, FORMS, Kept, describe
 from scripts.shared.runs import read_run
 from scripts.shared.tables import write_csv

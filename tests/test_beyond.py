@@ -1,23 +1,21 @@
-"""The studies beyond the paper: their numbers against plain ones, and their pages."""
+"""Statistics and the studies beyond the paper: their numbers against plain ones."""
 
 import json
 import math
-import re
 import statistics
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from test_gpt import make_random_gpt, random_tokens
-from test_reproduce import call, is_figure, rows, write_models, write_run, write_study  # noqa: F401 (call is a fixture)
+from test_reproduce import call, cells_of, is_figure, rows, same, write_models, write_run, write_study  # noqa: F401
 
-from configs.command_line import read_config
-from configs.runs import grid
 from configs.sweeps import BEST, RIVALS, sweep
 from model.methods import canonical_name
 from runtime.build import build_model
 from runtime.validation import means_by_octave
-from scripts.reproduce import far_tokens
+from scripts.reproduce import beyond
 from scripts.reproduce.comparisons import compare, describe_variances, difference_cell, differences, holm
 from scripts.shared.looks import series_label, series_name
 from scripts.shared.runs import read_runs
@@ -64,7 +62,7 @@ def test_differences_where_the_methods_vary_alike_are_those_of_student():
         assert [found[series]["difference"], found[series]["stderr"]] == pytest.approx([difference, stderr])
         assert found[series]["p"] == pytest.approx(two_sided(difference / stderr, 6), rel=1e-4)
     assert [row["p_holm"] for row in found.values()] == holm([row["p"] for row in found.values()])
-    assert "(length: p of Bartlett's test, degrees of freedom: 256: p = " in describe_variances(losses, [256], {"yarn"})
+    assert "256: p = " in describe_variances(losses, [256], {"yarn"})
 
 
 def test_differences_where_the_methods_vary_otherwise_are_those_of_welch():
@@ -76,7 +74,7 @@ def test_differences_where_the_methods_vary_otherwise_are_those_of_welch():
     freedom = sum(parts) ** 2 / (parts[0] ** 2 / 2 + parts[1] ** 2 / 4)
     assert [row["difference"], row["stderr"]] == pytest.approx([difference, stderr])
     assert row["p"] == row["p_holm"] == pytest.approx(two_sided(difference / stderr, freedom), rel=1e-4)
-    assert describe_variances(losses, [256], ()).startswith("At 256 it is each method's own (Welch's test)")
+    assert describe_variances(losses, [256], ()).startswith("At 256 ")
     alone = differences(samples(0.3, (("alibi", 256), [4.03])), REFERENCE, [256])[-1]
     assert alone["stderr"] is alone["p"] is alone["p_holm"] is None  # a seed says nothing of the method's own variance
 
@@ -89,61 +87,64 @@ def test_losses_that_are_equal_or_not_finite_leave_the_other_methods_their_tests
 
 
 def test_the_page_tells_differences_and_the_order(tmp_path):
+    def compared(losses):
+        study = SimpleNamespace(base_length=256, write_csv=lambda rows, suffix: written.append((suffix, len(rows))))
+        return compare(study, losses, REFERENCE, [256], paper, ())
+
+    written = []
     losses = {REFERENCE: [4.0, 4.01], "rope": [4.5, 4.51], "alibi": [4.1, 4.11], "nope": [5.0]}
     losses = {(series, 256): values for series, values in losses.items()}
     paper = {(REFERENCE, 4096): 3.0, ("rope", 4096): 3.1, ("alibi", 4096): 3.2, ("nope", 4096): 4.0}
-    page = "\n".join(compare(tmp_path / "table", losses, REFERENCE, [256], 256, paper))
-    cells = {line.split("|")[1].strip(): line.split("|")[2:] for line in page.splitlines() if line.startswith("|")}
-    assert cells["RoPE"][1].strip() == "**+0.500 \u00b1 0.007** (p < 0.001)"
-    assert cells["NoPE"][1].strip() == "**+0.995 \u00b1 0.009** (p < 0.001)" and cells["NoPE"][0].strip() == "1, 2"
-    assert [cell.strip() for cell in cells["256 (1x)"][:2]] == ["+0.80", "4"]  # of ranks 1 3 2 4 and 1 2 3 4
-    assert len(rows(tmp_path / "table_differences.csv")) == 3
-    one = {key: values[:1] for key, values in losses.items()}
-    assert compare(tmp_path / "table", one, REFERENCE, [256], 256, paper)[0] == "## Order"
-    assert compare(tmp_path / "table", {}, REFERENCE, [256], 256, paper) == []
+    cells = cells_of("\n".join(compared(losses)))
+    assert cells["RoPE"][1] == "**+0.500 \u00b1 0.007** (p < 0.001)"
+    assert cells["NoPE"] == ["1, 2", "**+0.995 \u00b1 0.009** (p < 0.001)"]
+    assert cells["256 (1x)"][:2] == ["+0.80", "4"]  # of ranks 1 3 2 4 and 1 2 3 4
+    assert written == [("_differences", 3)]
+    assert compared({key: values[:1] for key, values in losses.items()})[0] == "### Order"
+    assert compared({}) == []
 
 
 def test_tau_by_length(tmp_path, call):  # noqa: F811
     write_study(tmp_path / "runs", "tau_by_length")
     losses = {run.path.name: run.summary["val_loss"]["256"] for run in read_runs(tmp_path / "runs")}
-    metrics = tmp_path / "runs" / f"mini_1024-{REFERENCE}-learn_tauTrue-s0" / "metrics.jsonl"
+    (learning,) = tmp_path.glob("runs/mini_1024-*learn_tauTrue*")
+    metrics = learning / "metrics.jsonl"
     last = json.loads(metrics.read_text().splitlines()[-1])
     learned = {f"blocks.{i}.attention.method.score_change.log_tau": [math.log(i + 1), math.log(0.25)] for i in range(3)}
     metrics.write_text(metrics.read_text() + json.dumps(last | dict(method_parameters=learned)) + "\n")
-    code, said = call("tau_by_length", "--scale", "mini")
-    section = said.out.split("## What heads learned")[1].split("## How")[0]
-    cells = [cell.strip() for cell in section.strip().splitlines()[-1].split("|")[1:-1]]
-    name = "Scale-invariant p-RoPE, \u03c4 learned by each head"
-    assert cells == [name, "1024", "0", "1.00, 0.25", "2.00, 0.25", "3.00, 0.25"]
-    assert [row["head"] for row in rows(tmp_path / "out" / "tau_by_length_learned.csv")] == ["1", "2"] * 3
-    assert code == 0 and is_figure(tmp_path / "out" / "tau_by_length")
-    data = rows(tmp_path / "out" / "tau_by_length.csv")
+    code, output = call("tau_by_length", "--scale", "mini")
+    section = output.out.split("### What heads learned")[1].split("- command")[0]
+    ((name, cells),) = [row for row in cells_of(section).items() if row[0] not in ("method", "")]
+    assert name.startswith("Scale-invariant p-RoPE, \u03c4 learned by each head")
+    assert cells == ["1024", "0", "1.00, 0.25", "2.00, 0.25", "3.00, 0.25"]
+    assert [row["head"] for row in rows(tmp_path, "tau_by_length_learned")] == ["1", "2"] * 3
+    assert code == 0 and is_figure(tmp_path / "out" / "figures" / "tau_by_length")
+    data = rows(tmp_path, "tau_by_length")
     found = {(r["train_length"], float(r["tau"]), r["ratio"]): float(r["mean"]) for r in data}
-    taus = [0.0390625, 0.15625, 0.625, 2.5, 10, 40, math.inf]
-    at_1x = {tau: found["256", tau, "1.0"] for tau in taus}
-    assert [at_1x[10], at_1x[0.625]] == [losses[f"mini-{REFERENCE}{tau}-s0"] for tau in ("-tau10.0", "")]
+    at_1x = {tau: found["256", tau, "1.0"] for tau in (0.0390625, 0.15625, 0.625, 2.5, 10, 40, math.inf)}
+    assert [at_1x[10], at_1x[0.625]] == [losses[f"mini-{REFERENCE}{tau}-s0"] for tau in ("", "-tau0.625")]
     assert len(found) == 7 * (4 + 3 + 2)  # of 256, 1024, 4096 up to 16,384
-    lines = [line for line in said.out.splitlines() if line.startswith("| 256 ")]
-    best = min(taus, key=at_1x.get)
-    (bold,) = [line for line in lines if line.split("|")[5].strip().startswith("**")]
-    assert bold.split("|")[2].strip() == ("learned" if best == math.inf else f"{best:.3g}")
+    lines = [line.split("|") for line in output.out.splitlines() if line.startswith("| 256 ")]
+    (bold,) = [line for line in lines if line[5].strip().startswith("**")]
+    best = min(at_1x, key=at_1x.get)
+    assert bold[2].strip() == ("learned" if best == math.inf else f"{best:.3g}")
 
 
-def test_heads_of_their_own(tmp_path, call):  # noqa: F811
-    runs = sweep("scale_invariant_by_head", "mini", seeds=[0, 1])
+def test_heads_that_differ(tmp_path, call):  # noqa: F811
+    runs = sweep("scale_invariant_by_head", "mini", seeds=[0])
     taus = []
     for run in (run for run in runs if run.config.method != "alibi"):
         change = build_model(run.config, torch.float32).blocks[0].attention.method.score_change
         m = change.coefficients(torch.tensor([[1e6]], dtype=torch.float64), torch.arange(2)[:, None])[1].flatten()
-        taus.append((1e6 / torch.expm1(-m / 2)).tolist() if len(m) == 2 else [(1e6 / torch.expm1(-m / 2)).item()] * 2)
-    expected = [(0.625, 0.625)] * 3 + [(2.5, 2.5)] * 2 + [(10, 10)] * 2
-    expected += [(0.625, 0.625 * ratio) for ratio in (16, 64, 256)] + [(0.625, 0.625)] * 2
-    assert torch.tensor(taus[::2]) == pytest.approx(torch.tensor(expected))
+        taus.append(tuple((1e6 / torch.expm1(-m / 2)).expand(2).tolist()))
+    expected = [(0.625, 0.625)] * 3 + [(0.625, 0.625 * ratio) for ratio in (16, 64, 256)]
+    expected += [(2.5, 2.5)] * 2 + [(10, 10)] * 2 + [(0.625, 0.625)] * 2
+    assert torch.tensor(taus) == pytest.approx(torch.tensor(expected))
     write_study(tmp_path / "runs", "scale_invariant_by_head")
-    code, said = call("scale_invariant_by_head", "--scale", "mini")
-    assert code == 0 and "| Scale-invariant p-RoPE, tau_ratio 256 " in said.out and "## Differences" in said.out
-    assert "## Order" not in said.out  # the paper has no such rows
-    needle = sweep("needle_by_head", "mini", seeds=[0, 1])
+    code, output = call("scale_invariant_by_head", "--scale", "mini")
+    assert code == 0 and "### Order" not in output.out  # the paper has no such rows
+    assert "| minus Scale-invariant p-RoPE, \u03c4 = 0.625 " in output.out
+    needle = sweep("needle_by_head", "mini", seeds=[0])
     assert [run.config for run in needle] == [run.config for run in runs] and all(run.needle for run in needle)
 
 
@@ -157,81 +158,117 @@ def test_rivals_are_methods_and_three_seeds_each():
     for scale in ("mini", "paper"):
         for run in sweep("table_rivals", scale, seeds=[0]):
             check_run(run)
-    run = grid("mini", method=["rope+window,nope"])[0]  # a pattern's name is a folder's, too
-    assert run.name == "mini-rope+window.nope-s0" == read_config(["mini", "--method", "rope+window,nope"]).name
 
 
 def test_table_rivals_names_the_best_and_its_margins(tmp_path, call):  # noqa: F811
-    chosen = ["fox", "alibi", "rope", REFERENCE]
+    chosen, ours = ["fox", "alibi", "rope", REFERENCE], f"{REFERENCE} tau=0.625"
     losses, rates = {}, {}
     for number, run in enumerate(sweep("table_rivals", "mini", methods=chosen)):
         series, seed = series_label(run.config), run.config.seed
-        # fox is best at 1x, ours at 4x, and where RoPE is dropped at 16x and 64x
-        gains = {("fox", 256), (REFERENCE, 1024), *(("rope then=nope@0.875", n) for n in (4096, 16_384))}
-        others = ["alibi", "fox", REFERENCE, "rope then=nope@0.875"]
-        above = 1 if series not in others else 0.1 * others.index(series)
+        gains = {("fox", 256), (ours, 1024), *(("rope", n) for n in (4096, 16_384))}  # the best at each length
         for length in run.config.val_lengths:
-            loss = 4 + above - ((series, length) in gains) + 0.01 * seed + 1e-4 * length / 256
-            loss += 0.003 * ((seed + len(series)) % 3)
-            losses.setdefault((series, length), []).append(loss)
+            loss = 4 + 0.1 * len(series) - ((series, length) in gains) * 5 + 0.01 * seed + 1e-4 * length / 256
+            losses.setdefault((series, length), []).append(loss + 0.003 * ((seed + len(series)) % 3))
         found = {length: losses[series, length][-1] for length in run.config.val_lengths}
-        path = write_run(tmp_path / "runs", run, found) / "summary.json"
-        summary = json.loads(path.read_text()) | dict(tokens_per_second=1000 + number)
-        path.write_text(json.dumps(summary | dict(parameters=5000 + (series == "fox"))))
+        more = dict(tokens_per_second=1000 + number, parameters=5000 + (series == "fox"))
+        write_run(tmp_path / "runs", run, found, **more)
         rates.setdefault(series, []).append(1000 + number)
-    code, said = call("table_rivals", "--scale", "mini", "--methods", *chosen)
-    assert code == 0 and "RoPE, after 0.875 of the steps NoPE" in said.out and "RoPE+NTK" not in said.out
-    best = said.out[said.out.index("## The best at each length") : said.out.index("## Differences")]
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in best.splitlines() if line.startswith("| ")]
-    named = {256: "fox", 1024: REFERENCE, 4096: "rope then=nope@0.875", 16_384: "rope then=nope@0.875"}
-    for row, (length, series) in zip(cells[1:], named.items(), strict=True):
-        assert row[:3] == [f"{length} ({length // 256}x)", series_name(series), "3"]
-        for cell, reference in zip(row[4:], (REFERENCE, "alibi"), strict=True):
+    code, output = call("table_rivals", "--scale", "mini", "--methods", *chosen)
+    assert code == 0 and "RoPE+NTK" not in output.out
+    best = output.out[output.out.index("### The best at each length") : output.out.index("### Differences")]
+    named = {256: "fox", 1024: ours, 4096: "rope", 16_384: "rope"}
+    for length, series in named.items():
+        cells = cells_of(best)[f"{length} ({length // 256}x)"]
+        assert cells[:2] == [series_name(series), "3"]
+        for cell, reference in zip(cells[3:], (ours, "alibi"), strict=True):
             found = {(r["series"], r["length"]): r for r in differences(losses, reference, [*named])}
-            assert len(found) == 7 * 4  # series beside the reference, lengths
+            assert len(found) == 3 * 4  # series beside the reference, lengths
             assert cell == ("" if series == reference else difference_cell(found[series, length]))
-    table = {r["series"]: r for r in rows(tmp_path / "out" / "table_rivals_costs.csv")}
-    assert len(table) == 8 and (table["fox"]["parameters"], table["rope"]["parameters"]) == ("5001", "5000")
+    table = {r["series"]: r for r in rows(tmp_path, "table_rivals_costs")}
+    assert len(table) == 4 and (table["fox"]["parameters"], table["rope"]["parameters"]) == ("5001", "5000")
     for series, values in rates.items():
         row, (mean, stderr) = table[series], mean_and_stderr(values)
         assert [float(row["tokens_per_second"]), float(row["stderr"])] == pytest.approx([mean, stderr])
-    assert f"{statistics.fmean(rates['fox']):,.0f} \u00b1 " in said.out[said.out.index("## What they cost") :]
-    assert "## By position" not in said.out  # these runs left none
-    assert "fewer layers" not in said.out
-    _, said = call("table_rivals", "--scale", "mini", "--methods", "llama4", "fox", "--force")
-    assert "from the first: Llama 4: `rope+window`, `rope+window`, `rope+window`." in said.out
-    _, said = call("table_rivals", "--scale", "mini", "--methods", *chosen, "--seeds", "0", "--force")
-    assert "## The best at each length" in said.out and "p =" not in said.out and "p <" not in said.out  # of one seed
+    assert "### By position" not in output.out and "fewer layers" not in output.out
+    _, output = call("table_rivals", "--scale", "mini", "--methods", "llama4", "fox", "--force")
+    assert "Llama 4: `rope+window`, `rope+window`, `rope+window`." in output.out
 
 
 def test_table_rivals_shows_losses_by_position(tmp_path, call):  # noqa: F811
     mean, positions = {}, torch.arange(16_384)
     for run in sweep("table_rivals", "mini", methods=["fox"], seeds=[0, 1]):
         losses = torch.rand(16_384, generator=torch.Generator().manual_seed(run.config.seed)).double()
-        path = write_run(tmp_path / "runs", run, dict.fromkeys(run.config.val_lengths, 4.0))
+        path = write_run(tmp_path / "runs", run, same(run))
         records = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-        records[0]["val_loss_by_position"] = {"16384": [9.0] * 15}  # before the end
+        records[1]["val_loss_by_position"] = {"16384": [9.0] * 15}  # before the end
         records[-1]["val_loss_by_position"] = {"16384": means_by_octave(losses), "256": [1.0]}
         (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         for first, last in ((0, 255), (256, 1023), (1024, 4095), (4096, 16_383)):
             inside = losses[(positions >= first) & (positions <= last)]
             mean.setdefault((first, last), []).append(inside.mean().item())
-    code, said = call("table_rivals", "--scale", "mini", "--methods", "fox", "--seeds", "0", "1")
-    found = {(int(r["first"]), int(r["last"])): r for r in rows(tmp_path / "out" / "table_rivals_positions.csv")}
-    assert found.keys() == mean.keys()
+    code, output = call("table_rivals", "--scale", "mini", "--methods", "fox", "--seeds", "0", "1")
+    found = {(int(r["first"]), int(r["last"])): r for r in rows(tmp_path, "table_rivals_positions")}
+    assert code == 0 and found.keys() == mean.keys()
     for place, values in mean.items():
         expected = [*mean_and_stderr(values), 2]
         assert [float(found[place][key]) for key in ("mean", "stderr", "seeds")] == pytest.approx(expected, abs=2e-5)
-    page = re.sub(" +", " ", said.out)
-    assert code == 0 and "| method | 0-255 | 256-1023 | 1024-4095 | 4096-16383 |" in page
-    assert f"| FoX | {mean_and_stderr(mean[0, 255])[0]:.3f}" in page
+
+
+# ---- the study `taught` ----------------------------------------------------------------------------------------------
+
+
+def write_taught(runs_dir, seeds):
+    """Runs of the study: losses and copy gains with known differences to scale-invariant p-RoPE, by series."""
+    above = {REFERENCE: 0.0, "rope": 0.5, "logn_p_rope": 0.1, "alibi": 0.9, "alibi slope_scale=4": 0.7}
+    for run in sweep("taught", "taught", seeds=seeds):
+        series, seed = series_label(run.config), run.config.seed
+        loss = 3.0 + above.get(series, 1.0) + 0.3 * seed + 0.01 * ((seed * len(series)) % 5)
+        gains = {str(gap): 4.0 - loss + 3.0 - gap / 8192 for gap in run.config.val_copy_gaps}
+        steps = (0, run.config.steps)
+        write_run(runs_dir, run, same(run, loss), steps=steps, copy_gain={"random": gains, "text": gains})
+
+
+def test_taught_compares_runs_of_one_seed(tmp_path, call):  # noqa: F811
+    write_taught(tmp_path / "runs", range(5))
+    code, output = call("taught")
+    assert code == 0 and is_figure(tmp_path / "out" / "figures" / "taught")
+    table = {(r["series"], r["measure"], int(r["tokens"])): r for r in rows(tmp_path, "taught")}
+    lengths, gaps = {at for _, what, at in table if what == "loss"}, {at for _, what, at in table if what != "loss"}
+    assert lengths == {256, 1024, 4096, 16_384} and gaps == {128, 512, 1024, 2048}
+    assert all(row["seeds"] == "5" for row in table.values()) and len(cells_of(output.out)) > 16
+    primary = rows(tmp_path, "taught_primary")
+    rivals = ["rope", "logn_p_rope", "alibi slope_scale=4"]  # ALiBi's best slopes
+    assert [(r["measure"], r["tokens"], r["rival"]) for r in primary] == [
+        (what, at, rival) for what, at in (("loss", "4096"), ("copy gain", "1024")) for rival in rivals
+    ]
+    stored = {(series_label(run.config), run.config.seed): run.summary for run in read_runs(tmp_path / "runs")}
+    for row in primary:
+
+        def value(series, seed):
+            summary = stored[series, seed]
+            return summary["val_loss"]["4096"] if row["measure"] == "loss" else summary["copy_gain"]["random"]["1024"]
+
+        pairs = [value(REFERENCE, seed) - value(row["rival"], seed) for seed in range(5)]
+        mean, stderr = mean_and_stderr(pairs)
+        assert [float(row["difference"]), float(row["stderr"])] == pytest.approx([mean, stderr])
+        assert float(row["p"]) == pytest.approx(two_sided(mean / stderr, 4), rel=1e-3, abs=1e-9)
+    assert [float(row["p_holm"]) for row in primary] == pytest.approx(holm([float(row["p"]) for row in primary]))
+
+
+def test_taught_of_few_runs_compares_what_there_is(tmp_path, call):  # noqa: F811
+    write_taught(tmp_path / "runs", [0])
+    code, output = call("taught")
+    assert code == 1 and "### Primary comparisons" not in output.out and is_figure(tmp_path / "out/figures/taught")
+
+
+# ---- far tokens ------------------------------------------------------------------------------------------------------
 
 
 def test_losses_at_the_end_are_those_of_the_model_on_each_text(monkeypatch):
-    monkeypatch.setattr(far_tokens, "SCORED", 20)
-    monkeypatch.setattr(far_tokens, "KEPT", (10, 64))
+    monkeypatch.setattr(beyond, "SCORED", 20)
+    monkeypatch.setattr(beyond, "KEPT", (10, 64))
     model, windows = make_random_gpt("scale_invariant_p_rope"), random_tokens(130, 3)[0]
-    losses = far_tokens.end_losses(model, windows)
+    losses = beyond.end_losses(model, windows)
     assert {*losses} == {("whole", 130), *((change, n) for change in ("cut", "swapped") for n in (10, 64))}
 
     def plain(text):  # (T,): by the logits of the text alone
@@ -251,8 +288,8 @@ def test_losses_at_the_end_are_those_of_the_model_on_each_text(monkeypatch):
 def test_far_tokens_has_a_row_a_method_and_change(tmp_path, call):  # noqa: F811
     fields = write_models(tmp_path, "far_tokens", num_layers=1, val_tokens=15 * 4096)
     code, said = call("far_tokens", "--scale", "mini", *fields, "--methods", "alibi", "p_rope")
-    assert code == 0 and is_figure(tmp_path / "out" / "far_tokens"), said
-    data = rows(tmp_path / "out" / "far_tokens.csv")
+    assert code == 0 and is_figure(tmp_path / "out" / "figures" / "far_tokens"), said
+    data = rows(tmp_path, "far_tokens")
     assert {(r["series"], r["change"], r["kept"]) for r in data} == {
         (series, change, str(kept)) for series in ("p_rope", "alibi", "alibi slope_scale=1")
         for change in ("cut", "swapped") for kept in (64, 256, 1024)

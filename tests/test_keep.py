@@ -1,6 +1,5 @@
-"""What is kept of finished runs, and the committed pages, which are made from that alone."""
+"""Kept runs: the lines of runs.jsonl, and the committed pages, which are made from them alone."""
 
-import dataclasses
 import json
 import re
 import shlex
@@ -9,25 +8,26 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_reproduce import write_run, write_study
+from test_reproduce import same, write_run, write_study
 
+from configs.config import config_hash
 from configs.sweeps import sweep
 from scripts import keep as keep_command
 from scripts.reproduce import __main__ as reproduce_command
-from scripts.reproduce.pages import COMPUTED
+from scripts.reproduce.pages import COMPUTED, read_sections
 from scripts.shared.runs import read_runs
 
 ROOT = Path(__file__).parents[1]
-KEPT = sorted(path.parent for path in ROOT.glob("results/*/runs") if path.is_dir())
+KEPT = sorted(ROOT.glob("results/*/runs.jsonl"))
 
 
 @pytest.fixture
 def call(tmp_path, monkeypatch, capsys):
-    """Runs a command in tmp_path: its exit status and what it said."""
+    """Runs a command in tmp_path: its exit status and its output."""
     monkeypatch.chdir(tmp_path)
 
     def call(command, *words):
-        monkeypatch.setattr(sys, "argv", [command.__name__, *words])
+        monkeypatch.setattr(sys, "argv", [command.__name__, *map(str, words)])
         try:
             command.main()
         except SystemExit as end:
@@ -37,68 +37,95 @@ def call(tmp_path, monkeypatch, capsys):
     return call
 
 
-@pytest.fixture
-def keep(call):
-    return lambda: call(keep_command, "trained", "kept")
+@pytest.mark.slow
+def test_pages_made_from_lines_are_those_made_from_run_folders(tmp_path, call):
+    needle = {"greedy": {"256": 0.5}, "oracle": {"256": 1.0}}
+    write_study(tmp_path / "trained", "figure_train_4k", needle=needle, part=1024, tokens_per_second=9)
+    folders = sorted((tmp_path / "trained").iterdir())
+    for folder in folders:
+        elsewhere = json.loads((folder / "config.json").read_text()) | dict(runs_dir="/somewhere/else")
+        (folder / "config.json").write_text(json.dumps(elsewhere))
+        evaluation = {"step": "step_000640", "val_loss": {"512": 4.5}, "val_tokens": 49_152}
+        (folder / "evaluation.json").write_text(json.dumps(evaluation))
+    code, _ = call(keep_command, *folders, "--to", "kept/runs.jsonl")
+    assert code == 0
+    for folder, line in zip(read_runs(tmp_path / "trained"), read_runs(tmp_path / "kept/runs.jsonl"), strict=True):
+        assert config_hash(line.config) == config_hash(folder.config) and line.problems == ()
+        assert line.config.validate_as == folder.config.validate_as and line.path.name == folder.path.name
+        assert line.summary["val_loss"] == folder.summary["val_loss"] and line.summary["val_loss"]["512"] == 4.5
+        assert (line.text, line.needle, line.logged("torch")) == (folder.text, folder.needle, ["2.13.0"])
+        assert line.summary["tokens_per_second"] == 9 and line.data["validation"] == "v"
+    made = []
+    for runs_dir in ("trained", "kept/runs.jsonl"):
+        code, output = call(reproduce_command, "figure_train_4k", "--scale", "mini", "--csv", "--runs-dir", runs_dir)
+        numbers = (tmp_path / "results/mini/csv/figure_train_4k.csv").read_bytes()
+        made.append((code, output.out.replace(f"--runs-dir {runs_dir}", ""), numbers))
+    assert made[0] == made[1] and "0123abc (21)" in made[0][1]
+
+
+def test_a_line_is_replaced_and_keeps_copy_gain_and_what_differs_from_the_preset(tmp_path, call):
+    changes = dict(steps=100, cooldown_steps=183, length_schedule=(64, 20), dtype="float32", wandb_project="x")
+    first, second, *_ = sweep("table_losses", "mini", changes=changes)
+    copies = dict(copy_gain={"random": {"128": 2.5}}, copy_loss={"random": {"128": [7.0, 4.5]}})
+    folder = write_run(tmp_path / "runs", first, same(first), steps=(0, 100), **copies)
+    rows = dict(copy_rows=dict(share=0.5, row_lengths=[[64, 1000]]), train="abc")
+    (folder / "data.json").write_text(json.dumps(rows))
+    other = write_run(tmp_path / "runs", second, same(second), steps=(0, 100))
+    for _ in range(2):
+        assert call(keep_command, folder, other, "--to", "runs.jsonl")[0] == 0
+    line, _ = (json.loads(text) for text in (tmp_path / "runs.jsonl").read_text().splitlines())
+    assert line["changes"] | dict(validate_as=0) == dict(
+        steps=100, length_schedule=[64, 20], dtype="float32", validate_as=0
+    )
+    kept, _ = read_runs(tmp_path / "runs.jsonl")
+    assert config_hash(kept.config) == config_hash(first.config) and kept.config.length_schedule == (64, 20)
+    assert kept.data["copy_rows"] == rows["copy_rows"] and kept.summary["copy_gain"] == copies["copy_gain"]
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps(summary | dict(val_loss={"256": 3.0})))
+    call(keep_command, folder, "--to", "runs.jsonl")
+    assert [run.summary["val_loss"]["256"] for run in read_runs(tmp_path / "runs.jsonl")] == [3.0, 4.0]
+
+
+@pytest.mark.parametrize("damage", ["no summary", "a damaged line", "no folder"])
+def test_what_is_not_finished_or_damaged_is_not_kept(tmp_path, call, damage):
+    run = sweep("table_losses", "mini")[0]
+    folder = write_run(tmp_path / "runs", run, same(run))
+    if damage == "no summary":
+        (folder / "summary.json").unlink()
+    if damage == "a damaged line":
+        (folder / "metrics.jsonl").write_text("{\n{}\n")
+    if damage == "no folder":
+        shutil.rmtree(folder)
+    code, output = call(keep_command, folder, "--to", "runs.jsonl")
+    assert code == 2 and folder.name in output.err and not (tmp_path / "runs.jsonl").exists()
+
+
+def test_a_line_of_a_field_that_is_gone_is_a_problem_and_no_error(tmp_path):
+    line = json.loads(KEPT[0].read_text().splitlines()[0])
+    line["changes"]["gone"] = 1
+    (tmp_path / "runs.jsonl").write_text(json.dumps(line) + "\n")
+    (stored,) = read_runs(tmp_path / "runs.jsonl")
+    assert stored.config is None and "gone" in stored.problems[0]
 
 
 @pytest.mark.slow
-def test_pages_made_from_what_is_kept_are_those_made_from_the_runs(tmp_path, call, keep):
-    write_study(tmp_path / "trained", "figure_train_4k", needle={"greedy": {"256": 0.5}})
-    for number, path in enumerate((tmp_path / "trained").iterdir()):
-        elsewhere = json.loads((path / "config.json").read_text()) | dict(runs_dir="/somewhere/else")
-        (path / "config.json").write_text(json.dumps(elsewhere))
-        (path / "checkpoints").mkdir()
-        evaluation = {"step": "step_000640", "val_loss": {"512": 4.5}, "val_tokens": number}
-        (path / "evaluation.json").write_text(json.dumps(evaluation))
-    code, said = keep()
-    assert code == 0 and said.out.startswith("21 finished runs of ")
-    assert {p.name for p in (tmp_path / "kept" / "mini-rope-s0").iterdir()} == {
-        "config.json", "evaluation.json", "log.txt", "metrics.jsonl", "needle", "summary.json"}  # fmt: skip
-    for before, kept in zip(read_runs(tmp_path / "trained"), read_runs(tmp_path / "kept"), strict=True):
-        assert kept.config == dataclasses.replace(before.config, runs_dir="runs")
-        assert (kept.summary, kept.problems) == (before.summary, ())
-        for name in ("evaluation.json", "needle/summary.json"):
-            assert kept.json(name) == before.json(name) is not None
-        assert kept.metrics() == [record for record in before.metrics() if "val_loss" in record] != before.metrics()
-    pages = []
-    for runs_dir in ("trained", "kept"):
-        code, said = call(reproduce_command, "figure_train_4k", "--scale", "mini", "--runs-dir", runs_dir)
-        data = (tmp_path / "results/mini/figure_train_4k.csv").read_bytes()
-        pages.append((code, said.out.replace(f"--runs-dir {runs_dir}", ""), data))
-    assert pages[0] == pages[1] and "- commit of the runs: 0123abc (21)" in pages[0][1]
+@pytest.mark.parametrize("kept", KEPT, ids=lambda path: path.parent.name)
+def test_committed_tables_are_what_the_committed_lines_make(tmp_path, call, kept):
+    """Byte for byte, by the command that each section of the page names."""
+    place = tmp_path / "results" / kept.parent.name
+    place.mkdir(parents=True)
+    shutil.copy(kept, place)
+    sections = {item: text for item, text in read_sections(kept.parent / "tables.md").items() if item not in COMPUTED}
+    for text in sections.values():
+        call(reproduce_command, *shlex.split(re.search(r"^- command: `python (.+)`$", text, re.MULTILINE)[1])[2:])
+    again = read_sections(place / "tables.md")
+    assert sections and again == sections
 
 
-def test_unfinished_runs_are_left_out_and_different_ones_are_not_written_over(tmp_path, keep):
-    assert (keep()[0], (tmp_path / "kept").exists()) == (2, False)
-    first, second, *_ = sweep("table_losses", "mini")
-    folder = write_run(tmp_path / "trained", first, {256: 4.0})
-    (write_run(tmp_path / "trained", second, {256: 4.0}) / "summary.json").unlink()
-    assert keep()[0] == keep()[0] == 0 and [path.name for path in (tmp_path / "kept").iterdir()] == [first.name]
-    shutil.rmtree(folder)
-    write_run(tmp_path / "trained", first, {256: 3.0})
-    code, said = keep()
-    assert code == 2 and said.err.count("\n") == 1
-    assert f"kept/{first.name} is a different run (trained again)" in said.err
-    (tmp_path / "trained" / first.name / "metrics.jsonl").write_text("{}\n")
-    shutil.rmtree(tmp_path / "kept")
-    code, said = keep()
-    assert code == 2 and said.err.count("\n") == 1 and "metrics.jsonl, line 1" in said.err
+def test_kept_runs_are_runs_of_this_version():
+    for stored in [stored for file in KEPT for stored in read_runs(file)]:
+        assert stored.problems == () and stored.summary["val_loss"], stored.path
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("results", KEPT, ids=lambda path: path.name)
-def test_committed_tables_are_what_the_committed_runs_make(tmp_path, call, results):
-    """Byte for byte, by the command that the page itself names."""
-    shutil.copytree(results / "runs", tmp_path / "results" / results.name / "runs")
-    made = 0
-    for page in sorted(results.glob("*.md")):
-        command = re.search(r"^- command: `python (.+)`$", page.read_text(), re.MULTILINE)
-        if command is None or page.stem in COMPUTED:
-            continue
-        said = call(reproduce_command, *shlex.split(command[1])[2:])
-        again = tmp_path / "results" / results.name / page.name
-        assert again.exists() and again.read_bytes() == page.read_bytes(), f"{command[1]}: {said}"
-        assert again.with_suffix(".csv").read_bytes() == page.with_suffix(".csv").read_bytes()
-        made += 1
-    assert made
+def test_results_are_few_files():
+    assert sum(path.is_file() for path in (ROOT / "results").rglob("*")) <= 100

@@ -18,7 +18,7 @@ from scripts.reproduce import logits
 from scripts.reproduce.drawing import draw_qq
 from scripts.reproduce.figures import NO_FIGURE, WINDOWS
 from scripts.reproduce.study import Study
-from scripts.shared.looks import method_name
+from scripts.shared.looks import series_label, series_name
 from scripts.shared.tables import markdown_table
 
 FORMS = {False: "without rotation", True: "with rotation"}
@@ -150,21 +150,21 @@ def figure_qq_ours(study: Study) -> str:
     kept, shown = Kept(), []
     several = len({run.config.seed for run, _ in study.finished}) > 1
 
-    def title(method: str, seed: int) -> str:
-        return method_name(method) + (f", seed {seed}" if several else "")
+    def title(series: str, seed: int) -> str:
+        return series_name(series) + (f", seed {seed}" if several else "")
 
     for run, stored in list(study.finished):
         with study.dropping_unreadable(run):
             config, model = load_run(stored.path, study.device)
             tokens = logits.validation_windows(open_own_text(stored), WINDOWS, config.train_length, study.device)
-            of_run = Kept()
+            of_run, series = Kept(), series_label(config)
             for layer, rotated, scores in logits.layer_scores(model, tokens):
-                of_run.add(scores, by_head=False, method=config.method, seed=config.seed, layer=layer, rotated=rotated)
-            name = f"{study.item}_{config.method}" + (f"_s{config.seed}" if several else "")
+                of_run.add(scores, by_head=False, method=series, seed=config.seed, layer=layer, rotated=rotated)
+            name = f"{study.item}_{series}".replace(" ", "_") + (f"_s{config.seed}" if several else "")
             blocks = {form: of_run.lines(rotated) for rotated, form in FORMS.items()}
             draw_qq(study.figure(name), {form: lines for form, lines in blocks.items() if lines})
             kept.statistics += of_run.statistics
-            shown.append(f"{title(config.method, config.seed)}:\n\n{study.picture(name)}")
+            shown.append(f"{title(series, config.seed)}:\n\n{study.picture(name)}")
     text = f"Quantiles of the scores q.k / sqrt(d) of trained models, on {WINDOWS} windows of validation text of the "
     text += "training length, all heads of a layer, against those of the Gaussian with their mean and standard "
     text += "deviation (red: equal). Only pairs with t > 0, and without key 0, which attention sinks into."

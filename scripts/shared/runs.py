@@ -97,21 +97,24 @@ def read_line(file: Path, text: str) -> StoredRun:
 
 def read_run(path: Path) -> StoredRun:
     """Return the run of a run folder."""
-    config, problems, found = None, [], {}
+    config, problems, summary, data = None, [], None, {}
     try:
         config = stored_config(path)
     except ValueError as error:
         problems.append(str(error))
     for name in ("summary.json", "data.json", "evaluation.json"):
         try:
-            found[name] = json.loads((path / name).read_text()) if (path / name).exists() else {}
-            if name == "summary.json" and found[name]:
-                final_losses(found[name])
-            if name == "evaluation.json" and found.get("summary.json"):
-                found["summary.json"] = with_evaluation(found["summary.json"], on_own_text(found[name]))
+            value = json.loads((path / name).read_text()) if (path / name).exists() else {}
+            if name == "summary.json" and value:
+                final_losses(value)
+                summary = value
+            elif name == "data.json":
+                data = dict(value)
+            elif summary:
+                summary = with_evaluation(summary, on_own_text(value))
         except DAMAGE as error:
-            problems.append(f"{path / name} is damaged: {error}. Delete it.")
-    return StoredRun(path, config, found.get("summary.json") or None, found.get("data.json", {}), tuple(problems))
+            problems.append(f"{path / name} is damaged ({error}). Delete it.")
+    return StoredRun(path, config, summary, data, tuple(problems))
 
 
 def stored_config(path: Path) -> Config:
