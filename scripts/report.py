@@ -23,8 +23,7 @@ from errors import exit_on_user_error, require
 from files import replace_text
 from scripts.evaluate import join
 from scripts.shared.looks import choose_looks, import_matplotlib, method_name
-from scripts.shared.run_files import OTHER_TEXTS, on_own_text
-from scripts.shared.runs import StoredRun, failures, read_run, stored_state
+from scripts.shared.runs import OTHER_TEXTS, StoredRun, failures, on_own_text, read_run, stored_state
 
 STYLE = """body { font: 15px sans-serif; margin: 2em; } table { border-collapse: collapse; }
 td, th { border-bottom: 1px solid #ddd; padding: 3px 9px; text-align: right; }

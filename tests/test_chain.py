@@ -15,7 +15,7 @@ import pytest
 from lives import holding
 
 from data.text import prepare
-from scripts.reproduce.pages import ITEMS
+from scripts.reproduce.pages import ITEMS, read_sections
 
 ROOT = Path(__file__).parents[1]
 COMPLETE = ["table_losses", "table_needle", "figure_train_lengths", "figure_train_4k", "figure_train_16k"]
@@ -81,7 +81,7 @@ def chain(tmp_path_factory):
     output["needle"] = run("-m", "scripts.sweep", "table_needle", *common, *needle, *fields)
     output["evaluate"] = run("-m", "scripts.evaluate", *runs, "--lengths", 128, 512, 2048, 8192, "--device", "cpu")
     output["report"] = run("-m", "scripts.report", "--runs-dir", folder / "runs", "--out", folder / "report.html")
-    options = [*common, *needle, "--out", folder / "out", "--draws", 20, *fields]
+    options = [*common, *needle, "--out", folder / "out", "--csv", "--draws", 20, *fields]
     output["all"] = run("-m", "scripts.reproduce", "all", *options, code=1)  # without table_llama
     return folder, runs, output
 
@@ -101,10 +101,10 @@ def test_items_that_the_runs_can_feed_are_complete_and_the_others_name_the_missi
     lines = {line.split(":")[0]: line for line in output["all"].splitlines() if ": " in line}
     for item in COMPLETE:
         assert "complete" in lines[item] and "incomplete" not in lines[item], output["all"][-3000:]
-        assert (folder / "out" / f"{item}.md").exists()
-        assert (folder / "out" / f"{item}.csv").read_text().count("\n") > 3
+        assert f"## {item}\n" in (folder / "out" / "tables.md").read_text()
+        assert (folder / "out" / "csv" / f"{item}.csv").read_text().count("\n") > 3
         if item.startswith("figure"):
-            assert (folder / "out" / f"{item}.png").stat().st_size > 10_000
+            assert (folder / "out" / "figures" / f"{item}.png").stat().st_size > 10_000
     for item in LACKING:
         assert "incomplete" in lines[item] and f"scripts.sweep {item}" in lines[item]
     assert {*ITEMS} > {*COMPLETE, *LACKING}
@@ -114,10 +114,10 @@ def test_the_tables_hold_the_losses_and_accuracies_of_the_runs(chain):
     folder, runs, output = chain
     path = next(path for path in runs if "mini-p_rope" in path.name)
     loss = json.loads((path / "summary.json").read_text())["val_loss"]["256"]
-    rows = (folder / "out" / "table_losses.md").read_text().splitlines()
-    assert f"{loss:.3f}" in next(row for row in rows if "p-RoPE" in row)
+    sections = read_sections(folder / "out" / "tables.md")
+    assert f"{loss:.3f}" in next(row for row in sections["table_losses"].splitlines() if "| p-RoPE" in row)
     assert output["needle"].count("needles found 0.0") == len(runs)
-    assert "0.000" in (folder / "out" / "table_needle.md").read_text()
+    assert "0.000" in sections["table_needle"]
 
 
 def test_evaluation_and_report_hold_every_run(chain):

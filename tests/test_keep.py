@@ -14,6 +14,7 @@ from configs.config import config_hash
 from configs.sweeps import sweep
 from scripts import keep as keep_command
 from scripts.reproduce import __main__ as reproduce_command
+from scripts.reproduce import beyond, figures, needles
 from scripts.reproduce.pages import COMPUTED, read_sections
 from scripts.shared.runs import read_runs
 
@@ -64,18 +65,18 @@ def test_pages_made_from_lines_are_those_made_from_run_folders(tmp_path, call):
 
 
 def test_a_line_is_replaced_and_keeps_copy_gain_and_what_differs_from_the_preset(tmp_path, call):
-    changes = dict(steps=100, cooldown_steps=183, length_schedule=(64, 20), dtype="float32", wandb_project="x")
+    changes = dict(steps=400, cooldown_steps=183, length_schedule=(64, 20), dtype="float32", wandb_project="x")
     first, second, *_ = sweep("table_losses", "mini", changes=changes)
     copies = dict(copy_gain={"random": {"128": 2.5}}, copy_loss={"random": {"128": [7.0, 4.5]}})
-    folder = write_run(tmp_path / "runs", first, same(first), steps=(0, 100), **copies)
+    folder = write_run(tmp_path / "runs", first, same(first), steps=(0, 400), **copies)
     rows = dict(copy_rows=dict(share=0.5, row_lengths=[[64, 1000]]), train="abc")
     (folder / "data.json").write_text(json.dumps(rows))
-    other = write_run(tmp_path / "runs", second, same(second), steps=(0, 100))
+    other = write_run(tmp_path / "runs", second, same(second), steps=(0, 400))
     for _ in range(2):
         assert call(keep_command, folder, other, "--to", "runs.jsonl")[0] == 0
     line, _ = (json.loads(text) for text in (tmp_path / "runs.jsonl").read_text().splitlines())
     assert line["changes"] | dict(validate_as=0) == dict(
-        steps=100, length_schedule=[64, 20], dtype="float32", validate_as=0
+        steps=400, length_schedule=[64, 20], dtype="float32", validate_as=0
     )
     kept, _ = read_runs(tmp_path / "runs.jsonl")
     assert config_hash(kept.config) == config_hash(first.config) and kept.config.length_schedule == (64, 20)
@@ -110,8 +111,11 @@ def test_a_line_of_a_field_that_is_gone_is_a_problem_and_no_error(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kept", KEPT, ids=lambda path: path.parent.name)
-def test_committed_tables_are_what_the_committed_lines_make(tmp_path, call, kept):
+def test_committed_tables_are_what_the_committed_lines_make(tmp_path, call, kept, monkeypatch):
     """Byte for byte, by the command that each section of the page names."""
+    monkeypatch.setattr(figures, "draw_curves", lambda *_: None)
+    for module in (beyond, needles):
+        monkeypatch.setattr(module, "draw_lines", lambda *_, **__: None)
     place = tmp_path / "results" / kept.parent.name
     place.mkdir(parents=True)
     shutil.copy(kept, place)

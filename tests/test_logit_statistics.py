@@ -251,5 +251,6 @@ def test_the_papers_six_figures(tmp_path, call, monkeypatch):  # noqa: F811
     code, said = call("figure_qq", "--scale", "mini")
     assert code == 0 and all(f"`measure {name}`" in said.out for name in PAPERS_MODELS)
     for name in ("llama_1b", "llama_8b", "gemma_2_27b"):
-        assert all(is_figure(out / f"figure_qq_{name}_{form}_rotation") for form in ("with", "without"))
-    assert [row["model"] for row in rows(out / "figure_qq.csv")] == [name for name in PAPERS_MODELS for _ in range(6)]
+        assert all(is_figure(out / "figures" / f"figure_qq_{name}_{form}_rotation") for form in ("with", "without"))
+    models = [row["model"] for row in rows(out / "csv" / "figure_qq.csv")]
+    assert models == [name for name in PAPERS_MODELS for _ in range(6)]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from configs.sweeps import SCALES, SWEEPS, sweep
-from data.shards import ShardWriter
+from data.shard_writer import ShardWriter
 from runtime.build import build_model
 from runtime.checkpoint import save_checkpoint
 from scripts.reproduce import figures, needles, pages

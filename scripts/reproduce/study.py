@@ -9,7 +9,8 @@ import torch
 
 from configs.config import config_hash
 from configs.presets import preset
-from configs.sweeps import SCALES, Run
+from configs.runs import Run
+from configs.sweeps import SCALES
 from scripts.shared.looks import NAMES, series_label
 from scripts.shared.runs import StoredRun, find_stored, single_val_tokens, train_state
 from scripts.shared.tables import write_csv

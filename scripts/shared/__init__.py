@@ -1,2 +1,2 @@
-"""What several commands share: runs on disk (runs.py, run_files.py), the words that choose runs (arguments.py), tables
+"""What several commands share: stored runs (runs.py), the options that choose runs (arguments.py), tables
 (tables.py), and how methods are named and drawn (looks.py)."""

@@ -5,6 +5,7 @@ A run is stored as a run folder, or as one line of a runs.jsonl that scripts.kee
 
 import dataclasses
 import fcntl
+import functools
 import json
 import re
 from collections.abc import Iterable
@@ -34,6 +35,11 @@ class StoredRun:
     data: dict = dataclasses.field(default_factory=dict)  # data.json
     problems: tuple[str, ...] = ()
     line: dict | None = None  # of a kept run
+
+    @functools.cached_property
+    def identity(self) -> str | None:
+        """Return the hash of its mathematics."""
+        return self.config and config_hash(self.config)
 
     @property
     def text(self) -> str | None:
@@ -188,16 +194,17 @@ def find_stored(run: Run, stored_runs: list[StoredRun], data: str | None = None)
 
     data: the fingerprint of the training text that the run reads here. A run on another text is another run. None: any.
     """
-    same = [stored for stored in stored_runs if stored.config and is_same_run(stored, run, data)]
+    identity = config_hash(run.config)
+    same = [stored for stored in stored_runs if stored.identity == identity and is_same_run(stored, run, data)]
     return max(same, key=lambda s: (s.summary is not None, s.path.name == run.name), default=None)
 
 
 def is_same_run(stored: StoredRun, run: Run, data: str | None) -> bool:
-    """Return whether a stored run has the run's mathematics, its distinguishing fields and its text."""
+    """Return whether a stored run of the run's mathematics has its distinguishing fields and its text."""
     known = None not in (data, stored.text)  # then the fingerprint tells more than the name of the data folder
     fields = [field for field in run.distinguishing if not (known and field == "data_dir")]
     same = all(getattr(stored.config, field) == getattr(run.config, field) for field in fields)
-    return same and (not known or stored.text == data) and config_hash(stored.config) == config_hash(run.config)
+    return same and (not known or stored.text == data)
 
 
 def train_state(run: Run, stored_runs: list[StoredRun], runs_dir: Path, data: str | None = None) -> tuple[str, str]:
@@ -307,10 +314,3 @@ def log_values(folder: Path, key: str) -> list[str]:
     text = path.read_text(errors="replace") if path.exists() else ""
     pattern = r"\btorch ([^,\s]+)" if key == "torch" else rf"^{key}: (.+)$"
     return list(dict.fromkeys(re.findall(pattern, text, re.MULTILINE))) or ["unknown"]
-
-
-def require_as_many_runs(page: Path, pattern: str, runs: int):
-    """Raise ValueError if a page says that it was made from more runs than these. pattern: around the number."""
-    found = re.search(pattern, page.read_text(errors="replace"), re.MULTILINE) if page.exists() else None
-    before = int(found[1]) if found else 0
-    require(before <= runs, f"{page} was made from {before} runs, and now there are {runs}. Use --force.")
