@@ -76,7 +76,9 @@ class StoredRun:
     def json(self, name: str) -> dict | None:
         """Return what a file of the folder holds. None: there is no such file. Raises ValueError if it is damaged."""
         path = self.path / name
-        return json.loads(path.read_text()) if path.is_file() else None
+        value = json.loads(path.read_text()) if path.is_file() else None
+        require(value is None or isinstance(value, dict), f"{path} holds no object")
+        return value
 
 
 def read_runs(place: Path) -> list[StoredRun]:
