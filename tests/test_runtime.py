@@ -286,6 +286,18 @@ def test_in_the_background_a_full_disk_is_told_at_once_and_again(tmp_path):
     assert names(tmp_path) == ["step_000001.pt"]
 
 
+def test_the_new_checkpoint_is_on_the_disk_before_the_older_one_goes(tmp_path):
+    save_checkpoint(tmp_path, 1, {}, keep=1)
+    calls = []
+    sys.setprofile(lambda frame, event, function: calls.append(function) if event == "c_call" else None)
+    try:
+        save_checkpoint(tmp_path, 2, {}, keep=1)
+    finally:
+        sys.setprofile(None)
+    order = [function.__name__ for function in calls if function in (os.fsync, os.replace, os.unlink)]
+    assert order == ["fsync", "replace", "fsync", "unlink"]
+
+
 KILLS = """
 import itertools, os, random, sys, time
 from pathlib import Path
