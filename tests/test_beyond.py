@@ -15,7 +15,7 @@ from configs.sweeps import BEST, RIVALS, sweep
 from model.methods import canonical_name
 from runtime.build import build_model
 from runtime.validation import means_by_octave
-from scripts.reproduce import beyond
+from scripts.reproduce import far_tokens
 from scripts.reproduce.comparisons import compare, describe_variances, difference_cell, differences, holm
 from scripts.shared.looks import series_label, series_name
 from scripts.shared.runs import read_runs
@@ -265,10 +265,10 @@ def test_taught_of_few_runs_compares_what_there_is(tmp_path, call):  # noqa: F81
 
 
 def test_losses_at_the_end_are_those_of_the_model_on_each_text(monkeypatch):
-    monkeypatch.setattr(beyond, "SCORED", 20)
-    monkeypatch.setattr(beyond, "KEPT", (10, 64))
+    monkeypatch.setattr(far_tokens, "SCORED", 20)
+    monkeypatch.setattr(far_tokens, "KEPT", (10, 64))
     model, windows = make_random_gpt("scale_invariant_p_rope"), random_tokens(130, 3)[0]
-    losses = beyond.end_losses(model, windows)
+    losses = far_tokens.end_losses(model, windows)
     assert {*losses} == {("whole", 130), *((change, n) for change in ("cut", "swapped") for n in (10, 64))}
 
     def plain(text):  # (T,): by the logits of the text alone

@@ -35,28 +35,38 @@ def main():
         stored_runs = [stored for place in places for stored in read_runs(place)]
         outcomes = {}
         for item in ITEMS if args.item == "all" else [args.item]:
-            runs = sweep(item, args.scale, args.seeds, args.methods, changes, needle) if item in SWEEPS else []
-            fine_tuned = any(run.needle for run in runs)
-            require(
-                args.item == "all" or fine_tuned or not needle, f"--needle: {item} fine-tunes no run. Leave it out."
-            )
-            study = Study(
-                item=item,
-                scale=args.scale,
-                runs=runs,
-                stored_runs=stored_runs,
-                runs_dir=Path("runs") if args.runs_dir is None or args.runs_dir.suffix == ".jsonl" else args.runs_dir,
-                out=args.out,
-                options=[*sweep_options(args, fine_tuned), *fields],
-                device=device,
-                draws=args.draws,
-                methods=args.methods,
-                seeds_given=bool(args.seeds),
-            )
-            text = write_item(study, args.force, args.csv)
-            outcomes[item] = describe_outcome(study)
+            try:
+                study = make_study(item, args, fields, changes, needle, stored_runs, device)
+                text = write_item(study, args.force, args.csv)
+                outcomes[item] = describe_outcome(study)
+            except ValueError as error:
+                if args.item != "all":
+                    raise
+                outcomes[item] = f"failed: {error}"  # the other items are made
             print(f"{item}: {outcomes[item]}" if args.item == "all" else f"{text}\n{outcomes[item]}", flush=True)
     sys.exit(0 if all(outcome.startswith(("complete", "needs models")) for outcome in outcomes.values()) else 1)
+
+
+def make_study(
+    item: str, args: argparse.Namespace, fields: list[str], changes: dict, needle: dict, stored_runs: list, device
+) -> Study:
+    """Return the study of an item. changes, needle: what `fields` and --needle set in every run."""
+    runs = sweep(item, args.scale, args.seeds, args.methods, changes, needle) if item in SWEEPS else []
+    fine_tuned = any(run.needle for run in runs)
+    require(args.item == "all" or fine_tuned or not needle, f"--needle: {item} fine-tunes no run. Leave it out.")
+    return Study(
+        item=item,
+        scale=args.scale,
+        runs=runs,
+        stored_runs=stored_runs,
+        runs_dir=Path("runs") if args.runs_dir is None or args.runs_dir.suffix == ".jsonl" else args.runs_dir,
+        out=args.out,
+        options=[*sweep_options(args, fine_tuned), *fields],
+        device=device,
+        draws=args.draws,
+        methods=args.methods,
+        seeds_given=bool(args.seeds),
+    )
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:

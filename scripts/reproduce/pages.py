@@ -16,7 +16,7 @@ from errors import require
 from files import replace_text
 from runtime.device import device_name
 from runtime.run_folder import git_commit
-from scripts.reproduce import beyond, figures, llama, needles, qq, tables, taught
+from scripts.reproduce import beyond, far_tokens, figures, llama, needles, qq, tables, taught
 from scripts.reproduce.study import Study
 
 DRAWS = 400
@@ -38,7 +38,7 @@ ITEMS = dict(
     figure_qq_ours=qq.figure_qq_ours,
     open_choices=tables.open_choices,
     tau_by_length=beyond.tau_by_length,
-    far_tokens=beyond.far_tokens,
+    far_tokens=far_tokens.far_tokens,
     scale_invariant_by_head=beyond.scale_invariant_by_head,
     needle_by_head=needles.table_needle,
     taught=taught.taught,

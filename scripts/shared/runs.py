@@ -22,7 +22,7 @@ from runtime.metrics import read_metrics
 
 OTHER_TEXTS = "other_texts"  # in evaluation.json, beside the losses on the run's own text: by fingerprint
 STATES = ("finished", "pretrained", "running", "interrupted", "failed", "other", "missing")
-DAMAGE = (ValueError, TypeError, KeyError, AttributeError, RecursionError, ArithmeticError, OSError)
+DAMAGE = (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, OSError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +42,7 @@ class StoredRun:
         return self.config and config_hash(self.config)
 
     @property
-    def text(self) -> str | None:
-        """Return the fingerprint of the training text. None: not known."""
+    def text(self) -> str | None:  # the fingerprint of the training text
         return (self.summary or {}).get("data") or self.data.get("train")
 
     @property
@@ -55,8 +54,7 @@ class StoredRun:
         path = self.path / "metrics.jsonl"
         return read_metrics(path) if path.exists() else []
 
-    def validations(self) -> list[dict]:
-        """Return the records of the validations, in order of steps. Raises ValueError for a damaged line."""
+    def validations(self) -> list[dict]:  # ValueError: a damaged line
         if self.line:
             return [{"val_tokens": self.line["val_tokens"]} | record for record in self.line["curve"]]
         return [record for record in self.metrics() if "val_loss" in record]
@@ -114,7 +112,8 @@ def read_run(path: Path) -> StoredRun:
         try:
             value = json.loads((path / name).read_text()) if (path / name).exists() else {}
             if name == "summary.json" and value:
-                final_losses(value)
+                final_losses(value), single_val_tokens(value)
+                require(type(value["steps"]) is int, "steps is no number")
                 summary = value
             elif name == "data.json":
                 data = dict(value)
@@ -135,10 +134,7 @@ def stored_config(path: Path) -> Config:
 
 
 def with_evaluation(summary: dict, evaluation: dict) -> dict:
-    """Return the summary with the losses and the copy gains that scripts.evaluate measured on the same weights.
-
-    Losses on other numbers of tokens are left out.
-    """
+    """Return the summary with the losses (on as many tokens) and copy gains that scripts.evaluate added."""
     if evaluation.get("step") != f"step_{summary['steps']:06d}":
         return summary
     comparable = single_val_tokens(evaluation) == single_val_tokens(summary)
@@ -164,7 +160,7 @@ def on_own_text(evaluation: dict) -> dict:
 
 
 def single_val_tokens(record: dict) -> int:
-    """Return the validation tokens of a record, the same at all lengths. Raises ValueError if they are not."""
+    """Return the validation tokens of a record. Raises ValueError if they differ by length."""
     (tokens,) = {*val_tokens(record).values()}
     return tokens
 
@@ -205,8 +201,8 @@ def is_same_run(stored: StoredRun, run: Run, data: str | None) -> bool:
     """Return whether a stored run of the run's mathematics has its distinguishing fields and its text."""
     known = None not in (data, stored.text)  # then the fingerprint tells more than the name of the data folder
     fields = [field for field in run.distinguishing if not (known and field == "data_dir")]
-    same = all(getattr(stored.config, field) == getattr(run.config, field) for field in fields)
-    return same and (not known or stored.text == data)
+    same_text = not known or stored.text == data
+    return same_text and all(getattr(stored.config, field) == getattr(run.config, field) for field in fields)
 
 
 def train_state(run: Run, stored_runs: list[StoredRun], runs_dir: Path, data: str | None = None) -> tuple[str, str]:
@@ -226,9 +222,10 @@ def train_state(run: Run, stored_runs: list[StoredRun], runs_dir: Path, data: st
         return "other", stored.problems[0]
     state = stored_state(stored) if stored else "failed" if failures(path) else "missing"
     if state == "failed":
-        return state, describe_failures(path)
-    if state == "interrupted":
-        return state, describe_progress(path)
+        return state, f"{path}: {failures(path)[-1]}"
+    checkpoint = latest_checkpoint(path / "checkpoints") if (path / "checkpoints").exists() else None
+    if state == "interrupted" and checkpoint:
+        return state, f"{path}, after {checkpoint.stem}"
     return state, "" if state == "missing" else str(path)
 
 
@@ -241,43 +238,30 @@ def needle_state(stored: StoredRun, needle: Needle) -> tuple[str, str]:
     if is_running(path):
         return "running", str(path)
     try:
-        summary, settings = stored.needle or {}, stored.json("needle/settings.json") or {}
+        scores = stored.needle or {}
+        found = scores or stored.json("needle/settings.json") or {}
     except ValueError as error:
         return "other", f"{path} is damaged ({error}): delete it"
-    wanted = {key: getattr(needle, key) for key in ("haystack", "steps", "sequences", "curriculum")}
-    wanted["pretrained"] = f"step_{stored.config.steps:06d}"
-    have = summary or settings
-    if have and (changed := [f"{k} {have.get(k)} there, {v} here" for k, v in wanted.items() if have.get(k) != v]):
+    wanted = dataclasses.asdict(needle) | {"pretrained": f"step_{stored.config.steps:06d}"}
+    changed = [
+        f"{key} {found[key]} there, {value} here" for key, value in wanted.items() if found.get(key, value) != value
+    ]
+    if changed:
         return "other", f"{path} is of another fine-tuning ({', '.join(changed)}): delete it to start again"
-    if summary and (examples := summary.get("examples")) != needle.examples:
-        scored = f"{path} is scored on other examples ({examples} a length there, {needle.examples} here)"
-        return "other", f"{scored}: delete {path / 'summary.json'} to score again"
     lengths = {str(length) for length in needle.lengths(stored.config.train_length)}
-    scored = [summary, *(summary.get("as", {}).get(method, {}) for method in stored.config.validate_as)]
+    scored = [scores, *(scores.get("as", {}).get(method, {}) for method in stored.config.validate_as)]
     if all(lengths <= {*of.get("greedy", ())} for of in scored):
         return "finished", str(stored.path)
     if failures(stored.path):
-        return "failed", describe_failures(stored.path)
-    return ("interrupted", describe_progress(path)) if have else ("pretrained", "not fine-tuned yet")
+        return "failed", f"{stored.path}: {failures(stored.path)[-1]}"
+    return ("interrupted", str(path)) if found else ("pretrained", "not fine-tuned yet")
 
 
 def stored_state(stored: StoredRun) -> str:
     """Return finished, running, failed or interrupted."""
     if stored.summary is not None:
         return "finished"
-    if is_running(stored.path):
-        return "running"
-    return "failed" if failures(stored.path) else "interrupted"
-
-
-def describe_failures(path: Path) -> str:
-    failed = failures(path)
-    return f"{path} failed {len(failed)} time{'s' if len(failed) > 1 else ''}: {failed[-1]}"
-
-
-def describe_progress(path: Path) -> str:
-    checkpoint = latest_checkpoint(path / "checkpoints") if (path / "checkpoints").exists() else None
-    return f"{path}, {f'after {checkpoint.stem}' if checkpoint else 'without a checkpoint'}"
+    return "running" if is_running(stored.path) else "failed" if failures(stored.path) else "interrupted"
 
 
 def describe_differences(ours: Config, theirs: Config, also: Iterable[str] = ()) -> str:
@@ -294,7 +278,7 @@ def failures(path: Path) -> list[str]:
 
 
 def sidecar(path: Path, suffix: str) -> Path:
-    """Return the path of a file of the sweep beside a run folder, which may not exist."""
+    """Return the path of a file of the sweep beside a run folder."""
     return path.with_name(path.name + suffix)
 
 
@@ -303,11 +287,9 @@ def is_running(path: Path) -> bool:
     try:
         with open(path / "lock") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # no such file
         return False
-    return False
+    except OSError as error:  # BlockingIOError: it is locked; others: there is no lock
+        return isinstance(error, BlockingIOError)
 
 
 def log_values(folder: Path, key: str) -> list[str]:
