@@ -1,7 +1,6 @@
-"""The rooms of scripts/ stay small, import each other in one direction and keep their commands; ruff finds nothing."""
+"""The house stays small: lines, files, imports; the training step stays visible; ruff finds nothing."""
 
 import ast
-import runpy
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -10,58 +9,62 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("sweep", "reproduce", "shared", "hf")
-FILES = sorted(path for room in ROOMS for path in (ROOT / "scripts" / room).iterdir() if path.is_file())
-COMMANDS = ("sweep", "reproduce", "report", "reproduce.theory", "evaluate", "needle", "quickstart", "logit_statistics")
-MODULES = sorted(path for path in (ROOT / "scripts").rglob("*.py"))
+FOLDERS = ("configs", "data", "model", "optim", "runtime", "scripts")
+SUFFIXES = (".py", ".cpp", ".h", ".sh", ".js")
+CODE = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES]
+CODE += ROOT.glob("*.py")
+NAMES = {path: path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".") for path in CODE}
+MODULES = {name.removesuffix(".__init__"): path for path, name in NAMES.items() if path.suffix == ".py"}
 
 
-def imports(path: Path) -> set[str]:
-    """The names that a file imports from scripts/, those within its functions too: modules, or what is in them."""
-    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, (ast.Import, ast.ImportFrom))]
-    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    sources = [node for node in nodes if isinstance(node, ast.ImportFrom)]
-    names |= {f"{node.module}.{alias.name}" for node in sources for alias in node.names}
-    return names | {node.module for node in sources}
+def count(paths):
+    return sum(path.read_text().count("\n") for path in paths)
+
+
+def own_imports(path):
+    """The names of our own that a file imports when it is imported: modules, or what is in them."""
+    nodes = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)]
+    nodes = [node for node in nodes if node.module.split(".")[0] in {*FOLDERS, "errors", "files"}]
+    return [f"{node.module}.{alias.name}" for node in nodes for alias in node.names]
+
+
+def test_the_code_does_not_grow():
+    """Limits are today's sizes, rounded up: lower them with the code. The aim is 12,500, 12,000 and 5,200 lines."""
+    assert count(CODE) <= 16_300
+    assert count((ROOT / "tests").glob("*.py")) <= 15_100
+    assert count(path for path in CODE if ROOT / "scripts" in path.parents) <= 6_800
+    assert [path for path in CODE if ROOT / "model" not in path.parents and count([path]) > 300] == []
+    assert len([path for path in (ROOT / "results").rglob("*") if path.is_file()]) <= 100
+
+
+def test_the_training_step_is_visible():
+    path = ROOT / "train_gpt.py"
+    tree = ast.parse(path.read_text())
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    assert count([path]) <= 280 and ".backward()" in path.read_text() and len(own_imports(path)) <= 15
+    assert functions == [node for node in tree.body if isinstance(node, ast.FunctionDef)]  # none is nested
 
 
 def test_no_two_files_import_each_other():
-    name = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in MODULES}
-    graph = {name[path]: (imports(path) & {*name.values()}) - {name[path]} for path in MODULES}
-    assert "scripts.shared.runs" in graph["scripts.sweep.plan"]
-    assert len([*TopologicalSorter(graph).static_order()]) == len(graph)  # CycleError names a circle
+    graph = {name: {*own_imports(path)} | {one.rpartition(".")[0] for one in own_imports(path)} - {name}
+             for name, path in MODULES.items()}  # fmt: skip
+    assert "runtime.run" in graph["train_gpt"]
+    TopologicalSorter(graph).prepare()  # CycleError names a circle
 
 
-def test_imports_go_the_way_that_the_readme_says():
+def test_imports_go_one_way():
     below = {"configs", "data", "model", "optim"}
-    may = dict.fromkeys(below, set()) | dict(runtime=below, scripts=below | {"runtime"})
-    for room, others in may.items():
-        for path in (ROOT / room).rglob("*.py"):
-            imported = {name.split(".")[0] for name in imports(path)} & {*may, "train_gpt"}
-            assert imported <= others | {room}, path
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_no_file_is_long_and_no_function(path):
-    assert len(path.read_text().splitlines()) <= 400
-    if path.suffix == ".py":
-        functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
-        assert all(node.end_lineno - node.lineno < 80 for node in functions)
+    allowed = dict.fromkeys(below, set()) | {"runtime": below, "scripts": below | {"runtime"}}
+    for folder, others in allowed.items():
+        for path in (ROOT / folder).rglob("*.py"):
+            nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+            imported = {node.module.split(".")[0] for node in nodes} & {*allowed, "train_gpt"}
+            assert imported <= others | {folder}, path
 
 
 @pytest.mark.parametrize("words", [["check"], ["format", "--check"]], ids=" ".join)
-def test_ruff_finds_nothing_in_what_is_committed(words):
-    changed = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True)
-    if changed.returncode or changed.stdout:
-        pytest.skip("work under way may look as it likes")
+def test_ruff_finds_nothing_in_committed_files(words):
+    if subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True).stdout:
+        pytest.skip("uncommitted work may look as it likes")
     done = subprocess.run([sys.executable, "-m", "ruff", *words, ROOT], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # runpy's, of a module that is imported already
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_is_where_it_was(command, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [command, "--help"])
-    with pytest.raises(SystemExit) as end:
-        runpy.run_module(f"scripts.{command}", run_name="__main__", alter_sys=True)
-    assert end.value.code == 0 and capsys.readouterr().out.startswith(f"usage: python -m scripts.{command}")
