@@ -12,9 +12,10 @@ from pathlib import Path
 
 from configs.config import NOT_MATHEMATICS
 from configs.presets import PRESETS, preset
+from data.shards import read_manifest
 from errors import exit_on_user_error, require
 from files import replace_text, to_json
-from scripts.shared.runs import StoredRun, read_run, single_val_tokens, val_tokens
+from scripts.shared.runs import StoredRun, data_fingerprint, read_run, single_val_tokens, val_tokens
 
 APART = ("method", "method_options", "seed")  # fields of a line of their own
 TELLING = ("data_dir", "dtype", "validate_as", "val_lengths", "val_tokens", "val_every", "val_profile", "val_copy_gaps")
@@ -53,6 +54,10 @@ def make_line(stored: StoredRun) -> dict:
     line |= {field: getattr(config, field) for field in APART}
     line |= {key: values for key in ("commit", "device", "torch") if (values := stored.logged(key)) != ["unknown"]}
     line["data"] = {key: stored.data[key] for key in DATA if key in stored.data} or {"train": summary["data"]}
+    if "copy_rows" not in line["data"] and stored.text == data_fingerprint(config):
+        line["data"] |= {
+            key: value for key, value in read_manifest(Path(config.data_dir)).items() if key == "copy_rows"
+        }
     line["val_tokens"] = single_val_tokens(summary)
     line |= {key: summary[key] for key in (*NUMBERS, *LOSSES) if summary.get(key)}
     if by_position := stored.last("val_loss_by_position"):

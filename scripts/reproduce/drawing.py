@@ -65,18 +65,27 @@ def legend_below(figure, axes, columns: int):
 
 
 def draw_lines(
-    path: Path, panels: dict[str, list], *, x: str, y: str, columns: int, base: int = 10, same_y: bool = True, **limits
+    path: Path,
+    panels: dict[str, list],
+    *,
+    x: str,
+    y: str,
+    columns: int,
+    base: int | None = 10,
+    same_y: bool = True,
+    **limits,
 ):
-    """Draw a panel a title, side by side: lines with error bars over a logarithmic x.
+    """Draw a panel a title, side by side: lines with error bars over x.
 
     panels: by title, lines of (look, xs, means, standard errors or None). x, y: labels of the axes (y: one, or one a
-    panel, separated by |). columns: of the legend. base: of the logarithm. limits: other options of axis.set.
+    panel, separated by |). columns: of the legend. base: of a logarithmic x (None: linear). limits: for axis.set.
     """
     with drawing(path, 1, len(panels), height=2.2, sharey=same_y) as (figure, axes):
         for axis, (title, lines), label in zip(axes[0], panels.items(), itertools.cycle(y.split("|"))):
             for look, xs, means, errors in lines:
                 axis.errorbar(xs, means, [error or 0 for error in errors], elinewidth=0.8, **look)
-            axis.set_xscale("log", base=base)
+            if base:
+                axis.set_xscale("log", base=base)
             if base == 2:
                 axis.minorticks_off()
                 axis.xaxis.set_major_formatter("{x:.0f}")
@@ -185,22 +194,22 @@ def draw_entropy(path: Path, sources: dict[str, list[dict]], ranges: tuple, loca
 
 def draw_sublog(path: Path, rows: list[dict], fits: list[dict]):
     """Draw the expected entropy in [t, t Delta) against log t and sqrt(log t), with the linear fits of theory.py."""
-    factors = sorted({row["factor"] for row in rows})
-    colours = dict(zip(factors, ("#0072B2", "#D55E00", "#000000")))
-    with drawing(path, 1, 2, height=2.1, sharey=True) as (figure, axes):
-        for axis, against in zip(axes[0], ("log t", "sqrt(log t)")):
-            for factor in factors:
-                mine = [row for row in rows if row["factor"] == factor]
-                x = np.log([row["start"] for row in mine]) ** (0.5 if against == "sqrt(log t)" else 1)
-                means, errors = [row["mean"] for row in mine], [row["stderr"] for row in mine]
-                look = dict(color=colours[factor], label=f"$\\Delta$ = {factor}", fmt="o", elinewidth=0.8)
-                axis.errorbar(x, means, errors, **look)
-                fit = next(f for f in fits if (f["factor"], f["against"]) == (factor, against))
-                axis.plot(x, fit["slope"] * x + fit["intercept"], color=colours[factor], linestyle="--", linewidth=0.8)
-            axis.set_xlabel({"log t": "$\\log\\,t$", "sqrt(log t)": "$\\sqrt{\\log\\,t}$"}[against])
-        axes[0, 0].set_ylabel("expected entropy in $[t, t\\Delta)$ (nats)")
-        axes[0, 1].plot([], [], color="0.4", linestyle="--", linewidth=0.8, label="linear fit")
-        legend_below(figure, axes, columns=4)
+    panels = {}
+    for against, power in (("log t", 1), ("sqrt(log t)", 0.5)):
+        for factor, colour in zip(sorted({row["factor"] for row in rows}), ("#0072B2", "#D55E00", "#000000")):
+            points = [row for row in rows if row["factor"] == factor]
+            x = np.log([row["start"] for row in points]) ** power
+            look = dict(color=colour, fmt="o", label=f"$\\Delta$ = {factor}")
+            means, errors = ([row[key] for row in points] for key in ("mean", "stderr"))
+            fit = next(f for f in fits if (f["factor"], f["against"]) == (factor, against))
+            line = (
+                dict(color=colour, linestyle="--", linewidth=0.8),
+                x,
+                fit["slope"] * x + fit["intercept"],
+                [None] * len(x),
+            )
+            panels.setdefault(against, []).extend([(look, x, means, errors), line])
+    draw_lines(path, panels, x="", y="expected entropy in $[t, t\\Delta)$ (nats)", columns=3, base=None)
 
 
 def draw_qq(path: Path, blocks: dict[str, list[list[tuple[list, list]]]]):

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from configs.sweeps import SWEEPS
 from errors import require
 from files import replace_text
 from runtime.device import device_name
@@ -106,32 +105,30 @@ def require_as_many(section: str, used: int):
 
 def provenance(study: Study) -> str:
     """Return the lines that say how the item was made, from which runs, and what is missing."""
-    lines = [f"- command: `{command_of(study)}`"]
+    lines, stored_runs = [f"- command: `{command_of(study)}`"], [stored for _, stored in study.finished]
     if study.item in COMPUTED:
         machine = f"{device_name(study.device)}, {platform.system()}, torch {torch.__version__}"
         commit = git_commit(Path(__file__).parent) or "unknown"
         lines.append(f"- made: {datetime.date.today()} on {machine}, code at commit {commit[:12]}")
-    if study.runs:
-        lines.append(f"- runs used: {len(study.finished)} of {len(study.runs)}")
-    lines += [f"- fine-tuned and scored with: {needle}" for needle in {r.needle for r, _ in study.finished if r.needle}]
+    lines += [f"- runs used: {len(study.finished)} of {len(study.runs)}"] if study.runs else []
     lines += [f"- models used: {len(study.models)} of {study.models_needed}"] if study.models else []
-    stored_runs = [stored for _, stored in study.finished]
-    for what in ("commit", "device"):
-        if counts := collections.Counter(value[:40] for stored in stored_runs for value in stored.logged(what)):
-            lines.append(
-                f"- {what} of the runs: "
-                + ", ".join(f"{v[: 12 if what == 'commit' else 40]} ({n})" for v, n in counts.items())
-            )
-    texts = collections.Counter(
-        f"`{s.text}`, {s.summary.get('distinct_tokens') or 0:,} distinct tokens" for s in stored_runs
-    )
-    lines += [f"- training text: {'; '.join(f'{text} ({n})' for text, n in texts.items())}"] if texts else []
+    lines += [f"- fine-tuned and scored with: {needle}" for needle in {r.needle for r, _ in study.finished if r.needle}]
+    lines += counted("commit of the runs", [commit[:12] for s in stored_runs for commit in s.logged("commit")])
+    lines += counted("device of the runs", [device for s in stored_runs for device in s.logged("device")])
+    texts = [f"`{s.text}`, {s.summary.get('distinct_tokens') or 0:,} distinct tokens" for s in stored_runs]
+    lines += counted("training text", texts)
     reasons = collections.defaultdict(list)
     for name, reason in study.missing:
         reasons[reason].append(f"`{name}`")
     lines += [f"- missing, {reason} ({len(names)}): {', '.join(names)}" for reason, names in reasons.items()]
     lines += [f"- command for what is missing: `{sweep_command(study)}`"] if study.missing and study.runs else []
     return "\n".join(lines)
+
+
+def counted(what: str, values: list[str]) -> list[str]:
+    """Return a line with each value and how often it occurs; none without values."""
+    counts = collections.Counter(values)
+    return [f"- {what}: " + ", ".join(f"{value} ({n})" for value, n in counts.items())] if counts else []
 
 
 def command_of(study: Study) -> str:
@@ -143,5 +140,4 @@ def command_of(study: Study) -> str:
 
 def sweep_command(study: Study) -> str:
     """Return the command that trains all runs of the item."""
-    require(study.item in SWEEPS, f"{study.item} has no runs")
     return shlex.join(["python", "-m", "scripts.sweep", study.item, *study.options])

@@ -3,7 +3,6 @@
 import collections
 import csv
 import itertools
-import math
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -83,7 +82,6 @@ def make_table(study: Study, metrics: dict[str, dict], lengths: list[int], best,
     oracle: values by length of a last row.
     """
     paper, methods, lenders = paper_targets(study.item), study.all_series, weights_of(study)
-    same_scale = study.scale == "paper"  # only there are the numbers meant to be the same
     columns, oracle_cells, records = {}, {}, []
     for length, (label, values) in itertools.product(lengths, metrics.items()):
         ratio = length / study.base_length
@@ -97,17 +95,11 @@ def make_table(study: Study, metrics: dict[str, dict], lengths: list[int], best,
         oracle_cells[head] = f"{oracle[length]:.3f}" if length in oracle else ""
         if targets:
             columns[paper_head(paper_length, ratio)] = {m: format_target(target) for m, target in targets.items()}
-        if targets and same_scale:
-            distances = {method: format_difference(*ours[method], targets.get(method)) for method in methods}
-            columns[f"difference at {abbreviate_length(paper_length)} (s.e.)"] = distances
         for method, (mean, stderr) in ours.items():
-            target = targets.get(method)
-            record = dict(method=method, weights_of=lenders.get(method), metric=label or "val_loss")
-            record |= dict(length=length, ratio=ratio, mean=mean, stderr=stderr)
-            record |= dict(seeds=len(values[method, length]), paper_length=paper_length if target else None)
-            record |= {f"paper_{key}": (target or {}).get(key) for key in ("mean", "stderr", "seeds")}
-            record["difference_in_stderrs"] = in_stderrs(mean, stderr, target) if same_scale else None
-            records.append(record)
+            paper_mean = targets[method]["mean"] if method in targets else None
+            record = dict(method=method, weights_of=lenders.get(method), metric=label or "val_loss", length=length)
+            seeds = len(values[method, length])
+            records.append(record | dict(ratio=ratio, mean=mean, stderr=stderr, seeds=seeds, paper_mean=paper_mean))
     study.write_csv(records)
     study.notes += table_notes(study, lenders, one_seed=any(record["seeds"] == 1 for record in records))
 
@@ -151,11 +143,6 @@ def table_notes(study: Study, lenders: dict[str, str], one_seed: bool) -> list[s
         )
     if one_seed:
         notes.append("\u00b1 n/a: one seed, which has no standard error.")
-    if study.scale == "paper":
-        notes.append(
-            "Difference: ours minus the paper's mean, in brackets in units of the combined standard error "
-            "sqrt(ours^2 + paper's^2) (n/a where a side has none; the paper's are rounded to 0.001)."
-        )
     return notes
 
 
@@ -195,19 +182,3 @@ def paper_head(length: int, ratio: float) -> str:
 def format_target(target: dict) -> str:
     cell = f"{target['mean']:.3f}" + (f" \u00b1 {target['stderr']:.3f}" if target["stderr"] is not None else "")
     return f"**{cell}**" if "bold" in target["note"] else cell
-
-
-def format_difference(mean: float | None, stderr: float | None, target: dict | None) -> str:
-    """Return our mean minus the paper's, and in units of the combined standard error."""
-    if mean is None or target is None:
-        return ""
-    distance = in_stderrs(mean, stderr, target)
-    return f"{mean - target['mean']:+.3f} ({'n/a' if distance is None else f'{distance:+.1f}'})"
-
-
-def in_stderrs(mean: float | None, stderr: float | None, target: dict | None) -> float | None:
-    """Return the difference to the paper's mean in units of the combined standard error. None: there is none."""
-    if target is None or stderr is None or target["stderr"] is None:
-        return None
-    combined = math.hypot(stderr, target["stderr"])
-    return (mean - target["mean"]) / combined if combined else None

@@ -1,35 +1,29 @@
-"""The numbers behind the paper's theory: attention over independent Gaussian scores, and its lemmas by quadrature.
+"""Attention over independent Gaussian scores: the numbers behind the paper's theory.
 
-    python -m scripts.reproduce.theory --draws 1000
-
-prints them as tables; figures.py draws them. Everything is float64, entropies are in nats, and t is the distance from
-the query back to the key. L_t = a_t Z_t + m_t with Z_t ~ N(0, 1) (paper, eq:transformed_gaussian_logits), where a_t and
-m_t come from the attention method that is trained, not from a second copy of the formula.
+figures.py draws them. Everything is float64, entropies are in nats, and t is the distance from the query back to the
+key. L_t = a_t Z_t + m_t with Z_t ~ N(0, 1) (paper, eq:transformed_gaussian_logits), where a_t and m_t come from the
+attention method that is trained, not from a second copy of the formula.
 """
 
-import argparse
 import math
 from collections import defaultdict
 from collections.abc import Iterator
 
 import numpy as np
 import torch
-from numpy.polynomial.hermite_e import hermegauss
 from torch import Tensor
 
-from errors import exit_on_user_error
+from errors import require
 from model.methods import make_method
-from scripts.shared.tables import markdown_table, mean_and_stderr
+from scripts.shared.tables import mean_and_stderr
 
 RANGES = ((10, 100), (100, 1_000), (1_000, 10_000))  # of distances t (fig:entropy, middle)
 LOCAL = 100  # the previous tokens whose share of the attention is measured (fig:entropy, right)
 CHUNK = 2**20  # scores in memory at once
-ALPHA = math.exp(0.5)  # = beta, which the boundary condition a_0 = 1, m_0 = 0 gives
 
 
-def coefficients(distance: Tensor, tau=10.0, alpha=ALPHA, beta=ALPHA) -> tuple[Tensor, Tensor]:
-    """Return a_t and m_t at distances t, as the method in model/methods computes them."""
-    options = dict(tau=tau, alpha=alpha, beta=beta)
+def coefficients(distance: Tensor, **options) -> tuple[Tensor, Tensor]:
+    """Return a_t and m_t at distances t, as the method in model/methods computes them. options: tau, alpha, beta."""
     method = make_method("scale_invariant_nope", num_heads=1, head_dim=1, train_length=1, **options)
     return method.score_change.coefficients(distance.double(), head=torch.zeros(1))
 
@@ -62,8 +56,7 @@ def summarise(samples: list[Tensor]) -> dict[str, float]:
 
 def gaussian_scores(draws: int, length: int, generator: torch.Generator) -> Iterator[Tensor]:
     """Yield independent N(0, 1) scores, (draws, length) in all, in chunks of draws that bound the memory."""
-    if draws < 2:
-        raise ValueError(f"a standard error needs at least 2 draws, got {draws}")
+    require(draws >= 2, f"--draws {draws} gives no standard error. Use at least 2.")
     size = max(1, CHUNK // length)
     for start in range(0, draws, size):
         yield torch.randn(min(size, draws - start), length, generator=generator, dtype=torch.float64)
@@ -81,7 +74,7 @@ def iid_entropy(lengths: list[int], draws: int, seed: int, *, logn_scale: float 
         schemes = dict(
             none=(1.0, 0.0),
             logn=(logn_scale * math.log(length), 0.0),
-            scale_invariant=coefficients(torch.arange(length), tau),
+            scale_invariant=coefficients(torch.arange(length), tau=tau),
         )
         samples = defaultdict(list)
         for scores in gaussian_scores(draws, length, generator):
@@ -106,7 +99,7 @@ def iid_range_entropy(
     rows = []
     for start in starts:
         distance = torch.arange(start, start * max(factors))
-        a, m = coefficients(distance, tau) if scale_invariant else (1.0, 0.0)
+        a, m = coefficients(distance, tau=tau) if scale_invariant else (1.0, 0.0)
         samples = defaultdict(list)
         for scores in gaussian_scores(draws, len(distance), generator):
             logits = a * scores + m
@@ -125,64 +118,12 @@ def linear_fit(x, y) -> dict[str, float]:
 
 
 def range_fits(rows: list[dict]) -> list[dict]:
-    """Return the dashed lines of fig:sublog: for each factor in iid_range_entropy's rows, the mean entropy as a linear
-    function of log t and of sqrt(log t)."""
+    """Return the dashed lines of fig:sublog: the mean entropy as a linear function of log t and of sqrt(log t)."""
     fits = []
     for factor in dict.fromkeys(row["factor"] for row in rows):
-        mine = [row for row in rows if row["factor"] == factor]
-        log_t = np.log([row["start"] for row in mine])
+        points = [row for row in rows if row["factor"] == factor]
+        log_t = np.log([row["start"] for row in points])
         for against, x in {"log t": log_t, "sqrt(log t)": np.sqrt(log_t)}.items():
-            fit = linear_fit(x, [row["mean"] for row in mine])
-            fits.append(dict(scheme=mine[0]["scheme"], factor=factor, against=against, **fit))
+            fit = linear_fit(x, [row["mean"] for row in points])
+            fits.append(dict(scheme=points[0]["scheme"], factor=factor, against=against, **fit))
     return fits
-
-
-def lemma_check(ts: list[int], tau=10.0, factors=(2, 5, 10), alpha=ALPHA, beta=ALPHA) -> list[dict]:
-    """Return what lemmas 1 and 2 ask of the logits L_t, and what follows: one row a distance t and quantity.
-
-    E[exp L] and E[L exp L], by Gauss-Hermite quadrature, against alpha / (t/tau + 1) and beta / (t/tau + 1) (eq:EA,
-    eq:EAlogA): equal but for rounding. E[Z_t^{t Delta}] (eq:def:Z), for t > 0, against its limit alpha tau log(Delta):
-    the relative error falls as 1/t.
-    """
-    z, weights = hermegauss(100)  # far below rounding: the relative error for exp(a z) is about (a^2 e / 400)^100
-    weights = weights / math.sqrt(2 * math.pi)
-    rows = []
-    for t in ts:
-        a, m = (x.item() for x in coefficients(torch.tensor(t), tau, alpha, beta))
-        logits = a * z + m
-        checks = {
-            "E[exp L]": (weights @ np.exp(logits), alpha / (t / tau + 1)),
-            "E[L exp L]": (weights @ (logits * np.exp(logits)), beta / (t / tau + 1)),
-        }
-        for factor in factors if t > 0 else ():
-            a, m = coefficients(torch.arange(t, t * factor), tau, alpha, beta)
-            total = (m + a.square() / 2).exp().sum().item()  # E[exp L] of L ~ N(m, a^2)
-            checks[f"E[Z_t^{factor}t]"] = (total, alpha * tau * math.log(factor))
-        for quantity, (value, theory) in checks.items():
-            error = float(value / theory - 1 if theory else value)
-            rows.append(dict(t=t, quantity=quantity, value=float(value), theory=theory, error=error))
-    return rows
-
-
-def main():
-    parser = argparse.ArgumentParser(prog="python -m scripts.reproduce.theory", description=__doc__.split("\n")[0])
-    parser.add_argument("--draws", type=int, default=1000, help="sequences of Gaussian scores (default 1000)")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    starts, factors = [10, 100, 1_000, 10_000], [2, 5, 10]
-    with exit_on_user_error():
-        scaled = iid_range_entropy(starts, factors, args.draws, args.seed, True)
-        unscaled = iid_range_entropy(starts, factors, args.draws, args.seed, False)
-        tables = [
-            iid_entropy([1_024, 4_096, 16_384, 65_536], args.draws, args.seed),
-            scaled + unscaled,
-            range_fits(scaled) + range_fits(unscaled),
-            lemma_check([0, 10, 100, 1_000, 10_000, 100_000]),
-        ]
-    for rows in tables:
-        cells = [[f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
-        print(markdown_table([list(rows[0]), *cells]), end="\n\n")
-
-
-if __name__ == "__main__":
-    main()
