@@ -22,7 +22,7 @@ from runtime.metrics import read_metrics
 
 OTHER_TEXTS = "other_texts"  # in evaluation.json, beside the losses on the run's own text: by fingerprint
 STATES = ("finished", "pretrained", "running", "interrupted", "failed", "other", "missing")
-DAMAGE = (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, OSError)
+DAMAGE = (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, OSError, RecursionError)
 
 
 @dataclasses.dataclass(frozen=True)
