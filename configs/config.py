@@ -22,7 +22,7 @@ def setting(default, *, mathematics: bool = True, **limits: float):
     """Return a field of Config with this default.
 
     limits: any of LIMITS, for the number, or for each number of a tuple. mathematics: False for fields that name, watch
-    or speed up a run and leave what it computes unchanged, up to rounding.
+    or speed up a run. Such fields leave the losses unchanged, up to rounding.
     """
     assert limits.keys() <= LIMITS.keys(), f"{limits}: the limits are {', '.join(LIMITS)}"
     return dataclasses.field(default=default, metadata=dict(mathematics=mathematics, limits=limits))

@@ -53,7 +53,7 @@ def prepare_taught(out: Path):
 
 
 def prepare_documents(source: Path, out: Path):
-    """Make shards with copy rows of the .txt files in a folder, each of which is a document."""
+    """Make shards with copy rows. Each .txt file in the folder is a document."""
     prepare(
         [source], out, "bpe:1024", suffixes=[".txt"], val_fraction=0.1, name="taught",
         copy_rows=COPY_ROWS, row_lengths=ROW_LENGTHS,

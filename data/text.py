@@ -133,7 +133,7 @@ def index_documents(files: list[Path], field: str, val_fraction: float) -> Corpu
 
 
 def _cut_documents(files: list[Path], spans: array, val_fraction: float) -> dict[str, list[int]]:
-    """Return the spans of two splits, of which val has the last `val_fraction` of each document, from white space on.
+    """Return the spans of two splits: val has the last `val_fraction` of each document, from white space on.
 
     Lines of .jsonl, and documents without such white space, stay in train.
     """

@@ -1,4 +1,4 @@
-"""Tokenizers: GPT-2's, files of the tokenizers library, those of Hugging Face models, and training a new one."""
+"""Load the tokenizer of GPT-2, of a file or of a Hugging Face model, and train new ones."""
 
 import json
 import re
@@ -31,7 +31,7 @@ class Tokenizer:
 
 
 def load_tokenizer(spec: str | Path) -> Tokenizer:
-    """Load "gpt2", a tokenizers FILE.json, that of a data folder, or of a Hugging Face model (folder, or str: name).
+    """Load "gpt2", a tokenizers FILE.json, or the tokenizer of a data folder or a Hugging Face model (folder or name).
 
     OSError if files cannot be fetched; ValueError if there is no such tokenizer.
     """
