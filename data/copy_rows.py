@@ -4,7 +4,8 @@ A row is a number of consecutive tokens, aligned at multiples of that number. Sm
 from copy rows, which natural text alone teaches much later.
 
 Half of the segments are tokens drawn by their frequency in the train text. The other half are pieces of that text.
-The length of a segment is log-uniform from MIN_SEGMENT tokens to half a row. All other rows are the text in order.
+The length of a segment is log-uniform from MIN_SEGMENT tokens to half a row. All other rows are pieces of the text from
+random places, so that the first steps see all documents and not the first few.
 """
 
 import math
@@ -40,19 +41,19 @@ def check_copy_rows(share: float, row_lengths: RowLengths) -> None:
 
 
 def rows(text: np.ndarray, share: float, row_lengths: RowLengths, seed: int = SEED) -> Iterator[np.ndarray]:
-    """Yield the rows of the stream, uint16, until the train text is used up; only the last row may be short.
+    """Yield the rows of the stream, uint16, until the natural rows hold as many tokens as the train text.
 
     text: (tokens,) uint16, the natural train text, which may be a memory map.
     share: probability that a row is a copy row.
-    ValueError if the text is shorter than the longest segment.
+    ValueError if the text is shorter than the longest row.
     """
     check_copy_rows(share, row_lengths)
-    longest = max(length for length, _ in row_lengths) // 2
-    require(len(text) > longest, f"the train text has {len(text)} tokens, too few for segments of {longest}. Use more.")
+    longest = max(length for length, _ in row_lengths)
+    require(len(text) >= longest, f"--row-tokens {longest}: longer than the train text, {len(text)} tokens. Use more.")
     rng = np.random.Generator(np.random.PCG64(seed))
     remaining = list(row_lengths)
-    position = used = 0  # tokens of the stream, and of the text
-    while used < len(text):
+    position = natural = 0  # tokens in all rows, and in natural rows
+    while natural < len(text):
         length, end = remaining[0]
         if position == end:
             remaining.pop(0)
@@ -60,8 +61,8 @@ def rows(text: np.ndarray, share: float, row_lengths: RowLengths, seed: int = SE
             yield np.resize(_draw_segment(text, length, rng), length)  # repeats the segment
             position += length
         else:
-            yield text[used : used + length]
-            used += length
+            yield _draw_piece(text, length, rng)
+            natural += length
             position += length
 
 
@@ -70,5 +71,9 @@ def _draw_segment(text: np.ndarray, row_length: int, rng: np.random.Generator) -
     length = min(longest, int(math.exp(rng.uniform(math.log(MIN_SEGMENT), math.log(longest + 1)))))
     if rng.random() < 0.5:
         return text[rng.integers(0, len(text), length)]
+    return _draw_piece(text, length, rng)
+
+
+def _draw_piece(text: np.ndarray, length: int, rng: np.random.Generator) -> np.ndarray:
     start = rng.integers(0, len(text) - length + 1)
     return text[start : start + length]

@@ -4,7 +4,8 @@
     python -m data.python_source mini        for scale `mini`, into data/mini
 
 `taught`: a folder of source files is a document, and whole documents are held out for validation. Half of the training
-rows are copy rows (data/copy_rows.py), of 32 and 64 tokens where the runs train on such sequences, then of 256.
+rows are copy rows (data/copy_rows.py), and the other half are pieces of the documents from random places. Rows have 32
+and 64 tokens where the runs train on such sequences, then 256.
 Packages hold near-copies of files, so a held-out folder may resemble a training folder.
 `mini`: a package of the standard library is a document; all rows are natural text.
 
