@@ -2,29 +2,30 @@
 Llama 2 7B: validates at 4k, 16k and 64k, trains at 4k, and validates again.
 
     python -m scripts.continue_pretraining MODEL --method scale_invariant_p_rope --data_dir data/fineweb_llama2
-    python -m scripts.continue_pretraining MODEL --method p_rope --save_model       writes RUN/model at the end
-    python -m scripts.continue_pretraining MODEL --dry_run                          the memory that a run needs
     torchrun --standalone --nproc_per_node=8 -m scripts.continue_pretraining MODEL ...
 
 MODEL is a folder or a name on the hub, of the family llama. Each run leaves everything in runs/continued/NAME/, as
-train_gpt.py does; `--resume auto` continues it from its latest checkpoint. `python -m scripts.reproduce table_llama`
-makes the table. docs/huggingface.md lists our choices where the paper is silent.
+train_gpt.py does, and a trained model in model/ there. `--resume auto` continues a run from its latest checkpoint.
+`python -m scripts.reproduce table_llama` makes the table. docs/huggingface.md lists our choices where the paper is
+silent.
 """
 
-import functools
+import dataclasses
 import hashlib
-import os
 import shutil
 import sys
 from pathlib import Path
 
 import torch
 
+from configs.command_line import fields_help, read_fields
+from configs.config import RATE, Config, setting
 from data.download import model_file
 from data.loader import TrainLoader
 from data.shards import TOKENIZER_FILE, TokenStream, tokenizer_of
 from data.tokenizer import TOKENIZER_CONFIG
 from errors import exit_on_user_error, require
+from model.methods import check_options
 from optim.sharded import Group, Optimizers
 from runtime.build import open_text, train_step
 from runtime.device import compute_dtype
@@ -35,25 +36,52 @@ from runtime.validation import Validation
 from scripts.hf.attention import convert
 from scripts.hf.load import load_model, read_config
 from scripts.hf.scores import rescale
-from scripts.hf.settings import Settings, read_settings
-from scripts.hf.training import AdamW, WithLoss, count_memory
+from scripts.hf.training import AdamW, WithLoss
+
+# The methods of the paper's table, in its order. It does not train two of them.
+PAPER = ("rope", "p_rope", "nope", "rope_ntk", "yarn", "logn_rope", "logn_p_rope", "logn_ntk", "alibi")
+PAPER += ("scale_invariant_p_rope",)
+NOT_TRAINED = ("rope", "rope_ntk")
+PAPER_MODEL = "meta-llama/Llama-2-7b-hf"
+USED = (  # fields of Config that apply here
+    "method method_options data_dir train_length batch_tokens micro_batch_tokens seed val_lengths val_tokens val_every"
+    " name runs_dir resume force on_nonfinite device dtype save_every keep timeout wandb wandb_project"
+).split()
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings(Config):
+    """One run: the paper's settings for Llama 2 7B, and our choices where it is silent."""
+
+    model: str = ""
+    """The model, a folder or a name on the hub."""
+    steps: int = setting(763, at_least=0)
+    """Optimizer steps; 763 are 50 M tokens. 0 validates without training: the default for rope and rope_ntk."""
+    lr: float = setting(2e-5, **RATE)
+    """Learning rate of AdamW, constant, for all parameters."""
+    rescale: bool = False
+    """Before training, scale q_proj of each head so that its scores have the deviation 1 on the first sequence of the
+    validation text."""
+
+
+OWN = ("steps", "lr", "rescale")  # fields of Settings that the command line takes
+DEFAULTS = Settings(
+    data_dir="data/fineweb_llama2", batch_tokens=65_536, micro_batch_tokens=8192, val_tokens=2_097_152, val_every=0,
+    runs_dir="runs/continued", save_every=200, keep=1, group="continued", cooldown_steps=0,
+)  # fmt: skip
 
 
 def main(argv: list[str] | None = None):
     # ---- setup: mistakes of the user are reported here, before a run folder exists ----
-    argv = sys.argv[1:] if argv is None else argv
     with exit_on_user_error():
-        config = read_settings([word for word in argv if word not in ("--dry_run", "--save_model")], __doc__)
-        if "--dry_run" in argv:
-            return print_memory(config)
+        config = read_settings(sys.argv[1:] if argv is None else argv)
         world = start_processes(config.device)
         with fail_together(world):
             train_text, val_text = open_text(config, world)
             check_tokenizer(config)
             torch.manual_seed(config.seed)  # of the stochastic rounding
             model = build_model(config, world, val_text)
-            adamw = functools.partial(AdamW, weight_decay=config.weight_decay)
-            groups = {"all": Group([*model.parameters()], adamw, config.lr)}
+            groups = {"all": Group([*model.parameters()], AdamW, config.lr)}
             optimizers = Optimizers(groups, world.rank, world.world_size, skip=config.on_nonfinite == "skip")
             validation = Validation(config, model, val_text, world)
         run = ContinuedRun(config, world, model, optimizers, {config.train_length: ()}, train_text, val_text, "off")
@@ -76,7 +104,7 @@ def main(argv: list[str] | None = None):
             loss, grad_norm = train_step(model, next(loader), None, optimizers, 1.0, world)
             run.log_step(step + 1, optimizers.learning_rates(1.0), loss, grad_norm)
         loader.close()
-    if "--save_model" in argv and world.is_main:
+    if config.steps and world.is_main:
         write_model(model, config, run.path / "model")
 
 
@@ -84,19 +112,35 @@ class ContinuedRun(Run):
     def _summary(self, validation: dict) -> dict:
         """Return summary.json of a run, with what `scripts.reproduce table_llama` needs."""
         first = next(record for record in read_metrics(self.folder.metrics) if "val_loss" in record)
-        settings = {name: getattr(self.config, name) for name in ("model", "method_options", "rescale", "lr")}
-        settings["dtype"] = str(self.model.dtype).removeprefix("torch.")
-        before = {"val_loss_before": first["val_loss"], "scores_std_before": first["scores_std"]}
-        return super()._summary(validation) | settings | before | {"validation": self.data["validation"]}
+        settings = {name: getattr(self.config, name) for name in ("model", "method_options", "rescale")}
+        measured = {"val_loss_before": first["val_loss"], "validation": self.data["validation"]}
+        return super()._summary(validation) | settings | measured
 
 
-def print_memory(config: Settings):
-    processes, model_config = int(os.environ.get("WORLD_SIZE", 1)), read_config(config.model)
-    dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
-    parts = count_memory(model_config, config, processes, dtype)
-    print(f"{config.model}, {config.method}: GiB on each of {processes} devices")
-    for kind, size in (parts | {"together": sum(parts.values())}).items():
-        print(f"{size / 2**30:10.2f}  {kind}")
+def read_settings(arguments: list[str]) -> Settings:
+    """Return the run that the command line describes: MODEL --field value ... --help prints the fields and exits."""
+    if not arguments or {"-h", "--help"} & {*arguments}:
+        values = {name: getattr(DEFAULTS, name) for name in (*USED, *OWN)}
+        print("\n".join([__doc__, *fields_help(Settings, values), *fields_help(Config, values)]))
+        sys.exit(0 if arguments else 2)
+    name, *rest = arguments
+    require(not name.startswith("-"), "the model comes first: scripts.continue_pretraining MODEL --field value ...")
+    fields = read_fields(rest, Settings)
+    unused = sorted(fields.keys() - {*USED, *OWN})
+    require(not unused, f"--{', --'.join(unused)} does not apply here. --help lists the fields.")
+    method = fields.get("method", DEFAULTS.method)
+    check_options(method, fields.get("method_options", {}))
+    steps = fields.setdefault("steps", 0 if method in NOT_TRAINED else DEFAULTS.steps)
+    fields["val_every"] = fields.get("val_every") or max(1, steps)
+    fields.setdefault("name", f"{Path(name).name}-{method}")
+    config = read_config(name)
+    fits = config.model_type == "llama" and config.vocab_size <= 2**16
+    message = f"{name} is of the family {config.model_type} with a vocabulary of {config.vocab_size}"
+    require(fits, f"{message}. Use a llama of at most {2**16} tokens, as shards have 16-bit tokens.")
+    return dataclasses.replace(
+        DEFAULTS, vocab_size=config.vocab_size, num_layers=config.num_hidden_layers, model=name,
+        num_heads=config.num_attention_heads, model_dim=config.hidden_size, **fields,
+    )  # fmt: skip
 
 
 def check_tokenizer(config: Settings):
@@ -109,13 +153,12 @@ def check_tokenizer(config: Settings):
 
 def build_model(config: Settings, world: World, val_text: TokenStream) -> WithLoss:
     """Return the converted model on its device, rescaled if --rescale says so."""
-    dtype = compute_dtype(config, world.device)
-    model = load_model(config.model, dtype=dtype, device=world.device, attention_dropout=0.0)
+    model = load_model(config.model, dtype=compute_dtype(config, world.device), device=world.device)
     convert(model, config.method, train_length=config.train_length, **config.method_options)
     model.activation_checkpointing_enable()
-    if config.rescale != "no":
+    if config.rescale:
         tokens = val_text.read(0, config.train_length, config.vocab_size).astype("int64")
-        rescale(model, torch.from_numpy(tokens).to(world.device).unsqueeze(0), by=config.rescale)
+        rescale(model, torch.from_numpy(tokens).to(world.device).unsqueeze(0))
     return WithLoss(model)
 
 

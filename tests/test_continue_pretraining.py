@@ -25,9 +25,8 @@ from data.tokenizer import load_tokenizer
 from runtime.checkpoint import load_checkpoint
 from runtime.metrics import read_metrics
 from scripts import continue_pretraining as command
-from scripts.hf.load import load_model, read_config
-from scripts.hf.settings import PAPER, read_settings
-from scripts.hf.training import AdamW, WithLoss, count_memory
+from scripts.hf.load import load_model
+from scripts.hf.training import AdamW, WithLoss
 
 ROOT = Path(__file__).parents[1]
 LENGTHS, STEPS = ("64", "256", "1024"), 4
@@ -105,11 +104,10 @@ def test_losses_before_and_after(place, undisturbed):
 
 
 def test_rope_is_the_model_itself_and_not_trained(place, tmp_path):
-    argv = arguments(place, tmp_path, "--method", "rope", "--dtype", "float32", "--save_model", steps=None)
-    assert run_command(argv) == 0
+    assert run_command(arguments(place, tmp_path, "--method", "rope", "--dtype", "float32", steps=None)) == 0
     summary = json.loads((tmp_path / "model-rope" / "summary.json").read_text())
     assert summary["steps"] == 0 and summary["val_loss"] == summary["val_loss_before"]
-    assert not [*(tmp_path / "model-rope" / "checkpoints").iterdir()]
+    assert not [*(tmp_path / "model-rope" / "checkpoints").iterdir()] and not (tmp_path / "model-rope/model").exists()
     model = transformers.LlamaForCausalLM.from_pretrained(place / "model", dtype=torch.float64)
     for length in (64, 256):
         with torch.no_grad():
@@ -121,9 +119,9 @@ def test_steps_are_adamws_on_the_whole_logits(place, tmp_path):
     """RoPE in float32 against transformers' own model, logits and optimizer in float64."""
     argv = arguments(place, tmp_path, "--method", "rope", "--dtype", "float32", "--name", "run", steps=2)
     argv += ["--val_lengths", "64"]  # the training length alone
-    assert run_command([*argv, "--save_model", "--weight_decay", "0.1"]) == 0
+    assert run_command(argv) == 0
     model = transformers.LlamaForCausalLM.from_pretrained(place / "model", dtype=torch.float64)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
     tokens = torch.from_numpy(open_split(place / "data", "train", VOCAB).read(0, 513).astype(np.int64))
     records = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "train_loss" in r]
     for step, record in enumerate(records):
@@ -141,16 +139,14 @@ def test_steps_are_adamws_on_the_whole_logits(place, tmp_path):
     assert load_tokenizer(str(tmp_path / "run" / "model")).vocab_size == VOCAB
 
 
-@pytest.mark.parametrize("rescale", ["layer", "head"])
-def test_saved_model_is_the_trained_one(rescale, place, tmp_path):
-    argv = arguments(place, tmp_path, "--method", "logn_p_rope", "--dtype", "float32", "--save_model", steps=2)
-    assert run_command([*argv, "--name", "run", "--rescale", rescale]) == 0
+def test_saved_model_is_the_trained_one(place, tmp_path):
+    argv = arguments(place, tmp_path, "--method", "logn_p_rope", "--dtype", "float32", "--rescale", steps=2)
+    assert run_command([*argv, "--name", "run"]) == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     with torch.no_grad():
         losses = reference_losses(load_model(tmp_path / "run" / "model"), *validation_tokens(place, 256))
     assert losses.mean().item() == pytest.approx(summary["val_loss"]["256"], abs=1e-5)
-    if rescale == "head":
-        assert summary["scores_std_before"] == pytest.approx([1, 1], rel=0.02)
+    assert read_metrics(tmp_path / "run" / "metrics.jsonl")[0]["scores_std"] == pytest.approx([1, 1], rel=0.02)
 
 
 def test_updates_below_the_precision_of_bfloat16_count_on_average():
@@ -166,7 +162,7 @@ def test_updates_below_the_precision_of_bfloat16_count_on_average():
 
 
 def test_a_step_that_is_not_finite_ends_the_run(place, tmp_path, capsys):
-    argv = arguments(place, tmp_path, "--name", "run", "--lr", "1e20", "--save_every", "1", "--weight_decay", "0")
+    argv = arguments(place, tmp_path, "--name", "run", "--lr", "1e20", "--save_every", "1")
     assert run_command(argv) == 2 and "loss" in capsys.readouterr().err
     steps = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
     assert f"step_{STEPS:06d}.pt" not in steps and not (tmp_path / "run" / "summary.json").exists()
@@ -222,7 +218,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_serves(place, u
 
 @pytest.mark.slow
 def test_two_processes_equal_one_and_one_continues_from_their_checkpoints(place, tmp_path):
-    argv = arguments(place, tmp_path, "--method", "logn_p_rope", "--dtype", "float32", "--save_model", "--name")
+    argv = arguments(place, tmp_path, "--method", "logn_p_rope", "--dtype", "float32", "--name")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m"]
     environment = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
     done = subprocess.run([*torchrun, "scripts.continue_pretraining", *argv, "two"], cwd=ROOT, text=True,
@@ -270,7 +266,6 @@ def test_wrong_usage(more, field, place, tmp_path, capsys):
         (dict(vocab_size=128_256), "vocabulary"),
         (dict(model_type="gemma2"), "llama"),
         (dict(model_type="mistral"), "mistral"),
-        (dict(hidden_size=2**15, intermediate_size=2**17, num_attention_heads=64, num_hidden_layers=40), "GiB"),
     ],
 )
 def test_a_model_that_cannot_be_trained_is_refused_by_its_configuration(changes, word, place, tmp_path, capsys):
@@ -297,29 +292,13 @@ def test_the_data_and_the_run_folder_must_fit(place, undisturbed, tmp_path, caps
 def test_help_lists_the_fields(capsys):
     assert run_command(["--help"]) == 0
     said = capsys.readouterr().out
-    assert "--val_tokens INT" in said and "--model" not in said
-
-
-# ---- memory, table ---------------------------------------------------------------------------------------------------
-
-
-def test_memory_of_llama_2_7b(tmp_path, capsys):
-    sizes = dict(vocab_size=32_000, hidden_size=4096, intermediate_size=11_008, num_hidden_layers=32,
-                 num_attention_heads=32, max_position_embeddings=4096)  # fmt: skip
-    transformers.LlamaConfig(**sizes).save_pretrained(tmp_path)
-    assert run_command([str(tmp_path), "--dry_run"]) == 0 and "12.55  weights" in capsys.readouterr().out
-    config = read_settings([str(tmp_path)], "")
-    one, eight = (count_memory(read_config(tmp_path), config, n, torch.bfloat16) for n in (1, 8))
-    assert one["weights"] == one["gradients"] == one["moments"] / 2 == 2 * 6_738_415_616
-    assert sum(one.values()) < 70e9  # an 80 GB GPU
-    assert sum(eight.values()) < 46e9
+    assert "--val_tokens INT" in said and "--lr FLOAT" in said and "--model" not in said
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", PAPER)
+@pytest.mark.parametrize("method", command.PAPER)
 def test_the_methods_of_the_papers_table(method, place, tmp_path):
-    assert run_command(arguments(place, tmp_path, "--method", method, "--rescale", "head", steps=2)) == 0
+    assert run_command(arguments(place, tmp_path, "--method", method, "--rescale", steps=2)) == 0
     summary = json.loads((tmp_path / f"model-{method}" / "summary.json").read_text())
     assert tuple(summary["val_loss"]) == LENGTHS
     assert all(summary["val_loss"][n] < summary["val_loss_before"][n] for n in LENGTHS)
-    assert summary["scores_std_before"] == pytest.approx([1, 1], rel=0.02)

@@ -26,15 +26,13 @@ from tokenizers.models import WordLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.dynamic_module_utils import get_imports, get_relative_import_files
 
-from configs.command_line import read_config
-from configs.config import config_hash
 from data.text import prepare
 from data.tokenizer import load_tokenizer
 from scripts import export as command
 from scripts.evaluate import load_run
 from scripts.hf.modeling_method_gpt import MethodGPTConfig, MethodGPTForCausalLM
 from scripts.hf.modules import ROOT, export_modules
-from scripts.shared.runs import read_run, stored_config
+from scripts.shared.runs import read_run
 
 every_case = pytest.mark.parametrize("name, options", CASES, ids=[f"{name}-{options}" for name, options in CASES])
 # Of each kind: scaled by the length, a bias of keys, a memory, its own softmax, wide keys, layers that differ.
@@ -74,22 +72,6 @@ def test_logits_and_cached_ones_are_ours(name, options):
     assert_near(torch.cat(logits, dim=1), expected, 1e-5)
 
 
-@torch.no_grad()
-def test_padding_is_allowed_at_the_end_alone():
-    _, model = make_pair("logn_p_rope")
-    tokens, _ = random_tokens(21, batch=2)
-    mask = torch.ones_like(tokens)
-    mask[1, 5:] = 0
-    logits = model(tokens, attention_mask=mask).logits
-    assert_near(logits[1, :5], model(tokens[1:, :5]).logits[0], 1e-5)
-    hole = torch.ones_like(tokens)
-    hole[0, 3] = 0
-    for call in (lambda: model(tokens, attention_mask=mask.flip(1)), lambda: model(tokens, attention_mask=hole),
-                 lambda: generate(model, tokens, attention_mask=mask)):  # fmt: skip
-        with assert_refused("attention_mask"):
-            call()
-
-
 @each_kind
 def test_generation_is_the_same_with_a_cache_and_without(name, options):
     gpt, model = make_pair(name, options)
@@ -113,7 +95,8 @@ def test_generation_scales_to_the_length_that_is_asked_for():
     near, far = (generate(model, tokens, 1, target_length=n)[:, -1] for n in (21, 500))
     assert not torch.equal(near, far) and torch.equal(far, full_logits(gpt, tokens, 500)[:, -1].argmax(dim=-1))
     assert torch.equal(near, generate(model, tokens, None, max_length=22)[:, -1])
-    assert generate(model, tokens, None).shape[1] == 21 + 20  # transformers' own default
+    whole = generate(model, tokens, None)
+    assert whole.shape[1] == 21 + 20 and torch.equal(whole, generate(model, tokens, 20))  # transformers' own default
 
 
 @each_kind
@@ -149,14 +132,12 @@ def test_what_a_method_learns_stays_exact_in_bfloat16(tmp_path):
 def test_bad_input_to_a_model():
     _, model = make_pair("rope")
     tokens, _ = random_tokens(6, batch=2)
-    with assert_refused("StaticCache", "cache_implementation"):
-        generate(model, tokens, cache_implementation="static", disable_compile=True)
+    with assert_refused("attention_mask"):
+        model(tokens, attention_mask=torch.ones_like(tokens).tril(3))
     with assert_refused("6"):
         model(tokens, target_length=5)
     with assert_refused("__import__"):
         MethodGPTForCausalLM(MethodGPTConfig(method="__import__('os')"))
-    with assert_refused("tua"):
-        MethodGPTForCausalLM(MethodGPTConfig(method_options=dict(tua=3.0)))
     with pytest.raises(StrictDataclassError, match="num_layers"):
         MethodGPTConfig(num_layers="2")
 
@@ -197,7 +178,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def exported(run):
-    command.main([str(run), "--to", "hf"])
+    command.main([str(run)])
     return run / "hf"
 
 
@@ -218,21 +199,10 @@ def test_a_folder_has_weights_tokenizer_code_and_card(run, exported):
     summary, data = (json.loads((run / name).read_text()) for name in ("summary.json", "data.json"))
     shown = [f"{summary['val_loss'][n]:.3f}" for n in ("240", "480")] + [data["train"], data["tokenizer"][:12]]
     assert all(text in card for text in (*shown, "infini_p_rope,fox,logn_p_rope")) and str(run.parent) not in card
-    (words,) = [line.split()[2:] for line in card.splitlines() if line.startswith("    python train_gpt.py")]
-    assert config_hash(read_config(words)) == config_hash(stored_config(run))
     ours, theirs = load_tokenizer(run.parent / "data"), AutoTokenizer.from_pretrained(exported, trust_remote_code=False)
     text = "abc hgf  a\nbcd"
     assert theirs(text)["input_ids"] == ours.encode(text)
     assert theirs.eos_token_id == theirs.bos_token_id == theirs.pad_token_id == ours.eot
-
-
-def test_tau_is_written_down(run):
-    config = dataclasses.replace(stored_config(run), method="scale_invariant_p_rope", method_options={})
-    gpt = MethodGPTForCausalLM(MethodGPTConfig(
-        vocab_size=384, num_layers=2, num_heads=2, model_dim=32, method="scale_invariant_p_rope")).gpt  # fmt: skip
-    assert command.make_model(config, gpt, 0).config.method_options == {"tau": 10.0}
-    config = dataclasses.replace(config, method_options={"tau": 3.0})
-    assert command.make_model(config, gpt, 0).config.method_options == {"tau": 3.0}
 
 
 LOAD = """
@@ -268,20 +238,11 @@ def test_it_loads_and_generates_where_the_repository_is_not(run, exported, tmp_p
     assert torch.equal(new[:, 300:], full_logits(gpt, new[:, :-1], 319)[:, 299:].argmax(dim=-1))
 
 
-def test_gpt2s_tokenizer_is_told_from_others(run, tmp_path):
+def test_gpt2s_tokenizer_is_taken_from_its_folder(run, tmp_path):
     ids = {f"w{n}": n for n in range(50256)} | {"<|endoftext|>": 50256}
-    tokenizer = Tokenizer(WordLevel(ids, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "right")
-    ours = str(run.parent / "data" / "tokenizer.json")
-    PreTrainedTokenizerFast(tokenizer_file=ours).save_pretrained(tmp_path / "wrong")
-    stored = read_run(run)
-    trained = dataclasses.replace(stored, config=dataclasses.replace(stored.config, vocab_size=50304))
-    trained = dataclasses.replace(trained, data=stored.data | {"tokenizer": "gpt2"})
-    assert command.load_tokenizer(trained, str(tmp_path / "right")).eos_token_id == 50256
-    with assert_refused("wrong"):
-        command.load_tokenizer(trained, str(tmp_path / "wrong"))
-    with assert_refused("50257", "384"):
-        command.load_tokenizer(dataclasses.replace(trained, config=stored.config), str(tmp_path / "right"))
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(ids, unk_token="w0"))).save_pretrained(tmp_path)
+    trained = dataclasses.replace(read_run(run), data={"tokenizer": "gpt2"})
+    assert command.load_tokenizer(trained, str(tmp_path)).eos_token_id == 50256
 
 
 def test_what_cannot_be_exported(run, exported, tmp_path, capsys, monkeypatch):
@@ -313,23 +274,13 @@ def hub(monkeypatch, tmp_path):
         yield hub
 
 
-def test_without_a_login_the_files_are_listed(run, exported, hub, capsys, monkeypatch):
-    command.main([str(run), "--push", "me/model"])
-    said = capsys.readouterr().out
-    assert all(path.name in said for path in exported.iterdir()) and "hf auth login" in said and not hub.requests
-    monkeypatch.setenv("HF_TOKEN", "hf_right")
-    command.main([str(run), "--push", "me/model", "--dry-run"])
-    assert not hub.requests
-
-
 def test_with_a_login_every_file_arrives(run, exported, hub, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_right")
     command.main([str(run), "--out", str(tmp_path / "new"), "--push", "me/model", "--private"])  # it is exported first
     assert capsys.readouterr().out.endswith(f"{hub.address}/me/model\n")
     assert hub.created["name"] == "model" and "private" in (hub.created.get("visibility"), *hub.created)
     assert hub.files == {path.name: path.read_bytes() for path in exported.iterdir()}
-    for repo in ("model", "../x", "a/b/c", "me/mo del"):
-        assert repo in fails(capsys, run, "--push", repo)
+    assert "me/mo del" in fails(capsys, run, "--push", "me/mo del")
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     said = fails(capsys, run, "--push", "me/model")
     assert "401" in said and "hf_wrong" not in said

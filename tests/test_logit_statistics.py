@@ -23,8 +23,7 @@ from runtime.build import build_model  # noqa: E402
 from runtime.checkpoint import save_checkpoint  # noqa: E402
 from scripts import logit_statistics  # noqa: E402
 from scripts.hf.attention import convert  # noqa: E402
-from scripts.hf.load import load_model  # noqa: E402
-from scripts.hf.scores import measure_scores, record_layers  # noqa: E402
+from scripts.hf.scores import layer_scores, measure_scores  # noqa: E402
 from scripts.reproduce import logits  # noqa: E402
 from scripts.reproduce.qq import PAPERS_MODELS, Kept  # noqa: E402
 
@@ -92,13 +91,7 @@ def exact_scores(model, tokens):
 
 
 def recorded_scores(model, tokens):
-    pairs, scores = logits.score_pairs(*tokens.shape, 2**18, seed=0), {}
-
-    def receive(layer, scale, rotated, q, k):
-        scores[layer, rotated] = logits.pair_scores(q, k, pairs, scale)
-
-    record_layers(model, tokens, receive)
-    return scores
+    return {(layer, rotated): scores for layer, rotated, scores in layer_scores(model, tokens, 2**18)}
 
 
 def rows(path):
@@ -109,38 +102,26 @@ def rows(path):
 # ---- scores ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family, implementation", [("llama", "eager"), ("llama", "sdpa"), ("gemma2", "eager")])
-def test_scores_are_those_of_the_dense_computation(family, implementation):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_are_those_of_the_dense_computation(family):
     """Also after a conversion to RoPE; after one to NoPE, only scores without rotation exist."""
     model = make_model(family)
-    model.set_attn_implementation(implementation)
     exact, recorded = exact_scores(model, TOKENS), recorded_scores(model, TOKENS)
     assert list(recorded) == [(layer, rotated) for layer in range(2) for rotated in (False, True)]
-    if family == "gemma2":  # otherwise the test would not tell scores before the cap from scores after it
-        assert max(scores.abs().max() for scores in exact.values()) > 2 * CAPPED["attn_logit_softcapping"]
     for layer, found in enumerate(measure_scores(model, TOKENS)):  # (H, 2)
         scores = exact[layer, True]
-        torch.testing.assert_close(found.double(), torch.stack((scores.mean(1), scores.std(1)), 1), atol=5e-5, rtol=0)
-    converted = recorded_scores(convert(model, "rope"), TOKENS)
-    for found in (recorded, converted):
+        torch.testing.assert_close(found, torch.stack((scores.mean(1), scores.std(1)), 1), atol=5e-5, rtol=0)
+    forms = [recorded]
+    if family == "llama":
+        forms.append(recorded_scores(convert(model, "rope"), TOKENS))
+        assert [*recorded_scores(convert(model, "scale_invariant_nope"), TOKENS)] == [(0, False), (1, False)]
+    else:  # otherwise the test would not tell scores before the cap from scores after it
+        assert max(scores.abs().max() for scores in exact.values()) > 2 * CAPPED["attn_logit_softcapping"]
+    for found in forms:
         for key in exact:
             assert found[key].shape == (6, 2 * 22 * 21 // 2)
             torch.testing.assert_close(found[key], exact[key], atol=5e-5, rtol=2e-5)
-    assert list(recorded_scores(convert(model, "scale_invariant_nope"), TOKENS)) == [(0, False), (1, False)]
-
-
-def test_the_model_is_as_before_an_error_and_weights_may_be_on_disk(tmp_path):
-    model = make_model("llama")
-    model.save_pretrained(tmp_path)
-    whole = recorded_scores(model, TOKENS)
-    with pytest.raises(ZeroDivisionError):
-        record_layers(model, TOKENS, lambda *_: 1 / 0)
-    model(TOKENS)  # would divide by 0
-    assert not any(module._forward_hooks for module in model.modules())
-    pytest.importorskip("accelerate", reason="an extra: pip install -r requirements-extras.txt")
-    places = dict.fromkeys(["model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head"], "cpu")
-    parts = recorded_scores(load_model(tmp_path, device_map=places | {"model.layers.1": "disk"}), TOKENS)
-    assert len(parts) == 4 and all(torch.allclose(parts[key], whole[key], atol=1e-5) for key in whole)
+    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -169,23 +150,19 @@ def test_the_command_writes_the_statistics_that_scipy_finds(folder, tmp_path, ca
                 np.testing.assert_allclose([float(row[name]) for row in mine], column, atol=2e-5, rtol=1e-4)
     about, T = json.loads((tmp_path / "out" / "about.json").read_text()), tokens.shape[1]
     assert (about["tokens"], about["pairs"], about["dtype"]) == (T, (T - 1) * (T - 2) // 2, "float32")
-    assert "0.333333" in about["scale"] and "0.5" in about["scale"]
+    assert "0.333333" in about["scale"]
     assert is_figure(tmp_path / "out" / "layers") and is_figure(tmp_path / "out" / "heads")
-    table = capsys.readouterr().out.split("\n\n")[0]
-    assert table in (tmp_path / "out" / "statistics.md").read_text() and len(table.splitlines()) == 2 + 4
+    assert len(capsys.readouterr().out.split("\n\n")[0].splitlines()) == 2 + 4
 
 
 @pytest.mark.parametrize("folder", ["llama"], indirect=True)
-def test_a_long_text_is_cut_and_pairs_are_drawn(folder, tmp_path):
+def test_a_long_text_is_cut_and_pairs_are_drawn(folder, tmp_path, monkeypatch):
     (tmp_path / "long.txt").write_text(f"{TEXT} " * 9)
-    shutil.copytree(folder, tmp_path / "converted")
-    convert(load_model(folder), "nope").save_pretrained(tmp_path / "converted")
-    options = ["--text", str(tmp_path / "long.txt"), "--tokens", "30", "--pairs", "99", "--dtype", "bfloat16"]
-    for model, forms in ((folder, 2), (tmp_path / "converted", 1)):
-        logit_statistics.main([str(model), *options, "--out", str(tmp_path / "out")])
-        about = json.loads((tmp_path / "out" / "about.json").read_text())
-        assert (about["tokens"], about["pairs"], about["dtype"]) == (30, 99, "bfloat16")
-        assert len(rows(tmp_path / "out" / "statistics.csv")) == 2 * forms * 7
+    monkeypatch.setattr(logit_statistics, "MAX_PAIRS", 99)
+    options = ["--text", str(tmp_path / "long.txt"), "--tokens", "30", "--out", str(tmp_path / "out")]
+    logit_statistics.main([str(folder), *options])
+    about = json.loads((tmp_path / "out" / "about.json").read_text())
+    assert (about["tokens"], about["pairs"], about["dtype"]) == (30, 99, "float32")
 
 
 @pytest.fixture
@@ -230,7 +207,6 @@ def test_refusals(folder, run, tmp_path, capsys):
         ([folder, "--text", tmp_path / "none.txt"], "none.txt"),
         ([folder, "--text", text, "--tokens", "2"], "--tokens"),
         ([folder, "--text", short], "got 2"),
-        ([run, "--text", text, "--offload"], "--offload"),
         ([run, "--text", text], "tokenizer"),
         ([tmp_path / "bare", "--text", text], "checkpoint"),
     ]:

@@ -466,10 +466,10 @@ def test_table_llama_has_the_papers_numbers_and_our_rows(tmp_path, call):
     common = dict(
         model="meta-llama/Llama-2-7b-hf", train_length=4096, validation="v", val_tokens=1000, tokens=50_003_968
     )
-    ours = dict(method="scale_invariant_p_rope", rescale="no", val_loss_before=before)
+    ours = dict(method="scale_invariant_p_rope", rescale=False, val_loss_before=before)
     loss = {"4096": 2.2, "16384": 2.21, "65536": 2.3}
     runs = dict(
-        rope=dict(method="rope", method_options={}, steps=0, rescale="no", val_loss_before=before,
+        rope=dict(method="rope", method_options={}, steps=0, rescale=False, val_loss_before=before,
                   val_loss={"4096": 1.9, "16384": 7.0, "65536": 8.5}),
         ours=ours | dict(method_options={}, steps=95, val_loss=loss),
         form=ours | dict(method_options={"form": "barbero"}, steps=95, val_loss=loss | {"4096": 2.1}),

@@ -7,27 +7,54 @@ without rotation, and beside them the layer's input where a method needs it. Eve
 of the whole sequence, target_length, because NTK, YaRN and LogN's constant form depend on it.
 """
 
-import dataclasses
+import functools
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub.dataclasses import strict
 from torch import Tensor
-from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
 from errors import require
-from model.attention import attend_rotated, make_plan, transform
+from model.attention import Plan, attend_rotated, make_plan, transform
 from model.gpt import GPT, linear, norm
 from model.methods.base import Method
-from scripts.hf.configuration_method_gpt import MethodGPTConfig
+
+
+@strict
+class MethodGPTConfig(PreTrainedConfig):
+    """Holds the arguments of GPT (gpt.py), with their types checked. max_position_embeddings is the longest validated
+    length. Other programs stop there by default, but the model has no limit."""
+
+    model_type = "method_gpt"
+    attribute_map = {
+        "hidden_size": "model_dim",
+        "num_hidden_layers": "num_layers",
+        "num_attention_heads": "num_heads",
+    }
+
+    vocab_size: int = 50304
+    num_layers: int = 12
+    num_heads: int = 6
+    model_dim: int = 768
+    train_length: int = 4096
+    method: str = "scale_invariant_p_rope"
+    method_options: dict[str, int | float | bool | str | None] | None = None
+    position_scale: int | float = 1.0
+    max_position_embeddings: int = 65_536
+    use_cache: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
+    tie_word_embeddings: bool = False
 
 
 class MethodGPTForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = MethodGPTConfig
     base_model_prefix = "gpt"
     _keep_in_fp32_modules_strict = ["method"]  # the few learned numbers of a method stay exact
-    _no_split_modules = ["Block"]
 
     def __init__(self, config: MethodGPTConfig):
         """Build the model. Raises ValueError for an unknown attention method or option."""
@@ -50,26 +77,26 @@ class MethodGPTForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:  # fmt: skip
         """Return the float32 logits of the last logits_to_keep positions (0: all), (B, positions, vocabulary).
 
-        input_ids (B, T) follow the tokens in past_key_values. attention_mask (B, all tokens so far) may be 0 for
-        padding at the end, when nothing is cached. labels (B, T), -100 for none: the loss is the mean cross-entropy in
-        nats of all tokens but the first. target_length: length of the whole sequence (default: all tokens so far).
+        input_ids (B, T) follow the tokens in past_key_values. attention_mask must be all 1. labels (B, T), -100 for
+        none: the loss is the mean cross-entropy in nats of all tokens but the first. target_length: length of the whole
+        sequence (default: all tokens so far).
         """
-        gpt = self.gpt
+        visible = attention_mask is None or attention_mask.all()
+        require(visible, "attention_mask hides tokens. Pass rows of equal lengths, or pad on the right without a mask.")
+        gpt, cache = self.gpt, past_key_values
         gpt.dtype = gpt.head.dtype
-        cache = past_key_values
         if cache is None and (self.config.use_cache if use_cache is None else use_cache):
             cache = DynamicCache()
-        grows = cache is None or isinstance(cache, DynamicCache)
-        require(grows, f"a {type(cache).__name__} has a fixed size. Leave out cache_implementation.")
-        first = 0 if cache is None else cache.get_seq_length()
-        if attention_mask is not None and not attention_mask.all():
-            at_the_end = first == 0 and bool((attention_mask.long().diff(dim=1) <= 0).all())
-            message = "attention_mask hides tokens that later ones see. Pad on the right; generate from equal lengths."
-            require(at_the_end, message)  # no token sees padding after it
-        attention = CachedAttention(cache, first, first + input_ids.shape[1], target_length)
-        x = gpt.embed(input_ids)
-        for attention.layer, block in enumerate(gpt.blocks):
-            x = block(x, None, attention)
+        count, first = input_ids.shape[1], 0 if cache is None else cache.get_seq_length()
+        x, plans = gpt.embed(input_ids), {}
+        for layer, block in enumerate(gpt.blocks):
+            method = block.attention.method
+            if method.name not in plans:
+                plans[method.name] = make_plan(
+                    method, count, first + count, q_offset=first, target_length=target_length, device=x.device,
+                    dtype=gpt.dtype, backend="blocks" if count == 1 else "auto", normalised=True,
+                )  # fmt: skip
+            x = block(x, plans[method.name], functools.partial(attend_with_cache, cache=cache, layer=layer))
         positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = linear(norm(x)[:, positions], gpt.head).float()
         loss = None if labels is None else self.loss_function(logits, labels, vocab_size=self.config.vocab_size)
@@ -81,42 +108,26 @@ class MethodGPTForCausalLM(PreTrainedModel, GenerationMixin):
         prompt = inputs if inputs is not None else kwargs.get("input_ids")
         length = 1 if prompt is None else prompt.shape[1]
         given = generation_config or self.generation_config
-        new, longest = (kwargs.get(name) or getattr(given, name, None) for name in ("max_new_tokens", "max_length"))
-        if not new and not longest:
-            new = kwargs["max_new_tokens"] = 20  # transformers' default
+        new = kwargs.get("max_new_tokens") or given.max_new_tokens
+        longest = kwargs.get("max_length") or given.max_length or length + 20  # transformers' default
         kwargs.setdefault("target_length", max(length, (length + new if new else longest) - 1))
         return super().generate(inputs, generation_config, **kwargs)
 
 
-@dataclasses.dataclass
-class CachedAttention:
-    """Attention of the tokens at first..length-1 to those in the cache and themselves, one layer after the other.
+def attend_with_cache(
+    method: Method, q: Tensor, k: Tensor, v: Tensor, *, x: Tensor, plan: Plan, cache: DynamicCache | None, layer: int
+) -> Tensor:
+    """Return the output (B, H, T, D) of new tokens, which see the cached tokens and themselves.
 
-    It takes the place of model.attention.attend.
+    q, k, v (B, H, T, D) and x (B, T, C) are of the new tokens. It takes the place of model.attention.attend.
     """
-
-    cache: DynamicCache | None
-    first: int
-    length: int
-    target_length: int | None
-    layer: int = 0
-    plans: dict = dataclasses.field(default_factory=dict)  # by method
-
-    def __call__(self, method: Method, q: Tensor, k: Tensor, v: Tensor, *, x: Tensor, plan: None) -> Tensor:
-        """Return the output (B, H, T, D). q, k, v (B, H, T, D) and x (B, T, C) are of the new tokens."""
-        if method.name not in self.plans:
-            self.plans[method.name] = make_plan(
-                method, self.length - self.first, self.length, q_offset=self.first, target_length=self.target_length,
-                device=q.device, dtype=q.dtype, backend="blocks" if q.shape[2] == 1 else "auto", normalised=True,
-            )  # fmt: skip
-        plan, all_x = self.plans[method.name], x
-        if self.cache is not None:
-            x_by_head = x.unflatten(-1, (k.shape[1], -1)).transpose(1, 2)  # (B, H, T, D)
-            new = torch.cat([k, x_by_head], dim=-1) if method.needs_input else k
-            cached, v = self.cache.update(new, v, self.layer)
-            k, all_x = cached[..., : k.shape[3]], cached[..., k.shape[3] :].transpose(1, 2).flatten(2)
-        rotated_q, rotated_k = transform(method, q, k, plan, x)
-        wide_v = F.pad(v, (0, method.vector_dim - method.head_dim))
-        unrotated = () if method.replacement is None else (q, k)
-        of_tokens = method.of_tokens(all_x)
-        return attend_rotated(method, plan, rotated_q, rotated_k, wide_v, *unrotated, of_tokens=of_tokens)
+    all_x = x
+    if cache is not None:
+        x_by_head = x.unflatten(-1, (k.shape[1], -1)).transpose(1, 2)  # (B, H, T, D)
+        new = torch.cat([k, x_by_head], dim=-1) if method.needs_input else k
+        cached, v = cache.update(new, v, layer)
+        k, all_x = cached[..., : k.shape[3]], cached[..., k.shape[3] :].transpose(1, 2).flatten(2)
+    rotated_q, rotated_k = transform(method, q, k, plan, x)
+    wide_v = F.pad(v, (0, method.vector_dim - method.head_dim))
+    unrotated = () if method.replacement is None else (q, k)
+    return attend_rotated(method, plan, rotated_q, rotated_k, wide_v, *unrotated, of_tokens=method.of_tokens(all_x))

@@ -3,9 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from configs.config import Config
-from model.loss import LOGIT_BYTES, mean_loss, token_losses
-from scripts.hf.load import meta_model
+from model.loss import mean_loss, token_losses
 from scripts.hf.scores import measure_scores
 
 
@@ -81,26 +79,3 @@ def copy_rounded(x: Tensor, new: Tensor):
         bits = new.contiguous().view(torch.int32)
         new = (bits + torch.randint_like(bits, 2**16)).bitwise_and(-(2**16)).view(torch.float32)
     x.copy_(new)
-
-
-def count_memory(model_config, config: Config, processes: int, dtype: torch.dtype) -> dict[str, int]:
-    """Return the bytes that each process needs, by kind.
-
-    Activations are an upper estimate: training keeps the input of every layer, and a token takes 16 vectors of the
-    model's width and 6 of the MLP's while a layer is differentiated. In validation it takes 9 and 3.
-    """
-    size, C, M = dtype.itemsize, config.model_dim, model_config.intermediate_size
-    weights = size * sum(p.numel() for p in meta_model(model_config).parameters())
-    head = 2 * config.vocab_size * C * size + LOGIT_BYTES  # its gradient, twice, and a chunk of logits
-    validation = max(config.micro_batch_tokens, *config.val_lengths) * size * (9 * C + 3 * M) + head
-    if config.steps == 0:
-        return {"weights": weights, "activations": validation}
-    tokens = max(config.micro_batch_tokens, config.train_length)
-    training = tokens * size * ((config.num_layers + 16) * C + 6 * M) + head
-    copies = weights // processes if processes > 1 else 0  # the rows that a process updates
-    return {
-        "weights": weights + copies,
-        "gradients": weights + copies,
-        "moments": 2 * weights // processes,
-        "activations": max(validation, training),
-    }

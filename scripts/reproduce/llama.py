@@ -4,7 +4,7 @@ import collections
 import json
 from pathlib import Path
 
-from scripts.hf.settings import NOT_TRAINED, PAPER, PAPER_MODEL
+from scripts.continue_pretraining import NOT_TRAINED, PAPER, PAPER_MODEL
 from scripts.reproduce.study import Study
 from scripts.reproduce.tables import PAPER_TRAIN_LENGTH, format_target, paper_head, paper_remarks, paper_targets
 from scripts.shared.looks import series_name
@@ -71,10 +71,10 @@ def find_rows(study: Study) -> list[dict]:
 
 def as_in_paper(row: dict) -> bool:
     trained = row["method"] in NOT_TRAINED or row["steps"] > 0
-    return not row["method_options"] and row["rescale"] == "no" and trained
+    return not row["method_options"] and not row["rescale"] and trained
 
 
 def label(row: dict) -> str:
     parts = [f"{key} {value}" for key, value in row["method_options"].items()]
-    parts += [f"scores rescaled by {row['rescale']}"] if row["rescale"] != "no" else []
+    parts += ["scores rescaled"] if row["rescale"] else []
     return ", ".join([series_name(row["method"]), *parts]) + ("" if row["steps"] else "*")
