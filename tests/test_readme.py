@@ -86,7 +86,7 @@ def test_commands_are_understood(line, capsys, monkeypatch):
         command = words[2 : words.index(options[0]) if options else None]
         monkeypatch.setattr(sys, "argv", [*command, "--help"])
         with pytest.raises(SystemExit) as end:
-            runpy.run_module(command[0], run_name="__main__")
+            runpy.run_module(command[0], run_name="__main__", alter_sys=True)
         said = capsys.readouterr()
         assert not end.value.code, said.err
         fields = {f"--{name}" for name in Config.__dataclass_fields__} if "fields" in said.out.lower() else set()
