@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from errors import exit_on_user_error
+from errors import exit_on_user_error, require
 from scripts.bench import attention, step
 
 
@@ -22,13 +22,13 @@ def main(argv: list[str] | None = None):
         command = commands.add_parser(name, description=module.__doc__, formatter_class=layout, allow_abbrev=False)
         module.add_arguments(command)
         command.set_defaults(run=module.run)
-        command.add_argument("--rounds", type=int, default=7, help="at most (7)")
-        command.add_argument("--minutes", type=float, default=8, help="for all variants, compilation included (8)")
+        command.add_argument("--rounds", type=int, default=7, help="(7)")
         command.add_argument("--out", type=Path, metavar="FOLDER", help="also write FOLDER/DEVICE_....md and .json")
     args, args.fields = parser.parse_known_args(argv)
     if args.fields and args.run is attention.run:
         parser.error(f"unrecognized arguments: {' '.join(args.fields)}")
     with exit_on_user_error():
+        require(args.rounds >= 1, f"--rounds {args.rounds} is too few. Use at least 1.")
         if args.out:
             args.out.mkdir(parents=True, exist_ok=True)
         sys.exit(args.run(args))

@@ -3,188 +3,124 @@
     python -m scripts.bench attention                                              the defaults of this device
     python -m scripts.bench attention --lengths 4096 65536 --variants flex:plain flex:si triton:si
 
-A variant is BACKEND:FORMULA, or flex:si:written, the paper's formula as it is written there. BACKEND is a name of
-attention_backend, or `dense`. FORMULA is `plain` (softmax of S), `si` (scale-invariant, tau 10), `alibi`, or a method,
-whose rotation is left out. The first variant that runs is the baseline. Output and gradients of each variant must first
-agree with float64. A variant that fails this gate gets no time, and the exit code is 1.
+A variant is BACKEND:FORMULA. BACKEND is a name of attention_backend, or flex_written, FlexAttention with the paper's
+formula as it is written there. FORMULA is `plain` (softmax of S), `si` (scale-invariant, tau 10) or `alibi`. The first
+variant that runs is the baseline. Output and gradients of each variant must first agree with float64, by the check of
+model/attention/check.py. A variant that fails this gate gets no time, and the exit code is 1.
 """
 
 import argparse
-import dataclasses
 import functools
 import statistics
-import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import flex_attention
 
 from errors import require
-from model.attention import attend, make_plan
-from model.attention.check import Comparison, compare, formula, output_and_gradients, rounded_formula
+from model.attention import BACKENDS, flex
+from model.attention.base import Plan, bound_products
+from model.attention.check import check_backend
 from model.attention.sdpa import chosen_kernel, prefer_fast_sdpa
 from model.methods import make_method
-from model.methods.base import Method
+from model.methods.base import Method, ScoreChange
 from runtime.processes import start_processes
 from scripts.bench import protocol
 
-METHODS = {"plain": "nope", "si": "scale_invariant_nope", "alibi": "alibi"}
-CUDA = "sdpa:plain flex:plain flex:si flex:si:written flex:alibi flex_flash:plain flex_flash:si".split()
-CUDA += ["triton:plain", "triton:si", "triton:alibi"]  # when time runs out, the last ones are left out
-CPU = ["sdpa:plain", "cpu:plain", "cpu:si", "cpu:alibi", "blocks:plain", "blocks:si", "dense:plain", "dense:si"]
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v and output (B, H, T, D)
+FORMULAS = dict(plain="nope", si="scale_invariant_nope", alibi="alibi")
+CUDA = "sdpa:plain flex:plain flex:si flex_written:si flex:alibi flex_flash:plain flex_flash:si".split()
+CUDA += ["triton:plain", "triton:si", "triton:alibi"]
+CPU = ["sdpa:plain", "cpu:plain", "cpu:si", "cpu:alibi", "blocks:plain", "blocks:si"]
 DEFAULTS = dict(
-    cuda=dict(lengths=[4096, 16384, 65536], head_dim=128, heads=6, dtype="bfloat16"),
-    cpu=dict(lengths=[512, 1024, 4096], head_dim=64, heads=4, dtype="float32"),
+    cuda=dict(lengths=[4096, 16384, 65536], dtype="bfloat16", variants=CUDA),
+    cpu=dict(lengths=[512, 1024, 4096], dtype="float32", variants=CPU),
 )
 TOKENS = dict(cuda=65536, cpu=4096)  # in a pass, but at least one sequence
-GATE_LENGTH = dict(cuda=4096, cpu=512)  # at most, because the reference is dense
-PASSES = ("forward", "both")
-HOW_TO_READ = """\
-- Both: forward and backward pass. TFLOP/s: of both, counting the causal half: 3.5 times 4 B H T^2 D / 2."""
+Variant = tuple[object, Method]  # a backend (see model/attention) and the method that it computes
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    batch: int
-    heads: int
-    length: int
-    head_dim: int
-    dtype: torch.dtype
-    device: torch.device
-
-    def method(self, formula: str) -> Method:
-        """Return the attention method of a formula, without rotation and without scaling of q."""
-        name = METHODS.get(formula, formula)
-        method = make_method(name, num_heads=self.heads, head_dim=self.head_dim, train_length=self.length)
-        method.rotation = method.query_scale = None
-        return method.to(self.device)
-
-    def inputs(self) -> list[Tensor]:
-        """Return q, k, v and the gradient of the output, (B, H, T, D), laid out in memory as in the model.
-
-        q and k are normalised; v is a view of a tensor (B, T, 4, H, D).
-        """
-        generator = torch.Generator(self.device).manual_seed(0)
-        shape = self.batch, self.length, 4, self.heads, self.head_dim
-        q, k, v, dout = torch.randn(shape, device=self.device, generator=generator).to(self.dtype).unbind(2)
-        q, k = (F.rms_norm(x, x.shape[-1:]) for x in (q, k))
-        return [x.transpose(1, 2) for x in (q, k, v, dout)]
+def as_written(score, batch, head, q_index, kv_index):
+    """Return the logit by the paper's formulas (eq:gaussian_at, eq:gaussian_mt) as they are written there."""
+    log = torch.log((q_index - kv_index).clamp(min=0) / 10.0 + 1)
+    return torch.sqrt(2 * log + 1) * score - 2 * log
 
 
-def formula_of(name: str) -> str:
-    known = name in SPECIAL or name.count(":") == 1
-    require(known, f"unknown variant {name!r}. A variant is BACKEND:FORMULA or {', '.join(SPECIAL)}.")
-    return name.split(":")[1]
+def prepare_as_written(score_change: ScoreChange | None, plan: Plan) -> dict:
+    return flex.prepare(None, plan) | dict(score_mod=as_written)
 
 
-def make_attend(name: str, case: Case) -> Attend:
-    """Return the function that computes attention. Raise ValueError for a variant that cannot run here."""
-    if name in SPECIAL:
-        return SPECIAL[name](case)
-    backend, formula = name.split(":")
-    method = case.method(formula)
-    if backend == "dense":
-        return rounded_formula(method)
-    plan = make_plan(
-        method, case.length, case.length, device=case.device, dtype=case.dtype, backend=backend, normalised=True
-    )  # fmt: skip
-    run = functools.partial(attend, method, plan=plan)
-    # As in a compiled model. A Triton kernel of ours is one operation, and compiling would change nothing.
-    return torch.compile(run, dynamic=False) if backend.startswith("flex") and case.device.type == "cuda" else run
-
-
-def flex_as_written(case: Case) -> Attend:
-    """Return FlexAttention with the paper's formulas (eq:gaussian_at, eq:gaussian_mt) as they are written there."""
-
-    def score_mod(score, batch, head, q_index, kv_index):
-        log = torch.log((q_index - kv_index).clamp(min=0) / 10.0 + 1)
-        return torch.sqrt(2 * log + 1) * score - 2 * log
-
-    plan = make_plan(case.method("si"), case.length, case.length, device=case.device, dtype=case.dtype, backend="flex")
-    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-    return functools.partial(compiled, score_mod=score_mod, block_mask=plan.prepared["block_mask"])
-
-
-SPECIAL = {"flex:si:written": flex_as_written}
+FLEX_WRITTEN = SimpleNamespace(unsupported=flex.unsupported, prepare=prepare_as_written, run=flex.run)
 
 
 def add_arguments(parser: argparse.ArgumentParser):
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--lengths", type=int, nargs="+", help="default: 4096 16384 65536; on a CPU 512 1024 4096")
-    parser.add_argument("--head-dim", type=int, help="default: 128; on a CPU 64")
-    parser.add_argument("--heads", type=int, help="default: 6; on a CPU 4")
+    parser.add_argument("--head-dim", type=int, default=128, help="(128)")
+    parser.add_argument("--heads", type=int, default=6, help="(6)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: bfloat16; CPU float32")
     parser.add_argument("--variants", nargs="+", metavar="NAME", help="default: those of this device")
 
 
 def run(args: argparse.Namespace) -> int:
     """Return the exit code: 1 when a variant fails the gate. Raise ValueError for users' mistakes."""
-    deadline = time.perf_counter() + 60 * args.minutes
     device = start_processes(args.device).device
     for name, value in DEFAULTS[device.type].items():
         setattr(args, name, getattr(args, name) or value)
-    smallest = min(*args.lengths, args.head_dim, args.heads, args.rounds)
-    require(smallest >= 1 and args.minutes > 0, "lengths, head dimension, heads, rounds and minutes must be positive")
-    names, lengths = args.variants or (CUDA if device.type == "cuda" else CPU), sorted({*args.lengths})
-    shape = functools.partial(
-        Case, heads=args.heads, head_dim=args.head_dim, dtype=getattr(torch, args.dtype), device=device
-    )
-    for name in names:
-        shape(batch=1, length=1).method(formula_of(name))  # ValueError for an unknown formula
-    report = protocol.Report(args.out, "attention", device, "Attention alone")
-    report.record |= dict(dtype=args.dtype, heads=args.heads, head_dim=args.head_dim, lengths=[])
+    require(min(*args.lengths, args.head_dim, args.heads) >= 1, "--lengths, --head-dim and --heads must be at least 1")
+    dtype = getattr(torch, args.dtype)
+    variants = {name: make_variant(name, args.heads, args.head_dim, device) for name in args.variants}
     prefer_fast_sdpa(device)
-    kernel = chosen_kernel(device, getattr(torch, args.dtype), args.head_dim, lengths[0])
-    shapes = f"{args.dtype}, {args.heads} heads of {args.head_dim}; sdpa runs {kernel}"
-    report.add(f"{shapes}.\n\n{protocol.HOW_TO_READ}{HOW_TO_READ}")
-    gate_case = shape(batch=2, length=min(lengths[0], GATE_LENGTH[device.type]))
-    problems = gate(report, gate_case, names, (time.perf_counter() + deadline) / 2)
-    names = [name for name in names if name not in problems]
-    for number, length in enumerate(lengths):
-        case = shape(batch=max(1, TOKENS[device.type] // length), length=length)
-        seconds = (deadline - time.perf_counter()) / (len(lengths) - number)
-        time_length(report, case, names, args.rounds, seconds)
+    kernel = chosen_kernel(device, dtype, args.head_dim, args.lengths[0])
+    report = protocol.Report(args.out, "attention", device)
+    report.add(f"{args.dtype}, {args.heads} heads of {args.head_dim}; sdpa runs {kernel}.")
+    problems = {name: problem for name, one in variants.items() if (problem := find_problem(one, device, dtype))}
+    right = {name: variant for name, variant in variants.items() if name not in problems}
+    report.record |= dict(gate=dict.fromkeys(right, "passed") | problems, lengths=[])
+    report.add(f"## Gate\n\nThese agree with float64: {', '.join(right) or 'none'}.", problems=problems)
+    for length in args.lengths:
+        shape = max(1, TOKENS[device.type] // length), length, args.heads, args.head_dim
+        time_length(report, right, make_inputs(shape, device, dtype), args.rounds)
     return int(any(problem.startswith("refused") for problem in problems.values()))
 
 
-def gate(report: protocol.Report, case: Case, names: list[str], deadline: float) -> dict[str, str]:
-    """Report the errors of the variants against float64. Return why some of them cannot or must not run."""
-    *qkv, dout = case.inputs()
-
-    @functools.cache
-    def references(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        method = case.method(name)
-        exact = output_and_gradients(formula(method), [x.double() for x in qkv], dout.double())
-        return exact, output_and_gradients(rounded_formula(method), qkv, dout)
-
-    def check(name: str) -> Comparison:
-        return compare(output_and_gradients(make_attend(name, case), qkv, dout), *references(formula_of(name)))
-
-    comparisons, problems = build(check, names, deadline)
-    rows = [["variant", "output", "dq", "dk", "dv", "worst, of its limit", ""]]
-    for name, comparison in comparisons.items():
-        errors = [f"{comparison.errors[key]:.1e}" for key in rows[0][1:5]]
-        verdict = "passed" if comparison.passed else "refused"
-        rows.append([name, *errors, f"{comparison.worst[0]} {comparison.worst[1]:.2f}", verdict])
-        if not comparison.passed:
-            problems[name] = "refused: wrong numbers, see the gate"
-    report.record["gate"] = {name: dict(errors=c.errors, passed=c.passed) for name, c in comparisons.items()}
-    report.add(f"## Gate: relative errors at {case.length} tokens", rows, problems)
-    return problems
+def make_variant(name: str, heads: int, head_dim: int, device: torch.device) -> Variant:
+    backends = BACKENDS | dict(flex_written=FLEX_WRITTEN)
+    backend, _, formula = name.partition(":")
+    valid = f"A variant is BACKEND:FORMULA, of {', '.join(backends)} and {', '.join(FORMULAS)}."
+    require(backend in backends and formula in FORMULAS, f"unknown variant {name!r}. {valid}")
+    method = make_method(FORMULAS[formula], num_heads=heads, head_dim=head_dim, train_length=1024)
+    return backends[backend], method.to(device)
 
 
-def build(make: Callable[[str], object], names: list[str], deadline: float) -> tuple[dict, dict[str, str]]:
-    torch._dynamo.reset()  # drops what was compiled for other lengths
-    with torch._dynamo.config.patch(recompile_limit=64):  # the compiler sees one function with many formulas
-        return protocol.build_variants({name: functools.partial(make, name) for name in names}, deadline)
+def find_problem(variant: Variant, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why the variant cannot run here, or how it differs from float64, or None."""
+    backend, method = variant
+    if reason := backend.unsupported(method, device, dtype):
+        return f"not run: {reason}"
+    problem = check_backend(backend, method, device, dtype)
+    return problem and f"refused: {problem}"
 
 
-def make_passes(attend: Attend, inputs: list[Tensor]) -> dict[str, Callable[[], object]]:
-    """Return what is timed of a variant, by PASSES. It is compiled and warm."""
-    qkv, dout = [x.detach().requires_grad_() for x in inputs[:3]], inputs[3]
+def make_inputs(shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    """Return normalised q and k, v, and the gradient of the output, (B, H, T, D), laid out in memory as in the model.
+
+    shape: (B, T, H, D).
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    q, k, v, dout = (torch.randn(shape, device=device, generator=generator).to(dtype) for _ in range(4))
+    return [x.transpose(1, 2) for x in (F.rms_norm(q, shape[-1:]), F.rms_norm(k, shape[-1:]), v, dout)]
+
+
+def make_passes(variant: Variant, inputs: list[Tensor]) -> dict[str, Callable[[], object]]:
+    """Return the forward pass, and forward and backward pass together ("both"), compiled and warm."""
+    (backend, method), dout = variant, inputs[3]
+    B, H, T, D = dout.shape
+    bound = bound_products(D, dout.dtype)
+    plan = Plan("", H, D, T, T, device=dout.device, dtype=dout.dtype, product_bound=bound)
+    attend = functools.partial(backend.run, prepared=backend.prepare(method.score_change, plan))
+    qkv = [x.detach().requires_grad_() for x in inputs[:3]]
     passes = dict(
         forward=lambda: attend(*qkv),  # keeps what the backward pass needs
         both=lambda: torch.autograd.grad(attend(*qkv), qkv, dout),
@@ -194,23 +130,22 @@ def make_passes(attend: Attend, inputs: list[Tensor]) -> dict[str, Callable[[], 
     return passes
 
 
-def time_length(report: protocol.Report, case: Case, names: list[str], rounds: int, seconds: float):
-    """Time both passes of each variant at one length, and report them. Half of the seconds are for compilation."""
-    start, inputs = time.perf_counter(), case.inputs()
-    built, problems = build(lambda name: make_passes(make_attend(name, case), inputs), names, start + seconds / 2)
-    variants = protocol.with_baseline_again(built)
-    timers = {
-        (name, kind): functools.partial(protocol.time_calls, passes[kind], device=case.device)
-        for name, passes in variants.items()
-        for kind in PASSES
-    }
-    times = protocol.measure(timers, rounds, start + seconds - time.perf_counter()) if timers else {}
-    rows = [["variant", "forward ms", "both ms", "TFLOP/s", "forward, ratio", "both, ratio"]]
-    flops = 3.5 * 4 * case.batch * case.heads * case.length**2 * case.head_dim / 2
-    for name in variants:
-        forward, both = (statistics.median(times[name, kind]) for kind in PASSES)
-        ratios = [protocol.ratio_cell(times[name, kind], times[next(iter(built)), kind]) for kind in PASSES]
-        rows.append([name, f"{forward * 1e3:.3f}", f"{both * 1e3:.3f}", f"{flops / both / 1e12:.3g}", *ratios])
-    seconds = {name: {kind: times[name, kind] for kind in PASSES} for name in variants}
-    report.record["lengths"].append(dict(length=case.length, batch=case.batch, seconds=seconds, problems=problems))
-    report.add(f"## Length {case.length}, batch {case.batch}\n\n{protocol.gpu_state(case.device)}", rows, problems)
+def time_length(report: protocol.Report, variants: dict[str, Variant], inputs: list[Tensor], rounds: int):
+    """Time both passes of each variant on these inputs, and report them."""
+    batch, heads, length, head_dim = inputs[0].shape
+    torch._dynamo.reset()  # drops what was compiled for other lengths
+    makers = {name: functools.partial(make_passes, variant, inputs) for name, variant in variants.items()}
+    passes, problems = protocol.build_variants(makers)
+    rows, seconds = [["variant", "forward ms", "both ms", "TFLOP/s", "forward, ratio", "both, ratio"]], {}
+    if passes:
+        for kind in ("forward", "both"):
+            timers = {name: functools.partial(protocol.time_calls, calls[kind], device=inputs[0].device)
+                      for name, calls in passes.items()}  # fmt: skip
+            seconds[kind] = protocol.measure(timers, rounds)
+        flops = 3.5 * 4 * batch * heads * length**2 * head_dim / 2
+        for name in seconds["both"]:
+            forward, both = (statistics.median(times[name]) for times in seconds.values())
+            ratios = [protocol.ratio_cell(times[name], next(iter(times.values()))) for times in seconds.values()]
+            rows.append([name, f"{forward * 1e3:.3f}", f"{both * 1e3:.3f}", f"{flops / both / 1e12:.3g}", *ratios])
+    report.record["lengths"].append(dict(length=length, batch=batch, seconds=seconds, problems=problems))
+    report.add(f"## Length {length}, batch {batch}", rows, problems)
