@@ -4,7 +4,7 @@
     python -m scripts.doctor gpt_162m_4k --price 3.5             the run's hours, and their cost at 3.5 an hour
     python -m scripts.doctor gpt_162m_4k --dtype float32         any field of train_gpt.py
 
-The checks: PyTorch, GPU and driver; compiler; data; attention and cross-entropy against float64; a
+The checks: PyTorch, GPU and driver; data; attention and cross-entropy against float64; a
 training step, from which the hours follow. An error in one check does not stop the others. Exit code: 1 when something
 is broken, 2 for a mistake in the command.
 """
@@ -16,6 +16,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -29,10 +30,10 @@ from model.attention.check import check_backend
 from model.attention.sdpa import chosen_kernel, prefer_fast_sdpa
 from model.loss import triton_runs
 from model.methods import check_options, make_method
-from runtime.device import compile_problem, compute_dtype, count_gpus, device_name, matmul_rate, peak_flops
+from runtime.device import compute_dtype, count_gpus, device_name, matmul_rate, peak_flops
 from runtime.flops import training_flops_per_token, validation_share
 from runtime.processes import start_processes
-from scripts.bench.protocol import gpu_state, versions
+from scripts.bench.protocol import describe_machine
 from scripts.bench.trainers import WARM_UP_STEPS, Trainer
 
 METHODS = ("p_rope", "scale_invariant_p_rope", "alibi")  # checked in each backend, beside the run's own method
@@ -40,17 +41,15 @@ STEPS = 5  # timed, after the steps that compile
 LONGEST_MINUTES = 2  # of all steps here, by the rate of a matrix product
 
 
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """The result of one check.
+class Finding(NamedTuple):
+    """The result of one check, and what to do.
 
     state: "ok"; "slow" could be faster; "missing"; "broken": training fails, or its numbers are wrong.
-    advice: what to do.
     """
 
-    state: str
     check: str
     message: str
+    state: str = "ok"
     advice: str = ""
 
 
@@ -66,14 +65,13 @@ def main(argv: list[str] | None = None):
         config = read_config([args.preset, *fields])
         check_options(config.method, config.method_options)
     device = torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
-    print(f"{versions()}, {platform.platform()}", flush=True)
+    print(f"{describe_machine(device)}, {platform.platform()}", flush=True)
     states = []
-    for check in (check_gpus, check_compiler, check_data, check_kernels, check_step):
+    for check in (check_gpus, check_data, check_kernels, check_step):
         for finding in run_check(check, config, device, args.price):
             states.append(finding.state)
-            print(f"{finding.state:8} {finding.check}: {finding.message}", flush=True)
-            if finding.advice:
-                print(f"{'':8} -> {finding.advice}", flush=True)
+            advice = f"\n{'':8} -> {finding.advice}" if finding.advice else ""
+            print(f"{finding.state:8} {finding.check}: {finding.message}{advice}", flush=True)
     print(", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)))
     sys.exit(int("broken" in states))
 
@@ -85,7 +83,7 @@ def run_check(check: Callable, config: Config, device: torch.device, price: floa
     except Exception as error:
         message = " ".join(f"{type(error).__name__}: {error}".split())
         advice = "Lower --micro_batch_tokens." if "memory" in message else ""
-        yield Finding("broken", check.__name__, message[:300], advice)
+        yield Finding(check.__name__, message[:300], "broken", advice)
 
 
 # ---- the machine -----------------------------------------------------------------------------------------------------
@@ -99,18 +97,10 @@ def check_gpus(config: Config, device: torch.device, price: float) -> Iterator[F
         message = f"{gpu.name}, capability {gpu.major}.{gpu.minor}, {free / 1e9:.2f} of {total / 1e9:.2f} GB are free"
         advice = "Use an A100 or newer: this GPU has no bfloat16 in hardware." if gpu.major < 8 else ""
         advice = advice or ("Other programs use this GPU: see nvidia-smi." if free < 0.9 * total else "")
-        yield Finding("slow" if advice else "ok", "GPU", f"{message}; {gpu_state()}", advice)
+        yield Finding("GPU", message, "slow" if advice else "ok", advice)
     if count == 0 and config.device != "cpu":
         state = "broken" if config.device == "cuda" else "missing"
-        yield Finding(state, "GPU", "torch sees none", "Train on the CPU with the presets quickstart and mini.")
-
-
-def check_compiler(config: Config, device: torch.device, price: float) -> Iterator[Finding]:
-    if problem := compile_problem(device):
-        advice = "Runs go on without it. To have it: apt install g++ python3-dev, or name a compiler in CXX."
-        yield Finding("slow", "torch.compile", problem, advice)
-    else:
-        yield Finding("ok", "torch.compile", "it works")
+        yield Finding("GPU", "torch sees none", state, "Train on the CPU with the presets quickstart and mini.")
 
 
 def check_data(config: Config, device: torch.device, price: float) -> Iterator[Finding]:
@@ -118,12 +108,10 @@ def check_data(config: Config, device: torch.device, price: float) -> Iterator[F
     for split in ("train", "val"):
         try:
             tokens = len(open_split(config.data_dir, split, config.vocab_size, needed))
+            yield Finding(f"data, {split}", f"{tokens:,} tokens in {config.data_dir}; the run trains on {needed:,}")
         except (ValueError, OSError) as error:
             state = "broken" if Path(config.data_dir).exists() else "missing"
-            yield Finding(state, f"data, {split}", str(error), "A run needs this text.")
-        else:
-            message = f"{tokens:,} tokens in {config.data_dir}; the run trains on {needed:,}"
-            yield Finding("ok", f"data, {split}", message)
+            yield Finding(f"data, {split}", str(error), state, "A run needs this text.")
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
@@ -134,10 +122,9 @@ def check_kernels(config: Config, device: torch.device, price: float) -> Iterato
     dtype, head_dim = compute_dtype(config, device), config.model_dim // config.num_heads
     prefer_fast_sdpa(device)
     if device.type == "cuda":
-        yield Finding("ok", "PyTorch's attention", chosen_kernel(device, dtype, head_dim, config.train_length))
-        runs = triton_runs(device, dtype, config.vocab_size)
-        state, result = ("ok", "passed") if runs else ("slow", "did not pass")
-        yield Finding(state, "cross-entropy", f"Triton's kernel {result} its check")
+        yield Finding("PyTorch's attention", chosen_kernel(device, dtype, head_dim, config.train_length))
+        state = "ok" if triton_runs(device, dtype, config.vocab_size) else "slow"
+        yield Finding("cross-entropy", "Triton's kernel, compared with plain PyTorch", state)
     for name in [*AUTOMATIC[device.type], "blocks"]:
         backend = BACKENDS[name]
         for method_name in dict.fromkeys([config.method.split(",")[0], *METHODS]):
@@ -146,11 +133,11 @@ def check_kernels(config: Config, device: torch.device, price: float) -> Iterato
                 continue
             check, method = f"{name}, {method_name}", method.to(device)
             if reason := backend.unsupported(method, device, dtype):
-                yield Finding("ok", check, f"not used: {reason}")
+                yield Finding(check, f"not used: {reason}")
             elif problem := check_backend(backend, method, device, dtype):
-                yield Finding("broken", check, problem, "Do not train with this backend.")
+                yield Finding(check, problem, "broken", "Do not train with this backend.")
             else:
-                yield Finding("ok", check, f"output and gradients agree with float64 ({dtype})")
+                yield Finding(check, f"output and gradients agree with float64 ({dtype})")
 
 
 # ---- speed -----------------------------------------------------------------------------------------------------------
@@ -165,7 +152,7 @@ def check_step(config: Config, device: torch.device, price: float) -> Iterator[F
     rate = matmul_rate(device, dtype, n=8192 if device.type == "cuda" else 1024)
     if flops * small.batch_tokens / rate * (STEPS + WARM_UP_STEPS) > 60 * LONGEST_MINUTES:
         message = f"more than {describe_run(config, rate / flops, price)}, at the rate of a matrix product"
-        yield Finding("slow", "run", message, "Use a GPU, or the preset quickstart.")
+        yield Finding("run", message, "slow", "Use a GPU, or the preset quickstart.")
         return
     trainer = Trainer(small, device)
     seconds = statistics.median(trainer.time_step() for _ in range(STEPS))
@@ -174,14 +161,16 @@ def check_step(config: Config, device: torch.device, price: float) -> Iterator[F
     code = f"{trainer.backends}, compile {trainer.compile_note}"
     speed = f"{tokens_per_second:,.0f} tokens/s, {flops * tokens_per_second / peak:.0%} of {peak:.3g} FLOP/s ({source})"
     memory = f", {trainer.peak_bytes / 1e9:.2f} GB" if trainer.peak_bytes else ""
-    yield Finding("ok", "step", f"{code}: {small.batch_tokens:,} tokens in {seconds:.3f} s, {speed}{memory}")
-    yield Finding("ok", "run", f"{describe_run(config, tokens_per_second, price)} on one {device_name(device)}")
+    state, advice = "ok", ""
+    if config.compile == "auto" and trainer.compile_note.startswith("off"):
+        state, advice = "slow", "To compile: apt install g++ python3-dev, or name a compiler in CXX."
+    yield Finding("step", f"{code}: {small.batch_tokens:,} tokens in {seconds:.3f} s, {speed}{memory}", state, advice)
+    yield Finding("run", f"{describe_run(config, tokens_per_second, price)} on one {device_name(device)}")
 
 
 def describe_run(config: Config, tokens_per_second: float, price: float) -> str:
     """Return the hours of a run with its validations, and its cost. price: of an hour; 0 is unknown."""
-    training = config.steps * config.batch_tokens / tokens_per_second / 3600
-    hours = training * (1 + validation_share(config))
+    hours = config.steps * config.batch_tokens / tokens_per_second / 3600 * (1 + validation_share(config))
     text = f"{hours:,.1f} hours" if hours >= 1 else f"{60 * hours:.1f} minutes"
     return text + (f", cost {hours * price:,.2f}" if price else "")
 

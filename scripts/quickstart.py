@@ -7,169 +7,129 @@
 
 The text is the source of Python's standard library and of PyTorch (data/python_source.py); nothing is downloaded.
 Every method gets the same tokens, steps and learning rates, and the constants of its paper. ALiBi's slopes are 16 times
-the published ones, which it needs at so short a training length: of the factors 1, 4 and 16, this one had the lowest
-loss at the training length in a trial with another seed (results/quickstart.md).
+the published ones: of the factors 1, 4 and 16, this one had the lowest loss at 256 tokens (results/quickstart.md).
 """
 
 import argparse
-import json
-import os
 import re
 import sys
 import time
 from pathlib import Path
 
-from configs.command_line import read_config, read_fields
-from configs.presets import quickstart
+from configs.config import Config
 from configs.runs import Run
 from data.python_source import prepare_documents, prepare_taught
-from data.shards import read_manifest, verify
+from data.shards import read_manifest
 from errors import exit_on_user_error, require
+from files import replace_text
+from scripts.shared.arguments import field_changes
 from scripts.shared.looks import LINES, import_matplotlib
-from scripts.shared.runs import data_fingerprint, describe_differences, read_run, sidecar
+from scripts.shared.runs import data_fingerprint, find_stored, read_runs, sidecar, train_state
 from scripts.shared.tables import markdown_table
 from scripts.sweep.local import train
 
-ROOT = Path(__file__).parent.parent
-# Name: method, options, name of its line in figures. Two runs train at a time, in this order.
-METHODS = {
-    "RoPE": ("rope", [], "rope"),
-    "scale-invariant p-RoPE": ("scale_invariant_p_rope", [], "scale_invariant_p_rope"),
-    "LogN + p-RoPE": ("logn_p_rope", [], "logn_p_rope"),
-    "ALiBi (slopes x 16)": ("alibi", ["--method_options", "slope_scale", "16"], "alibi"),
+METHODS = {  # in the order of the table: method and options
+    "RoPE": ("rope", {}),
+    "LogN + p-RoPE": ("logn_p_rope", {}),
+    "ALiBi (slopes x 16)": ("alibi", {"slope_scale": 16}),
+    "scale-invariant p-RoPE": ("scale_invariant_p_rope", {}),
 }
-SHOWN = ("RoPE", "LogN + p-RoPE", "ALiBi (slopes x 16)", "scale-invariant p-RoPE")  # the order of the table
-# Fields outside the mathematics that change what the table shows. If given, they must be those of a finished run.
-SEEN = {"dtype", "val_lengths", "val_tokens", "val_copy_gaps"}
+# Fields outside the mathematics that change what the table shows. A finished run must have these values, too.
+SHOWN = ("dtype", "val_lengths", "val_tokens", "val_copy_gaps")
+CAPTION = """\
+Loss on held-out natural text, in nats a token, by sequence length; and copy gain: by how many nats a second
+copy of 32 random tokens is easier than the first, by the tokens between them. Trained on {length}-token
+sequences, of which {share:.0%} are copy rows."""
 
 
-def main():
+@exit_on_user_error()
+def main(argv: list[str] | None = None):
     parser = argparse.ArgumentParser(prog="python -m scripts.quickstart", description=__doc__.split("\n")[0])
-    parser.add_argument("--runs-dir", default="runs", help="where the run folders go (default: runs)")
     parser.add_argument("--text", type=Path, help="a folder of .txt files (default: Python source of this machine)")
-    parser.add_argument("--data-dir", type=Path, help="where the shards go (default: data/taught, or with a name)")
-    args, fields = parser.parse_known_args()  # the rest is for train_gpt.py
-    began = time.monotonic()
-    os.chdir(ROOT)
-    title = f"quickstart-{slug(args.text.name)}" if args.text else "quickstart"
-    data_dir = args.data_dir or Path(quickstart().data_dir)
-    if args.text and not args.data_dir:
-        data_dir = data_dir.with_name(f"taught-{slug(args.text.name)}")
-    out = Path(args.runs_dir)
-    out.mkdir(parents=True, exist_ok=True)
-    arguments = {
-        name: ["--name", f"{title}-{slug(name)}", "--resume", "auto", "--runs_dir", args.runs_dir]
-        + ["--data_dir", str(data_dir), "--method", method, *options, *fields]
-        for name, (method, options, _) in METHODS.items()
+    parser.add_argument("--runs-dir", type=Path, help="where runs, table and figure go (default: runs, or runs/TEXT)")
+    args, rest = parser.parse_known_args(argv)  # the rest is for train_gpt.py
+    began, fields = time.monotonic(), field_changes("quickstart", rest)
+    if args.text:
+        name = re.sub(r"\W+", "-", args.text.name.lower())
+        fields = dict(data_dir=f"data/taught-{name}") | fields
+        args.runs_dir = args.runs_dir or Path("runs") / name
+    runs_dir = args.runs_dir or Path("runs")
+    fields |= dict(runs_dir=str(runs_dir), resume="auto")
+    runs = {
+        name: Run("quickstart", fields | dict(method=method, method_options=options), distinguishing=SHOWN)
+        for name, (method, options) in METHODS.items()
     }
-    with exit_on_user_error():
-        for words in arguments.values():
-            read_config(["quickstart", *words])  # a wrong field is an error before the text is made
-        make_data(data_dir, args.text)
-        train_all(arguments)
-
-    summaries = {name: json.loads((out / f"{title}-{slug(name)}" / "summary.json").read_text()) for name in SHOWN}
-    table = result_table(summaries)
-    share = read_manifest(data_dir)["copy_rows"]["share"]
-    caption = (
-        "Loss on held-out natural text, in nats a token, by sequence length; and copy gain: by how many nats a second\n"
-        "copy of 32 random tokens is easier than the first, by the tokens between them. Trained on "
-        f"{next(iter(summaries.values()))['train_length']}-token\nsequences, of which {share:.0%} are copy rows."
-    )
-    (out / f"{title}.md").write_text(f"{caption}\n\n{table}\n")
-    draw(summaries, out / f"{title}.png")
-    print(f"\n{caption}\n\n{table}\n")
-    print(f"The table is in {out}/{title}.md, its figure in {out}/{title}.png.", end=" ")
+    config = runs["RoPE"].config
+    share = make_data(Path(config.data_dir), args.text)
+    summaries = train_all(runs, runs_dir)
+    text = f"{CAPTION.format(length=config.train_length, share=share)}\n\n{result_table(summaries, config)}\n"
+    replace_text(runs_dir / "quickstart.md", text)
+    draw(summaries, config, runs_dir / "quickstart.png")
+    print(f"\n{text}\nThe table is in {runs_dir}/quickstart.md, its figure in {runs_dir}/quickstart.png.", end=" ")
     print(f"Done in {(time.monotonic() - began) / 60:.1f} minutes.")
-    print(f"Losses at other lengths: {sys.executable} -m scripts.evaluate {out}/{title}-*/ --lengths 256 16384")
 
 
-def slug(name: str) -> str:
-    """Return the name as a part of a folder's name."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "text"
+def make_data(folder: Path, text: Path | None) -> float:
+    """Make the shards if they are not there. Return the share of copy rows. Raise ValueError for a useless text."""
+    if not read_manifest(folder):
+        print("making shards: finding documents, training a tokenizer, encoding", flush=True)
+        require(text is None or text.is_dir(), f"--text {text}: no such folder. Name a folder of .txt files.")
+        prepare_documents(text, folder) if text else prepare_taught(folder)
+    copy_rows = read_manifest(folder).get("copy_rows")
+    require(copy_rows, f"{folder} holds text without copy rows. Delete it, or name another --data_dir.")
+    return copy_rows["share"]
 
 
-def make_data(folder: Path, text: Path | None):
-    """Make the shards, or check those that are there. Raise ValueError or OSError for a text that cannot be read."""
-    if manifest := read_manifest(folder):
-        require(
-            manifest.get("copy_rows"), f"{folder} holds text without copy rows. Delete it, or name another --data-dir."
-        )
-        if damaged := [f"{name} ({problem})" for name, problem in verify(folder) if problem]:
-            raise ValueError(f"{folder}: {', '.join(damaged)}. Delete the folder and run this again.")
-        return
-    print("making shards: finding documents, training a tokenizer, encoding", flush=True)
-    if text is None:
-        prepare_taught(folder)
-    else:
-        require(text.is_dir(), f"--text {text}: no such folder. Name a folder of .txt files.")
-        prepare_documents(text, folder)
+def train_all(runs: dict[str, Run], runs_dir: Path) -> dict[str, dict]:
+    """Train what is not finished. Return the summaries. Raise ValueError for a finished run on another text."""
+    runs_dir.mkdir(parents=True, exist_ok=True)
+    data, unfinished, summaries = data_fingerprint(runs["RoPE"].config), [], {}
+    for run in runs.values():
+        state, reason = train_state(run, read_runs(runs_dir), runs_dir, data)
+        require(state != "other", reason)
+        if state != "finished":
+            unfinished.append(run)
+    train(unfinished, retries=0)
+    for name, run in runs.items():
+        stored = find_stored(run, read_runs(runs_dir), data)
+        if stored is None or stored.summary is None:
+            sys.exit(f"error: {run.name} failed. See {sidecar(runs_dir / run.name, '.log')}.")
+        summaries[name] = stored.summary
+    return summaries
 
 
-def train_all(arguments: dict[str, list[str]]):
-    """Train what is not finished. Raise ValueError for a finished run of another configuration or text."""
-    runs = []
-    for words in arguments.values():
-        config, fields = read_config(["quickstart", *words]), read_fields(words)
-        run = Run("quickstart", fields)
-        if (run.path / "summary.json").exists():
-            check_finished(run.path, config, SEEN & fields.keys())
-        else:
-            runs.append(run)
-    train(runs, retries=0)
-    for run in runs:
-        if not (run.path / "summary.json").exists():
-            sys.exit(f"error: {run.path.name} failed:\n{sidecar(run.path, '.log').read_text()}")
-
-
-def check_finished(path: Path, config, seen: set[str]):
-    """Raise ValueError unless the finished run in this folder has this configuration and text."""
-    stored = read_run(path)
-    require(not stored.problems, "; ".join(stored.problems))
-    advice = "Delete it, or name another --runs-dir."
-    differences = describe_differences(config, stored.config, seen)
-    require(not differences, f"{path} is a finished run of another configuration ({differences}). {advice}")
-    trained_on, here = stored.summary.get("data"), data_fingerprint(config)
-    require(trained_on == here, f"{path} was trained on other text than {config.data_dir} holds now. {advice}")
-
-
-def result_table(summaries: dict[str, dict]) -> str:
+def result_table(summaries: dict[str, dict], config: Config) -> str:
     """Return one row a method: loss at each length, then copy gain of random spans at each gap but the shortest."""
-    first = next(iter(summaries.values()))
-    lengths, gaps = [*first["val_loss"]], [*first.get("copy_gain", {}).get("random", {})][1:]
+    lengths, gaps = config.val_lengths, config.val_copy_gaps[1:]
     rows = [["method", *(f"loss at {n}" for n in lengths), *(f"copy gain at {gap}" for gap in gaps)]]
     for name, summary in summaries.items():
-        losses = (f"{summary['val_loss'][n]:.3f}" for n in lengths)
-        rows.append([name, *losses, *(f"{summary['copy_gain']['random'][gap]:.1f}" for gap in gaps)])
+        losses = (f"{summary['val_loss'][str(n)]:.3f}" for n in lengths)
+        rows.append([name, *losses, *(f"{summary['copy_gain']['random'][str(gap)]:.1f}" for gap in gaps)])
     return markdown_table(rows)
 
 
-def draw(summaries: dict[str, dict], path: Path):
+def draw(summaries: dict[str, dict], config: Config, path: Path):
     """Draw loss against length beside copy gain against the gap."""
     import_matplotlib()
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.6, 3.8), layout="constrained")
     losses, gains = figure.subplots(1, 2)
-    for name, summary in summaries.items():
-        colour, *_ = LINES[METHODS[name][2]]
-        style = {"marker": "o", "color": colour, "label": name}
-        losses.plot([int(n) for n in summary["val_loss"]], summary["val_loss"].values(), **style)
-        gain = summary.get("copy_gain", {}).get("random", {})
-        gains.plot([int(gap) for gap in gain], gain.values(), **style)
-    train_length = next(iter(summaries.values()))["train_length"]
     losses.set(xlabel="sequence length in tokens", ylabel="loss on natural text (nats a token)")
     gains.set(xlabel="tokens between the two copies", ylabel="copy gain, random tokens (nats)")
     gains.axhline(0, color="#cccccc", linewidth=1, zorder=0)
-    for axes in (losses, gains):
+    for axes, places in ((losses, config.val_lengths), (gains, config.val_copy_gaps)):
+        for name, summary in summaries.items():
+            values = summary["val_loss"] if axes is losses else summary.get("copy_gain", {}).get("random", {})
+            colour, *_ = LINES[METHODS[name][0]]
+            axes.plot(places, [values[str(place)] for place in places], marker="o", color=colour, label=name)
         axes.set_xscale("log", base=2)
-        ticks = sorted({int(x) for line in axes.lines for x in line.get_xdata() if x > 1})
-        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        axes.set_xticks(places, [str(place) for place in places])
         axes.minorticks_off()
-        axes.axvline(train_length, color="#999999", linestyle=":", zorder=0)
+        axes.axvline(config.train_length, color="#999999", linestyle=":", zorder=0)
         axes.spines[["top", "right"]].set_visible(False)
     losses.legend(frameon=False)
-    losses.set_title(f"dotted: the training length, {train_length} tokens", fontsize=9, loc="left")
+    losses.set_title(f"dotted: the training length, {config.train_length} tokens", fontsize=9, loc="left")
     figure.savefig(path, dpi=150)
 
 

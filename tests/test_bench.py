@@ -79,10 +79,12 @@ def test_attention_reports_right_variants_and_refuses_a_planted_fault(tmp_path, 
     assert {name: result.split(":")[0] for name, result in record["gate"].items()} == {
         "sdpa:plain": "passed", "wrong:si": "refused", "flex_flash:si": "not run", "blocks:si": "passed"
     }  # fmt: skip
-    for times in record["lengths"][0]["seconds"].values():
-        assert [*times] == ["sdpa:plain", "blocks:si", "sdpa:plain again"]
-        assert all(len(rounds) == 3 and min(rounds) > 0 for rounds in times.values())
-    assert [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")][1:] == [*times]
+    assert [entry["kind"] for entry in record["times"]] == ["forward", "both"]
+    for entry, text in zip(record["times"], page.split("###")[1:], strict=True):
+        rows = [line.split("|") for line in text.splitlines() if line.startswith("| ")][1:]
+        assert [row[1].strip() for row in rows] == ["sdpa:plain", "blocks:si", "sdpa:plain again"]
+        for row, seconds in zip(rows, entry["seconds"].values(), strict=True):
+            assert len(seconds) == 3 and float(row[2]) == pytest.approx(sorted(seconds)[1] * 1e3, abs=1e-3)
 
 
 def test_the_formula_as_written_is_scale_invariant_attention():
@@ -115,9 +117,8 @@ def test_the_gate_lets_equal_models_pass_and_no_others():
         trainers["p_rope/timeout=9"].model.blocks[1].mlp.up.mul_(1.01)
         trainers["p_rope/keep=9"].model.head[0, 0] = torch.nan
     before = trainers["p_rope"].model.blocks[0].mlp.up.detach().clone()
-    results = step.gate(trainers, steps=3)
-    assert [result["passed"] for result in results.values()] == [True, True, True, True, False, False]
-    assert [result["first"] for result in results.values()] == ["p_rope"] * 3 + ["alibi"] + ["p_rope"] * 2
+    problems = step.gate(trainers, steps=3)
+    assert [*problems] == ["p_rope/timeout=9", "p_rope/keep=9"]
     assert (trainers["p_rope"].model.blocks[0].mlp.up - before).norm() > 0.1  # it trains
 
 
@@ -133,7 +134,7 @@ def test_step_reports_what_it_measured(tmp_path):
     assert command("step", "quickstart", *variants, *FIELDS, "--rounds", 3, "--steps", 2, "--out", tmp_path) == 0
     page, record = ((tmp_path / f"cpu_step_quickstart.{kind}").read_text() for kind in ("md", "json"))
     record = json.loads(record)
-    assert record["problems"].keys() == {"p_rope:flex"} and record["gate"]["alibi"]["passed"]
+    assert {name for name, result in record["gate"].items() if result == "passed"} == {"p_rope", "alibi"}
     assert list(record["seconds"]) == ["p_rope", "alibi", "p_rope again"]
     rows = [line.split("|") for line in page.split("## Times")[1].splitlines() if line.startswith("| ")]
     for row, times in zip(rows[1:], record["seconds"].values(), strict=True):

@@ -78,7 +78,7 @@ def test_the_exit_code_says_whether_something_is_broken(error, code, monkeypatch
     def check_kernels(*_):
         if error:
             raise error
-        yield doctor.Finding("ok", "kernels", "fine")
+        yield doctor.Finding("kernels", "fine")
 
     monkeypatch.setattr(doctor, "check_kernels", check_kernels)
     assert doctor_command("quickstart", *FIELDS) == code

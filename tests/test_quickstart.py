@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -95,13 +94,10 @@ def run(books, capsys, *more):
     """Exit code, stdout and stderr of the quickstart on these books."""
     folder, code = books.parent, 0
     words = ["--text", books, "--runs-dir", folder / "runs", "--data-dir", folder / "data", *TINY.split(), *more]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["quickstart", *map(str, words)])
-        patch.chdir(ROOT)
-        try:
-            script.main()
-        except SystemExit as end:
-            code = end.code
+    try:
+        script.main([*map(str, words)])
+    except SystemExit as end:
+        code = end.code
     return code, *capsys.readouterr()
 
 
@@ -110,14 +106,12 @@ def test_a_short_quickstart_on_own_text_trains_every_method_and_repeats_nothing(
     code, output, _ = run(books, capsys)
     assert code == 0
     runs = books.parent / "runs"
-    page = (runs / "quickstart-my-books.md").read_text()
-    rows = [line for line in page.splitlines() if line.startswith("|")]
-    assert [row.split("|")[1].strip() for row in rows[2:]] == list(script.SHOWN) and "\n".join(rows) in output
-    assert set(script.SHOWN) == set(script.METHODS)
-    assert (runs / "quickstart-my-books.png").stat().st_size > 10_000
+    rows = [line for line in (runs / "quickstart.md").read_text().splitlines() if line.startswith("|")]
+    assert [row.split("|")[1].strip() for row in rows[2:]] == list(script.METHODS) and "\n".join(rows) in output
+    assert (runs / "quickstart.png").stat().st_size > 10_000
     folders = sorted(path for path in runs.iterdir() if path.is_dir())
     configs = [json.loads((folder / "config.json").read_text()) for folder in folders]
-    assert sorted(c["method"] for c in configs) == sorted(method for method, *_ in script.METHODS.values())
+    assert sorted(c["method"] for c in configs) == sorted(method for method, _ in script.METHODS.values())
     assert [c["method_options"] for c in configs if c["method_options"]] == [{"slope_scale": 16}]
     summary = json.loads((folders[0] / "summary.json").read_text())
     row = next(row for row in rows if row.split("|")[1].strip() == "ALiBi (slopes x 16)")
@@ -125,13 +119,10 @@ def test_a_short_quickstart_on_own_text_trains_every_method_and_repeats_nothing(
 
     before = [(folder / "metrics.jsonl").stat().st_mtime_ns for folder in folders]
     assert run(books, capsys)[0] == 0
-    for more, field in ((("--muon_lr", "5"), "muon_lr"), (("--val_tokens", "8192"), "val_tokens")):
-        code, _, error = run(books, capsys, *more)
-        assert code == 2 and field in error and error.count("\n") == 1
-    path = folders[1] / "summary.json"
+    path = folders[1] / "summary.json"  # of a run on another text
     path.write_text(json.dumps(json.loads(path.read_text()) | dict(data="0123")))
     code, _, error = run(books, capsys)
-    assert code == 2 and str(folders[1]) in error
+    assert code == 2 and "data" in error
     assert [(folder / "metrics.jsonl").stat().st_mtime_ns for folder in folders] == before
 
 

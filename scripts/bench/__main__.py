@@ -1,9 +1,7 @@
 """Time attention, or whole training steps, on this machine. A variant with wrong numbers gets no time.
 
-    python -m scripts.bench attention                                        attention alone
-    python -m scripts.bench step PRESET [VARIANT ...] [--field value ...]    whole training steps
-
-`python -m scripts.bench step --help` explains variants and options.
+python -m scripts.bench attention                                        attention alone
+python -m scripts.bench step PRESET [VARIANT ...] [--field value ...]    whole training steps
 """
 
 import argparse

@@ -25,7 +25,7 @@ from model.attention.base import Plan, bound_products
 from model.attention.check import check_backend
 from model.attention.sdpa import chosen_kernel, prefer_fast_sdpa
 from model.methods import make_method
-from model.methods.base import Method, ScoreChange
+from model.methods.base import Method
 from runtime.processes import start_processes
 from scripts.bench import protocol
 
@@ -47,11 +47,11 @@ def as_written(score, batch, head, q_index, kv_index):
     return torch.sqrt(2 * log + 1) * score - 2 * log
 
 
-def prepare_as_written(score_change: ScoreChange | None, plan: Plan) -> dict:
-    return flex.prepare(None, plan) | dict(score_mod=as_written)
-
-
-FLEX_WRITTEN = SimpleNamespace(unsupported=flex.unsupported, prepare=prepare_as_written, run=flex.run)
+FLEX_WRITTEN = SimpleNamespace(
+    unsupported=flex.unsupported,
+    prepare=lambda score_change, plan: flex.prepare(None, plan) | dict(score_mod=as_written),
+    run=flex.run,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser):
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     report.add(f"{args.dtype}, {args.heads} heads of {args.head_dim}; sdpa runs {kernel}.")
     problems = {name: problem for name, one in variants.items() if (problem := find_problem(one, device, dtype))}
     right = {name: variant for name, variant in variants.items() if name not in problems}
-    report.record |= dict(gate=dict.fromkeys(right, "passed") | problems, lengths=[])
+    report.record |= dict(gate=dict.fromkeys(right, "passed") | problems, times=[])
     report.add(f"## Gate\n\nThese agree with float64: {', '.join(right) or 'none'}.", problems=problems)
     for length in args.lengths:
         shape = max(1, TOKENS[device.type] // length), length, args.heads, args.head_dim
@@ -136,16 +136,15 @@ def time_length(report: protocol.Report, variants: dict[str, Variant], inputs: l
     torch._dynamo.reset()  # drops what was compiled for other lengths
     makers = {name: functools.partial(make_passes, variant, inputs) for name, variant in variants.items()}
     passes, problems = protocol.build_variants(makers)
-    rows, seconds = [["variant", "forward ms", "both ms", "TFLOP/s", "forward, ratio", "both, ratio"]], {}
-    if passes:
-        for kind in ("forward", "both"):
-            timers = {name: functools.partial(protocol.time_calls, calls[kind], device=inputs[0].device)
-                      for name, calls in passes.items()}  # fmt: skip
-            seconds[kind] = protocol.measure(timers, rounds)
-        flops = 3.5 * 4 * batch * heads * length**2 * head_dim / 2
-        for name in seconds["both"]:
-            forward, both = (statistics.median(times[name]) for times in seconds.values())
-            ratios = [protocol.ratio_cell(times[name], next(iter(times.values()))) for times in seconds.values()]
-            rows.append([name, f"{forward * 1e3:.3f}", f"{both * 1e3:.3f}", f"{flops / both / 1e12:.3g}", *ratios])
-    report.record["lengths"].append(dict(length=length, batch=batch, seconds=seconds, problems=problems))
-    report.add(f"## Length {length}, batch {batch}", rows, problems)
+    report.add(f"## Length {length}, batch {batch}", problems=problems)
+    for kind, factor in dict(forward=1.0, both=3.5).items() if passes else ():
+        timers = {name: functools.partial(protocol.time_calls, calls[kind], device=inputs[0].device)
+                  for name, calls in passes.items()}  # fmt: skip
+        times = protocol.measure(timers, rounds)
+        flops = factor * 4 * batch * heads * length**2 * head_dim / 2
+        rows = [["variant", "ms", "TFLOP/s", "ratio"]]
+        for name, seconds in times.items():
+            median, ratio = statistics.median(seconds), protocol.ratio_cell(seconds, next(iter(times.values())))
+            rows.append([name, f"{median * 1e3:.3f}", f"{flops / median / 1e12:.3g}", ratio])
+        report.record["times"].append(dict(length=length, batch=batch, kind=kind, seconds=times))
+        report.add(f"### {kind.capitalize()}", rows)

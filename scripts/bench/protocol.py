@@ -73,19 +73,16 @@ def ratio_cell(times: list[float], baseline: list[float]) -> str:
     return f"{np.median(ratios):.3f} ({low:.3f} to {high:.3f})"
 
 
-def versions() -> str:
-    packages = [f"{name} {version(name)}" for name in ("torch", "triton") if find_spec(name)]
-    cuda = [f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"] if torch.cuda.is_available() else []
-    return ", ".join([*packages, *cuda, f"Python {platform.python_version()}"])
-
-
-def gpu_state() -> str:
-    """Return driver, clock, power, temperature and throttle reasons of the GPUs; "" without nvidia-smi."""
-    if not shutil.which("nvidia-smi"):
-        return ""
-    fields = "driver_version,clocks.sm,power.draw,temperature.gpu,clocks_throttle_reasons.active"
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+def describe_machine(device: torch.device) -> str:
+    """Return the device and the versions of packages; of GPUs also driver, clock, power, temperature, throttling."""
+    parts = [device_name(device), *(f"{name} {version(name)}" for name in ("torch", "triton") if find_spec(name))]
+    if device.type == "cuda":
+        parts.append(f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}")
+    if device.type == "cuda" and shutil.which("nvidia-smi"):
+        fields = "driver_version,clocks.sm,power.draw,temperature.gpu,clocks_throttle_reasons.active"
+        command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+        parts.append(subprocess.run(command, capture_output=True, text=True).stdout.strip())
+    return ", ".join([*parts, f"Python {platform.python_version()}"])
 
 
 class Report:
@@ -96,9 +93,8 @@ class Report:
         self.path = folder and folder / (re.sub(r"\W+", "_", short.lower()) + f"_{name}")
         command = shlex.join(["python", "-m", "scripts.bench", *sys.argv[1:]])
         commit = git_commit(Path(__file__).parent) or "unknown"
-        machine = f"{device_name(device)}; {versions()} {gpu_state()}"
-        self.text, self.record = "", dict(command=command, commit=commit, machine=machine)
-        self.add(f"    {command}\n\n{machine}; commit {commit}. docs/speed.md says how to read the tables.")
+        self.text, self.record = "", dict(command=command, commit=commit, machine=describe_machine(device))
+        self.add(f"    {command}\n\nCommit {commit}. {self.record['machine']}. How to read the tables: docs/speed.md.")
 
     def add(self, text: str, rows: list[list[str]] | None = None, problems: dict[str, str] | None = None):
         """Add a text, then a table, then the variants that are missing in it and why."""

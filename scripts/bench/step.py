@@ -73,9 +73,9 @@ def read_variant(preset: str, fields: list[str], name: str) -> Config:
     return config
 
 
-def gate(trainers: dict[str, Trainer], steps: int) -> dict[str, dict]:
-    """Return the errors of each variant against the first variant of the same model, and whether they are small."""
-    firsts, results = {}, {}
+def gate(trainers: dict[str, Trainer], steps: int) -> dict[str, str]:
+    """Return the problems of variants that differ from the first variant of the same model in gradients or losses."""
+    firsts, problems = {}, {}
     for name, trainer in trainers.items():
         gradients = trainer.gradients()
         losses = torch.stack([trainer.step(lr_factor=1.0) for _ in range(steps)])
@@ -83,10 +83,11 @@ def gate(trainers: dict[str, Trainer], steps: int) -> dict[str, dict]:
         errors = [(gradients[key] - exact).norm() / (exact.norm() + 1e-30) for key, exact in first[1].items()]
         gradient_error, loss_error = torch.stack(errors).max().item(), (losses - first[2]).abs().max().item()
         dtypes = {trainer.dtype, trainers[first[0]].dtype}
-        passed = gradient_error <= max(GRADIENT_LIMITS[dtype] for dtype in dtypes)  # NaN fails
-        passed &= loss_error <= max(LOSS_LIMITS[dtype] for dtype in dtypes)
-        results[name] = dict(first=first[0], gradients=gradient_error, losses=loss_error, passed=passed)
-    return results
+        limits = max(GRADIENT_LIMITS[dtype] for dtype in dtypes), max(LOSS_LIMITS[dtype] for dtype in dtypes)
+        if not (gradient_error <= limits[0] and loss_error <= limits[1]):  # NaN fails
+            errors = f"its gradients by {gradient_error:.1e}, its losses by {loss_error:.1e}"
+            problems[name] = f"refused: it differs from {first[0]}, {errors}"
+    return problems
 
 
 def compare_variants(args: argparse.Namespace, variants: dict[str, Config], device: torch.device) -> int:
@@ -94,18 +95,14 @@ def compare_variants(args: argparse.Namespace, variants: dict[str, Config], devi
     report = protocol.Report(args.out, f"step_{args.preset}", device)
     makers = {name: functools.partial(Trainer, config, device) for name, config in variants.items()}
     trainers, problems = protocol.build_variants(makers)
-    checked = gate(trainers, args.steps)
-    rows = [["variant", "same model as", "gradients", "losses", ""]]
-    for name, result in checked.items():
-        verdict = "passed" if result["passed"] else "refused"
-        rows.append([name, result["first"], f"{result['gradients']:.1e}", f"{result['losses']:.1e}", verdict])
-    report.record |= dict(gate=checked, problems=problems)
-    report.add(f"## Gate, {args.steps} steps", rows, problems)
-    right = {name: trainer for name, trainer in trainers.items() if checked[name]["passed"]}
+    refused = gate(trainers, args.steps)
+    right = {name: trainer for name, trainer in trainers.items() if name not in refused}
+    report.record |= dict(gate=dict.fromkeys(right, "passed") | refused | problems)
+    report.add(f"## Gate\n\nThese passed: {', '.join(right) or 'none'}.", problems=refused | problems)
     if right:
-        timers = {name: trainer.time_step for name, trainer in right.items()}
-        add_times(report, right, protocol.measure(timers, args.rounds))
-    return int(len(right) < len(trainers))
+        times = protocol.measure({name: trainer.time_step for name, trainer in right.items()}, args.rounds)
+        add_times(report, right, times)
+    return int(bool(refused))
 
 
 def add_times(report: protocol.Report, trainers: dict[str, Trainer], times: dict[str, list[float]]):
@@ -121,7 +118,7 @@ def add_times(report: protocol.Report, trainers: dict[str, Trainer], times: dict
         ratio = protocol.ratio_cell(seconds, times[baseline])
         rows.append([name, trainer.backends, f"{rate:,.0f}", f"{median * 1e3:.2f}", used, memory, ratio])
     report.record["seconds"] = times
-    report.add(f"## Times\n\nCompile {first.compile_note}. Peak: {source}. {protocol.gpu_state()}", rows)
+    report.add(f"## Times\n\nCompile {first.compile_note}. Peak: {source}.", rows)
 
 
 def compare_checkouts(args: argparse.Namespace, device: torch.device) -> int:

@@ -50,9 +50,8 @@ class Trainer:
 
     def step(self, lr_factor: float = 0.0) -> Tensor:
         """Make a training step and return its loss."""
-        return train_step(
-            self.compiled_model, self.micro_batches, self.plan, self.optimizers, lr_factor, self.world
-        )[0]  # fmt: skip
+        numbers = train_step(self.compiled_model, self.micro_batches, self.plan, self.optimizers, lr_factor, self.world)
+        return numbers[0]
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of the loss, by parameter."""
