@@ -43,9 +43,9 @@ PAPER = ("rope", "p_rope", "nope", "rope_ntk", "yarn", "logn_rope", "logn_p_rope
 PAPER += ("scale_invariant_p_rope",)
 NOT_TRAINED = ("rope", "rope_ntk")
 PAPER_MODEL = "meta-llama/Llama-2-7b-hf"
-USED = (  # fields of Config that apply here
+USED = (  # fields that the command line takes
     "method method_options data_dir train_length batch_tokens micro_batch_tokens seed val_lengths val_tokens val_every"
-    " name runs_dir resume force on_nonfinite device dtype save_every keep timeout wandb wandb_project"
+    " name runs_dir resume force on_nonfinite device dtype save_every keep timeout wandb wandb_project steps lr rescale"
 ).split()
 
 
@@ -64,7 +64,6 @@ class Settings(Config):
     validation text."""
 
 
-OWN = ("steps", "lr", "rescale")  # fields of Settings that the command line takes
 DEFAULTS = Settings(
     data_dir="data/fineweb_llama2", batch_tokens=65_536, micro_batch_tokens=8192, val_tokens=2_097_152, val_every=0,
     runs_dir="runs/continued", save_every=200, keep=1, group="continued", cooldown_steps=0,
@@ -120,13 +119,13 @@ class ContinuedRun(Run):
 def read_settings(arguments: list[str]) -> Settings:
     """Return the run that the command line describes: MODEL --field value ... --help prints the fields and exits."""
     if not arguments or {"-h", "--help"} & {*arguments}:
-        values = {name: getattr(DEFAULTS, name) for name in (*USED, *OWN)}
+        values = {name: getattr(DEFAULTS, name) for name in USED}
         print("\n".join([__doc__, *fields_help(Settings, values), *fields_help(Config, values)]))
         sys.exit(0 if arguments else 2)
     name, *rest = arguments
     require(not name.startswith("-"), "the model comes first: scripts.continue_pretraining MODEL --field value ...")
     fields = read_fields(rest, Settings)
-    unused = sorted(fields.keys() - {*USED, *OWN})
+    unused = sorted(fields.keys() - {*USED})
     require(not unused, f"--{', --'.join(unused)} does not apply here. --help lists the fields.")
     method = fields.get("method", DEFAULTS.method)
     check_options(method, fields.get("method_options", {}))
@@ -134,9 +133,8 @@ def read_settings(arguments: list[str]) -> Settings:
     fields["val_every"] = fields.get("val_every") or max(1, steps)
     fields.setdefault("name", f"{Path(name).name}-{method}")
     config = read_config(name)
-    fits = config.model_type == "llama" and config.vocab_size <= 2**16
-    message = f"{name} is of the family {config.model_type} with a vocabulary of {config.vocab_size}"
-    require(fits, f"{message}. Use a llama of at most {2**16} tokens, as shards have 16-bit tokens.")
+    message = f"{name} has a vocabulary of {config.vocab_size}, and shards have 16-bit tokens. Use another model."
+    require(config.vocab_size <= 2**16, message)
     return dataclasses.replace(
         DEFAULTS, vocab_size=config.vocab_size, num_layers=config.num_hidden_layers, model=name,
         num_heads=config.num_attention_heads, model_dim=config.hidden_size, **fields,

@@ -70,9 +70,7 @@ def main(argv: list[str] | None = None):
     args = parser.parse_args(argv)
     out = args.out or args.run / "hf"
     if args.push is None or not out.exists():
-        parameters = export(args.run, out, args.tokenizer)
-        use = f"AutoModelForCausalLM.from_pretrained({str(out)!r}, trust_remote_code=True)"
-        print(f"{out}: {parameters:,} parameters: {use}")
+        print(f"{out}: {export(args.run, out, args.tokenizer):,} parameters")
     if args.push:
         from huggingface_hub import HfApi
 

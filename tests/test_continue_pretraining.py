@@ -171,15 +171,6 @@ def test_a_step_that_is_not_finite_ends_the_run(place, tmp_path, capsys):
 # ---- resuming --------------------------------------------------------------------------------------------------------
 
 
-def assert_same_tensors(ours, theirs):
-    if isinstance(ours, torch.Tensor):
-        assert torch.equal(ours, theirs)
-    elif isinstance(ours, dict):
-        assert ours.keys() == theirs.keys()
-        for key in ours:
-            assert_same_tensors(ours[key], theirs[key])
-
-
 @pytest.mark.parametrize("after", [1, 3])
 def test_a_resumed_run_equals_the_undisturbed_one_bit_for_bit(after, place, undisturbed, tmp_path, monkeypatch):
     argv = arguments(place, tmp_path, "--method", "logn_p_rope", "--name", "run", "--resume", "auto")
@@ -200,20 +191,9 @@ def test_a_resumed_run_equals_the_undisturbed_one_bit_for_bit(after, place, undi
     assert run_command(argv) == 0 and comparable(run) == comparable(whole)
     ours, theirs = (load_checkpoint(folder / "checkpoints" / f"step_{STEPS:06d}.pt") for folder in (run, whole))
     for part in ("model", "optimizers"):
-        assert_same_tensors(ours[part], theirs[part])
+        assert_close(ours[part], theirs[part], rtol=0, atol=0)
     before = (run / "metrics.jsonl").read_bytes()
     assert run_command(argv) == 0 and (run / "metrics.jsonl").read_bytes() == before  # it is finished
-
-
-def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_serves(place, undisturbed, tmp_path):
-    shutil.copytree(undisturbed / "run", tmp_path / "run")
-    (tmp_path / "run" / "summary.json").unlink()
-    newest = tmp_path / "run" / "checkpoints" / f"step_{STEPS:06d}.pt"
-    content = bytearray(newest.read_bytes())
-    content[len(content) // 2] ^= 1
-    newest.write_bytes(content)
-    argv = arguments(place, tmp_path, "--method", "logn_p_rope", "--name", "run", "--resume", "auto")
-    assert run_command(argv) == 0 and comparable(tmp_path / "run") == comparable(undisturbed / "run")
 
 
 @pytest.mark.slow
@@ -240,20 +220,13 @@ def test_two_processes_equal_one_and_one_continues_from_their_checkpoints(place,
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "more, field",
-    [
-        (["--method", "ropes"], "method"),
-        (["--method", "rope", "--method_options", "tau", "3"], "tau"),
-        (["--methods", "rope"], "--methods"),
-        (["--val_tokens", "1000"], "val_tokens"),
-        (["--batch_tokens", "100"], "batch_tokens"),
-        (["--val_tokens", str(2**20)], "val_tokens"),
-        (["--model", "x"], "model"),
-        (["--data_dir", "nowhere"], "nowhere"),
-        (["--muon_lr", "1"], "muon_lr"),
-    ],
-)
+@pytest.mark.parametrize("more, field", [
+    (["--method", "ropes"], "method"),
+    (["--method", "rope", "--method_options", "tau", "3"], "tau"),
+    (["--val_tokens", "1000"], "val_tokens"),
+    (["--model", "x"], "model"),
+    (["--muon_lr", "1"], "muon_lr"),
+], ids=str)  # fmt: skip
 def test_wrong_usage(more, field, place, tmp_path, capsys):
     assert run_command(arguments(place, tmp_path / "runs", *more)) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
@@ -261,44 +234,17 @@ def test_wrong_usage(more, field, place, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "changes, word",
-    [
-        (dict(vocab_size=128_256), "vocabulary"),
-        (dict(model_type="gemma2"), "llama"),
-        (dict(model_type="mistral"), "mistral"),
-    ],
+    "changes, word", [(dict(vocab_size=128_256), "vocabulary"), (dict(model_type="mistral"), "mistral")], ids=str
 )
-def test_a_model_that_cannot_be_trained_is_refused_by_its_configuration(changes, word, place, tmp_path, capsys):
-    shutil.copytree(place / "model", tmp_path / "other", ignore=shutil.ignore_patterns("*.safetensors"))
+def test_a_model_that_cannot_be_trained_is_refused(changes, word, place, tmp_path, capsys):
     config = json.loads((place / "model" / "config.json").read_text()) | changes
-    (tmp_path / "other" / "config.json").write_text(json.dumps(config))
-    assert run_command(arguments(place, tmp_path / "runs", model=tmp_path / "other")) == 2
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert run_command(arguments(place, tmp_path / "runs", model=tmp_path)) == 2
     assert word in capsys.readouterr().err and not (tmp_path / "runs").exists()
 
 
-def test_the_data_and_the_run_folder_must_fit(place, undisturbed, tmp_path, capsys):
+def test_the_data_must_have_the_models_tokenizer(place, tmp_path, capsys):
     shutil.copytree(place / "model", tmp_path / "other")
     save_tokenizer(tmp_path / "other", vocab_size=290)
     assert run_command(arguments(place, tmp_path / "runs", model=tmp_path / "other")) == 2
     assert "tokenizer" in capsys.readouterr().err and not (tmp_path / "runs").exists()
-    shutil.copytree(undisturbed / "run", tmp_path / "run")
-    (tmp_path / "run" / "summary.json").unlink()
-    argv = arguments(place, tmp_path, "--method", "logn_p_rope", "--name", "run")
-    assert run_command(argv) == 2 and "--name" in capsys.readouterr().err
-    assert run_command([*argv, "--resume", "auto", "--lr", "0.01"]) == 2
-    assert "lr 0.001 -> 0.01" in capsys.readouterr().err
-
-
-def test_help_lists_the_fields(capsys):
-    assert run_command(["--help"]) == 0
-    said = capsys.readouterr().out
-    assert "--val_tokens INT" in said and "--lr FLOAT" in said and "--model" not in said
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", command.PAPER)
-def test_the_methods_of_the_papers_table(method, place, tmp_path):
-    assert run_command(arguments(place, tmp_path, "--method", method, "--rescale", steps=2)) == 0
-    summary = json.loads((tmp_path / f"model-{method}" / "summary.json").read_text())
-    assert tuple(summary["val_loss"]) == LENGTHS
-    assert all(summary["val_loss"][n] < summary["val_loss_before"][n] for n in LENGTHS)

@@ -1,31 +1,30 @@
+# ruff: noqa: E402 (imports after importorskip)
 """scripts.logit_statistics on tiny Hugging Face models and a run of ours, against a float64 computation and scipy."""
 
 import csv
 import dataclasses
 import json
-import shutil
 
-import numpy as np
 import pytest
 import scipy.stats
 import torch
 
 transformers = pytest.importorskip("transformers", reason="an extra: pip install -r requirements-extras.txt")
-tokenizers = pytest.importorskip("tokenizers")
 
-from test_reproduce import call, is_figure  # noqa: E402, F401 (call is a fixture)
+import tokenizers
+from test_reproduce import call, is_figure  # noqa: F401 (call is a fixture)
 
-from configs.presets import quickstart  # noqa: E402
-from data.shards import tokenizer_of  # noqa: E402
-from data.text import prepare  # noqa: E402
-from data.tokenizer import load_tokenizer  # noqa: E402
-from runtime.build import build_model  # noqa: E402
-from runtime.checkpoint import save_checkpoint  # noqa: E402
-from scripts import logit_statistics  # noqa: E402
-from scripts.hf.attention import convert  # noqa: E402
-from scripts.hf.scores import layer_scores, measure_scores  # noqa: E402
-from scripts.reproduce import logits  # noqa: E402
-from scripts.reproduce.qq import PAPERS_MODELS, Kept  # noqa: E402
+from configs.presets import quickstart
+from data.shards import tokenizer_of
+from data.text import prepare
+from data.tokenizer import load_tokenizer
+from runtime.build import build_model
+from runtime.checkpoint import save_checkpoint
+from scripts import logit_statistics
+from scripts.hf.attention import convert
+from scripts.hf.scores import layer_scores, measure_scores
+from scripts.reproduce import logits
+from scripts.reproduce.qq import PAPERS_MODELS, Kept
 
 TEXT = "New England is a region of six states in the northeast of the country . It borders the sea ."
 WORDS = ["<bos>", "<unk>", *sorted(set(TEXT.split()))]
@@ -33,7 +32,6 @@ SIZES = dict(vocab_size=40, hidden_size=48, intermediate_size=64, num_hidden_lay
              num_attention_heads=6, num_key_value_heads=2, initializer_range=0.2,
              rope_parameters=dict(rope_type="default", rope_theta=500.0))  # fmt: skip
 CAPPED = dict(query_pre_attn_scalar=9, attn_logit_softcapping=0.5, sliding_window=7)  # the scores pass the cap
-FAMILIES = ("llama", "gemma2")
 TOKENS = torch.randint(40, (2, 23), generator=torch.Generator().manual_seed(1))
 
 
@@ -48,19 +46,17 @@ def make_model(family):
     return model
 
 
-@pytest.fixture(params=FAMILIES)
-def folder(request, tmp_path):
-    """A model's folder with a tokenizer that begins with <bos>, and text.txt beside it."""
-    path = tmp_path / "model"
-    make_model(request.param).save_pretrained(path)
+@pytest.fixture
+def folder(tmp_path):
+    """A Gemma's folder with a tokenizer, and text.txt beside it."""
+    make_model("gemma2").save_pretrained(tmp_path / "model")
     words = tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>")
     tokenizer = tokenizers.Tokenizer(words)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing("<bos> $A", special_tokens=[("<bos>", 0)])
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", unk_token="<unk>")
-    fast.save_pretrained(path)
+    fast.save_pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_text(f"\n{TEXT}\n")
-    return path
+    return tmp_path / "model"
 
 
 @torch.no_grad()
@@ -102,7 +98,7 @@ def rows(path):
 # ---- scores ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_scores_are_those_of_the_dense_computation(family):
     """Also after a conversion to RoPE; after one to NoPE, only scores without rotation exist."""
     model = make_model(family)
@@ -127,7 +123,6 @@ def test_scores_are_those_of_the_dense_computation(family):
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("folder", ["gemma2"], indirect=True)
 def test_the_command_writes_the_statistics_that_scipy_finds(folder, tmp_path, capsys):
     logit_statistics.main([str(folder), "--text", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out")])
     tokens = torch.tensor([[0, *(WORDS.index(word) for word in TEXT.split())]])
@@ -142,12 +137,6 @@ def test_the_command_writes_the_statistics_that_scipy_finds(folder, tmp_path, ca
             expected = dict(mean=x.mean(), std=x.std(), skewness=scipy.stats.skew(x), ks=ks)
             expected |= dict(excess_kurtosis=scipy.stats.kurtosis(x))
             assert {key: float(row[key]) for key in expected} == pytest.approx(expected, rel=1e-4, abs=2e-5)
-            mine = [row for row in quantiles if wanted.items() <= row.items()]
-            p = (np.arange(n := 200 if head == "all" else 50) + 0.5) / n
-            columns = dict(probability=p, gaussian=scipy.stats.norm.ppf(p, x.mean(), x.std()))
-            columns |= dict(sample=scipy.stats.mstats.mquantiles(x, p, alphap=1, betap=1))
-            for name, column in columns.items():
-                np.testing.assert_allclose([float(row[name]) for row in mine], column, atol=2e-5, rtol=1e-4)
     about, T = json.loads((tmp_path / "out" / "about.json").read_text()), tokens.shape[1]
     assert (about["tokens"], about["pairs"], about["dtype"]) == (T, (T - 1) * (T - 2) // 2, "float32")
     assert "0.333333" in about["scale"]
@@ -155,7 +144,6 @@ def test_the_command_writes_the_statistics_that_scipy_finds(folder, tmp_path, ca
     assert len(capsys.readouterr().out.split("\n\n")[0].splitlines()) == 2 + 4
 
 
-@pytest.mark.parametrize("folder", ["llama"], indirect=True)
 def test_a_long_text_is_cut_and_pairs_are_drawn(folder, tmp_path, monkeypatch):
     (tmp_path / "long.txt").write_text(f"{TEXT} " * 9)
     monkeypatch.setattr(logit_statistics, "MAX_PAIRS", 99)
@@ -197,18 +185,13 @@ def test_a_run_of_ours(run, tmp_path, monkeypatch):
         assert float(row["std"]) == pytest.approx(scores[0].std(correction=0).item())
 
 
-@pytest.mark.parametrize("folder", ["llama"], indirect=True)
 def test_refusals(folder, run, tmp_path, capsys):
-    text, short = tmp_path / "text.txt", tmp_path / "short.txt"
-    short.write_text("England")
-    shutil.copytree(run, tmp_path / "bare", ignore=shutil.ignore_patterns("step*"))
+    text = tmp_path / "text.txt"
     (run / "data.json").write_text(json.dumps(dict(tokenizer="gpt2")))
     for arguments, word in [
         ([folder, "--text", tmp_path / "none.txt"], "none.txt"),
         ([folder, "--text", text, "--tokens", "2"], "--tokens"),
-        ([folder, "--text", short], "got 2"),
         ([run, "--text", text], "tokenizer"),
-        ([tmp_path / "bare", "--text", text], "checkpoint"),
     ]:
         with pytest.raises(SystemExit) as end:
             logit_statistics.main([str(argument) for argument in arguments])
