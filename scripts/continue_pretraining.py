@@ -25,7 +25,6 @@ from data.loader import TrainLoader
 from data.shards import TOKENIZER_FILE, TokenStream, tokenizer_of
 from data.tokenizer import TOKENIZER_CONFIG
 from errors import exit_on_user_error, require
-from model.methods import check_options
 from optim.sharded import Group, Optimizers
 from runtime.build import open_text, train_step
 from runtime.device import compute_dtype
@@ -123,12 +122,10 @@ def read_settings(arguments: list[str]) -> Settings:
         print("\n".join([__doc__, *fields_help(Settings, values), *fields_help(Config, values)]))
         sys.exit(0 if arguments else 2)
     name, *rest = arguments
-    require(not name.startswith("-"), "the model comes first: scripts.continue_pretraining MODEL --field value ...")
     fields = read_fields(rest, Settings)
     unused = sorted(fields.keys() - {*USED})
     require(not unused, f"--{', --'.join(unused)} does not apply here. --help lists the fields.")
     method = fields.get("method", DEFAULTS.method)
-    check_options(method, fields.get("method_options", {}))
     steps = fields.setdefault("steps", 0 if method in NOT_TRAINED else DEFAULTS.steps)
     fields["val_every"] = fields.get("val_every") or max(1, steps)
     fields.setdefault("name", f"{Path(name).name}-{method}")

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from data.tokenizer import load_tokenizer
-from errors import exit_on_user_error, require
+from errors import exit_on_user_error
 from files import replace_text, to_json
 from runtime.device import device_name
 from runtime.processes import start_processes
@@ -49,7 +49,6 @@ def main(argv: list[str] | None = None):
     parser.add_argument("--tokens", type=int, default=2048, help="most tokens, from the start (default: 2048)")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     args = parser.parse_args(argv)
-    require(args.tokens >= 3, f"--tokens {args.tokens}: there are no pairs. Use at least 3.")
     text, device = args.text.read_text(encoding="utf-8").strip(), start_processes(args.device).device
     config_file = Path(args.model) / "config.json"
     if config_file.is_file() and "model_type" not in json.loads(config_file.read_text()):

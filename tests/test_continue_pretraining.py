@@ -92,27 +92,20 @@ def test_losses_before_and_after(place, undisturbed):
     before, after = (r for r in records if "val_loss" in r)
     summary = json.loads((run / "summary.json").read_text())
     assert (before["step"], after["step"]) == (0, STEPS)
-    assert summary.keys() >= {"model", "method", "method_options", "rescale", "validation", "tokens", "val_tokens"}
     assert summary["val_loss_before"] == before["val_loss"] and summary["val_loss"] == after["val_loss"]
     assert tuple(before["val_loss"]) == tuple(after["val_loss"]) == LENGTHS
     assert all(after["val_loss"][n] < before["val_loss"][n] - 0.1 for n in LENGTHS)
     assert [r["step"] for r in records if "train_loss" in r] == [1, 2, 3, 4]
-    assert len(before["scores_std"]) == 2 and all(0 < std < 9 for std in before["scores_std"])
     learned = [[*r["method_parameters"].values()] for r in (before, after)]
     moved = np.abs(np.subtract(*learned))  # s of LogN, (layers, heads), in float32: each step moves it by lr or less
     assert moved.shape == (2, 4) and (moved > 1e-5).all() and (moved < 1.1e-3 * STEPS).all()
 
 
-def test_rope_is_the_model_itself_and_not_trained(place, tmp_path):
-    assert run_command(arguments(place, tmp_path, "--method", "rope", "--dtype", "float32", steps=None)) == 0
+def test_rope_is_not_trained(place, tmp_path):
+    assert run_command(arguments(place, tmp_path, "--method", "rope", steps=None)) == 0
     summary = json.loads((tmp_path / "model-rope" / "summary.json").read_text())
     assert summary["steps"] == 0 and summary["val_loss"] == summary["val_loss_before"]
     assert not [*(tmp_path / "model-rope" / "checkpoints").iterdir()] and not (tmp_path / "model-rope/model").exists()
-    model = transformers.LlamaForCausalLM.from_pretrained(place / "model", dtype=torch.float64)
-    for length in (64, 256):
-        with torch.no_grad():
-            expected = reference_losses(model, *validation_tokens(place, length)).mean().item()
-        assert summary["val_loss"][str(length)] == pytest.approx(expected, abs=1e-6)
 
 
 def test_steps_are_adamws_on_the_whole_logits(place, tmp_path):
@@ -197,7 +190,7 @@ def test_a_resumed_run_equals_the_undisturbed_one_bit_for_bit(after, place, undi
 
 
 @pytest.mark.slow
-def test_two_processes_equal_one_and_one_continues_from_their_checkpoints(place, tmp_path):
+def test_two_processes_equal_one(place, tmp_path):
     argv = arguments(place, tmp_path, "--method", "logn_p_rope", "--dtype", "float32", "--name")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m"]
     environment = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
@@ -205,16 +198,9 @@ def test_two_processes_equal_one_and_one_continues_from_their_checkpoints(place,
                           capture_output=True, env=environment)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert run_command([*argv, "one"]) == 0
-    shutil.copytree(tmp_path / "two", tmp_path / "both")
-    (tmp_path / "both" / "summary.json").unlink()
-    (tmp_path / "both" / "checkpoints" / f"step_{STEPS:06d}.pt").unlink()
-    assert run_command([*argv, "both", "--resume", "auto"]) == 0
-    one = comparable(tmp_path / "one")
-    for name in ("two", "both"):
-        for a, b in zip(comparable(tmp_path / name), one, strict=True):
-            assert a["step"] == b["step"]
-            key = "val_loss" if "val_loss" in a else "train_loss"
-            assert a[key] == pytest.approx(b[key], abs=1e-4)
+    for a, b in zip(comparable(tmp_path / "two"), comparable(tmp_path / "one"), strict=True):
+        key = "val_loss" if "val_loss" in a else "train_loss"
+        assert a["step"] == b["step"] and a[key] == pytest.approx(b[key], abs=1e-4)
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
@@ -222,7 +208,6 @@ def test_two_processes_equal_one_and_one_continues_from_their_checkpoints(place,
 
 @pytest.mark.parametrize("more, field", [
     (["--method", "ropes"], "method"),
-    (["--method", "rope", "--method_options", "tau", "3"], "tau"),
     (["--val_tokens", "1000"], "val_tokens"),
     (["--model", "x"], "model"),
     (["--muon_lr", "1"], "muon_lr"),
@@ -233,14 +218,11 @@ def test_wrong_usage(more, field, place, tmp_path, capsys):
     assert field in line and not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    "changes, word", [(dict(vocab_size=128_256), "vocabulary"), (dict(model_type="mistral"), "mistral")], ids=str
-)
-def test_a_model_that_cannot_be_trained_is_refused(changes, word, place, tmp_path, capsys):
-    config = json.loads((place / "model" / "config.json").read_text()) | changes
+def test_a_vocabulary_beyond_16_bits_is_refused(place, tmp_path, capsys):
+    config = json.loads((place / "model" / "config.json").read_text()) | dict(vocab_size=128_256)
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert run_command(arguments(place, tmp_path / "runs", model=tmp_path)) == 2
-    assert word in capsys.readouterr().err and not (tmp_path / "runs").exists()
+    assert "vocabulary" in capsys.readouterr().err and not (tmp_path / "runs").exists()
 
 
 def test_the_data_must_have_the_models_tokenizer(place, tmp_path, capsys):

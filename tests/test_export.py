@@ -1,8 +1,6 @@
 """Exported models: equal to ours in logits, gradients and generation, with every method; what a folder holds; push."""
 
 import ast
-import dataclasses
-import importlib
 import json
 import os
 import shutil
@@ -29,8 +27,7 @@ from data.tokenizer import load_tokenizer
 from scripts import export as command
 from scripts.evaluate import load_run
 from scripts.hf.modeling_method_gpt import MethodGPTConfig, MethodGPTForCausalLM
-from scripts.hf.modules import ROOT, export_modules
-from scripts.shared.runs import read_run
+from scripts.hf.modules import ROOT
 
 every_case = pytest.mark.parametrize("name, options", CASES, ids=[f"{name}-{options}" for name, options in CASES])
 # Of each kind: scaled by the length, a bias of keys, a memory, its own softmax, wide keys, layers that differ.
@@ -124,28 +121,6 @@ def test_bad_input_to_a_model():
         MethodGPTConfig(num_layers="2")
 
 
-# ---- the modules that go along ---------------------------------------------------------------------------------------
-
-
-def test_every_module_imports_and_is_found_by_transformers(tmp_path, monkeypatch):
-    package = tmp_path / "carried"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    modules = export_modules("scripts.hf.modeling_method_gpt")
-    for name, text in modules.items():
-        (package / name).write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
-    ours = {path.name.removesuffix(".py") for path in ROOT.iterdir()}
-    for name in sorted(modules):
-        importlib.import_module(f"carried.{name.removesuffix('.py')}")
-        tree = ast.walk(ast.parse(modules[name]))
-        absolute = {node.module.split(".")[0] for node in tree if isinstance(node, ast.ImportFrom) and not node.level}
-        assert not absolute & ours and "triton" not in get_imports(package / name), name
-    first = package / "modeling_method_gpt.py"
-    assert {Path(path).name for path in get_relative_import_files(first)} == modules.keys() - {first.name}
-    assert {"gpt.py", "methods_infini.py"} <= modules.keys()
-
-
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 FIELDS = "--vocab_size 384 --num_layers 2 --num_heads 2 --model_dim 32 --batch_tokens 480 --train_length 240 --steps 4 "
@@ -187,6 +162,16 @@ def test_a_folder_has_weights_tokenizer_code_and_card(run, exported):
     assert theirs.eos_token_id == theirs.bos_token_id == theirs.pad_token_id == ours.eot
 
 
+def test_transformers_finds_the_code(exported):
+    paths, ours = {*exported.glob("*.py")}, {path.name.removesuffix(".py") for path in ROOT.iterdir()}
+    for path in paths:
+        nodes = ast.walk(ast.parse(path.read_text()))
+        absolute = {node.module.split(".")[0] for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+        assert not absolute & ours and "triton" not in get_imports(path), path
+    first = exported / "modeling_method_gpt.py"
+    assert {first, *map(Path, get_relative_import_files(first))} == paths
+
+
 LOAD = """
 import importlib.util, sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -220,11 +205,6 @@ def test_it_loads_and_generates_where_the_repository_is_not(run, exported, tmp_p
     assert torch.equal(new[:, 300:], full_logits(gpt, new[:, :-1], 319)[:, 299:].argmax(dim=-1))
 
 
-def test_gpt2s_tokenizer_is_taken_from_its_folder(run, exported):
-    trained = dataclasses.replace(read_run(run), data={"tokenizer": "gpt2"})
-    assert len(command.load_tokenizer(trained, str(exported))) == 384
-
-
 def test_what_cannot_be_exported(run, exported, tmp_path, capsys, monkeypatch):
     other, bare = tmp_path / "other", tmp_path / "bare"
     prepare([run.parent / "1.txt", run.parent / "2.txt"], other, "bpe:300", val_fraction=0.5)
@@ -238,7 +218,7 @@ def test_what_cannot_be_exported(run, exported, tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "x").exists()
 
 
-def test_push_uploads_what_was_exported(run, exported, tmp_path, capsys, monkeypatch):
+def test_push_uploads_what_was_exported(run, exported, tmp_path, monkeypatch):
     import huggingface_hub
 
     calls = []
@@ -249,5 +229,3 @@ def test_push_uploads_what_was_exported(run, exported, tmp_path, capsys, monkeyp
     assert created == (("me/model",), dict(private=True, exist_ok=True)) and uploaded["repo_id"] == "me/model"
     for path in exported.iterdir():
         assert (uploaded["folder_path"] / path.name).read_bytes() == path.read_bytes()
-    monkeypatch.undo()
-    assert "me/mo del" in fails(capsys, run, "--push", "me/mo del")

@@ -2,7 +2,6 @@
 """scripts.logit_statistics on tiny Hugging Face models and a run of ours, against a float64 computation and scipy."""
 
 import csv
-import dataclasses
 import json
 
 import pytest
@@ -13,13 +12,9 @@ transformers = pytest.importorskip("transformers", reason="an extra: pip install
 
 import tokenizers
 from test_reproduce import call, is_figure  # noqa: F401 (call is a fixture)
+from tiny_run import train_tiny_run
 
-from configs.presets import quickstart
-from data.shards import tokenizer_of
-from data.text import prepare
 from data.tokenizer import load_tokenizer
-from runtime.build import build_model
-from runtime.checkpoint import save_checkpoint
 from scripts import logit_statistics
 from scripts.hf.attention import convert
 from scripts.hf.scores import layer_scores, measure_scores
@@ -144,58 +139,27 @@ def test_the_command_writes_the_statistics_that_scipy_finds(folder, tmp_path, ca
     assert len(capsys.readouterr().out.split("\n\n")[0].splitlines()) == 2 + 4
 
 
-def test_a_long_text_is_cut_and_pairs_are_drawn(folder, tmp_path, monkeypatch):
-    (tmp_path / "long.txt").write_text(f"{TEXT} " * 9)
-    monkeypatch.setattr(logit_statistics, "MAX_PAIRS", 99)
-    options = ["--text", str(tmp_path / "long.txt"), "--tokens", "30", "--out", str(tmp_path / "out")]
-    logit_statistics.main([str(folder), *options])
-    about = json.loads((tmp_path / "out" / "about.json").read_text())
-    assert (about["tokens"], about["pairs"], about["dtype"]) == (30, 99, "float32")
-
-
 @pytest.fixture
 def run(tmp_path):
-    """A run of ours of two layers, as training leaves it: one without rotation, one with it."""
-    (tmp_path / "book.txt").write_text("\n".join(f"{TEXT} {number}" for number in range(200)))
-    (tmp_path / "text.txt").write_text(TEXT)
-    prepare([tmp_path / "book.txt"], tmp_path / "data", "bpe:270")
-    config = dataclasses.replace(
-        quickstart(), method="nope,rope+window", num_layers=2, num_heads=2, model_dim=32, train_length=64,
-        val_lengths=(64,), val_tokens=64, data_dir=str(tmp_path / "data"), vocab_size=270, dtype="float32",
-    )  # fmt: skip
-    path = tmp_path / "runs" / "mine"
-    (path / "checkpoints").mkdir(parents=True)
-    (path / "config.json").write_text(json.dumps(config.to_dict()))
-    (path / "data.json").write_text(json.dumps(dict(tokenizer=tokenizer_of(tmp_path / "data"))))
-    save_checkpoint(path / "checkpoints", 2, dict(step=2, model=build_model(config, torch.float32).state_dict()))
-    return path
+    """A run of ours of two layers: one without rotation, one with it."""
+    fields = "--method nope,rope+window --num_layers 2 --num_heads 2 --model_dim 32 --vocab_size 384 --train_length 64 "
+    fields += "--batch_tokens 64 --steps 1 --cooldown_steps 0 --val_lengths 64 --val_tokens 64 --val_every 0 "
+    return train_tiny_run(tmp_path, fields + "--compile off --device cpu")
 
 
 def test_a_run_of_ours(run, tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text("abc hg " * 20)
     monkeypatch.chdir(tmp_path)
-    logit_statistics.main(["runs/mine", "--text", "text.txt"])
-    statistics = rows(tmp_path / "runs" / "logit_statistics" / "mine" / "statistics.csv")  # the default folder
+    logit_statistics.main(["run", "--text", "text.txt", "--tokens", "30"])
+    statistics = rows(tmp_path / "runs" / "logit_statistics" / "run" / "statistics.csv")  # the default folder
     _, model = logit_statistics.load_run(run, torch.device("cpu"))
     tokenizer = load_tokenizer(tmp_path / "data")
-    tokens = torch.tensor([[tokenizer.eot, *tokenizer.encode(TEXT)]])
+    tokens = torch.tensor([[tokenizer.eot, *tokenizer.encode("abc hg " * 20)][:30]])
     expected = [(str(layer), str(rotated), scores) for layer, rotated, scores in logits.layer_scores(model, tokens)]
     assert [key for *key, _ in expected] == [["0", "False"], ["1", "False"], ["1", "True"]]
     for row, (layer, rotated, scores) in zip(statistics[::3], expected, strict=True):
         assert (row["layer"], row["rotated"], row["head"]) == (layer, rotated, "0")
         assert float(row["std"]) == pytest.approx(scores[0].std(correction=0).item())
-
-
-def test_refusals(folder, run, tmp_path, capsys):
-    text = tmp_path / "text.txt"
-    (run / "data.json").write_text(json.dumps(dict(tokenizer="gpt2")))
-    for arguments, word in [
-        ([folder, "--text", tmp_path / "none.txt"], "none.txt"),
-        ([folder, "--text", text, "--tokens", "2"], "--tokens"),
-        ([run, "--text", text], "tokenizer"),
-    ]:
-        with pytest.raises(SystemExit) as end:
-            logit_statistics.main([str(argument) for argument in arguments])
-        assert end.value.code == 2 and word in capsys.readouterr().err
 
 
 def test_the_papers_six_figures(tmp_path, call, monkeypatch):  # noqa: F811

@@ -9,7 +9,7 @@ VOCAB = 304
 SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 
 
-def save_tokenizer(folder, vocab_size=VOCAB, documents=50):
+def save_tokenizer(folder, vocab_size=VOCAB):
     """A tokenizers file with <s>, and the configuration that names it, as Llama's folder has them."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -17,23 +17,23 @@ def save_tokenizer(folder, vocab_size=VOCAB, documents=50):
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     how = dict(special_tokens=["<unk>", "<s>", "</s>"], initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(texts(documents), trainers.BpeTrainer(vocab_size=vocab_size, **how))
+    tokenizer.train_from_iterator(texts(50), trainers.BpeTrainer(vocab_size=vocab_size, **how))
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(dict(bos_token="<s>", model_max_length=64)))
 
 
-def texts(count, length=400):
+def texts(count):
     words = random.Random(0)
-    return ["".join(words.choices("abcdefgh \u00e9\u4e16<s>", k=length)) for _ in range(count)]
+    return ["".join(words.choices("abcdefgh \u00e9\u4e16<s>", k=400)) for _ in range(count)]
 
 
-def save_model(folder, seed=0, **changes):
+def save_model(folder):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(seed)
-    sizes = SIZES | dict(vocab_size=VOCAB, max_position_embeddings=64, bos_token_id=1, eos_token_id=2) | changes
-    model = LlamaForCausalLM(LlamaConfig(**sizes))
+    torch.manual_seed(0)
+    tokens = dict(vocab_size=VOCAB, max_position_embeddings=64, bos_token_id=1, eos_token_id=2)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, **tokens))
     with torch.no_grad():
         for parameter in model.parameters():  # so that scores differ, and losses are not those of guessing alone
             parameter += 0.05 * torch.randn_like(parameter)

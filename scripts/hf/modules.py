@@ -14,7 +14,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 NAMESPACE = '"scale_invariant::'  # of operators (torch.library.custom_op)
-OPTIONAL = {"triton"}  # packages that are imported where they are used
 
 
 def find_module(name: str) -> Path | None:
@@ -38,7 +37,7 @@ def rewrite(source: str) -> tuple[str, set[str]]:
             name = alias.name if isinstance(node, ast.Import) else f"{node.module}.{alias.name}"
             if isinstance(node, ast.Import):
                 assert find_module(name) is None, f"{ast.unparse(node)}: write it as `from ... import`"
-                if name.split(".")[0] in OPTIONAL:
+                if name.split(".")[0] == "triton":  # is not installed everywhere
                     new += ["try:", f"    import {ast.unparse(alias)}", "finally:", "    pass"]
             elif find_module(name):
                 new.append(f"from . import {flat_name(name)} as {alias.asname or alias.name}")
