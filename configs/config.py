@@ -3,28 +3,22 @@
 import dataclasses
 import hashlib
 import json
-import math
-import operator
 import re
-from types import UnionType
-from typing import Literal, get_args, get_origin
+from typing import Literal
 
 from errors import require
 
 OptionValue = int | float | bool | str
-
-LIMITS = dict(at_least=operator.ge, more_than=operator.gt, at_most=operator.le, less_than=operator.lt)
-RATE = dict(at_least=0, at_most=1e38)  # limits of a learning rate in float32
-MOST = 2**40  # parameters, or tokens in a step; more is a typing error that would fail late
+RATE = dict(at_least=0, below=3e38)  # limits of a learning rate in float32
 
 
-def setting(default, *, mathematics: bool = True, **limits: float):
-    """Return a field of Config with this default.
+def setting(default, *, mathematics: bool = True, at_least: float | None = None, below: float = 2**63):
+    """Return a field of a dataclass with this default, and with limits of the number or of each number of a tuple.
 
-    limits: any of LIMITS, for the number, or for each number of a tuple. mathematics: False for fields that name, watch
-    or speed up a run. Such fields leave the losses unchanged, up to rounding.
+    mathematics: False for fields that name, watch or speed up a run. Such fields leave the losses unchanged, up to
+    rounding.
     """
-    assert limits.keys() <= LIMITS.keys(), f"{limits}: the limits are {', '.join(LIMITS)}"
+    limits = None if at_least is None else (at_least, below)
     return dataclasses.field(default=default, metadata=dict(mathematics=mathematics, limits=limits))
 
 
@@ -32,8 +26,7 @@ def setting(default, *, mathematics: bool = True, **limits: float):
 class Config:
     """One pretraining run. The defaults are the paper's 162M model at training length 4096.
 
-    A field has a plain default, or setting(...) where its values have limits or do not change the mathematics. Raise
-    ValueError, in one line, for values that cannot make a run on any machine.
+    Raise ValueError for values outside their limits. The types of values are checked where they are read.
     """
 
     # ---- the run ----
@@ -52,7 +45,7 @@ class Config:
     on after that run's tokens. For another method (DroPE: --method nope) or a longer train_length."""
     on_nonfinite: Literal["stop", "skip"] = setting("stop", mathematics=False)
     """When loss or gradient norm is not finite, nothing is updated; stop: the run ends there, skip: it goes on."""
-    timeout: float = setting(600.0, more_than=0, at_most=1e9, mathematics=False)
+    timeout: float = setting(600.0, at_least=1, below=1e9, mathematics=False)
     """Seconds that a process waits for the others in a step before the run ends."""
     tags: tuple[str, ...] = setting((), mathematics=False)
     """Tags of the run in wandb."""
@@ -68,18 +61,18 @@ class Config:
     """Attention method, one of those listed in model/methods/__init__.py."""
     method_options: dict[str, OptionValue] = dataclasses.field(default_factory=dict)
     """Options of the method that differ from the paper's, as in: --method_options tau 3 base 64."""
-    position_scale: float = setting(1.0, at_least=1e-9, at_most=1e9)
+    position_scale: float = setting(1.0, at_least=1e-9, below=1e10)
     """Multiplies the rotary base and 1/slope of ALiBi where method_options does not set them. The paper's values are
     for 4096 tokens; 1/16 fits them to 256. Tau is 10 tokens at every training length, as in the paper."""
     validate_as: tuple[str, ...] = setting((), mathematics=False)
     """Other methods that train identically, to validate the same weights with: rope as rope_ntk and yarn."""
-    vocab_size: int = setting(50304, at_least=1)
+    vocab_size: int = setting(50304, at_least=1, below=2**24)
     """Size of embedding and head; GPT-2's 50,257 tokens rounded up to a multiple of 128."""
-    num_layers: int = setting(12, at_least=1)
+    num_layers: int = setting(12, at_least=1, below=2**12)
     """Transformer blocks."""
     num_heads: int = setting(6, at_least=1)
     """Attention heads."""
-    model_dim: int = setting(768, at_least=1)
+    model_dim: int = setting(768, at_least=1, below=2**17)
     """Width of the residual stream; the head size is model_dim / num_heads."""
 
     # ---- the data ----
@@ -90,7 +83,7 @@ class Config:
     length_schedule: tuple[int, ...] = setting((), at_least=1)
     """Shorter sequences at first: pairs of tokens a sequence and steps, such as 64 280; then train_length. Every step
     has batch_tokens tokens, so the order of the data stays."""
-    batch_tokens: int = setting(524_288, at_least=1, at_most=MOST)
+    batch_tokens: int = setting(524_288, at_least=1, below=2**40)
     """Tokens in a step over all devices; the number of devices sets only the gradient accumulation."""
     micro_batch_tokens: int = setting(32_768, at_least=1, mathematics=False)
     """Most tokens a device computes at once (at least one sequence)."""
@@ -106,7 +99,7 @@ class Config:
     """Linear decay to zero over the last steps (constant_linear, trapezoid)."""
     muon_lr: float = setting(0.02, **RATE)
     """Learning rate of the matrices in the blocks (Muon)."""
-    muon_momentum: float = setting(0.95, at_least=0, less_than=1)
+    muon_momentum: float = setting(0.95, at_least=0, below=1)
     """Momentum of Muon."""
     embedding_lr: float = setting(0.3, **RATE)
     """Learning rate of the embedding (Adam)."""
@@ -114,10 +107,10 @@ class Config:
     """Learning rate of the head (Adam)."""
     scalar_lr: float = setting(0.002, **RATE)
     """Learning rate of an attention method's own parameters: LogN scales, Infini gates (Adam)."""
-    adam_betas: tuple[float, float] = setting((0.9, 0.95), at_least=0, less_than=1)
+    adam_betas: tuple[float, float] = setting((0.9, 0.95), at_least=0, below=1)
     """Betas of Adam."""
     # With 0, Adam divides 0 by 0 in the embeddings of tokens that it has not seen.
-    adam_eps: float = setting(1e-8, at_least=1e-37, less_than=math.inf)
+    adam_eps: float = setting(1e-8, at_least=1e-37)
     """Epsilon of Adam."""
 
     # ---- validation ----
@@ -154,37 +147,22 @@ class Config:
 
     def __post_init__(self):
         check_fields(self)
-        check_name(self.name)
-        d, steps, batch = self.model_dim, self.steps, self.batch_tokens
+        steps, d = self.steps, self.model_dim
+        is_plain = re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._+=-]{,199})?", self.name)
+        require(is_plain, f"name {self.name!r} must be a folder name: at most 200 letters, digits and . _ + = -")
         require(d % self.num_heads == 0, f"model_dim {d} is not divisible by num_heads {self.num_heads}")
-        parameters = 2 * self.vocab_size * d + 12 * self.num_layers * d**2
-        sizes = f"vocab_size {self.vocab_size}, num_layers {self.num_layers} and model_dim {d}"
-        require(parameters <= MOST, f"{sizes} make {parameters:.1e} parameters. At most {MOST:.1e} can be trained.")
         require(len(self.length_schedule) % 2 == 0, "length_schedule takes pairs: tokens a sequence, steps")
         for length in self.train_lengths:
-            name = "train_length" if length == self.train_length else "length_schedule"
-            whole = batch % length == 0 and length <= self.train_length
-            require(whole, f"{name} {length}: it must divide batch_tokens {batch}, and be at most train_length")
-        scheduled = sum(self.length_schedule[1::2])
-        require(
-            not scheduled or scheduled < steps,
-            f"length_schedule takes {scheduled} of {steps} steps. Leave some for train_length.",
-        )
-        ramps = self.warmup_steps + self.cooldown_steps
-        require(ramps <= steps, f"warmup_steps and cooldown_steps are {ramps} together, more than steps {steps}")
+            fits = self.batch_tokens % length == 0 and length <= self.train_length
+            advice = "Each must divide batch_tokens and be at most train_length."
+            require(fits, f"train_length and length_schedule have {length} tokens. {advice}")
+        scheduled, ramps = sum(self.length_schedule[1::2]), self.warmup_steps + self.cooldown_steps
+        all_steps = scheduled and scheduled >= steps
+        require(not all_steps, f"length_schedule takes {scheduled} steps of {steps}. Leave some for train_length.")
+        require(ramps <= steps, f"warmup_steps and cooldown_steps take {ramps} steps of {steps}. Give them fewer.")
         no_warmup = self.schedule != "trapezoid" and self.warmup_steps
         require(not no_warmup, f"schedule {self.schedule} has no warm-up. Set warmup_steps to 0, or use trapezoid.")
-        no_cooldown = self.schedule == "cosine" and self.cooldown_steps
-        require(not no_cooldown, "schedule cosine has no separate cooldown. Set cooldown_steps to 0.")
         require(self.val_lengths, "val_lengths must name at least one length")
-        for length in self.val_lengths:
-            whole = self.val_tokens % length == 0
-            require(whole, f"validation length {length} does not divide val_tokens {self.val_tokens}")
-        for name in ("validate_as", "val_lengths", "val_copy_gaps"):
-            values = getattr(self, name)
-            require(len({*values}) == len(values), f"{name} names one value twice: {values}")
-        for tag in self.tags:
-            require(1 <= len(tag) <= 64, f"tags have 1 to 64 characters in wandb, got {shortened(tag)}")
 
     def length_at(self, step: int) -> int:
         """Return the tokens of a training sequence in a step."""
@@ -203,23 +181,14 @@ class Config:
         return dataclasses.asdict(self)
 
 
-def check_fields(config):
-    """Raise ValueError for a field of a dataclass that is of another type or outside its limits."""
-    for field in dataclasses.fields(config):  # config.json may come from anywhere
-        name, value = field.name, getattr(config, field.name)
-        require(is_of_type(value, field.type), f"{name} must be {type_name(field.type)}, got {shortened(value)}")
-        too_large = type(value) is int and abs(value) >= 2**63  # for torch
-        require(not too_large, f"{name} must be below 2**63, got {shortened(value)}")
-        for limit, bound in field.metadata.get("limits", {}).items():
-            within = all(LIMITS[limit](number, bound) for number in (value if type(value) is tuple else [value]))
-            require(within, f"{name} must be {limit.replace('_', ' ')} {bound}, got {value}")
-
-
-def check_name(name: str):
-    """Raise ValueError for what is no plain name of a run folder; "" is one that is not chosen yet."""
-    is_plain = re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._+=-]*)?", name)
-    require(is_plain, f"name {name!r} must be a plain folder name of letters, digits and . _ + = -")
-    require(len(name) <= 200, f"name must be of at most 200 characters, got {len(name)}")
+def check_fields(instance):
+    """Raise ValueError for a field of a dataclass that is outside its limits."""
+    for field in dataclasses.fields(instance):
+        if limits := field.metadata.get("limits"):
+            value, (least, below) = getattr(instance, field.name), limits
+            for number in value if isinstance(value, tuple) else (value,):
+                fits = isinstance(number, (int, float)) and least <= number < below
+                require(fits, f"{field.name} must be at least {least} and below {below:g}, got {number!r}")
 
 
 NOT_MATHEMATICS = frozenset(f.name for f in dataclasses.fields(Config) if not f.metadata.get("mathematics", True))
@@ -254,30 +223,3 @@ def config_hash(config: Config) -> str:
     if options := changed.get("method_options"):  # 3 and 3.0 are the same number
         changed["method_options"] = {k: float(v) if type(v) is int else v for k, v in options.items()}
     return hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def is_of_type(value: object, kind: object) -> bool:
-    """Return whether the value is of this type of a field. An int is a float too; a bool is neither."""
-    origin, parts = get_origin(kind), get_args(kind)
-    if origin is Literal:
-        return type(value) is str and value in parts
-    if origin is UnionType:
-        return any(is_of_type(value, part) for part in parts)
-    if origin is tuple:
-        kinds = parts[:1] * len(value) if isinstance(value, tuple) and parts[-1] is ... else parts
-        return isinstance(value, tuple) and len(value) == len(kinds) and all(map(is_of_type, value, kinds))
-    if origin is dict:
-        return isinstance(value, dict) and all(is_of_type(x, k) for item in value.items() for x, k in zip(item, parts))
-    return type(value) is kind or kind is float and type(value) is int
-
-
-def type_name(kind: object) -> str:
-    if get_origin(kind) is Literal:
-        return f"one of {', '.join(get_args(kind))}"
-    return kind.__name__ if isinstance(kind, type) else str(kind)
-
-
-def shortened(value: object) -> str:
-    """Return repr(value), cut to 60 characters."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,28 +1,21 @@
 """The presets: what `python train_gpt.py PRESET` runs. Edit them, or add one: a function, and its name in PRESETS."""
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 
 from configs.config import Config
 from errors import did_you_mean, require
 
 
-def gpt_162m_4k() -> Config:
+def gpt_162m(train_length: int = 4096) -> Config:
     """The paper's 162M model, 2.4 B tokens: 4578 steps of 524,288 tokens."""
-    return Config()
+    return Config(train_length=train_length, micro_batch_tokens=max(32_768, train_length))
 
 
-def gpt_162m_16k() -> Config:
-    return dataclasses.replace(gpt_162m_4k(), train_length=16_384)
-
-
-def gpt_162m_64k() -> Config:
-    return dataclasses.replace(gpt_162m_4k(), train_length=65_536, micro_batch_tokens=65_536)
-
-
-def gpt_304m_4k() -> Config:
+def gpt_304m() -> Config:
     """The paper's 304M model, 10 B tokens, with the matrices' learning rate scaled by 768 / 1024."""
-    return dataclasses.replace(
-        gpt_162m_4k(),
+    return Config(
         num_layers=16,
         num_heads=8,
         model_dim=1024,
@@ -81,12 +74,12 @@ def taught() -> Config:
 # ---- the paper's studies on a laptop and on one GPU (configs/sweeps.py) ----------------------------------------------
 
 
-def mini() -> Config:
-    """The paper's 162M at 4k for CPUs: about one pass over the standard library's source, validated up to 64x.
+def mini(train_length: int = 256) -> Config:
+    """The paper's 162M for CPUs: about one pass over the standard library's source, validated up to 64x.
 
-    Rotary bases and ALiBi's slopes are scaled with the training length: the paper's are for 4096 tokens, so here they
-    are 256 / 4096 times as long (position_scale). Tau is 10 tokens, as in the paper. LogN's initial scale and
-    Infini-attention's segments follow from train_length by themselves.
+    256, 1024 and 4096 tokens stand for the paper's 4k, 16k and 64k, so rotary bases and ALiBi's slopes are 256 / 4096
+    times as long (position_scale). Tau is 10 tokens, as in the paper. LogN's initial scale and Infini-attention's
+    segments follow from train_length by themselves.
     """
     return Config(
         data_dir="data/mini",
@@ -94,7 +87,7 @@ def mini() -> Config:
         num_layers=3,
         num_heads=2,
         model_dim=128,
-        train_length=256,
+        train_length=train_length,
         position_scale=256 / 4096,
         batch_tokens=4096,
         micro_batch_tokens=4096,
@@ -108,16 +101,6 @@ def mini() -> Config:
     )
 
 
-def mini_1024() -> Config:
-    """mini for the paper's runs at 16k: as there, nothing differs but the training length."""
-    return dataclasses.replace(mini(), train_length=1024)
-
-
-def mini_4096() -> Config:
-    """mini for the paper's runs at 64k: as there, nothing differs but the training length."""
-    return dataclasses.replace(mini(), train_length=4096)
-
-
 def mini_large() -> Config:
     """mini for the paper's 304M model: 4 layers of width 192, cosine schedule."""
     return dataclasses.replace(
@@ -125,10 +108,10 @@ def mini_large() -> Config:
     )
 
 
-def small_4k() -> Config:
+def small(train_length: int = 4096) -> Config:
     """The paper's 162M model on 100 M tokens: minutes on one GPU."""
     return dataclasses.replace(
-        gpt_162m_4k(),
+        gpt_162m(train_length),
         steps=192,
         cooldown_steps=55,
         val_tokens=1_048_576,
@@ -137,26 +120,27 @@ def small_4k() -> Config:
     )
 
 
-def small_16k() -> Config:
-    return dataclasses.replace(small_4k(), train_length=16_384)
-
-
-def small_64k() -> Config:
-    return dataclasses.replace(small_4k(), train_length=65_536, micro_batch_tokens=65_536)
-
-
 def small_304m() -> Config:
     """The paper's 304M model on 100 M tokens."""
-    return dataclasses.replace(gpt_304m_4k(), data_dir="data/fineweb10B", steps=109, val_tokens=1_048_576, val_every=27)
+    return dataclasses.replace(gpt_304m(), data_dir="data/fineweb10B", steps=109, val_tokens=1_048_576, val_every=27)
 
 
-PRESETS = {
-    f.__name__: f
-    for f in (
-        *(quickstart, taught, mini, mini_1024, mini_4096, mini_large, small_4k, small_16k, small_64k, small_304m),
-        *(gpt_162m_4k, gpt_162m_16k, gpt_162m_64k, gpt_304m_4k),
-    )
-}
+PRESETS: dict[str, Callable[[], Config]] = dict(
+    quickstart=quickstart,
+    taught=taught,
+    mini=mini,
+    mini_1024=partial(mini, 1024),
+    mini_4096=partial(mini, 4096),
+    mini_large=mini_large,
+    small_4k=small,
+    small_16k=partial(small, 16_384),
+    small_64k=partial(small, 65_536),
+    small_304m=small_304m,
+    gpt_162m_4k=gpt_162m,
+    gpt_162m_16k=partial(gpt_162m, 16_384),
+    gpt_162m_64k=partial(gpt_162m, 65_536),
+    gpt_304m_4k=gpt_304m,
+)
 
 
 def preset(name: str) -> Config:

@@ -2,15 +2,12 @@
 
 import dataclasses
 import functools
-import hashlib
 import itertools
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
-from configs.config import NOT_MATHEMATICS, Config, config_hash, with_changes
+from configs.config import NOT_MATHEMATICS, Config, check_fields, config_hash, setting, with_changes
 from configs.presets import preset
-from errors import did_you_mean, require
 
 SET_BY_SWEEPS = ("name", "runs_dir", "resume")  # the sweep runner names and resumes the runs
 
@@ -21,17 +18,13 @@ class Needle:
     curriculum."""
 
     haystack: str = "c4"  # or "shards", the run's own data, or a file or folder of text
-    steps: int = 300
-    sequences: int = 64  # in a step
-    examples: int = 500  # scored at each length
-    curriculum: int = 0  # tokens a prompt in the first half of the steps; 0: no such half
+    steps: int = setting(300, at_least=1)
+    sequences: int = setting(64, at_least=1)  # in a step
+    examples: int = setting(500, at_least=1)  # scored at each length
+    curriculum: int = setting(0, at_least=0)  # tokens a prompt in the first half of the steps; 0: no such half
 
     def __post_init__(self):
-        for name, least in dict(steps=1, sequences=1, examples=1, curriculum=0).items():
-            value = getattr(self, name)
-            require(
-                type(value) is int and value >= least, f"{name} of the needle task is {value}. Use {least} or more."
-            )
+        check_fields(self)
 
     def __str__(self) -> str:
         begin = f", the first half with prompts of {self.curriculum} tokens and more of them" if self.curriculum else ""
@@ -53,44 +46,34 @@ class Needle:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run to be trained: a preset, the fields that differ from it, and the fine-tuning that follows, if any.
-
-    distinguishing: fields outside the mathematics (NOT_MATHEMATICS) in which runs of its sweep differ.
-    """
+    """A run to be trained: a preset, the fields that differ from it, and the fine-tuning that follows, if any."""
 
     preset: str
     changes: dict
     needle: Needle | None = None
-    distinguishing: tuple[str, ...] = ()
-
-    @property
-    def identity(self) -> str:
-        """Return a hash that only the same run has."""
-        config = with_changes(preset(self.preset), self.changes)
-        parts = [config_hash(config), *((field, getattr(config, field)) for field in self.distinguishing)]
-        return hashlib.sha256(repr(parts).encode()).hexdigest()[:12] if self.distinguishing else parts[0]
-
-    @property
-    def name(self) -> str:
-        """Return the run folder's name: preset, method, other changes (their hash if they are long), and the seed."""
-        parts = [self.preset, self.changes.get("method", preset(self.preset).method).replace(",", ".")]
-        for field, value in sorted(self.changes.items()):
-            if field == "method_options":
-                parts += [f"{option}{as_folder_part(value[option])}" for option in sorted(value)]
-            elif field in self.distinguishing or field not in {"method", "seed", *NOT_MATHEMATICS}:
-                parts.append(f"{field}{as_folder_part(value)}")
-        if len("-".join(parts)) > 120:
-            parts[2:] = [self.identity]
-        return "-".join([*parts, f"s{self.changes.get('seed', 0)}"])
-
-    @property
-    def path(self) -> Path:
-        """Return the run folder."""
-        return Path(self.changes.get("runs_dir", preset(self.preset).runs_dir)) / self.changes.get("name", self.name)
 
     @functools.cached_property
     def config(self) -> Config:
         return with_changes(preset(self.preset), {"name": self.name, **self.changes})
+
+    @property
+    def name(self) -> str:
+        """Return the run folder's name: preset, method, other changes (their hash if they are long), and the seed."""
+        config = with_changes(preset(self.preset), self.changes)
+        parts = [self.preset, config.method.replace(",", ".")]
+        for field, value in sorted(self.changes.items()):
+            if field == "method_options":
+                parts += [f"{option}{as_folder_part(value[option])}" for option in sorted(value)]
+            elif field not in {"method", "seed", *NOT_MATHEMATICS}:
+                parts.append(f"{field}{as_folder_part(value)}")
+        if len("-".join(parts)) > 120:
+            parts[2:] = [config_hash(config)]
+        return "-".join([*parts, f"s{config.seed}"])
+
+    @property
+    def path(self) -> Path:
+        """Return the run folder."""
+        return Path(self.config.runs_dir) / self.config.name
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -103,25 +86,14 @@ class Run:
         words = [self.preset]
         for field, value in {**self.changes, "name": self.config.name}.items():
             if isinstance(value, bool):
-                words.append(f"--{field}" if value else f"--no_{field}")
+                words += [f"--{field}"] if value else []
                 continue
             values = itertools.chain(*value.items()) if isinstance(value, dict) else value
-            words += [f"--{field}", *(values if isinstance(value, (list, tuple, dict)) else [value])]
+            words += [f"--{field}", *(values if isinstance(value, (tuple, dict)) else [value])]
         return [str(word) for word in words]
 
 
 def as_folder_part(value) -> str:
     """Return the value as a part of a folder's name."""
-    text = "_".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    text = "_".join(map(str, value)) if isinstance(value, tuple) else str(value)
     return re.sub(r"[^A-Za-z0-9._+=-]", "_", text)
-
-
-def grid(presets: str | list[str], **axes: list) -> list[Run]:
-    """Return every combination of the values of the axes (fields of the config), for each preset."""
-    presets = [presets] if isinstance(presets, str) else presets
-    fields = {field.name for field in dataclasses.fields(Config)} - {*SET_BY_SWEEPS}
-    for field, values in axes.items():
-        require(field in fields, f"a sweep cannot set {field!r}; {did_you_mean(field, fields, 'it is no field')}")
-        is_list = isinstance(values, Iterable) and not isinstance(values, str)
-        require(is_list, f"a sweep's axis {field} must be a list of values, got {values!r}")
-    return [Run(name, dict(zip(axes, values))) for name in presets for values in itertools.product(*axes.values())]

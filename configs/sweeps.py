@@ -1,18 +1,17 @@
 """The studies: which runs each sweep consists of. `python -m scripts.sweep NAME` trains them; add yours as a function.
 
 A sweep is a function from a Scale to a list of Runs. A sweep that is named like an item of scripts/reproduce has the
-runs of that table or figure. Runs are identified by the hash of their mathematics, so sweeps share runs; within a sweep
-also by every other field that the sweep varies, such as data_dir or dtype.
+runs of that table or figure. Runs are identified by the hash of their mathematics, so sweeps share runs, and runs that
+differ only in other fields (NOT_MATHEMATICS in config.py) are one run.
 """
 
-import collections
 import dataclasses
 import itertools
 from collections.abc import Callable
 
-from configs.config import NOT_MATHEMATICS
+from configs.config import config_hash
 from configs.presets import preset
-from configs.runs import Needle, Run, grid
+from configs.runs import Needle, Run
 from errors import did_you_mean, require
 
 # ---- scales ----------------------------------------------------------------------------------------------------------
@@ -30,9 +29,9 @@ class Scale:
     needle: Needle = Needle()
 
     @property
-    def scaled_tau(self) -> dict:
-        """Return the option of a tau that is scaled like rotary bases; {} where that is the paper's."""
-        return tau_option(TAU * preset(self.base).position_scale)
+    def tau(self) -> float:
+        """Return the tau that is scaled like rotary bases; at the paper's scale it is the paper's."""
+        return TAU * preset(self.base).position_scale
 
 
 # A model as small as mini finds no needle after the paper's 19,200 sequences at full length.
@@ -56,35 +55,32 @@ def tau_option(tau: float) -> dict:
     return {} if tau == TAU else {"tau": tau}
 
 
-def times(tau: dict, factor: float) -> dict:
-    return tau_option(factor * tau.get("tau", TAU))
-
-
-def trained(presets: str | list[str], methods: list[str], seeds: tuple[int, ...], options: dict | None = None):
-    """Return the runs of these methods, validated as all methods that train identically."""
-    runs = grid(presets, method=methods, seed=seeds)
-    for run in runs:
-        if options:
-            run.changes["method_options"] = options
-        if run.changes["method"] in SAME_WEIGHTS:
-            run.changes["validate_as"] = SAME_WEIGHTS[run.changes["method"]]
-    return runs
+def trained(preset_name: str, methods: list[str], seeds: tuple[int, ...]) -> list[Run]:
+    """Return the runs of these methods."""
+    return forms(preset_name, [(method, {}) for method in methods], seeds)
 
 
 def forms(preset_name: str, cases: list[tuple[str, dict]], seeds: tuple[int, ...]) -> list[Run]:
-    """Return the runs of (method, options) cases."""
-    return [run for method, options in cases for run in trained(preset_name, [method], seeds, options)]
+    """Return the runs of (method, options) cases, validated as all methods that train identically."""
+    runs = []
+    for (method, options), seed in itertools.product(cases, seeds):
+        changes = {"method": method, "seed": seed}
+        if options:
+            changes["method_options"] = options
+        if method in SAME_WEIGHTS:
+            changes["validate_as"] = SAME_WEIGHTS[method]
+        runs.append(Run(preset_name, changes))
+    return runs
 
 
 def with_other_lengths(runs: list[Run]) -> list[Run]:
     """Return the runs. Where position_scale is not 1, add ALiBi with its published slopes and tau times that scale."""
     others = []
     for run in runs:
-        scale, method = run.config.position_scale, run.changes["method"]
-        if scale != 1 and method == "alibi":
-            others.append(Run(run.preset, run.changes | {"method_options": {"slope_scale": 1.0}}))
-        if scale != 1 and method in SCALE_INVARIANT:
-            others.append(Run(run.preset, run.changes | {"method_options": {"tau": TAU * scale}}))
+        scale, method = run.config.position_scale, run.config.method
+        options = {"slope_scale": 1.0} if method == "alibi" else {"tau": TAU * scale}
+        if scale != 1 and method in ("alibi", *SCALE_INVARIANT):
+            others.append(Run(run.preset, run.changes | {"method_options": options}))
     return [*runs, *others]
 
 
@@ -101,17 +97,18 @@ def table_losses(scale: Scale) -> list[Run]:
 
 
 def figure_train_lengths(scale: Scale) -> list[Run]:
-    return trained(scale.base, MAIN_METHODS, scale.seeds) + trained([*scale.lengths[1:]], MAIN_METHODS, scale.once)
+    runs = trained(scale.base, MAIN_METHODS, scale.seeds)
+    return runs + [run for name in scale.lengths[1:] for run in trained(name, MAIN_METHODS, scale.once)]
 
 
 def figure_tau(scale: Scale) -> list[Run]:
-    taus = sorted({0.01, 0.1, 1.0, TAU, 100.0, scale.scaled_tau.get("tau", TAU)})
+    taus = sorted({0.01, 0.1, 1.0, TAU, 100.0, scale.tau})
     return forms(scale.base, [(OURS, tau_option(tau)) for tau in taus], scale.once)
 
 
 def open_choices(scale: Scale) -> list[Run]:
     """Return the choices that the paper leaves open, each beside ours, and a_t and m_t one by one."""
-    length, tau = preset(scale.base).train_length, scale.scaled_tau
+    length, tau = preset(scale.base).train_length, tau_option(scale.tau)
     cases = [("rope", {}), ("yarn", {"factor": 1.0})]  # YaRN is RoPE if its scaling is never active
     cases += [("p_rope", {}), ("p_rope", {"form": "barbero"})]
     cases += [("logn_p_rope", {}), ("logn_p_rope", {"context": "length"})]
@@ -126,8 +123,8 @@ def open_choices(scale: Scale) -> list[Run]:
 
 def tau_by_length(scale: Scale) -> list[Run]:
     """Return tau from 1/16 to 64 times the scaled one, and a tau learned by each head, at three training lengths."""
-    options = [times(scale.scaled_tau, factor) for factor in (1, 1 / 16, 1 / 4, 4, 16, 64)]
-    options.append(scale.scaled_tau | {"learn_tau": True})
+    options = [tau_option(scale.tau * factor) for factor in (1, 1 / 16, 1 / 4, 4, 16, 64)]
+    options.append(tau_option(scale.tau) | {"learn_tau": True})
     return [run for name in scale.lengths for run in forms(name, [(OURS, chosen) for chosen in options], scale.once)]
 
 
@@ -136,11 +133,11 @@ def scale_invariant_by_head(scale: Scale) -> list[Run]:
 
     tau_ratio makes tau grow by 16, 64 or 256 from the first to the last head of a layer.
     """
-    steps, tau = preset(scale.base).num_heads - 1, scale.scaled_tau
+    steps, tau = preset(scale.base).num_heads - 1, tau_option(scale.tau)
     options = [{}, {"learn_tau": True}, {"learn_gain": True}]
     options += [{"tau_ratio": round(ratio ** (1 / steps), 4)} for ratio in (16, 64, 256)]
     cases = [(OURS, tau | chosen) for chosen in options]
-    for larger in (times(tau, 4), times(tau, 16)):
+    for larger in (tau_option(scale.tau * 4), tau_option(scale.tau * 16)):
         cases += [(OURS, larger), (OURS, larger | {"learn_gain": True})]
     cases += [(OURS_POPE, tau), (OURS_POPE, tau | {"learn_gain": True}), ("alibi", {})]
     return forms(scale.base, cases, scale.seeds)
@@ -161,14 +158,14 @@ pope+scale_invariant,pope+window,pope+window,pope+window fire stick_breaking sti
 def table_rivals(scale: Scale) -> list[Run]:
     """Return the newer methods and the best of the paper's."""
     # The kept runs at scale mini were trained with the scaled tau.
-    cases = [(method, scale.scaled_tau if "scale_invariant" in method else {}) for method in [*BEST, *RIVALS]]
+    cases = [(method, tau_option(scale.tau) if "scale_invariant" in method else {}) for method in [*BEST, *RIVALS]]
     return forms(scale.base, cases, scale.seeds)
 
 
 def needle_tau(scale: Scale) -> list[Run]:
     """Return multiples of the scaled tau, m_t alone, and the largest tau but one with a learned factor and in PoPE."""
-    tau, large = scale.scaled_tau, times(scale.scaled_tau, 16)
-    cases = [(OURS, times(tau, factor)) for factor in (1, 4, 16, 64)]
+    tau, large = tau_option(scale.tau), tau_option(scale.tau * 16)
+    cases = [(OURS, tau_option(scale.tau * factor)) for factor in (1, 4, 16, 64)]
     cases += [(OURS, large | {"learn_gain": True}), (OURS, tau | {"terms": "m"}), (OURS_POPE, tau), (OURS_POPE, large)]
     return forms(scale.base, cases, scale.seeds)
 
@@ -231,45 +228,29 @@ def sweep(
     of a field that the sweep sets itself, and for no runs.
     """
     require(name in ("all", *SWEEPS), f"unknown sweep {name!r}; {did_you_mean(name, ['all', *SWEEPS])}")
-    require(scale in SCALES, f"unknown scale {scale!r}; there are: {', '.join(SCALES)}")
-    where, settings = SCALES[scale], [field.name for field in dataclasses.fields(Needle)]
-    for setting in needle or {}:
-        require(setting in settings, f"the needle task has no setting {setting!r}; it has {', '.join(settings)}")
-    where = dataclasses.replace(where, needle=dataclasses.replace(where.needle, **(needle or {})))
+    chosen, settings = SCALES[scale], dataclasses.asdict(Needle()).keys()
+    unknown = {*(needle or {})} - settings
+    require(not unknown, f"the needle task has no setting {unknown}; it has {', '.join(settings)}")
+    chosen = dataclasses.replace(chosen, needle=dataclasses.replace(chosen.needle, **(needle or {})))
     if seeds:
-        where = dataclasses.replace(where, seeds=tuple(seeds), once=tuple(seeds))
+        chosen = dataclasses.replace(chosen, seeds=tuple(seeds), once=tuple(seeds))
     runs = {}
-    for each in PAPER_SWEEPS if name == "all" else [name]:
-        chosen = [run for run in SWEEPS[each](where) if not methods or {*run.methods} & {*methods}]
-        for run in distinguish([add_changes(name, run, changes or {}) for run in chosen]):
-            first = runs.setdefault(run.identity, run)
+    for run in (run for each in (PAPER_SWEEPS if name == "all" else [name]) for run in SWEEPS[each](chosen)):
+        if not methods or {*run.methods} & {*methods}:
+            run = add_changes(name, run, changes or {})
+            first = runs.setdefault(config_hash(run.config), run)
             if run.needle:  # one sweep that fine-tunes a run is enough
-                runs[run.identity] = dataclasses.replace(first, needle=run.needle)
+                runs[config_hash(run.config)] = dataclasses.replace(first, needle=run.needle)
     require(runs, f"sweep {name} has no runs" + (f" of {', '.join(methods)}" if methods else ""))
-    names = collections.Counter(run.name for run in runs.values())
-    twice = [folder for folder, count in names.items() if count > 1]
-    require(not twice, f"two runs of sweep {name} would be called {', '.join(twice)}. Choose values that differ more.")
     return [*runs.values()]
 
 
 def add_changes(name: str, run: Run, changes: dict) -> Run:
     """Return the run with the changes that differ from its preset. Raise ValueError for a field that it has set."""
-    for field, value in changes.items():
-        own = run.changes.get(field, value)
+    for field in changes.keys() & run.changes.keys():
         advice = dict(seed="Use --seeds.", method="Use --methods.").get(field, "Leave it out.")
-        require(own == value, f"--{field} cannot be set in every run: sweep {name} sets it to {own!r}. {advice}")
+        refused = changes[field] != run.changes[field]
+        require(not refused, f"--{field}: sweep {name} sets it to {run.changes[field]!r} in a run. {advice}")
     base = preset(run.preset)
     added = {field: value for field, value in changes.items() if value != getattr(base, field)}
     return dataclasses.replace(run, changes=added | run.changes)
-
-
-def distinguish(runs: list[Run]) -> list[Run]:
-    """Return the runs, those of the same mathematics distinguished by all other fields in which they differ."""
-    same = collections.defaultdict(list)
-    for run in runs:
-        same[run.identity].append(run.config.to_dict() | {"name": ""})
-    differing = {
-        identity: tuple(f for f in sorted(NOT_MATHEMATICS) if any(c[f] != configs[0][f] for c in configs))
-        for identity, configs in same.items()
-    }
-    return [dataclasses.replace(run, distinguishing=differing[run.identity]) for run in runs]

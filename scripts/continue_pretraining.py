@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from configs.command_line import fields_help, read_fields
+from configs.command_line import read_fields
 from configs.config import RATE, Config, setting
 from data.download import model_file
 from data.loader import TrainLoader
@@ -117,14 +117,9 @@ class ContinuedRun(Run):
 
 def read_settings(arguments: list[str]) -> Settings:
     """Return the run that the command line describes: MODEL --field value ... --help prints the fields and exits."""
-    if not arguments or {"-h", "--help"} & {*arguments}:
-        values = {name: getattr(DEFAULTS, name) for name in USED}
-        print("\n".join([__doc__, *fields_help(Settings, values), *fields_help(Config, values)]))
-        sys.exit(0 if arguments else 2)
-    name, *rest = arguments
-    fields = read_fields(rest, Settings)
-    unused = sorted(fields.keys() - {*USED})
-    require(not unused, f"--{', --'.join(unused)} does not apply here. --help lists the fields.")
+    require(arguments, "name the model: scripts.continue_pretraining MODEL --field value ...")
+    name, *rest = arguments if arguments[0] not in ("-h", "--help") else ["MODEL", "--help"]
+    fields = read_fields(rest, DEFAULTS, USED, description=__doc__)
     method = fields.get("method", DEFAULTS.method)
     steps = fields.setdefault("steps", 0 if method in NOT_TRAINED else DEFAULTS.steps)
     fields["val_every"] = fields.get("val_every") or max(1, steps)

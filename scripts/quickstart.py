@@ -24,7 +24,7 @@ from errors import exit_on_user_error, require
 from files import replace_text
 from scripts.shared.arguments import field_changes
 from scripts.shared.looks import LINES, import_matplotlib
-from scripts.shared.runs import data_fingerprint, find_stored, read_runs, sidecar, train_state
+from scripts.shared.runs import data_fingerprint, describe_differences, find_stored, read_runs, sidecar, train_state
 from scripts.shared.tables import markdown_table
 from scripts.sweep.local import train
 
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None):
     runs_dir = args.runs_dir or Path("runs")
     fields |= dict(runs_dir=str(runs_dir), resume="auto")
     runs = {
-        name: Run("quickstart", fields | dict(method=method, method_options=options), distinguishing=SHOWN)
+        name: Run("quickstart", fields | dict(method=method, method_options=options))
         for name, (method, options) in METHODS.items()
     }
     config = runs["RoPE"].config
@@ -89,6 +89,10 @@ def train_all(runs: dict[str, Run], runs_dir: Path) -> dict[str, dict]:
         require(state != "other", reason)
         if state != "finished":
             unfinished.append(run)
+            continue
+        stored = find_stored(run, read_runs(runs_dir), data)
+        differ = describe_differences(run.config, stored.config, SHOWN)
+        require(not differ, f"{stored.path} was run with {differ}. Name another --runs-dir.")
     train(unfinished, retries=0)
     for name, run in runs.items():
         stored = find_stored(run, read_runs(runs_dir), data)

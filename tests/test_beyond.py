@@ -11,16 +11,16 @@ import torch
 from test_gpt import make_random_gpt, random_tokens
 from test_reproduce import call, cells_of, is_figure, rows, same, write_models, write_run, write_study  # noqa: F401
 
+from configs.config import config_hash
 from configs.sweeps import BEST, RIVALS, sweep
 from model.methods import canonical_name
-from runtime.build import build_model
+from runtime.build import build_model, layer_methods
 from runtime.validation import means_by_octave
 from scripts.reproduce import far_tokens
 from scripts.reproduce.comparisons import compare, describe_variances, difference_cell, differences, holm
 from scripts.shared.looks import series_label, series_name
 from scripts.shared.runs import read_runs
 from scripts.shared.tables import mean_and_stderr
-from scripts.sweep.plan import check_run
 
 pytestmark = pytest.mark.slow
 
@@ -153,11 +153,11 @@ def test_rivals_are_methods_and_three_seeds_each():
     assert {run.config.method for run in runs} == {*BEST, *RIVALS} and len(runs) == 3 * len({*BEST, *RIVALS})
     assert RIVALS == [canonical_name(name) for name in RIVALS]
     assert not {*RIVALS} & {run.config.method for run in sweep("all", "mini")}
-    paper = {run.identity for run in sweep("table_losses", "mini")}
-    assert {run.identity for run in runs if run.config.method in BEST} <= paper
+    paper = {config_hash(run.config) for run in sweep("table_losses", "mini")}
+    assert {config_hash(run.config) for run in runs if run.config.method in BEST} <= paper
     for scale in ("mini", "paper"):
         for run in sweep("table_rivals", scale, seeds=[0]):
-            check_run(run)
+            layer_methods(run.config)
 
 
 def test_table_rivals_names_the_best_and_its_margins(tmp_path, call):  # noqa: F811

@@ -93,7 +93,7 @@ def books(tmp_path_factory):
 def run(books, capsys, *more):
     """Exit code, stdout and stderr of the quickstart on these books."""
     folder, code = books.parent, 0
-    words = ["--text", books, "--runs-dir", folder / "runs", "--data-dir", folder / "data", *TINY.split(), *more]
+    words = ["--text", books, "--runs-dir", folder / "runs", "--data_dir", folder / "data", *TINY.split(), *more]
     try:
         script.main([*map(str, words)])
     except SystemExit as end:
@@ -130,7 +130,7 @@ def test_wrong_input_is_one_line(books, capsys, tmp_path):
     assert run(books, capsys, "--muon_rl", "5")[0] == 2
     assert run(tmp_path / "nowhere", capsys)[0] == 2
     python_source.prepare([books], tmp_path / "plain", "bpe:384", val_fraction=0.2, name="text")
-    assert run(books, capsys, "--data-dir", tmp_path / "plain")[0] == 2  # without copy rows
+    assert run(books, capsys, "--data_dir", tmp_path / "plain")[0] == 2  # without copy rows
 
 
 def test_the_rows_of_the_text_are_those_of_the_schedule():

@@ -193,16 +193,8 @@ def find_stored(run: Run, stored_runs: list[StoredRun], data: str | None = None)
     data: the fingerprint of the training text that the run reads here. A run on another text is another run. None: any.
     """
     identity = config_hash(run.config)
-    same = [stored for stored in stored_runs if stored.identity == identity and is_same_run(stored, run, data)]
+    same = [stored for stored in stored_runs if stored.identity == identity and data in (None, stored.text or data)]
     return max(same, key=lambda s: (s.summary is not None, s.path.name == run.name), default=None)
-
-
-def is_same_run(stored: StoredRun, run: Run, data: str | None) -> bool:
-    """Return whether a stored run of the run's mathematics has its distinguishing fields and its text."""
-    known = None not in (data, stored.text)  # then the fingerprint tells more than the name of the data folder
-    fields = [field for field in run.distinguishing if not (known and field == "data_dir")]
-    same_text = not known or stored.text == data
-    return same_text and all(getattr(stored.config, field) == getattr(run.config, field) for field in fields)
 
 
 def train_state(run: Run, stored_runs: list[StoredRun], runs_dir: Path, data: str | None = None) -> tuple[str, str]:
@@ -215,7 +207,7 @@ def train_state(run: Run, stored_runs: list[StoredRun], runs_dir: Path, data: st
     if stored is None and (named := next((s for s in stored_runs if s.path == path), None)):
         if named.config is None:
             return "other", named.problems[0]
-        if differ := describe_differences(run.config, named.config, run.distinguishing):
+        if differ := describe_differences(run.config, named.config):
             return "other", f"{named.path} is of another config ({differ}): rename it"
         return "other", f"trained on other data than {run.config.data_dir}: use another --runs-dir"
     if stored and stored.problems:

@@ -1,1 +1,1 @@
-"""Trains the runs of a sweep, on this machine (local.py) or on a cluster (cluster.py); plan.py decides what to do."""
+"""Trains the runs of a sweep, on this machine (local.py) or on a cluster (cluster.py)."""

@@ -2,59 +2,56 @@
 are resumed.
 
     python -m scripts.sweep SWEEP [--scale small] [--seeds 0 1] [--methods rope alibi] [fields of train_gpt.py]
-    python -m scripts.sweep table_losses --dry-run               the state of each run, and what would be done
-    python -m scripts.sweep all --scale mini --steps 60
-    python -m scripts.sweep table_losses --executor slurm --slurm partition=gpu time=1440
+    python -m scripts.sweep all --scale mini --dry-run           the state of each run
+    python -m scripts.sweep table_losses --slurm partition=gpu time=1440
     python -m scripts.sweep table_needle --needle haystack=shards examples=100
 
 The sweeps are functions in configs/sweeps.py; `all` is every run of theirs, once. Fields of train_gpt.py are set in
 every run. Beside the run folder NAME/ there can be
     NAME.log             output of a run that is not finished
-    NAME.failures.txt    one line a failure: time, exit code, last line; delete it to try again
+    NAME.failures.txt    one line a failure: time, exit code, last line
     NAME.job             its job on the cluster
 """
 
 import argparse
+import collections
+import dataclasses
 import sys
 
 from configs.runs import Run
 from configs.sweeps import SCALE_OF_SWEEP, SCALES, SWEEPS, sweep
 from data.needle import C4, fetch_c4
 from errors import exit_on_user_error, require
+from runtime.build import layer_methods
+from runtime.validation import build_alternatives
 from scripts.shared.arguments import add_run_options, field_changes, needle_changes
-from scripts.shared.runs import sidecar
-from scripts.sweep.cluster import slurm_parameters, submit
+from scripts.shared.runs import data_fingerprint, find_stored, needle_state, read_runs, train_state
+from scripts.sweep.cluster import queued_job, submit
 from scripts.sweep.local import train
-from scripts.sweep.plan import check_run, plan_runs, print_plan
+
+STARTING = ("missing", "interrupted", "failed", "pretrained")  # the sweep starts the runs in these states
 
 
 def main():
     args, fields = parse_arguments()
     with exit_on_user_error():
         runs = choose_runs(args, fields)
-        slurm = slurm_parameters(args.slurm, args.executor)
-        for option, least in (("jobs", 1), ("gpus_per_run", 1), ("retries", 0)):
-            value = getattr(args, option)
-            require(value is None or value >= least, f"--{option.replace('_', '-')} must be at least {least}")
-        plan = plan_runs(runs, args)
+        plan = find_states(runs, args)
         if args.dry_run:
             return print_plan(plan)
         args.runs_dir.mkdir(parents=True, exist_ok=True)
-        starting = [planned.run for planned in plan if planned.starts]
+        starting = [run for run, state, _ in plan if state in STARTING]
         if any(run.needle and run.needle.haystack == "c4" for run in starting):  # once, before the runs need it
             for split in ("train", "val"):
                 fetch_c4(C4, split)
-        if args.executor == "local":
+        if args.slurm is None:
             train(starting, args.jobs, args.gpus_per_run, args.retries)
         else:
-            submit(starting, args, slurm)
+            submit(starting, args)
 
-    unfinished = [planned for planned in plan_runs(runs, args) if planned.state != "finished" and not planned.queued]
-    print(f"{len(runs) - len(unfinished)} of {len(runs)} runs are finished or queued")
-    for planned in unfinished:
-        see = f"; see {log}" if (log := sidecar(planned.path, ".log")).exists() else ""
-        print(f"{planned.path.name}: {planned.state}, {planned.reason}{see}", file=sys.stderr)
-    sys.exit(1 if unfinished else 0)
+    plan = find_states(runs, args)
+    print_plan(plan)
+    sys.exit(0 if all(state in ("finished", "queued") for _, state, _ in plan) else 1)
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
@@ -70,9 +67,9 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--jobs", type=int, help="runs at a time (default: one a GPU; without GPUs, one a core)")
     parser.add_argument("--gpus-per-run", type=int, default=1, help="more than 1: by torchrun")
     parser.add_argument("--retries", type=int, default=2, help="how often a failed run is tried again (default: 2)")
-    parser.add_argument("--dry-run", action="store_true", help="print the plan and do nothing")
-    parser.add_argument("--executor", default="local", choices=["local", "slurm"])
-    parser.add_argument("--slurm", nargs="+", default=[], metavar="KEY=VALUE", help="of sbatch; time is in minutes")
+    parser.add_argument("--dry-run", action="store_true", help="print the state of each run and do nothing")
+    slurm = "submit each run to Slurm, with these parameters of sbatch; time is in minutes"
+    parser.add_argument("--slurm", nargs="*", metavar="KEY=VALUE", help=slurm)
     return parser.parse_known_args()
 
 
@@ -82,9 +79,40 @@ def choose_runs(args: argparse.Namespace, fields: list[str]) -> list[Run]:
     changes, needle = field_changes(SCALES[args.scale].base, fields), needle_changes(args.needle)
     runs = sweep(args.sweep, args.scale, args.seeds, args.methods, changes, needle)
     for run in runs:
-        check_run(run)
+        layer_methods(run.config)  # these refuse options that a method does not have
+        build_alternatives(run.config)
     require(not needle or any(run.needle for run in runs), f"--needle: sweep {args.sweep} fine-tunes no run")
     return runs
+
+
+def find_states(runs: list[Run], args: argparse.Namespace) -> list[tuple[Run, str, str]]:
+    """Return each run under the name of its folder, its state from what is on the disk now, and the reason.
+
+    The states are scripts.shared.runs.STATES, and queued (on the cluster). args: of the command.
+    """
+    stored_runs, plan = read_runs(args.runs_dir), []
+    for run in runs:
+        data = data_fingerprint(run.config)
+        state, reason = train_state(run, stored_runs, args.runs_dir, data)
+        stored = find_stored(run, stored_runs, data)
+        if state == "finished" and run.needle:
+            state, reason = needle_state(stored, run.needle)
+        name = stored.path.name if stored else run.name  # a user may have renamed the folder
+        place = dict(name=name, runs_dir=str(args.runs_dir), resume="auto")
+        run = dataclasses.replace(run, changes={"group": args.sweep, **run.changes, **place})
+        if state in STARTING and args.slurm is not None and (job := queued_job(run.path)):
+            state, reason = "queued", f"job {job}"
+        plan.append((run, state, reason))
+    return plan
+
+
+def print_plan(plan: list[tuple[Run, str, str]]):
+    """Print one line a run, and the number of runs in each state."""
+    width = max(len(run.path.name) for run, *_ in plan)
+    for run, state, reason in plan:
+        print(f"{run.path.name:{width}}  {state:11}  {reason}")
+    counts = collections.Counter(state for _, state, _ in plan)
+    print(f"{len(plan)} runs: " + ", ".join(f"{count} {state}" for state, count in counts.items()))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import dataclasses
 from pathlib import Path
 
 from configs.runs import Run
-from errors import require
+from errors import UserError, require
 from files import replace_text
 from scripts.shared.arguments import key_values
 from scripts.shared.runs import sidecar
@@ -21,7 +21,8 @@ class Job:
     retries: int
 
     def __call__(self):
-        train([self.run], 1, self.processes, self.retries, stops=())  # submitit answers the signals
+        train([self.run], 1, self.processes, self.retries, signals=())  # submitit answers the signals
+        sidecar(self.run.path, ".job").unlink(missing_ok=True)
 
     def checkpoint(self):
         """Return the job to be queued again, which resumes. submitit calls this before the machine is taken away, and
@@ -31,24 +32,18 @@ class Job:
         return DelayedSubmission(self)
 
 
-def slurm_parameters(pairs: list[str], executor: str) -> dict:
-    """Return the parameters of --slurm. Raise ValueError unless they are KEY=VALUE, with the time in minutes."""
-    require(not pairs or executor == "slurm", "--slurm needs --executor slurm")
-    values = {key: int(v) if v.isdigit() else v for key, v in key_values("--slurm", pairs).items()}
-    require(type(values.get("time", 0)) is int, f"--slurm time is in minutes, got {values.get('time')}")
-    return values
-
-
-def submit(runs: list[Run], args: argparse.Namespace, parameters: dict):
-    """Submit each run as a job. args: of the command. parameters: of sbatch. Raise ValueError if submitit refuses."""
+def submit(runs: list[Run], args: argparse.Namespace):
+    """Submit each run as a job. args: of the command. Raise ValueError for wrong parameters of --slurm."""
     import submitit
 
+    parameters = {f"slurm_{k}": int(v) if v.isdigit() else v for k, v in key_values("--slurm", args.slurm).items()}
+    minutes = parameters.get("slurm_time", 24 * 60)
+    require(type(minutes) is int, f"--slurm time is in minutes, got {minutes}")  # submitit calculates with it
     try:
         executor = submitit.AutoExecutor(args.runs_dir / "submitit" / "%j", cluster="slurm", slurm_max_num_timeout=20)
-        slurm = {f"slurm_{key}": value for key, value in parameters.items()}
-        executor.update_parameters(timeout_min=24 * 60, gpus_per_node=args.gpus_per_run, **slurm)
+        executor.update_parameters(timeout_min=minutes, gpus_per_node=args.gpus_per_run, **parameters)
     except (RuntimeError, NameError) as error:
-        raise ValueError(str(error).splitlines()[0]) from error
+        raise UserError(str(error).splitlines()[0]) from error
     for run in runs:
         job = executor.submit(Job(run, args.gpus_per_run, args.retries))
         replace_text(sidecar(run.path, ".job"), job.job_id)
@@ -59,7 +54,7 @@ def queued_job(path: Path) -> str | None:
     """Return the number of the run's Slurm job, None if there is none or it has ended."""
     import submitit
 
-    file = sidecar(path, ".job")
-    number = file.read_text() if file.exists() else None
-    job = number and submitit.SlurmJob(path.parent / "submitit" / "%j", number)
-    return number if job and not job.done(force_check=True) else None
+    if not (file := sidecar(path, ".job")).exists():
+        return None
+    job = submitit.SlurmJob(path.parent / "submitit" / "%j", file.read_text())
+    return None if job.done(force_check=True) else job.job_id
