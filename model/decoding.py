@@ -27,8 +27,8 @@ def greedy_decode(
     tokens (B, T), integers: prompts of equal length. A row ends with its first token `stop`, and is filled up with
     `stop`. Decoding ends early when all rows have ended. target_length (default: T + max_new_tokens - 1, all tokens
     that the model sees): the length that NTK, YaRN and LogN's constant form scale prompt and new tokens to. That is our
-    choice; the paper does not say how it decodes. method: see GPT.plan. ValueError for an empty prompt and for lengths
-    that do not fit each other.
+    choice; the paper does not say how it decodes. method: see GPT.plan. ValueError for an empty prompt and for a
+    target_length below the default.
     """
     stop = -1 if stop is None else stop  # -1 is no token
     chosen = []
@@ -50,7 +50,6 @@ def decode(
     choose: takes the float32 logits (B, vocabulary) and returns tokens (B,); default: the most likely ones. For the
     other arguments see greedy_decode.
     """
-    require(max_new_tokens >= 1, f"max_new_tokens must be at least 1, got {max_new_tokens}")
     choose = choose or (lambda logits: logits.argmax(dim=-1))
     decoder = Decoder(model, tokens.shape[-1] + max_new_tokens - 1, target_length=target_length, method=method)
     token = choose(decoder.prefill(tokens))
@@ -61,24 +60,18 @@ def decode(
 
 
 def sample(
-    logits: Tensor, *, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0,
-    generator: torch.Generator | None = None,
-) -> Tensor:  # fmt: skip
+    logits: Tensor, *, temperature: float = 1.0, top_k: int | None = None, generator: torch.Generator | None = None
+) -> Tensor:
     """Return tokens (B,) int64 on logits' device, drawn from softmax(logits / temperature), logits (B, vocabulary).
 
-    Only the top_k most likely are drawn from, and of these the smallest number whose probability together is at least
-    top_p (Holtzman et al. 2019, arXiv 1904.09751), at least one. temperature 0 takes the most likely. generator: of the
-    CPU, where the drawing is done, so that a seed draws the same numbers on every device.
+    Only the top_k most likely are drawn from. temperature 0 takes the most likely. generator: of the CPU, where the
+    drawing is done, so that a seed draws the same numbers on every device.
     """
     if temperature == 0:
         return logits.argmax(dim=-1)
     likely, tokens = logits.double().cpu().topk(min(top_k or logits.shape[-1], logits.shape[-1]), dim=-1)  # descending
-    # The largest logit is subtracted first: a logit over a small temperature would be infinite.
-    probabilities = ((likely - likely[:, :1]) / temperature).softmax(dim=-1)
-    before = probabilities.cumsum(dim=-1) - probabilities
-    kept = probabilities.masked_fill(before >= top_p, 0.0)
-    kept[:, 0] = probabilities[:, 0]  # rounding could remove it
-    return tokens.gather(-1, torch.multinomial(kept, 1, generator=generator)).squeeze(-1).to(logits.device)
+    probabilities = (likely / temperature).softmax(dim=-1)
+    return tokens.gather(-1, torch.multinomial(probabilities, 1, generator=generator)).squeeze(-1).to(logits.device)
 
 
 class Decoder:
@@ -93,32 +86,24 @@ class Decoder:
         require(target_length >= max_length, f"{short}. Give the length of the whole sequence.")
         self.model, self.max_length, self.target_length = model, max_length, target_length
         self.device, self.method = model.head.device, method
-        repeated = [block.attention.method for block in model.blocks[: model.pattern_length]]
-        self.methods = [method] if method else repeated
         self.tables = []  # of each method: cos, sin and the query scale's table at all positions
-        for one in self.methods:
+        for one in [method] if method else model.methods:
             cos = sin = query_table = None
             if one.rotation is not None:
                 cos, sin = one.rotation.tables(max_length, target_length, self.device)
             if one.query_scale is not None:
                 query_table = one.query_scale.table(torch.arange(max_length), target_length).to(self.device)
-            self.tables.append((cos, sin, query_table))
+            self.tables.append((one, cos, sin, query_table))
 
     @torch.inference_mode()
     def prefill(self, tokens: Tensor) -> Tensor:
         """Start with new prompts, tokens (B, T), and return the float32 logits (B, vocabulary) after them.
 
-        ValueError for prompts that are empty or longer than max_length.
+        ValueError for empty prompts.
         """
-        shape = tuple(tokens.shape)
-        filled = len(shape) == 2 and tokens.numel() > 0
-        require(filled, f"prompts must be (batch, length) with at least one token each, got {shape}")
-        too_long = f"a prompt of {shape[1]} tokens does not fit a decoder of {self.max_length}"
-        require(shape[1] <= self.max_length, too_long)
-        self.length = shape[1]
+        self.length = tokens.shape[1]
         plans = self.model.plan(self.length, target_length=self.target_length, method=self.method)
-        methods = [block.attention.method for block in self.model.blocks]
-        self.caches = [KeyValueCache(self.max_length) if m.replacement is None else StateCache() for m in methods]
+        self.caches = [Cache(self.max_length) for _ in self.model.blocks]
         return self.last_logits(tokens, plans, [cache.prefill for cache in self.caches])
 
     @torch.inference_mode()
@@ -127,7 +112,7 @@ class Decoder:
         require(self.length < self.max_length, f"the decoder is full: it was made for {self.max_length} tokens")
         here = slice(self.length, self.length + 1)
         plans = []
-        for method, tables in zip(self.methods, self.tables):
+        for method, *tables in self.tables:
             cos, sin, query_table = (None if table is None else table[here] for table in tables)
             shape = method.num_heads, method.head_dim, 1, 1  # one query and its own key; the other keys are cached
             plans.append(Plan("blocks", *shape, cos=cos, sin=sin, query_table=query_table))
@@ -141,10 +126,10 @@ class Decoder:
         return linear(norm(x[:, -1]), self.model.head).float()
 
 
-class KeyValueCache:
-    """Holds the rotated keys and the values of one layer that a token can see, and attends to them.
+class Cache:
+    """Holds what one layer needs of earlier tokens, and attends to them.
 
-    A windowed layer has room for two windows, so its keys are moved only once in `window` tokens.
+    These are rotated keys and values, and the keys without rotation for a Replacement, or the numbers of a key bias.
     """
 
     def __init__(self, max_length: int):
@@ -155,56 +140,37 @@ class KeyValueCache:
         # a_t and m_t of the last query against all keys, (1 or H, 1, seen); earlier queries use the last columns.
         last_query = Plan("blocks", method.num_heads, method.vector_dim, 1, self.seen, device=k.device)
         self.bands = blocks.prepare(method.score_change, last_query)
-        new = self.parts(method, transform(method, q, k, plan, x)[1], v, x)
-        room = min(2 * self.seen, self.max_length)
-        self.stored = [part.new_empty(*part.shape[:2], room, *part.shape[3:]) for part in new]
-        self.length = 0  # keys stored
-        self.append([part[:, :, -self.seen :] for part in new])
+        self.length = 0  # tokens stored
+        self.append(method, transform(method, q, k, plan, x)[1], k, v, x)
         return attend(method, q, k, v, x=x, plan=plan)
 
     def step(self, method: Method, q: Tensor, k: Tensor, v: Tensor, *, x: Tensor, plan: Plan) -> Tensor:
         """Return the output (B, H, 1, D) of one new token; q, k, v and x are those of this token."""
-        q, k = transform(method, q, k, plan, x)
-        self.append(self.parts(method, k, v, x))
+        rotated_q, rotated_k = transform(method, q, k, plan, x)
+        self.append(method, rotated_k, k, v, x)
         visible = slice(max(0, self.length - self.seen), self.length)
-        keys, values, *of_tokens = (part[:, :, visible] for part in self.stored)
-        more = extra_logits(method, of_tokens[0] if of_tokens else None)
-        return attend_to_cache(q, keys, values, q_offset=keys.shape[2] - 1, bands=self.bands, **more)
+        keys, values, *rest = (part[:, :, visible] for part in self.stored)
+        q_offset = keys.shape[2] - 1
+        if method.replacement is not None:
+            return method.replacement.attend(q, rest[0], values, rotated_q, keys, q_offset, attend_to_cache)
+        more = extra_logits(method, rest[0] if rest else None)
+        return attend_to_cache(rotated_q, keys, values, q_offset=q_offset, bands=self.bands, **more)
 
-    def parts(self, method: Method, rotated_k: Tensor, v: Tensor, x: Tensor) -> list[Tensor]:
-        """Return the tensors to store: keys, values and, with a key bias, its numbers of each token."""
-        return [rotated_k, v] if method.key_bias is None else [rotated_k, v, method.of_tokens(x)]
-
-    def append(self, new: list[Tensor]):
-        count, room = new[0].shape[2], self.stored[0].shape[2]
-        if self.length + count > room:  # there is no room for one more token
-            for part in self.stored:
-                part[:, :, : self.seen - 1] = part[:, :, self.length - self.seen + 1 : self.length].clone()
-            self.length = self.seen - 1
-        here = slice(self.length, self.length + count)
-        for part, x in zip(self.stored, new):
-            part[:, :, here] = x
-        self.length = here.stop
-
-
-class StateCache:
-    """Holds the state of one layer's Replacement between tokens."""
-
-    def prefill(self, method: Method, q: Tensor, k: Tensor, v: Tensor, *, x: Tensor, plan: Plan) -> Tensor:
-        self.state = method.replacement.start_decoding(k, v, transform(method, q, k, plan, x)[1])
-        return attend(method, q, k, v, x=x, plan=plan)
-
-    def step(self, method: Method, q: Tensor, k: Tensor, v: Tensor, *, x: Tensor, plan: Plan) -> Tensor:
-        rotated = transform(method, q, k, plan, x)
-        y, self.state = method.replacement.decode(self.state, q, k, v, *rotated, attend_to_cache)
-        return y
+    def append(self, method: Method, rotated_k: Tensor, k: Tensor, v: Tensor, x: Tensor):
+        new = [rotated_k, v]  # (B, H, T, D)
+        if method.replacement is not None:
+            new.append(k)
+        if method.key_bias is not None:
+            new.append(method.of_tokens(x))  # (B, H, T)
+        if self.length == 0:
+            self.stored = [part.new_empty(*part.shape[:2], self.max_length, *part.shape[3:]) for part in new]
+        start, self.length = self.length, self.length + k.shape[2]
+        for stored, part in zip(self.stored, new):
+            stored[:, :, start : self.length] = part
 
 
 def attend_to_cache(
     q: Tensor, k: Tensor, v: Tensor, *, q_offset: int, bands: blocks.Bands | None = None, **extra: Tensor
 ) -> Tensor:
-    """Return causal attention of one query in plain PyTorch, on any device. Scores are float32, as in the kernels.
-
-    extra: see extra_logits.
-    """
+    """Return causal attention of one query in plain PyTorch, on any device. Scores are float32. extra: extra_logits."""
     return blocks.run(upcast(q), upcast(k), v, q_offset=q_offset, prepared=bands, **extra)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from errors import require
 from model.attention import Plan, attend, make_plan, transform
 from model.loss import mean_loss, token_losses
-from model.methods import make_layers
+from model.methods import layer_pattern, make_layers
 from model.methods.base import Method
 
 Plans = tuple[Plan, ...]  # of the layers, from the first on; they repeat
@@ -106,7 +106,7 @@ class GPT(nn.Module):
         """
         super().__init__()
         require(model_dim % num_heads == 0, f"model_dim {model_dim} is not divisible by num_heads {num_heads}")
-        self.dtype = dtype
+        self.dtype, self.pattern_length = dtype, len(layer_pattern(method))
         methods = make_layers(
             method, num_layers, num_heads=num_heads, head_dim=model_dim // num_heads, train_length=train_length,
             position_scale=position_scale, options=method_options or {},
@@ -130,10 +130,9 @@ class GPT(nn.Module):
             block.attention.method.reset_parameters()
 
     @property
-    def pattern_length(self) -> int:
-        """Return the number of layers after which their methods repeat."""
-        names = [block.attention.method.name for block in self.blocks]
-        return next(n for n in range(1, len(names) + 1) if all(name == names[i % n] for i, name in enumerate(names)))
+    def methods(self) -> list[Method]:
+        """Return the attention methods of the layers, from the first on up to where they repeat."""
+        return [block.attention.method for block in self.blocks[: self.pattern_length]]
 
     def plan(
         self, length: int, *,
@@ -143,14 +142,13 @@ class GPT(nn.Module):
 
         method: runs these weights as another method, which must train identically (make_alternative).
         """
+        methods = [method] if method else self.methods
         plans = {}
-        methods = [method] if method else [block.attention.method for block in self.blocks[: self.pattern_length]]
         for one in methods:
-            if one.name not in plans:
-                plans[one.name] = make_plan(
-                    one, length, length, target_length=target_length, device=self.head.device, dtype=self.dtype,
-                    backend=backend, normalised=True,
-                )  # fmt: skip
+            plans[one.name] = plans.get(one.name) or make_plan(
+                one, length, length, target_length=target_length, device=self.head.device, dtype=self.dtype,
+                backend=backend, normalised=True,
+            )  # fmt: skip
         return tuple(plans[one.name] for one in methods)
 
     def embed(self, tokens: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """The losses of a model on validation text: at several lengths, by position, and as several methods; and copy gain."""
 
-import functools
 import itertools
 import math
 import time
@@ -13,7 +12,7 @@ from configs.config import Config
 from data.loader import validation_batches
 from data.shards import TokenStream
 from model.gpt import GPT, Plans
-from model.methods import check_options, make_alternative
+from model.methods import make_alternative
 from model.methods.base import Method
 from runtime.copy_gain import copy_length, measure_copy_gain, uncompiled
 from runtime.processes import World
@@ -181,11 +180,18 @@ def validation_plan(config: Config, step: int) -> dict[int, int]:
 
 def build_alternatives(config: Config) -> dict[str, Method]:
     """Return the methods of validate_as, by name. Raise ValueError for a method that trains differently."""
-    shape = dict(num_heads=config.num_heads, head_dim=config.model_dim // config.num_heads)
-    shape |= dict(train_length=config.train_length, position_scale=config.position_scale)
-    check_options(config.method, config.method_options)  # before one can be mistaken for a part of the shape
-    alternative = functools.partial(make_alternative, config.method, **shape, **config.method_options)
-    return {name: alternative(name) for name in config.validate_as}
+    return {
+        name: make_alternative(
+            config.method,
+            name,
+            num_heads=config.num_heads,
+            head_dim=config.model_dim // config.num_heads,
+            train_length=config.train_length,
+            position_scale=config.position_scale,
+            options=config.method_options,
+        )
+        for name in config.validate_as
+    }
 
 
 def same_rotation(ours: Plans, theirs: Plans) -> bool:

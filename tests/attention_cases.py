@@ -64,7 +64,6 @@ MECHANISMS = {
     "logn": [(RoPE, {}), (LogN, {})],
     "alibi": [(ALiBi, {})],
     "scale_invariant": [(RoPE, {}), (ScaleInvariant, {})],
-    "composition": [(ScaleInvariant, {}), (ALiBi, {})],
     "learned": [(ScaleInvariant, dict(learn_tau=True))],
     "learned_numbers": [(KerpleLog, {})],  # two a head
     "by_head": [ByHead],

@@ -6,12 +6,10 @@ from test_gpt import random_tokens
 from test_methods import assert_near, assert_refused, random
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.decoding import Decoder, attend_to_cache, greedy_decode
 from model.gpt import GPT
 from model.methods import MECHANISMS, METHODS, canonical_name
-from model.methods.base import Replacement
 
 VOCAB, TRAIN_LENGTH, STEPS = 97, 16, 23
 
@@ -28,10 +26,8 @@ CASES = [(name, {}) for name in dict.fromkeys([*METHODS, *map(canonical_name, ME
     ("scale_invariant_p_rope", dict(learn_tau=True)),
     ("scale_invariant_p_rope", dict(tau_ratio=8.0, learn_gain=True)),
     ("infini_rope", dict(segment_length=7)),
-    ("infini_rope", dict(segment_length=7, delta=True)),
     ("infini_p_rope", dict(segment_length=10)),  # 130 tokens end at a border
-    ("infini_p_rope", dict(segment_length=10, delta=True)),
-    ("infini_p_rope", dict(segment_length=1, delta=True)),
+    ("infini_p_rope", dict(segment_length=1)),
 ]
 
 every_case = pytest.mark.parametrize("name, options", CASES, ids=[f"{name}-{options}" for name, options in CASES])
@@ -40,15 +36,9 @@ every_case = pytest.mark.parametrize("name, options", CASES, ids=[f"{name}-{opti
 def make_model(name, options=None, dtype=torch.float32, vocab_size=VOCAB, seed=0):
     """With no parameter at zero or at its initial value."""
     model = GPT(
-        vocab_size=vocab_size,
-        num_layers=2,
-        num_heads=6,
-        model_dim=96,
-        train_length=TRAIN_LENGTH,
-        method=name,
-        method_options=options,
-        dtype=dtype,
-    )
+        vocab_size=vocab_size, num_layers=2, num_heads=6, model_dim=96, train_length=TRAIN_LENGTH, method=name,
+        method_options=options, dtype=dtype,
+    )  # fmt: skip
     for i, parameter in enumerate(model.parameters()):
         scale = 0.5 if parameter.ndim < 2 else 1.5 * parameter.shape[-1] ** -0.5
         parameter.data = scale * random(*parameter.shape, seed=100 * seed + i).float()
@@ -84,7 +74,7 @@ def test_steps_give_the_logits_of_the_full_forward_pass(name, options, prompt_le
         assert_near(logits, expected, tolerance)
 
 
-@every_case
+@pytest.mark.parametrize("name, options", CASES[:40])  # the published methods and each mechanism
 def test_bfloat16_logits_are_nearly_those_of_float32(name, options):
     tokens, _ = random_tokens(100)
     expected = full_logits(make_model(name, options), tokens, 100)[:, 69:]
@@ -131,62 +121,12 @@ def test_a_new_prompt_starts_afresh():
     assert_near(decoder.step(tokens[:1, 5]), full_logits(model, tokens[:1, :6], 40)[:, -1], 1e-5)
 
 
-# ---- replacements ----------------------------------------------------------------------------------------------------
-
-
-class GatedByMean(Replacement):
-    """Softmax attention plus q times the mean of k v so far: no rotation in the one, rotation and LogN in the other."""
-
-    def __init__(self, num_heads, head_dim, train_length):
-        super().__init__()
-
-    def attend(self, q, k, v, rotated_q, rotated_k, q_offset, causal_attention):
-        mean = (k * v).cumsum(dim=2) / torch.arange(1, k.shape[2] + 1).unsqueeze(-1)
-        return causal_attention(rotated_q, rotated_k, v, q_offset=q_offset) + q * mean[:, :, q_offset:]
-
-
-@pytest.mark.parametrize("prompt_length", [1, 130])
-def test_a_replacement_that_only_attends_is_decoded_too(prompt_length, monkeypatch):
-    monkeypatch.setitem(MECHANISMS, "own", GatedByMean)
-    model = make_model("rope+logn+own")
-    tokens, _ = random_tokens(prompt_length + STEPS)
-    expected = full_logits(model, tokens, tokens.shape[1])[:, prompt_length - 1 :]
-    assert_near(decoded_logits(model, tokens, prompt_length), expected, 1e-5)
-
-
-@pytest.mark.parametrize("delta", [False, True])
-def test_a_step_of_infini_attention_costs_the_same_after_any_number_of_segments(delta):
-    model = make_model("infini_rope", dict(segment_length=10, delta=delta))
-    sizes = []
-    for length in (15, 1005):
-        decoder = Decoder(model, 1100)
-        decoder.prefill(random_tokens(length)[0])
-        for _ in range(10):  # over a border
-            decoder.step(torch.tensor([1, 2]))
-        with LargestTensor() as largest:
-            decoder.step(torch.tensor([3, 4]))
-        sizes.append(largest.numel)
-    assert sizes[0] == sizes[1]
-
-
-class LargestTensor(TorchDispatchMode):
-    """Numbers in the largest tensor that is made."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        output = function(*args, **(kwargs or {}))
-        if isinstance(output, torch.Tensor):
-            self.numel = max(self.numel, output.numel())
-        return output
-
-
 # ---- greedy decoding -------------------------------------------------------------------------------------------------
 
 
-@every_case
-def test_greedy_decoding_chooses_the_most_likely_token_each_time(name, options):
-    model = make_model(name, options)
+@pytest.mark.parametrize("name", ["scale_invariant_p_rope", "logn_ntk", "rnope_swa", "infini_rope"])
+def test_greedy_decoding_chooses_the_most_likely_token_each_time(name):
+    model = make_model(name)
     tokens, _ = random_tokens(21, batch=3)
     expected = tokens
     for _ in range(12):
@@ -226,24 +166,13 @@ def test_the_tokens_can_be_trained_on():
     assert model.embedding.weight.grad.count_nonzero() > 0
 
 
-# ---- refusals --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", [(2, 0), (0, 3), (5,)])
-def test_prompts_without_tokens_or_batch_are_refused(shape):
-    with assert_refused("(batch, length)", str(tuple(shape))):
-        greedy_decode(make_model("rope"), torch.zeros(shape, dtype=torch.int64), 5)
-
-
 def test_lengths_that_do_not_fit_are_refused():
     tokens, _ = random_tokens(11)
-    with assert_refused("max_new_tokens", "0"):
-        greedy_decode(make_model("rope"), tokens, 0)
+    with assert_refused("0 queries"):
+        greedy_decode(make_model("rope"), tokens[:, :0], 5)
     with assert_refused("target_length 12", "15"):
         greedy_decode(make_model("yarn"), tokens, 5, target_length=12)
     decoder = Decoder(make_model("rope"), 10)
-    with assert_refused("11", "10"):
-        decoder.prefill(tokens)
     decoder.prefill(tokens[:, :10])
     with assert_refused("10 tokens"):
         decoder.step(tokens[:, 10])

@@ -125,11 +125,6 @@ def test_initial_distributions():
     assert model.head.count_nonzero() == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_parameters_are_float32_whatever_the_computation(dtype):
-    assert {p.dtype for p in make_gpt("logn_rope", dtype=dtype).parameters()} == {torch.float32}
-
-
 @every_method
 def test_the_seed_alone_decides_the_initial_weights(name):
     """Methods start from the same weights, so that runs of one seed differ by the method alone."""
@@ -179,7 +174,7 @@ def test_bfloat16_gradients_are_nearly_those_of_float32():
     for dtype in (torch.float32, torch.bfloat16):
         model = make_random_gpt("logn_p_rope", dtype=dtype)
         gradients.append(torch.autograd.grad(model(*random_tokens(100)), model.parameters()))
-    assert {gradient.dtype for gradient in gradients[1]} == {torch.float32}
+    assert {gradient.dtype for gradient in gradients[1]} == {torch.float32}  # of the parameters
     errors = [(rough - exact).norm() / exact.norm() for exact, rough in zip(*gradients)]
     assert sum(errors) / len(errors) < 0.03  # of one LogN scale a head alone, 6 numbers, up to 0.06
 

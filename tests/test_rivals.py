@@ -20,7 +20,7 @@ NAMES = ["fox", "p_rope+forget", "scale_invariant+forget", "p_rope+scale_invaria
          "p_rope+window", "p_rope+sink", "p_rope+scale_invariant+sink", "kerple_log", "kerple_power", "nape",
          "log_beyond", "log_steps", "factor", "log_root",
          "pope", "pope+scale_invariant", "fire", "stick_breaking"]  # fmt: skip
-OPTIONS = {"rope+window": dict(window=29), "p_rope+window": dict(window=1), "nape": dict(delta=0.3),
+OPTIONS = {"rope+window": dict(window=29), "p_rope+window": dict(window=1),
            "log_steps": dict(floor=10.0), "fire": dict(c=0.3, threshold=11.0)}  # fmt: skip
 SPREAD = {"nape": 0.02}  # of the parameters: larger factors leave too little of bfloat16 to compare
 
@@ -75,7 +75,7 @@ def nape(method, q, k, x):
     def row(i):
         beta = torch.log(1 + torch.exp(torch.einsum("bc,hc->bh", x[:, i], w_b)))
         gamma = 2 * torch.tanh(torch.einsum("bc,hc->bh", x[:, i], w_g))
-        factor = OPTIONS["nape"]["delta"] + beta * math.log(max(i + 1, 2)) ** gamma
+        factor = 1 + beta * math.log(max(i + 1, 2)) ** gamma
         scores = (q[:, :, i, None] * k[:, :, : i + 1]).sum(-1) / q.shape[-1] ** 0.5
         return factor[..., None] * scores - slope * (i - torch.arange(i + 1))
     return by_rows(row, T)

@@ -6,39 +6,25 @@ head has one (ofirpress/attention_with_linear_biases). The geometric ones are 8 
 FlexAttention's blog post and attention-gym.
 """
 
-import math
-
 import torch
 
 from errors import require
 from model.methods.base import ScoreChange
 
 
-def official_exponents(head, num_heads: int):
-    n = 2 ** (num_heads.bit_length() - 1)
-    return torch.where(head < n, 8 * (head + 1) / n, 4 * (2 * (head - n) + 1) / n)
-
-
-def geometric_exponents(head, num_heads: int):
-    return 8 * (head + 1) / num_heads
-
-
-EXPONENTS = {"official": official_exponents, "geometric": geometric_exponents}
-
-
 class ALiBi(ScoreChange):
+    lengths = {"slope_scale": -1}
+
     def __init__(self, num_heads, head_dim, train_length, slopes: str = "official", slope_scale: float = 1.0):
         """slope_scale: a factor of all slopes, which are one over a length in tokens."""
         super().__init__()
-        require(slopes in EXPONENTS, f"ALiBi slopes must be one of {', '.join(EXPONENTS)}, got {slopes!r}")
-        finite = 0 <= slope_scale < math.inf
-        require(finite, f"slope_scale must be a finite number of at least 0, got {slope_scale}")
-        self.num_heads, self.exponents, self.slope_scale = num_heads, EXPONENTS[slopes], slope_scale
+        require(slopes in ("official", "geometric"), f"slopes must be official or geometric, got {slopes!r}")
+        self.num_heads, self.slopes, self.slope_scale = num_heads, slopes, slope_scale
 
-    @classmethod
-    def scaled(cls, scale, options):
-        return {"slope_scale": 1 / scale}
+    def exponents(self, head):
+        n = self.num_heads if self.slopes == "geometric" else 2 ** (self.num_heads.bit_length() - 1)
+        return torch.where(head < n, 8 * (head + 1) / n, 4 * (2 * (head - n) + 1) / n)
 
     def coefficients(self, distance, head):
-        slope = self.slope_scale * torch.exp2(-self.exponents(head.to(distance.dtype), self.num_heads))
+        slope = self.slope_scale * torch.exp2(-self.exponents(head.to(distance.dtype)))
         return 1.0, -slope * distance

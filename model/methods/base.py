@@ -11,10 +11,11 @@ back to key j, h the head and d the head dimension (paper, section 3):
     one more logit in the softmax, without a value      Sink
     y    <- g y, y the output                           OutputGate
 
-A method has at most one mechanism of each kind, but any number of score changes, which follow one another. c, b and g
-may depend on x, the layer's input. A Replacement (Infini-attention, FIRE, stick-breaking) computes the output itself
-instead of a softmax over L.
+A method has at most one mechanism of each kind. c, b and g may depend on x, the layer's input. A Replacement
+(Infini-attention, FIRE, stick-breaking) computes the output itself instead of a softmax over L.
 """
+
+import inspect
 
 import torch
 from torch import Tensor, nn
@@ -34,14 +35,21 @@ class Mechanism(nn.Module):
     """A part of a method. Its constructor takes num_heads, head_dim and train_length, and then its options."""
 
     needs_input = False  # True if attention needs x, the layer's input; a gate is applied after attention
+    lengths: dict[str, int] = {}  # positive options: 1 for a length in tokens, -1 for one over a length
 
     @classmethod
-    def scaled(cls, scale: float, options: dict) -> dict:
-        """Return the defaults of options that are a length in tokens (or 1 / length), for `scale` times the paper's.
+    def options(cls) -> dict[str, inspect.Parameter]:
+        """Return the options by name: the constructor's parameters that have a default. Each needs a type."""
+        parameters = inspect.signature(cls, eval_str=True).parameters
+        return {name: parameter for name, parameter in parameters.items() if parameter.default is not parameter.empty}
 
-        options: the options that the user gave; the default of another option may depend on them.
+    @classmethod
+    def scaled_defaults(cls, scale: float, given: dict) -> dict:
+        """Return the defaults of `lengths` where lengths are `scale` times the paper's.
+
+        given: the options that the user gave. The default of another option may depend on them.
         """
-        return {}
+        return {name: cls.options()[name].default * scale**power for name, power in cls.lengths.items()}
 
     def reset_parameters(self):
         """Draw random parameters in place; the constructor sets all others.
@@ -95,7 +103,7 @@ class QueryScale(Mechanism):
 
         The result is differentiable in x and in the parameters.
         """
-        raise NotImplementedError
+        return table.unsqueeze(0)
 
 
 class ScoreChange(Mechanism):
@@ -113,21 +121,6 @@ class ScoreChange(Mechanism):
 
     def forward(self, distance, head):  # torch.func calls modules, with other values of their parameters
         return self.coefficients(distance, head)
-
-
-class Composition(ScoreChange):
-    """Score changes one after the other: with S -> a1 S + m1 first, a = a1 a2 and m = a2 m1 + m2."""
-
-    def __init__(self, changes: list[ScoreChange]):
-        super().__init__()
-        self.changes = nn.ModuleList(changes)
-
-    def coefficients(self, distance, head):
-        scale, bias = self.changes[0].coefficients(distance, head)
-        for change in self.changes[1:]:
-            a, m = change.coefficients(distance, head)
-            scale, bias = a * scale, a * bias + m
-        return scale, bias
 
 
 class KeyBias(Mechanism):
@@ -177,20 +170,6 @@ class Replacement(Mechanism):
         """
         raise NotImplementedError
 
-    def start_decoding(self, k, v, rotated_k):
-        """Return the state that decode starts from, made from a prompt's keys and values, (B, H, T, D) each.
-
-        This method and decode keep all keys and values, and attend to all of them for each token. Override both if
-        less is enough.
-        """
-        return k, v, rotated_k
-
-    def decode(self, state, q, k, v, rotated_q, rotated_k, causal_attention):
-        """Return the output for one more token, (B, H, 1, D) like its q, k and v, and the state after it."""
-        k, v, rotated_k = (torch.cat(parts, dim=2) for parts in zip(state, (k, v, rotated_k)))
-        output = self.attend(q, k, v, rotated_q, rotated_k, k.shape[2] - 1, causal_attention)
-        return output, (k, v, rotated_k)
-
 
 def in_blocks_of_queries(attend_block, q, k, v, q_offset: int, *learned) -> Tensor:
     """Return causal attention (B, H, Tq, D) in plain PyTorch, by attend_block(q, k, v, *learned) on blocks of queries.
@@ -222,45 +201,24 @@ KINDS = {  # by their attribute of Method, in the order of a method's name
 }
 
 
-def kind_of(mechanism: type[Mechanism]) -> str:
-    """Return the key of KINDS for a mechanism. ValueError if it is of no kind."""
-    kind = next((key for key, kind in KINDS.items() if issubclass(mechanism, kind)), None)
-    kinds = ", ".join(kind.__name__ for kind in KINDS.values())
-    require(kind, f"mechanism {mechanism.__name__} is of no kind. Make it a subclass of one of {kinds}.")
-    return kind
-
-
-def check_kinds(names: list[str], mechanisms: list[type[Mechanism]]):
-    """Raise ValueError, with their names, for mechanisms of one layer that exclude each other."""
-    by_kind = {kind: [] for kind in KINDS}
-    for name, mechanism in zip(names, mechanisms, strict=True):
-        by_kind[kind_of(mechanism)].append(name)
-    for kind, of_kind in by_kind.items():
-        one = len(of_kind) < 2 or kind == "score_change"
-        refusal = f"{' and '.join(of_kind)} exclude each other: a layer has one {kind.replace('_', ' ')}"
-        require(one, f"{refusal}. Leave one out.")
-    if by_kind["replacement"]:
-        wide = [name for name, m in zip(names, mechanisms) if issubclass(m, Rotation) and m.widening > 1]
-        others = [*by_kind["score_change"], *by_kind["key_bias"], *by_kind["window"], *by_kind["sink"], *wide]
-        replaces = f"{by_kind['replacement'][0]} replaces softmax attention"
-        require(not others, f"{replaces}, so it cannot be combined with {' and '.join(others)}. Leave one out.")
-
-
 class Method(nn.Module):
     """The mechanisms of one layer, one attribute a kind (see KINDS), with that layer's parameters.
 
-    Score changes are composed in the order of `mechanisms` (see Composition).
+    ValueError for mechanisms that exclude each other.
     """
 
     def __init__(self, name: str, num_heads: int, head_dim: int, train_length: int, mechanisms: list[Mechanism]):
         super().__init__()
         self.name, self.num_heads, self.head_dim, self.train_length = name, num_heads, head_dim, train_length
         for kind, base in KINDS.items():
-            of_kind = [m for m in mechanisms if isinstance(m, base)]
-            assert len(of_kind) < 2 or kind == "score_change"
-            setattr(self, kind, Composition(of_kind) if len(of_kind) > 1 else of_kind[0] if of_kind else None)
+            of_kind = [mechanism for mechanism in mechanisms if isinstance(mechanism, base)]
+            require(len(of_kind) < 2, f"{name} has more than one {kind.replace('_', ' ')} in a layer. Leave one out.")
+            setattr(self, kind, of_kind[0] if of_kind else None)
         self.vector_dim = head_dim * (1 if self.rotation is None else self.rotation.widening)  # of rotated q and k
         self.needs_input = any(mechanism.needs_input for mechanism in mechanisms)
+        changed = any((self.score_change, self.key_bias, self.window, self.sink)) or self.vector_dim > head_dim
+        replaced = f"{name} has a replacement of softmax attention, which other parts change. Leave one out."
+        require(self.replacement is None or not changed, replaced)
 
     def of_tokens(self, x: Tensor | None) -> Tensor | None:
         """Return the key bias's numbers of each token of x (B, T, C): (B, H, T); None without a key bias."""
@@ -268,10 +226,10 @@ class Method(nn.Module):
 
     def check_shapes(self, q: Tensor, k: Tensor, v: Tensor):
         """Raise ValueError unless q is (B, H, Tq, D), and k and v are (B, H, Tk, D), with this method's H and D."""
-        expected = (q.shape[0], self.num_heads, k.shape[2], self.head_dim) if q.dim() == k.dim() == 4 else None
-        if k.shape != expected or v.shape != expected or (*q.shape[:2], q.shape[3]) != (*expected[:2], expected[3]):
-            shapes = f"q, k, v of shape (batch, {self.num_heads}, length, {self.head_dim})"
-            raise ValueError(f"{self.name} takes {shapes}, got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}")
+        fits = q.dim() == k.dim() == 4 and k.shape == v.shape and q.shape[0] == k.shape[0]
+        fits = fits and all((x.shape[1], x.shape[3]) == (self.num_heads, self.head_dim) for x in (q, k))
+        expected = f"{self.name} takes q, k, v of shape (batch, {self.num_heads}, length, {self.head_dim})"
+        require(fits, f"{expected}, got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}.")
 
     def reset_parameters(self):
         for mechanism in self.modules():

@@ -9,34 +9,27 @@ The first values are those of public code (results/authors.md): c = 0.1, l = 512
 learns logarithms where theirs takes absolute values. f has no constant in its output, which a softmax ignores.
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from errors import require
 from model.methods.base import Replacement, in_blocks_of_queries, upcast
 
 WIDTH = 32  # ReLUs
 
 
 class FIRE(Replacement):
+    lengths = {"c": -1, "threshold": 1}
+
     def __init__(self, num_heads, head_dim, train_length, c: float = 0.1, threshold: float = 512.0):
         """c (1 / tokens) and threshold (tokens): the first values of c and l."""
         super().__init__()
-        for name, value in (("c", c), ("threshold", threshold)):
-            require(0 < value < math.inf, f"{name} must be positive and finite, got {value}")
         self.c, self.threshold = c, threshold
         self.log_c = nn.Parameter(torch.zeros(1))  # log of c over its first value
         self.log_threshold = nn.Parameter(torch.zeros(1))
         self.slope = nn.Parameter(torch.zeros(1, WIDTH))  # of each ReLU, the same for all heads
         self.offset = nn.Parameter(torch.zeros(1, WIDTH))
         self.output = nn.Parameter(torch.zeros(num_heads, WIDTH))
-
-    @classmethod
-    def scaled(cls, scale, options):
-        return {"c": 0.1 / scale, "threshold": 512.0 * scale}
 
     def reset_parameters(self):
         for weight, inputs in ((self.slope, 1), (self.offset, 1), (self.output, WIDTH)):

@@ -12,32 +12,25 @@ import math
 import torch
 from torch import nn
 
-from errors import require
 from model.methods.base import ScoreChange
-
-A = 0.5  # the mean of the authors' U(0, 1)
 
 
 class Kerple(ScoreChange):
-    """Holds a and the first values of p, for both forms."""
+    """Learns a. A subclass learns p, in the form of learn_p, from its first values (H,)."""
+
+    lengths = {"unit": 1}
 
     def __init__(self, num_heads, head_dim, train_length, unit: float = 1.0):
         """unit: the tokens that a distance of 1 stands for."""
         super().__init__()
-        require(0 < unit < math.inf, f"unit must be positive and finite, got {unit}")
         self.unit = unit
-        self.log_a = nn.Parameter(torch.full((num_heads,), math.log(A)))
-        self.first_p = 2 * (torch.arange(num_heads, dtype=torch.float32) + 0.5) / num_heads
-
-    @classmethod
-    def scaled(cls, scale, options):
-        return {"unit": scale}
+        self.log_a = nn.Parameter(torch.full((num_heads,), math.log(0.5)))
+        self.learn_p(2 * (torch.arange(num_heads, dtype=torch.float32) + 0.5) / num_heads)
 
 
 class KerpleLog(Kerple):
-    def __init__(self, num_heads, head_dim, train_length, unit: float = 1.0):
-        super().__init__(num_heads, head_dim, train_length, unit)
-        self.log_p = nn.Parameter(self.first_p.log())
+    def learn_p(self, first_p):
+        self.log_p = nn.Parameter(first_p.log())
 
     def coefficients(self, distance, head):
         a, p = (torch.exp(x[head].to(distance.dtype)) for x in (self.log_a, self.log_p))
@@ -45,9 +38,8 @@ class KerpleLog(Kerple):
 
 
 class KerplePower(Kerple):
-    def __init__(self, num_heads, head_dim, train_length, unit: float = 1.0):
-        super().__init__(num_heads, head_dim, train_length, unit)
-        self.logit_p = nn.Parameter(torch.logit(self.first_p / 2))
+    def learn_p(self, first_p):
+        self.logit_p = nn.Parameter(torch.logit(first_p / 2))
 
     def coefficients(self, distance, head):
         a = torch.exp(self.log_a[head].to(distance.dtype))

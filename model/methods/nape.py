@@ -1,12 +1,12 @@
 """NAPE with adaptive scaling (Vasylenko et al. 2025, arXiv 2506.16640): half of the heads have ALiBi, the others no
 position encoding. The logits of query i, which sees i keys, are multiplied by
 
-    delta + beta (log i)^gamma,   beta = softplus(w_b . x_i),   gamma = 2 tanh(w_g . x_i),   x the layer's input.
+    1 + beta (log i)^gamma,   beta = softplus(w_b . x_i),   gamma = 2 tanh(w_g . x_i),   x the layer's input.
 
 Softmax only: the paper's entmax, whose weights are exactly zero for most keys, is not built. The paper leaves open, and
 we chose: the slopes are ALiBi's for as many heads as have them (the first half, rounded up); w_b and w_g start at zero,
-have no bias and differ between heads; delta is 1 and not learned; all heads are scaled. The first query, whose log i is
-0, counts as the second: it sees one key, whatever its factor.
+have no bias and differ between heads; the constant is 1; all heads are scaled. The first query, whose log i is 0,
+counts as the second: it sees one key, whatever its factor.
 """
 
 import torch
@@ -18,8 +18,8 @@ from model.methods.base import QueryScale, upcast
 
 
 class HalfALiBi(ALiBi):
-    def __init__(self, num_heads, head_dim, train_length, slopes: str = "official", slope_scale: float = 1.0):
-        super().__init__((num_heads + 1) // 2, head_dim, train_length, slopes, slope_scale)
+    def __init__(self, num_heads, head_dim, train_length, slope_scale: float = 1.0):
+        super().__init__((num_heads + 1) // 2, head_dim, train_length, slope_scale=slope_scale)
 
     def coefficients(self, distance, head):
         scale, bias = super().coefficients(distance, head)
@@ -29,9 +29,8 @@ class HalfALiBi(ALiBi):
 class AdaptiveScale(QueryScale):
     needs_input = True
 
-    def __init__(self, num_heads, head_dim, train_length, delta: float = 1.0):
+    def __init__(self, num_heads, head_dim, train_length):
         super().__init__()
-        self.delta = delta
         self.beta, self.gamma = (nn.Parameter(torch.zeros(num_heads, num_heads * head_dim)) for _ in range(2))
 
     def table(self, positions, target_length):
@@ -40,4 +39,4 @@ class AdaptiveScale(QueryScale):
     def multiplier(self, table, x):
         beta, gamma = (upcast(F.linear(x, w.to(x.dtype))).transpose(1, 2) for w in (self.beta, self.gamma))  # (B, H, T)
         # softplus(beta) has a gradient with other strides than torch.compile expects, because beta is transposed.
-        return self.delta - F.logsigmoid(-beta) * torch.exp(2 * torch.tanh(gamma) * table.to(gamma.dtype))
+        return 1 - F.logsigmoid(-beta) * torch.exp(2 * torch.tanh(gamma) * table.to(gamma.dtype))

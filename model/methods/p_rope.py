@@ -2,7 +2,7 @@
 
 The paper gives "an effective base of 1024". That is the half-truncated form of modded-nanogpt (record #17, by
 @YouJiacheng): d/4 frequencies from 1 down to 1/1024 in equal ratios, then d/4 pairs that do not rotate. Barbero's own
-form keeps the fastest proportion p of RoPE's frequencies and leaves the other pairs unrotated.
+form keeps the faster half of RoPE's frequencies and leaves the other pairs unrotated.
 """
 
 import torch
@@ -14,24 +14,20 @@ DEFAULT_BASE = {"half_truncate": 1024.0, "barbero": 10_000.0}
 
 
 class PRoPE(RoPE):
-    def __init__(
-        self, num_heads, head_dim, train_length, base: float | None = None,
-        form: str = "half_truncate", proportion: float = 0.5,
-    ):  # fmt: skip
+    def __init__(self, num_heads, head_dim, train_length, base: float | None = None, form: str = "half_truncate"):
         require(form in DEFAULT_BASE, f"form of p-RoPE must be one of {', '.join(DEFAULT_BASE)}, got {form!r}")
         needs = "half-truncated RoPE needs a head_dim (model_dim / num_heads) divisible by 4"
         require(form != "half_truncate" or head_dim % 4 == 0, f"{needs}, got {head_dim}")
-        require(0 <= proportion <= 1, f"proportion of rotated pairs must be in [0, 1], got {proportion}")
         super().__init__(num_heads, head_dim, train_length, DEFAULT_BASE[form] if base is None else base)
-        self.form, self.proportion = form, proportion
+        self.form = form
 
     @classmethod
-    def scaled(cls, scale, options):
-        return {"base": DEFAULT_BASE.get(options.get("form"), DEFAULT_BASE["half_truncate"]) * scale}
+    def scaled_defaults(cls, scale, given):
+        return {"base": DEFAULT_BASE.get(given.get("form"), DEFAULT_BASE["half_truncate"]) * scale}
 
     def frequencies(self, target_length):
         if self.form == "half_truncate":
             rotated = self.base ** -torch.linspace(0, 1, self.head_dim // 4, dtype=torch.float64)
         else:
-            rotated = self.geometric(self.base)[: int(self.proportion * (self.head_dim // 2))]
+            rotated = self.geometric(self.base)[: self.head_dim // 4]
         return torch.nn.functional.pad(rotated, (0, self.head_dim // 2 - len(rotated))), 1.0

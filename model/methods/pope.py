@@ -16,23 +16,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from errors import require
 from model.methods.base import Rotation
 from model.methods.rope import BASE
 
 
 class PoPE(Rotation):
     widening = 2
+    lengths = {"base": 1}  # the slowest wavelength is about 2 pi times the base
 
     def __init__(self, num_heads, head_dim, train_length, base: float = BASE):
         super().__init__()
-        require(base > 1, f"PoPE needs a base > 1, got {base}")
         self.head_dim, self.base = head_dim, base
         self.delta = nn.Parameter(torch.zeros(num_heads, head_dim))
-
-    @classmethod
-    def scaled(cls, scale, options):
-        return {"base": BASE * scale}
 
     def frequencies(self, target_length):
         theta = self.base ** -(torch.arange(self.head_dim, dtype=torch.float64) / self.head_dim)  # (D,)

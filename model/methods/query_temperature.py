@@ -12,10 +12,7 @@ import math
 
 import torch
 
-from errors import require
 from model.methods.base import QueryScale
-
-FLOOR = 8192.0  # tokens
 
 
 class LogBeyondTraining(QueryScale):
@@ -26,23 +23,14 @@ class LogBeyondTraining(QueryScale):
     def table(self, positions, target_length):
         return ((positions + 1).double().log() / self.log_train_length).clamp(min=1)  # (T,)
 
-    def multiplier(self, table, x):
-        return table.unsqueeze(0)  # (1, T)
-
 
 class LogSteps(QueryScale):
-    def __init__(self, num_heads, head_dim, train_length, floor: float = FLOOR, strength: float = 0.1):
-        """floor: tokens a step. strength: factor of the logarithm."""
-        super().__init__()
-        require(0 < floor < math.inf, f"floor must be positive and finite, got {floor}")
-        self.floor, self.strength = floor, strength
+    lengths = {"floor": 1}
 
-    @classmethod
-    def scaled(cls, scale, options):
-        return {"floor": FLOOR * scale}
+    def __init__(self, num_heads, head_dim, train_length, floor: float = 8192.0):
+        """floor: tokens a step."""
+        super().__init__()
+        self.floor = floor
 
     def table(self, positions, target_length):
-        return 1 + self.strength * torch.log(1 + torch.floor((positions + 1).double() / self.floor))  # (T,)
-
-    def multiplier(self, table, x):
-        return table.unsqueeze(0)  # (1, T)
+        return 1 + 0.1 * torch.log(1 + torch.floor((positions + 1).double() / self.floor))  # (T,)

@@ -9,15 +9,13 @@ BASE = 10_000.0
 
 
 class RoPE(Rotation):
+    lengths = {"base": 1}  # the slowest wavelength is about 2 pi times the base
+
     def __init__(self, num_heads, head_dim, train_length, base: float = BASE):
         super().__init__()
         needs = "rotary embedding needs an even head_dim (model_dim / num_heads) and base > 1"
         require(head_dim % 2 == 0 and base > 1, f"{needs}, got {head_dim} and {base}")
         self.head_dim, self.train_length, self.base = head_dim, train_length, base
-
-    @classmethod
-    def scaled(cls, scale, options):
-        return {"base": BASE * scale}  # the slowest wavelength is about 2 pi times the base
 
     def geometric(self, base):
         """Return base^(-2k/d) for k = 0..d/2-1."""
@@ -35,13 +33,10 @@ class LengthScaledRoPE(RoPE):
 
     def __init__(self, num_heads, head_dim, train_length, base: float = BASE, factor: float | None = None):
         super().__init__(num_heads, head_dim, train_length, base)
-        needs = "length-scaled rotary embeddings need a head_dim (model_dim / num_heads) of at least 4"
-        require(head_dim >= 4, f"{needs}, got {head_dim}")  # with one pair, NTK's exponent d / (d - 2) is infinite
         require(factor is None or factor >= 1, f"factor must be at least 1, got {factor}")
         self.factor = factor
 
     def length_ratio(self, target_length) -> float:
-        """Return s at this target length."""
         if target_length <= self.train_length:
             return 1.0
         return self.factor or target_length / self.train_length

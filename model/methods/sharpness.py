@@ -4,8 +4,6 @@ Factor     c = factor, the same for every query; each head of each layer learns 
 LogRoot    c(i) = sqrt(1 + 2 log(i + 1)): the largest a_t of scale-invariant attention with tau 1, for all keys
 """
 
-import math
-
 import torch
 from torch import nn
 
@@ -17,7 +15,7 @@ class Factor(QueryScale):
     def __init__(self, num_heads, head_dim, train_length, factor: float = 2.0, learn_factor: bool = False):
         """factor: the constant, or the value from which each head learns its own."""
         super().__init__()
-        require(0 < factor < math.inf, f"factor must be positive and finite, got {factor}")
+        require(factor > 0, f"factor must be positive, got {factor}")
         self.factor = factor
         self.learned = nn.Parameter(torch.full((num_heads,), float(factor))) if learn_factor else None
 
@@ -34,6 +32,3 @@ class LogRoot(QueryScale):
 
     def table(self, positions, target_length):
         return torch.sqrt(1 + 2 * torch.log((positions + 1).double()))  # (T,)
-
-    def multiplier(self, table, x):
-        return table.unsqueeze(0)  # (1, T)

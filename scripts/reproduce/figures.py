@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from configs.config import Config
 from configs.runs import Run
-from model.methods import method_options, scaled_options
+from model.methods import method_options
 from scripts.evaluate import load_run, open_own_text
 from scripts.reproduce import logits, theory
 from scripts.reproduce.drawing import SCHEMES, draw_curves, draw_entropy, draw_sublog, tau_looks
@@ -58,8 +58,7 @@ def figure_tau(study: Study) -> str:
 
 def tau_of(config: Config) -> float:
     """Return the lengthscale in tokens that a run trains with."""
-    options = scaled_options(config.method, config.position_scale, config.method_options)
-    return float(options.get("tau", method_options(config.method)["tau"].default))
+    return float(config.method_options.get("tau", method_options(config.method)["tau"].default))
 
 
 def curve_figure(

@@ -22,9 +22,9 @@ LOCAL = 100  # the previous tokens whose share of the attention is measured (fig
 CHUNK = 2**20  # scores in memory at once
 
 
-def coefficients(distance: Tensor, **options) -> tuple[Tensor, Tensor]:
-    """Return a_t and m_t at distances t, as the method in model/methods computes them. options: tau, alpha, beta."""
-    method = make_method("scale_invariant_nope", num_heads=1, head_dim=1, train_length=1, **options)
+def coefficients(distance: Tensor, tau: float) -> tuple[Tensor, Tensor]:
+    """Return a_t and m_t at distances t, as the method in model/methods computes them."""
+    method = make_method("scale_invariant_nope", num_heads=1, head_dim=1, train_length=1, tau=tau)
     return method.score_change.coefficients(distance.double(), head=torch.zeros(1))
 
 
