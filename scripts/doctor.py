@@ -26,13 +26,13 @@ from data.loader import micro_batch_size
 from data.shards import open_split
 from errors import exit_on_user_error, require
 from model.attention import AUTOMATIC, BACKENDS
-from model.attention.check import check_backend
 from model.attention.sdpa import chosen_kernel, prefer_fast_sdpa
 from model.loss import triton_runs
 from model.methods import check_options, make_method
 from runtime.device import compute_dtype, count_gpus, device_name, matmul_rate, peak_flops
 from runtime.flops import training_flops_per_token, validation_share
 from runtime.processes import start_processes
+from scripts.bench.attention import find_problem
 from scripts.bench.protocol import describe_machine
 from scripts.bench.trainers import WARM_UP_STEPS, Trainer
 
@@ -96,7 +96,6 @@ def check_gpus(config: Config, device: torch.device, price: float) -> Iterator[F
         gpu, (free, total) = torch.cuda.get_device_properties(index), torch.cuda.mem_get_info(index)
         message = f"{gpu.name}, capability {gpu.major}.{gpu.minor}, {free / 1e9:.2f} of {total / 1e9:.2f} GB are free"
         advice = "Use an A100 or newer: this GPU has no bfloat16 in hardware." if gpu.major < 8 else ""
-        advice = advice or ("Other programs use this GPU: see nvidia-smi." if free < 0.9 * total else "")
         yield Finding("GPU", message, "slow" if advice else "ok", advice)
     if count == 0 and config.device != "cpu":
         state = "broken" if config.device == "cuda" else "missing"
@@ -126,18 +125,13 @@ def check_kernels(config: Config, device: torch.device, price: float) -> Iterato
         state = "ok" if triton_runs(device, dtype, config.vocab_size) else "slow"
         yield Finding("cross-entropy", "Triton's kernel, compared with plain PyTorch", state)
     for name in [*AUTOMATIC[device.type], "blocks"]:
-        backend = BACKENDS[name]
         for method_name in dict.fromkeys([config.method.split(",")[0], *METHODS]):
             method = make_method(method_name, num_heads=config.num_heads, head_dim=head_dim, train_length=1024)
             if method.replacement is not None:  # it computes no softmax over logits
                 continue
-            check, method = f"{name}, {method_name}", method.to(device)
-            if reason := backend.unsupported(method, device, dtype):
-                yield Finding(check, f"not used: {reason}")
-            elif problem := check_backend(backend, method, device, dtype):
-                yield Finding(check, problem, "broken", "Do not train with this backend.")
-            else:
-                yield Finding(check, f"output and gradients agree with float64 ({dtype})")
+            problem = find_problem(BACKENDS[name], method.to(device), device, dtype)
+            state = "broken" if problem and problem.startswith("refused") else "ok"
+            yield Finding(f"{name}, {method_name}", problem or f"agrees with float64 ({dtype})", state)
 
 
 # ---- speed -----------------------------------------------------------------------------------------------------------
@@ -161,10 +155,7 @@ def check_step(config: Config, device: torch.device, price: float) -> Iterator[F
     code = f"{trainer.backends}, compile {trainer.compile_note}"
     speed = f"{tokens_per_second:,.0f} tokens/s, {flops * tokens_per_second / peak:.0%} of {peak:.3g} FLOP/s ({source})"
     memory = f", {trainer.peak_bytes / 1e9:.2f} GB" if trainer.peak_bytes else ""
-    state, advice = "ok", ""
-    if config.compile == "auto" and trainer.compile_note.startswith("off"):
-        state, advice = "slow", "To compile: apt install g++ python3-dev, or name a compiler in CXX."
-    yield Finding("step", f"{code}: {small.batch_tokens:,} tokens in {seconds:.3f} s, {speed}{memory}", state, advice)
+    yield Finding("step", f"{code}: {small.batch_tokens:,} tokens in {seconds:.3f} s, {speed}{memory}")
     yield Finding("run", f"{describe_run(config, tokens_per_second, price)} on one {device_name(device)}")
 
 

@@ -63,7 +63,7 @@ def describe_run(stored: StoredRun) -> list[Shown]:
     start = 0.1 * records[-1]["tokens"] if records else 0  # losses before it are so high that they would hide the rest
     late = [record for record in records if record["tokens"] >= start]
     curves = {"Training loss": mean_in_bins([r for r in late if r.get("train_loss") is not None])}
-    for n in last["val_loss"]:
+    for n in sorted({n for r in validations for n in r["val_loss"]}, key=int):
         curve = {r["tokens"]: r["val_loss"][n] for r in late if r.get("val_loss", {}).get(n) is not None}
         curves[f"Validation loss at {n} tokens"] = curve
     run.charts |= {(title, "tokens trained on"): points for title, points in curves.items()}

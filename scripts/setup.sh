@@ -15,9 +15,8 @@ bring() { # REQUIREMENTS MARK: installs a file of requirements, unless .venv/MAR
     if cat "${wanted[@]}" | cmp -s - ".venv/$2"; then return; fi
     echo "installing $1 into .venv (once; a few minutes)"
     "$base" -m venv .venv || fail "$base cannot make a virtual environment. On Debian: apt install python3-venv"
-    if [ -n "${LOCKED:-}" ]; then # older pips know no checksums of constraints
-        pip_install --requirement <(sed -n '/^pip==/,/[^\\]$/p' requirements.lock) || return
-    fi
+    # older pips know no checksums of constraints
+    [ -z "${LOCKED:-}" ] || pip_install --requirement <(sed -n '/^pip==/,/[^\\]$/p' requirements.lock) || return
     pip_install "${checks[@]}" --requirement "$1" && cat "${wanted[@]}" >".venv/$2"
 }
 "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \

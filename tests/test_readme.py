@@ -33,20 +33,14 @@ def tracked_files():
 
 
 def test_the_map_is_the_tree_on_disk():
-    files = tracked_files()
-    top = {re.sub("/.*", "/", name) for name in files if not name.startswith((".", "README.md"))}
-    rooms = {f"{Path(name).parent}/" for name in files if name.endswith((".py", ".cpp")) and "/" in name}
-    named, room = set(), ""
+    top = {re.sub("/.*", "/", name) for name in tracked_files() if not name.startswith((".", "README.md"))}
+    named, folder = set(), ""
     for line in re.search(r"^## The files\n.*?```\n(.*?)```", README, re.DOTALL | re.MULTILINE)[1].splitlines():
-        indent, names, words = re.fullmatch(r"( *)([\w./-]+(?:, [\w./-]+)*)(?:  +(.*))?", line).groups()
-        room = room if indent else ""
-        paths = [room + name for name in names.split(", ")]
-        inside = paths[0] if paths[0].endswith("/") else room
-        room = room if indent else inside
-        named |= {*paths, *(inside + name for name in re.findall(r"\w+\.(?:py|sh|cpp)", words or ""))}
-    assert {name for name in named if (ROOT / name).exists() and (ROOT / name).is_dir() == (name[-1] == "/")} == named
+        indent, names = re.match(r"( *)([\w./-]+(?:, [\w./-]+)*)", line).groups()
+        folder = folder if indent else names if names.endswith("/") else ""
+        named |= {f"{folder if indent else ''}{name}" for name in names.split(", ")}
+    assert {name for name in named if (ROOT / name).exists() and (ROOT / name).is_dir() == name.endswith("/")} == named
     assert {name for name in named if "/" not in name.rstrip("/")} == top
-    assert {room for room in rooms if room.count("/") == 1} <= named
 
 
 def test_links_lead_somewhere_and_every_page_is_linked():

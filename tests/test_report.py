@@ -9,7 +9,6 @@ import pytest
 
 from configs.presets import mini
 from files import to_json
-from runtime.validation import validation_plan
 from scripts import report
 from scripts.report import describe_run, make_page
 from scripts.shared.runs import read_run
@@ -17,25 +16,23 @@ from scripts.shared.runs import read_run
 EVIL = "</td><script>document.title='evil'</script>\"'<img src=x onerror=alert(1)>"
 
 
-def write_run(path, stop=None, **changes):
-    """Write a run folder as train_gpt.py leaves it after `stop` steps (default: finished), its numbers random, and
-    return its records."""
-    fields = dict(steps=11, cooldown_steps=3, val_lengths=(16, 48), val_tokens=96, val_every=4) | changes
-    config = dataclasses.replace(mini(), **fields)
+def write_run(path, stop=11, **changes):
+    """Write a run folder as train_gpt.py leaves it after `stop` of 11 steps, its numbers random. Return its records."""
+    config = dataclasses.replace(mini(), steps=11, cooldown_steps=3, val_lengths=(16, 48), val_tokens=96, **changes)
     rng, records = np.random.default_rng([config.seed, len(path.name)]), []
     path.mkdir(parents=True)
     (path / "config.json").write_text(to_json(config.to_dict()))
-    for step in range((config.steps if stop is None else stop) + 1):
-        tokens = step * config.batch_tokens
+    for step in range(stop + 1):
+        place = dict(step=step, tokens=step * config.batch_tokens)
         if step:
-            records.append(dict(step=step, tokens=tokens, train_loss=rng.normal(5), grad_norm=1.0))
-        if passes := validation_plan(config, step):
-            losses = dict(val_loss={str(n): rng.normal(5) for n in passes}, val_tokens={str(n): 96 for n in passes})
+            records.append(place | dict(train_loss=rng.normal(5), grad_norm=1.0))
+        if step % 4 == 0 or step == 11:
+            losses = dict(val_loss={n: rng.normal(5) for n in ("16", "48")}, val_tokens={"16": 96, "48": 96})
             losses |= dict(copy_gain={kind: {"8": rng.normal(3), "64": rng.normal(1)} for kind in ("random", "text")})
-            records.append(dict(step=step, tokens=tokens, **losses))
+            records.append(place | losses)
     (path / "metrics.jsonl").write_text("".join(to_json(record) + "\n" for record in records))
-    if stop is None:
-        summary = dict(steps=config.steps, tokens=tokens, tokens_per_second=10_007, parameters=12_345, **losses)
+    if stop == 11:
+        summary = dict(steps=11, tokens=place["tokens"], tokens_per_second=10_007, parameters=12_345, **losses)
         (path / "summary.json").write_text(to_json(summary))
     return records
 
@@ -47,28 +44,16 @@ def table(page):
     return [dict(zip(heads, re.findall(r"<td>(.*?)</td>", row))) for row in rows]
 
 
-@pytest.fixture
-def drawn(monkeypatch):
-    """Collect what is drawn: {title: {group: [points of each run]}}."""
-    charts, draw = {}, report.draw
-
-    def watch(chart, lines, looks):
-        charts[chart[0]] = lines
-        return draw(chart, lines, looks)
-
-    monkeypatch.setattr(report, "draw", watch)
-    return charts
-
-
 def shown(*paths):
     return [entry for path in paths for entry in describe_run(read_run(path))]
 
 
-def test_the_numbers_are_those_of_the_files(tmp_path, drawn):
+def test_the_numbers_are_those_of_the_files(tmp_path):
     records = write_run(tmp_path / "a-s5", seed=5, method="alibi")
     (tmp_path / "a-s5" / "needle").mkdir()
     (tmp_path / "a-s5" / "needle" / "summary.json").write_text(json.dumps(dict(greedy={"16": 0.625})))
-    page = make_page(shown(tmp_path / "a-s5"), [])
+    (run,) = shown(tmp_path / "a-s5")
+    page = make_page([run], [])
     (row,) = table(page)
     validations = [r for r in records if "val_loss" in r]
     last = validations[-1]
@@ -81,7 +66,7 @@ def test_the_numbers_are_those_of_the_files(tmp_path, drawn):
     curves["Last validation: loss by length"] = {int(n): loss for n, loss in last["val_loss"].items()}
     for kind in ("random", "text"):
         curves[f"Copy gain, {kind} spans"] = {int(gap): gain for gap, gain in last["copy_gain"][kind].items()}
-    assert drawn == {title: {"a": [points]} for title, points in curves.items()}
+    assert {title: points for (title, _), points in run.charts.items()} == curves
     assert page.count('src="data:image/png') == len(curves)
 
 
@@ -96,7 +81,9 @@ def test_unfinished_runs_show_their_last_validation(tmp_path):
     assert (new["steps"], new["loss at 48"]) == ("0 of 11", "")
 
 
-def test_seeds_are_a_group_and_other_methods_of_the_weights_are_rows_of_their_own(tmp_path, drawn):
+def test_seeds_are_a_group_and_other_methods_of_the_weights_are_rows_of_their_own(tmp_path, monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(report, "draw", lambda chart, lines, looks: drawn.update({chart[0]: lines}) or "")
     for seed in (0, 1):
         write_run(tmp_path / f"rope-s{seed}", method="rope", seed=seed, validate_as=("yarn",))
         path = tmp_path / f"rope-s{seed}" / "summary.json"
@@ -115,9 +102,6 @@ def test_long_curves_are_means_over_bins():
     curve = report.mean_in_bins([dict(tokens=10 * i, train_loss=float(loss)) for i, loss in enumerate(losses)])
     assert len(curve) <= report.CURVE_POINTS
     assert [*curve.values()][1] == pytest.approx(losses[31:62].mean()) and [*curve][1] == 10 * 61
-
-
-# ---- the command -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name, text", [

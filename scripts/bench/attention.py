@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     kernel = chosen_kernel(device, dtype, args.head_dim, args.lengths[0])
     report = protocol.Report(args.out, "attention", device)
     report.add(f"{args.dtype}, {args.heads} heads of {args.head_dim}; sdpa runs {kernel}.")
-    problems = {name: problem for name, one in variants.items() if (problem := find_problem(one, device, dtype))}
+    problems = {name: problem for name, one in variants.items() if (problem := find_problem(*one, device, dtype))}
     right = {name: variant for name, variant in variants.items() if name not in problems}
     report.record |= dict(gate=dict.fromkeys(right, "passed") | problems, times=[])
     report.add(f"## Gate\n\nThese agree with float64: {', '.join(right) or 'none'}.", problems=problems)
@@ -94,9 +94,8 @@ def make_variant(name: str, heads: int, head_dim: int, device: torch.device) -> 
     return backends[backend], method.to(device)
 
 
-def find_problem(variant: Variant, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why the variant cannot run here, or how it differs from float64, or None."""
-    backend, method = variant
+def find_problem(backend, method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why a backend cannot run a method here ("not run"), how it differs from float64 ("refused"), or None."""
     if reason := backend.unsupported(method, device, dtype):
         return f"not run: {reason}"
     problem = check_backend(backend, method, device, dtype)

@@ -97,7 +97,7 @@ def compare_variants(args: argparse.Namespace, variants: dict[str, Config], devi
     trainers, problems = protocol.build_variants(makers)
     refused = gate(trainers, args.steps)
     right = {name: trainer for name, trainer in trainers.items() if name not in refused}
-    report.record |= dict(gate=dict.fromkeys(right, "passed") | refused | problems)
+    report.record["gate"] = dict.fromkeys(right, "passed") | refused | problems
     report.add(f"## Gate\n\nThese passed: {', '.join(right) or 'none'}.", problems=refused | problems)
     if right:
         times = protocol.measure({name: trainer.time_step for name, trainer in right.items()}, args.rounds)
