@@ -13,36 +13,35 @@ import torch
 
 from configs.command_line import read_config
 from data.loader import TrainLoader
+from errors import exit_on_user_error
 from model import methods
 from optim.schedule import lr_factor
-from runtime.build import build_optimizers, compile_models, new_model, open_text, training_plans
-from runtime.device import choose_compile
-from runtime.processes import start_processes, user_errors
+from runtime.build import build_model, build_optimizers, compile_model, open_text
+from runtime.device import choose_compile, compute_dtype
+from runtime.processes import start_processes
 from runtime.run import Run
 from runtime.validation import Validation
 
 
 def main():
     # ---- setup: mistakes of the user are reported here, before a run folder exists ----
-    with user_errors():
+    with exit_on_user_error():
         config = read_config(sys.argv[1:], __doc__, methods)
-        world = start_processes(config.device)  # rank, number of ranks, device; one rank without torchrun
-    with user_errors(world):
+        world = start_processes(config.device, config.timeout)  # rank, number of ranks, device; one without torchrun
         train_text, val_text = open_text(config, world)
         compiled, compile_note = choose_compile(config.compile, world.device, world.world_size)
         torch.manual_seed(config.seed)
-        model = new_model(config, world.device)
+        model = build_model(config, compute_dtype(config, world.device)).to(world.device)
         optimizers = build_optimizers(config, model, bool(compiled), world)
         # What attention needs for a length (rotary tables, block masks, a_t and m_t) is computed once a length.
-        plans = training_plans(config, model)
+        plans = {length: model.plan(length, backend=config.attention_backend) for length in config.train_lengths}
         validation = Validation(config, model, val_text, world)
-    with user_errors():
         run = Run(config, world, model, optimizers, plans, train_text, val_text, compile_note)
 
     # ---- the run: folder, lock, log, wandb, signals, checkpoints; a failure in it ends in one line ----
     with run:
         first_step = run.restore()  # 0, or the step of the newest undamaged checkpoint
-        training_model = compile_models(config, world, model, optimizers, compiled, plans, validation, first_step)
+        training_model = compile_model(model, compiled)  # it is compiled at the first step of each length
         loader = TrainLoader(
             train_text,
             batch_tokens=config.batch_tokens,
@@ -60,8 +59,9 @@ def main():
                 break  # a signal came, and a checkpoint is saved
             if tokens_by_length := validation.due(step):
                 record = validation.measure(tokens_by_length, run.stop_requested)
-                if record is None and run.save_or_stop(step):
-                    break  # a signal came in the validation, which is repeated when the run is resumed
+                if record is None:  # a signal came in the validation, which is repeated when the run is resumed
+                    run.save_or_stop(step)
+                    break
                 run.log_validation(step, record)
             if step == config.steps:
                 break

@@ -5,8 +5,6 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from errors import require
-
 # Quintic of the Muon post: steepest at 0, so that five steps bring singular values from about 0.01 up to [0.7, 1.2].
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
@@ -24,11 +22,11 @@ def newton_schulz(x: Tensor) -> Tensor:
 
 def update(
     params: list[Tensor], grads: list[Tensor], momenta: list[Tensor], scales: list[float | Tensor],
-    lr: Tensor, momentum: Tensor, found_inf: Tensor, dtype: torch.dtype,
+    lr: Tensor, momentum: float, found_inf: Tensor, dtype: torch.dtype,
 ) -> None:  # fmt: skip
     """Do one step of Muon, in place, for matrices of one shape up to transposition, or banks of them; all in one batch.
 
-    lr, momentum and found_inf are 0-D. Where found_inf is not 0 the old numbers stay, whatever the gradients.
+    lr and found_inf are 0-D. Where found_inf is not 0 the old numbers stay, whatever the gradients.
     """
     finite = found_inf == 0
     nesterov = []
@@ -68,32 +66,17 @@ class Muon(torch.optim.Optimizer):
     says what to take for the root in its attribute `lr_scale`, a tensor (n, 1, 1). As with PyTorch's fused optimizers,
     a step changes nothing while the attribute `found_inf`, a 0-D tensor on the device, is not 0.
 
-    `lr` and `momentum` become 0-D CPU tensors in `param_groups`: change them in place (`schedule.set_lr`).
-
     compile: compile `update`, once for each shape of matrix
     dtype:   torch.dtype of Newton-Schulz; None for bfloat16 on CUDA and float32 elsewhere
-
-    Raises ValueError for a parameter of another shape or dtype, and for lr or momentum out of range.
     """
 
     def __init__(self, params, lr: float = 0.02, momentum: float = 0.95, *, compile: bool = False, dtype=None):
-        super().__init__(params, {"lr": lr, "momentum": momentum})
+        # A learning rate that changes in place does not recompile the update (schedule.set_lr).
+        super().__init__(params, {"lr": torch.tensor(lr, dtype=torch.float32), "momentum": momentum})
         device = self.param_groups[0]["params"][0].device
         self.dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
         self.found_inf = torch.zeros((), device=device)
         self.update = torch.compile(update, dynamic=False) if compile else update
-
-    def add_param_group(self, param_group: dict) -> None:
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        for p in group["params"]:
-            taken = "float32 parameters of shape (rows, cols) or (n, rows, cols)"
-            advice = f"not {p.dtype} of shape {tuple(p.shape)}: give it to another optimiser"
-            require(p.ndim in (2, 3) and p.dtype == torch.float32, f"Muon takes {taken}, {advice}")
-        require(group["lr"] >= 0, f"Muon's lr must be at least 0, got {group['lr']}")
-        require(0 <= group["momentum"] < 1, f"Muon's momentum must be in [0, 1), got {group['momentum']}")
-        for name in ("lr", "momentum"):  # a tensor of its own for each group
-            group[name] = torch.tensor(float(group[name]), dtype=torch.float32, device="cpu")
 
     @torch.no_grad()
     def step(self) -> None:

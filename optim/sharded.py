@@ -5,10 +5,6 @@ share that it owns, and the new parameters are collected (all-gather). This is Z
 2019, arXiv 1910.02054). Muon gets whole matrices, as in modded-nanogpt. A bucket of gradients is sent during the
 backward pass, as soon as it is complete. The parameters of one optimizer are sent while the next one computes.
 
-There are too few matrices to divide them among hundreds of ranks. More than MOST_SHARES ranks form shard groups of
-that many (8: the GPUs of one machine), and each group does the whole update. Ranks with the same share in all groups
-form a replica group, which sums the gradients of that share.
-
 With one rank, nothing is divided: the optimizers work on the parameters themselves.
 """
 
@@ -22,7 +18,6 @@ from torch import Tensor, nn
 
 from optim.schedule import set_lr
 
-MOST_SHARES = 8  # the 162M model has 48 matrices of 768 x 768, and 12 of each MLP shape
 BUCKET_BYTES = 2**24  # a bucket is closed from this size on; the latency of smaller messages costs more
 
 
@@ -42,17 +37,17 @@ class Group:
 
 
 class Bucket:
-    """Parameters of one group that are sent together, and `shard`, this rank's share of them (one of `shares`).
+    """Parameters of one group that are sent together, and `shard`, this rank's share of them.
 
-    With one share, a bucket is one parameter and its own shard, and nothing is sent.
+    With one rank, a bucket is one parameter and its own shard, and nothing is sent.
     """
 
-    def __init__(self, group: Group, params: list[nn.Parameter], rank: int, shares: int):
-        self.params, self.units_of, self.divided = params, group.units, shares > 1
+    def __init__(self, group: Group, params: list[nn.Parameter], rank: int, world_size: int):
+        self.params, self.units_of, self.divided = params, group.units, world_size > 1
         views = [group.units(p.detach()) for p in params]
         self.unit, self.counts = views[0].shape[1:], [len(view) for view in views]
-        self.share = -(-sum(self.counts) // shares)  # units a rank; the last ranks may own padding
-        self.units = self.share * shares
+        self.share = -(-sum(self.counts) // world_size)  # units a rank; the last ranks may own padding
+        self.units = self.share * world_size
         self.mine = slice(rank * self.share, (rank + 1) * self.share)
         self.shard = params[0]
         if self.divided:
@@ -77,27 +72,27 @@ class Bucket:
         """Copy (units, *unit) into tensors that have the shapes of the parameters."""
         torch._foreach_copy_([self.units_of(t) for t in tensors], full[: sum(self.counts)].split(self.counts))
 
-    def start_reducing(self, group: dist.ProcessGroup | None):
+    def start_reducing(self):
         full = self.pack([torch.zeros_like(p) if p.grad is None else p.grad for p in self.params])
         for p in self.params:
             p.grad = None
         self.shard.grad = torch.empty_like(self.shard)
         if full.is_cuda:
-            self.pending = full, dist.reduce_scatter_tensor(self.shard.grad, full, group=group, async_op=True)
+            self.pending = full, dist.reduce_scatter_tensor(self.shard.grad, full, async_op=True)
         else:  # gloo's reduce-scatter is half as fast on CPUs, so we use all-to-all and a sum (results/speed/cpu.md)
             shares = torch.empty_like(full)
-            self.pending = shares, dist.all_to_all_single(shares, full, group=group, async_op=True)
+            self.pending = shares, dist.all_to_all_single(shares, full, async_op=True)
 
     def finish_reducing(self):
         shares = self.wait()
         if not shares.is_cuda:
             torch.sum(shares.unflatten(0, (-1, self.share)), dim=0, out=self.shard.grad)
 
-    def start_gathering(self, group: dist.ProcessGroup | None):
+    def start_gathering(self):
         full = self.units_of(self.params[0].detach())
         if len(self.params) > 1 or len(full) < self.units or not full.is_contiguous():
             full = self.shard.new_empty(self.units, *self.unit)  # else straight into the parameter
-        self.pending = full, dist.all_gather_into_tensor(full, self.shard.detach(), group=group, async_op=True)
+        self.pending = full, dist.all_gather_into_tensor(full, self.shard.detach(), async_op=True)
 
     def wait(self) -> Tensor:
         full, work = self.pending
@@ -105,7 +100,7 @@ class Bucket:
         work.wait()
         return full
 
-    def gather(self, share: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+    def gather(self, share: Tensor) -> list[Tensor]:
         """Collect a tensor from the ranks' shares; return it as tensors with the shapes of the parameters.
 
         A single number, such as Adam's count of steps, is returned once for each parameter.
@@ -113,7 +108,7 @@ class Bucket:
         if share.dim() == 0 or not self.divided:
             return [share] * len(self.params)
         full = share.new_empty(self.units, *self.unit)
-        dist.all_gather_into_tensor(full, share.contiguous(), group=group)
+        dist.all_gather_into_tensor(full, share.contiguous())
         tensors = [share.new_empty(p.shape) for p in self.params]
         self.unpack(full, tensors)
         return tensors
@@ -133,15 +128,7 @@ class Optimizers:
     def __init__(self, groups: dict[str, Group], rank: int = 0, world_size: int = 1, *, skip: bool = False):
         self.skip = skip
         self.groups = {name: group for name, group in groups.items() if group.params}
-        self.shares = next(n for n in range(min(MOST_SHARES, world_size), 0, -1) if world_size % n == 0)
-        self.copies = world_size // self.shares  # of each share
-        self.shard_group = self.replica_group = None  # the ranks of all shares; those that own the same share
-        if self.copies > 1 and dist.is_initialized():
-            by_copy = torch.arange(world_size).view(self.copies, self.shares)
-            self.shard_group, _ = dist.new_subgroups_by_enumeration(by_copy.tolist())
-            self.replica_group, _ = dist.new_subgroups_by_enumeration(by_copy.T.tolist())
-        rank = rank % self.shares
-        self.buckets = {name: make_buckets(group, rank, self.shares) for name, group in self.groups.items()}
+        self.buckets = {name: make_buckets(group, rank, world_size) for name, group in self.groups.items()}
         self.optimizers = {
             name: group.make([bucket.shard for bucket in self.buckets[name]]) for name, group in self.groups.items()
         }
@@ -156,7 +143,7 @@ class Optimizers:
         return [bucket for buckets in self.buckets.values() for bucket in buckets]
 
     def divided_buckets(self) -> list[Bucket]:
-        """Return the buckets that are sent: all, or none where there is one share."""
+        """Return the buckets that are sent: all, or none with one rank."""
         return [bucket for bucket in self.all_buckets() if bucket.divided]
 
     def overlap_communication(self) -> None:
@@ -169,21 +156,18 @@ class Optimizers:
         if bucket in self.incomplete:
             self.incomplete[bucket] -= 1
             while self.unsent and self.incomplete[self.unsent[0]] == 0:  # the order must be the same on all ranks
-                self.unsent.pop(0).start_reducing(self.shard_group)
+                self.unsent.pop(0).start_reducing()
 
     @torch.no_grad()
     def reduce_gradients(self) -> Tensor:
         """Wait for all gradients; return a number whose sum over the ranks is the squared norm of all of them."""
         for bucket in self.unsent:  # parameters without gradients, or one late parameter before many early ones
-            bucket.start_reducing(self.shard_group)
+            bucket.start_reducing()
         self.unsent, self.incomplete = [], {}
         for bucket in self.divided_buckets():
             bucket.finish_reducing()
         gradients = [b.shard.grad for b in self.all_buckets() if b.shard.grad is not None]
-        if self.copies > 1:
-            for work in [dist.all_reduce(g, group=self.replica_group, async_op=True) for g in gradients]:
-                work.wait()
-        return torch.nn.utils.get_total_norm(gradients).square() / self.copies
+        return torch.nn.utils.get_total_norm(gradients).square()
 
     @torch.no_grad()
     def step(self, lr_factor: float, finite: Tensor) -> None:
@@ -205,9 +189,9 @@ class Optimizers:
             optimizer.found_inf = masked
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            if self.shares > 1:
-                for bucket in self.buckets[name]:
-                    bucket.start_gathering(self.shard_group)
+            for bucket in self.buckets[name]:
+                if bucket.divided:
+                    bucket.start_gathering()
         for bucket in self.divided_buckets():
             bucket.unpack(bucket.wait(), [p.detach() for p in bucket.params])
 
@@ -221,7 +205,7 @@ class Optimizers:
             state = {}
             for bucket in self.buckets[name]:
                 for key, value in self.optimizers[name].state[bucket.shard].items():
-                    for p, whole in zip(bucket.params, bucket.gather(value, self.shard_group)):
+                    for p, whole in zip(bucket.params, bucket.gather(value)):
                         state.setdefault(p, {})[key] = whole
             result[name] = {"state": {i: state[p] for i, p in enumerate(group.params) if p in state}}
         return result
@@ -244,19 +228,19 @@ class Optimizers:
             bucket.shard.copy_(bucket.take_share([p.detach() for p in bucket.params]))
 
 
-def make_buckets(group: Group, rank: int, shares: int) -> list[Bucket]:
+def make_buckets(group: Group, rank: int, world_size: int) -> list[Bucket]:
     """Return the buckets of a group in the order in which they will be complete.
 
     A bucket holds units of one shape, as many as the ranks share evenly as far as there are enough.
     """
-    if shares == 1:
-        return [Bucket(group, [p], rank, shares) for p in group.params]
+    if world_size == 1:
+        return [Bucket(group, [p], rank, world_size) for p in group.params]
     buckets, filling = [], defaultdict(list)
     for p in reversed(group.params):
         unit = group.units(p.detach())[0]
         params = filling[unit.shape, p.dtype]
         params.append(p)
         numel = sum(p.numel() for p in params)
-        if numel // unit.numel() % shares == 0 and numel * p.element_size() >= BUCKET_BYTES:
-            buckets.append(Bucket(group, filling.pop((unit.shape, p.dtype)), rank, shares))
-    return buckets + [Bucket(group, params, rank, shares) for params in filling.values()]
+        if numel // unit.numel() % world_size == 0 and numel * p.element_size() >= BUCKET_BYTES:
+            buckets.append(Bucket(group, filling.pop((unit.shape, p.dtype)), rank, world_size))
+    return buckets + [Bucket(group, params, rank, world_size) for params in filling.values()]

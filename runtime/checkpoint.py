@@ -1,22 +1,20 @@
 """Checkpoints that survive a kill at any instant: step_000500.pt in the run's checkpoints/ folder."""
 
+import dataclasses
 import os
 import pickle
 import re
 import zlib
-from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch.serialization import get_crc32_options, set_crc32_options
 from torch.utils._pytree import tree_map_only
 
-from errors import UserError, require
+from errors import UserError
 from files import replace_file
-from runtime.processes import World, fail_together, gather
+from runtime.processes import World
 
 CHECKSUM_BYTES = len(b"crc32 00000000\n")
 
@@ -24,9 +22,20 @@ CHECKSUM_BYTES = len(b"crc32 00000000\n")
 class DamagedCheckpoint(UserError):
     """A checkpoint is not the bytes that were written."""
 
-    def __init__(self, path: Path, reason: str):
-        super().__init__(f"{path} is damaged ({reason}). Delete it to continue from the checkpoint before it.")
-        self.reason = reason
+    def __init__(self, path: Path):
+        super().__init__(f"{path} is damaged. Delete it to continue from the checkpoint before it.")
+
+
+@dataclasses.dataclass
+class Progress:
+    """What a run's checkpoint holds besides configuration, weights and optimizer state."""
+
+    step: int = 0  # optimizer steps made
+    first_token: int = 0  # where step 0 begins in the training text; more than 0 after --init_from
+    seconds: float = 0.0  # spent in steps
+    skipped: int = 0  # steps that were not finite
+    wandb_id: str | None = None
+    rng: list[dict] = dataclasses.field(default_factory=list)  # of each rank
 
 
 def save_checkpoint(folder: Path, step: int, state: dict[str, Any], keep: int = 2) -> Path:
@@ -72,15 +81,9 @@ class BackgroundSaver:
         if self.pending.done():
             self.pending.result()
 
-    def finish(self) -> Path | None:
-        """Wait until the pending checkpoint is saved; return its path. Raise OSError when it cannot be saved."""
-        return self.pending.result()
-
-
-def space_needed(folder: Path, checkpoint_bytes: int, keep: int) -> int:
-    """Return the free bytes that `save_checkpoint` needs; some of the keep + 1 checkpoints may exist already."""
-    leftovers = sum(path.stat().st_size for path in folder.glob("step_*.partial"))  # deleted before the next is written
-    return max(1, keep + 1 - len(list_checkpoints(folder))) * checkpoint_bytes - leftovers
+    def finish(self):
+        """Wait until the pending checkpoint is saved. Raise OSError when it cannot be saved."""
+        self.pending.result()
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -95,33 +98,23 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 class Checksummed:
-    """A file to write to that keeps the CRC-32 of what was written, computed while it is being written."""
+    """A file to write to that keeps the CRC-32 of what was written."""
 
-    def __init__(self, file: BinaryIO, thread: ThreadPoolExecutor):
-        self.file, self.thread, self.crc, self.flush = file, thread, 0, file.flush
+    def __init__(self, file: BinaryIO):
+        self.file, self.crc, self.flush = file, 0, file.flush
 
     def write(self, data: bytes | memoryview) -> int:
-        crc = self.thread.submit(zlib.crc32, data, self.crc)
-        try:
-            return self.file.write(data)
-        finally:
-            self.crc = crc.result()
+        self.crc = zlib.crc32(data, self.crc)
+        return self.file.write(data)
 
 
 def write_with_checksum(state: dict[str, Any], file: BinaryIO):
     """Write what torch.save writes, then a line with the CRC-32 of all of it, which torch.load passes over.
 
-    The archive's own checksums leave out its index, where a flipped bit can change what is loaded. They take as long as
-    all the writing, so torch.save is told to leave them out.
+    The archive's own checksums leave out its index, where a flipped bit can change what is loaded.
     """
-    before = get_crc32_options()
-    with ThreadPoolExecutor(1) as thread:
-        checksummed = Checksummed(file, thread)
-        set_crc32_options(False)
-        try:
-            torch.save(state, checksummed)
-        finally:
-            set_crc32_options(before)
+    checksummed = Checksummed(file)
+    torch.save(state, checksummed)
     file.write(f"crc32 {checksummed.crc:08x}\n".encode())
 
 
@@ -136,60 +129,28 @@ def load_checkpoint(path: Path, map_location: str | torch.device = "cpu") -> dic
         while data := file.read(min(left, 2**20)):
             crc, left = zlib.crc32(data, crc), left - len(data)
         if file.read() != f"crc32 {crc:08x}\n".encode():
-            raise DamagedCheckpoint(path, "wrong checksum, or a part of the file is missing")
+            raise DamagedCheckpoint(path)
     try:
         return torch.load(path, map_location=map_location, weights_only=True)
     except pickle.UnpicklingError as error:
         raise UserError(f"{path} holds more than tensors and plain data, so it is not loaded") from error
 
 
-def load_newest(folder: Path, world: World) -> tuple[Path | None, dict[str, Any], dict[Path, str]]:
-    """Return the newest checkpoint that every rank finds whole, its state, and newer damaged ones with the reason.
+def load_newest(folder: Path, world: World) -> tuple[Path | None, dict[str, Any], list[Path]]:
+    """Return the newest checkpoint that every rank finds whole, its state, and the damaged ones that are newer.
 
-    The path is None where the folder has no checkpoint. All ranks call this. Raise ValueError, or end all ranks (see
-    fail_together), when there are checkpoints and none of them can be loaded.
+    The path is None where the folder has no checkpoint. All ranks call this. Raise DamagedCheckpoint when there are
+    checkpoints and none of them is whole.
     """
-    damaged = {}
+    damaged = []
     for path in list_checkpoints(folder):
-        state = reason = None
-        with fail_together(world):
-            try:
-                state = load_checkpoint(path)
-            except DamagedCheckpoint as error:
-                reason = error.reason
-        reasons = [other for other in gather(world, reason) if other is not None]
-        if not reasons:
+        try:
+            state = load_checkpoint(path)
+        except DamagedCheckpoint:
+            state = None
+        if all(world.gather(state is not None)):
             return path, state, damaged
-        damaged[path] = reasons[0]
-    with fail_together(world):
-        for path, reason in damaged.items():
-            raise DamagedCheckpoint(path, reason)
-    return None, {}, {}
-
-
-def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint, so that it is no checkpoint any more; return its new path."""
-    return path.rename(path.with_name(path.name + ".damaged"))
-
-
-def check_same_run(path: Path, state: dict, config: dict, fingerprint: str, may_differ: Iterable[str]):
-    """Raise ValueError that names the fields when a checkpoint's config or data differs from this run's.
-
-    may_differ: fields that do not change what is computed.
-    """
-    stored, advice = state["config"], "Choose another --name, or --force to go on."
-    different = [field for field in config if field not in may_differ and config[field] != stored.get(field)]
-    changes = ", ".join(f"{field} {stored.get(field)} -> {config[field]}" for field in different)
-    require(not different, f"{path} belongs to another run ({changes}). {advice}")
-    same_data = state["fingerprint"] == fingerprint
-    require(same_data, f"{path} was trained on other data than {config['data_dir']}. {advice}")
-
-
-@contextmanager
-def checkpoint_errors(path: Path) -> Iterator[None]:
-    """Turn errors in the use of a checkpoint that does not fit this run into a ValueError that names the file."""
-    try:
-        yield
-    except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise UserError(f"{path} does not fit this run ({reason}). Delete it, or choose another --name.") from error
+        damaged.append(path)
+    if damaged:
+        raise DamagedCheckpoint(damaged[0])
+    return None, {}, []

@@ -6,12 +6,11 @@ spans are contiguous pieces of the text from outside the filler. Olsson et al. (
 in-context learning in a similar way.
 """
 
-import copy
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from data.shards import TokenStream
 from errors import require
@@ -55,13 +54,6 @@ def copy_sequences(stream: TokenStream, gap: int, vocab_size: int) -> np.ndarray
         for kind, span in spans.items():
             rows[kind].append(np.concatenate([span, filler, span]))
     return np.array([rows[kind] for kind in KINDS], dtype=np.int64)
-
-
-def uncompiled(model: GPT) -> GPT:
-    """Return a view of the model that runs without torch.compile: to compile each gap costs more than it saves."""
-    view = copy.copy(model)
-    view._modules = model._modules | dict(blocks=nn.ModuleList(copy.copy(block) for block in model.blocks))
-    return view
 
 
 @torch.inference_mode()

@@ -1,15 +1,13 @@
-"""What the device is called and how fast it could be."""
+"""The device of a run: name, dtype, peak, compilation, threads, random numbers, memory."""
 
 import ctypes
 import os
 import platform
-import re
 import resource
-import statistics
 import time
-from pathlib import Path
 
 import torch
+from torch.utils.benchmark import Timer
 
 from configs.config import Config
 from errors import require
@@ -32,22 +30,6 @@ PEAK_BF16_FLOPS = {
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3), in bytes
 
 
-def count_gpus() -> int:
-    """Return how many GPUs torch can use. Raise ValueError for a GPU that it cannot use: the driver may be too old.
-
-    Without this error, training would silently take the CPU. An empty CUDA_VISIBLE_DEVICES hides all GPUs on purpose,
-    and torch's build for CPUs was somebody's choice.
-    """
-    if torch.cuda.is_available():
-        return torch.cuda.device_count()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
-    files = [str(path) for path in Path("/dev").glob("nvidia[0-9]*") if os.access(path, os.R_OK | os.W_OK)]
-    unused = bool(files) and torch.version.cuda is not None and re.match(r"\s*(\d|GPU-|MIG-)", visible)
-    advice = f"Update its driver, install a torch for an older CUDA than {torch.version.cuda}, or use --device cpu."
-    require(not unused, f"{files[:1]} is a GPU that torch {torch.__version__} cannot use. {advice}")
-    return 0
-
-
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -62,41 +44,24 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str] | None:
-    """Return the FLOP/s that model FLOPs utilisation (MFU) is a share of, and its source; None on a CPU.
+    """Return the FLOP/s that model FLOPs utilisation (MFU) is a share of, and its source.
 
-    bfloat16 on a well-known GPU: the vendor's dense peak, so that MFU compares across machines and papers. Any other
-    GPU or dtype: the rate of one large matrix product, measured now in about 0.1 s. A CPU's cores are often shared, and
-    a measured rate would say little.
+    None for another dtype than bfloat16, and for a device that the table lacks.
     """
-    if device.type == "cpu":
-        return None
-    if dtype == torch.bfloat16 and (published := published_peak(device_name(device))):
-        return published, "published dense bfloat16 peak"
-    return matmul_rate(device, dtype), f"measured {str(dtype).removeprefix('torch.')} matmul"
-
-
-def published_peak(gpu_name: str) -> float | None:
-    """Return the dense bf16 FLOP/s of a GPU by the name that torch gives it; None when the table lacks it."""
-    return next((flops for known, flops in PEAK_BF16_FLOPS.items() if known in gpu_name), None)
+    for known, flops in PEAK_BF16_FLOPS.items():
+        if dtype == torch.bfloat16 and known in device_name(device):
+            return flops, "published dense bfloat16 peak"
+    return None
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, n: int = 8192, seconds: float = 0.1) -> float:
-    """Return the FLOP/s of the product of two random (n, n) matrices, the median over so many seconds.
+    """Return the FLOP/s of the product of two random (n, n) matrices, the median over at least so many seconds.
 
     Products of zeros would not do: they cost less power and run faster.
     """
-    # A generator of its own: the run's random numbers must not depend on whether something was measured.
-    generator = torch.Generator(device).manual_seed(0)
-    a, b = torch.randn(2, n, n, device=device, dtype=dtype, generator=generator)
-    wait = torch.cuda.synchronize if device.type == "cuda" else torch.cpu.synchronize
-    times, end = [], time.perf_counter() + seconds
-    while len(times) < 4 or time.perf_counter() < end:
-        wait(device)
-        began = time.perf_counter()
-        a @ b
-        wait(device)
-        times.append(time.perf_counter() - began)
-    return 2 * n**3 / statistics.median(times[3:])  # the first ones are slower
+    a, b = torch.randn(2, n, n, device=device, dtype=dtype)
+    timer = Timer("a @ b", globals={"a": a, "b": b}, num_threads=torch.get_num_threads())
+    return 2 * n**3 / timer.blocked_autorange(min_run_time=seconds).median
 
 
 def compile_problem(device: torch.device) -> str | None:
@@ -109,14 +74,12 @@ def compile_problem(device: torch.device) -> str | None:
 
 
 def choose_compile(wanted: str, device: torch.device, world_size: int = 1) -> tuple[str | None, str]:
-    """Return what to compile (model, blocks or None), and the words for the log that say why. Raise ValueError where
-    `wanted` cannot be done."""
+    """Return what to compile (model, blocks or None), and a note for the log. Raise ValueError where it cannot work."""
     if wanted == "off":
         return None, "off"
     if problem := compile_problem(device):
-        if wanted == "auto":
-            return None, f"off, as it does not work here ({problem})"
-        raise ValueError(f"torch.compile does not work here ({problem}): use --compile off")
+        require(wanted == "auto", f"torch.compile does not work here ({problem}). Use --compile off.")
+        return None, f"off, as it does not work here ({problem})"
     if wanted == "auto":
         wanted = "blocks" if world_size > 1 and device.type == "cuda" else "model"
     return wanted, wanted
@@ -161,14 +124,14 @@ class AsyncScalars:
 
     def __init__(self, tensor: torch.Tensor):
         self.numbers = tensor.to("cpu", non_blocking=True)  # from CUDA: into pinned memory
-        self.arrived, self.time = None, time.monotonic()
-        if tensor.is_cuda:
-            self.arrived = torch.cuda.Event()
+        self.arrived = torch.cuda.Event() if tensor.is_cuda else None
+        self.time = time.monotonic()
+        if self.arrived:
             self.arrived.record()
 
     def wait(self) -> tuple[list[float], float]:
         """Return the numbers, and when they were there (or, if later, when this was called), by time.monotonic."""
-        if self.arrived is not None:
+        if self.arrived:
             self.arrived.synchronize()
             self.time = time.monotonic()
         return self.numbers.tolist(), self.time

@@ -34,10 +34,10 @@ def training_flops_per_token(config: Config) -> int:
 
 def validation_share(config: Config) -> float:
     """Return the operations of all validations of a run over those of its training (3 forward passes a token)."""
-    steps = [*range(0, config.steps, config.val_every or config.steps), config.steps]  # all others have no validation
-    plans = [validation_plan(config, step) for step in steps]
-    # Beyond the training length the same weights are run as each of validate_as too.
-    times = {n: 1 + len(config.validate_as) * (n > config.train_length) for n in config.val_lengths}
-    flops = {n: times[n] * forward_flops_per_token(config, n) for n in config.val_lengths}
-    validation = sum(tokens * flops[n] for plan in plans for n, tokens in plan.items())
-    return validation / max(1, config.steps * config.batch_tokens * training_flops_per_token(config))
+    tokens = Counter()  # by length
+    for step in range(config.steps + 1):
+        tokens.update(validation_plan(config, step))
+    for length in tokens:  # beyond the training length the same weights are run as each of validate_as too
+        tokens[length] *= 1 + len(config.validate_as) * (length > config.train_length)
+    flops = sum(count * forward_flops_per_token(config, length) for length, count in tokens.items())
+    return flops / max(1, config.steps * config.batch_tokens * training_flops_per_token(config))

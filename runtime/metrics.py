@@ -1,4 +1,4 @@
-"""metrics.jsonl, which is the truth, and its mirror in wandb, off unless asked for."""
+"""metrics.jsonl, which is the truth, and its mirror in wandb or trackio, off unless asked for."""
 
 import json
 import os
@@ -13,14 +13,14 @@ from files import append, replace_text, to_json
 class Metrics:
     """Writes metrics.jsonl: one JSON object a line, each with the key "step"; NaN and infinities become null."""
 
-    def __init__(self, path: Path, wandb=None):  # a wandb.Run
-        self.path, self.wandb = path, wandb
+    def __init__(self, path: Path, mirror: Any = None):  # a run of wandb or trackio
+        self.path, self.mirror = path, mirror
 
     def write(self, record: dict[str, Any]):
         """Append one record, and mirror it with nested keys joined: {"val_loss": {4096: 3.1}} as "val_loss/4096"."""
         append(self.path, to_json(record) + "\n")
-        if self.wandb is not None:
-            self.wandb.log(flatten(record))
+        if self.mirror is not None:
+            self.mirror.log(flatten(record))
 
     def truncate(self, step: int, validated: int | None = None):
         """Drop the records that a run resumed at `step` will write again: later steps, and validations from it on.
@@ -36,19 +36,15 @@ class Metrics:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the records of a metrics.jsonl, without a last line that a kill left half-written.
 
-    Raise ValueError naming the line when another line is damaged, or a line is no record of a step.
+    Raise ValueError naming the line when another line is damaged.
     """
     lines = Path(path).read_bytes().splitlines()
     records = []
     for number, line in enumerate(lines, start=1):
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
+            records.append(json.loads(line))
+        except ValueError:
             require(number == len(lines), f"{path}, line {number} is not JSON. Repair it or delete it.")
-            break
-        is_record = type(record) is dict and type(record.get("step")) is int
-        require(is_record, f"{path}, line {number} is no record of a step. Repair it or delete it.")
-        records.append(record)
     return records
 
 
@@ -60,10 +56,10 @@ def flatten(record: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def start_wandb(
+def start_mirror(
     mode: str, *, folder: Path, run_id: str | None = None, log: Callable[[str], None] = print, **options: Any
 ) -> Any:
-    """Start the mirror and return it, a wandb.Run, or None when `mode` is "off". Never prompt.
+    """Start the mirror and return it, a run of wandb or trackio, or None when `mode` is "off". Never prompt.
 
     mode: also "offline" and "online" as in wandb, and "trackio" for a local dashboard without an account. WANDB_MODE in
     the environment overrides "online", and so does the lack of an API key, with one line to `log`. folder: wandb's
@@ -102,21 +98,18 @@ class TrackioRun:
     id = None
 
     def __init__(self, *, project: str, name: str, config: dict, group: str | None = None, tags: list[str] = ()):
-        """Start the run. Raise UserError without the package."""
         try:
             import trackio
         except ImportError as error:
             raise UserError("--wandb trackio needs the package trackio. Install it: pip install trackio") from error
         self.run = trackio.init(project=project, name=name, group=group, config=config, resume="allow", embed=False)
+        self.finish = self.run.finish
 
     def log(self, record: dict[str, Any]):
         self.run.log({key: value for key, value in record.items() if key != "step"}, step=record["step"])
 
-    def finish(self):
-        self.run.finish()
 
-
-def finish_wandb(run: Any, log: Callable[[str], None] = print):
+def finish_mirror(run: Any, log: Callable[[str], None] = print):
     """End the mirror. After WANDB_FINISH_TIMEOUT seconds, say how to send the rest, which stays on the disk."""
     try:
         run.finish()

@@ -3,47 +3,27 @@
 train_gpt.py makes four calls: `restore`, `save_or_stop`, `log_step` and `log_validation`.
 """
 
-import dataclasses
 import math
+import os
 import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from configs.config import NOT_MATHEMATICS, Config, config_hash
 from data.shards import TokenStream, tokenizer_of
 from errors import UserError, require
 from model.gpt import GPT, Plans
 from optim.sharded import Optimizers
-from runtime.build import checkpoint_bytes, config_of
-from runtime.checkpoint import (
-    BackgroundSaver,
-    check_same_run,
-    checkpoint_errors,
-    latest_checkpoint,
-    load_checkpoint,
-    load_newest,
-    set_aside,
-    space_needed,
-)
+from runtime.build import config_of
+from runtime.checkpoint import BackgroundSaver, Progress, latest_checkpoint, load_checkpoint, load_newest
 from runtime.device import rng_state, set_rng_state
 from runtime.log import RunLog, num_parameters
-from runtime.processes import World, fail_together, gather, leave_on_failure, limit_waiting, stop_processes
+from runtime.processes import World, describe_failure
 from runtime.replicas import require_same_parameters
 from runtime.run_folder import RunFolder
 from runtime.signals import StopRequest, exit_code
-
-
-@dataclasses.dataclass
-class Progress:
-    """What a checkpoint holds besides configuration, weights and optimizer state."""
-
-    step: int = 0  # optimizer steps made
-    first_token: int = 0  # where step 0 begins in the training text; more than 0 after --init_from
-    seconds: float = 0.0  # spent in steps
-    skipped: int = 0  # steps that were not finite
-    wandb_id: str | None = None
-    rng: list[dict] = dataclasses.field(default_factory=list)  # of each rank
 
 
 class Run:
@@ -73,12 +53,10 @@ class Run:
         self.stop, self.saver = StopRequest(), BackgroundSaver()
         self.folder = self.log = self.last_validation = None
         self.finished = self.stopped = False
-        self.first_step = self.saved_step = 0
-        with fail_together(world):
-            if world.is_main:
-                space = space_needed(self.path / "checkpoints", checkpoint_bytes(optimizers), config.keep)
-                self.folder = RunFolder.create(config.runs_dir, config.name, config.resume, need_bytes=space)
-                self.stop.mark = self.folder.mark_interrupted
+        self.saved_step = 0
+        if world.is_main:
+            self.folder = RunFolder.create(config.runs_dir, config.name, config.resume)
+            self.stop.mark = self.folder.mark_interrupted
 
     def __enter__(self) -> "Run":
         self.stop.__enter__()
@@ -94,31 +72,27 @@ class Run:
         """
         config, world = self.config, self.world
         checkpoint, state, damaged = load_newest(self.path / "checkpoints", world)
-        with fail_together(world):
-            if checkpoint is not None:
-                self._load(checkpoint, state)
-            elif config.init_from:
-                self._initialise_from(Path(config.init_from))
-            self.finished = (self.path / "summary.json").exists()
-            if self.finished:
-                if world.is_main:
-                    print(f"{self.path} is finished: see summary.json there")
-                return config.steps + 1
-            log = RunLog(config, world, self.folder, self.model.dtype)
-            log.seconds, log.skipped = self.progress.seconds, self.progress.skipped
-            self.progress.wandb_id = log.start(self.progress.step, self.progress.wandb_id)
-        self.log = log  # from here on, the run has begun
+        if checkpoint is not None:
+            self._load(checkpoint, state)
+        elif config.init_from:
+            self._initialise_from(Path(config.init_from))
+        self.finished = (self.path / "summary.json").exists()
+        if self.finished:
+            if world.is_main:
+                print(f"{self.path} is finished: see summary.json there")
+            return config.steps + 1
+        self.log = RunLog(config, world, self.folder, self.progress, self.model.dtype)  # the run has begun
         self.log.describe(
             self.data, len(self.train_text), self.model, self.plans[config.train_length], self.compile_note
         )
-        for path, reason in damaged.items():
+        for path in damaged:
             if world.is_main:
-                set_aside(path)
-            self.log.print(f"{path} is damaged ({reason}): {checkpoint.name} is taken instead")
+                path.rename(path.with_name(path.name + ".damaged"))
+            self.log.print(f"{path} is damaged: {checkpoint.name} is taken instead")
         if self.progress.step:
             self.log.print(f"resumed at step {self.progress.step}")
-        self.first_step = self.saved_step = self.progress.step
-        return self.first_step
+        self.saved_step = self.progress.step
+        return self.progress.step
 
     def save_or_stop(self, step: int) -> bool:
         """Save a checkpoint before this step if one is due. Return True if a signal asked any rank to stop.
@@ -127,17 +101,14 @@ class Run:
         """
         self.saver.check()
         self.progress.step = step
-        self.stopped = self.stop.is_set(self.world)
-        every = self.config.save_every
-        due = step == self.config.steps or bool(every) and step % every == 0 or self.stopped
-        if due and step > self.saved_step:
+        self.stopped = self.stop_requested()
+        is_last, every = step == self.config.steps, self.config.save_every
+        if step > self.saved_step and (is_last or self.stopped or every and step % every == 0):
             self._stop_if(self.log.flush())
-            self._save(wait=self.stopped or step == self.config.steps)
+            self._save()
+            if is_last or self.stopped:
+                self.saver.finish()
             self.log.restart_clock()
-        if not self.stop.can_save:  # the first step is about to begin, and everything is compiled
-            limit_waiting(self.world, self.config.timeout)
-            self.log.restart_clock()
-            self.stop.can_save = True
         return self.stopped
 
     def log_step(self, step: int, learning_rates: dict[str, float], loss: torch.Tensor, grad_norm: torch.Tensor):
@@ -145,6 +116,7 @@ class Run:
 
         Where they are not finite and on_nonfinite is "stop", a later call ends the run.
         """
+        self.stop.can_save = True  # from the first step on
         self._stop_if(self.log.step(step, learning_rates, torch.stack([loss, grad_norm])))
 
     def log_validation(self, step: int, record: dict):
@@ -167,7 +139,7 @@ class Run:
             if error is None and not self.finished:
                 self._finish()
             self.saver.finish()
-        except BaseException as failure:  # also SystemExit, which fail_together raises
+        except Exception as failure:
             error = failure
         if self.folder is not None:
             if error is not None and self.log is None:  # the run could not begin
@@ -178,9 +150,13 @@ class Run:
             print(f"error: {error}", file=sys.stderr, flush=True)
             raise SystemExit(2) from error
         if error is not None:
-            leave_on_failure(error, "Lower --micro_batch_tokens.", before_exit=self.saver.finish)
+            if failure := describe_failure(error):
+                code, line = failure
+                print(f"error: {line}", file=sys.stderr, flush=True)
+                os._exit(code)  # Python's clean-up would wait for lost ranks, and wandb fail on the same full disk
             raise error
-        stop_processes(self.world)
+        if self.world.world_size > 1:
+            dist.destroy_process_group()
         if self.stopped:
             sys.exit(exit_code())
 
@@ -188,8 +164,7 @@ class Run:
         """Write summary.json, which makes the run a finished one, or say that it was stopped."""
         self._stop_if(self.log.flush())
         validation, config = self.last_validation, self.config
-        complete = validation is not None and validation["step"] == config.steps
-        self.stopped = self.stopped or not complete
+        self.stopped = self.stopped or validation is None or validation["step"] < config.steps
         if self.stopped:
             by = self.stop.signal_name or "a signal on another rank"
             self.log.print(f"{by}: stopped after step {self.progress.step}. --resume auto continues the run.")
@@ -197,12 +172,10 @@ class Run:
                 self.folder.mark_interrupted(by)
         else:
             if not all(map(math.isfinite, validation["val_loss"].values())):
-                self._stop_if("the last update made weights that are not finite. Lower the learning rates.")
+                self._stop_if("the last update made weights that are not finite")
             chance = math.log(config.vocab_size)
             if min(validation["val_loss"].values()) >= chance - 1e-4:
-                self.log.print(
-                    f"warning: the loss is not below that of guessing, {chance:.4f}. Lower the learning rates."
-                )
+                self.log.print(f"warning: the loss is not below that of guessing, {chance:.4f}")
             if self.folder is not None:
                 self.folder.write_json("summary.json", self._summary(validation))
         self.log.close()
@@ -219,7 +192,7 @@ class Run:
             "val_profile": config.val_profile,
             "steps": config.steps,
             "tokens": self.data["tokens"],
-            "seconds": round(self.log.seconds, 3),
+            "seconds": round(self.progress.seconds, 3),
             "tokens_per_second": self.log.tokens_per_second,
             "parameters": num_parameters(self.model),
             "config_hash": config_hash(config),
@@ -228,10 +201,10 @@ class Run:
         }
 
     def _stop_if(self, problem: str | None):
-        """End all ranks with exit code 2 where there is a problem. All ranks find the same one."""
+        """Raise UserError where there is a problem with the step that was made last. All ranks find the same one."""
         if problem is None:
             return
-        step, tokens = self.progress.step, self.config.batch_tokens  # the step that was made last
+        step, tokens = self.progress.step, self.config.batch_tokens
         shard, token = self.train_text.where(self.progress.first_token + (step - 1) * tokens)
         checkpoint = latest_checkpoint(self.path / "checkpoints")
         raise UserError(
@@ -242,51 +215,51 @@ class Run:
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
-    def _save(self, wait: bool):
-        """Begin to save a checkpoint; with `wait`, save it before any rank goes on."""
+    def _save(self):
+        """Begin to save a checkpoint. All ranks call this."""
         require_same_parameters(self.optimizers, self.world, self.progress.step)
-        progress = self.progress
-        progress.rng = gather(self.world, rng_state())
-        progress.seconds, progress.skipped = self.log.seconds, self.log.skipped
+        self.progress.rng = self.world.gather(rng_state())
         state = {"optimizers": self.optimizers.state_dict()}  # gathered from all ranks
         if self.folder is not None:
-            state |= {"progress": vars(progress), "config": self.config.to_dict(), "model": self.model.state_dict()}
-            state["fingerprint"] = self.data["train"]
-            self.saver.save(self.folder.checkpoints, progress.step, state, keep=self.config.keep)
-        self.saved_step = progress.step
-        if wait:
-            with fail_together(self.world):
-                self.saver.finish()
+            state |= {"progress": vars(self.progress), "config": self.config.to_dict()}
+            state |= {"model": self.model.state_dict(), "fingerprint": self.data["train"]}
+            self.saver.save(self.folder.checkpoints, self.progress.step, state, keep=self.config.keep)
+        self.saved_step = self.progress.step
 
     def _load(self, checkpoint: Path, state: dict):
         """Take over a checkpoint of this run. Raise ValueError if it belongs to another one."""
-        config = self.config
-        with checkpoint_errors(checkpoint):
-            if not config.force:
-                stored = state | {"config": config_of(state["config"], type(config)).to_dict()}
-                check_same_run(checkpoint, stored, config.to_dict(), self.data["train"], may_differ=NOT_MATHEMATICS)
-            self.progress = Progress(**state["progress"])
-            beyond = f"{checkpoint} is of step {self.progress.step}, beyond --steps {config.steps}. Give more steps."
-            require(self.progress.step <= config.steps, beyond)
-            self.model.load_state_dict(state["model"])
-            self.optimizers.load_parameters()
-            self.optimizers.load_state_dict(state["optimizers"])
-            if len(self.progress.rng) == self.world.world_size:
-                set_rng_state(self.progress.rng[self.world.rank])
+        config, stored = self.config, config_of(state["config"], type(self.config))
+        changes = ", ".join(
+            f"{field} {getattr(stored, field)} -> {value}"
+            for field, value in vars(config).items()
+            if field not in NOT_MATHEMATICS and getattr(stored, field) != value
+        )
+        advice = "Choose another --name, or --force to go on."
+        require(config.force or not changes, f"{checkpoint} belongs to another run ({changes}). {advice}")
+        same_data = config.force or state["fingerprint"] == self.data["train"]
+        require(same_data, f"{checkpoint} was trained on other data than {config.data_dir}. {advice}")
+        self.progress = Progress(**state["progress"])
+        beyond = f"{checkpoint} is of step {self.progress.step}, beyond --steps {config.steps}. Give more steps."
+        require(self.progress.step <= config.steps, beyond)
+        self.model.load_state_dict(state["model"])
+        self.optimizers.load_parameters()
+        self.optimizers.load_state_dict(state["optimizers"])
+        if len(self.progress.rng) == self.world.world_size:
+            set_rng_state(self.progress.rng[self.world.rank])
 
     def _initialise_from(self, folder: Path):
         """Start from the weights of another run, and from the tokens after its last one.
 
         The optimizer state starts anew. The attention method may differ: its own parameters, such as LogN's scales, are
-        taken over where both methods have them. Raise ValueError if anything else does not fit.
+        taken over where both methods have them. Raise ValueError for a model of another shape.
         """
         checkpoint = latest_checkpoint(folder / "checkpoints")
         require(checkpoint, f"--init_from {folder}: this folder has no checkpoint. Name a run folder.")
         state = load_checkpoint(checkpoint)
-        with checkpoint_errors(checkpoint):
-            different = self.model.load_state_dict(state["model"], strict=False)
-            others = [name for name in (*different.missing_keys, *different.unexpected_keys) if ".method." not in name]
-            require(not others, f"{checkpoint} is of a model of another shape: {', '.join(others[:3])}")
-            before = Progress(**state["progress"])
-            self.progress.first_token = before.first_token + before.step * state["config"]["batch_tokens"]
+        for field in ("vocab_size", "num_layers", "num_heads", "model_dim"):
+            ours, theirs = getattr(self.config, field), state["config"][field]
+            require(ours == theirs, f"{checkpoint} has {field} {theirs}. Use --{field} {theirs} with --init_from.")
+        self.model.load_state_dict(state["model"], strict=False)
+        before = Progress(**state["progress"])
+        self.progress.first_token = before.first_token + before.step * state["config"]["batch_tokens"]
         self.optimizers.load_parameters()

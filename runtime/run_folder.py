@@ -30,46 +30,35 @@ class RunFolder:
     lock           locked while a process uses the folder; the system unlocks it when the process dies
     """
 
-    def __init__(self, path: Path, lock: TextIO, created: bool = False):
-        self.path, self._lock = path, lock
-        self.created = created  # by this process, just now
+    def __init__(self, path: Path, lock: TextIO, created: bool):
+        self.path, self._lock, self._created = path, lock, created  # created: by this process, just now
         self.checkpoints, self.metrics = path / "checkpoints", path / "metrics.jsonl"
 
     @classmethod
-    def create(cls, root: str | Path, name: str, resume: str = "never", need_bytes: int = 0) -> Self:
+    def create(cls, root: str | Path, name: str, resume: str = "never") -> Self:
         """Make root/name, lock it and return it. With `resume` "auto" an existing folder is taken as well.
 
-        Raise ValueError when the folder exists and is not to be continued, when another process uses it, when the disk
-        has less than `need_bytes` free, or when the folder cannot be made. Then nothing new is left behind.
+        Raise ValueError when the folder exists and is not to be continued, and when another process uses it. Raise
+        OSError when it cannot be made.
         """
         path = Path(root) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            check_space(path, need_bytes)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                path.mkdir()  # of two processes at the same moment, one succeeds
-                created = True
-            except FileExistsError:
-                created = False
+            path.mkdir()  # of two processes at the same moment, one succeeds
+            created = True
+        except FileExistsError:
             advice = "Choose another --name, or continue the run with --resume auto."
-            require(created or resume == "auto", f"{path} exists. {advice}")
-            try:
-                lock = take_lock(path / "lock")
-                (path / "checkpoints").mkdir(exist_ok=True)
-                (path / "interrupted").unlink(missing_ok=True)
-            except OSError:
-                if created:
-                    shutil.rmtree(path)
-                raise
-        except OSError as error:
-            raise UserError(f"cannot use {path} as the run folder: {error}") from error
-        return cls(path, lock, created)
+            require(resume == "auto", f"{path} exists. {advice}")
+            created = False
+        folder = cls(path, take_lock(path / "lock"), created)
+        folder.checkpoints.mkdir(exist_ok=True)
+        (path / "interrupted").unlink(missing_ok=True)
+        return folder
 
     def discard(self):
         """Remove the folder, if this process made it: the run could not begin."""
-        if self.created:
+        if self._created:
             shutil.rmtree(self.path, ignore_errors=True)
-        self.close()
 
     def close(self):
         """Let another process use the folder."""
@@ -80,8 +69,8 @@ class RunFolder:
         replace_text(self.path / "interrupted", f"{signal}\n")
 
     def write_json(self, name: str, record: dict[str, Any]):
-        """Write a JSON file, whole or not at all. Values that JSON lacks (a path, a dtype) become strings."""
-        replace_text(self.path / name, to_json(record, indent=2, default=str) + "\n")
+        """Write a JSON file, whole or not at all."""
+        replace_text(self.path / name, to_json(record, indent=2) + "\n")
 
     def log(self, text: str):
         """Append a line (or more) to log.txt."""
@@ -95,14 +84,6 @@ class RunFolder:
         for source in sources:
             self.log(f"==== {source} ====\n{source.read_text(encoding='utf-8')}")
         self.log("=" * 100)
-
-
-def check_space(path: Path, need_bytes: int):
-    """Raise ValueError when the disk of this path has less than so many bytes free."""
-    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    free = shutil.disk_usage(existing).free
-    needed = f"{path} needs {need_bytes / 1e6:,.0f} MB of disk, {free / 1e6:,.0f} MB are free. Make room."
-    require(free >= need_bytes, needed)
 
 
 def take_lock(path: Path) -> TextIO:

@@ -14,7 +14,8 @@ from data.shards import TokenStream
 from model.gpt import GPT, Plans
 from model.methods import make_alternative
 from model.methods.base import Method
-from runtime.copy_gain import copy_length, measure_copy_gain, uncompiled
+from runtime.build import uncompiled
+from runtime.copy_gain import copy_length, measure_copy_gain
 from runtime.processes import World
 
 SUBSET = 4  # of the fast profile: a quarter of the tokens, in a quarter of the validations
@@ -27,14 +28,19 @@ class Stopped(Exception):
 class Validation:
     """Validates a model on a text at the lengths of the config.
 
-    runner: what computes the losses; the model, or what it was compiled to. plans: what attention prepared, by method
-    (the method that trains, and those of validate_as) and length.
+    plans: what attention prepared, by method (the method that trains, and those of validate_as) and length.
     """
 
     def __init__(self, config: Config, model: GPT, text: TokenStream, world: World):
         """Raise ValueError for methods and lengths that do not fit."""
-        self.config, self.model, self.runner, self.text, self.world = config, model, model, text, world
-        self.plans = validation_plans(config, model)
+        self.config, self.text, self.world = config, text, world
+        self.eager = uncompiled(model)  # to compile a length for a few sequences takes longer than to compute them
+        self.model = self.eager if world.device.type == "cpu" else model  # on CPUs, compiling takes longer anyway
+        lengths = (*config.val_lengths, *map(copy_length, config.val_copy_gaps))
+        self.plans = {
+            name: {n: model.plan(n, backend=config.attention_backend, method=method) for n in lengths}
+            for name, method in {config.method: None, **build_alternatives(config)}.items()
+        }
 
     def due(self, step: int) -> dict[int, int]:
         """Return the tokens at each length for the validation before this step, or {} if none is due."""
@@ -89,7 +95,7 @@ class Validation:
 
         measured = {
             name: measure_copy_gain(
-                uncompiled(self.model),
+                self.eager,
                 plans,
                 self.text,
                 self.config.val_copy_gaps,
@@ -131,7 +137,7 @@ class Validation:
             if stopping():
                 raise Stopped
             for inputs, targets in itertools.islice(batches, 1):
-                losses = self.runner(inputs, targets, plan=plan, per_token=True)  # (B, length)
+                losses = self.model(inputs, targets, plan=plan, per_token=True)  # (B, length)
                 total += losses.double().sum(dim=0)
         world.sum([total])
         return total.cpu() / (tokens // length)
@@ -143,19 +149,6 @@ class Validation:
         mean, std = zip(*self.model.score_statistics(batch))
         learned = {name: p.tolist() for name, p in self.model.named_parameters() if ".method." in name and p.dim() == 1}
         return {"scores_mean": mean, "scores_std": std, "method_parameters": learned}
-
-
-def validation_plans(config: Config, model: GPT) -> dict[str, dict[int, Plans]]:
-    """Return the plans of attention by method (the one that trains, and those of validate_as) and length.
-
-    Raise ValueError for methods and lengths that do not fit the model.
-    """
-    methods = {config.method: None} | build_alternatives(config)
-    lengths = (*config.val_lengths, *map(copy_length, config.val_copy_gaps))
-    return {
-        name: {n: model.plan(n, backend=config.attention_backend, method=method) for n in lengths}
-        for name, method in methods.items()
-    }
 
 
 def validation_plan(config: Config, step: int) -> dict[int, int]:

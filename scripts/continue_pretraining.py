@@ -29,7 +29,7 @@ from optim.sharded import Group, Optimizers
 from runtime.build import open_text, train_step
 from runtime.device import compute_dtype
 from runtime.metrics import read_metrics
-from runtime.processes import World, fail_together, start_processes
+from runtime.processes import World, start_processes
 from runtime.run import Run
 from runtime.validation import Validation
 from scripts.hf.attention import convert
@@ -73,15 +73,14 @@ def main(argv: list[str] | None = None):
     # ---- setup: mistakes of the user are reported here, before a run folder exists ----
     with exit_on_user_error():
         config = read_settings(sys.argv[1:] if argv is None else argv)
-        world = start_processes(config.device)
-        with fail_together(world):
-            train_text, val_text = open_text(config, world)
-            check_tokenizer(config)
-            torch.manual_seed(config.seed)  # of the stochastic rounding
-            model = build_model(config, world, val_text)
-            groups = {"all": Group([*model.parameters()], AdamW, config.lr)}
-            optimizers = Optimizers(groups, world.rank, world.world_size, skip=config.on_nonfinite == "skip")
-            validation = Validation(config, model, val_text, world)
+        world = start_processes(config.device, config.timeout)
+        train_text, val_text = open_text(config, world)
+        check_tokenizer(config)
+        torch.manual_seed(config.seed)  # of the stochastic rounding
+        model = build_model(config, world, val_text)
+        groups = {"all": Group([*model.parameters()], AdamW, config.lr)}
+        optimizers = Optimizers(groups, world.rank, world.world_size, skip=config.on_nonfinite == "skip")
+        validation = Validation(config, model, val_text, world)
         run = ContinuedRun(config, world, model, optimizers, {config.train_length: ()}, train_text, val_text, "off")
 
     # ---- the run ----

@@ -29,7 +29,7 @@ from model.attention import AUTOMATIC, BACKENDS
 from model.attention.sdpa import chosen_kernel, prefer_fast_sdpa
 from model.loss import triton_runs
 from model.methods import check_options, make_method
-from runtime.device import compute_dtype, count_gpus, device_name, matmul_rate, peak_flops
+from runtime.device import compute_dtype, device_name, matmul_rate, peak_flops
 from runtime.flops import training_flops_per_token, validation_share
 from runtime.processes import start_processes
 from scripts.bench.attention import find_problem
@@ -90,8 +90,7 @@ def run_check(check: Callable, config: Config, device: torch.device, price: floa
 
 
 def check_gpus(config: Config, device: torch.device, price: float) -> Iterator[Finding]:
-    """Yield a finding for each GPU. Raise ValueError for one that torch cannot use."""
-    count = 0 if config.device == "cpu" else count_gpus()
+    count = 0 if config.device == "cpu" else torch.cuda.device_count()
     for index in range(count):
         gpu, (free, total) = torch.cuda.get_device_properties(index), torch.cuda.mem_get_info(index)
         message = f"{gpu.name}, capability {gpu.major}.{gpu.minor}, {free / 1e9:.2f} of {total / 1e9:.2f} GB are free"

@@ -26,10 +26,10 @@ from data.shards import TokenStream, open_split, tokenizer_of
 from errors import exit_on_user_error, require
 from files import replace_text, to_json
 from runtime.build import build_model
-from runtime.checkpoint import checkpoint_errors, latest_checkpoint, load_checkpoint
+from runtime.checkpoint import latest_checkpoint, load_checkpoint
 from runtime.copy_gain import KINDS, SPAN, check_gaps
 from runtime.device import compute_dtype
-from runtime.processes import World, exit_on_failure, start_processes
+from runtime.processes import World, start_processes
 from runtime.validation import Validation
 from scripts.shared.runs import OTHER_TEXTS, StoredRun, read_run, stored_config
 from scripts.shared.tables import loss_table, markdown_table
@@ -43,9 +43,7 @@ def load_run(folder: Path, device: torch.device) -> tuple[Config, torch.nn.Modul
     checkpoint = latest_checkpoint(folder / "checkpoints")
     require(checkpoint, f"{folder} has no checkpoint. Train the run first.")
     model = build_model(config, compute_dtype(config, device)).to(device)
-    state = load_checkpoint(checkpoint)
-    with checkpoint_errors(checkpoint):
-        model.load_state_dict(state["model"])
+    model.load_state_dict(load_checkpoint(checkpoint)["model"])
     return config, model
 
 
@@ -162,7 +160,6 @@ def print_tables(results: list[dict]):
         print(f"\nCopy gain in nats a token, by the tokens between the copies:\n\n{copy_table(copied)}")
 
 
-@exit_on_failure("evaluate fewer or shorter --lengths")
 def main():
     parser = argparse.ArgumentParser(prog="python -m scripts.evaluate", description=__doc__.split("\n")[0])
     add = parser.add_argument

@@ -20,14 +20,13 @@ from data.tokenizer import Tokenizer, load_tokenizer
 from errors import exit_on_user_error, require
 from model.attention.base import MAX_LENGTH
 from model.decoding import decode, sample
-from runtime.processes import exit_on_failure, start_processes
+from runtime.processes import start_processes
 from scripts.evaluate import load_run
 from scripts.shared.runs import StoredRun, read_run
 
 INCOMPLETE = "\ufffd"  # the text of a character's bytes as long as some are missing
 
 
-@exit_on_failure("lower --max-new-tokens")
 @exit_on_user_error()
 def main(argv: list[str] | None = None):
     parser = argparse.ArgumentParser(prog="python -m scripts.generate", description=__doc__.split("\n")[0])

@@ -33,11 +33,11 @@ from model.decoding import greedy_decode
 from model.gpt import GPT
 from model.methods.base import Method
 from optim.schedule import lr_factor
-from runtime.build import build_optimizers, compile_model, train_step
-from runtime.checkpoint import checkpoint_errors, latest_checkpoint, load_checkpoint, save_checkpoint
+from runtime.build import build_optimizers, compile_model, train_step, uncompiled
+from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from runtime.device import choose_compile
 from runtime.metrics import Metrics
-from runtime.processes import World, exit_on_failure, start_processes
+from runtime.processes import World, start_processes
 from runtime.run_folder import RunFolder
 from runtime.signals import StopRequest, exit_code
 from runtime.validation import build_alternatives
@@ -49,7 +49,6 @@ KINDS = ("greedy", "teacher_forcing", "oracle", "by_distance")  # of scores
 TEST_SEED = 1_000_000  # of the scored examples, the same for all runs; no fine-tuning has this seed
 
 
-@exit_on_failure("lower --sequences or --lengths")
 def main():
     with exit_on_user_error():
         args, needle = read_arguments()
@@ -127,7 +126,7 @@ def run(
         sys.exit(exit_code())
 
     # ---- scoring ----
-    shares = score_methods(config, model, tests, needle.examples, folder)
+    shares = score_methods(config, uncompiled(model), tests, needle.examples, folder)
     summary = {"name": path.name, **settings, "examples": needle.examples, **shares.pop(config.method)}
     summary |= {"as": shares} if shares else {}
     folder.write_json("summary.json", summary)
@@ -164,10 +163,9 @@ def fine_tune(
     start = 0
     if checkpoint := latest_checkpoint(folder.checkpoints):
         state = load_checkpoint(checkpoint)
-        with checkpoint_errors(checkpoint):
-            start = state["step"]
-            model.load_state_dict(state["model"])
-            optimizers.load_state_dict(state["optimizers"])
+        start = state["step"]
+        model.load_state_dict(state["model"])
+        optimizers.load_state_dict(state["optimizers"])
     metrics = Metrics(folder.metrics)
     metrics.truncate(start, validated=-1)
     plans = [model.plan(task.length, backend=config.attention_backend) for task in tasks]

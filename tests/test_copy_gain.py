@@ -16,7 +16,8 @@ from torch.multiprocessing import start_processes as start_ranks
 from data.shard_writer import ShardWriter
 from data.shards import open_split
 from model.gpt import GPT
-from runtime.copy_gain import SPAN, SPANS, check_gaps, copy_length, copy_sequences, measure_copy_gain, uncompiled
+from runtime.build import uncompiled
+from runtime.copy_gain import SPAN, SPANS, check_gaps, copy_length, copy_sequences, measure_copy_gain
 from runtime.metrics import flatten
 from runtime.processes import World
 from scripts import evaluate
@@ -185,7 +186,7 @@ def test_results_do_not_depend_on_the_micro_batch_size(stream, micro_batch_token
 def rank_worker(rank, folder, data, processes):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=processes)
-    world, calls = World(rank, rank, processes, torch.device("cpu")), []
+    world, calls = World(rank, processes, torch.device("cpu")), []
     stream = open_split(data, "val", VOCAB)
     result = measure(tiny_model(), stream, world=world, before_batch=lambda: calls.append(rank))
     (folder / f"{rank}.json").write_text(json.dumps([result, len(calls)]))

@@ -26,7 +26,7 @@ def doctor_command(*arguments):
 
 
 def test_a_gpu_needs_bfloat16(monkeypatch):
-    monkeypatch.setattr(doctor, "count_gpus", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (70e9, 80e9))
     for major, state in ((9, "ok"), (7, "slow")):
         gpu = SimpleNamespace(name="a GPU", major=major, minor=0)

@@ -12,7 +12,6 @@ from model.attention import BACKENDS, attend, choose_backend, make_plan, transfo
 from model.attention.reference import attention_logits, plain_attention
 from model.gpt import GPT
 from model.methods import layer_pattern, make_layers, make_method
-from runtime.log import describe_backends
 
 SHAPES = [(2, 3, 16, 1), (2, 2, 16, 37)]  # batch, heads, head dimension, tokens
 SHAPES += [pytest.param(*shape, marks=pytest.mark.slow) for shape in ((1, 4, 32, 130), (1, 2, 8, 300))]
@@ -375,14 +374,3 @@ def test_a_gate_multiplies_the_heads_outputs():
     assert_near(y, (expected.double() / (1 + torch.exp(-x.double() @ weight.double().T))).detach(), 1e-5)
     y.sum().backward()
     assert weight.grad.abs().min() > 0
-
-
-def test_the_log_names_a_backend_where_one_computes():
-    """stick-breaking is plain PyTorch; Infini-attention's segments are softmax attention by a backend."""
-    def said(method):
-        model = GPT(vocab_size=64, num_layers=2, num_heads=2, model_dim=32, train_length=16, method=method)
-        return describe_backends(model.plan(16, backend="blocks"), model)
-
-    assert said("stick_breaking") == "attention by plain PyTorch"
-    assert said("infini_rope") == said("rope") == "attention by blocks (as asked for)"
-    assert said("rope,stick_breaking") == "attention by blocks (as asked for), and by plain PyTorch"

@@ -1,9 +1,7 @@
 """Which runs the sweeps have: names, identities, seeds, arguments; sweeps of one's own; and wandb's sweep."""
 
 import collections
-import dataclasses
 import itertools
-import json
 from pathlib import Path
 
 import pytest
@@ -11,11 +9,9 @@ import yaml
 
 from configs.command_line import read_config
 from configs.config import config_hash
-from configs.presets import preset
 from configs.runs import Run
 from configs.sweeps import MAIN_METHODS, PAPER_SWEEPS, SCALES, SWEEPS, sweep
 from scripts.reproduce.tables import paper_targets
-from scripts.shared.runs import stored_config
 
 ROOT = Path(__file__).parents[1]
 
@@ -86,19 +82,6 @@ def test_a_name_says_what_differs_and_a_long_one_is_a_hash():
 def test_a_field_that_the_sweep_sets_itself_is_refused(field, value):
     with pytest.raises(ValueError, match=f"--{field}"):
         sweep("figure_tau", "mini", changes={field: value})
-
-
-@pytest.mark.parametrize("method, options, expected", [
-    ("rope", {}, {}),
-    ("scale_invariant_p_rope", {}, {"tau": 0.625}),
-    ("scale_invariant_p_rope", {"tau": 3.0}, {"tau": 3.0}),
-])
-def test_a_run_made_while_length_scale_scaled_tau_keeps_its_tau(tmp_path, method, options, expected):
-    config = dataclasses.replace(preset("mini"), method=method, method_options=options).to_dict()
-    config["length_scale"] = config.pop("position_scale")
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    stored = stored_config(tmp_path)
-    assert (stored.method_options, stored.position_scale) == (expected, 1 / 16)
 
 
 # ---- sweeps of one's own ---------------------------------------------------------------------------------------------

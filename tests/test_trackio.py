@@ -5,11 +5,11 @@ import types
 
 import pytest
 
-from runtime.metrics import Metrics, finish_wandb, start_wandb
+from runtime.metrics import Metrics, finish_mirror, start_mirror
 
 
 def start(folder):
-    return start_wandb("trackio", folder=folder, project="p", name="n", config={"model_dim": 8}, tags=["rope"])
+    return start_mirror("trackio", folder=folder, project="p", name="n", config={"model_dim": 8}, tags=["rope"])
 
 
 def test_records_arrive_by_step_without_the_reserved_key(tmp_path, monkeypatch):
@@ -20,7 +20,7 @@ def test_records_arrive_by_step_without_the_reserved_key(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "trackio", package)
     metrics = Metrics(tmp_path / "metrics.jsonl", start(tmp_path))
     metrics.write(dict(step=3, tokens=12, val_loss={"64": 2.5}))
-    finish_wandb(metrics.wandb)
+    finish_mirror(metrics.mirror)
     started, *rest = calls
     assert (started["project"], started["name"], started["config"]) == ("p", "n", {"model_dim": 8})
     assert rest == [({"tokens": 12, "val_loss/64": 2.5}, 3), "finished"]
