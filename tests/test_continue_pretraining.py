@@ -164,7 +164,7 @@ def test_a_step_that_is_not_finite_ends_the_run(place, tmp_path, capsys):
 # ---- resuming --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("after", [1, 3])
+@pytest.mark.parametrize("after", [2, 3])
 def test_a_resumed_run_equals_the_undisturbed_one_bit_for_bit(after, place, undisturbed, tmp_path, monkeypatch):
     argv = arguments(place, tmp_path, "--method", "logn_p_rope", "--name", "run", "--resume", "auto")
     run, whole = tmp_path / "run", undisturbed / "run"
