@@ -38,8 +38,7 @@ from scripts.hf.scores import rescale
 from scripts.hf.training import AdamW, WithLoss
 
 # The methods of the paper's table, in its order. It does not train two of them.
-PAPER = ("rope", "p_rope", "nope", "rope_ntk", "yarn", "logn_rope", "logn_p_rope", "logn_ntk", "alibi")
-PAPER += ("scale_invariant_p_rope",)
+PAPER = "rope p_rope nope rope_ntk yarn logn_rope logn_p_rope logn_ntk alibi scale_invariant_p_rope".split()
 NOT_TRAINED = ("rope", "rope_ntk")
 PAPER_MODEL = "meta-llama/Llama-2-7b-hf"
 USED = (  # fields that the command line takes

@@ -14,32 +14,11 @@ from data.tokenizer import load_tokenizer
 from model.decoding import greedy_decode
 from scripts.evaluate import load_run
 
-TASK = """
-task: {name}
-dataset_path: json
-dataset_kwargs:
-  data_files: {{test: {data}}}
-test_split: test
-output_type: {output_type}
-doc_to_text: "{{{{question}}}}"
-{rest}
-"""
-CHOICE = """target_delimiter: ""
-doc_to_choice: "{{choices}}"
-doc_to_target: 0
-metric_list: [{metric: acc}]
-"""
-GENERATE = """doc_to_target: "{{answer}}"
-generation_kwargs: {until: ["zzz"], max_gen_toks: 8, do_sample: false}
-metric_list: [{metric: exact_match}]
-"""
-
 
 @pytest.mark.slow
 @torch.no_grad()
 def test_its_scores_are_those_of_our_model(run, exported, tmp_path, monkeypatch):  # noqa: F811
     import lm_eval
-    from lm_eval.tasks import TaskManager
 
     for name, value in dict(HF_HOME=tmp_path, HF_HUB_OFFLINE=1, HF_DATASETS_OFFLINE=1).items():
         monkeypatch.setenv(name, str(value))
@@ -60,12 +39,16 @@ def test_its_scores_are_those_of_our_model(run, exported, tmp_path, monkeypatch)
     for number, doc in enumerate(docs):
         doc["answer"] = answer(doc["question"]) if number else "another"
     (tmp_path / "docs.jsonl").write_text("\n".join(map(json.dumps, docs)))
-    for name, output_type, rest in (("choice", "multiple_choice", CHOICE), ("words", "generate_until", GENERATE)):
-        text = TASK.format(name=name, output_type=output_type, data=tmp_path / "docs.jsonl", rest=rest)
-        (tmp_path / f"{name}.yaml").write_text(text)
+    common = dict(dataset_path="json", dataset_kwargs=dict(data_files=dict(test=str(tmp_path / "docs.jsonl"))))
+    common |= dict(test_split="test", doc_to_text="{{question}}")
+    choice = dict(task="choice", output_type="multiple_choice", doc_to_choice="{{choices}}", doc_to_target=0)
+    choice |= dict(target_delimiter="", metric_list=[dict(metric="acc")])
+    words = dict(task="words", output_type="generate_until", doc_to_target="{{answer}}")
+    words |= dict(metric_list=[dict(metric="exact_match")])
+    words |= dict(generation_kwargs=dict(until=["zzz"], max_gen_toks=8, do_sample=False))
     found = lm_eval.simple_evaluate(
-        model="hf", model_args=f"pretrained={exported},trust_remote_code=True", tasks=["choice", "words"],
-        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False), batch_size=1, device="cpu",
+        model="hf", model_args=f"pretrained={exported},trust_remote_code=True", tasks=[common | choice, common | words],
+        batch_size=1, device="cpu",
     )  # fmt: skip
     assert found["results"]["words"]["exact_match,none"] == 0.75
     ours = [[log_probability(doc["question"], choice) for choice in doc["choices"]] for doc in docs]

@@ -84,17 +84,6 @@ def attend_with_method(
     return attend(layer.method, query, key, value, plan=plan).transpose(1, 2), None
 
 
-def register():
-    """Register our rope type, attention function and mask function with transformers."""
-    import transformers
-    from transformers.masking_utils import AttentionMaskInterface
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    transformers.AttentionInterface.register(ATTENTION, attend_with_method)
-    AttentionMaskInterface.register(ATTENTION, find_position)
-    ROPE_INIT_FUNCTIONS[ROPE_TYPE] = unrotated
-
-
 def convert(model: nn.Module, method: str, /, *, train_length: int | None = None, **options) -> nn.Module:
     """Make every layer of a Llama attend by one of our methods, in place, and return the model.
 
@@ -103,9 +92,12 @@ def convert(model: nn.Module, method: str, /, *, train_length: int | None = None
     self_attn.method of each layer, in float32. model.config.attention_method keeps a record. Attention has no dropout.
     Raises ValueError for a model or method that this cannot work with.
     """
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     config = model.config
-    is_llama = config.model_type == "llama"
-    require(is_llama, f"a model of the family {config.model_type} cannot be converted. Use a llama.")
+    require(config.model_type == "llama", f"a {config.model_type} model cannot be converted. Use a llama.")
     train_length = config.max_position_embeddings if train_length is None else train_length
     earlier = getattr(config, RECORD, None) or {}
     rope = earlier.get("rope_parameters", config.rope_parameters)
@@ -122,7 +114,9 @@ def convert(model: nn.Module, method: str, /, *, train_length: int | None = None
     for layer_method in methods:
         needs_input = layer_method.needs_input or layer_method.output_gate is not None
         require(not needs_input, f"{method} needs the layer's input. Transformers does not pass it to attention.")
-    register()
+    AttentionInterface.register(ATTENTION, attend_with_method)
+    AttentionMaskInterface.register(ATTENTION, find_position)
+    ROPE_INIT_FUNCTIONS[ROPE_TYPE] = unrotated
     setattr(config, RECORD, dict(name=method, train_length=train_length, options=options, rope_parameters=rope))
     config.rope_parameters = rope | {"rope_type": ROPE_TYPE}
     shared = model.attention_shared = Shared()

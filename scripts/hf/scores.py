@@ -42,10 +42,7 @@ def layer_scores(model: nn.Module, tokens: Tensor, max_pairs: int = MAX_PAIRS) -
 
 
 def measure_scores(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Return mean and standard deviation of each layer's and head's scores after rotation, float64 (layers, H, 2).
-
-    tokens (B, T) int64.
-    """
+    """Return mean and deviation of the rotated scores on tokens (B, T), by layer and head, float64 (layers, H, 2)."""
     last = {layer: scores for layer, _, scores in layer_scores(model, tokens)}  # rotated, where the layer rotates
     return torch.stack([torch.stack((scores.mean(dim=1), scores.std(dim=1)), dim=1) for scores in last.values()])
 
