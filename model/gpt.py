@@ -147,7 +147,7 @@ class GPT(nn.Module):
         for one in methods:
             plans[one.name] = plans.get(one.name) or make_plan(
                 one, length, length, target_length=target_length, device=self.head.device, dtype=self.dtype,
-                backend=backend, normalised=True,
+                backend=backend,
             )  # fmt: skip
         return tuple(plans[one.name] for one in methods)
 

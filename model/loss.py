@@ -1,24 +1,23 @@
 """Cross-entropy of a linear head: no float32 logits, one chunk of logits in memory, three matmuls in all.
 
 The gradient of a token's loss by its logits is softmax - onehot(target), known as soon as the logits are. So the mean
-loss is computed together with its gradients, a chunk of tokens at a time. The chunk's logits become that difference in
-place, and are multiplied into the gradients of x and head. The backward pass only scales these.
+loss is computed together with its gradients, a chunk of tokens at a time. The chunk's gradient is multiplied into the
+gradients of x and head. The backward pass only scales these.
 """
 
 import functools
 import math
 import warnings
-from collections.abc import Iterator
-from importlib.util import find_spec
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from model.attention import check, cpu
+from model.attention import cpu
 from model.methods.base import upcast
 
 CPU_ROWS, CPU_LOGITS = 256, 2**21  # at least so many tokens a chunk on a CPU, and more while its logits are 8 MiB
-LOGIT_BYTES = 2**31  # a chunk elsewhere: 21,345 tokens with a vocabulary of 50,304 in bfloat16
+LOGIT_BYTES = 2**30  # a chunk elsewhere: 10,672 tokens with a vocabulary of 50,304 in bfloat16; as much for gradients
 
 
 def mean_loss(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
@@ -38,14 +37,14 @@ def loss_op(x: Tensor, head: Tensor, targets: Tensor, weights: Tensor | None) ->
     losses, dx, dhead = empty_losses(x), x.new_empty(x.shape), torch.zeros_like(head)
     head, targets = head.to(x.dtype), targets.contiguous()
     for chunk, logits in logits_in_chunks(x, head):
-        cross_entropy_(logits, targets[chunk], losses[chunk], True)
+        losses[chunk], dlogits = cross_entropy(logits, targets[chunk], True)
         if weights is not None:
-            logits *= weights[chunk, None]
-        torch.mm(logits, head, out=dx[chunk])
+            dlogits *= weights[chunk, None]
+        torch.mm(dlogits, head, out=dx[chunk])
         if x.dtype == dhead.dtype:
-            dhead.addmm_(logits.mT, x[chunk])
+            dhead.addmm_(dlogits.mT, x[chunk])
         else:
-            dhead += logits.mT @ x[chunk]
+            dhead += dlogits.mT @ x[chunk]
     return losses.mean(), dx, dhead
 
 
@@ -54,7 +53,7 @@ def token_losses(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
     """Return each token's loss, (N,) float32. Any sum may follow, so the backward pass makes the logits again."""
     losses, targets = empty_losses(x), targets.contiguous()
     for chunk, logits in logits_in_chunks(x, head.to(x.dtype)):
-        cross_entropy_(logits, targets[chunk], losses[chunk], False)
+        losses[chunk], _ = cross_entropy(logits, targets[chunk], False)
     return losses
 
 
@@ -63,81 +62,52 @@ def empty_losses(x: Tensor) -> Tensor:
 
 
 def logits_in_chunks(x: Tensor, head: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the tokens of each chunk and their logits, which share one memory."""
-    for chunk, memory in chunks(x, len(head)):
-        yield chunk, torch.mm(x[chunk], head.mT, out=memory)
-
-
-def chunks(x: Tensor, V: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the tokens of each chunk, and memory for their logits that all chunks share. The last may be smaller."""
-    N = len(x)
+    """Yield the tokens of each chunk and their logits. All chunks share one memory; the last may be smaller."""
+    N, V = len(x), len(head)
     on_cpu = x.device.type == "cpu"
     most = max(CPU_ROWS, CPU_LOGITS // V) if on_cpu else max(1, LOGIT_BYTES // (V * x.element_size()))
     rows = math.ceil(N / math.ceil(N / most))
     memory = x.new_empty(rows, V)
     for start in range(0, N, rows):
         chunk = slice(start, min(start + rows, N))
-        yield chunk, memory[: chunk.stop - start]
+        yield chunk, torch.mm(x[chunk], head.mT, out=memory[: chunk.stop - start])
 
 
-def cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, gradient: bool):
-    """Set losses (R,) from logits (R, V). If gradient, set the logits to softmax - onehot; else they are lost."""
-    if triton_runs(logits.device, logits.dtype, logits.shape[1]):
-        from model.attention.triton import cross_entropy  # only now, as it needs Triton
-
-        cross_entropy.cross_entropy_(logits, targets, losses, gradient)
-    elif cpu.kernel_problem(logits.device, logits.dtype) is None:
+def cross_entropy(logits: Tensor, targets: Tensor, gradient: bool) -> tuple[Tensor, Tensor | None]:
+    """Return the losses (R,) of logits (R, V) and, if gradient, softmax - onehot. The logits may be overwritten."""
+    if cpu.kernel_problem(logits.device, logits.dtype) is None:
+        losses = empty_losses(logits)
         cpu.cross_entropy_(logits, targets, losses, gradient)
-    else:
-        plain_cross_entropy_(logits, targets, losses, gradient)
+        return losses, logits if gradient else None
+    on_gpu = logits.device.type == "cuda"
+    return (compiled_cross_entropy(logits.device) if on_gpu else plain_cross_entropy)(logits, targets, gradient)
+
+
+def plain_cross_entropy(logits: Tensor, targets: Tensor, gradient: bool) -> tuple[Tensor, Tensor | None]:
+    """Do what cross_entropy does in plain PyTorch, in a form that torch.compile makes one kernel of."""
+    x = upcast(logits)
+    top = x.amax(dim=1, keepdim=True)
+    p = (x - top).exp()
+    total = p.sum(dim=1, keepdim=True)
+    losses = (total.log() - (x.gather(1, targets[:, None]) - top)).squeeze(1)
+    if not gradient:
+        return losses, None
+    is_target = torch.arange(x.shape[1], device=x.device) == targets[:, None]
+    return losses, (p / total - is_target.to(x.dtype)).to(logits.dtype)
 
 
 @functools.cache
-def triton_runs(device: torch.device, dtype: torch.dtype, vocab_size: int) -> bool:
-    """Return whether the Triton kernel runs there and passes its check for such logits; warn if it fails."""
-    on_gpu = device.type == "cuda" and find_spec("triton") is not None
-    if not on_gpu or torch.cuda.get_device_capability(device) < (8, 0):
-        return False
-    if problem := check_triton(device, dtype, vocab_size):
-        warnings.warn(f"cross-entropy in plain PyTorch, which needs more memory: for the Triton kernel, {problem}")
-    return problem is None
+def compiled_cross_entropy(device: torch.device) -> Callable:
+    """Return plain_cross_entropy compiled, which keeps no float32 logits; as it is where torch.compile fails, and warn.
 
-
-def check_triton(device: torch.device, dtype: torch.dtype, V: int) -> str | None:
-    """Run the Triton kernel on logits (5, V); return how it fails or what is wrong, or None.
-
-    Triton compiles different code for each dtype, and for a V that is a multiple of 16.
+    The vocabulary is a constant of the code. Chunks of other numbers of tokens share it.
     """
-    from model.attention.triton import cross_entropy
-
-    generator = torch.Generator(device).manual_seed(0)
-    logits = (4 * torch.randn(5, V, device=device, generator=generator)).to(dtype)
-    targets = torch.tensor([0, 8191, 8192, V // 2, V - 1], device=device).clamp(max=V - 1)
-
-    def run(function, logits):
-        dlogits, losses, validation_losses = logits.clone(), *(upcast(logits.new_empty(5)) for _ in range(2))
-        function(logits.clone(), targets, validation_losses, False)
-        function(dlogits, targets, losses, True)
-        return {"losses": losses, "losses without gradient": validation_losses, "gradient": dlogits}
-
-    return check.find_problem(
-        lambda: run(cross_entropy.cross_entropy_, logits),
-        lambda: run(plain_cross_entropy_, logits.double()),
-        lambda: run(plain_cross_entropy_, logits),
-    )
-
-
-def plain_cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, gradient: bool):
-    """Do what cross_entropy_ does in plain PyTorch, for a device or dtype without a kernel."""
-    token = torch.arange(len(targets), device=targets.device)
-    p = upcast(logits) - logits.amax(dim=1, keepdim=True)
-    at_target = p[token, targets]
-    total = p.exp_().sum(dim=1)
-    losses.copy_(total.log() - at_target)
-    if gradient:
-        p /= total[:, None]
-        p[token, targets] -= 1
-        logits.copy_(p)
+    try:
+        torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=device))
+    except Exception as error:  # anything from a missing compiler to an unsupported GPU
+        warnings.warn(f"torch.compile fails ({type(error).__name__}), so the loss needs much more memory.")
+        return plain_cross_entropy
+    return torch.compile(plain_cross_entropy)
 
 
 # ---- autograd --------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
     python -m scripts.doctor gpt_162m_4k --price 3.5             the run's hours, and their cost at 3.5 an hour
     python -m scripts.doctor gpt_162m_4k --dtype float32         any field of train_gpt.py
 
-The checks: PyTorch, GPU and driver; data; attention and cross-entropy against float64; a
+The checks: PyTorch, GPU and driver; data; attention against float64; a
 training step, from which the hours follow. An error in one check does not stop the others. Exit code: 1 when something
 is broken, 2 for a mistake in the command.
 """
@@ -27,7 +27,6 @@ from data.shards import open_split
 from errors import exit_on_user_error, require
 from model.attention import AUTOMATIC, BACKENDS
 from model.attention.sdpa import chosen_kernel, prefer_fast_sdpa
-from model.loss import triton_runs
 from model.methods import check_options, make_method
 from runtime.device import compute_dtype, device_name, matmul_rate, peak_flops
 from runtime.flops import training_flops_per_token, validation_share
@@ -121,8 +120,6 @@ def check_kernels(config: Config, device: torch.device, price: float) -> Iterato
     prefer_fast_sdpa(device)
     if device.type == "cuda":
         yield Finding("PyTorch's attention", chosen_kernel(device, dtype, head_dim, config.train_length))
-        state = "ok" if triton_runs(device, dtype, config.vocab_size) else "slow"
-        yield Finding("cross-entropy", "Triton's kernel, compared with plain PyTorch", state)
     for name in [*AUTOMATIC[device.type], "blocks"]:
         for method_name in dict.fromkeys([config.method.split(",")[0], *METHODS]):
             method = make_method(method_name, num_heads=config.num_heads, head_dim=head_dim, train_length=1024)

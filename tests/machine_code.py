@@ -12,8 +12,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from model.attention.base import Plan
+from model.attention.triton import flash, prepare
+
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
-TYPES |= {torch.int32: "*i32", torch.int64: "*i64"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,48 +26,40 @@ class Launch:
     options: dict  # num_warps, num_stages
 
 
-def record_launches(module, kernels, call) -> list[Launch]:
-    """Return the launches that call() makes of these kernels of a module, in their order. None of them runs."""
-    recorders = {name: mock.MagicMock() for name in kernels}
-    with mock.patch.multiple(module, **recorders):
-        call()
-    launches = []
-    for name, recorder in recorders.items():
-        for launch in recorder.__getitem__.return_value.call_args_list:  # kernel[grid](*arguments, **constants)
-            constants, defaults = dict(launch.kwargs), dict(num_warps=4, num_stages=3)
-            options = {option: constants.pop(option, value) for option, value in defaults.items()}
-            launches.append(Launch(getattr(module, name), launch.args, constants, options))
+def flash_launches(method, length: int, head_dim: int, dtype: torch.dtype) -> dict[str, Launch]:
+    """Return the launches of flash.py, by the kernel's name, for a forward and a backward pass. None of them runs."""
+    names, x = ["forward_kernel", "query_gradient_kernel", "key_gradient_kernel"], torch.zeros(1, 2, length, head_dim)
+    x = x.to(dtype)
+    plan = Plan("triton", 2, head_dim, length, length, dtype=dtype, window=method.window and method.window.window)
+    key_bias = method.key_bias and torch.zeros(1, 2, length)
+    recorders = {name: mock.MagicMock() for name in names}
+    with mock.patch.multiple(flash, **recorders):
+        t = prepare(method.score_change, plan)
+        forward = x, x, x, t.parameter, key_bias, None, t.functions, t.tangent, t.window, 0
+        lse = flash.forward_op(*forward)[1]
+        flash.backward_op(x, x, x, x, lse, lse, *forward[4:])
+    launches = {}
+    for name, recorder in recorders.items():  # kernel[grid](*arguments, **constants)
+        (call,) = recorder.__getitem__.return_value.call_args_list
+        constants = dict(call.kwargs)
+        options = {option: constants.pop(option) for option in ("num_warps", "num_stages")}
+        launches[name] = Launch(getattr(flash, name), call.args, constants, options)
     return launches
-
-
-def flash_launches(flash, inputs, coefficients, arch: int, key_bias) -> dict[str, Launch]:
-    """Return the launches of flash.py by role for q, k, v and the gradient of the output. arch: 90 for sm_90."""
-    choose_tiles, c = flash.choose_tiles, coefficients
-    functions = c.table, c.polynomials, c.tangent, list(c.degrees), c.far, c.line, c.window or 0, 0
-
-    def choose(dtype, block_d, capability, bounded):
-        return choose_tiles(dtype, block_d, divmod(arch, 10), bounded)
-
-    def call():
-        q, k, v, do = inputs
-        o, lse = flash.forward_op(q, k, v, c.parameter, key_bias, None, *functions, c.bounded and key_bias is None)
-        flash.backward_op(do, q, k, v, o, lse, key_bias, None, *functions)
-
-    roles = ("forward", "query_gradient", "key_gradient", "delta")
-    with mock.patch.object(flash, "choose_tiles", choose):
-        return dict(zip(roles, record_launches(flash, [f"{role}_kernel" for role in roles], call), strict=True))
 
 
 def compile_launch(launch: Launch, arch: int) -> tuple[str, str, int]:
     """Return the PTX, nvdisasm's listing of the machine code, and the bytes of stack of a thread."""
     signature, constants, attributes = {}, {}, {}
     for i, (name, argument) in enumerate(zip(launch.kernel.arg_names, launch.arguments)):
-        is_tensor, is_float = isinstance(argument, torch.Tensor), isinstance(argument, float)
-        signature[name] = TYPES[argument.dtype] if is_tensor else "fp32" if is_float else "i32"
-        if not (is_tensor or is_float) and argument == 1:  # triton.jit specialises on 1 and on multiples of 16
-            signature[name], constants[name] = "constexpr", 1
-        if is_tensor or not is_float and argument % 16 == 0:
-            attributes[(i,)] = [["tt.divisibility", 16]]
+        if argument is None or type(argument) is int and argument == 1:  # triton.jit makes constants of these
+            signature[name], constants[name] = "constexpr", argument
+        elif type(argument) is float:
+            signature[name] = "fp32"
+        else:
+            is_tensor = isinstance(argument, torch.Tensor)
+            signature[name] = TYPES[argument.dtype] if is_tensor else "i32"
+            if (argument.data_ptr() if is_tensor else argument) % 16 == 0:
+                attributes[(i,)] = [["tt.divisibility", 16]]
     signature |= {name: "constexpr" for name in launch.constants}
     source = ASTSource(launch.kernel, signature, constants | launch.constants, attributes)
     binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.options)

@@ -167,11 +167,10 @@ def test_torch_s_own_cpu_kernel_still_misreads_what_the_same_graph_computes():
 
 
 @pytest.mark.parametrize("name, shapes", {  # of tables, for 3 heads and 40 keys
-    "nope": [], "scale_invariant": [(40,)], "alibi": [(3, 40)], "by_head": [(3, 40), (3, 40)],
-    "for_all_heads": [(40,), (40,)],
+    "nope": [], "scale_invariant": [(40,)], "alibi": [(3, 40), (3, 40)], "for_all_heads": [(40,), (40,)],
 }.items())
 def test_a_logit_reads_no_more_tables_than_its_formula_needs(name, shapes):
-    """None for a number, one where m = 1 - a^2, a row a head only where heads differ; none begins within its memory."""
+    """One where m = 1 - a^2, a row a head only where heads differ; none begins within its memory."""
     score_mod = flex.make_table_score_mod(make_case(name).score_change, Plan("flex_flash", 3, 16, 40, 40))
     captured = [cell.cell_contents for cell in score_mod.__closure__] if score_mod else []
     tables = [x for x in captured if isinstance(x, torch.Tensor)]

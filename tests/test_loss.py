@@ -1,9 +1,4 @@
-"""Cross-entropy of the head against log_softmax in float64: values, gradients, chunks, and the kernels by themselves.
-
-The Triton kernel runs in Triton's interpreter where there is no GPU (conftest.py).
-"""
-
-from importlib.util import find_spec
+"""Cross-entropy of the head against log_softmax in float64: values, gradients, chunks, and the kernels alone."""
 
 import pytest
 import torch
@@ -14,9 +9,8 @@ from torch.testing import assert_close
 
 from model import loss
 from model.attention import cpu
-from model.loss import mean_loss, plain_cross_entropy_, token_losses
+from model.loss import mean_loss, plain_cross_entropy, token_losses
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROBLEM = cpu.kernel_problem(CPU, torch.float32)
 
 
@@ -176,19 +170,15 @@ def test_compiled_in_one_graph_it_is_the_same(function):
 # ---- the kernels -----------------------------------------------------------------------------------------------------
 
 
-def triton_cross_entropy_(logits, targets, losses, gradient):
-    pytest.importorskip("triton")
-    from model.attention.triton.cross_entropy import cross_entropy_
-
-    here = [x.to(DEVICE) for x in (logits, targets, losses)]
-    cross_entropy_(*here, gradient)
-    for x, y in zip((logits, targets, losses), here):
-        x.copy_(y)
+def cpu_cross_entropy(logits, targets, gradient):
+    losses = torch.empty(len(logits))
+    cpu.cross_entropy_(logits, targets, losses, gradient)
+    return losses, logits
 
 
-KERNELS = {"plain": plain_cross_entropy_, "cpu": cpu.cross_entropy_, "triton": triton_cross_entropy_}
+KERNELS = {"plain": plain_cross_entropy, "cpu": cpu_cross_entropy}
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-CASES = [(kernel, dtype) for kernel in ("plain", "triton") for dtype in DTYPES]
+CASES = [("plain", dtype) for dtype in DTYPES]
 if PROBLEM is None:
     CASES.append(("cpu", torch.float32))
 every_kernel = pytest.mark.parametrize("kernel, dtype", CASES)
@@ -200,13 +190,10 @@ def check_kernel(kernel, logits, targets):
     gradient = log_p.exp()
     gradient[torch.arange(len(targets)), targets] -= 1
     for wanted in (True, False):
-        output, losses = logits.clone(), torch.empty(len(logits))
-        KERNELS[kernel](output, targets, losses, wanted)
+        losses, output = KERNELS[kernel](logits.clone(), targets, wanted)
         assert_close(losses.double(), -log_p.gather(1, targets[:, None])[:, 0], rtol=1e-5, atol=1e-5)
         if wanted:
-            truncated = kernel == "triton" and DEVICE == "cpu" and logits.dtype == torch.bfloat16  # by the interpreter
-            rounding = torch.finfo(logits.dtype).eps / (1 if truncated else 2)
-            assert_close(output.double(), gradient, rtol=1e-5 + rounding, atol=1e-7)
+            assert_close(output.double(), gradient, rtol=1e-5 + torch.finfo(logits.dtype).eps / 2, atol=1e-7)
 
 
 @every_kernel
@@ -232,40 +219,26 @@ def test_wherever_the_largest_logits_are(kernel, dtype, order):
     check_kernel(kernel, logits.contiguous(), torch.tensor([3, 19_990]))
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="4.3 GB, one program a row: too much for the interpreter")
-def test_more_than_2_to_the_31_logits():
-    from model.attention.triton.cross_entropy import cross_entropy_
-
-    logits = torch.zeros(43_000, 50_304, dtype=torch.bfloat16, device=DEVICE)
-    logits[-3:] = 3 * torch.randn(3, 50_304, device=DEVICE)
-    tail, targets, losses = logits[-3:].cpu(), torch.arange(43_000, device=DEVICE), torch.empty(43_000, device=DEVICE)
-    cross_entropy_(logits, targets, losses, True)
-    assert_close(losses[-3:].cpu(), F.cross_entropy(tail.float(), targets[-3:].cpu(), reduction="none"))
-    assert logits[-3:].float().sum(dim=1).abs().max() < 0.05
-
-
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.parametrize("dtype", DTYPES if DEVICE == "cuda" else DTYPES[:2])  # the interpreter truncates to bfloat16
-@pytest.mark.parametrize("V", [2, 300, 9001, 50304])
-def test_the_check_before_first_use_passes(dtype, V):
-    assert loss.check_triton(torch.device(DEVICE), dtype, V) is None
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_as_on_cuda_it_is_the_same_in_a_compiled_model_too(dtype, monkeypatch):
+    """Chunks of two sizes, of one vocabulary; the backward pass of each token's loss compiles as well."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(loss, "CPU_ROWS", 200)
+    monkeypatch.setattr(loss, "CPU_LOGITS", 1)
+    monkeypatch.setattr(loss, "cross_entropy", loss.compiled_cross_entropy(CPU))
+    x, head, targets = make(500, 20, 50, dtype)
+    for weights in (None, random(500, seed=9).float()):
+        check(x, head, targets, weights=weights, tolerance=1e-5 if dtype == torch.float32 else 1e-2)
+    compiled = torch.compile(mean_loss, fullgraph=True)
+    assert_close(compiled(x, head, targets), mean_loss(x, head, targets))
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.parametrize("only_with_gradient", [True, False])
-def test_a_kernel_that_is_wrong_or_fails_is_found_before_its_first_use(monkeypatch, only_with_gradient):
-    from model.attention.triton import cross_entropy
-
-    arguments = torch.device(DEVICE), torch.bfloat16, 50304
-
-    def wrong(logits, targets, losses, gradient):
-        plain_cross_entropy_(logits, targets, losses, gradient)
-        if gradient and only_with_gradient:
-            logits[1, 7] += 0.1
-        elif not gradient and not only_with_gradient:
-            losses[3] += 1
-
-    monkeypatch.setattr(cross_entropy, "cross_entropy_", wrong)
-    assert "times the allowed error" in loss.check_triton(*arguments)
-    monkeypatch.setattr(cross_entropy, "cross_entropy_", lambda *_: torch.ones(2) @ torch.ones(3))
-    assert "failed its check with RuntimeError" in loss.check_triton(*arguments)
+def test_where_torch_compile_fails_plain_pytorch_runs(monkeypatch):
+    def fail(function):
+        raise RuntimeError("no compiler")
+    monkeypatch.setattr(torch, "compile", fail)
+    loss.compiled_cross_entropy.cache_clear()
+    with pytest.warns(UserWarning, match="RuntimeError"):
+        assert loss.compiled_cross_entropy(CPU) is plain_cross_entropy
+    loss.compiled_cross_entropy.cache_clear()

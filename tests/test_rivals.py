@@ -8,7 +8,7 @@ import torch
 from test_gpt import random_tokens
 from test_methods import assert_near, assert_refused, cast, gradients, random, random_qkv
 
-from model.attention import BACKENDS, attend, choose_backend, make_plan, transform
+from model.attention import BACKENDS, attend, choose_backend, make_plan
 from model.attention.reference import attention_logits, plain_attention
 from model.gpt import GPT
 from model.methods import layer_pattern, make_layers, make_method
@@ -246,18 +246,6 @@ def test_half_of_napes_heads_have_the_slopes_of_alibi(num_heads, slopes):
     change = make("nape", num_heads, 8).score_change
     slopes = [[2.0**-exponent if exponent else 0] for exponent in slopes]
     assert_near(change.coefficients(t, torch.arange(num_heads)[:, None])[1], -torch.tensor(slopes) * t, 1e-12)
-
-
-def test_what_bounds_the_logits_of_pope():
-    """For the kernel without a running maximum: nothing of normalised q and k exceeds it, and something comes near."""
-    method = make("pope", 1, 16).eval()
-    torch.nn.init.zeros_(method.rotation.delta)
-    plan = make_plan(method, 1, 1, normalised=True)
-    equal = torch.ones(1, 1, 1, 16)
-    rotated_q, rotated_k = transform(method, equal, equal, plan)
-    product = (rotated_q * rotated_k).sum().item()
-    assert product == pytest.approx(2**0.5 * 16 * math.log(1 + math.e) ** 2, rel=1e-5)
-    assert product < plan.product_bound < 2 * product
 
 
 def test_stick_breaking_survives_large_logits():

@@ -25,7 +25,6 @@ sink (H,) is one more logit a row, without a value. A backend whose `unsupported
 """
 
 import dataclasses
-import math
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +32,7 @@ from torch import Tensor
 
 from errors import require
 from model.attention import blocks, check, cpu, flex, sdpa, triton
-from model.attention.base import MAX_LENGTH, Plan, bound_products, extra_logits, learned_parameters
+from model.attention.base import MAX_LENGTH, Plan, extra_logits, learned_parameters
 from model.methods.base import Method, upcast
 
 BACKENDS = {"sdpa": sdpa, "flex": flex, "flex_flash": flex.FLASH, "triton": triton, "cpu": cpu, "blocks": blocks}
@@ -43,15 +42,14 @@ CHECKED = {"flex", "flex_flash", "triton"}  # compiled on this machine, so `auto
 
 def make_plan(
     method: Method, query_length: int, key_length: int, *, q_offset: int = 0, target_length: int | None = None,
-    device="cpu", dtype: torch.dtype = torch.float32, backend: str = "auto", normalised: bool = False,
+    device="cpu", dtype: torch.dtype = torch.float32, backend: str = "auto",
     softcap: float | None = None,
 ) -> Plan:  # fmt: skip
     """Return the plan for queries at positions q_offset.. against keys at positions 0..key_length-1, of this dtype.
 
     target_length (default: key_length): the length of the whole sequence. NTK, YaRN and LogN's constant form scale
-    with it. normalised: the caller guarantees |q| = |k| = sqrt(D), as QK-norm does; our Triton kernel then needs no
-    running maximum. softcap: scores S become softcap tanh(S / softcap) before a_t and m_t, as in Gemma-2; only blocks
-    can do it. ValueError for lengths that do not fit each other, and for a backend that cannot run.
+    with it. softcap: scores S become softcap tanh(S / softcap) before a_t and m_t, as in Gemma-2; only blocks can do
+    it. ValueError for lengths that do not fit each other, and for a backend that cannot run.
     """
     target_length = key_length if target_length is None else target_length
     queries = f"{query_length} queries from position {q_offset}"
@@ -71,29 +69,15 @@ def make_plan(
     if method.query_scale is not None:
         positions = torch.arange(q_offset, q_offset + query_length)
         query_table = method.query_scale.table(positions, target_length).to(device)
-    bound = math.inf
-    if normalised:
-        bound = bound_products(method.head_dim, dtype, largest_gain(method, target_length, query_table))
     plan = Plan(
         backend, method.num_heads, method.vector_dim, query_length, key_length, q_offset, device, dtype,
-        product_bound=bound, window=None if method.window is None else method.window.window, softcap=softcap,
+        window=None if method.window is None else method.window.window, softcap=softcap,
         cos=cos, sin=sin, query_table=query_table, why=why,
     )  # fmt: skip
     if method.replacement is not None:
         return plan
     constant = None if learned_parameters(method.score_change) else method.score_change
     return dataclasses.replace(plan, prepared=BACKENDS[backend].prepare(constant, plan))
-
-
-def largest_gain(method: Method, target_length: int, query_table: Tensor | None) -> float:
-    """Return the largest factor by which `transform` raises |q| |k|; infinite where q has a learned scale."""
-    gain = 1.0
-    if method.rotation is not None:
-        gain = method.rotation.gain(target_length)
-    if method.query_scale is not None:
-        learned = any(True for _ in method.query_scale.parameters())
-        gain *= math.inf if learned else method.query_scale.multiplier(query_table, None).abs().max().item()
-    return gain
 
 
 def choose_backend(method: Method, device: torch.device, backend: str = "auto", dtype=torch.float32) -> tuple[str, str]:

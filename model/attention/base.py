@@ -10,7 +10,9 @@ from torch import Tensor
 from model.methods.base import Method, ScoreChange
 
 MAX_LENGTH = 2**30  # positions and their differences are 32-bit integers in the kernels
+LOG2E = math.log2(math.e)
 EXTRAS = dict(key_bias="key biases", window="windows", sink="sinks")  # kinds of mechanism that not every backend has
+Tensors = dict[str, Tensor]  # by name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +30,6 @@ class Plan:
     q_offset: int = 0
     device: torch.device = torch.device("cpu")
     dtype: torch.dtype = torch.float32  # of q, k, v
-    product_bound: float = math.inf  # an upper bound of |q.k|; see bound_products
     window: int | None = None  # keys at this distance from a query, or further away, are hidden
     softcap: float | None = None  # scores S become softcap tanh(S / softcap) before a_t and m_t
     cos: Tensor | None = None  # (key_length, D/2)
@@ -44,7 +45,7 @@ def unsupported_extras(method: Method, supported: tuple[str, ...] = ()) -> str |
     return f"it has no {' and no '.join(missing)}" if missing else None
 
 
-def extra_logits(method: Method, of_tokens: Tensor | None) -> dict[str, Tensor]:
+def extra_logits(method: Method, of_tokens: Tensor | None) -> Tensors:
     """Return the arguments key_bias (B, H, Tk) and sink (H,) of a backend's `run`, where the method has them.
 
     of_tokens: see KeyBias.
@@ -57,22 +58,35 @@ def extra_logits(method: Method, of_tokens: Tensor | None) -> dict[str, Tensor]:
     return more
 
 
-def learned_parameters(change: ScoreChange | None) -> dict[str, Tensor]:
+def learned_parameters(change: ScoreChange | None) -> Tensors:
     """Return the trainable parameters of a_t and m_t by name."""
     return {} if change is None else dict(change.named_parameters())
 
 
-def one_function_is_enough(a: Tensor | float, m: Tensor) -> bool:
+def score_functions(change: ScoreChange, num_heads: int, distance: Tensor, parameters: Tensors | None = None) -> Tensor:
+    """Return a_t and m_t at distances (T,) float64: one tensor (2, H, T), or (2, 1, T) where all heads agree.
+
+    parameters: values in the place of the learned parameters, by name.
+    """
+    head = torch.arange(num_heads, device=distance.device).unsqueeze(-1)
+    if parameters is None:
+        a, m = change.coefficients(distance, head)
+    else:
+        a, m = torch.func.functional_call(change, parameters, (distance, head))
+    a, m = (torch.as_tensor(x, dtype=distance.dtype, device=distance.device) for x in (a, m))
+    functions = torch.stack(torch.broadcast_tensors(a, m, distance)[:2])
+    return functions if functions.dim() == 3 else functions.unsqueeze(1)
+
+
+def in_bits(functions: Tensor, head_dim: int) -> Tensor:
+    """Return A and M of the logits A q.k + M in bits, L log2(e), from a_t and m_t."""
+    a, m = functions
+    return torch.stack((a * (LOG2E * head_dim**-0.5), m * LOG2E))
+
+
+def one_function_is_enough(a: Tensor, m: Tensor) -> bool:
     """Return whether m = 1 - a^2. The softmax ignores the 1, so a alone fixes a S + m up to a constant: a (S - a)."""
     return bool((m - (1 - a * a)).abs().le(1e-12 * (1 + a * a)).all())
-
-
-def bound_products(head_dim: int, dtype: torch.dtype, gain: float = 1.0) -> float:
-    """Return an upper bound of |q.k| where both have the norm sqrt(head_dim) and one is multiplied by gain.
-
-    Both were rounded to the dtype twice: after normalisation and after rotation.
-    """
-    return head_dim * gain * (1 + torch.finfo(dtype).eps) ** 4
 
 
 def heads_last(x: Tensor, make: Callable) -> Tensor:

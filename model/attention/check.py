@@ -6,14 +6,13 @@ the whole tensor and by the worst row: a wrong tile hides in the norm of a long 
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention.base import Plan, bound_products, extra_logits, learned_parameters
+from model.attention.base import Plan, Tensors, extra_logits, learned_parameters
 from model.attention.reference import attention_logits, plain_attention, probabilities
 from model.methods.base import KeyBias, Method, Sink, Window
 
@@ -22,8 +21,6 @@ ROW_LIMIT = 2.0  # the same for the worst row, which varies more
 LEAST = 1e-5  # an error of this size is always allowed: float32's own, over a long sum
 LENGTHS = (1024, 1000)  # whole tiles, and a last tile that is not whole: kernels compile different code for them
 BATCH = 2
-
-Tensors = dict[str, Tensor]  # by name, such as output, dq, dk, dv
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,54 +67,32 @@ def relative_errors(tensors: Tensors, exact: Tensors) -> dict[str, float]:
     return errors
 
 
-def find_problem(
-    kernel: Callable[[], Tensors], exact: Callable[[], Tensors], plain: Callable[[], Tensors], rounding: float = 0.0,
-    factor: float = 1.0,
-) -> str | None:  # fmt: skip
-    """Return how kernel() fails or which of its tensors is wrong, in words, or None; see compare."""
-    try:
-        tensors = kernel()
-    except Exception as error:  # Triton's, CUDA's and the compiler's errors are of many kinds
-        return f"it failed its check with {type(error).__name__}: {' '.join(str(error).split())[:100]}"
-    comparison = compare(tensors, exact(), plain(), rounding, factor)
-    name, share = comparison.worst
-    return None if comparison.passed else f"it failed its check: {name} has {share:.1f} times the allowed error"
-
-
-# ---- attention -------------------------------------------------------------------------------------------------------
-
-
 @torch.inference_mode(False)
 @torch.enable_grad()
 def check_backend(
-    backend, method: Method, device: torch.device, dtype: torch.dtype, lengths: Sequence[int] = LENGTHS,
-    normalised: bool = True,
-) -> str | None:  # fmt: skip
+    backend, method: Method, device: torch.device, dtype: torch.dtype, lengths: Sequence[int] = LENGTHS
+) -> str | None:
     """Run a backend on random inputs, forward and backward. Return how it fails or what is wrong, or None.
 
-    backend: see model/attention/__init__.py. normalised: the backend is told that |q| = |k| = sqrt(D); see make_plan.
+    backend: see model/attention/__init__.py.
     """
     for length in lengths:
         changes = only_changes(method, length, device)
         inputs, dout = random_inputs(changes, length, device, dtype)
-        bound = bound_products(changes.head_dim, dtype) if normalised else math.inf
-        window = None if changes.window is None else changes.window.window
-        plan = Plan(
-            "", changes.num_heads, changes.head_dim, length, length,
-            device=device, dtype=dtype, product_bound=bound, window=window,
-        )  # fmt: skip
         learned = learned_parameters(changes.score_change)
         if changes.sink is not None:
             learned["sink"] = changes.sink.logit
-        problem = find_problem(
-            lambda: output_and_gradients(on_backend(backend, changes, plan), inputs, dout, learned),
-            lambda: output_and_gradients(formula(changes), [x.double() for x in inputs], dout.double(), learned),
-            lambda: output_and_gradients(rounded_formula(changes), inputs, dout, learned),
-            rounding=torch.finfo(dtype).eps,
-            factor=getattr(backend, "ERROR_FACTOR", 1.0),
-        )
-        if problem:
-            return f"{problem} ({length} tokens)"
+        try:
+            tensors = output_and_gradients(on_backend(backend, changes, length, dtype), inputs, dout, learned)
+        except Exception as error:  # Triton's, CUDA's and the compiler's errors are of many kinds
+            return f"it failed its check with {type(error).__name__}: {' '.join(str(error).split())[:100]}"
+        exact = output_and_gradients(formula(changes), [x.double() for x in inputs], dout.double(), learned)
+        plain = output_and_gradients(rounded_formula(changes), inputs, dout, learned)
+        factor = getattr(backend, "ERROR_FACTOR", 1.0)
+        comparison = compare(tensors, exact, plain, torch.finfo(dtype).eps, factor)
+        if not comparison.passed:
+            name, share = comparison.worst
+            return f"it failed its check: {name} has {share:.1f} times the allowed error ({length} tokens)"
     return None
 
 
@@ -177,8 +152,14 @@ def output_and_gradients(
     return dict(zip(["output", *names], [output.detach(), *gradients], strict=True))
 
 
-def on_backend(backend, method: Method, plan: Plan) -> Callable[..., Tensor]:
+def on_backend(backend, method: Method, length: int, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """Return attention by a backend, without the rotation of q and k and without the choice of a backend."""
+    window = None if method.window is None else method.window.window
+
     def attend(q, k, v, key_bias=None):
+        plan = Plan(
+            "", method.num_heads, method.head_dim, length, length, device=q.device, dtype=dtype, window=window
+        )  # fmt: skip
         is_learned = bool(learned_parameters(method.score_change))
         prepared = backend.prepare(None if is_learned else method.score_change, plan)
         if is_learned:

@@ -15,7 +15,13 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from model.attention.base import Plan, learned_parameters, one_function_is_enough, unsupported_extras
+from model.attention.base import (
+    Plan,
+    learned_parameters,
+    one_function_is_enough,
+    score_functions,
+    unsupported_extras,
+)
 from model.methods.base import Method, ScoreChange, upcast
 
 FLASH_QUERY_BLOCK = {9: 128, 10: 256, 11: 256}  # by compute capability, queries of a tile and so of a mask's block
@@ -105,28 +111,23 @@ def add_sink(output: Tensor, aux, sink: Tensor) -> Tensor:
 
 
 def flash_unsupported(method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
-    if reason := unsupported(method, device, dtype):
+    # It has no gradient of a captured tensor or of a log-sum-exp.
+    if reason := unsupported(method, device, dtype) or unsupported_extras(method, ("window",)):
         return reason
-    if reason := unsupported_extras(method, ("window",)):  # it has no gradient of a captured tensor, or of sums
-        return reason
+    if learned_parameters(method.score_change):
+        return f"it has no gradient of a learned score change, and {method.name} learns one"
     if device.type != "cuda":
         return f"it runs on CUDA, not on {device}"
     if torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] not in FLASH_QUERY_BLOCK:
         return "it needs a Hopper or Blackwell GPU of compute capability 9 to 11"
-    if dtype not in FLASH_DTYPES:
-        return f"it takes float16 and bfloat16, not {dtype}"
-    if method.vector_dim not in FLASH_HEAD_DIMS:
-        return f"it covers head dimensions from 16 to 128 that are multiples of 8, not {method.vector_dim}"
-    if learned_parameters(method.score_change):
-        return f"it has no gradient of a learned score change, and {method.name} learns one"
-    return None if has_flash() else "the package flash-attn-4 is not installed (docs/kernels.md)"
-
-
-def has_flash() -> bool:
+    if dtype not in FLASH_DTYPES or method.vector_dim not in FLASH_HEAD_DIMS:
+        heads = f"multiples of 8 from {FLASH_HEAD_DIMS.start} to {FLASH_HEAD_DIMS.stop - 1} as head dimensions"
+        return f"it takes float16, bfloat16 and {heads}, not {dtype} and {method.vector_dim}"
     try:
-        return find_spec("flash_attn.cute") is not None  # older packages of FlashAttention lack this part
+        found = find_spec("flash_attn.cute")  # older packages of FlashAttention lack this part
     except ImportError:
-        return False
+        found = None
+    return None if found else "the package flash-attn-4 is not installed (docs/kernels.md)"
 
 
 def flash_prepare(score_change: ScoreChange | None, plan: Plan, earlier: dict | None = None) -> dict:
@@ -149,31 +150,21 @@ def make_table_score_mod(score_change: ScoreChange | None, plan: Plan) -> Callab
     if score_change is None:
         return None
     distance = torch.arange(plan.key_length, device=plan.device).double()
-    a, m = score_change.coefficients(distance, torch.arange(plan.num_heads, device=plan.device).unsqueeze(-1))
-    one_table = one_function_is_enough(a, m)
-    a = make_table(a, distance) if isinstance(a, Tensor) else a  # a number is written into the kernel
-    m = None if one_table else make_table(m, distance)
-    q_offset = plan.q_offset
+    functions = score_functions(score_change, plan.num_heads, distance)
+    # (T,) where all heads agree, else (H, T); in memory of their own, as the compiler takes no part of a tensor.
+    a, m = (x.squeeze(0).float() for x in functions)
+    by_head, q_offset = a.dim() > 1, plan.q_offset
 
-    def score_mod(score, batch, head, q_index, kv_index):
+    def one_table_mod(score, batch, head, q_index, kv_index):
         t = (q_index + q_offset - kv_index).clamp(min=0)  # tiles reach above the diagonal and past the last query
-        scale = look_up(a, head, t)
-        return scale * (score - scale) if one_table else scale * score + look_up(m, head, t)
+        scale = a[head, t] if by_head else a[t]
+        return scale * (score - scale)
 
-    return score_mod
+    def two_table_mod(score, batch, head, q_index, kv_index):
+        t = (q_index + q_offset - kv_index).clamp(min=0)
+        return a[head, t] * score + m[head, t] if by_head else a[t] * score + m[t]
 
-
-def make_table(function: Tensor, distance: Tensor) -> Tensor:
-    """Return a function by distance (T,), or by head and distance (H, T) where heads differ, in float32."""
-    table = torch.broadcast_tensors(function, distance)[0].float()
-    table = table[0] if table.dim() == 2 and table.shape[0] == 1 else table
-    return table.clone()  # the compiler takes no view that starts within its memory
-
-
-def look_up(table: Tensor | float, head: Tensor, t: Tensor) -> Tensor | float:
-    if not isinstance(table, Tensor):
-        return table
-    return table[t] if table.dim() == 1 else table[head, t]
+    return one_table_mod if one_function_is_enough(*functions) else two_table_mod
 
 
 FLASH = SimpleNamespace(unsupported=flash_unsupported, prepare=flash_prepare, run=run)

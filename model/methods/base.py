@@ -77,10 +77,6 @@ class Rotation(Mechanism):
         angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)  # (T, D/2)
         return tuple((amplitude * f(angles)).to(device, torch.float32) for f in (torch.cos, torch.sin))
 
-    def gain(self, target_length: int) -> float:
-        """Return the largest factor by which |q| |k| grows, if |q| = |k| = sqrt(D)."""
-        return self.frequencies(target_length)[1] ** 2
-
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # x (B, H, T, D); cos, sin (T, D/2)
         # torch.compile makes two kernels of two halves; this form, with QK-norm, is one kernel in each direction.
         pairs, sines = x.unflatten(-1, (2, -1)), torch.stack((sin, -sin), dim=-2)  # (B, H, T, 2, D/2), (T, 2, D/2)

@@ -10,8 +10,6 @@ are periodic. QK-norm comes before the softplus, as before all rotations of this
 (1 + ln 2)^2 sqrt(d). After the softplus it would remove the magnitude that all entries share.
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -32,9 +30,6 @@ class PoPE(Rotation):
     def frequencies(self, target_length):
         theta = self.base ** -(torch.arange(self.head_dim, dtype=torch.float64) / self.head_dim)  # (D,)
         return theta, 2**0.25  # of q and of k: backends divide by the root of the width, which is 2 D
-
-    def gain(self, target_length):
-        return super().gain(target_length) * (1 + math.log(2)) ** 2  # softplus(x) <= |x| + ln 2; |q| = sqrt(D)
 
     def rotate(self, x, cos, sin):  # x (B, H, T, D); cos, sin (T, D)
         magnitude = F.softplus(x)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from errors import require
 from model.attention import BACKENDS, flex
-from model.attention.base import Plan, bound_products
+from model.attention.base import Plan
 from model.attention.check import check_backend
 from model.attention.sdpa import chosen_kernel, prefer_fast_sdpa
 from model.methods import make_method
@@ -116,8 +116,7 @@ def make_passes(variant: Variant, inputs: list[Tensor]) -> dict[str, Callable[[]
     """Return the forward pass, and forward and backward pass together ("both"), compiled and warm."""
     (backend, method), dout = variant, inputs[3]
     B, H, T, D = dout.shape
-    bound = bound_products(D, dout.dtype)
-    plan = Plan("", H, D, T, T, device=dout.device, dtype=dout.dtype, product_bound=bound)
+    plan = Plan("", H, D, T, T, device=dout.device, dtype=dout.dtype)
     attend = functools.partial(backend.run, prepared=backend.prepare(method.score_change, plan))
     qkv = [x.detach().requires_grad_() for x in inputs[:3]]
     passes = dict(

@@ -94,7 +94,7 @@ class MethodGPTForCausalLM(PreTrainedModel, GenerationMixin):
             if method.name not in plans:
                 plans[method.name] = make_plan(
                     method, count, first + count, q_offset=first, target_length=target_length, device=x.device,
-                    dtype=gpt.dtype, backend="blocks" if count == 1 else "auto", normalised=True,
+                    dtype=gpt.dtype, backend="blocks" if count == 1 else "auto",
                 )  # fmt: skip
             x = block(x, plans[method.name], functools.partial(attend_with_cache, cache=cache, layer=layer))
         positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep

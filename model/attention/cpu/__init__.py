@@ -10,11 +10,9 @@ import math
 import torch
 from torch import Tensor
 
-from model.attention.base import EXTRAS, Plan, heads_last, unsupported_extras
+from model.attention.base import EXTRAS, Plan, heads_last, in_bits, score_functions, unsupported_extras
 from model.attention.cpu.library import TILE, call_library, load_library
 from model.methods.base import Method, ScoreChange
-
-LOG2E = math.log2(math.e)
 
 
 def unsupported(method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -45,10 +43,11 @@ def make_tables(change: ScoreChange | None, num_heads: int, head_dim: int, key_l
     They are differentiable in the learned parameters.
     """
     distance = torch.arange(key_length - 1, -1, -1).double()
-    a, m = (1.0, 0.0) if change is None else change.coefficients(distance, torch.arange(num_heads).unsqueeze(-1))
-    functions = map(torch.as_tensor, (a * (LOG2E * head_dim**-0.5), m * LOG2E))
-    tables = torch.stack(torch.broadcast_tensors(*functions, distance)[:-1])
-    return (tables if tables.dim() == 3 else tables.unsqueeze(1)).float().contiguous()
+    if change is None:
+        functions = torch.stack((torch.ones_like(distance), torch.zeros_like(distance))).unsqueeze(1)
+    else:
+        functions = score_functions(change, num_heads, distance)
+    return in_bits(functions, head_dim).float().contiguous()
 
 
 def run(
