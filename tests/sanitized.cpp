@@ -6,7 +6,7 @@
 extern "C" {
 
 // BLAS's sgemm: out (m, n) = alpha a b + beta out, of which out is not read where beta is 0. It counts by columns.
-void plain_gemm(const char* ta, const char* tb, const int* m, const int* n, const int* k, const float* alpha,
+void sgemm_(const char* ta, const char* tb, const int* m, const int* n, const int* k, const float* alpha,
                 const float* a, const int* lda, const float* b, const int* ldb, const float* beta, float* out,
                 const int* ldout) {
     const int64_t by_row = *ta == 'N' ? 1 : *lda, along_row = *ta == 'N' ? *lda : 1;
@@ -21,6 +21,6 @@ void plain_gemm(const char* ta, const char* tb, const int* m, const int* n, cons
         }
 }
 
-int plain_set_threads(int threads) { return threads; }
+int MKL_Set_Num_Threads_Local(int threads) { return threads; }
 
 }  // extern "C"

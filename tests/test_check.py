@@ -8,7 +8,7 @@ import torch
 from attention_cases import CPU, MECHANISMS, backend_runs, make_case
 
 from model.attention import BACKENDS, blocks
-from model.attention.check import LENGTHS, check_backend, compare, output_and_gradients
+from model.attention.check import LENGTHS, check_backend, compare
 
 LENGTH = 300
 
@@ -116,9 +116,3 @@ def test_errors_are_shares_of_the_norm_and_of_the_mean_row():
     assert comparison.limits == pytest.approx({"o": 0.06, "o by row": 0.08})
     assert comparison.passed and comparison.worst == ("o", pytest.approx(1 / 3))
     assert not dataclasses.replace(comparison, errors={"o": float("nan")}).passed
-
-
-def test_output_and_gradients_have_names():
-    q, k, v = torch.randn(3, 1, 2, 5, 4).unbind()
-    named = output_and_gradients(lambda q, k, v: q * 2 + k + v, [q, k, v], torch.ones_like(q))
-    assert list(named) == ["output", "dq", "dk", "dv"] and torch.equal(named["dq"], torch.full_like(q, 2))

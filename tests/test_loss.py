@@ -211,14 +211,6 @@ def test_small_and_large_logits(kernel, dtype, scale, shift):
     check_kernel(kernel, logits, torch.randint(300, (50,), generator=torch.Generator().manual_seed(0)))
 
 
-@every_kernel
-@pytest.mark.parametrize("order", ["rising", "falling", "equal"])
-def test_wherever_the_largest_logits_are(kernel, dtype, order):
-    logits = torch.linspace(-300, 300, 20_000).expand(2, -1).to(dtype)
-    logits = dict(rising=logits, falling=logits.flip(1), equal=0 * logits)[order]
-    check_kernel(kernel, logits.contiguous(), torch.tensor([3, 19_990]))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_as_on_cuda_it_is_the_same_in_a_compiled_model_too(dtype, monkeypatch):

@@ -63,13 +63,17 @@ def learned_parameters(change: ScoreChange | None) -> Tensors:
     return {} if change is None else dict(change.named_parameters())
 
 
-def score_functions(change: ScoreChange, num_heads: int, distance: Tensor, parameters: Tensors | None = None) -> Tensor:
+def score_functions(
+    change: ScoreChange | None, num_heads: int, distance: Tensor, parameters: Tensors | None = None
+) -> Tensor:
     """Return a_t and m_t at distances (T,) float64: one tensor (2, H, T), or (2, 1, T) where all heads agree.
 
     parameters: values in the place of the learned parameters, by name.
     """
     head = torch.arange(num_heads, device=distance.device).unsqueeze(-1)
-    if parameters is None:
+    if change is None:
+        a, m = 1.0, 0.0
+    elif parameters is None:
         a, m = change.coefficients(distance, head)
     else:
         a, m = torch.func.functional_call(change, parameters, (distance, head))

@@ -43,11 +43,7 @@ def make_tables(change: ScoreChange | None, num_heads: int, head_dim: int, key_l
     They are differentiable in the learned parameters.
     """
     distance = torch.arange(key_length - 1, -1, -1).double()
-    if change is None:
-        functions = torch.stack((torch.ones_like(distance), torch.zeros_like(distance))).unsqueeze(1)
-    else:
-        functions = score_functions(change, num_heads, distance)
-    return in_bits(functions, head_dim).float().contiguous()
+    return in_bits(score_functions(change, num_heads, distance), head_dim).float().contiguous()
 
 
 def run(

@@ -10,28 +10,30 @@
 
 #include "cpu.h"
 
+extern "C" {  // in PyTorch's library
+
+void sgemm_(const char*, const char*, const int*, const int*, const int*, const float*, const float*, const int*,
+            const float*, const int*, const float*, float*, const int*);
+// The number of threads of the calling thread's products. Only oneMKL has it; elsewhere the address is null.
+int MKL_Set_Num_Threads_Local(int) __attribute__((weak));
+
+}  // extern "C"
+
 namespace {
 
-using Gemm = void (*)(const char*, const char*, const int*, const int*, const int*, const float*, const float*,
-                      const int*, const float*, const int*, const float*, float*, const int*);
-
 // out (m, n) = alpha a b^T + beta out and so on; BLAS counts by columns, so all is turned round.
-void multiply(const Call& call, const char* ta, const char* tb, int64_t m, int64_t n, int64_t k, float alpha,
-              const float* a, int64_t lda, const float* b, int64_t ldb, float beta, float* out, int64_t ldout) {
+void multiply(const char* ta, const char* tb, int64_t m, int64_t n, int64_t k, float alpha, const float* a, int64_t lda,
+              const float* b, int64_t ldb, float beta, float* out, int64_t ldout) {
     const int M = m, N = n, K = k, LDA = lda, LDB = ldb, LDOUT = ldout;
-    reinterpret_cast<Gemm>(call.gemm)(tb, ta, &N, &M, &K, &alpha, b, &LDB, a, &LDA, &beta, out, &LDOUT);
+    sgemm_(tb, ta, &N, &M, &K, &alpha, b, &LDB, a, &LDA, &beta, out, &LDOUT);
 }
 
 // While it lives, its thread does its products alone. oneMKL does not see that the other threads are busy: it would
 // divide a product among threads that do not come.
 struct Alone {
-    using SetThreads = int (*)(int);
-    const SetThreads set;
-    const int before;
-    explicit Alone(const Call& call)
-        : set(reinterpret_cast<SetThreads>(call.set_threads)), before(set ? set(1) : 0) {}
+    const int before = MKL_Set_Num_Threads_Local ? MKL_Set_Num_Threads_Local(1) : 0;
     ~Alone() {
-        if (set) set(before);
+        if (MKL_Set_Num_Threads_Local) MKL_Set_Num_Threads_Local(before);
     }
 };
 
@@ -44,7 +46,7 @@ void forward_tile(const Head& head, int64_t start, std::vector<float>& scratch) 
     const int64_t first = head.first_key(start), end = c.q_offset + start + rows;
     for (int64_t j = first; j < end; j += width) {
         const int64_t keys = std::min(width, end - j);
-        multiply(c, "N", "T", rows, keys, c.dim, 1, head.row(c.q, start), c.q.token, head.row(c.k, j),
+        multiply("N", "T", rows, keys, c.dim, 1, head.row(c.q, start), c.q.token, head.row(c.k, j),
                  c.k.token, 0, S, width);
         for (int64_t i = 0; i < rows; ++i) {
             const int64_t hidden = head.hidden(start + i, j, keys), seen = head.visible(start + i, j, keys) - hidden;
@@ -75,7 +77,7 @@ void forward_tile(const Head& head, int64_t start, std::vector<float>& scratch) 
                 for (int64_t d = 0; d < c.dim; ++d) o[d] *= shrink;
             }
         }
-        multiply(c, "N", "N", rows, c.dim, keys, 1, S, width, head.row(c.v, j), c.v.token, j > first,
+        multiply("N", "N", rows, c.dim, keys, 1, S, width, head.row(c.v, j), c.v.token, j > first,
                  head.row(c.o, start), c.o.token);
     }
     for (int64_t i = 0; i < rows; ++i) {
@@ -101,8 +103,8 @@ void backward_tile(const Head& head, int64_t j, const Matrix& dq, float* dA, flo
         if (used <= 0) break;             // none of the last queries does
         const float *q = head.row(c.q, start), *dout = head.row(c.dout, start);
         const float *k = head.row(c.k, from), *v = head.row(c.v, from);
-        multiply(c, "N", "T", rows, used, c.dim, 1, q, c.q.token, k, c.k.token, 0, P, width);
-        multiply(c, "N", "T", rows, used, c.dim, 1, dout, c.dout.token, v, c.v.token, 0, dS, width);
+        multiply("N", "T", rows, used, c.dim, 1, q, c.q.token, k, c.k.token, 0, P, width);
+        multiply("N", "T", rows, used, c.dim, 1, dout, c.dout.token, v, c.v.token, 0, dS, width);
         for (int64_t i = 0; i < rows; ++i) {
             const int64_t seen = head.visible(start + i, from, used), hidden = head.hidden(start + i, from, used);
             const int64_t entry = head.entry(start + i, from);
@@ -133,9 +135,9 @@ void backward_tile(const Head& head, int64_t j, const Matrix& dq, float* dA, flo
         }
         float *dk = head.row(c.dk, from), *dv = head.row(c.dv, from);
         float* dq_rows = head.row(dq, start);
-        multiply(c, "T", "N", used, c.dim, rows, 1, P, width, dout, c.dout.token, 1, dv, c.dv.token);
-        multiply(c, "T", "N", used, c.dim, rows, LN2, dS, width, q, c.q.token, 1, dk, c.dk.token);
-        multiply(c, "N", "N", rows, c.dim, used, LN2, dS, width, k, c.k.token, 1, dq_rows, dq.token);
+        multiply("T", "N", used, c.dim, rows, 1, P, width, dout, c.dout.token, 1, dv, c.dv.token);
+        multiply("T", "N", used, c.dim, rows, LN2, dS, width, q, c.q.token, 1, dk, c.dk.token);
+        multiply("N", "N", rows, c.dim, used, LN2, dS, width, k, c.k.token, 1, dq_rows, dq.token);
     }
 }
 
@@ -148,7 +150,7 @@ void forward(const Call* call) {
     const auto run_tile = call->bias ? forward_tile<true> : forward_tile<false>;
 #pragma omp parallel
     {
-        const Alone alone(*call);
+        const Alone alone;
         std::vector<float> scratch(call->tile_queries * (call->tile_keys + 2));
 #pragma omp for schedule(dynamic)
         for (int64_t item = 0; item < call->batch * call->heads * tiles; ++item)  // the longest rows first
@@ -164,7 +166,7 @@ void backward(const Call* call) {
                                      : (learned ? backward_tile<false, true> : backward_tile<false, false>);
 #pragma omp parallel
     {
-        const Alone alone(*call);
+        const Alone alone;
         std::vector<float> scratch(2 * call->tile_queries * call->tile_keys);
 #pragma omp for schedule(dynamic)
         for (int64_t item = 0; item < heads * call->parts; ++item) {

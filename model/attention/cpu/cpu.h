@@ -13,8 +13,6 @@ struct Matrix {  // (batch, heads, tokens, head dimension) with these strides; t
 };
 
 struct Call {
-    void* gemm;         // BLAS's product of matrices
-    void* set_threads;  // sets the number of threads of the calling thread's products; null where there is none
     Matrix q, k, v, o, dout, dq, dk, dv;
     float* lse;      // (batch, heads, queries), in bits
     float* delta;    // the same

@@ -14,7 +14,6 @@ from torch import Tensor
 
 SOURCES = [Path(__file__).with_name(name) for name in ("cpu.cpp", "cpu_loss.cpp", "cpu.h")]
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
-SYMBOLS = dict(gemm="sgemm_", set_threads="MKL_Set_Num_Threads_Local")  # in PyTorch's library; the second is oneMKL's
 TILE = (128, 256)  # queries, keys: the fastest of those tried (results/speed/cpu.md)
 FEW, TILE_OF_FEW = 256, 64  # up to FEW queries, smaller tiles compute less of what causality hides
 MATRICES = ("q", "k", "v", "o", "dout", "dq", "dk", "dv")
@@ -30,8 +29,6 @@ class Arguments(ctypes.Structure):
     """The struct Call of cpu.h."""
 
     _fields_ = [
-        ("gemm", ctypes.c_void_p),
-        ("set_threads", ctypes.c_void_p),
         *((name, Matrix) for name in MATRICES),
         *((name, ctypes.c_void_p) for name in ("lse", "delta", "tables", "dtables")),
         *((name, ctypes.c_void_p) for name in ("bias", "dbias", "dlogits", "sink")),
@@ -46,7 +43,6 @@ def call_library(function: str, q_offset: int, window: int, parts: int = 1, **te
     assert kernel is not None, reason
     q, k, tables = tensors["q"], tensors["k"], tensors["tables"]
     call = Arguments(
-        gemm=kernel.gemm, set_threads=kernel.set_threads,
         batch=q.shape[0], heads=q.shape[1], table_heads=tables.shape[1], queries=q.shape[2],
         keys=k.shape[2], dim=q.shape[3], q_offset=q_offset, window=window, parts=parts,
         tile_queries=TILE_OF_FEW if q.shape[2] <= FEW else TILE[0], tile_keys=TILE[1],
@@ -68,61 +64,29 @@ def load_library() -> tuple[ctypes.CDLL | None, str | None]:
     if not compiler:
         return None, "there is no C++ compiler"
     try:
-        blas = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-    except OSError:
-        blas = None
-    addresses = {
-        name: ctypes.cast(getattr(blas, symbol, None), ctypes.c_void_p).value for name, symbol in SYMBOLS.items()
-    }
-    if not addresses["gemm"]:
-        return None, "this PyTorch does not show its BLAS"
-    try:
-        kernel = ctypes.CDLL(str(compile_library(compiler)))
+        return ctypes.CDLL(str(compile_library(compiler))), None
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or str(error)
         return None, f"{compiler} cannot compile it: {detail.strip().splitlines()[0]}"
-    for name, address in addresses.items():
-        setattr(kernel, name, address)
-    return kernel, None
 
 
 def compile_library(compiler: str) -> Path:
-    """Return the shared object, from the cache if this compiler has already compiled it for this processor.
-
-    The file ends with the SHA-256 of its other bytes, which the system's loader ignores. A file that does not match is
-    compiled again, because loading a damaged one ends the process without a message.
-    """
+    """Return the shared object, from the user's cache if this compiler has already compiled it for this processor."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     processor = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
-    texts = *map(Path.read_text, SOURCES), version, processor, *FLAGS
+    torch_library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"  # has the BLAS
+    texts = *map(Path.read_text, SOURCES), version, processor, str(torch_library), *FLAGS
     key = hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
-    folder = cache_folder()
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "scale_invariant_attention"
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"cpu-{key}.so"
-    if not is_whole(path):
+    if not path.exists():
         with tempfile.TemporaryDirectory(dir=folder) as temporary:  # replaced whole: other processes may do the same
             fresh = Path(temporary) / path.name
-            command = [compiler, *FLAGS, *(str(path) for path in SOURCES if path.suffix == ".cpp"), "-o", str(fresh)]
+            sources = [str(source) for source in SOURCES if source.suffix == ".cpp"]
+            command = [compiler, *FLAGS, *sources, str(torch_library), "-o", str(fresh)]
             subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-            with open(fresh, "rb+") as file:
-                file.write(hashlib.sha256(file.read()).digest())
-                file.flush()
+            with open(fresh, "rb") as file:
                 os.fsync(file.fileno())  # the data must be on the disk before the name is
             os.replace(fresh, path)
     return path
-
-
-def cache_folder() -> Path:
-    """Return the folder for compiled kernels: in the user's cache or, where there is no home, a new temporary one."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path(os.path.expanduser("~")) / ".cache"
-    folder = Path(cache) / "scale_invariant_attention"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        folder = Path(tempfile.mkdtemp(prefix="scale_invariant_attention_"))
-    return folder
-
-
-def is_whole(path: Path) -> bool:
-    """Return whether the shared object is there, and matches its checksum."""
-    content = path.read_bytes() if path.exists() else b""
-    return hashlib.sha256(content[:-32]).digest() == content[-32:]
