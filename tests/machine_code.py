@@ -47,8 +47,8 @@ def flash_launches(method, length: int, head_dim: int, dtype: torch.dtype) -> di
     return launches
 
 
-def compile_launch(launch: Launch, arch: int) -> tuple[str, str, int]:
-    """Return the PTX, nvdisasm's listing of the machine code, and the bytes of stack of a thread."""
+def compile_launch(launch: Launch, arch: int) -> tuple[str, str]:
+    """Return the PTX and nvdisasm's listing of the machine code."""
     signature, constants, attributes = {}, {}, {}
     for i, (name, argument) in enumerate(zip(launch.kernel.arg_names, launch.arguments)):
         if argument is None or type(argument) is int and argument == 1:  # triton.jit makes constants of these
@@ -66,14 +66,9 @@ def compile_launch(launch: Launch, arch: int) -> tuple[str, str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
-        usage = re.search(r"STACK:(\d+)", nvidia_tool("cuobjdump", "-res-usage", file.name))
-        listing = nvidia_tool("nvdisasm", "-c", file.name)
-    return binary.asm["ptx"], listing, int(usage[1])
-
-
-def nvidia_tool(name: str, *arguments: str) -> str:
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
-    return subprocess.run([tool, *arguments], capture_output=True, text=True, check=True).stdout
+        disassembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+        listing = subprocess.run([disassembler, "-c", file.name], capture_output=True, text=True, check=True).stdout
+    return binary.asm["ptx"], listing
 
 
 def innermost_loops(listing: str, needed: str) -> list[list[str]]:
