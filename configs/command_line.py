@@ -27,10 +27,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def read_fields(
-    arguments: list[str],
-    defaults: Config = Config(),
-    fields: Collection[str] = (),
-    description: str = "",
+    arguments: list[str], defaults: Config = Config(), fields: Collection[str] = (), description: str = ""
 ) -> dict:
     """Return the values of the fields that --field value among the arguments sets.
 
@@ -38,17 +35,15 @@ def read_fields(
     set, if not all. description: of the command, for --help, which ends the process. Raise ValueError for an unknown
     field and for a value of another type.
     """
-    parser = Parser(
-        description=description, argument_default=argparse.SUPPRESS, allow_abbrev=False, usage="--field value ...",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = Parser(description=description, usage="--field value ...", formatter_class=raw, allow_abbrev=False)
     docstrings = field_docstrings(type(defaults))
     types = {field.name: field.type for field in dataclasses.fields(defaults) if not fields or field.name in fields}
     for name, kind in types.items():
         default = getattr(defaults, name)
         default = " ".join(map(str, default)) if isinstance(default, tuple) else default
         text = f"{docstrings[name]} (default: {'none' if default in ('', {}) else default})"
-        parser.add_argument(f"--{name}", help=text.replace("%", "%%"), **value_options(kind))
+        parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=text.replace("%", "%%"), **value_options(kind))
     namespace, unknown = parser.parse_known_args(arguments)
     if unknown:
         advice = did_you_mean(unknown[0].partition("=")[0], [f"--{name}" for name in types], SEE_HELP)

@@ -76,11 +76,6 @@ class Run:
         return Path(self.config.runs_dir) / self.config.name
 
     @property
-    def methods(self) -> tuple[str, ...]:
-        """Return the method that is trained, and those that its weights are validated as."""
-        return self.config.method, *self.config.validate_as
-
-    @property
     def arguments(self) -> list[str]:
         """Return the command line after `train_gpt.py`."""
         words = [self.preset]

@@ -236,7 +236,7 @@ def sweep(
         chosen = dataclasses.replace(chosen, seeds=tuple(seeds), once=tuple(seeds))
     runs = {}
     for run in (run for each in (PAPER_SWEEPS if name == "all" else [name]) for run in SWEEPS[each](chosen)):
-        if not methods or {*run.methods} & {*methods}:
+        if not methods or {run.config.method, *run.config.validate_as} & {*methods}:
             run = add_changes(name, run, changes or {})
             first = runs.setdefault(config_hash(run.config), run)
             if run.needle:  # one sweep that fine-tunes a run is enough

@@ -7,7 +7,7 @@ import torch
 from test_methods import NAMES, assert_refused
 
 from configs.command_line import read_config
-from configs.config import NOT_MATHEMATICS, Config, check_fields, config_hash, setting
+from configs.config import NOT_MATHEMATICS, Config, config_hash
 from configs.presets import PRESETS, preset
 from data.loader import micro_batch_size
 from errors import did_you_mean
@@ -187,20 +187,6 @@ def test_a_bad_value_is_refused_in_one_line_that_names_the_field(field, value):
         Config(**{field: value})
 
 
-def test_a_new_field_brings_its_limits_along():
-    @dataclasses.dataclass(frozen=True)
-    class Wider:
-        dropouts: tuple[float, ...] = setting((0.0,), at_least=0, below=1)
-
-        def __post_init__(self):
-            check_fields(self)
-
-    assert Wider(dropouts=(0, 0.5)).dropouts == (0, 0.5)
-    for value in (1.0, NAN, -0.1):
-        with assert_refused("dropouts"):
-            Wider(dropouts=(0.5, value))
-
-
 # ---- the command line ------------------------------------------------------------------------------------------------
 
 
@@ -258,7 +244,6 @@ def test_what_is_suggested_for_an_unknown_name():
     assert did_you_mean("tua", ["base", "tau"], "see there") == "did you mean tau?"
     assert did_you_mean("rope", ["p_rope", "ropes", "base"]) == "did you mean ropes or p_rope?"
     assert did_you_mean("x", ["base", "tau"]) == "there are: base, tau"
-    assert did_you_mean("x", []) == "there are: none"
     assert did_you_mean("x", ["base", "tau"], "see there") == "see there"
 
 
@@ -267,8 +252,7 @@ def test_help_lists_every_field(capsys):
         read_config(["quickstart", "--help"])
     assert stop.value.code == 0
     output = " ".join(capsys.readouterr().out.split())
-    for field in FIELDS:
-        assert f"--{field}" in output
+    assert all(f"--{field}" in output for field in FIELDS)
     assert "--keep INT Checkpoints kept. (default: 2)" in output
     assert "--adam_betas FLOAT FLOAT Betas of Adam. (default: 0.9 0.95)" in output
 

@@ -32,8 +32,8 @@ from scripts.sweep.local import train
 STARTING = ("missing", "interrupted", "failed", "pretrained")  # the sweep starts the runs in these states
 
 
-def main():
-    args, fields = parse_arguments()
+def main(argv: list[str] | None = None):
+    args, fields = parse_arguments(argv)
     with exit_on_user_error():
         runs = choose_runs(args, fields)
         plan = find_states(runs, args)
@@ -54,7 +54,7 @@ def main():
     sys.exit(0 if all(state in ("finished", "queued") for _, state, _ in plan) else 1)
 
 
-def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
+def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """Return the options of this command, and the rest, which are fields of train_gpt.py."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.sweep",
@@ -70,7 +70,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--dry-run", action="store_true", help="print the state of each run and do nothing")
     slurm = "submit each run to Slurm, with these parameters of sbatch; time is in minutes"
     parser.add_argument("--slurm", nargs="*", metavar="KEY=VALUE", help=slurm)
-    return parser.parse_known_args()
+    return parser.parse_known_args(argv)
 
 
 def choose_runs(args: argparse.Namespace, fields: list[str]) -> list[Run]:

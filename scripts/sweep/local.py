@@ -83,11 +83,7 @@ def record_outcome(path: Path, locked: Path, code: int) -> str:
 
 
 def train(
-    runs: list[Run],
-    at_once: int | None = None,
-    gpus_per_run: int = 1,
-    retries: int = 2,
-    signals: tuple[signal.Signals, ...] = SIGNALS,
+    runs: list[Run], at_once: int | None = None, gpus_per_run: int = 1, retries: int = 2, signals: tuple = SIGNALS
 ):
     """Train and fine-tune the runs, each on GPUs of its own or on its share of the cores.
 
