@@ -17,7 +17,7 @@ class Needle:
     """Fine-tuning and scoring on the needle task (scripts/needle.py). The paper gives no number of examples and has no
     curriculum."""
 
-    haystack: str = "c4"  # or "shards", the run's own data, or a file or folder of text
+    haystack: str = "c4"  # or "shards", the run's own data
     steps: int = setting(300, at_least=1)
     sequences: int = setting(64, at_least=1)  # in a step
     examples: int = setting(500, at_least=1)  # scored at each length

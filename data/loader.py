@@ -51,8 +51,7 @@ def micro_batch_size(batch_tokens: int, length: int, micro_batch_tokens: int, wo
     """Return the most sequences, at least 1, that divide a rank's share of a step and fit micro_batch_tokens."""
     share = len(sequences_of(batch_tokens, length, rank, world_size))
     most = max(1, micro_batch_tokens // length)
-    small = [size for size in range(1, math.isqrt(share) + 1) if share % size == 0]
-    return max(size for divisor in small for size in (divisor, share // divisor) if size <= most)
+    return next(size for size in range(min(share, most), 0, -1) if share % size == 0)
 
 
 class TrainLoader:

@@ -12,16 +12,15 @@ The paper leaves four points open. A needle has a newline on both sides. The res
 newline. Cities are distinct within an example. Numbers are uniform over the numbers of seven digits.
 """
 
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from data.download import fetch_text
+from data.download import fetch
 from data.shards import open_split
-from data.text import Corpus, document_spans, find_files, index_documents
+from data.text import read_documents
 from data.tokenizer import END_OF_TEXT, Tokenizer
 from errors import require
 
@@ -37,11 +36,9 @@ CITIES = (
 )
 # fmt: on
 NEEDLES = 3  # in an example
-NEEDLE = re.compile(r"\nThe special magic (.+?) number is (\d{7})\.\n")
 SEPARATOR = "\n"
-NUMBER_TOKENS = 8  # at most: seven digits and the space before them
-INDEX_TOKENS = 2**28  # a search for documents reads all tokens, and the paper's 300 steps need 79 M
-C4 = Path("data/c4")  # folder of the downloaded files
+HAYSTACK_TOKENS = 2**28  # at most, held in memory; the paper's 300 steps need 79 M
+C4 = Path("data/c4")  # folder of the files
 C4_FILES = {"train": "en/c4-train.00000-of-01024.json.gz", "val": "en/c4-validation.00000-of-00008.json.gz"}
 
 
@@ -49,7 +46,7 @@ def needle_text(city: str, number: int) -> str:
     return f"\nThe special magic {city} number is {number}.\n"
 
 
-def response_text(needles: Iterable[tuple[str, int | str]]) -> str:
+def response_text(needles: Iterable[tuple[str, int]]) -> str:
     return ";".join(f"{city}={number}" for city, number in needles)
 
 
@@ -68,38 +65,16 @@ class Haystack:
     def from_shards(cls, data_dir: Path, split: str, tokenizer: Tokenizer) -> "Haystack":
         """Return the documents in the first 2^28 tokens of a folder; ValueError without good shards or end-of-text."""
         stream = open_split(data_dir, split, tokenizer.vocab_size)
-        end, chunk = min(len(stream), INDEX_TOKENS), 1 << 20
-        starts = [
-            start + np.flatnonzero(stream.read(start, min(chunk, end - start)) == tokenizer.eot)
-            for start in range(0, end, chunk)
-        ]
-        borders = np.append(np.concatenate(starts), end)  # (documents + 1,)
+        tokens = stream.read(0, min(len(stream), HAYSTACK_TOKENS))
+        borders = np.append(np.flatnonzero(tokens == tokenizer.eot), len(tokens))  # (documents + 1,)
         require(len(borders) > 1, f"{data_dir}: no end-of-text token in the {split} shards. Prepare the data again.")
-
-        def document(i: int) -> np.ndarray:
-            return stream.read(int(borders[i]), int(borders[i + 1] - borders[i]))
-
-        return cls(split, len(borders) - 1, document)
-
-    @classmethod
-    def from_text(cls, inputs: Sequence[Path], split: str, tokenizer: Tokenizer, val_fraction=0.05) -> "Haystack":
-        """Return the documents of text files, found and split as `data.text` does, and tokenised when drawn."""
-        corpus = index_documents(find_files(inputs, (".txt", ".jsonl"), ()), "text", val_fraction)
-        return cls._from_corpus(corpus, split, tokenizer)
+        return cls(split, len(borders) - 1, lambda i: tokens[borders[i] : borders[i + 1]])
 
     @classmethod
     def from_c4(cls, folder: Path, split: str, tokenizer: Tokenizer) -> "Haystack":
-        """Return the documents in the first file of a split of C4 (en), the paper's haystack. Errors: see fetch_c4."""
-        path = fetch_c4(folder, split)
-        spans = np.array([(0, *span) for span in document_spans(path)])
-        return cls._from_corpus(Corpus([path], "text", {split: spans}), split, tokenizer)
-
-    @classmethod
-    def _from_corpus(cls, corpus: Corpus, split: str, tokenizer: Tokenizer) -> "Haystack":
-        def document(i: int) -> np.ndarray:
-            return np.array([tokenizer.eot, *tokenizer.encode(corpus.text(split, i))])
-
-        return cls(split, len(corpus.spans[split]), document)
+        """Return the documents in the first file of a split of C4 (en), the paper's haystack. OSError: see fetch_c4."""
+        texts = list(read_documents(fetch_c4(folder, split)))
+        return cls(split, len(texts), lambda i: np.array([tokenizer.eot, *tokenizer.encode(texts[i])]))
 
     def sample(self, count: int, rng: np.random.Generator) -> np.ndarray:
         """Return `count` tokens of distinct random documents, with the last one cut; ValueError if text is short."""
@@ -116,8 +91,9 @@ class Haystack:
 
 
 def fetch_c4(folder: Path, split: str) -> Path:
-    """Return the first file of a split of C4 (en), downloaded if necessary (320 MB, 40 MB). Errors: see fetch_text."""
-    return fetch_text("allenai/c4", C4_FILES[split], Path(folder))
+    """Return the first file of a split of C4 (en), downloaded if it is missing (320 MB, 40 MB). OSError: see fetch."""
+    path = Path(folder) / C4_FILES[split]
+    return path if path.exists() else fetch("allenai/c4", C4_FILES[split], Path(folder))
 
 
 # ---- examples ----
@@ -141,20 +117,15 @@ class Example:
 class NeedleTask:
     """An endless, indexed set of examples. An example depends on seed, split, length, index, tokenizer and haystack.
 
-    length: tokens of the model's input; ValueError if needles and response do not fit. The end-of-text token after them
-    is a target alone, so that inputs have the shape of a training sequence.
+    length: tokens of the model's input. The end-of-text token after them is a target alone, so that inputs have the
+    shape of a training sequence.
     """
 
     def __init__(self, tokenizer: Tokenizer, haystack: Haystack, length: int, *, seed: int = 0):
         self.tokenizer, self.haystack, self.length, self.seed = tokenizer, haystack, length, seed
-        # The longest needles and response that are possible, with a token for each digit.
-        without_numbers = [f"\nThe special magic {city} number is.\n{city}=;" for city in CITIES]
-        sizes = [len(ids) + 2 * NUMBER_TOKENS for ids in tokenizer.encode_batch(without_numbers)]
-        least = sum(sorted(sizes)[-NEEDLES:]) + len(tokenizer.encode(SEPARATOR))
-        require(length >= least, f"length {length}: too short for {NEEDLES} needles and response. Use {least} or more.")
 
     def example(self, index: int) -> Example:
-        """Return example `index`; ValueError if the haystack has too few tokens."""
+        """Return example `index`; ValueError if the haystack has too few tokens, or the length has no room for it."""
         is_val = int(self.haystack.split == "val")
         rng = np.random.default_rng([self.seed, is_val, self.length, index])
         cities = tuple(CITIES[i] for i in rng.choice(len(CITIES), NEEDLES, replace=False))
@@ -163,6 +134,7 @@ class NeedleTask:
         *needles, separator, response = self.tokenizer.encode_batch(texts)
 
         room = self.length - sum(map(len, needles)) - len(separator) - len(response)
+        require(room > 0, f"length {self.length}: too short for {NEEDLES} needles and response. Use {2 * self.length}.")
         haystack = self.haystack.sample(room, rng)
         gaps = np.sort(rng.integers(0, room, NEEDLES, endpoint=True))  # gap g is before haystack token g
         first, *rest = np.split(haystack, gaps)
@@ -190,16 +162,3 @@ def score(text: str, example: Example) -> list[bool]:
     answers = text.split(END_OF_TEXT)[0].split(";")
     answers += [""] * (len(example.cities) - len(answers))
     return [answer.strip() == wanted for answer, wanted in zip(answers, example.response.split(";"))]
-
-
-def oracle_accuracy(task: NeedleTask, num_examples: int) -> float:
-    """Return the share of needles that a perfect copier of the decoded prompts finds in a task's first examples.
-
-    The share is 1 unless the haystack has needles of its own: needles are tokenised alone and never overlap.
-    """
-    right = []
-    for index in range(num_examples):
-        example = task.example(index)
-        prompt = task.tokenizer.decode(example.tokens[: example.response_start].tolist())
-        right += score(response_text(NEEDLE.findall(prompt)), example)
-    return float(np.mean(right))

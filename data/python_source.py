@@ -19,24 +19,29 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from data.text import find_files, prepare
+from data.text import prepare
 from errors import exit_on_user_error
 
 COPY_ROWS = 0.5  # share of the training rows
 ROW_LENGTHS = [(32, 200 * 2048), (64, 600 * 2048), (256, None)]  # as length_schedule of preset quickstart
 # Tests and tables of characters in Python's standard library, and packages that other people installed.
-NOT_TEXT = ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "entities.py")
+NOT_TEXT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "entities.py"}
 
 
-def write_folders(roots: Sequence[Path], out: Path, exclude: Sequence[str] = NOT_TEXT) -> int:
+def find_source(root: Path) -> list[Path]:
+    """Return the .py files anywhere in a folder, sorted, without those of NOT_TEXT."""
+    return sorted(path for path in root.rglob("*.py") if not NOT_TEXT & set(path.relative_to(root).parts))
+
+
+def write_folders(roots: Sequence[Path], out: Path) -> int:
     """Write each folder of Python source as one document to a .txt file in `out`; return the number of documents.
 
     A folder's document is its own .py files in sorted order, without those of its subfolders. Names in `out` have the
-    order of the roots and folders. exclude: names of files and folders to skip.
+    order of the roots and folders.
     """
     folders = {}  # folder -> texts of its files
     for root in roots:
-        for path in find_files([root], [".py"], exclude):
+        for path in find_source(root):
             if text := path.read_text(encoding="utf-8", errors="replace").strip():
                 folders.setdefault(path.parent, []).append(text)
     Path(out).mkdir(parents=True, exist_ok=True)
@@ -55,20 +60,17 @@ def prepare_taught(out: Path):
 
 def prepare_documents(source: Path, out: Path):
     """Make shards with copy rows. Each .txt file in the folder is a document."""
-    prepare(
-        [source], out, "bpe:1024", suffixes=[".txt"], val_fraction=0.1, name="taught",
-        copy_rows=COPY_ROWS, row_lengths=ROW_LENGTHS,
-    )  # fmt: skip
+    prepare([source], out, "bpe:1024", val_fraction=0.1, name="taught", copy_rows=COPY_ROWS, row_lengths=ROW_LENGTHS)
 
 
 def prepare_mini(out: Path):
     library = Path(sysconfig.get_path("stdlib"))
     with tempfile.TemporaryDirectory() as folder:
-        for path in find_files([library], [".py"], NOT_TEXT):
+        for path in find_source(library):
             package = path.relative_to(library).parts[0]
             with open(Path(folder) / f"{package}.txt", "a") as file:
                 file.write(path.read_text(errors="replace").strip() + "\n\n\n")
-        prepare([Path(folder)], out, "bpe:2048", suffixes=[".txt"], val_fraction=0.1, name="packages")
+        prepare([Path(folder)], out, "bpe:2048", val_fraction=0.1, name="packages")
 
 
 TEXTS = dict(taught=prepare_taught, mini=prepare_mini)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.shards import HEADER_BYTES, MAGIC, TOKEN, TOKENIZER_FILE, VERSION, describe_shard, sha256_of, write_manifest
+from data.shards import MAGIC, TOKEN, TOKENIZER_FILE, VERSION, describe_shard, sha256_of, write_manifest
 from errors import require
 from files import sync
 
@@ -26,10 +26,9 @@ class ShardWriter:
     def __init__(self, folder: Path, prefix: str, *, tokenizer: str, vocab_size: int, shard_tokens: int = 100_000_000):
         fits = 0 < vocab_size <= 2**16
         require(fits, f"a vocabulary of {vocab_size} tokens does not fit shards of uint16. Use at most {2**16}.")
-        require(0 < shard_tokens < 2**31, f"shard_tokens {shard_tokens}: out of range. Use 1 to {2**31 - 1}.")
         self.folder, self.prefix, self.shard_tokens = Path(folder), prefix, shard_tokens
         self.manifest = {"tokenizer": tokenizer, "vocab_size": vocab_size, "files": {}}
-        self._open = {}  # split -> the file of its next token
+        self._waiting = {"train": bytearray(), "val": bytearray()}  # tokens of the next shard
         self._next_number = {"train": 1, "val": 0}
         self._temporary = self.folder / ".incoming"
         shutil.rmtree(self._temporary, ignore_errors=True)  # of a killed process
@@ -37,22 +36,17 @@ class ShardWriter:
 
     def write(self, split: str, tokens: Sequence[int] | np.ndarray) -> None:
         """Append tokens (one document, or any piece of the stream) to a split."""
-        tokens, vocab_size = np.asarray(tokens), self.manifest["vocab_size"]
-        largest = tokens.max(initial=0)
-        require(largest < vocab_size, f"token {largest} is outside the vocabulary of {vocab_size}. Use its tokenizer.")
-        tokens = tokens.astype(TOKEN)
-        while len(tokens):
-            file = self._open.get(split) or self._begin(split)
-            room = self.shard_tokens - (file.tell() - HEADER_BYTES) // TOKEN.itemsize
-            file.write(tokens[:room])
-            if len(tokens) >= room:
-                self._finish(split)
-            tokens = tokens[room:]
+        waiting, size = self._waiting[split], self.shard_tokens * TOKEN.itemsize
+        waiting += np.asarray(tokens).astype(TOKEN).tobytes()
+        while len(waiting) >= size:
+            self._write_shard(split, waiting[:size])
+            del waiting[:size]
 
     def close(self) -> dict:
         """Write the manifest, name all shards, and return the manifest."""
-        for split in list(self._open):
-            self._finish(split)
+        for split, waiting in self._waiting.items():
+            if waiting:
+                self._write_shard(split, waiting)
         if sha256 := sha256_of(self.folder / TOKENIZER_FILE):
             self.manifest["tokenizer_sha256"] = sha256
         write_manifest(self.folder, self.manifest)
@@ -68,20 +62,11 @@ class ShardWriter:
     def __exit__(self, *exception) -> None:
         shutil.rmtree(self._temporary, ignore_errors=True)
 
-    def _begin(self, split: str):
-        name = f"{self.prefix}_{split}_{self._next_number[split]:06d}.bin"
-        self._next_number[split] += 1
-        self._open[split] = file = open(self._temporary / name, "wb")
-        file.write(bytes(HEADER_BYTES))
-        return file
-
-    def _finish(self, split: str) -> None:
-        file = self._open.pop(split)
+    def _write_shard(self, split: str, tokens: bytearray) -> None:
         header = np.zeros(256, "<i4")
-        header[:3] = MAGIC, VERSION, (file.tell() - HEADER_BYTES) // TOKEN.itemsize
-        file.seek(0)
-        file.write(header)
-        file.close()
-        path = Path(file.name)
+        header[:3] = MAGIC, VERSION, len(tokens) // TOKEN.itemsize
+        path = self._temporary / f"{self.prefix}_{split}_{self._next_number[split]:06d}.bin"
+        self._next_number[split] += 1
+        path.write_bytes(header.tobytes() + tokens)
         sync(path)
         self.manifest["files"][path.name] = describe_shard(path)

@@ -51,7 +51,7 @@ def test_the_share_is_the_one_that_was_asked_for(share):
 
 def test_prepared_train_split_holds_the_rows_of_the_natural_split(tmp_path, capsys):
     source = write_folder(tmp_path / "in", make_documents(150))
-    options = ["--tokenizer", "bpe:300", "--val-fraction", "0.2", "--shard-tokens", "1000"]
+    options = ["--tokenizer", "bpe:300", "--val-fraction", "0.2"]
     rows_of = ["--copy-rows", "0.5", "--row-tokens", "16:1600", "32"]
     folders = [tmp_path / name for name in ("natural", "a", "b")]
     for folder, more in zip(folders, ([], rows_of, rows_of)):
@@ -76,7 +76,6 @@ def test_prepared_train_split_holds_the_rows_of_the_natural_split(tmp_path, caps
         "--copy-rows -0.1 --row-tokens 64",
         "--copy-rows nan --row-tokens 64",
         "--copy-rows 0.5",
-        "--row-tokens 64",
         "--copy-rows 0.5 --row-tokens 15",
         "--copy-rows 0.5 --row-tokens 64:many 256",
         "--copy-rows 0.5 --row-tokens 64:640",

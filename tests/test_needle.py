@@ -3,10 +3,6 @@
 import json
 import math
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +19,6 @@ from runtime.metrics import read_metrics
 from scripts import needle
 from scripts.evaluate import load_run
 
-ROOT = Path(__file__).parents[1]
 FIELDS = "--vocab_size 384 --num_layers 1 --num_heads 2 --model_dim 32 --batch_tokens 480 --train_length 240 --steps 4 "
 FIELDS += "--cooldown_steps 2 --val_lengths 240 --val_tokens 960 --val_every 0 --compile off --device cpu --seed 3"
 SHORT = ["--haystack", "shards", "--steps", "6", "--sequences", "4", "--examples", "5", "--lengths", "240", "480"]
@@ -41,13 +36,12 @@ def run(pretrained, tmp_path):
 
 
 @pytest.fixture
-def tune(run, monkeypatch, capsys):
+def tune(run, capsys):
     """Fine-tune the run: return its summary, or the line of error."""
 
     def tune(*words, runs=(run,)):
-        monkeypatch.setattr(sys, "argv", ["needle", *map(str, [*runs, *SHORT, *words])])
         try:
-            needle.main()
+            needle.main([*map(str, [*runs, *SHORT, *words])])
         except SystemExit as end:
             assert end.code == 2
             (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
@@ -82,9 +76,9 @@ def test_fine_tuning_learns_by_the_loss_of_the_response_alone(run, tune, capsys)
     records = read_metrics(run / "needle" / "metrics.jsonl")
     assert [r["step"] for r in records] == [1, 2, 3, 4, 5, 6]
     assert records[-1]["train_loss"] < records[0]["train_loss"] - 0.1
-    assert summary["oracle"] == {"240": 1.0, "480": 1.0} and summary["seed"] == 3 and summary["steps"] == 6
+    assert (summary["seed"], summary["steps"], summary["examples"]) == (3, 6, 5)
     assert summary["greedy"].keys() == summary["teacher_forcing"].keys() == {"240", "480"}
-    assert "| run |" in capsys.readouterr().out
+    assert f"at 480: {summary['greedy']['480']:.3f}" in capsys.readouterr().out
 
     config, model = load_run(run, torch.device("cpu"))
     tokenizer = load_tokenizer(Path(config.data_dir))
@@ -106,71 +100,16 @@ def test_a_killed_fine_tuning_goes_on_to_the_same_weights(run, tune, monkeypatch
 
     def save_and_die(*args, **kwargs):
         save(*args, **kwargs)
-        raise KeyboardInterrupt
+        raise RuntimeError("killed")
 
     with monkeypatch.context() as patch:
         patch.setattr(needle, "save_checkpoint", save_and_die)
-        with pytest.raises(BaseException):  # noqa: B017 (the command may turn it into an exit)
+        with pytest.raises(RuntimeError, match="killed"):
             tune()
     assert latest_checkpoint(run / "needle" / "checkpoints").stem == "step_000002"
     tune()
     assert len(read_metrics(run / "needle" / "metrics.jsonl")) == 6
     assert_same_weights(weights(run), whole)
-
-
-def start(run, *words):
-    """Start the command in a process of its own, with many steps."""
-    words = ["-m", "scripts.needle", run, *SHORT, "--steps", 200, *words]
-    return subprocess.Popen([sys.executable, *map(str, words)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
-
-
-def wait_for(process, condition):
-    while not condition():
-        assert process.poll() is None
-        time.sleep(0.01)
-
-
-def steps_made(run):
-    metrics = run / "needle" / "metrics.jsonl"
-    return len(read_metrics(metrics)) if metrics.exists() else 0
-
-
-@pytest.mark.slow
-def test_signals_save_and_exit_and_the_run_ends_with_the_same_weights(pretrained, run, tmp_path):
-    made = 0
-    for number in (signal.SIGTERM, signal.SIGINT):
-        process = start(run)
-        wait_for(process, lambda: steps_made(run) >= made + 2)
-        process.send_signal(number)
-        error, before = process.communicate()[1], made
-        made = steps_made(run)
-        assert process.returncode == 75 and signal.Signals(number).name in error and before + 2 <= made < 200
-        assert (run / "needle" / "interrupted").read_text() == f"{signal.Signals(number).name}\n"
-        assert latest_checkpoint(run / "needle" / "checkpoints").stem == f"step_{made:06d}"  # every step is kept
-    process = start(run, "--examples", 100_000)
-    wait_for(process, lambda: (run / "needle" / "checkpoints" / "step_000200.pt").exists())
-    time.sleep(1)  # until it scores, perhaps: no difference if not
-    process.send_signal(signal.SIGTERM)
-    process.communicate()
-    assert process.returncode == 75 and (run / "needle" / "interrupted").exists()
-    whole = shutil.copytree(pretrained, tmp_path / "whole")
-    for folder in (run, whole):
-        process = start(folder)
-        process.communicate()
-        assert process.returncode == 0 and steps_made(folder) == 200
-    assert_same_weights(weights(run), weights(whole))
-
-
-@pytest.mark.slow
-def test_two_processes_never_fine_tune_the_same_run(run, tune):
-    process = start(run)
-    wait_for(process, lambda: steps_made(run) >= 1)
-    process.send_signal(signal.SIGSTOP)  # it cannot end meanwhile
-    before = {path: path.read_bytes() for path in (run / "needle").rglob("*") if path.is_file()}
-    assert f"process {process.pid} " in tune("--steps", "200")
-    assert {path: path.read_bytes() for path in (run / "needle").rglob("*") if path.is_file()} == before
-    process.kill()
-    process.wait()
 
 
 def test_a_curriculum_begins_with_shorter_prompts(run, tune, monkeypatch):
@@ -185,7 +124,7 @@ def test_a_curriculum_begins_with_shorter_prompts(run, tune, monkeypatch):
     summary = tune("--curriculum", "210", "--sequences", "8")
     assert [length for length, _ in drawn] == 3 * [210] + 3 * [240] and summary["curriculum"] == 210
     assert [indices for _, indices in drawn[2:4]] == [[*range(18, 27)], [*range(24, 32)]]
-    assert "curriculum 210 -> 0" in tune("--sequences", "8")
+    assert "curriculum" in tune("--sequences", "8")
 
 
 # ---- scoring ----
@@ -239,20 +178,31 @@ def test_weights_run_as_another_method_are_scored_beyond_the_training_length(run
     """The other method is the run's own here, so the scores are the same."""
     _, model = load_run(run, torch.device("cpu"))
     monkeypatch.setattr(needle, "build_alternatives", lambda config: {"again": model.blocks[0].attention.method})
-    summary, measured = tune(), []
-    assert summary["as"]["again"] == {kind: summary[kind] for kind in summary["as"]["again"]}
-    monkeypatch.setattr(needle, "measure_accuracy", lambda *args: measured.append(args) or {"greedy": 0.0})
-    (run / "needle" / "scores.json").unlink()
-    with pytest.raises(KeyError):  # the other kinds of score
+    measured, measure = [], needle.measure_accuracy
+    monkeypatch.setattr(needle, "measure_accuracy", lambda *args: measured.append(args[2].length) or measure(*args))
+    summary = tune()
+    assert summary["as"]["again"] == {kind: summary[kind] for kind in needle.KINDS}
+    assert measured == [240, 480, 480]
+
+
+def test_run_again_does_nothing_but_the_lengths_that_are_new(run, tune, monkeypatch):
+    """An interrupted scoring leaves the lengths that are done."""
+    measured, measure = [], needle.measure_accuracy
+
+    def measure_one(config, model, task, *others):
+        assert task.length != 480 or len(measured) != 1, "interrupted"
+        measured.append(task.length)
+        return measure(config, model, task, *others)
+
+    monkeypatch.setattr(needle, "measure_accuracy", measure_one)
+    with pytest.raises(AssertionError, match="interrupted"):
         tune()
-    assert [args[2].length for args in measured] == [240, 480, 480]
-
-
-def test_run_again_does_nothing_but_the_lengths_that_are_new(tune, monkeypatch):
-    first = tune()
+    first = json.loads((run / "needle" / "summary.json").read_text())
     monkeypatch.setattr(needle, "save_checkpoint", None)  # nothing is trained again
-    again = tune("--lengths", "240", "640")
-    assert again["greedy"].keys() == {"240", "480", "640"} and again["greedy"]["240"] == first["greedy"]["240"]
+    measured.append("again")
+    summary = tune("--lengths", "240", "480", "640")
+    assert measured == [240, "again", 480, 640] and summary["greedy"].keys() == {"240", "480", "640"}
+    assert first["greedy"] == {"240": summary["greedy"]["240"]}
 
 
 # ---- mistakes ----
@@ -266,8 +216,10 @@ def test_run_again_does_nothing_but_the_lengths_that_are_new(tune, monkeypatch):
     ],
 )
 def test_the_scale_gives_the_settings_and_options_replace_them(monkeypatch, words, settings):
-    monkeypatch.setattr(sys, "argv", ["needle", "runs/a", *words])
-    assert needle.read_arguments()[1] == settings
+    calls = []
+    monkeypatch.setattr(needle, "run", lambda *args: calls.append(args[:2]))
+    needle.main(["runs/a", "runs/b", *words, "--device", "cpu"])
+    assert calls == [(Path("runs/a"), settings), (Path("runs/b"), settings)]
 
 
 @pytest.mark.parametrize(
@@ -275,10 +227,8 @@ def test_the_scale_gives_the_settings_and_options_replace_them(monkeypatch, word
     [
         ("--examples 0", "examples"),
         ("--curriculum -1", "curriculum"),
-        ("--curriculum 241", "curriculum 241"),
         ("--curriculum 40", "length 40: "),
         ("--lengths 40", "length 40: "),
-        ("--haystack /nowhere", "/nowhere"),
         ("--lengths 10000000", "haystack"),
     ],
 )
@@ -286,21 +236,14 @@ def test_a_mistake_is_named_and_leaves_nothing(run, tune, words, named):
     assert named in tune(*words.split()) and not (run / "needle").exists()
 
 
-def test_other_settings_and_damaged_files_are_named(run, tune):
+def test_other_settings_and_damaged_checkpoints_are_named(run, tune):
     tune()
-    assert "steps 6 -> 9" in tune("--steps", "9")
-    for name in ("scores.json", "settings.json"):
-        good = (run / "needle" / name).read_text()
-        (run / "needle" / name).write_text("{")
-        assert f"needle/{name}" in tune()
-        (run / "needle" / name).write_text(good)
+    assert "steps" in tune("--steps", "9") and "examples" in tune("--examples", "6")
     path = latest_checkpoint(run / "needle" / "checkpoints")
     torch.save(load_checkpoint(path) | dict(step=10**9), path)
     assert path.name in tune()
 
 
-def test_a_run_without_a_checkpoint_is_named_and_the_others_are_scored(run, tune, tmp_path):
-    shutil.copytree(run, tmp_path / "empty")
-    shutil.rmtree(tmp_path / "empty" / "checkpoints")
-    assert "empty" in tune(runs=[tmp_path / "empty", run])
-    assert (run / "needle" / "summary.json").exists()
+def test_a_run_without_a_checkpoint_is_named(run, tune):
+    shutil.rmtree(run / "checkpoints")
+    assert str(run) in tune() and not (run / "needle").exists()

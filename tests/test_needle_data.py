@@ -1,11 +1,13 @@
 """data.needle: examples from real shards and text files, with a tokenizer trained here."""
 
+import gzip
 import json
 
 import numpy as np
 import pytest
 
-from data.needle import CITIES, NEEDLE, Example, Haystack, NeedleTask, needle_text, oracle_accuracy, score
+from data import needle
+from data.needle import C4_FILES, CITIES, Example, Haystack, NeedleTask, needle_text, score
 from data.shard_writer import ShardWriter
 from data.text import prepare
 from data.tokenizer import END_OF_TEXT, load_tokenizer
@@ -72,13 +74,17 @@ def assert_uniform(counts):
 # ---- haystacks ----
 
 
-def test_documents_of_shards_and_of_text_are_the_ones_that_were_prepared(text_file, data_dir, tokenizer):
+def test_documents_of_shards_are_the_ones_that_were_prepared(data_dir, tokenizer):
     assert len(list(data_dir.glob("*_train_*.bin"))) > 1  # documents run over the borders of shards
-    found = {}
-    for split in ("train", "val"):
-        found[split] = documents(Haystack.from_shards(data_dir, split, tokenizer), tokenizer)
-        assert documents(Haystack.from_text([text_file], split, tokenizer, 0.3), tokenizer) == found[split]
-    assert sorted(found["train"] + found["val"]) == sorted(make_documents(150))
+    found = [documents(Haystack.from_shards(data_dir, split, tokenizer), tokenizer) for split in ("train", "val")]
+    assert sorted(sum(found, [])) == sorted(make_documents(150))
+
+
+def test_documents_of_c4_are_the_lines_of_its_file(tmp_path, text_file, tokenizer):
+    path = tmp_path / C4_FILES["val"]
+    path.parent.mkdir(parents=True)
+    path.write_bytes(gzip.compress(text_file.read_bytes()))
+    assert documents(Haystack.from_c4(tmp_path, "val", tokenizer), tokenizer) == make_documents(150)
 
 
 def test_sample_is_distinct_documents_with_the_last_one_cut(haystack, tokenizer):
@@ -102,17 +108,15 @@ def test_documents_are_drawn_evenly():
     assert_uniform(np.bincount([haystack.sample(2, rng)[1] for _ in range(2000)], minlength=37))
 
 
-def test_documents_of_a_long_shard(tmp_path, tokenizer):
-    rng = np.random.default_rng(3)
-    lengths = rng.integers(1, 20_000, 250)  # some 2.5M tokens
-    tokens = [np.append(tokenizer.eot, rng.integers(1, tokenizer.vocab_size, length)) for length in lengths]
+def test_the_haystack_is_the_first_tokens_of_a_folder(data_dir, tokenizer, haystack, monkeypatch, tmp_path):
+    monkeypatch.setattr(needle, "HAYSTACK_TOKENS", 1000)
+    first = Haystack.from_shards(data_dir, "train", tokenizer)
+    parts = [[*source.document(i)] for source in (first, haystack) for i in range(first.num_documents)]
+    assert parts[: first.num_documents - 1] == parts[first.num_documents : -1]
+    assert sum(map(len, parts[: first.num_documents])) == 1000
     with ShardWriter(tmp_path, "x", tokenizer="tokenizer.json", vocab_size=tokenizer.vocab_size) as writer:
-        writer.write("val", np.concatenate(tokens))
         writer.write("train", np.arange(1, 200))
         writer.close()
-    haystack = Haystack.from_shards(tmp_path, "val", tokenizer)
-    assert haystack.num_documents == 250
-    assert all((haystack.document(i) == tokens[i]).all() for i in range(250))
     with pytest.raises(ValueError, match="end-of-text"):
         Haystack.from_shards(tmp_path, "train", tokenizer)
 
@@ -159,18 +163,6 @@ def test_example_is_haystack_needles_and_response_of_exact_length(tokenizer, hay
         assert any(document.startswith(parts[-1].tobytes()) for document in known)
 
 
-def test_needles_are_verbatim_in_the_decoded_prompt_in_order(tokenizer, haystack):
-    task = NeedleTask(tokenizer, haystack, 333)
-    cut = 0
-    for index in range(100):
-        example = task.example(index)
-        prompt = tokenizer.decode(example.tokens[: example.response_start].tolist())
-        assert NEEDLE.findall(prompt) == [(city, str(n)) for city, n in zip(example.cities, example.numbers)]
-        assert all(needle_text(city, n) in prompt for city, n in zip(example.cities, example.numbers))
-        cut += "\ufffd" in prompt
-    assert cut > 0  # some needle went between the bytes of a character
-
-
 def test_mask_is_on_the_response_and_its_end_only(tokenizer, haystack):
     task = NeedleTask(tokenizer, haystack, 301)
     inputs, targets, mask = task.batch(range(12))
@@ -200,14 +192,9 @@ def test_places_numbers_and_the_69_cities_are_uniform(tokenizer, haystack):
     assert_uniform(np.bincount(cities, minlength=69))
 
 
-def test_least_length_holds_every_example(tokenizer, haystack):
-    with pytest.raises(ValueError, match="length 10: ") as error:
-        NeedleTask(tokenizer, haystack, 10)
-    least = int(str(error.value).split()[-3])
-    with pytest.raises(ValueError, match=f"length {least - 1}: "):
-        NeedleTask(tokenizer, haystack, least - 1)
-    task = NeedleTask(tokenizer, haystack, least)
-    assert all(len(task.example(i).tokens) == least + 1 for i in range(200))
+def test_a_length_without_room_is_refused(tokenizer, haystack):
+    with pytest.raises(ValueError, match="length 40: "):
+        NeedleTask(tokenizer, haystack, 40).example(0)
 
 
 # ---- scoring ----
@@ -224,20 +211,9 @@ EXAMPLE = Example(np.zeros(1), 0, ("Oslo", "Cape Town", "Lima"), (1234567, 76543
         ("Cape Town=7654321;Oslo=1234567;Lima=1000000", [False, False, True]),
         ("Oslo=1234568;Cape=7654321;Lima=1000000", [False, False, True]),
         ("Oslo=12345678;Cape Town=765432;lima=1000000", [False, False, False]),
-        ("Oslo=1234567;;Lima=1000000;Rome=5555555", [True, False, True]),
         ("Oslo=1234567Cape Town=7654321;Lima=1000000", [False, False, False]),
-        ("", [False, False, False]),
         (";;;;\ufffd=;=\n", [False, False, False]),
     ],
 )
 def test_score(text, right):
     assert score(text, EXAMPLE) == right
-
-
-def test_perfect_copier_is_right_unless_the_haystack_has_needles(tmp_path, tokenizer, haystack):
-    for length in (211, 2048):
-        assert oracle_accuracy(NeedleTask(tokenizer, haystack, length), 50) == 1
-    path, needles = tmp_path / "needles.txt", (needle_text("Atlantis", i) for i in range(10**6, 10**6 + 100))
-    path.write_text(f"\n{END_OF_TEXT}\n".join(f"Once,{needle}." for needle in needles))
-    task = NeedleTask(tokenizer, Haystack.from_text([path], "train", tokenizer), 500)
-    assert oracle_accuracy(task, 20) < 0.9

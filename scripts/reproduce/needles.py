@@ -36,7 +36,7 @@ def table_needle(study: Study) -> str:
                 distances[series, int(length)].append({int(d): count for d, count in counts.items()})
             if lacking := [n for n in study.lengths if str(n) not in shares["greedy"]]:
                 study.missing.append((run.name, f"needle accuracy at {', '.join(map(str, lacking))}"))
-        for length, share in by_length(stored.needle["oracle"]).items():
+        for length, share in by_length(stored.needle.get("oracle", {})).items():
             oracle[length].append(share)
     text = "Share of needles whose city and number are both right, by length in tokens (and in training lengths), by "
     text += "greedy decoding and by teacher forcing: mean \u00b1 standard error over seeds. The paper's numbers stand "
