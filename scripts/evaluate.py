@@ -13,28 +13,25 @@ tokens.
 
 import argparse
 import dataclasses
+import json
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from configs.config import Config
-from data.loader import check_validation
 from data.shards import TokenStream, open_split, tokenizer_of
 from errors import exit_on_user_error, require
 from files import replace_text, to_json
 from runtime.build import build_model
 from runtime.checkpoint import latest_checkpoint, load_checkpoint
-from runtime.copy_gain import KINDS, SPAN, check_gaps
+from runtime.copy_gain import KINDS
 from runtime.device import compute_dtype
 from runtime.processes import World, start_processes
 from runtime.validation import Validation
-from scripts.shared.runs import OTHER_TEXTS, StoredRun, read_run, stored_config
+from scripts.shared.runs import OTHER_TEXTS, StoredRun, join, read_run, stored_config
 from scripts.shared.tables import loss_table, markdown_table
-
-EVALUATION = "evaluation.json"
 
 
 def load_run(folder: Path, device: torch.device) -> tuple[Config, torch.nn.Module]:
@@ -66,17 +63,16 @@ def check_tokenizer(run: StoredRun, data: Path):
 
 def evaluate(
     folder: Path, world: World, *, lengths: Sequence[int] | None = None, tokens: int | None = None,
-    data: Path | None = None, methods: Sequence[str] = (), gaps: Sequence[int] | None = (),
+    data: Path | None = None, methods: Sequence[str] = (), gaps: Sequence[int] = (),
 ) -> dict:  # fmt: skip
     """Return and store the result of Validation.losses (nats a token) of one run, with its name, method, train_length,
     data folder and fingerprint of the text.
 
     lengths, tokens: default to the run's. data: a folder of other text. methods: also run the weights as these.
-    gaps: for copy gain, in tokens; None: T/8, T/2, 2T and so on, at most 64T, as far as they fit the text.
+    gaps: for copy gain, in tokens.
     """
     config, model = load_run(folder, world.device)
     run, lengths = read_run(folder), tuple(lengths or config.val_lengths)
-    require(min(lengths) >= 1, f"--lengths must be at least 1, got {min(lengths)}")
     stream = open_own_text(run) if data is None else open_split(data, "val", config.vocab_size)
     # --data may name the run's own text.
     is_own = data is None or stream.fingerprint(config.val_tokens) == run.data.get("validation")
@@ -85,55 +81,33 @@ def evaluate(
     if tokens is None:
         unit = math.lcm(*lengths)
         tokens = config.val_tokens if is_own else min(config.val_tokens, len(stream) - 1) // unit * unit
-    if gaps is None:
-        gaps = [config.train_length // 8 * 4**k for k in range(5)]
-        gaps = [gap for gap in gaps if 1 <= gap <= len(stream) - SPAN]
-    check_validation(stream, lengths, tokens)
-    check_gaps(stream, gaps)
     methods = tuple(dict.fromkeys((*config.validate_as, *methods)))
     config = dataclasses.replace(
         config, val_lengths=lengths, val_tokens=tokens, val_copy_gaps=tuple(gaps), validate_as=methods
     )
     validation = Validation(config, model, stream, world)
-    names = dict(name=folder.name, method=config.method, train_length=config.train_length, text=stream.fingerprint())
-    losses = validation.losses(dict.fromkeys(lengths, tokens))
     gains = validation.copy_gains() if gaps else {}
-    result = names | dict(data=str(data or config.data_dir)) | losses | gains
-    store(folder, result, is_own)
+    result = {
+        "step": latest_checkpoint(folder / "checkpoints").stem, "name": folder.name, "method": config.method,
+        "train_length": config.train_length, "text": stream.fingerprint(), "data": str(data or config.data_dir),
+        **validation.losses(dict.fromkeys(lengths, tokens)), **gains,
+    }  # fmt: skip
+    store(folder / "evaluation.json", result, is_own)
     return result
 
 
-def store(folder: Path, result: dict, is_own: bool):
-    """Add the result to the folder's evaluation.json, apart if it is on other text than the run's own."""
-    path, result = folder / EVALUATION, {"step": latest_checkpoint(folder / "checkpoints").stem, **result}
-    try:
-        stored = read_run(folder).json(EVALUATION) or {}
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}). Delete it and evaluate again.") from error
-    others = stored.pop(OTHER_TEXTS, {})
-    if is_own:
-        stored = merge_results(stored, result)
-    else:
-        others[result["text"]] = merge_results(others.get(result["text"], {}), result)
-    replace_text(path, to_json(stored | ({OTHER_TEXTS: others} if others else {})) + "\n")
+def store(path: Path, result: dict, is_own: bool):
+    """Add the result to an evaluation.json, apart if it is on other text than the run's own.
 
-
-def merge_results(old: dict, new: dict) -> dict:
-    """Return the new result with the old one's other lengths and gaps, if the checkpoint is the same.
-
-    Losses on another number of tokens are dropped.
+    Other lengths and gaps in the file stay if they are of the same checkpoint and of as many tokens.
     """
-    if not old or old["step"] != new["step"]:
-        return new
-    if {*old["val_tokens"].values()} != {*new["val_tokens"].values()}:
-        old = {key: value for key, value in old.items() if key.startswith("copy_")}
-    return join(old, new)
-
-
-def join(old: dict, new: dict) -> dict:
-    """Return both nested dicts as one; the new one's values take precedence."""
-    nested = {key: join(old[key], new[key]) for key in old.keys() & new.keys() if isinstance(new[key], dict)}
-    return old | new | nested
+    stored = json.loads(path.read_text()) if path.exists() else {}
+    others = stored.pop(OTHER_TEXTS, {})
+    old = stored if is_own else others.get(result["text"])
+    if old and old["step"] == result["step"] and {*old["val_tokens"].values()} == {*result["val_tokens"].values()}:
+        result = join(old, result)
+    stored, others = (result, others) if is_own else (stored, others | {result["text"]: result})
+    replace_text(path, to_json(stored | ({OTHER_TEXTS: others} if others else {})) + "\n")
 
 
 def copy_table(results: list[dict]) -> str:
@@ -147,20 +121,8 @@ def copy_table(results: list[dict]) -> str:
     return markdown_table(rows)
 
 
-def print_tables(results: list[dict]):
-    """Print the losses by length, and the copy gains of runs that have them."""
-    rows = []
-    for result in results:
-        others = result.get("val_loss_as", {}).items()
-        rows += [result, *(result | dict(name=f"{result['name']} as {m}", val_loss=loss) for m, loss in others)]
-    print(loss_table(rows))
-    if len({(r["text"], *r["val_tokens"].values()) for r in results}) > 1:
-        print("\nThese rows do not compare: their texts or numbers of tokens differ.")
-    if copied := [r for r in results if "copy_gain" in r]:
-        print(f"\nCopy gain in nats a token, by the tokens between the copies:\n\n{copy_table(copied)}")
-
-
-def main():
+@exit_on_user_error()
+def main(argv: list[str] | None = None):
     parser = argparse.ArgumentParser(prog="python -m scripts.evaluate", description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
@@ -168,26 +130,21 @@ def main():
     add("--val-tokens", type=int, help="tokens at each length (default: as many as the run used)")
     add("--data", type=Path, metavar="DIR", help="a data folder of other text (default: the run's own)")
     add("--as", nargs="+", default=[], metavar="METHOD", dest="methods", help="run the weights as these methods too")
-    add("--copy", nargs="*", type=int, metavar="GAP", help="copy gain at these gaps (default: T/8, T/2, ... 64T)")
+    add("--copy", nargs="+", default=[], type=int, metavar="GAP", help="copy gain at these gaps, in tokens")
     add("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    args = parser.parse_args()
-    with exit_on_user_error():
-        world = start_processes(args.device)
-    gaps = () if args.copy is None else args.copy or None
-    results = []
+    args = parser.parse_args(argv)
+    world, rows, copied = start_processes(args.device), [], []
     for folder in args.runs:
-        print(f"evaluating {folder}", file=sys.stderr)
-        try:
-            results.append(evaluate(
-                folder, world, lengths=args.lengths, tokens=args.val_tokens, data=args.data, methods=args.methods,
-                gaps=gaps,
-            ))  # fmt: skip
-        except (ValueError, OSError) as error:  # the other runs still get their row
-            print(f"error: {error}", file=sys.stderr)
-    if results:
-        print_tables(results)
-    if len(results) < len(args.runs):
-        sys.exit(2)
+        result = evaluate(
+            folder, world, lengths=args.lengths, tokens=args.val_tokens, data=args.data, methods=args.methods,
+            gaps=args.copy,
+        )  # fmt: skip
+        others = result.get("val_loss_as", {}).items()
+        rows += [result, *(result | {"name": f"{folder.name} as {m}", "val_loss": loss} for m, loss in others)]
+        copied += [result] if "copy_gain" in result else []
+    print(loss_table(rows))
+    if copied:
+        print(f"\nCopy gain in nats a token, by the tokens between the copies:\n\n{copy_table(copied)}")
 
 
 if __name__ == "__main__":
