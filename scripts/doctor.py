@@ -85,9 +85,6 @@ def run_check(check: Callable, config: Config, device: torch.device, price: floa
         yield Finding(check.__name__, message[:300], "broken", advice)
 
 
-# ---- the machine -----------------------------------------------------------------------------------------------------
-
-
 def check_gpus(config: Config, device: torch.device, price: float) -> Iterator[Finding]:
     count = 0 if config.device == "cpu" else torch.cuda.device_count()
     for index in range(count):
@@ -111,9 +108,6 @@ def check_data(config: Config, device: torch.device, price: float) -> Iterator[F
             yield Finding(f"data, {split}", str(error), state, "A run needs this text.")
 
 
-# ---- kernels ---------------------------------------------------------------------------------------------------------
-
-
 def check_kernels(config: Config, device: torch.device, price: float) -> Iterator[Finding]:
     """Compare all backends with the formula in float64, forward and backward, in the heads and dtype of the run."""
     dtype, head_dim = compute_dtype(config, device), config.model_dim // config.num_heads
@@ -128,9 +122,6 @@ def check_kernels(config: Config, device: torch.device, price: float) -> Iterato
             problem = find_problem(BACKENDS[name], method.to(device), device, dtype)
             state = "broken" if problem and problem.startswith("refused") else "ok"
             yield Finding(f"{name}, {method_name}", problem or f"agrees with float64 ({dtype})", state)
-
-
-# ---- speed -----------------------------------------------------------------------------------------------------------
 
 
 def check_step(config: Config, device: torch.device, price: float) -> Iterator[Finding]:

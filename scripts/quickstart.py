@@ -89,15 +89,13 @@ def train_all(runs: dict[str, Run], runs_dir: Path) -> dict[str, dict]:
         require(state != "other", reason)
         if state != "finished":
             unfinished.append(run)
-            continue
-        stored = find_stored(run, read_runs(runs_dir), data)
-        differ = describe_differences(run.config, stored.config, SHOWN)
-        require(not differ, f"{stored.path} was run with {differ}. Name another --runs-dir.")
     train(unfinished, retries=0)
     for name, run in runs.items():
         stored = find_stored(run, read_runs(runs_dir), data)
         if stored is None or stored.summary is None:
             sys.exit(f"error: {run.name} failed. See {sidecar(runs_dir / run.name, '.log')}.")
+        differences = describe_differences(run.config, stored.config, SHOWN)
+        require(not differences, f"{stored.path} has {differences}. Name another --runs-dir.")
         summaries[name] = stored.summary
     return summaries
 
