@@ -4,9 +4,8 @@
     python -m scripts.doctor gpt_162m_4k --price 3.5             the run's hours, and their cost at 3.5 an hour
     python -m scripts.doctor gpt_162m_4k --dtype float32         any field of train_gpt.py
 
-The checks: PyTorch, GPU and driver; data; attention against float64; a
-training step, from which the hours follow. An error in one check does not stop the others. Exit code: 1 when something
-is broken, 2 for a mistake in the command.
+The checks: GPU and driver; data; attention against float64; a training step, from which the hours follow. An error in
+one check does not stop the others. Exit code: 1 when something is broken, 2 for a mistake in the command.
 """
 
 import argparse
