@@ -152,20 +152,6 @@ def test_rows_stop_each_at_its_time_and_are_filled_up():
     assert lengths[7] == [30] * 4  # and no stop at all
 
 
-def test_decoding_ends_at_once_when_all_rows_begin_with_the_stop():
-    model = make_model("rope")
-    tokens, _ = random_tokens(9, batch=1)
-    (first,) = greedy_decode(model, tokens, 1)[0].tolist()
-    assert greedy_decode(model, tokens, 10, stop=first).tolist() == [[first]]
-
-
-def test_the_tokens_can_be_trained_on():
-    model = make_model("logn_rope")
-    tokens = greedy_decode(model, random_tokens(9)[0], 5)
-    model(tokens[:, :-1], tokens[:, 1:]).backward()
-    assert model.embedding.weight.grad.count_nonzero() > 0
-
-
 def test_lengths_that_do_not_fit_are_refused():
     tokens, _ = random_tokens(11)
     with assert_refused("0 queries"):

@@ -8,7 +8,7 @@ from tiny_run import train_tiny_run
 
 from data.tokenizer import load_tokenizer
 from model.attention.base import MAX_LENGTH
-from model.decoding import decode, greedy_decode, sample
+from model.decoding import greedy_decode, sample
 from scripts import generate
 from scripts.evaluate import load_run
 
@@ -63,19 +63,6 @@ def test_top_k_leaves_the_likeliest_with_their_odds():
         assert torch.equal(sample(logits, **options), logits.argmax(-1)), options
 
 
-def test_a_generated_token_is_drawn_from_the_full_computation(run):
-    """Each is what the same numbers draw from the logits of a pass without a cache, past the training length."""
-    _, model = load_run(run, torch.device("cpu"))
-    prompt = torch.randint(384, (2, 50), generator=torch.Generator().manual_seed(2))
-    generators = [torch.Generator().manual_seed(5) for _ in range(2)]
-    new = list(decode(model, prompt, 40, choose=lambda logits: sample(logits, generator=generators[0])))
-    tokens = torch.cat((prompt, torch.stack(new, dim=1)), dim=1)
-    with torch.no_grad():
-        logits = model(tokens, plan=model.plan(tokens.shape[1]))[:, 49:-1]
-    again = [sample(logits[:, i], generator=generators[1]) for i in range(40)]
-    assert torch.equal(torch.stack(again), torch.stack(new))
-
-
 def test_it_writes_the_tokens_of_greedy_decoding(run, say):
     code, out, _ = say(run, "abc", "--temperature", 0, "--max-new-tokens", 80)
     config, model = load_run(run, torch.device("cpu"))
@@ -113,11 +100,6 @@ def test_text_comes_out_whole_however_it_is_cut_into_tokens(run):
 def test_wrong_values_are_refused_in_one_line(run, say, option, value):
     code, out, err = say(run, "abc", option, value)
     assert (code, out, err.count("\n")) == (2, "", 1) and option.strip("-") in err
-
-
-def test_a_folder_without_a_run_is_refused(say, tmp_path):
-    code, _, err = say(tmp_path, "abc")
-    assert (code, err.count("\n")) == (2, 1) and str(tmp_path) in err
 
 
 def test_the_tokenizer_must_be_the_runs_own(run, tmp_path):

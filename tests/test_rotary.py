@@ -80,16 +80,6 @@ def test_yarn_s_ramp_may_end_beyond_the_last_pair():
     assert_close(theta, expected, rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("options", [{}, dict(factor=4.0)], ids=["dynamic", "factor"])
-@pytest.mark.parametrize("scaled, plain", [("rope_ntk", "rope"), ("yarn", "rope"), ("logn_ntk", "logn_rope")])
-def test_up_to_the_training_length_ntk_and_yarn_are_rope_exactly(scaled, plain, options):
-    q = k = torch.randn(2, 1, 5, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    for length in (5, 64):
-        outputs = [attend(make(name, head_dim=16, train_length=64, **more), q, k, k, target_length=length)
-                   for name, more in ((scaled, options), (plain, {}))]
-        assert torch.equal(*outputs)
-
-
 @pytest.mark.parametrize("name", ["rope", "p_rope", "rope_ntk", "yarn"])
 def test_position_65535_is_rotated_as_in_float64(name):
     """One sharp query over 65536 keys; angles computed in float32 would be wrong by up to 65535 * 2^-24 radians."""
