@@ -390,6 +390,7 @@ WRONG = {  # arguments, and what the error names
     "method": (["figure_304m", "--methods", "rope"], "rope"),
     "option": (["table_losses", "--method_options", "tua", "3"], "tua"),
     "own": (["figure_tau", "--seed", "7"], "--seed"),
+    "jobs": (["table_losses", "--jobs", "-1"], "--jobs"),
     "gpus": (["table_losses", "--gpus-per-run", "999"], "--gpus-per-run"),
     "needle setting": (["all", "--needle", "step=3"], "'step'"),
     "needle of others": (["table_losses", "--needle", "steps=3"], "--needle"),

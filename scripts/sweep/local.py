@@ -93,6 +93,7 @@ def train(
     if not runs:
         return
     free = share_devices(runs, at_once, gpus_per_run)
+    require(free, f"--jobs {at_once}: at least one run must train at a time. Use 1 or more.")
     for number in signals:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, stop)
