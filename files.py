@@ -49,17 +49,10 @@ def open_own(path: Path, mode: str, **options: Any) -> IO:
 
 
 def append(path: Path, text: str):
-    """Add text to the end of a file, all of it or nothing. Raise OSError naming the file (disk full, read-only)."""
-    data = text.encode()
+    """Add text to the end of a file. Raise OSError naming the file (disk full, read-only)."""
     try:
-        with open_own(path, "ab", buffering=0) as file:
-            size = file.tell()
-            try:
-                while data:
-                    data = data[file.write(data) :]  # a nearly full disk takes only a part
-            except OSError:
-                file.truncate(size)
-                raise
+        with open_own(path, "a", encoding="utf-8") as file:
+            file.write(text)
     except OSError as error:
         raise OSError(f"cannot write {path}: {error.strerror or error}") from error
 

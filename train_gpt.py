@@ -29,10 +29,10 @@ def main():
         config = read_config(sys.argv[1:], __doc__, methods)
         world = start_processes(config.device, config.timeout)  # rank, number of ranks, device; one without torchrun
         train_text, val_text = open_text(config, world)
-        compiled, compile_note = choose_compile(config.compile, world.device, world.world_size)
+        compiled, compile_note = choose_compile(config.compile, world.device)
         torch.manual_seed(config.seed)
         model = build_model(config, compute_dtype(config, world.device)).to(world.device)
-        optimizers = build_optimizers(config, model, bool(compiled), world)
+        optimizers = build_optimizers(config, model, compiled, world)
         # What attention needs for a length (rotary tables, block masks, a_t and m_t) is computed once a length.
         plans = {length: model.plan(length, backend=config.attention_backend) for length in config.train_lengths}
         validation = Validation(config, model, val_text, world)
@@ -41,7 +41,7 @@ def main():
     # ---- the run: folder, lock, log, wandb, signals, checkpoints; a failure in it ends in one line ----
     with run:
         first_step = run.restore()  # 0, or the step of the newest undamaged checkpoint
-        training_model = compile_model(model, compiled)  # it is compiled at the first step of each length
+        training_model = compile_model(model) if compiled else model
         loader = TrainLoader(
             train_text,
             batch_tokens=config.batch_tokens,
@@ -71,10 +71,8 @@ def main():
             length = config.length_at(step)
             sequences = config.batch_tokens // length  # of the step, on all ranks
             loss = torch.zeros((), device=world.device)
-            for number, (inputs, targets) in enumerate(micro_batches, start=1):  # both (sequences, length)
+            for inputs, targets in micro_batches:  # both (sequences, length)
                 micro_loss = training_model(inputs, targets, plan=plans[length]) / (sequences / len(inputs))
-                if number == len(micro_batches):
-                    optimizers.overlap_communication()  # this backward pass completes the gradients: send them in it
                 micro_loss.backward()
                 loss += micro_loss.detach()
             sums = torch.stack([loss, optimizers.reduce_gradients()])  # loss, squared norm of this rank's gradients

@@ -133,9 +133,8 @@ class Config:
     """auto: CUDA if present."""
     dtype: Literal["auto", "float32", "bfloat16"] = setting("auto", mathematics=False)
     """Data type of the computation, Muon's too; parameters are float32. auto: bfloat16 on CUDA, float32 on a CPU."""
-    compile: Literal["auto", "model", "blocks", "off"] = setting("auto", mathematics=False)
-    """What torch.compile takes as a whole. blocks: each on its own, so that gradients are sent while others are still
-    computed. auto: blocks for several GPUs, otherwise model; off if a trial compilation fails."""
+    compile: Literal["auto", "on", "off"] = setting("auto", mathematics=False)
+    """torch.compile of model and optimizer. auto: off if a trial compilation fails."""
     attention_backend: Literal["auto", "sdpa", "triton", "flex_flash", "flex", "cpu", "blocks"] = setting(
         "auto", mathematics=False
     )

@@ -2,8 +2,8 @@
 
 Every rank holds all parameters. In a step, gradients are summed and divided (reduce-scatter), each rank updates the
 share that it owns, and the new parameters are collected (all-gather). This is ZeRO's second stage (Rajbhandari et al.
-2019, arXiv 1910.02054). Muon gets whole matrices, as in modded-nanogpt. A bucket of gradients is sent during the
-backward pass, as soon as it is complete. The parameters of one optimizer are sent while the next one computes.
+2019, arXiv 1910.02054). Muon gets whole matrices, as in modded-nanogpt. The parameters of one optimizer are sent while
+the next one computes.
 
 With one rank, nothing is divided: the optimizers work on the parameters themselves.
 """
@@ -17,8 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from optim.schedule import set_lr
-
-BUCKET_BYTES = 2**24  # a bucket is closed from this size on; the latency of smaller messages costs more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +35,7 @@ class Group:
 
 
 class Bucket:
-    """Parameters of one group that are sent together, and `shard`, this rank's share of them.
+    """Parameters of one group with units of one shape, which are sent together, and `shard`, this rank's share of them.
 
     With one rank, a bucket is one parameter and its own shard, and nothing is sent.
     """
@@ -117,12 +115,11 @@ class Bucket:
 class Optimizers:
     """All optimizers of a run (the head of this file says how they divide their work). A step is:
 
-        for each micro-batch: (before the last one's backward pass) overlap_communication(); loss.backward()
+        for each micro-batch: loss.backward()
         squared_norm = reduce_gradients()
         step(lr_factor, finite)
 
-    groups: ordered as the backward pass produces their gradients (last layer first). Within a group, parameters are in
-    forward order. skip: go on after a step that is not finite; otherwise nothing is updated from that step on.
+    skip: go on after a step that is not finite; otherwise nothing is updated from that step on.
     """
 
     def __init__(self, groups: dict[str, Group], rank: int = 0, world_size: int = 1, *, skip: bool = False):
@@ -134,10 +131,6 @@ class Optimizers:
         }
         device = self.all_buckets()[0].shard.device
         self.found_inf = torch.zeros((), device=device)  # 1 once a step was not finite, unless `skip`
-        self.unsent, self.incomplete = [], {}  # buckets to send; bucket -> number of gradients that it still lacks
-        for bucket in self.divided_buckets():
-            for p in bucket.params:
-                p.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._send_complete(bucket))
 
     def all_buckets(self) -> list[Bucket]:
         return [bucket for buckets in self.buckets.values() for bucket in buckets]
@@ -146,24 +139,11 @@ class Optimizers:
         """Return the buckets that are sent: all, or none with one rank."""
         return [bucket for bucket in self.all_buckets() if bucket.divided]
 
-    def overlap_communication(self) -> None:
-        """Send each bucket of gradients as soon as it is complete. The next backward pass is the last of this step."""
-        self.unsent = self.divided_buckets()
-        self.incomplete = {bucket: len(bucket.params) for bucket in self.unsent}
-
-    def _send_complete(self, bucket: Bucket) -> None:
-        """Count one more gradient of this bucket, and send the buckets that are complete."""
-        if bucket in self.incomplete:
-            self.incomplete[bucket] -= 1
-            while self.unsent and self.incomplete[self.unsent[0]] == 0:  # the order must be the same on all ranks
-                self.unsent.pop(0).start_reducing()
-
     @torch.no_grad()
     def reduce_gradients(self) -> Tensor:
-        """Wait for all gradients; return a number whose sum over the ranks is the squared norm of all of them."""
-        for bucket in self.unsent:  # parameters without gradients, or one late parameter before many early ones
+        """Sum and divide the gradients; return a number whose sum over the ranks is the squared norm of all of them."""
+        for bucket in self.divided_buckets():
             bucket.start_reducing()
-        self.unsent, self.incomplete = [], {}
         for bucket in self.divided_buckets():
             bucket.finish_reducing()
         gradients = [b.shard.grad for b in self.all_buckets() if b.shard.grad is not None]
@@ -229,18 +209,10 @@ class Optimizers:
 
 
 def make_buckets(group: Group, rank: int, world_size: int) -> list[Bucket]:
-    """Return the buckets of a group in the order in which they will be complete.
-
-    A bucket holds units of one shape, as many as the ranks share evenly as far as there are enough.
-    """
+    """Return the buckets of a group: one for each shape of units, or each parameter on its own with one rank."""
     if world_size == 1:
         return [Bucket(group, [p], rank, world_size) for p in group.params]
-    buckets, filling = [], defaultdict(list)
-    for p in reversed(group.params):
-        unit = group.units(p.detach())[0]
-        params = filling[unit.shape, p.dtype]
-        params.append(p)
-        numel = sum(p.numel() for p in params)
-        if numel // unit.numel() % world_size == 0 and numel * p.element_size() >= BUCKET_BYTES:
-            buckets.append(Bucket(group, filling.pop((unit.shape, p.dtype)), rank, world_size))
-    return buckets + [Bucket(group, params, rank, world_size) for params in filling.values()]
+    by_shape = defaultdict(list)
+    for p in reversed(group.params):  # the order fixes the last bits of a norm
+        by_shape[group.units(p.detach()).shape[1:], p.dtype].append(p)
+    return [Bucket(group, params, rank, world_size) for params in by_shape.values()]

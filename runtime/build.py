@@ -76,20 +76,17 @@ def open_text(config: Config, world: World) -> tuple[TokenStream, TokenStream]:
     return train_text, val_text
 
 
-def compile_model(model: GPT, compiled: str | None) -> nn.Module:
-    """Compile the blocks, for training or validation; return the model to train with.
+def compile_model(model: GPT) -> nn.Module:
+    """Return the model compiled as a whole, to train with, and compile its blocks in place, for validation.
 
-    compiled: "model" to train with the model compiled as a whole, "blocks", or None to compile nothing. The compiler
-    runs at the first call with each length. As a whole, 64k tokens of a method in plain PyTorch take very long to
-    compile (Infini-attention has 21,939 operations, and one block of it 1,831).
+    The compiler runs at the first call with each length. As a whole, 64k tokens of a method in plain PyTorch take very
+    long to compile (Infini-attention has 21,939 operations, and one block of it 1,831).
     """
-    if compiled is None:
-        return model
     torch._dynamo.config.recompile_limit = 32  # shapes: training and every validation length, ragged ends too
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # never fall back to eager silently
     for block in model.blocks:
         block.compile(dynamic=False)
-    return torch.compile(model, dynamic=False) if compiled == "model" else model
+    return torch.compile(model, dynamic=False)
 
 
 def uncompiled(model: GPT) -> GPT:
@@ -100,10 +97,7 @@ def uncompiled(model: GPT) -> GPT:
 
 
 def build_optimizers(config: Config, model: GPT, compiled: bool, world: World) -> Optimizers:
-    """Return Muon for the matrices of the blocks, and Adam for the embedding, the head and the methods' parameters.
-
-    The groups are ordered as the backward pass produces their gradients (the head first).
-    """
+    """Return Muon for the matrices of the blocks, and Adam for the embedding, the head and the methods' parameters."""
     blocks = [*model.blocks.named_parameters()]
     muon = functools.partial(Muon, momentum=config.muon_momentum, compile=compiled, dtype=model.dtype)
     adam = functools.partial(torch.optim.Adam, betas=config.adam_betas, eps=config.adam_eps, fused=True)
@@ -129,10 +123,8 @@ def train_step(
     """
     sequences = sum(len(inputs) for inputs, _ in micro_batches) * world.world_size
     loss = torch.zeros((), device=world.device)
-    for number, (inputs, targets) in enumerate(micro_batches, start=1):
+    for inputs, targets in micro_batches:
         micro_loss = model(inputs, targets, plan=plan) / (sequences / len(inputs))
-        if number == len(micro_batches):
-            optimizers.overlap_communication()
         micro_loss.backward()
         loss += micro_loss.detach()
     numbers = torch.stack([loss, optimizers.reduce_gradients()])

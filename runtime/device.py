@@ -73,16 +73,13 @@ def compile_problem(device: torch.device) -> str | None:
     return None
 
 
-def choose_compile(wanted: str, device: torch.device, world_size: int = 1) -> tuple[str | None, str]:
-    """Return what to compile (model, blocks or None), and a note for the log. Raise ValueError where it cannot work."""
-    if wanted == "off":
-        return None, "off"
-    if problem := compile_problem(device):
-        require(wanted == "auto", f"torch.compile does not work here ({problem}). Use --compile off.")
-        return None, f"off, as it does not work here ({problem})"
-    if wanted == "auto":
-        wanted = "blocks" if world_size > 1 and device.type == "cuda" else "model"
-    return wanted, wanted
+def choose_compile(wanted: str, device: torch.device) -> tuple[bool, str]:
+    """Return whether to compile, and a note for the log. Raise ValueError where it cannot work."""
+    problem = None if wanted == "off" else compile_problem(device)
+    require(not problem or wanted == "auto", f"torch.compile does not work here ({problem}). Use --compile off.")
+    if problem:
+        return False, f"off, as it does not work here ({problem})"
+    return wanted != "off", "off" if wanted == "off" else "on"
 
 
 def fix_threads():

@@ -76,9 +76,9 @@ class Validation:
             "val_loss_by_position": {str(length): means_by_octave(mean) for length, mean in means.items()},
         }
         for name in others:
-            ours, plans = self.plans[first], self.plans[name]
-            differ = {n: tokens for n, tokens in tokens_by_length.items() if not same_rotation(ours[n], plans[n])}
-            means = self._means_by_position(plans, differ, stopping)
+            # Up to the training length, the methods have the same rotary tables.
+            longer = {n: tokens for n, tokens in tokens_by_length.items() if n > self.config.train_length}
+            means = self._means_by_position(self.plans[name], longer, stopping)
             losses = {str(length): mean.mean().item() for length, mean in means.items()}
             record.setdefault("val_loss_as", {})[name] = record["val_loss"] | losses
         return record
@@ -185,12 +185,6 @@ def build_alternatives(config: Config) -> dict[str, Method]:
         )
         for name in config.validate_as
     }
-
-
-def same_rotation(ours: Plans, theirs: Plans) -> bool:
-    """Return True if both methods use the same rotary tables at this length, so that one validation serves both."""
-    (a,), (b,) = ours, theirs
-    return a.cos is None or torch.equal(a.cos, b.cos) and torch.equal(a.sin, b.sin)
 
 
 def means_by_octave(mean: Tensor) -> list[float]:

@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None):
     parser.add_argument("--curriculum", type=int, help="tokens a prompt in the first half of the steps (0: as later)")
     parser.add_argument("--examples", type=int, help="prompts scored at each length")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    parser.add_argument("--compile", default="auto", choices=["auto", "model", "blocks", "off"])
+    parser.add_argument("--compile", default="auto", choices=["auto", "on", "off"])
     args = parser.parse_args(argv)
     given = {field.name: getattr(args, field.name) for field in dataclasses.fields(Needle)}
     given = {name: value for name, value in given.items() if value is not None}
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None):
         run(path, needle, args.lengths, device, compiled)
 
 
-def run(path: Path, needle: Needle, lengths: list[int] | None, device: torch.device, compiled: str | None):
+def run(path: Path, needle: Needle, lengths: list[int] | None, device: torch.device, compiled: bool):
     """Fine-tune and score one run, or do the rest of it. lengths: None for the paper's.
 
     Raise ValueError or OSError for the user's mistakes.
@@ -114,14 +114,14 @@ def read_json(path: Path) -> dict:
 
 
 def fine_tune(
-    config: Config, model: GPT, tasks: list[NeedleTask], folder: RunFolder, compiled: str | None, needle: Needle
+    config: Config, model: GPT, tasks: list[NeedleTask], folder: RunFolder, compiled: bool, needle: Needle
 ):
     """Train the model in place, from the folder's latest checkpoint on.
 
     tasks: one for each half of the steps. A step has about as many tokens of either.
     """
     device, steps, world = model.head.device, needle.steps, World.alone(model.head.device)
-    optimizers = build_optimizers(config, model, bool(compiled), world)
+    optimizers = build_optimizers(config, model, compiled, world)
     start = 0
     if checkpoint := latest_checkpoint(folder.checkpoints):
         state = load_checkpoint(checkpoint)
@@ -131,7 +131,7 @@ def fine_tune(
     metrics = Metrics(folder.metrics)
     metrics.truncate(start, validated=-1)
     plans = [model.plan(task.length, backend=config.attention_backend) for task in tasks]
-    training_model = compile_model(model, compiled)
+    training_model = compile_model(model) if compiled else model
     for step in tqdm(range(start, steps), "fine-tuning", initial=start, total=steps, unit="step", disable=None):
         task, plan = tasks[step >= steps // 2], plans[step >= steps // 2]
         count = needle.sequences * config.train_length // task.length

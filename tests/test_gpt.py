@@ -217,7 +217,7 @@ def test_score_statistics_are_those_of_the_scores(name, length, num_queries):
 def test_compiled_blocks_compute_the_losses_of_the_model_whose_weights_they_share():
     model = make_random_gpt()
     eager, stats = uncompiled(model), torch._dynamo.utils.counters["stats"]
-    assert compile_model(model, None) is model and compile_model(model, "blocks") is model
+    compile_model(model)
     torch._dynamo.reset()
     stats.clear()
     for scale in (1, 0.5):  # of weights that training changes later

@@ -1,6 +1,8 @@
 """The optimizers of a run on 1, 2, 3 and 4 gloo processes: the same training, the work and the state divided, the bytes
 that are sent."""
 
+import collections
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,6 @@ from lives import start_method
 from torch import nn
 from torch.multiprocessing import start_processes
 
-from optim import sharded
 from optim.muon import Muon, as_matrices, lr_scale
 from optim.sharded import Group, Optimizers
 
@@ -71,8 +72,6 @@ def train(net, optimizers, steps, rank=0, world=1, poison=None):
         loss = torch.zeros(())
         for i in range(2):
             part = net(tokens[i], targets[i]) / (2 * world)
-            if i == 1:
-                optimizers.overlap_communication()
             part.backward()
             loss += part.detach()
         if poison == (step, rank):
@@ -99,21 +98,20 @@ def restore(saved, rank=0, world=1):
     return net, optimizers
 
 
-class Sent:
-    """What this rank hands to the collectives, in bytes, and when."""
+def count_bytes(patch):
+    """The bytes that this rank hands to each collective from now on."""
+    sent = collections.Counter()
 
-    def __init__(self, patch):
-        self.bytes, self.order = {}, []
-        for name, argument in dict(all_to_all_single=1, all_gather_into_tensor=1, all_reduce=0).items():
-            patch.setattr(dist, name, self.counted(name, getattr(dist, name), argument))
-
-    def counted(self, name, function, argument):
+    def counted(name, function, argument):
         def call(*args, **kwargs):
-            self.bytes[name] = self.bytes.get(name, 0) + args[argument].nbytes
-            self.order.append(name)
+            sent[name] += args[argument].nbytes
             return function(*args, **kwargs)
 
         return call
+
+    for name, argument in dict(all_to_all_single=1, all_gather_into_tensor=1, all_reduce=0).items():
+        patch.setattr(dist, name, counted(name, getattr(dist, name), argument))
+    return sent
 
 
 def work(rank, world):
@@ -126,22 +124,12 @@ def work(rank, world):
     results["net"] = {name: p.detach().clone() for name, p in net.named_parameters()}
     results["owned"] = {k: [tuple(b.shard.shape) for b in v] for k, v in optimizers.buckets.items()}
     with pytest.MonkeyPatch.context() as patch:
-        sent = Sent(patch)
+        results["sent"] = count_bytes(patch)
         train(net, optimizers, [STEPS], rank, world)
-    results["sent"], results["expected"] = sent.bytes, bytes_a_step(optimizers, world)
+    results["sent"], results["expected"] = dict(results["sent"]), bytes_a_step(optimizers, world)
     before = snapshot(net, optimizers)
     results["poisoned"] = train(net, optimizers, range(2), rank, world, poison=(0, 1))
     results["before"], results["after"] = before, snapshot(net, optimizers)
-
-    with pytest.MonkeyPatch.context() as patch:  # many small buckets, which set off while the backward pass goes on
-        patch.setattr(sharded, "BUCKET_BYTES", 1)
-        net = Net()
-        optimizers = Optimizers(groups(net), rank, world)
-        sent = Sent(patch)
-        net.embedding.register_post_accumulate_grad_hook(lambda _: results.update(before_the_end=len(sent.order)))
-        results["small_numbers"] = train(net, optimizers, range(STEPS), rank, world)
-        results["buckets"] = len(optimizers.all_buckets())
-
     return results
 
 
@@ -229,14 +217,6 @@ def test_each_rank_owns_its_share(ranks, world):
 @pytest.mark.parametrize("world", WORLDS)
 def test_bytes_sent_are_the_bytes_stated(ranks, world):
     assert all(rank["sent"] == rank["expected"] for rank in ranks[world])
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_small_buckets_leave_during_the_backward_pass_and_change_nothing(ranks, alone, world):
-    for rank in ranks[world]:
-        assert rank["buckets"] > 5
-        assert rank["before_the_end"] >= 3  # the embedding's gradient is the last
-        assert torch.allclose(rank["small_numbers"], alone["numbers"], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("world", WORLDS)

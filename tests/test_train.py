@@ -20,6 +20,7 @@ import train_gpt
 from configs.command_line import read_config
 from data.shard_writer import ShardWriter
 from data.shards import open_split
+from model.gpt import GPT
 from runtime.build import build_model
 from runtime.checkpoint import latest_checkpoint, load_checkpoint
 from runtime.device import compile_problem
@@ -329,7 +330,7 @@ def test_resumes_bit_for_bit_on_two_threads(data, tmp_path):
 @pytest.mark.skipif(compile_problem(torch.device("cpu")) is not None, reason="torch.compile does not work")
 def test_resumes_bit_for_bit_when_compiled(data, tmp_path):
     """With the resumed run's graphs compiled anew, not taken from the first one's cache."""
-    small = dict(compile="model", num_layers=1, val_lengths=(16,))
+    small = dict(compile="on", num_layers=1, val_lengths=(16,))
     anew = dict(TORCHINDUCTOR_FX_GRAPH_CACHE="0", TORCHINDUCTOR_AUTOGRAD_CACHE="0")
     whole = train(data, tmp_path / "whole", **small)
     rewound(whole, tmp_path)
@@ -514,14 +515,15 @@ def test_a_last_update_that_spoils_the_weights_is_no_finished_run(data, tmp_path
 @pytest.mark.parametrize("on", ["stop", "skip"])
 def test_a_step_that_is_not_finite(on, data, finished, tmp_path, capsys, monkeypatch):
     """The 13th step's. A stopped run can be resumed in the same process: its folder is free again."""
-    compile_model = train_gpt.compile_model
 
-    def spoiled(*arguments):
-        model, calls = compile_model(*arguments), itertools.count(start=1)
-        return lambda *a, **k: model(*a, **k) * (math.nan if next(calls) == 25 else 1)  # two calls a step
+    forward, calls = GPT.forward, itertools.count(start=1)
+
+    def spoiled(self, *args, **options):
+        loss = forward(self, *args, **options)
+        return loss * math.nan if loss.dim() == 0 and next(calls) == 25 else loss  # two micro-batches a step
 
     with monkeypatch.context() as patch:
-        patch.setattr(train_gpt, "compile_model", spoiled)
+        patch.setattr(GPT, "forward", spoiled)
         words = arguments(data, tmp_path, on_nonfinite=on)
         if on == "stop":
             assert "on_nonfinite" in error_of(capsys, *words)

@@ -32,8 +32,8 @@ class Trainer:
                     parameter.normal_(0, 0.02)
         self.plan = self.model.plan(config.train_length, backend=config.attention_backend)
         self.backends = ", ".join(dict.fromkeys(plan.backend for plan in self.plan))
-        self.optimizers = build_optimizers(config, self.model, bool(compiled), self.world)
-        self.compiled_model = compile_model(self.model, compiled)
+        self.optimizers = build_optimizers(config, self.model, compiled, self.world)
+        self.compiled_model = compile_model(self.model) if compiled else self.model
         self.sequences = config.batch_tokens // config.train_length
         size = micro_batch_size(config.batch_tokens, config.train_length, config.micro_batch_tokens, world_size=1)
         generator = torch.Generator().manual_seed(0)
