@@ -113,9 +113,7 @@ def read_json(path: Path) -> dict:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def fine_tune(
-    config: Config, model: GPT, tasks: list[NeedleTask], folder: RunFolder, compiled: bool, needle: Needle
-):
+def fine_tune(config: Config, model: GPT, tasks: list[NeedleTask], folder: RunFolder, compiled: bool, needle: Needle):
     """Train the model in place, from the folder's latest checkpoint on.
 
     tasks: one for each half of the steps. A step has about as many tokens of either.
