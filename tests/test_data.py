@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -394,16 +393,6 @@ def test_an_error_of_the_reading_thread_is_raised_by_its_step(tmp_path):
         next(loader)
         with pytest.raises(ValueError, match="x_train_000002.bin"):
             next(loader)
-
-
-def test_close_ends_the_thread_in_mid_run(tmp_path):
-    stream, _ = make_stream(tmp_path, (50,))
-    before = threading.active_count()
-    loader = TrainLoader(stream, batch_tokens=50, length=10, micro_batch_tokens=50, vocab_size=VOCAB, prefetch=50)
-    next(loader)
-    assert threading.active_count() == before + 1
-    loader.close()
-    assert threading.active_count() == before
 
 
 # ---- validation ----

@@ -185,16 +185,6 @@ def test_a_file_that_was_never_checked_is_refused_and_fetched_again(hub, tmp_pat
         assert_whole(hub, out, NAMES)
 
 
-@DOWNLOADS
-def test_no_server_is_one_line(hub, tmp_path, capsys, monkeypatch, faults):
-    from huggingface_hub import constants
-
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}/{revision}/{filename}")
-    with faults("no server"):
-        assert fineweb(tmp_path / "out", 1) == 2 and NAMES[0] in one_error(capsys)
-
-
 def test_other_numbers_of_shards_and_folders_are_refused(tmp_path, capsys):
     assert fineweb(tmp_path / "out", 104) == 2 and "103" in one_error(capsys)
     manifest = {"tokenizer": "gpt2", "vocab_size": 50257, "source": "kjj0/fineweb100B-gpt2", "files": {}}
