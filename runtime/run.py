@@ -173,9 +173,6 @@ class Run:
         else:
             if not all(map(math.isfinite, validation["val_loss"].values())):
                 self._stop_if("the last update made weights that are not finite")
-            chance = math.log(config.vocab_size)
-            if min(validation["val_loss"].values()) >= chance - 1e-4:
-                self.log.print(f"warning: the loss is not below that of guessing, {chance:.4f}")
             if self.folder is not None:
                 self.folder.write_json("summary.json", self._summary(validation))
         self.log.close()

@@ -5,19 +5,16 @@
         one.run(sys.executable, "-m", "torch.distributed.run", ..., output=file)
 
 A machine is one namespace each of network, processes, mounts and host name (Linux, as root). What joins them is a
-switch in this process, which hands packets from one TUN device to another and can lose and delay them: a kernel
-without netem will do. Files are shared, as the disk of a cluster is. Nothing has a name outside and everything hangs
+switch in this process, which hands packets from one TUN device to another and can lose them: a kernel without netem
+will do. Files are shared, as the disk of a cluster is. Nothing has a name outside and everything hangs
 on the process of the test: it ends, however it ends, and the kernel removes processes, namespaces and devices.
 """
 
 import contextlib
 import ctypes
 import fcntl
-import heapq
-import itertools
 import json
 import os
-import random
 import select
 import signal
 import socket
@@ -57,12 +54,11 @@ def checked(result):
 
 
 class Network(threading.Thread):
-    """The switch. latency and jitter: seconds that a packet takes each way; loss: which part of the packets."""
+    """The switch."""
 
     def __init__(self):
         super().__init__(daemon=True)
-        self.latency = self.jitter = self.loss = 0.0
-        self.machines, self.unplugged, self.dropped = {}, set(), 0  # machines by the last number of their address
+        self.machines, self.unplugged = {}, set()  # machines by the last number of their address
         self.closed = False
 
     def __enter__(self):
@@ -90,28 +86,19 @@ class Network(threading.Thread):
         self.unplugged -= {int(name[-1])}
 
     def run(self):
-        late, order, rng = [], itertools.count(), random.Random(0)
         while not self.closed:
             devices = {m.device: number for number, m in list(self.machines.items()) if m.device is not None}
-            wait = min(0.05, max(0, late[0][0] - time.monotonic())) if late else 0.05
             try:
-                ready = select.select(list(devices), [], [], wait)[0]
+                ready = select.select(list(devices), [], [], 0.05)[0]
             except (OSError, ValueError):  # a device has just been closed
                 continue
             for device in ready:
-                with contextlib.suppress(OSError):  # the machine has just gone
+                with contextlib.suppress(OSError, TypeError):  # a machine has just gone
                     packet = os.read(device, 65536)
                     to = packet[19]
                     known = packet[0] >> 4 == 4 and to in self.machines
-                    if not known or {to, devices[device]} & self.unplugged or rng.random() < self.loss:
-                        self.dropped += 1
-                        continue
-                    when = time.monotonic() + self.latency + self.jitter * rng.random()
-                    heapq.heappush(late, (when, next(order), to, packet))
-            while late and late[0][0] <= time.monotonic():
-                *_, to, packet = heapq.heappop(late)
-                with contextlib.suppress(OSError, TypeError):
-                    os.write(self.machines[to].device, packet)
+                    if known and not {to, devices[device]} & self.unplugged:
+                        os.write(self.machines[to].device, packet)
 
 
 class Machine:

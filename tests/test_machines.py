@@ -1,12 +1,8 @@
 """What docs/reliability.md promises of runs on several machines, with the faults injected (tests/machines.py)."""
 
 import contextlib
-import os
-import signal
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,8 +20,6 @@ PATIENCE = 480  # seconds without a step after which a run counts as lost; torch
 TIMEOUT = 10  # seconds after which a rank is given up: --timeout
 QUICK = "join_timeout=120,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=10,read_timeout=20"
 SHORT = dict(steps=60, save_every=5, val_every=20)
-BETWEEN = "import socket, time; began = time.monotonic(); "
-BETWEEN += "print(socket.socket().connect_ex(('node2', 9)), time.monotonic() - began)"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,89 +37,6 @@ def data(tmp_path_factory):
 def network():
     with Network() as network:
         yield network
-
-
-# ---- the machines themselves -----------------------------------------------------------------------------------------
-
-
-def test_packets_are_late_and_lost(network, tmp_path):
-    output = tmp_path / "output"
-    first, _ = network.machine("node1"), network.machine("node2")
-
-    def connect(limit=60):
-        output.unlink(missing_ok=True)
-        first.run("timeout", limit, sys.executable, "-c", BETWEEN, output=output)
-        code = first.wait(limit + 60)
-        return code, [float(word) for word in output.read_text().split()]
-
-    code, (answer, _) = connect()
-    assert code == 0 and answer == 111  # ECONNREFUSED: it is there, and nobody listens
-    network.latency = 0.2
-    code, (answer, seconds) = connect()
-    assert code == 0 and answer == 111 and seconds >= 0.4
-    network.latency, network.loss = 0.0, 1.0
-    assert connect(2) == (124, [])
-    network.loss, before = 0.0, network.dropped
-    network.unplug("node2")
-    assert connect(2) == (124, []) and network.dropped > before
-    network.plug("node2")
-    assert connect()[0] == 0
-    with open(f"/proc/{first.init}/ns/net") as before:  # while it is open its number is not given to another
-        first.kill()
-        after = os.stat(f"/proc/{network.machine('node1').init}/ns/net")
-        assert not os.path.samestat(os.fstat(before.fileno()), after)
-
-
-PARENT = "import subprocess, time; subprocess.Popen(['sleep', '600']); time.sleep(600)"
-
-
-def test_orphans_and_the_dead_are_not_the_command(network):
-    machine = network.machine("node1")
-
-    def wait_for(workers):
-        end = time.monotonic() + 60
-        while len((found := machine.processes())[0]) != bool(workers) or len(found[1]) != workers:
-            assert time.monotonic() < end, found
-            time.sleep(0.01)
-        return found
-
-    machine.run(sys.executable, "-c", PARENT, output="/dev/null")
-    [agent], [worker] = wait_for(workers=1)
-    os.kill(agent, signal.SIGKILL)
-    wait_for(workers=0)
-    assert Path(f"/proc/{worker}/stat").read_text().split()[3] == str(machine.init)  # an orphan
-    assert machine.wait(60) == -signal.SIGKILL
-    machine.run(sys.executable, "-c", PARENT, output="/dev/null")
-    [agent], [younger] = wait_for(workers=1)
-    os.kill(worker, signal.SIGKILL)  # nobody waits for it: it stays, as a zombie
-    assert machine.processes() == ([agent], [younger])
-
-
-LEFT = """
-import sys, time
-sys.path.insert(0, "tests")
-from machines import Network
-with Network() as network:
-    machines = [network.machine("node1"), network.machine("node2")]
-    for machine in machines:
-        machine.run("sleep", "600", output="/dev/null")
-    while not all(machine.processes()[0] for machine in machines):
-        time.sleep(0.01)
-    print(*[pid for machine in machines for pid in (machine.init, *machine.processes()[0])], flush=True)
-    time.sleep(600)
-"""
-
-
-def test_nothing_is_left_of_machines_whose_test_is_killed(possible):
-    process = subprocess.Popen([sys.executable, "-c", LEFT], stdout=subprocess.PIPE, text=True)
-    pids = process.stdout.readline().split()
-    assert len(pids) == 4 and all(Path(f"/proc/{pid}").exists() for pid in pids)
-    process.send_signal(signal.SIGKILL)
-    process.wait(60)
-    end = time.monotonic() + 60
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < end, f"of {pids} some are left"
-        time.sleep(0.02)
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
