@@ -30,8 +30,10 @@ from runtime.copy_gain import KINDS
 from runtime.device import compute_dtype
 from runtime.processes import World, start_processes
 from runtime.validation import Validation
-from scripts.shared.runs import OTHER_TEXTS, StoredRun, join, read_run, stored_config
+from scripts.shared.runs import StoredRun, join, read_run, stored_config
 from scripts.shared.tables import loss_table, markdown_table
+
+OTHER_TEXTS = "other_texts"  # in evaluation.json, beside the losses on the run's own text: by fingerprint
 
 
 def load_run(folder: Path, device: torch.device) -> tuple[Config, torch.nn.Module]:

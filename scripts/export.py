@@ -27,7 +27,7 @@ from runtime.checkpoint import latest_checkpoint
 from scripts.evaluate import load_run
 from scripts.hf.load import import_transformers
 from scripts.hf.modules import ROOT, export_modules
-from scripts.shared.runs import StoredRun, log_values, read_run
+from scripts.shared.runs import StoredRun, read_run
 from scripts.shared.tables import loss_table
 
 GPT2 = "openai-community/gpt2"  # on the hub
@@ -141,7 +141,7 @@ def model_card(run: StoredRun, step: int, parameters: int) -> str:
         name=run.path.name, method=config.method, options=json.dumps(config.method_options),
         parameters=parameters, length=config.train_length, losses=losses, data=Path(config.data_dir).name,
         fingerprint=run.text or "unknown", tokenizer=run.data["tokenizer"], step=step, steps=config.steps,
-        tokens=step * config.batch_tokens, commit=", ".join(log_values(run.path, "commit")),
+        tokens=step * config.batch_tokens, commit=", ".join(run.logged("commit")),
     )  # fmt: skip
 
 

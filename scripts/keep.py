@@ -8,6 +8,7 @@ A line replaces the line of the same name. Checkpoints, training records and the
 
 import argparse
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from configs.config import NOT_MATHEMATICS
@@ -19,20 +20,21 @@ from scripts.shared.runs import StoredRun, data_fingerprint, read_run, single_va
 
 APART = ("method", "method_options", "seed")  # fields of a line of their own
 TELLING = ("data_dir", "dtype", "validate_as", "val_lengths", "val_tokens", "val_every", "val_profile", "val_copy_gaps")
-NUMBERS = ("steps", "tokens", "distinct_tokens", "parameters", "tokens_per_second", "seconds")
+SUMMARY = ("steps", "tokens", "distinct_tokens", "parameters", "tokens_per_second", "seconds")
+SUMMARY += ("val_loss", "val_loss_as", "copy_loss", "copy_gain", "copy_gain_error")
 DATA = ("train", "validation", "tokenizer", "copy_rows")
-LOSSES = ("val_loss", "val_loss_as", "copy_loss", "copy_gain", "copy_gain_error")
 NEEDLE = ("haystack", "steps", "sequences", "curriculum", "examples", "pretrained", "greedy", "teacher_forcing")
 NEEDLE += ("oracle", "by_distance", "as")
+CURVE = ("step", "val_loss", "val_loss_as", "copy_gain")
 
 
-def main():
+def main(argv: list[str] | None = None):
     parser = argparse.ArgumentParser(
         prog="python -m scripts.keep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="finished run folders")
     parser.add_argument("--to", type=Path, required=True, metavar="FILE", help="runs.jsonl of a scale")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     with exit_on_user_error():
         lines = args.to.read_text().splitlines() if args.to.exists() else []
         kept = {json.loads(line)["name"]: line for line in lines}
@@ -53,32 +55,28 @@ def make_line(stored: StoredRun) -> dict:
     line = {"name": stored.path.name, "preset": nearest, "changes": changes}
     line |= {field: getattr(config, field) for field in APART}
     line |= {key: values for key in ("commit", "device", "torch") if (values := stored.logged(key)) != ["unknown"]}
-    line["data"] = {key: stored.data[key] for key in DATA if key in stored.data} or {"train": summary["data"]}
+    line["data"] = chosen(stored.data, DATA) or {"train": summary["data"]}
     if "copy_rows" not in line["data"] and stored.text == data_fingerprint(config):
-        line["data"] |= {
-            key: value for key, value in read_manifest(Path(config.data_dir)).items() if key == "copy_rows"
-        }
+        line["data"] |= chosen(read_manifest(Path(config.data_dir)), ["copy_rows"])
     line["val_tokens"] = single_val_tokens(summary)
-    line |= {key: summary[key] for key in (*NUMBERS, *LOSSES) if summary.get(key)}
+    line |= chosen(summary, SUMMARY)
     if by_position := stored.last("val_loss_by_position"):
         longest = max(by_position, key=int)
         line["val_loss_by_position"] = {longest: by_position[longest]}
     if learned := stored.last("method_parameters"):
         line["method_parameters"] = learned
-    line["curve"] = [make_point(record, line["val_tokens"]) for record in stored.validations()]
+    line["curve"] = []
+    for record in stored.validations():
+        same = {*val_tokens(record).values()} == {line["val_tokens"]}  # which are not repeated
+        line["curve"].append(chosen(record, CURVE) | ({} if same else {"val_tokens": val_tokens(record)}))
     if needle := stored.needle:
-        line["needle"] = {key: needle[key] for key in NEEDLE if needle.get(key) not in (None, {})}
+        line["needle"] = chosen(needle, NEEDLE)
     return line
 
 
-def make_point(record: dict, tokens: int) -> dict:
-    """Return what is kept of one validation. tokens: of the last one, which are not repeated."""
-    point = {
-        key: record[key]
-        for key in ("step", "val_loss", "val_loss_as", "copy_gain")
-        if record.get(key) not in (None, {})
-    }
-    return point if {*val_tokens(record).values()} == {tokens} else point | {"val_tokens": val_tokens(record)}
+def chosen(record: dict, keys: Iterable[str]) -> dict:
+    """Return these keys of a record, as far as it has them."""
+    return {key: record[key] for key in keys if record.get(key) not in (None, {})}
 
 
 if __name__ == "__main__":

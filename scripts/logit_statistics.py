@@ -31,7 +31,7 @@ from scripts.hf.load import load_model
 from scripts.hf.scores import layer_scores
 from scripts.reproduce import logits
 from scripts.reproduce.drawing import draw_qq
-from scripts.reproduce.qq import FOLDER, FORMS, Kept
+from scripts.reproduce.qq import FOLDER, Kept, moments_table
 from scripts.shared.runs import read_run
 from scripts.shared.tables import write_csv
 
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None):
     tokens = [tokenizer.eot, *tokenizer.encode(text)][: args.tokens]
     kept = Kept()
     for layer, rotated, scores in measure(model, torch.tensor([tokens], device=device), MAX_PAIRS):
-        kept.add(scores, by_head=True, layer=layer, rotated=rotated)
+        kept.add(scores, layer=layer, rotated=rotated)
     about = dict(
         model=args.model, text=args.text.name, text_sha256=hashlib.sha256(text.encode()).hexdigest(),
         tokens=len(tokens), pairs=scores.shape[1], scale=scale, dtype=str(model.dtype).removeprefix("torch."),
@@ -70,16 +70,14 @@ def main(argv: list[str] | None = None):
     )  # fmt: skip
     out = args.out or Path("runs") / FOLDER / Path(args.model).resolve().name
     write(out, kept, about)
-    print(f"{kept.table()}\n\n{out}")
+    print(f"{moments_table({args.model: kept})}\n\n{out}")
 
 
 def write(out: Path, kept: Kept, about: dict):
-    """Write figures and tables into a folder. about.json comes last and marks it as complete."""
+    """Write a figure and tables into a folder. about.json comes last and marks it as complete."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "about.json").unlink(missing_ok=True)
-    for name, by_head in dict(layers=False, heads=True).items():
-        blocks = {form: kept.lines(rotated, by_head) for rotated, form in FORMS.items()}
-        draw_qq(out / name, {form: lines for form, lines in blocks.items() if lines})
+    draw_qq(out / "layers", kept.blocks())
     write_csv(out / "quantiles.csv", kept.quantiles)
     write_csv(out / "statistics.csv", kept.statistics)
     replace_text(out / "about.json", to_json(about, indent=1) + "\n")

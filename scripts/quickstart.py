@@ -23,7 +23,7 @@ from data.shards import read_manifest
 from errors import exit_on_user_error, require
 from files import replace_text
 from scripts.shared.arguments import field_changes
-from scripts.shared.looks import LINES, import_matplotlib
+from scripts.shared.looks import LINES
 from scripts.shared.runs import data_fingerprint, describe_differences, find_stored, read_runs, sidecar, train_state
 from scripts.shared.tables import markdown_table
 from scripts.sweep.local import train
@@ -112,7 +112,6 @@ def result_table(summaries: dict[str, dict], config: Config) -> str:
 
 def draw(summaries: dict[str, dict], config: Config, path: Path):
     """Draw loss against length beside copy gain against the gap."""
-    import_matplotlib()
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.6, 3.8), layout="constrained")

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from errors import exit_on_user_error, require
 from files import replace_text
-from scripts.shared.looks import choose_looks, import_matplotlib, method_name
+from scripts.shared.looks import choose_looks, method_name
 from scripts.shared.runs import StoredRun, failures, read_run, stored_state
 
 STYLE = """body { font: 15px sans-serif; margin: 2em; } table { border-collapse: collapse; }
@@ -149,7 +149,6 @@ def main(argv: list[str] | None = None):
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where the run folders are")
     parser.add_argument("--out", type=Path, default=Path("report.html"), help="the page")
     args = parser.parse_args(argv)
-    import_matplotlib()
     with exit_on_user_error():
         paths = args.runs or [path.parent for path in sorted(args.runs_dir.glob("*/config.json"))]
         require(paths, f"{args.runs_dir} holds no runs. Name run folders or another --runs-dir.")

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 import torch
 from test_gpt import make_random_gpt, random_tokens
-from test_reproduce import call, cells_of, is_figure, rows, same, write_models, write_run, write_study  # noqa: F401
+from test_reproduce import call, cells_of, is_figure, rows, same, table_of, write_models, write_run, write_study  # noqa: F401
 
 from configs.config import config_hash
 from configs.sweeps import BEST, RIVALS, sweep
 from model.methods import canonical_name
-from runtime.build import build_model, layer_methods
+from runtime.build import layer_methods
 from runtime.validation import means_by_octave
 from scripts.reproduce import far_tokens
 from scripts.reproduce.comparisons import compare, describe_variances, difference_cell, differences, holm
 from scripts.shared.looks import series_label, series_name
 from scripts.shared.runs import read_runs
-from scripts.shared.tables import mean_and_stderr
+from scripts.shared.tables import format_mean, mean_and_stderr
 
 pytestmark = pytest.mark.slow
 
@@ -88,10 +88,9 @@ def test_losses_that_are_equal_or_not_finite_leave_the_other_methods_their_tests
 
 def test_the_page_tells_differences_and_the_order(tmp_path):
     def compared(losses):
-        study = SimpleNamespace(base_length=256, write_csv=lambda rows, suffix: written.append((suffix, len(rows))))
+        study = SimpleNamespace(base_length=256, times=lambda n: f"{n} ({n // 256}x)")
         return compare(study, losses, REFERENCE, [256], paper, ())
 
-    written = []
     losses = {REFERENCE: [4.0, 4.01], "rope": [4.5, 4.51], "alibi": [4.1, 4.11], "nope": [5.0]}
     losses = {(series, 256): values for series, values in losses.items()}
     paper = {(REFERENCE, 4096): 3.0, ("rope", 4096): 3.1, ("alibi", 4096): 3.2, ("nope", 4096): 4.0}
@@ -99,7 +98,6 @@ def test_the_page_tells_differences_and_the_order(tmp_path):
     assert cells["RoPE"][1] == "**+0.500 \u00b1 0.007** (p < 0.001)"
     assert cells["NoPE"] == ["1, 2", "**+0.995 \u00b1 0.009** (p < 0.001)"]
     assert cells["256 (1x)"][:2] == ["+0.80", "4"]  # of ranks 1 3 2 4 and 1 2 3 4
-    assert written == [("_differences", 3)]
     assert compared({key: values[:1] for key, values in losses.items()})[0] == "### Order"
     assert compared({}) == []
 
@@ -113,39 +111,27 @@ def test_tau_by_length(tmp_path, call):  # noqa: F811
     learned = {f"blocks.{i}.attention.method.score_change.log_tau": [math.log(i + 1), math.log(0.25)] for i in range(3)}
     metrics.write_text(metrics.read_text() + json.dumps(last | dict(method_parameters=learned)) + "\n")
     code, output = call("tau_by_length", "--scale", "mini")
-    section = output.out.split("### What heads learned")[1].split("- command")[0]
+    assert code == 0 and is_figure(tmp_path / "out" / "figures" / "tau_by_length")
+    page, section = output.out.split("### What heads learned")
     ((name, cells),) = [row for row in cells_of(section).items() if row[0] not in ("method", "")]
     assert name.startswith("Scale-invariant p-RoPE, \u03c4 learned by each head")
     assert cells == ["1024", "0", "1.00, 0.25", "2.00, 0.25", "3.00, 0.25"]
-    assert [row["head"] for row in rows(tmp_path, "tau_by_length_learned")] == ["1", "2"] * 3
-    assert code == 0 and is_figure(tmp_path / "out" / "figures" / "tau_by_length")
-    data = rows(tmp_path, "tau_by_length")
-    found = {(r["train_length"], float(r["tau"]), r["ratio"]): float(r["mean"]) for r in data}
-    at_1x = {tau: found["256", tau, "1.0"] for tau in (0.0390625, 0.15625, 0.625, 2.5, 10, 40, math.inf)}
-    assert [at_1x[10], at_1x[0.625]] == [losses[f"mini-{REFERENCE}{tau}-s0"] for tau in ("", "-tau0.625")]
-    assert len(found) == 7 * (4 + 3 + 2)  # of 256, 1024, 4096 up to 16,384
-    lines = [line.split("|") for line in output.out.splitlines() if line.startswith("| 256 ")]
-    (bold,) = [line for line in lines if line[5].strip().startswith("**")]
-    best = min(at_1x, key=at_1x.get)
-    assert bold[2].strip() == ("learned" if best == math.inf else f"{best:.3g}")
+    lines = [line for line in page.splitlines() if line.startswith("| ")][1:]
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert sum(bool(cell) for line in lines for cell in line[4:]) == 7 * (4 + 3 + 2)  # of 256, 1024, 4096 up to 16,384
+    at_1x = {line[1]: line[4].strip("*").split(" ")[0] for line in lines if line[0] == "256"}
+    assert [*at_1x] == ["0.0391", "0.156", "0.625", "2.5", "10", "40", "learned"]
+    for tau, name in (("10", ""), ("0.625", "-tau0.625")):
+        assert at_1x[tau] == f"{losses[f'mini-{REFERENCE}{name}-s0']:.3f}"
+    (bold,) = [line for line in lines if line[0] == "256" and line[4].startswith("**")]
+    assert bold[1] == min(at_1x, key=lambda tau: float(at_1x[tau]))
 
 
 def test_heads_that_differ(tmp_path, call):  # noqa: F811
-    runs = sweep("scale_invariant_by_head", "mini", seeds=[0])
-    taus = []
-    for run in (run for run in runs if run.config.method != "alibi"):
-        change = build_model(run.config, torch.float32).blocks[0].attention.method.score_change
-        m = change.coefficients(torch.tensor([[1e6]], dtype=torch.float64), torch.arange(2)[:, None])[1].flatten()
-        taus.append(tuple((1e6 / torch.expm1(-m / 2)).expand(2).tolist()))
-    expected = [(0.625, 0.625)] * 3 + [(0.625, 0.625 * ratio) for ratio in (16, 64, 256)]
-    expected += [(2.5, 2.5)] * 2 + [(10, 10)] * 2 + [(0.625, 0.625)] * 2
-    assert torch.tensor(taus) == pytest.approx(torch.tensor(expected))
     write_study(tmp_path / "runs", "scale_invariant_by_head")
     code, output = call("scale_invariant_by_head", "--scale", "mini")
     assert code == 0 and "### Order" not in output.out  # the paper has no such rows
     assert "| minus Scale-invariant p-RoPE, \u03c4 = 0.625 " in output.out
-    needle = sweep("needle_by_head", "mini", seeds=[0])
-    assert [run.config for run in needle] == [run.config for run in runs] and all(run.needle for run in needle)
 
 
 def test_rivals_are_methods_and_three_seeds_each():
@@ -184,13 +170,14 @@ def test_table_rivals_names_the_best_and_its_margins(tmp_path, call):  # noqa: F
             found = {(r["series"], r["length"]): r for r in differences(losses, reference, [*named])}
             assert len(found) == 3 * 4  # series beside the reference, lengths
             assert cell == ("" if series == reference else difference_cell(found[series, length]))
-    table = {r["series"]: r for r in rows(tmp_path, "table_rivals_costs")}
-    assert len(table) == 4 and (table["fox"]["parameters"], table["rope"]["parameters"]) == ("5001", "5000")
+    table = cells_of(output.out.split("### What they cost")[1])
     for series, values in rates.items():
-        row, (mean, stderr) = table[series], mean_and_stderr(values)
-        assert [float(row["tokens_per_second"]), float(row["stderr"])] == pytest.approx([mean, stderr])
+        mean, stderr = mean_and_stderr(values)
+        parameters = "5,001" if series == "fox" else "5,000"
+        assert table[series_name(series)] == [parameters, f"{mean:,.0f} \u00b1 {stderr:,.0f}", "3"]
     assert "### By position" not in output.out and "fewer layers" not in output.out
-    _, output = call("table_rivals", "--scale", "mini", "--methods", "llama4", "fox", "--force")
+    (tmp_path / "out" / "tables.md").unlink()
+    _, output = call("table_rivals", "--scale", "mini", "--methods", "llama4", "fox")
     assert "Llama 4: `rope+window`, `rope+window`, `rope+window`." in output.out
 
 
@@ -207,11 +194,10 @@ def test_table_rivals_shows_losses_by_position(tmp_path, call):  # noqa: F811
             inside = losses[(positions >= first) & (positions <= last)]
             mean.setdefault((first, last), []).append(inside.mean().item())
     code, output = call("table_rivals", "--scale", "mini", "--methods", "fox", "--seeds", "0", "1")
-    found = {(int(r["first"]), int(r["last"])): r for r in rows(tmp_path, "table_rivals_positions")}
-    assert code == 0 and found.keys() == mean.keys()
-    for place, values in mean.items():
-        expected = [*mean_and_stderr(values), 2]
-        assert [float(found[place][key]) for key in ("mean", "stderr", "seeds")] == pytest.approx(expected, abs=2e-5)
+    table = table_of(output.out.split("### By position")[1])
+    assert code == 0
+    for (first, last), values in mean.items():
+        assert table["FoX", f"{first}-{last}"] == format_mean(*mean_and_stderr(values))
 
 
 # ---- the study `taught` ----------------------------------------------------------------------------------------------
@@ -232,27 +218,27 @@ def test_taught_compares_runs_of_one_seed(tmp_path, call):  # noqa: F811
     write_taught(tmp_path / "runs", range(5))
     code, output = call("taught")
     assert code == 0 and is_figure(tmp_path / "out" / "figures" / "taught")
-    table = {(r["series"], r["measure"], int(r["tokens"])): r for r in rows(tmp_path, "taught")}
-    lengths, gaps = {at for _, what, at in table if what == "loss"}, {at for _, what, at in table if what != "loss"}
-    assert lengths == {256, 1024, 4096, 16_384} and gaps == {128, 512, 1024, 2048}
-    assert all(row["seeds"] == "5" for row in table.values()) and len(cells_of(output.out)) > 16
-    primary = rows(tmp_path, "taught_primary")
-    rivals = ["rope", "logn_p_rope", "alibi slope_scale=4"]  # ALiBi's best slopes
-    assert [(r["measure"], r["tokens"], r["rival"]) for r in primary] == [
-        (what, at, rival) for what, at in (("loss", "4096"), ("copy gain", "1024")) for rival in rivals
-    ]
+    first, second = output.out.split("### Primary comparisons")[0].split("\n\n| ")[1:]
+    assert f"{4096} (16x) loss" in first and f"{2048} (8x) copy gain" in second
+    assert cells_of(f"| {first}")["RoPE"][0] == "5"
     stored = {(series_label(run.config), run.config.seed): run.summary for run in read_runs(tmp_path / "runs")}
-    for row in primary:
+    lines = output.out.split("### Primary comparisons")[1].splitlines()
+    primary = [line.split("|")[1:-1] for line in lines if line.startswith("| ")][1:]
+    expected = []
+    for measure, tokens in (("loss", "4096"), ("copy gain", "1024")):
+        for rival in ("rope", "logn_p_rope", "alibi slope_scale=4"):  # ALiBi's best slopes
 
-        def value(series, seed):
-            summary = stored[series, seed]
-            return summary["val_loss"]["4096"] if row["measure"] == "loss" else summary["copy_gain"]["random"]["1024"]
+            def value(series, seed):
+                summary = stored[series, seed]
+                return summary["val_loss"][tokens] if measure == "loss" else summary["copy_gain"]["random"][tokens]
 
-        pairs = [value(REFERENCE, seed) - value(row["rival"], seed) for seed in range(5)]
-        mean, stderr = mean_and_stderr(pairs)
-        assert [float(row["difference"]), float(row["stderr"])] == pytest.approx([mean, stderr])
-        assert float(row["p"]) == pytest.approx(two_sided(mean / stderr, 4), rel=1e-3, abs=1e-9)
-    assert [float(row["p_holm"]) for row in primary] == pytest.approx(holm([float(row["p"]) for row in primary]))
+            mean, stderr = mean_and_stderr([value(REFERENCE, seed) - value(rival, seed) for seed in range(5)])
+            row = dict(rival=rival, place=f"{measure}, {tokens} tokens ({int(tokens) // 256}x)", difference=mean)
+            expected.append(row | dict(stderr=stderr, p=two_sided(mean / stderr, 4)))
+    for row, p_holm in zip(expected, holm([row["p"] for row in expected])):
+        cell = difference_cell(row | dict(p_holm=p_holm))
+        assert [cell.strip() for cell in primary.pop(0)] == [series_name(row["rival"]), row["place"], "5", cell]
+    assert not primary
 
 
 def test_taught_of_few_runs_compares_what_there_is(tmp_path, call):  # noqa: F811

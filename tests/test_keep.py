@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from configs.sweeps import sweep
 from scripts import keep as keep_command
 from scripts.reproduce import __main__ as reproduce_command
 from scripts.reproduce import beyond, figures, needles
-from scripts.reproduce.pages import COMPUTED, read_sections
+from scripts.reproduce.__main__ import COMPUTED, read_sections
 from scripts.shared.runs import read_runs
 
 ROOT = Path(__file__).parents[1]
@@ -28,9 +27,8 @@ def call(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
 
     def call(command, *words):
-        monkeypatch.setattr(sys, "argv", [command.__name__, *map(str, words)])
         try:
-            command.main()
+            command.main([*map(str, words)])
         except SystemExit as end:
             return end.code, capsys.readouterr()
         return 0, capsys.readouterr()
@@ -58,8 +56,8 @@ def test_pages_made_from_lines_are_those_made_from_run_folders(tmp_path, call):
         assert line.summary["tokens_per_second"] == 9 and line.data["validation"] == "v"
     made = []
     for runs_dir in ("trained", "kept/runs.jsonl"):
-        code, output = call(reproduce_command, "figure_train_4k", "--scale", "mini", "--csv", "--runs-dir", runs_dir)
-        numbers = (tmp_path / "results/mini/csv/figure_train_4k.csv").read_bytes()
+        code, output = call(reproduce_command, "figure_train_4k", "--scale", "mini", "--runs-dir", runs_dir)
+        numbers = (tmp_path / "results/mini/figures/figure_train_4k.png").read_bytes()
         made.append((code, output.out.replace(f"--runs-dir {runs_dir}", ""), numbers))
     assert made[0] == made[1] and "0123abc (21)" in made[0][1]
 
@@ -113,9 +111,8 @@ def test_a_line_of_a_field_that_is_gone_is_a_problem_and_no_error(tmp_path):
 @pytest.mark.parametrize("kept", KEPT, ids=lambda path: path.parent.name)
 def test_committed_tables_are_what_the_committed_lines_make(tmp_path, call, kept, monkeypatch):
     """Byte for byte, by the command that each section of the page names."""
-    monkeypatch.setattr(figures, "draw_curves", lambda *_: None)
-    for module in (beyond, needles):
-        monkeypatch.setattr(module, "draw_lines", lambda *_, **__: None)
+    for module in (beyond, figures, needles):
+        monkeypatch.setattr(module, "draw_panels", lambda *_, **__: None)
     place = tmp_path / "results" / kept.parent.name
     place.mkdir(parents=True)
     shutil.copy(kept, place)

@@ -17,7 +17,7 @@ from configs.command_line import read_config
 from configs.config import Config
 from configs.presets import PRESETS
 from model import methods
-from scripts.reproduce.pages import ITEMS
+from scripts.reproduce.__main__ import ITEMS
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()

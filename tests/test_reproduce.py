@@ -4,8 +4,6 @@ import csv
 import dataclasses
 import json
 import math
-import re
-import sys
 
 import matplotlib.image
 import numpy as np
@@ -16,15 +14,15 @@ from configs.sweeps import SCALES, SWEEPS, sweep
 from data.shard_writer import ShardWriter
 from runtime.build import build_model
 from runtime.checkpoint import save_checkpoint
-from scripts.reproduce import figures, needles, pages
-from scripts.reproduce.__main__ import main
-from scripts.reproduce.drawing import drawing, legend_below
-from scripts.reproduce.figures import mean_over_seeds, tau_of
+from scripts.reproduce import __main__ as command
+from scripts.reproduce import beyond, figures, needles, taught
+from scripts.reproduce.drawing import Line, Panel, draw_panels
+from scripts.reproduce.figures import tau_of
 from scripts.reproduce.tables import paper_targets
 from scripts.shared.arguments import field_changes
 from scripts.shared.looks import method_name, series_label, series_name
 from scripts.shared.runs import data_fingerprint, read_runs
-from scripts.shared.tables import mean_and_stderr
+from scripts.shared.tables import format_mean, mean_and_stderr
 
 pytestmark = pytest.mark.slow
 
@@ -68,8 +66,9 @@ def write_study(runs_dir, item, scale="mini", **options):
     """All runs of a study, with losses that differ by series and seed; returns them by (series, seed, length)."""
     random, values = np.random.default_rng(0), {}
     for number, run in enumerate(sweep(item, scale)):
-        drawn = {m: {n: 4 + 0.01 * number + random.random() for n in run.config.val_lengths} for m in run.methods}
-        losses, others = drawn[run.methods[0]], {method: drawn[method] for method in run.methods[1:]}
+        methods = [run.config.method, *run.config.validate_as]
+        drawn = {m: {n: 4 + 0.01 * number + random.random() for n in run.config.val_lengths} for m in methods}
+        losses, others = drawn[methods[0]], {method: drawn[method] for method in methods[1:]}
         steps = [s * run.config.steps // 4 for s in range(5)]
         write_run(runs_dir, run, losses, steps=steps, others=others, **options)
         shown = {series_label(run.config): losses} | others
@@ -78,17 +77,24 @@ def write_study(runs_dir, item, scale="mini", **options):
 
 
 @pytest.fixture
-def call(tmp_path, monkeypatch, capsys):
-    """Runs the command on tmp_path's runs, with --csv: its exit status and its output."""
+def call(tmp_path, capsys):
+    """Runs the command on tmp_path's runs: its exit status and its output."""
 
     def call(*words):
-        arguments = [*words, "--csv", "--runs-dir", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
-        monkeypatch.setattr(sys, "argv", ["reproduce", *arguments])
         with pytest.raises(SystemExit) as end:
-            main()
+            command.main([*words, "--runs-dir", str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
         return end.value.code, capsys.readouterr()
 
     return call
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The panels of each figure by its name. They are not drawn."""
+    grids = {}
+    for module in (beyond, figures, needles, taught):
+        monkeypatch.setattr(module, "draw_panels", lambda path, grid, **_: grids.update({path.name: grid}))
+    return grids
 
 
 def rows(tmp_path, name):
@@ -106,6 +112,18 @@ def cells_of(text):
     """The table rows of a text, by their first cell."""
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     return {cells[0]: cells[1:] for cells in ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)}
+
+
+def table_of(text):
+    """The cells of the first table of a text by first cell and head, without bold."""
+    lines = text[text.index("\n| ") + 1 :].split("\n\n")[0].splitlines()
+    head, _, *body = [[cell.strip(" *") for cell in line.split("|")[1:-1]] for line in lines]
+    return {(line[0], name): cell for line in body for name, cell in zip(head[1:], line[1:])}
+
+
+def missing(output):
+    """The lines of a page on what is missing."""
+    return [line for line in output.out.splitlines() if line.startswith("- missing")]
 
 
 def same(run, value=4.0):
@@ -145,61 +163,45 @@ def test_paper_targets_are_whole():
 def test_table_losses_has_means_errors_and_the_papers_numbers(tmp_path, call):
     values = write_study(tmp_path / "runs", "table_losses")
     code, output = call("table_losses", "--scale", "mini")
-    assert code == 0 and "missing" not in output.out and "runs used: 27 of 27" in output.out
-    table = {(r["method"], int(r["length"])): r for r in rows(tmp_path, "table_losses")}
-    assert len(table) == 12 * 4  # the published slopes of ALiBi and the scaled tau among them
-    lenders = {m: r["weights_of"] for (m, _), r in table.items() if r["weights_of"]}
-    assert lenders == dict(rope_ntk="rope", yarn="rope", logn_ntk="logn_rope")
-    for (method, length), row in table.items():
-        three = np.array([values[method, seed, length] for seed in range(3)])
-        assert float(row["mean"]) == pytest.approx(three.mean())
-        assert float(row["stderr"]) == pytest.approx(three.std(ddof=1) / math.sqrt(3))
-        assert row["seeds"] == "3"
-        paper = paper_targets("table_losses").get((method, length * 16))
-        assert row["paper_mean"] == (str(paper["mean"]) if paper else "")
-    best = min((float(r["mean"]), m) for (m, n), r in table.items() if n == 256)[1]
-    line = next(text for text in output.out.splitlines() if re.match(rf"\| {series_name(best)}\u2020? ", text))
-    assert line.split("|")[3].strip().startswith("**")
+    assert code == 0 and not missing(output) and "runs used: 27 of 27" in output.out
+    table, weights = table_of(output.out), {"RoPE+NTK", "YaRN", "LogN+NTK"}  # validated with the weights of another
+    for series, _, length in values:
+        name = series_name(series) + ("\u2020" if series_name(series) in weights else "")
+        three = np.array([values[series, seed, length] for seed in range(3)])
+        head = f"{length} ({length // 256}x)"
+        assert table[name, head] == format_mean(three.mean(), three.std(ddof=1) / math.sqrt(3))
+        assert table[name, "seeds"] == "3"
+        if length < 16_384:
+            paper = paper_targets("table_losses").get((series, length * 16))
+            printed = table[name, f"paper {length // 64}k ({length // 256}x)"].split(" ")[0]
+            assert printed == (f"{paper['mean']:.3f}" if paper else "")
+    best = min({series for series, _, _ in values}, key=lambda s: sum(values[s, seed, 256] for seed in range(3)))
+    (bold,) = [name for name, cells in cells_of(output.out.split("###")[0]).items() if cells[1].startswith("**")]
+    assert bold.strip("\u2020") == series_name(best)
     assert "0123abc (27)" in output.out and "an abacus (27)" in output.out
-    assert {"RoPE+NTK\u2020", "ALiBi, official slopes", "Scale-invariant p-RoPE, \u03c4 = 0.625"} <= {
-        *cells_of(output.out)
-    }
-
-
-def test_one_seed_has_no_standard_error(tmp_path, call):
-    for run in sweep("table_losses", "mini", seeds=[1], methods=["alibi"]):
-        write_run(tmp_path / "runs", run, same(run, 4.5))
-    code, output = call("table_losses", "--scale", "mini", "--seeds", "1", "--methods", "alibi")
-    assert code == 0 and "4.500 \u00b1 n/a" in output.out
 
 
 def test_without_runs_nothing_is_written_and_the_sweep_is_named(tmp_path, call):
     code, output = call("table_infini", "--scale", "mini", "--steps", "6", "--cooldown_steps", "2")
-    assert code == 1 and "runs used: 0 of 12" in output.out and "3.296 \u00b1 0.003" in output.out
-    assert "scripts.sweep table_infini --scale mini" in output.out and "--steps 6 --cooldown_steps 2`" in output.out
-    assert [*cells_of(output.out)] == ["method", "RoPE", "Scale-invariant p-RoPE", "", "Infini-RoPE", "Infini-p-RoPE"]
-    assert not (tmp_path / "out").exists()
+    assert code == 1 and "runs used: 0 of 12" in output.out and not (tmp_path / "out").exists()
+    words = f"--scale mini --steps 6 --cooldown_steps 2 --runs-dir {tmp_path / 'runs'}`"
+    assert f"`python -m scripts.sweep table_infini {words}" in output.out
 
 
 def test_runs_of_an_item_read_equally_many_tokens():
     """So that the fingerprints of what they read are the same on the same text."""
     for item in SWEEPS:
-        for scale in SCALES:
-            assert len({run.config.steps * run.config.batch_tokens for run in sweep(item, scale)}) == 1
+        assert len({run.config.steps * run.config.batch_tokens for run in sweep(item, "mini")}) == 1
 
 
-@pytest.mark.parametrize("field", ["train", "validation", "val_tokens"])
+@pytest.mark.parametrize("field", ["data", "validation", "val_tokens"])
 def test_runs_on_another_text_are_named_and_left_out(tmp_path, call, field):
     runs = sweep("table_losses", "mini", methods=["rope"])
     for run in runs:
         folder = write_run(tmp_path / "runs", run, same(run))
-    path = folder / ("summary.json" if field == "val_tokens" else "data.json")
-    stored = json.loads(path.read_text())
-    stored[field] = 1024 if field == "val_tokens" else "other"
-    path.write_text(json.dumps(stored))
-    if field == "train":
-        summary = json.loads((folder / "summary.json").read_text())
-        (folder / "summary.json").write_text(json.dumps(summary | dict(data="other")))
+    path = folder / ("data.json" if field == "validation" else "summary.json")
+    other = {"data": "other", "validation": "other", "val_tokens": 1024}[field]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: other}))
     code, output = call("table_losses", "--scale", "mini", "--methods", "rope")
     assert code == 1 and "`mini-rope-s2`" in output.out and "runs used: 2 of 3" in output.out
 
@@ -210,14 +212,14 @@ def test_missing_lengths_come_from_the_evaluation_or_are_named(tmp_path, call):
     evaluation = dict(step="step_000640", val_tokens=49_152, val_loss={"16384": 6.0, "256": 9.0})
     (folders[0] / "evaluation.json").write_text(json.dumps(evaluation))
     (folders[1] / "evaluation.json").write_text(json.dumps(evaluation | dict(val_tokens=1024)))  # other tokens
-    elsewhere = dict(other_texts=dict(fedc=evaluation))
-    (folders[2] / "evaluation.json").write_text(json.dumps(elsewhere))
+    (folders[2] / "evaluation.json").write_text(json.dumps(dict(other_texts=dict(fedc=evaluation))))
     code, output = call("table_losses", "--scale", "mini", "--methods", "rope")
-    table = {r["length"]: r for r in rows(tmp_path, "table_losses")}
-    assert table["16384"]["mean"] == "6.0" and table["16384"]["seeds"] == "1" and table["256"]["mean"] == "4.0"
+    table = table_of(output.out)
+    assert table["RoPE", "16384 (64x)"] == "6.000 \u00b1 n/a" and table["RoPE", "256 (1x)"] == "4.000 \u00b1 0.000"
+    assert table["RoPE", "seeds"] == "1-3"
+    assert code == 1 and f"scripts.evaluate {folders[0]}" not in output.out
     for folder in folders[1:]:
         assert f"python -m scripts.evaluate {folder} --lengths 16384" in output.out
-    assert code == 1 and f"scripts.evaluate {folders[0]}" not in output.out
 
 
 def test_unfinished_other_diverged_and_damaged_runs_are_named(tmp_path, call):
@@ -228,22 +230,20 @@ def test_unfinished_other_diverged_and_damaged_runs_are_named(tmp_path, call):
     (p_rope / "config.json").write_text(json.dumps(stored | dict(muon_lr=0.5)))
     (nope / "summary.json").write_text((nope / "summary.json").read_text().replace("4.0", "null"))
     (alibi / "config.json").write_text("[")
-    code, output = call(
-        "table_losses", "--scale", "mini", "--seeds", "0", "--methods", *(r.config.method for r in runs)
-    )
+    words = ["--scale", "mini", "--seeds", "0", "--methods", *(run.config.method for run in runs)]
+    code, output = call("table_losses", *words)
     assert code == 1 and "runs used: 1 of 5" in output.out
-    missing = {line for line in output.out.splitlines() if line.startswith("- missing")}
     for name, reason in [("rope", "interrupted"), ("p_rope", "muon_lr"), ("nope", "summary.json"), ("alibi", "config")]:
-        assert any(f"`mini-{name}-s0`" in line and reason in line for line in missing), (name, missing)
+        assert any(f"`mini-{name}-s0`" in line and reason in line for line in missing(output)), name
 
 
 def test_all_seeds_that_there_are_count_unless_some_are_asked_for(tmp_path, call):
-    for run in sweep("figure_304m", "mini", seeds=[0, 7, 9]):
+    for run in sweep("table_losses", "mini", seeds=[0, 7, 9], methods=["nope"]):
         write_run(tmp_path / "runs", run, same(run, 4.0 + run.config.seed))
-    for words, seeds, mean in ((), "3", 4 + 16 / 3), (("--seeds", "0", "9"), "2", 8.5):
-        call("figure_304m", "--scale", "mini", "--force", *words)
-        last = [r for r in rows(tmp_path, "figure_304m") if r["step"] == "640"]
-        assert last and all(r["seeds"] == seeds and float(r["mean"]) == pytest.approx(mean) for r in last)
+    for words, seeds, mean in (("--seeds", "0", "9"), "2", "8.500"), ((), "3", "9.333"):
+        _, output = call("table_losses", "--scale", "mini", "--methods", "nope", *words)
+        table = table_of(output.out)
+        assert table["NoPE", "seeds"] == seeds and table["NoPE", "256 (1x)"].startswith(mean)
 
 
 # ---- needles ---------------------------------------------------------------------------------------------------------
@@ -256,9 +256,6 @@ def needle_summary(run, greedy, **settings):
     return dataclasses.asdict(run.needle) | dict(pretrained="step_000640") | shares | {"as": as_others} | settings
 
 
-SHARES = {"256": 0.8, "1024": 0.4, "4096": 0.0}
-
-
 def test_needle_table(tmp_path, call):
     for run in sweep("table_needle", "mini", methods=["alibi", "rope"]):
         method, seed, share = run.config.method, run.config.seed, 0.9 - 0.1 * run.config.seed
@@ -267,55 +264,47 @@ def test_needle_table(tmp_path, call):
             score.pop("4096")
         if (method, seed) == ("rope", 0):
             score["16384"] = 0.1  # needle --lengths
-        missing = (method, seed) == ("alibi", 2)
         other = dict(steps=300) if (method, seed) == ("alibi", 1) else {}
-        needle = None if missing else needle_summary(run, score, **other)
+        needle = None if (method, seed) == ("alibi", 2) else needle_summary(run, score, **other)
         write_run(tmp_path / "runs", run, {256: 4.0}, needle=needle)
     code, output = call("table_needle", "--scale", "mini", "--methods", "alibi", "rope")
-    table = {(r["method"], r["metric"], r["length"]): r for r in rows(tmp_path, "table_needle")}
-    three, one = table["rope", "greedy", "256"], table["alibi", "greedy", "1024"]
-    assert float(three["mean"]) == pytest.approx(0.8) and float(three["stderr"]) == pytest.approx(0.1 / math.sqrt(3))
-    assert float(one["mean"]) == pytest.approx(0.45) and one["seeds"] == "1" and three["paper_mean"] == "0.962"
-    assert float(table["rope", "teacher forcing", "256"]["mean"]) == pytest.approx(0.95)
-    assert {m: table[m, "greedy", "16384"]["seeds"] for m in ("alibi", "rope")} == {"alibi": "0", "rope": "1"}
-    assert cells_of(output.out)["oracle"][1] == "0.990" and "yarn" not in {method for method, _, _ in table}
-    missing = [line for line in output.out.splitlines() if line.startswith("- missing")]
+    table = table_of(output.out)
+    assert table["RoPE", "256 (1x) greedy"] == format_mean(0.8, 0.1 / math.sqrt(3))
+    assert table["ALiBi", "1024 (4x) greedy"] == "0.450 \u00b1 n/a" and table["ALiBi", "seeds"] == "1"
+    assert table["RoPE", "256 (1x) teacher forcing"].startswith("0.950")
+    assert table["RoPE", "paper 4k (1x)"].startswith("0.962")
+    assert table["ALiBi", "16384 (64x) greedy"] == "" and table["RoPE", "16384 (64x) greedy"] == "0.100 \u00b1 n/a"
+    assert table["oracle", "256 (1x) greedy"] == "0.990" and "YaRN" not in {name for name, _ in table}
     for name, reason in [("alibi-s2", "not fine-tuned"), ("alibi-s1", "steps 300"), ("rope-s1", "4096")]:
-        assert any(f"`mini-{name}`" in line and reason in line for line in missing), (name, missing)
+        assert any(f"`mini-{name}`" in line and reason in line for line in missing(output)), name
     assert code == 1 and f"{SCALES['mini'].needle}" in output.out
-    call("table_needle", "--scale", "mini", "--methods", "yarn", "--force")
-    (yarn,) = [r for r in rows(tmp_path, "table_needle") if (r["metric"], r["length"]) == ("greedy", "256")]
-    assert (yarn["method"], yarn["weights_of"], yarn["mean"]) == ("yarn", "rope", "0.25")
+    _, output = call("needle_by_head", "--scale", "mini", "--methods", "alibi")
+    assert "runs used: 1 of 3" in output.out
+    (tmp_path / "out" / "tables.md").unlink()
+    _, output = call("table_needle", "--scale", "mini", "--methods", "yarn")
+    assert table_of(output.out)["YaRN\u2020", "256 (1x) greedy"] == "0.250 \u00b1 0.000"
 
 
 def test_needles_by_distance_are_counted_over_seeds(tmp_path, call):
     runs = sweep("table_needle", "mini", methods=["rope"])
     counts = [{"256": {"64": [3, 4], "128": [0, 5]}}, {"256": {"128": [2, 5], "32": [1, 1]}, "1024": {"512": [1, 9]}}]
+    shares = {"256": 0.8, "1024": 0.4, "4096": 0.0}
     for run, known in zip(runs, [*counts, {}]):
-        write_run(tmp_path / "runs", run, {256: 4.0}, needle=needle_summary(run, SHARES, by_distance=known))
+        write_run(tmp_path / "runs", run, {256: 4.0}, needle=needle_summary(run, shares, by_distance=known))
     _, output = call("table_needle", "--scale", "mini", "--methods", "rope")
     assert is_figure(tmp_path / "out" / "figures" / "table_needle_distances")
-    keys = "method", "length", "distance", "found", "needles"
-    assert [tuple(r[key] for key in keys) for r in rows(tmp_path, "table_needle_distances")] == [
-        ("rope", "256", "32", "1", "1"),
-        ("rope", "256", "64", "3", "4"),
-        ("rope", "256", "128", "2", "10"),
-        ("rope", "1024", "512", "1", "9"),
-    ]
-    table = output.out.split("### By distance")[1].splitlines()
-    assert "| RoPE   |    256 |   1/1 |    3/4 |    2/10 |          |" in table
+    table = output.out.split("### By distance")[1]
+    assert "| RoPE   |    256 |   1/1 |    3/4 |    2/10 |          |" in table.splitlines()
+    assert cells_of(table)["RoPE"] == ["1024", "", "", "", "1/9"]
 
 
-def test_needles_against_tau(tmp_path, call, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(needles, "draw_lines", lambda path, panels, **_: drawn.append((path.name, panels)))
+def test_needles_against_tau(tmp_path, call, drawn):
     for run in sweep("needle_tau", "mini", seeds=[0, 1]):
         gain = bool(run.config.method_options.get("learn_gain"))
         share = tau_of(run.config) / 100 + 0.1 * gain + 0.2 * run.config.seed
         write_run(tmp_path / "runs", run, {256: 4.0}, needle=needle_summary(run, {"256": share, "1024": 0.0}))
     call("needle_tau", "--scale", "mini", "--seeds", "0", "1")
-    lines = dict(drawn)["needle_tau"]["256 tokens (1x)"]
-    found = {look["label"]: dict(zip(taus, means)) for look, taus, means, _ in lines}
+    found = {line.look["label"]: dict(zip(line.xs, line.means)) for line in drawn["needle_tau"][0][0].lines}
     assert found["Scale-invariant p-RoPE"] == pytest.approx({t: t / 100 + 0.1 for t in (0.625, 2.5, 10.0, 40.0)})
     gained = found["Scale-invariant p-RoPE, a factor of the scores learned by each head"]
     assert gained == pytest.approx({10.0: 0.3}) and len(found["Scale-invariant PoPE"]) == 2
@@ -324,71 +313,70 @@ def test_needles_against_tau(tmp_path, call, monkeypatch):
 # ---- curves ----------------------------------------------------------------------------------------------------------
 
 
-def test_curves_are_means_over_seeds(tmp_path, call):
-    values = write_study(tmp_path / "runs", "figure_train_4k")
-    code, _ = call("figure_train_4k", "--scale", "mini")
-    assert code == 0 and is_figure(tmp_path / "out" / "figures" / "figure_train_4k")
-    data = rows(tmp_path, "figure_train_4k")
-    assert len(data) == 10 * 3 * 5  # methods, three of them with the weights of another; lengths, validations
-    for row in data:
-        loss = np.array([values[row["series"], seed, int(row["val_length"])] for seed in range(3)])
-        above = 0.1 * (4 - int(row["step"]) / 160)
-        assert float(row["mean"]) == pytest.approx(loss.mean() + above)
-        assert float(row["stderr"]) == pytest.approx(loss.std(ddof=1) / math.sqrt(3))
+def curves_of(panel):
+    """The lines of a panel by label: {step: (mean, standard error)}; under "_", the points on a part of the tokens."""
+    found = {}
+    for line in panel.lines:
+        points = zip(line.xs, line.means, line.errors or [None] * len(line.xs))
+        found.setdefault(line.look["label"], {}).update({step: point for step, *point in points})
+    return found
 
 
-def test_points_on_a_part_of_the_tokens_are_marked(tmp_path, call):
-    item = "figure_scale_invariant_variants"
-    write_study(tmp_path / "runs", item, part=16_384)
-    code, output = call(item, "--scale", "mini")
-    assert code == 0 and is_figure(tmp_path / "out" / "figures" / item) and "Open circles" in output.out
-    data = rows(tmp_path, item)
-    assert len(data) == 6 * 3 * 5  # methods, with tau scaled or not, lengths, validations
-    for row in data:
-        assert row["val_tokens"] == ("49152" if row["val_length"] == "256" or row["step"] == "640" else "16384")
+def test_curves_are_means_over_seeds(tmp_path, call, drawn):
+    values = write_study(tmp_path / "runs", "figure_train_4k", part=16_384)
+    code, output = call("figure_train_4k", "--scale", "mini")
+    ((*panels,), zoomed) = drawn["figure_train_4k"]
+    assert code == 0 and len(zoomed) == 3 and "Open circles" in output.out
+    for length, panel in zip((256, 1024, 4096), panels):
+        curves = curves_of(panel)
+        part = curves.pop("_")
+        assert [*part] == ([] if length == 256 else [0, 160, 320, 480])
+        for series in {series for series, _, _ in values} - ({"nope"} if length > 256 else set()):
+            loss, curve = np.array([values[series, seed, length] for seed in range(3)]), curves.pop(series_name(series))
+            assert [*curve] == [0, 160, 320, 480, 640]
+            for step, (mean, stderr) in curve.items():
+                assert mean == pytest.approx(loss.mean() + 0.1 * (4 - step / 160))
+                assert stderr == pytest.approx(loss.std(ddof=1) / math.sqrt(3))
+        assert not curves  # NoPE is in the left panel alone
 
 
-def test_a_mean_is_over_losses_on_the_same_tokens(tmp_path, call):
+def test_a_mean_is_over_losses_on_the_same_tokens(tmp_path, call, drawn):
     for seed, part in enumerate((None, 16_384)):
         (run,) = sweep("figure_train_4k", "mini", seeds=[seed], methods=["rope"])
         write_run(tmp_path / "runs", run, {256: 4.0, 1024: 4.1, 4096: 4.2, 16_384: 4.3}, part=part)
     call("figure_train_4k", "--scale", "mini", "--seeds", "0", "1", "--methods", "rope")
-    data = rows(tmp_path, "figure_train_4k")
-    steps = {n: [int(r["step"]) for r in data if r["val_length"] == n] for n in ("256", "1024", "4096")}
-    assert steps == {"256": [0, 200, 400, 640], "1024": [640], "4096": [640]}
+    steps = [[*curves_of(panel)["RoPE"]] for panel in drawn["figure_train_4k"][0]]
+    assert steps == [[0, 200, 400, 640], [640], [640]]
 
 
-@pytest.mark.parametrize("item, three_seeds", [("figure_train_lengths", ["256"]), ("figure_tau", [])])
-def test_curve_figures(item, three_seeds, tmp_path, call):
-    write_study(tmp_path / "runs", item)
-    code, _ = call(item, "--scale", "mini")
-    assert code == 0 and is_figure(tmp_path / "out" / "figures" / item)
-    found = {(r["series"], r["train_length"]): int(r["seeds"]) for r in rows(tmp_path, item)}
-    assert len(found) == dict(figure_train_lengths=10 * 3, figure_tau=6)[item]
-    assert {length for (_, length), seeds in found.items() if seeds == 3} == set(three_seeds)
+def test_models_are_shown_at_their_training_length(tmp_path, call, drawn):
+    write_study(tmp_path / "runs", "figure_train_lengths")
+    assert call("figure_train_lengths", "--scale", "mini")[0] == 0
+    assert [len(curves_of(panel)) - 1 for panel in drawn["figure_train_lengths"][0]] == [10, 9, 9]
 
 
 def test_a_loss_that_is_not_a_number_is_a_gap_and_a_damaged_record_is_named(tmp_path, call):
-    runs = sweep("figure_train_4k", "mini", seeds=[0], methods=["rope", "alibi", "p_rope"])
+    runs = sweep("figure_train_4k", "mini", seeds=[0], methods=["rope", "alibi"])
     folders = {run.config.method: write_run(tmp_path / "runs", run, same(run)) for run in runs}
-    text = (folders["alibi"] / "metrics.jsonl").read_text()
-    (folders["alibi"] / "metrics.jsonl").write_text(text.replace('"256": 4.1,', '"256": null,'))
-    lines = (folders["p_rope"] / "metrics.jsonl").read_text().splitlines()
-    (folders["p_rope"] / "metrics.jsonl").write_text("\n".join([lines[0], lines[1][:20], *lines[2:]]))
-    code, output = call("figure_train_4k", "--scale", "mini", "--seeds", "0", "--methods", "rope", "alibi", "p_rope")
-    [gap] = [r for r in rows(tmp_path, "figure_train_4k") if r["mean"] == "nan"]
-    assert (gap["series"], gap["val_length"], gap["step"]) == ("alibi", "256", "400")
-    assert code == 1 and is_figure(tmp_path / "out" / "figures" / "figure_train_4k")
-    assert f"{folders['p_rope'] / 'metrics.jsonl'}, line 2" in output.out and "runs used: 2 of 3" in output.out
+    metrics = folders["alibi"] / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"256": 4.1,', '"256": null,'))
+    words = ["figure_train_4k", "--scale", "mini", "--seeds", "0", "--methods", "rope", "alibi"]
+    assert call(*words)[0] == 0 and is_figure(tmp_path / "out" / "figures" / "figure_train_4k")
+    lines = metrics.read_text().splitlines()
+    metrics.write_text("\n".join([lines[0], lines[1][:20], *lines[2:]]))
+    code, output = call(*words)
+    assert code == 2 and f"{metrics}, line 2" in output.err
 
 
-def test_nope_is_in_the_left_panel_alone(tmp_path, call, monkeypatch):
-    for run in sweep("figure_train_4k", "mini", seeds=[0], methods=["nope", "alibi"]):
-        write_run(tmp_path / "runs", run, same(run))
-    drawn = []
-    monkeypatch.setattr(figures, "draw_curves", lambda path, panels, *_: drawn.extend(panels))
-    call("figure_train_4k", "--scale", "mini", "--seeds", "0", "--methods", "nope", "alibi")
-    assert [{row["series"] for row in shown} for _, shown in drawn] == [{"nope", "alibi"}, {"alibi"}, {"alibi"}]
+def test_a_figure_has_panels_bands_bars_and_a_legend(tmp_path):
+    lines = [
+        Line(dict(label=f"a series whose name goes on for a while {n}"), [1, 10], [n, 2], [0.1, None]) for n in range(9)
+    ]
+    for bands in (False, True):
+        draw_panels(
+            tmp_path / "figure", [[Panel("a", lines)] * 3, [Panel("b", lines)]], x="x", y="y", log=2, bands=bands
+        )
+        assert is_figure(tmp_path / "figure")
 
 
 # ---- theory and trained models ---------------------------------------------------------------------------------------
@@ -418,10 +406,9 @@ def test_figure_qq_ours(tmp_path, call):
     next((folder / "checkpoints").iterdir()).unlink()
     code, output = call("figure_qq_ours", "--scale", "mini", "--seeds", "0", "1", *fields)
     assert code == 1 and f"`{folder.name}`" in output.out and "runs used: 5 of 6" in output.out
-    drawn = [tmp_path / "out" / "figures" / f"figure_qq_ours_rope_s{seed}.png" for seed in range(2)]
+    drawn = [tmp_path / "out" / "figures" / f"figure_qq_ours_rope_seed_{seed}_with_rotation.png" for seed in range(2)]
     assert all(map(is_figure, drawn)) and drawn[0].read_bytes() != drawn[1].read_bytes()
-    heads = rows(tmp_path, "figure_qq_ours_heads")
-    assert len(heads) == 5 * 2 * 3  # models, forms, two heads and all
+    assert len(rows(tmp_path, "figure_qq_ours")) == 5 * 2 * 3  # models, forms, two heads and all
     assert "| RoPE, seed 1 " in output.out
 
 
@@ -435,16 +422,13 @@ def test_figure_entropy_of_trained_models(tmp_path, call):
     assert {int(r["length"]) for r in data if r["source"] == "iid scores"} == {2**k for k in range(7, 17)}
 
 
-def test_figure_entropy_shows_one_point_a_length_whatever_the_seeds():
-    one, two = dict(mean=1.0, stderr=0.5), dict(mean=3.0, stderr=0.1)
-    assert mean_over_seeds([one, two], length=8) == dict(length=8, mean=2.0, stderr=1.0)
-    assert mean_over_seeds([one], length=8) == dict(length=8, mean=1.0, stderr=0.5)
-
-
 def test_models_whose_text_is_too_short_or_another_are_named(tmp_path, call):
     fields = write_models(tmp_path, "figure_entropy", num_layers=1, val_tokens=4 * 4096 - 1)
     other = sorted((tmp_path / "runs").iterdir())[0]
-    (other / "data.json").write_text(json.dumps(dict(validation="other")))
+    summary = json.loads((other / "summary.json").read_text())
+    for name in ("data.json", "summary.json"):
+        found = summary if name == "summary.json" else {}
+        (other / name).write_text(json.dumps(found))
     code, output = call("figure_entropy", "--scale", "mini", "--draws", "2", *fields)
     assert code == 1 and "runs used: 0 of 3" in output.out and f"`{other.name}`" in output.out
     assert is_figure(tmp_path / "out" / "figures" / "figure_entropy")
@@ -456,77 +440,60 @@ def test_figure_sublog(tmp_path, call):
     assert len(rows(tmp_path, "figure_sublog")) == 10 * 3
 
 
-def test_the_papers_qq_figures_name_their_commands(tmp_path, call):
-    code, output = call("figure_qq", "--scale", "mini")
-    assert code == 0 and "python -m scripts.logit_statistics google/gemma-2-27b --text FILE" in output.out
-
-
 def test_table_llama_has_the_papers_numbers_and_our_rows(tmp_path, call):
-    before = {"4096": 6.0, "16384": 6.1, "65536": 6.2}
-    common = dict(
-        model="meta-llama/Llama-2-7b-hf", train_length=4096, validation="v", val_tokens=1000, tokens=50_003_968
-    )
-    ours = dict(method="scale_invariant_p_rope", rescale=False, val_loss_before=before)
-    loss = {"4096": 2.2, "16384": 2.21, "65536": 2.3}
+    common = dict(model="meta-llama/Llama-2-7b-hf", train_length=4096, validation="v", val_tokens=1000)
+    common |= dict(tokens=50_003_968, rescale=False, method_options={})
+    ours, loss = dict(method="scale_invariant_p_rope", steps=95), {"4096": 2.2, "16384": 2.21, "65536": 2.3}
     runs = dict(
-        rope=dict(method="rope", method_options={}, steps=0, rescale=False, val_loss_before=before,
-                  val_loss={"4096": 1.9, "16384": 7.0, "65536": 8.5}),
-        ours=ours | dict(method_options={}, steps=95, val_loss=loss),
-        form=ours | dict(method_options={"form": "barbero"}, steps=95, val_loss=loss | {"4096": 2.1}),
-        text=ours | dict(method_options={}, steps=95, val_loss=loss, validation="other"),
-    )  # fmt: skip
+        rope=dict(method="rope", steps=0, val_loss={"4096": 1.9, "16384": 7.0, "65536": 8.5}),
+        ours=ours | dict(val_loss=loss),
+        again=ours | dict(val_loss=loss | {"4096": 2.4}),  # another seed
+        form=ours | dict(method_options={"form": "barbero"}, val_loss=loss | {"4096": 2.1}),
+        text=ours | dict(val_loss=loss, validation="other"),
+    )
     for name, run in runs.items():
         (tmp_path / "runs" / "continued" / name).mkdir(parents=True)
         (tmp_path / "runs" / "continued" / name / "summary.json").write_text(json.dumps(common | run))
     code, output = call("table_llama")
-    table = cells_of(output.out)
-    assert table["RoPE*"] == ["", "**1.900**", "1.968", "", "7.000", "7.036", "", "8.500", "8.815"]
-    assert table["Scale-invariant p-RoPE"][:3] == ["6.000", "2.200", "2.163"]
-    assert table["Scale-invariant p-RoPE, form barbero"][:3] == ["6.000", "2.100", ""]
-    assert table["YaRN"] == ["", "", "**1.957**", "", "", "7.004", "", "", "8.763"]
-    assert code == 1 and "models used: 2 of 10" in output.out and "`text`" in output.out
+    table = table_of(output.out)
+    assert table["RoPE", "4096 (1x)"] == "1.900 \u00b1 n/a" and table["RoPE", "paper 16k (4x)"] == "7.036"
+    assert table["Scale-invariant p-RoPE", "4096 (1x)"] == "2.300 \u00b1 0.100"
+    assert table["Scale-invariant p-RoPE, form barbero", "4096 (1x)"] == "2.100 \u00b1 n/a"
+    assert table["YaRN", "4096 (1x)"] == "" and table["YaRN", "paper 64k (16x)"] == "8.763"
+    assert code == 1 and any("`text`" in line for line in missing(output))
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
-def contents(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-@pytest.mark.parametrize("item", ["figure_304m", "table_losses"])
-def test_a_section_of_more_runs_is_kept_unless_forced(tmp_path, call, item):
-    runs = sweep(item, "mini", methods=["alibi"], seeds=[0, 1])
+def test_a_section_of_more_runs_is_kept(tmp_path, call):
+    runs = sweep("table_losses", "mini", methods=["alibi"], seeds=[0, 1])
     folders = [write_run(tmp_path / "runs", run, same(run)) for run in runs]
-    words = [item, "--scale", "mini", "--methods", "alibi", "--seeds", "0", "1"]
+    words = ["table_losses", "--scale", "mini", "--methods", "alibi", "--seeds", "0", "1"]
     assert call(*words)[0] == 0
     call("figure_sublog", "--scale", "mini", "--draws", "2")  # another section of the page
-    page, before = tmp_path / "out" / "tables.md", contents(tmp_path / "out")
+    page = tmp_path / "out" / "tables.md"
+    before = page.read_text()
     (folders[0] / "summary.json").unlink()
-    assert call(*words)[0] == 1 and contents(tmp_path / "out") == before
-    assert call(*words, "--force")[0] == 1
-    assert (
-        f"- runs used: {len(runs) - 1} of {len(runs)}\n" in page.read_text()
-        and "## figure_sublog\n" in page.read_text()
-    )
-    for folder in folders:
-        (folder / "config.json").unlink()
-    before = contents(tmp_path / "out")
-    assert call(*words, "--force")[0] == 1 and contents(tmp_path / "out") == before  # never from none
+    assert call(*words)[0] == 1 and page.read_text() == before
+    page.write_text(f"## figure_sublog\n{before.split('## figure_sublog')[1]}")
+    assert call(*words)[0] == 1 and f"- runs used: {len(runs) - 1} of {len(runs)}\n" in page.read_text()
+    assert [*command.read_sections(page)] == ["table_losses", "figure_sublog"]
 
 
 def test_all_makes_each_item_and_sums_up(tmp_path, call, monkeypatch):
-    items = ("table_losses", "table_llama", "table_infini", "figure_sublog")
-    monkeypatch.setattr("scripts.reproduce.__main__.ITEMS", {item: pages.ITEMS[item] for item in items})
+    items = ("table_losses", "figure_304m", "table_infini", "figure_sublog")
+    monkeypatch.setattr(command, "ITEMS", {item: command.ITEMS[item] for item in items})
     write_study(tmp_path / "runs", "table_infini")
     (tmp_path / "runs" / "mini-infini_rope-s0" / "summary.json").write_text("[1, 2]")
-    code, output = call("all", "--scale", "mini", "--draws", "2")
+    words = ["--scale", "mini", "--draws", "2", "--methods", "rope", "scale_invariant_p_rope", "infini_rope"]
+    code, output = call("all", *words)
     outcomes = dict(line.split(": ", 1) for line in output.out.splitlines())
     assert code == 1 and list(outcomes) == list(items)
-    assert outcomes["table_losses"].startswith("incomplete, 6 of 27 runs")
-    assert outcomes["table_infini"].startswith("incomplete, 11 of 12 runs")
-    assert outcomes["table_llama"].startswith("needs models") and outcomes["figure_sublog"].startswith("complete")
-    assert [*pages.read_sections(tmp_path / "out" / "tables.md")] == [items[0], items[2], items[1], items[3]]
+    assert outcomes["table_losses"].startswith("incomplete, 6 of 9 runs") and outcomes["figure_304m"].startswith("not")
+    assert outcomes["table_infini"].startswith("incomplete, 8 of 9 runs")
+    assert outcomes["figure_sublog"].startswith("complete")
+    assert [*command.read_sections(tmp_path / "out" / "tables.md")] == [items[0], items[2], items[3]]
 
 
 @pytest.mark.parametrize(
@@ -543,14 +510,3 @@ def test_all_makes_each_item_and_sums_up(tmp_path, call, monkeypatch):
 def test_wrong_usage_is_one_line(words, named, call):
     code, output = call(*words)
     assert code == 2 and named in output.err.splitlines()[-1] and "Traceback" not in output.err
-
-
-def test_a_legend_is_not_wider_than_its_figure(tmp_path):
-    for words, fits in (("short", 4), ("a series whose name goes on and on for a while", 2)):
-        with drawing(tmp_path / "figure", 1, 3, height=2.0) as (figure, axes):
-            for number in range(4):
-                axes[0, 0].plot([0, 1], label=f"{words} {number}")
-            legend_below(figure, axes, 4)
-            (legend,) = figure.legends
-            assert legend._ncols == fits and legend.get_window_extent().width <= figure.bbox.width
-            assert len(legend.get_texts()) == 4

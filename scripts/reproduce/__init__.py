@@ -1,11 +1,11 @@
 """The paper's tables and figures, from the runs that there are.
 
+    __main__.py   the command, the items by name, and the page OUT/tables.md
     study.py      the runs that an item needs, those that there are, and what is missing
-    tables.py     the tables of losses, with the paper's numbers (paper_targets.csv) beside ours; needles.py, llama.py
+    tables.py     the tables of losses, with the paper's numbers (paper_targets.csv) beside ours; needles.py
     figures.py    the figures; qq.py: how Gaussian scores are; drawing.py: matplotlib
     theory.py     attention over Gaussian scores; logits.py: the logits of trained models
     beyond.py     studies beyond the paper; far_tokens.py, taught.py; comparisons.py: what is more than chance
-    pages.py      the items by name, and the page OUT/tables.md
 
-A new item is a function, its name in pages.ITEMS, and its runs in configs/sweeps.py.
+A new item is a function, its name in ITEMS, and its runs in configs/sweeps.py.
 """

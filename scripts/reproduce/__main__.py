@@ -7,25 +7,66 @@
 
 configs/sweeps.py says which runs an item needs, and `python -m scripts.sweep ITEM` trains them. Runs come from the run
 folders in runs/ and from the lines in OUT/runs.jsonl (scripts.keep); --runs-dir names one of both instead. An item is a
-section of OUT/tables.md and its figures. It names the runs that are missing. Exit status: 0 if nothing is missing that
-can be made here, 1 otherwise, 2 for wrong usage.
+section of OUT/tables.md and its figures. It names the runs that are missing. Exit status: 0 if nothing is missing,
+1 otherwise, 2 for wrong usage.
 """
 
 import argparse
+import collections
+import datetime
+import platform
+import re
+import shlex
 import sys
 from pathlib import Path
 
-from configs.sweeps import SCALE_OF_SWEEP, SCALES, SWEEPS, sweep
-from errors import exit_on_user_error, require
+import torch
+
+from configs.sweeps import SCALE_OF_SWEEP, SCALES
+from errors import exit_on_user_error
+from files import replace_text
+from runtime.device import device_name
 from runtime.processes import start_processes
-from scripts.reproduce.pages import DRAWS, ITEMS, sweep_command, write_item
+from runtime.run_folder import git_commit
+from scripts.reproduce import beyond, far_tokens, figures, needles, qq, tables, taught
 from scripts.reproduce.study import Study
 from scripts.shared.arguments import add_run_options, field_changes, needle_changes
 from scripts.shared.runs import read_runs
 
+ITEMS = dict(
+    table_losses=tables.table_losses,
+    table_needle=needles.table_needle,
+    table_infini=tables.table_losses,
+    table_llama=tables.table_llama,
+    figure_entropy=figures.figure_entropy,
+    figure_sublog=figures.figure_sublog,
+    figure_sublog_unscaled=figures.figure_sublog_unscaled,
+    figure_train_lengths=figures.figure_train_lengths,
+    figure_train_4k=figures.figure_train_4k,
+    figure_train_16k=figures.figure_train_16k,
+    figure_304m=figures.figure_304m,
+    figure_tau=figures.figure_tau,
+    figure_scale_invariant_variants=figures.figure_scale_invariant_variants,
+    figure_qq=qq.figure_qq,
+    figure_qq_ours=qq.figure_qq_ours,
+    open_choices=tables.open_choices,
+    tau_by_length=beyond.tau_by_length,
+    far_tokens=far_tokens.far_tokens,
+    scale_invariant_by_head=beyond.scale_invariant_by_head,
+    needle_by_head=needles.table_needle,
+    taught=taught.taught,
+    table_rivals=beyond.table_rivals,
+    needle_rivals=needles.table_needle,
+    needle_nope=needles.table_needle,
+    needle_tau=needles.needle_tau,
+)
+# Items that are computed or measured on this machine. The others are functions of the stored runs.
+COMPUTED = ["figure_entropy", "figure_sublog", "figure_sublog_unscaled", "figure_qq_ours", "far_tokens"]
 
-def main():
-    args, fields = parse_arguments()
+
+def main(argv: list[str] | None = None):
+    args, fields, words, sweep_words = parse_arguments(sys.argv[1:] if argv is None else argv)
+    outcomes = []
     with exit_on_user_error():
         args.scale = args.scale or SCALE_OF_SWEEP.get(args.item, "paper")
         args.out = args.out or Path("results") / args.scale
@@ -33,78 +74,114 @@ def main():
         device = start_processes(changes.get("device", "auto")).device
         places = [args.runs_dir] if args.runs_dir else [Path("runs"), args.out / "runs.jsonl"]
         stored_runs = [stored for place in places for stored in read_runs(place)]
-        outcomes = {}
         for item in ITEMS if args.item == "all" else [args.item]:
+            command = shlex.join(["python", "-m", "scripts.reproduce", item, *words])
+            sweep_command = shlex.join(["python", "-m", "scripts.sweep", item, *sweep_words])
             try:
-                study = make_study(item, args, fields, changes, needle, stored_runs, device)
-                text = write_item(study, args.force, args.csv)
-                outcomes[item] = describe_outcome(study)
+                study = Study(item, args, changes=changes, needle=needle, stored_runs=stored_runs, device=device)
+                text, outcome = make_item(study, command, sweep_command)
             except ValueError as error:
                 if args.item != "all":
                     raise
-                outcomes[item] = f"failed: {error}"  # the other items are made
-            print(f"{item}: {outcomes[item]}" if args.item == "all" else f"{text}\n{outcomes[item]}", flush=True)
-    sys.exit(0 if all(outcome.startswith(("complete", "needs models")) for outcome in outcomes.values()) else 1)
+                outcome = f"failed: {error}"  # the other items are made
+            print(f"{item}: {outcome}" if args.item == "all" else f"{text}\n{outcome}", flush=True)
+            outcomes.append(outcome)
+    sys.exit(0 if all(outcome.startswith("complete") for outcome in outcomes) else 1)
 
 
-def make_study(
-    item: str, args: argparse.Namespace, fields: list[str], changes: dict, needle: dict, stored_runs: list, device
-) -> Study:
-    """Return the study of an item. changes, needle: what `fields` and --needle set in every run."""
-    runs = sweep(item, args.scale, args.seeds, args.methods, changes, needle) if item in SWEEPS else []
-    fine_tuned = any(run.needle for run in runs)
-    require(args.item == "all" or fine_tuned or not needle, f"--needle: {item} fine-tunes no run. Leave it out.")
-    return Study(
-        item=item,
-        scale=args.scale,
-        runs=runs,
-        stored_runs=stored_runs,
-        runs_dir=Path("runs") if args.runs_dir is None or args.runs_dir.suffix == ".jsonl" else args.runs_dir,
-        out=args.out,
-        options=[*sweep_options(args, fine_tuned), *fields],
-        device=device,
-        draws=args.draws,
-        methods=args.methods,
-        seeds_given=bool(args.seeds),
-    )
+def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str], list[str], list[str]]:
+    """Return the options, and three parts of the command line.
 
-
-def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
-    """Return the options of this command, and the others, which are fields of train_gpt.py."""
+    These are fields of train_gpt.py, all words that decide what an item shows, and those that scripts.sweep takes too.
+    """
+    output = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    output.add_argument("--out", type=Path, help="folder of the page and the figures (default: results/SCALE)")
+    output.add_argument("--draws", type=int, default=400, help="of iid Gaussian scores (default: 400)")
     parser = argparse.ArgumentParser(
         prog="python -m scripts.reproduce",
         description=f"{__doc__}\nItems: all, {', '.join(ITEMS)}.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
+        parents=[output],
     )
     parser.add_argument("item", metavar="ITEM", choices=["all", *ITEMS])
     add_run_options(parser, runs_dir=None)
-    parser.add_argument("--out", type=Path, help="folder of the page and the figures (default: results/SCALE)")
-    parser.add_argument("--force", action="store_true", help="replace sections that were made from more runs too")
-    parser.add_argument("--csv", action="store_true", help="write the numbers too, to OUT/csv")
-    parser.add_argument("--draws", type=int, default=DRAWS, help=f"of iid Gaussian scores (default: {DRAWS})")
-    return parser.parse_known_args()
+    args, fields = parser.parse_known_args(argv)
+    words = [word for word in argv if word != args.item]
+    return args, fields, words, output.parse_known_args(words)[1]
 
 
-def sweep_options(args: argparse.Namespace, fine_tuned: bool) -> list[str]:
-    """Return the options of this command that scripts.sweep takes too, without the fields of train_gpt.py."""
-    options = ["--scale", args.scale]
-    for name in ("seeds", "methods"):
-        options += [f"--{name}", *map(str, getattr(args, name))] if getattr(args, name) else []
-    options += ["--runs-dir", str(args.runs_dir)] if args.runs_dir else []
-    return options + (["--needle", *args.needle] if args.needle and fine_tuned else [])
+# ---- the page --------------------------------------------------------------------------------------------------------
 
 
-def describe_outcome(study: Study) -> str:
-    """Return one line about an item that was made."""
+def make_item(study: Study, command: str, sweep_command: str) -> tuple[str, str]:
+    """Make an item: its section of OUT/tables.md and its figures. Return the section and its outcome in one line.
+
+    Nothing is written from no runs, nor over a section that was made from more runs. The commands make the item, and
+    train its runs.
+    """
+    page = study.out / "tables.md"
+    sections = read_sections(page)
+    before = re.search(r"^- runs used: (\d+) of", sections.get(study.item, ""), re.MULTILINE)
     used = f"{len(study.finished)} of {len(study.runs)} runs" if study.runs else "no runs needed"
-    if study.unwritten:
-        return f"not written, {used}: {study.unwritten}"
-    if study.missing and not study.runs:
-        return f"{'incomplete' if study.models else 'needs models'}: {study.missing[0][0]}: {study.missing[0][1]}"
+    problem = ""
+    if study.runs and not study.finished and study.item != "figure_entropy":  # half of which is theory
+        problem = "no run is there"
+    elif before and int(before[1]) > len(study.finished):
+        problem = f"{page} has it from {before[1]} runs. Delete the section to make it from fewer"
+    if problem:
+        return provenance(study, command, sweep_command), f"not written, {used}: {problem}; see `{sweep_command}`"
+    body = ITEMS[study.item](study)
+    ends = [*dict.fromkeys(study.notes), *study.sections, provenance(study, command, sweep_command)]
+    section = "\n\n".join([f"## {study.item}", body, *ends]) + "\n"
+    study.out.mkdir(parents=True, exist_ok=True)
+    replace_text(page, make_page(sections | {study.item: section}))
     if study.missing:
-        return f"incomplete, {used}; see {study.page}, or run `{sweep_command(study)}`"
-    return f"complete, {used}: {study.page}"
+        return section, f"incomplete, {used}: see {page}, or run `{sweep_command}`"
+    return section, f"complete, {used}: {page}"
+
+
+def read_sections(page: Path) -> dict[str, str]:
+    """Return the sections of a page by item."""
+    text = page.read_text() if page.exists() else ""
+    parts = re.split(r"^## (\w+)\n", text, flags=re.MULTILINE)[1:]
+    return {item: f"## {item}\n{section.rstrip()}\n" for item, section in zip(parts[::2], parts[1::2])}
+
+
+def make_page(sections: dict[str, str]) -> str:
+    """Return the page with these sections, in the order of ITEMS."""
+    present = [item for item in ITEMS if item in sections]
+    links = ", ".join(f"[{item}](#{item})" for item in present)
+    head = f"# Tables and figures\n\nMade by `python -m scripts.reproduce` from the stored runs: {links}.\n"
+    return "\n".join([head, *(sections[item] for item in present)])
+
+
+def provenance(study: Study, command: str, sweep_command: str) -> str:
+    """Return the lines that say how the item was made, from which runs, and what is missing."""
+    lines, stored_runs = [f"- command: `{command}`"], [stored for _, stored in study.finished]
+    if study.item in COMPUTED:
+        machine = f"{device_name(study.device)}, {platform.system()}, torch {torch.__version__}"
+        commit = git_commit(Path(__file__).parent) or "unknown"
+        lines.append(f"- made: {datetime.date.today()} on {machine}, code at commit {commit[:12]}")
+    lines += [f"- runs used: {len(study.finished)} of {len(study.runs)}"] if study.runs else []
+    lines += [f"- models used: {len(study.models)} of {study.models_needed}"] if study.models else []
+    lines += [f"- fine-tuned and scored with: {needle}" for needle in {r.needle for r, _ in study.finished if r.needle}]
+    counted = {
+        "commit of the runs": [commit[:12] for stored in stored_runs for commit in stored.logged("commit")],
+        "device of the runs": [device for stored in stored_runs for device in stored.logged("device")],
+        "training text": [
+            f"`{stored.text}`, {stored.summary.get('distinct_tokens') or 0:,} distinct tokens" for stored in stored_runs
+        ],
+    }
+    for name, values in counted.items() if stored_runs else ():
+        counts = collections.Counter(values)
+        lines.append(f"- {name}: " + ", ".join(f"{value} ({n})" for value, n in counts.items()))
+    reasons = collections.defaultdict(list)
+    for name, reason in study.missing:
+        reasons[reason].append(f"`{name}`")
+    lines += [f"- missing, {reason} ({len(names)}): {', '.join(names)}" for reason, names in reasons.items()]
+    lines += [f"- command for what is missing: `{sweep_command}`"] if study.missing and study.runs else []
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

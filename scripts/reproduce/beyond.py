@@ -4,21 +4,26 @@ import collections
 import math
 import re
 
+import numpy as np
+
 from model.methods import layer_pattern
 from scripts.reproduce.comparisons import compare, difference_cell, differences
-from scripts.reproduce.drawing import draw_lines
+from scripts.reproduce.drawing import Line, Panel, draw_panels, row_lines
 from scripts.reproduce.figures import NO_FIGURE, tau_of
 from scripts.reproduce.study import Study
 from scripts.reproduce.tables import losses_page, read_losses, reference_of, table_losses
 from scripts.shared.looks import method_name, series_label, series_name
 from scripts.shared.runs import final_losses
-from scripts.shared.tables import format_mean, markdown_table, mean_and_stderr
+from scripts.shared.tables import format_mean, markdown_table, mean_and_stderr, mean_cells, pivot_table, summarise
 
-RATIOS = (1, 4, 16, 64)  # of the validation length to the training length
-COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#0072B2")
+# Ratios of the validation length to the training length, and their looks:
+RATIOS = {
+    ratio: dict(color=colour, marker="o", label=f"at {ratio}x")
+    for ratio, colour in {1: "#E69F00", 4: "#56B4E9", 16: "#009E73", 64: "#0072B2"}.items()
+}
 LEARNED = math.inf  # in place of tau where every head learns its tau
-# What a head can learn (model/methods/scale_invariant.py): its sign, and its value from the parameter of that name.
-PARAMETERS = dict(log_tau=("\u03c4", math.exp), gain=("gain", float))
+# What a head can learn (model/methods/scale_invariant.py): its value from the parameter of that name.
+PARAMETERS = dict(log_tau=math.exp, gain=float)
 
 # ---- tau and heads ---------------------------------------------------------------------------------------------------
 
@@ -27,52 +32,44 @@ def tau_by_length(study: Study) -> str:
     """Draw the loss against tau for each training length, and tabulate it with the best tau of each."""
     losses = collections.defaultdict(list)
     for run, stored in study.finished:
-        config = run.config
-        tau = LEARNED if config.method_options.get("learn_tau") else tau_of(config)
+        tau = LEARNED if run.config.method_options.get("learn_tau") else tau_of(run.config)
         for length, loss in final_losses(stored.summary).items():
-            if length / config.train_length in RATIOS:
-                losses[config.train_length, tau, length / config.train_length].append(loss)
-    rows = []
-    for (length, tau, ratio), values in sorted(losses.items()):
-        mean, stderr = mean_and_stderr(values)
-        rows.append(dict(train_length=length, tau=tau, ratio=ratio, mean=mean, stderr=stderr, seeds=len(values)))
-    study.write_csv(rows)
+            if length / run.config.train_length in RATIOS:
+                losses[run.config.train_length, tau, length / run.config.train_length].append(loss)
+    rows = summarise(dict(sorted(losses.items())), "train_length", "tau", "ratio")
     if not rows:
         return NO_FIGURE
     study.sections = learned_by_heads(study)
-    panels = collections.defaultdict(list)
-    for length in sorted({row["train_length"] for row in rows}):
-        for ratio, colour in zip(RATIOS, COLOURS):
-            line = [row for row in rows if (row["train_length"], row["ratio"]) == (length, ratio)]
-            fixed = [row for row in line if row["tau"] != LEARNED]
-            points = [[row[key] for row in fixed] for key in ("tau", "mean", "stderr")]
-            panels[f"trained at {length}"].append((dict(fmt="o-", color=colour, label=f"at {ratio}x"), *points))
-            for row in (row for row in line if row["tau"] == LEARNED and fixed):
-                ends, look = [points[0][0], points[0][-1]], dict(color=colour, linestyle=":", linewidth=0.8)
-                panels[f"trained at {length}"].append((look, ends, [row["mean"]] * 2, [None] * 2))
-    draw_lines(study.figure(), panels, x="\u03c4 (tokens)", y="nats a token", columns=len(RATIOS))
+    panels, lines = [], []
+    for length in dict.fromkeys(row["train_length"] for row in rows):
+        mine = [row for row in rows if row["train_length"] == length]
+        fixed = [row for row in mine if row["tau"] != LEARNED]
+        curves = row_lines(fixed, "ratio", "tau", RATIOS)
+        for row in [row for row in mine if row["tau"] == LEARNED and fixed]:
+            look = dict(color=RATIOS[row["ratio"]]["color"], linestyle=":", linewidth=0.8)
+            curves.append(Line(look, [fixed[0]["tau"], fixed[-1]["tau"]], [row["mean"]] * 2))
+        panels.append(Panel(f"trained at {length}", curves))
+        lines += tau_lines(length, mine)
+    draw_panels(study.figure(), [panels], x="\u03c4 (tokens)", y="nats a token", log=10, sharey=True)
+    table = pivot_table(["trained at", "\u03c4", "\u03c4 / length", "seeds"], lines, {n: f"{n}x" for n in RATIOS})
     text = "Validation loss of scale-invariant p-RoPE in nats a token against its lengthscale \u03c4 (in tokens), for "
     text += "three training lengths (each on equally many tokens) and at multiples of them. Dotted: \u03c4 learned by "
     text += "heads. Bars: \u00b1 1 standard error over seeds. In bold, the best \u03c4 of each training length."
-    return "\n\n".join([text, study.picture(), tau_table(rows)])
+    return "\n\n".join([text, study.picture(), table])
 
 
-def tau_table(rows: list[dict]) -> str:
-    """Return the rows as a table, a line a training length and tau, a column a validation length."""
-    best, cells, seeds = {}, collections.defaultdict(dict), {}
+def tau_lines(length: int, rows: list[dict]) -> list[tuple[list[str], dict]]:
+    """Return a line of the table for each tau of a training length. rows: its losses."""
+    lines = {}
     for row in rows:
-        where, mean = (row["train_length"], row["ratio"]), round(row["mean"], 3)
-        best[where] = min(mean, best.get(where, mean))
-    for row in rows:
-        line, ratio, cell = (row["train_length"], row["tau"]), row["ratio"], format_mean(row["mean"], row["stderr"])
-        is_best = round(row["mean"], 3) == best[line[0], ratio]
-        cells[line][ratio], seeds[line] = f"**{cell}**" if is_best else cell, row["seeds"]
-    table = [["trained at", "\u03c4", "\u03c4 / length", "seeds", *(f"{ratio}x" for ratio in RATIOS)]]
-    for (length, tau), by_ratio in cells.items():
+        tau = row["tau"]
         names = ["learned", ""] if tau == LEARNED else [f"{tau:.3g}", f"{tau / length:.2g}"]
-        losses = [by_ratio.get(ratio, "") for ratio in RATIOS]
-        table.append([str(length), *names, str(seeds[length, tau]), *losses])
-    return markdown_table(table)
+        lines[tau] = ([str(length), *names, str(row["seeds"])], {})
+    for ratio in RATIOS:
+        numbers = {row["tau"]: (row["mean"], row["stderr"]) for row in rows if row["ratio"] == ratio}
+        for tau, cell in mean_cells(numbers).items():
+            lines[tau][1][ratio] = cell
+    return [*lines.values()]
 
 
 def scale_invariant_by_head(study: Study) -> str:
@@ -83,28 +80,19 @@ def scale_invariant_by_head(study: Study) -> str:
 
 
 def learned_by_heads(study: Study) -> list[str]:
-    """Return a section on what the heads of each layer have learned at the end of training, and write it as CSV."""
-    rows = []
+    """Return a section on what the heads of each layer have learned at the end of training."""
+    cells = collections.defaultdict(dict)
     for run, stored in study.finished:
         for name, values in (stored.last("method_parameters") or {}).items():
             layer, parameter = re.fullmatch(r"blocks\.(\d+)\..*\.(\w+)", name).groups()
-            sign, value_of = PARAMETERS[parameter]
-            where = dict(method=series_label(run.config), train_length=run.config.train_length, seed=run.config.seed)
-            where |= dict(learned=sign, layer=int(layer) + 1)
-            rows += [where | dict(head=head, value=value_of(value)) for head, value in enumerate(values, start=1)]
-    if not rows:
+            heads = ", ".join(f"{PARAMETERS[parameter](value):.2f}" for value in values)
+            cells[series_label(run.config), run.config.train_length, run.config.seed, parameter][int(layer)] = heads
+    if not cells:
         return []
-    study.write_csv(rows, "_learned")
-    cells = collections.defaultdict(lambda: collections.defaultdict(list))
-    for row in rows:
-        key = (row["method"], row["train_length"], row["seed"], row["learned"])
-        cells[key][row["layer"]].append(f"{row['value']:.2f}")
-    layers = sorted({row["layer"] for row in rows})
-    table = [["method", "trained at", "seed", *(f"layer {layer}" for layer in layers)]]
-    for (series, length, seed, _), heads in cells.items():
-        table.append([series_name(series), str(length), str(seed), *(", ".join(heads[layer]) for layer in layers)])
+    lines = [([series_name(series), str(n), str(seed)], found) for (series, n, seed, _), found in cells.items()]
+    columns = {layer: f"layer {layer + 1}" for layer in sorted({layer for found in cells.values() for layer in found})}
     text = "\u03c4 (in tokens), or the factor of its scores (gain), that each head of a layer had learned at the end."
-    return ["### What heads learned", text, markdown_table(table)]
+    return ["### What heads learned", text, pivot_table(["method", "trained at", "seed"], lines, columns)]
 
 
 # ---- newer methods ---------------------------------------------------------------------------------------------------
@@ -157,66 +145,56 @@ def best_at_each_length(study: Study, losses: dict, lengths: list[int]) -> list[
 
 
 def by_position(study: Study, lengths: list[int]) -> list[str]:
-    """Return a section on the loss by position in the longest sequences, and write it as CSV.
+    """Return a section on the loss by position in the longest sequences.
 
     The ranges begin at 0 and at each shorter length.
     """
     longest, starts = max(lengths), [0, *sorted(lengths)[:-1]]
     stops = [*starts[1:], longest]
-    found = collections.defaultdict(list)  # of each series and range, one a seed
+    found = collections.defaultdict(list)  # nats a token of a series and range, one a seed
     for run, stored in study.finished:
         octaves = (stored.last("val_loss_by_position") or {}).get(str(longest))
         for series in study.series(run) if octaves else ():
             for start, stop in zip(starts, stops):
-                found[series, start].append(mean_between(octaves, start, stop))
-    shown = [series for series in study.all_series if (series, 0) in found]
-    if not shown:
+                found[series, start].append(mean_between(octaves, longest, start, stop))
+    lines = []
+    for series in [series for series in study.all_series if (series, 0) in found]:
+        cells = {start: format_mean(*mean_and_stderr(found[series, start])) for start in starts}
+        lines.append(([series_name(series)], cells))
+    if not lines:
         return []
-    rows, cells = [], [["method", *(f"{start}-{stop - 1}" for start, stop in zip(starts, stops))]]
-    for series in shown:
-        means = [mean_and_stderr(found[series, start]) for start in starts]
-        for start, stop, (mean, stderr) in zip(starts, stops, means):
-            seeds = len(found[series, start])
-            rows.append(dict(series=series, first=start, last=stop - 1, mean=mean, stderr=stderr, seeds=seeds))
-        cells.append([series_name(series), *(format_mean(*mean) for mean in means)])
-    study.write_csv(rows, "_positions")
     text = f"Nats a token by position in sequences of {longest}: mean \u00b1 standard error over seeds. Compare "
     text += "within a column: each range is another part of the text."
-    return ["### By position", text, markdown_table(cells)]
+    columns = {start: f"{start}-{stop - 1}" for start, stop in zip(starts, stops)}
+    return ["### By position", text, pivot_table(["method"], lines, columns)]
 
 
-def mean_between(octaves: list[float], start: int, stop: int) -> float:
-    """Return the mean over positions start .. stop - 1, start 0 or a power of 2, from the means of octaves.
+def mean_between(octaves: list[float], length: int, start: int, stop: int) -> float:
+    """Return the mean loss at positions start .. stop - 1 of sequences, start 0 or a power of 2.
 
-    Entry 0 is of position 0, entry k of positions 2^(k-1) .. 2^k - 1. The last octave ends with the sequence.
+    octaves: the means at position 0, and at positions 2^(k-1) .. 2^k - 1 for k = 1, 2, ..., as far as the length.
     """
-    begins = [0, *(2**k for k in range(len(octaves) - 1))]
-    ends = [*begins[1:], max(stop, begins[-1] + 1)]
-    inside = [(end - begin, loss) for begin, end, loss in zip(begins, ends, octaves) if start <= begin < stop]
-    return sum(count * loss for count, loss in inside) / sum(count for count, _ in inside)
+    begins = np.array([0, *(2**k for k in range(len(octaves) - 1))])
+    counts = np.diff([*begins, length])
+    inside = (start <= begins) & (begins < stop)
+    return float(np.average(np.array(octaves)[inside], weights=counts[inside]))
 
 
 def costs(study: Study) -> list[str]:
-    """Return a section on how many parameters each method has and how fast it trained, and write it as CSV."""
-    found = collections.defaultdict(list)
+    """Return a section on how many parameters each method has and how fast it trained."""
+    rates, parameters = collections.defaultdict(list), {}
     for run, stored in study.finished:
         for series in study.series(run):
-            found[series].append(stored.summary)
-    rows = []
-    for series in [series for series in study.all_series if series in found]:
-        rates = [summary["tokens_per_second"] for summary in found[series] if summary.get("tokens_per_second")]
-        rate, stderr = mean_and_stderr(rates)
-        parameters = max(summary.get("parameters") or 0 for summary in found[series]) or None
-        rows.append(dict(series=series, parameters=parameters, tokens_per_second=rate, stderr=stderr, runs=len(rates)))
-    if not rows:
+            rates[series] += [stored.summary["tokens_per_second"]] if stored.summary.get("tokens_per_second") else []
+            parameters[series] = stored.summary.get("parameters") or 0
+    if not parameters:
         return []
-    study.write_csv(rows, "_costs")
     cells = [["method", "parameters", "tokens/s", "runs"]]
-    for row in rows:
-        error = "" if row["stderr"] is None else f" \u00b1 {row['stderr']:,.0f}"
-        rate = "" if row["tokens_per_second"] is None else f"{row['tokens_per_second']:,.0f}{error}"
-        parameters = "" if row["parameters"] is None else f"{row['parameters']:,}"
-        cells.append([series_name(row["series"]), parameters, rate, str(row["runs"])])
+    for series in [series for series in study.all_series if series in parameters]:
+        mean, stderr = mean_and_stderr(rates[series])
+        rate = "" if mean is None else f"{mean:,.0f}"
+        rate += "" if stderr is None else f" \u00b1 {stderr:,.0f}"
+        cells.append([series_name(series), f"{parameters[series]:,}", rate, str(len(rates[series]))])
     text = "Parameters, and tokens a second of training: the mean over runs of each run's median step \u00b1 its "
     text += "standard error. Runs that shared their machine with others are slower for it."
     return ["### What they cost", text, markdown_table(cells)]

@@ -10,17 +10,18 @@ import statistics
 from collections.abc import Collection
 from typing import NamedTuple
 
+import numpy as np
 from scipy import stats
 
 from scripts.reproduce.study import Study
 from scripts.shared.looks import series_name
-from scripts.shared.tables import markdown_table, mean_and_stderr
+from scripts.shared.tables import markdown_table, mean_and_stderr, pivot_table
 
 SIGNIFICANT = 0.05  # of a difference after Holm's correction, and of Bartlett's test
 
 
 def compare(study: Study, losses: dict, reference: str, lengths: list[int], paper: dict, borrowers: Collection[str]):
-    """Return sections on the differences of the series to the reference and on their order. Write them as CSV.
+    """Return sections on the differences of the series to the reference and on their order.
 
     losses: {(series, length): nats a token, one a seed}; paper: {(series, its length): mean}; borrowers: see
     differences.
@@ -29,21 +30,16 @@ def compare(study: Study, losses: dict, reference: str, lengths: list[int], pape
     tested = sum(row["p"] is not None for row in rows)
     if not tested:  # one seed says nothing about chance
         return order(losses, lengths, study.base_length, paper)
-    study.write_csv(rows, "_differences")
-    by_series = collections.defaultdict(dict)
+    cells = collections.defaultdict(dict)
     for row in rows:
-        by_series[row["series"]][row["length"]] = row
-    head = [f"minus {series_name(reference)}", "n", *(f"{n} ({n / study.base_length:g}x)" for n in lengths)]
-    cells = []
-    for series, found in by_series.items():
-        first = next(iter(found.values()))
-        seeds = f"{first['seeds']}, {first['reference_seeds']}"
-        cells.append([series_name(series), seeds, *(difference_cell(found.get(length)) for length in lengths)])
+        cells[row["series"], f"{row['seeds']}, {row['reference_seeds']}"][row["length"]] = difference_cell(row)
+    lines = [([series_name(series), seeds], found) for (series, seeds), found in cells.items()]
+    columns = {length: study.times(length) for length in lengths}
     text = "Nats a token more (+) or fewer (-) than the reference \u00b1 the standard error of the difference, and p "
     text += f"of the t-test after Holm's correction for all {tested} comparisons; bold: below {SIGNIFICANT}. n: seeds "
     text += "of the method and of the reference. " + describe_variances(losses, lengths, borrowers)
-    section = ["### Differences", text, markdown_table([head, *cells])]
-    return section + order(losses, lengths, study.base_length, paper)
+    table = pivot_table([f"minus {series_name(reference)}", "n"], lines, columns)
+    return ["### Differences", text, table] + order(losses, lengths, study.base_length, paper)
 
 
 def differences(losses: dict, reference: str, lengths: list[int], borrowers: Collection[str] = ()) -> list[dict]:
@@ -51,17 +47,18 @@ def differences(losses: dict, reference: str, lengths: list[int], borrowers: Col
 
     borrowers: series that share the weights of another. Their spread over seeds adds nothing to the variance.
     """
-    rows, variances = [], {length: common_variance(losses, length, borrowers) for length in lengths}
+    rows = []
     for (series, length), values in losses.items():
         of_reference = losses.get((reference, length), [])
-        if series == reference or length not in lengths or not (of_reference and values):
-            continue
-        row = dict(series=series, length=length, seeds=len(values), reference_seeds=len(of_reference))
-        row["difference"] = statistics.fmean(values) - statistics.fmean(of_reference)
-        row["stderr"], row["p"] = t_test(values, of_reference, variances[length])
-        rows.append(row)
-    corrected = iter(holm([row["p"] for row in rows if row["p"] is not None]))
-    return [row | dict(p_holm=next(corrected) if row["p"] is not None else None) for row in rows]
+        if series != reference and length in lengths and values and of_reference:
+            stderr, p = t_test(values, of_reference, common_variance(losses, length, borrowers))
+            row = dict(series=series, length=length, seeds=len(values), reference_seeds=len(of_reference))
+            row["difference"] = statistics.fmean(values) - statistics.fmean(of_reference)
+            rows.append(row | dict(stderr=stderr, p=p, p_holm=None))
+    tested = [row for row in rows if row["p"] is not None]
+    for row, p in zip(tested, holm([row["p"] for row in tested])):
+        row["p_holm"] = p
+    return rows
 
 
 class CommonVariance(NamedTuple):
@@ -108,24 +105,23 @@ def t_test(a: list[float], b: list[float], common: CommonVariance) -> tuple[floa
 def describe_variances(losses: dict, lengths: list[int], borrowers: Collection[str]) -> str:
     """Return sentences on the variances of the t-tests."""
     found = {length: common_variance(losses, length, borrowers) for length in lengths}
-    cells = [f"{n}: p = {common.p:.2f}, {common.freedom}" for n, common in found.items() if common.holds]
-    text = ""
-    if cells:
-        text = "The variance is that of the seeds of all methods together, where Bartlett's test finds no "
-        text += f"difference between theirs (length: p of Bartlett's test, degrees of freedom: {'; '.join(cells)}). "
-    if welch := [str(length) for length, common in found.items() if not common.holds]:
-        text += f"At {', '.join(welch)} each method has its own variance (Welch's test): too few seeds, or the "
+    shared = [f"{n}: p = {common.p:.2f}, {common.freedom}" for n, common in found.items() if common.holds]
+    apart, text = [str(n) for n, common in found.items() if not common.holds], ""
+    if shared:
+        text += "The variance is that of the seeds of all methods together, where Bartlett's test finds no difference "
+        text += f"between theirs (length: p of Bartlett's test, degrees of freedom: {'; '.join(shared)}). "
+    if apart:
+        text += f"At {', '.join(apart)} each method has its own variance (Welch's test): too few seeds, or the "
         text += "variances differ."
     return text.strip()
 
 
 def holm(ps: list[float]) -> list[float]:
     """Return the p-values corrected for their number by Holm's step-down procedure, in the same order."""
-    corrected, highest = [0.0] * len(ps), 0.0
-    for rank, index in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
-        highest = max(highest, min(1.0, (len(ps) - rank) * ps[index]))
-        corrected[index] = highest
-    return corrected
+    order = np.argsort(ps, kind="stable")
+    corrected = np.empty(len(ps))
+    corrected[order] = np.maximum.accumulate(np.minimum(1, np.arange(len(ps), 0, -1) * np.array(ps)[order]))
+    return corrected.tolist()
 
 
 def difference_cell(row: dict | None) -> str:

@@ -2,21 +2,21 @@
 
 import collections
 import math
-from collections.abc import Callable
+
+import numpy as np
 
 from configs.config import Config
-from configs.runs import Run
 from model.methods import method_options
-from scripts.evaluate import load_run, open_own_text
 from scripts.reproduce import logits, theory
-from scripts.reproduce.drawing import SCHEMES, draw_curves, draw_entropy, draw_sublog, tau_looks
-from scripts.reproduce.study import Study
-from scripts.shared.looks import plot_style
+from scripts.reproduce.drawing import Line, Panel, draw_panels, row_lines
+from scripts.reproduce.study import Study, abbreviate_length
+from scripts.shared.looks import plot_styles
 from scripts.shared.runs import StoredRun, val_tokens
-from scripts.shared.tables import markdown_table, mean_and_stderr
+from scripts.shared.tables import markdown_table, summarise
 
 NO_FIGURE = "**No figure: there is no finished run to draw.**"
 WINDOWS = 4  # of validation text, for the trained models' attention
+OPEN_CIRCLE = dict(linestyle="", marker="o", markersize=3.5, markerfacecolor="white", markeredgewidth=0.7)
 
 # ---- validation curves -----------------------------------------------------------------------------------------------
 
@@ -30,13 +30,15 @@ def figure_train_lengths(study: Study) -> str:
 def figure_train_4k(study: Study) -> str:
     study.notes.append("Below: the last fifth of the training, and the half of the methods that is best at its end.")
     study.notes.append("NoPE is shown in the left panel only, as in the paper.")
-    text = f"Validation loss of the models trained at {study.title(study.base_length)}, at three validation lengths."
+    length = abbreviate_length(study.base_length)
+    text = f"Validation loss of the models trained at {length}, at three validation lengths."
     return curve_figure(study, text, nope_panels=1, zoom=True)
 
 
 def figure_train_16k(study: Study) -> str:
     study.notes.append("NoPE is left out of the right panel, as in the paper.")
-    text = f"Validation loss of the models trained at {study.title(study.lengths[1])}, at three validation lengths."
+    length = abbreviate_length(study.lengths[1])
+    text = f"Validation loss of the models trained at {length}, at three validation lengths."
     return curve_figure(study, text, nope_panels=2)
 
 
@@ -51,9 +53,7 @@ def figure_scale_invariant_variants(study: Study) -> str:
 
 def figure_tau(study: Study) -> str:
     text = "Validation loss of scale-invariant p-RoPE with different lengthscales \u03c4 (tokens)."
-    return curve_figure(
-        study, text, baseline=False, series_of=lambda run: {tau_of(run.config): None}, looks_of=tau_looks
-    )
+    return curve_figure(study, text, baseline=False)
 
 
 def tau_of(config: Config) -> float:
@@ -67,32 +67,35 @@ def curve_figure(
     *,
     at_train_length: bool = False,
     nope_panels: int = 3,
-    series_of: Callable[[Run], dict] | None = None,
-    looks_of: Callable[[set], dict] | None = None,
     baseline: bool = True,
     zoom: bool = False,
 ) -> str:
-    """Draw a panel a validation length, write the curves as CSV, and return the Markdown: text, then the figure.
+    """Draw a panel a validation length, and return the Markdown: text, then the figure.
 
     at_train_length: only the models that were trained at the length. nope_panels: in how many of the panels NoPE is
-    shown. series_of: in place of study.series. looks_of: the looks of these series. baseline: mark the paper's 3.28, at
-    its scale. zoom: as draw_curves takes it.
+    shown. baseline: mark the paper's 3.28, at its scale. zoom: add a row of panels with the end of the training and the
+    better half of the series.
     """
-    rows = validation_curves(study, series_of or study.series)
+    rows = validation_curves(study)
     if not rows:
         return f"{text}\n\n{NO_FIGURE}"
-    panels = []
-    for n in study.lengths:
-        shown = [r for r in rows if r["val_length"] == n and (r["train_length"] == n or not at_train_length)]
-        shown = [r for r in shown if r["series"] != "nope" or len(panels) < nope_panels]
-        panels.append((f"{'train and ' if at_train_length else ''}val @{study.title(n)}", shown))
     present = {row["series"] for row in rows}
-    known = [series for series in study.all_series if series in present]
-    looks = looks_of(present) if looks_of else {series: plot_style(series, present) for series in known}
+    looks = plot_styles([series for series in study.all_series if series in present])
+    grid = [[], []] if zoom else [[]]
+    for number, n in enumerate(study.lengths):
+        shown = [row for row in rows if row["val_length"] == n and (row["train_length"] == n or not at_train_length)]
+        shown = [row for row in shown if row["series"] != "nope" or number < nope_panels]
+        title = f"{'train and ' if at_train_length else ''}val @{abbreviate_length(n)}"
+        lines = curve_lines(shown, looks)
+        if shown and baseline and study.scale == "paper":
+            last = max(row["step"] for row in shown)
+            lines.append(Line(dict(color="0.6", linestyle="--"), [0, last], [3.28, 3.28]))
+        for zoomed, panels in enumerate(grid):
+            panels.append(Panel(title + (" (zoom)" if zoomed else ""), lines, limits(shown, bool(zoomed))))
+    height = 1.75 if zoom else 2.2
+    draw_panels(study.figure(), grid, x="training step", y="nats a token", height=height, bands=True)
     if baseline and study.scale != "paper":
         study.notes.append("The paper's dashed line at 3.28 is left out: it means nothing at this scale.")
-    draw_curves(study.figure(), panels, looks, 3.28 if baseline and study.scale == "paper" else None, zoom)
-    study.write_csv(rows)
     several = any(row["seeds"] > 1 for row in rows)
     study.notes.append("Bands: \u00b1 1 standard error over seeds." if several else "One seed: no bands.")
     if len({row["val_tokens"] for row in rows}) > 1:
@@ -100,31 +103,54 @@ def curve_figure(
     return f"{text}\n\n{study.picture()}"
 
 
-def validation_curves(study: Study, series_of: Callable[[Run], dict]) -> list[dict]:
+def curve_lines(rows: list[dict], looks: dict) -> list[Line]:
+    """Return the lines of a panel of validation curves, with open circles where a part of the tokens was read."""
+    full = max((row["val_tokens"] for row in rows), default=0)
+    lines = []
+    for line in row_lines(rows, "series", "step", looks):
+        lines.append(line._replace(look=line.look | dict(markevery=max(1, len(line.xs) // 6))))
+    for series, look in looks.items():
+        part = [row for row in rows if row["series"] == series and row["val_tokens"] < full]
+        steps, means = [row["step"] for row in part], [row["mean"] for row in part]
+        lines.append(Line(OPEN_CIRCLE | dict(color=look["color"], label="_"), steps, means))
+    return lines
+
+
+def limits(rows: list[dict], zoomed: bool) -> dict[str, tuple[float, float]]:
+    """Return limits of the axes that leave out the first fifth of the steps, which would hide all the rest.
+
+    zoomed: show the last fifth of the steps, and of the series the half with the lowest losses at the end.
+    """
+    rows = [row for row in rows if math.isfinite(row["mean"])]
+    if not rows:
+        return {}
+    last = max(row["step"] for row in rows)
+    first = (0.8 if zoomed else 0.2) * last
+    final = sorted((row for row in rows if row["step"] == last), key=lambda row: row["mean"])
+    best = {row["series"] for row in final[: (len(final) + 1) // 2 if zoomed else None]}
+    shown = [row["mean"] for row in rows if row["step"] >= first and row["series"] in best]
+    margin = 0.06 * (max(shown) - min(shown)) or 0.01
+    return dict(xlim=(first if zoomed else 0, 1.02 * last), ylim=(min(shown) - margin, max(shown) + margin))
+
+
+def validation_curves(study: Study) -> list[dict]:
     """Return the mean validation loss over seeds: one row a series, training length, validation length and step.
 
     A step counts when all seeds were validated at it, on the same tokens.
     """
-    seeds = collections.defaultdict(list)
-    for run, stored in list(study.finished):
-        with study.dropping_unreadable(run):
-            curves = {name: validation_curve(stored, method) for name, method in series_of(run).items()}
-            wanted = [n for n in study.lengths if n in run.config.val_lengths]
-            if lacking := [str(n) for n in wanted if any(n not in curve for curve in curves.values())]:
-                study.missing.append((run.name, f"not validated at {', '.join(lacking)} during training"))
-            for series, curve in curves.items():
-                seeds[series, run.config.train_length].append(curve)
-    rows = []
-    for (name, train_length), group in seeds.items():
-        for length in study.lengths:
-            known = [curve[length] for curve in group if length in curve]
-            for step, tokens in sorted(set.intersection(*map(set, known)) if known else ()):
-                # null in the metrics is a loss that was not finite
-                losses = [math.nan if curve[step, tokens] is None else curve[step, tokens] for curve in known]
-                mean, stderr = mean_and_stderr(losses)
-                row = dict(series=name, train_length=train_length, val_length=length, step=step)
-                rows.append(row | dict(mean=mean, stderr=stderr, seeds=len(known), val_tokens=tokens))
-    return rows
+    losses, seeds = collections.defaultdict(list), collections.Counter()
+    for run, stored in study.finished:
+        curves = {series: validation_curve(stored, method) for series, method in study.series(run).items()}
+        wanted = [n for n in study.lengths if n in run.config.val_lengths]
+        if lacking := [str(n) for n in wanted if any(n not in curve for curve in curves.values())]:
+            study.missing.append((run.name, f"not validated at {', '.join(lacking)} during training"))
+        for series, n in [(series, n) for n in wanted for series in curves if n in curves[series]]:
+            seeds[series, run.config.train_length, n] += 1
+            for (step, tokens), loss in curves[series][n].items():
+                loss = math.nan if loss is None else loss  # null in the metrics is a loss that was not finite
+                losses[series, run.config.train_length, n, step, tokens].append(loss)
+    rows = summarise(losses, "series", "train_length", "val_length", "step", "val_tokens")
+    return [row for row in rows if row["seeds"] == seeds[row["series"], row["train_length"], row["val_length"]]]
 
 
 def validation_curve(stored: StoredRun, method: str | None) -> dict[int, dict]:
@@ -140,53 +166,80 @@ def validation_curve(stored: StoredRun, method: str | None) -> dict[int, dict]:
 
 # ---- theory and trained models ---------------------------------------------------------------------------------------
 
+SCHEMES = dict(  # of figure_entropy: the method whose colour it has, and the name in the legend
+    none=("p_rope", "no scaling"),
+    logn=("logn_p_rope", "LogN"),
+    scale_invariant=("scale_invariant_p_rope", "scale-invariant"),
+)
+RANGE_STYLES = ("-", "--", ":")
+
 
 def figure_entropy(study: Study) -> str:
     lengths = [2**k for k in range(7, 17)]  # 128 .. 65,536
-    iid = theory.iid_entropy(lengths, study.draws, seed=0)
-    trained = trained_entropy(study, [n for n in lengths if n <= study.lengths[-1]])
-    sources = {"iid scores": iid} | ({"trained models": trained} if trained else {})
-    draw_entropy(study.figure(), sources, theory.RANGES, theory.LOCAL)
-    keys = ("scheme", "length", "quantity", "mean", "stderr")
-    study.write_csv([dict(source=name) | {key: r[key] for key in keys} for name, rows in sources.items() for r in rows])
+    sources = {"iid scores": theory.iid_entropy(lengths, study.draws, seed=0)}
+    if trained := trained_entropy(study, [n for n in lengths if n <= study.lengths[-1]]):
+        sources["trained models"] = trained
+    grid = [entropy_panels(source, rows) for source, rows in sources.items()]
+    x = "context length (tokens)"
+    draw_panels(study.figure(), grid, x=x, y="nats", log=10, height=1.75, bands=True, sharex=True)
+    study.write_csv([dict(source=source) | row for source, rows in sources.items() for row in rows])
     text = "Top: independent Gaussian scores, none scaled, LogN (s = 0.4) and scale-invariant (\u03c4 = 10), mean over "
     text += f"{study.draws} draws. Bottom: p-RoPE models trained with each, the last query of each context, mean over "
-    text += (
-        f"seeds, layers, heads and {WINDOWS} windows of validation text. Bands: \u00b1 1 standard error, over seeds "
-    )
-    text += "if there are several, else over windows."
+    text += f"seeds, layers, heads and {WINDOWS} windows of validation text. Bands: \u00b1 1 standard error."
     if not trained:
         study.notes.append("The bottom row is left out: there is no trained model.")
     return text + "\n\n" + study.picture()
 
 
+def entropy_panels(source: str, rows: list[dict]) -> list[Panel]:
+    """Return panels of entropy, entropy in ranges of distances, and local attention, against the context length."""
+    styles = plot_styles([method for method, _ in SCHEMES.values()])
+    looks = {scheme: styles[method] | dict(label=label) for scheme, (method, label) in SCHEMES.items()}
+
+    def lines(quantity: str, **changes) -> list[Line]:
+        mine = [row for row in rows if row["quantity"] == quantity]
+        return row_lines(mine, "scheme", "length", {scheme: look | changes for scheme, look in looks.items()})
+
+    ranged = []
+    for (start, stop), style in zip(theory.RANGES, RANGE_STYLES):
+        ranged += lines(f"entropy_{start}_{stop}", linestyle=style, label="_")
+        ranged.append(Line(dict(color="0.4", linestyle=style, label=f"{start:,} to {stop:,} tokens ago"), [], []))
+    return [
+        Panel(f"{source}: entropy", lines("entropy")),
+        Panel("in a range of distances", ranged),
+        Panel(f"attention on last {theory.LOCAL} tokens", lines(f"attention_{theory.LOCAL}")),
+    ]
+
+
 def trained_entropy(study: Study, lengths: list[int]) -> list[dict]:
-    """Return attention_statistics of the trained models: one row a scheme, length and quantity, the mean over seeds."""
+    """Return attention_statistics of the trained models: one row a scheme, length and quantity."""
     schemes = {method: scheme for scheme, (method, _) in SCHEMES.items()}
-    profiles = collections.defaultdict(list)
-    for run, stored in list(study.finished):
-        with study.dropping_unreadable(run):
-            config, model = load_run(stored.path, study.device)
-            tokens = logits.validation_windows(open_own_text(stored), WINDOWS, lengths[-1], study.device)
-            for row in logits.attention_profile(model, tokens, lengths):
-                profiles[schemes[config.method], row["length"], row["quantity"]].append(row)
-    return [mean_over_seeds(rows, scheme=s, length=n, quantity=q) for (s, n, q), rows in profiles.items()]
-
-
-def mean_over_seeds(rows: list[dict], **keys) -> dict:
-    """Return one row with these keys, the mean of the rows, and its standard error (of one row: its own)."""
-    mean, stderr = mean_and_stderr([row["mean"] for row in rows])
-    return keys | dict(mean=mean, stderr=rows[0]["stderr"] if len(rows) == 1 else stderr)
+    samples = collections.defaultdict(list)  # one a window and seed
+    for config, model, windows in logits.trained_models(study, WINDOWS, lengths[-1]):
+        for (length, quantity), values in logits.attention_profile(model, windows, lengths).items():
+            samples[schemes[config.method], length, quantity] += values
+    return summarise(samples, "scheme", "length", "quantity", count="samples")
 
 
 def figure_sublog(study: Study, scale_invariant: bool = True) -> str:
     starts = [10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000]
-    rows = theory.iid_range_entropy(starts, [2, 5, 10], study.draws, 0, scale_invariant)
-    fits = theory.range_fits(rows)
-    draw_sublog(study.figure(), rows, fits)
+    colours = {2: "#0072B2", 5: "#D55E00", 10: "#000000"}  # by factor, the paper's Delta
+    rows = theory.iid_range_entropy(starts, [*colours], study.draws, 0, scale_invariant)
     study.write_csv(rows)
-    keys = ["slope", "intercept", "r_squared"]
-    cells = [[f"\u0394 = {f['factor']}, against {f['against']}", *(f"{f[key]:.4f}" for key in keys)] for f in fits]
+    panels, cells = [], []
+    for against, power in (("log t", 1), ("sqrt(log t)", 0.5)):
+        lines = []
+        for factor, colour in colours.items():
+            points = [row | dict(x=math.log(row["start"]) ** power) for row in rows if row["factor"] == factor]
+            look = dict(color=colour, marker="o", linestyle="", label=f"$\\Delta$ = {factor}")
+            (line,) = row_lines(points, "factor", "x", {factor: look})
+            fit = theory.linear_fit(line.xs, line.means)
+            fitted = fit["slope"] * np.array(line.xs) + fit["intercept"]
+            lines += [line, Line(dict(color=colour, linestyle="--", linewidth=0.8), line.xs, fitted)]
+            cells.append([f"\u0394 = {factor}, against {against}", *(f"{value:.4f}" for value in fit.values())])
+        panels.append(Panel(f"against {against}", lines))
+    y = "expected entropy in $[t, t\\Delta)$ (nats)"
+    draw_panels(study.figure(), [panels], x="", y=y, sharey=True)
     text = "Expected entropy (nats) of independent Gaussian scores in the range of distances [t, t\u0394), "
     text += "scale-invariant with \u03c4 = 10" if scale_invariant else "not scaled"
     text += f": mean over {study.draws} draws (bars: \u00b1 1 standard error), against log t and sqrt(log t), with the "

@@ -1,5 +1,4 @@
-"""What the attention logits of a trained model look like, as the paper looks at them; figures.py and qq.py draw
-it.
+"""What the attention logits of a trained model look like, as the paper looks at them. figures.py and qq.py draw it.
 
     attention_profile    entropy and local attention in growing contexts: fig:entropy's bottom row
     layer_scores         the scores S = q.k / sqrt(d) of each layer and head, which the theory takes to be N(0, 1), with
@@ -14,28 +13,43 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
+from scipy import stats
 from torch import Tensor
 
+from configs.config import Config
 from data.shards import TokenStream
+from errors import require
 from model.attention import Plan, transform
-from model.attention.base import EXTRAS
 from model.gpt import GPT, Plans, norm
 from model.methods.base import Method, upcast
+from scripts.evaluate import load_run, open_own_text
+from scripts.reproduce.study import Study
 from scripts.reproduce.theory import attention_statistics
-from scripts.shared.tables import mean_and_stderr
 
 MAX_PAIRS = 2**16  # pairs of query and key whose scores represent a head
 
 
 def validation_windows(stream: TokenStream, count: int, length: int, device="cpu") -> Tensor:
     """Return `count` windows of `length` tokens, at even distances over the validation text: (count, length) int64."""
-    if count * length > len(stream):
-        raise ValueError(
-            f"{count} windows of {length} tokens are more than the {len(stream)} of the validation text: "
-            "take fewer or shorter ones"
-        )
+    fits = count * length <= len(stream)
+    require(fits, f"{count} windows of {length} tokens are more than the {len(stream)} of the validation text.")
     starts = [i * (len(stream) // count) for i in range(count)]
     return torch.stack([torch.from_numpy(stream.read(start, length).astype("int64")) for start in starts]).to(device)
+
+
+def trained_models(study: Study, count: int, length: int) -> Iterator[tuple[Config, GPT, Tensor]]:
+    """Yield the configuration and the model of each run of a study, and validation_windows of its text.
+
+    Runs whose weights or text are not there are dropped from the study.
+    """
+    for run, stored in list(study.finished):
+        try:
+            config, model = load_run(stored.path, study.device)
+            windows = validation_windows(open_own_text(stored), count, length, study.device)
+        except (ValueError, OSError) as error:
+            study.drop(run, str(error).splitlines()[0])
+            continue
+        yield config, model, windows
 
 
 def iterate_layers(model: GPT, tokens: Tensor, plans: Plans) -> Iterator[tuple[Method, Plan, Tensor, Tensor, Tensor]]:
@@ -65,36 +79,22 @@ def last_query_logits(method: Method, plan: Plan, x: Tensor, q: Tensor, k: Tenso
 
 
 @torch.inference_mode()
-def attention_profile(model: GPT, tokens: Tensor, lengths: list[int]) -> list[dict]:
+def attention_profile(model: GPT, tokens: Tensor, lengths: list[int]) -> dict[tuple[int, str], list[float]]:
     """Return theory.attention_statistics of real attention in contexts of these lengths (tokens).
 
     tokens (windows, T). The query is the last token of a window, which sees the last `length` tokens: the same query
-    with more and more context. One row a length and quantity: the mean over layers, heads and windows, and its standard
-    error over windows (None for one). Memory is that of the model's forward pass, on one window at a time. ValueError
-    for a Replacement, such as Infini-attention, and for lengths that the windows do not have.
+    with more and more context. By length and quantity, the means over layers and heads, one a window. Memory is that of
+    the model's forward pass, on one window at a time. The methods are those of figure_entropy: a rotation, a scaling of
+    q and a score change, and nothing else.
     """
-    methods = [block.attention.method for block in model.blocks]
-    name = ",".join(dict.fromkeys(method.name for method in methods))
-    for method in methods:
-        if method.replacement is not None:
-            raise ValueError(f"{method.name} has no attention logits: it is not a softmax over them")
-        if more := [words for kind, words in EXTRAS.items() if getattr(method, kind) is not None]:
-            raise ValueError(f"{method.name} has {' and '.join(more)}, of which this analysis knows nothing")
-    if max(lengths) > tokens.shape[1]:
-        raise ValueError(f"a context of {max(lengths)} tokens does not fit in windows of {tokens.shape[1]} tokens")
-    rows = []
+    samples = defaultdict(list)
     for length in lengths:
         plans = model.plan(length, backend="blocks")  # nothing to compile for each length
-        means = defaultdict(list)  # of each quantity, one for each window
         for window in tokens[:, -length:].split(1):
             logits = torch.stack([last_query_logits(*layer) for layer in iterate_layers(model, window, plans)])
             for quantity, values in attention_statistics(logits).items():  # (layers, 1, H)
-                means[quantity].append(values.mean().item())
-        for quantity, values in means.items():
-            mean, stderr = mean_and_stderr(values)
-            row = dict(method=name, length=length, quantity=quantity)
-            rows.append(row | dict(mean=mean, stderr=stderr, windows=len(values)))
-    return rows
+                samples[length, quantity].append(values.mean().item())
+    return samples
 
 
 # ---- scores ----------------------------------------------------------------------------------------------------------
@@ -105,15 +105,13 @@ def score_pairs(batch: int, length: int, max_pairs: int, seed: int) -> tuple[Ten
 
     Key 0 is left out as the paper leaves out the beginning of sequence, an outlier that attention sinks into.
     """
-    if length < 3:
-        raise ValueError(f"statistics of scores need sequences of at least 3 tokens, got {length}")
-    if batch * (length - 1) * (length - 2) // 2 <= max_pairs:
-        i, j = torch.tril_indices(length - 1, length - 1, offset=-1) + 1
-        return torch.arange(batch).repeat_interleave(len(i)), i.repeat(batch), j.repeat(batch)
-    generator = torch.Generator().manual_seed(seed)
-    one, step, sequence = (torch.randint(n, (max_pairs,), generator=generator) for n in (length - 1, length - 2, batch))
-    other = (one + 1 + step) % (length - 1)  # any position but the first one: unordered pairs are uniform
-    return sequence, torch.maximum(one, other) + 1, torch.minimum(one, other) + 1
+    require(length >= 3, f"Statistics of scores need sequences of at least 3 tokens, got {length}.")
+    i, j = torch.tril_indices(length - 1, length - 1, offset=-1) + 1
+    chosen = torch.arange(batch * len(i))
+    if len(chosen) > max_pairs:
+        chosen = torch.randint(len(chosen), (max_pairs,), generator=torch.Generator().manual_seed(seed))
+    pair = chosen % len(i)
+    return chosen // len(i), i[pair], j[pair]
 
 
 @torch.inference_mode()
@@ -147,32 +145,19 @@ def pair_scores(q: Tensor, k: Tensor, pairs: Iterable[Tensor], scale: float) -> 
     return (torch.stack(heads) * scale).double().cpu()
 
 
-def moments(scores: Tensor) -> dict[str, float]:
+def moments(scores: np.ndarray) -> dict[str, float]:
     """Return mean, standard deviation, skewness and excess kurtosis of scores (N,), and ks, their Kolmogorov-Smirnov
     distance to the Gaussian of that mean and standard deviation. A Gaussian has 0 for the last three, N -> inf."""
-    mean, std = scores.mean(), scores.std(correction=0)
-    z = ((scores - mean) / std).sort().values
-    cdf, below = torch.special.ndtr(z), torch.arange(len(z) + 1, dtype=z.dtype) / len(z)
-    return dict(
-        mean=mean.item(),
-        std=std.item(),
-        skewness=z.pow(3).mean().item(),
-        excess_kurtosis=z.pow(4).mean().item() - 3,
-        ks=torch.maximum(below[1:] - cdf, cdf - below[:-1]).max().item(),
-    )
+    mean, std = scores.mean(), scores.std()
+    values = dict(mean=mean, std=std, skewness=stats.skew(scores), excess_kurtosis=stats.kurtosis(scores))
+    values["ks"] = stats.kstest(scores, "norm", args=(mean, std), method="asymp").statistic
+    return {name: float(value) for name, value in values.items()}
 
 
-def moments_by_head(scores: Tensor) -> list[dict]:
-    """Return the moments of scores (H, N) of each head, and of all heads pooled: dicts with head, a number or "all"."""
-    return [dict(head=head) | moments(mine) for head, mine in [*enumerate(scores), ("all", scores.flatten())]]
-
-
-def qq_points(scores: Tensor, n: int = 200) -> list[dict[str, float]]:
+def qq_points(scores: np.ndarray, n: int = 200) -> list[dict[str, float]]:
     """Return quantiles of the scores (N,) at probabilities (i - 1/2)/n, i = 1..n, and those of the Gaussian with
     their mean and standard deviation, neither standardised: dicts of probability, gaussian and sample."""
-    scores = scores.double()
-    probabilities = (torch.arange(n, dtype=torch.float64) + 0.5) / n
-    gaussian = scores.mean() + scores.std(correction=0) * torch.special.ndtri(probabilities)
-    sample = torch.from_numpy(np.quantile(scores, probabilities))  # torch's own takes at most 16 million scores
-    columns = (probabilities, gaussian, sample)
-    return [dict(zip(("probability", "gaussian", "sample"), point)) for point in zip(*(c.tolist() for c in columns))]
+    probabilities = (np.arange(n) + 0.5) / n
+    gaussian = stats.norm.ppf(probabilities, scores.mean(), scores.std())
+    points = np.stack([probabilities, gaussian, np.quantile(scores, probabilities)], axis=1)
+    return [dict(zip(("probability", "gaussian", "sample"), point)) for point in points.tolist()]

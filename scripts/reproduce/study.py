@@ -1,8 +1,8 @@
 """What a table or figure is made from: the runs that it needs, those that there are, and what is missing."""
 
+import argparse
 import collections
 import dataclasses
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -10,59 +10,56 @@ import torch
 from configs.config import config_hash
 from configs.presets import preset
 from configs.runs import Run
-from configs.sweeps import SCALES
+from configs.sweeps import SCALES, SWEEPS, sweep
+from errors import require
 from scripts.shared.looks import NAMES, series_label
-from scripts.shared.runs import StoredRun, find_stored, single_val_tokens, train_state
+from scripts.shared.runs import StoredRun, find_stored, needle_state, single_val_tokens, train_state
 from scripts.shared.tables import write_csv
 
 # Items that show each run as the method that it trained, not as those that its weights are also validated as:
 ONE_METHOD_A_RUN = ("table_infini", "table_rivals", "needle_rivals")
-# What all runs of an item must share. None: not known.
-COMPARED_DATA = {
-    "validation tokens": lambda stored: single_val_tokens(stored.summary),
-    "training text": lambda stored: stored.text,
-    "validation text": lambda stored: stored.data.get("validation"),
-}
 
 
-@dataclasses.dataclass
 class Study:
-    """What an item, a table or figure, is made from, and what is missing of it."""
+    """Holds what an item, a table or figure, is made from, and what is missing of it."""
 
-    item: str
-    scale: str
-    runs: list[Run]
-    stored_runs: list[StoredRun]
-    runs_dir: Path  # folder of the run folders
-    out: Path
-    options: list[str]  # of this command, which scripts.sweep takes too
-    device: torch.device
-    draws: int  # of independent Gaussian scores
-    methods: list[str] | None = None  # only these; None: all
-    seeds_given: bool = False  # False: the item shows all seeds that there are
-    finished: list[tuple[Run, StoredRun]] = dataclasses.field(default_factory=list)
-    missing: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # a run or model, and why it is missing
-    models: list[str] = dataclasses.field(default_factory=list)  # of other people, which were used
-    models_needed: int = 0
-    notes: list[str] = dataclasses.field(default_factory=list)
-    sections: list[str] = dataclasses.field(default_factory=list)  # of the page, after the notes
-    draft: Path | None = None  # the folder in which the files are made
-    unwritten: str = ""  # why they were not put into `out`
-
-    @property
-    def page(self) -> Path:
-        return self.out / "tables.md"
+    def __init__(
+        self,
+        item: str,
+        args: argparse.Namespace,
+        *,
+        changes: dict,
+        needle: dict,
+        stored_runs: list[StoredRun],
+        device: torch.device,
+    ):
+        """Find the runs of an item. args: of the command. changes, needle: fields and needle settings of every run."""
+        self.item, self.scale, self.methods = item, args.scale, args.methods
+        self.out, self.draws, self.device = args.out, args.draws, device
+        self.stored_runs = stored_runs
+        self.runs_dir = Path("runs") if args.runs_dir is None or args.runs_dir.suffix == ".jsonl" else args.runs_dir
+        self.runs = sweep(item, args.scale, args.seeds, args.methods, changes, needle) if item in SWEEPS else []
+        fine_tuned = args.item == "all" or any(run.needle for run in self.runs)
+        require(fine_tuned or not needle, f"--needle: {item} fine-tunes no run. Leave it out.")
+        self.finished: list[tuple[Run, StoredRun]] = []
+        self.missing: list[tuple[str, str]] = []  # a run or model, and why it is missing
+        self.models: list[str] = []  # of other people, which were used
+        self.models_needed = 0
+        self.notes: list[str] = []
+        self.sections: list[str] = []  # of the page, after the notes
+        self.collect(all_seeds=not args.seeds)
 
     def figure(self, name: str = "") -> Path:
-        """Return the path of a figure that is made, without its suffix."""
-        return self.draft / "figures" / (name or self.item)
+        """Return the path of a figure without its suffix."""
+        return self.out / "figures" / (name or self.item)
 
     def picture(self, name: str = "") -> str:
         """Return the Markdown that shows a figure on the page."""
         return f"![{name or self.item}](figures/{name or self.item}.png)"
 
-    def write_csv(self, rows: list[dict], suffix: str = ""):
-        write_csv(self.draft / "csv" / f"{self.item}{suffix}.csv", rows)
+    def write_csv(self, rows: list[dict]):
+        """Write numbers that were measured here. All others are in the stored runs."""
+        write_csv(self.out / "csv" / f"{self.item}.csv", rows)
 
     @property
     def lengths(self) -> list[int]:
@@ -72,6 +69,10 @@ class Study:
     @property
     def base_length(self) -> int:
         return self.lengths[0]
+
+    def times(self, length: int) -> str:
+        """Return a length with its ratio to the training length: 1024 (4x)."""
+        return f"{length} ({length / self.base_length:g}x)"
 
     def series(self, run: Run) -> dict[str, str | None]:
         """Return the series that a run is shown as, each with the method as which its weights are validated.
@@ -89,24 +90,12 @@ class Study:
         order = [*NAMES, *(series.split(" ")[0] for series in present)]
         return sorted(present, key=lambda series: (order.index(series.split(" ")[0]), " " in series))
 
-    def title(self, length: int) -> str:
-        """Return the length as titles show it: 4k as in the paper, 256 where the lengths are no multiples of 4k."""
-        return abbreviate_length(length) if self.base_length % 4096 == 0 else str(length)
-
     def drop(self, run: Run, why: str):
         """Leave a finished run out of the item, and say so."""
         self.finished = [(other, stored) for other, stored in self.finished if other is not run]
         self.missing.append((run.name, why))
 
-    @contextmanager
-    def dropping_unreadable(self, run: Run):
-        """Drop the run if its model, its records or its validation text is not there or damaged."""
-        try:
-            yield
-        except (ValueError, OSError, KeyError, TypeError, RuntimeError) as error:
-            self.drop(run, str(error).splitlines()[0])
-
-    def collect(self):
+    def collect(self, all_seeds: bool):
         """Fill `finished` with the runs that are there, all on the same text, and `missing` with the others."""
         for run in self.runs:
             state, reason = train_state(run, self.stored_runs, self.runs_dir)
@@ -114,14 +103,19 @@ class Study:
                 self.finished.append((run, find_stored(run, self.stored_runs)))
             else:
                 self.missing.append((run.name, f"{state}: {reason}" if reason else "not trained"))
-        if not self.seeds_given:
+        if all_seeds:
             self.add_seeds()
-        for what, value_of in COMPARED_DATA.items():
-            values = {run.name: value for run, stored in self.finished if (value := value_of(stored)) is not None}
-            most = collections.Counter(values.values()).most_common(1)
-            for run, stored in self.finished:
-                if (value := values.get(run.name)) not in (None, *dict(most)):
-                    self.drop(run, f"left out, {stored.path} has {what} {value}; most runs: {most[0][0]}")
+        for run, stored in self.finished:
+            state, reason = needle_state(stored, run.needle) if run.needle else ("finished", "")
+            if state == "pretrained":
+                self.drop(run, "not fine-tuned")
+            elif state in ("other", "running") or run.needle and not stored.needle:
+                self.drop(run, f"fine-tuning {state} ({reason})")
+        texts = [text_of(stored) for _, stored in self.finished]
+        most, _ = collections.Counter(texts).most_common(1)[0] if texts else ((), 0)
+        for run, stored in self.finished:
+            if text_of(stored) != most:
+                self.drop(run, f"left out: {stored.path} is on {text_of(stored)}, most runs are on {most}")
 
     def add_seeds(self):
         """Add the finished runs that differ from the item's in the seed alone."""
@@ -134,6 +128,11 @@ class Study:
                 known.add(config_hash(run.config))
                 self.runs.append(run)
                 self.finished.append((run, stored))
+
+
+def text_of(stored: StoredRun) -> tuple:
+    """Return the fingerprints of a run's texts and its number of validation tokens, which all runs of an item share."""
+    return stored.text, stored.data.get("validation"), single_val_tokens(stored.summary)
 
 
 def abbreviate_length(length: int) -> str:

@@ -9,13 +9,13 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 
-import numpy as np
 import torch
+from scipy import stats
 from torch import Tensor
 
 from errors import require
 from model.methods import make_method
-from scripts.shared.tables import mean_and_stderr
+from scripts.shared.tables import summarise
 
 RANGES = ((10, 100), (100, 1_000), (1_000, 10_000))  # of distances t (fig:entropy, middle)
 LOCAL = 100  # the previous tokens whose share of the attention is measured (fig:entropy, right)
@@ -48,12 +48,6 @@ def attention_statistics(logits: Tensor) -> dict[str, Tensor]:
     return statistics
 
 
-def summarise(samples: list[Tensor]) -> dict[str, float]:
-    """Return the mean of the samples and its standard error."""
-    mean, stderr = mean_and_stderr(torch.cat(samples).tolist())
-    return dict(mean=mean, stderr=stderr)
-
-
 def gaussian_scores(draws: int, length: int, generator: torch.Generator) -> Iterator[Tensor]:
     """Yield independent N(0, 1) scores, (draws, length) in all, in chunks of draws that bound the memory."""
     require(draws >= 2, f"--draws {draws} gives no standard error. Use at least 2.")
@@ -68,22 +62,18 @@ def iid_entropy(lengths: list[int], draws: int, seed: int, *, logn_scale: float 
     Schemes: none (L = Z), logn (L = logn_scale log(T) Z) and scale_invariant. One row a scheme, length and quantity:
     mean and standard error over the draws, which the schemes share. Raises ValueError for fewer than 2 draws.
     """
-    generator = torch.Generator().manual_seed(seed)
-    rows = []
+    generator, samples = torch.Generator().manual_seed(seed), defaultdict(list)
     for length in lengths:
         schemes = dict(
             none=(1.0, 0.0),
             logn=(logn_scale * math.log(length), 0.0),
             scale_invariant=coefficients(torch.arange(length), tau=tau),
         )
-        samples = defaultdict(list)
         for scores in gaussian_scores(draws, length, generator):
             for scheme, (a, m) in schemes.items():
                 for quantity, values in attention_statistics(a * scores + m).items():
-                    samples[scheme, quantity].append(values)
-        for (scheme, quantity), values in samples.items():
-            rows.append(dict(scheme=scheme, length=length, quantity=quantity, **summarise(values), draws=draws))
-    return rows
+                    samples[scheme, length, quantity] += values.tolist()
+    return summarise(samples, "scheme", "length", "quantity", count="samples")
 
 
 def iid_range_entropy(
@@ -94,36 +84,19 @@ def iid_range_entropy(
     Fig:sublog with scale-invariant scores, fig:sublog_bounds_std without. One row a start and factor: mean and standard
     error over the draws, which the factors of one start share. Raises ValueError for fewer than 2 draws.
     """
-    generator = torch.Generator().manual_seed(seed)
-    scheme = "scale_invariant" if scale_invariant else "none"
-    rows = []
+    generator, samples = torch.Generator().manual_seed(seed), defaultdict(list)
     for start in starts:
         distance = torch.arange(start, start * max(factors))
         a, m = coefficients(distance, tau=tau) if scale_invariant else (1.0, 0.0)
-        samples = defaultdict(list)
         for scores in gaussian_scores(draws, len(distance), generator):
             logits = a * scores + m
             for factor in factors:
                 within = logits[:, : start * (factor - 1)]
-                samples[factor].append(entropy(within.log_softmax(dim=-1)))
-        for factor, values in samples.items():
-            rows.append(dict(scheme=scheme, start=start, factor=factor, **summarise(values), draws=draws))
-    return rows
+                samples[start, factor] += entropy(within.log_softmax(dim=-1)).tolist()
+    return summarise(samples, "start", "factor", count="samples")
 
 
-def linear_fit(x, y) -> dict[str, float]:
+def linear_fit(x: list[float], y: list[float]) -> dict[str, float]:
     """Return the least-squares line through the points: slope, intercept, and the coefficient of determination R^2."""
-    slope, intercept = np.polyfit(x, y, 1)
-    return dict(slope=float(slope), intercept=float(intercept), r_squared=float(np.corrcoef(x, y)[0, 1] ** 2))
-
-
-def range_fits(rows: list[dict]) -> list[dict]:
-    """Return the dashed lines of fig:sublog: the mean entropy as a linear function of log t and of sqrt(log t)."""
-    fits = []
-    for factor in dict.fromkeys(row["factor"] for row in rows):
-        points = [row for row in rows if row["factor"] == factor]
-        log_t = np.log([row["start"] for row in points])
-        for against, x in {"log t": log_t, "sqrt(log t)": np.sqrt(log_t)}.items():
-            fit = linear_fit(x, [row["mean"] for row in points])
-            fits.append(dict(scheme=points[0]["scheme"], factor=factor, against=against, **fit))
-    return fits
+    fit = stats.linregress(x, y)
+    return dict(slope=fit.slope, intercept=fit.intercept, r_squared=fit.rvalue**2)

@@ -1,8 +1,6 @@
 """How methods look: one name, colour and line a method, in every figure and page."""
 
 import itertools
-import os
-import tempfile
 from collections.abc import Iterable
 
 from configs.config import Config
@@ -26,6 +24,7 @@ SHOWN_AS = dict(
     infini_p_rope=("Infini-p-RoPE", "#332288", "--", "P"),
 )
 LINES = {method: shown[1:] for method, shown in SHOWN_AS.items()}
+# Methods, and parts of a method that is written as the sum of its mechanisms, such as p_rope+forget+gate.
 NAMES = {method: shown[0] for method, shown in SHOWN_AS.items()} | dict(
     fox="FoX",
     rnope_swa="RNoPE-SWA",
@@ -37,9 +36,11 @@ NAMES = {method: shown[0] for method, shown in SHOWN_AS.items()} | dict(
     pope="PoPE",
     fire="FIRE",
     stick_breaking="Stick-breaking",
+    scale_invariant="Scale-invariant NoPE",
+    forget="forgetting",
+    gate="gated output",
+    sink="sinks",
 )
-# Parts of a method that is written as the sum of its mechanisms, such as p_rope+forget+gate.
-MECHANISMS = dict(scale_invariant="Scale-invariant NoPE", forget="forgetting", gate="gated output", sink="sinks")
 OPTION_NAMES = {
     "slope_scale=1": "official slopes",
     "learn_tau=True": "\u03c4 learned by each head",
@@ -47,20 +48,12 @@ OPTION_NAMES = {
     "terms=a": "a_t alone",
     "terms=m": "m_t alone",
 }
-# Methods without a look of their own take these in turn. Forms of one method, with other options, take FORM_LOOKS.
+# Methods without a look of their own, and methods with options, take these in turn.
 OTHERS = [
     (colour, dashes, marker)
     for dashes in ("-.", ":", "--")
     for colour, marker in zip(("#6699CC", "#CC6677", "#661100", "#999933", "#4B0092"), "osvD^")
 ]
-FORM_LOOKS = (
-    ("--", "P"),
-    (":", "X"),
-    ("-.", "d"),
-    ((0, (5, 1, 1, 1, 1, 1)), "h"),
-    ((0, (8, 2)), "p"),
-    ((0, (1, 3)), "<"),
-)
 
 
 def method_name(method: str) -> str:
@@ -71,17 +64,16 @@ def method_name(method: str) -> str:
 
 def layer_name(layer: str) -> str:
     first, *others = layer.split("+")
-    name = NAMES.get(first, MECHANISMS.get(first, first))
-    if "scale_invariant" in others:
-        others.remove("scale_invariant")
-        name = f"Scale-invariant {name}"
-    return ", ".join([name, *(NAMES.get(part, MECHANISMS.get(part, part)) for part in others)])
+    prefix = "Scale-invariant " if "scale_invariant" in others else ""
+    return prefix + ", ".join(
+        NAMES.get(part, part) for part in (first, *others) if part == first or part != "scale_invariant"
+    )
 
 
-def choose_looks(methods: Iterable[str]) -> dict[str, tuple]:
-    """Return colour, line style and marker of each method, whatever the order of the methods."""
-    others = sorted({*methods} - {*LINES})
-    return LINES | {method: OTHERS[i % len(OTHERS)] for i, method in enumerate(others)}
+def choose_looks(shown: Iterable[str]) -> dict[str, tuple]:
+    """Return colour, line style and marker of each series, or method, of a figure, whatever their order."""
+    others = sorted({*shown} - {*LINES})
+    return LINES | {series: OTHERS[i % len(OTHERS)] for i, series in enumerate(others)}
 
 
 def series_label(config: Config) -> str:
@@ -105,28 +97,8 @@ def plain_number(value) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def plot_style(series: str, shown: Iterable[str] = ()) -> dict:
-    """Return keyword arguments of matplotlib's plot for this line. Forms of a method with options are paler.
-
-    shown: all series of the figure.
-    """
-    method, *options = series.split(" ")
-    shown = {series, *shown}
-    colour, style, marker = choose_looks(other.split(" ")[0] for other in shown)[method]
-    forms = sorted(other for other in shown if other.startswith(f"{method} "))
-    if options and len(forms) > 1:
-        style, marker = FORM_LOOKS[forms.index(series) % len(FORM_LOOKS)]
-    look = dict(color=colour, linestyle=style, marker=marker, label=series_name(series))
-    return look | (dict(alpha=0.45) if options else {})
-
-
-def import_matplotlib():
-    """Import matplotlib without reading or writing in the user's home. Call this before any other import of it."""
-    with tempfile.TemporaryDirectory() as folder:
-        is_set = "MPLCONFIGDIR" in os.environ
-        os.environ.setdefault("MPLCONFIGDIR", folder)
-        try:
-            import matplotlib.figure  # noqa: F401
-        finally:
-            if not is_set:
-                del os.environ["MPLCONFIGDIR"]
+def plot_styles(shown: Iterable[str]) -> dict[str, dict]:
+    """Return keyword arguments of matplotlib's plot for each series of a figure."""
+    looks = choose_looks(shown)
+    names = ("color", "linestyle", "marker")
+    return {series: dict(zip(names, looks[series])) | dict(label=series_name(series)) for series in shown}

@@ -20,8 +20,6 @@ from runtime.build import config_of
 from runtime.checkpoint import latest_checkpoint
 from runtime.metrics import read_metrics
 
-OTHER_TEXTS = "other_texts"  # in evaluation.json, beside the losses on the run's own text: by fingerprint
-STATES = ("finished", "pretrained", "running", "interrupted", "failed", "other", "missing")
 DAMAGE = (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, OSError, RecursionError)
 
 
@@ -69,7 +67,10 @@ class StoredRun:
         """Return the different values of "commit", "device" or "torch" in the log. A resumed run logs them again."""
         if self.line:
             return self.line.get(key) or ["unknown"]
-        return log_values(self.path, key)
+        path = self.path / "log.txt"
+        text = path.read_text(errors="replace") if path.exists() else ""
+        pattern = r"\btorch ([^,\s]+)" if key == "torch" else rf"^{key}: (.+)$"
+        return list(dict.fromkeys(re.findall(pattern, text, re.MULTILINE))) or ["unknown"]
 
     def json(self, name: str) -> dict | None:
         """Return what a file of the folder holds. None: there is no such file. Raises ValueError if it is damaged."""
@@ -118,7 +119,7 @@ def read_run(path: Path) -> StoredRun:
             elif name == "data.json":
                 data = dict(value)
             elif summary:
-                summary = with_evaluation(summary, on_own_text(value))
+                summary = with_evaluation(summary, value)
         except DAMAGE as error:
             problems.append(f"{path / name} is damaged ({error}). Delete it.")
     return StoredRun(path, config, summary, data, tuple(problems))
@@ -152,11 +153,6 @@ def val_tokens(record: dict) -> dict[str, int]:
     """Return the validation tokens by length, of a validation's record, a summary or an evaluation."""
     tokens = record["val_tokens"]
     return tokens if isinstance(tokens, dict) else dict.fromkeys(record["val_loss"], tokens)
-
-
-def on_own_text(evaluation: dict) -> dict:
-    """Return what an evaluation.json holds about the run's own text."""
-    return {key: value for key, value in evaluation.items() if key != OTHER_TEXTS}
 
 
 def single_val_tokens(record: dict) -> int:
@@ -197,34 +193,37 @@ def find_stored(run: Run, stored_runs: list[StoredRun], data: str | None = None)
     return max(same, key=lambda s: (s.summary is not None, s.path.name == run.name), default=None)
 
 
-def train_state(run: Run, stored_runs: list[StoredRun], runs_dir: Path, data: str | None = None) -> tuple[str, str]:
-    """Return the state of the training of this run (one of STATES but pretrained; see needle_state), and the reason.
+def describe_differences(ours: Config, theirs: Config, also: Iterable[str] = ()) -> str:
+    """Name the fields that differ, with both values: of those that change the mathematics, and of `also`."""
+    a, b = ours.to_dict(), theirs.to_dict()
+    compared = [field for field in a if field not in NOT_MATHEMATICS or field in also]
+    return ", ".join(f"{field} {b[field]} there, {a[field]} here" for field in compared if a[field] != b[field])
 
-    other: the folder of that name holds something else, which is left alone. data: as in find_stored.
+
+def train_state(run: Run, stored_runs: list[StoredRun], runs_dir: Path, data: str | None = None) -> tuple[str, str]:
+    """Return the state of the training of this run, and the reason. data: as in find_stored.
+
+    States: finished, running, interrupted, failed, missing; other: the folder of that name holds something else.
     """
     stored = find_stored(run, stored_runs, data)
     path = stored.path if stored else runs_dir / run.name
-    if stored is None and (named := next((s for s in stored_runs if s.path == path), None)):
-        if named.config is None:
-            return "other", named.problems[0]
-        if differ := describe_differences(run.config, named.config):
-            return "other", f"{named.path} is of another config ({differ}): rename it"
-        return "other", f"trained on other data than {run.config.data_dir}: use another --runs-dir"
-    if stored and stored.problems:
-        return "other", stored.problems[0]
+    named = stored or next((other for other in stored_runs if other.path == path), None)
+    if named and named.problems:
+        return "other", named.problems[0]
+    if named and not stored:
+        differ = describe_differences(run.config, named.config) or f"data of {run.config.data_dir}"
+        return "other", f"{path} is of another config or text ({differ}). Rename it, or use another --runs-dir"
     state = stored_state(stored) if stored else "failed" if failures(path) else "missing"
     if state == "failed":
         return state, f"{path}: {failures(path)[-1]}"
-    checkpoint = latest_checkpoint(path / "checkpoints") if (path / "checkpoints").exists() else None
-    if state == "interrupted" and checkpoint:
-        return state, f"{path}, after {checkpoint.stem}"
-    return state, "" if state == "missing" else str(path)
+    checkpoint = latest_checkpoint(path / "checkpoints") if state == "interrupted" else None
+    return state, f"{path}, after {checkpoint.stem}" if checkpoint else "" if state == "missing" else str(path)
 
 
 def needle_state(stored: StoredRun, needle: Needle) -> tuple[str, str]:
     """Return the state of the fine-tuning of a trained run on the needle task, and the reason.
 
-    pretrained: it has not begun. other: it was fine-tuned or scored with other settings, or a file is damaged.
+    States: as in train_state, and pretrained: it has not begun.
     """
     path = stored.path / "needle"
     if is_running(path):
@@ -256,13 +255,6 @@ def stored_state(stored: StoredRun) -> str:
     return "running" if is_running(stored.path) else "failed" if failures(stored.path) else "interrupted"
 
 
-def describe_differences(ours: Config, theirs: Config, also: Iterable[str] = ()) -> str:
-    """Name the fields that differ, with both values: of those that change the mathematics, and of `also`."""
-    a, b = ours.to_dict(), theirs.to_dict()
-    compared = [field for field in a if field not in NOT_MATHEMATICS or field in also]
-    return ", ".join(f"{field} {b[field]} there, {a[field]} here" for field in compared if a[field] != b[field])
-
-
 def failures(path: Path) -> list[str]:
     """Return one line for each time that the run failed."""
     file = sidecar(path, ".failures.txt")
@@ -282,11 +274,3 @@ def is_running(path: Path) -> bool:
         return False
     except OSError as error:  # BlockingIOError: it is locked; others: there is no lock
         return isinstance(error, BlockingIOError)
-
-
-def log_values(folder: Path, key: str) -> list[str]:
-    """Return the different values of "commit", "device" or "torch" in a folder's log.txt."""
-    path = folder / "log.txt"
-    text = path.read_text(errors="replace") if path.exists() else ""
-    pattern = r"\btorch ([^,\s]+)" if key == "torch" else rf"^{key}: (.+)$"
-    return list(dict.fromkeys(re.findall(pattern, text, re.MULTILINE))) or ["unknown"]

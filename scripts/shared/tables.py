@@ -4,9 +4,10 @@ import csv
 import io
 import math
 import statistics
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from files import replace_file
+from files import replace_text
 
 
 def loss_table(results: list[dict]) -> str:
@@ -33,6 +34,24 @@ def markdown_table(rows: list[list[str]]) -> str:
     return "\n".join([head, rule, *body])
 
 
+def pivot_table(heads: list[str], lines: Iterable[tuple[list[str], dict]], columns: dict) -> str:
+    """Return a table of lines, each its first cells and its other cells by column.
+
+    heads: of the first cells. columns: heads of the others, by column.
+    """
+    body = [[*first, *(cells.get(column, "") for column in columns)] for first, cells in lines]
+    return markdown_table([[*heads, *columns.values()], *body])
+
+
+def summarise(samples: dict[tuple, list[float]], *names: str, count: str = "seeds") -> list[dict]:
+    """Return a row for each key of the samples: its parts under these names, then mean, stderr, and the count."""
+    rows = []
+    for key, values in samples.items():
+        mean, stderr = mean_and_stderr(values)
+        rows.append(dict(zip(names, key)) | {"mean": mean, "stderr": stderr, count: len(values)})
+    return rows
+
+
 def mean_and_stderr(values: list[float]) -> tuple[float | None, float | None]:
     """Return mean and standard error, sd / sqrt(n) with n - 1 in the variance; None for what too few values lack."""
     if not values:
@@ -49,10 +68,11 @@ def format_mean(mean: float | None, stderr: float | None) -> str:
     return f"{mean:.3f} \u00b1 " + ("n/a" if stderr is None else f"{stderr:.3f}")
 
 
-def embolden_best(cells: dict[str, str], means: dict[str, float | None], best=min) -> dict[str, str]:
-    """Return the cells, in bold those whose mean is the best as printed, ties included."""
-    printed = {key: round(mean, 3) for key, mean in means.items() if mean is not None}
+def mean_cells(numbers: dict, best: Callable = min) -> dict:
+    """Return the cells of (mean, stderr) pairs, in bold those whose mean is the best as printed, ties included."""
+    printed = {key: round(mean, 3) for key, (mean, _) in numbers.items() if mean is not None}
     winners = {key for key in printed if printed[key] == best(printed.values())}
+    cells = {key: format_mean(*pair) for key, pair in numbers.items()}
     return {key: f"**{cell}**" if key in winners else cell for key, cell in cells.items()}
 
 
@@ -63,4 +83,4 @@ def write_csv(path: Path, rows: list[dict]):
     writer.writeheader()
     writer.writerows(rows)
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, lambda file: file.write(text.getvalue().encode()))
+    replace_text(path, text.getvalue())
