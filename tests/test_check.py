@@ -96,7 +96,7 @@ def test_a_wrong_gradient_of_a_learned_parameter_is_refused():
 def test_a_kernel_that_ignores_a_mechanism_is_refused(name):
     def ignore(run, q, k, v, *, prepared, key_bias=None, sink=None):
         unused = sum(0 * x.sum() for x in (key_bias, sink) if x is not None)
-        plan = SimpleNamespace(query_length=LENGTH, key_length=LENGTH, device=CPU, window=None, softcap=None)
+        plan = SimpleNamespace(query_length=LENGTH, key_length=LENGTH, device=CPU, window=None)
         return run(q, k, v, prepared=blocks.prepare(None, plan)) + unused
     assert check_backend(faulty(ignore), make_case(name), CPU, torch.float32, [LENGTH]) is not None
 

@@ -43,13 +43,11 @@ CHECKED = {"flex", "flex_flash", "triton"}  # compiled on this machine, so `auto
 def make_plan(
     method: Method, query_length: int, key_length: int, *, q_offset: int = 0, target_length: int | None = None,
     device="cpu", dtype: torch.dtype = torch.float32, backend: str = "auto",
-    softcap: float | None = None,
 ) -> Plan:  # fmt: skip
     """Return the plan for queries at positions q_offset.. against keys at positions 0..key_length-1, of this dtype.
 
     target_length (default: key_length): the length of the whole sequence. NTK, YaRN and LogN's constant form scale
-    with it. softcap: scores S become softcap tanh(S / softcap) before a_t and m_t, as in Gemma-2; only blocks can do
-    it. ValueError for lengths that do not fit each other, and for a backend that cannot run.
+    with it. ValueError for lengths that do not fit each other, and for a backend that cannot run.
     """
     target_length = key_length if target_length is None else target_length
     queries = f"{query_length} queries from position {q_offset}"
@@ -58,10 +56,6 @@ def make_plan(
     require(key_length <= target_length, f"{key_length} keys are more than the target length {target_length}")
     require(key_length <= MAX_LENGTH, f"attention covers up to {MAX_LENGTH} positions, got {key_length}")
     device = torch.device(device)
-    if softcap is not None:
-        require(backend in ("auto", "blocks"), f"attention_backend {backend} does not cap scores: use auto or blocks")
-        require(method.replacement is None, f"{method.name} has no scores to cap")
-        backend = "blocks"
     backend, why = choose_backend(method, device, backend, dtype)
     cos = sin = query_table = None
     if method.rotation is not None:
@@ -71,7 +65,7 @@ def make_plan(
         query_table = method.query_scale.table(positions, target_length).to(device)
     plan = Plan(
         backend, method.num_heads, method.vector_dim, query_length, key_length, q_offset, device, dtype,
-        window=None if method.window is None else method.window.window, softcap=softcap,
+        window=None if method.window is None else method.window.window,
         cos=cos, sin=sin, query_table=query_table, why=why,
     )  # fmt: skip
     if method.replacement is not None:

@@ -31,7 +31,6 @@ class Plan:
     device: torch.device = torch.device("cpu")
     dtype: torch.dtype = torch.float32  # of q, k, v
     window: int | None = None  # keys at this distance from a query, or further away, are hidden
-    softcap: float | None = None  # scores S become softcap tanh(S / softcap) before a_t and m_t
     cos: Tensor | None = None  # (key_length, D/2)
     sin: Tensor | None = None  # (key_length, D/2)
     query_table: Tensor | None = None  # (query_length,)

@@ -24,7 +24,6 @@ class Bands(NamedTuple):
     scale: Tensor | float  # a_t, (1 or H, block, Tk) or a number
     bias: Tensor  # m_t, (1 or H, block, Tk)
     window: int | None = None
-    softcap: float | None = None
 
 
 def unsupported(method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -43,7 +42,7 @@ def prepare(score_change: ScoreChange | None, plan: Plan, earlier: Bands | None 
         scale = scale.float().expand(scale.shape[0] if scale.dim() == 3 else 1, *distance.shape)
     hidden = distance < 0 if plan.window is None else (distance < 0) | (distance >= plan.window)
     bias = torch.where(hidden, -torch.inf, bias).float()
-    return Bands(scale, bias if bias.dim() == 3 else bias.unsqueeze(0), plan.window, plan.softcap)
+    return Bands(scale, bias if bias.dim() == 3 else bias.unsqueeze(0), plan.window)
 
 
 def run(
@@ -52,7 +51,7 @@ def run(
 ) -> Tensor:  # fmt: skip
     Tq = q.shape[2]
     plain = Plan("blocks", 1, q.shape[3], Tq, q_offset + Tq, device=q.device)
-    scale_band, bias_band, window, softcap = prepared or prepare(None, plain)
+    scale_band, bias_band, window = prepared or prepare(None, plain)
     block = bias_band.shape[1]
     recompute = torch.is_grad_enabled() and k.shape[2] >= RECOMPUTE_LENGTH
     q = q * q.shape[-1] ** -0.5
@@ -66,18 +65,16 @@ def run(
         scale = scale_band[part] if isinstance(scale_band, Tensor) else scale_band
         block_bias = None if key_bias is None else key_bias[:, :, None, first:last]
         vectors = q[:, :, start:stop], k[:, :, first:last], v[:, :, first:last]
-        arguments = (*vectors, scale, bias_band[part], block_bias, sink, softcap)
+        arguments = (*vectors, scale, bias_band[part], block_bias, sink)
         outputs.append(
             checkpoint(attend_block, *arguments, use_reentrant=False) if recompute else attend_block(*arguments)
         )
     return torch.cat(outputs, dim=2)
 
 
-def attend_block(q, k, v, scale, bias, key_bias, sink, softcap):
+def attend_block(q, k, v, scale, bias, key_bias, sink):
     # q (B, H, block, D); k, v (B, H, keys, D); scale, bias (1 or H, block, keys); key_bias (B, H, 1, keys); sink (H,)
     scores = upcast(q @ k.mT)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
     logits = torch.addcmul(bias, scale, scores) if isinstance(scale, Tensor) else scale * scores + bias
     if key_bias is not None:
         logits = logits + key_bias

@@ -15,14 +15,13 @@ from model.methods.base import Method, upcast
 
 
 def plain_attention(
-    method: Method, q: Tensor, k: Tensor, v: Tensor, target_length: int | None = None, x: Tensor | None = None,
-    softcap: float | None = None,
-) -> Tensor:  # fmt: skip
+    method: Method, q: Tensor, k: Tensor, v: Tensor, target_length: int | None = None, x: Tensor | None = None
+) -> Tensor:
     """Return causal attention by `method`, (B, H, T, D) float64, of q, k, v (B, H, T, D) and x (B, T, C) as in attend.
 
-    target_length (default: T), softcap and errors as in attention_logits.
+    target_length (default: T) and errors as in attention_logits.
     """
-    logits = attention_logits(method, q.double(), k.double(), target_length, x, softcap)
+    logits = attention_logits(method, q.double(), k.double(), target_length, x)
     return probabilities(method, logits) @ v.double()
 
 
@@ -35,13 +34,12 @@ def probabilities(method: Method, logits: Tensor) -> Tensor:
 
 
 def attention_logits(
-    method: Method, q: Tensor, k: Tensor, target_length: int | None = None, x: Tensor | None = None,
-    softcap: float | None = None,
-) -> Tensor:  # fmt: skip
+    method: Method, q: Tensor, k: Tensor, target_length: int | None = None, x: Tensor | None = None
+) -> Tensor:
     """Return the logits of all pairs (paper, eq:def:L), -inf for hidden keys: (B, H, T, T), at least float32.
 
     q, k (B, H, T, D) come after QK-norm and before any rotation. target_length (default: T): the length of the whole
-    sequence, as in make_plan. x (B, T, C): the layer's input, for methods that look at it. softcap: see make_plan.
+    sequence, as in make_plan. x (B, T, C): the layer's input, for methods that look at it.
     ValueError for shapes and lengths that do not fit each other, and for a Replacement, which has no such logits.
     """
     method.check_shapes(q, k, k)
@@ -58,8 +56,6 @@ def attention_logits(
     if method.query_scale is not None:
         q = q * method.query_scale.multiplier(method.query_scale.table(positions, target_length), x).unsqueeze(-1)
     logits = q @ k.mT / q.shape[-1] ** 0.5  # (B, H, T, T)
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
     distance = positions.unsqueeze(-1) - positions
     if method.score_change is not None:
         head = torch.arange(method.num_heads, device=q.device).view(-1, 1, 1)
