@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+import tiktoken
 import tokenizers
 
 from data.download import model_file
@@ -12,7 +13,6 @@ from data.shards import TOKENIZER_FILE, read_manifest
 from errors import UserError, require
 
 END_OF_TEXT = "<|endoftext|>"
-GPT2 = "openai-community/gpt2"  # on the hub
 TOKENIZER_CONFIG = "tokenizer_config.json"  # beside a model's tokenizer.json
 PIECE_CHARACTERS = 1 << 15
 PIECE = re.compile(rf"(?s).{{1,{PIECE_CHARACTERS}}}(?:\Z|(?<=\S)(?=[ \n]))|.{{1,{PIECE_CHARACTERS}}}")
@@ -21,11 +21,13 @@ PIECE = re.compile(rf"(?s).{{1,{PIECE_CHARACTERS}}}(?:\Z|(?<=\S)(?=[ \n]))|.{{1,
 class Tokenizer:
     """Encodes and decodes text. Special tokens in a text are plain text.
 
-    file: of the tokenizers library. name: in the manifest, "gpt2" or TOKENIZER_FILE. eot: id of the token before each
-    document: END_OF_TEXT, or the bos_token of the model's configuration beside the file.
+    file: of the tokenizers library. eot: id of the token before each document: END_OF_TEXT, or the bos_token of the
+    model's configuration beside the file.
     """
 
-    def __init__(self, file: Path, name: str = TOKENIZER_FILE):
+    name = TOKENIZER_FILE  # in the manifest
+
+    def __init__(self, file: Path):
         """Raise ValueError if the file is no tokenizer, or has no such token."""
         require(file.is_file(), f"{file}: no such tokenizer file. Run this on the machine that has the data.")
         try:
@@ -38,7 +40,7 @@ class Tokenizer:
         config = file.with_name(TOKENIZER_CONFIG)
         first = json.loads(config.read_text()).get("bos_token") if config.exists() else None
         first = first["content"] if isinstance(first, dict) else first or END_OF_TEXT
-        self.file, self.name, self.eot = file, name, self._library.token_to_id(first)
+        self.file, self.eot = file, self._library.token_to_id(first)
         require(self.eot is not None, f"{file}: has no token {first}. Use another tokenizer.")
         self.vocab_size = max(self._library.get_vocab().values()) + 1
 
@@ -53,6 +55,27 @@ class Tokenizer:
         return self._library.decode(ids, skip_special_tokens=False)
 
 
+class GPT2Tokenizer(Tokenizer):
+    """Encodes and decodes text as GPT-2, by tiktoken."""
+
+    name = "gpt2"
+
+    def __init__(self):
+        """Raise OSError if the vocabulary can be neither downloaded nor found in TIKTOKEN_CACHE_DIR."""
+        try:
+            self._library = tiktoken.get_encoding("gpt2")
+        except (OSError, ValueError) as error:
+            advice = "Check the network, or set TIKTOKEN_CACHE_DIR to a cache that has it."
+            raise OSError(f"cannot download the gpt2 tokenizer ({type(error).__name__}). {advice}") from error
+        self.eot, self.vocab_size = self._library.eot_token, self._library.n_vocab
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return self._library.encode_ordinary_batch(list(texts))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._library.decode(list(ids))
+
+
 def load_tokenizer(spec: str | Path) -> Tokenizer:
     """Load "gpt2", a tokenizers FILE.json, or the tokenizer of a data folder or a Hugging Face model (folder or name).
 
@@ -61,7 +84,7 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
     path = Path(spec)
     manifest = read_manifest(path) or {} if path.is_dir() else {}
     if spec == "gpt2" or manifest.get("tokenizer") == "gpt2":
-        return Tokenizer(model_file(GPT2, TOKENIZER_FILE), "gpt2")
+        return GPT2Tokenizer()
     if path.is_dir():
         return Tokenizer(path / TOKENIZER_FILE)
     if isinstance(spec, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", spec) and not path.exists():

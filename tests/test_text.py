@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiktoken
 from test_data import exit_code
 
-from data.shards import open_split
+from data.shards import open_split, tokenizer_of
 from data.text import main, prepare
 from data.tokenizer import END_OF_TEXT, PIECE_CHARACTERS, load_tokenizer
 
@@ -195,6 +196,32 @@ def test_a_models_first_token_begins_each_document_and_its_files_are_kept(prepar
     (model / "tokenizer_config.json").write_text('{"bos_token": null}')
     with pytest.raises(ValueError, match="endoftext"):
         load_tokenizer(model)
+
+
+def test_gpt2_is_tiktokens(tmp_path, monkeypatch):
+    ranks = {bytes([byte]): byte for byte in range(256)} | {b"li": 256, b"ne": 257}
+    encoding = tiktoken.Encoding("gpt2", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 258})
+    monkeypatch.setattr("tiktoken.registry.ENCODINGS", {"gpt2": encoding})
+    (tmp_path / "text.txt").write_text("one line\nof many\n" * 50)
+    prepare([tmp_path / "text.txt"], tmp_path / "out", "gpt2")
+    gpt2 = load_tokenizer(tmp_path / "out")
+    assert gpt2.name == tokenizer_of(tmp_path / "out") == "gpt2" and not (tmp_path / "out" / "tokenizer.json").exists()
+    assert gpt2.encode("a line") == [97, 32, 256, 257] and gpt2.decode([97, 32, 256, 257]) == "a line"
+    stream = open_split(tmp_path / "out", "train", gpt2.vocab_size)
+    assert gpt2.eot == 258 and gpt2.decode(stream.read(0, 8).tolist()).startswith(END_OF_TEXT + "one li")
+
+
+def test_gpt2_without_a_network_says_what_to_do(tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.txt").write_text("text")
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr("tiktoken.registry.ENCODINGS", {})
+    arguments = [str(tmp_path / "a.txt"), "--tokenizer", "gpt2", "--out", str(tmp_path / "out")]
+    assert exit_code(main, arguments) == 2
+    assert "TIKTOKEN_CACHE_DIR" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 # ---- mistakes ----
