@@ -206,13 +206,11 @@ PAPER_SWEEPS = dict(
 )
 SWEEPS = PAPER_SWEEPS | dict(
     tau_by_length=tau_by_length,
-    far_tokens=lambda scale: with_other_lengths(trained(scale.base, MAIN_METHODS, scale.once)),
     scale_invariant_by_head=scale_invariant_by_head,
     needle_by_head=with_needle(scale_invariant_by_head),
     taught=taught,
     table_rivals=table_rivals,
     needle_rivals=with_needle(table_rivals),
-    needle_nope=with_needle(lambda scale: trained(scale.base, ["nope", "scale_invariant_nope", OURS], scale.seeds)),
     needle_tau=with_needle(needle_tau),
 )
 

@@ -22,7 +22,7 @@ from configs.command_line import read_fields
 from configs.config import RATE, Config, setting
 from data.download import model_file
 from data.loader import TrainLoader
-from data.shards import TOKENIZER_FILE, TokenStream, tokenizer_of
+from data.shards import TOKENIZER_FILE, tokenizer_of
 from data.tokenizer import TOKENIZER_CONFIG
 from errors import exit_on_user_error, require
 from optim.sharded import Group, Optimizers
@@ -34,7 +34,6 @@ from runtime.run import Run
 from runtime.validation import Validation
 from scripts.hf.attention import convert
 from scripts.hf.load import load_model, read_config
-from scripts.hf.scores import rescale
 from scripts.hf.training import AdamW, WithLoss
 
 # The methods of the paper's table, in its order. It does not train two of them.
@@ -43,7 +42,7 @@ NOT_TRAINED = ("rope", "rope_ntk")
 PAPER_MODEL = "meta-llama/Llama-2-7b-hf"
 USED = (  # fields that the command line takes
     "method method_options data_dir train_length batch_tokens micro_batch_tokens seed val_lengths val_tokens val_every"
-    " name runs_dir resume force on_nonfinite device dtype save_every keep timeout wandb wandb_project steps lr rescale"
+    " name runs_dir resume force on_nonfinite device dtype save_every keep timeout wandb wandb_project steps lr"
 ).split()
 
 
@@ -57,7 +56,6 @@ class Settings(Config):
     """Optimizer steps; 763 are 50 M tokens. 0 validates without training: the default for rope and rope_ntk."""
     lr: float = setting(2e-5, **RATE)
     """Learning rate of AdamW, constant, for all parameters."""
-    rescale: bool = False
     """Before training, scale q_proj of each head so that its scores have the deviation 1 on the first sequence of the
     validation text."""
 
@@ -76,7 +74,7 @@ def main(argv: list[str] | None = None):
         train_text, val_text = open_text(config, world)
         check_tokenizer(config)
         torch.manual_seed(config.seed)  # of the stochastic rounding
-        model = build_model(config, world, val_text)
+        model = build_model(config, world)
         groups = {"all": Group([*model.parameters()], AdamW, config.lr)}
         optimizers = Optimizers(groups, world.rank, world.world_size, skip=config.on_nonfinite == "skip")
         validation = Validation(config, model, val_text, world)
@@ -108,7 +106,7 @@ class ContinuedRun(Run):
     def _summary(self, validation: dict) -> dict:
         """Return summary.json of a run, with what `scripts.reproduce table_llama` needs."""
         first = next(record for record in read_metrics(self.folder.metrics) if "val_loss" in record)
-        settings = {name: getattr(self.config, name) for name in ("model", "method_options", "rescale")}
+        settings = {name: getattr(self.config, name) for name in ("model", "method_options")}
         measured = {"val_loss_before": first["val_loss"], "validation": self.data["validation"]}
         return super()._summary(validation) | settings | measured
 
@@ -139,14 +137,11 @@ def check_tokenizer(config: Settings):
     require(same, f"{config.data_dir} has another tokenizer than {config.model}. Make shards with `{command}`.")
 
 
-def build_model(config: Settings, world: World, val_text: TokenStream) -> WithLoss:
-    """Return the converted model on its device, rescaled if --rescale says so."""
+def build_model(config: Settings, world: World) -> WithLoss:
+    """Return the converted model on its device."""
     model = load_model(config.model, dtype=compute_dtype(config, world.device), device=world.device)
     convert(model, config.method, train_length=config.train_length, **config.method_options)
     model.activation_checkpointing_enable()
-    if config.rescale:
-        tokens = val_text.read(0, config.train_length, config.vocab_size).astype("int64")
-        rescale(model, torch.from_numpy(tokens).to(world.device).unsqueeze(0))
     return WithLoss(model)
 
 

@@ -5,8 +5,8 @@
 
 Scores are q.k times the model's scale, before a soft cap and the method's changes, without rotation and with it, of
 queries i and keys j, 1 <= j < i: key 0 is an outlier, the attention sink. The paper's text is the introduction of
-Wikipedia's article on New England. The output folder has the figures layers.png and heads.png, statistics.csv and
-quantiles.csv (layers from 0). `python -m scripts.reproduce figure_qq` makes the paper's figures of it.
+Wikipedia's article on New England. The output folder has the figure layers.png and the numbers, statistics.json (layers
+from 0). `python -m scripts.reproduce figure_qq` makes the paper's figures of it.
 """
 
 import argparse
@@ -30,10 +30,8 @@ from scripts.hf.attention import attention_layers
 from scripts.hf.load import load_model
 from scripts.hf.scores import layer_scores
 from scripts.reproduce import logits
-from scripts.reproduce.drawing import draw_qq
-from scripts.reproduce.qq import FOLDER, Kept, moments_table
+from scripts.reproduce.qq import FOLDER, describe_scores, draw_qq, moments_table
 from scripts.shared.runs import read_run
-from scripts.shared.tables import write_csv
 
 COMMAND = "python -m scripts.logit_statistics"
 MAX_PAIRS = 2**18  # of a head, drawn at random; 2^18 pairs are all those of 725 tokens
@@ -59,28 +57,20 @@ def main(argv: list[str] | None = None):
         model, tokenizer = load_model(args.model, dtype="auto", device=device), load_tokenizer(args.model)
         measure, scale = layer_scores, f"q.k * {attention_layers(model)[0].scaling:.6g}"
     tokens = [tokenizer.eot, *tokenizer.encode(text)][: args.tokens]
-    kept = Kept()
+    layers = []
     for layer, rotated, scores in measure(model, torch.tensor([tokens], device=device), MAX_PAIRS):
-        kept.add(scores, layer=layer, rotated=rotated)
-    about = dict(
+        layers.append(describe_scores(scores, layer=layer, rotated=rotated))
+    statistics = dict(
         model=args.model, text=args.text.name, text_sha256=hashlib.sha256(text.encode()).hexdigest(),
         tokens=len(tokens), pairs=scores.shape[1], scale=scale, dtype=str(model.dtype).removeprefix("torch."),
         device=device_name(device), commit=git_commit(Path(__file__).parent) or "unknown",
-        made=str(datetime.date.today()), command=shlex.join([*COMMAND.split(), *argv]),
+        made=str(datetime.date.today()), command=shlex.join([*COMMAND.split(), *argv]), layers=layers,
     )  # fmt: skip
     out = args.out or Path("runs") / FOLDER / Path(args.model).resolve().name
-    write(out, kept, about)
-    print(f"{moments_table({args.model: kept})}\n\n{out}")
-
-
-def write(out: Path, kept: Kept, about: dict):
-    """Write a figure and tables into a folder. about.json comes last and marks it as complete."""
     out.mkdir(parents=True, exist_ok=True)
-    (out / "about.json").unlink(missing_ok=True)
-    draw_qq(out / "layers", kept.blocks())
-    write_csv(out / "quantiles.csv", kept.quantiles)
-    write_csv(out / "statistics.csv", kept.statistics)
-    replace_text(out / "about.json", to_json(about, indent=1) + "\n")
+    draw_qq(out / "layers", layers)
+    replace_text(out / "statistics.json", to_json(statistics, indent=1) + "\n")
+    print(f"{moments_table({args.model: layers})}\n\n{out}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One static HTML page over any runs: a table, training curves, loss by length, and copy gain by gap.
+"""One static HTML page over any runs: a table, training curves, and loss by length.
 
     python -m scripts.report                                      all runs in runs/, into report.html
     python -m scripts.report runs/mini-*/ --out mini.html
@@ -11,76 +11,64 @@ import argparse
 import base64
 import dataclasses
 import html
-import io
 import itertools
 import math
 import re
 import statistics
+import tempfile
 from pathlib import Path
 
 from errors import exit_on_user_error, require
 from files import replace_text
-from scripts.shared.looks import choose_looks, method_name
+from scripts.reproduce.drawing import Line, Panel, draw_panels
+from scripts.shared.looks import method_name, plot_styles
 from scripts.shared.runs import StoredRun, failures, read_run, stored_state
 
 STYLE = """body { font: 15px sans-serif; margin: 2em; } table { border-collapse: collapse; }
 td, th { border-bottom: 1px solid #ddd; padding: 3px 9px; text-align: right; }
-td:first-child, th:first-child { text-align: left; } img { width: 46em; max-width: 100%; }"""
+td:first-child, th:first-child { text-align: left; } img { width: 70em; max-width: 100%; }"""
 CURVE_POINTS = 150  # of a training curve, each a mean over equally many steps
+BY_LENGTH = "Last validation: loss by length"
 Points = dict[float, float]
 
 
 @dataclasses.dataclass
 class Shown:
-    """The numbers of a run, or of its weights run as another method. Losses are in nats a token."""
+    """The numbers of a run. Losses are in nats a token."""
 
     name: str
     method: str
     cells: dict[str, str]  # of the table: heading -> text
-    charts: dict[tuple[str, str], Points]  # title and label of the horizontal axis -> the line
+    charts: dict[str, Points]  # title -> the line
 
 
 def numbers(values: dict[str, float | None]) -> Points:
-    """Return the finite numbers by length or gap, in order."""
+    """Return the finite numbers by length, in order."""
     found = {int(key): value for key, value in values.items() if value is not None and math.isfinite(value)}
     return dict(sorted(found.items()))
 
 
-def describe_run(stored: StoredRun) -> list[Shown]:
-    """Return the run, then one entry for each method of validate_as. Raise ValueError for damaged files."""
+def describe_run(stored: StoredRun) -> Shown:
+    """Return what the page shows of a run. Raise ValueError for damaged files."""
     require(not stored.problems, "; ".join(stored.problems))
     config, records, validations = stored.config, stored.metrics(), stored.validations()
     last = stored.summary or (validations[-1] if validations else {"val_loss": {}})
-    step = records[-1]["step"] if records else 0
-    cells = {"method": method_name(config.method), "state": stored_state(stored), "seed": str(config.seed)}
-    cells |= {"steps": f"{step} of {config.steps}", "length": str(config.train_length)}
+    step, losses = records[-1]["step"] if records else 0, numbers(last["val_loss"])
+    cells = {"run": stored.path.name, "method": method_name(config.method), "state": stored_state(stored)}
+    cells |= {"seed": str(config.seed), "steps": f"{step} of {config.steps}", "length": str(config.train_length)}
     if stored.summary:
         cells |= {"parameters": f"{last['parameters']:,}", "tokens/s": f"{last['tokens_per_second'] or 0:,}"}
-    run = describe_losses(stored.path.name, config.method, cells, last["val_loss"], last.get("copy_gain", {}))
+    cells |= {f"loss at {n}": f"{loss:.4f}" for n, loss in losses.items()}
     needles = (stored.needle or {}).get("greedy", {})
-    run.cells |= {f"needle at {n}": f"{share:.1%}" for n, share in numbers(needles).items()}
+    cells |= {f"needle at {n}": f"{share:.1%}" for n, share in numbers(needles).items()}
 
     start = 0.1 * records[-1]["tokens"] if records else 0  # losses before it are so high that they would hide the rest
     late = [record for record in records if record["tokens"] >= start]
-    curves = {"Training loss": mean_in_bins([r for r in late if r.get("train_loss") is not None])}
+    charts = {"Training loss": mean_in_bins([r for r in late if r.get("train_loss") is not None])}
     for n in sorted({n for r in validations for n in r["val_loss"]}, key=int):
         curve = {r["tokens"]: r["val_loss"][n] for r in late if r.get("val_loss", {}).get(n) is not None}
-        curves[f"Validation loss at {n} tokens"] = curve
-    run.charts |= {(title, "tokens trained on"): points for title, points in curves.items()}
-    shown = [run]
-    for method, losses in last.get("val_loss_as", {}).items():
-        name, gains = f"{run.name} as {method}", last.get("copy_gain_as", {}).get(method, {})
-        shown.append(describe_losses(name, method, {"method": method_name(method)}, losses, gains))
-    return shown
-
-
-def describe_losses(name: str, method: str, cells: dict[str, str], losses: dict, copy_gain: dict) -> Shown:
-    """Return an entry with the last losses by length and copy gains by kind and gap."""
-    losses = numbers(losses)
-    cells = {"run": name} | cells | {f"loss at {n}": f"{loss:.4f}" for n, loss in losses.items()}
-    charts = {("Last validation: loss by length", "tokens"): losses}
-    charts |= {(f"Copy gain, {kind} spans", "gap (tokens)"): numbers(gains) for kind, gains in copy_gain.items()}
-    return Shown(name, method, cells, charts)
+        charts[f"Validation loss at {n} tokens"] = curve
+    return Shown(stored.path.name, config.method, cells, charts | {BY_LENGTH: losses})
 
 
 def mean_in_bins(records: list[dict]) -> Points:
@@ -90,40 +78,27 @@ def mean_in_bins(records: list[dict]) -> Points:
     return {part[-1]["tokens"]: statistics.fmean(r["train_loss"] for r in part) for part in bins}
 
 
-def draw(chart: tuple[str, str], lines: dict[str, list[Points]], looks: dict[str, dict]) -> str:
-    """Return a chart as HTML. lines: by group, one a run. looks: matplotlib's arguments by group."""
-    from matplotlib.figure import Figure
-
-    title, xlabel = chart
-    figure = Figure(figsize=(9, 4))
-    axis = figure.subplots()
-    scale = "linear" if xlabel == "tokens trained on" else "log"
-    axis.set(title=title, xlabel=xlabel, ylabel="nats a token", xscale=scale)
-    axis.grid(color="0.9")
-    for group, members in lines.items():
-        for number, points in enumerate(members):
-            label, every = "_" if number else group, max(1, len(points) // 10)
-            axis.plot(*zip(*points.items()), label=label, markevery=every, **looks[group])
-    axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=7, frameon=False)
-    file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=110, bbox_inches="tight", metadata={"Software": None})
-    image = base64.b64encode(file.getvalue()).decode()
-    return f'<p><img alt="{html.escape(title)}" src="data:image/png;base64,{image}"></p>\n'
-
-
 def draw_charts(runs: list[Shown]) -> str:
-    """Return all charts as HTML. A group has the colour of its method and a line style of its own."""
-    methods, looks, charts = choose_looks(run.method for run in runs), {}, {}
-    styles = {method: itertools.cycle((methods[method][1], "--", ":", "-.")) for method in methods}
+    """Return all charts as one image in HTML. A group has the colour of its method and a line style of its own."""
+    methods, looks, charts = plot_styles({run.method for run in runs}), {}, {}
+    styles = {method: itertools.cycle((look["linestyle"], "--", ":", "-.")) for method, look in methods.items()}
     for run in runs:
-        group = re.sub(r"-s\d+(?= as |$)", "", run.name)
+        group = re.sub(r"-s\d+$", "", run.name)
         if group not in looks:
-            colour, _, marker = methods[run.method]
-            looks[group] = dict(color=colour, marker=marker, markersize=4, linestyle=next(styles[run.method]))
-        for chart, points in run.charts.items():
+            looks[group] = methods[run.method] | dict(label=group, linestyle=next(styles[run.method]))
+        for title, points in run.charts.items():
+            look = looks[group] | dict(markevery=max(1, len(points) // 10))
             if points:
-                charts.setdefault(chart, {}).setdefault(group, []).append(points)
-    return "".join(draw(chart, lines, looks) for chart, lines in charts.items())
+                charts.setdefault(title, []).append(Line(look, [*points], [*points.values()]))
+    axes = {BY_LENGTH: dict(xscale="log", xlabel="tokens in a sequence")}
+    panels = [Panel(title, lines, axes.get(title, {})) for title, lines in charts.items()]
+    if not panels:
+        return ""
+    rows = [panels[i : i + 2] for i in range(0, len(panels), 2)]
+    with tempfile.TemporaryDirectory() as folder:
+        draw_panels(Path(folder, "charts"), rows, x="tokens trained on", y="nats a token")
+        image = base64.b64encode(Path(folder, "charts.png").read_bytes()).decode()
+    return f'<p><img alt="Training curves, and loss by length" src="data:image/png;base64,{image}"></p>\n'
 
 
 def make_page(runs: list[Shown], problems: list[str]) -> str:
@@ -145,17 +120,16 @@ def make_page(runs: list[Shown], problems: list[str]) -> str:
 
 def main(argv: list[str] | None = None):
     parser = argparse.ArgumentParser(prog="python -m scripts.report", description=__doc__.split("\n")[0])
-    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="run folders (default: all in --runs-dir)")
-    parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where the run folders are")
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="run folders (default: all in runs/)")
     parser.add_argument("--out", type=Path, default=Path("report.html"), help="the page")
     args = parser.parse_args(argv)
     with exit_on_user_error():
-        paths = args.runs or [path.parent for path in sorted(args.runs_dir.glob("*/config.json"))]
-        require(paths, f"{args.runs_dir} holds no runs. Name run folders or another --runs-dir.")
+        paths = args.runs or [path.parent for path in sorted(Path("runs").glob("*/config.json"))]
+        require(paths, "runs/ holds no runs. Name run folders.")
         runs, problems = [], []
         for path in dict.fromkeys(paths):
             try:
-                runs += describe_run(read_run(path))
+                runs.append(describe_run(read_run(path)))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 problems.append(f"{path} is left out: {error}")
             problems += [f"{path.name} failed: {line}" for line in failures(path)[-1:]]

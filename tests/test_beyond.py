@@ -8,15 +8,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from test_gpt import make_random_gpt, random_tokens
-from test_reproduce import call, cells_of, is_figure, rows, same, table_of, write_models, write_run, write_study  # noqa: F401
+from test_reproduce import call, cells_of, is_figure, same, table_of, write_run, write_study  # noqa: F401
 
 from configs.config import config_hash
 from configs.sweeps import BEST, RIVALS, sweep
 from model.methods import canonical_name
 from runtime.build import layer_methods
 from runtime.validation import means_by_octave
-from scripts.reproduce import far_tokens
 from scripts.reproduce.comparisons import compare, describe_variances, difference_cell, differences, holm
 from scripts.shared.looks import series_label, series_name
 from scripts.shared.runs import read_runs
@@ -245,38 +243,3 @@ def test_taught_of_few_runs_compares_what_there_is(tmp_path, call):  # noqa: F81
     write_taught(tmp_path / "runs", [0])
     code, output = call("taught")
     assert code == 1 and "### Primary comparisons" not in output.out and is_figure(tmp_path / "out/figures/taught")
-
-
-# ---- far tokens ------------------------------------------------------------------------------------------------------
-
-
-def test_losses_at_the_end_are_those_of_the_model_on_each_text(monkeypatch):
-    monkeypatch.setattr(far_tokens, "SCORED", 20)
-    monkeypatch.setattr(far_tokens, "KEPT", (10, 64))
-    model, windows = make_random_gpt("scale_invariant_p_rope"), random_tokens(130, 3)[0]
-    losses = far_tokens.end_losses(model, windows)
-    assert {*losses} == {("whole", 130), *((change, n) for change in ("cut", "swapped") for n in (10, 64))}
-
-    def plain(text):  # (T,): by the logits of the text alone
-        logits = model(text[None, :-1])[0]
-        return torch.nn.functional.cross_entropy(logits[-20:], text[-20:])
-
-    with torch.inference_mode():
-        for w in range(3):
-            assert losses["whole", 130][w] == pytest.approx(plain(windows[w]).item(), abs=1e-5)
-            for n in (10, 64):
-                kept = windows[w, 130 - 20 - n :]
-                swapped = torch.cat([windows[w - 1, : 130 - 20 - n], kept])
-                assert losses["cut", n][w] == pytest.approx(plain(kept).item(), abs=1e-5)
-                assert losses["swapped", n][w] == pytest.approx(plain(swapped).item(), abs=1e-5)
-
-
-def test_far_tokens_has_a_row_a_method_and_change(tmp_path, call):  # noqa: F811
-    fields = write_models(tmp_path, "far_tokens", num_layers=1, val_tokens=15 * 4096)
-    code, said = call("far_tokens", "--scale", "mini", *fields, "--methods", "alibi", "p_rope")
-    assert code == 0 and is_figure(tmp_path / "out" / "figures" / "far_tokens"), said
-    data = rows(tmp_path, "far_tokens")
-    assert {(r["series"], r["change"], r["kept"]) for r in data} == {
-        (series, change, str(kept)) for series in ("p_rope", "alibi", "alibi slope_scale=1")
-        for change in ("cut", "swapped") for kept in (64, 256, 1024)
-    }  # fmt: skip

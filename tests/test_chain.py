@@ -80,8 +80,8 @@ def chain(tmp_path_factory):
     output["lengths"] = run("-m", "scripts.sweep", "figure_train_lengths", *common, *fields)
     output["needle"] = run("-m", "scripts.sweep", "table_needle", *common, *needle, *fields)
     output["evaluate"] = run("-m", "scripts.evaluate", *runs, "--lengths", 128, 512, 2048, 8192, "--device", "cpu")
-    output["report"] = run("-m", "scripts.report", "--runs-dir", folder / "runs", "--out", folder / "report.html")
-    options = [*common, *needle, "--out", folder / "out", "--draws", 20, *fields]
+    output["report"] = run("-m", "scripts.report", *folder.glob("runs/*/"), "--out", folder / "report.html")
+    options = [*common, *needle, "--out", folder / "out", *fields]
     output["all"] = run("-m", "scripts.reproduce", "all", *options, code=1)  # without table_llama
     return folder, runs, output
 

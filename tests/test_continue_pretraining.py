@@ -133,13 +133,12 @@ def test_steps_are_adamws_on_the_whole_logits(place, tmp_path):
 
 
 def test_saved_model_is_the_trained_one(place, tmp_path):
-    argv = arguments(place, tmp_path, "--method", "logn_p_rope", "--dtype", "float32", "--rescale", steps=2)
+    argv = arguments(place, tmp_path, "--method", "logn_p_rope", "--dtype", "float32", steps=2)
     assert run_command([*argv, "--name", "run"]) == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     with torch.no_grad():
         losses = reference_losses(load_model(tmp_path / "run" / "model"), *validation_tokens(place, 256))
     assert losses.mean().item() == pytest.approx(summary["val_loss"]["256"], abs=1e-5)
-    assert read_metrics(tmp_path / "run" / "metrics.jsonl")[0]["scores_std"] == pytest.approx([1, 1], rel=0.02)
 
 
 def test_updates_below_the_precision_of_bfloat16_count_on_average():

@@ -19,7 +19,6 @@ from model.methods import METHODS
 from scripts.continue_pretraining import PAPER
 from scripts.hf.attention import attend_with_method, attention_layers, convert
 from scripts.hf.load import load_model
-from scripts.hf.scores import measure_scores, rescale
 
 TRAIN_LENGTH, VOCAB, LENGTH = 32, 99, 41
 SHAPE = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
@@ -117,17 +116,6 @@ def test_barbero_keeps_half_of_the_models_frequencies_and_logn_begins_at_1():
     frequencies, _ = attention_layers(model)[0].method.rotation.frequencies(1)
     assert_close(frequencies, torch.tensor([1, base**-0.25, 0, 0], dtype=torch.float64))
     assert learned(convert(model, "logn_rope", train_length=4096))[0].tolist() == pytest.approx([0.1366] * 4, abs=1e-4)
-
-
-# ---- scores ----------------------------------------------------------------------------------------------------------
-
-
-def test_rescaled_scores_have_deviation_1():
-    model, tokens = convert(make_model(attention_bias=True), "logn_p_rope"), random_tokens(3)
-    assert measure_scores(model, tokens)[..., 1].min() > 1.2
-    rescale(model, tokens)
-    deviation = measure_scores(model, tokens)[..., 1]  # (layers, H)
-    assert_close(deviation, torch.ones_like(deviation), rtol=0, atol=1e-3)
 
 
 # ---- generation ------------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 # ruff: noqa: E402 (imports after importorskip)
 """scripts.logit_statistics on tiny Hugging Face models and a run of ours, against a float64 computation and scipy."""
 
-import csv
 import json
 
 import pytest
@@ -19,7 +18,7 @@ from scripts import logit_statistics
 from scripts.hf.attention import convert
 from scripts.hf.scores import layer_scores, measure_scores
 from scripts.reproduce import logits
-from scripts.reproduce.qq import PAPERS_MODELS, Kept
+from scripts.reproduce.qq import PAPERS_MODELS, describe_scores
 
 TEXT = "New England is a region of six states in the northeast of the country . It borders the sea ."
 WORDS = ["<bos>", "<unk>", *sorted(set(TEXT.split()))]
@@ -85,11 +84,6 @@ def recorded_scores(model, tokens):
     return {(layer, rotated): scores for layer, rotated, scores in layer_scores(model, tokens, 2**18)}
 
 
-def rows(path):
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
-
-
 # ---- scores ----------------------------------------------------------------------------------------------------------
 
 
@@ -122,19 +116,19 @@ def test_the_command_writes_the_statistics_that_scipy_finds(folder, tmp_path, ca
     logit_statistics.main([str(folder), "--text", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out")])
     tokens = torch.tensor([[0, *(WORDS.index(word) for word in TEXT.split())]])
     exact = exact_scores(make_model("gemma2"), tokens)
-    statistics, quantiles = rows(tmp_path / "out" / "statistics.csv"), rows(tmp_path / "out" / "quantiles.csv")
-    assert len(statistics) == 2 * 2 * 7 and len(quantiles) == 2 * 2 * 200
-    for (layer, rotated), scores in exact.items():
-        for head, x in [*enumerate(scores.numpy()), ("all", scores.numpy().ravel())]:
-            wanted = dict(layer=str(layer), rotated=str(rotated), head=str(head))
-            (row,) = [row for row in statistics if wanted.items() <= row.items()]
+    statistics, T = json.loads((tmp_path / "out" / "statistics.json").read_text()), tokens.shape[1]
+    layers = {(row["layer"], row["rotated"]): row for row in statistics["layers"]}
+    assert layers.keys() == exact.keys()
+    for key, scores in exact.items():
+        assert len(layers[key]["qq"]["sample"]) == 200
+        found = [*layers[key]["heads"], layers[key]["all"]]
+        for x, row in zip([*scores.numpy(), scores.numpy().ravel()], found, strict=True):
             ks = scipy.stats.kstest(x, "norm", args=(x.mean(), x.std())).statistic
             expected = dict(mean=x.mean(), std=x.std(), skewness=scipy.stats.skew(x), ks=ks)
             expected |= dict(excess_kurtosis=scipy.stats.kurtosis(x))
-            assert {key: float(row[key]) for key in expected} == pytest.approx(expected, rel=1e-4, abs=2e-5)
-    about, T = json.loads((tmp_path / "out" / "about.json").read_text()), tokens.shape[1]
-    assert (about["tokens"], about["pairs"], about["dtype"]) == (T, (T - 1) * (T - 2) // 2, "float32")
-    assert "0.333333" in about["scale"]
+            assert row == pytest.approx(expected, rel=1e-4, abs=2e-5)
+    assert (statistics["tokens"], statistics["pairs"], statistics["dtype"]) == (T, (T - 1) * (T - 2) // 2, "float32")
+    assert "0.333333" in statistics["scale"]
     assert is_figure(tmp_path / "out" / "layers")
     assert len(capsys.readouterr().out.split("\n\n")[0].splitlines()) == 2 + 4
 
@@ -151,29 +145,28 @@ def test_a_run_of_ours(run, tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("abc hg " * 20)
     monkeypatch.chdir(tmp_path)
     logit_statistics.main(["run", "--text", "text.txt", "--tokens", "30"])
-    statistics = rows(tmp_path / "runs" / "logit_statistics" / "run" / "statistics.csv")  # the default folder
+    statistics = json.loads((tmp_path / "runs/logit_statistics/run/statistics.json").read_text())  # the default folder
     _, model = logit_statistics.load_run(run, torch.device("cpu"))
     tokenizer = load_tokenizer(tmp_path / "data")
     tokens = torch.tensor([[tokenizer.eot, *tokenizer.encode("abc hg " * 20)][:30]])
-    expected = [(str(layer), str(rotated), scores) for layer, rotated, scores in logits.layer_scores(model, tokens)]
-    assert [key for *key, _ in expected] == [["0", "False"], ["1", "False"], ["1", "True"]]
-    for row, (layer, rotated, scores) in zip(statistics[::3], expected, strict=True):
-        assert (row["layer"], row["rotated"], row["head"]) == (layer, rotated, "0")
-        assert float(row["std"]) == pytest.approx(scores[0].std(correction=0).item())
+    expected = [*logits.layer_scores(model, tokens)]
+    assert [key for *key, _ in expected] == [[0, False], [1, False], [1, True]]
+    for row, (layer, rotated, scores) in zip(statistics["layers"], expected, strict=True):
+        assert (row["layer"], row["rotated"]) == (layer, rotated)
+        assert row["heads"][0]["std"] == pytest.approx(scores[0].std(correction=0).item())
 
 
-def test_the_papers_six_figures(tmp_path, call, monkeypatch):  # noqa: F811
-    kept, out = Kept(), tmp_path / "out"
-    for rotated in (False, True):
-        kept.add(torch.randn(2, 40, dtype=torch.float64), layer=0, rotated=rotated)
-    about = dict(model="m", tokens=9, pairs=40, text="t", text_sha256="0" * 64, scale="s", dtype="d", device="abacus")
-    monkeypatch.setattr(logit_statistics, "draw_qq", lambda *_: None)  # other tests look at these
+def test_the_papers_six_figures(tmp_path, call):  # noqa: F811
+    out, random = tmp_path / "out", torch.randn(2, 40, dtype=torch.float64)
+    layers = [describe_scores(random, layer=0, rotated=rotated) for rotated in (False, True)]
+    about = dict(tokens=9, pairs=40, text="t", text_sha256="0" * 64, scale="s", dtype="d", device="abacus")
     for name in PAPERS_MODELS:
-        more = dict(commit="0123abc", made="today", command=f"measure {name}")
-        logit_statistics.write(tmp_path / "runs" / "logit_statistics" / name, kept, about | more)
+        more = dict(commit="0123abc", made="today", command=f"measure {name}", layers=layers)
+        folder = tmp_path / "runs" / "logit_statistics" / name
+        folder.mkdir(parents=True)
+        (folder / "statistics.json").write_text(json.dumps(about | more))
     code, said = call("figure_qq", "--scale", "mini")
     assert code == 0 and all(f"`measure {name}`" in said.out for name in PAPERS_MODELS)
     for name in ("llama_1b", "llama_8b", "gemma_2_27b"):
         assert all(is_figure(out / "figures" / f"figure_qq_{name}_{form}_rotation") for form in ("with", "without"))
-    models = [row["model"] for row in rows(out / "csv" / "figure_qq.csv")]
-    assert models == [title for title, _ in PAPERS_MODELS.values() for _ in range(6)]
+    assert [said.out.count(f"| {title} ") for title, _ in PAPERS_MODELS.values()] == [2, 2, 2]

@@ -28,7 +28,6 @@ def write_run(path, stop=11, **changes):
             records.append(place | dict(train_loss=rng.normal(5), grad_norm=1.0))
         if step % 4 == 0 or step == 11:
             losses = dict(val_loss={n: rng.normal(5) for n in ("16", "48")}, val_tokens={"16": 96, "48": 96})
-            losses |= dict(copy_gain={kind: {"8": rng.normal(3), "64": rng.normal(1)} for kind in ("random", "text")})
             records.append(place | losses)
     (path / "metrics.jsonl").write_text("".join(to_json(record) + "\n" for record in records))
     if stop == 11:
@@ -45,7 +44,7 @@ def table(page):
 
 
 def shown(*paths):
-    return [entry for path in paths for entry in describe_run(read_run(path))]
+    return [describe_run(read_run(path)) for path in paths]
 
 
 def test_the_numbers_are_those_of_the_files(tmp_path):
@@ -63,11 +62,9 @@ def test_the_numbers_are_those_of_the_files(tmp_path):
     curves = {"Training loss": {r["tokens"]: r["train_loss"] for r in records if "train_loss" in r and r["step"] > 1}}
     for n in ("16", "48"):
         curves[f"Validation loss at {n} tokens"] = {r["tokens"]: r["val_loss"][n] for r in validations if r["step"]}
-    curves["Last validation: loss by length"] = {int(n): loss for n, loss in last["val_loss"].items()}
-    for kind in ("random", "text"):
-        curves[f"Copy gain, {kind} spans"] = {int(gap): gain for gap, gain in last["copy_gain"][kind].items()}
-    assert {title: points for (title, _), points in run.charts.items()} == curves
-    assert page.count('src="data:image/png') == len(curves)
+    curves[report.BY_LENGTH] = {int(n): loss for n, loss in last["val_loss"].items()}
+    assert run.charts == curves
+    assert page.count('src="data:image/png') == 1
 
 
 def test_unfinished_runs_show_their_last_validation(tmp_path):
@@ -81,20 +78,17 @@ def test_unfinished_runs_show_their_last_validation(tmp_path):
     assert (new["steps"], new["loss at 48"]) == ("0 of 11", "")
 
 
-def test_seeds_are_a_group_and_other_methods_of_the_weights_are_rows_of_their_own(tmp_path, monkeypatch):
+def test_seeds_are_a_group(tmp_path, monkeypatch):
     drawn = {}
-    monkeypatch.setattr(report, "draw", lambda chart, lines, looks: drawn.update({chart[0]: lines}) or "")
-    for seed in (0, 1):
-        write_run(tmp_path / f"rope-s{seed}", method="rope", seed=seed, validate_as=("yarn",))
-        path = tmp_path / f"rope-s{seed}" / "summary.json"
-        others = dict(val_loss_as={"yarn": {"16": 1.5, "48": 2.25}}, copy_gain_as={"yarn": {"text": {"8": 0.5}}})
-        path.write_text(json.dumps(json.loads(path.read_text()) | others))
-    rows = table(make_page(shown(tmp_path / "rope-s0", tmp_path / "rope-s1"), []))
-    assert [row["run"] for row in rows] == ["rope-s0", "rope-s0 as yarn", "rope-s1", "rope-s1 as yarn"]
-    assert rows[1]["method"] == "YaRN" and rows[1]["loss at 48"] == "2.2500"
-    assert drawn["Copy gain, text spans"].keys() == {"rope", "rope as yarn"}
-    assert len(drawn["Training loss"]["rope"]) == 2
-    assert drawn["Copy gain, text spans"]["rope as yarn"] == [{8: 0.5}] * 2
+    real = report.draw_panels
+    monkeypatch.setattr(report, "draw_panels", lambda *args, **keys: drawn.update(grid=args[1]) or real(*args, **keys))
+    for name in ("rope-s0", "rope-s1", "other"):
+        write_run(tmp_path / name, method="rope")
+    rows = table(make_page(shown(*(tmp_path / name for name in ("rope-s0", "rope-s1", "other"))), []))
+    assert [row["run"] for row in rows] == ["rope-s0", "rope-s1", "other"]
+    panels = {panel.title: panel for row in drawn["grid"] for panel in row}
+    assert [line.look["label"] for line in panels["Training loss"].lines] == ["rope", "rope", "other"]
+    assert len({line.look["linestyle"] for line in panels["Training loss"].lines}) == 2
 
 
 def test_long_curves_are_means_over_bins():
@@ -108,15 +102,16 @@ def test_long_curves_are_means_over_bins():
     ("config.json", '{"method": "ro'), ("summary.json", "[" * 100_000), ("summary.json", '{"steps": 1.5}'),
     ("metrics.jsonl", '{"step": 1, "train_loss": 2.0}\n{}\n'), ("evaluation.json", '{"step": "zz"'),
 ])
-def test_a_damaged_run_is_named_and_the_others_are_shown(tmp_path, name, text):
+def test_a_damaged_run_is_named_and_the_others_are_shown(tmp_path, monkeypatch, name, text):
     write_run(tmp_path / "runs" / "good")
     write_run(tmp_path / "runs" / "bad")
     (tmp_path / "runs" / "bad" / name).write_text(text)
     (tmp_path / "runs" / "good.failures.txt").write_text("first\nout of memory\n")
-    report.main(["--runs-dir", str(tmp_path / "runs"), "--out", str(tmp_path / "report.html")])
+    monkeypatch.chdir(tmp_path)
+    report.main([])
     page = (tmp_path / "report.html").read_text()
     assert [row["run"] for row in table(page)] == ["good"]
-    assert re.search("<li>[^<]*/bad is left out: ", page) and "<li>good failed: out of memory</li>" in page
+    assert re.search("<li>runs/bad is left out: ", page) and "<li>good failed: out of memory</li>" in page
 
 
 def test_no_name_can_leave_its_place_and_the_page_asks_for_nothing(tmp_path):
@@ -129,7 +124,8 @@ def test_no_name_can_leave_its_place_and_the_page_asks_for_nothing(tmp_path):
     assert not re.search(r"""(src|href)=["'](?!data:image/png)""", page) and "http" not in page.split("<style>")[1]
 
 
-def test_a_folder_without_runs_is_refused(tmp_path, capsys):
+def test_a_folder_without_runs_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as end:
-        report.main(["--runs-dir", str(tmp_path)])
-    assert end.value.code == 2 and str(tmp_path) in capsys.readouterr().err
+        report.main([])
+    assert end.value.code == 2 and "runs/" in capsys.readouterr().err

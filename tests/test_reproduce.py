@@ -1,6 +1,5 @@
 """Tables and figures from runs with known contents: the numbers, the files, and what is missing."""
 
-import csv
 import dataclasses
 import json
 import math
@@ -15,7 +14,7 @@ from data.shard_writer import ShardWriter
 from runtime.build import build_model
 from runtime.checkpoint import save_checkpoint
 from scripts.reproduce import __main__ as command
-from scripts.reproduce import beyond, figures, needles, taught
+from scripts.reproduce import beyond, figures, needles, taught, theory
 from scripts.reproduce.drawing import Line, Panel, draw_panels
 from scripts.reproduce.figures import tau_of
 from scripts.reproduce.tables import paper_targets
@@ -25,6 +24,8 @@ from scripts.shared.runs import data_fingerprint, read_runs
 from scripts.shared.tables import format_mean, mean_and_stderr
 
 pytestmark = pytest.mark.slow
+
+LOG_HEADER = "python 3.12.1, torch 2.13.0, numpy 2.3.0\ndevice: an abacus\ncommit: 0123abc\n"
 
 TINY = "--num_heads 2 --model_dim 16 --vocab_size 64 --train_length 64 --batch_tokens 64 --steps 2"
 
@@ -41,7 +42,7 @@ def write_run(
     folder = runs_dir / run.name
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(run.config.to_dict()))
-    (folder / "log.txt").write_text("python 3, torch 2.13.0\ndevice: an abacus\ncommit: 0123abc\n==== a.py ====\n")
+    (folder / "log.txt").write_text(f"{LOG_HEADER}==== a.py ====\nimport torch now\n")
     records = [dict(step=1, tokens=1, train_loss=5.0)]
     for i, step in enumerate(steps):
         above = 0.1 * (len(steps) - 1 - i)
@@ -95,11 +96,6 @@ def drawn(monkeypatch):
     for module in (beyond, figures, needles, taught):
         monkeypatch.setattr(module, "draw_panels", lambda path, grid, **_: grids.update({path.name: grid}))
     return grids
-
-
-def rows(tmp_path, name):
-    with open(tmp_path / "out" / "csv" / f"{name}.csv", newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def is_figure(path):
@@ -408,41 +404,42 @@ def test_figure_qq_ours(tmp_path, call):
     assert code == 1 and f"`{folder.name}`" in output.out and "runs used: 5 of 6" in output.out
     drawn = [tmp_path / "out" / "figures" / f"figure_qq_ours_rope_seed_{seed}_with_rotation.png" for seed in range(2)]
     assert all(map(is_figure, drawn)) and drawn[0].read_bytes() != drawn[1].read_bytes()
-    assert len(rows(tmp_path, "figure_qq_ours")) == 5 * 2 * 3  # models, forms, two heads and all
     assert "| RoPE, seed 1 " in output.out
 
 
-def test_figure_entropy_of_trained_models(tmp_path, call):
+@pytest.fixture
+def few_draws(monkeypatch):
+    monkeypatch.setattr(theory, "DRAWS", 2)
+
+
+def test_figure_entropy_of_trained_models(tmp_path, call, drawn, few_draws):
     fields = write_models(tmp_path, "figure_entropy", num_layers=1, val_tokens=4 * 4096)
-    code, output = call("figure_entropy", "--scale", "mini", "--draws", "2", *fields)
-    assert code == 0 and is_figure(tmp_path / "out" / "figures" / "figure_entropy"), output.out
-    data = rows(tmp_path, "figure_entropy")
-    trained = {(r["scheme"], int(r["length"])) for r in data if r["source"] == "trained models"}
-    assert trained == {(s, 2**k) for s in ("none", "logn", "scale_invariant") for k in range(7, 13)}
-    assert {int(r["length"]) for r in data if r["source"] == "iid scores"} == {2**k for k in range(7, 17)}
+    assert call("figure_entropy", "--scale", "mini", *fields)[0] == 0
+    for row, last in zip(drawn["figure_entropy"], (17, 13), strict=True):  # iid scores, trained models
+        assert [line.xs for line in row[0].lines] == [[2**k for k in range(7, last)]] * 3
 
 
-def test_models_whose_text_is_too_short_or_another_are_named(tmp_path, call):
+def test_models_whose_text_is_too_short_or_another_are_named(tmp_path, call, few_draws):
     fields = write_models(tmp_path, "figure_entropy", num_layers=1, val_tokens=4 * 4096 - 1)
     other = sorted((tmp_path / "runs").iterdir())[0]
     summary = json.loads((other / "summary.json").read_text())
     for name in ("data.json", "summary.json"):
         found = summary if name == "summary.json" else {}
         (other / name).write_text(json.dumps(found))
-    code, output = call("figure_entropy", "--scale", "mini", "--draws", "2", *fields)
+    code, output = call("figure_entropy", "--scale", "mini", *fields)
     assert code == 1 and "runs used: 0 of 3" in output.out and f"`{other.name}`" in output.out
     assert is_figure(tmp_path / "out" / "figures" / "figure_entropy")
 
 
-def test_figure_sublog(tmp_path, call):
-    code, _ = call("figure_sublog", "--draws", "2")
+def test_figure_sublog(tmp_path, call, few_draws):
+    code, output = call("figure_sublog")
     assert code == 0 and is_figure(tmp_path / "out" / "figures" / "figure_sublog")
-    assert len(rows(tmp_path, "figure_sublog")) == 10 * 3
+    assert len(cells_of(output.out)) == 1 + 2 * 3
 
 
 def test_table_llama_has_the_papers_numbers_and_our_rows(tmp_path, call):
     common = dict(model="meta-llama/Llama-2-7b-hf", train_length=4096, validation="v", val_tokens=1000)
-    common |= dict(tokens=50_003_968, rescale=False, method_options={})
+    common |= dict(tokens=50_003_968, method_options={})
     ours, loss = dict(method="scale_invariant_p_rope", steps=95), {"4096": 2.2, "16384": 2.21, "65536": 2.3}
     runs = dict(
         rope=dict(method="rope", steps=0, val_loss={"4096": 1.9, "16384": 7.0, "65536": 8.5}),
@@ -466,27 +463,34 @@ def test_table_llama_has_the_papers_numbers_and_our_rows(tmp_path, call):
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
-def test_a_section_of_more_runs_is_kept(tmp_path, call):
-    runs = sweep("table_losses", "mini", methods=["alibi"], seeds=[0, 1])
-    folders = [write_run(tmp_path / "runs", run, same(run)) for run in runs]
-    words = ["table_losses", "--scale", "mini", "--methods", "alibi", "--seeds", "0", "1"]
-    assert call(*words)[0] == 0
-    call("figure_sublog", "--scale", "mini", "--draws", "2")  # another section of the page
+def test_a_section_takes_its_place_among_the_others(tmp_path, call):
+    for run in sweep("table_losses", "mini", methods=["alibi"], seeds=[0]):
+        write_run(tmp_path / "runs", run, same(run))
     page = tmp_path / "out" / "tables.md"
-    before = page.read_text()
-    (folders[0] / "summary.json").unlink()
-    assert call(*words)[0] == 1 and page.read_text() == before
-    page.write_text(f"## figure_sublog\n{before.split('## figure_sublog')[1]}")
-    assert call(*words)[0] == 1 and f"- runs used: {len(runs) - 1} of {len(runs)}\n" in page.read_text()
-    assert [*command.read_sections(page)] == ["table_losses", "figure_sublog"]
+    page.parent.mkdir()
+    page.write_text("# Tables\n\n## of_a_command_that_is_gone\n\nkept\n\n## figure_sublog\n\n0.5\n")
+    assert call("table_losses", "--scale", "mini", "--methods", "alibi", "--seeds", "0")[0] == 0
+    sections = command.read_sections(page)
+    assert [*sections] == ["table_losses", "figure_sublog", "of_a_command_that_is_gone"]
+    assert sections["of_a_command_that_is_gone"].endswith("\nkept\n")
 
 
-def test_all_makes_each_item_and_sums_up(tmp_path, call, monkeypatch):
+def test_versions_come_from_the_header_of_the_log_alone(tmp_path):
+    (run,) = sweep("table_losses", "mini", methods=["rope"], seeds=[0])
+    folder = write_run(tmp_path, run, same(run))
+    again = LOG_HEADER.replace("2.13.0", "2.14.0+cu130").replace("0123abc", "4567def")  # a resumed run
+    (folder / "log.txt").write_text((folder / "log.txt").read_text() + again)
+    (stored,) = read_runs(tmp_path)
+    assert stored.logged("torch") == ["2.13.0", "2.14.0+cu130"]
+    assert stored.logged("commit") == ["0123abc", "4567def"] and stored.logged("device") == ["an abacus"]
+
+
+def test_all_makes_each_item_and_sums_up(tmp_path, call, monkeypatch, few_draws):
     items = ("table_losses", "figure_304m", "table_infini", "figure_sublog")
     monkeypatch.setattr(command, "ITEMS", {item: command.ITEMS[item] for item in items})
     write_study(tmp_path / "runs", "table_infini")
     (tmp_path / "runs" / "mini-infini_rope-s0" / "summary.json").write_text("[1, 2]")
-    words = ["--scale", "mini", "--draws", "2", "--methods", "rope", "scale_invariant_p_rope", "infini_rope"]
+    words = ["--scale", "mini", "--methods", "rope", "scale_invariant_p_rope", "infini_rope"]
     code, output = call("all", *words)
     outcomes = dict(line.split(": ", 1) for line in output.out.splitlines())
     assert code == 1 and list(outcomes) == list(items)
@@ -504,7 +508,6 @@ def test_all_makes_each_item_and_sums_up(tmp_path, call, monkeypatch):
         (["table_losses", "--stepz", "3"], "--stepz"),
         (["table_losses", "--needle", "examples=3"], "--needle"),
         (["figure_tau", "--methods", "rope"], "rope"),
-        (["figure_sublog", "--draws", "1"], "draws"),
     ],
 )
 def test_wrong_usage_is_one_line(words, named, call):

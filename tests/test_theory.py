@@ -70,11 +70,6 @@ def test_all_draws_are_made_in_bounded_chunks():
     assert max(chunk.numel() for chunk in chunks) <= theory.CHUNK
 
 
-def test_one_draw_has_no_standard_error():
-    with pytest.raises(ValueError, match="draws"):
-        theory.iid_entropy([10], 1, 0)
-
-
 # ---- entropy in ranges -----------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Measures the attention scores of Hugging Face models, and rescales them."""
+"""Measures the attention scores of Hugging Face models."""
 
 import sys
 
@@ -45,15 +45,3 @@ def measure_scores(model: nn.Module, tokens: Tensor) -> Tensor:
     """Return mean and deviation of the rotated scores on tokens (B, T), by layer and head, float64 (layers, H, 2)."""
     last = {layer: scores for layer, _, scores in layer_scores(model, tokens)}  # rotated, where the layer rotates
     return torch.stack([torch.stack((scores.mean(dim=1), scores.std(dim=1)), dim=1) for scores in last.values()])
-
-
-@torch.no_grad()
-def rescale(model: nn.Module, tokens: Tensor):
-    """Scale q_proj of each head of a converted model so that its scores on tokens (B, T) have the deviation 1.
-
-    Layer follows layer, because a layer's input changes with the layers before it.
-    """
-    for number, layer in enumerate(attention_layers(model)):
-        deviation = measure_scores(model, tokens)[number, :, 1].to(layer.q_proj.weight)
-        for parameter in layer.q_proj.parameters():  # weight (H D, C) and, in some models, bias (H D,)
-            parameter.view(len(deviation), -1).div_(deviation.unsqueeze(1))

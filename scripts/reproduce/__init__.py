@@ -5,7 +5,7 @@
     tables.py     the tables of losses, with the paper's numbers (paper_targets.csv) beside ours; needles.py
     figures.py    the figures; qq.py: how Gaussian scores are; drawing.py: matplotlib
     theory.py     attention over Gaussian scores; logits.py: the logits of trained models
-    beyond.py     studies beyond the paper; far_tokens.py, taught.py; comparisons.py: what is more than chance
+    beyond.py     studies beyond the paper; taught.py; comparisons.py: what is more than chance
 
 A new item is a function, its name in ITEMS, and its runs in configs/sweeps.py.
 """

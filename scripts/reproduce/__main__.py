@@ -28,7 +28,7 @@ from files import replace_text
 from runtime.device import device_name
 from runtime.processes import start_processes
 from runtime.run_folder import git_commit
-from scripts.reproduce import beyond, far_tokens, figures, needles, qq, tables, taught
+from scripts.reproduce import beyond, figures, needles, qq, tables, taught
 from scripts.reproduce.study import Study
 from scripts.shared.arguments import add_run_options, field_changes, needle_changes
 from scripts.shared.runs import read_runs
@@ -51,17 +51,15 @@ ITEMS = dict(
     figure_qq_ours=qq.figure_qq_ours,
     open_choices=tables.open_choices,
     tau_by_length=beyond.tau_by_length,
-    far_tokens=far_tokens.far_tokens,
     scale_invariant_by_head=beyond.scale_invariant_by_head,
     needle_by_head=needles.table_needle,
     taught=taught.taught,
     table_rivals=beyond.table_rivals,
     needle_rivals=needles.table_needle,
-    needle_nope=needles.table_needle,
     needle_tau=needles.needle_tau,
 )
 # Items that are computed or measured on this machine. The others are functions of the stored runs.
-COMPUTED = ["figure_entropy", "figure_sublog", "figure_sublog_unscaled", "figure_qq_ours", "far_tokens"]
+COMPUTED = ["figure_entropy", "figure_sublog", "figure_sublog_unscaled", "figure_qq_ours"]
 
 
 def main(argv: list[str] | None = None):
@@ -96,7 +94,6 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str], lis
     """
     output = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     output.add_argument("--out", type=Path, help="folder of the page and the figures (default: results/SCALE)")
-    output.add_argument("--draws", type=int, default=400, help="of iid Gaussian scores (default: 400)")
     parser = argparse.ArgumentParser(
         prog="python -m scripts.reproduce",
         description=f"{__doc__}\nItems: all, {', '.join(ITEMS)}.",
@@ -117,25 +114,17 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str], lis
 def make_item(study: Study, command: str, sweep_command: str) -> tuple[str, str]:
     """Make an item: its section of OUT/tables.md and its figures. Return the section and its outcome in one line.
 
-    Nothing is written from no runs, nor over a section that was made from more runs. The commands make the item, and
-    train its runs.
+    Nothing is written from no runs. The commands make the item, and train its runs.
     """
     page = study.out / "tables.md"
-    sections = read_sections(page)
-    before = re.search(r"^- runs used: (\d+) of", sections.get(study.item, ""), re.MULTILINE)
     used = f"{len(study.finished)} of {len(study.runs)} runs" if study.runs else "no runs needed"
-    problem = ""
     if study.runs and not study.finished and study.item != "figure_entropy":  # half of which is theory
-        problem = "no run is there"
-    elif before and int(before[1]) > len(study.finished):
-        problem = f"{page} has it from {before[1]} runs. Delete the section to make it from fewer"
-    if problem:
-        return provenance(study, command, sweep_command), f"not written, {used}: {problem}; see `{sweep_command}`"
+        return provenance(study, command, sweep_command), f"not written, {used}: see `{sweep_command}`"
     body = ITEMS[study.item](study)
     ends = [*dict.fromkeys(study.notes), *study.sections, provenance(study, command, sweep_command)]
     section = "\n\n".join([f"## {study.item}", body, *ends]) + "\n"
     study.out.mkdir(parents=True, exist_ok=True)
-    replace_text(page, make_page(sections | {study.item: section}))
+    replace_text(page, make_page(read_sections(page) | {study.item: section}))
     if study.missing:
         return section, f"incomplete, {used}: see {page}, or run `{sweep_command}`"
     return section, f"complete, {used}: {page}"
@@ -149,8 +138,8 @@ def read_sections(page: Path) -> dict[str, str]:
 
 
 def make_page(sections: dict[str, str]) -> str:
-    """Return the page with these sections, in the order of ITEMS."""
-    present = [item for item in ITEMS if item in sections]
+    """Return the page with these sections: in the order of ITEMS, then those of commands that are gone."""
+    present = [item for item in dict.fromkeys([*ITEMS, *sections]) if item in sections]
     links = ", ".join(f"[{item}](#{item})" for item in present)
     head = f"# Tables and figures\n\nMade by `python -m scripts.reproduce` from the stored runs: {links}.\n"
     return "\n".join([head, *(sections[item] for item in present)])

@@ -102,20 +102,3 @@ def legend_below(figure):
     widest = 0.6 + 0.06 * max(map(len, entries))  # inches of an entry
     columns = max(1, int(TEXT_WIDTH / widest))
     figure.legend(entries.values(), entries.keys(), ncols=columns, loc="outside lower center", handlelength=2.6)
-
-
-def draw_qq(path: Path, blocks: dict[str, list[tuple[list, list]]]):
-    """Draw quantiles of the scores against those of a Gaussian, a panel a layer.
-
-    blocks: by title (without and with rotation), the Gaussian and the sample quantiles of each layer.
-    """
-    grid = []
-    for title, layers in blocks.items():
-        panels = []
-        for number, (gaussian, sample) in enumerate(layers):
-            equal = Line(dict(color="#D00000", linewidth=0.8, label="Gaussian"), gaussian, gaussian)
-            scores = Line(dict(color="#0072B2", linewidth=1.2, label="scores"), gaussian, sample)
-            axes = {} if number % 6 else dict(ylabel=f"{title}\nscore quantile")
-            panels.append(Panel(f"layer {number + 1}", [equal, scores], axes))
-        grid += [panels[start : start + 6] for start in range(0, len(panels), 6)]
-    draw_panels(path, grid, x="Gaussian quantile", y="", height=1.5)

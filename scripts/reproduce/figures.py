@@ -176,15 +176,14 @@ RANGE_STYLES = ("-", "--", ":")
 
 def figure_entropy(study: Study) -> str:
     lengths = [2**k for k in range(7, 17)]  # 128 .. 65,536
-    sources = {"iid scores": theory.iid_entropy(lengths, study.draws, seed=0)}
+    sources = {"iid scores": theory.iid_entropy(lengths, theory.DRAWS, seed=0)}
     if trained := trained_entropy(study, [n for n in lengths if n <= study.lengths[-1]]):
         sources["trained models"] = trained
     grid = [entropy_panels(source, rows) for source, rows in sources.items()]
     x = "context length (tokens)"
     draw_panels(study.figure(), grid, x=x, y="nats", log=10, height=1.75, bands=True, sharex=True)
-    study.write_csv([dict(source=source) | row for source, rows in sources.items() for row in rows])
     text = "Top: independent Gaussian scores, none scaled, LogN (s = 0.4) and scale-invariant (\u03c4 = 10), mean over "
-    text += f"{study.draws} draws. Bottom: p-RoPE models trained with each, the last query of each context, mean over "
+    text += f"{theory.DRAWS} draws. Bottom: p-RoPE models trained with each, the last query of each context, mean over "
     text += f"seeds, layers, heads and {WINDOWS} windows of validation text. Bands: \u00b1 1 standard error."
     if not trained:
         study.notes.append("The bottom row is left out: there is no trained model.")
@@ -224,8 +223,7 @@ def trained_entropy(study: Study, lengths: list[int]) -> list[dict]:
 def figure_sublog(study: Study, scale_invariant: bool = True) -> str:
     starts = [10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000]
     colours = {2: "#0072B2", 5: "#D55E00", 10: "#000000"}  # by factor, the paper's Delta
-    rows = theory.iid_range_entropy(starts, [*colours], study.draws, 0, scale_invariant)
-    study.write_csv(rows)
+    rows = theory.iid_range_entropy(starts, [*colours], theory.DRAWS, 0, scale_invariant)
     panels, cells = [], []
     for against, power in (("log t", 1), ("sqrt(log t)", 0.5)):
         lines = []
@@ -242,8 +240,8 @@ def figure_sublog(study: Study, scale_invariant: bool = True) -> str:
     draw_panels(study.figure(), [panels], x="", y=y, sharey=True)
     text = "Expected entropy (nats) of independent Gaussian scores in the range of distances [t, t\u0394), "
     text += "scale-invariant with \u03c4 = 10" if scale_invariant else "not scaled"
-    text += f": mean over {study.draws} draws (bars: \u00b1 1 standard error), against log t and sqrt(log t), with the "
-    text += "best linear fits (dashed)."
+    text += f": mean over {theory.DRAWS} draws (bars: \u00b1 1 standard error), against log t and sqrt(log t), with "
+    text += "the best linear fits (dashed)."
     table = markdown_table([["linear fit", "slope", "intercept", "R^2"], *cells])
     return f"{text}\n\n{study.picture()}\n\n{table}"
 

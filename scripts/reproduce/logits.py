@@ -154,10 +154,9 @@ def moments(scores: np.ndarray) -> dict[str, float]:
     return {name: float(value) for name, value in values.items()}
 
 
-def qq_points(scores: np.ndarray, n: int = 200) -> list[dict[str, float]]:
-    """Return quantiles of the scores (N,) at probabilities (i - 1/2)/n, i = 1..n, and those of the Gaussian with
-    their mean and standard deviation, neither standardised: dicts of probability, gaussian and sample."""
+def qq_points(scores: np.ndarray, n: int = 200) -> dict[str, list[float]]:
+    """Return quantiles of the scores (N,), "sample", and those of the Gaussian with their mean and standard deviation,
+    "gaussian", neither standardised, at probabilities (i - 1/2)/n, i = 1..n."""
     probabilities = (np.arange(n) + 0.5) / n
     gaussian = stats.norm.ppf(probabilities, scores.mean(), scores.std())
-    points = np.stack([probabilities, gaussian, np.quantile(scores, probabilities)], axis=1)
-    return [dict(zip(("probability", "gaussian", "sample"), point)) for point in points.tolist()]
+    return dict(gaussian=gaussian.tolist(), sample=np.quantile(scores, probabilities).tolist())

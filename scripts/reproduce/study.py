@@ -14,7 +14,6 @@ from configs.sweeps import SCALES, SWEEPS, sweep
 from errors import require
 from scripts.shared.looks import NAMES, series_label
 from scripts.shared.runs import StoredRun, find_stored, needle_state, single_val_tokens, train_state
-from scripts.shared.tables import write_csv
 
 # Items that show each run as the method that it trained, not as those that its weights are also validated as:
 ONE_METHOD_A_RUN = ("table_infini", "table_rivals", "needle_rivals")
@@ -35,8 +34,7 @@ class Study:
     ):
         """Find the runs of an item. args: of the command. changes, needle: fields and needle settings of every run."""
         self.item, self.scale, self.methods = item, args.scale, args.methods
-        self.out, self.draws, self.device = args.out, args.draws, device
-        self.stored_runs = stored_runs
+        self.out, self.device, self.stored_runs = args.out, device, stored_runs
         self.runs_dir = Path("runs") if args.runs_dir is None or args.runs_dir.suffix == ".jsonl" else args.runs_dir
         self.runs = sweep(item, args.scale, args.seeds, args.methods, changes, needle) if item in SWEEPS else []
         fine_tuned = args.item == "all" or any(run.needle for run in self.runs)
@@ -56,10 +54,6 @@ class Study:
     def picture(self, name: str = "") -> str:
         """Return the Markdown that shows a figure on the page."""
         return f"![{name or self.item}](figures/{name or self.item}.png)"
-
-    def write_csv(self, rows: list[dict]):
-        """Write numbers that were measured here. All others are in the stored runs."""
-        write_csv(self.out / "csv" / f"{self.item}.csv", rows)
 
     @property
     def lengths(self) -> list[int]:

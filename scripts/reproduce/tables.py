@@ -79,7 +79,7 @@ def table_llama(study: Study) -> str:
         if compared[name] != most:
             study.missing.append((name, f"left out: it is of {compared[name]}, most are of {most}"))
             continue
-        options = row["method_options"] | ({"rescale": True} if row["rescale"] else {})
+        options = dict(row["method_options"])
         if not row["steps"] and row["method"] not in NOT_TRAINED:
             options["steps"] = 0
         series = " ".join([row["method"], *(f"{key}={value}" for key, value in options.items())])

@@ -14,17 +14,9 @@ def add_run_options(parser: argparse.ArgumentParser, runs_dir: Path | None = Pat
     """Add the options that say which runs of a sweep are meant, and where they are. runs_dir: the default."""
     parser.add_argument("--scale", choices=SCALES, help="which presets stand for the paper's models (default: paper)")
     parser.add_argument("--seeds", nargs="+", type=int, help="instead of the scale's")
-    parser.add_argument("--methods", nargs="+", type=known_method, metavar="METHOD", help="only these")
+    parser.add_argument("--methods", nargs="+", type=canonical_name, metavar="METHOD", help="only these")
     parser.add_argument("--needle", nargs="+", default=[], metavar="KEY=VALUE", help="instead of the scale's settings")
     parser.add_argument("--runs-dir", type=Path, default=runs_dir, help="where the runs are (default: runs)")
-
-
-def known_method(name: str) -> str:
-    """Return the canonical name of an attention method, as a type of argparse."""
-    try:
-        return canonical_name(name)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def field_changes(preset: str, arguments: list[str]) -> dict:

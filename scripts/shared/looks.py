@@ -70,12 +70,6 @@ def layer_name(layer: str) -> str:
     )
 
 
-def choose_looks(shown: Iterable[str]) -> dict[str, tuple]:
-    """Return colour, line style and marker of each series, or method, of a figure, whatever their order."""
-    others = sorted({*shown} - {*LINES})
-    return LINES | {series: OTHERS[i % len(OTHERS)] for i, series in enumerate(others)}
-
-
 def series_label(config: Config) -> str:
     """Return the label of a run's row or line in data: its method, and the options that it was given."""
     options = config.method_options
@@ -98,7 +92,7 @@ def plain_number(value) -> str:
 
 
 def plot_styles(shown: Iterable[str]) -> dict[str, dict]:
-    """Return keyword arguments of matplotlib's plot for each series of a figure."""
-    looks = choose_looks(shown)
-    names = ("color", "linestyle", "marker")
+    """Return keyword arguments of matplotlib's plot for each series, or method, of a figure, whatever their order."""
+    others, names = sorted({*shown} - {*LINES}), ("color", "linestyle", "marker")
+    looks = LINES | {series: OTHERS[i % len(OTHERS)] for i, series in enumerate(others)}
     return {series: dict(zip(names, looks[series])) | dict(label=series_name(series)) for series in shown}

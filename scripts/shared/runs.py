@@ -69,7 +69,7 @@ class StoredRun:
             return self.line.get(key) or ["unknown"]
         path = self.path / "log.txt"
         text = path.read_text(errors="replace") if path.exists() else ""
-        pattern = r"\btorch ([^,\s]+)" if key == "torch" else rf"^{key}: (.+)$"
+        pattern = r"^python [^,\n]+, torch ([^,\n]+), numpy " if key == "torch" else rf"^{key}: (.+)$"
         return list(dict.fromkeys(re.findall(pattern, text, re.MULTILINE))) or ["unknown"]
 
     def json(self, name: str) -> dict | None:

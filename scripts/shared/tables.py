@@ -1,13 +1,8 @@
-"""Tables of results, as Markdown and CSV, and the numbers in their cells."""
+"""Tables of results as Markdown, and the numbers in their cells."""
 
-import csv
-import io
 import math
 import statistics
 from collections.abc import Callable, Iterable
-from pathlib import Path
-
-from files import replace_text
 
 
 def loss_table(results: list[dict]) -> str:
@@ -74,13 +69,3 @@ def mean_cells(numbers: dict, best: Callable = min) -> dict:
     winners = {key for key in printed if printed[key] == best(printed.values())}
     cells = {key: format_mean(*pair) for key, pair in numbers.items()}
     return {key: f"**{cell}**" if key in winners else cell for key, cell in cells.items()}
-
-
-def write_csv(path: Path, rows: list[dict]):
-    """Write the rows, dicts with the same keys, whole or not at all."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(rows[0]) if rows else [], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(path, text.getvalue())
