@@ -228,16 +228,19 @@ def test_a_method_has_one_name_whatever_the_order_of_its_parts():
 
 
 class Own(ScoreChange):
-    def __init__(self, num_heads, head_dim, train_length, slope: float = 1.0, power: "float | None" = None):
+    def __init__(self, num_heads, head_dim, train_length, slope: float = 1.0, power: "float | None" = None,
+                 untyped=2.0, free=None):  # fmt: skip
         super().__init__()
-        self.slope, self.power = slope, power
+        self.slope, self.power, self.untyped, self.free = slope, power, untyped, free
 
 
-def test_options_of_an_own_mechanism_have_the_types_of_its_constructor(monkeypatch):
+def test_options_of_an_own_mechanism_have_the_types_of_its_constructor_or_its_defaults(monkeypatch):
     monkeypatch.setitem(MECHANISMS, "own", Own)
     change = make("own", slope=2, power=3).score_change
     assert (change.slope, change.power) == (2.0, 3.0) and type(change.slope) is float
-    for option in ("slope", "power"):
+    assert type(make("own", untyped=3).score_change.untyped) is float
+    assert [make("own", free=value).score_change.free for value in (3, "any")] == [3, "any"]
+    for option in ("slope", "power", "untyped"):
         with assert_refused(option, "float"):
             make("own", **{option: "wrong"})
 

@@ -133,6 +133,13 @@ def method_options(name: str) -> dict[str, inspect.Parameter]:
     return {key: value for mechanism in all_mechanisms(name) for key, value in mechanism.options().items()}
 
 
+def option_type(option: inspect.Parameter) -> type:
+    """Return the annotated type of an option. Without annotation: the type of its default, and any type for None."""
+    if option.annotation is not option.empty:
+        return option.annotation
+    return object if option.default is None else type(option.default)
+
+
 def check_options(name: str, options: dict) -> dict:
     """Return the options, whole numbers as floats where a method takes floats: torch has no number 2**64, but 1.8e19.
 
@@ -143,7 +150,7 @@ def check_options(name: str, options: dict) -> dict:
     for option, value in options.items():
         unknown = f"unknown option {option!r} of attention method {name!r}"
         require(option in valid, f"{unknown}; {did_you_mean(option, valid)}")
-        kind = valid[option].annotation
+        kind = option_type(valid[option])
         whole = type(value) is int and kind in (float, float | None)
         must = f"option {option!r} of attention method {name!r} must be"
         require(whole or isinstance(value, kind), f"{must} {getattr(kind, '__name__', kind)}, got {value!r}")

@@ -39,7 +39,7 @@ class Mechanism(nn.Module):
 
     @classmethod
     def options(cls) -> dict[str, inspect.Parameter]:
-        """Return the options by name: the constructor's parameters that have a default. Each needs a type."""
+        """Return the options by name: the constructor's parameters that have a default."""
         parameters = inspect.signature(cls, eval_str=True).parameters
         return {name: parameter for name, parameter in parameters.items() if parameter.default is not parameter.empty}
 
