@@ -1,10 +1,9 @@
 """Check this machine for a training run: what works, what is wrong and what to do, how long the run takes.
 
     python -m scripts.doctor                                     the quickstart
-    python -m scripts.doctor gpt_162m_4k --price 3.5             the run's hours, and their cost at 3.5 an hour
-    python -m scripts.doctor gpt_162m_4k --dtype float32         any field of train_gpt.py
+    python -m scripts.doctor gpt_162m_4k --dtype float32         any preset and fields of train_gpt.py
 
-The checks: GPU and driver; data; attention against float64; a training step, from which the hours follow. An error in
+The checks: GPU; data; attention against float64; a training step, from which the hours follow. An error in
 one check does not stop the others. Exit code: 1 when something is broken, 2 for a mistake in the command.
 """
 
@@ -23,7 +22,7 @@ from configs.command_line import read_config
 from configs.config import Config
 from data.loader import micro_batch_size
 from data.shards import open_split
-from errors import exit_on_user_error, require
+from errors import exit_on_user_error
 from model.attention import AUTOMATIC, BACKENDS
 from model.attention.sdpa import chosen_kernel, prefer_fast_sdpa
 from model.methods import check_options, make_method
@@ -55,18 +54,16 @@ def main(argv: list[str] | None = None):
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m scripts.doctor", description=__doc__, formatter_class=layout)
     parser.add_argument("preset", help="one of configs/presets.py (quickstart); fields of train_gpt.py may follow")
-    parser.add_argument("--price", type=float, default=0.0, help="of an hour of one device, in any currency")
     argv = sys.argv[1:] if argv is None else argv
     args, fields = parser.parse_known_args(argv if argv and not argv[0].startswith("-") else ["quickstart", *argv])
     with exit_on_user_error():
-        require(args.price >= 0, f"--price {args.price} is negative. Use a positive price.")
         config = read_config([args.preset, *fields])
         check_options(config.method, config.method_options)
     device = torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
     print(f"{describe_machine(device)}, {platform.platform()}", flush=True)
     states = []
     for check in (check_gpus, check_data, check_kernels, check_step):
-        for finding in run_check(check, config, device, args.price):
+        for finding in run_check(check, config, device):
             states.append(finding.state)
             advice = f"\n{'':8} -> {finding.advice}" if finding.advice else ""
             print(f"{finding.state:8} {finding.check}: {finding.message}{advice}", flush=True)
@@ -74,17 +71,17 @@ def main(argv: list[str] | None = None):
     sys.exit(int("broken" in states))
 
 
-def run_check(check: Callable, config: Config, device: torch.device, price: float) -> Iterator[Finding]:
+def run_check(check: Callable, config: Config, device: torch.device) -> Iterator[Finding]:
     """Yield what a check yields. An error that it raises is a finding, too."""
     try:
-        yield from check(config, device, price)
+        yield from check(config, device)
     except Exception as error:
         message = " ".join(f"{type(error).__name__}: {error}".split())
         advice = "Lower --micro_batch_tokens." if "memory" in message else ""
         yield Finding(check.__name__, message[:300], "broken", advice)
 
 
-def check_gpus(config: Config, device: torch.device, price: float) -> Iterator[Finding]:
+def check_gpus(config: Config, device: torch.device) -> Iterator[Finding]:
     count = 0 if config.device == "cpu" else torch.cuda.device_count()
     for index in range(count):
         gpu, (free, total) = torch.cuda.get_device_properties(index), torch.cuda.mem_get_info(index)
@@ -96,7 +93,7 @@ def check_gpus(config: Config, device: torch.device, price: float) -> Iterator[F
         yield Finding("GPU", "torch sees none", state, "Train on the CPU with the presets quickstart and mini.")
 
 
-def check_data(config: Config, device: torch.device, price: float) -> Iterator[Finding]:
+def check_data(config: Config, device: torch.device) -> Iterator[Finding]:
     needed = config.steps * config.batch_tokens
     for split in ("train", "val"):
         try:
@@ -107,7 +104,7 @@ def check_data(config: Config, device: torch.device, price: float) -> Iterator[F
             yield Finding(f"data, {split}", str(error), state, "A run needs this text.")
 
 
-def check_kernels(config: Config, device: torch.device, price: float) -> Iterator[Finding]:
+def check_kernels(config: Config, device: torch.device) -> Iterator[Finding]:
     """Compare all backends with the formula in float64, forward and backward, in the heads and dtype of the run."""
     dtype, head_dim = compute_dtype(config, device), config.model_dim // config.num_heads
     prefer_fast_sdpa(device)
@@ -123,7 +120,7 @@ def check_kernels(config: Config, device: torch.device, price: float) -> Iterato
             yield Finding(f"{name}, {method_name}", problem or f"agrees with float64 ({dtype})", state)
 
 
-def check_step(config: Config, device: torch.device, price: float) -> Iterator[Finding]:
+def check_step(config: Config, device: torch.device) -> Iterator[Finding]:
     """Time a step of one micro-batch, and compute the hours of the run from it."""
     device = start_processes(device.type).device  # threads and memory as in a run
     sequences = micro_batch_size(config.batch_tokens, config.train_length, config.micro_batch_tokens, 1)
@@ -131,7 +128,7 @@ def check_step(config: Config, device: torch.device, price: float) -> Iterator[F
     dtype, flops = compute_dtype(config, device), training_flops_per_token(small)
     rate = matmul_rate(device, dtype, n=8192 if device.type == "cuda" else 1024)
     if flops * small.batch_tokens / rate * (STEPS + WARM_UP_STEPS) > 60 * LONGEST_MINUTES:
-        message = f"more than {describe_run(config, rate / flops, price)}, at the rate of a matrix product"
+        message = f"more than {describe_run(config, rate / flops)}, at the rate of a matrix product"
         yield Finding("run", message, "slow", "Use a GPU, or the preset quickstart.")
         return
     trainer = Trainer(small, device)
@@ -142,14 +139,13 @@ def check_step(config: Config, device: torch.device, price: float) -> Iterator[F
     speed = f"{tokens_per_second:,.0f} tokens/s, {flops * tokens_per_second / peak:.0%} of {peak:.3g} FLOP/s ({source})"
     memory = f", {trainer.peak_bytes / 1e9:.2f} GB" if trainer.peak_bytes else ""
     yield Finding("step", f"{code}: {small.batch_tokens:,} tokens in {seconds:.3f} s, {speed}{memory}")
-    yield Finding("run", f"{describe_run(config, tokens_per_second, price)} on one {device_name(device)}")
+    yield Finding("run", f"{describe_run(config, tokens_per_second)} on one {device_name(device)}")
 
 
-def describe_run(config: Config, tokens_per_second: float, price: float) -> str:
-    """Return the hours of a run with its validations, and its cost. price: of an hour; 0 is unknown."""
+def describe_run(config: Config, tokens_per_second: float) -> str:
+    """Return the hours of a run with its validations."""
     hours = config.steps * config.batch_tokens / tokens_per_second / 3600 * (1 + validation_share(config))
-    text = f"{hours:,.1f} hours" if hours >= 1 else f"{60 * hours:.1f} minutes"
-    return text + (f", cost {hours * price:,.2f}" if price else "")
+    return f"{hours:,.1f} hours" if hours >= 1 else f"{60 * hours:.1f} minutes"
 
 
 if __name__ == "__main__":

@@ -3,24 +3,23 @@
     python -m scripts.bench attention                                              the defaults of this device
     python -m scripts.bench attention --lengths 4096 65536 --variants flex:plain flex:si triton:si
 
-A variant is BACKEND:FORMULA. BACKEND is a name of attention_backend, or flex_written, FlexAttention with the paper's
-formula as it is written there. FORMULA is `plain` (softmax of S), `si` (scale-invariant, tau 10) or `alibi`. The first
-variant that runs is the baseline. Output and gradients of each variant must first agree with float64, by the check of
-model/attention/check.py. A variant that fails this gate gets no time, and the exit code is 1.
+A variant is BACKEND:FORMULA. BACKEND is a name of attention_backend. FORMULA is `plain` (softmax of S), `si`
+(scale-invariant, tau 10) or `alibi`. The first variant that runs is the baseline. Output and gradients of each variant
+must first agree with float64, by the check of model/attention/check.py. A variant that fails this gate gets no time,
+and the exit code is 1.
 """
 
 import argparse
 import functools
 import statistics
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from errors import require
-from model.attention import BACKENDS, flex
+from model.attention import BACKENDS
 from model.attention.base import Plan
 from model.attention.check import check_backend
 from model.attention.sdpa import chosen_kernel, prefer_fast_sdpa
@@ -30,7 +29,7 @@ from runtime.processes import start_processes
 from scripts.bench import protocol
 
 FORMULAS = dict(plain="nope", si="scale_invariant_nope", alibi="alibi")
-CUDA = "sdpa:plain flex:plain flex:si flex_written:si flex:alibi flex_flash:plain flex_flash:si".split()
+CUDA = "sdpa:plain flex:plain flex:si flex:alibi flex_flash:plain flex_flash:si".split()
 CUDA += ["triton:plain", "triton:si", "triton:alibi"]
 CPU = ["sdpa:plain", "cpu:plain", "cpu:si", "cpu:alibi", "blocks:plain", "blocks:si"]
 DEFAULTS = dict(
@@ -39,19 +38,6 @@ DEFAULTS = dict(
 )
 TOKENS = dict(cuda=65536, cpu=4096)  # in a pass, but at least one sequence
 Variant = tuple[object, Method]  # a backend (see model/attention) and the method that it computes
-
-
-def as_written(score, batch, head, q_index, kv_index):
-    """Return the logit by the paper's formulas (eq:gaussian_at, eq:gaussian_mt) as they are written there."""
-    log = torch.log((q_index - kv_index).clamp(min=0) / 10.0 + 1)
-    return torch.sqrt(2 * log + 1) * score - 2 * log
-
-
-FLEX_WRITTEN = SimpleNamespace(
-    unsupported=flex.unsupported,
-    prepare=lambda score_change, plan: flex.prepare(None, plan) | dict(score_mod=as_written),
-    run=flex.run,
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser):
@@ -86,12 +72,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_variant(name: str, heads: int, head_dim: int, device: torch.device) -> Variant:
-    backends = BACKENDS | dict(flex_written=FLEX_WRITTEN)
     backend, _, formula = name.partition(":")
-    valid = f"A variant is BACKEND:FORMULA, of {', '.join(backends)} and {', '.join(FORMULAS)}."
-    require(backend in backends and formula in FORMULAS, f"unknown variant {name!r}. {valid}")
+    valid = f"A variant is BACKEND:FORMULA, of {', '.join(BACKENDS)} and {', '.join(FORMULAS)}."
+    require(backend in BACKENDS and formula in FORMULAS, f"unknown variant {name!r}. {valid}")
     method = make_method(FORMULAS[formula], num_heads=heads, head_dim=head_dim, train_length=1024)
-    return backends[backend], method.to(device)
+    return BACKENDS[backend], method.to(device)
 
 
 def find_problem(backend, method: Method, device: torch.device, dtype: torch.dtype) -> str | None:

@@ -8,8 +8,6 @@ round (the A/A row): its ratio to itself shows the noise.
 import platform
 import re
 import shlex
-import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -74,14 +72,10 @@ def ratio_cell(times: list[float], baseline: list[float]) -> str:
 
 
 def describe_machine(device: torch.device) -> str:
-    """Return the device and the versions of packages; of GPUs also driver, clock, power, temperature, throttling."""
+    """Return the device and the versions of packages."""
     parts = [device_name(device), *(f"{name} {version(name)}" for name in ("torch", "triton") if find_spec(name))]
     if device.type == "cuda":
         parts.append(f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}")
-    if device.type == "cuda" and shutil.which("nvidia-smi"):
-        fields = "driver_version,clocks.sm,power.draw,temperature.gpu,clocks_throttle_reasons.active"
-        command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
-        parts.append(subprocess.run(command, capture_output=True, text=True).stdout.strip())
     return ", ".join([*parts, f"Python {platform.python_version()}"])
 
 
