@@ -110,12 +110,6 @@ class TrainLoader:
         """Drop the steps read ahead and end the thread."""
         self._reader.shutdown(cancel_futures=True)
 
-    def __enter__(self) -> "TrainLoader":
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self.close()
-
 
 # ---- validation ----
 

@@ -26,7 +26,6 @@ MAGIC, VERSION = 20240520, 1
 HEADER_BYTES = 256 * 4
 TOKEN = np.dtype("<u2")
 MANIFEST, TOKENIZER_FILE = "manifest.json", "tokenizer.json"
-SAMPLE = 4096  # without a manifest, the first tokens of a shard identify its content
 FINEWEB_SHARDS = {"fineweb10B": 103, "fineweb100B": 1030}  # Keller Jordan's training shards of 100 M tokens
 
 
@@ -115,15 +114,15 @@ def write_manifest(folder: Path, manifest: dict) -> None:
 class TokenStream:
     """Reads a list of shards as one endless sequence: position p is token p modulo len(stream).
 
-    entries: the manifest's entries (file name -> entry) of these shards, or None.
+    entries: the manifest's entries (file name -> entry) of these shards.
     """
 
-    def __init__(self, paths: Sequence[Path], entries: dict[str, dict] | None = None):
+    def __init__(self, paths: Sequence[Path], entries: dict[str, dict]):
         self.paths = [Path(path) for path in paths]
         self.shard_tokens = [read_header(path) for path in self.paths]
         self._ends = np.cumsum(self.shard_tokens)
         self._entries = entries
-        self.max_token = max(entries[path.name]["max_token"] for path in self.paths) if entries else None
+        self.max_token = max(entries[path.name]["max_token"] for path in self.paths)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -131,18 +130,12 @@ class TokenStream:
     def fingerprint(self, tokens: int | None = None) -> str:
         """Return sixteen hex digits that identify the text of a run of `tokens` (None: the whole stream).
 
-        They depend on name, size and content of the shards up to the last target. The content is the manifest's sha256,
-        or without a manifest the first SAMPLE tokens.
+        They depend on name, size and sha256 of the shards up to the last target.
         """
         whole = tokens is None or tokens >= len(self)
         count = len(self.paths) if whole else self._locate(tokens)[0] + 1
-        identity = []
-        for path, num_tokens in zip(self.paths[:count], self.shard_tokens):
-            if self._entries:
-                content = self._entries[path.name]["sha256"]
-            else:
-                content = hashlib.sha256(np.fromfile(path, TOKEN, count=SAMPLE, offset=HEADER_BYTES)).hexdigest()
-            identity.append((path.name, num_tokens, content))
+        names = [path.name for path in self.paths[:count]]
+        identity = [(name, num, self._entries[name]["sha256"]) for name, num in zip(names, self.shard_tokens)]
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
 
     def _locate(self, position: int) -> tuple[int, int]:
@@ -180,15 +173,13 @@ class TokenStream:
 def open_split(data_dir: Path, split: str, vocab_size: int, need_tokens: int = 0) -> TokenStream:
     """Open the "train" or "val" shards of a folder after checking all headers against the manifest.
 
-    ValueError without shards, with the command that gets them (`need_tokens` of training text); for a bad, missing or
-    unknown shard; and for tokens outside a vocabulary of `vocab_size`.
+    ValueError without shards, with the command that gets them (`need_tokens` of training text); without a manifest; for
+    a bad, missing or unknown shard; and for tokens outside a vocabulary of `vocab_size`.
     """
     data_dir = Path(data_dir)
     paths, manifest = shard_paths(data_dir, split), read_manifest(data_dir)
     require(paths, f"{data_dir}: no {split} shards. Get them with `{data_command(data_dir, need_tokens)}`.")
-    if manifest is None:
-        return TokenStream(paths)
-
+    require(manifest, f"{data_dir}: has no {MANIFEST}. Prepare the data again.")
     entries = {name: entry for name, entry in manifest["files"].items() if _is_in_split(name, split)}
     different = ", ".join(sorted(entries.keys() ^ {path.name for path in paths}))
     require(not different, f"{data_dir}: {different} only in {MANIFEST} or only in the folder. Prepare the data again.")

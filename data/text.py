@@ -13,8 +13,7 @@ The sha256 of its text puts a document into train or val, so a document is never
 last --val-fraction of each document is val. Both splits are shuffled with a fixed seed. Every document begins with
 the end-of-text token, as in the FineWeb shards. Memory holds the whole text.
 
-`--copy-rows 0.5 --row-tokens 64:1146880 256` makes half of the rows of the train split copy rows (see data.copy_rows).
-Rows have 64 tokens up to token 1,146,880 of the stream, and 256 tokens after it.
+`--copy-rows 0.5 --row-tokens 256` makes half of the rows of the train split copy rows (see data.copy_rows).
 """
 
 import argparse
@@ -30,7 +29,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from data.copy_rows import SEED, RowLengths, check_copy_rows, row_length, rows
+from data.copy_rows import SEED, RowLengths, check_copy_rows, rows
 from data.shard_writer import ShardWriter
 from data.shards import TOKEN, TOKENIZER_FILE
 from data.tokenizer import END_OF_TEXT, TOKENIZER_CONFIG, Tokenizer, load_tokenizer, pieces, train_bpe
@@ -107,7 +106,8 @@ def prepare(
     """Do what the command does (see the module) and return the manifest.
 
     copy_rows: share of copy rows among the rows of the train split; None: the split is natural text alone.
-    row_lengths: pairs (tokens in a row, position in the stream where such rows end), with None as the last position.
+    row_lengths: pairs (tokens in a row, position in the stream where such rows end), with None as the last position. A
+    position is a multiple of the tokens in the rows before it and after it.
     """
     out = Path(out)
     if copy_rows is not None:
@@ -163,11 +163,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--val-fraction", type=float, default=0.05, help="share of the text, about (default 0.05)")
     parser.add_argument("--name", default="text", help="shards are called NAME_train_000001.bin, ...")
     parser.add_argument("--copy-rows", type=float, metavar="SHARE", help="share of copy rows in train, as 0.5")
-    parser.add_argument(
-        "--row-tokens", type=row_length, nargs="+", default=[], metavar="LENGTH[:END]", dest="row_lengths",
-        help="tokens in a row, each but the last with the position in the stream where such rows end",
-    )  # fmt: skip
-    prepare(**vars(parser.parse_args(argv)))
+    parser.add_argument("--row-tokens", type=int, default=256, help="tokens in a row, with --copy-rows (default 256)")
+    options = vars(parser.parse_args(argv))
+    row_lengths = [(options.pop("row_tokens"), None)]
+    prepare(**options, row_lengths=row_lengths)
 
 
 if __name__ == "__main__":
