@@ -8,7 +8,7 @@
 
 The command prints Markdown tables. RUN/evaluation.json has the numbers, and the losses by position. All lengths see the
 same tokens, by default those of the run's own validation. --data reads the val split of another folder, at most as many
-tokens.
+tokens. The numbers on other text are in RUN/evaluation_FINGERPRINT.json.
 """
 
 import argparse
@@ -33,8 +33,6 @@ from runtime.validation import Validation
 from scripts.shared.runs import StoredRun, join, read_run, stored_config
 from scripts.shared.tables import loss_table, markdown_table
 
-OTHER_TEXTS = "other_texts"  # in evaluation.json, beside the losses on the run's own text: by fingerprint
-
 
 def load_run(folder: Path, device: torch.device) -> tuple[Config, torch.nn.Module]:
     """Return the configuration of a run and its model with the weights of the latest checkpoint."""
@@ -57,10 +55,9 @@ def open_own_text(run: StoredRun) -> TokenStream:
 
 
 def check_tokenizer(run: StoredRun, data: Path):
-    """Raise ValueError unless the other text was prepared with the tokenizer of the run."""
+    """Raise ValueError unless the text of this folder was prepared with the tokenizer of the run."""
     other, own = tokenizer_of(data), run.data.get("tokenizer")
-    advice = f"Prepare the text with `python -m data.text ... --tokenizer {run.config.data_dir}`."
-    require(own and own == other, f"{data} has tokenizer {other}, {run.path} has {own}. {advice}")
+    require(own and own == other, f"{data} has tokenizer {other}, {run.path} has {own}. Use data of its tokenizer.")
 
 
 def evaluate(
@@ -94,22 +91,15 @@ def evaluate(
         "train_length": config.train_length, "text": stream.fingerprint(), "data": str(data or config.data_dir),
         **validation.losses(dict.fromkeys(lengths, tokens)), **gains,
     }  # fmt: skip
-    store(folder / "evaluation.json", result, is_own)
+    store(folder / ("evaluation.json" if is_own else f"evaluation_{result['text']}.json"), result)
     return result
 
 
-def store(path: Path, result: dict, is_own: bool):
-    """Add the result to an evaluation.json, apart if it is on other text than the run's own.
-
-    Other lengths and gaps in the file stay if they are of the same checkpoint and of as many tokens.
-    """
-    stored = json.loads(path.read_text()) if path.exists() else {}
-    others = stored.pop(OTHER_TEXTS, {})
-    old = stored if is_own else others.get(result["text"])
-    if old and old["step"] == result["step"] and {*old["val_tokens"].values()} == {*result["val_tokens"].values()}:
-        result = join(old, result)
-    stored, others = (result, others) if is_own else (stored, others | {result["text"]: result})
-    replace_text(path, to_json(stored | ({OTHER_TEXTS: others} if others else {})) + "\n")
+def store(path: Path, result: dict):
+    """Write the result. Other lengths and gaps in the file stay if checkpoint and number of tokens are the same."""
+    old = json.loads(path.read_text()) if path.exists() else {}
+    same = old.get("step") == result["step"] and {*old["val_tokens"].values()} == {*result["val_tokens"].values()}
+    replace_text(path, to_json(join(old, result) if same else result) + "\n")
 
 
 def copy_table(results: list[dict]) -> str:

@@ -15,13 +15,12 @@ from pathlib import Path
 
 import torch
 
-from data.shards import tokenizer_of
 from data.tokenizer import Tokenizer, load_tokenizer
 from errors import exit_on_user_error, require
 from model.attention.base import MAX_LENGTH
 from model.decoding import decode, sample
 from runtime.processes import start_processes
-from scripts.evaluate import load_run
+from scripts.evaluate import check_tokenizer, load_run
 from scripts.shared.runs import StoredRun, read_run
 
 INCOMPLETE = "\ufffd"  # the text of a character's bytes as long as some are missing
@@ -61,11 +60,10 @@ def main(argv: list[str] | None = None):
 
 def tokenizer_of_run(run: StoredRun) -> Tokenizer:
     """Return the tokenizer that a run was trained with. ValueError if its data folder has another one now."""
-    data_dir, trained_with = Path(run.config.data_dir), run.data.get("tokenizer")
-    if trained_with == "gpt2":
+    if run.data.get("tokenizer") == "gpt2":
         return load_tokenizer("gpt2")
-    same = trained_with and trained_with == tokenizer_of(data_dir)
-    require(same, f"{data_dir} does not have the tokenizer of {run.path}. Restore this folder.")
+    data_dir = Path(run.config.data_dir)
+    check_tokenizer(run, data_dir)
     return load_tokenizer(data_dir)
 
 

@@ -208,7 +208,7 @@ def test_missing_lengths_come_from_the_evaluation_or_are_named(tmp_path, call):
     evaluation = dict(step="step_000640", val_tokens=49_152, val_loss={"16384": 6.0, "256": 9.0})
     (folders[0] / "evaluation.json").write_text(json.dumps(evaluation))
     (folders[1] / "evaluation.json").write_text(json.dumps(evaluation | dict(val_tokens=1024)))  # other tokens
-    (folders[2] / "evaluation.json").write_text(json.dumps(dict(other_texts=dict(fedc=evaluation))))
+    (folders[2] / "evaluation_fedc.json").write_text(json.dumps(evaluation))
     code, output = call("table_losses", "--scale", "mini", "--methods", "rope")
     table = table_of(output.out)
     assert table["RoPE", "16384 (64x)"] == "6.000 \u00b1 n/a" and table["RoPE", "256 (1x)"] == "4.000 \u00b1 0.000"
