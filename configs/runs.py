@@ -27,11 +27,7 @@ class Needle:
         check_fields(self)
 
     def __str__(self) -> str:
-        begin = f", the first half with prompts of {self.curriculum} tokens and more of them" if self.curriculum else ""
-        return (
-            f"haystack {self.haystack}, {self.steps} steps of {self.sequences} sequences{begin}, {self.examples} "
-            "examples scored at each length"
-        )
+        return " ".join(self.arguments)
 
     @property
     def arguments(self) -> list[str]:

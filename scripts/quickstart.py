@@ -22,8 +22,9 @@ from data.python_source import prepare_documents, prepare_taught
 from data.shards import read_manifest
 from errors import exit_on_user_error, require
 from files import replace_text
+from scripts.reproduce.drawing import Line, Panel, draw_panels
 from scripts.shared.arguments import field_changes
-from scripts.shared.looks import LINES
+from scripts.shared.looks import plot_styles
 from scripts.shared.runs import data_fingerprint, describe_differences, find_stored, read_runs, sidecar, train_state
 from scripts.shared.tables import markdown_table
 from scripts.sweep.local import train
@@ -112,26 +113,21 @@ def result_table(summaries: dict[str, dict], config: Config) -> str:
 
 def draw(summaries: dict[str, dict], config: Config, path: Path):
     """Draw loss against length beside copy gain against the gap."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.6, 3.8), layout="constrained")
-    losses, gains = figure.subplots(1, 2)
-    losses.set(xlabel="sequence length in tokens", ylabel="loss on natural text (nats a token)")
-    gains.set(xlabel="tokens between the two copies", ylabel="copy gain, random tokens (nats)")
-    gains.axhline(0, color="#cccccc", linewidth=1, zorder=0)
-    for axes, places in ((losses, config.val_lengths), (gains, config.val_copy_gaps)):
-        for name, summary in summaries.items():
-            values = summary["val_loss"] if axes is losses else summary.get("copy_gain", {}).get("random", {})
-            colour, *_ = LINES[METHODS[name][0]]
-            axes.plot(places, [values[str(place)] for place in places], marker="o", color=colour, label=name)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(places, [str(place) for place in places])
-        axes.minorticks_off()
-        axes.axvline(config.train_length, color="#999999", linestyle=":", zorder=0)
-        axes.spines[["top", "right"]].set_visible(False)
-    losses.legend(frameon=False)
-    losses.set_title(f"dotted: the training length, {config.train_length} tokens", fontsize=9, loc="left")
-    figure.savefig(path, dpi=150)
+    losses, gains = [], []
+    for name, summary in summaries.items():
+        method, _ = METHODS[name]
+        look = plot_styles([method])[method] | dict(label=name)
+        for lines, places, values in (
+            (losses, config.val_lengths, summary["val_loss"]),
+            (gains, config.val_copy_gaps, summary.get("copy_gain", {}).get("random", {})),
+        ):
+            lines.append(Line(look, places, [values[str(place)] for place in places]))
+    gain_axes = dict(xlabel="tokens between the two copies", ylabel="copy gain, random tokens (nats)")
+    panels = [
+        Panel(f"natural text, trained at {config.train_length} tokens", losses),
+        Panel("copies of random tokens", gains, gain_axes),
+    ]
+    draw_panels(path.with_suffix(""), [panels], x="sequence length in tokens", y="nats a token", log=2)
 
 
 if __name__ == "__main__":

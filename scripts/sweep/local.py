@@ -37,11 +37,11 @@ class Attempt:
         self.run, self.environment = run, environment
         self.fine_tunes = run.needle is not None and (run.path / "summary.json").exists()
         if self.fine_tunes:
-            self.folder, self.total_steps = run.path / "needle", run.needle.steps
+            self.folder = run.path / "needle"
             machine = ["--device", run.config.device, "--compile", run.config.compile]
             command = ["-m", "scripts.needle", str(run.path), *run.needle.arguments, *machine]
         else:
-            self.folder, self.total_steps = run.path, run.config.steps
+            self.folder = run.path
             torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
             command = [*(torchrun if processes > 1 else []), str(ROOT / "train_gpt.py"), *run.arguments]
         with open_own(sidecar(run.path, ".log"), "wb") as log:
@@ -53,12 +53,6 @@ class Attempt:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C reaches the sweep alone, which then stops its runs in order
             )
-
-    def steps(self) -> int:
-        """Return the last step in metrics.jsonl."""
-        path = self.folder / "metrics.jsonl"
-        records = re.findall(rb'^{"step": (\d+),', path.read_bytes(), re.MULTILINE) if path.exists() else []
-        return int(records[-1]) if records else 0
 
 
 def record_outcome(path: Path, locked: Path, code: int) -> str:
@@ -98,13 +92,7 @@ def train(
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, stop)
     waiting, running, failures_of = collections.deque(runs), [], collections.Counter()
-    done = sum(run.config.steps for run in runs if (run.path / "summary.json").exists())
-    bar = tqdm(
-        total=sum(run.config.steps + (run.needle.steps if run.needle else 0) for run in runs),
-        unit="step",
-        desc=f"{len(runs)} runs, {min(len(free), len(runs))} at a time",
-        mininterval=POLL if sys.stderr.isatty() else 60,  # fewer lines in a log file
-    )
+    bar = tqdm(total=len(runs), unit="run", desc=f"{min(len(free), len(runs))} runs at a time", disable=None)
     try:
         while waiting or running:
             while waiting and free:
@@ -115,17 +103,16 @@ def train(
                 free.append(attempt.environment)
                 run = attempt.run
                 outcome = record_outcome(run.path, attempt.folder, attempt.process.returncode)
-                if outcome == "finished":
-                    done += attempt.total_steps
-                    if run.needle and not attempt.fine_tunes:
-                        waiting.appendleft(run)  # to be fine-tuned next
+                if outcome == "finished" and run.needle and not attempt.fine_tunes:
+                    waiting.appendleft(run)  # to be fine-tuned next
+                elif outcome == "finished":
+                    bar.update()
                 elif outcome == "failed":
                     failures_of[run.name] += 1
                     if failures_of[run.name] <= retries:
                         waiting.append(run)
                 reason = f": {failures(run.path)[-1]}" if outcome in ("failed", "refused") else ""
                 bar.write(f"{run.path.name}: {'fine-tuning' if attempt.fine_tunes else 'training'} {outcome}{reason}")
-            bar.update(done + sum(attempt.steps() for attempt in running) - bar.n)
     finally:
         bar.close()
         for attempt in running:
