@@ -40,7 +40,7 @@ def main():
 
     # ---- the run: folder, lock, log, wandb, signals, checkpoints; a failure in it ends in one line ----
     with run:
-        first_step = run.restore()  # 0, or the step of the newest undamaged checkpoint
+        first_step = run.restore()  # that of the newest undamaged checkpoint, or 0; steps + 1: it is finished
         training_model = compile_model(model) if compiled else model
         loader = TrainLoader(
             train_text,

@@ -1,8 +1,9 @@
 """Batches: the tokens of training step n, and the tokens of validation.
 
-Step n is tokens [n * batch_tokens, (n + 1) * batch_tokens] of the stream, with the last one only as a target. Sequence
-length, micro-batch size and number of processes do not change that. A run that resumes, even on another number of GPUs,
-sees the tokens that it would have seen. Methods and lengths are compared on the same text.
+With B = batch_tokens, step n = 0, 1, ... reads tokens n B to (n + 1) B of the stream, after the first token of the run.
+Inputs are all of them but the last, targets all but the first. Sequence length, micro-batch size and number of
+processes do not change that. A run that resumes, even on another number of GPUs, sees the tokens that it would have
+seen. Methods and lengths are compared on the same text.
 """
 
 import math

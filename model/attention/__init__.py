@@ -18,10 +18,11 @@ A backend is three functions, and a line in BACKENDS:
     run(q, k, v, *, q_offset=0, prepared, key_bias, sink)
                                               the output (B, H, Tq, D) of q (B, H, Tq, D) and k, v (B, H, Tk, D)
 
-`prepare` runs once a length. Where a_t and m_t are learned, it first runs without a score change, and then in every
-layer and pass with one: `earlier` is the first result, whose constant parts it keeps. Its result is differentiable in
-the learned parameters. `run` without `prepared` is plain causal attention. key_bias (B, H, Tk) is added to the logits;
-sink (H,) is one more logit a row, without a value. A backend whose `unsupported` refuses these need not take them.
+`prepare` runs once a length. Learned a_t and m_t need more calls: the first one, once a length, has score_change=None.
+Each layer and pass then calls it with the score change, and `earlier` is the result of the first call, whose constant
+parts stay. The result is differentiable in the learned parameters. `run` without `prepared` is plain causal attention.
+key_bias (B, H, Tk) is added to the logits; sink (H,) is one more logit a row, without a value. A backend whose
+`unsupported` refuses these need not take them.
 """
 
 import dataclasses

@@ -5,7 +5,8 @@ all pairs of queries and keys.
 
 `flex_flash` (FLASH) takes the kernels of FlashAttention-4 (package flash-attn-4) on Hopper and Blackwell. Logarithm and
 root would be slow there, as they are compiled without the hardware's approximations. So a_t and m_t are tables, read
-once a logit. It sums dq over blocks of keys in no fixed order, so its backward pass does not repeat bit for bit.
+once a logit. `flex_flash` sums dq over blocks of keys in no fixed order, so its backward pass does not repeat bit for
+bit.
 """
 
 from collections.abc import Callable

@@ -4,7 +4,7 @@ A method is a set of mechanisms, written in any order: `p_rope+scale_invariant+g
 METHODS, which may stand as a part of another: `scale_invariant_p_rope+gate` is the method above. A comma separates the
 methods of layers that differ, which repeat from the first layer on: `nope,rope+window`.
 
-To add a mechanism, write a file with a subclass of one of the kinds in base.py, and add one line to MECHANISMS.
+To add a mechanism, write a file with a subclass of one of the kinds in base.py, import it, and add it to MECHANISMS.
 """
 
 import inspect
