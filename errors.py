@@ -1,7 +1,9 @@
 """Users' mistakes: each ends the program with one line that names it, and exit code 2."""
 
 import difflib
+import os
 import sys
+import time
 from collections.abc import Collection
 from contextlib import contextmanager
 
@@ -29,6 +31,8 @@ def exit_on_user_error():
     try:
         yield
     except (ValueError, OSError) as error:
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(5)  # torchrun ends this rank meanwhile if rank 0 found the same mistake
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

@@ -1,16 +1,15 @@
 """Checkpoints that survive a kill at any instant: step_000500.pt in the run's checkpoints/ folder."""
 
 import dataclasses
+import io
 import os
 import pickle
 import re
 import zlib
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from errors import UserError
 from files import replace_file
@@ -50,40 +49,12 @@ def save_checkpoint(folder: Path, step: int, state: dict[str, Any], keep: int = 
     path = folder / f"step_{step:06d}.pt"
     try:
         replace_file(path, lambda file: write_with_checksum(state, file))
-    except (OSError, RuntimeError) as error:
-        # torch turns a failed write into a RuntimeError about file positions; the reason is the OSError below it.
-        reason = error.__context__ if isinstance(error.__context__, OSError) else error
-        raise OSError(f"cannot save {path}: {reason}; earlier checkpoints are untouched") from error
+    except OSError as error:
+        raise OSError(f"cannot save {path}: {error}; earlier checkpoints are untouched") from error
     for older in list_checkpoints(folder)[keep:]:
         if older != path:
             older.unlink()
     return path
-
-
-class BackgroundSaver:
-    """Saves checkpoints in a thread while the run goes on, one at a time."""
-
-    def __init__(self):
-        self.thread, self.pending = ThreadPoolExecutor(1), Future()
-        self.pending.set_result(None)
-
-    def save(self, folder: Path, step: int, state: dict[str, Any], keep: int):
-        """Begin to save a copy of `state`, once the checkpoint before it is saved. Raise the OSError of that one.
-
-        The run waits only for the copy in main memory, unless it saves more often than the disk can.
-        """
-        self.finish()
-        copy = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
-        self.pending = self.thread.submit(save_checkpoint, folder, step, copy, keep)
-
-    def check(self):
-        """Raise the OSError of a checkpoint that could not be saved, if that is known by now."""
-        if self.pending.done():
-            self.pending.result()
-
-    def finish(self):
-        """Wait until the pending checkpoint is saved. Raise OSError when it cannot be saved."""
-        self.pending.result()
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -97,25 +68,15 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted((path for path in steps if steps[path]), key=lambda path: int(steps[path][1]), reverse=True)
 
 
-class Checksummed:
-    """A file to write to that keeps the CRC-32 of what was written."""
-
-    def __init__(self, file: BinaryIO):
-        self.file, self.crc, self.flush = file, 0, file.flush
-
-    def write(self, data: bytes | memoryview) -> int:
-        self.crc = zlib.crc32(data, self.crc)
-        return self.file.write(data)
-
-
 def write_with_checksum(state: dict[str, Any], file: BinaryIO):
     """Write what torch.save writes, then a line with the CRC-32 of all of it, which torch.load passes over.
 
     The archive's own checksums leave out its index, where a flipped bit can change what is loaded.
     """
-    checksummed = Checksummed(file)
-    torch.save(state, checksummed)
-    file.write(f"crc32 {checksummed.crc:08x}\n".encode())
+    archive = io.BytesIO()
+    torch.save(state, archive)
+    file.write(archive.getbuffer())
+    file.write(f"crc32 {zlib.crc32(archive.getbuffer()):08x}\n".encode())
 
 
 def load_checkpoint(path: Path, map_location: str | torch.device = "cpu") -> dict[str, Any]:

@@ -17,7 +17,7 @@ from errors import UserError, require
 from model.gpt import GPT, Plans
 from optim.sharded import Optimizers
 from runtime.build import config_of
-from runtime.checkpoint import BackgroundSaver, Progress, latest_checkpoint, load_checkpoint, load_newest
+from runtime.checkpoint import Progress, latest_checkpoint, load_checkpoint, load_newest, save_checkpoint
 from runtime.device import rng_state, set_rng_state
 from runtime.log import RunLog, num_parameters
 from runtime.processes import World, describe_failure
@@ -50,7 +50,7 @@ class Run:
             "tokens": run_tokens,
             "distinct_tokens": min(run_tokens, len(train_text)),
         }
-        self.stop, self.saver = StopRequest(), BackgroundSaver()
+        self.stop = StopRequest()
         self.folder = self.log = self.last_validation = None
         self.finished = self.stopped = False
         self.saved_step = 0
@@ -99,15 +99,12 @@ class Run:
 
         A checkpoint is due every save_every steps, before the last validation, and when the run stops.
         """
-        self.saver.check()
         self.progress.step = step
         self.stopped = self.stop_requested()
         is_last, every = step == self.config.steps, self.config.save_every
         if step > self.saved_step and (is_last or self.stopped or every and step % every == 0):
             self._stop_if(self.log.flush())
             self._save()
-            if is_last or self.stopped:
-                self.saver.finish()
             self.log.restart_clock()
         return self.stopped
 
@@ -138,7 +135,6 @@ class Run:
         try:
             if error is None and not self.finished:
                 self._finish()
-            self.saver.finish()
         except Exception as failure:
             error = failure
         if self.folder is not None:
@@ -213,14 +209,14 @@ class Run:
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def _save(self):
-        """Begin to save a checkpoint. All ranks call this."""
+        """Save a checkpoint. All ranks call this."""
         require_same_parameters(self.optimizers, self.world, self.progress.step)
         self.progress.rng = self.world.gather(rng_state())
         state = {"optimizers": self.optimizers.state_dict()}  # gathered from all ranks
         if self.folder is not None:
             state |= {"progress": vars(self.progress), "config": self.config.to_dict()}
             state |= {"model": self.model.state_dict(), "fingerprint": self.data["train"]}
-            self.saver.save(self.folder.checkpoints, self.progress.step, state, keep=self.config.keep)
+            save_checkpoint(self.folder.checkpoints, self.progress.step, state, keep=self.config.keep)
         self.saved_step = self.progress.step
 
     def _load(self, checkpoint: Path, state: dict):

@@ -13,7 +13,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -129,15 +128,7 @@ def install(fault):
     from runtime import checkpoint, metrics, run, run_folder
     from runtime.validation import Validation
 
-    calls, lock = 0, threading.Lock()
-    save = checkpoint.BackgroundSaver.save
-    if not fault["stage"].startswith("checkpoint"):  # it is known then which checkpoint is there
-
-        def save_and_wait(saver, *args, **options):
-            save(saver, *args, **options)
-            saver.finish()
-
-        checkpoint.BackgroundSaver.save = save_and_wait
+    calls = 0
 
     def patch(stage, owner, name, counts=lambda *args: True):
         function = getattr(owner, name)
@@ -145,10 +136,8 @@ def install(fault):
         def call(*args, **options):
             nonlocal calls
             if stage == fault["stage"] and counts(*args):
-                with lock:
-                    calls += 1
-                    now = calls == fault["count"]
-                if now:
+                calls += 1
+                if calls == fault["count"]:
                     ACTIONS[fault["do"]](fault, *args)
             return function(*args, **options)
 
@@ -163,7 +152,7 @@ def install(fault):
     patch("log", run_folder, "append")
     patch("metrics", metrics, "append")
     patch("comparison", run, "require_same_parameters")
-    patch("checkpoint write", checkpoint.Checksummed, "write")
+    patch("checkpoint write", checkpoint, "write_with_checksum")
     patch("checkpoint fsync", os, "fsync", of_a_checkpoint)
     patch("checkpoint rename", os, "replace", of_a_checkpoint)
     patch("checkpoint deletion", Path, "unlink", lambda path, **options: path.suffix == ".pt")

@@ -1,13 +1,11 @@
 """runtime/: kills, full disks, second processes and unreadable files."""
 
-import concurrent.futures
 import json
 import os
 import random
 import resource
 import subprocess
 import sys
-import threading
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,7 +14,6 @@ import torch
 
 from files import append, replace_file
 from runtime.checkpoint import (
-    BackgroundSaver,
     DamagedCheckpoint,
     latest_checkpoint,
     load_checkpoint,
@@ -159,46 +156,10 @@ def test_only_the_newest_checkpoints_are_kept_and_the_latest_is_by_step(tmp_path
     assert {*names(tmp_path)} == {f"step_{step:06d}.pt" for step in steps[-keep:]}
 
 
-def test_in_the_background_what_is_saved_is_what_there_was(tmp_path, monkeypatch):
-    """And one after the other, the newest last."""
-    began, go_on = threading.Event(), threading.Event()
-
-    def slowly(*arguments):
-        began.set()
-        assert go_on.wait(60)
-        return save_checkpoint(*arguments)
-
-    monkeypatch.setattr("runtime.checkpoint.save_checkpoint", slowly)
-    saver, weights = BackgroundSaver(), torch.arange(1000.0)
-    state = dict(model=dict(weights=weights), rng=[dict(cpu=weights[:3])], step=1)
-    saver.save(tmp_path, 1, state, keep=2)
-    assert began.wait(60)
-    saver.check()
-    weights += 1
-    state["step"] = state["model"]["more"] = 2
-    assert names(tmp_path) == []  # and we are here
-    threading.Timer(0.05, go_on.set).start()
-    saver.save(tmp_path, 2, state, keep=2)
-    first = load_checkpoint(tmp_path / "step_000001.pt")
-    saver.finish()
-    second = load_checkpoint(tmp_path / "step_000002.pt")
-    assert first["step"] == 1 and list(first["model"]) == ["weights"] and second["model"]["more"] == 2
-    for loaded, expected in ((first, torch.arange(1000.0)), (second, torch.arange(1000.0) + 1)):
-        assert torch.equal(loaded["model"]["weights"], expected) and torch.equal(loaded["rng"][0]["cpu"], expected[:3])
-
-
-def test_in_the_background_a_full_disk_is_told_at_once_and_again(tmp_path):
-    """Until then the run goes on; what is told once is not forgotten, so that no later word comes without it."""
-    saver = BackgroundSaver()
-    saver.check(), saver.finish()
-    saver.save(tmp_path, 1, {"step": 1}, keep=1)
-    saver.finish()
-    with largest_file(50_000):
-        saver.save(tmp_path, 2, {"weights": torch.zeros(100_000)}, keep=1)
-        concurrent.futures.wait([saver.pending])
-    for ask in (saver.check, saver.finish, saver.check, lambda: saver.save(tmp_path, 3, {}, keep=1)):
-        with pytest.raises(OSError, match=r"cannot save .*step_000002\.pt: .*File too large"):
-            ask()
+def test_a_full_disk_leaves_the_older_checkpoint(tmp_path):
+    save_checkpoint(tmp_path, 1, {"step": 1}, keep=1)
+    with largest_file(50_000), pytest.raises(OSError, match=r"step_000002\.pt"):
+        save_checkpoint(tmp_path, 2, {"weights": torch.zeros(100_000)}, keep=1)
     assert names(tmp_path) == ["step_000001.pt"]
 
 

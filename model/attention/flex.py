@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from errors import UserError
 from model.attention.base import (
     Plan,
     learned_parameters,
@@ -75,7 +76,7 @@ def run(
 
     tensors = (x for x in (q, k, v, key_bias, sink) if x is not None)
     if q.device.type == "cpu" and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        raise ValueError("FlexAttention has no backward pass on a CPU: use attention_backend auto or blocks")
+        raise UserError("FlexAttention has no backward pass on a CPU. Use --attention_backend auto or blocks.")
     prepared = add_extras(prepared, key_bias, sink)
     if torch.compiler.is_compiling() and q.device.type != "cpu":  # the whole model is being compiled
         output = flex_attention(q, k, v, **prepared)
