@@ -14,7 +14,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -192,25 +192,19 @@ def open_split(data_dir: Path, split: str, vocab_size: int, need_tokens: int = 0
     return stream
 
 
-def verify(data_dir: Path) -> Iterator[tuple[str, str | None]]:
-    """Yield (file name, problem or None) for the files of the manifest and other .bin files; ValueError without one."""
-    data_dir = Path(data_dir)
-    manifest = read_manifest(data_dir)
+def verify(data_dir: Path) -> dict[str, str]:
+    """Return the problems, by name, of the manifest's files and other .bin files; ValueError without a manifest."""
+    manifest, problems = read_manifest(data_dir), {}
     require(manifest, f"{data_dir}: has no {MANIFEST} to verify against. Give a folder of prepared data.")
-    if expected := manifest.get("tokenizer_sha256"):
-        yield TOKENIZER_FILE, None if sha256_of(data_dir / TOKENIZER_FILE) == expected else "missing or changed"
+    if manifest.get("tokenizer_sha256") not in (None, sha256_of(data_dir / TOKENIZER_FILE)):
+        problems[TOKENIZER_FILE] = "missing or changed"
     for name in sorted(manifest["files"].keys() | {path.name for path in data_dir.glob("*.bin")}):
-        yield name, _find_problem(data_dir / name, manifest["files"].get(name))
-
-
-def _find_problem(path: Path, entry: dict | None) -> str | None:
-    if entry is None:
-        return "not in the manifest"
-    try:
-        found = describe_shard(path)
-    except (ValueError, OSError) as error:
-        return str(error)
-    return ", ".join(f"{key} differs" for key in found if found[key] != entry[key]) or None
+        try:
+            if describe_shard(data_dir / name) != manifest["files"].get(name):
+                problems[name] = "is not as in the manifest"
+        except (ValueError, OSError) as error:
+            problems[name] = str(error)
+    return problems
 
 
 @exit_on_user_error()
@@ -219,7 +213,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("command", choices=["verify"], help="compare the sha256 of every file with the manifest")
     parser.add_argument("dir", type=Path)
     folder = parser.parse_args(argv).dir
-    bad = [f"{name} ({problem})" for name, problem in verify(folder) if problem]
+    bad = [f"{name} ({problem})" for name, problem in verify(folder).items()]
     require(not bad, f"{folder}: {len(bad)} bad files, {', '.join(bad)}. Remove them and make them again.")
     print(f"{folder}: all files are as in {MANIFEST}")
 
