@@ -21,21 +21,13 @@ MIN_SEGMENT = 8  # tokens
 RowLengths = Sequence[tuple[int, int | None]]  # (tokens in a row, position in the stream where such rows end)
 
 
-def check_copy_rows(share: float, row_lengths: RowLengths) -> None:
-    """Raise ValueError for a share or a row length outside its limits."""
-    require(0 <= share < 1, f"--copy-rows {share}: must be at least 0 and less than 1. Use 0.5 for half of the rows.")
-    least, shortest = 2 * MIN_SEGMENT, min(length for length, _ in row_lengths)
-    require(shortest >= least, f"--row-tokens {shortest}: too short. A row needs at least {least} tokens.")
-
-
 def rows(text: np.ndarray, share: float, row_lengths: RowLengths, seed: int = SEED) -> Iterator[np.ndarray]:
     """Yield the rows of the stream, uint16, until the natural rows hold as many tokens as the train text.
 
     text: (tokens,) uint16, the natural train text, which may be a memory map.
-    share: probability that a row is a copy row.
+    share: probability that a row is a copy row, less than 1. row_lengths: at least 2 * MIN_SEGMENT tokens each.
     ValueError if the text is shorter than the longest row.
     """
-    check_copy_rows(share, row_lengths)
     longest = max(length for length, _ in row_lengths)
     require(len(text) >= longest, f"--row-tokens {longest}: longer than the train text, {len(text)} tokens. Use more.")
     rng = np.random.Generator(np.random.PCG64(seed))

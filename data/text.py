@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from data.copy_rows import SEED, RowLengths, check_copy_rows, rows
+from data.copy_rows import MIN_SEGMENT, SEED, RowLengths, rows
 from data.shard_writer import ShardWriter
 from data.shards import TOKEN, TOKENIZER_FILE
 from data.tokenizer import END_OF_TEXT, TOKENIZER_CONFIG, Tokenizer, load_tokenizer, pieces, train_bpe
@@ -111,7 +111,9 @@ def prepare(
     """
     out = Path(out)
     if copy_rows is not None:
-        check_copy_rows(copy_rows, row_lengths)
+        least, shortest = 2 * MIN_SEGMENT, min(length for length, _ in row_lengths)
+        require(0 <= copy_rows < 1, f"--copy-rows {copy_rows}: must be at least 0 and less than 1. Use 0.5 for half.")
+        require(shortest >= least, f"--row-tokens {shortest}: too short. Use at least {least} tokens.")
     require(not any(out.glob("*.bin")), f"{out}: has shards. Choose another --out, or remove them.")
     files = find_files(inputs)
     bpe = re.fullmatch(r"bpe:(\d+)", tokenizer)
