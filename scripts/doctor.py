@@ -82,13 +82,9 @@ def run_check(check: Callable, config: Config, device: torch.device) -> Iterator
 
 
 def check_gpus(config: Config, device: torch.device) -> Iterator[Finding]:
-    count = 0 if config.device == "cpu" else torch.cuda.device_count()
-    for index in range(count):
-        gpu, (free, total) = torch.cuda.get_device_properties(index), torch.cuda.mem_get_info(index)
-        message = f"{gpu.name}, capability {gpu.major}.{gpu.minor}, {free / 1e9:.2f} of {total / 1e9:.2f} GB are free"
-        advice = "Use an A100 or newer: this GPU has no bfloat16 in hardware." if gpu.major < 8 else ""
-        yield Finding("GPU", message, "slow" if advice else "ok", advice)
-    if count == 0 and config.device != "cpu":
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        yield Finding("GPU", "it has no bfloat16 in hardware", "slow", "Use an A100 or newer.")
+    if device.type == "cpu" and config.device != "cpu":
         state = "broken" if config.device == "cuda" else "missing"
         yield Finding("GPU", "torch sees none", state, "Train on the CPU with the presets quickstart and mini.")
 
