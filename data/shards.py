@@ -4,7 +4,8 @@ A shard is a header of 256 little-endian int32 (20240520, version 1, number of t
 tokens. modded-nanogpt's FineWeb files have this format. Training shards count from 1, validation shards from 0:
 `fineweb_train_000001.bin`, `fineweb_val_000000.bin`. A folder's `manifest.json` has the checksums of its shards.
 
-    python -m data.shards verify data/fineweb10B     reads every byte
+    python -m data.shards verify data/fineweb10B       compares every byte with the checksums
+    python -m data.shards describe data/fineweb10B     writes a manifest for shards that another program made
 """
 
 import argparse
@@ -179,7 +180,7 @@ def open_split(data_dir: Path, split: str, vocab_size: int, need_tokens: int = 0
     data_dir = Path(data_dir)
     paths, manifest = shard_paths(data_dir, split), read_manifest(data_dir)
     require(paths, f"{data_dir}: no {split} shards. Get them with `{data_command(data_dir, need_tokens)}`.")
-    require(manifest, f"{data_dir}: has no {MANIFEST}. Prepare the data again.")
+    require(manifest, f"{data_dir}: has no {MANIFEST}. Run `python -m data.shards describe {data_dir}` once.")
     entries = {name: entry for name, entry in manifest["files"].items() if _is_in_split(name, split)}
     different = ", ".join(sorted(entries.keys() ^ {path.name for path in paths}))
     require(not different, f"{data_dir}: {different} only in {MANIFEST} or only in the folder. Prepare the data again.")
@@ -207,12 +208,23 @@ def verify(data_dir: Path) -> dict[str, str]:
     return problems
 
 
+def describe(data_dir: Path) -> dict:
+    """Return the manifest of a folder of shards in GPT-2's tokens, as modded-nanogpt makes them."""
+    paths = sorted(data_dir.glob("*.bin"))
+    require(paths, f"{data_dir}: has no .bin files. Name another folder.")
+    return {"tokenizer": "gpt2", "vocab_size": 50257, "files": {path.name: describe_shard(path) for path in paths}}
+
+
 @exit_on_user_error()
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m data.shards", description="Check token shards.")
-    parser.add_argument("command", choices=["verify"], help="compare the sha256 of every file with the manifest")
+    parser = argparse.ArgumentParser(prog="python -m data.shards", description="Check or describe token shards.")
+    parser.add_argument("command", choices=["verify", "describe"])
     parser.add_argument("dir", type=Path)
-    folder = parser.parse_args(argv).dir
+    args = parser.parse_args(argv)
+    folder = args.dir
+    if args.command == "describe":
+        require(not (folder / MANIFEST).exists(), f"{folder}: has a {MANIFEST}. Verify it instead.")
+        write_manifest(folder, describe(folder))
     bad = [f"{name} ({problem})" for name, problem in verify(folder).items()]
     require(not bad, f"{folder}: {len(bad)} bad files, {', '.join(bad)}. Remove them and make them again.")
     print(f"{folder}: all files are as in {MANIFEST}")

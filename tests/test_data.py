@@ -290,6 +290,17 @@ def test_damage_is_found_and_named(tmp_path, capsys, faults, kind):
         assert refused(tmp_path) or not opening_fails
 
 
+def test_shards_of_another_program_are_described_once(tmp_path):
+    write_dataset(tmp_path)
+    made = (tmp_path / "manifest.json").read_bytes()
+    assert exit_code(main, ["describe", tmp_path]) == 2 and (tmp_path / "manifest.json").read_bytes() == made
+    expected = open_split(tmp_path, "train", VOCAB).fingerprint()
+    (tmp_path / "manifest.json").unlink()
+    assert exit_code(main, ["describe", tmp_path]) == 0
+    assert open_split(tmp_path, "train", VOCAB).fingerprint() == expected
+    assert exit_code(main, ["describe", tmp_path / "nowhere"]) == 2
+
+
 @BAD_DATA
 def test_every_bit_of_a_shard_counts(tmp_path, faults, long):
     with ShardWriter(tmp_path, "x", tokenizer="gpt2", vocab_size=VOCAB) as writer:
