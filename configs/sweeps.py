@@ -201,7 +201,6 @@ PAPER_SWEEPS = dict(
     figure_304m=lambda scale: with_other_lengths(trained(scale.large, ["logn_p_rope", "alibi", OURS], scale.once)),
     figure_tau=figure_tau,
     figure_scale_invariant_variants=lambda scale: with_other_lengths(trained(scale.base, SCALE_INVARIANT, scale.seeds)),
-    figure_qq_ours=lambda scale: trained(scale.base, ["rope", "p_rope", OURS], scale.once),
     open_choices=open_choices,
 )
 SWEEPS = PAPER_SWEEPS | dict(

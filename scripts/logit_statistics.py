@@ -30,7 +30,7 @@ from scripts.hf.attention import attention_layers
 from scripts.hf.load import load_model
 from scripts.hf.scores import layer_scores
 from scripts.reproduce import logits
-from scripts.reproduce.qq import FOLDER, describe_scores, draw_qq, moments_table
+from scripts.reproduce.logits import FOLDER, describe_scores, draw_qq, moments_table
 from scripts.shared.runs import read_run
 
 COMMAND = "python -m scripts.logit_statistics"

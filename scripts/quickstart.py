@@ -25,7 +25,7 @@ from files import replace_text
 from scripts.reproduce.drawing import Line, Panel, draw_panels
 from scripts.shared.arguments import field_changes
 from scripts.shared.looks import plot_styles
-from scripts.shared.runs import data_fingerprint, describe_differences, find_stored, read_runs, sidecar, train_state
+from scripts.shared.runs import data_fingerprint, describe_differences, find_stored, read_runs, run_state, sidecar
 from scripts.shared.tables import markdown_table
 from scripts.sweep.local import train
 
@@ -86,7 +86,7 @@ def train_all(runs: dict[str, Run], runs_dir: Path) -> dict[str, dict]:
     runs_dir.mkdir(parents=True, exist_ok=True)
     data, unfinished, summaries = data_fingerprint(runs["RoPE"].config), [], {}
     for run in runs.values():
-        state, reason = train_state(run, read_runs(runs_dir), runs_dir, data)
+        state, reason, _ = run_state(run, read_runs(runs_dir), runs_dir, data)
         require(state != "other", reason)
         if state != "finished":
             unfinished.append(run)

@@ -18,7 +18,7 @@ from scripts import logit_statistics
 from scripts.hf.attention import convert
 from scripts.hf.scores import layer_scores, measure_scores
 from scripts.reproduce import logits
-from scripts.reproduce.qq import PAPERS_MODELS, describe_scores
+from scripts.reproduce.logits import PAPERS_MODELS, describe_scores
 
 TEXT = "New England is a region of six states in the northeast of the country . It borders the sea ."
 WORDS = ["<bos>", "<unk>", *sorted(set(TEXT.split()))]
@@ -149,7 +149,7 @@ def test_a_run_of_ours(run, tmp_path, monkeypatch):
     _, model = logit_statistics.load_run(run, torch.device("cpu"))
     tokenizer = load_tokenizer(tmp_path / "data")
     tokens = torch.tensor([[tokenizer.eot, *tokenizer.encode("abc hg " * 20)][:30]])
-    expected = [*logits.layer_scores(model, tokens)]
+    expected = [*logits.layer_scores(model, tokens, 2**18)]
     assert [key for *key, _ in expected] == [[0, False], [1, False], [1, True]]
     for row, (layer, rotated, scores) in zip(statistics["layers"], expected, strict=True):
         assert (row["layer"], row["rotated"]) == (layer, rotated)
@@ -160,7 +160,7 @@ def test_the_papers_six_figures(tmp_path, call):  # noqa: F811
     out, random = tmp_path / "out", torch.randn(2, 40, dtype=torch.float64)
     layers = [describe_scores(random, layer=0, rotated=rotated) for rotated in (False, True)]
     about = dict(tokens=9, pairs=40, text="t", text_sha256="0" * 64, scale="s", dtype="d", device="abacus")
-    for name in PAPERS_MODELS:
+    for name in [*PAPERS_MODELS, "run"]:
         more = dict(commit="0123abc", made="today", command=f"measure {name}", layers=layers)
         folder = tmp_path / "runs" / "logit_statistics" / name
         folder.mkdir(parents=True)
@@ -169,4 +169,5 @@ def test_the_papers_six_figures(tmp_path, call):  # noqa: F811
     assert code == 0 and all(f"`measure {name}`" in said.out for name in PAPERS_MODELS)
     for name in ("llama_1b", "llama_8b", "gemma_2_27b"):
         assert all(is_figure(out / "figures" / f"figure_qq_{name}_{form}_rotation") for form in ("with", "without"))
-    assert [said.out.count(f"| {title} ") for title, _ in PAPERS_MODELS.values()] == [2, 2, 2]
+    titles = [title for title, _ in PAPERS_MODELS.values()]
+    assert all(said.out.count(f"| {title} ") == 2 for title in [*titles, "run"])

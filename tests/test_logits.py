@@ -78,7 +78,7 @@ def test_scores_and_their_moments_are_those_of_the_dense_scores(name):
     model, (tokens, _) = make_random_gpt(name), random_tokens(43, batch=2)
     forms = [False, True] if name in ROTATING else [False]
     dense = {rotated: plain_scores(name, model, tokens, rotated) for rotated in forms}
-    found = {(layer, rotated): scores for layer, rotated, scores in logits.layer_scores(model, tokens)}
+    found = {(layer, rotated): scores for layer, rotated, scores in logits.layer_scores(model, tokens, 2**16)}
     assert [*found] == [*itertools.product(range(LAYERS), forms)]
     for (layer, rotated), scores in found.items():
         np.testing.assert_allclose(scores, dense[rotated][layer], rtol=1e-4, atol=1e-5)

@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 from model.attention import transform
 from scripts.hf.attention import attention_layers
-from scripts.reproduce.logits import MAX_PAIRS, pair_scores, score_pairs
+from scripts.reproduce.logits import pair_scores, score_pairs
 
 
 @torch.no_grad()
-def layer_scores(model: nn.Module, tokens: Tensor, max_pairs: int = MAX_PAIRS) -> list[tuple[int, bool, Tensor]]:
+def layer_scores(model: nn.Module, tokens: Tensor, max_pairs: int) -> list[tuple[int, bool, Tensor]]:
     """Return layer, whether q and k were rotated, and scores (H, pairs) of the model on tokens (B, T).
 
     The scores are scale q.k of the pairs of score_pairs, before a soft cap and LogN's factor, float64 on the CPU. Each
@@ -43,5 +43,6 @@ def layer_scores(model: nn.Module, tokens: Tensor, max_pairs: int = MAX_PAIRS) -
 
 def measure_scores(model: nn.Module, tokens: Tensor) -> Tensor:
     """Return mean and deviation of the rotated scores on tokens (B, T), by layer and head, float64 (layers, H, 2)."""
-    last = {layer: scores for layer, _, scores in layer_scores(model, tokens)}  # rotated, where the layer rotates
-    return torch.stack([torch.stack((scores.mean(dim=1), scores.std(dim=1)), dim=1) for scores in last.values()])
+    # The scores of a layer without rotation come first, and those with rotation take their place.
+    by_layer = {layer: scores for layer, _, scores in layer_scores(model, tokens, max_pairs=2**16)}
+    return torch.stack([torch.stack((scores.mean(dim=1), scores.std(dim=1)), dim=1) for scores in by_layer.values()])

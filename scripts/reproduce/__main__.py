@@ -28,7 +28,7 @@ from files import replace_text
 from runtime.device import device_name
 from runtime.processes import start_processes
 from runtime.run_folder import git_commit
-from scripts.reproduce import beyond, figures, needles, qq, tables, taught
+from scripts.reproduce import beyond, figures, logits, needles, tables, taught
 from scripts.reproduce.study import Study
 from scripts.shared.arguments import add_run_options, field_changes, needle_changes
 from scripts.shared.runs import read_runs
@@ -40,15 +40,14 @@ ITEMS = dict(
     table_llama=tables.table_llama,
     figure_entropy=figures.figure_entropy,
     figure_sublog=figures.figure_sublog,
-    figure_sublog_unscaled=figures.figure_sublog_unscaled,
+    figure_sublog_unscaled=figures.figure_sublog,
     figure_train_lengths=figures.figure_train_lengths,
     figure_train_4k=figures.figure_train_4k,
     figure_train_16k=figures.figure_train_16k,
     figure_304m=figures.figure_304m,
     figure_tau=figures.figure_tau,
     figure_scale_invariant_variants=figures.figure_scale_invariant_variants,
-    figure_qq=qq.figure_qq,
-    figure_qq_ours=qq.figure_qq_ours,
+    figure_qq=logits.figure_qq,
     open_choices=tables.open_choices,
     tau_by_length=beyond.tau_by_length,
     scale_invariant_by_head=beyond.scale_invariant_by_head,
@@ -59,11 +58,13 @@ ITEMS = dict(
     needle_tau=needles.needle_tau,
 )
 # Items that are computed or measured on this machine. The others are functions of the stored runs.
-COMPUTED = ["figure_entropy", "figure_sublog", "figure_sublog_unscaled", "figure_qq_ours"]
+COMPUTED = ["figure_entropy", "figure_sublog", "figure_sublog_unscaled"]
 
 
 def main(argv: list[str] | None = None):
-    args, fields, words, sweep_words = parse_arguments(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    args, fields = parse_arguments(argv)
+    words = [word for word in argv if word != args.item]
     outcomes = []
     with exit_on_user_error():
         args.scale = args.scale or SCALE_OF_SWEEP.get(args.item, "paper")
@@ -74,7 +75,7 @@ def main(argv: list[str] | None = None):
         stored_runs = [stored for place in places for stored in read_runs(place)]
         for item in ITEMS if args.item == "all" else [args.item]:
             command = shlex.join(["python", "-m", "scripts.reproduce", item, *words])
-            sweep_command = shlex.join(["python", "-m", "scripts.sweep", item, *sweep_words])
+            sweep_command = re.sub(r" --out[= ]\S+", "", command).replace("scripts.reproduce", "scripts.sweep", 1)
             try:
                 study = Study(item, args, changes=changes, needle=needle, stored_runs=stored_runs, device=device)
                 text, outcome = make_item(study, command, sweep_command)
@@ -87,25 +88,18 @@ def main(argv: list[str] | None = None):
     sys.exit(0 if all(outcome.startswith("complete") for outcome in outcomes) else 1)
 
 
-def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str], list[str], list[str]]:
-    """Return the options, and three parts of the command line.
-
-    These are fields of train_gpt.py, all words that decide what an item shows, and those that scripts.sweep takes too.
-    """
-    output = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    output.add_argument("--out", type=Path, help="folder of the page and the figures (default: results/SCALE)")
+def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options, and the arguments that are fields of train_gpt.py."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.reproduce",
         description=f"{__doc__}\nItems: all, {', '.join(ITEMS)}.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
-        parents=[output],
     )
     parser.add_argument("item", metavar="ITEM", choices=["all", *ITEMS])
+    parser.add_argument("--out", type=Path, help="folder of the page and the figures (default: results/SCALE)")
     add_run_options(parser, runs_dir=None)
-    args, fields = parser.parse_known_args(argv)
-    words = [word for word in argv if word != args.item]
-    return args, fields, words, output.parse_known_args(words)[1]
+    return parser.parse_known_args(argv)
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
@@ -153,7 +147,6 @@ def provenance(study: Study, command: str, sweep_command: str) -> str:
         commit = git_commit(Path(__file__).parent) or "unknown"
         lines.append(f"- made: {datetime.date.today()} on {machine}, code at commit {commit[:12]}")
     lines += [f"- runs used: {len(study.finished)} of {len(study.runs)}"] if study.runs else []
-    lines += [f"- models used: {len(study.models)} of {study.models_needed}"] if study.models else []
     lines += [f"- fine-tuned and scored with: {needle}" for needle in {r.needle for r, _ in study.finished if r.needle}]
     counted = {
         "commit of the runs": [commit[:12] for stored in stored_runs for commit in stored.logged("commit")],

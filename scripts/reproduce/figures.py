@@ -220,7 +220,8 @@ def trained_entropy(study: Study, lengths: list[int]) -> list[dict]:
     return summarise(samples, "scheme", "length", "quantity", count="samples")
 
 
-def figure_sublog(study: Study, scale_invariant: bool = True) -> str:
+def figure_sublog(study: Study) -> str:
+    scale_invariant = study.item == "figure_sublog"  # and not figure_sublog_unscaled
     starts = [10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000]
     colours = {2: "#0072B2", 5: "#D55E00", 10: "#000000"}  # by factor, the paper's Delta
     rows = theory.iid_range_entropy(starts, [*colours], theory.DRAWS, 0, scale_invariant)
@@ -244,7 +245,3 @@ def figure_sublog(study: Study, scale_invariant: bool = True) -> str:
     text += "the best linear fits (dashed)."
     table = markdown_table([["linear fit", "slope", "intercept", "R^2"], *cells])
     return f"{text}\n\n{study.picture()}\n\n{table}"
-
-
-def figure_sublog_unscaled(study: Study) -> str:
-    return figure_sublog(study, scale_invariant=False)

@@ -1,15 +1,18 @@
-"""What the attention logits of a trained model look like, as the paper looks at them. figures.py and qq.py draw it.
+"""What the attention logits of a trained model look like, as the paper looks at them.
 
-    attention_profile    entropy and local attention in growing contexts: fig:entropy's bottom row
-    layer_scores         the scores S = q.k / sqrt(d) of each layer and head, which the theory takes to be N(0, 1), with
-                         their moments and qq_points, the QQ plots of the paper's last appendix
+    attention_profile    entropy and local attention in growing contexts: fig:entropy's bottom row (figures.py draws it)
+    layer_scores         the scores S = q.k / sqrt(d) of each layer and head, which the theory takes to be N(0, 1)
+    figure_qq            the QQ plots of the paper's last appendix, of what scripts.logit_statistics has measured
 
 A model and its configuration come from scripts.evaluate.load_run.
 """
 
 import itertools
+import json
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,10 +26,20 @@ from model.attention import Plan, transform
 from model.gpt import GPT, Plans, norm
 from model.methods.base import Method, upcast
 from scripts.evaluate import load_run, open_own_text
+from scripts.reproduce.drawing import Line, Panel, draw_panels
 from scripts.reproduce.study import Study
 from scripts.reproduce.theory import attention_statistics
+from scripts.shared.tables import markdown_table
 
-MAX_PAIRS = 2**16  # pairs of query and key whose scores represent a head
+FORMS = {False: "without rotation", True: "with rotation"}
+FOLDER = "logit_statistics"  # in the folder of the runs: a folder a model
+# The paper's models: the folder of each, what it is called in titles, and its name on the hub. Its "1B" can only be
+# Llama 3.2's, of the herd that it cites; which release of 8B it took is not said.
+PAPERS_MODELS = {
+    "Llama-3.2-1B": ("Llama 1B", "meta-llama/Llama-3.2-1B"),
+    "Llama-3.1-8B": ("Llama 8B", "meta-llama/Llama-3.1-8B"),
+    "gemma-2-27b": ("Gemma 2 27B", "google/gemma-2-27b"),
+}
 
 
 def validation_windows(stream: TokenStream, count: int, length: int, device="cpu") -> Tensor:
@@ -115,16 +128,14 @@ def score_pairs(batch: int, length: int, max_pairs: int, seed: int) -> tuple[Ten
 
 
 @torch.inference_mode()
-def layer_scores(
-    model: GPT, tokens: Tensor, max_pairs: int = MAX_PAIRS, seed: int = 0
-) -> Iterator[tuple[int, bool, Tensor]]:
+def layer_scores(model: GPT, tokens: Tensor, max_pairs: int) -> Iterator[tuple[int, bool, Tensor]]:
     """Yield layer, whether q and k were rotated, and scores S = q.k / sqrt(d) as float64 (H, pairs) on the CPU.
 
     tokens (B, T); the pairs, the same in all layers and heads, are those of score_pairs. S is what the method starts
     from, before LogN's or any other change. Each layer comes without rotation and, if the method rotates, with it.
     """
     plans = model.plan(tokens.shape[1], backend="blocks")
-    pairs = score_pairs(*tokens.shape, max_pairs, seed)
+    pairs = score_pairs(*tokens.shape, max_pairs, seed=0)
     for number, (method, plan, _, q, k) in enumerate(iterate_layers(model, tokens, plans)):
         forms = {False: (q, k)}
         if method.rotation is not None:
@@ -160,3 +171,71 @@ def qq_points(scores: np.ndarray, n: int = 200) -> dict[str, list[float]]:
     probabilities = (np.arange(n) + 0.5) / n
     gaussian = stats.norm.ppf(probabilities, scores.mean(), scores.std())
     return dict(gaussian=gaussian.tolist(), sample=np.quantile(scores, probabilities).tolist())
+
+
+# ---- QQ plots --------------------------------------------------------------------------------------------------------
+
+
+def describe_scores(scores: Tensor, *, layer: int, rotated: bool) -> dict:
+    """Return the moments of each head and of all, and the QQ plot of all, of the scores (H, pairs) of a layer.
+
+    layer: counted from 0.
+    """
+    heads, pooled = [moments(head) for head in scores.numpy()], scores.flatten().numpy()
+    return dict(layer=layer, rotated=rotated, heads=heads, all=moments(pooled), qq=qq_points(pooled))
+
+
+def moments_table(models: dict[str, list[dict]]) -> str:
+    """Return the moments of all heads pooled: a row a layer and form of each model. models: describe_scores by name."""
+    table = [["model", "layer", "form", "mean", "std", "skewness", "excess kurtosis", "KS distance"]]
+    for name, layers in models.items():
+        for row in layers:
+            cells = [f"{value:.3f}" for value in row["all"].values()]
+            table.append([name, str(row["layer"] + 1), FORMS[row["rotated"]], *cells])
+    return markdown_table(table)
+
+
+def draw_qq(path: Path, layers: list[dict]):
+    """Draw the QQ plots of describe_scores: a panel a layer, first without rotation, then with it."""
+    grid = []
+    for rotated, form in FORMS.items():
+        panels = []
+        for row in [row for row in layers if row["rotated"] == rotated]:
+            gaussian, sample = row["qq"]["gaussian"], row["qq"]["sample"]
+            equal = Line(dict(color="#D00000", linewidth=0.8, label="Gaussian"), gaussian, gaussian)
+            scores = Line(dict(color="#0072B2", linewidth=1.2, label="scores"), gaussian, sample)
+            axes = {} if len(panels) % 6 else dict(ylabel=f"{form}\nscore quantile")
+            panels.append(Panel(f"layer {row['layer'] + 1}", [equal, scores], axes))
+        grid += [panels[start : start + 6] for start in range(0, len(panels), 6)]
+    draw_panels(path, grid, x="Gaussian quantile", y="", height=1.5)
+
+
+def figure_qq(study: Study) -> str:
+    """Return a figure a model and form, of all models that scripts.logit_statistics has measured, and their moments."""
+    folder, models, shown = study.runs_dir / FOLDER, {}, []
+    for name in dict.fromkeys([*PAPERS_MODELS, *sorted(path.name for path in folder.glob("*"))]):
+        title, hub_name = PAPERS_MODELS.get(name, (name, name))
+        file = folder / name / "statistics.json"
+        if not file.exists():
+            command = f"python -m scripts.logit_statistics {hub_name} --text FILE"
+            study.missing.append((title, f"which `{command}` measures on the introduction of Wikipedia's New England"))
+            continue
+        about = json.loads(file.read_text())
+        models[title] = about["layers"]
+        shown.append(f"{title}, {describe(about)}:")
+        for rotated in sorted({row["rotated"] for row in models[title]}):
+            figure = re.sub(r"[^\w.-]+", "_", f"{study.item}_{title}_{FORMS[rotated]}".lower())
+            draw_qq(study.figure(figure), [row for row in models[title] if row["rotated"] == rotated])
+            shown.append(study.picture(figure))
+    text = "Quantiles of attention scores: all heads of a layer, against the quantiles of the Gaussian with their mean "
+    text += "and deviation (red: equal). Only pairs with t > 0, and without key 0, which attention sinks into. The "
+    text += "table pools the heads of a layer. Gemma 2's scores are those before its soft cap. The paper says of its "
+    text += "Llama models only their sizes."
+    return "\n\n".join([text, *shown, moments_table(models)])
+
+
+def describe(about: dict) -> str:
+    """Return how the scores of a model were measured, for a page."""
+    made = f"{about['tokens']} tokens of {about['text']} (sha256 {about['text_sha256'][:12]}), {about['pairs']} pairs "
+    made += f"of them a head, {about['dtype']}, {about['scale']}. Measured {about['made']} on {about['device']}, code "
+    return made + f"at commit {about['commit']}, by `{about['command']}`"

@@ -32,8 +32,6 @@ def table_needle(study: Study) -> str:
                 for least, (found, needles) in counts.items():
                     before = distances[series, int(length), int(least)]
                     distances[series, int(length), int(least)] = (before[0] + found, before[1] + needles)
-            if lacking := [n for n in study.lengths if str(n) not in shares["greedy"]]:
-                study.missing.append((run.name, f"needle accuracy at {', '.join(map(str, lacking))}"))
         for length, share in stored.needle.get("oracle", {}).items():
             oracle[int(length)].append(float(share))
     text = "Share of needles whose city and number are both right, by length in tokens (and in training lengths), by "

@@ -11,9 +11,8 @@ from configs.config import config_hash
 from configs.presets import preset
 from configs.runs import Run
 from configs.sweeps import SCALES, SWEEPS, sweep
-from errors import require
 from scripts.shared.looks import NAMES, series_label
-from scripts.shared.runs import StoredRun, find_stored, needle_state, single_val_tokens, train_state
+from scripts.shared.runs import StoredRun, find_stored, run_state, single_val_tokens
 
 # Items that show each run as the method that it trained, not as those that its weights are also validated as:
 ONE_METHOD_A_RUN = ("table_infini", "table_rivals", "needle_rivals")
@@ -37,15 +36,13 @@ class Study:
         self.out, self.device, self.stored_runs = args.out, device, stored_runs
         self.runs_dir = Path("runs") if args.runs_dir is None or args.runs_dir.suffix == ".jsonl" else args.runs_dir
         self.runs = sweep(item, args.scale, args.seeds, args.methods, changes, needle) if item in SWEEPS else []
-        fine_tuned = args.item == "all" or any(run.needle for run in self.runs)
-        require(fine_tuned or not needle, f"--needle: {item} fine-tunes no run. Leave it out.")
         self.finished: list[tuple[Run, StoredRun]] = []
         self.missing: list[tuple[str, str]] = []  # a run or model, and why it is missing
-        self.models: list[str] = []  # of other people, which were used
-        self.models_needed = 0
         self.notes: list[str] = []
         self.sections: list[str] = []  # of the page, after the notes
-        self.collect(all_seeds=not args.seeds)
+        if not args.seeds:
+            self.add_seeds()
+        self.collect()
 
     def figure(self, name: str = "") -> Path:
         """Return the path of a figure without its suffix."""
@@ -89,22 +86,15 @@ class Study:
         self.finished = [(other, stored) for other, stored in self.finished if other is not run]
         self.missing.append((run.name, why))
 
-    def collect(self, all_seeds: bool):
+    def collect(self):
         """Fill `finished` with the runs that are there, all on the same text, and `missing` with the others."""
         for run in self.runs:
-            state, reason = train_state(run, self.stored_runs, self.runs_dir)
+            state, reason, stored = run_state(run, self.stored_runs, self.runs_dir)
             if state == "finished":
-                self.finished.append((run, find_stored(run, self.stored_runs)))
+                self.finished.append((run, stored))
             else:
-                self.missing.append((run.name, f"{state}: {reason}" if reason else "not trained"))
-        if all_seeds:
-            self.add_seeds()
-        for run, stored in self.finished:
-            state, reason = needle_state(stored, run.needle) if run.needle else ("finished", "")
-            if state == "pretrained":
-                self.drop(run, "not fine-tuned")
-            elif state in ("other", "running") or run.needle and not stored.needle:
-                self.drop(run, f"fine-tuning {state} ({reason})")
+                described = {"missing": "not trained", "pretrained": "not fine-tuned"}
+                self.missing.append((run.name, described.get(state, f"{state}: {reason}")))
         texts = [text_of(stored) for _, stored in self.finished]
         most, _ = collections.Counter(texts).most_common(1)[0] if texts else ((), 0)
         for run, stored in self.finished:
@@ -112,7 +102,7 @@ class Study:
                 self.drop(run, f"left out: {stored.path} is on {text_of(stored)}, most runs are on {most}")
 
     def add_seeds(self):
-        """Add the finished runs that differ from the item's in the seed alone."""
+        """Add the finished runs that differ from the item's in the seed alone to `runs`."""
         known = {config_hash(run.config) for run in self.runs}
         seeds = sorted({stored.config.seed for stored in self.stored_runs if stored.config})
         for planned, seed in [(run, seed) for run in self.runs for seed in seeds]:
@@ -121,7 +111,6 @@ class Study:
             if config_hash(run.config) not in known and stored and stored.summary and not stored.problems:
                 known.add(config_hash(run.config))
                 self.runs.append(run)
-                self.finished.append((run, stored))
 
 
 def text_of(stored: StoredRun) -> tuple:

@@ -74,7 +74,7 @@ def table_llama(study: Study) -> str:
     rows = {path.parent.name: json.loads(path.read_text()) for path in paths}
     compared = {name: tuple(row[field] for field in LLAMA_COMPARED) for name, row in rows.items()}
     most, _ = collections.Counter(compared.values()).most_common(1)[0] if rows else ((PAPER_MODEL, 4096), 0)
-    losses, methods, texts = collections.defaultdict(list), dict.fromkeys(PAPER), set()
+    losses, methods, texts = collections.defaultdict(list), [], set()
     for name, row in rows.items():
         if compared[name] != most:
             study.missing.append((name, f"left out: it is of {compared[name]}, most are of {most}"))
@@ -83,22 +83,21 @@ def table_llama(study: Study) -> str:
         if not row["steps"] and row["method"] not in NOT_TRAINED:
             options["steps"] = 0
         series = " ".join([row["method"], *(f"{key}={value}" for key, value in options.items())])
-        methods[series] = None
-        study.models.append(series)
+        methods.append(series)
         texts |= {f"{row['tokens']:,}"} if row["steps"] else set()
         for length, loss in row["val_loss"].items():
             losses[series, int(length)].append(loss)
     model, train_length, *_ = most
     command = f"python -m scripts.continue_pretraining {PAPER_MODEL} --method METHOD --resume auto"
-    study.models_needed = len(PAPER)
-    study.missing += [(series_name(m), f"which `{command}` makes") for m in PAPER if m not in study.models]
+    study.missing += [(series_name(m), f"which `{command}` makes") for m in PAPER if m not in methods]
+    rows_shown = [*dict.fromkeys([*PAPER, *methods])]
     lengths = sorted({length for _, length in losses} | {factor * train_length for factor in (1, 4, 16)})
     text = "Validation loss in nats a token of Llama 2 7B, trained on at 4k on about 50 M tokens with each method ("
     text += (
         f"{', '.join(map(series_name, NOT_TRAINED))}: not trained), by validation length in tokens (and in training "
     )
     text += f"lengths). Ours: {model} at {train_length} on {', '.join(sorted(texts)) or 'no'} tokens."
-    table = make_table(study, {"": losses}, lengths, best=min, methods=[*methods], base_length=train_length)
+    table = make_table(study, {"": losses}, lengths, best=min, methods=rows_shown, base_length=train_length)
     return f"{text}\n\n{table}"
 
 

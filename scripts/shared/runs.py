@@ -17,7 +17,6 @@ from configs.runs import Needle, Run
 from data.shards import open_split
 from errors import require
 from runtime.build import config_of
-from runtime.checkpoint import latest_checkpoint
 from runtime.metrics import read_metrics
 
 DAMAGE = (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, OSError, RecursionError)
@@ -46,7 +45,7 @@ class StoredRun:
     @property
     def needle(self) -> dict | None:
         """Return the scores on the needle task. None: it was not scored."""
-        return self.line.get("needle") if self.line else self.json("needle/summary.json")
+        return self.line.get("needle") if self.line else read_object(self.path / "needle/summary.json")
 
     def metrics(self) -> list[dict]:
         path = self.path / "metrics.jsonl"
@@ -72,12 +71,12 @@ class StoredRun:
         pattern = r"^python [^,\n]+, torch ([^,\n]+), numpy " if key == "torch" else rf"^{key}: (.+)$"
         return list(dict.fromkeys(re.findall(pattern, text, re.MULTILINE))) or ["unknown"]
 
-    def json(self, name: str) -> dict | None:
-        """Return what a file of the folder holds. None: there is no such file. Raises ValueError if it is damaged."""
-        path = self.path / name
-        value = json.loads(path.read_text()) if path.is_file() else None
-        require(value is None or isinstance(value, dict), f"{path} holds no object")
-        return value
+
+def read_object(path: Path) -> dict | None:
+    """Return what a JSON file holds. None: there is no such file. Raises ValueError if it is damaged."""
+    value = json.loads(path.read_text()) if path.is_file() else None
+    require(value is None or isinstance(value, dict), f"{path} holds no object")
+    return value
 
 
 def read_runs(place: Path) -> list[StoredRun]:
@@ -111,13 +110,13 @@ def read_run(path: Path) -> StoredRun:
         problems.append(str(error))
     for name in ("summary.json", "data.json", "evaluation.json"):
         try:
-            value = json.loads((path / name).read_text()) if (path / name).exists() else {}
+            value = read_object(path / name) or {}
             if name == "summary.json" and value:
                 final_losses(value), single_val_tokens(value)
                 require(type(value["steps"]) is int, "steps is no number")
                 summary = value
             elif name == "data.json":
-                data = dict(value)
+                data = value
             elif summary:
                 summary = with_evaluation(summary, value)
         except DAMAGE as error:
@@ -200,37 +199,38 @@ def describe_differences(ours: Config, theirs: Config, also: Iterable[str] = ())
     return ", ".join(f"{field} {b[field]} there, {a[field]} here" for field in compared if a[field] != b[field])
 
 
-def train_state(run: Run, stored_runs: list[StoredRun], runs_dir: Path, data: str | None = None) -> tuple[str, str]:
-    """Return the state of the training of this run, and the reason. data: as in find_stored.
+def run_state(
+    run: Run, stored_runs: list[StoredRun], runs_dir: Path, data: str | None = None
+) -> tuple[str, str, StoredRun | None]:
+    """Return the state of this run, the reason, and the run as it is stored. data: as in find_stored.
 
-    States: finished, running, interrupted, failed, missing; other: the folder of that name holds something else.
+    States: finished, running, interrupted, failed, missing; pretrained: trained but not yet fine-tuned on the needle
+    task, which the run asks for; other: the folder of that name holds something else.
     """
     stored = find_stored(run, stored_runs, data)
     path = stored.path if stored else runs_dir / run.name
     named = stored or next((other for other in stored_runs if other.path == path), None)
     if named and named.problems:
-        return "other", named.problems[0]
+        return "other", named.problems[0], stored
     if named and not stored:
         differ = describe_differences(run.config, named.config) or f"data of {run.config.data_dir}"
-        return "other", f"{path} is of another config or text ({differ}). Rename it, or use another --runs-dir"
+        return "other", f"{path} is of another config or text ({differ}). Rename it, or use another --runs-dir", None
     state = stored_state(stored) if stored else "failed" if failures(path) else "missing"
+    if state == "finished" and run.needle:
+        return *needle_state(stored, run.needle), stored
     if state == "failed":
-        return state, f"{path}: {failures(path)[-1]}"
-    checkpoint = latest_checkpoint(path / "checkpoints") if state == "interrupted" else None
-    return state, f"{path}, after {checkpoint.stem}" if checkpoint else "" if state == "missing" else str(path)
+        return state, f"{path}: {failures(path)[-1]}", stored
+    return state, "" if state == "missing" else str(path), stored
 
 
 def needle_state(stored: StoredRun, needle: Needle) -> tuple[str, str]:
-    """Return the state of the fine-tuning of a trained run on the needle task, and the reason.
-
-    States: as in train_state, and pretrained: it has not begun.
-    """
+    """Return the state of the fine-tuning of a trained run on the needle task, and the reason: see run_state."""
     path = stored.path / "needle"
     if is_running(path):
         return "running", str(path)
     try:
         scores = stored.needle or {}
-        found = scores or stored.json("needle/settings.json") or {}
+        found = scores or read_object(path / "settings.json") or {}
     except ValueError as error:
         return "other", f"{path} is damaged ({error}): delete it"
     wanted = dataclasses.asdict(needle) | {"pretrained": f"step_{stored.config.steps:06d}"}
@@ -245,7 +245,7 @@ def needle_state(stored: StoredRun, needle: Needle) -> tuple[str, str]:
         return "finished", str(stored.path)
     if failures(stored.path):
         return "failed", f"{stored.path}: {failures(stored.path)[-1]}"
-    return ("interrupted", str(path)) if found else ("pretrained", "not fine-tuned yet")
+    return ("interrupted", str(path)) if found else ("pretrained", "")
 
 
 def stored_state(stored: StoredRun) -> str:

@@ -25,7 +25,7 @@ from errors import exit_on_user_error, require
 from runtime.build import layer_methods
 from runtime.validation import build_alternatives
 from scripts.shared.arguments import add_run_options, field_changes, needle_changes
-from scripts.shared.runs import data_fingerprint, find_stored, needle_state, read_runs, train_state
+from scripts.shared.runs import data_fingerprint, read_runs, run_state
 from scripts.sweep.cluster import queued_job, submit
 from scripts.sweep.local import train
 
@@ -88,15 +88,11 @@ def choose_runs(args: argparse.Namespace, fields: list[str]) -> list[Run]:
 def find_states(runs: list[Run], args: argparse.Namespace) -> list[tuple[Run, str, str]]:
     """Return each run under the name of its folder, its state from what is on the disk now, and the reason.
 
-    The states are scripts.shared.runs.STATES, and queued (on the cluster). args: of the command.
+    The states are those of run_state, and queued (on the cluster). args: of the command.
     """
     stored_runs, plan = read_runs(args.runs_dir), []
     for run in runs:
-        data = data_fingerprint(run.config)
-        state, reason = train_state(run, stored_runs, args.runs_dir, data)
-        stored = find_stored(run, stored_runs, data)
-        if state == "finished" and run.needle:
-            state, reason = needle_state(stored, run.needle)
+        state, reason, stored = run_state(run, stored_runs, args.runs_dir, data_fingerprint(run.config))
         name = stored.path.name if stored else run.name  # a user may have renamed the folder
         place = dict(name=name, runs_dir=str(args.runs_dir), resume="auto")
         run = dataclasses.replace(run, changes={"group": args.sweep, **run.changes, **place})
