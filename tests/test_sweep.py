@@ -246,7 +246,7 @@ def test_a_dry_run_tells_the_states_apart_and_starts_nothing(copied, data, capsy
     assert contents(runs) == before
     expected = dict(rope="finished", alibi="interrupted", p_rope="running", logn_p_rope="other", nope="failed")
     assert {m: state for m, (state, _) in table.items()} == expected | dict(logn_rope="missing")
-    for method, part in dict(alibi="step_000012", logn_p_rope="muon_lr 0.1", nope="exit code 1: boom").items():
+    for method, part in dict(logn_p_rope="muon_lr 0.1", nope="exit code 1: boom").items():
         assert part in table[method][1]
     assert here(*options(data, runs, "p_rope logn_p_rope")) == 1  # of others, so left alone
     assert contents(runs) == before

@@ -95,6 +95,7 @@ class Study:
             else:
                 described = {"missing": "not trained", "pretrained": "not fine-tuned"}
                 self.missing.append((run.name, described.get(state, f"{state}: {reason}")))
+        self.missing.sort(key=lambda missing: missing[1] == "not fine-tuned")  # training comes before fine-tuning
         texts = [text_of(stored) for _, stored in self.finished]
         most, _ = collections.Counter(texts).most_common(1)[0] if texts else ((), 0)
         for run, stored in self.finished:
