@@ -12,7 +12,8 @@ def replace_file(path: Path, write: Callable[[BinaryIO], object]):
     """Write a file so that a kill or a power cut at any instant leaves the old content or the new one, never a part.
 
     `write` fills a temporary file, `<name>.partial`, which then takes the place of `path`. A symbolic link at `path` is
-    replaced, not followed. When `write` raises, `path` is unchanged. One process at a time may write to a folder.
+    replaced, not followed. When `write` raises, `path` is unchanged; an OSError
+    (disk full) names it. One process at a time may write to a folder.
     """
     partial = path.with_name(path.name + ".partial")
     if os.path.lexists(partial):  # a process that was killed may have left it
@@ -23,8 +24,10 @@ def replace_file(path: Path, write: Callable[[BinaryIO], object]):
             file.flush()
             os.fsync(file.fileno())  # the data must be on the disk before the name is
         os.replace(partial, path)
-    except BaseException:
+    except BaseException as error:
         partial.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise OSError(f"cannot write {path}: {error.strerror or error}") from error
         raise
     sync(path.parent)  # a caller may delete the older file only when the new name is on the disk
 

@@ -20,7 +20,7 @@ from runtime.build import build_model, build_optimizers, compile_model, open_tex
 from runtime.device import choose_compile, compute_dtype
 from runtime.processes import start_processes
 from runtime.run import Run
-from runtime.validation import Validation
+from runtime.validation import Validation, validation_plan
 
 
 def main():
@@ -57,7 +57,7 @@ def main():
         for step in range(first_step, config.steps + 1):
             if run.save_or_stop(step):
                 break  # a signal came, and a checkpoint is saved
-            if tokens_by_length := validation.due(step):
+            if tokens_by_length := validation_plan(config, step):
                 record = validation.measure(tokens_by_length, run.stop_requested)
                 if record is None:  # a signal came in the validation, which is repeated when the run is resumed
                     run.save_or_stop(step)
@@ -76,7 +76,7 @@ def main():
                 micro_loss.backward()
                 loss += micro_loss.detach()
             sums = torch.stack([loss, optimizers.reduce_gradients()])  # loss, squared norm of this rank's gradients
-            world.sum([sums])
+            world.sum(sums)
             loss, grad_norm = sums[0], sums[1].sqrt()
             factor = lr_factor(
                 step,

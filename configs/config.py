@@ -38,8 +38,6 @@ class Config:
     """Seed of the initialisation; it never changes the order of the data."""
     resume: Literal["never", "auto"] = setting("never", mathematics=False)
     """auto: continue an existing run folder from its latest checkpoint, or start afresh if it has none."""
-    force: bool = setting(False, mathematics=False)
-    """Resume although the checkpoint is of another configuration or other data."""
     init_from: str = ""
     """Start from the weights of another run: the path of its folder. The optimizer state starts anew, and the text goes
     on after that run's tokens. For another method (DroPE: --method nope) or a longer train_length."""

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from errors import require
-from model.attention import Plan, attend, make_plan, transform
+from model.attention import Plan, attend, make_plan
 from model.loss import mean_loss, token_losses
 from model.methods import layer_pattern, make_layers
 from model.methods.base import Method
@@ -174,23 +174,3 @@ class GPT(nn.Module):
         if per_token:
             return token_losses(x, self.head, all_targets).view_as(targets)
         return mean_loss(x, self.head, all_targets)
-
-    @torch.inference_mode()
-    def score_statistics(self, tokens: Tensor, num_queries: int = 64) -> list[tuple[float, float]]:
-        """Return mean and standard deviation, in each layer, of the scores S = q.k / sqrt(d) of all visible keys.
-
-        The theory of scale-invariant attention assumes 0 and 1. tokens (B, T); the last num_queries queries are used.
-        """
-        T = tokens.shape[1]
-        plans, x, statistics = self.plan(T), self.embed(tokens), []
-        positions = torch.arange(T, device=x.device)
-        visible = positions[-num_queries:, None] >= positions  # (Q, T)
-        for number, block in enumerate(self.blocks):
-            plan = plans[number % len(plans)]
-            q, k, _ = block.attention.queries_keys_values(norm(x))
-            q, k = transform(block.attention.method, q, k, plan, scale_queries=False)
-            scores = (q[:, :, -num_queries:] @ k.mT).float()[:, :, visible] / q.shape[-1] ** 0.5  # (B, H, pairs)
-            std = scores.std().item() if scores.numel() > 1 else 0.0
-            statistics.append((scores.mean().item(), std))
-            x = block(x, plan)
-        return statistics

@@ -67,14 +67,14 @@ class Muon(torch.optim.Optimizer):
     a step changes nothing while the attribute `found_inf`, a 0-D tensor on the device, is not 0.
 
     compile: compile `update`, once for each shape of matrix
-    dtype:   torch.dtype of Newton-Schulz; None for bfloat16 on CUDA and float32 elsewhere
+    dtype:   of Newton-Schulz
     """
 
-    def __init__(self, params, lr: float = 0.02, momentum: float = 0.95, *, compile: bool = False, dtype=None):
+    def __init__(self, params, lr: float = 0.02, momentum: float = 0.95, *, compile: bool = False, dtype=torch.float32):
         # A learning rate that changes in place does not recompile the update (schedule.set_lr).
         super().__init__(params, {"lr": torch.tensor(lr, dtype=torch.float32), "momentum": momentum})
         device = self.param_groups[0]["params"][0].device
-        self.dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+        self.dtype = dtype
         self.found_inf = torch.zeros((), device=device)
         self.update = torch.compile(update, dynamic=False) if compile else update
 

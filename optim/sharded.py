@@ -53,7 +53,6 @@ class Bucket:
             if group.lr_scale:
                 scales = [p.new_full(p.shape, group.lr_scale(p)) for p in params]
                 self.shard.lr_scale = self.take_share(scales)[:, :1, :1].clone()
-        self.pending = None  # the full tensor that a collective reads or writes, and the handle to wait for it
 
     def take_share(self, tensors: list[Tensor]) -> Tensor:
         """Return this rank's share of tensors that have the shapes of the parameters."""
@@ -70,33 +69,29 @@ class Bucket:
         """Copy (units, *unit) into tensors that have the shapes of the parameters."""
         torch._foreach_copy_([self.units_of(t) for t in tensors], full[: sum(self.counts)].split(self.counts))
 
-    def start_reducing(self):
+    def reduce_gradients(self):
+        """Sum the gradients over the ranks, and keep this rank's share of the sum."""
         full = self.pack([torch.zeros_like(p) if p.grad is None else p.grad for p in self.params])
         for p in self.params:
             p.grad = None
         self.shard.grad = torch.empty_like(self.shard)
         if full.is_cuda:
-            self.pending = full, dist.reduce_scatter_tensor(self.shard.grad, full, async_op=True)
+            dist.reduce_scatter_tensor(self.shard.grad, full)
         else:  # gloo's reduce-scatter is half as fast on CPUs, so we use all-to-all and a sum (results/speed/cpu.md)
             shares = torch.empty_like(full)
-            self.pending = shares, dist.all_to_all_single(shares, full, async_op=True)
-
-    def finish_reducing(self):
-        shares = self.wait()
-        if not shares.is_cuda:
+            dist.all_to_all_single(shares, full)
             torch.sum(shares.unflatten(0, (-1, self.share)), dim=0, out=self.shard.grad)
 
     def start_gathering(self):
         full = self.units_of(self.params[0].detach())
         if len(self.params) > 1 or len(full) < self.units or not full.is_contiguous():
             full = self.shard.new_empty(self.units, *self.unit)  # else straight into the parameter
-        self.pending = full, dist.all_gather_into_tensor(full, self.shard.detach(), async_op=True)
+        self.gathering = full, dist.all_gather_into_tensor(full, self.shard.detach(), async_op=True)
 
-    def wait(self) -> Tensor:
-        full, work = self.pending
-        self.pending = None
+    def finish_gathering(self):
+        full, work = self.gathering
         work.wait()
-        return full
+        self.unpack(full, [p.detach() for p in self.params])
 
     def gather(self, share: Tensor) -> list[Tensor]:
         """Collect a tensor from the ranks' shares; return it as tensors with the shapes of the parameters.
@@ -143,9 +138,7 @@ class Optimizers:
     def reduce_gradients(self) -> Tensor:
         """Sum and divide the gradients; return a number whose sum over the ranks is the squared norm of all of them."""
         for bucket in self.divided_buckets():
-            bucket.start_reducing()
-        for bucket in self.divided_buckets():
-            bucket.finish_reducing()
+            bucket.reduce_gradients()
         gradients = [b.shard.grad for b in self.all_buckets() if b.shard.grad is not None]
         return torch.nn.utils.get_total_norm(gradients).square()
 
@@ -173,7 +166,7 @@ class Optimizers:
                 if bucket.divided:
                     bucket.start_gathering()
         for bucket in self.divided_buckets():
-            bucket.unpack(bucket.wait(), [p.detach() for p in bucket.params])
+            bucket.finish_gathering()
 
     def learning_rates(self, lr_factor: float) -> dict[str, float]:
         return {name: group.peak_lr * lr_factor for name, group in self.groups.items()}

@@ -128,7 +128,7 @@ def train_step(
         micro_loss.backward()
         loss += micro_loss.detach()
     numbers = torch.stack([loss, optimizers.reduce_gradients()])
-    world.sum([numbers])
+    world.sum(numbers)
     numbers[1].sqrt_()
     optimizers.step(lr_factor, numbers.isfinite().all())
     return numbers

@@ -2,9 +2,6 @@
 
 import dataclasses
 import io
-import os
-import pickle
-import re
 import zlib
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,9 +17,6 @@ CHECKSUM_BYTES = len(b"crc32 00000000\n")
 
 class DamagedCheckpoint(UserError):
     """A checkpoint is not the bytes that were written."""
-
-    def __init__(self, path: Path):
-        super().__init__(f"{path} is damaged. Delete it to continue from the checkpoint before it.")
 
 
 @dataclasses.dataclass
@@ -47,10 +41,7 @@ def save_checkpoint(folder: Path, step: int, state: dict[str, Any], keep: int = 
     for leftover in folder.glob("step_*.partial"):  # a run that was killed while it saved may have left it
         leftover.unlink()
     path = folder / f"step_{step:06d}.pt"
-    try:
-        replace_file(path, lambda file: write_with_checksum(state, file))
-    except OSError as error:
-        raise OSError(f"cannot save {path}: {error}; earlier checkpoints are untouched") from error
+    replace_file(path, lambda file: write_with_checksum(state, file))
     for older in list_checkpoints(folder)[keep:]:
         if older != path:
             older.unlink()
@@ -64,8 +55,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints in the folder, which need not exist, newest first."""
-    steps = {path: re.fullmatch(r"step_(\d+)\.pt", path.name) for path in folder.glob("step_*.pt")}
-    return sorted((path for path in steps if steps[path]), key=lambda path: int(steps[path][1]), reverse=True)
+    return sorted(folder.glob("step_*.pt"), key=lambda path: int(path.stem.removeprefix("step_")), reverse=True)
 
 
 def write_with_checksum(state: dict[str, Any], file: BinaryIO):
@@ -79,22 +69,16 @@ def write_with_checksum(state: dict[str, Any], file: BinaryIO):
     file.write(f"crc32 {zlib.crc32(archive.getbuffer()):08x}\n".encode())
 
 
-def load_checkpoint(path: Path, map_location: str | torch.device = "cpu") -> dict[str, Any]:
-    """Return the state that was saved. Nothing in the file can run code.
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """Return the state that was saved, on the CPU. Nothing in the file can run code.
 
-    Raise DamagedCheckpoint, a ValueError, when the file is not the bytes that were written, and ValueError when it
-    holds more than plain data.
+    Raise DamagedCheckpoint, a ValueError, when the file is not the bytes that were written.
     """
-    left, crc = max(0, os.path.getsize(path) - CHECKSUM_BYTES), 0
-    with open(path, "rb") as file:
-        while data := file.read(min(left, 2**20)):
-            crc, left = zlib.crc32(data, crc), left - len(data)
-        if file.read() != f"crc32 {crc:08x}\n".encode():
-            raise DamagedCheckpoint(path)
-    try:
-        return torch.load(path, map_location=map_location, weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise UserError(f"{path} holds more than tensors and plain data, so it is not loaded") from error
+    content = memoryview(path.read_bytes())
+    archive, checksum = content[:-CHECKSUM_BYTES], content[-CHECKSUM_BYTES:]
+    if checksum != f"crc32 {zlib.crc32(archive):08x}\n".encode():
+        raise DamagedCheckpoint(f"{path} is damaged. Delete it to continue from the checkpoint before it.")
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
 def load_newest(folder: Path, world: World) -> tuple[Path | None, dict[str, Any], list[Path]]:
@@ -113,5 +97,5 @@ def load_newest(folder: Path, world: World) -> tuple[Path | None, dict[str, Any]
             return path, state, damaged
         damaged.append(path)
     if damaged:
-        raise DamagedCheckpoint(damaged[0])
+        raise DamagedCheckpoint(f"{damaged[0]} and all others are damaged. Delete them to start anew.")
     return None, {}, []

@@ -77,7 +77,7 @@ def span_losses(
             by_token = model(tokens, tokens.roll(-1, dims=1), plan=plan, per_token=True).double()  # (B, length)
             copies = by_token[:, : SPAN - 1], by_token[:, length - SPAN : -1]  # the loss at t is that of token t + 1
             losses[rows] = torch.stack([part.mean(dim=1) for part in copies], dim=1)
-    world.sum([losses])
+    world.sum(losses)
     return losses.cpu()
 
 
@@ -90,7 +90,6 @@ def measure_copy_gain(
 
     plans: by copy_length. Raise ValueError for a gap that the validation text does not allow.
     """
-    check_gaps(stream, gaps)
     result = {name: {kind: {} for kind in KINDS} for name in ("copy_loss", "copy_gain", "copy_gain_error")}
     for gap in gaps:
         sequences = copy_sequences(stream, gap, vocab_size).reshape(len(KINDS) * SPANS, -1)

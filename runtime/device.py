@@ -4,7 +4,6 @@ import ctypes
 import os
 import platform
 import resource
-import time
 
 import torch
 from torch.utils.benchmark import Timer
@@ -43,14 +42,14 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     return getattr(torch, config.dtype)
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str] | None:
-    """Return the FLOP/s that model FLOPs utilisation (MFU) is a share of, and its source.
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Return the FLOP/s that model FLOPs utilisation (MFU) is a share of.
 
     None for another dtype than bfloat16, and for a device that the table lacks.
     """
     for known, flops in PEAK_BF16_FLOPS.items():
         if dtype == torch.bfloat16 and known in device_name(device):
-            return flops, "published dense bfloat16 peak"
+            return flops
     return None
 
 
@@ -64,22 +63,20 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, n: int = 8192, seconds
     return 2 * n**3 / timer.blocked_autorange(min_run_time=seconds).median
 
 
-def compile_problem(device: torch.device) -> str | None:
-    """Return why torch.compile does not work here (on a CPU it needs a C++ compiler and Python's headers), or None."""
+def choose_compile(wanted: str, device: torch.device) -> tuple[bool, str]:
+    """Return whether to compile, and a note for the log. Raise ValueError where "on" cannot work.
+
+    torch.compile needs a C++ compiler and Python's headers on a CPU.
+    """
+    if wanted == "off":
+        return False, "off"
     try:
         torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=device))
     except Exception as error:  # anything from a missing compiler to an unsupported Python
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
-    return None
-
-
-def choose_compile(wanted: str, device: torch.device) -> tuple[bool, str]:
-    """Return whether to compile, and a note for the log. Raise ValueError where it cannot work."""
-    problem = None if wanted == "off" else compile_problem(device)
-    require(not problem or wanted == "auto", f"torch.compile does not work here ({problem}). Use --compile off.")
-    if problem:
-        return False, f"off, as it does not work here ({problem})"
-    return wanted != "off", "off" if wanted == "off" else "on"
+        problem = f"does not work here ({type(error).__name__}: {str(error).strip().splitlines()[0][:200]})"
+        require(wanted == "auto", f"torch.compile {problem}. Use --compile off.")
+        return False, f"off, as it {problem}"
+    return True, "on"
 
 
 def fix_threads():
@@ -114,24 +111,6 @@ def set_rng_state(state: dict[str, torch.Tensor]):
     torch.set_rng_state(state["cpu"])
     if "cuda" in state and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(state["cuda"])
-
-
-class AsyncScalars:
-    """The numbers of a tensor, on their way to the host while the device goes on."""
-
-    def __init__(self, tensor: torch.Tensor):
-        self.numbers = tensor.to("cpu", non_blocking=True)  # from CUDA: into pinned memory
-        self.arrived = torch.cuda.Event() if tensor.is_cuda else None
-        self.time = time.monotonic()
-        if self.arrived:
-            self.arrived.record()
-
-    def wait(self) -> tuple[list[float], float]:
-        """Return the numbers, and when they were there (or, if later, when this was called), by time.monotonic."""
-        if self.arrived:
-            self.arrived.synchronize()
-            self.time = time.monotonic()
-        return self.numbers.tolist(), self.time
 
 
 def peak_memory(device: torch.device) -> int:

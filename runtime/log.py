@@ -1,22 +1,22 @@
-"""What a run reports: on the console, in log.txt and metrics.jsonl, in wandb and in the progress bar."""
+"""What a run reports: on the console, in log.txt and metrics.jsonl, and in wandb."""
 
 import math
+import platform
 import statistics
-import sys
 import time
 from pathlib import Path
 
+import numpy
 import torch
-from tqdm import tqdm
 
 from configs.config import Config
 from model.gpt import GPT, Plans
 from runtime.checkpoint import Progress
-from runtime.device import AsyncScalars, device_name, peak_flops, peak_memory
+from runtime.device import device_name, peak_flops, peak_memory
 from runtime.flops import training_flops_per_token
 from runtime.metrics import Metrics, finish_mirror, start_mirror
 from runtime.processes import World
-from runtime.run_folder import RunFolder
+from runtime.run_folder import RunFolder, git_commit
 from runtime.validation import format_losses
 
 ROOT = Path(__file__).parents[1]
@@ -33,12 +33,11 @@ class RunLog:
     def __init__(self, config: Config, world: World, folder: RunFolder | None, progress: Progress, dtype: torch.dtype):
         """Drop the records that will be written again, and start the mirror. progress: kept up to date."""
         self.config, self.world, self.folder, self.progress = config, world, folder, progress
-        self.peak, _ = peak_flops(world.device, dtype) or (None, "")  # FLOP/s
+        self.peak = peak_flops(world.device, dtype)  # FLOP/s
         self.flops_per_token = training_flops_per_token(config)
-        self._pending: tuple[int, dict[str, float], AsyncScalars] | None = None
+        self._pending = None  # step, learning rates, its numbers on their way to the host, their arrival, the time
         self._step_seconds: list[float] = []
         self._last_line, self._clock = -math.inf, time.monotonic()
-        self._bar = tqdm(total=config.steps, initial=progress.step, disable=None if world.is_main else True)
         if folder is None:
             return
         self.metrics = Metrics(folder.metrics)
@@ -58,8 +57,7 @@ class RunLog:
     def print(self, text: str):
         """Write a line (or more) on the console and in log.txt."""
         if self.folder is not None:
-            tqdm.write(text)
-            sys.stdout.flush()  # a sweep redirects stdout to a file, which must keep the last lines of a killed run
+            print(text, flush=True)  # a sweep's file must have the last lines of a killed run
             self.folder.log(text)
 
     def restart_clock(self):
@@ -74,9 +72,13 @@ class RunLog:
         folder.write_json("config.json", config.to_dict())
         folder.write_json("data.json", data)
         sources = [ROOT / "train_gpt.py", *sorted(ROOT.glob("model/**/*.py")), *sorted(ROOT.glob("optim/*.py"))]
-        folder.log_header(sources, world.device)
-        devices = f"{world.world_size} x {device_name(world.device)}"
-        self.print(f"{folder.path}: {config.method} {config.method_options or ''} on {devices}")
+        device = device_name(world.device)
+        folder.log(f"python {platform.python_version()}, torch {torch.__version__}, numpy {numpy.__version__}")
+        folder.log(f"device: {device}\ncommit: {git_commit(ROOT) or 'unknown'}")
+        for source in sources:
+            folder.log(f"==== {source} ====\n{source.read_text(encoding='utf-8')}")
+        folder.log("=" * 100)
+        self.print(f"{folder.path}: {config.method} {config.method_options or ''} on {world.world_size} x {device}")
         shape = f"{config.batch_tokens:,} tokens in sequences of {config.train_length}"
         self.print(f"{num_parameters(model):,} parameters; {config.steps} steps of {shape}")
         epochs = data["tokens"] / distinct_tokens
@@ -92,9 +94,13 @@ class RunLog:
 
         Return what flush returns.
         """
-        arriving = AsyncScalars(numbers)
+        on_host = numbers.to("cpu", non_blocking=True)  # from CUDA: into pinned memory
+        arrival = torch.cuda.Event() if numbers.is_cuda else None
+        if arrival is not None:
+            arrival.record()
+        now = time.monotonic()
         problem = self.flush()
-        self._pending = step, learning_rates, arriving
+        self._pending = step, learning_rates, on_host, arrival, now
         return problem
 
     def flush(self) -> str | None:
@@ -104,8 +110,11 @@ class RunLog:
         """
         if self._pending is None:
             return None
-        (step, learning_rates, arriving), self._pending = self._pending, None
-        (loss, grad_norm), now = arriving.wait()
+        (step, learning_rates, numbers, arrival, now), self._pending = self._pending, None
+        if arrival is not None:
+            arrival.synchronize()
+            now = time.monotonic()
+        loss, grad_norm = numbers.tolist()
         elapsed, self._clock = now - self._clock, now
         config, progress = self.config, self.progress
         if not math.isfinite(loss + grad_norm):
@@ -126,8 +135,6 @@ class RunLog:
             record["skipped"] = progress.skipped
         if self.folder is not None:
             self.metrics.write(record)
-        self._bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
-        self._bar.update()
         if time.monotonic() - self._last_line > SECONDS_A_LINE:
             self._last_line = time.monotonic()
             minutes = (config.steps - step) * statistics.median(self._step_seconds) / 60
@@ -158,8 +165,7 @@ class RunLog:
             self.print(f"{at}  copy gain, {kind} spans: {format_losses(gains)}")
 
     def close(self):
-        """End the mirror and the progress bar."""
-        self._bar.close()
+        """End the mirror."""
         if self.folder is not None and self.metrics.mirror:
             finish_mirror(self.metrics.mirror, log=self.print)
 

@@ -22,14 +22,10 @@ class Metrics:
         if self.mirror is not None:
             self.mirror.log(flatten(record))
 
-    def truncate(self, step: int, validated: int | None = None):
-        """Drop the records that a run resumed at `step` will write again: later steps, and validations from it on.
-
-        validated: the step of the last validation that is kept, where that is another one.
-        """
-        validated = step - 1 if validated is None else validated
+    def truncate(self, step: int):
+        """Drop the records that a run resumed at `step` will write again: later steps, and validations from it on."""
         records = read_metrics(self.path) if self.path.exists() else []
-        kept = [r for r in records if r["step"] <= (validated if "val_loss" in r else step)]
+        kept = [r for r in records if r["step"] < step + ("val_loss" not in r)]
         replace_text(self.path, "".join(to_json(record) + "\n" for record in kept))
 
 

@@ -30,11 +30,10 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def sum(self, tensors: list[torch.Tensor]):
-        """Replace tensors by their sums over all processes."""
+    def sum(self, tensor: torch.Tensor):
+        """Replace a tensor by its sum over all processes."""
         if self.world_size > 1:
-            for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
-                work.wait()
+            dist.all_reduce(tensor)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, on all ranks."""
@@ -58,8 +57,6 @@ def start_processes(device: str, timeout: float = 600) -> World:
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     gpus = 0 if device == "cpu" else torch.cuda.device_count()
     require(gpus or device != "cuda", "CUDA was asked for, but torch sees no GPU. Use --device cpu.")
-    advice = f"Start torchrun with --nproc-per-node {gpus}."
-    require(not gpus or local_rank < gpus, f"There are more processes than GPUs on one machine. {advice}")
     if gpus:
         world = World(rank, world_size, torch.device("cuda", local_rank))
         torch.cuda.set_device(world.device)

@@ -5,13 +5,14 @@ train_gpt.py makes four calls: `restore`, `save_or_stop`, `log_step` and `log_va
 
 import math
 import os
+import shutil
 import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from configs.config import NOT_MATHEMATICS, Config, config_hash
+from configs.config import NOT_MATHEMATICS, Config
 from data.shards import TokenStream, tokenizer_of
 from errors import UserError, require
 from model.gpt import GPT, Plans
@@ -38,7 +39,7 @@ class Run:
         self, config: Config, world: World, model: GPT, optimizers: Optimizers, plans: dict[int, Plans],
         train_text: TokenStream, val_text: TokenStream, compile_note: str,
     ):  # fmt: skip
-        """plans: by training length. compile_note: what is compiled. Raise ValueError as RunFolder.create does."""
+        """plans: by training length. compile_note: what is compiled. Raise ValueError as RunFolder does."""
         self.config, self.world, self.model, self.optimizers = config, world, model, optimizers
         self.plans, self.train_text, self.compile_note = plans, train_text, compile_note
         self.path, self.progress = Path(config.runs_dir) / config.name, Progress()
@@ -55,7 +56,7 @@ class Run:
         self.finished = self.stopped = False
         self.saved_step = 0
         if world.is_main:
-            self.folder = RunFolder.create(config.runs_dir, config.name, config.resume)
+            self.folder = RunFolder(config.runs_dir, config.name, config.resume)
             self.stop.mark = self.folder.mark_interrupted
 
     def __enter__(self) -> "Run":
@@ -120,7 +121,7 @@ class Run:
         """Record a validation (see runtime/validation.py)."""
         self._stop_if(self.log.flush())
         config = self.config
-        record = {"step": step, "tokens": step * config.batch_tokens, "val_profile": config.val_profile} | record
+        record = {"step": step, "tokens": step * config.batch_tokens} | record
         self.log.validation(record)
         self.log.restart_clock()
         self.last_validation = record
@@ -138,8 +139,8 @@ class Run:
         except Exception as failure:
             error = failure
         if self.folder is not None:
-            if error is not None and self.log is None:  # the run could not begin
-                self.folder.discard()
+            if error is not None and self.log is None and self.folder.is_new:  # the run could not begin
+                shutil.rmtree(self.path, ignore_errors=True)
             self.folder.close()
         self.stop.__exit__(kind, error, trace)
         if isinstance(error, UserError):
@@ -182,13 +183,11 @@ class Run:
             "train_length": config.train_length,
             "val_loss_as": {},
             **{key: validation[key] for key in copied if key in validation},
-            "val_profile": config.val_profile,
             "steps": config.steps,
             "tokens": self.data["tokens"],
             "seconds": round(self.progress.seconds, 3),
             "tokens_per_second": self.log.tokens_per_second,
             "parameters": num_parameters(self.model),
-            "config_hash": config_hash(config),
             "data": self.data["train"],
             "distinct_tokens": self.data["distinct_tokens"],
         }
@@ -227,13 +226,10 @@ class Run:
             for field, value in vars(config).items()
             if field not in NOT_MATHEMATICS and getattr(stored, field) != value
         )
-        advice = "Choose another --name, or --force to go on."
-        require(config.force or not changes, f"{checkpoint} belongs to another run ({changes}). {advice}")
-        same_data = config.force or state["fingerprint"] == self.data["train"]
-        require(same_data, f"{checkpoint} was trained on other data than {config.data_dir}. {advice}")
+        require(not changes, f"{checkpoint} belongs to another run ({changes}). Choose another --name.")
+        same_data = state["fingerprint"] == self.data["train"]
+        require(same_data, f"{checkpoint} was trained on other data than {config.data_dir}. Choose another --name.")
         self.progress = Progress(**state["progress"])
-        beyond = f"{checkpoint} is of step {self.progress.step}, beyond --steps {config.steps}. Give more steps."
-        require(self.progress.step <= config.steps, beyond)
         self.model.load_state_dict(state["model"])
         self.optimizers.load_parameters()
         self.optimizers.load_state_dict(state["optimizers"])

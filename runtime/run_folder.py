@@ -3,18 +3,12 @@
 import fcntl
 import os
 import platform
-import shutil
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self, TextIO
-
-import numpy
-import torch
+from typing import Any, TextIO
 
 from errors import UserError, require
 from files import append, open_own, replace_text, to_json
-from runtime.device import device_name
 
 
 class RunFolder:
@@ -30,35 +24,25 @@ class RunFolder:
     lock           locked while a process uses the folder; the system unlocks it when the process dies
     """
 
-    def __init__(self, path: Path, lock: TextIO, created: bool):
-        self.path, self._lock, self._created = path, lock, created  # created: by this process, just now
-        self.checkpoints, self.metrics = path / "checkpoints", path / "metrics.jsonl"
-
-    @classmethod
-    def create(cls, root: str | Path, name: str, resume: str = "never") -> Self:
-        """Make root/name, lock it and return it. With `resume` "auto" an existing folder is taken as well.
+    def __init__(self, root: str | Path, name: str, resume: str = "never"):
+        """Make root/name and lock it. With `resume` "auto" an existing folder is taken as well.
 
         Raise ValueError when the folder exists and is not to be continued, and when another process uses it. Raise
         OSError when it cannot be made.
         """
-        path = Path(root) / name
+        self.path = path = Path(root) / name
+        self.checkpoints, self.metrics = path / "checkpoints", path / "metrics.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             path.mkdir()  # of two processes at the same moment, one succeeds
-            created = True
+            self.is_new = True
         except FileExistsError:
             advice = "Choose another --name, or continue the run with --resume auto."
             require(resume == "auto", f"{path} exists. {advice}")
-            created = False
-        folder = cls(path, take_lock(path / "lock"), created)
-        folder.checkpoints.mkdir(exist_ok=True)
+            self.is_new = False
+        self._lock = take_lock(path / "lock")
+        self.checkpoints.mkdir(exist_ok=True)
         (path / "interrupted").unlink(missing_ok=True)
-        return folder
-
-    def discard(self):
-        """Remove the folder, if this process made it: the run could not begin."""
-        if self._created:
-            shutil.rmtree(self.path, ignore_errors=True)
 
     def close(self):
         """Let another process use the folder."""
@@ -75,15 +59,6 @@ class RunFolder:
     def log(self, text: str):
         """Append a line (or more) to log.txt."""
         append(self.path / "log.txt", text + "\n")
-
-    def log_header(self, sources: Sequence[Path], device: torch.device):
-        """Log what is needed to repeat the run: versions, device, git commit and the source text itself."""
-        versions = f"python {platform.python_version()}, torch {torch.__version__}, numpy {numpy.__version__}"
-        commit = git_commit(Path(__file__).parent) or "unknown"
-        self.log(f"{versions}\ndevice: {device_name(device)}\ncommit: {commit}")
-        for source in sources:
-            self.log(f"==== {source} ====\n{source.read_text(encoding='utf-8')}")
-        self.log("=" * 100)
 
 
 def take_lock(path: Path) -> TextIO:

@@ -49,7 +49,9 @@ class StopRequest:
         if again or not self.can_save:
             with suppress(OSError):
                 self.mark(self.signal_name)
-            kill_descendants()
+            for process in psutil.Process().children(recursive=True):  # compilers among them
+                with suppress(psutil.Error):  # it has ended meanwhile
+                    process.kill()
             if again:
                 os._exit(130)
             os.write(2, f"{self.signal_name}: stopped; there was nothing to save\n".encode())
@@ -61,10 +63,3 @@ class StopRequest:
         if world.world_size > 1:
             dist.all_reduce(received, op=dist.ReduceOp.MAX)
         return bool(received)
-
-
-def kill_descendants():
-    """End all descendants of this process, compilers among them."""
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):  # it has ended meanwhile
-            process.kill()

@@ -34,6 +34,7 @@ class Validation:
     def __init__(self, config: Config, model: GPT, text: TokenStream, world: World):
         """Raise ValueError for methods and lengths that do not fit."""
         self.config, self.text, self.world = config, text, world
+        self.stopping = lambda: False
         self.eager = uncompiled(model)  # to compile a length for a few sequences takes longer than to compute them
         self.model = self.eager if world.device.type == "cpu" else model  # on CPUs, compiling takes longer anyway
         lengths = (*config.val_lengths, *map(copy_length, config.val_copy_gaps))
@@ -42,34 +43,34 @@ class Validation:
             for name, method in {config.method: None, **build_alternatives(config)}.items()
         }
 
-    def due(self, step: int) -> dict[int, int]:
-        """Return the tokens at each length for the validation before this step, or {} if none is due."""
-        return validation_plan(self.config, step)
-
     def measure(self, tokens_by_length: dict[int, int], stopping: Callable[[], bool]) -> dict | None:
         """Return the record of a validation during training, or None if stopping() says so.
 
-        Keys: those of `losses` and `attention_statistics`, and val_seconds. stopping is asked before each batch.
+        Keys: those of `losses` and `copy_gains`, method_parameters (each head's own) and val_seconds. stopping is asked
+        before each batch.
         """
-        began = time.monotonic()
+        began, self.stopping = time.monotonic(), stopping
         try:
-            record = self.losses(tokens_by_length, stopping)
+            record = self.losses(tokens_by_length)
             if self.config.val_copy_gaps and len(tokens_by_length) == len(self.config.val_lengths):
-                record |= self.copy_gains(stopping)
+                record |= self.copy_gains()
         except Stopped:
             return None
-        if self.world.is_main:
-            record |= self.attention_statistics()
-        return record | {"val_seconds": round(time.monotonic() - began, 3)}
+        learned = {name: p.tolist() for name, p in self.model.named_parameters() if ".method." in name and p.dim() == 1}
+        return record | {"method_parameters": learned, "val_seconds": round(time.monotonic() - began, 3)}
 
-    def losses(self, tokens_by_length: dict[int, int], stopping: Callable[[], bool] = lambda: False) -> dict:
+    def stop_if_asked(self):
+        if self.stopping():
+            raise Stopped
+
+    def losses(self, tokens_by_length: dict[int, int]) -> dict:
         """Return val_loss and val_tokens by length, val_loss_by_position, and val_loss_as.
 
         val_loss: the mean loss in nats on the first tokens of the text. val_loss_as: the same for each method of
-        validate_as, if there is any. Raise Stopped if stopping() says so.
+        validate_as, if there is any.
         """
         first, *others = self.plans
-        means = self._means_by_position(self.plans[first], tokens_by_length, stopping)
+        means = {n: self.mean_by_position(self.plans[first][n], n, tokens) for n, tokens in tokens_by_length.items()}
         record = {
             "val_loss": {str(length): mean.mean().item() for length, mean in means.items()},
             "val_tokens": {str(length): tokens for length, tokens in tokens_by_length.items()},
@@ -78,21 +79,15 @@ class Validation:
         for name in others:
             # Up to the training length, the methods have the same rotary tables.
             longer = {n: tokens for n, tokens in tokens_by_length.items() if n > self.config.train_length}
-            means = self._means_by_position(self.plans[name], longer, stopping)
-            losses = {str(length): mean.mean().item() for length, mean in means.items()}
+            losses = {
+                str(n): self.mean_by_position(self.plans[name][n], n, tokens).mean().item()
+                for n, tokens in longer.items()
+            }
             record.setdefault("val_loss_as", {})[name] = record["val_loss"] | losses
         return record
 
-    def copy_gains(self, stopping: Callable[[], bool] = lambda: False) -> dict:
-        """Return the copy gains at the gaps (see measure_copy_gain), and copy_gain_as for the methods of validate_as.
-
-        Raise Stopped if stopping() says so.
-        """
-
-        def stop_if_asked():
-            if stopping():
-                raise Stopped
-
+    def copy_gains(self) -> dict:
+        """Return what measure_copy_gain returns, and copy_gain_as for the methods of validate_as."""
         measured = {
             name: measure_copy_gain(
                 self.eager,
@@ -102,22 +97,15 @@ class Validation:
                 vocab_size=self.config.vocab_size,
                 micro_batch_tokens=self.config.micro_batch_tokens,
                 world=self.world,
-                before_batch=stop_if_asked,
+                before_batch=self.stop_if_asked,
             )
             for name, plans in self.plans.items()
         }
         record = measured.pop(self.config.method)
         return record | ({"copy_gain_as": {name: r["copy_gain"] for name, r in measured.items()}} if measured else {})
 
-    def _means_by_position(
-        self, plans: dict[int, Plans], tokens_by_length: dict[int, int], stopping: Callable[[], bool]
-    ) -> dict[int, Tensor]:
-        return {n: self.mean_by_position(plans[n], n, tokens, stopping) for n, tokens in tokens_by_length.items()}
-
     @torch.inference_mode()
-    def mean_by_position(
-        self, plan: Plans, length: int, tokens: int, stopping: Callable[[], bool] = lambda: False
-    ) -> Tensor:
+    def mean_by_position(self, plan: Plans, length: int, tokens: int) -> Tensor:
         """Return the loss at each position, (length,) float64, a mean over the sequences. Raise Stopped if asked to."""
         world, config = self.world, self.config
         micro_batch = max(1, config.micro_batch_tokens // length)
@@ -134,21 +122,12 @@ class Validation:
         total = torch.zeros(length, dtype=torch.float64, device=world.device)  # over all sequences
         most = -(-tokens // length // world.world_size // micro_batch)  # batches of a rank; some ranks have one less
         for _ in range(most):
-            if stopping():
-                raise Stopped
+            self.stop_if_asked()
             for inputs, targets in itertools.islice(batches, 1):
                 losses = self.model(inputs, targets, plan=plan, per_token=True)  # (B, length)
                 total += losses.double().sum(dim=0)
-        world.sum([total])
+        world.sum(total)
         return total.cpu() / (tokens // length)
-
-    def attention_statistics(self) -> dict:
-        """Return mean and deviation of the scores S in each layer, on one sequence, and each head's own parameters."""
-        tokens = self.text.read(0, self.config.train_length).astype("int64")  # (T,)
-        batch = torch.from_numpy(tokens).to(self.model.head.device).unsqueeze(0)
-        mean, std = zip(*self.model.score_statistics(batch))
-        learned = {name: p.tolist() for name, p in self.model.named_parameters() if ".method." in name and p.dim() == 1}
-        return {"scores_mean": mean, "scores_std": std, "method_parameters": learned}
 
 
 def validation_plan(config: Config, step: int) -> dict[int, int]:

@@ -31,7 +31,7 @@ from runtime.device import compute_dtype
 from runtime.metrics import read_metrics
 from runtime.processes import World, start_processes
 from runtime.run import Run
-from runtime.validation import Validation
+from runtime.validation import Validation, validation_plan
 from scripts.hf.attention import convert
 from scripts.hf.load import load_model, read_config
 from scripts.hf.training import AdamW, WithLoss
@@ -42,7 +42,7 @@ NOT_TRAINED = ("rope", "rope_ntk")
 PAPER_MODEL = "meta-llama/Llama-2-7b-hf"
 USED = (  # fields that the command line takes
     "method method_options data_dir train_length batch_tokens micro_batch_tokens seed val_lengths val_tokens val_every"
-    " name runs_dir resume force on_nonfinite device dtype save_every keep timeout wandb wandb_project steps lr"
+    " name runs_dir resume on_nonfinite device dtype save_every keep timeout wandb wandb_project steps lr"
 ).split()
 
 
@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None):
         for step in range(first_step, config.steps + 1):
             if run.save_or_stop(step):
                 break
-            if tokens_by_length := validation.due(step):
+            if tokens_by_length := validation_plan(config, step):
                 run.log_validation(step, validation.measure(tokens_by_length, run.stop_requested))
             if step == config.steps:
                 break

@@ -130,9 +130,9 @@ def check_step(config: Config, device: torch.device) -> Iterator[Finding]:
     trainer = Trainer(small, device)
     seconds = statistics.median(trainer.time_step() for _ in range(STEPS))
     tokens_per_second = small.batch_tokens / seconds
-    peak, source = peak_flops(device, dtype) or (rate, "a matrix product")
+    peak = peak_flops(device, dtype) or rate  # else of a matrix product
     code = f"{trainer.backends}, compile {trainer.compile_note}"
-    speed = f"{tokens_per_second:,.0f} tokens/s, {flops * tokens_per_second / peak:.0%} of {peak:.3g} FLOP/s ({source})"
+    speed = f"{tokens_per_second:,.0f} tokens/s, {flops * tokens_per_second / peak:.0%} of {peak:.3g} FLOP/s"
     memory = f", {trainer.peak_bytes / 1e9:.2f} GB" if trainer.peak_bytes else ""
     yield Finding("step", f"{code}: {small.batch_tokens:,} tokens in {seconds:.3f} s, {speed}{memory}")
     yield Finding("run", f"{describe_run(config, tokens_per_second)} on one {device_name(device)}")

@@ -90,7 +90,7 @@ def run(path: Path, needle: Needle, lengths: list[int] | None, device: torch.dev
         task.example(0)  # may raise
 
     # ---- fine-tuning ----
-    folder = RunFolder.create(path, "needle", resume="auto")
+    folder = RunFolder(path, "needle", resume="auto")
     settings = {
         "method": config.method, "train_length": config.train_length, "seed": config.seed, **dataclasses.asdict(needle),
         "pretrained": latest_checkpoint(path / "checkpoints").stem, "config_hash": config_hash(config),
@@ -127,7 +127,7 @@ def fine_tune(config: Config, model: GPT, tasks: list[NeedleTask], folder: RunFo
         model.load_state_dict(state["model"])
         optimizers.load_state_dict(state["optimizers"])
     metrics = Metrics(folder.metrics)
-    metrics.truncate(start, validated=-1)
+    metrics.truncate(start)
     plans = [model.plan(task.length, backend=config.attention_backend) for task in tasks]
     training_model = compile_model(model) if compiled else model
     for step in tqdm(range(start, steps), "fine-tuning", initial=start, total=steps, unit="step", disable=None):

@@ -118,7 +118,7 @@ def test_steps_alone_leave_cooldown_and_length_schedule_their_share(arguments, f
 # ---- hash ------------------------------------------------------------------------------------------------------------
 
 OTHER = dict(
-    name="other", runs_dir="elsewhere", seed=1, resume="auto", force=True, on_nonfinite="skip", timeout=60.0,
+    name="other", runs_dir="elsewhere", seed=1, resume="auto", on_nonfinite="skip", timeout=60.0,
     tags=("a",), group="sweep", wandb="offline", wandb_project="other",
     method="rope", method_options=dict(tau=3.0), position_scale=0.5, validate_as=("yarn",), vocab_size=50432,
     num_layers=11, num_heads=12, model_dim=384, data_dir="data/fineweb100B", train_length=16_384,
@@ -199,7 +199,6 @@ def test_a_bad_value_is_refused_in_one_line_that_names_the_field(field, value):
     (["--muon_lr", "3e-2"], "muon_lr", 0.03),
     (["--adam_betas", ".8", ".99"], "adam_betas", (0.8, 0.99)),
     (["--group=--x"], "group", "--x"),
-    (["--force"], "force", True),
     (["--timeout", "60"], "timeout", 60.0),
     (["--steps", "3", "--steps=4"], "steps", 4),
     (["--name", "mine"], "name", "mine"),
@@ -232,7 +231,6 @@ def test_an_unknown_name_is_refused_with_the_nearest(arguments, wrong, right):
     (["--adam_betas", "0.9"], "--adam_betas"),
     (["--val_lengths", "8", "x"], "--val_lengths"),
     (["--method_options", "tau", "3", "base"], "--method_options"),
-    (["--force", "True"], "True"),
 ])
 def test_a_bad_value_on_the_command_line_is_refused_in_one_line(arguments, named, capsys):
     with assert_refused(named):

@@ -192,27 +192,6 @@ def test_relu_squared_is_as_exact_as_its_roundings(dtype):
     assert ((dx.double() - exact_dx).abs() <= 1.51 * 1.01 * half * exact_dx.abs()).all()
 
 
-# ---- score statistics ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name, length, num_queries", [("logn_p_rope", 150, 64), ("scale_invariant_p_rope", 130, 1),
-                                                       ("rope", 20, 64), ("nope", 64, 64), ("rope_ntk", 100, 7)])
-def test_score_statistics_are_those_of_the_scores(name, length, num_queries):
-    """S is q.k / sqrt(d) after rotation, without what the method makes of it (LogN's scale, a_t and m_t)."""
-    model = make_random_gpt(name)
-    tokens, _ = random_tokens(length)
-    embedding = rms_norm(model.embedding.weight.detach()[tokens].double())
-    q, k, _ = (rms_norm(embedding) @ m.T for m in model.blocks[0].attention.qkv.detach().double())
-    q, k = (rms_norm(y.unflatten(-1, (HEADS, -1)).transpose(1, 2)) for y in (q, k))  # (B, H, T, D)
-    rotation = reference.rotation(name, DIM // HEADS, TRAIN_LENGTH, length)
-    q, k = (reference.rotate(y, torch.arange(length), *rotation) for y in (q, k))
-    scores = (q @ k.mT / math.sqrt(DIM // HEADS))[:, :, -num_queries:]
-    seen = scores[:, :, torch.ones(length, length).tril().bool()[-num_queries:]]
-    statistics = model.score_statistics(tokens, num_queries)
-    assert len(statistics) == LAYERS
-    assert statistics[0] == pytest.approx((seen.mean().item(), seen.std().item()), abs=1e-5)
-
-
 @pytest.mark.slow
 def test_compiled_blocks_compute_the_losses_of_the_model_whose_weights_they_share():
     model = make_random_gpt()

@@ -240,7 +240,7 @@ def test_a_dry_run_tells_the_states_apart_and_starts_nothing(copied, data, capsy
     (running / "config.json").write_text(json.dumps(run("p_rope").config.to_dict()))
     (other / "config.json").write_text(json.dumps(run("logn_p_rope", muon_lr=0.1).config.to_dict()))
     sidecar(failed, ".failures.txt").write_text("2026-01-01T00:00:00 exit code 1: boom\n")
-    lock = RunFolder.create(runs, running.name, resume="auto")
+    lock = RunFolder(runs, running.name, resume="auto")
     before, words = contents(runs), options(data, runs, "rope alibi p_rope logn_p_rope nope logn_rope")
     table = dry_run(capsys, words)
     assert contents(runs) == before
@@ -277,7 +277,7 @@ def test_states_of_fine_tuning(copied, data, finished, capsys):
 
     assert planned() == planned("all") == planned("table_losses") == "finished"
     assert planned(steps=7) == planned(haystack="c4") == planned(examples=3) == "other"
-    lock = RunFolder.create(folder, "needle", resume="auto")
+    lock = RunFolder(folder, "needle", resume="auto")
     assert planned() == "running"
     lock.close()
     scores = json.loads(summary.read_text())

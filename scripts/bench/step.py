@@ -108,7 +108,7 @@ def compare_variants(args: argparse.Namespace, variants: dict[str, Config], devi
 def add_times(report: protocol.Report, trainers: dict[str, Trainer], times: dict[str, list[float]]):
     """Report times, tokens a second and use of the machine."""
     baseline, first = next(iter(trainers.items()))
-    peak, source = peak_flops(first.world.device, first.dtype) or (None, "unknown")
+    peak = peak_flops(first.world.device, first.dtype)
     rows = [["variant", "attention", "tokens/s", "step ms", "of peak", "GiB", f"time to {baseline}"]]
     for name, seconds in times.items():
         trainer, median = trainers.get(name, first), statistics.median(seconds)
@@ -118,7 +118,7 @@ def add_times(report: protocol.Report, trainers: dict[str, Trainer], times: dict
         ratio = protocol.ratio_cell(seconds, times[baseline])
         rows.append([name, trainer.backends, f"{rate:,.0f}", f"{median * 1e3:.2f}", used, memory, ratio])
     report.record["seconds"] = times
-    report.add(f"## Times\n\nCompile {first.compile_note}. Peak: {source}.", rows)
+    report.add(f"## Times\n\nCompile {first.compile_note}.", rows)
 
 
 def compare_checkouts(args: argparse.Namespace, device: torch.device) -> int:

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor, nn
 
 from model.loss import mean_loss, token_losses
-from scripts.hf.scores import measure_scores
 
 
 class WithLoss(nn.Module):
@@ -33,11 +32,6 @@ class WithLoss(nn.Module):
         if per_token:
             return token_losses(x, self.head, targets.flatten()).view(targets.shape)
         return mean_loss(x, self.head, targets.flatten())
-
-    def score_statistics(self, tokens: Tensor) -> list[tuple[float, float]]:
-        """Return mean and deviation of the scores of each layer, means over heads. tokens (B, T)."""
-        self.model.eval()
-        return [tuple(layer) for layer in measure_scores(self.model, tokens).mean(dim=1).tolist()]
 
 
 class AdamW(torch.optim.Optimizer):
