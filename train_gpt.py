@@ -20,7 +20,7 @@ from runtime.build import build_model, build_optimizers, compile_model, open_tex
 from runtime.device import choose_compile, compute_dtype
 from runtime.processes import start_processes
 from runtime.run import Run
-from runtime.validation import Validation, validation_plan
+from runtime.validation import Validation
 
 
 def main():
@@ -57,13 +57,7 @@ def main():
         for step in range(first_step, config.steps + 1):
             if run.save_or_stop(step):
                 break  # a signal came, and a checkpoint is saved
-            if tokens_by_length := validation_plan(config, step):
-                record = validation.measure(tokens_by_length, run.stop_requested)
-                if record is None:  # a signal came in the validation, which is repeated when the run is resumed
-                    run.save_or_stop(step)
-                    break
-                run.log_validation(step, record)
-            if step == config.steps:
+            if run.validate_or_stop(step, validation) or step == config.steps:
                 break
 
             # ---- one training step ----

@@ -82,8 +82,7 @@ class RunLog:
         shape = f"{config.batch_tokens:,} tokens in sequences of {config.train_length}"
         self.print(f"{num_parameters(model):,} parameters; {config.steps} steps of {shape}")
         epochs = data["tokens"] / distinct_tokens
-        repeated = "; warning: the text is shorter than the run (docs/data.md)" if epochs > 1 else ""
-        self.print(f"{data['tokens']:,} tokens, {epochs:.2f} epochs of {config.data_dir}{repeated}")
+        self.print(f"{data['tokens']:,} tokens, {epochs:.2f} epochs of {config.data_dir}")
         backends = dict.fromkeys(f"attention by {plan.backend} ({plan.why})" for plan in plans)
         self.print("; ".join([str(model.dtype), f"compile {compile_note}", *backends]))
 
@@ -138,8 +137,7 @@ class RunLog:
         if time.monotonic() - self._last_line > SECONDS_A_LINE:
             self._last_line = time.monotonic()
             minutes = (config.steps - step) * statistics.median(self._step_seconds) / 60
-            mfu = f"  MFU {record['mfu']:.1%}" if self.peak else ""
-            speed = f"{rate:,.0f} tokens/s{mfu}  {minutes:.1f} min left"
+            speed = f"{rate:,.0f} tokens/s  {minutes:.1f} min left"
             self.print(f"step {step}/{config.steps}  loss {loss:.4f}  {speed}")
         return None
 
@@ -159,10 +157,6 @@ class RunLog:
         at = f"step {record['step']}/{self.config.steps}"
         seconds = f"({record.get('val_seconds', 0):.1f} s)"
         self.print(f"{at}  validation loss {format_losses(record['val_loss'])}  {seconds}")
-        for name, losses in record.get("val_loss_as", {}).items():
-            self.print(f"{at}  the same weights as {name}: {format_losses(losses)}")
-        for kind, gains in record.get("copy_gain", {}).items():
-            self.print(f"{at}  copy gain, {kind} spans: {format_losses(gains)}")
 
     def close(self):
         """End the mirror."""

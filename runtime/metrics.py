@@ -94,10 +94,8 @@ class TrackioRun:
     id = None
 
     def __init__(self, *, project: str, name: str, config: dict, group: str | None = None, tags: list[str] = ()):
-        try:
-            import trackio
-        except ImportError as error:
-            raise UserError("--wandb trackio needs the package trackio. Install it: pip install trackio") from error
+        import trackio
+
         self.run = trackio.init(project=project, name=name, group=group, config=config, resume="allow", embed=False)
         self.finish = self.run.finish
 

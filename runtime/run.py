@@ -1,6 +1,6 @@
 """The life of a run around its training steps: folder, lock, log, wandb, signals and checkpoints.
 
-train_gpt.py makes four calls: `restore`, `save_or_stop`, `log_step` and `log_validation`.
+train_gpt.py makes four calls: `restore`, `save_or_stop`, `validate_or_stop` and `log_step`.
 """
 
 import math
@@ -25,6 +25,7 @@ from runtime.processes import World, describe_failure
 from runtime.replicas import require_same_parameters
 from runtime.run_folder import RunFolder
 from runtime.signals import StopRequest, exit_code
+from runtime.validation import Stopped, Validation, validation_plan
 
 
 class Run:
@@ -117,14 +118,24 @@ class Run:
         self.stop.can_save = True  # from the first step on
         self._stop_if(self.log.step(step, learning_rates, torch.stack([loss, grad_norm])))
 
-    def log_validation(self, step: int, record: dict):
-        """Record a validation (see runtime/validation.py)."""
-        self._stop_if(self.log.flush())
+    def validate_or_stop(self, step: int, validation: Validation) -> bool:
+        """Validate before this step if that is due. Return True if a signal came meanwhile; a checkpoint is saved then.
+
+        A resumed run repeats the validation.
+        """
         config = self.config
-        record = {"step": step, "tokens": step * config.batch_tokens} | record
-        self.log.validation(record)
+        tokens_by_length = validation_plan(config, step)
+        if not tokens_by_length:
+            return False
+        self._stop_if(self.log.flush())
+        try:
+            record = validation.measure(tokens_by_length, self.stop_requested)
+        except Stopped:
+            return self.save_or_stop(step)
+        self.last_validation = {"step": step, "tokens": step * config.batch_tokens} | record
+        self.log.validation(self.last_validation)
         self.log.restart_clock()
-        self.last_validation = record
+        return False
 
     def stop_requested(self) -> bool:
         """Return whether any rank has received a signal. All ranks must ask equally often."""

@@ -5,7 +5,7 @@ import os
 import platform
 import subprocess
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from errors import UserError, require
 from files import append, open_own, replace_text, to_json
@@ -40,7 +40,15 @@ class RunFolder:
             advice = "Choose another --name, or continue the run with --resume auto."
             require(resume == "auto", f"{path} exists. {advice}")
             self.is_new = False
-        self._lock = take_lock(path / "lock")
+        self._lock = open_own(path / "lock", "a")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            raise UserError(f"{path} is in use (see its file lock). Wait for it, or choose another --name.") from None
+        self._lock.truncate(0)
+        self._lock.write(f"process {os.getpid()} on {platform.node()}\n")
+        self._lock.flush()
         self.checkpoints.mkdir(exist_ok=True)
         (path / "interrupted").unlink(missing_ok=True)
 
@@ -59,22 +67,6 @@ class RunFolder:
     def log(self, text: str):
         """Append a line (or more) to log.txt."""
         append(self.path / "log.txt", text + "\n")
-
-
-def take_lock(path: Path) -> TextIO:
-    """Return the locked file. Raise ValueError that names the process which holds the lock."""
-    lock = open_own(path, "a+")  # "w" would wipe out the holder's name
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.seek(0)
-        holder = lock.read().strip()
-        lock.close()
-        raise UserError(f"{path.parent} is in use by {holder}. Wait for it, or choose another --name.") from None
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {platform.node()}\n")
-    lock.flush()
-    return lock
 
 
 def git_commit(folder: Path) -> str | None:

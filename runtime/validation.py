@@ -43,19 +43,15 @@ class Validation:
             for name, method in {config.method: None, **build_alternatives(config)}.items()
         }
 
-    def measure(self, tokens_by_length: dict[int, int], stopping: Callable[[], bool]) -> dict | None:
-        """Return the record of a validation during training, or None if stopping() says so.
+    def measure(self, tokens_by_length: dict[int, int], stopping: Callable[[], bool]) -> dict:
+        """Return the record of a validation during training. Raise Stopped if stopping() says so before a batch.
 
-        Keys: those of `losses` and `copy_gains`, method_parameters (each head's own) and val_seconds. stopping is asked
-        before each batch.
+        Keys: those of `losses` and `copy_gains`, method_parameters (each head's own) and val_seconds.
         """
         began, self.stopping = time.monotonic(), stopping
-        try:
-            record = self.losses(tokens_by_length)
-            if self.config.val_copy_gaps and len(tokens_by_length) == len(self.config.val_lengths):
-                record |= self.copy_gains()
-        except Stopped:
-            return None
+        record = self.losses(tokens_by_length)
+        if self.config.val_copy_gaps and len(tokens_by_length) == len(self.config.val_lengths):
+            record |= self.copy_gains()
         learned = {name: p.tolist() for name, p in self.model.named_parameters() if ".method." in name and p.dim() == 1}
         return record | {"method_parameters": learned, "val_seconds": round(time.monotonic() - began, 3)}
 

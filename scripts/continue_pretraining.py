@@ -31,7 +31,7 @@ from runtime.device import compute_dtype
 from runtime.metrics import read_metrics
 from runtime.processes import World, start_processes
 from runtime.run import Run
-from runtime.validation import Validation, validation_plan
+from runtime.validation import Validation
 from scripts.hf.attention import convert
 from scripts.hf.load import load_model, read_config
 from scripts.hf.training import AdamW, WithLoss
@@ -89,11 +89,7 @@ def main(argv: list[str] | None = None):
             world_size=world.world_size, start_step=first_step, device=world.device,
         )  # fmt: skip
         for step in range(first_step, config.steps + 1):
-            if run.save_or_stop(step):
-                break
-            if tokens_by_length := validation_plan(config, step):
-                run.log_validation(step, validation.measure(tokens_by_length, run.stop_requested))
-            if step == config.steps:
+            if run.save_or_stop(step) or run.validate_or_stop(step, validation) or step == config.steps:
                 break
             loss, grad_norm = train_step(model, next(loader), None, optimizers, 1.0, world)
             run.log_step(step + 1, optimizers.learning_rates(1.0), loss, grad_norm)
