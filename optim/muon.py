@@ -80,12 +80,10 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update every parameter that has a gradient."""
+        """Update every parameter. Each has a gradient."""
         for group in self.param_groups:
             batches = defaultdict(list)  # (rows, cols), rows <= cols -> parameters
             for p in group["params"]:
-                if p.grad is None:
-                    continue
                 if not self.state[p]:
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p)
                 batches[as_matrices(p).shape[1:]].append(p)

@@ -43,8 +43,7 @@ def save_checkpoint(folder: Path, step: int, state: dict[str, Any], keep: int = 
     path = folder / f"step_{step:06d}.pt"
     replace_file(path, lambda file: write_with_checksum(state, file))
     for older in list_checkpoints(folder)[keep:]:
-        if older != path:
-            older.unlink()
+        older.unlink()
     return path
 
 

@@ -17,7 +17,6 @@ from runtime.flops import training_flops_per_token
 from runtime.metrics import Metrics, finish_mirror, start_mirror
 from runtime.processes import World
 from runtime.run_folder import RunFolder, git_commit
-from runtime.validation import format_losses
 
 ROOT = Path(__file__).parents[1]
 SECONDS_A_LINE = 10  # of training, between lines of log.txt
@@ -156,7 +155,8 @@ class RunLog:
             self.metrics.write(record)
         at = f"step {record['step']}/{self.config.steps}"
         seconds = f"({record.get('val_seconds', 0):.1f} s)"
-        self.print(f"{at}  validation loss {format_losses(record['val_loss'])}  {seconds}")
+        losses = ", ".join(f"{loss:.4f} at {length}" for length, loss in record["val_loss"].items())
+        self.print(f"{at}  validation loss {losses}  {seconds}")
 
     def close(self):
         """End the mirror."""

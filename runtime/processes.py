@@ -5,7 +5,7 @@ import platform
 import re
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,10 +41,6 @@ class World:
         if self.world_size > 1:
             dist.all_gather_object(values, value)
         return values
-
-    @classmethod
-    def alone(cls, device: torch.device) -> Self:
-        return cls(0, 1, device)
 
 
 def start_processes(device: str, timeout: float = 600) -> World:

@@ -167,7 +167,3 @@ def means_by_octave(mean: Tensor) -> list[float]:
     length = len(mean)
     edges = [0, *(2**k for k in range((length - 1).bit_length())), length]
     return [round(mean[a:b].mean().item(), 5) for a, b in zip(edges, edges[1:]) if b > a]
-
-
-def format_losses(val_loss: dict[str, float]) -> str:
-    return ", ".join(f"{loss:.4f} at {length}" for length, loss in val_loss.items())

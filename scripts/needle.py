@@ -118,7 +118,7 @@ def fine_tune(config: Config, model: GPT, tasks: list[NeedleTask], folder: RunFo
 
     tasks: one for each half of the steps. A step has about as many tokens of either.
     """
-    device, steps, world = model.head.device, needle.steps, World.alone(model.head.device)
+    device, steps, world = model.head.device, needle.steps, World(0, 1, model.head.device)
     optimizers = build_optimizers(config, model, compiled, world)
     start = 0
     if checkpoint := latest_checkpoint(folder.checkpoints):

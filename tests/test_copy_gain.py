@@ -21,7 +21,7 @@ from runtime.processes import World
 from scripts import evaluate
 
 VOCAB, GAPS = 64, (5, 40)
-ALONE = World.alone(torch.device("cpu"))
+ALONE = World(0, 1, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")

@@ -135,14 +135,6 @@ def test_singular_values_of_the_update_are_near_one(shape, dtype):
     assert torch.trace(u.T @ -p.detach() @ v.T) > 0.65 * scale * min(shape)  # the singular vectors are the gradient's
 
 
-def test_parameter_without_gradient_stays():
-    start = random_tensors([(8, 8), (8, 8)], seed=9)
-    params = parameters_of(start)
-    params[0].grad = torch.ones(8, 8)
-    Muon(params).step()
-    assert not torch.equal(params[0], start[0]) and torch.equal(params[1], start[1])
-
-
 def test_compiled_step_does_not_recompile_when_the_learning_rate_changes():
     params = parameters_of(random_tensors(ONE_BATCH, seed=12))
     optimizer = Muon(params, compile=True)

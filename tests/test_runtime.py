@@ -60,7 +60,7 @@ def names(folder):
 
 def test_without_a_gpu_cuda_is_refused_and_auto_is_the_cpu(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    assert start_processes("auto") == start_processes("cpu") == World.alone(CPU)
+    assert start_processes("auto") == start_processes("cpu") == World(0, 1, CPU)
     with pytest.raises(ValueError, match="--device cpu"):
         start_processes("cuda")
 
@@ -228,7 +228,7 @@ def test_a_flipped_bit_anywhere_in_a_checkpoint_is_found(faults, long, tmp_path)
 
 
 def test_the_newest_that_is_whole_is_taken(tmp_path):
-    world = World.alone(CPU)
+    world = World(0, 1, CPU)
     assert load_newest(tmp_path, world) == (None, {}, [])
     first, second, third = (save_checkpoint(tmp_path, step, dict(step=step), keep=3) for step in (1, 2, 3))
     second.write_bytes(second.read_bytes()[:-1])

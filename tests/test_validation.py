@@ -100,7 +100,7 @@ def test_tokens_of_records_of_before_the_profiles():
 def test_a_validation_keeps_no_logits(tmp_path):
     fields = dict(vocab_size=65_536, model_dim=8, num_heads=1, num_layers=1, method="p_rope", dtype="float32")
     fields |= dict(val_lengths=(256,), val_tokens=768, val_copy_gaps=(), micro_batch_tokens=768)
-    config, alone = dataclasses.replace(preset("quickstart"), **fields), World.alone(torch.device("cpu"))
+    config, alone = dataclasses.replace(preset("quickstart"), **fields), World(0, 1, torch.device("cpu"))
     model, stream = build_model(config, torch.float32), open_split(make_data(tmp_path / "data"), "val", 64)
     validation = Validation(config, model, stream, alone)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:

@@ -22,7 +22,7 @@ class Trainer:
 
     def __init__(self, config: Config, device: torch.device):
         allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-        self.config, self.world, self.dtype = config, World.alone(device), compute_dtype(config, device)
+        self.config, self.world, self.dtype = config, World(0, 1, device), compute_dtype(config, device)
         compiled, self.compile_note = choose_compile(config.compile, device)
         torch.manual_seed(config.seed)
         self.model = build_model(config, self.dtype).to(device)
