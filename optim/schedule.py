@@ -14,7 +14,6 @@ def lr_factor(step: int, *, steps: int, schedule: str, warmup_steps: int = 0, co
     cosine:          (1 + cos(pi step / steps)) / 2 (the paper's 304M runs)
     trapezoid:       (step + 1) / warmup_steps, then constant_linear (the paper's needle task)
     """
-    assert 0 <= step <= steps, f"step {step} of {steps}"
     if schedule == "cosine":
         return (1 + math.cos(math.pi * step / steps)) / 2
     warmup = (step + 1) / warmup_steps if warmup_steps else 1.0

@@ -102,7 +102,7 @@ class Run:
         A checkpoint is due every save_every steps, before the last validation, and when the run stops.
         """
         self.progress.step = step
-        self.stopped = self.stop_requested()
+        self.stopped = self.stop.is_set(self.world)
         is_last, every = step == self.config.steps, self.config.save_every
         if step > self.saved_step and (is_last or self.stopped or every and step % every == 0):
             self._stop_if(self.log.flush())
@@ -129,17 +129,13 @@ class Run:
             return False
         self._stop_if(self.log.flush())
         try:
-            record = validation.measure(tokens_by_length, self.stop_requested)
+            record = validation.measure(tokens_by_length, lambda: self.stop.is_set(self.world))
         except Stopped:
             return self.save_or_stop(step)
         self.last_validation = {"step": step, "tokens": step * config.batch_tokens} | record
         self.log.validation(self.last_validation)
         self.log.restart_clock()
         return False
-
-    def stop_requested(self) -> bool:
-        """Return whether any rank has received a signal. All ranks must ask equally often."""
-        return self.stop.is_set(self.world)
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
