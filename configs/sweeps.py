@@ -206,7 +206,6 @@ PAPER_SWEEPS = dict(
 SWEEPS = PAPER_SWEEPS | dict(
     tau_by_length=tau_by_length,
     scale_invariant_by_head=scale_invariant_by_head,
-    needle_by_head=with_needle(scale_invariant_by_head),
     taught=taught,
     table_rivals=table_rivals,
     needle_rivals=with_needle(table_rivals),

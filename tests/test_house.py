@@ -29,10 +29,10 @@ def own_imports(path):
 
 
 def test_the_code_does_not_grow():
-    """Limits are today's sizes, rounded up: lower them with the code. The aim is 12,500, 12,000 and 5,200 lines."""
-    assert count(CODE) <= 16_300
-    assert count((ROOT / "tests").glob("*.py")) <= 15_100
-    assert count(path for path in CODE if ROOT / "scripts" in path.parents) <= 6_800
+    """A reader has one evening. Later work may raise the limits, by 1,000 lines of product in all."""
+    assert count(CODE) <= 12_500
+    assert count((ROOT / "tests").glob("*.py")) <= 12_000
+    assert count(path for path in CODE if ROOT / "scripts" in path.parents) <= 5_200
     assert [path for path in CODE if ROOT / "model" not in path.parents and count([path]) > 300] == []
     assert len([path for path in (ROOT / "results").rglob("*") if path.is_file()]) <= 100
 

@@ -51,7 +51,6 @@ ITEMS = dict(
     open_choices=tables.open_choices,
     tau_by_length=beyond.tau_by_length,
     scale_invariant_by_head=beyond.scale_invariant_by_head,
-    needle_by_head=needles.table_needle,
     taught=taught.taught,
     table_rivals=beyond.table_rivals,
     needle_rivals=needles.table_needle,

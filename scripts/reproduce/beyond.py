@@ -4,8 +4,6 @@ import collections
 import math
 import re
 
-import numpy as np
-
 from model.methods import layer_pattern
 from scripts.reproduce.comparisons import compare, difference_cell, differences
 from scripts.reproduce.drawing import Line, Panel, draw_panels, row_lines
@@ -99,12 +97,10 @@ def learned_by_heads(study: Study) -> list[str]:
 
 
 def table_rivals(study: Study) -> str:
-    """Tabulate the newer methods beside the best of the paper's: losses, the best, by position, and costs."""
+    """Tabulate the newer methods beside the best of the paper's: losses, and the best at each length."""
     losses, lengths = read_losses(study)
     study.sections = best_at_each_length(study, losses, lengths)
     study.sections += compare(study, losses, reference_of(study), lengths, {}, ())
-    study.sections += by_position(study, lengths)
-    study.sections += costs(study)
     cut = {}
     for run in study.runs:
         pattern, layers = layer_pattern(run.config.method), run.config.num_layers
@@ -142,59 +138,3 @@ def best_at_each_length(study: Study, losses: dict, lengths: list[int]) -> list[
     text += "their standard error, with p of the t-test (see below) after Holm's correction for the comparisons of all "
     text += "methods with that reference at all lengths, as the best is chosen among them."
     return ["### The best at each length", text, markdown_table([head, *rows])]
-
-
-def by_position(study: Study, lengths: list[int]) -> list[str]:
-    """Return a section on the loss by position in the longest sequences.
-
-    The ranges begin at 0 and at each shorter length.
-    """
-    longest, starts = max(lengths), [0, *sorted(lengths)[:-1]]
-    stops = [*starts[1:], longest]
-    found = collections.defaultdict(list)  # nats a token of a series and range, one a seed
-    for run, stored in study.finished:
-        octaves = (stored.last("val_loss_by_position") or {}).get(str(longest))
-        for series in study.series(run) if octaves else ():
-            for start, stop in zip(starts, stops):
-                found[series, start].append(mean_between(octaves, longest, start, stop))
-    lines = []
-    for series in [series for series in study.all_series if (series, 0) in found]:
-        cells = {start: format_mean(*mean_and_stderr(found[series, start])) for start in starts}
-        lines.append(([series_name(series)], cells))
-    if not lines:
-        return []
-    text = f"Nats a token by position in sequences of {longest}: mean \u00b1 standard error over seeds. Compare "
-    text += "within a column: each range is another part of the text."
-    columns = {start: f"{start}-{stop - 1}" for start, stop in zip(starts, stops)}
-    return ["### By position", text, pivot_table(["method"], lines, columns)]
-
-
-def mean_between(octaves: list[float], length: int, start: int, stop: int) -> float:
-    """Return the mean loss at positions start .. stop - 1 of sequences, start 0 or a power of 2.
-
-    octaves: the means at position 0, and at positions 2^(k-1) .. 2^k - 1 for k = 1, 2, ..., as far as the length.
-    """
-    begins = np.array([0, *(2**k for k in range(len(octaves) - 1))])
-    counts = np.diff([*begins, length])
-    inside = (start <= begins) & (begins < stop)
-    return float(np.average(np.array(octaves)[inside], weights=counts[inside]))
-
-
-def costs(study: Study) -> list[str]:
-    """Return a section on how many parameters each method has and how fast it trained."""
-    rates, parameters = collections.defaultdict(list), {}
-    for run, stored in study.finished:
-        for series in study.series(run):
-            rates[series] += [stored.summary["tokens_per_second"]] if stored.summary.get("tokens_per_second") else []
-            parameters[series] = stored.summary.get("parameters") or 0
-    if not parameters:
-        return []
-    cells = [["method", "parameters", "tokens/s", "runs"]]
-    for series in [series for series in study.all_series if series in parameters]:
-        mean, stderr = mean_and_stderr(rates[series])
-        rate = "" if mean is None else f"{mean:,.0f}"
-        rate += "" if stderr is None else f" \u00b1 {stderr:,.0f}"
-        cells.append([series_name(series), f"{parameters[series]:,}", rate, str(len(rates[series]))])
-    text = "Parameters, and tokens a second of training: the mean over runs of each run's median step \u00b1 its "
-    text += "standard error. Runs that shared their machine with others are slower for it."
-    return ["### What they cost", text, markdown_table(cells)]
