@@ -77,8 +77,7 @@ def run_check(check: Callable, config: Config, device: torch.device) -> Iterator
         yield from check(config, device)
     except Exception as error:
         message = " ".join(f"{type(error).__name__}: {error}".split())
-        advice = "Lower --micro_batch_tokens." if "memory" in message else ""
-        yield Finding(check.__name__, message[:300], "broken", advice)
+        yield Finding(check.__name__, message[:300], "broken")
 
 
 def check_gpus(config: Config, device: torch.device) -> Iterator[Finding]:

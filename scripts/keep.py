@@ -21,7 +21,7 @@ from scripts.shared.runs import StoredRun, data_fingerprint, read_run, single_va
 APART = ("method", "method_options", "seed")  # fields of a line of their own
 TELLING = ("data_dir", "dtype", "validate_as", "val_lengths", "val_tokens", "val_every", "val_profile", "val_copy_gaps")
 SUMMARY = ("steps", "tokens", "distinct_tokens", "parameters", "tokens_per_second", "seconds")
-SUMMARY += ("val_loss", "val_loss_as", "copy_loss", "copy_gain", "copy_gain_error")
+SUMMARY += ("val_loss", "val_loss_as", "copy_loss", "copy_gain", "copy_gain_as", "copy_gain_error")
 DATA = ("train", "validation", "tokenizer", "copy_rows")
 NEEDLE = ("haystack", "steps", "sequences", "curriculum", "examples", "pretrained", "greedy", "teacher_forcing")
 NEEDLE += ("oracle", "by_distance", "as")

@@ -63,7 +63,7 @@ COMPUTED = ["figure_entropy", "figure_sublog", "figure_sublog_unscaled"]
 def main(argv: list[str] | None = None):
     argv = sys.argv[1:] if argv is None else argv
     args, fields = parse_arguments(argv)
-    words = [word for word in argv if word != args.item]
+    words = [word for place, word in enumerate(argv) if place != argv.index(args.item)]
     outcomes = []
     with exit_on_user_error():
         args.scale = args.scale or SCALE_OF_SWEEP.get(args.item, "paper")

@@ -13,28 +13,31 @@ from scripts.reproduce.comparisons import difference_cell, holm
 from scripts.reproduce.drawing import Panel, draw_panels, row_lines
 from scripts.reproduce.study import Study
 from scripts.reproduce.tables import make_table
-from scripts.shared.looks import plot_styles, series_label, series_name
+from scripts.shared.looks import plot_styles, series_name
+from scripts.shared.runs import final_losses
 from scripts.shared.tables import markdown_table, mean_and_stderr, summarise
 
 GAP_RATIOS = (0.5, 2, 4, 8)  # of the tokens between two copies to the training length
 DRAWN = ("rope", "p_rope", "logn_p_rope", "alibi", OURS)  # with all slopes of ALiBi: the primary methods, and p-RoPE
-KIND = "random"  # spans of random tokens, which only copying can predict
 
 
 def taught(study: Study) -> str:
     """Return the figure and the tables as Markdown. A section has the primary comparisons."""
     losses, gains = collections.defaultdict(dict), collections.defaultdict(dict)  # nats by series and tokens, by seed
     for run, stored in study.finished:
-        by_gap = stored.summary.get("copy_gain", {}).get(KIND, {})
-        for values, found in ((losses, stored.summary["val_loss"]), (gains, by_gap)):
-            for tokens, nats in found.items():
-                values[series_label(run.config), int(tokens)][run.config.seed] = nats
+        gains_as = {None: stored.summary.get("copy_gain", {})} | stored.summary.get("copy_gain_as", {})
+        for series, method in study.series(run).items():
+            by_gap = gains_as.get(method, {}).get("random", {})  # only copying can predict random tokens
+            for values, found in ((losses, final_losses(stored.summary, method)), (gains, by_gap)):
+                for tokens, nats in found.items():
+                    values[series, int(tokens)][run.config.seed] = nats
     study.sections = primary_comparisons(study, losses, gains)
     measured = [{key: [*by_seed.values()] for key, by_seed in values.items()} for values in (losses, gains)]
     draw(study, *measured)
     gaps = [round(ratio * study.base_length) for ratio in GAP_RATIOS]
-    tables = [make_table(study, {"loss": measured[0]}, sorted({length for _, length in losses}), best=min)]
-    tables.append(make_table(study, {"copy gain": measured[1]}, gaps, best=max))
+    methods = [series for series in study.all_series if (series, study.base_length) in losses]
+    tables = [make_table(study, {"loss": measured[0]}, study.runs[0].config.val_lengths, best=min, methods=methods)]
+    tables.append(make_table(study, {"copy gain": measured[1]}, gaps, best=max, methods=methods))
     text = "Loss on natural text in nats a token, by sequence length; and copy gain: by how many nats a second copy of "
     text += "32 random tokens is easier than the first, by the tokens between them. Mean \u00b1 standard error over "
     text += f"seeds; in brackets, multiples of the training length of {study.base_length} tokens."
