@@ -116,7 +116,7 @@ def mechanism_names(layer: str) -> list[str]:
     parts = dict(zip(MECHANISMS, MECHANISMS)) | {part: names for part, names in METHODS.items() if "," not in names}
     names = []
     for part in layer.split("+"):
-        advice = did_you_mean(part, [*METHODS, *MECHANISMS])
+        advice = did_you_mean(part, METHODS.keys() | MECHANISMS.keys())
         require(part in parts, f"unknown part {part!r} of the attention method of a layer, {layer!r}; {advice}")
         names += parts[part].split("+") if parts[part] else []
     kinds = [*KINDS.values()]
