@@ -29,15 +29,15 @@ NOT_TEXT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__p
 
 
 def find_source(root: Path) -> list[Path]:
-    """Return the .py files anywhere in a folder, sorted, without those of NOT_TEXT."""
+    """Return the .py files anywhere in a folder, sorted, without files and folders named in NOT_TEXT."""
     return sorted(path for path in root.rglob("*.py") if not NOT_TEXT & set(path.relative_to(root).parts))
 
 
 def write_folders(roots: Sequence[Path], out: Path) -> int:
     """Write each folder of Python source as one document to a .txt file in `out`; return the number of documents.
 
-    A folder's document is its own .py files in sorted order, without those of its subfolders. Names in `out` have the
-    order of the roots and folders.
+    A folder's document is its own .py files in sorted order, without the files of its subfolders. Names in `out` have
+    the order of the roots and folders.
     """
     folders = {}  # folder -> texts of its files
     for root in roots:

@@ -28,7 +28,7 @@ class Stopped(Exception):
 class Validation:
     """Validates a model on a text at the lengths of the config.
 
-    plans: what attention prepared, by method (the method that trains, and those of validate_as) and length.
+    plans: what attention prepared, by method (the method that trains, and the methods in validate_as) and length.
     """
 
     def __init__(self, config: Config, model: GPT, text: TokenStream, world: World):

@@ -10,7 +10,7 @@ from model.attention.base import Plan
 from model.methods.base import Method, ScoreChange, upcast
 
 QUERY_BLOCK = 128  # queries a block; the fastest of 64, 128 and 256 on a CPU
-ERROR_FACTOR = 3.0  # scores are rounded to the dtype, so errors may be larger than those of a fused kernel
+ERROR_FACTOR = 3.0  # scores are rounded to the dtype, so errors may be larger than a fused kernel's
 RECOMPUTE_LENGTH = 4096  # from this many keys on, the backward pass recomputes the probabilities
 
 

@@ -23,7 +23,7 @@ class Tiles:
 
 
 def choose_tiles(dtype: torch.dtype, head_dim: int) -> dict[str, Tiles]:
-    """Return the tiles of each kernel: of those that spill next to nothing, the ones with the fewest instructions a
+    """Return the tiles of each kernel: among tiles that hardly spill, the tiles with the fewest instructions a
     logit (results/speed/kernel_code.md). Not timed yet."""
     if dtype == torch.float32:
         small = Tiles(32, 32, 4, 1) if head_dim <= 128 else Tiles(16, 16, 4, 1)
