@@ -19,10 +19,10 @@ def require(condition: object, message: str):
 
 
 def did_you_mean(name: str, valid: Collection[str], otherwise: str = "") -> str:
-    """Return a question that names the nearest of the valid names; where none is near, `otherwise` or all of them."""
+    """Return a question that names similar valid names. Without similar names, return `otherwise` or list all names."""
     if close := difflib.get_close_matches(name, valid):
-        return f"did you mean {' or '.join(close)}?"
-    return otherwise or f"there are: {', '.join(valid) or 'none'}"
+        return f"Did you mean {' or '.join(close)}?"
+    return otherwise or f"There are: {', '.join(valid) or 'none'}"
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The command line of train_gpt.py: a preset, and the fields that differ from it. Other commands have fields too."""
+"""Parses the command line of train_gpt.py: a preset and the fields that differ. Other commands use read_fields."""
 
 import argparse
 import ast
@@ -16,24 +16,24 @@ from configs.config import Config, OptionValue, with_changes
 from configs.presets import PRESETS, preset
 from errors import UserError, did_you_mean, require
 
-SEE_HELP = "--help lists all fields"
+SEE_HELP = "Use --help to list all fields."
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises ValueError for the mistakes of a user, as other parts of the command do."""
+    """Raises UserError where argparse would print the usage and exit."""
 
     def error(self, message: str):
-        raise UserError(f"{message}; {SEE_HELP}")
+        raise UserError(f"{message}. {SEE_HELP}")
 
 
 def read_fields(
     arguments: list[str], defaults: Config = Config(), fields: Collection[str] = (), description: str = ""
 ) -> dict:
-    """Return the values of the fields that --field value among the arguments sets.
+    """Return the fields that the arguments set with `--field value`, by name.
 
-    defaults: an instance of the dataclass that has the fields; --help shows its values. fields: the fields that can be
-    set, if not all. description: of the command, for --help, which ends the process. Raise ValueError for an unknown
-    field and for a value of another type.
+    defaults: an instance of the dataclass that has the fields. --help shows its values and ends the process. fields:
+    names of the fields that can be set (default: all). description: the first lines of --help.
+    Raise ValueError for an unknown field and for a value of the wrong type.
     """
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(description=description, usage="--field value ...", formatter_class=raw, allow_abbrev=False)
@@ -46,12 +46,12 @@ def read_fields(
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=text.replace("%", "%%"), **value_options(kind))
     namespace, unknown = parser.parse_known_args(arguments)
     if unknown:
-        advice = did_you_mean(unknown[0].partition("=")[0], [f"--{name}" for name in types], SEE_HELP)
-        raise UserError(f"unknown argument {unknown[0]!r}; {advice}")
+        suggestion = did_you_mean(unknown[0].partition("=")[0], [f"--{name}" for name in types], SEE_HELP)
+        raise UserError(f"unknown argument {unknown[0]!r}. {suggestion}")
     values = vars(namespace)
     for name, value in values.items():
         if get_origin(types[name]) is dict:
-            require(len(value) % 2 == 0, f"--{name} takes pairs of a name and a value, got {' '.join(value)!r}")
+            require(len(value) % 2 == 0, f"--{name} has a name without a value. Give pairs of a name and a value.")
             values[name] = dict(zip(value[::2], map(option_value, value[1::2])))
         elif get_origin(types[name]) is tuple:
             values[name] = tuple(value)
@@ -72,41 +72,41 @@ def value_options(kind: type) -> dict:
     return dict(type=kind, metavar=kind.__name__.upper())
 
 
-def option_value(word: str) -> OptionValue:
-    """Return the number, the truth value or else the text that a word says."""
+def option_value(text: str) -> OptionValue:
+    """Return a number, True or False if the text is one, else the text."""
     for kind in (int, float):
         with suppress(ValueError):
-            return kind(word)
-    return {"True": True, "False": False}.get(word, word)
+            return kind(text)
+    return {"True": True, "False": False}.get(text, text)
 
 
 @functools.cache
 def field_docstrings(kind: type) -> dict[str, str]:
     """Return the docstring below each field of a dataclass and of its base classes."""
     docstrings = {}
-    for each in reversed(kind.__mro__[:-1]):  # without object
-        for field, below in itertools.pairwise(ast.parse(inspect.getsource(each)).body[0].body):
+    for base in reversed(kind.__mro__[:-1]):  # without object
+        for field, docstring in itertools.pairwise(ast.parse(inspect.getsource(base)).body[0].body):
             if isinstance(field, ast.AnnAssign):
-                docstrings[field.target.id] = " ".join(below.value.value.split())
+                docstrings[field.target.id] = " ".join(docstring.value.value.split())
     return docstrings
 
 
 def read_config(arguments: list[str], usage: str = "", methods: ModuleType | None = None) -> Config:
-    """Return the run that a preset's name and --field value, as in sys.argv[1:], describe.
+    """Return the configuration that the arguments describe: a preset's name, then `--field value` pairs.
 
-    usage: the text of --help, which ends the process. methods: the module model.methods, whose methods --help lists; it
-    gives each method its one name. Raise ValueError for arguments that describe no run.
+    usage: the text that --help prints before it ends the process. methods: the module model.methods. --help lists its
+    methods, and the configuration gets their canonical names. Raise ValueError for arguments that describe no run.
     """
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage + "\nPresets: " + ", ".join(PRESETS))
         sys.exit(0 if arguments else 2)
-    name, *rest = arguments
+    name, *fields = arguments
     base = preset(name)
     function = getattr(PRESETS[name], "func", PRESETS[name])  # of a functools.partial
-    about = f"{name}: {inspect.getdoc(function)}\n\nMethods: {', '.join(methods.METHODS if methods else ())}."
-    config = with_changes(base, read_fields(rest, base, description=about))
+    description = f"{name}: {inspect.getdoc(function)}\n\nMethods: {', '.join(methods.METHODS if methods else ())}."
+    config = with_changes(base, read_fields(fields, base, description=description))
     if methods:
         others = tuple(map(methods.canonical_name, config.validate_as))
         config = dataclasses.replace(config, method=methods.canonical_name(config.method), validate_as=others)
-    own_name = f"{name}-{config.method.replace(',', '.')}-s{config.seed}"
-    return config if config.name else dataclasses.replace(config, name=own_name)
+    default_name = f"{name}-{config.method.replace(',', '.')}-s{config.seed}"
+    return config if config.name else dataclasses.replace(config, name=default_name)

@@ -1,4 +1,4 @@
-"""The presets: what `python train_gpt.py PRESET` runs. Edit them, or add one: a function, and its name in PRESETS."""
+"""The presets of `python train_gpt.py PRESET`. To add one, write a function and enter it in PRESETS."""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,7 +14,7 @@ def gpt_162m(train_length: int = 4096) -> Config:
 
 
 def gpt_304m() -> Config:
-    """The paper's 304M model, 10 B tokens, with the matrices' learning rate scaled by 768 / 1024."""
+    """The paper's 304M model, 10 B tokens, with Muon's learning rate scaled by 768 / 1024."""
     return Config(
         num_layers=16,
         num_heads=8,
@@ -33,10 +33,10 @@ def gpt_304m() -> Config:
 def quickstart() -> Config:
     """A model for a laptop that learns to read far tokens in about two minutes of a CPU core.
 
-    Models of this size learn to copy from their context only when they are taught it: half of the training rows are
+    Natural text alone does not teach models of this size to copy from their context. So half of the training rows are
     copy rows (data/copy_rows.py), and training begins with sequences of 32, then 64 tokens. Rotary bases, ALiBi's
-    slopes and tau are the published ones. Two heads of 64: QK-norm bounds a score by sqrt(head size), and with heads of
-    32 it cannot single out one token.
+    slopes and tau have their published values. The head size is 64, because QK-norm bounds scores by sqrt(head size).
+    A head of size 32 cannot attend to one token alone.
     """
     return Config(
         data_dir="data/taught",
@@ -77,9 +77,9 @@ def taught() -> Config:
 def mini(train_length: int = 256) -> Config:
     """The paper's 162M for CPUs: about one pass over the standard library's source, validated up to 64x.
 
-    256, 1024 and 4096 tokens stand for the paper's 4k, 16k and 64k, so rotary bases and ALiBi's slopes are 256 / 4096
-    times as long (position_scale). Tau is 10 tokens, as in the paper. LogN's initial scale and Infini-attention's
-    segments follow from train_length by themselves.
+    256, 1024 and 4096 tokens stand for the paper's 4k, 16k and 64k. So position_scale multiplies the rotary base and
+    1/slope of ALiBi by 256 / 4096. Tau is 10 tokens, as in the paper. The methods compute LogN's initial scale and
+    Infini-attention's segments from train_length.
     """
     return Config(
         data_dir="data/mini",
@@ -102,7 +102,7 @@ def mini(train_length: int = 256) -> Config:
 
 
 def mini_large() -> Config:
-    """mini for the paper's 304M model: 4 layers of width 192, cosine schedule."""
+    """The paper's 304M model at the scale of mini: 4 layers of width 192, cosine schedule."""
     return dataclasses.replace(
         mini(), num_layers=4, num_heads=3, model_dim=192, schedule="cosine", cooldown_steps=0, muon_lr=0.02 * 128 / 192
     )
@@ -144,6 +144,6 @@ PRESETS: dict[str, Callable[[], Config]] = dict(
 
 
 def preset(name: str) -> Config:
-    """Return the preset of that name. Raise ValueError, naming the nearest, when there is none."""
-    require(name in PRESETS, f"unknown preset {name!r}; {did_you_mean(name, PRESETS)}")
+    """Return the preset of that name. Raise ValueError, with similar names, if there is none."""
+    require(name in PRESETS, f"unknown preset {name!r}. {did_you_mean(name, PRESETS)}")
     return PRESETS[name]()

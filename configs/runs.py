@@ -1,4 +1,4 @@
-"""What a sweep trains: runs, each a preset with changes, and their fine-tuning on the needle task."""
+"""The runs of a sweep: each is a preset with changes, and perhaps fine-tuning on the needle task."""
 
 import dataclasses
 import functools
@@ -9,7 +9,7 @@ from pathlib import Path
 from configs.config import NOT_MATHEMATICS, Config, check_fields, config_hash, setting, with_changes
 from configs.presets import preset
 
-SET_BY_SWEEPS = ("name", "runs_dir", "resume")  # the sweep runner names and resumes the runs
+SET_BY_SWEEPS = ("name", "runs_dir", "resume")  # scripts/sweep names and resumes the runs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,11 +17,11 @@ class Needle:
     """Fine-tuning and scoring on the needle task (scripts/needle.py). The paper gives no number of examples and has no
     curriculum."""
 
-    haystack: str = "c4"  # or "shards", the run's own data
+    haystack: str = "c4"  # or "shards", the training data of the run
     steps: int = setting(300, at_least=1)
-    sequences: int = setting(64, at_least=1)  # in a step
-    examples: int = setting(500, at_least=1)  # scored at each length
-    curriculum: int = setting(0, at_least=0)  # tokens a prompt in the first half of the steps; 0: no such half
+    sequences: int = setting(64, at_least=1)  # per step
+    examples: int = setting(500, at_least=1)  # per scored length
+    curriculum: int = setting(0, at_least=0)  # prompt tokens in the first half of the steps; 0: as in the second
 
     def __post_init__(self):
         check_fields(self)
@@ -31,18 +31,18 @@ class Needle:
 
     @property
     def arguments(self) -> list[str]:
-        """Return what follows `scripts.needle RUN` on the command line."""
-        return [word for name, value in dataclasses.asdict(self).items() for word in (f"--{name}", str(value))]
+        """Return the arguments after `scripts.needle RUN` on the command line."""
+        return [part for name, value in dataclasses.asdict(self).items() for part in (f"--{name}", str(value))]
 
     @staticmethod
     def lengths(train_length: int) -> list[int]:
-        """Return the lengths of scored prompts in tokens: the paper's 4k, 16k and 64k of models trained at 4k."""
+        """Return the scored prompt lengths, in tokens. A training length of 4k gives the paper's 4k, 16k and 64k."""
         return [factor * train_length for factor in (1, 4, 16)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run to be trained: a preset, the fields that differ from it, and the fine-tuning that follows, if any."""
+    """A run to train: a preset, the fields that differ from it, and perhaps fine-tuning on the needle task."""
 
     preset: str
     changes: dict
@@ -74,17 +74,17 @@ class Run:
     @property
     def arguments(self) -> list[str]:
         """Return the command line after `train_gpt.py`."""
-        words = [self.preset]
+        arguments = [self.preset]
         for field, value in {**self.changes, "name": self.config.name}.items():
             if isinstance(value, bool):
-                words += [f"--{field}"] if value else []
+                arguments += [f"--{field}"] if value else []
                 continue
             values = itertools.chain(*value.items()) if isinstance(value, dict) else value
-            words += [f"--{field}", *(values if isinstance(value, (tuple, dict)) else [value])]
-        return [str(word) for word in words]
+            arguments += [f"--{field}", *(values if isinstance(value, (tuple, dict)) else [value])]
+        return [str(argument) for argument in arguments]
 
 
 def as_folder_part(value) -> str:
-    """Return the value as a part of a folder's name."""
+    """Return the value as text that may stand in a folder's name."""
     text = "_".join(map(str, value)) if isinstance(value, tuple) else str(value)
     return re.sub(r"[^A-Za-z0-9._+=-]", "_", text)

@@ -1,8 +1,7 @@
-"""The studies: which runs each sweep consists of. `python -m scripts.sweep NAME` trains them; add yours as a function.
+"""The sweeps: lists of runs. `python -m scripts.sweep NAME` trains a sweep. To add one, write a function.
 
-A sweep is a function from a Scale to a list of Runs. A sweep that is named like an item of scripts/reproduce has the
-runs of that table or figure. Runs are identified by the hash of their mathematics, so sweeps share runs, and runs that
-differ only in other fields (NOT_MATHEMATICS in config.py) are one run.
+A sweep is a function from a Scale to a list of Runs. Sweeps share their names with the tables and figures of
+scripts/reproduce that show their runs. Runs with the same config_hash are one run, so sweeps can share runs.
 """
 
 import dataclasses
@@ -24,17 +23,17 @@ class Scale:
     base: str  # the 162M model trained at 4k
     lengths: tuple[str, str, str]  # the same trained at 4k, 16k, 64k
     large: str  # the 304M model trained at 4k
-    seeds: tuple[int, ...] = (0, 1, 2)  # of every method trained with the base preset, as in the paper
-    once: tuple[int, ...] = (0,)  # of the rest, which the paper ran once
+    seeds: tuple[int, ...] = (0, 1, 2)  # for methods trained with the base preset, as in the paper
+    once: tuple[int, ...] = (0,)  # seeds of all other runs, which the paper ran once
     needle: Needle = Needle()
 
     @property
     def tau(self) -> float:
-        """Return the tau that is scaled like rotary bases; at the paper's scale it is the paper's."""
+        """Return the paper's tau times position_scale, which also scales rotary bases."""
         return TAU * preset(self.base).position_scale
 
 
-# A model as small as mini finds no needle after the paper's 19,200 sequences at full length.
+# The paper's 19,200 sequences at full length do not teach a model as small as mini to find a needle.
 MINI_NEEDLE = Needle("shards", steps=6000, sequences=8, examples=100, curriculum=144)
 SCALES = dict(
     paper=Scale("gpt_162m_4k", ("gpt_162m_4k", "gpt_162m_16k", "gpt_162m_64k"), "gpt_304m_4k"),
@@ -42,9 +41,9 @@ SCALES = dict(
     mini=Scale("mini", ("mini", "mini_1024", "mini_4096"), "mini_large", needle=MINI_NEEDLE),
     taught=Scale("taught", ("taught", "taught", "taught"), "taught", seeds=(0, 1, 2, 3, 4)),
 )
-SCALE_OF_SWEEP = dict(taught="taught")  # without --scale; all others: paper
+SCALE_OF_SWEEP = dict(taught="taught")  # default of --scale; other sweeps: paper
 TAU = 10.0  # tokens, the default at every training length
-# Methods that differ beyond the training length alone: one run is validated as all of them.
+# These methods differ only beyond the training length, so one run is validated as all of them.
 SAME_WEIGHTS = dict(rope=("rope_ntk", "yarn"), logn_rope=("logn_ntk",))
 OURS, OURS_POPE = "scale_invariant_p_rope", "pope+scale_invariant"
 MAIN_METHODS = ["rope", "p_rope", "nope", "logn_rope", "logn_p_rope", "alibi", OURS]
@@ -56,7 +55,7 @@ def tau_option(tau: float) -> dict:
 
 
 def trained(preset_name: str, methods: list[str], seeds: tuple[int, ...]) -> list[Run]:
-    """Return the runs of these methods."""
+    """Return the runs of these methods with their default options."""
     return forms(preset_name, [(method, {}) for method in methods], seeds)
 
 
@@ -74,7 +73,7 @@ def forms(preset_name: str, cases: list[tuple[str, dict]], seeds: tuple[int, ...
 
 
 def with_other_lengths(runs: list[Run]) -> list[Run]:
-    """Return the runs. Where position_scale is not 1, add ALiBi with its published slopes and tau times that scale."""
+    """Return the runs. If position_scale is not 1, add ALiBi with published slopes and ours with scaled tau."""
     others = []
     for run in runs:
         scale, method = run.config.position_scale, run.config.method
@@ -107,9 +106,9 @@ def figure_tau(scale: Scale) -> list[Run]:
 
 
 def open_choices(scale: Scale) -> list[Run]:
-    """Return the choices that the paper leaves open, each beside ours, and a_t and m_t one by one."""
+    """Return runs for each choice that the paper leaves open, and runs with a_t alone and m_t alone."""
     length, tau = preset(scale.base).train_length, tau_option(scale.tau)
-    cases = [("rope", {}), ("yarn", {"factor": 1.0})]  # YaRN is RoPE if its scaling is never active
+    cases = [("rope", {}), ("yarn", {"factor": 1.0})]  # YaRN without its scaling is RoPE
     cases += [("p_rope", {}), ("p_rope", {"form": "barbero"})]
     cases += [("logn_p_rope", {}), ("logn_p_rope", {"context": "length"})]
     cases += [("alibi", {}), ("alibi", {"slopes": "geometric"})]
@@ -122,16 +121,16 @@ def open_choices(scale: Scale) -> list[Run]:
 
 
 def tau_by_length(scale: Scale) -> list[Run]:
-    """Return tau from 1/16 to 64 times the scaled one, and a tau learned by each head, at three training lengths."""
+    """Return runs at three training lengths, with 1/16 to 64 times the scaled tau and with a learned tau."""
     options = [tau_option(scale.tau * factor) for factor in (1, 1 / 16, 1 / 4, 4, 16, 64)]
     options.append(tau_option(scale.tau) | {"learn_tau": True})
     return [run for name in scale.lengths for run in forms(name, [(OURS, chosen) for chosen in options], scale.once)]
 
 
 def scale_invariant_by_head(scale: Scale) -> list[Run]:
-    """Return tau or a factor of the scores learned by each head, and tau growing from head to head, beside ALiBi.
+    """Return runs whose heads differ in tau or in a factor of the scores, and ALiBi for comparison.
 
-    tau_ratio makes tau grow by 16, 64 or 256 from the first to the last head of a layer.
+    Heads learn tau or the factor. Or tau_ratio makes tau grow by 16, 64 or 256 from the first to the last head.
     """
     steps, tau = preset(scale.base).num_heads - 1, tau_option(scale.tau)
     options = [{}, {"learn_tau": True}, {"learn_gain": True}]
@@ -156,14 +155,14 @@ pope+scale_invariant,pope+window,pope+window,pope+window fire stick_breaking sti
 
 
 def table_rivals(scale: Scale) -> list[Run]:
-    """Return the newer methods and the best of the paper's."""
+    """Return runs of the newer methods and of the best methods of the paper."""
     # The kept runs at scale mini were trained with the scaled tau.
     cases = [(method, tau_option(scale.tau) if "scale_invariant" in method else {}) for method in [*BEST, *RIVALS]]
     return forms(scale.base, cases, scale.seeds)
 
 
 def needle_tau(scale: Scale) -> list[Run]:
-    """Return multiples of the scaled tau, m_t alone, and the largest tau but one with a learned factor and in PoPE."""
+    """Return runs with multiples of the scaled tau, with m_t alone, with a learned factor and with PoPE."""
     tau, large = tau_option(scale.tau), tau_option(scale.tau * 16)
     cases = [(OURS, tau_option(scale.tau * factor)) for factor in (1, 4, 16, 64)]
     cases += [(OURS, large | {"learn_gain": True}), (OURS, tau | {"terms": "m"}), (OURS_POPE, tau), (OURS_POPE, large)]
@@ -182,7 +181,7 @@ for _method in ("p_rope+factor", "factor+alibi"):  # controls for sharpness
 
 
 def taught(scale: Scale) -> list[Run]:
-    """Return the study of models that were taught to copy: the primary methods first, and all methods of a seed."""
+    """Return runs of models that are taught to copy: the primary methods first, one seed after the other."""
     groups = itertools.product((TAUGHT_PRIMARY, TAUGHT_EXPLORATORY), scale.seeds)
     return [run for cases, seed in groups for run in forms(scale.base, cases, (seed,))]
 
@@ -217,16 +216,16 @@ def sweep(
     name: str, scale: str, seeds: list[int] | None = None, methods: list[str] | None = None,
     changes: dict | None = None, needle: dict | None = None,
 ) -> list[Run]:  # fmt: skip
-    """Return the runs of a sweep, or with "all" every run of the paper's sweeps once.
+    """Return the runs of a sweep. The name "all" stands for every run of the paper's sweeps.
 
-    seeds: instead of the scale's. methods: keep runs that are validated as one of these. changes: fields set in every
-    run. needle: settings of the needle task instead of the scale's. Raise ValueError for an unknown name, for a change
-    of a field that the sweep sets itself, and for no runs.
+    seeds: replace the seeds of the scale. methods: leave out runs that are validated as none of these. changes: fields
+    to set in every run. needle: settings that replace the scale's settings of the needle task.
+    Raise ValueError for an unknown name, for a changed field that the sweep sets, and if there are no runs.
     """
-    require(name in ("all", *SWEEPS), f"unknown sweep {name!r}; {did_you_mean(name, ['all', *SWEEPS])}")
+    require(name in ("all", *SWEEPS), f"unknown sweep {name!r}. {did_you_mean(name, ['all', *SWEEPS])}")
     chosen, settings = SCALES[scale], dataclasses.asdict(Needle()).keys()
     unknown = {*(needle or {})} - settings
-    require(not unknown, f"the needle task has no setting {unknown}; it has {', '.join(settings)}")
+    require(not unknown, f"unknown needle setting {', '.join(map(repr, unknown))}. There are: {', '.join(settings)}")
     chosen = dataclasses.replace(chosen, needle=dataclasses.replace(chosen.needle, **(needle or {})))
     if seeds:
         chosen = dataclasses.replace(chosen, seeds=tuple(seeds), once=tuple(seeds))
@@ -237,16 +236,16 @@ def sweep(
             first = runs.setdefault(config_hash(run.config), run)
             if run.needle:  # one sweep that fine-tunes a run is enough
                 runs[config_hash(run.config)] = dataclasses.replace(first, needle=run.needle)
-    require(runs, f"sweep {name} has no runs" + (f" of {', '.join(methods)}" if methods else ""))
+    require(runs, f"sweep {name} has no runs of {', '.join(methods or ())}. Choose other methods.")
     return [*runs.values()]
 
 
 def add_changes(name: str, run: Run, changes: dict) -> Run:
-    """Return the run with the changes that differ from its preset. Raise ValueError for a field that it has set."""
+    """Return the run with the changes that differ from its preset. Raise ValueError for a field that the sweep sets."""
     for field in changes.keys() & run.changes.keys():
-        advice = dict(seed="Use --seeds.", method="Use --methods.").get(field, "Leave it out.")
-        refused = changes[field] != run.changes[field]
-        require(not refused, f"--{field}: sweep {name} sets it to {run.changes[field]!r} in a run. {advice}")
+        instruction = dict(seed="Use --seeds.", method="Use --methods.").get(field, "Leave it out.")
+        same = changes[field] == run.changes[field]
+        require(same, f"--{field}: sweep {name} sets it to {run.changes[field]!r} in a run. {instruction}")
     base = preset(run.preset)
     added = {field: value for field, value in changes.items() if value != getattr(base, field)}
     return dataclasses.replace(run, changes=added | run.changes)

@@ -1,6 +1,7 @@
 """Presets, validation and hash of the configuration, and how it is read from the command line."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -218,7 +219,7 @@ def test_a_field_is_set_by_its_name(arguments, field, value):
     (["quickstart", "--method", "p_ropee"], "p_ropee", "p_rope"),
 ])
 def test_an_unknown_name_is_refused_with_the_nearest(arguments, wrong, right):
-    with assert_refused(wrong, f"did you mean.*{right}"):
+    with assert_refused(wrong, right):
         build_model(read_config(arguments), torch.float32)
 
 
@@ -239,9 +240,12 @@ def test_a_bad_value_on_the_command_line_is_refused_in_one_line(arguments, named
 
 
 def test_what_is_suggested_for_an_unknown_name():
-    assert did_you_mean("tua", ["base", "tau"], "see there") == "did you mean tau?"
-    assert did_you_mean("rope", ["p_rope", "ropes", "base"]) == "did you mean ropes or p_rope?"
-    assert did_you_mean("x", ["base", "tau"]) == "there are: base, tau"
+    close = did_you_mean("tua", ["base", "tau"], "see there")
+    assert "tau" in close and "base" not in close
+    several = did_you_mean("rope", ["p_rope", "ropes", "base"])
+    assert several.index("ropes") < several.index("p_rope") and "base" not in several
+    all_names = did_you_mean("x", ["base", "tau"])
+    assert "base" in all_names and "tau" in all_names
     assert did_you_mean("x", ["base", "tau"], "see there") == "see there"
 
 
@@ -251,8 +255,8 @@ def test_help_lists_every_field(capsys):
     assert stop.value.code == 0
     output = " ".join(capsys.readouterr().out.split())
     assert all(f"--{field}" in output for field in FIELDS)
-    assert "--keep INT Checkpoints kept. (default: 2)" in output
-    assert "--adam_betas FLOAT FLOAT Betas of Adam. (default: 0.9 0.95)" in output
+    assert re.search(r"--keep INT [^(]*\(default: 2\)", output)
+    assert re.search(r"--adam_betas FLOAT FLOAT [^(]*\(default: 0.9 0.95\)", output)
 
 
 def test_without_a_preset_the_presets_are_listed(capsys):

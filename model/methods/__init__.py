@@ -116,8 +116,8 @@ def mechanism_names(layer: str) -> list[str]:
     parts = dict(zip(MECHANISMS, MECHANISMS)) | {part: names for part, names in METHODS.items() if "," not in names}
     names = []
     for part in layer.split("+"):
-        advice = did_you_mean(part, METHODS.keys() | MECHANISMS.keys())
-        require(part in parts, f"unknown part {part!r} of the attention method of a layer, {layer!r}; {advice}")
+        suggestion = did_you_mean(part, METHODS.keys() | MECHANISMS.keys())
+        require(part in parts, f"unknown part {part!r} of attention method {layer!r}. {suggestion}")
         names += parts[part].split("+") if parts[part] else []
     kinds = [*KINDS.values()]
     return sorted(names, key=lambda name: [issubclass(MECHANISMS[name], kind) for kind in kinds].index(True))
@@ -149,7 +149,7 @@ def check_options(name: str, options: dict) -> dict:
     positive = {option for mechanism in all_mechanisms(name) for option in mechanism.lengths}
     for option, value in options.items():
         unknown = f"unknown option {option!r} of attention method {name!r}"
-        require(option in valid, f"{unknown}; {did_you_mean(option, valid)}")
+        require(option in valid, f"{unknown}. {did_you_mean(option, valid)}")
         kind = option_type(valid[option])
         whole = type(value) is int and kind in (float, float | None)
         must = f"option {option!r} of attention method {name!r} must be"
