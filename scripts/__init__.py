@@ -1,1 +1,1 @@
-"""Commands around training."""
+"""Commands beside train_gpt.py: sweeps, evaluation, tables, figures, benchmarks."""

@@ -1,10 +1,10 @@
-"""Check this machine for a training run: what works, what is wrong and what to do, how long the run takes.
+"""Check this machine for a training run. Print each problem with its remedy, and the hours of the run.
 
     python -m scripts.doctor                                     the quickstart
     python -m scripts.doctor gpt_162m_4k --dtype float32         any preset and fields of train_gpt.py
 
-The checks: GPU; data; attention against float64; a training step, from which the hours follow. An error in
-one check does not stop the others. Exit code: 1 when something is broken, 2 for a mistake in the command.
+The checks: GPU, data, attention against float64, and the time of a training step. An error in one check does
+not stop the others. Exit code: 1 if something is broken, 2 for a mistake in the command.
 """
 
 import argparse
@@ -34,26 +34,26 @@ from scripts.bench.protocol import describe_machine
 from scripts.bench.trainers import WARM_UP_STEPS, Trainer
 
 METHODS = ("p_rope", "scale_invariant_p_rope", "alibi")  # checked in each backend, beside the run's own method
-STEPS = 5  # timed, after the steps that compile
-LONGEST_MINUTES = 2  # of all steps here, by the rate of a matrix product
+STEPS = 5  # timed steps, after the steps that compile
+LONGEST_MINUTES = 2  # for all steps of this check, estimated from the speed of a matrix product
 
 
 class Finding(NamedTuple):
-    """The result of one check, and what to do.
+    """The result of one check.
 
-    state: "ok"; "slow" could be faster; "missing"; "broken": training fails, or its numbers are wrong.
+    state: "ok", "slow" (could be faster), "missing", or "broken" (training fails, or its numbers are wrong).
     """
 
     check: str
     message: str
     state: str = "ok"
-    advice: str = ""
+    remedy: str = ""  # what to do
 
 
 def main(argv: list[str] | None = None):
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m scripts.doctor", description=__doc__, formatter_class=layout)
-    parser.add_argument("preset", help="one of configs/presets.py (quickstart); fields of train_gpt.py may follow")
+    parser.add_argument("preset", help="preset (default: quickstart); fields of train_gpt.py may follow")
     argv = sys.argv[1:] if argv is None else argv
     args, fields = parser.parse_known_args(argv if argv and not argv[0].startswith("-") else ["quickstart", *argv])
     with exit_on_user_error():
@@ -65,14 +65,14 @@ def main(argv: list[str] | None = None):
     for check in (check_gpus, check_data, check_kernels, check_step):
         for finding in run_check(check, config, device):
             states.append(finding.state)
-            advice = f"\n{'':8} -> {finding.advice}" if finding.advice else ""
-            print(f"{finding.state:8} {finding.check}: {finding.message}{advice}", flush=True)
+            remedy = f"\n{'':8} -> {finding.remedy}" if finding.remedy else ""
+            print(f"{finding.state:8} {finding.check}: {finding.message}{remedy}", flush=True)
     print(", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)))
     sys.exit(int("broken" in states))
 
 
 def run_check(check: Callable, config: Config, device: torch.device) -> Iterator[Finding]:
-    """Yield what a check yields. An error that it raises is a finding, too."""
+    """Yield the findings of a check. An error that the check raises becomes a finding."""
     try:
         yield from check(config, device)
     except Exception as error:
@@ -82,10 +82,10 @@ def run_check(check: Callable, config: Config, device: torch.device) -> Iterator
 
 def check_gpus(config: Config, device: torch.device) -> Iterator[Finding]:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        yield Finding("GPU", "it has no bfloat16 in hardware", "slow", "Use an A100 or newer.")
+        yield Finding("GPU", "no bfloat16 in hardware", "slow", "Use an A100 or newer.")
     if device.type == "cpu" and config.device != "cpu":
         state = "broken" if config.device == "cuda" else "missing"
-        yield Finding("GPU", "torch sees none", state, "Train on the CPU with the presets quickstart and mini.")
+        yield Finding("GPU", "torch finds no GPU", state, "Train on the CPU with the presets quickstart and mini.")
 
 
 def check_data(config: Config, device: torch.device) -> Iterator[Finding]:
@@ -100,7 +100,7 @@ def check_data(config: Config, device: torch.device) -> Iterator[Finding]:
 
 
 def check_kernels(config: Config, device: torch.device) -> Iterator[Finding]:
-    """Compare all backends with the formula in float64, forward and backward, in the heads and dtype of the run."""
+    """Compare all backends with the formula in float64, forward and backward, with the run's heads and dtype."""
     dtype, head_dim = compute_dtype(config, device), config.model_dim // config.num_heads
     prefer_fast_sdpa(device)
     if device.type == "cuda":
@@ -108,7 +108,7 @@ def check_kernels(config: Config, device: torch.device) -> Iterator[Finding]:
     for name in [*AUTOMATIC[device.type], "blocks"]:
         for method_name in dict.fromkeys([config.method.split(",")[0], *METHODS]):
             method = make_method(method_name, num_heads=config.num_heads, head_dim=head_dim, train_length=1024)
-            if method.replacement is not None:  # it computes no softmax over logits
+            if method.replacement is not None:  # no softmax over logits to compare
                 continue
             problem = find_problem(BACKENDS[name], method.to(device), device, dtype)
             state = "broken" if problem and problem.startswith("refused") else "ok"
@@ -116,20 +116,20 @@ def check_kernels(config: Config, device: torch.device) -> Iterator[Finding]:
 
 
 def check_step(config: Config, device: torch.device) -> Iterator[Finding]:
-    """Time a step of one micro-batch, and compute the hours of the run from it."""
-    device = start_processes(device.type).device  # threads and memory as in a run
+    """Time a step of one micro-batch. The hours of the run follow from it."""
+    device = start_processes(device.type).device  # sets threads and memory as in a run
     sequences = micro_batch_size(config.batch_tokens, config.train_length, config.micro_batch_tokens, 1)
     small = dataclasses.replace(config, batch_tokens=sequences * config.train_length, length_schedule=())
     dtype, flops = compute_dtype(config, device), training_flops_per_token(small)
     rate = matmul_rate(device, dtype, n=8192 if device.type == "cuda" else 1024)
     if flops * small.batch_tokens / rate * (STEPS + WARM_UP_STEPS) > 60 * LONGEST_MINUTES:
-        message = f"more than {describe_run(config, rate / flops)}, at the rate of a matrix product"
+        message = f"more than {describe_run(config, rate / flops)}, estimated from the speed of a matrix product"
         yield Finding("run", message, "slow", "Use a GPU, or the preset quickstart.")
         return
     trainer = Trainer(small, device)
     seconds = statistics.median(trainer.time_step() for _ in range(STEPS))
     tokens_per_second = small.batch_tokens / seconds
-    peak = peak_flops(device, dtype) or rate  # else of a matrix product
+    peak = peak_flops(device, dtype) or rate  # an unknown device: the speed of a matrix product
     code = f"{trainer.backends}, compile {trainer.compile_note}"
     speed = f"{tokens_per_second:,.0f} tokens/s, {flops * tokens_per_second / peak:.0%} of {peak:.3g} FLOP/s"
     memory = f", {trainer.peak_bytes / 1e9:.2f} GB" if trainer.peak_bytes else ""

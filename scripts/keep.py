@@ -1,4 +1,4 @@
-"""Keep what the tables and figures need of finished runs: one line of JSON a run, some 2 kB, small enough to commit.
+"""Copy the results of finished runs into one small file for git: a line of JSON per run, about 2 kB.
 
     python -m scripts.keep runs/NAME... --to results/mini/runs.jsonl
     python -m scripts.reproduce table_losses --scale mini
@@ -18,8 +18,9 @@ from errors import exit_on_user_error, require
 from files import replace_text, to_json
 from scripts.shared.runs import StoredRun, data_fingerprint, read_run, single_val_tokens, val_tokens
 
-APART = ("method", "method_options", "seed")  # fields of a line of their own
-TELLING = ("data_dir", "dtype", "validate_as", "val_lengths", "val_tokens", "val_every", "val_profile", "val_copy_gaps")
+TOP_LEVEL = ("method", "method_options", "seed")  # fields that are keys of the line, not of "changes"
+# Fields that the tables need, although config_hash ignores them:
+TABLED = ("data_dir", "dtype", "validate_as", "val_lengths", "val_tokens", "val_every", "val_profile", "val_copy_gaps")
 SUMMARY = ("steps", "tokens", "distinct_tokens", "parameters", "tokens_per_second", "seconds")
 SUMMARY += ("val_loss", "val_loss_as", "copy_loss", "copy_gain", "copy_gain_as", "copy_gain_error")
 DATA = ("train", "validation", "tokenizer", "copy_rows")
@@ -45,21 +46,21 @@ def main(argv: list[str] | None = None):
 
 
 def make_line(stored: StoredRun) -> dict:
-    """Return what is kept of a finished run. Raises ValueError if it is not finished or damaged."""
+    """Return the line of a finished run. Raise ValueError if the run is not finished or is damaged."""
     require(not stored.problems, "; ".join(stored.problems))
     require(stored.summary, f"{stored.path} is not finished. Train it to its end first.")
     config, summary = stored.config, stored.summary
-    fields = [field for field in vars(config) if field in TELLING or field not in {*APART, *NOT_MATHEMATICS}]
+    fields = [field for field in vars(config) if field in TABLED or field not in {*TOP_LEVEL, *NOT_MATHEMATICS}]
     nearest = min(PRESETS, key=lambda name: sum(getattr(preset(name), f) != getattr(config, f) for f in fields))
     changes = {f: getattr(config, f) for f in fields if getattr(config, f) != getattr(preset(nearest), f)}
     line = {"name": stored.path.name, "preset": nearest, "changes": changes}
-    line |= {field: getattr(config, field) for field in APART}
+    line |= {field: getattr(config, field) for field in TOP_LEVEL}
     line |= {key: values for key in ("commit", "device", "torch") if (values := stored.logged(key)) != ["unknown"]}
-    line["data"] = chosen(stored.data, DATA) or {"train": summary["data"]}
+    line["data"] = select(stored.data, DATA) or {"train": summary["data"]}
     if "copy_rows" not in line["data"] and stored.text == data_fingerprint(config):
-        line["data"] |= chosen(read_manifest(Path(config.data_dir)), ["copy_rows"])
+        line["data"] |= select(read_manifest(Path(config.data_dir)), ["copy_rows"])
     line["val_tokens"] = single_val_tokens(summary)
-    line |= chosen(summary, SUMMARY)
+    line |= select(summary, SUMMARY)
     if by_position := stored.last("val_loss_by_position"):
         longest = max(by_position, key=int)
         line["val_loss_by_position"] = {longest: by_position[longest]}
@@ -67,15 +68,15 @@ def make_line(stored: StoredRun) -> dict:
         line["method_parameters"] = learned
     line["curve"] = []
     for record in stored.validations():
-        same = {*val_tokens(record).values()} == {line["val_tokens"]}  # which are not repeated
-        line["curve"].append(chosen(record, CURVE) | ({} if same else {"val_tokens": val_tokens(record)}))
+        as_at_the_end = {*val_tokens(record).values()} == {line["val_tokens"]}  # then the number is not repeated
+        line["curve"].append(select(record, CURVE) | ({} if as_at_the_end else {"val_tokens": val_tokens(record)}))
     if needle := stored.needle:
-        line["needle"] = chosen(needle, NEEDLE)
+        line["needle"] = select(needle, NEEDLE)
     return line
 
 
-def chosen(record: dict, keys: Iterable[str]) -> dict:
-    """Return these keys of a record, as far as it has them."""
+def select(record: dict, keys: Iterable[str]) -> dict:
+    """Return these keys of a record. Missing and empty values are left out."""
     return {key: record[key] for key in keys if record.get(key) not in (None, {})}
 
 

@@ -1,12 +1,12 @@
-"""Measures how Gaussian the attention scores of a model are on a text: QQ plots and moments of every layer and head.
+"""Measure whether the attention scores of a model are Gaussian: QQ plots and moments of each layer and head.
 
     python -m scripts.logit_statistics runs/NAME --text article.txt                    a run of train_gpt.py
-    python -m scripts.logit_statistics meta-llama/Llama-3.2-1B --text article.txt      Llama and Gemma-2 of Hugging Face
+    python -m scripts.logit_statistics meta-llama/Llama-3.2-1B --text article.txt      Llama or Gemma 2 of Hugging Face
 
-Scores are q.k times the model's scale, before a soft cap and the method's changes, without rotation and with it, of
-queries i and keys j, 1 <= j < i: key 0 is an outlier, the attention sink. The paper's text is the introduction of
-Wikipedia's article on New England. The output folder has the figure layers.png and the numbers, statistics.json (layers
-from 0). `python -m scripts.reproduce figure_qq` makes the paper's figures of it.
+A score is q.k times the model's scale, before any soft cap and before the method changes it. Scores are measured
+without rotation and with it, for queries i and keys j, 1 <= j < i. Key 0 is left out, because it is an attention sink.
+The paper's text is the introduction of Wikipedia's article on New England. The output folder gets QQ plots (layers.png)
+and numbers (statistics.json, layers from 0). `python -m scripts.reproduce figure_qq` makes the paper's figures of them.
 """
 
 import argparse
@@ -34,17 +34,17 @@ from scripts.reproduce.logits import FOLDER, describe_scores, draw_qq, moments_t
 from scripts.shared.runs import read_run
 
 COMMAND = "python -m scripts.logit_statistics"
-MAX_PAIRS = 2**18  # of a head, drawn at random; 2^18 pairs are all those of 725 tokens
+MAX_PAIRS = 2**18  # random pairs per head. Texts of up to 725 tokens have fewer pairs, so all are measured.
 
 
 @exit_on_user_error()
 def main(argv: list[str] | None = None):
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(COMMAND, description=__doc__.split("\n")[0])
-    parser.add_argument("model", metavar="MODEL", help="a run folder, or a Hugging Face folder or name on the hub")
-    parser.add_argument("--text", required=True, type=Path, metavar="FILE", help="a text in UTF-8")
+    parser.add_argument("model", metavar="MODEL", help="run folder, Hugging Face folder, or name on the hub")
+    parser.add_argument("--text", required=True, type=Path, metavar="FILE", help="text file in UTF-8")
     parser.add_argument("--out", type=Path, help=f"folder for the results (default: runs/{FOLDER}/NAME)")
-    parser.add_argument("--tokens", type=int, default=2048, help="most tokens, from the start (default: 2048)")
+    parser.add_argument("--tokens", type=int, default=2048, help="reads at most this many tokens (default: 2048)")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     args = parser.parse_args(argv)
     text, device = args.text.read_text(encoding="utf-8").strip(), start_processes(args.device).device

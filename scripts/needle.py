@@ -1,15 +1,15 @@
-"""The needle-in-a-haystack task (paper, section 5 and appendix): fine-tunes trained runs on it, and scores them.
+"""Fine-tune trained runs on the needle-in-a-haystack task (paper, section 5 and appendix), and score them.
 
-    python -m scripts.needle runs/a runs/b                       as in the paper: C4, 300 steps of 64 sequences
-    python -m scripts.needle runs/mini-*-s?/ --scale mini        with the settings of another scale (configs/sweeps.py)
+    python -m scripts.needle runs/a runs/b                       the paper's settings: C4, 300 steps of 64 sequences
+    python -m scripts.needle runs/mini-*-s?/ --scale mini        the settings of another scale (configs/sweeps.py)
     python -m scripts.needle runs/a --haystack shards --lengths 4096 16384 --examples 200
 
-A run is fine-tuned at its training length with its own optimizers and peak learning rates: a third of the steps of
-warm-up, a third constant, a third down to zero. The loss is on the response alone. With --curriculum, which the paper
-does not have, prompts are shorter in the first half of the steps: small models learn to retrieve nearby first.
+Fine-tuning uses the run's training length, optimizers and peak learning rates. The learning rate warms up for a third
+of the steps, stays constant for a third, and falls to zero. The loss is on the response alone. --curriculum shortens
+the prompts in the first half of the steps: small models learn to retrieve nearby first. The paper has no curriculum.
 
-The score at a length is the share of needles with the right city and number, by greedy decoding and by teacher forcing.
-RUN/needle/ holds everything. The same command continues an interrupted fine-tuning or scoring.
+A score is the share of needles whose city and number are both right, by greedy decoding or by teacher forcing. All
+files are in RUN/needle/. The same command continues an interrupted fine-tuning or scoring.
 """
 
 import argparse
@@ -42,21 +42,21 @@ from runtime.validation import build_alternatives
 from scripts.evaluate import load_run
 
 SAVE_EVERY = 50  # steps
-KINDS = ("greedy", "teacher_forcing", "by_distance")  # of scores
-TEST_SEED = 1_000_000  # of the scored examples, the same for all runs; no fine-tuning has this seed
+KINDS = ("greedy", "teacher_forcing", "by_distance")  # of scores, as summary.json names them
+TEST_SEED = 1_000_000  # of the scored examples, equal for all runs; no fine-tuning uses it
 
 
 @exit_on_user_error()
 def main(argv: list[str] | None = None):
     parser = argparse.ArgumentParser(prog="python -m scripts.needle", description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
-    parser.add_argument("--lengths", nargs="+", type=int, help="tokens a prompt (default: 1, 4, 16 x training length)")
-    parser.add_argument("--scale", default="paper", choices=SCALES, help="settings that the next five options change")
-    parser.add_argument("--haystack", choices=["c4", "shards"], help=f"c4 (kept in {C4}), or the run's own shards")
-    parser.add_argument("--steps", type=int, help="steps of fine-tuning, a third for each part of the schedule")
-    parser.add_argument("--sequences", type=int, help="sequences in a step (the paper: 8 x 8)")
-    parser.add_argument("--curriculum", type=int, help="tokens a prompt in the first half of the steps (0: as later)")
-    parser.add_argument("--examples", type=int, help="prompts scored at each length")
+    parser.add_argument("--lengths", nargs="+", type=int, help="tokens per prompt (default: 1, 4, 16 x train_length)")
+    parser.add_argument("--scale", default="paper", choices=SCALES, help="gives the defaults of the next five options")
+    parser.add_argument("--haystack", choices=["c4", "shards"], help=f"c4 (cached in {C4}), or the run's own shards")
+    parser.add_argument("--steps", type=int, help="fine-tuning steps")
+    parser.add_argument("--sequences", type=int, help="sequences per step (paper: 64)")
+    parser.add_argument("--curriculum", type=int, help="tokens per prompt in the first half of the steps (0: off)")
+    parser.add_argument("--examples", type=int, help="scored prompts per length")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--compile", default="auto", choices=["auto", "on", "off"])
     args = parser.parse_args(argv)
@@ -70,9 +70,9 @@ def main(argv: list[str] | None = None):
 
 
 def run(path: Path, needle: Needle, lengths: list[int] | None, device: torch.device, compiled: bool):
-    """Fine-tune and score one run, or do the rest of it. lengths: None for the paper's.
+    """Fine-tune and score one run, or finish an interrupted one. Raise ValueError or OSError for the user's mistakes.
 
-    Raise ValueError or OSError for the user's mistakes.
+    lengths: tokens per scored prompt. None: the default of --lengths.
     """
     # ---- setup: every mistake of the user is reported here, before a folder exists ----
     config, model = load_run(path, device)
@@ -82,12 +82,12 @@ def run(path: Path, needle: Needle, lengths: list[int] | None, device: torch.dev
         else Haystack.from_shards(Path(config.data_dir), split, tokenizer)
         for split in ("train", "val")
     )  # fmt: skip
-    halves = (needle.curriculum or config.train_length, config.train_length)
-    tuning = [NeedleTask(tokenizer, train_text, length, seed=config.seed) for length in halves]
+    tuning_lengths = (needle.curriculum or config.train_length, config.train_length)  # one for each half of the steps
+    tuning_tasks = [NeedleTask(tokenizer, train_text, length, seed=config.seed) for length in tuning_lengths]
     lengths = lengths or Needle.lengths(config.train_length)
-    tests = {length: NeedleTask(tokenizer, val_text, length, seed=TEST_SEED) for length in lengths}
-    for task in (*tuning, *tests.values()):
-        task.example(0)  # may raise
+    test_tasks = {length: NeedleTask(tokenizer, val_text, length, seed=TEST_SEED) for length in lengths}
+    for task in (*tuning_tasks, *test_tasks.values()):
+        task.example(0)  # raises ValueError for a length that is too short or too long
 
     # ---- fine-tuning ----
     folder = RunFolder(path, "needle", resume="auto")
@@ -97,14 +97,14 @@ def run(path: Path, needle: Needle, lengths: list[int] | None, device: torch.dev
     }  # fmt: skip
     stored = settings | read_json(folder.path / "settings.json")
     changed = ", ".join(key for key in settings if stored[key] != settings[key])
-    require(not changed, f"{folder.path} is another fine-tuning ({changed} differ). Delete it to start again.")
+    require(not changed, f"{folder.path} has other settings ({changed}). Delete it to start again.")
     folder.write_json("settings.json", settings)
-    fine_tune(config, model, tuning, folder, compiled, needle)
+    fine_tune(config, model, tuning_tasks, folder, compiled, needle)
 
     # ---- scoring ----
     no_scores = {kind: {} for kind in KINDS}
     summary = {"name": path.name, **settings, **no_scores} | read_json(folder.path / "summary.json")
-    add_scores(summary, config, uncompiled(model), tests, folder)
+    add_scores(summary, config, uncompiled(model), test_tasks, folder)
     folder.close()
 
 
@@ -114,9 +114,9 @@ def read_json(path: Path) -> dict:
 
 
 def fine_tune(config: Config, model: GPT, tasks: list[NeedleTask], folder: RunFolder, compiled: bool, needle: Needle):
-    """Train the model in place, from the folder's latest checkpoint on.
+    """Train the model in place. Continue from the folder's latest checkpoint.
 
-    tasks: one for each half of the steps. A step has about as many tokens of either.
+    tasks: one for each half of the steps. The number of tokens per step is about equal.
     """
     device, steps, world = model.head.device, needle.steps, World(0, 1, model.head.device)
     optimizers = build_optimizers(config, model, compiled, world)
@@ -143,7 +143,7 @@ def fine_tune(config: Config, model: GPT, tasks: list[NeedleTask], folder: RunFo
         def step_loss(inputs, targets, plan):
             tokens, weights = targets
             losses = training_model(inputs, tokens, plan=plan, per_token=True)  # (B, T)
-            return (losses * weights).sum() * (count / len(inputs))  # train_step divides by this
+            return (losses * weights).sum() * (count / len(inputs))  # undoes the division in train_step
 
         loss, _ = train_step(step_loss, micro_batches, plan, optimizers, factor, world)
         metrics.write({"step": step + 1, "train_loss": loss.item()})
@@ -152,39 +152,39 @@ def fine_tune(config: Config, model: GPT, tasks: list[NeedleTask], folder: RunFo
             save_checkpoint(folder.checkpoints, step + 1, state, keep=1)
 
 
-def add_scores(summary: dict, config: Config, model: GPT, tests: dict[int, NeedleTask], folder: RunFolder):
-    """Add the scores that the summary lacks: {kind: {length: share}}, and below "as" those of each validate_as.
+def add_scores(summary: dict, config: Config, model: GPT, tasks: dict[int, NeedleTask], folder: RunFolder):
+    """Add the missing scores to the summary: {kind: {length: share}}. Scores of validate_as go into summary["as"].
 
     summary.json is written after each length, so an interrupted scoring continues.
     """
-    others = build_alternatives(config)  # methods that run the same weights
-    if others:
-        summary["as"] = {name: {kind: {} for kind in KINDS} for name in others} | summary.get("as", {})
-    for name, method in {config.method: None, **others}.items():
+    alternatives = build_alternatives(config)  # other methods that can run these weights
+    if alternatives:
+        summary["as"] = {name: {kind: {} for kind in KINDS} for name in alternatives} | summary.get("as", {})
+    for name, method in {config.method: None, **alternatives}.items():
         shares = summary["as"][name] if method else summary
-        for length in (n for n in tests if str(n) not in shares["greedy"]):
-            if method and length <= config.train_length:  # the rotations are the same up to here
+        for length in (n for n in tasks if str(n) not in shares["greedy"]):
+            if method and length <= config.train_length:  # these methods have equal rotations up to train_length
                 scores = {kind: summary[kind][str(length)] for kind in KINDS}
             else:
-                scores = measure_accuracy(config, model, tests[length], summary["examples"], method)
+                scores = measure_accuracy(config, model, tasks[length], summary["examples"], method)
             for kind in KINDS:
                 shares[kind][str(length)] = scores[kind]
             folder.write_json("summary.json", summary)
             found, forced = scores["greedy"], scores["teacher_forcing"]
-            print(f"{summary['name']} as {name} at {length}: {found:.3f} of the needles ({forced:.3f} teacher-forced)")
+            print(f"{summary['name']} as {name} at {length}: {found:.3f} of the needles (teacher forcing {forced:.3f})")
 
 
 @torch.inference_mode()
 def measure_accuracy(config: Config, model: GPT, task: NeedleTask, examples: int, method: Method | None = None) -> dict:
-    """Return the scores of KINDS on a task's first examples: shares of needles, and by_distance.
+    """Return the scores of KINDS on a task's first examples.
 
-    by_distance: [found, all] by greedy decoding, of needles that start d to 2d - 1 tokens before the response, for
-    d = 1, 2, 4 and so on.
+    greedy, teacher_forcing: shares of needles. by_distance: {d: [found, all]} of greedy decoding, for d = 1, 2, 4, ...
+    It counts the needles that start d to 2d - 1 tokens before the response.
     """
     device, greedy, forced, by_distance = model.head.device, [], [], defaultdict(lambda: [0, 0])
     size = max(1, config.micro_batch_tokens // task.length)
     plan = model.plan(task.length, backend=config.attention_backend, method=method)
-    by_prompt = defaultdict(list)  # a batch of prompts has one length
+    by_prompt = defaultdict(list)  # a batch needs prompts of equal length
     for example in map(task.example, range(examples)):
         by_prompt[example.response_start].append(example)
     batches = [(n, group[i : i + size]) for n, group in by_prompt.items() for i in range(0, len(group), size)]
@@ -199,7 +199,7 @@ def measure_accuracy(config: Config, model: GPT, task: NeedleTask, examples: int
             greedy += score(task.tokenizer.decode(ids), example)
             forced += score(task.tokenizer.decode(forced_ids), example)
             for right, position in zip(greedy[-NEEDLES:], example.positions, strict=True):
-                distance = start - position  # in tokens, from the response back to the needle
+                distance = start - position  # tokens from the start of the needle to the response
                 by_distance[2 ** (distance.bit_length() - 1)][0] += right
                 by_distance[2 ** (distance.bit_length() - 1)][1] += 1
     return {

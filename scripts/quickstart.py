@@ -1,13 +1,13 @@
-"""Trains one small model with four attention methods and shows which of them reads far beyond its training length.
+"""Train one small model with four attention methods, and compare the methods beyond the training length.
 
-    bash scripts/quickstart.sh                       sets up, then runs this
-    python -m scripts.quickstart                     runs it again; finished runs are not repeated
-    python -m scripts.quickstart --text FOLDER       on your own text: a document is a .txt file of the folder
-    python -m scripts.quickstart --seed 1 ...        any field of train_gpt.py, for all runs
+    bash scripts/quickstart.sh                       installs, then runs this command
+    python -m scripts.quickstart                     keeps finished runs
+    python -m scripts.quickstart --text FOLDER       trains on your text: each .txt file in FOLDER is a document
+    python -m scripts.quickstart --seed 1 ...        sets any field of train_gpt.py in all runs
 
-The text is the source of Python's standard library and of PyTorch (data/python_source.py); nothing is downloaded.
-Every method gets the same tokens, steps and learning rates, and the constants of its paper. ALiBi's slopes are 16 times
-the published ones: of the factors 1, 4 and 16, this one had the lowest loss at 256 tokens (results/quickstart.md).
+The default text is Python source code of this machine (data/python_source.py), so nothing is downloaded. All methods
+get the same tokens, steps and learning rates, and the constants of their papers. Only ALiBi's slopes are multiplied by
+16. Of 1, 4 and 16, this factor gave the lowest loss at 256 tokens (results/quickstart.md).
 """
 
 import argparse
@@ -35,21 +35,21 @@ METHODS = {  # in the order of the table: method and options
     "ALiBi (slopes x 16)": ("alibi", {"slope_scale": 16}),
     "scale-invariant p-RoPE": ("scale_invariant_p_rope", {}),
 }
-# Fields outside the mathematics that change what the table shows. A finished run must have these values, too.
-SHOWN = ("dtype", "val_lengths", "val_tokens", "val_copy_gaps")
+# The table depends on these fields, but config_hash ignores them. Finished runs must agree in them.
+TABLE_FIELDS = ("dtype", "val_lengths", "val_tokens", "val_copy_gaps")
 CAPTION = """\
-Loss on held-out natural text, in nats a token, by sequence length; and copy gain: by how many nats a second
-copy of 32 random tokens is easier than the first, by the tokens between them. Trained on {length}-token
-sequences, of which {share:.0%} are copy rows."""
+Loss: nats per token on held-out natural text, by sequence length. Copy gain: loss of 32 random tokens minus
+the loss of their second copy, in nats per token. Columns: tokens between the copies. Training sequences have
+{length} tokens. {share:.0%} of them are copy rows."""
 
 
 @exit_on_user_error()
 def main(argv: list[str] | None = None):
     parser = argparse.ArgumentParser(prog="python -m scripts.quickstart", description=__doc__.split("\n")[0])
-    parser.add_argument("--text", type=Path, help="a folder of .txt files (default: Python source of this machine)")
-    parser.add_argument("--runs-dir", type=Path, help="where runs, table and figure go (default: runs, or runs/TEXT)")
-    args, rest = parser.parse_known_args(argv)  # the rest is for train_gpt.py
-    began, fields = time.monotonic(), field_changes("quickstart", rest)
+    parser.add_argument("--text", type=Path, help="folder of .txt files (default: Python source code)")
+    parser.add_argument("--runs-dir", type=Path, help="folder of runs, table and figure (default: runs, or runs/TEXT)")
+    args, field_arguments = parser.parse_known_args(argv)
+    start_time, fields = time.monotonic(), field_changes("quickstart", field_arguments)
     if args.text:
         name = re.sub(r"\W+", "-", args.text.name.lower())
         fields = dict(data_dir=f"data/taught-{name}") | fields
@@ -66,15 +66,15 @@ def main(argv: list[str] | None = None):
     text = f"{CAPTION.format(length=config.train_length, share=share)}\n\n{result_table(summaries, config)}\n"
     replace_text(runs_dir / "quickstart.md", text)
     draw(summaries, config, runs_dir / "quickstart.png")
-    print(f"\n{text}\nThe table is in {runs_dir}/quickstart.md, its figure in {runs_dir}/quickstart.png.", end=" ")
-    print(f"Done in {(time.monotonic() - began) / 60:.1f} minutes.")
+    print(f"\n{text}\nTable: {runs_dir}/quickstart.md. Figure: {runs_dir}/quickstart.png.", end=" ")
+    print(f"Time: {(time.monotonic() - start_time) / 60:.1f} minutes.")
 
 
 def make_data(folder: Path, text: Path | None) -> float:
-    """Make the shards if they are not there. Return the share of copy rows. Raise ValueError for a useless text."""
+    """Make missing shards. Return the share of copy rows. Raise ValueError for a text that cannot be used."""
     if not read_manifest(folder):
         print("making shards: finding documents, training a tokenizer, encoding", flush=True)
-        require(text is None or text.is_dir(), f"--text {text}: no such folder. Name a folder of .txt files.")
+        require(text is None or text.is_dir(), f"--text {text} is not a folder. Name a folder of .txt files.")
         prepare_documents(text, folder) if text else prepare_taught(folder)
     copy_rows = read_manifest(folder).get("copy_rows")
     require(copy_rows, f"{folder} holds text without copy rows. Delete it, or name another --data_dir.")
@@ -82,7 +82,7 @@ def make_data(folder: Path, text: Path | None) -> float:
 
 
 def train_all(runs: dict[str, Run], runs_dir: Path) -> dict[str, dict]:
-    """Train what is not finished. Return the summaries. Raise ValueError for a finished run on another text."""
+    """Train the unfinished runs. Return all summaries. Raise ValueError if a finished run read another text."""
     runs_dir.mkdir(parents=True, exist_ok=True)
     data, unfinished, summaries = data_fingerprint(runs["RoPE"].config), [], {}
     for run in runs.values():
@@ -94,15 +94,15 @@ def train_all(runs: dict[str, Run], runs_dir: Path) -> dict[str, dict]:
     for name, run in runs.items():
         stored = find_stored(run, read_runs(runs_dir), data)
         if stored is None or stored.summary is None:
-            sys.exit(f"error: {run.name} failed. See {sidecar(runs_dir / run.name, '.log')}.")
-        differences = describe_differences(run.config, stored.config, SHOWN)
-        require(not differences, f"{stored.path} has {differences}. Name another --runs-dir.")
+            sys.exit(f"error: {run.name} failed. Read {sidecar(runs_dir / run.name, '.log')}.")
+        differences = describe_differences(run.config, stored.config, TABLE_FIELDS)
+        require(not differences, f"{stored.path} has other fields ({differences}). Name another --runs-dir.")
         summaries[name] = stored.summary
     return summaries
 
 
 def result_table(summaries: dict[str, dict], config: Config) -> str:
-    """Return one row a method: loss at each length, then copy gain of random spans at each gap but the shortest."""
+    """Return one row per method: loss at each length, copy gain of random spans at each gap except the shortest."""
     lengths, gaps = config.val_lengths, config.val_copy_gaps[1:]
     rows = [["method", *(f"loss at {n}" for n in lengths), *(f"copy gain at {gap}" for gap in gaps)]]
     for name, summary in summaries.items():
@@ -117,11 +117,11 @@ def draw(summaries: dict[str, dict], config: Config, path: Path):
     for name, summary in summaries.items():
         method, _ = METHODS[name]
         look = plot_styles([method])[method] | dict(label=name)
-        for lines, places, values in (
+        for lines, token_counts, values in (
             (losses, config.val_lengths, summary["val_loss"]),
             (gains, config.val_copy_gaps, summary.get("copy_gain", {}).get("random", {})),
         ):
-            lines.append(Line(look, places, [values[str(place)] for place in places]))
+            lines.append(Line(look, token_counts, [values[str(count)] for count in token_counts]))
     gain_axes = dict(xlabel="tokens between the two copies", ylabel="copy gain, random tokens (nats)")
     panels = [
         Panel(f"natural text, trained at {config.train_length} tokens", losses),
