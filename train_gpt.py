@@ -16,7 +16,7 @@ from data.loader import TrainLoader
 from errors import exit_on_user_error
 from model import methods
 from optim.schedule import lr_factor
-from runtime.build import build_model, build_optimizers, compile_model, open_text
+from runtime.build import build_model, build_optimizers, compile_model, open_text, plan_attention
 from runtime.device import choose_compile, compute_dtype
 from runtime.processes import start_processes
 from runtime.run import Run
@@ -34,7 +34,7 @@ def main():
         model = build_model(config, compute_dtype(config, world.device)).to(world.device)
         optimizers = build_optimizers(config, model, compiled, world)
         # What attention needs for a length (rotary tables, block masks, a_t and m_t) is computed once a length.
-        plans = {length: model.plan(length, backend=config.attention_backend) for length in config.train_lengths}
+        plans = plan_attention(config, model, world)
         validation = Validation(config, model, val_text, world)
         run = Run(config, world, model, optimizers, plans, train_text, val_text, compile_note)
 

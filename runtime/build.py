@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import platform
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from torch import nn
 from configs.config import Config
 from data.loader import check_validation, sequences_of
 from data.shards import TokenStream, open_split
-from model.gpt import GPT
+from errors import UserError, require
+from model.gpt import GPT, Plans
 from model.methods import make_layers
 from model.methods.base import Method
 from optim.muon import Muon, as_matrices, lr_scale
@@ -74,6 +76,30 @@ def open_text(config: Config, world: World) -> tuple[TokenStream, TokenStream]:
     check_validation(val_text, config.val_lengths, config.val_tokens)
     check_gaps(val_text, config.val_copy_gaps)
     return train_text, val_text
+
+
+def plan_attention(config: Config, model: GPT, world: World) -> dict[int, Plans]:
+    """Return the plans of attention by training length. All ranks call this.
+
+    Raise UserError on all ranks if one of them has no right backend, or if their backends differ.
+    """
+    if world.is_main and world.device.type == "cuda":
+        print("checking attention on the GPU against float64: about a minute", flush=True)
+    plans, problem = {}, None
+    try:
+        for length in config.train_lengths:
+            plans[length] = model.plan(length, backend=config.attention_backend)
+    except UserError as error:
+        problem = str(error)
+    layers = plans.get(config.train_length, ())
+    rank = f"rank {world.rank} on {platform.node()}: " if world.world_size > 1 else ""
+    choice = f"{rank}attention by {'; '.join(f'{plan.backend} ({plan.why})' for plan in layers)}"
+    results = world.gather((tuple(plan.backend for plan in layers), choice, problem and rank + problem))
+    for _, _, problem in results:
+        require(problem is None, problem)
+    choices = {backends: choice for backends, choice, _ in results}
+    require(len(choices) == 1, f"{', but '.join(choices.values())}. Name one of all ranks by --attention_backend.")
+    return plans
 
 
 def compile_model(model: GPT) -> nn.Module:

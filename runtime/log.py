@@ -82,8 +82,11 @@ class RunLog:
         self.print(f"{num_parameters(model):,} parameters; {config.steps} steps of {shape}")
         epochs = data["tokens"] / distinct_tokens
         self.print(f"{data['tokens']:,} tokens, {epochs:.2f} epochs of {config.data_dir}")
-        backends = dict.fromkeys(f"attention by {plan.backend} ({plan.why})" for plan in plans)
-        self.print("; ".join([str(model.dtype), f"compile {compile_note}", *backends]))
+        for backend in dict.fromkeys(f"attention by {plan.backend}: {plan.why}" for plan in plans):
+            self.print(backend)
+        self.print(f"{model.dtype}; compile {compile_note}")
+        if compile_note == "on":
+            self.print("The first step of each length compiles the model, which takes a minute or more.")
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 

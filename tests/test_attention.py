@@ -148,13 +148,18 @@ def test_auto_on_a_cpu_is_its_kernel_where_that_can_run(name):
         assert dtype == torch.float32 or expected == "blocks"
 
 
-def test_auto_takes_the_next_one_where_a_check_fails(monkeypatch):
-    """As without a C compiler, which Inductor needs: plain PyTorch runs, and the plan says why."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("model.attention.check.check_backend_once", lambda *_: "no C compiler")
-    backend, why = choose_backend(make_case("alibi"), CUDA, dtype=torch.bfloat16)
-    assert backend == "blocks" and "no C compiler" in why
-    assert choose_backend(make_case("rope"), CUDA, dtype=torch.bfloat16)[0] == "sdpa"
+def test_cudnn_takes_no_mask(monkeypatch):
+    """Its gradient of q is wrong with one; without one it is the fastest kernel."""
+    allowed, attention = [], torch.nn.functional.scaled_dot_product_attention
+
+    def record(*args, **options):
+        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return attention(*args, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
+    for queries in (5, 9):
+        check("sdpa", make_case("rope"), 9, queries=queries)
+    assert allowed == [False, True]
 
 
 @pytest.mark.parametrize("backend, name, field", [

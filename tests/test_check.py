@@ -1,13 +1,15 @@
-"""The check of a kernel: right ones pass in every dtype, planted faults are refused, whatever they are like."""
+"""The check of a kernel: right ones pass in every dtype, planted faults are refused; a run ends or takes another."""
 
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
-from attention_cases import CPU, MECHANISMS, backend_runs, make_case
+from attention_cases import CPU, CUDA, MECHANISMS, backend_runs, make_case
+from test_train import ROOT, arguments, make_data, python
 
-from model.attention import BACKENDS, blocks
+from model.attention import BACKENDS, blocks, choose_backend
 from model.attention.check import LENGTHS, check_backend, worst_error
 
 LENGTH = 300
@@ -19,13 +21,13 @@ def test_right_ones_pass(backend, name):
     method = make_case(name)
     if not backend_runs(backend, method):
         pytest.skip("it cannot run here")
-    assert check_backend(BACKENDS[backend], method, CPU, torch.float32, [LENGTH, 129]) is None
+    assert check_backend(BACKENDS[backend], method, CPU, torch.float32, [LENGTH, 129]).problem is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["nope", "scale_invariant", "pope", "all"])
 def test_plain_pytorch_passes_in_low_precision(name, dtype):
-    assert check_backend(blocks, make_case(name), CPU, dtype, [LENGTH]) is None
+    assert check_backend(blocks, make_case(name), CPU, dtype, [LENGTH]).problem is None
 
 
 @pytest.mark.slow
@@ -35,14 +37,14 @@ def test_plain_pytorch_passes_in_low_precision(name, dtype):
 def test_our_triton_kernel_passes(name, dtype):
     if not backend_runs("triton", make_case(name), dtype=dtype):
         pytest.skip("Triton's interpreter is off")
-    assert check_backend(BACKENDS["triton"], make_case(name), CPU, dtype, [70]) is None
+    assert check_backend(BACKENDS["triton"], make_case(name), CPU, dtype, [70]).problem is None
 
 
 def faulty(change):
     """The backend `blocks` with run(q, k, v, **more) changed: change(run, q, k, v, **more)."""
     def run(q, k, v, **more):
         return change(blocks.run, q, k, v, **more)
-    return SimpleNamespace(prepare=blocks.prepare, run=run)
+    return SimpleNamespace(unsupported=blocks.unsupported, prepare=blocks.prepare, run=run)
 
 
 def hides_one_tile(run, q, k, v, **more):
@@ -54,7 +56,16 @@ def hides_one_tile(run, q, k, v, **more):
 
 
 def is_wrong_for_strided_values(run, q, k, v, **more):
-    return run(q, k, v if v.is_contiguous() else v.roll(1, dims=0), **more)
+    return run(q, k, v if v.transpose(1, 2).is_contiguous() else v.roll(1, dims=0), **more)
+
+
+def is_wrong_for_strided_queries(run, q, k, v, **more):
+    return run(q if q.is_contiguous() else q.roll(1, dims=1), k, v, **more)
+
+
+def is_wrong_in_a_batch(run, q, k, v, **more):
+    """All sequences attend to the keys of the first."""
+    return run(q, k[:1].expand_as(k), v, **more)
 
 
 def is_not_finite_in_one_row(run, q, k, v, **more):
@@ -67,10 +78,11 @@ def has_no_gradient_of_keys(run, q, k, v, **more):
 
 
 @pytest.mark.parametrize("fault", [
-    hides_one_tile, is_wrong_for_strided_values, is_not_finite_in_one_row, has_no_gradient_of_keys,
+    hides_one_tile, is_wrong_for_strided_values, is_wrong_for_strided_queries, is_wrong_in_a_batch,
+    is_not_finite_in_one_row, has_no_gradient_of_keys,
 ])
 def test_a_planted_fault_is_refused(fault):
-    problem = check_backend(faulty(fault), make_case("nope"), CPU, torch.float32)
+    problem, _ = check_backend(faulty(fault), make_case("nope"), CPU, torch.float32)
     assert problem is not None and str(LENGTHS[0]) in problem
 
 
@@ -79,8 +91,8 @@ def test_a_missing_tile_is_refused_in_bfloat16():
     def rounded(change):
         return faulty(lambda run, q, k, v, **more: change(run, *(x.float() for x in (q, k, v)), **more).to(q.dtype))
     right = rounded(lambda run, q, k, v, **more: run(q, k, v, **more))
-    assert check_backend(right, make_case("nope"), CPU, torch.bfloat16, [1024]) is None
-    assert check_backend(rounded(hides_one_tile), make_case("nope"), CPU, torch.bfloat16, [1024]) is not None
+    assert check_backend(right, make_case("nope"), CPU, torch.bfloat16, [1024]).problem is None
+    assert check_backend(rounded(hides_one_tile), make_case("nope"), CPU, torch.bfloat16, [1024]).problem is not None
 
 
 def test_a_wrong_gradient_of_a_learned_parameter_is_refused():
@@ -88,7 +100,7 @@ def test_a_wrong_gradient_of_a_learned_parameter_is_refused():
         bands = blocks.prepare(change, plan, earlier)
         return bands._replace(scale=0.5 * bands.scale + 0.5 * bands.scale.detach()) if change is not None else bands
     wrong = SimpleNamespace(prepare=prepare, run=blocks.run)
-    problem = check_backend(wrong, make_case("learned"), CPU, torch.float32, [LENGTH])
+    problem, _ = check_backend(wrong, make_case("learned"), CPU, torch.float32, [LENGTH])
     assert "dlog_tau" in problem
 
 
@@ -98,13 +110,13 @@ def test_a_kernel_that_ignores_a_mechanism_is_refused(name):
         unused = sum(0 * x.sum() for x in (key_bias, sink) if x is not None)
         plan = SimpleNamespace(query_length=LENGTH, key_length=LENGTH, device=CPU, window=None)
         return run(q, k, v, prepared=blocks.prepare(None, plan)) + unused
-    assert check_backend(faulty(ignore), make_case(name), CPU, torch.float32, [LENGTH]) is not None
+    assert check_backend(faulty(ignore), make_case(name), CPU, torch.float32, [LENGTH]).problem is not None
 
 
 def test_an_error_of_any_kind_is_a_reason():
     def fail(run, q, k, v, **more):
         raise ZeroDivisionError("no\nsuch kernel")
-    problem = check_backend(faulty(fail), make_case("nope"), CPU, torch.float32)
+    problem, _ = check_backend(faulty(fail), make_case("nope"), CPU, torch.float32)
     assert "ZeroDivisionError: no such kernel" in problem and "\n" not in problem
 
 
@@ -114,3 +126,68 @@ def test_errors_are_shares_of_the_norm_and_of_the_mean_row():
     plain = dict(o=exact["o"] + 0.04)
     assert worst_error(off, exact, plain) == ("o", pytest.approx(0.02 / 0.06))
     assert worst_error(dict(o=off["o"] * torch.nan), exact, plain)[1] == math.inf
+
+
+# ---- the choice of a backend -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_cuda(monkeypatch):
+    """Set backends {name: fault or None for a right one} that are chosen as on CUDA, and checked on this CPU."""
+    def check_here(backend, method, device, dtype):
+        return check_backend(backend, method, CPU, torch.float32, [130])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("model.attention.check.check_backend", check_here)
+
+    def set_backends(**faults):
+        for name, fault in faults.items():
+            monkeypatch.setitem(BACKENDS, name, faulty(fault) if fault else blocks)
+    return set_backends
+
+
+def test_on_cuda_the_first_right_backend_is_chosen_and_its_error_is_in_the_reason(on_cuda):
+    on_cuda(sdpa=has_no_gradient_of_keys, flex=None)
+    backend, why = choose_backend(make_case("rope"), CUDA)
+    assert backend == "flex" and "dk" in why and 0 < float(re.search(r"error (\S+) of", why)[1]) < 1
+    on_cuda(sdpa=None)
+    assert choose_backend(make_case("rope"), CUDA)[0] == "sdpa"
+
+
+@pytest.mark.parametrize("name", ["sdpa", "flex_flash"])
+def test_a_named_backend_that_is_wrong_is_refused_and_a_right_one_is_named(name, on_cuda):
+    on_cuda(flex=None, **{"sdpa": has_no_gradient_of_keys, name: is_not_finite_in_one_row})
+    with pytest.raises(ValueError, match=f"{name} .*output.* flex") as refused:
+        choose_backend(make_case("rope"), CUDA, name)
+    assert "blocks" not in str(refused.value)
+    assert choose_backend(make_case("rope"), CUDA, "flex")[0] == "flex"
+
+
+def test_without_a_right_backend_nothing_runs(on_cuda):
+    on_cuda(**dict.fromkeys(("sdpa", "flex", "blocks"), has_no_gradient_of_keys))
+    with pytest.raises(ValueError, match="sdpa .*flex .*blocks "):
+        choose_backend(make_case("rope"), CUDA)
+
+
+RANK_1_WITHOUT_COMPILER = """
+import os
+import train_gpt
+from model.attention import cpu
+if os.environ["RANK"] == "1":
+    cpu.load_library = lambda: (None, "it has no compiler")
+train_gpt.main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["auto", "cpu"])
+def test_ranks_with_other_backends_end_the_run_in_one_line(backend, tmp_path):
+    if not backend_runs("cpu", make_case("rope")):
+        pytest.skip("no rank has the kernel")
+    (tmp_path / "train.py").write_text(RANK_1_WITHOUT_COMPILER)
+    words = arguments(make_data(tmp_path / "data"), tmp_path / "runs", attention_backend=backend)
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    done = python(*launcher, tmp_path / "train.py", *words, code=1, PYTHONPATH=str(ROOT))  # torchrun's own exit code
+    (error,) = re.findall("error: .*", done.stderr)
+    assert "rank 1" in error and "no compiler" in error and ("blocks" in error or backend == "cpu")
+    assert "exitcode  : 2" in done.stderr and 'train_gpt.py", line' not in done.stderr  # no worker's traceback
+    assert not (tmp_path / "runs").exists()

@@ -4,9 +4,9 @@ A kernel's error may be LIMIT times the error of the plain formula in the same d
 the whole tensor and by the worst row: a wrong tile hides in the norm of a long sequence, but not in its rows.
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,13 @@ ROW_LIMIT = 2.0  # the same for the worst row, which varies more
 LEAST = 1e-5  # an error of this size is always allowed: float32's own, over a long sum
 LENGTHS = (1024, 1000)  # whole tiles, and a last tile that is not whole: kernels compile different code for them
 BATCH = 2
+
+
+class Checked(NamedTuple):
+    """The result of a check."""
+
+    problem: str | None  # the error that the backend raised, or its wrong tensor; None where all are right
+    share: float = math.inf  # the largest error, as a share of its limit
 
 
 def worst_error(
@@ -57,31 +64,34 @@ def relative_errors(tensors: Tensors, exact: Tensors) -> dict[str, float]:
 @torch.enable_grad()
 def check_backend(
     backend, method: Method, device: torch.device, dtype: torch.dtype, lengths: Sequence[int] = LENGTHS
-) -> str | None:
-    """Run a backend on random inputs, forward and backward. Return how it fails or what is wrong, or None.
+) -> Checked:
+    """Compare a backend with the formula in float64 on random inputs, forward and backward.
 
     backend: see model/attention/__init__.py.
     """
+    largest = 0.0
     for length in lengths:
-        changes = only_changes(method, length, device)
-        inputs, dout = random_inputs(changes, length, device, dtype)
-        learned = learned_parameters(changes.score_change)
-        if changes.sink is not None:
-            learned["sink"] = changes.sink.logit
         try:
-            tensors = output_and_gradients(on_backend(backend, changes, length, dtype), inputs, dout, learned)
+            name, share = compare(backend, only_changes(method, length, device), length, device, dtype)
         except Exception as error:  # Triton's, CUDA's and the compiler's errors are of many kinds
-            return f"it failed its check with {type(error).__name__}: {' '.join(str(error).split())[:100]}"
-        exact = output_and_gradients(formula(changes), [x.double() for x in inputs], dout.double(), learned)
-        plain = output_and_gradients(rounded_formula(changes), inputs, dout, learned)
-        factor = getattr(backend, "ERROR_FACTOR", 1.0)
-        name, share = worst_error(tensors, exact, plain, torch.finfo(dtype).eps, factor)
+            message = " ".join(str(error).split())[:100]
+            return Checked(f"it failed its check with {type(error).__name__}: {message} ({length} tokens)")
         if share > 1:
-            return f"it failed its check: {name} has {share:.1f} times the allowed error ({length} tokens)"
-    return None
+            return Checked(f"it failed its check: {name} has {share:.1f} times the allowed error ({length} tokens)")
+        largest = max(largest, share)
+    return Checked(None, largest)
 
 
-check_backend_once = functools.lru_cache(maxsize=16)(check_backend)  # not again for each length, or each prompt
+def compare(backend, method: Method, length: int, device: torch.device, dtype: torch.dtype) -> tuple[str, float]:
+    """Return worst_error of a backend's output and gradients."""
+    inputs, dout = random_inputs(method, length, device, dtype)
+    learned = learned_parameters(method.score_change)
+    if method.sink is not None:
+        learned["sink"] = method.sink.logit
+    tensors = output_and_gradients(on_backend(backend, method, length, dtype), inputs, dout, learned)
+    exact = output_and_gradients(formula(method), [x.double() for x in inputs], dout.double(), learned)
+    plain = output_and_gradients(rounded_formula(method), inputs, dout, learned)
+    return worst_error(tensors, exact, plain, torch.finfo(dtype).eps, getattr(backend, "ERROR_FACTOR", 1.0))
 
 
 class GivenBias(KeyBias):
@@ -114,12 +124,13 @@ def only_changes(method: Method, length: int, device: torch.device) -> Method:
 def random_inputs(method: Method, length: int, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
     """Return q, k, v, perhaps key biases, and the gradient of the output, laid out in memory as the model has them.
 
-    q and k are normalised, v is a part of one tensor (B, T, 3, H, D), and the key biases are float32.
+    q and k are normalised (B, T, H, D), v is a part of one tensor (B, T, 3, H, D), and the key biases are float32.
     """
     generator = torch.Generator(device).manual_seed(0)
-    shape = BATCH, length, 4, method.num_heads, method.head_dim
-    q, k, v, dout = torch.randn(shape, device=device, generator=generator).to(dtype).unbind(2)
+    shape = BATCH, length, 3, method.num_heads, method.head_dim
+    q, k, v = torch.randn(shape, device=device, generator=generator).to(dtype).unbind(2)
     q, k = (F.rms_norm(x, x.shape[-1:]) for x in (q, k))
+    dout = torch.randn(q.shape, device=device, generator=generator).to(dtype)
     inputs = [x.transpose(1, 2) for x in (q, k, v)]
     if method.key_bias is not None:
         inputs.append(torch.randn(BATCH, method.num_heads, length, device=device, generator=generator))

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model.attention.base import Plan, unsupported_extras
 from model.methods.base import Method, ScoreChange
@@ -26,7 +26,9 @@ def run(q: Tensor, k: Tensor, v: Tensor, *, q_offset: int = 0, prepared: None = 
     if q_offset == 0 and Tq == Tk:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     visible = torch.ones(Tq, Tk, dtype=torch.bool, device=q.device).tril(q_offset)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+    # With a mask, cuDNN's gradient of q is NaN at some lengths (pytorch#196678), so cuDNN takes no mask.
+    with sdpa_kernel([kernel for kernel in ORDER if kernel != SDPBackend.CUDNN_ATTENTION]):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
 
 
 def prefer_fast_sdpa(device: torch.device):

@@ -83,7 +83,7 @@ def find_problem(backend, method: Method, device: torch.device, dtype: torch.dty
     """Return why a backend cannot run a method here ("not run"), how it differs from float64 ("refused"), or None."""
     if reason := backend.unsupported(method, device, dtype):
         return f"not run: {reason}"
-    problem = check_backend(backend, method, device, dtype)
+    problem = check_backend(backend, method, device, dtype).problem
     return problem and f"refused: {problem}"
 
 
