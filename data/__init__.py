@@ -1,1 +1,1 @@
-"""From text to token shards, to one stream of tokens (shards), to the batch of a step (loader)."""
+"""Turns text into token shards (text), joins shards to one stream (shards), and cuts it into batches (loader)."""

@@ -1,11 +1,11 @@
 """Copy rows: rows of the train stream that repeat one segment, mixed into rows of natural text.
 
-A row is a number of consecutive tokens, aligned at multiples of that number. Small models learn in-context copying
-from copy rows, which natural text alone teaches much later.
+A row of N tokens starts at a multiple of N in the stream. Small models learn in-context copying from copy rows much
+earlier than from natural text alone.
 
 Half of the segments are tokens drawn by their frequency in the train text. The other half are pieces of that text.
-The length of a segment is log-uniform from MIN_SEGMENT tokens to half a row. All other rows are pieces of the text from
-random places, so that the first steps see all documents and not the first few.
+The length of a segment is log-uniform from MIN_SEGMENT tokens to half a row. Rows of natural text are pieces from
+random places, because the first steps should see all documents.
 """
 
 import math
@@ -26,10 +26,10 @@ def rows(text: np.ndarray, share: float, row_lengths: RowLengths, seed: int = SE
 
     text: (tokens,) uint16, the natural train text, which may be a memory map.
     share: probability that a row is a copy row, less than 1. row_lengths: at least 2 * MIN_SEGMENT tokens each.
-    ValueError if the text is shorter than the longest row.
+    Raise ValueError if the text is shorter than the longest row.
     """
     longest = max(length for length, _ in row_lengths)
-    require(len(text) >= longest, f"--row-tokens {longest}: longer than the train text, {len(text)} tokens. Use more.")
+    require(len(text) >= longest, f"--row-tokens {longest}: train has {len(text)} tokens. Use more text.")
     rng = np.random.Generator(np.random.PCG64(seed))
     remaining = list(row_lengths)
     position = natural = 0  # tokens in all rows, and in natural rows

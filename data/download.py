@@ -1,10 +1,10 @@
-"""Downloads data of the Hugging Face hub: FineWeb as shards of GPT-2 tokens, and single files.
+"""Downloads from the Hugging Face hub: FineWeb as shards of GPT-2 tokens, and single files.
 
-    python -m data.download fineweb10B --shards 25      2.5 B tokens, 5 GB: what gpt_162m_4k reads
-    python -m data.download fineweb100B --shards 101    10.1 B tokens, 20 GB: what gpt_304m_4k reads
+    python -m data.download fineweb10B --shards 25      2.5 B tokens, 5 GB, enough for gpt_162m_4k
+    python -m data.download fineweb100B --shards 101    10.1 B tokens, 20 GB, enough for gpt_304m_4k
 
-The hub's client retries and resumes. A file gets its name when all of it is there, so the same command fetches what is
-missing. FineWeb shards are Keller Jordan's, and are compared with the sha256 of the hub.
+The hub's client retries and resumes. Only a complete file gets its final name, so the same command fetches all missing
+files. Keller Jordan made the FineWeb shards. Every shard is compared with its sha256 on the hub.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from errors import UserError, exit_on_user_error, require
 
 @contextmanager
 def one_line_errors(description: str) -> Iterator[None]:
-    """Turn every error of a download into an OSError of one line: HTTP libraries have many kinds of errors."""
+    """Turn every error of a download into a one-line OSError, because HTTP libraries raise many types."""
     try:
         yield
     except Exception as error:
@@ -29,9 +29,9 @@ def one_line_errors(description: str) -> Iterator[None]:
 
 
 def fetch(repo: str, name: str, folder: Path | None = None, repo_type: str = "dataset") -> Path:
-    """Download a file of the hub into a folder (None: the cache) and return its path; OSError if that fails.
+    """Download a file of the hub into a folder (None: the cache) and return its path. Raise OSError if that fails.
 
-    A download that was interrupted goes on where it stopped, if the folder still has its parts.
+    An interrupted download continues where it stopped, if the folder still has the parts.
     """
     from huggingface_hub import hf_hub_download
 
@@ -40,29 +40,29 @@ def fetch(repo: str, name: str, folder: Path | None = None, repo_type: str = "da
 
 
 def model_file(model: str | Path, name: str) -> Path:
-    """Return the path of a file of a Hugging Face model, a folder or a name on the hub; OSError if it is not there."""
+    """Return the path of a file of a model, a folder or a name on the hub. Raise OSError if a download fails."""
     return Path(model) / name if Path(model).is_dir() else fetch(str(model), name, repo_type="model")
 
 
 def download_fineweb(dataset: str, num_shards: int | None, out: Path) -> dict:
     """Fetch the validation shard and the first training shards (None: all) and return the manifest.
 
-    dataset: "fineweb10B" or "fineweb100B".
-    ValueError for an impossible number of shards, a folder of other data, or a file with a wrong sha256 or wrong
-    tokens, which is removed. OSError if the hub cannot give a file.
+    dataset: "fineweb10B" or "fineweb100B". Raise ValueError for more shards than there are, and for a folder of other
+    data. Remove a file with a wrong sha256 or a bad header, and raise ValueError. Raise OSError if a download fails.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
-    repo, most = f"kjj0/{dataset}-gpt2", FINEWEB_SHARDS[dataset]
-    num_shards = most if num_shards is None else num_shards
-    require(1 <= num_shards <= most, f"--shards {num_shards}: {repo} has {most} training shards. Use 1 to {most}.")
+    repo, available = f"kjj0/{dataset}-gpt2", FINEWEB_SHARDS[dataset]
+    num_shards = available if num_shards is None else num_shards
+    possible = 1 <= num_shards <= available
+    require(possible, f"--shards {num_shards}: {repo} has {available} training shards. Use 1 to {available}.")
     names = ["fineweb_val_000000.bin", *(f"fineweb_train_{i:06d}.bin" for i in range(1, num_shards + 1))]
     out.mkdir(parents=True, exist_ok=True)
     manifest = read_manifest(out) or {"tokenizer": "gpt2", "vocab_size": 50257, "source": repo, "files": {}}
     source = manifest.get("source")  # fineweb10B and fineweb100B have files of the same names and sizes
-    require(source == repo, f"{out}: holds data of {source or 'another source'}. Choose another --out.")
+    require(source == repo, f"{out}: has data of {source or 'another source'}. Choose another --out.")
 
-    write_manifest(out, manifest)  # open_split refuses a file that has no entry, so one that was never checked
+    write_manifest(out, manifest)  # open_split refuses files without an entry, so it refuses unchecked files
     for name in tqdm(names, desc=repo, unit="file", disable=None):
         entry = manifest["files"].get(name)
         if entry and (out / name).exists() and (out / name).stat().st_size == shard_bytes(entry["tokens"]):
@@ -72,7 +72,7 @@ def download_fineweb(dataset: str, num_shards: int | None, out: Path) -> dict:
         path = fetch(repo, name, out)
         try:
             entry = describe_shard(path)
-            require(entry["sha256"] == sha256, f"{path}: its sha256 is not the hub's.")
+            require(entry["sha256"] == sha256, f"{path}: its sha256 differs from the hub's.")
         except ValueError as error:
             path.unlink()
             raise UserError(f"{error} The file was removed. Run the command again.") from error
@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m data.download", description="Download FineWeb's GPT-2 tokens.")
     parser.add_argument("dataset", choices=FINEWEB_SHARDS)
     parser.add_argument("--shards", type=int, help="training shards of 100 M tokens, 200 MB (default: all)")
-    parser.add_argument("--out", type=Path, help="folder (default: data/DATASET)")
+    parser.add_argument("--out", type=Path, help="output folder (default: data/DATASET)")
     args = parser.parse_args(argv)
     out = args.out or Path("data") / args.dataset
     manifest = download_fineweb(args.dataset, args.shards, out)

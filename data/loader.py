@@ -1,9 +1,9 @@
 """Batches: the tokens of training step n, and the tokens of validation.
 
-With B = batch_tokens, step n = 0, 1, ... reads tokens n B to (n + 1) B of the stream, after the first token of the run.
-Inputs are all of them but the last, targets all but the first. Sequence length, micro-batch size and number of
-processes do not change that. A run that resumes, even on another number of GPUs, sees the tokens that it would have
-seen. Methods and lengths are compared on the same text.
+Let B be batch_tokens. Step n = 0, 1, ... reads tokens n B to (n + 1) B, counted from the run's first token. Inputs are
+these tokens without the last, targets are these tokens without the first. Sequence length, micro-batch size and number
+of processes do not change them. So a run that resumes on another number of GPUs sees the same tokens. Methods and
+lengths are compared on the same text.
 """
 
 import math
@@ -33,38 +33,37 @@ def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
 # ---- training ----
 
 
-def sequences_of(batch_tokens: int, length: int, rank: int, world_size: int) -> range:
-    """Return a rank's sequences in a step, by index. Shares differ by one at most; the first ranks have the larger.
+def rank_sequences(batch_tokens: int, length: int, rank: int, world_size: int) -> range:
+    """Return the indices of a rank's sequences in a step. The first ranks may have one sequence more than the others.
 
-    Raise ValueError if a step is not whole sequences, or has fewer of them than there are ranks.
+    Raise ValueError if batch_tokens is not a multiple of the length, or if a rank has no sequence.
     """
-    whole = batch_tokens % length == 0
-    require(whole, f"batch_tokens {batch_tokens} is not a multiple of the sequence length {length}. Change either.")
+    divisible = batch_tokens % length == 0
+    require(divisible, f"batch_tokens {batch_tokens} is not a multiple of the sequence length {length}. Change either.")
     sequences = batch_tokens // length
-    many = f"{world_size} processes are more than the {sequences} sequences of {length} tokens in a step"
-    require(world_size <= sequences, f"{many}. Use at most {sequences} processes or a larger batch_tokens.")
-    share, rest = divmod(sequences, world_size)
-    first = rank * share + min(rank, rest)
-    return range(first, first + share + (rank < rest))
+    problem = f"{world_size} processes are more than the {sequences} sequences of {length} tokens in a step"
+    require(world_size <= sequences, f"{problem}. Use at most {sequences} processes or a larger batch_tokens.")
+    share, remainder = divmod(sequences, world_size)
+    first = rank * share + min(rank, remainder)
+    return range(first, first + share + (rank < remainder))
 
 
 def micro_batch_size(batch_tokens: int, length: int, micro_batch_tokens: int, world_size: int, rank: int = 0) -> int:
-    """Return the most sequences, at least 1, that divide a rank's share of a step and fit micro_batch_tokens."""
-    share = len(sequences_of(batch_tokens, length, rank, world_size))
-    most = max(1, micro_batch_tokens // length)
-    return next(size for size in range(min(share, most), 0, -1) if share % size == 0)
+    """Return the sequences of a micro-batch: the largest divisor of a rank's share that fits micro_batch_tokens."""
+    share = len(rank_sequences(batch_tokens, length, rank, world_size))
+    largest = max(1, micro_batch_tokens // length)
+    return next(size for size in range(min(share, largest), 0, -1) if share % size == 0)
 
 
 class TrainLoader:
     """Iterates over steps: `next(loader)` returns the list of micro-batches of one step for one rank.
 
-    A step is `batch_tokens // length` sequences in stream order. Rank r has the r-th contiguous share (`sequences_of`),
-    cut in order into micro-batches of `micro_batch_size` sequences. `length` is a number of tokens, or a function that
-    returns it for a step. Step 0 begins with token `first_token` of the stream; the first `next` is of `start_step`.
-    One thread reads `prefetch` steps ahead; the `next` of a step raises the thread's errors. Copies to a CUDA device
-    are asynchronous, from pinned memory. `close` ends the thread.
+    A step has `batch_tokens // length` sequences in stream order. Rank r has the r-th contiguous share, cut in order
+    into micro-batches of `micro_batch_size` sequences. `length`: tokens, or a function from a step to tokens. Step 0
+    begins at token `first_token` of the stream. The first `next` returns step `start_step`. A thread reads `prefetch`
+    steps ahead, and `next` raises its errors. Copies to a CUDA device are asynchronous, from pinned memory.
 
-    Raise ValueError as sequences_of does, and for a token outside `vocab_size`.
+    Raise ValueError as rank_sequences does, and for a token outside `vocab_size`.
     """
 
     def __init__(
@@ -77,10 +76,10 @@ class TrainLoader:
         self._rank, self._world_size, self._first_token = rank, world_size, first_token
         self._length_at = length if callable(length) else lambda step: length
         self._next_step = start_step
-        sequences_of(batch_tokens, self._length_at(start_step), rank, world_size)  # may raise, before the thread starts
+        rank_sequences(batch_tokens, self._length_at(start_step), rank, world_size)  # raises before the thread starts
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train-loader")
         if self._device.type == "cuda":
-            # A new thread is on device 0. Pinning memory there would open a context of every rank on the first GPU.
+            # A new thread uses device 0. Without set_device, pinning memory opens a context of every rank on that GPU.
             index = torch.cuda.current_device() if self._device.index is None else self._device.index
             self._reader.submit(torch.cuda.set_device, index)
         self._pending = deque()
@@ -93,7 +92,7 @@ class TrainLoader:
 
     def _load(self, step: int) -> tuple[Tensor, Tensor, int]:
         length = self._length_at(step)
-        share = sequences_of(self._batch_tokens, length, self._rank, self._world_size)
+        share = rank_sequences(self._batch_tokens, length, self._rank, self._world_size)
         size = micro_batch_size(self._batch_tokens, length, self._micro_batch_tokens, self._world_size, self._rank)
         start = self._first_token + step * self._batch_tokens + share.start * length
         tokens = self.stream.read(start, len(share) * length + 1, self._vocab_size)  # (share + 1,)
@@ -116,12 +115,12 @@ class TrainLoader:
 
 
 def check_validation(stream: TokenStream, lengths: Sequence[int], val_tokens: int) -> None:
-    """Raise ValueError unless the first `val_tokens` of the stream are whole sequences of each length, with targets."""
+    """Raise ValueError unless the first `val_tokens` of the stream divide into sequences of each length."""
     unit = math.lcm(*lengths)
     largest = (len(stream) - 1) // unit * unit  # the last input needs a target
-    problem = f"val_tokens {val_tokens} is not a multiple of {unit} (lengths {list(lengths)}) within the text"
+    problem = f"val_tokens {val_tokens} does not fit lengths {list(lengths)} and a text of {len(stream)} tokens"
     possible = 0 < val_tokens <= largest and val_tokens % unit == 0
-    require(possible, f"{problem} of {len(stream)} tokens. Use at most {largest}, or prepare more text.")
+    require(possible, f"{problem}. Use a multiple of {unit} up to {largest}, or prepare more text.")
 
 
 def validation_batches(
@@ -134,9 +133,9 @@ def validation_batches(
     """
     check_validation(stream, [length], val_tokens)
     device = torch.device(device)
-    mine = range(rank, val_tokens // length, world_size)
-    for first in range(0, len(mine), micro_batch_size):
-        rows = [stream.read(i * length, length + 1, vocab_size) for i in mine[first : first + micro_batch_size]]
-        tokens = np.stack(rows)  # (b, length + 1)
+    sequences = range(rank, val_tokens // length, world_size)
+    for first in range(0, len(sequences), micro_batch_size):
+        indices = sequences[first : first + micro_batch_size]
+        tokens = np.stack([stream.read(i * length, length + 1, vocab_size) for i in indices])  # (b, length + 1)
         inputs, targets = (_to_device(_host_tensor(part, device), device) for part in (tokens[:, :-1], tokens[:, 1:]))
         yield inputs, targets  # (b, length)

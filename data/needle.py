@@ -5,11 +5,11 @@
     text ... <|endoftext|>text ... (two more needles)
     Lisbon=4071832;Oslo=9120045;Cairo=1548872<|endoftext|>
 
-A model predicts the last line, the response. The haystack is cut to size first. Then each needle goes to a uniformly
-random place between two tokens of the haystack, so never into another needle. The response has the order of appearance.
+The model predicts the last line, the response. It has the needles in order of appearance. The haystack is first cut to
+its length. Then each needle goes to a uniformly random place between two haystack tokens, so needles do not overlap.
 
-The paper leaves four points open. A needle has a newline on both sides. The response is tokenised by itself after one
-newline. Cities are distinct within an example. Numbers are uniform over the numbers of seven digits.
+We chose four points that the paper leaves open. A needle has a newline on both sides. The response is tokenised by
+itself after one newline. Cities are distinct within an example. Numbers are uniform over all numbers of seven digits.
 """
 
 from collections.abc import Callable, Iterable
@@ -37,8 +37,8 @@ CITIES = (
 # fmt: on
 NEEDLES = 3  # in an example
 SEPARATOR = "\n"
-HAYSTACK_TOKENS = 2**28  # at most, held in memory; the paper's 300 steps need 79 M
-C4 = Path("data/c4")  # folder of the files
+HAYSTACK_TOKENS = 2**28  # limit of the tokens in memory; the paper's 300 steps need 79 M
+C4 = Path("data/c4")  # download folder
 C4_FILES = {"train": "en/c4-train.00000-of-01024.json.gz", "val": "en/c4-validation.00000-of-00008.json.gz"}
 
 
@@ -55,7 +55,7 @@ def response_text(needles: Iterable[tuple[str, int]]) -> str:
 
 @dataclass(frozen=True)
 class Haystack:
-    """Documents that hide needles: document(i) returns the tokens of document i, after an end-of-text token."""
+    """Documents around the needles. document(i) returns an end-of-text token and the tokens of document i."""
 
     split: str  # "train" or "val"
     num_documents: int
@@ -63,7 +63,7 @@ class Haystack:
 
     @classmethod
     def from_shards(cls, data_dir: Path, split: str, tokenizer: Tokenizer) -> "Haystack":
-        """Return the documents in the first 2^28 tokens of a folder; ValueError without good shards or end-of-text."""
+        """Return the documents in a folder's first 2^28 tokens. Raise ValueError for bad shards or no end-of-text."""
         stream = open_split(data_dir, split, tokenizer.vocab_size)
         tokens = stream.read(0, min(len(stream), HAYSTACK_TOKENS))
         borders = np.append(np.flatnonzero(tokens == tokenizer.eot), len(tokens))  # (documents + 1,)
@@ -77,11 +77,11 @@ class Haystack:
         return cls(split, len(texts), lambda i: np.array([tokenizer.eot, *tokenizer.encode(texts[i])]))
 
     def sample(self, count: int, rng: np.random.Generator) -> np.ndarray:
-        """Return `count` tokens of distinct random documents, with the last one cut; ValueError if text is short."""
+        """Return `count` tokens of distinct random documents, the last one cut. Raise ValueError if there are fewer."""
         parts, missing, drawn = [np.empty(0, np.int64)], count, set()
         while missing > 0:
-            short = f"the {self.split} haystack has {count - missing} of {count} tokens"
-            require(len(drawn) < self.num_documents, f"{short}. Use more text or a shorter length.")
+            problem = f"the {self.split} haystack has {count - missing} of {count} tokens"
+            require(len(drawn) < self.num_documents, f"{problem}. Use more text or a shorter length.")
             while (index := int(rng.integers(self.num_documents))) in drawn:
                 pass
             drawn.add(index)
@@ -91,7 +91,7 @@ class Haystack:
 
 
 def fetch_c4(folder: Path, split: str) -> Path:
-    """Return the first file of a split of C4 (en), downloaded if it is missing (320 MB, 40 MB). OSError: see fetch."""
+    """Return the first file of a split of C4 (en), after a download if needed (320 MB, 40 MB). OSError: see fetch."""
     path = Path(folder) / C4_FILES[split]
     return path if path.exists() else fetch("allenai/c4", C4_FILES[split], Path(folder))
 
@@ -103,11 +103,11 @@ def fetch_c4(folder: Path, split: str) -> Path:
 class Example:
     """One prompt and its response. Cities, numbers and positions are in order of appearance."""
 
-    tokens: np.ndarray  # (length + 1,) int64; the last one is the end-of-text token, only ever a target
-    response_start: int  # tokens[:response_start] is the prompt, with its final separator
+    tokens: np.ndarray  # (length + 1,) int64; the last token, end-of-text, is only a target
+    response_start: int  # tokens[:response_start] is the prompt with its final separator
     cities: tuple[str, ...]
     numbers: tuple[int, ...]
-    positions: tuple[int, ...]  # in tokens, where each needle starts
+    positions: tuple[int, ...]  # token index at which each needle starts
 
     @property
     def response(self) -> str:
@@ -117,7 +117,7 @@ class Example:
 class NeedleTask:
     """An endless, indexed set of examples. An example depends on seed, split, length, index, tokenizer and haystack.
 
-    length: tokens of the model's input. The end-of-text token after them is a target alone, so that inputs have the
+    length: tokens of the model's input. The end-of-text token after them is only a target, so that inputs have the
     shape of a training sequence.
     """
 
@@ -125,7 +125,7 @@ class NeedleTask:
         self.tokenizer, self.haystack, self.length, self.seed = tokenizer, haystack, length, seed
 
     def example(self, index: int) -> Example:
-        """Return example `index`; ValueError if the haystack has too few tokens, or the length has no room for it."""
+        """Return example `index`. Raise ValueError if the haystack or the length has too few tokens."""
         is_val = int(self.haystack.split == "val")
         rng = np.random.default_rng([self.seed, is_val, self.length, index])
         cities = tuple(CITIES[i] for i in rng.choice(len(CITIES), NEEDLES, replace=False))
@@ -133,10 +133,10 @@ class NeedleTask:
         texts = [*map(needle_text, cities, numbers), SEPARATOR, response_text(zip(cities, numbers))]
         *needles, separator, response = self.tokenizer.encode_batch(texts)
 
-        room = self.length - sum(map(len, needles)) - len(separator) - len(response)
-        require(room > 0, f"length {self.length}: too short for {NEEDLES} needles and response. Use {2 * self.length}.")
-        haystack = self.haystack.sample(room, rng)
-        gaps = np.sort(rng.integers(0, room, NEEDLES, endpoint=True))  # gap g is before haystack token g
+        haystack_length = self.length - sum(map(len, needles)) - len(separator) - len(response)
+        require(haystack_length > 0, f"length {self.length} has no space for a haystack. Use {2 * self.length}.")
+        haystack = self.haystack.sample(haystack_length, rng)
+        gaps = np.sort(rng.integers(0, haystack_length, NEEDLES, endpoint=True))  # gap g is before haystack token g
         first, *rest = np.split(haystack, gaps)
         parts, positions = [first], []
         for needle, text in zip(needles, rest):
@@ -158,7 +158,7 @@ class NeedleTask:
 
 
 def score(text: str, example: Example) -> list[bool]:
-    """Return whether each needle is right in a decoded response up to `<|endoftext|>`: city and number, in order."""
+    """Return for each needle whether a decoded response, up to `<|endoftext|>`, has its city and number in order."""
     answers = text.split(END_OF_TEXT)[0].split(";")
     answers += [""] * (len(example.cities) - len(answers))
     return [answer.strip() == wanted for answer, wanted in zip(answers, example.response.split(";"))]

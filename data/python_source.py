@@ -1,13 +1,13 @@
-"""Makes shards of Python source that every installation has: the standard library's, and PyTorch's own.
+"""Makes shards from Python source that every installation has: the standard library and PyTorch.
 
     python -m data.python_source taught      for the quickstart and scale `taught`, into data/taught
     python -m data.python_source mini        for scale `mini`, into data/mini
 
-`taught`: a folder of source files is a document, and whole documents are held out for validation. Half of the training
-rows are copy rows (data/copy_rows.py), and the other half are pieces of the documents from random places. Rows have 32
-and 64 tokens where the runs train on such sequences, then 256.
-Packages hold near-copies of files, so a held-out folder may resemble a training folder.
-`mini`: a package of the standard library is a document; all rows are natural text.
+`taught`: a document is a folder of source files. Whole documents are held out for validation. A held-out folder may
+resemble a training folder, because packages have near-copies of files. Half of the training rows are copy rows
+(data/copy_rows.py), the others are pieces of documents from random places. Rows have 32 and 64 tokens where runs train
+on such sequences, then 256.
+`mini`: a document is a package of the standard library. All rows are natural text.
 
 The same versions of Python and PyTorch give the same tokens.
 """
@@ -23,21 +23,21 @@ from data.text import prepare
 from errors import exit_on_user_error
 
 COPY_ROWS = 0.5  # share of the training rows
-ROW_LENGTHS = [(32, 200 * 2048), (64, 600 * 2048), (256, None)]  # as length_schedule of preset quickstart
-# Tests and tables of characters in Python's standard library, and packages that other people installed.
-NOT_TEXT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "entities.py"}
+ROW_LENGTHS = [(32, 200 * 2048), (64, 600 * 2048), (256, None)]  # match length_schedule of preset quickstart
+# Tests, character tables, and packages that are not part of Python.
+EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "entities.py"}
 
 
 def find_source(root: Path) -> list[Path]:
-    """Return the .py files anywhere in a folder, sorted, without files and folders named in NOT_TEXT."""
-    return sorted(path for path in root.rglob("*.py") if not NOT_TEXT & set(path.relative_to(root).parts))
+    """Return the .py files anywhere in a folder, sorted, without files and folders named in EXCLUDED."""
+    return sorted(path for path in root.rglob("*.py") if not EXCLUDED & set(path.relative_to(root).parts))
 
 
 def write_folders(roots: Sequence[Path], out: Path) -> int:
     """Write each folder of Python source as one document to a .txt file in `out`; return the number of documents.
 
-    A folder's document is its own .py files in sorted order, without the files of its subfolders. Names in `out` have
-    the order of the roots and folders.
+    A document has the .py files directly in a folder, in sorted order. Names in `out` have the order of the roots and
+    folders.
     """
     folders = {}  # folder -> texts of its files
     for root in roots:

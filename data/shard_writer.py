@@ -1,4 +1,4 @@
-"""Writing token shards and their manifest. data.shards has the format."""
+"""Writes token shards and their manifest. data.shards describes the format."""
 
 import os
 import shutil
@@ -13,14 +13,14 @@ from files import sync
 
 
 class ShardWriter:
-    """Streams tokens into the shards of both splits; documents may run from one shard into the next.
+    """Writes the tokens of two splits to shards. A document may continue in the next shard.
 
         with ShardWriter(folder, "fineweb", tokenizer="gpt2", vocab_size=50257) as writer:
             writer.write("train", tokens)  # any number of times, "train" or "val"
             manifest = writer.close()
 
-    Shards stay in a temporary folder until `close`, so a killed process leaves nothing that looks like data. `close`
-    writes the manifest before it moves the shards: after a kill in between, the manifest tells which are missing.
+    Shards stay in a temporary folder until `close`, so a killed process leaves no partial data. `close` writes the
+    manifest before it moves the shards. After a kill in between, the manifest shows the missing shards.
     """
 
     def __init__(self, folder: Path, prefix: str, *, tokenizer: str, vocab_size: int, shard_tokens: int = 100_000_000):
@@ -31,7 +31,7 @@ class ShardWriter:
         self._waiting = {"train": bytearray(), "val": bytearray()}  # tokens of the next shard
         self._next_number = {"train": 1, "val": 0}
         self._temporary = self.folder / ".incoming"
-        shutil.rmtree(self._temporary, ignore_errors=True)  # of a killed process
+        shutil.rmtree(self._temporary, ignore_errors=True)  # left by a killed process
         self._temporary.mkdir(parents=True)
 
     def write(self, split: str, tokens: Sequence[int] | np.ndarray) -> None:
@@ -43,7 +43,7 @@ class ShardWriter:
             del waiting[:size]
 
     def close(self) -> dict:
-        """Write the manifest, name all shards, and return the manifest."""
+        """Write the manifest, move all shards into the folder, and return the manifest."""
         for split, waiting in self._waiting.items():
             if waiting:
                 self._write_shard(split, waiting)

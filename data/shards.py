@@ -1,8 +1,8 @@
-"""Token shards: the file format, checking, and reading them as one stream. data.shard_writer writes them.
+"""Token shards: the file format, its checks, and a stream that reads them. data.shard_writer writes shards.
 
-A shard is a header of 256 little-endian int32 (20240520, version 1, number of tokens, zeros) and that number of uint16
-tokens. modded-nanogpt's FineWeb files have this format. Training shards count from 1, validation shards from 0:
-`fineweb_train_000001.bin`, `fineweb_val_000000.bin`. A folder's `manifest.json` has the checksums of its shards.
+A shard is a header and tokens, little-endian uint16. The header is 256 little-endian int32: 20240520, version 1, number
+of tokens, zeros. modded-nanogpt's FineWeb files have this format. The first training shard has number 1, the first
+validation shard number 0: `fineweb_train_000001.bin`, `fineweb_val_000000.bin`. `manifest.json` has their checksums.
 
     python -m data.shards verify data/fineweb10B       compares every byte with the checksums
     python -m data.shards describe data/fineweb10B     writes a manifest for shards that another program made
@@ -31,10 +31,10 @@ FINEWEB_SHARDS = {"fineweb10B": 103, "fineweb100B": 1030}  # Keller Jordan's tra
 
 
 def data_command(folder: Path, tokens: int) -> str:
-    """Return the command that makes a data folder of at least `tokens` training tokens, or all of FineWeb's."""
+    """Return the command that fills a data folder with at least `tokens` training tokens, or with all of FineWeb."""
     folder = Path(folder)
-    if most := FINEWEB_SHARDS.get(folder.name):
-        shards = min(most, max(1, math.ceil(tokens / 100_000_000)))
+    if available := FINEWEB_SHARDS.get(folder.name):
+        shards = min(available, max(1, math.ceil(tokens / 100_000_000)))
         return f"python -m data.download {folder.name} --shards {shards} --out {shlex.quote(str(folder))}"
     if folder.name in ("taught", "mini"):
         return f"python -m data.python_source {folder.name} --out {shlex.quote(str(folder))}"
@@ -59,18 +59,18 @@ def shard_bytes(num_tokens: int) -> int:
 
 
 def read_header(path: Path) -> int:
-    """Return the number of tokens in a shard; raise ValueError if the file is not a whole, non-empty shard."""
+    """Return the number of tokens in a shard. Raise ValueError if the file is not a complete, non-empty shard."""
     header = np.fromfile(path, "<i4", count=3).tolist()
-    require(header[:2] == [MAGIC, VERSION], f"{path}: not a token shard of version {VERSION}. Get it again.")
+    require(header[:2] == [MAGIC, VERSION], f"{path}: not a token shard of version {VERSION}. Prepare it again.")
     num_tokens = header[2]
-    require(num_tokens > 0, f"{path}: has no tokens. Get it again.")
+    require(num_tokens > 0, f"{path}: has no tokens. Prepare it again.")
     size, expected = os.path.getsize(path), shard_bytes(num_tokens)
-    require(size == expected, f"{path}: has {size} bytes, not the {expected} of {num_tokens} tokens. Get it again.")
+    require(size == expected, f"{path}: has {size} bytes instead of {expected}. Prepare it again.")
     return num_tokens
 
 
 def describe_shard(path: Path) -> dict:
-    """Return a shard's entry in the manifest, {"tokens", "max_token", "sha256"}; ValueError for a bad shard."""
+    """Return a shard's entry in the manifest, {"tokens", "max_token", "sha256"}. Raise ValueError for a bad shard."""
     num_tokens, max_token, digest = read_header(path), 0, hashlib.sha256()
     with open(path, "rb") as file:
         digest.update(file.read(HEADER_BYTES))
@@ -81,12 +81,12 @@ def describe_shard(path: Path) -> dict:
 
 
 # ---- manifest: {"tokenizer": name, "vocab_size": int, "files": {file name: describe_shard(file)}} ----
-# data.download adds the "source". data.text adds the "tokenizer_sha256" of a tokenizer.json, and the "copy_rows" of the
-# train split: {"share": float, "row_lengths": [[tokens in a row, end or null], ...], "seed": int}.
+# data.download adds "source". data.text adds "tokenizer_sha256", if there is a tokenizer.json. For copy rows it adds
+# "copy_rows": {"share": float, "row_lengths": [[tokens in a row, end or null], ...], "seed": int}.
 
 
 def read_manifest(folder: Path) -> dict | None:
-    """Return the manifest of a data folder, None without one; raise ValueError if it is no JSON."""
+    """Return the manifest of a data folder, or None without a manifest. Raise ValueError if it is not JSON."""
     path = Path(folder) / MANIFEST
     try:
         return json.loads(path.read_text()) if path.exists() else None
@@ -95,13 +95,13 @@ def read_manifest(folder: Path) -> dict | None:
 
 
 def tokenizer_of(data_dir: Path) -> str | None:
-    """Return the name of a data folder's tokenizer, or the sha256 of its tokenizer.json; None without a manifest."""
+    """Return the name of a data folder's tokenizer, or the sha256 of its tokenizer.json. None without a manifest."""
     manifest = read_manifest(data_dir)
     return manifest and manifest.get("tokenizer_sha256", manifest["tokenizer"])
 
 
 def sha256_of(path: Path) -> str | None:
-    """Return the sha256 of a small file, None if it does not exist."""
+    """Return the sha256 of a small file, or None if it does not exist."""
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
 
 
@@ -129,9 +129,9 @@ class TokenStream:
         return int(self._ends[-1])
 
     def fingerprint(self, tokens: int | None = None) -> str:
-        """Return sixteen hex digits that identify the text of a run of `tokens` (None: the whole stream).
+        """Return sixteen hex digits that identify the first `tokens` of the stream (None: the whole stream).
 
-        They depend on name, size and sha256 of the shards up to the last target.
+        They depend on name, size and sha256 of all shards up to the last target.
         """
         whole = tokens is None or tokens >= len(self)
         count = len(self.paths) if whole else self._locate(tokens)[0] + 1
@@ -140,42 +140,44 @@ class TokenStream:
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
 
     def _locate(self, position: int) -> tuple[int, int]:
-        """Return a position's shard (index) and its token in that shard."""
+        """Return the index of a position's shard, and the index of its token in that shard."""
         position %= len(self)
         shard = int(np.searchsorted(self._ends, position, side="right"))
         return shard, position - int(self._ends[shard]) + self.shard_tokens[shard]
 
-    def where(self, position: int) -> tuple[str, int]:
-        """Return a position's file name and token in that file, for messages."""
+    def file_and_index(self, position: int) -> tuple[str, int]:
+        """Return the name of a position's file, and the index of its token in that file, for messages."""
         shard, offset = self._locate(position)
         return self.paths[shard].name, offset
 
     def read(self, start: int, count: int, vocab_size: int = 2**16) -> np.ndarray:
-        """Return tokens start to start + count, uint16, across shards and around at the end.
+        """Return tokens start to start + count, uint16. They may cross shards, and wrap around at the end.
 
-        ValueError for a token outside the vocabulary, because an index error in a CUDA kernel would not name its place;
-        and for a shard that was cut after the stream was opened.
+        Raise ValueError for a token outside the vocabulary, because an index error in a CUDA kernel names no token.
+        Raise ValueError for a shard that was truncated after the stream was opened.
         """
         tokens, filled = np.empty(count, TOKEN), 0  # (count,)
         while filled < count:
             shard, offset = self._locate(start + filled)
             wanted = min(count - filled, self.shard_tokens[shard] - offset)
             part = np.fromfile(self.paths[shard], TOKEN, count=wanted, offset=shard_bytes(offset))
-            require(len(part) == wanted, f"{self.paths[shard]}: it was cut after it was opened. Restore the file.")
+            require(len(part) == wanted, f"{self.paths[shard]}: the file was truncated during the run. Restore it.")
             tokens[filled : filled + wanted] = part
             filled += wanted
         outside = tokens >= vocab_size
         if outside.any():
-            name, offset = self.where(start + int(outside.argmax()))
-            raise UserError(f"{name}: token {offset} is {tokens[outside][0]}. Use a vocab_size above {vocab_size}.")
+            name, index = self.file_and_index(start + int(outside.argmax()))
+            raise UserError(
+                f"{name}: token {index} is {tokens[outside][0]}. Use a larger vocab_size than {vocab_size}."
+            )
         return tokens
 
 
 def open_split(data_dir: Path, split: str, vocab_size: int, need_tokens: int = 0) -> TokenStream:
-    """Open the "train" or "val" shards of a folder after checking all headers against the manifest.
+    """Compare the headers of a folder's "train" or "val" shards with the manifest, and return the stream.
 
-    ValueError without shards, with the command that gets them (`need_tokens` of training text); without a manifest; for
-    a bad, missing or unknown shard; and for tokens outside a vocabulary of `vocab_size`.
+    Raise ValueError for a missing manifest, for a bad, missing or unknown shard, and for tokens outside the vocabulary.
+    Without any shards, the message has the command that makes them, with `need_tokens` of training text.
     """
     data_dir = Path(data_dir)
     paths, manifest = shard_paths(data_dir, split), read_manifest(data_dir)
@@ -183,18 +185,18 @@ def open_split(data_dir: Path, split: str, vocab_size: int, need_tokens: int = 0
     require(manifest, f"{data_dir}: has no {MANIFEST}. Run `python -m data.shards describe {data_dir}` once.")
     entries = {name: entry for name, entry in manifest["files"].items() if _is_in_split(name, split)}
     different = ", ".join(sorted(entries.keys() ^ {path.name for path in paths}))
-    require(not different, f"{data_dir}: {different} only in {MANIFEST} or only in the folder. Prepare the data again.")
+    require(not different, f"{data_dir}: {different} is only in {MANIFEST} or only in the folder. Prepare it again.")
     stream = TokenStream(paths, entries)
     for path, num_tokens in zip(paths, stream.shard_tokens):
         expected = entries[path.name]["tokens"]
-        require(num_tokens == expected, f"{path}: {num_tokens} tokens, {expected} in {MANIFEST}. Prepare it again.")
+        require(num_tokens == expected, f"{path}: {num_tokens} tokens, but {expected} in {MANIFEST}. Prepare it again.")
     outside = f"{data_dir}: has token {stream.max_token}, outside the model's vocabulary of {vocab_size}"
     require(stream.max_token < vocab_size, f"{outside}. Set vocab_size to at least {manifest['vocab_size']}.")
     return stream
 
 
 def verify(data_dir: Path) -> dict[str, str]:
-    """Return the problems, by name, of the manifest's files and other .bin files; ValueError without a manifest."""
+    """Return the problems of the manifest's files and of other .bin files. Raise ValueError without a manifest."""
     manifest, problems = read_manifest(data_dir), {}
     require(manifest, f"{data_dir}: has no {MANIFEST} to verify against. Give a folder of prepared data.")
     if manifest.get("tokenizer_sha256") not in (None, sha256_of(data_dir / TOKENIZER_FILE)):
@@ -202,14 +204,14 @@ def verify(data_dir: Path) -> dict[str, str]:
     for name in sorted(manifest["files"].keys() | {path.name for path in data_dir.glob("*.bin")}):
         try:
             if describe_shard(data_dir / name) != manifest["files"].get(name):
-                problems[name] = "is not as in the manifest"
+                problems[name] = "differs from the manifest"
         except (ValueError, OSError) as error:
             problems[name] = str(error)
     return problems
 
 
 def describe(data_dir: Path) -> dict:
-    """Return the manifest of a folder of shards in GPT-2's tokens, as modded-nanogpt makes them."""
+    """Return a manifest for a folder of shards with GPT-2 tokens, as modded-nanogpt makes them."""
     paths = sorted(data_dir.glob("*.bin"))
     require(paths, f"{data_dir}: has no .bin files. Name another folder.")
     return {"tokenizer": "gpt2", "vocab_size": 50257, "files": {path.name: describe_shard(path) for path in paths}}
@@ -227,7 +229,7 @@ def main(argv: list[str] | None = None) -> None:
         write_manifest(folder, describe(folder))
     bad = [f"{name} ({problem})" for name, problem in verify(folder).items()]
     require(not bad, f"{folder}: {len(bad)} bad files, {', '.join(bad)}. Remove them and make them again.")
-    print(f"{folder}: all files are as in {MANIFEST}")
+    print(f"{folder}: all files agree with {MANIFEST}")
 
 
 if __name__ == "__main__":

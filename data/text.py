@@ -3,15 +3,15 @@
     python -m data.text books/ --tokenizer gpt2 --out data/books
     python -m data.text crawl.jsonl.gz notes/*.md --tokenizer bpe:4096 --out data/crawl
 
-A .jsonl or .json file has one JSON object a line, with its text in the field `text` (--field). Any other file is one
-document, or several that are separated by lines `<|endoftext|>`. Either may be packed as .gz. Of a folder, all .txt and
-.jsonl files are read. Bytes that are not UTF-8 become U+FFFD. White space around documents is dropped, and so are empty
-documents. `--tokenizer` takes gpt2, a file, a data folder, or a Hugging Face model; `bpe:SIZE` trains a tokenizer on
-the train split.
+A .jsonl or .json file has one JSON object per line. A document is the field `text` (--field) of an object. Any other
+file is one document, or several documents separated by lines `<|endoftext|>`. Files may be compressed as .gz. In a
+folder, all .txt and .jsonl files are read. Bytes that are not UTF-8 become U+FFFD. Empty documents, and white space
+around documents, are dropped. `--tokenizer` takes gpt2, a file, a data folder, or a Hugging Face model. `bpe:SIZE`
+trains a tokenizer on the train split.
 
-The sha256 of its text puts a document into train or val, so a document is never in both. If a split is empty then, the
-last --val-fraction of each document is val. Both splits are shuffled with a fixed seed. Every document begins with
-the end-of-text token, as in the FineWeb shards. Memory holds the whole text.
+The sha256 of a document assigns it to train or val, so no document is in both. If a split has no document, val is the
+last --val-fraction of each document instead. Both splits are shuffled with a fixed seed. Every document begins with
+the end-of-text token, as in the FineWeb shards. The whole text is in memory.
 
 `--copy-rows 0.5 --row-tokens 256` makes half of the rows of the train split copy rows (see data.copy_rows).
 """
@@ -44,14 +44,14 @@ PIECES = 32  # encoded in one call: enough to keep all cores busy
 
 
 def find_files(inputs: Sequence[Path]) -> list[Path]:
-    """Return all named files, and the .txt and .jsonl files anywhere in named folders, sorted."""
+    """Return all files among the inputs, and the .txt and .jsonl files anywhere in their folders, sorted."""
     folders = [path for path in inputs if path.is_dir()]
     found = {file for folder in folders for file in folder.rglob("*") if file.suffix in (".txt", ".jsonl")}
     return sorted(found | set(inputs) - set(folders))
 
 
 def read_documents(path: Path, field: str = "text") -> Iterator[str]:
-    """Yield the documents of a file, stripped. ValueError for a line of JSON without a text in its field."""
+    """Yield the documents of a file, stripped. Raise ValueError for a JSON line without a text in its field."""
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rt", encoding="utf-8", errors="replace", newline="\n") as file:
         if not path.name.removesuffix(".gz").endswith((".json", ".jsonl")):
@@ -60,7 +60,7 @@ def read_documents(path: Path, field: str = "text") -> Iterator[str]:
         for number, line in enumerate(file, 1):
             try:
                 text = json.loads(line)[field] if line.strip() else ""
-                text = text.encode(errors="replace").decode().strip()  # JSON can spell halves of surrogate pairs
+                text = text.encode(errors="replace").decode().strip()  # JSON can have lone surrogates
             except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
                 problem = f"{path}: line {number}: not a JSON object with a text in field {field!r}"
                 raise UserError(f"{problem}. Choose a --field.") from error
@@ -69,14 +69,14 @@ def read_documents(path: Path, field: str = "text") -> Iterator[str]:
 
 
 def split_documents(documents: Iterable[str], val_fraction: float) -> dict[str, list[str]]:
-    """Return the documents of "train" and "val", shuffled. ValueError for too little text."""
+    """Return the documents of "train" and "val", shuffled. Raise ValueError for too little text."""
     require(0 < val_fraction < 1, f"--val-fraction {val_fraction}: out of range. Use more than 0 and less than 1.")
     splits = {"train": [], "val": []}
     for text in documents:
         draw = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) / 2**64
         splits["val" if draw < val_fraction else "train"].append(text)
     if not all(splits.values()):
-        print(f"too few documents: the last {100 * val_fraction:g} % of each are val", flush=True)
+        print(f"too few documents to divide: val is the last {100 * val_fraction:g} % of each", flush=True)
         splits = _cut_documents(splits["train"] or splits["val"], val_fraction)
     require(all(splits.values()), f"--val-fraction {val_fraction}: too few documents for two splits. Use more text.")
     return {
@@ -86,7 +86,7 @@ def split_documents(documents: Iterable[str], val_fraction: float) -> dict[str, 
 
 
 def _cut_documents(texts: list[str], val_fraction: float) -> dict[str, list[str]]:
-    """Return two splits: val has the last `val_fraction` of each document, from the end of a line on."""
+    """Return two splits. val has the last `val_fraction` of each document, and starts at the end of a line."""
     parts = {"train": [], "val": []}
     for text in texts:
         cut = text.find("\n", len(text) - round(val_fraction * len(text)))
@@ -103,21 +103,21 @@ def prepare(
     field: str = "text", min_characters: int = 1, val_fraction: float = 0.05, shard_tokens: int = 100_000_000,
     name: str = "text", copy_rows: float | None = None, row_lengths: RowLengths = (),
 ) -> dict:  # fmt: skip
-    """Do what the command does (see the module) and return the manifest.
+    """Write the shards of the inputs, as the command does, and return the manifest.
 
-    copy_rows: share of copy rows among the rows of the train split; None: the split is natural text alone.
-    row_lengths: pairs (tokens in a row, position in the stream where such rows end), with None as the last position. A
-    position is a multiple of the tokens in the rows before it and after it.
+    copy_rows: share of copy rows in the train split. None: the split is natural text alone.
+    row_lengths: pairs (tokens in a row, position in the stream where such rows end). The last position is None. A
+    position is a multiple of the lengths of the rows before it and after it.
     """
     out = Path(out)
     if copy_rows is not None:
         least, shortest = 2 * MIN_SEGMENT, min(length for length, _ in row_lengths)
-        require(0 <= copy_rows < 1, f"--copy-rows {copy_rows}: must be at least 0 and less than 1. Use 0.5 for half.")
+        require(0 <= copy_rows < 1, f"--copy-rows {copy_rows}: out of range. Use at least 0 and less than 1.")
         require(shortest >= least, f"--row-tokens {shortest}: too short. Use at least {least} tokens.")
-    require(not any(out.glob("*.bin")), f"{out}: has shards. Choose another --out, or remove them.")
+    require(not any(out.glob("*.bin")), f"{out}: already has shards. Choose another --out, or remove them.")
     files = find_files(inputs)
     bpe = re.fullmatch(r"bpe:(\d+)", tokenizer)
-    tok = None if bpe else load_tokenizer(tokenizer)  # may raise, before all text is read
+    tok = None if bpe else load_tokenizer(tokenizer)  # raises errors before all text is read
     documents = itertools.chain.from_iterable(read_documents(file, field) for file in files)
     bar = tqdm(documents, "reading", unit="doc", disable=None)
     splits = split_documents((text for text in bar if len(text) >= min_characters), val_fraction)
@@ -147,7 +147,7 @@ def prepare(
 
 
 def encode(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
-    """Yield the tokens of documents piece by piece; each document begins with the end-of-text token."""
+    """Yield the tokens of documents piece by piece. Each document begins with the end-of-text token."""
     numbered = ((number, piece) for text in texts for number, piece in enumerate(pieces(text)))
     while batch := list(itertools.islice(numbered, PIECES)):
         tokens = tokenizer.encode_batch([piece for _, piece in batch])
@@ -159,12 +159,12 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m data.text", description="Tokenise text files into shards.")
     parser.add_argument("inputs", nargs="+", type=Path, metavar="INPUT", help="files, or folders of .txt and .jsonl")
     parser.add_argument("--tokenizer", required=True, help="gpt2, FILE.json, bpe:SIZE, or a model")
-    parser.add_argument("--out", required=True, type=Path, help="folder for the shards; must not have any yet")
+    parser.add_argument("--out", required=True, type=Path, help="output folder, without shards yet")
     parser.add_argument("--field", default="text", help="field of a .jsonl object that holds the text")
-    parser.add_argument("--min-characters", type=int, default=1, help="leave out shorter documents")
-    parser.add_argument("--val-fraction", type=float, default=0.05, help="share of the text, about (default 0.05)")
+    parser.add_argument("--min-characters", type=int, default=1, help="leave out shorter documents (default 1)")
+    parser.add_argument("--val-fraction", type=float, default=0.05, help="approximate share of val (default 0.05)")
     parser.add_argument("--name", default="text", help="shards are called NAME_train_000001.bin, ...")
-    parser.add_argument("--copy-rows", type=float, metavar="SHARE", help="share of copy rows in train, as 0.5")
+    parser.add_argument("--copy-rows", type=float, metavar="SHARE", help="share of copy rows in train, such as 0.5")
     parser.add_argument("--row-tokens", type=int, default=256, help="tokens in a row, with --copy-rows (default 256)")
     options = vars(parser.parse_args(argv))
     row_lengths = [(options.pop("row_tokens"), None)]

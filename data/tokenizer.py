@@ -1,4 +1,4 @@
-"""Load the tokenizer of GPT-2, of a file or of a Hugging Face model, and train new ones."""
+"""Loads the tokenizer of GPT-2, of a file or of a Hugging Face model, and trains new tokenizers."""
 
 import json
 import re
@@ -19,29 +19,29 @@ PIECE = re.compile(rf"(?s).{{1,{PIECE_CHARACTERS}}}(?:\Z|(?<=\S)(?=[ \n]))|.{{1,
 
 
 class Tokenizer:
-    """Encodes and decodes text. Special tokens in a text are plain text.
+    """Encodes and decodes text. Names of special tokens in a text are encoded as plain text.
 
-    file: of the tokenizers library. eot: id of the token before each document: END_OF_TEXT, or the bos_token of the
-    model's configuration beside the file.
+    file: a file of the tokenizers library. eot: id of the token before each document: END_OF_TEXT, or the bos_token
+    in the tokenizer_config.json of the same folder.
     """
 
     name = TOKENIZER_FILE  # in the manifest
 
     def __init__(self, file: Path):
-        """Raise ValueError if the file is no tokenizer, or has no such token."""
+        """Raise ValueError if the file is not a tokenizer, or if it lacks the token before documents."""
         require(file.is_file(), f"{file}: no such tokenizer file. Run this on the machine that has the data.")
         try:
             self._library = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises plain Exception
-            raise UserError(f"{file}: not a file of the tokenizers library ({error}). Use another.") from error
-        self._library.no_truncation()  # a file may carry its model's maximum length, which would cut documents
+            raise UserError(f"{file}: not a file of the tokenizers library ({error}). Use another file.") from error
+        self._library.no_truncation()  # a file may set its model's maximum length, which would cut documents
         self._library.no_padding()
         self._library.encode_special_tokens = True
         config = file.with_name(TOKENIZER_CONFIG)
-        first = json.loads(config.read_text()).get("bos_token") if config.exists() else None
-        first = first["content"] if isinstance(first, dict) else first or END_OF_TEXT
-        self.file, self.eot = file, self._library.token_to_id(first)
-        require(self.eot is not None, f"{file}: has no token {first}. Use another tokenizer.")
+        token = json.loads(config.read_text()).get("bos_token") if config.exists() else None
+        token = token["content"] if isinstance(token, dict) else token or END_OF_TEXT
+        self.file, self.eot = file, self._library.token_to_id(token)
+        require(self.eot is not None, f"{file}: has no token {token}. Use another tokenizer.")
         self.vocab_size = max(self._library.get_vocab().values()) + 1
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -65,8 +65,8 @@ class GPT2Tokenizer(Tokenizer):
         try:
             self._library = tiktoken.get_encoding("gpt2")
         except (OSError, ValueError) as error:
-            advice = "Check the network, or set TIKTOKEN_CACHE_DIR to a cache that has it."
-            raise OSError(f"cannot download the gpt2 tokenizer ({type(error).__name__}). {advice}") from error
+            problem = f"cannot download the gpt2 tokenizer ({type(error).__name__})"
+            raise OSError(f"{problem}. Check the network, or set TIKTOKEN_CACHE_DIR to a cache that has it.") from error
         self.eot, self.vocab_size = self._library.eot_token, self._library.n_vocab
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -79,7 +79,7 @@ class GPT2Tokenizer(Tokenizer):
 def load_tokenizer(spec: str | Path) -> Tokenizer:
     """Load "gpt2", a tokenizers FILE.json, or the tokenizer of a data folder or a Hugging Face model (folder or name).
 
-    OSError if files cannot be fetched; ValueError if there is no such tokenizer.
+    Raise OSError if a download fails, and ValueError if there is no such tokenizer.
     """
     path = Path(spec)
     manifest = read_manifest(path) or {} if path.is_dir() else {}
@@ -96,22 +96,22 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """Yield pieces of a text, of at most PIECE_CHARACTERS: the library takes 160 bytes of memory for each character.
+    """Yield pieces of at most PIECE_CHARACTERS, because the library needs 160 bytes of memory per character.
 
-    A piece ends before the white space after a word. The pattern of words of GPT-2's and of our own tokenizers ends
-    there too, so the tokens are those of the whole text. Tokens of other tokenizers may differ around the cuts.
+    A piece ends before the white space after a word. GPT-2's tokenizer and our BPE also split there, so the pieces
+    have the same tokens as the whole text. Other tokenizers may give other tokens around the cuts.
     """
     return (match[0] for match in PIECE.finditer(text))
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
-    """Train a byte-level BPE with end of text as token 0, of `vocab_size` if the text allows that, and save it."""
+    """Train and save a byte-level BPE with end-of-text as token 0. Short texts give fewer than `vocab_size` tokens."""
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
-    alphabet = pre_tokenizers.ByteLevel.alphabet()  # all 256 bytes, so that nothing is unknown
+    alphabet = pre_tokenizers.ByteLevel.alphabet()  # all 256 bytes, so that every text can be encoded
     smallest = len(alphabet) + 1
     possible = smallest <= vocab_size <= 2**16
-    require(possible, f"bpe:{vocab_size}: no such vocabulary. Use a size from {smallest} to {2**16}.")
+    require(possible, f"bpe:{vocab_size}: out of range. Use a size from {smallest} to {2**16}.")
     library = tokenizers.Tokenizer(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from configs.config import Config
-from data.loader import check_validation, sequences_of
+from data.loader import check_validation, rank_sequences
 from data.shards import TokenStream, open_split
 from errors import UserError, require
 from model.gpt import GPT, Plans
@@ -69,7 +69,7 @@ def open_text(config: Config, world: World) -> tuple[TokenStream, TokenStream]:
     sequences in a step.
     """
     for length in config.train_lengths:  # the command line is checked before the disk
-        sequences_of(config.batch_tokens, length, world.rank, world.world_size)
+        rank_sequences(config.batch_tokens, length, world.rank, world.world_size)
     run_tokens = config.steps * config.batch_tokens
     train_text = open_split(config.data_dir, "train", config.vocab_size, run_tokens)
     val_text = open_split(config.data_dir, "val", config.vocab_size, run_tokens)

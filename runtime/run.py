@@ -204,7 +204,7 @@ class Run:
         if problem is None:
             return
         step, tokens = self.progress.step, self.config.batch_tokens
-        shard, token = self.train_text.where(self.progress.first_token + (step - 1) * tokens)
+        shard, token = self.train_text.file_and_index(self.progress.first_token + (step - 1) * tokens)
         checkpoint = latest_checkpoint(self.path / "checkpoints")
         raise UserError(
             f"{problem}. Weights and optimizer state stay as they were. The tokens of step {step} begin with token "

@@ -167,7 +167,7 @@ def test_a_token_outside_the_vocabulary_is_named_by_file_and_place(tmp_path, fau
         with faults("token outside the vocabulary"), pytest.raises(ValueError, match=named):
             stream.read(position, 1, token)
     outside = int(np.argmax(tokens))
-    named = "{}: token {} is".format(*stream.where(outside))
+    named = "{}: token {} is".format(*stream.file_and_index(outside))
     loading = dict(batch_tokens=22, length=11, micro_batch_tokens=22, vocab_size=tokens.max())
     with closing(TrainLoader(stream, **loading)) as loader, pytest.raises(ValueError, match=named):
         next(loader)
