@@ -92,12 +92,12 @@ def plan_attention(config: Config, model: GPT, world: World) -> dict[int, Plans]
     except UserError as error:
         problem = str(error)
     layers = plans.get(config.train_length, ())
+    outcome = problem or f"attention by {'; '.join(f'{plan.backend} ({plan.why})' for plan in layers)}"
     rank = f"rank {world.rank} on {platform.node()}: " if world.world_size > 1 else ""
-    choice = f"{rank}attention by {'; '.join(f'{plan.backend} ({plan.why})' for plan in layers)}"
-    results = world.gather((tuple(plan.backend for plan in layers), choice, problem and rank + problem))
-    for _, _, problem in results:
-        require(problem is None, problem)
-    choices = {backends: choice for backends, choice, _ in results}
+    ranks = world.gather((problem is None, tuple(plan.backend for plan in layers), rank + outcome))
+    for passed, _, outcome in ranks:
+        require(passed, outcome)
+    choices = {backends: outcome for _, backends, outcome in ranks}
     require(len(choices) == 1, f"{', but '.join(choices.values())}. Name one of all ranks by --attention_backend.")
     return plans
 

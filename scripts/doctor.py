@@ -29,7 +29,7 @@ from model.methods import check_options, make_method
 from runtime.device import compute_dtype, device_name, matmul_rate, peak_flops
 from runtime.flops import training_flops_per_token, validation_share
 from runtime.processes import start_processes
-from scripts.bench.attention import find_problem
+from scripts.bench.attention import check_variant
 from scripts.bench.protocol import describe_machine
 from scripts.bench.trainers import WARM_UP_STEPS, Trainer
 
@@ -110,9 +110,9 @@ def check_kernels(config: Config, device: torch.device) -> Iterator[Finding]:
             method = make_method(method_name, num_heads=config.num_heads, head_dim=head_dim, train_length=1024)
             if method.replacement is not None:  # no softmax over logits to compare
                 continue
-            problem = find_problem(BACKENDS[name], method.to(device), device, dtype)
-            state = "broken" if problem and problem.startswith("refused") else "ok"
-            yield Finding(f"{name}, {method_name}", problem or f"agrees with float64 ({dtype})", state)
+            result = check_variant((BACKENDS[name], method.to(device)), device, dtype)
+            state = "broken" if result.startswith("refused") else "ok"
+            yield Finding(f"{name}, {method_name}", f"{result} ({dtype})", state)
 
 
 def check_step(config: Config, device: torch.device) -> Iterator[Finding]:

@@ -45,7 +45,7 @@ def test_data_is_missing_or_broken(tmp_path):
 def test_the_kernels_of_this_machine_are_right(monkeypatch):
     found = list(doctor.check_kernels(config(), CPU))
     assert {finding.state for finding in found} == {"ok"} and len(found) >= 6
-    monkeypatch.setattr(doctor, "find_problem", lambda *_: "refused: wrong")  # test_bench.py plants a real fault
+    monkeypatch.setattr(doctor, "check_variant", lambda *_: "refused: wrong")  # test_bench.py plants a real fault
     assert {finding.state for finding in doctor.check_kernels(config(), CPU)} == {"broken"}
 
 

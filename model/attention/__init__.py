@@ -76,44 +76,41 @@ def make_plan(
 
 
 def choose_backend(method: Method, device: torch.device, backend: str = "auto", dtype=torch.float32) -> tuple[str, str]:
-    """Return the backend that will run, and a reason for the log.
+    """Return the backend that will run, and a reason for the log. On CUDA it has passed its check.
 
-    On CUDA every backend is checked before its first use. Raise UserError for a named backend that cannot run or fails
-    its check, and if no backend passes.
+    Raise UserError for a named backend that cannot run or fails its check, and if no backend passes.
     """
     if backend != "auto":
         require(backend in BACKENDS, f"unknown attention backend {backend!r}; valid: auto, {', '.join(BACKENDS)}")
-        problem, result = find_problem(backend, method, device, dtype)
+        problem, result = check_once(backend, method, device, dtype)
         if problem:
             # A wrong gradient spoils weeks of training without a sign, so it ends the run although the user named the
             # backend. A kernel under development can raise its limits by ERROR_FACTOR.
             other = choose_backend(method, device, dtype=dtype)[0]
             raise UserError(f"attention_backend {backend} cannot run: {problem}. Use {other}.")
-        return backend, f"as asked for{result}"
+        return backend, result or "as asked for"
     reasons = []
     for name in (*AUTOMATIC.get(device.type, ()), "blocks"):
-        problem, result = find_problem(name, method, device, dtype)
+        problem, result = check_once(name, method, device, dtype)
         if problem is None:
-            return name, "; ".join(reasons or [f"the first choice on {device.type}"]) + result
+            return name, "; ".join(filter(None, (result, *reasons))) or f"the first choice on {device.type}"
         reasons.append(f"{name} cannot run: {problem}")
     raise UserError(f"no attention backend is right for {method.name} on {device}: {'; '.join(reasons)}")
 
 
-def find_problem(backend: str, method: Method, device: torch.device, dtype: torch.dtype) -> tuple[str | None, str]:
+def check_once(backend: str, method: Method, device: torch.device, dtype: torch.dtype) -> check.Checked:
     """Return the reason why a backend cannot run or fails its check, or None; and the check's result for the log."""
     if reason := BACKENDS[backend].unsupported(method, device, dtype):
-        return reason, ""
+        return check.Checked(reason)
     # A check takes seconds on a CPU. The tests cover the backends there, and the doctor makes the check.
     if device.type != "cuda" or not torch.cuda.is_available() or torch.compiler.is_compiling():
-        return None, ""
-    problem, share = check_once(backend, method, device, dtype)
-    lengths = " and ".join(map(str, check.LENGTHS))
-    return problem, f"; error {share:.2g} of the limit, checked at {lengths} tokens"
+        return check.Checked(None)
+    return cached_check(backend, method, device, dtype)
 
 
 @functools.lru_cache(maxsize=16)  # not again for each length, or each prompt
-def check_once(backend: str, method: Method, device: torch.device, dtype: torch.dtype) -> check.Checked:
-    return check.check_backend(BACKENDS[backend], method, device, dtype)
+def cached_check(backend: str, *arguments) -> check.Checked:
+    return check.check_backend(BACKENDS[backend], *arguments)
 
 
 def attend(

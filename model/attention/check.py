@@ -24,10 +24,8 @@ BATCH = 2
 
 
 class Checked(NamedTuple):
-    """The result of a check."""
-
     problem: str | None  # the error that the backend raised, or its wrong tensor; None where all are right
-    share: float = math.inf  # the largest error, as a share of its limit
+    result: str = ""  # the largest error, for the log
 
 
 def worst_error(
@@ -79,7 +77,7 @@ def check_backend(
         if share > 1:
             return Checked(f"it failed its check: {name} has {share:.1f} times the allowed error ({length} tokens)")
         largest = max(largest, share)
-    return Checked(None, largest)
+    return Checked(None, f"error {largest:.2g} of the limit, checked at {' and '.join(map(str, lengths))} tokens")
 
 
 def compare(backend, method: Method, length: int, device: torch.device, dtype: torch.dtype) -> tuple[str, float]:
@@ -121,19 +119,21 @@ def only_changes(method: Method, length: int, device: torch.device) -> Method:
     return Method(method.name, method.num_heads, method.vector_dim, method.train_length, mechanisms)
 
 
-def random_inputs(method: Method, length: int, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+def random_inputs(
+    method: Method, length: int, device: torch.device, dtype: torch.dtype, batch: int = BATCH
+) -> tuple[list[Tensor], Tensor]:
     """Return q, k, v, perhaps key biases, and the gradient of the output, laid out in memory as the model has them.
 
     q and k are normalised (B, T, H, D), v is a part of one tensor (B, T, 3, H, D), and the key biases are float32.
     """
     generator = torch.Generator(device).manual_seed(0)
-    shape = BATCH, length, 3, method.num_heads, method.head_dim
+    shape = batch, length, 3, method.num_heads, method.head_dim
     q, k, v = torch.randn(shape, device=device, generator=generator).to(dtype).unbind(2)
     q, k = (F.rms_norm(x, x.shape[-1:]) for x in (q, k))
     dout = torch.randn(q.shape, device=device, generator=generator).to(dtype)
     inputs = [x.transpose(1, 2) for x in (q, k, v)]
     if method.key_bias is not None:
-        inputs.append(torch.randn(BATCH, method.num_heads, length, device=device, generator=generator))
+        inputs.append(torch.randn(batch, method.num_heads, length, device=device, generator=generator))
     return inputs, dout.transpose(1, 2)
 
 
@@ -153,9 +153,7 @@ def on_backend(backend, method: Method, length: int, dtype: torch.dtype) -> Call
     window = None if method.window is None else method.window.window
 
     def attend(q, k, v, key_bias=None):
-        plan = Plan(
-            "", method.num_heads, method.head_dim, length, length, device=q.device, dtype=dtype, window=window
-        )  # fmt: skip
+        plan = Plan("", method.num_heads, method.head_dim, length, length, device=q.device, dtype=dtype, window=window)
         is_learned = bool(learned_parameters(method.score_change))
         prepared = backend.prepare(None if is_learned else method.score_change, plan)
         if is_learned:

@@ -15,13 +15,12 @@ import statistics
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from errors import require
 from model.attention import BACKENDS
 from model.attention.base import Plan
-from model.attention.check import check_backend
+from model.attention.check import check_backend, random_inputs
 from model.attention.sdpa import chosen_kernel, prefer_fast_sdpa
 from model.methods import make_method
 from model.methods.base import Method
@@ -61,14 +60,15 @@ def run(args: argparse.Namespace) -> int:
     kernel = chosen_kernel(device, dtype, args.head_dim, args.lengths[0])
     report = protocol.Report(args.out, "attention", device)
     report.add(f"{args.dtype}, {args.heads} heads of {args.head_dim}; sdpa runs {kernel}.")
-    problems = {name: problem for name, one in variants.items() if (problem := find_problem(*one, device, dtype))}
-    right = {name: variant for name, variant in variants.items() if name not in problems}
-    report.record |= dict(gate=dict.fromkeys(right, "passed") | problems, times=[])
-    report.add(f"## Gate\n\nThese agree with float64: {', '.join(right) or 'none'}.", problems=problems)
+    gate = {name: check_variant(variant, device, dtype) for name, variant in variants.items()}
+    right = {name: variant for name, variant in variants.items() if gate[name].startswith("passed")}
+    report.record |= dict(gate=gate, times=[])
+    report.add("## Gate\n\nOutput and gradients are compared with float64.", problems=gate)
+    (_, method), *_ = variants.values()
     for length in args.lengths:
-        shape = max(1, TOKENS[device.type] // length), length, args.heads, args.head_dim
-        time_length(report, right, make_inputs(shape, device, dtype), args.rounds)
-    return int(any(problem.startswith("refused") for problem in problems.values()))
+        inputs, dout = random_inputs(method, length, device, dtype, batch=max(1, TOKENS[device.type] // length))
+        time_length(report, right, [*inputs, dout], args.rounds)
+    return int(any(result.startswith("refused") for result in gate.values()))
 
 
 def make_variant(name: str, heads: int, head_dim: int, device: torch.device) -> Variant:
@@ -79,22 +79,13 @@ def make_variant(name: str, heads: int, head_dim: int, device: torch.device) -> 
     return BACKENDS[backend], method.to(device)
 
 
-def find_problem(backend, method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why a backend cannot run a method here ("not run"), how it differs from float64 ("refused"), or None."""
+def check_variant(variant: Variant, device: torch.device, dtype: torch.dtype) -> str:
+    """Return "not run", "refused" or "passed", with the reason or the error."""
+    backend, method = variant
     if reason := backend.unsupported(method, device, dtype):
         return f"not run: {reason}"
-    problem = check_backend(backend, method, device, dtype).problem
-    return problem and f"refused: {problem}"
-
-
-def make_inputs(shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """Return normalised q and k, v, and the gradient of the output, (B, H, T, D), laid out in memory as in the model.
-
-    shape: (B, T, H, D).
-    """
-    generator = torch.Generator(device).manual_seed(0)
-    q, k, v, dout = (torch.randn(shape, device=device, generator=generator).to(dtype) for _ in range(4))
-    return [x.transpose(1, 2) for x in (F.rms_norm(q, shape[-1:]), F.rms_norm(k, shape[-1:]), v, dout)]
+    problem, result = check_backend(backend, method, device, dtype)
+    return f"refused: {problem}" if problem else f"passed: {result}"
 
 
 def make_passes(variant: Variant, inputs: list[Tensor]) -> dict[str, Callable[[], object]]:
