@@ -49,7 +49,7 @@ def test_differences_where_the_methods_vary_alike_are_those_of_student():
     losses = samples(0.012, (("alibi", 256), one), (("yarn", 256), borrowed))
     ours, theirs = losses[REFERENCE, 256], losses["rope", 256]
     variance = (4 * statistics.variance(ours) + 2 * statistics.variance(theirs)) / 6  # of what was trained repeatedly
-    found = {row["series"]: row for row in differences(losses, REFERENCE, [256], borrowers={"yarn"})}
+    found = {row["series"]: row for row in differences(losses, REFERENCE, [256], not_trained={"yarn"})}
     assert [*found] == ["rope", "alibi", "yarn"]
     assert (found["rope"]["seeds"], found["rope"]["reference_seeds"]) == (3, 5)
     for series, values in ("rope", theirs), ("alibi", one), ("yarn", borrowed):
@@ -84,7 +84,7 @@ def test_losses_that_are_equal_or_not_finite_leave_the_other_methods_their_tests
 
 def test_the_page_tells_differences_and_the_order(tmp_path):
     def compared(losses):
-        study = SimpleNamespace(base_length=256, times=lambda n: f"{n} ({n // 256}x)")
+        study = SimpleNamespace(base_length=256, length_label=lambda n: f"{n} ({n // 256}x)")
         return compare(study, losses, REFERENCE, [256], paper, ())
 
     losses = {REFERENCE: [4.0, 4.01], "rope": [4.5, 4.51], "alibi": [4.1, 4.11], "nope": [5.0]}

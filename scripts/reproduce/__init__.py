@@ -1,11 +1,11 @@
-"""The paper's tables and figures, from the runs that there are.
+"""Make the paper's tables and figures from finished runs.
 
-    __main__.py   the command, the items by name, and the page OUT/tables.md
-    study.py      the runs that an item needs, those that there are, and what is missing
-    tables.py     the tables of losses, with the paper's numbers (paper_targets.csv) beside ours; needles.py
-    figures.py    the figures; drawing.py: matplotlib
-    theory.py     attention over Gaussian scores; logits.py: the logits of trained models, QQ plots
-    beyond.py     studies beyond the paper; taught.py; comparisons.py: what is more than chance
+    __main__.py   The command, the table of items, and the page OUT/tables.md.
+    study.py      The runs of an item: finished ones and missing ones.
+    tables.py     Tables of losses beside the paper's numbers (paper_targets.csv). needles.py: tables of needles.
+    figures.py    The paper's figures. drawing.py: matplotlib.
+    theory.py     Attention over Gaussian scores. logits.py: logits of trained models, QQ plots.
+    beyond.py     Studies beyond the paper, like taught.py. comparisons.py: tests of significance.
 
-A new item is a function, its name in ITEMS, and its runs in configs/sweeps.py.
+A new item needs a function, a name in ITEMS, and its runs in configs/sweeps.py.
 """

@@ -1,14 +1,14 @@
-"""Make the paper's tables and figures from the runs that there are.
+"""Make the paper's tables and figures from finished runs.
 
     python -m scripts.reproduce table_losses --scale mini
     python -m scripts.reproduce all --scale paper
-    python -m scripts.reproduce figure_tau --steps 6          the study with this field of train_gpt.py in every run
-    python -m scripts.reproduce table_needle --needle examples=100      with another setting of the needle task
+    python -m scripts.reproduce figure_tau --steps 6          the runs with this field of train_gpt.py changed
+    python -m scripts.reproduce table_needle --needle examples=100      the runs with this needle setting changed
 
-configs/sweeps.py says which runs an item needs, and `python -m scripts.sweep ITEM` trains them. Runs come from the run
-folders in runs/ and from the lines in OUT/runs.jsonl (scripts.keep); --runs-dir names one of both instead. An item is a
-section of OUT/tables.md and its figures. It names the runs that are missing. Exit status: 0 if nothing is missing,
-1 otherwise, 2 for wrong usage.
+An item is a section of OUT/tables.md and its figures. configs/sweeps.py lists its runs, and
+`python -m scripts.sweep ITEM` trains them. Runs are read from the folders in runs/ and from OUT/runs.jsonl
+(scripts.keep). --runs-dir reads one folder or one file instead. Exit code: 0 if no run is missing, 1 otherwise, 2 for
+wrong usage.
 """
 
 import argparse
@@ -63,17 +63,17 @@ COMPUTED = ["figure_entropy", "figure_sublog", "figure_sublog_unscaled"]
 def main(argv: list[str] | None = None):
     argv = sys.argv[1:] if argv is None else argv
     args, fields = parse_arguments(argv)
-    words = [word for place, word in enumerate(argv) if place != argv.index(args.item)]
+    options = [argument for i, argument in enumerate(argv) if i != argv.index(args.item)]
     outcomes = []
     with exit_on_user_error():
         args.scale = args.scale or SCALE_OF_SWEEP.get(args.item, "paper")
         args.out = args.out or Path("results") / args.scale
         changes, needle = field_changes(SCALES[args.scale].base, fields), needle_changes(args.needle)
         device = start_processes(changes.get("device", "auto")).device
-        places = [args.runs_dir] if args.runs_dir else [Path("runs"), args.out / "runs.jsonl"]
-        stored_runs = [stored for place in places for stored in read_runs(place)]
+        sources = [args.runs_dir] if args.runs_dir else [Path("runs"), args.out / "runs.jsonl"]
+        stored_runs = [stored for source in sources for stored in read_runs(source)]
         for item in ITEMS if args.item == "all" else [args.item]:
-            command = shlex.join(["python", "-m", "scripts.reproduce", item, *words])
+            command = shlex.join(["python", "-m", "scripts.reproduce", item, *options])
             sweep_command = re.sub(r" --out[= ]\S+", "", command).replace("scripts.reproduce", "scripts.sweep", 1)
             try:
                 study = Study(item, args, changes=changes, needle=needle, stored_runs=stored_runs, device=device)
@@ -81,14 +81,14 @@ def main(argv: list[str] | None = None):
             except ValueError as error:
                 if args.item != "all":
                     raise
-                outcome = f"failed: {error}"  # the other items are made
+                outcome = f"failed: {error}"  # go on with the other items
             print(f"{item}: {outcome}" if args.item == "all" else f"{text}\n{outcome}", flush=True)
             outcomes.append(outcome)
     sys.exit(0 if all(outcome.startswith("complete") for outcome in outcomes) else 1)
 
 
 def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options, and the arguments that are fields of train_gpt.py."""
+    """Return the options of this command, and the remaining arguments: fields of train_gpt.py."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.reproduce",
         description=f"{__doc__}\nItems: all, {', '.join(ITEMS)}.",
@@ -105,21 +105,21 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def make_item(study: Study, command: str, sweep_command: str) -> tuple[str, str]:
-    """Make an item: its section of OUT/tables.md and its figures. Return the section and its outcome in one line.
+    """Make an item: its section of OUT/tables.md and its figures. Return the section and a line about the outcome.
 
-    Nothing is written from no runs. The commands make the item, and train its runs.
+    If no run is finished, nothing is written. command makes the item, sweep_command trains its runs.
     """
     page = study.out / "tables.md"
     used = f"{len(study.finished)} of {len(study.runs)} runs" if study.runs else "no runs needed"
-    if study.runs and not study.finished and study.item != "figure_entropy":  # half of which is theory
-        return provenance(study, command, sweep_command), f"not written, {used}: see `{sweep_command}`"
+    if study.runs and not study.finished and study.item != "figure_entropy":  # its top row needs no runs
+        return provenance(study, command, sweep_command), f"not written, {used}. Train them: `{sweep_command}`"
     body = ITEMS[study.item](study)
     ends = [*dict.fromkeys(study.notes), *study.sections, provenance(study, command, sweep_command)]
     section = "\n\n".join([f"## {study.item}", body, *ends]) + "\n"
     study.out.mkdir(parents=True, exist_ok=True)
     replace_text(page, make_page(read_sections(page) | {study.item: section}))
     if study.missing:
-        return section, f"incomplete, {used}: see {page}, or run `{sweep_command}`"
+        return section, f"incomplete, {used}: {page}. Train the others: `{sweep_command}`"
     return section, f"complete, {used}: {page}"
 
 
@@ -131,7 +131,7 @@ def read_sections(page: Path) -> dict[str, str]:
 
 
 def make_page(sections: dict[str, str]) -> str:
-    """Return the page with these sections: in the order of ITEMS, then those of commands that are gone."""
+    """Return the page of these sections, in the order of ITEMS. Sections of removed items come last."""
     present = [item for item in dict.fromkeys([*ITEMS, *sections]) if item in sections]
     links = ", ".join(f"[{item}](#{item})" for item in present)
     head = f"# Tables and figures\n\nMade by `python -m scripts.reproduce` from the stored runs: {links}.\n"
@@ -139,7 +139,7 @@ def make_page(sections: dict[str, str]) -> str:
 
 
 def provenance(study: Study, command: str, sweep_command: str) -> str:
-    """Return the lines that say how the item was made, from which runs, and what is missing."""
+    """Return lines with the item's command, the origin of its runs, and the missing runs."""
     lines, stored_runs = [f"- command: `{command}`"], [stored for _, stored in study.finished]
     if study.item in COMPUTED:
         machine = f"{device_name(study.device)}, {platform.system()}, torch {torch.__version__}"
@@ -160,8 +160,9 @@ def provenance(study: Study, command: str, sweep_command: str) -> str:
     reasons = collections.defaultdict(list)
     for name, reason in study.missing:
         reasons[reason].append(f"`{name}`")
-    lines += [f"- missing, {reason} ({len(names)}): {', '.join(names)}" for reason, names in reasons.items()]
-    lines += [f"- command for what is missing: `{sweep_command}`"] if study.missing and study.runs else []
+    for reason, names in reasons.items():
+        lines.append(f"- missing, {reason} ({len(names)}): {', '.join(names[:3])}" + ", ..." * (len(names) > 3))
+    lines += [f"- train the missing runs: `{sweep_command}`"] if study.missing and study.runs else []
     return "\n".join(lines)
 
 

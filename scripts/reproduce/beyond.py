@@ -14,20 +14,20 @@ from scripts.shared.looks import method_name, series_label, series_name
 from scripts.shared.runs import final_losses
 from scripts.shared.tables import format_mean, markdown_table, mean_and_stderr, mean_cells, pivot_table, summarise
 
-# Ratios of the validation length to the training length, and their looks:
+# Validation length / training length, with keyword arguments of matplotlib's plot:
 RATIOS = {
     ratio: dict(color=colour, marker="o", label=f"at {ratio}x")
     for ratio, colour in {1: "#E69F00", 4: "#56B4E9", 16: "#009E73", 64: "#0072B2"}.items()
 }
-LEARNED = math.inf  # in place of tau where every head learns its tau
-# What a head can learn (model/methods/scale_invariant.py): its value from the parameter of that name.
+LEARNED = math.inf  # stands for tau in runs where every head learns its tau
+# Parameters that a head can learn (model/methods/scale_invariant.py), with the function from parameter to shown value.
 PARAMETERS = dict(log_tau=math.exp, gain=float)
 
 # ---- tau and heads ---------------------------------------------------------------------------------------------------
 
 
 def tau_by_length(study: Study) -> str:
-    """Draw the loss against tau for each training length, and tabulate it with the best tau of each."""
+    """Draw the loss against tau for each training length. Return the Markdown with the table of losses."""
     losses = collections.defaultdict(list)
     for run, stored in study.finished:
         tau = LEARNED if run.config.method_options.get("learn_tau") else tau_of(run.config)
@@ -40,24 +40,24 @@ def tau_by_length(study: Study) -> str:
     study.sections = learned_by_heads(study)
     panels, lines = [], []
     for length in dict.fromkeys(row["train_length"] for row in rows):
-        mine = [row for row in rows if row["train_length"] == length]
-        fixed = [row for row in mine if row["tau"] != LEARNED]
+        length_rows = [row for row in rows if row["train_length"] == length]
+        fixed = [row for row in length_rows if row["tau"] != LEARNED]
         curves = row_lines(fixed, "ratio", "tau", RATIOS)
-        for row in [row for row in mine if row["tau"] == LEARNED and fixed]:
+        for row in [row for row in length_rows if row["tau"] == LEARNED and fixed]:
             look = dict(color=RATIOS[row["ratio"]]["color"], linestyle=":", linewidth=0.8)
             curves.append(Line(look, [fixed[0]["tau"], fixed[-1]["tau"]], [row["mean"]] * 2))
         panels.append(Panel(f"trained at {length}", curves))
-        lines += tau_lines(length, mine)
+        lines += tau_lines(length, length_rows)
     draw_panels(study.figure(), [panels], x="\u03c4 (tokens)", y="nats a token", log=10, sharey=True)
     table = pivot_table(["trained at", "\u03c4", "\u03c4 / length", "seeds"], lines, {n: f"{n}x" for n in RATIOS})
-    text = "Validation loss of scale-invariant p-RoPE in nats a token against its lengthscale \u03c4 (in tokens), for "
-    text += "three training lengths (each on equally many tokens) and at multiples of them. Dotted: \u03c4 learned by "
-    text += "heads. Bars: \u00b1 1 standard error over seeds. In bold, the best \u03c4 of each training length."
+    text = "Validation loss of scale-invariant p-RoPE (nats per token) against its lengthscale \u03c4 (tokens), at "
+    text += "multiples of three training lengths. All models read equally many tokens. Dotted: each head learned its "
+    text += "\u03c4. Bars: \u00b1 1 standard error over seeds. Bold: the best \u03c4 for the training length."
     return "\n\n".join([text, study.picture(), table])
 
 
 def tau_lines(length: int, rows: list[dict]) -> list[tuple[list[str], dict]]:
-    """Return a line of the table for each tau of a training length. rows: its losses."""
+    """Return a line of the table for each tau. rows: the losses of one training length."""
     lines = {}
     for row in rows:
         tau = row["tau"]
@@ -71,14 +71,14 @@ def tau_lines(length: int, rows: list[dict]) -> list[tuple[list[str], dict]]:
 
 
 def scale_invariant_by_head(study: Study) -> str:
-    """Tabulate the losses of scale-invariant p-RoPE whose heads differ, and what heads learned."""
+    """Return tables of scale-invariant p-RoPE with different heads: losses, and the parameters that heads learned."""
     page = table_losses(study)
     study.sections += learned_by_heads(study)
     return page
 
 
 def learned_by_heads(study: Study) -> list[str]:
-    """Return a section on what the heads of each layer have learned at the end of training."""
+    """Return a section with the parameters of each head at the end of training."""
     cells = collections.defaultdict(dict)
     for run, stored in study.finished:
         for name, values in (stored.last("method_parameters") or {}).items():
@@ -89,7 +89,7 @@ def learned_by_heads(study: Study) -> list[str]:
         return []
     lines = [([series_name(series), str(n), str(seed)], found) for (series, n, seed, _), found in cells.items()]
     columns = {layer: f"layer {layer + 1}" for layer in sorted({layer for found in cells.values() for layer in found})}
-    text = "\u03c4 (in tokens), or the factor of its scores (gain), that each head of a layer had learned at the end."
+    text = "Learned by the heads of each layer, at the end of training: \u03c4 in tokens, or a factor of the scores."
     return ["### What heads learned", text, pivot_table(["method", "trained at", "seed"], lines, columns)]
 
 
@@ -97,44 +97,44 @@ def learned_by_heads(study: Study) -> list[str]:
 
 
 def table_rivals(study: Study) -> str:
-    """Tabulate the newer methods beside the best of the paper's: losses, and the best at each length."""
+    """Return tables of newer methods beside the paper's best ones: losses, and the best method at each length."""
     losses, lengths = read_losses(study)
     study.sections = best_at_each_length(study, losses, lengths)
     study.sections += compare(study, losses, reference_of(study), lengths, {}, ())
-    cut = {}
+    shortened_patterns = {}
     for run in study.runs:
         pattern, layers = layer_pattern(run.config.method), run.config.num_layers
         if len(pattern) > layers:
-            cut[method_name(run.config.method)] = ", ".join(f"`{part}`" for part in pattern[:layers])
-    if cut:
-        layers = "; ".join(f"{name}: {left}" for name, left in cut.items())
-        study.notes.append(f"The models have fewer layers than some patterns. Their layers, from the first: {layers}.")
+            shortened_patterns[method_name(run.config.method)] = ", ".join(f"`{part}`" for part in pattern[:layers])
+    if shortened_patterns:
+        listed = "; ".join(f"{name}: {parts}" for name, parts in shortened_patterns.items())
+        study.notes.append(f"The models have fewer layers than some patterns. Layers from the first: {listed}.")
     return losses_page(study, losses, lengths)
 
 
 def best_at_each_length(study: Study, losses: dict, lengths: list[int]) -> list[str]:
-    """Return a section on the lowest mean at each length, of the series with the most seeds there.
+    """Return a section with the lowest mean at each length, among the series with the most seeds.
 
-    losses: {(series, length): nats a token, one a seed}. The p-values are corrected for all series and lengths, as the
-    best is chosen among all of them.
+    losses: {(series, length): [nats per token of each seed]}. The p-values are corrected for all series and lengths,
+    because the best series is selected among all of them.
     """
     references = (reference_of(study), "alibi")
     rows_of = [differences(losses, reference, lengths) for reference in references]
     found = [{(row["series"], row["length"]): row for row in rows} for rows in rows_of]
     rows = []
     for length in lengths:
-        here = {series: values for (series, at), values in losses.items() if at == length and values}
-        most = max(map(len, here.values()), default=0)
-        means = {series: mean_and_stderr(values) for series, values in here.items() if len(values) == most}
+        at_length = {series: values for (series, at), values in losses.items() if at == length and values}
+        most_seeds = max(map(len, at_length.values()), default=0)
+        means = {series: mean_and_stderr(values) for series, values in at_length.items() if len(values) == most_seeds}
         if means:
             best = min(means, key=lambda series: means[series][0])
-            cells = [difference_cell(of_reference.get((best, length))) for of_reference in found]
+            cells = [difference_cell(by_series.get((best, length))) for by_series in found]
             at, loss = f"{length} ({length / study.base_length:g}x)", format_mean(*means[best])
-            rows.append([at, series_name(best), str(most), loss, *cells])
+            rows.append([at, series_name(best), str(most_seeds), loss, *cells])
     if not rows:
         return []
     head = ["at", "best", "seeds", "loss", *(f"minus {series_name(reference)}" for reference in references)]
-    text = "The lowest mean at each length, of the methods with the most seeds. Differences are in nats a token \u00b1 "
-    text += "their standard error, with p of the t-test (see below) after Holm's correction for the comparisons of all "
-    text += "methods with that reference at all lengths, as the best is chosen among them."
+    text = "The lowest mean loss at each length, among the methods with the most seeds. Differences are in nats per "
+    text += "token \u00b1 standard error, with p of the t-test (see below). Holm's correction counts all methods and "
+    text += "lengths, because the best method is selected among all of them."
     return ["### The best at each length", text, markdown_table([head, *rows])]

@@ -1,7 +1,7 @@
-"""Which differences between methods are more than chance, and whether their order is the paper's.
+"""Test whether differences between methods are significant, and compare the order of the methods with the paper's.
 
-A few seeds of one method say little about its variance; the seeds of all methods together say much. So all methods
-share one variance where Bartlett's test finds no difference between theirs. scipy does the statistics.
+The few seeds of one method give a poor estimate of its variance. The seeds of all methods together give a good one. So
+all methods share one variance where Bartlett's test finds no difference between their variances.
 """
 
 import collections
@@ -17,16 +17,16 @@ from scripts.reproduce.study import Study
 from scripts.shared.looks import series_name
 from scripts.shared.tables import markdown_table, mean_and_stderr, pivot_table
 
-SIGNIFICANT = 0.05  # of a difference after Holm's correction, and of Bartlett's test
+SIGNIFICANT = 0.05  # level of a difference after Holm's correction, and of Bartlett's test
 
 
-def compare(study: Study, losses: dict, reference: str, lengths: list[int], paper: dict, borrowers: Collection[str]):
-    """Return sections on the differences of the series to the reference and on their order.
+def compare(study: Study, losses: dict, reference: str, lengths: list[int], paper: dict, not_trained: Collection[str]):
+    """Return sections with the differences between each series and the reference, and with the order of the series.
 
-    losses: {(series, length): nats a token, one a seed}; paper: {(series, its length): mean}; borrowers: see
+    losses: {(series, length): [nats per token of each seed]}. paper: {(series, paper's length): mean}. not_trained: see
     differences.
     """
-    rows = differences(losses, reference, lengths, borrowers)
+    rows = differences(losses, reference, lengths, not_trained)
     tested = sum(row["p"] is not None for row in rows)
     if not tested:  # one seed says nothing about chance
         return order(losses, lengths, study.base_length, paper)
@@ -34,24 +34,25 @@ def compare(study: Study, losses: dict, reference: str, lengths: list[int], pape
     for row in rows:
         cells[row["series"], f"{row['seeds']}, {row['reference_seeds']}"][row["length"]] = difference_cell(row)
     lines = [([series_name(series), seeds], found) for (series, seeds), found in cells.items()]
-    columns = {length: study.times(length) for length in lengths}
-    text = "Nats a token more (+) or fewer (-) than the reference \u00b1 the standard error of the difference, and p "
-    text += f"of the t-test after Holm's correction for all {tested} comparisons; bold: below {SIGNIFICANT}. n: seeds "
-    text += "of the method and of the reference. " + describe_variances(losses, lengths, borrowers)
+    columns = {length: study.length_label(length) for length in lengths}
+    text = "Loss minus the reference's loss in nats per token \u00b1 standard error of the difference. p: t-test after "
+    text += f"Holm's correction for all {tested} comparisons; bold below {SIGNIFICANT}. n: seeds of the method and of "
+    text += "the reference. " + describe_variances(losses, lengths, not_trained)
     table = pivot_table([f"minus {series_name(reference)}", "n"], lines, columns)
     return ["### Differences", text, table] + order(losses, lengths, study.base_length, paper)
 
 
-def differences(losses: dict, reference: str, lengths: list[int], borrowers: Collection[str] = ()) -> list[dict]:
-    """Return a row a series and length: its difference to the reference, and how sure it is (None: too few seeds).
+def differences(losses: dict, reference: str, lengths: list[int], not_trained: Collection[str] = ()) -> list[dict]:
+    """Return a row per series and length: the difference to the reference, its standard error, and p-values.
 
-    borrowers: series that share the weights of another. Their spread over seeds adds nothing to the variance.
+    Standard error and p-values are None for too few seeds. not_trained: series that use the weights of another series.
+    Their spread over seeds is no independent estimate, so it does not enter the common variance.
     """
     rows = []
     for (series, length), values in losses.items():
         of_reference = losses.get((reference, length), [])
         if series != reference and length in lengths and values and of_reference:
-            stderr, p = t_test(values, of_reference, common_variance(losses, length, borrowers))
+            stderr, p = t_test(values, of_reference, common_variance(losses, length, not_trained))
             row = dict(series=series, length=length, seeds=len(values), reference_seeds=len(of_reference))
             row["difference"] = statistics.fmean(values) - statistics.fmean(of_reference)
             rows.append(row | dict(stderr=stderr, p=p, p_holm=None))
@@ -62,21 +63,21 @@ def differences(losses: dict, reference: str, lengths: list[int], borrowers: Col
 
 
 class CommonVariance(NamedTuple):
-    variance: float  # within series, of all together; nan without any
-    freedom: int  # its degrees of freedom: values less series
-    p: float  # of Bartlett's test that the series differ in variance; nan with fewer than two
+    variance: float  # within series, pooled over all; nan if no series has two values
+    freedom: int  # degrees of freedom: number of values minus number of series
+    p: float  # of Bartlett's test for different variances; nan for fewer than two series
 
     @property
     def holds(self) -> bool:
         return self.p >= SIGNIFICANT
 
 
-def common_variance(losses: dict, length: int, borrowers: Collection[str]) -> CommonVariance:
-    """Return the variance of the losses at a length within series, pooled over series of two finite losses or more."""
+def common_variance(losses: dict, length: int, not_trained: Collection[str]) -> CommonVariance:
+    """Return the variance within series of the losses at a length, pooled over series with at least two losses."""
     samples = [
         values
         for (series, at), values in losses.items()
-        if at == length and series not in borrowers and len(values) > 1 and all(map(math.isfinite, values))
+        if at == length and series not in not_trained and len(values) > 1 and all(map(math.isfinite, values))
     ]
     freedom = sum(len(values) - 1 for values in samples)
     squares = sum(statistics.variance(values) * (len(values) - 1) for values in samples)
@@ -86,9 +87,9 @@ def common_variance(losses: dict, length: int, borrowers: Collection[str]) -> Co
 
 
 def t_test(a: list[float], b: list[float], common: CommonVariance) -> tuple[float | None, float | None]:
-    """Return the standard error of the difference of the means, and the two-sided p that there is none.
+    """Return the standard error of the difference of the means, and the two-sided p-value.
 
-    Student's t-test with the common variance where it holds, else Welch's. None, None: too few values.
+    Student's t-test is used where the common variance holds, Welch's t-test otherwise. None, None: too few values.
     """
     if common.holds:
         stderr = math.sqrt(common.variance * (1 / len(a) + 1 / len(b)))
@@ -99,20 +100,20 @@ def t_test(a: list[float], b: list[float], common: CommonVariance) -> tuple[floa
         p = stats.ttest_ind(a, b, equal_var=False).pvalue
     else:
         return None, None
-    return stderr, float(f"{p:.6g}")  # the same on every machine
+    return stderr, float(f"{p:.6g}")  # so that every machine prints the same
 
 
-def describe_variances(losses: dict, lengths: list[int], borrowers: Collection[str]) -> str:
-    """Return sentences on the variances of the t-tests."""
-    found = {length: common_variance(losses, length, borrowers) for length in lengths}
+def describe_variances(losses: dict, lengths: list[int], not_trained: Collection[str]) -> str:
+    """Return sentences about the variances that the t-tests use."""
+    found = {length: common_variance(losses, length, not_trained) for length in lengths}
     shared = [f"{n}: p = {common.p:.2f}, {common.freedom}" for n, common in found.items() if common.holds]
-    apart, text = [str(n) for n, common in found.items() if not common.holds], ""
+    separate, text = [str(n) for n, common in found.items() if not common.holds], ""
     if shared:
-        text += "The variance is that of the seeds of all methods together, where Bartlett's test finds no difference "
-        text += f"between theirs (length: p of Bartlett's test, degrees of freedom: {'; '.join(shared)}). "
-    if apart:
-        text += f"At {', '.join(apart)} each method has its own variance (Welch's test): too few seeds, or the "
-        text += "variances differ."
+        text += "All methods share one variance where Bartlett's test finds no difference between their variances. "
+        text += f"p of Bartlett's test and degrees of freedom by length: {'; '.join(shared)}. "
+    if separate:
+        text += f"At {', '.join(separate)} each method has its own variance (Welch's test), because the variances "
+        text += "differ or there are too few seeds."
     return text.strip()
 
 
@@ -125,7 +126,7 @@ def holm(ps: list[float]) -> list[float]:
 
 
 def difference_cell(row: dict | None) -> str:
-    """Return the difference with its standard error and p; without them where there are too few seeds."""
+    """Return the cell of a difference, with standard error and p unless there are too few seeds."""
     if row is None:
         return ""
     if row["p_holm"] is None:
@@ -136,7 +137,7 @@ def difference_cell(row: dict | None) -> str:
 
 
 def order(losses: dict, lengths: list[int], base_length: int, paper: dict) -> list[str]:
-    """Return a section that compares the order of the series with the paper's at the same multiples of the training
+    """Return a section with the rank correlation of our means and the paper's, at equal multiples of the training
     length."""
     paper_base = min((length for _, length in paper), default=0)
     rows = []

@@ -1,4 +1,4 @@
-"""Draw figures with matplotlib: panels of lines. The callers decide what the lines show."""
+"""Draw figures with matplotlib: a grid of panels with lines."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ import numpy as np
 
 from files import replace_file
 
-TEXT_WIDTH = 6.75  # inches: what a figure over the full width of the page has
+TEXT_WIDTH = 6.75  # inches, the full width of a page
 STYLE = {
     "font.size": 7.5,
     "axes.spines.top": False,
@@ -21,16 +21,16 @@ STYLE = {
 
 
 class Line(NamedTuple):
-    """Holds a line of a panel. look: keyword arguments of matplotlib's plot."""
+    """A line of a panel. look: keyword arguments of matplotlib's plot."""
 
     look: dict
     xs: Sequence[float]
     means: Sequence[float]
-    errors: Sequence[float | None] = ()  # standard errors; None where there is one seed
+    errors: Sequence[float | None] = ()  # standard errors; None for one seed
 
 
 class Panel(NamedTuple):
-    """Holds a panel of a figure. axes: keyword arguments of matplotlib's Axes.set."""
+    """A panel of a figure. axes: keyword arguments of matplotlib's Axes.set."""
 
     title: str
     lines: list[Line]
@@ -38,9 +38,9 @@ class Panel(NamedTuple):
 
 
 def row_lines(rows: Iterable[dict], by: str, x: str, looks: dict) -> list[Line]:
-    """Return a line for each value of column `by` in looks: the means of its rows against column x."""
+    """Return a line per key of looks: column "mean" against column x, of the rows with this key in column `by`."""
     found = {key: [row for row in rows if row[by] == key] for key in looks}
-    columns = {key: [[row[name] for row in mine] for name in (x, "mean", "stderr")] for key, mine in found.items()}
+    columns = {key: [[row[name] for row in part] for name in (x, "mean", "stderr")] for key, part in found.items()}
     return [Line(looks[key], *columns[key]) for key in looks if found[key]]
 
 
@@ -55,13 +55,13 @@ def draw_panels(
     bands: bool = False,
     **subplots,
 ):
-    """Draw rows of panels over the page's width, with one legend below, and write path.png.
+    """Draw rows of panels with one legend below them. Write path.png.
 
-    x: label below the last row. y: label beside the first column. log: base of a logarithmic x. height: inches of a
-    row. bands: show standard errors as bands instead of bars. subplots: for Figure.subplots.
+    x: label of the last row. y: label of the first column. log: base of a logarithmic x axis. height: inches per row.
+    bands: show standard errors as bands instead of bars. subplots: arguments of Figure.subplots.
     """
     import matplotlib
-    from matplotlib.figure import Figure  # without pyplot, which keeps global state
+    from matplotlib.figure import Figure  # pyplot would keep global state
 
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(TEXT_WIDTH, height * len(grid) + 0.45), layout="constrained")
@@ -95,10 +95,10 @@ def draw_lines(axis, lines: list[Line], bands: bool):
 
 
 def legend_below(figure):
-    """Add one legend for all panels below them: each label once, in the order of first appearance."""
+    """Add one legend below all panels. It has each label once, in the order of first appearance."""
     entries = {}
     for axis in figure.axes:
         entries |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels()) if label not in entries}
-    widest = 0.6 + 0.06 * max(map(len, entries))  # inches of an entry
+    widest = 0.6 + 0.06 * max(map(len, entries))  # inches per entry
     columns = max(1, int(TEXT_WIDTH / widest))
     figure.legend(entries.values(), entries.keys(), ncols=columns, loc="outside lower center", handlelength=2.6)

@@ -1,4 +1,4 @@
-"""The paper's figures: each function draws one and returns the Markdown that shows it."""
+"""Draw the paper's figures. Each function draws one, and returns the Markdown that shows it."""
 
 import collections
 import math
@@ -15,7 +15,7 @@ from scripts.shared.runs import StoredRun, val_tokens
 from scripts.shared.tables import markdown_table, summarise
 
 NO_FIGURE = "**No figure: there is no finished run to draw.**"
-WINDOWS = 4  # of validation text, for the trained models' attention
+WINDOWS = 4  # windows of validation text, for the attention of trained models
 OPEN_CIRCLE = dict(linestyle="", marker="o", markersize=3.5, markerfacecolor="white", markeredgewidth=0.7)
 
 # ---- validation curves -----------------------------------------------------------------------------------------------
@@ -28,7 +28,7 @@ def figure_train_lengths(study: Study) -> str:
 
 
 def figure_train_4k(study: Study) -> str:
-    study.notes.append("Below: the last fifth of the training, and the half of the methods that is best at its end.")
+    study.notes.append("Bottom row: the last fifth of training, for the better half of the methods.")
     study.notes.append("NoPE is shown in the left panel only, as in the paper.")
     length = abbreviate_length(study.base_length)
     text = f"Validation loss of the models trained at {length}, at three validation lengths."
@@ -57,7 +57,7 @@ def figure_tau(study: Study) -> str:
 
 
 def tau_of(config: Config) -> float:
-    """Return the lengthscale in tokens that a run trains with."""
+    """Return the lengthscale of a run in tokens."""
     return float(config.method_options.get("tau", method_options(config.method)["tau"].default))
 
 
@@ -70,11 +70,11 @@ def curve_figure(
     baseline: bool = True,
     zoom: bool = False,
 ) -> str:
-    """Draw a panel a validation length, and return the Markdown: text, then the figure.
+    """Draw one panel per validation length. Return the Markdown: text, then the figure.
 
-    at_train_length: only the models that were trained at the length. nope_panels: in how many of the panels NoPE is
-    shown. baseline: mark the paper's 3.28, at its scale. zoom: add a row of panels with the end of the training and the
-    better half of the series.
+    at_train_length: show models only at their training length. nope_panels: number of panels, from the left, that show
+    NoPE. baseline: at scale "paper", mark the paper's baseline loss of 3.28. zoom: add a row of panels with the end of
+    training and the better half of the series.
     """
     rows = validation_curves(study)
     if not rows:
@@ -95,32 +95,30 @@ def curve_figure(
     height = 1.75 if zoom else 2.2
     draw_panels(study.figure(), grid, x="training step", y="nats a token", height=height, bands=True)
     if baseline and study.scale != "paper":
-        study.notes.append("The paper's dashed line at 3.28 is left out: it means nothing at this scale.")
+        study.notes.append("The paper's dashed line at 3.28 is left out, because it belongs to the paper's scale.")
     several = any(row["seeds"] > 1 for row in rows)
-    study.notes.append("Bands: \u00b1 1 standard error over seeds." if several else "One seed: no bands.")
+    study.notes.append("Bands: \u00b1 1 standard error over seeds." if several else "No bands: there is one seed.")
     if len({row["val_tokens"] for row in rows}) > 1:
-        study.notes.append("Open circles: validations on a part of the tokens (`--val_profile fast`).")
+        study.notes.append("Open circles: validation on part of the tokens (`--val_profile fast`).")
     return f"{text}\n\n{study.picture()}"
 
 
 def curve_lines(rows: list[dict], looks: dict) -> list[Line]:
-    """Return the lines of a panel of validation curves, with open circles where a part of the tokens was read."""
+    """Return the lines of a panel of validation curves. Open circles mark validation on part of the tokens."""
     full = max((row["val_tokens"] for row in rows), default=0)
     lines = []
     for line in row_lines(rows, "series", "step", looks):
         lines.append(line._replace(look=line.look | dict(markevery=max(1, len(line.xs) // 6))))
     for series, look in looks.items():
-        part = [row for row in rows if row["series"] == series and row["val_tokens"] < full]
-        steps, means = [row["step"] for row in part], [row["mean"] for row in part]
+        partial = [row for row in rows if row["series"] == series and row["val_tokens"] < full]
+        steps, means = [row["step"] for row in partial], [row["mean"] for row in partial]
         lines.append(Line(OPEN_CIRCLE | dict(color=look["color"], label="_"), steps, means))
     return lines
 
 
 def limits(rows: list[dict], zoomed: bool) -> dict[str, tuple[float, float]]:
-    """Return limits of the axes that leave out the first fifth of the steps, which would hide all the rest.
-
-    zoomed: show the last fifth of the steps, and of the series the half with the lowest losses at the end.
-    """
+    """Return limits of the axes. The high losses of the first fifth of the steps would hide the rest, so y leaves them
+    out. zoomed: show the last fifth of the steps, and the half of the series with the lowest final losses."""
     rows = [row for row in rows if math.isfinite(row["mean"])]
     if not rows:
         return {}
@@ -134,20 +132,20 @@ def limits(rows: list[dict], zoomed: bool) -> dict[str, tuple[float, float]]:
 
 
 def validation_curves(study: Study) -> list[dict]:
-    """Return the mean validation loss over seeds: one row a series, training length, validation length and step.
+    """Return mean validation losses over seeds, one row per series, training length, validation length and step.
 
-    A step counts when all seeds were validated at it, on the same tokens.
+    Steps that were not validated with all seeds on the same tokens are left out.
     """
     losses, seeds = collections.defaultdict(list), collections.Counter()
     for run, stored in study.finished:
         curves = {series: validation_curve(stored, method) for series, method in study.series(run).items()}
         wanted = [n for n in study.lengths if n in run.config.val_lengths]
-        if lacking := [str(n) for n in wanted if any(n not in curve for curve in curves.values())]:
-            study.missing.append((run.name, f"not validated at {', '.join(lacking)} during training"))
+        if absent := [str(n) for n in wanted if any(n not in curve for curve in curves.values())]:
+            study.missing.append((run.name, f"not validated at {', '.join(absent)} during training"))
         for series, n in [(series, n) for n in wanted for series in curves if n in curves[series]]:
             seeds[series, run.config.train_length, n] += 1
             for (step, tokens), loss in curves[series][n].items():
-                loss = math.nan if loss is None else loss  # null in the metrics is a loss that was not finite
+                loss = math.nan if loss is None else loss  # the metrics have null for a loss that is not finite
                 losses[series, run.config.train_length, n, step, tokens].append(loss)
     rows = summarise(losses, "series", "train_length", "val_length", "step", "val_tokens")
     return [row for row in rows if row["seeds"] == seeds[row["series"], row["train_length"], row["val_length"]]]
@@ -166,7 +164,7 @@ def validation_curve(stored: StoredRun, method: str | None) -> dict[int, dict]:
 
 # ---- theory and trained models ---------------------------------------------------------------------------------------
 
-SCHEMES = dict(  # of figure_entropy: the method whose colour it has, and the name in the legend
+SCHEMES = dict(  # of figure_entropy: the trained method, which also gives the colour, and the name in the legend
     none=("p_rope", "no scaling"),
     logn=("logn_p_rope", "LogN"),
     scale_invariant=("scale_invariant_p_rope", "scale-invariant"),
@@ -182,22 +180,22 @@ def figure_entropy(study: Study) -> str:
     grid = [entropy_panels(source, rows) for source, rows in sources.items()]
     x = "context length (tokens)"
     draw_panels(study.figure(), grid, x=x, y="nats", log=10, height=1.75, bands=True, sharex=True)
-    text = "Top: independent Gaussian scores, none scaled, LogN (s = 0.4) and scale-invariant (\u03c4 = 10), mean over "
-    text += f"{theory.DRAWS} draws. Bottom: p-RoPE models trained with each, the last query of each context, mean over "
-    text += f"seeds, layers, heads and {WINDOWS} windows of validation text. Bands: \u00b1 1 standard error."
+    text = "Attention with no scaling, with LogN, and scale-invariant. Top: independent Gaussian scores (LogN s = 0.4, "
+    text += f"\u03c4 = 10), mean over {theory.DRAWS} draws. Bottom: last query of each context in p-RoPE models, mean "
+    text += f"over seeds, layers, heads and {WINDOWS} windows of validation text. Bands: \u00b1 1 standard error."
     if not trained:
-        study.notes.append("The bottom row is left out: there is no trained model.")
+        study.notes.append("The bottom row is left out, because there is no trained model.")
     return text + "\n\n" + study.picture()
 
 
 def entropy_panels(source: str, rows: list[dict]) -> list[Panel]:
-    """Return panels of entropy, entropy in ranges of distances, and local attention, against the context length."""
+    """Return three panels against the context length: entropy, entropy in ranges of distances, local attention."""
     styles = plot_styles([method for method, _ in SCHEMES.values()])
     looks = {scheme: styles[method] | dict(label=label) for scheme, (method, label) in SCHEMES.items()}
 
     def lines(quantity: str, **changes) -> list[Line]:
-        mine = [row for row in rows if row["quantity"] == quantity]
-        return row_lines(mine, "scheme", "length", {scheme: look | changes for scheme, look in looks.items()})
+        shown = [row for row in rows if row["quantity"] == quantity]
+        return row_lines(shown, "scheme", "length", {scheme: look | changes for scheme, look in looks.items()})
 
     ranged = []
     for (start, stop), style in zip(theory.RANGES, RANGE_STYLES):
@@ -211,9 +209,9 @@ def entropy_panels(source: str, rows: list[dict]) -> list[Panel]:
 
 
 def trained_entropy(study: Study, lengths: list[int]) -> list[dict]:
-    """Return attention_statistics of the trained models: one row a scheme, length and quantity."""
+    """Return attention_statistics of trained models, one row per scheme, length and quantity."""
     schemes = {method: scheme for scheme, (method, _) in SCHEMES.items()}
-    samples = collections.defaultdict(list)  # one a window and seed
+    samples = collections.defaultdict(list)  # one value per window and seed
     for config, model, windows in logits.trained_models(study, WINDOWS, lengths[-1]):
         for (length, quantity), values in logits.attention_profile(model, windows, lengths).items():
             samples[schemes[config.method], length, quantity] += values
@@ -221,7 +219,7 @@ def trained_entropy(study: Study, lengths: list[int]) -> list[dict]:
 
 
 def figure_sublog(study: Study) -> str:
-    scale_invariant = study.item == "figure_sublog"  # and not figure_sublog_unscaled
+    scale_invariant = study.item == "figure_sublog"  # the other item is figure_sublog_unscaled
     starts = [10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000]
     colours = {2: "#0072B2", 5: "#D55E00", 10: "#000000"}  # by factor, the paper's Delta
     rows = theory.iid_range_entropy(starts, [*colours], theory.DRAWS, 0, scale_invariant)
@@ -239,9 +237,9 @@ def figure_sublog(study: Study) -> str:
         panels.append(Panel(f"against {against}", lines))
     y = "expected entropy in $[t, t\\Delta)$ (nats)"
     draw_panels(study.figure(), [panels], x="", y=y, sharey=True)
-    text = "Expected entropy (nats) of independent Gaussian scores in the range of distances [t, t\u0394), "
-    text += "scale-invariant with \u03c4 = 10" if scale_invariant else "not scaled"
-    text += f": mean over {theory.DRAWS} draws (bars: \u00b1 1 standard error), against log t and sqrt(log t), with "
-    text += "the best linear fits (dashed)."
+    text = "Expected entropy (nats) of attention at distances in [t, t\u0394), against log t and against sqrt(log t), "
+    text += "for independent Gaussian scores, "
+    text += "scale-invariant with \u03c4 = 10." if scale_invariant else "not scaled."
+    text += f" Mean over {theory.DRAWS} draws; bars: \u00b1 1 standard error. Dashed: best linear fits."
     table = markdown_table([["linear fit", "slope", "intercept", "R^2"], *cells])
     return f"{text}\n\n{study.picture()}\n\n{table}"

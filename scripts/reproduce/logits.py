@@ -1,10 +1,10 @@
-"""What the attention logits of a trained model look like, as the paper looks at them.
+"""Measure the attention logits of trained models, as the paper does.
 
-    attention_profile    entropy and local attention in growing contexts: fig:entropy's bottom row (figures.py draws it)
-    layer_scores         the scores S = q.k / sqrt(d) of each layer and head, which the theory takes to be N(0, 1)
-    figure_qq            the QQ plots of the paper's last appendix, of what scripts.logit_statistics has measured
+    attention_profile    Entropy and local attention in growing contexts, for the bottom row of figure_entropy.
+    layer_scores         Scores S = q.k / sqrt(d) of each layer and head. The theory assumes N(0, 1).
+    figure_qq            QQ plots of the paper's last appendix, from the files of scripts.logit_statistics.
 
-A model and its configuration come from scripts.evaluate.load_run.
+scripts.evaluate.load_run reads a model and its configuration.
 """
 
 import itertools
@@ -32,9 +32,9 @@ from scripts.reproduce.theory import attention_statistics
 from scripts.shared.tables import markdown_table
 
 FORMS = {False: "without rotation", True: "with rotation"}
-FOLDER = "logit_statistics"  # in the folder of the runs: a folder a model
-# The paper's models: the folder of each, what it is called in titles, and its name on the hub. Its "1B" can only be
-# Llama 3.2's, of the herd that it cites; which release of 8B it took is not said.
+FOLDER = "logit_statistics"  # in the folder of the runs; it has one folder per model
+# The paper's models, by folder: title, and name on the hub. The paper gives only the sizes of its Llama models. Among
+# the models that it cites, only Llama 3.2 has 1B parameters. The release of 8B is our choice.
 PAPERS_MODELS = {
     "Llama-3.2-1B": ("Llama 1B", "meta-llama/Llama-3.2-1B"),
     "Llama-3.1-8B": ("Llama 8B", "meta-llama/Llama-3.1-8B"),
@@ -43,18 +43,16 @@ PAPERS_MODELS = {
 
 
 def validation_windows(stream: TokenStream, count: int, length: int, device="cpu") -> Tensor:
-    """Return `count` windows of `length` tokens, at even distances over the validation text: (count, length) int64."""
-    fits = count * length <= len(stream)
-    require(fits, f"{count} windows of {length} tokens are more than the {len(stream)} of the validation text.")
+    """Return windows that start at equal distances in the validation text: (count, length) int64."""
+    message = f"The validation text has {len(stream)} tokens. {count} windows of {length} need more."
+    require(count * length <= len(stream), message)
     starts = [i * (len(stream) // count) for i in range(count)]
     return torch.stack([torch.from_numpy(stream.read(start, length).astype("int64")) for start in starts]).to(device)
 
 
 def trained_models(study: Study, count: int, length: int) -> Iterator[tuple[Config, GPT, Tensor]]:
-    """Yield the configuration and the model of each run of a study, and validation_windows of its text.
-
-    Runs whose weights or text are not there are dropped from the study.
-    """
+    """Yield configuration, model and validation_windows of each finished run. Runs without weights or text are dropped
+    from the study."""
     for run, stored in list(study.finished):
         try:
             config, model = load_run(stored.path, study.device)
@@ -66,8 +64,7 @@ def trained_models(study: Study, count: int, length: int) -> Iterator[tuple[Conf
 
 
 def iterate_layers(model: GPT, tokens: Tensor, plans: Plans) -> Iterator[tuple[Method, Plan, Tensor, Tensor, Tensor]]:
-    """Yield each layer's method and plan, its input x (B, T, C), and q, k (B, H, T, D) before any rotation, at least
-    float32."""
+    """Yield each layer's method, plan, input x (B, T, C), and q, k (B, H, T, D) before rotation, at least float32."""
     x = model.embed(tokens)
     for block, plan in zip(model.blocks, itertools.cycle(plans)):
         layer_input = norm(x)
@@ -80,7 +77,7 @@ def iterate_layers(model: GPT, tokens: Tensor, plans: Plans) -> Iterator[tuple[M
 
 
 def last_query_logits(method: Method, plan: Plan, x: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Return the logits L_t (paper, eq:def:L) of the last query, in order of distance t = 0..T-1: (B, H, T)."""
+    """Return the logits L_t (paper, eq:def:L) of the last query, by distance t = 0..T-1: (B, H, T)."""
     q, k = transform(method, q, k, plan, x)
     scores = (q[:, :, -1:] @ k.mT).squeeze(2).flip(-1) / q.shape[-1] ** 0.5
     if method.score_change is None:
@@ -93,16 +90,15 @@ def last_query_logits(method: Method, plan: Plan, x: Tensor, q: Tensor, k: Tenso
 
 @torch.inference_mode()
 def attention_profile(model: GPT, tokens: Tensor, lengths: list[int]) -> dict[tuple[int, str], list[float]]:
-    """Return theory.attention_statistics of real attention in contexts of these lengths (tokens).
+    """Return theory.attention_statistics of a model in contexts of these lengths (tokens).
 
-    tokens (windows, T). The query is the last token of a window, which sees the last `length` tokens: the same query
-    with more and more context. By length and quantity, the means over layers and heads, one a window. Memory is that of
-    the model's forward pass, on one window at a time. The methods are those of figure_entropy: a rotation, a scaling of
-    q and a score change, and nothing else.
+    tokens (windows, T). The query is the last token of a window. It sees the last `length` tokens, so all lengths have
+    the same query. Values are means over layers and heads: {(length, quantity): [one per window]}. Windows pass through
+    the model one at a time, which bounds the memory. The method may have a rotation, a scaling of q and a score change.
     """
     samples = defaultdict(list)
     for length in lengths:
-        plans = model.plan(length, backend="blocks")  # nothing to compile for each length
+        plans = model.plan(length, backend="blocks")  # other backends would compile for each length
         for window in tokens[:, -length:].split(1):
             logits = torch.stack([last_query_logits(*layer) for layer in iterate_layers(model, window, plans)])
             for quantity, values in attention_statistics(logits).items():  # (layers, 1, H)
@@ -114,9 +110,9 @@ def attention_profile(model: GPT, tokens: Tensor, lengths: list[int]) -> dict[tu
 
 
 def score_pairs(batch: int, length: int, max_pairs: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return sequences b, queries i and keys j, 1 <= j < i: all such pairs, or max_pairs drawn with replacement.
+    """Return indices (b, i, j) of sequences, queries and keys: all pairs 1 <= j < i, or max_pairs random ones.
 
-    Key 0 is left out as the paper leaves out the beginning of sequence, an outlier that attention sinks into.
+    The paper leaves out the beginning-of-sequence token, an outlier and attention sink, so key 0 is left out here.
     """
     require(length >= 3, f"Statistics of scores need sequences of at least 3 tokens, got {length}.")
     i, j = torch.tril_indices(length - 1, length - 1, offset=-1) + 1
@@ -129,10 +125,10 @@ def score_pairs(batch: int, length: int, max_pairs: int, seed: int) -> tuple[Ten
 
 @torch.inference_mode()
 def layer_scores(model: GPT, tokens: Tensor, max_pairs: int) -> Iterator[tuple[int, bool, Tensor]]:
-    """Yield layer, whether q and k were rotated, and scores S = q.k / sqrt(d) as float64 (H, pairs) on the CPU.
+    """Yield (layer, rotated, S) with scores S = q.k / sqrt(d), float64 (H, pairs) on the CPU.
 
-    tokens (B, T); the pairs, the same in all layers and heads, are those of score_pairs. S is what the method starts
-    from, before LogN's or any other change. Each layer comes without rotation and, if the method rotates, with it.
+    tokens (B, T). All layers and heads use the same pairs (score_pairs). S is taken before LogN or another scaling.
+    Each layer comes first without rotation. If the method rotates, it comes a second time, rotated.
     """
     plans = model.plan(tokens.shape[1], backend="blocks")
     pairs = score_pairs(*tokens.shape, max_pairs, seed=0)
@@ -145,20 +141,22 @@ def layer_scores(model: GPT, tokens: Tensor, max_pairs: int) -> Iterator[tuple[i
 
 
 def pair_scores(q: Tensor, k: Tensor, pairs: Iterable[Tensor], scale: float) -> Tensor:
-    """Return scale * q.k of the pairs of score_pairs as float64 (H, pairs) on the CPU.
+    """Return scale * q.k of the pairs of score_pairs, float64 (H, pairs) on the CPU.
 
-    q (B, H, T, D), k (B, H_kv, T, D): with fewer heads of keys, H / H_kv queries in turn share one (grouped queries).
+    q (B, H, T, D), k (B, H_kv, T, D). In grouped-query attention, H / H_kv neighbouring query heads share a key head.
     """
     b, i, j = (index.to(q.device) for index in pairs)
     q, k, queries_of_a_key = upcast(q), upcast(k), q.shape[1] // k.shape[1]
-    # one head's pairs at once
+    # head by head, to bound the memory
     heads = [(q[b, h, i] * k[b, h // queries_of_a_key, j]).sum(dim=-1) for h in range(q.shape[1])]
     return (torch.stack(heads) * scale).double().cpu()
 
 
 def moments(scores: np.ndarray) -> dict[str, float]:
-    """Return mean, standard deviation, skewness and excess kurtosis of scores (N,), and ks, their Kolmogorov-Smirnov
-    distance to the Gaussian of that mean and standard deviation. A Gaussian has 0 for the last three, N -> inf."""
+    """Return mean, std, skewness, excess kurtosis and Kolmogorov-Smirnov distance (ks) of scores (N,).
+
+    ks compares with the Gaussian of the same mean and std. For Gaussian scores and N -> inf, the last three are 0.
+    """
     mean, std = scores.mean(), scores.std()
     values = dict(mean=mean, std=std, skewness=stats.skew(scores), excess_kurtosis=stats.kurtosis(scores))
     values["ks"] = stats.kstest(scores, "norm", args=(mean, std), method="asymp").statistic
@@ -166,8 +164,8 @@ def moments(scores: np.ndarray) -> dict[str, float]:
 
 
 def qq_points(scores: np.ndarray, n: int = 200) -> dict[str, list[float]]:
-    """Return quantiles of the scores (N,), "sample", and those of the Gaussian with their mean and standard deviation,
-    "gaussian", neither standardised, at probabilities (i - 1/2)/n, i = 1..n."""
+    """Return quantiles at probabilities (i - 1/2)/n, i = 1..n, of scores (N,) and of the Gaussian with equal mean and
+    standard deviation."""
     probabilities = (np.arange(n) + 0.5) / n
     gaussian = stats.norm.ppf(probabilities, scores.mean(), scores.std())
     return dict(gaussian=gaussian.tolist(), sample=np.quantile(scores, probabilities).tolist())
@@ -177,16 +175,13 @@ def qq_points(scores: np.ndarray, n: int = 200) -> dict[str, list[float]]:
 
 
 def describe_scores(scores: Tensor, *, layer: int, rotated: bool) -> dict:
-    """Return the moments of each head and of all, and the QQ plot of all, of the scores (H, pairs) of a layer.
-
-    layer: counted from 0.
-    """
+    """Return moments per head, and moments and QQ points over all heads. scores (H, pairs); layer: from 0."""
     heads, pooled = [moments(head) for head in scores.numpy()], scores.flatten().numpy()
     return dict(layer=layer, rotated=rotated, heads=heads, all=moments(pooled), qq=qq_points(pooled))
 
 
 def moments_table(models: dict[str, list[dict]]) -> str:
-    """Return the moments of all heads pooled: a row a layer and form of each model. models: describe_scores by name."""
+    """Return a table with the moments of each layer, over all heads. models: describe_scores of each layer, by name."""
     table = [["model", "layer", "form", "mean", "std", "skewness", "excess kurtosis", "KS distance"]]
     for name, layers in models.items():
         for row in layers:
@@ -196,7 +191,7 @@ def moments_table(models: dict[str, list[dict]]) -> str:
 
 
 def draw_qq(path: Path, layers: list[dict]):
-    """Draw the QQ plots of describe_scores: a panel a layer, first without rotation, then with it."""
+    """Draw QQ plots of describe_scores, one panel per layer: first all without rotation, then all with it."""
     grid = []
     for rotated, form in FORMS.items():
         panels = []
@@ -211,14 +206,14 @@ def draw_qq(path: Path, layers: list[dict]):
 
 
 def figure_qq(study: Study) -> str:
-    """Return a figure a model and form, of all models that scripts.logit_statistics has measured, and their moments."""
+    """Draw the models that scripts.logit_statistics has measured. Return the Markdown: figures, then a table."""
     folder, models, shown = study.runs_dir / FOLDER, {}, []
     for name in dict.fromkeys([*PAPERS_MODELS, *sorted(path.name for path in folder.glob("*"))]):
         title, hub_name = PAPERS_MODELS.get(name, (name, name))
         file = folder / name / "statistics.json"
         if not file.exists():
             command = f"python -m scripts.logit_statistics {hub_name} --text FILE"
-            study.missing.append((title, f"which `{command}` measures on the introduction of Wikipedia's New England"))
+            study.missing.append((title, f"not measured: run `{command}` on the start of Wikipedia's New England"))
             continue
         about = json.loads(file.read_text())
         models[title] = about["layers"]
@@ -227,15 +222,15 @@ def figure_qq(study: Study) -> str:
             figure = re.sub(r"[^\w.-]+", "_", f"{study.item}_{title}_{FORMS[rotated]}".lower())
             draw_qq(study.figure(figure), [row for row in models[title] if row["rotated"] == rotated])
             shown.append(study.picture(figure))
-    text = "Quantiles of attention scores: all heads of a layer, against the quantiles of the Gaussian with their mean "
-    text += "and deviation (red: equal). Only pairs with t > 0, and without key 0, which attention sinks into. The "
-    text += "table pools the heads of a layer. Gemma 2's scores are those before its soft cap. The paper says of its "
-    text += "Llama models only their sizes."
+    text = "Quantiles of the attention scores of a layer, against quantiles of the Gaussian with the same mean and "
+    text += "standard deviation (red: equal). Pairs have distance t > 0. Key 0 is left out, because it is an attention "
+    text += "sink. The table pools the heads of a layer. Gemma 2's scores are taken before its soft cap. The paper "
+    text += "gives only the sizes of its Llama models."
     return "\n\n".join([text, *shown, moments_table(models)])
 
 
 def describe(about: dict) -> str:
-    """Return how the scores of a model were measured, for a page."""
+    """Return the text, the pairs and the command with which the scores of a model were measured."""
     made = f"{about['tokens']} tokens of {about['text']} (sha256 {about['text_sha256'][:12]}), {about['pairs']} pairs "
-    made += f"of them a head, {about['dtype']}, {about['scale']}. Measured {about['made']} on {about['device']}, code "
-    return made + f"at commit {about['commit']}, by `{about['command']}`"
+    made += f"per head, {about['dtype']}, {about['scale']}. Measured {about['made']} on {about['device']}, code at "
+    return made + f"commit {about['commit']}, by `{about['command']}`"

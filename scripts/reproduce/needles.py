@@ -1,4 +1,4 @@
-"""The needle tables: how many needles the fine-tuned runs find, and how far away."""
+"""Make the tables of the needle task: the share of needles found, also by distance."""
 
 import collections
 import statistics
@@ -15,13 +15,13 @@ METRICS = ("greedy", "teacher forcing")
 
 
 def table_needle(study: Study) -> str:
-    """Return the shares of needles found as Markdown; a section has those by distance.
+    """Return the shares of needles found as Markdown. A section lists them by distance.
 
-    The lengths are those of the paper and all others that a run was scored at.
+    The table has the paper's lengths, and all other lengths at which a run was scored.
     """
     oracle = collections.defaultdict(list)
     accuracy = {label: collections.defaultdict(list) for label in METRICS}
-    distances = collections.defaultdict(lambda: (0, 0))  # needles found and all needles, of all seeds together
+    distances = collections.defaultdict(lambda: (0, 0))  # (needles found, all needles), summed over seeds
     for run, stored in study.finished:
         for series, method in study.series(run).items():
             shares = stored.needle if method is None else stored.needle["as"][method]
@@ -30,16 +30,17 @@ def table_needle(study: Study) -> str:
                     values[series, int(length)].append(float(share))
             for length, counts in shares.get("by_distance", {}).items():
                 for least, (found, needles) in counts.items():
-                    before = distances[series, int(length), int(least)]
-                    distances[series, int(length), int(least)] = (before[0] + found, before[1] + needles)
+                    found_before, needles_before = distances[series, int(length), int(least)]
+                    counts_now = (found_before + found, needles_before + needles)
+                    distances[series, int(length), int(least)] = counts_now
         for length, share in stored.needle.get("oracle", {}).items():
             oracle[int(length)].append(float(share))
-    text = "Share of needles whose city and number are both right, by length in tokens (and in training lengths), by "
-    text += "greedy decoding and by teacher forcing: mean \u00b1 standard error over seeds. The paper's numbers stand "
-    text += "beside greedy decoding."
+    text = "Share of needles whose city and number are both right: mean \u00b1 standard error over seeds, by greedy "
+    text += "decoding and by teacher forcing. Columns: tokens per prompt (and multiples of the training length). The "
+    text += "paper's numbers stand beside greedy decoding."
     if oracle:
-        text += f" Fine-tuned and scored with {study.runs[0].needle}, three needles in each (the paper: C4, 300 steps "
-        text += "of 64). Oracle: what a perfect copier of the prompts gets."
+        text += f" Fine-tuned and scored with {study.runs[0].needle}; each prompt has three needles. The paper used C4 "
+        text += "and 300 steps of 64 prompts. Oracle: the score of a perfect copy from the prompt."
     means = {length: statistics.fmean(values) for length, values in oracle.items()}
     study.sections = by_distance(study, distances)
     lengths = sorted({*study.lengths, *(length for _, length in accuracy["greedy"])})
@@ -47,11 +48,9 @@ def table_needle(study: Study) -> str:
 
 
 def needle_tau(study: Study) -> str:
-    """Return the tables of table_needle below a figure of the needles found against tau."""
+    """Return a figure of the needles found against tau, then the tables of table_needle."""
     page = table_needle(study)
-    shares = collections.defaultdict(
-        list
-    )  # found by greedy decoding, one a seed, by form of the method, length and tau
+    shares = collections.defaultdict(list)  # greedy decoding: {(form of the method, length, tau): [one per seed]}
     for run, stored in study.finished:
         others = {name: value for name, value in run.config.method_options.items() if name != "tau"}
         form = series_label(with_changes(run.config, dict(method_options=others)))
@@ -59,20 +58,20 @@ def needle_tau(study: Study) -> str:
             shares[form, int(length), tau_of(run.config)].append(float(share))
     rows = sorted(summarise(shares, "form", "length", "tau"), key=lambda row: row["tau"])
     draw(study, study.item, rows, "form", "tau", x="\u03c4 (tokens)", log=10)
-    text = "Below: needles found (greedy decoding) against the lengthscale \u03c4 in tokens, a panel a length; bars: "
-    text += "\u00b1 1 standard error over seeds."
+    text = "Share of needles found (greedy decoding) against the lengthscale \u03c4 in tokens, one panel per length. "
+    text += "Bars: \u00b1 1 standard error over seeds."
     return "\n\n".join([text, study.picture(), page])
 
 
 def by_distance(study: Study, distances: dict[tuple[str, int, int], tuple[int, int]]) -> list[str]:
-    """Return a section on the needles found by their distance from the response. The shares are drawn.
+    """Draw the needles found against their distance from the response. Return a section with the counts.
 
-    distances: by series, length and least distance, needles found and all needles.
+    distances: {(series, length, least distance): (needles found, all needles)}.
     """
     rows, cells = [], collections.defaultdict(dict)
     for series, length, least in sorted(distances, key=lambda key: (study.all_series.index(key[0]), *key[1:])):
         found, needles = distances[series, length, least]
-        middle = 1.5 * least  # of the distances from least to twice that
+        middle = 1.5 * least  # the row counts distances from `least` to 2 * least
         rows.append(dict(method=series, length=length, middle=middle, mean=found / needles, stderr=None))
         cells[series, length][least] = f"{found}/{needles}"
     if not rows:
@@ -81,15 +80,15 @@ def by_distance(study: Study, distances: dict[tuple[str, int, int], tuple[int, i
     draw(study, name, rows, "method", "middle", x="tokens back to the needle", log=2)
     lines = [([series_name(series), str(length)], counts) for (series, length), counts in cells.items()]
     columns = {least: f"{least}-{2 * least - 1}" for least in sorted({least for _, _, least in distances})}
-    text = "Needles found (greedy decoding) of those that there are, by how many tokens before the response they "
-    text += "start, over all seeds."
+    text = "Needles found (greedy decoding) / all needles, over all seeds. Columns: tokens from the start of the "
+    text += "needle to the response."
     return ["### By distance", text, study.picture(name), pivot_table(["method", "length"], lines, columns)]
 
 
 def draw(study: Study, name: str, rows: list[dict], by: str, column: str, *, x: str, log: int):
-    """Draw the shares of needles found against a column of the rows: a panel a length, a line a value of `by`."""
+    """Draw the shares of needles found against `column`: one panel per length, one line per value of `by`."""
     looks, panels = plot_styles(dict.fromkeys(row[by] for row in rows)), []
     for length in sorted({row["length"] for row in rows}):
         lines = row_lines([row for row in rows if row["length"] == length], by, column, looks)
-        panels.append(Panel(f"at {study.times(length)}", lines, dict(ylim=(-0.03, 1.03))))
+        panels.append(Panel(f"at {study.length_label(length)}", lines, dict(ylim=(-0.03, 1.03))))
     draw_panels(study.figure(name), [panels], x=x, y="needles found", log=log, sharey=True)

@@ -1,4 +1,4 @@
-"""What a table or figure is made from: the runs that it needs, those that there are, and what is missing."""
+"""Find the runs of a table or figure: the finished ones, and the missing ones with the reason."""
 
 import argparse
 import collections
@@ -14,12 +14,12 @@ from configs.sweeps import SCALES, SWEEPS, sweep
 from scripts.shared.looks import NAMES, series_label
 from scripts.shared.runs import StoredRun, find_stored, run_state, single_val_tokens
 
-# Items that show each run as the method that it trained, not as those that its weights are also validated as:
-ONE_METHOD_A_RUN = ("table_infini", "table_rivals", "needle_rivals")
+# Items that show only the trained method of a run, not the other methods with which its weights are validated:
+TRAINED_METHOD_ONLY = ("table_infini", "table_rivals", "needle_rivals")
 
 
 class Study:
-    """Holds what an item, a table or figure, is made from, and what is missing of it."""
+    """The runs of an item (a table or figure), and the text that the item adds to the page."""
 
     def __init__(
         self,
@@ -31,15 +31,15 @@ class Study:
         stored_runs: list[StoredRun],
         device: torch.device,
     ):
-        """Find the runs of an item. args: of the command. changes, needle: fields and needle settings of every run."""
+        """Find the runs of an item. changes, needle: fields and needle settings that all runs share."""
         self.item, self.scale, self.methods = item, args.scale, args.methods
         self.out, self.device, self.stored_runs = args.out, device, stored_runs
         self.runs_dir = Path("runs") if args.runs_dir is None or args.runs_dir.suffix == ".jsonl" else args.runs_dir
         self.runs = sweep(item, args.scale, args.seeds, args.methods, changes, needle) if item in SWEEPS else []
         self.finished: list[tuple[Run, StoredRun]] = []
-        self.missing: list[tuple[str, str]] = []  # a run or model, and why it is missing
+        self.missing: list[tuple[str, str]] = []  # (name of a run or model, reason)
         self.notes: list[str] = []
-        self.sections: list[str] = []  # of the page, after the notes
+        self.sections: list[str] = []  # further parts of the page, after the notes
         if not args.seeds:
             self.add_seeds()
         self.collect()
@@ -54,40 +54,40 @@ class Study:
 
     @property
     def lengths(self) -> list[int]:
-        """Return the validation lengths that stand for the paper's 4k, 16k and 64k."""
+        """Return the lengths of this scale that correspond to the paper's 4k, 16k and 64k."""
         return [preset(name).train_length for name in SCALES[self.scale].lengths]
 
     @property
     def base_length(self) -> int:
         return self.lengths[0]
 
-    def times(self, length: int) -> str:
-        """Return a length with its ratio to the training length: 1024 (4x)."""
+    def length_label(self, length: int) -> str:
+        """Return a length with its multiple of the training length, such as "1024 (4x)"."""
         return f"{length} ({length / self.base_length:g}x)"
 
     def series(self, run: Run) -> dict[str, str | None]:
-        """Return the series that a run is shown as, each with the method as which its weights are validated.
+        """Return the series of a run: {label: method with which the weights are validated}.
 
-        None: the method that it trained.
+        None stands for the trained method.
         """
-        others = {method: method for method in run.config.validate_as if self.item not in ONE_METHOD_A_RUN}
+        others = {method: method for method in run.config.validate_as if self.item not in TRAINED_METHOD_ONLY}
         shown = {series_label(run.config): None} | others
         return {s: m for s, m in shown.items() if self.methods is None or (m or run.config.method) in self.methods}
 
     @property
     def all_series(self) -> list[str]:
-        """Return the series in the order of NAMES, each method before its forms with options."""
+        """Return the series in the order of NAMES. A method comes before its forms with options."""
         present = dict.fromkeys(series for run in self.runs for series in self.series(run))
         order = [*NAMES, *(series.split(" ")[0] for series in present)]
         return sorted(present, key=lambda series: (order.index(series.split(" ")[0]), " " in series))
 
-    def drop(self, run: Run, why: str):
-        """Leave a finished run out of the item, and say so."""
+    def drop(self, run: Run, reason: str):
+        """Leave a finished run out of the item, and list it as missing."""
         self.finished = [(other, stored) for other, stored in self.finished if other is not run]
-        self.missing.append((run.name, why))
+        self.missing.append((run.name, reason))
 
     def collect(self):
-        """Fill `finished` with the runs that are there, all on the same text, and `missing` with the others."""
+        """Sort the runs into `finished` and `missing`. Finished runs on another text than most are missing, too."""
         for run in self.runs:
             state, reason, stored = run_state(run, self.stored_runs, self.runs_dir)
             if state == "finished":
@@ -100,10 +100,10 @@ class Study:
         most, _ = collections.Counter(texts).most_common(1)[0] if texts else ((), 0)
         for run, stored in self.finished:
             if text_of(stored) != most:
-                self.drop(run, f"left out: {stored.path} is on {text_of(stored)}, most runs are on {most}")
+                self.drop(run, f"left out: texts and validation tokens {text_of(stored)}, most have {most}")
 
     def add_seeds(self):
-        """Add the finished runs that differ from the item's in the seed alone to `runs`."""
+        """Add finished runs with other seeds to `runs`, if all else is equal."""
         known = {config_hash(run.config) for run in self.runs}
         seeds = sorted({stored.config.seed for stored in self.stored_runs if stored.config})
         for planned, seed in [(run, seed) for run in self.runs for seed in seeds]:
@@ -115,7 +115,7 @@ class Study:
 
 
 def text_of(stored: StoredRun) -> tuple:
-    """Return the fingerprints of a run's texts and its number of validation tokens, which all runs of an item share."""
+    """Return what all runs of an item must share: fingerprints of both texts, and the number of validation tokens."""
     return stored.text, stored.data.get("validation"), single_val_tokens(stored.summary)
 
 

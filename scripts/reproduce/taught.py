@@ -1,6 +1,6 @@
-"""The study `taught`: which methods read far tokens beyond their training length, of models that were taught to copy.
+"""Make the tables of the study `taught`: models learn to copy, and are tested beyond their training length.
 
-results/taught/README.md says what was fixed before the first run: the primary comparisons, made here.
+The primary comparisons were fixed before the first run (results/taught/README.md).
 """
 
 import collections
@@ -17,13 +17,13 @@ from scripts.shared.looks import plot_styles, series_name
 from scripts.shared.runs import final_losses
 from scripts.shared.tables import markdown_table, mean_and_stderr, summarise
 
-GAP_RATIOS = (0.5, 2, 4, 8)  # of the tokens between two copies to the training length
-DRAWN = ("rope", "p_rope", "logn_p_rope", "alibi", OURS)  # with all slopes of ALiBi: the primary methods, and p-RoPE
+GAP_RATIOS = (0.5, 2, 4, 8)  # tokens between two copies / training length
+DRAWN = ("rope", "p_rope", "logn_p_rope", "alibi", OURS)  # the figure also shows ALiBi with other slopes
 
 
 def taught(study: Study) -> str:
-    """Return the figure and the tables as Markdown. A section has the primary comparisons."""
-    losses, gains = collections.defaultdict(dict), collections.defaultdict(dict)  # nats by series and tokens, by seed
+    """Return the figure and the tables as Markdown. A section lists the primary comparisons."""
+    losses, gains = collections.defaultdict(dict), collections.defaultdict(dict)  # (series, tokens) -> nats by seed
     for run, stored in study.finished:
         gains_as = {None: stored.summary.get("copy_gain", {})} | stored.summary.get("copy_gain_as", {})
         for series, method in study.series(run).items():
@@ -38,18 +38,18 @@ def taught(study: Study) -> str:
     methods = [series for series in study.all_series if (series, study.base_length) in losses]
     tables = [make_table(study, {"loss": measured[0]}, study.runs[0].config.val_lengths, best=min, methods=methods)]
     tables.append(make_table(study, {"copy gain": measured[1]}, gaps, best=max, methods=methods))
-    text = "Loss on natural text in nats a token, by sequence length; and copy gain: by how many nats a second copy of "
-    text += "32 random tokens is easier than the first, by the tokens between them. Mean \u00b1 standard error over "
-    text += f"seeds; in brackets, multiples of the training length of {study.base_length} tokens."
+    text = "Loss: nats per token on natural text, by sequence length. Copy gain: loss of 32 random tokens minus the "
+    text += "loss of their second copy, in nats per token, by tokens between the copies. Mean \u00b1 standard error "
+    text += f"over seeds. In brackets: multiples of the training length of {study.base_length} tokens."
     copy_rows = [stored.data["copy_rows"] for _, stored in study.finished if stored.data.get("copy_rows")]
     text += f" {copy_rows[0]['share']:.0%} of the training rows are copy rows." if copy_rows else ""
     return "\n\n".join([text, study.picture(), *tables])
 
 
 def primary_comparisons(study: Study, losses: dict, gains: dict) -> list[str]:
-    """Return a section on scale-invariant p-RoPE against each of three rivals, paired by seed, Holm over all tests.
+    """Return a section with paired t-tests of scale-invariant p-RoPE against three rivals, with Holm's correction.
 
-    losses, gains: nats by series and tokens, then by seed.
+    losses, gains: {(series, tokens): {seed: nats}}.
     """
     T = study.base_length
     slopes = {series: statistics.fmean(by_seed.values()) for (series, at), by_seed in losses.items()
@@ -71,14 +71,14 @@ def primary_comparisons(study: Study, losses: dict, gains: dict) -> list[str]:
     for row in rows:
         measure = f"{row['measure']}, {row['tokens']} tokens ({row['tokens'] / T:g}x)"
         table.append([series_name(row["rival"]), measure, str(row["seeds"]), difference_cell(row)])
-    text = f"{series_name(OURS)} (\u03c4 = 10) minus each rival, in nats: mean of the differences within seeds \u00b1 "
-    text += f"its standard error, and p of the paired t-test after Holm's correction for {len(rows)} tests. ALiBi: the "
-    text += f"slopes with the lowest mean loss at {T}. Fixed before the first run; all else is exploratory."
+    text = f"{series_name(OURS)} (\u03c4 = 10) minus each rival, in nats: mean difference within seeds \u00b1 standard "
+    text += f"error. p: paired t-test after Holm's correction for {len(rows)} tests. ALiBi has the slopes with the "
+    text += f"lowest mean loss at {T}. These comparisons were fixed before the first run. All others are exploratory."
     return ["### Primary comparisons", text, markdown_table(table)]
 
 
 def draw(study: Study, losses: dict, gains: dict):
-    """Draw loss against sequence length beside copy gain against the gap."""
+    """Draw the loss against the sequence length, and the copy gain against the tokens between the copies."""
     shown = [series for series in study.all_series if series in DRAWN or series.startswith("alibi slope_scale=")]
     looks, panels = plot_styles(shown), []
     for title, label, values in (

@@ -1,8 +1,8 @@
-"""Attention over independent Gaussian scores: the numbers behind the paper's theory.
+"""Compute attention over independent Gaussian scores, as in the paper's theory. figures.py draws the numbers.
 
-figures.py draws them. Everything is float64, entropies are in nats, and t is the distance from the query back to the
-key. L_t = a_t Z_t + m_t with Z_t ~ N(0, 1) (paper, eq:transformed_gaussian_logits), where a_t and m_t come from the
-attention method that is trained, not from a second copy of the formula.
+The logits are L_t = a_t Z_t + m_t with Z_t ~ N(0, 1) (paper, eq:transformed_gaussian_logits). t is the distance from
+the query back to the key. a_t and m_t are computed by the code that also trains, not by a second copy of the formula.
+Everything is float64. Entropies are in nats.
 """
 
 import math
@@ -16,14 +16,14 @@ from torch import Tensor
 from model.methods import make_method
 from scripts.shared.tables import summarise
 
-RANGES = ((10, 100), (100, 1_000), (1_000, 10_000))  # of distances t (fig:entropy, middle)
-LOCAL = 100  # the previous tokens whose share of the attention is measured (fig:entropy, right)
+RANGES = ((10, 100), (100, 1_000), (1_000, 10_000))  # ranges of distances t (fig:entropy, middle)
+LOCAL = 100  # tokens of local attention (fig:entropy, right)
 CHUNK = 2**20  # scores in memory at once
-DRAWS = 400  # of the scores of each context
+DRAWS = 400  # random draws per context
 
 
 def coefficients(distance: Tensor, tau: float) -> tuple[Tensor, Tensor]:
-    """Return a_t and m_t at distances t, as the method in model/methods computes them."""
+    """Return a_t and m_t at distances t, from the method in model/methods."""
     method = make_method("scale_invariant_nope", num_heads=1, head_dim=1, train_length=1, tau=tau)
     return method.score_change.coefficients(distance.double(), head=torch.zeros(1))
 
@@ -33,11 +33,11 @@ def entropy(log_p: Tensor) -> Tensor:  # (..., T) -> (...)
 
 
 def attention_statistics(logits: Tensor) -> dict[str, Tensor]:
-    """Return what fig:entropy shows of softmax(logits), logits (..., T) in order of distance t = 0..T-1: tensors (...).
+    """Return the quantities of fig:entropy, (...) each. logits (..., T) are ordered by distance t = 0..T-1.
 
-    entropy              of the whole
-    entropy_{t1}_{t2}    within t1 <= t < t2 (eq:def:Htt), for each of RANGES that the context covers
-    attention_{LOCAL}    the attention on t < LOCAL
+    entropy              Entropy of softmax(logits).
+    entropy_{t1}_{t2}    Entropy within t1 <= t < t2 (eq:def:Htt), for RANGES that fit into the context.
+    attention_{LOCAL}    Sum of the attention on t < LOCAL.
     """
     log_p = logits.double().log_softmax(dim=-1)
     statistics = {"entropy": entropy(log_p)}
@@ -49,17 +49,17 @@ def attention_statistics(logits: Tensor) -> dict[str, Tensor]:
 
 
 def gaussian_scores(draws: int, length: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Yield independent N(0, 1) scores, (draws, length) in all, in chunks of draws that bound the memory."""
+    """Yield (draws, length) independent N(0, 1) scores in chunks, which bound the memory."""
     size = max(1, CHUNK // length)
     for start in range(0, draws, size):
         yield torch.randn(min(size, draws - start), length, generator=generator, dtype=torch.float64)
 
 
 def iid_entropy(lengths: list[int], draws: int, seed: int, *, logn_scale: float = 0.4, tau: float = 10.0) -> list[dict]:
-    """Return fig:entropy's top row: attention_statistics of Gaussian scores in contexts of these lengths (tokens).
+    """Return the top row of fig:entropy: attention_statistics of Gaussian scores in contexts of these lengths (tokens).
 
-    Schemes: none (L = Z), logn (L = logn_scale log(T) Z) and scale_invariant. One row a scheme, length and quantity:
-    mean and standard error over the draws, which the schemes share.
+    Schemes: none (L = Z), logn (L = logn_scale log(T) Z) and scale_invariant. A row has the mean and the standard error
+    of one scheme, length and quantity. All schemes use the same draws.
     """
     generator, samples = torch.Generator().manual_seed(seed), defaultdict(list)
     for length in lengths:
@@ -78,10 +78,10 @@ def iid_entropy(lengths: list[int], draws: int, seed: int, *, logn_scale: float 
 def iid_range_entropy(
     starts: list[int], factors: list[int], draws: int, seed: int, scale_invariant: bool, tau: float = 10.0
 ) -> list[dict]:
-    """Return E[H] of the distances t..t Delta - 1 (eq:def:Htt) for starts t >= 1 and factors Delta > 1, integers.
+    """Return E[H] of the distances t..t Delta - 1 (eq:def:Htt) for integer starts t >= 1 and factors Delta > 1.
 
-    Fig:sublog with scale-invariant scores, fig:sublog_bounds_std without. One row a start and factor: mean and standard
-    error over the draws, which the factors of one start share.
+    fig:sublog has scale-invariant scores, fig:sublog_bounds_std has not. A row has the mean and the standard error of
+    one start and factor. All factors of a start use the same draws.
     """
     generator, samples = torch.Generator().manual_seed(seed), defaultdict(list)
     for start in starts:
@@ -96,6 +96,6 @@ def iid_range_entropy(
 
 
 def linear_fit(x: list[float], y: list[float]) -> dict[str, float]:
-    """Return the least-squares line through the points: slope, intercept, and the coefficient of determination R^2."""
+    """Return slope, intercept and R^2 of the least-squares line through the points."""
     fit = stats.linregress(x, y)
     return dict(slope=fit.slope, intercept=fit.intercept, r_squared=fit.rvalue**2)
