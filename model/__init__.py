@@ -1,1 +1,1 @@
-"""The model: GPT (gpt.py), how an attention method is run (attention.py), what the methods are (methods/)."""
+"""The model: GPT (gpt.py), its loss, decoding, attention methods (methods/) and their backends (attention/)."""

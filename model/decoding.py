@@ -1,8 +1,8 @@
 """Exact decoding with a key-value cache, for every attention method.
 
-The prompt goes through the model in one piece, by the ordinary path. Each later token costs one step, and its logits
-equal those of the full computation up to rounding. Keys are cached after rotation. NTK, YaRN and LogN's constant form
-scale with the length of the sequence, so that length is fixed before the first token: target_length.
+The prompt takes one ordinary forward pass. Each later token takes one step. Its logits equal the logits of a full
+forward pass, up to rounding. Keys are cached after rotation. NTK, YaRN and LogN's constant form scale with the length
+of the whole sequence. So this length, target_length, is fixed before the first token.
 """
 
 import itertools
@@ -22,13 +22,12 @@ def greedy_decode(
     model: GPT, tokens: Tensor, max_new_tokens: int, *,
     target_length: int | None = None, stop: int | None = None, method: Method | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the most likely tokens, one after the other: (B, N) int64 on the model's device, N <= max_new_tokens.
+    """Return the most likely next tokens, (B, N) int64 on the model's device, N <= max_new_tokens.
 
-    tokens (B, T), integers: prompts of equal length. A row ends with its first token `stop`, and is filled up with
-    `stop`. Decoding ends early when all rows have ended. target_length (default: T + max_new_tokens - 1, all tokens
-    that the model sees): the length that NTK, YaRN and LogN's constant form scale prompt and new tokens to. That is our
-    choice; the paper does not say how it decodes. method: see GPT.plan. ValueError for an empty prompt and for a
-    target_length below the default.
+    tokens (B, T), integers: prompts of equal length. A row ends at its first token `stop`, and is padded with `stop`.
+    Decoding ends early when all rows have ended. target_length: the length that NTK, YaRN and LogN's constant form use.
+    Its default is all tokens that the model sees, T + max_new_tokens - 1. The paper does not describe its decoding.
+    method: see GPT.plan. Raise ValueError for an empty prompt and for a target_length below the default.
     """
     stop = -1 if stop is None else stop  # -1 is no token
     chosen = []
@@ -45,10 +44,10 @@ def decode(
     model: GPT, tokens: Tensor, max_new_tokens: int, *,
     choose: Callable[[Tensor], Tensor] | None = None, target_length: int | None = None, method: Method | None = None,
 ) -> Iterator[Tensor]:  # fmt: skip
-    """Yield the tokens that follow, (B,) int64 on the model's device, each as soon as it is chosen.
+    """Yield the next tokens, (B,) int64 on the model's device, as soon as each is chosen.
 
-    choose: takes the float32 logits (B, vocabulary) and returns tokens (B,); default: the most likely ones. For the
-    other arguments see greedy_decode.
+    choose: takes the float32 logits (B, vocabulary) and returns tokens (B,). The default returns the most likely
+    tokens. For the other arguments see greedy_decode.
     """
     choose = choose or (lambda logits: logits.argmax(dim=-1))
     decoder = Decoder(model, tokens.shape[-1] + max_new_tokens - 1, target_length=target_length, method=method)
@@ -64,8 +63,8 @@ def sample(
 ) -> Tensor:
     """Return tokens (B,) int64 on logits' device, drawn from softmax(logits / temperature), logits (B, vocabulary).
 
-    Only the top_k most likely are drawn from. temperature 0 takes the most likely. generator: of the CPU, where the
-    drawing is done, so that a seed draws the same numbers on every device.
+    top_k: draw only from the most likely tokens. temperature 0 returns the most likely token. generator: a generator of
+    the CPU, which draws the tokens, so a seed draws the same numbers on every device.
     """
     if temperature == 0:
         return logits.argmax(dim=-1)
@@ -77,29 +76,29 @@ def sample(
 class Decoder:
     """Feeds a model one prompt, then one token at a time: max_length tokens in all.
 
-    target_length (default: max_length) and method: see greedy_decode. ValueError for a target_length below max_length.
+    target_length (default: max_length) and method: see greedy_decode. Raise ValueError if target_length < max_length.
     """
 
     def __init__(self, model: GPT, max_length: int, *, target_length: int | None = None, method: Method | None = None):
         target_length = max_length if target_length is None else target_length
-        short = f"target_length {target_length} is less than the {max_length} tokens of prompt and continuation"
-        require(target_length >= max_length, f"{short}. Give the length of the whole sequence.")
+        problem = f"target_length {target_length} is less than the {max_length} tokens of prompt and continuation"
+        require(target_length >= max_length, f"{problem}. Give the length of the whole sequence.")
         self.model, self.max_length, self.target_length = model, max_length, target_length
         self.device, self.method = model.head.device, method
-        self.tables = []  # of each method: cos, sin and the query scale's table at all positions
-        for one in [method] if method else model.methods:
+        self.tables = []  # for each method: cos, sin and the query scale's table at all positions
+        for layer_method in [method] if method else model.methods:
             cos = sin = query_table = None
-            if one.rotation is not None:
-                cos, sin = one.rotation.tables(max_length, target_length, self.device)
-            if one.query_scale is not None:
-                query_table = one.query_scale.table(torch.arange(max_length), target_length).to(self.device)
-            self.tables.append((one, cos, sin, query_table))
+            if layer_method.rotation is not None:
+                cos, sin = layer_method.rotation.tables(max_length, target_length, self.device)
+            if layer_method.query_scale is not None:
+                query_table = layer_method.query_scale.table(torch.arange(max_length), target_length).to(self.device)
+            self.tables.append((layer_method, cos, sin, query_table))
 
     @torch.inference_mode()
     def prefill(self, tokens: Tensor) -> Tensor:
-        """Start with new prompts, tokens (B, T), and return the float32 logits (B, vocabulary) after them.
+        """Start with new prompts, tokens (B, T), and return the float32 logits (B, vocabulary) of the next token.
 
-        ValueError for empty prompts.
+        Raise ValueError for empty prompts.
         """
         self.length = tokens.shape[1]
         plans = self.model.plan(self.length, target_length=self.target_length, method=self.method)
@@ -108,12 +107,12 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self, token: Tensor) -> Tensor:
-        """Return the float32 logits (B, vocabulary) after one more token (B,). ValueError beyond max_length."""
-        require(self.length < self.max_length, f"the decoder is full: it was made for {self.max_length} tokens")
-        here = slice(self.length, self.length + 1)
+        """Return the float32 logits (B, vocabulary) after one more token (B,). Raise ValueError beyond max_length."""
+        require(self.length < self.max_length, f"max_length {self.max_length} is reached. Make a longer Decoder.")
+        position = slice(self.length, self.length + 1)
         plans = []
         for method, *tables in self.tables:
-            cos, sin, query_table = (None if table is None else table[here] for table in tables)
+            cos, sin, query_table = (None if table is None else table[position] for table in tables)
             shape = method.num_heads, method.head_dim, 1, 1  # one query and its own key; the other keys are cached
             plans.append(Plan("blocks", *shape, cos=cos, sin=sin, query_table=query_table))
         self.length += 1
@@ -121,40 +120,40 @@ class Decoder:
 
     def last_logits(self, tokens: Tensor, plans: Sequence[Plan], attend_by_layer: list) -> Tensor:  # tokens (B, T)
         x = self.model.embed(tokens.to(self.device))
-        for block, plan, attend_here in zip(self.model.blocks, itertools.cycle(plans), attend_by_layer):
-            x = block(x, plan, attend_here)
+        for block, plan, attend_cached in zip(self.model.blocks, itertools.cycle(plans), attend_by_layer):
+            x = block(x, plan, attend_cached)
         return linear(norm(x[:, -1]), self.model.head).float()
 
 
 class Cache:
-    """Holds what one layer needs of earlier tokens, and attends to them.
+    """Stores rotated keys and values of one layer's earlier tokens, and attends to them.
 
-    These are rotated keys and values, and the keys without rotation for a Replacement, or the numbers of a key bias.
+    It also stores unrotated keys for a Replacement, or each token's numbers for a key bias.
     """
 
     def __init__(self, max_length: int):
         self.max_length = max_length
 
     def prefill(self, method: Method, q: Tensor, k: Tensor, v: Tensor, *, x: Tensor, plan: Plan) -> Tensor:
-        self.seen = self.max_length if method.window is None else min(method.window.window, self.max_length)
-        # a_t and m_t of the last query against all keys, (1 or H, 1, seen); earlier queries use the last columns.
-        last_query = Plan("blocks", method.num_heads, method.vector_dim, 1, self.seen, device=k.device)
+        self.max_visible = self.max_length if method.window is None else min(method.window.window, self.max_length)
+        # a_t and m_t of the last query and all keys, (1 or H, 1, visible). Earlier queries use the last columns.
+        last_query = Plan("blocks", method.num_heads, method.vector_dim, 1, self.max_visible, device=k.device)
         self.bands = blocks.prepare(method.score_change, last_query)
         self.length = 0  # tokens stored
         self.append(method, transform(method, q, k, plan, x)[1], k, v, x)
         return attend(method, q, k, v, x=x, plan=plan)
 
     def step(self, method: Method, q: Tensor, k: Tensor, v: Tensor, *, x: Tensor, plan: Plan) -> Tensor:
-        """Return the output (B, H, 1, D) of one new token; q, k, v and x are those of this token."""
+        """Return the output (B, H, 1, D) of one new token; q, k, v and x belong to this token."""
         rotated_q, rotated_k = transform(method, q, k, plan, x)
         self.append(method, rotated_k, k, v, x)
-        visible = slice(max(0, self.length - self.seen), self.length)
-        keys, values, *rest = (part[:, :, visible] for part in self.stored)
+        visible = slice(max(0, self.length - self.max_visible), self.length)
+        keys, values, *others = (part[:, :, visible] for part in self.stored)
         q_offset = keys.shape[2] - 1
         if method.replacement is not None:
-            return method.replacement.attend(q, rest[0], values, rotated_q, keys, q_offset, attend_to_cache)
-        more = extra_logits(method, rest[0] if rest else None)
-        return attend_to_cache(rotated_q, keys, values, q_offset=q_offset, bands=self.bands, **more)
+            return method.replacement.attend(q, others[0], values, rotated_q, keys, q_offset, attend_to_cache)
+        extra = extra_logits(method, others[0] if others else None)
+        return attend_to_cache(rotated_q, keys, values, q_offset=q_offset, bands=self.bands, **extra)
 
     def append(self, method: Method, rotated_k: Tensor, k: Tensor, v: Tensor, x: Tensor):
         new = [rotated_k, v]  # (B, H, T, D)

@@ -2,9 +2,9 @@
 
 tokens -> embedding -> norm -> layers x { x += attention(norm(x)); x += mlp(norm(x)) } -> norm -> head
 
-Norms are RMSNorm without parameters; q and k are normalised per head before the attention method sees them (QK-norm);
-the MLP is 4 wide with ReLU^2; no biases; embedding and head are not tied. Output projections and head start at zero,
-so that the first loss is ln(vocabulary).
+Norms are RMSNorm without parameters. q and k are normalised per head before the attention method (QK-norm). The MLP is
+4 times as wide, with ReLU^2. There are no biases. Embedding and head are not tied. Output projections and head start at
+zero, so the first loss is ln(vocabulary).
 """
 
 import torch
@@ -17,7 +17,7 @@ from model.loss import mean_loss, token_losses
 from model.methods import layer_pattern, make_layers
 from model.methods.base import Method
 
-Plans = tuple[Plan, ...]  # of the layers, from the first on; they repeat
+Plans = tuple[Plan, ...]  # plans of the first layers, which later layers repeat
 NORM_EPS = 1.1920929e-07  # float32's epsilon for all dtypes; PyTorch's default for bfloat16 differs between versions
 
 
@@ -41,7 +41,7 @@ class Attention(nn.Module):
         B, T, C = x.shape
         qkv = linear(x, self.qkv.flatten(0, 1)).view(B, T, 3, self.num_heads, C // self.num_heads)
         q, k, v = qkv.unbind(2)  # unbind comes before the transpose, so gradients need no transposed copy
-        return [x.transpose(1, 2) for x in (norm(q), norm(k), v)]  # the transpose comes last: norm and rotation fuse
+        return [x.transpose(1, 2) for x in (norm(q), norm(k), v)]  # the transpose comes last, so norm and rotation fuse
 
     def forward(self, x: Tensor, plan: Plan, attend=attend) -> Tensor:  # x (B, T, C)
         y = attend(self.method, *self.queries_keys_values(x), x=x, plan=plan).transpose(1, 2)  # (B, T, H, D)
@@ -51,7 +51,7 @@ class Attention(nn.Module):
 
 
 class ReluSquared(torch.autograd.Function):
-    """y = max(x, 0)^2, with dy/dx = 2 sqrt(y). The next product keeps y anyway, so x need not be kept.
+    """y = max(x, 0)^2, with dy/dx = 2 sqrt(y). The next matmul saves y anyway, so x is not saved.
 
     The root halves the relative rounding error of y.
     """
@@ -69,7 +69,7 @@ class ReluSquared(torch.autograd.Function):
 
 
 def relu_squared(x: Tensor) -> Tensor:
-    if x.dtype == torch.bfloat16:  # GPUs, whose memory limits how many tokens fit
+    if x.dtype == torch.bfloat16:  # on GPUs, where memory limits the micro-batch
         return ReluSquared.apply(x)
     return x.relu().square()
 
@@ -90,7 +90,7 @@ class Block(nn.Module):
         self.attention = Attention(model_dim, num_heads, method)
         self.mlp = MLP(model_dim)
 
-    def forward(self, x: Tensor, plan: Plan, attend=attend) -> Tensor:  # x (B, T, C); decoding brings its own attend
+    def forward(self, x: Tensor, plan: Plan, attend=attend) -> Tensor:  # x (B, T, C); decoding passes another attend
         x = x + self.attention(norm(x), plan, attend)
         return x + self.mlp(norm(x))
 
@@ -100,12 +100,13 @@ class GPT(nn.Module):
         self, *, vocab_size: int, num_layers: int, num_heads: int, model_dim: int, train_length: int, method: str,
         method_options: dict | None = None, position_scale: float = 1.0, dtype: torch.dtype = torch.float32,
     ):  # fmt: skip
-        """Initialise every parameter, in float32. dtype: of the computation.
+        """Initialise every parameter, in float32. dtype: data type of the computation.
 
         method, method_options and position_scale: see make_layers. ValueError for an unknown method or option.
         """
         super().__init__()
-        require(model_dim % num_heads == 0, f"model_dim {model_dim} is not divisible by num_heads {num_heads}")
+        divisible = model_dim % num_heads == 0
+        require(divisible, f"model_dim {model_dim} is not a multiple of num_heads {num_heads}. Change either.")
         self.dtype, self.pattern_length = dtype, len(layer_pattern(method))
         methods = make_layers(
             method, num_layers, num_heads=num_heads, head_dim=model_dim // num_heads, train_length=train_length,
@@ -118,7 +119,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self):
-        """Draw the embedding from N(0, 1) and matrices from U(-1, 1) / sqrt(fan_in), as nn.Linear; outputs are 0."""
+        """Draw the embedding from N(0, 1) and matrices from U(-1, 1) / sqrt(fan_in), as nn.Linear. Outputs are 0."""
         nn.init.normal_(self.embedding.weight)
         for block in self.blocks:
             for weight in (block.attention.qkv, block.mlp.up):
@@ -131,25 +132,25 @@ class GPT(nn.Module):
 
     @property
     def methods(self) -> list[Method]:
-        """Return the attention methods of the layers, from the first on up to where they repeat."""
+        """Return the attention methods of the first layers. Later layers repeat them."""
         return [block.attention.method for block in self.blocks[: self.pattern_length]]
 
     def plan(
         self, length: int, *,
         backend: str = "auto", target_length: int | None = None, method: Method | None = None,
     ) -> Plans:  # fmt: skip
-        """Return the plans of the layers for sequences of this length: as many as there are layers that differ.
+        """Return the plans of the first layers, for sequences of this length. Later layers repeat them.
 
-        method: runs these weights as another method, which must train identically (make_alternative).
+        method: another method to run these weights with. It must train identically (make_alternative).
         """
         methods = [method] if method else self.methods
         plans = {}
-        for one in methods:
-            plans[one.name] = plans.get(one.name) or make_plan(
-                one, length, length, target_length=target_length, device=self.head.device, dtype=self.dtype,
+        for layer_method in methods:
+            plans[layer_method.name] = plans.get(layer_method.name) or make_plan(
+                layer_method, length, length, target_length=target_length, device=self.head.device, dtype=self.dtype,
                 backend=backend,
             )  # fmt: skip
-        return tuple(plans[one.name] for one in methods)
+        return tuple(plans[layer_method.name] for layer_method in methods)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return norm(self.embedding(tokens).to(self.dtype))

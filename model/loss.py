@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear head: no float32 logits, one chunk of logits in memory, three matmuls in all.
+"""Cross-entropy of a linear head: three matmuls, one chunk of logits in memory, no float32 logits.
 
 The gradient of a token's loss by its logits is softmax - onehot(target), known as soon as the logits are. So the mean
 loss is computed together with its gradients, a chunk of tokens at a time. The chunk's gradient is multiplied into the
@@ -16,8 +16,8 @@ from torch import Tensor
 from model.attention import cpu
 from model.methods.base import upcast
 
-CPU_ROWS, CPU_LOGITS = 256, 2**21  # at least so many tokens a chunk on a CPU, and more while its logits are 8 MiB
-LOGIT_BYTES = 2**30  # a chunk elsewhere: 10,672 tokens with a vocabulary of 50,304 in bfloat16; as much for gradients
+CPU_ROWS, CPU_LOGITS = 256, 2**21  # tokens of a chunk on a CPU: 256, or as many as have 8 MiB of logits
+LOGIT_BYTES = 2**30  # of a GPU's chunk: 10,672 tokens with vocabulary 50,304 in bfloat16; gradients need as much
 
 
 def mean_loss(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def mean_loss(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
 
 @torch.library.custom_op("scale_invariant::loss_and_gradients", mutates_args=())
 def loss_op(x: Tensor, head: Tensor, targets: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the mean loss, and the gradients by x and head of the sum of the losses, each times its weight, (N,)."""
+    """Return the mean loss, and the gradients of sum_i weights_i loss_i by x and head. weights (N,); None: all 1."""
     losses, dx, dhead = empty_losses(x), x.new_empty(x.shape), torch.zeros_like(head)
     head, targets = head.to(x.dtype), targets.contiguous()
     for chunk, logits in logits_in_chunks(x, head):
@@ -50,7 +50,7 @@ def loss_op(x: Tensor, head: Tensor, targets: Tensor, weights: Tensor | None) ->
 
 @torch.library.custom_op("scale_invariant::token_losses", mutates_args=())
 def token_losses(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-    """Return each token's loss, (N,) float32. Any sum may follow, so the backward pass makes the logits again."""
+    """Return each token's loss, (N,) float32. The backward pass recomputes the logits to weigh their gradients."""
     losses, targets = empty_losses(x), targets.contiguous()
     for chunk, logits in logits_in_chunks(x, head.to(x.dtype)):
         losses[chunk], _ = cross_entropy(logits, targets[chunk], False)
@@ -62,15 +62,15 @@ def empty_losses(x: Tensor) -> Tensor:
 
 
 def logits_in_chunks(x: Tensor, head: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the tokens of each chunk and their logits. All chunks share one memory; the last may be smaller."""
+    """Yield the slice of tokens and the logits of each chunk. All chunks share one buffer. The last may be smaller."""
     N, V = len(x), len(head)
     on_cpu = x.device.type == "cpu"
-    most = max(CPU_ROWS, CPU_LOGITS // V) if on_cpu else max(1, LOGIT_BYTES // (V * x.element_size()))
-    rows = math.ceil(N / math.ceil(N / most))
-    memory = x.new_empty(rows, V)
+    largest = max(CPU_ROWS, CPU_LOGITS // V) if on_cpu else max(1, LOGIT_BYTES // (V * x.element_size()))
+    rows = math.ceil(N / math.ceil(N / largest))
+    buffer = x.new_empty(rows, V)
     for start in range(0, N, rows):
         chunk = slice(start, min(start + rows, N))
-        yield chunk, torch.mm(x[chunk], head.mT, out=memory[: chunk.stop - start])
+        yield chunk, torch.mm(x[chunk], head.mT, out=buffer[: chunk.stop - start])
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, gradient: bool) -> tuple[Tensor, Tensor | None]:
@@ -84,7 +84,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, gradient: bool) -> tuple[Tens
 
 
 def plain_cross_entropy(logits: Tensor, targets: Tensor, gradient: bool) -> tuple[Tensor, Tensor | None]:
-    """Do what cross_entropy does in plain PyTorch, in a form that torch.compile makes one kernel of."""
+    """Return the result of cross_entropy, in plain PyTorch that torch.compile turns into one kernel."""
     x = upcast(logits)
     top = x.amax(dim=1, keepdim=True)
     p = (x - top).exp()
@@ -98,14 +98,14 @@ def plain_cross_entropy(logits: Tensor, targets: Tensor, gradient: bool) -> tupl
 
 @functools.cache
 def compiled_cross_entropy(device: torch.device) -> Callable:
-    """Return plain_cross_entropy compiled, which keeps no float32 logits; as it is where torch.compile fails, and warn.
+    """Return plain_cross_entropy, compiled so that it stores no float32 logits. Warn if torch.compile fails.
 
-    The vocabulary is a constant of the code. Chunks of other numbers of tokens share it.
+    The vocabulary size is a constant in the compiled code. The number of tokens is not.
     """
     try:
         torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=device))
     except Exception as error:  # anything from a missing compiler to an unsupported GPU
-        warnings.warn(f"torch.compile fails ({type(error).__name__}), so the loss needs much more memory.")
+        warnings.warn(f"torch.compile fails ({type(error).__name__}), so the loss needs more memory.")
         return plain_cross_entropy
     return torch.compile(plain_cross_entropy)
 
@@ -125,7 +125,7 @@ def _(x, head, targets):
 
 def save_gradients(ctx, inputs, output):
     ctx.save_for_backward(*output[1:])
-    ctx.set_materialize_grads(False)  # zeros as large as the gradients, for outputs that nobody differentiates
+    ctx.set_materialize_grads(False)  # else unused outputs get zeros as large as the gradients
 
 
 def scale_gradients(ctx, dloss, *_):

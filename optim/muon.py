@@ -5,13 +5,13 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-# Quintic of the Muon post: steepest at 0, so that five steps bring singular values from about 0.01 up to [0.7, 1.2].
+# Quintic of the Muon post. It is steepest at 0: five steps move singular values from about 0.01 on into [0.7, 1.2].
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 
 
 def newton_schulz(x: Tensor) -> Tensor:
-    """Move the singular values of each matrix, at most 1 before, near 1. x: (N, rows, cols), rows <= cols."""
+    """Return x (N, rows, cols), rows <= cols, with its singular values moved from [0, 1] to near 1."""
     a, b, c = COEFFICIENTS
     for _ in range(ITERATIONS):
         gram = x @ x.mT  # (N, rows, rows)
@@ -24,9 +24,9 @@ def update(
     params: list[Tensor], grads: list[Tensor], momenta: list[Tensor], scales: list[float | Tensor],
     lr: Tensor, momentum: float, found_inf: Tensor, dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    """Do one step of Muon, in place, for matrices of one shape up to transposition, or banks of them; all in one batch.
+    """Update matrices, or banks of matrices, in place and in one batch. All have one shape, up to transposition.
 
-    lr and found_inf are 0-D. Where found_inf is not 0 the old numbers stay, whatever the gradients.
+    lr and found_inf are 0-D. If found_inf is not 0, parameters and momenta do not change, whatever the gradients.
     """
     finite = found_inf == 0
     nesterov = []
@@ -34,7 +34,7 @@ def update(
         m.copy_(torch.where(finite, momentum * m + g, m))
         nesterov.append(as_matrices(g + momentum * m))
     x = torch.cat(nesterov)  # (N, rows, cols)
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)  # Frobenius, so no singular value exceeds 1
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)  # the Frobenius norm, so no singular value exceeds 1
     x = newton_schulz(x.to(dtype)).float()
     for p, direction, scale in zip(params, x.split([len(g) for g in nesterov]), scales):
         matrices = as_matrices(p)
@@ -42,13 +42,13 @@ def update(
 
 
 def lr_scale(p: Tensor) -> float:
-    """Return sqrt(max(1, rows / cols)) of a matrix, or of those of a bank."""
+    """Return sqrt(max(1, rows / cols)) of a matrix, or of the matrices of a bank."""
     rows, cols = p.shape[-2:]
     return max(1, rows / cols) ** 0.5
 
 
 def as_matrices(x: Tensor) -> Tensor:
-    """View a matrix, or a bank of them, as (n, rows, cols) with rows <= cols."""
+    """View a matrix, or a bank of matrices, as (n, rows, cols) with rows <= cols."""
     x = x if x.ndim == 3 else x[None]
     return x.mT if x.shape[-2] > x.shape[-1] else x
 
@@ -62,16 +62,16 @@ class Muon(torch.optim.Optimizer):
         buf = mu buf + g
         p  -= lr sqrt(max(1, rows / cols)) NewtonSchulz(g + mu buf)
 
-    Matrices of one shape, up to transposition, are orthogonalised together. A bank of matrices that may be transposed
-    says what to take for the root in its attribute `lr_scale`, a tensor (n, 1, 1). As with PyTorch's fused optimizers,
-    a step changes nothing while the attribute `found_inf`, a 0-D tensor on the device, is not 0.
+    Matrices of one shape, up to transposition, are orthogonalised together. A bank with transposed matrices has their
+    square roots in its attribute `lr_scale`, a tensor (n, 1, 1). A step changes nothing while the attribute
+    `found_inf`, a 0-D tensor, is not 0, as with PyTorch's fused optimizers.
 
     compile: compile `update`, once for each shape of matrix
-    dtype:   of Newton-Schulz
+    dtype:   data type of the Newton-Schulz iteration
     """
 
     def __init__(self, params, lr: float = 0.02, momentum: float = 0.95, *, compile: bool = False, dtype=torch.float32):
-        # A learning rate that changes in place does not recompile the update (schedule.set_lr).
+        # As a tensor, the learning rate can change without a new compilation of the update (schedule.set_lr).
         super().__init__(params, {"lr": torch.tensor(lr, dtype=torch.float32), "momentum": momentum})
         device = self.param_groups[0]["params"][0].device
         self.dtype = dtype
@@ -80,7 +80,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update every parameter. Each has a gradient."""
+        """Update every parameter. All must have gradients."""
         for group in self.param_groups:
             batches = defaultdict(list)  # (rows, cols), rows <= cols -> parameters
             for p in group["params"]:

@@ -7,10 +7,10 @@ from torch.optim import Optimizer
 
 
 def lr_factor(step: int, *, steps: int, schedule: str, warmup_steps: int = 0, cooldown_steps: int = 0) -> float:
-    """Return the factor on the learning rate of update number `step`, counted from 0.
+    """Return the factor of the learning rates in step `step`, counted from 0.
 
-    constant_linear: 1, then (steps - step) / cooldown_steps over the last `cooldown_steps` (the paper's 162M runs, as
-                     in record #8 of modded-nanogpt by Keller Jordan and others)
+    constant_linear: 1, then (steps - step) / cooldown_steps over the last `cooldown_steps`. The paper's 162M runs use
+                     it, as does record #8 of modded-nanogpt by Keller Jordan and others.
     cosine:          (1 + cos(pi step / steps)) / 2 (the paper's 304M runs)
     trapezoid:       (step + 1) / warmup_steps, then constant_linear (the paper's needle task)
     """
@@ -22,7 +22,7 @@ def lr_factor(step: int, *, steps: int, schedule: str, warmup_steps: int = 0, co
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
-    """Set the learning rate of every group; a tensor in place, so that a compiled step sees it without recompiling."""
+    """Set the learning rate of every group. A tensor changes in place, so a compiled step does not recompile."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(lr)

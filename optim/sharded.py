@@ -1,11 +1,11 @@
-"""The optimizers of a run as one object, with their work and state divided over the ranks.
+"""All optimizers of a run, with their work and state sharded over the ranks.
 
-Every rank holds all parameters. In a step, gradients are summed and divided (reduce-scatter), each rank updates the
-share that it owns, and the new parameters are collected (all-gather). This is ZeRO's second stage (Rajbhandari et al.
-2019, arXiv 1910.02054). Muon gets whole matrices, as in modded-nanogpt. The parameters of one optimizer are sent while
-the next one computes.
+Every rank holds all parameters. In a step, a reduce-scatter sums the gradients, each rank updates its shard, and an
+all-gather collects the new parameters. This is ZeRO's second stage (Rajbhandari et al. 2019, arXiv 1910.02054). A shard
+for Muon consists of whole matrices, as in modded-nanogpt. The all-gather of one optimizer overlaps with the
+computation of the next.
 
-With one rank, nothing is divided: the optimizers work on the parameters themselves.
+With one rank, nothing is sharded: the optimizers work on the parameters themselves.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from optim.schedule import set_lr
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Parameters that one optimizer updates; `make` constructs the optimizer.
+    """Parameters that one optimizer updates. `make` constructs the optimizer.
 
     units: views a parameter as (n, *unit). A unit, such as a matrix, always stays on one rank.
     lr_scale: returns the factor that the optimizer applies to the learning rate of a parameter.
@@ -35,31 +35,31 @@ class Group:
 
 
 class Bucket:
-    """Parameters of one group with units of one shape, which are sent together, and `shard`, this rank's share of them.
+    """Parameters of one group with units of one shape, in one message. `shard` is this rank's part of the parameters.
 
-    With one rank, a bucket is one parameter and its own shard, and nothing is sent.
+    With one rank, a bucket has one parameter, which is also its shard. Nothing is sent.
     """
 
     def __init__(self, group: Group, params: list[nn.Parameter], rank: int, world_size: int):
-        self.params, self.units_of, self.divided = params, group.units, world_size > 1
+        self.params, self.units_of, self.sharded = params, group.units, world_size > 1
         views = [group.units(p.detach()) for p in params]
         self.unit, self.counts = views[0].shape[1:], [len(view) for view in views]
-        self.share = -(-sum(self.counts) // world_size)  # units a rank; the last ranks may own padding
-        self.units = self.share * world_size
-        self.mine = slice(rank * self.share, (rank + 1) * self.share)
+        self.units_per_rank = -(-sum(self.counts) // world_size)  # rounded up; the last units may be padding
+        self.units = self.units_per_rank * world_size
+        self.shard_slice = slice(rank * self.units_per_rank, (rank + 1) * self.units_per_rank)
         self.shard = params[0]
-        if self.divided:
-            self.shard = nn.Parameter(self.take_share([p.detach() for p in params]).clone())
+        if self.sharded:
+            self.shard = nn.Parameter(self.shard_of([p.detach() for p in params]).clone())
             if group.lr_scale:
                 scales = [p.new_full(p.shape, group.lr_scale(p)) for p in params]
-                self.shard.lr_scale = self.take_share(scales)[:, :1, :1].clone()
+                self.shard.lr_scale = self.shard_of(scales)[:, :1, :1].clone()
 
-    def take_share(self, tensors: list[Tensor]) -> Tensor:
-        """Return this rank's share of tensors that have the shapes of the parameters."""
-        return self.pack(tensors)[self.mine] if self.divided else tensors[0]
+    def shard_of(self, tensors: list[Tensor]) -> Tensor:
+        """Return this rank's shard of tensors that have the shapes of the parameters."""
+        return self.pack(tensors)[self.shard_slice] if self.sharded else tensors[0]
 
     def pack(self, tensors: list[Tensor]) -> Tensor:
-        """Return tensors with the shapes of the parameters as (units, *unit), as a view if possible."""
+        """Return tensors with the shapes of the parameters as one tensor (units, *unit), a view if possible."""
         parts = [self.units_of(t) for t in tensors]
         if padding := self.units - sum(self.counts):
             parts.append(parts[0].new_zeros(padding, *self.unit))
@@ -70,7 +70,7 @@ class Bucket:
         torch._foreach_copy_([self.units_of(t) for t in tensors], full[: sum(self.counts)].split(self.counts))
 
     def reduce_gradients(self):
-        """Sum the gradients over the ranks, and keep this rank's share of the sum."""
+        """Sum the gradients over the ranks, and keep this rank's shard of the sum."""
         full = self.pack([torch.zeros_like(p) if p.grad is None else p.grad for p in self.params])
         for p in self.params:
             p.grad = None
@@ -78,14 +78,14 @@ class Bucket:
         if full.is_cuda:
             dist.reduce_scatter_tensor(self.shard.grad, full)
         else:  # gloo's reduce-scatter is half as fast on CPUs, so we use all-to-all and a sum (results/speed/cpu.md)
-            shares = torch.empty_like(full)
-            dist.all_to_all_single(shares, full)
-            torch.sum(shares.unflatten(0, (-1, self.share)), dim=0, out=self.shard.grad)
+            summands = torch.empty_like(full)
+            dist.all_to_all_single(summands, full)
+            torch.sum(summands.unflatten(0, (-1, self.units_per_rank)), dim=0, out=self.shard.grad)
 
     def start_gathering(self):
         full = self.units_of(self.params[0].detach())
         if len(self.params) > 1 or len(full) < self.units or not full.is_contiguous():
-            full = self.shard.new_empty(self.units, *self.unit)  # else straight into the parameter
+            full = self.shard.new_empty(self.units, *self.unit)  # else gather into the parameter itself
         self.gathering = full, dist.all_gather_into_tensor(full, self.shard.detach(), async_op=True)
 
     def finish_gathering(self):
@@ -93,28 +93,28 @@ class Bucket:
         work.wait()
         self.unpack(full, [p.detach() for p in self.params])
 
-    def gather(self, share: Tensor) -> list[Tensor]:
-        """Collect a tensor from the ranks' shares; return it as tensors with the shapes of the parameters.
+    def gather(self, shard: Tensor) -> list[Tensor]:
+        """Gather the shards of all ranks. Return tensors with the shapes of the parameters.
 
-        A single number, such as Adam's count of steps, is returned once for each parameter.
+        A single number, such as Adam's step count, is returned once for each parameter.
         """
-        if share.dim() == 0 or not self.divided:
-            return [share] * len(self.params)
-        full = share.new_empty(self.units, *self.unit)
-        dist.all_gather_into_tensor(full, share.contiguous())
-        tensors = [share.new_empty(p.shape) for p in self.params]
+        if shard.dim() == 0 or not self.sharded:
+            return [shard] * len(self.params)
+        full = shard.new_empty(self.units, *self.unit)
+        dist.all_gather_into_tensor(full, shard.contiguous())
+        tensors = [shard.new_empty(p.shape) for p in self.params]
         self.unpack(full, tensors)
         return tensors
 
 
 class Optimizers:
-    """All optimizers of a run (the head of this file says how they divide their work). A step is:
+    """All optimizers of a run. A step is:
 
         for each micro-batch: loss.backward()
         squared_norm = reduce_gradients()
         step(lr_factor, finite)
 
-    skip: go on after a step that is not finite; otherwise nothing is updated from that step on.
+    skip: a step that is not finite is skipped. Without it, all later steps are skipped too.
     """
 
     def __init__(self, groups: dict[str, Group], rank: int = 0, world_size: int = 1, *, skip: bool = False):
@@ -125,19 +125,19 @@ class Optimizers:
             name: group.make([bucket.shard for bucket in self.buckets[name]]) for name, group in self.groups.items()
         }
         device = self.all_buckets()[0].shard.device
-        self.found_inf = torch.zeros((), device=device)  # 1 once a step was not finite, unless `skip`
+        self.found_inf = torch.zeros((), device=device)  # 1 after a step that was not finite, unless `skip`
 
     def all_buckets(self) -> list[Bucket]:
         return [bucket for buckets in self.buckets.values() for bucket in buckets]
 
-    def divided_buckets(self) -> list[Bucket]:
+    def sharded_buckets(self) -> list[Bucket]:
         """Return the buckets that are sent: all, or none with one rank."""
-        return [bucket for bucket in self.all_buckets() if bucket.divided]
+        return [bucket for bucket in self.all_buckets() if bucket.sharded]
 
     @torch.no_grad()
     def reduce_gradients(self) -> Tensor:
-        """Sum and divide the gradients; return a number whose sum over the ranks is the squared norm of all of them."""
-        for bucket in self.divided_buckets():
+        """Sum and shard the gradients. Return this rank's part of the squared norm of all gradients."""
+        for bucket in self.sharded_buckets():
             bucket.reduce_gradients()
         gradients = [b.shard.grad for b in self.all_buckets() if b.shard.grad is not None]
         return torch.nn.utils.get_total_norm(gradients).square()
@@ -146,8 +146,8 @@ class Optimizers:
     def step(self, lr_factor: float, finite: Tensor) -> None:
         """Update all parameters, each with lr_factor times its peak learning rate, and drop the gradients.
 
-        finite: a bool on the device. Where it is False parameters and state stay as they are; without `skip`, in all
-        later steps too, as `found_inf` is 1 from then on.
+        finite: a bool tensor on the device. If it is False, parameters and state do not change. Without `skip`,
+        `found_inf` then stays 1, so later steps change nothing either.
         """
         masked = torch.maximum(self.found_inf, (~finite).float())
         if not self.skip:
@@ -163,23 +163,23 @@ class Optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             for bucket in self.buckets[name]:
-                if bucket.divided:
+                if bucket.sharded:
                     bucket.start_gathering()
-        for bucket in self.divided_buckets():
+        for bucket in self.sharded_buckets():
             bucket.finish_gathering()
 
     def learning_rates(self, lr_factor: float) -> dict[str, float]:
         return {name: group.peak_lr * lr_factor for name, group in self.groups.items()}
 
     def state_dict(self) -> dict:
-        """Return the state of each parameter, whole: any number of processes can go on from it. All ranks call this."""
+        """Return the full state of each parameter, which any number of ranks can load. All ranks must call this."""
         result = {}
         for name, group in self.groups.items():
             state = {}
             for bucket in self.buckets[name]:
                 for key, value in self.optimizers[name].state[bucket.shard].items():
-                    for p, whole in zip(bucket.params, bucket.gather(value)):
-                        state.setdefault(p, {})[key] = whole
+                    for p, full in zip(bucket.params, bucket.gather(value)):
+                        state.setdefault(p, {})[key] = full
             result[name] = {"state": {i: state[p] for i, p in enumerate(group.params) if p in state}}
         return result
 
@@ -188,24 +188,24 @@ class Optimizers:
         for name, group in self.groups.items():
             state = {p: result[name]["state"].get(i, {}) for i, p in enumerate(group.params)}
             for bucket in self.buckets[name]:
-                ours = self.optimizers[name].state[bucket.shard]
+                shard_state = self.optimizers[name].state[bucket.shard]
                 for key, value in state[bucket.params[0]].items():
                     if value.dim() > 0:
-                        value = bucket.take_share([state[p][key].to(p.device) for p in bucket.params])
-                    ours[key] = value.to(bucket.shard.device, copy=True)
+                        value = bucket.shard_of([state[p][key].to(p.device) for p in bucket.params])
+                    shard_state[key] = value.to(bucket.shard.device, copy=True)
 
     @torch.no_grad()
     def load_parameters(self) -> None:
-        """Take over the values of the parameters, after they were changed from outside."""
-        for bucket in self.divided_buckets():
-            bucket.shard.copy_(bucket.take_share([p.detach() for p in bucket.params]))
+        """Copy the parameters into the shards, after other code has changed the parameters."""
+        for bucket in self.sharded_buckets():
+            bucket.shard.copy_(bucket.shard_of([p.detach() for p in bucket.params]))
 
 
 def make_buckets(group: Group, rank: int, world_size: int) -> list[Bucket]:
-    """Return the buckets of a group: one for each shape of units, or each parameter on its own with one rank."""
+    """Return the buckets of a group: one for each shape of units, or with one rank one for each parameter."""
     if world_size == 1:
         return [Bucket(group, [p], rank, world_size) for p in group.params]
     by_shape = defaultdict(list)
-    for p in reversed(group.params):  # the order fixes the last bits of a norm
+    for p in reversed(group.params):  # this order fixes the rounding of the gradient norm
         by_shape[group.units(p.detach()).shape[1:], p.dtype].append(p)
     return [Bucket(group, params, rank, world_size) for params in by_shape.values()]

@@ -29,7 +29,7 @@ def differing_ranks(optimizers: Optimizers, world: World) -> list[int]:
     """
     copies, working = [], []  # checksums on this rank
     for bucket in optimizers.all_buckets():
-        copies += map(checksum, bucket.pack([p.detach() for p in bucket.params]).split(bucket.share))
+        copies += map(checksum, bucket.pack([p.detach() for p in bucket.params]).split(bucket.units_per_rank))
         working.append(checksum(bucket.shard))
     sums = world.gather(torch.stack(copies + working).tolist())
     wrong = set()

@@ -160,5 +160,5 @@ def test_lengths_that_do_not_fit_are_refused():
         greedy_decode(make_model("yarn"), tokens, 5, target_length=12)
     decoder = Decoder(make_model("rope"), 10)
     decoder.prefill(tokens[:, :10])
-    with assert_refused("10 tokens"):
+    with assert_refused("max_length 10"):
         decoder.step(tokens[:, 10])
