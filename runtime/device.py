@@ -4,6 +4,9 @@ import ctypes
 import os
 import platform
 import resource
+import sys
+from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 from torch.utils.benchmark import Timer
@@ -77,6 +80,29 @@ def choose_compile(wanted: str, device: torch.device) -> tuple[bool, str]:
         require(wanted == "auto", f"torch.compile {problem}. Use --compile off.")
         return False, f"off, as it {problem}"
     return True, "on"
+
+
+def choose_ptxas(device: torch.device) -> tuple[tuple[int, ...], str] | None:
+    """Let Triton assemble for Hopper with the newest ptxas here, unless TRITON_PTXAS_PATH names one.
+
+    Return version and path of the ptxas for this GPU, None without Triton. A driver loads code of newer minor versions
+    of CUDA, but not of newer major ones.
+    """
+    if not find_spec("triton"):
+        return None
+    from triton.backends.nvidia.compiler import get_ptxas
+    from triton.knobs import NvidiaTool
+
+    def version(tool: NvidiaTool) -> tuple[int, ...]:
+        return tuple(map(int, tool.version.split(".")))
+
+    major, minor = torch.cuda.get_device_capability(device)
+    arch, cuda = 10 * major + minor, str(torch.version.cuda).split(".")[0]
+    if major == 9:
+        paths = [str(path) for folder in sys.path for path in Path(folder).glob(f"nvidia/cu{cuda}/bin/ptxas")]
+        tools = [get_ptxas(arch), *filter(None, map(NvidiaTool.from_path, paths))]
+        os.environ.setdefault("TRITON_PTXAS_PATH", max(tools, key=version).path)
+    return version(get_ptxas(arch)), get_ptxas(arch).path
 
 
 def fix_threads():

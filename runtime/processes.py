@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from errors import require
 from model.attention.sdpa import prefer_fast_sdpa
-from runtime.device import fix_threads, keep_freed_memory
+from runtime.device import choose_ptxas, fix_threads, keep_freed_memory
 
 # How gloo and NCCL report a peer that is gone or silent.
 LOST_RANK = r"(?i)gloo|nccl|connection|timed out|timeout|peer|store|broken pipe"
@@ -53,10 +53,17 @@ def start_processes(device: str, timeout: float = 600) -> World:
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     gpus = 0 if device == "cpu" else torch.cuda.device_count()
     require(gpus or device != "cuda", "CUDA was asked for, but torch sees no GPU. Use --device cpu.")
+    # By default, every rank starts as many compile workers as the machine has cores.
+    workers = min(32, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, workers)))
     if gpus:
         world = World(rank, world_size, torch.device("cuda", local_rank))
+        if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+            # Blocks of a fixed size would leave unused gaps when the sequence length changes.
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
         torch.cuda.set_device(world.device)
         prefer_fast_sdpa(world.device)
+        choose_ptxas(world.device)
         # Our Triton kernels need fused multiply-adds, and Triton 3.10 stops making them by default.
         os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     else:
@@ -69,7 +76,8 @@ def start_processes(device: str, timeout: float = 600) -> World:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             # After a restart, torch 2.13 hands out the same store, with the addresses of dead processes in it.
             store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+        gpu = world.device if gpus else None  # NCCL connects now, not in the first backward pass
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit, device_id=gpu)
     return world
 
 

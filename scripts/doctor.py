@@ -26,7 +26,7 @@ from errors import exit_on_user_error
 from model.attention import AUTOMATIC, BACKENDS
 from model.attention.sdpa import chosen_kernel, prefer_fast_sdpa
 from model.methods import check_options, make_method
-from runtime.device import compute_dtype, device_name, matmul_rate, peak_flops
+from runtime.device import choose_ptxas, compute_dtype, device_name, matmul_rate, peak_flops
 from runtime.flops import training_flops_per_token, validation_share
 from runtime.processes import start_processes
 from scripts.bench.attention import check_variant
@@ -34,6 +34,7 @@ from scripts.bench.protocol import describe_machine
 from scripts.bench.trainers import WARM_UP_STEPS, Trainer
 
 METHODS = ("p_rope", "scale_invariant_p_rope", "alibi")  # checked in each backend, beside the run's own method
+FIXED_PTXAS = 13, 3  # older ones make wrong code for Hopper: github.com/triton-lang/triton/issues/9433
 STEPS = 5  # timed steps, after the steps that compile
 LONGEST_MINUTES = 2  # for all steps of this check, estimated from the speed of a matrix product
 
@@ -83,6 +84,12 @@ def run_check(check: Callable, config: Config, device: torch.device) -> Iterator
 def check_gpus(config: Config, device: torch.device) -> Iterator[Finding]:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         yield Finding("GPU", "no bfloat16 in hardware", "slow", "Use an A100 or newer.")
+    if device.type == "cuda" and (ptxas := choose_ptxas(device)):
+        version, path = ptxas
+        is_wrong = torch.cuda.get_device_capability(device)[0] == 9 and version < FIXED_PTXAS
+        advice = "Kernels for Hopper can be wrong. Install a newer one: requirements.txt." if is_wrong else ""
+        message = f"version {'.'.join(map(str, version))}, {path}"
+        yield Finding("ptxas", message, "missing" if is_wrong else "ok", advice)
     if device.type == "cpu" and config.device != "cpu":
         state = "broken" if config.device == "cuda" else "missing"
         yield Finding("GPU", "torch finds no GPU", state, "Train on the CPU with the presets quickstart and mini.")

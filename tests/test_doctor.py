@@ -24,11 +24,14 @@ def doctor_command(*arguments):
     return stop.value.code
 
 
-def test_a_gpu_needs_bfloat16(monkeypatch):
-    for major, states in ((9, []), (7, ["slow"])):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, major=major: (major, 0))
-        found = doctor.check_gpus(config("--device", "auto"), torch.device("cuda"))
-        assert [finding.state for finding in found] == states
+@pytest.mark.parametrize("major, ptxas, states", [
+    (9, (13, 3), ["ok"]), (9, (13, 2), ["missing"]), (9, None, []), (8, (12, 8), ["ok"]), (7, None, ["slow"])
+])  # fmt: skip
+def test_a_gpu_needs_bfloat16_and_hopper_a_new_ptxas(major, ptxas, states, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    monkeypatch.setattr(doctor, "choose_ptxas", lambda device: ptxas and (ptxas, "bin/ptxas"))
+    found = doctor.check_gpus(config("--device", "auto"), torch.device("cuda"))
+    assert [finding.state for finding in found] == states
 
 
 @pytest.mark.parametrize("wanted, states", [("cpu", []), ("auto", ["missing"]), ("cuda", ["broken"])])

@@ -20,7 +20,7 @@ from runtime.checkpoint import (
     load_newest,
     save_checkpoint,
 )
-from runtime.device import peak_flops
+from runtime.device import choose_ptxas, peak_flops
 from runtime.metrics import Metrics, read_metrics
 from runtime.processes import World, start_processes
 from runtime.run_folder import RunFolder, git_commit
@@ -63,6 +63,30 @@ def test_without_a_gpu_cuda_is_refused_and_auto_is_the_cpu(monkeypatch):
     assert start_processes("auto") == start_processes("cpu") == World(0, 1, CPU)
     with pytest.raises(ValueError, match="--device cpu"):
         start_processes("cuda")
+
+
+@pytest.mark.parametrize(
+    "setting", [{}, dict(PYTORCH_CUDA_ALLOC_CONF="backend:native", TORCHINDUCTOR_COMPILE_THREADS="7")]
+)
+def test_a_rank_binds_its_gpu_and_keeps_the_settings_of_the_user(setting, monkeypatch):
+    groups, allocator = [], []
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCHINDUCTOR_COMPILE_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    torchrun = dict(RANK="5", LOCAL_RANK="1", WORLD_SIZE="8", LOCAL_WORLD_SIZE="4", TRITON_DEFAULT_FP_FUSION="1")
+    for name, value in (torchrun | setting).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("os.cpu_count", lambda: 48)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
+    monkeypatch.setattr("torch._C._accelerator_setAllocatorSettings", allocator.append)
+    monkeypatch.setattr("torch.distributed.rendezvous", lambda *_, **__: iter([(None, 5, 8)]))
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **fields: groups.append(fields))
+    for name in ("prefer_fast_sdpa", "choose_ptxas"):
+        monkeypatch.setattr(f"runtime.processes.{name}", lambda device: None)
+    world = start_processes("auto")
+    assert world == World(5, 8, torch.device("cuda", 1)) and groups[0]["device_id"] == world.device
+    assert allocator == ([] if setting else ["expandable_segments:True"])
+    assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == ("7" if setting else "12")
 
 
 # ---- run folder
@@ -329,6 +353,31 @@ def test_online_without_a_key_records_offline_and_a_resumed_run_goes_on(mirrored
 
 
 # ---- device
+
+
+@pytest.mark.parametrize("release, capability, cuda, named, chosen", [
+    ("13.99", (9, 0), "13.0", None, "newest"),
+    ("12.0", (9, 0), "13.0", None, "triton's"),
+    ("13.99", (9, 0), "12.6", None, "triton's"),  # a driver of CUDA 12 cannot load its code
+    ("13.99", (9, 0), "13.0", "/the/user/s", "/the/user/s"),
+    ("13.99", (8, 0), "13.0", None, None),
+])  # fmt: skip
+def test_hopper_gets_the_newest_ptxas(release, capability, cuda, named, chosen, tmp_path, monkeypatch):
+    compiler = pytest.importorskip("triton.backends.nvidia.compiler")
+    monkeypatch.setenv("TRITON_PTXAS_PATH", named or "")  # monkeypatch restores it after choose_ptxas
+    if named is None:
+        monkeypatch.delenv("TRITON_PTXAS_PATH")
+    paths = {"newest": tmp_path / "nvidia/cu13/bin/ptxas", "triton's": compiler.get_ptxas(90).path}
+    paths["newest"].parent.mkdir(parents=True)
+    paths["newest"].write_text(f"#!/bin/sh\necho Cuda compilation tools, release {release}, V{release}.1\n")
+    paths["newest"].chmod(0o755)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr("torch.version.cuda", cuda)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    version, path = choose_ptxas(torch.device("cuda"))
+    assert os.environ.get("TRITON_PTXAS_PATH") == (str(paths.get(chosen, chosen)) if chosen else None)
+    tool = compiler.get_ptxas(10 * capability[0])
+    assert path == tool.path and ".".join(map(str, version)) == tool.version
 
 
 @pytest.mark.parametrize("name, teraflops", [

@@ -1,6 +1,7 @@
 """Whole runs of train_gpt.py: what a run leaves behind, resuming it bit for bit, one process
 against two, and what a user gets wrong."""
 
+import gc
 import itertools
 import json
 import math
@@ -326,6 +327,7 @@ def test_random_numbers_go_on(data, tmp_path, monkeypatch):
     def draw_and_log(*args):
         drawn.append(torch.rand(()).item())
         log_step(*args)
+        assert gc.get_freeze_count() > 0  # no collection in a step
 
     monkeypatch.setattr(Run, "log_step", draw_and_log)
     folder = train_here(data, tmp_path / "first")
@@ -333,7 +335,7 @@ def test_random_numbers_go_on(data, tmp_path, monkeypatch):
     drawn.clear()
     rewound(folder, tmp_path / "second")
     train_here(data, tmp_path / "second", resume="auto")
-    assert len(first) == 20 and drawn == first[15:]
+    assert len(first) == 20 and drawn == first[15:] and gc.get_freeze_count() == 0
 
 
 def test_finished_run_is_not_repeated(data, copied):
