@@ -37,7 +37,7 @@ def tau_by_length(study: Study) -> str:
     rows = summarise(dict(sorted(losses.items())), "train_length", "tau", "ratio")
     if not rows:
         return NO_FIGURE
-    study.sections = learned_by_heads(study)
+    study.sections = learned_section(study)
     panels, lines = [], []
     for length in dict.fromkeys(row["train_length"] for row in rows):
         length_rows = [row for row in rows if row["train_length"] == length]
@@ -48,12 +48,12 @@ def tau_by_length(study: Study) -> str:
             curves.append(Line(look, [fixed[0]["tau"], fixed[-1]["tau"]], [row["mean"]] * 2))
         panels.append(Panel(f"trained at {length}", curves))
         lines += tau_lines(length, length_rows)
-    draw_panels(study.figure(), [panels], x="\u03c4 (tokens)", y="nats a token", log=10, sharey=True)
+    draw_panels(study.figure_path(), [panels], x="\u03c4 (tokens)", y="nats a token", log=10, sharey=True)
     table = pivot_table(["trained at", "\u03c4", "\u03c4 / length", "seeds"], lines, {n: f"{n}x" for n in RATIOS})
     text = "Validation loss of scale-invariant p-RoPE (nats per token) against its lengthscale \u03c4 (tokens), at "
     text += "multiples of three training lengths. All models read equally many tokens. Dotted: each head learned its "
     text += "\u03c4. Bars: \u00b1 1 standard error over seeds. Bold: the best \u03c4 for the training length."
-    return "\n\n".join([text, study.picture(), table])
+    return "\n\n".join([text, study.figure_markdown(), table])
 
 
 def tau_lines(length: int, rows: list[dict]) -> list[tuple[list[str], dict]]:
@@ -73,12 +73,12 @@ def tau_lines(length: int, rows: list[dict]) -> list[tuple[list[str], dict]]:
 def scale_invariant_by_head(study: Study) -> str:
     """Return tables of scale-invariant p-RoPE with different heads: losses, and the parameters that heads learned."""
     page = table_losses(study)
-    study.sections += learned_by_heads(study)
+    study.sections += learned_section(study)
     return page
 
 
-def learned_by_heads(study: Study) -> list[str]:
-    """Return a section with the parameters of each head at the end of training."""
+def learned_section(study: Study) -> list[str]:
+    """Return a section with the learned parameters of each head at the end of training."""
     cells = collections.defaultdict(dict)
     for run, stored in study.finished:
         for name, values in (stored.last("method_parameters") or {}).items():
@@ -99,7 +99,7 @@ def learned_by_heads(study: Study) -> list[str]:
 def table_rivals(study: Study) -> str:
     """Return tables of newer methods beside the paper's best ones: losses, and the best method at each length."""
     losses, lengths = read_losses(study)
-    study.sections = best_at_each_length(study, losses, lengths)
+    study.sections = best_section(study, losses, lengths)
     study.sections += compare(study, losses, reference_of(study), lengths, {}, ())
     shortened_patterns = {}
     for run in study.runs:
@@ -112,7 +112,7 @@ def table_rivals(study: Study) -> str:
     return losses_page(study, losses, lengths)
 
 
-def best_at_each_length(study: Study, losses: dict, lengths: list[int]) -> list[str]:
+def best_section(study: Study, losses: dict, lengths: list[int]) -> list[str]:
     """Return a section with the lowest mean at each length, among the series with the most seeds.
 
     losses: {(series, length): [nats per token of each seed]}. The p-values are corrected for all series and lengths,

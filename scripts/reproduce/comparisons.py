@@ -28,8 +28,8 @@ def compare(study: Study, losses: dict, reference: str, lengths: list[int], pape
     """
     rows = differences(losses, reference, lengths, not_trained)
     tested = sum(row["p"] is not None for row in rows)
-    if not tested:  # one seed says nothing about chance
-        return order(losses, lengths, study.base_length, paper)
+    if not tested:  # a test needs more than one seed
+        return order_section(losses, lengths, study.base_length, paper)
     cells = collections.defaultdict(dict)
     for row in rows:
         cells[row["series"], f"{row['seeds']}, {row['reference_seeds']}"][row["length"]] = difference_cell(row)
@@ -39,7 +39,7 @@ def compare(study: Study, losses: dict, reference: str, lengths: list[int], pape
     text += f"Holm's correction for all {tested} comparisons; bold below {SIGNIFICANT}. n: seeds of the method and of "
     text += "the reference. " + describe_variances(losses, lengths, not_trained)
     table = pivot_table([f"minus {series_name(reference)}", "n"], lines, columns)
-    return ["### Differences", text, table] + order(losses, lengths, study.base_length, paper)
+    return ["### Differences", text, table] + order_section(losses, lengths, study.base_length, paper)
 
 
 def differences(losses: dict, reference: str, lengths: list[int], not_trained: Collection[str] = ()) -> list[dict]:
@@ -50,11 +50,11 @@ def differences(losses: dict, reference: str, lengths: list[int], not_trained: C
     """
     rows = []
     for (series, length), values in losses.items():
-        of_reference = losses.get((reference, length), [])
-        if series != reference and length in lengths and values and of_reference:
-            stderr, p = t_test(values, of_reference, common_variance(losses, length, not_trained))
-            row = dict(series=series, length=length, seeds=len(values), reference_seeds=len(of_reference))
-            row["difference"] = statistics.fmean(values) - statistics.fmean(of_reference)
+        reference_values = losses.get((reference, length), [])
+        if series != reference and length in lengths and values and reference_values:
+            stderr, p = t_test(values, reference_values, common_variance(losses, length, not_trained))
+            row = dict(series=series, length=length, seeds=len(values), reference_seeds=len(reference_values))
+            row["difference"] = statistics.fmean(values) - statistics.fmean(reference_values)
             rows.append(row | dict(stderr=stderr, p=p, p_holm=None))
     tested = [row for row in rows if row["p"] is not None]
     for row, p in zip(tested, holm([row["p"] for row in tested])):
@@ -118,10 +118,10 @@ def describe_variances(losses: dict, lengths: list[int], not_trained: Collection
 
 
 def holm(ps: list[float]) -> list[float]:
-    """Return the p-values corrected for their number by Holm's step-down procedure, in the same order."""
-    order = np.argsort(ps, kind="stable")
+    """Return the p-values after Holm's step-down correction for multiple tests, in the same order."""
+    ascending = np.argsort(ps, kind="stable")
     corrected = np.empty(len(ps))
-    corrected[order] = np.maximum.accumulate(np.minimum(1, np.arange(len(ps), 0, -1) * np.array(ps)[order]))
+    corrected[ascending] = np.maximum.accumulate(np.minimum(1, np.arange(len(ps), 0, -1) * np.array(ps)[ascending]))
     return corrected.tolist()
 
 
@@ -136,7 +136,7 @@ def difference_cell(row: dict | None) -> str:
     return f"**{cell}** ({p})" if row["p_holm"] < SIGNIFICANT else f"{cell} ({p})"
 
 
-def order(losses: dict, lengths: list[int], base_length: int, paper: dict) -> list[str]:
+def order_section(losses: dict, lengths: list[int], base_length: int, paper: dict) -> list[str]:
     """Return a section with the rank correlation of our means and the paper's, at equal multiples of the training
     length."""
     paper_base = min((length for _, length in paper), default=0)

@@ -93,14 +93,14 @@ def curve_figure(
         for zoomed, panels in enumerate(grid):
             panels.append(Panel(title + (" (zoom)" if zoomed else ""), lines, limits(shown, bool(zoomed))))
     height = 1.75 if zoom else 2.2
-    draw_panels(study.figure(), grid, x="training step", y="nats a token", height=height, bands=True)
+    draw_panels(study.figure_path(), grid, x="training step", y="nats a token", height=height, bands=True)
     if baseline and study.scale != "paper":
         study.notes.append("The paper's dashed line at 3.28 is left out, because it belongs to the paper's scale.")
     several = any(row["seeds"] > 1 for row in rows)
     study.notes.append("Bands: \u00b1 1 standard error over seeds." if several else "No bands: there is one seed.")
     if len({row["val_tokens"] for row in rows}) > 1:
         study.notes.append("Open circles: validation on part of the tokens (`--val_profile fast`).")
-    return f"{text}\n\n{study.picture()}"
+    return f"{text}\n\n{study.figure_markdown()}"
 
 
 def curve_lines(rows: list[dict], looks: dict) -> list[Line]:
@@ -179,13 +179,13 @@ def figure_entropy(study: Study) -> str:
         sources["trained models"] = trained
     grid = [entropy_panels(source, rows) for source, rows in sources.items()]
     x = "context length (tokens)"
-    draw_panels(study.figure(), grid, x=x, y="nats", log=10, height=1.75, bands=True, sharex=True)
+    draw_panels(study.figure_path(), grid, x=x, y="nats", log=10, height=1.75, bands=True, sharex=True)
     text = "Attention with no scaling, with LogN, and scale-invariant. Top: independent Gaussian scores (LogN s = 0.4, "
     text += f"\u03c4 = 10), mean over {theory.DRAWS} draws. Bottom: last query of each context in p-RoPE models, mean "
     text += f"over seeds, layers, heads and {WINDOWS} windows of validation text. Bands: \u00b1 1 standard error."
     if not trained:
         study.notes.append("The bottom row is left out, because there is no trained model.")
-    return text + "\n\n" + study.picture()
+    return text + "\n\n" + study.figure_markdown()
 
 
 def entropy_panels(source: str, rows: list[dict]) -> list[Panel]:
@@ -236,10 +236,10 @@ def figure_sublog(study: Study) -> str:
             cells.append([f"\u0394 = {factor}, against {against}", *(f"{value:.4f}" for value in fit.values())])
         panels.append(Panel(f"against {against}", lines))
     y = "expected entropy in $[t, t\\Delta)$ (nats)"
-    draw_panels(study.figure(), [panels], x="", y=y, sharey=True)
+    draw_panels(study.figure_path(), [panels], x="", y=y, sharey=True)
     text = "Expected entropy (nats) of attention at distances in [t, t\u0394), against log t and against sqrt(log t), "
     text += "for independent Gaussian scores, "
     text += "scale-invariant with \u03c4 = 10." if scale_invariant else "not scaled."
     text += f" Mean over {theory.DRAWS} draws; bars: \u00b1 1 standard error. Dashed: best linear fits."
     table = markdown_table([["linear fit", "slope", "intercept", "R^2"], *cells])
-    return f"{text}\n\n{study.picture()}\n\n{table}"
+    return f"{text}\n\n{study.figure_markdown()}\n\n{table}"

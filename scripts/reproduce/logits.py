@@ -44,7 +44,7 @@ PAPERS_MODELS = {
 
 def validation_windows(stream: TokenStream, count: int, length: int, device="cpu") -> Tensor:
     """Return windows that start at equal distances in the validation text: (count, length) int64."""
-    message = f"The validation text has {len(stream)} tokens. {count} windows of {length} need more."
+    message = f"The validation text has {len(stream)} tokens, too few for {count} windows of {length}. Use more text."
     require(count * length <= len(stream), message)
     starts = [i * (len(stream) // count) for i in range(count)]
     return torch.stack([torch.from_numpy(stream.read(start, length).astype("int64")) for start in starts]).to(device)
@@ -114,7 +114,7 @@ def score_pairs(batch: int, length: int, max_pairs: int, seed: int) -> tuple[Ten
 
     The paper leaves out the beginning-of-sequence token, an outlier and attention sink, so key 0 is left out here.
     """
-    require(length >= 3, f"Statistics of scores need sequences of at least 3 tokens, got {length}.")
+    require(length >= 3, f"The text has {length} tokens. Use at least 3.")
     i, j = torch.tril_indices(length - 1, length - 1, offset=-1) + 1
     chosen = torch.arange(batch * len(i))
     if len(chosen) > max_pairs:
@@ -213,19 +213,19 @@ def figure_qq(study: Study) -> str:
         file = folder / name / "statistics.json"
         if not file.exists():
             command = f"python -m scripts.logit_statistics {hub_name} --text FILE"
-            study.missing.append((title, f"not measured: run `{command}` on the start of Wikipedia's New England"))
+            study.missing.append((title, f"not measured: run `{command}`"))
             continue
         about = json.loads(file.read_text())
         models[title] = about["layers"]
         shown.append(f"{title}, {describe(about)}:")
         for rotated in sorted({row["rotated"] for row in models[title]}):
             figure = re.sub(r"[^\w.-]+", "_", f"{study.item}_{title}_{FORMS[rotated]}".lower())
-            draw_qq(study.figure(figure), [row for row in models[title] if row["rotated"] == rotated])
-            shown.append(study.picture(figure))
+            draw_qq(study.figure_path(figure), [row for row in models[title] if row["rotated"] == rotated])
+            shown.append(study.figure_markdown(figure))
     text = "Quantiles of the attention scores of a layer, against quantiles of the Gaussian with the same mean and "
     text += "standard deviation (red: equal). Pairs have distance t > 0. Key 0 is left out, because it is an attention "
     text += "sink. The table pools the heads of a layer. Gemma 2's scores are taken before its soft cap. The paper "
-    text += "gives only the sizes of its Llama models."
+    text += "gives only the sizes of its Llama models. Its text is the start of Wikipedia's article on New England."
     return "\n\n".join([text, *shown, moments_table(models)])
 
 

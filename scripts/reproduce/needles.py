@@ -21,7 +21,7 @@ def table_needle(study: Study) -> str:
     """
     oracle = collections.defaultdict(list)
     accuracy = {label: collections.defaultdict(list) for label in METRICS}
-    distances = collections.defaultdict(lambda: (0, 0))  # (needles found, all needles), summed over seeds
+    distances = collections.defaultdict(lambda: [0, 0])  # [needles found, all needles], summed over seeds
     for run, stored in study.finished:
         for series, method in study.series(run).items():
             shares = stored.needle if method is None else stored.needle["as"][method]
@@ -30,9 +30,9 @@ def table_needle(study: Study) -> str:
                     values[series, int(length)].append(float(share))
             for length, counts in shares.get("by_distance", {}).items():
                 for least, (found, needles) in counts.items():
-                    found_before, needles_before = distances[series, int(length), int(least)]
-                    counts_now = (found_before + found, needles_before + needles)
-                    distances[series, int(length), int(least)] = counts_now
+                    total = distances[series, int(length), int(least)]
+                    total[0] += found
+                    total[1] += needles
         for length, share in stored.needle.get("oracle", {}).items():
             oracle[int(length)].append(float(share))
     text = "Share of needles whose city and number are both right: mean \u00b1 standard error over seeds, by greedy "
@@ -41,10 +41,10 @@ def table_needle(study: Study) -> str:
     if oracle:
         text += f" Fine-tuned and scored with {study.runs[0].needle}; each prompt has three needles. The paper used C4 "
         text += "and 300 steps of 64 prompts. Oracle: the score of a perfect copy from the prompt."
-    means = {length: statistics.fmean(values) for length, values in oracle.items()}
-    study.sections = by_distance(study, distances)
+    oracle_means = {length: statistics.fmean(values) for length, values in oracle.items()}
+    study.sections = distance_section(study, distances)
     lengths = sorted({*study.lengths, *(length for _, length in accuracy["greedy"])})
-    return text + "\n\n" + make_table(study, accuracy, lengths, best=max, oracle=means)
+    return text + "\n\n" + make_table(study, accuracy, lengths, best=max, oracle=oracle_means)
 
 
 def needle_tau(study: Study) -> str:
@@ -60,18 +60,18 @@ def needle_tau(study: Study) -> str:
     draw(study, study.item, rows, "form", "tau", x="\u03c4 (tokens)", log=10)
     text = "Share of needles found (greedy decoding) against the lengthscale \u03c4 in tokens, one panel per length. "
     text += "Bars: \u00b1 1 standard error over seeds."
-    return "\n\n".join([text, study.picture(), page])
+    return "\n\n".join([text, study.figure_markdown(), page])
 
 
-def by_distance(study: Study, distances: dict[tuple[str, int, int], tuple[int, int]]) -> list[str]:
+def distance_section(study: Study, distances: dict[tuple[str, int, int], list[int]]) -> list[str]:
     """Draw the needles found against their distance from the response. Return a section with the counts.
 
-    distances: {(series, length, least distance): (needles found, all needles)}.
+    distances: {(series, length, least distance): [needles found, all needles]}.
     """
     rows, cells = [], collections.defaultdict(dict)
     for series, length, least in sorted(distances, key=lambda key: (study.all_series.index(key[0]), *key[1:])):
         found, needles = distances[series, length, least]
-        middle = 1.5 * least  # the row counts distances from `least` to 2 * least
+        middle = 1.5 * least  # the cell counts distances from `least` to 2 * least - 1
         rows.append(dict(method=series, length=length, middle=middle, mean=found / needles, stderr=None))
         cells[series, length][least] = f"{found}/{needles}"
     if not rows:
@@ -82,7 +82,7 @@ def by_distance(study: Study, distances: dict[tuple[str, int, int], tuple[int, i
     columns = {least: f"{least}-{2 * least - 1}" for least in sorted({least for _, _, least in distances})}
     text = "Needles found (greedy decoding) / all needles, over all seeds. Columns: tokens from the start of the "
     text += "needle to the response."
-    return ["### By distance", text, study.picture(name), pivot_table(["method", "length"], lines, columns)]
+    return ["### By distance", text, study.figure_markdown(name), pivot_table(["method", "length"], lines, columns)]
 
 
 def draw(study: Study, name: str, rows: list[dict], by: str, column: str, *, x: str, log: int):
@@ -91,4 +91,4 @@ def draw(study: Study, name: str, rows: list[dict], by: str, column: str, *, x: 
     for length in sorted({row["length"] for row in rows}):
         lines = row_lines([row for row in rows if row["length"] == length], by, column, looks)
         panels.append(Panel(f"at {study.length_label(length)}", lines, dict(ylim=(-0.03, 1.03))))
-    draw_panels(study.figure(name), [panels], x=x, y="needles found", log=log, sharey=True)
+    draw_panels(study.figure_path(name), [panels], x=x, y="needles found", log=log, sharey=True)

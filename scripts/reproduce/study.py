@@ -44,11 +44,11 @@ class Study:
             self.add_seeds()
         self.collect()
 
-    def figure(self, name: str = "") -> Path:
+    def figure_path(self, name: str = "") -> Path:
         """Return the path of a figure without its suffix."""
         return self.out / "figures" / (name or self.item)
 
-    def picture(self, name: str = "") -> str:
+    def figure_markdown(self, name: str = "") -> str:
         """Return the Markdown that shows a figure on the page."""
         return f"![{name or self.item}](figures/{name or self.item}.png)"
 
@@ -70,8 +70,8 @@ class Study:
 
         None stands for the trained method.
         """
-        others = {method: method for method in run.config.validate_as if self.item not in TRAINED_METHOD_ONLY}
-        shown = {series_label(run.config): None} | others
+        alternatives = {method: method for method in run.config.validate_as if self.item not in TRAINED_METHOD_ONLY}
+        shown = {series_label(run.config): None} | alternatives
         return {s: m for s, m in shown.items() if self.methods is None or (m or run.config.method) in self.methods}
 
     @property
@@ -93,28 +93,28 @@ class Study:
             if state == "finished":
                 self.finished.append((run, stored))
             else:
-                described = {"missing": "not trained", "pretrained": "not fine-tuned"}
-                self.missing.append((run.name, described.get(state, f"{state}: {reason}")))
+                descriptions = {"missing": "not trained", "pretrained": "not fine-tuned"}
+                self.missing.append((run.name, descriptions.get(state, f"{state}: {reason}")))
         self.missing.sort(key=lambda missing: missing[1] == "not fine-tuned")  # training comes before fine-tuning
-        texts = [text_of(stored) for _, stored in self.finished]
-        most, _ = collections.Counter(texts).most_common(1)[0] if texts else ((), 0)
+        texts = [text_identity(stored) for _, stored in self.finished]
+        common_text = collections.Counter(texts).most_common(1)[0][0] if texts else ()
         for run, stored in self.finished:
-            if text_of(stored) != most:
-                self.drop(run, f"left out: texts and validation tokens {text_of(stored)}, most have {most}")
+            if (text := text_identity(stored)) != common_text:
+                self.drop(run, f"left out: texts and validation tokens are {text}, of most runs {common_text}")
 
     def add_seeds(self):
         """Add finished runs with other seeds to `runs`, if all else is equal."""
-        known = {config_hash(run.config) for run in self.runs}
+        hashes = {config_hash(run.config) for run in self.runs}
         seeds = sorted({stored.config.seed for stored in self.stored_runs if stored.config})
         for planned, seed in [(run, seed) for run in self.runs for seed in seeds]:
             run = dataclasses.replace(planned, changes=planned.changes | {"seed": seed})
             stored = find_stored(run, self.stored_runs)
-            if config_hash(run.config) not in known and stored and stored.summary and not stored.problems:
-                known.add(config_hash(run.config))
+            if config_hash(run.config) not in hashes and stored and stored.summary and not stored.problems:
+                hashes.add(config_hash(run.config))
                 self.runs.append(run)
 
 
-def text_of(stored: StoredRun) -> tuple:
+def text_identity(stored: StoredRun) -> tuple:
     """Return what all runs of an item must share: fingerprints of both texts, and the number of validation tokens."""
     return stored.text, stored.data.get("validation"), single_val_tokens(stored.summary)
 

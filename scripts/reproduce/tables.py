@@ -73,28 +73,28 @@ def table_llama(study: Study) -> str:
     paths = sorted((study.runs_dir / LLAMA_FOLDER).glob("*/summary.json"))
     rows = {path.parent.name: json.loads(path.read_text()) for path in paths}
     compared = {name: tuple(row[field] for field in LLAMA_COMPARED) for name, row in rows.items()}
-    most, _ = collections.Counter(compared.values()).most_common(1)[0] if rows else ((PAPER_MODEL, 4096), 0)
-    losses, methods, texts = collections.defaultdict(list), [], set()
+    common = collections.Counter(compared.values()).most_common(1)[0][0] if rows else (PAPER_MODEL, 4096)
+    losses, methods, token_counts = collections.defaultdict(list), [], set()
     for name, row in rows.items():
-        if compared[name] != most:
-            study.missing.append((name, f"left out: it has {compared[name]}, most runs have {most}"))
+        if compared[name] != common:
+            study.missing.append((name, f"left out: it has {compared[name]}, most runs have {common}"))
             continue
         options = dict(row["method_options"])
         if not row["steps"] and row["method"] not in NOT_TRAINED:
             options["steps"] = 0
         series = " ".join([row["method"], *(f"{key}={value}" for key, value in options.items())])
         methods.append(series)
-        texts |= {f"{row['tokens']:,}"} if row["steps"] else set()
+        token_counts |= {f"{row['tokens']:,}"} if row["steps"] else set()
         for length, loss in row["val_loss"].items():
             losses[series, int(length)].append(loss)
-    model, train_length, *_ = most
+    model, train_length, *_ = common
     command = f"python -m scripts.continue_pretraining {PAPER_MODEL} --method METHOD --resume auto"
     study.missing += [(series_name(m), f"not trained: run `{command}`") for m in PAPER if m not in methods]
     methods_shown = [*dict.fromkeys([*PAPER, *methods])]
     lengths = sorted({length for _, length in losses} | {factor * train_length for factor in (1, 4, 16)})
     text = "Validation loss of Llama 2 7B in nats per token, after continued pretraining at 4k on about 50 M tokens ("
     text += f"{', '.join(map(series_name, NOT_TRAINED))}: not trained). Columns: validation length in tokens (and as a "
-    text += f"multiple of 4k). Ours: {model} at {train_length} on {', '.join(sorted(texts)) or 'no'} tokens."
+    text += f"multiple of 4k). Ours: {model} at {train_length} on {', '.join(sorted(token_counts)) or 'no'} tokens."
     table = make_table(study, {"": losses}, lengths, best=min, methods=methods_shown, base_length=train_length)
     return f"{text}\n\n{table}"
 

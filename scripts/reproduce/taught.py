@@ -43,7 +43,7 @@ def taught(study: Study) -> str:
     text += f"over seeds. In brackets: multiples of the training length of {study.base_length} tokens."
     copy_rows = [stored.data["copy_rows"] for _, stored in study.finished if stored.data.get("copy_rows")]
     text += f" {copy_rows[0]['share']:.0%} of the training rows are copy rows." if copy_rows else ""
-    return "\n\n".join([text, study.picture(), *tables])
+    return "\n\n".join([text, study.figure_markdown(), *tables])
 
 
 def primary_comparisons(study: Study, losses: dict, gains: dict) -> list[str]:
@@ -52,18 +52,18 @@ def primary_comparisons(study: Study, losses: dict, gains: dict) -> list[str]:
     losses, gains: {(series, tokens): {seed: nats}}.
     """
     T = study.base_length
-    slopes = {series: statistics.fmean(by_seed.values()) for (series, at), by_seed in losses.items()
+    alibis = {series: statistics.fmean(by_seed.values()) for (series, at), by_seed in losses.items()
               if at == T and series.split(" ")[0] == "alibi"}  # fmt: skip
-    rivals = ["rope", "logn_p_rope", *([min(slopes, key=slopes.get)] if slopes else [])]
+    rivals = ["rope", "logn_p_rope", *([min(alibis, key=alibis.get)] if alibis else [])]
     rows = []
     for measure, values, tokens in (("loss", losses, 16 * T), ("copy gain", gains, 4 * T)):
         for rival in rivals:
             ours, others = values.get((OURS, tokens), {}), values.get((rival, tokens), {})
-            pairs = [ours[seed] - others[seed] for seed in sorted(ours.keys() & others.keys())]
-            if len(pairs) > 1:
-                mean, stderr = mean_and_stderr(pairs)
+            differences = [ours[seed] - others[seed] for seed in sorted(ours.keys() & others.keys())]
+            if len(differences) > 1:
+                mean, stderr = mean_and_stderr(differences)
                 row = dict(measure=measure, tokens=tokens, rival=rival, difference=mean, stderr=stderr)
-                rows.append(row | dict(p=float(stats.ttest_1samp(pairs, 0).pvalue), seeds=len(pairs)))
+                rows.append(row | dict(p=float(stats.ttest_1samp(differences, 0).pvalue), seeds=len(differences)))
     if not rows:
         return []
     rows = [row | dict(p_holm=p) for row, p in zip(rows, holm([row["p"] for row in rows]))]
@@ -87,4 +87,4 @@ def draw(study: Study, losses: dict, gains: dict):
     ):
         rows = sorted(summarise(values, "series", "tokens"), key=lambda row: row["tokens"])
         panels.append(Panel(title, row_lines(rows, "series", "tokens", looks), dict(ylabel=label)))
-    draw_panels(study.figure(), [panels], x="tokens", y="", log=2)
+    draw_panels(study.figure_path(), [panels], x="tokens", y="", log=2)
