@@ -12,9 +12,10 @@ from torch.testing import assert_close
 from model.attention import attend, flex, make_plan
 from model.attention.base import Plan
 from model.attention.check import check_backend
-from model.attention.flex_compiled import causal_block_mask
+from model.attention.flex_compiled import causal_block_mask, mask_options
 from model.attention.reference import plain_attention
 from model.gpt import norm
+from model.methods.scale_invariant import ScaleInvariant
 
 NOTHING, PART, ALL = range(3)
 
@@ -42,10 +43,22 @@ def stated_part(counts, indices, state):
     return part
 
 
-@pytest.mark.parametrize("queries, keys, q_offset", [
-    (1, 1, 0), (1, 300, 299), (1, 129, 128), (2, 129, 126), (127, 127, 0), (128, 257, 129), (129, 129, 0),
-    (100, 400, 250), (300, 500, 100), (513, 640, 127), (640, 640, 0),
-])
+@pytest.mark.parametrize(
+    "queries, keys, q_offset",
+    [
+        (1, 1, 0),
+        (1, 300, 299),
+        (1, 129, 128),
+        (2, 129, 126),
+        (127, 127, 0),
+        (128, 257, 129),
+        (129, 129, 0),
+        (100, 400, 250),
+        (300, 500, 100),
+        (513, 640, 127),
+        (640, 640, 0),
+    ],
+)
 @pytest.mark.parametrize("window", [None, 1, 2, 128, 129, 200, 256, 600, 10**9])
 @pytest.mark.parametrize("query_block", [128, 256])
 def test_the_block_mask_is_the_causal_mask(queries, keys, q_offset, window, query_block):
@@ -57,6 +70,74 @@ def test_the_block_mask_is_the_causal_mask(queries, keys, q_offset, window, quer
     part = stated_part(mask.kv_num_blocks, mask.kv_indices, PART)
     full = stated_part(mask.full_kv_num_blocks, mask.full_kv_indices, ALL)
     assert_close(part + full, visible_part(dense, query_block))  # a block in both lists would add up to 3
+
+
+TRAINING = [(128, 128), (300, 300), (1000, 1000), (1024, 1024)]
+OTHER = [
+    (1024, 1024, 0, 400), (300, 300, 0, 1), (640, 640, 0, 10**9), (100, 100, 0, None), (300, 427, 127, None),
+    (300, 500, 100, None), (1, 300, 299, None),
+]  # fmt: skip
+
+
+def consecutive(counts, indices):
+    """Whether each list of blocks is one without gaps."""
+    lists = [row[:count] for count, row in zip(counts.flatten(), indices.flatten(0, -2), strict=True)]
+    return all(bool((row.diff() == 1).all()) for row in lists)
+
+
+def queries_see_first_tile(mask, queries, tile=16):
+    """Whether each query sees a key of the first tile that the kernel reads for it, of cut blocks before whole ones."""
+    for block, (cut, whole) in enumerate(zip(mask.kv_num_blocks.flatten(), mask.full_kv_num_blocks.flatten())):
+        indices = (mask.kv_indices if cut else mask.full_kv_indices)[0, 0, block]
+        assert cut or whole
+        rows = torch.arange(128 * block, min(128 * (block + 1), queries)).view(-1, 1)
+        keys = 128 * indices[0] + torch.arange(tile)
+        if cut and not mask.mask_mod(0, 0, rows, keys).any(dim=1).all():
+            return False
+    return True
+
+
+@pytest.mark.parametrize("queries, keys, q_offset, window", [(*lengths, 0, None) for lengths in TRAINING] + OTHER)
+def test_the_kernel_options_are_true_of_the_mask(queries, keys, q_offset, window):
+    options = mask_options(Plan("flex", 1, 16, queries, keys, q_offset, window=window))
+    mask = causal_block_mask(queries, keys, q_offset, "cpu", window=window)
+    lists = [
+        (mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices),
+        (mask.q_num_blocks, mask.q_indices), (mask.full_q_num_blocks, mask.full_q_indices),
+    ]  # fmt: skip
+    contiguous = all(consecutive(*blocks) for blocks in lists)
+    safe = queries >= 128 and queries_see_first_tile(mask, queries)  # fewer queries run in another kernel
+    assert options["BLOCKS_ARE_CONTIGUOUS"] <= contiguous and options["ROWS_GUARANTEED_SAFE"] <= safe
+    training = (queries, keys) in TRAINING and window is None
+    assert all(options.values()) == training
+    if window == 400:
+        assert not contiguous and not safe
+    if q_offset == 127:
+        assert not safe
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, dict(tau=0.3), dict(tau_ratio=3.0)])
+def test_the_table_is_the_formula_less_a_constant(options):
+    """In float32, at the distances of 64k tokens: a (S - a) + 1 = a S + m, to within a few roundings of a |S| + a^2."""
+    change, length = ScaleInvariant(3, 16, 64, **options), 65536
+    prepared = flex.prepare(change, Plan("flex", 3, 16, 256, length, length - 256))
+    head, query = torch.arange(3).view(-1, 1, 1), torch.tensor([0, 255]).view(-1, 1)
+    score = 11 * random(3, 2, length, seed=0).float()
+    ours = prepared["score_mod"](score, 0, head, query, torch.arange(length)) + 1.0
+    distance = (query + length - 256 - torch.arange(length)).clamp(min=0)
+    a, m = change.coefficients(distance.double(), head)
+    assert ((ours - (a * score + m)).abs() <= 4 * 2**-24 * (a * score.abs() + a * a + 1)).all()
+    assert prepared["kernel_options"]["num_stages"] == 2  # of two stages, the table's tiles fit the shared memory
+
+
+@pytest.mark.parametrize("name", ["nope", "alibi", "learned", "by_head", "for_all_heads"])
+def test_other_score_changes_have_no_table(name):
+    prepared = flex.prepare(make_case(name).score_change, Plan("flex", 3, 16, 256, 256))
+    captured = [cell.cell_contents for cell in prepared["score_mod"].__closure__] if prepared["score_mod"] else []
+    assert not any(isinstance(x, torch.Tensor) for x in captured) and "num_stages" not in prepared["kernel_options"]
 
 
 # ---- compiled, or an error -------------------------------------------------------------------------------------------
@@ -99,10 +180,14 @@ def run_flex(length=130):
         attend(make_case("rope"), q, k, v, backend="flex")
 
 
-@pytest.mark.parametrize("switch", [
-    lambda: torch.compiler.set_stance("force_eager"),
-    lambda: torch._dynamo.config.patch(disable=True),
-], ids=["force_eager", "disable"])
+@pytest.mark.parametrize(
+    "switch",
+    [
+        lambda: torch.compiler.set_stance("force_eager"),
+        lambda: torch._dynamo.config.patch(disable=True),
+    ],
+    ids=["force_eager", "disable"],
+)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_uncompiled_it_is_an_error(switch):
     """Even after someone ran it eagerly: torch warns of it only once a process."""
@@ -143,9 +228,15 @@ def test_torch_s_own_cpu_kernel_still_misreads_what_the_same_graph_computes():
 # ---- FlashAttention-4 ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, shapes", {  # of tables, for 3 heads and 40 keys
-    "nope": [], "scale_invariant": [(40,)], "alibi": [(3, 40), (3, 40)], "for_all_heads": [(40,), (40,)],
-}.items())
+@pytest.mark.parametrize(
+    "name, shapes",
+    {  # of tables, for 3 heads and 40 keys
+        "nope": [],
+        "scale_invariant": [(40,)],
+        "alibi": [(3, 40), (3, 40)],
+        "for_all_heads": [(40,), (40,)],
+    }.items(),
+)
 def test_a_logit_reads_no_more_tables_than_its_formula_needs(name, shapes):
     """One where m = 1 - a^2, a row a head only where heads differ; none begins within its memory."""
     score_mod = flex.make_table_score_mod(make_case(name).score_change, Plan("flex_flash", 3, 16, 40, 40))
@@ -158,6 +249,7 @@ def test_a_logit_reads_no_more_tables_than_its_formula_needs(name, shapes):
 @pytest.fixture
 def flash_problem(monkeypatch):
     """Return why flex_flash cannot run on a GPU of this compute capability, with its package or without."""
+
     def problem(
         name="alibi", capability=(9, 0), device=CUDA, dtype=torch.bfloat16, head_dim=64, packages=("flash_attn.cute",)
     ):
@@ -176,11 +268,21 @@ def test_flash_takes_what_flash_attention_4_takes(capability, query_block, flash
     assert flex.flash_query_block(CUDA) == query_block
 
 
-@pytest.mark.parametrize("options, word", [
-    (dict(device=CPU), "cpu"), (dict(dtype=torch.float32), "float32"), (dict(head_dim=8), "8"),
-    (dict(head_dim=100), "100"), (dict(head_dim=136), "136"), (dict(name="infini"), "infini"),
-    (dict(name="learned"), "learned"), (dict(name="key_bias"), "key biases"), (dict(name="sink"), "sinks"),
-    (dict(packages=()), "flash-attn-4"), *((dict(capability=c), "Hopper") for c in ((8, 0), (8, 9), (12, 0))),
-])
+@pytest.mark.parametrize(
+    "options, word",
+    [
+        (dict(device=CPU), "cpu"),
+        (dict(dtype=torch.float32), "float32"),
+        (dict(head_dim=8), "8"),
+        (dict(head_dim=100), "100"),
+        (dict(head_dim=136), "136"),
+        (dict(name="infini"), "infini"),
+        (dict(name="learned"), "learned"),
+        (dict(name="key_bias"), "key biases"),
+        (dict(name="sink"), "sinks"),
+        (dict(packages=()), "flash-attn-4"),
+        *((dict(capability=c), "Hopper") for c in ((8, 0), (8, 9), (12, 0))),
+    ],
+)
 def test_flash_says_what_it_cannot_run(options, word, flash_problem):
     assert word in flash_problem(**options)

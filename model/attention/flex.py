@@ -1,12 +1,13 @@
 """FlexAttention: PyTorch's compiler writes a_t S + m_t into the code of an attention kernel.
 
-`flex` evaluates a_t and m_t at each logit. On a CPU it has no gradients. It is always compiled: its eager form computes
-all pairs of queries and keys.
+`flex` reads a_t from a table where m_t = 1 - a_t^2, as for scale-invariant attention. The compiler writes logarithm and
+root without the hardware's approximations, and then they are most of a kernel's instructions
+(results/speed/flex_code.md). Other a_t and m_t, and learned ones, are evaluated at each logit. On a CPU `flex` has no
+gradients. It is always compiled: its eager form computes all pairs of queries and keys.
 
-`flex_flash` (FLASH) takes the kernels of FlashAttention-4 (package flash-attn-4) on Hopper and Blackwell. Logarithm and
-root would be slow there, as they are compiled without the hardware's approximations. So a_t and m_t are tables, read
-once a logit. `flex_flash` sums dq over blocks of keys in no fixed order, so its backward pass does not repeat bit for
-bit.
+`flex_flash` (FLASH) takes the kernels of FlashAttention-4 (package flash-attn-4) on Hopper and Blackwell. There a_t and
+m_t are always tables. `flex_flash` sums dq over blocks of keys in no fixed order, so its backward pass does not repeat
+bit for bit.
 """
 
 from collections.abc import Callable
@@ -41,15 +42,33 @@ def unsupported(method: Method, device: torch.device, dtype: torch.dtype) -> str
 
 
 def prepare(score_change: ScoreChange | None, plan: Plan, earlier: dict | None = None) -> dict:
-    """Return the arguments score_mod and block_mask of flex_attention."""
-    from model.attention.flex_compiled import causal_block_mask
+    """Return the arguments score_mod, block_mask and kernel_options of flex_attention."""
+    from model.attention.flex_compiled import causal_block_mask, mask_options
 
     if earlier:
         block_mask = earlier["block_mask"]
     else:
         shape = plan.query_length, plan.key_length, plan.q_offset
         block_mask = causal_block_mask(*shape, plan.device, window=plan.window)
-    return dict(score_mod=make_score_mod(score_change, plan), block_mask=block_mask)
+    kernel_options, make = mask_options(plan), make_score_mod
+    if has_one_table(score_change, plan):
+        make = make_table_score_mod
+        # The kernel copies its part of the table into shared memory in each stage. Three stages fill an H100's shared
+        # memory to its last 2 KB and do not fit an A100's. An iteration is longer than a load takes, so two are enough.
+        kernel_options["num_stages"] = 2
+    return dict(score_mod=make(score_change, plan), block_mask=block_mask, kernel_options=kernel_options)
+
+
+def has_one_table(score_change: ScoreChange | None, plan: Plan) -> bool:
+    """Return whether a constant table of a_t is enough: m_t = 1 - a_t^2, and nothing is learned."""
+    if score_change is None or learned_parameters(score_change):
+        return False
+    return one_function_is_enough(*function_tables(score_change, plan))
+
+
+def function_tables(score_change: ScoreChange, plan: Plan) -> Tensor:
+    """Return a_t and m_t at all distances of a plan, (2, 1 or H, T) float64 on the CPU."""
+    return score_functions(score_change, plan.num_heads, torch.arange(plan.key_length, device="cpu").double())
 
 
 def make_score_mod(score_change: ScoreChange | None, plan: Plan) -> Callable | None:
@@ -151,10 +170,9 @@ def make_table_score_mod(score_change: ScoreChange | None, plan: Plan) -> Callab
     """Return make_score_mod's function, read from tables. Where m = 1 - a^2 it is a (S - a), which takes one table."""
     if score_change is None:
         return None
-    distance = torch.arange(plan.key_length, device=plan.device).double()
-    functions = score_functions(score_change, plan.num_heads, distance)
+    functions = function_tables(score_change, plan)
     # (T,) where all heads agree, else (H, T); in memory of their own, as the compiler takes no part of a tensor.
-    a, m = (x.squeeze(0).float() for x in functions)
+    a, m = (x.squeeze(0).float().to(plan.device) for x in functions)
     by_head, q_offset = a.dim() > 1, plan.q_offset
 
     def one_table_mod(score, batch, head, q_index, kv_index):

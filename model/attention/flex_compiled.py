@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from model.attention.base import Plan
+
 BLOCK = 128  # keys of a block of the mask, and queries where nothing else is asked for
 
 
@@ -37,6 +39,21 @@ def causal_block_mask(
         mask_mod=mask_mod,
         seq_lengths=(query_length, key_length),
     )
+
+
+def mask_options(plan: Plan) -> dict[str, bool]:
+    """Return the kernel options that are true of causal_block_mask: see FlexKernelOptions in PyTorch.
+
+    BLOCKS_ARE_CONTIGUOUS: each list of blocks is consecutive, so the kernel need not read it. A block of queries sees
+    its own block of keys in part, and all blocks before it whole. A window adds another block in part, at its far end.
+
+    ROWS_GUARANTEED_SAFE: each query sees a key of the first tile that the kernel reads for it, so its running maximum
+    is never -inf. The first key of the block in part is visible to all queries of the block. That ends with a window,
+    with a q_offset that is no multiple of a block, and with fewer than 128 queries. Another kernel computes so few
+    queries, and gives each part of the keys to another thread block. Key biases are finite, and a sink is added later.
+    """
+    holds = plan.window is None and plan.q_offset == 0 and plan.query_length >= BLOCK
+    return dict(ROWS_GUARANTEED_SAFE=holds, BLOCKS_ARE_CONTIGUOUS=holds)
 
 
 # torch 2.13's CPU kernel misreads the strides of q, k, v that the same graph computes and silently returns wrong
