@@ -200,7 +200,7 @@ def test_the_presets_get_as_many_shards_as_they_read():
         assert f"--out {config.data_dir}" in command and "FILES" not in command
         commands.add(command.split(" --out ")[0])
     assert {f"python -m data.download fineweb10B --shards {n}" for n in (2, 25)} < commands
-    page = (REPOSITORY / "docs" / "data.md").read_text()
+    page = (REPOSITORY / "docs" / "train.md").read_text()
     assert all(command in page for command in commands if command.endswith((" 25", " 101")))
 
 

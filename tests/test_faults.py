@@ -169,7 +169,7 @@ def test_compilers_end_with_it(faults):
 
 @pytest.mark.promise(*SIGNALS)
 def test_under_torchrun_the_launcher_of_the_docs_exits_with_75(data, faults, tmp_path):
-    page = (ROOT / "docs" / "distributed.md").read_text()
+    page = (ROOT / "docs" / "train.md").read_text()
     (block,) = re.findall(r"```bash\n(#!/bin/bash\n# launch.sh.*?)```", page, re.DOTALL)
     script = block.replace("runs/gpt_162m_4k-scale_invariant_p_rope-s0", str(tmp_path / "run"))
     script = script.replace("--nproc_per_node=8", "--nproc_per_node=2").replace(".venv/bin/python", sys.executable)

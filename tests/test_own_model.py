@@ -1,4 +1,4 @@
-"""The lines that docs/own_model.md gives for other people's models compute the paper's formula, run to the letter."""
+"""The lines that docs/methods.md gives for other people's models compute the paper's formula, run to the letter."""
 
 import os
 import re
@@ -12,7 +12,7 @@ import reference
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = (ROOT / "docs" / "own_model.md").read_text()
+PAGE = (ROOT / "docs" / "methods.md").read_text()
 SCORE_MOD, KERNEL, INTERFACE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 

@@ -123,6 +123,6 @@ def test_its_example_of_a_method_trains(tmp_path):
 
 
 def test_the_pages_name_every_table_and_only_presets_that_exist():
-    assert all(f"`{item}`" in DOCS["reproduce.md"] for item in ITEMS)
+    assert all(f"`{item}`" in DOCS["sweeps.md"] for item in ITEMS)
     names = set(re.findall(r"`((?:gpt|small|mini)_\w+|quickstart|taught|mini)`", "\n".join(PAGES.values())))
     assert len(names) >= 6 and names <= set(PRESETS)

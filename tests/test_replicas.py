@@ -15,7 +15,7 @@ from runtime.checkpoint import load_newest, save_checkpoint
 from runtime.processes import World
 from runtime.replicas import checksum, differing_ranks
 
-CORRUPTION = (13, "flipped bits in checkpoints and in the memory of a rank are found")
+CORRUPTION = (12, "flipped bits in checkpoints and in the memory of a rank are found")
 WORLDS = (2, 3, 4)
 
 

@@ -27,7 +27,7 @@ from runtime.run_folder import RunFolder, git_commit
 
 REPOSITORY = Path(__file__).parents[1]
 CPU = torch.device("cpu")
-CORRUPTION = (13, "flipped bits in checkpoints and in the memory of a rank are found")
+CORRUPTION = (12, "flipped bits in checkpoints and in the memory of a rank are found")
 
 
 def python(*arguments, **variables):

@@ -88,7 +88,7 @@ class Report:
         command = shlex.join(["python", "-m", "scripts.bench", *sys.argv[1:]])
         commit = git_commit(Path(__file__).parent) or "unknown"
         self.text, self.record = "", dict(command=command, commit=commit, machine=describe_machine(device))
-        self.add(f"    {command}\n\nCommit {commit}. {self.record['machine']}. How to read the tables: docs/speed.md.")
+        self.add(f"    {command}\n\nCommit {commit}. {self.record['machine']}. docs/kernels.md explains the tables.")
 
     def add(self, text: str, rows: list[list[str]] | None = None, problems: dict[str, str] | None = None):
         """Add a text, then a table, then the variants that are missing in it and why."""
