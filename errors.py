@@ -1,7 +1,8 @@
-"""Users' mistakes: each ends the program with one line that names it, and exit code 2."""
+"""Reports a user's mistake in one line, and ends the program with exit code 2."""
 
 import difflib
 import os
+import signal
 import sys
 import time
 from collections.abc import Collection
@@ -9,7 +10,7 @@ from contextlib import contextmanager
 
 
 class UserError(ValueError):
-    """Something that the user can put right. The message says what is wrong and what to do."""
+    """A mistake that the user can correct. The message names the problem, then the remedy."""
 
 
 def require(condition: object, message: str):
@@ -27,12 +28,21 @@ def did_you_mean(name: str, valid: Collection[str], otherwise: str = "") -> str:
 
 @contextmanager
 def exit_on_user_error():
-    """End the program with one line: exit code 2 for ValueError and OSError, 130 for Ctrl-C."""
+    """End the program with one line: exit code 2 for ValueError and OSError, 130 for Ctrl-C.
+
+    The program ends without a line when the reader of its output has gone, as in `command | head -1`.
+    """
     try:
-        yield
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout again when it exits
+        sys.exit(128 + signal.SIGPIPE)
     except (ValueError, OSError) as error:
         if os.environ.get("RANK", "0") != "0":
-            time.sleep(5)  # torchrun ends this rank meanwhile if rank 0 found the same mistake
+            time.sleep(5)  # rank 0 reports the same mistake first, and torchrun then ends this rank
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

@@ -1,10 +1,10 @@
 """Pretrains a GPT with one of the attention methods in model/methods.
 
     python train_gpt.py PRESET [--field value ...]                                        one device
-    torchrun --standalone --nproc_per_node=8 train_gpt.py PRESET [--field value ...]      several
+    torchrun --standalone --nproc_per_node=8 train_gpt.py PRESET [--field value ...]      several devices
 
-PRESET is a function in configs/presets.py; `python train_gpt.py PRESET --help` lists all fields. The run leaves
-everything in runs/NAME/ (runtime/run_folder.py); `--resume auto` continues it from its newest checkpoint.
+PRESET is a function in configs/presets.py. `python train_gpt.py PRESET --help` lists all fields. The run writes all its
+files to runs/NAME/ (runtime/run_folder.py). `--resume auto` continues a run from its newest checkpoint.
 """
 
 import sys
@@ -24,23 +24,23 @@ from runtime.validation import Validation
 
 
 def main():
-    # ---- setup: mistakes of the user are reported here, before a run folder exists ----
+    # ---- setup: a user's mistake ends the command here, before a run folder exists ----
     with exit_on_user_error():
         config = read_config(sys.argv[1:], __doc__, methods)
-        world = start_processes(config.device, config.timeout)  # rank, number of ranks, device; one without torchrun
+        world = start_processes(config.device, config.timeout)  # rank, number of ranks (1 without torchrun), device
         train_text, val_text = open_text(config, world)
         compiled, compile_note = choose_compile(config.compile, world.device)
         torch.manual_seed(config.seed)
         model = build_model(config, compute_dtype(config, world.device)).to(world.device)
         optimizers = build_optimizers(config, model, compiled, world)
-        # What attention needs for a length (rotary tables, block masks, a_t and m_t) is computed once a length.
+        # A plan holds the tensors that depend on the length alone: rotary tables, block masks, a_t and m_t.
         plans = plan_attention(config, model, world)
         validation = Validation(config, model, val_text, world)
         run = Run(config, world, model, optimizers, plans, train_text, val_text, compile_note)
 
-    # ---- the run: folder, lock, log, wandb, signals, checkpoints; a failure in it ends in one line ----
+    # ---- training: `run` keeps the folder, log and checkpoints, and turns signals and failures into one line ----
     with run:
-        first_step = run.restore()  # that of the newest undamaged checkpoint, or 0; steps + 1: it is finished
+        first_step = run.restore()  # 0 for a new run; the step of the newest checkpoint; steps + 1 if finished
         training_model = compile_model(model) if compiled else model
         loader = TrainLoader(
             train_text,
@@ -56,14 +56,14 @@ def main():
         )
         for step in range(first_step, config.steps + 1):
             if run.save_or_stop(step):
-                break  # a signal came, and a checkpoint is saved
+                break  # a signal asked the run to stop
             if run.validate_or_stop(step, validation) or step == config.steps:
                 break
 
             # ---- one training step ----
-            micro_batches = next(loader)  # this rank's share of the tokens of the step, whatever the number of ranks
+            micro_batches = next(loader)  # this rank's share of the step's tokens
             length = config.length_at(step)
-            sequences = config.batch_tokens // length  # of the step, on all ranks
+            sequences = config.batch_tokens // length  # on all ranks together
             loss = torch.zeros((), device=world.device)
             for inputs, targets in micro_batches:  # both (sequences, length)
                 micro_loss = training_model(inputs, targets, plan=plans[length]) / (sequences / len(inputs))
@@ -79,8 +79,8 @@ def main():
                 warmup_steps=config.warmup_steps,
                 cooldown_steps=config.cooldown_steps,
             )
-            finite = torch.isfinite(loss + grad_norm)  # it stays on the device: a step waits for nothing
-            optimizers.step(factor, finite)  # updates nothing where the step is not finite
+            finite = torch.isfinite(loss + grad_norm)  # stays on the device, so the host does not wait for it
+            optimizers.step(factor, finite)  # changes nothing if loss or gradients are not finite
             run.log_step(step + 1, optimizers.learning_rates(factor), loss, grad_norm)
         loader.close()
 

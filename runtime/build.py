@@ -1,4 +1,4 @@
-"""Make the parts of a run from its config: text, model, optimizers, compiled models."""
+"""Builds the parts of a run from its configuration: text, model, optimizers, compiled model."""
 
 import copy
 import dataclasses
@@ -23,18 +23,18 @@ from runtime.processes import World
 
 
 def config_of(stored: dict[str, Any], kind: type[Config] = Config) -> Config:
-    """Return the config, of this class, in a config.json or a checkpoint. Fields that it lacks have their defaults.
+    """Return the configuration stored in a config.json or a checkpoint. Missing fields get their defaults.
 
-    Raise an exception of many kinds for a dictionary that is no config.
+    kind: Config or a subclass. A damaged dictionary raises exceptions of many kinds.
     """
     known = {field.name for field in dataclasses.fields(kind)}
     return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in stored.items() if k in known})
 
 
 def build_model(config: Config, dtype: torch.dtype) -> GPT:
-    """Return the model with new random float32 weights on the CPU, computing in this dtype.
+    """Return the model with random float32 weights on the CPU. dtype: of the computation.
 
-    Raise ValueError for an attention method or an option that does not exist.
+    Raise ValueError for an unknown attention method or option.
     """
     return GPT(
         vocab_size=config.vocab_size,
@@ -50,7 +50,7 @@ def build_model(config: Config, dtype: torch.dtype) -> GPT:
 
 
 def layer_methods(config: Config) -> list[Method]:
-    """Return the attention methods of the layers, with new parameters. Raise ValueError for an unknown one."""
+    """Return each layer's attention method, with new parameters. Raise ValueError for an unknown method."""
     return make_layers(
         config.method,
         config.num_layers,
@@ -63,12 +63,11 @@ def layer_methods(config: Config) -> list[Method]:
 
 
 def open_text(config: Config, world: World) -> tuple[TokenStream, TokenStream]:
-    """Return the training and the validation text.
+    """Return the training text and the validation text.
 
-    Raise ValueError for missing or damaged shards, for a validation text that is too short, and for more ranks than
-    sequences in a step.
+    Raise ValueError for missing or damaged shards, a validation text that is too short, or more ranks than sequences.
     """
-    for length in config.train_lengths:  # the command line is checked before the disk
+    for length in config.train_lengths:  # needs no files, so it comes first
         rank_sequences(config.batch_tokens, length, world.rank, world.world_size)
     run_tokens = config.steps * config.batch_tokens
     train_text = open_split(config.data_dir, "train", config.vocab_size, run_tokens)
@@ -103,27 +102,27 @@ def plan_attention(config: Config, model: GPT, world: World) -> dict[int, Plans]
 
 
 def compile_model(model: GPT) -> nn.Module:
-    """Return the model compiled as a whole, to train with, and compile its blocks in place, for validation.
+    """Return the compiled model for training. For validation, compile the blocks of the given model in place.
 
-    The compiler runs at the first call with each length. As a whole, 64k tokens of a method in plain PyTorch take very
-    long to compile (Infini-attention has 21,939 operations, and one block of it 1,831).
+    The compiler runs at the first call with each length. At 64k tokens it takes very long for a whole model, because
+    Infini-attention in plain PyTorch has 21,939 operations there. One block has 1,831.
     """
-    torch._dynamo.config.recompile_limit = 32  # shapes: training and every validation length, ragged ends too
-    torch._dynamo.config.fail_on_recompile_limit_hit = True  # never fall back to eager silently
+    torch._dynamo.config.recompile_limit = 32  # shapes: training, every validation length, incomplete last batches
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # a silent fallback to eager mode would be slow
     for block in model.blocks:
         block.compile(dynamic=False)
     return torch.compile(model, dynamic=False)
 
 
 def uncompiled(model: GPT) -> GPT:
-    """Return a view of the model, with the same weights, whose blocks run without torch.compile."""
+    """Return a model that shares the weights, and whose blocks run without torch.compile."""
     view = copy.copy(model)
     view._modules = model._modules | {"blocks": nn.ModuleList(copy.copy(block) for block in model.blocks)}
     return view
 
 
 def build_optimizers(config: Config, model: GPT, compiled: bool, world: World) -> Optimizers:
-    """Return Muon for the matrices of the blocks, and Adam for the embedding, the head and the methods' parameters."""
+    """Return the optimizers: Muon for the blocks' matrices, Adam for embedding, head and the methods' parameters."""
     blocks = [*model.blocks.named_parameters()]
     muon = functools.partial(Muon, momentum=config.muon_momentum, compile=compiled, dtype=model.dtype)
     adam = functools.partial(torch.optim.Adam, betas=config.adam_betas, eps=config.adam_eps, fused=True)
@@ -142,10 +141,10 @@ def build_optimizers(config: Config, model: GPT, compiled: bool, world: World) -
 def train_step(
     model, micro_batches: list, plan, optimizers: Optimizers, lr_factor: float, world: World
 ) -> torch.Tensor:
-    """Make the update of train_gpt.py, for programs with another loop: fine-tuning, benchmarks, compilation.
+    """Make one training step as train_gpt.py does, for fine-tuning and benchmarks. All ranks have as many sequences.
 
-    Return loss and gradient norm over all ranks, (2,) on the device, without waiting for them. All ranks have as many
-    sequences. Where one of the two numbers is not finite, weights and optimizer state stay as they are.
+    Return loss and gradient norm over all ranks, (2,) on the device, without waiting for them. If one of the two is not
+    finite, weights and optimizer state do not change.
     """
     sequences = sum(len(inputs) for inputs, _ in micro_batches) * world.world_size
     loss = torch.zeros((), device=world.device)

@@ -1,4 +1,4 @@
-"""Checkpoints that survive a kill at any instant: step_000500.pt in the run's checkpoints/ folder."""
+"""Saves and loads checkpoints: step_000500.pt in the run's checkpoints/ folder. A kill cannot damage them."""
 
 import dataclasses
 import io
@@ -16,29 +16,28 @@ CHECKSUM_BYTES = len(b"crc32 00000000\n")
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint is not the bytes that were written."""
+    """The checksum of a checkpoint is wrong, so its content has changed since it was saved."""
 
 
 @dataclasses.dataclass
 class Progress:
-    """What a run's checkpoint holds besides configuration, weights and optimizer state."""
+    """The progress of a run. A checkpoint holds it beside configuration, weights and optimizer state."""
 
-    step: int = 0  # optimizer steps made
-    first_token: int = 0  # where step 0 begins in the training text; more than 0 after --init_from
-    seconds: float = 0.0  # spent in steps
-    skipped: int = 0  # steps that were not finite
+    step: int = 0  # completed optimizer steps
+    first_token: int = 0  # position of step 0 in the training text; more than 0 after --init_from
+    seconds: float = 0.0  # training time, without validations and checkpoints
+    skipped: int = 0  # steps without an update, because loss or gradients were not finite
     wandb_id: str | None = None
-    rng: list[dict] = dataclasses.field(default_factory=list)  # of each rank
+    rng: list[dict] = dataclasses.field(default_factory=list)  # state of the random generators, by rank
 
 
 def save_checkpoint(folder: Path, step: int, state: dict[str, Any], keep: int = 2) -> Path:
-    """Save `state` as the checkpoint of `step`, then delete all but the newest `keep`; return its path.
+    """Save `state` as the checkpoint of `step`, delete all but the newest `keep`, and return the new path.
 
-    The new file is complete and on the disk before an older one is deleted, so the disk briefly holds keep + 1. `state`
-    may hold tensors, numbers, strings, lists and dicts. Raise OSError when it cannot be written (disk full); the
-    earlier checkpoints are then untouched.
+    The new file is on the disk before an older one is deleted, so the disk needs space for keep + 1. `state` may hold
+    tensors, numbers, strings, lists and dicts. Raise OSError when the disk is full. The older checkpoints then stay.
     """
-    for leftover in folder.glob("step_*.partial"):  # a run that was killed while it saved may have left it
+    for leftover in folder.glob("step_*.partial"):  # a run that was killed while saving leaves one
         leftover.unlink()
     path = folder / f"step_{step:06d}.pt"
     replace_file(path, lambda file: write_with_checksum(state, file))
@@ -48,19 +47,19 @@ def save_checkpoint(folder: Path, step: int, state: dict[str, Any], keep: int = 
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """Return the complete checkpoint with the highest step, or None when there is none."""
+    """Return the path of the newest checkpoint, or None when the folder has none."""
     return next(iter(list_checkpoints(folder)), None)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoints in the folder, which need not exist, newest first."""
+    """Return the checkpoints' paths, newest first. The folder need not exist."""
     return sorted(folder.glob("step_*.pt"), key=lambda path: int(path.stem.removeprefix("step_")), reverse=True)
 
 
 def write_with_checksum(state: dict[str, Any], file: BinaryIO):
-    """Write what torch.save writes, then a line with the CRC-32 of all of it, which torch.load passes over.
+    """Write the archive of torch.save, then a line with its CRC-32. torch.load ignores that line.
 
-    The archive's own checksums leave out its index, where a flipped bit can change what is loaded.
+    The checksums inside the archive do not cover its index. A flipped bit there could load wrong weights.
     """
     archive = io.BytesIO()
     torch.save(state, archive)
@@ -69,22 +68,22 @@ def write_with_checksum(state: dict[str, Any], file: BinaryIO):
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Return the state that was saved, on the CPU. Nothing in the file can run code.
+    """Return the saved state, on the CPU. Loading never runs code from the file.
 
-    Raise DamagedCheckpoint, a ValueError, when the file is not the bytes that were written.
+    Raise DamagedCheckpoint, a ValueError, when the checksum is wrong.
     """
     content = memoryview(path.read_bytes())
     archive, checksum = content[:-CHECKSUM_BYTES], content[-CHECKSUM_BYTES:]
     if checksum != f"crc32 {zlib.crc32(archive):08x}\n".encode():
-        raise DamagedCheckpoint(f"{path} is damaged. Delete it to continue from the checkpoint before it.")
+        raise DamagedCheckpoint(f"{path} is damaged. Delete it to use the previous checkpoint.")
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
 def load_newest(folder: Path, world: World) -> tuple[Path | None, dict[str, Any], list[Path]]:
-    """Return the newest checkpoint that every rank finds whole, its state, and the damaged ones that are newer.
+    """Return the newest undamaged checkpoint, its state, and the paths of newer damaged checkpoints.
 
-    The path is None where the folder has no checkpoint. All ranks call this. Raise DamagedCheckpoint when there are
-    checkpoints and none of them is whole.
+    A checkpoint counts as undamaged if every rank can read it. The path is None if the folder has no checkpoint. All
+    ranks call this. Raise DamagedCheckpoint if all checkpoints are damaged.
     """
     damaged = []
     for path in list_checkpoints(folder):
@@ -96,5 +95,5 @@ def load_newest(folder: Path, world: World) -> tuple[Path | None, dict[str, Any]
             return path, state, damaged
         damaged.append(path)
     if damaged:
-        raise DamagedCheckpoint(f"{damaged[0]} and all others are damaged. Delete them to start anew.")
+        raise DamagedCheckpoint(f"all checkpoints in {folder} are damaged. Delete them to start from step 0.")
     return None, {}, []

@@ -1,8 +1,8 @@
-"""Copy gain: how much lower the loss is on the second copy of a span than on the first, by the distance between them.
+"""Copy gain: the loss on the first copy of a span minus the loss on its second copy, by the gap between the copies.
 
 A sequence is a span of 32 tokens, `gap` tokens of validation text (the filler), and the same span again. Spans are of
-two kinds. "random" spans hold tokens drawn at random positions of the text, so only copying can predict them. "text"
-spans are contiguous pieces of the text from outside the filler. Olsson et al. (2022, arXiv 2209.11895) measure
+two kinds. A "random" span has tokens from random positions of the text, so only copying can predict its second copy. A
+"text" span is a contiguous piece of the text outside the filler. Olsson et al. (2022, arXiv 2209.11895) measure
 in-context learning in a similar way.
 """
 
@@ -24,25 +24,25 @@ SEED = 20241103
 
 
 def copy_length(gap: int) -> int:
-    """Return the tokens in a sequence with this gap."""
+    """Return the length of a sequence with this gap, in tokens."""
     return gap + 2 * SPAN
 
 
 def check_gaps(stream: TokenStream, gaps: Sequence[int]) -> None:
-    """Raise ValueError unless a span fits into the text beside the filler of each gap."""
+    """Raise ValueError if the text is too short for a span and the filler of a gap."""
     for gap in gaps:
         fits = gap + SPAN <= len(stream)
-        short = f"copy gap {gap} needs {gap + SPAN} validation tokens, the text has {len(stream)}"
-        require(fits, f"{short}. Use a smaller gap or prepare more text.")
+        problem = f"copy gap {gap} needs {gap + SPAN} validation tokens, but the text has {len(stream)}"
+        require(fits, f"{problem}. Use a smaller gap or prepare more text.")
 
 
 def copy_sequences(stream: TokenStream, gap: int, vocab_size: int) -> np.ndarray:
     """Return the sequences of both kinds, (2, 48, 64 + gap) int64. They depend on the text and the gap alone."""
     check_gaps(stream, [gap])
     generator, size = np.random.default_rng([SEED, gap]), len(stream)
-    starts = generator.integers(size, size=SPANS)  # of the fillers; the stream continues at its start
-    offsets = generator.integers(size - gap - SPAN + 1, size=SPANS)  # of the text spans, after the fillers
-    positions = generator.integers(size, size=(SPANS, SPAN))
+    starts = generator.integers(size, size=SPANS)  # of the fillers; the stream repeats after its end
+    offsets = generator.integers(size - gap - SPAN + 1, size=SPANS)  # from a filler's end to its text span
+    positions = generator.integers(size, size=(SPANS, SPAN))  # of the tokens in random spans
     rows = {kind: [] for kind in KINDS}
     for start, offset, drawn in zip(starts, offsets, positions):
         filler = stream.read(int(start), gap, vocab_size)
@@ -62,8 +62,8 @@ def span_losses(
 ) -> Tensor:  # fmt: skip
     """Return the mean loss in nats a token on each copy of each span, (sequences, 2) float64 on the CPU.
 
-    Means are over tokens 1 .. 31 of a copy: nothing predicts token 0. sequences: (sequences, 64 + gap) int64. They are
-    shared by the ranks. before_batch: called equally often on all ranks.
+    The mean is over tokens 1 .. 31 of a copy, because token 0 of the first copy has no context. sequences:
+    (sequences, 64 + gap) int64, divided among the ranks. before_batch: called equally often on all ranks.
     """
     count, length = sequences.shape
     losses = torch.zeros(count, 2, dtype=torch.float64, device=world.device)
@@ -74,7 +74,7 @@ def span_losses(
         if rows := share[first : first + micro_batch]:
             tokens = torch.from_numpy(sequences[rows]).to(world.device)  # (B, length)
             by_token = model(tokens, tokens.roll(-1, dims=1), plan=plan, per_token=True).double()  # (B, length)
-            copies = by_token[:, : SPAN - 1], by_token[:, length - SPAN : -1]  # the loss at t is that of token t + 1
+            copies = by_token[:, : SPAN - 1], by_token[:, length - SPAN : -1]  # position t predicts token t + 1
             losses[rows] = torch.stack([part.mean(dim=1) for part in copies], dim=1)
     world.sum(losses)
     return losses.cpu()
@@ -84,10 +84,10 @@ def measure_copy_gain(
     model: GPT, plans: dict[int, Plans], stream: TokenStream, gaps: Sequence[int], *,
     vocab_size: int, micro_batch_tokens: int, world: World, before_batch: Callable[[], None] = lambda: None,
 ) -> dict:  # fmt: skip
-    """Return copy_loss ([first, second] copy), copy_gain (first - second) and copy_gain_error (its standard error over
-    spans), each by kind and gap, in nats a token.
+    """Return copy_loss ([first copy, second copy]), copy_gain (first - second) and copy_gain_error, in nats a token.
 
-    plans: by copy_length. Raise ValueError for a gap that the validation text does not allow.
+    Each has an entry by kind and gap. copy_gain_error is the standard error over spans. plans: by copy_length. Raise
+    ValueError for a gap that is too long for the validation text.
     """
     result = {name: {kind: {} for kind in KINDS} for name in ("copy_loss", "copy_gain", "copy_gain_error")}
     for gap in gaps:

@@ -1,4 +1,4 @@
-"""What a run reports: on the console, in log.txt and metrics.jsonl, and in wandb."""
+"""Reports the progress of a run on the console, in log.txt and metrics.jsonl, and in wandb."""
 
 import math
 import platform
@@ -23,18 +23,18 @@ SECONDS_A_LINE = 10  # of training, between lines of log.txt
 
 
 class RunLog:
-    """What the main process writes about a run. The other ranks keep count and write nothing.
+    """Writes the log and the metrics of a run on rank 0. The other ranks only count.
 
-    A step's loss and gradient norm are read only when the device is busy with the next step, so that the device never
-    waits for the host: `step` takes them, and the next call of `step` or `flush` writes them.
+    The device must not wait for the host. So `step` starts to copy a step's numbers to the host, and the next call of
+    `step` or `flush` writes them.
     """
 
     def __init__(self, config: Config, world: World, folder: RunFolder | None, progress: Progress, dtype: torch.dtype):
-        """Drop the records that will be written again, and start the mirror. progress: kept up to date."""
+        """Drop the records of steps that will be repeated, and start the mirror. The log updates `progress`."""
         self.config, self.world, self.folder, self.progress = config, world, folder, progress
         self.peak = peak_flops(world.device, dtype)  # FLOP/s
         self.flops_per_token = training_flops_per_token(config)
-        self._pending = None  # step, learning rates, its numbers on their way to the host, their arrival, the time
+        self._pending = None  # step, learning rates, numbers (still being copied), copy's event, time of the call
         self._step_seconds: list[float] = []
         self._last_line, self._clock = -math.inf, time.monotonic()
         if folder is None:
@@ -54,17 +54,20 @@ class RunLog:
         progress.wandb_id = getattr(self.metrics.mirror, "id", None) or progress.wandb_id
 
     def print(self, text: str):
-        """Write a line (or more) on the console and in log.txt."""
+        """Write one or more lines to the console and to log.txt."""
         if self.folder is not None:
-            print(text, flush=True)  # a sweep's file must have the last lines of a killed run
+            print(text, flush=True)  # without flush, the NAME.log of a killed run would lack its last lines
             self.folder.log(text)
 
     def restart_clock(self):
-        """Start the next step's time now: a validation or a checkpoint is no training."""
+        """Start timing the next step now, so that validations and checkpoints do not count as training."""
         self._clock = time.monotonic()
 
     def describe(self, data: dict, distinct_tokens: int, model: GPT, plans: Plans, compile_note: str):
-        """Write what is about to run, and the code that runs it. data: of data.json."""
+        """Write configuration, versions and source code to the folder, and a summary to the console.
+
+        data: the content of data.json.
+        """
         config, world, folder = self.config, self.world, self.folder
         if folder is None:
             return
@@ -77,25 +80,27 @@ class RunLog:
         for source in sources:
             folder.log(f"==== {source} ====\n{source.read_text(encoding='utf-8')}")
         folder.log("=" * 100)
-        self.print(f"{folder.path}: {config.method} {config.method_options or ''} on {world.world_size} x {device}")
-        shape = f"{config.batch_tokens:,} tokens in sequences of {config.train_length}"
-        self.print(f"{num_parameters(model):,} parameters; {config.steps} steps of {shape}")
-        epochs = data["tokens"] / distinct_tokens
-        self.print(f"{data['tokens']:,} tokens, {epochs:.2f} epochs of {config.data_dir}")
+        options = "".join(f", {option} {value}" for option, value in config.method_options.items())
+        self.print(f"run folder: {folder.path}\ndevices: {world.world_size} x {device}")
+        self.print(f"model: {num_parameters(model):,} parameters, attention method {config.method}{options}")
+        lengths = ", ".join(map(str, config.train_lengths))
+        self.print(f"training: {config.steps} steps of {config.batch_tokens:,} tokens, in sequences of {lengths}")
+        epochs = f"{data['tokens'] / distinct_tokens:.2f} epochs of {config.data_dir}"
+        self.print(f"data: {data['tokens']:,} tokens, {epochs}")
         for backend in dict.fromkeys(f"attention by {plan.backend}: {plan.why}" for plan in plans):
             self.print(backend)
-        self.print(f"{model.dtype}; compile {compile_note}")
+        self.print(f"computation in {str(model.dtype).removeprefix('torch.')}, torch.compile {compile_note}")
         if compile_note == "on":
             self.print("The first step of each length compiles the model, which takes a minute or more.")
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def step(self, step: int, learning_rates: dict[str, float], numbers: torch.Tensor) -> str | None:
-        """Take loss and gradient norm, (2,) on the device, of the step under way; write those of the step before.
+        """Start to copy this step's loss and gradient norm, (2,) on the device, and write the previous step's.
 
-        Return what flush returns.
+        Return the problem of the previous step, as flush does.
         """
-        on_host = numbers.to("cpu", non_blocking=True)  # from CUDA: into pinned memory
+        on_host = numbers.to("cpu", non_blocking=True)  # from CUDA into pinned memory
         arrival = torch.cuda.Event() if numbers.is_cuda else None
         if arrival is not None:
             arrival.record()
@@ -105,9 +110,9 @@ class RunLog:
         return problem
 
     def flush(self) -> str | None:
-        """Write the numbers of the last step, if that has not been done.
+        """Write the numbers of the last step, unless they are written.
 
-        Return what is wrong with them if they are not finite and the run is to stop; count a skipped step otherwise.
+        Return the problem if they are not finite and on_nonfinite is "stop". With "skip", count the skipped step.
         """
         if self._pending is None:
             return None
@@ -119,11 +124,11 @@ class RunLog:
         elapsed, self._clock = now - self._clock, now
         config, progress = self.config, self.progress
         if not math.isfinite(loss + grad_norm):
-            problem = f"step {step}: loss {loss}, gradient norm {grad_norm}"
+            problem = f"step {step} has loss {loss} and gradient norm {grad_norm}"
             if config.on_nonfinite == "stop":
                 return problem
             progress.skipped += 1
-            self.print(f"{problem}; skipped, {progress.skipped} so far")
+            self.print(f"{problem}. The step is skipped, {progress.skipped} so far.")
         progress.seconds += elapsed
         self._step_seconds.append(elapsed)
         rate = config.batch_tokens / elapsed
@@ -140,12 +145,12 @@ class RunLog:
             self._last_line = time.monotonic()
             minutes = (config.steps - step) * statistics.median(self._step_seconds) / 60
             speed = f"{rate:,.0f} tokens/s  {minutes:.1f} min left"
-            self.print(f"step {step}/{config.steps}  loss {loss:.4f}  {speed}")
+            self.print(f"step {step}/{config.steps}  training loss {loss:.4f}  {speed}")
         return None
 
     @property
     def tokens_per_second(self) -> int | None:
-        """Return the median rate of this process's steps; None before the first."""
+        """Return the median rate over the steps since this process started, or None before its first step."""
         if not self._step_seconds:
             return None
         return round(self.config.batch_tokens / statistics.median(self._step_seconds))
@@ -158,11 +163,11 @@ class RunLog:
             self.metrics.write(record)
         at = f"step {record['step']}/{self.config.steps}"
         seconds = f"({record.get('val_seconds', 0):.1f} s)"
-        losses = ", ".join(f"{loss:.4f} at {length}" for length, loss in record["val_loss"].items())
+        losses = ", ".join(f"{loss:.4f} at length {length}" for length, loss in record["val_loss"].items())
         self.print(f"{at}  validation loss {losses}  {seconds}")
 
     def close(self):
-        """End the mirror."""
+        """Finish the wandb or trackio run."""
         if self.folder is not None and self.metrics.mirror:
             finish_mirror(self.metrics.mirror, log=self.print)
 

@@ -1,4 +1,4 @@
-"""metrics.jsonl, which is the truth, and its mirror in wandb or trackio, off unless asked for."""
+"""Writes and reads metrics.jsonl, and mirrors it to wandb or trackio if the user wants."""
 
 import json
 import os
@@ -11,28 +11,28 @@ from files import append, replace_text, to_json
 
 
 class Metrics:
-    """Writes metrics.jsonl: one JSON object a line, each with the key "step"; NaN and infinities become null."""
+    """Writes metrics.jsonl: one JSON object a line, with the key "step". NaN and infinities become null."""
 
-    def __init__(self, path: Path, mirror: Any = None):  # a run of wandb or trackio
+    def __init__(self, path: Path, mirror: Any = None):  # mirror: a run of wandb or trackio
         self.path, self.mirror = path, mirror
 
     def write(self, record: dict[str, Any]):
-        """Append one record, and mirror it with nested keys joined: {"val_loss": {4096: 3.1}} as "val_loss/4096"."""
+        """Append one record. The mirror gets it with joined keys: {"val_loss": {4096: 3.1}} as "val_loss/4096"."""
         append(self.path, to_json(record) + "\n")
         if self.mirror is not None:
             self.mirror.log(flatten(record))
 
     def truncate(self, step: int):
-        """Drop the records that a run resumed at `step` will write again: later steps, and validations from it on."""
+        """Drop the records that a run resumed at `step` writes again: later steps, and validations from `step` on."""
         records = read_metrics(self.path) if self.path.exists() else []
         kept = [r for r in records if r["step"] < step + ("val_loss" not in r)]
         replace_text(self.path, "".join(to_json(record) + "\n" for record in kept))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a metrics.jsonl, without a last line that a kill left half-written.
+    """Return the records of a metrics.jsonl. A kill can leave the last line half-written, so a damaged one is left out.
 
-    Raise ValueError naming the line when another line is damaged.
+    Raise ValueError naming the line if another line is damaged.
     """
     lines = Path(path).read_bytes().splitlines()
     records = []
@@ -40,12 +40,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         try:
             records.append(json.loads(line))
         except ValueError:
-            require(number == len(lines), f"{path}, line {number} is not JSON. Repair it or delete it.")
+            require(number == len(lines), f"{path}, line {number} is not JSON. Repair or delete the line.")
     return records
 
 
 def flatten(record: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a nested dict as one level, the keys joined by "/"."""
+    """Return a nested dict as a flat dict, with keys joined by "/"."""
     flat = {}
     for key, value in record.items():
         flat |= flatten(value, f"{prefix}{key}/") if isinstance(value, dict) else {f"{prefix}{key}": value}
@@ -55,14 +55,12 @@ def flatten(record: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
 def start_mirror(
     mode: str, *, folder: Path, run_id: str | None = None, log: Callable[[str], None] = print, **options: Any
 ) -> Any:
-    """Start the mirror and return it, a run of wandb or trackio, or None when `mode` is "off". Never prompt.
+    """Start a run of wandb or trackio and return it, or None when `mode` is "off". Never prompt.
 
-    mode: also "offline" and "online" as in wandb, and "trackio" for a local dashboard without an account. WANDB_MODE in
-    the environment overrides "online", and so does the lack of an API key, with one line to `log`. folder: wandb's
-    files go into `folder`/wandb. run_id: the id of the run to continue. options: arguments of wandb.init. The charts'
-    horizontal axis is the metric "tokens", so every record should carry it.
-
-    Raise ValueError when the mirror does not start.
+    mode: "off", "offline" or "online" as in wandb, or "trackio", a local dashboard without an account. The environment
+    variable WANDB_MODE overrides "online". Without an API key, "online" becomes "offline", with a line to `log`.
+    folder: wandb writes to `folder`/wandb. run_id: the run to continue. options: arguments of wandb.init. The metric
+    "tokens" of each record is the horizontal axis of the charts. Raise ValueError if wandb does not start.
     """
     if mode == "trackio":
         return TrackioRun(**options)
@@ -70,26 +68,27 @@ def start_mirror(
         mode = os.environ.get("WANDB_MODE", mode)
     if mode in ("off", "disabled"):
         return None
-    # Even an offline run reports errors to wandb's makers unless told not to (seen in wandb 0.31).
+    # By default, even an offline run sends error reports to the wandb company (seen in wandb 0.31).
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-    os.environ.setdefault("WANDB_FINISH_TIMEOUT", "300")  # in seconds; without it, a lost network blocks the end
-    os.environ.setdefault("WANDB_CACHE_DIR", str(folder / "wandb" / "cache"))  # else its logs go to HOME or /tmp
+    os.environ.setdefault("WANDB_FINISH_TIMEOUT", "300")  # seconds; without a limit, a lost network blocks the end
+    os.environ.setdefault("WANDB_CACHE_DIR", str(folder / "wandb" / "cache"))  # otherwise logs go to HOME or /tmp
     import wandb
 
     try:
         if mode == "online" and not wandb.login(prompt=False):
             mode = "offline"
-            log(f"wandb: no API key, so offline; later: wandb login && wandb sync {folder}/wandb/offline-run-*")
+            command = f"wandb login && wandb sync {folder}/wandb/offline-run-*"
+            log(f"wandb has no API key, so this run is offline. Upload it later with `{command}`.")
         settings = wandb.Settings(finish_timeout_raises=True)
         run = wandb.init(mode=mode, dir=folder, id=run_id, resume="allow", settings=settings, **options)
     except wandb.Error as error:
-        raise UserError(f"wandb did not start: {error}. Use --wandb offline or off.") from error
+        raise UserError(f"wandb did not start ({error}). Use --wandb offline or --wandb off.") from error
     run.define_metric("*", step_metric="tokens")
     return run
 
 
 class TrackioRun:
-    """A local trackio run with wandb's interface. trackio reserves the key "step", and knows no tags and no run ids."""
+    """A local trackio run with wandb's interface. trackio reserves the key "step", and has no tags or run ids."""
 
     id = None
 
@@ -104,9 +103,9 @@ class TrackioRun:
 
 
 def finish_mirror(run: Any, log: Callable[[str], None] = print):
-    """End the mirror. After WANDB_FINISH_TIMEOUT seconds, say how to send the rest, which stays on the disk."""
+    """Finish the mirror's run. After WANDB_FINISH_TIMEOUT seconds, log the command that uploads the rest."""
     try:
         run.finish()
     except TimeoutError:
-        command = f"wandb sync --no-skip-online {Path(run.settings.sync_dir)}"  # else it skips runs that were online
-        log(f"wandb: a part of the record has not arrived. It is complete on this disk; later: {command}")
+        command = f"wandb sync --no-skip-online {Path(run.settings.sync_dir)}"  # by default, sync skips online runs
+        log(f"wandb did not get all records before the timeout. Upload them later with `{command}`.")

@@ -1,4 +1,4 @@
-"""Compare the parameters of all ranks, which must be the same, by a checksum of their bits."""
+"""Checks that the parameters of all ranks are the same, by a checksum of their bits."""
 
 import platform
 from collections import Counter
@@ -10,22 +10,21 @@ from errors import UserError
 from optim.sharded import Optimizers
 from runtime.processes import World
 
-INTEGERS = {2: torch.int16, 4: torch.int32}  # by the bytes of an element
+INTEGERS = {2: torch.int16, 4: torch.int32}  # by element size in bytes
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return the sum of the tensor's elements, read as integers; an int64 scalar on its device.
+    """Return the sum of the tensor's elements, read as integers: an int64 scalar on the tensor's device.
 
-    One flipped bit always changes it. Changes in many elements cancel with a probability of about 2^-32.
+    One flipped bit always changes the sum. Changes in many elements cancel with a probability of about 2^-32.
     """
     return tensor.detach().contiguous().view(INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
 
 
 def differing_ranks(optimizers: Optimizers, world: World) -> list[int]:
-    """Return the ranks with a parameter that differs from the other ranks'. All ranks call this.
+    """Return the ranks whose parameters differ from the majority. All ranks call this.
 
-    Every share exists once per rank, plus the owner's working copy. The majority is right; the extra copy breaks the
-    tie between two ranks.
+    Every share exists once per rank, and its owner has a second, working copy. That copy breaks a tie of two ranks.
     """
     copies, working = [], []  # checksums on this rank
     for bucket in optimizers.all_buckets():
@@ -50,6 +49,6 @@ def require_same_parameters(optimizers: Optimizers, world: World, step: int):
         machines = world.gather(platform.node())
         names = " and ".join(f"rank {rank} on {machines[rank]}" for rank in wrong)
         raise UserError(
-            f"step {step}: the weights of {names} differ from the other ranks'. Bits flipped in memory or in transit. "
-            "No checkpoint has them. Continue with --resume auto, better without that machine."
+            f"step {step}: the weights of {names} differ from the other ranks, after a fault of memory or network. "
+            "No checkpoint holds the wrong weights. Continue with --resume auto, if possible without that machine."
         )

@@ -1,4 +1,4 @@
-"""The life of a run around its training steps: folder, lock, log, wandb, signals and checkpoints.
+"""Manages a run around its training steps: folder, lock, log, wandb, signals and checkpoints.
 
 train_gpt.py makes four calls: `restore`, `save_or_stop`, `validate_or_stop` and `log_step`.
 """
@@ -30,18 +30,18 @@ from runtime.validation import Stopped, Validation, validation_plan
 
 
 class Run:
-    """Use it in a `with`. Whatever ends the block, the folder is in order afterwards and the user gets one line.
+    """A context manager for the training loop. It leaves the run folder in order, however the loop ends.
 
-    Finished: summary.json is written. A signal: a checkpoint is saved and the exit code says "try again" (signals.py).
-    A full disk, lack of memory, a lost rank or a mistake of the user: one line and exit code 2 (1 for a lost rank).
-    Other exceptions pass.
+    End of training: summary.json is written. Signal: a checkpoint is saved, and the exit code means "try again"
+    (signals.py). Full disk, lack of memory or a user's mistake: one line and exit code 2. Lost rank: one line and exit
+    code 1. Other exceptions pass.
     """
 
     def __init__(
         self, config: Config, world: World, model: GPT, optimizers: Optimizers, plans: dict[int, Plans],
         train_text: TokenStream, val_text: TokenStream, compile_note: str,
     ):  # fmt: skip
-        """plans: by training length. compile_note: what is compiled. Raise ValueError as RunFolder does."""
+        """plans: by training length. compile_note: "on", or "off" and why. Raise ValueError as RunFolder does."""
         self.config, self.world, self.model, self.optimizers = config, world, model, optimizers
         self.plans, self.train_text, self.compile_note = plans, train_text, compile_note
         self.path, self.progress = Path(config.runs_dir) / config.name, Progress()
@@ -70,8 +70,8 @@ class Run:
     def restore(self) -> int:
         """Load the newest undamaged checkpoint, or the weights of --init_from, and start the log.
 
-        Return the step to go on with; beyond the last step if the run is finished. All ranks call this. Raise
-        ValueError for a checkpoint of another configuration or other data.
+        Return the step to begin with, or steps + 1 if the run is finished. All ranks call this. Raise ValueError if
+        the checkpoint has another configuration or other data.
         """
         config, world = self.config, self.world
         checkpoint, state, damaged = load_newest(self.path / "checkpoints", world)
@@ -82,7 +82,7 @@ class Run:
         self.finished = (self.path / "summary.json").exists()
         if self.finished:
             if world.is_main:
-                print(f"{self.path} is finished: see summary.json there")
+                print(f"{self.path} is finished. Read its summary.json.")
             return config.steps + 1
         self.log = RunLog(config, world, self.folder, self.progress, self.model.dtype)  # the run has begun
         self.log.describe(
@@ -91,16 +91,16 @@ class Run:
         for path in damaged:
             if world.is_main:
                 path.rename(path.with_name(path.name + ".damaged"))
-            self.log.print(f"{path} is damaged: {checkpoint.name} is taken instead")
+            self.log.print(f"{path} is damaged, so the run continues from {checkpoint.name}.")
         if self.progress.step:
             self.log.print(f"resumed at step {self.progress.step}")
         self.saved_step = self.progress.step
         return self.progress.step
 
     def save_or_stop(self, step: int) -> bool:
-        """Save a checkpoint before this step if one is due. Return True if a signal asked any rank to stop.
+        """Save a checkpoint before this step if one is due. Return True if any rank has received a signal to stop.
 
-        A checkpoint is due every save_every steps, before the last validation, and when the run stops.
+        A checkpoint is due every save_every steps, before the last validation, and after a signal to stop.
         """
         self.progress.step = step
         self.stopped = self.stop.is_set(self.world)
@@ -112,9 +112,9 @@ class Run:
         return self.stopped
 
     def log_step(self, step: int, learning_rates: dict[str, float], loss: torch.Tensor, grad_norm: torch.Tensor):
-        """Record loss and gradient norm, 0-D on the device, after this many steps, without waiting for them.
+        """Record loss and gradient norm (0-D, on the device) of this step, without waiting for them.
 
-        Where they are not finite and on_nonfinite is "stop", a later call ends the run.
+        If they are not finite and on_nonfinite is "stop", a later call ends the run.
         """
         if not self.stop.can_save:  # The compiler has left half a million objects, and a full collection takes 0.5 s.
             gc.collect()
@@ -123,9 +123,9 @@ class Run:
         self._stop_if(self.log.step(step, learning_rates, torch.stack([loss, grad_norm])))
 
     def validate_or_stop(self, step: int, validation: Validation) -> bool:
-        """Validate before this step if that is due. Return True if a signal came meanwhile; a checkpoint is saved then.
+        """Validate before this step if a validation is due.
 
-        A resumed run repeats the validation.
+        After a signal to stop, save a checkpoint and return True. The resumed run repeats the validation.
         """
         config = self.config
         tokens_by_length = validation_plan(config, step)
@@ -150,7 +150,7 @@ class Run:
         except Exception as failure:
             error = failure
         if self.folder is not None:
-            if error is not None and self.log is None and self.folder.is_new:  # the run could not begin
+            if error is not None and self.log is None and self.folder.is_new:  # restore failed, so the folder is empty
                 shutil.rmtree(self.path, ignore_errors=True)
             self.folder.close()
         self.stop.__exit__(kind, error, trace)
@@ -162,7 +162,7 @@ class Run:
             if failure := describe_failure(error):
                 code, line = failure
                 print(f"error: {line}", file=sys.stderr, flush=True)
-                os._exit(code)  # Python's clean-up would wait for lost ranks, and wandb fail on the same full disk
+                os._exit(code)  # a normal exit would wait for lost ranks, and wandb would fail on the full disk again
             raise error
         if self.world.world_size > 1:
             dist.destroy_process_group()
@@ -170,20 +170,21 @@ class Run:
             sys.exit(exit_code())
 
     def _finish(self):
-        """Write summary.json, which makes the run a finished one, or say that it was stopped."""
+        """Write summary.json, or, after a signal, log that the run stopped."""
         self._stop_if(self.log.flush())
         validation, config = self.last_validation, self.config
         self.stopped = self.stopped or validation is None or validation["step"] < config.steps
         if self.stopped:
-            by = self.stop.signal_name or "a signal on another rank"
-            self.log.print(f"{by}: stopped after step {self.progress.step}. --resume auto continues the run.")
+            signal = self.stop.signal_name or "a signal on another rank"
+            self.log.print(f"{signal}: stopped after step {self.progress.step}. Continue the run with --resume auto.")
             if self.folder is not None:
-                self.folder.mark_interrupted(by)
+                self.folder.mark_interrupted(signal)
         else:
             if not all(map(math.isfinite, validation["val_loss"].values())):
-                self._stop_if("the last update made weights that are not finite")
+                self._stop_if("the validation loss after the last update is not finite")
             if self.folder is not None:
                 self.folder.write_json("summary.json", self._summary(validation))
+                self.log.print(f"finished: the results are in {self.path / 'summary.json'}")
         self.log.close()
 
     def _summary(self, validation: dict) -> dict:
@@ -205,16 +206,15 @@ class Run:
         }
 
     def _stop_if(self, problem: str | None):
-        """Raise UserError where there is a problem with the step that was made last. All ranks find the same one."""
+        """Raise UserError if the last step has a problem. All ranks find the same problem."""
         if problem is None:
             return
         step, tokens = self.progress.step, self.config.batch_tokens
         shard, token = self.train_text.file_and_index(self.progress.first_token + (step - 1) * tokens)
         checkpoint = latest_checkpoint(self.path / "checkpoints")
         raise UserError(
-            f"{problem}. Weights and optimizer state stay as they were. The tokens of step {step} begin with token "
-            f"{token} of {shard}; the last checkpoint is {checkpoint}. Lower the learning rates, or use "
-            "--on_nonfinite skip."
+            f"{problem}. The last checkpoint is {checkpoint}. The tokens of step {step} begin at token {token} of "
+            f"{shard}. Lower the learning rates, or use --on_nonfinite skip."
         )
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
@@ -231,14 +231,14 @@ class Run:
         self.saved_step = self.progress.step
 
     def _load(self, checkpoint: Path, state: dict):
-        """Take over a checkpoint of this run. Raise ValueError if it belongs to another one."""
+        """Continue from a checkpoint. Raise ValueError if its configuration or its data differ."""
         config, stored = self.config, config_of(state["config"], type(self.config))
         changes = ", ".join(
-            f"{field} {getattr(stored, field)} -> {value}"
+            f"{field} {getattr(stored, field)} (now {value})"
             for field, value in vars(config).items()
             if field not in NOT_MATHEMATICS and getattr(stored, field) != value
         )
-        require(not changes, f"{checkpoint} belongs to another run ({changes}). Choose another --name.")
+        require(not changes, f"{checkpoint} was trained with {changes}. Pass the old values, or choose another --name.")
         same_data = state["fingerprint"] == self.data["train"]
         require(same_data, f"{checkpoint} was trained on other data than {config.data_dir}. Choose another --name.")
         self.progress = Progress(**state["progress"])
@@ -249,18 +249,19 @@ class Run:
             set_rng_state(self.progress.rng[self.world.rank])
 
     def _initialise_from(self, folder: Path):
-        """Start from the weights of another run, and from the tokens after its last one.
+        """Load the weights of another run, and continue its training text after its last token.
 
-        The optimizer state starts anew. The attention method may differ: its own parameters, such as LogN's scales, are
-        taken over where both methods have them. Raise ValueError for a model of another shape.
+        The optimizer state starts anew. The attention method may differ. Its parameters, such as LogN's scales, are
+        loaded if both methods have them. Raise ValueError for a model of another shape.
         """
         checkpoint = latest_checkpoint(folder / "checkpoints")
-        require(checkpoint, f"--init_from {folder}: this folder has no checkpoint. Name a run folder.")
+        require(checkpoint, f"--init_from {folder} has no checkpoint. Name the folder of a trained run.")
         state = load_checkpoint(checkpoint)
         for field in ("vocab_size", "num_layers", "num_heads", "model_dim"):
-            ours, theirs = getattr(self.config, field), state["config"][field]
-            require(ours == theirs, f"{checkpoint} has {field} {theirs}. Use --{field} {theirs} with --init_from.")
+            stored = state["config"][field]
+            same = getattr(self.config, field) == stored
+            require(same, f"{checkpoint} has {field} {stored}. Use --{field} {stored} with --init_from.")
         self.model.load_state_dict(state["model"], strict=False)
-        before = Progress(**state["progress"])
-        self.progress.first_token = before.first_token + before.step * state["config"]["batch_tokens"]
+        source = Progress(**state["progress"])
+        self.progress.first_token = source.first_token + source.step * state["config"]["batch_tokens"]
         self.optimizers.load_parameters()

@@ -1,4 +1,4 @@
-"""A request to stop: SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 end a run after the step under way, with a checkpoint."""
+"""Turns SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 into a request to save a checkpoint and stop after the current step."""
 
 import os
 import signal
@@ -16,9 +16,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 def exit_code() -> int:
-    """Return INTERRUPTED, so that Slurm or a shell can start the run again, or 0 under torchrun.
+    """Return INTERRUPTED, so that Slurm or a shell can restart the run; under torchrun return 0.
 
-    torchrun takes every other code for a failure, and would start the processes again itself.
+    torchrun treats every other code as a failure, and may restart the processes itself.
     """
     return 0 if "TORCHELASTIC_RUN_ID" in os.environ else INTERRUPTED
 
@@ -27,11 +27,11 @@ class StopRequest:
     """Receives the signals within `with StopRequest() as stop:`.
 
     Until `can_save` is set, a signal ends this process and its children at once. A second Ctrl-C does so at any time.
-    mark: called with the signal's name before such an end, to record in the run folder why the run is not finished.
+    mark: called with the signal's name before such an end. The run folder then records why the run is not finished.
     """
 
     def __init__(self):
-        self.signal_name: str | None = None  # the signal that was received
+        self.signal_name: str | None = None  # of the last received signal
         self.can_save = False
         self.mark: Callable[[str], object] = lambda name: None
 
@@ -49,17 +49,17 @@ class StopRequest:
         if again or not self.can_save:
             with suppress(OSError):
                 self.mark(self.signal_name)
-            for process in psutil.Process().children(recursive=True):  # compilers among them
-                with suppress(psutil.Error):  # it has ended meanwhile
+            for process in psutil.Process().children(recursive=True):  # such as compile workers
+                with suppress(psutil.Error):  # the child has just ended by itself
                     process.kill()
             if again:
                 os._exit(130)
-            os.write(2, f"{self.signal_name}: stopped; there was nothing to save\n".encode())
+            os.write(2, f"{self.signal_name}: stopped before the first step, so no checkpoint was saved\n".encode())
             os._exit(exit_code())
 
     def is_set(self, world: World) -> bool:
-        """Return whether any rank has received a signal. All ranks must ask the same number of times."""
-        received = torch.tensor(int(self.signal_name is not None))  # on the CPU, so that nobody waits for a GPU
+        """Return whether any rank has received a signal. All ranks must call this equally often."""
+        received = torch.tensor(int(self.signal_name is not None))  # on the CPU, so that no rank waits for its GPU
         if world.world_size > 1:
             dist.all_reduce(received, op=dist.ReduceOp.MAX)
         return bool(received)

@@ -1,4 +1,4 @@
-"""The losses of a model on validation text: at several lengths, by position, and as several methods; and copy gain."""
+"""Measures validation losses by length, by position and by validation method, and copy gain."""
 
 import itertools
 import math
@@ -18,25 +18,25 @@ from runtime.build import uncompiled
 from runtime.copy_gain import copy_length, measure_copy_gain
 from runtime.processes import World
 
-SUBSET = 4  # of the fast profile: a quarter of the tokens, in a quarter of the validations
+SUBSET = 4  # the fast profile uses a quarter of the tokens, in a quarter of the validations
 
 
 class Stopped(Exception):
-    """A signal to stop came before the end of a validation."""
+    """A signal to stop arrived during a validation."""
 
 
 class Validation:
-    """Validates a model on a text at the lengths of the config.
+    """Validates a model on a text at the lengths of the configuration.
 
-    plans: what attention prepared, by method (the method that trains, and the methods in validate_as) and length.
+    plans: attention plans by method, then by length. The first method is the trained one, then follow validate_as.
     """
 
     def __init__(self, config: Config, model: GPT, text: TokenStream, world: World):
-        """Raise ValueError for methods and lengths that do not fit."""
+        """Raise ValueError for a method in validate_as that trains differently."""
         self.config, self.text, self.world = config, text, world
         self.stopping = lambda: False
-        self.eager = uncompiled(model)  # to compile a length for a few sequences takes longer than to compute them
-        self.model = self.eager if world.device.type == "cpu" else model  # on CPUs, compiling takes longer anyway
+        self.eager = uncompiled(model)  # for copy gain: compiling a length would take longer than its few sequences
+        self.model = self.eager if world.device.type == "cpu" else model  # on a CPU, compiling always takes longer
         lengths = (*config.val_lengths, *map(copy_length, config.val_copy_gaps))
         self.plans = {
             name: {n: model.plan(n, backend=config.attention_backend, method=method) for n in lengths}
@@ -44,9 +44,9 @@ class Validation:
         }
 
     def measure(self, tokens_by_length: dict[int, int], stopping: Callable[[], bool]) -> dict:
-        """Return the record of a validation during training. Raise Stopped if stopping() says so before a batch.
+        """Return the record of a validation during training. Raise Stopped if stopping() is True before a batch.
 
-        Keys: those of `losses` and `copy_gains`, method_parameters (each head's own) and val_seconds.
+        The record has the keys of `losses` and `copy_gains`, method_parameters (one value a head) and val_seconds.
         """
         began, self.stopping = time.monotonic(), stopping
         record = self.losses(tokens_by_length)
@@ -62,8 +62,8 @@ class Validation:
     def losses(self, tokens_by_length: dict[int, int]) -> dict:
         """Return val_loss and val_tokens by length, val_loss_by_position, and val_loss_as.
 
-        val_loss: the mean loss in nats on the first tokens of the text. val_loss_as: the same for each method of
-        validate_as, if there is any.
+        val_loss: mean loss in nats a token on the first tokens of the text. val_loss_as: the same by method of
+        validate_as; left out if there is none.
         """
         first, *others = self.plans
         means = {n: self.mean_by_position(self.plans[first][n], n, tokens) for n, tokens in tokens_by_length.items()}
@@ -73,7 +73,7 @@ class Validation:
             "val_loss_by_position": {str(length): means_by_octave(mean) for length, mean in means.items()},
         }
         for name in others:
-            # Up to the training length, the methods have the same rotary tables.
+            # The methods have the same rotary tables up to the training length, so only longer ones are measured.
             longer = {n: tokens for n, tokens in tokens_by_length.items() if n > self.config.train_length}
             losses = {
                 str(n): self.mean_by_position(self.plans[name][n], n, tokens).mean().item()
@@ -83,7 +83,7 @@ class Validation:
         return record
 
     def copy_gains(self) -> dict:
-        """Return what measure_copy_gain returns, and copy_gain_as for the methods of validate_as."""
+        """Return the result of measure_copy_gain, and copy_gain_as by method of validate_as."""
         measured = {
             name: measure_copy_gain(
                 self.eager,
@@ -102,7 +102,7 @@ class Validation:
 
     @torch.inference_mode()
     def mean_by_position(self, plan: Plans, length: int, tokens: int) -> Tensor:
-        """Return the loss at each position, (length,) float64, a mean over the sequences. Raise Stopped if asked to."""
+        """Return the mean loss at each position, (length,) float64. Raise Stopped after a signal to stop."""
         world, config = self.world, self.config
         micro_batch = max(1, config.micro_batch_tokens // length)
         batches = validation_batches(
@@ -115,8 +115,8 @@ class Validation:
             device=world.device,
             vocab_size=config.vocab_size,
         )
-        total = torch.zeros(length, dtype=torch.float64, device=world.device)  # over all sequences
-        most = -(-tokens // length // world.world_size // micro_batch)  # batches of a rank; some ranks have one less
+        total = torch.zeros(length, dtype=torch.float64, device=world.device)  # sum over sequences
+        most = -(-tokens // length // world.world_size // micro_batch)  # batches of a rank; some ranks have one fewer
         for _ in range(most):
             self.stop_if_asked()
             for inputs, targets in itertools.islice(batches, 1):
@@ -127,9 +127,9 @@ class Validation:
 
 
 def validation_plan(config: Config, step: int) -> dict[int, int]:
-    """Return on how many tokens of each length to validate before this step (at config.steps: after the last), or {}.
+    """Return the validation tokens by length before this step; {} if no validation is due.
 
-    The tokens are the first of the validation text. The last validation is the same in both profiles.
+    Step config.steps is the last validation. It is the same in both profiles.
     """
     full = dict.fromkeys(config.val_lengths, config.val_tokens)
     if step == config.steps:
@@ -140,14 +140,14 @@ def validation_plan(config: Config, step: int) -> dict[int, int]:
         return full
     plan = {config.train_length: config.val_tokens}
     if step % (SUBSET * config.val_every) == 0:
-        unit = math.lcm(*config.val_lengths)  # whole sequences of every length; it divides val_tokens
+        unit = math.lcm(*config.val_lengths)  # the fewest tokens that are whole sequences at every length
         subset = max(1, config.val_tokens // SUBSET // unit) * unit
         plan = dict.fromkeys(config.val_lengths, subset) | plan
     return {length: plan[length] for length in config.val_lengths if length in plan}
 
 
 def build_alternatives(config: Config) -> dict[str, Method]:
-    """Return the methods of validate_as, by name. Raise ValueError for a method that trains differently."""
+    """Return the methods of validate_as by name. Raise ValueError for a method that trains differently."""
     return {
         name: make_alternative(
             config.method,
@@ -163,7 +163,7 @@ def build_alternatives(config: Config) -> dict[str, Method]:
 
 
 def means_by_octave(mean: Tensor) -> list[float]:
-    """Return means over ranges of positions: entry k over 2^(k-1) .. 2^k - 1, entry 0 over position 0 alone."""
+    """Return means over octaves of positions: entry 0 is position 0, entry k covers 2^(k-1) .. 2^k - 1."""
     length = len(mean)
     edges = [0, *(2**k for k in range((length - 1).bit_length())), length]
     return [round(mean[a:b].mean().item(), 5) for a, b in zip(edges, edges[1:]) if b > a]

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from configs.runs import Run
 from errors import require
-from files import append, open_own
+from files import append, open_no_symlink
 from runtime.signals import INTERRUPTED
 from scripts.shared.runs import failures, sidecar
 
@@ -44,7 +44,7 @@ class Attempt:
             self.folder = run.path
             torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
             command = [*(torchrun if processes > 1 else []), str(ROOT / "train_gpt.py"), *run.arguments]
-        with open_own(sidecar(run.path, ".log"), "wb") as log:
+        with open_no_symlink(sidecar(run.path, ".log"), "wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, *command],
                 env=os.environ | environment,
