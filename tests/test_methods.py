@@ -205,7 +205,7 @@ def test_a_and_m_are_the_table_65535_tokens_back():
 
 @pytest.mark.parametrize("name, word", [
     ("rope+p_rope", "rotation"), ("logn+p_rope+logn", "query scale"), ("alibi+scale_invariant", "score change"),
-    ("infini+pope", "replacement"), ("fire+sink", "replacement"),
+    ("infini+pope", "pope.infini"), ("fire+sink", "sink.fire"),
     ("rnope_swa+gate", "rnope_swa"), ("rnope_swa", "make_layers"), ("rope+windw", "window"),
 ])  # fmt: skip
 def test_parts_that_exclude_each_other_are_refused_by_name(name, word):

@@ -1,10 +1,10 @@
 """The attention methods by name.
 
-A method is a set of mechanisms, written in any order: `p_rope+scale_invariant+gate`. Published methods have a name in
-METHODS, which may stand as a part of another: `scale_invariant_p_rope+gate` is the method above. A comma separates the
-methods of layers that differ, which repeat from the first layer on: `nope,rope+window`.
+A method is a set of mechanisms in any order: `p_rope+scale_invariant+gate`. Published methods have a name in METHODS.
+The name can be a part of a method: `scale_invariant_p_rope+gate` is the same method. Commas separate the methods of
+different layers: `nope,rope+window`. Later layers repeat the methods from the first on.
 
-To add a mechanism, write a file with a subclass of one of the kinds in base.py, import it, and add it to MECHANISMS.
+To add a mechanism, write a subclass of one of the kinds in base.py. Import it here, and add it to MECHANISMS.
 """
 
 import inspect
@@ -34,7 +34,7 @@ from model.methods.stick_breaking import StickBreaking
 from model.methods.window import SlidingWindow
 from model.methods.yarn import YaRN
 
-SMALLEST, LARGEST = 1e-30, 1e30  # sizes of an option that is not 0: outside, float32 overflows in what follows
+SMALLEST, LARGEST = 1e-30, 1e30  # limits of the size of an option that is not 0, so that float32 does not overflow
 
 MECHANISMS: dict[str, type[Mechanism]] = {
     "rope": RoPE,
@@ -91,9 +91,9 @@ METHODS = {  # the published methods: the paper's 14 first
 
 
 def layer_pattern(name: str) -> tuple[str, ...]:
-    """Return the canonical names of the layers' methods, which repeat: one name if all layers have the same method.
+    """Return the canonical names of the methods of the first layers. Later layers repeat them.
 
-    ValueError for an unknown part.
+    Raise ValueError for an unknown part.
     """
     layers = METHODS[name] if "," in METHODS.get(name, "") else name
     layers = [published_name("+".join(mechanism_names(layer))) for layer in layers.split(",")]
@@ -102,17 +102,17 @@ def layer_pattern(name: str) -> tuple[str, ...]:
 
 
 def canonical_name(name: str) -> str:
-    """Return the one name that a method has, whatever the order of its parts. ValueError for an unknown part."""
+    """Return a method's name with its parts in canonical order. Raise ValueError for an unknown part."""
     return published_name(",".join(layer_pattern(name)))
 
 
 def published_name(description: str) -> str:
-    """Return the published name of mechanisms in canonical order; the description itself if it has none."""
+    """Return the published name of mechanisms in canonical order, or the description if there is no such name."""
     return next((name for name, described in METHODS.items() if described == description), description)
 
 
 def mechanism_names(layer: str) -> list[str]:
-    """Return the mechanisms of one layer by name, ordered by kind."""
+    """Return the names of one layer's mechanisms, ordered by kind."""
     parts = dict(zip(MECHANISMS, MECHANISMS)) | {part: names for part, names in METHODS.items() if "," not in names}
     names = []
     for part in layer.split("+"):
@@ -124,26 +124,26 @@ def mechanism_names(layer: str) -> list[str]:
 
 
 def all_mechanisms(name: str) -> list[type[Mechanism]]:
-    """Return the mechanisms of all layers. ValueError for an unknown part."""
+    """Return the mechanisms of all layers. Raise ValueError for an unknown part."""
     return [MECHANISMS[part] for layer in layer_pattern(name) for part in mechanism_names(layer)]
 
 
 def method_options(name: str) -> dict[str, inspect.Parameter]:
-    """Return the options of a method, in all its layers, with types and defaults. ValueError for an unknown part."""
+    """Return the options of all layers of a method, by name. Raise ValueError for an unknown part."""
     return {key: value for mechanism in all_mechanisms(name) for key, value in mechanism.options().items()}
 
 
 def option_type(option: inspect.Parameter) -> type:
-    """Return the annotated type of an option. Without annotation: the type of its default, and any type for None."""
+    """Return the annotated type of an option, or else the type of its default, or `object` if that is None."""
     if option.annotation is not option.empty:
         return option.annotation
     return object if option.default is None else type(option.default)
 
 
 def check_options(name: str, options: dict) -> dict:
-    """Return the options, whole numbers as floats where a method takes floats: torch has no number 2**64, but 1.8e19.
+    """Return the options. Where a method takes floats, int becomes float, because 2**64 overflows torch's int.
 
-    ValueError for an unknown method or option, naming the nearest ones, and for a value that does not fit.
+    Raise ValueError for an unknown method or option, with similar names, and for a value out of range.
     """
     valid, checked = method_options(name), {}
     positive = {option for mechanism in all_mechanisms(name) for option in mechanism.lengths}
@@ -152,11 +152,11 @@ def check_options(name: str, options: dict) -> dict:
         require(option in valid, f"{unknown}. {did_you_mean(option, valid)}")
         kind = option_type(valid[option])
         whole = type(value) is int and kind in (float, float | None)
-        must = f"option {option!r} of attention method {name!r} must be"
-        require(whole or isinstance(value, kind), f"{must} {getattr(kind, '__name__', kind)}, got {value!r}")
+        problem = f"option {option!r} of attention method {name!r} is {value!r:.60}"
+        require(whole or isinstance(value, kind), f"{problem}. Give a value of type {getattr(kind, '__name__', kind)}.")
         sized = not isinstance(value, int | float) or value == 0 or SMALLEST <= abs(value) <= LARGEST
-        require(sized, f"{must} 0 or of a size from {SMALLEST:g} to {LARGEST:g}, got {str(value)[:60]}")
-        require(option not in positive or value is None or value > 0, f"{must} positive, got {value}")
+        require(sized, f"{problem}. Use 0 or a size from {SMALLEST:g} to {LARGEST:g}.")
+        require(option not in positive or value is None or value > 0, f"{problem}. Use a positive number.")
         checked[option] = float(value) if whole else value
     return checked
 
@@ -164,7 +164,7 @@ def check_options(name: str, options: dict) -> dict:
 def make_method(
     name: str, /, *, num_heads: int, head_dim: int, train_length: int, position_scale: float = 1.0, **options
 ) -> Method:
-    """Return the attention method `name` for one layer, see make_layers. ValueError for methods of several layers."""
+    """Return the attention method `name` for one layer (see make_layers). Raise ValueError if layers differ."""
     same = len(layer_pattern(name)) == 1
     require(same, f"attention method {name!r} has layers that differ. Use make_layers.")
     (method,) = make_layers(
@@ -180,9 +180,9 @@ def make_layers(
 ) -> list[Method]:  # fmt: skip
     """Return the attention methods of a model's layers.
 
-    train_length (tokens) is the length that NTK, YaRN and LogN's initial scale compare with. Each mechanism takes the
-    options that it has. Their defaults are the papers', for lengths that are position_scale times the paper's.
-    ValueError for an unknown name or option, for values out of range, and for mechanisms that exclude each other.
+    train_length: tokens; NTK, YaRN and LogN's initial scale depend on it. position_scale: multiplies default options
+    that are lengths in tokens. Other defaults are the papers' values. Each mechanism takes the options that it has.
+    Raise ValueError for an unknown name or option, for values out of range, and for mechanisms that exclude each other.
     """
     options = check_options(name, options)
     methods = []
@@ -200,23 +200,23 @@ def make_alternative(
     name: str, other: str, *, num_heads: int, head_dim: int, train_length: int, position_scale: float = 1.0,
     options: dict,
 ) -> Method:  # fmt: skip
-    """Return the method `other`, with the options that it shares with `name`, for weights trained with `name`.
+    """Return the method `other`, with the options that both methods have, for weights trained with `name`.
 
-    ValueError unless the two train identically: their rotations differ, and only beyond the training length. Then one
-    training shows what both do there.
+    Raise ValueError unless both train identically: they may differ only in rotations beyond the training length.
     """
     trained, alternative = (
         make_method(
-            each, num_heads=num_heads, head_dim=head_dim, train_length=train_length, position_scale=position_scale,
-            **{option: value for option, value in options.items() if option in method_options(each)},
+            method_name,
+            num_heads=num_heads, head_dim=head_dim, train_length=train_length, position_scale=position_scale,
+            **{option: value for option, value in options.items() if option in method_options(method_name)},
         )
-        for each in (name, other)
+        for method_name in (name, other)
     )  # fmt: skip
-    rest, other_rest = (
-        [mechanism for mechanism in all_mechanisms(each) if not issubclass(mechanism, KINDS["rotation"])]
-        for each in (name, other)
+    unrotated, other_unrotated = (
+        [mechanism for mechanism in all_mechanisms(method_name) if not issubclass(mechanism, KINDS["rotation"])]
+        for method_name in (name, other)
     )
-    identical = rest == other_rest and all(method.rotation is not None for method in (trained, alternative))
+    identical = unrotated == other_unrotated and all(method.rotation is not None for method in (trained, alternative))
     if identical:
         tables = (method.rotation.tables(train_length, train_length, "cpu") for method in (trained, alternative))
         identical = all(map(torch.equal, *tables))

@@ -1,9 +1,9 @@
 """ALiBi: a penalty linear in the distance, -slope_h t, and no position encoding (Press et al. 2021, arXiv 2108.12409).
 
-slope_h = 2^-exponent, h from 0. The official exponents of n heads, a power of two, are 8 (h + 1) / n. Other numbers of
-heads have the exponents of the power of two below, then every second exponent of the set for twice as many, until each
-head has one (ofirpress/attention_with_linear_biases). The geometric ones are 8 (h + 1) / H for any H, as in
-FlexAttention's blog post and attention-gym.
+slope_h = 2^-exponent_h for head h = 0..H-1. Let n be the largest power of two up to H. The official exponents of the
+first n heads are 8 (h + 1) / n. The other heads have every second exponent of 2 n heads, as in the authors' code
+(ofirpress/attention_with_linear_biases). The geometric exponents are 8 (h + 1) / H, as in FlexAttention's blog post and
+attention-gym.
 """
 
 import torch
@@ -16,9 +16,9 @@ class ALiBi(ScoreChange):
     lengths = {"slope_scale": -1}
 
     def __init__(self, num_heads, head_dim, train_length, slopes: str = "official", slope_scale: float = 1.0):
-        """slope_scale: a factor of all slopes, which are one over a length in tokens."""
+        """slope_scale: factor of all slopes. A slope is 1 / a length in tokens."""
         super().__init__()
-        require(slopes in ("official", "geometric"), f"slopes must be official or geometric, got {slopes!r}")
+        require(slopes in ("official", "geometric"), f"slopes is {slopes!r}. Use official or geometric.")
         self.num_heads, self.slopes, self.slope_scale = num_heads, slopes, slope_scale
 
     def exponents(self, head):

@@ -7,7 +7,7 @@ back to key j, h the head and d the head dimension (paper, section 3):
     q_i  <- c_h(i) q_i                                  QueryScale    (LogN)
     L    =  a_h(t) S + m_h(t),   S = q.k / sqrt(d)      ScoreChange   (scale-invariant, ALiBi)
     L    <- L + b_h(j)                                  KeyBias       (forgetting attention)
-    only keys of t < w                                  Window
+    only keys at t < w                                  Window
     one more logit in the softmax, without a value      Sink
     y    <- g y, y the output                           OutputGate
 
@@ -34,8 +34,8 @@ def upcast(x: Tensor) -> Tensor:
 class Mechanism(nn.Module):
     """A part of a method. Its constructor takes num_heads, head_dim and train_length, and then its options."""
 
-    needs_input = False  # True if attention needs x, the layer's input; a gate is applied after attention
-    lengths: dict[str, int] = {}  # positive options: 1 for a length in tokens, -1 for one over a length
+    needs_input = False  # True if attention needs x, the layer's input; a gate needs x only after attention
+    lengths: dict[str, int] = {}  # options that are positive: 1 for a length in tokens, -1 for 1 / length
 
     @classmethod
     def options(cls) -> dict[str, inspect.Parameter]:
@@ -45,16 +45,16 @@ class Mechanism(nn.Module):
 
     @classmethod
     def scaled_defaults(cls, scale: float, given: dict) -> dict:
-        """Return the defaults of `lengths` where lengths are `scale` times the paper's.
+        """Return the defaults of the options in `lengths`, with all lengths multiplied by `scale`.
 
-        given: the options that the user gave. The default of another option may depend on them.
+        given: the options that the user gave. A default may depend on them.
         """
         return {name: cls.options()[name].default * scale**power for name, power in cls.lengths.items()}
 
     def reset_parameters(self):
-        """Draw random parameters in place; the constructor sets all others.
+        """Draw random parameters in place. The constructor sets all others.
 
-        GPT calls it last, so that a seed draws the same numbers for the rest of the model in every method.
+        GPT calls this last, so the rest of the model starts with the same weights for every method.
         """
 
 
@@ -64,31 +64,31 @@ class Rotation(Mechanism):
     widening = 1  # width of rotated q and k over the head dimension
 
     def frequencies(self, target_length: int) -> tuple[Tensor, float]:
-        """Return angular frequencies (D/2,), float64, radians a token, and the factor that multiplies cos and sin."""
+        """Return angular frequencies (D/2,), float64, radians per token, and the factor that multiplies cos and sin."""
         raise NotImplementedError
 
     def tables(self, length: int, target_length: int, device) -> tuple[Tensor, Tensor]:
         """Return cos and sin of the angles of positions 0..length-1: two float32 tensors (length, D/2).
 
-        The angles are float64, so the tables are right to float32 rounding at any position: bfloat16 positions are
-        exact only up to 256, and float32 angles lose 1e-3 radians at 65,535.
+        The angles are float64, so the tables are exact up to float32 rounding at any position. bfloat16 positions are
+        exact only up to 256, and float32 angles are wrong by 1e-3 radians at 65,535.
         """
         frequencies, amplitude = self.frequencies(target_length)
         angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)  # (T, D/2)
         return tuple((amplitude * f(angles)).to(device, torch.float32) for f in (torch.cos, torch.sin))
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # x (B, H, T, D); cos, sin (T, D/2)
-        # torch.compile makes two kernels of two halves; this form, with QK-norm, is one kernel in each direction.
+        # torch.compile makes two kernels of a rotation by halves. This form and QK-norm are one kernel in each pass.
         pairs, sines = x.unflatten(-1, (2, -1)), torch.stack((sin, -sin), dim=-2)  # (B, H, T, 2, D/2), (T, 2, D/2)
         return (pairs * cos.unsqueeze(-2) + pairs.flip(-2) * sines).flatten(-2)
 
     def rotate_keys(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Return rotated keys. Override it if keys are not rotated as queries are."""
+        """Return rotated keys. Override it if keys and queries are rotated differently."""
         return self.rotate(x, cos, sin)
 
 
 class QueryScale(Mechanism):
-    """Multiplies the query at position i by a number that depends on the head, on i and on the layer's input there."""
+    """Multiplies the query at position i by a number, which may depend on head, i and the layer's input at i."""
 
     def table(self, positions: Tensor, target_length: int) -> Tensor:
         """Return the part that all layers share: (T,), at least float32, from positions (T,) int64."""
@@ -108,39 +108,39 @@ class ScoreChange(Mechanism):
     def coefficients(self, distance: Tensor, head: Tensor) -> tuple[Tensor | float, Tensor]:
         """Return a and m at distances t >= 0 and heads, two tensors that broadcast together (a may be a number).
 
-        Tables call it with tensors that broadcast, such as distance (T,) and head (H, 1), in float64. FlexAttention
-        calls it with float32 and int32 scalars, so use elementwise torch operations and indexing only. Parameters must
-        be (H,), numbers of each head. Our Triton kernel runs one of them; methods with more run in FlexAttention.
-        Without parameters all layers share one result, computed once a length.
+        Backends with tables pass float64 tensors that broadcast, such as distance (T,) and head (H, 1). FlexAttention
+        passes float32 and int32 scalars, so use only elementwise torch operations and indexing. Every parameter must
+        have shape (H,). Our Triton kernel supports one parameter, FlexAttention any number. Without parameters, all
+        layers share one result per length.
         """
         raise NotImplementedError
 
-    def forward(self, distance, head):  # torch.func calls modules, with other values of their parameters
+    def forward(self, distance, head):  # torch.func calls this with other values of the parameters
         return self.coefficients(distance, head)
 
 
 class KeyBias(Mechanism):
-    """Adds to the logits a number of each key, made from the layer's input in two steps."""
+    """Adds one number per key to the logits, computed from the layer's input in two steps."""
 
     needs_input = True
 
     def of_tokens(self, x: Tensor) -> Tensor:
-        """Return numbers that each depend on one token alone, (B, H, T), from the layer's input x (B, T, C)."""
+        """Return (B, H, T) numbers, each computed from one token of the layer's input x (B, T, C)."""
         raise NotImplementedError
 
     def bias(self, of_tokens: Tensor) -> Tensor:
-        """Return the keys' biases, (B, H, T), at least float32, from the numbers of all tokens from position 0 on."""
+        """Return the biases of the keys, (B, H, T), at least float32, from the numbers of all tokens."""
         raise NotImplementedError
 
 
 class Window(Mechanism):
-    """Hides keys at a distance of `window` tokens or more, an attribute of at least 1."""
+    """Hides keys at a distance of `window` tokens or more. `window` is at least 1."""
 
     window: int
 
 
 class Sink(Mechanism):
-    """Adds a logit to each row, which takes its share of the softmax and has no value: `logit`, (H,), a parameter."""
+    """Adds one logit without a value to the softmax of each query: the parameter `logit`, (H,)."""
 
     logit: nn.Parameter
 
@@ -156,10 +156,10 @@ class OutputGate(Mechanism):
 class Replacement(Mechanism):
     """Replaces softmax attention."""
 
-    uses_softmax = False  # True if attend calls causal_attention, and so a backend
+    uses_softmax = False  # True if attend calls causal_attention, which runs a backend
 
     def attend(self, q, k, v, rotated_q, rotated_k, q_offset: int, causal_attention) -> Tensor:
-        """Return the output (B, H, Tq, D) of the queries at positions q_offset.. given all keys from position 0 on.
+        """Return the output (B, H, Tq, D) of queries at positions q_offset.. and keys at all positions from 0.
 
         q and k have no position encoding, rotated_q and rotated_k have it. causal_attention(q, k, v, q_offset=) is
         ordinary softmax attention.
@@ -168,10 +168,10 @@ class Replacement(Mechanism):
 
 
 def in_blocks_of_queries(attend_block, q, k, v, q_offset: int, *learned) -> Tensor:
-    """Return causal attention (B, H, Tq, D) in plain PyTorch, by attend_block(q, k, v, *learned) on blocks of queries.
+    """Return causal attention (B, H, Tq, D), computed by attend_block(q, k, v, *learned) on blocks of queries.
 
-    Each call gets the q of one block, and the keys and values up to its last token. The backward pass computes the
-    Tq x Tk weights again, because those of all blocks would not fit in memory.
+    Each call gets the queries of one block, and the keys and values up to its last token. The backward pass recomputes
+    the attention weights, because the Tq x Tk weights of all blocks would not fit in memory.
     """
     outputs = []
     for start in range(0, q.shape[2], QUERY_BLOCK):
@@ -185,7 +185,7 @@ def in_blocks_of_queries(attend_block, q, k, v, q_offset: int, *learned) -> Tens
     return torch.cat(outputs, dim=2)
 
 
-KINDS = {  # by their attribute of Method, in the order of a method's name
+KINDS = {  # by attribute of Method, in the order of a method's name
     "rotation": Rotation,
     "query_scale": QueryScale,
     "score_change": ScoreChange,
@@ -198,9 +198,9 @@ KINDS = {  # by their attribute of Method, in the order of a method's name
 
 
 class Method(nn.Module):
-    """The mechanisms of one layer, one attribute a kind (see KINDS), with that layer's parameters.
+    """The mechanisms and parameters of one layer, with one attribute for each kind of KINDS.
 
-    ValueError for mechanisms that exclude each other.
+    Raise ValueError for mechanisms that exclude each other.
     """
 
     def __init__(self, name: str, num_heads: int, head_dim: int, train_length: int, mechanisms: list[Mechanism]):
@@ -213,19 +213,19 @@ class Method(nn.Module):
         self.vector_dim = head_dim * (1 if self.rotation is None else self.rotation.widening)  # of rotated q and k
         self.needs_input = any(mechanism.needs_input for mechanism in mechanisms)
         changed = any((self.score_change, self.key_bias, self.window, self.sink)) or self.vector_dim > head_dim
-        replaced = f"{name} has a replacement of softmax attention, which other parts change. Leave one out."
-        require(self.replacement is None or not changed, replaced)
+        problem = f"{name} has a part that replaces softmax attention and a part that changes it"
+        require(self.replacement is None or not changed, f"{problem}. Leave one out.")
 
     def of_tokens(self, x: Tensor | None) -> Tensor | None:
-        """Return the key bias's numbers of each token of x (B, T, C): (B, H, T); None without a key bias."""
+        """Return the key bias's numbers (B, H, T) of the tokens of x (B, T, C), or None without a key bias."""
         return None if self.key_bias is None else self.key_bias.of_tokens(x)
 
     def check_shapes(self, q: Tensor, k: Tensor, v: Tensor):
         """Raise ValueError unless q is (B, H, Tq, D), and k and v are (B, H, Tk, D), with this method's H and D."""
         fits = q.dim() == k.dim() == 4 and k.shape == v.shape and q.shape[0] == k.shape[0]
         fits = fits and all((x.shape[1], x.shape[3]) == (self.num_heads, self.head_dim) for x in (q, k))
-        expected = f"{self.name} takes q, k, v of shape (batch, {self.num_heads}, length, {self.head_dim})"
-        require(fits, f"{expected}, got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}.")
+        shapes = f"q, k and v have shapes {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+        require(fits, f"{shapes}. {self.name} needs (batch, {self.num_heads}, length, {self.head_dim}).")
 
     def reset_parameters(self):
         for mechanism in self.modules():

@@ -2,11 +2,11 @@
 
     L = S + f(psi(i - j) / psi(max(l, i))),   psi(x) = log(1 + c x).
 
-f is a perceptron of 32 ReLUs with an output a head. Each layer learns f, c and the threshold l. There is no other
-position encoding. The bias depends on i besides i - j, so it is no score change: plain PyTorch, in blocks of queries.
+f is a perceptron with 32 ReLUs and one output per head. Each layer learns f, c and the threshold l. There is no other
+position encoding. The bias depends on i and i - j, so it is not a ScoreChange. It runs in plain PyTorch.
 
-The first values are those of public code (results/authors.md): c = 0.1, l = 512, f as PyTorch's linear layers. Ours
-learns logarithms where theirs takes absolute values. f has no constant in its output, which a softmax ignores.
+The initial values are from public code (results/authors.md): c = 0.1, l = 512, f as PyTorch's linear layers. We learn
+log c and log l; that code takes absolute values. f has no bias in its output, because a softmax ignores it.
 """
 
 import torch
@@ -22,10 +22,10 @@ class FIRE(Replacement):
     lengths = {"c": -1, "threshold": 1}
 
     def __init__(self, num_heads, head_dim, train_length, c: float = 0.1, threshold: float = 512.0):
-        """c (1 / tokens) and threshold (tokens): the first values of c and l."""
+        """c (1 / tokens) and threshold (tokens): the initial values of c and l."""
         super().__init__()
         self.c, self.threshold = c, threshold
-        self.log_c = nn.Parameter(torch.zeros(1))  # log of c over its first value
+        self.log_c = nn.Parameter(torch.zeros(1))  # log of c over its initial value
         self.log_threshold = nn.Parameter(torch.zeros(1))
         self.slope = nn.Parameter(torch.zeros(1, WIDTH))  # of each ReLU, the same for all heads
         self.offset = nn.Parameter(torch.zeros(1, WIDTH))
@@ -42,7 +42,7 @@ class FIRE(Replacement):
 
 
 def attend_block(q, k, v, c, threshold, slope, offset, output):
-    """Return the output (B, H, Tq, D) of queries q that are the last Tq of the tokens of k and v (B, H, Tk, D)."""
+    """Return the output (B, H, Tq, D). q has the last Tq of the Tk tokens of k and v (B, H, Tk, D)."""
     Tq, Tk = q.shape[2], k.shape[2]
     logits = upcast((q * q.shape[-1] ** -0.5) @ k.mT)  # (B, H, Tq, Tk)
     j = torch.arange(Tk, device=q.device, dtype=logits.dtype)

@@ -1,10 +1,10 @@
-"""Forgetting attention (Lin et al. 2025, arXiv 2503.02130): each token multiplies what came before it by a gate f,
+"""Forgetting attention (Lin et al. 2025, arXiv 2503.02130): each token multiplies earlier keys' weights by a gate f:
 
     L_ij = S_ij + sum of log f_l over l = j + 1..i,   f_l = sigmoid(w_h . x_l + b_h),   x the layer's input.
 
-With c the running sum of log f this is S_ij + c_i - c_j. The softmax ignores c_i, so the bias depends on the key alone.
-c is float32, as in the authors' code; after 65,536 tokens of f = 1/2 its last bit is 0.004. w starts at zero, the
-authors' at N(0, 0.02), so that a seed draws the same numbers for the rest of the model in every method.
+With c the running sum of log f, L_ij = S_ij + c_i - c_j. The softmax ignores c_i, so the bias depends only on the key.
+c is float32, as in the authors' code. After 65,536 tokens with f = 1/2, its last bit is 0.004. The authors draw w from
+N(0, 0.02). Ours starts at zero, so the rest of the model starts with the same weights for every method.
 """
 
 import torch

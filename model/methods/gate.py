@@ -1,5 +1,5 @@
-"""Gated attention (Qiu et al. 2025, arXiv 2505.06708): each entry of the heads' outputs times sigmoid(W x), x the
-layer's input. The gate comes before the output projection, which their study found best."""
+"""Gated attention (Qiu et al. 2025, arXiv 2505.06708): each entry of the heads' outputs is multiplied by
+sigmoid(W x), with x the layer's input. The gate is before the output projection, the best place in their study."""
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,7 @@ from model.methods.base import OutputGate, upcast
 
 
 class SigmoidGate(OutputGate):
-    """W starts at zero: all gates are 1/2, and a seed draws the same numbers for the rest of the model."""
+    """W starts at zero, so all gates start at 1/2 and the rest of the model starts as with any method."""
 
     def __init__(self, num_heads, head_dim, train_length):
         super().__init__()

@@ -1,11 +1,11 @@
 """Infini-attention (Munkhdalai et al. 2024, arXiv 2404.07143): causal softmax attention inside segments of N tokens,
-and a linear-attention memory of all earlier segments, mixed by a learned gate beta of each head:
+and a linear-attention memory of all earlier segments. Each head learns a gate beta that mixes both outputs:
 
     A_mem = sigma(Q) M / (sigma(Q) z),   sigma = ELU + 1,   output = sigmoid(beta) A_mem + (1 - sigmoid(beta)) A_dot,
     M <- M + sigma(K)^T V,   z <- z + sum sigma(K).
 
-Both papers leave open, and we chose: the memory sees q and k without position encoding; the first segment, which has no
-memory yet, is local attention alone; gradients flow through the memory, which is float32; beta starts at 0.
+We chose four points that both papers leave open. The memory uses q and k without position encoding. The first segment
+has no memory, only softmax attention. Gradients flow through the memory, which is float32. beta starts at 0.
 """
 
 import torch
@@ -20,10 +20,10 @@ class Infini(Replacement):
     uses_softmax = True
 
     def __init__(self, num_heads, head_dim, train_length, segment_length: int | None = None):
-        """segment_length: N; None: a quarter of the training length (1024 at 4k), so that training uses the memory."""
+        """segment_length: N. None: a quarter of the training length (1024 at 4k), so that training uses the memory."""
         super().__init__()
         self.segment_length = max(1, train_length // 4) if segment_length is None else segment_length
-        require(self.segment_length >= 1, f"segment_length must be at least 1, got {segment_length}")
+        require(self.segment_length >= 1, f"segment_length is {segment_length}. Use at least 1.")
         self.gate = nn.Parameter(torch.zeros(num_heads))
 
     def attend(self, q, k, v, rotated_q, rotated_k, q_offset, causal_attention):
@@ -35,12 +35,12 @@ class Infini(Replacement):
             stop = min(start + self.segment_length, q_end)
             if stop > q_offset:  # the segment holds queries
                 first = max(start, q_offset)
-                mine = slice(first - q_offset, stop - q_offset)
+                queries = slice(first - q_offset, stop - q_offset)
                 out = causal_attention(
-                    rotated_q[:, :, mine], rotated_k[:, :, start:stop], v[:, :, start:stop], q_offset=first - start
+                    rotated_q[:, :, queries], rotated_k[:, :, start:stop], v[:, :, start:stop], q_offset=first - start
                 )
                 if memory is not None:
-                    features = F.elu(upcast(q[:, :, mine])) + 1  # (B, H, queries, D)
+                    features = F.elu(upcast(q[:, :, queries])) + 1  # (B, H, queries, D)
                     out = gate * ((features @ memory) / (features @ normaliser)) + (1 - gate) * out
                 outputs.append(out.to(v.dtype))
             if stop < q_end:

@@ -2,9 +2,9 @@
 
     logarithm   L = S - p log(1 + a t),   p, a > 0          power   L = S - a t^p,   a > 0, 0 < p <= 2
 
-and no other position encoding. The authors' code draws p from U(0, 2) and a from U(0, 1), and clamps them, which ends
-their gradient at the bounds. Ours start evenly spaced over the heads of a layer, p = 2 (h + 1/2) / H, and at the mean
-a = 1/2, so that a seed draws the same model for every method. log a, log p and the logit of p / 2 are learned.
+There is no other position encoding. The authors' code draws p from U(0, 2) and a from U(0, 1). It clamps both, which
+stops their gradients at the bounds. Ours start at p = 2 (h + 1/2) / H for head h and at a = 1/2. So the rest of the
+model starts with the same weights for every method. We learn log a, and log p or the logit of p / 2.
 """
 
 import math
@@ -16,12 +16,12 @@ from model.methods.base import ScoreChange
 
 
 class Kerple(ScoreChange):
-    """Learns a. A subclass learns p, in the form of learn_p, from its first values (H,)."""
+    """Learns a. A subclass has learn_p, which makes the parameter of p from the initial p (H,)."""
 
     lengths = {"unit": 1}
 
     def __init__(self, num_heads, head_dim, train_length, unit: float = 1.0):
-        """unit: the tokens that a distance of 1 stands for."""
+        """unit: tokens in a distance of 1."""
         super().__init__()
         self.unit = unit
         self.log_a = nn.Parameter(torch.full((num_heads,), math.log(0.5)))
@@ -29,8 +29,8 @@ class Kerple(ScoreChange):
 
 
 class KerpleLog(Kerple):
-    def learn_p(self, first_p):
-        self.log_p = nn.Parameter(first_p.log())
+    def learn_p(self, initial_p):
+        self.log_p = nn.Parameter(initial_p.log())
 
     def coefficients(self, distance, head):
         a, p = (torch.exp(x[head].to(distance.dtype)) for x in (self.log_a, self.log_p))
@@ -38,8 +38,8 @@ class KerpleLog(Kerple):
 
 
 class KerplePower(Kerple):
-    def learn_p(self, first_p):
-        self.logit_p = nn.Parameter(torch.logit(first_p / 2))
+    def learn_p(self, initial_p):
+        self.logit_p = nn.Parameter(torch.logit(initial_p / 2))
 
     def coefficients(self, distance, head):
         a = torch.exp(self.log_a[head].to(distance.dtype))

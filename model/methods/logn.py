@@ -1,9 +1,8 @@
 """LogN scaling, also called SSMax (Nakanishi 2025, arXiv 2501.19399): logits times s log n.
 
-Each head of each layer learns s; n = i + 1 is the number of keys that query i sees. The factor depends on the query
-alone, so q is multiplied by it: the method then runs on any attention kernel, and s gets its gradient from ordinary
-autograd. The paper does not state the first value of s. Ours makes the mean factor over the training length 1 (0.1366
-at 4096).
+Each head of each layer learns s. Query i sees n = i + 1 keys. The factor depends on the query alone, so we multiply q
+by it. Then the method runs on any attention kernel, and autograd computes the gradient of s. The paper does not state
+the initial s. Ours makes the mean factor over the training length 1 (s = 0.1366 at 4096).
 """
 
 import torch
@@ -15,9 +14,9 @@ from model.methods.base import QueryScale
 
 class LogN(QueryScale):
     def __init__(self, num_heads, head_dim, train_length, context: str = "row"):
-        """context "row": n = i + 1; "length": n = the target length for every query (one temperature a length)."""
+        """context "row": n = i + 1; "length": n = the target length for every query."""
         super().__init__()
-        require(context in ("row", "length"), f"LogN context must be row or length, got {context!r}")
+        require(context in ("row", "length"), f"context of LogN is {context!r}. Use row or length.")
         self.context = context
         n = torch.arange(1, max(train_length, 2) + 1, dtype=torch.float64, device="cpu")
         self.scale = nn.Parameter(torch.full((num_heads,), 1 / n.log().mean().item()))

@@ -1,12 +1,12 @@
 """NAPE with adaptive scaling (Vasylenko et al. 2025, arXiv 2506.16640): half of the heads have ALiBi, the others no
-position encoding. The logits of query i, which sees i keys, are multiplied by
+position encoding. The logits of the query that sees i keys are multiplied by
 
     1 + beta (log i)^gamma,   beta = softplus(w_b . x_i),   gamma = 2 tanh(w_g . x_i),   x the layer's input.
 
-Softmax only: the paper's entmax, whose weights are exactly zero for most keys, is not built. The paper leaves open, and
-we chose: the slopes are ALiBi's for as many heads as have them (the first half, rounded up); w_b and w_g start at zero,
-have no bias and differ between heads; the constant is 1; all heads are scaled. The first query, whose log i is 0,
-counts as the second: it sees one key, whatever its factor.
+We use softmax instead of the paper's entmax, which gives most keys a weight of exactly zero. We chose five points that
+the paper leaves open. The first half of the heads, rounded up, has the ALiBi slopes of so many heads. w_b and w_g start
+at zero, have no bias and differ between heads. The constant is 1. All heads are scaled. The first query uses i = 2,
+because log 1 = 0 has no negative powers.
 """
 
 import torch

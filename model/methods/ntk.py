@@ -1,5 +1,5 @@
 """RoPE+NTK: dynamic NTK interpolation (bloc97 2023). Beyond the training length the base becomes base * s^(d/(d-2)),
-s = L_inf / L_tr (paper, appendix "RoPE hyperparameters"), so that the slowest pair is slowed down by exactly s."""
+s = L_inf / L_tr (paper, appendix "RoPE hyperparameters"). So the frequency of the slowest pair is divided by s."""
 
 from model.methods.rope import LengthScaledRoPE
 

@@ -1,13 +1,13 @@
-"""PoPE: polar coordinate position embedding (Gopalakrishnan et al. 2025, arXiv 2509.10534). Each entry of q and k gives
-a magnitude, its position alone gives the phase, so that content and position cannot be confounded as in RoPE:
+"""PoPE: polar coordinate position embedding (Gopalakrishnan et al. 2025, arXiv 2509.10534). The entries of q and k
+give magnitudes, and positions alone give phases. So content and position are separate, unlike in RoPE:
 
     S_ij = sum over c of softplus(q_ic) softplus(k_jc) cos((j - i) theta_c + delta_c) / sqrt(d),
     theta_c = base^(-c/d),   c = 0..d-1
 
-as a product of vectors twice as wide, (mu cos, mu sin). Each head learns delta, a phase of the keys. Ours starts at 0,
-so that a seed draws the same model for every method. The paper keeps delta within [-2 pi, 0]; ours is free, as phases
-are periodic. QK-norm comes before the softplus, as before all rotations of this repository, so S stays within
-(1 + ln 2)^2 sqrt(d). After the softplus it would remove the magnitude that all entries share.
+S is a product of vectors (mu cos, mu sin), which are twice as wide. Each head learns delta, a phase of the keys. Ours
+starts at 0, so the rest of the model starts with the same weights for every method. The paper keeps delta within
+[-2 pi, 0]. Ours is unlimited, because phases are periodic. QK-norm comes before the softplus, as before all rotations
+here, so S is at most (1 + ln 2)^2 sqrt(d). After the softplus, QK-norm would remove the mean magnitude.
 """
 
 import torch
@@ -29,7 +29,7 @@ class PoPE(Rotation):
 
     def frequencies(self, target_length):
         theta = self.base ** -(torch.arange(self.head_dim, dtype=torch.float64) / self.head_dim)  # (D,)
-        return theta, 2**0.25  # of q and of k: backends divide by the root of the width, which is 2 D
+        return theta, 2**0.25  # of q and k, since backends divide S by sqrt(2 D), not by sqrt(D)
 
     def rotate(self, x, cos, sin):  # x (B, H, T, D); cos, sin (T, D)
         magnitude = F.softplus(x)

@@ -3,9 +3,9 @@
     LogBeyondTraining   c(i) = max(1, log(i + 1) / log(training length))    SWAN-GPT (Puvvada et al. 2025, 2504.08719)
     LogSteps            c(i) = 1 + 0.1 log(1 + floor((i + 1) / 8192))       Llama 4's released code (Meta 2025)
 
-Both models have such a factor in one layer of four, which has no positions; the other three have RoPE. SWAN's window
-there is 512 tokens. Llama 4's layers attend in chunks of 8192 tokens and have a rotary base of 500,000; ours attend in
-a sliding window of 512 tokens and have the usual base. The base of SWAN's logarithm is our choice: nothing jumps there.
+In both models, one layer of four has this factor and no positions, and three layers have RoPE. SWAN's RoPE layers have
+a sliding window of 512 tokens. Llama 4's attend in chunks of 8192 tokens, with base 500,000. Our Llama 4 has windows of
+512 tokens and the usual base. We chose the base of SWAN's logarithm: it makes c continuous at the training length.
 """
 
 import math
@@ -28,7 +28,7 @@ class LogSteps(QueryScale):
     lengths = {"floor": 1}
 
     def __init__(self, num_heads, head_dim, train_length, floor: float = 8192.0):
-        """floor: tokens a step."""
+        """floor: tokens for which c(i) is constant."""
         super().__init__()
         self.floor = floor
 

@@ -13,8 +13,8 @@ class RoPE(Rotation):
 
     def __init__(self, num_heads, head_dim, train_length, base: float = BASE):
         super().__init__()
-        needs = "rotary embedding needs an even head_dim (model_dim / num_heads) and base > 1"
-        require(head_dim % 2 == 0 and base > 1, f"{needs}, got {head_dim} and {base}")
+        problem = f"RoPE has head_dim {head_dim} (model_dim / num_heads) and base {base}"
+        require(head_dim % 2 == 0 and base > 1, f"{problem}. Use an even head_dim and a base above 1.")
         self.head_dim, self.train_length, self.base = head_dim, train_length, base
 
     def geometric(self, base):
@@ -28,12 +28,12 @@ class RoPE(Rotation):
 class LengthScaledRoPE(RoPE):
     """RoPE whose frequencies follow s = target length / training length. Up to the training length s is 1: plain RoPE.
 
-    A number given as `factor` is s at every longer target length instead.
+    If `factor` is given, s is this number at every longer target length.
     """
 
     def __init__(self, num_heads, head_dim, train_length, base: float = BASE, factor: float | None = None):
         super().__init__(num_heads, head_dim, train_length, base)
-        require(factor is None or factor >= 1, f"factor must be at least 1, got {factor}")
+        require(factor is None or factor >= 1, f"factor is {factor}. Use at least 1.")
         self.factor = factor
 
     def length_ratio(self, target_length) -> float:

@@ -1,8 +1,8 @@
 """Scale-invariant attention (Anson, Wang and Aitchison 2025, arXiv 2505.17083), the paper of this repository.
 
-For Gaussian scores, E[exp(L_t)] and E[exp(L_t) L_t] that fall as 1 / (t/tau + 1) make the total attention, and its
-unnormalised sparsity, the same in every range of distances [t, t Delta). With the boundary condition a_0 = 1, m_0 = 0,
-the solution is (eq:gaussian_at, eq:gaussian_mt):
+Let E[exp(L_t)] and E[exp(L_t) L_t] fall as 1 / (t/tau + 1). Then all ranges of distances [t, t Delta) get the same
+total attention, with the same unnormalised sparsity. For Gaussian scores and a_0 = 1, m_0 = 0, the solution is
+(eq:gaussian_at, eq:gaussian_mt):
 
     a_t = sqrt(1 + 2 log(1 + t/tau)),    m_t = 1 - a_t^2 = -2 log(1 + t/tau).
 """
@@ -26,13 +26,13 @@ class ScaleInvariant(ScoreChange):
     ):  # fmt: skip
         """tau: the length, in tokens, of the local region whose scores stay about unchanged.
 
-        The other options are ours. tau_ratio: each head has this many times the tau of the head before it; the first
-        head has tau. learn_tau: each head of each layer learns log(tau). learn_gain: each head learns a factor of its
-        scores, whose standard deviation the theory takes to be 1. terms: "a" leaves out m_t, "m" leaves out a_t.
+        The other options are ours. tau_ratio: factor of tau from one head to the next; the first head has tau.
+        learn_tau: each head of each layer learns log(tau). learn_gain: each head learns a factor of its scores, because
+        the theory assumes their standard deviation is 1. terms: "a" leaves out m_t, "m" leaves out a_t.
         """
         super().__init__()
-        require(tau > 0 and tau_ratio > 0, f"tau and tau_ratio must be positive, got {tau} and {tau_ratio}")
-        require(terms in TERMS, f"terms must be one of {', '.join(TERMS)}, got {terms!r}")
+        require(tau > 0 and tau_ratio > 0, f"tau is {tau}, tau_ratio {tau_ratio}. Use positive numbers.")
+        require(terms in TERMS, f"terms is {terms!r}. Use one of {', '.join(TERMS)}.")
         self.tau, self.tau_ratio, self.terms = tau, tau_ratio, terms
         log_tau = math.log(tau) + math.log(tau_ratio) * torch.arange(num_heads, dtype=torch.float32)
         self.log_tau = nn.Parameter(log_tau) if learn_tau else None
@@ -44,7 +44,7 @@ class ScaleInvariant(ScoreChange):
         else:
             tau = self.tau if self.tau_ratio == 1 else self.tau * torch.pow(self.tau_ratio, head).to(distance.dtype)
         a_squared = 1 + 2 * torch.log(1 + distance / tau)
-        # x * rsqrt(x) rather than sqrt(x): compiled for CUDA, sqrt becomes a slow correctly rounded subroutine.
+        # Compiled for CUDA, sqrt(x) is a slow, correctly rounded subroutine, so we use x * rsqrt(x).
         a = 1.0 if self.terms == "m" else a_squared * torch.rsqrt(a_squared)
         if self.gain is not None:
             a = a * self.gain[head].to(distance.dtype)

@@ -1,7 +1,7 @@
-"""Factors of the scores without distances: controls for how much of a method's gain is a sharper softmax.
+"""Factors of the scores that ignore distance. They show how much of a gain comes from a sharper softmax.
 
-Factor     c = factor, the same for every query; each head of each layer learns its own with learn_factor
-LogRoot    c(i) = sqrt(1 + 2 log(i + 1)): the largest a_t of scale-invariant attention with tau 1, for all keys
+Factor     c = factor for every query. With learn_factor, each head of each layer learns c.
+LogRoot    c(i) = sqrt(1 + 2 log(i + 1)). All keys get query i's largest a_t in scale-invariant attention with tau 1.
 """
 
 import torch
@@ -13,9 +13,9 @@ from model.methods.base import QueryScale
 
 class Factor(QueryScale):
     def __init__(self, num_heads, head_dim, train_length, factor: float = 2.0, learn_factor: bool = False):
-        """factor: the constant, or the value from which each head learns its own."""
+        """factor: c, or the initial value of a learned c."""
         super().__init__()
-        require(factor > 0, f"factor must be positive, got {factor}")
+        require(factor > 0, f"factor is {factor}. Use a positive number.")
         self.factor = factor
         self.learned = nn.Parameter(torch.full((num_heads,), float(factor))) if learn_factor else None
 

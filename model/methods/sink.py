@@ -1,5 +1,5 @@
-"""Learned sinks, as in gpt-oss (OpenAI 2025, arXiv 2508.10925): each head has one more logit in its softmax, of no key
-and with no value, so it can attend to nothing: y_i = sum_j exp(L_ij) v_j / (exp(s_h) + sum_j exp(L_ij))."""
+"""Learned sinks, as in gpt-oss (OpenAI 2025, arXiv 2508.10925): each head's softmax has one more logit s_h, without a
+key or a value. So a head can attend to nothing: y_i = sum_j exp(L_ij) v_j / (exp(s_h) + sum_j exp(L_ij))."""
 
 import torch
 from torch import nn
@@ -9,6 +9,6 @@ from model.methods.base import Sink
 
 class LearnedSink(Sink):
     def __init__(self, num_heads, head_dim, train_length, sink_init: float = 0.0):
-        """sink_init: the first value of s. 0 is the logit of a key at right angles to the query."""
+        """sink_init: the initial s. 0 is the logit of a key orthogonal to the query."""
         super().__init__()
         self.logit = nn.Parameter(torch.full((num_heads,), float(sink_init)))

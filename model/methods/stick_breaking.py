@@ -1,12 +1,11 @@
-"""Stick-breaking attention (Tan et al. 2024, arXiv 2410.17980): each query hands out a stick of length 1 to the keys
-before it, from the nearest to the furthest, a share beta of what is left to each:
+"""Stick-breaking attention (Tan et al. 2024, arXiv 2410.17980): each query divides a stick of length 1 among the
+earlier keys. From the nearest key to the furthest, each key takes a share beta of the remaining stick:
 
     A_ij = beta_ij prod over l = j + 1..i - 1 of (1 - beta_il),   beta_ij = sigmoid(q_i . k_j / sqrt(d)),   j < i,
 
-and keeps the rest for its own value, as in the authors' code: y_i = sum of A_ij v_j + (1 - sum of A_ij) v_i. There is
-no softmax and no position encoding: the nearest of equal keys gets most. Unlike in the paper, q and k have QK-norm. It
-keeps beta above sigmoid(-sqrt(d)), so no key lets the whole stick pass. Plain PyTorch, in blocks of queries, in log
-space and float32.
+As in the authors' code, v_i gets the remainder: y_i = sum of A_ij v_j + (1 - sum of A_ij) v_i. There is no softmax and
+no position encoding. Of equal keys, the nearest takes most. Unlike in the paper, q and k have QK-norm, so beta is above
+sigmoid(-sqrt(d)). The code is plain PyTorch in blocks of queries, in log space and float32.
 """
 
 import torch
@@ -24,12 +23,12 @@ class StickBreaking(Replacement):
 
 
 def attend_block(q, k, v):
-    """Return the output (B, H, Tq, D) of queries q that are the last Tq of the tokens of k and v (B, H, Tk, D)."""
+    """Return the output (B, H, Tq, D). q has the last Tq of the Tk tokens of k and v (B, H, Tk, D)."""
     Tq, Tk = q.shape[2], k.shape[2]
     logits = upcast((q * q.shape[-1] ** -0.5) @ k.mT)  # (B, H, Tq, Tk)
-    before = torch.ones(Tq, Tk, dtype=torch.bool, device=q.device).tril(Tk - Tq - 1)
-    log_passed = F.logsigmoid(-logits).masked_fill(~before, 0.0)  # log(1 - beta)
-    log_left = log_passed.flip(-1).cumsum(dim=-1).flip(-1)  # after the keys from j on
-    weights = (logits + log_left).masked_fill(~before, -torch.inf).exp()  # beta = e^logit (1 - beta)
-    own = log_left[..., :1].exp()  # what no key has taken
-    return weights.to(v.dtype) @ v + own.to(v.dtype) * v[:, :, Tk - Tq :]
+    earlier = torch.ones(Tq, Tk, dtype=torch.bool, device=q.device).tril(Tk - Tq - 1)
+    log_passed = F.logsigmoid(-logits).masked_fill(~earlier, 0.0)  # log(1 - beta)
+    log_remaining = log_passed.flip(-1).cumsum(dim=-1).flip(-1)  # after the keys from j on
+    weights = (logits + log_remaining).masked_fill(~earlier, -torch.inf).exp()  # beta = e^logit (1 - beta)
+    remainder = log_remaining[..., :1].exp()  # the part of the stick that no key takes
+    return weights.to(v.dtype) @ v + remainder.to(v.dtype) * v[:, :, Tk - Tq :]

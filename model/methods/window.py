@@ -1,6 +1,6 @@
 """Sliding windows: a query sees itself and the window - 1 keys before it (Beltagy et al. 2020, arXiv 2004.05150).
 
-The local layers of RNoPE-SWA (Yang et al. 2025, arXiv 2501.18795) and SWAN (window 512) have them.
+The local layers of RNoPE-SWA (Yang et al. 2025, arXiv 2501.18795) and SWAN (window 512) have sliding windows.
 """
 
 from model.methods.base import Window
@@ -10,6 +10,6 @@ class SlidingWindow(Window):
     lengths = {"window": 1}
 
     def __init__(self, num_heads, head_dim, train_length, window: float = 512.0):
-        """window: tokens, the query's own included, rounded to a whole number."""
+        """window: number of tokens, including the query's token. It is rounded."""
         super().__init__()
         self.window = max(1, round(window))

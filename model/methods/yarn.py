@@ -1,8 +1,8 @@
 """YaRN: NTK-by-parts interpolation with a temperature (Peng et al. 2023, arXiv 2309.00071), dynamic in the length.
 
-Pairs that turn more than 32 times within the training length keep their frequency. Pairs that turn less than once are
-slowed down by s. In between is a linear ramp over the pair index. cos and sin are multiplied by 0.1 ln s + 1, so the
-logits by its square. The constants are those of the authors' repository (jquesnelle/yarn).
+Pairs with more than 32 turns within the training length keep their frequency. The frequency of pairs with less than
+one turn is divided by s. Between them is a linear ramp over the pair index. cos and sin are multiplied by 0.1 ln s + 1,
+so the logits are multiplied by its square. The constants are from the authors' repository (jquesnelle/yarn).
 """
 
 import math
