@@ -101,7 +101,7 @@ def test_a_run_that_cannot_be_evaluated_is_named(copied, tmp_path, capsys):  # n
     assert "val_tokens" in refusal(capsys, copied, "--val-tokens", 0)
     shutil.rmtree(copied / "checkpoints")
     (copied / "checkpoints").mkdir()
-    assert "no checkpoint" in refusal(capsys, copied)
+    assert str(copied) in refusal(capsys, copied)
     assert not (copied / "evaluation.json").exists()
 
 

@@ -215,12 +215,12 @@ def backends_here(method, dtype, length):
 
 
 def test_an_unfit_backend_is_refused_and_the_next_one_is_chosen():
-    for name, words in [("fox", "key biases"), ("rope+window", "windows"), ("p_rope+sink", "sinks")]:
-        with assert_refused("sdpa", words):
+    for name, part in [("fox", "key"), ("rope+window", "window"), ("p_rope+sink", "sink")]:
+        with assert_refused("sdpa", part):
             choose_backend(make(name, 2, 16), torch.device("cpu"), "sdpa")
     assert choose_backend(make("fox", 2, 16), torch.device("cpu"))[0] in ("cpu", "blocks")
     for name in ("fox", "nape"):
-        with assert_refused(name, "x, the input of the layer"):
+        with assert_refused(name, r"\bx\b"):
             attend(make(name, 2, 16), *random_qkv(2, 16, 5))
 
 
