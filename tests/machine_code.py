@@ -47,8 +47,8 @@ def flash_launches(method, length: int, head_dim: int, dtype: torch.dtype) -> di
     return launches
 
 
-def compile_launch(launch: Launch, arch: int) -> tuple[str, str]:
-    """Return the PTX and nvdisasm's listing of the machine code."""
+def compile_launch(launch: Launch, arch: int):
+    """Return Triton's compiled kernel, and nvdisasm's listing of its machine code."""
     signature, constants, attributes = {}, {}, {}
     for i, (name, argument) in enumerate(zip(launch.kernel.arg_names, launch.arguments)):
         if argument is None or type(argument) is int and argument == 1:  # triton.jit makes constants of these
@@ -61,14 +61,19 @@ def compile_launch(launch: Launch, arch: int) -> tuple[str, str]:
             if (argument.data_ptr() if is_tensor else argument) % 16 == 0:
                 attributes[(i,)] = [["tt.divisibility", 16]]
     signature |= {name: "constexpr" for name in launch.constants}
-    source = ASTSource(launch.kernel, signature, constants | launch.constants, attributes)
-    binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.options)
+    return compile_kernel(launch.kernel, signature, constants | launch.constants, attributes, launch.options, arch)
+
+
+def compile_kernel(kernel, signature: dict, constants: dict, attributes: dict, options: dict, arch: int):
+    """Return Triton's compiled kernel, and nvdisasm's listing of its machine code."""
+    source = ASTSource(kernel, signature, constants, attributes)
+    binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
         disassembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
         listing = subprocess.run([disassembler, "-c", file.name], capture_output=True, text=True, check=True).stdout
-    return binary.asm["ptx"], listing
+    return binary, listing
 
 
 def innermost_loops(listing: str, needed: str) -> list[list[str]]:

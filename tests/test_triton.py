@@ -224,10 +224,10 @@ for case in sys.argv[1:]:
     arch, dtype, head_dim, name, options = eval(case, vars(torch))
     method = make_method(name, num_heads=2, head_dim=head_dim, train_length=64, **options)
     for kernel, launch in flash_launches(method, 304, head_dim, dtype).items():
-        ptx, listing = compile_launch(launch, arch)
+        binary, listing = compile_launch(launch, arch)
         logits = launch.constants["QUERIES"] * launch.constants["KEYS"] / (32 * launch.options["num_warps"])
         spills = [count(loop, "LDL", "STL") / logits for loop in innermost_loops(listing, "MMA")]
-        print(case, kernel, bool(re.search(r"\\b(atom|red)\\.", ptx)), max(spills, default=0) < 1)
+        print(case, kernel, bool(re.search(r"\\b(atom|red)\\.", binary.asm["ptx"])), max(spills, default=0) < 1)
 """
 CASES = [  # arch, dtype, head_dim, method, options
     "80, float32, 20, 'scale_invariant_nope', {'learn_tau': True}", "80, float16, 64, 'alibi', {}",

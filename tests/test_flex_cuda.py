@@ -1,0 +1,117 @@
+"""FlexAttention's kernels, compiled for GPUs that are not there: every way in which a method changes the logits.
+
+One process compiles all cases, since Triton interprets kernels in this one (conftest.py).
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from model.methods import MECHANISMS, mechanism_names  # noqa: E402
+from model.methods.base import KeyBias, ScoreChange, Sink, Window  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[1]
+CHANGES = (ScoreChange, KeyBias, Window, Sink)  # the kinds of mechanism that change FlexAttention's code
+SHARED_LIMIT = {90: 232_448, 80: 166_912}  # bytes of shared memory that a block may use, by compute capability
+MOST_SPILLS = 6  # instructions of one thread for one logit, of 20 to 80 of all kinds
+LOOPS = dict(forward=1, backward=2)  # over tiles; the backward kernel computes dq in one, dk and dv in the other
+BOTH = ["forward", "backward"]
+QUICK = [  # compute capability, dtype, head dimension, length, method, options, passes
+    (90, "bfloat16", 128, 1024, "scale_invariant_p_rope", {}, BOTH),
+    (90, "bfloat16", 64, 1024, "kerple_log", {}, ["backward"]),
+]
+GRID = [
+    (90, "bfloat16", 128, 1024, "rope", {}, BOTH),
+    (90, "bfloat16", 128, 1000, "scale_invariant_nope", {}, BOTH),
+    (90, "bfloat16", 64, 1024, "scale_invariant_nope", {}, BOTH),
+    (90, "float16", 128, 1024, "scale_invariant_nope", {}, BOTH),
+    (90, "float32", 128, 1024, "scale_invariant_nope", {}, BOTH),
+    (90, "bfloat16", 128, 1024, "scale_invariant_nope", {"tau_ratio": 2.0}, BOTH),
+    (90, "bfloat16", 128, 1024, "scale_invariant_nope", {"terms": "a"}, BOTH),
+    (90, "bfloat16", 128, 1024, "scale_invariant_nope", {"terms": "m"}, BOTH),
+    (90, "bfloat16", 128, 1024, "scale_invariant_nope", {"learn_tau": True}, BOTH),
+    (90, "bfloat16", 128, 1024, "scale_invariant_nope", {"learn_gain": True}, BOTH),
+    (90, "bfloat16", 128, 1024, "scale_invariant+forget+window+sink", {"window": 130, "learn_tau": True}, BOTH),
+    (90, "bfloat16", 128, 1024, "scale_invariant+window", {"window": 130}, BOTH),
+    (90, "bfloat16", 128, 1024, "alibi", {}, BOTH),
+    (90, "bfloat16", 128, 1024, "alibi", {"slopes": "geometric"}, BOTH),
+    (90, "bfloat16", 128, 1024, "nape", {}, BOTH),
+    (90, "bfloat16", 128, 1024, "kerple_log", {}, BOTH),
+    (90, "bfloat16", 128, 1000, "kerple_power", {}, BOTH),
+    (90, "bfloat16", 128, 1024, "fox", {}, BOTH),
+    (90, "bfloat16", 128, 1024, "rope+window", {"window": 130}, BOTH),
+    (90, "bfloat16", 128, 1024, "rope+sink", {}, BOTH),
+    (90, "bfloat16", 128, 1024, "logn_rope", {}, BOTH),
+    (90, "bfloat16", 64, 1024, "pope", {}, BOTH),
+    (80, "bfloat16", 128, 1024, "scale_invariant_nope", {}, BOTH),
+    (80, "bfloat16", 128, 1024, "kerple_log", {}, BOTH),
+    (80, "float16", 64, 1024, "alibi", {}, BOTH),
+]
+QUICK_MODELS = [("scale_invariant_p_rope+sink", {})]
+MODELS = [("fox", {}), ("scale_invariant+window", {"learn_tau": True, "window": 130})]
+
+CODE = """
+import dataclasses, json, sys
+from triton.compiler.errors import CompilationError
+from model.methods.kerple import KerpleLog
+from tests import flex_code
+
+cases, models = json.loads(sys.argv[1])
+print(json.dumps([[dataclasses.asdict(code) for code in flex_code.compile_case(*case)] for case in cases]))
+graphs = [flex_code.trace_model(*model) for model in models]
+print(json.dumps([[(name, flex_code.attention_calls(graph)) for name, graph in model] for model in graphs]))
+
+coefficients = KerpleLog.coefficients
+KerpleLog.coefficients = lambda change, distance, head: coefficients(change, distance, head + 0)
+try:
+    flex_code.compile_case(90, "bfloat16", 64, 1024, "kerple_log", {}, ["backward"])
+    print("true")
+except CompilationError:
+    print("false")
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled(request):
+    """The code of all cases, the calls of attention in the graphs of models, and whether head + 0 compiles."""
+    long = request.config.getoption("--long")
+    cases, models = QUICK + GRID * long, QUICK_MODELS + MODELS * long
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", CODE, json.dumps([cases, models])]
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    codes, calls, head_plus_zero = map(json.loads, result.stdout.splitlines())
+    return [*zip(cases, codes, strict=True)], calls, head_plus_zero
+
+
+def test_attention_kernels_compile_and_fit_their_gpus(compiled):
+    for case, codes in compiled[0]:
+        arch, *_, passes = case
+        assert [len(code["instructions"]) for code in codes] == [LOOPS[name] for name in passes], case
+        for code in codes:
+            assert code["shared"] <= SHARED_LIMIT[arch], case
+            assert not code["has_calls"], case  # of a subroutine for a logarithm or a root
+            assert max(code["spills"]) < MOST_SPILLS, case
+
+
+def test_a_model_is_one_graph_each_way_with_all_its_layers(compiled):
+    for calls in compiled[1]:
+        assert calls == [["forward", 2], ["backward", 2]]
+
+
+def test_arithmetic_with_the_head_of_a_learned_parameter_does_not_compile(compiled):
+    """As flex.py once had it. This shows that a compilation sees that fault."""
+    assert compiled[2] is False
+
+
+def test_every_mechanism_that_changes_logits_is_compiled():
+    names = {name for name, kind in MECHANISMS.items() if issubclass(kind, CHANGES)}
+    assert names == {name for case in QUICK + GRID for name in mechanism_names(case[4]) if name in names}
