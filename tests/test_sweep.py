@@ -184,7 +184,7 @@ def test_a_killed_run_of_a_stopped_sweep_ends_like_an_undisturbed_one(data, fini
 @pytest.mark.slow
 def test_two_processes_a_run(data, tmp_path, capsys):
     assert here(*options(data, tmp_path / "a", steps=5), "--gpus-per-run", 2) == 0
-    assert "on 2 x" in (tmp_path / "a" / run(steps=5, cooldown_steps=4).name / "log.txt").read_text()
+    assert "devices: 2 x" in (tmp_path / "a" / run(steps=5, cooldown_steps=4).name / "log.txt").read_text()
     assert here(*options(data, tmp_path / "b", train_length=480), "--gpus-per-run", 2) == 1  # one sequence for two
     assert " failed " in capsys.readouterr().out
 

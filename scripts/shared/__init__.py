@@ -1,2 +1,2 @@
-"""What several commands share: stored runs (runs.py), the options that choose runs (arguments.py), tables
-(tables.py), and how methods are named and drawn (looks.py)."""
+"""Code that several commands share. runs.py reads stored runs, arguments.py has the options that choose runs,
+tables.py makes tables, and looks.py has the name and the colour of each method."""

@@ -1,4 +1,4 @@
-"""The words on the command line by which sweep and reproduce choose runs."""
+"""Command-line options that choose runs, for sweep and reproduce."""
 
 import argparse
 from pathlib import Path
@@ -11,33 +11,34 @@ from model.methods import canonical_name
 
 
 def add_run_options(parser: argparse.ArgumentParser, runs_dir: Path | None = Path("runs")):
-    """Add the options that say which runs of a sweep are meant, and where they are. runs_dir: the default."""
-    parser.add_argument("--scale", choices=SCALES, help="which presets stand for the paper's models (default: paper)")
-    parser.add_argument("--seeds", nargs="+", type=int, help="instead of the scale's")
-    parser.add_argument("--methods", nargs="+", type=canonical_name, metavar="METHOD", help="only these")
-    parser.add_argument("--needle", nargs="+", default=[], metavar="KEY=VALUE", help="instead of the scale's settings")
-    parser.add_argument("--runs-dir", type=Path, default=runs_dir, help="where the runs are (default: runs)")
+    """Add the options that choose runs of a sweep. runs_dir: the default of --runs-dir."""
+    parser.add_argument("--scale", choices=SCALES, help="size of models and texts (default: paper)")
+    parser.add_argument("--seeds", nargs="+", type=int, help="seeds (default: the seeds of the scale)")
+    parser.add_argument("--methods", nargs="+", type=canonical_name, metavar="METHOD", help="only these methods")
+    needle = "settings of the needle task that differ from the scale's"
+    parser.add_argument("--needle", nargs="+", default=[], metavar="KEY=VALUE", help=needle)
+    parser.add_argument("--runs-dir", type=Path, default=runs_dir, help="folder of the run folders (default: runs)")
 
 
 def field_changes(preset: str, arguments: list[str]) -> dict:
-    """Return the fields of train_gpt.py that the arguments name, with their values.
+    """Return the fields of train_gpt.py that the arguments set, with their values.
 
-    Raises ValueError for what train_gpt.py refuses, and for the fields that a sweep sets itself.
+    Raise ValueError for arguments that train_gpt.py refuses, and for fields that a sweep sets itself.
     """
-    read_config([preset, *arguments])  # which refuses them together
+    read_config([preset, *arguments])  # checks the fields together
     fields = read_fields(arguments)
-    if own := [field for field in fields if field in SET_BY_SWEEPS]:
-        raise ValueError(f"--{own[0]} is set by the sweep, which names and resumes its runs; their place is --runs-dir")
+    for field in SET_BY_SWEEPS:
+        require(field not in fields, f"--{field} is set by the sweep itself. Leave it out, or use --runs-dir.")
     return fields
 
 
 def needle_changes(pairs: list[str]) -> dict:
-    """Return the settings of the needle task that --needle names, with their values."""
+    """Return the settings of the needle task in the pairs of --needle, with their values."""
     return {key: int(v) if v.isdigit() and key != "haystack" else v for key, v in key_values("--needle", pairs).items()}
 
 
 def key_values(option: str, pairs: list[str]) -> dict[str, str]:
-    """Return KEY=VALUE pairs as a dict. Raises ValueError for what is no such pair."""
+    """Return KEY=VALUE pairs as a dict. Raise ValueError for a pair without "="."""
     for pair in pairs:
-        require("=" in pair, f"{option} takes KEY=VALUE, got {pair}")
+        require("=" in pair, f"{option} {pair} has no value. Write it as {option} {pair}=VALUE.")
     return dict(pair.split("=", 1) for pair in pairs)

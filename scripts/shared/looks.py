@@ -1,12 +1,12 @@
-"""How methods look: one name, colour and line a method, in every figure and page."""
+"""Names, colours and line styles of the methods, the same in every figure and page."""
 
 import itertools
 from collections.abc import Iterable
 
 from configs.config import Config
 
-# Name, colour, line style and marker, as matplotlib calls them. The colours are Okabe and Ito's palette and two darker
-# tones of Tol's, which colour-blind readers can tell apart. Lines differ too, for print in grey.
+# Name, colour, line style and marker, in matplotlib's notation. Colour-blind readers can tell the colours apart: they
+# are the palette of Okabe and Ito, and two darker tones of Tol's. Line styles differ too, for print in grey.
 SHOWN_AS = dict(
     rope=("RoPE", "#E69F00", "-", "o"),
     p_rope=("p-RoPE", "#56B4E9", "-", "s"),
@@ -24,7 +24,7 @@ SHOWN_AS = dict(
     infini_p_rope=("Infini-p-RoPE", "#332288", "--", "P"),
 )
 LINES = {method: shown[1:] for method, shown in SHOWN_AS.items()}
-# Methods, and parts of a method that is written as the sum of its mechanisms, such as p_rope+forget+gate.
+# Names of methods, and of single mechanisms in a sum such as p_rope+forget+gate.
 NAMES = {method: shown[0] for method, shown in SHOWN_AS.items()} | dict(
     fox="FoX",
     rnope_swa="RNoPE-SWA",
@@ -48,7 +48,7 @@ OPTION_NAMES = {
     "terms=a": "a_t alone",
     "terms=m": "m_t alone",
 }
-# Methods without a look of their own, and methods with options, take these in turn.
+# Other methods, and methods with options, take these styles in turn.
 OTHERS = [
     (colour, dashes, marker)
     for dashes in ("-.", ":", "--")
@@ -57,7 +57,7 @@ OTHERS = [
 
 
 def method_name(method: str) -> str:
-    """Return a method as tables and legends call it."""
+    """Return the name of a method in tables and legends."""
     layers = [(layer, len([*same])) for layer, same in itertools.groupby(method.split(","))]
     return "; ".join((f"{count} x " if count > 1 else "") + layer_name(layer) for layer, count in layers)
 
@@ -71,13 +71,13 @@ def layer_name(layer: str) -> str:
 
 
 def series_label(config: Config) -> str:
-    """Return the label of a run's row or line in data: its method, and the options that it was given."""
+    """Return the label of a run in data files: its method, then OPTION=VALUE for each option."""
     options = config.method_options
     return " ".join([config.method, *(f"{option}={plain_number(options[option])}" for option in sorted(options))])
 
 
 def series_name(series: str) -> str:
-    """Return a series (see series_label) as tables and legends call it."""
+    """Return the name in tables and legends of a series (see series_label)."""
     method, *options = series.split(" ")
     return ", ".join([method_name(method), *map(option_name, options)])
 
@@ -92,7 +92,7 @@ def plain_number(value) -> str:
 
 
 def plot_styles(shown: Iterable[str]) -> dict[str, dict]:
-    """Return keyword arguments of matplotlib's plot for each series, or method, of a figure, whatever their order."""
+    """Return the arguments of matplotlib's plot by series or method. Their order in a figure has no effect."""
     others, names = sorted({*shown} - {*LINES}), ("color", "linestyle", "marker")
     looks = LINES | {series: OTHERS[i % len(OTHERS)] for i, series in enumerate(others)}
     return {series: dict(zip(names, looks[series])) | dict(label=series_name(series)) for series in shown}

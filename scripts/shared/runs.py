@@ -1,4 +1,4 @@
-"""Runs as the scripts see them: what a run holds, its state, and which stored run is the one that a sweep asks for.
+"""Reads stored runs, finds the runs of a sweep among them, and tells their states.
 
 A run is stored as a run folder, or as one line of a runs.jsonl that scripts.keep wrote. `read_runs` reads both.
 """
@@ -19,23 +19,24 @@ from errors import require
 from runtime.build import config_of
 from runtime.metrics import read_metrics
 
+# Exceptions that a damaged file can raise.
 DAMAGE = (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, OSError, RecursionError)
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredRun:
-    """What is stored of a run. A damaged file is a line in `problems`, never an exception."""
+    """The files of a run, read. A damaged file raises no exception, but adds a line to `problems`."""
 
-    path: Path  # of a kept run: its name below the file that holds its line
+    path: Path  # run folder; for a kept run FILE.jsonl/NAME
     config: Config | None
-    summary: dict | None  # of a finished run, with what scripts.evaluate added to it
+    summary: dict | None  # of a finished run, with the results of scripts.evaluate
     data: dict = dataclasses.field(default_factory=dict)  # data.json
     problems: tuple[str, ...] = ()
-    line: dict | None = None  # of a kept run
+    line: dict | None = None  # of a kept run in its runs.jsonl
 
     @functools.cached_property
     def identity(self) -> str | None:
-        """Return the hash of its mathematics."""
+        """Return the hash of the fields that change the mathematics."""
         return self.config and config_hash(self.config)
 
     @property
@@ -44,26 +45,26 @@ class StoredRun:
 
     @property
     def needle(self) -> dict | None:
-        """Return the scores on the needle task. None: it was not scored."""
+        """Return the scores on the needle task, or None without scores."""
         return self.line.get("needle") if self.line else read_object(self.path / "needle/summary.json")
 
     def metrics(self) -> list[dict]:
         path = self.path / "metrics.jsonl"
         return read_metrics(path) if path.exists() else []
 
-    def validations(self) -> list[dict]:  # ValueError: a damaged line
+    def validations(self) -> list[dict]:  # raises ValueError for a damaged line
         if self.line:
             return [{"val_tokens": self.line["val_tokens"]} | record for record in self.line["curve"]]
         return [record for record in self.metrics() if "val_loss" in record]
 
     def last(self, field: str):
-        """Return this field of the last validation that has it. None: none has."""
+        """Return this field of the last validation that has it, or None."""
         if self.line:
             return self.line.get(field)
         return next((record[field] for record in reversed(self.validations()) if record.get(field)), None)
 
     def logged(self, key: str) -> list[str]:
-        """Return the different values of "commit", "device" or "torch" in the log. A resumed run logs them again."""
+        """Return the distinct values of "commit", "device" or "torch" in the log. A resumed run logs them again."""
         if self.line:
             return self.line.get(key) or ["unknown"]
         path = self.path / "log.txt"
@@ -73,14 +74,14 @@ class StoredRun:
 
 
 def read_object(path: Path) -> dict | None:
-    """Return what a JSON file holds. None: there is no such file. Raises ValueError if it is damaged."""
+    """Return the object in a JSON file, or None without a file. Raise ValueError if the file is damaged."""
     value = json.loads(path.read_text()) if path.is_file() else None
-    require(value is None or isinstance(value, dict), f"{path} holds no object")
+    require(value is None or isinstance(value, dict), f"{path} is not a JSON object")
     return value
 
 
 def read_runs(place: Path) -> list[StoredRun]:
-    """Return the runs in a folder of run folders, in the order of their names, or in a file of lines."""
+    """Return the runs in a runs.jsonl, or in a folder of run folders, sorted by name."""
     if place.suffix == ".jsonl":
         return [read_line(place, text) for text in place.read_text().splitlines()] if place.exists() else []
     if not place.is_dir():
@@ -89,7 +90,7 @@ def read_runs(place: Path) -> list[StoredRun]:
 
 
 def read_line(file: Path, text: str) -> StoredRun:
-    """Return the run of one line that scripts.keep wrote."""
+    """Return the run in one line of a runs.jsonl."""
     line = json.loads(text)
     path, data = file / line["name"], line["data"]
     changes = {field: tuple(value) if isinstance(value, list) else value for field, value in line["changes"].items()}
@@ -97,12 +98,12 @@ def read_line(file: Path, text: str) -> StoredRun:
     try:
         config, problems = dataclasses.replace(preset(line["preset"]), **changes), ()
     except (ValueError, TypeError) as error:
-        config, problems = None, (f"{path} is of an older version: {error}",)
+        config, problems = None, (f"{path} was kept by an older version of the code ({error}). Keep the run again.",)
     return StoredRun(path, config, line | {"data": data.get("train")}, data, problems, line)
 
 
 def read_run(path: Path) -> StoredRun:
-    """Return the run of a run folder."""
+    """Return the run in a run folder."""
     config, problems, summary, data = None, [], None, {}
     try:
         config = stored_config(path)
@@ -113,7 +114,7 @@ def read_run(path: Path) -> StoredRun:
             value = read_object(path / name) or {}
             if name == "summary.json" and value:
                 final_losses(value), single_val_tokens(value)
-                require(type(value["steps"]) is int, "steps is no number")
+                require(type(value["steps"]) is int, "steps is not a number")
                 summary = value
             elif name == "data.json":
                 data = value
@@ -125,16 +126,17 @@ def read_run(path: Path) -> StoredRun:
 
 
 def stored_config(path: Path) -> Config:
-    """Return the configuration in a run folder. Raises ValueError if there is none or it is damaged."""
-    require((path / "config.json").exists(), f"{path} is not a run folder: it has no config.json")
+    """Return the configuration in a run folder. Raise ValueError if config.json is missing or damaged."""
+    exists = (path / "config.json").exists()
+    require(exists, f"{path} has no config.json, so it is not a run folder. Name a run folder.")
     try:
         return config_of(json.loads((path / "config.json").read_text()))
     except DAMAGE as error:
-        raise ValueError(f"{path}/config.json is damaged ({error})") from error
+        raise ValueError(f"{path}/config.json is damaged ({error}). Restore it, or delete the folder.") from error
 
 
 def with_evaluation(summary: dict, evaluation: dict) -> dict:
-    """Return the summary with the losses (on as many tokens) and copy gains that scripts.evaluate added."""
+    """Return the summary with the results of scripts.evaluate: copy gains, and losses on as many tokens."""
     if evaluation.get("step") != f"step_{summary['steps']:06d}":
         return summary
     comparable = single_val_tokens(evaluation) == single_val_tokens(summary)
@@ -143,35 +145,35 @@ def with_evaluation(summary: dict, evaluation: dict) -> dict:
 
 
 def join(old: dict, new: dict) -> dict:
-    """Return both nested dictionaries as one. The values of `new` win."""
+    """Return the union of two nested dictionaries. The values of `new` replace the values of `old`."""
     nested = {key: join(old[key], new[key]) for key in old.keys() & new.keys() if isinstance(new[key], dict)}
     return old | new | nested
 
 
 def val_tokens(record: dict) -> dict[str, int]:
-    """Return the validation tokens by length, of a validation's record, a summary or an evaluation."""
+    """Return the validation tokens by length of a metrics record, a summary or an evaluation."""
     tokens = record["val_tokens"]
     return tokens if isinstance(tokens, dict) else dict.fromkeys(record["val_loss"], tokens)
 
 
 def single_val_tokens(record: dict) -> int:
-    """Return the validation tokens of a record. Raises ValueError if they differ by length."""
+    """Return the validation tokens of a record. Raise ValueError if they differ by length."""
     (tokens,) = {*val_tokens(record).values()}
     return tokens
 
 
 def final_losses(summary: dict, method: str | None = None) -> dict[int, float]:
-    """Return nats a token by validation length at the end of a run. Raises ValueError if one is not finite.
+    """Return the final loss in nats a token by validation length. Raise ValueError if one is not finite.
 
-    method: as which the weights were validated. None: the method that was trained.
+    method: the method of validation, one of validate_as. None: the trained method.
     """
     losses = summary["val_loss"] if method is None else summary.get("val_loss_as", {}).get(method, {})
-    require(None not in losses.values(), "a loss is not a number, so the run diverged")
+    require(None not in losses.values(), "the run diverged, as a loss is not finite")
     return {int(length): float(value) for length, value in losses.items()}
 
 
 def data_fingerprint(config: Config) -> str | None:
-    """Return the fingerprint of the training text that the run reads. None: the text is not on this machine."""
+    """Return the fingerprint of the run's training text, or None if the text is not on this machine."""
     try:
         stream = open_split(config.data_dir, "train", config.vocab_size)
         return stream.fingerprint(config.steps * config.batch_tokens)
@@ -179,42 +181,42 @@ def data_fingerprint(config: Config) -> str | None:
         return None
 
 
-# ---- which run, and in which state -----------------------------------------------------------------------------------
+# ---- the runs of a sweep and their states ----------------------------------------------------------------------------
 
 
 def find_stored(run: Run, stored_runs: list[StoredRun], data: str | None = None) -> StoredRun | None:
-    """Return this run as it is stored, whatever its name: a finished one if there is one, else the one of that name.
+    """Return the stored run with the same mathematics, under any name. A finished run is preferred, then the same name.
 
-    data: the fingerprint of the training text that the run reads here. A run on another text is another run. None: any.
+    data: fingerprint of the training text. A stored run on another text does not count. None: any text.
     """
     identity = config_hash(run.config)
     same = [stored for stored in stored_runs if stored.identity == identity and data in (None, stored.text or data)]
     return max(same, key=lambda s: (s.summary is not None, s.path.name == run.name), default=None)
 
 
-def describe_differences(ours: Config, theirs: Config, also: Iterable[str] = ()) -> str:
-    """Name the fields that differ, with both values: of those that change the mathematics, and of `also`."""
-    a, b = ours.to_dict(), theirs.to_dict()
-    compared = [field for field in a if field not in NOT_MATHEMATICS or field in also]
-    return ", ".join(f"{field} {b[field]} there, {a[field]} here" for field in compared if a[field] != b[field])
+def describe_differences(config: Config, stored: Config, extra_fields: Iterable[str] = ()) -> str:
+    """Return the fields that differ, with both values. Fields outside the mathematics count if in extra_fields."""
+    wanted, found = config.to_dict(), stored.to_dict()
+    fields = [field for field in wanted if field not in NOT_MATHEMATICS or field in extra_fields]
+    return ", ".join(f"{name} {found[name]}, not {wanted[name]}" for name in fields if wanted[name] != found[name])
 
 
 def run_state(
     run: Run, stored_runs: list[StoredRun], runs_dir: Path, data: str | None = None
 ) -> tuple[str, str, StoredRun | None]:
-    """Return the state of this run, the reason, and the run as it is stored. data: as in find_stored.
+    """Return the state of a run, the reason, and the stored run. data: as in find_stored.
 
-    States: finished, running, interrupted, failed, missing; pretrained: trained but not yet fine-tuned on the needle
-    task, which the run asks for; other: the folder of that name holds something else.
+    States: finished, running, interrupted, failed, missing, pretrained, other. "pretrained" lacks the fine-tuning on
+    the needle task. "other" means that the folder of that name holds another run.
     """
     stored = find_stored(run, stored_runs, data)
     path = stored.path if stored else runs_dir / run.name
-    named = stored or next((other for other in stored_runs if other.path == path), None)
-    if named and named.problems:
-        return "other", named.problems[0], stored
-    if named and not stored:
-        differ = describe_differences(run.config, named.config) or f"data of {run.config.data_dir}"
-        return "other", f"{path} is of another config or text ({differ}). Rename it, or use another --runs-dir", None
+    same_name = stored or next((other for other in stored_runs if other.path == path), None)
+    if same_name and same_name.problems:
+        return "other", same_name.problems[0], stored
+    if same_name and not stored:
+        differences = describe_differences(run.config, same_name.config) or f"the text in {run.config.data_dir}"
+        return "other", f"{path} is another run ({differences}). Rename it, or use another --runs-dir.", None
     state = stored_state(stored) if stored else "failed" if failures(path) else "missing"
     if state == "finished" and run.needle:
         return *needle_state(stored, run.needle), stored
@@ -224,7 +226,7 @@ def run_state(
 
 
 def needle_state(stored: StoredRun, needle: Needle) -> tuple[str, str]:
-    """Return the state of the fine-tuning of a trained run on the needle task, and the reason: see run_state."""
+    """Return the state of a trained run's fine-tuning on the needle task, and the reason. States: see run_state."""
     path = stored.path / "needle"
     if is_running(path):
         return "running", str(path)
@@ -232,16 +234,14 @@ def needle_state(stored: StoredRun, needle: Needle) -> tuple[str, str]:
         scores = stored.needle or {}
         found = scores or read_object(path / "settings.json") or {}
     except ValueError as error:
-        return "other", f"{path} is damaged ({error}): delete it"
+        return "other", f"{path} is damaged ({error}). Delete it."
     wanted = dataclasses.asdict(needle) | {"pretrained": f"step_{stored.config.steps:06d}"}
-    changed = [
-        f"{key} {found[key]} there, {value} here" for key, value in wanted.items() if found.get(key, value) != value
-    ]
+    changed = [f"{key} {found[key]}, not {value}" for key, value in wanted.items() if found.get(key, value) != value]
     if changed:
-        return "other", f"{path} is of another fine-tuning ({', '.join(changed)}): delete it to start again"
+        return "other", f"{path} is another fine-tuning ({', '.join(changed)}). Delete it to fine-tune again."
     lengths = {str(length) for length in needle.lengths(stored.config.train_length)}
-    scored = [scores, *(scores.get("as", {}).get(method, {}) for method in stored.config.validate_as)]
-    if all(lengths <= {*of.get("greedy", ())} for of in scored):
+    by_method = [scores, *(scores.get("as", {}).get(method, {}) for method in stored.config.validate_as)]
+    if all(lengths <= {*method_scores.get("greedy", ())} for method_scores in by_method):
         return "finished", str(stored.path)
     if failures(stored.path):
         return "failed", f"{stored.path}: {failures(stored.path)[-1]}"
@@ -249,20 +249,20 @@ def needle_state(stored: StoredRun, needle: Needle) -> tuple[str, str]:
 
 
 def stored_state(stored: StoredRun) -> str:
-    """Return finished, running, failed or interrupted."""
+    """Return the state of a stored run: finished, running, failed or interrupted."""
     if stored.summary is not None:
         return "finished"
     return "running" if is_running(stored.path) else "failed" if failures(stored.path) else "interrupted"
 
 
 def failures(path: Path) -> list[str]:
-    """Return one line for each time that the run failed."""
+    """Return the failures of a run, one line each."""
     file = sidecar(path, ".failures.txt")
     return file.read_text(errors="replace").splitlines() if file.exists() else []
 
 
 def sidecar(path: Path, suffix: str) -> Path:
-    """Return the path of a file of the sweep beside a run folder."""
+    """Return the path of a file that a sweep writes beside a run folder."""
     return path.with_name(path.name + suffix)
 
 
@@ -272,5 +272,5 @@ def is_running(path: Path) -> bool:
         with open(path / "lock") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return False
-    except OSError as error:  # BlockingIOError: it is locked; others: there is no lock
+    except OSError as error:  # BlockingIOError: locked; any other: the file is missing
         return isinstance(error, BlockingIOError)

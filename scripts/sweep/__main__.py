@@ -1,16 +1,16 @@
-"""Trains the runs of a sweep, and fine-tunes those of the needle task. Finished runs are not repeated, interrupted ones
-are resumed.
+"""Trains the runs of a sweep, and fine-tunes the runs of the needle task. Interrupted runs are resumed.
 
     python -m scripts.sweep SWEEP [--scale small] [--seeds 0 1] [--methods rope alibi] [fields of train_gpt.py]
-    python -m scripts.sweep all --scale mini --dry-run           the state of each run
+    python -m scripts.sweep all --scale mini --dry-run                    prints the state of each run
     python -m scripts.sweep table_losses --slurm partition=gpu time=1440
     python -m scripts.sweep table_needle --needle haystack=shards examples=100
 
-The sweeps are functions in configs/sweeps.py; `all` is every run of theirs, once. Fields of train_gpt.py are set in
-every run. Beside the run folder NAME/ there can be
-    NAME.log             output of a run that is not finished
-    NAME.failures.txt    one line a failure: time, exit code, last line
-    NAME.job             its job on the cluster
+The sweeps are functions in configs/sweeps.py. `all` is every run of all sweeps, once. Fields of train_gpt.py apply to
+every run. A sweep writes these files beside the run folder NAME/:
+
+    NAME.log             output of an unfinished run
+    NAME.failures.txt    one line a failure: time, exit code, last line of the output
+    NAME.job             number of the run's Slurm job
 """
 
 import argparse
@@ -32,30 +32,29 @@ from scripts.sweep.local import train
 STARTING = ("missing", "interrupted", "failed", "pretrained")  # the sweep starts the runs in these states
 
 
+@exit_on_user_error()
 def main(argv: list[str] | None = None):
     args, fields = parse_arguments(argv)
-    with exit_on_user_error():
-        runs = choose_runs(args, fields)
-        plan = find_states(runs, args)
-        if args.dry_run:
-            return print_plan(plan)
-        args.runs_dir.mkdir(parents=True, exist_ok=True)
-        starting = [run for run, state, _ in plan if state in STARTING]
-        if any(run.needle and run.needle.haystack == "c4" for run in starting):  # once, before the runs need it
-            for split in ("train", "val"):
-                fetch_c4(C4, split)
-        if args.slurm is None:
-            train(starting, args.jobs, args.gpus_per_run, args.retries)
-        else:
-            submit(starting, args)
-
+    runs = choose_runs(args, fields)
+    plan = find_states(runs, args)
+    if args.dry_run:
+        return print_plan(plan)
+    args.runs_dir.mkdir(parents=True, exist_ok=True)
+    starting = [run for run, state, _ in plan if state in STARTING]
+    if any(run.needle and run.needle.haystack == "c4" for run in starting):  # once, before several runs download it
+        for split in ("train", "val"):
+            fetch_c4(C4, split)
+    if args.slurm is None:
+        train(starting, args.jobs, args.gpus_per_run, args.retries)
+    else:
+        submit(starting, args)
     plan = find_states(runs, args)
     print_plan(plan)
     sys.exit(0 if all(state in ("finished", "queued") for _, state, _ in plan) else 1)
 
 
 def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options of this command, and the rest, which are fields of train_gpt.py."""
+    """Return the options of this command, and the other arguments, which are fields of train_gpt.py."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.sweep",
         description=f"{__doc__}\nSweeps: all, {', '.join(SWEEPS)}.\nScales: {', '.join(SCALES)}.",
@@ -65,37 +64,38 @@ def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[st
     parser.add_argument("sweep", metavar="SWEEP")
     add_run_options(parser)
     parser.add_argument("--jobs", type=int, help="runs at a time (default: one a GPU; without GPUs, one a core)")
-    parser.add_argument("--gpus-per-run", type=int, default=1, help="more than 1: by torchrun")
-    parser.add_argument("--retries", type=int, default=2, help="how often a failed run is tried again (default: 2)")
-    parser.add_argument("--dry-run", action="store_true", help="print the state of each run and do nothing")
-    slurm = "submit each run to Slurm, with these parameters of sbatch; time is in minutes"
+    parser.add_argument("--gpus-per-run", type=int, default=1, help="GPUs of one run, used by torchrun (default: 1)")
+    parser.add_argument("--retries", type=int, default=2, help="most restarts of a failed run (default: 2)")
+    parser.add_argument("--dry-run", action="store_true", help="print the state of each run, and start none")
+    slurm = "submit each run to Slurm with these options of sbatch; time is in minutes"
     parser.add_argument("--slurm", nargs="*", metavar="KEY=VALUE", help=slurm)
     return parser.parse_known_args(argv)
 
 
 def choose_runs(args: argparse.Namespace, fields: list[str]) -> list[Run]:
-    """Return the runs that the command line asks for. Raise ValueError for runs that could not train anywhere."""
+    """Return the runs that the command line chooses. Raise ValueError for runs that could not train anywhere."""
     args.scale = args.scale or SCALE_OF_SWEEP.get(args.sweep, "paper")
     changes, needle = field_changes(SCALES[args.scale].base, fields), needle_changes(args.needle)
     runs = sweep(args.sweep, args.scale, args.seeds, args.methods, changes, needle)
     for run in runs:
-        layer_methods(run.config)  # these refuse options that a method does not have
+        layer_methods(run.config)  # raises ValueError for an option that the method does not have
         build_alternatives(run.config)
-    require(not needle or any(run.needle for run in runs), f"--needle: sweep {args.sweep} fine-tunes no run")
+    fine_tunes = any(run.needle for run in runs)
+    require(fine_tunes or not needle, f"sweep {args.sweep} has no run of the needle task. Leave out --needle.")
     return runs
 
 
 def find_states(runs: list[Run], args: argparse.Namespace) -> list[tuple[Run, str, str]]:
-    """Return each run under the name of its folder, its state from what is on the disk now, and the reason.
+    """Return each run under the name of its folder, its state on the disk, and the reason.
 
-    The states are those of run_state, and queued (on the cluster). args: of the command.
+    States: see run_state, and "queued" for a job on the cluster. args: the options of the command.
     """
     stored_runs, plan = read_runs(args.runs_dir), []
     for run in runs:
         state, reason, stored = run_state(run, stored_runs, args.runs_dir, data_fingerprint(run.config))
         name = stored.path.name if stored else run.name  # a user may have renamed the folder
-        place = dict(name=name, runs_dir=str(args.runs_dir), resume="auto")
-        run = dataclasses.replace(run, changes={"group": args.sweep, **run.changes, **place})
+        changes = {"group": args.sweep, **run.changes, "name": name, "runs_dir": str(args.runs_dir), "resume": "auto"}
+        run = dataclasses.replace(run, changes=changes)
         if state in STARTING and args.slurm is not None and (job := queued_job(run.path)):
             state, reason = "queued", f"job {job}"
         plan.append((run, state, reason))

@@ -1,4 +1,4 @@
-"""The runs of a sweep as jobs of a cluster with Slurm, through submitit."""
+"""Submits the runs of a sweep as jobs to a cluster with Slurm, through submitit."""
 
 import argparse
 import dataclasses
@@ -14,31 +14,31 @@ from scripts.sweep.local import train
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A run on the cluster, as submitit calls it there."""
+    """A run that submitit calls on the cluster."""
 
     run: Run
     processes: int
     retries: int
 
     def __call__(self):
-        train([self.run], 1, self.processes, self.retries, signals=())  # submitit answers the signals
+        train([self.run], 1, self.processes, self.retries, signals=())  # submitit handles the signals
         sidecar(self.run.path, ".job").unlink(missing_ok=True)
 
     def checkpoint(self):
-        """Return the job to be queued again, which resumes. submitit calls this before the machine is taken away, and
-        then leaves __call__ by SystemExit, which stops the run."""
+        """Return a job that resumes the run. submitit calls this before Slurm takes the machine away, and queues the
+        job. submitit then raises SystemExit in __call__, which stops the run."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self)
 
 
 def submit(runs: list[Run], args: argparse.Namespace):
-    """Submit each run as a job. args: of the command. Raise ValueError for wrong parameters of --slurm."""
+    """Submit each run as a job. args: the options of the command. Raise ValueError for wrong options in --slurm."""
     import submitit
 
     parameters = {f"slurm_{k}": int(v) if v.isdigit() else v for k, v in key_values("--slurm", args.slurm).items()}
     minutes = parameters.get("slurm_time", 24 * 60)
-    require(type(minutes) is int, f"--slurm time is in minutes, got {minutes}")  # submitit calculates with it
+    require(type(minutes) is int, f"--slurm time={minutes} is not a whole number. Give the time in minutes.")
     try:
         executor = submitit.AutoExecutor(args.runs_dir / "submitit" / "%j", cluster="slurm", slurm_max_num_timeout=20)
         executor.update_parameters(timeout_min=minutes, gpus_per_node=args.gpus_per_run, **parameters)
@@ -51,7 +51,7 @@ def submit(runs: list[Run], args: argparse.Namespace):
 
 
 def queued_job(path: Path) -> str | None:
-    """Return the number of the run's Slurm job, None if there is none or it has ended."""
+    """Return the number of the run's Slurm job, or None if the run has no job or the job has ended."""
     import submitit
 
     if not (file := sidecar(path, ".job")).exists():

@@ -1,4 +1,4 @@
-"""The runs of a sweep on this machine: an attempt at one run, and several runs at a time."""
+"""Trains the runs of a sweep on this machine, several at a time."""
 
 import collections
 import datetime
@@ -22,15 +22,15 @@ from scripts.shared.runs import failures, sidecar
 
 ROOT = Path(__file__).parents[2]
 USER_ERROR = 2  # exit code of train_gpt.py
-GRACE = 60  # seconds in which a run saves and ends after SIGTERM
-POLL = 0.5  # seconds
+GRACE = 60  # seconds for a run to save and end after SIGTERM
+POLL = 0.5  # seconds between checks of the processes
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Attempt:
-    """A process that trains a run, or fine-tunes it if it is trained. Its output goes to NAME.log.
+    """A process that trains a run, or fine-tunes a trained run. Its output goes to NAME.log.
 
-    environment: variables that differ from ours. processes: more than 1 are started by torchrun.
+    environment: variables to set for the process. processes: ranks of the run, started by torchrun if more than 1.
     """
 
     def __init__(self, run: Run, environment: dict[str, str], processes: int):
@@ -51,17 +51,17 @@ class Attempt:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches the sweep alone, which then stops its runs in order
+                start_new_session=True,  # Ctrl-C must reach only the sweep, which then lets its runs save
             )
 
 
 def record_outcome(path: Path, locked: Path, code: int) -> str:
-    """Return how an attempt at the run in this folder ended, and update the files beside the folder.
+    """Return the outcome of an attempt at the run in this folder, and update the files beside the folder.
 
-    locked: the folder that the process locked. code: its exit code. Outcomes: "finished", "interrupted" (to be
-    resumed), "failed", and "refused" (a user's error, which a second attempt would repeat).
+    locked: the folder that the process locked. code: exit code. Outcomes: "finished", "interrupted" (can be resumed),
+    "failed", and "refused" (a user's mistake, so another attempt would fail too).
     """
-    marked = (locked / "interrupted").exists()  # under torchrun the exit code does not tell
+    marked = (locked / "interrupted").exists()  # torchrun does not pass on exit codes
     if code == INTERRUPTED or marked and code != USER_ERROR:
         return "interrupted"
     log = sidecar(path, ".log")
@@ -70,7 +70,7 @@ def record_outcome(path: Path, locked: Path, code: int) -> str:
         sidecar(path, ".failures.txt").unlink(missing_ok=True)
         return "finished"
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()] or ["no output"]
-    errors = [line for line in lines if re.search(r"[eE]rror: ", line)]  # torchrun writes a table after them
+    errors = [line for line in lines if re.search(r"[eE]rror: ", line)]  # torchrun's table comes after these
     when = datetime.datetime.now().isoformat(timespec="seconds")
     append(sidecar(path, ".failures.txt"), f"{when} exit code {code}: {(errors or lines)[-1]}\n")
     return "refused" if code == USER_ERROR else "failed"
@@ -79,17 +79,17 @@ def record_outcome(path: Path, locked: Path, code: int) -> str:
 def train(
     runs: list[Run], at_once: int | None = None, gpus_per_run: int = 1, retries: int = 2, signals: tuple = SIGNALS
 ):
-    """Train and fine-tune the runs, each on GPUs of its own or on its share of the cores.
+    """Train and fine-tune the runs, each on its own GPUs or on its share of the cores.
 
-    A failed run is tried again, and the others go on; results and failures are in the folders. One of the signals stops
-    the runs and ends the process with exit code 130. Raise ValueError for too few GPUs.
+    A failed run is retried, and does not stop the others. One of the signals stops all runs and ends the process with
+    exit code 130. Raise ValueError for too few GPUs.
     """
     if not runs:
         return
     free = share_devices(runs, at_once, gpus_per_run)
-    require(free, f"--jobs {at_once}: at least one run must train at a time. Use 1 or more.")
+    require(free, f"--jobs {at_once} would start no run. Use 1 or more.")
     for number in signals:
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+        if signal.getsignal(number) != signal.SIG_IGN:  # under nohup, SIGHUP stays ignored
             signal.signal(number, stop)
     waiting, running, failures_of = collections.deque(runs), [], collections.Counter()
     bar = tqdm(total=len(runs), unit="run", desc=f"{min(len(free), len(runs))} runs at a time", disable=None)
@@ -104,7 +104,7 @@ def train(
                 run = attempt.run
                 outcome = record_outcome(run.path, attempt.folder, attempt.process.returncode)
                 if outcome == "finished" and run.needle and not attempt.fine_tunes:
-                    waiting.appendleft(run)  # to be fine-tuned next
+                    waiting.appendleft(run)  # fine-tuning comes next
                 elif outcome == "finished":
                     bar.update()
                 elif outcome == "failed":
@@ -116,23 +116,23 @@ def train(
     finally:
         bar.close()
         for attempt in running:
-            attempt.process.terminate()  # all at once, then wait for each
+            attempt.process.terminate()  # all runs save at the same time
         for process in [attempt.process for attempt in running]:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE)
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # compiler workers too
+                os.killpg(process.pid, signal.SIGKILL)  # compile workers may still live
             process.wait()
 
 
 def stop(number: int, frame: object):
-    """End the process by SystemExit, as the handler of a signal."""
-    print("stopping; the same command resumes unfinished runs", file=sys.stderr)
+    """Handle a signal: end the process by SystemExit."""
+    print("stopping all runs. The same command resumes them.", file=sys.stderr)
     sys.exit(130)
 
 
 def share_devices(runs: list[Run], at_once: int | None, gpus_per_run: int) -> list[dict[str, str]]:
-    """Return the environment variables of each of the runs that train at the same time: GPUs, or number of threads.
+    """Return a list with the environment variables of each simultaneous run: its GPUs, or its number of threads.
 
     Without GPUs each core trains one run, because models this small gain little from a second core. Raise ValueError
     for too few GPUs.
@@ -141,7 +141,7 @@ def share_devices(runs: list[Run], at_once: int | None, gpus_per_run: int) -> li
     count, named = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = [] if on_cpu else named.split(",")[:count] if named else [str(i) for i in range(count)]
     fits = gpus_per_run >= 1 and (on_cpu or gpus_per_run <= max(1, len(gpus)))
-    require(fits, f"--gpus-per-run {gpus_per_run}: torch sees {len(gpus)} GPUs here. Use 1 or another number.")
+    require(fits, f"--gpus-per-run {gpus_per_run} does not fit {len(gpus)} GPUs. Use at most {max(1, len(gpus))}.")
     if gpus:
         groups = [gpus[i : i + gpus_per_run] for i in range(0, len(gpus) - gpus_per_run + 1, gpus_per_run)]
         return [{"CUDA_VISIBLE_DEVICES": ",".join(groups[i % len(groups)])} for i in range(at_once or len(groups))]
