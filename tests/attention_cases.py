@@ -23,7 +23,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 class ByHead(ScoreChange):
-    """a = 1 + h/2 and m = -sqrt(t) / (h + 1): two functions, not smooth at 0, different for each head."""
+    """a = 1 + h/2 and m = -sqrt(t) / (h + 1): functions that differ by head and are not smooth at t = 0."""
 
     def coefficients(self, distance, head):
         return 1 + head / 2, -distance.sqrt() / (head + 1)
@@ -125,7 +125,7 @@ def check(
 ):
     """Compare a backend with the formula in float64: the last `queries` outputs, and all gradients.
 
-    weigh_output: how much of the output its gradient has beside random numbers, so that no sum over rows is near 0.
+    weigh_output: share of the output in its gradient, which is random otherwise. So no sum over rows is near 0.
     """
     q, k, v, x = inputs = inputs or make_inputs(method, length, **options)
     exact = [y.detach().double().requires_grad_() for y in inputs]
@@ -142,8 +142,8 @@ def check(
     leaves = 4 if needs_x else 3
     weight = (random(*output.shape, seed=3).to(q.device) + weigh_output * expected.detach()).to(q.dtype)
     ours = torch.autograd.grad(output, [*inputs[:leaves], *method.parameters()], weight)
-    theirs = torch.autograd.grad(expected, [*exact[:leaves], *method.parameters()], weight.double())
-    for mine, truth in zip(ours, theirs, strict=True):
+    exact_gradients = torch.autograd.grad(expected, [*exact[:leaves], *method.parameters()], weight.double())
+    for mine, truth in zip(ours, exact_gradients, strict=True):
         assert_near(mine, truth, tolerance)
 
 

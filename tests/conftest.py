@@ -1,6 +1,6 @@
 """What all tests share: Triton's interpreter, and the count of faults behind the promises (docs/reliability.md).
 
-A test of a promise is marked `promise(number, "words")` and injects each fault within `with faults(kind):`. What raises
+A test of a promise is marked `promise(number, "text")` and injects each fault within `with faults(kind):`. What raises
 there is a fault that the program did not survive. `--long` injects many more of them, and ends with the table that
 scripts/torture.sh prints.
 """
@@ -87,10 +87,10 @@ def pytest_terminal_summary(terminalreporter, config):
         "| | promise | faults injected | survived | lost |",
         "|---:|---|---|---:|---:|",
     ]
-    for (number, words), faults in sorted(config.stash[PROMISES].items()):
+    for (number, text), faults in sorted(config.stash[PROMISES].items()):
         kinds = ", ".join(f"{count} {kind}" for kind, count in faults.injected.items())
         injected, lost = sum(faults.injected.values()), sum(faults.lost.values())
-        lines.append(f"| {number} | {words} | {injected}: {kinds} | {injected - lost} | {lost} |")
+        lines.append(f"| {number} | {text} | {injected}: {kinds} | {injected - lost} | {lost} |")
     lines += [""] + [f"- {n}: {figure}" for (n, _), f in sorted(config.stash[PROMISES].items()) for figure in f.figures]
     terminalreporter.write_line("\n".join(lines))
 

@@ -16,7 +16,7 @@ class Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def serve(self, path):
-        """Send a file, from another host if it is a large one, as the hub does; or do what `hub.fault` does instead."""
+        """Send a file, or call `hub.fault`. Large files come from another host, as from the real hub."""
         hub, name = self.server, path.removeprefix("/cdn")
         data, fetched = hub.served[name], self.command == "GET"
         sha256 = hub.sha256.get(name, hashlib.sha256(data).hexdigest())
@@ -47,8 +47,10 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serve():
-    """Run the hub. `served` has its files by path, `sha256` has wrong checksums, `fault` replaces the next `faults`
-    answers to GET; `fetched` tells what was fetched."""
+    """Run the hub. `served` and `sha256` hold files and wrong checksums by path; `fetched` lists the downloads.
+
+    `fault` replaces the next `faults` answers to GET.
+    """
     hub = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     hub.address = f"http://127.0.0.1:{hub.server_port}"
     hub.served, hub.sha256, hub.fetched, hub.fault, hub.faults = {}, {}, [], None, 0

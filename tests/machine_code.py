@@ -77,7 +77,7 @@ def compile_kernel(kernel, signature: dict, constants: dict, attributes: dict, o
 
 
 def innermost_loops(listing: str, needed: str) -> list[list[str]]:
-    """Return the opcodes of each innermost loop of those that have an opcode containing `needed`."""
+    """Return the opcodes of each innermost loop that has an opcode containing `needed`."""
     opcodes, labels, loops = [], {}, []
     for line in listing.splitlines():
         if label := re.match(r"\s*\.(L_x_\d+):", line):

@@ -1,13 +1,12 @@
-"""Machines that tests can lose: network, process and host name of their own on this one, with torchrun on them.
+"""Simulated machines that tests can kill or unplug. torchrun runs on them.
 
     with Network() as network:
         one = network.machine("node1")
         one.run(sys.executable, "-m", "torch.distributed.run", ..., output=file)
 
-A machine is one namespace each of network, processes, mounts and host name (Linux, as root). What joins them is a
-switch in this process, which hands packets from one TUN device to another and can lose them: a kernel without netem
-will do. Files are shared, as the disk of a cluster is. Nothing has a name outside and everything hangs
-on the process of the test: it ends, however it ends, and the kernel removes processes, namespaces and devices.
+A machine has Linux namespaces: network, processes, mounts and host name. Making them needs root. A switch in this
+process passes packets between their TUN devices, and can lose packets; so the kernel needs no netem. Files are shared,
+as on a cluster's disk. Everything belongs to the test's process. When it ends, the kernel removes all of it.
 """
 
 import contextlib
@@ -35,7 +34,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def missing():
-    """Why there can be no machines here, or None."""
+    """Return why there can be no machines here, or None."""
     if os.geteuid() or not Path("/dev/net/tun").exists():
         return "only root makes namespaces, and they are joined through /dev/net/tun"
     with contextlib.suppress(OSError):
@@ -72,14 +71,14 @@ class Network(threading.Thread):
         self.join(60)
 
     def machine(self, name):
-        """A new machine, or the same anew after it was killed. The number that its name ends with is its address."""
+        """Start a machine, perhaps again after it was killed. The number at the end of its name is its address."""
         number = int(name.lstrip("abcdefghijklmnopqrstuvwxyz-"))
         self.plug(name)
         self.machines[number] = machine = Machine(self, name, number)
         return machine
 
     def unplug(self, name):
-        """Lose all packets to and from a machine from now on; nobody is told, as when a cable is pulled."""
+        """Lose all packets to and from a machine from now on, without notice, as when a cable is pulled."""
         self.unplugged |= {int(name[-1])}
 
     def plug(self, name):
@@ -102,61 +101,65 @@ class Network(threading.Thread):
 
 
 class Machine:
-    """One of them; `with` is the network's."""
+    """A machine of a network."""
 
     def __init__(self, network, name, number):
         self.network, self.name, self.device, self.init, self.space = network, name, None, 0, None
-        self.control, theirs = socket.socketpair()
-        with theirs:
+        self.control, remote = socket.socketpair()
+        with remote:
             self.process = subprocess.Popen(
-                [sys.executable, __file__, name, str(number), str(theirs.fileno()), str(os.getpid())],
-                pass_fds=[theirs.fileno()], cwd=ROOT, env=environment(),
+                [sys.executable, __file__, name, str(number), str(remote.fileno()), str(os.getpid())],
+                pass_fds=[remote.fileno()], cwd=ROOT, env=environment(),
             )  # fmt: skip
         self.control.settimeout(60)
-        said, devices, *_ = socket.recv_fds(self.control, 4096, 1)
+        message, devices, *_ = socket.recv_fds(self.control, 4096, 1)
         if not devices:
             self.kill()
-            raise OSError(f"{name}: {said.decode() or 'ended'}")
-        self.init = int(said)  # its first process, as this machine numbers it
+            raise OSError(f"{name}: {message.decode() or 'ended'}")
+        self.init = int(message)  # process id of its first process on the real machine
         os.set_blocking(devices[0], False)
         self.device, self.space = devices[0], os.open(f"/proc/{self.init}/ns/net", os.O_RDONLY)
 
     def run(self, *command, output, **variables):
-        """Start a command, whose output goes to the end of a file. One at a time."""
-        words = dict(command=[str(word) for word in command], output=str(output), variables=variables)
-        self.command = b"\0".join(os.fsencode(word) for word in words["command"]) + b"\0"
-        self.control.send(json.dumps(words).encode())
+        """Start a command and append its output to a file. A machine runs one command at a time."""
+        request = dict(command=[str(word) for word in command], output=str(output), variables=variables)
+        self.command = b"\0".join(os.fsencode(word) for word in request["command"]) + b"\0"
+        self.control.send(json.dumps(request).encode())
 
     def wait(self, seconds):
-        """The exit code of the command. Raise TimeoutError, or OSError when the machine is gone."""
+        """Return the exit code of the command. Raise TimeoutError, or OSError when the machine is gone."""
         self.control.settimeout(seconds)
-        if not (said := self.control.recv(4096)):
+        if not (answer := self.control.recv(4096)):
             raise OSError(f"{self.name} is gone")
-        return json.loads(said)
+        return json.loads(answer)
 
     def poll(self):
-        """The exit code of the command, None while it runs. Raise OSError when the machine is gone."""
+        """Return the exit code of the command, None while it runs. Raise OSError when the machine is gone."""
         with contextlib.suppress(BlockingIOError):
             return self.wait(0)
 
     def kill(self):
-        """Kill every process on it at the same instant. The others' kernels are told that connections ended, unless
-        the machine was unplugged before: then it has lost its power."""
-        self.process.kill()  # what hangs on it goes too
+        """Kill every process on it at the same instant.
+
+        The other machines' kernels learn that the connections ended. After `unplug` they do not, as at a loss of power.
+        """
+        self.process.kill()  # the machine's processes die with it
         self.process.wait(60)
         end, device = time.monotonic() + 60, self.device
         while Path(f"/proc/{self.init}").exists() and time.monotonic() < end:
             time.sleep(0.01)
         while device is not None and select.select([device], [], [], 0.05)[0] and time.monotonic() < end:
-            time.sleep(0.01)  # what its processes still had to say
+            time.sleep(0.01)  # its last packets
         self.control.close()
         self.device = None
         for descriptor in (device, self.space) if device is not None else ():
             os.close(descriptor)  # with these goes the network
 
     def processes(self):
-        """The command's process, while it runs, and those that it started, torchrun's agent and its workers: lists of
-        ids. Not the orphans of one that was killed, which become children of the machine's first process, too."""
+        """Return the process ids of torchrun's agents and of their workers, two lists.
+
+        Orphans are left out. They become children of the machine's first process, as the agents are.
+        """
         parents = {}
         for entry in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):
@@ -173,9 +176,9 @@ class Machine:
 
 
 def environment():
-    """That of commands: gloo listens on the device, and has no other."""
-    own = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "TORCHELASTIC_"))}
-    return own | dict(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", GLOO_SOCKET_IFNAME="net0", PYTHONPATH=str(ROOT))
+    """Return the environment of commands. gloo listens on the machine's network device."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "TORCHELASTIC_"))}
+    return kept | dict(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", GLOO_SOCKET_IFNAME="net0", PYTHONPATH=str(ROOT))
 
 
 # ---- on the machine --------------------------------------------------------------------------------------------------
@@ -210,8 +213,8 @@ def be(name, number, control, parent):
 def make_device(number):
     device = os.open("/dev/net/tun", os.O_RDWR)
     fcntl.ioctl(device, SET_INTERFACE, struct.pack("16sH22x", b"net0", TUN_WITHOUT_HEADER))
-    for words in (f"addr add {SUBNET}.{number}/24 dev net0", "link set net0 up", "link set lo up"):
-        subprocess.run(["ip", *words.split()], check=True)
+    for arguments in (f"addr add {SUBNET}.{number}/24 dev net0", "link set net0 up", "link set lo up"):
+        subprocess.run(["ip", *arguments.split()], check=True)
     return device
 
 
@@ -221,19 +224,19 @@ def mount():
     with tempfile.NamedTemporaryFile("w") as file:  # the mount keeps it when its name has gone
         file.write(hosts)
         file.flush()
-        for words in ("--make-rprivate /", "-t proc proc /proc", f"--bind {file.name} /etc/hosts"):
-            subprocess.run(["mount", *words.split()], check=True)
+        for arguments in ("--make-rprivate /", "-t proc proc /proc", f"--bind {file.name} /etc/hosts"):
+            subprocess.run(["mount", *arguments.split()], check=True)
     Path("/proc/sys/net/ipv4/tcp_retries2").write_text("8")  # a dead connection ends after about 100 s, not 15 minutes
 
 
 def serve(control):
     """Run the commands that come through `control`; answer with their exit codes."""
-    while words := control.recv(65536):
-        words = json.loads(words)
-        with open(words["output"], "ab", buffering=0) as output:
-            variables = os.environ | words["variables"]
+    while message := control.recv(65536):
+        request = json.loads(message)
+        with open(request["output"], "ab", buffering=0) as output:
+            variables = os.environ | request["variables"]
             pipes = dict(stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
-            code = subprocess.run(words["command"], cwd=ROOT, env=variables, **pipes).returncode
+            code = subprocess.run(request["command"], cwd=ROOT, env=variables, **pipes).returncode
         control.send(json.dumps(code).encode())
 
 

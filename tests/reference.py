@@ -1,9 +1,9 @@
-"""The attention methods in float64, written from the papers alone: the specification that model/ is held to.
+"""The attention methods in float64, written from the papers alone. Tests compare model/ with them.
 
-Slow and literal on purpose; imports nothing of the project. q (B, H, Tq, D) and k, v (B, H, Tk, D) are not rotated yet;
-query i sees the keys j <= i, and t = i - j. `learned` is a method's one parameter, (H,): LogN's s, Infini's beta or a
-learned log(tau).
-Method names and options are those of model.methods.make_method. PE = "Scale-invariant attention", the paper.
+The code is slow and literal on purpose, and imports nothing of the project. q (B, H, Tq, D) and k, v (B, H, Tk, D) come
+before rotation. Query i sees the keys j <= i, and t = i - j. `learned` is a method's one parameter, (H,): LogN's s,
+Infini's beta or a learned log(tau). model.methods.make_method takes the same names and options.
+PE = "Scale-invariant attention", the paper.
 """
 
 import math
@@ -73,7 +73,7 @@ def rotate(x, positions, frequencies, gain=1.0):
     return torch.cat([pairs.real, pairs.imag], dim=-1)  # (B, H, T, D)
 
 
-# ---- what is done to the scores --------------------------------------------------------------------------------------
+# ---- changes of the scores -------------------------------------------------------------------------------------------
 
 
 def logn_init(train_length):
@@ -93,7 +93,7 @@ def alibi_slopes(num_heads, slopes="official"):
 
 
 def scale_invariant(t, tau=10.0, alpha=math.exp(0.5), beta=math.exp(0.5)):
-    """a_t and m_t (PE, Eq. "solution"); alpha = beta = e^(1/2) is what the boundary a_0 = 1, m_0 = 0 asks for."""
+    """a_t and m_t (PE, Eq. "solution"). The boundary a_0 = 1, m_0 = 0 gives alpha = beta = e^(1/2)."""
     a_squared = 2 * (torch.log(t / tau + 1) - math.log(alpha) + beta / alpha)
     return a_squared.sqrt(), -a_squared + beta / alpha
 
@@ -136,7 +136,7 @@ def attend(name, q, k, v, **options):
 def infini(name, q, k, v, *, learned, segment_length=None, delta=False, train_length, target_length=None, **rotary):
     """Munkhdalai et al. 2024: causal softmax inside a segment, a linear-attention memory of the segments before it.
 
-    The memory sees q and k before rotation; sigma = ELU + 1; the first segment has no memory and no gate.
+    The memory sees q and k before rotation. sigma = ELU + 1. The first segment has no memory and no gate.
     """
     def sigma(x):
         return torch.nn.functional.elu(x) + 1

@@ -49,9 +49,9 @@ def small_tiles(monkeypatch):
 
 
 def can_run(backend, name):
-    """Whether it can by what it says, or, for those that are patched here, by what it says on a GPU."""
+    """Return whether the backend takes the method. For the backends that this file patches: on a GPU."""
     method = make_case(name, head_dim=16)
-    if backend == "flex_flash":  # it says so of a GPU with its package only
+    if backend == "flex_flash":  # it needs a GPU and its package
         return name in ("nope", "rope", "logn", "alibi", "scale_invariant", "by_head", "for_all_heads", "window")
     return backend == "flex" or backend_runs(backend, method)
 

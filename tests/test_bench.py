@@ -34,7 +34,7 @@ def one_call(monkeypatch):
 
 def test_a_ratio_is_the_median_of_the_ratios_of_the_same_round():
     assert protocol.ratio_cell([2.0, 40.0, 6.0], [1.0, 20.0, 3.0]) == "2.000 (2.000 to 2.000)"
-    # Of 3 rounds the median is the lowest ratio in 7 of the 27 equally likely draws, and the highest in 7.
+    # 3 rounds have 27 equally likely draws. The median is the lowest ratio in 7 of them, and the highest in 7.
     assert protocol.ratio_cell([9.0, 1.0, 4.0], [1.0, 1.0, 2.0]) == "2.000 (1.000 to 9.000)"
 
 

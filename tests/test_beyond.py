@@ -40,19 +40,20 @@ def samples(sd, *others):
     """Return losses at 256 of the reference, of standard deviation 0.01, of RoPE with sd, and others."""
     random = np.random.default_rng()
     ours = random.permutation([4.0, 4.0, 4.01, 4.02, 4.02]) + 0.002 * random.random()
-    theirs = 4.01 + sd * random.permutation([-1, 0, 1])
-    return {(REFERENCE, 256): ours.tolist(), ("rope", 256): theirs.tolist(), ("nope", 64): [4.2, 4.3], **dict(others)}
+    rope_losses = 4.01 + sd * random.permutation([-1, 0, 1])
+    trained = {(REFERENCE, 256): ours.tolist(), ("rope", 256): rope_losses.tolist(), ("nope", 64): [4.2, 4.3]}
+    return trained | dict(others)
 
 
 def test_differences_where_the_methods_vary_alike_are_those_of_student():
     one, borrowed = [4.03], [3.0, 4.0, 5.0]
     losses = samples(0.012, (("alibi", 256), one), (("yarn", 256), borrowed))
-    ours, theirs = losses[REFERENCE, 256], losses["rope", 256]
-    variance = (4 * statistics.variance(ours) + 2 * statistics.variance(theirs)) / 6  # of what was trained repeatedly
+    ours, rope_losses = losses[REFERENCE, 256], losses["rope", 256]
+    variance = (4 * statistics.variance(ours) + 2 * statistics.variance(rope_losses)) / 6  # of 5 seeds and of 3
     found = {row["series"]: row for row in differences(losses, REFERENCE, [256], not_trained={"yarn"})}
     assert [*found] == ["rope", "alibi", "yarn"]
     assert (found["rope"]["seeds"], found["rope"]["reference_seeds"]) == (3, 5)
-    for series, values in ("rope", theirs), ("alibi", one), ("yarn", borrowed):
+    for series, values in ("rope", rope_losses), ("alibi", one), ("yarn", borrowed):
         stderr = math.sqrt(variance / len(values) + variance / 5)
         difference = statistics.fmean(values) - statistics.fmean(ours)
         assert [found[series]["difference"], found[series]["stderr"]] == pytest.approx([difference, stderr])
@@ -63,10 +64,10 @@ def test_differences_where_the_methods_vary_alike_are_those_of_student():
 
 def test_differences_where_the_methods_vary_otherwise_are_those_of_welch():
     losses = samples(0.3)
-    ours, theirs = losses[REFERENCE, 256], losses["rope", 256]
+    ours, rope_losses = losses[REFERENCE, 256], losses["rope", 256]
     (row,) = differences(losses, REFERENCE, [256])
-    parts = [statistics.variance(x) / len(x) for x in (theirs, ours)]
-    stderr, difference = math.sqrt(sum(parts)), statistics.fmean(theirs) - statistics.fmean(ours)
+    parts = [statistics.variance(x) / len(x) for x in (rope_losses, ours)]
+    stderr, difference = math.sqrt(sum(parts)), statistics.fmean(rope_losses) - statistics.fmean(ours)
     freedom = sum(parts) ** 2 / (parts[0] ** 2 / 2 + parts[1] ** 2 / 4)
     assert [row["difference"], row["stderr"]] == pytest.approx([difference, stderr])
     assert row["p"] == row["p_holm"] == pytest.approx(two_sided(difference / stderr, freedom), rel=1e-4)

@@ -1,4 +1,4 @@
-"""The check of a kernel: right ones pass in every dtype, planted faults are refused; a run ends or takes another."""
+"""The check of a kernel: right kernels pass in every dtype, and planted faults end a run or choose another kernel."""
 
 import math
 import re
@@ -133,7 +133,7 @@ def test_errors_are_shares_of_the_norm_and_of_the_mean_row():
 
 @pytest.fixture
 def on_cuda(monkeypatch):
-    """Set backends {name: fault or None for a right one} that are chosen as on CUDA, and checked on this CPU."""
+    """Set backends: {name: fault, or None}. The choice is CUDA's, and the check runs on this CPU."""
     def check_here(backend, method, device, dtype):
         return check_backend(backend, method, CPU, torch.float32, [130])
     def set_backends(**faults):
@@ -182,9 +182,9 @@ def test_ranks_with_other_backends_end_the_run_in_one_line(backend, tmp_path):
     if not backend_runs("cpu", make_case("rope")):
         pytest.skip("no rank has the kernel")
     (tmp_path / "train.py").write_text(RANK_1_WITHOUT_COMPILER)
-    words = arguments(make_data(tmp_path / "data"), tmp_path / "runs", attention_backend=backend)
+    argv = arguments(make_data(tmp_path / "data"), tmp_path / "runs", attention_backend=backend)
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    done = python(*launcher, tmp_path / "train.py", *words, code=1, PYTHONPATH=str(ROOT))  # torchrun's own exit code
+    done = python(*launcher, tmp_path / "train.py", *argv, code=1, PYTHONPATH=str(ROOT))  # torchrun's own exit code
     (error,) = re.findall("error: .*", done.stderr)
     assert "rank 1" in error and "no compiler" in error and ("blocks" in error or backend == "cpu")
     assert "exitcode  : 2" in done.stderr and 'train_gpt.py", line' not in done.stderr  # no worker's traceback

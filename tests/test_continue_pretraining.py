@@ -83,7 +83,7 @@ def comparable(run):
     return [{k: v for k, v in r.items() if k not in timings} for r in read_metrics(run / "metrics.jsonl")]
 
 
-# ---- what is computed ------------------------------------------------------------------------------------------------
+# ---- losses and gradients --------------------------------------------------------------------------------------------
 
 
 def test_losses_before_and_after(place, undisturbed):
@@ -181,9 +181,9 @@ def test_a_resumed_run_equals_the_undisturbed_one_bit_for_bit(after, place, undi
     assert (run / "interrupted").read_text() == "SIGTERM\n" and not (run / "summary.json").exists()
     assert (run / "checkpoints" / f"step_{after:06d}.pt").exists()
     assert run_command(argv) == 0 and comparable(run) == comparable(whole)
-    ours, theirs = (load_checkpoint(folder / "checkpoints" / f"step_{STEPS:06d}.pt") for folder in (run, whole))
+    ours, expected = (load_checkpoint(folder / "checkpoints" / f"step_{STEPS:06d}.pt") for folder in (run, whole))
     for part in ("model", "optimizers"):
-        assert_close(ours[part], theirs[part], rtol=0, atol=0)
+        assert_close(ours[part], expected[part], rtol=0, atol=0)
     before = (run / "metrics.jsonl").read_bytes()
     assert run_command(argv) == 0 and (run / "metrics.jsonl").read_bytes() == before  # it is finished
 

@@ -82,8 +82,8 @@ def test_prepared_train_split_holds_the_rows_of_the_natural_split(tmp_path, caps
 )
 def test_a_mistake_is_named_and_writes_no_shards(tmp_path, capsys, arguments):
     source = write_folder(tmp_path / "in", make_documents(40))
-    words = [str(source), "--tokenizer", "bpe:300", "--val-fraction", "0.2", "--out", str(tmp_path / "out")]
-    assert exit_code(main, [*words, *arguments.split()]) == 2
+    argv = [str(source), "--tokenizer", "bpe:300", "--val-fraction", "0.2", "--out", str(tmp_path / "out")]
+    assert exit_code(main, [*argv, *arguments.split()]) == 2
     error = capsys.readouterr().err
     assert "Traceback" not in error and ("copy-rows" in error or "row-tokens" in error or "segments" in error)
     assert not list((tmp_path / "out").glob("*.bin*"))

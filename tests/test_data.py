@@ -22,10 +22,10 @@ VOCAB = 50257
 NAMES = ["x_train_000001.bin", "x_train_000002.bin", "x_train_000003.bin", "x_val_000000.bin"]  # of write_dataset
 
 
-def exit_code(command, words):
-    """Return the exit code of a command that is called with these words."""
+def exit_code(command, argv):
+    """Return the exit code of a command that is called with these arguments."""
     try:
-        command([*map(str, words)])
+        command([*map(str, argv)])
     except SystemExit as end:
         return end.code
     return 0

@@ -95,12 +95,12 @@ def test_the_target_position_scales_prompt_and_steps_alike(name, options):
 @pytest.mark.parametrize("name, other", [("rope", "rope_ntk"), ("rope", "yarn"), ("logn_rope", "logn_ntk")])
 @torch.no_grad()
 def test_a_model_decodes_as_a_method_that_trains_identically(name, other):
-    ours, theirs = make_model(name), make_model(other)  # with the same weights
-    method, tokens = theirs.blocks[0].attention.method, random_tokens(40)[0]
-    decoders = [Decoder(ours, 60, method=method), Decoder(theirs, 60)]
+    ours, other_model = make_model(name), make_model(other)  # with the same weights
+    method, tokens = other_model.blocks[0].attention.method, random_tokens(40)[0]
+    decoders = [Decoder(ours, 60, method=method), Decoder(other_model, 60)]
     assert torch.equal(*(decoder.prefill(tokens) for decoder in decoders))
     assert torch.equal(*(decoder.step(tokens[:, 0]) for decoder in decoders))
-    chosen = [greedy_decode(m, tokens, 5, method=method) for m in (ours, theirs)]
+    chosen = [greedy_decode(m, tokens, 5, method=method) for m in (ours, other_model)]
     assert torch.equal(*chosen)
 
 

@@ -1,4 +1,4 @@
-"""scripts.evaluate: the losses on the run's own and on other text, what is stored, and which text is refused."""
+"""scripts.evaluate: losses on the run's text and on another, the stored file, and refused text."""
 
 import json
 import shutil
@@ -13,18 +13,18 @@ from data.shards import open_split
 from scripts import evaluate
 
 
-def call(*words):
-    evaluate.main([*map(str, words), "--device", "cpu"])
+def call(*argv):
+    evaluate.main([*map(str, argv), "--device", "cpu"])
 
 
-def refusal(capsys, *words):
+def refusal(capsys, *argv):
     """Return the one error of a command that evaluates nothing."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as exit:
-        call(*words)
-    said = capsys.readouterr()
-    errors = [line for line in said.err.splitlines() if line.startswith("error: ")]
-    assert exit.value.code == 2 and len(errors) == 1 and not said.out
+        call(*argv)
+    output = capsys.readouterr()
+    errors = [line for line in output.err.splitlines() if line.startswith("error: ")]
+    assert exit.value.code == 2 and len(errors) == 1 and not output.out
     return errors[0]
 
 

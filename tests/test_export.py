@@ -1,4 +1,4 @@
-"""Exported models: equal to ours in logits, gradients and generation, with every method; what a folder holds; push."""
+"""Exported models: logits, gradients and generation equal ours for every method; the folder's files; push."""
 
 import ast
 import json
@@ -30,7 +30,7 @@ from scripts.hf.modeling_method_gpt import MethodGPTConfig, MethodGPTForCausalLM
 from scripts.hf.modules import ROOT
 
 every_case = pytest.mark.parametrize("name, options", CASES, ids=[f"{name}-{options}" for name, options in CASES])
-# Of each kind: scaled by the length, a bias of keys, a memory, its own softmax, wide keys, layers that differ.
+# One method of each kind: scaling by length, key bias, memory, another softmax, wide keys, layers that differ.
 KINDS = [(name, {}) for name in ("logn_ntk", "p_rope+forget", "fire", "pope+scale_invariant", "swan", "nape")]
 KINDS += [("infini_rope", dict(segment_length=7)), ("fox,rope+window", dict(window=9))]
 each_kind = pytest.mark.parametrize("name, options", KINDS, ids=[name for name, _ in KINDS])
@@ -156,10 +156,10 @@ def test_a_folder_has_weights_tokenizer_code_and_card(run, exported):
     summary, data = (json.loads((run / name).read_text()) for name in ("summary.json", "data.json"))
     shown = [f"{summary['val_loss'][n]:.3f}" for n in ("240", "480")] + [data["train"], data["tokenizer"][:12]]
     assert all(text in card for text in (*shown, "infini_p_rope,fox,logn_p_rope")) and str(run.parent) not in card
-    ours, theirs = load_tokenizer(run.parent / "data"), AutoTokenizer.from_pretrained(exported, trust_remote_code=False)
+    ours, loaded = load_tokenizer(run.parent / "data"), AutoTokenizer.from_pretrained(exported, trust_remote_code=False)
     text = "abc hgf  a\nbcd"
-    assert theirs(text)["input_ids"] == ours.encode(text)
-    assert theirs.eos_token_id == theirs.bos_token_id == theirs.pad_token_id == ours.eot
+    assert loaded(text)["input_ids"] == ours.encode(text)
+    assert loaded.eos_token_id == loaded.bos_token_id == loaded.pad_token_id == ours.eot
 
 
 def test_transformers_finds_the_code(exported):
@@ -195,8 +195,8 @@ torch.save((logits, new), out)
 def test_it_loads_and_generates_where_the_repository_is_not(run, exported, tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= dict(HF_HOME=str(tmp_path / "home"), HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
-    words = [sys.executable, "-c", LOAD, str(exported), str(tmp_path / "out")]
-    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    command = [sys.executable, "-c", LOAD, str(exported), str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     logits, new = torch.load(tmp_path / "out")
     tokens = torch.arange(600).view(2, 300) % 384

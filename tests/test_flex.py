@@ -86,7 +86,7 @@ def consecutive(counts, indices):
 
 
 def queries_see_first_tile(mask, queries, tile=16):
-    """Whether each query sees a key of the first tile that the kernel reads for it, of cut blocks before whole ones."""
+    """Return whether each query sees a key of its first tile. The kernel reads cut blocks before whole ones."""
     for block, (cut, whole) in enumerate(zip(mask.kv_num_blocks.flatten(), mask.full_kv_num_blocks.flatten())):
         indices = (mask.kv_indices if cut else mask.full_kv_indices)[0, 0, block]
         assert cut or whole
@@ -121,7 +121,7 @@ def test_the_kernel_options_are_true_of_the_mask(queries, keys, q_offset, window
 
 @pytest.mark.parametrize("options", [{}, dict(tau=0.3), dict(tau_ratio=3.0)])
 def test_the_table_is_the_formula_less_a_constant(options):
-    """In float32, at the distances of 64k tokens: a (S - a) + 1 = a S + m, to within a few roundings of a |S| + a^2."""
+    """In float32, up to 64k tokens back: a (S - a) + 1 = a S + m, within a few roundings of a |S| + a^2."""
     change, length = ScaleInvariant(3, 16, 64, **options), 65536
     prepared = flex.prepare(change, Plan("flex", 3, 16, 256, length, length - 256))
     head, query = torch.arange(3).view(-1, 1, 1), torch.tensor([0, 255]).view(-1, 1)

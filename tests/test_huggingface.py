@@ -50,7 +50,7 @@ def move_learned(model):
             parameter += 0.3 * torch.rand(parameter.shape, generator=torch.Generator().manual_seed(i))
 
 
-# ---- what a converted model computes ---------------------------------------------------------------------------------
+# ---- logits and losses of a converted model --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("changes", [
@@ -188,9 +188,9 @@ def test_a_converted_model_is_saved_and_loaded(tmp_path):
 @pytest.fixture
 def folder(tmp_path):
     make_model().save_pretrained(tmp_path / "model")
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "model")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 
@@ -227,9 +227,9 @@ def test_the_example_of_the_page_runs(folder, tmp_path, monkeypatch, capsys):
     page = (Path(__file__).parents[1] / "docs" / "huggingface.md").read_text()
     code = page.split("```python\n")[1].split("```")[0]
     monkeypatch.chdir(tmp_path)
-    for theirs, here in (("meta-llama/Llama-2-7b-hf", str(folder)), ('device="cuda"', 'device="cpu"')):
-        assert code.count(theirs) == 1
-        code = code.replace(theirs, here)
+    for original, here in (("meta-llama/Llama-2-7b-hf", str(folder)), ('device="cuda"', 'device="cpu"')):
+        assert code.count(original) == 1
+        code = code.replace(original, here)
     exec(code, {})
     deviations, loss = capsys.readouterr().out.splitlines()
     assert deviations.startswith("tensor(") and "nan" not in deviations + loss

@@ -26,9 +26,9 @@ def call(tmp_path, monkeypatch, capsys):
     """Runs a command in tmp_path: its exit status and its output."""
     monkeypatch.chdir(tmp_path)
 
-    def call(command, *words):
+    def call(command, *argv):
         try:
-            command.main([*map(str, words)])
+            command.main([*map(str, argv)])
         except SystemExit as end:
             return end.code, capsys.readouterr()
         return 0, capsys.readouterr()

@@ -43,16 +43,16 @@ def test_its_scores_are_those_of_our_model(run, exported, tmp_path, monkeypatch)
     common |= dict(test_split="test", doc_to_text="{{question}}")
     choice = dict(task="choice", output_type="multiple_choice", doc_to_choice="{{choices}}", doc_to_target=0)
     choice |= dict(target_delimiter="", metric_list=[dict(metric="acc")])
-    words = dict(task="words", output_type="generate_until", doc_to_target="{{answer}}")
-    words |= dict(metric_list=[dict(metric="exact_match")])
-    words |= dict(generation_kwargs=dict(until=["zzz"], max_gen_toks=8, do_sample=False))
+    generation = dict(task="words", output_type="generate_until", doc_to_target="{{answer}}")
+    generation |= dict(metric_list=[dict(metric="exact_match")])
+    generation |= dict(generation_kwargs=dict(until=["zzz"], max_gen_toks=8, do_sample=False))
     found = lm_eval.simple_evaluate(
-        model="hf", model_args=f"pretrained={exported},trust_remote_code=True", tasks=[common | choice, common | words],
-        batch_size=1, device="cpu",
+        model="hf", model_args=f"pretrained={exported},trust_remote_code=True", 
+        tasks=[common | choice, common | generation], batch_size=1, device="cpu",
     )  # fmt: skip
     assert found["results"]["words"]["exact_match,none"] == 0.75
     ours = [[log_probability(doc["question"], choice) for choice in doc["choices"]] for doc in docs]
-    theirs = sorted(found["samples"]["choice"], key=lambda sample: sample["doc_id"])
-    for own, sample in zip(ours, theirs, strict=True):
-        assert [response[0] for response in sample["filtered_resps"]] == pytest.approx(own, abs=1e-4)
+    samples = sorted(found["samples"]["choice"], key=lambda sample: sample["doc_id"])
+    for expected, sample in zip(ours, samples, strict=True):
+        assert [response[0] for response in sample["filtered_resps"]] == pytest.approx(expected, abs=1e-4)
     assert found["results"]["choice"]["acc,none"] == sum(a > b for a, b in ours) / 4

@@ -44,8 +44,8 @@ def make_model(family):
 def folder(tmp_path):
     """A Gemma's folder with a tokenizer, and text.txt beside it."""
     make_model("gemma2").save_pretrained(tmp_path / "model")
-    words = tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>")
-    tokenizer = tokenizers.Tokenizer(words)
+    vocabulary = tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>")
+    tokenizer = tokenizers.Tokenizer(vocabulary)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", unk_token="<unk>")
     fast.save_pretrained(tmp_path / "model")
@@ -55,8 +55,10 @@ def folder(tmp_path):
 
 @torch.no_grad()
 def exact_scores(model, tokens):
-    """The scores of all pairs t > 0 without key 0, in float64 from the layers' inputs and the weights alone: by layer
-    and whether rotated, (H, pairs)."""
+    """Return the scores of all pairs t > 0 without key 0: {(layer, rotated): (H, pairs)}.
+
+    They are computed in float64 from the layers' inputs and the weights alone.
+    """
     config = model.config
     inputs = model(tokens, output_hidden_states=True).hidden_states[: config.num_hidden_layers]
     T = tokens.shape[1]
@@ -165,9 +167,9 @@ def test_the_papers_six_figures(tmp_path, call):  # noqa: F811
         folder = tmp_path / "runs" / "logit_statistics" / name
         folder.mkdir(parents=True)
         (folder / "statistics.json").write_text(json.dumps(about | more))
-    code, said = call("figure_qq", "--scale", "mini")
-    assert code == 0 and all(f"`measure {name}`" in said.out for name in PAPERS_MODELS)
+    code, output = call("figure_qq", "--scale", "mini")
+    assert code == 0 and all(f"`measure {name}`" in output.out for name in PAPERS_MODELS)
     for name in ("llama_1b", "llama_8b", "gemma_2_27b"):
         assert all(is_figure(out / "figures" / f"figure_qq_{name}_{form}_rotation") for form in ("with", "without"))
     titles = [title for title, _ in PAPERS_MODELS.values()]
-    assert all(said.out.count(f"| {title} ") == 2 for title in [*titles, "run"])
+    assert all(output.out.count(f"| {title} ") == 2 for title in [*titles, "run"])

@@ -53,7 +53,7 @@ def plain_scores(name, model, tokens, rotated):
 # ---- attention_profile -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["p_rope", "logn_p_rope", "scale_invariant_p_rope"])  # those of figure_entropy
+@pytest.mark.parametrize("name", ["p_rope", "logn_p_rope", "scale_invariant_p_rope"])  # figure_entropy's methods
 def test_profile_is_that_of_the_dense_attention(name):
     model, lengths = make_random_gpt(name), [1, TRAIN_LENGTH, 131]
     tokens, _ = random_tokens(140, batch=3)
@@ -103,7 +103,7 @@ def test_too_many_pairs_are_sampled_uniformly_without_key_0_and_the_diagonal():
     assert set(map(tuple, pairs.tolist())) <= everything
     b, i, j = logits.score_pairs(10 * batch, 100 * length, draws, seed=0)
     assert len(b) == draws and ((1 <= j) & (j < i) & (i < 900)).all()
-    # of uniform pairs 1 <= j < i <= n: E[b] = 9.5, E[i] = 2 (n + 1) / 3, E[j] = (n + 1) / 3
+    # For uniform pairs 1 <= j < i <= n, the means are E[b] = 9.5, E[i] = 2 (n + 1) / 3 and E[j] = (n + 1) / 3.
     for x, mean in [(b, 9.5), (i, 600.0), (j, 300.0)]:
         assert abs(x.double().mean() - mean) < 4 * x.double().std() / draws**0.5
 

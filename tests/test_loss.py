@@ -27,7 +27,7 @@ def exact_losses(x, head, targets):
 
 
 def check(x, head, targets, weights=None, tolerance=1e-5):
-    """The loss, and the gradients of 0.3 of it: those of the mean, or of the weighted sum of the tokens' losses."""
+    """Compare mean or weighted sum of the tokens' losses with the exact one, and the gradients of 0.3 times it."""
     losses, *exact = exact_losses(x, head, targets)
     ours = mean_loss(x, head, targets) if weights is None else (token_losses(x, head, targets) * weights).sum()
     true = losses.mean() if weights is None else (losses * weights).sum()
@@ -81,7 +81,7 @@ def test_low_precision_is_as_near_as_autograd_through_float32_logits(dtype, N):
         assert [mean.dtype, *(g.dtype for g in gradients)] == [torch.float32, dtype, torch.float32]
         errors.append([((y - true).norm() / true.norm()).item() for y, true in zip([mean, *gradients], truth)])
     assert abs(errors[0][0] - errors[1][0]) < 1e-6
-    assert all(ours < 1.1 * theirs for ours, theirs in zip(errors[0][1:], errors[1][1:])), errors
+    assert all(ours < 1.1 * plain for ours, plain in zip(errors[0][1:], errors[1][1:])), errors
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -96,9 +96,9 @@ def assert_same_function(output, inputs, expected, exact_inputs, tolerance):
         assert_near(gradient, truth, tolerance)
 
 
-def assert_refused(*words):
-    """A ValueError of one line with these words in it."""
-    return pytest.raises(ValueError, match="^" + "".join(f"(?=.*{word})" for word in words) + r"[^\n]*\Z")
+def assert_refused(*named):
+    """Return a context that expects a ValueError of one line with these parts in it."""
+    return pytest.raises(ValueError, match="^" + "".join(f"(?=.*{part})" for part in named) + r"[^\n]*\Z")
 
 
 # ---- values and gradients --------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ TABLE = {0: (1, 0), 1: (1.0912, -0.1906), 10: (1.5448, -1.3863), 100: (2.4074, -
 
 
 def test_a_and_m_are_the_table_65535_tokens_back():
-    """Read from attention itself: value channel c is 1 at one key alone, so that output c is that key's weight."""
+    """Value channel c is 1 at one key alone, so output c is the key's attention weight."""
     distances = torch.tensor(list(TABLE))
     q, k = torch.zeros(2, 1, 1, 16), torch.zeros(2, 1, 65536, 16)
     q[1, ..., 0], k[1, ..., 0] = 4, 4  # S = 4 everywhere in the second of the batch, 0 in the first
@@ -251,11 +251,11 @@ def test_options_of_an_own_mechanism_have_the_types_of_its_constructor_or_its_de
 def test_an_alternative_is_the_other_method_with_these_weights(name, other, length, same):
     shape = dict(num_heads=2, head_dim=16, train_length=TRAIN_LENGTH)
     ours = make_method(name, **shape, base=500.0)
-    theirs = make_alternative(name, other, **shape, options=dict(base=500.0))
-    assert theirs.name == other
+    alternative = make_alternative(name, other, **shape, options=dict(base=500.0))
+    assert alternative.name == other
     q, k, v = cast(random_qkv(2, 16, length), torch.float32)
     # As in a validation: our method's parameters, their plan.
-    plan = make_plan(theirs, length, length)
+    plan = make_plan(alternative, length, length)
     learned = next((p.double() for p in ours.parameters()), None)
     expected = reference.attend(other, q.double(), k.double(), v.double(), train_length=TRAIN_LENGTH, base=500.0,
                                 learned=learned)
@@ -301,7 +301,7 @@ def test_logn_starts_with_a_mean_multiplier_of_one_and_tau_where_it_is_set():
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, options, words", [
+@pytest.mark.parametrize("name, options, named", [
     ("scale_invariant_prope", {}, ["scale_invariant_p_rope"]),
     ("scale_invariant_rope", dict(tua=1.0), ["tua", "tau"]),
     ("infini_p_rope", dict(segment_length=1.5), ["segment_length", "1.5"]),
@@ -313,8 +313,8 @@ def test_logn_starts_with_a_mean_multiplier_of_one_and_tau_where_it_is_set():
     ("rope+window", dict(window=0), ["window", "0"]),
     ("fire", dict(threshold=-3), ["threshold", "-3"]),
 ])  # fmt: skip
-def test_wrong_names_and_options_are_refused(name, options, words):
-    with assert_refused(*words):
+def test_wrong_names_and_options_are_refused(name, options, named):
+    with assert_refused(*named):
         make(name, 12, **options)
 
 

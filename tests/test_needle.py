@@ -39,9 +39,9 @@ def run(pretrained, tmp_path):
 def tune(run, capsys):
     """Fine-tune the run: return its summary, or the line of error."""
 
-    def tune(*words, runs=(run,)):
+    def tune(*argv, runs=(run,)):
         try:
-            needle.main([*map(str, [*runs, *SHORT, *words])])
+            needle.main([*map(str, [*runs, *SHORT, *argv])])
         except SystemExit as end:
             assert end.code == 2
             (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
@@ -209,21 +209,21 @@ def test_run_again_does_nothing_but_the_lengths_that_are_new(run, tune, monkeypa
 
 
 @pytest.mark.parametrize(
-    "words, settings",
+    "argv, settings",
     [
         ([], Needle("c4", steps=300, sequences=64, examples=500)),
         (["--scale", "mini", "--examples", "7"], Needle("shards", steps=6000, sequences=8, examples=7, curriculum=144)),
     ],
 )
-def test_the_scale_gives_the_settings_and_options_replace_them(monkeypatch, words, settings):
+def test_the_scale_gives_the_settings_and_options_replace_them(monkeypatch, argv, settings):
     calls = []
     monkeypatch.setattr(needle, "run", lambda *args: calls.append(args[:2]))
-    needle.main(["runs/a", "runs/b", *words, "--device", "cpu"])
+    needle.main(["runs/a", "runs/b", *argv, "--device", "cpu"])
     assert calls == [(Path("runs/a"), settings), (Path("runs/b"), settings)]
 
 
 @pytest.mark.parametrize(
-    "words, named",
+    "argv, named",
     [
         ("--examples 0", "examples"),
         ("--curriculum -1", "curriculum"),
@@ -232,8 +232,8 @@ def test_the_scale_gives_the_settings_and_options_replace_them(monkeypatch, word
         ("--lengths 10000000", "haystack"),
     ],
 )
-def test_a_mistake_is_named_and_leaves_nothing(run, tune, words, named):
-    assert named in tune(*words.split()) and not (run / "needle").exists()
+def test_a_mistake_is_named_and_leaves_nothing(run, tune, argv, named):
+    assert named in tune(*argv.split()) and not (run / "needle").exists()
 
 
 def test_other_settings_and_damaged_checkpoints_are_named(run, tune):

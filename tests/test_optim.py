@@ -12,7 +12,7 @@ from optim.schedule import lr_factor, set_lr
 LR, MOMENTUM = 0.02, 0.95
 MATRICES = [(48, 32), (32, 48), (40, 40), (1, 7), (7, 1), (65, 17), (128, 128)]
 BANKS = [(3, 24, 24), (2, 16, 64), (5, 33, 9)]
-ONE_BATCH = [(24, 40), (3, 24, 40), (40, 24)]  # what the compiled tests share: compiling takes seconds a shape
+ONE_BATCH = [(24, 40), (3, 24, 40), (40, 24)]  # the compiled tests share shapes, which take seconds each to compile
 
 
 def random_tensors(shapes, seed):
@@ -91,14 +91,14 @@ def test_muon_matches_a_float64_reference(compile):
 
 def test_muon_matches_torch():
     start = random_tensors(MATRICES, seed=2)
-    ours, theirs = parameters_of(start), parameters_of(start)
+    ours, reference = parameters_of(start), parameters_of(start)
     train(Muon(ours, LR, MOMENTUM, dtype=torch.bfloat16), ours, range(5))
     torch_muon = torch.optim.Muon(
-        theirs, lr=LR, momentum=MOMENTUM, weight_decay=0, nesterov=True, adjust_lr_fn="original"
+        reference, lr=LR, momentum=MOMENTUM, weight_decay=0, nesterov=True, adjust_lr_fn="original"
     )
-    train(torch_muon, theirs, range(5))
+    train(torch_muon, reference, range(5))
     # Torch always iterates in bfloat16, whose rounding (4e-3) puts each of the two about 1e-2 from the float64 result.
-    for p, want, p0 in zip(ours, theirs, start):
+    for p, want, p0 in zip(ours, reference, start):
         assert relative_error(p, want, p0) < 3e-2, tuple(p.shape)
 
 

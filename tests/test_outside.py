@@ -31,8 +31,8 @@ def data(tmp_path_factory):
 
 # ---- network, files and keys -----------------------------------------------------------------------------------------
 
-# Python runs this in every process before anything else. It writes down where files are made, changed or removed, and
-# forbids all sockets but those between processes of this machine.
+# Python runs this in every process before anything else. It logs where files are made, changed or removed. It forbids
+# all sockets except between processes of this machine.
 GUARD = """
 import os, sys
 
@@ -69,7 +69,7 @@ KEYS = dict(WANDB_API_KEY="5ec7e7" * 6 + "5ec7", HF_TOKEN="hf_5ecretOfTheHub", A
 
 
 def guarded(folder: Path, *command) -> set[Path]:
-    """Run Python without network and standard input; return what it wrote outside of the places that it may use."""
+    """Run Python without network and standard input. Return the files that it wrote outside of the allowed places."""
     places = [folder / name for name in ("runs", "temporary", "home/.cache/scale_invariant_attention")]
     for place in (*places[:2], folder / "guard", folder / "home"):
         place.mkdir(exist_ok=True)
@@ -132,13 +132,13 @@ def place(tmp_path_factory):
 def outcome_of(more: list[str], place: Path) -> str:
     """"trained", "refused" (nothing is left behind), or "stopped" at a step that is not finite."""
     fields = FIELDS | dict(steps=2, cooldown_steps=0, data_dir="data", runs_dir="runs", resume="never")
-    words = ["quickstart"]
+    argv = ["quickstart"]
     for field, value in fields.items():
-        words += [f"--{field}", *map(str, value if isinstance(value, tuple) else [value])]
+        argv += [f"--{field}", *map(str, value if isinstance(value, tuple) else [value])]
     before, errors, code = set(place.rglob("*")), io.StringIO(), 0
     try:
         with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
-            here(train_gpt.main, *words, *more)
+            here(train_gpt.main, *argv, *more)
     except SystemExit as end:
         code = end.code
     new, error = set(place.rglob("*")) - before, errors.getvalue()
@@ -225,9 +225,9 @@ train_gpt.main()
 def test_a_run_goes_on_without_network_and_is_sent_later(data, faults, tmp_path):
     home = dict(HOME=str(tmp_path))
     with faults("network lost in a run"):
-        words = arguments(data, tmp_path / "runs", wandb="online")
+        argv = arguments(data, tmp_path / "runs", wandb="online")
         with StandIn() as server:
-            python("-c", LOSING, *words, WANDB_FINISH_TIMEOUT="1", **home, **server.environment)
+            python("-c", LOSING, *argv, WANDB_FINISH_TIMEOUT="1", **home, **server.environment)
         run = tmp_path / "runs/run"
         assert (run / "summary.json").exists()
         (mirror,) = (run / "wandb").glob("run-*")

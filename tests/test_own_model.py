@@ -68,8 +68,8 @@ def test_the_attention_interface_computes_the_formula():
     exact = reference.attend("scale_invariant_nope", *shared, train_length=4096).transpose(1, 2)
     torch.testing.assert_close(output.double(), exact, atol=1e-6, rtol=0)
     dy = torch.randn(output.shape)
-    ours, theirs = torch.autograd.grad(output, (q, k, v), dy), torch.autograd.grad(exact, wide, dy.double())
-    for one, other in zip(ours, theirs):
+    ours, expected = torch.autograd.grad(output, (q, k, v), dy), torch.autograd.grad(exact, wide, dy.double())
+    for one, other in zip(ours, expected):
         torch.testing.assert_close(one.double(), other, atol=1e-5, rtol=0)
 
 
@@ -78,7 +78,7 @@ GEMMA = dict(sliding_window=6, query_pre_attn_scalar=8, attn_logit_softcapping=N
 
 @pytest.mark.parametrize("family, options", [("Llama", {}), ("Gemma2", GEMMA)])
 def test_the_attention_interface_runs_whole_models(family, options):
-    """It trains, a cache and padding on the left change nothing, and the logits are not those of plain attention."""
+    """A model trains. A cache or padding on the left changes nothing. The logits differ from plain attention's."""
     model = build(tiny(family, **options))["model"]
     tokens = torch.randint(1, 50, (2, 11))
     model(tokens, labels=tokens).loss.backward()

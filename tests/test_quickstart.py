@@ -74,9 +74,9 @@ def books(tmp_path_factory):
 def run(books, capsys, *more):
     """Exit code, stdout and stderr of the quickstart on these books."""
     folder, code = books.parent, 0
-    words = ["--text", books, "--runs-dir", folder / "runs", "--data_dir", folder / "data", *TINY.split(), *more]
+    argv = ["--text", books, "--runs-dir", folder / "runs", "--data_dir", folder / "data", *TINY.split(), *more]
     try:
-        script.main([*map(str, words)])
+        script.main([*map(str, argv)])
     except SystemExit as end:
         code = end.code
     return code, *capsys.readouterr()

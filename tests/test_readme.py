@@ -1,4 +1,4 @@
-"""What the README and the pages of docs/ say works as they say it."""
+"""The README and the pages of docs/: commands, links, the map of the files, and the example of a method."""
 
 import json
 import re
@@ -63,28 +63,28 @@ def test_links_lead_somewhere_and_every_page_is_linked():
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")  # runpy, of a module that other tests imported
 @pytest.mark.parametrize("line", COMMANDS)
 def test_commands_are_understood(line, capsys, monkeypatch):
-    """Training commands by what reads them; of the others, --help knows the command and every option."""
-    words = shlex.split(line)
-    if words[0] == "torchrun":
-        given = get_args_parser().parse_args(words[1:])
+    """Training commands pass read_config. For the others, --help knows the command and every option."""
+    argv = shlex.split(line)
+    if argv[0] == "torchrun":
+        given = get_args_parser().parse_args(argv[1:])
         module = ["-m"] if given.module else []
-        words = ["python", *module, given.training_script, *given.training_script_args]
-    if words[:2] == ["python", "train_gpt.py"]:
-        if "--help" not in words:
-            read_config(words[2:], "", methods)
-    elif words[0] == "bash":
-        assert (ROOT / words[1]).is_file()
+        argv = ["python", *module, given.training_script, *given.training_script_args]
+    if argv[:2] == ["python", "train_gpt.py"]:
+        if "--help" not in argv:
+            read_config(argv[2:], "", methods)
+    elif argv[0] == "bash":
+        assert (ROOT / argv[1]).is_file()
     else:
-        assert words[:2] == ["python", "-m"]
-        options = [word for word in words if word.startswith("--")]
-        command = words[2 : words.index(options[0]) if options else None]
+        assert argv[:2] == ["python", "-m"]
+        options = [word for word in argv if word.startswith("--")]
+        command = argv[2 : argv.index(options[0]) if options else None]
         monkeypatch.setattr(sys, "argv", [*command, "--help"])
         with pytest.raises(SystemExit) as end:
             runpy.run_module(command[0], run_name="__main__", alter_sys=True)
-        said = capsys.readouterr()
-        assert not end.value.code, said.err
-        fields = {f"--{name}" for name in Config.__dataclass_fields__} if "fields" in said.out.lower() else set()
-        assert {*options} <= fields | {*re.findall(r"--[\w-]+", said.out)}
+        output = capsys.readouterr()
+        assert not end.value.code, output.err
+        fields = {f"--{name}" for name in Config.__dataclass_fields__} if "fields" in output.out.lower() else set()
+        assert {*options} <= fields | {*re.findall(r"--[\w-]+", output.out)}
 
 
 def test_shell_scripts_of_the_pages_are_understood():
@@ -92,15 +92,15 @@ def test_shell_scripts_of_the_pages_are_understood():
     assert len(scripts) == 3  # the first runs in test_faults.py
     for script in scripts:
         subprocess.run(["bash", "-n", "-c", script], check=True)
-        (words,) = re.findall(r"torch\.distributed\.run (.*?)(?: &)?$", script.replace("\\\n", ""), re.MULTILINE)
-        given = get_args_parser().parse_args(shlex.split(words))
+        (argv,) = re.findall(r"torch\.distributed\.run (.*?)(?: &)?$", script.replace("\\\n", ""), re.MULTILINE)
+        given = get_args_parser().parse_args(shlex.split(argv))
         read_config(given.training_script_args, "", methods)
         assert given.training_script == "train_gpt.py"
 
 
 @pytest.mark.slow
 def test_its_example_of_a_method_trains(tmp_path):
-    """In a copy of the tree, to which the method is added as the README says."""
+    """The method is added to a copy of the tree, as in the README."""
     for name in tracked_files():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, tmp_path / name)
@@ -112,9 +112,9 @@ def test_its_example_of_a_method_trains(tmp_path):
         assert text.count(before) == 1
         text = text.replace(before, line + before)
     (tmp_path / table).write_text(text)
-    words = re.search(r"Now `(--method .*?)` trains", README)[1].split()
+    options = re.search(r"Now `(--method .*?)` trains", README)[1].split()
     make_data(tmp_path / "text")
-    command = [sys.executable, *arguments(tmp_path / "text", "runs", steps=1, cooldown_steps=0), *words]
+    command = [sys.executable, *arguments(tmp_path / "text", "runs", steps=1, cooldown_steps=0), *options]
     command.insert(1, "train_gpt.py")
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""A rank whose weights differ is named: bits flipped in the memory of a rank among 2, 3 and 4 gloo processes."""
+"""Bits are flipped in the memory of one of 2, 3 and 4 gloo processes. The rank is named."""
 
 import random
 
@@ -49,13 +49,13 @@ def work(rank, world, trials):
 
 
 def newest_whole(rank, world, folder):
-    """The step from which this rank would go on, when the newest checkpoint is damaged as the last rank reads it."""
-    (own := folder / f"read by {rank} of {world}").mkdir()
+    """Return the step that this rank goes on from when the last rank reads the newest checkpoint as damaged."""
+    (rank_folder := folder / f"read by {rank} of {world}").mkdir()
     for step in (1, 2):
-        path = save_checkpoint(own, step, dict(step=step))
+        path = save_checkpoint(rank_folder, step, dict(step=step))
     if rank == world - 1:
         path.write_bytes(path.read_bytes()[:-9])
-    path, state, damaged = load_newest(own, World(rank, world, torch.device("cpu")))
+    path, state, damaged = load_newest(rank_folder, World(rank, world, torch.device("cpu")))
     return state["step"], [path.name for path in damaged]
 
 

@@ -1,4 +1,4 @@
-"""scripts.report: the numbers in the page and in its charts are those of the run folders, and nothing can break it."""
+"""scripts.report: page and charts have the numbers of the run folders, and no damaged run breaks the page."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Tables and figures from runs with known contents: the numbers, the files, and what is missing."""
+"""Tables and figures from runs with known contents: numbers, files, and the names of missing runs."""
 
 import dataclasses
 import json
@@ -82,9 +82,9 @@ def write_study(runs_dir, item, scale="mini", **options):
 def call(tmp_path, capsys):
     """Runs the command on tmp_path's runs: its exit status and its output."""
 
-    def call(*words):
+    def call(*argv):
         with pytest.raises(SystemExit) as end:
-            command.main([*words, "--runs-dir", str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
+            command.main([*argv, "--runs-dir", str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
         return end.value.code, capsys.readouterr()
 
     return call
@@ -119,7 +119,7 @@ def table_of(text):
 
 
 def missing(output):
-    """The lines of a page on what is missing."""
+    """Return the lines of a page that name missing runs."""
     return [line for line in output.out.splitlines() if line.startswith("- missing")]
 
 
@@ -187,12 +187,12 @@ def test_table_losses_has_means_errors_and_the_papers_numbers(tmp_path, call):
 def test_without_runs_nothing_is_written_and_the_sweep_is_named(tmp_path, call):
     code, output = call("table_infini", "--scale", "mini", "--steps", "6", "--cooldown_steps", "2")
     assert code == 1 and used(output) == [0, 12] and not (tmp_path / "out").exists()
-    words = f"--scale mini --steps 6 --cooldown_steps 2 --runs-dir {tmp_path / 'runs'}`"
-    assert f"`python -m scripts.sweep table_infini {words}" in output.out
+    options = f"--scale mini --steps 6 --cooldown_steps 2 --runs-dir {tmp_path / 'runs'}"
+    assert f"scripts.sweep table_infini {options}" in output.out
 
 
 def test_runs_of_an_item_read_equally_many_tokens():
-    """So that the fingerprints of what they read are the same on the same text."""
+    """A fingerprint covers the tokens that a run reads, so it is equal for runs on the same text."""
     for item in SWEEPS:
         assert len({run.config.steps * run.config.batch_tokens for run in sweep(item, "mini")}) == 1
 
@@ -233,8 +233,8 @@ def test_unfinished_other_diverged_and_damaged_runs_are_named(tmp_path, call):
     (p_rope / "config.json").write_text(json.dumps(stored | dict(muon_lr=0.5)))
     (nope / "summary.json").write_text((nope / "summary.json").read_text().replace("4.0", "null"))
     (alibi / "config.json").write_text("[")
-    words = ["--scale", "mini", "--seeds", "0", "--methods", *(run.config.method for run in runs)]
-    code, output = call("table_losses", *words)
+    argv = ["--scale", "mini", "--seeds", "0", "--methods", *(run.config.method for run in runs)]
+    code, output = call("table_losses", *argv)
     assert code == 1 and used(output) == [1, 5]
     for name, reason in [("rope", "interrupted"), ("p_rope", "muon_lr"), ("nope", "summary.json"), ("alibi", "config")]:
         assert any(f"`mini-{name}-s0`" in line and reason in line for line in missing(output)), name
@@ -243,8 +243,8 @@ def test_unfinished_other_diverged_and_damaged_runs_are_named(tmp_path, call):
 def test_all_seeds_that_there_are_count_unless_some_are_asked_for(tmp_path, call):
     for run in sweep("table_losses", "mini", seeds=[0, 7, 9], methods=["nope"]):
         write_run(tmp_path / "runs", run, same(run, 4.0 + run.config.seed))
-    for words, seeds, mean in (("--seeds", "0", "9"), "2", "8.500"), ((), "3", "9.333"):
-        _, output = call("table_losses", "--scale", "mini", "--methods", "nope", *words)
+    for argv, seeds, mean in (("--seeds", "0", "9"), "2", "8.500"), ((), "3", "9.333"):
+        _, output = call("table_losses", "--scale", "mini", "--methods", "nope", *argv)
         table = table_of(output.out)
         assert table["NoPE", "seeds"] == seeds and table["NoPE", "256 (1x)"].startswith(mean)
 
@@ -316,7 +316,7 @@ def test_needles_against_tau(tmp_path, call, drawn):
 
 
 def curves_of(panel):
-    """The lines of a panel by label: {step: (mean, standard error)}; under "_", the points on a part of the tokens."""
+    """Return the lines of a panel: {label: {step: (mean, standard error)}}. "_": points on a part of the tokens."""
     found = {}
     for line in panel.lines:
         points = zip(line.xs, line.means, line.errors or [None] * len(line.xs))
@@ -362,11 +362,11 @@ def test_a_loss_that_is_not_a_number_is_a_gap_and_a_damaged_record_is_named(tmp_
     folders = {run.config.method: write_run(tmp_path / "runs", run, same(run)) for run in runs}
     metrics = folders["alibi"] / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace('"256": 4.1,', '"256": null,'))
-    words = ["figure_train_4k", "--scale", "mini", "--seeds", "0", "--methods", "rope", "alibi"]
-    assert call(*words)[0] == 0 and is_figure(tmp_path / "out" / "figures" / "figure_train_4k")
+    argv = ["figure_train_4k", "--scale", "mini", "--seeds", "0", "--methods", "rope", "alibi"]
+    assert call(*argv)[0] == 0 and is_figure(tmp_path / "out" / "figures" / "figure_train_4k")
     lines = metrics.read_text().splitlines()
     metrics.write_text("\n".join([lines[0], lines[1][:20], *lines[2:]]))
-    code, output = call(*words)
+    code, output = call(*argv)
     assert code == 2 and f"{metrics}, line 2" in output.err
 
 
@@ -485,8 +485,8 @@ def test_all_makes_each_item_and_sums_up(tmp_path, call, monkeypatch, few_draws)
     monkeypatch.setattr(command, "ITEMS", {item: command.ITEMS[item] for item in items})
     write_study(tmp_path / "runs", "table_infini")
     (tmp_path / "runs" / "mini-infini_rope-s0" / "summary.json").write_text("[1, 2]")
-    words = ["--scale", "mini", "--methods", "rope", "scale_invariant_p_rope", "infini_rope"]
-    code, output = call("all", *words)
+    argv = ["--scale", "mini", "--methods", "rope", "scale_invariant_p_rope", "infini_rope"]
+    code, output = call("all", *argv)
     outcomes = dict(line.split(": ", 1) for line in output.out.splitlines())
     assert code == 1 and list(outcomes) == list(items)
     counts = {item: re.findall(r"(\d+) of (\d+)", outcome) for item, outcome in outcomes.items()}
@@ -496,7 +496,7 @@ def test_all_makes_each_item_and_sums_up(tmp_path, call, monkeypatch, few_draws)
 
 
 @pytest.mark.parametrize(
-    "words, named",
+    "argv, named",
     [
         (["table_loss"], "table_loss"),
         (["table_losses", "--scale", "huge"], "huge"),
@@ -504,6 +504,6 @@ def test_all_makes_each_item_and_sums_up(tmp_path, call, monkeypatch, few_draws)
         (["figure_tau", "--methods", "rope"], "rope"),
     ],
 )
-def test_wrong_usage_is_one_line(words, named, call):
-    code, output = call(*words)
+def test_wrong_usage_is_one_line(argv, named, call):
+    code, output = call(*argv)
     assert code == 2 and named in output.err.splitlines()[-1] and "Traceback" not in output.err

@@ -1,5 +1,7 @@
-"""The rivals' mechanisms against formulas written from their papers, in float64 and one row at a time: values and
-gradients, on every backend that runs them here; layers that differ; gates."""
+"""The rivals' mechanisms against formulas written from their papers, in float64 and one row at a time.
+
+Values and gradients are compared on every backend that runs here. Then come gates, and models whose layers differ.
+"""
 
 import math
 
@@ -47,7 +49,7 @@ def forgetting(method, logits, x):
 
 
 def by_rows(row, T):
-    """The logits (B, H, T, T) of row(i), (B, H, i + 1), those of the keys 0 to i."""
+    """Return the logits (B, H, T, T). row(i) returns the logits of the keys 0 to i, (B, H, i + 1)."""
     return torch.stack([torch.nn.functional.pad(row(i), (0, T - 1 - i), value=-math.inf) for i in range(T)], dim=2)
 
 
@@ -66,7 +68,7 @@ def kerple(penalty):
 
 
 def nape(method, q, k, x):
-    """Vasylenko et al. 2025: the factor of a row is that of its query; the first half of the heads have ALiBi."""
+    """Vasylenko et al. 2025: each query scales its row; the first half of the heads have ALiBi."""
     w_b, w_g = method.query_scale.beta.double(), method.query_scale.gamma.double()
     H, T = q.shape[1:3]
     slope = torch.tensor([2.0 ** (-8 * (h + 1) / (H // 2)) if h < H // 2 else 0 for h in range(H)]).double()[:, None]
@@ -81,7 +83,7 @@ def nape(method, q, k, x):
 
 
 def temperature(factor):
-    """Logits of no position encoding, those of row i times factor(i)."""
+    """Logits without position encoding, row i times factor(i)."""
     def logits(method, q, k, x):
         return by_rows(lambda i: factor(i) * (q[:, :, i, None] * k[:, :, : i + 1]).sum(-1) / q.shape[-1] ** 0.5,
                        q.shape[2])
@@ -148,7 +150,7 @@ OUTPUTS = {"fire": with_learned_bias, "stick_breaking": broken_stick}
 
 
 def literal(name, method, q, k, v, x):
-    """Return the output: a replacement's, or that of the softmax. Mechanisms are added to plain logits one by one."""
+    """Return the output of softmax attention, or of its replacement. Mechanisms change plain logits one by one."""
     if name in OUTPUTS:
         return OUTPUTS[name](method, q, k, v)
     base = [mechanism for mechanism in (method.rotation, method.query_scale, method.score_change) if mechanism]
@@ -276,7 +278,7 @@ def test_a_pattern_repeats_over_the_layers():
 
 
 def test_a_model_of_layers_that_differ_is_those_layers():
-    """Its loss is that of layers run one by one, each with its own method and plan."""
+    """The loss is the same when the layers run one by one, each with its method and plan."""
     shape = dict(vocab_size=97, num_layers=5, num_heads=2, model_dim=32, train_length=16)
     options = dict(window=7, tau=2.0)
     model = GPT(method="scale_invariant_nope,rope+window", method_options=options, **shape)
@@ -285,9 +287,9 @@ def test_a_model_of_layers_that_differ_is_those_layers():
     tokens, targets = random_tokens(40)
     x = model.embed(tokens)
     for block, name in zip(model.blocks, ["scale_invariant_nope", "rope+window"] * 3):
-        own = options["tau"] if name == "scale_invariant_nope" else options["window"]
+        value = options["tau"] if name == "scale_invariant_nope" else options["window"]
         key = "tau" if name == "scale_invariant_nope" else "window"
-        method = make_method(name, num_heads=2, head_dim=16, train_length=16, **{key: own})
+        method = make_method(name, num_heads=2, head_dim=16, train_length=16, **{key: value})
         block.attention.method = method
         x = block(x, make_plan(method, 40, 40))
     logits = torch.nn.functional.rms_norm(x, (32,)) @ model.head.T

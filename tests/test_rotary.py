@@ -19,10 +19,10 @@ def make(name, num_heads=1, head_dim=128, train_length=4096, **options):
 
 @torch.no_grad()
 def turning(method, target_length):
-    """The radians a token of every pair, (D/2,), and the factor on its part of the logit, (D/2,).
+    """Return the radians a token of every pair, (D/2,), and the factor on its part of the logit, (D/2,).
 
-    Probe k has a query of ones in x_k alone, and a key of ones in x_k, then in x_(k+D/2): their logits t tokens apart
-    are cos and -sin of t theta_k, times the factor over sqrt(D).
+    Probe k has a query of ones in x_k, and a key of ones in x_k or in x_(k+D/2). Their logits t tokens apart are
+    cos(t theta_k) and -sin(t theta_k), times the factor over sqrt(D).
     """
     D, T = method.head_dim, 128
     unit = torch.eye(D, dtype=torch.float64)[:, None, None].expand(-1, 1, T, -1)  # (D, 1, T, D)
@@ -73,7 +73,7 @@ def test_yarn_keeps_the_pairs_up_to_low_and_slows_those_from_high_on_by_s(train_
 
 
 def test_yarn_s_ramp_may_end_beyond_the_last_pair():
-    """D = 16 and 65536 tokens: high = 9 of 8 pairs, so that even the last pair keeps some of its frequency."""
+    """With D = 16 and 65536 tokens, high = 9 of 8 pairs. So even the last pair keeps a part of its frequency."""
     theta, _ = turning(make("yarn", head_dim=16, train_length=65536), 4 * 65536)
     expected = reference.yarn_frequencies(16, 4.0, 65536)
     assert expected[-1] > 10000 ** (-14 / 16) / 4 * 1.5

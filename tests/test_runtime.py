@@ -136,16 +136,16 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
 
 
 def test_a_link_is_replaced_and_never_followed(tmp_path):
-    theirs, folder = tmp_path / "theirs", tmp_path / "folder"
+    target, folder = tmp_path / "target", tmp_path / "folder"
     folder.mkdir()
-    theirs.write_text("precious")
+    target.write_text("precious")
     for name in ("log.txt", "config.json", "config.json.partial"):
-        (folder / name).symlink_to(theirs)
+        (folder / name).symlink_to(target)
     with pytest.raises(OSError, match="log.txt"):
         append(folder / "log.txt", "a line")
     replace_file(folder / "config.json", lambda file: file.write(b"{}"))
     assert (folder / "config.json").read_text() == "{}" and not (folder / "config.json").is_symlink()
-    assert theirs.read_text() == "precious"
+    assert target.read_text() == "precious"
 
 
 # ---- checkpoint
@@ -391,9 +391,9 @@ def test_published_peaks_by_the_name_that_torch_gives(name, teraflops, monkeypat
 
 
 def test_the_commit_is_dirty_with_changed_code_and_not_with_changed_results(tmp_path):
-    def git(*words):
+    def git(*argv):
         who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
-        return subprocess.run(["git", *who, *words], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(["git", *who, *argv], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
 
     for name in ("code.py", "results/page.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -1,5 +1,7 @@
-"""The optimizers of a run on 1, 2, 3 and 4 gloo processes: the same training, the work and the state divided, the bytes
-that are sent."""
+"""The optimizers of a run on 1, 2, 3 and 4 gloo processes.
+
+The training is the same. Work and state are divided, and the bytes that are sent are counted.
+"""
 
 import collections
 
@@ -229,11 +231,11 @@ def test_a_loss_that_is_not_finite_on_one_rank_changes_nothing_on_any_then_or_la
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_checkpoint_is_that_of_one_process(ranks, alone, world):
-    ours, theirs = flat(ranks[world][0]["checkpoint"]), flat(alone["checkpoint"])
-    assert ours.keys() == theirs.keys() | {
+    ours, expected = flat(ranks[world][0]["checkpoint"]), flat(alone["checkpoint"])
+    assert ours.keys() == expected.keys() | {
         ("optimizers", "scalars", "state", 3, k) for k in ("exp_avg", "exp_avg_sq", "step")
     }
-    for key, x in theirs.items():
+    for key, x in expected.items():
         assert ours[key].shape == x.shape and torch.allclose(ours[key], x, rtol=1e-3, atol=1e-4), key
 
 

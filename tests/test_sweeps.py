@@ -92,7 +92,7 @@ def own_sweep(**axes):
     return lambda scale: [Run(scale.base, dict(zip(axes, values))) for values in itertools.product(*axes.values())]
 
 
-OWN = {  # a sweep, and what the error names
+OWN = {  # a sweep, and the part that the error names
     "preset": (lambda scale: [Run("minj", {})], "minj"),
     "value": (own_sweep(steps=["6"]), "steps"),
     "empty": (lambda scale: [], "own"),
@@ -118,7 +118,7 @@ def test_an_own_sweep_has_its_runs_once(monkeypatch):
 
 
 def test_wandb_sweep_starts_the_runs_of_the_main_table():
-    """With the words that wandb's agent puts in place of ${args}."""
+    """wandb's agent replaces ${args} by the arguments."""
     file = yaml.safe_load((ROOT / "configs" / "wandb_sweep.yaml").read_text())
     methods, seeds = (file["parameters"][axis]["values"] for axis in ("method", "seed"))
     start, program, *words, last = file["command"][1:]

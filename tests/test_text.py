@@ -35,7 +35,7 @@ def write_folder(folder, documents):
 
 
 def read_documents(data_dir, split):
-    """Return the texts of a split, each of which the end-of-text token precedes."""
+    """Return the texts of a split. An end-of-text token precedes each."""
     tokenizer = load_tokenizer(data_dir)
     stream = open_split(data_dir, split, tokenizer.vocab_size)
     tokens = stream.read(0, len(stream))

@@ -16,7 +16,7 @@ def by_key(rows):
 
 
 def unscaled_entropy(n):
-    """E[H] of n Gaussian scores to first order in 1/n: expand log Z and N/Z in the means of exp(Z) and Z exp(Z)."""
+    """E[H] of n Gaussian scores to first order in 1/n, from the means of exp(Z) and Z exp(Z)."""
     return math.log(n) - 0.5 + (math.e + 1) / (2 * n)
 
 

@@ -1,7 +1,7 @@
 """Our Triton attention kernel against its formula in float64: all tiles, key biases, windows, sinks, machine code.
 
 With a GPU the kernels are compiled; without one they run in Triton's interpreter (conftest.py). test_attention.py and
-test_check.py run whole methods by it; here are the lengths, functions and tiles that no method of ours has.
+test_check.py run whole methods. This file has lengths, functions and tiles that no method of ours has.
 """
 
 import math
@@ -126,7 +126,7 @@ def test_the_last_queries_with_key_biases(small):
 
 @pytest.mark.parametrize("formula", [None, scale_invariant, smooth])
 def test_large_logits(formula, small):
-    """A float32 logit L has an error of up to 2^-24 |L|, and that is the relative error of its probability."""
+    """A float32 logit L has an error of up to 2^-24 |L|. Its probability has the same relative error."""
     method = make(formula)
     q, k, v, x = make_inputs(method, 70, device=DEVICE)
     largest = (900 * q @ k.mT).abs().max().item() / 4
@@ -149,7 +149,7 @@ def test_sinks_of_any_size(formula, logit, small):
 
 
 def test_tiles_outside_of_the_window_are_not_read(small):
-    """NaN is in all keys and values that no query sees, but for those of tiles in which there is another."""
+    """Keys and values of tiles that no query sees are NaN."""
     method = make(None, 25, num_heads=1)
     q, k, v, _ = (y.detach() for y in make_inputs(method, 200, device=DEVICE))
     expected = plain_attention(method, q, k, v)[:, :, 168:]

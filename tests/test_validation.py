@@ -53,7 +53,7 @@ def test_a_part_is_whole_sequences_of_every_length(lengths, tokens, part):
 
 
 def test_share_of_the_training_flops():
-    """1.455 GFLOP a token forward at 64k, and so on: 2 (12 d^2 L + d V) + 2 d (T + 1) L."""
+    """Forward, a token costs 2 (12 d^2 L + d V) + 2 d (T + 1) L: 1.455 GFLOP at 64k."""
     config = preset("gpt_162m_4k")
     forward = {T: 2 * (12 * 768**2 * 12 + 768 * 50304) + 2 * 768 * (T + 1) * 12 for T in (4096, 16_384, 65_536)}
     assert forward[65_536] == pytest.approx(1.4551e9, rel=1e-4)
@@ -73,7 +73,7 @@ def test_flops_of_wider_queries_and_keys():
 
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 256])
 def test_flops_of_windows_and_gates(length):
-    """Of windows, those of the pairs that are seen, counted one by one; of gates, those of their matrices."""
+    """Windows cost as many FLOPs as pairs that are seen, counted one by one. Gates cost a matrix product."""
     full = preset("mini")
     windowed = dataclasses.replace(full, num_layers=5, method="rope+window,rope", method_options=dict(window=32))
     seen = [sum(i - j < window for i in range(length) for j in range(i + 1)) for window in (32, length)]

@@ -11,9 +11,9 @@ from train_gpt import main as train
 
 def train_tiny_run(folder, fields, letters="abcdefgh ", documents=150):
     """Trains in this process on documents of random letters, which it writes, and returns the run's folder."""
-    words = random.Random(0)
+    rng = random.Random(0)
     for i in range(documents):
-        (folder / f"{i}.txt").write_text(" ".join("".join(words.choices(letters, k=300)).split()))
+        (folder / f"{i}.txt").write_text(" ".join("".join(rng.choices(letters, k=300)).split()))
     prepare([folder], folder / "data", "bpe:384", val_fraction=0.3, name="letters")
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(sys, "argv", ["train_gpt.py", "quickstart", "--runs_dir", str(folder), "--name", "run",

@@ -1,4 +1,4 @@
-"""A server on this machine that is wandb's to wandb's own client, and can be lost in the middle of a run."""
+"""A server on this machine in place of wandb's. It can disappear in the middle of a run."""
 
 import gzip
 import json
@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
-    def log_message(self, *words):
+    def log_message(self, *args):
         pass
 
     def content(self):
@@ -78,7 +78,7 @@ class StandIn(ThreadingHTTPServer):
     def environment(self):
         return dict(WANDB_BASE_URL=f"http://127.0.0.1:{self.server_port}", WANDB_API_KEY="a" * 40, NO_PROXY="127.0.0.1")
 
-    def handle_error(self, *words):
+    def handle_error(self, *args):
         """Clients leave when they like."""
 
     def __exit__(self, *exception):
