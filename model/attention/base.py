@@ -1,4 +1,4 @@
-"""The plan of one call of attention, and what the backends share."""
+"""The plan of a call of attention, and functions that several backends use."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ from model.methods.base import Method, ScoreChange
 
 MAX_LENGTH = 2**30  # positions and their differences are 32-bit integers in the kernels
 LOG2E = math.log2(math.e)
-EXTRAS = dict(key_bias="key biases", window="windows", sink="sinks")  # kinds of mechanism that not every backend has
+EXTRAS = dict(key_bias="key biases", window="windows", sink="sinks")  # mechanisms that some backends lack
 Tensors = dict[str, Tensor]  # by name
 
 
@@ -34,27 +34,27 @@ class Plan:
     cos: Tensor | None = None  # (key_length, D/2)
     sin: Tensor | None = None  # (key_length, D/2)
     query_table: Tensor | None = None  # (query_length,)
-    prepared: object = None  # by the backend, in its own form; without a_t and m_t where these are learned
+    prepared: object = None  # result of the backend's `prepare`, without a_t and m_t if they are learned
     why: str = ""  # the reason for the choice of the backend
 
 
 def unsupported_extras(method: Method, supported: tuple[str, ...] = ()) -> str | None:
-    """Return why a backend that has only these of EXTRAS cannot run a method, or None."""
+    """Return why a backend with only the supported EXTRAS cannot run a method, or None."""
     missing = [noun for kind, noun in EXTRAS.items() if getattr(method, kind) is not None and kind not in supported]
     return f"it has no {' and no '.join(missing)}" if missing else None
 
 
 def extra_logits(method: Method, of_tokens: Tensor | None) -> Tensors:
-    """Return the arguments key_bias (B, H, Tk) and sink (H,) of a backend's `run`, where the method has them.
+    """Return the arguments key_bias (B, H, Tk) and sink (H,) of a backend's `run`, if the method has them.
 
     of_tokens: see KeyBias.
     """
-    more = {}
+    arguments = {}
     if method.key_bias is not None:
-        more["key_bias"] = method.key_bias.bias(of_tokens)
+        arguments["key_bias"] = method.key_bias.bias(of_tokens)
     if method.sink is not None:
-        more["sink"] = method.sink.logit
-    return more
+        arguments["sink"] = method.sink.logit
+    return arguments
 
 
 def learned_parameters(change: ScoreChange | None) -> Tensors:
@@ -65,9 +65,9 @@ def learned_parameters(change: ScoreChange | None) -> Tensors:
 def score_functions(
     change: ScoreChange | None, num_heads: int, distance: Tensor, parameters: Tensors | None = None
 ) -> Tensor:
-    """Return a_t and m_t at distances (T,) float64: one tensor (2, H, T), or (2, 1, T) where all heads agree.
+    """Return a_t and m_t at distances (T,) float64: a tensor (2, H, T), or (2, 1, T) if heads agree.
 
-    parameters: values in the place of the learned parameters, by name.
+    parameters: values that replace the learned parameters, by name.
     """
     head = torch.arange(num_heads, device=distance.device).unsqueeze(-1)
     if change is None:
@@ -82,17 +82,17 @@ def score_functions(
 
 
 def in_bits(functions: Tensor, head_dim: int) -> Tensor:
-    """Return A and M of the logits A q.k + M in bits, L log2(e), from a_t and m_t."""
+    """Return A and M, so that A q.k + M is the logit in bits, L log2(e)."""
     a, m = functions
     return torch.stack((a * (LOG2E * head_dim**-0.5), m * LOG2E))
 
 
 def one_function_is_enough(a: Tensor, m: Tensor) -> bool:
-    """Return whether m = 1 - a^2. The softmax ignores the 1, so a alone fixes a S + m up to a constant: a (S - a)."""
+    """Return whether m = 1 - a^2. Then a S + m = a (S - a) + 1, and a is enough because softmax ignores the 1."""
     return bool((m - (1 - a * a)).abs().le(1e-12 * (1 + a * a)).all())
 
 
 def heads_last(x: Tensor, make: Callable) -> Tensor:
-    """Return new memory for x (B, H, T, D), laid out as (B, T, H, D), as the projections before and after want it."""
+    """Return make's tensor for x (B, H, T, D), in the memory order (B, T, H, D) of the linear layers around."""
     B, H, T, D = x.shape
     return make((B, T, H, D), dtype=x.dtype).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""The formula in plain PyTorch, one block of queries after the other: every method on every device."""
+"""Attention in plain PyTorch, one block of queries after the other, for every method on every device."""
 
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ RECOMPUTE_LENGTH = 4096  # from this many keys on, the backward pass recomputes 
 class Bands(NamedTuple):
     """a_t and m_t of one block of queries against all keys. m_t is -inf for hidden keys.
 
-    Both are constant along diagonals, so one band serves all blocks: a block whose last query sees n keys uses the last
+    Both are constant along diagonals, so one band serves all blocks. A block whose last query sees n keys uses the last
     n columns.
     """
 
@@ -58,14 +58,14 @@ def run(
     outputs = []
     for start in range(0, Tq, block):
         stop = min(start + block, Tq)
-        last = q_offset + stop  # queries of the block see no key from this one on
+        last = q_offset + stop  # queries of the block see only keys before this one
         first = 0 if window is None else max(0, q_offset + start - window + 1)
         columns = slice(bias_band.shape[2] - (last - first), None)
-        part = (slice(None), slice(block - (stop - start), None), columns)
-        scale = scale_band[part] if isinstance(scale_band, Tensor) else scale_band
+        band = (slice(None), slice(block - (stop - start), None), columns)
+        scale = scale_band[band] if isinstance(scale_band, Tensor) else scale_band
         block_bias = None if key_bias is None else key_bias[:, :, None, first:last]
         vectors = q[:, :, start:stop], k[:, :, first:last], v[:, :, first:last]
-        arguments = (*vectors, scale, bias_band[part], block_bias, sink)
+        arguments = (*vectors, scale, bias_band[band], block_bias, sink)
         outputs.append(
             checkpoint(attend_block, *arguments, use_reentrant=False) if recompute else attend_block(*arguments)
         )

@@ -1,10 +1,10 @@
-"""Causal attention as the formula says, dense and without any kernel: the specification that every backend is held to.
+"""Dense causal attention without a kernel: the specification that every backend is compared with.
 
     L_ij = a_h(t) S_ij + m_h(t) + b_h(j),   S_ij = q_i . k_j / sqrt(d),   t = i - j, 0 <= t < window,
-    output_i = sum_j softmax(L_i)_j v_j, perhaps with one more logit that has no value, a sink
+    output_i = sum_j softmax(L_i)_j v_j
 
-with q and k rotated and q scaled by the method (paper, section 3). All T x T logits are in memory, so this is for
-checks and not for long sequences. tests/reference.py has the methods themselves once more.
+The method rotates q and k, and scales q (paper, section 3). A sink adds a logit without a value to the softmax. All
+T x T logits are in memory, so this is not for long sequences. tests/reference.py implements the methods once more.
 """
 
 import torch
@@ -17,16 +17,16 @@ from model.methods.base import Method, upcast
 def plain_attention(
     method: Method, q: Tensor, k: Tensor, v: Tensor, target_length: int | None = None, x: Tensor | None = None
 ) -> Tensor:
-    """Return causal attention by `method`, (B, H, T, D) float64, of q, k, v (B, H, T, D) and x (B, T, C) as in attend.
+    """Return causal attention by `method`, (B, H, T, D) float64. All arguments have T tokens, as in attend.
 
-    target_length (default: T) and errors as in attention_logits.
+    target_length (default: T) and errors are as in attention_logits.
     """
     logits = attention_logits(method, q.double(), k.double(), target_length, x)
     return probabilities(method, logits) @ v.double()
 
 
 def probabilities(method: Method, logits: Tensor) -> Tensor:
-    """Return the softmax of logits (B, H, T, T), of which the method's sink takes its share."""
+    """Return the softmax of logits (B, H, T, T), with the method's sink in the denominator."""
     if method.sink is None:
         return logits.softmax(dim=-1)
     sink = method.sink.logit.to(logits.dtype).view(-1, 1, 1).expand(*logits.shape[:-1], 1)
@@ -39,16 +39,16 @@ def attention_logits(
     """Return the logits of all pairs (paper, eq:def:L), -inf for hidden keys: (B, H, T, T), at least float32.
 
     q, k (B, H, T, D) come after QK-norm and before any rotation. target_length (default: T): the length of the whole
-    sequence, as in make_plan. x (B, T, C): the layer's input, for methods that look at it.
-    ValueError for shapes and lengths that do not fit each other, and for a Replacement, which has no such logits.
+    sequence, as in make_plan. x (B, T, C): the layer's input, for methods that need it.
+    Raise ValueError for shapes and lengths that do not fit each other, and for a Replacement, which has no such logits.
     """
     method.check_shapes(q, k, k)
-    no_logits = f"{method.name} has no attention logits: it is not a softmax over them"
+    no_logits = f"{method.name} replaces softmax attention and has no logits. Use another method."
     require(method.replacement is None, no_logits)
     T = q.shape[2]
     target_length = T if target_length is None else target_length
-    require(T == k.shape[2], f"attention logits are of all pairs: got {T} queries and {k.shape[2]} keys")
-    require(T <= target_length, f"{T} keys are more than the target length {target_length}")
+    require(T == k.shape[2], f"there are {T} queries and {k.shape[2]} keys. Give equal numbers.")
+    require(T <= target_length, f"{T} keys are more than the target length {target_length}. Use {T} or more.")
     q, k, positions = upcast(q), upcast(k), torch.arange(T, device=q.device)
     if method.rotation is not None:
         cos, sin = method.rotation.tables(T, target_length, q.device)

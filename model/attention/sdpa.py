@@ -1,4 +1,4 @@
-"""PyTorch's own fused causal attention (F.scaled_dot_product_attention), for methods that leave the score alone."""
+"""PyTorch's own fused causal attention (F.scaled_dot_product_attention), for methods that do not change the score."""
 
 import torch
 import torch.nn.functional as F
@@ -32,9 +32,9 @@ def run(q: Tensor, k: Tensor, v: Tensor, *, q_offset: int = 0, prepared: None = 
 
 
 def prefer_fast_sdpa(device: torch.device):
-    """Let PyTorch try cuDNN's attention first from Hopper on, where it is about twice as fast as FlashAttention-2.
+    """Make PyTorch prefer cuDNN's attention from Hopper on, where it is about twice as fast as FlashAttention-2.
 
-    PyTorch sets its own order at its first choice of a kernel, so this lets it choose once before.
+    PyTorch sets its default order when it first chooses a kernel, so we let it choose once before.
     """
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
         chosen_kernel(device, torch.bfloat16, head_dim=64, length=128)
@@ -42,6 +42,6 @@ def prefer_fast_sdpa(device: torch.device):
 
 
 def chosen_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, length: int) -> str:
-    """Return the name of the kernel that PyTorch takes for causal self-attention of this shape: see SDPBackend."""
+    """Return the name in SDPBackend of the kernel that PyTorch chooses for causal self-attention of this shape."""
     q = torch.empty(1, 1, length, head_dim, device=device, dtype=dtype, requires_grad=True)
     return SDPBackend(torch._fused_sdp_choice(q, q, q, is_causal=True)).name

@@ -1,7 +1,7 @@
-"""Attention over L = a_t S + m_t + b_j on a CPU in float32, and the head's cross-entropy: C++ compiled on first use.
+"""Attention over L = a_t S + m_t + b_j on a CPU, and the head's cross-entropy, in float32.
 
-It needs a C++ compiler with OpenMP, as torch.compile does, and a PyTorch whose BLAS other libraries can call. Without
-them plain PyTorch runs (blocks.py, model/loss.py).
+The C++ kernels are compiled on first use. They need a C++ compiler with OpenMP, as torch.compile does, and a PyTorch
+whose BLAS other libraries can call. Otherwise plain PyTorch runs (blocks.py, model/loss.py).
 """
 
 import ctypes
@@ -20,7 +20,7 @@ def unsupported(method: Method, device: torch.device, dtype: torch.dtype) -> str
 
 
 def kernel_problem(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why the kernels cannot run there, or None. The first call compiles them."""
+    """Return why the kernels cannot run with this device and dtype, or None. The first call compiles them."""
     if device.type != "cpu":
         return f"it runs on a CPU, not on {device}"
     if dtype != torch.float32:
@@ -28,7 +28,7 @@ def kernel_problem(device: torch.device, dtype: torch.dtype) -> str | None:
     return load_library()[1]
 
 
-# torch.compiler.assume_constant_result does the same, and imports the compiler, which takes two seconds.
+# torch.compiler.assume_constant_result does the same, but imports the compiler, which takes two seconds.
 kernel_problem._dynamo_marked_constant = True
 
 
@@ -38,7 +38,7 @@ def prepare(score_change: ScoreChange | None, plan: Plan, earlier: tuple | None 
 
 
 def make_tables(change: ScoreChange | None, num_heads: int, head_dim: int, key_length: int) -> Tensor:
-    """Return A and M for logits A qk + M in bits, (2, H or 1, keys) float32, from the largest distance to 0.
+    """Return A and M of logits A q.k + M in bits: (2, H or 1, keys) float32, the largest distance first.
 
     They are differentiable in the learned parameters.
     """
@@ -90,8 +90,8 @@ def backward_op(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, tables: Tensor, key_bias: Tensor | None,
     sink: Tensor | None, q_offset: int, window: int, learned: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of q, k, v, the tables, key_bias and sink; empty ones for absent inputs, and for tables that
-    are not learned."""
+    """Return the gradients of q, k, v, tables, key_bias and sink. Gradients of absent inputs, and of tables that are
+    not learned, are empty."""
     dout = blas_layout(dout)
     B, H, Tq, D = q.shape
     threads, tiles = torch.get_num_threads(), -(-k.shape[2] // TILE[1])
@@ -111,8 +111,8 @@ def backward_op(
     dsink = torch.empty(0)
     if sink is not None:
         diagonal_bias = 0 if key_bias is None else key_bias[:, :, diagonal]
-        weight = torch.exp2((sink.unsqueeze(-1) - diagonal_bias) / math.log(2) - lse)  # in each row, (B, H, Tq)
-        dsink_rows = -weight * delta  # the sink's value is 0
+        probability = torch.exp2((sink.unsqueeze(-1) - diagonal_bias) / math.log(2) - lse)  # (B, H, Tq)
+        dsink_rows = -probability * delta  # the sink's value is 0
         dsink = dsink_rows.sum(dim=(0, 2))
     if key_bias is not None:
         # In exact arithmetic the gradients of a row's logits sum to 0. Rounding of the output leaves a remainder, which
@@ -148,12 +148,12 @@ forward_op.register_autograd(backward, setup_context=save_for_backward)
 
 
 def cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, gradient: bool):
-    """Set losses (R,) from logits (R, V). If gradient, set the logits to softmax - onehot; else they are lost."""
+    """Set losses (R,) from logits (R, V). If gradient, set logits to softmax - onehot, else to undefined values."""
     assert logits.dtype == losses.dtype == torch.float32 and targets.dtype == torch.int64
     assert logits.is_contiguous() and targets.is_contiguous() and losses.is_contiguous()
     low, high = (x.item() for x in targets.aminmax())
     if low < 0 or high >= logits.shape[1]:
-        raise IndexError(f"targets are from {low} to {high}, there are logits of 0 to {logits.shape[1] - 1}")
+        raise IndexError(f"targets are {low} to {high}. Use targets from 0 to {logits.shape[1] - 1}.")
     kernel, reason = load_library()
     assert kernel is not None, reason
     pointers = (ctypes.c_void_p(x.data_ptr()) for x in (logits, targets, losses))

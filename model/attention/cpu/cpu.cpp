@@ -1,10 +1,10 @@
 // Causal attention in float32 over logits A(t) q.k + M(t) in bits, with t the distance from query back to key. Forward
 // and backward pass work in tiles that fit a core's cache (FlashAttention-2, Dao 2023, arXiv 2307.08691). The matrix
-// products are those of the BLAS that PyTorch brings. Called by __init__.py.
+// products use PyTorch's BLAS. __init__.py calls the functions.
 //
-// A and M are reversed tables, A[length - 1 - t], so that a row of keys reads them forwards. Key biases (BIASED) and
-// gradients of learned tables (LEARNED) are compiled apart, so that calls without them pay nothing. A window hides keys.
-// A row's running sum begins with the sink.
+// The tables of A and M are reversed, A[length - 1 - t], so a row of keys reads them forwards. Key biases (BIASED) and
+// gradients of learned tables (LEARNED) are template parameters, so calls without them do no work for them. A window
+// hides keys. A row's running sum begins with the sink.
 
 #include <vector>
 
@@ -14,25 +14,25 @@ extern "C" {  // in PyTorch's library
 
 void sgemm_(const char*, const char*, const int*, const int*, const int*, const float*, const float*, const int*,
             const float*, const int*, const float*, float*, const int*);
-// The number of threads of the calling thread's products. Only oneMKL has it; elsewhere the address is null.
+// Sets the threads of the calling thread's products. Only oneMKL has it; with other libraries the address is null.
 int MKL_Set_Num_Threads_Local(int) __attribute__((weak));
 
 }  // extern "C"
 
 namespace {
 
-// out (m, n) = alpha a b^T + beta out and so on; BLAS counts by columns, so all is turned round.
+// out (m, n) = alpha op(a) op(b) + beta out. BLAS stores matrices by columns, so it computes the transpose of out.
 void multiply(const char* ta, const char* tb, int64_t m, int64_t n, int64_t k, float alpha, const float* a, int64_t lda,
               const float* b, int64_t ldb, float beta, float* out, int64_t ldout) {
     const int M = m, N = n, K = k, LDA = lda, LDB = ldb, LDOUT = ldout;
     sgemm_(tb, ta, &N, &M, &K, &alpha, b, &LDB, a, &LDA, &beta, out, &LDOUT);
 }
 
-// While it lives, its thread does its products alone. oneMKL does not see that the other threads are busy: it would
-// divide a product among threads that do not come.
-struct Alone {
+// While it exists, products of its thread use one thread. oneMKL does not know that all other threads are busy, so it
+// would wait for them.
+struct OneThread {
     const int before = MKL_Set_Num_Threads_Local ? MKL_Set_Num_Threads_Local(1) : 0;
-    ~Alone() {
+    ~OneThread() {
         if (MKL_Set_Num_Threads_Local) MKL_Set_Num_Threads_Local(before);
     }
 };
@@ -53,12 +53,12 @@ void forward_tile(const Head& head, int64_t start, std::vector<float>& scratch) 
             const int64_t entry = head.entry(start + i, j) + hidden;
             float *row = S + i * width, *s = row + hidden;
             const float *A = head.A + entry, *M = head.M + entry;
-            const float *bias = head.bias + j + hidden, own = head.own_bias(start + i);
+            const float *bias = head.bias + j + hidden, diagonal = head.diagonal_bias(start + i);
             float top = peak[i];
 #pragma omp simd reduction(max : top)
             for (int64_t x = 0; x < seen; ++x) {
                 s[x] = A[x] * s[x] + M[x];
-                if constexpr (BIASED) s[x] += LOG2E * (bias[x] - own);
+                if constexpr (BIASED) s[x] += LOG2E * (bias[x] - diagonal);
                 top = s[x] > top ? s[x] : top;
             }
             const float shrink = peak[i] == -INFINITY ? 0.0f : std::exp2(peak[i] - top);
@@ -100,7 +100,7 @@ void backward_tile(const Head& head, int64_t j, const Matrix& dq, float* dA, flo
         const int64_t rows = std::min(c.tile_queries, c.queries - start);
         const int64_t from = std::max(j, head.first_key(start)), end = std::min(j + keys, c.q_offset + start + rows);
         const int64_t used = end - from;  // keys that any of these queries sees
-        if (used <= 0) break;             // none of the last queries does
+        if (used <= 0) break;             // later queries see no key of this tile
         const float *q = head.row(c.q, start), *dout = head.row(c.dout, start);
         const float *k = head.row(c.k, from), *v = head.row(c.v, from);
         multiply("N", "T", rows, used, c.dim, 1, q, c.q.token, k, c.k.token, 0, P, width);
@@ -112,13 +112,13 @@ void backward_tile(const Head& head, int64_t j, const Matrix& dq, float* dA, flo
             float* dbias = c.dbias + head.n * c.keys + from;
             float *p = P + i * width, *ds = dS + i * width;
             const float lse = c.lse[head.n * c.queries + start + i], delta = c.delta[head.n * c.queries + start + i];
-            const float own = head.own_bias(start + i);
+            const float diagonal = head.diagonal_bias(start + i);
             float sum = 0;
 #pragma omp simd reduction(+ : sum)
             for (int64_t x = hidden; x < seen; ++x) {
                 const float s = p[x];
                 float logit = A[x] * s + M[x];
-                if constexpr (BIASED) logit += LOG2E * (bias[x] - own);
+                if constexpr (BIASED) logit += LOG2E * (bias[x] - diagonal);
                 p[x] = exp2_of_negative(logit - lse);
                 const float dL = p[x] * (ds[x] - delta);
                 ds[x] = dL * A[x];
@@ -150,7 +150,7 @@ void forward(const Call* call) {
     const auto run_tile = call->bias ? forward_tile<true> : forward_tile<false>;
 #pragma omp parallel
     {
-        const Alone alone;
+        const OneThread one_thread;
         std::vector<float> scratch(call->tile_queries * (call->tile_keys + 2));
 #pragma omp for schedule(dynamic)
         for (int64_t item = 0; item < call->batch * call->heads * tiles; ++item)  // the longest rows first
@@ -158,7 +158,7 @@ void forward(const Call* call) {
     }
 }
 
-// dq, dk, dv start at 0; dq holds `parts` copies one after another, each of which gets every parts-th tile of keys.
+// dq, dk and dv start at 0. dq has `parts` consecutive copies. A copy is the sum over every parts-th tile of keys.
 void backward(const Call* call) {
     const int64_t heads = call->batch * call->heads;
     const bool learned = call->dtables;
@@ -166,7 +166,7 @@ void backward(const Call* call) {
                                      : (learned ? backward_tile<false, true> : backward_tile<false, false>);
 #pragma omp parallel
     {
-        const Alone alone;
+        const OneThread one_thread;
         std::vector<float> scratch(2 * call->tile_queries * call->tile_keys);
 #pragma omp for schedule(dynamic)
         for (int64_t item = 0; item < heads * call->parts; ++item) {

@@ -15,11 +15,11 @@ struct Matrix {  // (batch, heads, tokens, head dimension) with these strides; t
 struct Call {
     Matrix q, k, v, o, dout, dq, dk, dv;
     float* lse;      // (batch, heads, queries), in bits
-    float* delta;    // the same
+    float* delta;    // (batch, heads, queries)
     float* tables;   // (2, table_heads, keys): A and M
-    float* dtables;  // (parts, batch, heads, 2, keys) to add to, or null
+    float* dtables;  // (parts, batch, heads, 2, keys), to add to, or null
     float* bias;     // (batch, heads, keys), added to the logits, or null
-    float* dbias;    // the same, to add to
+    float* dbias;    // (batch, heads, keys), to add to
     float* dlogits;  // (parts, batch, heads, queries), to add each row's sum of the logits' gradients to
     float* sink;     // (heads), one more logit of each row, or null
     int64_t batch, heads, table_heads, queries, keys, dim, q_offset, window, parts, tile_queries, tile_keys;
@@ -29,9 +29,9 @@ namespace {
 
 constexpr float LN2 = 0.6931471805599453f, LOG2E = 1.4426950408889634f;
 
-// 2^x for x <= 0 or NaN, to a relative error of 1e-7: a polynomial for the fraction, the exponent's bits for the rest.
-// Denormal numbers multiply ten times as slowly, and ALiBi's steeper heads are full of them. So results below 2^-64
-// become 2^-64, which no sum with 1 in it notices.
+// 2^x for x <= 0 or NaN, with a relative error of 1e-7. A polynomial gives the fraction, the exponent's bits the rest.
+// Products of denormal numbers are ten times slower, and ALiBi's steep heads have many. So results below 2^-64 become
+// 2^-64, which does not change a float32 sum that contains 1.
 inline float exp2_of_negative(float x) {
     x = x < -64.0f ? -64.0f : x;
     const float shifted = x + 12582912.0f;  // 1.5 * 2^23: now the last bits are the integer nearest to x
@@ -64,27 +64,27 @@ struct Head {  // one head of one sequence
     float* row(const Matrix& x, int64_t token) const {
         return x.data + n / call.heads * x.batch + n % call.heads * x.head + token * x.token;
     }
-    // The index in the reversed tables of the distance from query i back to key j. The next keys' follow.
+    // The index of query i and key j in the reversed tables. The entries of later keys follow.
     int64_t entry(int64_t i, int64_t j) const { return call.keys - 1 - (call.q_offset + i - j); }
-    // The number of keys among the `count` from j on up to query i.
+    // How many of the `count` keys from j on are not after query i.
     int64_t visible(int64_t i, int64_t j, int64_t count) const {
         return std::clamp<int64_t>(call.q_offset + i - j + 1, 0, count);
     }
-    // The number of these that the window hides; they come first.
+    // How many of these keys the window hides. Hidden keys come first.
     int64_t hidden(int64_t i, int64_t j, int64_t count) const { return visible(i - call.window, j, count); }
     // The first key that query i sees, and the end of the queries that see key j.
     int64_t first_key(int64_t i) const { return std::max<int64_t>(call.q_offset + i - call.window + 1, 0); }
     int64_t last_query(int64_t j) const {
         return std::clamp<int64_t>(j + call.window - call.q_offset, 0, call.queries);
     }
-    // The bias of query i's own key. It is subtracted from all biases of the row, which the softmax ignores: however
-    // large biases grow, the differences are small where they count. So the log-sum-exp is without it.
-    float own_bias(int64_t i) const { return bias ? bias[call.q_offset + i] : 0.0f; }
-    // Set the maximum and sum with which the online softmax of the rows from `start` on begins: those of a sink, or none.
+    // The bias of query i's own key. It is subtracted from all biases of the row, because large biases are imprecise
+    // but their important differences are small. The softmax ignores it, and the log-sum-exp lacks it.
+    float diagonal_bias(int64_t i) const { return bias ? bias[call.q_offset + i] : 0.0f; }
+    // Set the initial maximum and sum of the online softmax for rows from `start` on. They contain the sink.
     void begin_rows(int64_t start, int64_t rows, float* peak, float* total) const {
         const float* sink = call.sink ? call.sink + n % call.heads : nullptr;
         for (int64_t i = 0; i < rows; ++i) {
-            peak[i] = sink ? LOG2E * (*sink - own_bias(start + i)) : -INFINITY;
+            peak[i] = sink ? LOG2E * (*sink - diagonal_bias(start + i)) : -INFINITY;
             total[i] = sink ? 1.0f : 0.0f;
         }
     }

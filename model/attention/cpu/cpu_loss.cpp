@@ -1,12 +1,12 @@
-// Cross-entropy of rows of logits, in place, for the head's loss on a CPU (model/loss.py). Called by __init__.py.
+// Cross-entropy of rows of logits, in place, for the head's loss on a CPU (model/loss.py). __init__.py calls it.
 
 #include "cpu.h"
 
 namespace {
 
-// The loss of one row, which becomes softmax - onehot if `gradient`; else it is left without meaning.
-float lose(float* x, int64_t target, int64_t vocabulary, bool gradient) {
-    constexpr int64_t BLOCK = 1024;  // summed in float32; their sums, in double
+// Return the loss of one row. If `gradient`, the row becomes softmax - onehot, else its values are undefined.
+float row_loss(float* x, int64_t target, int64_t vocabulary, bool gradient) {
+    constexpr int64_t BLOCK = 1024;  // summed in float32; the total is a double
     const float at_target = x[target];
     float top = x[0];
 #pragma omp simd reduction(max : top)
@@ -38,7 +38,7 @@ extern "C" {
 void cross_entropy(float* logits, const int64_t* targets, float* losses, int64_t rows, int64_t vocabulary,
                    int64_t gradient) {
 #pragma omp parallel for
-    for (int64_t i = 0; i < rows; ++i) losses[i] = lose(logits + i * vocabulary, targets[i], vocabulary, gradient);
+    for (int64_t i = 0; i < rows; ++i) losses[i] = row_loss(logits + i * vocabulary, targets[i], vocabulary, gradient);
 }
 
 }  // extern "C"

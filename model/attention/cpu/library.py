@@ -14,8 +14,8 @@ from torch import Tensor
 
 SOURCES = [Path(__file__).with_name(name) for name in ("cpu.cpp", "cpu_loss.cpp", "cpu.h")]
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
-TILE = (128, 256)  # queries, keys: the fastest of those tried (results/speed/cpu.md)
-FEW, TILE_OF_FEW = 256, 64  # up to FEW queries, smaller tiles compute less of what causality hides
+TILE = (128, 256)  # queries, keys: the fastest in results/speed/cpu.md
+FEW_QUERIES, SMALL_TILE = 256, 64  # with so few queries, a small tile has fewer hidden logits
 MATRICES = ("q", "k", "v", "o", "dout", "dq", "dk", "dv")
 
 
@@ -38,14 +38,14 @@ class Arguments(ctypes.Structure):
 
 
 def call_library(function: str, q_offset: int, window: int, parts: int = 1, **tensors: Tensor | None):
-    """Call a function of the library with these tensors, by the names of their fields in Arguments."""
+    """Call a function of the library. Tensors are named like their fields in Arguments."""
     kernel, reason = load_library()
     assert kernel is not None, reason
     q, k, tables = tensors["q"], tensors["k"], tensors["tables"]
     call = Arguments(
         batch=q.shape[0], heads=q.shape[1], table_heads=tables.shape[1], queries=q.shape[2],
         keys=k.shape[2], dim=q.shape[3], q_offset=q_offset, window=window, parts=parts,
-        tile_queries=TILE_OF_FEW if q.shape[2] <= FEW else TILE[0], tile_keys=TILE[1],
+        tile_queries=SMALL_TILE if q.shape[2] <= FEW_QUERIES else TILE[0], tile_keys=TILE[1],
     )  # fmt: skip
     for name, x in tensors.items():
         if name in MATRICES:
@@ -74,14 +74,14 @@ def compile_library(compiler: str) -> Path:
     """Return the shared object, from the user's cache if this compiler has already compiled it for this processor."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     processor = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
-    torch_library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"  # has the BLAS
+    torch_library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"  # contains the BLAS
     texts = *map(Path.read_text, SOURCES), version, processor, str(torch_library), *FLAGS
     key = hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "scale_invariant_attention"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"cpu-{key}.so"
     if not path.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as temporary:  # replaced whole: other processes may do the same
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:  # other processes may compile it at the same time
             fresh = Path(temporary) / path.name
             sources = [str(source) for source in SOURCES if source.suffix == ".cpp"]
             command = [compiler, *FLAGS, *sources, str(torch_library), "-o", str(fresh)]

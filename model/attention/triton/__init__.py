@@ -1,11 +1,11 @@
 """Our Triton kernel (flash.py), for methods that change the score, on CUDA.
 
-It reads a_t and m_t from tables by distance, which hold them in bits: L log2(e) = A(t) q.k + M(t). Where m = 1 - a^2,
-as in scale-invariant attention, the softmax ignores the 1, and one table is enough:
+It reads A(t) and M(t) from tables. The logits are in bits: L log2(e) = A(t) q.k + M(t). If m = 1 - a^2, as in
+scale-invariant attention, the softmax ignores the 1 and one table is enough:
 
     L log2(e) = b (q.k sqrt(log2(e) / d) - b) + constant,    b = a sqrt(log2(e))
 
-Triton is imported at use only, because not every machine has it.
+Triton is imported on first use, because not every machine has it.
 """
 
 import dataclasses
@@ -29,12 +29,12 @@ from model.methods.base import Method, ScoreChange
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
-PADDING = 128  # entries beyond the largest distance, as the last tile of queries may reach past the last query
+PADDING = 128  # entries beyond the largest distance, because the last tile may be larger than its queries
 
 
 @dataclasses.dataclass(frozen=True)
 class Tables:
-    """a_t and m_t of one method. The dimension of heads is 1 where all heads agree."""
+    """a_t and m_t of one method. The dimension of heads is 1 if all heads agree."""
 
     functions: Tensor | None = None  # (n, H or 1, keys + PADDING) float32: A and M, or b alone; None for a = 1, m = 0
     tangent: Tensor | None = None  # the derivatives of A and M by each head's parameter
@@ -46,7 +46,7 @@ def unsupported(method: Method, device: torch.device, dtype: torch.dtype) -> str
     if not find_spec("triton"):
         return "Triton is not installed"
     if [p.shape for p in learned_parameters(method.score_change).values()] not in ([], [(method.num_heads,)]):
-        return f"it takes one learned number a head, {method.name} has others"
+        return f"it takes one learned number per head, and {method.name} has others"
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":  # the interpreter is for tests
         return f"it runs on CUDA, not on {device}"
     if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):

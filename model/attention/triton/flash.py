@@ -1,4 +1,4 @@
-"""Causal attention over L = a_t S + m_t + b_j in Triton: launches of the kernels of kernels.py, and their autograd."""
+"""Launches the kernels of kernels.py for causal attention over L = a_t S + m_t + b_j, with autograd."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from model.methods.base import upcast
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Queries and keys of a tile, warps and pipeline stages, of a kernel."""
+    """The queries and keys of a kernel's tile, its warps and its pipeline stages."""
 
     queries: int
     keys: int
@@ -23,8 +23,8 @@ class Tiles:
 
 
 def choose_tiles(dtype: torch.dtype, head_dim: int) -> dict[str, Tiles]:
-    """Return the tiles of each kernel: among tiles that hardly spill, the tiles with the fewest instructions a
-    logit (results/speed/kernel_code.md). Not timed yet."""
+    """Return the tiles of each kernel. Among tiles that hardly spill registers, they need the fewest instructions per
+    logit (results/speed/kernel_code.md). They are not timed yet."""
     if dtype == torch.float32:
         small = Tiles(32, 32, 4, 1) if head_dim <= 128 else Tiles(16, 16, 4, 1)
         return dict(forward=small, query_gradient=small, key_gradient=small)
@@ -41,9 +41,9 @@ def choose_tiles(dtype: torch.dtype, head_dim: int) -> dict[str, Tiles]:
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, tables: Tables, q_offset: int, key_bias: Tensor | None, sink: Tensor | None
 ) -> Tensor:
-    """Return causal attention (B, H, Tq, D). Arguments as of a backend's run; both passes repeat bit for bit."""
+    """Return causal attention (B, H, Tq, D). Arguments are as in a backend's run. Both passes are deterministic."""
     (B, H, Tq, D), Tk = q.shape, k.shape[2]
-    # What `attend` and `prepare` guarantee: a kernel would read memory that belongs to other tensors.
+    # `attend` and `prepare` guarantee these shapes. With others, a kernel would read the memory of other tensors.
     assert k.shape == v.shape == (B, H, Tk, D) and q.dtype == k.dtype == v.dtype and q.device == k.device == v.device
     assert q.dtype in DTYPES and 1 <= D <= MAX_HEAD_DIM and Tk <= MAX_LENGTH and 0 <= q_offset <= Tk - Tq
     assert key_bias is None or (key_bias.shape, key_bias.device) == ((B, H, Tk), q.device)
@@ -51,14 +51,14 @@ def flash_attention(
     if tables.functions is not None:
         assert tables.functions.shape[1] in (1, H) and tables.functions.shape[2] >= Tk + PADDING
         if sink is not None and len(tables.functions) == 1:
-            sink = sink - 1  # one function leaves out the 1 of all logits
+            sink = sink - 1  # with one function, all logits lack the 1
     key_bias, sink = (x if x is None else x.float().contiguous() for x in (key_bias, sink))
     functions = tables.functions, tables.tangent, tables.window, q_offset
     return forward_op(*map(tokens_first, (q, k, v)), tables.parameter, key_bias, sink, *functions)[0]
 
 
 def tokens_first(x: Tensor) -> Tensor:
-    """Return x (B, H, T, D) in memory as (B, T, H, D), where tokens may have gaps, as q, k and v of one product do."""
+    """Return x (B, H, T, D) in memory order (B, T, H, D). Tokens may have gaps, as q, k and v of one matmul have."""
     B, H, T, D = x.shape
     fits = x.stride() == (T * x.stride(2), D, x.stride(2), 1)
     return x if fits else heads_last(x, x.new_empty).copy_(x)
@@ -89,22 +89,22 @@ def backward_op(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, key_bias: Tensor | None,
     sink: Tensor | None, functions: Tensor | None, tangent: Tensor | None, window: int, q_offset: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of q, k, v, of each head's parameter (H,), key_bias and sink; empty ones for absent inputs.
+    """Return the gradients of q, k, v, of each head's parameter (H,), key_bias and sink. Absent inputs have empty ones.
 
     delta_i = sum_d o_id do_id, (B, H, Tq), which is also sum_j P_ij dP_ij.
     """
     dq, dk, dv, dparameter, dkey_bias, dsink = empty_gradients(q, k, v, key_bias, sink, tangent)
     vectors = q, k, v, tokens_first(do)
     row_sums = None if key_bias is None else torch.empty_like(lse)
-    of_rows = None if tangent is None else torch.empty_like(lse)  # each query's part of dparameter
-    learned = *((None, None) if tangent is None else tangent), of_rows
+    dparameter_rows = None if tangent is None else torch.empty_like(lse)  # each query's part of dparameter
+    learned = *((None, None) if tangent is None else tangent), dparameter_rows
     tensors = lse, delta, dq, key_bias, row_sums, *learned
     launch(query_gradient_kernel, "query_gradient", vectors, tensors, functions, window, q_offset)
     tensors = lse, delta, dk, dv, key_bias, None if key_bias is None else dkey_bias
     launch(key_gradient_kernel, "key_gradient", vectors, tensors, functions, window, q_offset)
-    if of_rows is not None:
-        dparameter = of_rows.sum(dim=(0, 2))
-    if sink is not None:  # its probability times the gradient of its logit, which is -delta as its value is 0
+    if dparameter_rows is not None:
+        dparameter = dparameter_rows.sum(dim=(0, 2))
+    if sink is not None:  # P (dP - delta), where dP is 0 because the sink has no value
         dsink_rows = -torch.exp2(LOG2E * sink[:, None] - lse) * delta
         dsink = dsink_rows.sum(dim=(0, 2))
     if key_bias is not None:
@@ -133,7 +133,7 @@ def save_for_backward(ctx, inputs, output):
 
 def backward(ctx, do, _):
     q, k, v, _, key_bias, sink, functions, tangent, o, lse = ctx.saved_tensors
-    delta = (upcast(do) * upcast(o)).sum(dim=-1)  # here, where torch.compile fuses it
+    delta = (upcast(do) * upcast(o)).sum(dim=-1)  # not in backward_op, so that torch.compile fuses it
     tensors = do, q, k, v, lse, delta, key_bias, sink, functions, tangent
     gradients = backward_op(*tensors, ctx.window, ctx.q_offset)
     return *(x if needed else None for x, needed in zip(gradients, ctx.needs_input_grad)), *[None] * 4
@@ -143,7 +143,7 @@ forward_op.register_autograd(backward, setup_context=save_for_backward)
 
 
 def launch(kernel, role: str, vectors: tuple, tensors: tuple, functions: Tensor | None, window: int, q_offset: int):
-    """Launch a kernel for q, k, v, perhaps do, in tokens_first's layout, and for its other tensors or None.
+    """Launch a kernel. vectors: q, k, v and perhaps do, in tokens_first's layout. tensors: the others, or None.
 
     role: a key of choose_tiles.
     """

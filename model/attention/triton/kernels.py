@@ -1,18 +1,18 @@
-"""The GPU code of causal attention over L = a_t S + m_t + b_j and of its gradients, in Triton; flash.py launches it.
+"""Triton kernels of causal attention over L = a_t S + m_t + b_j and of its gradients. flash.py launches them.
 
-As in FlashAttention-2 (Dao 2023, arXiv 2307.08691), a program owns a tile of queries, or of keys for the gradients of
-keys and values. It walks over the tiles that it sees in stretches:
+As in FlashAttention-2 (Dao 2023, arXiv 2307.08691), a program computes one tile of queries and visits the keys that
+they see. For the gradients of keys and values, it computes one tile of keys and visits queries. It visits in stretches:
 
     0   tiles on the diagonal, masked
     1   tiles below it, without a mask
     2   with a window: tiles across its far end, masked. Tiles beyond it are not visited.
 
-Logits are in bits, L log2(e). a_table and m_table hold a_t and m_t by distance in the form that __init__.py makes:
-both are None for plain attention, and m_table is None where one function is enough. Other pointers are None where a
-call has no key biases, no sink or no learned parameter; their code is left out then. WINDOW is 0 for no window.
+Logits are in bits, L log2(e). a_table and m_table are the tables of __init__.py, by distance. Both are None for plain
+attention. m_table is None if one function is enough. Other pointers are None if a call has no key biases, no sink or no
+learned parameter. Their code is then not compiled. WINDOW is 0 without a window.
 
-Memory is laid out as (batch, token, head, HEAD_DIM), where tokens may have gaps: q_t is the distance between tokens of
-q. row and column count queries and keys within a tile, t is the distance from query back to key.
+The memory order is (batch, token, head, HEAD_DIM). Tokens may have gaps: q_t is the stride from token to token of q.
+row and column are indices of queries and keys within a tile. t is the distance from query back to key.
 """
 
 import triton
@@ -30,8 +30,8 @@ def forward_kernel(
     q, k, v, o, lse, key_bias, sink, a_table, m_table, q_t, k_t, v_t, table_h, scale, H, Tq, Tk, q_offset,
     WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Write the output o of a tile of queries, and lse, the log2 of the softmax denominator, sink included."""
-    batch, head, tile = which_tile(tl.cdiv(Tq, QUERIES), H)
+    """Write the output o of a tile of queries, and lse, the log2 of the softmax denominator with the sink."""
+    batch, head, tile = tile_of_program(tl.cdiv(Tq, QUERIES), H)
     start = (tl.cdiv(Tq, QUERIES) - 1 - tile) * QUERIES  # the longest rows first
     q += (batch * Tq + start) * q_t + head * HEAD_DIM
     k += batch * Tk * k_t + head * HEAD_DIM
@@ -82,9 +82,9 @@ def query_gradient_kernel(
     q_t, k_t, v_t, do_t, table_h, scale, H, Tq, Tk, q_offset,
     WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Write dQ of a tile of queries. With key biases, write each row's sum of the gradients of its logits. With a
-    learned parameter, write each query's part of its gradient."""
-    batch, head, tile = which_tile(tl.cdiv(Tq, QUERIES), H)
+    """Write dQ of a tile of queries. With key biases, write the sum of each row's logit gradients. With a learned
+    parameter, write each query's part of the parameter's gradient."""
+    batch, head, tile = tile_of_program(tl.cdiv(Tq, QUERIES), H)
     start = (tl.cdiv(Tq, QUERIES) - 1 - tile) * QUERIES
     q += (batch * Tq + start) * q_t + head * HEAD_DIM
     k += batch * Tk * k_t + head * HEAD_DIM
@@ -139,7 +139,7 @@ def key_gradient_kernel(
     WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Write dK and dV of a tile of keys, and the gradients of their biases."""
-    batch, head, tile = which_tile(tl.cdiv(Tk, KEYS), H)
+    batch, head, tile = tile_of_program(tl.cdiv(Tk, KEYS), H)
     start = tile * KEYS
     q += batch * Tq * q_t + head * HEAD_DIM
     k += (batch * Tk + start) * k_t + head * HEAD_DIM
@@ -191,8 +191,8 @@ def key_gradient_kernel(
 
 
 @triton.jit
-def which_tile(num_tiles, num_heads):
-    """Return batch, head and tile of this program: head by head, so that few keys and values are in use at one time."""
+def tile_of_program(num_tiles, num_heads):
+    """Return batch, head and tile of this program. Successive programs share a head, so its keys stay in the cache."""
     program = tl.program_id(0)
     batch_head = program // num_tiles
     return (batch_head // num_heads).to(tl.int64), (batch_head % num_heads).to(tl.int64), program % num_tiles
@@ -200,7 +200,7 @@ def which_tile(num_tiles, num_heads):
 
 @triton.jit
 def load_rows(base, stride, row, d, rows_left, HEAD_DIM: tl.constexpr):
-    """Return rows (R, BLOCK_D) that start at the pointer base; 0 beyond rows_left and beyond the end of the head."""
+    """Return rows (R, BLOCK_D) that start at the pointer base. Entries beyond rows_left and HEAD_DIM are 0."""
     inside = row[:, None] < rows_left
     if HEAD_DIM < d.shape[0]:
         inside = inside & (d[None, :] < HEAD_DIM)
@@ -209,14 +209,14 @@ def load_rows(base, stride, row, d, rows_left, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def store_rows(base, stride, row, d, rows_left, value, HEAD_DIM: tl.constexpr):
-    """Write value (R, BLOCK_D) to the rows that start at the pointer base, up to rows_left and the end of the head."""
+    """Write value (R, BLOCK_D) to the rows that start at the pointer base, up to rows_left and HEAD_DIM."""
     at = base + row[:, None] * stride + d[None, :]
     tl.store(at, value.to(base.dtype.element_ty), mask=(row[:, None] < rows_left) & (d[None, :] < HEAD_DIM))
 
 
 @triton.jit
 def load_entries(at):
-    """Return the float32 numbers at pointers, one each: tl.load in a loop would stage them in shared memory."""
+    """Return the float32 number at each pointer. In a loop, tl.load would stage them in shared memory."""
     if IN_INTERPRETER:
         return tl.load(at)
     else:
@@ -225,7 +225,7 @@ def load_entries(at):
 
 @triton.jit
 def logits_of_tile(qk, t, a_table, m_table, at_head, scale, MASKED: tl.constexpr):
-    """Return the logits in bits of products qk at distances t, and their slope in qk over scale."""
+    """Return the logits in bits of products qk at distances t, and their derivative by qk, divided by scale."""
     if a_table is None:
         return qk * scale, 1.0
     else:
@@ -251,7 +251,7 @@ def sees(t, WINDOW: tl.constexpr):
 def keys_of_stretch(
     STRETCH: tl.constexpr, position, Tk, WINDOW: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr
 ):
-    """Return where the keys of a stretch begin and end, for QUERIES queries from this position on."""
+    """Return where the keys of a stretch begin and end, for QUERIES queries from `position` on."""
     masked_from = position // KEYS * KEYS
     edge_from, edge_to = masked_from * 0, masked_from * 0
     if WINDOW:
