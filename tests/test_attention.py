@@ -180,7 +180,7 @@ def test_lengths_and_options_that_do_not_fit_are_refused(queries, keys, options)
         make_plan(make_case("scale_invariant"), queries, keys, **options)
 
 
-def test_the_formula_imports_nothing_of_what_is_held_to_it():
+def test_the_formula_imports_none_of_the_code_under_test():
     tree = ast.parse(inspect.getsource(sys.modules["model.attention.reference"]))
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert imported == {"torch", "errors", "model.methods.base"}

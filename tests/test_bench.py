@@ -102,7 +102,7 @@ def test_the_gate_lets_equal_models_pass_and_no_others():
     assert not any(torch.equal(p, q) for p, q in zip(trainer.model.parameters(), before))
 
 
-def test_step_reports_what_it_measured(tmp_path, capsys):
+def test_step_reports_its_measurements(tmp_path, capsys):
     variants = ["p_rope", "alibi", "p_rope:flex"]  # FlexAttention cannot train on a CPU
     assert command("step", "quickstart", *variants, *FIELDS, "--rounds", 3, "--steps", 2, "--out", tmp_path) == 0
     record = json.loads((tmp_path / "cpu_step_quickstart.json").read_text())

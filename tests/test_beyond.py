@@ -45,7 +45,7 @@ def samples(sd, *others):
     return trained | dict(others)
 
 
-def test_differences_where_the_methods_vary_alike_are_those_of_student():
+def test_differences_of_methods_with_equal_variance_follow_student():
     one, borrowed = [4.03], [3.0, 4.0, 5.0]
     losses = samples(0.012, (("alibi", 256), one), (("yarn", 256), borrowed))
     ours, rope_losses = losses[REFERENCE, 256], losses["rope", 256]
@@ -62,7 +62,7 @@ def test_differences_where_the_methods_vary_alike_are_those_of_student():
     assert "256: p = " in describe_variances(losses, [256], {"yarn"})
 
 
-def test_differences_where_the_methods_vary_otherwise_are_those_of_welch():
+def test_differences_of_methods_with_unequal_variance_follow_welch():
     losses = samples(0.3)
     ours, rope_losses = losses[REFERENCE, 256], losses["rope", 256]
     (row,) = differences(losses, REFERENCE, [256])
@@ -212,7 +212,7 @@ def test_taught_compares_runs_of_one_seed(tmp_path, call):  # noqa: F811
     assert not primary
 
 
-def test_taught_of_few_runs_compares_what_there_is(tmp_path, call):  # noqa: F811
+def test_taught_of_few_runs_compares_the_runs_that_exist(tmp_path, call):  # noqa: F811
     write_taught(tmp_path / "runs", [0])
     code, output = call("taught")
     assert code == 1 and "### Primary comparisons" not in output.out and is_figure(tmp_path / "out/figures/taught")

@@ -239,7 +239,7 @@ def test_a_bad_value_on_the_command_line_is_refused_in_one_line(arguments, named
     assert capsys.readouterr().err == ""
 
 
-def test_what_is_suggested_for_an_unknown_name():
+def test_near_names_are_suggested_for_an_unknown_name():
     close = did_you_mean("tua", ["base", "tau"], "see there")
     assert "tau" in close and "base" not in close
     several = did_you_mean("rope", ["p_rope", "ropes", "base"])

@@ -104,7 +104,7 @@ def dense_losses(model, tokens):
     return -logits.log_softmax(dim=-1)[torch.arange(T), tokens[1:]]
 
 
-def test_losses_and_gains_are_those_of_a_dense_computation(stream):
+def test_losses_and_gains_equal_a_dense_computation(stream):
     model = tiny_model()
     result = measure(model, stream)
     for gap in GAPS:
@@ -132,7 +132,7 @@ def perfect_copier(tokens, targets, *, plan, per_token):
     return losses
 
 
-def test_a_perfect_copier_gains_all_but_what_two_tokens_cost(tmp_path):
+def test_a_perfect_copier_gains_all_but_the_cost_of_two_tokens(tmp_path):
     with ShardWriter(tmp_path, "distinct", tokenizer="none", vocab_size=2**16) as writer:
         for split in ("train", "val"):
             writer.write(split, np.random.default_rng(0).permutation(2**16)[:20_000])

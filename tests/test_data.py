@@ -190,7 +190,7 @@ def test_fingerprint_follows_the_content_of_the_shards_that_a_run_reads(tmp_path
 # ---- opening a folder ----
 
 
-def test_open_split_reads_what_was_written(tmp_path):
+def test_open_split_reads_the_written_tokens(tmp_path):
     for split, tokens in zip(("train", "val"), write_dataset(tmp_path)):
         stream = open_split(tmp_path, split, VOCAB)
         np.testing.assert_array_equal(stream.read(0, len(stream)), tokens)

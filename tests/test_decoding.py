@@ -75,7 +75,7 @@ def test_steps_give_the_logits_of_the_full_forward_pass(name, options, prompt_le
 
 
 @pytest.mark.parametrize("name, options", CASES[:40])  # the published methods and each mechanism
-def test_bfloat16_logits_are_nearly_those_of_float32(name, options):
+def test_bfloat16_logits_are_near_float32(name, options):
     tokens, _ = random_tokens(100)
     expected = full_logits(make_model(name, options), tokens, 100)[:, 69:]
     logits = decoded_logits(make_model(name, options, dtype=torch.bfloat16), tokens, 70)

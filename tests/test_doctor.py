@@ -66,7 +66,7 @@ def test_a_step_that_takes_too_long_is_not_made():
 
 
 @pytest.mark.parametrize("error, code", [(None, 0), (RuntimeError("no kernel image"), 1)])
-def test_the_exit_code_says_whether_something_is_broken(error, code, monkeypatch, capsys):
+def test_the_exit_code_depends_on_broken_parts(error, code, monkeypatch, capsys):
     def check_kernels(*_):
         if error:
             raise error

@@ -51,7 +51,7 @@ def write_text(folder, tokens, tokenizer="none"):
 # ---- the run's own text ----------------------------------------------------------------------------------------------
 
 
-def test_losses_are_those_of_the_summary_wherever_the_text_is(data, copied, tmp_path):  # noqa: F811
+def test_losses_equal_the_summary_wherever_the_text_is(data, copied, tmp_path):  # noqa: F811
     losses = read_json(copied / "summary.json")["val_loss"]
     call(copied)
     assert stored(copied)["val_loss"] == pytest.approx(losses, abs=1e-5)
@@ -144,7 +144,7 @@ def test_text_of_another_tokenizer_is_refused(copied, tmp_path, capsys):  # noqa
     assert "tokenizer" in refusal(capsys, copied, "--data", books)
 
 
-def test_other_text_is_not_taken_for_the_runs_own(copied, tmp_path, capsys):  # noqa: F811
+def test_another_text_is_refused_without_its_option(copied, tmp_path, capsys):  # noqa: F811
     replaced = make_data(tmp_path / "replaced", seed=2)
     change_config(copied, data_dir=str(replaced))
     assert f"--data {replaced}" in refusal(capsys, copied)

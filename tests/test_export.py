@@ -96,7 +96,7 @@ def test_generation_scales_to_the_length_that_is_asked_for():
     assert whole.shape[1] == 21 + 20 and torch.equal(whole, generate(model, tokens, 20))  # transformers' own default
 
 
-def test_what_a_method_learns_stays_exact_in_bfloat16(tmp_path):
+def test_learned_parameters_of_a_method_stay_exact_in_bfloat16(tmp_path):
     _, model = make_pair("p_rope+forget")
     model.save_pretrained(tmp_path)
     half = MethodGPTForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
@@ -205,7 +205,7 @@ def test_it_loads_and_generates_where_the_repository_is_not(run, exported, tmp_p
     assert torch.equal(new[:, 300:], full_logits(gpt, new[:, :-1], 319)[:, 299:].argmax(dim=-1))
 
 
-def test_what_cannot_be_exported(run, exported, tmp_path, capsys, monkeypatch):
+def test_runs_that_cannot_be_exported_are_refused(run, exported, tmp_path, capsys, monkeypatch):
     other, bare = tmp_path / "other", tmp_path / "bare"
     prepare([run.parent / "1.txt", run.parent / "2.txt"], other, "bpe:300", val_fraction=0.5)
     shutil.copytree(run, bare, ignore=shutil.ignore_patterns("checkpoints", "hf"))
@@ -218,7 +218,7 @@ def test_what_cannot_be_exported(run, exported, tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "x").exists()
 
 
-def test_push_uploads_what_was_exported(run, exported, tmp_path, monkeypatch):
+def test_push_uploads_the_exported_files(run, exported, tmp_path, monkeypatch):
     import huggingface_hub
 
     calls = []

@@ -212,14 +212,14 @@ def error_when_compiled(attention_of_qkv):
 
 
 @pytest.mark.slow
-def test_of_what_the_same_graph_computes_it_is_the_formula():
+def test_inside_a_compiled_graph_it_is_the_formula():
     method = make_case("nope", 2)
     plan = make_plan(method, 130, 130, backend="flex")
     assert error_when_compiled(lambda q, k, v: attend(method, q, k, v, plan=plan)) < 1e-5
 
 
 @pytest.mark.slow
-def test_torch_s_own_cpu_kernel_still_misreads_what_the_same_graph_computes():
+def test_torch_s_cpu_kernel_still_misreads_inputs_of_its_graph():
     """When this fails, torch is mended, and run_alone in flex_compiled.py can go."""
     plan = make_plan(make_case("nope", 2), 130, 130, backend="flex")
     assert error_when_compiled(lambda q, k, v: flex_attention(q, k, v, **plan.prepared)) > 0.1
@@ -262,7 +262,7 @@ def flash_problem(monkeypatch):
 
 
 @pytest.mark.parametrize("capability, query_block", [((9, 0), 128), ((10, 0), 256), ((11, 0), 256)])
-def test_flash_takes_what_flash_attention_4_takes(capability, query_block, flash_problem):
+def test_flash_takes_the_shapes_of_flash_attention_4(capability, query_block, flash_problem):
     for name in ("nope", "alibi", "window"):
         assert all(flash_problem(name, capability, head_dim=head_dim) is None for head_dim in (16, 72, 128))
     assert flex.flash_query_block(CUDA) == query_block
@@ -284,5 +284,5 @@ def test_flash_takes_what_flash_attention_4_takes(capability, query_block, flash
         *((dict(capability=c), "Hopper") for c in ((8, 0), (8, 9), (12, 0))),
     ],
 )
-def test_flash_says_what_it_cannot_run(options, word, flash_problem):
+def test_flash_names_the_reason_that_it_cannot_run(options, word, flash_problem):
     assert word in flash_problem(**options)

@@ -85,7 +85,7 @@ def test_it_ends_where_the_model_ends_the_document(run, say, monkeypatch):
     assert say(run, "ab", "--max-new-tokens", 50)[0] == 0 and next(chosen) == 7
 
 
-def test_text_comes_out_whole_however_it_is_cut_into_tokens(run):
+def test_text_comes_out_whole_for_any_cut_into_tokens(run):
     """Characters of several bytes are not printed in parts."""
     tokenizer = load_tokenizer(run.parent / "data")
     for text in ("a\u00e9\u4e16 b", "\u4e16\u754c\U0001f600 ok", "\U0001f600"):
@@ -102,7 +102,7 @@ def test_wrong_values_are_refused_in_one_line(run, say, option, value):
     assert (code, out, err.count("\n")) == (2, "", 1) and option.strip("-") in err
 
 
-def test_the_tokenizer_must_be_the_runs_own(run, tmp_path):
+def test_the_tokenizer_must_be_the_one_of_the_run(run, tmp_path):
     stored = generate.read_run(run)
     assert generate.tokenizer_of_run(stored).vocab_size == 384
     moved = dataclasses.replace(stored, config=dataclasses.replace(stored.config, data_dir=str(tmp_path)))

@@ -63,7 +63,7 @@ def plain_logits(name, p, tokens):
 
 @every_method
 @pytest.mark.parametrize("length", [1, TRAIN_LENGTH, 4 * TRAIN_LENGTH + 3])
-def test_loss_and_all_gradients_are_those_of_the_plain_form(name, length):
+def test_loss_and_all_gradients_equal_the_plain_form(name, length):
     model = make_random_gpt(name)
     exact = {key: value.detach().double().requires_grad_() for key, value in model.named_parameters()}
     tokens, targets = random_tokens(length)
@@ -162,14 +162,14 @@ def test_a_token_changes_no_loss_before_it(name):
 
 @torch.no_grad()
 @every_method
-def test_bfloat16_losses_are_nearly_those_of_float32(name):
+def test_bfloat16_losses_are_near_float32(name):
     losses = [make_random_gpt(name, dtype=dtype)(*random_tokens(100), per_token=True)
               for dtype in (torch.float32, torch.bfloat16)]
     assert losses[1].dtype == make_gpt(name, dtype=torch.bfloat16)(random_tokens(5)[0]).dtype == torch.float32
     assert 0 < (losses[1] - losses[0]).square().mean().sqrt() < 0.03 * losses[0].std()
 
 
-def test_bfloat16_gradients_are_nearly_those_of_float32():
+def test_bfloat16_gradients_are_near_float32():
     gradients = []
     for dtype in (torch.float32, torch.bfloat16):
         model = make_random_gpt("logn_p_rope", dtype=dtype)

@@ -37,7 +37,7 @@ def call(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_pages_made_from_lines_are_those_made_from_run_folders(tmp_path, call):
+def test_pages_from_lines_equal_pages_from_run_folders(tmp_path, call):
     needle = {"greedy": {"256": 0.5}, "oracle": {"256": 1.0}}
     write_study(tmp_path / "trained", "figure_train_4k", needle=needle, part=1024, tokens_per_second=9)
     folders = sorted((tmp_path / "trained").iterdir())
@@ -62,7 +62,7 @@ def test_pages_made_from_lines_are_those_made_from_run_folders(tmp_path, call):
     assert made[0] == made[1] and "0123abc (21)" in made[0][1]
 
 
-def test_a_line_is_replaced_and_keeps_copy_gain_and_what_differs_from_the_preset(tmp_path, call):
+def test_a_line_is_replaced_and_keeps_copy_gain_and_changed_fields(tmp_path, call):
     changes = dict(steps=400, cooldown_steps=183, length_schedule=(64, 20), dtype="float32", wandb_project="x")
     first, second, *_ = sweep("table_losses", "mini", changes=changes)
     copies = dict(copy_gain={"random": {"128": 2.5}}, copy_loss={"random": {"128": [7.0, 4.5]}})
@@ -86,7 +86,7 @@ def test_a_line_is_replaced_and_keeps_copy_gain_and_what_differs_from_the_preset
 
 
 @pytest.mark.parametrize("damage", ["no summary", "a damaged line", "no folder"])
-def test_what_is_not_finished_or_damaged_is_not_kept(tmp_path, call, damage):
+def test_unfinished_and_damaged_runs_are_not_kept(tmp_path, call, damage):
     run = sweep("table_losses", "mini")[0]
     folder = write_run(tmp_path / "runs", run, same(run))
     if damage == "no summary":
@@ -109,7 +109,7 @@ def test_a_line_of_a_field_that_is_gone_is_a_problem_and_no_error(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kept", KEPT, ids=lambda path: path.parent.name)
-def test_committed_tables_are_what_the_committed_lines_make(tmp_path, call, kept, monkeypatch):
+def test_committed_tables_follow_from_the_committed_lines(tmp_path, call, kept, monkeypatch):
     """Byte for byte, by the command that each section of the page names."""
     for module in (beyond, figures, needles):
         monkeypatch.setattr(module, "draw_panels", lambda *_, **__: None)

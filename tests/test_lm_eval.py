@@ -17,7 +17,7 @@ from scripts.evaluate import load_run
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_its_scores_are_those_of_our_model(run, exported, tmp_path, monkeypatch):  # noqa: F811
+def test_scores_of_the_harness_equal_our_model(run, exported, tmp_path, monkeypatch):  # noqa: F811
     import lm_eval
 
     for name, value in dict(HF_HOME=tmp_path, HF_HUB_OFFLINE=1, HF_DATASETS_OFFLINE=1).items():

@@ -90,7 +90,7 @@ def recorded_scores(model, tokens):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_scores_are_those_of_the_dense_computation(family):
+def test_scores_equal_the_dense_computation(family):
     """Also after a conversion to RoPE; after one to NoPE, only scores without rotation exist."""
     model = make_model(family)
     exact, recorded = exact_scores(model, TOKENS), recorded_scores(model, TOKENS)

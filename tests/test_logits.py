@@ -54,7 +54,7 @@ def plain_scores(name, model, tokens, rotated):
 
 
 @pytest.mark.parametrize("name", ["p_rope", "logn_p_rope", "scale_invariant_p_rope"])  # figure_entropy's methods
-def test_profile_is_that_of_the_dense_attention(name):
+def test_profile_equals_dense_attention(name):
     model, lengths = make_random_gpt(name), [1, TRAIN_LENGTH, 131]
     tokens, _ = random_tokens(140, batch=3)
     profile = logits.attention_profile(model, tokens, lengths)
@@ -74,7 +74,7 @@ def test_profile_is_that_of_the_dense_attention(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_scores_and_their_moments_are_those_of_the_dense_scores(name):
+def test_scores_and_their_moments_equal_dense_scores(name):
     model, (tokens, _) = make_random_gpt(name), random_tokens(43, batch=2)
     forms = [False, True] if name in ROTATING else [False]
     dense = {rotated: plain_scores(name, model, tokens, rotated) for rotated in forms}

@@ -61,7 +61,7 @@ def test_tensors_with_gaps():
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_the_mean_is_that_of_the_tokens_with_gradients_and_without(enabled):
+def test_the_mean_equals_the_mean_over_tokens_with_and_without_gradients(enabled):
     x, head, targets = make(300, 20, 50)
     with torch.set_grad_enabled(enabled):
         assert torch.equal(mean_loss(x, head, targets), token_losses(x, head, targets).mean())
@@ -147,7 +147,7 @@ def test_no_tensor_is_larger_than_a_chunk_and_no_matmul_is_done_twice(dtype, mon
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_operators_are_what_torch_is_told_of_them(dtype):
+def test_the_operators_match_their_declaration_to_torch(dtype):
     """Shapes and dtypes of the outputs; no input is written to, no output is one; autograd, also when compiled."""
     x, head, targets = make(20, 5, 11, dtype)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")

@@ -234,7 +234,7 @@ class Own(ScoreChange):
         self.slope, self.power, self.untyped, self.free = slope, power, untyped, free
 
 
-def test_options_of_an_own_mechanism_have_the_types_of_its_constructor_or_its_defaults(monkeypatch):
+def test_options_of_a_new_mechanism_have_the_types_of_its_constructor(monkeypatch):
     monkeypatch.setitem(MECHANISMS, "own", Own)
     change = make("own", slope=2, power=3).score_change
     assert (change.slope, change.power) == (2.0, 3.0) and type(change.slope) is float
@@ -269,7 +269,7 @@ def test_an_alternative_is_the_other_method_with_these_weights(name, other, leng
     ("scale_invariant_rope", "scale_invariant_p_rope", {}), ("infini_rope", "rope", {}), ("nope", "rope", {}),
     ("p_rope", "rope_ntk", dict(base=10_000.0)),
 ])
-def test_what_does_not_train_identically_is_no_alternative(name, other, options):
+def test_methods_that_train_differently_are_no_alternatives(name, other, options):
     with assert_refused(name, other):
         make_alternative(name, other, num_heads=2, head_dim=16, train_length=TRAIN_LENGTH, options=options)
 

@@ -166,7 +166,7 @@ def outcome_of(more: list[str], place: Path) -> str:
         ("rope", "num_heads 3"), ("rope", "position_scale 0.5"), ("yarn", "base 1e-320"), ("rope_ntk", "factor 1e300"),
         ("alibi", "slopes inf"), ("logn_rope", "init 1e39"), ("scale_invariant_rope", "tau 1e-320"))),
 ])  # fmt: skip
-def test_what_cannot_train_is_refused_in_one_line_and_leaves_nothing(more, place, faults, monkeypatch):
+def test_impossible_fields_are_refused_in_one_line_and_leave_nothing(more, place, faults, monkeypatch):
     if "online" in more:  # with a key that wandb's client refuses
         monkeypatch.setenv("WANDB_MODE", "online")
         monkeypatch.setenv("WANDB_API_KEY", "short")

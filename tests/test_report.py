@@ -47,7 +47,7 @@ def shown(*paths):
     return [describe_run(read_run(path)) for path in paths]
 
 
-def test_the_numbers_are_those_of_the_files(tmp_path):
+def test_the_numbers_come_from_the_files(tmp_path):
     records = write_run(tmp_path / "a-s5", seed=5, method="alibi")
     (tmp_path / "a-s5" / "needle").mkdir()
     (tmp_path / "a-s5" / "needle" / "summary.json").write_text(json.dumps(dict(greedy={"16": 0.625})))

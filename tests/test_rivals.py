@@ -227,7 +227,7 @@ def test_an_unfit_backend_is_refused_and_the_next_one_is_chosen():
 
 
 @pytest.mark.parametrize("name", ["kerple_log", "kerple_power"])
-def test_kerple_starts_evenly_over_what_its_authors_draw_from(name):
+def test_kerple_starts_evenly_over_its_authors_range(name):
     change = make_method(name, num_heads=4, head_dim=8, train_length=64).score_change
     _, penalty = change.coefficients(torch.tensor([0.0, 1.0, 7.0]).double(), torch.arange(4)[:, None])
     p = torch.tensor([0.25, 0.75, 1.25, 1.75]).double()[:, None]
@@ -277,7 +277,7 @@ def test_a_pattern_repeats_over_the_layers():
     assert scaled.window.window == 32 and scaled.rotation.base == 625
 
 
-def test_a_model_of_layers_that_differ_is_those_layers():
+def test_a_model_of_layers_that_differ_equals_its_layers():
     """The loss is the same when the layers run one by one, each with its method and plan."""
     shape = dict(vocab_size=97, num_layers=5, num_heads=2, model_dim=32, train_length=16)
     options = dict(window=7, tau=2.0)

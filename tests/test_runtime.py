@@ -287,7 +287,7 @@ def test_a_half_written_last_line_is_left_out_and_another_is_named(tmp_path, lin
         read_metrics(path)
 
 
-def test_resume_drops_what_came_after_the_checkpoint_and_the_validation_that_it_repeats(tmp_path):
+def test_resume_drops_records_after_the_checkpoint_and_the_repeated_validation(tmp_path):
     metrics = Metrics(tmp_path / "metrics.jsonl")
     metrics.truncate(0)  # there is no file yet
     kept = [{"step": 5, "loss": 1.0}, {"step": 5, "val_loss": {}}, {"step": 10, "loss": 0.5}]

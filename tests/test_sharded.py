@@ -230,7 +230,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_changes_nothing_on_any_then_or_la
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_checkpoint_is_that_of_one_process(ranks, alone, world):
+def test_checkpoint_equals_that_from_one_process(ranks, alone, world):
     ours, expected = flat(ranks[world][0]["checkpoint"]), flat(alone["checkpoint"])
     assert ours.keys() == expected.keys() | {
         ("optimizers", "scalars", "state", 3, k) for k in ("exp_avg", "exp_avg_sq", "step")

@@ -70,7 +70,7 @@ def test_methods_that_train_identically_are_trained_once():
 # ---- names and fields ------------------------------------------------------------------------------------------------
 
 
-def test_a_name_says_what_differs_and_a_long_one_is_a_hash():
+def test_a_name_has_the_changed_fields_or_their_hash():
     assert Run("mini", dict(method="rope", seed=3, muon_lr=0.1, dtype="float32")).name == "mini-rope-muon_lr0.1-s3"
     lr = dict(muon_lr=0.123456789, embedding_lr=0.123456789, head_lr=0.123456789, scalar_lr=0.123456789)
     names = [run.name for run in sweep("figure_tau", "mini", changes=lr | dict(adam_eps=1.23456789e-9))]
@@ -101,13 +101,13 @@ OWN = {  # a sweep, and the part that the error names
 
 
 @pytest.mark.parametrize("function, names", OWN.values(), ids=OWN)
-def test_mistakes_in_an_own_sweep_are_named(monkeypatch, function, names):
+def test_mistakes_in_a_new_sweep_are_named(monkeypatch, function, names):
     monkeypatch.setitem(SWEEPS, "own", function)
     with pytest.raises(ValueError, match=names):
         sweep("own", "mini", changes=dict(muon_lr=0.01) if names == "--muon_lr" else {})
 
 
-def test_an_own_sweep_has_its_runs_once(monkeypatch):
+def test_a_new_sweep_has_its_runs_once(monkeypatch):
     function = own_sweep(method=["rope", "alibi"], muon_lr=[0.1, 0.2], dtype=["float32", "auto"])
     monkeypatch.setitem(SWEEPS, "own", function)
     expected = [f"mini-{method}-muon_lr{lr}-s0" for method in ("rope", "alibi") for lr in (0.1, 0.2)]

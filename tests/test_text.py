@@ -211,7 +211,7 @@ def test_gpt2_is_tiktokens(tmp_path, monkeypatch):
     assert gpt2.eot == 258 and gpt2.decode(stream.read(0, 8).tolist()).startswith(END_OF_TEXT + "one li")
 
 
-def test_gpt2_without_a_network_says_what_to_do(tmp_path, monkeypatch, capsys):
+def test_gpt2_without_a_network_is_refused_in_one_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "a.txt").write_text("text")
     for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")

@@ -47,7 +47,7 @@ def test_statistics_are_the_definitions(length):
 
 
 @pytest.mark.parametrize("tau", [0.01, 10.0, 33.0])
-def test_iid_entropy_is_that_of_the_papers_formulas(tau):
+def test_iid_entropy_follows_the_papers_formulas(tau):
     length, draws, logn_scale = 130, 7, 0.55
     rows = by_key(theory.iid_entropy([length], draws, 5, logn_scale=logn_scale, tau=tau))
     scores = torch.randn(draws, length, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
@@ -73,7 +73,7 @@ def test_all_draws_are_made_in_bounded_chunks():
 # ---- entropy in ranges -----------------------------------------------------------------------------------------------
 
 
-def test_a_range_of_distances_starts_where_it_says():
+def test_a_range_of_distances_starts_at_its_first_distance():
     (row,) = theory.iid_range_entropy([13], [3], 6, 2, True, tau=4.0)
     scores = torch.randn(6, 26, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     a, m = reference.scale_invariant(torch.arange(13, 39, dtype=torch.float64), 4.0)

@@ -92,7 +92,7 @@ def test_formulas_biases_sinks_and_windows(formula, extras, window, small):
 
 
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 31, 32, 64, 65])
-def test_lengths_around_those_of_tiles(length, small):
+def test_lengths_near_the_size_of_a_tile(length, small):
     check_kernel(make(smooth, num_heads=1), length, batch=1)
     check_kernel(make(scale_invariant, 7, "bs", num_heads=3), length)
 
@@ -210,7 +210,7 @@ def test_the_operations_keep_torch_s_rules(name, small):
 @pytest.mark.parametrize("device, dtype, head_dim", [
     ("cuda", torch.float64, 64), ("cuda", torch.int32, 64), ("cuda", torch.float32, 257), ("xpu", torch.float32, 64),
 ])
-def test_it_says_where_it_cannot_run(device, dtype, head_dim, monkeypatch):
+def test_devices_and_dtypes_that_it_cannot_run_are_named(device, dtype, head_dim, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert triton.unsupported(make(None, head_dim=head_dim), torch.device(device), dtype) is not None
 
