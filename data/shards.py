@@ -167,9 +167,7 @@ class TokenStream:
         outside = tokens >= vocab_size
         if outside.any():
             name, index = self.file_and_index(start + int(outside.argmax()))
-            raise UserError(
-                f"{name}: token {index} is {tokens[outside][0]}. Use a larger vocab_size than {vocab_size}."
-            )
+            raise UserError(f"{name}: token {index} is {tokens[outside][0]}. Set vocab_size to more than this token.")
         return tokens
 
 

@@ -2,7 +2,7 @@
 
 The prompt takes one ordinary forward pass. Each later token takes one step. Its logits equal the logits of a full
 forward pass, up to rounding. Keys are cached after rotation. NTK, YaRN and LogN's constant form scale with the length
-of the whole sequence. So this length, target_length, is fixed before the first token.
+of the whole sequence. So this length, target_length, must be known before the first token.
 """
 
 import itertools

@@ -88,11 +88,11 @@ def in_bits(functions: Tensor, head_dim: int) -> Tensor:
 
 
 def one_function_is_enough(a: Tensor, m: Tensor) -> bool:
-    """Return whether m = 1 - a^2. Then a S + m = a (S - a) + 1, and a is enough because softmax ignores the 1."""
+    """Return whether m = 1 - a^2. Then a S + m = a (S - a) + 1, and softmax ignores the 1, so a is enough."""
     return bool((m - (1 - a * a)).abs().le(1e-12 * (1 + a * a)).all())
 
 
 def heads_last(x: Tensor, make: Callable) -> Tensor:
-    """Return make's tensor for x (B, H, T, D), in the memory order (B, T, H, D) of the linear layers around."""
+    """Return a new tensor with the shape of x (B, H, T, D) and the memory order (B, T, H, D) of linear layers."""
     B, H, T, D = x.shape
     return make((B, T, H, D), dtype=x.dtype).transpose(1, 2)

@@ -4,7 +4,7 @@
     output_i = sum_j softmax(L_i)_j v_j
 
 The method rotates q and k, and scales q (paper, section 3). A sink adds a logit without a value to the softmax. All
-T x T logits are in memory, so this is not for long sequences. tests/reference.py implements the methods once more.
+T x T logits are in memory, so this is not for long sequences. tests/reference.py implements the methods again.
 """
 
 import torch
@@ -40,7 +40,7 @@ def attention_logits(
 
     q, k (B, H, T, D) come after QK-norm and before any rotation. target_length (default: T): the length of the whole
     sequence, as in make_plan. x (B, T, C): the layer's input, for methods that need it.
-    Raise ValueError for shapes and lengths that do not fit each other, and for a Replacement, which has no such logits.
+    Raise ValueError for shapes and lengths that do not fit each other, and for a Replacement, which has no logits.
     """
     method.check_shapes(q, k, k)
     no_logits = f"{method.name} replaces softmax attention and has no logits. Use another method."

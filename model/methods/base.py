@@ -171,7 +171,7 @@ def in_blocks_of_queries(attend_block, q, k, v, q_offset: int, *learned) -> Tens
     """Return causal attention (B, H, Tq, D), computed by attend_block(q, k, v, *learned) on blocks of queries.
 
     Each call gets the queries of one block, and the keys and values up to its last token. The backward pass recomputes
-    the attention weights, because the Tq x Tk weights of all blocks would not fit in memory.
+    the attention weights, because the Tq x Tk weights would not fit in memory.
     """
     outputs = []
     for start in range(0, q.shape[2], QUERY_BLOCK):

@@ -28,7 +28,7 @@ def attend_block(q, k, v):
     logits = upcast((q * q.shape[-1] ** -0.5) @ k.mT)  # (B, H, Tq, Tk)
     earlier = torch.ones(Tq, Tk, dtype=torch.bool, device=q.device).tril(Tk - Tq - 1)
     log_passed = F.logsigmoid(-logits).masked_fill(~earlier, 0.0)  # log(1 - beta)
-    log_remaining = log_passed.flip(-1).cumsum(dim=-1).flip(-1)  # after the keys from j on
+    log_remaining = log_passed.flip(-1).cumsum(dim=-1).flip(-1)  # log of the stick after keys j to i - 1
     weights = (logits + log_remaining).masked_fill(~earlier, -torch.inf).exp()  # beta = e^logit (1 - beta)
     remainder = log_remaining[..., :1].exp()  # the part of the stick that no key takes
     return weights.to(v.dtype) @ v + remainder.to(v.dtype) * v[:, :, Tk - Tq :]

@@ -2,9 +2,9 @@
 // and backward pass work in tiles that fit a core's cache (FlashAttention-2, Dao 2023, arXiv 2307.08691). The matrix
 // products use PyTorch's BLAS. __init__.py calls the functions.
 //
-// The tables of A and M are reversed, A[length - 1 - t], so a row of keys reads them forwards. Key biases (BIASED) and
-// gradients of learned tables (LEARNED) are template parameters, so calls without them do no work for them. A window
-// hides keys. A row's running sum begins with the sink.
+// The tables of A and M are reversed, A[length - 1 - t], so a row of keys reads them forwards. Calls without key biases
+// (BIASED) or gradients of learned tables (LEARNED) run templates without their code. A window hides keys. A row's
+// running sum begins with the sink.
 
 #include <vector>
 
@@ -28,8 +28,8 @@ void multiply(const char* ta, const char* tb, int64_t m, int64_t n, int64_t k, f
     sgemm_(tb, ta, &N, &M, &K, &alpha, b, &LDB, a, &LDA, &beta, out, &LDOUT);
 }
 
-// While it exists, products of its thread use one thread. oneMKL does not know that all other threads are busy, so it
-// would wait for them.
+// While an object exists, matrix products of its thread use only this thread. oneMKL does not know that all other
+// threads are busy, so it would wait for them.
 struct OneThread {
     const int before = MKL_Set_Num_Threads_Local ? MKL_Set_Num_Threads_Local(1) : 0;
     ~OneThread() {

@@ -15,7 +15,7 @@ struct Matrix {  // (batch, heads, tokens, head dimension) with these strides; t
 struct Call {
     Matrix q, k, v, o, dout, dq, dk, dv;
     float* lse;      // (batch, heads, queries), in bits
-    float* delta;    // (batch, heads, queries)
+    float* delta;    // (batch, heads, queries), each row's sum of o * dout
     float* tables;   // (2, table_heads, keys): A and M
     float* dtables;  // (parts, batch, heads, 2, keys), to add to, or null
     float* bias;     // (batch, heads, keys), added to the logits, or null
@@ -80,7 +80,7 @@ struct Head {  // one head of one sequence
     // The bias of query i's own key. It is subtracted from all biases of the row, because large biases are imprecise
     // but their important differences are small. The softmax ignores it, and the log-sum-exp lacks it.
     float diagonal_bias(int64_t i) const { return bias ? bias[call.q_offset + i] : 0.0f; }
-    // Set the initial maximum and sum of the online softmax for rows from `start` on. They contain the sink.
+    // Set the initial maximum and sum of the online softmax for rows from `start` on: the sink, or no key yet.
     void begin_rows(int64_t start, int64_t rows, float* peak, float* total) const {
         const float* sink = call.sink ? call.sink + n % call.heads : nullptr;
         for (int64_t i = 0; i < rows; ++i) {

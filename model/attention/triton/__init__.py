@@ -29,7 +29,7 @@ from model.methods.base import Method, ScoreChange
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
-PADDING = 128  # entries beyond the largest distance, because the last tile may be larger than its queries
+PADDING = 128  # entries beyond the largest distance, because the last tile may extend beyond the last query
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Triton kernels of causal attention over L = a_t S + m_t + b_j and of its gradients. flash.py launches them.
 
-As in FlashAttention-2 (Dao 2023, arXiv 2307.08691), a program computes one tile of queries and visits the keys that
-they see. For the gradients of keys and values, it computes one tile of keys and visits queries. It visits in stretches:
+As in FlashAttention-2 (Dao 2023, arXiv 2307.08691), a program computes one tile of queries and visits tiles of keys.
+For gradients of keys and values, it computes one tile of keys and visits tiles of queries. It visits three stretches:
 
     0   tiles on the diagonal, masked
     1   tiles below it, without a mask
