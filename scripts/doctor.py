@@ -34,7 +34,7 @@ from scripts.bench.protocol import describe_machine
 from scripts.bench.trainers import WARM_UP_STEPS, Trainer
 
 METHODS = ("p_rope", "scale_invariant_p_rope", "alibi")  # checked in each backend, beside the run's own method
-FIXED_PTXAS = 13, 3  # older ones make wrong code for Hopper: github.com/triton-lang/triton/issues/9433
+FIXED_PTXAS = 13, 3  # older versions make wrong code for Hopper: github.com/triton-lang/triton/issues/9433
 STEPS = 5  # timed steps, after the steps that compile
 LONGEST_MINUTES = 2  # for all steps of this check, estimated from the speed of a matrix product
 
@@ -87,9 +87,9 @@ def check_gpus(config: Config, device: torch.device) -> Iterator[Finding]:
     if device.type == "cuda" and (ptxas := choose_ptxas(device)):
         version, path = ptxas
         is_wrong = torch.cuda.get_device_capability(device)[0] == 9 and version < FIXED_PTXAS
-        advice = "Kernels for Hopper can be wrong. Install a newer one: requirements.txt." if is_wrong else ""
+        remedy = "Kernels for Hopper can be wrong. Install the version in requirements.txt." if is_wrong else ""
         message = f"version {'.'.join(map(str, version))}, {path}"
-        yield Finding("ptxas", message, "missing" if is_wrong else "ok", advice)
+        yield Finding("ptxas", message, "missing" if is_wrong else "ok", remedy)
     if device.type == "cpu" and config.device != "cpu":
         state = "broken" if config.device == "cuda" else "missing"
         yield Finding("GPU", "torch finds no GPU", state, "Train on the CPU with the presets quickstart and mini.")
@@ -103,7 +103,7 @@ def check_data(config: Config, device: torch.device) -> Iterator[Finding]:
             yield Finding(f"data, {split}", f"{tokens:,} tokens in {config.data_dir}; the run trains on {needed:,}")
         except (ValueError, OSError) as error:
             state = "broken" if Path(config.data_dir).exists() else "missing"
-            yield Finding(f"data, {split}", str(error), state, "A run needs this text.")
+            yield Finding(f"data, {split}", str(error), state, "Prepare the text (docs/data.md).")
 
 
 def check_kernels(config: Config, device: torch.device) -> Iterator[Finding]:

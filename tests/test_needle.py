@@ -227,8 +227,8 @@ def test_the_scale_gives_the_settings_and_options_replace_them(monkeypatch, argv
     [
         ("--examples 0", "examples"),
         ("--curriculum -1", "curriculum"),
-        ("--curriculum 40", "length 40: "),
-        ("--lengths 40", "length 40: "),
+        ("--curriculum 40", "length 40"),
+        ("--lengths 40", "length 40"),
         ("--lengths 10000000", "haystack"),
     ],
 )
