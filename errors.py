@@ -28,16 +28,11 @@ def did_you_mean(name: str, valid: Collection[str], otherwise: str = "") -> str:
 
 @contextmanager
 def exit_on_user_error():
-    """End the program with one line: exit code 2 for ValueError and OSError, 130 for Ctrl-C.
-
-    The program ends without a line when the reader of its output has gone, as in `command | head -1`.
-    """
+    """End the program with one line: exit code 2 for ValueError and OSError, 130 for Ctrl-C."""
     try:
-        try:
-            yield
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has closed our output, as in `command | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout again when it exits
         sys.exit(128 + signal.SIGPIPE)
     except (ValueError, OSError) as error:

@@ -34,7 +34,7 @@ class Progress:
 def save_checkpoint(folder: Path, step: int, state: dict[str, Any], keep: int = 2) -> Path:
     """Save `state` as the checkpoint of `step`, delete all but the newest `keep`, and return the new path.
 
-    The new file is on the disk before an older one is deleted, so the disk needs space for keep + 1. `state` may hold
+    An older file is deleted only when the new one is on the disk, which needs space for keep + 1. `state` may hold
     tensors, numbers, strings, lists and dicts. Raise OSError when the disk is full. The older checkpoints then stay.
     """
     for leftover in folder.glob("step_*.partial"):  # a run that was killed while saving leaves one
@@ -80,10 +80,9 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def load_newest(folder: Path, world: World) -> tuple[Path | None, dict[str, Any], list[Path]]:
-    """Return the newest undamaged checkpoint, its state, and the paths of newer damaged checkpoints.
+    """Return the newest checkpoint that every rank can read, its state, and the paths of newer damaged checkpoints.
 
-    A checkpoint counts as undamaged if every rank can read it. The path is None if the folder has no checkpoint. All
-    ranks call this. Raise DamagedCheckpoint if all checkpoints are damaged.
+    The path is None if the folder has no checkpoint. All ranks call this. Raise DamagedCheckpoint if all are damaged.
     """
     damaged = []
     for path in list_checkpoints(folder):

@@ -1,4 +1,4 @@
-"""Copy gain: the loss on the first copy of a span minus the loss on its second copy, by the gap between the copies.
+"""Measures copy gain: the loss on the first copy of a span minus the loss on the second copy, by their distance.
 
 A sequence is a span of 32 tokens, `gap` tokens of validation text (the filler), and the same span again. Spans are of
 two kinds. A "random" span has tokens from random positions of the text, so only copying can predict its second copy. A

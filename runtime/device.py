@@ -14,8 +14,8 @@ from torch.utils.benchmark import Timer
 from configs.config import Config
 from errors import require
 
-# Peak dense bf16 FLOP/s with float32 accumulation, from NVIDIA's data sheets and architecture white papers (which
-# advertise twice as much, for 2:4 sparsity). The first name that the GPU's own name contains counts.
+# Peak bfloat16 FLOP/s of dense products with float32 accumulation, from NVIDIA's data sheets and white papers. Those
+# advertise twice as much, for 2:4 sparsity. The first name counts that is part of the GPU's name.
 PEAK_BF16_FLOPS = {
     "B200": 2250e12,
     "H200 NVL": 835.5e12,
@@ -39,16 +39,16 @@ def device_name(device: torch.device) -> str:
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """Return the dtype of the computation. Parameters are float32 whatever it is."""
+    """Return the dtype of the computation. Parameters are always float32."""
     if config.dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return getattr(torch, config.dtype)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the FLOP/s that model FLOPs utilisation (MFU) is a share of.
+    """Return the device's peak FLOP/s, the denominator of model FLOPs utilisation (MFU).
 
-    None for another dtype than bfloat16, and for a device that the table lacks.
+    None: the dtype is not bfloat16, or the table lacks the device.
     """
     for known, flops in PEAK_BF16_FLOPS.items():
         if dtype == torch.bfloat16 and known in device_name(device):
@@ -57,9 +57,9 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, n: int = 8192, seconds: float = 0.1) -> float:
-    """Return the FLOP/s of the product of two random (n, n) matrices, the median over at least so many seconds.
+    """Return the median FLOP/s of the product of two random (n, n) matrices. seconds: at least so long a measurement.
 
-    Products of zeros would not do: they cost less power and run faster.
+    The matrices are random, because products of zeros cost less power and run faster.
     """
     a, b = torch.randn(2, n, n, device=device, dtype=dtype)
     timer = Timer("a @ b", globals={"a": a, "b": b}, num_threads=torch.get_num_threads())
@@ -67,7 +67,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, n: int = 8192, seconds
 
 
 def choose_compile(wanted: str, device: torch.device) -> tuple[bool, str]:
-    """Return whether to compile, and a note for the log. Raise ValueError where "on" cannot work.
+    """Return whether to compile, and a note for the log. Raise ValueError if `wanted` is "on" and compiling fails.
 
     torch.compile needs a C++ compiler and Python's headers on a CPU.
     """
@@ -106,12 +106,12 @@ def choose_ptxas(device: torch.device) -> tuple[tuple[int, ...], str] | None:
 
 
 def fix_threads():
-    """Make products on a CPU the same, bit for bit, from one start of this program to the next.
+    """Fix oneMKL's threads and mode, so that every start of the program computes the same bits on a CPU.
 
-    oneMKL guarantees that only for a fixed number of threads and in a mode of its own (Intel, oneMKL Developer Guide,
-    "Reproducibility Conditions"). By default it counts the cores at its first product.
+    By default oneMKL counts the cores at its first product. It guarantees the same bits only for a fixed number of
+    threads and with MKL_CBWR set (Intel, oneMKL Developer Guide, "Reproducibility Conditions").
     """
-    os.environ.setdefault("MKL_CBWR", "AUTO")  # read at the first product
+    os.environ.setdefault("MKL_CBWR", "AUTO")  # oneMKL reads this at its first product
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     torch.set_num_threads(int(wanted) if wanted.isdecimal() and int(wanted) > 0 else torch.get_num_threads())
 
@@ -119,7 +119,7 @@ def fix_threads():
 def keep_freed_memory():
     """Make glibc's malloc keep freed memory for the next tensors, as PyTorch does on GPUs.
 
-    By default it returns large blocks to the system, and every step asks for them again (results/speed/cpu.md).
+    By default malloc returns large blocks to the system, and every step requests them again (results/speed/cpu.md).
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
@@ -128,7 +128,7 @@ def keep_freed_memory():
 
 
 def rng_state() -> dict[str, torch.Tensor]:
-    """Return the state of the random number generators of this process: the CPU's and, if there is one, its GPU's."""
+    """Return the state of this process's random number generators: the CPU's, and the GPU's if one is in use."""
     state = dict(cpu=torch.get_rng_state())
     return state | (dict(cuda=torch.cuda.get_rng_state()) if torch.cuda.is_initialized() else {})
 
@@ -140,7 +140,7 @@ def set_rng_state(state: dict[str, torch.Tensor]):
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the most bytes held at once so far: by PyTorch's tensors on a GPU, by the whole process otherwise."""
+    """Return the peak memory so far in bytes: of PyTorch's tensors on a GPU, of the whole process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux reports KiB

@@ -64,10 +64,7 @@ class RunLog:
         self._clock = time.monotonic()
 
     def describe(self, data: dict, distinct_tokens: int, model: GPT, plans: Plans, compile_note: str):
-        """Write configuration, versions and source code to the folder, and a summary to the console.
-
-        data: the content of data.json.
-        """
+        """Write configuration, versions and source code to the folder, and a summary to the console. data: data.json"""
         config, world, folder = self.config, self.world, self.folder
         if folder is None:
             return

@@ -1,4 +1,4 @@
-"""One process or many: `python train_gpt.py`, or `torchrun --nproc-per-node N train_gpt.py`."""
+"""Joins the processes of a run: one with `python train_gpt.py`, N with `torchrun --nproc-per-node N train_gpt.py`."""
 
 import os
 import platform
@@ -14,13 +14,13 @@ from errors import require
 from model.attention.sdpa import prefer_fast_sdpa
 from runtime.device import choose_ptxas, fix_threads, keep_freed_memory
 
-# How gloo and NCCL report a peer that is gone or silent.
+# Errors of gloo and NCCL about a rank that has died or does not answer.
 LOST_RANK = r"(?i)gloo|nccl|connection|timed out|timeout|peer|store|broken pipe"
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among the others. A world of one has no process group."""
+    """This process's rank and device, and the number of processes. A single process has no process group."""
 
     rank: int
     world_size: int
@@ -31,7 +31,7 @@ class World:
         return self.rank == 0
 
     def sum(self, tensor: torch.Tensor):
-        """Replace a tensor by its sum over all processes."""
+        """Replace a tensor by its sum over all ranks."""
         if self.world_size > 1:
             dist.all_reduce(tensor)
 
@@ -44,15 +44,15 @@ class World:
 
 
 def start_processes(device: str, timeout: float = 600) -> World:
-    """Join the other processes that torchrun started, if any, and take a device ("auto", "cpu" or "cuda").
+    """Join the other processes that torchrun started, and choose a device. device: "auto", "cpu" or "cuda".
 
-    CPU tensors travel by gloo and CUDA tensors by nccl, so a collective on a CPU tensor never waits for the GPU.
-    timeout: seconds that a process waits for the others. Raise ValueError when there is no GPU for this process.
+    Collectives use gloo for CPU tensors and NCCL for CUDA tensors. So a collective on a CPU tensor never waits for the
+    GPU. timeout: seconds to wait for the other ranks. Raise ValueError if there is no GPU for this process.
     """
     rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     gpus = 0 if device == "cpu" else torch.cuda.device_count()
-    require(gpus or device != "cuda", "CUDA was asked for, but torch sees no GPU. Use --device cpu.")
+    require(gpus or device != "cuda", "--device cuda needs a GPU, but torch finds none. Use --device cpu.")
     # By default, every rank starts as many compile workers as the machine has cores.
     workers = min(32, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, workers)))
@@ -82,7 +82,7 @@ def start_processes(device: str, timeout: float = 600) -> World:
 
 
 def describe_failure(error: BaseException) -> tuple[int, str] | None:
-    """Return the exit code and the line for an error of a file, of memory or of a lost rank; None for any other."""
+    """Return exit code and message for an error of a file, of memory or of a lost rank, or None for other errors."""
     if isinstance(error, OSError):
         return 2, str(error)
     reason = " ".join(str(error).split())[:300]

@@ -258,9 +258,8 @@ class Run:
         require(checkpoint, f"--init_from {folder} has no checkpoint. Name the folder of a trained run.")
         state = load_checkpoint(checkpoint)
         for field in ("vocab_size", "num_layers", "num_heads", "model_dim"):
-            stored = state["config"][field]
-            same = getattr(self.config, field) == stored
-            require(same, f"{checkpoint} has {field} {stored}. Use --{field} {stored} with --init_from.")
+            value = state["config"][field]
+            require(getattr(self.config, field) == value, f"{checkpoint} has {field} {value}. Use --{field} {value}.")
         self.model.load_state_dict(state["model"], strict=False)
         source = Progress(**state["progress"])
         self.progress.first_token = source.first_token + source.step * state["config"]["batch_tokens"]

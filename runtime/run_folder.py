@@ -37,8 +37,7 @@ class RunFolder:
             path.mkdir()  # if two processes try at the same time, only one succeeds
             self.is_new = True
         except FileExistsError:
-            remedy = "Choose another --name, or continue the run with --resume auto."
-            require(resume == "auto", f"{path} exists. {remedy}")
+            require(resume == "auto", f"{path} exists. Choose another --name, or continue the run with --resume auto.")
             self.is_new = False
         self._lock = open_no_symlink(path / "lock", "a")
         try:

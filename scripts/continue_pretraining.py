@@ -1,13 +1,12 @@
-"""Continues the pretraining of a Hugging Face model with another attention method, as in the paper's table of
-Llama 2 7B: validates at 4k, 16k and 64k, trains at 4k, and validates again.
+"""Continues the pretraining of a Hugging Face model with another attention method, as in the paper's table of Llama 2.
 
     python -m scripts.continue_pretraining MODEL --method scale_invariant_p_rope --data_dir data/fineweb_llama2
     torchrun --standalone --nproc_per_node=8 -m scripts.continue_pretraining MODEL ...
 
-MODEL is a folder or a name on the hub, of the family llama. Each run leaves everything in runs/continued/NAME/, as
-train_gpt.py does, and a trained model in model/ there. `--resume auto` continues a run from its latest checkpoint.
-`python -m scripts.reproduce table_llama` makes the table. docs/huggingface.md lists our choices where the paper is
-silent.
+MODEL is a Llama model: a folder, or a name on the hub. The command validates at 4k, 16k and 64k, trains at 4k, and
+validates again. A run writes its files to runs/continued/NAME/, and the trained model to model/ in that folder.
+`--resume auto` continues a run from its latest checkpoint. `python -m scripts.reproduce table_llama` makes the table.
+docs/huggingface.md lists our choices where the paper is silent.
 """
 
 import dataclasses
@@ -36,11 +35,11 @@ from scripts.hf.attention import convert
 from scripts.hf.load import load_model, read_config
 from scripts.hf.training import AdamW, WithLoss
 
-# The methods of the paper's table, in its order. It does not train two of them.
+# The methods of the paper's table, in its order. The paper validates two of them without training.
 PAPER = "rope p_rope nope rope_ntk yarn logn_rope logn_p_rope logn_ntk alibi scale_invariant_p_rope".split()
 NOT_TRAINED = ("rope", "rope_ntk")
 PAPER_MODEL = "meta-llama/Llama-2-7b-hf"
-USED = (  # fields that the command line takes
+USED = (  # fields on the command line
     "method method_options data_dir train_length batch_tokens micro_batch_tokens seed val_lengths val_tokens val_every"
     " name runs_dir resume on_nonfinite device dtype save_every keep timeout wandb wandb_project steps lr"
 ).split()
@@ -48,16 +47,14 @@ USED = (  # fields that the command line takes
 
 @dataclasses.dataclass(frozen=True)
 class Settings(Config):
-    """One run: the paper's settings for Llama 2 7B, and our choices where it is silent."""
+    """One run, with the paper's settings for Llama 2 7B, and our choices where the paper is silent."""
 
     model: str = ""
-    """The model, a folder or a name on the hub."""
+    """Model to continue: a folder, or a name on the hub."""
     steps: int = setting(763, at_least=0)
-    """Optimizer steps; 763 are 50 M tokens. 0 validates without training: the default for rope and rope_ntk."""
+    """Optimizer steps. 763 steps are 50 M tokens. 0, the default for rope and rope_ntk, validates without training."""
     lr: float = setting(2e-5, **RATE)
-    """Learning rate of AdamW, constant, for all parameters."""
-    """Before training, scale q_proj of each head so that its scores have the deviation 1 on the first sequence of the
-    validation text."""
+    """Constant learning rate of AdamW for all parameters."""
 
 
 DEFAULTS = Settings(
@@ -67,13 +64,13 @@ DEFAULTS = Settings(
 
 
 def main(argv: list[str] | None = None):
-    # ---- setup: mistakes of the user are reported here, before a run folder exists ----
+    # ---- setup: a user's mistake ends the command here, before a run folder exists ----
     with exit_on_user_error():
         config = read_settings(sys.argv[1:] if argv is None else argv)
         world = start_processes(config.device, config.timeout)
         train_text, val_text = open_text(config, world)
         check_tokenizer(config)
-        torch.manual_seed(config.seed)  # of the stochastic rounding
+        torch.manual_seed(config.seed)  # seeds the stochastic rounding
         model = build_model(config, world)
         groups = {"all": Group([*model.parameters()], AdamW, config.lr)}
         optimizers = Optimizers(groups, world.rank, world.world_size, skip=config.on_nonfinite == "skip")
@@ -100,7 +97,7 @@ def main(argv: list[str] | None = None):
 
 class ContinuedRun(Run):
     def _summary(self, validation: dict) -> dict:
-        """Return summary.json of a run, with what `scripts.reproduce table_llama` needs."""
+        """Return the content of summary.json, with the fields that `scripts.reproduce table_llama` needs."""
         first = next(record for record in read_metrics(self.folder.metrics) if "val_loss" in record)
         settings = {name: getattr(self.config, name) for name in ("model", "method_options")}
         measured = {"val_loss_before": first["val_loss"], "validation": self.data["validation"]}
@@ -109,7 +106,7 @@ class ContinuedRun(Run):
 
 def read_settings(arguments: list[str]) -> Settings:
     """Return the run that the command line describes: MODEL --field value ... --help prints the fields and exits."""
-    require(arguments, "name the model: scripts.continue_pretraining MODEL --field value ...")
+    require(arguments, "the model is missing. Use: python -m scripts.continue_pretraining MODEL --field value ...")
     name, *rest = arguments if arguments[0] not in ("-h", "--help") else ["MODEL", "--help"]
     fields = read_fields(rest, DEFAULTS, USED, description=__doc__)
     method = fields.get("method", DEFAULTS.method)
@@ -117,8 +114,8 @@ def read_settings(arguments: list[str]) -> Settings:
     fields["val_every"] = fields.get("val_every") or max(1, steps)
     fields.setdefault("name", f"{Path(name).name}-{method}")
     config = read_config(name)
-    message = f"{name} has a vocabulary of {config.vocab_size}, and shards have 16-bit tokens. Use another model."
-    require(config.vocab_size <= 2**16, message)
+    problem = f"{name} has {config.vocab_size} tokens in its vocabulary, but shards store 16-bit tokens"
+    require(config.vocab_size <= 2**16, f"{problem}. Use another model.")
     return dataclasses.replace(
         DEFAULTS, vocab_size=config.vocab_size, num_layers=config.num_hidden_layers, model=name,
         num_heads=config.num_attention_heads, model_dim=config.hidden_size, **fields,
@@ -126,11 +123,11 @@ def read_settings(arguments: list[str]) -> Settings:
 
 
 def check_tokenizer(config: Settings):
-    """Raise ValueError for shards of another tokenizer than the model's."""
+    """Raise ValueError unless the shards were made with the model's tokenizer."""
     file = model_file(config.model, TOKENIZER_FILE)
     same = tokenizer_of(config.data_dir) == hashlib.sha256(file.read_bytes()).hexdigest()
     command = f"python -m data.text ... --tokenizer {config.model}"
-    require(same, f"{config.data_dir} has another tokenizer than {config.model}. Make shards with `{command}`.")
+    require(same, f"{config.data_dir} was not made with the tokenizer of {config.model}. Make shards with `{command}`.")
 
 
 def build_model(config: Settings, world: World) -> WithLoss:
@@ -142,7 +139,7 @@ def build_model(config: Settings, world: World) -> WithLoss:
 
 
 def write_model(model: WithLoss, config: Settings, folder: Path):
-    """Write the model and its tokenizer as load_model reads them."""
+    """Write the model and its tokenizer to a folder that load_model reads."""
     model.model.save_pretrained(folder)
     for name in (TOKENIZER_FILE, TOKENIZER_CONFIG):
         if (file := Path(config.data_dir) / name).exists():

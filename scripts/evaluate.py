@@ -1,14 +1,14 @@
-"""Validation losses and copy gain of trained runs, from their latest checkpoints.
+"""Measures validation losses and copy gain of trained runs, from their latest checkpoints.
 
     python -m scripts.evaluate runs/quickstart-*/
     python -m scripts.evaluate runs/a runs/b --lengths 4096 16384 65536 262144 --val-tokens 10485760
-    python -m scripts.evaluate runs/a runs/b --data data/books       on other text, of the same tokenizer
-    python -m scripts.evaluate runs/rope --as rope_ntk yarn          its weights as methods that train identically
-    python -m scripts.evaluate runs/a runs/b --copy 128 1024         also their copy gain (see runtime/copy_gain.py)
+    python -m scripts.evaluate runs/a runs/b --data data/books       other text, made with the same tokenizer
+    python -m scripts.evaluate runs/rope --as rope_ntk yarn          methods that train identically to the run's method
+    python -m scripts.evaluate runs/a runs/b --copy 128 1024         copy gain, too (runtime/copy_gain.py)
 
-The command prints Markdown tables. RUN/evaluation.json has the numbers, and the losses by position. All lengths see the
-same tokens, by default those of the run's own validation. --data reads the val split of another folder, at most as many
-tokens. The numbers on other text are in RUN/evaluation_FINGERPRINT.json.
+The command prints Markdown tables. It writes the numbers, and the losses by position, to RUN/evaluation.json. All
+lengths are measured on the same tokens. By default these are the validation tokens of the run. --data reads the val
+split of another folder, at most as many tokens, and the numbers go to RUN/evaluation_FINGERPRINT.json.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from scripts.shared.tables import loss_table, markdown_table
 
 
 def load_run(folder: Path, device: torch.device) -> tuple[Config, torch.nn.Module]:
-    """Return the configuration of a run and its model with the weights of the latest checkpoint."""
+    """Return the configuration of a run, and its model with the weights of the latest checkpoint."""
     config = stored_config(folder)
     checkpoint = latest_checkpoint(folder / "checkpoints")
     require(checkpoint, f"{folder} has no checkpoint. Train the run first.")
@@ -44,42 +44,42 @@ def load_run(folder: Path, device: torch.device) -> tuple[Config, torch.nn.Modul
     return config, model
 
 
-def open_own_text(run: StoredRun) -> TokenStream:
+def open_validation_text(run: StoredRun) -> TokenStream:
     """Return the validation text of a run. Raise ValueError if its data folder holds another text now."""
     config = run.config
     stream = open_split(config.data_dir, "val", config.vocab_size)
     same = run.data.get("validation") in (None, stream.fingerprint(config.val_tokens))
-    message = f"{config.data_dir} does not hold the validation text of {run.path}"
-    require(same, f"{message}. Restore it, or evaluate on other text with --data {config.data_dir}.")
+    problem = f"{config.data_dir} does not hold the validation text of {run.path}"
+    require(same, f"{problem}. Restore the text, or evaluate on the present text with --data {config.data_dir}.")
     return stream
 
 
 def check_tokenizer(run: StoredRun, data: Path):
-    """Raise ValueError unless the text of this folder was prepared with the tokenizer of the run."""
-    other, own = tokenizer_of(data), run.data.get("tokenizer")
-    require(own and own == other, f"{data} has tokenizer {other}, {run.path} has {own}. Use data of its tokenizer.")
+    """Raise ValueError unless the text in this folder was made with the tokenizer of the run."""
+    trained, found = run.data.get("tokenizer"), tokenizer_of(data)
+    problem = f"{data} has tokenizer {found}, but {run.path} was trained with {trained}"
+    require(trained and trained == found, f"{problem}. Make the text with the run's tokenizer.")
 
 
 def evaluate(
     folder: Path, world: World, *, lengths: Sequence[int] | None = None, tokens: int | None = None,
     data: Path | None = None, methods: Sequence[str] = (), gaps: Sequence[int] = (),
 ) -> dict:  # fmt: skip
-    """Return and store the result of Validation.losses (nats a token) of one run, with its name, method, train_length,
-    data folder and fingerprint of the text.
+    """Return and store the losses of a run (see Validation.losses), with its name, method, train_length, and text.
 
-    lengths, tokens: default to the run's. data: a folder of other text. methods: also run the weights as these.
-    gaps: for copy gain, in tokens.
+    lengths, tokens: of the validation (default: the values of the run). data: folder of other text. methods: validate
+    the weights with these methods, too. gaps: for copy gain, in tokens.
     """
     config, model = load_run(folder, world.device)
     run, lengths = read_run(folder), tuple(lengths or config.val_lengths)
-    stream = open_own_text(run) if data is None else open_split(data, "val", config.vocab_size)
-    # --data may name the run's own text.
-    is_own = data is None or stream.fingerprint(config.val_tokens) == run.data.get("validation")
-    if not is_own:
+    stream = open_validation_text(run) if data is None else open_split(data, "val", config.vocab_size)
+    # --data may name the folder of the run's validation text.
+    same_text = data is None or stream.fingerprint(config.val_tokens) == run.data.get("validation")
+    if not same_text:
         check_tokenizer(run, data)
     if tokens is None:
         unit = math.lcm(*lengths)
-        tokens = config.val_tokens if is_own else min(config.val_tokens, len(stream) - 1) // unit * unit
+        tokens = config.val_tokens if same_text else min(config.val_tokens, len(stream) - 1) // unit * unit
     methods = tuple(dict.fromkeys((*config.validate_as, *methods)))
     config = dataclasses.replace(
         config, val_lengths=lengths, val_tokens=tokens, val_copy_gaps=tuple(gaps), validate_as=methods
@@ -91,19 +91,19 @@ def evaluate(
         "train_length": config.train_length, "text": stream.fingerprint(), "data": str(data or config.data_dir),
         **validation.losses(dict.fromkeys(lengths, tokens)), **gains,
     }  # fmt: skip
-    store(folder / ("evaluation.json" if is_own else f"evaluation_{result['text']}.json"), result)
+    store(folder / ("evaluation.json" if same_text else f"evaluation_{result['text']}.json"), result)
     return result
 
 
 def store(path: Path, result: dict):
-    """Write the result. Other lengths and gaps in the file stay if checkpoint and number of tokens are the same."""
+    """Write the result. If checkpoint and number of tokens are the same, other lengths and gaps in the file stay."""
     old = json.loads(path.read_text()) if path.exists() else {}
     same = old.get("step") == result["step"] and {*old["val_tokens"].values()} == {*result["val_tokens"].values()}
     replace_text(path, to_json(join(old, result) if same else result) + "\n")
 
 
 def copy_table(results: list[dict]) -> str:
-    """Return one row a run and kind of span, one column a gap: the copy gain with its standard error."""
+    """Return a table of copy gains with standard errors: one row a run and kind of span, one column a gap."""
     gaps = sorted({gap for r in results for gap in r["copy_gain"]["random"]}, key=int)
     rows = [["run", "spans", *gaps]]
     for kind in KINDS:
@@ -118,11 +118,11 @@ def main(argv: list[str] | None = None):
     parser = argparse.ArgumentParser(prog="python -m scripts.evaluate", description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
-    add("--lengths", nargs="+", type=int, help="sequence lengths (default: those of the run)")
-    add("--val-tokens", type=int, help="tokens at each length (default: as many as the run used)")
-    add("--data", type=Path, metavar="DIR", help="a data folder of other text (default: the run's own)")
-    add("--as", nargs="+", default=[], metavar="METHOD", dest="methods", help="run the weights as these methods too")
-    add("--copy", nargs="+", default=[], type=int, metavar="GAP", help="copy gain at these gaps, in tokens")
+    add("--lengths", nargs="+", type=int, help="sequence lengths (default: the run's val_lengths)")
+    add("--val-tokens", type=int, help="tokens at each length (default: the run's val_tokens)")
+    add("--data", type=Path, metavar="DIR", help="data folder of other text (default: the run's data_dir)")
+    add("--as", nargs="+", default=[], metavar="METHOD", dest="methods", help="validate with these methods, too")
+    add("--copy", nargs="+", default=[], type=int, metavar="GAP", help="measure copy gain at these gaps, in tokens")
     add("--device", default="auto", choices=["auto", "cpu", "cuda"])
     args = parser.parse_args(argv)
     world, rows, copied = start_processes(args.device), [], []
@@ -136,7 +136,7 @@ def main(argv: list[str] | None = None):
         copied += [result] if "copy_gain" in result else []
     print(loss_table(rows))
     if copied:
-        print(f"\nCopy gain in nats a token, by the tokens between the copies:\n\n{copy_table(copied)}")
+        print(f"\nCopy gain in nats a token, by the number of tokens between the copies:\n\n{copy_table(copied)}")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Writes a trained model as a folder for Hugging Face's transformers, which loads it where this repository is not.
+"""Writes a trained model as a folder that Hugging Face's transformers loads without this repository.
 
-    python -m scripts.export runs/NAME                               RUN/hf, or --out FOLDER
-    python -m scripts.export runs/NAME --tokenizer FOLDER            a folder with the run's tokenizer
-    python -m scripts.export runs/NAME --push USER/MODEL             uploads the folder to the hub, too
+    python -m scripts.export runs/NAME                               writes RUN/hf, or the folder of --out
+    python -m scripts.export runs/NAME --tokenizer FOLDER            takes the run's tokenizer from another folder
+    python -m scripts.export runs/NAME --push USER/MODEL             also uploads the folder to the hub
 
-The folder holds the weights of the latest checkpoint (float32, safetensors), the configuration, the tokenizer, the code
-of the model, and a model card. AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True) gives the run's own
-logits. --push uploads what --out holds already, or exports first. It needs a login (`hf auth login`).
+The folder holds the latest checkpoint (float32, safetensors), configuration, tokenizer, model code, and a model card.
+AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True) gives the same logits as the run. --push uploads
+the folder of --out, after an export if it does not exist. It needs a login (`hf auth login`).
 """
 
 import argparse
@@ -31,7 +31,7 @@ from scripts.shared.runs import StoredRun, read_run
 from scripts.shared.tables import loss_table
 
 GPT2 = "openai-community/gpt2"  # on the hub
-CODE = "modeling_method_gpt"  # the file that transformers imports first
+CODE = "modeling_method_gpt"  # transformers imports this file first
 CLASSES = {"AutoConfig": f"{CODE}.MethodGPTConfig", "AutoModelForCausalLM": f"{CODE}.MethodGPTForCausalLM"}
 CARD = """---
 library_name: transformers
@@ -50,7 +50,7 @@ model = AutoModelForCausalLM.from_pretrained(".", trust_remote_code=True)  # dty
 ```
 
 `trust_remote_code=True` runs the Python files of this folder, which need transformers 5. Prompts may be longer than the
-training length. The prompts of a batch must have equal lengths.
+training length. All prompts of a batch must have the same length.
 
 Losses: {losses}
 
@@ -64,9 +64,9 @@ def main(argv: list[str] | None = None):
     parser = argparse.ArgumentParser("python -m scripts.export", description=__doc__.split("\n")[0])
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="new folder (default: RUN/hf)")
-    parser.add_argument("--tokenizer", metavar="FOLDER", help="data folder of the run's tokenizer, or GPT-2's folder")
-    parser.add_argument("--push", metavar="USER/MODEL", help="upload to this repository of the hub, made if missing")
-    parser.add_argument("--private", action="store_true", help="make a missing repository private")
+    parser.add_argument("--tokenizer", metavar="FOLDER", help="folder of the run's tokenizer (default: its data_dir)")
+    parser.add_argument("--push", metavar="USER/MODEL", help="upload to this hub repository, created if missing")
+    parser.add_argument("--private", action="store_true", help="create the repository as private")
     args = parser.parse_args(argv)
     out = args.out or args.run / "hf"
     if args.push is None or not out.exists():
@@ -80,16 +80,15 @@ def main(argv: list[str] | None = None):
 
 
 def export(folder: Path, out: Path, tokenizer: str | None = None) -> int:
-    """Write the model of a run folder to `out`, all of it or nothing. Return the number of its parameters.
+    """Write the model of a run folder to `out`, and return its number of parameters. A failure leaves no folder.
 
-    tokenizer: see load_tokenizer.
-    Raises ValueError or OSError for a run that cannot be exported, and where `out` exists.
+    tokenizer: see load_tokenizer. Raise ValueError or OSError if the run cannot be exported or `out` exists.
     """
     require(not out.exists(), f"{out} exists. Remove it, or choose another --out.")
+    config, gpt = load_run(folder, torch.device("cpu"))
     import_transformers()
     from scripts.hf.modeling_method_gpt import MethodGPTConfig, MethodGPTForCausalLM
 
-    config, gpt = load_run(folder, torch.device("cpu"))
     run, step = read_run(folder), int(latest_checkpoint(folder / "checkpoints").stem.removeprefix("step_"))
     encoder = load_tokenizer(run, tokenizer)
     model = MethodGPTForCausalLM(MethodGPTConfig(
@@ -114,10 +113,10 @@ def export(folder: Path, out: Path, tokenizer: str | None = None) -> int:
 
 
 def load_tokenizer(run: StoredRun, place: str | None):
-    """Return the tokenizer of a run as transformers' class.
+    """Return the tokenizer of a run as an object of transformers.
 
-    place: a folder (default: the run's data folder), for GPT-2 also a name on the hub. Raises ValueError if it holds
-    another tokenizer than the run's data folder did.
+    place: a folder (default: the run's data folder), or for GPT-2 a name on the hub. Raise ValueError if its tokenizer
+    is not the tokenizer of the run.
     """
     known = run.data.get("tokenizer")
     if known == "gpt2":
@@ -125,7 +124,7 @@ def load_tokenizer(run: StoredRun, place: str | None):
     else:
         file = Path(place or run.config.data_dir) / TOKENIZER_FILE
         same = file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == known
-        require(same, f"{file} is not the tokenizer of {run.path}, {known}. Give its folder with --tokenizer.")
+        require(same, f"{file} is not the tokenizer of {run.path}. Name the tokenizer's folder with --tokenizer.")
     return import_transformers().PreTrainedTokenizerFast(
         tokenizer_file=str(file), bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
     )

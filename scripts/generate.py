@@ -3,9 +3,9 @@
     python -m scripts.generate runs/NAME "def main("
     python -m scripts.generate runs/NAME "def main(" --max-new-tokens 4000 --temperature 0.8 --top-k 50 --seed 1
 
-The continuation comes token by token. It begins where a document begins and ends where the model ends it. Decoding is
-exact at any length (model/decoding.py). NTK and YaRN scale to the length of prompt and continuation. A seed draws the
-same text again on the same machine.
+The text is printed token by token. The prompt is the beginning of a document, and generation stops at the end of that
+document. Decoding is exact at any length (model/decoding.py). NTK and YaRN scale to the length of prompt and
+continuation. The same seed gives the same text on the same machine.
 """
 
 import argparse
@@ -23,31 +23,31 @@ from runtime.processes import start_processes
 from scripts.evaluate import check_tokenizer, load_run
 from scripts.shared.runs import StoredRun, read_run
 
-INCOMPLETE = "\ufffd"  # the text of a character's bytes as long as some are missing
+INCOMPLETE = "\ufffd"  # decoded text of a character whose bytes are not complete
 
 
 @exit_on_user_error()
 def main(argv: list[str] | None = None):
     parser = argparse.ArgumentParser(prog="python -m scripts.generate", description=__doc__.split("\n")[0])
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
-    parser.add_argument("prompt", help="the text to continue")
-    parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="(default: 200)")
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument("prompt", help="text to continue")
+    parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="most new tokens (default: 200)")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 takes the most likely token (default: 1)")
     parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K most likely tokens (default: all)")
-    parser.add_argument("--seed", type=int, default=0, help="(default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the drawn tokens (default: 0)")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     args = parser.parse_args(argv)
-    possible = args.temperature >= 0 and (args.top_k is None or args.top_k >= 1)
-    require(possible, "--temperature must be at least 0, and --top-k at least 1")
+    require(args.temperature >= 0, f"--temperature {args.temperature} is negative. Use 0 or more.")
+    require(args.top_k is None or args.top_k >= 1, f"--top-k {args.top_k} leaves no token. Use 1 or more.")
     run = read_run(args.run)
     _, model = load_run(run.path, start_processes(args.device).device)
     tokenizer = tokenizer_of_run(run)
-    tokens = [tokenizer.eot, *tokenizer.encode(args.prompt)]  # documents begin so in training
-    fits = 1 <= args.max_new_tokens <= MAX_LENGTH - len(tokens)
-    require(fits, f"--max-new-tokens must be at least 1, and at most {MAX_LENGTH} with the prompt")
+    tokens = [tokenizer.eot, *tokenizer.encode(args.prompt)]  # in training, every document begins with this token
+    most = MAX_LENGTH - len(tokens)
+    require(1 <= args.max_new_tokens <= most, f"--max-new-tokens {args.max_new_tokens} is wrong. Use 1 to {most:,}.")
     generator = torch.Generator().manual_seed(args.seed)
 
-    def choose(logits):  # the vocabulary may be padded; tokens beyond the tokenizer's have no text
+    def choose(logits):  # the model's vocabulary may be padded with tokens that have no text
         logits = logits[:, : tokenizer.vocab_size]
         return sample(logits, temperature=args.temperature, top_k=args.top_k, generator=generator)
 
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None):
 
 
 def tokenizer_of_run(run: StoredRun) -> Tokenizer:
-    """Return the tokenizer that a run was trained with. ValueError if its data folder has another one now."""
+    """Return the tokenizer of a run. Raise ValueError if the run's data folder has another tokenizer now."""
     if run.data.get("tokenizer") == "gpt2":
         return load_tokenizer("gpt2")
     data_dir = Path(run.config.data_dir)
@@ -68,7 +68,7 @@ def tokenizer_of_run(run: StoredRun) -> Tokenizer:
 
 
 def text_pieces(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield the text of tokens up to the end of the document, in whole characters."""
+    """Yield the text of the tokens up to the end of the document. Every piece ends with a whole character."""
     read, printed = [], ""
     for token in itertools.takewhile(lambda token: token != tokenizer.eot, tokens):
         read.append(token)

@@ -191,7 +191,7 @@ def test_the_others_go_on_without_a_lost_machine(how, data, of_one, network, fau
     variables, release = held
     with faults(f"machine {how}"):
         job = Job(network, data, tmp_path, machines=3, processes=1, steady=False, variables=variables, **SHORT)
-        job.wait_for_words("on 3 x CPU")
+        job.wait_for_words("devices: 3 x CPU")
         job.lost.add("node3")
         network.unplug("node3")
         if how == "without power":
@@ -214,15 +214,15 @@ def test_machine_that_comes_back_is_taken_in(data, of_one, network, faults, tmp_
     alone.touch(), both.touch()
     with faults("machine killed, and back"):
         job = Job(network, data, tmp_path / "runs", processes=1, steady=False, variables=variables, **SHORT)
-        job.wait_for_words("on 2 x CPU")
+        job.wait_for_words("devices: 2 x CPU")
         job.lost.add("node2")
         job.machines["node2"].kill()
         both.unlink()
-        job.wait_for_words("on 1 x CPU")
-        seen = job.said(10**9).count("on 2 x CPU")
+        job.wait_for_words("devices: 1 x CPU")
+        seen = job.said(10**9).count("devices: 2 x CPU")
         job.lost.clear()
         job.start("node2")
-        seconds = job.wait_for(lambda said: said.count("on 2 x CPU") > seen, "that it is two again")
+        seconds = job.wait_for(lambda said: said.count("devices: 2 x CPU") > seen, "that it is two again")
         faults.figures.append(f"machine killed, and back: taken in after {seconds:.0f} s")
         alone.unlink()
         job.finish()
@@ -238,7 +238,7 @@ def test_without_the_machine_of_the_rendezvous_the_job_ends_and_starts_elsewhere
     variables, release = held
     with faults("machine of the rendezvous killed"):
         job = Job(network, data, tmp_path, processes=1, steady=False, variables=variables, **SHORT)
-        job.wait_for_words("on 2 x CPU")
+        job.wait_for_words("devices: 2 x CPU")
         began = time.monotonic()
         job.machines["node1"].kill()
         release()

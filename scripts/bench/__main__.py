@@ -1,4 +1,4 @@
-"""Time attention, or whole training steps, on this machine. A variant with wrong numbers gets no time.
+"""Time attention, or whole training steps, on this machine. A variant with wrong results is not timed.
 
 python -m scripts.bench attention                                        attention alone
 python -m scripts.bench step PRESET [VARIANT ...] [--field value ...]    whole training steps
@@ -20,13 +20,13 @@ def main(argv: list[str] | None = None):
         command = commands.add_parser(name, description=module.__doc__, formatter_class=layout, allow_abbrev=False)
         module.add_arguments(command)
         command.set_defaults(run=module.run)
-        command.add_argument("--rounds", type=int, default=7, help="(7)")
+        command.add_argument("--rounds", type=int, default=7, help="rounds of measurement (default: 7)")
         command.add_argument("--out", type=Path, metavar="FOLDER", help="also write FOLDER/DEVICE_....md and .json")
     args, args.fields = parser.parse_known_args(argv)
     if args.fields and args.run is attention.run:
         parser.error(f"unrecognized arguments: {' '.join(args.fields)}")
     with exit_on_user_error():
-        require(args.rounds >= 1, f"--rounds {args.rounds} is too few. Use at least 1.")
+        require(args.rounds >= 1, f"--rounds {args.rounds} measures nothing. Use at least 1.")
         if args.out:
             args.out.mkdir(parents=True, exist_ok=True)
         sys.exit(args.run(args))

@@ -1,12 +1,12 @@
 """Time attention alone, forward and forward + backward, side by side.
 
-    python -m scripts.bench attention                                              the defaults of this device
+    python -m scripts.bench attention                                              this device's default variants
     python -m scripts.bench attention --lengths 4096 65536 --variants flex:plain flex:si triton:si
 
 A variant is BACKEND:FORMULA. BACKEND is a name of attention_backend. FORMULA is `plain` (softmax of S), `si`
-(scale-invariant, tau 10) or `alibi`. The first variant that runs is the baseline. Output and gradients of each variant
-must first agree with float64, by the check of model/attention/check.py. A variant that fails this gate gets no time,
-and the exit code is 1.
+(scale-invariant, tau 10) or `alibi`. The first variant that runs is the baseline. The gate, model/attention/check.py,
+compares output and gradients of each variant with float64. A variant that fails the gate is not timed, and the exit
+code is 1.
 """
 
 import argparse
@@ -35,25 +35,26 @@ DEFAULTS = dict(
     cuda=dict(lengths=[4096, 16384, 65536], dtype="bfloat16", variants=CUDA),
     cpu=dict(lengths=[512, 1024, 4096], dtype="float32", variants=CPU),
 )
-TOKENS = dict(cuda=65536, cpu=4096)  # in a pass, but at least one sequence
+TOKENS = dict(cuda=65536, cpu=4096)  # of a pass; a longer sequence is a batch of 1
 Variant = tuple[object, Method]  # a backend (see model/attention) and the method that it computes
 
 
 def add_arguments(parser: argparse.ArgumentParser):
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--lengths", type=int, nargs="+", help="default: 4096 16384 65536; on a CPU 512 1024 4096")
-    parser.add_argument("--head-dim", type=int, default=128, help="(128)")
-    parser.add_argument("--heads", type=int, default=6, help="(6)")
+    parser.add_argument("--head-dim", type=int, default=128, help="default: 128")
+    parser.add_argument("--heads", type=int, default=6, help="default: 6")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: bfloat16; CPU float32")
-    parser.add_argument("--variants", nargs="+", metavar="NAME", help="default: those of this device")
+    parser.add_argument("--variants", nargs="+", metavar="NAME", help="default: all variants that suit this device")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return the exit code: 1 when a variant fails the gate. Raise ValueError for users' mistakes."""
+    """Return the exit code: 1 if a variant fails the gate. Raise ValueError for a user's mistake."""
     device = start_processes(args.device).device
     for name, value in DEFAULTS[device.type].items():
         setattr(args, name, getattr(args, name) or value)
-    require(min(*args.lengths, args.head_dim, args.heads) >= 1, "--lengths, --head-dim and --heads must be at least 1")
+    positive = min(*args.lengths, args.head_dim, args.heads) >= 1
+    require(positive, "--lengths, --head-dim or --heads is below 1. Use at least 1.")
     dtype = getattr(torch, args.dtype)
     variants = {name: make_variant(name, args.heads, args.head_dim, device) for name in args.variants}
     prefer_fast_sdpa(device)
@@ -61,20 +62,20 @@ def run(args: argparse.Namespace) -> int:
     report = protocol.Report(args.out, "attention", device)
     report.add(f"{args.dtype}, {args.heads} heads of {args.head_dim}; sdpa runs {kernel}.")
     gate = {name: check_variant(variant, device, dtype) for name, variant in variants.items()}
-    right = {name: variant for name, variant in variants.items() if gate[name].startswith("passed")}
+    passed = {name: variant for name, variant in variants.items() if gate[name].startswith("passed")}
     report.record |= dict(gate=gate, times=[])
     report.add("## Gate\n\nOutput and gradients are compared with float64.", problems=gate)
     (_, method), *_ = variants.values()
     for length in args.lengths:
         inputs, dout = random_inputs(method, length, device, dtype, batch=max(1, TOKENS[device.type] // length))
-        time_length(report, right, [*inputs, dout], args.rounds)
+        time_length(report, passed, [*inputs, dout], args.rounds)
     return int(any(result.startswith("refused") for result in gate.values()))
 
 
 def make_variant(name: str, heads: int, head_dim: int, device: torch.device) -> Variant:
     backend, _, formula = name.partition(":")
-    valid = f"A variant is BACKEND:FORMULA, of {', '.join(BACKENDS)} and {', '.join(FORMULAS)}."
-    require(backend in BACKENDS and formula in FORMULAS, f"unknown variant {name!r}. {valid}")
+    remedy = f"Use BACKEND:FORMULA, with a backend of {', '.join(BACKENDS)} and a formula of {', '.join(FORMULAS)}."
+    require(backend in BACKENDS and formula in FORMULAS, f"unknown variant {name!r}. {remedy}")
     method = make_method(FORMULAS[formula], num_heads=heads, head_dim=head_dim, train_length=1024)
     return BACKENDS[backend], method.to(device)
 
@@ -89,14 +90,14 @@ def check_variant(variant: Variant, device: torch.device, dtype: torch.dtype) ->
 
 
 def make_passes(variant: Variant, inputs: list[Tensor]) -> dict[str, Callable[[], object]]:
-    """Return the forward pass, and forward and backward pass together ("both"), compiled and warm."""
+    """Return functions of the forward pass, and of forward and backward pass ("both"), after two warm-up calls."""
     (backend, method), dout = variant, inputs[3]
     B, H, T, D = dout.shape
     plan = Plan("", H, D, T, T, device=dout.device, dtype=dout.dtype)
     attend = functools.partial(backend.run, prepared=backend.prepare(method.score_change, plan))
     qkv = [x.detach().requires_grad_() for x in inputs[:3]]
     passes = dict(
-        forward=lambda: attend(*qkv),  # keeps what the backward pass needs
+        forward=lambda: attend(*qkv),  # also stores the tensors for the backward pass
         both=lambda: torch.autograd.grad(attend(*qkv), qkv, dout),
     )
     for _ in range(2):
@@ -107,7 +108,7 @@ def make_passes(variant: Variant, inputs: list[Tensor]) -> dict[str, Callable[[]
 def time_length(report: protocol.Report, variants: dict[str, Variant], inputs: list[Tensor], rounds: int):
     """Time both passes of each variant on these inputs, and report them."""
     batch, heads, length, head_dim = inputs[0].shape
-    torch._dynamo.reset()  # drops what was compiled for other lengths
+    torch._dynamo.reset()  # drops the code for other lengths
     makers = {name: functools.partial(make_passes, variant, inputs) for name, variant in variants.items()}
     passes, problems = protocol.build_variants(makers)
     report.add(f"## Length {length}, batch {batch}", problems=problems)

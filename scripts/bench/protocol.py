@@ -1,8 +1,8 @@
-"""The protocol of all benchmarks.
+"""Measures variants side by side: the protocol of all benchmarks.
 
-Variants take turns in rounds, in the order A B C in one round and C B A in the next, so that a machine that slowly gets
-hotter or busier costs all of them alike. Times are compared within a round. The baseline runs a second time in each
-round (the A/A row): its ratio to itself shows the noise.
+Variants take turns in rounds, in the order A B C in one round and C B A in the next. So a machine that slowly gets
+hotter or busier slows all variants alike. Times are compared within a round. The baseline runs twice in each round (the
+A/A row), and its ratio to itself shows the noise.
 """
 
 import platform
@@ -23,11 +23,11 @@ from runtime.device import device_name
 from runtime.run_folder import git_commit
 from scripts.shared.tables import markdown_table
 
-ROUND_SECONDS = 0.5  # of a variant in a round, if one call is shorter
+ROUND_SECONDS = 0.5  # least time of a variant in a round
 
 
 def time_calls(call: Callable[[], object], count: int, device: torch.device) -> float:
-    """Return the seconds of one call, the mean over `count` calls."""
+    """Return the mean seconds of a call over `count` calls."""
     wait = torch.cuda.synchronize if device.type == "cuda" else torch.cpu.synchronize
     wait()
     began = time.perf_counter()
@@ -38,9 +38,9 @@ def time_calls(call: Callable[[], object], count: int, device: torch.device) -> 
 
 
 def measure(timers: dict[str, Callable[[int], float]], rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of one call of each variant in each round. The first variant is measured twice.
+    """Return the mean seconds of a call by variant, one number a round. The first variant is measured twice.
 
-    timers: return the mean seconds of one call over so many calls.
+    timers: functions that take a number of calls and return the mean seconds of a call.
     """
     baseline = next(iter(timers))
     timers = timers | {f"{baseline} again": timers[baseline]}
@@ -53,18 +53,18 @@ def measure(timers: dict[str, Callable[[int], float]], rounds: int) -> dict[str,
 
 
 def build_variants(makers: dict[str, Callable]) -> tuple[dict, dict[str, str]]:
-    """Return the results of `makers` by variant, and the problems of variants that fail."""
+    """Return the results of `makers` by variant, and the problems of the variants that fail."""
     made, problems = {}, {}
     for name, make in makers.items():
         try:
             made[name] = make()
-        except Exception as error:  # one variant that fails must not stop the others
+        except Exception as error:  # a variant that fails must not stop the others
             problems[name] = f"not run: {type(error).__name__}: {' '.join(str(error).split())[:100]}"
     return made, problems
 
 
 def ratio_cell(times: list[float], baseline: list[float]) -> str:
-    """Return the median over rounds of the ratio within a round, and its bootstrap 95 % interval."""
+    """Return the median over rounds of the ratio to the baseline, and its bootstrap 95 % interval."""
     ratios = np.divide(times, baseline)
     draws = np.random.default_rng(0).choice(ratios, (5000, len(ratios)))
     low, high = np.quantile(np.median(draws, axis=1), [0.025, 0.975])
@@ -80,7 +80,7 @@ def describe_machine(device: torch.device) -> str:
 
 
 class Report:
-    """A page that is printed part by part, and a record of all numbers. In a folder: DEVICE_NAME.md and .json."""
+    """Prints a page part by part, and records all numbers. With a folder, writes DEVICE_NAME.md and .json there."""
 
     def __init__(self, folder: Path | None, name: str, device: torch.device):
         short = device_name(device).removeprefix("NVIDIA ") if device.type == "cuda" else "cpu"
@@ -91,7 +91,7 @@ class Report:
         self.add(f"    {command}\n\nCommit {commit}. {self.record['machine']}. docs/kernels.md explains the tables.")
 
     def add(self, text: str, rows: list[list[str]] | None = None, problems: dict[str, str] | None = None):
-        """Add a text, then a table, then the variants that are missing in it and why."""
+        """Add a text, then a table, then a list of variants with their problems or results."""
         text += f"\n\n{markdown_table(rows)}" if rows else ""
         text += "".join(f"\n\n- `{name}` {problem}" for name, problem in (problems or {}).items())
         print(text + "\n", flush=True)

@@ -4,9 +4,9 @@
     python -m scripts.bench step quickstart p_rope p_rope/compile=off/micro_batch_tokens=1024 --train_length 1024
     python -m scripts.bench step quickstart --checkouts . ../before    train_gpt.py of two checkouts
 
-A variant is METHOD[:BACKEND][/FIELD=VALUE...]; the fields are those of train_gpt.py. The first variant that runs is the
-baseline. First comes the gate: variants of the same model start from the same weights, and their gradients and losses
-must agree. A variant that fails the gate gets no time, and the exit code is 1.
+A variant is METHOD[:BACKEND][/FIELD=VALUE...], with fields of train_gpt.py. The first variant that runs is the
+baseline. The gate compares gradients and losses of variants of the same model, which start from the same weights. A
+variant that fails the gate is not timed, and the exit code is 1.
 """
 
 import argparse
@@ -35,23 +35,23 @@ from scripts.bench.trainers import Trainer
 DEFAULT_VARIANTS = ["p_rope", "scale_invariant_p_rope", "logn_p_rope", "alibi"]
 GRADIENT_LIMITS = {torch.float32: 1e-4, torch.bfloat16: 0.1}  # relative error of a parameter's gradient (Frobenius)
 LOSS_LIMITS = {torch.float32: 1e-4, torch.bfloat16: 0.02}  # nats
-WARM_UP_STEPS = 10  # of a checkout; these compile and allocate, and do not count
+WARM_UP_STEPS = 10  # untimed steps of a checkout, which compile and allocate
 
 
 def add_arguments(parser: argparse.ArgumentParser):
     parser.add_argument("preset", help="one of configs/presets.py; fields of train_gpt.py may follow as options")
     parser.add_argument("variants", nargs="*", metavar="VARIANT", help=f"default: {' '.join(DEFAULT_VARIANTS)}")
-    parser.add_argument("--steps", type=int, default=10, help="of the gate, of a checkout (10)")
+    parser.add_argument("--steps", type=int, default=10, help="steps of the gate, or of a checkout (default: 10)")
     parser.add_argument("--checkouts", type=Path, nargs="+", metavar="FOLDER", help="time these checkouts instead")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return the exit code: 1 when a variant or a checkout fails the gate. Raise ValueError for users' mistakes."""
-    require(args.steps >= 1, "--steps must be at least 1")
+    """Return the exit code: 1 if a variant or a checkout fails the gate. Raise ValueError for a user's mistake."""
+    require(args.steps >= 1, f"--steps {args.steps} measures nothing. Use at least 1.")
     variants = {name: read_variant(args.preset, args.fields, name) for name in args.variants or DEFAULT_VARIANTS}
     base = next(iter(variants.values()))
     for name, config in variants.items():
-        require(config.batch_tokens == base.batch_tokens, f"{name}: batch_tokens must be the same in all variants")
+        require(config.batch_tokens == base.batch_tokens, f"{name} has other batch_tokens. Use the same for all.")
     device = start_processes(base.device).device
     if args.checkouts:
         return compare_checkouts(args, device)
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_variant(preset: str, fields: list[str], name: str) -> Config:
-    """Return the configuration of a variant. Raise ValueError for a name that describes none."""
+    """Return the configuration of a variant. Raise ValueError for a wrong name."""
     method_and_backend, *changes = name.split("/")
     method, _, backend = method_and_backend.partition(":")
     arguments = [preset, *fields, "--method", method, "--attention_backend", backend or "auto", "--length_schedule"]
@@ -96,17 +96,17 @@ def compare_variants(args: argparse.Namespace, variants: dict[str, Config], devi
     makers = {name: functools.partial(Trainer, config, device) for name, config in variants.items()}
     trainers, problems = protocol.build_variants(makers)
     refused = gate(trainers, args.steps)
-    right = {name: trainer for name, trainer in trainers.items() if name not in refused}
-    report.record["gate"] = dict.fromkeys(right, "passed") | refused | problems
-    report.add(f"## Gate\n\nThese passed: {', '.join(right) or 'none'}.", problems=refused | problems)
-    if right:
-        times = protocol.measure({name: trainer.time_step for name, trainer in right.items()}, args.rounds)
-        add_times(report, right, times)
+    passed = {name: trainer for name, trainer in trainers.items() if name not in refused}
+    report.record["gate"] = dict.fromkeys(passed, "passed") | refused | problems
+    report.add(f"## Gate\n\nThese variants passed: {', '.join(passed) or 'none'}.", problems=refused | problems)
+    if passed:
+        times = protocol.measure({name: trainer.time_step for name, trainer in passed.items()}, args.rounds)
+        add_times(report, passed, times)
     return int(bool(refused))
 
 
 def add_times(report: protocol.Report, trainers: dict[str, Trainer], times: dict[str, list[float]]):
-    """Report times, tokens a second and use of the machine."""
+    """Report time, tokens a second, share of the peak FLOP/s, and memory."""
     baseline, first = next(iter(trainers.items()))
     peak = peak_flops(first.world.device, first.dtype)
     rows = [["variant", "attention", "tokens/s", "step ms", "of peak", "GiB", f"time to {baseline}"]]
@@ -122,7 +122,7 @@ def add_times(report: protocol.Report, trainers: dict[str, Trainer], times: dict
 
 
 def compare_checkouts(args: argparse.Namespace, device: torch.device) -> int:
-    """Report the times of a step of train_gpt.py. Return the exit code: 1 when the losses of two checkouts differ."""
+    """Report the times of a step of train_gpt.py. Return the exit code: 1 if the losses of two checkouts differ."""
     report, losses = protocol.Report(args.out, f"step_checkouts_{args.preset}", device), {}
 
     def time_checkout(checkout: Path, count: int) -> float:
@@ -152,7 +152,7 @@ def train(checkout: Path, preset: str, fields: list[str], steps: int) -> tuple[l
         command = [sys.executable, "train_gpt.py", preset, *fields, *options]
         done = subprocess.run(command, cwd=checkout, capture_output=True, text=True)
         message = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
-        require(done.returncode == 0, f"{checkout}: train_gpt.py ended with exit code {done.returncode}: {message}")
+        require(done.returncode == 0, f"train_gpt.py in {checkout} ended with exit code {done.returncode}. {message}")
         records = [record for record in read_metrics(Path(folder) / "run/metrics.jsonl") if "train_loss" in record]
     seconds = [config.batch_tokens / record["tokens_per_second"] for record in records]
     return seconds, [record["train_loss"] for record in records]

@@ -1,4 +1,4 @@
-"""A training step of one configuration, built and compiled, for scripts/bench/step.py and scripts/doctor.py."""
+"""Builds, compiles and times the training step of one configuration, for scripts.bench step and scripts.doctor."""
 
 import torch
 from torch import Tensor
@@ -10,11 +10,11 @@ from runtime.device import choose_compile, compute_dtype
 from runtime.processes import World
 from scripts.bench.protocol import time_calls
 
-WARM_UP_STEPS = 3  # compile the step and make the optimizer's state
+WARM_UP_STEPS = 3  # untimed steps, which compile and make the optimizer's state
 
 
 class Trainer:
-    """Everything that a training step needs, after a few steps at rate zero. All steps have the same random tokens.
+    """A model, its optimizers and one batch of random tokens, after a few steps at learning rate zero.
 
     Weights that start at zero are drawn from N(0, 0.02), because products with zeros can be faster than others. The
     constructor raises ValueError, or any error of a compiler, for a configuration that cannot train here.
@@ -42,7 +42,7 @@ class Trainer:
         self.micro_batches = [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in tokens.split(size)]
         for _ in range(WARM_UP_STEPS):
             self.step()
-        self.peak_bytes = None  # the most memory held in a step, without the memory of others (CUDA)
+        self.peak_bytes = None  # peak memory of a step, without the memory of other variants (CUDA)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             self.step()
@@ -54,7 +54,7 @@ class Trainer:
         return numbers[0]
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return the gradients of the loss, by parameter."""
+        """Return the gradient of the loss by parameter."""
         for inputs, targets in self.micro_batches:
             (self.compiled_model(inputs, targets, plan=self.plan) * (len(inputs) / self.sequences)).backward()
         gradients = {name: p.grad.detach() for name, p in self.model.named_parameters()}
@@ -62,5 +62,5 @@ class Trainer:
         return gradients
 
     def time_step(self, count: int = 1) -> float:
-        """Return the seconds of a step at rate zero, which leaves all weights as they are."""
+        """Return the seconds of a step. The learning rate is zero, so the weights do not change."""
         return time_calls(self.step, count, self.world.device)

@@ -1,1 +1,1 @@
-"""Models of Hugging Face's transformers: ours exported to it, and its own with our attention methods."""
+"""Connects this repository to Hugging Face's transformers: exports our models, and converts its Llama models."""

@@ -3,9 +3,9 @@
     model = load_model("meta-llama/Llama-2-7b-hf", dtype=torch.bfloat16)
     convert(model, "scale_invariant_p_rope", train_length=4096)
 
-Transformers offers three hooks: a rope type (ours leaves q and k as they are), an attention function, and a mask
-function (ours returns a position instead of a mask). The key-value cache holds keys without rotation, so every call
-rotates all keys for the same sequence length. docs/huggingface.md lists our choices where the paper is silent.
+Transformers offers three hooks: a rope type, an attention function, and a mask function. Our rope type leaves q and k
+unrotated, and our mask function returns a position instead of a mask. The key-value cache holds unrotated keys, so
+every call rotates all keys for the same sequence length. docs/huggingface.md lists the choices that are ours.
 """
 
 import dataclasses
@@ -19,24 +19,24 @@ from model.methods import make_layers, method_options
 from model.methods.base import Method, upcast
 from model.methods.rope import BASE
 
-RECORD = "attention_method"  # the field of the model's configuration that describes the conversion
-ROPE_TYPE, ATTENTION = "unrotated", "attend_with_method"  # the names that transformers knows ours by
+RECORD = "attention_method"  # field of the model's configuration that records the conversion
+ROPE_TYPE, ATTENTION = "unrotated", "attend_with_method"  # names of our hooks in transformers
 
 
 @dataclasses.dataclass
 class Shared:
     """State that all converted layers of a model share.
 
-    target_length: tokens of the whole sequence, for methods that depend on it; None: the length of each call.
+    target_length: length of the whole sequence in tokens, for methods that depend on it. None: the length of each call.
     """
 
     target_length: int | None = None
     lengths: tuple = ()
-    plans: dict = dataclasses.field(default_factory=dict)  # of calls of these lengths
+    plans: dict = dataclasses.field(default_factory=dict)  # for calls of these lengths
 
     def plan(self, method: Method, q_offset: int, q: Tensor, k: Tensor) -> Plan:
-        """Return the plan of a call with q (B, H, Tq, D), from position q_offset on, and k (B, H, Tk, D)."""
-        # Tensors made in inference mode cannot serve training, so these plans are kept apart.
+        """Return the plan for q (B, H, Tq, D) and k (B, H, Tk, D). q_offset: position of the first query."""
+        # Tensors made in inference mode cannot be used in training, so the two modes have separate plans.
         lengths = (q_offset, q.shape[2], self.target_length, torch.is_inference_mode_enabled())
         if self.lengths != lengths:
             self.lengths = lengths
@@ -48,22 +48,22 @@ class Shared:
                 dtype=q.dtype, backend="blocks" if q.shape[2] == 1 else "auto",
             )  # fmt: skip
             if plan.sin is not None:
-                plan = dataclasses.replace(plan, sin=-plan.sin)  # the direction in which these models rotate
+                plan = dataclasses.replace(plan, sin=-plan.sin)  # Llama models rotate in the other direction
             self.plans[key] = plan
         return self.plans[key]
 
 
 def unrotated(config, device=None, seq_len=None, layer_type=None) -> tuple[Tensor, float]:
-    """Return frequencies of 0, (D/2,), and the factor 1, so that transformers' rotation changes nothing."""
+    """Return zero frequencies, (D/2,), and the factor 1, so that transformers' rotation changes nothing."""
     return torch.zeros(config.head_dim // 2, device=device), 1.0
 
 
 def find_position(*, q_offset, attention_mask=None, allow_is_causal_skip=True, **unused) -> int:
-    """Return, in place of a mask, the position of the first query.
+    """Return the position of the first query, which takes the place of a mask.
 
-    Raises ValueError for padding and for several sequences in a row.
+    Raise ValueError for padding, and for a row with several sequences.
     """
-    require(allow_is_causal_skip, "rows hold several sequences. Pass one sequence a row, with position_ids 0, 1, 2 ...")
+    require(allow_is_causal_skip, "a row has several sequences. Pass one sequence a row, with position_ids 0, 1, 2 ...")
     visible = attention_mask is None or attention_mask.all()
     require(visible, "attention_mask hides tokens. Pass rows of equal lengths, or pad on the right without a mask.")
     return q_offset
@@ -72,40 +72,39 @@ def find_position(*, q_offset, attention_mask=None, allow_is_causal_skip=True, *
 def attend_with_method(
     layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: int, **unused
 ) -> tuple[Tensor, None]:
-    """Return a layer's attention by its method, (B, Tq, H, D), as transformers' attention functions do.
+    """Return the attention of a layer by its method, (B, Tq, H, D), with the interface of transformers.
 
-    query (B, H, Tq, D); key, value (B, H / groups, Tk, D), without rotation; attention_mask: from find_position.
+    query (B, H, Tq, D); key, value (B, H / groups, Tk, D), unrotated; attention_mask: the result of find_position.
     """
     if layer.num_key_value_groups > 1:
         key, value = (x.repeat_interleave(layer.num_key_value_groups, dim=1) for x in (key, value))
     plan = layer.shared.plan(layer.method, attention_mask, query, key)
-    if query.shape[2] == 1:  # plain PyTorch runs this, and scores must be float32
+    if query.shape[2] == 1:  # the backend is plain PyTorch here, which would compute bfloat16 scores
         query, key = upcast(query), upcast(key)
     return attend(layer.method, query, key, value, plan=plan).transpose(1, 2), None
 
 
 def convert(model: nn.Module, method: str, /, *, train_length: int | None = None, **options) -> nn.Module:
-    """Make every layer of a Llama attend by one of our methods, in place, and return the model.
+    """Convert a Llama model to one of our attention methods, in place, and return it. Attention has no dropout.
 
-    model: on any device; it may have been converted before. train_length (default: max_position_embeddings) and
-    options: see make_method; the default base of a rotation is the model's. The learned parameters of the method are
-    self_attn.method of each layer, in float32. model.config.attention_method keeps a record. Attention has no dropout.
-    Raises ValueError for a model or method that this cannot work with.
+    model: on any device, converted before or not. train_length (default: max_position_embeddings) and options: see
+    make_method. The default rotary base is the model's. self_attn.method of each layer has the method's parameters, in
+    float32. model.config.attention_method records the conversion. Raise ValueError for an unfit model or method.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     config = model.config
-    require(config.model_type == "llama", f"a {config.model_type} model cannot be converted. Use a llama.")
+    require(config.model_type == "llama", f"a {config.model_type} model cannot be converted. Use a Llama model.")
     train_length = config.max_position_embeddings if train_length is None else train_length
     earlier = getattr(config, RECORD, None) or {}
     rope = earlier.get("rope_parameters", config.rope_parameters)
     known = method_options(method)
     like_rope = "base" in known and (known["base"].default == BASE or options.get("form") == "barbero")
     if like_rope and "base" not in options:
-        message = f"the model's frequencies (rope type {rope['rope_type']}) do not follow from a base alone"
-        require(rope["rope_type"] == "default", f"{message}. Pass base={rope['rope_theta']:g}.")
+        problem = f"the model has rope type {rope['rope_type']}, so its base alone does not give its frequencies"
+        require(rope["rope_type"] == "default", f"{problem}. Pass base={rope['rope_theta']:g}.")
         options["base"] = rope["rope_theta"]
     methods = make_layers(
         method, config.num_hidden_layers, num_heads=config.num_attention_heads, head_dim=config.head_dim,
@@ -113,7 +112,7 @@ def convert(model: nn.Module, method: str, /, *, train_length: int | None = None
     )  # fmt: skip
     for layer_method in methods:
         needs_input = layer_method.needs_input or layer_method.output_gate is not None
-        require(not needs_input, f"{method} needs the layer's input. Transformers does not pass it to attention.")
+        require(not needs_input, f"{method} needs the layer's input, which transformers withholds. Use another method.")
     AttentionInterface.register(ATTENTION, attend_with_method)
     AttentionMaskInterface.register(ATTENTION, find_position)
     ROPE_INIT_FUNCTIONS[ROPE_TYPE] = unrotated
@@ -129,5 +128,5 @@ def convert(model: nn.Module, method: str, /, *, train_length: int | None = None
 
 
 def attention_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the attention modules of a model, layer by layer."""
+    """Return the attention module of each layer."""
     return [block.self_attn for block in model.model.layers]

@@ -1,7 +1,7 @@
-"""Loads Hugging Face models, from a folder or the hub.
+"""Loads Hugging Face models from a folder or the hub.
 
-No code of a model is run: the classes are transformers' own, and weights come from safetensors alone. transformers is
-an optional dependency, so it is imported when it is first needed.
+Loading never runs code of a model, because it uses the classes of transformers and reads only safetensors. transformers
+is an optional dependency, so it is imported when it is first needed.
 """
 
 import importlib.util
@@ -14,11 +14,11 @@ from errors import require
 from scripts.hf.attention import RECORD, convert
 
 FAMILIES = {"llama": "LlamaForCausalLM", "gemma2": "Gemma2ForCausalLM"}  # class by model_type
-METHOD = ".self_attn.method."  # in the names of parameters that a method has learned
+METHOD = ".self_attn.method."  # part of the name of a method's parameter
 
 
 def import_transformers():
-    """Return the module transformers. Raises ValueError if it is not installed."""
+    """Return the module transformers. Raise ValueError if it is not installed."""
     installed = importlib.util.find_spec("transformers")
     require(installed, "transformers is not installed. Run `pip install -r requirements-extras.txt`.")
     import transformers
@@ -27,15 +27,17 @@ def import_transformers():
 
 
 def read_config(name: str | Path):
-    """Return the configuration of a model, a folder or a name on the hub.
+    """Return the configuration of a model. name: a folder, or a name on the hub.
 
-    The configuration of a converted model is the original's, with the field RECORD.
-    Raises OSError if there is no such model, ValueError if it is of another family.
+    A converted model has the original configuration and the field RECORD. Raise OSError or ValueError if the model does
+    not exist, and ValueError if it is of another family.
     """
     transformers = import_transformers()
+    possible = Path(name).is_dir() or len(Path(name).parts) <= 2  # USER/MODEL
+    require(possible, f"{name} is neither a folder nor a name on the hub. Correct the path.")
     fields, _ = transformers.PreTrainedConfig.get_config_dict(str(name))
     family = fields.get("model_type")
-    require(family in FAMILIES, f"{name} is of the model family {family}. Use {' or '.join(FAMILIES)}.")
+    require(family in FAMILIES, f"{name} is a model of type {family}. Use a model of type {' or '.join(FAMILIES)}.")
     if record := fields.get(RECORD):
         fields["rope_parameters"] = record["rope_parameters"]
     return getattr(transformers, FAMILIES[family]).config_class.from_dict(fields)
@@ -44,9 +46,9 @@ def read_config(name: str | Path):
 def load_model(
     name: str | Path, *, dtype: torch.dtype | str = torch.float32, device: torch.device | str = "cpu"
 ) -> nn.Module:
-    """Return a model with its weights in this dtype ("auto": as they are stored), on this device.
+    """Return a model with its weights in this dtype ("auto": the stored dtype), on this device.
 
-    A converted model has its method. Raises as read_config does, and ValueError for weights that are missing.
+    A converted model gets its attention method. Raise as read_config does, and ValueError for missing weights.
     """
     from safetensors.torch import load_file
 
@@ -66,5 +68,5 @@ def load_model(
             learned = {key: value for key, value in load_file(path).items() if METHOD in key}
             model.load_state_dict(learned, strict=False)
             missing -= learned.keys()
-    require(not missing, f"{name} lacks weights, such as {', '.join(sorted(missing)[:3])}. Get it again.")
+    require(not missing, f"{name} lacks weights, such as {', '.join(sorted(missing)[:3])}. Download it again.")
     return model

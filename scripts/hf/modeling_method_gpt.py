@@ -1,10 +1,10 @@
-"""The GPT of this repository as a model of Hugging Face's transformers, for any of its attention methods.
+"""The GPT of this repository, with any of its attention methods, as a model of Hugging Face's transformers.
 
-An exported folder holds this file and all that it imports of the repository, side by side (modules.py).
+An exported folder holds this file and all modules that it imports from the repository, side by side (modules.py).
 
-The cache is transformers' DynamicCache, so that beams, samples and drafts work as in other models. It holds keys
-without rotation, and beside them the layer's input where a method needs it. Every call rotates all keys for one length
-of the whole sequence, target_length, because NTK, YaRN and LogN's constant form depend on it.
+The cache is transformers' DynamicCache, so beam search, sampling and assisted decoding work as in other models. It
+holds unrotated keys, and the layer's input if the method needs it. NTK, YaRN and LogN's constant form depend on the
+length of the whole sequence, target_length. So every call rotates all keys for this length.
 """
 
 import functools
@@ -25,8 +25,8 @@ from model.methods.base import Method
 
 @strict
 class MethodGPTConfig(PreTrainedConfig):
-    """Holds the arguments of GPT (gpt.py), with their types checked. max_position_embeddings is the longest validated
-    length. Other programs stop there by default, but the model has no limit."""
+    """Holds the arguments of GPT (gpt.py), with checked types. max_position_embeddings is the longest validated length.
+    Other programs stop there by default, but the model has no limit."""
 
     model_type = "method_gpt"
     attribute_map = {
@@ -54,10 +54,10 @@ class MethodGPTConfig(PreTrainedConfig):
 class MethodGPTForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = MethodGPTConfig
     base_model_prefix = "gpt"
-    _keep_in_fp32_modules_strict = ["method"]  # the few learned numbers of a method stay exact
+    _keep_in_fp32_modules_strict = ["method"]  # a method has few parameters, and rounding them would cost accuracy
 
     def __init__(self, config: MethodGPTConfig):
-        """Build the model. Raises ValueError for an unknown attention method or option."""
+        """Build the model. Raise ValueError for an unknown attention method or option."""
         super().__init__(config)
         self.gpt = GPT(
             vocab_size=config.vocab_size, num_layers=config.num_layers, num_heads=config.num_heads,
@@ -67,7 +67,7 @@ class MethodGPTForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def _init_weights(self, module):
-        """Keep the weights as GPT has drawn them."""
+        """Keep the initial weights of GPT."""
 
     @can_return_tuple
     def forward(
@@ -77,9 +77,9 @@ class MethodGPTForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:  # fmt: skip
         """Return the float32 logits of the last logits_to_keep positions (0: all), (B, positions, vocabulary).
 
-        input_ids (B, T) follow the tokens in past_key_values. attention_mask must be all 1. labels (B, T), -100 for
-        none: the loss is the mean cross-entropy in nats of all tokens but the first. target_length: length of the whole
-        sequence (default: all tokens so far).
+        input_ids (B, T) follow the tokens in past_key_values. attention_mask must be all 1. labels: (B, T), with -100
+        to leave out a token. The loss is the mean cross-entropy in nats of all tokens but the first. target_length:
+        length of the whole sequence (default: all tokens so far).
         """
         visible = attention_mask is None or attention_mask.all()
         require(visible, "attention_mask hides tokens. Pass rows of equal lengths, or pad on the right without a mask.")
@@ -103,8 +103,8 @@ class MethodGPTForCausalLM(PreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
 
     def generate(self, inputs: Tensor | None = None, generation_config=None, **kwargs):
-        """Generate as every model of transformers does. target_length (default: the prompt and all new tokens but the
-        last, which no token sees): see forward."""
+        """Generate with the interface of transformers. target_length: see forward. By default it counts the prompt and
+        the new tokens without the last one, because no token attends to that."""
         prompt = inputs if inputs is not None else kwargs.get("input_ids")
         length = 1 if prompt is None else prompt.shape[1]
         given = generation_config or self.generation_config
@@ -117,9 +117,9 @@ class MethodGPTForCausalLM(PreTrainedModel, GenerationMixin):
 def attend_with_cache(
     method: Method, q: Tensor, k: Tensor, v: Tensor, *, x: Tensor, plan: Plan, cache: DynamicCache | None, layer: int
 ) -> Tensor:
-    """Return the output (B, H, T, D) of new tokens, which see the cached tokens and themselves.
+    """Return the attention of new tokens to the cached tokens and to themselves, (B, H, T, D).
 
-    q, k, v (B, H, T, D) and x (B, T, C) are of the new tokens. It takes the place of model.attention.attend.
+    q, k, v (B, H, T, D) and x (B, T, C) belong to the new tokens. This replaces model.attention.attend.
     """
     all_x = x
     if cache is not None:

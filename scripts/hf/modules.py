@@ -1,9 +1,9 @@
-"""Copies a module of this repository, and all that it imports of it, for use where the repository is not installed.
+"""Copies a module of this repository, and all modules that it imports, to a folder that works without the repository.
 
 transformers loads a model's code from a folder of .py files that import each other as `from .NAME import ...`. It
-allows no subfolders and no imports of packages that are not installed, unless they stand in a `try`. So
-model/methods/rope.py becomes methods_rope.py, imports become relative, and the first file names all others. Each
-version of the code gets its own names of operators, because operators belong to the whole process.
+allows no subfolders. It refuses imports of missing packages, unless they stand in a `try`. So model/methods/rope.py
+becomes methods_rope.py, imports become relative, and the first file names all others. Operators are global to the
+process, so each version of the code gets its own operator names.
 
 Triton kernels are copied. C++ kernels are not, so a CPU computes in plain PyTorch (backend `blocks`).
 """
@@ -13,11 +13,11 @@ import hashlib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-NAMESPACE = '"scale_invariant::'  # of operators (torch.library.custom_op)
+NAMESPACE = '"scale_invariant::'  # of the operators (torch.library.custom_op)
 
 
 def find_module(name: str) -> Path | None:
-    """Return the file of a module of this repository, None for another one."""
+    """Return the file of a module of this repository, or None for other modules."""
     path = ROOT.joinpath(*name.split("."))
     return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
 
@@ -28,10 +28,10 @@ def flat_name(module: str) -> str:
 
 
 def rewrite(source: str) -> tuple[str, set[str]]:
-    """Return a module's source with relative imports, and the modules of this repository that it imports."""
+    """Return a module's source with relative imports, and the names of the repository's modules that it imports."""
     lines, needed = source.splitlines(), set()
     imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom | ast.Import)]
-    for node in sorted(imports, key=lambda node: -node.lineno):  # from the end, so that line numbers stay right
+    for node in sorted(imports, key=lambda node: -node.lineno):  # from the end, so that line numbers stay valid
         new = []
         for alias in node.names:
             name = alias.name if isinstance(node, ast.Import) else f"{node.module}.{alias.name}"
@@ -51,7 +51,7 @@ def rewrite(source: str) -> tuple[str, set[str]]:
 
 
 def export_modules(first: str) -> dict[str, str]:
-    """Return the text by file name of a module and of all modules of this repository that it needs."""
+    """Return the source of a module and of all repository modules that it needs, by file name."""
     found, missing = {}, {first}
     while missing:
         module = missing.pop()
@@ -61,5 +61,5 @@ def export_modules(first: str) -> dict[str, str]:
     found[first] += "from typing import TYPE_CHECKING  # noqa: E402\n\nif TYPE_CHECKING:  # lists the files to copy\n"
     found[first] += "".join(f"    from .{name} import __name__  # noqa: F401\n" for name in others)
     version = hashlib.sha256("".join(found[module] for module in sorted(found)).encode()).hexdigest()[:12]
-    own = NAMESPACE.replace("::", f"_{version}::")
-    return {f"{flat_name(module)}.py": text.replace(NAMESPACE, own) for module, text in found.items()}
+    namespace = NAMESPACE.replace("::", f"_{version}::")
+    return {f"{flat_name(module)}.py": text.replace(NAMESPACE, namespace) for module, text in found.items()}

@@ -12,10 +12,10 @@ from scripts.reproduce.logits import pair_scores, score_pairs
 
 @torch.no_grad()
 def layer_scores(model: nn.Module, tokens: Tensor, max_pairs: int) -> list[tuple[int, bool, Tensor]]:
-    """Return layer, whether q and k were rotated, and scores (H, pairs) of the model on tokens (B, T).
+    """Return entries (layer, rotated, scores) of the model on tokens (B, T). scores: (H, pairs) float64 on the CPU.
 
-    The scores are scale q.k of the pairs of score_pairs, before a soft cap and LogN's factor, float64 on the CPU. Each
-    layer comes without rotation and, if it rotates, with it.
+    The scores are scale q.k of the pairs of score_pairs, without a soft cap or LogN's factor. Each layer has an entry
+    without rotation, and a second entry with rotation if the layer rotates.
     """
     pairs, found = score_pairs(*tokens.shape, max_pairs, seed=0), []
 
@@ -43,6 +43,6 @@ def layer_scores(model: nn.Module, tokens: Tensor, max_pairs: int) -> list[tuple
 
 def measure_scores(model: nn.Module, tokens: Tensor) -> Tensor:
     """Return mean and deviation of the rotated scores on tokens (B, T), by layer and head, float64 (layers, H, 2)."""
-    # The scores of a layer without rotation come first, and those with rotation take their place.
+    # A layer's entry with rotation comes second, so it replaces the entry without rotation.
     by_layer = {layer: scores for layer, _, scores in layer_scores(model, tokens, max_pairs=2**16)}
     return torch.stack([torch.stack((scores.mean(dim=1), scores.std(dim=1)), dim=1) for scores in by_layer.values()])

@@ -1,4 +1,4 @@
-"""Trains large Hugging Face models in little memory: loss in chunks, AdamW with bfloat16 weights and moments."""
+"""Saves memory in training Hugging Face models: loss in chunks, AdamW with bfloat16 weights and moments."""
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from model.loss import mean_loss, token_losses
 class WithLoss(nn.Module):
     """A causal language model with its cross-entropy. Only a chunk of the logits exists at a time.
 
-    It offers what runtime/ needs of our GPT. Its layers plan their attention themselves.
+    It has the interface of our GPT that runtime/ uses. Its layers plan their attention themselves.
     """
 
     blocks = ()
@@ -26,8 +26,8 @@ class WithLoss(nn.Module):
         return None
 
     def forward(self, inputs: Tensor, targets: Tensor, plan: None = None, per_token: bool = False) -> Tensor:
-        """Return the mean loss in nats of targets (B, T) given inputs (B, T); or losses (B, T), without gradients."""
-        self.model.train(not per_token)  # layers are computed again in the backward pass, in this mode alone
+        """Return the mean loss in nats of targets (B, T) given inputs (B, T). per_token: (B, T), without gradients."""
+        self.model.train(not per_token)  # activation checkpointing works only in this mode
         x = self.model.model(inputs, use_cache=False).last_hidden_state.flatten(0, 1)  # (B T, C)
         if per_token:
             return token_losses(x, self.head, targets.flatten()).view(targets.shape)
@@ -37,8 +37,8 @@ class WithLoss(nn.Module):
 class AdamW(torch.optim.Optimizer):
     """AdamW that computes in float32 and rounds bfloat16 weights and moments stochastically.
 
-    A bfloat16 weight of 1 cannot hold a change of 2e-5: its precision is 4e-3. Stochastic rounding is right on average.
-    Nothing changes in a step where found_inf, which optim.sharded sets, is 1.
+    Near 1, bfloat16 numbers are 4e-3 apart, so rounding to nearest would lose an update of 2e-5. Stochastic rounding is
+    right on average. If found_inf is 1, which optim.sharded sets, a step changes nothing.
     """
 
     found_inf: Tensor | None = None
@@ -68,8 +68,8 @@ class AdamW(torch.optim.Optimizer):
 
 
 def copy_rounded(x: Tensor, new: Tensor):
-    """Copy float32 values into x, rounded up or down at random, in proportion, if x is bfloat16."""
-    if x.dtype == torch.bfloat16:  # the upper half of the bits of a float32
+    """Copy float32 values into x. If x is bfloat16, round up or down at random, so that the mean is exact."""
+    if x.dtype == torch.bfloat16:  # a bfloat16 is the upper 16 bits of a float32
         bits = new.contiguous().view(torch.int32)
         new = (bits + torch.randint_like(bits, 2**16)).bitwise_and(-(2**16)).view(torch.float32)
     x.copy_(new)

@@ -25,7 +25,7 @@ from errors import require
 from model.attention import Plan, transform
 from model.gpt import GPT, Plans, norm
 from model.methods.base import Method, upcast
-from scripts.evaluate import load_run, open_own_text
+from scripts.evaluate import load_run, open_validation_text
 from scripts.reproduce.drawing import Line, Panel, draw_panels
 from scripts.reproduce.study import Study
 from scripts.reproduce.theory import attention_statistics
@@ -56,7 +56,7 @@ def trained_models(study: Study, count: int, length: int) -> Iterator[tuple[Conf
     for run, stored in list(study.finished):
         try:
             config, model = load_run(stored.path, study.device)
-            windows = validation_windows(open_own_text(stored), count, length, study.device)
+            windows = validation_windows(open_validation_text(stored), count, length, study.device)
         except (ValueError, OSError) as error:
             study.drop(run, str(error).splitlines()[0])
             continue

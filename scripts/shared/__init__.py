@@ -1,2 +1,2 @@
-"""Code that several commands share. runs.py reads stored runs, arguments.py has the options that choose runs,
-tables.py makes tables, and looks.py has the name and the colour of each method."""
+"""Code that several commands share: stored runs (runs.py), options that choose runs (arguments.py), tables (tables.py),
+names and colours of the methods (looks.py)."""

@@ -15,8 +15,7 @@ def add_run_options(parser: argparse.ArgumentParser, runs_dir: Path | None = Pat
     parser.add_argument("--scale", choices=SCALES, help="size of models and texts (default: paper)")
     parser.add_argument("--seeds", nargs="+", type=int, help="seeds (default: the seeds of the scale)")
     parser.add_argument("--methods", nargs="+", type=canonical_name, metavar="METHOD", help="only these methods")
-    needle = "settings of the needle task that differ from the scale's"
-    parser.add_argument("--needle", nargs="+", default=[], metavar="KEY=VALUE", help=needle)
+    parser.add_argument("--needle", nargs="+", default=[], metavar="KEY=VALUE", help="changed needle-task settings")
     parser.add_argument("--runs-dir", type=Path, default=runs_dir, help="folder of the run folders (default: runs)")
 
 

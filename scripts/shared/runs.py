@@ -127,8 +127,7 @@ def read_run(path: Path) -> StoredRun:
 
 def stored_config(path: Path) -> Config:
     """Return the configuration in a run folder. Raise ValueError if config.json is missing or damaged."""
-    exists = (path / "config.json").exists()
-    require(exists, f"{path} has no config.json, so it is not a run folder. Name a run folder.")
+    require((path / "config.json").exists(), f"{path} has no config.json. Name a run folder.")
     try:
         return config_of(json.loads((path / "config.json").read_text()))
     except DAMAGE as error:

@@ -80,8 +80,7 @@ def choose_runs(args: argparse.Namespace, fields: list[str]) -> list[Run]:
     for run in runs:
         layer_methods(run.config)  # raises ValueError for an option that the method does not have
         build_alternatives(run.config)
-    fine_tunes = any(run.needle for run in runs)
-    require(fine_tunes or not needle, f"sweep {args.sweep} has no run of the needle task. Leave out --needle.")
+    require(not needle or any(run.needle for run in runs), f"sweep {args.sweep} has no needle task. Omit --needle.")
     return runs
 
 
