@@ -16,7 +16,8 @@ def replace_file(path: Path, write: Callable[[BinaryIO], object]):
     process at a time may write to a folder.
     """
     partial = path.with_name(path.name + ".partial")
-    partial.unlink(missing_ok=True)  # a killed process may have left one
+    if os.path.lexists(partial):  # a killed process may have left one
+        partial.unlink()
     try:
         with open(partial, "xb") as file:
             write(file)

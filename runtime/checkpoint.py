@@ -94,5 +94,5 @@ def load_newest(folder: Path, world: World) -> tuple[Path | None, dict[str, Any]
             return path, state, damaged
         damaged.append(path)
     if damaged:
-        raise DamagedCheckpoint(f"all checkpoints in {folder} are damaged. Delete them to start from step 0.")
+        raise DamagedCheckpoint(f"{damaged[0]} and all older ones are damaged. Delete them to start from step 0.")
     return None, {}, []

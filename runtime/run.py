@@ -211,10 +211,10 @@ class Run:
             return
         step, tokens = self.progress.step, self.config.batch_tokens
         shard, token = self.train_text.file_and_index(self.progress.first_token + (step - 1) * tokens)
-        checkpoint = latest_checkpoint(self.path / "checkpoints")
+        checkpoint = latest_checkpoint(self.path / "checkpoints") or "none"
         raise UserError(
-            f"{problem}. The last checkpoint is {checkpoint}. The tokens of step {step} begin at token {token} of "
-            f"{shard}. Lower the learning rates, or use --on_nonfinite skip."
+            f"{problem} (last checkpoint: {checkpoint}). The tokens of step {step} begin at token {token} of {shard}. "
+            "Lower the learning rates, or use --on_nonfinite skip."
         )
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------

@@ -27,7 +27,9 @@ def field_changes(preset: str, arguments: list[str]) -> dict:
     read_config([preset, *arguments])  # checks the fields together
     fields = read_fields(arguments)
     for field in SET_BY_SWEEPS:
-        require(field not in fields, f"--{field} is set by the sweep itself. Leave it out, or use --runs-dir.")
+        require(
+            field not in fields, f"--{field} is set by the sweep itself. Leave it out. --runs-dir names the folder."
+        )
     return fields
 
 
