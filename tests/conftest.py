@@ -20,7 +20,7 @@ if not torch.cuda.is_available():  # before the first test file imports Triton, 
     os.environ.setdefault("TRITON_INTERPRET", "1")  # its kernels run tile by tile in numpy, the same code without a GPU
 
 PROMISES = pytest.StashKey[dict]()
-LONGEST = "faults sweep train chain kernels reproduce cpu_kernel".split()
+LONGEST = "machines flex_cuda faults train sweep outside triton rivals chain sanitize".split()
 
 
 class Faults:

@@ -1,10 +1,10 @@
-"""Runs of train_gpt.py in which a fault happens at a chosen call.
+"""Runs of train_gpt.py with a fault at a chosen call.
 
-`Lives` starts a server that imports everything once and forks a process for each run. Under torchrun,
-`lives.py FAULT ARGUMENTS` is one run.
+`Lives` starts a server that imports everything once, because imports take longer than the runs. It forks a process for
+each run, or for each rank of a run. Under torchrun, `lives.py FAULT ARGUMENTS` is one rank.
 
-A fault is {"stage": a key of STAGES, "count": at which call, from 1, "do": a key of ACTIONS, "rank": of which process,
-"attempts": of torchrun, from 0}. It happens before that call.
+A fault is a dict and happens before a call. "stage": an entry of STAGES. "count": number of the call, from 1. "do": a
+key of ACTIONS. "rank": the rank, 0 if it is not given. "attempts": torchrun's attempts, from 0.
 """
 
 import json
@@ -39,10 +39,10 @@ if any("{part}" in word for word in sys.orig_argv):
 
 
 def holding(folder, part="train_gpt.py", file="__file__"):
-    """Return variables of the environment under which commands with this part in a word wait after each checkpoint.
+    """Return environment variables that make commands with `part` in their arguments wait after each checkpoint.
 
-    They wait until they are told to end, are killed, or `file` (its name, in Python; folder/sitecustomize.py unless
-    given) is gone. So a fault of a test never comes too late, however slow the machine is.
+    They wait until they get a signal or `file` is gone. So a fault never comes too late, however slow the machine is.
+    file: a Python expression; folder/sitecustomize.py unless given.
     """
     (folder / "sitecustomize.py").write_text(HOLDING.format(part=part, file=file))
     return dict(PYTHONPATH=str(folder))
@@ -56,7 +56,7 @@ def start_method():
 
 
 class Lives:
-    """with Lives() as lives: code, output = lives.live(arguments, file, fault)"""
+    """A server of runs: with Lives() as lives: code, output = lives.live(arguments, file, fault)"""
 
     def __enter__(self):
         environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")} | ENVIRONMENT
@@ -68,9 +68,12 @@ class Lives:
         self.server.stdin.close()
         self.server.wait(600)
 
-    def live(self, argv, output, fault=None):
-        """Return the exit code (negative: the signal's number) and what the run printed."""
-        request = dict(argv=[str(word) for word in argv], output=str(output), fault=fault)
+    def live(self, argv, output, fault=None, processes=1):
+        """Return the exit code (negative: the signal's number) and the output of a run.
+
+        processes: more than 1 run under torchrun's agent, whose exit code is 1 when a rank fails.
+        """
+        request = dict(argv=[str(word) for word in argv], output=str(output), fault=fault, processes=processes)
         self.server.stdin.write(json.dumps(request) + "\n")
         self.server.stdin.flush()
         return os.waitstatus_to_exitcode(int(self.server.stdout.readline())), Path(output).read_text()
@@ -80,7 +83,8 @@ class Lives:
 
 
 def serve():
-    import torch._dynamo  # noqa: F401 (optimizers import it, which takes longer than a run)
+    import torch._dynamo  # noqa: F401 (optimizers import it)
+    import torch.distributed.launcher.api  # noqa: F401
 
     import train_gpt  # noqa: F401
 
@@ -92,14 +96,44 @@ def serve():
             for descriptor in (1, 2):
                 os.dup2(output.stdin.fileno(), descriptor)
             output.stdin.close()
-            live(request["argv"], request["fault"])
+            if request["processes"] == 1:
+                leave(live(request["argv"], request["fault"]))
+            leave(launch(request["argv"], request["fault"], request["processes"]))
         output.stdin.close()
         status = os.waitpid(pid, 0)[1]
         output.wait()
         print(status, flush=True)
 
 
+def launch(argv, fault, processes):
+    """Run the ranks as torchrun does, but in forks. Return torchrun's exit code."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    address = dict(rdzv_backend="c10d", rdzv_endpoint="localhost:0", run_id=str(os.getpid()))
+    config = LaunchConfig(1, 1, processes, max_restarts=0, start_method="fork", **address)
+    try:
+        elastic_launch(config, rank_of_several)(argv, fault)
+    except ChildFailedError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def rank_of_several(argv, fault):
+    if code := live(argv, fault):
+        leave(code)
+
+
+def leave(code):
+    """End the process without Python's clean-up, which belongs to the server."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def live(argv, fault):
+    """Run train_gpt.py in this process and return its exit code."""
     import train_gpt
 
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
@@ -107,19 +141,16 @@ def live(argv, fault):
     if here:
         install(fault)
     sys.argv = ["train_gpt.py", *argv]
-    code = 0
     try:
         train_gpt.main()
     except SystemExit as error:
-        code = error.code or 0
+        return error.code or 0
     except BaseException:
         import traceback
 
         traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+        return 1
+    return 0
 
 
 def install(fault):
@@ -193,6 +224,12 @@ def use_memory(fault, *args):
     torch.ones(2**46)
 
 
+def hang(fault, *args):
+    """Wait for ever. SIGTERM ends the process, because torchrun waits 30 s for a process that ignores it."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(1e6)
+
+
 def fill_disk(fault, *args):
     """Let every write beyond so many bytes of a file fail, as on a full disk."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (fault["bytes"], resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
@@ -208,7 +245,7 @@ ACTIONS = dict(
     SIGINT=send(signal.SIGINT),
     SIGUSR1=send(signal.SIGUSR1),
     twice=send(signal.SIGINT, signal.SIGINT),
-    hang=lambda fault, *args: time.sleep(1e6),
+    hang=hang,
     memory=use_memory,
     nan=poison("nan"),
     inf=poison("inf"),
@@ -220,5 +257,5 @@ ACTIONS = dict(
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        live(sys.argv[2:], json.loads(sys.argv[1]))
+        leave(live(sys.argv[2:], json.loads(sys.argv[1])))
     serve()

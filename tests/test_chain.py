@@ -1,6 +1,11 @@
-"""The whole way, with real runs of a few steps: a sweep that is killed and resumed, the needle task, every item of
-reproduce that these runs can feed, the report, and an evaluation at four lengths."""
+"""The whole way, with real runs of a few steps.
 
+A sweep is killed and resumed. Then come the needle task, an evaluation at four lengths, the report, and every item of
+reproduce that these runs can feed.
+"""
+
+import contextlib
+import io
 import json
 import os
 import random
@@ -13,9 +18,13 @@ from pathlib import Path
 
 import pytest
 from lives import holding
+from tiny_run import sweeps_in_this_process
 
 from data.text import prepare
-from scripts.reproduce.__main__ import ITEMS, read_sections
+from scripts import evaluate, report
+from scripts.reproduce import __main__ as reproduce
+from scripts.reproduce import theory
+from scripts.sweep import __main__ as sweep
 
 ROOT = Path(__file__).parents[1]
 COMPLETE = ["table_losses", "table_needle", "figure_train_lengths", "figure_train_4k", "figure_train_16k"]
@@ -27,25 +36,30 @@ FIELDS += " --val_every 10 --val_lengths 256 1024 4096 --val_tokens 8192 --compi
 pytestmark = pytest.mark.slow
 
 
-def start(*words, **variables):
-    """A command in the repository root, one thread, in a process group of its own."""
+def start(*argv, **variables):
+    """Start a command in the repository root, with one thread, in a process group of its own."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
     environment |= dict(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE") | variables
     return subprocess.Popen(
-        [sys.executable, *map(str, words)], cwd=ROOT, env=environment, text=True, start_new_session=True,
+        [sys.executable, *map(str, argv)], cwd=ROOT, env=environment, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
 
 
-def run(*words, code=0):
-    process = start(*words)
-    output, _ = process.communicate(timeout=600)
-    assert process.returncode == code, output[-4000:]
-    return output
+def run(main, *argv, code=0):
+    """Call a command in this process and return its output."""
+    output, found = io.StringIO(), 0
+    with contextlib.redirect_stdout(output):
+        try:
+            main([*map(str, argv)])
+        except SystemExit as end:
+            found = end.code or 0
+    assert found == code, output.getvalue()[-4000:]
+    return output.getvalue()
 
 
 def kill_with_children(process):
-    """As when a machine goes down. The sweep is stopped first, so that it starts no more runs."""
+    """Kill a sweep and its runs, as when a machine goes down. Stop the sweep first, so that it starts no more runs."""
     os.kill(process.pid, signal.SIGSTOP)
     table = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True).stdout.splitlines()
     children = [int(pid) for pid, parent in map(str.split, table) if int(parent) == process.pid]
@@ -55,8 +69,16 @@ def kill_with_children(process):
 
 
 @pytest.fixture(scope="module")
-def chain(tmp_path_factory):
-    """Folder with data/ and runs/, and the output of each command by name."""
+def quick():
+    """Let sweeps train in this process, and computed figures take few draws."""
+    with pytest.MonkeyPatch.context() as patch, sweeps_in_this_process():
+        patch.setattr(theory, "DRAWS", 2)
+        yield
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory, quick):
+    """Return the folder with data/ and runs/, the runs of the table, and the output of each command by name."""
     folder, generator = tmp_path_factory.mktemp("chain"), random.Random(0)
     vocabulary = ["".join(generator.choices("abcdefgh", k=5)) for _ in range(300)]
     for i in range(400):
@@ -66,23 +88,23 @@ def chain(tmp_path_factory):
     common = ["--scale", "mini", "--runs-dir", folder / "runs", "--methods", "p_rope", "scale_invariant_p_rope"]
     common += ["--seeds", 0]
     fields = ["--data_dir", folder / "data", *FIELDS.split()]
-    sweep = start("-m", "scripts.sweep", "table_losses", *common, *fields, **holding(folder, "mini-scale_invariant"))
+    process = start("-m", "scripts.sweep", "table_losses", *common, *fields, **holding(folder, "mini-scale_invariant"))
     deadline = time.monotonic() + 600
     while not [*folder.glob("runs/*/summary.json")] or not [*folder.glob("runs/*scale_inv*/checkpoints/step_*.pt")]:
-        assert sweep.poll() is None and time.monotonic() < deadline, sweep.communicate()[0]
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
         time.sleep(0.02)
-    kill_with_children(sweep)
-    needle = ["--needle", "steps=3", "sequences=4", "examples=3", "curriculum=0"]
+    kill_with_children(process)
+    task = ["--needle", "steps=3", "sequences=4", "examples=3", "curriculum=0"]
     output = {}
-    output["dry run"] = run("-m", "scripts.sweep", "table_losses", *common, *fields, "--dry-run")
-    output["resumed"] = run("-m", "scripts.sweep", "table_losses", *common, *fields)
+    output["dry run"] = run(sweep.main, "table_losses", *common, *fields, "--dry-run")
+    output["resumed"] = run(sweep.main, "table_losses", *common, *fields)
     runs = sorted(folder.glob("runs/mini-*-s*/"))
-    output["lengths"] = run("-m", "scripts.sweep", "figure_train_lengths", *common, *fields)
-    output["needle"] = run("-m", "scripts.sweep", "table_needle", *common, *needle, *fields)
-    output["evaluate"] = run("-m", "scripts.evaluate", *runs, "--lengths", 128, 512, 2048, 8192, "--device", "cpu")
-    output["report"] = run("-m", "scripts.report", *folder.glob("runs/*/"), "--out", folder / "report.html")
-    options = [*common, *needle, "--out", folder / "out", *fields]
-    output["all"] = run("-m", "scripts.reproduce", "all", *options, code=1)  # without table_llama
+    output["lengths"] = run(sweep.main, "figure_train_lengths", *common, *fields)
+    output["needle"] = run(sweep.main, "table_needle", *common, *task, *fields)
+    output["evaluate"] = run(evaluate.main, *runs, "--lengths", 128, 512, 2048, 8192, "--device", "cpu")
+    output["report"] = run(report.main, *folder.glob("runs/*/"), "--out", folder / "report.html")
+    options = [*common, *task, "--out", folder / "out", *fields]
+    output["all"] = run(reproduce.main, "all", *options, code=1)  # without table_llama
     return folder, runs, output
 
 
@@ -106,14 +128,14 @@ def test_items_that_the_runs_can_feed_are_complete_and_the_others_name_the_missi
             assert (folder / "out" / "figures" / f"{item}.png").stat().st_size > 10_000
     for item in LACKING:
         assert "incomplete" in lines[item] and f"scripts.sweep {item}" in lines[item]
-    assert {*ITEMS} > {*COMPLETE, *LACKING}
+    assert {*reproduce.ITEMS} > {*COMPLETE, *LACKING}
 
 
 def test_the_tables_hold_the_losses_and_accuracies_of_the_runs(chain):
     folder, runs, output = chain
     path = next(path for path in runs if "mini-p_rope" in path.name)
     loss = json.loads((path / "summary.json").read_text())["val_loss"]["256"]
-    sections = read_sections(folder / "out" / "tables.md")
+    sections = reproduce.read_sections(folder / "out" / "tables.md")
     assert f"{loss:.3f}" in next(row for row in sections["table_losses"].splitlines() if "| p-RoPE" in row)
     assert output["needle"].count(": fine-tuning finished") == len(runs)
     assert "0.000" in sections["table_needle"]

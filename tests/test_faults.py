@@ -52,7 +52,7 @@ def at(stage, count=1, do="kill", **more):
 
 
 def error_of(output):
-    """The error line, the same of all ranks."""
+    """Return the error line, which all ranks print alike."""
     assert 'train_gpt.py", line' not in output, output  # a traceback
     (line,) = {line for line in output.splitlines() if line.startswith("error: ")}
     return line
@@ -67,11 +67,11 @@ def saved_step(runs):
     return load_checkpoint(checkpoint)["progress"]["step"] if checkpoint else 0
 
 
-def on_two_ranks(words, fault, *options):
-    """The exit code and the output of a run under torchrun."""
+def under_torchrun(argv, fault, *options):
+    """Return the exit code and the output of a run of two ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *options]
     done = subprocess.run(
-        [*command, "tests/lives.py", json.dumps(fault), *map(str, words)], cwd=ROOT, text=True, timeout=600,
+        [*command, "tests/lives.py", json.dumps(fault), *map(str, argv)], cwd=ROOT, text=True, timeout=600,
         env=os.environ | ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     return done.returncode, done.stdout
@@ -88,15 +88,15 @@ def test_killed_at_every_kind_of_moment(data, lives, faults, long, tmp_path):
     fields = dict(steps=4 * len(stages), save_every=2, val_every=4, keep=1 + rng.randrange(2))
     code, output = lives.live(arguments(data, tmp_path / "undisturbed", **fields), tmp_path / "output")
     assert code == 0, output
-    words = arguments(data, tmp_path, resume="auto", **fields)
+    argv = arguments(data, tmp_path, resume="auto", **fields)
     for stage in stages:
         with faults(f"at {stage}"):
             most = {"metrics": 5, "log": 5}.get(stage, 3)
-            code, output = lives.live(words, tmp_path / "output", at(stage, rng.randint(1, most)))
+            code, output = lives.live(argv, tmp_path / "output", at(stage, rng.randint(1, most)))
             assert code == -signal.SIGKILL, output
             steps = steps_of(tmp_path) if (tmp_path / "run/metrics.jsonl").exists() else []
             assert steps == list(range(1, len(steps) + 1)) and len(steps) >= saved_step(tmp_path)
-    code, output = lives.live(words, tmp_path / "output")
+    code, output = lives.live(argv, tmp_path / "output")
     assert code == 0, output
     assert_same_run(tmp_path / "run", tmp_path / "undisturbed" / "run")
     assert not list((tmp_path / "run").rglob("*.partial"))
@@ -105,14 +105,21 @@ def test_killed_at_every_kind_of_moment(data, lives, faults, long, tmp_path):
 @pytest.mark.promise(*RESUME)
 def test_resumed_in_other_micro_batches_and_on_another_number_of_processes(data, undisturbed, lives, faults, tmp_path):
     with faults("resumed in other micro-batches by two processes, then by one"):
-        words = arguments(data, tmp_path, resume="auto", micro_batch_tokens=16)
-        assert lives.live(words, tmp_path / "output", at("step", 7))[0] == -signal.SIGKILL
-        words = arguments(data, tmp_path, resume="auto", micro_batch_tokens=64)
-        code, output = on_two_ranks(words, at("step", 8, "SIGTERM"))  # from step 5 on
+        argv = arguments(data, tmp_path, resume="auto", micro_batch_tokens=16)
+        assert lives.live(argv, tmp_path / "output", at("step", 7))[0] == -signal.SIGKILL
+        argv = arguments(data, tmp_path, resume="auto", micro_batch_tokens=64)
+        code, output = lives.live(argv, tmp_path / "output", at("step", 8, "SIGTERM"), processes=2)  # from step 5 on
         assert code == 0 and saved_step(tmp_path) == 13, output
         code, output = lives.live(arguments(data, tmp_path, resume="auto", micro_batch_tokens=32), tmp_path / "output")
         assert code == 0, output
         assert_close_run(tmp_path / "run", undisturbed)
+
+
+@pytest.mark.parametrize("processes", [2, 3])  # of 8 sequences
+def test_losses_do_not_depend_on_the_number_of_processes(processes, data, undisturbed, lives, tmp_path):
+    code, output = lives.live(arguments(data, tmp_path), tmp_path / "output", processes=processes)
+    assert code == 0, output
+    assert_close_run(tmp_path / "run", undisturbed)
 
 
 # ---- signals ---------------------------------------------------------------------------------------------------------
@@ -124,12 +131,12 @@ def test_told_to_stop_it_saves_and_exits_with_75(name, data, undisturbed, lives,
     for stage, count in (("batch", 7), ("validation", 4), ("checkpoint write", 3)):
         with faults(f"{name} at {stage}"):
             runs = tmp_path / stage
-            words = arguments(data, runs, resume="auto")
-            code, output = lives.live(words, tmp_path / "output", at(stage, count, name))
+            argv = arguments(data, runs, resume="auto")
+            code, output = lives.live(argv, tmp_path / "output", at(stage, count, name))
             assert code == 75, output
             assert saved_step(runs) == steps_of(runs)[-1] < 20 and (stage != "batch" or saved_step(runs) == 7)
             assert (runs / "run/interrupted").read_text() == f"{name}\n"
-            code, output = lives.live(words, tmp_path / "output")
+            code, output = lives.live(argv, tmp_path / "output")
             assert code == 0 and not (runs / "run/interrupted").exists(), output
             assert_same_run(runs / "run", undisturbed)
 
@@ -198,11 +205,11 @@ def test_under_torchrun_the_launcher_of_the_docs_exits_with_75(data, faults, tmp
                                                 ("metrics", 12, 0), ("log", 9, 0)])  # fmt: skip
 def test_full_disk(stage, count, size, data, undisturbed, lives, faults, tmp_path):
     with faults(f"full at {stage}"):
-        words = arguments(data, tmp_path, resume="auto")
-        code, output = lives.live(words, tmp_path / "output", at(stage, count, "full", bytes=size))
+        argv = arguments(data, tmp_path, resume="auto")
+        code, output = lives.live(argv, tmp_path / "output", at(stage, count, "full", bytes=size))
         assert code == 2 and str(tmp_path / "run") in error_of(output), output
         assert not list((tmp_path / "run").rglob("*.partial"))
-        code, output = lives.live(words, tmp_path / "output")
+        code, output = lives.live(argv, tmp_path / "output")
         assert code == 0, output
         assert_same_run(tmp_path / "run", undisturbed)
 
@@ -216,9 +223,8 @@ def test_a_step_that_is_not_finite_is_skipped_or_ends_the_run(value, processes, 
     for choice in ("skip", "stop"):
         with faults(f"{value} on one rank of {processes}, {choice}"):
             runs, fault = tmp_path / choice, at("batch", 8, value, rank=processes - 1)
-            words = arguments(data, runs, on_nonfinite=choice)
-            run = lives.live(words, tmp_path / "output", fault) if processes == 1 else on_two_ranks(words, fault)
-            code, output = run
+            argv = arguments(data, runs, on_nonfinite=choice)
+            code, output = lives.live(argv, tmp_path / "output", fault, processes)
             if choice == "skip":
                 assert code == 0, output
                 steps = [r for r in read_metrics(runs / "run/metrics.jsonl") if "train_loss" in r]
@@ -226,8 +232,8 @@ def test_a_step_that_is_not_finite_is_skipped_or_ends_the_run(value, processes, 
                 assert load_checkpoint(latest_checkpoint(runs / "run/checkpoints"))["progress"]["skipped"] == 1
                 continue
             assert code == (2 if processes == 1 else 1), output
-            for words in ("step 8: ", "token 256 of ", "chain_train_000002.bin", "step_000005.pt"):
-                assert words in error_of(output)
+            for named in ("step 8", "token 256", "chain_train_000002.bin", "step_000005.pt"):
+                assert named in error_of(output)
             assert saved_step(runs) == 5 and not (runs / "run/summary.json").exists()
 
 
@@ -236,11 +242,12 @@ def test_a_step_that_is_not_finite_is_skipped_or_ends_the_run(value, processes, 
 
 @pytest.mark.promise(*RANKS)
 @pytest.mark.parametrize("do", ["kill", "hang", "memory"])
-def test_a_lost_rank_ends_the_job(do, data, faults, tmp_path):
+def test_a_lost_rank_ends_the_job(do, data, lives, faults, tmp_path):
     with faults(f"{do} of a rank"):
-        code, output = on_two_ranks(arguments(data, tmp_path, timeout=15), at("batch", 3, do, rank=1))
+        fault = at("batch", 3, do, rank=1)
+        code, output = lives.live(arguments(data, tmp_path, timeout=5), tmp_path / "output", fault, processes=2)
         assert code == 1, output
-        assert re.search("error: rank 1 .*: out of memory" if do == "memory" else "error: rank 0 ", output), output
+        assert re.search("error: rank 1 .*--micro_batch_tokens" if do == "memory" else "error: rank 0 ", output), output
 
 
 @pytest.mark.promise(*RANKS)
@@ -248,7 +255,7 @@ def test_torchruns_restart_goes_on_by_itself(data, undisturbed, faults, tmp_path
     """One of two workers is killed in each of the first two attempts."""
     with faults("two kills of a worker under --max-restarts 2"):
         fault = at("step", 7, "kill", rank=1, attempts=[0, 1])
-        code, output = on_two_ranks(arguments(data, tmp_path, resume="auto"), fault, "--max-restarts=2")
+        code, output = under_torchrun(arguments(data, tmp_path, resume="auto"), fault, "--max-restarts=2")
         assert code == 0, output
         assert_close_run(tmp_path / "run", undisturbed)
 
@@ -257,10 +264,10 @@ def test_torchruns_restart_goes_on_by_itself(data, undisturbed, faults, tmp_path
 
 
 @pytest.mark.promise(*CORRUPTION)
-def test_of_a_damaged_checkpoint_the_one_before_is_taken(data, undisturbed, lives, faults, long, tmp_path):
+def test_a_damaged_checkpoint_is_left_for_the_older_one(data, undisturbed, lives, faults, long, tmp_path):
     rng = random.Random(3)
-    words = arguments(data, tmp_path / "killed", resume="auto")
-    assert lives.live(words, tmp_path / "output", at("step", 13))[0] == -signal.SIGKILL
+    argv = arguments(data, tmp_path / "killed", resume="auto")
+    assert lives.live(argv, tmp_path / "output", at("step", 13))[0] == -signal.SIGKILL
     for number in range(30 if long else 2):
         damage = ("flipped bit", "cut off")[number % 2]
         with faults(f"{damage} in the newest checkpoint of a run"):
@@ -278,12 +285,13 @@ def test_of_a_damaged_checkpoint_the_one_before_is_taken(data, undisturbed, live
 
 
 @pytest.mark.promise(*CORRUPTION)
-def test_a_rank_with_other_weights_ends_the_job_and_is_named(data, undisturbed, faults, tmp_path):
+def test_a_rank_with_other_weights_ends_the_job_and_is_named(data, undisturbed, lives, faults, tmp_path):
     with faults("flipped bit in the weights of a rank of a run"):
         fault = at("comparison", 2, "flip", rank=1, bucket=1, bit=17)  # before the checkpoint of step 10
-        code, output = on_two_ranks(arguments(data, tmp_path), fault)
-        assert code == 1 and "step 10: " in output and "rank 1 " in output, output
+        code, output = lives.live(arguments(data, tmp_path), tmp_path / "output", fault, processes=2)
+        assert code == 1 and re.search(r"\bstep 10\b", output) and "rank 1 " in output, output
         assert saved_step(tmp_path) == 5
-        code, output = on_two_ranks(arguments(data, tmp_path, resume="auto"), {})
+        argv = arguments(data, tmp_path, resume="auto")
+        code, output = lives.live(argv, tmp_path / "output", processes=2)
         assert code == 0, output
         assert_close_run(tmp_path / "run", undisturbed)

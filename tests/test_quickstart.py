@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny_run import sweeps_in_this_process
 
 from configs.presets import quickstart
 from data import python_source
@@ -83,8 +84,9 @@ def run(books, capsys, *more):
 
 
 @pytest.mark.slow
-def test_a_short_quickstart_on_own_text_trains_every_method_and_repeats_nothing(books, capsys):
-    code, output, _ = run(books, capsys)
+def test_a_short_quickstart_trains_every_method_and_repeats_nothing(books, capsys):
+    with sweeps_in_this_process():
+        code, output, _ = run(books, capsys)
     assert code == 0
     runs = books.parent / "runs"
     rows = [line for line in (runs / "quickstart.md").read_text().splitlines() if line.startswith("|")]
@@ -113,7 +115,7 @@ def test_wrong_input_is_one_line(books, capsys, tmp_path):
     assert run(books, capsys, "--data_dir", tmp_path / "plain")[0] == 2  # without copy rows
 
 
-def test_the_rows_of_the_text_are_those_of_the_schedule():
+def test_the_rows_of_the_text_follow_the_schedule():
     config = quickstart()
     ends = np.cumsum(config.length_schedule[1::2]) * config.batch_tokens
     assert python_source.ROW_LENGTHS == [*zip(config.length_schedule[::2], ends), (config.train_length, None)]

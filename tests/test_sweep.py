@@ -51,39 +51,39 @@ def data(tmp_path_factory):
 
 
 def options(data, runs, methods="rope", seeds="0", sweep="table_losses", needle=TUNING, **fields):
-    words = [sweep, "--scale", "small", "--runs-dir", runs, "--methods", *methods.split(), "--seeds", *seeds.split()]
+    argv = [sweep, "--scale", "small", "--runs-dir", runs, "--methods", *methods.split(), "--seeds", *seeds.split()]
     for field, value in (SMALL | dict(data_dir=data) | fields).items():
-        words += [f"--{field}", *(value if isinstance(value, tuple) else [value])]
+        argv += [f"--{field}", *(value if isinstance(value, tuple) else [value])]
     if sweep != "table_losses":
-        words += ["--needle", *(f"{key}={value}" for key, value in needle.items())]
-    return [*map(str, words), "--jobs", "1"]
+        argv += ["--needle", *(f"{key}={value}" for key, value in needle.items())]
+    return [*map(str, argv), "--jobs", "1"]
 
 
 def tuning(*arguments, **fields):
     return options(*arguments, sweep="table_needle", **fields)
 
 
-def here(*words):
+def here(*argv):
     """Call the command in this process and return its exit status."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         try:
-            main([*map(str, words)])
+            main([*map(str, argv)])
         except SystemExit as exit:
             return exit.code
 
 
-def command(*words, **variables):
-    """Start the command in a process of its own."""
+def command(*argv, **variables):
+    """Start the command in a new process."""
     environment = os.environ | dict(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE") | variables
-    words = [sys.executable, "-m", "scripts.sweep", *map(str, words)]
-    return subprocess.Popen(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    argv = [sys.executable, "-m", "scripts.sweep", *map(str, argv)]
+    return subprocess.Popen(argv, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def dry_run(capsys, words):
+def dry_run(capsys, argv):
     """Return {method: (state, reason)}."""
     capsys.readouterr()
-    assert here(*words, "--dry-run") is None
+    assert here(*argv, "--dry-run") is None
     rows = [row.split(maxsplit=2) for row in capsys.readouterr().out.splitlines()[:-1]]
     return {name.split("-")[1]: (state, " ".join(reason)) for name, state, *reason in rows}
 
@@ -127,7 +127,7 @@ def contents(folder):
 
 @pytest.fixture(scope="module")
 def finished(data, tmp_path_factory):
-    """Run folders of two methods, trained and fine-tuned by one command, and what it printed. Not to be written to."""
+    """Return run folders of two methods that one command trained and fine-tuned, and its output."""
     runs = tmp_path_factory.mktemp("finished") / "runs"
     process = command(*tuning(data, runs, "rope alibi"), "--jobs", 2)
     out, err = process.communicate(timeout=600)
@@ -183,9 +183,10 @@ def test_a_killed_run_of_a_stopped_sweep_ends_like_an_undisturbed_one(data, fini
 
 @pytest.mark.slow
 def test_two_processes_a_run(data, tmp_path, capsys):
-    assert here(*options(data, tmp_path / "a", steps=5), "--gpus-per-run", 2) == 0
-    assert "devices: 2 x" in (tmp_path / "a" / run(steps=5, cooldown_steps=4).name / "log.txt").read_text()
-    assert here(*options(data, tmp_path / "b", train_length=480), "--gpus-per-run", 2) == 1  # one sequence for two
+    argv = ["--gpus-per-run", 2, "--retries", 0]
+    assert here(*options(data, tmp_path / "a", steps=5), *argv) == 0
+    assert "2 x CPU" in (tmp_path / "a" / run(steps=5, cooldown_steps=4).name / "log.txt").read_text()
+    assert here(*options(data, tmp_path / "b", train_length=480), *argv) == 1  # one sequence for two
     assert " failed " in capsys.readouterr().out
 
 
@@ -241,8 +242,8 @@ def test_a_dry_run_tells_the_states_apart_and_starts_nothing(copied, data, capsy
     (other / "config.json").write_text(json.dumps(run("logn_p_rope", muon_lr=0.1).config.to_dict()))
     sidecar(failed, ".failures.txt").write_text("2026-01-01T00:00:00 exit code 1: boom\n")
     lock = RunFolder(runs, running.name, resume="auto")
-    before, words = contents(runs), options(data, runs, "rope alibi p_rope logn_p_rope nope logn_rope")
-    table = dry_run(capsys, words)
+    before, argv = contents(runs), options(data, runs, "rope alibi p_rope logn_p_rope nope logn_rope")
+    table = dry_run(capsys, argv)
     assert contents(runs) == before
     expected = dict(rope="finished", alibi="interrupted", p_rope="running", logn_p_rope="other", nope="failed")
     assert {m: state for m, (state, _) in table.items()} == expected | dict(logn_rope="missing")
@@ -327,7 +328,7 @@ def test_a_preempted_job_is_queued_again_and_resumes(data, finished, tmp_path, m
 
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
-    """A folder of programs that answer as Slurm's do: job numbers count up from 71, `states` holds what sacct says."""
+    """Return a folder of programs in Slurm's place. Job numbers count up from 71; sacct prints the file `states`."""
     programs = tmp_path / "slurm"
     programs.mkdir()
     number = f"$((70 + $(wc -l < {programs}/jobs)))"
@@ -341,20 +342,20 @@ def slurm(tmp_path, monkeypatch):
 
 def test_queued_slurm_jobs_are_not_submitted_twice(slurm, data, tmp_path, capsys):
     runs = tmp_path / "runs"
-    words = [*options(data, runs, "rope alibi"), "--slurm", "partition=big", "time=77"]
+    argv = [*options(data, runs, "rope alibi"), "--slurm", "partition=big", "time=77"]
 
     def jobs():
         return {method: (runs / f"{run(method).name}.job").read_text() for method in ("rope", "alibi")}
 
-    assert here(*words) == 0
+    assert here(*argv) == 0
     assert jobs() == dict(rope="71", alibi="72")
     batch = (slurm / "scripts").read_text()
     for line in ("partition=big", "time=77", "gpus-per-node=1"):
         assert batch.count(f"#SBATCH --{line}\n") == 2
     (slurm / "states").write_text("JobID|State|NodeList\n71|PENDING|\n72|CANCELLED|\n")
-    table = dry_run(capsys, words)
+    table = dry_run(capsys, argv)
     assert table == dict(rope=("queued", "job 71"), alibi=("missing", ""))
-    assert here(*words) == 0
+    assert here(*argv) == 0
     assert jobs() == dict(rope="71", alibi="73")
 
 
@@ -384,7 +385,7 @@ def test_runs_get_gpus_or_share_the_cores(monkeypatch, gpus, visible, at_once, g
 # ---- the command line ------------------------------------------------------------------------------------------------
 
 
-WRONG = {  # arguments, and what the error names
+WRONG = {  # arguments, and the part that the error names
     "sweep": (["table_loses"], "table_losses"),
     "name": (["table_losses", "--name", "mine"], "--name"),
     "method": (["figure_304m", "--methods", "rope"], "rope"),
@@ -399,10 +400,10 @@ WRONG = {  # arguments, and what the error names
 }
 
 
-@pytest.mark.parametrize("words, names", WRONG.values(), ids=WRONG)
-def test_wrong_arguments_are_one_line_and_train_nothing(tmp_path, capsys, monkeypatch, words, names):
+@pytest.mark.parametrize("argv, names", WRONG.values(), ids=WRONG)
+def test_wrong_arguments_are_one_line_and_train_nothing(tmp_path, capsys, monkeypatch, argv, names):
     monkeypatch.setenv("PATH", str(tmp_path))  # without Slurm
-    assert here(*words, "--runs-dir", tmp_path / "runs") == 2
+    assert here(*argv, "--runs-dir", tmp_path / "runs") == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and names in error
     assert not list(tmp_path.glob("runs/*.log"))

@@ -1,16 +1,22 @@
-"""A run of a model so small that a test can train it."""
+"""Runs of models so small that a test can train them in its process."""
 
+import contextlib
 import random
+import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from data.text import prepare
+from scripts import needle
+from scripts.sweep import local
 from train_gpt import main as train
 
 
 def train_tiny_run(folder, fields, letters="abcdefgh ", documents=150):
-    """Trains in this process on documents of random letters, which it writes, and returns the run's folder."""
+    """Write documents of random letters, train on them, and return the run's folder."""
     rng = random.Random(0)
     for i in range(documents):
         (folder / f"{i}.txt").write_text(" ".join("".join(rng.choices(letters, k=300)).split()))
@@ -21,3 +27,33 @@ def train_tiny_run(folder, fields, letters="abcdefgh ", documents=150):
                                           *fields.split()])  # fmt: skip
         train()
     return folder / "run"
+
+
+class InThisProcess:
+    """Takes the place of Popen: trains or fine-tunes here, because a new process needs seconds to import torch."""
+
+    def __init__(self, command, **options):
+        argv = command[1:]
+        main, argv = (needle.main, argv[2:]) if argv[:2] == ["-m", "scripts.needle"] else (train, argv[1:])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["command", *argv])
+            try:
+                main()
+                self.returncode = 0
+            except SystemExit as end:
+                self.returncode = end.code or 0
+
+    def poll(self):
+        return self.returncode
+
+
+@contextlib.contextmanager
+def sweeps_in_this_process():
+    """Let the runs of a sweep train in this process, with one thread."""
+    threads = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setattr(local, "subprocess", SimpleNamespace(**(vars(subprocess) | dict(Popen=InThisProcess))))
+        patch.setattr(local, "POLL", 0)
+        yield
+    torch.set_num_threads(threads)
