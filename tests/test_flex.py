@@ -43,22 +43,10 @@ def stated_part(counts, indices, state):
     return part
 
 
-@pytest.mark.parametrize(
-    "queries, keys, q_offset",
-    [
-        (1, 1, 0),
-        (1, 300, 299),
-        (1, 129, 128),
-        (2, 129, 126),
-        (127, 127, 0),
-        (128, 257, 129),
-        (129, 129, 0),
-        (100, 400, 250),
-        (300, 500, 100),
-        (513, 640, 127),
-        (640, 640, 0),
-    ],
-)
+@pytest.mark.parametrize("queries, keys, q_offset", [
+    (1, 1, 0), (1, 300, 299), (1, 129, 128), (2, 129, 126), (127, 127, 0), (128, 257, 129), (129, 129, 0),
+    (100, 400, 250), (300, 500, 100), (513, 640, 127), (640, 640, 0),
+])
 @pytest.mark.parametrize("window", [None, 1, 2, 128, 129, 200, 256, 600, 10**9])
 @pytest.mark.parametrize("query_block", [128, 256])
 def test_the_block_mask_is_the_causal_mask(queries, keys, q_offset, window, query_block):
@@ -180,14 +168,9 @@ def run_flex(length=130):
         attend(make_case("rope"), q, k, v, backend="flex")
 
 
-@pytest.mark.parametrize(
-    "switch",
-    [
-        lambda: torch.compiler.set_stance("force_eager"),
-        lambda: torch._dynamo.config.patch(disable=True),
-    ],
-    ids=["force_eager", "disable"],
-)
+@pytest.mark.parametrize("switch", [
+    lambda: torch.compiler.set_stance("force_eager"), lambda: torch._dynamo.config.patch(disable=True),
+], ids=["force_eager", "disable"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_uncompiled_it_is_an_error(switch):
     """Even after someone ran it eagerly: torch warns of it only once a process."""
@@ -268,21 +251,11 @@ def test_flash_takes_the_shapes_of_flash_attention_4(capability, query_block, fl
     assert flex.flash_query_block(CUDA) == query_block
 
 
-@pytest.mark.parametrize(
-    "options, word",
-    [
-        (dict(device=CPU), "cpu"),
-        (dict(dtype=torch.float32), "float32"),
-        (dict(head_dim=8), "8"),
-        (dict(head_dim=100), "100"),
-        (dict(head_dim=136), "136"),
-        (dict(name="infini"), "infini"),
-        (dict(name="learned"), "learned"),
-        (dict(name="key_bias"), "key"),
-        (dict(name="sink"), "sink"),
-        (dict(packages=()), "flash-attn-4"),
-        *((dict(capability=c), "Hopper") for c in ((8, 0), (8, 9), (12, 0))),
-    ],
-)
+@pytest.mark.parametrize("options, word", [
+    (dict(device=CPU), "cpu"), (dict(dtype=torch.float32), "float32"), (dict(head_dim=8), "8"),
+    (dict(head_dim=100), "100"), (dict(head_dim=136), "136"), (dict(name="infini"), "infini"),
+    (dict(name="learned"), "learned"), (dict(name="key_bias"), "key"), (dict(name="sink"), "sink"),
+    (dict(packages=()), "flash-attn-4"), *((dict(capability=c), "Hopper") for c in ((8, 0), (8, 9), (12, 0))),
+])
 def test_flash_names_the_reason_that_it_cannot_run(options, word, flash_problem):
     assert word in flash_problem(**options)
