@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from torch.torch_version import TorchVersion
 from torch.utils.benchmark import Timer
 
 from configs.config import Config
@@ -82,7 +83,7 @@ def choose_compile(wanted: str, device: torch.device) -> tuple[bool, str]:
     return True, "on"
 
 
-def choose_ptxas(device: torch.device) -> tuple[tuple[int, ...], str] | None:
+def choose_ptxas(device: torch.device) -> tuple[TorchVersion, str] | None:
     """Let Triton assemble for Hopper with the newest ptxas here, unless TRITON_PTXAS_PATH names one.
 
     Return version and path of the ptxas for this GPU, None without Triton. A driver loads code of newer minor versions
@@ -93,16 +94,14 @@ def choose_ptxas(device: torch.device) -> tuple[tuple[int, ...], str] | None:
     from triton.backends.nvidia.compiler import get_ptxas
     from triton.knobs import NvidiaTool
 
-    def version(tool: NvidiaTool) -> tuple[int, ...]:
-        return tuple(map(int, tool.version.split(".")))
-
     major, minor = torch.cuda.get_device_capability(device)
     arch, cuda = 10 * major + minor, str(torch.version.cuda).split(".")[0]
     if major == 9:
         paths = [str(path) for folder in sys.path for path in Path(folder).glob(f"nvidia/cu{cuda}/bin/ptxas")]
         tools = [get_ptxas(arch), *filter(None, map(NvidiaTool.from_path, paths))]
-        os.environ.setdefault("TRITON_PTXAS_PATH", max(tools, key=version).path)
-    return version(get_ptxas(arch)), get_ptxas(arch).path
+        newest = max(tools, key=lambda tool: TorchVersion(tool.version))
+        os.environ.setdefault("TRITON_PTXAS_PATH", newest.path)
+    return TorchVersion(get_ptxas(arch).version), get_ptxas(arch).path
 
 
 def fix_threads():

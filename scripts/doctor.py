@@ -88,8 +88,7 @@ def check_gpus(config: Config, device: torch.device) -> Iterator[Finding]:
         version, path = ptxas
         is_wrong = torch.cuda.get_device_capability(device)[0] == 9 and version < FIXED_PTXAS
         remedy = "Kernels for Hopper can be wrong. Install the version in requirements.txt." if is_wrong else ""
-        message = f"version {'.'.join(map(str, version))}, {path}"
-        yield Finding("ptxas", message, "missing" if is_wrong else "ok", remedy)
+        yield Finding("ptxas", f"version {version}, {path}", "missing" if is_wrong else "ok", remedy)
     if device.type == "cpu" and config.device != "cpu":
         state = "broken" if config.device == "cuda" else "missing"
         yield Finding("GPU", "torch finds no GPU", state, "Train on the CPU with the presets quickstart and mini.")

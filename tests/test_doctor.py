@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from test_bench import FIELDS as BENCH_FIELDS
+from torch.torch_version import TorchVersion
 
 from configs.command_line import read_config
 from scripts import doctor
@@ -25,11 +26,12 @@ def doctor_command(*arguments):
 
 
 @pytest.mark.parametrize("major, ptxas, states", [
-    (9, (13, 3), ["ok"]), (9, (13, 2), ["missing"]), (9, None, []), (8, (12, 8), ["ok"]), (7, None, ["slow"])
+    (9, "13.3", ["ok"]), (9, "13.10", ["ok"]), (9, "13.2", ["missing"]), (9, None, []), (8, "12.8", ["ok"]),
+    (7, None, ["slow"]),
 ])  # fmt: skip
 def test_a_gpu_needs_bfloat16_and_hopper_a_new_ptxas(major, ptxas, states, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
-    monkeypatch.setattr(doctor, "choose_ptxas", lambda device: ptxas and (ptxas, "bin/ptxas"))
+    monkeypatch.setattr(doctor, "choose_ptxas", lambda device: ptxas and (TorchVersion(ptxas), "bin/ptxas"))
     found = doctor.check_gpus(config("--device", "auto"), torch.device("cuda"))
     assert [finding.state for finding in found] == states
 
