@@ -114,7 +114,7 @@ def make_inputs(method, length, batch=2, dtype=torch.float32, layout="of_the_mod
 
 
 def assert_near(actual, expected, tolerance):
-    """To within the tolerance times the largest entry, or times 1 where all entries are smaller."""
+    """Assert a difference of at most the tolerance times the largest entry, or times 1 if that is smaller."""
     scale = max(1.0, expected[expected.isfinite()].abs().max().item())
     assert_close(actual.double().cpu(), expected.double().cpu(), rtol=0, atol=tolerance * scale)
 

@@ -226,7 +226,7 @@ def compile_attention(graphs: Graphs, arch: int) -> list[Code]:
 
 
 def read_code(binary, listing: str, logits: int) -> Code:
-    """Return the counts of a kernel of which one thread computes so many logits in each iteration of its loops."""
+    """Return the counts of a kernel. logits: computed by one thread in one iteration of a loop."""
     kinds = {}  # loops by their matrix products: 2 in the forward pass, 3 for dq, 4 for dk/dv
     for loop in innermost_loops(listing, "MMA"):
         kinds.setdefault(count(loop, "HGMMA", "HMMA"), []).append(loop)

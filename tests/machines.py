@@ -53,7 +53,7 @@ def checked(result):
 
 
 class Network(threading.Thread):
-    """The switch."""
+    """The switch between the machines."""
 
     def __init__(self):
         super().__init__(daemon=True)

@@ -50,7 +50,7 @@ def yarn_frequencies(head_dim, s, train_length, base=10000.0, beta_fast=32.0, be
 
 def rotation(name, head_dim, train_length, target_length, *, base=None, form="half_truncate", proportion=0.5,
              factor=None, beta_fast=32.0, beta_slow=1.0, temperature=True):
-    """The frequencies of a method, and the gain on its cos and sin (YaRN's temperature: 0.1 ln s + 1)."""
+    """Return a method's frequencies, and the gain on its cos and sin (YaRN's temperature: 0.1 ln s + 1)."""
     s = (factor or target_length / train_length) if target_length > train_length else 1.0
     if name.endswith("p_rope") and form == "half_truncate":
         return half_truncate_frequencies(head_dim, base or 1024.0), 1.0
@@ -67,7 +67,7 @@ def rotation(name, head_dim, train_length, target_length, *, base=None, form="ha
 
 
 def rotate(x, positions, frequencies, gain=1.0):
-    """The pair x_k + i x_(k+D/2), turned by -position * theta_k and multiplied by the gain."""
+    """Turn each pair x_k + i x_(k+D/2) by -position * theta_k, and multiply it by the gain."""
     pairs = torch.complex(*x.chunk(2, dim=-1))  # (B, H, T, D/2)
     pairs = pairs * gain * torch.exp(-1j * positions[:, None] * frequencies)
     return torch.cat([pairs.real, pairs.imag], dim=-1)  # (B, H, T, D)

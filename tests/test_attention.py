@@ -105,7 +105,7 @@ def test_gradients_of_traced_blocks(name, recompute_length, monkeypatch):
 
 @pytest.mark.slow
 def test_gradients_of_compiled_attention():
-    """By the automatic choice: the C++ kernel, where it can run, is one operation of the graph."""
+    """The backend is chosen automatically. The C++ kernel, where it can run, is one operation of the graph."""
     torch._dynamo.reset()
     check("auto", make_case("all"), 150, run=torch.compile(attend, dynamic=False, fullgraph=True))
 
@@ -200,7 +200,7 @@ def test_only_learned_functions_are_prepared_again_in_each_pass(backend, name, t
 
 
 def test_the_order_of_torch_s_kernels_stays_when_it_has_chosen_once():
-    """On CUDA torch sets its own order at its first choice; ours is set after that (prefer_fast_sdpa)."""
+    """On CUDA torch sets an order at its first choice. We set ours after it (prefer_fast_sdpa)."""
     before = torch._C._get_sdp_priority_order()
     try:
         for order in (ORDER, ORDER[::-1]):

@@ -41,7 +41,7 @@ def test_our_triton_kernel_passes(name, dtype):
 
 
 def faulty(change):
-    """The backend `blocks` with run(q, k, v, **more) changed: change(run, q, k, v, **more)."""
+    """Return the backend `blocks`, but with run replaced by change(run, q, k, v, **more)."""
     def run(q, k, v, **more):
         return change(blocks.run, q, k, v, **more)
     return SimpleNamespace(unsupported=blocks.unsupported, prepare=blocks.prepare, run=run)
@@ -87,7 +87,7 @@ def test_a_planted_fault_is_refused(fault):
 
 
 def test_a_missing_tile_is_refused_in_bfloat16():
-    """Its rounding makes errors of its own, in whose norm a tile of a long sequence is lost."""
+    """Rounding to bfloat16 makes errors too. Their norm must not hide a missing tile of a long sequence."""
     def rounded(change):
         return faulty(lambda run, q, k, v, **more: change(run, *(x.float() for x in (q, k, v)), **more).to(q.dtype))
     right = rounded(lambda run, q, k, v, **more: run(q, k, v, **more))

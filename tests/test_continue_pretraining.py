@@ -53,7 +53,7 @@ def arguments(place, runs, *more, model=None, steps=STEPS):
 
 
 def run_command(argv):
-    """Calls the command and returns its exit code."""
+    """Call the command and return its exit code."""
     try:
         command.main(argv)
     except SystemExit as end:

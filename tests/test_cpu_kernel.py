@@ -74,7 +74,7 @@ def test_random_calls_are_the_formula(seed, long, threads):
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("num_heads", [1, 3])
 def test_any_number_of_threads(count, num_heads, threads):
-    """With few heads the tiles of keys of one head go to several threads, each with its own dQ."""
+    """With few heads, several threads share the key tiles of one head. Each has a separate dQ."""
     threads(count)
     check("cpu", extended(300, num_heads), 800, batch=1, weigh_output=1.0)
 

@@ -140,7 +140,7 @@ def exported(run):
 
 
 def fails(capsys, *arguments):
-    """Calls the command, which must end with exit code 2, and returns its error."""
+    """Call the command, which must end with exit code 2. Return its error."""
     with pytest.raises(SystemExit) as end:
         command.main([str(argument) for argument in arguments])
     assert end.value.code == 2

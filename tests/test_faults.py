@@ -40,7 +40,7 @@ def lives():
 
 @pytest.fixture(scope="module")
 def undisturbed(data, lives, tmp_path_factory):
-    """The run folder of 20 steps. Not to be written to."""
+    """Return the run folder of 20 steps. Tests only read it."""
     runs = tmp_path_factory.mktemp("undisturbed")
     code, output = lives.live(arguments(data, runs), runs / "output")
     assert code == 0, output

@@ -29,14 +29,14 @@ def nothing_compiled():
 
 
 def visible_part(dense, query_block):
-    """Of each block of a mask, query_block x 128, the last ones padded with hidden keys: NOTHING, PART or ALL."""
+    """Return NOTHING, PART or ALL for each block of a mask, query_block x 128. Hidden keys pad the last blocks."""
     padded = torch.nn.functional.pad(dense, (0, -dense.shape[1] % 128))
     rows = padded.split(query_block)
     return torch.tensor([[int(block.any()) + int(block.all()) for block in row.split(128, dim=1)] for row in rows])
 
 
 def stated_part(counts, indices, state):
-    """The same from the lists of a BlockMask: block (i, indices[i, n]) has the state for n < counts[i]."""
+    """Return the blocks that a BlockMask lists: block (i, indices[i, n]) has this state for n < counts[i]."""
     part = torch.zeros(indices.shape[-2:], dtype=torch.int64)
     for i, count in enumerate(counts.flatten()):
         part[i, indices[0, 0, i, :count].long()] = state
@@ -68,7 +68,7 @@ OTHER = [
 
 
 def consecutive(counts, indices):
-    """Whether each list of blocks is one without gaps."""
+    """Return whether every list of blocks has no gaps."""
     lists = [row[:count] for count, row in zip(counts.flatten(), indices.flatten(0, -2), strict=True)]
     return all(bool((row.diff() == 1).all()) for row in lists)
 
@@ -173,7 +173,7 @@ def run_flex(length=130):
 ], ids=["force_eager", "disable"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_uncompiled_it_is_an_error(switch):
-    """Even after someone ran it eagerly: torch warns of it only once a process."""
+    """It is an error even after an eager run, because torch warns only once a process."""
     flex_attention(*(random(1, 1, 2, 16, seed=0) for _ in range(3)))
     with switch(), pytest.raises((RuntimeError, UserWarning), match="compile"):
         run_flex()
@@ -183,7 +183,7 @@ def test_uncompiled_it_is_an_error(switch):
 
 
 def error_when_compiled(attention_of_qkv):
-    """The largest, of the function compiled together with the projection of its q, k and v and their QK-norm."""
+    """Return the largest error when attention, projection of q, k and v, and QK-norm are compiled together."""
     x, weight = random(1, 130, 32, seed=0).float(), random(32, 96, seed=1).float() / 6
 
     def project(x):

@@ -81,7 +81,7 @@ except CompilationError:
 
 @pytest.fixture(scope="module")
 def compiled(request):
-    """The code of all cases, the calls of attention in the graphs of models, and whether head + 0 compiles."""
+    """Return the code of all cases, the calls of attention in models' graphs, and whether head + 0 compiles."""
     long = request.config.getoption("--long")
     cases, models = QUICK + GRID * long, QUICK_MODELS + MODELS * long
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
@@ -108,7 +108,7 @@ def test_a_model_is_one_graph_each_way_with_all_its_layers(compiled):
 
 
 def test_arithmetic_with_the_head_of_a_learned_parameter_does_not_compile(compiled):
-    """As flex.py once had it. This shows that a compilation sees that fault."""
+    """flex.py once had such arithmetic. The test shows that a compilation finds it."""
     assert compiled[2] is False
 
 

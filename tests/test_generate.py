@@ -24,7 +24,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture
 def say(capfd):
-    """Calls the command; returns its exit code and its output."""
+    """Call the command. Return its exit code and its output."""
 
     def say(*words):
         code = 0
@@ -43,7 +43,7 @@ def shares(logits, count=20_000, **options):
 
 
 def test_draws_follow_the_softmax():
-    """Within 5 standard errors of each share."""
+    """Shares must be within 5 standard errors."""
     logits = torch.tensor([1.0, -2.0, 0.5, 3.0, 0.0])
     for temperature in (0.5, 1.0, 2.0):
         expected = (logits.double() / temperature).softmax(0)

@@ -44,7 +44,7 @@ def learned(model):
 
 
 def move_learned(model):
-    """Changes the learned parameters, so that all heads and layers differ."""
+    """Change the learned parameters, so that all heads and layers differ."""
     with torch.no_grad():
         for i, parameter in enumerate(learned(model)):
             parameter += 0.3 * torch.rand(parameter.shape, generator=torch.Generator().manual_seed(i))

@@ -91,7 +91,7 @@ def recorded_scores(model, tokens):
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_scores_equal_the_dense_computation(family):
-    """Also after a conversion to RoPE; after one to NoPE, only scores without rotation exist."""
+    """A model converted to RoPE has the same scores. A model converted to NoPE has only scores without rotation."""
     model = make_model(family)
     exact, recorded = exact_scores(model, TOKENS), recorded_scores(model, TOKENS)
     assert list(recorded) == [(layer, rotated) for layer in range(2) for rotated in (False, True)]

@@ -148,7 +148,7 @@ def compare(folder, reference, steady):
 
 @pytest.mark.promise(*MACHINES)
 def test_a_killed_machine_and_a_lost_link_cost_no_bit(data, network, faults, tmp_path):
-    """On the same number of processes."""
+    """The number of processes stays the same, so all numbers do."""
     train_on(2, data, tmp_path / "undisturbed", **SHORT)
     job = Job(network, data, tmp_path / "runs", processes=1, **SHORT)
     with faults("machine killed"):

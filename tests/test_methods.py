@@ -55,7 +55,7 @@ def make(name, num_heads=6, head_dim=16, train_length=TRAIN_LENGTH, **options):
 
 
 def make_learned(name, num_heads, head_dim, options):
-    """The method with a random parameter in place of the initial one, and the same parameter in float64 (or None)."""
+    """Return the method with a random parameter, and the same parameter in float64, or None."""
     method = make(name, num_heads, head_dim, **options)
     learned = None
     for parameter in method.parameters():
@@ -77,13 +77,13 @@ def cast(tensors, dtype):
 
 
 def gradients(output, inputs):
-    """Of a random weighting of the output."""
+    """Return the gradients of a randomly weighted sum of the output."""
     weight = random(*output.shape, seed=0).to(output.dtype)
     return torch.autograd.grad((output * weight).sum(), inputs, materialize_grads=True, retain_graph=True)
 
 
 def assert_near(actual, expected, tolerance):
-    """To within the tolerance times the largest entry, or times 1 if all entries are smaller."""
+    """Assert a difference of at most the tolerance times the largest entry, or times 1 if that is smaller."""
     scale = max(1.0, expected[expected.isfinite()].abs().max().item())
     assert_close(actual.double().cpu(), expected.double().cpu(), rtol=0, atol=tolerance * scale)
 

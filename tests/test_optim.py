@@ -25,7 +25,7 @@ def parameters_of(tensors):
 
 
 def gradients(params, step):
-    """As small as a real model's, so that the 1e-7 added to their norm counts."""
+    """Return gradients as small as a real model's, so that the 1e-7 added to their norm counts."""
     return [1e-4 * g for g in random_tensors([p.shape for p in params], seed=100 + step)]
 
 

@@ -18,7 +18,7 @@ SCORE_MOD, KERNEL, INTERFACE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTAL
 
 @pytest.mark.slow
 def test_flex_attention_and_our_kernels(tmp_path):
-    """Beside nothing but the files that it tells to copy; against float64 from tests/reference.py."""
+    """The folder holds only the files that the page tells to copy. tests/reference.py gives the float64 values."""
     assert "`model/`" in PAGE and "`errors.py`" in PAGE
     shutil.copytree(ROOT / "model", tmp_path / "model")
     for path in (ROOT / "errors.py", ROOT / "tests" / "reference.py"):

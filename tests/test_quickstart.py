@@ -35,7 +35,7 @@ def test_loss_table_gives_lengths_in_multiples_of_the_training_length_and_the_ri
 
 @pytest.mark.parametrize("name", ["quickstart", "test", "torture"])
 def test_help_installs_nothing(tmp_path, name):
-    """In a folder without .venv, with no Python that could make one."""
+    """The folder has no .venv, and there is no Python that could make one."""
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     environment, command = os.environ | dict(PYTHON="/no/python"), ["bash", f"scripts/{name}.sh", "quick", "--help"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)

@@ -65,7 +65,7 @@ def write_run(
 
 
 def write_study(runs_dir, item, scale="mini", **options):
-    """All runs of a study, with losses that differ by series and seed; returns them by (series, seed, length)."""
+    """Write all runs of a study. Return their losses by (series, seed, length); all differ."""
     random, values = np.random.default_rng(0), {}
     for number, run in enumerate(sweep(item, scale)):
         methods = [run.config.method, *run.config.validate_as]
@@ -92,7 +92,7 @@ def call(tmp_path, capsys):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """The panels of each figure by its name. They are not drawn."""
+    """Return the panels of each figure by its name. They are not drawn."""
     grids = {}
     for module in (beyond, figures, needles, taught):
         monkeypatch.setattr(module, "draw_panels", lambda path, grid, **_: grids.update({path.name: grid}))
@@ -106,13 +106,13 @@ def is_figure(path):
 
 
 def cells_of(text):
-    """The table rows of a text, by their first cell."""
+    """Return the table rows of a text by their first cell."""
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     return {cells[0]: cells[1:] for cells in ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)}
 
 
 def table_of(text):
-    """The cells of the first table of a text by first cell and head, without bold."""
+    """Return the cells of a text's first table by first cell and head, without bold."""
     lines = text[text.index("\n| ") + 1 :].split("\n\n")[0].splitlines()
     head, _, *body = [[cell.strip(" *") for cell in line.split("|")[1:-1]] for line in lines]
     return {(line[0], name): cell for line in body for name, cell in zip(head[1:], line[1:])}

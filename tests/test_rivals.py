@@ -174,7 +174,7 @@ def literal(name, method, q, k, v, x):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("batch, num_heads, head_dim, length", SHAPES)
 def test_every_backend_computes_the_formula_of_the_paper(name, batch, num_heads, head_dim, length):
-    """The dense float64 form first, then the backends against it, for inputs rounded to their dtype."""
+    """The dense float64 form is tested first, then the backends against it, with inputs rounded to their dtype."""
     method = make(name, num_heads, head_dim, **OPTIONS.get(name, {}))
     exact = [*random_qkv(num_heads, head_dim, length, batch), random(batch, length, num_heads * head_dim, seed=9)]
     exact = [x.detach().bfloat16().double().requires_grad_() for x in exact]
@@ -246,7 +246,7 @@ def test_half_of_napes_heads_have_the_slopes_of_alibi(num_heads, slopes):
 
 
 def test_stick_breaking_survives_large_logits():
-    """With logits so large that float32 rounds every beta to 0 or 1."""
+    """Logits are so large that float32 rounds every beta to 0 or 1."""
     exact = random_qkv(2, 8, 130, batch=1)
     inputs = cast([100 * exact[0].detach(), *exact[1:]], torch.float32)
     output = attend(make("stick_breaking", 2, 8), *inputs)
@@ -309,7 +309,7 @@ def test_swan_and_llama_4_have_one_global_layer_in_four():
 
 @pytest.mark.slow
 def test_layers_of_all_kinds_compile_to_one_graph():
-    """Without Inductor, which takes a minute: its inputs, the graphs forward and backward, are run as they are."""
+    """Inductor would take a minute. Its inputs, the graphs forward and backward, run as they are."""
     method = "nape,kerple_log,pope+scale_invariant,stick_breaking,log_beyond"
     model = GPT(vocab_size=97, num_layers=5, num_heads=2, model_dim=16, train_length=16, method=method)
     for seed, parameter in enumerate(model.parameters()):

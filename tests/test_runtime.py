@@ -232,7 +232,7 @@ STATE = dict(step=3, model=dict(a=torch.arange(50.0), b=torch.ones(5, 5)), confi
 
 @pytest.mark.promise(*CORRUPTION)
 def test_a_flipped_bit_anywhere_in_a_checkpoint_is_found(faults, long, tmp_path):
-    """In the data, the pickle, the archive's headers, index and padding, and the checksum itself. A missing end too."""
+    """Bits are in data, pickle, checksum, and the archive's headers, index and padding. A missing end is found too."""
     path = save_checkpoint(tmp_path, 3, STATE)
     content, rng = bytearray(path.read_bytes()), random.Random(4)
     for place in range(len(content)) if long else rng.sample(range(len(content)), 300):

@@ -46,7 +46,7 @@ PLANTED = {
 
 
 def library(name):
-    """The path of a library of the compiler, or its name alone where it has none."""
+    """Return the path of a library of the compiler, or its name alone where it has none."""
     return subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
 
 

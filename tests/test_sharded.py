@@ -101,7 +101,7 @@ def restore(saved, rank=0, world=1):
 
 
 def count_bytes(patch):
-    """The bytes that this rank hands to each collective from now on."""
+    """Count the bytes that this rank hands to each collective from now on."""
     sent = collections.Counter()
 
     def counted(name, function, argument):
@@ -136,7 +136,7 @@ def work(rank, world):
 
 
 def bytes_a_step(optimizers, world):
-    """The bytes that a rank hands to each collective in a step, by the description of ZeRO's second stage."""
+    """Return the bytes that a rank hands to each collective in a step of ZeRO's second stage."""
     mine = sum(bucket.shard.nbytes for bucket in optimizers.all_buckets())
     return dict(all_to_all_single=mine * world, all_gather_into_tensor=mine, all_reduce=8)  # loss and squared norm
 

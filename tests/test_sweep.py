@@ -306,7 +306,7 @@ def test_c4_is_fetched_once_before_anything_is_trained(data, tmp_path, monkeypat
 
 @pytest.mark.slow
 def test_a_preempted_job_is_queued_again_and_resumes(data, finished, tmp_path, monkeypatch):
-    """With submitit's local executor in Slurm's place."""
+    """submitit's local executor takes Slurm's place."""
     import submitit
 
     wish = run(data_dir=str(data), runs_dir=str(tmp_path), resume="auto")

@@ -162,7 +162,7 @@ def assert_same_numbers(a, b):
 
 
 def assert_same_run(folder, reference):
-    """The same weights, optimizer state, records and summary, but for times."""
+    """Assert the same weights, optimizer state, records and summary, but for times."""
     ours, expected = (load_checkpoint(latest_checkpoint(f / "checkpoints")) for f in (folder, reference))
     for part in ("model", "optimizers"):
         assert_same_numbers(ours[part], expected[part])
@@ -174,7 +174,7 @@ def assert_same_run(folder, reference):
 
 
 def assert_close_run(folder, reference):
-    """The same losses up to rounding."""
+    """Assert the same losses up to rounding."""
     (steps, validations), (expected_steps, expected_validations) = map(steps_and_validations, (folder, reference))
     assert [r["step"] for r in steps] == [r["step"] for r in expected_steps]
     assert [r["train_loss"] for r in steps] == pytest.approx([r["train_loss"] for r in expected_steps], abs=1e-4)
@@ -247,7 +247,7 @@ def test_summary_and_data(data, finished):
 
 
 def test_the_weights_of_one_training_are_validated_as_others(data, finished, tmp_path):
-    """Every validation has them. The last losses are those of a run that was trained as the other method."""
+    """Every validation has them. The last losses equal a run that was trained as the other method."""
     others = ("rope_ntk", "yarn")
     folder = train_here(data, tmp_path / "one", method="rope", validate_as=others)
     _, validations = steps_and_validations(folder)
@@ -466,7 +466,7 @@ def test_a_last_update_that_spoils_the_weights_is_no_finished_run(data, tmp_path
 
 @pytest.mark.parametrize("on", ["stop", "skip"])
 def test_a_step_that_is_not_finite(on, data, finished, tmp_path, capsys, monkeypatch):
-    """The 13th step's. A stopped run can be resumed in the same process: its folder is free again."""
+    """It is the 13th step. A stopped run can be resumed in the same process, because its folder is unlocked."""
 
     forward, calls = GPT.forward, itertools.count(start=1)
 

@@ -51,7 +51,7 @@ def constant(t, h):
 
 
 def make(formula, window=None, extras="", num_heads=2, head_dim=16):
-    """The method of a formula a, m; extras: b for key biases, s for a sink."""
+    """Return the method of a formula a, m. extras: b for key biases, s for a sink."""
     shape = dict(num_heads=num_heads, head_dim=head_dim, train_length=64)
     mechanisms = [] if formula is None else [Plain(formula)]
     mechanisms += [SlidingWindow(**shape, window=window)] if window else []
@@ -111,7 +111,7 @@ def test_head_dimensions_in_the_tiles_of_the_code(head_dim):
 @pytest.mark.parametrize("queries", [1, 3, 20, 33, 53])
 @pytest.mark.parametrize("window", [None, 20, 45])
 def test_the_last_queries(queries, window, small):
-    """Also keys that no query sees: before the window of the first."""
+    """Some keys come before the window of the first query, so no query sees them."""
     check_kernel(make(scale_invariant, window, "s"), 70, queries=queries)
 
 
@@ -162,7 +162,7 @@ def test_tiles_outside_of_the_window_are_not_read(small):
 
 @pytest.mark.parametrize("extras", ["b", "bs"])
 def test_sums_of_the_gradients_of_many_biases_are_right_in_low_precision(extras, small):
-    """As forgetting attention adds them up: the rounding of the output would be most of such a sum."""
+    """Forgetting attention sums them up. The rounding of the output would be most of such a sum."""
     method = make(None, extras=extras)
     q, k, v, _ = (y.detach().half() for y in make_inputs(method, 300, batch=1, device=DEVICE))
     v = v + 8  # the gradients do not see the 8, but the output is rounded by more
@@ -176,7 +176,7 @@ def test_sums_of_the_gradients_of_many_biases_are_right_in_low_precision(extras,
 
 
 def test_compiled_with_a_learned_function(small):
-    """With a plan, as in training, made once; the tables are made anew in each pass, and in the graph."""
+    """The plan is made once, as in training. The graph computes the tables anew in each pass."""
     torch._dynamo.reset()
     check_kernel(make_case("learned").to(DEVICE), 50, run=torch.compile(attend, fullgraph=True, dynamic=False))
 
