@@ -27,7 +27,7 @@ def replace_file(path: Path, write: Callable[[BinaryIO], object]):
     except BaseException as error:
         partial.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            raise OSError(f"cannot write {path}: {error.strerror or error}") from error
+            raise OSError(f"cannot write {path} ({error.strerror or error}). Check disk and permissions.") from error
         raise
     sync(path.parent)  # callers may delete an older file next, so the new name must be on the disk
 
@@ -57,7 +57,7 @@ def append(path: Path, text: str):
         with open_no_symlink(path, "a", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
-        raise OSError(f"cannot write {path}: {error.strerror or error}") from error
+        raise OSError(f"cannot write {path} ({error.strerror or error}). Check disk and permissions.") from error
 
 
 def to_json(record: Any, **options: Any) -> str:

@@ -63,7 +63,7 @@ class RunLog:
         """Start timing the next step now, so that validations and checkpoints do not count as training."""
         self._clock = time.monotonic()
 
-    def describe(self, data: dict, distinct_tokens: int, model: GPT, plans: Plans, compile_note: str):
+    def describe(self, data: dict, text_tokens: int, model: GPT, plans: Plans, compile_note: str):
         """Write configuration, versions and source code to the folder, and a summary to the console. data: data.json"""
         config, world, folder = self.config, self.world, self.folder
         if folder is None:
@@ -82,8 +82,7 @@ class RunLog:
         self.print(f"model: {num_parameters(model):,} parameters, attention method {config.method}{options}")
         lengths = ", ".join(map(str, config.train_lengths))
         self.print(f"training: {config.steps} steps of {config.batch_tokens:,} tokens, in sequences of {lengths}")
-        epochs = f"{data['tokens'] / distinct_tokens:.2f} epochs of {config.data_dir}"
-        self.print(f"data: {data['tokens']:,} tokens, {epochs}")
+        self.print(f"data: {data['tokens']:,} tokens, {data['tokens'] / text_tokens:.2f} epochs of {config.data_dir}")
         for backend in dict.fromkeys(f"attention by {plan.backend}: {plan.why}" for plan in plans):
             self.print(backend)
         self.print(f"computation in {str(model.dtype).removeprefix('torch.')}, torch.compile {compile_note}")

@@ -91,5 +91,5 @@ def describe_failure(error: BaseException) -> tuple[int, str] | None:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in reason:
         return 2, f"{rank}out of memory ({reason}). Lower --micro_batch_tokens."
     if several and isinstance(error, RuntimeError) and re.search(LOST_RANK, reason):
-        return 1, f"{rank}another rank died or hangs ({reason}). See the output of the other ranks."
+        return 1, f"{rank}another rank died or hangs ({reason}). Read the output of the other ranks."
     return None

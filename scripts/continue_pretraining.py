@@ -6,7 +6,6 @@
 MODEL is a Llama model: a folder, or a name on the hub. The command validates at 4k, 16k and 64k, trains at 4k, and
 validates again. A run writes its files to runs/continued/NAME/, and the trained model to model/ in that folder.
 `--resume auto` continues a run from its latest checkpoint. `python -m scripts.reproduce table_llama` makes the table.
-docs/huggingface.md lists our choices where the paper is silent.
 """
 
 import dataclasses
@@ -47,7 +46,7 @@ USED = (  # fields on the command line
 
 @dataclasses.dataclass(frozen=True)
 class Settings(Config):
-    """One run, with the paper's settings for Llama 2 7B, and our choices where the paper is silent."""
+    """One run, with the paper's settings for Llama 2 7B. docs/huggingface.md lists the choices that are ours."""
 
     model: str = ""
     """Model to continue: a folder, or a name on the hub."""
