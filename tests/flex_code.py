@@ -1,16 +1,17 @@
-"""Compile FlexAttention for a GPU that is not there: trace, lower with Inductor, compile with Triton, count.
+"""Compile FlexAttention for a GPU that is not there: trace, lower by Inductor, compile by Triton, count instructions.
 
-python -m tests.flex_code > results/speed/flex_code.md      the table of instructions a logit, about 3 minutes
+    python -m tests.flex_code        prints the table of results/speed/flex_code.md
 """
 
 import contextlib
 import dataclasses
 import importlib.util
+import math
 import re
-import sys
 import tempfile
-import types
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -19,231 +20,79 @@ from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.device_interface import CudaInterface
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor import graph as inductor
 from torch._inductor.debug import DebugContext
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime import triton_heuristics
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention.flex_attention import flex_attention  # noqa: F401  loads the module that is patched below
+from torch.nn.attention import flex_attention as torch_flex
 from torch.utils import _triton
 from torch.utils._pytree import tree_map
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 
-from model.attention import attend, make_plan
+from model.attention import BACKENDS, attend, flex, make_plan
 from model.gpt import GPT
 from model.methods import make_method
-from tests.machine_code import compile_kernel, count, innermost_loops
+from runtime.run_folder import git_commit
+from scripts.bench.attention import prepare_paper
+from scripts.shared.tables import markdown_table
+from tests.machine_code import compile_kernel, compile_launch, count, flash_launches, innermost_loops
 
-Graphs = list[tuple[str, fx.GraphModule]]
 META, CUDA = torch.device("meta"), torch.device("cuda", 0)
-SHARED_LIMIT = {90: 232_448, 80: 166_912}  # bytes of shared memory that a block may use, by compute capability
-GPU = dict(
-    type="cuda", index=0, name="", gcnArchName="", multi_processor_count=132, warp_size=32, total_memory=80 << 30,
-    regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048, max_threads_per_block=1024,
-    L2_cache_size=50 << 20, shared_memory_per_block=49152,
-)  # fmt: skip
+SHAPE = dict(num_heads=2, train_length=64)
+Graphs = list[tuple[str, fx.GraphModule]]  # forward or backward, and the graph
 
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """The machine code of an attention kernel."""
+    """The machine code of a kernel. Loops: forward; or dq, and then dk and dv."""
 
-    shared: int  # bytes of a block
-    has_calls: bool
-    instructions: list[float]  # of one thread for one logit, in the loops over whole tiles: forward, or dq and dk/dv
-    spills: list[float]  # the same for loads and stores of spilled registers, in the worst loop of each kind
+    shared: int  # bytes of shared memory of a block
+    has_calls: bool  # in its loops
+    instructions: list[float]  # of one thread for one logit, in each loop over whole tiles
+    spills: list[float]  # loads and stores of spilled registers a logit, in the worst loop of each kind
 
 
-# ---- tracing ---------------------------------------------------------------------------------------------------------
+# ---- tracing: on the meta device nothing is computed, and no code for CPUs is taken ----------------------------------
 
 
 def trace(function: Callable[..., Tensor], *arguments) -> Graphs:
-    """Return all graphs of a function and its backward pass, as Inductor gets them: forward and backward by turns.
-
-    Tensors are on the meta device: nothing is computed, and no branch for CPUs is taken.
-    """
+    """Return all graphs of a function and of its backward pass, as Inductor gets them."""
     graphs = []
 
-    def keep(name):
-        def compiler(graph, inputs):
+    def compiler(name):
+        def keep(graph, inputs):
             graphs.append((name, graph))
-            outputs = [
-                node.meta["val"] if isinstance(node, fx.Node) else node for node in graph.graph.output_node().args[0]
-            ]
+            values = [x.meta["val"] if isinstance(x, fx.Node) else x for x in graph.graph.output_node().args[0]]
 
-            def run(given):
-                given.clear()
-                return [on_device(x, META) for x in outputs]
+            def run(inputs):
+                inputs.clear()
+                return [empty_on(META, x) for x in values]
 
             run._boxed_call = True
             return run
 
-        return compiler
+        return keep
 
     backend = aot_autograd(
-        fw_compiler=keep("forward"), bw_compiler=keep("backward"),
-        decompositions=select_decomp_table(), partition_fn=min_cut_rematerialization_partition,
+        fw_compiler=compiler("forward"), bw_compiler=compiler("backward"), decompositions=select_decomp_table(),
+        partition_fn=min_cut_rematerialization_partition,
     )  # fmt: skip
     torch._dynamo.reset()
-    flex_module = sys.modules["torch.nn.attention.flex_attention"]
-    with mock.patch.object(flex_module, "_validate_device", lambda *tensors: None):  # it knows no meta tensors
+    with mock.patch.object(torch_flex, "_validate_device", lambda *qkv: None):  # it refuses the meta device
         torch.compile(function, backend=backend, dynamic=False)(*arguments).sum().backward()
     return graphs
 
 
 def trace_attention(method, length: int, head_dim: int, dtype: torch.dtype) -> Graphs:
     """Return the graphs of attention by a method, with q, k, v (2, H, T, D) laid out as the model has them."""
-    method = method.to(META)
-    vectors = torch.empty(2, length, 3, method.num_heads, head_dim, device=META, dtype=dtype).transpose(1, 3).unbind(2)
-    x = torch.empty(2, length, method.num_heads * head_dim, device=META, dtype=dtype) if method.needs_input else None
+    method, H = method.to(META), method.num_heads
+    qkv = torch.empty(2, length, 3, H, head_dim, device=META, dtype=dtype).transpose(1, 3).unbind(2)
+    x = torch.empty(2, length, H * head_dim, device=META, dtype=dtype) if method.needs_input else None
     plan = make_plan(method, length, length, device=META, dtype=dtype, backend="flex")
-    inputs = [vector.requires_grad_() for vector in vectors]
-    return trace(lambda q, k, v: attend(method, q, k, v, x=x, plan=plan), *inputs)
-
-
-# ---- lowering and compiling ------------------------------------------------------------------------------------------
-
-
-def on_device(x, device: torch.device):
-    """Return an empty tensor like x on this device; x itself if it is no tensor."""
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device) if isinstance(x, Tensor) else x
-
-
-def move_to_gpu(graph: fx.GraphModule) -> list[Tensor]:
-    """Rewrite a graph and its subgraphs for CUDA, and return its fake inputs there."""
-
-    def moved_device(x):
-        return CUDA if isinstance(x, torch.device) else x
-
-    for module in graph.modules():
-        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
-            node.args = fx.node.map_aggregate(node.args, moved_device)
-            node.kwargs = fx.node.map_aggregate(node.kwargs, moved_device)
-            if "val" in node.meta:
-                node.meta["val"] = tree_map(lambda x: on_device(x, CUDA), node.meta["val"])
-        if isinstance(module, fx.GraphModule):
-            module.recompile()
-    return [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-
-
-@contextlib.contextmanager
-def absent_gpu(arch: int):
-    """Make torch and Triton believe in a GPU of this compute capability, as far as writing code for it goes."""
-    major, minor = divmod(arch, 10)
-    properties = types.SimpleNamespace(
-        **GPU, major=major, minor=minor, cc=arch, shared_memory_per_block_optin=SHARED_LIMIT[arch]
-    )
-    driver = types.SimpleNamespace(
-        get_current_target=lambda: GPUTarget("cuda", arch, 32),
-        get_current_device=lambda: 0,
-        get_current_stream=lambda device=0: 0,
-    )
-    here = dict(get_device_properties=lambda device=None: properties, current_device=lambda: 0)
-    interface = here | dict(
-        get_compute_capability=lambda device=None: arch, synchronize=lambda device=None: None, is_available=lambda: True
-    )
-    cuda = here | dict(
-        is_available=lambda: True, device_count=lambda: 1, _lazy_init=lambda: None,
-        get_device_capability=lambda device=None: (major, minor),
-    )  # fmt: skip
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.multiple(torch.cuda, **cuda))
-        stack.enter_context(mock.patch.multiple(CudaInterface, **{k: staticmethod(f) for k, f in interface.items()}))
-        worker = dict(get_device_properties=staticmethod(here["get_device_properties"]))
-        stack.enter_context(mock.patch.multiple(CudaInterface.Worker, **worker))
-        stack.enter_context(mock.patch.object(torch.version, "cuda", "13.0"))
-        stack.enter_context(mock.patch.object(_triton, "triton_hash_with_backend", lambda: "none"))
-        triton.runtime.driver.set_active(driver)
-        _triton.has_triton.cache_clear()  # it has said no
-        yield
-
-
-class Written(Exception):
-    """The code is written. Nobody loads it."""
-
-
-def lower(name: str, graph: fx.GraphModule) -> str:
-    """Return the code that Inductor writes for a graph of `trace`."""
-    codes = []
-
-    def write(lowering):
-        code, _ = lowering.codegen()
-        codes.append(getattr(code, "value", code))
-        raise Written
-
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad(), V.set_fake_mode(fake):
-        inputs = move_to_gpu(graph)
-        lowering = inductor.GraphLowering(graph, example_inputs=inputs, is_backward=name == "backward")
-        write_only = mock.patch.object(inductor.GraphLowering, "_compile_to_module", write)
-        with (
-            V.set_graph_handler(lowering),
-            V.set_debug_handler(DebugContext()),
-            write_only,
-            contextlib.suppress(Written),
-        ):
-            lowering.run(*inputs)
-            lowering.compile_to_module()
-    return codes[0]
-
-
-def attention_kernel(code: str) -> tuple[object, dict, dict, int]:
-    """Return the one attention kernel in Inductor's code: a function under triton.jit, triton_meta, options, logits.
-
-    Logits: those that one thread computes in one iteration.
-    """
-    (source,) = re.findall(r"async_compile\.triton\('triton_tem_\w+', '''(.*?)'''", code, flags=re.DOTALL)
-    tiles = {name: int(size) for name, size in re.findall(r"(BLOCK_[MN]\d?) : tl.constexpr = (\d+)", source)}
-    sizes = {tiles[name] * tiles[name.replace("M", "N")] for name in tiles if "M" in name}
-    assert len(sizes) == 1, tiles  # dq and dk/dv have tiles of the same area
-    found = []
-
-    def template(num_stages, num_warps, triton_meta, **rest):
-        options = dict(num_warps=num_warps, num_stages=num_stages)
-        return lambda kernel: found.append((kernel, triton_meta, options, sizes.pop() // (32 * num_warps)))
-
-    # Triton reads the source of a kernel from its file.
-    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
-        file.write(source)
-        file.flush()
-        spec = importlib.util.spec_from_file_location("kernel", file.name)
-        with mock.patch.object(triton_heuristics, "template", template):
-            spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    return found[0]
-
-
-def compile_attention(graphs: Graphs, arch: int) -> list[Code]:
-    """Return the attention kernels of one forward and one backward graph."""
-    codes = []
-    for name, graph in graphs:
-        with absent_gpu(arch):
-            code = lower(name, graph)
-        kernel, meta, options, logits = attention_kernel(code)
-        (attributes,) = meta["configs"]
-        compiled = compile_kernel(kernel, meta["signature"], meta["constants"], attributes, options, arch)
-        codes.append(read_code(*compiled, logits))
-    return codes
-
-
-def read_code(binary, listing: str, logits: int) -> Code:
-    """Return the counts of a kernel. logits: computed by one thread in one iteration of a loop."""
-    kinds = {}  # loops by their matrix products: 2 in the forward pass, 3 for dq, 4 for dk/dv
-    for loop in innermost_loops(listing, "MMA"):
-        kinds.setdefault(count(loop, "HGMMA", "HMMA"), []).append(loop)
-    loops = [kinds[products] for products in sorted(kinds)]
-    return Code(
-        shared=binary.metadata.shared,
-        has_calls="CALL" in re.findall(r"\w+", listing),
-        instructions=[min(map(len, kind)) / logits for kind in loops],  # loops over cut tiles have a mask, too
-        spills=[max(count(loop, "LDL", "STL") for loop in kind) / logits for kind in loops],
-    )
-
-
-def compile_case(arch, dtype, head_dim, length, name, options, passes=("forward", "backward")) -> list[Code]:
-    """Return the attention kernels of the method `name`."""
-    method = make_method(name, num_heads=2, head_dim=head_dim, train_length=64, **options)
-    graphs = trace_attention(method, length, head_dim, getattr(torch, dtype))
-    return compile_attention([graph for graph in graphs if graph[0] in passes], arch)
+    return trace(lambda q, k, v: attend(method, q, k, v, x=x, plan=plan), *(y.requires_grad_() for y in qkv))
 
 
 def trace_model(method: str, options: dict) -> Graphs:
@@ -252,11 +101,158 @@ def trace_model(method: str, options: dict) -> Graphs:
         vocab_size=512, num_layers=2, num_heads=2, model_dim=128, train_length=256, method=method,
         method_options=options, dtype=torch.bfloat16,
     ).to(META)  # fmt: skip
-    tokens = torch.empty(2, 256, dtype=torch.int64, device=META)
-    plan = model.plan(256, backend="flex")
+    tokens, plan = torch.empty(2, 256, dtype=torch.int64, device=META), model.plan(256, backend="flex")
     return trace(lambda tokens: model(tokens, tokens, plan=plan), tokens)
 
 
-def attention_calls(graph: fx.GraphModule) -> int:
-    """Return how many times a graph calls FlexAttention, forward or backward."""
-    return sum("flex_attention" in str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+# ---- lowering and compiling ------------------------------------------------------------------------------------------
+
+
+def empty_on(device: torch.device, x):
+    """Return an empty tensor like x on a device; x itself if it is no tensor."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device) if isinstance(x, Tensor) else x
+
+
+@contextlib.contextmanager
+def absent_gpu(arch: int):
+    """Make torch and Triton believe in a GPU of this compute capability, as far as writing code for it goes."""
+    properties = SimpleNamespace(
+        major=arch // 10, minor=arch % 10, gcnArchName="", multi_processor_count=132, warp_size=32,
+        regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048, max_threads_per_block=1024,
+    )  # fmt: skip
+    target = GPUTarget("cuda", arch, 32)
+    triton.runtime.driver.set_active(SimpleNamespace(get_current_target=lambda: target, get_current_device=lambda: 0))
+    _triton.has_triton.cache_clear()  # without a GPU, it has said no
+    with (
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
+        mock.patch.object(torch.cuda, "current_device", return_value=0),
+        mock.patch.object(CudaInterface, "is_available", return_value=True),
+        mock.patch.object(CudaInterface, "get_device_properties", return_value=properties),
+        mock.patch.object(CudaInterface.Worker, "get_device_properties", return_value=properties),
+    ):
+        yield
+
+
+def lower(name: str, graph: fx.GraphModule, arch: int) -> str:
+    """Return the code that Inductor writes for a graph of `trace`, which it moves to CUDA."""
+    def moved(x):
+        return CUDA if x == META else x
+
+    with absent_gpu(arch), FakeTensorMode() as fake, torch.no_grad(), V.set_fake_mode(fake):
+        for module in graph.modules():
+            for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+                node.args = fx.node.map_aggregate(node.args, moved)
+                node.kwargs = fx.node.map_aggregate(node.kwargs, moved)
+                node.meta["val"] = tree_map(lambda x: empty_on(CUDA, x), node.meta.get("val"))
+            if isinstance(module, fx.GraphModule):
+                module.recompile()
+        inputs = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
+        lowering = GraphLowering(graph, example_inputs=inputs, is_backward=name == "backward")
+        with V.set_graph_handler(lowering), V.set_debug_handler(DebugContext()):
+            lowering.run(*inputs)
+            return lowering.codegen()[0].value
+
+
+def compile_code(code: str, arch: int) -> Code:
+    """Compile the one attention kernel in Inductor's code."""
+    (source,) = re.findall(r"async_compile\.triton\('triton_tem_\w+', '''(.*?)'''", code, flags=re.DOTALL)
+    sizes = {name: int(size) for name, size in re.findall(r"BLOCK_([MN]\d?) : tl.constexpr = (\d+)", source)}
+    areas = {size * sizes[name.replace("M", "N")] for name, size in sizes.items() if "M" in name}
+    found = []
+
+    def template(triton_meta, num_warps, num_stages, **rest):
+        return lambda kernel: found.append((kernel, triton_meta, dict(num_warps=num_warps, num_stages=num_stages)))
+
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:  # Triton reads a kernel's source from its file
+        file.write(source)
+        file.flush()
+        spec = importlib.util.spec_from_file_location("kernel", file.name)
+        with mock.patch.object(triton_heuristics, "template", template):
+            spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    ((kernel, meta, options),) = found
+    compiled = compile_kernel(kernel, meta["signature"], meta["constants"], *meta["configs"], options, arch)
+    (area,) = areas  # the tiles of dq are as large as those of dk and dv
+    return read_code(*compiled, area / (32 * options["num_warps"]))
+
+
+def read_code(binary, listing: str, logits: float) -> Code:
+    """Return the counts of a kernel. logits: computed by one thread in one iteration of a loop."""
+    kinds = {}  # loops by their number of matrix products: dk and dv take one more than dq
+    for loop in innermost_loops(listing, "MMA"):
+        kinds.setdefault(count(loop, "HGMMA", "HMMA"), []).append(loop)
+    loops = [kinds[products] for products in sorted(kinds)]
+    return Code(
+        shared=binary.metadata.shared,
+        has_calls=any("CALL" in loop for kind in loops for loop in kind),
+        instructions=[min(map(len, kind)) / logits for kind in loops],  # loops over cut tiles have a mask, too
+        spills=[max(count(loop, "LDL", "STL") for loop in kind) / logits for kind in loops],
+    )
+
+
+def compile_case(arch, dtype, head_dim, length, name, options, passes=("forward", "backward")) -> list[Code]:
+    """Compile the attention kernels of the method `name`."""
+    method = make_method(name, **SHAPE, head_dim=head_dim, **options)
+    graphs = trace_attention(method, length, head_dim, getattr(torch, dtype))
+    return [compile_code(lower(*graph, arch), arch) for graph in graphs if graph[0] in passes]
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+
+def prepare_formula(score_change, plan, earlier=None) -> dict:
+    return flex.prepare(None, plan) | dict(score_mod=flex.make_score_mod(score_change, plan))
+
+
+def prepare_approximations(score_change, plan, earlier=None) -> dict:
+    from torch._higher_order_ops import inline_asm_elementwise  # from torch 2.13 on
+
+    def approximate(name, x):
+        asm = f"{name}.approx.ftz.f32 $0, $1;"
+        return inline_asm_elementwise(x, asm_str=asm, constraints="=f,f", dtype=torch.float32)
+
+    def score_mod(score, batch, head, q_index, kv_index):
+        x = 1 + (q_index - kv_index).clamp(min=0).float() * (1 / score_change.tau)
+        a = approximate("sqrt", 1 + 2 * math.log(2) * approximate("lg2", x))
+        return a * (score - a)
+
+    return flex.prepare(None, plan) | dict(score_mod=score_mod)
+
+
+ROWS = {  # method, options, how FlexAttention gets it
+    "plain": ("nope", {}, flex.prepare),
+    "ALiBi": ("alibi", {}, flex.prepare),
+    "scale-invariant, as the paper writes it": ("scale_invariant_nope", {}, prepare_paper),
+    "scale-invariant, x rsqrt(x) for the root": ("scale_invariant_nope", {}, prepare_formula),
+    "scale-invariant, lg2.approx and sqrt.approx": ("scale_invariant_nope", {}, prepare_approximations),
+    "scale-invariant, one table (`flex`)": ("scale_invariant_nope", {}, flex.prepare),
+    "scale-invariant, learned tau": ("scale_invariant_nope", dict(learn_tau=True), flex.prepare),
+}
+
+
+def main():
+    codes = {}
+    for label, (name, options, prepare) in ROWS.items():
+        backend = SimpleNamespace(unsupported=flex.unsupported, prepare=prepare, run=flex.run)
+        with mock.patch.dict(BACKENDS, flex=backend):
+            codes[label] = compile_case(90, "bfloat16", 128, 1024, name, options)
+    method, codes["scale-invariant, `triton`"] = make_method("scale_invariant_nope", **SHAPE, head_dim=128), []
+    for launch in flash_launches(method, 1024, 128, torch.bfloat16).values():
+        logits = launch.constants["QUERIES"] * launch.constants["KEYS"] / (32 * launch.options["num_warps"])
+        codes["scale-invariant, `triton`"].append(read_code(*compile_launch(launch, 90), logits))
+    rows, baseline = [["scores", "forward", "dq", "dk, dv", "shared KiB", "spills", "calls", "estimated time"]], None
+    for label, kernels in codes.items():
+        numbers = [number for kernel in kernels for number in kernel.instructions]
+        # Clocks a logit of an SM: 9 products of 2 D operations at 4096 a clock, then 128 instructions a clock.
+        clocks = 9 * 2 * 128 / 4096 + sum(numbers) / 128
+        baseline = baseline or clocks
+        shared = " / ".join(f"{kernel.shared / 1024:.0f}" for kernel in kernels)
+        spills = max(number for kernel in kernels for number in kernel.spills)
+        calls = "yes" if any(kernel.has_calls for kernel in kernels) else "no"
+        instructions = (f"{number:.1f}" for number in numbers)
+        rows.append([label, *instructions, shared, f"{spills:.1f}", calls, f"{clocks / baseline:.2f}"])
+    versions = f"torch {torch.__version__}, triton {triton.__version__}, ptxas {get_ptxas(90).version}"
+    print(f"{versions}, commit {git_commit(Path())}\n\n{markdown_table(rows)}")
+
+
+if __name__ == "__main__":
+    main()

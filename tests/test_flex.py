@@ -60,51 +60,44 @@ def test_the_block_mask_is_the_causal_mask(queries, keys, q_offset, window, quer
     assert_close(part + full, visible_part(dense, query_block))  # a block in both lists would add up to 3
 
 
-TRAINING = [(128, 128), (300, 300), (1000, 1000), (1024, 1024)]
+TRAINING = [(length, length, 0, None) for length in (128, 300, 1000, 1024)]  # queries, keys, q_offset, window
 OTHER = [
     (1024, 1024, 0, 400), (300, 300, 0, 1), (640, 640, 0, 10**9), (100, 100, 0, None), (300, 427, 127, None),
     (300, 500, 100, None), (1, 300, 299, None),
-]  # fmt: skip
+]
 
 
-def consecutive(counts, indices):
+def are_consecutive(counts, indices):
     """Return whether every list of blocks has no gaps."""
     lists = [row[:count] for count, row in zip(counts.flatten(), indices.flatten(0, -2), strict=True)]
     return all(bool((row.diff() == 1).all()) for row in lists)
 
 
-def queries_see_first_tile(mask, queries, tile=16):
+def queries_see_their_first_tile(mask, queries, tile=16):
     """Return whether each query sees a key of its first tile. The kernel reads cut blocks before whole ones."""
-    for block, (cut, whole) in enumerate(zip(mask.kv_num_blocks.flatten(), mask.full_kv_num_blocks.flatten())):
-        indices = (mask.kv_indices if cut else mask.full_kv_indices)[0, 0, block]
-        assert cut or whole
-        rows = torch.arange(128 * block, min(128 * (block + 1), queries)).view(-1, 1)
-        keys = 128 * indices[0] + torch.arange(tile)
-        if cut and not mask.mask_mod(0, 0, rows, keys).any(dim=1).all():
-            return False
+    for block in range(len(mask.kv_num_blocks[0, 0])):
+        if mask.kv_num_blocks[0, 0, block]:
+            rows = torch.arange(128 * block, min(128 * (block + 1), queries)).view(-1, 1)
+            keys = 128 * mask.kv_indices[0, 0, block, 0] + torch.arange(tile)
+            if not mask.mask_mod(0, 0, rows, keys).any(dim=1).all():
+                return False
     return True
 
 
-@pytest.mark.parametrize("queries, keys, q_offset, window", [(*lengths, 0, None) for lengths in TRAINING] + OTHER)
-def test_the_kernel_options_are_true_of_the_mask(queries, keys, q_offset, window):
+@pytest.mark.parametrize("shape", TRAINING + OTHER)
+def test_the_kernel_options_are_true_of_the_mask(shape):
+    queries, keys, q_offset, window = shape
     options = mask_options(Plan("flex", 1, 16, queries, keys, q_offset, window=window))
     mask = causal_block_mask(queries, keys, q_offset, "cpu", window=window)
-    lists = [
-        (mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices),
-        (mask.q_num_blocks, mask.q_indices), (mask.full_q_num_blocks, mask.full_q_indices),
-    ]  # fmt: skip
-    contiguous = all(consecutive(*blocks) for blocks in lists)
-    safe = queries >= 128 and queries_see_first_tile(mask, queries)  # fewer queries run in another kernel
+    contiguous = are_consecutive(mask.kv_num_blocks, mask.kv_indices)
+    contiguous &= are_consecutive(mask.full_kv_num_blocks, mask.full_kv_indices)
+    contiguous &= are_consecutive(mask.q_num_blocks, mask.q_indices)
+    contiguous &= are_consecutive(mask.full_q_num_blocks, mask.full_q_indices)
+    safe = queries >= 128 and queries_see_their_first_tile(mask, queries)  # fewer queries run in another kernel
     assert options["BLOCKS_ARE_CONTIGUOUS"] <= contiguous and options["ROWS_GUARANTEED_SAFE"] <= safe
-    training = (queries, keys) in TRAINING and window is None
-    assert all(options.values()) == training
-    if window == 400:
-        assert not contiguous and not safe
-    if q_offset == 127:
-        assert not safe
-
-
-# ---- tables ----------------------------------------------------------------------------------------------------------
+    assert all(options.values()) == (shape in TRAINING)
+    assert not (contiguous or safe) or window != 400
+    assert not safe or q_offset != 127
 
 
 @pytest.mark.parametrize("options", [{}, dict(tau=0.3), dict(tau_ratio=3.0)])
@@ -112,13 +105,12 @@ def test_the_table_is_the_formula_less_a_constant(options):
     """In float32, up to 64k tokens back: a (S - a) + 1 = a S + m, within a few roundings of a |S| + a^2."""
     change, length = ScaleInvariant(3, 16, 64, **options), 65536
     prepared = flex.prepare(change, Plan("flex", 3, 16, 256, length, length - 256))
-    head, query = torch.arange(3).view(-1, 1, 1), torch.tensor([0, 255]).view(-1, 1)
+    head, query, key = torch.arange(3).view(-1, 1, 1), torch.tensor([0, 255]).view(-1, 1), torch.arange(length)
     score = 11 * random(3, 2, length, seed=0).float()
-    ours = prepared["score_mod"](score, 0, head, query, torch.arange(length)) + 1.0
-    distance = (query + length - 256 - torch.arange(length)).clamp(min=0)
-    a, m = change.coefficients(distance.double(), head)
+    ours = prepared["score_mod"](score, 0, head, query, key) + 1.0
+    a, m = change.coefficients((query + length - 256 - key).clamp(min=0).double(), head)
     assert ((ours - (a * score + m)).abs() <= 4 * 2**-24 * (a * score.abs() + a * a + 1)).all()
-    assert prepared["kernel_options"]["num_stages"] == 2  # of two stages, the table's tiles fit the shared memory
+    assert prepared["kernel_options"]["num_stages"] == 2
 
 
 @pytest.mark.parametrize("name", ["nope", "alibi", "learned", "by_head", "for_all_heads"])
@@ -211,15 +203,9 @@ def test_torch_s_cpu_kernel_still_misreads_inputs_of_its_graph():
 # ---- FlashAttention-4 ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name, shapes",
-    {  # of tables, for 3 heads and 40 keys
-        "nope": [],
-        "scale_invariant": [(40,)],
-        "alibi": [(3, 40), (3, 40)],
-        "for_all_heads": [(40,), (40,)],
-    }.items(),
-)
+@pytest.mark.parametrize("name, shapes", {  # of tables, for 3 heads and 40 keys
+    "nope": [], "scale_invariant": [(40,)], "alibi": [(3, 40), (3, 40)], "for_all_heads": [(40,), (40,)],
+}.items())
 def test_a_logit_reads_no_more_tables_than_its_formula_needs(name, shapes):
     """One where m = 1 - a^2, a row a head only where heads differ; none begins within its memory."""
     score_mod = flex.make_table_score_mod(make_case(name).score_change, Plan("flex_flash", 3, 16, 40, 40))
@@ -232,7 +218,6 @@ def test_a_logit_reads_no_more_tables_than_its_formula_needs(name, shapes):
 @pytest.fixture
 def flash_problem(monkeypatch):
     """Return why flex_flash cannot run on a GPU of this compute capability, with its package or without."""
-
     def problem(
         name="alibi", capability=(9, 0), device=CUDA, dtype=torch.bfloat16, head_dim=64, packages=("flash_attn.cute",)
     ):
