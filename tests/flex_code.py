@@ -117,7 +117,7 @@ def empty_on(device: torch.device, x):
 def absent_gpu(arch: int):
     """Make torch and Triton believe in a GPU of this compute capability, as far as writing code for it goes."""
     properties = SimpleNamespace(
-        major=arch // 10, minor=arch % 10, gcnArchName="", multi_processor_count=132, warp_size=32,
+        major=arch // 10, minor=arch % 10, name="", gcnArchName="", multi_processor_count=132, warp_size=32,
         regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048, max_threads_per_block=1024,
     )  # fmt: skip
     target = GPUTarget("cuda", arch, 32)
