@@ -171,7 +171,7 @@ def compile_code(code: str, arch: int) -> Code:
             spec.loader.exec_module(importlib.util.module_from_spec(spec))
     ((kernel, meta, options),) = found
     compiled = compile_kernel(kernel, meta["signature"], meta["constants"], *meta["configs"], options, arch)
-    (area,) = areas  # the tiles of dq are as large as those of dk and dv
+    (area,) = areas  # dq has tiles of other shapes than dk and dv, but of the same area
     return read_code(*compiled, area / (32 * options["num_warps"]))
 
 
@@ -242,7 +242,7 @@ def main():
     rows, baseline = [["scores", "forward", "dq", "dk, dv", "shared KiB", "spills", "calls", "estimated time"]], None
     for label, kernels in codes.items():
         numbers = [number for kernel in kernels for number in kernel.instructions]
-        # Clocks a logit of an SM: 9 products of 2 D operations at 4096 a clock, then 128 instructions a clock.
+        # Clocks of an SM for a logit: 9 products of 2 D operations, 4096 a clock, and 128 instructions a clock.
         clocks = 9 * 2 * 128 / 4096 + sum(numbers) / 128
         baseline = baseline or clocks
         shared = " / ".join(f"{kernel.shared / 1024:.0f}" for kernel in kernels)

@@ -1,4 +1,4 @@
-"""FlexAttention's kernels, compiled for GPUs that are not there: every way in which a method changes the logits.
+"""FlexAttention's kernels, compiled for absent GPUs, for every kind of mechanism that changes the logits.
 
 One process compiles all cases, since Triton interprets kernels in this one (conftest.py).
 """

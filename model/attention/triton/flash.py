@@ -24,7 +24,7 @@ class Tiles:
 
 def choose_tiles(dtype: torch.dtype, head_dim: int) -> dict[str, Tiles]:
     """Return the tiles of each kernel. Among tiles that hardly spill registers, they need the fewest instructions per
-    logit (results/speed/kernel_code.md). They are not timed yet."""
+    logit (results/speed/flex_code.md). They are not timed yet."""
     if dtype == torch.float32:
         small = Tiles(32, 32, 4, 1) if head_dim <= 128 else Tiles(16, 16, 4, 1)
         return dict(forward=small, query_gradient=small, key_gradient=small)
