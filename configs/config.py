@@ -195,18 +195,18 @@ NOT_MATHEMATICS = frozenset(f.name for f in dataclasses.fields(Config) if not f.
 def with_changes(base: Config, changes: dict) -> Config:
     """Return base with these fields changed.
 
-    If `steps` changes and warmup_steps, cooldown_steps and length_schedule do not, these three scale with it.
+    If `steps` changes, then warmup_steps, cooldown_steps and length_schedule scale with it, unless they change too.
     """
-    scaled_with_steps = ("warmup_steps", "cooldown_steps", "length_schedule")
-    if type(changes.get("steps")) is int and not changes.keys() & {*scaled_with_steps}:
+    if type(changes.get("steps")) is int:
         ratio = changes["steps"] / base.steps
         pairs = zip(base.length_schedule[::2], base.length_schedule[1::2])
-        scaled = [(length, round(steps * ratio)) for length, steps in pairs]
-        changes = changes | dict(
+        shorter = [(length, round(steps * ratio)) for length, steps in pairs]
+        scaled = dict(
             warmup_steps=round(base.warmup_steps * ratio),
             cooldown_steps=round(base.cooldown_steps * ratio),
-            length_schedule=tuple(number for pair in scaled if pair[1] for number in pair),
+            length_schedule=tuple(number for pair in shorter if pair[1] for number in pair),
         )
+        changes = scaled | changes
     return dataclasses.replace(base, **changes)
 
 

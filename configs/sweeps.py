@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable
 
-from configs.config import config_hash
+from configs.config import config_hash, with_changes
 from configs.presets import preset
 from configs.runs import Needle, Run
 from errors import did_you_mean, require
@@ -247,5 +247,6 @@ def add_changes(name: str, run: Run, changes: dict) -> Run:
         same = changes[field] == run.changes[field]
         require(same, f"--{field}: sweep {name} sets it to {run.changes[field]!r} in a run. {instruction}")
     base = preset(run.preset)
-    added = {field: value for field, value in changes.items() if value != getattr(base, field)}
+    scaled = with_changes(base, {"steps": changes.get("steps", base.steps)})  # other fields scale with steps
+    added = {f: value for f, value in changes.items() if value != getattr(base if f == "steps" else scaled, f)}
     return dataclasses.replace(run, changes=added | run.changes)

@@ -110,6 +110,7 @@ def test_mini_presets_differ_in_the_training_length_alone():
     (["mini", "--steps", "90", "--cooldown_steps", "7"], "cooldown_steps", 7),
     (["mini", "--cooldown_steps", "7"], "steps", 640),
     (["quickstart", "--steps", "100"], "length_schedule", (32, 20, 64, 40)),
+    (["quickstart", "--steps", "100", "--length_schedule", "64", "20"], "cooldown_steps", 29),
     (["quickstart", "--steps", "2"], "length_schedule", (64, 1)),
 ])
 def test_steps_alone_leave_cooldown_and_length_schedule_their_share(arguments, field, value):

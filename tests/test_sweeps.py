@@ -77,6 +77,9 @@ def test_a_name_has_the_changed_fields_or_their_hash():
     assert len(set(names)) == 6 and max(map(len, names)) < 80
     plain = [run.name for run in sweep("table_losses", "mini")]
     assert [run.name for run in sweep("table_losses", "mini", changes=dict(steps=640))] == plain  # as in the preset
+    for cooldown in (183, 57, 0):  # as in the preset, scaled with steps, another
+        run, *_ = sweep("table_losses", "mini", changes=dict(steps=200, cooldown_steps=cooldown))
+        assert (run.config.steps, run.config.cooldown_steps) == (200, cooldown)
 
 
 @pytest.mark.parametrize("field, value", [("method_options", {"tau": 3.0}), ("method", "rope"), ("seed", 7)])
