@@ -54,7 +54,7 @@ def main():
             start_step=first_step,
             device=world.device,
         )
-        for step in range(first_step, config.steps + 1):
+        for step in range(first_step, config.steps + 1):  # the last round only saves and validates
             if run.save_or_stop(step):
                 break  # a signal asked the run to stop
             if run.validate_or_stop(step, validation) or step == config.steps:
@@ -63,9 +63,9 @@ def main():
             # ---- one training step ----
             micro_batches = next(loader)  # this rank's share of the step's tokens
             length = config.length_at(step)
-            sequences = config.batch_tokens // length  # on all ranks together
+            sequences = config.batch_tokens // length  # of the step, on all ranks together
             loss = torch.zeros((), device=world.device)
-            for inputs, targets in micro_batches:  # both (sequences, length)
+            for inputs, targets in micro_batches:  # both (B, length); B / sequences is the weight of a micro-batch
                 micro_loss = training_model(inputs, targets, plan=plans[length]) / (sequences / len(inputs))
                 micro_loss.backward()
                 loss += micro_loss.detach()

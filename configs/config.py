@@ -40,7 +40,7 @@ class Config:
     """auto: continue from the latest checkpoint in the run folder. Without a checkpoint, start at step 0."""
     init_from: str = ""
     """Folder of another run, whose weights this run starts from. The optimizer state starts at zero, and the text
-    continues after that run's tokens. Use it to change the method (DroPE: --method nope) or the train_length."""
+    continues after the other run's tokens. Use it to change the method (DroPE: --method nope) or the train_length."""
     on_nonfinite: Literal["stop", "skip"] = setting("stop", mathematics=False)
     """A step whose loss or gradient norm is not finite updates nothing. stop: the run ends. skip: the run continues."""
     timeout: float = setting(600.0, at_least=1, below=1e9, mathematics=False)
@@ -56,9 +56,9 @@ class Config:
 
     # ---- the model ----
     method: str = "scale_invariant_p_rope"
-    """Attention method. model/methods/__init__.py lists the names."""
+    """Attention method: a name, or mechanisms such as p_rope+alibi. docs/methods.md describes all."""
     method_options: dict[str, OptionValue] = dataclasses.field(default_factory=dict)
-    """Options of the method that differ from the paper's. Example: --method_options tau 3 base 64."""
+    """Options of the method that differ from its paper's. Example: --method_options tau 3 base 64."""
     position_scale: float = setting(1.0, at_least=1e-9, below=1e10)
     """Multiplies the rotary base and 1/slope of ALiBi where method_options does not set them. The paper's values are
     for 4096 tokens; 1/16 fits them to 256. Tau is 10 tokens at every training length, as in the paper."""
@@ -75,7 +75,7 @@ class Config:
 
     # ---- the data ----
     data_dir: str = setting("data/fineweb10B", mathematics=False)
-    """Folder of token shards, made by `python -m data.download` or `python -m data.text`."""
+    """Folder of token shards, made by `python -m data.download`, `data.text` or `data.python_source`."""
     train_length: int = setting(4096, at_least=1)
     """Tokens in a training sequence."""
     length_schedule: tuple[int, ...] = setting((), at_least=1)

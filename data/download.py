@@ -3,8 +3,8 @@
     python -m data.download fineweb10B --shards 25      2.5 B tokens, 5 GB, enough for gpt_162m_4k
     python -m data.download fineweb100B --shards 101    10.1 B tokens, 20 GB, enough for gpt_304m_4k
 
-The hub's client retries and resumes. Only a complete file gets its final name, so the same command fetches all missing
-files. Keller Jordan made the FineWeb shards. Every shard is compared with its sha256 on the hub.
+The hub's client retries and resumes. Only a complete file gets its final name, so a second run of the command fetches
+only the missing files. Keller Jordan made the FineWeb shards. Every shard is compared with its sha256 on the hub.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def one_line_errors(description: str) -> Iterator[None]:
 def fetch(repo: str, name: str, folder: Path | None = None, repo_type: str = "dataset") -> Path:
     """Download a file of the hub into a folder (None: the cache) and return its path. Raise OSError if that fails.
 
-    An interrupted download continues where it stopped, if the folder still has the parts.
+    An interrupted download continues where it stopped, if the folder still has the partial file.
     """
     from huggingface_hub import hf_hub_download
 
@@ -40,7 +40,7 @@ def fetch(repo: str, name: str, folder: Path | None = None, repo_type: str = "da
 
 
 def model_file(model: str | Path, name: str) -> Path:
-    """Return the path of a file of a model, a folder or a name on the hub. Raise OSError if a download fails."""
+    """Return the path of a model's file. model: a folder, or a name on the hub. Raise OSError if a download fails."""
     return Path(model) / name if Path(model).is_dir() else fetch(str(model), name, repo_type="model")
 
 
@@ -62,13 +62,13 @@ def download_fineweb(dataset: str, num_shards: int | None, out: Path) -> dict:
     source = manifest.get("source")  # fineweb10B and fineweb100B have files of the same names and sizes
     require(source == repo, f"{out}: has data of {source or 'another source'}. Choose another --out.")
 
-    write_manifest(out, manifest)  # open_split refuses files without an entry, so it refuses unchecked files
+    write_manifest(out, manifest)  # first, so that open_split refuses unchecked files: they have no entry
     for name in tqdm(names, desc=repo, unit="file", disable=None):
         entry = manifest["files"].get(name)
         if entry and (out / name).exists() and (out / name).stat().st_size == shard_bytes(entry["tokens"]):
             continue
         with one_line_errors(f"{name} of {repo}"):
-            sha256 = get_hf_file_metadata(hf_hub_url(repo, name, repo_type="dataset")).etag
+            sha256 = get_hf_file_metadata(hf_hub_url(repo, name, repo_type="dataset")).etag  # of an LFS file: sha256
         path = fetch(repo, name, out)
         try:
             entry = describe_shard(path)

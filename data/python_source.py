@@ -5,9 +5,9 @@
 
 `taught`: a document is a folder of source files. Whole documents are held out for validation. A held-out folder may
 resemble a training folder, because packages have near-copies of files. Half of the training rows are copy rows
-(data/copy_rows.py), the others are pieces of documents from random places. Rows have 32 and 64 tokens where runs train
-on such sequences, then 256.
-`mini`: a document is a package of the standard library. All rows are natural text.
+(data/copy_rows.py), the others are pieces of documents from random places. Rows have 32 tokens first, then 64, then
+256, because the quickstart trains on sequences of these lengths in this order.
+`mini`: a document is a package or a module of the standard library. All rows are natural text.
 
 The same versions of Python and PyTorch give the same tokens.
 """
@@ -23,8 +23,8 @@ from data.text import prepare
 from errors import exit_on_user_error
 
 COPY_ROWS = 0.5  # share of the training rows
-ROW_LENGTHS = [(32, 200 * 2048), (64, 600 * 2048), (256, None)]  # match length_schedule of preset quickstart
-# Tests, character tables, and packages that are not part of Python.
+ROW_LENGTHS = [(32, 200 * 2048), (64, 600 * 2048), (256, None)]  # copy_rows.RowLengths, as preset quickstart trains
+# Excluded are tests, character tables, and packages that are not part of Python.
 EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "entities.py"}
 
 
@@ -36,8 +36,8 @@ def find_source(root: Path) -> list[Path]:
 def write_folders(roots: Sequence[Path], out: Path) -> int:
     """Write each folder of Python source as one document to a .txt file in `out`; return the number of documents.
 
-    A document has the .py files directly in a folder, in sorted order. Names in `out` have the order of the roots and
-    folders.
+    A document has the .py files directly in a folder, in sorted order. Sorted by name, the documents in `out` have the
+    order of roots and folders.
     """
     folders = {}  # folder -> texts of its files
     for root in roots:
@@ -68,8 +68,8 @@ def prepare_mini(out: Path):
     with tempfile.TemporaryDirectory() as folder:
         for path in find_source(library):
             package = path.relative_to(library).parts[0]
-            with open(Path(folder) / f"{package}.txt", "a") as file:
-                file.write(path.read_text(errors="replace").strip() + "\n\n\n")
+            with open(Path(folder) / f"{package}.txt", "a", encoding="utf-8") as file:
+                file.write(path.read_text(encoding="utf-8", errors="replace").strip() + "\n\n\n")
         prepare([Path(folder)], out, "bpe:2048", val_fraction=0.1, name="packages")
 
 

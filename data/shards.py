@@ -54,7 +54,7 @@ def _is_in_split(name: str, split: str) -> bool:
 
 
 def shard_bytes(num_tokens: int) -> int:
-    """Return the size of a shard's file."""
+    """Return the bytes of a header and num_tokens tokens: a shard's size, or the position of its next token."""
     return HEADER_BYTES + num_tokens * TOKEN.itemsize
 
 
@@ -82,7 +82,7 @@ def describe_shard(path: Path) -> dict:
 
 # ---- manifest: {"tokenizer": name, "vocab_size": int, "files": {file name: describe_shard(file)}} ----
 # data.download adds "source". data.text adds "tokenizer_sha256", if there is a tokenizer.json. For copy rows it adds
-# "copy_rows": {"share": float, "row_lengths": [[tokens in a row, end or null], ...], "seed": int}.
+# "copy_rows": {"share": float, "row_lengths": [[tokens in a row, end], ...], "seed": int}, see copy_rows.RowLengths.
 
 
 def read_manifest(folder: Path) -> dict | None:
@@ -131,7 +131,7 @@ class TokenStream:
     def fingerprint(self, tokens: int | None = None) -> str:
         """Return sixteen hex digits that identify the first `tokens` of the stream (None: the whole stream).
 
-        They depend on name, size and sha256 of all shards up to the last target.
+        They depend on name, size and sha256 of all shards up to token number `tokens`, the last target.
         """
         whole = tokens is None or tokens >= len(self)
         count = len(self.paths) if whole else self._locate(tokens)[0] + 1
@@ -151,7 +151,7 @@ class TokenStream:
         return self.paths[shard].name, offset
 
     def read(self, start: int, count: int, vocab_size: int = 2**16) -> np.ndarray:
-        """Return tokens start to start + count, uint16. They may cross shards, and wrap around at the end.
+        """Return tokens start to start + count, uint16. The range may cross shards, and wraps around at the end.
 
         Raise ValueError for a token outside the vocabulary, because an index error in a CUDA kernel names no token.
         Raise ValueError for a shard that was truncated after the stream was opened.
@@ -172,10 +172,10 @@ class TokenStream:
 
 
 def open_split(data_dir: Path, split: str, vocab_size: int, need_tokens: int = 0) -> TokenStream:
-    """Compare the headers of a folder's "train" or "val" shards with the manifest, and return the stream.
+    """Return the stream of a folder's "train" or "val" shards, after a comparison of headers and manifest.
 
     Raise ValueError for a missing manifest, for a bad, missing or unknown shard, and for tokens outside the vocabulary.
-    Without any shards, the message has the command that makes them, with `need_tokens` of training text.
+    Without any shards, the message has the command that makes at least `need_tokens` of training text.
     """
     data_dir = Path(data_dir)
     paths, manifest = shard_paths(data_dir, split), read_manifest(data_dir)
@@ -194,7 +194,7 @@ def open_split(data_dir: Path, split: str, vocab_size: int, need_tokens: int = 0
 
 
 def verify(data_dir: Path) -> dict[str, str]:
-    """Return the problems of the manifest's files and of other .bin files. Raise ValueError without a manifest."""
+    """Return file name -> problem, for the manifest's and all other .bin files. Raise ValueError without a manifest."""
     manifest, problems = read_manifest(data_dir), {}
     require(manifest, f"{data_dir}: has no {MANIFEST} to verify against. Give a folder of prepared data.")
     if manifest.get("tokenizer_sha256") not in (None, sha256_of(data_dir / TOKENIZER_FILE)):

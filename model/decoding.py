@@ -1,7 +1,7 @@
 """Exact decoding with a key-value cache, for every attention method.
 
 The prompt takes one ordinary forward pass. Each later token takes one step. Its logits equal the logits of a full
-forward pass, up to rounding. Keys are cached after rotation. NTK, YaRN and LogN's constant form scale with the length
+forward pass, up to rounding. Keys are cached after rotation. NTK, YaRN and LogN's constant form depend on the length
 of the whole sequence. So this length, target_length, must be known before the first token.
 """
 
@@ -26,7 +26,7 @@ def greedy_decode(
 
     tokens (B, T), integers: prompts of equal length. A row ends at its first token `stop`, and is padded with `stop`.
     Decoding ends early when all rows have ended. target_length: the length that NTK, YaRN and LogN's constant form use.
-    Its default is all tokens that the model sees, T + max_new_tokens - 1. The paper does not describe its decoding.
+    The default is all tokens that the model sees, T + max_new_tokens - 1. It is ours: the paper describes no decoding.
     method: see GPT.plan. Raise ValueError for an empty prompt and for a target_length below the default.
     """
     stop = -1 if stop is None else stop  # -1 is no token
@@ -34,7 +34,7 @@ def greedy_decode(
     ended = torch.zeros(tokens.shape[0], dtype=torch.bool, device=model.head.device)
     for token in decode(model, tokens, max_new_tokens, target_length=target_length, method=method):
         chosen.append(token.masked_fill(ended, stop))
-        ended = chosen[-1] == stop
+        ended = chosen[-1] == stop  # also True for a padded row
         if ended.all():
             break
     return torch.stack(chosen, dim=1)
@@ -63,8 +63,8 @@ def sample(
 ) -> Tensor:
     """Return tokens (B,) int64 on logits' device, drawn from softmax(logits / temperature), logits (B, vocabulary).
 
-    top_k: draw only from the most likely tokens. temperature 0 returns the most likely token. generator: a generator of
-    the CPU, which draws the tokens, so a seed draws the same numbers on every device.
+    top_k: draw only from the top_k most likely tokens. temperature 0 returns the most likely token. generator: on the
+    CPU. The CPU draws the tokens, so a seed draws the same numbers on every device.
     """
     if temperature == 0:
         return logits.argmax(dim=-1)

@@ -17,7 +17,7 @@ from model.loss import mean_loss, token_losses
 from model.methods import layer_pattern, make_layers
 from model.methods.base import Method
 
-Plans = tuple[Plan, ...]  # plans of the first layers, which later layers repeat
+Plans = tuple[Plan, ...]  # plans of the first layers, repeated for later layers
 NORM_EPS = 1.1920929e-07  # float32's epsilon for all dtypes; PyTorch's default for bfloat16 differs between versions
 
 
@@ -41,7 +41,7 @@ class Attention(nn.Module):
         B, T, C = x.shape
         qkv = linear(x, self.qkv.flatten(0, 1)).view(B, T, 3, self.num_heads, C // self.num_heads)
         q, k, v = qkv.unbind(2)  # unbind comes before the transpose, so gradients need no transposed copy
-        return [x.transpose(1, 2) for x in (norm(q), norm(k), v)]  # the transpose comes last, so norm and rotation fuse
+        return [y.transpose(1, 2) for y in (norm(q), norm(k), v)]  # the transpose comes last, so norm and rotation fuse
 
     def forward(self, x: Tensor, plan: Plan, attend=attend) -> Tensor:  # x (B, T, C)
         y = attend(self.method, *self.queries_keys_values(x), x=x, plan=plan).transpose(1, 2)  # (B, T, H, D)
@@ -102,7 +102,7 @@ class GPT(nn.Module):
     ):  # fmt: skip
         """Initialise every parameter, in float32. dtype: data type of the computation.
 
-        method, method_options and position_scale: see make_layers. ValueError for an unknown method or option.
+        method, method_options and position_scale: see make_layers. Raise ValueError for an unknown method or option.
         """
         super().__init__()
         divisible = model_dim % num_heads == 0
@@ -119,7 +119,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self):
-        """Draw the embedding from N(0, 1) and matrices from U(-1, 1) / sqrt(fan_in), as nn.Linear. Outputs are 0."""
+        """Draw the embedding from N(0, 1), qkv and up from U(-1, 1) / sqrt(fan_in), as nn.Linear. The others are 0."""
         nn.init.normal_(self.embedding.weight)
         for block in self.blocks:
             for weight in (block.attention.qkv, block.mlp.up):
@@ -127,7 +127,7 @@ class GPT(nn.Module):
             block.attention.proj.zero_()
             block.mlp.down.zero_()
         self.head.zero_()
-        for block in self.blocks:
+        for block in self.blocks:  # last, so all methods start with the same weights of the rest of the model
             block.attention.method.reset_parameters()
 
     @property
@@ -141,7 +141,7 @@ class GPT(nn.Module):
     ) -> Plans:  # fmt: skip
         """Return the plans of the first layers, for sequences of this length. Later layers repeat them.
 
-        method: another method to run these weights with. It must train identically (make_alternative).
+        method: another method to run these weights with, which must train identically (make_alternative).
         """
         methods = [method] if method else self.methods
         plans = {}

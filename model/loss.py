@@ -1,8 +1,8 @@
 """Cross-entropy of a linear head: three matmuls, one chunk of logits in memory, no float32 logits.
 
-The gradient of a token's loss by its logits is softmax - onehot(target), known as soon as the logits are. So the mean
-loss is computed together with its gradients, a chunk of tokens at a time. The chunk's gradient is multiplied into the
-gradients of x and head. The backward pass only scales these.
+The gradient of a token's loss by its logits is softmax - onehot(target), known in the forward pass. So the forward pass
+computes the mean loss and its gradients, a chunk of tokens at a time. For each chunk, two more matmuls compute the
+gradients by x and head. The backward pass only scales these two.
 """
 
 import functools
@@ -16,8 +16,8 @@ from torch import Tensor
 from model.attention import cpu
 from model.methods.base import upcast
 
-CPU_ROWS, CPU_LOGITS = 256, 2**21  # tokens of a chunk on a CPU: 256, or as many as have 8 MiB of logits
-LOGIT_BYTES = 2**30  # of a GPU's chunk: 10,672 tokens with vocabulary 50,304 in bfloat16; gradients need as much
+CPU_ROWS, CPU_LOGITS = 256, 2**21  # a chunk on a CPU has at least 256 tokens, and up to 8 MiB of logits if it has more
+LOGIT_BYTES = 2**30  # of a chunk on a GPU: 10,672 tokens with vocabulary 50,304 in bfloat16; its gradients take as many
 
 
 def mean_loss(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def loss_op(x: Tensor, head: Tensor, targets: Tensor, weights: Tensor | None) ->
     losses, dx, dhead = empty_losses(x), x.new_empty(x.shape), torch.zeros_like(head)
     head, targets = head.to(x.dtype), targets.contiguous()
     for chunk, logits in logits_in_chunks(x, head):
-        losses[chunk], dlogits = cross_entropy(logits, targets[chunk], True)
+        losses[chunk], dlogits = cross_entropy(logits, targets[chunk], gradient=True)
         if weights is not None:
             dlogits *= weights[chunk, None]
         torch.mm(dlogits, head, out=dx[chunk])
@@ -53,7 +53,7 @@ def token_losses(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
     """Return each token's loss, (N,) float32. The backward pass recomputes the logits to weigh their gradients."""
     losses, targets = empty_losses(x), targets.contiguous()
     for chunk, logits in logits_in_chunks(x, head.to(x.dtype)):
-        losses[chunk], _ = cross_entropy(logits, targets[chunk], False)
+        losses[chunk], _ = cross_entropy(logits, targets[chunk], gradient=False)
     return losses
 
 
@@ -132,7 +132,7 @@ def scale_gradients(ctx, dloss, *_):
     dx, dhead = ctx.saved_tensors
     scale = dloss / len(dx)
     dx = (dx.float() * scale).to(dx.dtype)  # rounded once: scale itself is not in bfloat16
-    return dx, dhead * scale, *[None] * (len(ctx.needs_input_grad) - 2)
+    return dx, dhead * scale, *[None] * (len(ctx.needs_input_grad) - 2)  # None for targets and weights
 
 
 def save_inputs(ctx, inputs, output):

@@ -5,7 +5,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-# Quintic of the Muon post. It is steepest at 0: five steps move singular values from about 0.01 on into [0.7, 1.2].
+# a, b, c of the Muon post's a x + b x^3 + c x^5. Five iterations move singular values above 0.01 to 0.7 to 1.2.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 
@@ -62,9 +62,9 @@ class Muon(torch.optim.Optimizer):
         buf = mu buf + g
         p  -= lr sqrt(max(1, rows / cols)) NewtonSchulz(g + mu buf)
 
-    Matrices of one shape, up to transposition, are orthogonalised together. A bank with transposed matrices has their
-    square roots in its attribute `lr_scale`, a tensor (n, 1, 1). A step changes nothing while the attribute
-    `found_inf`, a 0-D tensor, is not 0, as with PyTorch's fused optimizers.
+    Matrices of one shape, up to transposition, are orthogonalised together. If transposed matrices share a bank, its
+    attribute `lr_scale`, a tensor (n, 1, 1), holds the square root of each matrix. A step changes nothing while the
+    optimizer's `found_inf`, a 0-D tensor, is not 0, as with PyTorch's fused optimizers.
 
     compile: compile `update`, once for each shape of matrix
     dtype:   data type of the Newton-Schulz iteration

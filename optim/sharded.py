@@ -3,7 +3,7 @@
 Every rank holds all parameters. In a step, a reduce-scatter sums the gradients, each rank updates its shard, and an
 all-gather collects the new parameters. This is ZeRO's second stage (Rajbhandari et al. 2019, arXiv 1910.02054). A shard
 for Muon consists of whole matrices, as in modded-nanogpt. The all-gather of one optimizer overlaps with the
-computation of the next.
+next optimizer's computation.
 
 With one rank, nothing is sharded: the optimizers work on the parameters themselves.
 """
@@ -23,7 +23,7 @@ from optim.schedule import set_lr
 class Group:
     """Parameters that one optimizer updates. `make` constructs the optimizer.
 
-    units: views a parameter as (n, *unit). A unit, such as a matrix, always stays on one rank.
+    units: views a parameter as (n, *unit_shape). A unit, such as a matrix, always stays on one rank.
     lr_scale: returns the factor that the optimizer applies to the learning rate of a parameter.
     """
 
@@ -35,17 +35,17 @@ class Group:
 
 
 class Bucket:
-    """Parameters of one group with units of one shape, in one message. `shard` is this rank's part of the parameters.
+    """Parameters of one group whose units have one shape. One collective sends all of them.
 
-    With one rank, a bucket has one parameter, which is also its shard. Nothing is sent.
+    shard: this rank's part of the parameters. With one rank, a bucket has one parameter, which is its shard.
     """
 
     def __init__(self, group: Group, params: list[nn.Parameter], rank: int, world_size: int):
-        self.params, self.units_of, self.sharded = params, group.units, world_size > 1
+        self.params, self.as_units, self.sharded = params, group.units, world_size > 1
         views = [group.units(p.detach()) for p in params]
-        self.unit, self.counts = views[0].shape[1:], [len(view) for view in views]
+        self.unit_shape, self.counts = views[0].shape[1:], [len(view) for view in views]  # units of each parameter
         self.units_per_rank = -(-sum(self.counts) // world_size)  # rounded up; the last units may be padding
-        self.units = self.units_per_rank * world_size
+        self.num_units = self.units_per_rank * world_size
         self.shard_slice = slice(rank * self.units_per_rank, (rank + 1) * self.units_per_rank)
         self.shard = params[0]
         if self.sharded:
@@ -59,15 +59,15 @@ class Bucket:
         return self.pack(tensors)[self.shard_slice] if self.sharded else tensors[0]
 
     def pack(self, tensors: list[Tensor]) -> Tensor:
-        """Return tensors with the shapes of the parameters as one tensor (units, *unit), a view if possible."""
-        parts = [self.units_of(t) for t in tensors]
-        if padding := self.units - sum(self.counts):
-            parts.append(parts[0].new_zeros(padding, *self.unit))
+        """Return tensors with the shapes of the parameters as one (num_units, *unit_shape), a view if possible."""
+        parts = [self.as_units(t) for t in tensors]
+        if padding := self.num_units - sum(self.counts):
+            parts.append(parts[0].new_zeros(padding, *self.unit_shape))
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 
     def unpack(self, full: Tensor, tensors: list[Tensor]):
-        """Copy (units, *unit) into tensors that have the shapes of the parameters."""
-        torch._foreach_copy_([self.units_of(t) for t in tensors], full[: sum(self.counts)].split(self.counts))
+        """Copy (num_units, *unit_shape) into tensors that have the shapes of the parameters."""
+        torch._foreach_copy_([self.as_units(t) for t in tensors], full[: sum(self.counts)].split(self.counts))
 
     def reduce_gradients(self):
         """Sum the gradients over the ranks, and keep this rank's shard of the sum."""
@@ -83,9 +83,9 @@ class Bucket:
             torch.sum(summands.unflatten(0, (-1, self.units_per_rank)), dim=0, out=self.shard.grad)
 
     def start_gathering(self):
-        full = self.units_of(self.params[0].detach())
-        if len(self.params) > 1 or len(full) < self.units or not full.is_contiguous():
-            full = self.shard.new_empty(self.units, *self.unit)  # else gather into the parameter itself
+        full = self.as_units(self.params[0].detach())  # gather into the parameter itself if its memory fits
+        if len(self.params) > 1 or len(full) < self.num_units or not full.is_contiguous():
+            full = self.shard.new_empty(self.num_units, *self.unit_shape)
         self.gathering = full, dist.all_gather_into_tensor(full, self.shard.detach(), async_op=True)
 
     def finish_gathering(self):
@@ -100,7 +100,7 @@ class Bucket:
         """
         if shard.dim() == 0 or not self.sharded:
             return [shard] * len(self.params)
-        full = shard.new_empty(self.units, *self.unit)
+        full = shard.new_empty(self.num_units, *self.unit_shape)
         dist.all_gather_into_tensor(full, shard.contiguous())
         tensors = [shard.new_empty(p.shape) for p in self.params]
         self.unpack(full, tensors)
@@ -114,7 +114,7 @@ class Optimizers:
         squared_norm = reduce_gradients()
         step(lr_factor, finite)
 
-    skip: a step that is not finite is skipped. Without it, all later steps are skipped too.
+    skip: a step that is not finite is skipped. Without `skip`, all later steps are skipped too.
     """
 
     def __init__(self, groups: dict[str, Group], rank: int = 0, world_size: int = 1, *, skip: bool = False):
@@ -149,17 +149,17 @@ class Optimizers:
         finite: a bool tensor on the device. If it is False, parameters and state do not change. Without `skip`,
         `found_inf` then stays 1, so later steps change nothing either.
         """
-        masked = torch.maximum(self.found_inf, (~finite).float())
+        skipped = torch.maximum(self.found_inf, (~finite).float())
         if not self.skip:
-            self.found_inf.copy_(masked)
+            self.found_inf.copy_(skipped)
 
-        def matrices_last(name):  # Adam's parameters are sent while Muon computes
-            return len(self.buckets[name][0].unit)
+        def matrices_last(name):  # Muon comes last, so Adam's parameters are sent while Muon computes
+            return len(self.buckets[name][0].unit_shape)
 
         for name in sorted(self.groups, key=matrices_last):
             optimizer = self.optimizers[name]
             set_lr(optimizer, self.groups[name].peak_lr * lr_factor)
-            optimizer.found_inf = masked
+            optimizer.found_inf = skipped
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             for bucket in self.buckets[name]:
@@ -184,9 +184,9 @@ class Optimizers:
         return result
 
     @torch.no_grad()
-    def load_state_dict(self, result: dict) -> None:
+    def load_state_dict(self, state_dict: dict) -> None:
         for name, group in self.groups.items():
-            state = {p: result[name]["state"].get(i, {}) for i, p in enumerate(group.params)}
+            state = {p: state_dict[name]["state"].get(i, {}) for i, p in enumerate(group.params)}
             for bucket in self.buckets[name]:
                 shard_state = self.optimizers[name].state[bucket.shard]
                 for key, value in state[bucket.params[0]].items():
@@ -206,6 +206,6 @@ def make_buckets(group: Group, rank: int, world_size: int) -> list[Bucket]:
     if world_size == 1:
         return [Bucket(group, [p], rank, world_size) for p in group.params]
     by_shape = defaultdict(list)
-    for p in reversed(group.params):  # this order fixes the rounding of the gradient norm
+    for p in reversed(group.params):  # another order would round the gradient norm differently
         by_shape[group.units(p.detach()).shape[1:], p.dtype].append(p)
     return [Bucket(group, params, rank, world_size) for params in by_shape.values()]

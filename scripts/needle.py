@@ -6,7 +6,7 @@
 
 Fine-tuning uses the run's training length, optimizers and peak learning rates. The learning rate warms up for a third
 of the steps, stays constant for a third, and falls to zero. The loss is on the response alone. --curriculum shortens
-the prompts in the first half of the steps: small models learn to retrieve nearby first. The paper has no curriculum.
+the prompts in the first half of the steps, because small models learn short prompts first. The paper does not use it.
 
 A score is the share of needles whose city and number are both right, by greedy decoding or by teacher forcing. All
 files are in RUN/needle/. The same command continues an interrupted fine-tuning or scoring.
@@ -42,8 +42,8 @@ from runtime.validation import build_alternatives
 from scripts.evaluate import load_run
 
 SAVE_EVERY = 50  # steps
-KINDS = ("greedy", "teacher_forcing", "by_distance")  # of scores, as summary.json names them
-TEST_SEED = 1_000_000  # of the scored examples, equal for all runs; no fine-tuning uses it
+KINDS = ("greedy", "teacher_forcing", "by_distance")  # kinds of scores, keys of summary.json
+TEST_SEED = 1_000_000  # of the scored examples: the same for all runs, and unlike any run's seed for fine-tuning
 
 
 @exit_on_user_error()
@@ -116,7 +116,7 @@ def read_json(path: Path) -> dict:
 def fine_tune(config: Config, model: GPT, tasks: list[NeedleTask], folder: RunFolder, compiled: bool, needle: Needle):
     """Train the model in place. Continue from the folder's latest checkpoint.
 
-    tasks: one for each half of the steps. The number of tokens per step is about equal.
+    tasks: one for each half of the steps. Steps of both halves have about as many tokens.
     """
     device, steps, world = model.head.device, needle.steps, World(0, 1, model.head.device)
     optimizers = build_optimizers(config, model, compiled, world)
@@ -170,24 +170,24 @@ def add_scores(summary: dict, config: Config, model: GPT, tasks: dict[int, Needl
             for kind in KINDS:
                 shares[kind][str(length)] = scores[kind]
             folder.write_json("summary.json", summary)
-            found, forced = scores["greedy"], scores["teacher_forcing"]
-            print(f"{summary['name']} as {name} at {length}: {found:.3f} of the needles (teacher forcing {forced:.3f})")
+            greedy, forced = scores["greedy"], scores["teacher_forcing"]
+            print(f"{summary['name']} as {name}, {length} tokens: score {greedy:.3f} (teacher forcing {forced:.3f})")
 
 
 @torch.inference_mode()
 def measure_accuracy(config: Config, model: GPT, task: NeedleTask, examples: int, method: Method | None = None) -> dict:
     """Return the scores of KINDS on a task's first examples.
 
-    greedy, teacher_forcing: shares of needles. by_distance: {d: [found, all]} of greedy decoding, for d = 1, 2, 4, ...
-    It counts the needles that start d to 2d - 1 tokens before the response.
+    greedy, teacher_forcing: shares of needles. by_distance: {d: [found, all]} of greedy decoding, for d = 1, 2, 4, ...,
+    counts the needles that start d to 2d - 1 tokens before the response.
     """
     device, greedy, forced, by_distance = model.head.device, [], [], defaultdict(lambda: [0, 0])
     size = max(1, config.micro_batch_tokens // task.length)
     plan = model.plan(task.length, backend=config.attention_backend, method=method)
-    by_prompt = defaultdict(list)  # a batch needs prompts of equal length
+    by_prompt_length = defaultdict(list)  # a batch needs prompts of equal length
     for example in map(task.example, range(examples)):
-        by_prompt[example.response_start].append(example)
-    batches = [(n, group[i : i + size]) for n, group in by_prompt.items() for i in range(0, len(group), size)]
+        by_prompt_length[example.response_start].append(example)
+    batches = [(n, group[i : i + size]) for n, group in by_prompt_length.items() for i in range(0, len(group), size)]
     for start, batch in batches:
         tokens = torch.from_numpy(np.stack([example.tokens for example in batch])).to(device)  # (B, length + 1)
         response, eot = task.length + 1 - start, task.tokenizer.eot
@@ -200,8 +200,9 @@ def measure_accuracy(config: Config, model: GPT, task: NeedleTask, examples: int
             forced += score(task.tokenizer.decode(forced_ids), example)
             for right, position in zip(greedy[-NEEDLES:], example.positions, strict=True):
                 distance = start - position  # tokens from the start of the needle to the response
-                by_distance[2 ** (distance.bit_length() - 1)][0] += right
-                by_distance[2 ** (distance.bit_length() - 1)][1] += 1
+                counts = by_distance[2 ** (distance.bit_length() - 1)]  # the largest power of 2 <= distance
+                counts[0] += right
+                counts[1] += 1
     return {
         "greedy": sum(greedy) / len(greedy),
         "teacher_forcing": sum(forced) / len(forced),

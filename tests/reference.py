@@ -1,9 +1,9 @@
 """The attention methods in float64, written from the papers alone. Tests compare model/ with them.
 
-The code is slow and literal on purpose, and imports nothing of the project. q (B, H, Tq, D) and k, v (B, H, Tk, D) come
-before rotation. Query i sees the keys j <= i, and t = i - j. `learned` is a method's one parameter, (H,): LogN's s,
-Infini's beta or a learned log(tau). model.methods.make_method takes the same names and options.
-PE = "Scale-invariant attention", the paper.
+The code is slow and literal on purpose, and imports nothing from the project. q (B, H, Tq, D) and k, v (B, H, Tk, D)
+come before rotation. Query i sees the keys j <= i, and t = i - j. `learned` is a method's one parameter, (H,): LogN's
+s, Infini's beta or a learned log(tau). model.methods.make_method takes the same names and options.
+"paper" stands for "Scale-invariant attention".
 """
 
 import math
@@ -33,12 +33,12 @@ def barbero_frequencies(head_dim, base=10000.0, proportion=0.5):
 
 
 def ntk_frequencies(head_dim, s, base=10000.0):
-    """RoPE of base * s^(D/(D-2)) (PE, "RoPE hyperparameters")."""
+    """RoPE with the base multiplied by s^(D/(D-2)) (paper, "RoPE hyperparameters")."""
     return rope_frequencies(head_dim, base * s ** (head_dim / (head_dim - 2)))
 
 
 def yarn_frequencies(head_dim, s, train_length, base=10000.0, beta_fast=32.0, beta_slow=1.0):
-    """NTK by parts (Peng et al. 2023): pairs of many turns in training keep theta, pairs of few get theta / s."""
+    """NTK by parts (Peng et al. 2023): pairs with many turns in training keep theta, pairs with few get theta / s."""
     def pair_of(turns):  # the k, not an integer, whose pair makes that many turns in train_length tokens
         return head_dim * math.log(train_length / (2 * math.pi * turns)) / (2 * math.log(base))
 
@@ -82,7 +82,7 @@ def logn_init(train_length):
 
 
 def alibi_slopes(num_heads, slopes="official"):
-    """Press et al. 2022, section 3; for H no power of two, the authors' interleaving. "geometric": 2^(-8h/H) always."""
+    """Press et al. 2022, section 3; for other H than powers of two, interleaved. "geometric": always 2^(-8h/H)."""
     def geometric(n):
         return [2.0 ** (-8 * h / n) for h in range(1, n + 1)]
 
@@ -93,7 +93,7 @@ def alibi_slopes(num_heads, slopes="official"):
 
 
 def scale_invariant(t, tau=10.0, alpha=math.exp(0.5), beta=math.exp(0.5)):
-    """a_t and m_t (PE, Eq. "solution"). The boundary a_0 = 1, m_0 = 0 gives alpha = beta = e^(1/2)."""
+    """a_t and m_t (paper, Eq. "solution"). The boundary a_0 = 1, m_0 = 0 gives alpha = beta = e^(1/2)."""
     a_squared = 2 * (torch.log(t / tau + 1) - math.log(alpha) + beta / alpha)
     return a_squared.sqrt(), -a_squared + beta / alpha
 
@@ -134,7 +134,7 @@ def attend(name, q, k, v, **options):
 
 
 def infini(name, q, k, v, *, learned, segment_length=None, delta=False, train_length, target_length=None, **rotary):
-    """Munkhdalai et al. 2024: causal softmax inside a segment, a linear-attention memory of the segments before it.
+    """Munkhdalai et al. 2024: causal softmax inside a segment, a linear-attention memory of the earlier segments.
 
     The memory sees q and k before rotation. sigma = ELU + 1. The first segment has no memory and no gate.
     """

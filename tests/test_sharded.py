@@ -1,6 +1,6 @@
 """The optimizers of a run on 1, 2, 3 and 4 gloo processes.
 
-The training is the same. Work and state are divided, and the bytes that are sent are counted.
+Every world size trains the same parameters. The ranks share work and state. The bytes that each rank sends are counted.
 """
 
 import collections
@@ -23,7 +23,7 @@ STEPS = 6
 
 
 class Net(nn.Module):
-    """Banks and matrices, numbers for Adam that no world size divides, a layer used twice, a parameter without use."""
+    """Banks, matrices, and for Adam sizes that no world size divides; a layer used twice; an unused parameter."""
 
     def __init__(self, dtype=torch.float32):
         super().__init__()
@@ -53,7 +53,7 @@ class Net(nn.Module):
 def groups(net, dtype=torch.float32):
     matrices = [*net.banks, *net.projections, net.up, net.down]
     def adam(params):
-        return torch.optim.Adam(params, eps=1e-3, fused=True)  # smooth where a gradient is rounding error
+        return torch.optim.Adam(params, eps=1e-3, fused=True)  # a small eps enlarges rounding errors
     return dict(
         head=Group([net.head], adam, 0.02),
         matrices=Group(matrices, lambda params: Muon(params, dtype=dtype), 0.02, as_matrices, lr_scale),
@@ -63,11 +63,11 @@ def groups(net, dtype=torch.float32):
 
 
 def batch(step):
-    return torch.randint(13, (2, 24), generator=torch.Generator().manual_seed(step))  # 24: the least common multiple
+    return torch.randint(13, (2, 24), generator=torch.Generator().manual_seed(step))  # 2 micro-batches on 1 to 4 ranks
 
 
 def train(net, optimizers, steps, rank=0, world=1, poison=None):
-    """Two micro-batches a step and rank. Losses and gradient norms."""
+    """Train with two micro-batches a step and rank. Return losses and squared gradient norms, (steps, 2)."""
     numbers = []
     for step in steps:
         tokens, targets = (part.chunk(world)[rank].chunk(2) for part in batch(step))
@@ -116,7 +116,7 @@ def count_bytes(patch):
     return sent
 
 
-def work(rank, world):
+def train_and_measure(rank, world):
     results = {}
     net = Net()
     optimizers = Optimizers(groups(net), rank, world)
@@ -124,7 +124,7 @@ def work(rank, world):
     results["checkpoint"] = snapshot(net, optimizers)
     results["numbers"] = torch.cat([results["numbers"], train(net, optimizers, range(STEPS // 2, STEPS), rank, world)])
     results["net"] = {name: p.detach().clone() for name, p in net.named_parameters()}
-    results["owned"] = {k: [tuple(b.shard.shape) for b in v] for k, v in optimizers.buckets.items()}
+    results["shards"] = {k: [tuple(b.shard.shape) for b in v] for k, v in optimizers.buckets.items()}
     with pytest.MonkeyPatch.context() as patch:
         results["sent"] = count_bytes(patch)
         train(net, optimizers, [STEPS], rank, world)
@@ -143,10 +143,10 @@ def bytes_a_step(optimizers, world):
 
 def worker(rank, folder):
     torch.set_num_threads(1)
-    for world in reversed(WORLDS):
+    for world in reversed(WORLDS):  # two ranks resume the checkpoint of three
         if rank < world:
             dist.init_process_group("gloo", init_method=f"file://{folder}/group{world}", rank=rank, world_size=world)
-            results = work(rank, world)
+            results = train_and_measure(rank, world)
             if world == 2:
                 net, optimizers = restore(torch.load(folder / "3.0.pt")["checkpoint"], rank, world)
                 results["resumed"] = train(net, optimizers, range(STEPS // 2, STEPS), rank, world)
@@ -192,7 +192,7 @@ def test_one_process_is_the_plain_optimizers(alone):
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_several_processes_train_as_one(ranks, alone, world):
-    # Float32 sums in another order; Newton-Schulz multiplies the rounding of small singular values by up to 485.
+    # The order of float32 sums differs. Newton-Schulz multiplies the rounding of small singular values by up to 485.
     assert torch.allclose(ranks[world][0]["numbers"], alone["numbers"], rtol=1e-5, atol=1e-5)
     for name, p in alone["net"].items():
         assert torch.allclose(ranks[world][0]["net"][name], p, rtol=0, atol=2e-4), name
@@ -205,19 +205,19 @@ def test_all_ranks_end_with_the_same_bits(ranks, world):
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_each_rank_owns_its_share(ranks, world):
+def test_each_rank_has_its_share(ranks, world):
     matrices, numbers = 2 * 3 + 3, 13 * 24
     for rank in ranks[world]:
-        owned = rank["owned"]
-        assert sorted(owned["matrices"]) == sorted(
-            [(-(-matrices // world), 24, 24), (1, 24, 40)]  # of up and down, one transposed
+        shards = rank["shards"]
+        assert sorted(shards["matrices"]) == sorted(
+            [(-(-matrices // world), 24, 24), (1, 24, 40)]  # up and down; one is transposed
         )
-        assert owned["embedding"] == owned["head"] == [(-(-numbers // world),)]
-        assert owned["scalars"] == [(-(-22 // world),)]
+        assert shards["embedding"] == shards["head"] == [(-(-numbers // world),)]
+        assert shards["scalars"] == [(-(-22 // world),)]
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_bytes_sent_are_the_bytes_stated(ranks, world):
+def test_bytes_sent_are_the_bytes_of_zero_2(ranks, world):
     assert all(rank["sent"] == rank["expected"] for rank in ranks[world])
 
 
@@ -230,9 +230,9 @@ def test_a_loss_that_is_not_finite_on_one_rank_changes_nothing_on_any_then_or_la
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_checkpoint_equals_that_from_one_process(ranks, alone, world):
+def test_checkpoint_equals_the_checkpoint_of_one_process(ranks, alone, world):
     ours, expected = flat(ranks[world][0]["checkpoint"]), flat(alone["checkpoint"])
-    assert ours.keys() == expected.keys() | {
+    assert ours.keys() == expected.keys() | {  # several ranks give the unused parameter a state, from a gradient of 0
         ("optimizers", "scalars", "state", 3, k) for k in ("exp_avg", "exp_avg_sq", "step")
     }
     for key, x in expected.items():

@@ -1,4 +1,4 @@
-"""The plan of a call of attention, and functions that several backends use."""
+"""The plan of an attention call, and functions that several backends use."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ Tensors = dict[str, Tensor]  # by name
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Everything about one call that depends on neither weights nor activations. All layers of a method share it.
+    """The part of a call that depends on neither weights nor activations. All layers of a method share it.
 
     Queries stand at positions q_offset.., keys at positions 0..key_length-1.
     """
@@ -92,7 +92,7 @@ def one_function_is_enough(a: Tensor, m: Tensor) -> bool:
     return bool((m - (1 - a * a)).abs().le(1e-12 * (1 + a * a)).all())
 
 
-def heads_last(x: Tensor, make: Callable) -> Tensor:
+def heads_last(x: Tensor, make: Callable) -> Tensor:  # make: torch.empty, x.new_empty or torch.zeros
     """Return a new tensor with the shape of x (B, H, T, D) and the memory order (B, T, H, D) of linear layers."""
     B, H, T, D = x.shape
     return make((B, T, H, D), dtype=x.dtype).transpose(1, 2)

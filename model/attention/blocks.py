@@ -10,7 +10,7 @@ from model.attention.base import Plan
 from model.methods.base import Method, ScoreChange, upcast
 
 QUERY_BLOCK = 128  # queries a block; the fastest of 64, 128 and 256 on a CPU
-ERROR_FACTOR = 3.0  # scores are rounded to the dtype, so errors may be larger than a fused kernel's
+ERROR_FACTOR = 3.0  # of the limits in check.py: scores are rounded to the dtype, unlike in a fused kernel
 RECOMPUTE_LENGTH = 4096  # from this many keys on, the backward pass recomputes the probabilities
 
 
@@ -50,21 +50,21 @@ def run(
     q_offset: int = 0, prepared: Bands | None = None, key_bias: Tensor | None = None, sink: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     Tq = q.shape[2]
-    plain = Plan("blocks", 1, q.shape[3], Tq, q_offset + Tq, device=q.device)
-    scale_band, bias_band, window = prepared or prepare(None, plain)
+    plan = Plan("blocks", 1, q.shape[3], Tq, q_offset + Tq, device=q.device)
+    scale_band, bias_band, window = prepared or prepare(None, plan)
     block = bias_band.shape[1]
     recompute = torch.is_grad_enabled() and k.shape[2] >= RECOMPUTE_LENGTH
     q = q * q.shape[-1] ** -0.5
     outputs = []
     for start in range(0, Tq, block):
         stop = min(start + block, Tq)
-        last = q_offset + stop  # queries of the block see only keys before this one
+        end = q_offset + stop  # the block's last query sees the keys before this one
         first = 0 if window is None else max(0, q_offset + start - window + 1)
-        columns = slice(bias_band.shape[2] - (last - first), None)
-        band = (slice(None), slice(block - (stop - start), None), columns)
+        columns = slice(bias_band.shape[2] - (end - first), None)
+        band = (slice(None), slice(block - (stop - start), None), columns)  # the last rows and columns (see Bands)
         scale = scale_band[band] if isinstance(scale_band, Tensor) else scale_band
-        block_bias = None if key_bias is None else key_bias[:, :, None, first:last]
-        vectors = q[:, :, start:stop], k[:, :, first:last], v[:, :, first:last]
+        block_bias = None if key_bias is None else key_bias[:, :, None, first:end]
+        vectors = q[:, :, start:stop], k[:, :, first:end], v[:, :, first:end]
         arguments = (*vectors, scale, bias_band[band], block_bias, sink)
         outputs.append(
             checkpoint(attend_block, *arguments, use_reentrant=False) if recompute else attend_block(*arguments)

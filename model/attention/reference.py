@@ -4,7 +4,7 @@
     output_i = sum_j softmax(L_i)_j v_j
 
 The method rotates q and k, and scales q (paper, section 3). A sink adds a logit without a value to the softmax. All
-T x T logits are in memory, so this is not for long sequences. tests/reference.py implements the methods again.
+T x T logits are in memory, so this code is not for long sequences. tests/reference.py implements the methods again.
 """
 
 import torch

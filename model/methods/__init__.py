@@ -1,7 +1,7 @@
 """The attention methods by name.
 
-A method is a set of mechanisms in any order: `p_rope+scale_invariant+gate`. Published methods have a name in METHODS.
-The name can be a part of a method: `scale_invariant_p_rope+gate` is the same method. Commas separate the methods of
+A method is a set of mechanisms in any order: `p_rope+scale_invariant+gate`. METHODS names the published methods. Such a
+name can stand for its mechanisms: `scale_invariant_p_rope+gate` is the method above. Commas separate the methods of
 different layers: `nope,rope+window`. Later layers repeat the methods from the first on.
 
 To add a mechanism, write a subclass of one of the kinds in base.py. Import it here, and add it to MECHANISMS.
@@ -95,8 +95,8 @@ def layer_pattern(name: str) -> tuple[str, ...]:
 
     Raise ValueError for an unknown part.
     """
-    layers = METHODS[name] if "," in METHODS.get(name, "") else name
-    layers = [published_name("+".join(mechanism_names(layer))) for layer in layers.split(",")]
+    description = METHODS[name] if "," in METHODS.get(name, "") else name
+    layers = [published_name("+".join(mechanism_names(layer))) for layer in description.split(",")]
     period = next(n for n in range(1, len(layers) + 1) if layers == layers[:n] * (len(layers) // n))
     return tuple(layers[:period])
 
@@ -112,15 +112,14 @@ def published_name(description: str) -> str:
 
 
 def mechanism_names(layer: str) -> list[str]:
-    """Return the names of one layer's mechanisms, ordered by kind."""
+    """Return the names of one layer's mechanisms, ordered by kind. Its parts are mechanisms or published names."""
     parts = dict(zip(MECHANISMS, MECHANISMS)) | {part: names for part, names in METHODS.items() if "," not in names}
     names = []
     for part in layer.split("+"):
         suggestion = did_you_mean(part, METHODS.keys() | MECHANISMS.keys())
         require(part in parts, f"unknown part {part!r} of attention method {layer!r}. {suggestion}")
         names += parts[part].split("+") if parts[part] else []
-    kinds = [*KINDS.values()]
-    return sorted(names, key=lambda name: [issubclass(MECHANISMS[name], kind) for kind in kinds].index(True))
+    return sorted(names, key=lambda name: [issubclass(MECHANISMS[name], kind) for kind in KINDS.values()].index(True))
 
 
 def all_mechanisms(name: str) -> list[type[Mechanism]]:
@@ -134,14 +133,14 @@ def method_options(name: str) -> dict[str, inspect.Parameter]:
 
 
 def option_type(option: inspect.Parameter) -> type:
-    """Return the annotated type of an option, or else the type of its default, or `object` if that is None."""
+    """Return the annotated type of an option, or else the type of its default, or `object` if the default is None."""
     if option.annotation is not option.empty:
         return option.annotation
     return object if option.default is None else type(option.default)
 
 
 def check_options(name: str, options: dict) -> dict:
-    """Return the options. Where a method takes floats, int becomes float, because 2**64 overflows torch's int.
+    """Return the options. An int for a float option becomes a float, because 2**64 overflows torch's int.
 
     Raise ValueError for an unknown method or option, with similar names, and for a value out of range.
     """
@@ -151,13 +150,14 @@ def check_options(name: str, options: dict) -> dict:
         unknown = f"unknown option {option!r} of attention method {name!r}"
         require(option in valid, f"{unknown}. {did_you_mean(option, valid)}")
         kind = option_type(valid[option])
-        whole = type(value) is int and kind in (float, float | None)
+        int_for_float = type(value) is int and kind in (float, float | None)
         problem = f"option {option!r} of attention method {name!r} is {value!r:.60}"
-        require(whole or isinstance(value, kind), f"{problem}. Give a value of type {getattr(kind, '__name__', kind)}.")
-        sized = not isinstance(value, int | float) or value == 0 or SMALLEST <= abs(value) <= LARGEST
-        require(sized, f"{problem}. Use 0 or a size from {SMALLEST:g} to {LARGEST:g}.")
+        fits = int_for_float or isinstance(value, kind)
+        require(fits, f"{problem}. Give a value of type {getattr(kind, '__name__', kind)}.")
+        in_range = not isinstance(value, int | float) or value == 0 or SMALLEST <= abs(value) <= LARGEST
+        require(in_range, f"{problem}. Use 0 or a size from {SMALLEST:g} to {LARGEST:g}.")
         require(option not in positive or value is None or value > 0, f"{problem}. Use a positive number.")
-        checked[option] = float(value) if whole else value
+        checked[option] = float(value) if int_for_float else value
     return checked
 
 
@@ -202,7 +202,7 @@ def make_alternative(
 ) -> Method:  # fmt: skip
     """Return the method `other`, with the options that both methods have, for weights trained with `name`.
 
-    Raise ValueError unless both train identically: they may differ only in rotations beyond the training length.
+    Raise ValueError unless both train identically: only their rotations beyond the training length may differ.
     """
     trained, alternative = (
         make_method(

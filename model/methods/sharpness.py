@@ -1,7 +1,7 @@
-"""Factors of the scores that ignore distance. They show how much of a gain comes from a sharper softmax.
+"""Factors of the scores that ignore distance: does scale-invariant attention gain only from a sharper softmax?
 
 Factor     c = factor for every query. With learn_factor, each head of each layer learns c.
-LogRoot    c(i) = sqrt(1 + 2 log(i + 1)). All keys get query i's largest a_t in scale-invariant attention with tau 1.
+LogRoot    c(i) = sqrt(1 + 2 log(i + 1)): for all keys of query i, the a_t of its furthest key (t = i, tau = 1).
 """
 
 import torch

@@ -1,5 +1,5 @@
 """Learned sinks, as in gpt-oss (OpenAI 2025, arXiv 2508.10925): each head's softmax has one more logit s_h, without a
-key or a value. So a head can attend to nothing: y_i = sum_j exp(L_ij) v_j / (exp(s_h) + sum_j exp(L_ij))."""
+key or a value. This lets a head attend to nothing: y_i = sum_j exp(L_ij) v_j / (exp(s_h) + sum_j exp(L_ij))."""
 
 import torch
 from torch import nn

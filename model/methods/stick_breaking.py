@@ -1,10 +1,10 @@
 """Stick-breaking attention (Tan et al. 2024, arXiv 2410.17980): each query divides a stick of length 1 among the
 earlier keys. From the nearest key to the furthest, each key takes a share beta of the remaining stick:
 
-    A_ij = beta_ij prod over l = j + 1..i - 1 of (1 - beta_il),   beta_ij = sigmoid(q_i . k_j / sqrt(d)),   j < i,
+    A_ij = beta_ij prod_(j<l<i) (1 - beta_il),  beta_ij = sigmoid(q_i . k_j / sqrt(d)),   j < i
 
-As in the authors' code, v_i gets the remainder: y_i = sum of A_ij v_j + (1 - sum of A_ij) v_i. There is no softmax and
-no position encoding. Of equal keys, the nearest takes most. Unlike in the paper, q and k have QK-norm, so beta is above
+As in the authors' code, v_i gets the remainder: y_i = sum_j A_ij v_j + (1 - sum_j A_ij) v_i. There is no softmax and
+no position encoding. Of equal keys, the nearest takes most. Unlike in Tan et al., q and k have QK-norm, so beta is above
 sigmoid(-sqrt(d)). The code is plain PyTorch in blocks of queries, in log space and float32.
 """
 
@@ -28,7 +28,7 @@ def attend_block(q, k, v):
     logits = upcast((q * q.shape[-1] ** -0.5) @ k.mT)  # (B, H, Tq, Tk)
     earlier = torch.ones(Tq, Tk, dtype=torch.bool, device=q.device).tril(Tk - Tq - 1)
     log_passed = F.logsigmoid(-logits).masked_fill(~earlier, 0.0)  # log(1 - beta)
-    log_remaining = log_passed.flip(-1).cumsum(dim=-1).flip(-1)  # log of the stick after keys j to i - 1
+    log_remaining = log_passed.flip(-1).cumsum(dim=-1).flip(-1)  # log of the stick that keys i - 1 down to j leave
     weights = (logits + log_remaining).masked_fill(~earlier, -torch.inf).exp()  # beta = e^logit (1 - beta)
     remainder = log_remaining[..., :1].exp()  # the part of the stick that no key takes
     return weights.to(v.dtype) @ v + remainder.to(v.dtype) * v[:, :, Tk - Tq :]

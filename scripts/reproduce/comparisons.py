@@ -1,7 +1,7 @@
 """Test whether differences between methods are significant, and compare the order of the methods with the paper's.
 
 The few seeds of one method give a poor estimate of its variance. The seeds of all methods together give a good one. So
-all methods share one variance where Bartlett's test finds no difference between their variances.
+all methods share one variance at each length where Bartlett's test finds no difference between their variances.
 """
 
 import collections
@@ -21,10 +21,10 @@ SIGNIFICANT = 0.05  # level of a difference after Holm's correction, and of Bart
 
 
 def compare(study: Study, losses: dict, reference: str, lengths: list[int], paper: dict, not_trained: Collection[str]):
-    """Return sections with the differences between each series and the reference, and with the order of the series.
+    """Return Markdown: the differences between each series and the reference, and the order of the series.
 
-    losses: {(series, length): [nats per token of each seed]}. paper: {(series, paper's length): mean}. not_trained: see
-    differences.
+    A series (Study.series) is one curve: a method, with its options. losses: {(series, length): [nats per token of each
+    seed]}. paper: {(series, paper's length): mean}. not_trained: see differences.
     """
     rows = differences(losses, reference, lengths, not_trained)
     tested = sum(row["p"] is not None for row in rows)
@@ -33,7 +33,7 @@ def compare(study: Study, losses: dict, reference: str, lengths: list[int], pape
     cells = collections.defaultdict(dict)
     for row in rows:
         cells[row["series"], f"{row['seeds']}, {row['reference_seeds']}"][row["length"]] = difference_cell(row)
-    lines = [([series_name(series), seeds], found) for (series, seeds), found in cells.items()]
+    lines = [([series_name(series), seeds], by_length) for (series, seeds), by_length in cells.items()]
     columns = {length: study.length_label(length) for length in lengths}
     text = "Loss minus the reference's loss in nats per token \u00b1 standard error of the difference. p: t-test after "
     text += f"Holm's correction for all {tested} comparisons; bold below {SIGNIFICANT}. n: seeds of the method and of "
@@ -46,7 +46,7 @@ def differences(losses: dict, reference: str, lengths: list[int], not_trained: C
     """Return a row per series and length: the difference to the reference, its standard error, and p-values.
 
     Standard error and p-values are None for too few seeds. not_trained: series that use the weights of another series.
-    Their spread over seeds is no independent estimate, so it does not enter the common variance.
+    Their spread over seeds is no independent estimate, so the common variance leaves it out.
     """
     rows = []
     for (series, length), values in losses.items():
@@ -68,7 +68,7 @@ class CommonVariance(NamedTuple):
     p: float  # of Bartlett's test for different variances; nan for fewer than two series
 
     @property
-    def holds(self) -> bool:
+    def holds(self) -> bool:  # False for nan
         return self.p >= SIGNIFICANT
 
 
@@ -81,7 +81,7 @@ def common_variance(losses: dict, length: int, not_trained: Collection[str]) -> 
     ]
     freedom = sum(len(values) - 1 for values in samples)
     squares = sum(statistics.variance(values) * (len(values) - 1) for values in samples)
-    testable = len(samples) > 1 and all(len(set(values)) > 1 for values in samples)  # Bartlett's test takes logarithms
+    testable = len(samples) > 1 and all(len(set(values)) > 1 for values in samples)  # variance 0 has no logarithm
     p = stats.bartlett(*samples).pvalue if testable else math.nan
     return CommonVariance(squares / freedom if freedom else math.nan, freedom, p)
 
@@ -100,14 +100,14 @@ def t_test(a: list[float], b: list[float], common: CommonVariance) -> tuple[floa
         p = stats.ttest_ind(a, b, equal_var=False).pvalue
     else:
         return None, None
-    return stderr, float(f"{p:.6g}")  # so that every machine prints the same
+    return stderr, float(f"{p:.6g}")  # rounded, so that every machine prints the same digits
 
 
 def describe_variances(losses: dict, lengths: list[int], not_trained: Collection[str]) -> str:
     """Return sentences about the variances that the t-tests use."""
-    found = {length: common_variance(losses, length, not_trained) for length in lengths}
-    shared = [f"{n}: p = {common.p:.2f}, {common.freedom}" for n, common in found.items() if common.holds]
-    separate, text = [str(n) for n, common in found.items() if not common.holds], ""
+    variances = {length: common_variance(losses, length, not_trained) for length in lengths}
+    shared = [f"{n}: p = {common.p:.2f}, {common.freedom}" for n, common in variances.items() if common.holds]
+    separate, text = [str(n) for n, common in variances.items() if not common.holds], ""
     if shared:
         text += "All methods share one variance where Bartlett's test finds no difference between their variances. "
         text += f"p of Bartlett's test and degrees of freedom by length: {'; '.join(shared)}. "
@@ -137,8 +137,7 @@ def difference_cell(row: dict | None) -> str:
 
 
 def order_section(losses: dict, lengths: list[int], base_length: int, paper: dict) -> list[str]:
-    """Return a section with the rank correlation of our means and the paper's, at equal multiples of the training
-    length."""
+    """Return a section: rank correlations of our and the paper's means at equal multiples of the training length."""
     paper_base = min((length for _, length in paper), default=0)
     rows = []
     for length in lengths:
@@ -150,7 +149,7 @@ def order_section(losses: dict, lengths: list[int], base_length: int, paper: dic
             rho = stats.spearmanr([*means.values()], [targets[series] for series in means]).statistic
             best = series_name(min(means, key=means.get)), series_name(min(means, key=targets.get))
             rows.append([f"{length} ({length / base_length:g}x)", f"{rho:+.2f}", str(len(means)), *best])
-    if not rows:
+    if not rows:  # no length has three methods
         return []
     head = ["at", "Spearman's rho", "methods", "best here", "best in the paper"]
     return ["### Order", "Rank correlation of our means with the paper's.", markdown_table([head, *rows])]
