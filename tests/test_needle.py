@@ -78,7 +78,7 @@ def test_fine_tuning_learns_by_the_loss_of_the_response_alone(run, tune, capsys)
     assert records[-1]["train_loss"] < records[0]["train_loss"] - 0.1
     assert (summary["seed"], summary["steps"], summary["examples"]) == (3, 6, 5)
     assert summary["greedy"].keys() == summary["teacher_forcing"].keys() == {"240", "480"}
-    assert f"at 480: {summary['greedy']['480']:.3f}" in capsys.readouterr().out
+    assert f"480 tokens: score {summary['greedy']['480']:.3f}" in capsys.readouterr().out
 
     config, model = load_run(run, torch.device("cpu"))
     tokenizer = load_tokenizer(Path(config.data_dir))

@@ -1,10 +1,10 @@
 """Stick-breaking attention (Tan et al. 2024, arXiv 2410.17980): each query divides a stick of length 1 among the
 earlier keys. From the nearest key to the furthest, each key takes a share beta of the remaining stick:
 
-    A_ij = beta_ij prod_(j<l<i) (1 - beta_il),  beta_ij = sigmoid(q_i . k_j / sqrt(d)),   j < i
+    A_ij = beta_ij prod_(j<l<i) (1 - beta_il),   beta_ij = sigmoid(q_i . k_j / sqrt(d)),   j < i
 
-As in the authors' code, v_i gets the remainder: y_i = sum_j A_ij v_j + (1 - sum_j A_ij) v_i. There is no softmax and
-no position encoding. Of equal keys, the nearest takes most. Unlike in Tan et al., q and k have QK-norm, so beta is above
+As in the authors' code, v_i gets the remainder: y_i = sum_j A_ij v_j + (1 - sum_j A_ij) v_i. There is no softmax and no
+position encoding. Of equal keys, the nearest takes most. Unlike in Tan et al., q and k have QK-norm, so beta is above
 sigmoid(-sqrt(d)). The code is plain PyTorch in blocks of queries, in log space and float32.
 """
 
