@@ -88,7 +88,7 @@ class Config:
 
     # ---- optimisation ----
     steps: int = setting(4578, at_least=1)
-    """Optimizer steps. Changed alone, this field scales warmup_steps, cooldown_steps and length_schedule too."""
+    """Optimizer steps. A change scales warmup_steps, cooldown_steps and length_schedule, unless they are given too."""
     schedule: Literal["constant_linear", "cosine", "trapezoid"] = "constant_linear"
     """Shape of the learning rate over the steps."""
     warmup_steps: int = setting(0, at_least=0)
