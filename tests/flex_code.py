@@ -50,7 +50,7 @@ class Code:
     """The machine code of a kernel. Loops: forward; or dq, and then dk and dv."""
 
     shared: int  # bytes of shared memory of a block
-    has_calls: bool  # in its loops
+    has_calls: bool  # of a subroutine
     instructions: list[float]  # of one thread for one logit, in each loop over whole tiles
     spills: list[float]  # loads and stores of spilled registers a logit, in the worst loop of each kind
 
@@ -183,7 +183,7 @@ def read_code(binary, listing: str, logits: float) -> Code:
     loops = [kinds[products] for products in sorted(kinds)]
     return Code(
         shared=binary.metadata.shared,
-        has_calls=any("CALL" in loop for kind in loops for loop in kind),
+        has_calls=bool(re.search(r"\bRET\b", listing)),  # a CALL can also be the end of a loop
         instructions=[min(map(len, kind)) / logits for kind in loops],  # loops over cut tiles have a mask, too
         spills=[max(count(loop, "LDL", "STL") for loop in kind) / logits for kind in loops],
     )

@@ -38,6 +38,7 @@ GRID = [
     (90, "bfloat16", 128, 1024, "rope+window", SHORT, BOTH),
     (90, "bfloat16", 128, 1024, "scale_invariant+window", SHORT, BOTH),
     (90, "bfloat16", 128, 1024, "scale_invariant+forget+window+sink", LEARNED | SHORT, BOTH),
+    (90, "bfloat16", 128, 1024, "scale_invariant+forget", {}, BOTH),
     (90, "bfloat16", 128, 1000, SCALE_INVARIANT, {}, BOTH),
     (90, "bfloat16", 64, 1024, SCALE_INVARIANT, {}, BOTH),
     (90, "bfloat16", 64, 1024, "pope", {}, BOTH),

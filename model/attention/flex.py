@@ -53,8 +53,8 @@ def prepare(score_change: ScoreChange | None, plan: Plan, earlier: dict | None =
     kernel_options, make = mask_options(plan), make_score_mod
     if has_one_table(score_change, plan):
         make = make_table_score_mod
-        # The kernel copies its part of the table into shared memory in each stage. Three stages fill an H100's shared
-        # memory to its last 2 KB and do not fit an A100's. An iteration is longer than a load takes, so two are enough.
+        # Each stage of the pipeline holds its part of the table in shared memory. Three stages leave 3 KB of it on an
+        # A100 and 2 KB on an H100, so key biases might not fit. An iteration is longer than a load: two are enough.
         kernel_options["num_stages"] = 2
     return dict(score_mod=make(score_change, plan), block_mask=block_mask, kernel_options=kernel_options)
 
