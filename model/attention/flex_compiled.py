@@ -47,10 +47,10 @@ def mask_options(plan: Plan) -> dict[str, bool]:
     BLOCKS_ARE_CONTIGUOUS: each list of blocks is consecutive, so the kernel need not read it. A block of queries sees
     its own block of keys in part, and all blocks before it whole. A window adds another block in part, at its far end.
 
-    ROWS_GUARANTEED_SAFE: each query sees a key of the first tile that the kernel reads for it, so its running maximum
-    is never -inf. The first key of the block in part is visible to all queries of the block. That ends with a window,
-    with a q_offset that is no multiple of a block, and with fewer than 128 queries. Another kernel computes so few
-    queries, and gives each part of the keys to another thread block. Key biases are finite, and a sink is added later.
+    ROWS_GUARANTEED_SAFE: each query sees a key of the first tile that the kernel reads, so its maximum is never -inf.
+    All queries of a block see the first key of the block in part. A window ends that, and so can a q_offset that is no
+    multiple of a block. Fewer than 128 queries run in another kernel, whose thread blocks share the keys of a query.
+    Key biases are finite, and a sink is added later, so neither matters.
     """
     holds = plan.window is None and plan.q_offset == 0 and plan.query_length >= BLOCK
     return dict(ROWS_GUARANTEED_SAFE=holds, BLOCKS_ARE_CONTIGUOUS=holds)
