@@ -9,6 +9,7 @@ import collections
 import os
 import platform
 import re
+import shutil
 import subprocess
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,6 +59,27 @@ def pytest_collection_modifyitems(items):
 
 def topic(item):
     return item.path.stem.removeprefix("test_")
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    """Return a folder of shards. Tests only read it."""
+    from test_train import make_data
+
+    return make_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="session")
+def finished(data, tmp_path_factory):
+    """Return the run folder of an uninterrupted run. Tests only read it."""
+    from test_train import train
+
+    return train(data, tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    return shutil.copytree(finished, tmp_path / "runs" / "run")
 
 
 @pytest.fixture

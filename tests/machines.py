@@ -123,7 +123,6 @@ class Machine:
     def run(self, *command, output, **variables):
         """Start a command and append its output to a file. A machine runs one command at a time."""
         request = dict(command=[str(word) for word in command], output=str(output), variables=variables)
-        self.command = b"\0".join(os.fsencode(word) for word in request["command"]) + b"\0"
         self.control.send(json.dumps(request).encode())
 
     def wait(self, seconds):
@@ -154,25 +153,6 @@ class Machine:
         self.device = None
         for descriptor in (device, self.space) if device is not None else ():
             os.close(descriptor)  # with these goes the network
-
-    def processes(self):
-        """Return the process ids of torchrun's agents and of their workers, two lists.
-
-        Orphans are left out. They become children of the machine's first process, as the agents are.
-        """
-        parents = {}
-        for entry in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):
-                state, parent = entry.read_text().rsplit(")", 1)[1].split()[:2]
-                if state != "Z":
-                    parents[int(entry.parent.name)] = int(parent)
-        agents = [pid for pid, parent in parents.items() if parent == self.init and self.is_command(pid)]
-        return agents, [pid for pid, parent in parents.items() if parent in agents]
-
-    def is_command(self, pid):
-        with contextlib.suppress(OSError):
-            return Path(f"/proc/{pid}/cmdline").read_bytes() == self.command
-        return False
 
 
 def environment():

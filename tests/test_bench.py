@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from test_data import exit_code
 
 from model.attention import BACKENDS, blocks
 from scripts.bench import __main__ as bench
@@ -21,9 +22,7 @@ CPU = torch.device("cpu")
 
 def command(*arguments):
     """Return the exit code of the command."""
-    with pytest.raises(SystemExit) as stop:
-        bench.main([*map(str, arguments)])
-    return stop.value.code
+    return exit_code(bench.main, arguments)
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from lives import holding
+from test_data import exit_code
 from tiny_run import sweeps_in_this_process
 
 from data.text import prepare
@@ -48,12 +49,8 @@ def start(*argv, **variables):
 
 def run(main, *argv, code=0):
     """Call a command in this process and return its output."""
-    output, found = io.StringIO(), 0
-    with contextlib.redirect_stdout(output):
-        try:
-            main([*map(str, argv)])
-        except SystemExit as end:
-            found = end.code or 0
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        found = exit_code(main, argv)
     assert found == code, output.getvalue()[-4000:]
     return output.getvalue()
 

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from test_data import exit_code
 from test_methods import NAMES, assert_refused
 
 from configs.command_line import read_config
@@ -251,9 +252,7 @@ def test_near_names_are_suggested_for_an_unknown_name():
 
 
 def test_help_lists_every_field(capsys):
-    with pytest.raises(SystemExit) as stop:
-        read_config(["quickstart", "--help"])
-    assert stop.value.code == 0
+    assert exit_code(read_config, ["quickstart", "--help"]) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert all(f"--{field}" in output for field in FIELDS)
     assert re.search(r"--keep INT [^(]*\(default: 2\)", output)
@@ -261,8 +260,6 @@ def test_help_lists_every_field(capsys):
 
 
 def test_without_a_preset_the_presets_are_listed(capsys):
-    with pytest.raises(SystemExit) as stop:
-        read_config(["--help"])
-    assert stop.value.code == 0
+    assert exit_code(read_config, ["--help"]) == 0
     output = capsys.readouterr().out
     assert all(name in output for name in PRESETS)

@@ -16,6 +16,7 @@ transformers = pytest.importorskip("transformers", reason="pip install -r requir
 import numpy as np
 import torch
 import torch.nn.functional as F
+from test_data import exit_code
 from tiny_llama import VOCAB, save_model, save_tokenizer, texts
 from torch.testing import assert_close
 
@@ -52,20 +53,11 @@ def arguments(place, runs, *more, model=None, steps=STEPS):
             *steps, *map(str, more)]  # fmt: skip
 
 
-def run_command(argv):
-    """Call the command and return its exit code."""
-    try:
-        command.main(argv)
-    except SystemExit as end:
-        return end.code
-    return 0
-
-
 @pytest.fixture(scope="module")
 def undisturbed(place, tmp_path_factory):
     """The folder of runs with one of LogN + p-RoPE, in bfloat16. Not to be written to."""
     runs = tmp_path_factory.mktemp("undisturbed")
-    assert run_command(arguments(place, runs, "--method", "logn_p_rope", "--name", "run")) == 0
+    assert exit_code(command.main, arguments(place, runs, "--method", "logn_p_rope", "--name", "run")) == 0
     return runs
 
 
@@ -102,7 +94,7 @@ def test_losses_before_and_after(place, undisturbed):
 
 
 def test_rope_is_not_trained(place, tmp_path):
-    assert run_command(arguments(place, tmp_path, "--method", "rope", steps=None)) == 0
+    assert exit_code(command.main, arguments(place, tmp_path, "--method", "rope", steps=None)) == 0
     summary = json.loads((tmp_path / "model-rope" / "summary.json").read_text())
     assert summary["steps"] == 0 and summary["val_loss"] == summary["val_loss_before"]
     assert not [*(tmp_path / "model-rope" / "checkpoints").iterdir()] and not (tmp_path / "model-rope/model").exists()
@@ -112,7 +104,7 @@ def test_steps_are_adamws_on_the_whole_logits(place, tmp_path):
     """RoPE in float32 against transformers' own model, logits and optimizer in float64."""
     argv = arguments(place, tmp_path, "--method", "rope", "--dtype", "float32", "--name", "run", steps=2)
     argv += ["--val_lengths", "64"]  # the training length alone
-    assert run_command(argv) == 0
+    assert exit_code(command.main, argv) == 0
     model = transformers.LlamaForCausalLM.from_pretrained(place / "model", dtype=torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
     tokens = torch.from_numpy(open_split(place / "data", "train", VOCAB).read(0, 513).astype(np.int64))
@@ -134,7 +126,7 @@ def test_steps_are_adamws_on_the_whole_logits(place, tmp_path):
 
 def test_saved_model_is_the_trained_one(place, tmp_path):
     argv = arguments(place, tmp_path, "--method", "logn_p_rope", "--dtype", "float32", steps=2)
-    assert run_command([*argv, "--name", "run"]) == 0
+    assert exit_code(command.main, [*argv, "--name", "run"]) == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     with torch.no_grad():
         losses = reference_losses(load_model(tmp_path / "run" / "model"), *validation_tokens(place, 256))
@@ -155,7 +147,7 @@ def test_updates_below_the_precision_of_bfloat16_count_on_average():
 
 def test_a_step_that_is_not_finite_ends_the_run(place, tmp_path, capsys):
     argv = arguments(place, tmp_path, "--name", "run", "--lr", "1e20", "--save_every", "1")
-    assert run_command(argv) == 2 and "loss" in capsys.readouterr().err
+    assert exit_code(command.main, argv) == 2 and "loss" in capsys.readouterr().err
     steps = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
     assert f"step_{STEPS:06d}.pt" not in steps and not (tmp_path / "run" / "summary.json").exists()
 
@@ -177,15 +169,15 @@ def test_a_resumed_run_equals_the_undisturbed_one_bit_for_bit(after, place, undi
 
     with monkeypatch.context() as context:
         context.setattr(WithLoss, "forward", stop)
-        assert run_command(argv) == 75
+        assert exit_code(command.main, argv) == 75
     assert (run / "interrupted").read_text() == "SIGTERM\n" and not (run / "summary.json").exists()
     assert (run / "checkpoints" / f"step_{after:06d}.pt").exists()
-    assert run_command(argv) == 0 and comparable(run) == comparable(whole)
+    assert exit_code(command.main, argv) == 0 and comparable(run) == comparable(whole)
     ours, expected = (load_checkpoint(folder / "checkpoints" / f"step_{STEPS:06d}.pt") for folder in (run, whole))
     for part in ("model", "optimizers"):
         assert_close(ours[part], expected[part], rtol=0, atol=0)
     before = (run / "metrics.jsonl").read_bytes()
-    assert run_command(argv) == 0 and (run / "metrics.jsonl").read_bytes() == before  # it is finished
+    assert exit_code(command.main, argv) == 0 and (run / "metrics.jsonl").read_bytes() == before  # it is finished
 
 
 @pytest.mark.slow
@@ -196,7 +188,7 @@ def test_two_processes_equal_one(place, tmp_path):
     done = subprocess.run([*torchrun, "scripts.continue_pretraining", *argv, "two"], cwd=ROOT, text=True,
                           capture_output=True, env=environment)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert run_command([*argv, "one"]) == 0
+    assert exit_code(command.main, [*argv, "one"]) == 0
     for a, b in zip(comparable(tmp_path / "two"), comparable(tmp_path / "one"), strict=True):
         key = "val_loss" if "val_loss" in a else "train_loss"
         assert a["step"] == b["step"] and a[key] == pytest.approx(b[key], abs=1e-4)
@@ -212,7 +204,7 @@ def test_two_processes_equal_one(place, tmp_path):
     (["--muon_lr", "1"], "muon_lr"),
 ], ids=str)  # fmt: skip
 def test_wrong_usage(more, field, place, tmp_path, capsys):
-    assert run_command(arguments(place, tmp_path / "runs", *more)) == 2
+    assert exit_code(command.main, arguments(place, tmp_path / "runs", *more)) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert field in line and not (tmp_path / "runs").exists()
 
@@ -220,12 +212,12 @@ def test_wrong_usage(more, field, place, tmp_path, capsys):
 def test_a_vocabulary_beyond_16_bits_is_refused(place, tmp_path, capsys):
     config = json.loads((place / "model" / "config.json").read_text()) | dict(vocab_size=128_256)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert run_command(arguments(place, tmp_path / "runs", model=tmp_path)) == 2
+    assert exit_code(command.main, arguments(place, tmp_path / "runs", model=tmp_path)) == 2
     assert "vocabulary" in capsys.readouterr().err and not (tmp_path / "runs").exists()
 
 
 def test_the_data_must_have_the_models_tokenizer(place, tmp_path, capsys):
     shutil.copytree(place / "model", tmp_path / "other")
     save_tokenizer(tmp_path / "other", vocab_size=290)
-    assert run_command(arguments(place, tmp_path / "runs", model=tmp_path / "other")) == 2
+    assert exit_code(command.main, arguments(place, tmp_path / "runs", model=tmp_path / "other")) == 2
     assert "tokenizer" in capsys.readouterr().err and not (tmp_path / "runs").exists()

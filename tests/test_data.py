@@ -27,7 +27,7 @@ def exit_code(command, argv):
     try:
         command([*map(str, argv)])
     except SystemExit as end:
-        return end.code
+        return end.code or 0
     return 0
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from test_bench import FIELDS as BENCH_FIELDS
+from test_data import exit_code
 from torch.torch_version import TorchVersion
 
 from configs.command_line import read_config
@@ -16,13 +17,6 @@ FIELDS = [*BENCH_FIELDS, *"--data_dir none --val_lengths 24 48 --val_tokens 48".
 
 def config(*fields):
     return read_config(["quickstart", *FIELDS, *fields])
-
-
-def doctor_command(*arguments):
-    """Return the exit code of the command."""
-    with pytest.raises(SystemExit) as stop:
-        doctor.main([*arguments])
-    return stop.value.code
 
 
 @pytest.mark.parametrize("major, ptxas, states", [
@@ -75,7 +69,7 @@ def test_the_exit_code_depends_on_broken_parts(error, code, monkeypatch, capsys)
         yield doctor.Finding("kernels", "fine")
 
     monkeypatch.setattr(doctor, "check_kernels", check_kernels)
-    assert doctor_command("quickstart", *FIELDS) == code
+    assert exit_code(doctor.main, ["quickstart", *FIELDS]) == code
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("broken" if code else "ok") and "kernels" in line for line in lines)
     assert any("run:" in line for line in lines)  # the later checks are made all the same
@@ -86,6 +80,6 @@ def test_the_exit_code_depends_on_broken_parts(error, code, monkeypatch, capsys)
     (["mini", "--method", "rop"], "rop"),
 ])  # fmt: skip
 def test_a_mistake_is_exit_code_2_and_names_the_field(arguments, field, capsys):
-    assert doctor_command(*arguments) == 2
+    assert exit_code(doctor.main, arguments) == 2
     message = capsys.readouterr().err
     assert field in message and message.count("\n") == 1

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_train import copied, data, finished, make_data, plain_losses, read_json, train_here  # noqa: F401
+from test_data import exit_code
+from test_train import make_data, plain_losses, read_json, train_here
 
 from data.shard_writer import ShardWriter
 from data.shards import open_split
@@ -20,12 +21,11 @@ def call(*argv):
 def refusal(capsys, *argv):
     """Return the one error of a command that evaluates nothing."""
     capsys.readouterr()
-    with pytest.raises(SystemExit) as exit:
-        call(*argv)
+    assert exit_code(evaluate.main, [*argv, "--device", "cpu"]) == 2
     output = capsys.readouterr()
-    errors = [line for line in output.err.splitlines() if line.startswith("error: ")]
-    assert exit.value.code == 2 and len(errors) == 1 and not output.out
-    return errors[0]
+    (error,) = [line for line in output.err.splitlines() if line.startswith("error: ")]
+    assert not output.out
+    return error
 
 
 def change_config(folder, **fields):
@@ -51,7 +51,7 @@ def write_text(folder, tokens, tokenizer="none"):
 # ---- the run's own text ----------------------------------------------------------------------------------------------
 
 
-def test_losses_equal_the_summary_wherever_the_text_is(data, copied, tmp_path):  # noqa: F811
+def test_losses_equal_the_summary_wherever_the_text_is(data, copied, tmp_path):
     losses = read_json(copied / "summary.json")["val_loss"]
     call(copied)
     assert stored(copied)["val_loss"] == pytest.approx(losses, abs=1e-5)
@@ -61,7 +61,7 @@ def test_losses_equal_the_summary_wherever_the_text_is(data, copied, tmp_path): 
     assert stored(copied)["val_loss"] == pytest.approx(losses, abs=1e-5)
 
 
-def test_other_methods_have_rows_and_the_losses_of_validate_as(data, tmp_path, capsys):  # noqa: F811
+def test_other_methods_have_rows_and_the_losses_of_validate_as(data, tmp_path, capsys):
     folder = train_here(data, tmp_path, method="rope")
     whole = train_here(data, tmp_path / "with", method="rope", validate_as=("rope_ntk", "yarn"))
     capsys.readouterr()
@@ -74,7 +74,7 @@ def test_other_methods_have_rows_and_the_losses_of_validate_as(data, tmp_path, c
     assert "alibi" in refusal(capsys, folder, "--as", "alibi")
 
 
-def test_losses_by_length_and_by_position(finished, copied, data, capsys):  # noqa: F811
+def test_losses_by_length_and_by_position(finished, copied, data, capsys):
     call(copied, "--lengths", 8, 96, "--val-tokens", 192)
     head, _, row = [line.strip("| ").split("|") for line in capsys.readouterr().out.splitlines()]
     assert [cell.strip() for cell in head] == ["run", "8 (0.5x)", "96 (6x)", "96 - 8"]
@@ -86,7 +86,7 @@ def test_losses_by_length_and_by_position(finished, copied, data, capsys):  # no
     assert found[5] == pytest.approx(by_position[16:32].mean().item(), abs=2e-5)
 
 
-def test_lengths_on_the_same_tokens_are_kept_together(copied):  # noqa: F811
+def test_lengths_on_the_same_tokens_are_kept_together(copied):
     call(copied, "--lengths", 8, "--val-tokens", 192)
     call(copied, "--lengths", 96, "--val-tokens", 192)
     kept = stored(copied)
@@ -96,7 +96,7 @@ def test_lengths_on_the_same_tokens_are_kept_together(copied):  # noqa: F811
     assert stored(copied)["val_loss"].keys() == {"64"}
 
 
-def test_a_run_that_cannot_be_evaluated_is_named(copied, tmp_path, capsys):  # noqa: F811
+def test_a_run_that_cannot_be_evaluated_is_named(copied, tmp_path, capsys):
     assert str(tmp_path) in refusal(capsys, tmp_path, copied)
     assert "val_tokens" in refusal(capsys, copied, "--val-tokens", 0)
     shutil.rmtree(copied / "checkpoints")
@@ -108,7 +108,7 @@ def test_a_run_that_cannot_be_evaluated_is_named(copied, tmp_path, capsys):  # n
 # ---- other text ------------------------------------------------------------------------------------------------------
 
 
-def test_losses_on_other_text_are_stored_apart(copied, tmp_path):  # noqa: F811
+def test_losses_on_other_text_are_stored_apart(copied, tmp_path):
     books, code = make_data(tmp_path / "books", seed=1), make_data(tmp_path / "code", seed=2)
     call(copied, "--data", books)
     assert not (copied / "evaluation.json").exists()
@@ -125,7 +125,7 @@ def test_losses_on_other_text_are_stored_apart(copied, tmp_path):  # noqa: F811
     assert found["books"]["val_loss"].keys() == {"16", "64", "32"}
 
 
-def test_a_short_text_is_read_in_whole_sequences(copied, tmp_path, capsys):  # noqa: F811
+def test_a_short_text_is_read_in_whole_sequences(copied, tmp_path, capsys):
     short = write_text(tmp_path / "short", np.arange(200) % 64)
     call(copied, "--data", short)
     [found] = others(copied)
@@ -133,7 +133,7 @@ def test_a_short_text_is_read_in_whole_sequences(copied, tmp_path, capsys):  # n
     assert "val_tokens" in refusal(capsys, copied, "--data", short, "--lengths", 256)
 
 
-def test_text_of_another_tokenizer_is_refused(copied, tmp_path, capsys):  # noqa: F811
+def test_text_of_another_tokenizer_is_refused(copied, tmp_path, capsys):
     other = write_text(tmp_path / "other", np.arange(600) % 64, tokenizer="gpt2")
     change_config(copied, data_dir=str(tmp_path / "gone"))  # the run's own data need not be there
     assert "gpt2" in refusal(capsys, copied, "--data", other)
@@ -144,7 +144,7 @@ def test_text_of_another_tokenizer_is_refused(copied, tmp_path, capsys):  # noqa
     assert "tokenizer" in refusal(capsys, copied, "--data", books)
 
 
-def test_another_text_is_refused_without_its_option(copied, tmp_path, capsys):  # noqa: F811
+def test_another_text_is_refused_without_its_option(copied, tmp_path, capsys):
     replaced = make_data(tmp_path / "replaced", seed=2)
     change_config(copied, data_dir=str(replaced))
     assert f"--data {replaced}" in refusal(capsys, copied)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_data import exit_code
 from test_decoding import CASES, full_logits, make_model
 from test_gpt import random_tokens
 from test_methods import assert_near, assert_refused
@@ -141,9 +142,7 @@ def exported(run):
 
 def fails(capsys, *arguments):
     """Call the command, which must end with exit code 2. Return its error."""
-    with pytest.raises(SystemExit) as end:
-        command.main([str(argument) for argument in arguments])
-    assert end.value.code == 2
+    assert exit_code(command.main, arguments) == 2
     return capsys.readouterr().err
 
 

@@ -11,8 +11,8 @@ import sys
 import time
 
 import pytest
-from lives import ENVIRONMENT, ROOT, STAGES, Lives
-from test_train import arguments, assert_close_run, assert_same_run, make_data
+from lives import ENVIRONMENT, STAGES, Lives
+from test_train import ROOT, arguments, assert_close_run, assert_same_run, python
 
 from runtime.checkpoint import latest_checkpoint, list_checkpoints, load_checkpoint
 from runtime.metrics import read_metrics
@@ -25,11 +25,6 @@ DISK = (4, "a full disk costs no checkpoint")
 NONFINITE = (7, "a step that is not finite changes no weight")
 RANKS = (8, "a rank that dies or hangs ends the job, and torchrun's restart goes on")
 CORRUPTION = (12, "flipped bits in checkpoints and in the memory of a rank are found")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return make_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
@@ -65,16 +60,6 @@ def steps_of(runs):
 def saved_step(runs):
     checkpoint = latest_checkpoint(runs / "run/checkpoints")
     return load_checkpoint(checkpoint)["progress"]["step"] if checkpoint else 0
-
-
-def under_torchrun(argv, fault, *options):
-    """Return the exit code and the output of a run of two ranks."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *options]
-    done = subprocess.run(
-        [*command, "tests/lives.py", json.dumps(fault), *map(str, argv)], cwd=ROOT, text=True, timeout=600,
-        env=os.environ | ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    return done.returncode, done.stdout
 
 
 # ---- kill -9 and resuming --------------------------------------------------------------------------------------------
@@ -162,13 +147,11 @@ with StopRequest():
 @pytest.mark.promise(*SIGNALS)
 def test_compilers_end_with_it(faults):
     with faults("SIGTERM while it compiles"):
-        done = subprocess.run([sys.executable, "-c", COMPILING], cwd=ROOT, env=os.environ | ENVIRONMENT,
-                              capture_output=True, text=True)  # fmt: skip
-        assert done.returncode == 75, done.stderr
+        compiler = int(python("-c", COMPILING, code=75).stdout)
         with pytest.raises(ProcessLookupError):
             for _ in range(6000):  # until the system has buried it
-                os.kill(int(done.stdout), 0)
-                status = open(f"/proc/{int(done.stdout)}/stat").read().rsplit(")", 1)[1].split()[0]
+                os.kill(compiler, 0)
+                status = open(f"/proc/{compiler}/stat").read().rsplit(")", 1)[1].split()[0]
                 if status == "Z":
                     raise ProcessLookupError
                 time.sleep(0.01)
@@ -219,7 +202,9 @@ def test_full_disk(stage, count, size, data, undisturbed, lives, faults, tmp_pat
 
 @pytest.mark.promise(*NONFINITE)
 @pytest.mark.parametrize("value, processes", [("nan", 1), ("inf", 1), ("gradient", 2)])
-def test_a_step_that_is_not_finite_is_skipped_or_ends_the_run(value, processes, data, lives, faults, tmp_path):
+def test_a_step_that_is_not_finite_is_skipped_or_ends_the_run(
+    value, processes, data, undisturbed, lives, faults, tmp_path
+):
     for choice in ("skip", "stop"):
         with faults(f"{value} on one rank of {processes}, {choice}"):
             runs, fault = tmp_path / choice, at("batch", 8, value, rank=processes - 1)
@@ -229,12 +214,16 @@ def test_a_step_that_is_not_finite_is_skipped_or_ends_the_run(value, processes, 
                 assert code == 0, output
                 steps = [r for r in read_metrics(runs / "run/metrics.jsonl") if "train_loss" in r]
                 assert [r.get("skipped", 0) for r in steps] == [0] * 7 + [1] * 13
+                assert [r["step"] for r in steps if r["train_loss"] is None] == ([] if value == "gradient" else [8])
                 assert load_checkpoint(latest_checkpoint(runs / "run/checkpoints"))["progress"]["skipped"] == 1
                 continue
             assert code == (2 if processes == 1 else 1), output
-            for named in ("step 8", "token 256", "chain_train_000002.bin", "step_000005.pt"):
+            for named in ("step 8", "token 256", "chain_train_000002.bin", "step_000005.pt", "on_nonfinite"):
                 assert named in error_of(output)
             assert saved_step(runs) == 5 and not (runs / "run/summary.json").exists()
+            code, output = lives.live(arguments(data, runs, resume="auto"), tmp_path / "output", processes=processes)
+            assert code == 0, output
+            assert_close_run(runs / "run", undisturbed)
 
 
 # ---- several ranks ---------------------------------------------------------------------------------------------------
@@ -254,9 +243,9 @@ def test_a_lost_rank_ends_the_job(do, data, lives, faults, tmp_path):
 def test_torchruns_restart_goes_on_by_itself(data, undisturbed, faults, tmp_path):
     """One of two workers is killed in each of the first two attempts."""
     with faults("two kills of a worker under --max-restarts 2"):
-        fault = at("step", 7, "kill", rank=1, attempts=[0, 1])
-        code, output = under_torchrun(arguments(data, tmp_path, resume="auto"), fault, "--max-restarts=2")
-        assert code == 0, output
+        fault = json.dumps(at("step", 7, "kill", rank=1, attempts=[0, 1]))
+        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=2")
+        python(*launcher, "tests/lives.py", fault, *arguments(data, tmp_path, resume="auto"), PYTHONPATH=str(ROOT))
         assert_close_run(tmp_path / "run", undisturbed)
 
 

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from test_data import exit_code
 from tiny_run import train_tiny_run
 
 from data.tokenizer import load_tokenizer
@@ -24,17 +25,8 @@ def run(tmp_path_factory):
 
 @pytest.fixture
 def say(capfd):
-    """Call the command. Return its exit code and its output."""
-
-    def say(*words):
-        code = 0
-        try:
-            generate.main([*map(str, words), "--device", "cpu"])
-        except SystemExit as end:
-            code = end.code
-        return code, *capfd.readouterr()
-
-    return say
+    """Return a function that calls the command and returns its exit code, stdout and stderr."""
+    return lambda *argv: (exit_code(generate.main, [*argv, "--device", "cpu"]), *capfd.readouterr())
 
 
 def shares(logits, count=20_000, **options):

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from test_data import exit_code
 from test_reproduce import same, write_run, write_study
 
 from configs.config import config_hash
@@ -26,14 +27,7 @@ def call(tmp_path, monkeypatch, capsys):
     """Runs a command in tmp_path: its exit status and its output."""
     monkeypatch.chdir(tmp_path)
 
-    def call(command, *argv):
-        try:
-            command.main([*map(str, argv)])
-        except SystemExit as end:
-            return end.code, capsys.readouterr()
-        return 0, capsys.readouterr()
-
-    return call
+    return lambda command, *argv: (exit_code(command.main, argv), capsys.readouterr())
 
 
 @pytest.mark.slow

@@ -5,17 +5,15 @@ import sys
 import time
 
 import pytest
-import torch
 from lives import holding
 from machines import Network, missing
-from test_train import arguments, make_data, steps_and_validations, train_here, train_on
+from test_train import arguments, assert_close_run, assert_same_run, train_here, train_on
 
-from runtime.checkpoint import latest_checkpoint, load_checkpoint
 from runtime.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
 MACHINES = (14, "machines that are lost are named, and the run goes on with those that are left or come back")
-TOLERANCE = 2e-3  # nats of the loss of a step; by 1 process instead of 4, 300 undisturbed steps come to 6e-4
+TOLERANCE = 2e-3  # nats; by 1 process instead of 4, 300 undisturbed steps come to 6e-4
 PATIENCE = 480  # seconds without a step after which a run counts as lost; torchrun's exit barrier alone may wait 300
 TIMEOUT = 10  # seconds after which a rank is given up: --timeout
 QUICK = "join_timeout=120,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=10,read_timeout=20"
@@ -28,19 +26,10 @@ def possible():
         pytest.skip(reason)
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return make_data(tmp_path_factory.mktemp("data"))
-
-
 @pytest.fixture
 def network():
     with Network() as network:
         yield network
-
-
-# ---- runs ------------------------------------------------------------------------------------------------------------
-
 
 
 class Job:
@@ -130,22 +119,6 @@ class Job:
         )
 
 
-def compare(folder, reference, steady):
-    """Compare a run with an undisturbed one. Return the largest differences of a step's loss and of a weight."""
-    (ours, our_validations), (expected_steps, expected_validations) = map(steps_and_validations, (folder, reference))
-    assert [r["step"] for r in ours] == [r["step"] for r in expected_steps]
-    assert [r["step"] for r in our_validations] == [r["step"] for r in expected_validations]
-    loss = max(abs(a["train_loss"] - b["train_loss"]) for a, b in zip(ours, expected_steps))
-    states = [load_checkpoint(latest_checkpoint(f / "checkpoints")) for f in (folder, reference)]
-    weights, expected = (state["model"] for state in states)
-    assert weights.keys() == expected.keys()
-    weight = max((weights[name] - expected[name]).abs().max().item() for name in weights)
-    if steady:
-        assert loss == weight == 0 and all(torch.equal(weights[name], expected[name]) for name in weights)
-    assert loss <= TOLERANCE, f"a loss differs by {loss}"
-    return loss, weight
-
-
 @pytest.mark.promise(*MACHINES)
 def test_a_killed_machine_and_a_lost_link_cost_no_bit(data, network, faults, tmp_path):
     """The number of processes stays the same, so all numbers do."""
@@ -161,7 +134,7 @@ def test_a_killed_machine_and_a_lost_link_cost_no_bit(data, network, faults, tmp
         time.sleep(1)
         network.plug("node1")
     job.finish()
-    assert compare(job.folder, tmp_path / "undisturbed/run", steady=True) == (0, 0)
+    assert_same_run(job.folder, tmp_path / "undisturbed/run")
 
 
 @pytest.fixture
@@ -197,7 +170,7 @@ def test_the_others_go_on_without_a_lost_machine(failure, data, of_one, network,
         faults.figures.append(f"machine {failure}: named after {seconds:.0f} s")
         if failure != "without power":
             assert job.machines["node3"].wait(PATIENCE) != 0
-        compare(job.folder, of_one, steady=False)
+        assert_close_run(job.folder, of_one, TOLERANCE)
 
 
 @pytest.mark.promise(*MACHINES)
@@ -221,7 +194,7 @@ def test_machine_that_comes_back_is_taken_in(data, of_one, network, faults, tmp_
         alone.unlink()
         job.finish()
         assert "SIGTERM: " in (job.folder / "log.txt").read_text()
-        compare(job.folder, of_one, steady=False)
+        assert_close_run(job.folder, of_one, TOLERANCE)
 
 
 @pytest.mark.promise(*MACHINES)
@@ -242,4 +215,4 @@ def test_without_the_machine_of_the_rendezvous_the_job_ends_and_starts_elsewhere
         job.rendezvous = "node2"
         job.start("node2")
         job.finish()
-        compare(job.folder, of_one, steady=False)
+        assert_close_run(job.folder, of_one, TOLERANCE)

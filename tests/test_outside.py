@@ -24,11 +24,6 @@ CONFIGS = (10, "every configuration trains or is refused")
 WANDB = (13, "a network that is lost costs wandb's mirror nothing")
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return make_data(tmp_path_factory.mktemp("data"))
-
-
 # ---- network, files and keys -----------------------------------------------------------------------------------------
 
 # Python runs this in every process before anything else. It logs where files are made, changed or removed. It forbids

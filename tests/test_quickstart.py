@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_data import exit_code
 from tiny_run import sweeps_in_this_process
 
 from configs.presets import quickstart
@@ -74,13 +75,9 @@ def books(tmp_path_factory):
 
 def run(books, capsys, *more):
     """Exit code, stdout and stderr of the quickstart on these books."""
-    folder, code = books.parent, 0
+    folder = books.parent
     argv = ["--text", books, "--runs-dir", folder / "runs", "--data_dir", folder / "data", *TINY.split(), *more]
-    try:
-        script.main([*map(str, argv)])
-    except SystemExit as end:
-        code = end.code
-    return code, *capsys.readouterr()
+    return exit_code(script.main, argv), *capsys.readouterr()
 
 
 @pytest.mark.slow

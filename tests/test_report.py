@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import pytest
+from test_data import exit_code
 
 from configs.presets import mini
 from files import to_json
@@ -127,6 +128,4 @@ def test_no_name_can_leave_its_place_and_the_page_asks_for_nothing(tmp_path):
 
 def test_a_folder_without_runs_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as end:
-        report.main([])
-    assert end.value.code == 2 and "runs/" in capsys.readouterr().err
+    assert exit_code(report.main, []) == 2 and "runs/" in capsys.readouterr().err

@@ -9,6 +9,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 import torch
+from test_data import exit_code
 
 from configs.sweeps import SCALES, SWEEPS, sweep
 from data.shard_writer import ShardWriter
@@ -83,9 +84,8 @@ def call(tmp_path, capsys):
     """Runs the command on tmp_path's runs: its exit status and its output."""
 
     def call(*argv):
-        with pytest.raises(SystemExit) as end:
-            command.main([*argv, "--runs-dir", str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
-        return end.value.code, capsys.readouterr()
+        code = exit_code(command.main, [*argv, "--runs-dir", tmp_path / "runs", "--out", tmp_path / "out"])
+        return code, capsys.readouterr()
 
     return call
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from lives import holding
+from test_data import exit_code
 
 from configs.runs import Run
 from configs.sweeps import sweep
@@ -67,10 +68,7 @@ def here(*argv):
     """Call the command in this process and return its exit status."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
-        try:
-            main([*map(str, argv)])
-        except SystemExit as exit:
-            return exit.code
+        return exit_code(main, argv)
 
 
 def command(*argv, **variables):
@@ -83,7 +81,7 @@ def command(*argv, **variables):
 def dry_run(capsys, argv):
     """Return {method: (state, reason)}."""
     capsys.readouterr()
-    assert here(*argv, "--dry-run") is None
+    assert here(*argv, "--dry-run") == 0
     rows = [row.split(maxsplit=2) for row in capsys.readouterr().out.splitlines()[:-1]]
     return {name.split("-")[1]: (state, " ".join(reason)) for name, state, *reason in rows}
 

@@ -1,11 +1,9 @@
 """Whole runs of train_gpt.py: their files, bit-exact resume, one process against several, users' mistakes."""
 
 import gc
-import itertools
 import json
 import math
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -21,7 +19,6 @@ import train_gpt
 from configs.command_line import read_config
 from data.shard_writer import ShardWriter
 from data.shards import open_split
-from model.gpt import GPT
 from runtime.build import build_model
 from runtime.checkpoint import latest_checkpoint, load_checkpoint
 from runtime.metrics import read_metrics
@@ -117,22 +114,6 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return make_data(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
-def finished(data, tmp_path_factory):
-    """Return the run folder of an uninterrupted run. Tests only read it."""
-    return train(data, tmp_path_factory.mktemp("runs"))
-
-
-@pytest.fixture
-def copied(finished, tmp_path):
-    return shutil.copytree(finished, tmp_path / "runs" / "run")
-
-
 # ---- reading a run ---------------------------------------------------------------------------------------------------
 
 
@@ -173,14 +154,14 @@ def assert_same_run(folder, reference):
     assert ours == expected
 
 
-def assert_close_run(folder, reference):
-    """Assert the same losses up to rounding."""
+def assert_close_run(folder, reference, tolerance=1e-4):
+    """Assert the same losses of training and validation, up to the tolerance in nats."""
     (steps, validations), (expected_steps, expected_validations) = map(steps_and_validations, (folder, reference))
     assert [r["step"] for r in steps] == [r["step"] for r in expected_steps]
-    assert [r["train_loss"] for r in steps] == pytest.approx([r["train_loss"] for r in expected_steps], abs=1e-4)
+    assert [r["train_loss"] for r in steps] == pytest.approx([r["train_loss"] for r in expected_steps], abs=tolerance)
     assert [r["step"] for r in validations] == [r["step"] for r in expected_validations]
     for ours, expected in zip(validations, expected_validations):
-        assert ours["val_loss"] == pytest.approx(expected["val_loss"], abs=1e-4)
+        assert ours["val_loss"] == pytest.approx(expected["val_loss"], abs=tolerance)
 
 
 @torch.no_grad()
@@ -394,6 +375,7 @@ WRONG = {  # fields, and the field or value that the error must name
     "copy gap": (dict(val_copy_gaps=(10**6,)), "1000000"),
     "no weights to start from": (dict(init_from="nowhere"), "--init_from"),
     "device": (dict(device="cuda"), "--device"),
+    "backend without gradients here": (dict(attention_backend="flex", val_every=0), "attention_backend"),
 }
 
 
@@ -403,10 +385,6 @@ def test_wrong_field_is_one_line_and_no_run_folder(data, tmp_path, capsys, field
         pytest.skip("this machine has CUDA")
     assert named in error_of(capsys, *arguments(data, tmp_path / "runs", **fields))
     assert not (tmp_path / "runs" / "run").exists()
-
-
-def test_a_backend_without_gradients_here_is_one_line(data, tmp_path, capsys):
-    assert "attention_backend" in error_of(capsys, *arguments(data, tmp_path, attention_backend="flex", val_every=0))
 
 
 @pytest.mark.parametrize("fields, named", [
@@ -421,15 +399,6 @@ def test_a_folder_of_another_run_is_refused_and_left_alone(data, copied, tmp_pat
     error = error_of(capsys, *arguments(data, copied.parent, **fields))
     assert all(text in error for text in named) and "keep" not in error  # keep changes nothing that is computed
     assert contents(copied) == before
-
-
-@pytest.mark.slow
-def test_more_processes_than_sequences_is_one_line_and_no_run_folder(tmp_path):
-    done = train_on(2, "nowhere", tmp_path / "runs", code=1, train_length=128)  # torchrun's code, whatever the workers'
-    errors = re.findall("error: .*", done.stderr)
-    assert len(errors) == 1 and "batch_tokens" in errors[0], done.stderr  # rank 0's alone
-    assert "exitcode  : 2" in done.stderr and 'train_gpt.py", line' not in done.stderr  # no worker's traceback
-    assert not (tmp_path / "runs").exists()
 
 
 # ---- weights of another run ------------------------------------------------------------------------------------------
@@ -462,30 +431,3 @@ def test_a_last_update_that_spoils_the_weights_is_no_finished_run(data, tmp_path
     error = error_of(capsys, *arguments(data, tmp_path, **fields))
     assert "step" in error
     assert not (tmp_path / "run" / "summary.json").exists()
-
-
-@pytest.mark.parametrize("on", ["stop", "skip"])
-def test_a_step_that_is_not_finite(on, data, finished, tmp_path, capsys, monkeypatch):
-    """It is the 13th step. A stopped run can be resumed in the same process, because its folder is unlocked."""
-
-    forward, calls = GPT.forward, itertools.count(start=1)
-
-    def spoiled(self, *args, **options):
-        loss = forward(self, *args, **options)
-        return loss * math.nan if loss.dim() == 0 and next(calls) == 25 else loss  # two micro-batches a step
-
-    with monkeypatch.context() as patch:
-        patch.setattr(GPT, "forward", spoiled)
-        argv = arguments(data, tmp_path, on_nonfinite=on)
-        if on == "stop":
-            assert "on_nonfinite" in error_of(capsys, *argv)
-        else:
-            here(train_gpt.main, *argv)
-    folder = tmp_path / "run"
-    steps, _ = steps_and_validations(folder)
-    if on == "stop":
-        assert [r["step"] for r in steps] == list(range(1, 13)) and not (folder / "summary.json").exists()
-        assert_same_run(train_here(data, tmp_path, resume="auto"), finished)
-    else:
-        assert [r["step"] for r in steps if r["train_loss"] is None] == [13]
-        assert [r.get("skipped", 0) for r in steps] == [0] * 12 + [1] * 8

@@ -18,8 +18,6 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self, record):
         if self.server.lost.is_set():
-            if self.server.loss == "no answer":
-                self.server.ended.wait()
             self.close_connection = True  # without a word
             return
         content = json.dumps(record).encode()
@@ -64,14 +62,13 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class StandIn(ThreadingHTTPServer):
-    """`history`: the records that have come. After GET /lose no request is answered: its connection is closed, or
-    (loss "no answer") kept open."""
+    """`history`: the records that have come. After GET /lose, requests get no answer: their connections are closed."""
 
     daemon_threads = True
 
-    def __init__(self, loss="closed"):
+    def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.loss, self.lost, self.ended, self.history = loss, threading.Event(), threading.Event(), []
+        self.lost, self.history = threading.Event(), []
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
@@ -82,6 +79,5 @@ class StandIn(ThreadingHTTPServer):
         """Clients leave when they like."""
 
     def __exit__(self, *exception):
-        self.ended.set()
         self.shutdown()
         self.server_close()
