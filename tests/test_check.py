@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from attention_cases import CPU, CUDA, MECHANISMS, backend_runs, make_case
-from test_train import ROOT, arguments, make_data, python
+from test_train import ROOT, TWO_RANKS, arguments, make_data, python
 
 from model.attention import BACKENDS, blocks, choose_backend
 from model.attention.check import LENGTHS, check_backend, worst_error
@@ -28,16 +28,6 @@ def test_right_ones_pass(backend, name):
 @pytest.mark.parametrize("name", ["nope", "scale_invariant", "pope", "all"])
 def test_plain_pytorch_passes_in_low_precision(name, dtype):
     assert check_backend(blocks, make_case(name), CPU, dtype, [LENGTH]).problem is None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name, dtype", [
-    ("nope", torch.float32), ("scale_invariant", torch.float16), ("all", torch.float16),
-])
-def test_our_triton_kernel_passes(name, dtype):
-    if not backend_runs("triton", make_case(name), dtype=dtype):
-        pytest.skip("Triton's interpreter is off")
-    assert check_backend(BACKENDS["triton"], make_case(name), CPU, dtype, [70]).problem is None
 
 
 def faulty(change):
@@ -183,8 +173,7 @@ def test_ranks_with_other_backends_end_the_run_in_one_line(backend, tmp_path):
         pytest.skip("no rank has the kernel")
     (tmp_path / "train.py").write_text(RANK_1_WITHOUT_COMPILER)
     argv = arguments(make_data(tmp_path / "data"), tmp_path / "runs", attention_backend=backend)
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    done = python(*launcher, tmp_path / "train.py", *argv, code=1, PYTHONPATH=str(ROOT))  # torchrun's own exit code
+    done = python(*TWO_RANKS, tmp_path / "train.py", *argv, code=1, PYTHONPATH=str(ROOT))  # torchrun's own exit code
     (error,) = re.findall("error: .*", done.stderr)
     assert "rank 1" in error and "no compiler" in error and ("blocks" in error or backend == "cpu")
     assert "exitcode  : 2" in done.stderr and 'train_gpt.py", line' not in done.stderr  # no worker's traceback

@@ -5,9 +5,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -17,6 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from test_data import exit_code
+from test_train import ROOT, TWO_RANKS, python
 from tiny_llama import VOCAB, save_model, save_tokenizer, texts
 from torch.testing import assert_close
 
@@ -29,7 +27,6 @@ from scripts import continue_pretraining as command
 from scripts.hf.load import load_model
 from scripts.hf.training import AdamW, WithLoss
 
-ROOT = Path(__file__).parents[1]
 LENGTHS, STEPS = ("64", "256", "1024"), 4
 FIELDS = "--dtype bfloat16 --device cpu --train_length 64 --batch_tokens 256 --micro_batch_tokens 128 --save_every 2 "
 FIELDS += f"--keep 2 --val_lengths {' '.join(LENGTHS)} --val_tokens 1024 --lr 0.001"
@@ -183,11 +180,7 @@ def test_a_resumed_run_equals_the_undisturbed_one_bit_for_bit(after, place, undi
 @pytest.mark.slow
 def test_two_processes_equal_one(place, tmp_path):
     argv = arguments(place, tmp_path, "--method", "logn_p_rope", "--dtype", "float32", "--name")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m"]
-    environment = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
-    done = subprocess.run([*torchrun, "scripts.continue_pretraining", *argv, "two"], cwd=ROOT, text=True,
-                          capture_output=True, env=environment)  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    python(*TWO_RANKS, "-m", "scripts.continue_pretraining", *argv, "two", PYTHONPATH=str(ROOT))
     assert exit_code(command.main, [*argv, "one"]) == 0
     for a, b in zip(comparable(tmp_path / "two"), comparable(tmp_path / "one"), strict=True):
         key = "val_loss" if "val_loss" in a else "train_loss"

@@ -14,7 +14,7 @@ import pytest
 import torch
 from attention_cases import LAYOUTS, GivenBias, assert_near, check, make_case, make_inputs
 from attention_cases import random as normal
-from torch.testing import assert_close
+from test_loss import check_kernel
 
 from model.attention import attend, cpu
 from model.attention.reference import plain_attention
@@ -186,12 +186,7 @@ def test_losses_of_random_rows_are_the_formula(seed, long, threads):
         rows, vocabulary = draw.randint(1, 70), draw.choice([1, 2, draw.randint(1, 5000), 1024 * draw.randint(1, 4)])
         threads(draw.randint(1, 4))
         logits = (5 * normal(rows, vocabulary, seed=number)).float()
-        targets, losses = torch.tensor([draw.randrange(vocabulary) for _ in range(rows)]), torch.empty(rows)
-        log_p, at_targets = logits.double().log_softmax(dim=1), (torch.arange(rows), targets)
-        cpu.cross_entropy_(logits, targets, losses, True)
-        assert_close(losses.double(), -log_p[at_targets], rtol=1e-5, atol=1e-5)
-        gradient = log_p.exp().index_put(at_targets, torch.tensor(-1.0).double(), accumulate=True)
-        assert_close(logits.double(), gradient, rtol=1e-5, atol=1e-7)
+        check_kernel("cpu", logits, torch.tensor([draw.randrange(vocabulary) for _ in range(rows)]))
 
 
 # ---- how it is built -------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_gpt import random_tokens
+from test_gpt import random_tokens, randomize
 from test_methods import assert_near, assert_refused, random
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
@@ -33,16 +33,11 @@ CASES = [(name, {}) for name in dict.fromkeys([*METHODS, *map(canonical_name, ME
 every_case = pytest.mark.parametrize("name, options", CASES, ids=[f"{name}-{options}" for name, options in CASES])
 
 
-def make_model(name, options=None, dtype=torch.float32, vocab_size=VOCAB, seed=0):
-    """With no parameter at zero or at its initial value."""
-    model = GPT(
+def make_model(name, options=None, dtype=torch.float32, vocab_size=VOCAB):
+    return randomize(GPT(
         vocab_size=vocab_size, num_layers=2, num_heads=6, model_dim=96, train_length=TRAIN_LENGTH, method=name,
         method_options=options, dtype=dtype,
-    )  # fmt: skip
-    for i, parameter in enumerate(model.parameters()):
-        scale = 0.5 if parameter.ndim < 2 else 1.5 * parameter.shape[-1] ** -0.5
-        parameter.data = scale * random(*parameter.shape, seed=100 * seed + i).float()
-    return model
+    ))  # fmt: skip
 
 
 @torch.no_grad()

@@ -74,16 +74,12 @@ def test_other_methods_have_rows_and_the_losses_of_validate_as(data, tmp_path, c
     assert "alibi" in refusal(capsys, folder, "--as", "alibi")
 
 
-def test_losses_by_length_and_by_position(finished, copied, data, capsys):
+def test_losses_by_length(finished, copied, data, capsys):
     call(copied, "--lengths", 8, 96, "--val-tokens", 192)
     head, _, row = [line.strip("| ").split("|") for line in capsys.readouterr().out.splitlines()]
     assert [cell.strip() for cell in head] == ["run", "8 (0.5x)", "96 (6x)", "96 - 8"]
     for cell, length in zip(row[1:], (8, 96)):
         assert float(cell) == pytest.approx(plain_losses(finished, data, length, 192).mean().item(), abs=6e-4)
-    by_position = plain_losses(finished, data, 96, 192).mean(dim=0)  # (96,)
-    found = stored(copied)["val_loss_by_position"]["96"]
-    assert found[7] == pytest.approx(by_position[64:].mean().item(), abs=2e-5)
-    assert found[5] == pytest.approx(by_position[16:32].mean().item(), abs=2e-5)
 
 
 def test_lengths_on_the_same_tokens_are_kept_together(copied):

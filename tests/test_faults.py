@@ -12,7 +12,7 @@ import time
 
 import pytest
 from lives import ENVIRONMENT, STAGES, Lives
-from test_train import ROOT, arguments, assert_close_run, assert_same_run, python
+from test_train import ROOT, TWO_RANKS, arguments, assert_close_run, assert_same_run, python
 
 from runtime.checkpoint import latest_checkpoint, list_checkpoints, load_checkpoint
 from runtime.metrics import read_metrics
@@ -244,8 +244,8 @@ def test_torchruns_restart_goes_on_by_itself(data, undisturbed, faults, tmp_path
     """One of two workers is killed in each of the first two attempts."""
     with faults("two kills of a worker under --max-restarts 2"):
         fault = json.dumps(at("step", 7, "kill", rank=1, attempts=[0, 1]))
-        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=2")
-        python(*launcher, "tests/lives.py", fault, *arguments(data, tmp_path, resume="auto"), PYTHONPATH=str(ROOT))
+        argv = arguments(data, tmp_path, resume="auto")
+        python(*TWO_RANKS, "--max-restarts=2", "tests/lives.py", fault, *argv, PYTHONPATH=str(ROOT))
         assert_close_run(tmp_path / "run", undisturbed)
 
 

@@ -138,9 +138,7 @@ def test_the_command_writes_the_statistics_that_scipy_finds(folder, tmp_path, ca
 @pytest.fixture
 def run(tmp_path):
     """A run of ours of two layers: one without rotation, one with it."""
-    fields = "--method nope,rope+window --num_layers 2 --num_heads 2 --model_dim 32 --vocab_size 384 --train_length 64 "
-    fields += "--batch_tokens 64 --steps 1 --cooldown_steps 0 --val_lengths 64 --val_tokens 64 --val_every 0 "
-    return train_tiny_run(tmp_path, fields + "--compile off --device cpu")
+    return train_tiny_run(tmp_path, "--method nope,rope+window --num_layers 2 --steps 1 --cooldown_steps 0")
 
 
 def test_a_run_of_ours(run, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from test_gpt import HEADS, LAYERS, TRAIN_LENGTH, make_random_gpt, random_tokens, rms_norm
+from test_gpt import HEADS, LAYERS, TRAIN_LENGTH, make_random_gpt, plain_layers, random_tokens
 from test_methods import NAMES
 
 from data.shard_writer import ShardWriter
@@ -18,21 +18,8 @@ from scripts.reproduce.theory import attention_statistics
 ROTATING = [name for name in NAMES if name.endswith(("rope", "ntk", "yarn"))]
 
 
-def plain_layers(name, model, tokens):
-    """q, k (B, H, T, D) after QK-norm and the method's parameter, of each layer, in float64."""
-    p = {key: value.detach().double() for key, value in model.named_parameters()}
-    options = dict(segment_length=20) if name.startswith("infini") else {}
-    x = rms_norm(p["embedding.weight"][tokens])  # (B, T, C)
-    for layer in range(LAYERS):
-        mine = {key.removeprefix(f"blocks.{layer}."): value for key, value in p.items()}
-        learned = next((value for key, value in mine.items() if key.startswith("attention.method")), None)
-        q, k, v = (rms_norm(x) @ matrix.T for matrix in mine["attention.qkv"])
-        q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in (q, k, v))
-        q, k = rms_norm(q), rms_norm(k)
-        yield q, k, learned
-        y = reference.attend(name, q, k, v, train_length=TRAIN_LENGTH, learned=learned, **options)
-        x = x + y.transpose(1, 2).flatten(2) @ mine["attention.proj"].T
-        x = x + (rms_norm(x) @ mine["mlp.up"].T).clamp(min=0) ** 2 @ mine["mlp.down"].T
+def exact_layers(name, model, tokens):
+    return plain_layers(name, {key: value.detach().double() for key, value in model.named_parameters()}, tokens)
 
 
 def plain_scores(name, model, tokens, rotated):
@@ -41,7 +28,7 @@ def plain_scores(name, model, tokens, rotated):
     keep = np.tril(np.ones((T, T), bool), -1)
     keep[:, 0] = False
     scores = []
-    for q, k, _ in plain_layers(name, model, tokens):
+    for q, k, *_ in exact_layers(name, model, tokens):
         if rotated:
             turn = reference.rotation(name, q.shape[-1], TRAIN_LENGTH, T)
             q, k = (reference.rotate(x, torch.arange(T, dtype=torch.float64), *turn) for x in (q, k))
@@ -62,7 +49,7 @@ def test_profile_equals_dense_attention(name):
         for number, window in enumerate(tokens[:, -length:].split(1)):
             last = [
                 reference.attention_logits(name, q, k, train_length=TRAIN_LENGTH, learned=learned)[0, :, -1].flip(-1)
-                for q, k, learned in plain_layers(name, model, window)
+                for q, k, learned, _ in exact_layers(name, model, window)
             ]
             for quantity, expected in attention_statistics(torch.stack(last)).items():
                 assert profile[length, quantity][number] == pytest.approx(expected.mean().item(), rel=1e-4, abs=1e-6)

@@ -7,7 +7,7 @@ import time
 import pytest
 from lives import holding
 from machines import Network, missing
-from test_train import arguments, assert_close_run, assert_same_run, train_here, train_on
+from test_train import arguments, assert_close_run, assert_same_run, train_here, train_on_two
 
 from runtime.metrics import read_metrics
 
@@ -122,7 +122,7 @@ class Job:
 @pytest.mark.promise(*MACHINES)
 def test_a_killed_machine_and_a_lost_link_cost_no_bit(data, network, faults, tmp_path):
     """The number of processes stays the same, so all numbers do."""
-    train_on(2, data, tmp_path / "undisturbed", **SHORT)
+    train_on_two(data, tmp_path / "undisturbed", **SHORT)
     job = Job(network, data, tmp_path / "runs", processes=1, **SHORT)
     with faults("machine killed"):
         job.reach(7)

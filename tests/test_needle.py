@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from test_train import assert_same_numbers
 from tiny_run import train_tiny_run
 
 from configs.runs import Needle
@@ -19,15 +20,13 @@ from runtime.metrics import read_metrics
 from scripts import needle
 from scripts.evaluate import load_run
 
-FIELDS = "--vocab_size 384 --num_layers 1 --num_heads 2 --model_dim 32 --batch_tokens 480 --train_length 240 --steps 4 "
-FIELDS += "--cooldown_steps 2 --val_lengths 240 --val_tokens 960 --val_every 0 --compile off --device cpu --seed 3"
 SHORT = ["--haystack", "shards", "--steps", "6", "--sequences", "4", "--examples", "5", "--lengths", "240", "480"]
 SHORT += ["--device", "cpu", "--compile", "off"]
 
 
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory):
-    return train_tiny_run(tmp_path_factory.mktemp("needle"), FIELDS)
+    return train_tiny_run(tmp_path_factory.mktemp("needle"))
 
 
 @pytest.fixture
@@ -61,11 +60,6 @@ def model_and_task(run):
 
 def weights(run):
     return load_checkpoint(latest_checkpoint(run / "needle" / "checkpoints"))["model"]
-
-
-def assert_same_weights(first, second):
-    for name, tensor in first.items():
-        assert torch.equal(tensor, second[name]), name
 
 
 # ---- fine-tuning ----
@@ -109,7 +103,7 @@ def test_a_killed_fine_tuning_goes_on_to_the_same_weights(run, tune, monkeypatch
     assert latest_checkpoint(run / "needle" / "checkpoints").stem == "step_000002"
     tune()
     assert len(read_metrics(run / "needle" / "metrics.jsonl")) == 6
-    assert_same_weights(weights(run), whole)
+    assert_same_numbers(weights(run), whole)
 
 
 def test_a_curriculum_begins_with_shorter_prompts(run, tune, monkeypatch):

@@ -1,4 +1,4 @@
-"""Muon against plain references and torch's own, parameter groups, schedules."""
+"""Muon against a plain reference, parameter groups, schedules. test_config.py has the presets' learning rates."""
 
 import math
 
@@ -89,19 +89,6 @@ def test_muon_matches_a_float64_reference(compile):
         assert relative_error(p, want, p0) < 5e-5, tuple(p.shape)
 
 
-def test_muon_matches_torch():
-    start = random_tensors(MATRICES, seed=2)
-    ours, reference = parameters_of(start), parameters_of(start)
-    train(Muon(ours, LR, MOMENTUM, dtype=torch.bfloat16), ours, range(5))
-    torch_muon = torch.optim.Muon(
-        reference, lr=LR, momentum=MOMENTUM, weight_decay=0, nesterov=True, adjust_lr_fn="original"
-    )
-    train(torch_muon, reference, range(5))
-    # Torch always iterates in bfloat16, whose rounding (4e-3) puts each of the two about 1e-2 from the float64 result.
-    for p, want, p0 in zip(ours, reference, start):
-        assert relative_error(p, want, p0) < 3e-2, tuple(p.shape)
-
-
 def test_bank_equals_separate_matrices():
     start = random_tensors([(3, 24, 40)], seed=3)[0]
     bank, separate = parameters_of([start]), parameters_of(start)
@@ -155,17 +142,9 @@ NEEDLE = {"steps": 300, "schedule": "trapezoid", "warmup_steps": 100, "cooldown_
 @pytest.mark.parametrize(
     "settings, step, factor",
     [
-        (PAPER_162M, 0, 1),
-        (PAPER_162M, 3269, 1),
-        (PAPER_162M, 3270, 1),  # 1308 / 1308
         (PAPER_162M, 3271, 1307 / 1308),
-        (PAPER_162M, 3924, 0.5),
-        (PAPER_162M, 4577, 1 / 1308),
         (PAPER_162M, 4578, 0),
-        (PAPER_304M, 0, 1),
         (PAPER_304M, 2725, (1 + math.sqrt(0.5)) / 2),
-        (PAPER_304M, 5450, 0.5),
-        (PAPER_304M, 10900, 0),
         (NEEDLE, 0, 0.01),
         (NEEDLE, 49, 0.5),
         (NEEDLE, 99, 1),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from test_methods import NAMES
-from test_train import FIELDS, ROOT, arguments, here, make_data, python
+from test_train import ROOT, arguments, here, make_data, python
 from wandb_stand_in import StandIn
 
 import train_gpt
@@ -126,10 +126,7 @@ def place(tmp_path_factory):
 
 def outcome_of(more: list[str], place: Path) -> str:
     """"trained", "refused" (nothing is left behind), or "stopped" at a step that is not finite."""
-    fields = FIELDS | dict(steps=2, cooldown_steps=0, data_dir="data", runs_dir="runs", resume="never")
-    argv = ["quickstart"]
-    for field, value in fields.items():
-        argv += [f"--{field}", *map(str, value if isinstance(value, tuple) else [value])]
+    argv = arguments("data", "runs", steps=2, cooldown_steps=0, resume="never")
     before, errors, code = set(place.rglob("*")), io.StringIO(), 0
     try:
         with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):

@@ -17,7 +17,6 @@ from runtime.build import build_model
 from runtime.checkpoint import save_checkpoint
 from scripts.reproduce import __main__ as command
 from scripts.reproduce import beyond, figures, needles, taught, theory
-from scripts.reproduce.drawing import Line, Panel, draw_panels
 from scripts.reproduce.figures import tau_of
 from scripts.reproduce.tables import paper_targets
 from scripts.shared.arguments import field_changes
@@ -370,17 +369,6 @@ def test_a_loss_that_is_not_a_number_is_a_gap_and_a_damaged_record_is_named(tmp_
     assert code == 2 and f"{metrics}, line 2" in output.err
 
 
-def test_a_figure_has_panels_bands_bars_and_a_legend(tmp_path):
-    lines = [
-        Line(dict(label=f"a series whose name goes on for a while {n}"), [1, 10], [n, 2], [0.1, None]) for n in range(9)
-    ]
-    for bands in (False, True):
-        draw_panels(
-            tmp_path / "figure", [[Panel("a", lines)] * 3, [Panel("b", lines)]], x="x", y="y", log=2, bands=bands
-        )
-        assert is_figure(tmp_path / "figure")
-
-
 # ---- theory and trained models ---------------------------------------------------------------------------------------
 
 
@@ -424,12 +412,6 @@ def test_models_whose_text_is_too_short_or_another_are_named(tmp_path, call, few
     code, output = call("figure_entropy", "--scale", "mini", *fields)
     assert code == 1 and used(output) == [0, 3] and f"`{other.name}`" in output.out
     assert is_figure(tmp_path / "out" / "figures" / "figure_entropy")
-
-
-def test_figure_sublog(tmp_path, call, few_draws):
-    code, output = call("figure_sublog")
-    assert code == 0 and is_figure(tmp_path / "out" / "figures" / "figure_sublog")
-    assert len(cells_of(output.out)) == 1 + 2 * 3
 
 
 def test_table_llama_has_the_papers_numbers_and_our_rows(tmp_path, call):

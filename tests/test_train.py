@@ -31,6 +31,7 @@ FIELDS = dict(
     val_lengths=(16, 64), val_tokens=256, length_schedule=(), val_copy_gaps=(), val_every=5, save_every=5,
     compile="off", device="cpu", dtype="float32",
 )  # fmt: skip
+TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 TIMES = {"seconds", "val_seconds", "tokens_per_second", "peak_memory_mib"}
 
 
@@ -80,9 +81,8 @@ def train(data, runs, threads=1, variables={}, **fields):
     return runs / "run"
 
 
-def train_on(processes, data, runs, code=0, **fields):
-    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}")
-    return python(*launcher, "train_gpt.py", *arguments(data, runs, **fields), code=code)
+def train_on_two(data, runs, **fields):
+    python(*TWO_RANKS, "train_gpt.py", *arguments(data, runs, **fields))
 
 
 def here(main, *argv):
@@ -345,7 +345,7 @@ def test_a_length_schedule_trains_on_the_same_tokens_on_any_number_of_processes(
     assert [r["tokens"] for r in first] == [r["tokens"] for r in second]
     assert first[0]["train_loss"] == pytest.approx(second[0]["train_loss"], rel=1e-5)  # layers add 0 at first
     assert first[5]["grad_norm"] != pytest.approx(second[5]["grad_norm"], rel=1e-5)  # less context
-    train_on(2, data, tmp_path / "two", **SCHEDULE)
+    train_on_two(data, tmp_path / "two", **SCHEDULE)
     assert_close_run(tmp_path / "two" / "run", folder)
 
 
@@ -375,7 +375,6 @@ WRONG = {  # fields, and the field or value that the error must name
     "copy gap": (dict(val_copy_gaps=(10**6,)), "1000000"),
     "no weights to start from": (dict(init_from="nowhere"), "--init_from"),
     "device": (dict(device="cuda"), "--device"),
-    "backend without gradients here": (dict(attention_backend="flex", val_every=0), "attention_backend"),
 }
 
 
@@ -385,6 +384,10 @@ def test_wrong_field_is_one_line_and_no_run_folder(data, tmp_path, capsys, field
         pytest.skip("this machine has CUDA")
     assert named in error_of(capsys, *arguments(data, tmp_path / "runs", **fields))
     assert not (tmp_path / "runs" / "run").exists()
+
+
+def test_a_backend_without_gradients_here_is_one_line(data, tmp_path, capsys):
+    assert "attention_backend" in error_of(capsys, *arguments(data, tmp_path, attention_backend="flex", val_every=0))
 
 
 @pytest.mark.parametrize("fields, named", [

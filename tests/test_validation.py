@@ -1,20 +1,13 @@
 """When a run validates and on how much, in both profiles; and what that costs."""
 
 import dataclasses
-import itertools
-import json
 
 import pytest
-import torch
-from test_train import make_data
 
 from configs.config import Config
 from configs.presets import preset
-from data.shards import open_split
-from runtime.build import build_model
 from runtime.flops import attention_flops_per_token, forward_flops_per_token, validation_share
-from runtime.processes import World
-from runtime.validation import Validation, validation_plan
+from runtime.validation import validation_plan
 from scripts.shared.runs import val_tokens
 
 FULL = 10_485_760
@@ -95,18 +88,3 @@ def test_the_share_counts_other_methods_beyond_the_training_length():
 def test_tokens_of_records_of_before_the_profiles():
     assert val_tokens(dict(val_loss={"16": 1.0, "64": 2.0}, val_tokens=128)) == {"16": 128, "64": 128}
     assert val_tokens(dict(val_loss={"16": 1.0}, val_tokens={"16": 64})) == {"16": 64}
-
-
-def test_a_validation_keeps_no_logits(tmp_path):
-    fields = dict(vocab_size=65_536, model_dim=8, num_heads=1, num_layers=1, method="p_rope", dtype="float32")
-    fields |= dict(val_lengths=(256,), val_tokens=768, val_copy_gaps=(), micro_batch_tokens=768)
-    config, alone = dataclasses.replace(preset("quickstart"), **fields), World(0, 1, torch.device("cpu"))
-    model, stream = build_model(config, torch.float32), open_split(make_data(tmp_path / "data"), "val", 64)
-    validation = Validation(config, model, stream, alone)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        validation.losses({256: 768})
-    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    events = sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"])
-    peak = max(itertools.accumulate(e["args"]["Bytes"] for e in events))
-    assert peak < 0.5 * 768 * config.vocab_size * 4  # all logits in float32: 201 MB

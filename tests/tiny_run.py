@@ -14,9 +14,12 @@ from scripts import needle
 from scripts.sweep import local
 from train_gpt import main as train
 
+FIELDS = "--vocab_size 384 --num_layers 1 --num_heads 2 --model_dim 32 --batch_tokens 480 --train_length 240 --steps 4 "
+FIELDS += "--cooldown_steps 2 --val_lengths 240 --val_tokens 960 --val_every 0 --compile off --device cpu --seed 3"
 
-def train_tiny_run(folder, fields, letters="abcdefgh ", documents=150):
-    """Write documents of random letters, train on them, and return the run's folder."""
+
+def train_tiny_run(folder, fields="", letters="abcdefgh ", documents=150):
+    """Write documents of random letters, train on them with FIELDS and other fields, and return the run's folder."""
     rng = random.Random(0)
     for i in range(documents):
         (folder / f"{i}.txt").write_text(" ".join("".join(rng.choices(letters, k=300)).split()))
@@ -24,7 +27,7 @@ def train_tiny_run(folder, fields, letters="abcdefgh ", documents=150):
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(sys, "argv", ["train_gpt.py", "quickstart", "--runs_dir", str(folder), "--name", "run",
                                           "--data_dir", str(folder / "data"), "--length_schedule", "--val_copy_gaps",
-                                          *fields.split()])  # fmt: skip
+                                          *FIELDS.split(), *fields.split()])  # fmt: skip
         train()
     return folder / "run"
 
