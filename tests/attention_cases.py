@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 
+import pytest
 import torch
 from torch.testing import assert_close
 
@@ -145,6 +146,11 @@ def check(
     exact_gradients = torch.autograd.grad(expected, [*exact[:leaves], *method.parameters()], weight.double())
     for mine, truth in zip(ours, exact_gradients, strict=True):
         assert_near(mine, truth, tolerance)
+
+
+def skip_unless_runs(backend, method):
+    if not backend_runs(backend, method):
+        pytest.skip(f"{backend} cannot run here")
 
 
 def backend_runs(backend, method, device=CPU, dtype=torch.float32):

@@ -7,7 +7,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from attention_cases import CPU, CUDA, LAYOUTS, MECHANISMS, assert_near, backend_runs, check, make_case, make_inputs
+from attention_cases import (
+    CPU,
+    CUDA,
+    LAYOUTS,
+    MECHANISMS,
+    assert_near,
+    backend_runs,
+    check,
+    make_case,
+    make_inputs,
+    skip_unless_runs,
+)  # fmt: skip
 from torch.nn.attention import SDPBackend
 from torch.nn.attention import flex_attention as torch_flex
 
@@ -66,8 +77,8 @@ CASES = [pytest.param(backend, name, marks=[pytest.mark.slow] if backend in SLOW
 
 @pytest.mark.parametrize("backend, name", CASES)
 def test_values_and_gradients_are_the_formula_s(backend, name, flex_with_gradients, small_tiles):
-    if backend == "triton" and not backend_runs(backend, make_case(name)):
-        pytest.skip("Triton's interpreter is off")
+    if backend == "triton":
+        skip_unless_runs(backend, make_case(name))
     lengths = dict(flex=(1, 140), flex_flash=(1, 140), triton=(1, 50)).get(backend, (1, 2, 127, 128, 129, 300))
     for length in lengths:
         check(backend, make_case(name), length, weigh_output=1.0)
@@ -85,8 +96,7 @@ def test_the_last_queries_alone_are_the_formula_s(backend, name, flex_with_gradi
 @pytest.mark.parametrize("backend", ["blocks", "cpu", pytest.param("triton", marks=pytest.mark.slow)])
 def test_any_layout_in_memory(backend, layout, small_tiles):
     method = make_case("scale_invariant")
-    if not backend_runs(backend, method):
-        pytest.skip("it cannot run here")
+    skip_unless_runs(backend, method)
     check(backend, method, 33, layout=layout)
 
 
@@ -114,8 +124,7 @@ def test_gradients_of_compiled_attention():
 def test_a_replacement_takes_the_softmax_of_any_backend(backend):
     """Infini-attention by this backend is the same in float64, which test_methods holds to reference.py."""
     method = make_case("infini")
-    if not backend_runs(backend, method):
-        pytest.skip("it cannot run here")
+    skip_unless_runs(backend, method)
     q, k, v, _ = make_inputs(method, 170)
     output = attend(method, q, k, v, backend=backend)
     assert_near(output, attend(method, q.double(), k.double(), v.double()), 1e-5)
@@ -172,7 +181,7 @@ def test_a_backend_that_cannot_run_is_refused(backend, name, field):
 
 
 @pytest.mark.parametrize("queries, keys, options", [
-    (0, 5, {}), (5, 5, dict(q_offset=1)), (5, 5, dict(q_offset=-1)), (5, 5, dict(target_length=4)),
+    (0, 5, {}), (6, 5, {}), (5, 5, dict(q_offset=1)), (5, 5, dict(q_offset=-1)), (5, 5, dict(target_length=4)),
     (1, 2**31 + 1, dict(q_offset=2**31)), (5, MAX_LENGTH + 1, dict(backend="cpu")),
 ])
 def test_lengths_and_options_that_do_not_fit_are_refused(queries, keys, options):
@@ -190,8 +199,7 @@ def test_the_formula_imports_none_of_the_code_under_test():
 @pytest.mark.parametrize("name, times", [("scale_invariant", 1), ("learned", 4)])
 def test_only_learned_functions_are_prepared_again_in_each_pass(backend, name, times, monkeypatch):
     method, prepared, prepare = make_case(name), [], BACKENDS[backend].prepare
-    if not backend_runs(backend, method):
-        pytest.skip("it cannot run here")
+    skip_unless_runs(backend, method)
     monkeypatch.setattr(BACKENDS[backend], "prepare", lambda *args: prepared.append(prepare(*args)) or prepared[-1])
     plan = make_plan(method, 130, 130, backend=backend)
     q, k, v, _ = make_inputs(method, 130)

@@ -171,9 +171,6 @@ def test_table_rivals_names_the_best_and_its_margins(tmp_path, call):  # noqa: F
     assert "Llama 4: `rope+window`, `rope+window`, `rope+window`." in output.out
 
 
-# ---- the study `taught` ----------------------------------------------------------------------------------------------
-
-
 def write_taught(runs_dir, seeds):
     """Runs of the study: losses and copy gains with known differences to scale-invariant p-RoPE, by series."""
     above = {REFERENCE: 0.0, "rope": 0.5, "logn_p_rope": 0.1, "alibi": 0.9, "alibi slope_scale=4": 0.7}

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from attention_cases import CPU, CUDA, MECHANISMS, backend_runs, make_case
+from attention_cases import CPU, CUDA, MECHANISMS, make_case, skip_unless_runs
 from test_train import ROOT, TWO_RANKS, arguments, make_data, python
 
 from model.attention import BACKENDS, blocks, choose_backend
@@ -19,8 +19,7 @@ LENGTH = 300
 @pytest.mark.parametrize("backend", ["blocks", "cpu"])
 def test_right_ones_pass(backend, name):
     method = make_case(name)
-    if not backend_runs(backend, method):
-        pytest.skip("it cannot run here")
+    skip_unless_runs(backend, method)
     assert check_backend(BACKENDS[backend], method, CPU, torch.float32, [LENGTH, 129]).problem is None
 
 
@@ -118,9 +117,6 @@ def test_errors_are_shares_of_the_norm_and_of_the_mean_row():
     assert worst_error(dict(o=off["o"] * torch.nan), exact, plain)[1] == math.inf
 
 
-# ---- the choice of a backend -----------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def on_cuda(monkeypatch):
     """Set backends: {name: fault, or None}. The choice is CUDA's, and the check runs on this CPU."""
@@ -169,8 +165,7 @@ train_gpt.main()
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["auto", "cpu"])
 def test_ranks_with_other_backends_end_the_run_in_one_line(backend, tmp_path):
-    if not backend_runs("cpu", make_case("rope")):
-        pytest.skip("no rank has the kernel")
+    skip_unless_runs("cpu", make_case("rope"))
     (tmp_path / "train.py").write_text(RANK_1_WITHOUT_COMPILER)
     argv = arguments(make_data(tmp_path / "data"), tmp_path / "runs", attention_backend=backend)
     done = python(*TWO_RANKS, tmp_path / "train.py", *argv, code=1, PYTHONPATH=str(ROOT))  # torchrun's own exit code

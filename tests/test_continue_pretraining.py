@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers", reason="pip install -r requir
 import numpy as np
 import torch
 import torch.nn.functional as F
-from test_data import exit_code
+from test_data import exit_code, one_error
 from test_train import ROOT, TWO_RANKS, python
 from tiny_llama import VOCAB, save_model, save_tokenizer, texts
 from torch.testing import assert_close
@@ -198,8 +198,7 @@ def test_two_processes_equal_one(place, tmp_path):
 ], ids=str)  # fmt: skip
 def test_wrong_usage(more, field, place, tmp_path, capsys):
     assert exit_code(command.main, arguments(place, tmp_path / "runs", *more)) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert field in line and not (tmp_path / "runs").exists()
+    assert field in one_error(capsys) and not (tmp_path / "runs").exists()
 
 
 def test_a_vocabulary_beyond_16_bits_is_refused(place, tmp_path, capsys):

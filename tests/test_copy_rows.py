@@ -69,17 +69,14 @@ def test_prepared_train_split_holds_the_rows_of_the_natural_split(tmp_path, caps
     assert sorted(path.name for path in folders[1].iterdir() if path.suffix not in (".bin", ".json")) == []
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "--copy-rows 1 --row-tokens 64",
-        "--copy-rows -0.1 --row-tokens 64",
-        "--copy-rows nan --row-tokens 64",
-        "--copy-rows 0.5 --row-tokens 15",
-        "--copy-rows 0.5 --row-tokens many",
-        "--copy-rows 0.5 --row-tokens 1000000",
-    ],
-)
+@pytest.mark.parametrize("arguments", [
+    "--copy-rows 1 --row-tokens 64",
+    "--copy-rows -0.1 --row-tokens 64",
+    "--copy-rows nan --row-tokens 64",
+    "--copy-rows 0.5 --row-tokens 15",
+    "--copy-rows 0.5 --row-tokens many",
+    "--copy-rows 0.5 --row-tokens 1000000",
+])
 def test_a_mistake_is_named_and_writes_no_shards(tmp_path, capsys, arguments):
     source = write_folder(tmp_path / "in", make_documents(40))
     argv = [str(source), "--tokenizer", "bpe:300", "--val-fraction", "0.2", "--out", str(tmp_path / "out")]

@@ -53,9 +53,6 @@ def decoded_logits(model, tokens, prompt_length, target_length=None):
     return torch.stack(logits, dim=1)
 
 
-# ---- the logits ------------------------------------------------------------------------------------------------------
-
-
 @every_case
 @pytest.mark.parametrize("prompt_length", [1, 7, 130])
 def test_steps_give_the_logits_of_the_full_forward_pass(name, options, prompt_length):
@@ -114,9 +111,6 @@ def test_a_new_prompt_starts_afresh():
     decoder.step(tokens[:, 30])
     decoder.prefill(tokens[:1, :5])
     assert_near(decoder.step(tokens[:1, 5]), full_logits(model, tokens[:1, :6], 40)[:, -1], 1e-5)
-
-
-# ---- greedy decoding -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["scale_invariant_p_rope", "logn_ntk", "rnope_swa", "infini_rope"])

@@ -11,7 +11,7 @@ import threading
 import numpy as np
 import pytest
 from hub_stand_in import serve
-from test_data import REPOSITORY, exit_code, flip, write_raw
+from test_data import REPOSITORY, exit_code, flip, one_error, write_raw
 
 from configs.presets import PRESETS, preset
 from data import shards
@@ -48,11 +48,6 @@ def hub(tmp_path, monkeypatch):
         yield hub
 
 
-def one_error(capsys):
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    return line
-
-
 # ---- FineWeb ----
 
 
@@ -81,10 +76,6 @@ def test_download_gives_a_dataset_and_later_runs_fetch_the_missing_files(hub, tm
     assert_whole(hub, out, NAMES)
 
 
-def listed(out):
-    return json.loads((out / "manifest.json").read_text())["files"]
-
-
 def hang_up(handler, data):
     handler.close_connection = True
     handler.connection.shutdown(socket.SHUT_RDWR)
@@ -95,34 +86,29 @@ def half_a_body(handler, data):
     hang_up(handler, data)
 
 
-def too_short(handler, data):
-    handler.send(200, data[: len(data) // 2], {})
-
-
-def flipped(handler, data):
-    handler.send(200, flip(data, 8 * 1500 + 3), {})
-
-
-def error_page(handler, data):
-    handler.send(200, b"<html>try again later</html>", {})
-
-
-def unavailable(handler, data):
-    handler.send(503, b"", {})
+BAD_ANSWERS = {
+    "hang up": hang_up,
+    "half a body": half_a_body,
+    "too short": lambda handler, data: handler.send(200, data[: len(data) // 2], {}),
+    "flipped": lambda handler, data: handler.send(200, flip(data, 8 * 1500 + 3), {}),
+    "error page": lambda handler, data: handler.send(200, b"<html>try again later</html>", {}),
+    "unavailable": lambda handler, data: handler.send(503, b"", {}),
+}
 
 
 @DOWNLOADS
 @pytest.mark.parametrize("times", [1, 10**9])
-@pytest.mark.parametrize("fault", [hang_up, half_a_body, too_short, flipped, error_page, unavailable])
+@pytest.mark.parametrize("fault", BAD_ANSWERS)
 def test_bad_answers_end_in_the_right_bytes_or_an_error(hub, tmp_path, capsys, monkeypatch, faults, fault, times):
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # of the client, before it tries again
-    hub.fault, hub.faults, out = fault, times, tmp_path / "out"
-    with faults(fault.__name__.replace("_", " ")):
+    hub.fault, hub.faults, out = BAD_ANSWERS[fault], times, tmp_path / "out"
+    with faults(fault):
         code = fineweb(out, 1)
-        tried_again = times == 1 and fault in (hang_up, half_a_body)
+        tried_again = times == 1 and fault in ("hang up", "half a body")
         assert code == (0 if tried_again else 2)
         assert tried_again or NAMES[0] in one_error(capsys)
-        assert all((out / name).read_bytes() == hub.served[f"{FINEWEB}/{name}"] for name in listed(out))
+        names = json.loads((out / "manifest.json").read_text())["files"]
+        assert all((out / name).read_bytes() == hub.served[f"{FINEWEB}/{name}"] for name in names)
         hub.faults = 0
         assert fineweb(out, 1) == 0  # the server is well again
         assert_whole(hub, out, NAMES[:2])

@@ -48,9 +48,6 @@ def write_text(folder, tokens, tokenizer="none"):
     return folder
 
 
-# ---- the run's own text ----------------------------------------------------------------------------------------------
-
-
 def test_losses_equal_the_summary_wherever_the_text_is(data, copied, tmp_path):
     losses = read_json(copied / "summary.json")["val_loss"]
     call(copied)
@@ -80,6 +77,7 @@ def test_losses_by_length(finished, copied, data, capsys):
     assert [cell.strip() for cell in head] == ["run", "8 (0.5x)", "96 (6x)", "96 - 8"]
     for cell, length in zip(row[1:], (8, 96)):
         assert float(cell) == pytest.approx(plain_losses(finished, data, length, 192).mean().item(), abs=6e-4)
+    assert float(row[3]) == pytest.approx(float(row[2]) - float(row[1]), abs=2e-3)
 
 
 def test_lengths_on_the_same_tokens_are_kept_together(copied):
@@ -99,9 +97,6 @@ def test_a_run_that_cannot_be_evaluated_is_named(copied, tmp_path, capsys):
     (copied / "checkpoints").mkdir()
     assert str(copied) in refusal(capsys, copied)
     assert not (copied / "evaluation.json").exists()
-
-
-# ---- other text ------------------------------------------------------------------------------------------------------
 
 
 def test_losses_on_other_text_are_stored_apart(copied, tmp_path):

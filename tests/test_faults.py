@@ -180,7 +180,7 @@ def test_under_torchrun_the_launcher_of_the_docs_exits_with_75(data, faults, tmp
         assert saved_step(tmp_path) == steps_of(tmp_path)[-1] > 1
 
 
-# ---- disk ------------------------------------------------------------------------------------------------------------
+# ---- full disks, and numbers that are not finite ---------------------------------------------------------------------
 
 
 @pytest.mark.promise(*DISK)
@@ -195,9 +195,6 @@ def test_full_disk(stage, count, size, data, undisturbed, lives, faults, tmp_pat
         code, output = lives.live(argv, tmp_path / "output")
         assert code == 0, output
         assert_same_run(tmp_path / "run", undisturbed)
-
-
-# ---- numbers that are not finite -------------------------------------------------------------------------------------
 
 
 @pytest.mark.promise(*NONFINITE)
@@ -236,7 +233,7 @@ def test_a_lost_rank_ends_the_job(do, data, lives, faults, tmp_path):
         fault = at("batch", 3, do, rank=1)
         code, output = lives.live(arguments(data, tmp_path, timeout=5), tmp_path / "output", fault, processes=2)
         assert code == 1, output
-        assert re.search("error: rank 1 .*--micro_batch_tokens" if do == "memory" else "error: rank 0 ", output), output
+        assert re.search(r"rank 1\b.*--micro_batch_tokens" if do == "memory" else r"error: rank 0\b", output), output
 
 
 @pytest.mark.promise(*RANKS)

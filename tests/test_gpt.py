@@ -144,7 +144,7 @@ def test_heads_that_do_not_divide_the_width_are_refused():
         make_gpt(num_heads=5)
 
 
-# ---- causality -------------------------------------------------------------------------------------------------------
+# ---- causality and precision -----------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -159,9 +159,6 @@ def test_a_token_changes_no_loss_before_it(name):
         after = model(changed, targets, per_token=True)
         assert_close(after[:, :t], before[:, :t], rtol=0, atol=1e-5)
         assert ((after - before)[:, t:].abs() > 1e-4).float().mean() > 0.9
-
-
-# ---- precision -------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

@@ -86,9 +86,6 @@ def recorded_scores(model, tokens):
     return {(layer, rotated): scores for layer, rotated, scores in layer_scores(model, tokens, 2**18)}
 
 
-# ---- scores ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_scores_equal_the_dense_computation(family):
     """A model converted to RoPE has the same scores. A model converted to NoPE has only scores without rotation."""
@@ -109,9 +106,6 @@ def test_scores_equal_the_dense_computation(family):
             assert found[key].shape == (6, 2 * 22 * 21 // 2)
             torch.testing.assert_close(found[key], exact[key], atol=5e-5, rtol=2e-5)
     assert not any(module._forward_pre_hooks for module in model.modules())
-
-
-# ---- the command -----------------------------------------------------------------------------------------------------
 
 
 def test_the_command_writes_the_statistics_that_scipy_finds(folder, tmp_path, capsys):

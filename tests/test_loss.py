@@ -60,14 +60,6 @@ def test_tensors_with_gaps():
     check(wide[:, 5:25].requires_grad_(), head, targets, weights=weights[::2])
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-def test_the_mean_equals_the_mean_over_tokens_with_and_without_gradients(enabled):
-    x, head, targets = make(300, 20, 50)
-    with torch.set_grad_enabled(enabled):
-        assert torch.equal(mean_loss(x, head, targets), token_losses(x, head, targets).mean())
-        assert mean_loss(x, head, targets).requires_grad == enabled
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("N", [200, 1000])
 def test_low_precision_is_as_near_as_autograd_through_float32_logits(dtype, N):
@@ -96,7 +88,7 @@ def test_a_loss_that_is_not_finite_is_seen(bad):
 def test_targets_outside_the_vocabulary_are_refused(target):
     x, head, targets = make(300, 20, 50)
     targets[299] = target
-    with pytest.raises(IndexError, match=f"{target}.* 0 to 49"):
+    with pytest.raises(IndexError, match=rf"{target}\b.*\b49\b"):
         mean_loss(x, head, targets)
 
 
@@ -115,7 +107,7 @@ def test_two_calls_give_the_same_bits(threads):
         torch.set_num_threads(before)
 
 
-# ---- chunks ----------------------------------------------------------------------------------------------------------
+# ---- chunks and torch.compile ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("most, sizes", [(10, [10]), (9, [5, 5]), (4, [4, 4, 2]), (1, [1] * 10)])
@@ -142,9 +134,6 @@ def test_no_tensor_is_larger_than_a_chunk_and_no_matmul_is_done_twice(dtype, mon
     events = [(event.name, shape) for event in operations.events() for shape in event.input_shapes]
     assert max(torch.Size(s).numel() for _, s in events if all(isinstance(n, int) for n in s)) == 250 * 90
     assert sum(event.name in ("aten::mm", "aten::addmm_") for event in operations.events()) == 4 * 8
-
-
-# ---- torch.compile ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -306,12 +306,3 @@ def test_other_heads_than_the_method_s_are_refused(name, num_heads, head_dim, fu
     q, k, v = random_qkv(num_heads, head_dim, 5)
     with assert_refused(f"{num_heads}, 5, {head_dim}"):
         function(make(name), q, k, *([v] if function is attend else []))
-
-
-@pytest.mark.parametrize("queries, keys, q_offset, target_length", [(6, 5, 0, None), (1, 5, 5, None), (5, 5, 1, None),
-                                                                    (5, 5, 0, 4)])
-def test_queries_beyond_the_keys_and_keys_beyond_the_target_are_refused(queries, keys, q_offset, target_length):
-    q, k, v = (x[:, :, :n] for x, n in zip(random_qkv(6, 16, 6), (queries, keys, keys)))
-    for name in ("p_rope", "infini_rope"):
-        with assert_refused(str(keys)):
-            attend(make(name), q, k, v, q_offset=q_offset, target_length=target_length)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from test_data import exit_code, one_error
 from test_train import assert_same_numbers
 from tiny_run import train_tiny_run
 
@@ -39,12 +40,9 @@ def tune(run, capsys):
     """Fine-tune the run: return its summary, or the line of error."""
 
     def tune(*argv, runs=(run,)):
-        try:
-            needle.main([*map(str, [*runs, *SHORT, *argv])])
-        except SystemExit as end:
-            assert end.code == 2
-            (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-            return line
+        if code := exit_code(needle.main, [*runs, *SHORT, *argv]):
+            assert code == 2
+            return one_error(capsys)
         return json.loads((run / "needle" / "summary.json").read_text())
 
     return tune
@@ -202,13 +200,10 @@ def test_run_again_does_nothing_but_the_lengths_that_are_new(run, tune, monkeypa
 # ---- mistakes ----
 
 
-@pytest.mark.parametrize(
-    "argv, settings",
-    [
-        ([], Needle("c4", steps=300, sequences=64, examples=500)),
-        (["--scale", "mini", "--examples", "7"], Needle("shards", steps=6000, sequences=8, examples=7, curriculum=144)),
-    ],
-)
+@pytest.mark.parametrize("argv, settings", [
+    ([], Needle("c4", steps=300, sequences=64, examples=500)),
+    (["--scale", "mini", "--examples", "7"], Needle("shards", steps=6000, sequences=8, examples=7, curriculum=144)),
+])
 def test_the_scale_gives_the_settings_and_options_replace_them(monkeypatch, argv, settings):
     calls = []
     monkeypatch.setattr(needle, "run", lambda *args: calls.append(args[:2]))
@@ -216,16 +211,13 @@ def test_the_scale_gives_the_settings_and_options_replace_them(monkeypatch, argv
     assert calls == [(Path("runs/a"), settings), (Path("runs/b"), settings)]
 
 
-@pytest.mark.parametrize(
-    "argv, named",
-    [
-        ("--examples 0", "examples"),
-        ("--curriculum -1", "curriculum"),
-        ("--curriculum 40", "length 40"),
-        ("--lengths 40", "length 40"),
-        ("--lengths 10000000", "haystack"),
-    ],
-)
+@pytest.mark.parametrize("argv, named", [
+    ("--examples 0", "examples"),
+    ("--curriculum -1", "curriculum"),
+    ("--curriculum 40", "length 40"),
+    ("--lengths 40", "length 40"),
+    ("--lengths 10000000", "haystack"),
+])
 def test_a_mistake_is_named_and_leaves_nothing(run, tune, argv, named):
     assert named in tune(*argv.split()) and not (run / "needle").exists()
 

@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+from test_text import make_documents
 
 from data import needle
 from data.needle import C4_FILES, CITIES, Example, Haystack, NeedleTask, needle_text, score
@@ -13,20 +14,10 @@ from data.text import prepare
 from data.tokenizer import END_OF_TEXT, load_tokenizer
 
 
-def make_documents(count, seed=0):
-    rng = np.random.default_rng(seed)
-    words = ["shore", "lamp", "winter", "of", "the", "a", "caf\u00e9", "42,", "is.", "\n\n"]
-    texts = []
-    for i in range(count):
-        rare = map(chr, rng.integers(0x4E00, 0x9FA6, 5))  # too rare for a token of their own
-        texts.append(f"Tale {i}: " + " ".join(rng.choice([*words, *rare], rng.integers(1, 120))).strip())
-    return texts
-
-
 @pytest.fixture(scope="module")
 def text_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "tales.jsonl"
-    path.write_text("\n".join(json.dumps({"text": text}) for text in make_documents(150)))
+    path.write_text("\n".join(json.dumps({"text": text}) for text in make_documents(400)))
     return path
 
 
@@ -71,20 +62,17 @@ def assert_uniform(counts):
     assert statistic < freedom * (1 - 2 / (9 * freedom) + 3.09 * np.sqrt(2 / (9 * freedom))) ** 3
 
 
-# ---- haystacks ----
-
-
 def test_documents_of_shards_are_the_ones_that_were_prepared(data_dir, tokenizer):
     assert len(list(data_dir.glob("*_train_*.bin"))) > 1  # documents run over the borders of shards
     found = [documents(Haystack.from_shards(data_dir, split, tokenizer), tokenizer) for split in ("train", "val")]
-    assert sorted(sum(found, [])) == sorted(make_documents(150))
+    assert sorted(sum(found, [])) == sorted(make_documents(400))
 
 
 def test_documents_of_c4_are_the_lines_of_its_file(tmp_path, text_file, tokenizer):
     path = tmp_path / C4_FILES["val"]
     path.parent.mkdir(parents=True)
     path.write_bytes(gzip.compress(text_file.read_bytes()))
-    assert documents(Haystack.from_c4(tmp_path, "val", tokenizer), tokenizer) == make_documents(150)
+    assert documents(Haystack.from_c4(tmp_path, "val", tokenizer), tokenizer) == make_documents(400)
 
 
 def test_sample_is_distinct_documents_with_the_last_one_cut(haystack, tokenizer):
@@ -119,9 +107,6 @@ def test_the_haystack_is_the_first_tokens_of_a_folder(data_dir, tokenizer, hayst
         writer.close()
     with pytest.raises(ValueError, match="end-of-text"):
         Haystack.from_shards(tmp_path, "train", tokenizer)
-
-
-# ---- examples ----
 
 
 def test_an_example_depends_on_seed_split_length_and_index_alone(data_dir, tokenizer, haystack):
@@ -197,23 +182,18 @@ def test_a_length_without_room_is_refused(tokenizer, haystack):
         NeedleTask(tokenizer, haystack, 40).example(0)
 
 
-# ---- scoring ----
-
 EXAMPLE = Example(np.zeros(1), 0, ("Oslo", "Cape Town", "Lima"), (1234567, 7654321, 1000000), (0, 1, 2))
 
 
-@pytest.mark.parametrize(
-    ("text", "right"),
-    [
-        ("Oslo=1234567;Cape Town=7654321;Lima=1000000", [True, True, True]),
-        ("Oslo=1234567;Cape Town=7654321;Lima=1000000<|endoftext|>;Rome=1", [True, True, True]),
-        ("Oslo=1234567;Cape Town=7654321<|endoftext|>;Lima=1000000", [True, True, False]),
-        ("Cape Town=7654321;Oslo=1234567;Lima=1000000", [False, False, True]),
-        ("Oslo=1234568;Cape=7654321;Lima=1000000", [False, False, True]),
-        ("Oslo=12345678;Cape Town=765432;lima=1000000", [False, False, False]),
-        ("Oslo=1234567Cape Town=7654321;Lima=1000000", [False, False, False]),
-        (";;;;\ufffd=;=\n", [False, False, False]),
-    ],
-)
+@pytest.mark.parametrize("text, right", [
+    ("Oslo=1234567;Cape Town=7654321;Lima=1000000", [True, True, True]),
+    ("Oslo=1234567;Cape Town=7654321;Lima=1000000<|endoftext|>;Rome=1", [True, True, True]),
+    ("Oslo=1234567;Cape Town=7654321<|endoftext|>;Lima=1000000", [True, True, False]),
+    ("Cape Town=7654321;Oslo=1234567;Lima=1000000", [False, False, True]),
+    ("Oslo=1234568;Cape=7654321;Lima=1000000", [False, False, True]),
+    ("Oslo=12345678;Cape Town=765432;lima=1000000", [False, False, False]),
+    ("Oslo=1234567Cape Town=7654321;Lima=1000000", [False, False, False]),
+    (";;;;\ufffd=;=\n", [False, False, False]),
+])
 def test_score(text, right):
     assert score(text, EXAMPLE) == right

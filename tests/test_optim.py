@@ -76,9 +76,6 @@ class Orthogonalised(TorchDispatchMode):
         return self.operands[1::10]  # five iterations of two baddbmm: the gram matrix, then x
 
 
-# Muon: the mathematics
-
-
 @pytest.mark.parametrize("compile", [False, True])
 def test_muon_matches_a_float64_reference(compile):
     start = random_tensors(ONE_BATCH if compile else MATRICES + BANKS, seed=1)
@@ -132,31 +129,26 @@ def test_compiled_step_does_not_recompile_when_the_learning_rate_changes():
             train(optimizer, params, range(step, step + 1))
 
 
-# Schedules
-
 PAPER_162M = {"steps": 4578, "schedule": "constant_linear", "cooldown_steps": 1308}
 PAPER_304M = {"steps": 10900, "schedule": "cosine"}
 NEEDLE = {"steps": 300, "schedule": "trapezoid", "warmup_steps": 100, "cooldown_steps": 100}
 
 
-@pytest.mark.parametrize(
-    "settings, step, factor",
-    [
-        (PAPER_162M, 3271, 1307 / 1308),
-        (PAPER_162M, 4578, 0),
-        (PAPER_304M, 2725, (1 + math.sqrt(0.5)) / 2),
-        (NEEDLE, 0, 0.01),
-        (NEEDLE, 49, 0.5),
-        (NEEDLE, 99, 1),
-        (NEEDLE, 150, 1),
-        (NEEDLE, 200, 1),
-        (NEEDLE, 201, 0.99),
-        (NEEDLE, 299, 0.01),
-        (NEEDLE, 300, 0),
-        ({"steps": 5, "schedule": "trapezoid", "warmup_steps": 2, "cooldown_steps": 3}, 1, 1),
-        ({"steps": 5, "schedule": "constant_linear"}, 4, 1),
-    ],
-)
+@pytest.mark.parametrize("settings, step, factor", [
+    (PAPER_162M, 3271, 1307 / 1308),
+    (PAPER_162M, 4578, 0),
+    (PAPER_304M, 2725, (1 + math.sqrt(0.5)) / 2),
+    (NEEDLE, 0, 0.01),
+    (NEEDLE, 49, 0.5),
+    (NEEDLE, 99, 1),
+    (NEEDLE, 150, 1),
+    (NEEDLE, 200, 1),
+    (NEEDLE, 201, 0.99),
+    (NEEDLE, 299, 0.01),
+    (NEEDLE, 300, 0),
+    ({"steps": 5, "schedule": "trapezoid", "warmup_steps": 2, "cooldown_steps": 3}, 1, 1),
+    ({"steps": 5, "schedule": "constant_linear"}, 4, 1),
+])
 def test_lr_factor_at_points_computed_by_hand(settings, step, factor):
     assert lr_factor(step, **settings) == pytest.approx(factor, abs=1e-12)
 

@@ -17,21 +17,10 @@ from data import python_source
 from data.shards import open_split, read_manifest
 from data.text import load_tokenizer
 from scripts import quickstart as script
-from scripts.shared.tables import loss_table
 
 ROOT = Path(__file__).parents[1]
 TINY = "--steps 10 --cooldown_steps 1 --length_schedule 32 2 64 2 --val_tokens 4096 --val_copy_gaps 32 128"
 TINY += " --vocab_size 1024 --num_layers 1 --compile off --device cpu"
-
-
-def test_loss_table_gives_lengths_in_multiples_of_the_training_length_and_the_rise():
-    table = loss_table([
-        dict(name="a", train_length=16, val_loss={"16": 1.25, "64": 1.5}),
-        dict(name="other", train_length=16, val_loss={"16": 2.0, "64": 1.0}),
-    ])  # fmt: skip
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
-    assert rows[0] == ["run", "16 (1x)", "64 (4x)", "64 - 16"]
-    assert rows[2:] == [["a", "1.250", "1.500", "+0.250"], ["other", "2.000", "1.000", "-1.000"]]
 
 
 @pytest.mark.parametrize("name", ["quickstart", "test", "torture"])

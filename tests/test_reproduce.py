@@ -477,15 +477,12 @@ def test_all_makes_each_item_and_sums_up(tmp_path, call, monkeypatch, few_draws)
     assert [*command.read_sections(tmp_path / "out" / "tables.md")] == [items[0], items[2], items[3]]
 
 
-@pytest.mark.parametrize(
-    "argv, named",
-    [
-        (["table_loss"], "table_loss"),
-        (["table_losses", "--scale", "huge"], "huge"),
-        (["table_losses", "--stepz", "3"], "--stepz"),
-        (["figure_tau", "--methods", "rope"], "rope"),
-    ],
-)
+@pytest.mark.parametrize("argv, named", [
+    (["table_loss"], "table_loss"),
+    (["table_losses", "--scale", "huge"], "huge"),
+    (["table_losses", "--stepz", "3"], "--stepz"),
+    (["figure_tau", "--methods", "rope"], "rope"),
+])
 def test_wrong_usage_is_one_line(argv, named, call):
     code, output = call(*argv)
     assert code == 2 and named in output.err.splitlines()[-1] and "Traceback" not in output.err

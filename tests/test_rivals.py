@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from test_gpt import random_tokens
+from test_gpt import random_tokens, randomize
 from test_methods import assert_near, assert_refused, cast, gradients, random, random_qkv
 
 from model.attention import BACKENDS, attend, choose_backend, make_plan
@@ -264,7 +264,7 @@ def test_fire_scales_with_the_lengths_and_starts_at_random():
     assert small.output.unique().numel() == small.output.numel() and not torch.equal(paper.output, small.output)
 
 
-# ---- layers that differ ----------------------------------------------------------------------------------------------
+# ---- layers that differ, and gates -----------------------------------------------------------------------------------
 
 
 def test_a_pattern_repeats_over_the_layers():
@@ -282,8 +282,7 @@ def test_a_model_of_layers_that_differ_equals_its_layers():
     shape = dict(vocab_size=97, num_layers=5, num_heads=2, model_dim=32, train_length=16)
     options = dict(window=7, tau=2.0)
     model = GPT(method="scale_invariant_nope,rope+window", method_options=options, **shape)
-    for seed, parameter in enumerate(model.parameters()):
-        parameter.data = random(*parameter.shape, seed=seed).float() * parameter.shape[-1] ** -0.5
+    randomize(model)
     tokens, targets = random_tokens(40)
     x = model.embed(tokens)
     for block, name in zip(model.blocks, ["scale_invariant_nope", "rope+window"] * 3):
@@ -312,8 +311,7 @@ def test_layers_of_all_kinds_compile_to_one_graph():
     """Inductor would take a minute. Its inputs, the graphs forward and backward, run as they are."""
     method = "nape,kerple_log,pope+scale_invariant,stick_breaking,log_beyond"
     model = GPT(vocab_size=97, num_layers=5, num_heads=2, model_dim=16, train_length=16, method=method)
-    for seed, parameter in enumerate(model.parameters()):
-        parameter.data = random(*parameter.shape, seed=seed).float() * parameter.shape[-1] ** -0.5
+    randomize(model)
     plan, (tokens, targets) = model.plan(40), random_tokens(40)
     results = []
     for run in (model, torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")):
@@ -321,9 +319,6 @@ def test_layers_of_all_kinds_compile_to_one_graph():
         results.append([loss.detach(), *torch.autograd.grad(loss, model.parameters())])
     for eager, compiled in zip(*results, strict=True):
         assert_near(compiled, eager, 1e-5)
-
-
-# ---- gates -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_gate_multiplies_the_heads_outputs():

@@ -67,9 +67,6 @@ def test_methods_that_train_identically_are_trained_once():
     assert [r.config.method for r in sweep("figure_train_16k", "paper", methods=["yarn"])] == ["rope"]
 
 
-# ---- names and fields ------------------------------------------------------------------------------------------------
-
-
 def test_a_name_has_the_changed_fields_or_their_hash():
     assert Run("mini", dict(method="rope", seed=3, muon_lr=0.1, dtype="float32")).name == "mini-rope-muon_lr0.1-s3"
     lr = dict(muon_lr=0.123456789, embedding_lr=0.123456789, head_lr=0.123456789, scalar_lr=0.123456789)
@@ -86,9 +83,6 @@ def test_a_name_has_the_changed_fields_or_their_hash():
 def test_a_field_that_the_sweep_sets_itself_is_refused(field, value):
     with pytest.raises(ValueError, match=f"--{field}"):
         sweep("figure_tau", "mini", changes={field: value})
-
-
-# ---- sweeps of one's own ---------------------------------------------------------------------------------------------
 
 
 def own_sweep(**axes):
@@ -115,9 +109,6 @@ def test_a_new_sweep_has_its_runs_once(monkeypatch):
     monkeypatch.setitem(SWEEPS, "own", function)
     expected = [f"mini-{method}-muon_lr{lr}-s0" for method in ("rope", "alibi") for lr in (0.1, 0.2)]
     assert [run.name for run in sweep("own", "mini")] == expected
-
-
-# ---- wandb -----------------------------------------------------------------------------------------------------------
 
 
 def test_wandb_sweep_starts_the_runs_of_the_main_table():

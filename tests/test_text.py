@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiktoken
-from test_data import exit_code
+from test_data import exit_code, one_error
 
 from data.shards import open_split, tokenizer_of
 from data.text import main, prepare
@@ -227,22 +227,18 @@ def test_gpt2_without_a_network_is_refused_in_one_line(tmp_path, monkeypatch, ca
 # ---- mistakes ----
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ("--tokenizer bpe:300 --val-fraction 0", "val-fraction"),
-        ("--tokenizer bpe:300 --val-fraction 1e-9", "val-fraction"),
-        ("--tokenizer bpe:300 --field nothing", "crawl.jsonl: line 1: "),
-        ("--tokenizer bpe:256", "bpe:256"),
-        ("--tokenizer bpe:many", "bpe:many"),
-        ("--tokenizer gpt3", "gpt3"),
-        ("--tokenizer nowhere.json", "nowhere.json"),
-    ],
-)
+@pytest.mark.parametrize("arguments, named", [
+    ("--tokenizer bpe:300 --val-fraction 0", "val-fraction"),
+    ("--tokenizer bpe:300 --val-fraction 1e-9", "val-fraction"),
+    ("--tokenizer bpe:300 --field nothing", "crawl.jsonl: line 1: "),
+    ("--tokenizer bpe:256", "bpe:256"),
+    ("--tokenizer bpe:many", "bpe:many"),
+    ("--tokenizer gpt3", "gpt3"),
+    ("--tokenizer nowhere.json", "nowhere.json"),
+])
 def test_mistakes_are_one_line_and_write_no_shards(prepared, tmp_path, capsys, arguments, named):
     assert exit_code(main, [prepared / "in", *arguments.split(), "--out", tmp_path / "out"]) == 2
-    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(error) == 1 and named in error[0]
+    assert named in one_error(capsys)
     assert not list((tmp_path / "out").glob("*.bin"))
 
 

@@ -11,18 +11,6 @@ from numpy.polynomial.hermite_e import hermegauss
 from scripts.reproduce import theory
 
 
-def by_key(rows):
-    return {(row["scheme"], row["length"], row["quantity"]): row for row in rows}
-
-
-def unscaled_entropy(n):
-    """E[H] of n Gaussian scores to first order in 1/n, from the means of exp(Z) and Z exp(Z)."""
-    return math.log(n) - 0.5 + (math.e + 1) / (2 * n)
-
-
-# ---- iid_entropy -----------------------------------------------------------------------------------------------------
-
-
 def literal_statistics(logits):
     """eq:def:Htt and the local attention of logits (T,), term by term."""
 
@@ -49,7 +37,8 @@ def test_statistics_are_the_definitions(length):
 @pytest.mark.parametrize("tau", [0.01, 10.0, 33.0])
 def test_iid_entropy_follows_the_papers_formulas(tau):
     length, draws, logn_scale = 130, 7, 0.55
-    rows = by_key(theory.iid_entropy([length], draws, 5, logn_scale=logn_scale, tau=tau))
+    rows = theory.iid_entropy([length], draws, 5, logn_scale=logn_scale, tau=tau)
+    rows = {(row["scheme"], row["length"], row["quantity"]): row for row in rows}
     scores = torch.randn(draws, length, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     a, m = reference.scale_invariant(torch.arange(length, dtype=torch.float64), tau)
     logits = dict(none=scores, logn=logn_scale * math.log(length) * scores, scale_invariant=a * scores + m)
@@ -68,9 +57,6 @@ def test_all_draws_are_made_in_bounded_chunks():
     chunks = list(theory.gaussian_scores(37, 100_000, torch.Generator().manual_seed(0)))
     assert sum(len(chunk) for chunk in chunks) == 37
     assert max(chunk.numel() for chunk in chunks) <= theory.CHUNK
-
-
-# ---- entropy in ranges -----------------------------------------------------------------------------------------------
 
 
 def test_a_range_of_distances_starts_at_its_first_distance():
@@ -93,11 +79,9 @@ def test_entropy_grows_as_sqrt_log_t_with_scaling_and_as_log_t_without(scaled):
         else:
             assert log["r_squared"] > 0.999 and log["slope"] == pytest.approx(1, abs=0.03)
             for row in points[1:]:
-                expected = unscaled_entropy(row["start"] * (factor - 1))
+                n = row["start"] * (factor - 1)
+                expected = math.log(n) - 0.5 + (math.e + 1) / (2 * n)  # E[H] of n Gaussian scores to first order in 1/n
                 assert abs(row["mean"] - expected) < 4 * row["stderr"]
-
-
-# ---- the lemmas ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tau", [0.01, 1.0, 10.0, 100.0])
@@ -110,15 +94,3 @@ def test_lemmas_hold_to_rounding(tau):
         logits = a * z + m
         for value in (weights @ np.exp(logits), weights @ (logits * np.exp(logits))):
             assert value == pytest.approx(math.exp(0.5) / (t / tau + 1), rel=1e-10)
-
-
-@pytest.mark.parametrize("tau", [1.0, 10.0])
-@pytest.mark.parametrize("t", [3_000, 30_000])
-@pytest.mark.parametrize("factor", [2, 7])
-def test_total_attention_in_a_range_tends_to_its_limit_as_1_over_t(tau, t, factor):
-    """The sum of alpha tau / (j + tau) over t <= j < t Delta is alpha tau (log Delta - (tau - 1/2)(1 - 1/Delta)/t)."""
-    a, m = theory.coefficients(torch.arange(t, t * factor), tau=tau)
-    total = (m + a.square() / 2).exp().sum().item()  # E[exp L] of L ~ N(m, a^2)
-    limit = math.exp(0.5) * tau * math.log(factor)
-    first_order = -(tau - 0.5) * (1 - 1 / factor) / math.log(factor) / t
-    assert total / limit - 1 == pytest.approx(first_order, rel=0.02)

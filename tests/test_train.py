@@ -327,15 +327,12 @@ def test_finished_run_is_not_repeated(data, copied):
     assert contents(copied) == before
 
 
-# ---- micro-batches ---------------------------------------------------------------------------------------------------
+# ---- micro-batches, and shorter sequences first ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [16, 128])
 def test_losses_do_not_depend_on_the_micro_batch(data, finished, tmp_path, micro_batch_tokens):
     assert_close_run(train_here(data, tmp_path, micro_batch_tokens=micro_batch_tokens), finished)
-
-
-# ---- shorter sequences first -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
