@@ -121,7 +121,3 @@ def test_committed_tables_follow_from_the_committed_lines(tmp_path, call, kept, 
 def test_kept_runs_are_runs_of_this_version():
     for stored in [stored for file in KEPT for stored in read_runs(file)]:
         assert stored.problems == () and stored.summary["val_loss"], stored.path
-
-
-def test_results_are_few_files():
-    assert sum(path.is_file() for path in (ROOT / "results").rglob("*")) <= 100
