@@ -18,7 +18,7 @@ from data.tokenizer import END_OF_TEXT, PIECE_CHARACTERS, load_tokenizer
 def make_documents(count, seed=0):
     rng = np.random.default_rng(seed)
     words = ["shore", "lamp", "winter", "of", "the", "a", "quiet", "caf\u00e9", "\u4e2d\u6587", "42,", "reads.", "\n\n"]
-    return [f"Tale {i}: " + " ".join(rng.choice(words, rng.integers(1, 60))).strip() for i in range(count)]
+    return [f"Tale {i}: {' '.join(rng.choice(words, rng.integers(1, 60)))}".strip() for i in range(count)]
 
 
 def write_folder(folder, documents):
