@@ -1,15 +1,17 @@
-"""Makes shards from Python source that every installation has: the standard library and PyTorch.
+"""Makes shards from Python source: the standard library, PyTorch and, for scale `far`, other packages.
 
     python -m data.python_source taught      for the quickstart and scale `taught`, into data/taught
     python -m data.python_source mini        for scale `mini`, into data/mini
+    python -m data.python_source far         for scale `far`, into data/far; needs requirements-extras.txt
 
 `taught`: a document is a folder of source files. Whole documents are held out for validation. A held-out folder may
 resemble a training folder, because packages have near-copies of files. Half of the training rows are copy rows
 (data/copy_rows.py), the others are pieces of documents from random places. Rows have 32 tokens first, then 64, then
 256, because the quickstart trains on sequences of these lengths in this order.
 `mini`: a document is a package or a module of the standard library. All rows are natural text.
+`far`: documents as in `taught`, of more packages. All rows are natural text.
 
-The same versions of Python and PyTorch give the same tokens.
+The same versions of Python and of the packages give the same tokens.
 """
 
 import argparse
@@ -20,10 +22,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data.text import prepare
-from errors import exit_on_user_error
+from errors import exit_on_user_error, require
 
 COPY_ROWS = 0.5  # share of the training rows
 ROW_LENGTHS = [(32, 200 * 2048), (64, 600 * 2048), (256, None)]  # copy_rows.RowLengths, as preset quickstart trains
+FAR_PACKAGES = "torch transformers sympy scipy matplotlib numpy wandb networkx huggingface_hub".split()
 # Excluded are tests, character tables, and packages that are not part of Python.
 EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "entities.py"}
 
@@ -51,11 +54,24 @@ def write_folders(roots: Sequence[Path], out: Path) -> int:
     return len(folders)
 
 
+def source_folders(packages: Sequence[str]) -> list[Path]:
+    """Return the folders of the standard library and of packages. Raise UserError for a package that is missing."""
+    specs = {package: importlib.util.find_spec(package) for package in packages}
+    missing = [package for package, spec in specs.items() if spec is None]
+    require(not missing, f"no package {', '.join(missing)}. Install requirements.txt and requirements-extras.txt.")
+    return [Path(sysconfig.get_path("stdlib")), *(Path(spec.submodule_search_locations[0]) for spec in specs.values())]
+
+
 def prepare_taught(out: Path):
-    [torch_source] = importlib.util.find_spec("torch").submodule_search_locations
     with tempfile.TemporaryDirectory() as folder:
-        write_folders([Path(sysconfig.get_path("stdlib")), Path(torch_source)], Path(folder))
+        write_folders(source_folders(["torch"]), Path(folder))
         prepare_documents(Path(folder), out)
+
+
+def prepare_far(out: Path):
+    with tempfile.TemporaryDirectory() as folder:
+        write_folders(source_folders(FAR_PACKAGES), Path(folder))
+        prepare([Path(folder)], out, "bpe:1024", name="far")
 
 
 def prepare_documents(source: Path, out: Path):
@@ -73,7 +89,7 @@ def prepare_mini(out: Path):
         prepare([Path(folder)], out, "bpe:2048", val_fraction=0.1, name="packages")
 
 
-TEXTS = dict(taught=prepare_taught, mini=prepare_mini)
+TEXTS = dict(taught=prepare_taught, mini=prepare_mini, far=prepare_far)
 
 
 @exit_on_user_error()

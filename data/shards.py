@@ -36,7 +36,7 @@ def data_command(folder: Path, tokens: int) -> str:
     if available := FINEWEB_SHARDS.get(folder.name):
         shards = min(available, max(1, math.ceil(tokens / 100_000_000)))
         return f"python -m data.download {folder.name} --shards {shards} --out {shlex.quote(str(folder))}"
-    if folder.name in ("taught", "mini"):
+    if folder.name in ("taught", "mini", "far"):
         return f"python -m data.python_source {folder.name} --out {shlex.quote(str(folder))}"
     return f"python -m data.text FILES... --tokenizer gpt2 --out {shlex.quote(str(folder))}"
 
