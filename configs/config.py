@@ -119,6 +119,8 @@ class Config:
     val_copy_gaps: tuple[int, ...] = setting((), at_least=1, mathematics=False)
     """Distances, in tokens, at which copy gain is measured (runtime/copy_gain.py). Only validations at all lengths
     measure it. Empty: copy gain is not measured."""
+    val_far_windows: int = setting(0, at_least=0, mathematics=False)
+    """Windows of 16 training lengths on which the last validation measures far gain (runtime/far_gain.py)."""
     val_every: int = setting(125, at_least=0, mathematics=False)
     """Steps between validations. 0: only at the end."""
     val_profile: Literal["paper", "fast"] = setting("paper", mathematics=False)

@@ -19,6 +19,7 @@ from model.methods.base import Method
 from optim.muon import Muon, as_matrices, lr_scale
 from optim.sharded import Group, Optimizers
 from runtime.copy_gain import check_gaps
+from runtime.far_gain import check_windows
 from runtime.processes import World
 
 
@@ -74,6 +75,7 @@ def open_text(config: Config, world: World) -> tuple[TokenStream, TokenStream]:
     val_text = open_split(config.data_dir, "val", config.vocab_size, run_tokens)
     check_validation(val_text, config.val_lengths, config.val_tokens)
     check_gaps(val_text, config.val_copy_gaps)
+    check_windows(val_text, config.val_far_windows, config.train_length)
     return train_text, val_text
 
 

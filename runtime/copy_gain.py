@@ -56,28 +56,42 @@ def copy_sequences(stream: TokenStream, gap: int, vocab_size: int) -> np.ndarray
 
 
 @torch.inference_mode()
-def span_losses(
-    model: GPT, plan: Plans, sequences: np.ndarray, micro_batch_tokens: int, world: World,
+def token_losses(
+    model: GPT, plan: Plans, sequences: np.ndarray, positions: Tensor, micro_batch_tokens: int, world: World,
     before_batch: Callable[[], None] = lambda: None,
 ) -> Tensor:  # fmt: skip
-    """Return the mean loss in nats a token on each copy of each span, (sequences, 2) float64 on the CPU.
+    """Return the loss in nats at some positions of sequences, (sequences, positions) float64 on the CPU.
 
-    The mean is over tokens 1 .. 31 of a copy, because token 0 of the first copy has no context. sequences:
-    (sequences, 64 + gap) int64, divided among the ranks. before_batch: called equally often on all ranks.
+    Position t predicts token t + 1. sequences: (sequences, length) int64, divided among the ranks.
+    positions: (positions,) int64, below length - 1. before_batch: called equally often on all ranks.
     """
     count, length = sequences.shape
-    losses = torch.zeros(count, 2, dtype=torch.float64, device=world.device)
+    losses = torch.zeros(count, len(positions), dtype=torch.float64, device=world.device)
     share = [*range(world.rank, count, world.world_size)]
     micro_batch = max(1, micro_batch_tokens // length)
     for first in range(0, -(-count // world.world_size), micro_batch):
         before_batch()
         if rows := share[first : first + micro_batch]:
             tokens = torch.from_numpy(sequences[rows]).to(world.device)  # (B, length)
-            by_token = model(tokens, tokens.roll(-1, dims=1), plan=plan, per_token=True).double()  # (B, length)
-            copies = by_token[:, : SPAN - 1], by_token[:, length - SPAN : -1]  # position t predicts token t + 1
-            losses[rows] = torch.stack([part.mean(dim=1) for part in copies], dim=1)
+            by_token = model(tokens, tokens.roll(-1, dims=1), plan=plan, per_token=True)  # (B, length)
+            losses[rows] = by_token.double()[:, positions.to(world.device)]
     world.sum(losses)
     return losses.cpu()
+
+
+def span_losses(
+    model: GPT, plan: Plans, sequences: np.ndarray, micro_batch_tokens: int, world: World,
+    before_batch: Callable[[], None] = lambda: None,
+) -> Tensor:  # fmt: skip
+    """Return the mean loss in nats a token on each copy of each span, (sequences, 2) float64 on the CPU.
+
+    The mean is over tokens 1 .. 31 of a copy, because token 0 of the first copy has no context. See
+    token_losses for the arguments.
+    """
+    first = torch.arange(SPAN - 1)
+    positions = torch.cat([first, first + sequences.shape[1] - SPAN])
+    losses = token_losses(model, plan, sequences, positions, micro_batch_tokens, world, before_batch)
+    return losses.unflatten(1, (2, -1)).mean(dim=2)
 
 
 def measure_copy_gain(

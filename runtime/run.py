@@ -133,7 +133,8 @@ class Run:
             return False
         self._stop_if(self.log.flush())
         try:
-            record = validation.measure(tokens_by_length, lambda: self.stop.is_set(self.world))
+            last = step == config.steps
+            record = validation.measure(tokens_by_length, lambda: self.stop.is_set(self.world), last)
         except Stopped:
             return self.save_or_stop(step)
         self.last_validation = {"step": step, "tokens": step * config.batch_tokens} | record
@@ -190,6 +191,7 @@ class Run:
     def _summary(self, validation: dict) -> dict:
         config = self.config
         copied = ("val_loss", "val_loss_as", "val_tokens", "copy_loss", "copy_gain", "copy_gain_error", "copy_gain_as")
+        copied += ("far_loss", "far_gain", "far_gain_error", "far_gain_as", "far_tokens")
         return {
             "name": config.name,
             "method": config.method,

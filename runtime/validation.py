@@ -16,6 +16,7 @@ from model.methods import make_alternative
 from model.methods.base import Method
 from runtime.build import uncompiled
 from runtime.copy_gain import copy_length, measure_copy_gain
+from runtime.far_gain import RATIO, measure_far_gain
 from runtime.processes import World
 
 SUBSET = 4  # the fast profile uses a quarter of the tokens, in a quarter of the validations
@@ -35,23 +36,27 @@ class Validation:
         """Raise ValueError for a method in validate_as that trains differently."""
         self.config, self.text, self.world = config, text, world
         self.stopping = lambda: False
-        self.eager = uncompiled(model)  # for copy gain: compiling a length would take longer than its few sequences
+        self.eager = uncompiled(model)  # for gains: compiling a length would take longer than its few sequences
         self.model = self.eager if world.device.type == "cpu" else model  # on a CPU, compiling always takes longer
-        lengths = (*config.val_lengths, *map(copy_length, config.val_copy_gaps))
+        lengths = [*config.val_lengths, *map(copy_length, config.val_copy_gaps)]
+        lengths += [config.train_length, RATIO * config.train_length] if config.val_far_windows else []
         self.plans = {
             name: {n: model.plan(n, backend=config.attention_backend, method=method) for n in lengths}
             for name, method in {config.method: None, **build_alternatives(config)}.items()
         }
 
-    def measure(self, tokens_by_length: dict[int, int], stopping: Callable[[], bool]) -> dict:
-        """Return the record of a validation during training. Raise Stopped if stopping() is True before a batch.
+    def measure(self, tokens_by_length: dict[int, int], stopping: Callable[[], bool], last: bool = False) -> dict:
+        """Return the record of a validation of a run. Raise Stopped if stopping() is True before a batch.
 
-        The record has the keys of `losses` and `copy_gains`, method_parameters (one value a head) and val_seconds.
+        The record has the keys of `losses`, `copy_gains` and, for the last validation, `far_gains`. It also has
+        method_parameters (one value a head) and val_seconds.
         """
         began, self.stopping = time.monotonic(), stopping
         record = self.losses(tokens_by_length)
         if self.config.val_copy_gaps and len(tokens_by_length) == len(self.config.val_lengths):
             record |= self.copy_gains()
+        if self.config.val_far_windows and last:
+            record |= self.far_gains()
         learned = {name: p.tolist() for name, p in self.model.named_parameters() if ".method." in name and p.dim() == 1}
         return record | {"method_parameters": learned, "val_seconds": round(time.monotonic() - began, 3)}
 
@@ -97,8 +102,30 @@ class Validation:
             )
             for name, plans in self.plans.items()
         }
+        return self.join_methods(measured, "copy_gain")
+
+    def far_gains(self) -> dict:
+        """Return the result of measure_far_gain, and far_gain_as by method of validate_as."""
+        measured = {
+            name: measure_far_gain(
+                self.eager,
+                plans,
+                self.text,
+                self.config.val_far_windows,
+                self.config.train_length,
+                vocab_size=self.config.vocab_size,
+                micro_batch_tokens=self.config.micro_batch_tokens,
+                world=self.world,
+                before_batch=self.stop_if_asked,
+            )
+            for name, plans in self.plans.items()
+        }
+        return self.join_methods(measured, "far_gain")
+
+    def join_methods(self, measured: dict[str, dict], key: str) -> dict:
+        """Return the results of the run's method, and under KEY_as the result `key` of each other method."""
         record = measured.pop(self.config.method)
-        return record | ({"copy_gain_as": {name: r["copy_gain"] for name, r in measured.items()}} if measured else {})
+        return record | ({f"{key}_as": {name: r[key] for name, r in measured.items()}} if measured else {})
 
     @torch.inference_mode()
     def mean_by_position(self, plan: Plans, length: int, tokens: int) -> Tensor:

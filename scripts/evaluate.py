@@ -1,10 +1,11 @@
-"""Measures validation losses and copy gain of trained runs, from their latest checkpoints.
+"""Measures validation losses, copy gain and far gain of trained runs, from their latest checkpoints.
 
     python -m scripts.evaluate runs/quickstart-*/
     python -m scripts.evaluate runs/a runs/b --lengths 4096 16384 65536 262144 --val-tokens 10485760
     python -m scripts.evaluate runs/a runs/b --data data/books       other text, made with the same tokenizer
     python -m scripts.evaluate runs/rope --as rope_ntk yarn          methods that train identically to the run's method
     python -m scripts.evaluate runs/a runs/b --copy 128 1024         copy gain, too (runtime/copy_gain.py)
+    python -m scripts.evaluate runs/a runs/b --far 128               far gain, too (runtime/far_gain.py)
 
 The command prints Markdown tables. It writes the numbers, and the losses by position, to RUN/evaluation.json. All
 lengths are measured on the same tokens. By default these are the validation tokens of the run. --data reads the val
@@ -28,6 +29,7 @@ from runtime.build import build_model
 from runtime.checkpoint import latest_checkpoint, load_checkpoint
 from runtime.copy_gain import KINDS
 from runtime.device import compute_dtype
+from runtime.far_gain import CLASSES
 from runtime.processes import World, start_processes
 from runtime.validation import Validation
 from scripts.shared.runs import StoredRun, join, read_run, stored_config
@@ -63,12 +65,12 @@ def check_tokenizer(run: StoredRun, data: Path):
 
 def evaluate(
     folder: Path, world: World, *, lengths: Sequence[int] | None = None, tokens: int | None = None,
-    data: Path | None = None, methods: Sequence[str] = (), gaps: Sequence[int] = (),
+    data: Path | None = None, methods: Sequence[str] = (), gaps: Sequence[int] = (), windows: int = 0,
 ) -> dict:  # fmt: skip
     """Return and store the losses of a run (see Validation.losses), with its name, method, train_length, and text.
 
     lengths, tokens: of the validation (default: the values of the run). data: folder of other text. methods: validate
-    the weights with these methods, too. gaps: for copy gain, in tokens.
+    the weights with these methods, too. gaps: for copy gain, in tokens. windows: for far gain.
     """
     config, model = load_run(folder, world.device)
     run, lengths = read_run(folder), tuple(lengths or config.val_lengths)
@@ -82,10 +84,12 @@ def evaluate(
         tokens = config.val_tokens if same_text else min(config.val_tokens, len(stream) - 1) // unit * unit
     methods = tuple(dict.fromkeys((*config.validate_as, *methods)))
     config = dataclasses.replace(
-        config, val_lengths=lengths, val_tokens=tokens, val_copy_gaps=tuple(gaps), validate_as=methods
-    )
+        config, val_lengths=lengths, val_tokens=tokens, val_copy_gaps=tuple(gaps), val_far_windows=windows,
+        validate_as=methods,
+    )  # fmt: skip
     validation = Validation(config, model, stream, world)
     gains = validation.copy_gains() if gaps else {}
+    gains |= validation.far_gains() if windows else {}
     result = {
         "step": latest_checkpoint(folder / "checkpoints").stem, "name": folder.name, "method": config.method,
         "train_length": config.train_length, "text": stream.fingerprint(), "data": str(data or config.data_dir),
@@ -113,6 +117,15 @@ def copy_table(results: list[dict]) -> str:
     return markdown_table(rows)
 
 
+def far_table(results: list[dict]) -> str:
+    """Return a table of far gains with standard errors: one row a run, one column a class of tokens."""
+    rows = [["run", *CLASSES]]
+    for r in results:
+        gains, errors = r["far_gain"], r["far_gain_error"]
+        rows.append([r["name"], *(f"{gains[c]:.3f} ± {errors[c]:.3f}" if c in gains else "" for c in CLASSES)])
+    return markdown_table(rows)
+
+
 @exit_on_user_error()
 def main(argv: list[str] | None = None):
     parser = argparse.ArgumentParser(prog="python -m scripts.evaluate", description=__doc__.split("\n")[0])
@@ -123,20 +136,23 @@ def main(argv: list[str] | None = None):
     add("--data", type=Path, metavar="DIR", help="data folder of other text (default: the run's data_dir)")
     add("--as", nargs="+", default=[], metavar="METHOD", dest="methods", help="validate with these methods, too")
     add("--copy", nargs="+", default=[], type=int, metavar="GAP", help="measure copy gain at these gaps, in tokens")
+    add("--far", type=int, default=0, metavar="WINDOWS", help="measure far gain on this number of windows")
     add("--device", default="auto", choices=["auto", "cpu", "cuda"])
     args = parser.parse_args(argv)
-    world, rows, copied = start_processes(args.device), [], []
+    world, rows, results = start_processes(args.device), [], []
     for folder in args.runs:
         result = evaluate(
             folder, world, lengths=args.lengths, tokens=args.val_tokens, data=args.data, methods=args.methods,
-            gaps=args.copy,
+            gaps=args.copy, windows=args.far,
         )  # fmt: skip
         others = result.get("val_loss_as", {}).items()
         rows += [result, *(result | {"name": f"{folder.name} as {m}", "val_loss": loss} for m, loss in others)]
-        copied += [result] if "copy_gain" in result else []
+        results.append(result)
     print(loss_table(rows))
-    if copied:
-        print(f"\nCopy gain in nats a token, by the number of tokens between the copies:\n\n{copy_table(copied)}")
+    if args.copy:
+        print(f"\nCopy gain in nats a token, by the number of tokens between the copies:\n\n{copy_table(results)}")
+    if args.far:
+        print(f"\nFar gain in nats a token, by class of tokens:\n\n{far_table(results)}")
 
 
 if __name__ == "__main__":

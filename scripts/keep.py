@@ -21,8 +21,10 @@ from scripts.shared.runs import StoredRun, data_fingerprint, read_run, single_va
 TOP_LEVEL = ("method", "method_options", "seed")  # fields that are keys of the line, not of "changes"
 # Fields that the tables need, although config_hash ignores them:
 TABLED = ("data_dir", "dtype", "validate_as", "val_lengths", "val_tokens", "val_every", "val_profile", "val_copy_gaps")
+TABLED += ("val_far_windows",)
 SUMMARY = ("steps", "tokens", "distinct_tokens", "parameters", "tokens_per_second", "seconds")
 SUMMARY += ("val_loss", "val_loss_as", "copy_loss", "copy_gain", "copy_gain_as", "copy_gain_error")
+SUMMARY += ("far_loss", "far_gain", "far_gain_error", "far_gain_as", "far_tokens")
 DATA = ("train", "validation", "tokenizer", "copy_rows")
 NEEDLE = ("haystack", "steps", "sequences", "curriculum", "examples", "pretrained", "greedy", "teacher_forcing")
 NEEDLE += ("oracle", "by_distance", "as")

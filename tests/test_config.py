@@ -130,7 +130,7 @@ OTHER = dict(
     muon_momentum=0.9, embedding_lr=0.2, head_lr=0.003, scalar_lr=0.003, adam_betas=(0.9, 0.99), adam_eps=1e-9,
     val_lengths=(4096,), val_tokens=65_536, val_every=250, val_profile="fast",
     device="cpu", dtype="bfloat16", compile="off", attention_backend="blocks", save_every=0,
-    keep=1, init_from="runs/x", val_copy_gaps=(32, 512),
+    keep=1, init_from="runs/x", val_copy_gaps=(32, 512), val_far_windows=8,
 )
 
 

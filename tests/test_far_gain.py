@@ -1,0 +1,117 @@
+"""Far gain: its classes against a brute-force search, its losses against a dense model, ranks, and the commands."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from lives import start_method
+from test_copy_gain import ALONE, VOCAB, assert_close, dense_losses, tiny_model
+from test_train import make_data, read_json, train_here
+from torch.multiprocessing import start_processes as start_ranks
+
+from data.shard_writer import ShardWriter
+from data.shards import open_split
+from runtime.far_gain import CLASSES, classify, far_windows, measure_far_gain
+from runtime.processes import World
+from scripts import evaluate
+
+T, WINDOWS = 16, 3
+FAR = {"far_loss", "far_gain", "far_gain_error", "far_tokens"}
+
+
+@pytest.fixture(scope="module")
+def stream(tmp_path_factory):
+    """A text of 800 tokens, some of them copied 20 or 100 tokens later, so that it has tokens of each class."""
+    text = np.random.default_rng(0).integers(0, VOCAB, 800)
+    for end in range(240, 800, 60):
+        text[end - 16 : end] = text[end - 116 : end - 100]
+    text[-12:] = text[-26:-14]
+    with ShardWriter(tmp_path_factory.mktemp("data"), "copies", tokenizer="none", vocab_size=VOCAB) as writer:
+        for split in ("train", "val"):
+            writer.write(split, text)
+        writer.close()
+        return open_split(writer.folder, "val", VOCAB)
+
+
+def measure(model, stream, world=ALONE, micro_batch_tokens=1000, **options):
+    plans = {n: model.plan(n) for n in (T, 16 * T)}
+    options |= dict(vocab_size=VOCAB, micro_batch_tokens=micro_batch_tokens, world=world)
+    return measure_far_gain(model, plans, stream, WINDOWS, T, **options)
+
+
+def class_of(window, place):
+    """Search backwards for the 8 tokens before a place."""
+    for other in range(place - 1, 7, -1):
+        if (window[other - 8 : other] == window[place - 8 : place]).all():
+            return "far" if place - other > T else "near"
+    return "none"
+
+
+def test_a_class_follows_from_the_last_place_with_the_same_context():
+    rng = np.random.default_rng(1)
+    windows = rng.integers(0, 2, (50, 16 * T))  # with two different tokens, all classes are frequent
+    expected = [[class_of(window, place) for place in range(15 * T + 12, 16 * T)] for window in windows]
+    assert [[CLASSES[i] for i in classify(window, T)] for window in windows] == expected
+    assert {*np.ravel(expected)} == {*CLASSES}
+
+
+def test_windows_cover_the_text(stream):
+    windows = far_windows(stream, WINDOWS, T, VOCAB)
+    assert windows.shape == (WINDOWS, 16 * T)
+    assert (windows[0] == stream.read(0, 16 * T)).all() and (windows[-1] == stream.read(800 - 16 * T, 16 * T)).all()
+    with pytest.raises(ValueError, match="1024"):
+        far_windows(stream, 4, T, VOCAB)
+
+
+def test_gains_equal_a_dense_computation(stream):
+    model = tiny_model()
+    result = measure(model, stream)
+    gains = {name: [] for name in CLASSES}  # by class: (window, short loss, long loss)
+    for number, window in enumerate(far_windows(stream, WINDOWS, T, VOCAB)):
+        long, short = (dense_losses(model, torch.from_numpy(window[-n:]))[-4:].tolist() for n in (16 * T, T))
+        for place, losses in zip(range(16 * T - 4, 16 * T), zip(short, long)):
+            gains[class_of(window, place)].append((number, *losses))
+    assert result["far_tokens"] == {name: len(rows) for name, rows in gains.items() if rows}
+    for name in result["far_tokens"]:
+        windows, short, long = map(np.array, zip(*gains[name]))
+        assert result["far_loss"][name] == pytest.approx([short.mean(), long.mean()], abs=1e-4)
+        assert result["far_gain"][name] == pytest.approx((short - long).mean(), abs=1e-4)
+        deviations = short - long - (short - long).mean()
+        sums = [deviations[windows == number].sum() for number in range(WINDOWS)]
+        assert result["far_gain_error"][name] == pytest.approx(math.hypot(*sums) / len(short), abs=1e-4)
+
+
+def rank_worker(rank, folder, data, processes):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=processes)
+    result = measure(tiny_model(), open_split(data, "val", VOCAB), World(rank, processes, torch.device("cpu")))
+    (folder / f"{rank}.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+def test_ranks_and_micro_batches_change_nothing(stream, tmp_path):
+    expected = measure(tiny_model(), stream)
+    assert_close(measure(tiny_model(), stream, micro_batch_tokens=1), expected)
+    start_ranks(rank_worker, (tmp_path, stream.paths[0].parent, 2), nprocs=2, start_method=start_method())
+    for rank in range(2):
+        assert_close(read_json(tmp_path / f"{rank}.json"), expected)
+
+
+def test_a_run_measures_it_at_its_end_and_evaluate_again(tmp_path, capsys):
+    data = make_data(tmp_path / "data")
+    gaps = dict(val_far_windows=1, validate_as=("yarn",), method="rope", train_length=T)
+    run = train_here(data, tmp_path, steps=10, val_every=5, **gaps)
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records if "far_gain" in r] == [10]
+    summary = read_json(run / "summary.json")
+    assert FAR <= summary.keys() and summary["far_gain_as"]["yarn"].keys() == summary["far_gain"].keys()
+    evaluate.main([str(run), "--far", "1", "--device", "cpu"])
+    stored = read_json(run / "evaluation.json")
+    assert_close({key: stored[key] for key in FAR}, {key: summary[key] for key in FAR})
+    assert f"{summary['far_gain']['none']:.3f} ± {summary['far_gain_error']['none']:.3f}" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stopped:
+        evaluate.main([str(run), "--far", "9", "--device", "cpu"])
+    assert stopped.value.code == 2 and "far gain" in capsys.readouterr().err
