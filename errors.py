@@ -23,7 +23,7 @@ def did_you_mean(name: str, valid: Collection[str], otherwise: str = "") -> str:
     """Return a question that names similar valid names. Without similar names, return `otherwise` or list all names."""
     if close := difflib.get_close_matches(name, valid):
         return f"Did you mean {' or '.join(close)}?"
-    return otherwise or f"There are: {', '.join(valid) or 'none'}"
+    return otherwise or (f"Use one of {', '.join(valid)}." if valid else "There are none.")
 
 
 @contextmanager

@@ -97,13 +97,13 @@ def read_config(arguments: list[str], usage: str = "", methods: ModuleType | Non
     usage: the text that --help prints before it ends the process. methods: the module model.methods. --help lists its
     methods, and the configuration gets their canonical names. Raise ValueError for arguments that describe no run.
     """
+    docs = {name: inspect.getdoc(getattr(make, "func", make)) for name, make in PRESETS.items()}  # func: of a partial
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(usage + "\nPresets: " + ", ".join(PRESETS))
+        print(usage, "Presets:", *(f"    {name:14}{text.splitlines()[0]}" for name, text in docs.items()), sep="\n")
         sys.exit(0 if arguments else 2)
     name, *fields = arguments
     base = preset(name)
-    function = getattr(PRESETS[name], "func", PRESETS[name])  # of a functools.partial
-    description = f"{name}: {inspect.getdoc(function)}\n\nMethods: {', '.join(methods.METHODS if methods else ())}."
+    description = f"{name}: {docs[name]}\n\nMethods: {', '.join(methods.METHODS if methods else ())}."
     config = with_changes(base, read_fields(fields, base, description=description))
     if methods:
         others = tuple(map(methods.canonical_name, config.validate_as))

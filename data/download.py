@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from data.shards import FINEWEB_SHARDS, describe_shard, read_manifest, shard_bytes, write_manifest
+from data.shards import FINEWEB_SHARDS, GPT2_VOCAB, describe_shard, read_manifest, shard_bytes, write_manifest
 from errors import UserError, exit_on_user_error, require
 
 
@@ -58,7 +58,7 @@ def download_fineweb(dataset: str, num_shards: int | None, out: Path) -> dict:
     require(possible, f"--shards {num_shards}: {repo} has {available} training shards. Use 1 to {available}.")
     names = ["fineweb_val_000000.bin", *(f"fineweb_train_{i:06d}.bin" for i in range(1, num_shards + 1))]
     out.mkdir(parents=True, exist_ok=True)
-    manifest = read_manifest(out) or {"tokenizer": "gpt2", "vocab_size": 50257, "source": repo, "files": {}}
+    manifest = read_manifest(out) or {"tokenizer": "gpt2", "vocab_size": GPT2_VOCAB, "source": repo, "files": {}}
     source = manifest.get("source")  # fineweb10B and fineweb100B have files of the same names and sizes
     require(source == repo, f"{out}: has data of {source or 'another source'}. Choose another --out.")
 

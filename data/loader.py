@@ -119,8 +119,8 @@ def check_validation(stream: TokenStream, lengths: Sequence[int], val_tokens: in
     unit = math.lcm(*lengths)
     largest = (len(stream) - 1) // unit * unit  # the last input needs a target
     problem = f"val_tokens {val_tokens} does not fit lengths {list(lengths)} and a text of {len(stream)} tokens"
-    possible = 0 < val_tokens <= largest and val_tokens % unit == 0
-    require(possible, f"{problem}. Use a multiple of {unit} up to {largest}, or prepare more text.")
+    remedy = f"Use a multiple of {unit} up to {largest}" if largest else "Use shorter lengths"
+    require(0 < val_tokens <= largest and val_tokens % unit == 0, f"{problem}. {remedy}, or prepare more text.")
 
 
 def validation_batches(

@@ -27,10 +27,11 @@ MAGIC, VERSION = 20240520, 1
 HEADER_BYTES = 256 * 4
 TOKEN = np.dtype("<u2")
 MANIFEST, TOKENIZER_FILE = "manifest.json", "tokenizer.json"
+GPT2_VOCAB = 50257
 FINEWEB_SHARDS = {"fineweb10B": 103, "fineweb100B": 1030}  # Keller Jordan's training shards of 100 M tokens
 
 
-def data_command(folder: Path, tokens: int) -> str:
+def data_command(folder: Path, tokens: int, vocab_size: int = GPT2_VOCAB) -> str:
     """Return the command that fills a data folder with at least `tokens` training tokens, or with all of FineWeb."""
     folder = Path(folder)
     if available := FINEWEB_SHARDS.get(folder.name):
@@ -38,7 +39,8 @@ def data_command(folder: Path, tokens: int) -> str:
         return f"python -m data.download {folder.name} --shards {shards} --out {shlex.quote(str(folder))}"
     if folder.name in ("taught", "mini", "far"):
         return f"python -m data.python_source {folder.name} --out {shlex.quote(str(folder))}"
-    return f"python -m data.text FILES... --tokenizer gpt2 --out {shlex.quote(str(folder))}"
+    tokenizer = "gpt2" if vocab_size >= GPT2_VOCAB else f"bpe:{vocab_size}"
+    return f"python -m data.text FILES... --tokenizer {tokenizer} --out {shlex.quote(str(folder))}"
 
 
 # ---- format ----
@@ -179,7 +181,7 @@ def open_split(data_dir: Path, split: str, vocab_size: int, need_tokens: int = 0
     """
     data_dir = Path(data_dir)
     paths, manifest = shard_paths(data_dir, split), read_manifest(data_dir)
-    require(paths, f"{data_dir}: no {split} shards. Get them with `{data_command(data_dir, need_tokens)}`.")
+    require(paths, f"{data_dir}: no {split} shards. Get them with `{data_command(data_dir, need_tokens, vocab_size)}`.")
     require(manifest, f"{data_dir}: has no {MANIFEST}. Run `python -m data.shards describe {data_dir}` once.")
     entries = {name: entry for name, entry in manifest["files"].items() if _is_in_split(name, split)}
     different = ", ".join(sorted(entries.keys() ^ {path.name for path in paths}))
@@ -212,7 +214,7 @@ def describe(data_dir: Path) -> dict:
     """Return a manifest for a folder of shards with GPT-2 tokens, as modded-nanogpt makes them."""
     paths = sorted(data_dir.glob("*.bin"))
     require(paths, f"{data_dir}: has no .bin files. Name another folder.")
-    return {"tokenizer": "gpt2", "vocab_size": 50257, "files": {path.name: describe_shard(path) for path in paths}}
+    return {"tokenizer": "gpt2", "vocab_size": GPT2_VOCAB, "files": {path.name: describe_shard(path) for path in paths}}
 
 
 @exit_on_user_error()

@@ -60,8 +60,8 @@ def main(argv: list[str] | None = None):
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--compile", default="auto", choices=["auto", "on", "off"])
     args = parser.parse_args(argv)
-    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(Needle)}
-    given = {name: value for name, value in given.items() if value is not None}
+    names = [field.name for field in dataclasses.fields(Needle)]
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     needle = dataclasses.replace(SCALES[args.scale].needle, **given)
     device = start_processes(args.device).device
     compiled, _ = choose_compile(args.compile, device)

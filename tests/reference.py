@@ -3,7 +3,6 @@
 The code is slow and literal on purpose, and imports nothing from the project. q (B, H, Tq, D) and k, v (B, H, Tk, D)
 come before rotation. Query i sees the keys j <= i, and t = i - j. `learned` is a method's one parameter, (H,): LogN's
 s, Infini's beta or a learned log(tau). model.methods.make_method takes the same names and options.
-"paper" stands for "Scale-invariant attention".
 """
 
 import math

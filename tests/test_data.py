@@ -205,14 +205,15 @@ def test_open_split_reads_the_written_tokens(tmp_path):
             open_split(tmp_path, split, tokens.max())
 
 
-@pytest.mark.parametrize("folder, tokens, command", [
-    ("fineweb10B", 10**12, "data.download fineweb10B --shards 103 --out"),
-    ("taught", 1, "data.python_source taught --out"),
-    ("my books", 1, "data.text FILES... --tokenizer gpt2 --out"),
+@pytest.mark.parametrize("folder, tokens, vocab_size, command", [
+    ("fineweb10B", 10**12, VOCAB, "data.download fineweb10B --shards 103 --out"),
+    ("taught", 1, 1024, "data.python_source taught --out"),
+    ("my books", 1, VOCAB, "data.text FILES... --tokenizer gpt2 --out"),
+    ("my books", 1, 1024, "data.text FILES... --tokenizer bpe:1024 --out"),
 ])
-def test_missing_data_names_the_command_that_gets_it(tmp_path, folder, tokens, command):
+def test_missing_data_names_the_command_that_gets_it(tmp_path, folder, tokens, vocab_size, command):
     with pytest.raises(ValueError, match=f"{command} '?{tmp_path}/{folder}"):
-        open_split(tmp_path / folder, "train", VOCAB, tokens)
+        open_split(tmp_path / folder, "train", vocab_size, tokens)
 
 
 def test_the_tokenizer_is_told_by_its_name_or_by_its_file(tmp_path):

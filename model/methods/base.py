@@ -208,7 +208,8 @@ class Method(nn.Module):
         self.name, self.num_heads, self.head_dim, self.train_length = name, num_heads, head_dim, train_length
         for kind, base in KINDS.items():
             of_kind = [mechanism for mechanism in mechanisms if isinstance(mechanism, base)]
-            require(len(of_kind) < 2, f"{name} has more than one {kind.replace('_', ' ')} in a layer. Leave one out.")
+            classes = " and ".join(type(mechanism).__name__ for mechanism in of_kind)
+            require(len(of_kind) < 2, f"{name}: {classes} are both of kind {kind.replace('_', ' ')}. Leave one out.")
             setattr(self, kind, of_kind[0] if of_kind else None)
         self.vector_dim = head_dim * (1 if self.rotation is None else self.rotation.widening)  # of rotated q and k
         self.needs_input = any(mechanism.needs_input for mechanism in mechanisms)
