@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_data import exit_code
+from commands import exit_code
 
 from model.attention import BACKENDS, blocks
 from scripts.bench import __main__ as bench

@@ -14,11 +14,10 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from commands import ROOT, exit_code
 from lives import holding
-from test_data import exit_code
 from tiny_run import sweeps_in_this_process
 
 from data.text import prepare
@@ -27,7 +26,6 @@ from scripts.reproduce import __main__ as reproduce
 from scripts.reproduce import theory
 from scripts.sweep import __main__ as sweep
 
-ROOT = Path(__file__).parents[1]
 COMPLETE = ["table_losses", "table_needle", "figure_train_lengths", "figure_train_4k", "figure_train_16k"]
 COMPLETE += ["figure_entropy", "figure_sublog", "figure_sublog_unscaled"]  # from 2 methods and 3 lengths
 LACKING = ["figure_tau"]

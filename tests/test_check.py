@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from attention_cases import CPU, CUDA, MECHANISMS, make_case, skip_unless_runs
-from test_train import ROOT, TWO_RANKS, arguments, make_data, python
+from commands import ROOT, TWO_RANKS, python
+from test_train import arguments, make_data
 
 from model.attention import BACKENDS, blocks, choose_backend
 from model.attention.check import LENGTHS, check_backend, worst_error

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from test_data import exit_code
+from commands import exit_code
 from test_methods import NAMES, assert_refused
 
 from configs.command_line import read_config

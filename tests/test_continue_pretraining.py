@@ -7,14 +7,13 @@ import shutil
 import signal
 
 import pytest
+from commands import ROOT, TWO_RANKS, exit_code, one_error, python
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-extras.txt")
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from test_data import exit_code, one_error
-from test_train import ROOT, TWO_RANKS, python
 from tiny_llama import VOCAB, save_model, save_tokenizer, texts
 from torch.testing import assert_close
 

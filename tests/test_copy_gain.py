@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from commands import exit_code
 from lives import start_method
-from test_data import exit_code
 from test_train import read_json, train_here
 from torch.multiprocessing import start_processes as start_ranks
 

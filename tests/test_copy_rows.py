@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from test_data import exit_code
+from commands import exit_code
 from test_text import make_documents, shard_bytes, write_folder
 
 from data.copy_rows import rows

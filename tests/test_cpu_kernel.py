@@ -8,12 +8,12 @@ import random
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from attention_cases import LAYOUTS, GivenBias, assert_near, check, make_case, make_inputs
 from attention_cases import random as normal
+from commands import ROOT
 from test_loss import check_kernel
 
 from model.attention import attend, cpu
@@ -25,7 +25,6 @@ from model.methods.scale_invariant import ScaleInvariant
 from model.methods.sink import LearnedSink
 from model.methods.window import SlidingWindow
 
-ROOT = Path(__file__).parents[1]
 COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
 pytestmark = pytest.mark.skipif(not COMPILER, reason="the kernels need a C++ compiler")
 

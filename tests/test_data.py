@@ -3,38 +3,20 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from contextlib import closing
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from commands import exit_code, python
 
 from data.loader import TrainLoader, check_validation, validation_batches
 from data.shard_writer import ShardWriter
 from data.shards import TokenStream, describe_shard, main, open_split, tokenizer_of
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 BAD_DATA = pytest.mark.promise(5, "bad data is found")
 VOCAB = 50257
 NAMES = ["x_train_000001.bin", "x_train_000002.bin", "x_train_000003.bin", "x_val_000000.bin"]  # of write_dataset
-
-
-def exit_code(command, argv):
-    """Return the exit code of a command that is called with these arguments."""
-    try:
-        command([*map(str, argv)])
-    except SystemExit as end:
-        return end.code or 0
-    return 0
-
-
-def one_error(capsys):
-    """Return the one line of error that a command has printed."""
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    return line
 
 
 def write_raw(path, tokens, magic=20240520, version=1, count=None):
@@ -138,8 +120,7 @@ with ShardWriter(sys.argv[1], "x", tokenizer="gpt2", vocab_size=50257, shard_tok
 @pytest.mark.parametrize("renames", [0, 2])
 def test_writer_killed_while_it_names_shards_is_refused_and_can_be_repeated(tmp_path, faults, renames):
     with faults("writer killed"):
-        command = [sys.executable, "-c", KILLED_WRITER, str(tmp_path), str(renames)]
-        assert subprocess.run(command, cwd=REPOSITORY).returncode == -signal.SIGKILL
+        python("-c", KILLED_WRITER, tmp_path, renames, code=-signal.SIGKILL)
         with pytest.raises(ValueError, match="x_train_00000[23].bin" if renames else r"\btrain\b"):
             open_split(tmp_path, "train", VOCAB)
         write_dataset(tmp_path)

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 import torch
+from commands import exit_code
 from test_bench import FIELDS as BENCH_FIELDS
-from test_data import exit_code
 from torch.torch_version import TorchVersion
 
 from configs.command_line import read_config

@@ -10,8 +10,9 @@ import threading
 
 import numpy as np
 import pytest
+from commands import ROOT, exit_code, one_error
 from hub_stand_in import serve
-from test_data import REPOSITORY, exit_code, flip, one_error, write_raw
+from test_data import flip, write_raw
 
 from configs.presets import PRESETS, preset
 from data import shards
@@ -149,7 +150,7 @@ def test_a_killed_download_leaves_no_bad_shard_and_goes_on(hub, tmp_path, faults
     command = [sys.executable, "-m", "data.download", "fineweb10B", "--shards", "1", "--out", str(out)]
     hub.fault, hub.faults = stall_in_the_body, 1
     with faults("killed in the body"):
-        with subprocess.Popen(command, cwd=REPOSITORY, env=os.environ | hub.environment) as process:
+        with subprocess.Popen(command, cwd=ROOT, env=os.environ | hub.environment) as process:
             assert stalled.wait(600)
             process.send_signal(signal.SIGKILL)
         released.set()
@@ -186,7 +187,7 @@ def test_the_presets_get_as_many_shards_as_they_read():
         assert f"--out {config.data_dir}" in command and "FILES" not in command
         commands.add(command.split(" --out ")[0])
     assert {f"python -m data.download fineweb10B --shards {n}" for n in (2, 25)} < commands
-    page = (REPOSITORY / "docs" / "train.md").read_text()
+    page = (ROOT / "docs" / "train.md").read_text()
     assert all(command in page for command in commands if command.endswith((" 25", " 101")))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_data import exit_code
+from commands import exit_code
 from test_train import make_data, plain_losses, read_json, train_here
 
 from data.shard_writer import ShardWriter

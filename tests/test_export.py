@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_data import exit_code
+from commands import exit_code
 from test_decoding import CASES, full_logits, make_model
 from test_gpt import random_tokens
 from test_methods import assert_near, assert_refused

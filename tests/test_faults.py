@@ -11,8 +11,9 @@ import sys
 import time
 
 import pytest
+from commands import ROOT, TWO_RANKS, python
 from lives import ENVIRONMENT, STAGES, Lives
-from test_train import ROOT, TWO_RANKS, arguments, assert_close_run, assert_same_run, python
+from test_train import arguments, assert_close_run, assert_same_run
 
 from runtime.checkpoint import latest_checkpoint, list_checkpoints, load_checkpoint
 from runtime.metrics import read_metrics

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from test_data import exit_code
+from commands import exit_code
 from tiny_run import train_tiny_run
 
 from data.tokenizer import load_tokenizer

@@ -4,10 +4,9 @@ import json
 import re
 import shlex
 import shutil
-from pathlib import Path
 
 import pytest
-from test_data import exit_code
+from commands import ROOT, exit_code
 from test_reproduce import same, write_run, write_study
 
 from configs.config import config_hash
@@ -18,7 +17,6 @@ from scripts.reproduce import beyond, figures, needles
 from scripts.reproduce.__main__ import COMPUTED, ITEMS, read_sections
 from scripts.shared.runs import read_runs
 
-ROOT = Path(__file__).parents[1]
 KEPT = sorted(ROOT.glob("results/*/runs.jsonl"))
 
 

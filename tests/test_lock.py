@@ -2,13 +2,12 @@
 
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
+from commands import ROOT
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).parents[1]
 LOCK = (ROOT / "requirements.lock").read_text()
 ENTRIES = re.findall(r"^(\S+==.*?)((?: \\\n    --hash=\S+)*)$", LOCK, re.MULTILINE)
 LOCKED = [Requirement(entry) for entry, _ in ENTRIES]

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_data import exit_code, one_error
+from commands import exit_code, one_error
 from test_train import assert_same_numbers
 from tiny_run import train_tiny_run
 

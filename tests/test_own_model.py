@@ -5,13 +5,12 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import reference
 import torch
+from commands import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "methods.md").read_text()
 SCORE_MOD, KERNEL, INTERFACE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 

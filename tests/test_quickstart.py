@@ -5,11 +5,10 @@ import os
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
-from test_data import exit_code
+from commands import ROOT, exit_code
 from tiny_run import sweeps_in_this_process
 
 from configs.presets import quickstart
@@ -18,7 +17,6 @@ from data.shards import open_split, read_manifest
 from data.text import load_tokenizer
 from scripts import quickstart as script
 
-ROOT = Path(__file__).parents[1]
 TINY = "--steps 10 --cooldown_steps 1 --length_schedule 32 2 64 2 --val_tokens 4096 --val_copy_gaps 32 128"
 TINY += " --vocab_size 1024 --num_layers 1 --compile off --device cpu"
 

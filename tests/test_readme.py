@@ -7,9 +7,9 @@ import shlex
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from commands import ROOT
 from test_train import arguments, make_data
 from torch.distributed.run import get_args_parser
 
@@ -19,7 +19,6 @@ from configs.presets import PRESETS
 from model import methods
 from scripts.reproduce.__main__ import ITEMS
 
-ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 DOCS = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
 PAGES = {"README.md": README} | {f"docs/{name}": text for name, text in DOCS.items()}

@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from test_data import exit_code
+from commands import exit_code
 
 from configs.presets import mini
 from files import to_json

@@ -9,7 +9,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 import torch
-from test_data import exit_code
+from commands import exit_code
 
 from configs.sweeps import SCALES, SWEEPS, sweep
 from data.shard_writer import ShardWriter

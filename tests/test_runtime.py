@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from test_train import ROOT, python
+from commands import ROOT, python
 
 from files import append, replace_file
 from runtime.checkpoint import DamagedCheckpoint, latest_checkpoint, load_checkpoint, load_newest, save_checkpoint

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from commands import ROOT, exit_code
 from lives import holding
-from test_data import exit_code
 
 from configs.runs import Run
 from configs.sweeps import sweep
@@ -29,7 +29,6 @@ from scripts.sweep.cluster import Job
 
 SLOW_FIXTURES = ("finished",)
 
-ROOT = Path(__file__).parents[1]
 SMALL = dict(
     vocab_size=512, num_layers=1, num_heads=2, model_dim=32, train_length=240, batch_tokens=480, micro_batch_tokens=960,
     steps=12, cooldown_steps=4, val_lengths=(240,), val_tokens=480, val_every=0, save_every=5,

@@ -2,18 +2,16 @@
 
 import collections
 import itertools
-from pathlib import Path
 
 import pytest
 import yaml
+from commands import ROOT
 
 from configs.command_line import read_config
 from configs.config import config_hash
 from configs.runs import Run
 from configs.sweeps import MAIN_METHODS, PAPER_SWEEPS, SCALES, SWEEPS, sweep
 from scripts.reproduce.tables import paper_targets
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("scale", SCALES)

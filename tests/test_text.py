@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiktoken
-from test_data import exit_code, one_error
+from commands import exit_code, one_error
 
 from data.shards import open_split, tokenizer_of
 from data.text import main, prepare

@@ -3,9 +3,7 @@
 import gc
 import json
 import math
-import os
 import shutil
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -13,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from commands import ROOT, TWO_RANKS, python
 from torch.utils._pytree import tree_flatten
 
 import train_gpt
@@ -24,14 +23,12 @@ from runtime.checkpoint import latest_checkpoint, load_checkpoint
 from runtime.metrics import read_metrics
 from runtime.run import Run
 
-ROOT = Path(__file__).parents[1]
 FIELDS = dict(
     name="run", vocab_size=64, num_layers=2, num_heads=2, model_dim=32,
     train_length=16, batch_tokens=128, micro_batch_tokens=64, steps=20, cooldown_steps=6,
     val_lengths=(16, 64), val_tokens=256, length_schedule=(), val_copy_gaps=(), val_every=5, save_every=5,
     compile="off", device="cpu", dtype="float32",
 )  # fmt: skip
-TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 TIMES = {"seconds", "val_seconds", "tokens_per_second", "peak_memory_mib"}
 
 
@@ -64,16 +61,6 @@ def arguments(data, runs, preset="quickstart", **fields):
     for field, value in (FIELDS | dict(data_dir=data, runs_dir=runs) | fields).items():
         argv += [f"--{field}", *map(str, value if isinstance(value, tuple) else [value])]
     return argv
-
-
-def python(*argv, threads=1, code=0, **variables):
-    """Run a new process in the repository root, which must exit with `code`. Return the finished process."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
-    environment |= dict(OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="PASSIVE", **variables)
-    command = [sys.executable, *map(str, argv)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
-    return done
 
 
 def train(data, runs, threads=1, variables={}, **fields):

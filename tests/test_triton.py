@@ -8,12 +8,12 @@ import math
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import reference
 import torch
 from attention_cases import GivenBias, Plain, assert_near, check, make_case, make_inputs, random
+from commands import ROOT
 
 pytest.importorskip("triton")
 
@@ -29,7 +29,6 @@ from model.methods.window import SlidingWindow  # noqa: E402
 pytestmark = pytest.mark.slow
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ROOT = Path(__file__).parents[1]
 ROLES = ("forward", "query_gradient", "key_gradient")
 
 

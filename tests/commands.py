@@ -1,0 +1,34 @@
+"""Commands of this repository, called in this process or in a new one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+
+
+def exit_code(main, argv):
+    """Call a command's main with these arguments. Return the exit code."""
+    try:
+        main([*map(str, argv)])
+    except SystemExit as end:
+        return end.code or 0
+    return 0
+
+
+def one_error(capsys):
+    """Return the one line of error that a command has printed."""
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    return line
+
+
+def python(*argv, threads=1, code=0, **variables):
+    """Run a new process in the repository root, which must exit with `code`. Return the finished process."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
+    environment |= dict(OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="PASSIVE", **variables)
+    command = [sys.executable, *map(str, argv)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
