@@ -72,9 +72,6 @@ CASES = [pytest.param(backend, name, marks=[pytest.mark.slow] if backend in SLOW
          if (backend == "triton" and name != "learned_numbers") or (backend != "triton" and can_run(backend, name))]
 
 
-# ---- values and gradients --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("backend, name", CASES)
 def test_values_and_gradients_are_the_formula_s(backend, name, flex_with_gradients, small_tiles):
     if backend == "triton":
@@ -137,9 +134,6 @@ def test_recomputed_blocks_keep_no_weights_for_the_backward_pass(monkeypatch):
     with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
         attend(method, q, k, v, backend="blocks")
     assert max(sizes) <= blocks.QUERY_BLOCK * 300  # the weights of a block are 3 times as many, one of each head
-
-
-# ---- which backend ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", MECHANISMS)

@@ -71,9 +71,6 @@ def comparable(run):
     return [{k: v for k, v in r.items() if k not in timings} for r in read_metrics(run / "metrics.jsonl")]
 
 
-# ---- losses and gradients --------------------------------------------------------------------------------------------
-
-
 def test_losses_before_and_after(place, undisturbed):
     run = undisturbed / "run"
     records = read_metrics(run / "metrics.jsonl")
@@ -148,9 +145,6 @@ def test_a_step_that_is_not_finite_ends_the_run(place, tmp_path, capsys):
     assert f"step_{STEPS:06d}.pt" not in steps and not (tmp_path / "run" / "summary.json").exists()
 
 
-# ---- resuming --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("after", [2, 3])
 def test_a_resumed_run_equals_the_undisturbed_one_bit_for_bit(after, place, undisturbed, tmp_path, monkeypatch):
     argv = arguments(place, tmp_path, "--method", "logn_p_rope", "--name", "run", "--resume", "auto")
@@ -184,9 +178,6 @@ def test_two_processes_equal_one(place, tmp_path):
     for a, b in zip(comparable(tmp_path / "two"), comparable(tmp_path / "one"), strict=True):
         key = "val_loss" if "val_loss" in a else "train_loss"
         assert a["step"] == b["step"] and a[key] == pytest.approx(b[key], abs=1e-4)
-
-
-# ---- refusals --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("more, field", [

@@ -44,9 +44,6 @@ def extended(window=None, num_heads=2, learn_tau=True, sink=True):
     return Method("extended", **shape, mechanisms=mechanisms)
 
 
-# ---- values and gradients --------------------------------------------------------------------------------------------
-
-
 def random_method(draw):
     shape = dict(num_heads=draw.randint(1, 5), train_length=64)
     shape |= dict(head_dim=draw.choice([1, 2, 3, 8, 16, 20, 33, 64, 65, 128]))
@@ -187,8 +184,6 @@ def test_losses_of_random_rows_are_the_formula(seed, long, threads):
         logits = (5 * normal(rows, vocabulary, seed=number)).float()
         check_kernel("cpu", logits, torch.tensor([draw.randrange(vocabulary) for _ in range(rows)]))
 
-
-# ---- how it is built -------------------------------------------------------------------------------------------------
 
 RUN = """
 import torch

@@ -49,9 +49,6 @@ def hub(tmp_path, monkeypatch):
         yield hub
 
 
-# ---- FineWeb ----
-
-
 def fineweb(out, num_shards):
     return exit_code(main, ["fineweb10B", "--shards", num_shards, "--out", out])
 
@@ -189,9 +186,6 @@ def test_the_presets_get_as_many_shards_as_they_read():
     assert {f"python -m data.download fineweb10B --shards {n}" for n in (2, 25)} < commands
     page = (ROOT / "docs" / "train.md").read_text()
     assert all(command in page for command in commands if command.endswith((" 25", " 101")))
-
-
-# ---- other files ----
 
 
 def test_c4_is_fetched_once(hub, tmp_path):

@@ -50,9 +50,6 @@ def generate(model, tokens, new=8, **options):
     return model.generate(tokens, max_new_tokens=new, **(dict(do_sample=False) | options))
 
 
-# ---- the model -------------------------------------------------------------------------------------------------------
-
-
 @every_case
 @torch.no_grad()
 def test_logits_and_cached_ones_are_ours(name, options):
@@ -121,8 +118,6 @@ def test_bad_input_to_a_model():
     with pytest.raises(StrictDataclassError, match="num_layers"):
         MethodGPTConfig(num_layers="2")
 
-
-# ---- the command -----------------------------------------------------------------------------------------------------
 
 FIELDS = "--num_layers 2 --val_lengths 240 480 --dtype float32 --method infini_p_rope,fox,logn_p_rope "
 FIELDS += "--method_options segment_length 60"

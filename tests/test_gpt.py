@@ -42,9 +42,6 @@ def random_tokens(length, batch=2, vocab_size=VOCAB, seed=0):
     return tokens[:, :-1], tokens[:, 1:]
 
 
-# ---- the plain form --------------------------------------------------------------------------------------------------
-
-
 def rms_norm(x):
     return x / (x.square().mean(dim=-1, keepdim=True) + 2.0 ** -23).sqrt()
 
@@ -96,9 +93,6 @@ def test_loss_and_all_gradients_equal_the_plain_form(name, length):
         assert_near(model(tokens, last=1), logits[:, -1:].detach(), 5e-5)
 
 
-# ---- size and start --------------------------------------------------------------------------------------------------
-
-
 @every_method
 @pytest.mark.parametrize("preset, matrices, numbers", [("gpt_162m_4k", 162_201_600, 72),
                                                        ("gpt_304m_4k", 304_349_184, 128)])
@@ -142,9 +136,6 @@ def test_the_seed_alone_decides_the_initial_weights(name):
 def test_heads_that_do_not_divide_the_width_are_refused():
     with assert_refused("model_dim 96", "num_heads 5"):
         make_gpt(num_heads=5)
-
-
-# ---- causality and precision -----------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

@@ -50,9 +50,6 @@ def move_learned(model):
             parameter += 0.3 * torch.rand(parameter.shape, generator=torch.Generator().manual_seed(i))
 
 
-# ---- logits and losses of a converted model --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("changes", [
     {},
     dict(rope_parameters=dict(rope_type="default", rope_theta=500_000.0)),
@@ -107,9 +104,6 @@ def test_barbero_keeps_half_of_the_models_frequencies_and_logn_begins_at_1():
     assert learned(convert(model, "logn_rope", train_length=4096))[0].tolist() == pytest.approx([0.1366] * 4, abs=1e-4)
 
 
-# ---- generation ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name, options", [(name, {}) for name in PAPER] + [
     ("logn_ntk", dict(context="length")), ("infini_p_rope", dict(segment_length=7)), ("p_rope+sink", {}),
     ("pope", {}), ("stick_breaking", {}),
@@ -158,9 +152,6 @@ def test_refused_conversions():
             convert(model, name, **options)
         assert not any(hasattr(module, "method") for module in model.modules())
     assert convert(scaled, "rope", base=5e5) and convert(scaled, "p_rope") and convert(scaled, "alibi")
-
-
-# ---- saving and loading ----------------------------------------------------------------------------------------------
 
 
 def test_a_converted_model_is_saved_and_loaded(tmp_path):

@@ -107,9 +107,6 @@ def test_two_calls_give_the_same_bits(threads):
         torch.set_num_threads(before)
 
 
-# ---- chunks and torch.compile ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("most, sizes", [(10, [10]), (9, [5, 5]), (4, [4, 4, 2]), (1, [1] * 10)])
 def test_chunks_are_equal_and_share_their_memory(most, sizes, monkeypatch):
     monkeypatch.setattr(loss, "CPU_ROWS", most)
@@ -155,9 +152,6 @@ def test_compiled_in_one_graph_it_is_the_same(function):
             assert_close(compiled(x, head, targets), function(x, head, targets))
     gradients = [torch.autograd.grad(run(x, head, targets), (x, head)) for run in (compiled, function)]
     assert_close(*gradients)
-
-
-# ---- the kernels -----------------------------------------------------------------------------------------------------
 
 
 def cpu_cross_entropy(logits, targets, gradient):

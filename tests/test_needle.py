@@ -60,9 +60,6 @@ def weights(run):
     return load_checkpoint(latest_checkpoint(run / "needle" / "checkpoints"))["model"]
 
 
-# ---- fine-tuning ----
-
-
 def test_fine_tuning_learns_by_the_loss_of_the_response_alone(run, tune, capsys):
     summary = tune()
     records = read_metrics(run / "needle" / "metrics.jsonl")
@@ -117,9 +114,6 @@ def test_a_curriculum_begins_with_shorter_prompts(run, tune, monkeypatch):
     assert [length for length, _ in drawn] == 3 * [210] + 3 * [240] and summary["curriculum"] == 210
     assert [indices for _, indices in drawn[2:4]] == [[*range(18, 27)], [*range(24, 32)]]
     assert "curriculum" in tune("--sequences", "8")
-
-
-# ---- scoring ----
 
 
 def test_accuracy_is_by_needle_and_by_distance(model_and_task, monkeypatch):
@@ -195,9 +189,6 @@ def test_run_again_does_nothing_but_the_lengths_that_are_new(run, tune, monkeypa
     summary = tune("--lengths", "240", "480", "640")
     assert measured == [240, "again", 480, 640] and summary["greedy"].keys() == {"240", "480", "640"}
     assert first["greedy"] == {"240": summary["greedy"]["240"]}
-
-
-# ---- mistakes ----
 
 
 @pytest.mark.parametrize("argv, settings", [

@@ -61,9 +61,6 @@ def prepared(tmp_path_factory):
     return folder
 
 
-# ---- documents and splits ----
-
-
 def test_every_document_comes_back_once_in_another_order(prepared):
     documents = make_documents(60)
     train, val = both_splits(prepared / "out")
@@ -144,9 +141,6 @@ def test_few_documents_are_cut_at_the_ends_of_lines(tmp_path, count, fraction):
         assert len(val[name]) / len("\n".join(lines)) == pytest.approx(fraction, rel=0.05)
 
 
-# ---- tokenizers ----
-
-
 def test_tokenizer_round_trip_and_special_tokens(prepared):
     tokenizer = load_tokenizer(prepared / "out")
     text = f"  bytes never seen: \U0001f600 {END_OF_TEXT} in the text\n"
@@ -222,9 +216,6 @@ def test_gpt2_without_a_network_is_refused_in_one_line(tmp_path, monkeypatch, ca
     arguments = [str(tmp_path / "a.txt"), "--tokenizer", "gpt2", "--out", str(tmp_path / "out")]
     assert exit_code(main, arguments) == 2
     assert "TIKTOKEN_CACHE_DIR" in capsys.readouterr().err and not (tmp_path / "out").exists()
-
-
-# ---- mistakes ----
 
 
 @pytest.mark.parametrize("arguments, named", [

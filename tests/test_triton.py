@@ -77,9 +77,6 @@ def small(tiles):
     tiles((32, 16), (16, 32), (32, 16))
 
 
-# ---- values and gradients --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("formula, extras, window", [
     (smooth, "", None), (rough, "", None), (constant, "", None), (None, "b", None), (None, "s", None),
     (scale_invariant, "bs", 21), (smooth, "bs", 21), (rough, "bs", 21), (smooth, "", 1), (smooth, "bs", 10**9),
@@ -201,9 +198,6 @@ def test_the_operations_keep_torch_s_rules(name, small):
     output, lse = flash.forward_op(*inputs, tables.parameter, *extras, *functions)
     arguments = [x.detach() for x in (torch.ones_like(output), *inputs, lse, torch.ones_like(lse), *extras)]
     torch.library.opcheck(flash.backward_op, (*arguments, *functions))
-
-
-# ---- where it runs ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device, dtype, head_dim", [
