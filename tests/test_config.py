@@ -19,7 +19,6 @@ from runtime.build import build_model
 FIELDS = [field.name for field in dataclasses.fields(Config)]
 
 every_preset = pytest.mark.parametrize("name", PRESETS)
-# ---- presets ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", NAMES)
@@ -118,8 +117,6 @@ def test_steps_alone_leave_cooldown_and_length_schedule_their_share(arguments, f
     assert getattr(read_config(arguments), field) == value
 
 
-# ---- hash ------------------------------------------------------------------------------------------------------------
-
 OTHER = dict(
     name="other", runs_dir="elsewhere", seed=1, resume="auto", on_nonfinite="skip", timeout=60.0,
     tags=("a",), group="sweep", wandb="offline", wandb_project="other",
@@ -166,8 +163,6 @@ def test_the_hash_does_not_depend_on_the_order_of_options():
     backwards = dict(reversed(options.items()))
     assert config_hash(Config(method_options=options)) == config_hash(Config(method_options=backwards))
 
-
-# ---- wrong values, and the command line ------------------------------------------------------------------------------
 
 NAN, INFINITY = float("nan"), float("inf")
 

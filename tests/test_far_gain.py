@@ -6,17 +6,13 @@ import math
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from commands import exit_code, one_error
-from lives import start_method
-from test_copy_gain import ALONE, VOCAB, assert_close, dense_losses, tiny_model
+from test_copy_gain import ALONE, VOCAB, assert_close, dense_losses, on_ranks, tiny_model
 from test_train import read_json, train_here
-from torch.multiprocessing import start_processes as start_ranks
 
 from data.shard_writer import ShardWriter
 from data.shards import open_split
 from runtime.far_gain import CLASSES, classify, far_windows, measure_far_gain
-from runtime.processes import World
 from scripts import evaluate
 
 T, WINDOWS = 16, 3
@@ -85,20 +81,10 @@ def test_gains_equal_a_dense_computation(stream):
         assert result["far_gain_error"][name] == pytest.approx(math.hypot(*sums) / len(short), abs=1e-4)
 
 
-def rank_worker(rank, folder, data, processes):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=processes)
-    result = measure(tiny_model(), open_split(data, "val", VOCAB), World(rank, processes, torch.device("cpu")))
-    (folder / f"{rank}.json").write_text(json.dumps(result))
-    dist.destroy_process_group()
-
-
 def test_ranks_and_micro_batches_change_nothing(stream, tmp_path):
     expected = measure(tiny_model(), stream)
     assert_close(measure(tiny_model(), stream, micro_batch_tokens=1), expected)
-    start_ranks(rank_worker, (tmp_path, stream.paths[0].parent, 2), nprocs=2, start_method=start_method())
-    for rank in range(2):
-        assert_close(read_json(tmp_path / f"{rank}.json"), expected)
+    assert_close(on_ranks(2, measure, stream, tmp_path)[0], expected)
 
 
 def test_a_run_measures_it_at_its_end_and_evaluate_again(data, tmp_path, capsys):

@@ -25,8 +25,6 @@ CONFIGS = (10, "every configuration trains or is refused")
 WANDB = (13, "a network that is lost costs wandb's mirror nothing")
 
 
-# ---- network, files and keys -----------------------------------------------------------------------------------------
-
 # Python runs this in every process before anything else. It logs where files are made, changed or removed. It forbids
 # all sockets except between processes of this machine.
 GUARD = """
@@ -105,8 +103,6 @@ def test_nothing_is_written_outside_nobody_is_called_and_keys_reach_no_file(data
     assert {".wandb", ".txt", ".pt", ".jsonl"} <= {path.suffix for path in files}
     assert not [path for path in files if any(key.encode() in path.read_bytes() for key in KEYS.values())]
 
-
-# ---- configurations --------------------------------------------------------------------------------------------------
 
 EXTREMES = ("", "many", "nan", "inf", "-inf", "-1", "0", "1.5", "1e308", "1e-320", "1e400", str(2**31 - 1), str(2**64),
             "9" * 400, "True", "None", "\x00", "é", "a b", "../x", "--", "-")  # fmt: skip
@@ -192,8 +188,6 @@ def test_every_configuration_trains_or_is_refused_in_one_line(place, faults, lon
             outcomes.add(outcome_of(more, place))
     assert {"trained", "refused"} <= outcomes
 
-
-# ---- wandb -----------------------------------------------------------------------------------------------------------
 
 # The network is lost when the record of step 8 is written.
 LOSING = """

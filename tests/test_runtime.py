@@ -290,7 +290,6 @@ for step in (1, 2):
 
 
 def test_online_without_a_key_records_offline_and_a_resumed_run_goes_on(tmp_path):
-    """The run is stopped and resumed."""
     folder = tmp_path / "run"
     folder.mkdir()
     python("-c", MIRRORED, folder, HOME=str(tmp_path), WANDB_CACHE_DIR=str(tmp_path))

@@ -22,9 +22,8 @@ from data.text import prepare
 from runtime.checkpoint import latest_checkpoint, load_checkpoint
 from runtime.run_folder import RunFolder
 from scripts.shared.runs import failures, sidecar
-from scripts.sweep import __main__ as command_module
+from scripts.sweep import __main__ as sweep_command
 from scripts.sweep import local
-from scripts.sweep.__main__ import main
 from scripts.sweep.cluster import Job
 
 SLOW_FIXTURES = ("finished",)
@@ -67,7 +66,7 @@ def here(*argv):
     """Call the command in this process and return its exit status."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
-        return exit_code(main, argv)
+        return exit_code(sweep_command.main, argv)
 
 
 def command(*argv, **variables):
@@ -292,8 +291,8 @@ def test_states_of_fine_tuning(copied, data, finished, capsys):
 
 def test_c4_is_fetched_once_before_anything_is_trained(data, tmp_path, monkeypatch):
     calls = []
-    monkeypatch.setattr(command_module, "fetch_c4", lambda place, split: calls.append(split))
-    monkeypatch.setattr(command_module, "train", lambda runs, *_: calls.append(len(runs)))
+    monkeypatch.setattr(sweep_command, "fetch_c4", lambda place, split: calls.append(split))
+    monkeypatch.setattr(sweep_command, "train", lambda runs, *_: calls.append(len(runs)))
     assert here(*tuning(data, tmp_path, "rope alibi", needle=dict(haystack="c4"))) == 1
     assert calls == ["train", "val", 2]
 

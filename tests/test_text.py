@@ -123,17 +123,14 @@ def test_named_files_field_and_name(tmp_path):
     assert (tmp_path / "out" / "notes_val_000000.bin").exists()
 
 
-def lines_of(number, count, seed=0):
-    words = np.random.default_rng(seed).choice(["shore", "lamp", "winter", "of", "the", "caf\u00e9"], (count, 9))
-    return [f"{number}.{i} {' '.join(line)}" for i, line in enumerate(words)]
-
-
 @pytest.mark.parametrize(("count", "fraction"), [(1, 0.05), (1, 0.9), (3, 0.05)])
 def test_few_documents_are_cut_at_the_ends_of_lines(tmp_path, count, fraction):
-    novels = {str(i): lines_of(i, 400, i) for i in range(count)}
+    novels = {}
     (tmp_path / "in").mkdir()
-    for name, lines in novels.items():
-        (tmp_path / "in" / f"{name}.txt").write_text("\n".join(lines), encoding="utf-8")
+    for i in range(count):
+        words = np.random.default_rng(i).choice(["shore", "lamp", "winter", "of", "the", "caf\u00e9"], (400, 9))
+        novels[str(i)] = [f"{i}.{number} {' '.join(line)}" for number, line in enumerate(words)]
+        (tmp_path / "in" / f"{i}.txt").write_text("\n".join(novels[str(i)]), encoding="utf-8")
     main([str(tmp_path / "in"), "--tokenizer=bpe:300", f"--out={tmp_path / 'out'}", f"--val-fraction={fraction}"])
     train, val = ({text.split(".")[0]: text for text in texts} for texts in both_splits(tmp_path / "out"))
     for name, lines in novels.items():
