@@ -73,6 +73,7 @@ MECHANISMS = {
     "key_bias": [(Forgetting, {})],
     "window": [(RoPE, {}), (SlidingWindow, dict(window=37))],
     "sink": [(LearnedSink, {})],
+    "scale_invariant_sink": [(ScaleInvariant, {}), (LearnedSink, {})],  # a sink sees constants that softmax ignores
     "all": [
         (ScaleInvariant, dict(learn_tau=True)), (GivenBias, {}), (SlidingWindow, dict(window=37)), (LearnedSink, {}),
     ],

@@ -167,7 +167,10 @@ def flash_query_block(device: torch.device) -> int:
 
 
 def make_table_score_mod(score_change: ScoreChange | None, plan: Plan) -> Callable | None:
-    """Return make_score_mod's function, read from tables. Where m = 1 - a^2 it is a (S - a), which takes one table."""
+    """Return make_score_mod's function, read from tables. Where m = 1 - a^2 it is a (S - a) + 1, which takes one table.
+
+    Softmax ignores the 1, but a sink does not. In the kernel it is part of a fused multiply-add.
+    """
     if score_change is None:
         return None
     functions = function_tables(score_change, plan)
@@ -178,7 +181,7 @@ def make_table_score_mod(score_change: ScoreChange | None, plan: Plan) -> Callab
     def one_table_mod(score, batch, head, q_index, kv_index):
         t = (q_index + q_offset - kv_index).clamp(min=0)  # tiles reach above the diagonal and past the last query
         scale = a[head, t] if by_head else a[t]
-        return scale * (score - scale)
+        return scale * (score - scale) + 1
 
     def two_table_mod(score, batch, head, q_index, kv_index):
         t = (q_index + q_offset - kv_index).clamp(min=0)
