@@ -101,7 +101,7 @@ def test_the_kernel_options_are_true_of_the_mask(shape):
 
 
 @pytest.mark.parametrize("options", [{}, dict(tau=0.3), dict(tau_ratio=3.0)])
-def test_the_table_is_the_formula_less_a_constant(options):
+def test_the_table_is_the_formula(options):
     """In float32, up to 64k tokens back: a (S - a) + 1 = a S + m, within a few roundings of a |S| + a^2."""
     change, length = ScaleInvariant(3, 16, 64, **options), 65536
     prepared = flex.prepare(change, Plan("flex", 3, 16, 256, length, length - 256))
