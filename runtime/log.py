@@ -139,8 +139,10 @@ class RunLog:
             self.metrics.write(record)
         if time.monotonic() - self._last_line > SECONDS_A_LINE:
             self._last_line = time.monotonic()
-            minutes = (config.steps - step) * statistics.median(self._step_seconds) / 60
-            speed = f"{rate:,.0f} tokens/s  {minutes:.1f} min left"
+            speed = f"{rate:,.0f} tokens/s"
+            if len(self._step_seconds) > 2:  # the first step compiles the model
+                minutes = (config.steps - step) * statistics.median(self._step_seconds) / 60
+                speed += f"  {minutes:.1f} min left"
             self.print(f"step {step}/{config.steps}  training loss {loss:.4f}  {speed}")
         return None
 
