@@ -23,7 +23,7 @@ from optim.schedule import set_lr
 class Group:
     """Parameters that one optimizer updates. `make` constructs the optimizer.
 
-    units: views a parameter as (n, *unit_shape). A unit, such as a matrix, always stays on one rank.
+    units: returns a parameter as a view (units, *unit_shape). Sharding never splits a unit, such as a matrix.
     lr_scale: returns the factor that the optimizer applies to the learning rate of a parameter.
     """
 
@@ -35,7 +35,7 @@ class Group:
 
 
 class Bucket:
-    """Parameters of one group whose units have one shape. One collective sends all of them.
+    """Parameters of one group with the same unit shape. One collective sends the whole bucket.
 
     shard: this rank's part of the parameters. With one rank, a bucket has one parameter, which is its shard.
     """
@@ -43,7 +43,7 @@ class Bucket:
     def __init__(self, group: Group, params: list[nn.Parameter], rank: int, world_size: int):
         self.params, self.as_units, self.sharded = params, group.units, world_size > 1
         views = [group.units(p.detach()) for p in params]
-        self.unit_shape, self.counts = views[0].shape[1:], [len(view) for view in views]  # units of each parameter
+        self.unit_shape, self.counts = views[0].shape[1:], [len(view) for view in views]  # counts: units per parameter
         self.units_per_rank = -(-sum(self.counts) // world_size)  # rounded up; the last units may be padding
         self.num_units = self.units_per_rank * world_size
         self.shard_slice = slice(rank * self.units_per_rank, (rank + 1) * self.units_per_rank)
@@ -52,14 +52,14 @@ class Bucket:
             self.shard = nn.Parameter(self.shard_of([p.detach() for p in params]).clone())
             if group.lr_scale:
                 scales = [p.new_full(p.shape, group.lr_scale(p)) for p in params]
-                self.shard.lr_scale = self.shard_of(scales)[:, :1, :1].clone()
+                self.shard.lr_scale = self.shard_of(scales)[:, :1, :1].clone()  # (units_per_rank, 1, 1)
 
     def shard_of(self, tensors: list[Tensor]) -> Tensor:
         """Return this rank's shard of tensors that have the shapes of the parameters."""
         return self.pack(tensors)[self.shard_slice] if self.sharded else tensors[0]
 
     def pack(self, tensors: list[Tensor]) -> Tensor:
-        """Return tensors with the shapes of the parameters as one (num_units, *unit_shape), a view if possible."""
+        """Concatenate tensors with the parameters' shapes to one (num_units, *unit_shape), a view if possible."""
         parts = [self.as_units(t) for t in tensors]
         if padding := self.num_units - sum(self.counts):
             parts.append(parts[0].new_zeros(padding, *self.unit_shape))
@@ -83,7 +83,7 @@ class Bucket:
             torch.sum(summands.unflatten(0, (-1, self.units_per_rank)), dim=0, out=self.shard.grad)
 
     def start_gathering(self):
-        full = self.as_units(self.params[0].detach())  # gather into the parameter itself if its memory fits
+        full = self.as_units(self.params[0].detach())  # a single parameter that fits receives the result
         if len(self.params) > 1 or len(full) < self.num_units or not full.is_contiguous():
             full = self.shard.new_empty(self.num_units, *self.unit_shape)
         self.gathering = full, dist.all_gather_into_tensor(full, self.shard.detach(), async_op=True)
@@ -114,7 +114,7 @@ class Optimizers:
         squared_norm = reduce_gradients()
         step(lr_factor, finite)
 
-    skip: a step that is not finite is skipped. Without `skip`, all later steps are skipped too.
+    A step that is not finite is skipped. skip: if False, all later steps are skipped too.
     """
 
     def __init__(self, groups: dict[str, Group], rank: int = 0, world_size: int = 1, *, skip: bool = False):
@@ -131,7 +131,7 @@ class Optimizers:
         return [bucket for buckets in self.buckets.values() for bucket in buckets]
 
     def sharded_buckets(self) -> list[Bucket]:
-        """Return the buckets that are sent: all, or none with one rank."""
+        """Return the buckets that are divided over ranks: all buckets, or none in a run with one rank."""
         return [bucket for bucket in self.all_buckets() if bucket.sharded]
 
     @torch.no_grad()
@@ -159,7 +159,7 @@ class Optimizers:
         for name in sorted(self.groups, key=matrices_last):
             optimizer = self.optimizers[name]
             set_lr(optimizer, self.groups[name].peak_lr * lr_factor)
-            optimizer.found_inf = skipped
+            optimizer.found_inf = skipped  # if 1, Muon and PyTorch's fused optimizers update nothing
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             for bucket in self.buckets[name]:
@@ -202,10 +202,10 @@ class Optimizers:
 
 
 def make_buckets(group: Group, rank: int, world_size: int) -> list[Bucket]:
-    """Return the buckets of a group: one for each shape of units, or with one rank one for each parameter."""
+    """Return the buckets of a group: one for each unit shape. With one rank, one for each parameter."""
     if world_size == 1:
         return [Bucket(group, [p], rank, world_size) for p in group.params]
     by_shape = defaultdict(list)
-    for p in reversed(group.params):  # another order would round the gradient norm differently
+    for p in reversed(group.params):  # the order must stay, because it decides the rounding of the norm
         by_shape[group.units(p.detach()).shape[1:], p.dtype].append(p)
     return [Bucket(group, params, rank, world_size) for params in by_shape.values()]

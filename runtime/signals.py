@@ -18,7 +18,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 def exit_code() -> int:
     """Return INTERRUPTED, so that Slurm or a shell can restart the run; under torchrun return 0.
 
-    torchrun treats every other code as a failure, and may restart the processes itself.
+    torchrun treats every code except 0 as a failure, and may restart the processes itself.
     """
     return 0 if "TORCHELASTIC_RUN_ID" in os.environ else INTERRUPTED
 
@@ -26,8 +26,8 @@ def exit_code() -> int:
 class StopRequest:
     """Receives the signals within `with StopRequest() as stop:`.
 
-    Until `can_save` is set, a signal ends this process and its children at once. A second Ctrl-C does so at any time.
-    mark: called with the signal's name before such an end. The run folder then records why the run is not finished.
+    Until `can_save` is set, a signal ends this process and its children at once. A second Ctrl-C always ends them.
+    mark: called with the signal's name before the processes end, so that the run folder records the reason.
     """
 
     def __init__(self):
@@ -36,24 +36,24 @@ class StopRequest:
         self.mark: Callable[[str], object] = lambda name: None
 
     def __enter__(self):
-        self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        self._previous_handlers = {number: signal.signal(number, self._receive) for number in SIGNALS}
         return self
 
     def __exit__(self, *exception: object):
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
 
     def _receive(self, number: int, frame: object):
-        again = number == signal.SIGINT and self.signal_name == "SIGINT"
+        second_ctrl_c = number == signal.SIGINT and self.signal_name == "SIGINT"
         self.signal_name = signal.Signals(number).name
-        if again or not self.can_save:
+        if second_ctrl_c or not self.can_save:
             with suppress(OSError):
                 self.mark(self.signal_name)
             for process in psutil.Process().children(recursive=True):  # such as compile workers
                 with suppress(psutil.Error):  # the child has just ended by itself
                     process.kill()
-            if again:
-                os._exit(130)
+            if second_ctrl_c:
+                os._exit(130)  # 128 + SIGINT, as in shells
             os.write(2, f"{self.signal_name}: stopped before the first step, so no checkpoint was saved\n".encode())
             os._exit(exit_code())
 

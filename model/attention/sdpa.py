@@ -26,15 +26,15 @@ def run(q: Tensor, k: Tensor, v: Tensor, *, q_offset: int = 0, prepared: None = 
     if q_offset == 0 and Tq == Tk:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     visible = torch.ones(Tq, Tk, dtype=torch.bool, device=q.device).tril(q_offset)
-    # With a mask, cuDNN's gradient of q is NaN at some lengths (pytorch#196678), so cuDNN takes no mask.
+    # With a mask, cuDNN's gradient of q is NaN at some lengths (pytorch#196678), so calls with a mask exclude cuDNN.
     with sdpa_kernel([kernel for kernel in ORDER if kernel != SDPBackend.CUDNN_ATTENTION]):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
 
 
 def prefer_fast_sdpa(device: torch.device):
-    """Make PyTorch prefer cuDNN's attention from Hopper on, where it is about twice as fast as FlashAttention-2.
+    """Make PyTorch prefer cuDNN on Hopper and newer GPUs. There it is about twice as fast as FlashAttention-2.
 
-    PyTorch sets its default order when it first chooses a kernel, so we let it choose once before.
+    PyTorch's first choice of a kernel sets the default order, so we make that choice before we set our order.
     """
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
         chosen_kernel(device, torch.bfloat16, head_dim=64, length=128)
@@ -42,6 +42,6 @@ def prefer_fast_sdpa(device: torch.device):
 
 
 def chosen_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, length: int) -> str:
-    """Return the name in SDPBackend of the kernel that PyTorch chooses for causal self-attention of this shape."""
+    """Return the SDPBackend name of the kernel that PyTorch chooses for causal attention at this length."""
     q = torch.empty(1, 1, length, head_dim, device=device, dtype=dtype, requires_grad=True)
     return SDPBackend(torch._fused_sdp_choice(q, q, q, is_causal=True)).name

@@ -1,11 +1,11 @@
-"""Infini-attention (Munkhdalai et al. 2024, arXiv 2404.07143): causal softmax attention inside segments of N tokens,
-and a linear-attention memory of all earlier segments. Each head learns a gate beta that mixes both outputs:
+"""Infini-attention (Munkhdalai et al. 2024, arXiv 2404.07143): causal softmax attention A_dot in segments of N tokens,
+and a linear-attention memory A_mem of all earlier segments. Each head learns a gate beta that mixes both outputs:
 
     A_mem = sigma(Q) M / (sigma(Q) z),   sigma = ELU + 1,   output = sigmoid(beta) A_mem + (1 - sigmoid(beta)) A_dot,
     M <- M + sigma(K)^T V,   z <- z + sum sigma(K).
 
-We chose four points that both papers leave open. The memory uses q and k without position encoding. The first segment
-has no memory, only softmax attention. Gradients flow through the memory, which is float32. beta starts at 0.
+This paper and Anson et al. 2025 leave four points open. Here the memory uses q and k without position encoding. The
+first segment uses softmax attention alone. Gradients flow through the memory, which is float32. beta starts at 0.
 """
 
 import torch
@@ -34,10 +34,10 @@ class Infini(Replacement):
         for start in range(0, q_end, self.segment_length):
             stop = min(start + self.segment_length, q_end)
             if stop > q_offset:  # the segment holds queries
-                first = max(start, q_offset)
-                queries = slice(first - q_offset, stop - q_offset)
+                q_start = max(start, q_offset)
+                queries = slice(q_start - q_offset, stop - q_offset)
                 out = causal_attention(
-                    rotated_q[:, :, queries], rotated_k[:, :, start:stop], v[:, :, start:stop], q_offset=first - start
+                    rotated_q[:, :, queries], rotated_k[:, :, start:stop], v[:, :, start:stop], q_offset=q_start - start
                 )
                 if memory is not None:
                     features = F.elu(upcast(q[:, :, queries])) + 1  # (B, H, queries, D)
@@ -45,6 +45,6 @@ class Infini(Replacement):
                 outputs.append(out.to(v.dtype))
             if stop < q_end:
                 features = F.elu(upcast(k[:, :, start:stop])) + 1  # (B, H, N, D)
-                new, total = features.mT @ upcast(v[:, :, start:stop]), features.sum(dim=2).unsqueeze(-1)
-                memory, normaliser = (new, total) if memory is None else (memory + new, normaliser + total)
+                kv, k_sum = features.mT @ upcast(v[:, :, start:stop]), features.sum(dim=2).unsqueeze(-1)
+                memory, normaliser = (kv, k_sum) if memory is None else (memory + kv, normaliser + k_sum)
         return torch.cat(outputs, dim=2)

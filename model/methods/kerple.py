@@ -1,10 +1,10 @@
-"""KERPLE: penalties by distance whose shape each head of each layer learns (Chi et al. 2022, arXiv 2205.09921):
+"""KERPLE: each head of each layer learns a penalty that grows with distance (Chi et al. 2022, arXiv 2205.09921):
 
     logarithm   L = S - p log(1 + a t),   p, a > 0          power   L = S - a t^p,   a > 0, 0 < p <= 2
 
 There is no other position encoding. The authors' code draws p from U(0, 2) and a from U(0, 1). It clamps both, which
-stops their gradients at the bounds. Ours start at p = 2 (h + 1/2) / H for head h and at a = 1/2. So the rest of the
-model starts with the same weights for every method. We learn log a, and log p or the logit of p / 2.
+stops their gradients at the bounds. We start at p = 2 (h + 1/2) / H for head h and at a = 1/2. No random number is
+drawn, so the other weights start equal for every method. We learn log a, and log p or the logit of p / 2.
 """
 
 import math
@@ -16,12 +16,12 @@ from model.methods.base import ScoreChange
 
 
 class Kerple(ScoreChange):
-    """Learns a. A subclass has learn_p, which makes the parameter of p from the initial p (H,)."""
+    """Learns the coefficient a. Subclasses define learn_p, which creates the parameter for p. initial_p: (H,)."""
 
     lengths = {"unit": 1}
 
     def __init__(self, num_heads, head_dim, train_length, unit: float = 1.0):
-        """unit: tokens in a distance of 1."""
+        """unit: a length in tokens. In the formulas, t is the distance divided by it."""
         super().__init__()
         self.unit = unit
         self.log_a = nn.Parameter(torch.full((num_heads,), math.log(0.5)))

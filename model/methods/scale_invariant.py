@@ -28,7 +28,7 @@ class ScaleInvariant(ScoreChange):
 
         The other options are ours. tau_ratio: factor of tau from one head to the next; the first head has tau.
         learn_tau: each head of each layer learns log(tau). learn_gain: each head learns a factor of its scores, because
-        the theory assumes their standard deviation is 1. terms: "a" leaves out m_t, "m" leaves out a_t.
+        the theory assumes scores with standard deviation 1. terms: "a" leaves out m_t, "m" leaves out a_t.
         """
         super().__init__()
         require(tau > 0 and tau_ratio > 0, f"tau is {tau}, tau_ratio {tau_ratio}. Use positive numbers.")

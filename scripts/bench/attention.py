@@ -37,7 +37,7 @@ DEFAULTS = dict(
     cuda=dict(lengths=[4096, 16384, 65536], dtype="bfloat16", variants=CUDA),
     cpu=dict(lengths=[512, 1024, 4096], dtype="float32", variants=CPU),
 )
-TOKENS = dict(cuda=65536, cpu=4096)  # of a pass; a longer sequence is a batch of 1
+TOKENS = dict(cuda=65536, cpu=4096)  # batch * length of a pass; the batch is at least 1
 Variant = tuple[object, Method]  # a backend (see model/attention) and the method that it computes
 
 
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     passed = {name: variant for name, variant in variants.items() if gate[name].startswith("passed")}
     report.record |= dict(gate=gate, times=[])
     report.add("## Gate\n\nOutput and gradients are compared with float64.", problems=gate)
-    (_, method), *_ = variants.values()
+    _, method = next(iter(variants.values()))  # any method, because all have the same shapes
     for length in args.lengths:
         inputs, dout = random_inputs(method, length, device, dtype, batch=max(1, TOKENS[device.type] // length))
         time_length(report, passed, [*inputs, dout], args.rounds)
@@ -75,10 +75,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def prepare_paper(score_change: ScaleInvariant, plan: Plan, earlier: dict | None = None) -> dict:
-    """Return FlexAttention's arguments for scale-invariant attention as the paper writes it: the slowest form."""
+    """Return FlexAttention's arguments for scale-invariant attention, with a_t and m_t computed for each score."""
 
     def score_mod(score, batch, head, q_index, kv_index):
-        distance = (q_index - kv_index).clamp(min=0)  # without this, gradients are NaN in tiles on the diagonal
+        distance = (q_index - kv_index).clamp(min=0)  # negative distances, in tiles on the diagonal, give NaN
         log = torch.log(1 + distance / score_change.tau)
         return torch.sqrt(1 + 2 * log) * score - 2 * log
 
@@ -91,7 +91,7 @@ PAPER = SimpleNamespace(unsupported=flex.unsupported, prepare=prepare_paper, run
 def make_variant(name: str, heads: int, head_dim: int, device: torch.device) -> Variant:
     backend, _, formula = name.partition(":")
     backends = BACKENDS | dict(flex_paper=PAPER)
-    remedy = f"Use BACKEND:FORMULA, with a backend of {', '.join(backends)} and a formula of {', '.join(FORMULAS)}."
+    remedy = f"Use BACKEND:FORMULA, BACKEND one of {', '.join(backends)}, FORMULA one of {', '.join(FORMULAS)}."
     known = backend in backends and formula in FORMULAS and (backend != "flex_paper" or formula == "si")
     require(known, f"unknown variant {name!r}. {remedy}")
     method = make_method(FORMULAS[formula], num_heads=heads, head_dim=head_dim, train_length=1024)
@@ -108,12 +108,12 @@ def check_variant(variant: Variant, device: torch.device, dtype: torch.dtype) ->
 
 
 def make_passes(variant: Variant, inputs: list[Tensor]) -> dict[str, Callable[[], object]]:
-    """Return functions of the forward pass, and of forward and backward pass ("both"), after two warm-up calls."""
-    (backend, method), dout = variant, inputs[3]
+    """Return two warmed-up functions to time: "forward", and "both" (forward and backward pass)."""
+    (backend, method), (q, k, v, dout) = variant, inputs
     B, H, T, D = dout.shape
-    plan = Plan("", H, D, T, T, device=dout.device, dtype=dout.dtype)
+    plan = Plan(backend="", num_heads=H, head_dim=D, query_length=T, key_length=T, device=dout.device, dtype=dout.dtype)
     attend = functools.partial(backend.run, prepared=backend.prepare(method.score_change, plan))
-    qkv = [x.detach().requires_grad_() for x in inputs[:3]]
+    qkv = [x.detach().requires_grad_() for x in (q, k, v)]
     passes = dict(
         forward=lambda: attend(*qkv),  # also stores the tensors for the backward pass
         both=lambda: torch.autograd.grad(attend(*qkv), qkv, dout),
@@ -130,11 +130,11 @@ def time_length(report: protocol.Report, variants: dict[str, Variant], inputs: l
     makers = {name: functools.partial(make_passes, variant, inputs) for name, variant in variants.items()}
     passes, problems = protocol.build_variants(makers)
     report.add(f"## Length {length}, batch {batch}", problems=problems)
-    for kind, factor in dict(forward=1.0, both=3.5).items() if passes else ():
+    for kind, forward_passes in dict(forward=1.0, both=3.5).items() if passes else ():
         timers = {name: functools.partial(protocol.time_calls, calls[kind], device=inputs[0].device)
                   for name, calls in passes.items()}  # fmt: skip
         times = protocol.measure(timers, rounds)
-        flops = factor * 4 * batch * heads * length**2 * head_dim / 2
+        flops = forward_passes * 4 * batch * heads * length**2 * head_dim / 2  # causal: half of the scores
         rows = [["variant", "ms", "TFLOP/s", "ratio"]]
         for name, seconds in times.items():
             median, ratio = statistics.median(seconds), protocol.ratio_cell(seconds, next(iter(times.values())))

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable
 
 
 def loss_table(results: list[dict]) -> str:
-    """Return a table with a row a run: name, validation loss (nats a token) at each length, and longest - shortest.
+    """Return a table with one row for each run: name, loss at each length, and rise of the loss.
 
-    results: dicts with name, train_length and val_loss {length: nats}."""
+    The rise is the loss at the longest length minus the loss at the shortest.
+    results: dicts with name, train_length (tokens) and val_loss {length: nats a token}."""
     lengths = sorted({int(length) for r in results for length in r["val_loss"]})
-    base = results[0]["train_length"]
-    same_base = all(r["train_length"] == base for r in results)
-    heads = [f"{n} ({n / base:g}x)" if same_base else str(n) for n in lengths]
+    train_length = results[0]["train_length"]
+    same_for_all = all(r["train_length"] == train_length for r in results)
+    heads = [f"{n} ({n / train_length:g}x)" if same_for_all else str(n) for n in lengths]
     rows = [["run", *heads, f"{lengths[-1]} - {lengths[0]}"]]
     for r in results:
         loss = {int(length): value for length, value in r["val_loss"].items()}
@@ -23,24 +24,23 @@ def loss_table(results: list[dict]) -> str:
 
 def markdown_table(rows: list[list[str]]) -> str:
     """Return the rows as a table. The first row is the head. The first column is text, the others are numbers."""
-    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
-    lines = [[row[0].ljust(first), *(cell.rjust(width) for cell, width in zip(row[1:], others))] for row in rows]
+    text_width, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+    lines = [[row[0].ljust(text_width), *(cell.rjust(width) for cell, width in zip(row[1:], widths))] for row in rows]
     head, *body = (f"| {' | '.join(cells)} |" for cells in lines)
-    rule = "|".join(["", "-" * (first + 2), *("-" * (width + 1) + ":" for width in others), ""])
+    rule = "|".join(["", "-" * (text_width + 2), *("-" * (width + 1) + ":" for width in widths), ""])
     return "\n".join([head, rule, *body])
 
 
 def pivot_table(heads: list[str], lines: Iterable[tuple[list[str], dict]], columns: dict) -> str:
-    """Return a table of the lines. A line is a list of its first cells, and a dict of its other cells by column.
+    """Return a table with a row for each line. A line has a list of left cells, and a dict {key: cell} of right cells.
 
-    heads: column heads of the first cells. columns: heads of the other columns, by column.
-    """
-    body = [[*first, *(cells.get(column, "") for column in columns)] for first, cells in lines]
+    heads: headers of the left columns. columns: {key: header} of the right columns. A missing cell is empty."""
+    body = [[*left, *(right.get(key, "") for key in columns)] for left, right in lines]
     return markdown_table([[*heads, *columns.values()], *body])
 
 
 def summarise(samples: dict[tuple, list[float]], *names: str, count: str = "seeds") -> list[dict]:
-    """Return a row for each key of the samples: the key's parts by name, then mean, stderr, and the count."""
+    """Return a dict for each key: the key's parts under `names`, mean, stderr, and the sample size under `count`."""
     rows = []
     for key, values in samples.items():
         mean, stderr = mean_and_stderr(values)
@@ -49,7 +49,7 @@ def summarise(samples: dict[tuple, list[float]], *names: str, count: str = "seed
 
 
 def mean_and_stderr(values: list[float]) -> tuple[float | None, float | None]:
-    """Return mean and standard error, sd / sqrt(n) with n - 1 in the variance. None: too few values."""
+    """Return mean and standard error, sd / sqrt(n) with n - 1 in the variance. Each is None for too few values."""
     if not values:
         return None, None
     n, mean = len(values), statistics.fmean(values)
