@@ -14,14 +14,14 @@ SET_BY_SWEEPS = ("name", "runs_dir", "resume")  # scripts/sweep names and resume
 
 @dataclasses.dataclass(frozen=True)
 class Needle:
-    """Fine-tuning and scoring on the needle task (scripts/needle.py). The paper gives no number of examples and has no
-    curriculum."""
+    """Fine-tuning and scoring on the needle task (scripts/needle.py). The paper does not state how many examples it
+    scores, and it has no curriculum."""
 
     haystack: str = "c4"  # or "shards", the training data of the run
     steps: int = setting(300, at_least=1)
     sequences: int = setting(64, at_least=1)  # per step
     examples: int = setting(500, at_least=1)  # per scored length
-    curriculum: int = setting(0, at_least=0)  # prompt tokens in the first half of the steps; 0: as in the second
+    curriculum: int = setting(0, at_least=0)  # prompt tokens in the first half of the steps; 0: no curriculum
 
     def __post_init__(self):
         check_fields(self)
@@ -54,7 +54,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Return the run folder's name: preset, method, other changes (their hash if they are long), and the seed."""
+        """Return the run folder's name: preset, method, other changes (a hash instead if they are long), seed."""
         config = with_changes(preset(self.preset), self.changes)
         parts = [self.preset, config.method.replace(",", ".")]
         for field, value in sorted(self.changes.items()):
@@ -73,7 +73,7 @@ class Run:
 
     @property
     def arguments(self) -> list[str]:
-        """Return the command line after `train_gpt.py`."""
+        """Return the arguments after `train_gpt.py` on the command line."""
         arguments = [self.preset]
         for field, value in {**self.changes, "name": self.config.name}.items():
             if isinstance(value, bool):
@@ -85,6 +85,6 @@ class Run:
 
 
 def as_folder_part(value) -> str:
-    """Return the value as text that may stand in a folder's name."""
+    """Return the value as text, with characters that a folder's name may contain."""
     text = "_".join(map(str, value)) if isinstance(value, tuple) else str(value)
     return re.sub(r"[^A-Za-z0-9._+=-]", "_", text)

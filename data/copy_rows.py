@@ -5,7 +5,7 @@ earlier than from natural text alone.
 
 Half of the segments are tokens drawn by their frequency in the train text. The other half are pieces of that text.
 The length of a segment is log-uniform from MIN_SEGMENT tokens to half a row. Rows of natural text are pieces from
-random places, because the first steps should see all documents.
+random places of the train text, so that the first training steps already see documents from all of it.
 """
 
 import math
@@ -18,22 +18,22 @@ from errors import require
 SEED = 0
 MIN_SEGMENT = 8  # tokens
 
-RowLengths = Sequence[tuple[int, int | None]]  # (tokens in a row, position in the stream where such rows end)
+RowLengths = Sequence[tuple[int, int | None]]  # (tokens in a row, stream position where these rows end)
 
 
 def rows(text: np.ndarray, share: float, row_lengths: RowLengths, seed: int = SEED) -> Iterator[np.ndarray]:
     """Yield the rows of the stream, uint16, until the natural rows hold as many tokens as the train text.
 
     text: (tokens,) uint16, the natural train text, which may be a memory map.
-    share: probability that a row is a copy row, less than 1. row_lengths: at least 2 * MIN_SEGMENT tokens each.
+    share: probability that a row is a copy row, less than 1. row_lengths: rows of 2 * MIN_SEGMENT tokens or more.
     Raise ValueError if the text is shorter than the longest row.
     """
     longest = max(length for length, _ in row_lengths)
-    require(len(text) >= longest, f"--row-tokens {longest}: train has {len(text)} tokens. Use more text.")
+    require(len(text) >= longest, f"--row-tokens {longest}: the train text has {len(text)} tokens. Use more text.")
     rng = np.random.Generator(np.random.PCG64(seed))
     remaining = list(row_lengths)
-    position = natural = 0  # tokens in all rows, and in natural rows
-    while natural < len(text):
+    position, natural_tokens = 0, 0  # tokens so far: in all rows, in rows of natural text
+    while natural_tokens < len(text):
         length, end = remaining[0]
         if position == end:
             remaining.pop(0)
@@ -42,7 +42,7 @@ def rows(text: np.ndarray, share: float, row_lengths: RowLengths, seed: int = SE
             position += length
         else:
             yield _draw_piece(text, length, rng)
-            natural += length
+            natural_tokens += length
             position += length
 
 

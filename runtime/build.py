@@ -26,14 +26,14 @@ from runtime.processes import World
 def config_of(stored: dict[str, Any], kind: type[Config] = Config) -> Config:
     """Return the configuration stored in a config.json or a checkpoint. Missing fields get their defaults.
 
-    kind: Config or a subclass. A damaged dictionary raises exceptions of many kinds.
+    kind: Config or a subclass. A damaged dictionary may raise any Exception.
     """
     known = {field.name for field in dataclasses.fields(kind)}
     return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in stored.items() if k in known})
 
 
 def build_model(config: Config, dtype: torch.dtype) -> GPT:
-    """Return the model with random float32 weights on the CPU. dtype: of the computation.
+    """Return the model with random float32 weights on the CPU. dtype: computes with this dtype.
 
     Raise ValueError for an unknown attention method or option.
     """
@@ -68,7 +68,7 @@ def open_text(config: Config, world: World) -> tuple[TokenStream, TokenStream]:
 
     Raise ValueError for missing or damaged shards, a validation text that is too short, or more ranks than sequences.
     """
-    for length in config.train_lengths:  # needs no files, so it comes first
+    for length in config.train_lengths:  # this check needs no files, so it comes first
         rank_sequences(config.batch_tokens, length, world.rank, world.world_size)
     run_tokens = config.steps * config.batch_tokens
     train_text = open_split(config.data_dir, "train", config.vocab_size, run_tokens)
@@ -80,9 +80,9 @@ def open_text(config: Config, world: World) -> tuple[TokenStream, TokenStream]:
 
 
 def plan_attention(config: Config, model: GPT, world: World) -> dict[int, Plans]:
-    """Return the plans of attention by training length. All ranks call this.
+    """Return the plans of attention by training length, one per layer. All ranks call this.
 
-    Raise UserError on all ranks if one of them has no right backend, or if their backends differ.
+    Raise UserError on all ranks if a rank cannot use any allowed backend, or if the ranks' backends differ.
     """
     if world.is_main and world.device.type == "cuda":
         print("checking attention on the GPU against float64: about a minute", flush=True)
@@ -92,22 +92,22 @@ def plan_attention(config: Config, model: GPT, world: World) -> dict[int, Plans]
             plans[length] = model.plan(length, backend=config.attention_backend)
     except UserError as error:
         problem = str(error)
-    layers = plans.get(config.train_length, ())
-    outcome = problem or f"attention by {'; '.join(f'{plan.backend} ({plan.why})' for plan in layers)}"
+    layer_plans = plans.get(config.train_length, ())
+    outcome = problem or f"attention by {'; '.join(f'{plan.backend} ({plan.why})' for plan in layer_plans)}"
     rank = f"rank {world.rank} on {platform.node()}: " if world.world_size > 1 else ""
-    ranks = world.gather((problem is None, tuple(plan.backend for plan in layers), rank + outcome))
-    for passed, _, outcome in ranks:
-        require(passed, outcome)
-    choices = {backends: outcome for _, backends, outcome in ranks}
-    require(len(choices) == 1, f"{', but '.join(choices.values())}. Name one of all ranks by --attention_backend.")
+    reports = world.gather((problem is None, tuple(plan.backend for plan in layer_plans), rank + outcome))
+    for passed, _, message in reports:
+        require(passed, message)
+    choices = {backends: message for _, backends, message in reports}
+    require(len(choices) == 1, f"{', but '.join(choices.values())}. Set one that all ranks have: --attention_backend.")
     return plans
 
 
 def compile_model(model: GPT) -> nn.Module:
-    """Return the compiled model for training. For validation, compile the blocks of the given model in place.
+    """Return the compiled model for training. Also compile each block of `model` in place, for validation.
 
-    The compiler runs at the first call with each length. At 64k tokens it takes very long for a whole model, because
-    Infini-attention in plain PyTorch has 21,939 operations there. One block has 1,831.
+    The compiler runs at the first call with each length. Validation compiles blocks, because a whole model takes very
+    long at 64k tokens. There, Infini-attention in plain PyTorch has 21,939 operations in the model, 1,831 in a block.
     """
     torch._dynamo.config.recompile_limit = 32  # shapes: training, every validation length, incomplete last batches
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # a silent fallback to eager mode would be slow
@@ -117,7 +117,7 @@ def compile_model(model: GPT) -> nn.Module:
 
 
 def uncompiled(model: GPT) -> GPT:
-    """Return a model that shares the weights, and whose blocks run without torch.compile."""
+    """Return a model that shares the weights of `model`. Its blocks run without torch.compile."""
     view = copy.copy(model)
     view._modules = model._modules | {"blocks": nn.ModuleList(copy.copy(block) for block in model.blocks)}
     return view
@@ -129,11 +129,11 @@ def build_optimizers(config: Config, model: GPT, compiled: bool, world: World) -
     muon = functools.partial(Muon, momentum=config.muon_momentum, compile=compiled, dtype=model.dtype)
     adam = functools.partial(torch.optim.Adam, betas=config.adam_betas, eps=config.adam_eps, fused=True)
     matrices = [p for name, p in blocks if ".method." not in name]
-    scalars = [p for name, p in blocks if ".method." in name]
+    method_parameters = [p for name, p in blocks if ".method." in name]
     groups = {
         "head": Group([model.head], adam, config.head_lr),
         "matrices": Group(matrices, muon, config.muon_lr, units=as_matrices, lr_scale=lr_scale),
-        "scalars": Group(scalars, adam, config.scalar_lr),
+        "scalars": Group(method_parameters, adam, config.scalar_lr),
         "embedding": Group([model.embedding.weight], adam, config.embedding_lr),
     }
     assert sum(len(group.params) for group in groups.values()) == len([*model.parameters()])  # each in one group
@@ -143,10 +143,10 @@ def build_optimizers(config: Config, model: GPT, compiled: bool, world: World) -
 def train_step(
     model, micro_batches: list, plan, optimizers: Optimizers, lr_factor: float, world: World
 ) -> torch.Tensor:
-    """Make one training step as train_gpt.py does, for fine-tuning and benchmarks. All ranks have as many sequences.
+    """Make one training step like train_gpt.py, for fine-tuning and benchmarks. Ranks must have equally many sequences.
 
-    Return loss and gradient norm over all ranks, (2,) on the device, without waiting for them. If one of the two is not
-    finite, weights and optimizer state do not change.
+    Return loss and gradient norm over all ranks, (2,) on the device, without a wait for the device. If loss or norm is
+    not finite, weights and optimizer state do not change.
     """
     sequences = sum(len(inputs) for inputs, _ in micro_batches) * world.world_size
     loss = torch.zeros((), device=world.device)
@@ -154,8 +154,8 @@ def train_step(
         micro_loss = model(inputs, targets, plan=plan) / (sequences / len(inputs))
         micro_loss.backward()
         loss += micro_loss.detach()
-    numbers = torch.stack([loss, optimizers.reduce_gradients()])
-    world.sum(numbers)
-    numbers[1].sqrt_()
-    optimizers.step(lr_factor, numbers.isfinite().all())
-    return numbers
+    loss_and_norm = torch.stack([loss, optimizers.reduce_gradients()])  # the squared norm, until it is summed
+    world.sum(loss_and_norm)
+    loss_and_norm[1].sqrt_()
+    optimizers.step(lr_factor, loss_and_norm.isfinite().all())
+    return loss_and_norm

@@ -1,4 +1,4 @@
-"""Measures copy gain: the loss on the first copy of a span minus the loss on the second copy, by their distance.
+"""Measures copy gain: the loss on the first copy of a span minus the loss on the second copy.
 
 A sequence is a span of 32 tokens, `gap` tokens of validation text (the filler), and the same span again. Spans are of
 two kinds. A "random" span has tokens from random positions of the text, so only copying can predict its second copy. A
@@ -29,7 +29,7 @@ def copy_length(gap: int) -> int:
 
 
 def check_gaps(stream: TokenStream, gaps: Sequence[int]) -> None:
-    """Raise ValueError if the text is too short for a span and the filler of a gap."""
+    """Raise ValueError if the text is too short for a span and a filler of `gap` tokens."""
     for gap in gaps:
         fits = gap + SPAN <= len(stream)
         problem = f"copy gap {gap} needs {gap + SPAN} validation tokens, but the text has {len(stream)}"
@@ -40,14 +40,14 @@ def copy_sequences(stream: TokenStream, gap: int, vocab_size: int) -> np.ndarray
     """Return the sequences of both kinds, (2, 48, 64 + gap) int64. They depend on the text and the gap alone."""
     check_gaps(stream, [gap])
     generator, size = np.random.default_rng([SEED, gap]), len(stream)
-    starts = generator.integers(size, size=SPANS)  # of the fillers; the stream repeats after its end
+    starts = generator.integers(size, size=SPANS)  # of the fillers; after the stream's end, read() goes to its start
     offsets = generator.integers(size - gap - SPAN + 1, size=SPANS)  # from a filler's end to its text span
     positions = generator.integers(size, size=(SPANS, SPAN))  # of the tokens in random spans
     rows = {kind: [] for kind in KINDS}
-    for start, offset, drawn in zip(starts, offsets, positions):
+    for start, offset, span_positions in zip(starts, offsets, positions):
         filler = stream.read(int(start), gap, vocab_size)
         spans = dict(
-            random=np.concatenate([stream.read(int(position), 1, vocab_size) for position in drawn]),
+            random=np.concatenate([stream.read(int(position), 1, vocab_size) for position in span_positions]),
             text=stream.read(int(start + gap + offset), SPAN, vocab_size),
         )
         for kind, span in spans.items():
@@ -67,14 +67,14 @@ def token_losses(
     """
     count, length = sequences.shape
     losses = torch.zeros(count, len(positions), dtype=torch.float64, device=world.device)
-    share = [*range(world.rank, count, world.world_size)]
+    rank_rows = [*range(world.rank, count, world.world_size)]
     micro_batch = max(1, micro_batch_tokens // length)
     for first in range(0, -(-count // world.world_size), micro_batch):
         before_batch()
-        if rows := share[first : first + micro_batch]:
+        if rows := rank_rows[first : first + micro_batch]:
             tokens = torch.from_numpy(sequences[rows]).to(world.device)  # (B, length)
-            by_token = model(tokens, tokens.roll(-1, dims=1), plan=plan, per_token=True)  # (B, length)
-            losses[rows] = by_token.double()[:, positions.to(world.device)]
+            token_loss = model(tokens, tokens.roll(-1, dims=1), plan=plan, per_token=True)  # (B, length)
+            losses[rows] = token_loss.double()[:, positions.to(world.device)]
     world.sum(losses)
     return losses.cpu()
 
@@ -88,8 +88,8 @@ def span_losses(
     The mean is over tokens 1 .. 31 of a copy, because token 0 of the first copy has no context. See
     token_losses for the arguments.
     """
-    first = torch.arange(SPAN - 1)
-    positions = torch.cat([first, first + sequences.shape[1] - SPAN])
+    first_copy = torch.arange(SPAN - 1)
+    positions = torch.cat([first_copy, first_copy + sequences.shape[1] - SPAN])
     losses = token_losses(model, plan, sequences, positions, micro_batch_tokens, world, before_batch)
     return losses.unflatten(1, (2, -1)).mean(dim=2)
 
@@ -100,17 +100,17 @@ def measure_copy_gain(
 ) -> dict:  # fmt: skip
     """Return copy_loss ([first copy, second copy]), copy_gain (first - second) and copy_gain_error, in nats a token.
 
-    Each has an entry by kind and gap. copy_gain_error is the standard error over spans. plans: by copy_length. Raise
-    ValueError for a gap that is too long for the validation text.
+    Each is a dictionary by kind, then by gap. copy_gain_error is the standard error over spans. plans: by sequence
+    length, see copy_length. Raise ValueError for a gap that is too long for the validation text.
     """
     result = {name: {kind: {} for kind in KINDS} for name in ("copy_loss", "copy_gain", "copy_gain_error")}
     for gap in gaps:
         sequences = copy_sequences(stream, gap, vocab_size).reshape(len(KINDS) * SPANS, -1)
         plan = plans[copy_length(gap)]
         losses = span_losses(model, plan, sequences, micro_batch_tokens, world, before_batch)
-        for kind, by_span in zip(KINDS, losses.split(SPANS)):  # (48, 2)
-            gains = by_span[:, 0] - by_span[:, 1]
-            result["copy_loss"][kind][str(gap)] = by_span.mean(dim=0).tolist()
+        for kind, copy_losses in zip(KINDS, losses.split(SPANS)):  # (48, 2)
+            gains = copy_losses[:, 0] - copy_losses[:, 1]
+            result["copy_loss"][kind][str(gap)] = copy_losses.mean(dim=0).tolist()
             result["copy_gain"][kind][str(gap)] = gains.mean().item()
             result["copy_gain_error"][kind][str(gap)] = gains.std().item() / SPANS**0.5
     return result

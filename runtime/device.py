@@ -1,4 +1,4 @@
-"""The device of a run: name, dtype, peak, compilation, threads, random numbers, memory."""
+"""The device of a run: name, dtype, peak FLOP/s, compilation, threads, random numbers, memory."""
 
 import ctypes
 import os
@@ -15,8 +15,8 @@ from torch.utils.benchmark import Timer
 from configs.config import Config
 from errors import require
 
-# Peak bfloat16 FLOP/s of dense products with float32 accumulation, from NVIDIA's data sheets and white papers. Those
-# advertise twice as much, for 2:4 sparsity. The first name counts that is part of the GPU's name.
+# Peak bfloat16 FLOP/s of dense products with float32 accumulation, from NVIDIA's data sheets and white papers. NVIDIA
+# advertises twice as much, for 2:4 sparsity. The first entry whose name is part of the GPU's name is used.
 PEAK_BF16_FLOPS = {
     "B200": 2250e12,
     "H200 NVL": 835.5e12,
@@ -30,7 +30,7 @@ PEAK_BF16_FLOPS = {
     "RTX 3090": 71e12,
 }
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3), in bytes
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # parameter numbers of mallopt(3); the values are in bytes
 
 
 def device_name(device: torch.device) -> str:
@@ -58,7 +58,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, n: int = 8192, seconds: float = 0.1) -> float:
-    """Return the median FLOP/s of the product of two random (n, n) matrices. seconds: at least so long a measurement.
+    """Return the median FLOP/s of the product of two random (n, n) matrices. seconds: minimum time of the measurement.
 
     The matrices are random, because products of zeros cost less power and run faster.
     """
@@ -84,10 +84,10 @@ def choose_compile(wanted: str, device: torch.device) -> tuple[bool, str]:
 
 
 def choose_ptxas(device: torch.device) -> tuple[TorchVersion, str] | None:
-    """Let Triton assemble for Hopper with the newest ptxas here, unless TRITON_PTXAS_PATH names one.
+    """Make Triton use the newest installed ptxas for Hopper, unless TRITON_PTXAS_PATH names another ptxas.
 
-    Return version and path of the ptxas for this GPU, None without Triton. A driver loads code of newer minor versions
-    of CUDA, but not of newer major ones.
+    Return version and path of the ptxas for this GPU, or None without Triton. The search stays within PyTorch's major
+    version of CUDA, because a driver loads code of newer minor versions, but not of newer major versions.
     """
     if not find_spec("triton"):
         return None
@@ -95,9 +95,9 @@ def choose_ptxas(device: torch.device) -> tuple[TorchVersion, str] | None:
     from triton.knobs import NvidiaTool
 
     major, minor = torch.cuda.get_device_capability(device)
-    arch, cuda = 10 * major + minor, str(torch.version.cuda).split(".")[0]
+    arch, cuda_major = 10 * major + minor, str(torch.version.cuda).split(".")[0]
     if major == 9:
-        paths = [str(path) for folder in sys.path for path in Path(folder).glob(f"nvidia/cu{cuda}/bin/ptxas")]
+        paths = [str(path) for folder in sys.path for path in Path(folder).glob(f"nvidia/cu{cuda_major}/bin/ptxas")]
         tools = [get_ptxas(arch), *filter(None, map(NvidiaTool.from_path, paths))]
         newest = max(tools, key=lambda tool: TorchVersion(tool.version))
         os.environ.setdefault("TRITON_PTXAS_PATH", newest.path)
@@ -105,7 +105,7 @@ def choose_ptxas(device: torch.device) -> tuple[TorchVersion, str] | None:
 
 
 def fix_threads():
-    """Fix oneMKL's threads and mode, so that every start of the program computes the same bits on a CPU.
+    """Fix oneMKL's number of threads and reproducibility mode, so that each run computes the same bits on a CPU.
 
     By default oneMKL counts the cores at its first product. It guarantees the same bits only for a fixed number of
     threads and with MKL_CBWR set (Intel, oneMKL Developer Guide, "Reproducibility Conditions").

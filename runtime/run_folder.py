@@ -15,8 +15,8 @@ class RunFolder:
     """The folder runs/NAME/ of a run. Only rank 0 has this object.
 
     config.json    configuration, with all fields
-    data.json      fingerprints of training and validation text, tokenizer, tokens in all, distinct tokens
-    log.txt        versions, source code, and the lines that the run printed
+    data.json      fingerprints of training and validation text, tokenizer, training tokens (all, distinct)
+    log.txt        versions, commit, the program's source code, and all lines that the run printed
     metrics.jsonl  one record a line (runtime/metrics.py)
     summary.json   results; written last, so its presence marks a finished run
     checkpoints/   step_000500.pt ... (runtime/checkpoint.py)
@@ -34,7 +34,7 @@ class RunFolder:
         self.checkpoints, self.metrics = path / "checkpoints", path / "metrics.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            path.mkdir()  # if two processes try at the same time, only one succeeds
+            path.mkdir()  # if two processes call mkdir at the same time, only one succeeds
             self.is_new = True
         except FileExistsError:
             require(resume == "auto", f"{path} exists. Choose another --name, or continue the run with --resume auto.")
@@ -45,7 +45,7 @@ class RunFolder:
         except BlockingIOError:
             self._lock.close()
             owner = (path / "lock").read_text().strip() or "another process"
-            raise UserError(f"{path} is in use by {owner}. Wait for its end, or choose another --name.") from None
+            raise UserError(f"{path} is in use by {owner}. Wait until it ends, or choose another --name.") from None
         self._lock.truncate(0)
         self._lock.write(f"process {os.getpid()} on {platform.node()}\n")
         self._lock.flush()
@@ -70,7 +70,7 @@ class RunFolder:
 
 
 def git_commit(folder: Path) -> str | None:
-    """Return the hash of the commit, with "-dirty" if files outside of results/ have changed since.
+    """Return the hash of the commit, with "-dirty" if tracked files outside results/ differ from it.
 
     Return None outside a repository or without git.
     """

@@ -1,13 +1,12 @@
 """FlexAttention: PyTorch's compiler writes a_t S + m_t into the code of an attention kernel.
 
-`flex` reads a_t from a table where m_t = 1 - a_t^2, as for scale-invariant attention. The compiler writes logarithm and
-root without the hardware's approximations, and then they are most of a kernel's instructions
-(results/speed/flex_code.md). Other a_t and m_t, and learned ones, are evaluated at each logit. On a CPU `flex` has no
-gradients. It is always compiled: its eager form computes all pairs of queries and keys.
+If m_t = 1 - a_t^2 and nothing is learned, as in scale-invariant attention, `flex` reads a_t from a table. The compiler
+does not use the hardware's approximate logarithm and root. Without the table, logarithm and root would be most of the
+kernel's instructions (results/speed/flex_code.md). All other a_t and m_t are evaluated at each logit. On a CPU `flex`
+has no gradients. `flex` is always compiled, because its eager form computes all pairs of queries and keys.
 
-`flex_flash` (FLASH) takes the kernels of FlashAttention-4 (package flash-attn-4) on Hopper and Blackwell. There a_t and
-m_t are always tables. `flex_flash` sums dq over blocks of keys in no fixed order, so its backward pass does not repeat
-bit for bit.
+`flex_flash` (FLASH) runs the kernels of FlashAttention-4 (package flash-attn-4) on Hopper and Blackwell. It reads a_t
+and m_t from tables only. It sums dq over blocks of keys in no fixed order, so its backward pass is not deterministic.
 """
 
 from collections.abc import Callable
@@ -27,14 +26,14 @@ from model.attention.base import (
 )
 from model.methods.base import Method, ScoreChange, upcast
 
-FLASH_QUERY_BLOCK = {9: 128, 10: 256, 11: 256}  # by compute capability, queries of a tile and so of a mask's block
+FLASH_QUERY_BLOCK = {9: 128, 10: 256, 11: 256}  # by compute capability: queries in a tile and in a block of the mask
 FLASH_DTYPES = (torch.float16, torch.bfloat16)
-FLASH_HEAD_DIMS = range(16, 129, 8)  # up to 128, a tile of keys is a block of the mask, too
+FLASH_HEAD_DIMS = range(16, 129, 8)  # up to 128, a tile has as many keys as a block of the mask
 
 
 def unsupported(method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
     if method.replacement is not None:
-        return f"{method.name} is not a softmax over changed scores, and FlexAttention computes nothing else"
+        return f"FlexAttention computes only a softmax over changed scores, which {method.name} is not"
     if device.type == "cuda" and not find_spec("triton"):
         return "it is compiled by Triton, which is not installed"
     sink = ("sink",) if device.type != "cpu" else ()  # on a CPU, PyTorch gives no log-sum-exp
@@ -42,7 +41,7 @@ def unsupported(method: Method, device: torch.device, dtype: torch.dtype) -> str
 
 
 def prepare(score_change: ScoreChange | None, plan: Plan, earlier: dict | None = None) -> dict:
-    """Return the arguments score_mod, block_mask and kernel_options of flex_attention."""
+    """Return flex_attention's score_mod, block_mask and kernel_options. earlier: a result with the same mask."""
     from model.attention.flex_compiled import causal_block_mask, mask_options
 
     if earlier:
@@ -50,13 +49,13 @@ def prepare(score_change: ScoreChange | None, plan: Plan, earlier: dict | None =
     else:
         shape = plan.query_length, plan.key_length, plan.q_offset
         block_mask = causal_block_mask(*shape, plan.device, window=plan.window)
-    kernel_options, make = mask_options(plan), make_score_mod
+    kernel_options, make_function = mask_options(plan), make_score_mod
     if has_one_table(score_change, plan):
-        make = make_table_score_mod
-        # Each stage of the pipeline holds its part of the table in shared memory. Three stages leave 3 KB of it on an
-        # A100 and 2 KB on an H100, so key biases might not fit. An iteration is longer than a load: two are enough.
+        make_function = make_table_score_mod
+        # Each stage of the pipeline holds its part of the table in shared memory. Three stages leave 3 KB free on an
+        # A100 and 2 KB on an H100, so key biases might not fit. Two stages are enough: a load ends within an iteration.
         kernel_options["num_stages"] = 2
-    return dict(score_mod=make(score_change, plan), block_mask=block_mask, kernel_options=kernel_options)
+    return dict(score_mod=make_function(score_change, plan), block_mask=block_mask, kernel_options=kernel_options)
 
 
 def has_one_table(score_change: ScoreChange | None, plan: Plan) -> bool:
@@ -72,15 +71,15 @@ def function_tables(score_change: ScoreChange, plan: Plan) -> Tensor:
 
 
 def make_score_mod(score_change: ScoreChange | None, plan: Plan) -> Callable | None:
-    """Return a_t S + m_t as FlexAttention wants it; None for S itself."""
+    """Return a score_mod that computes a_t S + m_t, or None if the scores stay S."""
     if score_change is None:
         return None
     q_offset = plan.q_offset
 
     def score_mod(score, batch, head, q_index, kv_index):
-        # Tiles on the diagonal are evaluated above it, too, where a NaN would survive in the gradient: so clamp.
+        # Tiles on the diagonal contain future keys. A NaN there would reach the gradient, hence the clamp.
         distance = (q_index + q_offset - kv_index).clamp(min=0).float()
-        # `head` as it is: after any arithmetic with it, a learned parameter's gradient does not compile for CUDA.
+        # After any arithmetic with `head`, the gradient of a learned parameter would not compile for CUDA.
         scale, bias = score_change.coefficients(distance, head)
         return scale * score + bias
 
@@ -105,7 +104,7 @@ def run(
 
 
 def add_extras(prepared: dict, key_bias: Tensor | None, sink: Tensor | None) -> dict:
-    """Return the arguments of flex_attention with key biases (B, H, Tk) in score_mod, and what add_sink needs."""
+    """Return flex_attention's arguments: score_mod adds key biases (B, H, Tk), and a sink requests the log-sum-exp."""
     from torch.nn.attention.flex_attention import AuxRequest
 
     if sink is not None:
@@ -123,16 +122,16 @@ def add_extras(prepared: dict, key_bias: Tensor | None, sink: Tensor | None) -> 
 
 
 def add_sink(output: Tensor, aux, sink: Tensor) -> Tensor:
-    """Return the output (B, H, Tq, D) of a softmax with one more logit, by the log-sum-exp of the others."""
-    share = torch.sigmoid(aux.lse - sink.unsqueeze(-1))  # (B, H, Tq)
-    return (upcast(output) * share.unsqueeze(-1)).to(output.dtype)
+    """Return the output (B, H, Tq, D) of a softmax that includes the sink's logit. aux.lse excludes the sink."""
+    weight_of_keys = torch.sigmoid(aux.lse - sink.unsqueeze(-1))  # (B, H, Tq)
+    return (upcast(output) * weight_of_keys.unsqueeze(-1)).to(output.dtype)
 
 
 # ---- FlashAttention-4 ------------------------------------------------------------------------------------------------
 
 
 def flash_unsupported(method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
-    # It has no gradient of a captured tensor or of a log-sum-exp.
+    # FlashAttention-4 has no gradient of a captured tensor (key bias) or of a log-sum-exp (sink).
     if reason := unsupported(method, device, dtype) or unsupported_extras(method, ("window",)):
         return reason
     if learned_parameters(method.score_change):
@@ -142,8 +141,8 @@ def flash_unsupported(method: Method, device: torch.device, dtype: torch.dtype) 
     if torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] not in FLASH_QUERY_BLOCK:
         return "it needs a Hopper or Blackwell GPU of compute capability 9 to 11"
     if dtype not in FLASH_DTYPES or method.vector_dim not in FLASH_HEAD_DIMS:
-        heads = f"multiples of 8 from {FLASH_HEAD_DIMS.start} to {FLASH_HEAD_DIMS.stop - 1} as head dimensions"
-        return f"it takes float16, bfloat16 and {heads}, not {dtype} and {method.vector_dim}"
+        head_dims = f"head dimension {FLASH_HEAD_DIMS[0]} to {FLASH_HEAD_DIMS[-1]} in steps of {FLASH_HEAD_DIMS.step}"
+        return f"it needs float16 or bfloat16 and a {head_dims}, not {dtype} and {method.vector_dim}"
     try:
         found = find_spec("flash_attn.cute")  # older packages of FlashAttention lack this part
     except ImportError:
@@ -152,7 +151,7 @@ def flash_unsupported(method: Method, device: torch.device, dtype: torch.dtype) 
 
 
 def flash_prepare(score_change: ScoreChange | None, plan: Plan, earlier: dict | None = None) -> dict:
-    """Return the arguments score_mod, block_mask and kernel_options of flex_attention."""
+    """Return flex_attention's score_mod, block_mask and kernel_options."""
     from model.attention.flex_compiled import causal_block_mask
 
     shape = plan.query_length, plan.key_length, plan.q_offset
@@ -163,18 +162,18 @@ def flash_prepare(score_change: ScoreChange | None, plan: Plan, earlier: dict | 
 
 def flash_query_block(device: torch.device) -> int:
     on_gpu = device.type == "cuda" and torch.cuda.is_available()
-    return FLASH_QUERY_BLOCK[torch.cuda.get_device_capability(device)[0] if on_gpu else 9]
+    return FLASH_QUERY_BLOCK[torch.cuda.get_device_capability(device)[0] if on_gpu else 9]  # elsewhere as on Hopper
 
 
 def make_table_score_mod(score_change: ScoreChange | None, plan: Plan) -> Callable | None:
-    """Return make_score_mod's function, read from tables. Where m = 1 - a^2 it is a (S - a) + 1, which takes one table.
+    """Return a score_mod that reads a_t and m_t from tables. If m = 1 - a^2, it reads only a: a S + m = a (S - a) + 1.
 
-    Softmax ignores the 1, but a sink does not. In the kernel it is part of a fused multiply-add.
+    Softmax ignores the 1, but a sink does not. The kernel adds the 1 in a fused multiply-add, so the 1 costs no time.
     """
     if score_change is None:
         return None
     functions = function_tables(score_change, plan)
-    # (T,) where all heads agree, else (H, T); in memory of their own, as the compiler takes no part of a tensor.
+    # (T,) if all heads agree, else (H, T). float() copies, because the compiler takes no part of a larger tensor.
     a, m = (x.squeeze(0).float().to(plan.device) for x in functions)
     by_head, q_offset = a.dim() > 1, plan.q_offset
 

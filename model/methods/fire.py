@@ -3,10 +3,11 @@
     L = S + f(psi(i - j) / psi(max(l, i))),   psi(x) = log(1 + c x).
 
 f is a perceptron with 32 ReLUs and one output per head. Each layer learns f, c and the threshold l. There is no other
-position encoding. The bias depends on i and i - j, so it is not a ScoreChange. It runs in plain PyTorch.
+position encoding. f(...) depends on i and i - j, so it is not a ScoreChange. It runs in plain PyTorch.
 
-The initial values are from public code (results/authors.md): c = 0.1, l = 512, f as PyTorch's linear layers. We learn
-log c and log l; that code takes absolute values. f has no bias in its output, because a softmax ignores it.
+The initial values are from public code (results/authors.md): c = 0.1, l = 512, and in f PyTorch's values for linear
+layers. We keep c and l positive by learning their logarithms. The public code takes their absolute values. The output
+of f has no learned constant, because softmax ignores it.
 """
 
 import torch
@@ -19,13 +20,13 @@ WIDTH = 32  # ReLUs
 
 
 class FIRE(Replacement):
-    lengths = {"c": -1, "threshold": 1}
+    lengths = {"c": -1, "threshold": 1}  # c is in 1 / tokens, threshold in tokens
 
     def __init__(self, num_heads, head_dim, train_length, c: float = 0.1, threshold: float = 512.0):
-        """c (1 / tokens) and threshold (tokens): the initial values of c and l."""
+        """c and threshold: the initial values of c and l."""
         super().__init__()
         self.c, self.threshold = c, threshold
-        self.log_c = nn.Parameter(torch.zeros(1))  # log of c over its initial value
+        self.log_c = nn.Parameter(torch.zeros(1))  # log(c / initial c)
         self.log_threshold = nn.Parameter(torch.zeros(1))
         self.slope = nn.Parameter(torch.zeros(1, WIDTH))  # of each ReLU, the same for all heads
         self.offset = nn.Parameter(torch.zeros(1, WIDTH))
@@ -47,8 +48,8 @@ def attend_block(q, k, v, c, threshold, slope, offset, output):
     logits = upcast((q * q.shape[-1] ** -0.5) @ k.mT)  # (B, H, Tq, Tk)
     j = torch.arange(Tk, device=q.device, dtype=logits.dtype)
     i = j[Tk - Tq :, None]
-    share = torch.log1p(c * (i - j).clamp(min=0)) / torch.log1p(c * torch.maximum(i, threshold))  # (Tq, Tk)
-    hidden = F.relu(share[..., None] * slope[0] + offset[0])  # (Tq, Tk, WIDTH)
+    relative_distance = torch.log1p(c * (i - j).clamp(min=0)) / torch.log1p(c * torch.maximum(i, threshold))  # (Tq, Tk)
+    hidden = F.relu(relative_distance[..., None] * slope[0] + offset[0])  # (Tq, Tk, WIDTH)
     bias = F.linear(hidden, output.to(hidden.dtype)).movedim(-1, 0)  # (H, Tq, Tk)
     weights = (logits + bias).masked_fill(i < j, -torch.inf).softmax(dim=-1)
     return weights.to(v.dtype) @ v

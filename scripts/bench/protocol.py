@@ -1,8 +1,8 @@
 """Measures variants side by side: the protocol of all benchmarks.
 
 Variants take turns in rounds, in the order A B C in one round and C B A in the next. So a machine that slowly gets
-hotter or busier slows all variants alike. Times are compared within a round. The baseline runs twice in each round (the
-A/A row), and its ratio to itself shows the noise.
+hotter or busier slows all variants alike. Times are compared within a round. The first variant is the baseline. It runs
+twice in each round, and the ratio of its two times (the A/A row) shows the noise.
 """
 
 import platform
@@ -23,7 +23,7 @@ from runtime.device import device_name
 from runtime.run_folder import git_commit
 from scripts.shared.tables import markdown_table
 
-ROUND_SECONDS = 0.5  # least time of a variant in a round
+ROUND_SECONDS = 0.5  # target for the time of a variant in a round
 
 
 def time_calls(call: Callable[[], object], count: int, device: torch.device) -> float:
@@ -46,25 +46,25 @@ def measure(timers: dict[str, Callable[[int], float]], rounds: int) -> dict[str,
     timers = timers | {f"{baseline} again": timers[baseline]}
     counts = {name: max(1, int(ROUND_SECONDS / timer(1))) for name, timer in timers.items()}
     times = {name: [] for name in timers}
-    for number in range(rounds):
-        for name in list(timers)[:: -1 if number % 2 else 1]:
+    for round_number in range(rounds):
+        for name in list(timers)[:: -1 if round_number % 2 else 1]:
             times[name].append(timers[name](counts[name]))
     return times
 
 
 def build_variants(makers: dict[str, Callable]) -> tuple[dict, dict[str, str]]:
     """Return the results of `makers` by variant, and the problems of the variants that fail."""
-    made, problems = {}, {}
+    results, problems = {}, {}
     for name, make in makers.items():
         try:
-            made[name] = make()
+            results[name] = make()
         except Exception as error:  # a variant that fails must not stop the others
             problems[name] = f"not run: {type(error).__name__}: {' '.join(str(error).split())[:100]}"
-    return made, problems
+    return results, problems
 
 
 def ratio_cell(times: list[float], baseline: list[float]) -> str:
-    """Return the median over rounds of the ratio to the baseline, and its bootstrap 95 % interval."""
+    """Return the ratio to the baseline, as median over rounds with its bootstrap 95 % interval."""
     ratios = np.divide(times, baseline)
     draws = np.random.default_rng(0).choice(ratios, (5000, len(ratios)))
     low, high = np.quantile(np.median(draws, axis=1), [0.025, 0.975])
@@ -80,18 +80,18 @@ def describe_machine(device: torch.device) -> str:
 
 
 class Report:
-    """Prints a page part by part, and records all numbers. With a folder, writes DEVICE_NAME.md and .json there."""
+    """Prints a page part by part, and records all numbers. With a folder, writes <device>_<name>.md and .json there."""
 
     def __init__(self, folder: Path | None, name: str, device: torch.device):
-        short = device_name(device).removeprefix("NVIDIA ") if device.type == "cuda" else "cpu"
-        self.path = folder and folder / (re.sub(r"\W+", "_", short.lower()) + f"_{name}")
+        short_device = device_name(device).removeprefix("NVIDIA ") if device.type == "cuda" else "cpu"
+        self.path = folder and folder / (re.sub(r"\W+", "_", short_device.lower()) + f"_{name}")
         command = shlex.join(["python", "-m", "scripts.bench", *sys.argv[1:]])
         commit = git_commit(Path(__file__).parent) or "unknown"
         self.text, self.record = "", dict(command=command, commit=commit, machine=describe_machine(device))
         self.add(f"    {command}\n\nCommit {commit}. {self.record['machine']}. docs/kernels.md explains the tables.")
 
     def add(self, text: str, rows: list[list[str]] | None = None, problems: dict[str, str] | None = None):
-        """Add a text, then a table, then a list of variants with their problems or results."""
+        """Add a text, then a table, then a list. problems: a problem or another result by variant."""
         text += f"\n\n{markdown_table(rows)}" if rows else ""
         text += "".join(f"\n\n- `{name}` {problem}" for name, problem in (problems or {}).items())
         print(text + "\n", flush=True)

@@ -14,7 +14,7 @@ from scripts.sweep.local import train
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A run that submitit calls on the cluster."""
+    """Trains a run when submitit calls this object on the cluster."""
 
     run: Run
     processes: int
@@ -25,15 +25,15 @@ class Job:
         sidecar(self.run.path, ".job").unlink(missing_ok=True)
 
     def checkpoint(self):
-        """Return a job that resumes the run. submitit calls this before Slurm takes the machine away, and queues the
-        job. submitit then raises SystemExit in __call__, which stops the run."""
+        """Return a job that resumes the run, for submitit to queue. submitit calls this before Slurm takes the machine
+        away. Then submitit stops the run: it raises SystemExit in __call__."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self)
 
 
 def submit(runs: list[Run], args: argparse.Namespace):
-    """Submit each run as a job. args: the options of the command. Raise ValueError for wrong options in --slurm."""
+    """Submit each run as a job. args: the options of scripts.sweep. Raise ValueError for wrong --slurm options."""
     import submitit
 
     parameters = {f"slurm_{k}": int(v) if v.isdigit() else v for k, v in key_values("--slurm", args.slurm).items()}
