@@ -154,7 +154,7 @@ def train_step(
         micro_loss = model(inputs, targets, plan=plan) / (sequences / len(inputs))
         micro_loss.backward()
         loss += micro_loss.detach()
-    loss_and_norm = torch.stack([loss, optimizers.reduce_gradients()])  # the squared norm, until it is summed
+    loss_and_norm = torch.stack([loss, optimizers.reduce_gradients()])  # the squared norm, until sqrt_
     world.sum(loss_and_norm)
     loss_and_norm[1].sqrt_()
     optimizers.step(lr_factor, loss_and_norm.isfinite().all())

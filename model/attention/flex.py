@@ -53,7 +53,7 @@ def prepare(score_change: ScoreChange | None, plan: Plan, earlier: dict | None =
     if has_one_table(score_change, plan):
         make_function = make_table_score_mod
         # Each stage of the pipeline holds its part of the table in shared memory. Three stages leave 3 KB free on an
-        # A100 and 2 KB on an H100, so key biases might not fit. Two stages are enough: a load ends within an iteration.
+        # A100 and 2 KB on an H100, so key biases might not fit. By estimate, a load ends within an iteration.
         kernel_options["num_stages"] = 2
     return dict(score_mod=make_function(score_change, plan), block_mask=block_mask, kernel_options=kernel_options)
 
@@ -168,7 +168,7 @@ def flash_query_block(device: torch.device) -> int:
 def make_table_score_mod(score_change: ScoreChange | None, plan: Plan) -> Callable | None:
     """Return a score_mod that reads a_t and m_t from tables. If m = 1 - a^2, it reads only a: a S + m = a (S - a) + 1.
 
-    Softmax ignores the 1, but a sink does not. The kernel adds the 1 in a fused multiply-add, so the 1 costs no time.
+    Softmax ignores the 1, but a sink does not. The 1 is part of a fused multiply-add.
     """
     if score_change is None:
         return None
