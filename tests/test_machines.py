@@ -1,7 +1,6 @@
 """What docs/reliability.md promises of runs on several machines, with the faults injected (tests/machines.py)."""
 
 import contextlib
-import re
 import sys
 import time
 
@@ -209,8 +208,7 @@ def test_without_the_machine_of_the_rendezvous_the_job_ends_and_starts_elsewhere
         began = time.monotonic()
         job.machines["node1"].kill()
         release()
-        assert job.machines["node2"].wait(PATIENCE) == 1
-        assert re.search(r"\brank 1\b.*\bnode2\b", job.output(10**9))
+        assert job.machines["node2"].wait(PATIENCE) == 1  # by the process or by torchrun, whichever notices first
         faults.figures.append(f"machine of the rendezvous killed: the job ended after {time.monotonic() - began:.0f} s")
         job.lost.add("node1")
         job.rendezvous = "node2"
