@@ -128,7 +128,7 @@ class Decoder:
 class Cache:
     """Stores rotated keys and values of one layer's earlier tokens, and attends to them.
 
-    It also stores unrotated keys for a Replacement, or each token's numbers for a key bias.
+    It also stores unrotated keys for a Replacement, and each token's numbers for a key bias or a Replacement.
     """
 
     def __init__(self, max_length: int):
@@ -151,7 +151,8 @@ class Cache:
         keys, values, *others = (part[:, :, visible] for part in self.stored)
         q_offset = keys.shape[2] - 1
         if method.replacement is not None:
-            return method.replacement.attend(q, others[0], values, rotated_q, keys, q_offset, attend_to_cache)
+            k, *of_tokens = others
+            return method.replacement.attend(q, k, values, rotated_q, keys, q_offset, attend_to_cache, *of_tokens)
         extra = extra_logits(method, others[0] if others else None)
         return attend_to_cache(rotated_q, keys, values, q_offset=q_offset, bands=self.bands, **extra)
 
@@ -159,8 +160,8 @@ class Cache:
         new = [rotated_k, v]  # (B, H, T, D)
         if method.replacement is not None:
             new.append(k)
-        if method.key_bias is not None:
-            new.append(method.of_tokens(x))  # (B, H, T)
+        if (of_tokens := method.of_tokens(x)) is not None:
+            new.append(of_tokens)  # (B, H, T, ...)
         if self.length == 0:
             self.stored = [part.new_empty(*part.shape[:2], self.max_length, *part.shape[3:]) for part in new]
         start, self.length = self.length, self.length + k.shape[2]

@@ -166,7 +166,7 @@ def attend_rotated(
     """
     backend = BACKENDS[plan.backend]
     if method.replacement is not None:
-        return method.replacement.attend(*unrotated, v, rotated_q, rotated_k, plan.q_offset, backend.run)
+        return method.replacement.attend(*unrotated, v, rotated_q, rotated_k, plan.q_offset, backend.run, of_tokens)
     prepared = plan.prepared
     if learned_parameters(method.score_change):
         prepared = backend.prepare(method.score_change, plan, prepared)

@@ -31,6 +31,7 @@ from model.methods.scale_invariant import ScaleInvariant
 from model.methods.sharpness import Factor, LogRoot
 from model.methods.sink import LearnedSink
 from model.methods.stick_breaking import StickBreaking
+from model.methods.wall import Wall
 from model.methods.window import SlidingWindow
 from model.methods.yarn import YaRN
 
@@ -59,6 +60,7 @@ MECHANISMS: dict[str, type[Mechanism]] = {
     "infini": Infini,
     "fire": FIRE,
     "stick_breaking": StickBreaking,
+    "wall": Wall,
     "gate": SigmoidGate,
 }
 
@@ -84,6 +86,7 @@ METHODS = {  # the published methods: the paper's 14 first
     "pope": "pope",
     "fire": "fire",
     "stick_breaking": "stick_breaking",
+    "wall": "wall",
     "swan": "log_beyond,rope+window,rope+window,rope+window",
     "llama4": "rope+window,rope+window,rope+window,log_steps",
     "rnope_swa": "nope,rope+window,rope+window,rope+window",

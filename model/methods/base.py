@@ -12,7 +12,7 @@ back to key j, h the head and d the head dimension (paper, section 3):
     y    <- g y, y the output                           OutputGate
 
 A method has at most one mechanism of each kind. c, b and g may depend on x, the layer's input. A Replacement
-(Infini-attention, FIRE, stick-breaking) computes the output itself instead of a softmax over L.
+(Infini-attention, FIRE, stick-breaking) computes the output itself instead of a softmax over L. It may depend on x.
 """
 
 import inspect
@@ -158,11 +158,17 @@ class Replacement(Mechanism):
 
     uses_softmax = False  # True if attend calls causal_attention, which runs a backend
 
-    def attend(self, q, k, v, rotated_q, rotated_k, q_offset: int, causal_attention) -> Tensor:
+    def of_tokens(self, x: Tensor | None) -> Tensor | None:
+        """Return numbers (B, H, T, ...), each computed from one token of x (B, T, C). None: attend needs no numbers."""
+        return None
+
+    def attend(
+        self, q, k, v, rotated_q, rotated_k, q_offset: int, causal_attention, of_tokens: Tensor | None = None
+    ) -> Tensor:
         """Return the output (B, H, Tq, D) of queries at positions q_offset.. and keys at all positions from 0.
 
         q and k have no position encoding, rotated_q and rotated_k have it. causal_attention(q, k, v, q_offset=) is
-        ordinary softmax attention.
+        ordinary softmax attention. of_tokens: the numbers of all tokens of k.
         """
         raise NotImplementedError
 
@@ -218,8 +224,9 @@ class Method(nn.Module):
         require(self.replacement is None or not changed, f"{problem}. Leave one out.")
 
     def of_tokens(self, x: Tensor | None) -> Tensor | None:
-        """Return the key bias's numbers (B, H, T) of the tokens of x (B, T, C), or None without a key bias."""
-        return None if self.key_bias is None else self.key_bias.of_tokens(x)
+        """Return the numbers (B, H, T, ...) of the tokens of x (B, T, C) for a key bias or a replacement, or None."""
+        mechanism = self.key_bias or self.replacement
+        return None if mechanism is None else mechanism.of_tokens(x)
 
     def check_shapes(self, q: Tensor, k: Tensor, v: Tensor):
         """Raise ValueError unless q is (B, H, Tq, D), and k and v are (B, H, Tk, D), with this method's H and D."""

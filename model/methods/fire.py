@@ -36,7 +36,7 @@ class FIRE(Replacement):
         for weight, inputs in ((self.slope, 1), (self.offset, 1), (self.output, WIDTH)):
             weight.uniform_(-(inputs**-0.5), inputs**-0.5)
 
-    def attend(self, q, k, v, rotated_q, rotated_k, q_offset, causal_attention):
+    def attend(self, q, k, v, rotated_q, rotated_k, q_offset, causal_attention, of_tokens=None):
         scales = self.c * self.log_c.exp(), self.threshold * self.log_threshold.exp()
         learned = *scales, self.slope, self.offset, self.output
         return in_blocks_of_queries(attend_block, rotated_q, rotated_k, v, q_offset, *learned)

@@ -18,7 +18,7 @@ class StickBreaking(Replacement):
     def __init__(self, num_heads, head_dim, train_length):
         super().__init__()
 
-    def attend(self, q, k, v, rotated_q, rotated_k, q_offset, causal_attention):
+    def attend(self, q, k, v, rotated_q, rotated_k, q_offset, causal_attention, of_tokens=None):
         return in_blocks_of_queries(attend_block, rotated_q, rotated_k, v, q_offset)
 
 

@@ -36,6 +36,7 @@ NAMES = {method: shown[0] for method, shown in SHOWN_AS.items()} | dict(
     pope="PoPE",
     fire="FIRE",
     stick_breaking="Stick-breaking",
+    wall="Wall attention",
     scale_invariant="Scale-invariant NoPE",
     forget="forgetting",
     gate="gated output",

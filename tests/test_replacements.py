@@ -1,0 +1,82 @@
+"""Replacements of softmax attention against float64 formulas written from their sources, one query after the other."""
+
+import math
+
+import pytest
+import torch
+from test_methods import assert_near, cast, gradients, random, random_qkv
+
+from model.attention import attend
+from model.methods import make_method
+
+SHAPES = [(2, 3, 16, 1), (2, 2, 16, 37), (1, 2, 8, 150)]  # batch, heads, head dimension, tokens
+SHAPES += [pytest.param(1, 4, 32, 300, marks=pytest.mark.slow)]
+
+
+def make(name, num_heads, head_dim, **options):
+    """Return a method with random parameters."""
+    method = make_method(name, num_heads=num_heads, head_dim=head_dim, train_length=64, **options)
+    for seed, parameter in enumerate(method.parameters()):
+        parameter.data = 0.3 * random(*parameter.shape, seed=seed).float()
+    return method
+
+
+def project(x, weight):
+    """Return W x for each head, (B, H, T, width), from x (B, T, C) and W (H, width, C)."""
+    return torch.einsum("btc,hwc->bhtw", x, weight.double())
+
+
+def wall(method, q, k, v, x):
+    """Tilde Research 2026: each channel of a product q.k is multiplied by the gates between key and query."""
+    weight, bias = method.replacement.weight, method.replacement.bias.double()
+    f = 1 / (1 + torch.exp(-(project(x, weight.unflatten(0, bias.shape)) + bias[:, None])))  # (B, H, T, D)
+    rows = []
+    for i in range(q.shape[2]):
+        gates = torch.cat((f[:, :, 1 : i + 1], torch.ones_like(f[:, :, :1])), dim=2)
+        decay = gates.flip(2).cumprod(dim=2).flip(2)  # of the keys 0 to i
+        logits = (q[:, :, i, None] * k[:, :, : i + 1] * decay).sum(-1) / q.shape[-1] ** 0.5
+        rows.append((logits.softmax(dim=-1)[..., None] * v[:, :, : i + 1]).sum(2))
+    return torch.stack(rows, dim=2)
+
+
+FORMULAS = {"wall": wall}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("batch, num_heads, head_dim, length", SHAPES)
+def test_a_replacement_computes_the_formula_of_its_source(name, batch, num_heads, head_dim, length):
+    """Values and gradients, with inputs rounded to bfloat16, and the last queries alone."""
+    method = make(name, num_heads, head_dim)
+    exact = [*random_qkv(num_heads, head_dim, length, batch), random(batch, length, num_heads * head_dim, seed=9)]
+    exact = [x.detach().bfloat16().double().requires_grad_() for x in exact]
+    parameters = list(method.double().parameters())
+    expected = FORMULAS[name](method, *exact)
+    truth = gradients(expected, exact + parameters)
+    parameters = list(method.float().parameters())
+    for dtype, tolerance in [(torch.float64, 2e-6), (torch.float32, 1e-5), (torch.bfloat16, 0.03)]:
+        inputs = cast(exact, dtype)
+        output = attend(method, *inputs[:3], x=inputs[3])
+        assert output.dtype == dtype
+        assert_near(output, expected, tolerance)
+        for gradient, true in zip(gradients(output, inputs + parameters), truth, strict=True):
+            assert_near(gradient, true, tolerance)
+
+
+@pytest.mark.parametrize("bias", [-40.0, 4.0])
+def test_wall_survives_gates_whose_products_underflow(bias):
+    method, exact = make("wall", 2, 8), random_qkv(2, 8, 150, batch=1)
+    method.replacement.bias.data += bias * random(2, 8, seed=5).abs().float()
+    x = random(1, 150, 16, seed=6)
+    inputs = cast([*exact, x], torch.float32)
+    output = attend(method, *inputs[:3], x=inputs[3])
+    assert_near(output, wall(method, *exact, x), 1e-5)
+    parameters = list(method.parameters())
+    assert all(gradient.isfinite().all() for gradient in gradients(output, inputs + parameters))
+
+
+def test_wall_forgets_at_first_over_the_scaled_memory():
+    shape = dict(num_heads=2, head_dim=8, train_length=64)
+    for scale, bias in [(1.0, 8.0), (1 / 16, 8 - math.log(16))]:  # the authors' bias, and one for shorter texts
+        replacement = make_method("wall", **shape, position_scale=scale).replacement
+        log_f = replacement.of_tokens(random(1, 5, 16, seed=1).float())
+        assert_near(log_f, torch.full((1, 2, 5, 8), -math.log1p(math.exp(-bias))), 1e-6)
