@@ -31,7 +31,7 @@ QUICK = [  # compute capability, dtype, head dimension, length, method, options,
 ]
 GRID = [
     *((90, "bfloat16", 128, 1024, method, {}, BOTH)
-      for method in "rope alibi nape kerple_log kerple_power fox logn_rope rope+sink".split()),
+      for method in "rope alibi nape kerple_log kerple_power bam fox logn_rope rope+sink".split()),
     *((90, "bfloat16", 128, 1024, SCALE_INVARIANT, options, BOTH)
       for options in (LEARNED, {"tau_ratio": 2.0}, {"terms": "a"}, {"terms": "m"}, {"learn_gain": True})),
     (90, "bfloat16", 128, 1024, "alibi", {"slopes": "geometric"}, BOTH),

@@ -18,12 +18,12 @@ from model.methods import layer_pattern, make_layers, make_method
 SHAPES = [(2, 3, 16, 1), (2, 2, 16, 37)]  # batch, heads, head dimension, tokens
 SHAPES += [pytest.param(*shape, marks=pytest.mark.slow) for shape in ((1, 4, 32, 130), (1, 2, 8, 300))]
 NAMES = ["fox", "p_rope+forget", "scale_invariant+forget", "p_rope+scale_invariant+forget", "rope+window",
-         "p_rope+window", "p_rope+sink", "p_rope+scale_invariant+sink", "kerple_log", "kerple_power", "nape",
-         "log_beyond", "log_steps", "factor", "log_root",
+         "p_rope+window", "p_rope+sink", "p_rope+scale_invariant+sink", "kerple_log", "kerple_power", "bam",
+         "bam_ssmax", "p_rope+bam+sink", "nape", "log_beyond", "log_steps", "factor", "log_root",
          "pope", "pope+scale_invariant", "fire", "stick_breaking"]  # fmt: skip
 OPTIONS = {"rope+window": dict(window=29), "p_rope+window": dict(window=1),
            "log_steps": dict(floor=10.0), "fire": dict(c=0.3, threshold=11.0)}  # fmt: skip
-SPREAD = {"nape": 0.02}  # of the parameters: larger factors leave too little of bfloat16 to compare
+SPREAD = {"nape": 0.02, "bam_ssmax": 0.1}  # of the parameters: larger factors leave too little of bfloat16 to compare
 
 
 def make(name, num_heads, head_dim, spread=0.3, **options):
@@ -65,6 +65,18 @@ def kerple(penalty):
             return (q[:, :, i, None] * k[:, :, : i + 1]).sum(-1) / q.shape[-1] ** 0.5 - penalty(a, p, t.double())
         return by_rows(row, q.shape[2])
     return logits
+
+
+def bam(method, q, k, x):
+    """Bianchessi et al. 2025, released code: e^alpha (t + 1e-5)^beta is subtracted; SSMax multiplies S by s log n."""
+    alpha, beta = (p[:, None] for p in (method.score_change.alpha, method.score_change.beta))
+    s = None if method.query_scale is None else method.query_scale.scale[:, None]
+
+    def row(i):
+        scores = (q[:, :, i, None] * k[:, :, : i + 1]).sum(-1) / q.shape[-1] ** 0.5
+        t = (i - torch.arange(i + 1)).double()
+        return (1 if s is None else s * math.log(i + 1)) * scores - alpha.exp() * (t + 1e-5) ** beta
+    return by_rows(row, q.shape[2])
 
 
 def nape(method, q, k, x):
@@ -114,6 +126,8 @@ OWN_LOGITS = {
     "factor": temperature(lambda i: 2),
     "log_root": temperature(lambda i: math.sqrt(1 + 2 * math.log(i + 1))),
     "nape": nape,
+    "bam": bam,
+    "bam_ssmax": bam,
     "kerple_log": kerple(lambda a, p, t: p * torch.log(1 + a * t)),
     "kerple_power": kerple(lambda a, p, t: a * t**p),
 }
@@ -163,10 +177,12 @@ def literal(name, method, q, k, v, x):
     outputs = []
     for i in range(q.shape[2]):
         first = 0 if method.window is None else max(0, i - method.window.window + 1)
-        weights = logits[:, :, i, first : i + 1].exp()
+        row = logits[:, :, i, first : i + 1]
+        largest = row.amax(-1, keepdim=True)
+        weights = (row - largest).exp()
         total = weights.sum(-1, keepdim=True)
         if method.sink is not None:
-            total = total + method.sink.logit.double().exp()[:, None]
+            total = total + (method.sink.logit.double()[:, None] - largest).exp()
         outputs.append(torch.einsum("bhj,bhjd->bhd", weights / total, v[:, :, first : i + 1]))
     return torch.stack(outputs, dim=2)
 
@@ -183,7 +199,7 @@ def test_every_backend_computes_the_formula_of_the_paper(name, batch, num_heads,
     truth = gradients(expected, exact + parameters)
     if method.replacement is None:
         plain = plain_attention(method, *exact[:3], x=exact[3])
-        tolerance = 1e-6 if "pope" in name else 1e-12  # cos and sin are float32
+        tolerance = 1e-6 if name.startswith(("pope", "bam_ssmax")) else 1e-12  # float32: cos and sin, and log n
         assert_near(plain, expected, tolerance)
         for gradient, true in zip(gradients(plain, exact + parameters), truth, strict=True):
             assert_near(gradient, true, 10 * tolerance)
@@ -192,6 +208,9 @@ def test_every_backend_computes_the_formula_of_the_paper(name, batch, num_heads,
     biases = 0.0  # float32 rounds large biases of keys by more than it rounds logits
     if method.key_bias is not None:
         biases = 2**-22 * method.key_bias.bias(method.key_bias.of_tokens(exact[3])).abs().max().item()
+    if "bam" in name:  # the same at t = 0, where the gradient of beta is a sum of small numbers times m log(eps)
+        at_zero = method.score_change.coefficients(torch.zeros(1), torch.arange(num_heads))[1]
+        biases = 2**-22 * 11.5 * at_zero.abs().max().item()
     tried = set()
     for dtype, tolerance in [(torch.float64, 1e-5), (torch.float32, 1e-5), (torch.bfloat16, 0.03)]:
         for backend in backends_here(method, dtype, length):
@@ -235,6 +254,26 @@ def test_kerple_starts_evenly_over_its_authors_range(name):
     assert_near(penalty, -p * torch.log(1 + t / 2) if name == "kerple_log" else -(t**p) / 2, 1e-6)
     sixteenth = make_method(name, num_heads=4, head_dim=8, train_length=64, position_scale=1 / 16).score_change
     assert_near(sixteenth.coefficients(t / 16, torch.arange(4)[:, None])[1], penalty, 1e-12)
+
+
+def test_bam_starts_without_preference_and_survives_negative_powers():
+    """With beta = -3, the formula is -10^15 at t = 0, where the first query sees its own key alone."""
+    exact = random_qkv(4, 8, 70)
+    method = make_method("bam", num_heads=4, head_dim=8, train_length=64)
+    plain = attend(make_method("nope", num_heads=4, head_dim=8, train_length=64), *exact)
+    assert_near(attend(method, *exact), plain.detach(), 1e-6)
+    beta = torch.tensor([-3.0, -1.0, 0.5, 3.0])
+    method.score_change.beta.data = beta
+    expected = literal("bam", method.double(), *exact, None)
+    truth = gradients(expected, exact + [method.score_change.beta])
+    assert truth[-1].isfinite().all() and truth[-1].count_nonzero() == 4
+    for dtype, backend in [(torch.float32, "cpu"), (torch.float32, "blocks"), (torch.bfloat16, "blocks")]:
+        inputs, method = cast(exact, dtype), method.float()
+        output = attend(method, *inputs, backend=backend)
+        tolerance = 1e-5 if dtype == torch.float32 else 0.03
+        assert_near(output, expected, tolerance)
+        for gradient, true in zip(gradients(output, inputs + [method.score_change.beta]), truth, strict=True):
+            assert_near(gradient, true, tolerance)
 
 
 @pytest.mark.parametrize("num_heads, slopes", [(1, [8]), (4, [4, 8, 0, 0]), (5, [4, 8, 2, 0, 0])])

@@ -14,6 +14,7 @@ import torch
 
 from errors import did_you_mean, require
 from model.methods.alibi import ALiBi
+from model.methods.bam import BAM
 from model.methods.base import KINDS, Mechanism, Method
 from model.methods.fire import FIRE
 from model.methods.forgetting import Forgetting
@@ -54,6 +55,7 @@ MECHANISMS: dict[str, type[Mechanism]] = {
     "scale_invariant": ScaleInvariant,
     "kerple_log": KerpleLog,
     "kerple_power": KerplePower,
+    "bam": BAM,
     "forget": Forgetting,
     "window": SlidingWindow,
     "sink": LearnedSink,
@@ -81,6 +83,8 @@ METHODS = {  # the published methods: the paper's 14 first
     "infini_p_rope": "p_rope+infini",
     "kerple_log": "kerple_log",
     "kerple_power": "kerple_power",
+    "bam": "bam",
+    "bam_ssmax": "logn+bam",
     "nape": "adaptive+half_alibi",
     "fox": "forget",
     "pope": "pope",
