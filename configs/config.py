@@ -118,15 +118,16 @@ class Config:
     """Validation tokens at each length."""
     val_copy_gaps: tuple[int, ...] = setting((), at_least=1, mathematics=False)
     """Distances, in tokens, at which copy gain is measured (runtime/copy_gain.py). Only validations at all lengths
-    measure it. Empty: copy gain is not measured."""
+    and those of val_profile light measure it. Empty: copy gain is not measured."""
     val_far_windows: int = setting(0, at_least=0, mathematics=False)
     """Windows of 16 training lengths on which the last validation measures far gain (runtime/far_gain.py)."""
     val_every: int = setting(125, at_least=0, mathematics=False)
     """Steps between validations. 0: only at the end."""
-    val_profile: Literal["paper", "fast"] = setting("paper", mathematics=False)
+    val_profile: Literal["paper", "fast", "light"] = setting("paper", mathematics=False)
     """paper: every validation uses all lengths and all tokens. fast: a validation uses the training length, if
-    val_lengths has it. Every fourth adds the other lengths, on the first quarter of the tokens. The last validation of
-    a run uses all lengths and all tokens in both profiles."""
+    val_lengths has it. Every fourth adds the other lengths, on the first quarter of the tokens. light: a validation
+    uses lengths up to 16 training lengths, copy gaps up to 2, and the first sixteenth of the tokens. The last
+    validation of a run uses all lengths, gaps and tokens in each profile."""
 
     # ---- the machine ----
     device: Literal["auto", "cpu", "cuda"] = setting("auto", mathematics=False)

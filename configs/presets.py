@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from functools import partial
 
-from configs.config import Config
+from configs.config import Config, with_changes
 from errors import did_you_mean, require
 
 
@@ -71,6 +71,31 @@ def taught() -> Config:
     )
 
 
+def far(steps: int = 5860) -> Config:
+    """A model of 1 M parameters that learns to copy from natural text alone, in 12 M tokens (sweep `far`).
+
+    The last validation measures far gain. The checkpoints are kept, because the attention of heads is read from them.
+    """
+    return with_changes(
+        dataclasses.replace(
+            quickstart(),
+            data_dir="data/far",
+            num_layers=4,
+            train_length=512,
+            length_schedule=(),
+            val_lengths=(512, 2048, 8192, 32_768),
+            val_tokens=524_288,
+            val_copy_gaps=(64, 256, 1024, 4096),
+            val_far_windows=64,
+            val_every=512,
+            val_profile="light",
+            save_every=512,
+            keep=40,
+        ),
+        dict(steps=steps),
+    )
+
+
 # ---- the paper's studies on a laptop and on one GPU (configs/sweeps.py) ----------------------------------------------
 
 
@@ -128,6 +153,8 @@ def small_304m() -> Config:
 PRESETS: dict[str, Callable[[], Config]] = dict(
     quickstart=quickstart,
     taught=taught,
+    far=far,
+    far_long=partial(far, 16_000),
     mini=mini,
     mini_1024=partial(mini, 1024),
     mini_4096=partial(mini, 4096),

@@ -40,8 +40,9 @@ SCALES = dict(
     small=Scale("small_4k", ("small_4k", "small_16k", "small_64k"), "small_304m"),
     mini=Scale("mini", ("mini", "mini_1024", "mini_4096"), "mini_large", needle=MINI_NEEDLE),
     taught=Scale("taught", ("taught", "taught", "taught"), "taught", seeds=(0, 1, 2, 3, 4)),
+    far=Scale("far", ("far", "far", "far"), "far"),
 )
-SCALE_OF_SWEEP = dict(taught="taught")  # default of --scale; other sweeps: paper
+SCALE_OF_SWEEP = dict(taught="taught", far="far", far_long="far")  # default of --scale; other sweeps: paper
 TAU = 10.0  # tokens, the default at every training length
 # These methods differ only beyond the training length, so one run is validated as all of them.
 SAME_WEIGHTS = dict(rope=("rope_ntk", "yarn"), logn_rope=("logn_ntk",))
@@ -186,6 +187,23 @@ def taught(scale: Scale) -> list[Run]:
     return [run for cases, seed in groups for run in forms(scale.base, cases, (seed,))]
 
 
+FAR_PRIMARY = [("rope", {}), ("logn_p_rope", {}), (OURS, {}), ("alibi", {}), ("alibi", {"slope_scale": 4.0})]
+FAR_EXPLORATORY = [("p_rope", {}), (OURS, {"terms": "m"}), (OURS, {"terms": "a"}), (OURS, {"tau": 2.5})]
+FAR_EXPLORATORY += [(OURS, {"tau": 40.0}), ("scale_invariant_nope", {}), ("rope", {"base": 500.0})]
+FAR_EXPLORATORY += [("p_rope+factor", {"factor": 2.0})]
+
+
+def far(scale: Scale) -> list[Run]:
+    """Return runs on natural text alone: the primary methods first, one seed after the other."""
+    groups = itertools.product((FAR_PRIMARY, FAR_EXPLORATORY), scale.seeds)
+    return [run for cases, seed in groups for run in forms("far", cases, (seed,))]
+
+
+def far_long(scale: Scale) -> list[Run]:
+    """Return runs of the primary methods with 2.7 times the tokens of sweep `far`."""
+    return [run for seed in scale.seeds for run in forms("far_long", [*FAR_PRIMARY, ("p_rope", {})], (seed,))]
+
+
 # ---- all sweeps ------------------------------------------------------------------------------------------------------
 
 
@@ -206,6 +224,8 @@ SWEEPS = PAPER_SWEEPS | dict(
     tau_by_length=tau_by_length,
     scale_invariant_by_head=scale_invariant_by_head,
     taught=taught,
+    far=far,
+    far_long=far_long,
     table_rivals=table_rivals,
     needle_rivals=with_needle(table_rivals),
     needle_tau=with_needle(needle_tau),

@@ -191,7 +191,7 @@ class Run:
     def _summary(self, validation: dict) -> dict:
         config = self.config
         copied = ("val_loss", "val_loss_as", "val_tokens", "copy_loss", "copy_gain", "copy_gain_error", "copy_gain_as")
-        copied += ("far_loss", "far_gain", "far_gain_error", "far_gain_as", "far_tokens")
+        copied += ("far_loss", "far_gain", "far_gain_error", "far_gain_as", "far_tokens", "val_loss_by_block")
         return {
             "name": config.name,
             "method": config.method,

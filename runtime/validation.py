@@ -3,7 +3,7 @@
 import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from runtime.far_gain import RATIO, measure_far_gain
 from runtime.processes import World
 
 SUBSET = 4  # the fast profile uses a quarter of the tokens, in a quarter of the validations
+LIGHT = dict(
+    lengths=16, gaps=2, tokens=16
+)  # light: largest length and gap in training lengths; 1 / share of the tokens
 
 
 class Stopped(Exception):
@@ -52,9 +55,9 @@ class Validation:
         method_parameters (one value a head) and val_seconds.
         """
         began, self.stopping = time.monotonic(), stopping
-        record = self.losses(tokens_by_length)
-        if self.config.val_copy_gaps and len(tokens_by_length) == len(self.config.val_lengths):
-            record |= self.copy_gains()
+        record = self.losses(tokens_by_length, by_block=last)
+        if gaps := validation_gaps(self.config, tokens_by_length, last):
+            record |= self.copy_gains(gaps)
         if self.config.val_far_windows and last:
             record |= self.far_gains()
         learned = {name: p.tolist() for name, p in self.model.named_parameters() if ".method." in name and p.dim() == 1}
@@ -64,37 +67,44 @@ class Validation:
         if self.stopping():
             raise Stopped
 
-    def losses(self, tokens_by_length: dict[int, int]) -> dict:
+    def losses(self, tokens_by_length: dict[int, int], by_block: bool = False) -> dict:
         """Return val_loss and val_tokens by length, val_loss_by_position, and val_loss_as.
 
         val_loss: mean loss in nats a token on the first tokens of the text. val_loss_as: the same by method of
-        validate_as; left out if there is none.
+        validate_as; left out if there is none. by_block: add val_loss_by_block, the losses of equal parts of the text,
+        as many as are whole sequences at every length. Their spread tells how far the loss depends on the text.
         """
         first, *others = self.plans
-        means = {n: self.mean_by_position(self.plans[first][n], n, tokens) for n, tokens in tokens_by_length.items()}
+        measured = {n: self.mean_losses(self.plans[first][n], n, tokens) for n, tokens in tokens_by_length.items()}
         record = {
-            "val_loss": {str(length): mean.mean().item() for length, mean in means.items()},
+            "val_loss": {str(length): mean.mean().item() for length, (mean, _) in measured.items()},
             "val_tokens": {str(length): tokens for length, tokens in tokens_by_length.items()},
-            "val_loss_by_position": {str(length): means_by_octave(mean) for length, mean in means.items()},
+            "val_loss_by_position": {str(length): means_by_octave(mean) for length, (mean, _) in measured.items()},
         }
+        if by_block:
+            blocks = math.gcd(*(len(by_sequence) for _, by_sequence in measured.values()))
+            record["val_loss_by_block"] = {
+                str(length): rounded(by_sequence.view(blocks, -1).mean(dim=1))
+                for length, (_, by_sequence) in measured.items()
+            }
         for name in others:
             # The methods have the same rotary tables up to the training length, so only longer ones are measured.
             longer = {n: tokens for n, tokens in tokens_by_length.items() if n > self.config.train_length}
             losses = {
-                str(n): self.mean_by_position(self.plans[name][n], n, tokens).mean().item()
+                str(n): self.mean_losses(self.plans[name][n], n, tokens)[0].mean().item()
                 for n, tokens in longer.items()
             }
             record.setdefault("val_loss_as", {})[name] = record["val_loss"] | losses
         return record
 
-    def copy_gains(self) -> dict:
+    def copy_gains(self, gaps: Sequence[int]) -> dict:
         """Return the result of measure_copy_gain, and copy_gain_as by method of validate_as."""
         measured = {
             name: measure_copy_gain(
                 self.eager,
                 plans,
                 self.text,
-                self.config.val_copy_gaps,
+                gaps,
                 vocab_size=self.config.vocab_size,
                 micro_batch_tokens=self.config.micro_batch_tokens,
                 world=self.world,
@@ -128,8 +138,11 @@ class Validation:
         return record | ({f"{key}_as": {name: r[key] for name, r in measured.items()}} if measured else {})
 
     @torch.inference_mode()
-    def mean_by_position(self, plan: Plans, length: int, tokens: int) -> Tensor:
-        """Return the mean loss at each position, (length,) float64. Raise Stopped after a signal to stop."""
+    def mean_losses(self, plan: Plans, length: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """Return the mean loss at each position (length,) and of each sequence (tokens / length,), both float64.
+
+        Raise Stopped after a signal to stop.
+        """
         world, config = self.world, self.config
         micro_batch = max(1, config.micro_batch_tokens // length)
         batches = validation_batches(
@@ -142,21 +155,27 @@ class Validation:
             device=world.device,
             vocab_size=config.vocab_size,
         )
-        total = torch.zeros(length, dtype=torch.float64, device=world.device)  # sum over sequences
-        most = -(-tokens // length // world.world_size // micro_batch)  # batches of a rank; some ranks have one fewer
-        for _ in range(most):
+        count = tokens // length
+        by_position = torch.zeros(length, dtype=torch.float64, device=world.device)  # sums
+        by_sequence = torch.zeros(count, dtype=torch.float64, device=world.device)
+        rank_sequences = range(world.rank, count, world.world_size)
+        most = -(-count // world.world_size // micro_batch)  # batches of a rank; some ranks have one fewer
+        for batch in range(most):
             self.stop_if_asked()
+            rows = rank_sequences[batch * micro_batch : (batch + 1) * micro_batch]
             for inputs, targets in itertools.islice(batches, 1):
-                losses = self.model(inputs, targets, plan=plan, per_token=True)  # (B, length)
-                total += losses.double().sum(dim=0)
-        world.sum(total)
-        return total.cpu() / (tokens // length)
+                losses = self.model(inputs, targets, plan=plan, per_token=True).double()  # (B, length)
+                by_position += losses.sum(dim=0)
+                by_sequence[rows.start : rows.stop : rows.step] = losses.mean(dim=1)
+        world.sum(by_position)
+        world.sum(by_sequence)
+        return by_position.cpu() / count, by_sequence.cpu()
 
 
 def validation_plan(config: Config, step: int) -> dict[int, int]:
     """Return the validation tokens by length before this step; {} if no validation is due.
 
-    Step config.steps is the last validation. It is the same in both profiles.
+    Step config.steps is the last validation. It is the same in each profile.
     """
     full = dict.fromkeys(config.val_lengths, config.val_tokens)
     if step == config.steps:
@@ -165,12 +184,26 @@ def validation_plan(config: Config, step: int) -> dict[int, int]:
         return {}
     if config.val_profile == "paper":
         return full
+    if config.val_profile == "light":
+        return part_of_text(config, LIGHT["tokens"], LIGHT["lengths"] * config.train_length)
     plan = {config.train_length: config.val_tokens}
     if step % (SUBSET * config.val_every) == 0:
-        unit = math.lcm(*config.val_lengths)  # the fewest tokens that are whole sequences at every length
-        subset = max(1, config.val_tokens // SUBSET // unit) * unit
-        plan = dict.fromkeys(config.val_lengths, subset) | plan
+        plan = part_of_text(config, SUBSET) | plan
     return {length: plan[length] for length in config.val_lengths if length in plan}
+
+
+def part_of_text(config: Config, divisor: int, longest: int | None = None) -> dict[int, int]:
+    """Return val_tokens / divisor by length up to `longest`, rounded down to whole sequences of every length."""
+    lengths = [length for length in config.val_lengths if longest is None or length <= longest]
+    unit = math.lcm(*lengths)
+    return dict.fromkeys(lengths, max(1, config.val_tokens // divisor // unit) * unit)
+
+
+def validation_gaps(config: Config, tokens_by_length: dict[int, int], last: bool) -> list[int]:
+    """Return the copy gaps of a validation. tokens_by_length: its plan (validation_plan)."""
+    if config.val_profile == "light" and not last:
+        return [gap for gap in config.val_copy_gaps if gap <= LIGHT["gaps"] * config.train_length]
+    return list(config.val_copy_gaps) if len(tokens_by_length) == len(config.val_lengths) else []
 
 
 def build_alternatives(config: Config) -> dict[str, Method]:
@@ -193,4 +226,8 @@ def means_by_octave(mean: Tensor) -> list[float]:
     """Return means over octaves of positions: entry 0 is position 0, entry k covers 2^(k-1) .. 2^k - 1."""
     length = len(mean)
     edges = [0, *(2**k for k in range((length - 1).bit_length())), length]
-    return [round(mean[a:b].mean().item(), 5) for a, b in zip(edges, edges[1:]) if b > a]
+    return rounded(torch.stack([mean[a:b].mean() for a, b in zip(edges, edges[1:]) if b > a]))
+
+
+def rounded(numbers: Tensor) -> list[float]:
+    return [round(number, 5) for number in numbers.tolist()]

@@ -88,7 +88,7 @@ def evaluate(
         validate_as=methods,
     )  # fmt: skip
     validation = Validation(config, model, stream, world)
-    gains = validation.copy_gains() if gaps else {}
+    gains = validation.copy_gains(gaps) if gaps else {}
     gains |= validation.far_gains() if windows else {}
     result = {
         "step": latest_checkpoint(folder / "checkpoints").stem, "name": folder.name, "method": config.method,

@@ -179,7 +179,7 @@ def install(fault):
 
     patch("batch", TrainLoader, "__next__")
     patch("step", Optimizers, "step")
-    patch("validation", Validation, "mean_by_position")
+    patch("validation", Validation, "mean_losses")
     patch("log", run_folder, "append")
     patch("metrics", metrics, "append")
     patch("comparison", run, "require_same_parameters")

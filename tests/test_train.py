@@ -197,7 +197,8 @@ def test_record_of_every_validation(finished):
     keys = {"step", "tokens", "val_tokens", "val_loss", "val_loss_by_position"}
     assert [r["step"] for r in validations] == [0, 5, 10, 15, 20]
     for record in validations:
-        assert record.keys() == keys | {"method_parameters", "val_seconds"}
+        at_the_end = {"val_loss_by_block"} if record["step"] == 20 else set()
+        assert record.keys() == keys | {"method_parameters", "val_seconds"} | at_the_end
         assert record["val_tokens"] == {"16": 256, "64": 256} and record["tokens"] == 128 * record["step"]
         assert record["val_loss"].keys() == record["val_loss_by_position"].keys() == {"16", "64"}
 
@@ -242,6 +243,15 @@ def test_the_fast_profile_ends_with_the_same_bits(data, finished, tmp_path):
     assert summary["val_loss"] == read_json(finished / "summary.json")["val_loss"]
 
 
+def test_the_light_profile_measures_less_before_the_end(data, tmp_path):
+    options = dict(val_lengths=(16, 64, 512), val_tokens=512, val_copy_gaps=(4, 32, 33), steps=10, cooldown_steps=0)
+    _, validations = steps_and_validations(train_here(data, tmp_path, val_profile="light", val_every=5, **options))
+    light, full = {"16": 64, "64": 64}, dict.fromkeys(("16", "64", "512"), 512)
+    assert {r["step"]: r["val_tokens"] for r in validations} == {0: light, 5: light, 10: full}
+    gaps = [[*r["copy_gain"]["random"]] for r in validations]  # at most twice the training length of 16
+    assert gaps == [["4", "32"], ["4", "32"], ["4", "32", "33"]]
+
+
 @pytest.mark.parametrize("length", [16, 64])
 def test_validation_equals_a_plain_loop(finished, data, length):
     """Losses by position are means over 1, 1, 2, 4, 8, ... positions."""
@@ -251,6 +261,8 @@ def test_validation_equals_a_plain_loop(finished, data, length):
     assert validation["val_loss"][str(length)] == pytest.approx(losses.mean().item(), abs=1e-5)
     by_position = validation["val_loss_by_position"][str(length)]
     assert by_position == pytest.approx([part.mean().item() for part in parts], abs=2e-5)
+    by_block = plain_losses(finished, data, length, 256).view(4, -1).mean(dim=1)  # 256 tokens are 4 blocks of 64
+    assert validation["val_loss_by_block"][str(length)] == pytest.approx(by_block.tolist(), abs=2e-5)
 
 
 def test_parameters_of_a_method_are_recorded(data, tmp_path):

@@ -28,7 +28,7 @@ from files import replace_text
 from runtime.device import device_name
 from runtime.processes import start_processes
 from runtime.run_folder import git_commit
-from scripts.reproduce import beyond, figures, logits, needles, tables, taught
+from scripts.reproduce import beyond, far, figures, logits, needles, tables, taught
 from scripts.reproduce.study import Study
 from scripts.shared.arguments import add_run_options, field_changes, needle_changes
 from scripts.shared.runs import read_runs
@@ -52,6 +52,8 @@ ITEMS = dict(
     tau_by_length=beyond.tau_by_length,
     scale_invariant_by_head=beyond.scale_invariant_by_head,
     taught=taught.taught,
+    far=far.far,
+    far_long=far.far,
     table_rivals=beyond.table_rivals,
     needle_rivals=needles.table_needle,
     needle_tau=needles.needle_tau,
