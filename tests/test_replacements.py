@@ -39,7 +39,19 @@ def wall(method, q, k, v, x):
     return torch.stack(rows, dim=2)
 
 
-FORMULAS = {"wall": wall}
+def softplus(method, q, k, v, x):
+    """Gao et al. 2025, equations 4 and 5. The rows of their matrix O are 1, but the first three are 0."""
+    D, rows = q.shape[-1], []
+    for i in range(q.shape[2]):
+        n = i + 1
+        cosine = (q[:, :, i, None] * k[:, :, :n]).sum(-1) / D  # QK-norm gives q and k the norm sqrt(D)
+        A = torch.log(1 + torch.exp(math.log(D) * math.log(n) * cosine))
+        A = torch.clamp(A / A.sum(-1, keepdim=True) * n - (0 if i < 3 else 1), min=0) ** 15
+        rows.append((A[..., None] * v[:, :, :n]).sum(2) / A.sum(-1, keepdim=True))
+    return torch.stack(rows, dim=2)
+
+
+FORMULAS = {"wall": wall, "softplus": softplus}
 
 
 @pytest.mark.parametrize("name", FORMULAS)
@@ -80,3 +92,22 @@ def test_wall_forgets_at_first_over_the_scaled_memory():
         replacement = make_method("wall", **shape, position_scale=scale).replacement
         log_f = replacement.of_tokens(random(1, 5, 16, seed=1).float())
         assert_near(log_f, torch.full((1, 2, 5, 8), -math.log1p(math.exp(-bias))), 1e-6)
+
+
+def test_softplus_survives_powers_that_overflow():
+    """One key along the query and 1999 keys against it: n A is near 2000, and 2000^15 overflows float32."""
+    q, v = 8 * torch.nn.functional.normalize(random(1, 2, 1, 64, seed=1), dim=-1), random(1, 2, 2000, 64, seed=2)
+    k = -q.repeat(1, 1, 2000, 1)
+    k[:, :, 700] *= -1
+    inputs = cast([q, k, v], torch.float32)
+    output = attend(make("softplus", 2, 64), *inputs, q_offset=1999)
+    assert_near(output, v[:, :, 700:701], 1e-5)
+    assert all(gradient.isfinite().all() for gradient in gradients(output, inputs))
+
+
+def test_softplus_gives_no_weight_where_all_keys_score_alike():
+    q, k, v = cast([x.detach() for x in random_qkv(2, 16, 150, batch=1)], torch.float32)
+    output = attend(make("softplus", 2, 16), 0 * q, k, v)
+    assert_near(output[:, :, :3], torch.stack([v[:, :, :n].mean(2) for n in (1, 2, 3)], dim=2), 1e-5)
+    assert not output[:, :, 3:].any()
+    assert all(gradient.isfinite().all() for gradient in gradients(output, [q, k, v]))

@@ -31,6 +31,7 @@ from model.methods.rope import RoPE
 from model.methods.scale_invariant import ScaleInvariant
 from model.methods.sharpness import Factor, LogRoot
 from model.methods.sink import LearnedSink
+from model.methods.softplus import Softplus
 from model.methods.stick_breaking import StickBreaking
 from model.methods.wall import Wall
 from model.methods.window import SlidingWindow
@@ -63,6 +64,7 @@ MECHANISMS: dict[str, type[Mechanism]] = {
     "fire": FIRE,
     "stick_breaking": StickBreaking,
     "wall": Wall,
+    "softplus": Softplus,
     "gate": SigmoidGate,
 }
 
@@ -91,6 +93,7 @@ METHODS = {  # the published methods: the paper's 14 first
     "fire": "fire",
     "stick_breaking": "stick_breaking",
     "wall": "wall",
+    "lssar": "rope+softplus",
     "swan": "log_beyond,rope+window,rope+window,rope+window",
     "llama4": "rope+window,rope+window,rope+window,log_steps",
     "rnope_swa": "nope,rope+window,rope+window,rope+window",

@@ -37,6 +37,7 @@ NAMES = {method: shown[0] for method, shown in SHOWN_AS.items()} | dict(
     fire="FIRE",
     stick_breaking="Stick-breaking",
     wall="Wall attention",
+    lssar="Softplus with re-weighting",
     scale_invariant="Scale-invariant NoPE",
     forget="forgetting",
     gate="gated output",

@@ -1,0 +1,45 @@
+"""Softplus attention with re-weighting, LSSAR (Gao et al. 2025, arXiv 2501.13428). With n = i + 1 keys at query i:
+
+    A_ij = softplus(log d log n cos(q_i, k_j)),   A_i <- A_i / sum A_i,
+    A_ij <- relu(n A_ij - 1)^p,                   A_i <- A_i / sum A_i,
+
+Keys below the mean weight 1/n get no weight, and the power p sharpens the others. As in the paper, the first three
+queries do not subtract 1. If all keys of a later query have the same cosine, none is above the mean, and the output is
+0. With QK-norm, cos = q.k / d, so query scales still work. The paper has RoPE: the method `lssar`. It compares p = 3
+and 15, and 15 is better beyond the training length. The code is plain PyTorch in blocks of queries, in float32.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from errors import require
+from model.methods.base import Replacement, in_blocks_of_queries, upcast
+
+ROUNDING = 1e-5  # limit of n A - 1 in float32 when all keys have the same cosine
+
+
+class Softplus(Replacement):
+    def __init__(self, num_heads, head_dim, train_length, power: float = 15.0):
+        super().__init__()
+        require(power >= 1, f"power is {power}. Use at least 1.")
+        self.power = power
+
+    def attend(self, q, k, v, rotated_q, rotated_k, q_offset, causal_attention, of_tokens=None):
+        return in_blocks_of_queries(attend_block, rotated_q, rotated_k, v, q_offset, self.power)
+
+
+def attend_block(q, k, v, power):
+    """Return the output (B, H, Tq, D). q has the last Tq of the Tk tokens of k and v (B, H, Tk, D)."""
+    (Tq, D), Tk = q.shape[2:], k.shape[2]
+    n = torch.arange(Tk - Tq + 1, Tk + 1, device=q.device).unsqueeze(-1)  # (Tq, 1)
+    cosine = (upcast(q) / D) @ upcast(k).mT  # (B, H, Tq, Tk). The power would amplify a rounded cosine's error.
+    weights = F.softplus(math.log(D) * n.log().to(cosine.dtype) * cosine)
+    weights = weights.masked_fill(n <= torch.arange(Tk, device=q.device), 0.0)
+    excess = F.relu(n * weights / weights.sum(dim=-1, keepdim=True) - (n > 3).to(weights.dtype))
+    largest = excess.detach().amax(dim=-1, keepdim=True)
+    # n^15 overflows float32, so the largest excess becomes 1. It cancels in the last division.
+    weights = (excess / largest.masked_fill(largest < ROUNDING, torch.inf)) ** power
+    weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=1)
+    return weights.to(v.dtype) @ v
