@@ -19,10 +19,11 @@ SHAPES = [(2, 3, 16, 1), (2, 2, 16, 37)]  # batch, heads, head dimension, tokens
 SHAPES += [pytest.param(*shape, marks=pytest.mark.slow) for shape in ((1, 4, 32, 130), (1, 2, 8, 300))]
 NAMES = ["fox", "p_rope+forget", "scale_invariant+forget", "p_rope+scale_invariant+forget", "rope+window",
          "p_rope+window", "p_rope+sink", "p_rope+scale_invariant+sink", "kerple_log", "kerple_power", "bam",
-         "bam_ssmax", "p_rope+bam+sink", "nape", "log_beyond", "log_steps", "factor", "log_root",
+         "bam_ssmax", "p_rope+bam+sink", "nape", "log_beyond", "log_steps", "log_offset", "factor", "log_root",
          "pope", "pope+scale_invariant", "fire", "stick_breaking"]  # fmt: skip
 OPTIONS = {"rope+window": dict(window=29), "p_rope+window": dict(window=1),
-           "log_steps": dict(floor=10.0), "fire": dict(c=0.3, threshold=11.0)}  # fmt: skip
+           "log_steps": dict(floor=10.0), "log_offset": dict(offset=30.0),
+           "fire": dict(c=0.3, threshold=11.0)}  # fmt: skip
 SPREAD = {"nape": 0.02, "bam_ssmax": 0.1}  # of the parameters: larger factors leave too little of bfloat16 to compare
 
 
@@ -123,8 +124,10 @@ OWN_LOGITS = {
     "pope+scale_invariant": pope,
     "log_beyond": temperature(lambda i: 1 if i < 64 else math.log(i + 1) / math.log(64)),  # 64: the training length
     "log_steps": temperature(lambda i: 1 + 0.1 * math.log(1 + (i + 1) // 10)),
+    "log_offset": temperature(lambda i: math.log(i + 30) / math.log(30)),
     "factor": temperature(lambda i: 2),
     "log_root": temperature(lambda i: math.sqrt(1 + 2 * math.log(i + 1))),
+    "n_power": lambda method, q, k, x: temperature(lambda i: (i + 1) ** (2 / (q.shape[-1] - 1)))(method, q, k, x),
     "nape": nape,
     "bam": bam,
     "bam_ssmax": bam,
@@ -274,6 +277,24 @@ def test_bam_starts_without_preference_and_survives_negative_powers():
         assert_near(output, expected, tolerance)
         for gradient, true in zip(gradients(output, inputs + [method.score_change.beta]), truth, strict=True):
             assert_near(gradient, true, tolerance)
+
+
+def test_n_power_has_the_exponent_of_the_head_dimension():
+    """Its large factors leave too little of bfloat16 to compare."""
+    for head_dim, length in [(2, 5), (16, 37), (8, 300)]:
+        exact = random_qkv(2, head_dim, length)
+        expected = literal("n_power", make("n_power", 2, head_dim), *exact, None)
+        output = attend(make("n_power", 2, head_dim), *cast(exact, torch.float32))
+        assert_near(output, expected, 1e-5)
+
+
+def test_query_scales_refuse_what_has_no_logarithm_or_power():
+    shape = dict(num_heads=2, train_length=64)
+    assert make_method("log_offset", **shape, head_dim=8, position_scale=1 / 16).query_scale.offset == 31.25
+    with assert_refused("offset", "0.5"):
+        make_method("log_offset", **shape, head_dim=8, offset=0.5)
+    with assert_refused("n_power", "head_dim"):
+        make_method("n_power", **shape, head_dim=1)
 
 
 @pytest.mark.parametrize("num_heads, slopes", [(1, [8]), (4, [4, 8, 0, 0]), (5, [4, 8, 2, 0, 0])])

@@ -26,10 +26,10 @@ from model.methods.nape import AdaptiveScale, HalfALiBi
 from model.methods.ntk import NTK
 from model.methods.p_rope import PRoPE
 from model.methods.pope import PoPE
-from model.methods.query_temperature import LogBeyondTraining, LogSteps
+from model.methods.query_temperature import LogBeyondTraining, LogOffset, LogSteps
 from model.methods.rope import RoPE
 from model.methods.scale_invariant import ScaleInvariant
-from model.methods.sharpness import Factor, LogRoot
+from model.methods.sharpness import Factor, LogRoot, Power
 from model.methods.sink import LearnedSink
 from model.methods.softplus import Softplus
 from model.methods.stick_breaking import StickBreaking
@@ -48,8 +48,10 @@ MECHANISMS: dict[str, type[Mechanism]] = {
     "logn": LogN,
     "log_beyond": LogBeyondTraining,
     "log_steps": LogSteps,
+    "log_offset": LogOffset,
     "factor": Factor,
     "log_root": LogRoot,
+    "n_power": Power,
     "adaptive": AdaptiveScale,
     "alibi": ALiBi,
     "half_alibi": HalfALiBi,

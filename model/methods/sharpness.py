@@ -2,6 +2,9 @@
 
 Factor     c = factor for every query. With learn_factor, each head of each layer learns c.
 LogRoot    c(i) = sqrt(1 + 2 log(i + 1)): for all keys of query i, the a_t of its furthest key (t = i, tau = 1).
+Power      c(i) = n^(2 / (d - 1)), n = i + 1, d the head dimension (blog post by nor, November 2025). QK-norm puts q
+           and k on a sphere. For random directions, the difference of the two best of n scores falls as
+           n^(-2 / (d - 1)). The factor keeps it constant.
 """
 
 import torch
@@ -32,3 +35,13 @@ class LogRoot(QueryScale):
 
     def table(self, positions, target_length):
         return torch.sqrt(1 + 2 * torch.log((positions + 1).double()))  # (T,)
+
+
+class Power(QueryScale):
+    def __init__(self, num_heads, head_dim, train_length):
+        super().__init__()
+        require(head_dim > 1, f"head_dim (model_dim / num_heads) is {head_dim}. n_power needs 2 or more.")
+        self.exponent = 2 / (head_dim - 1)
+
+    def table(self, positions, target_length):
+        return (positions + 1).double() ** self.exponent  # (T,)
