@@ -44,9 +44,10 @@ class Attention(nn.Module):
         return [y.transpose(1, 2) for y in (norm(q), norm(k), v)]  # the transpose comes last, so norm and rotation fuse
 
     def forward(self, x: Tensor, plan: Plan, attend=attend) -> Tensor:  # x (B, T, C)
-        y = attend(self.method, *self.queries_keys_values(x), x=x, plan=plan).transpose(1, 2)  # (B, T, H, D)
+        q, k, v = self.queries_keys_values(x)
+        y = attend(self.method, q, k, v, x=x, plan=plan).transpose(1, 2)  # (B, T, H, D)
         if self.method.output_gate is not None:
-            y = y * self.method.output_gate.gate(x)
+            y = self.method.output_gate.change(y, v.transpose(1, 2), x)
         return linear(y.flatten(2), self.proj)
 
 

@@ -87,7 +87,7 @@ def test_attention_of_a_converted_model_is_the_formula(name):
         assert_close(ours[seen].double().log(), exact.log_softmax(dim=-1)[seen], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [*METHODS, "p_rope+gate"])
+@pytest.mark.parametrize("name", [*METHODS, "p_rope+gate", "p_rope+xsa"])
 def test_every_method_runs_unless_it_needs_the_layers_input(name):
     if name in ("nape", "fox", "wall", "p_rope+gate"):
         with assert_refused("input"):
@@ -106,7 +106,7 @@ def test_barbero_keeps_half_of_the_models_frequencies_and_logn_begins_at_1():
 
 @pytest.mark.parametrize("name, options", [(name, {}) for name in PAPER] + [
     ("logn_ntk", dict(context="length")), ("infini_p_rope", dict(segment_length=7)), ("p_rope+sink", {}),
-    ("pope", {}), ("stick_breaking", {}),
+    ("pope", {}), ("stick_breaking", {}), ("p_rope+xsa", dict(learn_share=True)),
 ], ids=str)  # fmt: skip
 @torch.no_grad()
 def test_a_cache_changes_nothing(name, options):

@@ -3,6 +3,7 @@
 Values and gradients are compared on every backend that runs here. Then come gates, and models whose layers differ.
 """
 
+import itertools
 import math
 
 import pytest
@@ -395,3 +396,40 @@ def test_a_gate_multiplies_the_heads_outputs():
     assert_near(y, (expected.double() / (1 + torch.exp(-x.double() @ weight.double().T))).detach(), 1e-5)
     y.sum().backward()
     assert weight.grad.abs().min() > 0
+
+
+@pytest.mark.parametrize("options", [{}, dict(learn_share=True)], ids=str)
+def test_xsa_removes_the_part_along_the_own_value(options):
+    """Zhai 2026: z_i = y_i - (y_i . v_i / v_i . v_i) v_i in each head; modded-nanogpt #82: tanh(a) of this part."""
+    shape = dict(vocab_size=97, num_layers=1, num_heads=2, model_dim=32, train_length=16, dtype=torch.float64)
+    model, plain = GPT(method="p_rope+xsa", method_options=options, **shape), GPT(method="p_rope", **shape)
+    share = model.blocks[0].attention.method.output_gate.share
+    if share is not None:
+        assert (share == 0).all()
+        share.data = torch.tensor([-0.7, 2.0])
+    for m in (model, plain):
+        m.blocks[0].attention.qkv.data = random(3, 32, 32, seed=2).float()
+        m.blocks[0].attention.proj.data = torch.eye(32)
+    x = random(2, 9, 32, seed=3).requires_grad_()
+    y, before = (m.blocks[0].attention(x, m.plan(9)[0]) for m in (model, plain))
+    v = x @ plain.blocks[0].attention.qkv[2].double().T
+    expected = torch.empty_like(before)
+    for b, i, h in itertools.product(range(2), range(9), range(2)):
+        own, output = (tensor[b, i, 16 * h : 16 * h + 16] for tensor in (v, before))
+        part = (output * own).sum() / (own * own).sum() * own
+        expected[b, i, 16 * h : 16 * h + 16] = output - (part if share is None else torch.tanh(share[h]) * part)
+    assert_near(y, expected, 1e-6)
+    parameters = [x] if share is None else [x, share]
+    truth = gradients(expected, [*parameters, plain.blocks[0].attention.qkv])
+    for gradient, true in zip(gradients(y, [*parameters, model.blocks[0].attention.qkv]), truth, strict=True):
+        assert_near(gradient, true, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_xsa_leaves_an_output_whose_value_is_zero(dtype):
+    gate = make_method("xsa", num_heads=2, head_dim=8, train_length=64).output_gate
+    y, v = (random(2, 5, 2, 8, seed=seed).to(dtype).requires_grad_() for seed in (1, 2))
+    hidden = torch.ones(5, 1, 1, dtype=dtype).index_fill(0, torch.tensor(3), 0)
+    z = gate.change(y, hidden * v, None)
+    assert torch.equal(z[:, 3], y[:, 3]) and not torch.equal(z, y)
+    assert z.dtype == dtype and all(gradient.isfinite().all() for gradient in gradients(z, [y, v]))

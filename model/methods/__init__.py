@@ -35,6 +35,7 @@ from model.methods.softplus import Softplus
 from model.methods.stick_breaking import StickBreaking
 from model.methods.wall import Wall
 from model.methods.window import SlidingWindow
+from model.methods.xsa import ExclusiveSelfAttention
 from model.methods.yarn import YaRN
 
 SMALLEST, LARGEST = 1e-30, 1e30  # limits of the size of an option that is not 0, so that float32 does not overflow
@@ -68,6 +69,7 @@ MECHANISMS: dict[str, type[Mechanism]] = {
     "wall": Wall,
     "softplus": Softplus,
     "gate": SigmoidGate,
+    "xsa": ExclusiveSelfAttention,
 }
 
 METHODS = {  # the published methods: the paper's 14 first

@@ -9,7 +9,7 @@ back to key j, h the head and d the head dimension (paper, section 3):
     L    <- L + b_h(j)                                  KeyBias       (forgetting attention)
     only keys at t < w                                  Window
     one more logit in the softmax, without a value      Sink
-    y    <- g y, y the output                           OutputGate
+    y    <- g(y, v_i), y the output of query i          OutputGate    (gated attention, XSA)
 
 A method has at most one mechanism of each kind. c, b and g may depend on x, the layer's input. A Replacement
 (Infini-attention, FIRE, stick-breaking) computes the output itself instead of a softmax over L. It may depend on x.
@@ -146,10 +146,15 @@ class Sink(Mechanism):
 
 
 class OutputGate(Mechanism):
-    """Multiplies the heads' outputs."""
+    """Changes the heads' outputs."""
 
-    def gate(self, x: Tensor) -> Tensor:
-        """Return the factors (B, T, H, D), or (B, T, H, 1), from the layer's input x (B, T, C)."""
+    uses_input = True  # False if it ignores x
+
+    def change(self, y: Tensor, v: Tensor, x: Tensor | None) -> Tensor:
+        """Return the new outputs, (B, T, H, D), from the outputs y and the values v of the same tokens.
+
+        y and v are (B, T, H, D). x (B, T, C): the layer's input.
+        """
         raise NotImplementedError
 
 

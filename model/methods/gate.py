@@ -16,6 +16,6 @@ class SigmoidGate(OutputGate):
         self.num_heads = num_heads
         self.weight = nn.Parameter(torch.zeros(num_heads * head_dim, num_heads * head_dim))
 
-    def gate(self, x):
+    def change(self, y, v, x):
         gate = upcast(F.linear(x, self.weight.to(x.dtype))).sigmoid().to(x.dtype)  # (B, T, C)
-        return gate.unflatten(-1, (self.num_heads, -1))
+        return y * gate.unflatten(-1, (self.num_heads, -1))

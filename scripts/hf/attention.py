@@ -81,7 +81,10 @@ def attend_with_method(
     plan = layer.shared.plan(layer.method, attention_mask, query, key)
     if query.shape[2] == 1:  # the backend is plain PyTorch here, which would compute bfloat16 scores
         query, key = upcast(query), upcast(key)
-    return attend(layer.method, query, key, value, plan=plan).transpose(1, 2), None
+    output = attend(layer.method, query, key, value, plan=plan).transpose(1, 2)
+    if layer.method.output_gate is not None:
+        output = layer.method.output_gate.change(output, value[:, :, -query.shape[2] :].transpose(1, 2), None)
+    return output, None
 
 
 def convert(model: nn.Module, method: str, /, *, train_length: int | None = None, **options) -> nn.Module:
@@ -111,7 +114,8 @@ def convert(model: nn.Module, method: str, /, *, train_length: int | None = None
         train_length=train_length, options=options,
     )  # fmt: skip
     for layer_method in methods:
-        needs_input = layer_method.needs_input or layer_method.output_gate is not None
+        gate = layer_method.output_gate
+        needs_input = layer_method.needs_input or (gate is not None and gate.uses_input)
         require(not needs_input, f"{method} needs the layer's input, which transformers withholds. Use another method.")
     AttentionInterface.register(ATTENTION, attend_with_method)
     AttentionMaskInterface.register(ATTENTION, find_position)
