@@ -178,22 +178,36 @@ class Replacement(Mechanism):
         raise NotImplementedError
 
 
-def in_blocks_of_queries(attend_block, q, k, v, q_offset: int, *learned) -> Tensor:
-    """Return causal attention (B, H, Tq, D), computed by attend_block(q, k, v, *learned) on blocks of queries.
+class AttentionWeights(Replacement):
+    """Replaces the softmax by other attention weights, in plain PyTorch and in blocks of queries.
 
-    Each call gets the queries of one block, and the keys and values up to its last token. The backward pass recomputes
-    the attention weights, because the Tq x Tk weights would not fit in memory.
+    The backward pass recomputes the weights, because the Tq x Tk weights would not fit in memory.
     """
-    outputs = []
-    for start in range(0, q.shape[2], QUERY_BLOCK):
-        stop = min(start + QUERY_BLOCK, q.shape[2])
-        seen = slice(0, q_offset + stop)
-        block = q[:, :, start:stop], k[:, :, seen], v[:, :, seen], *learned
-        if torch.is_grad_enabled():
-            outputs.append(checkpoint(attend_block, *block, use_reentrant=False))
-        else:
-            outputs.append(attend_block(*block))
-    return torch.cat(outputs, dim=2)
+
+    def weights(self, q: Tensor, k: Tensor, visible: Tensor, of_tokens: Tensor | None) -> Tensor:
+        """Return the attention weights (B, H, Tq, Tk), at least float32, which are 0 where visible (Tq, Tk) is False.
+
+        q (B, H, Tq, D), with position encoding, has the last Tq of the Tk tokens of k and of_tokens.
+        """
+        raise NotImplementedError
+
+    def attend(self, q, k, v, rotated_q, rotated_k, q_offset, causal_attention, of_tokens=None):
+        outputs = []
+        for start in range(0, q.shape[2], QUERY_BLOCK):
+            stop = min(start + QUERY_BLOCK, q.shape[2])
+            seen = slice(0, q_offset + stop)
+            block = rotated_q[:, :, start:stop], rotated_k[:, :, seen], v[:, :, seen]
+            block = *block, None if of_tokens is None else of_tokens[:, :, seen]
+            if torch.is_grad_enabled():
+                outputs.append(checkpoint(self.attend_block, *block, use_reentrant=False))
+            else:
+                outputs.append(self.attend_block(*block))
+        return torch.cat(outputs, dim=2)
+
+    def attend_block(self, q, k, v, of_tokens):
+        Tq, Tk = q.shape[2], k.shape[2]
+        visible = torch.ones(Tq, Tk, dtype=torch.bool, device=q.device).tril(Tk - Tq)
+        return self.weights(q, k, visible, of_tokens).to(v.dtype) @ v
 
 
 KINDS = {  # by attribute of Method, in the order of a method's name

@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from model.methods.base import Replacement, in_blocks_of_queries, upcast
+from model.methods.base import AttentionWeights, upcast
 
 WIDTH = 32  # ReLUs
 
 
-class FIRE(Replacement):
+class FIRE(AttentionWeights):
     lengths = {"c": -1, "threshold": 1}  # c is in 1 / tokens, threshold in tokens
 
     def __init__(self, num_heads, head_dim, train_length, c: float = 0.1, threshold: float = 512.0):
@@ -36,20 +36,13 @@ class FIRE(Replacement):
         for weight, inputs in ((self.slope, 1), (self.offset, 1), (self.output, WIDTH)):
             weight.uniform_(-(inputs**-0.5), inputs**-0.5)
 
-    def attend(self, q, k, v, rotated_q, rotated_k, q_offset, causal_attention, of_tokens=None):
-        scales = self.c * self.log_c.exp(), self.threshold * self.log_threshold.exp()
-        learned = *scales, self.slope, self.offset, self.output
-        return in_blocks_of_queries(attend_block, rotated_q, rotated_k, v, q_offset, *learned)
-
-
-def attend_block(q, k, v, c, threshold, slope, offset, output):
-    """Return the output (B, H, Tq, D). q has the last Tq of the Tk tokens of k and v (B, H, Tk, D)."""
-    Tq, Tk = q.shape[2], k.shape[2]
-    logits = upcast((q * q.shape[-1] ** -0.5) @ k.mT)  # (B, H, Tq, Tk)
-    j = torch.arange(Tk, device=q.device, dtype=logits.dtype)
-    i = j[Tk - Tq :, None]
-    relative_distance = torch.log1p(c * (i - j).clamp(min=0)) / torch.log1p(c * torch.maximum(i, threshold))  # (Tq, Tk)
-    hidden = F.relu(relative_distance[..., None] * slope[0] + offset[0])  # (Tq, Tk, WIDTH)
-    bias = F.linear(hidden, output.to(hidden.dtype)).movedim(-1, 0)  # (H, Tq, Tk)
-    weights = (logits + bias).masked_fill(i < j, -torch.inf).softmax(dim=-1)
-    return weights.to(v.dtype) @ v
+    def weights(self, q, k, visible, of_tokens):
+        Tq, Tk = visible.shape
+        logits = upcast((q * q.shape[-1] ** -0.5) @ k.mT)  # (B, H, Tq, Tk)
+        j = torch.arange(Tk, device=q.device, dtype=logits.dtype)
+        i = j[Tk - Tq :, None]
+        c, threshold = self.c * self.log_c.exp(), self.threshold * self.log_threshold.exp()
+        relative_distance = torch.log1p(c * (i - j).clamp(min=0)) / torch.log1p(c * torch.maximum(i, threshold))
+        hidden = F.relu(relative_distance[..., None] * self.slope[0] + self.offset[0])  # (Tq, Tk, WIDTH)
+        bias = F.linear(hidden, self.output.to(hidden.dtype)).movedim(-1, 0)  # (H, Tq, Tk)
+        return (logits + bias).masked_fill(~visible, -torch.inf).softmax(dim=-1)

@@ -15,31 +15,25 @@ import torch
 import torch.nn.functional as F
 
 from errors import require
-from model.methods.base import Replacement, in_blocks_of_queries, upcast
+from model.methods.base import AttentionWeights, upcast
 
 ROUNDING = 1e-5  # limit of n A - 1 in float32 when all keys have the same cosine
 
 
-class Softplus(Replacement):
+class Softplus(AttentionWeights):
     def __init__(self, num_heads, head_dim, train_length, power: float = 15.0):
         super().__init__()
         require(power >= 1, f"power is {power}. Use at least 1.")
         self.power = power
 
-    def attend(self, q, k, v, rotated_q, rotated_k, q_offset, causal_attention, of_tokens=None):
-        return in_blocks_of_queries(attend_block, rotated_q, rotated_k, v, q_offset, self.power)
-
-
-def attend_block(q, k, v, power):
-    """Return the output (B, H, Tq, D). q has the last Tq of the Tk tokens of k and v (B, H, Tk, D)."""
-    (Tq, D), Tk = q.shape[2:], k.shape[2]
-    n = torch.arange(Tk - Tq + 1, Tk + 1, device=q.device).unsqueeze(-1)  # (Tq, 1)
-    cosine = (upcast(q) / D) @ upcast(k).mT  # (B, H, Tq, Tk). The power would amplify a rounded cosine's error.
-    weights = F.softplus(math.log(D) * n.log().to(cosine.dtype) * cosine)
-    weights = weights.masked_fill(n <= torch.arange(Tk, device=q.device), 0.0)
-    excess = F.relu(n * weights / weights.sum(dim=-1, keepdim=True) - (n > 3).to(weights.dtype))
-    largest = excess.detach().amax(dim=-1, keepdim=True)
-    # n^15 overflows float32, so the largest excess becomes 1. It cancels in the last division.
-    weights = (excess / largest.masked_fill(largest < ROUNDING, torch.inf)) ** power
-    weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=1)
-    return weights.to(v.dtype) @ v
+    def weights(self, q, k, visible, of_tokens):
+        D, n = q.shape[-1], visible.sum(dim=-1, keepdim=True)  # n (Tq, 1)
+        cosine = (upcast(q) / D) @ upcast(
+            k
+        ).mT  # (B, H, Tq, Tk). The power would amplify the error of a rounded cosine.
+        weights = F.softplus(math.log(D) * n.log().to(cosine.dtype) * cosine).masked_fill(~visible, 0.0)
+        excess = F.relu(n * weights / weights.sum(dim=-1, keepdim=True) - (n > 3).to(weights.dtype))
+        largest = excess.detach().amax(dim=-1, keepdim=True)
+        # n^15 overflows float32, so the largest excess becomes 1. It cancels in the last division.
+        weights = (excess / largest.masked_fill(largest < ROUNDING, torch.inf)) ** self.power
+        return weights / weights.sum(dim=-1, keepdim=True).clamp(min=1)

@@ -11,24 +11,19 @@ sigmoid(-sqrt(d)). The code is plain PyTorch in blocks of queries, in log space 
 import torch
 import torch.nn.functional as F
 
-from model.methods.base import Replacement, in_blocks_of_queries, upcast
+from model.methods.base import AttentionWeights, upcast
 
 
-class StickBreaking(Replacement):
+class StickBreaking(AttentionWeights):
     def __init__(self, num_heads, head_dim, train_length):
         super().__init__()
 
-    def attend(self, q, k, v, rotated_q, rotated_k, q_offset, causal_attention, of_tokens=None):
-        return in_blocks_of_queries(attend_block, rotated_q, rotated_k, v, q_offset)
-
-
-def attend_block(q, k, v):
-    """Return the output (B, H, Tq, D). q has the last Tq of the Tk tokens of k and v (B, H, Tk, D)."""
-    Tq, Tk = q.shape[2], k.shape[2]
-    logits = upcast((q * q.shape[-1] ** -0.5) @ k.mT)  # (B, H, Tq, Tk)
-    earlier = torch.ones(Tq, Tk, dtype=torch.bool, device=q.device).tril(Tk - Tq - 1)
-    log_passed = F.logsigmoid(-logits).masked_fill(~earlier, 0.0)  # log(1 - beta)
-    log_remaining = log_passed.flip(-1).cumsum(dim=-1).flip(-1)  # log of the stick that keys i - 1 down to j leave
-    weights = (logits + log_remaining).masked_fill(~earlier, -torch.inf).exp()  # beta = e^logit (1 - beta)
-    remainder = log_remaining[..., :1].exp()  # the part of the stick that no key takes
-    return weights.to(v.dtype) @ v + remainder.to(v.dtype) * v[:, :, Tk - Tq :]
+    def weights(self, q, k, visible, of_tokens):
+        Tq, Tk = visible.shape
+        logits = upcast((q * q.shape[-1] ** -0.5) @ k.mT)  # (B, H, Tq, Tk)
+        earlier = visible.tril(Tk - Tq - 1)
+        log_passed = F.logsigmoid(-logits).masked_fill(~earlier, 0.0)  # log(1 - beta)
+        log_remaining = log_passed.flip(-1).cumsum(dim=-1).flip(-1)  # log of the stick that keys i - 1 down to j leave
+        shares = (logits + log_remaining).masked_fill(~earlier, -torch.inf).exp()  # beta = e^logit (1 - beta)
+        remainder = log_remaining[..., :1].exp()  # the part of the stick that no key takes
+        return torch.where(visible & ~earlier, remainder, shares)

@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.methods.base import Replacement, in_blocks_of_queries, upcast
+from model.methods.base import AttentionWeights, upcast
 
 SMALL_BLOCK = 16  # tokens of a block whose decays are computed pair by pair
 
 
-class Wall(Replacement):
+class Wall(AttentionWeights):
     needs_input = True
     lengths = {"memory": 1}
 
@@ -34,48 +34,29 @@ class Wall(Replacement):
         gate = upcast(F.linear(x, self.weight.to(x.dtype))).unflatten(-1, self.bias.shape) + self.bias  # (B, T, H, D)
         return F.logsigmoid(gate).transpose(1, 2)
 
-    def attend(self, q, k, v, rotated_q, rotated_k, q_offset, causal_attention, of_tokens):
-        return in_blocks_of_queries(attend_block, rotated_q, rotated_k, v, q_offset, of_tokens)
+    def weights(self, q, k, visible, of_tokens):
+        logits = decayed_products(q * q.shape[-1] ** -0.5, k, of_tokens)
+        return logits.masked_fill(~visible, -torch.inf).softmax(dim=-1)
 
 
-def attend_block(q, k, v, log_f):
-    """Return the output (B, H, Tq, D). q has the last Tq of the Tk tokens of k and v. log_f (B, H, Tk or more, D).
+def decayed_products(q: Tensor, k: Tensor, log_f: Tensor) -> Tensor:
+    """Return L (B, H, Tq, Tk). q has the last Tq of the Tk tokens of k and log_f. Later keys get any finite number.
 
-    Products of f over thousands of tokens underflow, and their inverses overflow. So no product is inverted. The keys
-    decay up to the block's first query, and the queries decay from there on.
+    Products of f over thousands of tokens underflow, and their inverses overflow. So no product is inverted: keys decay
+    up to the first query, and queries decay from there on. The keys among the queries are halved until they are few.
     """
     Tq, Tk = q.shape[2], k.shape[2]
     first = Tk - Tq  # position of the first query
-    q = q * q.shape[-1] ** -0.5
-    log_decay = log_f[:, :, first + 1 : Tk].cumsum(dim=2)  # from the first query to the others
-    log_decay = F.pad(log_decay, (0, 0, 1, 0))  # (B, H, Tq, D)
-    log_decay_of_keys = log_f[:, :, 1 : first + 1].flip(2).cumsum(dim=2).flip(2)  # (B, H, first, D)
-    earlier = product(q, log_decay, k[:, :, :first], log_decay_of_keys)  # (B, H, Tq, first)
-    logits = torch.cat((earlier, logits_of_block(q, k[:, :, first:], log_decay)), dim=-1)  # (B, H, Tq, Tk)
-    visible = torch.ones(Tq, Tk, dtype=torch.bool, device=q.device).tril(first)
-    weights = logits.masked_fill(~visible, -torch.inf).softmax(dim=-1)
-    return weights.to(v.dtype) @ v
-
-
-def product(q: Tensor, log_decay_of_q: Tensor, k: Tensor, log_decay_of_k: Tensor) -> Tensor:
-    """Return the products (B, H, Tq, Tk) of queries and keys, which are multiplied by their decays (at most 1)."""
-    decayed_q, decayed_k = (upcast(x) * decay.exp() for x, decay in ((q, log_decay_of_q), (k, log_decay_of_k)))
-    return upcast(decayed_q.to(q.dtype) @ decayed_k.to(k.dtype).mT)
-
-
-def logits_of_block(q: Tensor, k: Tensor, log_decay: Tensor) -> Tensor:
-    """Return the logits (B, H, T, T) of T queries and the keys of the same tokens.
-
-    The halves of a block are blocks. Between them, the decay passes the second half's first token. log_decay
-    (B, H, T, D): logarithm of the decay from one earlier token to each token. Later keys get any finite logit.
-    """
-    T = q.shape[2]
-    if T <= SMALL_BLOCK:
-        decay = (log_decay.unsqueeze(3) - log_decay.unsqueeze(2)).clamp(max=0).exp()  # (B, H, T, T, D)
-        return (upcast(q).unsqueeze(3) * upcast(k).unsqueeze(2) * decay).sum(-1)
-    half = T // 2
-    (q1, q2), (k1, k2), (decay1, decay2) = (x.split((half, T - half), dim=2) for x in (q, k, log_decay))
-    start = decay2[:, :, :1]
-    earlier, later = logits_of_block(q1, k1, decay1), logits_of_block(q2, k2, decay2)
-    across = product(q2, decay2 - start, k1, start - decay1)
-    return torch.cat((F.pad(earlier, (0, T - half)), torch.cat((across, later), dim=-1)), dim=2)
+    if first > 0:
+        decay_of_q = F.pad(log_f[:, :, first + 1 :].cumsum(dim=2), (0, 0, 1, 0)).exp()  # (B, H, Tq, D)
+        decay_of_k = log_f[:, :, 1 : first + 1].flip(2).cumsum(dim=2).flip(2).exp()  # (B, H, first, D)
+        earlier = (upcast(q) * decay_of_q).to(q.dtype) @ (upcast(k[:, :, :first]) * decay_of_k).to(q.dtype).mT
+        later = decayed_products(q, k[:, :, first:], log_f[:, :, first:])
+        return torch.cat((upcast(earlier), later), dim=-1)
+    if Tq <= SMALL_BLOCK:
+        log_f = log_f.cumsum(dim=2)
+        decay = (log_f.unsqueeze(3) - log_f.unsqueeze(2)).clamp(max=0).exp()  # (B, H, Tq, Tk, D)
+        return (upcast(q).unsqueeze(3) * upcast(k).unsqueeze(2) * decay).sum(dim=-1)
+    half = Tq // 2
+    first_half = decayed_products(*(x[:, :, :half] for x in (q, k, log_f)))
+    return torch.cat((F.pad(first_half, (0, Tk - half)), decayed_products(q[:, :, half:], k, log_f)), dim=2)
