@@ -42,7 +42,9 @@ SCALES = dict(
     taught=Scale("taught", ("taught", "taught", "taught"), "taught", seeds=(0, 1, 2, 3, 4)),
     far=Scale("far", ("far", "far", "far"), "far"),
 )
-SCALE_OF_SWEEP = dict(taught="taught", far="far", far_long="far")  # default of --scale; other sweeps: paper
+SCALE_OF_SWEEP = dict(
+    taught="taught", far="far", far_long="far", far_heads="far"
+)  # default of --scale; other sweeps: paper
 TAU = 10.0  # tokens, the default at every training length
 # These methods differ only beyond the training length, so one run is validated as all of them.
 SAME_WEIGHTS = dict(rope=("rope_ntk", "yarn"), logn_rope=("logn_ntk",))
@@ -226,6 +228,7 @@ SWEEPS = PAPER_SWEEPS | dict(
     taught=taught,
     far=far,
     far_long=far_long,
+    far_heads=lambda scale: forms("far", FAR_PRIMARY, scale.once),
     table_rivals=table_rivals,
     needle_rivals=with_needle(table_rivals),
     needle_tau=with_needle(needle_tau),

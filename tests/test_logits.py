@@ -12,7 +12,8 @@ from test_methods import NAMES
 
 from data.shard_writer import ShardWriter
 from data.shards import open_split
-from scripts.reproduce import logits
+from runtime.copy_gain import SPAN
+from scripts.reproduce import heads, logits
 from scripts.reproduce.theory import attention_statistics
 
 ROTATING = [name for name in NAMES if name.endswith(("rope", "ntk", "yarn"))]
@@ -52,6 +53,21 @@ def test_profile_equals_dense_attention(name):
                 assert profile[length, quantity][number] == pytest.approx(expected.mean().item(), rel=1e-4, abs=1e-6)
     assert {len(values) for values in profile.values()} == {3}
     assert {length for length, quantity in profile if quantity == "entropy_10_100"} == {131}  # as far as contexts reach
+
+
+@pytest.mark.parametrize("name", ["rope", "logn_p_rope", "alibi", "scale_invariant_p_rope"])
+def test_scores_of_heads_equal_sums_over_pairs(name):
+    model = make_random_gpt(name)
+    tokens, _ = random_tokens(2 * SPAN + heads.GAP, batch=3)
+    previous = [(i, i - 1) for i in range(1, tokens.shape[1])]
+    induction = [(SPAN + heads.GAP + n, n + 1) for n in range(SPAN - 1)]  # from the second copy to the first
+    largest = [0, 0]
+    for q, k, learned, _ in exact_layers(name, model, tokens):
+        weights = reference.attention_logits(name, q, k, train_length=TRAIN_LENGTH, learned=learned).softmax(dim=-1)
+        for number, pairs in enumerate((previous, induction)):
+            of_heads = torch.stack([weights[:, :, i, j] for i, j in pairs]).mean(dim=(0, 1))
+            largest[number] = max(largest[number], of_heads.max().item())
+    assert heads.head_scores(model, tokens) == pytest.approx(largest, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -28,7 +28,7 @@ from files import replace_text
 from runtime.device import device_name
 from runtime.processes import start_processes
 from runtime.run_folder import git_commit
-from scripts.reproduce import beyond, far, figures, logits, needles, tables, taught
+from scripts.reproduce import beyond, far, figures, heads, logits, needles, tables, taught
 from scripts.reproduce.study import Study
 from scripts.shared.arguments import add_run_options, field_changes, needle_changes
 from scripts.shared.runs import read_runs
@@ -54,12 +54,13 @@ ITEMS = dict(
     taught=taught.taught,
     far=far.far,
     far_long=far.far,
+    far_heads=heads.far_heads,
     table_rivals=beyond.table_rivals,
     needle_rivals=needles.table_needle,
     needle_tau=needles.needle_tau,
 )
 # Items that are computed or measured on this machine. The others are functions of the stored runs.
-COMPUTED = ["figure_entropy", "figure_sublog", "figure_sublog_unscaled"]
+COMPUTED = ["figure_entropy", "far_heads", "figure_sublog", "figure_sublog_unscaled"]
 
 
 def main(argv: list[str] | None = None):
