@@ -9,7 +9,8 @@ resemble a training folder, because packages have near-copies of files. Half of 
 (data/copy_rows.py), the others are pieces of documents from random places. Rows have 32 tokens first, then 64, then
 256, because the quickstart trains on sequences of these lengths in this order.
 `mini`: a document is a package or a module of the standard library. All rows are natural text.
-`far`: documents as in `taught`, of more packages. All rows are natural text.
+`far`: documents as in `taught`, of more packages. All rows are natural text, 512-token pieces from random places. In
+the order of the text, many steps would see one document, and the model would follow it instead of learning in general.
 
 The same versions of Python and of the packages give the same tokens.
 """
@@ -71,7 +72,7 @@ def prepare_taught(out: Path):
 def prepare_far(out: Path):
     with tempfile.TemporaryDirectory() as folder:
         write_folders(source_folders(FAR_PACKAGES), Path(folder))
-        prepare([Path(folder)], out, "bpe:1024", name="far")
+        prepare([Path(folder)], out, "bpe:1024", name="far", copy_rows=0, row_lengths=[(512, None)])
 
 
 def prepare_documents(source: Path, out: Path):

@@ -31,7 +31,7 @@ def test_help_installs_nothing(tmp_path, name):
     assert [path.name for path in tmp_path.iterdir()] == ["scripts"]
 
 
-@pytest.mark.parametrize("text, documents", [("taught", 62), ("mini", 120)])
+@pytest.mark.parametrize("text, documents", [("taught", 62), ("mini", 120), ("far", 62)])
 def test_text_and_tokenizer_come_from_this_machine(text, documents, tmp_path, monkeypatch, capsys):
     names = [f"lib/module_{i}.py" for i in range(60)] + [f"lib/package_{i}/sub.py" for i in range(60)] + ["torch/a.py"]
     for name in (*names, "lib/test/wrong.py", "lib/package_1/tests/wrong.py", "lib/site-packages/wrong.py"):
@@ -46,7 +46,8 @@ def test_text_and_tokenizer_come_from_this_machine(text, documents, tmp_path, mo
     decode = load_tokenizer(tmp_path / "data").decode
     read = "".join(decode(stream.read(0, len(stream)).tolist()) for stream in streams)
     assert "wrong" not in read and "package_" in read
-    assert ("copy_rows" in read_manifest(tmp_path / "data")) == (text == "taught")
+    share = read_manifest(tmp_path / "data").get("copy_rows", {}).get("share")
+    assert share == dict(taught=0.5, far=0, mini=None)[text]
     assert sum(map(int, re.findall(r"(\d+) documents", capsys.readouterr().out))) == documents
 
 
