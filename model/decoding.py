@@ -154,7 +154,8 @@ class Cache:
             k, *of_tokens = others
             return method.replacement.attend(q, k, values, rotated_q, keys, q_offset, attend_to_cache, *of_tokens)
         extra = extra_logits(method, others[0] if others else None)
-        return attend_to_cache(rotated_q, keys, values, q_offset=q_offset, bands=self.bands, **extra)
+        bands = self.bands if visible.start == 0 else self.bands._replace(skip_first=False)
+        return attend_to_cache(rotated_q, keys, values, q_offset=q_offset, bands=bands, **extra)
 
     def append(self, method: Method, rotated_k: Tensor, k: Tensor, v: Tensor, x: Tensor):
         new = [rotated_k, v]  # (B, H, T, D)

@@ -67,6 +67,9 @@ MECHANISMS = {
     "scale_invariant": [(RoPE, {}), (ScaleInvariant, {})],
     "learned": [(ScaleInvariant, dict(learn_tau=True))],
     "learned_numbers": [(KerpleLog, {})],  # two a head
+    "skip_first": [(RoPE, {}), (ScaleInvariant, dict(skip_first=True))],
+    "skip_first_window": [(ScaleInvariant, dict(skip_first=True, learn_tau=True, terms="m")),
+                          (SlidingWindow, dict(window=37))],
     "by_head": [ByHead],
     "for_all_heads": [ForAllHeads],
     "pope": [(PoPE, {}), (ScaleInvariant, {})],  # q and k are wider than v

@@ -28,6 +28,7 @@ from model.attention.sdpa import ORDER, chosen_kernel
 
 FAST = ("blocks", "cpu", "sdpa")  # the others are traced or interpreted
 SLOW = ("flex", "flex_flash", "triton")
+NOT_IN_TRITON = ("learned_numbers", "skip_first", "skip_first_window")
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ def can_run(backend, name):
 
 CASES = [pytest.param(backend, name, marks=[pytest.mark.slow] if backend in SLOW else [])
          for backend in (*FAST, *SLOW) for name in MECHANISMS
-         if (backend == "triton" and name != "learned_numbers") or (backend != "triton" and can_run(backend, name))]
+         if (backend == "triton" and name not in NOT_IN_TRITON) or (backend != "triton" and can_run(backend, name))]
 
 
 @pytest.mark.parametrize("backend, name", CASES)
@@ -168,6 +169,7 @@ def test_cudnn_takes_no_mask(monkeypatch):
 @pytest.mark.parametrize("backend, name, field", [
     ("flash", "rope", "'flash'"), ("sdpa", "alibi", "sdpa"), ("sdpa", "window", "sdpa"), ("sdpa", "sink", "sdpa"),
     ("sdpa", "key_bias", "sdpa"), ("flex", "infini", "flex"), ("flex", "sink", "flex"), ("flex_flash", "nope", "cpu"),
+    ("cpu", "skip_first", "first key"), ("triton", "skip_first", "triton"),
 ])
 def test_a_backend_that_cannot_run_is_refused(backend, name, field):
     with pytest.raises(ValueError, match=field):

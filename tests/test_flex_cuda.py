@@ -33,7 +33,8 @@ GRID = [
     *((90, "bfloat16", 128, 1024, method, {}, BOTH)
       for method in "rope alibi nape kerple_log kerple_power bam fox logn_rope rope+sink".split()),
     *((90, "bfloat16", 128, 1024, SCALE_INVARIANT, options, BOTH)
-      for options in (LEARNED, {"tau_ratio": 2.0}, {"terms": "a"}, {"terms": "m"}, {"learn_gain": True})),
+      for options in (LEARNED, {"tau_ratio": 2.0}, {"terms": "a"}, {"terms": "m"}, {"learn_gain": True},
+                      {"skip_first": True}, LEARNED | {"skip_first": True})),
     (90, "bfloat16", 128, 1024, "alibi", {"slopes": "geometric"}, BOTH),
     (90, "bfloat16", 128, 1024, "rope+window", SHORT, BOTH),
     (90, "bfloat16", 128, 1024, "scale_invariant+window", SHORT, BOTH),

@@ -20,11 +20,11 @@ SHAPES = [(2, 3, 16, 1), (2, 2, 16, 37)]  # batch, heads, head dimension, tokens
 SHAPES += [pytest.param(*shape, marks=pytest.mark.slow) for shape in ((1, 4, 32, 130), (1, 2, 8, 300))]
 NAMES = ["fox", "p_rope+forget", "scale_invariant+forget", "p_rope+scale_invariant+forget", "rope+window",
          "p_rope+window", "p_rope+sink", "p_rope+scale_invariant+sink", "kerple_log", "kerple_power", "bam",
-         "bam_ssmax", "p_rope+bam+sink", "nape", "log_beyond", "log_steps", "log_offset", "factor", "log_root",
-         "pope", "pope+scale_invariant", "fire", "stick_breaking"]  # fmt: skip
+         "bam_ssmax", "p_rope+bam+sink", "scale_invariant_nope", "nape", "log_beyond", "log_steps", "log_offset",
+         "factor", "log_root", "pope", "pope+scale_invariant", "fire", "stick_breaking"]  # fmt: skip
 OPTIONS = {"rope+window": dict(window=29), "p_rope+window": dict(window=1),
            "log_steps": dict(floor=10.0), "log_offset": dict(offset=30.0),
-           "fire": dict(c=0.3, threshold=11.0)}  # fmt: skip
+           "scale_invariant_nope": dict(skip_first=True), "fire": dict(c=0.3, threshold=11.0)}  # fmt: skip
 SPREAD = {"nape": 0.02, "bam_ssmax": 0.1}  # of the parameters: larger factors leave too little of bfloat16 to compare
 
 
@@ -81,6 +81,15 @@ def bam(method, q, k, x):
     return by_rows(row, q.shape[2])
 
 
+def scale_invariant_but_the_first_key(method, q, k, x):
+    """Anson et al. 2025 with tau 10, a = 1 and m = 0 for the first key."""
+    def row(i):
+        a_squared = 1 + 2 * torch.log(1 + (i - torch.arange(i + 1).double()) / 10)
+        a_squared[0] = 1
+        return a_squared**0.5 * (q[:, :, i, None] * k[:, :, : i + 1]).sum(-1) / q.shape[-1] ** 0.5 + 1 - a_squared
+    return by_rows(row, q.shape[2])
+
+
 def nape(method, q, k, x):
     """Vasylenko et al. 2025: each query scales its row; the first half of the heads have ALiBi."""
     w_b, w_g = method.query_scale.beta.double(), method.query_scale.gamma.double()
@@ -130,6 +139,7 @@ OWN_LOGITS = {
     "log_root": temperature(lambda i: math.sqrt(1 + 2 * math.log(i + 1))),
     "n_power": lambda method, q, k, x: temperature(lambda i: (i + 1) ** (2 / (q.shape[-1] - 1)))(method, q, k, x),
     "nape": nape,
+    "scale_invariant_nope": scale_invariant_but_the_first_key,
     "bam": bam,
     "bam_ssmax": bam,
     "kerple_log": kerple(lambda a, p, t: p * torch.log(1 + a * t)),
@@ -370,8 +380,8 @@ def test_swan_and_llama_4_have_one_global_layer_in_four():
 @pytest.mark.slow
 def test_layers_of_all_kinds_compile_to_one_graph():
     """Inductor would take a minute. Its inputs, the graphs forward and backward, run as they are."""
-    method = "nape,kerple_log,pope+scale_invariant,stick_breaking,log_beyond,wall"
-    model = GPT(vocab_size=97, num_layers=6, num_heads=2, model_dim=16, train_length=16, method=method)
+    method = "nape,kerple_log,pope+scale_invariant,stick_breaking,log_beyond,wall,bam+xsa"
+    model = GPT(vocab_size=97, num_layers=7, num_heads=2, model_dim=16, train_length=16, method=method)
     randomize(model)
     plan, (tokens, targets) = model.plan(40), random_tokens(40)
     results = []

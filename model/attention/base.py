@@ -39,8 +39,10 @@ class Plan:
 
 
 def unsupported_extras(method: Method, supported: tuple[str, ...] = ()) -> str | None:
-    """Return why a backend with only the supported EXTRAS cannot run a method, or None."""
+    """Return why a backend cannot run a method, or None. supported: some of EXTRAS, and "skip_first"."""
     missing = [noun for kind, noun in EXTRAS.items() if getattr(method, kind) is not None and kind not in supported]
+    if method.score_change is not None and method.score_change.skip_first and "skip_first" not in supported:
+        missing.append("exception for the first key")
     return f"it has no {' and no '.join(missing)}" if missing else None
 
 

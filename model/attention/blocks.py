@@ -24,6 +24,7 @@ class Bands(NamedTuple):
     scale: Tensor | float  # a_t, (1 or H, block, Tk) or a number
     bias: Tensor  # m_t, (1 or H, block, Tk)
     window: int | None = None
+    skip_first: bool = False  # True if a_t and m_t do not apply to key 0
 
 
 def unsupported(method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -42,7 +43,8 @@ def prepare(score_change: ScoreChange | None, plan: Plan, earlier: Bands | None 
         scale = scale.float().expand(scale.shape[0] if scale.dim() == 3 else 1, *distance.shape)
     hidden = distance < 0 if plan.window is None else (distance < 0) | (distance >= plan.window)
     bias = torch.where(hidden, -torch.inf, bias).float()
-    return Bands(scale, bias if bias.dim() == 3 else bias.unsqueeze(0), plan.window)
+    skip_first = score_change is not None and score_change.skip_first
+    return Bands(scale, bias if bias.dim() == 3 else bias.unsqueeze(0), plan.window, skip_first)
 
 
 def run(
@@ -51,7 +53,7 @@ def run(
 ) -> Tensor:  # fmt: skip
     Tq = q.shape[2]
     plan = Plan("blocks", 1, q.shape[3], Tq, q_offset + Tq, device=q.device)
-    scale_band, bias_band, window = prepared or prepare(None, plan)
+    scale_band, bias_band, window, skip_first = prepared or prepare(None, plan)
     block = bias_band.shape[1]
     recompute = torch.is_grad_enabled() and k.shape[2] >= RECOMPUTE_LENGTH
     q = q * q.shape[-1] ** -0.5
@@ -63,9 +65,13 @@ def run(
         columns = slice(bias_band.shape[2] - (end - first), None)
         band = (slice(None), slice(block - (stop - start), None), columns)  # the last rows and columns (see Bands)
         scale = scale_band[band] if isinstance(scale_band, Tensor) else scale_band
+        bias = bias_band[band]
+        if skip_first and first == 0:
+            is_first = torch.arange(end, device=q.device) == 0
+            scale, bias = torch.where(is_first, 1.0, scale), torch.where(is_first & bias.isfinite(), 0.0, bias)
         block_bias = None if key_bias is None else key_bias[:, :, None, first:end]
         vectors = q[:, :, start:stop], k[:, :, first:end], v[:, :, first:end]
-        arguments = (*vectors, scale, bias_band[band], block_bias, sink)
+        arguments = (*vectors, scale, bias, block_bias, sink)
         outputs.append(
             checkpoint(attend_block, *arguments, use_reentrant=False) if recompute else attend_block(*arguments)
         )

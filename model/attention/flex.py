@@ -37,7 +37,7 @@ def unsupported(method: Method, device: torch.device, dtype: torch.dtype) -> str
     if device.type == "cuda" and not find_spec("triton"):
         return "it is compiled by Triton, which is not installed"
     sink = ("sink",) if device.type != "cpu" else ()  # on a CPU, PyTorch gives no log-sum-exp
-    return unsupported_extras(method, ("key_bias", "window", *sink))
+    return unsupported_extras(method, ("key_bias", "window", "skip_first", *sink))
 
 
 def prepare(score_change: ScoreChange | None, plan: Plan, earlier: dict | None = None) -> dict:
@@ -55,7 +55,19 @@ def prepare(score_change: ScoreChange | None, plan: Plan, earlier: dict | None =
         # Each stage of the pipeline holds its part of the table in shared memory. Three stages leave 3 KB free on an
         # A100 and 2 KB on an H100, so key biases might not fit. By estimate, a load ends within an iteration.
         kernel_options["num_stages"] = 2
-    return dict(score_mod=make_function(score_change, plan), block_mask=block_mask, kernel_options=kernel_options)
+    score_mod = make_function(score_change, plan)
+    if score_change is not None and score_change.skip_first:
+        score_mod = without_first_key(score_mod)
+    return dict(score_mod=score_mod, block_mask=block_mask, kernel_options=kernel_options)
+
+
+def without_first_key(score_mod: Callable) -> Callable:
+    """Return a score_mod that does not change the scores of the first key."""
+
+    def skipping(score, batch, head, q_index, kv_index):
+        return torch.where(kv_index == 0, score, score_mod(score, batch, head, q_index, kv_index))
+
+    return skipping
 
 
 def has_one_table(score_change: ScoreChange | None, plan: Plan) -> bool:

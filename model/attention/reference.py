@@ -60,7 +60,8 @@ def attention_logits(
     if method.score_change is not None:
         head = torch.arange(method.num_heads, device=q.device).view(-1, 1, 1)
         a, m = method.score_change.coefficients(distance.clamp(min=0).double(), head)
-        logits = (a * logits + m).to(logits.dtype)
+        unchanged = (positions == 0) & method.score_change.skip_first
+        logits = torch.where(unchanged, logits, (a * logits + m).to(logits.dtype))
     if method.key_bias is not None:
         logits = logits + method.key_bias.bias(method.key_bias.of_tokens(x)).unsqueeze(-2)
     hidden = distance < 0

@@ -105,6 +105,8 @@ class QueryScale(Mechanism):
 class ScoreChange(Mechanism):
     """Changes the score S to a_h(t) S + m_h(t)."""
 
+    skip_first = False  # True if the logit of the first token's key stays S
+
     def coefficients(self, distance: Tensor, head: Tensor) -> tuple[Tensor | float, Tensor]:
         """Return a and m at distances t >= 0 and heads, two tensors that broadcast together (a may be a number).
 

@@ -23,17 +23,20 @@ class ScaleInvariant(ScoreChange):
     def __init__(
         self, num_heads, head_dim, train_length, tau: float = TAU, tau_ratio: float = 1.0,
         learn_tau: bool = False, learn_gain: bool = False, terms: str = "both",
+        skip_first: bool = False,
     ):  # fmt: skip
         """tau: the length, in tokens, of the local region whose scores stay about unchanged.
 
         The other options are ours. tau_ratio: factor of tau from one head to the next; the first head has tau.
         learn_tau: each head of each layer learns log(tau). learn_gain: each head learns a factor of its scores, because
         the theory assumes scores with standard deviation 1. terms: "a" leaves out m_t, "m" leaves out a_t.
+        skip_first: the first token has a = 1 and m = 0 at every distance, because its scores are not Gaussian (the
+        paper leaves it out of its test of the scores). Our kernels for CPUs and in Triton cannot do this.
         """
         super().__init__()
         require(tau > 0 and tau_ratio > 0, f"tau is {tau}, tau_ratio {tau_ratio}. Use positive numbers.")
         require(terms in TERMS, f"terms is {terms!r}. Use one of {', '.join(TERMS)}.")
-        self.tau, self.tau_ratio, self.terms = tau, tau_ratio, terms
+        self.tau, self.tau_ratio, self.terms, self.skip_first = tau, tau_ratio, terms, skip_first
         log_tau = math.log(tau) + math.log(tau_ratio) * torch.arange(num_heads, dtype=torch.float32)
         self.log_tau = nn.Parameter(log_tau) if learn_tau else None
         self.gain = nn.Parameter(torch.ones(num_heads)) if learn_gain else None

@@ -85,7 +85,10 @@ def last_query_logits(method: Method, plan: Plan, x: Tensor, q: Tensor, k: Tenso
     distance = torch.arange(k.shape[2], dtype=torch.float64, device=k.device)
     head = torch.arange(method.num_heads, device=k.device).unsqueeze(-1)  # (H, 1)
     scale, bias = method.score_change.coefficients(distance, head)
-    return scale * scores + bias
+    logits = scale * scores + bias
+    if method.score_change.skip_first:
+        logits[..., -1] = scores[..., -1]
+    return logits
 
 
 @torch.inference_mode()
