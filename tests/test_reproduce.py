@@ -17,7 +17,6 @@ from runtime.build import build_model
 from runtime.checkpoint import save_checkpoint
 from scripts.reproduce import __main__ as command
 from scripts.reproduce import beyond, figures, needles, taught, theory
-from scripts.reproduce.figures import tau_of
 from scripts.reproduce.tables import paper_targets
 from scripts.shared.arguments import field_changes
 from scripts.shared.looks import method_name, series_label, series_name
@@ -296,19 +295,6 @@ def test_needles_by_distance_are_counted_over_seeds(tmp_path, call):
     table = output.out.split("### By distance")[1]
     assert "| RoPE   |    256 |   1/1 |    3/4 |    2/10 |          |" in table.splitlines()
     assert cells_of(table)["RoPE"] == ["1024", "", "", "", "1/9"]
-
-
-def test_needles_against_tau(tmp_path, call, drawn):
-    for run in sweep("needle_tau", "mini", seeds=[0, 1]):
-        gain = bool(run.config.method_options.get("learn_gain"))
-        share = tau_of(run.config) / 100 + 0.1 * gain + 0.2 * run.config.seed
-        shares = {"256": share, "1024": 0.0, "4096": 0.0}
-        write_run(tmp_path / "runs", run, {256: 4.0}, needle=needle_summary(run, shares))
-    call("needle_tau", "--scale", "mini", "--seeds", "0", "1")
-    found = {line.look["label"]: dict(zip(line.xs, line.means)) for line in drawn["needle_tau"][0][0].lines}
-    assert found["Scale-invariant p-RoPE"] == pytest.approx({t: t / 100 + 0.1 for t in (0.625, 2.5, 10.0, 40.0)})
-    gained = found["Scale-invariant p-RoPE, a factor of the scores learned by each head"]
-    assert gained == pytest.approx({10.0: 0.3}) and len(found["Scale-invariant PoPE"]) == 2
 
 
 # ---- curves ----------------------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ ITEMS = dict(
     far_heads=heads.far_heads,
     table_rivals=beyond.table_rivals,
     needle_rivals=needles.table_needle,
-    needle_tau=needles.needle_tau,
+    needle_tau=needles.table_needle,
 )
 # Items that are computed or measured on this machine. The others are functions of the stored runs.
 COMPUTED = ["figure_entropy", "far_heads", "figure_sublog", "figure_sublog_unscaled"]
@@ -137,7 +137,8 @@ def make_page(sections: dict[str, str]) -> str:
     """Return the page of these sections, in the order of ITEMS. Sections of removed items come last."""
     present = [item for item in dict.fromkeys([*ITEMS, *sections]) if item in sections]
     links = ", ".join(f"[{item}](#{item})" for item in present)
-    head = f"# Tables and figures\n\nMade by `python -m scripts.reproduce` from the stored runs: {links}.\n"
+    head = f"# Tables and figures\n\nMade by `python -m scripts.reproduce` from the stored runs: {links}.\n\n"
+    head += "Standard errors and p-values are over seeds. They do not cover the choice of the validation text.\n"
     return "\n".join([head, *(sections[item] for item in present)])
 
 

@@ -5,14 +5,14 @@ import math
 import re
 
 from model.methods import layer_pattern
-from scripts.reproduce.comparisons import compare, difference_cell, differences
+from scripts.reproduce.comparisons import compare
 from scripts.reproduce.drawing import Line, Panel, draw_panels, row_lines
-from scripts.reproduce.figures import NO_FIGURE, tau_of
+from scripts.reproduce.figures import NO_FIGURE, OPEN_CIRCLE, tau_of
 from scripts.reproduce.study import Study
 from scripts.reproduce.tables import losses_page, read_losses, reference_of, table_losses
 from scripts.shared.looks import method_name, series_label, series_name
 from scripts.shared.runs import final_losses
-from scripts.shared.tables import format_mean, markdown_table, mean_and_stderr, mean_cells, pivot_table, summarise
+from scripts.shared.tables import mean_cells, pivot_table, summarise
 
 # Validation length / training length, with keyword arguments of matplotlib's plot:
 RATIOS = {
@@ -43,16 +43,18 @@ def tau_by_length(study: Study) -> str:
         length_rows = [row for row in rows if row["train_length"] == length]
         fixed = [row for row in length_rows if row["tau"] != LEARNED]
         curves = row_lines(fixed, "ratio", "tau", RATIOS)
-        for row in [row for row in length_rows if row["tau"] == LEARNED and fixed]:
-            look = dict(color=RATIOS[row["ratio"]]["color"], linestyle=":", linewidth=0.8)
-            curves.append(Line(look, [fixed[0]["tau"], fixed[-1]["tau"]], [row["mean"]] * 2))
+        single = [row for row in fixed if row["seeds"] == 1]
+        for ratio, look in RATIOS.items():
+            once = [row for row in single if row["ratio"] == ratio]
+            circles = OPEN_CIRCLE | dict(color=look["color"], label="_", zorder=3)
+            curves.append(Line(circles, [row["tau"] for row in once], [row["mean"] for row in once]))
         panels.append(Panel(f"trained at {length}", curves))
         lines += tau_lines(length, length_rows)
     draw_panels(study.figure_path(), [panels], x="\u03c4 (tokens)", y="nats a token", log=10, sharey=True)
     table = pivot_table(["trained at", "\u03c4", "\u03c4 / length", "seeds"], lines, {n: f"{n}x" for n in RATIOS})
     text = "Validation loss of scale-invariant p-RoPE (nats per token) against its lengthscale \u03c4 (tokens), at "
-    text += "multiples of three training lengths. All models read equally many tokens. Dotted: each head learned its "
-    text += "\u03c4. Bars: \u00b1 1 standard error over seeds. Bold: the best \u03c4 for the training length."
+    text += "multiples of three training lengths. All models read equally many tokens. Bars: \u00b1 1 standard error "
+    text += "over seeds. Open circles: one seed. Bold: the best \u03c4 for the training length."
     return "\n\n".join([text, study.figure_markdown(), table])
 
 
@@ -97,10 +99,9 @@ def learned_section(study: Study) -> list[str]:
 
 
 def table_rivals(study: Study) -> str:
-    """Return tables of newer methods beside the paper's best ones: losses, and the best method at each length."""
+    """Return tables of newer methods beside the paper's best ones: losses, and their differences."""
     losses, lengths = read_losses(study)
-    study.sections = best_section(study, losses, lengths)
-    study.sections += compare(study, losses, reference_of(study), lengths, {}, ())
+    study.sections = compare(study, losses, reference_of(study), lengths, ())
     shortened_patterns = {}
     for run in study.runs:
         pattern, layers = layer_pattern(run.config.method), run.config.num_layers
@@ -110,31 +111,3 @@ def table_rivals(study: Study) -> str:
         listed = "; ".join(f"{name}: {parts}" for name, parts in shortened_patterns.items())
         study.notes.append(f"The models have fewer layers than some patterns. Layers from the first: {listed}.")
     return losses_page(study, losses, lengths)
-
-
-def best_section(study: Study, losses: dict, lengths: list[int]) -> list[str]:
-    """Return a section with the lowest mean at each length, among the series with the most seeds.
-
-    losses: {(series, length): [nats per token of each seed]}. The p-values are corrected for all series and lengths,
-    because the best series is selected among all of them.
-    """
-    references = (reference_of(study), "alibi")
-    rows_of = [differences(losses, reference, lengths) for reference in references]
-    found = [{(row["series"], row["length"]): row for row in rows} for rows in rows_of]
-    rows = []
-    for length in lengths:
-        at_length = {series: values for (series, at), values in losses.items() if at == length and values}
-        most_seeds = max(map(len, at_length.values()), default=0)
-        means = {series: mean_and_stderr(values) for series, values in at_length.items() if len(values) == most_seeds}
-        if means:
-            best = min(means, key=lambda series: means[series][0])
-            cells = [difference_cell(by_series.get((best, length))) for by_series in found]
-            at, loss = f"{length} ({length / study.base_length:g}x)", format_mean(*means[best])
-            rows.append([at, series_name(best), str(most_seeds), loss, *cells])
-    if not rows:
-        return []
-    head = ["at", "best", "seeds", "loss", *(f"minus {series_name(reference)}" for reference in references)]
-    text = "The lowest mean loss at each length, among the methods with the most seeds. Differences are in nats per "
-    text += "token \u00b1 standard error, with p of the t-test (see below). Holm's correction counts all methods and "
-    text += "lengths, because the best method is selected among all of them."
-    return ["### The best at each length", text, markdown_table([head, *rows])]

@@ -1,4 +1,4 @@
-"""Test whether differences between methods are significant, and compare the order of the methods with the paper's.
+"""Test whether differences between methods are significant.
 
 The few seeds of one method give a poor estimate of its variance. The seeds of all methods together give a good one. So
 all methods share one variance at each length where Bartlett's test finds no difference between their variances.
@@ -15,21 +15,21 @@ from scipy import stats
 
 from scripts.reproduce.study import Study
 from scripts.shared.looks import series_name
-from scripts.shared.tables import markdown_table, mean_and_stderr, pivot_table
+from scripts.shared.tables import mean_and_stderr, pivot_table
 
 SIGNIFICANT = 0.05  # level of a difference after Holm's correction, and of Bartlett's test
 
 
-def compare(study: Study, losses: dict, reference: str, lengths: list[int], paper: dict, not_trained: Collection[str]):
-    """Return Markdown: the differences between each series and the reference, and the order of the series.
+def compare(study: Study, losses: dict, reference: str, lengths: list[int], not_trained: Collection[str]) -> list[str]:
+    """Return a section with the differences between each series and the reference.
 
     A series (Study.series) is one curve: a method, with its options. losses: {(series, length): [nats per token of each
-    seed]}. paper: {(series, paper's length): mean}. not_trained: see differences.
+    seed]}. not_trained: see differences.
     """
     rows = differences(losses, reference, lengths, not_trained)
     tested = sum(row["p"] is not None for row in rows)
     if not tested:  # a test needs more than one seed
-        return order_section(losses, lengths, study.base_length, paper)
+        return []
     cells = collections.defaultdict(dict)
     for row in rows:
         cells[row["series"], f"{row['seeds']}, {row['reference_seeds']}"][row["length"]] = difference_cell(row)
@@ -39,7 +39,7 @@ def compare(study: Study, losses: dict, reference: str, lengths: list[int], pape
     text += f"Holm's correction for all {tested} comparisons; bold below {SIGNIFICANT}. n: seeds of the method and of "
     text += "the reference. " + describe_variances(losses, lengths, not_trained)
     table = pivot_table([f"minus {series_name(reference)}", "n"], lines, columns)
-    return ["### Differences", text, table] + order_section(losses, lengths, study.base_length, paper)
+    return ["### Differences", text, table]
 
 
 def differences(losses: dict, reference: str, lengths: list[int], not_trained: Collection[str] = ()) -> list[dict]:
@@ -134,22 +134,3 @@ def difference_cell(row: dict | None) -> str:
     p = f"p = {row['p_holm']:.2g}" if row["p_holm"] >= 0.001 else "p < 0.001"
     cell = f"{row['difference']:+.3f} \u00b1 {row['stderr']:.3f}"
     return f"**{cell}** ({p})" if row["p_holm"] < SIGNIFICANT else f"{cell} ({p})"
-
-
-def order_section(losses: dict, lengths: list[int], base_length: int, paper: dict) -> list[str]:
-    """Return a section: rank correlations of our and the paper's means at equal multiples of the training length."""
-    paper_base = min((length for _, length in paper), default=0)
-    rows = []
-    for length in lengths:
-        targets = {series: mean for (series, at), mean in paper.items() if at * base_length == length * paper_base}
-        means = {
-            series: mean_and_stderr(losses[series, length])[0] for series in targets if losses.get((series, length))
-        }
-        if len(means) >= 3:
-            rho = stats.spearmanr([*means.values()], [targets[series] for series in means]).statistic
-            best = series_name(min(means, key=means.get)), series_name(min(means, key=targets.get))
-            rows.append([f"{length} ({length / base_length:g}x)", f"{rho:+.2f}", str(len(means)), *best])
-    if not rows:  # no length has three methods
-        return []
-    head = ["at", "Spearman's rho", "methods", "best here", "best in the paper"]
-    return ["### Order", "Rank correlation of our means with the paper's.", markdown_table([head, *rows])]

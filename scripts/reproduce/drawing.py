@@ -35,6 +35,7 @@ class Panel(NamedTuple):
     title: str
     lines: list[Line]
     axes: dict = {}
+    train_length: int | None = None  # tokens; marked on the x axis
 
 
 def row_lines(rows: Iterable[dict], by: str, x: str, looks: dict) -> list[Line]:
@@ -71,6 +72,8 @@ def draw_panels(
                 axis.remove()
             for axis, panel in zip(row, panels):
                 draw_lines(axis, panel.lines, bands)
+                if panel.train_length:
+                    axis.axvline(panel.train_length, color="0.6", linestyle=":", label="training length")
                 if log:
                     axis.set_xscale("log", base=log)
                 if log == 2:

@@ -3,13 +3,11 @@
 import collections
 import statistics
 
-from configs.config import with_changes
 from scripts.reproduce.drawing import Panel, draw_panels, row_lines
-from scripts.reproduce.figures import tau_of
 from scripts.reproduce.study import Study
 from scripts.reproduce.tables import make_table
-from scripts.shared.looks import plot_styles, series_label, series_name
-from scripts.shared.tables import pivot_table, summarise
+from scripts.shared.looks import plot_styles, series_name
+from scripts.shared.tables import pivot_table
 
 METRICS = ("greedy", "teacher forcing")
 
@@ -47,22 +45,6 @@ def table_needle(study: Study) -> str:
     return text + "\n\n" + make_table(study, accuracy, lengths, best=max, oracle=oracle_means)
 
 
-def needle_tau(study: Study) -> str:
-    """Return a figure of the needles found against tau, then the tables of table_needle."""
-    page = table_needle(study)
-    shares = collections.defaultdict(list)  # greedy decoding: {(form of the method, length, tau): [one per seed]}
-    for run, stored in study.finished:
-        others = {name: value for name, value in run.config.method_options.items() if name != "tau"}
-        form = series_label(with_changes(run.config, dict(method_options=others)))
-        for length, share in stored.needle["greedy"].items():
-            shares[form, int(length), tau_of(run.config)].append(float(share))
-    rows = sorted(summarise(shares, "form", "length", "tau"), key=lambda row: row["tau"])
-    draw(study, study.item, rows, "form", "tau", x="\u03c4 (tokens)", log=10)
-    text = "Share of needles found (greedy decoding) against the lengthscale \u03c4 in tokens, one panel per length. "
-    text += "Bars: \u00b1 1 standard error over seeds."
-    return "\n\n".join([text, study.figure_markdown(), page])
-
-
 def distance_section(study: Study, distances: dict[tuple[str, int, int], list[int]]) -> list[str]:
     """Draw the needles found against their distance from the response. Return a section with the counts.
 
@@ -77,18 +59,15 @@ def distance_section(study: Study, distances: dict[tuple[str, int, int], list[in
     if not rows:
         return []
     name = f"{study.item}_distances"
-    draw(study, name, rows, "method", "middle", x="tokens back to the needle", log=2)
+    looks, panels = plot_styles(dict.fromkeys(row["method"] for row in rows)), []
+    for length in sorted({row["length"] for row in rows}):
+        at_length = [row for row in rows if row["length"] == length]
+        lines = row_lines(at_length, "method", "middle", looks)
+        panels.append(Panel(f"at {study.length_label(length)}", lines, dict(ylim=(-0.03, 1.03))))
+    x, y = "tokens back to the needle", "needles found"
+    draw_panels(study.figure_path(name), [panels], x=x, y=y, log=2, sharey=True)
     lines = [([series_name(series), str(length)], counts) for (series, length), counts in cells.items()]
     columns = {least: f"{least}-{2 * least - 1}" for least in sorted({least for _, _, least in distances})}
     text = "Needles found (greedy decoding) / all needles, over all seeds. Columns: tokens from the start of the "
-    text += "needle to the response."
+    text += "needle to the response. Runs that were scored without their distances are left out."
     return ["### By distance", text, study.figure_markdown(name), pivot_table(["method", "length"], lines, columns)]
-
-
-def draw(study: Study, name: str, rows: list[dict], by: str, column: str, *, x: str, log: int):
-    """Draw the shares of needles found against `column`: one panel per length, one line per value of `by`."""
-    looks, panels = plot_styles(dict.fromkeys(row[by] for row in rows)), []
-    for length in sorted({row["length"] for row in rows}):
-        lines = row_lines([row for row in rows if row["length"] == length], by, column, looks)
-        panels.append(Panel(f"at {study.length_label(length)}", lines, dict(ylim=(-0.03, 1.03))))
-    draw_panels(study.figure_path(name), [panels], x=x, y="needles found", log=log, sharey=True)

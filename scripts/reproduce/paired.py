@@ -42,11 +42,11 @@ def at(values: dict, x) -> dict[str, BySeed]:
     return {series: by_seed for (series, other), by_seed in values.items() if other == x}
 
 
-def primary_comparisons(study: Study, losses: dict, measures: dict[str, dict[str, BySeed]], unit: str) -> list[str]:
-    """Return a section with paired t-tests of scale-invariant p-RoPE against three rivals, with Holm's correction.
+def primary_rows(study: Study, losses: dict, measures: dict[str, dict[str, BySeed]]) -> list[dict]:
+    """Return paired t-tests of scale-invariant p-RoPE against three rivals, with Holm's correction.
 
     losses: {(series, tokens): BySeed}. The ALiBi with the lowest loss at the training length is a rival.
-    measures: {label: {series: BySeed}}. unit: of the measures.
+    measures: {label: {series: BySeed}}.
     """
     alibis = {series: statistics.fmean(by_seed.values()) for series, by_seed in at(losses, study.base_length).items()
               if series.split(" ")[0] == "alibi"}  # fmt: skip
@@ -60,20 +60,20 @@ def primary_comparisons(study: Study, losses: dict, measures: dict[str, dict[str
                 mean, stderr = mean_and_stderr(differences)
                 # Equal differences, such as 0 when neither method copies, have no t-test.
                 p = float(stats.ttest_1samp(differences, 0).pvalue) if stderr else float(mean == 0)
-                rows.append(
-                    dict(measure=measure, rival=rival, difference=mean, stderr=stderr, p=p, seeds=len(differences))
-                )
+                row = dict(measure=measure, rival=rival, difference=mean, stderr=stderr)
+                rows.append(row | dict(p=p, seeds=len(differences)))
+    return [row | dict(p_holm=p) for row, p in zip(rows, holm([row["p"] for row in rows]))]
+
+
+def primary_comparisons(study: Study, losses: dict, measures: dict[str, dict[str, BySeed]], unit: str) -> list[str]:
+    """Return a section with the tests of primary_rows. unit: of the measures."""
+    rows = primary_rows(study, losses, measures)
     if not rows:
         return []
-    rows = [row | dict(p_holm=p) for row, p in zip(rows, holm([row["p"] for row in rows]))]
     table = [["minus", "measure", "seeds", "difference"]]
     table += [[series_name(row["rival"]), row["measure"], str(row["seeds"]), difference_cell(row)] for row in rows]
-    text = (
-        f"{series_name(OURS)} (\u03c4 = 10) minus each rival, in {unit}: mean difference within seeds \u00b1 standard "
-    )
-    text += f"error. p: paired t-test after Holm's correction for {len(rows)} tests. ALiBi has the slopes with the "
-    text += (
-        f"lowest mean loss at {study.base_length}. These comparisons were fixed before the first run. All others are "
-    )
-    text += "exploratory."
+    text = f"{series_name(OURS)} (\u03c4 = 10) minus each rival, in {unit}: mean difference within seeds \u00b1 "
+    text += f"standard error. p: paired t-test after Holm's correction for {len(rows)} tests. ALiBi has the slopes "
+    text += f"with the lowest mean loss at {study.base_length}. These comparisons were fixed before the first run. "
+    text += "All others are exploratory."
     return ["### Primary comparisons", text, markdown_table(table)]

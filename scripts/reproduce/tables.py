@@ -25,8 +25,7 @@ LLAMA_COMPARED = ("model", "train_length", "validation", "val_tokens")  # all ru
 def table_losses(study: Study) -> str:
     losses, lengths = read_losses(study)
     if study.item in COMPARED:
-        paper = {key: target["mean"] for key, target in paper_targets(study.item).items()}
-        study.sections = compare(study, losses, reference_of(study), lengths, paper, trained_methods(study))
+        study.sections = compare(study, losses, reference_of(study), lengths, trained_methods(study))
     return losses_page(study, losses, lengths)
 
 

@@ -15,8 +15,7 @@ def taught(study: Study) -> str:
     """Return the figure and the tables as Markdown. A section lists the primary comparisons."""
     losses, gains = losses_and_gains(study)
     T = study.base_length
-    measures = {f"loss, {16 * T} tokens (16x)": at(losses, 16 * T), f"copy gain, {4 * T} tokens (4x)": at(gains, 4 * T)}
-    study.sections = primary_comparisons(study, losses, measures, unit="nats")
+    study.sections = primary_comparisons(study, losses, primary_measures(losses, gains, T), unit="nats")
     draw_reach(study, losses, gains)
     text = "Loss: nats per token on natural text, by sequence length. Copy gain: loss of 32 random tokens minus the "
     text += "loss of their second copy, in nats per token, by tokens between the copies. Mean \u00b1 standard error "
@@ -24,6 +23,11 @@ def taught(study: Study) -> str:
     copy_rows = [stored.data["copy_rows"] for _, stored in study.finished if stored.data.get("copy_rows")]
     text += f" {copy_rows[0]['share']:.0%} of the training rows are copy rows." if copy_rows else ""
     return "\n\n".join([text, study.figure_markdown(), *reach_tables(study, losses, gains, GAP_RATIOS)])
+
+
+def primary_measures(losses: dict, gains: dict, T: int) -> dict[str, dict]:
+    """Return the measures of the primary comparisons by label. T: training length."""
+    return {f"loss, {16 * T} tokens (16x)": at(losses, 16 * T), f"copy gain, {4 * T} tokens (4x)": at(gains, 4 * T)}
 
 
 def reach_tables(study: Study, losses: dict, gains: dict, gap_ratios: tuple) -> list[str]:
@@ -44,10 +48,11 @@ def draw_reach(study: Study, losses: dict, gains: dict):
     """Draw the loss against the sequence length, and the copy gain against the tokens between the copies."""
     shown = [series for series in study.all_series if series in DRAWN or series.startswith("alibi slope_scale=")]
     looks, panels = plot_styles(shown), []
-    for title, label, values in (
-        ("loss by sequence length", "nats a token", losses),
-        ("copy gain by tokens between the copies", "nats", gains),
+    for title, xlabel, values in (
+        ("loss on natural text", "sequence length (tokens)", losses),
+        ("copy gain on random tokens", "distance between the two copies (tokens)", gains),
     ):
         rows = sorted(summarise(samples(values), "series", "tokens"), key=lambda row: row["tokens"])
-        panels.append(Panel(title, row_lines(rows, "series", "tokens", looks), dict(ylabel=label)))
-    draw_panels(study.figure_path(), [panels], x="tokens", y="", log=2)
+        lines = row_lines(rows, "series", "tokens", looks)
+        panels.append(Panel(title, lines, dict(xlabel=xlabel), study.base_length))
+    draw_panels(study.figure_path(), [panels], x="", y="nats a token", log=2)

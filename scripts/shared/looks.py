@@ -44,7 +44,7 @@ NAMES = {method: shown[0] for method, shown in SHOWN_AS.items()} | dict(
     sink="sinks",
 )
 OPTION_NAMES = {
-    "slope_scale=1": "official slopes",
+    "slope_scale=1": "published slopes",
     "learn_tau=True": "\u03c4 learned by each head",
     "learn_gain=True": "a factor of the scores learned by each head",
     "terms=a": "a_t alone",
@@ -86,7 +86,8 @@ def series_name(series: str) -> str:
 
 def option_name(option: str) -> str:
     name, value = option.split("=", maxsplit=1)
-    return OPTION_NAMES.get(option, f"\u03c4 = {value}" if name == "tau" else f"{name} {value}")
+    shown = dict(tau=f"\u03c4 = {value}", slope_scale=f"slopes \u00d7 {value}")
+    return OPTION_NAMES.get(option, shown.get(name, f"{name} {value}"))
 
 
 def plain_number(value) -> str:

@@ -1,0 +1,121 @@
+"""Write pages of results/: the texts in templates/, with numbers of the kept runs filled in.
+
+    python -m scripts.reproduce.pages
+
+A template names each number in braces, with its format: {loss mini 4096 rope:.3f}. " - " between two names stands for
+their difference, within the seeds that both have. The format "p" is for p-values. Numbers are means over seeds:
+
+    loss PLACE LENGTH SERIES         validation loss in nats per token
+    copy PLACE GAP SERIES            copy gain of random tokens in nats
+    needle PLACE LENGTH SERIES       share of needles found by greedy decoding
+    tokens PLACE SERIES              training tokens; also: parameters, val_tokens
+    stderr NAME [- NAME]             standard error over seeds of one of these numbers, or of their difference
+    seeds NAME                       its number of seeds
+    p loss PLACE LENGTH SERIES       p-value, after Holm's correction, of the difference to scale-invariant p-RoPE
+    p copy PLACE GAP SERIES          the same for copy gains
+    paper TABLE LENGTH SERIES        a number of the paper
+
+PLACE is a preset, or prose: the preset mini on prose. SERIES is a label of scripts.shared.looks.series_label. LENGTH
+and GAP are in tokens. The p-values are the ones in PLACE's tables.md.
+"""
+
+import argparse
+import collections
+import re
+import string
+from pathlib import Path
+
+import torch
+
+from configs.sweeps import OURS
+from errors import require
+from files import replace_text
+from scripts.reproduce.comparisons import differences
+from scripts.reproduce.paired import losses_and_gains, primary_rows
+from scripts.reproduce.study import Study
+from scripts.reproduce.tables import paper_targets, read_losses, trained_methods
+from scripts.reproduce.taught import primary_measures
+from scripts.shared.looks import series_label
+from scripts.shared.runs import final_losses, read_runs
+from scripts.shared.tables import mean_and_stderr
+
+TEMPLATES, RESULTS = Path(__file__).with_name("templates"), Path(__file__).parents[2] / "results"
+
+
+class Page(string.Formatter):
+    """Fills numbers into the fields of a template."""
+
+    def __init__(self, numbers: dict[str, dict[int, float]]):
+        self.numbers = numbers  # by name, then by seed
+
+    def get_field(self, field_name: str, args, kwargs) -> tuple[float, str]:
+        first, *others = (self.by_seed(name) for name in re.sub(r"^(stderr|seeds) ", "", field_name).split(" - "))
+        shared = [seed for seed in first if all(seed in other for other in others)]
+        mean, stderr = mean_and_stderr([first[seed] - sum(other[seed] for other in others) for seed in shared])
+        return {"stderr": stderr, "seeds": len(shared)}.get(field_name.split(" ")[0], mean), field_name
+
+    def format_field(self, value, format_spec: str) -> str:
+        if format_spec == "p":
+            return f"{value:.2g}" if value >= 0.001 else "< 0.001"
+        return format(value, format_spec)
+
+    def by_seed(self, name: str) -> dict[int, float]:
+        require(name in self.numbers, f"No kept run has the number {name!r}. Correct the name in {TEMPLATES}.")
+        return self.numbers[name]
+
+
+def kept_numbers() -> dict[str, dict[int, float]]:
+    """Return the numbers of all kept runs by name and seed."""
+    found = collections.defaultdict(dict)
+    for file in [*sorted(RESULTS.glob("*/runs.jsonl")), RESULTS / "quickstart.jsonl"]:
+        for stored in read_runs(file):
+            place = "prose" if file.parent.name == "prose" else stored.line["preset"]
+            series, seed, needle = series_label(stored.config), stored.config.seed, stored.needle or {}
+            losses = {series: final_losses(stored.summary)}
+            losses |= {method: final_losses(stored.summary, method) for method in stored.config.validate_as}
+            gains = {series: stored.summary.get("copy_gain", {}).get("random", {})}
+            for kind, by_series in dict(loss=losses, copy=gains, needle={series: needle.get("greedy", {})}).items():
+                for label, values in by_series.items():
+                    for tokens, value in values.items():
+                        found[f"{kind} {place} {tokens} {label}"][seed] = value
+            assert seed not in found[f"tokens {place} {series}"], f"{stored.path}: two kept runs have this name"
+            for field in ("tokens", "parameters", "val_tokens"):
+                found[f"{field} {place} {series}"][seed] = stored.line[field]
+    return found
+
+
+def p_values() -> dict[str, float]:
+    """Return the p-values of the comparisons in tables.md, by name."""
+    found = {}
+    for place, changes in (("mini", {}), ("prose", dict(data_dir="data/books"))):
+        study = open_study("table_losses", "mini", place, changes)
+        losses, lengths = read_losses(study)
+        for row in differences(losses, OURS, lengths, trained_methods(study)):
+            found[f"p loss {place} {row['length']} {row['series']}"] = row["p_holm"]
+    study = open_study("taught", "taught", "taught", {})
+    losses, gains = losses_and_gains(study)
+    for row in primary_rows(study, losses, primary_measures(losses, gains, study.base_length)):
+        kind, tokens = re.match(r"(loss|copy)\D*(\d+)", row["measure"]).groups()
+        found[f"p {kind} taught {tokens} {row['rival']}"] = row["p_holm"]
+    return found
+
+
+def open_study(item: str, scale: str, place: str, changes: dict) -> Study:
+    args = argparse.Namespace(scale=scale, methods=None, seeds=None, out=RESULTS / place, runs_dir=None)
+    stored_runs = read_runs(RESULTS / place / "runs.jsonl")
+    return Study(item, args, changes=changes, needle={}, stored_runs=stored_runs, device=torch.device("cpu"))
+
+
+def make_pages() -> dict[Path, str]:
+    """Return the text of each page by its path."""
+    whole = p_values()  # numbers that belong to no seed
+    for table in ("table_losses", "table_needle", "table_infini"):
+        for (series, length), target in paper_targets(table).items():
+            whole[f"paper {table} {length} {series}"] = target["mean"]
+    page = Page(kept_numbers() | {name: {0: number} for name, number in whole.items()})
+    return {RESULTS / path.name: page.format(path.read_text()) for path in sorted(TEMPLATES.glob("*.md"))}
+
+
+if __name__ == "__main__":
+    for path, text in make_pages().items():
+        replace_text(path, text)

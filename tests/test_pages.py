@@ -1,0 +1,97 @@
+"""The pages of results/: each number of a template is a number of the kept runs, and the texts are short."""
+
+import json
+import re
+import statistics
+
+import pytest
+from commands import ROOT
+
+from errors import UserError
+from scripts.quickstart import METHODS
+from scripts.reproduce import pages
+
+SI = "scale_invariant_p_rope"
+PAPERS_TEN = ["rope", "p_rope", "nope", "rope_ntk", "yarn", "logn_rope", "logn_p_rope", "logn_ntk"]
+PAPERS_TEN += ["alibi slope_scale=1", SI]
+LIMITS = {"README.md": 600} | dict.fromkeys(
+    "alibi.md tau.md needle.md gaussian.md newer_methods.md other_claims.md quickstart.md small.md".split(), 400
+)
+
+
+@pytest.fixture(scope="module")
+def kept():
+    """Return a function from PLACE LENGTH SERIES to the mean loss of the kept runs."""
+    page = pages.Page(pages.kept_numbers())
+    return lambda name: page.get_field(f"loss {name}", (), {})[0]
+
+
+def json_lines(name):
+    return [json.loads(line) for line in (ROOT / "results" / name).read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_pages_are_the_templates_with_the_numbers_of_the_kept_runs():
+    made = pages.make_pages()
+    assert {path.name for path in made} >= LIMITS.keys() - {"small.md"}
+    for path, text in made.items():
+        assert path.read_text() == text, path.name
+
+
+def test_numbers_are_means_differences_and_errors_over_shared_seeds():
+    page = pages.Page({"loss a 8 x": {0: 1.0, 1: 3.0, 2: 9.0}, "loss a 8 y": {0: 0.5, 1: 1.5}, "p": {0: 0.0123}})
+    assert page.format("{loss a 8 x:.3f} {seeds loss a 8 x}") == "4.333 3"
+    assert page.format("{loss a 8 x - loss a 8 y:+.2f} {stderr loss a 8 x - loss a 8 y:.2f}") == "+1.00 0.50"
+    assert page.format("{p:p}") == "0.012" and pages.Page({"p": {0: 1e-4}}).format("{p:p}") == "< 0.001"
+    with pytest.raises(UserError, match="loss a 8 z"):
+        page.format("{loss a 8 z:.3f}")
+
+
+def test_names_lead_to_the_lines_of_the_runs():
+    page = pages.Page(pages.kept_numbers())
+    ours = [line for line in json_lines("taught/runs.jsonl") if (line["method"], line["method_options"]) == (SI, {})]
+    needles = [line["needle"]["greedy"]["1024"] for line in json_lines("mini/runs.jsonl")
+               if (line["preset"], line["method"], line["method_options"]) == ("mini", SI, {})]  # fmt: skip
+    assert len(ours) == 5 and len(needles) == 3
+    for name, values in {
+        f"loss taught 4096 {SI}": [line["val_loss"]["4096"] for line in ours],
+        f"copy taught 512 {SI}": [line["copy_gain"]["random"]["512"] for line in ours],
+        f"needle mini 1024 {SI}": needles,
+    }.items():
+        assert page.get_field(name, (), {})[0] == pytest.approx(statistics.fmean(values))
+
+
+def test_the_front_page_has_no_number_of_its_own():
+    text = (pages.TEMPLATES / "README.md").read_text()
+    text = re.sub(r"\{[^}]*\}|\]\([^)]*\)|`[^`]*`|p-RoPE", "", text)
+    sizes, constants = {"162M", "304M", "7B"}, {"256", "32", "2.5", "10", "16"}
+    assert {*re.findall(r"\d[\w.]*\w|\d", text)} <= sizes | constants | {"1x", "2x", "4x", "16x"}
+
+
+def test_sentences_about_the_order_follow_from_the_runs(kept):
+    for place in ("mini", "prose"):
+        for length in (256, 1024, 4096):
+            assert min(PAPERS_TEN, key=lambda series: kept(f"{place} {length} {series}")) == SI
+    taus = {10.0: SI} | {tau: f"{SI} tau={tau:g}" for tau in (0.0390625, 0.15625, 0.625, 2.5, 40.0)}
+    for place, length in {"mini": 256, "mini_1024": 1024, "mini_4096": 4096}.items():
+        for factor in (1, 4, 16):
+            if length * factor <= 16_384:
+                best = min(taus, key=lambda tau: kept(f"{place} {length * factor} {taus[tau]}"))
+                assert best in (2.5, 10.0), (place, factor)
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_pages_are_short(name):
+    words = (ROOT / "results" / name).read_text().split()
+    assert sum(bool(re.search(r"\w", word)) for word in words) <= LIMITS[name]
+
+
+def test_the_readme_shows_the_kept_quickstart():
+    lines = {tuple(line["method"].split()): line for line in json_lines("quickstart.jsonl") if line["seed"] == 0}
+    readme = (ROOT / "README.md").read_text()
+    for name, (method, _) in METHODS.items():
+        (row,) = [line for line in readme.splitlines() if line.startswith(f"| {name} ")]
+        losses, gains = lines[method,]["val_loss"], lines[method,]["copy_gain"]["random"]
+        shown = [f"{losses[n]:.3f}" for n in ("256", "1024", "4096")]
+        shown += [f"{gains[n]:.1f}" for n in ("128", "512", "1024", "2048")]
+        assert [cell.strip() for cell in row.split("|")[2:-1]] == shown
