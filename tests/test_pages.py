@@ -10,6 +10,8 @@ from commands import ROOT
 from errors import UserError
 from scripts.quickstart import METHODS
 from scripts.reproduce import pages
+from scripts.shared.looks import series_label
+from scripts.shared.runs import read_runs
 
 SI = "scale_invariant_p_rope"
 PAPERS_TEN = ["rope", "p_rope", "nope", "rope_ntk", "yarn", "logn_rope", "logn_p_rope", "logn_ntk"]
@@ -59,6 +61,20 @@ def test_names_lead_to_the_lines_of_the_runs():
         f"needle mini 1024 {SI}": needles,
     }.items():
         assert page.get_field(name, (), {})[0] == pytest.approx(statistics.fmean(values))
+
+
+def test_counts_of_needles_on_the_pages_are_the_counts_of_the_runs():
+    def found(series, length, least, most):
+        """Return [needles found, all needles] at distances from least to most, summed over the seeds."""
+        kept = [run for run in read_runs(ROOT / "results/mini/runs.jsonl") if run.needle and run.config.num_layers == 3]
+        counts = [run.needle["by_distance"][length] for run in kept if series_label(run.config) == series]
+        cells = [cell for by_distance in counts for at, cell in by_distance.items() if least <= int(at) < most]
+        return [sum(column) for column in zip(*cells)]
+
+    m_alone, alibi = f"{SI} tau=0.625 terms=m", "alibi slope_scale=1"
+    assert [found(SI, "1024", 128, 1024), found(m_alone, "1024", 128, 1024)] == [[157, 825], [0, 825]]
+    assert [found(alibi, "4096", 0, 1024), found(alibi, "4096", 1024, 4096)] == [[70, 246], [0, 654]]
+    assert [found(SI, "4096", 0, 1024), found(SI, "4096", 1024, 4096)] == [[13, 246], [73, 654]]
 
 
 def test_the_front_page_has_no_number_of_its_own():
