@@ -34,6 +34,7 @@ every_case = pytest.mark.parametrize("name, options", CASES, ids=[f"{name}-{opti
 # One method of each kind: scaling by length, key bias, memory, another softmax, wide keys, layers that differ.
 KINDS = [(name, {}) for name in ("logn_ntk", "p_rope+forget", "fire", "pope+scale_invariant", "swan", "nape")]
 KINDS += [("infini_rope", dict(segment_length=7)), ("fox,rope+window", dict(window=9))]
+KINDS += [("p_rope+scale_invariant+xsa", dict(skip_first=True, learn_share=True))]
 each_kind = pytest.mark.parametrize("name, options", KINDS, ids=[name for name, _ in KINDS])
 
 
