@@ -6,7 +6,7 @@ import re
 
 from model.methods import layer_pattern
 from scripts.reproduce.comparisons import compare
-from scripts.reproduce.drawing import Line, Panel, draw_panels, row_lines
+from scripts.reproduce.drawing import Panel, draw_panels, row_lines
 from scripts.reproduce.figures import NO_FIGURE, OPEN_CIRCLE, tau_of
 from scripts.reproduce.study import Study
 from scripts.reproduce.tables import losses_page, read_losses, reference_of, table_losses
@@ -43,11 +43,10 @@ def tau_by_length(study: Study) -> str:
         length_rows = [row for row in rows if row["train_length"] == length]
         fixed = [row for row in length_rows if row["tau"] != LEARNED]
         curves = row_lines(fixed, "ratio", "tau", RATIOS)
-        single = [row for row in fixed if row["seeds"] == 1]
-        for ratio, look in RATIOS.items():
-            once = [row for row in single if row["ratio"] == ratio]
-            circles = OPEN_CIRCLE | dict(color=look["color"], label="_", zorder=3)
-            curves.append(Line(circles, [row["tau"] for row in once], [row["mean"] for row in once]))
+        circles = {
+            ratio: OPEN_CIRCLE | dict(color=look["color"], label="_", zorder=3) for ratio, look in RATIOS.items()
+        }
+        curves += row_lines([row for row in fixed if row["seeds"] == 1], "ratio", "tau", circles)
         panels.append(Panel(f"trained at {length}", curves))
         lines += tau_lines(length, length_rows)
     draw_panels(study.figure_path(), [panels], x="\u03c4 (tokens)", y="nats a token", log=10, sharey=True)
