@@ -42,9 +42,7 @@ SCALES = dict(
     taught=Scale("taught", ("taught", "taught", "taught"), "taught", seeds=(0, 1, 2, 3, 4)),
     far=Scale("far", ("far", "far", "far"), "far"),
 )
-SCALE_OF_SWEEP = dict(
-    taught="taught", far="far", far_long="far", far_heads="far"
-)  # default of --scale; other sweeps: paper
+SCALE_OF_SWEEP = dict(taught="taught", far="far", far_heads="far")  # default of --scale; other sweeps: paper
 TAU = 10.0  # tokens, the default at every training length
 # These methods differ only beyond the training length, so one run is validated as all of them.
 SAME_WEIGHTS = dict(rope=("rope_ntk", "yarn"), logn_rope=("logn_ntk",))
@@ -201,11 +199,6 @@ def far(scale: Scale) -> list[Run]:
     return [run for cases, seed in groups for run in forms("far", cases, (seed,))]
 
 
-def far_long(scale: Scale) -> list[Run]:
-    """Return runs of the primary methods with 2.7 times the tokens of sweep `far`."""
-    return [run for seed in scale.seeds for run in forms("far_long", [*FAR_PRIMARY, ("p_rope", {})], (seed,))]
-
-
 # ---- all sweeps ------------------------------------------------------------------------------------------------------
 
 
@@ -227,7 +220,6 @@ SWEEPS = PAPER_SWEEPS | dict(
     scale_invariant_by_head=scale_invariant_by_head,
     taught=taught,
     far=far,
-    far_long=far_long,
     far_heads=lambda scale: forms("far", FAR_PRIMARY, scale.once),
     table_rivals=table_rivals,
     needle_rivals=with_needle(table_rivals),

@@ -33,7 +33,7 @@ def test_every_preset_builds_with_every_method(name, method):
 @every_preset
 def test_a_step_divides_among_processes(name, processes):
     config = preset(name)
-    if name in ("mini_1024", "mini_4096", "far", "far_long"):  # four, two and one sequence: these are for a CPU
+    if name in ("mini_1024", "mini_4096", "far"):  # four, two and one sequence: these are for a CPU
         processes = min(processes, config.batch_tokens // config.train_length)
     size = micro_batch_size(config.batch_tokens, config.train_length, config.micro_batch_tokens, processes)
     assert config.batch_tokens % (size * config.train_length * processes) == 0

@@ -77,7 +77,7 @@ def test_far_compares_runs_that_copy(tmp_path, call):  # noqa: F811
     section = output.out.split("### Primary comparisons")[1]
     lines = [line for line in section.split("\n\n")[2].splitlines() if line.startswith("| ")][1:]
     found = [[cell.strip().replace("**", "") for cell in line.split("|")[1:-1]] for line in lines]
-    budget = 5860 * 2048 / 1e6
+    budget = 3072 * 2048 / 1e6
     rivals, expected = ("rope", "logn_p_rope", "alibi slope_scale=4"), []
     alibis = [np.mean([values[name, seed][512] for seed in range(3)]) for name in ("alibi", "alibi slope_scale=4")]
     rivals = rivals if alibis[1] < alibis[0] else (*rivals[:2], "alibi")

@@ -30,9 +30,9 @@ def own_imports(path):
 
 def test_the_code_does_not_grow():
     """A reader has one evening. Later work may raise the limits, by 1,000 lines of product in all."""
-    assert count(CODE) <= 12_900
-    assert count((ROOT / "tests").glob("*.py")) <= 12_000
-    assert count(path for path in CODE if ROOT / "scripts" in path.parents) <= 5_200
+    assert count(CODE) <= 13_500
+    assert count((ROOT / "tests").glob("*.py")) <= 12_500
+    assert count(path for path in CODE if ROOT / "scripts" in path.parents) <= 5_300
     assert [path for path in CODE if ROOT / "model" not in path.parents and count([path]) > 300] == []
     assert len([path for path in (ROOT / "results").rglob("*") if path.is_file()]) <= 100
 

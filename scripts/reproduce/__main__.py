@@ -53,7 +53,6 @@ ITEMS = dict(
     scale_invariant_by_head=beyond.scale_invariant_by_head,
     taught=taught.taught,
     far=far.far,
-    far_long=far.far,
     far_heads=heads.far_heads,
     table_rivals=beyond.table_rivals,
     needle_rivals=needles.table_needle,

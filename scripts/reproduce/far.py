@@ -1,4 +1,4 @@
-"""Make the tables of the studies `far` and `far_long`: when models learn to copy from natural text, and how far.
+"""Make the tables of the study `far`: when models learn to copy from natural text, and how far they read then.
 
 A model copies once its copy gain of random spans at a gap of T / 8 is above 1 nat. T is the training length. The time
 to copy is the number of training tokens until then.
