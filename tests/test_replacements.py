@@ -4,10 +4,13 @@ import math
 
 import pytest
 import torch
+from reference import alibi_slopes
 from test_methods import assert_near, cast, gradients, random, random_qkv
+from test_rivals import nape
 
 from model.attention import attend
 from model.methods import make_method
+from model.methods.nape import entmax
 
 SHAPES = [(2, 3, 16, 1), (2, 2, 16, 37), (1, 2, 8, 150)]  # batch, heads, head dimension, tokens
 SHAPES += [pytest.param(1, 4, 32, 300, marks=pytest.mark.slow)]
@@ -17,7 +20,7 @@ def make(name, num_heads, head_dim, **options):
     """Return a method with random parameters."""
     method = make_method(name, num_heads=num_heads, head_dim=head_dim, train_length=64, **options)
     for seed, parameter in enumerate(method.parameters()):
-        parameter.data = 0.3 * random(*parameter.shape, seed=seed).float()
+        parameter.data = SPREAD.get(name, 0.3) * random(*parameter.shape, seed=seed).float()
     return method
 
 
@@ -51,7 +54,41 @@ def softplus(method, q, k, v, x):
     return torch.stack(rows, dim=2)
 
 
-FORMULAS = {"wall": wall, "softplus": softplus}
+def path_bias(method, q, k, v, x):
+    """Zhang et al. 2025, GRAPE-AP as in the authors' code: p_i and p_l, rotated as complex numbers, for each l."""
+    H, D = q.shape[1], q.shape[-1]
+    p = project(x, method.replacement.weight.unflatten(0, (H, 8)))
+    normalised = p / p.square().mean(-1, keepdim=True).sqrt()
+    turn = torch.exp(-1j * torch.arange(q.shape[2], dtype=torch.float64))[:, None]
+    rotated = torch.complex(*normalised.chunk(2, dim=-1)) * turn
+    rotated = torch.cat((rotated.real, rotated.imag), dim=-1)
+    slope = alibi_slopes(H)[:, None]
+    rows = []
+    for i in range(q.shape[2]):
+        steps = slope * torch.log(1 / (1 + torch.exp(-(p[:, :, i, None] * rotated[:, :, : i + 1]).sum(-1) / 8)))
+        bias = torch.stack([steps[:, :, j + 1 :].sum(-1) for j in range(i + 1)], dim=-1)
+        logits = (q[:, :, i, None] * k[:, :, : i + 1]).sum(-1) / D**0.5 + bias
+        rows.append((logits.softmax(dim=-1)[..., None] * v[:, :, : i + 1]).sum(2))
+    return torch.stack(rows, dim=2)
+
+
+def sorted_entmax(z):
+    """Peters et al. 2019, algorithm 2: the threshold from mean and variance of the k largest of z / 2."""
+    ordered, k = (z / 2).sort(dim=-1, descending=True).values, torch.arange(1, z.shape[-1] + 1)
+    mean, squares = ordered.cumsum(-1) / k, ordered.square().cumsum(-1) / k
+    threshold = mean - ((1 - k * (squares - mean**2)) / k).clamp(min=1e-30).sqrt()
+    last = (threshold <= ordered).sum(-1, keepdim=True) - 1
+    return torch.clamp(z / 2 - threshold.gather(-1, last), min=0) ** 2
+
+
+def nape_entmax(method, q, k, v, x):
+    logits = nape(method, q, k, x)
+    rows = [sorted_entmax(logits[:, :, i, : i + 1])[..., None] * v[:, :, : i + 1] for i in range(q.shape[2])]
+    return torch.stack([row.sum(2) for row in rows], dim=2)
+
+
+FORMULAS = {"wall": wall, "softplus": softplus, "grape_ap": path_bias, "nape_entmax": nape_entmax}
+SPREAD = {"nape_entmax": 0.02}  # of the parameters: larger factors leave too little of bfloat16 to compare
 
 
 @pytest.mark.parametrize("name", FORMULAS)
@@ -64,14 +101,18 @@ def test_a_replacement_computes_the_formula_of_its_source(name, batch, num_heads
     parameters = list(method.double().parameters())
     expected = FORMULAS[name](method, *exact)
     truth = gradients(expected, exact + parameters)
-    parameters = list(method.float().parameters())
-    for dtype, tolerance in [(torch.float64, 2e-6), (torch.float32, 1e-5), (torch.bfloat16, 0.03)]:
+    for dtype, tolerance in [(torch.float64, 1e-11), (torch.float32, 1e-5), (torch.bfloat16, 0.03)]:
+        parameters = list(method.to(torch.promote_types(dtype, torch.float32)).parameters())
         inputs = cast(exact, dtype)
         output = attend(method, *inputs[:3], x=inputs[3])
         assert output.dtype == dtype
         assert_near(output, expected, tolerance)
         for gradient, true in zip(gradients(output, inputs + parameters), truth, strict=True):
             assert_near(gradient, true, tolerance)
+        if not method.needs_input:
+            half = length // 2
+            last = attend(method, inputs[0][:, :, half:], *inputs[1:3], q_offset=half)
+            assert_near(last, expected[:, :, half:], tolerance)
 
 
 @pytest.mark.parametrize("bias", [-40.0, 4.0])
@@ -111,3 +152,22 @@ def test_softplus_gives_no_weight_where_all_keys_score_alike():
     assert_near(output[:, :, :3], torch.stack([v[:, :, :n].mean(2) for n in (1, 2, 3)], dim=2), 1e-5)
     assert not output[:, :, 3:].any()
     assert all(gradient.isfinite().all() for gradient in gradients(output, [q, k, v]))
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 30.0])
+def test_entmax_finds_its_threshold_among_many_keys(spread):
+    """From equal keys, which all have weight, to one key alone."""
+    z = (spread * random(3, 20_000, seed=1)).requires_grad_()
+    weights, expected = entmax(z), sorted_entmax(z)
+    assert_near(weights, expected, 1e-9)
+    assert_near(gradients(weights, [z])[0], gradients(expected, [z])[0], 1e-6)
+    assert_near(entmax(z.float()), expected, 1e-5)
+
+
+@torch.no_grad()
+def test_the_path_bias_starts_at_random_with_scaled_slopes():
+    shape = dict(num_heads=4, head_dim=64, train_length=64)
+    paper, small = (make_method("grape_ap", **shape, position_scale=scale) for scale in (1, 1 / 16))
+    paper.reset_parameters()
+    assert paper.replacement.weight.std().item() == pytest.approx(0.5 / 256**0.5, rel=0.05)
+    assert small.replacement.alibi.slope_scale == 16 * paper.replacement.alibi.slope_scale == 16

@@ -380,8 +380,8 @@ def test_swan_and_llama_4_have_one_global_layer_in_four():
 @pytest.mark.slow
 def test_layers_of_all_kinds_compile_to_one_graph():
     """Inductor would take a minute. Its inputs, the graphs forward and backward, run as they are."""
-    method = "nape,kerple_log,pope+scale_invariant,stick_breaking,log_beyond,wall,bam+xsa"
-    model = GPT(vocab_size=97, num_layers=7, num_heads=2, model_dim=16, train_length=16, method=method)
+    method = "nape,kerple_log,pope+scale_invariant,stick_breaking,log_beyond,wall,bam+xsa,softplus,grape_ap,nape_entmax"
+    model = GPT(vocab_size=97, num_layers=10, num_heads=2, model_dim=16, train_length=16, method=method)
     randomize(model)
     plan, (tokens, targets) = model.plan(40), random_tokens(40)
     results = []

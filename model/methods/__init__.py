@@ -19,10 +19,11 @@ from model.methods.base import KINDS, Mechanism, Method
 from model.methods.fire import FIRE
 from model.methods.forgetting import Forgetting
 from model.methods.gate import SigmoidGate
+from model.methods.grape import GrapeAP
 from model.methods.infini import Infini
 from model.methods.kerple import KerpleLog, KerplePower
 from model.methods.logn import LogN
-from model.methods.nape import AdaptiveScale, HalfALiBi
+from model.methods.nape import AdaptiveScale, EntmaxOfHalfALiBi, HalfALiBi
 from model.methods.ntk import NTK
 from model.methods.p_rope import PRoPE
 from model.methods.pope import PoPE
@@ -68,6 +69,8 @@ MECHANISMS: dict[str, type[Mechanism]] = {
     "stick_breaking": StickBreaking,
     "wall": Wall,
     "softplus": Softplus,
+    "grape_ap": GrapeAP,
+    "half_alibi_entmax": EntmaxOfHalfALiBi,
     "gate": SigmoidGate,
     "xsa": ExclusiveSelfAttention,
 }
@@ -98,6 +101,8 @@ METHODS = {  # the published methods: the paper's 14 first
     "stick_breaking": "stick_breaking",
     "wall": "wall",
     "lssar": "rope+softplus",
+    "grape_ap": "grape_ap",
+    "nape_entmax": "adaptive+half_alibi_entmax",
     "swan": "log_beyond,rope+window,rope+window,rope+window",
     "llama4": "rope+window,rope+window,rope+window,log_steps",
     "rnope_swa": "nope,rope+window,rope+window,rope+window",

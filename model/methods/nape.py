@@ -3,10 +3,15 @@ position encoding. The logits of the query that sees i keys are multiplied by
 
     1 + beta (log i)^gamma,   beta = softplus(w_b . x_i),   gamma = 2 tanh(w_g . x_i),   x the layer's input.
 
-We use softmax instead of the paper's entmax, which gives most keys a weight of exactly zero. We chose five points that
-the paper leaves open. The first half of the heads, rounded up, has the ALiBi slopes of so many heads. w_b and w_g start
-at zero, have no bias and differ between heads. The constant is 1. All heads are scaled. The first query uses i = 2,
-because log 1 = 0 has no negative powers.
+`nape` has softmax attention, so every backend runs it. `nape_entmax` has the paper's entmax with alpha = 1.5, which
+gives most keys a weight of exactly zero:
+
+    entmax(z)_j = max(0, z_j / 2 - threshold)^2,   the threshold makes the sum 1.
+
+We chose five points that the paper leaves open. The first half of the heads, rounded up, has the ALiBi slopes of so
+many heads. w_b and w_g start at zero, have no bias and differ between heads. The constant is 1. All heads are scaled.
+The first query uses i = 2, because log 1 = 0 has no negative powers. The authors' later code (deep-spin/asentmax) has
+slopes 1, 1/2, 1/3, ..., scales only the heads without ALiBi, and takes log(i + 1).
 """
 
 import torch
@@ -14,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from model.methods.alibi import ALiBi
-from model.methods.base import QueryScale, upcast
+from model.methods.base import AttentionWeights, QueryScale, upcast
 
 
 class HalfALiBi(ALiBi):
@@ -24,6 +29,36 @@ class HalfALiBi(ALiBi):
     def coefficients(self, distance, head):
         scale, bias = super().coefficients(distance, head)
         return scale, torch.where(head < self.num_heads, bias, 0.0)
+
+
+class EntmaxOfHalfALiBi(AttentionWeights):
+    lengths = {"slope_scale": -1}
+
+    def __init__(self, num_heads, head_dim, train_length, slope_scale: float = 1.0):
+        super().__init__()
+        self.half_alibi = HalfALiBi(num_heads, head_dim, train_length, slope_scale=slope_scale)
+
+    def weights(self, q, k, visible, of_tokens):
+        scores = upcast(q) @ upcast(k).mT * q.shape[-1] ** -0.5  # (B, H, Tq, Tk). Rounding would choose other keys.
+        distance = visible.flip(-1).cumsum(dim=-1).flip(-1) - 1  # 0 at the query's own key
+        head = torch.arange(q.shape[1], device=q.device).view(-1, 1, 1)
+        _, bias = self.half_alibi.coefficients(distance.to(scores.dtype), head)
+        return entmax((scores + bias).masked_fill(~visible, -torch.inf))
+
+
+def entmax(z):
+    """Return entmax of the last dimension with alpha = 1.5, by Newton's method on the norm of sqrt(entmax)."""
+    z = (z - z.detach().amax(dim=-1, keepdim=True)) / 2
+    with torch.no_grad():
+        threshold = torch.full_like(z[..., :1], -1.0)  # at most the solution, so Newton's steps only increase it
+        for _ in range(10):  # 8 reach float64's rounding on 65,536 keys
+            root = F.relu(z - threshold)
+            norm = root.norm(dim=-1, keepdim=True)
+            threshold += (norm - 1) * norm / root.sum(dim=-1, keepdim=True)
+    # The last step has the gradient of the exact threshold.
+    root = F.relu(z - threshold)
+    threshold = threshold + (root.square().sum(-1, keepdim=True) - 1) / (2 * root.sum(-1, keepdim=True))
+    return F.relu(z - threshold).square()
 
 
 class AdaptiveScale(QueryScale):

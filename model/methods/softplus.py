@@ -31,7 +31,7 @@ class Softplus(AttentionWeights):
         cosine = (upcast(q) / D) @ upcast(
             k
         ).mT  # (B, H, Tq, Tk). The power would amplify the error of a rounded cosine.
-        weights = F.softplus(math.log(D) * n.log().to(cosine.dtype) * cosine).masked_fill(~visible, 0.0)
+        weights = F.softplus(math.log(D) * n.to(cosine.dtype).log() * cosine).masked_fill(~visible, 0.0)
         excess = F.relu(n * weights / weights.sum(dim=-1, keepdim=True) - (n > 3).to(weights.dtype))
         largest = excess.detach().amax(dim=-1, keepdim=True)
         # n^15 overflows float32, so the largest excess becomes 1. It cancels in the last division.

@@ -42,21 +42,27 @@ class Wall(AttentionWeights):
 def decayed_products(q: Tensor, k: Tensor, log_f: Tensor) -> Tensor:
     """Return L (B, H, Tq, Tk). q has the last Tq of the Tk tokens of k and log_f. Later keys get any finite number.
 
-    Products of f over thousands of tokens underflow, and their inverses overflow. So no product is inverted: keys decay
-    up to the first query, and queries decay from there on. The keys among the queries are halved until they are few.
+    Products of f over thousands of tokens underflow, and their inverses overflow. So no product is inverted: the key
+    decays up to a token between key and query, and the query decays from there on. For keys before all queries, this
+    token is the first query. For others, it is the first token of the query's small block. Within a small block, each
+    pair has its own decay.
     """
-    Tq, Tk = q.shape[2], k.shape[2]
-    first = Tk - Tq  # position of the first query
-    if first > 0:
-        decay_of_q = F.pad(log_f[:, :, first + 1 :].cumsum(dim=2), (0, 0, 1, 0)).exp()  # (B, H, Tq, D)
-        decay_of_k = log_f[:, :, 1 : first + 1].flip(2).cumsum(dim=2).flip(2).exp()  # (B, H, first, D)
-        earlier = (upcast(q) * decay_of_q).to(q.dtype) @ (upcast(k[:, :, :first]) * decay_of_k).to(q.dtype).mT
-        later = decayed_products(q, k[:, :, first:], log_f[:, :, first:])
-        return torch.cat((upcast(earlier), later), dim=-1)
-    if Tq <= SMALL_BLOCK:
-        log_f = log_f.cumsum(dim=2)
-        decay = (log_f.unsqueeze(3) - log_f.unsqueeze(2)).clamp(max=0).exp()  # (B, H, Tq, Tk, D)
-        return (upcast(q).unsqueeze(3) * upcast(k).unsqueeze(2) * decay).sum(dim=-1)
-    half = Tq // 2
-    first_half = decayed_products(*(x[:, :, :half] for x in (q, k, log_f)))
-    return torch.cat((F.pad(first_half, (0, Tk - half)), decayed_products(q[:, :, half:], k, log_f)), dim=2)
+    Tq, first = q.shape[2], k.shape[2] - q.shape[2]
+    log_decay = F.pad(log_f[:, :, first + 1 :].cumsum(dim=2), (0, 0, 1, 0))  # from the first query, (B, H, Tq, D)
+    decay_of_k = log_f[:, :, 1 : first + 1].flip(2).cumsum(dim=2).flip(2).exp()  # to the first query, (B, H, first, D)
+    before = (upcast(q) * log_decay.exp()).to(q.dtype) @ (upcast(k[:, :, :first]) * decay_of_k).to(q.dtype).mT
+
+    padded = (F.pad(upcast(x), (0, 0, 0, -Tq % SMALL_BLOCK)) for x in (q, k[:, :, first:], log_decay))
+    q, k, log_decay = (x.unflatten(2, (-1, SMALL_BLOCK)) for x in padded)  # (B, H, blocks, SMALL_BLOCK, D)
+    pairs = (q.unsqueeze(4) * k.unsqueeze(3) * decay(log_decay.unsqueeze(4), log_decay.unsqueeze(3))).sum(dim=-1)
+    start = log_decay[:, :, :, :1]
+    k = k.unsqueeze(2) * decay(start.unsqueeze(3), log_decay.unsqueeze(2))  # (B, H, blocks, blocks, SMALL_BLOCK, D)
+    across = (q * decay(log_decay, start)).unsqueeze(3) @ k.mT  # (B, H, blocks, blocks of keys, queries, keys)
+    same = torch.eye(q.shape[2], dtype=torch.bool, device=q.device)[..., None, None]
+    after = torch.where(same, pairs.unsqueeze(3), across).transpose(3, 4).flatten(4).flatten(2, 3)
+    return torch.cat((upcast(before), after[:, :, :Tq, :Tq]), dim=-1)
+
+
+def decay(log_decay: Tensor, earlier: Tensor) -> Tensor:
+    """Return the decay between two tokens, at most 1, from both logarithms of decays from the first query."""
+    return (log_decay - earlier).clamp(max=0).exp()

@@ -1,0 +1,45 @@
+"""GRAPE-AP: additive path bias (Zhang et al. 2025, arXiv 2512.07805). Each token after a key lowers the key's logit:
+
+    L_ij = S_ij + s_h sum over l = j + 1..i of log sigmoid(p_i . R_l norm(p_l) / w),   p = W x,   x the layer's input.
+
+s_h is ALiBi's slope, w = 8 the width of p, R_l a rotation of all pairs by -l radians. There is no other position
+encoding. The formula and W from N(0, 1 / 4C) are from the authors' code (model/llama-mha-grape-ap-v1.py). p_i is not
+rotated there, so the bias depends on absolute positions. A zero W would have no gradient.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from model.methods.alibi import ALiBi
+from model.methods.base import AttentionWeights, upcast
+
+WIDTH = 8  # of p
+
+
+class GrapeAP(AttentionWeights):
+    needs_input = True
+    lengths = {"slope_scale": -1}
+
+    def __init__(self, num_heads, head_dim, train_length, slope_scale: float = 1.0):
+        super().__init__()
+        self.alibi = ALiBi(num_heads, head_dim, train_length, slope_scale=slope_scale)
+        self.weight = nn.Parameter(torch.zeros(num_heads * WIDTH, num_heads * head_dim))
+
+    def reset_parameters(self):
+        self.weight.normal_(std=0.5 * self.weight.shape[1] ** -0.5)
+
+    def of_tokens(self, x):
+        return F.linear(x, self.weight.to(x.dtype)).unflatten(-1, (-1, WIDTH)).transpose(1, 2)  # (B, H, T, WIDTH)
+
+    def weights(self, q, k, visible, of_tokens):
+        p = upcast(of_tokens)
+        angle = torch.arange(p.shape[2], device=p.device, dtype=p.dtype).unsqueeze(-1)
+        a, b = F.rms_norm(p, (WIDTH,)).chunk(2, dim=-1)
+        rotated = torch.cat((a * angle.cos() + b * angle.sin(), b * angle.cos() - a * angle.sin()), dim=-1)
+        steps = F.logsigmoid(p[:, :, -q.shape[2] :] @ rotated.mT / WIDTH).masked_fill(~visible, 0.0)  # (B, H, Tq, Tk)
+        path = steps.flip(-1).cumsum(dim=-1).flip(-1) - steps  # the sum over l = j + 1..i
+        head = torch.arange(p.shape[1], device=p.device).view(-1, 1, 1)
+        _, minus_slope = self.alibi.coefficients(p.new_ones(()), head)  # at distance 1, (H, 1, 1)
+        logits = upcast((q * q.shape[-1] ** -0.5) @ k.mT) - minus_slope * path
+        return logits.masked_fill(~visible, -torch.inf).softmax(dim=-1)
