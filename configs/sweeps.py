@@ -42,7 +42,8 @@ SCALES = dict(
     taught=Scale("taught", ("taught", "taught", "taught"), "taught", seeds=(0, 1, 2, 3, 4)),
     far=Scale("far", ("far", "far", "far"), "far"),
 )
-SCALE_OF_SWEEP = dict(taught="taught", far="far", far_heads="far")  # default of --scale; other sweeps: paper
+# The default of --scale. Other sweeps: paper.
+SCALE_OF_SWEEP = dict(taught="taught", taught_rivals="taught", far="far", far_heads="far")
 TAU = 10.0  # tokens, the default at every training length
 # These methods differ only beyond the training length, so one run is validated as all of them.
 SAME_WEIGHTS = dict(rope=("rope_ntk", "yarn"), logn_rope=("logn_ntk",))
@@ -179,12 +180,21 @@ TAUGHT_EXPLORATORY += [(OURS_POPE, {}), ("p_rope+log_root", {})]
 for _method in ("p_rope+factor", "factor+alibi"):  # controls for sharpness
     TAUGHT_EXPLORATORY += [(_method, {"factor": factor}) for factor in (1.5, 2.0, 3.0)]
     TAUGHT_EXPLORATORY += [(_method, {"learn_factor": True})]
+RIVALS_2026 = """
+bam bam_ssmax wall p_rope+xsa p_rope+scale_invariant+xsa p_rope+log_offset p_rope+n_power lssar grape_ap nape_entmax fox
+""".split()
 
 
 def taught(scale: Scale) -> list[Run]:
     """Return runs of models that are taught to copy: the primary methods first, one seed after the other."""
     groups = itertools.product((TAUGHT_PRIMARY, TAUGHT_EXPLORATORY), scale.seeds)
     return [run for cases, seed in groups for run in forms(scale.base, cases, (seed,))]
+
+
+def taught_rivals(scale: Scale) -> list[Run]:
+    """Return runs of methods of 2025 and 2026 at scale `taught`, beside the primary methods of sweep `taught`."""
+    cases = [(method, {}) for method in RIVALS_2026] + [(OURS, {"skip_first": True})]
+    return [run for seed in scale.seeds for run in forms(scale.base, [*TAUGHT_PRIMARY, *cases], (seed,))]
 
 
 FAR_PRIMARY = [("rope", {}), ("logn_p_rope", {}), (OURS, {}), ("alibi", {}), ("alibi", {"slope_scale": 4.0})]
@@ -219,6 +229,7 @@ SWEEPS = PAPER_SWEEPS | dict(
     tau_by_length=tau_by_length,
     scale_invariant_by_head=scale_invariant_by_head,
     taught=taught,
+    taught_rivals=taught_rivals,
     far=far,
     far_heads=lambda scale: forms("far", FAR_PRIMARY, scale.once),
     table_rivals=table_rivals,

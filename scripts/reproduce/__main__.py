@@ -52,6 +52,7 @@ ITEMS = dict(
     tau_by_length=beyond.tau_by_length,
     scale_invariant_by_head=beyond.scale_invariant_by_head,
     taught=taught.taught,
+    taught_rivals=taught.taught,
     far=far.far,
     far_heads=heads.far_heads,
     table_rivals=beyond.table_rivals,

@@ -12,10 +12,11 @@ DRAWN = ("rope", "p_rope", "logn_p_rope", "alibi", "scale_invariant_p_rope")  # 
 
 
 def taught(study: Study) -> str:
-    """Return the figure and the tables as Markdown. A section lists the primary comparisons."""
+    """Return the figure and the tables as Markdown. In the study `taught`, a section has the primary comparisons."""
     losses, gains = losses_and_gains(study)
     T = study.base_length
-    study.sections = primary_comparisons(study, losses, primary_measures(losses, gains, T), unit="nats")
+    if study.item == "taught":
+        study.sections = primary_comparisons(study, losses, primary_measures(losses, gains, T), unit="nats")
     draw_reach(study, losses, gains)
     text = "Loss: nats per token on natural text, by sequence length. Copy gain: loss of 32 random tokens minus the "
     text += "loss of their second copy, in nats per token, by tokens between the copies. Mean \u00b1 standard error "
