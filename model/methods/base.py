@@ -163,8 +163,6 @@ class OutputGate(Mechanism):
 class Replacement(Mechanism):
     """Replaces softmax attention."""
 
-    uses_softmax = False  # True if attend calls causal_attention, which runs a backend
-
     def of_tokens(self, x: Tensor | None) -> Tensor | None:
         """Return numbers (B, H, T, ...), each computed from one token of x (B, T, C). None: attend needs no numbers."""
         return None
@@ -194,16 +192,14 @@ class AttentionWeights(Replacement):
         raise NotImplementedError
 
     def attend(self, q, k, v, rotated_q, rotated_k, q_offset, causal_attention, of_tokens=None):
-        outputs = []
-        for start in range(0, q.shape[2], QUERY_BLOCK):
-            stop = min(start + QUERY_BLOCK, q.shape[2])
-            seen = slice(0, q_offset + stop)
-            block = rotated_q[:, :, start:stop], rotated_k[:, :, seen], v[:, :, seen]
-            block = *block, None if of_tokens is None else of_tokens[:, :, seen]
+        outputs, end = [], q_offset  # of the visible keys
+        for queries in rotated_q.split(QUERY_BLOCK, dim=2):
+            end += queries.shape[2]
+            seen = [None if x is None else x[:, :, :end] for x in (rotated_k, v, of_tokens)]
             if torch.is_grad_enabled():
-                outputs.append(checkpoint(self.attend_block, *block, use_reentrant=False))
+                outputs.append(checkpoint(self.attend_block, queries, *seen, use_reentrant=False))
             else:
-                outputs.append(self.attend_block(*block))
+                outputs.append(self.attend_block(queries, *seen))
         return torch.cat(outputs, dim=2)
 
     def attend_block(self, q, k, v, of_tokens):

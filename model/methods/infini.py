@@ -17,8 +17,6 @@ from model.methods.base import Replacement, upcast
 
 
 class Infini(Replacement):
-    uses_softmax = True
-
     def __init__(self, num_heads, head_dim, train_length, segment_length: int | None = None):
         """segment_length: N. None: a quarter of the training length (1024 at 4k), so that training uses the memory."""
         super().__init__()
