@@ -190,14 +190,14 @@ class Run:
 
     def _summary(self, validation: dict) -> dict:
         config = self.config
-        copied = ("val_loss", "val_loss_as", "val_tokens", "copy_loss", "copy_gain", "copy_gain_error", "copy_gain_as")
-        copied += ("far_loss", "far_gain", "far_gain_error", "far_gain_as", "far_tokens", "val_loss_by_block")
+        copied = [key for key in validation if key.startswith(("val_loss", "val_tokens", "copy_", "far_"))]
+        copied.remove("val_loss_by_position")  # long, and in metrics.jsonl
         return {
             "name": config.name,
             "method": config.method,
             "train_length": config.train_length,
             "val_loss_as": {},
-            **{key: validation[key] for key in copied if key in validation},
+            **{key: validation[key] for key in copied},
             "steps": config.steps,
             "tokens": self.data["tokens"],
             "seconds": round(self.progress.seconds, 3),

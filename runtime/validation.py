@@ -98,7 +98,7 @@ class Validation:
         return record
 
     def copy_gains(self, gaps: Sequence[int]) -> dict:
-        """Return the result of measure_copy_gain, and copy_gain_as by method of validate_as."""
+        """Return the result of measure_copy_gain, and copy_gain_as and copy_loss_as by method of validate_as."""
         measured = {
             name: measure_copy_gain(
                 self.eager,
@@ -112,7 +112,7 @@ class Validation:
             )
             for name, plans in self.plans.items()
         }
-        return self.join_methods(measured, "copy_gain")
+        return self.join_methods(measured, "copy_gain", "copy_loss")
 
     def far_gains(self) -> dict:
         """Return the result of measure_far_gain, and far_gain_as by method of validate_as."""
@@ -132,10 +132,10 @@ class Validation:
         }
         return self.join_methods(measured, "far_gain")
 
-    def join_methods(self, measured: dict[str, dict], key: str) -> dict:
-        """Return the results of the run's method, and under KEY_as the result `key` of each other method."""
+    def join_methods(self, measured: dict[str, dict], *keys: str) -> dict:
+        """Return the results of the run's method, and for each key, under KEY_as, the results of each other method."""
         record = measured.pop(self.config.method)
-        return record | ({f"{key}_as": {name: r[key] for name, r in measured.items()}} if measured else {})
+        return record | {f"{key}_as": {name: r[key] for name, r in measured.items()} for key in keys if measured}
 
     @torch.inference_mode()
     def mean_losses(self, plan: Plans, length: int, tokens: int) -> tuple[Tensor, Tensor]:

@@ -163,7 +163,7 @@ def test_a_run_measures_it_at_validations_at_all_lengths(run):
     validations = [record for record in records if "val_loss" in record]
     assert [r["step"] for r in validations if "copy_gain" in r] == [0, 4, 8, 10]
     last = measured(validations[-1])
-    assert last.keys() == {"copy_loss", "copy_gain", "copy_gain_error", "copy_gain_as"}
+    assert last.keys() == {"copy_loss", "copy_gain", "copy_gain_error", "copy_gain_as", "copy_loss_as"}
     assert {"copy_gain/random/64", "copy_gain/text/8", "copy_gain_as/yarn/text/64"} <= flatten(last).keys()
     assert measured(read_json(run / "summary.json")) == last
     assert validations[0]["copy_gain"]["random"]["8"] == 0  # before the first step all tokens are equally likely

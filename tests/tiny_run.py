@@ -11,6 +11,7 @@ import torch
 
 from data.text import prepare
 from scripts import needle
+from scripts.record import __main__ as record
 from scripts.sweep import local
 from train_gpt import main as train
 
@@ -37,7 +38,8 @@ class InThisProcess:
 
     def __init__(self, command, **options):
         argv = command[1:]
-        main, argv = (needle.main, argv[2:]) if argv[:2] == ["-m", "scripts.needle"] else (train, argv[1:])
+        modules = {"scripts.needle": needle.main, "scripts.record": lambda: record.main(argv)}
+        main, argv = (modules[argv[1]], argv[2:]) if argv[0] == "-m" else (train, argv[1:])
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", ["command", *argv])
             try:

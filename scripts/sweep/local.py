@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,9 +32,10 @@ class Attempt:
     """A process that trains a run, or fine-tunes a trained run. Its output goes to NAME.log.
 
     environment: variables to set for the process. processes: ranks of the run, started by torchrun if more than 1.
+    program: Python's arguments in place of train_gpt.py.
     """
 
-    def __init__(self, run: Run, environment: dict[str, str], processes: int):
+    def __init__(self, run: Run, environment: dict[str, str], processes: int, program: Sequence[str]):
         self.run, self.environment = run, environment
         self.fine_tunes = run.needle is not None and (run.path / "summary.json").exists()
         if self.fine_tunes:
@@ -43,7 +45,7 @@ class Attempt:
         else:
             self.folder = run.path
             torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-            command = [*(torchrun if processes > 1 else []), str(ROOT / "train_gpt.py"), *run.arguments]
+            command = [*(torchrun if processes > 1 else []), *(program or [str(ROOT / "train_gpt.py")]), *run.arguments]
         with open_no_symlink(sidecar(run.path, ".log"), "wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, *command],
@@ -77,8 +79,9 @@ def record_outcome(path: Path, locked: Path, code: int) -> str:
 
 
 def train(
-    runs: list[Run], at_once: int | None = None, gpus_per_run: int = 1, retries: int = 2, signals: tuple = SIGNALS
-):
+    runs: list[Run], at_once: int | None = None, gpus_per_run: int = 1, retries: int = 2, signals: tuple = SIGNALS,
+    program: Sequence[str] = (),
+):  # fmt: skip
     """Train and fine-tune the runs, each on its own GPUs or on its share of the cores.
 
     A failed run is retried, and does not stop the others. One of the signals stops all runs and ends the process with
@@ -96,7 +99,7 @@ def train(
     try:
         while waiting or running:
             while waiting and free:
-                running.append(Attempt(waiting.popleft(), free.pop(0), gpus_per_run))
+                running.append(Attempt(waiting.popleft(), free.pop(0), gpus_per_run, program))
             time.sleep(POLL)
             for attempt in [attempt for attempt in running if attempt.process.poll() is not None]:
                 running.remove(attempt)

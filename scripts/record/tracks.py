@@ -1,0 +1,202 @@
+"""The tracks, and the records of methods on a track.
+
+A record is a dictionary with the numbers of a method: the record.json of an entry, or a row of the board.
+"""
+
+import collections
+import dataclasses
+import importlib.util
+import json
+import math
+import statistics
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from scipy import stats
+
+from configs.config import Config, config_hash
+from configs.runs import Run
+from errors import require
+from model.methods import MECHANISMS, METHODS
+from model.methods.base import Mechanism
+from runtime.build import build_model
+from runtime.flops import forward_flops_per_token
+from runtime.log import num_parameters
+from scripts.shared.looks import series_label
+from scripts.shared.runs import StoredRun, describe_differences, final_losses, read_runs
+
+# A track is a preset with changes. results/PRESET/runs.jsonl holds the runs of its baselines.
+ON_GPU = {"dtype": "bfloat16", "val_copy_gaps": (2048, 8192, 16_384)}
+TRACKS = {
+    "laptop": Run("taught", {"dtype": "float32"}),
+    "natural": Run("far", {"dtype": "float32", "val_copy_gaps": (64, 256, 1024, 2048, 4096)}),
+    "one-gpu": Run("gpt_162m_4k", ON_GPU | {"batch_tokens": 131_072, "steps": 3815}),
+    "paper": Run("gpt_162m_4k", ON_GPU),
+}
+RESULTS = Path("results")
+SEEDS = [0, 1, 2, 3, 4]
+CHOSEN = ("method", "method_options", "scalar_lr")  # the fields that an entry may choose
+GATE = 0.010  # nats a token: largest excess over RoPE's loss at the training length
+LIMITS = {"parameters": 1.02, "flops": 1.25}  # over RoPE's
+SIGNIFICANT = 0.01  # level of the test against the present record
+MOST_BYTES = 300_000
+
+
+def register(file: Path, name: str):
+    """Add the mechanism in a Python file to MECHANISMS. Raise ValueError for a name in use, or not one mechanism."""
+    module_name = f"mechanism_{name}"
+    in_use = name in METHODS or name in MECHANISMS and MECHANISMS[name].__module__ != module_name
+    require(name.isidentifier() and not in_use, f"{name!r} cannot name a new mechanism. Rename {file}.")
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    module = sys.modules[module_name] = importlib.util.module_from_spec(spec)  # torch.compile imports it by its name
+    spec.loader.exec_module(module)
+    classes = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Mechanism)]
+    found = [kind for kind in classes if kind.__module__ == module_name]
+    require(len(found) == 1, f"{file} has {len(found)} subclasses of Mechanism. Define one.")
+    MECHANISMS[name] = found[0]
+
+
+def differences(track: Run, stored: StoredRun) -> str:
+    """Return the fields of a stored run that differ from the track's, with both values."""
+    on_cpu = all(device.startswith("CPU") for device in stored.logged("device"))
+    dtype = {"auto": "float32" if on_cpu else "bfloat16"}.get(stored.config.dtype, stored.config.dtype)
+    chosen = {field: getattr(stored.config, field) for field in (*CHOSEN, "seed")}
+    wanted, found = dataclasses.replace(track.config, **chosen), dataclasses.replace(stored.config, dtype=dtype)
+    return describe_differences(wanted, found, ("dtype", "val_tokens"))
+
+
+def read_score(summary: dict, train_length: int, method: str | None = None) -> dict[str, float]:
+    """Return three losses in nats a token, and the score: on natural text at 1 and 16 training lengths, and on the
+    second copy of random spans at a gap of 4. method: as in final_losses."""
+    losses, gap = final_losses(summary, method), str(4 * train_length)
+    first, second = summary["copy_loss"]["random"][gap]
+    if method and "copy_loss_as" in summary:
+        second = summary["copy_loss_as"][method]["random"][gap][1]
+    elif method:  # old lines lack this method's loss on the first copy, so the trained method's loss replaces it
+        second = first - summary["copy_gain_as"][method]["random"][gap]
+    near, far = losses[train_length], losses[16 * train_length]
+    return {"loss_1x": near, "loss_16x": far, "copy_4x": second, "score": far + second}
+
+
+@torch.no_grad()
+def measure_method(config: Config) -> dict:
+    """Return parameters and FLOPs a token at 1x, over RoPE's, and whether a token's loss depends on the text's length.
+
+    Raise ValueError if this loss depends on later tokens or on other sequences.
+    """
+    rope, T = dataclasses.replace(config, method="rope", method_options={}), config.train_length
+    parameters, of_rope = (num_parameters(build_model(each, torch.float32)) for each in (config, rope))
+    flops = forward_flops_per_token(config, T) / forward_flops_per_token(rope, T)
+    torch.manual_seed(0)
+    model = build_model(dataclasses.replace(config, vocab_size=256), torch.float32)
+    for parameter in model.parameters():  # output projections start at 0, which would hide attention
+        parameter.add_(0.1 * torch.randn_like(parameter))
+    rows = torch.randint(256, (2, 2 * T))
+    rows[1, :T] = rows[0, :T]
+    inputs = (rows, rows[:1], rows[:1, :T])
+    both, alone, short = (model(x, x.roll(-1, dims=1), per_token=True)[:, : T - 1] for x in inputs)
+    causal = torch.allclose(both, alone.expand_as(both), atol=1e-3)
+    require(causal, f"{config.method} sees later tokens or other sequences. Use only earlier tokens of the sequence.")
+    knows_n = not torch.allclose(alone, short, atol=1e-3)
+    return {"parameters": round(parameters / of_rope, 4), "flops": round(flops, 4), "knows_n": knows_n}
+
+
+def make_records(track: Run, stored_runs: Iterable[StoredRun], **further) -> list[dict]:
+    """Return the records of the methods with runs of all seeds on one text. further: keys to add or to replace."""
+    found, records = collections.defaultdict(dict), []  # found: method and text -> seed -> stored run
+    for stored in stored_runs:
+        gaps = (stored.summary or {}).get("copy_loss", {}).get("random", {})
+        if stored.config and str(4 * stored.config.train_length) in gaps and not differences(track, stored):
+            text = " ".join([str(stored.text), *(str(stored.data.get(key)) for key in ("validation", "tokenizer"))])
+            for method in (None, *stored.config.validate_as):
+                key = method, config_hash(dataclasses.replace(stored.config, seed=0)), text
+                found[key][stored.config.seed] = stored
+    for (method, _, text), runs in found.items():
+        if sorted(runs) == SEEDS:
+            config, T = runs[0].config, track.config.train_length
+            scores = {str(seed): read_score(runs[seed].summary, T, method) for seed in SEEDS}
+            record = {"name": method or series_label(config), "date": "", "text": text, "scores": scores}
+            record |= {field: getattr(config, field) for field in CHOSEN} | ({"method": method} if method else {})
+            record |= measure_method(dataclasses.replace(config, method=record["method"]))
+            record |= {key: statistics.fmean(score[key] for score in scores.values()) for key in scores["0"]}
+            record["seconds"] = round(statistics.fmean(stored.summary["seconds"] for stored in runs.values()))
+            records.append(record | further)
+    return records
+
+
+def read_entry(folder: Path) -> dict:
+    """Return the record of an entry, computed from its lines. Raise ValueError for the first broken rule."""
+    track, stored_runs = TRACKS[folder.parent.name], read_runs(folder / "runs.jsonl")
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    require(size <= MOST_BYTES, f"{folder} has {size} bytes. Keep it at {MOST_BYTES} or less.")
+    require((folder / "README.md").exists(), f"{folder} has no README.md. Write the prediction and the result.")
+    if mechanism := json.loads((folder / "record.json").read_text())["mechanism"]:
+        register(folder / "method.py", mechanism)
+    for stored in stored_runs:
+        require(not stored.problems, "; ".join(stored.problems))
+        different = differences(track, stored) or describe_choice(stored)
+        require(not different, f"{stored.path} has {different}. Use the settings and the last validation of the track.")
+    seeds = sorted(stored.config.seed for stored in stored_runs)
+    require(seeds == SEEDS, f"{folder} has the seeds {seeds}. Report one run of each seed of {SEEDS}.")
+    records = make_records(track, stored_runs, name=folder.name, date=folder.name[:10], mechanism=mechanism)
+    require(records, f"{folder}: the runs differ in method or text. Use one method and one text.")
+    for cost, most in LIMITS.items():
+        require(records[0][cost] <= most, f"{folder} has {records[0][cost]} times RoPE's {cost}. Use at most {most}.")
+    return records[0]
+
+
+def describe_choice(stored: StoredRun) -> str:
+    """Return the numbers of a line that are not from the validation after the last step, or an empty text."""
+    line, last, steps = stored.line, stored.line["curve"][-1], stored.config.steps
+    complete = line["steps"] == last["step"] == steps and line["tokens"] == steps * stored.config.batch_tokens
+    wrong = [] if complete else [f"steps {line['steps']} and {last['step']}"]
+    wrong += [f"val_loss {length}" for length, loss in last["val_loss"].items() if loss != line["val_loss"].get(length)]
+    copies, gains = line["copy_loss"]["random"], line["copy_gain"]["random"] | last["copy_gain"]["random"]
+    wrong += [f"copy_loss {gap}" for gap, (a, b) in copies.items() if not math.isclose(a - b, gains[gap], abs_tol=1e-9)]
+    return ", ".join(wrong)
+
+
+def standing(track_name: str, more: Iterable[dict] = (), local_runs: Iterable[StoredRun] = ()) -> list[dict]:
+    """Return the judged records of a track on one text: of its baselines, of its entries, and `more`.
+
+    The text is the text of `more`, or else of the baselines. A record in `more` replaces the record of its name.
+    local_runs: runs of RoPE and of other methods on the board, perhaps on another text than the board's.
+    """
+    track = TRACKS[track_name]
+    kept = make_records(track, read_runs(RESULTS / track.preset / "runs.jsonl"))
+    kept += map(read_entry, sorted(path.parent for path in (RESULTS / "records" / track_name).glob("*/record.json")))
+    text, names = [record["text"] for record in [*more, *kept]][:1], {"rope", *(record["name"] for record in kept)}
+    local = [record for record in make_records(track, local_runs) if record["name"] in names]
+    records = {record["name"]: record for record in [*local, *kept, *more] if record["text"] in text}
+    return judge([*records.values()]) if records else []
+
+
+def judge(records: list[dict]) -> list[dict]:
+    """Return the records by date, with four keys added: passes, against (name of the record until then), p and wins.
+
+    Methods that do not know the length of the text are compared with the best record of such methods. Baselines come
+    first, the best before the others. Raise ValueError without RoPE.
+    """
+    rope = [record["loss_1x"] for record in records if record["method"] == "rope" and not record["method_options"]]
+    require(rope, "RoPE has no five runs on this text. Train them: python -m scripts.record run TRACK --method rope")
+    records, best = sorted(records, key=lambda record: (record["date"], record["score"])), []
+    for record in records:
+        rivals = [other for other in best if record["knows_n"] or not other["knows_n"]]
+        rival = min(rivals, key=lambda other: other["score"], default=None)
+        passes = record["loss_1x"] <= rope[0] + GATE and all(record[cost] <= most for cost, most in LIMITS.items())
+        p = paired_p(record["scores"], rival["scores"]) if rival else None
+        wins = passes and (p is None or p < SIGNIFICANT)
+        record |= {"passes": passes, "against": rival and rival["name"], "p": p, "wins": wins}
+        best += [record] if wins else []
+    return records
+
+
+def paired_p(scores: dict[str, dict], rival: dict[str, dict]) -> float:
+    """Return p of the one-sided paired t-test over seeds. It is small if these scores are lower than the rival's."""
+    gains = [scores[seed]["score"] - rival[seed]["score"] for seed in scores]
+    if len({*gains}) == 1:  # equal differences have no t-test
+        return float(gains[0] >= 0)
+    p = stats.ttest_1samp(gains, 0, alternative="less").pvalue
+    return float(f"{p:.6g}")  # rounded, so that every machine prints the same digits
