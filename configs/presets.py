@@ -86,7 +86,7 @@ def far() -> Config:
         cooldown_steps=878,
         val_lengths=(512, 2048, 8192, 32_768),
         val_tokens=524_288,
-        val_copy_gaps=(64, 256, 1024, 4096),
+        val_copy_gaps=(64, 256, 1024, 2048, 4096),
         val_far_windows=64,
         val_every=256,
         val_profile="light",
