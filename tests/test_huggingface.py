@@ -189,6 +189,12 @@ def test_bad_configurations(folder, fields, word):
         load_model(folder)
 
 
+def test_a_gguf_file_is_refused(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with assert_refused("docs/huggingface.md"):
+        load_model(tmp_path / "model.gguf")
+
+
 def test_no_code_of_a_folder_is_run(folder, tmp_path):
     sprung = tmp_path / "sprung"
     for name in ("modeling_trap.py", "configuration_trap.py"):

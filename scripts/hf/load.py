@@ -33,6 +33,8 @@ def read_config(name: str | Path):
     not exist, and ValueError if it is of another family.
     """
     transformers = import_transformers()
+    gguf = Path(name).suffix == ".gguf"
+    require(not gguf, f"{name} is a GGUF file. Make a folder of it, as docs/huggingface.md shows.")
     possible = Path(name).is_dir() or len(Path(name).parts) <= 2  # USER/MODEL
     require(possible, f"{name} is neither a folder nor a name on the hub. Correct the path.")
     fields, _ = transformers.PreTrainedConfig.get_config_dict(str(name))
