@@ -1,12 +1,15 @@
 """The records of length generalisation: tampered entries, the score and p, the board, and a method from a file."""
 
+import collections
 import json
 import re
 import shutil
+import statistics
 from dataclasses import replace
 
 import pytest
 from commands import ROOT, exit_code, one_error
+from scipy import stats
 from test_train import FIELDS, make_data
 from tiny_run import sweeps_in_this_process
 
@@ -16,23 +19,29 @@ from model.methods import MECHANISMS
 from scripts import keep
 from scripts.record import __main__ as record
 from scripts.record import tracks
-from scripts.shared.runs import read_runs
+from scripts.shared.looks import series_label
+from scripts.shared.runs import final_losses, read_runs
 
-KEPT = ROOT / "results/taught/runs.jsonl"
-OURS = "scale_invariant_p_rope"
+KEPT, OURS = ROOT / "results/taught/runs.jsonl", "scale_invariant_p_rope"
+PAGE = ROOT / "results/records/README.md"
+
+
+def make_folder(folder):
+    folder.mkdir(parents=True)
+    (folder / "README.md").write_text("The prediction.")
+    return folder
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """Return a results folder with the kept runs of track laptop, and an entry that is made of five of them."""
     results = tmp_path_factory.mktemp("made") / "results"
-    (results / "taught").mkdir(parents=True)
-    shutil.copy(KEPT, results / "taught")
+    shutil.copytree(KEPT.parent, results / "taught")
     runs = [stored for stored in read_runs(KEPT) if (stored.config.method, stored.config.method_options) == (OURS, {})]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tracks, "RESULTS", results)
         patch.setattr(record, "train_seeds", lambda *_: runs)
-        assert exit_code(record.main, ["make", results / "records/laptop/2026-12-01_ours"]) == 0
+        assert exit_code(record.main, ["make", make_folder(results / "records/laptop/2026-12-01_ours")]) == 0
     return results
 
 
@@ -46,43 +55,38 @@ def entry(made, tmp_path, monkeypatch):
 def test_an_entry_holds_the_means_of_its_lines(entry):
     made = json.loads((entry / "record.json").read_text())
     lines = [json.loads(line) for line in (entry / "runs.jsonl").read_text().splitlines()]
-    far = [line["val_loss"]["4096"] for line in lines]
-    copy = [line["copy_loss"]["random"]["1024"][1] for line in lines]
-    assert made["score"] == pytest.approx(sum(far) / 5 + sum(copy) / 5)
-    assert made["loss_1x"] == pytest.approx(sum(line["val_loss"]["256"] for line in lines) / 5)
+    copy = statistics.fmean(line["copy_loss"]["random"]["1024"][1] for line in lines)
+    assert made["score"] == pytest.approx(copy + statistics.fmean(line["val_loss"]["4096"] for line in lines))
+    assert made["loss_1x"] == pytest.approx(statistics.fmean(line["val_loss"]["256"] for line in lines))
     assert (made["against"], made["p"], made["wins"], made["passes"]) == (OURS, 1.0, False, True)
     assert (made["parameters"], made["flops"], made["knows_n"], made["date"]) == (1.0, 1.0, False, "2026-12-01")
     assert exit_code(record.main, ["check", entry]) == 0
 
 
-def in_line(*path, value):
-    def tamper(lines, seeds=(2,)):
-        for line in (line for line in lines if line["seed"] in seeds):
+def change(*paths, value, seeds=(2,)):
+    """Return a function that sets the values at some paths, such as "changes/batch_tokens", in the lines of seeds."""
+
+    def tamper(lines):
+        for line, path in ((line, path.split("/")) for line in lines if line["seed"] in seeds for path in paths):
             for key in path[:-1]:
-                line = line[key]
+                line = line[0 if isinstance(line, list) else key]
             line[path[-1]] = value
 
     return tamper
 
 
-def both_losses(lines):
-    in_line("val_loss", "4096", value=1.5)(lines)
-    in_line("curve", 0, "val_loss", "4096", value=1.5)(lines)
-
-
-TAMPERED = {
-    "val_loss 4096": in_line("val_loss", "4096", value=1.5),
-    "copy_loss 1024": in_line("copy_loss", "random", "1024", value=[6.3, 1.0]),
-    "loss_16x": both_losses,
-    "seeds": lambda lines: lines.pop(1),
-    "batch_tokens 4096, not 2048": in_line("changes", "batch_tokens", value=4096),
-    "muon_lr 0.03, not 0.02": in_line("changes", "muon_lr", value=0.03),
-    "dtype bfloat16": in_line("changes", "dtype", value="bfloat16"),
-    "one text": in_line("data", "train", value="0123"),
-    "the text 0123": lambda lines: in_line("data", "train", value="0123")(lines, seeds=range(5)),
-    "RoPE's parameters": lambda lines: in_line("method", value="p_rope+gate")(lines, seeds=range(5)),
-    "steps 1500": in_line("steps", value=1500),
-    "steps 2000 and 1500": in_line("curve", 0, "step", value=1500),
+TAMPERED = {  # part of the message: change of the lines
+    "val_loss 4096": change("val_loss/4096", value=1.5),
+    "loss_16x": change("val_loss/4096", "curve/0/val_loss/4096", value=1.5),
+    "copy_loss 1024": change("copy_loss/random/1024", value=[6.3, 1.0]),
+    "seeds [0, 2, 3, 4]": lambda lines: lines.pop(1),
+    "batch_tokens 4096, not 2048": change("changes/batch_tokens", value=4096),
+    "dtype bfloat16": change("changes/dtype", value="bfloat16"),
+    "one text": change("data/train", value="0123"),
+    "the text 0123": change("data/train", value="0123", seeds=tracks.SEEDS),
+    "RoPE's parameters": change("method", value="p_rope+gate", seeds=tracks.SEEDS),
+    "steps 1500 and 2000": change("steps", value=1500),
+    "steps 2000 and 1500": change("curve/0/step", value=1500),
 }
 
 
@@ -95,7 +99,7 @@ def test_a_tampered_line_is_refused(entry, named, capsys):
     assert named in one_error(capsys)
 
 
-@pytest.mark.parametrize("named", ["score", "p", "wins", "bytes", "README.md"])
+@pytest.mark.parametrize("named", ["score", "p", "bytes", "README.md"])
 def test_a_tampered_folder_is_refused(entry, named, capsys):
     made = json.loads((entry / "record.json").read_text())
     (entry / "record.json").write_text(json.dumps(made | ({named: 0.001} if named in made else {})))
@@ -109,17 +113,16 @@ def test_a_tampered_folder_is_refused(entry, named, capsys):
 
 def make_record(name, scores, loss_1x=2.0, knows_n=False, date="", **costs):
     by_seed = {str(seed): {"score": score} for seed, score in enumerate(scores)}
-    row = dict(name=name, method=name, method_options={}, date=date, loss_1x=loss_1x, knows_n=knows_n, scores=by_seed)
-    return row | dict(score=sum(scores) / 5, parameters=1.0, flops=1.0) | costs
+    row = dict(name=name, text="a b c", method=name, method_options={}, parameters=1.0, flops=1.0, scores=by_seed)
+    return row | dict(date=date, loss_1x=loss_1x, knows_n=knows_n, score=sum(scores) / 5) | costs
 
 
 def test_p_and_records_by_plain_numbers():
     base = [9.0, 9.1, 9.2, 9.3, 9.4]
     better = [score - gain for score, gain in zip(base, (1, 2, 3, 4, 5))]  # t = 3 / sqrt(2.5 / 5), 4 degrees of freedom
-    t = 3 / (2.5 / 5) ** 0.5
-    s = 1 + t**2 / 4
+    t, s = 3 / 0.5**0.5, 1 + 9 / 0.5 / 4
     cumulated = 0.5 + 3 / 8 * t / s**0.5 * (1 - t**2 / s / 12)  # Student's distribution with 4 degrees of freedom
-    records = tracks.judge([
+    rows = [
         make_record("rope", base),
         make_record("yarn", [5.0] * 5, knows_n=True),
         make_record("gate", better, loss_1x=2.011, date="2026-12-01"),
@@ -127,9 +130,9 @@ def test_p_and_records_by_plain_numbers():
         make_record("good", better, loss_1x=2.009, date="2026-12-02"),
         make_record("noisy", [score - 3 for score in (0, 5, 9, 9, 9)], date="2026-12-03"),
         make_record("same", better, date="2026-12-04"),
-    ])  # fmt: skip
-    found = {row["name"]: (row["passes"], row["against"], row["wins"]) for row in records}
-    assert found == {
+    ]
+    records = tracks.judge({row["name"]: row for row in rows})
+    assert {row["name"]: (row["passes"], row["against"], row["wins"]) for row in records} == {
         "yarn": (True, None, True), "rope": (True, None, True), "gate": (False, "rope", False),
         "large": (False, "rope", False), "good": (True, "rope", True), "noisy": (True, "good", False),
         "same": (True, "good", False),
@@ -137,32 +140,44 @@ def test_p_and_records_by_plain_numbers():
     ps = {row["name"]: row["p"] for row in records}
     assert ps["good"] == ps["gate"] == pytest.approx(1 - cumulated, rel=1e-5) and ps["same"] == 1
     with pytest.raises(ValueError, match="RoPE"):
-        tracks.judge(records[:1])
+        tracks.judge({"yarn": records[0]})
 
 
 @pytest.mark.slow
 def test_the_committed_board_follows_from_the_committed_runs(tmp_path, monkeypatch):
-    page = ROOT / "results/records/README.md"
-    shutil.copytree(ROOT / "results/records", tmp_path / "records")
+    shutil.copytree(PAGE.parent, tmp_path / "records")
     for kept in ROOT.glob("results/*/runs.jsonl"):
         shutil.copytree(kept.parent, tmp_path / kept.parent.name)
-    (tmp_path / "records/README.md").write_text(page.read_text().partition(record.MARK)[0])
+    rules = PAGE.read_text().partition(record.MARK)[0]
+    (tmp_path / "records/README.md").write_text(rules)
     monkeypatch.setattr(tracks, "RESULTS", tmp_path)
     assert exit_code(record.main, ["table"]) == 0
-    assert (tmp_path / "records/README.md").read_bytes() == page.read_bytes()
-    assert (tmp_path / "records/board.png").stat().st_size > 1000
-    assert page.read_text().partition(record.MARK)[0].count("\n") <= 60
+    assert (tmp_path / "records/README.md").read_bytes() == PAGE.read_bytes() and rules.count("\n") <= 60
 
 
-def test_the_class_of_a_method_and_its_costs_are_measured():
-    for method, knows_n in [("rope", False), ("logn_p_rope", False), ("rope_ntk", True), ("yarn", True)]:
+def test_the_page_argues_for_the_score_with_the_kept_runs():
+    """The numbers on the page: rank correlations with the curves, ALiBi's scores, spreads."""
+    found = collections.defaultdict(list)
+    for stored, method in [(s, m) for s in read_runs(KEPT) for m in (None, *s.config.validate_as)]:
+        losses, score = final_losses(stored.summary, method), tracks.read_score(stored.summary, 256, method)
+        gains = (stored.summary["copy_gain_as"][method] if method else stored.summary["copy_gain"])["random"]
+        copies = [copies[0] - gains[gap] for gap, copies in stored.summary["copy_loss"]["random"].items()]
+        row = score | {"curves": statistics.fmean(losses.values()) + statistics.fmean(copies), "64x": losses[16_384]}
+        found[method or series_label(stored.config)].append(row | {"gain": losses[4096] - gains["1024"]})
+    names = ["rope", "rope_ntk", "yarn", "logn_p_rope", OURS, "alibi", *(f"alibi slope_scale={s}" for s in (4, 16))]
+    keys = ("curves", "score", "loss_16x", "64x", "gain", "loss_1x", "copy_4x")
+    means = {key: [statistics.fmean(row[key] for row in found[name]) for name in names] for key in keys}
+    assert min(means["64x"]) == means["64x"][6] and sorted(means["gain"])[1] == means["gain"][7]
+    numbers = [f"{stats.spearmanr(means['curves'], means[key]).statistic:.2f}" for key in keys[1:4]]
+    numbers += [f"{means['score'][7]:.3f}", f"{means['loss_1x'][7] - means['loss_1x'][0]:.3f}"]
+    numbers += [f"{max(means[key]) - min(means[key]):.1f}" for key in ("copy_4x", "loss_16x")]
+    numbers += [f"{max(statistics.stdev(row['score'] for row in found[name]) for name in names):.2f}"]
+    assert re.findall(r"\d+\.\d+", PAGE.read_text().partition("## Why this score")[2])[:8] == numbers
+
+
+def test_methods_that_know_the_length_are_told_from_others():
+    for method, knows_n in dict(rope=False, logn_p_rope=False, rope_ntk=True, yarn=True).items():
         assert tracks.measure_method(replace(preset("taught"), method=method))["knows_n"] == knows_n
-    config = replace(preset("taught"), method="pope", train_length=64, length_schedule=())
-    d, layers, vocabulary = 128, 3, 1024
-    pairs = 65 / 2  # keys a query; PoPE's q and k are twice as wide, and it learns 128 phases a layer
-    rope = 2 * (12 * d * d * layers + d * vocabulary) + 4 * d * pairs * layers
-    ratio = (rope + 2 * d * pairs * layers + 2 * 128 * layers) / rope
-    assert tracks.measure_method(config)["flops"] == pytest.approx(ratio, abs=1e-4)
 
 
 FUTURE = """
@@ -177,21 +192,6 @@ class Future(Replacement):
 """
 
 
-@pytest.fixture
-def tiny(tmp_path, monkeypatch):
-    """Make track laptop tiny, with five kept runs of RoPE. Return the arguments of all commands."""
-    fields = FIELDS | dict(val_lengths=(16, 256), val_tokens=512, val_copy_gaps=(64,), steps=2, cooldown_steps=1)
-    changes = {name: value for name, value in fields.items() if value != getattr(preset("quickstart"), name)}
-    monkeypatch.setitem(tracks.TRACKS, "laptop", Run("quickstart", {k: v for k, v in changes.items() if k != "name"}))
-    monkeypatch.setattr(tracks, "RESULTS", tmp_path / "results")
-    arguments = ["--runs-dir", tmp_path / "runs", "--data_dir", make_data(tmp_path / "text")]
-    with sweeps_in_this_process():
-        assert exit_code(record.main, ["run", "laptop", "--method", "rope", *arguments]) == 0
-    kept = tmp_path / "results/quickstart/runs.jsonl"
-    assert exit_code(keep.main, [*(tmp_path / "runs").glob("quick*"), "--to", kept]) == 0
-    return arguments
-
-
 @pytest.mark.parametrize("text, named", [(FUTURE, "later tokens"), ("import torch", "0 subclasses")])
 def test_a_file_that_breaks_a_rule_is_not_trained(tmp_path, text, named, capsys):
     (tmp_path / "future.py").write_text(text)
@@ -201,35 +201,45 @@ def test_a_file_that_breaks_a_rule_is_not_trained(tmp_path, text, named, capsys)
     MECHANISMS.pop("future", None)
 
 
-@pytest.mark.slow
-def test_a_mechanism_from_a_file_becomes_an_entry(tiny, tmp_path, monkeypatch, capsys):
-    """The README's example, in a folder outside the repository; the first seed in a new process."""
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    """Make track laptop tiny, with five kept runs of RoPE. Return the arguments of all commands."""
+    fields = FIELDS | dict(val_lengths=(16, 256), val_tokens=512, val_copy_gaps=(64,), steps=2, cooldown_steps=1)
+    del fields["name"]
+    monkeypatch.setitem(tracks.TRACKS, "laptop", Run("quickstart", fields))
+    monkeypatch.setattr(tracks, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(tracks, "GATE", 1e-6)  # two steps change the losses little
+    arguments = ["--runs-dir", tmp_path / "runs", "--data_dir", make_data(tmp_path / "text")]
+    with sweeps_in_this_process():
+        assert exit_code(record.main, ["run", "laptop", "--method", "rope", *arguments]) == 0
+    kept = tmp_path / "results/quickstart/runs.jsonl"
+    assert exit_code(keep.main, [*(tmp_path / "runs").glob("quick*"), "--to", kept]) == 0
+    return arguments
+
+
+@pytest.mark.slow
+def test_a_mechanism_from_a_file_becomes_an_entry(tiny, tmp_path, capsys):
+    """The README's example, in a folder outside the repository; the first seed in a new process."""
     file = tmp_path / "elsewhere/root.py"
     file.parent.mkdir()
     file.write_text(re.search(r"```python\n(import torch.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1])
     method = ["--file", file, "--method", "root+p_rope", "--method_options", "slope", "2", *tiny]
-    try:
-        assert exit_code(record.main, ["run", "laptop", "--seeds", 0, *method]) == 2 and "seeds" in one_error(capsys)
-        (runs,) = (tmp_path / "runs").glob("root-*")
-        (first,) = runs.glob("*/summary.json")
-        trained = first.stat().st_mtime_ns
-        folder = tmp_path / "results/records/laptop/2026-12-01_root"
-        with sweeps_in_this_process():
-            assert exit_code(record.main, ["run", "laptop", *method]) == 0
-            assert "p = " in capsys.readouterr().out and first.stat().st_mtime_ns == trained
-            assert exit_code(record.main, ["make", folder, *method]) == 0
-            made = json.loads((folder / "record.json").read_text())
-            assert (made["method"], made["mechanism"], made["method_options"]) == ("p_rope+root", "root", {"slope": 2})
-            assert (folder / "method.py").read_text() == file.read_text() and len(made["scores"]) == 5
-            other = make_data(tmp_path / "other", seed=1)
-            capsys.readouterr()
-            assert exit_code(record.main, ["check", folder, "--text", other, "--runs-dir", runs]) == 0
-            assert len(re.findall("(?m)^.*root-.*-s[0-4] on .*'score': 8", capsys.readouterr().out)) == 5
-            assert exit_code(record.main, ["check", folder, "--rerun", 1, *tiny]) == 0
-            kept = (folder / "method.py").read_text()
-            (folder / "method.py").write_text(kept.replace("self.slope *", "-9 *"))
-            assert exit_code(record.main, ["check", folder, "--rerun", 1, *tiny]) == 2
-            assert "seed 1" in one_error(capsys)
-    finally:
-        MECHANISMS.pop("root", None)
+    assert exit_code(record.main, ["run", "laptop", "--seeds", 0, *method]) == 2 and "seeds" in one_error(capsys)
+    (first,) = tmp_path.glob("runs/root-*/*/summary.json")
+    trained = first.stat().st_mtime_ns
+    folder = make_folder(tmp_path / "results/records/laptop/2026-12-01_root")
+    with sweeps_in_this_process():
+        assert exit_code(record.main, ["run", "laptop", *method]) == 0
+        assert "(RoPE)" in capsys.readouterr().out and first.stat().st_mtime_ns == trained
+        assert exit_code(record.main, ["make", folder, *method]) == 0
+        made = json.loads((folder / "record.json").read_text())
+        assert (made["method"], made["mechanism"], made["method_options"]) == ("p_rope+root", "root", {"slope": 2})
+        assert (folder / "method.py").read_text() == file.read_text() and len(made["scores"]) == 5
+        capsys.readouterr()
+        hold_out = ["--text", make_data(tmp_path / "other", seed=1), "--runs-dir", first.parents[1]]
+        assert exit_code(record.main, ["check", folder, *hold_out]) == 0
+        assert len(re.findall("(?m)^.*root-.*-s[0-4] on .*'score': 8", capsys.readouterr().out)) == 5
+        assert exit_code(record.main, ["check", folder, "--rerun", 1, *tiny]) == 0
+        (folder / "method.py").write_text(file.read_text().replace("self.slope *", "-9 *"))
+        assert exit_code(record.main, ["check", folder, "--rerun", 1, *tiny]) == 2 and "seed 1" in one_error(capsys)
+    MECHANISMS.pop("root")

@@ -11,7 +11,6 @@
 """
 
 import argparse
-import dataclasses
 import datetime
 import hashlib
 import json
@@ -21,7 +20,7 @@ import sys
 from pathlib import Path
 
 from configs.command_line import read_fields
-from configs.sweeps import forms
+from configs.runs import Run
 from errors import did_you_mean, exit_on_user_error, require
 from files import replace_text, to_json
 from model.methods import canonical_name
@@ -36,10 +35,9 @@ from scripts.shared.tables import markdown_table
 from scripts.sweep.__main__ import STARTING, find_states, print_plan
 from scripts.sweep.local import ROOT, train
 
-FIELDS = (*tracks.CHOSEN, "data_dir", "device", "compile", "attention_backend", "micro_batch_tokens")
-HEADS = ["method", "date", "score", "loss 16x", "copy 4x", "loss 1x", "p", "parameters", "FLOPs", "seconds", "notes"]
+MACHINE = ("data_dir", "device", "compile", "attention_backend", "micro_batch_tokens")
+HEADS = ["method", "date", "score", "loss 16x", "copy 4x", "loss 1x", "parameters", "FLOPs", "seconds", "p", "notes"]
 MARK = "<!-- The board. `python -m scripts.record table` writes all lines below. -->\n"
-README = "# {name}\n\n## Prediction, written before the runs\n\n## The method, and why it should win\n\n## Result\n"
 
 
 @exit_on_user_error()
@@ -48,7 +46,7 @@ def main(argv: list[str] | None = None):
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m scripts.record", description=__doc__, formatter_class=raw)
     parser.add_argument("command", choices=COMMANDS)
-    parser.add_argument("target", nargs="?", type=Path, help="TRACK or FOLDER")
+    parser.add_argument("target", nargs="?", type=Path, default=Path(), help="TRACK or FOLDER")
     parser.add_argument("--file", type=Path, help="Python file with one subclass of Mechanism, named as the mechanism")
     parser.add_argument("--seeds", nargs="+", type=int, default=tracks.SEEDS)
     parser.add_argument("--jobs", type=int, help="runs at a time (default: one a GPU; without GPUs, one a core)")
@@ -60,35 +58,32 @@ def main(argv: list[str] | None = None):
         sys.argv = ["train_gpt.py", *argv[3:]]
         return runpy.run_path(str(ROOT / "train_gpt.py"), run_name="__main__")
     args, fields = parser.parse_known_args(argv)
-    args.fields = read_fields(fields, fields=FIELDS)
-    target = args.target or Path()
-    track = target.name if args.command == "run" else target.parent.name
+    args.fields = read_fields(fields, fields=(*tracks.CHOSEN, *MACHINE))
+    track = (args.target if args.command == "run" else args.target.parent).name
     known = args.command == "table" or track in tracks.TRACKS
     require(known, f"unknown track {track!r}. {did_you_mean(track, tracks.TRACKS)}")
     COMMANDS[args.command](args, track)
 
 
 def train_seeds(args: argparse.Namespace, track: str, seeds: list[int], mechanism: str = "") -> list[StoredRun]:
-    """Return the finished runs of a method, after training the missing ones.
+    """Return the finished runs of a method, after training the missing ones. Raise ValueError if one does not finish.
 
-    mechanism: name of the class in args.file (default: the file's name). Raise ValueError for a method that is not
-    causal, and if a run does not finish.
+    mechanism: name of the class in args.file (default: the file's name).
     """
-    runs_dir, program, base = args.runs_dir, [], tracks.TRACKS[track]
+    runs_dir, program = args.runs_dir, []
     if args.file:
         mechanism, text = mechanism or args.file.stem, args.file.read_text()
         runs_dir /= f"{mechanism}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"  # a changed file is another method
         program = ["-m", "scripts.record", "train", str(runs_dir / "method.py"), mechanism]
-        runs_dir.mkdir(parents=True, exist_ok=True)
+    runs_dir.mkdir(parents=True, exist_ok=True)
+    if args.file:
         replace_text(runs_dir / "method.py", text)
         tracks.register(runs_dir / "method.py", mechanism)
     method = canonical_name(args.fields.get("method") or mechanism)
-    changes = base.changes | args.fields | {"method": method}
-    planned = forms(base.preset, [(method, args.fields.get("method_options", {}))], tuple(seeds))
-    runs = [dataclasses.replace(run, changes=run.changes | changes) for run in planned]
+    changes = tracks.TRACKS[track].changes | args.fields | {"method": method}
+    runs = [Run(tracks.TRACKS[track].preset, changes | {"seed": seed}) for seed in seeds]
     print(f"{method}: {tracks.measure_method(runs[0].config)}; limits over RoPE's: {tracks.LIMITS}")
     options = argparse.Namespace(runs_dir=runs_dir, sweep=f"record-{track}", slurm=None)
-    runs_dir.mkdir(parents=True, exist_ok=True)
     train([run for run, state, _ in find_states(runs, options) if state in STARTING], args.jobs, program=program)
     plan = find_states(runs, options)
     print_plan(plan)
@@ -104,52 +99,47 @@ def run(args: argparse.Namespace, track: str):
         print(f"{stored.path.name}: " + ", ".join(f"{key} {value:.3f}" for key, value in score.items()))
     own = tracks.make_records(tracks.TRACKS[track], stored_runs, date=str(datetime.date.today()))[:1]
     require(own, f"The board needs the seeds {tracks.SEEDS}. Train them all.")
-    records = tracks.standing(track, own, read_runs(args.runs_dir))
-    print(f"\n{record_table(records)}\n\n{describe(own[0], records)}")
+    print(record_table(tracks.standing(track, own, read_runs(args.runs_dir))))
 
 
 def make(args: argparse.Namespace, track: str):
-    """Write an entry from its runs, after training the missing ones. An old README.md stays as it is."""
+    """Write an entry from its runs, after training the missing ones. FOLDER/README.md has its prediction already."""
     folder, stored_runs = args.target, train_seeds(args, track, tracks.SEEDS)
     folder.mkdir(parents=True, exist_ok=True)
     if args.file:
         replace_text(folder / "method.py", args.file.read_text())
-    if not (folder / "README.md").exists():
-        replace_text(folder / "README.md", README.format(name=folder.name))
     lines = [to_json(make_line(stored), ensure_ascii=False) for stored in stored_runs]
     replace_text(folder / "runs.jsonl", "".join(f"{line}\n" for line in lines))
     replace_text(folder / "record.json", to_json({"mechanism": args.file and args.file.stem}))
     record = tracks.read_entry(folder)
-    records = tracks.standing(track, [record])
+    print(record_table(tracks.standing(track, [record])))  # adds p to the record
     replace_text(folder / "record.json", to_json(record, indent=2) + "\n")
-    print(f"{describe(record, records)}. Now write {folder}/README.md.")
 
 
 def check(args: argparse.Namespace, track: str):
     """Refuse an entry whose numbers do not follow from its runs. Perhaps train a seed again, or score another text."""
     folder, entry = args.target, tracks.read_entry(args.target)
-    texts = {record["text"] for record in tracks.standing(track) if record["method"] == "rope"} or {entry["text"]}
-    require(entry["text"] in texts, f"{folder} has the text {entry['text']}. Train on the text {' or '.join(texts)}.")
     records, stored = tracks.standing(track, [entry]), json.loads((folder / "record.json").read_text())
-    wrong = [f"{key} {stored.get(key)}, not {value}" for key, value in entry.items() if stored.get(key) != value]
+    wrong = [f"{key} {stored.get(key)!s:.60}, not {entry[key]!s:.60}" for key in entry if stored.get(key) != entry[key]]
     require(not wrong, f"{folder}/record.json has {'; '.join(wrong)}. Make the entry again.")
-    for run in read_runs(args.runs_dir) if args.text else ():
-        T = run.config.train_length
-        if run.summary and tracks.read_score(run.summary, T) == entry["scores"].get(str(run.config.seed)):
-            result = evaluate(run.path, start_processes("auto"), lengths=[T, 16 * T], gaps=[4 * T], data=args.text)
-            print(f"{run.path} on {args.text}: {tracks.read_score(result, T)}")
+    if entry["mechanism"]:
+        args.file = folder / "method.py"
+        tracks.register(args.file, entry["mechanism"])  # another entry may have a mechanism of the same name
+    for found in read_runs(args.runs_dir) if args.text else ():
+        T = found.config.train_length
+        if found.summary and tracks.read_score(found.summary, T) == entry["scores"].get(str(found.config.seed)):
+            result = evaluate(found.path, start_processes("auto"), lengths=[T, 16 * T], gaps=[4 * T], data=args.text)
+            print(f"{found.path} on {args.text}: {tracks.read_score(result, T)}")
     if args.rerun is not None:
-        args.file = folder / "method.py" if entry["mechanism"] else None
         args.fields |= {field: entry[field] for field in tracks.CHOSEN}
         args.runs_dir /= f"rerun-{folder.name}"
         (again,) = train_seeds(args, track, [args.rerun], entry["mechanism"])
-        kept = entry["scores"][str(args.rerun)]
-        change = {k: v - kept[k] for k, v in tracks.read_score(again.summary, again.config.train_length).items()}
-        print("rerun minus entry: " + ", ".join(f"{key} {value:+.5f}" for key, value in change.items()))
-        spread = statistics.stdev(score["score"] for score in entry["scores"].values())
-        same = abs(change["loss_1x"]) <= tracks.GATE and abs(change["score"]) <= spread
-        require(same, f"{folder}: seed {args.rerun} differs by more than {tracks.GATE} at 1x or {spread:.3f} in score.")
-    print(describe(entry, records))
+        kept, new = entry["scores"][str(args.rerun)], tracks.read_score(again.summary, again.config.train_length)
+        print("rerun minus entry: " + ", ".join(f"{key} {new[key] - kept[key]:+.5f}" for key in kept))
+        most = {"loss_1x": tracks.GATE, "score": statistics.stdev(s["score"] for s in entry["scores"].values())}
+        wrong = [f"{key} {kept[key]:.4f}, not {new[key]:.4f}" for key in most if abs(new[key] - kept[key]) > most[key]]
+        require(not wrong, f"{folder}: seed {args.rerun} has {', '.join(wrong)}. Report runs that others can repeat.")
+    print(record_table(records))
 
 
 def table(args: argparse.Namespace, track: str):
@@ -171,24 +161,14 @@ def table(args: argparse.Namespace, track: str):
 
 
 def record_table(records: list[dict]) -> str:
-    """Return a table with the lowest score first."""
-    rows = [HEADS]
+    """Return a table with the lowest score first. p: against the record in brackets."""
+    rows, numbers = [HEADS], ("score", "loss_16x", "copy_4x", "loss_1x", "parameters", "flops")
     for record in sorted(records, key=lambda record: record["score"]):
-        numbers = [f"{record[key]:.3f}" for key in ("score", "loss_16x", "copy_4x", "loss_1x")]
-        p = "" if record["p"] is None else f"{record['p']:.2g}"
-        costs = [f"{record['parameters']:.3f}", f"{record['flops']:.2f}", str(record["seconds"])]
+        p = f"{record['p']:.2g} ({series_name(record['against'])})" if record["against"] else ""
         notes = {"record": record["wins"], "knows n": record["knows_n"], "gate not passed": not record["passes"]}
-        notes = ", ".join(note for note, holds in notes.items() if holds)
-        rows.append([series_name(record["name"]), record["date"], *numbers, p, *costs, notes])
+        cells = [series_name(record["name"]), record["date"], *(f"{record[key]:.3f}" for key in numbers)]
+        rows.append([*cells, str(record["seconds"]), p, ", ".join(note for note, holds in notes.items() if holds)])
     return markdown_table(rows)
-
-
-def describe(record: dict, records: list[dict]) -> str:
-    """Return a line with the score, the place and p of a record."""
-    place = 1 + sum(other["score"] < record["score"] for other in records)
-    result = "passes the gate" if record["passes"] else "does not pass the gate"
-    p = f", p = {record['p']:.2g} against {record['against']}" if record["against"] else ""
-    return f"{record['name']}: score {record['score']:.3f}, place {place} of {len(records)}, {result}{p}"
 
 
 COMMANDS = {"run": run, "make": make, "check": check, "table": table}

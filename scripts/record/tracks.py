@@ -1,6 +1,6 @@
 """The tracks, and the records of methods on a track.
 
-A record is a dictionary with the numbers of a method: the record.json of an entry, or a row of the board.
+A record is a dictionary with the numbers of a method, as in the record.json of an entry or a row of the board.
 """
 
 import collections
@@ -31,7 +31,7 @@ from scripts.shared.runs import StoredRun, describe_differences, final_losses, r
 ON_GPU = {"dtype": "bfloat16", "val_copy_gaps": (2048, 8192, 16_384)}
 TRACKS = {
     "laptop": Run("taught", {"dtype": "float32"}),
-    "natural": Run("far", {"dtype": "float32", "val_copy_gaps": (64, 256, 1024, 2048, 4096)}),
+    "natural": Run("far", {"dtype": "float32"}),
     "one-gpu": Run("gpt_162m_4k", ON_GPU | {"batch_tokens": 131_072, "steps": 3815}),
     "paper": Run("gpt_162m_4k", ON_GPU),
 }
@@ -68,13 +68,10 @@ def differences(track: Run, stored: StoredRun) -> str:
 
 
 def read_score(summary: dict, train_length: int, method: str | None = None) -> dict[str, float]:
-    """Return three losses in nats a token, and the score: on natural text at 1 and 16 training lengths, and on the
-    second copy of random spans at a gap of 4. method: as in final_losses."""
+    """Return the score and its parts in nats a token, lengths in training lengths. method: as in final_losses."""
     losses, gap = final_losses(summary, method), str(4 * train_length)
-    first, second = summary["copy_loss"]["random"][gap]
-    if method and "copy_loss_as" in summary:
-        second = summary["copy_loss_as"][method]["random"][gap][1]
-    elif method:  # old lines lack this method's loss on the first copy, so the trained method's loss replaces it
+    first, second = summary.get("copy_loss_as", {}).get(method, summary["copy_loss"])["random"][gap]
+    if method and "copy_loss_as" not in summary:  # an old line: the trained method's loss replaces the first copy's
         second = first - summary["copy_gain_as"][method]["random"][gap]
     near, far = losses[train_length], losses[16 * train_length]
     return {"loss_1x": near, "loss_16x": far, "copy_4x": second, "score": far + second}
@@ -115,11 +112,10 @@ def make_records(track: Run, stored_runs: Iterable[StoredRun], **further) -> lis
                 found[key][stored.config.seed] = stored
     for (method, _, text), runs in found.items():
         if sorted(runs) == SEEDS:
-            config, T = runs[0].config, track.config.train_length
-            scores = {str(seed): read_score(runs[seed].summary, T, method) for seed in SEEDS}
-            record = {"name": method or series_label(config), "date": "", "text": text, "scores": scores}
-            record |= {field: getattr(config, field) for field in CHOSEN} | ({"method": method} if method else {})
-            record |= measure_method(dataclasses.replace(config, method=record["method"]))
+            config = dataclasses.replace(runs[0].config, method=method or runs[0].config.method)
+            scores = {str(seed): read_score(runs[seed].summary, config.train_length, method) for seed in SEEDS}
+            record = {"name": series_label(config), "date": "", "text": text, "scores": scores}
+            record |= {field: getattr(config, field) for field in CHOSEN} | measure_method(config)
             record |= {key: statistics.fmean(score[key] for score in scores.values()) for key in scores["0"]}
             record["seconds"] = round(statistics.fmean(stored.summary["seconds"] for stored in runs.values()))
             records.append(record | further)
@@ -131,7 +127,7 @@ def read_entry(folder: Path) -> dict:
     track, stored_runs = TRACKS[folder.parent.name], read_runs(folder / "runs.jsonl")
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     require(size <= MOST_BYTES, f"{folder} has {size} bytes. Keep it at {MOST_BYTES} or less.")
-    require((folder / "README.md").exists(), f"{folder} has no README.md. Write the prediction and the result.")
+    require((folder / "README.md").exists(), f"{folder} has no README.md. Write a prediction before the runs.")
     if mechanism := json.loads((folder / "record.json").read_text())["mechanism"]:
         register(folder / "method.py", mechanism)
     for stored in stored_runs:
@@ -159,30 +155,27 @@ def describe_choice(stored: StoredRun) -> str:
 
 
 def standing(track_name: str, more: Iterable[dict] = (), local_runs: Iterable[StoredRun] = ()) -> list[dict]:
-    """Return the judged records of a track on one text: of its baselines, of its entries, and `more`.
-
-    The text is the text of `more`, or else of the baselines. A record in `more` replaces the record of its name.
-    local_runs: runs of RoPE and of other methods on the board, perhaps on another text than the board's.
-    """
+    """Return the judged records of a track on one text: its baselines, its entries, and `more`, which replaces equal
+    names. The text is the text of `more`, or else of the baselines. local_runs: more runs of the board's methods."""
     track = TRACKS[track_name]
     kept = make_records(track, read_runs(RESULTS / track.preset / "runs.jsonl"))
     kept += map(read_entry, sorted(path.parent for path in (RESULTS / "records" / track_name).glob("*/record.json")))
-    text, names = [record["text"] for record in [*more, *kept]][:1], {"rope", *(record["name"] for record in kept)}
+    names = {"rope", *(record["name"] for record in kept)}
     local = [record for record in make_records(track, local_runs) if record["name"] in names]
-    records = {record["name"]: record for record in [*local, *kept, *more] if record["text"] in text}
-    return judge([*records.values()]) if records else []
+    texts = [record["text"] for record in [*more, *kept]][:1]
+    return judge({record["name"]: record for record in [*local, *kept, *more] if record["text"] in texts})
 
 
-def judge(records: list[dict]) -> list[dict]:
+def judge(by_name: dict[str, dict]) -> list[dict]:
     """Return the records by date, with four keys added: passes, against (name of the record until then), p and wins.
 
     Methods that do not know the length of the text are compared with the best record of such methods. Baselines come
-    first, the best before the others. Raise ValueError without RoPE.
+    first, the best before the others. Raise ValueError if RoPE is missing.
     """
+    records, best = sorted(by_name.values(), key=lambda record: (record["date"], record["score"])), []
     rope = [record["loss_1x"] for record in records if record["method"] == "rope" and not record["method_options"]]
-    require(rope, "RoPE has no five runs on this text. Train them: python -m scripts.record run TRACK --method rope")
-    records, best = sorted(records, key=lambda record: (record["date"], record["score"])), []
     for record in records:
+        require(rope, f"RoPE has no five runs on the text {record['text']}. Train them: record run TRACK --method rope")
         rivals = [other for other in best if record["knows_n"] or not other["knows_n"]]
         rival = min(rivals, key=lambda other: other["score"], default=None)
         passes = record["loss_1x"] <= rope[0] + GATE and all(record[cost] <= most for cost, most in LIMITS.items())
