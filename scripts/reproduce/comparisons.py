@@ -1,7 +1,11 @@
 """Test whether differences between methods are significant.
 
-The few seeds of one method give a poor estimate of its variance. The seeds of all methods together give a good one. So
-all methods share one variance at each length where Bartlett's test finds no difference between their variances.
+`compare`: the few seeds of one method give a poor estimate of its variance. The seeds of all methods together give a
+good one. So all methods share one variance at each length where Bartlett's test finds no difference between their
+variances.
+
+`primary_comparisons`: runs of one seed share the data and its order, and methods draw equal initial weights. So
+differences are taken within seeds. The studies `taught` and `far` fixed these comparisons before their first run.
 """
 
 import collections
@@ -13,9 +17,10 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats
 
-from scripts.reproduce.study import Study
+from configs.sweeps import OURS
+from scripts.reproduce.study import BySeed, Study, at
 from scripts.shared.looks import series_name
-from scripts.shared.tables import mean_and_stderr, pivot_table
+from scripts.shared.tables import markdown_table, mean_and_stderr, pivot_table
 
 SIGNIFICANT = 0.05  # level of a difference after Holm's correction, and of Bartlett's test
 
@@ -125,12 +130,47 @@ def holm(ps: list[float]) -> list[float]:
     return corrected.tolist()
 
 
-def difference_cell(row: dict | None) -> str:
+def difference_cell(row: dict) -> str:
     """Return the cell of a difference, with standard error and p unless there are too few seeds."""
-    if row is None:
-        return ""
     if row["p_holm"] is None:
         return f"{row['difference']:+.3f}"
     p = f"p = {row['p_holm']:.2g}" if row["p_holm"] >= 0.001 else "p < 0.001"
     cell = f"{row['difference']:+.3f} \u00b1 {row['stderr']:.3f}"
     return f"**{cell}** ({p})" if row["p_holm"] < SIGNIFICANT else f"{cell} ({p})"
+
+
+def primary_rows(study: Study, losses: dict, measures: dict[str, dict[str, BySeed]]) -> list[dict]:
+    """Return paired t-tests of scale-invariant p-RoPE against three rivals, with Holm's correction.
+
+    losses: {(series, tokens): BySeed}. The ALiBi with the lowest loss at the training length is a rival.
+    measures: {label: {series: BySeed}}.
+    """
+    alibis = {series: statistics.fmean(by_seed.values()) for series, by_seed in at(losses, study.base_length).items()
+              if series.split(" ")[0] == "alibi"}  # fmt: skip
+    rivals = ["rope", "logn_p_rope", *([min(alibis, key=alibis.get)] if alibis else [])]
+    rows = []
+    for measure, values in measures.items():
+        for rival in rivals:
+            ours, others = values.get(OURS, {}), values.get(rival, {})
+            differences = [ours[seed] - others[seed] for seed in sorted(ours.keys() & others.keys())]
+            if len(differences) > 1:
+                mean, stderr = mean_and_stderr(differences)
+                # Equal differences, such as 0 when neither method copies, have no t-test.
+                p = float(stats.ttest_1samp(differences, 0).pvalue) if stderr else float(mean == 0)
+                row = dict(measure=measure, rival=rival, difference=mean, stderr=stderr)
+                rows.append(row | dict(p=p, seeds=len(differences)))
+    return [row | dict(p_holm=p) for row, p in zip(rows, holm([row["p"] for row in rows]))]
+
+
+def primary_comparisons(study: Study, losses: dict, measures: dict[str, dict[str, BySeed]], unit: str) -> list[str]:
+    """Return a section with the tests of primary_rows. unit: of the measures."""
+    rows = primary_rows(study, losses, measures)
+    if not rows:
+        return []
+    table = [["minus", "measure", "seeds", "difference"]]
+    table += [[series_name(row["rival"]), row["measure"], str(row["seeds"]), difference_cell(row)] for row in rows]
+    text = f"{series_name(OURS)} (\u03c4 = 10) minus each rival, in {unit}: mean difference within seeds \u00b1 "
+    text += f"standard error. p: paired t-test after Holm's correction for {len(rows)} tests. ALiBi has the slopes "
+    text += f"with the lowest mean loss at {study.base_length}. These comparisons were fixed before the first run. "
+    text += "All others are exploratory."
+    return ["### Primary comparisons", text, markdown_table(table)]

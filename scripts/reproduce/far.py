@@ -12,12 +12,12 @@ from scipy import stats
 
 from configs.sweeps import OURS
 from runtime.far_gain import CLASSES
+from scripts.reproduce.comparisons import primary_comparisons
 from scripts.reproduce.drawing import Line, Panel, draw_panels
-from scripts.reproduce.paired import BySeed, at, losses_and_gains, primary_comparisons
-from scripts.reproduce.study import Study
+from scripts.reproduce.study import BySeed, Study, at
 from scripts.reproduce.taught import DRAWN, draw_reach, reach_tables
 from scripts.shared.looks import plot_styles, series_name
-from scripts.shared.runs import StoredRun
+from scripts.shared.runs import StoredRun, copy_gains, final_losses, measured
 from scripts.shared.tables import format_mean, markdown_table, mean_and_stderr
 
 THRESHOLD = 1.0  # nats
@@ -28,17 +28,13 @@ MILLION = 1e6
 def far(study: Study) -> str:
     """Return the figures and the tables as Markdown. A section lists the primary comparisons."""
     T, budget = study.base_length, study.runs[0].config.steps * study.runs[0].config.batch_tokens / MILLION
-    losses, gains = losses_and_gains(study)
-    curves, far_gains = collections.defaultdict(dict), collections.defaultdict(dict)
+    losses, gains = study.by_seed(final_losses), study.by_seed(copy_gains)
+    far_gains = study.by_seed(lambda summary, method: measured(summary, "far_gain", method))
+    curves, times = collections.defaultdict(dict), collections.defaultdict(dict)
     for run, stored in study.finished:
-        gains_as = {None: stored.summary.get("far_gain", {})} | stored.summary.get("far_gain_as", {})
-        for series, method in study.series(run).items():
-            curves[series][run.config.seed] = copy_curve(stored, T // 8)
-            for name, nats in gains_as.get(method, {}).items():
-                far_gains[series, name][run.config.seed] = nats
-    times = {
-        series: {seed: time_to_copy(curve) for seed, curve in by_seed.items()} for series, by_seed in curves.items()
-    }
+        for series in study.series(run):
+            curve = curves[series][run.config.seed] = copy_curve(stored, T // 8)
+            times[series][run.config.seed] = time_to_copy(curve)
     study.sections = comparisons(study, losses, at(far_gains, "far"), times, budget)
     draw_reach(study, losses, gains)
     draw_time(study, curves, far_gains)
@@ -55,8 +51,8 @@ def far(study: Study) -> str:
 def copy_curve(stored: StoredRun, gap: int) -> list[tuple[float, float]]:
     """Return the pairs (million training tokens, copy gain of random spans at this gap) of a run's validations."""
     tokens = stored.config.batch_tokens
-    measured = [(record["step"], record.get("copy_gain", {})) for record in stored.validations()]
-    return [(step * tokens / MILLION, gain["random"][str(gap)]) for step, gain in measured if "random" in gain]
+    gains = [(record["step"] * tokens / MILLION, copy_gains(record)) for record in stored.validations()]
+    return [(x, by_gap[gap]) for x, by_gap in gains if by_gap]
 
 
 def time_to_copy(curve: list[tuple[float, float]]) -> float | None:
@@ -69,45 +65,39 @@ def time_to_copy(curve: list[tuple[float, float]]) -> float | None:
 
 def comparisons(study: Study, losses: dict, far_gains: dict, times: dict, budget: float) -> list[str]:
     """Return sections with the primary comparisons: time to copy, and loss and far gain of the runs that copy."""
-    T, copying = study.base_length, {(series, seed) for series, by_seed in times.items() for seed in by_seed
-                                     if by_seed[seed] is not None}  # fmt: skip
+    T = study.base_length
     limited = {s: {seed: budget if t is None else t for seed, t in by_seed.items()} for s, by_seed in times.items()}
-    reach = {f"loss, {n} tokens ({n // T}x)": at(losses, n) for n in (T, 16 * T)} | {"far gain, class far": far_gains}
-    reach = {
-        label: {s: {seed: x for seed, x in by_seed.items() if (s, seed) in copying} for s, by_seed in values.items()}
-        for label, values in reach.items()
-    }
-    measures = {"time to copy, M tokens": limited} | reach
+    measures = {"time to copy, M tokens": limited}
+    measures |= {f"loss, {n} tokens ({n // T}x)": of_copying(at(losses, n), times) for n in (T, 16 * T)}
+    measures["far gain, class far"] = of_copying(far_gains, times)
     sections = primary_comparisons(study, losses, measures, unit="nats or M tokens")
     if sections:
-        sections[1] += (
-            f" A run that does not copy counts with {budget:.1f} M tokens. Loss and far gain compare runs that "
-        )
-        sections[1] += "copy with runs that copy."
-        sections += text_errors(study, copying)
+        sections[1] += f" A run that does not copy counts with {budget:.1f} M tokens. Loss and far gain compare runs "
+        sections[1] += "that copy with runs that copy."
+        sections += text_errors(study, times)
     return sections
 
 
-def text_errors(study: Study, copying: set) -> list[str]:
+def of_copying(values: dict[str, BySeed], times: dict[str, dict]) -> dict[str, BySeed]:
+    """Return the numbers of the runs that copy, by series."""
+    return {
+        series: {seed: number for seed, number in by_seed.items() if times[series][seed] is not None}
+        for series, by_seed in values.items()
+    }
+
+
+def text_errors(study: Study, times: dict[str, dict]) -> list[str]:
     """Return lines with bootstrap errors of the loss differences over blocks of the validation text."""
-    T, blocks = study.base_length, collections.defaultdict(dict)
-    for run, stored in study.finished:
-        by_length, seed = stored.summary.get("val_loss_by_block", {}), run.config.seed
-        for series, method in study.series(run).items():
-            if method is None and (series, seed) in copying:
-                for length, of_blocks in by_length.items():
-                    blocks[series, int(length)][seed] = np.array(of_blocks)
-    lines = []
-    for length in (T, 16 * T):
-        ours = blocks.get((OURS, length), {})
+    blocks, lines = study.by_seed(lambda summary, method: measured(summary, "val_loss_by_block", method)), []
+    for length in (study.base_length, 16 * study.base_length):
+        losses = of_copying(at(blocks, str(length)), times)
         for series in study.all_series:
-            others = blocks.get((series, length), {})
-            if series != OURS and (seeds := ours.keys() & others.keys()):
-                difference = np.mean([ours[seed] - others[seed] for seed in sorted(seeds)], axis=0)  # (blocks,)
+            ours, others = losses.get(OURS, {}), losses.get(series, {})
+            if series != OURS and (seeds := sorted(ours.keys() & others.keys())):
+                difference = np.mean([np.subtract(ours[seed], others[seed]) for seed in seeds], axis=0)  # (blocks,)
                 error = stats.bootstrap((difference,), np.mean, method="basic", rng=0).standard_error
-                lines.append(
-                    [series_name(series), str(length), f"{difference.mean():+.3f} \u00b1 {error:.3f}", str(len(seeds))]
-                )
+                cell = f"{difference.mean():+.3f} \u00b1 {error:.3f}"
+                lines.append([series_name(series), str(length), cell, str(len(seeds))])
     if not lines:
         return []
     text = f"Error from the text: {series_name(OURS)} minus each method, mean over seeds \u00b1 bootstrap error over "

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from configs.sweeps import OURS
-from data.shards import TokenStream
 from model.attention.reference import attention_logits, probabilities
 from model.gpt import GPT
 from runtime.checkpoint import list_checkpoints, load_checkpoint
@@ -30,21 +29,20 @@ FORMED = 0.3  # score at which the table calls a head formed
 def far_heads(study: Study) -> str:
     """Return the figure and the table of the first seed of METHODS. Runs without checkpoints are dropped."""
     looks, seed = plot_styles(METHODS), study.runs[0].config.seed
-    rows = [["method", "previous-token head, M tokens", "induction head, M tokens"]]
-    lines = [[], []]
-    for run, stored in [pair for pair in study.finished if pair[0].config.seed == seed]:
+    rows, lines = [["method", "previous-token head, M tokens", "induction head, M tokens"]], [[], []]
+    for run, stored in list(study.finished):
         series = series_label(run.config)
-        if series not in METHODS:
+        if series not in METHODS or run.config.seed != seed:
             continue
         try:
             _, model = load_run(stored.path, study.device)
-            checkpoints, stream = list_checkpoints(stored.path / "checkpoints"), open_validation_text(stored)
+            stream = open_validation_text(stored)
         except (ValueError, OSError) as error:
             study.drop(run, str(error).splitlines()[0])
             continue
-        tokens = copy_tokens(stream, run.config.vocab_size).to(study.device)
-        curve = []
-        for checkpoint in checkpoints:
+        spans, _ = copy_sequences(stream, GAP, run.config.vocab_size)  # (48, 2 * 32 + GAP)
+        tokens, curve = torch.from_numpy(spans).to(study.device), []
+        for checkpoint in list_checkpoints(stored.path / "checkpoints"):
             state = load_checkpoint(checkpoint)
             model.load_state_dict(state["model"])
             curve.append((state["progress"]["step"] * run.config.batch_tokens / 1e6, *head_scores(model, tokens)))
@@ -55,19 +53,10 @@ def far_heads(study: Study) -> str:
     titles = "best previous-token head", "best induction head"
     panels = [Panel(title, panel, dict(xlabel="M training tokens")) for title, panel in zip(titles, lines)]
     draw_panels(study.figure_path(), [panels], x="", y="mean attention")
-    text = (
-        f"The largest previous-token score and induction score of all heads, on {SPANS} sequences with two copies of "
-    )
-    text += (
-        f"{SPAN} random tokens, {GAP} tokens apart, of seed {seed}. The table gives the first checkpoint at which a "
-    )
-    text += f"score is above {FORMED:g}."
+    text = f"The largest previous-token score and induction score of all heads, on {SPANS} sequences with two copies "
+    text += f"of {SPAN} random tokens, {GAP} tokens apart, of seed {seed}. The table gives the first checkpoint at "
+    text += f"which a score is above {FORMED:g}."
     return "\n\n".join([text, study.figure_markdown(), markdown_table(rows)])
-
-
-def copy_tokens(stream: TokenStream, vocab_size: int) -> Tensor:
-    """Return the sequences with random spans, (48, 2 * 32 + GAP) int64."""
-    return torch.from_numpy(copy_sequences(stream, GAP, vocab_size)[0])
 
 
 @torch.inference_mode()

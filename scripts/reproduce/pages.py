@@ -30,13 +30,12 @@ import torch
 from configs.sweeps import OURS
 from errors import require
 from files import replace_text
-from scripts.reproduce.comparisons import differences
-from scripts.reproduce.paired import losses_and_gains, primary_rows
+from scripts.reproduce.comparisons import differences, primary_rows
 from scripts.reproduce.study import Study
 from scripts.reproduce.tables import paper_targets, read_losses, trained_methods
 from scripts.reproduce.taught import primary_measures
 from scripts.shared.looks import series_label
-from scripts.shared.runs import final_losses, read_runs
+from scripts.shared.runs import copy_gains, final_losses, read_runs
 from scripts.shared.tables import mean_and_stderr
 
 TEMPLATES, RESULTS = Path(__file__).with_name("templates"), Path(__file__).parents[2] / "results"
@@ -71,13 +70,12 @@ def kept_numbers() -> dict[str, dict[int, float]]:
         for stored in read_runs(file):
             place = "prose" if file.parent.name == "prose" else stored.line["preset"]
             series, seed, needle = series_label(stored.config), stored.config.seed, stored.needle or {}
-            losses = {series: final_losses(stored.summary)}
-            losses |= {method: final_losses(stored.summary, method) for method in stored.config.validate_as}
-            gains = {series: stored.summary.get("copy_gain", {}).get("random", {})}
-            for kind, by_series in dict(loss=losses, copy=gains, needle={series: needle.get("greedy", {})}).items():
-                for label, values in by_series.items():
-                    for tokens, value in values.items():
-                        found[f"{kind} {place} {tokens} {label}"][seed] = value
+            kinds = [("copy", series, copy_gains(stored.summary)), ("needle", series, needle.get("greedy", {}))]
+            kinds += [("loss", series, final_losses(stored.summary))]
+            kinds += [("loss", method, final_losses(stored.summary, method)) for method in stored.config.validate_as]
+            for kind, label, values in kinds:
+                for tokens, value in values.items():
+                    found[f"{kind} {place} {tokens} {label}"][seed] = value
             assert seed not in found[f"tokens {place} {series}"], f"{stored.path}: two kept runs have this name"
             for field in ("tokens", "parameters", "val_tokens"):
                 found[f"{field} {place} {series}"][seed] = stored.line[field]
@@ -93,7 +91,7 @@ def p_values() -> dict[str, float]:
         for row in differences(losses, OURS, lengths, trained_methods(study)):
             found[f"p loss {place} {row['length']} {row['series']}"] = row["p_holm"]
     study = open_study("taught", "taught", "taught", {})
-    losses, gains = losses_and_gains(study)
+    losses, gains = study.by_seed(final_losses), study.by_seed(copy_gains)
     for row in primary_rows(study, losses, primary_measures(losses, gains, study.base_length)):
         kind, tokens = re.match(r"(loss|copy)\D*(\d+)", row["measure"]).groups()
         found[f"p {kind} taught {tokens} {row['rival']}"] = row["p_holm"]

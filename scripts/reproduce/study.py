@@ -3,6 +3,7 @@
 import argparse
 import collections
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,6 +17,8 @@ from scripts.shared.runs import StoredRun, find_stored, run_state, single_val_to
 
 # Items that show only the trained method of a run, not the other methods with which its weights are validated:
 TRAINED_METHOD_ONLY = ("table_infini", "table_rivals", "needle_rivals")
+
+BySeed = dict[int, float]  # seed -> number
 
 
 class Study:
@@ -74,6 +77,18 @@ class Study:
         shown = {series_label(run.config): None} | alternatives
         return {s: m for s, m in shown.items() if self.methods is None or (m or run.config.method) in self.methods}
 
+    def by_seed(self, read: Callable[[dict, str | None], dict]) -> dict[tuple, BySeed]:
+        """Return numbers of the finished runs: {(series, key): BySeed}.
+
+        read: a function from a summary and a method (see `series`) to {key: number}.
+        """
+        found = collections.defaultdict(dict)
+        for run, stored in self.finished:
+            for series, method in self.series(run).items():
+                for key, number in read(stored.summary, method).items():
+                    found[series, key][run.config.seed] = number
+        return found
+
     @property
     def all_series(self) -> list[str]:
         """Return the series in the order of NAMES. A method comes before its forms with options."""
@@ -117,6 +132,16 @@ class Study:
 def text_identity(stored: StoredRun) -> tuple:
     """Return what all runs of an item must share: fingerprints of both texts, and the number of validation tokens."""
     return stored.text, stored.data.get("validation"), single_val_tokens(stored.summary)
+
+
+def samples(values: dict[tuple, BySeed]) -> dict[tuple, list[float]]:
+    """Return the numbers of each key in the order of the runs, without their seeds."""
+    return {key: [*by_seed.values()] for key, by_seed in values.items()}
+
+
+def at(values: dict[tuple, BySeed], key) -> dict[str, BySeed]:
+    """Return {series: BySeed} of this key."""
+    return {series: by_seed for (series, other), by_seed in values.items() if other == key}
 
 
 def abbreviate_length(length: int) -> str:

@@ -11,7 +11,7 @@ from configs.presets import preset
 from configs.sweeps import OURS, SCALES, TAU
 from scripts.continue_pretraining import NOT_TRAINED, PAPER, PAPER_MODEL
 from scripts.reproduce.comparisons import compare
-from scripts.reproduce.study import Study, abbreviate_length
+from scripts.reproduce.study import Study, abbreviate_length, samples
 from scripts.shared.looks import plain_number, series_name
 from scripts.shared.runs import final_losses
 from scripts.shared.tables import mean_and_stderr, mean_cells, pivot_table
@@ -47,17 +47,13 @@ def losses_page(study: Study, losses: dict, lengths: list[int]) -> str:
 def read_losses(study: Study) -> tuple[dict, list[int]]:
     """Return final losses, {(series, length): [one per seed]}, and lengths. Add missing losses to study.missing."""
     lengths = sorted({length for run in study.runs for length in run.config.val_lengths})
-    losses = collections.defaultdict(list)
     for run, stored in study.finished:
-        final = {series: final_losses(stored.summary, method) for series, method in study.series(run).items()}
-        for series, by_length in final.items():
-            for length in by_length.keys() & set(lengths):
-                losses[series, length].append(by_length[length])
-        if absent := {length for by_length in final.values() for length in set(lengths) - by_length.keys()}:
+        found = [final_losses(stored.summary, method) for method in study.series(run).values()]
+        if absent := {length for length in lengths if any(length not in by_length for by_length in found)}:
             command = ["python -m scripts.evaluate", stored.path, "--lengths", *sorted(absent)]
             command += ["--as", *run.config.validate_as] if run.config.validate_as else []
             study.missing.append((run.name, f"not validated: run `{' '.join(map(str, command))}`"))
-    return losses, lengths
+    return samples(study.by_seed(final_losses)), lengths
 
 
 def open_choices(study: Study) -> str:

@@ -1,10 +1,11 @@
 """Make the tables of the study `taught`: models learn to copy, and are tested beyond their training length."""
 
+from scripts.reproduce.comparisons import primary_comparisons
 from scripts.reproduce.drawing import Panel, draw_panels, row_lines
-from scripts.reproduce.paired import at, losses_and_gains, primary_comparisons, samples
-from scripts.reproduce.study import Study
+from scripts.reproduce.study import Study, at, samples
 from scripts.reproduce.tables import make_table
 from scripts.shared.looks import plot_styles
+from scripts.shared.runs import copy_gains, final_losses
 from scripts.shared.tables import summarise
 
 GAP_RATIOS = (0.5, 2, 4, 8)  # tokens between two copies / training length
@@ -13,8 +14,7 @@ DRAWN = ("rope", "p_rope", "logn_p_rope", "alibi", "scale_invariant_p_rope")  # 
 
 def taught(study: Study) -> str:
     """Return the figure and the tables as Markdown. In the study `taught`, a section has the primary comparisons."""
-    losses, gains = losses_and_gains(study)
-    T = study.base_length
+    losses, gains, T = study.by_seed(final_losses), study.by_seed(copy_gains), study.base_length
     if study.item == "taught":
         study.sections = primary_comparisons(study, losses, primary_measures(losses, gains, T), unit="nats")
     draw_reach(study, losses, gains)

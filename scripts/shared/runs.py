@@ -161,12 +161,22 @@ def single_val_tokens(record: dict) -> int:
     return tokens
 
 
-def final_losses(summary: dict, method: str | None = None) -> dict[int, float]:
-    """Return the final loss in nats a token by validation length. Raise ValueError if one is not finite.
+def measured(record: dict, field: str, method: str | None = None) -> dict:
+    """Return a field, such as far_gain, of a summary or metrics record.
 
     method: the method of validation, one of validate_as. None: the trained method.
     """
-    losses = summary["val_loss"] if method is None else summary.get("val_loss_as", {}).get(method, {})
+    return record.get(field, {}) if method is None else record.get(f"{field}_as", {}).get(method, {})
+
+
+def copy_gains(record: dict, method: str | None = None) -> dict[int, float]:
+    """Return the copy gain in nats by gap. Its spans are random, so only copying can predict them."""
+    return {int(gap): nats for gap, nats in measured(record, "copy_gain", method).get("random", {}).items()}
+
+
+def final_losses(summary: dict, method: str | None = None) -> dict[int, float]:
+    """Return the final loss in nats a token by validation length. Raise ValueError if one is not finite."""
+    losses = measured(summary, "val_loss", method)
     require(None not in losses.values(), "the run diverged, as a loss is not finite")
     return {int(length): float(value) for length, value in losses.items()}
 
