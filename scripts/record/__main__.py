@@ -21,7 +21,7 @@ from pathlib import Path
 
 from configs.command_line import read_fields
 from configs.runs import Run
-from errors import did_you_mean, exit_on_user_error, require
+from errors import UserError, did_you_mean, exit_on_user_error, require
 from files import replace_text, to_json
 from model.methods import canonical_name
 from runtime.processes import start_processes
@@ -118,7 +118,11 @@ def make(args: argparse.Namespace, track: str):
 
 def check(args: argparse.Namespace, track: str):
     """Refuse an entry whose numbers do not follow from its runs. Perhaps train a seed again, or score another text."""
-    folder, entry = args.target, tracks.read_entry(args.target)
+    folder = args.target
+    try:
+        entry = tracks.read_entry(folder)
+    except (KeyError, TypeError, IndexError) as error:
+        raise UserError(f"{folder} lacks a value, or has one of a wrong type ({error!r}). Make it again.") from error
     records, stored = tracks.standing(track, [entry]), json.loads((folder / "record.json").read_text())
     wrong = [f"{key} {stored.get(key)!s:.60}, not {entry[key]!s:.60}" for key in entry if stored.get(key) != entry[key]]
     require(not wrong, f"{folder}/record.json has {'; '.join(wrong)}. Make the entry again.")
