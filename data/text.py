@@ -100,7 +100,7 @@ def _cut_documents(texts: list[str], val_fraction: float) -> dict[str, list[str]
 
 def prepare(
     inputs: Sequence[Path], out: Path, tokenizer: str, *,
-    field: str = "text", min_characters: int = 1, val_fraction: float = 0.05, shard_tokens: int = 100_000_000,
+    field: str = "text", val_fraction: float = 0.05, shard_tokens: int = 100_000_000,
     name: str = "text", copy_rows: float | None = None, row_lengths: RowLengths = (),
 ) -> dict:  # fmt: skip
     """Write the shards of the inputs, as the command does, and return the manifest.
@@ -119,8 +119,7 @@ def prepare(
     bpe = re.fullmatch(r"bpe:(\d+)", tokenizer)
     tok = None if bpe else load_tokenizer(tokenizer)  # raises errors before all text is read
     documents = itertools.chain.from_iterable(read_documents(file, field) for file in files)
-    bar = tqdm(documents, "reading", unit="doc", disable=None)
-    splits = split_documents((text for text in bar if len(text) >= min_characters), val_fraction)
+    splits = split_documents(tqdm(documents, "reading", unit="doc", disable=None), val_fraction)
 
     out.mkdir(parents=True, exist_ok=True)
     if bpe:
@@ -161,9 +160,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokenizer", required=True, help="gpt2, FILE.json, bpe:SIZE, or a model")
     parser.add_argument("--out", required=True, type=Path, help="output folder, without shards yet")
     parser.add_argument("--field", default="text", help="field of a .jsonl object that holds the text")
-    parser.add_argument("--min-characters", type=int, default=1, help="leave out shorter documents (default 1)")
     parser.add_argument("--val-fraction", type=float, default=0.05, help="approximate share of val (default 0.05)")
-    parser.add_argument("--name", default="text", help="shards are called NAME_train_000001.bin, ...")
     parser.add_argument("--copy-rows", type=float, metavar="SHARE", help="share of copy rows in train, such as 0.5")
     parser.add_argument("--row-tokens", type=int, default=256, help="tokens in a row, with --copy-rows (default 256)")
     options = vars(parser.parse_args(argv))

@@ -79,21 +79,6 @@ def token_losses(
     return losses.cpu()
 
 
-def span_losses(
-    model: GPT, plan: Plans, sequences: np.ndarray, micro_batch_tokens: int, world: World,
-    before_batch: Callable[[], None] = lambda: None,
-) -> Tensor:  # fmt: skip
-    """Return the mean loss in nats a token on each copy of each span, (sequences, 2) float64 on the CPU.
-
-    The mean is over tokens 1 .. 31 of a copy, because token 0 of the first copy has no context. See
-    token_losses for the arguments.
-    """
-    first_copy = torch.arange(SPAN - 1)
-    positions = torch.cat([first_copy, first_copy + sequences.shape[1] - SPAN])
-    losses = token_losses(model, plan, sequences, positions, micro_batch_tokens, world, before_batch)
-    return losses.unflatten(1, (2, -1)).mean(dim=2)
-
-
 def measure_copy_gain(
     model: GPT, plans: dict[int, Plans], stream: TokenStream, gaps: Sequence[int], *,
     vocab_size: int, micro_batch_tokens: int, world: World, before_batch: Callable[[], None] = lambda: None,
@@ -104,10 +89,12 @@ def measure_copy_gain(
     length, see copy_length. Raise ValueError for a gap that is too long for the validation text.
     """
     result = {name: {kind: {} for kind in KINDS} for name in ("copy_loss", "copy_gain", "copy_gain_error")}
+    first_copy = torch.arange(SPAN - 1)  # predicts tokens 1 .. 31, because token 0 has no context
     for gap in gaps:
         sequences = copy_sequences(stream, gap, vocab_size).reshape(len(KINDS) * SPANS, -1)
-        plan = plans[copy_length(gap)]
-        losses = span_losses(model, plan, sequences, micro_batch_tokens, world, before_batch)
+        positions, plan = torch.cat([first_copy, first_copy + SPAN + gap]), plans[copy_length(gap)]
+        by_token = token_losses(model, plan, sequences, positions, micro_batch_tokens, world, before_batch)
+        losses = by_token.unflatten(1, (2, -1)).mean(dim=2)  # of each copy
         for kind, copy_losses in zip(KINDS, losses.split(SPANS)):  # (48, 2)
             gains = copy_losses[:, 0] - copy_losses[:, 1]
             result["copy_loss"][kind][str(gap)] = copy_losses.mean(dim=0).tolist()

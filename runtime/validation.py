@@ -4,6 +4,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +21,7 @@ from runtime.far_gain import RATIO, measure_far_gain
 from runtime.processes import World
 
 SUBSET = 4  # the fast profile uses a quarter of the tokens, in a quarter of the validations
-LIGHT = dict(
-    lengths=16, gaps=2, tokens=16
-)  # light: largest length and gap in training lengths; 1 / share of the tokens
+LIGHT = dict(lengths=16, gaps=2, tokens=16)  # largest length and gap in training lengths; 1 / share of the tokens
 
 
 class Stopped(Exception):
@@ -99,30 +98,21 @@ class Validation:
 
     def copy_gains(self, gaps: Sequence[int]) -> dict:
         """Return the result of measure_copy_gain, and copy_gain_as and copy_loss_as by method of validate_as."""
-        measured = {
-            name: measure_copy_gain(
-                self.eager,
-                plans,
-                self.text,
-                gaps,
-                vocab_size=self.config.vocab_size,
-                micro_batch_tokens=self.config.micro_batch_tokens,
-                world=self.world,
-                before_batch=self.stop_if_asked,
-            )
-            for name, plans in self.plans.items()
-        }
-        return self.join_methods(measured, "copy_gain", "copy_loss")
+        return self.measure_methods(measure_copy_gain, gaps, keys=("copy_gain", "copy_loss"))
 
     def far_gains(self) -> dict:
         """Return the result of measure_far_gain, and far_gain_as by method of validate_as."""
+        windows = self.config.val_far_windows, self.config.train_length
+        return self.measure_methods(measure_far_gain, *windows, keys=("far_gain",))
+
+    def measure_methods(self, measure: Callable[..., dict], *arguments: Any, keys: Sequence[str]) -> dict:
+        """Return the results of the run's method, and for each key, under KEY_as, the results of each other method."""
         measured = {
-            name: measure_far_gain(
+            name: measure(
                 self.eager,
                 plans,
                 self.text,
-                self.config.val_far_windows,
-                self.config.train_length,
+                *arguments,
                 vocab_size=self.config.vocab_size,
                 micro_batch_tokens=self.config.micro_batch_tokens,
                 world=self.world,
@@ -130,10 +120,6 @@ class Validation:
             )
             for name, plans in self.plans.items()
         }
-        return self.join_methods(measured, "far_gain")
-
-    def join_methods(self, measured: dict[str, dict], *keys: str) -> dict:
-        """Return the results of the run's method, and for each key, under KEY_as, the results of each other method."""
         record = measured.pop(self.config.method)
         return record | {f"{key}_as": {name: r[key] for name, r in measured.items()} for key in keys if measured}
 

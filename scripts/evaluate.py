@@ -14,7 +14,6 @@ split of another folder, at most as many tokens, and the numbers go to RUN/evalu
 
 import argparse
 import dataclasses
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,11 +28,10 @@ from runtime.build import build_model
 from runtime.checkpoint import latest_checkpoint, load_checkpoint
 from runtime.copy_gain import KINDS
 from runtime.device import compute_dtype
-from runtime.far_gain import CLASSES
 from runtime.processes import World, start_processes
 from runtime.validation import Validation
-from scripts.shared.runs import StoredRun, join, read_run, stored_config
-from scripts.shared.tables import loss_table, markdown_table
+from scripts.shared.runs import StoredRun, join, read_object, read_run, stored_config
+from scripts.shared.tables import format_mean, loss_table, pivot_table
 
 
 def load_run(folder: Path, device: torch.device) -> tuple[Config, torch.nn.Module]:
@@ -101,29 +99,15 @@ def evaluate(
 
 def store(path: Path, result: dict):
     """Write the result. If checkpoint and number of tokens are the same, other lengths and gaps in the file stay."""
-    old = json.loads(path.read_text()) if path.exists() else {}
+    old = read_object(path) or {}
     same = old.get("step") == result["step"] and {*old["val_tokens"].values()} == {*result["val_tokens"].values()}
     replace_text(path, to_json(join(old, result) if same else result) + "\n")
 
 
-def copy_table(results: list[dict]) -> str:
-    """Return a table of copy gains with standard errors: one row a run and kind of span, one column a gap."""
-    gaps = sorted({gap for r in results for gap in r["copy_gain"]["random"]}, key=int)
-    rows = [["run", "spans", *gaps]]
-    for kind in KINDS:
-        for r in results:
-            gains, errors = r["copy_gain"][kind], r["copy_gain_error"][kind]
-            rows.append([r["name"], kind, *(f"{gains[g]:.2f} ± {errors[g]:.2f}" if g in gains else "" for g in gaps)])
-    return markdown_table(rows)
-
-
-def far_table(results: list[dict]) -> str:
-    """Return a table of far gains with standard errors: one row a run, one column a class of tokens."""
-    rows = [["run", *CLASSES]]
-    for r in results:
-        gains, errors = r["far_gain"], r["far_gain_error"]
-        rows.append([r["name"], *(f"{gains[c]:.3f} ± {errors[c]:.3f}" if c in gains else "" for c in CLASSES)])
-    return markdown_table(rows)
+def gain_table(rows: list[tuple[str, dict, dict]]) -> str:
+    """Return a table of gains with standard errors. rows: a name, gains by column, standard errors by column."""
+    lines = [([name], {key: format_mean(gains[key], errors[key]) for key in gains}) for name, gains, errors in rows]
+    return pivot_table(["run"], lines, {key: key for _, gains, _ in rows for key in gains})
 
 
 @exit_on_user_error()
@@ -150,9 +134,12 @@ def main(argv: list[str] | None = None):
         results.append(result)
     print(loss_table(rows))
     if args.copy:
-        print(f"\nCopy gain in nats a token, by the number of tokens between the copies:\n\n{copy_table(results)}")
+        spans = [(kind, r) for kind in KINDS for r in results]
+        gains = [(f"{r['name']}, {kind}", r["copy_gain"][kind], r["copy_gain_error"][kind]) for kind, r in spans]
+        print(f"\nCopy gain in nats a token, by the number of tokens between the copies:\n\n{gain_table(gains)}")
     if args.far:
-        print(f"\nFar gain in nats a token, by class of tokens:\n\n{far_table(results)}")
+        gains = [(r["name"], r["far_gain"], r["far_gain_error"]) for r in results]
+        print(f"\nFar gain in nats a token, by class of tokens:\n\n{gain_table(gains)}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Writes a trained model as a folder that Hugging Face's transformers loads without this repository.
 
     python -m scripts.export runs/NAME                               writes RUN/hf, or the folder of --out
-    python -m scripts.export runs/NAME --tokenizer FOLDER            takes the run's tokenizer from another folder
     python -m scripts.export runs/NAME --push USER/MODEL             also uploads the folder to the hub
 
 The folder holds the latest checkpoint (float32, safetensors), configuration, tokenizer, model code, and a model card.
@@ -10,7 +9,6 @@ the folder of --out, after an export if it does not exist. It needs a login (`hf
 """
 
 import argparse
-import hashlib
 import json
 import os
 import shutil
@@ -20,7 +18,7 @@ from pathlib import Path
 import torch
 
 from data.download import model_file
-from data.shards import TOKENIZER_FILE
+from data.shards import TOKENIZER_FILE, sha256_of
 from data.tokenizer import END_OF_TEXT
 from errors import exit_on_user_error, require
 from runtime.checkpoint import latest_checkpoint
@@ -64,13 +62,12 @@ def main(argv: list[str] | None = None):
     parser = argparse.ArgumentParser("python -m scripts.export", description=__doc__.split("\n")[0])
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="new folder (default: RUN/hf)")
-    parser.add_argument("--tokenizer", metavar="FOLDER", help="folder of the run's tokenizer (default: its data_dir)")
     parser.add_argument("--push", metavar="USER/MODEL", help="upload to this hub repository, created if missing")
     parser.add_argument("--private", action="store_true", help="create the repository as private")
     args = parser.parse_args(argv)
     out = args.out or args.run / "hf"
     if args.push is None or not out.exists():
-        print(f"{out}: {export(args.run, out, args.tokenizer):,} parameters")
+        print(f"{out}: {export(args.run, out):,} parameters")
     if args.push:
         from huggingface_hub import HfApi
 
@@ -79,10 +76,10 @@ def main(argv: list[str] | None = None):
         print(url)
 
 
-def export(folder: Path, out: Path, tokenizer: str | None = None) -> int:
+def export(folder: Path, out: Path) -> int:
     """Write the model of a run folder to `out`, and return its number of parameters. A failure leaves no folder.
 
-    tokenizer: see load_tokenizer. Raise ValueError or OSError if the run cannot be exported or `out` exists.
+    Raise ValueError or OSError if the run cannot be exported or `out` exists.
     """
     require(not out.exists(), f"{out} exists. Remove it, or choose another --out.")
     config, gpt = load_run(folder, torch.device("cpu"))
@@ -90,7 +87,7 @@ def export(folder: Path, out: Path, tokenizer: str | None = None) -> int:
     from scripts.hf.modeling_method_gpt import MethodGPTConfig, MethodGPTForCausalLM
 
     run, step = read_run(folder), int(latest_checkpoint(folder / "checkpoints").stem.removeprefix("step_"))
-    encoder = load_tokenizer(run, tokenizer)
+    encoder = load_tokenizer(run)
     model = MethodGPTForCausalLM(MethodGPTConfig(
         vocab_size=config.vocab_size, num_layers=config.num_layers, num_heads=config.num_heads,
         model_dim=config.model_dim, train_length=config.train_length, position_scale=config.position_scale,
@@ -112,19 +109,13 @@ def export(folder: Path, out: Path, tokenizer: str | None = None) -> int:
     return model.num_parameters()
 
 
-def load_tokenizer(run: StoredRun, place: str | None):
-    """Return the tokenizer of a run as an object of transformers.
-
-    place: a folder (default: the run's data folder), or for GPT-2 a name on the hub. Raise ValueError if its tokenizer
-    is not the tokenizer of the run.
-    """
-    known = run.data.get("tokenizer")
-    if known == "gpt2":
-        file = model_file(place or GPT2, TOKENIZER_FILE)
+def load_tokenizer(run: StoredRun):
+    """Return the tokenizer of a run as an object of transformers. Raise ValueError if its file has changed."""
+    if run.data.get("tokenizer") == "gpt2":
+        file = model_file(GPT2, TOKENIZER_FILE)
     else:
-        file = Path(place or run.config.data_dir) / TOKENIZER_FILE
-        same = file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == known
-        require(same, f"{file} is not the tokenizer of {run.path}. Name the tokenizer's folder with --tokenizer.")
+        file = Path(run.config.data_dir) / TOKENIZER_FILE
+        require(sha256_of(file) == run.data.get("tokenizer"), f"{file} is not the tokenizer of {run.path}. Restore it.")
     return import_transformers().PreTrainedTokenizerFast(
         tokenizer_file=str(file), bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
     )

@@ -14,7 +14,6 @@ files are in RUN/needle/. The same command continues an interrupted fine-tuning 
 
 import argparse
 import dataclasses
-import json
 from collections import defaultdict
 from pathlib import Path
 
@@ -40,6 +39,7 @@ from runtime.processes import World, start_processes
 from runtime.run_folder import RunFolder
 from runtime.validation import build_alternatives
 from scripts.evaluate import load_run
+from scripts.shared.runs import read_object
 
 SAVE_EVERY = 50  # steps
 KINDS = ("greedy", "teacher_forcing", "by_distance")  # kinds of scores, keys of summary.json
@@ -95,7 +95,7 @@ def run(path: Path, needle: Needle, lengths: list[int] | None, device: torch.dev
         "method": config.method, "train_length": config.train_length, "seed": config.seed, **dataclasses.asdict(needle),
         "pretrained": latest_checkpoint(path / "checkpoints").stem, "config_hash": config_hash(config),
     }  # fmt: skip
-    stored = settings | read_json(folder.path / "settings.json")
+    stored = settings | (read_object(folder.path / "settings.json") or {})
     changed = ", ".join(key for key in settings if stored[key] != settings[key])
     require(not changed, f"{folder.path} has other settings ({changed}). Delete it to start again.")
     folder.write_json("settings.json", settings)
@@ -103,14 +103,9 @@ def run(path: Path, needle: Needle, lengths: list[int] | None, device: torch.dev
 
     # ---- scoring ----
     no_scores = {kind: {} for kind in KINDS}
-    summary = {"name": path.name, **settings, **no_scores} | read_json(folder.path / "summary.json")
+    summary = {"name": path.name, **settings, **no_scores} | (read_object(folder.path / "summary.json") or {})
     add_scores(summary, config, uncompiled(model), test_tasks, folder)
     folder.close()
-
-
-def read_json(path: Path) -> dict:
-    """Return the content of a file, or {} if it does not exist."""
-    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def fine_tune(config: Config, model: GPT, tasks: list[NeedleTask], folder: RunFolder, compiled: bool, needle: Needle):

@@ -175,7 +175,7 @@ def test_evaluate_measures_it_and_keeps_it(run, capsys):
     stored, summary = read_json(run / "evaluation.json"), read_json(run / "summary.json")
     assert_close(measured(stored), measured(summary))
     for kind in ("random", "text"):
-        assert f"{summary['copy_gain'][kind]['8']:.2f} ± {summary['copy_gain_error'][kind]['8']:.2f}" in table
+        assert f"{summary['copy_gain'][kind]['8']:.3f} ± {summary['copy_gain_error'][kind]['8']:.3f}" in table
     evaluate.main([str(run), "--copy", "2", "512", "--device", "cpu"])
     stored = read_json(run / "evaluation.json")
     assert stored["copy_gain"]["text"].keys() == {"2", "8", "64", "512"}

@@ -1,6 +1,7 @@
 """Exported models: logits, gradients and generation equal ours for every method; the folder's files; push."""
 
 import ast
+import dataclasses
 import json
 import os
 import shutil
@@ -23,12 +24,12 @@ from tiny_run import train_tiny_run
 from transformers import AutoTokenizer
 from transformers.dynamic_module_utils import get_imports, get_relative_import_files
 
-from data.text import prepare
 from data.tokenizer import load_tokenizer
 from scripts import export as command
 from scripts.evaluate import load_run
 from scripts.hf.modeling_method_gpt import MethodGPTConfig, MethodGPTForCausalLM
 from scripts.hf.modules import ROOT
+from scripts.shared.runs import read_run
 
 every_case = pytest.mark.parametrize("name, options", CASES, ids=[f"{name}-{options}" for name, options in CASES])
 # One method of each kind: scaling by length, key bias, memory, another softmax, wide keys, layers that differ.
@@ -200,13 +201,14 @@ def test_it_loads_and_generates_where_the_repository_is_not(run, exported, tmp_p
 
 
 def test_runs_that_cannot_be_exported_are_refused(run, exported, tmp_path, capsys, monkeypatch):
-    other, bare = tmp_path / "other", tmp_path / "bare"
-    prepare([run.parent / "1.txt", run.parent / "2.txt"], other, "bpe:300", val_fraction=0.5)
+    bare = tmp_path / "bare"
     shutil.copytree(run, bare, ignore=shutil.ignore_patterns("checkpoints", "hf"))
     assert str(exported) in fails(capsys, run)
     assert str(tmp_path) in fails(capsys, tmp_path)
     assert "checkpoint" in fails(capsys, bare)
-    assert "--tokenizer" in fails(capsys, run, "--out", tmp_path / "x", "--tokenizer", other)
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "read_run", lambda path: dataclasses.replace(read_run(path), data={"tokenizer": "1234"}))
+        assert "tokenizer.json" in fails(capsys, run, "--out", tmp_path / "x")
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert "requirements-extras.txt" in fails(capsys, run, "--out", tmp_path / "x")
     assert not (tmp_path / "x").exists()

@@ -17,13 +17,7 @@ import torch
 from torch import Tensor
 
 from errors import UserError
-from model.attention.base import (
-    Plan,
-    learned_parameters,
-    one_function_is_enough,
-    score_functions,
-    unsupported_extras,
-)
+from model.attention.base import Plan, learned_parameters, one_function_is_enough, score_functions, unsupported_extras
 from model.methods.base import Method, ScoreChange, upcast
 
 FLASH_QUERY_BLOCK = {9: 128, 10: 256, 11: 256}  # by compute capability: queries in a tile and in a block of the mask

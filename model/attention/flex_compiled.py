@@ -62,12 +62,8 @@ def mask_options(plan: Plan) -> dict[str, bool]:
 def run_alone(q: Tensor, k: Tensor, v: Tensor, prepared: dict) -> Tensor:
     if q.device.type == "cpu":  # where flex refuses tensors that require a gradient, even when none is computed
         q, k, v = q.detach(), k.detach(), v.detach()
-    return compiled_flex(q, k, v, **prepared)
-
-
-def compiled_flex(q: Tensor, k: Tensor, v: Tensor, **prepared) -> Tensor:
-    if q.device.type == "cpu" and k.shape[2] < BLOCK:  # torch 2.13 reads past their end: NaN, now and then
-        raise ValueError(f"FlexAttention on a CPU needs at least {BLOCK} keys, got {k.shape[2]}: use auto")
+        if k.shape[2] < BLOCK:  # torch 2.13 reads past their end: NaN, now and then
+            raise ValueError(f"FlexAttention on a CPU needs at least {BLOCK} keys, got {k.shape[2]}: use auto")
     # As runtime/build.py sets them for a compiled model: this is compiled for every length whether the model is or not.
     torch._dynamo.config.recompile_limit = 32
     torch._dynamo.config.fail_on_recompile_limit_hit = True

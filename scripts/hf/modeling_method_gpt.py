@@ -29,11 +29,7 @@ class MethodGPTConfig(PreTrainedConfig):
     Other programs stop there by default, but the model has no limit."""
 
     model_type = "method_gpt"
-    attribute_map = {
-        "hidden_size": "model_dim",
-        "num_hidden_layers": "num_layers",
-        "num_attention_heads": "num_heads",
-    }
+    attribute_map = {"hidden_size": "model_dim", "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads"}
 
     vocab_size: int = 50304
     num_layers: int = 12

@@ -4,6 +4,9 @@ import argparse
 import dataclasses
 from pathlib import Path
 
+import submitit
+from submitit.helpers import Checkpointable
+
 from configs.runs import Run
 from errors import UserError, require
 from files import replace_text
@@ -13,8 +16,11 @@ from scripts.sweep.local import train
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
-    """Trains a run when submitit calls this object on the cluster."""
+class Job(Checkpointable):
+    """Trains a run when submitit calls this object on the cluster.
+
+    submitit queues a Checkpointable again before Slurm takes the machine away. Then it raises SystemExit in __call__.
+    """
 
     run: Run
     processes: int
@@ -24,18 +30,9 @@ class Job:
         train([self.run], 1, self.processes, self.retries, signals=())  # submitit handles the signals
         sidecar(self.run.path, ".job").unlink(missing_ok=True)
 
-    def checkpoint(self):
-        """Return a job that resumes the run, for submitit to queue. submitit calls this before Slurm takes the machine
-        away. Then submitit stops the run: it raises SystemExit in __call__."""
-        from submitit.helpers import DelayedSubmission
-
-        return DelayedSubmission(self)
-
 
 def submit(runs: list[Run], args: argparse.Namespace):
     """Submit each run as a job. args: the options of scripts.sweep. Raise ValueError for wrong --slurm options."""
-    import submitit
-
     parameters = {f"slurm_{k}": int(v) if v.isdigit() else v for k, v in key_values("--slurm", args.slurm).items()}
     minutes = parameters.get("slurm_time", 24 * 60)
     require(type(minutes) is int, f"--slurm time={minutes} is not a whole number. Give the time in minutes.")
@@ -52,8 +49,6 @@ def submit(runs: list[Run], args: argparse.Namespace):
 
 def queued_job(path: Path) -> str | None:
     """Return the number of the run's Slurm job, or None if the run has no job or the job has ended."""
-    import submitit
-
     if not (file := sidecar(path, ".job")).exists():
         return None
     job = submitit.SlurmJob(path.parent / "submitit" / "%j", file.read_text())
