@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import re
+from collections.abc import Collection
 from typing import Literal
 
 from errors import require
@@ -223,3 +224,10 @@ def config_hash(config: Config) -> str:
     if options := changed.get("method_options"):  # 3 and 3.0 are the same number
         changed["method_options"] = {k: float(v) if type(v) is int else v for k, v in options.items()}
     return hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def describe_differences(config: Config, stored: Config, extra_fields: Collection[str] = ()) -> str:
+    """Return the fields that differ, with both values. Fields outside the mathematics count if in extra_fields."""
+    wanted, found = config.to_dict(), stored.to_dict()
+    fields = [field for field in wanted if field not in NOT_MATHEMATICS or field in extra_fields]
+    return ", ".join(f"{name} {found[name]}, not {wanted[name]}" for name in fields if wanted[name] != found[name])

@@ -46,11 +46,6 @@ def data_command(folder: Path, tokens: int, vocab_size: int = GPT2_VOCAB) -> str
 # ---- format ----
 
 
-def shard_paths(folder: Path, split: str) -> list[Path]:
-    """Return the shards of a split ("train" or "val") in a folder, in the order of the stream."""
-    return sorted(path for path in Path(folder).glob("*.bin") if _is_in_split(path.name, split))
-
-
 def _is_in_split(name: str, split: str) -> bool:
     return re.fullmatch(rf".+_{split}_\d+\.bin", name) is not None
 
@@ -180,7 +175,8 @@ def open_split(data_dir: Path, split: str, vocab_size: int, need_tokens: int = 0
     Without any shards, the message has the command that makes at least `need_tokens` of training text.
     """
     data_dir = Path(data_dir)
-    paths, manifest = shard_paths(data_dir, split), read_manifest(data_dir)
+    paths = sorted(path for path in data_dir.glob("*.bin") if _is_in_split(path.name, split))
+    manifest = read_manifest(data_dir)
     require(paths, f"{data_dir}: no {split} shards. Get them with `{data_command(data_dir, need_tokens, vocab_size)}`.")
     require(manifest, f"{data_dir}: has no {MANIFEST}. Run `python -m data.shards describe {data_dir}` once.")
     entries = {name: entry for name, entry in manifest["files"].items() if _is_in_split(name, split)}
@@ -210,13 +206,6 @@ def verify(data_dir: Path) -> dict[str, str]:
     return problems
 
 
-def describe(data_dir: Path) -> dict:
-    """Return a manifest for a folder of shards with GPT-2 tokens, as modded-nanogpt makes them."""
-    paths = sorted(data_dir.glob("*.bin"))
-    require(paths, f"{data_dir}: has no .bin files. Name another folder.")
-    return {"tokenizer": "gpt2", "vocab_size": GPT2_VOCAB, "files": {path.name: describe_shard(path) for path in paths}}
-
-
 @exit_on_user_error()
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m data.shards", description="Check or describe token shards.")
@@ -226,7 +215,9 @@ def main(argv: list[str] | None = None) -> None:
     folder = args.dir
     if args.command == "describe":
         require(not (folder / MANIFEST).exists(), f"{folder}: has a {MANIFEST}. Verify it instead.")
-        write_manifest(folder, describe(folder))
+        files = {path.name: describe_shard(path) for path in sorted(folder.glob("*.bin"))}
+        require(files, f"{folder}: has no .bin files. Name another folder.")
+        write_manifest(folder, {"tokenizer": "gpt2", "vocab_size": GPT2_VOCAB, "files": files})
     bad = [f"{name} ({problem})" for name, problem in verify(folder).items()]
     require(not bad, f"{folder}: {len(bad)} bad files, {', '.join(bad)}. Remove them and make them again.")
     print(f"{folder}: all files agree with {MANIFEST}")

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from configs.config import NOT_MATHEMATICS, Config
+from configs.config import Config, describe_differences
 from data.shards import TokenStream, tokenizer_of
 from errors import UserError, require
 from model.gpt import GPT, Plans
@@ -234,12 +234,8 @@ class Run:
 
     def _load(self, checkpoint: Path, state: dict):
         """Continue from a checkpoint. Raise ValueError if its configuration or its data differ."""
-        config, stored = self.config, config_of(state["config"], type(self.config))
-        changes = ", ".join(
-            f"{field} {getattr(stored, field)} (now {value})"
-            for field, value in vars(config).items()
-            if field not in NOT_MATHEMATICS and getattr(stored, field) != value
-        )
+        config = self.config
+        changes = describe_differences(config, config_of(state["config"], type(config)))
         require(not changes, f"{checkpoint} was trained with {changes}. Pass the old values, or choose another --name.")
         same_data = state["fingerprint"] == self.data["train"]
         require(same_data, f"{checkpoint} was trained on other data than {config.data_dir}. Choose another --name.")

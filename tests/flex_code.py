@@ -36,7 +36,6 @@ from model.attention import BACKENDS, attend, flex, make_plan
 from model.gpt import GPT
 from model.methods import make_method
 from runtime.run_folder import git_commit
-from scripts.bench.attention import prepare_paper
 from scripts.shared.tables import markdown_table
 from tests.machine_code import compile_kernel, compile_launch, count, flash_launches, innermost_loops
 
@@ -197,6 +196,14 @@ def compile_case(arch, dtype, head_dim, length, name, options, passes=("forward"
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
+
+
+def prepare_paper(score_change, plan, earlier=None) -> dict:
+    def score_mod(score, batch, head, q_index, kv_index):
+        log = torch.log(1 + (q_index - kv_index).clamp(min=0) / score_change.tau)
+        return torch.sqrt(1 + 2 * log) * score - 2 * log
+
+    return flex.prepare(None, plan) | dict(score_mod=score_mod, kernel_options={})
 
 
 def prepare_formula(score_change, plan, earlier=None) -> dict:

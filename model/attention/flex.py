@@ -44,7 +44,8 @@ def prepare(score_change: ScoreChange | None, plan: Plan, earlier: dict | None =
         shape = plan.query_length, plan.key_length, plan.q_offset
         block_mask = causal_block_mask(*shape, plan.device, window=plan.window)
     kernel_options, make_function = mask_options(plan), make_score_mod
-    if has_one_table(score_change, plan):
+    constant = score_change is not None and not learned_parameters(score_change)
+    if constant and one_function_is_enough(*function_tables(score_change, plan)):
         make_function = make_table_score_mod
         # Each stage of the pipeline holds its part of the table in shared memory. Three stages leave 3 KB free on an
         # A100 and 2 KB on an H100, so key biases might not fit. By estimate, a load ends within an iteration.
@@ -62,13 +63,6 @@ def without_first_key(score_mod: Callable) -> Callable:
         return torch.where(kv_index == 0, score, score_mod(score, batch, head, q_index, kv_index))
 
     return skipping
-
-
-def has_one_table(score_change: ScoreChange | None, plan: Plan) -> bool:
-    """Return whether a constant table of a_t is enough: m_t = 1 - a_t^2, and nothing is learned."""
-    if score_change is None or learned_parameters(score_change):
-        return False
-    return one_function_is_enough(*function_tables(score_change, plan))
 
 
 def function_tables(score_change: ScoreChange, plan: Plan) -> Tensor:

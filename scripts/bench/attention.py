@@ -3,34 +3,32 @@
     python -m scripts.bench attention                                              this device's default variants
     python -m scripts.bench attention --lengths 4096 65536 --variants flex:plain flex:si triton:si
 
-A variant is BACKEND:FORMULA. BACKEND is a name of attention_backend, or `flex_paper`: FlexAttention with the paper's
-formula as it is written. FORMULA is `plain` (softmax of S), `si` (scale-invariant, tau 10) or `alibi`. The first
-variant that runs is the baseline. The gate, model/attention/check.py, compares output and gradients of each variant
-with float64. A variant that fails the gate is not timed, and the exit code is 1.
+A variant is BACKEND:FORMULA. BACKEND is a name of attention_backend. FORMULA is `plain` (softmax of S), `si`
+(scale-invariant, tau 10) or `alibi`. The first variant that runs is the baseline. The gate, model/attention/check.py,
+compares output and gradients of each variant with float64. A variant that fails the gate is not timed, and the exit
+code is 1.
 """
 
 import argparse
 import functools
 import statistics
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 from errors import require
-from model.attention import BACKENDS, flex
+from model.attention import BACKENDS
 from model.attention.base import Plan
 from model.attention.check import check_backend, random_inputs
 from model.attention.sdpa import chosen_kernel, prefer_fast_sdpa
 from model.methods import make_method
 from model.methods.base import Method
-from model.methods.scale_invariant import ScaleInvariant
 from runtime.processes import start_processes
 from scripts.bench import protocol
 
 FORMULAS = dict(plain="nope", si="scale_invariant_nope", alibi="alibi")
-CUDA = "sdpa:plain flex:plain flex_paper:si flex:si flex:alibi flex_flash:plain flex_flash:si".split()
+CUDA = "sdpa:plain flex:plain flex:si flex:alibi flex_flash:plain flex_flash:si".split()
 CUDA += ["triton:plain", "triton:si", "triton:alibi"]
 CPU = ["sdpa:plain", "cpu:plain", "cpu:si", "cpu:alibi", "blocks:plain", "blocks:si"]
 DEFAULTS = dict(
@@ -74,28 +72,12 @@ def run(args: argparse.Namespace) -> int:
     return int(any(result.startswith("refused") for result in gate.values()))
 
 
-def prepare_paper(score_change: ScaleInvariant, plan: Plan, earlier: dict | None = None) -> dict:
-    """Return FlexAttention's arguments for scale-invariant attention, with a_t and m_t computed for each score."""
-
-    def score_mod(score, batch, head, q_index, kv_index):
-        distance = (q_index - kv_index).clamp(min=0)  # negative distances, in tiles on the diagonal, give NaN
-        log = torch.log(1 + distance / score_change.tau)
-        return torch.sqrt(1 + 2 * log) * score - 2 * log
-
-    return flex.prepare(None, plan) | dict(score_mod=score_mod, kernel_options={})
-
-
-PAPER = SimpleNamespace(unsupported=flex.unsupported, prepare=prepare_paper, run=flex.run)
-
-
 def make_variant(name: str, heads: int, head_dim: int, device: torch.device) -> Variant:
     backend, _, formula = name.partition(":")
-    backends = BACKENDS | dict(flex_paper=PAPER)
-    remedy = f"Use BACKEND:FORMULA, BACKEND one of {', '.join(backends)}, FORMULA one of {', '.join(FORMULAS)}."
-    known = backend in backends and formula in FORMULAS and (backend != "flex_paper" or formula == "si")
-    require(known, f"unknown variant {name!r}. {remedy}")
+    remedy = f"Use BACKEND:FORMULA, BACKEND one of {', '.join(BACKENDS)}, FORMULA one of {', '.join(FORMULAS)}."
+    require(backend in BACKENDS and formula in FORMULAS, f"unknown variant {name!r}. {remedy}")
     method = make_method(FORMULAS[formula], num_heads=heads, head_dim=head_dim, train_length=1024)
-    return backends[backend], method.to(device)
+    return BACKENDS[backend], method.to(device)
 
 
 def check_variant(variant: Variant, device: torch.device, dtype: torch.dtype) -> str:

@@ -8,10 +8,9 @@ import fcntl
 import functools
 import json
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
-from configs.config import NOT_MATHEMATICS, Config, config_hash
+from configs.config import Config, config_hash, describe_differences
 from configs.presets import preset
 from configs.runs import Needle, Run
 from data.shards import open_split
@@ -201,13 +200,6 @@ def find_stored(run: Run, stored_runs: list[StoredRun], data: str | None = None)
     identity = config_hash(run.config)
     same = [stored for stored in stored_runs if stored.identity == identity and data in (None, stored.text or data)]
     return max(same, key=lambda s: (s.summary is not None, s.path.name == run.name), default=None)
-
-
-def describe_differences(config: Config, stored: Config, extra_fields: Iterable[str] = ()) -> str:
-    """Return the fields that differ, with both values. Fields outside the mathematics count if in extra_fields."""
-    wanted, found = config.to_dict(), stored.to_dict()
-    fields = [field for field in wanted if field not in NOT_MATHEMATICS or field in extra_fields]
-    return ", ".join(f"{name} {found[name]}, not {wanted[name]}" for name in fields if wanted[name] != found[name])
 
 
 def run_state(
