@@ -5,11 +5,10 @@ import math
 import re
 
 from model.methods import layer_pattern
-from scripts.reproduce.comparisons import compare
 from scripts.reproduce.drawing import Panel, draw_panels, row_lines
-from scripts.reproduce.figures import NO_FIGURE, OPEN_CIRCLE, tau_of
+from scripts.reproduce.figures import OPEN_CIRCLE, tau_of
 from scripts.reproduce.study import Study
-from scripts.reproduce.tables import losses_page, read_losses, reference_of, table_losses
+from scripts.reproduce.tables import table_losses
 from scripts.shared.looks import method_name, series_label, series_name
 from scripts.shared.runs import final_losses
 from scripts.shared.tables import mean_cells, pivot_table, summarise
@@ -35,8 +34,6 @@ def tau_by_length(study: Study) -> str:
             if length / run.config.train_length in RATIOS:
                 losses[run.config.train_length, tau, length / run.config.train_length].append(loss)
     rows = summarise(dict(sorted(losses.items())), "train_length", "tau", "ratio")
-    if not rows:
-        return NO_FIGURE
     study.sections = learned_section(study)
     panels, lines = [], []
     for length in dict.fromkeys(row["train_length"] for row in rows):
@@ -99,8 +96,6 @@ def learned_section(study: Study) -> list[str]:
 
 def table_rivals(study: Study) -> str:
     """Return tables of newer methods beside the paper's best ones: losses, and their differences."""
-    losses, lengths = read_losses(study)
-    study.sections = compare(study, losses, reference_of(study), lengths, ())
     shortened_patterns = {}
     for run in study.runs:
         pattern, layers = layer_pattern(run.config.method), run.config.num_layers
@@ -109,4 +104,4 @@ def table_rivals(study: Study) -> str:
     if shortened_patterns:
         listed = "; ".join(f"{name}: {parts}" for name, parts in shortened_patterns.items())
         study.notes.append(f"The models have fewer layers than some patterns. Layers from the first: {listed}.")
-    return losses_page(study, losses, lengths)
+    return table_losses(study)

@@ -11,10 +11,9 @@ from scripts.reproduce import logits, theory
 from scripts.reproduce.drawing import Line, Panel, draw_panels, row_lines
 from scripts.reproduce.study import Study, abbreviate_length
 from scripts.shared.looks import plot_styles
-from scripts.shared.runs import StoredRun, val_tokens
+from scripts.shared.runs import StoredRun, measured, val_tokens
 from scripts.shared.tables import markdown_table, summarise
 
-NO_FIGURE = "**No figure: there is no finished run to draw.**"
 WINDOWS = 4  # windows of validation text, for the attention of trained models
 OPEN_CIRCLE = dict(linestyle="", marker="o", markersize=3.5, markerfacecolor="white", markeredgewidth=0.7)
 
@@ -22,21 +21,18 @@ OPEN_CIRCLE = dict(linestyle="", marker="o", markersize=3.5, markerfacecolor="wh
 
 
 def figure_train_lengths(study: Study) -> str:
-    study.notes.append("NoPE is shown in the left panel only, as in the paper.")
     text = "Validation loss at the training length, for three training lengths."
     return curve_figure(study, text, at_train_length=True, nope_panels=1)
 
 
 def figure_train_4k(study: Study) -> str:
     study.notes.append("Bottom row: the last fifth of training, for the better half of the methods.")
-    study.notes.append("NoPE is shown in the left panel only, as in the paper.")
     length = abbreviate_length(study.base_length)
     text = f"Validation loss of the models trained at {length}, at three validation lengths."
     return curve_figure(study, text, nope_panels=1, zoom=True)
 
 
 def figure_train_16k(study: Study) -> str:
-    study.notes.append("NoPE is left out of the right panel, as in the paper.")
     length = abbreviate_length(study.lengths[1])
     text = f"Validation loss of the models trained at {length}, at three validation lengths."
     return curve_figure(study, text, nope_panels=2)
@@ -76,9 +72,10 @@ def curve_figure(
     NoPE. baseline: at scale "paper", mark the paper's baseline loss of 3.28. zoom: add a row of panels with the end of
     training and the better half of the series.
     """
+    if nope_panels < 3:
+        place = "shown in the left panel only" if nope_panels == 1 else "left out of the right panel"
+        study.notes.append(f"NoPE is {place}, as in the paper.")
     rows = validation_curves(study)
-    if not rows:
-        return f"{text}\n\n{NO_FIGURE}"
     present = {row["series"] for row in rows}
     looks = plot_styles([series for series in study.all_series if series in present])
     grid = [[], []] if zoom else [[]]
@@ -155,7 +152,7 @@ def validation_curve(stored: StoredRun, method: str | None) -> dict[int, dict]:
     """Return a run's losses by validation length, then by step and tokens. method: as in Study.series."""
     curve = collections.defaultdict(dict)
     for record in stored.validations():
-        losses = record["val_loss"] if method is None else record.get("val_loss_as", {}).get(method, {})
+        losses = measured(record, "val_loss", method)
         for length, tokens in val_tokens(record).items():
             if length in losses:
                 curve[int(length)][record["step"], tokens] = losses[length]

@@ -54,10 +54,8 @@ def trained_models(study: Study, count: int, length: int) -> Iterator[tuple[Conf
     """Yield configuration, model and validation_windows of each finished run. Runs without weights or text are dropped
     from the study."""
     for run, stored in list(study.finished):
-        if stored.line:
-            study.drop(run, "kept without its weights")
-            continue
         try:
+            require(not stored.line, "kept without its weights")
             config, model = load_run(stored.path, study.device)
             windows = validation_windows(open_validation_text(stored), count, length, study.device)
         except (ValueError, OSError) as error:

@@ -17,7 +17,7 @@ from scripts.shared.runs import final_losses
 from scripts.shared.tables import mean_and_stderr, mean_cells, pivot_table
 
 PAPER_TRAIN_LENGTH = 4096  # of all tables in the paper
-COMPARED = ("table_losses", "scale_invariant_by_head", "open_choices")
+COMPARED = ("table_losses", "scale_invariant_by_head", "open_choices", "table_rivals")
 LLAMA_FOLDER = "continued"  # in the folder of the runs; scripts.continue_pretraining writes it
 LLAMA_COMPARED = ("model", "train_length", "validation", "val_tokens")  # all runs of the table must share these
 
@@ -26,7 +26,9 @@ def table_losses(study: Study) -> str:
     losses, lengths = read_losses(study)
     if study.item in COMPARED:
         study.sections = compare(study, losses, reference_of(study), lengths, trained_methods(study))
-    return losses_page(study, losses, lengths)
+    text = "Validation loss at the end of training, in nats per token: mean \u00b1 standard error over seeds. Columns: "
+    text += "validation length in tokens (and as a multiple of the training length)."
+    return f"{text}\n\n{make_table(study, {'': losses}, lengths, best=min)}"
 
 
 def reference_of(study: Study) -> str:
@@ -36,12 +38,6 @@ def reference_of(study: Study) -> str:
     """
     scaled = f"{OURS} tau={plain_number(TAU * preset(SCALES[study.scale].base).position_scale)}"
     return scaled if study.item != "table_losses" and scaled in study.all_series else OURS
-
-
-def losses_page(study: Study, losses: dict, lengths: list[int]) -> str:
-    text = "Validation loss at the end of training, in nats per token: mean \u00b1 standard error over seeds. Columns: "
-    text += "validation length in tokens (and as a multiple of the training length)."
-    return f"{text}\n\n{make_table(study, {'': losses}, lengths, best=min)}"
 
 
 def read_losses(study: Study) -> tuple[dict, list[int]]:
