@@ -75,11 +75,15 @@ def main(argv: list[str] | None = None):
         device = start_processes(changes.get("device", "auto")).device
         sources = [args.runs_dir] if args.runs_dir else [Path("runs"), args.out / "runs.jsonl"]
         stored_runs = [stored for source in sources for stored in read_runs(source)]
+        runs_dir = args.runs_dir if args.runs_dir and args.runs_dir.suffix != ".jsonl" else Path("runs")
         for item in ITEMS if args.item == "all" else [args.item]:
             command = shlex.join(["python", "-m", "scripts.reproduce", item, *options])
             sweep_command = re.sub(r" --out[= ]\S+", "", command).replace("scripts.reproduce", "scripts.sweep", 1)
             try:
-                study = Study(item, args, changes=changes, needle=needle, stored_runs=stored_runs, device=device)
+                study = Study(
+                    item, args.scale, args.out, stored_runs, methods=args.methods, seeds=args.seeds, changes=changes,
+                    needle=needle, runs_dir=runs_dir, device=device,
+                )  # fmt: skip
                 text, outcome = make_item(study, command, sweep_command)
             except ValueError as error:
                 if args.item != "all":
@@ -121,9 +125,8 @@ def make_item(study: Study, command: str, sweep_command: str) -> tuple[str, str]
     section = "\n\n".join([f"## {study.item}", body, *ends]) + "\n"
     study.out.mkdir(parents=True, exist_ok=True)
     replace_text(page, make_page(read_sections(page) | {study.item: section}))
-    if study.missing:
-        return section, f"incomplete, {used}: {page}. Train the others: `{sweep_command}`"
-    return section, f"complete, {used}: {page}"
+    missing = f". Train the others: `{sweep_command}`" if study.missing else ""
+    return section, f"{'incomplete' if missing else 'complete'}, {used}: {page}{missing}"
 
 
 def read_sections(page: Path) -> dict[str, str]:

@@ -19,13 +19,10 @@ PLACE is a preset, or prose: the preset mini on prose. SERIES is a label of scri
 and GAP are in tokens. The p-values are the ones in PLACE's tables.md.
 """
 
-import argparse
 import collections
 import re
 import string
 from pathlib import Path
-
-import torch
 
 from configs.sweeps import OURS
 from errors import require
@@ -48,7 +45,10 @@ class Page(string.Formatter):
         self.numbers = numbers  # by name, then by seed
 
     def get_field(self, field_name: str, args, kwargs) -> tuple[float, str]:
-        first, *others = (self.by_seed(name) for name in re.sub(r"^(stderr|seeds) ", "", field_name).split(" - "))
+        names = re.sub(r"^(stderr|seeds) ", "", field_name).split(" - ")
+        for name in names:
+            require(name in self.numbers, f"No kept run has the number {name!r}. Correct the name in {TEMPLATES}.")
+        first, *others = (self.numbers[name] for name in names)
         shared = [seed for seed in first if all(seed in other for other in others)]
         mean, stderr = mean_and_stderr([first[seed] - sum(other[seed] for other in others) for seed in shared])
         return {"stderr": stderr, "seeds": len(shared)}.get(field_name.split(" ")[0], mean), field_name
@@ -57,10 +57,6 @@ class Page(string.Formatter):
         if format_spec == "p":
             return f"{value:.2g}" if value >= 0.001 else "< 0.001"
         return format(value, format_spec)
-
-    def by_seed(self, name: str) -> dict[int, float]:
-        require(name in self.numbers, f"No kept run has the number {name!r}. Correct the name in {TEMPLATES}.")
-        return self.numbers[name]
 
 
 def kept_numbers() -> dict[str, dict[int, float]]:
@@ -90,7 +86,7 @@ def p_values() -> dict[str, float]:
         losses, lengths = read_losses(study)
         for row in differences(losses, OURS, lengths, trained_methods(study)):
             found[f"p loss {place} {row['length']} {row['series']}"] = row["p_holm"]
-    study = open_study("taught", "taught", "taught", {})
+    study = open_study("taught", "taught", "taught")
     losses, gains = study.by_seed(final_losses), study.by_seed(copy_gains)
     for row in primary_rows(study, losses, primary_measures(losses, gains, study.base_length)):
         kind, tokens = re.match(r"(loss|copy)\D*(\d+)", row["measure"]).groups()
@@ -98,10 +94,8 @@ def p_values() -> dict[str, float]:
     return found
 
 
-def open_study(item: str, scale: str, place: str, changes: dict) -> Study:
-    args = argparse.Namespace(scale=scale, methods=None, seeds=None, out=RESULTS / place, runs_dir=None)
-    stored_runs = read_runs(RESULTS / place / "runs.jsonl")
-    return Study(item, args, changes=changes, needle={}, stored_runs=stored_runs, device=torch.device("cpu"))
+def open_study(item: str, scale: str, place: str, changes: dict = {}) -> Study:
+    return Study(item, scale, RESULTS / place, read_runs(RESULTS / place / "runs.jsonl"), changes=changes)
 
 
 def make_pages() -> dict[Path, str]:

@@ -1,6 +1,5 @@
 """Find the runs of a table or figure: the finished ones, and the missing ones with the reason."""
 
-import argparse
 import collections
 import dataclasses
 from collections.abc import Callable
@@ -25,25 +24,18 @@ class Study:
     """The runs of an item (a table or figure), and the text that the item adds to the page."""
 
     def __init__(
-        self,
-        item: str,
-        args: argparse.Namespace,
-        *,
-        changes: dict,
-        needle: dict,
-        stored_runs: list[StoredRun],
-        device: torch.device,
-    ):
+        self, item: str, scale: str, out: Path, stored_runs: list[StoredRun], *, methods: list[str] | None = None,
+        seeds: list[int] | None = None, changes: dict = {}, needle: dict = {}, runs_dir=Path("runs"), device="cpu",
+    ):  # fmt: skip
         """Find the runs of an item. changes, needle: fields and needle settings that all runs share."""
-        self.item, self.scale, self.methods = item, args.scale, args.methods
-        self.out, self.device, self.stored_runs = args.out, device, stored_runs
-        self.runs_dir = Path("runs") if args.runs_dir is None or args.runs_dir.suffix == ".jsonl" else args.runs_dir
-        self.runs = sweep(item, args.scale, args.seeds, args.methods, changes, needle) if item in SWEEPS else []
+        self.item, self.scale, self.methods, self.out = item, scale, methods, out
+        self.stored_runs, self.runs_dir, self.device = stored_runs, runs_dir, torch.device(device)
+        self.runs = sweep(item, scale, seeds, methods, changes, needle) if item in SWEEPS else []
         self.finished: list[tuple[Run, StoredRun]] = []
         self.missing: list[tuple[str, str]] = []  # (name of a run or model, reason)
         self.notes: list[str] = []
         self.sections: list[str] = []  # further parts of the page, after the notes
-        if not args.seeds:
+        if not seeds:
             self.add_seeds()
         self.collect()
 

@@ -27,9 +27,7 @@ def field_changes(preset: str, arguments: list[str]) -> dict:
     read_config([preset, *arguments])  # checks the fields together
     fields = read_fields(arguments)
     for field in SET_BY_SWEEPS:
-        require(
-            field not in fields, f"--{field} is set by the sweep itself. Leave it out. --runs-dir names the folder."
-        )
+        require(field not in fields, f"--{field} is set by the sweep. Leave it out. --runs-dir names the folder.")
     return fields
 
 
