@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from test_reproduce import call, cells_of, is_figure, same, table_of, write_run, write_study  # noqa: F401
+from test_reproduce import call, cells_of, is_figure, same, write_run, write_study  # noqa: F401
 
 from configs.config import config_hash
-from configs.sweeps import BEST, RIVALS, sweep
+from configs.sweeps import RIVALS, sweep
 from model.methods import canonical_name
 from runtime.build import layer_methods
 from scripts.reproduce.comparisons import compare, describe_variances, difference_cell, differences, holm
@@ -127,38 +127,24 @@ def test_heads_that_differ(tmp_path, call):  # noqa: F811
     assert code == 0 and "| minus Scale-invariant p-RoPE, \u03c4 = 0.625 " in output.out
 
 
-def test_rivals_are_methods_and_three_seeds_each():
-    runs = sweep("table_rivals", "mini")
-    assert {run.config.method for run in runs} == {*BEST, *RIVALS} and len(runs) == 3 * len({*BEST, *RIVALS})
+def test_rivals_are_methods_that_the_paper_s_sweeps_lack():
     assert RIVALS == [canonical_name(name) for name in RIVALS]
     assert not {*RIVALS} & {run.config.method for run in sweep("all", "mini")}
     paper = {config_hash(run.config) for run in sweep("table_losses", "mini")}
-    assert {config_hash(run.config) for run in runs if run.config.method in BEST} <= paper
-    for scale in ("mini", "paper"):
-        for run in sweep("table_rivals", scale, seeds=[0]):
-            layer_methods(run.config)
+    for run in [*sweep("table_rivals", "mini"), *sweep("table_rivals", "paper", seeds=[0])]:
+        layer_methods(run.config)
+        assert run.preset != "mini" or run.config.method in RIVALS or config_hash(run.config) in paper
 
 
 def test_table_rivals_has_the_differences_to_ours(tmp_path, call):  # noqa: F811
-    chosen, ours = ["fox", "alibi", "rope", REFERENCE], f"{REFERENCE} tau=0.625"
-    losses = {}
+    chosen = ["fox", "alibi", "rope", "llama4", REFERENCE]
     for run in sweep("table_rivals", "mini", methods=chosen):
-        series, seed = series_label(run.config), run.config.seed
-        for length in run.config.val_lengths:
-            loss = 4 + 0.1 * len(series) + 0.01 * seed + 1e-4 * length / 256
-            losses.setdefault((series, length), []).append(loss + 0.003 * ((seed + len(series)) % 3))
-        found = {length: losses[series, length][-1] for length in run.config.val_lengths}
-        write_run(tmp_path / "runs", run, found)
+        above = {"fox": 0.25}.get(run.config.method, 0.5)
+        write_run(tmp_path / "runs", run, same(run, 4 + above + 0.01 * run.config.seed))
     code, output = call("table_rivals", "--scale", "mini", "--methods", *chosen)
     assert code == 0 and "RoPE+NTK" not in output.out
     cells = cells_of(output.out.split("### Differences")[1])
-    found = {(row["series"], row["length"]): row for row in differences(losses, ours, list(run.config.val_lengths))}
-    assert len(found) == 3 * 4  # series beside the reference, lengths
-    for series in ("fox", "alibi", "rope"):
-        assert cells[series_name(series)][1:] == [difference_cell(found[series, n]) for n in run.config.val_lengths]
-    assert "fewer layers" not in output.out
-    (tmp_path / "out" / "tables.md").unlink()
-    _, output = call("table_rivals", "--scale", "mini", "--methods", "llama4", "fox")
+    assert [cell[:8] for cell in cells["FoX"]] == ["3, 3", *["**-0.250"] * 4]
     assert "Llama 4: `rope+window`, `rope+window`, `rope+window`." in output.out
 
 
@@ -181,8 +167,6 @@ def test_taught_compares_runs_of_one_seed(tmp_path, call):  # noqa: F811
     assert f"{4096} (16x) loss" in first and f"{2048} (8x) copy gain" in second
     assert cells_of(f"| {first}")["RoPE"][0] == "5"
     stored = {(series_label(run.config), run.config.seed): run.summary for run in read_runs(tmp_path / "runs")}
-    lines = output.out.split("### Primary comparisons")[1].splitlines()
-    primary = [line.split("|")[1:-1] for line in lines if line.startswith("| ")][1:]
     expected = []
     for measure, tokens in (("loss", "4096"), ("copy gain", "1024")):
         for rival in ("rope", "logn_p_rope", "alibi slope_scale=4"):  # ALiBi's best slopes
@@ -191,13 +175,20 @@ def test_taught_compares_runs_of_one_seed(tmp_path, call):  # noqa: F811
                 summary = stored[series, seed]
                 return summary["val_loss"][tokens] if measure == "loss" else summary["copy_gain"]["random"][tokens]
 
-            mean, stderr = mean_and_stderr([value(REFERENCE, seed) - value(rival, seed) for seed in range(5)])
-            row = dict(rival=rival, place=f"{measure}, {tokens} tokens ({int(tokens) // 256}x)", difference=mean)
-            expected.append(row | dict(stderr=stderr, p=two_sided(mean / stderr, 4)))
-    for row, p_holm in zip(expected, holm([row["p"] for row in expected])):
-        cell = difference_cell(row | dict(p_holm=p_holm))
-        assert [cell.strip() for cell in primary.pop(0)] == [series_name(row["rival"]), row["place"], "5", cell]
-    assert not primary
+            label = f"{measure}, {tokens} tokens ({int(tokens) // 256}x)"
+            expected.append((rival, label, [value(REFERENCE, seed) - value(rival, seed) for seed in range(5)]))
+    assert_primary_comparisons(output.out, expected)
+
+
+def assert_primary_comparisons(page, expected):
+    """Compare the section of a page with paired t-tests of (rival, measure, [difference of each seed])."""
+    lines = page.split("### Primary comparisons")[1].split("\n\n")[2].splitlines()[2:]
+    rows = [dict(zip(("difference", "stderr"), mean_and_stderr(differences))) for *_, differences in expected]
+    freedom = len(expected[0][2]) - 1
+    p_values = holm([two_sided(row["difference"] / row["stderr"], freedom) for row in rows])
+    for line, (rival, measure, _), row, p in zip(lines, expected, rows, p_values, strict=True):
+        cells = [series_name(rival), measure, str(freedom + 1), difference_cell(row | dict(p_holm=p))]
+        assert [cell.strip() for cell in line.split("|")[1:-1]] == cells
 
 
 def test_taught_of_few_runs_compares_the_runs_that_exist(tmp_path, call):  # noqa: F811

@@ -448,21 +448,6 @@ def test_versions_come_from_the_header_of_the_log_alone(tmp_path):
     assert stored.logged("commit") == ["0123abc", "4567def"] and stored.logged("device") == ["an abacus"]
 
 
-def test_all_makes_each_item_and_sums_up(tmp_path, call, monkeypatch, few_draws):
-    items = ("table_losses", "figure_304m", "table_infini", "figure_sublog")
-    monkeypatch.setattr(command, "ITEMS", {item: command.ITEMS[item] for item in items})
-    write_study(tmp_path / "runs", "table_infini")
-    (tmp_path / "runs" / "mini-infini_rope-s0" / "summary.json").write_text("[1, 2]")
-    argv = ["--scale", "mini", "--methods", "rope", "scale_invariant_p_rope", "infini_rope"]
-    code, output = call("all", *argv)
-    outcomes = dict(line.split(": ", 1) for line in output.out.splitlines())
-    assert code == 1 and list(outcomes) == list(items)
-    counts = {item: re.findall(r"(\d+) of (\d+)", outcome) for item, outcome in outcomes.items()}
-    assert counts["table_losses"] == [("6", "9")] and counts["table_infini"] == [("8", "9")]
-    assert outcomes["figure_304m"].startswith("not") and outcomes["figure_sublog"].startswith("complete")
-    assert [*command.read_sections(tmp_path / "out" / "tables.md")] == [items[0], items[2], items[3]]
-
-
 @pytest.mark.parametrize("argv, named", [
     (["table_loss"], "table_loss"),
     (["table_losses", "--scale", "huge"], "huge"),
