@@ -16,7 +16,7 @@ from data.shard_writer import ShardWriter
 from runtime.build import build_model
 from runtime.checkpoint import save_checkpoint
 from scripts.reproduce import __main__ as command
-from scripts.reproduce import beyond, figures, needles, taught, theory
+from scripts.reproduce import beyond, figures, needles, theory
 from scripts.reproduce.tables import paper_targets
 from scripts.shared.arguments import field_changes
 from scripts.shared.looks import method_name, series_label, series_name
@@ -92,7 +92,7 @@ def call(tmp_path, capsys):
 def drawn(monkeypatch):
     """Return the panels of each figure by its name. They are not drawn."""
     grids = {}
-    for module in (beyond, figures, needles, taught):
+    for module in (beyond, figures, needles):
         monkeypatch.setattr(module, "draw_panels", lambda path, grid, **_: grids.update({path.name: grid}))
     return grids
 

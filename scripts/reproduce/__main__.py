@@ -28,7 +28,7 @@ from files import replace_text
 from runtime.device import device_name
 from runtime.processes import start_processes
 from runtime.run_folder import git_commit
-from scripts.reproduce import beyond, far, figures, heads, logits, needles, tables, taught
+from scripts.reproduce import beyond, far, figures, heads, logits, needles, tables
 from scripts.reproduce.study import Study
 from scripts.shared.arguments import add_run_options, field_changes, needle_changes
 from scripts.shared.runs import read_runs
@@ -51,8 +51,8 @@ ITEMS = dict(
     open_choices=tables.open_choices,
     tau_by_length=beyond.tau_by_length,
     scale_invariant_by_head=beyond.scale_invariant_by_head,
-    taught=taught.taught,
-    taught_rivals=taught.taught,
+    taught=beyond.taught,
+    taught_rivals=beyond.taught,
     far=far.far,
     far_heads=heads.far_heads,
     table_rivals=beyond.table_rivals,

@@ -12,10 +12,10 @@ from scipy import stats
 
 from configs.sweeps import OURS
 from runtime.far_gain import CLASSES
+from scripts.reproduce.beyond import DRAWN, draw_reach, reach_tables
 from scripts.reproduce.comparisons import primary_comparisons
 from scripts.reproduce.drawing import Line, Panel, draw_panels
 from scripts.reproduce.study import BySeed, Study, at
-from scripts.reproduce.taught import DRAWN, draw_reach, reach_tables
 from scripts.shared.looks import plot_styles, series_name
 from scripts.shared.runs import StoredRun, copy_gains, final_losses, measured
 from scripts.shared.tables import format_mean, markdown_table, mean_and_stderr

@@ -86,10 +86,7 @@ def last_query_logits(method: Method, plan: Plan, x: Tensor, q: Tensor, k: Tenso
     distance = torch.arange(k.shape[2], dtype=torch.float64, device=k.device)
     head = torch.arange(method.num_heads, device=k.device).unsqueeze(-1)  # (H, 1)
     scale, bias = method.score_change.coefficients(distance, head)
-    logits = scale * scores + bias
-    if method.score_change.skip_first:
-        logits[..., -1] = scores[..., -1]
-    return logits
+    return scale * scores + bias
 
 
 @torch.inference_mode()
@@ -98,7 +95,8 @@ def attention_profile(model: GPT, tokens: Tensor, lengths: list[int]) -> dict[tu
 
     tokens (windows, T). The query is the last token of a window. It sees the last `length` tokens, so all lengths have
     the same query. Values are means over layers and heads: {(length, quantity): [one per window]}. Windows pass through
-    the model one at a time, which bounds the memory. The method may have a rotation, a scaling of q and a score change.
+    the model one at a time, which bounds the memory. The method may have a rotation, a scaling of q, and a score change
+    without skip_first.
     """
     samples = defaultdict(list)
     for length in lengths:

@@ -27,10 +27,10 @@ from pathlib import Path
 from configs.sweeps import OURS
 from errors import require
 from files import replace_text
+from scripts.reproduce.beyond import primary_measures
 from scripts.reproduce.comparisons import differences, primary_rows
 from scripts.reproduce.study import Study
 from scripts.reproduce.tables import paper_targets, read_losses, trained_methods
-from scripts.reproduce.taught import primary_measures
 from scripts.shared.looks import series_label
 from scripts.shared.runs import copy_gains, final_losses, read_runs
 from scripts.shared.tables import mean_and_stderr

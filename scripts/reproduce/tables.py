@@ -115,11 +115,13 @@ def make_table(
     """
     paper, trained = paper_targets(study.item), trained_methods(study)
     methods, base_length = methods or study.all_series, base_length or study.base_length
-    columns, counts = {}, collections.defaultdict(set)  # counts: numbers of seeds by method
+    columns, counts = {}, {}  # counts: numbers of seeds by method
+    for method in methods:
+        found = [values.get((method, length), []) for values in metrics.values() for length in lengths]
+        counts[method] = {len(seed_values) for seed_values in found if seed_values} or {0}
     for length, (label, values) in itertools.product(lengths, metrics.items()):
         ratio = length / base_length
-        found = {method: values.get((method, length), []) for method in methods}
-        numbers = {method: mean_and_stderr(seed_values) for method, seed_values in found.items()}
+        numbers = {method: mean_and_stderr(values.get((method, length), [])) for method in methods}
         head = f"{length} ({ratio:g}x) {label}".rstrip()
         columns[head] = mean_cells(numbers, best) | ({"oracle": f"{oracle[length]:.3f}"} if length in oracle else {})
         paper_length = round(ratio * PAPER_TRAIN_LENGTH)
@@ -127,16 +129,13 @@ def make_table(
         if targets and label == next(iter(metrics)):
             head = f"paper {abbreviate_length(paper_length)} ({ratio:g}x)"
             columns[head] = {method: format_target(target) for method, target in targets.items()}
-        for method, seed_values in found.items():
-            counts[method] |= {len(seed_values)} - {0}
     study.notes += table_notes(study, methods, trained, one_seed=any(1 in seeds for seeds in counts.values()))
 
     rows = {}
     for method in methods:
         if method.startswith("infini") and rows and not any(other.startswith("infini") for other in rows):
             rows[""] = ["", ""]  # an empty row for the rule in the paper's table
-        seeds = counts[method] or {0}
-        seeds = "-".join(map(str, sorted({min(seeds), max(seeds)})))  # 3, or 1-3 if lengths differ
+        seeds = "-".join(map(str, sorted({min(counts[method]), max(counts[method])})))  # 3, or 1-3 if lengths differ
         rows[method] = [series_name(method) + ("\u2020" if method in trained else ""), seeds]
     if oracle:
         rows["oracle"] = ["oracle", ""]

@@ -69,9 +69,8 @@ def method_name(method: str) -> str:
 def layer_name(layer: str) -> str:
     first, *others = layer.split("+")
     prefix = "Scale-invariant " if "scale_invariant" in others else ""
-    return prefix + ", ".join(
-        NAMES.get(part, part) for part in (first, *others) if part == first or part != "scale_invariant"
-    )
+    parts = [first, *(part for part in others if part != "scale_invariant")]
+    return prefix + ", ".join(NAMES.get(part, part) for part in parts)
 
 
 def series_label(config: Config) -> str:
