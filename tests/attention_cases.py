@@ -1,7 +1,5 @@
 """Attention methods of every kind of mechanism, inputs, and the comparison with the formula, for tests of backends."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from torch.testing import assert_close
@@ -125,8 +123,7 @@ def assert_near(actual, expected, tolerance):
 
 
 def check(
-    backend, method, length, *, queries=None, gradients=True, tolerance=2e-5, run=attend, weigh_output=0.0,
-    inputs=None, **options,
+    backend, method, length, *, queries=None, tolerance=2e-5, run=attend, weigh_output=0.0, inputs=None, **options,
 ):
     """Compare a backend with the formula in float64: the last `queries` outputs, and all gradients.
 
@@ -136,14 +133,11 @@ def check(
     exact = [y.detach().double().requires_grad_() for y in inputs]
     needs_x = method.needs_input
     offset = length - (queries or length)
-    with nullcontext() if gradients else torch.no_grad():
-        plan = make_plan(method, length - offset, length, q_offset=offset, backend=backend, device=q.device)
-        output = run(method, q[:, :, offset:], k, v, x=x if needs_x else None, plan=plan)
-        expected = plain_attention(method, *exact[:3], x=exact[3] if needs_x else None)[:, :, offset:]
+    plan = make_plan(method, length - offset, length, q_offset=offset, backend=backend, device=q.device)
+    output = run(method, q[:, :, offset:], k, v, x=x if needs_x else None, plan=plan)
+    expected = plain_attention(method, *exact[:3], x=exact[3] if needs_x else None)[:, :, offset:]
     assert output.dtype == q.dtype
     assert_near(output, expected, tolerance / 2)
-    if not gradients:
-        return
     leaves = 4 if needs_x else 3
     weight = (random(*output.shape, seed=3).to(q.device) + weigh_output * expected.detach()).to(q.dtype)
     ours = torch.autograd.grad(output, [*inputs[:leaves], *method.parameters()], weight)

@@ -123,28 +123,22 @@ def test_results_do_not_depend_on_the_micro_batch_size(stream, micro_batch_token
     assert max(sizes) <= max(micro_batch_tokens, copy_length(max(GAPS)))
 
 
-def rank_worker(rank, folder, data, processes, measure):
-    """Write what `measure` of this rank returns, and the number of its batches."""
+def rank_worker(rank, folder, data):
+    """Write the result of this rank, and the number of its batches."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=processes)
-    world, calls = World(rank, processes, torch.device("cpu")), []
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=5)
+    world, calls = World(rank, 5, torch.device("cpu")), []
     stream = open_split(data, "val", VOCAB)
     result = measure(tiny_model(), stream, world=world, before_batch=lambda: calls.append(rank))
     (folder / f"{rank}.json").write_text(json.dumps([result, len(calls)]))
     dist.destroy_process_group()
 
 
-def on_ranks(processes, measure, stream, folder):
-    """Return the results of the ranks, which must be equal and of as many batches each."""
-    arguments = (folder, stream.paths[0].parent, processes, measure)
-    start_ranks(rank_worker, arguments, nprocs=processes, start_method=start_method())
-    results, calls = zip(*(read_json(folder / f"{rank}.json") for rank in range(processes)))
-    assert all(result == results[0] for result in results) and len({*calls}) == 1
-    return results
-
-
 def test_results_do_not_depend_on_the_number_of_ranks(stream, tmp_path):
-    results = on_ranks(5, measure, stream, tmp_path)  # 96 sequences are shared as 20, 19, 19, 19, 19
+    """96 sequences are shared as 20, 19, 19, 19, 19. All ranks have equally many batches."""
+    start_ranks(rank_worker, (tmp_path, stream.paths[0].parent), nprocs=5, start_method=start_method())
+    results, calls = zip(*(read_json(tmp_path / f"{rank}.json") for rank in range(5)))
+    assert all(result == results[0] for result in results) and len({*calls}) == 1
     assert_close(results[0], measure(tiny_model(), stream))
 
 

@@ -1,4 +1,4 @@
-"""Far gain: its classes against a brute-force search, its losses against a dense model, ranks, and the commands."""
+"""Far gain: its classes against a brute-force search, its losses against a dense model, and the commands."""
 
 import json
 import math
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from commands import exit_code, one_error
-from test_copy_gain import ALONE, VOCAB, assert_close, dense_losses, on_ranks, tiny_model
+from test_copy_gain import ALONE, VOCAB, assert_close, dense_losses, tiny_model
 from test_train import read_json, train_here
 
 from data.shard_writer import ShardWriter
@@ -31,12 +31,6 @@ def stream(tmp_path_factory):
             writer.write(split, text)
         writer.close()
         return open_split(writer.folder, "val", VOCAB)
-
-
-def measure(model, stream, world=ALONE, micro_batch_tokens=1000, **options):
-    plans = {n: model.plan(n) for n in (T, 16 * T)}
-    options |= dict(vocab_size=VOCAB, micro_batch_tokens=micro_batch_tokens, world=world)
-    return measure_far_gain(model, plans, stream, WINDOWS, T, **options)
 
 
 def class_of(window, place):
@@ -65,7 +59,9 @@ def test_windows_cover_the_text(stream):
 
 def test_gains_equal_a_dense_computation(stream):
     model = tiny_model()
-    result = measure(model, stream)
+    plans = {n: model.plan(n) for n in (T, 16 * T)}
+    options = dict(vocab_size=VOCAB, micro_batch_tokens=1000, world=ALONE)
+    result = measure_far_gain(model, plans, stream, WINDOWS, T, **options)
     gains = {name: [] for name in CLASSES}  # by class: (window, short loss, long loss)
     for number, window in enumerate(far_windows(stream, WINDOWS, T, VOCAB)):
         long, short = (dense_losses(model, torch.from_numpy(window[-n:]))[-4:].tolist() for n in (16 * T, T))
@@ -79,12 +75,6 @@ def test_gains_equal_a_dense_computation(stream):
         deviations = short - long - (short - long).mean()
         sums = [deviations[windows == number].sum() for number in range(WINDOWS)]
         assert result["far_gain_error"][name] == pytest.approx(math.hypot(*sums) / len(short), abs=1e-4)
-
-
-def test_ranks_and_micro_batches_change_nothing(stream, tmp_path):
-    expected = measure(tiny_model(), stream)
-    assert_close(measure(tiny_model(), stream, micro_batch_tokens=1), expected)
-    assert_close(on_ranks(2, measure, stream, tmp_path)[0], expected)
 
 
 def test_a_run_measures_it_at_its_end_and_evaluate_again(data, tmp_path, capsys):
