@@ -14,6 +14,7 @@ split of another folder, at most as many tokens, and the numbers go to RUN/evalu
 
 import argparse
 import dataclasses
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,8 +36,10 @@ from scripts.shared.tables import format_mean, loss_table, pivot_table
 
 
 def load_run(folder: Path, device: torch.device) -> tuple[Config, torch.nn.Module]:
-    """Return the configuration of a run, and its model with the weights of the latest checkpoint."""
+    """Return the configuration of a run of train_gpt.py, and its model with the weights of the latest checkpoint."""
     config = stored_config(folder)
+    continued = "model" in json.loads((folder / "config.json").read_text())
+    require(not continued, f"{folder} has a Hugging Face model. Load {folder}/model as in docs/huggingface.md.")
     checkpoint = latest_checkpoint(folder / "checkpoints")
     require(checkpoint, f"{folder} has no checkpoint. Train the run first.")
     model = build_model(config, compute_dtype(config, device)).to(device)

@@ -23,6 +23,7 @@ from data.tokenizer import load_tokenizer
 from runtime.checkpoint import load_checkpoint
 from runtime.metrics import read_metrics
 from scripts import continue_pretraining as command
+from scripts import export
 from scripts.hf.load import load_model
 from scripts.hf.training import AdamW, WithLoss
 
@@ -124,6 +125,11 @@ def test_saved_model_is_the_trained_one(place, tmp_path):
     with torch.no_grad():
         losses = reference_losses(load_model(tmp_path / "run" / "model"), *validation_tokens(place, 256))
     assert losses.mean().item() == pytest.approx(summary["val_loss"]["256"], abs=1e-5)
+
+
+def test_other_commands_refuse_the_run(undisturbed, capsys):
+    assert exit_code(export.main, [str(undisturbed / "run")]) == 2
+    assert "docs/huggingface.md" in one_error(capsys) and not (undisturbed / "run" / "hf").exists()
 
 
 def test_updates_below_the_precision_of_bfloat16_count_on_average():
