@@ -1,4 +1,4 @@
-"""Batches: the tokens of training step n, and the tokens of validation.
+"""Batches: the tokens of training step n, and a check of the tokens of validation.
 
 Let B be batch_tokens. Step n = 0, 1, ... reads tokens n B to (n + 1) B, counted from the run's first token. Inputs are
 these tokens without the last, targets are these tokens without the first. Sequence length, micro-batch size and number
@@ -8,7 +8,7 @@ lengths are compared on the same text.
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -24,10 +24,6 @@ Batch = tuple[Tensor, Tensor]  # inputs and targets, both (micro_batch_size, len
 def _host_tensor(tokens: np.ndarray, device: torch.device) -> Tensor:
     tensor = torch.from_numpy(tokens.astype(np.int64))
     return tensor.pin_memory() if device.type == "cuda" else tensor
-
-
-def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.to(device, non_blocking=device.type == "cuda")
 
 
 # ---- training ----
@@ -103,7 +99,7 @@ class TrainLoader:
         self._submit()
         # The caller's thread copies, because its stream orders the copy before the kernels that read the batch.
         *tensors, size = self._pending.popleft().result()
-        inputs, targets = (_to_device(tensor, self._device) for tensor in tensors)
+        inputs, targets = (tensor.to(self._device, non_blocking=True) for tensor in tensors)
         return list(zip(inputs.split(size), targets.split(size)))
 
     def close(self) -> None:
@@ -121,21 +117,3 @@ def check_validation(stream: TokenStream, lengths: Sequence[int], val_tokens: in
     problem = f"val_tokens {val_tokens} does not fit lengths {list(lengths)} and a text of {len(stream)} tokens"
     remedy = f"Use a multiple of {unit} up to {largest}" if largest else "Use shorter lengths"
     require(0 < val_tokens <= largest and val_tokens % unit == 0, f"{problem}. {remedy}, or prepare more text.")
-
-
-def validation_batches(
-    stream: TokenStream, *, length: int, val_tokens: int, micro_batch_size: int, vocab_size: int,
-    rank: int = 0, world_size: int = 1, device: str | torch.device = "cpu",
-) -> Iterator[Batch]:  # fmt: skip
-    """Yield one rank's validation batches: the first `val_tokens` of the stream, each token a target once.
-
-    Rank r of W has sequences r, r + W, r + 2W and so on. A rank's last micro-batch may be smaller.
-    """
-    check_validation(stream, [length], val_tokens)
-    device = torch.device(device)
-    sequences = range(rank, val_tokens // length, world_size)
-    for first in range(0, len(sequences), micro_batch_size):
-        indices = sequences[first : first + micro_batch_size]
-        tokens = np.stack([stream.read(i * length, length + 1, vocab_size) for i in indices])  # (b, length + 1)
-        inputs, targets = (_to_device(_host_tensor(part, device), device) for part in (tokens[:, :-1], tokens[:, 1:]))
-        yield inputs, targets  # (b, length)

@@ -57,24 +57,25 @@ def copy_sequences(stream: TokenStream, gap: int, vocab_size: int) -> np.ndarray
 
 @torch.inference_mode()
 def token_losses(
-    model: GPT, plan: Plans, sequences: np.ndarray, positions: Tensor, micro_batch_tokens: int, world: World,
-    before_batch: Callable[[], None] = lambda: None,
+    model: GPT, plan: Plans, inputs: np.ndarray, targets: np.ndarray, micro_batch_tokens: int, world: World,
+    before_batch: Callable[[], None] = lambda: None, positions: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the loss in nats at some positions of sequences, (sequences, positions) float64 on the CPU.
+    """Return the loss in nats of each target, (sequences, length) float64 on the CPU.
 
-    Position t predicts token t + 1. sequences: (sequences, length) int64, divided among the ranks.
-    positions: (positions,) int64, below length - 1. before_batch: called equally often on all ranks.
+    inputs, targets: (sequences, length) integers, divided among the ranks. before_batch: called equally often on all
+    ranks. positions: (positions,) int64; the losses at these positions alone, (sequences, positions).
     """
-    count, length = sequences.shape
+    count, length = inputs.shape
+    positions = (torch.arange(length) if positions is None else positions).to(world.device)
     losses = torch.zeros(count, len(positions), dtype=torch.float64, device=world.device)
     rank_rows = [*range(world.rank, count, world.world_size)]
     micro_batch = max(1, micro_batch_tokens // length)
     for first in range(0, -(-count // world.world_size), micro_batch):
         before_batch()
         if rows := rank_rows[first : first + micro_batch]:
-            tokens = torch.from_numpy(sequences[rows]).to(world.device)  # (B, length)
-            token_loss = model(tokens, tokens.roll(-1, dims=1), plan=plan, per_token=True)  # (B, length)
-            losses[rows] = token_loss.double()[:, positions.to(world.device)]
+            batch = (torch.from_numpy(x[rows].astype(np.int64)).to(world.device) for x in (inputs, targets))
+            token_loss = model(*batch, plan=plan, per_token=True)  # (B, length)
+            losses[rows] = token_loss.double()[:, positions]
     world.sum(losses)
     return losses.cpu()
 
@@ -93,7 +94,8 @@ def measure_copy_gain(
     for gap in gaps:
         sequences = copy_sequences(stream, gap, vocab_size).reshape(len(KINDS) * SPANS, -1)
         positions, plan = torch.cat([first_copy, first_copy + SPAN + gap]), plans[copy_length(gap)]
-        by_token = token_losses(model, plan, sequences, positions, micro_batch_tokens, world, before_batch)
+        batch = sequences, np.roll(sequences, -1, axis=1)
+        by_token = token_losses(model, plan, *batch, micro_batch_tokens, world, before_batch, positions)
         losses = by_token.unflatten(1, (2, -1)).mean(dim=2)  # of each copy
         for kind, copy_losses in zip(KINDS, losses.split(SPANS)):  # (48, 2)
             gains = copy_losses[:, 0] - copy_losses[:, 1]

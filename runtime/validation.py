@@ -1,6 +1,5 @@
 """Measures validation losses by length, by position and by validation method, and copy gain."""
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -10,13 +9,13 @@ import torch
 from torch import Tensor
 
 from configs.config import Config
-from data.loader import validation_batches
+from data.loader import check_validation
 from data.shards import TokenStream
 from model.gpt import GPT, Plans
 from model.methods import make_alternative
 from model.methods.base import Method
 from runtime.build import uncompiled
-from runtime.copy_gain import copy_length, measure_copy_gain
+from runtime.copy_gain import copy_length, measure_copy_gain, token_losses
 from runtime.far_gain import RATIO, measure_far_gain
 from runtime.processes import World
 
@@ -123,39 +122,17 @@ class Validation:
         record = measured.pop(self.config.method)
         return record | {f"{key}_as": {name: r[key] for name, r in measured.items()} for key in keys if measured}
 
-    @torch.inference_mode()
     def mean_losses(self, plan: Plans, length: int, tokens: int) -> tuple[Tensor, Tensor]:
         """Return the mean loss at each position (length,) and of each sequence (tokens / length,), both float64.
 
         Raise Stopped after a signal to stop.
         """
-        world, config = self.world, self.config
-        micro_batch = max(1, config.micro_batch_tokens // length)
-        batches = validation_batches(
-            self.text,
-            length=length,
-            val_tokens=tokens,
-            micro_batch_size=micro_batch,
-            rank=world.rank,
-            world_size=world.world_size,
-            device=world.device,
-            vocab_size=config.vocab_size,
-        )
-        count = tokens // length
-        by_position = torch.zeros(length, dtype=torch.float64, device=world.device)  # sums
-        by_sequence = torch.zeros(count, dtype=torch.float64, device=world.device)
-        rank_sequences = range(world.rank, count, world.world_size)
-        most = -(-count // world.world_size // micro_batch)  # batches of a rank; some ranks have one fewer
-        for batch in range(most):
-            self.stop_if_asked()
-            rows = rank_sequences[batch * micro_batch : (batch + 1) * micro_batch]
-            for inputs, targets in itertools.islice(batches, 1):
-                losses = self.model(inputs, targets, plan=plan, per_token=True).double()  # (B, length)
-                by_position += losses.sum(dim=0)
-                by_sequence[rows.start : rows.stop : rows.step] = losses.mean(dim=1)
-        world.sum(by_position)
-        world.sum(by_sequence)
-        return by_position.cpu() / count, by_sequence.cpu()
+        check_validation(self.text, [length], tokens)
+        text = self.text.read(0, tokens + 1, self.config.vocab_size)
+        batch = text[:-1].reshape(-1, length), text[1:].reshape(-1, length)
+        size = self.config.micro_batch_tokens
+        losses = token_losses(self.model, plan, *batch, size, self.world, self.stop_if_asked)
+        return losses.mean(dim=0), losses.mean(dim=1)
 
 
 def validation_plan(config: Config, step: int) -> dict[int, int]:

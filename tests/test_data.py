@@ -10,7 +10,7 @@ import pytest
 import torch
 from commands import exit_code, python
 
-from data.loader import TrainLoader, check_validation, validation_batches
+from data.loader import TrainLoader, check_validation
 from data.shard_writer import ShardWriter
 from data.shards import TokenStream, describe_shard, main, open_split, tokenizer_of
 
@@ -158,8 +158,6 @@ def test_a_token_outside_the_vocabulary_is_named_by_file_and_place(tmp_path, fau
     loading = dict(batch_tokens=22, length=11, micro_batch_tokens=22, vocab_size=tokens.max())
     with closing(TrainLoader(stream, **loading)) as loader, pytest.raises(ValueError, match=named):
         next(loader)
-    with pytest.raises(ValueError, match=named):
-        list(validation_batches(stream, length=11, val_tokens=22, micro_batch_size=1, vocab_size=tokens.max()))
 
 
 def test_fingerprint_follows_the_content_of_the_shards_that_a_run_reads(tmp_path):
@@ -384,25 +382,6 @@ def test_an_error_of_the_reading_thread_is_raised_by_its_step(tmp_path):
 
 
 # ---- validation ----
-
-
-@pytest.mark.parametrize("length", [1, 4, 20])
-@pytest.mark.parametrize("world_size", [1, 3, 8])
-@pytest.mark.parametrize("micro_batch_size", [1, 3])
-def test_validation_counts_each_target_once(tmp_path, length, world_size, micro_batch_size):
-    stream, tokens = make_stream(tmp_path, (70, 12, 39))  # 121: the last sequence's last target is the last token
-    options = dict(length=length, val_tokens=120, micro_batch_size=micro_batch_size, vocab_size=VOCAB)
-    num_sequences = 120 // length
-    inputs, targets = (np.full((num_sequences, length), -1) for _ in range(2))
-    for _ in range(2):  # a second pass gives the same
-        for rank in range(world_size):
-            batches = list(validation_batches(stream, **options, rank=rank, world_size=world_size))
-            if batches:
-                mine = np.arange(rank, num_sequences, world_size)
-                inputs[mine], targets[mine] = (torch.cat(tensors).numpy() for tensors in zip(*batches))
-                assert max(len(batch) for batch, _ in batches) <= micro_batch_size
-        np.testing.assert_array_equal(inputs.ravel(), tokens[:120])
-        np.testing.assert_array_equal(targets.ravel(), tokens[1:121])
 
 
 def test_validation_check_names_the_largest_valid_number_for_all_lengths(tmp_path):

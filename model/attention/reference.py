@@ -14,14 +14,12 @@ from errors import require
 from model.methods.base import Method, upcast
 
 
-def plain_attention(
-    method: Method, q: Tensor, k: Tensor, v: Tensor, target_length: int | None = None, x: Tensor | None = None
-) -> Tensor:
+def plain_attention(method: Method, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None = None) -> Tensor:
     """Return causal attention by `method`, (B, H, T, D) float64. All arguments have T tokens, as in attend.
 
-    target_length (default: T) and errors are as in attention_logits.
+    Errors are as in attention_logits.
     """
-    logits = attention_logits(method, q.double(), k.double(), target_length, x)
+    logits = attention_logits(method, q.double(), k.double(), x=x)
     return probabilities(method, logits) @ v.double()
 
 
