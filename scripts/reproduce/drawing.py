@@ -46,15 +46,7 @@ def row_lines(rows: Iterable[dict], by: str, x: str, looks: dict) -> list[Line]:
 
 
 def draw_panels(
-    path: Path,
-    grid: list[list[Panel]],
-    *,
-    x: str,
-    y: str,
-    log: int | None = None,
-    height: float = 2.2,
-    bands: bool = False,
-    **subplots,
+    path: Path, grid: list[list[Panel]], *, x: str, y: str, log: int | None = None, height=2.2, bands=False, **subplots
 ):
     """Draw rows of panels with one legend below them. Write path.png.
 

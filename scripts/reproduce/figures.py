@@ -58,13 +58,7 @@ def tau_of(config: Config) -> float:
 
 
 def curve_figure(
-    study: Study,
-    text: str,
-    *,
-    at_train_length: bool = False,
-    nope_panels: int = 3,
-    baseline: bool = True,
-    zoom: bool = False,
+    study: Study, text: str, *, at_train_length: bool = False, nope_panels: int = 3, baseline: bool = True, zoom=False
 ) -> str:
     """Draw one panel per validation length. Return the Markdown: text, then the figure.
 

@@ -25,14 +25,14 @@ def table_needle(study: Study) -> str:
             shares = stored.needle if method is None else stored.needle["as"][method]
             for label, values in accuracy.items():
                 for length, share in shares[label.replace(" ", "_")].items():
-                    values[series, int(length)].append(float(share))
+                    values[series, int(length)].append(share)
             for length, counts in shares.get("by_distance", {}).items():
                 for least, (found, needles) in counts.items():
                     total = distances[series, int(length), int(least)]
                     total[0] += found
                     total[1] += needles
         for length, share in stored.needle.get("oracle", {}).items():
-            oracle[int(length)].append(float(share))
+            oracle[int(length)].append(share)
     text = "Share of needles whose city and number are both right: mean \u00b1 standard error over seeds, by greedy "
     text += "decoding and by teacher forcing. Columns: tokens per prompt (and multiples of the training length). The "
     text += "paper's numbers stand beside greedy decoding."

@@ -30,6 +30,7 @@ class Study:
         """Find the runs of an item. changes, needle: fields and needle settings that all runs share."""
         self.item, self.scale, self.methods, self.out = item, scale, methods, out
         self.stored_runs, self.runs_dir, self.device = stored_runs, runs_dir, torch.device(device)
+        self.base_length = self.lengths[0]  # the training length, in tokens
         self.runs = sweep(item, scale, seeds, methods, changes, needle) if item in SWEEPS else []
         self.finished: list[tuple[Run, StoredRun]] = []
         self.missing: list[tuple[str, str]] = []  # (name of a run or model, reason)
@@ -51,10 +52,6 @@ class Study:
     def lengths(self) -> list[int]:
         """Return the lengths of this scale that correspond to the paper's 4k, 16k and 64k."""
         return [preset(name).train_length for name in SCALES[self.scale].lengths]
-
-    @property
-    def base_length(self) -> int:
-        return self.lengths[0]
 
     def length_label(self, length: int) -> str:
         """Return a length with its multiple of the training length, such as "1024 (4x)"."""

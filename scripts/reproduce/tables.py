@@ -78,16 +78,16 @@ def table_llama(study: Study) -> str:
         token_counts |= {f"{row['tokens']:,}"} if row["steps"] else set()
         for length, loss in row["val_loss"].items():
             losses[series, int(length)].append(loss)
-    model, train_length, *_ = common
+    model, study.base_length, *_ = common
     command = f"python -m scripts.continue_pretraining {PAPER_MODEL} --method METHOD --resume auto"
     study.missing += [(series_name(m), f"not trained: run `{command}`") for m in PAPER if m not in methods]
     methods_shown = [*dict.fromkeys([*PAPER, *methods])]
-    lengths = sorted({length for _, length in losses} | {factor * train_length for factor in (1, 4, 16)})
+    lengths = sorted({length for _, length in losses} | {factor * study.base_length for factor in (1, 4, 16)})
     text = "Validation loss of Llama 2 7B in nats per token, after continued pretraining at 4k on about 50 M tokens ("
     text += f"{', '.join(map(series_name, NOT_TRAINED))}: not trained). Columns: validation length in tokens (and as a "
-    text += f"multiple of 4k). Ours: {model} at {train_length} on {', '.join(sorted(token_counts)) or 'no'} tokens."
-    table = make_table(study, {"": losses}, lengths, best=min, methods=methods_shown, base_length=train_length)
-    return f"{text}\n\n{table}"
+    text += f"multiple of 4k). Ours: {model} at {study.base_length} on "
+    text += f"{', '.join(sorted(token_counts)) or 'no'} tokens."
+    return f"{text}\n\n{make_table(study, {'': losses}, lengths, best=min, methods=methods_shown)}"
 
 
 # ---- parts of all tables ---------------------------------------------------------------------------------------------
@@ -99,31 +99,25 @@ def trained_methods(study: Study) -> dict[str, str]:
 
 
 def make_table(
-    study: Study,
-    metrics: dict[str, dict],
-    lengths: list[int],
-    *,
-    best: Callable,
-    methods: list[str] | None = None,
-    base_length: int | None = None,
+    study: Study, metrics: dict[str, dict], lengths: list[int], *, best: Callable, methods: list[str] | None = None,
     oracle: dict = {},
-) -> str:
+) -> str:  # fmt: skip
     """Return a table as Markdown: our means over seeds, and the paper's numbers beside the first metric.
 
-    metrics: {label: {(method, length): [one value per seed]}}. best: min or max. methods, base_length: rows and
-    training length, if not the study's. oracle: {length: value} of an additional last row.
+    metrics: {label: {(method, length): [one value per seed]}}. best: min or max. methods: rows, if not the study's.
+    oracle: {length: value} of an additional last row.
     """
     paper, trained = paper_targets(study.item), trained_methods(study)
-    methods, base_length = methods or study.all_series, base_length or study.base_length
+    methods = methods or study.all_series
     columns, counts = {}, {}  # counts: numbers of seeds by method
     for method in methods:
         found = [values.get((method, length), []) for values in metrics.values() for length in lengths]
         counts[method] = {len(seed_values) for seed_values in found if seed_values} or {0}
     for length, (label, values) in itertools.product(lengths, metrics.items()):
-        ratio = length / base_length
         numbers = {method: mean_and_stderr(values.get((method, length), [])) for method in methods}
-        head = f"{length} ({ratio:g}x) {label}".rstrip()
+        head = f"{study.length_label(length)} {label}".rstrip()
         columns[head] = mean_cells(numbers, best) | ({"oracle": f"{oracle[length]:.3f}"} if length in oracle else {})
+        ratio = length / study.base_length
         paper_length = round(ratio * PAPER_TRAIN_LENGTH)
         targets = {method: paper[method, paper_length] for method in methods if (method, paper_length) in paper}
         if targets and label == next(iter(metrics)):
