@@ -65,7 +65,16 @@ COMPUTED = ["figure_entropy", "far_heads", "figure_sublog", "figure_sublog_unsca
 
 def main(argv: list[str] | None = None):
     argv = sys.argv[1:] if argv is None else argv
-    args, fields = parse_arguments(argv)
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.reproduce",
+        description=f"{__doc__}\nItems: all, {', '.join(ITEMS)}.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("item", metavar="ITEM", choices=["all", *ITEMS])
+    parser.add_argument("--out", type=Path, help="folder of the page and the figures (default: results/SCALE)")
+    add_run_options(parser, runs_dir=None)
+    args, fields = parser.parse_known_args(argv)
     options = [argument for i, argument in enumerate(argv) if i != argv.index(args.item)]
     outcomes = []
     with exit_on_user_error():
@@ -92,20 +101,6 @@ def main(argv: list[str] | None = None):
             print(f"{item}: {outcome}" if args.item == "all" else f"{text}\n{outcome}", flush=True)
             outcomes.append(outcome)
     sys.exit(0 if all(outcome.startswith("complete") for outcome in outcomes) else 1)
-
-
-def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options of this command, and the remaining arguments: fields of train_gpt.py."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.reproduce",
-        description=f"{__doc__}\nItems: all, {', '.join(ITEMS)}.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("item", metavar="ITEM", choices=["all", *ITEMS])
-    parser.add_argument("--out", type=Path, help="folder of the page and the figures (default: results/SCALE)")
-    add_run_options(parser, runs_dir=None)
-    return parser.parse_known_args(argv)
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
