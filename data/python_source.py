@@ -66,18 +66,16 @@ def source_folders(packages: Sequence[str]) -> list[Path]:
 def prepare_taught(out: Path):
     with tempfile.TemporaryDirectory() as folder:
         write_folders(source_folders(["torch"]), Path(folder))
-        prepare_documents(Path(folder), out)
+        prepare(
+            [Path(folder)], out, "bpe:1024", val_fraction=0.1, name="taught", copy_rows=COPY_ROWS,
+            row_lengths=ROW_LENGTHS,
+        )  # fmt: skip
 
 
 def prepare_far(out: Path):
     with tempfile.TemporaryDirectory() as folder:
         write_folders(source_folders(FAR_PACKAGES), Path(folder))
         prepare([Path(folder)], out, "bpe:1024", name="far", copy_rows=0, row_lengths=[(512, None)])
-
-
-def prepare_documents(source: Path, out: Path):
-    """Make shards with copy rows. Each .txt file in the folder is a document."""
-    prepare([source], out, "bpe:1024", val_fraction=0.1, name="taught", copy_rows=COPY_ROWS, row_lengths=ROW_LENGTHS)
 
 
 def prepare_mini(out: Path):

@@ -40,14 +40,11 @@ LONGEST_MINUTES = 2  # for all steps of this check, estimated from the speed of 
 
 
 class Finding(NamedTuple):
-    """The result of one check.
-
-    state: "ok", "slow" (could be faster), "missing", or "broken" (training fails, or its numbers are wrong).
-    """
+    """The result of one check."""
 
     check: str
     message: str
-    state: str = "ok"
+    state: str = "ok"  # or "slow" (could be faster), "missing", "broken" (training fails, or its numbers are wrong)
     remedy: str = ""  # what to do
 
 

@@ -2,7 +2,6 @@
 
     bash scripts/quickstart.sh                       installs, then runs this command
     python -m scripts.quickstart                     keeps finished runs
-    python -m scripts.quickstart --text FOLDER       trains on your text: each .txt file in FOLDER is a document
     python -m scripts.quickstart --seed 1 ...        sets any field of train_gpt.py in all runs
 
 The default text is Python source code of this machine (data/python_source.py), so nothing is downloaded. All methods
@@ -11,14 +10,13 @@ get the same tokens, steps and learning rates, and the constants of their papers
 """
 
 import argparse
-import re
 import sys
 import time
 from pathlib import Path
 
 from configs.config import Config
 from configs.runs import Run
-from data.python_source import prepare_documents, prepare_taught
+from data.python_source import prepare_taught
 from data.shards import read_manifest
 from errors import exit_on_user_error, require
 from files import replace_text
@@ -46,22 +44,16 @@ the loss of their second copy, in nats per token. Columns: tokens between the co
 @exit_on_user_error()
 def main(argv: list[str] | None = None):
     parser = argparse.ArgumentParser(prog="python -m scripts.quickstart", description=__doc__.split("\n")[0])
-    parser.add_argument("--text", type=Path, help="folder of .txt files (default: Python source code)")
-    parser.add_argument("--runs-dir", type=Path, help="folder of runs, table and figure (default: runs, or runs/TEXT)")
+    parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="folder of all results (default: runs)")
     args, field_arguments = parser.parse_known_args(argv)
-    start_time, fields = time.monotonic(), field_changes("quickstart", field_arguments)
-    if args.text:
-        name = re.sub(r"\W+", "-", args.text.name.lower())
-        fields = dict(data_dir=f"data/taught-{name}") | fields
-        args.runs_dir = args.runs_dir or Path("runs") / name
-    runs_dir = args.runs_dir or Path("runs")
-    fields |= dict(runs_dir=str(runs_dir), resume="auto")
+    start_time, runs_dir = time.monotonic(), args.runs_dir
+    fields = field_changes("quickstart", field_arguments) | dict(runs_dir=str(runs_dir), resume="auto")
     runs = {
         name: Run("quickstart", fields | dict(method=method, method_options=options))
         for name, (method, options) in METHODS.items()
     }
     config = runs["RoPE"].config
-    share = make_data(Path(config.data_dir), args.text)
+    share = make_data(Path(config.data_dir))
     summaries = train_all(runs, runs_dir)
     text = f"{CAPTION.format(length=config.train_length, share=share)}\n\n{result_table(summaries, config)}\n"
     replace_text(runs_dir / "quickstart.md", text)
@@ -70,12 +62,11 @@ def main(argv: list[str] | None = None):
     print(f"Time: {(time.monotonic() - start_time) / 60:.1f} minutes.")
 
 
-def make_data(folder: Path, text: Path | None) -> float:
-    """Make missing shards. Return the share of copy rows. Raise ValueError for a text that cannot be used."""
+def make_data(folder: Path) -> float:
+    """Make missing shards. Return the share of copy rows. Raise ValueError for a text without copy rows."""
     if not read_manifest(folder):
         print("making shards: finding documents, training a tokenizer, encoding", flush=True)
-        require(text is None or text.is_dir(), f"--text {text} is not a folder. Name a folder of .txt files.")
-        prepare_documents(text, folder) if text else prepare_taught(folder)
+        prepare_taught(folder)
     copy_rows = read_manifest(folder).get("copy_rows")
     require(copy_rows, f"{folder} holds text without copy rows. Delete it, or name another --data_dir.")
     return copy_rows["share"]

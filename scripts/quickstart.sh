@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # Installs, trains four models, and prints a table of their losses beyond the training length. 6 minutes on 2 cores.
 #   bash scripts/quickstart.sh                         trains on this machine's source code of Python and PyTorch
-#   bash scripts/quickstart.sh --text FOLDER           trains on your text, the .txt files of a folder
-#   --runs-dir FOLDER    folder of the runs, the table and the figure (default: runs; with --text runs/TEXT)
+#   --runs-dir FOLDER    folder of the runs, the table and the figure (default: runs)
 #   --FIELD VALUE        any field of train_gpt.py, for all runs: --steps 100, --device cpu, --data_dir FOLDER, ...
 # The first call makes .venv and installs requirements.txt into it (gigabytes, most of them PyTorch).
 # LOCKED=1 before the command installs the versions of requirements.lock and checks their checksums (docs/train.md).
