@@ -137,7 +137,7 @@ class Config:
     """Data type of the computation, also in Muon. Parameters are float32. auto: bfloat16 on CUDA, float32 on a CPU."""
     compile: Literal["auto", "on", "off"] = setting("auto", mathematics=False)
     """Compile model and optimizer with torch.compile. auto: off if a trial compilation fails."""
-    attention_backend: Literal["auto", "sdpa", "triton", "flex_flash", "flex", "cpu", "blocks"] = setting(
+    attention_backend: Literal["auto", "sdpa", "flex_flash", "flex", "cpu", "blocks"] = setting(
         "auto", mathematics=False
     )
     """Implementation of attention. docs/kernels.md describes each."""

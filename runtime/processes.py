@@ -64,7 +64,7 @@ def start_processes(device: str, timeout: float = 600) -> World:
         torch.cuda.set_device(world.device)
         prefer_fast_sdpa(world.device)
         choose_ptxas(world.device)
-        # Our Triton kernels need fused multiply-adds, and Triton 3.10 stops making them by default.
+        # FlexAttention needs fused multiply-adds for its speed, and Triton 3.10 stops making them by default.
         os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     else:
         world = World(rank, world_size, torch.device("cpu"))

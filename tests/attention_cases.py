@@ -49,14 +49,6 @@ class GivenBias(KeyBias):
         return of_tokens
 
 
-class Plain(ScoreChange):
-    """A formula a, m of t and h as a score change."""
-
-    def __init__(self, formula):
-        super().__init__()
-        self.coefficients = formula
-
-
 MECHANISMS = {
     "nope": [],
     "rope": [(RoPE, {})],
@@ -108,11 +100,11 @@ LAYOUTS = dict(
 )
 
 
-def make_inputs(method, length, batch=2, dtype=torch.float32, layout="of_the_model", device=CPU):
+def make_inputs(method, length, batch=2, dtype=torch.float32, layout="of_the_model"):
     """q, k, v (B, H, T, D) and x (B, T, C) as leaves with gradients, in this layout."""
     vectors = [random(batch, method.num_heads, length, method.head_dim, seed=length + i) for i in range(3)]
-    vectors = [LAYOUTS[layout](v.to(dtype).to(device)) for v in vectors]
-    x = random(batch, length, method.num_heads * method.head_dim, seed=length).to(dtype).to(device)
+    vectors = [LAYOUTS[layout](v.to(dtype)) for v in vectors]
+    x = random(batch, length, method.num_heads * method.head_dim, seed=length).to(dtype)
     return [y.detach().requires_grad_() for y in (*vectors, x)]
 
 
@@ -133,13 +125,13 @@ def check(
     exact = [y.detach().double().requires_grad_() for y in inputs]
     needs_x = method.needs_input
     offset = length - (queries or length)
-    plan = make_plan(method, length - offset, length, q_offset=offset, backend=backend, device=q.device)
+    plan = make_plan(method, length - offset, length, q_offset=offset, backend=backend)
     output = run(method, q[:, :, offset:], k, v, x=x if needs_x else None, plan=plan)
     expected = plain_attention(method, *exact[:3], x=exact[3] if needs_x else None)[:, :, offset:]
     assert output.dtype == q.dtype
     assert_near(output, expected, tolerance / 2)
     leaves = 4 if needs_x else 3
-    weight = (random(*output.shape, seed=3).to(q.device) + weigh_output * expected.detach()).to(q.dtype)
+    weight = (random(*output.shape, seed=3) + weigh_output * expected.detach()).to(q.dtype)
     ours = torch.autograd.grad(output, [*inputs[:leaves], *method.parameters()], weight)
     exact_gradients = torch.autograd.grad(expected, [*exact[:leaves], *method.parameters()], weight.double())
     for mine, truth in zip(ours, exact_gradients, strict=True):
@@ -151,5 +143,5 @@ def skip_unless_runs(backend, method):
         pytest.skip(f"{backend} cannot run here")
 
 
-def backend_runs(backend, method, device=CPU, dtype=torch.float32):
-    return BACKENDS[backend].unsupported(method, device, dtype) is None
+def backend_runs(backend, method, dtype=torch.float32):
+    return BACKENDS[backend].unsupported(method, CPU, dtype) is None

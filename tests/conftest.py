@@ -1,4 +1,4 @@
-"""What all tests share: Triton's interpreter, and the count of faults behind the promises (docs/reliability.md).
+"""What all tests share: folders of runs, and the count of faults behind the promises (docs/reliability.md).
 
 A test of a promise is marked `promise(number, "text")` and injects each fault within `with faults(kind):`. What raises
 there is a fault that the program did not survive. `--long` injects many more of them, and ends with the table that
@@ -17,11 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 
-if not torch.cuda.is_available():  # before the first test file imports Triton, whose decorators ask for this then:
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # its kernels run tile by tile in numpy, the same code without a GPU
-
 PROMISES = pytest.StashKey[dict]()
-LONGEST = "machines flex_cuda faults train sweep outside triton rivals chain sanitize".split()
+LONGEST = "machines flex_cuda faults train sweep outside rivals chain sanitize".split()
 
 
 class Faults:

@@ -8,6 +8,7 @@ import dataclasses
 import importlib.util
 import math
 import re
+import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -31,13 +32,13 @@ from torch.utils import _triton
 from torch.utils._pytree import tree_map
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
 
 from model.attention import BACKENDS, attend, flex, make_plan
 from model.gpt import GPT
 from model.methods import make_method
 from runtime.run_folder import git_commit
 from scripts.shared.tables import markdown_table
-from tests.machine_code import compile_kernel, compile_launch, count, flash_launches, innermost_loops
 
 META, CUDA = torch.device("meta"), torch.device("cuda", 0)
 SHAPE = dict(num_heads=2, train_length=64)
@@ -174,6 +175,38 @@ def compile_code(code: str, arch: int) -> Code:
     return read_code(*compiled, area / (32 * options["num_warps"]))
 
 
+def compile_kernel(kernel, signature: dict, constants: dict, attributes: dict, options: dict, arch: int):
+    """Return Triton's compiled kernel, and nvdisasm's listing of its machine code."""
+    source = ASTSource(kernel, signature, constants, attributes)
+    binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        disassembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+        listing = subprocess.run([disassembler, "-c", file.name], capture_output=True, text=True, check=True).stdout
+    return binary, listing
+
+
+def innermost_loops(listing: str, needed: str) -> list[list[str]]:
+    """Return the opcodes of each innermost loop that has an opcode containing `needed`."""
+    opcodes, labels, loops = [], {}, []
+    for line in listing.splitlines():
+        if label := re.match(r"\s*\.(L_x_\d+):", line):
+            labels[label[1]] = len(opcodes)
+        elif instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?\s*(\w+)(.*?);", line):
+            opcodes.append(instruction[1])
+            target = re.search(r"`\(\.(L_x_\d+)\)", instruction[2])
+            if instruction[1] == "BRA" and target and target[1] in labels:
+                loops.append((labels[target[1]], len(opcodes)))
+    loops = [(begin, end) for begin, end in loops if any(needed in opcode for opcode in opcodes[begin:end])]
+    inner = [a for a in loops if not any(a[0] <= b[0] and b[1] <= a[1] and a != b for b in loops)]
+    return [opcodes[begin:end] for begin, end in sorted(inner)]
+
+
+def count(loop: list[str], *opcodes: str) -> int:
+    return sum(opcode in opcodes for opcode in loop)
+
+
 def read_code(binary, listing: str, logits: float) -> Code:
     """Return the counts of a kernel. logits: computed by one thread in one iteration of a loop."""
     kinds = {}  # loops by their number of matrix products: dk and dv take one more than dq
@@ -242,10 +275,6 @@ def main():
         backend = SimpleNamespace(unsupported=flex.unsupported, prepare=prepare, run=flex.run)
         with mock.patch.dict(BACKENDS, flex=backend):
             codes[label] = compile_case(90, "bfloat16", 128, 1024, name, options)
-    method, codes["scale-invariant, `triton`"] = make_method("scale_invariant_nope", **SHAPE, head_dim=128), []
-    for launch in flash_launches(method, 1024, 128, torch.bfloat16).values():
-        logits = launch.constants["QUERIES"] * launch.constants["KEYS"] / (32 * launch.options["num_warps"])
-        codes["scale-invariant, `triton`"].append(read_code(*compile_launch(launch, 90), logits))
     rows, baseline = [["scores", "forward", "dq", "dk, dv", "shared KiB", "spills", "calls", "estimated time"]], None
     for label, kernels in codes.items():
         numbers = [number for kernel in kernels for number in kernel.instructions]

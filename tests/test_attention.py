@@ -26,9 +26,8 @@ from model.attention import BACKENDS, attend, blocks, choose_backend, flex, make
 from model.attention.base import MAX_LENGTH
 from model.attention.sdpa import ORDER, chosen_kernel
 
-FAST = ("blocks", "cpu", "sdpa")  # the others are traced or interpreted
-SLOW = ("flex", "flex_flash", "triton")
-NOT_IN_TRITON = ("learned_numbers", "skip_first", "skip_first_window")
+FAST = ("blocks", "cpu", "sdpa")  # the others are traced
+SLOW = ("flex", "flex_flash")
 
 
 @pytest.fixture
@@ -50,16 +49,6 @@ def flex_with_gradients(monkeypatch):
         yield
 
 
-@pytest.fixture
-def small_tiles(monkeypatch):
-    pytest.importorskip("triton")
-    from model.attention.triton import flash
-
-    tiles = {role: flash.Tiles(*shape, 4, 1) for role, shape in
-             dict(forward=(32, 16), query_gradient=(16, 32), key_gradient=(32, 16)).items()}
-    monkeypatch.setattr(flash, "choose_tiles", lambda *args: tiles)
-
-
 def can_run(backend, name):
     """Return whether the backend takes the method. For the backends that this file patches: on a GPU."""
     method = make_case(name, head_dim=16)
@@ -69,30 +58,26 @@ def can_run(backend, name):
 
 
 CASES = [pytest.param(backend, name, marks=[pytest.mark.slow] if backend in SLOW else [])
-         for backend in (*FAST, *SLOW) for name in MECHANISMS
-         if (backend == "triton" and name not in NOT_IN_TRITON) or (backend != "triton" and can_run(backend, name))]
+         for backend in (*FAST, *SLOW) for name in MECHANISMS if can_run(backend, name)]
 
 
 @pytest.mark.parametrize("backend, name", CASES)
-def test_values_and_gradients_are_the_formula_s(backend, name, flex_with_gradients, small_tiles):
-    if backend == "triton":
-        skip_unless_runs(backend, make_case(name))
-    lengths = dict(flex=(1, 140), flex_flash=(1, 140), triton=(1, 50)).get(backend, (1, 2, 127, 128, 129, 300))
-    for length in lengths:
+def test_values_and_gradients_are_the_formula_s(backend, name, flex_with_gradients):
+    for length in (1, 140) if backend in SLOW else (1, 2, 127, 128, 129, 300):
         check(backend, make_case(name), length, weigh_output=1.0)
 
 
 @pytest.mark.parametrize("backend, name", CASES)
-def test_the_last_queries_alone_are_the_formula_s(backend, name, flex_with_gradients, small_tiles):
+def test_the_last_queries_alone_are_the_formula_s(backend, name, flex_with_gradients):
     if make_case(name).needs_input:
         pytest.skip("all tokens are queries")
     for queries in (1, 17) if backend in SLOW else (1, 17, 130):
-        check(backend, make_case(name), 60 if backend == "triton" else 300, queries=queries)
+        check(backend, make_case(name), 300, queries=queries)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("backend", ["blocks", "cpu", pytest.param("triton", marks=pytest.mark.slow)])
-def test_any_layout_in_memory(backend, layout, small_tiles):
+@pytest.mark.parametrize("backend", ["blocks", "cpu"])
+def test_any_layout_in_memory(backend, layout):
     method = make_case("scale_invariant")
     skip_unless_runs(backend, method)
     check(backend, method, 33, layout=layout)
@@ -169,7 +154,7 @@ def test_cudnn_takes_no_mask(monkeypatch):
 @pytest.mark.parametrize("backend, name, field", [
     ("flash", "rope", "'flash'"), ("sdpa", "alibi", "sdpa"), ("sdpa", "window", "sdpa"), ("sdpa", "sink", "sdpa"),
     ("sdpa", "key_bias", "sdpa"), ("flex", "infini", "flex"), ("flex", "sink", "flex"), ("flex_flash", "nope", "cpu"),
-    ("cpu", "skip_first", "first key"), ("triton", "skip_first", "triton"),
+    ("cpu", "skip_first", "first key"),
 ])
 def test_a_backend_that_cannot_run_is_refused(backend, name, field):
     with pytest.raises(ValueError, match=field):

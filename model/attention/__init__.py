@@ -7,7 +7,6 @@ sink. A Replacement computes the output itself. reference.py is the formula that
     sdpa         PyTorch's fused causal attention        CUDA: methods that do not change the score (LogN is in q)
     flex         FlexAttention, compiled                 CUDA: all other methods; no gradients on a CPU
     flex_flash   FlexAttention by FlashAttention-4       nothing; Hopper and Blackwell
-    triton       our Triton kernel                       nothing; CUDA
     cpu          our C++ kernel                          CPU: every method, in float32
     blocks       plain PyTorch, blocks of queries        whatever no other backend runs
 
@@ -33,11 +32,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from errors import UserError, require
-from model.attention import blocks, check, cpu, flex, sdpa, triton
+from model.attention import blocks, check, cpu, flex, sdpa
 from model.attention.base import MAX_LENGTH, Plan, extra_logits, learned_parameters
 from model.methods.base import Method, upcast
 
-BACKENDS = {"sdpa": sdpa, "flex": flex, "flex_flash": flex.FLASH, "triton": triton, "cpu": cpu, "blocks": blocks}
+BACKENDS = {"sdpa": sdpa, "flex": flex, "flex_flash": flex.FLASH, "cpu": cpu, "blocks": blocks}
 AUTOMATIC = {"cuda": ("sdpa", "flex"), "cpu": ("cpu",)}  # by device, the preferred first; blocks after them
 
 

@@ -1,8 +1,6 @@
 """The plan of an attention call, and functions that several backends use."""
 
 import dataclasses
-import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -10,7 +8,6 @@ from torch import Tensor
 from model.methods.base import Method, ScoreChange
 
 MAX_LENGTH = 2**30  # positions and their differences are 32-bit integers in the kernels
-LOG2E = math.log2(math.e)
 EXTRAS = dict(key_bias="key biases", window="windows", sink="sinks")  # mechanisms that some backends lack
 Tensors = dict[str, Tensor]  # by name
 
@@ -64,37 +61,10 @@ def learned_parameters(change: ScoreChange | None) -> Tensors:
     return {} if change is None else dict(change.named_parameters())
 
 
-def score_functions(
-    change: ScoreChange | None, num_heads: int, distance: Tensor, parameters: Tensors | None = None
-) -> Tensor:
-    """Return a_t and m_t at distances (T,) float64: a tensor (2, H, T), or (2, 1, T) if heads agree.
-
-    parameters: values that replace the learned parameters, by name.
-    """
+def score_functions(change: ScoreChange | None, num_heads: int, distance: Tensor) -> Tensor:
+    """Return a_t and m_t at distances (T,) float64: a tensor (2, H, T), or (2, 1, T) if heads agree."""
     head = torch.arange(num_heads, device=distance.device).unsqueeze(-1)
-    if change is None:
-        a, m = 1.0, 0.0
-    elif parameters is None:
-        a, m = change.coefficients(distance, head)
-    else:
-        a, m = torch.func.functional_call(change, parameters, (distance, head))
+    a, m = (1.0, 0.0) if change is None else change.coefficients(distance, head)
     a, m = (torch.as_tensor(x, dtype=distance.dtype, device=distance.device) for x in (a, m))
     functions = torch.stack(torch.broadcast_tensors(a, m, distance)[:2])
     return functions if functions.dim() == 3 else functions.unsqueeze(1)
-
-
-def in_bits(functions: Tensor, head_dim: int) -> Tensor:
-    """Return A and M, so that A q.k + M is the logit in bits, L log2(e)."""
-    a, m = functions
-    return torch.stack((a * (LOG2E * head_dim**-0.5), m * LOG2E))
-
-
-def one_function_is_enough(a: Tensor, m: Tensor) -> bool:
-    """Return whether m = 1 - a^2. Then a S + m = a (S - a) + 1, and softmax ignores the 1, so a is enough."""
-    return bool((m - (1 - a * a)).abs().le(1e-12 * (1 + a * a)).all())
-
-
-def heads_last(x: Tensor, make: Callable) -> Tensor:  # make: torch.empty, x.new_empty or torch.zeros
-    """Return a new tensor with the shape of x (B, H, T, D) and the memory order (B, T, H, D) of linear layers."""
-    B, H, T, D = x.shape
-    return make((B, T, H, D), dtype=x.dtype).transpose(1, 2)

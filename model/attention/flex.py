@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from errors import UserError
-from model.attention.base import Plan, learned_parameters, one_function_is_enough, score_functions, unsupported_extras
+from model.attention.base import Plan, learned_parameters, score_functions, unsupported_extras
 from model.methods.base import Method, ScoreChange, upcast
 
 FLASH_QUERY_BLOCK = {9: 128, 10: 256, 11: 256}  # by compute capability: queries in a tile and in a block of the mask
@@ -163,6 +163,11 @@ def flash_prepare(score_change: ScoreChange | None, plan: Plan, earlier: dict | 
 def flash_query_block(device: torch.device) -> int:
     on_gpu = device.type == "cuda" and torch.cuda.is_available()
     return FLASH_QUERY_BLOCK[torch.cuda.get_device_capability(device)[0] if on_gpu else 9]  # elsewhere as on Hopper
+
+
+def one_function_is_enough(a: Tensor, m: Tensor) -> bool:
+    """Return whether m = 1 - a^2. Then a S + m = a (S - a) + 1, and softmax ignores the 1, so a is enough."""
+    return bool((m - (1 - a * a)).abs().le(1e-12 * (1 + a * a)).all())
 
 
 def make_table_score_mod(score_change: ScoreChange | None, plan: Plan) -> Callable | None:

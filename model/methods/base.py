@@ -112,13 +112,9 @@ class ScoreChange(Mechanism):
 
         Backends with tables pass float64 tensors that broadcast, such as distance (T,) and head (H, 1). FlexAttention
         passes float32 and int32 scalars, so use only elementwise torch operations and indexing. Every parameter must
-        have shape (H,). Our Triton kernel supports one parameter, FlexAttention any number. Without parameters, all
-        layers share one result per length.
+        have shape (H,). Without parameters, all layers share one result per length.
         """
         raise NotImplementedError
-
-    def forward(self, distance, head):  # torch.func calls this with other values of the parameters
-        return self.coefficients(distance, head)
 
 
 class KeyBias(Mechanism):

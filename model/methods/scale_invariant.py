@@ -31,7 +31,7 @@ class ScaleInvariant(ScoreChange):
         learn_tau: each head of each layer learns log(tau). learn_gain: each head learns a factor of its scores, because
         the theory assumes scores with standard deviation 1. terms: "a" leaves out m_t, "m" leaves out a_t.
         skip_first: the first token has a = 1 and m = 0 at every distance, because its scores are not Gaussian (the
-        paper leaves it out of its test of the scores). Our kernels for CPUs and in Triton cannot do this.
+        paper leaves it out of its test of the scores). Our kernel for CPUs cannot do this.
         """
         super().__init__()
         require(tau > 0 and tau_ratio > 0, f"tau is {tau}, tau_ratio {tau_ratio}. Use positive numbers.")

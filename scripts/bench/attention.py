@@ -1,7 +1,7 @@
 """Time attention alone, forward and forward + backward, side by side.
 
     python -m scripts.bench attention                                              this device's default variants
-    python -m scripts.bench attention --lengths 4096 65536 --variants flex:plain flex:si triton:si
+    python -m scripts.bench attention --lengths 4096 65536 --variants flex:plain flex:si flex_flash:si
 
 A variant is BACKEND:FORMULA. BACKEND is a name of attention_backend. FORMULA is `plain` (softmax of S), `si`
 (scale-invariant, tau 10) or `alibi`. The first variant that runs is the baseline. The gate, model/attention/check.py,
@@ -29,7 +29,6 @@ from scripts.bench import protocol
 
 FORMULAS = dict(plain="nope", si="scale_invariant_nope", alibi="alibi")
 CUDA = "sdpa:plain flex:plain flex:si flex:alibi flex_flash:plain flex_flash:si".split()
-CUDA += ["triton:plain", "triton:si", "triton:alibi"]
 CPU = ["sdpa:plain", "cpu:plain", "cpu:si", "cpu:alibi", "blocks:plain", "blocks:si"]
 DEFAULTS = dict(
     cuda=dict(lengths=[4096, 16384, 65536], dtype="bfloat16", variants=CUDA),

@@ -1,6 +1,6 @@
 """Time whole training steps side by side.
 
-    python -m scripts.bench step gpt_162m_4k p_rope scale_invariant_p_rope scale_invariant_p_rope:triton
+    python -m scripts.bench step gpt_162m_4k p_rope scale_invariant_p_rope scale_invariant_p_rope:flex_flash
     python -m scripts.bench step quickstart p_rope p_rope/compile=off/micro_batch_tokens=1024 --train_length 1024
     python -m scripts.bench step quickstart --checkouts . ../before    train_gpt.py of two checkouts
 

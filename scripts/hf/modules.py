@@ -1,11 +1,10 @@
 """Copies a module of this repository, and all modules that it imports, to a folder that works without the repository.
 
 transformers loads a model's code from a folder of .py files that import each other as `from .NAME import ...`. It
-allows no subfolders. It refuses imports of missing packages, unless they stand in a `try`. So model/methods/rope.py
-becomes methods_rope.py, imports become relative, and the first file names all others. Operators are global to the
-process, so each version of the code gets its own operator names.
+allows no subfolders. So model/methods/rope.py becomes methods_rope.py, imports become relative, and the first file
+names all others. Operators are global to the process, so each version of the code gets its own operator names.
 
-Triton kernels are copied. C++ kernels are not, so a CPU computes in plain PyTorch (backend `blocks`).
+C++ kernels are not copied, so a CPU computes in plain PyTorch (backend `blocks`).
 """
 
 import ast
@@ -37,8 +36,6 @@ def rewrite(source: str) -> tuple[str, set[str]]:
             name = alias.name if isinstance(node, ast.Import) else f"{node.module}.{alias.name}"
             if isinstance(node, ast.Import):
                 assert find_module(name) is None, f"{ast.unparse(node)}: write it as `from ... import`"
-                if name.split(".")[0] == "triton":  # is not installed everywhere
-                    new += ["try:", f"    import {ast.unparse(alias)}", "finally:", "    pass"]
             elif find_module(name):
                 new.append(f"from . import {flat_name(name)} as {alias.asname or alias.name}")
                 needed.add(name)

@@ -6,13 +6,16 @@ whose BLAS other libraries can call. Otherwise plain PyTorch runs (blocks.py, mo
 
 import ctypes
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from model.attention.base import EXTRAS, Plan, heads_last, in_bits, score_functions, unsupported_extras
+from model.attention.base import EXTRAS, Plan, score_functions, unsupported_extras
 from model.attention.cpu.library import TILE, call_library, load_library
 from model.methods.base import Method, ScoreChange
+
+LOG2E = math.log2(math.e)
 
 
 def unsupported(method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -43,7 +46,8 @@ def make_tables(change: ScoreChange | None, num_heads: int, head_dim: int, key_l
     They are differentiable in the learned parameters.
     """
     distance = torch.arange(key_length - 1, -1, -1).double()
-    return in_bits(score_functions(change, num_heads, distance), head_dim).float().contiguous()
+    a, m = score_functions(change, num_heads, distance)
+    return torch.stack((a * (LOG2E * head_dim**-0.5), m * LOG2E)).float().contiguous()
 
 
 def run(
@@ -64,6 +68,12 @@ def run(
 def blas_layout(x: Tensor) -> Tensor:
     """Return x in a form whose (T, D) matrices BLAS can read."""
     return x if x.stride(3) == 1 and x.stride(2) >= x.shape[3] else x.contiguous()
+
+
+def heads_last(x: Tensor, make: Callable) -> Tensor:  # make: torch.empty, x.new_empty or torch.zeros
+    """Return a new tensor with the shape of x (B, H, T, D) and the memory order (B, T, H, D) of linear layers."""
+    B, H, T, D = x.shape
+    return make((B, T, H, D), dtype=x.dtype).transpose(1, 2)
 
 
 @torch.library.custom_op("scale_invariant::cpu_forward", mutates_args=())
