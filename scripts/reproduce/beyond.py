@@ -146,10 +146,14 @@ def reach_tables(study: Study, losses: dict, gains: dict, gap_ratios: tuple) -> 
     ]
 
 
+def drawn_styles(study: Study) -> dict[str, dict]:
+    """Return plot_styles of the series that the figures show."""
+    return plot_styles([s for s in study.all_series if s in DRAWN or s.startswith("alibi slope_scale=")])
+
+
 def draw_reach(study: Study, losses: dict, gains: dict):
     """Draw the loss against the sequence length, and the copy gain against the tokens between the copies."""
-    shown = [series for series in study.all_series if series in DRAWN or series.startswith("alibi slope_scale=")]
-    looks, panels = plot_styles(shown), []
+    looks, panels = drawn_styles(study), []
     for title, xlabel, values in (
         ("loss on natural text", "sequence length (tokens)", losses),
         ("copy gain on random tokens", "distance between the two copies (tokens)", gains),

@@ -12,11 +12,11 @@ from scipy import stats
 
 from configs.sweeps import OURS
 from runtime.far_gain import CLASSES
-from scripts.reproduce.beyond import DRAWN, draw_reach, reach_tables
+from scripts.reproduce.beyond import draw_reach, drawn_styles, reach_tables
 from scripts.reproduce.comparisons import primary_comparisons
 from scripts.reproduce.drawing import Line, Panel, draw_panels
 from scripts.reproduce.study import BySeed, Study, at
-from scripts.shared.looks import plot_styles, series_name
+from scripts.shared.looks import series_name
 from scripts.shared.runs import StoredRun, copy_gains, final_losses, measured
 from scripts.shared.tables import format_mean, markdown_table, mean_and_stderr
 
@@ -120,17 +120,12 @@ def copy_table(study: Study, times: dict[str, dict[int, float | None]], far_gain
 
 def draw_time(study: Study, curves: dict, far_gains: dict[tuple, BySeed]):
     """Draw the copy gain at T / 8 of each run against its training tokens, and the far gain by class."""
-    shown = [series for series in study.all_series if series in DRAWN or series.startswith("alibi slope_scale=")]
-    looks, gap = plot_styles(shown), study.base_length // 8
-    lines = [
-        Line(looks[series] | dict(markersize=2), *zip(*curve))
-        for series in shown for curve in curves.get(series, {}).values() if curve
-    ]  # fmt: skip
-    by_class = []
-    for series in shown:
-        measured = [mean_and_stderr([*far_gains.get((series, name), {}).values()]) for name in CLASSES]
-        if None not in [mean for mean, _ in measured]:
-            by_class.append(Line(looks[series], range(len(CLASSES)), *zip(*measured)))
+    gap, lines, by_class = study.base_length // 8, [], []
+    for series, look in drawn_styles(study).items():
+        lines += [Line(look | dict(markersize=2), *zip(*curve)) for curve in curves.get(series, {}).values() if curve]
+        means = [mean_and_stderr([*far_gains.get((series, name), {}).values()]) for name in CLASSES]
+        if None not in [mean for mean, _ in means]:
+            by_class.append(Line(look, range(len(CLASSES)), *zip(*means)))
     panels = [
         Panel(f"copy gain at a gap of {gap} tokens, each seed", lines, dict(xlabel="M training tokens", ylabel="nats")),
         Panel("far gain by class of tokens", by_class,

@@ -65,7 +65,7 @@ def table_llama(study: Study) -> str:
     rows = {path.parent.name: json.loads(path.read_text()) for path in paths}
     compared = {name: tuple(row[field] for field in LLAMA_COMPARED) for name, row in rows.items()}
     common = collections.Counter(compared.values()).most_common(1)[0][0] if rows else (PAPER_MODEL, 4096)
-    losses, methods, token_counts = collections.defaultdict(list), [], set()
+    losses, token_counts = collections.defaultdict(list), set()
     for name, row in rows.items():
         if compared[name] != common:
             study.missing.append((name, f"left out: it has {compared[name]}, most runs have {common}"))
@@ -74,20 +74,19 @@ def table_llama(study: Study) -> str:
         if not row["steps"] and row["method"] not in NOT_TRAINED:
             options["steps"] = 0
         series = " ".join([row["method"], *(f"{key}={value}" for key, value in options.items())])
-        methods.append(series)
         token_counts |= {f"{row['tokens']:,}"} if row["steps"] else set()
         for length, loss in row["val_loss"].items():
             losses[series, int(length)].append(loss)
     model, study.base_length, *_ = common
     command = f"python -m scripts.continue_pretraining {PAPER_MODEL} --method METHOD --resume auto"
-    study.missing += [(series_name(m), f"not trained: run `{command}`") for m in PAPER if m not in methods]
-    methods_shown = [*dict.fromkeys([*PAPER, *methods])]
+    found = dict.fromkeys(series for series, _ in losses)
+    study.missing += [(series_name(method), f"not trained: run `{command}`") for method in PAPER if method not in found]
     lengths = sorted({length for _, length in losses} | {factor * study.base_length for factor in (1, 4, 16)})
     text = "Validation loss of Llama 2 7B in nats per token, after continued pretraining at 4k on about 50 M tokens ("
     text += f"{', '.join(map(series_name, NOT_TRAINED))}: not trained). Columns: validation length in tokens (and as a "
     text += f"multiple of 4k). Ours: {model} at {study.base_length} on "
     text += f"{', '.join(sorted(token_counts)) or 'no'} tokens."
-    return f"{text}\n\n{make_table(study, {'': losses}, lengths, best=min, methods=methods_shown)}"
+    return f"{text}\n\n{make_table(study, {'': losses}, lengths, best=min, methods=[*dict.fromkeys([*PAPER, *found])])}"
 
 
 # ---- parts of all tables ---------------------------------------------------------------------------------------------
