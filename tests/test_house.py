@@ -29,7 +29,7 @@ def own_imports(path):
 
 
 def test_the_code_does_not_grow():
-    """A reader has one evening. The first limits were 12,500, 12,000 and 5,200. The records take 380 lines of scripts/."""
+    """A reader has one evening. The first limits were 12,500, 12,000 and 5,200. The records add to scripts/."""
     assert count(CODE) <= 13_500
     assert count((ROOT / "tests").glob("*.py")) <= 12_500
     assert count(path for path in CODE if ROOT / "scripts" in path.parents) <= 5_550
