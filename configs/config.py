@@ -119,7 +119,7 @@ class Config:
     """Validation tokens at each length."""
     val_copy_gaps: tuple[int, ...] = setting((), at_least=1, mathematics=False)
     """Distances, in tokens, at which copy gain is measured (runtime/copy_gain.py). Only validations at all lengths
-    and those of val_profile light measure it. Empty: copy gain is not measured."""
+    and val_profile light measure it. Empty: copy gain is not measured."""
     val_far_windows: int = setting(0, at_least=0, mathematics=False)
     """Windows of 16 training lengths on which the last validation measures far gain (runtime/far_gain.py)."""
     val_every: int = setting(125, at_least=0, mathematics=False)
