@@ -117,7 +117,7 @@ def taught(study: Study) -> str:
     """Return the figure and the tables as Markdown. In the study `taught`, a section has the primary comparisons."""
     losses, gains, T = study.by_seed(final_losses), study.by_seed(copy_gains), study.base_length
     if study.item == "taught":
-        study.sections = primary_comparisons(study, losses, primary_measures(losses, gains, T), unit="nats")
+        study.sections = primary_comparisons(study, losses, primary_measures(study), unit="nats")
     draw_reach(study, losses, gains)
     text = "Loss: nats per token on natural text, by sequence length. Copy gain: loss of 32 random tokens minus the "
     text += "loss of their second copy, in nats per token, by tokens between the copies. Mean \u00b1 standard error "
@@ -127,8 +127,9 @@ def taught(study: Study) -> str:
     return "\n\n".join([text, study.figure_markdown(), *reach_tables(study, losses, gains, GAP_RATIOS)])
 
 
-def primary_measures(losses: dict, gains: dict, T: int) -> dict[str, dict]:
-    """Return the measures of the primary comparisons by label. T: training length."""
+def primary_measures(study: Study) -> dict[str, dict]:
+    """Return the measures of the primary comparisons of the study `taught` by label."""
+    losses, gains, T = study.by_seed(final_losses), study.by_seed(copy_gains), study.base_length
     return {f"loss, {16 * T} tokens (16x)": at(losses, 16 * T), f"copy gain, {4 * T} tokens (4x)": at(gains, 4 * T)}
 
 

@@ -27,25 +27,42 @@ MILLION = 1e6
 
 def far(study: Study) -> str:
     """Return the figures and the tables as Markdown. A section lists the primary comparisons."""
-    T, budget = study.base_length, study.runs[0].config.steps * study.runs[0].config.batch_tokens / MILLION
-    losses, gains = study.by_seed(final_losses), study.by_seed(copy_gains)
-    far_gains = study.by_seed(lambda summary, method: measured(summary, "far_gain", method))
-    curves, times = collections.defaultdict(dict), collections.defaultdict(dict)
+    T, losses, gains = study.base_length, study.by_seed(final_losses), study.by_seed(copy_gains)
+    study.sections = comparisons(study)
+    draw_reach(study, losses, gains)
+    draw_time(study)
+    text = f"Copying begins when the copy gain of random spans at a gap of {T // 8} tokens passes {THRESHOLD:g} nat. "
+    text += f"The training takes {training_tokens(study):.1f} M tokens. Loss: nats per token on natural text. "
+    text += "Copy gain: loss of 32 random tokens minus the loss of their second copy. Far gain: loss with one training "
+    text += "length of context minus loss with 16, by the latest place where the 8 tokens before a token occur: more "
+    text += "than a training length back (far), nearer, or nowhere. Mean \u00b1 standard error over seeds."
+    figures = study.figure_markdown(), study.figure_markdown(f"{study.item}_time")
+    return "\n\n".join([text, *figures, copy_table(study), *reach_tables(study, losses, gains, GAP_RATIOS)])
+
+
+def training_tokens(study: Study) -> float:
+    """Return the training tokens of one run in millions."""
+    return study.runs[0].config.steps * study.runs[0].config.batch_tokens / MILLION
+
+
+def far_gains(summary: dict, method: str | None = None) -> dict[str, float]:
+    """Return the far gain in nats by class of tokens. method: as in scripts.shared.runs.measured."""
+    return measured(summary, "far_gain", method)
+
+
+def copy_curves(study: Study) -> dict[str, dict[int, list]]:
+    """Return the copy_curve at a gap of T / 8 of each series and seed."""
+    curves = collections.defaultdict(dict)
     for run, stored in study.finished:
         for series in study.series(run):
-            curve = curves[series][run.config.seed] = copy_curve(stored, T // 8)
-            times[series][run.config.seed] = time_to_copy(curve)
-    study.sections = comparisons(study, losses, at(far_gains, "far"), times, budget)
-    draw_reach(study, losses, gains)
-    draw_time(study, curves, far_gains)
-    text = f"Copying begins when the copy gain of random spans at a gap of {T // 8} tokens passes {THRESHOLD:g} nat. "
-    text += f"The training takes {budget:.1f} M tokens. Loss: nats per token on natural text. Copy gain: loss of 32 "
-    text += "random tokens minus the loss of their second copy. Far gain: loss with one training length of context "
-    text += "minus loss with 16, by the latest place where the 8 tokens before a token occur: more than a training "
-    text += "length back (far), nearer, or nowhere. Mean \u00b1 standard error over seeds."
-    figures = study.figure_markdown(), study.figure_markdown(f"{study.item}_time")
-    time_row = copy_table(study, times, far_gains)
-    return "\n\n".join([text, *figures, time_row, *reach_tables(study, losses, gains, GAP_RATIOS)])
+            curves[series][run.config.seed] = copy_curve(stored, study.base_length // 8)
+    return curves
+
+
+def times_to_copy(study: Study) -> dict[str, dict[int, float | None]]:
+    """Return time_to_copy of each series and seed."""
+    curves = copy_curves(study)
+    return {series: {seed: time_to_copy(curve) for seed, curve in found.items()} for series, found in curves.items()}
 
 
 def copy_curve(stored: StoredRun, gap: int) -> list[tuple[float, float]]:
@@ -63,18 +80,24 @@ def time_to_copy(curve: list[tuple[float, float]]) -> float | None:
     return None
 
 
-def comparisons(study: Study, losses: dict, far_gains: dict, times: dict, budget: float) -> list[str]:
-    """Return sections with the primary comparisons: time to copy, and loss and far gain of the runs that copy."""
-    T = study.base_length
+def primary_measures(study: Study) -> dict[str, dict[str, BySeed]]:
+    """Return the measures of the primary comparisons by label: loss and far gain are of the runs that copy."""
+    T, budget, times = study.base_length, training_tokens(study), times_to_copy(study)
+    losses, gains = study.by_seed(final_losses), at(study.by_seed(far_gains), "far")
     limited = {s: {seed: budget if t is None else t for seed, t in by_seed.items()} for s, by_seed in times.items()}
     measures = {"time to copy, M tokens": limited}
     measures |= {f"loss, {n} tokens ({n // T}x)": of_copying(at(losses, n), times) for n in (T, 16 * T)}
-    measures["far gain, class far"] = of_copying(far_gains, times)
+    return measures | {"far gain, class far": of_copying(gains, times)}
+
+
+def comparisons(study: Study) -> list[str]:
+    """Return sections with the primary comparisons, and with the error from the text."""
+    losses, measures, budget = study.by_seed(final_losses), primary_measures(study), training_tokens(study)
     sections = primary_comparisons(study, losses, measures, unit="nats or M tokens")
     if sections:
         sections[1] += f" A run that does not copy counts with {budget:.1f} M tokens. Loss and far gain compare runs "
         sections[1] += "that copy with runs that copy."
-        sections += text_errors(study, times)
+        sections += text_errors(study)
     return sections
 
 
@@ -86,9 +109,10 @@ def of_copying(values: dict[str, BySeed], times: dict[str, dict]) -> dict[str, B
     }
 
 
-def text_errors(study: Study, times: dict[str, dict]) -> list[str]:
+def text_errors(study: Study) -> list[str]:
     """Return lines with bootstrap errors of the loss differences over blocks of the validation text."""
-    blocks, lines = study.by_seed(lambda summary, method: measured(summary, "val_loss_by_block", method)), []
+    times, lines = times_to_copy(study), []
+    blocks = study.by_seed(lambda summary, method: measured(summary, "val_loss_by_block", method))
     for length in (study.base_length, 16 * study.base_length):
         losses = of_copying(at(blocks, str(length)), times)
         for series in study.all_series:
@@ -105,25 +129,26 @@ def text_errors(study: Study, times: dict[str, dict]) -> list[str]:
     return [text, markdown_table([["minus", "tokens", "difference", "seeds"], *lines])]
 
 
-def copy_table(study: Study, times: dict[str, dict[int, float | None]], far_gains: dict) -> str:
+def copy_table(study: Study) -> str:
     """Return a table with the time to copy and the far gain by class."""
+    times, gains = times_to_copy(study), study.by_seed(far_gains)
     rows = [["method", "seeds that copy", "time to copy, M tokens", *(f"far gain, {name}" for name in CLASSES)]]
     for series in study.all_series:
         if by_seed := times.get(series):
             found = [time for time in by_seed.values() if time is not None]
-            cells = [format_mean(*mean_and_stderr([*far_gains.get((series, name), {}).values()])) for name in CLASSES]
+            cells = [format_mean(*mean_and_stderr([*gains.get((series, name), {}).values()])) for name in CLASSES]
             mean = f"{statistics.fmean(found):.1f}" if found else "not"
             spread = f" ({min(found):.1f} to {max(found):.1f})" if len(found) > 1 else ""
             rows.append([series_name(series), f"{len(found)} of {len(by_seed)}", mean + spread, *cells])
     return markdown_table(rows)
 
 
-def draw_time(study: Study, curves: dict, far_gains: dict[tuple, BySeed]):
+def draw_time(study: Study):
     """Draw the copy gain at T / 8 of each run against its training tokens, and the far gain by class."""
-    gap, lines, by_class = study.base_length // 8, [], []
+    gap, curves, gains, lines, by_class = study.base_length // 8, copy_curves(study), study.by_seed(far_gains), [], []
     for series, look in drawn_styles(study).items():
         lines += [Line(look | dict(markersize=2), *zip(*curve)) for curve in curves.get(series, {}).values() if curve]
-        means = [mean_and_stderr([*far_gains.get((series, name), {}).values()]) for name in CLASSES]
+        means = [mean_and_stderr([*gains.get((series, name), {}).values()]) for name in CLASSES]
         if None not in [mean for mean, _ in means]:
             by_class.append(Line(look, range(len(CLASSES)), *zip(*means)))
     panels = [

@@ -7,12 +7,15 @@ their difference, within the seeds that both have. The format "p" is for p-value
 
     loss PLACE LENGTH SERIES         validation loss in nats per token
     copy PLACE GAP SERIES            copy gain of random tokens in nats
+    far_gain far CLASS SERIES        far gain in nats of a class of tokens
+    time far SERIES                  time to copy in millions of training tokens, of the runs that copy
     needle PLACE LENGTH SERIES       share of needles found by greedy decoding
     tokens PLACE SERIES              training tokens; also: parameters, val_tokens
     stderr NAME [- NAME]             standard error over seeds of one of these numbers, or of their difference
     seeds NAME                       its number of seeds
     p loss PLACE LENGTH SERIES       p-value, after Holm's correction, of the difference to scale-invariant p-RoPE
     p copy PLACE GAP SERIES          the same for copy gains
+    p time far SERIES                the same for times to copy; p far far SERIES: for far gains of the class far
     paper TABLE LENGTH SERIES        a number of the paper
 
 PLACE is a preset, or prose: the preset mini on prose. SERIES is a label of scripts.shared.looks.series_label. LENGTH
@@ -27,7 +30,7 @@ from pathlib import Path
 from configs.sweeps import OURS
 from errors import require
 from files import replace_text
-from scripts.reproduce.beyond import primary_measures
+from scripts.reproduce import beyond, far
 from scripts.reproduce.comparisons import differences, primary_rows
 from scripts.reproduce.study import Study
 from scripts.reproduce.tables import paper_targets, read_losses, trained_methods
@@ -67,6 +70,7 @@ def kept_numbers() -> dict[str, dict[int, float]]:
             place = "prose" if file.parent.name == "prose" else stored.line["preset"]
             series, seed, needle = series_label(stored.config), stored.config.seed, stored.needle or {}
             kinds = [("copy", series, copy_gains(stored.summary)), ("needle", series, needle.get("greedy", {}))]
+            kinds += [("far_gain", series, far.far_gains(stored.summary))]
             kinds += [("loss", series, final_losses(stored.summary))]
             kinds += [("loss", method, final_losses(stored.summary, method)) for method in stored.config.validate_as]
             for kind, label, values in kinds:
@@ -75,6 +79,8 @@ def kept_numbers() -> dict[str, dict[int, float]]:
             assert seed not in found[f"tokens {place} {series}"], f"{stored.path}: two kept runs have this name"
             for field in ("tokens", "parameters", "val_tokens"):
                 found[f"{field} {place} {series}"][seed] = stored.line[field]
+    for series, times in far.times_to_copy(open_study("far", "far", "far")).items():
+        found[f"time far {series}"] = {seed: time for seed, time in times.items() if time is not None}
     return found
 
 
@@ -86,11 +92,11 @@ def p_values() -> dict[str, float]:
         losses, lengths = read_losses(study)
         for row in differences(losses, OURS, lengths, trained_methods(study)):
             found[f"p loss {place} {row['length']} {row['series']}"] = row["p_holm"]
-    study = open_study("taught", "taught", "taught")
-    losses, gains = study.by_seed(final_losses), study.by_seed(copy_gains)
-    for row in primary_rows(study, losses, primary_measures(losses, gains, study.base_length)):
-        kind, tokens = re.match(r"(loss|copy)\D*(\d+)", row["measure"]).groups()
-        found[f"p {kind} taught {tokens} {row['rival']}"] = row["p_holm"]
+    for place, item in (("taught", beyond), ("far", far)):
+        study = open_study(place, place, place)
+        for row in primary_rows(study, study.by_seed(final_losses), item.primary_measures(study)):
+            kind, tokens = re.match(r"(loss|copy|far|time)\D*(\d*)", row["measure"]).groups()
+            found[" ".join(["p", kind, place, *tokens.split(), row["rival"]])] = row["p_holm"]
     return found
 
 
