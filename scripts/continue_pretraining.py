@@ -30,8 +30,8 @@ from runtime.metrics import read_metrics
 from runtime.processes import World, start_processes
 from runtime.run import Run
 from runtime.validation import Validation
-from scripts.hf.attention import convert
-from scripts.hf.load import load_model, read_config
+from scripts.hf.convert import convert
+from scripts.hf.load import load_model, read_config, save_model
 from scripts.hf.training import AdamW, WithLoss
 
 # The methods of the paper's table, in its order. The paper validates two of them without training.
@@ -138,8 +138,8 @@ def build_model(config: Settings, world: World) -> WithLoss:
 
 
 def write_model(model: WithLoss, config: Settings, folder: Path):
-    """Write the model and its tokenizer to a folder that load_model reads."""
-    model.model.save_pretrained(folder)
+    """Write the model, its code and its tokenizer to a folder that transformers and load_model read."""
+    save_model(model.model, folder)
     for name in (TOKENIZER_FILE, TOKENIZER_CONFIG):
         if (file := Path(config.data_dir) / name).exists():
             shutil.copyfile(file, folder / name)

@@ -26,7 +26,7 @@ from runtime.device import device_name
 from runtime.processes import start_processes
 from runtime.run_folder import git_commit
 from scripts.evaluate import check_tokenizer, load_run
-from scripts.hf.attention import attention_layers
+from scripts.hf.convert import attention_layers
 from scripts.hf.load import load_model
 from scripts.hf.scores import layer_scores
 from scripts.reproduce import logits

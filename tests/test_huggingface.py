@@ -2,6 +2,9 @@
 """Our methods inside a tiny Llama of the real class with random weights, and loading models."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,8 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from model.methods import METHODS
 from scripts.continue_pretraining import PAPER
-from scripts.hf.attention import attend_with_method, attention_layers, convert
-from scripts.hf.load import load_model
+from scripts.hf.convert import attend_with_method, attention_layers, convert
+from scripts.hf.load import load_model, save_model
 
 TRAIN_LENGTH, VOCAB, LENGTH = 32, 99, 41
 SHAPE = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
@@ -163,6 +166,44 @@ def test_a_converted_model_is_saved_and_loaded(tmp_path):
     assert torch.equal(logits(again), logits(model)) and load_model(tmp_path, dtype="auto").dtype == torch.float32
     assert again.config.attention_method == model.config.attention_method
     assert again.config.attention_method["rope_parameters"]["rope_type"] == "default"
+
+
+LOAD = """
+import importlib.util, sys, torch
+from transformers import AutoModelForCausalLM
+assert not any(map(importlib.util.find_spec, ("model", "errors", "scripts")))
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
+half = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True, dtype="bfloat16").eval()
+tokens = torch.load(sys.argv[2])
+with torch.no_grad():
+    found = [m(tokens).logits.float() for m in (model, half)]
+new = model.generate(tokens, max_new_tokens=5, do_sample=False, eos_token_id=None)
+model.save_pretrained(sys.argv[3] + "-again")
+again = AutoModelForCausalLM.from_pretrained(sys.argv[3] + "-again", trust_remote_code=True)
+with torch.no_grad():
+    assert torch.equal(again(tokens).logits, found[0])
+torch.save((*found, new), sys.argv[3])
+"""
+
+
+@pytest.mark.slow
+def test_a_saved_model_loads_where_the_repository_is_not(tmp_path):
+    model = convert(make_model(), "logn_p_rope", train_length=20)
+    move_learned(model)
+    save_model(model, tmp_path / "saved")
+    assert torch.equal(logits(load_model(tmp_path / "saved")), logits(model))
+    with pytest.raises((KeyError, ValueError)):  # never RoPE attention in silence
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=False)
+    torch.save(random_tokens(), tmp_path / "tokens")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= dict(HF_HOME=str(tmp_path / "home"), HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
+    command = [sys.executable, "-c", LOAD, *map(str, (tmp_path / "saved", tmp_path / "tokens", tmp_path / "out"))]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found, rounded, new = torch.load(tmp_path / "out")
+    assert_close(found, logits(model), rtol=0, atol=3e-5)
+    assert 0 < (rounded - found).abs().max() < 0.15 * found.abs().max()
+    assert torch.equal(new, model.generate(random_tokens(), max_new_tokens=5, do_sample=False, eos_token_id=None))
 
 
 @pytest.fixture

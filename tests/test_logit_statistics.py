@@ -15,7 +15,7 @@ from tiny_run import train_tiny_run
 
 from data.tokenizer import load_tokenizer
 from scripts import logit_statistics
-from scripts.hf.attention import convert
+from scripts.hf.convert import convert
 from scripts.hf.scores import layer_scores, measure_scores
 from scripts.reproduce import logits
 from scripts.reproduce.logits import PAPERS_MODELS, describe_scores

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from data.text import prepare
 from data.tokenizer import load_tokenizer
 from scripts import continue_pretraining, logit_statistics
-from scripts.hf.attention import attention_layers, convert
+from scripts.hf.convert import attention_layers, convert
 from scripts.hf.load import load_model
 
 TEXT = (ROOT / "model/gpt.py").read_text()

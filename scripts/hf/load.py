@@ -1,20 +1,23 @@
-"""Loads Hugging Face models from a folder or the hub.
+"""Loads Hugging Face models from a folder or the hub, and saves converted models.
 
 Loading never runs code of a model, because it uses the classes of transformers and reads only safetensors. transformers
 is an optional dependency, so it is imported when it is first needed.
 """
 
 import importlib.util
+import json
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from errors import require
-from scripts.hf.attention import RECORD, convert
+from scripts.hf.convert import RECORD, convert
+from scripts.hf.modules import export_modules
 
 FAMILIES = {"llama": "LlamaForCausalLM", "gemma2": "Gemma2ForCausalLM"}  # class by model_type
 METHOD = ".self_attn.method."  # part of the name of a method's parameter
+CODE = "modeling_method_llama"
 
 
 def import_transformers():
@@ -38,10 +41,11 @@ def read_config(name: str | Path):
     possible = Path(name).is_dir() or len(Path(name).parts) <= 2  # USER/MODEL
     require(possible, f"{name} is neither a folder nor a name on the hub. Correct the path.")
     fields, _ = transformers.PreTrainedConfig.get_config_dict(str(name))
-    family = fields.get("model_type")
+    family = "llama" if RECORD in fields else fields.get("model_type")
     require(family in FAMILIES, f"{name} is a model of type {family}. Use a model of type {' or '.join(FAMILIES)}.")
     if record := fields.get(RECORD):
         fields["rope_parameters"] = record["rope_parameters"]
+    fields["model_type"] = family
     return getattr(transformers, FAMILIES[family]).config_class.from_dict(fields)
 
 
@@ -72,3 +76,22 @@ def load_model(
             missing -= learned.keys()
     require(not missing, f"{name} lacks weights, such as {', '.join(sorted(missing)[:3])}. Download it again.")
     return model
+
+
+def save_model(model: nn.Module, folder: str | Path):
+    """Write a converted model with its code to a folder that load_model reads.
+
+    AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True) reads it, too.
+    """
+    config, path = model.config, Path(folder) / "config.json"
+    hook, config.rope_parameters = config.rope_parameters, getattr(config, RECORD)["rope_parameters"]
+    model.save_pretrained(folder)
+    config.rope_parameters = hook
+    names = {"AutoConfig": "MethodLlamaConfig", "AutoModelForCausalLM": "MethodLlamaForCausalLM"}
+    fields = json.loads(path.read_text()) | dict(
+        model_type="method_llama", architectures=[names["AutoModelForCausalLM"]],
+        auto_map={auto: f"{CODE}.{name}" for auto, name in names.items()},
+    )  # fmt: skip
+    path.write_text(json.dumps(fields, indent=2) + "\n")
+    for name, text in export_modules(f"scripts.hf.{CODE}").items():
+        (Path(folder) / name).write_text(text)

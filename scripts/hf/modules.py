@@ -2,7 +2,7 @@
 
 transformers loads a model's code from a folder of .py files that import each other as `from .NAME import ...`. It
 allows no subfolders. So model/methods/rope.py becomes methods_rope.py, imports become relative, and the first file
-names all others. Operators are global to the process, so each version of the code gets its own operator names.
+names all others. Operators and hooks are global to the process, so each version of the code has its own names.
 
 C++ kernels are not copied, so a CPU computes in plain PyTorch (backend `blocks`).
 """
@@ -12,7 +12,7 @@ import hashlib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-NAMESPACE = '"scale_invariant::'  # of the operators (torch.library.custom_op)
+NAMESPACE = '"scale_invariant::'  # of operators (torch.library.custom_op) and of hooks in transformers (convert.py)
 
 
 def find_module(name: str) -> Path | None:

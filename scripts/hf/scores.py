@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from model.attention import transform
-from scripts.hf.attention import attention_layers
+from scripts.hf.convert import attention_layers
 from scripts.reproduce.logits import pair_scores, score_pairs
 
 

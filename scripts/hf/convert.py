@@ -20,7 +20,8 @@ from model.methods.base import Method, upcast
 from model.methods.rope import BASE
 
 RECORD = "attention_method"  # field of the model's configuration that records the conversion
-ROPE_TYPE, ATTENTION = "unrotated", "attend_with_method"  # names of our hooks in transformers
+# Names of our hooks in transformers. An exported model has its own names (modules.py).
+ROPE_TYPE, ATTENTION = "scale_invariant::unrotated", "scale_invariant::attend"
 
 
 @dataclasses.dataclass
@@ -99,7 +100,8 @@ def convert(model: nn.Module, method: str, /, *, train_length: int | None = None
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     config = model.config
-    require(config.model_type == "llama", f"a {config.model_type} model cannot be converted. Use a Llama model.")
+    llama = config.model_type in ("llama", "method_llama")  # the second is an exported model (modeling_method_llama.py)
+    require(llama, f"a {config.model_type} model cannot be converted. Use a Llama model.")
     train_length = config.max_position_embeddings if train_length is None else train_length
     earlier = getattr(config, RECORD, None) or {}
     rope = earlier.get("rope_parameters", config.rope_parameters)
