@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -116,44 +115,3 @@ def test_step_reports_its_measurements(tmp_path, capsys):
     for row, times in zip(rows, record["seconds"].values(), strict=True):
         assert float(row[3].replace(",", "")) == pytest.approx(96 / sorted(times)[1], abs=1)
         assert row[7].strip() == protocol.ratio_cell(times, record["seconds"]["p_rope"])
-
-
-@pytest.mark.parametrize("difference, code", [(0.0, 0), (0.1, 1)])
-def test_checkouts_are_compared_by_their_steps_and_losses(difference, code, tmp_path, monkeypatch):
-    order = []
-
-    def train(checkout, preset, fields, steps):
-        order.append(str(checkout))
-        slow = 2.0 if checkout.name == "after" else 1.0
-        return [9.0] * 10 + [slow] * 3, [3.0] * 12 + [3.0 + difference * (slow - 1)]
-
-    monkeypatch.setattr(step, "train", train)
-    arguments = ["--checkouts", "before", "after", "--rounds", 2, "--steps", 3, "--out", tmp_path]
-    assert command("step", "quickstart", *FIELDS, *arguments) == code
-    assert order == ["before", "after", "before"] * 3  # a trial, then there and back
-    record = json.loads((tmp_path / "cpu_step_checkouts_quickstart.json").read_text())
-    assert record["seconds"] == {"before": [1.0, 1.0], "after": [2.0, 2.0], "before again": [1.0, 1.0]}
-
-
-@pytest.mark.slow
-def test_a_checkout_trains(tmp_path):
-    from test_train import make_data
-
-    fields = [*FIELDS, "--data_dir", str(make_data(tmp_path / "data"))]
-    seconds, losses = step.train(Path(bench.__file__).parents[2], "quickstart", fields, steps=12)
-    assert len(seconds) == len(losses) == 12 and min(seconds) > 0 and losses[-1] < losses[0]
-
-
-@pytest.mark.parametrize("arguments, field", [
-    ("attention --device cpu --lengths 0", "--lengths"),
-    ("attention --device cpu --variants sdpa:nothing", "nothing"),
-    ("step no_such_preset p_rope", "no_such_preset"),
-    ("step quickstart no_such_method --device cpu", "no_such_method"),
-    ("step quickstart p_rope p_rope/batch_tokens=512 --device cpu", "batch_tokens"),
-    ("step quickstart --rounds 0 --device cpu", "--rounds"),
-    ("step quickstart --wide 1", "--wide"),
-])  # fmt: skip
-def test_a_mistake_is_exit_code_2_and_names_the_field(arguments, field, capsys):
-    assert command(*arguments.split()) == 2
-    message = capsys.readouterr().err
-    assert field in message and message.count("\n") == 1

@@ -2,7 +2,6 @@
 
     python -m scripts.bench step gpt_162m_4k p_rope scale_invariant_p_rope scale_invariant_p_rope:flex_flash
     python -m scripts.bench step quickstart p_rope p_rope/compile=off/micro_batch_tokens=1024 --train_length 1024
-    python -m scripts.bench step quickstart --checkouts . ../before    train_gpt.py of two checkouts
 
 A variant is METHOD[:BACKEND][/FIELD=VALUE...], with fields of train_gpt.py. The first variant that runs is the
 baseline. The gate compares gradients and losses of variants of the same model, which start from the same weights. A
@@ -12,12 +11,7 @@ variant that fails the gate is not timed, and the exit code is 1.
 import argparse
 import functools
 import statistics
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 
-import numpy as np
 import torch
 
 from configs.command_line import read_config
@@ -27,7 +21,6 @@ from model.attention.sdpa import prefer_fast_sdpa
 from model.methods import check_options
 from runtime.device import peak_flops
 from runtime.flops import training_flops_per_token
-from runtime.metrics import read_metrics
 from runtime.processes import start_processes
 from scripts.bench import protocol
 from scripts.bench.trainers import Trainer
@@ -35,26 +28,22 @@ from scripts.bench.trainers import Trainer
 DEFAULT_VARIANTS = ["p_rope", "scale_invariant_p_rope", "logn_p_rope", "alibi"]
 GRADIENT_LIMITS = {torch.float32: 1e-4, torch.bfloat16: 0.1}  # relative error of a parameter's gradient (Frobenius)
 LOSS_LIMITS = {torch.float32: 1e-4, torch.bfloat16: 0.02}  # nats
-WARM_UP_STEPS = 10  # untimed steps of a checkout, which compile and allocate
 
 
 def add_arguments(parser: argparse.ArgumentParser):
     parser.add_argument("preset", help="one of configs/presets.py; fields of train_gpt.py may follow as options")
     parser.add_argument("variants", nargs="*", metavar="VARIANT", help=f"default: {' '.join(DEFAULT_VARIANTS)}")
-    parser.add_argument("--steps", type=int, default=10, help="steps of the gate, or of a checkout (default: 10)")
-    parser.add_argument("--checkouts", type=Path, nargs="+", metavar="FOLDER", help="time these checkouts instead")
+    parser.add_argument("--steps", type=int, default=10, help="steps of the gate (default: 10)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return the exit code: 1 if a variant or a checkout fails the gate. Raise ValueError for a user's mistake."""
+    """Return the exit code: 1 if a variant fails the gate. Raise ValueError for a user's mistake."""
     require(args.steps >= 1, f"--steps {args.steps} measures nothing. Use at least 1.")
     variants = {name: read_variant(args.preset, args.fields, name) for name in args.variants or DEFAULT_VARIANTS}
     base = next(iter(variants.values()))
     for name, config in variants.items():
         require(config.batch_tokens == base.batch_tokens, f"{name} has other batch_tokens. Use the same for all.")
     device = start_processes(base.device).device
-    if args.checkouts:
-        return compare_checkouts(args, device)
     prefer_fast_sdpa(device)
     with torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
         return compare_variants(args, variants, device)
@@ -119,40 +108,3 @@ def add_times(report: protocol.Report, trainers: dict[str, Trainer], times: dict
         rows.append([name, trainer.backends, f"{rate:,.0f}", f"{median * 1e3:.2f}", used, memory, ratio])
     report.record["seconds"] = times
     report.add(f"## Times\n\nCompile {first.compile_note}.", rows)
-
-
-def compare_checkouts(args: argparse.Namespace, device: torch.device) -> int:
-    """Report the times of a step of train_gpt.py. Return the exit code: 1 if the losses of two checkouts differ."""
-    report, losses = protocol.Report(args.out, f"step_checkouts_{args.preset}", device), {}
-
-    def time_checkout(checkout: Path, count: int) -> float:
-        seconds, losses[str(checkout)] = train(checkout, args.preset, args.fields, WARM_UP_STEPS + args.steps)
-        return statistics.median(seconds[WARM_UP_STEPS:])
-
-    timers = {str(checkout): functools.partial(time_checkout, checkout) for checkout in args.checkouts}
-    times = protocol.measure(timers, args.rounds)
-    baseline = next(iter(times))
-    differences = {name: np.abs(np.subtract(losses[name], losses[baseline])).max() for name in losses}
-    rows = [["checkout", "step ms", "largest difference of losses", f"time to {baseline}"]]
-    for name, seconds in times.items():
-        median, difference = statistics.median(seconds) * 1e3, differences.get(name, 0)
-        rows.append([name, f"{median:.2f}", f"{difference:.1e}", protocol.ratio_cell(seconds, times[baseline])])
-    report.record |= dict(seconds=times, losses=losses)
-    report.add(f"## Times of {args.steps} steps", rows)
-    return int(not max(differences.values()) <= max(LOSS_LIMITS.values()))  # NaN fails
-
-
-def train(checkout: Path, preset: str, fields: list[str], steps: int) -> tuple[list[float], list[float]]:
-    """Run train_gpt.py of a checkout. Return the seconds and the loss of each step."""
-    config = read_config([preset, *fields])
-    length, data = str(config.train_length), str(Path(config.data_dir).resolve())
-    with tempfile.TemporaryDirectory() as folder:
-        options = ["--name", "run", "--runs_dir", folder, "--data_dir", data, "--steps", str(steps)]
-        options += ["--save_every", "0", "--val_every", "0", "--val_lengths", length, "--val_tokens", length]
-        command = [sys.executable, "train_gpt.py", preset, *fields, *options]
-        done = subprocess.run(command, cwd=checkout, capture_output=True, text=True)
-        message = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
-        require(done.returncode == 0, f"train_gpt.py in {checkout} ended with exit code {done.returncode}. {message}")
-        records = [record for record in read_metrics(Path(folder) / "run/metrics.jsonl") if "train_loss" in record]
-    seconds = [config.batch_tokens / record["tokens_per_second"] for record in records]
-    return seconds, [record["train_loss"] for record in records]
