@@ -111,7 +111,9 @@ def make_pages() -> dict[Path, str]:
         for (series, length), target in paper_targets(table).items():
             whole[f"paper {table} {length} {series}"] = target["mean"]
     page = Page(kept_numbers() | {name: {0: number} for name, number in whole.items()})
-    return {RESULTS / path.name: page.format(path.read_text()) for path in sorted(TEMPLATES.glob("*.md"))}
+    return {
+        RESULTS / path.relative_to(TEMPLATES): page.format(path.read_text()) for path in sorted(TEMPLATES.rglob("*.md"))
+    }
 
 
 if __name__ == "__main__":
