@@ -157,7 +157,7 @@ def encode(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m data.text", description="Tokenise text files into shards.")
     parser.add_argument("inputs", nargs="+", type=Path, metavar="INPUT", help="files, or folders of .txt and .jsonl")
-    parser.add_argument("--tokenizer", required=True, help="gpt2, FILE.json, bpe:SIZE, or a model")
+    parser.add_argument("--tokenizer", required=True, help="gpt2, bpe:SIZE, a file, a data folder, or a model")
     parser.add_argument("--out", required=True, type=Path, help="output folder, without shards yet")
     parser.add_argument("--field", default="text", help="field of a .jsonl object that holds the text")
     parser.add_argument("--val-fraction", type=float, default=0.05, help="approximate share of val (default 0.05)")

@@ -151,8 +151,8 @@ class Cache:
         keys, values, *others = (part[:, :, visible] for part in self.stored)
         q_offset = keys.shape[2] - 1
         if method.replacement is not None:
-            k, *of_tokens = others
-            return method.replacement.attend(q, k, values, rotated_q, keys, q_offset, attend_to_cache, *of_tokens)
+            k, *token_features = others
+            return method.replacement.attend(q, k, values, rotated_q, keys, q_offset, attend_to_cache, *token_features)
         extra = extra_logits(method, others[0] if others else None)
         bands = self.bands if visible.start == 0 else self.bands._replace(skip_first=False)
         return attend_to_cache(rotated_q, keys, values, q_offset=q_offset, bands=bands, **extra)
@@ -161,8 +161,8 @@ class Cache:
         new = [rotated_k, v]  # (B, H, T, D)
         if method.replacement is not None:
             new.append(k)
-        if (of_tokens := method.of_tokens(x)) is not None:
-            new.append(of_tokens)  # (B, H, T, ...)
+        if (token_features := method.token_features(x)) is not None:
+            new.append(token_features)  # (B, H, T, ...)
         if self.length == 0:
             self.stored = [part.new_empty(*part.shape[:2], self.max_length, *part.shape[3:]) for part in new]
         start, self.length = self.length, self.length + k.shape[2]

@@ -42,11 +42,11 @@ class GivenBias(KeyBias):
         super().__init__()
         self.num_heads = num_heads
 
-    def of_tokens(self, x):
+    def token_features(self, x):
         return x[..., : self.num_heads].transpose(1, 2)
 
-    def bias(self, of_tokens):
-        return of_tokens
+    def bias(self, token_features):
+        return token_features
 
 
 MECHANISMS = {

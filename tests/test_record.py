@@ -188,7 +188,7 @@ class Future(Replacement):
     def __init__(self, num_heads, head_dim, train_length):
         super().__init__()
 
-    def attend(self, q, k, v, rotated_q, rotated_k, q_offset, causal_attention, of_tokens=None):
+    def attend(self, q, k, v, rotated_q, rotated_k, q_offset, causal_attention, token_features=None):
         return v.mean(dim=2, keepdim=True).expand_as(q)
 """
 

@@ -131,7 +131,7 @@ def test_wall_forgets_at_first_over_the_scaled_memory():
     shape = dict(num_heads=2, head_dim=8, train_length=64)
     for scale, bias in [(1.0, 8.0), (1 / 16, 8 - math.log(16))]:  # the authors' bias, and one for shorter texts
         replacement = make_method("wall", **shape, position_scale=scale).replacement
-        log_f = replacement.of_tokens(random(1, 5, 16, seed=1).float())
+        log_f = replacement.token_features(random(1, 5, 16, seed=1).float())
         assert_near(log_f, torch.full((1, 2, 5, 8), -math.log1p(math.exp(-bias))), 1e-6)
 
 

@@ -221,7 +221,7 @@ def test_every_backend_computes_the_formula_of_the_paper(name, batch, num_heads,
     method, parameters = method.float(), list(method.float().parameters())
     biases = 0.0  # float32 rounds large biases of keys by more than it rounds logits
     if method.key_bias is not None:
-        biases = 2**-22 * method.key_bias.bias(method.key_bias.of_tokens(exact[3])).abs().max().item()
+        biases = 2**-22 * method.key_bias.bias(method.key_bias.token_features(exact[3])).abs().max().item()
     if "bam" in name:  # the same at t = 0, where the gradient of beta is a sum of small numbers times m log(eps)
         at_zero = method.score_change.coefficients(torch.zeros(1), torch.arange(num_heads))[1]
         biases = 2**-22 * 11.5 * at_zero.abs().max().item()

@@ -133,7 +133,7 @@ def attend(
     wide_v = F.pad(v, (0, method.vector_dim - method.head_dim)) if method.vector_dim > method.head_dim else v
     unrotated = () if method.replacement is None else (q, k)
     return attend_rotated(
-        method, plan, *transform(method, q, k, plan, x), wide_v, *unrotated, of_tokens=method.of_tokens(x)
+        method, plan, *transform(method, q, k, plan, x), wide_v, *unrotated, token_features=method.token_features(x)
     )
 
 
@@ -157,18 +157,20 @@ def transform(
 
 def attend_rotated(
     method: Method, plan: Plan, rotated_q: Tensor, rotated_k: Tensor, v: Tensor, *unrotated: Tensor,
-    of_tokens: Tensor | None = None,
+    token_features: Tensor | None = None,
 ):  # fmt: skip
     """Return attend's output after `transform`. v is as wide as rotated q and k.
 
-    unrotated: q and k, for a Replacement. of_tokens: see Method.
+    unrotated: q and k, for a Replacement. token_features: see Method.
     """
     backend = BACKENDS[plan.backend]
     if method.replacement is not None:
-        return method.replacement.attend(*unrotated, v, rotated_q, rotated_k, plan.q_offset, backend.run, of_tokens)
+        return method.replacement.attend(
+            *unrotated, v, rotated_q, rotated_k, plan.q_offset, backend.run, token_features
+        )
     prepared = plan.prepared
     if learned_parameters(method.score_change):
         prepared = backend.prepare(method.score_change, plan, prepared)
-    more = extra_logits(method, of_tokens)
+    more = extra_logits(method, token_features)
     output = backend.run(rotated_q, rotated_k, v, q_offset=plan.q_offset, prepared=prepared, **more)
     return output[..., : method.head_dim] if method.vector_dim > method.head_dim else output

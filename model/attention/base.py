@@ -43,14 +43,14 @@ def unsupported_extras(method: Method, supported: tuple[str, ...] = ()) -> str |
     return f"it has no {' and no '.join(missing)}" if missing else None
 
 
-def extra_logits(method: Method, of_tokens: Tensor | None) -> Tensors:
+def extra_logits(method: Method, token_features: Tensor | None) -> Tensors:
     """Return the arguments key_bias (B, H, Tk) and sink (H,) of a backend's `run`, if the method has them.
 
-    of_tokens: see KeyBias.
+    token_features: see KeyBias.
     """
     arguments = {}
     if method.key_bias is not None:
-        arguments["key_bias"] = method.key_bias.bias(of_tokens)
+        arguments["key_bias"] = method.key_bias.bias(token_features)
     if method.sink is not None:
         arguments["sink"] = method.sink.logit
     return arguments

@@ -95,11 +95,11 @@ def compare(backend, method: Method, length: int, device: torch.device, dtype: t
 class GivenBias(KeyBias):
     """Key biases that take the place of the layer's input, (B, H, T)."""
 
-    def of_tokens(self, x):
+    def token_features(self, x):
         return x
 
-    def bias(self, of_tokens):
-        return of_tokens
+    def bias(self, token_features):
+        return token_features
 
 
 def only_changes(method: Method, length: int, device: torch.device) -> Method:

@@ -61,7 +61,7 @@ def attention_logits(
         unchanged = (positions == 0) & method.score_change.skip_first
         logits = torch.where(unchanged, logits, (a * logits + m).to(logits.dtype))
     if method.key_bias is not None:
-        logits = logits + method.key_bias.bias(method.key_bias.of_tokens(x)).unsqueeze(-2)
+        logits = logits + method.key_bias.bias(method.key_bias.token_features(x)).unsqueeze(-2)
     hidden = distance < 0
     if method.window is not None:
         hidden = hidden | (distance >= method.window.window)

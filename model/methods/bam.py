@@ -17,8 +17,9 @@ from torch import nn
 from model.methods.base import ScoreChange
 
 EPSILON = 1e-5  # tokens
-# This bound changes no weight, because a key at -10^4 has no weight beside other keys. The first query sees only its
-# own key. Float32 rounds a logit of -10^10 to a multiple of 1024, so exp(L - logsumexp) could overflow without a bound.
+# With a negative beta, the own key (t = 0) can get a logit of -10^10. Float32 rounds it to a multiple of 1024, so
+# exp(L - logsumexp) of the first query, which sees only its own key, could overflow. Beside other keys, a key at -10^4
+# already has no weight, so this bound changes nothing else.
 LOG_LARGEST = math.log(1e4)
 
 

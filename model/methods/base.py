@@ -122,11 +122,11 @@ class KeyBias(Mechanism):
 
     needs_input = True
 
-    def of_tokens(self, x: Tensor) -> Tensor:
+    def token_features(self, x: Tensor) -> Tensor:
         """Return (B, H, T) numbers, each computed from one token of the layer's input x (B, T, C)."""
         raise NotImplementedError
 
-    def bias(self, of_tokens: Tensor) -> Tensor:
+    def bias(self, token_features: Tensor) -> Tensor:
         """Return the biases of the keys, (B, H, T), at least float32, from the numbers of all tokens."""
         raise NotImplementedError
 
@@ -159,17 +159,17 @@ class OutputGate(Mechanism):
 class Replacement(Mechanism):
     """Replaces softmax attention."""
 
-    def of_tokens(self, x: Tensor | None) -> Tensor | None:
-        """Return numbers (B, H, T, ...), each computed from one token of x (B, T, C). None: attend needs no numbers."""
+    def token_features(self, x: Tensor | None) -> Tensor | None:
+        """Return features (B, H, T, ...), each of one token of x (B, T, C). None: attend needs no features."""
         return None
 
     def attend(
-        self, q, k, v, rotated_q, rotated_k, q_offset: int, causal_attention, of_tokens: Tensor | None = None
+        self, q, k, v, rotated_q, rotated_k, q_offset: int, causal_attention, token_features: Tensor | None = None
     ) -> Tensor:
         """Return the output (B, H, Tq, D) of queries at positions q_offset.. and keys at all positions from 0.
 
         q and k have no position encoding, rotated_q and rotated_k have it. causal_attention(q, k, v, q_offset=) is
-        ordinary softmax attention. of_tokens: the numbers of all tokens of k.
+        ordinary softmax attention. token_features: of all tokens of k.
         """
         raise NotImplementedError
 
@@ -180,28 +180,28 @@ class AttentionWeights(Replacement):
     The backward pass recomputes the weights, because the Tq x Tk weights would not fit in memory.
     """
 
-    def weights(self, q: Tensor, k: Tensor, visible: Tensor, of_tokens: Tensor | None) -> Tensor:
+    def weights(self, q: Tensor, k: Tensor, visible: Tensor, token_features: Tensor | None) -> Tensor:
         """Return the attention weights (B, H, Tq, Tk), at least float32, which are 0 where visible (Tq, Tk) is False.
 
-        q (B, H, Tq, D), with position encoding, has the last Tq of the Tk tokens of k and of_tokens.
+        q (B, H, Tq, D), with position encoding, has the last Tq of the Tk tokens of k and token_features.
         """
         raise NotImplementedError
 
-    def attend(self, q, k, v, rotated_q, rotated_k, q_offset, causal_attention, of_tokens=None):
-        outputs, end = [], q_offset  # of the visible keys
+    def attend(self, q, k, v, rotated_q, rotated_k, q_offset, causal_attention, token_features=None):
+        outputs, end = [], q_offset  # end of the visible keys
         for queries in rotated_q.split(QUERY_BLOCK, dim=2):
             end += queries.shape[2]
-            seen = [None if x is None else x[:, :, :end] for x in (rotated_k, v, of_tokens)]
+            seen = [None if x is None else x[:, :, :end] for x in (rotated_k, v, token_features)]
             if torch.is_grad_enabled():
                 outputs.append(checkpoint(self.attend_block, queries, *seen, use_reentrant=False))
             else:
                 outputs.append(self.attend_block(queries, *seen))
         return torch.cat(outputs, dim=2)
 
-    def attend_block(self, q, k, v, of_tokens):
+    def attend_block(self, q, k, v, token_features):
         Tq, Tk = q.shape[2], k.shape[2]
         visible = torch.ones(Tq, Tk, dtype=torch.bool, device=q.device).tril(Tk - Tq)
-        return self.weights(q, k, visible, of_tokens).to(v.dtype) @ v
+        return self.weights(q, k, visible, token_features).to(v.dtype) @ v
 
 
 KINDS = {  # by attribute of Method, in the order of a method's name
@@ -236,10 +236,10 @@ class Method(nn.Module):
         problem = f"{name} has a part that replaces softmax attention and a part that changes it"
         require(self.replacement is None or not changed, f"{problem}. Leave one out.")
 
-    def of_tokens(self, x: Tensor | None) -> Tensor | None:
-        """Return the numbers (B, H, T, ...) of the tokens of x (B, T, C) for a key bias or a replacement, or None."""
+    def token_features(self, x: Tensor | None) -> Tensor | None:
+        """Return the features (B, H, T, ...) of the tokens of x (B, T, C) for a key bias or a replacement, or None."""
         mechanism = self.key_bias or self.replacement
-        return None if mechanism is None else mechanism.of_tokens(x)
+        return None if mechanism is None else mechanism.token_features(x)
 
     def check_shapes(self, q: Tensor, k: Tensor, v: Tensor):
         """Raise ValueError unless q is (B, H, Tq, D), and k and v are (B, H, Tk, D), with this method's H and D."""

@@ -36,7 +36,7 @@ class FIRE(AttentionWeights):
         for weight, inputs in ((self.slope, 1), (self.offset, 1), (self.output, WIDTH)):
             weight.uniform_(-(inputs**-0.5), inputs**-0.5)
 
-    def weights(self, q, k, visible, of_tokens):
+    def weights(self, q, k, visible, token_features):
         Tq, Tk = visible.shape
         logits = upcast((q * q.shape[-1] ** -0.5) @ k.mT)  # (B, H, Tq, Tk)
         j = torch.arange(Tk, device=q.device, dtype=logits.dtype)

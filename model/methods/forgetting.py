@@ -20,9 +20,9 @@ class Forgetting(KeyBias):
         self.weight = nn.Parameter(torch.zeros(num_heads, num_heads * head_dim))
         self.bias_of_gate = nn.Parameter(torch.zeros(num_heads))
 
-    def of_tokens(self, x):
+    def token_features(self, x):
         gate = upcast(F.linear(x, self.weight.to(x.dtype))) + self.bias_of_gate  # (B, T, H)
         return F.logsigmoid(gate).transpose(1, 2)
 
-    def bias(self, of_tokens):
-        return -of_tokens.cumsum(dim=-1)
+    def bias(self, token_features):
+        return -token_features.cumsum(dim=-1)

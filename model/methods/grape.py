@@ -3,8 +3,8 @@
     L_ij = S_ij + s_h sum over l = j + 1..i of log sigmoid(p_i . R_l norm(p_l) / w),   p = W x,   x the layer's input.
 
 s_h is ALiBi's slope, w = 8 the width of p, R_l a rotation of all pairs by -l radians. There is no other position
-encoding. The formula and W from N(0, 1 / 4C) are from the authors' code (model/llama-mha-grape-ap-v1.py). p_i is not
-rotated there, so the bias depends on absolute positions. A zero W would have no gradient.
+encoding. The formula and W from N(0, 1 / 4C) are from the authors' code (model/llama-mha-grape-ap-v1.py). In it, p_i is
+not rotated, so the bias depends on absolute positions. W starts at random, because W = 0 has no gradient.
 """
 
 import torch
@@ -29,11 +29,11 @@ class GrapeAP(AttentionWeights):
     def reset_parameters(self):
         self.weight.normal_(std=0.5 * self.weight.shape[1] ** -0.5)
 
-    def of_tokens(self, x):
+    def token_features(self, x):
         return F.linear(x, self.weight.to(x.dtype)).unflatten(-1, (-1, WIDTH)).transpose(1, 2)  # (B, H, T, WIDTH)
 
-    def weights(self, q, k, visible, of_tokens):
-        p = upcast(of_tokens)
+    def weights(self, q, k, visible, token_features):
+        p = upcast(token_features)
         angle = torch.arange(p.shape[2], device=p.device, dtype=p.dtype).unsqueeze(-1)
         a, b = F.rms_norm(p, (WIDTH,)).chunk(2, dim=-1)
         rotated = torch.cat((a * angle.cos() + b * angle.sin(), b * angle.cos() - a * angle.sin()), dim=-1)

@@ -24,7 +24,7 @@ class Infini(Replacement):
         require(self.segment_length >= 1, f"segment_length is {segment_length}. Use at least 1.")
         self.gate = nn.Parameter(torch.zeros(num_heads))
 
-    def attend(self, q, k, v, rotated_q, rotated_k, q_offset, causal_attention, of_tokens=None):
+    def attend(self, q, k, v, rotated_q, rotated_k, q_offset, causal_attention, token_features=None):
         q_end = q_offset + q.shape[2]
         gate = self.gate.to(torch.promote_types(q.dtype, torch.float32)).sigmoid().view(-1, 1, 1)  # (H, 1, 1)
         memory = normaliser = None  # M (B, H, D, D) and z (B, H, D, 1)

@@ -38,7 +38,7 @@ class EntmaxOfHalfALiBi(AttentionWeights):
         super().__init__()
         self.half_alibi = HalfALiBi(num_heads, head_dim, train_length, slope_scale=slope_scale)
 
-    def weights(self, q, k, visible, of_tokens):
+    def weights(self, q, k, visible, token_features):
         scores = upcast(q) @ upcast(k).mT * q.shape[-1] ** -0.5  # (B, H, Tq, Tk). Rounding would choose other keys.
         distance = visible.flip(-1).cumsum(dim=-1).flip(-1) - 1  # 0 at the query's own key
         head = torch.arange(q.shape[1], device=q.device).view(-1, 1, 1)

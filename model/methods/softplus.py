@@ -1,4 +1,6 @@
-"""Softplus attention with re-weighting, LSSAR (Gao et al. 2025, arXiv 2501.13428). With n = i + 1 keys at query i:
+"""Length-scaled softplus attention with re-weighting, LSSAR (Gao et al. 2025, arXiv 2501.13428).
+
+With n = i + 1 keys at query i:
 
     A_ij = softplus(log d log n cos(q_i, k_j)),   A_i <- A_i / sum A_i,
     A_ij <- relu(n A_ij - 1)^p,                   A_i <- A_i / sum A_i,
@@ -26,11 +28,10 @@ class Softplus(AttentionWeights):
         require(power >= 1, f"power is {power}. Use at least 1.")
         self.power = power
 
-    def weights(self, q, k, visible, of_tokens):
+    def weights(self, q, k, visible, token_features):
         D, n = q.shape[-1], visible.sum(dim=-1, keepdim=True)  # n (Tq, 1)
-        cosine = (upcast(q) / D) @ upcast(
-            k
-        ).mT  # (B, H, Tq, Tk). The power would amplify the error of a rounded cosine.
+        # upcast, because the power would amplify the error of a rounded cosine
+        cosine = (upcast(q) / D) @ upcast(k).mT  # (B, H, Tq, Tk)
         weights = F.softplus(math.log(D) * n.to(cosine.dtype).log() * cosine).masked_fill(~visible, 0.0)
         excess = F.relu(n * weights / weights.sum(dim=-1, keepdim=True) - (n > 3).to(weights.dtype))
         largest = excess.detach().amax(dim=-1, keepdim=True)

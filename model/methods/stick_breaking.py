@@ -18,7 +18,7 @@ class StickBreaking(AttentionWeights):
     def __init__(self, num_heads, head_dim, train_length):
         super().__init__()
 
-    def weights(self, q, k, visible, of_tokens):
+    def weights(self, q, k, visible, token_features):
         Tq, Tk = visible.shape
         logits = upcast((q * q.shape[-1] ** -0.5) @ k.mT)  # (B, H, Tq, Tk)
         earlier = visible.tril(Tk - Tq - 1)

@@ -5,8 +5,8 @@
 
 Forgetting attention adds the logarithm of a decay to S. Here decays multiply the parts of S, so a forgotten key has
 L = 0, not -inf. The formula and b = 8 are from flash-linear-attention (fla/layers/wall_attn.py). With b = 8, a channel
-forgets over exp(8) tokens. We scale this length like others. The authors draw W from N(0, 0.02). Ours starts at zero,
-so the rest of the model starts with the same weights for every method.
+forgets over exp(8) tokens, and position_scale scales this length. The authors draw W from N(0, 0.02). Ours starts at
+zero, so the rest of the model starts with the same weights for every method.
 """
 
 import math
@@ -30,17 +30,17 @@ class Wall(AttentionWeights):
         self.weight = nn.Parameter(torch.zeros(num_heads * head_dim, num_heads * head_dim))
         self.bias = nn.Parameter(torch.full((num_heads, head_dim), math.log(memory)))
 
-    def of_tokens(self, x):
+    def token_features(self, x):
         gate = upcast(F.linear(x, self.weight.to(x.dtype))).unflatten(-1, self.bias.shape) + self.bias  # (B, T, H, D)
         return F.logsigmoid(gate).transpose(1, 2)
 
-    def weights(self, q, k, visible, of_tokens):
-        logits = decayed_products(q * q.shape[-1] ** -0.5, k, of_tokens)
+    def weights(self, q, k, visible, token_features):
+        logits = decayed_products(q * q.shape[-1] ** -0.5, k, token_features)
         return logits.masked_fill(~visible, -torch.inf).softmax(dim=-1)
 
 
 def decayed_products(q: Tensor, k: Tensor, log_f: Tensor) -> Tensor:
-    """Return L (B, H, Tq, Tk). q has the last Tq of the Tk tokens of k and log_f. Later keys get any finite number.
+    """Return L (B, H, Tq, Tk). q has the last Tq of the Tk tokens of k and log_f. L of later keys is unspecified.
 
     Products of f over thousands of tokens underflow, and their inverses overflow. So no product is inverted: the key
     decays up to a token between key and query, and the query decays from there on. For keys before all queries, this

@@ -126,4 +126,6 @@ def attend_with_cache(
     rotated_q, rotated_k = transform(method, q, k, plan, x)
     wide_v = F.pad(v, (0, method.vector_dim - method.head_dim))
     unrotated = () if method.replacement is None else (q, k)
-    return attend_rotated(method, plan, rotated_q, rotated_k, wide_v, *unrotated, of_tokens=method.of_tokens(all_x))
+    return attend_rotated(
+        method, plan, rotated_q, rotated_k, wide_v, *unrotated, token_features=method.token_features(all_x)
+    )

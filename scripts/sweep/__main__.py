@@ -5,8 +5,8 @@
     python -m scripts.sweep table_losses --slurm partition=gpu time=1440
     python -m scripts.sweep table_needle --needle haystack=shards examples=100
 
-The sweeps are functions in configs/sweeps.py. `all` is every run of all sweeps, once. Fields of train_gpt.py apply to
-every run. A sweep writes these files beside the run folder NAME/:
+The sweeps are functions in configs/sweeps.py. `all` is every run of the paper's sweeps, once. Fields of train_gpt.py
+apply to every run. A sweep writes these files beside the run folder NAME/:
 
     NAME.log             output of an unfinished run
     NAME.failures.txt    one line a failure: time, exit code, last line of the output
