@@ -113,6 +113,11 @@ def text_errors(study: Study) -> list[str]:
     """Return lines with bootstrap errors of the loss differences over blocks of the validation text."""
     times, lines = times_to_copy(study), []
     blocks = study.by_seed(lambda summary, method: measured(summary, "val_loss_by_block", method))
+    count = min(len(losses) for by_seed in blocks.values() for losses in by_seed.values())  # it divides all counts
+    blocks = {
+        key: {seed: np.reshape(losses, (count, -1)).mean(axis=1) for seed, losses in by_seed.items()}
+        for key, by_seed in blocks.items()
+    }
     for length in (study.base_length, 16 * study.base_length):
         losses = of_copying(at(blocks, str(length)), times)
         for series in study.all_series:
