@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,12 +10,14 @@ import reference
 import torch
 from test_gpt import HEADS, LAYERS, TRAIN_LENGTH, make_random_gpt, plain_layers, random_tokens
 from test_methods import NAMES
+from tiny_run import train_tiny_run
 
 from data.shard_writer import ShardWriter
 from data.shards import open_split
 from runtime.copy_gain import SPAN
 from scripts.reproduce import heads, logits
 from scripts.reproduce.theory import attention_statistics
+from scripts.shared.runs import read_run
 
 ROTATING = [name for name in NAMES if name.endswith(("rope", "ntk", "yarn"))]
 
@@ -68,6 +71,21 @@ def test_scores_of_heads_equal_sums_over_pairs(name):
             of_heads = torch.stack([weights[:, :, i, j] for i, j in pairs]).mean(dim=(0, 1))
             largest[number] = max(largest[number], of_heads.max().item())
     assert heads.head_scores(model, tokens) == pytest.approx(largest, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_heads_form_at_the_first_checkpoint_above_the_threshold(tmp_path, monkeypatch):
+    path = train_tiny_run(tmp_path, "--method rope --save_every 1 --keep 9 --val_lengths 240")
+    stored = read_run(path)
+    study = SimpleNamespace(
+        runs=[stored], finished=[(stored, stored)], device=torch.device("cpu"), figure_markdown=str,
+        figure_path=lambda: tmp_path / "heads",
+    )  # fmt: skip
+    scores = iter([(0.1, 0.2), (0.4, 0.1), (0.2, 0.2), (0.5, 0.2)])  # of the checkpoints of steps 1, 2, 3 and 4
+    monkeypatch.setattr(heads, "head_scores", lambda model, tokens: next(scores))
+    monkeypatch.setattr(heads, "MILLION", 480)  # tokens a step
+    row = [cell.strip() for cell in heads.far_heads(study).splitlines()[-1].split("|")]
+    assert row[1:-1] == ["RoPE", "2.0", "not"]
 
 
 @pytest.mark.parametrize("name", NAMES)

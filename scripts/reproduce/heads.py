@@ -23,6 +23,7 @@ from scripts.shared.tables import markdown_table
 
 METHODS = ("rope", "logn_p_rope", "alibi slope_scale=4", OURS)
 GAP = 64  # tokens between the copies
+MILLION = 1e6
 FORMED = 0.3  # score at which the table calls a head formed
 
 
@@ -42,10 +43,10 @@ def far_heads(study: Study) -> str:
             continue
         spans, _ = copy_sequences(stream, GAP, run.config.vocab_size)  # (48, 2 * 32 + GAP)
         tokens, curve = torch.from_numpy(spans).to(study.device), []
-        for checkpoint in list_checkpoints(stored.path / "checkpoints"):
+        for checkpoint in reversed(list_checkpoints(stored.path / "checkpoints")):  # the oldest first
             state = load_checkpoint(checkpoint)
             model.load_state_dict(state["model"])
-            curve.append((state["progress"]["step"] * run.config.batch_tokens / 1e6, *head_scores(model, tokens)))
+            curve.append((state["progress"]["step"] * run.config.batch_tokens / MILLION, *head_scores(model, tokens)))
         found = [next((f"{x:.1f}" for x, *scores in curve if scores[i] > FORMED), "not") for i in (0, 1)]
         rows.append([series_name(series), *found])
         for panel, scores in zip(lines, zip(*[scores for _, *scores in curve])):
