@@ -64,8 +64,7 @@ def make_line(stored: StoredRun) -> dict:
     line["val_tokens"] = single_val_tokens(summary)
     line |= select(summary, SUMMARY)
     if by_position := stored.last("val_loss_by_position"):
-        longest = max(by_position, key=int)
-        line["val_loss_by_position"] = {longest: by_position[longest]}
+        line["val_loss_by_position"] = by_position
     if learned := stored.last("method_parameters"):
         line["method_parameters"] = learned
     line["curve"] = []

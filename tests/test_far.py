@@ -47,9 +47,11 @@ def write_far(runs_dir, seeds):
         begin, end = begins(series, seed), run.config.steps * run.config.batch_tokens / 1e6
         slope = 1 / begin if begin else 0.01
         gains = {str(gap): slope * end for gap in run.config.val_copy_gaps}
+        octaves = {str(n): random.random(n.bit_length()).round(5).tolist() for n in losses}
         by_block = {str(n): found.tolist() for n, found in zip(run.config.val_lengths, blocks)}
         far_gain = dict(far=random.random(), near=0.1, none=0.0)
         summary = dict(copy_gain={"random": gains, "text": gains}, far_gain=far_gain, val_loss_by_block=by_block)
+        summary["val_loss_by_position"] = octaves
         if run.config.validate_as:
             for key in ("copy_gain", "far_gain"):
                 summary[f"{key}_as"] = dict.fromkeys(run.config.validate_as, summary[key])
@@ -61,7 +63,8 @@ def write_far(runs_dir, seeds):
             if "val_loss" in record:
                 record["copy_gain"] = {"random": {"64": slope * record["step"] * run.config.batch_tokens / 1e6}}
         (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-        values[series, seed] = losses | far_gain | {"blocks": dict(zip(run.config.val_lengths, blocks))}
+        blocks = dict(zip(run.config.val_lengths, blocks))
+        values[series, seed] = losses | far_gain | {"blocks": blocks, "octaves": octaves}
     return values
 
 
@@ -74,6 +77,14 @@ def test_far_compares_runs_that_copy(tmp_path, call):  # noqa: F811
     mean, stderr = mean_and_stderr([values[OURS, seed]["far"] for seed in range(3)])
     assert copies["Scale-invariant p-RoPE"][2] == f"{mean:.3f} ± {stderr:.3f}"
 
+    late = cells_of(next(part for part in output.out.split("\n\n") if "from position 256 on" in part))
+    for column, length in enumerate((512, 2048, 8192), start=1):
+        # Octave k > 0 has the positions 2^(k-1) .. 2^k - 1, so a position has octave bit_length().
+        positions = [values[OURS, seed]["octaves"][str(length)] for seed in range(3)]
+        means = [np.mean([octaves[i.bit_length()] for i in range(256, length)]) for octaves in positions]
+        mean, stderr = mean_and_stderr(means)
+        assert late["Scale-invariant p-RoPE"][column].strip("*") == f"{mean:.3f} ± {stderr:.3f}"
+
     budget, expected = 3072 * 2048 / 1e6, []
     rivals = ("rope", "logn_p_rope", "alibi slope_scale=4")
     for rival in rivals:
@@ -84,7 +95,7 @@ def test_far_compares_runs_that_copy(tmp_path, call):  # noqa: F811
         for rival in rivals[1:]:  # RoPE does not copy
             differences = [values[OURS, seed][key] - values[rival, seed][key] for seed in range(3)]
             expected.append((rival, label, differences))
-    assert_primary_comparisons(output.out, expected)
+    assert_primary_comparisons(output.out, expected, left_out=3)  # loss and far gain against RoPE
 
     section = output.out.split("### Primary comparisons")[1]
     cells = cells_of(section.split("blocks of the validation text")[1])["LogN+p-RoPE"]

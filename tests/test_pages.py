@@ -80,14 +80,18 @@ def test_counts_of_needles_on_the_pages_are_the_counts_of_the_runs():
 def test_the_front_page_has_no_number_of_its_own():
     text = (pages.TEMPLATES / "README.md").read_text()
     text = re.sub(r"\{[^}]*\}|\]\([^)]*\)|`[^`]*`|p-RoPE", "", text)
-    sizes, constants = {"162M", "304M", "7B"}, {"256", "32", "2.5", "10", "16"}
-    assert {*re.findall(r"\d[\w.]*\w|\d", text)} <= sizes | constants | {"1x", "2x", "4x", "16x"}
+    sizes, constants = {"162M", "304M", "7B"}, {"256", "512", "1,024", "4,096", "32", "2.5", "10", "4", "16"}
+    assert {*re.findall(r"\d[\w.,]*\w|\d", text)} <= sizes | constants | {"1x", "2x", "4x", "16x"}
 
 
 def test_sentences_about_the_order_follow_from_the_runs(kept):
     for place in ("mini", "prose"):
         for length in (256, 1024, 4096):
             assert min(PAPERS_TEN, key=lambda series: kept(f"{place} {length} {series}")) == SI
+    primary = [SI, "rope", "logn_p_rope", "alibi", "alibi slope_scale=4"]
+    for length in (512, 2048, 8192):
+        assert min(primary, key=lambda series: kept(f"far {length} {series}")) == SI
+    assert kept(f"far 512 {SI}") > kept(f"far 2048 {SI}") > kept(f"far 8192 {SI}")
     taus = {10.0: SI} | {tau: f"{SI} tau={tau:g}" for tau in (0.0390625, 0.15625, 0.625, 2.5, 40.0)}
     for place, length in {"mini": 256, "mini_1024": 1024, "mini_4096": 4096}.items():
         for factor in (1, 4, 16):

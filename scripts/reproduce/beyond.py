@@ -157,7 +157,7 @@ def draw_reach(study: Study, losses: dict, gains: dict):
     looks, panels = drawn_styles(study), []
     for title, xlabel, values in (
         ("loss on natural text", "sequence length (tokens)", losses),
-        ("copy gain on random tokens", "distance between the two copies (tokens)", gains),
+        ("copy gain on random tokens", "tokens between the two copies", gains),
     ):
         rows = sorted(summarise(samples(values), "series", "tokens"), key=lambda row: row["tokens"])
         lines = row_lines(rows, "series", "tokens", looks)

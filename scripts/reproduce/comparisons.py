@@ -142,13 +142,15 @@ def difference_cell(row: dict) -> str:
 def primary_rows(study: Study, losses: dict, measures: dict[str, dict[str, BySeed]]) -> list[dict]:
     """Return paired t-tests of scale-invariant p-RoPE against three rivals, with Holm's correction.
 
+    Two seeds are the least for a test. A test with fewer has p = 1 in the correction, and no row.
+
     losses: {(series, tokens): BySeed}. The ALiBi with the lowest loss at the training length is a rival.
     measures: {label: {series: BySeed}}.
     """
     alibis = {series: statistics.fmean(by_seed.values()) for series, by_seed in at(losses, study.base_length).items()
               if series.split(" ")[0] == "alibi"}  # fmt: skip
     rivals = ["rope", "logn_p_rope", *([min(alibis, key=alibis.get)] if alibis else [])]
-    rows = []
+    rows, tests = [], len(measures) * len(rivals)
     for measure, values in measures.items():
         for rival in rivals:
             ours, others = values.get(OURS, {}), values.get(rival, {})
@@ -159,7 +161,8 @@ def primary_rows(study: Study, losses: dict, measures: dict[str, dict[str, BySee
                 p = float(stats.ttest_1samp(differences, 0).pvalue) if stderr else float(mean == 0)
                 row = dict(measure=measure, rival=rival, difference=mean, stderr=stderr)
                 rows.append(row | dict(p=p, seeds=len(differences)))
-    return [row | dict(p_holm=p) for row, p in zip(rows, holm([row["p"] for row in rows]))]
+    corrected = holm([row["p"] for row in rows] + [1.0] * (tests - len(rows)))
+    return [row | dict(p_holm=p, tests=tests) for row, p in zip(rows, corrected)]
 
 
 def primary_comparisons(study: Study, losses: dict, measures: dict[str, dict[str, BySeed]], unit: str) -> list[str]:
@@ -170,7 +173,7 @@ def primary_comparisons(study: Study, losses: dict, measures: dict[str, dict[str
     table = [["minus", "measure", "seeds", "difference"]]
     table += [[series_name(row["rival"]), row["measure"], str(row["seeds"]), difference_cell(row)] for row in rows]
     text = f"{series_name(OURS)} (\u03c4 = 10) minus each rival, in {unit}: mean difference within seeds \u00b1 "
-    text += f"standard error. p: paired t-test after Holm's correction for {len(rows)} tests. ALiBi has the slopes "
-    text += f"with the lowest mean loss at {study.base_length}. These comparisons were fixed before the first run. "
-    text += "All others are exploratory."
+    text += f"standard error. p: paired t-test after Holm's correction for {rows[0]['tests']} tests. ALiBi has the "
+    text += f"slopes with the lowest mean loss at {study.base_length}. These comparisons were fixed before the first "
+    text += "run. All others are exploratory."
     return ["### Primary comparisons", text, markdown_table(table)]

@@ -15,7 +15,8 @@ from runtime.far_gain import CLASSES
 from scripts.reproduce.beyond import draw_reach, drawn_styles, reach_tables
 from scripts.reproduce.comparisons import primary_comparisons
 from scripts.reproduce.drawing import Line, Panel, draw_panels
-from scripts.reproduce.study import BySeed, Study, at
+from scripts.reproduce.study import BySeed, Study, at, samples
+from scripts.reproduce.tables import make_table
 from scripts.shared.looks import series_name
 from scripts.shared.runs import StoredRun, copy_gains, final_losses, measured
 from scripts.shared.tables import format_mean, markdown_table, mean_and_stderr
@@ -37,7 +38,11 @@ def far(study: Study) -> str:
     text += "length of context minus loss with 16, by the latest place where the 8 tokens before a token occur: more "
     text += "than a training length back (far), nearer, or nowhere. Mean \u00b1 standard error over seeds."
     figures = study.figure_markdown(), study.figure_markdown(f"{study.item}_time")
-    return "\n\n".join([text, *figures, copy_table(study), *reach_tables(study, losses, gains, GAP_RATIOS)])
+    late = samples(study.by_seed(lambda summary, method: late_losses(summary, method, T // 2)))
+    label, methods = f"loss from position {T // 2} on", [s for s in study.all_series if (s, T) in late]
+    late_table = make_table(study, {label: late}, [T, 4 * T, 16 * T], best=min, methods=methods)
+    tables = [copy_table(study), late_table, *reach_tables(study, losses, gains, GAP_RATIOS)]
+    return "\n\n".join([text, *figures, *tables])
 
 
 def training_tokens(study: Study) -> float:
@@ -48,6 +53,20 @@ def training_tokens(study: Study) -> float:
 def far_gains(summary: dict, method: str | None = None) -> dict[str, float]:
     """Return the far gain in nats by class of tokens. method: as in scripts.shared.runs.measured."""
     return measured(summary, "far_gain", method)
+
+
+def late_losses(summary: dict, method: str | None, first: int) -> dict[int, float]:
+    """Return the loss by validation length, in nats a token, at the positions from `first`, a power of 2, on.
+
+    A longer text has fewer tokens with a short context, so its mean loss falls even if far tokens do not help.
+    """
+    late = {}
+    for length, octaves in measured(summary, "val_loss_by_position", method).items():
+        sizes = [2**k for k in range(len(octaves) - 1)]  # of the octaves from position 1 on
+        skipped = first.bit_length() - 1
+        if sizes[skipped:]:
+            late[int(length)] = float(np.average(octaves[1 + skipped :], weights=sizes[skipped:]))
+    return late
 
 
 def copy_curves(study: Study) -> dict[str, dict[int, list]]:

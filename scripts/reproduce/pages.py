@@ -6,6 +6,7 @@ A template names each number in braces, with its format: {loss mini 4096 rope:.3
 their difference, within the seeds that both have. The format "p" is for p-values. Numbers are means over seeds:
 
     loss PLACE LENGTH SERIES         validation loss in nats per token
+    late PLACE LENGTH SERIES         the same at positions from half of the training length on
     copy PLACE GAP SERIES            copy gain of random tokens in nats
     far_gain far CLASS SERIES        far gain in nats of a class of tokens
     time far SERIES                  time to copy in millions of training tokens, of the runs that copy
@@ -24,6 +25,7 @@ and GAP are in tokens. The p-values are the ones in PLACE's tables.md.
 
 import argparse
 import collections
+import functools
 import re
 import string
 from pathlib import Path
@@ -70,10 +72,11 @@ def kept_numbers() -> dict[str, dict[int, float]]:
         for stored in read_runs(file):
             place = "prose" if file.parent.name == "prose" else stored.line["preset"]
             series, seed, needle = series_label(stored.config), stored.config.seed, stored.needle or {}
-            kinds = [("copy", series, copy_gains(stored.summary)), ("needle", series, needle.get("greedy", {}))]
-            kinds += [("far_gain", series, far.far_gains(stored.summary))]
-            kinds += [("loss", series, final_losses(stored.summary))]
-            kinds += [("loss", method, final_losses(stored.summary, method)) for method in stored.config.validate_as]
+            late = functools.partial(far.late_losses, first=stored.config.train_length // 2)
+            kinds = [("needle", series, needle.get("greedy", {}))]
+            for method in (None, *stored.config.validate_as):
+                measures = dict(loss=final_losses, copy=copy_gains, far_gain=far.far_gains, late=late)
+                kinds += [(kind, method or series, read(stored.summary, method)) for kind, read in measures.items()]
             for kind, label, values in kinds:
                 for tokens, value in values.items():
                     found[f"{kind} {place} {tokens} {label}"][seed] = value
