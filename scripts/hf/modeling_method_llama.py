@@ -1,7 +1,4 @@
-"""A converted Llama model (convert.py) as a folder that transformers loads without this repository.
-
-The folder holds this file and all modules that it imports from the repository, side by side (modules.py).
-"""
+"""A converted Llama model (convert.py) that transformers loads without this repository (modules.py)."""
 
 from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -18,7 +18,7 @@ from scripts.reproduce.drawing import Line, Panel, draw_panels
 from scripts.reproduce.study import BySeed, Study, at, samples
 from scripts.reproduce.tables import make_table
 from scripts.shared.looks import series_name
-from scripts.shared.runs import StoredRun, copy_gains, final_losses, measured
+from scripts.shared.runs import copy_gains, final_losses, measured
 from scripts.shared.tables import format_mean, markdown_table, mean_and_stderr
 
 THRESHOLD = 1.0  # nats
@@ -60,21 +60,18 @@ def late_losses(summary: dict, method: str | None, first: int) -> dict[int, floa
 
     A longer text has fewer tokens with a short context, so its mean loss falls even if far tokens do not help.
     """
-    late = {}
-    for length, octaves in measured(summary, "val_loss_by_position", method).items():
-        sizes = [2**k for k in range(len(octaves) - 1)]  # of the octaves from position 1 on
-        skipped = first.bit_length() - 1
-        if sizes[skipped:]:
-            late[int(length)] = float(np.average(octaves[1 + skipped :], weights=sizes[skipped:]))
-    return late
+    octaves = measured(summary, "val_loss_by_position", method)  # entry k covers positions 2^(k-1) .. 2^k - 1
+    late = {int(length): losses[first.bit_length() :] for length, losses in octaves.items()}
+    return {n: float(np.average(means, weights=2 ** np.arange(len(means)))) for n, means in late.items() if means}
 
 
 def copy_curves(study: Study) -> dict[str, dict[int, list]]:
-    """Return the copy_curve at a gap of T / 8 of each series and seed."""
-    curves = collections.defaultdict(dict)
+    """Return the pairs (M training tokens, copy gain of random spans at a gap of T / 8) of each series and seed."""
+    curves, gap = collections.defaultdict(dict), study.base_length // 8
     for run, stored in study.finished:
-        for series in study.series(run):
-            curves[series][run.config.seed] = copy_curve(stored, study.base_length // 8)
+        gains = [(record["step"], copy_gains(record)) for record in stored.validations()]
+        curve = [(step * run.config.batch_tokens / MILLION, nats[gap]) for step, nats in gains if nats]
+        curves |= {series: curves[series] | {run.config.seed: curve} for series in study.series(run)}
     return curves
 
 
@@ -84,15 +81,8 @@ def times_to_copy(study: Study) -> dict[str, dict[int, float | None]]:
     return {series: {seed: time_to_copy(curve) for seed, curve in found.items()} for series, found in curves.items()}
 
 
-def copy_curve(stored: StoredRun, gap: int) -> list[tuple[float, float]]:
-    """Return the pairs (million training tokens, copy gain of random spans at this gap) of a run's validations."""
-    tokens = stored.config.batch_tokens
-    gains = [(record["step"] * tokens / MILLION, copy_gains(record)) for record in stored.validations()]
-    return [(x, by_gap[gap]) for x, by_gap in gains if by_gap]
-
-
 def time_to_copy(curve: list[tuple[float, float]]) -> float | None:
-    """Return where a curve of copy_curve first passes the threshold, by linear interpolation, or None."""
+    """Return where a curve of copy_curves first passes the threshold, by linear interpolation, or None."""
     for (before, low), (after, high) in zip(curve, curve[1:]):
         if high > THRESHOLD:
             return before + (after - before) * max(0.0, THRESHOLD - low) / (high - low) if low < THRESHOLD else before

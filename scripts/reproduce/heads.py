@@ -16,6 +16,7 @@ from runtime.checkpoint import list_checkpoints, load_checkpoint
 from runtime.copy_gain import SPAN, SPANS, copy_sequences
 from scripts.evaluate import load_run, open_validation_text
 from scripts.reproduce.drawing import Line, Panel, draw_panels
+from scripts.reproduce.far import MILLION
 from scripts.reproduce.logits import iterate_layers
 from scripts.reproduce.study import Study
 from scripts.shared.looks import plot_styles, series_label, series_name
@@ -23,7 +24,6 @@ from scripts.shared.tables import markdown_table
 
 METHODS = ("rope", "logn_p_rope", "alibi slope_scale=4", OURS)
 GAP = 64  # tokens between the copies
-MILLION = 1e6
 FORMED = 0.3  # score at which the table calls a head formed
 
 

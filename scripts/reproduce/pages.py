@@ -23,7 +23,6 @@ PLACE is a preset, or prose: the preset mini on prose. SERIES is a label of scri
 and GAP are in tokens. The p-values are the ones in PLACE's tables.md.
 """
 
-import argparse
 import collections
 import functools
 import re
@@ -121,7 +120,5 @@ def make_pages() -> dict[Path, str]:
 
 
 if __name__ == "__main__":
-    raw = argparse.RawDescriptionHelpFormatter
-    argparse.ArgumentParser("python -m scripts.reproduce.pages", description=__doc__, formatter_class=raw).parse_args()
     for path, text in make_pages().items():
         replace_text(path, text)
