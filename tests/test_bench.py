@@ -115,3 +115,18 @@ def test_step_reports_its_measurements(tmp_path, capsys):
     for row, times in zip(rows, record["seconds"].values(), strict=True):
         assert float(row[3].replace(",", "")) == pytest.approx(96 / sorted(times)[1], abs=1)
         assert row[7].strip() == protocol.ratio_cell(times, record["seconds"]["p_rope"])
+
+
+@pytest.mark.parametrize("arguments, field", [
+    ("attention --device cpu --lengths 0", "--lengths"),
+    ("attention --device cpu --variants sdpa:nothing", "nothing"),
+    ("step no_such_preset p_rope", "no_such_preset"),
+    ("step quickstart no_such_method --device cpu", "no_such_method"),
+    ("step quickstart p_rope p_rope/batch_tokens=512 --device cpu", "batch_tokens"),
+    ("step quickstart --rounds 0 --device cpu", "--rounds"),
+    ("step quickstart --wide 1", "--wide"),
+])  # fmt: skip
+def test_a_mistake_is_exit_code_2_and_names_the_field(arguments, field, capsys):
+    assert command(*arguments.split()) == 2
+    message = capsys.readouterr().err
+    assert field in message and message.count("\n") == 1
