@@ -61,8 +61,8 @@ class Config:
     method_options: dict[str, OptionValue] = dataclasses.field(default_factory=dict)
     """Options of the method that differ from its paper's. Example: --method_options tau 3 base 64."""
     position_scale: float = setting(1.0, at_least=1e-9, below=1e10)
-    """Multiplies the rotary base and 1/slope of ALiBi where method_options does not set them. The paper's values are
-    for 4096 tokens; 1/16 fits them to 256. Tau is 10 tokens at every training length, as in the paper."""
+    """Multiplies the rotary base and 1/slope of ALiBi where method_options does not set them. The paper has
+    the same base at 4k, 16k and 64k. We take its values as fit for 4096, so 1/16 fits 256. It does not change tau."""
     validate_as: tuple[str, ...] = setting((), mathematics=False)
     """Methods that train identically, to validate the same weights with. Example for rope: rope_ntk yarn."""
     vocab_size: int = setting(50304, at_least=1, below=2**24)

@@ -8,8 +8,9 @@
 The model predicts the last line, the response. It has the needles in order of appearance. The haystack is first cut to
 its length. Then each needle goes to a uniformly random place between two haystack tokens, so needles do not overlap.
 
-We chose four points that the paper leaves open. A needle has a newline on both sides. The response is tokenised by
-itself after one newline. Cities are distinct within an example. Numbers are uniform over all numbers of seven digits.
+The paper leaves more open, and these choices are ours. A needle has a newline on both sides. The response is tokenised
+by itself after one newline, ends with <|endoftext|>, and counts to the length. A question does not come before it.
+Cities are distinct within an example. Numbers are uniform over all numbers of seven digits. The optimizers begin anew.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""The GPT of modded-nanogpt's record #8 (Keller Jordan et al., 2024-11-03), the paper's base model.
+"""The GPT of modded-nanogpt's record #8 (Keller Jordan et al., 2024-11-03). The paper names "a modded-nanogpt variant".
 
 tokens -> embedding -> norm -> layers x { x += attention(norm(x)); x += mlp(norm(x)) } -> norm -> head
 

@@ -18,16 +18,17 @@ def rope_frequencies(head_dim, base=10000.0):
     return base ** (-2 * k / head_dim)
 
 
-def half_truncate_frequencies(head_dim, base=1024.0):
-    """D/4 frequencies from 1 down to 1/base, in equal ratios, and D/4 pairs that never turn (modded-nanogpt #17)."""
-    turning = base ** -torch.linspace(0, 1, head_dim // 4, dtype=torch.float64)
-    return torch.cat([turning, torch.zeros_like(turning)])
+def half_truncate_frequencies(head_dim, base=1024.0, share=0.5):
+    """share D/2 frequencies from 1 down to 1/base, in equal ratios; the other pairs stay (modded-nanogpt #17)."""
+    turning = round(share * head_dim / 2)
+    theta = [base ** (-k / max(turning - 1, 1)) if k < turning else 0.0 for k in range(head_dim // 2)]
+    return torch.tensor(theta, dtype=torch.float64)
 
 
-def barbero_frequencies(head_dim, base=10000.0, proportion=0.5):
-    """RoPE whose first floor(p D/2) pairs turn; the others stay (Barbero et al. 2025)."""
+def barbero_frequencies(head_dim, base=10000.0, share=0.5):
+    """RoPE whose first share D/2 pairs turn; the others stay (Barbero et al. 2025)."""
     theta = rope_frequencies(head_dim, base)
-    theta[math.floor(proportion * head_dim / 2):] = 0
+    theta[math.floor(share * head_dim / 2):] = 0
     return theta
 
 
@@ -47,14 +48,14 @@ def yarn_frequencies(head_dim, s, train_length, base=10000.0, beta_fast=32.0, be
     return theta / s * ramp + theta * (1 - ramp)
 
 
-def rotation(name, head_dim, train_length, target_length, *, base=None, form="half_truncate", proportion=0.5,
+def rotation(name, head_dim, train_length, target_length, *, base=None, form="half_truncate", share=0.5,
              factor=None, beta_fast=32.0, beta_slow=1.0, temperature=True):
     """Return a method's frequencies, and the gain on its cos and sin (YaRN's temperature: 0.1 ln s + 1)."""
     s = (factor or target_length / train_length) if target_length > train_length else 1.0
     if name.endswith("p_rope") and form == "half_truncate":
-        return half_truncate_frequencies(head_dim, base or 1024.0), 1.0
+        return half_truncate_frequencies(head_dim, base or 1024.0, share), 1.0
     if name.endswith("p_rope"):
-        return barbero_frequencies(head_dim, base or 10000.0, proportion), 1.0
+        return barbero_frequencies(head_dim, base or 10000.0, share), 1.0
     if name.endswith("ntk"):
         return ntk_frequencies(head_dim, s, base or 10000.0), 1.0
     if name == "yarn":

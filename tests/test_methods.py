@@ -21,7 +21,8 @@ NAMES = ["rope", "p_rope", "nope", "rope_ntk", "yarn", "logn_rope", "logn_p_rope
 CASES = [(name, {}) for name in NAMES] + [
     ("rope", dict(base=100.0)),
     ("p_rope", dict(base=64.0)),
-    ("p_rope", dict(form="barbero", base=500.0)),
+    ("p_rope", dict(form="barbero", base=500.0, share=0.75)),
+    ("p_rope", dict(share=0.25)),
     ("rope_ntk", dict(factor=3.0)),
     ("yarn", dict(base=500.0)),
     ("yarn", dict(factor=3.0)),

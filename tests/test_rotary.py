@@ -42,9 +42,10 @@ def test_rope_and_p_rope_turn_at_the_published_frequencies():
     theta, _ = turning(make("p_rope"), 65536)
     assert_close(theta[:32], torch.tensor([1024 ** (-k / 31) for k in range(32)]).double(), rtol=1e-5, atol=0)
     assert theta[32:].abs().max() == 0
-    barbero, _ = turning(make("p_rope", form="barbero"), 4096)
     rope, _ = turning(make("rope"), 4096)
-    assert_close(barbero, torch.where(torch.arange(64) < 32, rope, 0.0), rtol=0, atol=0)
+    for share in (0.5, 0.75):
+        barbero, _ = turning(make("p_rope", form="barbero", share=share), 4096)
+        assert_close(barbero, torch.where(torch.arange(64) < 64 * share, rope, 0.0), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name, options, target_length, base", [

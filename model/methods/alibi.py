@@ -3,7 +3,7 @@
 slope_h = 2^-exponent_h for head h = 0..H-1. Let n be the largest power of two up to H. The official exponents of the
 first n heads are 8 (h + 1) / n. The other heads have every second exponent of 2 n heads, as in the authors' code
 (ofirpress/attention_with_linear_biases). The geometric exponents are 8 (h + 1) / H, as in FlexAttention's blog post and
-attention-gym.
+attention-gym. Anson et al. 2025 do not say which of the two their 6 heads have.
 """
 
 import torch

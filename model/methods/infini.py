@@ -4,8 +4,9 @@ and a linear-attention memory A_mem of all earlier segments. Each head learns a 
     A_mem = sigma(Q) M / (sigma(Q) z),   sigma = ELU + 1,   output = sigmoid(beta) A_mem + (1 - sigmoid(beta)) A_dot,
     M <- M + sigma(K)^T V,   z <- z + sum sigma(K).
 
-This paper and Anson et al. 2025 leave four points open. Here the memory uses q and k without position encoding. The
-first segment uses softmax attention alone. Gradients flow through the memory, which is float32. beta starts at 0.
+As in that paper, the memory uses q and k without position encoding, and gradients flow through it. Anson et al. 2025
+give no settings. Ours: N (see below), the linear update, softmax attention alone in the first segment, beta = 0 at the
+start, and a memory in float32.
 """
 
 import torch

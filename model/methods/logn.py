@@ -1,8 +1,9 @@
 """LogN scaling, also called SSMax (Nakanishi 2025, arXiv 2501.19399): logits times s log n.
 
 Each head of each layer learns s. Query i sees n = i + 1 keys. The factor depends on the query alone, so we multiply q
-by it. Then the method runs on any attention kernel, and autograd computes the gradient of s. The paper does not state
-the initial s. Ours makes the mean factor over the training length 1 (s = 0.1366 at 4096).
+by it. Then the method runs on any attention kernel, and autograd computes the gradient of s. Anson et al. 2025 state
+neither whether n is the position or the length of the text, nor the initial s. Our s makes the mean factor over the
+training length 1 (s = 0.1366 at 4096).
 """
 
 import torch

@@ -1,8 +1,8 @@
 """p-RoPE: RoPE without its low frequencies (Barbero et al. 2024, arXiv 2410.06205).
 
-The paper gives "an effective base of 1024". That is the half-truncated form of modded-nanogpt (record #17, by
-@YouJiacheng). It has d/4 frequencies from 1 down to 1/1024 in equal ratios, then d/4 pairs that do not rotate.
-Barbero's form keeps the faster half of RoPE's frequencies, and the other pairs do not rotate.
+The paper gives "an effective base of 1024". We read this as the half-truncated form of modded-nanogpt (record #17, by
+@YouJiacheng): d/4 frequencies from 1 down to 1/1024 in equal ratios, then d/4 pairs that do not rotate. Barbero's form
+keeps the fastest of RoPE's frequencies, and the other pairs do not rotate. Its best share in their paper is 0.75.
 """
 
 import torch
@@ -14,14 +14,17 @@ DEFAULT_BASE = {"half_truncate": 1024.0, "barbero": 10_000.0}
 
 
 class PRoPE(RoPE):
-    def __init__(self, num_heads, head_dim, train_length, base: float | None = None, form: str = "half_truncate"):
+    def __init__(
+        self, num_heads, head_dim, train_length, base: float | None = None, form: str = "half_truncate",
+        share: float = 0.5,
+    ):  # fmt: skip
+        """share: of the pairs that rotate."""
         require(form in DEFAULT_BASE, f"form of p-RoPE is {form!r}. Use {' or '.join(DEFAULT_BASE)}.")
-        possible = form != "half_truncate" or head_dim % 4 == 0
-        require(
-            possible, f"head_dim (model_dim / num_heads) is {head_dim}. The half_truncate form needs a multiple of 4."
-        )
+        pairs, possible = share * (head_dim // 2), range(1, head_dim // 2 + 1)
+        problem = f"{pairs:g} of {head_dim // 2} pairs would rotate, for share {share} and head_dim {head_dim}"
+        require(pairs in possible, f"{problem}. Use another share, or another head_dim (model_dim / num_heads).")
         super().__init__(num_heads, head_dim, train_length, DEFAULT_BASE[form] if base is None else base)
-        self.form = form
+        self.form, self.pairs = form, int(pairs)
 
     @classmethod
     def scaled_defaults(cls, scale, given):
@@ -29,7 +32,7 @@ class PRoPE(RoPE):
 
     def frequencies(self, target_length):
         if self.form == "half_truncate":
-            rotated = self.base ** -torch.linspace(0, 1, self.head_dim // 4, dtype=torch.float64)
+            rotated = self.base ** -torch.linspace(0, 1, self.pairs, dtype=torch.float64)
         else:
-            rotated = self.geometric(self.base)[: self.head_dim // 4]
+            rotated = self.geometric(self.base)[: self.pairs]
         return torch.nn.functional.pad(rotated, (0, self.head_dim // 2 - len(rotated))), 1.0

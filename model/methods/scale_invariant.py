@@ -1,8 +1,8 @@
 """Scale-invariant attention (Anson, Wang and Aitchison 2025, arXiv 2505.17083), the paper of this repository.
 
 Let E[exp(L_t)] and E[exp(L_t) L_t] fall as 1 / (t/tau + 1). Then all ranges of distances [t, t Delta) with t far above
-tau get the same total attention, with the same unnormalised sparsity. For Gaussian scores and a_0 = 1, m_0 = 0, the
-solution is (eq:gaussian_at, eq:gaussian_mt):
+tau get the same expected total of unnormalised attention, and the same expected unnormalised sparsity. For scores that
+are N(0, 1), and a_0 = 1, m_0 = 0, the solution is (eq:gaussian_at, eq:gaussian_mt):
 
     a_t = sqrt(1 + 2 log(1 + t/tau)),    m_t = 1 - a_t^2 = -2 log(1 + t/tau).
 """
@@ -15,7 +15,7 @@ from torch import nn
 from errors import require
 from model.methods.base import ScoreChange
 
-TAU = 10.0  # in tokens; the paper uses it at every training length
+TAU = 10.0  # in tokens; the paper chose it at a training length of 4096 and names no other value
 TERMS = ("both", "a", "m")
 
 

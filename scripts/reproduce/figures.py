@@ -83,8 +83,7 @@ def curve_figure(
             lines.append(Line(dict(color="0.6", linestyle="--"), [0, last], [3.28, 3.28]))
         for zoomed, panels in enumerate(grid):
             panels.append(Panel(title + (" (zoom)" if zoomed else ""), lines, limits(shown, bool(zoomed))))
-    height = 1.75 if zoom else 2.2
-    draw_panels(study.figure_path(), grid, x="training step", y="nats a token", height=height, bands=True)
+    draw_panels(study.figure_path(), grid, x="training step", y="nats a token", height=2.2 - 0.45 * zoom, bands=True)
     if baseline and study.scale != "paper":
         study.notes.append("The paper's dashed line at 3.28 is left out, because it belongs to the paper's scale.")
     several = any(row["seeds"] > 1 for row in rows)
@@ -97,9 +96,8 @@ def curve_figure(
 def curve_lines(rows: list[dict], looks: dict) -> list[Line]:
     """Return the lines of a panel of validation curves. Open circles mark validation on part of the tokens."""
     full = max((row["val_tokens"] for row in rows), default=0)
-    lines = []
-    for line in row_lines(rows, "series", "step", looks):
-        lines.append(line._replace(look=line.look | dict(markevery=max(1, len(line.xs) // 6))))
+    lines = row_lines(rows, "series", "step", looks)
+    lines = [line._replace(look=line.look | dict(markevery=max(1, len(line.xs) // 6))) for line in lines]
     for series, look in looks.items():
         partial = [row for row in rows if row["series"] == series and row["val_tokens"] < full]
         steps, means = [row["step"] for row in partial], [row["mean"] for row in partial]

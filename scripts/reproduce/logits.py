@@ -2,7 +2,7 @@
 
     attention_profile    Entropy and local attention in growing contexts, for the bottom row of figure_entropy.
     layer_scores         Scores S = q.k / sqrt(d) of each layer and head. The theory assumes N(0, 1).
-    figure_qq            QQ plots of the paper's last appendix, from the files of scripts.logit_statistics.
+    figure_qq            QQ plots of the paper's appendix on Gaussianity, from the files of scripts.logit_statistics.
 
 scripts.evaluate.load_run reads a model and its configuration.
 """
@@ -33,8 +33,7 @@ from scripts.shared.tables import markdown_table
 
 FORMS = {False: "without rotation", True: "with rotation"}
 FOLDER = "logit_statistics"  # in the folder of the runs; it has one folder per model
-# The paper's models, by folder: title, and name on the hub. The paper gives only the sizes of its Llama models. Among
-# the models that it cites, only Llama 3.2 has 1B parameters. The release of 8B is our choice.
+# The paper's models, by folder: title, and name on the hub. The paper gives sizes alone; the releases are our choice.
 PAPERS_MODELS = {
     "Llama-3.2-1B": ("Llama 1B", "meta-llama/Llama-3.2-1B"),
     "Llama-3.1-8B": ("Llama 8B", "meta-llama/Llama-3.1-8B"),

@@ -8,8 +8,8 @@ their difference, within the seeds that both have. The format "p" is for p-value
     loss PLACE LENGTH SERIES         validation loss in nats per token
     late PLACE LENGTH SERIES         the same at positions from half of the training length on
     copy PLACE GAP SERIES            copy gain of random tokens in nats
-    far_gain far CLASS SERIES        far gain in nats of a class of tokens
-    time far SERIES                  time to copy in millions of training tokens, of the runs that copy
+    far_gain PLACE CLASS SERIES      far gain in nats of a class of tokens
+    time PLACE SERIES                time to copy in millions of training tokens, of the runs that copy
     needle PLACE LENGTH SERIES       share of needles found by greedy decoding
     tokens PLACE SERIES              training tokens; also: parameters, val_tokens
     stderr NAME [- NAME]             standard error over seeds of one of these numbers, or of their difference
@@ -19,8 +19,8 @@ their difference, within the seeds that both have. The format "p" is for p-value
     p time far SERIES                the same for times to copy; p far far SERIES: for far gains of the class far
     paper TABLE LENGTH SERIES        a number of the paper
 
-PLACE is a preset, or prose: the preset mini on prose. SERIES is a label of scripts.shared.looks.series_label. LENGTH
-and GAP are in tokens. The p-values are the ones in PLACE's tables.md.
+PLACE is a preset, or a key of CHANGES. SERIES is a label of scripts.shared.looks.series_label. LENGTH and GAP
+are in tokens. The p-values are the ones in PLACE's tables.md.
 """
 
 import collections
@@ -41,6 +41,7 @@ from scripts.shared.runs import copy_gains, final_losses, read_runs
 from scripts.shared.tables import mean_and_stderr
 
 TEMPLATES, RESULTS = Path(__file__).with_name("templates"), Path(__file__).parents[2] / "results"
+CHANGES = dict(prose={"data_dir": "data/books"}, far_books={"data_dir": "data/books_far"})  # folder of results/: fields
 
 
 class Page(string.Formatter):
@@ -69,7 +70,7 @@ def kept_numbers() -> dict[str, dict[int, float]]:
     found = collections.defaultdict(dict)
     for file in [*sorted(RESULTS.glob("*/runs.jsonl")), RESULTS / "quickstart.jsonl"]:
         for stored in read_runs(file):
-            place = "prose" if file.parent.name == "prose" else stored.line["preset"]
+            place = file.parent.name if file.parent.name in CHANGES else stored.line["preset"]
             series, seed, needle = series_label(stored.config), stored.config.seed, stored.needle or {}
             late = functools.partial(far.late_losses, first=stored.config.train_length // 2)
             kinds = [("needle", series, needle.get("greedy", {}))]
@@ -82,16 +83,17 @@ def kept_numbers() -> dict[str, dict[int, float]]:
             assert seed not in found[f"tokens {place} {series}"], f"{stored.path}: two kept runs have this name"
             for field in ("tokens", "parameters", "val_tokens"):
                 found[f"{field} {place} {series}"][seed] = stored.line[field]
-    for series, times in far.times_to_copy(open_study("far", "far", "far")).items():
-        found[f"time far {series}"] = {seed: time for seed, time in times.items() if time is not None}
+    for place in ("far", "far_books"):
+        for series, times in far.times_to_copy(open_study("far", "far", place)).items():
+            found[f"time {place} {series}"] = {seed: time for seed, time in times.items() if time is not None}
     return found
 
 
 def p_values() -> dict[str, float]:
     """Return the p-values of the comparisons in tables.md, by name."""
     found = {}
-    for place, changes in (("mini", {}), ("prose", dict(data_dir="data/books"))):
-        study = open_study("table_losses", "mini", place, changes)
+    for place in ("mini", "prose"):
+        study = open_study("table_losses", "mini", place)
         losses, lengths = read_losses(study)
         for row in differences(losses, OURS, lengths, trained_methods(study)):
             found[f"p loss {place} {row['length']} {row['series']}"] = row["p_holm"]
@@ -103,8 +105,9 @@ def p_values() -> dict[str, float]:
     return found
 
 
-def open_study(item: str, scale: str, place: str, changes: dict = {}) -> Study:
-    return Study(item, scale, RESULTS / place, read_runs(RESULTS / place / "runs.jsonl"), changes=changes)
+def open_study(item: str, scale: str, place: str) -> Study:
+    stored = read_runs(RESULTS / place / "runs.jsonl")
+    return Study(item, scale, RESULTS / place, stored, changes=CHANGES.get(place, {}))
 
 
 def make_pages() -> dict[Path, str]:
