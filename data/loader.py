@@ -45,19 +45,22 @@ def rank_sequences(batch_tokens: int, length: int, rank: int, world_size: int) -
 
 
 def micro_batch_size(batch_tokens: int, length: int, micro_batch_tokens: int, world_size: int, rank: int = 0) -> int:
-    """Return the sequences of a micro-batch: the largest divisor of a rank's share that fits micro_batch_tokens."""
+    """Return the sequences of a micro-batch: as few micro-batches as micro_batch_tokens allows, of nearly equal size.
+
+    The last micro-batch of a rank may be smaller.
+    """
     share = len(rank_sequences(batch_tokens, length, rank, world_size))
     largest = max(1, micro_batch_tokens // length)
-    return next(size for size in range(min(share, largest), 0, -1) if share % size == 0)
+    return math.ceil(share / math.ceil(share / largest))
 
 
 class TrainLoader:
     """Iterates over steps: `next(loader)` returns the list of micro-batches of one step for one rank.
 
     A step has `batch_tokens // length` sequences in stream order. Rank r has the r-th contiguous share, cut in order
-    into micro-batches of `micro_batch_size` sequences. `length`: tokens, or a function from a step to tokens. Step 0
-    begins at token `first_token` of the stream. The first `next` returns step `start_step`. A thread reads `prefetch`
-    steps ahead, and `next` raises its errors. Copies to a CUDA device are asynchronous, from pinned memory.
+    into micro-batches of up to `micro_batch_size` sequences. `length`: tokens, or a function from a step to tokens.
+    Step 0 begins at token `first_token` of the stream. The first `next` returns step `start_step`. A thread reads
+    `prefetch` steps ahead, and `next` raises its errors. Copies to a CUDA device are asynchronous, from pinned memory.
 
     Raise ValueError as rank_sequences does, and for a token outside `vocab_size`.
     """

@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from errors import UserError
+from errors import UserError, require
 from files import replace_file
 from runtime.processes import World
 
@@ -25,7 +25,7 @@ class Progress:
 
     step: int = 0  # completed optimizer steps
     first_token: int = 0  # position of step 0 in the training text; more than 0 after --init_from
-    seconds: float = 0.0  # training time, without validations and checkpoints
+    seconds: float = 0.0  # training time, without validations, checkpoints and the first step of each length
     skipped: int = 0  # steps without an update, because loss or gradients were not finite
     wandb_id: str | None = None
     rng: list[dict] = dataclasses.field(default_factory=list)  # state of the random generators, by rank
@@ -72,8 +72,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
     Raise DamagedCheckpoint, a ValueError, when the checksum is wrong.
     """
-    content = memoryview(path.read_bytes())
-    archive, checksum = content[:-CHECKSUM_BYTES], content[-CHECKSUM_BYTES:]
+    content = path.read_bytes()  # BytesIO does not copy bytes
+    archive, checksum = memoryview(content)[:-CHECKSUM_BYTES], content[-CHECKSUM_BYTES:]
     if checksum != f"crc32 {zlib.crc32(archive):08x}\n".encode():
         raise DamagedCheckpoint(f"{path} is damaged. Delete it to use the previous checkpoint.")
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
@@ -82,9 +82,12 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 def load_newest(folder: Path, world: World) -> tuple[Path | None, dict[str, Any], list[Path]]:
     """Return the newest checkpoint that every rank can read, its state, and the paths of newer damaged checkpoints.
 
-    The path is None if the folder has no checkpoint. All ranks call this. Raise DamagedCheckpoint if all are damaged.
+    The path is None if the folder has no checkpoint. All ranks call this. Raise DamagedCheckpoint if all are damaged,
+    and ValueError if ranks see different files, such as machines without a common disk.
     """
-    damaged = []
+    damaged, names = [], [path.name for path in list_checkpoints(folder)]
+    same = all(others == names for others in world.gather(names))
+    require(same, f"Ranks see different checkpoints in {folder}. Use a disk that all machines share.")
     for path in list_checkpoints(folder):
         try:
             state = load_checkpoint(path)

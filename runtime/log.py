@@ -36,6 +36,7 @@ class RunLog:
         self.flops_per_token = training_flops_per_token(config)
         self._pending = None  # step, learning rates, numbers (still being copied), copy's event, time of the call
         self._step_seconds: list[float] = []
+        self._compiled: set[int] = set()  # sequence lengths that this process has trained on
         self._last_line, self._clock = -math.inf, time.monotonic()
         if folder is None:
             return
@@ -125,7 +126,10 @@ class RunLog:
                 return problem
             progress.skipped += 1
             self.print(f"{problem}. The step is skipped, {progress.skipped} so far.")
-        progress.seconds += elapsed
+        length = config.length_at(step - 1)
+        if length in self._compiled:  # the first step of a length compiles the model
+            progress.seconds += elapsed
+        self._compiled.add(length)
         self._step_seconds.append(elapsed)
         rate = config.batch_tokens / elapsed
         record = {"step": step, "tokens": step * config.batch_tokens, "train_loss": loss, "grad_norm": grad_norm}
@@ -140,7 +144,7 @@ class RunLog:
         if time.monotonic() - self._last_line > SECONDS_A_LINE:
             self._last_line = time.monotonic()
             speed = f"{rate:,.0f} tokens/s"
-            if len(self._step_seconds) > 2:  # the first step compiles the model
+            if len(self._step_seconds) > 2:
                 minutes = (config.steps - step) * statistics.median(self._step_seconds) / 60
                 speed += f"  {minutes:.1f} min left"
             self.print(f"step {step}/{config.steps}  training loss {loss:.4f}  {speed}")

@@ -3,11 +3,13 @@
 train_gpt.py makes four calls: `restore`, `save_or_stop`, `validate_or_stop` and `log_step`.
 """
 
+import dataclasses
 import gc
 import math
 import os
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from configs.config import Config, describe_differences
 from data.shards import TokenStream, tokenizer_of
 from errors import UserError, require
+from files import replace_text
 from model.gpt import GPT, Plans
 from optim.sharded import Optimizers
 from runtime.build import config_of
@@ -41,7 +44,14 @@ class Run:
         self, config: Config, world: World, model: GPT, optimizers: Optimizers, plans: dict[int, Plans],
         train_text: TokenStream, val_text: TokenStream, compile_note: str,
     ):  # fmt: skip
-        """plans: by training length. compile_note: "on", or "off" and why. Raise ValueError as RunFolder does."""
+        """plans: by training length. compile_note: "on", or "off" and why. All ranks call this.
+
+        Raise ValueError as RunFolder does, and if only some ranks can compile.
+        """
+        notes = world.gather(compile_note)
+        other = next((rank for rank, note in enumerate(notes) if note != notes[0]), 0)
+        problem = f"torch.compile is {notes[0]} on rank 0, and {notes[other]} on rank {other}"
+        require(other == 0, f"{problem}. Repair the machine where it is off, or use --compile off.")
         self.config, self.world, self.model, self.optimizers = config, world, model, optimizers
         self.plans, self.train_text, self.compile_note = plans, train_text, compile_note
         self.path, self.progress = Path(config.runs_dir) / config.name, Progress()
@@ -150,6 +160,11 @@ class Run:
                 self._finish()
         except Exception as failure:
             error = failure
+        failure = error and describe_failure(error)
+        lost_rank = failure and failure[0] == 1
+        if error is not None and self.log is not None and self.stop.signal_name is None and not lost_rank:
+            with suppress(OSError):  # torchrun now stops the other ranks, and rank 0 then calls the run interrupted
+                replace_text(self.path / "failed", f"{error}\n")
         if self.folder is not None:
             if error is not None and self.log is None and self.folder.is_new:  # restore failed, so the folder is empty
                 shutil.rmtree(self.path, ignore_errors=True)
@@ -160,7 +175,7 @@ class Run:
             print(f"error: {error}", file=sys.stderr, flush=True)
             raise SystemExit(2) from error
         if error is not None:
-            if failure := describe_failure(error):
+            if failure:
                 code, line = failure
                 print(f"error: {line}", file=sys.stderr, flush=True)
                 os._exit(code)  # a normal exit would wait for lost ranks, and wandb would fail on the full disk again
@@ -229,6 +244,7 @@ class Run:
         if self.folder is not None:
             state |= {"progress": vars(self.progress), "config": self.config.to_dict()}
             state |= {"model": self.model.state_dict(), "fingerprint": self.data["train"]}
+            state |= {"tokenizer": self.data["tokenizer"]}
             save_checkpoint(self.folder.checkpoints, self.progress.step, state, keep=self.config.keep)
         self.saved_step = self.progress.step
 
@@ -237,9 +253,9 @@ class Run:
         config = self.config
         changes = describe_differences(config, config_of(state["config"], type(config)))
         require(not changes, f"{checkpoint} was trained with {changes}. Pass the old values, or choose another --name.")
+        self._continue_from(Progress(**state["progress"]))
         same_data = state["fingerprint"] == self.data["train"]
         require(same_data, f"{checkpoint} was trained on other data than {config.data_dir}. Choose another --name.")
-        self.progress = Progress(**state["progress"])
         self.model.load_state_dict(state["model"])
         self.optimizers.load_parameters()
         self.optimizers.load_state_dict(state["optimizers"])
@@ -258,7 +274,15 @@ class Run:
         for field in ("vocab_size", "num_layers", "num_heads", "model_dim"):
             value = state["config"][field]
             require(getattr(self.config, field) == value, f"{checkpoint} has {field} {value}. Use --{field} {value}.")
+        same = state.get("tokenizer") in (None, self.data["tokenizer"])
+        require(same, f"{checkpoint} was trained with another tokenizer than {self.config.data_dir} has.")
         self.model.load_state_dict(state["model"], strict=False)
         source = Progress(**state["progress"])
-        self.progress.first_token = source.first_token + source.step * state["config"]["batch_tokens"]
+        first_token = source.first_token + source.step * state["config"]["batch_tokens"]
+        self._continue_from(dataclasses.replace(self.progress, first_token=first_token))
         self.optimizers.load_parameters()
+
+    def _continue_from(self, progress: Progress):
+        """Set the progress, and the fingerprint of the training text up to the last token of this run."""
+        self.progress = progress
+        self.data["train"] = self.train_text.fingerprint(progress.first_token + self.data["tokens"])

@@ -21,6 +21,7 @@ class RunFolder:
     summary.json   results; written last, so its presence marks a finished run
     checkpoints/   step_000500.pt ... (runtime/checkpoint.py)
     interrupted    name of the signal that stopped the run; deleted when the run continues
+    failed         error that ended a rank; deleted when the run continues
     lock           locked while a process uses the folder; the system unlocks it when the process ends
     """
 
@@ -50,7 +51,8 @@ class RunFolder:
         self._lock.write(f"process {os.getpid()} on {platform.node()}\n")
         self._lock.flush()
         self.checkpoints.mkdir(exist_ok=True)
-        (path / "interrupted").unlink(missing_ok=True)
+        for mark in ("interrupted", "failed"):
+            (path / mark).unlink(missing_ok=True)
 
     def close(self):
         """Unlock the folder for other processes."""

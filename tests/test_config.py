@@ -11,7 +11,7 @@ from test_methods import NAMES, assert_refused
 from configs.command_line import read_config
 from configs.config import NOT_MATHEMATICS, Config, config_hash
 from configs.presets import PRESETS, preset
-from data.loader import micro_batch_size
+from data.loader import micro_batch_size, rank_sequences
 from errors import did_you_mean
 from optim.schedule import lr_factor
 from runtime.build import build_model
@@ -44,6 +44,14 @@ def test_the_304m_step_is_two_micro_batches_of_28_sequences_on_4_devices():
     config = preset("gpt_304m_4k")
     assert config.batch_tokens == 224 * config.train_length
     assert micro_batch_size(config.batch_tokens, config.train_length, config.micro_batch_tokens, 4) == 28
+
+
+@pytest.mark.parametrize("processes, sizes", [(3, 8), (5, 7), (7, 7)])  # 128 sequences, at most 8 in a micro-batch
+def test_shares_that_are_prime_have_few_micro_batches(processes, sizes):
+    ranks = [micro_batch_size(128 * 4096, 4096, 8 * 4096, processes, rank) for rank in range(processes)]
+    assert max(ranks) <= 8 and ranks[0] == sizes
+    shares = [len(rank_sequences(128 * 4096, 4096, rank, processes)) for rank in range(processes)]
+    assert [-(-share // size) for share, size in zip(shares, ranks)] == [-(-share // 8) for share in shares]
 
 
 def learning_rates(config, steps):

@@ -231,10 +231,11 @@ def test_a_step_that_is_not_finite_is_skipped_or_ends_the_run(
 @pytest.mark.parametrize("do", ["kill", "hang", "memory"])
 def test_a_lost_rank_ends_the_job(do, data, lives, faults, tmp_path):
     with faults(f"{do} of a rank"):
-        fault = at("batch", 3, do, rank=1)
+        fault = at("batch", 1 if do == "memory" else 3, do, rank=1)
         code, output = lives.live(arguments(data, tmp_path, timeout=5), tmp_path / "output", fault, processes=2)
         assert code == 1, output
         assert re.search(r"rank 1\b.*--micro_batch_tokens" if do == "memory" else r"error: rank 0\b", output), output
+        assert (tmp_path / "run/failed").exists() == (do == "memory")
 
 
 @pytest.mark.promise(*RANKS)

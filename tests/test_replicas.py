@@ -1,6 +1,7 @@
 """Bits are flipped in the memory of one of 2, 3 and 4 gloo processes. The rank is named."""
 
 import random
+import re
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from lives import start_method
 from test_sharded import Net, groups, train
 from torch.multiprocessing import start_processes
 
+from errors import UserError
 from optim.sharded import Optimizers
 from runtime.checkpoint import load_newest, save_checkpoint
 from runtime.processes import World
@@ -55,7 +57,12 @@ def newest_whole(rank, world, folder):
         path = save_checkpoint(rank_folder, step, dict(step=step))
     if rank == world - 1:
         path.write_bytes(path.read_bytes()[:-9])
-    path, state, damaged = load_newest(rank_folder, World(rank, world, torch.device("cpu")))
+    here = World(rank, world, torch.device("cpu"))
+    path, state, damaged = load_newest(rank_folder, here)
+    if rank == world - 1:
+        save_checkpoint(rank_folder, 3, {})  # the other ranks do not see it
+    with pytest.raises(UserError, match=re.escape(str(rank_folder))):
+        load_newest(rank_folder, here)
     return state["step"], [path.name for path in damaged]
 
 

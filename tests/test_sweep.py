@@ -209,18 +209,19 @@ def test_failed_runs_are_tried_again_users_errors_are_not_and_the_others_finish(
     assert {path.stem for path in tmp_path.glob("*.log")} == {"broken", "refused"}
 
 
-@pytest.mark.parametrize("code, marked, outcome", [
-    (75, False, "interrupted"),
-    (0, True, "interrupted"),  # under torchrun
-    (1, True, "interrupted"),
-    (2, True, "refused"),
-    (-9, False, "failed"),
+@pytest.mark.parametrize("code, marks, outcome", [
+    (75, [], "interrupted"),
+    (0, ["interrupted"], "interrupted"),  # under torchrun
+    (1, ["interrupted"], "interrupted"),
+    (1, ["interrupted", "failed"], "failed"),  # another rank failed, and torchrun stopped rank 0
+    (2, ["interrupted"], "refused"),
+    (-9, [], "failed"),
 ])
-def test_outcomes_by_exit_code(tmp_path, code, marked, outcome):
+def test_outcomes_by_exit_code(tmp_path, code, marks, outcome):
     (tmp_path / "run").mkdir()
     (tmp_path / "run.log").write_text("step 3\n")
-    if marked:
-        (tmp_path / "run" / "interrupted").write_text("SIGTERM\n")
+    for mark in marks:
+        (tmp_path / "run" / mark).write_text("SIGTERM\n")
     assert local.record_outcome(tmp_path / "run", tmp_path / "run", code) == outcome
     assert len(failures(tmp_path / "run")) == (outcome in ("failed", "refused"))
 

@@ -411,6 +411,8 @@ def test_a_run_from_another_one_begins_with_its_weights_on_the_tokens_after_it(d
     with torch.no_grad():
         expected = model(tokens[:-1].view(8, 16), tokens[1:].view(8, 16)).item()
     assert steps_and_validations(folder)[0][0]["train_loss"] == pytest.approx(expected, abs=1e-4) and expected < 3.5
+    used = json.loads((folder / "data.json").read_text())["train"]
+    assert used == stream.fingerprint((20 + 6) * 128) != stream.fingerprint(6 * 128)
     resumed = rewound(folder, tmp_path / "resumed")
     train_here(data, tmp_path / "resumed", resume="auto", **fields)
     assert_same_run(resumed, folder)

@@ -63,7 +63,7 @@ def record_outcome(path: Path, locked: Path, code: int) -> str:
     locked: the folder that the process locked. code: exit code. Outcomes: "finished", "interrupted" (can be resumed),
     "failed", and "refused" (a user's mistake, so another attempt would fail too).
     """
-    marked = (locked / "interrupted").exists()  # torchrun does not pass on exit codes
+    marked = (locked / "interrupted").exists() and not (locked / "failed").exists()  # torchrun passes no exit codes on
     if code == INTERRUPTED or marked and code != USER_ERROR:
         return "interrupted"
     log = sidecar(path, ".log")
