@@ -10,11 +10,14 @@ import pytest
 import torch
 from commands import ROOT, python
 
+from configs.config import Config
+from errors import UserError
 from files import append, replace_file
 from runtime.checkpoint import DamagedCheckpoint, latest_checkpoint, load_checkpoint, load_newest, save_checkpoint
 from runtime.device import choose_ptxas, peak_flops
 from runtime.metrics import Metrics, read_metrics
 from runtime.processes import World, start_processes
+from runtime.run import Run
 from runtime.run_folder import RunFolder, git_commit
 
 CPU = torch.device("cpu")
@@ -33,6 +36,17 @@ def test_without_a_gpu_cuda_is_refused_and_auto_is_the_cpu(monkeypatch):
     assert start_processes("auto") == start_processes("cpu") == World(0, 1, CPU)
     with pytest.raises(ValueError, match="--device cpu"):
         start_processes("cuda")
+
+
+def test_ranks_that_cannot_all_compile_are_refused(tmp_path):
+    class Mixed(World):
+        def gather(self, value):
+            return ["on", "on", "off, as it does not work here"]
+
+    config = Config(runs_dir=str(tmp_path / "runs"))
+    with pytest.raises(UserError, match="rank 2"):
+        Run(config, Mixed(0, 3, CPU), None, None, {}, None, None, "on")
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("setting", [{}, dict(PYTORCH_CUDA_ALLOC_CONF="x:y", TORCHINDUCTOR_COMPILE_THREADS="7")])
