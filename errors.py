@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Collection
 from contextlib import contextmanager
 
@@ -23,7 +24,7 @@ def did_you_mean(name: str, valid: Collection[str], otherwise: str = "") -> str:
     """Return a question that names similar valid names. Without similar names, return `otherwise` or list all names."""
     if close := difflib.get_close_matches(name, valid):
         return f"Did you mean {' or '.join(close)}?"
-    return otherwise or (f"Use one of {', '.join(valid)}." if valid else "There are none.")
+    return otherwise or (f"Use one of {', '.join(sorted(valid))}." if valid else "There are none.")
 
 
 @contextmanager
@@ -38,7 +39,9 @@ def exit_on_user_error():
     except (ValueError, OSError) as error:
         if os.environ.get("RANK", "0") != "0":
             time.sleep(5)  # rank 0 reports the same mistake first, and torchrun then ends this rank
-        print(f"error: {error}", file=sys.stderr)
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        place = "" if isinstance(error, (UserError, OSError)) else f" ({last.filename}, line {last.lineno})"
+        print(f"error: {error}{place}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

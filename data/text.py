@@ -44,10 +44,13 @@ PIECES = 32  # encoded in one call: enough to keep all cores busy
 
 
 def find_files(inputs: Sequence[Path]) -> list[Path]:
-    """Return all files among the inputs, and the .txt and .jsonl files anywhere in their folders, sorted."""
-    folders = [path for path in inputs if path.is_dir()]
-    found = {file for folder in folders for file in folder.rglob("*") if file.suffix in (".txt", ".jsonl")}
-    return sorted(found | set(inputs) - set(folders))
+    """Return all files among the inputs, and the .txt and .jsonl files (or .gz) anywhere in their folders, sorted."""
+    found = {path for path in inputs if not path.is_dir()}
+    for folder in (path for path in inputs if path.is_dir()):
+        files = [file for file in folder.rglob("*") if file.name.removesuffix(".gz").endswith((".txt", ".jsonl"))]
+        require(files, f"{folder} has no .txt and no .jsonl files. Name another folder, or files.")
+        found.update(files)
+    return sorted(found)
 
 
 def read_documents(path: Path, field: str = "text") -> Iterator[str]:

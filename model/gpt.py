@@ -47,7 +47,9 @@ class Attention(nn.Module):
         q, k, v = self.queries_keys_values(x)
         y = attend(self.method, q, k, v, x=x, plan=plan).transpose(1, 2)  # (B, T, H, D)
         if self.method.output_gate is not None:
-            y = self.method.output_gate.change(y, v.transpose(1, 2), x)
+            gated = self.method.output_gate.change(y, v.transpose(1, 2), x)
+            assert gated.shape == y.shape, f"{self.method.name} returned {tuple(gated.shape)}, not {tuple(y.shape)}"
+            y = gated
         return linear(y.flatten(2), self.proj)
 
 

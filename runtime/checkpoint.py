@@ -79,6 +79,15 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
+def load_weights(model: torch.nn.Module, weights: dict[str, torch.Tensor], checkpoint: Path):
+    """Load the weights of a checkpoint. Raise ValueError if the model's code has other parameters now."""
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        problem = f"{checkpoint} does not fit the present code ({' '.join(str(error).split()[:30])})"
+        raise UserError(f"{problem}. Restore the code, or train again.") from None
+
+
 def load_newest(folder: Path, world: World) -> tuple[Path | None, dict[str, Any], list[Path]]:
     """Return the newest checkpoint that every rank can read, its state, and the paths of newer damaged checkpoints.
 

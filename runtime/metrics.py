@@ -93,8 +93,10 @@ class TrackioRun:
     id = None
 
     def __init__(self, *, project: str, name: str, config: dict, group: str | None = None, tags: list[str] = ()):
-        import trackio
-
+        try:
+            import trackio
+        except ImportError as error:
+            raise UserError("--wandb trackio needs a package. Install it with `pip install trackio`.") from error
         self.run = trackio.init(project=project, name=name, group=group, config=config, resume="allow", embed=False)
         self.finish = self.run.finish
 

@@ -22,7 +22,7 @@ from files import replace_text
 from model.gpt import GPT, Plans
 from optim.sharded import Optimizers
 from runtime.build import config_of
-from runtime.checkpoint import Progress, latest_checkpoint, load_checkpoint, load_newest, save_checkpoint
+from runtime.checkpoint import Progress, latest_checkpoint, load_checkpoint, load_newest, load_weights, save_checkpoint
 from runtime.device import rng_state, set_rng_state
 from runtime.log import RunLog, num_parameters
 from runtime.processes import World, describe_failure
@@ -229,10 +229,11 @@ class Run:
         step, tokens = self.progress.step, self.config.batch_tokens
         shard, token = self.train_text.file_and_index(self.progress.first_token + (step - 1) * tokens)
         checkpoint = latest_checkpoint(self.path / "checkpoints") or "none"
-        raise UserError(
-            f"{problem} (last checkpoint: {checkpoint}). The tokens of step {step} begin at token {token} of {shard}. "
-            "Lower the learning rates, or use --on_nonfinite skip."
-        )
+        remedy = "Lower the learning rates, or use --on_nonfinite skip."
+        if step <= 1:
+            remedy = f"Check the method: python -m scripts.doctor quickstart --method {self.config.method}"
+        place = f"The tokens of step {step} begin at token {token} of {shard}"
+        raise UserError(f"{problem} (last checkpoint: {checkpoint}). {place}. {remedy}")
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -256,7 +257,7 @@ class Run:
         self._continue_from(Progress(**state["progress"]))
         same_data = state["fingerprint"] == self.data["train"]
         require(same_data, f"{checkpoint} was trained on other data than {config.data_dir}. Choose another --name.")
-        self.model.load_state_dict(state["model"])
+        load_weights(self.model, state["model"], checkpoint)
         self.optimizers.load_parameters()
         self.optimizers.load_state_dict(state["optimizers"])
         if len(self.progress.rng) == self.world.world_size:

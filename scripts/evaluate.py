@@ -26,7 +26,7 @@ from data.shards import TokenStream, open_split, tokenizer_of
 from errors import exit_on_user_error, require
 from files import replace_text, to_json
 from runtime.build import build_model
-from runtime.checkpoint import latest_checkpoint, load_checkpoint
+from runtime.checkpoint import latest_checkpoint, load_checkpoint, load_weights
 from runtime.copy_gain import KINDS
 from runtime.device import compute_dtype
 from runtime.processes import World, start_processes
@@ -43,7 +43,7 @@ def load_run(folder: Path, device: torch.device) -> tuple[Config, torch.nn.Modul
     checkpoint = latest_checkpoint(folder / "checkpoints")
     require(checkpoint, f"{folder} has no checkpoint. Train the run first.")
     model = build_model(config, compute_dtype(config, device)).to(device)
-    model.load_state_dict(load_checkpoint(checkpoint)["model"])
+    load_weights(model, load_checkpoint(checkpoint)["model"], checkpoint)
     return config, model
 
 

@@ -134,7 +134,7 @@ def main(argv: list[str] | None = None):
                 problems.append(f"{path} is left out: {error}")
             problems += [f"{path.name} failed: {line}" for line in failures(path)[-1:]]
         replace_text(args.out, make_page(runs, problems))
-    print(f"{args.out}: {len(paths)} runs, {len(problems)} problems")
+    print(f"{args.out}: {len(paths)} runs, {len(problems)} problems", *problems, sep="\n")
 
 
 if __name__ == "__main__":

@@ -140,6 +140,16 @@ def test_values_that_are_not_finite_are_not_hidden(bad):
     assert output[0, 0, 150].isnan().all() and output.isnan().sum() == 16
 
 
+@pytest.mark.parametrize("narrow", [dict(keys=1), dict(queries=8, keys=8), dict(values=8)])
+def test_shapes_that_do_not_fit_are_refused(narrow):
+    q, k, v = (torch.zeros(1, 2, 9, 16) for _ in range(3))
+    with pytest.raises(AssertionError):
+        if narrow == dict(keys=1):
+            cpu.run(q, k[:, :1], v[:, :1])
+        else:
+            cpu.run(q[..., : narrow.get("queries")], k[..., : narrow.get("keys")], v[..., : narrow.get("values")])
+
+
 def test_keys_outside_of_the_window_are_not_read():
     """Neither keys that are not numbers, nor, beyond its tile of 128 queries, values and gradients that are not."""
     method = extended(window=20)

@@ -11,6 +11,7 @@ from test_train import make_data, plain_losses, read_json, train_here
 
 from data.shard_writer import ShardWriter
 from data.shards import open_split
+from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from scripts import evaluate
 
 
@@ -93,6 +94,11 @@ def test_lengths_on_the_same_tokens_are_kept_together(copied):
 def test_a_run_that_cannot_be_evaluated_is_named(copied, tmp_path, capsys):
     assert str(tmp_path) in refusal(capsys, tmp_path, copied)
     assert "val_tokens" in refusal(capsys, copied, "--val-tokens", 0)
+    checkpoint = latest_checkpoint(copied / "checkpoints")
+    state = load_checkpoint(checkpoint)
+    state["model"]["renamed"] = state["model"].pop(next(iter(state["model"])))
+    save_checkpoint(checkpoint.parent, 21, state)
+    assert "step_000021.pt" in refusal(capsys, copied)
     shutil.rmtree(copied / "checkpoints")
     (copied / "checkpoints").mkdir()
     assert str(copied) in refusal(capsys, copied)

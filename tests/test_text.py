@@ -115,11 +115,17 @@ def test_named_files_and_field(tmp_path):
     lines = "".join(json.dumps({"body": text, "text": 1}) + "\n" for text in texts)
     (tmp_path / "lines.json.gz").write_bytes(gzip.compress(lines.encode()))
     (folder / "crawl.jsonl").unlink()
+    (folder / "packed.txt.gz").write_bytes(gzip.compress(b"packed"))
     inputs = [folder, tmp_path / "note.md", tmp_path / "lines.json.gz"]
     options = "--field body --val-fraction 0.3 --tokenizer bpe:300 --out"
     main([*map(str, inputs), *options.split(), str(tmp_path / "out")])
-    expected = [*make_documents(9)[:6], "a note", *texts]
+    expected = [*make_documents(9)[:6], "a note", "packed", *texts]
     assert sorted(sum(both_splits(tmp_path / "out"), [])) == sorted(expected)
+
+
+def test_a_folder_without_text_is_named(tmp_path, capsys):
+    assert exit_code(main, [str(tmp_path), "--tokenizer=bpe:300", f"--out={tmp_path / 'out'}"]) == 2
+    assert f"{tmp_path} " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("count", "fraction"), [(1, 0.05), (1, 0.9), (3, 0.05)])

@@ -165,9 +165,12 @@ def attend_rotated(
     """
     backend = BACKENDS[plan.backend]
     if method.replacement is not None:
-        return method.replacement.attend(
+        output = method.replacement.attend(
             *unrotated, v, rotated_q, rotated_k, plan.q_offset, backend.run, token_features
         )
+        shape = rotated_q.shape[:3] + v.shape[3:]
+        assert output.shape == shape, f"{method.name} returned {tuple(output.shape)}, not {tuple(shape)}"
+        return output
     prepared = plan.prepared
     if learned_parameters(method.score_change):
         prepared = backend.prepare(method.score_change, plan, prepared)

@@ -67,8 +67,9 @@ def run(
         scale = scale_band[band] if isinstance(scale_band, Tensor) else scale_band
         bias = bias_band[band]
         if skip_first and first == 0:
-            is_first = torch.arange(end, device=q.device) == 0
-            scale, bias = torch.where(is_first, 1.0, scale), torch.where(is_first & bias.isfinite(), 0.0, bias)
+            keys, rows = torch.arange(end, device=q.device), torch.arange(q_offset + start, end, device=q.device)
+            unchanged = (keys == 0) & (True if window is None else rows.unsqueeze(-1) < window)
+            scale, bias = torch.where(keys == 0, 1.0, scale), torch.where(unchanged, 0.0, bias)
         block_bias = None if key_bias is None else key_bias[:, :, None, first:end]
         vectors = q[:, :, start:stop], k[:, :, first:end], v[:, :, first:end]
         arguments = (*vectors, scale, bias, block_bias, sink)

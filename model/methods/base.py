@@ -110,6 +110,8 @@ class ScoreChange(Mechanism):
     def coefficients(self, distance: Tensor, head: Tensor) -> tuple[Tensor | float, Tensor]:
         """Return a and m at distances t >= 0 and heads, two tensors that broadcast together (a may be a number).
 
+        m is finite: -1e30 hides a key.
+
         Backends with tables pass float64 tensors that broadcast, such as distance (T,) and head (H, 1). FlexAttention
         passes float32 and int32 scalars, so use only elementwise torch operations and indexing. Every parameter must
         have shape (H,). Without parameters, all layers share one result per length.
@@ -169,7 +171,7 @@ class Replacement(Mechanism):
         """Return the output (B, H, Tq, D) of queries at positions q_offset.. and keys at all positions from 0.
 
         q and k have no position encoding, rotated_q and rotated_k have it. causal_attention(q, k, v, q_offset=) is
-        ordinary softmax attention. token_features: of all tokens of k.
+        ordinary softmax attention, for tensors of equal width and number of heads. token_features: of all tokens of k.
         """
         raise NotImplementedError
 

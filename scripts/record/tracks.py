@@ -48,7 +48,7 @@ def register(file: Path, name: str):
     """Add the mechanism in a Python file to MECHANISMS. Raise ValueError for a name in use, or not one mechanism."""
     module_name = f"mechanism_{name}"
     in_use = name in METHODS or name in MECHANISMS and MECHANISMS[name].__module__ != module_name
-    require(name.isidentifier() and not in_use, f"{name!r} cannot name a new mechanism. Rename {file}.")
+    require(name.isidentifier() and not in_use, f"{name!r} is in use, or is not a name. Give the file another name.")
     spec = importlib.util.spec_from_file_location(module_name, file)
     module = sys.modules[module_name] = importlib.util.module_from_spec(spec)  # torch.compile imports it by its name
     spec.loader.exec_module(module)

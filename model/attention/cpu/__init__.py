@@ -55,6 +55,8 @@ def run(
     key_bias: Tensor | None = None, sink: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     Tk = k.shape[2]
+    fits = k.shape == v.shape and q.shape[:2] == k.shape[:2] and q.shape[3] == k.shape[3]
+    assert fits, (q.shape, k.shape, v.shape)
     tables, window = prepared or (make_tables(None, 1, q.shape[3], Tk), None)
     assert q.dtype == k.dtype == v.dtype == tables.dtype == torch.float32 and tables.shape[2] == Tk
     assert 0 <= q_offset <= Tk - q.shape[2] and (window is None or window >= 1)
