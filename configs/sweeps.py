@@ -111,7 +111,7 @@ def open_choices(scale: Scale) -> list[Run]:
     """Return runs for each choice that the paper leaves open, and runs with a_t alone and m_t alone."""
     length, tau = preset(scale.base).train_length, tau_option(scale.tau)
     cases = [("rope", {}), ("yarn", {"factor": 1.0})]  # YaRN without its scaling is RoPE
-    cases += [("p_rope", {}), *(("p_rope", {"form": "barbero", "share": share}) for share in (0.5, 0.75))]
+    cases += [("p_rope", {}), *(("p_rope", {"form": "barbero"} | share) for share in ({}, {"share": 0.75}))]
     cases += [("logn_p_rope", {}), ("logn_p_rope", {"context": "length"})]
     cases += [("alibi", {}), ("alibi", {"slopes": "geometric"})]
     cases += [("infini_rope", {}), *(("infini_rope", {"segment_length": length // n}) for n in (8, 2))]
