@@ -49,7 +49,7 @@ class Run:
         Raise ValueError as RunFolder does, and if only some ranks can compile.
         """
         notes = world.gather(compile_note)
-        other = next((rank for rank, note in enumerate(notes) if note != notes[0]), 0)
+        other = next((rank for rank, note in enumerate(notes) if (note == "on") != (notes[0] == "on")), 0)
         problem = f"torch.compile is {notes[0]} on rank 0, and {notes[other]} on rank {other}"
         require(other == 0, f"{problem}. Repair the machine where it is off, or use --compile off.")
         self.config, self.world, self.model, self.optimizers = config, world, model, optimizers

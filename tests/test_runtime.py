@@ -41,11 +41,11 @@ def test_without_a_gpu_cuda_is_refused_and_auto_is_the_cpu(monkeypatch):
 def test_ranks_that_cannot_all_compile_are_refused(tmp_path):
     class Mixed(World):
         def gather(self, value):
-            return ["on", "on", "off, as it does not work here"]
+            return [value, "off, as it lacks a compiler", "on"]
 
     config = Config(runs_dir=str(tmp_path / "runs"))
     with pytest.raises(UserError, match="rank 2"):
-        Run(config, Mixed(0, 3, CPU), None, None, {}, None, None, "on")
+        Run(config, Mixed(0, 3, CPU), None, None, {}, None, None, "off, as it lacks Python's headers")
     assert not (tmp_path / "runs").exists()
 
 
