@@ -28,7 +28,8 @@ class RunFolder:
     def __init__(self, root: str | Path, name: str, resume: str = "never"):
         """Make root/name and lock it. `resume` "auto" also accepts an existing folder.
 
-        Raise ValueError if the folder exists and `resume` is "never", or if another process uses it. Raise OSError if
+        The folder of a run that failed before its second step is used again. Raise ValueError if another folder exists
+        and `resume` is "never", or if another process uses it. Raise OSError if
         the folder cannot be made.
         """
         self.path = path = Path(root) / name
@@ -38,7 +39,11 @@ class RunFolder:
             path.mkdir()  # if two processes call mkdir at the same time, only one succeeds
             self.is_new = True
         except FileExistsError:
-            require(resume == "auto", f"{path} exists. Choose another --name, or continue the run with --resume auto.")
+            metrics = self.metrics.read_bytes() if self.metrics.exists() else b""
+            begun = b'"train_loss"' in metrics or any(self.checkpoints.glob("step_*"))
+            begun = begun or (path / "summary.json").exists()  # a run of 0 steps
+            usable = resume == "auto" or (path / "lock").exists() and not begun
+            require(usable, f"{path} exists. Choose another --name, or continue the run with --resume auto.")
             self.is_new = False
         self._lock = open_no_symlink(path / "lock", "a")
         try:

@@ -81,8 +81,12 @@ def test_a_folder_is_made_once_and_taken_again_by_resume(tmp_path):
     folder.close()
     assert names(folder.path) == ["checkpoints", "config.json", "lock", "log.txt"]
     assert json.loads((folder.path / "config.json").read_text()) == {"lr": 0.02}
-    with pytest.raises(ValueError, match="--resume auto"):
-        RunFolder(tmp_path / "runs", "x")
+    RunFolder(tmp_path / "runs", "x").close()  # no step is lost
+    Metrics(folder.metrics).write({"step": 1, "train_loss": 6.9})
+    (tmp_path / "runs" / "not a run").mkdir()
+    for name in ("x", "not a run"):
+        with pytest.raises(ValueError, match="--resume auto"):
+            RunFolder(tmp_path / "runs", name)
     RunFolder(tmp_path / "runs", "x", resume="auto").log("step 2")
     assert (folder.path / "log.txt").read_text() == "step 1\nstep 2\n"
 
