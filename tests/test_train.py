@@ -19,7 +19,7 @@ from configs.command_line import read_config
 from data.shard_writer import ShardWriter
 from data.shards import open_split
 from runtime.build import build_model
-from runtime.checkpoint import latest_checkpoint, load_checkpoint
+from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from runtime.metrics import read_metrics
 from runtime.run import Run
 
@@ -177,7 +177,7 @@ def test_files_of_a_run(finished, data):
     for source in ("train_gpt.py", "model/gpt.py", "model/methods/scale_invariant.py", "optim/muon.py"):
         assert (ROOT / source).read_text() in log
     state = load_checkpoint(latest_checkpoint(finished / "checkpoints"))
-    assert state.keys() == {"progress", "config", "model", "optimizers", "fingerprint"}
+    assert state.keys() == {"progress", "config", "model", "optimizers", "fingerprint", "tokenizer"}
 
 
 def test_record_of_every_step(finished):
@@ -421,6 +421,13 @@ def test_a_run_from_another_one_begins_with_its_weights_on_the_tokens_after_it(d
 def test_a_run_from_weights_of_another_shape_is_refused(data, finished, tmp_path, capsys):
     error = error_of(capsys, *arguments(data, tmp_path, init_from=finished, num_layers=3))
     assert "step_000020.pt" in error and not (tmp_path / "run").exists()
+
+
+def test_weights_of_another_tokenizer_are_refused(data, copied, tmp_path, capsys):
+    checkpoint = latest_checkpoint(copied / "checkpoints")
+    save_checkpoint(checkpoint.parent, 21, load_checkpoint(checkpoint) | {"tokenizer": "another"})
+    error = error_of(capsys, *arguments(data, tmp_path / "new", init_from=copied))
+    assert "step_000021.pt" in error and not (tmp_path / "new" / "run").exists()
 
 
 def test_a_last_update_that_spoils_the_weights_is_no_finished_run(data, tmp_path, capsys):
