@@ -3,7 +3,7 @@
 The paper gives "an effective base of 1024". We read this as the half-truncated form of modded-nanogpt (record #17, by
 @YouJiacheng): d/4 frequencies from 1 down to 1/1024 in equal ratios, then d/4 pairs that do not rotate. Barbero's form
 keeps the fastest of RoPE's frequencies, and the other pairs do not rotate. Its best share in their paper is 0.75. With
-it, losses on one seed differ by at most 0.02 from those of our form (results/mini/tables.md, open_choices).
+this share, both forms have the same losses within 0.02 nats on one seed (results/mini/tables.md, open_choices).
 """
 
 import torch
