@@ -160,8 +160,8 @@ class Run:
                 self._finish()
         except Exception as failure:
             error = failure
-        failure = error and describe_failure(error)
-        lost_rank = failure and failure[0] == 1
+        description = error and describe_failure(error)  # exit code and message, or None
+        lost_rank = description and description[0] == 1
         if error is not None and self.log is not None and self.stop.signal_name is None and not lost_rank:
             with suppress(OSError):  # torchrun now stops the other ranks, and rank 0 then calls the run interrupted
                 replace_text(self.path / "failed", f"{error}\n")
@@ -175,8 +175,8 @@ class Run:
             print(f"error: {error}", file=sys.stderr, flush=True)
             raise SystemExit(2) from error
         if error is not None:
-            if failure:
-                code, line = failure
+            if description:
+                code, line = description
                 print(f"error: {line}", file=sys.stderr, flush=True)
                 os._exit(code)  # a normal exit would wait for lost ranks, and wandb would fail on the full disk again
             raise error
