@@ -88,8 +88,9 @@ class Config:
     """Largest number of tokens in a micro-batch of one device. A micro-batch has at least one sequence."""
 
     # ---- optimisation ----
-    steps: int = setting(4578, at_least=1)
-    """Optimizer steps. A change scales warmup_steps, cooldown_steps and length_schedule, unless they are given too."""
+    steps: int = setting(4578, at_least=0)
+    """Optimizer steps. 0: validation only. A change scales warmup_steps, cooldown_steps and length_schedule, unless
+    they are given too."""
     schedule: Literal["constant_linear", "cosine", "trapezoid"] = "constant_linear"
     """Shape of the learning rate over the steps."""
     warmup_steps: int = setting(0, at_least=0)

@@ -22,6 +22,8 @@ from runtime.copy_gain import check_gaps
 from runtime.far_gain import check_windows
 from runtime.processes import World
 
+CALIBRATION_TOKENS = 8192  # the pairs of queries and keys of longer sequences would not fit in memory
+
 
 def config_of(stored: dict[str, Any], kind: type[Config] = Config) -> Config:
     """Return the configuration stored in a config.json or a checkpoint. Missing fields get their defaults.
@@ -48,6 +50,13 @@ def build_model(config: Config, dtype: torch.dtype) -> GPT:
         position_scale=config.position_scale,
         dtype=dtype,
     )
+
+
+def calibration_tokens(config: Config, text: TokenStream, first_token: int = 0) -> torch.Tensor:
+    """Return about CALIBRATION_TOKENS tokens of the training text from first_token on, (B, T) int64."""
+    length = min(config.train_length, CALIBRATION_TOKENS)
+    tokens = text.read(first_token, CALIBRATION_TOKENS // length * length, config.vocab_size)
+    return torch.from_numpy(tokens.astype("int64")).view(-1, length)
 
 
 def layer_methods(config: Config) -> list[Method]:

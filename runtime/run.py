@@ -20,8 +20,9 @@ from data.shards import TokenStream, tokenizer_of
 from errors import UserError, require
 from files import replace_text
 from model.gpt import GPT, Plans
+from model.scores import calibrate
 from optim.sharded import Optimizers
-from runtime.build import config_of
+from runtime.build import calibration_tokens, config_of
 from runtime.checkpoint import Progress, latest_checkpoint, load_checkpoint, load_newest, load_weights, save_checkpoint
 from runtime.device import rng_state, set_rng_state
 from runtime.log import RunLog, num_parameters
@@ -104,7 +105,7 @@ class Run:
             self.log.print(f"{path} is damaged, so the run continues from {checkpoint.name}.")
         if self.progress.step:
             self.log.print(f"resumed at step {self.progress.step}")
-        self.saved_step = self.progress.step
+        self.saved_step = self.progress.step if config.steps or not config.init_from else -1  # saves calibrated weights
         return self.progress.step
 
     def save_or_stop(self, step: int) -> bool:
@@ -267,7 +268,8 @@ class Run:
         """Load the weights of another run, and continue its training text after its last token.
 
         The optimizer state starts anew. The attention method may differ. Its parameters, such as LogN's scales, are
-        loaded if both methods have them. Raise ValueError for a model of another shape.
+        loaded if both methods have them. Otherwise scale-invariant attention with learn_moments is calibrated
+        (model/scores.py). Raise ValueError for a model of another shape.
         """
         checkpoint = latest_checkpoint(folder / "checkpoints")
         require(checkpoint, f"--init_from {folder} has no checkpoint. Name the folder of a trained run.")
@@ -277,9 +279,12 @@ class Run:
             require(getattr(self.config, field) == value, f"{checkpoint} has {field} {value}. Use --{field} {value}.")
         same = state.get("tokenizer") in (None, self.data["tokenizer"])
         require(same, f"{checkpoint} was trained with another tokenizer than {self.config.data_dir} has.")
-        self.model.load_state_dict(state["model"], strict=False)
+        missing, _ = self.model.load_state_dict(state["model"], strict=False)
         source = Progress(**state["progress"])
         first_token = source.first_token + source.step * state["config"]["batch_tokens"]
+        if any(name.endswith("score_change.mean") for name in missing):
+            tokens = calibration_tokens(self.config, self.train_text, first_token)
+            calibrate(self.model, tokens.to(self.world.device))
         self._continue_from(dataclasses.replace(self.progress, first_token=first_token))
         self.optimizers.load_parameters()
 

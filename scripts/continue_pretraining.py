@@ -23,8 +23,9 @@ from data.loader import TrainLoader
 from data.shards import TOKENIZER_FILE, tokenizer_of
 from data.tokenizer import TOKENIZER_CONFIG
 from errors import exit_on_user_error, require
+from model.scores import MAX_PAIRS
 from optim.sharded import Group, Optimizers
-from runtime.build import open_text, train_step
+from runtime.build import calibration_tokens, open_text, train_step
 from runtime.device import compute_dtype
 from runtime.metrics import read_metrics
 from runtime.processes import World, start_processes
@@ -32,6 +33,7 @@ from runtime.run import Run
 from runtime.validation import Validation
 from scripts.hf.convert import convert
 from scripts.hf.load import load_model, read_config, save_model
+from scripts.hf.scores import layer_scores
 from scripts.hf.training import AdamW, WithLoss
 
 # The methods of the paper's table, in its order. The paper validates two of them without training.
@@ -71,6 +73,9 @@ def main(argv: list[str] | None = None):
         check_tokenizer(config)
         torch.manual_seed(config.seed)  # seeds the stochastic rounding
         model = build_model(config, world)
+        if config.method_options.get("learn_moments"):
+            tokens = calibration_tokens(config, train_text).to(world.device)
+            layer_scores(model.model, tokens, MAX_PAIRS, calibrate=True)
         groups = {"all": Group([*model.parameters()], AdamW, config.lr)}
         optimizers = Optimizers(groups, world.rank, world.world_size, skip=config.on_nonfinite == "skip")
         validation = Validation(config, model, val_text, world)

@@ -22,14 +22,14 @@ import torch
 from data.tokenizer import load_tokenizer
 from errors import exit_on_user_error
 from files import replace_text, to_json
+from model.scores import layer_scores
 from runtime.device import device_name
 from runtime.processes import start_processes
 from runtime.run_folder import git_commit
 from scripts.evaluate import check_tokenizer, load_run
+from scripts.hf import scores as hf_scores
 from scripts.hf.convert import attention_layers
 from scripts.hf.load import load_model
-from scripts.hf.scores import layer_scores
-from scripts.reproduce import logits
 from scripts.reproduce.logits import FOLDER, describe_scores, draw_qq, moments_table
 from scripts.shared.runs import read_run
 
@@ -52,10 +52,10 @@ def main(argv: list[str] | None = None):
     if config_file.is_file() and "model_type" not in json.loads(config_file.read_text()):
         config, model = load_run(Path(args.model), device)
         check_tokenizer(read_run(Path(args.model)), Path(config.data_dir))
-        tokenizer, measure, scale = load_tokenizer(Path(config.data_dir)), logits.layer_scores, "q.k / sqrt(d)"
+        tokenizer, measure, scale = load_tokenizer(Path(config.data_dir)), layer_scores, "q.k / sqrt(d)"
     else:
         model, tokenizer = load_model(args.model, dtype="auto", device=device), load_tokenizer(args.model)
-        measure, scale = layer_scores, f"q.k * {attention_layers(model)[0].scaling:.6g}"
+        measure, scale = hf_scores.layer_scores, f"q.k * {attention_layers(model)[0].scaling:.6g}"
     tokens = [tokenizer.eot, *tokenizer.encode(text)][: args.tokens]
     layers = []
     for layer, rotated, scores in measure(model, torch.tensor([tokens], device=device), MAX_PAIRS):

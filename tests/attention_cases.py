@@ -56,6 +56,7 @@ MECHANISMS = {
     "alibi": [(ALiBi, {})],
     "scale_invariant": [(RoPE, {}), (ScaleInvariant, {})],
     "learned": [(ScaleInvariant, dict(learn_tau=True))],
+    "learned_moments": [(ScaleInvariant, dict(learn_moments=True))],
     "learned_numbers": [(KerpleLog, {})],  # two a head
     "skip_first": [(RoPE, {}), (ScaleInvariant, dict(skip_first=True))],
     "skip_first_window": [(ScaleInvariant, dict(skip_first=True, learn_tau=True, terms="m")),

@@ -177,8 +177,8 @@ NAN, INFINITY = float("nan"), float("inf")
 
 @pytest.mark.parametrize("field, value", [
     *((field, 0) for field in ("vocab_size", "num_layers", "num_heads", "model_dim", "train_length", "batch_tokens",
-                               "micro_batch_tokens", "steps", "val_tokens", "keep", "timeout", "adam_eps")),
-    *((field, -1) for field in ("seed", "warmup_steps", "cooldown_steps", "val_every", "save_every")),
+                               "micro_batch_tokens", "val_tokens", "keep", "timeout", "adam_eps")),
+    *((field, -1) for field in ("seed", "steps", "warmup_steps", "cooldown_steps", "val_every", "save_every")),
     *((field, value) for field in ("muon_lr", "embedding_lr", "head_lr", "scalar_lr", "adam_eps", "timeout",
                                    "position_scale", "muon_momentum") for value in (-0.1, NAN, INFINITY)),
     ("warmup_steps", 1), ("cooldown_steps", 4579), ("length_schedule", (8,)), ("length_schedule", (8, 4578)),
@@ -229,7 +229,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(arguments, wrong, right):
     (["--steps", "many"], "--steps"),
     (["--steps"], "--steps"),
     (["--steps", "4", "stray"], "stray"),
-    (["--steps", "0"], "steps"),
+    (["--steps", "-1"], "steps"),
     (["--device=tpu"], "--device"),
     (["--adam_betas", "0.9"], "--adam_betas"),
     (["--val_lengths", "8", "x"], "--val_lengths"),

@@ -27,6 +27,7 @@ CASES = [(name, {}) for name in NAMES] + [
     ("scale_invariant_p_rope", dict(learn_tau=True)),
     ("scale_invariant_p_rope", dict(tau_ratio=8.0, learn_gain=True)),
     ("scale_invariant_p_rope", dict(skip_first=True, learn_tau=True)),
+    ("scale_invariant_p_rope", dict(learn_moments=True)),
     ("scale_invariant_p_rope+window", dict(skip_first=True, window=9)),
     ("infini_rope", dict(segment_length=7)),
     ("infini_p_rope", dict(segment_length=10)),  # 130 tokens end at a border

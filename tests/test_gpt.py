@@ -21,7 +21,7 @@ def make_gpt(name="scale_invariant_p_rope", seed=0, dtype=torch.float32, **shape
     torch.manual_seed(seed)
     shape = dict(vocab_size=VOCAB, num_layers=LAYERS, num_heads=HEADS, model_dim=DIM, train_length=TRAIN_LENGTH) | shape
     options = dict(segment_length=20) if name.startswith("infini") else {}
-    return GPT(**shape, method=name, method_options=options, dtype=dtype)
+    return GPT(**dict(method_options=options) | shape, method=name, dtype=dtype)
 
 
 def randomize(model):

@@ -14,10 +14,10 @@ from test_reproduce import call, is_figure  # noqa: F401 (call is a fixture)
 from tiny_run import train_tiny_run
 
 from data.tokenizer import load_tokenizer
+from model import scores as own
 from scripts import logit_statistics
 from scripts.hf.convert import convert
-from scripts.hf.scores import layer_scores, measure_scores
-from scripts.reproduce import logits
+from scripts.hf.scores import layer_scores
 from scripts.reproduce.logits import PAPERS_MODELS, describe_scores
 
 TEXT = "New England is a region of six states in the northeast of the country . It borders the sea ."
@@ -92,13 +92,15 @@ def test_scores_equal_the_dense_computation(family):
     model = make_model(family)
     exact, recorded = exact_scores(model, TOKENS), recorded_scores(model, TOKENS)
     assert list(recorded) == [(layer, rotated) for layer in range(2) for rotated in (False, True)]
-    for layer, found in enumerate(measure_scores(model, TOKENS)):  # (H, 2)
-        scores = exact[layer, True]
-        torch.testing.assert_close(found, torch.stack((scores.mean(1), scores.std(1)), 1), atol=5e-5, rtol=0)
     forms = [recorded]
     if family == "llama":
         forms.append(recorded_scores(convert(model, "rope"), TOKENS))
         assert [*recorded_scores(convert(model, "scale_invariant_nope"), TOKENS)] == [(0, False), (1, False)]
+        layer_scores(convert(model, "scale_invariant_rope", learn_moments=True), TOKENS, 2**18, calibrate=True)
+        for layer, found in enumerate((exact[0, True], recorded_scores(model, TOKENS)[1, True])):
+            change = model.model.layers[layer].self_attn.method.score_change
+            moments = torch.stack((change.mean, change.log_deviation.exp())).double()
+            torch.testing.assert_close(moments, torch.stack((found.mean(1), found.std(1))), atol=5e-5, rtol=0)
     else:  # otherwise the test would not tell scores before the cap from scores after it
         assert max(scores.abs().max() for scores in exact.values()) > 2 * CAPPED["attn_logit_softcapping"]
     for found in forms:
@@ -143,7 +145,7 @@ def test_a_run_of_ours(run, tmp_path, monkeypatch):
     _, model = logit_statistics.load_run(run, torch.device("cpu"))
     tokenizer = load_tokenizer(tmp_path / "data")
     tokens = torch.tensor([[tokenizer.eot, *tokenizer.encode("abc hg " * 20)][:30]])
-    expected = [*logits.layer_scores(model, tokens, 2**18)]
+    expected = [*own.layer_scores(model, tokens, 2**18)]
     assert [key for *key, _ in expected] == [[0, False], [1, False], [1, True]]
     for row, (layer, rotated, scores) in zip(statistics["layers"], expected, strict=True):
         assert (row["layer"], row["rotated"]) == (layer, rotated)

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import reference
 import torch
-from test_gpt import HEADS, LAYERS, TRAIN_LENGTH, make_random_gpt, plain_layers, random_tokens
+from test_gpt import HEADS, LAYERS, TRAIN_LENGTH, make_gpt, make_random_gpt, plain_layers, random_tokens
 from test_methods import NAMES
 from tiny_run import train_tiny_run
 
 from data.shard_writer import ShardWriter
 from data.shards import open_split
+from model.scores import calibrate, layer_scores, score_pairs
 from runtime.copy_gain import SPAN
 from scripts.reproduce import heads, logits
 from scripts.reproduce.theory import attention_statistics
@@ -93,7 +94,7 @@ def test_scores_and_their_quantiles_equal_dense_scores(name):
     model, (tokens, _) = make_random_gpt(name), random_tokens(43, batch=2)
     forms = [False, True] if name in ROTATING else [False]
     dense = {rotated: plain_scores(name, model, tokens, rotated) for rotated in forms}
-    found = {(layer, rotated): scores for layer, rotated, scores in logits.layer_scores(model, tokens, 2**16)}
+    found = {(layer, rotated): scores for layer, rotated, scores in layer_scores(model, tokens, 2**16)}
     assert [*found] == [*itertools.product(range(LAYERS), forms)]
     for (layer, rotated), scores in found.items():
         np.testing.assert_allclose(scores, dense[rotated][layer], rtol=1e-4, atol=1e-5)
@@ -104,16 +105,30 @@ def test_scores_and_their_quantiles_equal_dense_scores(name):
     np.testing.assert_allclose(torch.special.ndtr(standard), (np.arange(13) + 0.5) / 13)
 
 
+def test_calibration_takes_the_moments_of_the_scores_that_the_calibrated_model_has():
+    tokens, _ = random_tokens(43, batch=2)
+    trained, model = make_random_gpt("rope"), make_gpt("scale_invariant_rope", method_options=dict(learn_moments=True))
+    first = plain_scores("rope", trained, tokens, rotated=True)[0]  # (H, pairs)
+    model.load_state_dict(trained.state_dict(), strict=False)
+    calibrate(model, tokens)
+    scores = [found for _, rotated, found in layer_scores(model, tokens, 2**16) if rotated]
+    for block, found in zip(model.blocks, [torch.from_numpy(first), *scores[1:]], strict=True):
+        change = block.attention.method.score_change
+        expected = torch.stack((found.mean(dim=1), found.std(dim=1)))
+        moments = torch.stack((change.mean, change.log_deviation.exp())).double()
+        torch.testing.assert_close(moments, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_too_many_pairs_are_sampled_uniformly_without_key_0_and_the_diagonal():
     batch, length, draws = 2, 9, 100_000
-    b, i, j = logits.score_pairs(batch, length, 30, seed=0)
+    b, i, j = score_pairs(batch, length, 30, seed=0)
     assert len(b) == 30
-    pairs = torch.stack(logits.score_pairs(batch, length, 55, seed=0), dim=1)  # 2 * 28 pairs: one too many
+    pairs = torch.stack(score_pairs(batch, length, 55, seed=0), dim=1)  # 2 * 28 pairs: one too many
     assert len(pairs) == 55
-    everything = set(zip(*(x.tolist() for x in logits.score_pairs(batch, length, 56, seed=0))))
+    everything = set(zip(*(x.tolist() for x in score_pairs(batch, length, 56, seed=0))))
     assert everything == {(b, i, j) for b in range(2) for i in range(9) for j in range(1, i)}
     assert set(map(tuple, pairs.tolist())) <= everything
-    b, i, j = logits.score_pairs(10 * batch, 100 * length, draws, seed=0)
+    b, i, j = score_pairs(10 * batch, 100 * length, draws, seed=0)
     assert len(b) == draws and ((1 <= j) & (j < i) & (i < 900)).all()
     # For uniform pairs 1 <= j < i <= n, the means are E[b] = 9.5, E[i] = 2 (n + 1) / 3 and E[j] = (n + 1) / 3.
     for x, mean in [(b, 9.5), (i, 600.0), (j, 300.0)]:

@@ -273,6 +273,24 @@ def test_alibi_slopes(num_heads, slopes, expected):
 
 
 @torch.no_grad()
+def test_moments_solve_the_conditions_of_the_paper_for_gaussian_scores():
+    change = make("scale_invariant_nope", learn_moments=True, tau=3.0).score_change
+    head, t = torch.arange(6)[:, None], torch.arange(1000.0, dtype=torch.float64)
+    constant = make("scale_invariant_nope", tau=3.0).score_change.coefficients(t, head)
+    assert_close(change.coefficients(t, head), tuple(x.expand(6, 1000) for x in constant))
+    for parameter in (change.mean, change.log_deviation):
+        torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(1))
+    mean, variance = change.mean.double()[:, None], (2 * change.log_deviation.double()[:, None]).exp()
+    a, m = change.coefficients(t, head)
+    # The Gaussian L = a S + m has E[exp(L)] = exp(E[L] + Var[L] / 2). E[exp(L) L] is E[L] + Var[L] times this.
+    attention = a * mean + m + a**2 * variance / 2 + torch.log(t / 3 + 1)
+    sparsity = a * mean + m + a**2 * variance
+    assert_close(attention, (mean + variance / 2).expand_as(attention))
+    assert_close(sparsity, (mean + variance).expand_as(sparsity))
+    assert_close(change.coefficients(t, head)[0][:, 0], torch.ones(6, dtype=torch.float64))
+
+
+@torch.no_grad()
 def test_logn_starts_with_a_mean_multiplier_of_one_and_tau_where_it_is_set():
     (scale,) = make("logn_rope", head_dim=128, train_length=4096).parameters()
     assert_close(scale, torch.full((6,), 0.1366), rtol=0, atol=5e-5)

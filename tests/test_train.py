@@ -418,6 +418,17 @@ def test_a_run_from_another_one_begins_with_its_weights_on_the_tokens_after_it(d
     assert_same_run(resumed, folder)
 
 
+def test_scale_invariant_attention_is_calibrated_for_a_trained_model_and_saved(data, finished, tmp_path):
+    fields = dict(init_from=finished, method_options=("learn_moments", True), steps=0, cooldown_steps=0)
+    folder = train_here(data, tmp_path, **fields)
+    (checkpoint,) = (folder / "checkpoints").iterdir()
+    state, source = (load_checkpoint(latest_checkpoint(run / "checkpoints"))["model"] for run in (folder, finished))
+    moments = {name: state.pop(name) for name in [*state] if name.endswith(("mean", "log_deviation"))}
+    assert checkpoint.name == "step_000000.pt" and len(moments) == 4 and all(x.all() for x in moments.values())
+    assert state.keys() == source.keys() and all(torch.equal(state[name], source[name]) for name in state)
+    assert len(steps_and_validations(folder)[1]) == 1 and (folder / "summary.json").exists()
+
+
 def test_a_run_from_weights_of_another_shape_is_refused(data, finished, tmp_path, capsys):
     error = error_of(capsys, *arguments(data, tmp_path, init_from=finished, num_layers=3))
     assert "step_000020.pt" in error and not (tmp_path / "run").exists()

@@ -6,16 +6,19 @@ import torch
 from torch import Tensor, nn
 
 from model.attention import transform
+from model.scores import pair_scores, score_pairs, set_moments
 from scripts.hf.convert import attention_layers
-from scripts.reproduce.logits import pair_scores, score_pairs
 
 
 @torch.no_grad()
-def layer_scores(model: nn.Module, tokens: Tensor, max_pairs: int) -> list[tuple[int, bool, Tensor]]:
+def layer_scores(
+    model: nn.Module, tokens: Tensor, max_pairs: int, calibrate: bool = False
+) -> list[tuple[int, bool, Tensor]]:
     """Return entries (layer, rotated, scores) of the model on tokens (B, T). scores: (H, pairs) float64 on the CPU.
 
     The scores are scale q.k of the pairs of score_pairs, without a soft cap or LogN's factor. Each layer has an entry
-    without rotation, and a second entry with rotation if the layer rotates.
+    without rotation, and a second entry with rotation if the layer rotates. calibrate: set the moments of each layer
+    of a converted model to those of its scores, before the layer runs (model/scores.py).
     """
     pairs, found = score_pairs(*tokens.shape, max_pairs, seed=0), []
 
@@ -23,14 +26,16 @@ def layer_scores(model: nn.Module, tokens: Tensor, max_pairs: int) -> list[tuple
         projections = [projection(inputs["hidden_states"]) for projection in (layer.q_proj, layer.k_proj)]
         q, k = (x.unflatten(-1, (-1, layer.head_dim)).transpose(1, 2) for x in projections)  # (B, H, T, D)
         found.append((layer.layer_idx, False, pair_scores(q, k, pairs, layer.scaling)))
-        if (method := getattr(layer, "method", None)) is None:
+        method = getattr(layer, "method", None)
+        if method is None:
             rotate = sys.modules[type(layer).__module__].apply_rotary_pos_emb
             q, k = rotate(q, k, *inputs["position_embeddings"])
         elif method.rotation is not None:
             q, k = transform(method, q, k, layer.shared.plan(method, 0, q, k), scale_queries=False)
-        else:
-            return
-        found.append((layer.layer_idx, True, pair_scores(q, k, pairs, layer.scaling)))
+        if method is None or method.rotation is not None:
+            found.append((layer.layer_idx, True, pair_scores(q, k, pairs, layer.scaling)))
+        if calibrate:
+            set_moments(method, found[-1][-1])
 
     hooks = [layer.register_forward_pre_hook(observe, with_kwargs=True) for layer in attention_layers(model)]
     try:
@@ -39,10 +44,3 @@ def layer_scores(model: nn.Module, tokens: Tensor, max_pairs: int) -> list[tuple
         for hook in hooks:
             hook.remove()
     return found
-
-
-def measure_scores(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Return mean and deviation of the rotated scores on tokens (B, T), by layer and head, float64 (layers, H, 2)."""
-    # A layer's entry with rotation comes second, so it replaces the entry without rotation.
-    by_layer = {layer: scores for layer, _, scores in layer_scores(model, tokens, max_pairs=2**16)}
-    return torch.stack([torch.stack((scores.mean(dim=1), scores.std(dim=1)), dim=1) for scores in by_layer.values()])

@@ -12,12 +12,12 @@ from torch import Tensor
 from configs.sweeps import OURS
 from model.attention.reference import attention_logits, probabilities
 from model.gpt import GPT
+from model.scores import iterate_layers
 from runtime.checkpoint import list_checkpoints, load_checkpoint
 from runtime.copy_gain import SPAN, SPANS, copy_sequences
 from scripts.evaluate import load_run, open_validation_text
 from scripts.reproduce.drawing import Line, Panel, draw_panels
 from scripts.reproduce.far import MILLION
-from scripts.reproduce.logits import iterate_layers
 from scripts.reproduce.study import Study
 from scripts.shared.looks import plot_styles, series_label, series_name
 from scripts.shared.tables import markdown_table

@@ -1,17 +1,15 @@
 """Measure the attention logits of trained models, as the paper does.
 
     attention_profile    Entropy and local attention in growing contexts, for the bottom row of figure_entropy.
-    layer_scores         Scores S = q.k / sqrt(d) of each layer and head. The theory assumes N(0, 1).
     figure_qq            QQ plots of the paper's appendix on Gaussianity, from the files of scripts.logit_statistics.
 
 scripts.evaluate.load_run reads a model and its configuration.
 """
 
-import itertools
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +21,9 @@ from configs.config import Config
 from data.shards import TokenStream
 from errors import require
 from model.attention import Plan, transform
-from model.gpt import GPT, Plans, norm
-from model.methods.base import Method, upcast
+from model.gpt import GPT
+from model.methods.base import Method
+from model.scores import iterate_layers
 from scripts.evaluate import load_run, open_validation_text
 from scripts.reproduce.drawing import Line, Panel, draw_panels
 from scripts.reproduce.study import Study
@@ -63,16 +62,6 @@ def trained_models(study: Study, count: int, length: int) -> Iterator[tuple[Conf
         yield config, model, windows
 
 
-def iterate_layers(model: GPT, tokens: Tensor, plans: Plans) -> Iterator[tuple[Method, Plan, Tensor, Tensor, Tensor]]:
-    """Yield each layer's method, plan, input x (B, T, C), and q, k (B, H, T, D) before rotation, at least float32."""
-    x = model.embed(tokens)
-    for block, plan in zip(model.blocks, itertools.cycle(plans)):
-        layer_input = norm(x)
-        q, k, _ = block.attention.queries_keys_values(layer_input)
-        yield block.attention.method, plan, layer_input, upcast(q), upcast(k)
-        x = block(x, plan)
-
-
 # ---- attention -------------------------------------------------------------------------------------------------------
 
 
@@ -108,49 +97,6 @@ def attention_profile(model: GPT, tokens: Tensor, lengths: list[int]) -> dict[tu
 
 
 # ---- scores ----------------------------------------------------------------------------------------------------------
-
-
-def score_pairs(batch: int, length: int, max_pairs: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return indices (b, i, j) of sequences, queries and keys: all pairs 1 <= j < i, or max_pairs random ones.
-
-    The paper leaves out the beginning-of-sequence token, an outlier and attention sink, so key 0 is left out here.
-    """
-    require(length >= 3, f"The text has {length} tokens. Use at least 3.")
-    i, j = torch.tril_indices(length - 1, length - 1, offset=-1) + 1
-    chosen = torch.arange(batch * len(i))
-    if len(chosen) > max_pairs:
-        chosen = torch.randint(len(chosen), (max_pairs,), generator=torch.Generator().manual_seed(seed))
-    pair = chosen % len(i)
-    return chosen // len(i), i[pair], j[pair]
-
-
-@torch.inference_mode()
-def layer_scores(model: GPT, tokens: Tensor, max_pairs: int) -> Iterator[tuple[int, bool, Tensor]]:
-    """Yield (layer, rotated, S) with scores S = q.k / sqrt(d), float64 (H, pairs) on the CPU.
-
-    tokens (B, T). All layers and heads use the same pairs (score_pairs). S is taken before LogN or another scaling.
-    Each layer comes first without rotation. If the method rotates, it comes a second time, rotated.
-    """
-    plans = model.plan(tokens.shape[1], backend="blocks")
-    pairs = score_pairs(*tokens.shape, max_pairs, seed=0)
-    for number, (method, plan, _, q, k) in enumerate(iterate_layers(model, tokens, plans)):
-        forms = {False: (q, k)}
-        if method.rotation is not None:
-            forms[True] = transform(method, q, k, plan, scale_queries=False)
-        for rotated, (q, k) in forms.items():
-            yield number, rotated, pair_scores(q, k, pairs, q.shape[-1] ** -0.5)
-
-
-def pair_scores(q: Tensor, k: Tensor, pairs: Iterable[Tensor], scale: float) -> Tensor:
-    """Return scale * q.k of the pairs of score_pairs, float64 (H, pairs) on the CPU.
-
-    q (B, H, T, D), k (B, H_kv, T, D). In grouped-query attention, H / H_kv neighbouring query heads share a key head.
-    """
-    b, i, j = (index.to(q.device) for index in pairs)
-    q, k, queries_of_a_key = upcast(q), upcast(k), q.shape[1] // k.shape[1]
-    # head by head, to bound the memory
-    heads = [(q[b, h, i] * k[b, h // queries_of_a_key, j]).sum(dim=-1) for h in range(q.shape[1])]
-    return (torch.stack(heads) * scale).double().cpu()
 
 
 def moments(scores: np.ndarray) -> dict[str, float]:

@@ -1,0 +1,98 @@
+"""Measures the scores S = q.k / sqrt(d) of a model by layer and head. The theory assumes N(0, 1).
+
+`calibrate` sets the moments of scale-invariant attention (option learn_moments) to those of a trained model.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from errors import require
+from model.attention import Plan, transform
+from model.gpt import GPT, Plans, norm
+from model.methods.base import Method, upcast
+from model.methods.scale_invariant import ScaleInvariant
+
+MAX_PAIRS = 2**16  # random pairs of a query and a key, for the moments of a head
+
+
+def iterate_layers(model: GPT, tokens: Tensor, plans: Plans) -> Iterator[tuple[Method, Plan, Tensor, Tensor, Tensor]]:
+    """Yield each layer's method, plan, input x (B, T, C), and q, k (B, H, T, D) before rotation, at least float32."""
+    x = model.embed(tokens)
+    for block, plan in zip(model.blocks, itertools.cycle(plans)):
+        layer_input = norm(x)
+        q, k, _ = block.attention.queries_keys_values(layer_input)
+        yield block.attention.method, plan, layer_input, upcast(q), upcast(k)
+        x = block(x, plan)
+
+
+def score_pairs(batch: int, length: int, max_pairs: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return indices (b, i, j) of sequences, queries and keys: all pairs 1 <= j < i, or max_pairs random ones.
+
+    The paper leaves out the beginning-of-sequence token, an outlier and attention sink, so key 0 is left out here.
+    """
+    require(length >= 3, f"The text has {length} tokens. Use at least 3.")
+    i, j = torch.tril_indices(length - 1, length - 1, offset=-1) + 1
+    chosen = torch.arange(batch * len(i))
+    if len(chosen) > max_pairs:
+        chosen = torch.randint(len(chosen), (max_pairs,), generator=torch.Generator().manual_seed(seed))
+    pair = chosen % len(i)
+    return chosen // len(i), i[pair], j[pair]
+
+
+@torch.inference_mode()
+def layer_scores(model: GPT, tokens: Tensor, max_pairs: int) -> Iterator[tuple[int, bool, Tensor]]:
+    """Yield (layer, rotated, S) with scores S = q.k / sqrt(d), float64 (H, pairs) on the CPU.
+
+    tokens (B, T). All layers and heads use the same pairs (score_pairs). S is taken before LogN or another scaling.
+    Each layer comes first without rotation. If the method rotates, it comes a second time, rotated.
+    """
+    plans = model.plan(tokens.shape[1], backend="blocks")
+    pairs = score_pairs(*tokens.shape, max_pairs, seed=0)
+    for number, (method, plan, _, q, k) in enumerate(iterate_layers(model, tokens, plans)):
+        forms = {False: (q, k)}
+        if method.rotation is not None:
+            forms[True] = transform(method, q, k, plan, scale_queries=False)
+        for rotated, (q, k) in forms.items():
+            yield number, rotated, pair_scores(q, k, pairs, q.shape[-1] ** -0.5)
+
+
+def pair_scores(q: Tensor, k: Tensor, pairs: Iterable[Tensor], scale: float) -> Tensor:
+    """Return scale * q.k of the pairs of score_pairs, float64 (H, pairs) on the CPU.
+
+    q (B, H, T, D), k (B, H_kv, T, D). In grouped-query attention, H / H_kv neighbouring query heads share a key head.
+    """
+    b, i, j = (index.to(q.device) for index in pairs)
+    q, k, queries_of_a_key = upcast(q), upcast(k), q.shape[1] // k.shape[1]
+    # head by head, to bound the memory
+    heads = [(q[b, h, i] * k[b, h // queries_of_a_key, j]).sum(dim=-1) for h in range(q.shape[1])]
+    return (torch.stack(heads) * scale).double().cpu()
+
+
+# ---- calibration -----------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def calibrate(model: GPT, tokens: Tensor):
+    """Set the moments of scale-invariant attention to those of the scores on tokens (B, T).
+
+    Each layer is measured after the layers before it have been calibrated.
+    """
+    pairs = score_pairs(*tokens.shape, MAX_PAIRS, seed=0)
+    for method, plan, x, q, k in iterate_layers(model, tokens, model.plan(tokens.shape[1], backend="blocks")):
+        q, k = transform(method, q, k, plan, x)
+        set_moments(method, pair_scores(q, k, pairs, q.shape[-1] ** -0.5))
+
+
+def has_moments(method: Method) -> bool:
+    return isinstance(method.score_change, ScaleInvariant) and method.score_change.mean is not None
+
+
+@torch.no_grad()
+def set_moments(method: Method, scores: Tensor):
+    """Set mean and deviation of each head to those of its scores (H, pairs), if the method has moments."""
+    if has_moments(method):
+        method.score_change.mean.copy_(scores.mean(dim=1))
+        method.score_change.log_deviation.copy_(scores.std(dim=1).log())
