@@ -51,7 +51,7 @@ class Finding(NamedTuple):
 def main(argv: list[str] | None = None):
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m scripts.doctor", description=__doc__, formatter_class=layout)
-    parser.add_argument("preset", help="preset (default: quickstart); fields of train_gpt.py may follow")
+    parser.add_argument("preset", nargs="?", help="preset (default: quickstart); fields of train_gpt.py may follow")
     argv = sys.argv[1:] if argv is None else argv
     args, fields = parser.parse_known_args(argv if argv and not argv[0].startswith("-") else ["quickstart", *argv])
     with exit_on_user_error():

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from configs.command_line import read_fields
 from configs.runs import Run
+from data.shards import open_split
 from errors import UserError, did_you_mean, exit_on_user_error, require
 from files import replace_text, to_json
 from model.methods import canonical_name
@@ -83,6 +84,7 @@ def train_seeds(args: argparse.Namespace, track: str, seeds: list[int], mechanis
     changes = tracks.TRACKS[track].changes | args.fields | {"method": method}
     runs = [Run(tracks.TRACKS[track].preset, changes | {"seed": seed}) for seed in seeds]
     print(f"{method}: {tracks.measure_method(runs[0].config)}; limits over RoPE's: {tracks.LIMITS}")
+    open_split(runs[0].config.data_dir, "train", runs[0].config.vocab_size)  # raises UserError without data
     options = argparse.Namespace(runs_dir=runs_dir, sweep=f"record-{track}", slurm=None)
     train([run for run, state, _ in find_states(runs, options) if state in STARTING], args.jobs, program=program)
     plan = find_states(runs, options)

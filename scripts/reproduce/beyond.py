@@ -5,6 +5,7 @@ import math
 import re
 
 from model.methods import layer_pattern
+from runtime.flops import training_flops_per_token
 from scripts.reproduce.comparisons import primary_comparisons
 from scripts.reproduce.drawing import Panel, draw_panels, row_lines
 from scripts.reproduce.figures import OPEN_CIRCLE, tau_of
@@ -12,7 +13,7 @@ from scripts.reproduce.study import Study, at, samples
 from scripts.reproduce.tables import make_table, table_losses
 from scripts.shared.looks import method_name, plot_styles, series_label, series_name
 from scripts.shared.runs import copy_gains, final_losses
-from scripts.shared.tables import mean_cells, pivot_table, summarise
+from scripts.shared.tables import markdown_table, mean_cells, pivot_table, summarise
 
 # Validation length / training length, with keyword arguments of matplotlib's plot:
 RATIOS = {
@@ -124,7 +125,20 @@ def taught(study: Study) -> str:
     text += f"over seeds. In brackets: multiples of the training length of {T} tokens."
     copy_rows = [stored.data["copy_rows"] for _, stored in study.finished if stored.data.get("copy_rows")]
     text += f" {copy_rows[0]['share']:.0%} of the training rows are copy rows." if copy_rows else ""
-    return "\n\n".join([text, study.figure_markdown(), *reach_tables(study, losses, gains, GAP_RATIOS)])
+    tables = reach_tables(study, losses, gains, GAP_RATIOS)
+    return "\n\n".join([text, study.figure_markdown(), *tables, cost_table(study)])
+
+
+def cost_table(study: Study) -> str:
+    """Return a table of parameters, FLOPs and speed. The speed is the fastest seed's, because other jobs slow runs."""
+    costs = {}
+    for run, stored in study.finished:
+        rate = round(stored.summary["tokens"] / stored.summary["seconds"])
+        _, _, other_rate = costs.get(series := series_label(run.config), (0, 0, 0))
+        flops = training_flops_per_token(run.config)
+        costs[series] = stored.summary["parameters"], flops, max(rate, other_rate)
+    rows = [[series_name(series), *(f"{n:,}" for n in costs[series])] for series in study.all_series if series in costs]
+    return markdown_table([["method", "parameters", "FLOPs a training token", "training tokens a second"], *rows])
 
 
 def primary_measures(study: Study) -> dict[str, dict]:
