@@ -175,8 +175,8 @@ TAUGHT_PRIMARY = [("rope", {}), ("logn_p_rope", {}), (OURS, {}), ("alibi", {})]
 TAUGHT_PRIMARY += [("alibi", {"slope_scale": 4.0}), ("alibi", {"slope_scale": 16.0})]
 TAUGHT_EXPLORATORY = [("p_rope", {}), ("nope", {}), ("logn_rope", {})]
 TAUGHT_EXPLORATORY += [(OURS, {"tau": 2.5}), (OURS, {"tau": 40.0}), (OURS, {"terms": "m"}), (OURS, {"terms": "a"})]
-TAUGHT_EXPLORATORY += [(OURS, {"learn_gain": True}), ("rope", {"base": 500.0}), ("stick_breaking", {})]
-TAUGHT_EXPLORATORY += [(OURS_POPE, {}), ("p_rope+log_root", {})]
+TAUGHT_EXPLORATORY += [(OURS, {"learn_gain": True}), (OURS, {"learn_moments": True}), ("rope", {"base": 500.0})]
+TAUGHT_EXPLORATORY += [("stick_breaking", {}), (OURS_POPE, {}), ("p_rope+log_root", {})]
 for _method in ("p_rope+factor", "factor+alibi"):  # controls for sharpness
     TAUGHT_EXPLORATORY += [(_method, {"factor": factor}) for factor in (1.5, 2.0, 3.0)]
     TAUGHT_EXPLORATORY += [(_method, {"learn_factor": True})]
@@ -200,7 +200,7 @@ def taught_rivals(scale: Scale) -> list[Run]:
 FAR_PRIMARY = [("rope", {}), ("logn_p_rope", {}), (OURS, {}), ("alibi", {}), ("alibi", {"slope_scale": 4.0})]
 FAR_EXPLORATORY = [("p_rope", {}), (OURS, {"terms": "m"}), (OURS, {"terms": "a"}), (OURS, {"tau": 2.5})]
 FAR_EXPLORATORY += [(OURS, {"tau": 40.0}), ("scale_invariant_nope", {}), ("rope", {"base": 500.0})]
-FAR_EXPLORATORY += [("p_rope+factor", {"factor": 2.0})]
+FAR_EXPLORATORY += [("p_rope+factor", {"factor": 2.0}), (OURS, {"learn_moments": True})]
 
 
 def far(scale: Scale) -> list[Run]:

@@ -49,6 +49,7 @@ OPTION_NAMES = {
     "slope_scale=1": "published slopes",
     "learn_tau=True": "\u03c4 learned by each head",
     "learn_gain=True": "a factor of the scores learned by each head",
+    "learn_moments=True": "moments of the scores learned by each head",
     "terms=a": "a_t alone",
     "terms=m": "m_t alone",
 }
