@@ -9,9 +9,11 @@ import pytest
 from test_reproduce import call, cells_of, is_figure, same, write_run, write_study  # noqa: F401
 
 from configs.config import config_hash
+from configs.presets import preset
 from configs.sweeps import RIVALS, sweep
 from model.methods import canonical_name
 from runtime.build import layer_methods
+from runtime.flops import training_flops_per_token
 from scripts.reproduce.comparisons import describe_variances, difference_cell, differences, holm
 from scripts.shared.looks import series_label, series_name
 from scripts.shared.runs import read_runs
@@ -153,29 +155,35 @@ def test_taught_compares_runs_of_one_seed(tmp_path, call):  # noqa: F811
     write_taught(tmp_path / "runs", range(5))
     code, output = call("taught")
     assert code == 0 and is_figure(tmp_path / "out" / "figures" / "taught")
-    first, second = output.out.split("### Primary comparisons")[0].split("\n\n| ")[1:]
+    first, second, costs = output.out.split("### Primary comparisons")[0].split("\n\n| ")[1:]
+    assert cells_of(f"| {costs}")["RoPE"] == ["9", f"{training_flops_per_token(preset('taught')):,}", "125"]
     assert f"{4096} (16x) loss" in first and f"{2048} (8x) copy gain" in second
     assert cells_of(f"| {first}")["RoPE"][0] == "5"
     stored = {(series_label(run.config), run.config.seed): run.summary for run in read_runs(tmp_path / "runs")}
-    expected = []
-    for measure, tokens in (("loss", "4096"), ("copy gain", "1024")):
-        for rival in ("rope", "logn_p_rope", "alibi slope_scale=4"):  # ALiBi's best slopes
+    alibi, learned = "alibi slope_scale=4", f"{REFERENCE} learn_moments=True"  # ALiBi's best slopes
+    for title, ours, rivals, seeds, gap, left_out in (
+        ("Primary comparisons", REFERENCE, ["rope", "logn_p_rope", alibi], range(5), "1024", 0),
+        ("Learned moments", learned, [REFERENCE, "logn_p_rope", alibi], range(1, 5), "512", 2),  # YaRN has no losses
+    ):
+        expected = []
+        for measure, tokens in (("loss", "4096"), ("copy gain", gap)):
+            for rival in rivals:
 
-            def value(series, seed):
-                summary = stored[series, seed]
-                return summary["val_loss"][tokens] if measure == "loss" else summary["copy_gain"]["random"][tokens]
+                def value(series, seed):
+                    summary = stored[series, seed]
+                    return summary["val_loss"][tokens] if measure == "loss" else summary["copy_gain"]["random"][tokens]
 
-            label = f"{measure}, {tokens} tokens ({int(tokens) // 256}x)"
-            expected.append((rival, label, [value(REFERENCE, seed) - value(rival, seed) for seed in range(5)]))
-    assert_primary_comparisons(output.out, expected)
+                label = f"{measure}, {tokens} tokens ({int(tokens) // 256}x)"
+                expected.append((rival, label, [value(ours, seed) - value(rival, seed) for seed in seeds]))
+        assert_primary_comparisons(output.out, expected, left_out, title)
 
 
-def assert_primary_comparisons(page, expected, left_out=0):
+def assert_primary_comparisons(page, expected, left_out=0, title="Primary comparisons"):
     """Compare the section of a page with paired t-tests of (rival, measure, [difference of each seed]).
 
     left_out: tests that have too few seeds, but count in the correction.
     """
-    lines = page.split("### Primary comparisons")[1].split("\n\n")[2].splitlines()[2:]
+    lines = page.split(f"### {title}")[1].split("\n\n")[2].splitlines()[2:]
     rows = [dict(zip(("difference", "stderr"), mean_and_stderr(differences))) for *_, differences in expected]
     freedom = len(expected[0][2]) - 1
     p_values = holm([two_sided(row["difference"] / row["stderr"], freedom) for row in rows] + [1.0] * left_out)
@@ -187,4 +195,4 @@ def assert_primary_comparisons(page, expected, left_out=0):
 def test_taught_of_few_runs_compares_the_runs_that_exist(tmp_path, call):  # noqa: F811
     write_taught(tmp_path / "runs", [0])
     code, output = call("taught")
-    assert code == 1 and "### Primary comparisons" not in output.out and is_figure(tmp_path / "out/figures/taught")
+    assert code == 1 and "minus each rival" not in output.out and is_figure(tmp_path / "out/figures/taught")

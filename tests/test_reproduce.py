@@ -54,7 +54,7 @@ def write_run(
         records.append(record)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     last = {key: records[-1][key] for key in ("val_loss", "val_loss_as", "val_tokens")}
-    summary = dict(name=run.name, data=data, steps=steps[-1], tokens=1000, **last) | summary
+    summary = dict(name=run.name, data=data, steps=steps[-1], tokens=1000, seconds=8.0, parameters=9, **last) | summary
     (folder / "summary.json").write_text(json.dumps(summary))
     (folder / "data.json").write_text(json.dumps(dict(train=data, validation="v")))
     if needle:

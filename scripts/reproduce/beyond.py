@@ -4,9 +4,10 @@ import collections
 import math
 import re
 
+from configs.sweeps import OURS
 from model.methods import layer_pattern
 from runtime.flops import training_flops_per_token
-from scripts.reproduce.comparisons import primary_comparisons
+from scripts.reproduce.comparisons import paired_rows, paired_section, primary_comparisons
 from scripts.reproduce.drawing import Panel, draw_panels, row_lines
 from scripts.reproduce.figures import OPEN_CIRCLE, tau_of
 from scripts.reproduce.study import Study, at, samples
@@ -24,6 +25,7 @@ LEARNED = math.inf  # stands for tau in runs where every head learns its tau
 # Parameters that a head can learn (model/methods/scale_invariant.py), with the function from parameter to shown value.
 PARAMETERS = dict(log_tau=math.exp, gain=float)
 GAP_RATIOS = (0.5, 2, 4, 8)  # tokens between two copies / training length
+MOMENTS = f"{OURS} learn_moments=True"
 DRAWN = ("rope", "p_rope", "logn_p_rope", "alibi", "scale_invariant_p_rope")  # and ALiBi with other slopes
 
 # ---- tau and heads ---------------------------------------------------------------------------------------------------
@@ -119,6 +121,9 @@ def taught(study: Study) -> str:
     losses, gains, T = study.by_seed(final_losses), study.by_seed(copy_gains), study.base_length
     if study.item == "taught":
         study.sections = primary_comparisons(study, losses, primary_measures(study), unit="nats")
+        study.sections += paired_section(
+            "### Learned moments", MOMENTS, moments_rows(study), "nats", "Seed 0 was known before, so it is left out."
+        )
     draw_reach(study, losses, gains)
     text = "Loss: nats per token on natural text, by sequence length. Copy gain: loss of 32 random tokens minus the "
     text += "loss of their second copy, in nats per token, by tokens between the copies. Mean \u00b1 standard error "
@@ -145,6 +150,13 @@ def primary_measures(study: Study) -> dict[str, dict]:
     """Return the measures of the primary comparisons of the study `taught` by label."""
     losses, gains, T = study.by_seed(final_losses), study.by_seed(copy_gains), study.base_length
     return {f"loss, {16 * T} tokens (16x)": at(losses, 16 * T), f"copy gain, {4 * T} tokens (4x)": at(gains, 4 * T)}
+
+
+def moments_rows(study: Study) -> list[dict]:
+    """Return the tests of learned moments, which results/calibration.md fixed after seed 0 and before the others."""
+    losses, gains, T = study.by_seed(final_losses), study.by_seed(copy_gains), study.base_length
+    measures = {f"loss, {16 * T} tokens (16x)": at(losses, 16 * T), f"copy gain, {2 * T} tokens (2x)": at(gains, 2 * T)}
+    return paired_rows(MOMENTS, [OURS, "logn_p_rope", "alibi slope_scale=4", "yarn"], measures, left_out=[0])
 
 
 def reach_tables(study: Study, losses: dict, gains: dict, gap_ratios: tuple) -> list[str]:

@@ -140,21 +140,29 @@ def difference_cell(row: dict) -> str:
 
 
 def primary_rows(study: Study, losses: dict, measures: dict[str, dict[str, BySeed]]) -> list[dict]:
-    """Return paired t-tests of scale-invariant p-RoPE against three rivals, with Holm's correction.
-
-    Two seeds are the least for a test. A test with fewer has p = 1 in the correction, and no row.
+    """Return paired_rows of scale-invariant p-RoPE against three rivals.
 
     losses: {(series, tokens): BySeed}. The ALiBi with the lowest loss at the training length is a rival.
-    measures: {label: {series: BySeed}}.
     """
     alibis = {series: statistics.fmean(by_seed.values()) for series, by_seed in at(losses, study.base_length).items()
               if series.split(" ")[0] == "alibi"}  # fmt: skip
-    rivals = ["rope", "logn_p_rope", *([min(alibis, key=alibis.get)] if alibis else [])]
+    return paired_rows(OURS, ["rope", "logn_p_rope", *([min(alibis, key=alibis.get)] if alibis else [])], measures)
+
+
+def paired_rows(
+    ours: str, rivals: list[str], measures: dict[str, dict[str, BySeed]], left_out: Collection[int] = ()
+) -> list[dict]:
+    """Return paired t-tests of the series `ours` against each rival, with Holm's correction.
+
+    Two seeds are the least for a test. A test with fewer has p = 1 in the correction, and no row.
+
+    measures: {label: {series: BySeed}}. left_out: seeds.
+    """
     rows, tests = [], len(measures) * len(rivals)
     for measure, values in measures.items():
         for rival in rivals:
-            ours, others = values.get(OURS, {}), values.get(rival, {})
-            differences = [ours[seed] - others[seed] for seed in sorted(ours.keys() & others.keys())]
+            own, others = values.get(ours, {}), values.get(rival, {})
+            differences = [own[seed] - others[seed] for seed in sorted(own.keys() & others.keys() - {*left_out})]
             if len(differences) > 1:
                 mean, stderr = mean_and_stderr(differences)
                 # Equal differences, such as 0 when neither method copies, have no t-test.
@@ -168,12 +176,17 @@ def primary_rows(study: Study, losses: dict, measures: dict[str, dict[str, BySee
 def primary_comparisons(study: Study, losses: dict, measures: dict[str, dict[str, BySeed]], unit: str) -> list[str]:
     """Return a section with the tests of primary_rows. unit: of the measures."""
     rows = primary_rows(study, losses, measures)
+    note = f"ALiBi has the slopes with the lowest mean loss at {study.base_length}. These comparisons were fixed "
+    note += "before the first run. All others are exploratory."
+    return paired_section("### Primary comparisons", OURS, rows, unit, note)
+
+
+def paired_section(title: str, ours: str, rows: list[dict], unit: str, note: str) -> list[str]:
+    """Return a section with the tests of paired_rows, [] without tests. unit: of the measures."""
     if not rows:
         return []
     table = [["minus", "measure", "seeds", "difference"]]
     table += [[series_name(row["rival"]), row["measure"], str(row["seeds"]), difference_cell(row)] for row in rows]
-    text = f"{series_name(OURS)} (\u03c4 = 10) minus each rival, in {unit}: mean difference within seeds \u00b1 "
-    text += f"standard error. p: paired t-test after Holm's correction for {rows[0]['tests']} tests. ALiBi has the "
-    text += f"slopes with the lowest mean loss at {study.base_length}. These comparisons were fixed before the first "
-    text += "run. All others are exploratory."
-    return ["### Primary comparisons", text, markdown_table(table)]
+    text = f"{series_name(ours)} (\u03c4 = 10) minus each rival, in {unit}: mean difference within seeds \u00b1 "
+    text += f"standard error. p: paired t-test after Holm's correction for {rows[0]['tests']} tests. {note}"
+    return [title, text, markdown_table(table)]
