@@ -17,10 +17,11 @@ their difference, within the seeds that both have. The format "p" is for p-value
     p loss PLACE LENGTH SERIES       p-value, after Holm's correction, of the difference to scale-invariant p-RoPE
     p copy PLACE GAP SERIES          the same for copy gains
     p time far SERIES                the same for times to copy; p far far SERIES: for far gains of the class far
+    p moments loss SERIES            the same for learned moments (results/calibration.md); also p moments copy gain
     paper TABLE LENGTH SERIES        a number of the paper
 
-PLACE is a preset, or a key of CHANGES. SERIES is a label of scripts.shared.looks.series_label. LENGTH and GAP
-are in tokens. The p-values are the ones in PLACE's tables.md.
+PLACE is a preset, a key of CHANGES, or NAMED. SERIES is a label of scripts.shared.looks.series_label, or in NAMED the
+run's name without its seed. LENGTH and GAP are in tokens. The p-values are the ones in PLACE's tables.md.
 """
 
 import collections
@@ -41,6 +42,7 @@ from scripts.shared.runs import copy_gains, final_losses, read_runs
 from scripts.shared.tables import mean_and_stderr
 
 TEMPLATES, RESULTS = Path(__file__).with_name("templates"), Path(__file__).parents[2] / "results"
+NAMED = "calibration"  # the file of runs that continue other runs. Their names tell them apart, not their methods
 CHANGES = dict(prose={"data_dir": "data/books"}, far_books={"data_dir": "data/books_far"})  # folder of results/: fields
 
 
@@ -68,10 +70,12 @@ class Page(string.Formatter):
 def kept_numbers() -> dict[str, dict[int, float]]:
     """Return the numbers of all kept runs by name and seed."""
     found = collections.defaultdict(dict)
-    for file in [*sorted(RESULTS.glob("*/runs.jsonl")), RESULTS / "quickstart.jsonl"]:
+    for file in [*sorted(RESULTS.glob("*/runs.jsonl")), *(RESULTS / f"{name}.jsonl" for name in ("quickstart", NAMED))]:
         for stored in read_runs(file):
             place = file.parent.name if file.parent.name in CHANGES else stored.line["preset"]
             series, seed, needle = series_label(stored.config), stored.config.seed, stored.needle or {}
+            if file.stem == NAMED:
+                place, series = NAMED, stored.path.name.removesuffix(f"-s{seed}")
             late = functools.partial(far.late_losses, first=stored.config.train_length // 2)
             kinds = [("needle", series, needle.get("greedy", {}))]
             for method in (None, *stored.config.validate_as):
@@ -102,6 +106,8 @@ def p_values() -> dict[str, float]:
         for row in primary_rows(study, study.by_seed(final_losses), item.primary_measures(study)):
             kind, tokens = re.match(r"(loss|copy|far|time)\D*(\d*)", row["measure"]).groups()
             found[" ".join(["p", kind, place, *tokens.split(), row["rival"]])] = row["p_holm"]
+    for row in beyond.moments_rows(open_study("taught", "taught", "taught")):
+        found[f"p moments {row['measure'].split(',')[0]} {row['rival']}"] = row["p_holm"]
     return found
 
 
