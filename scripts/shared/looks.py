@@ -49,7 +49,8 @@ OPTION_NAMES = {
     "slope_scale=1": "published slopes",
     "learn_tau=True": "\u03c4 learned by each head",
     "learn_gain=True": "a factor of the scores learned by each head",
-    "learn_moments=True": "moments of the scores learned by each head",
+    "learn_moments=True": "learned moments",
+    "form=barbero": "RoPE's fastest pairs",
     "terms=a": "a_t alone",
     "terms=m": "m_t alone",
 }
