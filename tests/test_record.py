@@ -58,7 +58,9 @@ def test_an_entry_holds_the_means_of_its_lines(entry):
     copy = statistics.fmean(line["copy_loss"]["random"]["1024"][1] for line in lines)
     assert made["score"] == pytest.approx(copy + statistics.fmean(line["val_loss"]["4096"] for line in lines))
     assert made["loss_1x"] == pytest.approx(statistics.fmean(line["val_loss"]["256"] for line in lines))
-    assert (made["against"], made["p"], made["wins"], made["passes"]) == (OURS, 1.0, False, True)
+    baselines = [record for record in tracks.standing("laptop") if not record["date"] and record["passes"]]
+    best = min((record["score"], record["name"]) for record in baselines if not record["knows_n"])[1]
+    assert (made["against"], made["wins"], made["passes"]) == (best, False, True) and made["p"] > 0.5
     assert (made["parameters"], made["flops"], made["knows_n"], made["date"]) == (1.0, 1.0, False, "2026-12-01")
     assert exit_code(record.main, ["check", entry]) == 0
 
@@ -163,7 +165,8 @@ def test_the_page_argues_for_the_score_with_the_kept_runs():
         losses, score = final_losses(stored.summary, method), tracks.read_score(stored.summary, 256, method)
         gains = (stored.summary["copy_gain_as"][method] if method else stored.summary["copy_gain"])["random"]
         copies = [copies[0] - gains[gap] for gap, copies in stored.summary["copy_loss"]["random"].items()]
-        row = score | {"curves": statistics.fmean(losses.values()) + statistics.fmean(copies), "64x": losses[16_384]}
+        row = score | {"curves": statistics.fmean(losses.values()) + statistics.fmean(copies)}
+        row["64x"] = losses.get(16_384)  # exploratory runs may lack it
         found[method or series_label(stored.config)].append(row | {"gain": losses[4096] - gains["1024"]})
     names = ["rope", "rope_ntk", "yarn", "logn_p_rope", OURS, "alibi", *(f"alibi slope_scale={s}" for s in (4, 16))]
     keys = ("curves", "score", "loss_16x", "64x", "gain", "loss_1x", "copy_4x")
