@@ -1,6 +1,6 @@
 """Measures the scores S = q.k / sqrt(d) of a model by layer and head. The theory assumes N(0, 1).
 
-`calibrate` sets the moments of scale-invariant attention (option learn_moments) to those of a trained model.
+`calibrate` measures the mean and deviation of each head's scores for scale-invariant attention with learn_moments.
 """
 
 import itertools
@@ -76,7 +76,7 @@ def pair_scores(q: Tensor, k: Tensor, pairs: Iterable[Tensor], scale: float) -> 
 
 @torch.no_grad()
 def calibrate(model: GPT, tokens: Tensor):
-    """Set the moments of scale-invariant attention to those of the scores on tokens (B, T).
+    """Set mean and deviation of each head, for methods with learn_moments, to the values on tokens (B, T).
 
     Each layer is measured after the layers before it have been calibrated.
     """
@@ -86,13 +86,10 @@ def calibrate(model: GPT, tokens: Tensor):
         set_moments(method, pair_scores(q, k, pairs, q.shape[-1] ** -0.5))
 
 
-def has_moments(method: Method) -> bool:
-    return isinstance(method.score_change, ScaleInvariant) and method.score_change.mean is not None
-
-
 @torch.no_grad()
 def set_moments(method: Method, scores: Tensor):
-    """Set mean and deviation of each head to those of its scores (H, pairs), if the method has moments."""
-    if has_moments(method):
-        method.score_change.mean.copy_(scores.mean(dim=1))
-        method.score_change.log_deviation.copy_(scores.std(dim=1).log())
+    """Set mean and deviation of each head from its scores (H, pairs), if the method has learn_moments."""
+    change = method.score_change
+    if isinstance(change, ScaleInvariant) and change.mean is not None:
+        change.mean.copy_(scores.mean(dim=1))
+        change.log_deviation.copy_(scores.std(dim=1).log())

@@ -35,7 +35,7 @@ class ScaleInvariant(ScoreChange):
         The other options are ours. tau_ratio: factor of tau from one head to the next; the first head has tau.
         learn_tau: each head of each layer learns log(tau). learn_gain: each head learns a factor of its scores, because
         the theory assumes scores with standard deviation 1. learn_moments: each head learns mu and sigma. They start at
-        0 and 1, or at those of a trained model (model/scores.py). terms: "a" leaves out m_t, "m" leaves out a_t.
+        0 and 1, or at values of a trained model (model/scores.py). terms: "a" leaves out m_t, "m" leaves out a_t.
         skip_first: the first token has a = 1 and m = 0 at every distance, because its scores are not Gaussian (the
         paper leaves it out of its test of the scores). Our kernel for CPUs cannot do this.
         """

@@ -17,8 +17,8 @@ def layer_scores(
     """Return entries (layer, rotated, scores) of the model on tokens (B, T). scores: (H, pairs) float64 on the CPU.
 
     The scores are scale q.k of the pairs of score_pairs, without a soft cap or LogN's factor. Each layer has an entry
-    without rotation, and a second entry with rotation if the layer rotates. calibrate: set the moments of each layer
-    of a converted model to those of its scores, before the layer runs (model/scores.py).
+    without rotation, and a second entry with rotation if the layer rotates. calibrate: in a converted model with
+    learn_moments, set mean and deviation of each head before its layer runs (model/scores.py).
     """
     pairs, found = score_pairs(*tokens.shape, max_pairs, seed=0), []
 
