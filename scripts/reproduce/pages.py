@@ -42,7 +42,7 @@ from scripts.shared.runs import copy_gains, final_losses, read_runs
 from scripts.shared.tables import mean_and_stderr
 
 TEMPLATES, RESULTS = Path(__file__).with_name("templates"), Path(__file__).parents[2] / "results"
-NAMED = "calibration"  # the file of runs that continue other runs. Their names tell them apart, not their methods
+NAMED = "calibration"  # the file of single runs for results/calibration.md, which the names of the runs tell apart
 CHANGES = dict(prose={"data_dir": "data/books"}, far_books={"data_dir": "data/books_far"})  # folder of results/: fields
 
 
