@@ -175,16 +175,19 @@ def needle_tau(scale: Scale) -> list[Run]:
 FAST = {"form": "barbero", "share": 0.25}
 MOMENTS = {"learn_moments": True}
 NOPE = "scale_invariant_nope"
+# The paper's bases, 10,000 for RoPE and 1024 for p-RoPE, are for 4096 tokens. These are for 256.
+FITTED, FITTED_ROPE = {"base": 64.0}, {"base": 625.0}
 TAUGHT_PRIMARY = [("rope", {}), ("logn_p_rope", {}), (OURS, {}), ("alibi", {})]
 TAUGHT_PRIMARY += [("alibi", {"slope_scale": 4.0}), ("alibi", {"slope_scale": 16.0})]
+TAUGHT_FITTED = [("rope", FITTED_ROPE), ("logn_p_rope", FITTED), (OURS, FITTED)]
 TAUGHT_EXPLORATORY = [("p_rope", {}), ("nope", {}), ("logn_rope", {})]
 TAUGHT_EXPLORATORY += [(OURS, {"tau": 2.5}), (OURS, {"tau": 40.0}), (OURS, {"terms": "m"}), (OURS, {"terms": "a"})]
 TAUGHT_EXPLORATORY += [(OURS, {"learn_gain": True}), (OURS, MOMENTS), (OURS, FAST), (OURS, FAST | MOMENTS)]
-TAUGHT_EXPLORATORY += [(NOPE, {}), (NOPE, MOMENTS), ("rope", {"base": 500.0})]
-TAUGHT_EXPLORATORY += [("stick_breaking", {}), (OURS_POPE, {}), ("p_rope+log_root", {})]
-for _method in ("p_rope+factor", "factor+alibi"):  # controls for sharpness
-    TAUGHT_EXPLORATORY += [(_method, {"factor": factor}) for factor in (1.5, 2.0, 3.0)]
-    TAUGHT_EXPLORATORY += [(_method, {"learn_factor": True})]
+TAUGHT_EXPLORATORY += [(NOPE, {}), (NOPE, MOMENTS), ("p_rope", FITTED), (OURS, FITTED | MOMENTS)]
+TAUGHT_EXPLORATORY += [("stick_breaking", {}), (OURS_POPE, FITTED_ROPE), ("p_rope+log_root", FITTED)]
+for _method, _fitted in (("p_rope+factor", FITTED), ("factor+alibi", {"slope_scale": 16.0})):  # controls for sharpness
+    TAUGHT_EXPLORATORY += [(_method, _fitted | {"factor": factor}) for factor in (1.5, 2.0, 3.0)]
+    TAUGHT_EXPLORATORY += [(_method, _fitted | {"learn_factor": True})]
 RIVALS_2026 = """
 bam bam_ssmax wall p_rope+xsa p_rope+scale_invariant+xsa p_rope+log_offset p_rope+n_power lssar grape_ap nape_entmax fox
 """.split()
@@ -192,7 +195,7 @@ bam bam_ssmax wall p_rope+xsa p_rope+scale_invariant+xsa p_rope+log_offset p_rop
 
 def taught(scale: Scale) -> list[Run]:
     """Return runs of models that are taught to copy: the primary methods first, one seed after the other."""
-    groups = itertools.product((TAUGHT_PRIMARY, TAUGHT_EXPLORATORY), scale.seeds)
+    groups = itertools.product((TAUGHT_PRIMARY, TAUGHT_FITTED, TAUGHT_EXPLORATORY), scale.seeds)
     return [run for cases, seed in groups for run in forms(scale.base, cases, (seed,))]
 
 
