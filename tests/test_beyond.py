@@ -135,7 +135,6 @@ def test_table_rivals_has_the_differences_to_ours(tmp_path, call):  # noqa: F811
     cells = cells_of(output.out.split("### Differences")[1])
     assert cells["FoX"] == ["3, 3", *["**-0.250 \u00b1 0.008** (p < 0.001)"] * 4]
     assert cells["ALiBi"] == ["1, 3", *["**-0.110 \u00b1 0.012** (p < 0.001)"] * 4]
-    assert "Llama 4: `rope+window`, `rope+window`, `rope+window`." in output.out
     _, output = call("table_rivals", "--scale", "mini", "--seeds", "0", "--methods", *chosen)
     assert "### Differences" not in output.out
 
@@ -143,6 +142,7 @@ def test_table_rivals_has_the_differences_to_ours(tmp_path, call):  # noqa: F811
 def write_taught(runs_dir, seeds):
     """Runs of the study: losses and copy gains with known differences to scale-invariant p-RoPE, by series."""
     above = {REFERENCE: 0.0, "rope": 0.5, "logn_p_rope": 0.1, "alibi": 0.9, "alibi slope_scale=4": 0.7}
+    above |= {f"{REFERENCE} base=64": -0.1, "rope base=625": 0.4, "logn_p_rope base=64": 0.2}
     for run in sweep("taught", "taught", seeds=seeds):
         series, seed = series_label(run.config), run.config.seed
         loss = 3.0 + above.get(series, 1.0) + 0.3 * seed + 0.01 * ((seed * len(series)) % 5)
@@ -161,8 +161,10 @@ def test_taught_compares_runs_of_one_seed(tmp_path, call):  # noqa: F811
     assert cells_of(f"| {first}")["RoPE"][0] == "5"
     stored = {(series_label(run.config), run.config.seed): run.summary for run in read_runs(tmp_path / "runs")}
     alibi, learned = "alibi slope_scale=4", f"{REFERENCE} learn_moments=True"  # ALiBi's best slopes
+    fitted = ["rope base=625", "logn_p_rope base=64", alibi]
     for title, ours, rivals, seeds, gap, left_out in (
         ("Primary comparisons", REFERENCE, ["rope", "logn_p_rope", alibi], range(5), "1024", 0),
+        ("Fitted rotation", f"{REFERENCE} base=64", fitted, range(5), "1024", 0),
         ("Learned moments", learned, [REFERENCE, "logn_p_rope", alibi], range(1, 5), "512", 2),  # YaRN has no losses
     ):
         expected = []

@@ -55,7 +55,7 @@ ITEMS = dict(
     taught_rivals=beyond.taught,
     far=far.far,
     far_heads=heads.far_heads,
-    table_rivals=beyond.table_rivals,
+    table_rivals=tables.table_losses,
     needle_rivals=needles.table_needle,
     needle_tau=needles.table_needle,
 )

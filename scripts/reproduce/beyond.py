@@ -1,18 +1,17 @@
-"""Studies beyond the paper: tau by training length, heads that learn, newer methods, and models that learn to copy."""
+"""Studies beyond the paper: tau by training length, heads that learn, and models that learn to copy."""
 
 import collections
 import math
 import re
 
 from configs.sweeps import OURS
-from model.methods import layer_pattern
 from runtime.flops import training_flops_per_token
-from scripts.reproduce.comparisons import paired_rows, paired_section, primary_comparisons
+from scripts.reproduce.comparisons import paired_rows, paired_section, primary_comparisons, primary_rows
 from scripts.reproduce.drawing import Panel, draw_panels, row_lines
 from scripts.reproduce.figures import OPEN_CIRCLE, tau_of
 from scripts.reproduce.study import Study, at, samples
 from scripts.reproduce.tables import make_table, table_losses
-from scripts.shared.looks import method_name, plot_styles, series_label, series_name
+from scripts.shared.looks import plot_styles, series_label, series_name
 from scripts.shared.runs import copy_gains, final_losses
 from scripts.shared.tables import markdown_table, mean_cells, pivot_table, summarise
 
@@ -26,6 +25,12 @@ LEARNED = math.inf  # stands for tau in runs where every head learns its tau
 PARAMETERS = dict(log_tau=math.exp, gain=float)
 GAP_RATIOS = (0.5, 2, 4, 8)  # tokens between two copies / training length
 MOMENTS = f"{OURS} learn_moments=True"
+FITTED_SERIES = (f"{OURS} base=64", "rope base=625", "logn_p_rope base=64")
+# Tests of the study `taught` that were fixed after its first ones and before their own runs: title, series, note.
+LATER_TESTS = {
+    "fitted": ("Fitted rotation", FITTED_SERIES[0], "ALiBi as above. These were fixed after the primary comparisons."),
+    "moments": ("Learned moments", MOMENTS, "Seed 0 was known before, so it is left out."),
+}
 DRAWN = ("rope", "p_rope", "logn_p_rope", "alibi", "scale_invariant_p_rope")  # and ALiBi with other slopes
 
 # ---- tau and heads ---------------------------------------------------------------------------------------------------
@@ -97,22 +102,6 @@ def learned_section(study: Study) -> list[str]:
     return ["### What heads learned", text, pivot_table(["method", "trained at", "seed"], lines, columns)]
 
 
-# ---- newer methods ---------------------------------------------------------------------------------------------------
-
-
-def table_rivals(study: Study) -> str:
-    """Return tables of newer methods beside the paper's best ones: losses, and their differences."""
-    shortened_patterns = {}
-    for run in study.runs:
-        pattern, layers = layer_pattern(run.config.method), run.config.num_layers
-        if len(pattern) > layers:
-            shortened_patterns[method_name(run.config.method)] = ", ".join(f"`{part}`" for part in pattern[:layers])
-    if shortened_patterns:
-        listed = "; ".join(f"{name}: {parts}" for name, parts in shortened_patterns.items())
-        study.notes.append(f"The models have fewer layers than some patterns. Layers from the first: {listed}.")
-    return table_losses(study)
-
-
 # ---- models that learn to copy, tested beyond their training length --------------------------------------------------
 
 
@@ -121,9 +110,8 @@ def taught(study: Study) -> str:
     losses, gains, T = study.by_seed(final_losses), study.by_seed(copy_gains), study.base_length
     if study.item == "taught":
         study.sections = primary_comparisons(study, losses, primary_measures(study), unit="nats")
-        study.sections += paired_section(
-            "### Learned moments", MOMENTS, moments_rows(study), "nats", "Seed 0 was known before, so it is left out."
-        )
+        for (title, ours, note), rows in zip(LATER_TESTS.values(), later_rows(study).values()):
+            study.sections += paired_section(f"### {title}", ours, rows, "nats", note)
     draw_reach(study, losses, gains)
     text = "Loss: nats per token on natural text, by sequence length. Copy gain: loss of 32 random tokens minus the "
     text += "loss of their second copy, in nats per token, by tokens between the copies. Mean \u00b1 standard error "
@@ -146,17 +134,20 @@ def cost_table(study: Study) -> str:
     return markdown_table([["method", "parameters", "FLOPs a training token", "training tokens a second"], *rows])
 
 
-def primary_measures(study: Study) -> dict[str, dict]:
-    """Return the measures of the primary comparisons of the study `taught` by label."""
+def primary_measures(study: Study, gap: int = 4) -> dict[str, dict]:
+    """Return the measures of the study `taught` by label. gap: tokens between two copies / training length."""
     losses, gains, T = study.by_seed(final_losses), study.by_seed(copy_gains), study.base_length
-    return {f"loss, {16 * T} tokens (16x)": at(losses, 16 * T), f"copy gain, {4 * T} tokens (4x)": at(gains, 4 * T)}
+    far, gap_label = at(losses, 16 * T), f"copy gain, {gap * T} tokens ({gap}x)"
+    return {f"loss, {16 * T} tokens (16x)": far, gap_label: at(gains, gap * T)}
 
 
-def moments_rows(study: Study) -> list[dict]:
-    """Return the tests of learned moments, which results/calibration.md fixed after seed 0 and before the others."""
-    losses, gains, T = study.by_seed(final_losses), study.by_seed(copy_gains), study.base_length
-    measures = {f"loss, {16 * T} tokens (16x)": at(losses, 16 * T), f"copy gain, {2 * T} tokens (2x)": at(gains, 2 * T)}
-    return paired_rows(MOMENTS, [OURS, "logn_p_rope", "alibi slope_scale=4", "yarn"], measures, left_out=[0])
+def later_rows(study: Study) -> dict[str, list[dict]]:
+    """Return the rows of LATER_TESTS."""
+    rivals = [OURS, "logn_p_rope", "alibi slope_scale=4", "yarn"]
+    return {
+        "fitted": primary_rows(study, study.by_seed(final_losses), primary_measures(study), FITTED_SERIES),
+        "moments": paired_rows(MOMENTS, rivals, primary_measures(study, gap=2), left_out=[0]),
+    }
 
 
 def reach_tables(study: Study, losses: dict, gains: dict, gap_ratios: tuple) -> list[str]:
@@ -175,7 +166,8 @@ def reach_tables(study: Study, losses: dict, gains: dict, gap_ratios: tuple) -> 
 
 def drawn_styles(study: Study) -> dict[str, dict]:
     """Return plot_styles of the series that the figures show."""
-    return plot_styles([s for s in study.all_series if s in DRAWN or s.startswith("alibi slope_scale=")])
+    drawn = FITTED_SERIES if study.item == "taught" else DRAWN
+    return plot_styles([s for s in study.all_series if s in drawn or s.startswith("alibi slope_scale=")])
 
 
 def draw_reach(study: Study, losses: dict, gains: dict):

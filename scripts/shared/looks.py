@@ -98,7 +98,12 @@ def plain_number(value) -> str:
 
 
 def plot_styles(shown: Iterable[str]) -> dict[str, dict]:
-    """Return the arguments of matplotlib's plot by series or method. Their order in a figure has no effect."""
-    others, names = sorted({*shown} - {*LINES}), ("color", "linestyle", "marker")
-    looks = LINES | {series: OTHERS[i % len(OTHERS)] for i, series in enumerate(others)}
+    """Return the arguments of matplotlib's plot by series or method. Their order in a figure has no effect.
+
+    A series with options looks like its method if it is the method's only series.
+    """
+    shown, names = [*shown], ("color", "linestyle", "marker")
+    methods = [series.split(" ")[0] for series in shown]
+    looks = LINES | {s: LINES[m] for s, m in zip(shown, methods) if m in LINES and methods.count(m) == 1}
+    looks |= {series: OTHERS[i % len(OTHERS)] for i, series in enumerate(sorted({*shown} - {*looks}))}
     return {series: dict(zip(names, looks[series])) | dict(label=series_name(series)) for series in shown}
