@@ -92,6 +92,11 @@ def test_sentences_about_the_order_follow_from_the_runs(kept):
     for length in (512, 2048, 8192):
         assert min(primary, key=lambda series: kept(f"far {length} {series}")) == SI
     assert kept(f"far 512 {SI}") > kept(f"far 2048 {SI}") > kept(f"far 8192 {SI}")
+    for seed in range(3):  # of the quickstart
+        found = {line["method"]: line for line in json_lines("quickstart.jsonl") if line["seed"] == seed}
+        copied = sorted(found, key=lambda name: -found[name]["copy_gain"]["random"]["2048"])
+        assert copied[:2] == [SI, "logn_p_rope"]
+        assert max(found, key=lambda name: found[name]["val_loss"]["4096"]) == "rope"
     taus = {10.0: SI} | {tau: f"{SI} tau={tau:g}" for tau in (0.0390625, 0.15625, 0.625, 2.5, 40.0)}
     for place, length in {"mini": 256, "mini_1024": 1024, "mini_4096": 4096}.items():
         for factor in (1, 4, 16):
