@@ -80,7 +80,8 @@ def kept_numbers() -> dict[str, dict[int, float]]:
             kinds = [("needle", series, needle.get("greedy", {}))]
             for method in (None, *stored.config.validate_as):
                 measures = dict(loss=final_losses, copy=copy_gains, far_gain=far.far_gains, late=late)
-                kinds += [(kind, method or series, read(stored.summary, method)) for kind, read in measures.items()]
+                label = series_label(stored.config, method) if method else series
+                kinds += [(kind, label, read(stored.summary, method)) for kind, read in measures.items()]
             for kind, label, values in kinds:
                 for tokens, value in values.items():
                     found[f"{kind} {place} {tokens} {label}"][seed] = value

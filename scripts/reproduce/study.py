@@ -62,8 +62,8 @@ class Study:
 
         None stands for the trained method.
         """
-        alternatives = {method: method for method in run.config.validate_as if self.item not in TRAINED_METHOD_ONLY}
-        shown = {series_label(run.config): None} | alternatives
+        others = () if self.item in TRAINED_METHOD_ONLY else run.config.validate_as
+        shown = {series_label(run.config, method): method for method in (None, *others)}
         return {s: m for s, m in shown.items() if self.methods is None or (m or run.config.method) in self.methods}
 
     def by_seed(self, read: Callable[[dict, str | None], dict]) -> dict[tuple, BySeed]:

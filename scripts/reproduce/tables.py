@@ -12,7 +12,7 @@ from configs.sweeps import OURS, SCALES, TAU
 from scripts.continue_pretraining import NOT_TRAINED, PAPER, PAPER_MODEL
 from scripts.reproduce.comparisons import compare
 from scripts.reproduce.study import Study, abbreviate_length, samples
-from scripts.shared.looks import plain_number, series_name
+from scripts.shared.looks import plain_number, series_label, series_name
 from scripts.shared.runs import final_losses
 from scripts.shared.tables import mean_and_stderr, mean_cells, pivot_table
 
@@ -94,7 +94,8 @@ def table_llama(study: Study) -> str:
 
 def trained_methods(study: Study) -> dict[str, str]:
     """Return {method that was only validated: method that was trained}. Both use the same weights."""
-    return {other: run.config.method for run in study.runs for other in run.config.validate_as}
+    pairs = [(run.config, other) for run in study.runs for other in run.config.validate_as]
+    return {series_label(config, other): series_label(config) for config, other in pairs}
 
 
 def make_table(

@@ -75,10 +75,10 @@ def layer_name(layer: str) -> str:
     return prefix + ", ".join(NAMES.get(part, part) for part in parts)
 
 
-def series_label(config: Config) -> str:
-    """Return the label of a run in data files: its method, then OPTION=VALUE for each option."""
-    options = config.method_options
-    return " ".join([config.method, *(f"{option}={plain_number(options[option])}" for option in sorted(options))])
+def series_label(config: Config, method: str | None = None) -> str:
+    """Return the label of a run in data files: its method (or one of validate_as), then OPTION=VALUE for each option."""
+    options = (f"{option}={plain_number(value)}" for option, value in sorted(config.method_options.items()))
+    return " ".join([method or config.method, *options])
 
 
 def series_name(series: str) -> str:
