@@ -151,6 +151,11 @@ def write_taught(runs_dir, seeds):
         write_run(runs_dir, run, same(run, loss), steps=steps, copy_gain={"random": gains, "text": gains})
 
 
+def test_one_set_of_weights_with_two_bases_has_two_yarns():
+    labels = {series_label(run.config, "yarn") for run in sweep("taught", "taught") if "yarn" in run.config.validate_as}
+    assert labels == {"yarn", "yarn base=625"}
+
+
 def test_taught_compares_runs_of_one_seed(tmp_path, call):  # noqa: F811
     write_taught(tmp_path / "runs", range(5))
     code, output = call("taught")

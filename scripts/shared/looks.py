@@ -76,7 +76,7 @@ def layer_name(layer: str) -> str:
 
 
 def series_label(config: Config, method: str | None = None) -> str:
-    """Return the label of a run in data files: its method (or one of validate_as), then OPTION=VALUE for each option."""
+    """Return a run's label in data files: its method (or one of validate_as), then OPTION=VALUE for each option."""
     options = (f"{option}={plain_number(value)}" for option, value in sorted(config.method_options.items()))
     return " ".join([method or config.method, *options])
 
