@@ -143,6 +143,7 @@ def write_taught(runs_dir, seeds):
     """Runs of the study: losses and copy gains with known differences to scale-invariant p-RoPE, by series."""
     above = {REFERENCE: 0.0, "rope": 0.5, "logn_p_rope": 0.1, "alibi": 0.9, "alibi slope_scale=4": 0.7}
     above |= {f"{REFERENCE} base=64": -0.1, "rope base=625": 0.4, "logn_p_rope base=64": 0.2}
+    above |= {f"{REFERENCE} base=64 learn_moments=True": -0.3}
     for run in sweep("taught", "taught", seeds=seeds):
         series, seed = series_label(run.config), run.config.seed
         loss = 3.0 + above.get(series, 1.0) + 0.3 * seed + 0.01 * ((seed * len(series)) % 5)
@@ -170,6 +171,7 @@ def test_taught_compares_runs_of_one_seed(tmp_path, call):  # noqa: F811
     for title, ours, rivals, seeds, gap, left_out in (
         ("Primary comparisons", REFERENCE, ["rope", "logn_p_rope", alibi], range(5), "1024", 0),
         ("Fitted rotation", f"{REFERENCE} base=64", fitted, range(5), "1024", 0),
+        ("Both", f"{REFERENCE} base=64 learn_moments=True", [f"{REFERENCE} base=64", *fitted], range(5), "1024", 4),
         ("Learned moments", learned, [REFERENCE, "logn_p_rope", alibi], range(1, 5), "512", 2),  # YaRN has no losses
     ):
         expected = []

@@ -6,7 +6,7 @@ import re
 
 from configs.sweeps import OURS
 from runtime.flops import training_flops_per_token
-from scripts.reproduce.comparisons import paired_rows, paired_section, primary_comparisons, primary_rows
+from scripts.reproduce.comparisons import paired_rows, paired_section, primary_comparisons
 from scripts.reproduce.drawing import Panel, draw_panels, row_lines
 from scripts.reproduce.figures import OPEN_CIRCLE, tau_of
 from scripts.reproduce.study import Study, at, samples
@@ -25,11 +25,14 @@ LEARNED = math.inf  # stands for tau in runs where every head learns its tau
 PARAMETERS = dict(log_tau=math.exp, gain=float)
 GAP_RATIOS = (0.5, 2, 4, 8)  # tokens between two copies / training length
 MOMENTS = f"{OURS} learn_moments=True"
-FITTED_SERIES = (f"{OURS} base=64", "rope base=625", "logn_p_rope base=64")
-# Tests of the study `taught` that were fixed after its first ones and before their own runs: title, series, note.
+FITTED = [f"{OURS} base=64", "rope base=625", "logn_p_rope base=64"]
+BOTH, ALIBI = f"{OURS} base=64 learn_moments=True", "alibi slope_scale=4"
+# Tests of the study `taught` that were fixed after its first ones and before their own runs, by title: series, rivals,
+# gap of the copies / training length, seeds left out, note.
 LATER_TESTS = {
-    "fitted": ("Fitted rotation", FITTED_SERIES[0], "ALiBi as above. These were fixed after the primary comparisons."),
-    "moments": ("Learned moments", MOMENTS, "Seed 0 was known before, so it is left out."),
+    "fitted rotation": (FITTED[0], [*FITTED[1:], ALIBI], 4, [], "ALiBi has the slopes as above."),
+    "learned moments": (MOMENTS, [OURS, "logn_p_rope", ALIBI, "yarn"], 2, [0], "Seed 0 was known before."),
+    "both": (BOTH, [*FITTED, ALIBI, "yarn", "yarn base=625"], 4, [], "Two seeds of fitted rotation were known."),
 }
 DRAWN = ("rope", "p_rope", "logn_p_rope", "alibi", "scale_invariant_p_rope")  # and ALiBi with other slopes
 
@@ -110,8 +113,8 @@ def taught(study: Study) -> str:
     losses, gains, T = study.by_seed(final_losses), study.by_seed(copy_gains), study.base_length
     if study.item == "taught":
         study.sections = primary_comparisons(study, losses, primary_measures(study), unit="nats")
-        for (title, ours, note), rows in zip(LATER_TESTS.values(), later_rows(study).values()):
-            study.sections += paired_section(f"### {title}", ours, rows, "nats", note)
+        for title, (ours, *_, note) in LATER_TESTS.items():
+            study.sections += paired_section(f"### {title.capitalize()}", ours, later_rows(study, title), "nats", note)
     draw_reach(study, losses, gains)
     text = "Loss: nats per token on natural text, by sequence length. Copy gain: loss of 32 random tokens minus the "
     text += "loss of their second copy, in nats per token, by tokens between the copies. Mean \u00b1 standard error "
@@ -141,13 +144,10 @@ def primary_measures(study: Study, gap: int = 4) -> dict[str, dict]:
     return {f"loss, {16 * T} tokens (16x)": far, gap_label: at(gains, gap * T)}
 
 
-def later_rows(study: Study) -> dict[str, list[dict]]:
-    """Return the rows of LATER_TESTS."""
-    rivals = [OURS, "logn_p_rope", "alibi slope_scale=4", "yarn"]
-    return {
-        "fitted": primary_rows(study, study.by_seed(final_losses), primary_measures(study), FITTED_SERIES),
-        "moments": paired_rows(MOMENTS, rivals, primary_measures(study, gap=2), left_out=[0]),
-    }
+def later_rows(study: Study, title: str) -> list[dict]:
+    """Return the rows of these LATER_TESTS."""
+    ours, rivals, gap, left_out, _ = LATER_TESTS[title]
+    return paired_rows(ours, rivals, primary_measures(study, gap), left_out)
 
 
 def reach_tables(study: Study, losses: dict, gains: dict, gap_ratios: tuple) -> list[str]:
@@ -166,7 +166,7 @@ def reach_tables(study: Study, losses: dict, gains: dict, gap_ratios: tuple) -> 
 
 def drawn_styles(study: Study) -> dict[str, dict]:
     """Return plot_styles of the series that the figures show."""
-    drawn = FITTED_SERIES if study.item == "taught" else DRAWN
+    drawn = FITTED if study.item == "taught" else DRAWN
     return plot_styles([s for s in study.all_series if s in drawn or s.startswith("alibi slope_scale=")])
 
 

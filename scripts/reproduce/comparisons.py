@@ -22,7 +22,6 @@ from scripts.reproduce.study import BySeed, Study, at
 from scripts.shared.looks import series_name
 from scripts.shared.tables import markdown_table, mean_and_stderr, pivot_table
 
-PRIMARY = (OURS, "rope", "logn_p_rope")
 SIGNIFICANT = 0.05  # level of a difference after Holm's correction, and of Bartlett's test
 
 
@@ -140,15 +139,14 @@ def difference_cell(row: dict) -> str:
     return f"**{cell}** ({p})" if row["p_holm"] < SIGNIFICANT else f"{cell} ({p})"
 
 
-def primary_rows(study: Study, losses: dict, measures: dict[str, dict[str, BySeed]], series=PRIMARY) -> list[dict]:
-    """Return paired_rows of the first series against the others and the ALiBi with the lowest loss at 1x.
+def primary_rows(study: Study, losses: dict, measures: dict[str, dict[str, BySeed]]) -> list[dict]:
+    """Return paired_rows of scale-invariant p-RoPE against three rivals.
 
-    losses: {(series, tokens): BySeed}.
+    losses: {(series, tokens): BySeed}. The ALiBi with the lowest loss at the training length is a rival.
     """
     alibis = {series: statistics.fmean(by_seed.values()) for series, by_seed in at(losses, study.base_length).items()
               if series.split(" ")[0] == "alibi"}  # fmt: skip
-    ours, *rivals = series
-    return paired_rows(ours, [*rivals, *([min(alibis, key=alibis.get)] if alibis else [])], measures)
+    return paired_rows(OURS, ["rope", "logn_p_rope", *([min(alibis, key=alibis.get)] if alibis else [])], measures)
 
 
 def paired_rows(
