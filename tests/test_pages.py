@@ -93,7 +93,8 @@ def test_sentences_about_the_order_follow_from_the_runs(kept):
         assert min(primary, key=lambda series: kept(f"far {length} {series}")) == SI
     assert kept(f"far 512 {SI}") > kept(f"far 2048 {SI}") > kept(f"far 8192 {SI}")
     for seed in range(3):  # of the quickstart
-        found = {line["method"]: line for line in json_lines("quickstart.jsonl") if line["seed"] == seed}
+        found = {line["method"]: line for line in json_lines("quickstart.jsonl")
+                 if (line["seed"], line["method_options"]) == (seed, {})}  # fmt: skip
         copied = sorted(found, key=lambda name: -found[name]["copy_gain"]["random"]["2048"])
         assert copied[:2] == [SI, "logn_p_rope"]
         assert max(found, key=lambda name: found[name]["val_loss"]["4096"]) == "rope"
@@ -112,11 +113,12 @@ def test_pages_are_short(name):
 
 
 def test_the_readme_shows_the_kept_quickstart():
-    lines = {tuple(line["method"].split()): line for line in json_lines("quickstart.jsonl") if line["seed"] == 0}
+    lines = {line["method"]: line for line in json_lines("quickstart.jsonl")
+             if (line["seed"], line["method_options"]) == (0, {})}  # fmt: skip
     readme = (ROOT / "README.md").read_text()
     for name, (method, _) in METHODS.items():
         (row,) = [line for line in readme.splitlines() if line.startswith(f"| {name} ")]
-        losses, gains = lines[method,]["val_loss"], lines[method,]["copy_gain"]["random"]
+        losses, gains = lines[method]["val_loss"], lines[method]["copy_gain"]["random"]
         shown = [f"{losses[n]:.3f}" for n in ("256", "1024", "4096")]
         shown += [f"{gains[n]:.1f}" for n in ("128", "512", "1024", "2048")]
         assert [cell.strip() for cell in row.split("|")[2:-1]] == shown

@@ -167,7 +167,7 @@ def test_the_page_argues_for_the_score_with_the_kept_runs():
         copies = [copies[0] - gains[gap] for gap, copies in stored.summary["copy_loss"]["random"].items()]
         row = score | {"curves": statistics.fmean(losses.values()) + statistics.fmean(copies)}
         row["64x"] = losses.get(16_384)  # exploratory runs may lack it
-        found[method or series_label(stored.config)].append(row | {"gain": losses[4096] - gains["1024"]})
+        found[series_label(stored.config, method)].append(row | {"gain": losses[4096] - gains["1024"]})
     names = ["rope", "rope_ntk", "yarn", "logn_p_rope", OURS, "alibi", *(f"alibi slope_scale={s}" for s in (4, 16))]
     keys = ("curves", "score", "loss_16x", "64x", "gain", "loss_1x", "copy_4x")
     means = {key: [statistics.fmean(row[key] for row in found[name]) for name in names] for key in keys}

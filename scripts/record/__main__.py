@@ -157,11 +157,11 @@ def table(args: argparse.Namespace, track: str):
         others = [record for record in records if record not in shown]
         parts += [f"### Track {name}", record_table(shown) if shown else "Open: no runs yet."]
         parts += ["Negative results and disproofs:", record_table(others)] if others else []
-        if records:
-            looks = plot_styles([record["name"] for record in records])
-            lines = [Line(looks[r["name"]], [r["date"] or "baselines"], [r["score"]]) for r in records]
+        if shown:
+            looks = plot_styles([record["name"] for record in shown])
+            lines = [Line(looks[r["name"]], [r["date"] or "baselines"], [r["score"]]) for r in shown]
             panels.append(Panel(f"track {name}", lines))
-    draw_panels(page.with_name("board"), [panels], x="", y="score, nats a token")
+    draw_panels(page.with_name("board"), [panels], x="", y="score, nats a token", height=3.4)
     rules = page.read_text().partition(MARK)[0]
     replace_text(page, rules + MARK + "\n" + "\n\n".join(["![Score by date](board.png)", *parts]) + "\n")
 

@@ -166,7 +166,7 @@ def reach_tables(study: Study, losses: dict, gains: dict, gap_ratios: tuple) -> 
 
 def drawn_styles(study: Study) -> dict[str, dict]:
     """Return plot_styles of the series that the figures show."""
-    drawn = FITTED if study.item == "taught" else DRAWN
+    drawn = [*FITTED, BOTH] if study.item == "taught" else DRAWN
     return plot_styles([s for s in study.all_series if s in drawn or s.startswith("alibi slope_scale=")])
 
 

@@ -100,10 +100,10 @@ def plain_number(value) -> str:
 def plot_styles(shown: Iterable[str]) -> dict[str, dict]:
     """Return the arguments of matplotlib's plot by series or method. Their order in a figure has no effect.
 
-    A series with options looks like its method if it is the method's only series.
+    The first series of a method, by alphabet, looks like the method if the method itself is not shown.
     """
     shown, names = [*shown], ("color", "linestyle", "marker")
-    methods = [series.split(" ")[0] for series in shown]
-    looks = LINES | {s: LINES[m] for s, m in zip(shown, methods) if m in LINES and methods.count(m) == 1}
+    firsts = {series.split(" ")[0]: series for series in sorted(shown, reverse=True)}
+    looks = LINES | {series: LINES[m] for m, series in firsts.items() if m in LINES and m not in shown}
     looks |= {series: OTHERS[i % len(OTHERS)] for i, series in enumerate(sorted({*shown} - {*looks}))}
     return {series: dict(zip(names, looks[series])) | dict(label=series_name(series)) for series in shown}
