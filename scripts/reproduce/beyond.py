@@ -31,7 +31,7 @@ BOTH, ALIBI = f"{OURS} base=64 learn_moments=True", "alibi slope_scale=4"
 # gap of the copies / training length, seeds left out, note.
 LATER_TESTS = {
     "fitted rotation": (FITTED[0], [*FITTED[1:], ALIBI], 4, [], "ALiBi has the slopes as above."),
-    "learned moments": (MOMENTS, [OURS, "logn_p_rope", ALIBI, "yarn"], 2, [0], "Seed 0 was known before."),
+    "learned moments": (MOMENTS, [OURS, "logn_p_rope", ALIBI, "yarn"], 2, [0], "Seed 0, known before, is left out."),
     "both": (BOTH, [*FITTED, ALIBI, "yarn", "yarn base=625"], 4, [], "Two seeds of fitted rotation were known."),
 }
 DRAWN = ("rope", "p_rope", "logn_p_rope", "alibi", "scale_invariant_p_rope")  # and ALiBi with other slopes
