@@ -109,7 +109,7 @@ def learned_section(study: Study) -> list[str]:
 
 
 def taught(study: Study) -> str:
-    """Return the figure and the tables as Markdown. In the study `taught`, a section has the primary comparisons."""
+    """Return the figure and the tables as Markdown. In the study `taught`, sections have its tests."""
     losses, gains, T = study.by_seed(final_losses), study.by_seed(copy_gains), study.base_length
     if study.item == "taught":
         study.sections = primary_comparisons(study, losses, primary_measures(study), unit="nats")
