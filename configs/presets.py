@@ -34,10 +34,8 @@ def quickstart() -> Config:
     """A model for a laptop that learns to read far tokens in about two minutes of a CPU core.
 
     Natural text alone does not teach models of this size to copy from their context. So half of the training rows are
-    copy rows (data/copy_rows.py), and training begins with sequences of 32, then 64 tokens. 256 tokens stand for the
-    paper's 4096, so position_scale divides rotary bases by 16 and multiplies ALiBi's slopes by 16. Tau is 10 tokens, as
-    in the paper. The head size is 64, because QK-norm bounds scores by sqrt(head size). A head of size 32 cannot attend
-    to one token alone.
+    copy rows (data/copy_rows.py), and training begins with sequences of 32, then 64 tokens. The head size is 64,
+    because QK-norm bounds scores by sqrt(head size). A head of size 32 cannot attend to one token alone.
     """
     return Config(
         data_dir="data/taught",
@@ -46,7 +44,6 @@ def quickstart() -> Config:
         num_heads=2,
         model_dim=128,
         train_length=256,
-        position_scale=256 / 4096,
         length_schedule=(32, 200, 64, 400),
         batch_tokens=2048,
         micro_batch_tokens=2048,
@@ -61,13 +58,9 @@ def quickstart() -> Config:
 
 
 def taught() -> Config:
-    """The quickstart's model and text with twice the tokens, validated up to 64x (sweep `taught`).
-
-    Rotary bases and ALiBi's slopes have their published values. The sweep has fitted ones, too.
-    """
+    """The quickstart's model and text with twice the tokens, validated up to 64x (sweep `taught`)."""
     return dataclasses.replace(
         quickstart(),
-        position_scale=1.0,
         steps=2000,
         cooldown_steps=571,
         val_lengths=(256, 1024, 4096, 16_384),
@@ -87,7 +80,6 @@ def far() -> Config:
         data_dir="data/far",
         num_layers=4,
         train_length=512,
-        position_scale=1.0,
         length_schedule=(),
         steps=3072,
         cooldown_steps=878,

@@ -5,8 +5,8 @@
     python -m scripts.quickstart --seed 1 ...        sets any field of train_gpt.py in all runs
 
 The default text is Python source code of this machine (data/python_source.py), so nothing is downloaded. All methods
-get the same tokens, steps and learning rates, and the constants of their papers, fitted to 256 tokens (the preset's
-position_scale).
+get the same tokens, steps and learning rates. Each has the constants that were best in pilots on other text
+(results/quickstart.md).
 """
 
 import argparse
@@ -30,8 +30,8 @@ from scripts.sweep.local import train
 METHODS = {  # in the order of the table: method and options
     "RoPE": ("rope", {}),
     "LogN + p-RoPE": ("logn_p_rope", {}),
-    "ALiBi": ("alibi", {}),
-    "scale-invariant p-RoPE": ("scale_invariant_p_rope", {}),
+    "ALiBi": ("alibi", {"slope_scale": 4.0}),
+    "scale-invariant p-RoPE": ("scale_invariant_p_rope", {"form": "barbero", "share": 0.25}),
 }
 # The table depends on these fields, but config_hash ignores them. Finished runs must agree in them.
 TABLE_FIELDS = ("dtype", "val_lengths", "val_tokens", "val_copy_gaps")

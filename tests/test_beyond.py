@@ -168,10 +168,13 @@ def test_taught_compares_runs_of_one_seed(tmp_path, call):  # noqa: F811
     stored = {(series_label(run.config), run.config.seed): run.summary for run in read_runs(tmp_path / "runs")}
     alibi, learned = "alibi slope_scale=4", f"{REFERENCE} learn_moments=True"  # ALiBi's best slopes
     fitted = ["rope base=625", "logn_p_rope base=64", alibi]
+    fast, both = f"{REFERENCE} form=barbero share=0.25", f"{REFERENCE} base=64 learn_moments=True"
     for title, ours, rivals, seeds, gap, left_out in (
         ("Primary comparisons", REFERENCE, ["rope", "logn_p_rope", alibi], range(5), "1024", 0),
         ("Fitted rotation", f"{REFERENCE} base=64", fitted, range(5), "1024", 0),
-        ("Both", f"{REFERENCE} base=64 learn_moments=True", [f"{REFERENCE} base=64", *fitted], range(5), "1024", 4),
+        ("Both", both, [f"{REFERENCE} base=64", *fitted], range(5), "1024", 4),
+        ("Fast rotation", fast, ["rope", "logn_p_rope", alibi], range(1, 5), "1024", 2),
+        ("Fast and moments", fast.replace(" s", " learn_moments=True s"), [both, *fitted[1:]], range(2, 5), "1024", 2),
         ("Learned moments", learned, [REFERENCE, "logn_p_rope", alibi], range(1, 5), "512", 2),  # YaRN has no losses
     ):
         expected = []

@@ -24,15 +24,18 @@ LEARNED = math.inf  # stands for tau in runs where every head learns its tau
 # Parameters that a head can learn (model/methods/scale_invariant.py), with the function from parameter to shown value.
 PARAMETERS = dict(log_tau=math.exp, gain=float)
 GAP_RATIOS = (0.5, 2, 4, 8)  # tokens between two copies / training length
-MOMENTS = f"{OURS} learn_moments=True"
+MOMENTS, BOTH = f"{OURS} learn_moments=True", f"{OURS} base=64 learn_moments=True"
 FITTED = [f"{OURS} base=64", "rope base=625", "logn_p_rope base=64"]
-BOTH, ALIBI = f"{OURS} base=64 learn_moments=True", "alibi slope_scale=4"
+FAST, FAST_MOMENTS = f"{OURS} form=barbero share=0.25", f"{OURS} form=barbero learn_moments=True share=0.25"
+ALIBI, KNOWN = "alibi slope_scale=4", "Seeds known before are left out."
 # Tests of the study `taught` that were fixed after its first ones and before their own runs, by title: series, rivals,
 # gap of the copies / training length, seeds left out, note.
 LATER_TESTS = {
     "fitted rotation": (FITTED[0], [*FITTED[1:], ALIBI], 4, [], "ALiBi has the slopes as above."),
-    "learned moments": (MOMENTS, [OURS, "logn_p_rope", ALIBI, "yarn"], 2, [0], "Seed 0, known before, is left out."),
+    "learned moments": (MOMENTS, [OURS, "logn_p_rope", ALIBI, "yarn"], 2, [0], KNOWN),
     "both": (BOTH, [*FITTED, ALIBI, "yarn", "yarn base=625"], 4, [], "Two seeds of fitted rotation were known."),
+    "fast rotation": (FAST, ["rope", "logn_p_rope", ALIBI, "yarn"], 4, [0], KNOWN),
+    "fast and moments": (FAST_MOMENTS, [BOTH, "logn_p_rope base=64", ALIBI, "yarn"], 4, [0, 1], KNOWN),
 }
 DRAWN = ("rope", "p_rope", "logn_p_rope", "alibi", "scale_invariant_p_rope")  # and ALiBi with other slopes
 
@@ -157,9 +160,8 @@ def reach_tables(study: Study, losses: dict, gains: dict, gap_ratios: tuple) -> 
     """
     gaps = [round(ratio * study.base_length) for ratio in gap_ratios]
     methods = [series for series in study.all_series if (series, study.base_length) in losses]
-    lengths = study.runs[0].config.val_lengths
     return [
-        make_table(study, {"loss": samples(losses)}, lengths, best=min, methods=methods),
+        make_table(study, {"loss": samples(losses)}, study.runs[0].config.val_lengths, best=min, methods=methods),
         make_table(study, {"copy gain": samples(gains)}, gaps, best=max, methods=methods),
     ]
 
