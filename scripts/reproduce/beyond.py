@@ -28,14 +28,14 @@ MOMENTS, BOTH = f"{OURS} learn_moments=True", f"{OURS} base=64 learn_moments=Tru
 FITTED = [f"{OURS} base=64", "rope base=625", "logn_p_rope base=64"]
 FAST, FAST_MOMENTS = f"{OURS} form=barbero share=0.25", f"{OURS} form=barbero learn_moments=True share=0.25"
 ALIBI, KNOWN = "alibi slope_scale=4", "Seeds known before are left out."
-# Tests of the study `taught` that were fixed after its first ones and before their own runs, by title: series, rivals,
-# gap of the copies / training length, seeds left out, note.
+# Tests of `taught` fixed after the first, before their own runs: series, rivals, gap / length, seeds left out, note.
 LATER_TESTS = {
     "fitted rotation": (FITTED[0], [*FITTED[1:], ALIBI], 4, [], "ALiBi has the slopes as above."),
     "learned moments": (MOMENTS, [OURS, "logn_p_rope", ALIBI, "yarn"], 2, [0], KNOWN),
     "both": (BOTH, [*FITTED, ALIBI, "yarn", "yarn base=625"], 4, [], "Two seeds of fitted rotation were known."),
     "fast rotation": (FAST, ["rope", "logn_p_rope", ALIBI, "yarn"], 4, [0], KNOWN),
     "fast and moments": (FAST_MOMENTS, [BOTH, "logn_p_rope base=64", ALIBI, "yarn"], 4, [0, 1], KNOWN),
+    "xsa": ("p_rope+scale_invariant+xsa form=barbero share=0.25", [FAST], 4, [0], KNOWN),
 }
 DRAWN = ("rope", "p_rope", "logn_p_rope", "alibi", "scale_invariant_p_rope")  # and ALiBi with other slopes
 
@@ -168,7 +168,7 @@ def reach_tables(study: Study, losses: dict, gains: dict, gap_ratios: tuple) -> 
 
 def drawn_styles(study: Study) -> dict[str, dict]:
     """Return plot_styles of the series that the figures show."""
-    drawn = [*FITTED, BOTH] if study.item == "taught" else DRAWN
+    drawn = ["rope", "logn_p_rope", FITTED[2], OURS, FAST] if study.item == "taught" else DRAWN
     return plot_styles([s for s in study.all_series if s in drawn or s.startswith("alibi slope_scale=")])
 
 

@@ -94,6 +94,6 @@ def legend_below(figure):
     entries = {}
     for axis in figure.axes:
         entries |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels()) if label not in entries}
-    widest = 0.6 + 0.054 * max(map(len, entries), default=0)  # inches per entry
-    columns = max(1, int(TEXT_WIDTH / widest))
+    columns = max(1, int(TEXT_WIDTH / (0.6 + 0.054 * max(map(len, entries), default=0))))  # inches per entry
+    figure.set_figheight(figure.get_figheight() + 0.16 * max(0, -(-len(entries) // columns) - 2))
     figure.legend(entries.values(), entries.keys(), ncols=columns, loc="outside lower center", handlelength=2.6)
