@@ -185,6 +185,7 @@ TAUGHT_EXPLORATORY += [(OURS, {"tau": 2.5}), (OURS, {"tau": 40.0}), (OURS, {"ter
 TAUGHT_EXPLORATORY += [(OURS, {"learn_gain": True}), (OURS, MOMENTS), (OURS, FAST), (OURS, FAST | MOMENTS)]
 TAUGHT_EXPLORATORY += [(NOPE, {}), (NOPE, MOMENTS), ("p_rope", FITTED), (OURS, FITTED | MOMENTS)]
 TAUGHT_EXPLORATORY += [("p_rope", FAST), ("logn_p_rope", FAST), ("p_rope+scale_invariant+xsa", FAST)]
+TAUGHT_EXPLORATORY += [("p_rope+log_root", FAST), ("p_rope+factor", FAST | {"factor": 2.0})]
 TAUGHT_EXPLORATORY += [("stick_breaking", {}), (OURS_POPE, FITTED_ROPE), ("p_rope+log_root", FITTED)]
 for _method, _fitted in (("p_rope+factor", FITTED), ("factor+alibi", {"slope_scale": 16.0})):  # controls for sharpness
     TAUGHT_EXPLORATORY += [(_method, _fitted | {"factor": factor}) for factor in (1.5, 2.0, 3.0)]
