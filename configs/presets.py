@@ -33,8 +33,8 @@ def gpt_304m() -> Config:
 def quickstart() -> Config:
     """A model for a laptop that learns to read far tokens in about two minutes of a CPU core.
 
-    Natural text alone does not teach models of this size to copy in so few tokens. So half of the training rows are copy
-    rows (data/copy_rows.py), and training begins with sequences of 32, then 64 tokens. The head size is 64,
+    Natural text alone does not teach models of this size to copy in so few tokens. So half of the training rows are
+    copy rows (data/copy_rows.py), and training begins with sequences of 32, then 64 tokens. The head size is 64,
     because QK-norm bounds scores by sqrt(head size). A head of size 32 cannot attend to one token alone.
     """
     return Config(
