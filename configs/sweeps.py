@@ -208,6 +208,7 @@ def taught_rivals(scale: Scale) -> list[Run]:
 
 
 FAR_PRIMARY = [("rope", {}), ("logn_p_rope", {}), (OURS, {}), ("alibi", {}), ("alibi", {"slope_scale": 4.0})]
+FAR_LATER = [("bam_ssmax", {}), (OURS, FAST), ("p_rope+scale_invariant+xsa", FAST)]  # the best three of scale `taught`
 FAR_EXPLORATORY = [("p_rope", {}), (OURS, {"terms": "m"}), (OURS, {"terms": "a"}), (OURS, {"tau": 2.5})]
 FAR_EXPLORATORY += [(OURS, {"tau": 40.0}), (NOPE, {}), ("rope", {"base": 500.0})]
 FAR_EXPLORATORY += [("p_rope+factor", {"factor": 2.0}), (OURS, MOMENTS), (OURS, FAST | MOMENTS)]
@@ -215,7 +216,7 @@ FAR_EXPLORATORY += [("p_rope+factor", {"factor": 2.0}), (OURS, MOMENTS), (OURS, 
 
 def far(scale: Scale) -> list[Run]:
     """Return runs on natural text alone: the primary methods first, one seed after the other."""
-    groups = itertools.product((FAR_PRIMARY, FAR_EXPLORATORY), scale.seeds)
+    groups = itertools.product((FAR_PRIMARY, FAR_LATER, FAR_EXPLORATORY), scale.seeds)
     return [run for cases, seed in groups for run in forms("far", cases, (seed,))]
 
 
