@@ -63,10 +63,8 @@ def make_line(stored: StoredRun) -> dict:
         line["data"] |= select(read_manifest(Path(config.data_dir)), ["copy_rows"])
     line["val_tokens"] = single_val_tokens(summary)
     line |= select(summary, SUMMARY)
-    if by_position := stored.last("val_loss_by_position"):
-        line["val_loss_by_position"] = by_position
-    if learned := stored.last("method_parameters"):
-        line["method_parameters"] = learned
+    last = {field: stored.last(field) for field in ("val_loss_by_position", "method_parameters")}
+    line |= select(last, last)
     line["curve"] = []
     for record in stored.validations():
         as_at_the_end = {*val_tokens(record).values()} == {line["val_tokens"]}  # then the number is not repeated

@@ -114,10 +114,8 @@ def draw(summaries: dict[str, dict], config: Config, path: Path):
         ):
             lines.append(Line(look, token_counts, [values[str(count)] for count in token_counts]))
     gain_axes = dict(xlabel="tokens between the two copies", ylabel="copy gain, random tokens (nats)")
-    panels = [
-        Panel(f"natural text, trained at {config.train_length} tokens", losses),
-        Panel("copies of random tokens", gains, gain_axes),
-    ]
+    text = Panel(f"natural text, trained at {config.train_length} tokens", losses)
+    panels = [text, Panel("copies of random tokens", gains, gain_axes)]
     draw_panels(path.with_suffix(""), [panels], x="sequence length in tokens", y="nats a token", log=2)
 
 

@@ -143,6 +143,7 @@ def make_page(sections: dict[str, str]) -> str:
 def provenance(study: Study, command: str, sweep_command: str) -> str:
     """Return lines with the item's command, the origin of its runs, and the missing runs."""
     lines, stored_runs = [f"- command: `{command}`"], [stored for _, stored in study.finished]
+    texts = [(stored.text, stored.summary.get("distinct_tokens") or 0) for stored in stored_runs]
     if study.item in COMPUTED:
         machine = f"{device_name(study.device)}, {platform.system()}, torch {torch.__version__}"
         commit = git_commit(Path(__file__).parent) or "unknown"
@@ -152,9 +153,7 @@ def provenance(study: Study, command: str, sweep_command: str) -> str:
     counted = {
         "commit of the runs": [commit[:12] for stored in stored_runs for commit in stored.logged("commit")],
         "device of the runs": [device for stored in stored_runs for device in stored.logged("device")],
-        "training text": [
-            f"`{stored.text}`, {stored.summary.get('distinct_tokens') or 0:,} distinct tokens" for stored in stored_runs
-        ],
+        "training text": [f"`{text}`, {tokens:,} distinct tokens" for text, tokens in texts],
     }
     for name, values in counted.items() if stored_runs else ():
         counts = collections.Counter(values)

@@ -27,6 +27,7 @@ GAP_RATIOS = (0.5, 2, 4, 8)  # tokens between two copies / training length
 MOMENTS, BOTH = f"{OURS} learn_moments=True", f"{OURS} base=64 learn_moments=True"
 FITTED = [f"{OURS} base=64", "rope base=625", "logn_p_rope base=64"]
 FAST, FAST_MOMENTS = f"{OURS} form=barbero share=0.25", f"{OURS} form=barbero learn_moments=True share=0.25"
+XSA = "p_rope+scale_invariant+xsa form=barbero share=0.25"
 ALIBI, KNOWN = "alibi slope_scale=4", "Seeds known before are left out."
 # Tests of `taught` fixed after the first, before their own runs: series, rivals, gap / length, seeds left out, note.
 LATER_TESTS = {
@@ -35,7 +36,7 @@ LATER_TESTS = {
     "both": (BOTH, [*FITTED, ALIBI, "yarn", "yarn base=625"], 4, [], "Two seeds of fitted rotation were known."),
     "fast rotation": (FAST, ["rope", "logn_p_rope", ALIBI, "yarn"], 4, [0], KNOWN),
     "fast and moments": (FAST_MOMENTS, [BOTH, "logn_p_rope base=64", ALIBI, "yarn"], 4, [0, 1], KNOWN),
-    "xsa": ("p_rope+scale_invariant+xsa form=barbero share=0.25", [FAST], 4, [0], KNOWN),
+    "xsa": (XSA, [FAST], 4, [0], KNOWN),
 }
 DRAWN = ("rope", "p_rope", "logn_p_rope", "alibi", "scale_invariant_p_rope")  # and ALiBi with other slopes
 

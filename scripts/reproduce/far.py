@@ -12,8 +12,8 @@ from scipy import stats
 
 from configs.sweeps import OURS
 from runtime.far_gain import CLASSES
-from scripts.reproduce.beyond import draw_reach, drawn_styles, reach_tables
-from scripts.reproduce.comparisons import primary_comparisons
+from scripts.reproduce.beyond import ALIBI, FAST, XSA, draw_reach, drawn_styles, reach_tables
+from scripts.reproduce.comparisons import paired_rows, paired_section, primary_comparisons
 from scripts.reproduce.drawing import Line, Panel, draw_panels
 from scripts.reproduce.study import BySeed, Study, at, samples
 from scripts.reproduce.tables import make_table
@@ -24,6 +24,8 @@ from scripts.shared.tables import format_mean, markdown_table, mean_and_stderr
 THRESHOLD = 1.0  # nats
 GAP_RATIOS = (1 / 8, 1 / 2, 2, 8)
 MILLION = 1e6
+# Tests fixed after the first, before their own runs: series and rivals.
+LATER_TESTS = {"fast at far": (FAST, [OURS, "logn_p_rope", ALIBI, "bam_ssmax"]), "xsa at far": (XSA, [FAST])}
 
 
 def far(study: Study) -> str:
@@ -106,8 +108,16 @@ def comparisons(study: Study) -> list[str]:
     if sections:
         sections[1] += f" A run that does not copy counts with {budget:.1f} M tokens. Loss and far gain compare runs "
         sections[1] += "that copy with runs that copy."
+        for title, (ours, _) in LATER_TESTS.items():
+            sections += paired_section(f"### {title.capitalize()}", ours, later_rows(study, title), "nats", "")
         sections += text_errors(study)
     return sections
+
+
+def later_rows(study: Study, title: str) -> list[dict]:
+    """Return the rows of these LATER_TESTS, in the loss at 16 training lengths and the far gain."""
+    measures = primary_measures(study)
+    return paired_rows(*LATER_TESTS[title], {label: measures[label] for label in [*measures][2:]})
 
 
 def of_copying(values: dict[str, BySeed], times: dict[str, dict]) -> dict[str, BySeed]:

@@ -21,35 +21,33 @@ OPEN_CIRCLE = dict(linestyle="", marker="o", markersize=3.5, markerfacecolor="wh
 
 
 def figure_train_lengths(study: Study) -> str:
-    text = "Validation loss at the training length, for three training lengths."
-    return curve_figure(study, text, at_train_length=True, nope_panels=1)
+    of = "at the training length, for three training lengths"
+    return curve_figure(study, of, at_train_length=True, nope_panels=1)
 
 
 def figure_train_4k(study: Study) -> str:
     study.notes.append("Bottom row: the last fifth of training, for the better half of the methods.")
-    length = abbreviate_length(study.base_length)
-    text = f"Validation loss of the models trained at {length}, at three validation lengths."
-    return curve_figure(study, text, nope_panels=1, zoom=True)
+    return curve_figure(study, trained_at(study.base_length), nope_panels=1, zoom=True)
 
 
 def figure_train_16k(study: Study) -> str:
-    length = abbreviate_length(study.lengths[1])
-    text = f"Validation loss of the models trained at {length}, at three validation lengths."
-    return curve_figure(study, text, nope_panels=2)
+    return curve_figure(study, trained_at(study.lengths[1]), nope_panels=2)
+
+
+def trained_at(length: int) -> str:
+    return f"of the models trained at {abbreviate_length(length)}, at three validation lengths"
 
 
 def figure_304m(study: Study) -> str:
-    return curve_figure(study, "Validation loss of the large model, at three validation lengths.", baseline=False)
+    return curve_figure(study, "of the large model, at three validation lengths", baseline=False)
 
 
 def figure_scale_invariant_variants(study: Study) -> str:
-    text = "Validation loss of scale-invariant attention with three positional encodings."
-    return curve_figure(study, text, baseline=False)
+    return curve_figure(study, "of scale-invariant attention with three positional encodings", baseline=False)
 
 
 def figure_tau(study: Study) -> str:
-    text = "Validation loss of scale-invariant p-RoPE with different lengthscales \u03c4 (tokens)."
-    return curve_figure(study, text, baseline=False)
+    return curve_figure(study, "of scale-invariant p-RoPE with different lengthscales \u03c4 (tokens)", baseline=False)
 
 
 def tau_of(config: Config) -> float:
@@ -58,13 +56,13 @@ def tau_of(config: Config) -> float:
 
 
 def curve_figure(
-    study: Study, text: str, *, at_train_length: bool = False, nope_panels: int = 3, baseline: bool = True, zoom=False
+    study: Study, of: str, *, at_train_length: bool = False, nope_panels: int = 3, baseline: bool = True, zoom=False
 ) -> str:
-    """Draw one panel per validation length. Return the Markdown: text, then the figure.
+    """Draw one panel per validation length. Return the Markdown: a sentence, then the figure.
 
-    at_train_length: show models only at their training length. nope_panels: number of panels, from the left, that show
-    NoPE. baseline: at scale "paper", mark the paper's baseline loss of 3.28. zoom: add a row of panels with the end of
-    training and the better half of the series.
+    of: the rest of this sentence, after "Validation loss". at_train_length: show models only at their training length.
+    nope_panels: number of panels, from the left, that show NoPE. baseline: at scale "paper", mark the paper's baseline
+    loss of 3.28. zoom: add a row of panels with the end of training and the better half of the series.
     """
     if nope_panels < 3:
         place = "shown in the left panel only" if nope_panels == 1 else "left out of the right panel"
@@ -90,7 +88,7 @@ def curve_figure(
     study.notes.append("Bands: \u00b1 1 standard error over seeds." if several else "No bands: there is one seed.")
     if len({row["val_tokens"] for row in rows}) > 1:
         study.notes.append("Open circles: validation on part of the tokens (`--val_profile fast`).")
-    return f"{text}\n\n{study.figure_markdown()}"
+    return f"Validation loss {of}.\n\n{study.figure_markdown()}"
 
 
 def curve_lines(rows: list[dict], looks: dict) -> list[Line]:

@@ -17,7 +17,7 @@ their difference, within the seeds that both have. The format "p" is for p-value
     p loss PLACE LENGTH SERIES       p-value, after Holm's correction, of the difference to scale-invariant p-RoPE
     p copy PLACE GAP SERIES          the same for copy gains
     p time far SERIES                the same for times to copy; p far far SERIES: for far gains of the class far
-    p TEST loss SERIES               the same for a title of beyond.LATER_TESTS, such as both; also p TEST copy gain
+    p TEST loss SERIES               the same for a title of LATER_TESTS, such as both; also p TEST copy gain
     paper TABLE LENGTH SERIES        a number of the paper
 
 PLACE is a preset, a key of CHANGES, or NAMED. SERIES is a label of scripts.shared.looks.series_label, or in NAMED the
@@ -107,9 +107,9 @@ def p_values() -> dict[str, float]:
         for row in primary_rows(study, study.by_seed(final_losses), item.primary_measures(study)):
             kind, tokens = re.match(r"(loss|copy|far|time)\D*(\d*)", row["measure"]).groups()
             found[" ".join(["p", kind, place, *tokens.split(), row["rival"]])] = row["p_holm"]
-    for title in beyond.LATER_TESTS:
-        for row in beyond.later_rows(open_study("taught", "taught", "taught"), title):
-            found[f"p {title} {row['measure'].split(',')[0]} {row['rival']}"] = row["p_holm"]
+        for title in item.LATER_TESTS:
+            for row in item.later_rows(study, title):
+                found[f"p {title} {row['measure'].split(',')[0]} {row['rival']}"] = row["p_holm"]
     return found
 
 

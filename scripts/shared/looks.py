@@ -44,6 +44,7 @@ NAMES = {method: shown[0] for method, shown in SHOWN_AS.items()} | dict(
     forget="forgetting",
     gate="gated output",
     sink="sinks",
+    xsa="XSA",
 )
 OPTION_NAMES = {
     "slope_scale=1": "published slopes",

@@ -41,11 +41,8 @@ def pivot_table(heads: list[str], lines: Iterable[tuple[list[str], dict]], colum
 
 def summarise(samples: dict[tuple, list[float]], *names: str, count: str = "seeds") -> list[dict]:
     """Return a dict for each key: the key's parts under `names`, mean, stderr, and the sample size under `count`."""
-    rows = []
-    for key, values in samples.items():
-        mean, stderr = mean_and_stderr(values)
-        rows.append(dict(zip(names, key)) | {"mean": mean, "stderr": stderr, count: len(values)})
-    return rows
+    rows = [(dict(zip(names, key)), values, *mean_and_stderr(values)) for key, values in samples.items()]
+    return [key | {"mean": mean, "stderr": stderr, count: len(values)} for key, values, mean, stderr in rows]
 
 
 def mean_and_stderr(values: list[float]) -> tuple[float | None, float | None]:
@@ -59,9 +56,7 @@ def mean_and_stderr(values: list[float]) -> tuple[float | None, float | None]:
 
 def format_mean(mean: float | None, stderr: float | None) -> str:
     """Return the cell "mean ± standard error", as in the paper, with "n/a" for a missing standard error."""
-    if mean is None:
-        return ""
-    return f"{mean:.3f} \u00b1 " + ("n/a" if stderr is None else f"{stderr:.3f}")
+    return "" if mean is None else f"{mean:.3f} \u00b1 {'n/a' if stderr is None else f'{stderr:.3f}'}"
 
 
 def mean_cells(numbers: dict, best: Callable = min) -> dict:
