@@ -8,13 +8,15 @@ from test_beyond import assert_primary_comparisons
 from test_reproduce import call, cells_of, is_figure, write_run  # noqa: F401
 
 from configs.sweeps import OURS, sweep
+from scripts.reproduce.beyond import FAST
 from scripts.reproduce.far import time_to_copy
 from scripts.shared.looks import series_label
 from scripts.shared.tables import mean_and_stderr
 
 pytestmark = pytest.mark.slow
 
-BEGINS = {OURS: 1.5, "logn_p_rope": 0.8, "alibi slope_scale=4": 2.2}  # M tokens, of seed 0; the others do not copy
+# M tokens, of seed 0; the others do not copy
+BEGINS = {OURS: 1.5, "logn_p_rope": 0.8, "alibi slope_scale=4": 2.2, FAST: 1.1}
 BLOCKS = 16
 
 
@@ -96,6 +98,9 @@ def test_far_compares_runs_that_copy(tmp_path, call):  # noqa: F811
             differences = [values[OURS, seed][key] - values[rival, seed][key] for seed in range(3)]
             expected.append((rival, label, differences))
     assert_primary_comparisons(output.out, expected, left_out=3)  # loss and far gain against RoPE
+    expected = [(rival, labels[key], [values[FAST, seed][key] - values[rival, seed][key] for seed in range(3)])
+                for key in (8192, "far") for rival in (OURS, *rivals[1:])]  # fmt: skip
+    assert_primary_comparisons(output.out, expected, left_out=2, title="Fast at far")  # BAM does not copy
 
     section = output.out.split("### Primary comparisons")[1]
     cells = cells_of(section.split("blocks of the validation text")[1])["LogN+p-RoPE"]
