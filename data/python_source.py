@@ -12,7 +12,8 @@ resemble a training folder, because packages have near-copies of files. Half of 
 `far`: documents as in `taught`, of more packages. All rows are natural text, 512-token pieces from random places. In
 the order of the text, many steps would see one document, and the model would follow it instead of learning in general.
 
-The same versions of Python and of the packages give the same tokens.
+The same installations of Python and of the packages give the same tokens. Builds of one version differ in two files:
+_sysconfigdata*.py has paths of the build, and torch/version.py the version of CUDA.
 """
 
 import argparse

@@ -99,7 +99,7 @@ def check_data(config: Config, device: torch.device) -> Iterator[Finding]:
             yield Finding(f"data, {split}", f"{tokens:,} tokens in {config.data_dir}; the run trains on {needed:,}")
         except (ValueError, OSError) as error:
             state = "broken" if Path(config.data_dir).exists() else "missing"
-            yield Finding(f"data, {split}", str(error), state, "Prepare the text (docs/data.md).")
+            yield Finding(f"data, {split}", str(error), state, "Prepare the text (docs/train.md).")
 
 
 def check_kernels(config: Config, device: torch.device) -> Iterator[Finding]:
