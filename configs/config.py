@@ -61,8 +61,8 @@ class Config:
     method_options: dict[str, OptionValue] = dataclasses.field(default_factory=dict)
     """Options of the method that differ from its paper's. Example: --method_options tau 3 base 64."""
     position_scale: float = setting(1.0, at_least=1e-9, below=1e10)
-    """Multiplies the rotary base and 1/slope of ALiBi where method_options does not set them. The paper has
-    the same base at 4k, 16k and 64k. We take its values as fit for 4096, so 1/16 fits 256. It does not change tau."""
+    """Multiplies the default options that are lengths, such as rotary base, 1/slope of ALiBi and windows, but not tau.
+    The paper has the same base at 4k, 16k and 64k. We take its values as fit for 4096, so 1/16 fits 256."""
     validate_as: tuple[str, ...] = setting((), mathematics=False)
     """Methods that train identically, to validate the same weights with. Example for rope: rope_ntk yarn."""
     vocab_size: int = setting(50304, at_least=1, below=2**24)
@@ -98,7 +98,7 @@ class Config:
     cooldown_steps: int = setting(1308, at_least=0)
     """Last steps, with a linear decay of the learning rate to zero (constant_linear, trapezoid)."""
     muon_lr: float = setting(0.02, **RATE)
-    """Learning rate of the matrices in the blocks (Muon)."""
+    """Learning rate of the matrices of attention and MLP (Muon)."""
     muon_momentum: float = setting(0.95, at_least=0, below=1)
     """Momentum of Muon."""
     embedding_lr: float = setting(0.3, **RATE)
@@ -106,7 +106,7 @@ class Config:
     head_lr: float = setting(0.002, **RATE)
     """Learning rate of the head (Adam)."""
     scalar_lr: float = setting(0.002, **RATE)
-    """Learning rate of the attention method's parameters, such as LogN scales and Infini gates (Adam)."""
+    """Learning rate of the attention method's parameters, such as LogN's scales or a gate's matrix (Adam)."""
     adam_betas: tuple[float, float] = setting((0.9, 0.95), at_least=0, below=1)
     """Betas of Adam."""
     # With epsilon 0, Adam divides 0 by 0 for embeddings of tokens that were in no batch yet.

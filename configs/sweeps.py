@@ -217,7 +217,7 @@ FAR_EXPLORATORY += [("p_rope+factor", {"factor": 2.0}), (OURS, MOMENTS), (OURS, 
 def far(scale: Scale) -> list[Run]:
     """Return runs on natural text alone: the primary methods first, one seed after the other."""
     groups = itertools.product((FAR_PRIMARY, FAR_LATER, FAR_EXPLORATORY), scale.seeds)
-    return [run for cases, seed in groups for run in forms("far", cases, (seed,))]
+    return [run for cases, seed in groups for run in forms(scale.base, cases, (seed,))]
 
 
 # ---- all sweeps ------------------------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ SWEEPS = PAPER_SWEEPS | dict(
     taught=taught,
     taught_rivals=taught_rivals,
     far=far,
-    far_heads=lambda scale: forms("far", FAR_PRIMARY, scale.once),
+    far_heads=lambda scale: forms(scale.base, FAR_PRIMARY, scale.once),
     table_rivals=table_rivals,
     needle_rivals=with_needle(table_rivals),
     needle_tau=with_needle(needle_tau),

@@ -1,9 +1,9 @@
 """Batches: the tokens of training step n, and a check of the tokens of validation.
 
-Let B be batch_tokens. Step n = 0, 1, ... reads tokens n B to (n + 1) B, counted from the run's first token. Inputs are
-these tokens without the last, targets are these tokens without the first. Sequence length, micro-batch size and number
-of processes do not change them. So a run that resumes on another number of GPUs sees the same tokens. Methods and
-lengths are compared on the same text.
+Let B be batch_tokens. Step n = 0, 1, ... reads B + 1 tokens from token n B on, counted from the run's first token.
+Inputs are these tokens without the last, targets are these tokens without the first. Sequence length, micro-batch size
+and number of processes do not change them. So a run that resumes on another number of GPUs sees the same tokens.
+Methods and lengths are compared on the same text.
 """
 
 import math

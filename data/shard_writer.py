@@ -47,8 +47,8 @@ class ShardWriter:
         for split, waiting in self._waiting.items():
             if waiting:
                 self._write_shard(split, waiting)
-        if sha256 := sha256_of(self.folder / TOKENIZER_FILE):
-            self.manifest["tokenizer_sha256"] = sha256
+        if self.manifest["tokenizer"] == TOKENIZER_FILE:  # gpt2 has no file, or one of an earlier text
+            self.manifest["tokenizer_sha256"] = sha256_of(self.folder / TOKENIZER_FILE)
         write_manifest(self.folder, self.manifest)
         for name in self.manifest["files"]:
             os.replace(self._temporary / name, self.folder / name)

@@ -189,9 +189,11 @@ class Optimizers:
             state = {p: state_dict[name]["state"].get(i, {}) for i, p in enumerate(group.params)}
             for bucket in self.buckets[name]:
                 shard_state = self.optimizers[name].state[bucket.shard]
-                for key, value in state[bucket.params[0]].items():
+                # With one rank, a parameter that never had a gradient has no state. Its moments are 0.
+                for key, value in {key: value for p in bucket.params for key, value in state[p].items()}.items():
                     if value.dim() > 0:
-                        value = bucket.shard_of([state[p][key].to(p.device) for p in bucket.params])
+                        values = [state[p].get(key, torch.zeros_like(p)).to(p.device) for p in bucket.params]
+                        value = bucket.shard_of(values)
                     shard_state[key] = value.to(bucket.shard.device, copy=True)
 
     @torch.no_grad()

@@ -1,11 +1,11 @@
-"""Far gain: the loss on natural text with T tokens of context minus the loss with 16 T. T is the training length.
+"""Far gain: the loss on natural text with about T tokens of context minus the loss with 16 T. T: training length.
 
 A window is 16 T consecutive tokens of the validation text. The model predicts the last T / 4 tokens twice: from the
-whole window, and from the last T tokens. The 8 tokens before a token are its 8-gram. The latest earlier
-occurrence of the same 8-gram in the window decides the class of the token:
+whole window, and from the last T tokens, where a target has 3/4 T to T tokens of context. The 8 tokens before a token
+are its 8-gram. The latest earlier occurrence of the same 8-gram in the window decides the class of the token:
 
     far     the occurrence is more than T tokens back, so only the whole window contains it
-    near    the occurrence is at most T tokens back
+    near    the occurrence is at most T tokens back, and the short context may lack it
     none    the 8-gram has no earlier occurrence
 
 A model that reads far tokens gains in the class `far`. A model that is only disturbed by them loses in all classes.
@@ -62,7 +62,7 @@ def measure_far_gain(
 ) -> dict:  # fmt: skip
     """Return four results, each a dict by class. A class without tokens is left out.
 
-    far_loss: nats a token, [with T, with 16 T tokens of context]. far_gain: the first loss minus the second.
+    far_loss: nats a token, [with about T, with 16 T tokens of context]. far_gain: the first loss minus the second.
     far_gain_error: the standard error of far_gain over windows. far_tokens: the number of tokens.
     plans: by length, for T and 16 T.
     """

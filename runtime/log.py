@@ -1,5 +1,6 @@
 """Reports the progress of a run on the console, in log.txt and metrics.jsonl, and in wandb."""
 
+import itertools
 import math
 import platform
 import statistics
@@ -49,7 +50,7 @@ class RunLog:
             project=config.wandb_project,
             name=config.name,
             group=config.group or None,
-            tags=[config.method, *config.tags],
+            tags=[tag[:64] for tag in (config.method, *config.tags)],  # wandb refuses longer ones
             config=config.to_dict(),
         )
         progress.wandb_id = getattr(self.metrics.mirror, "id", None) or progress.wandb_id
@@ -84,6 +85,11 @@ class RunLog:
         lengths = ", ".join(map(str, config.train_lengths))
         self.print(f"training: {config.steps} steps of {config.batch_tokens:,} tokens, in sequences of {lengths}")
         self.print(f"data: {data['tokens']:,} tokens, {data['tokens'] / text_tokens:.2f} epochs of {config.data_dir}")
+        rows, stretches = (data.get("copy_rows") or {}).get("row_lengths", []), config.length_schedule
+        ends = itertools.accumulate(steps * config.batch_tokens for steps in stretches[1::2])
+        sequences = [*map(list, zip(stretches[::2], ends)), [config.train_length, None]]
+        if rows and rows != sequences:
+            self.print(f"The copy rows fit other sequences: {rows} (tokens, end in the text), not {sequences}.")
         for backend in dict.fromkeys(f"attention by {plan.backend}: {plan.why}" for plan in plans):
             self.print(backend)
         self.print(f"computation in {str(model.dtype).removeprefix('torch.')}, torch.compile {compile_note}")

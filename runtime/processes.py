@@ -15,7 +15,7 @@ from model.attention.sdpa import prefer_fast_sdpa
 from runtime.device import choose_ptxas, fix_threads, keep_freed_memory
 
 # Errors of gloo and NCCL about a rank that has died or does not answer.
-LOST_RANK = r"(?i)gloo|nccl|connection|timed out|timeout|peer|store|broken pipe"
+LOST_RANK = r"(?i)gloo|nccl|connection|timed out|timeout|\bpeer\b|(?<!tl\.)store|broken pipe"
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ def start_processes(device: str, timeout: float = 600) -> World:
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     gpus = 0 if device == "cpu" else torch.cuda.device_count()
     require(gpus or device != "cuda", "--device cuda needs a GPU, but torch finds none. Use --device cpu.")
+    require(not gpus or local_rank < gpus, f"process {local_rank + 1} has no GPU. Use --nproc_per_node={gpus}.")
     # By default, every rank starts as many compile workers as the machine has cores.
     workers = min(32, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, workers)))

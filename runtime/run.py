@@ -207,7 +207,6 @@ class Run:
     def _summary(self, validation: dict) -> dict:
         config = self.config
         copied = [key for key in validation if key.startswith(("val_loss", "val_tokens", "copy_", "far_"))]
-        copied.remove("val_loss_by_position")  # long, and in metrics.jsonl
         return {
             "name": config.name,
             "method": config.method,
@@ -279,7 +278,11 @@ class Run:
             require(getattr(self.config, field) == value, f"{checkpoint} has {field} {value}. Use --{field} {value}.")
         same = state.get("tokenizer") in (None, self.data["tokenizer"])
         require(same, f"{checkpoint} was trained with another tokenizer than {self.config.data_dir} has.")
-        missing, _ = self.model.load_state_dict(state["model"], strict=False)
+        own, weights = self.model.state_dict(), state["model"]
+        for name in [name for name in weights if ".method." in name]:  # another method may have the same name for it
+            if name in own and weights[name].shape != own[name].shape:
+                del weights[name]
+        missing, _ = self.model.load_state_dict(weights, strict=False)
         source = Progress(**state["progress"])
         first_token = source.first_token + source.step * state["config"]["batch_tokens"]
         if any(name.endswith("score_change.mean") for name in missing):

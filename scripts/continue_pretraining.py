@@ -26,6 +26,7 @@ from errors import exit_on_user_error, require
 from model.scores import MAX_PAIRS
 from optim.sharded import Group, Optimizers
 from runtime.build import calibration_tokens, open_text, train_step
+from runtime.checkpoint import latest_checkpoint
 from runtime.device import compute_dtype
 from runtime.metrics import read_metrics
 from runtime.processes import World, start_processes
@@ -95,7 +96,7 @@ def main(argv: list[str] | None = None):
             loss, grad_norm = train_step(model, next(loader), None, optimizers, 1.0, world)
             run.log_step(step + 1, optimizers.learning_rates(1.0), loss, grad_norm)
         loader.close()
-    if config.steps and world.is_main:
+    if config.steps and world.is_main and latest_checkpoint(run.path / "checkpoints"):  # else its weights are gone
         write_model(model, config, run.path / "model")
 
 

@@ -21,14 +21,14 @@ import torch
 from configs.command_line import read_config
 from configs.config import Config
 from data.loader import micro_batch_size
-from data.shards import open_split
 from errors import exit_on_user_error
 from model.attention import AUTOMATIC, BACKENDS
 from model.attention.sdpa import chosen_kernel, prefer_fast_sdpa
 from model.methods import check_options, make_method
+from runtime.build import layer_methods, open_text
 from runtime.device import choose_ptxas, compute_dtype, device_name, matmul_rate, peak_flops
 from runtime.flops import training_flops_per_token, validation_share
-from runtime.processes import start_processes
+from runtime.processes import World, start_processes
 from scripts.bench.attention import check_variant
 from scripts.bench.protocol import describe_machine
 from scripts.bench.trainers import WARM_UP_STEPS, Trainer
@@ -92,14 +92,12 @@ def check_gpus(config: Config, device: torch.device) -> Iterator[Finding]:
 
 
 def check_data(config: Config, device: torch.device) -> Iterator[Finding]:
-    needed = config.steps * config.batch_tokens
-    for split in ("train", "val"):
-        try:
-            tokens = len(open_split(config.data_dir, split, config.vocab_size, needed))
-            yield Finding(f"data, {split}", f"{tokens:,} tokens in {config.data_dir}; the run trains on {needed:,}")
-        except (ValueError, OSError) as error:
-            state = "broken" if Path(config.data_dir).exists() else "missing"
-            yield Finding(f"data, {split}", str(error), state, "Prepare the text (docs/train.md).")
+    try:
+        tokens, validation = map(len, open_text(config, World(0, 1, device)))
+        message = f"{tokens:,} tokens in {config.data_dir}, and {validation:,} for validation; the run trains on "
+        yield Finding("data", f"{message}{config.steps * config.batch_tokens:,}")
+    except (ValueError, OSError) as error:
+        yield Finding("data", str(error), "broken" if Path(config.data_dir).exists() else "missing")
 
 
 def check_kernels(config: Config, device: torch.device) -> Iterator[Finding]:
@@ -108,9 +106,11 @@ def check_kernels(config: Config, device: torch.device) -> Iterator[Finding]:
     prefer_fast_sdpa(device)
     if device.type == "cuda":
         yield Finding("PyTorch's attention", chosen_kernel(device, dtype, head_dim, config.train_length))
+    shape = dict(num_heads=config.num_heads, head_dim=head_dim, train_length=1024)
+    methods = {name: make_method(name, **shape) for name in METHODS}
+    methods |= {method.name: method for method in layer_methods(dataclasses.replace(config, train_length=1024))}
     for name in [*AUTOMATIC[device.type], "blocks"]:
-        for method_name in dict.fromkeys([config.method.split(",")[0], *METHODS]):
-            method = make_method(method_name, num_heads=config.num_heads, head_dim=head_dim, train_length=1024)
+        for method_name, method in methods.items():
             if method.replacement is not None:  # no softmax over logits to compare
                 continue
             result = check_variant((BACKENDS[name], method.to(device)), device, dtype)

@@ -23,6 +23,7 @@ import torch
 
 from configs.config import Config
 from data.shards import TokenStream, open_split, tokenizer_of
+from data.tokenizer import Tokenizer, load_tokenizer
 from errors import exit_on_user_error, require
 from files import replace_text, to_json
 from runtime.build import build_model
@@ -62,6 +63,15 @@ def check_tokenizer(run: StoredRun, data: Path):
     trained, found = run.data.get("tokenizer"), tokenizer_of(data)
     problem = f"{data} has tokenizer {found}, but {run.path} was trained with {trained}"
     require(trained and trained == found, f"{problem}. Make the text with the run's tokenizer.")
+
+
+def tokenizer_of_run(run: StoredRun) -> Tokenizer:
+    """Return the tokenizer of a run. Raise ValueError if the run's data folder has another tokenizer now."""
+    if run.data.get("tokenizer") == "gpt2":
+        return load_tokenizer("gpt2")
+    data_dir = Path(run.config.data_dir)
+    check_tokenizer(run, data_dir)
+    return load_tokenizer(data_dir)
 
 
 def evaluate(

@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from huggingface_hub import HfApi
 
 from data.download import model_file
 from data.shards import TOKENIZER_FILE, sha256_of
@@ -69,8 +70,6 @@ def main(argv: list[str] | None = None):
     if args.push is None or not out.exists():
         print(f"{out}: {export(args.run, out):,} parameters")
     if args.push:
-        from huggingface_hub import HfApi
-
         url = HfApi().create_repo(args.push, private=args.private, exist_ok=True)
         HfApi().upload_folder(repo_id=args.push, folder_path=out, commit_message="A model exported by scripts.export")
         print(url)

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import torch
 
-from data.tokenizer import Tokenizer, load_tokenizer
+from data.tokenizer import Tokenizer
 from errors import exit_on_user_error, require
 from model.attention.base import MAX_LENGTH
 from model.decoding import decode, sample
 from runtime.processes import start_processes
-from scripts.evaluate import check_tokenizer, load_run
-from scripts.shared.runs import StoredRun, read_run
+from scripts.evaluate import load_run, tokenizer_of_run
+from scripts.shared.runs import read_run
 
 INCOMPLETE = "\ufffd"  # decoded text of a character whose bytes are not complete
 
@@ -56,15 +56,6 @@ def main(argv: list[str] | None = None):
     for text in text_pieces(map(torch.Tensor.item, new), tokenizer):
         print(text, end="", flush=True)
     print()
-
-
-def tokenizer_of_run(run: StoredRun) -> Tokenizer:
-    """Return the tokenizer of a run. Raise ValueError if the run's data folder has another tokenizer now."""
-    if run.data.get("tokenizer") == "gpt2":
-        return load_tokenizer("gpt2")
-    data_dir = Path(run.config.data_dir)
-    check_tokenizer(run, data_dir)
-    return load_tokenizer(data_dir)
 
 
 def text_pieces(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:

@@ -27,7 +27,7 @@ SUMMARY += ("val_loss", "val_loss_as", "copy_loss", "copy_gain", "copy_gain_as",
 SUMMARY += ("copy_loss_as", "far_loss", "far_gain", "far_gain_error", "far_gain_as", "far_tokens", "val_loss_by_block")
 DATA = ("train", "validation", "tokenizer", "copy_rows")
 NEEDLE = ("haystack", "steps", "sequences", "curriculum", "examples", "pretrained", "greedy", "teacher_forcing")
-NEEDLE += ("oracle", "by_distance", "as")
+NEEDLE += ("by_distance", "as")
 CURVE = ("step", "val_loss", "val_loss_as", "copy_gain")
 
 
@@ -69,9 +69,7 @@ def make_line(stored: StoredRun) -> dict:
     for record in stored.validations():
         as_at_the_end = {*val_tokens(record).values()} == {line["val_tokens"]}  # then the number is not repeated
         line["curve"].append(select(record, CURVE) | ({} if as_at_the_end else {"val_tokens": val_tokens(record)}))
-    if needle := stored.needle:
-        line["needle"] = select(needle, NEEDLE)
-    return line
+    return line | ({"needle": select(stored.needle, NEEDLE)} if stored.needle else {})
 
 
 def select(record: dict, keys: Iterable[str]) -> dict:

@@ -26,7 +26,7 @@ from model.scores import layer_scores
 from runtime.device import device_name
 from runtime.processes import start_processes
 from runtime.run_folder import git_commit
-from scripts.evaluate import check_tokenizer, load_run
+from scripts.evaluate import load_run, tokenizer_of_run
 from scripts.hf import scores as hf_scores
 from scripts.hf.convert import attention_layers
 from scripts.hf.load import load_model
@@ -50,9 +50,8 @@ def main(argv: list[str] | None = None):
     text, device = args.text.read_text(encoding="utf-8").strip(), start_processes(args.device).device
     config_file = Path(args.model) / "config.json"
     if config_file.is_file() and "model_type" not in json.loads(config_file.read_text()):
-        config, model = load_run(Path(args.model), device)
-        check_tokenizer(read_run(Path(args.model)), Path(config.data_dir))
-        tokenizer, measure, scale = load_tokenizer(Path(config.data_dir)), layer_scores, "q.k / sqrt(d)"
+        (_, model), tokenizer = load_run(Path(args.model), device), tokenizer_of_run(read_run(Path(args.model)))
+        measure, scale = layer_scores, "q.k / sqrt(d)"
     else:
         model, tokenizer = load_model(args.model, dtype="auto", device=device), load_tokenizer(args.model)
         measure, scale = hf_scores.layer_scores, f"q.k * {attention_layers(model)[0].scaling:.6g}"

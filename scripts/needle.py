@@ -14,6 +14,7 @@ files are in RUN/needle/. The same command continues an interrupted fine-tuning 
 
 import argparse
 import dataclasses
+import math
 from collections import defaultdict
 from pathlib import Path
 
@@ -25,7 +26,6 @@ from configs.config import Config, config_hash
 from configs.sweeps import SCALES, Needle
 from data.loader import micro_batch_size
 from data.needle import C4, NEEDLES, Haystack, NeedleTask, score
-from data.tokenizer import load_tokenizer
 from errors import exit_on_user_error, require
 from model.decoding import greedy_decode
 from model.gpt import GPT
@@ -38,8 +38,8 @@ from runtime.metrics import Metrics
 from runtime.processes import World, start_processes
 from runtime.run_folder import RunFolder
 from runtime.validation import build_alternatives
-from scripts.evaluate import load_run
-from scripts.shared.runs import read_object
+from scripts.evaluate import load_run, tokenizer_of_run
+from scripts.shared.runs import read_object, read_run
 
 SAVE_EVERY = 50  # steps
 KINDS = ("greedy", "teacher_forcing", "by_distance")  # kinds of scores, keys of summary.json
@@ -76,7 +76,7 @@ def run(path: Path, needle: Needle, lengths: list[int] | None, device: torch.dev
     """
     # ---- setup: every mistake of the user is reported here, before a folder exists ----
     config, model = load_run(path, device)
-    tokenizer = load_tokenizer(Path(config.data_dir))
+    tokenizer = tokenizer_of_run(read_run(path))
     train_text, val_text = (
         Haystack.from_c4(C4, split, tokenizer) if needle.haystack == "c4"
         else Haystack.from_shards(Path(config.data_dir), split, tokenizer)
@@ -141,6 +141,7 @@ def fine_tune(config: Config, model: GPT, tasks: list[NeedleTask], folder: RunFo
             return (losses * weights).sum() * (count / len(inputs))  # undoes the division in train_step
 
         loss, _ = train_step(step_loss, micro_batches, plan, optimizers, factor, world)
+        require(math.isfinite(loss), f"the loss of step {step + 1} is not finite. Train {folder.path.parent} again.")
         metrics.write({"step": step + 1, "train_loss": loss.item()})
         if (step + 1) % SAVE_EVERY == 0 or step + 1 == steps:
             state = {"step": step + 1, "model": model.state_dict(), "optimizers": optimizers.state_dict()}

@@ -48,6 +48,8 @@ def main(argv: list[str] | None = None):
     args, field_arguments = parser.parse_known_args(argv)
     start_time, runs_dir = time.monotonic(), args.runs_dir
     fields = field_changes("quickstart", field_arguments) | dict(runs_dir=str(runs_dir), resume="auto")
+    own = fields.keys() & {"method", "method_options"}
+    require(not own, f"the quickstart sets {', '.join(own)} itself. Set it in train_gpt.py quickstart.")
     runs = {
         name: Run("quickstart", fields | dict(method=method, method_options=options))
         for name, (method, options) in METHODS.items()

@@ -49,9 +49,9 @@ def yarn_frequencies(head_dim, s, train_length, base=10000.0, beta_fast=32.0, be
 
 
 def rotation(name, head_dim, train_length, target_length, *, base=None, form="half_truncate", share=0.5,
-             factor=None, beta_fast=32.0, beta_slow=1.0, temperature=True):
+             stretch=None, beta_fast=32.0, beta_slow=1.0, temperature=True):
     """Return a method's frequencies, and the gain on its cos and sin (YaRN's temperature: 0.1 ln s + 1)."""
-    s = (factor or target_length / train_length) if target_length > train_length else 1.0
+    s = (stretch or target_length / train_length) if target_length > train_length else 1.0
     if name.endswith("p_rope") and form == "half_truncate":
         return half_truncate_frequencies(head_dim, base or 1024.0, share), 1.0
     if name.endswith("p_rope"):

@@ -36,13 +36,13 @@ def test_a_gpu_is_missing(wanted, states):
 
 
 def test_data_is_missing_or_broken(tmp_path):
-    assert [found.state for found in doctor.check_data(config(), CPU)] == ["missing"] * 2
+    assert [found.state for found in doctor.check_data(config(), CPU)] == ["missing"]
     broken = doctor.check_data(config("--data_dir", str(tmp_path)), CPU)
-    assert [found.state for found in broken] == ["broken"] * 2
+    assert [found.state for found in broken] == ["broken"]
 
 
 def test_the_kernels_of_this_machine_are_right(monkeypatch):
-    found = list(doctor.check_kernels(config(), CPU))
+    found = list(doctor.check_kernels(config("--method", "swan"), CPU))  # its layers differ
     assert {finding.state for finding in found} == {"ok"} and len(found) >= 6
     monkeypatch.setattr(doctor, "check_variant", lambda *_: "refused: wrong")  # test_bench.py plants a real fault
     assert {finding.state for finding in doctor.check_kernels(config(), CPU)} == {"broken"}

@@ -30,7 +30,7 @@ def call(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_pages_from_lines_equal_pages_from_run_folders(tmp_path, call):
-    needle = {"greedy": {"256": 0.5}, "oracle": {"256": 1.0}}
+    needle = {"greedy": {"256": 0.5}, "by_distance": {"256": {"8": [1, 2]}}}
     write_study(tmp_path / "trained", "figure_train_4k", needle=needle, part=1024, tokens_per_second=9)
     folders = sorted((tmp_path / "trained").iterdir())
     for folder in folders:

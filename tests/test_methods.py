@@ -23,11 +23,11 @@ CASES = [(name, {}) for name in NAMES] + [
     ("p_rope", dict(base=64.0)),
     ("p_rope", dict(form="barbero", base=500.0, share=0.75)),
     ("p_rope", dict(share=0.25)),
-    ("rope_ntk", dict(factor=3.0)),
+    ("rope_ntk", dict(stretch=3.0)),
     ("yarn", dict(base=500.0)),
-    ("yarn", dict(factor=3.0)),
+    ("yarn", dict(stretch=3.0)),
     ("logn_rope", dict(context="length")),
-    ("logn_ntk", dict(factor=3.0, context="length")),
+    ("logn_ntk", dict(stretch=3.0, context="length")),
     ("alibi", dict(slopes="geometric")),
     ("alibi", dict(slope_scale=16.0)),
     ("scale_invariant_p_rope", dict(terms="a")),
@@ -187,7 +187,7 @@ def test_a_and_m_are_the_table_65535_tokens_back():
 
 @pytest.mark.parametrize("name, word", [
     ("rope+p_rope", "rotation"), ("logn+p_rope+logn", "query scale"), ("alibi+scale_invariant", "score change"),
-    ("infini+pope", "pope.infini"), ("fire+sink", "sink.fire"),
+    ("infini+pope", "pope.infini"), ("fire+sink", "sink.fire"), ("fox+sink", "sink"),
     ("rnope_swa+gate", "rnope_swa"), ("rnope_swa", "make_layers"), ("rope+windw", "window"),
 ])  # fmt: skip
 def test_parts_that_exclude_each_other_are_refused_by_name(name, word):

@@ -152,7 +152,7 @@ def outcome_of(more: list[str], place: Path) -> str:
     f"--vocab_size {2**63 - 1}", f"--model_dim {2**63 - 4}", "--num_layers 10000000000",
     "--batch_tokens 2000000000000", "--wandb online", "--validate_as yarn", "--attention_backend fast",
     *(f"--method {method} --method_options {options}" for method, options in (
-        ("rope", "num_heads 3"), ("rope", "position_scale 0.5"), ("yarn", "base 1e-320"), ("rope_ntk", "factor 1e300"),
+        ("rope", "num_heads 3"), ("rope", "position_scale 0.5"), ("yarn", "base 1e-320"), ("rope_ntk", "stretch 1e300"),
         ("alibi", "slopes inf"), ("logn_rope", "init 1e39"), ("scale_invariant_rope", "tau 1e-320"))),
 ])  # fmt: skip
 def test_impossible_fields_are_refused_in_one_line_and_leave_nothing(more, place, faults, monkeypatch):

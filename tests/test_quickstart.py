@@ -96,7 +96,7 @@ def test_a_short_quickstart_trains_every_method_and_repeats_nothing(books, capsy
 
 
 def test_wrong_input_is_one_line(books, capsys, tmp_path):
-    assert run(books, capsys, "--muon_rl", "5")[0] == 2
+    assert run(books, capsys, "--muon_rl", "5")[0] == run(books, capsys, "--method", "fox")[0] == 2
     python_source.prepare([books], tmp_path / "plain", "bpe:384", val_fraction=0.2, name="text")
     assert run(books, capsys, "--data_dir", tmp_path / "plain")[0] == 2  # without copy rows
 

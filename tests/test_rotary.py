@@ -52,8 +52,8 @@ def test_rope_and_p_rope_turn_at_the_published_frequencies():
     ("rope_ntk", {}, 4096, 10000),
     ("rope_ntk", {}, 16384, 40890),
     ("logn_ntk", {}, 65536, 167200),
-    ("rope_ntk", dict(factor=4.0), 4096, 10000),
-    ("rope_ntk", dict(factor=4.0), 65536, 40890),
+    ("rope_ntk", dict(stretch=4.0), 4096, 10000),
+    ("rope_ntk", dict(stretch=4.0), 65536, 40890),
 ])
 def test_ntk_bases(name, options, target_length, base):
     theta, _ = turning(make(name, **options), target_length)

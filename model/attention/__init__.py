@@ -7,7 +7,7 @@ sink. A Replacement computes the output itself. reference.py is the formula that
     sdpa         PyTorch's fused causal attention        CUDA: methods that do not change the score (LogN is in q)
     flex         FlexAttention, compiled                 CUDA: all other methods; no gradients on a CPU
     flex_flash   FlexAttention by FlashAttention-4       nothing; Hopper and Blackwell
-    cpu          our C++ kernel                          CPU: every method, in float32
+    cpu          our C++ kernel                          CPU, float32: every softmax but with skip_first
     blocks       plain PyTorch, blocks of queries        whatever no other backend runs
 
 A backend is three functions, and a line in BACKENDS:
@@ -34,7 +34,7 @@ from torch import Tensor
 from errors import UserError, require
 from model.attention import blocks, check, cpu, flex, sdpa
 from model.attention.base import MAX_LENGTH, Plan, extra_logits, learned_parameters
-from model.methods.base import Method, upcast
+from model.methods.base import AttentionWeights, Method, upcast
 
 BACKENDS = {"sdpa": sdpa, "flex": flex, "flex_flash": flex.FLASH, "cpu": cpu, "blocks": blocks}
 AUTOMATIC = {"cuda": ("sdpa", "flex"), "cpu": ("cpu",)}  # by device, the preferred first; blocks after them
@@ -79,6 +79,8 @@ def choose_backend(method: Method, device: torch.device, backend: str = "auto", 
 
     Raise UserError for a named backend that cannot run or fails its check, and if no backend passes.
     """
+    if backend == "auto" and isinstance(method.replacement, AttentionWeights):
+        return "blocks", "plain PyTorch"
     if backend != "auto":
         require(backend in BACKENDS, f"unknown attention backend {backend!r}; valid: auto, {', '.join(BACKENDS)}")
         problem, result = check_once(backend, method, device, dtype)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from errors import UserError
 from model.attention.base import Plan
 
 BLOCK = 128  # keys of a block of the mask, and queries where nothing else is asked for
@@ -63,11 +64,11 @@ def run_alone(q: Tensor, k: Tensor, v: Tensor, prepared: dict) -> Tensor:
     if q.device.type == "cpu":  # where flex refuses tensors that require a gradient, even when none is computed
         q, k, v = q.detach(), k.detach(), v.detach()
         if k.shape[2] < BLOCK:  # torch 2.13 reads past their end: NaN, now and then
-            raise ValueError(f"FlexAttention on a CPU needs at least {BLOCK} keys, got {k.shape[2]}: use auto")
-    # As runtime/build.py sets them for a compiled model: this is compiled for every length whether the model is or not.
-    torch._dynamo.config.recompile_limit = 32
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
-    return inductor_flex(q, k, v, **prepared)
+            raise UserError(f"FlexAttention on a CPU needs at least {BLOCK} keys, but has {k.shape[2]}. Use auto.")
+    # This is compiled for every length, and for every score_mod. Prompts of the needle task have dozens of lengths.
+    limits = dict(recompile_limit=1024, accumulated_recompile_limit=1024, fail_on_recompile_limit_hit=True)
+    with torch._dynamo.config.patch(limits):
+        return inductor_flex(q, k, v, **prepared)
 
 
 # With fullgraph, a failure to compile is an error, and never the silent L x L computation.

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from errors import require
 
 QUERY_BLOCK = 128
+LONGEST_COMPILED = 8192  # queries; the compiler unrolls a loop over blocks, and would take hours for 65,536
 
 
 def upcast(x: Tensor) -> Tensor:
@@ -190,6 +191,15 @@ class AttentionWeights(Replacement):
         raise NotImplementedError
 
     def attend(self, q, k, v, rotated_q, rotated_k, q_offset, causal_attention, token_features=None):
+        short = rotated_q.shape[2] <= LONGEST_COMPILED
+        attend = self.attend_in_blocks if short else self.attend_uncompiled
+        return attend(v, rotated_q, rotated_k, q_offset, token_features)
+
+    @torch.compiler.disable
+    def attend_uncompiled(self, *arguments):
+        return self.attend_in_blocks(*arguments)
+
+    def attend_in_blocks(self, v, rotated_q, rotated_k, q_offset, token_features):
         outputs, end = [], q_offset  # end of the visible keys
         for queries in rotated_q.split(QUERY_BLOCK, dim=2):
             end += queries.shape[2]
@@ -235,6 +245,9 @@ class Method(nn.Module):
         self.vector_dim = head_dim * (1 if self.rotation is None else self.rotation.widening)  # of rotated q and k
         self.needs_input = any(mechanism.needs_input for mechanism in mechanisms)
         changed = any((self.score_change, self.key_bias, self.window, self.sink)) or self.vector_dim > head_dim
+        # A key bias leaves out what is equal for all keys of a query. A softmax ignores it, but a sink does not.
+        excluded = self.key_bias is not None and self.sink is not None
+        require(not excluded, f"{name} has a key bias and a sink, whose sum is not computed. Leave one out.")
         problem = f"{name} has a part that replaces softmax attention and a part that changes it"
         require(self.replacement is None or not changed, f"{problem}. Leave one out.")
 

@@ -28,15 +28,15 @@ class RoPE(Rotation):
 class LengthScaledRoPE(RoPE):
     """RoPE whose frequencies follow s = target length / training length. Up to the training length s is 1: plain RoPE.
 
-    If `factor` is given, s is this number at every longer target length.
+    If `stretch` is given, s is this number at every longer target length.
     """
 
-    def __init__(self, num_heads, head_dim, train_length, base: float = BASE, factor: float | None = None):
+    def __init__(self, num_heads, head_dim, train_length, base: float = BASE, stretch: float | None = None):
         super().__init__(num_heads, head_dim, train_length, base)
-        require(factor is None or factor >= 1, f"factor is {factor}. Use at least 1.")
-        self.factor = factor
+        require(stretch is None or stretch >= 1, f"stretch is {stretch}. Use at least 1.")
+        self.stretch = stretch
 
     def length_ratio(self, target_length) -> float:
         if target_length <= self.train_length:
             return 1.0
-        return self.factor or target_length / self.train_length
+        return self.stretch or target_length / self.train_length

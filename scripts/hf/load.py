@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 import torch
+from huggingface_hub import snapshot_download
 from torch import nn
 
 from errors import require
@@ -70,7 +71,8 @@ def load_model(
     if record:
         convert(model, record["name"], train_length=record["train_length"], **record["options"])
         missing |= {key for key, _ in model.named_parameters() if METHOD in key}
-        for path in Path(name).glob("*.safetensors"):
+        folder = name if Path(name).is_dir() else snapshot_download(str(name))
+        for path in Path(folder).glob("*.safetensors"):
             learned = {key: value for key, value in load_file(path).items() if METHOD in key}
             model.load_state_dict(learned, strict=False)
             missing -= learned.keys()

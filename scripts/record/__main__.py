@@ -132,8 +132,10 @@ def check(args: argparse.Namespace, track: str):
         args.file = folder / "method.py"
         tracks.register(args.file, entry["mechanism"])  # another entry may have a mechanism of the same name
     for found in read_runs(args.runs_dir) if args.text else ():
+        if not found.config or not found.summary or tracks.differences(tracks.TRACKS[track], found):
+            continue
         T = found.config.train_length
-        if found.summary and tracks.read_score(found.summary, T) == entry["scores"].get(str(found.config.seed)):
+        if tracks.read_score(found.summary, T) == entry["scores"].get(str(found.config.seed)):
             result = evaluate(found.path, start_processes("auto"), lengths=[T, 16 * T], gaps=[4 * T], data=args.text)
             print(f"{found.path} on {args.text}: {tracks.read_score(result, T)}")
     if args.rerun is not None:

@@ -111,13 +111,13 @@ def make_records(track: Run, stored_runs: Iterable[StoredRun], **further) -> lis
                 key = method, config_hash(dataclasses.replace(stored.config, seed=0)), text
                 found[key][stored.config.seed] = stored
     for (method, _, text), runs in found.items():
-        if sorted(runs) == SEEDS:
+        if {*SEEDS} <= runs.keys():
             config = dataclasses.replace(runs[0].config, method=method or runs[0].config.method)
             scores = {str(seed): read_score(runs[seed].summary, config.train_length, method) for seed in SEEDS}
             record = {"name": series_label(config), "date": "", "text": text, "scores": scores}
             record |= {field: getattr(config, field) for field in CHOSEN} | measure_method(config)
             record |= {key: statistics.fmean(score[key] for score in scores.values()) for key in scores["0"]}
-            record["seconds"] = round(statistics.fmean(stored.summary["seconds"] for stored in runs.values()))
+            record["seconds"] = round(statistics.fmean(runs[seed].summary["seconds"] for seed in SEEDS))
             records.append(record | further)
     return records
 

@@ -25,6 +25,7 @@ import torch
 from configs.sweeps import SCALE_OF_SWEEP, SCALES
 from errors import exit_on_user_error
 from files import replace_text
+from model.methods import canonical_name
 from runtime.device import device_name
 from runtime.processes import start_processes
 from runtime.run_folder import git_commit
@@ -80,17 +81,19 @@ def main(argv: list[str] | None = None):
     with exit_on_user_error():
         args.scale = args.scale or SCALE_OF_SWEEP.get(args.item, "paper")
         args.out = args.out or Path("results") / args.scale
+        methods = args.methods and [*map(canonical_name, args.methods)]
         changes, needle = field_changes(SCALES[args.scale].base, fields), needle_changes(args.needle)
         device = start_processes(changes.get("device", "auto")).device
         sources = [args.runs_dir] if args.runs_dir else [Path("runs"), args.out / "runs.jsonl"]
         stored_runs = [stored for source in sources for stored in read_runs(source)]
         runs_dir = args.runs_dir if args.runs_dir and args.runs_dir.suffix != ".jsonl" else Path("runs")
-        for item in ITEMS if args.item == "all" else [args.item]:
+        at_scale = [item for item in ITEMS if SCALE_OF_SWEEP.get(item, args.scale) == args.scale]
+        for item in at_scale if args.item == "all" else [args.item]:
             command = shlex.join(["python", "-m", "scripts.reproduce", item, *options])
             sweep_command = re.sub(r" --out[= ]\S+", "", command).replace("scripts.reproduce", "scripts.sweep", 1)
             try:
                 study = Study(
-                    item, args.scale, args.out, stored_runs, methods=args.methods, seeds=args.seeds, changes=changes,
+                    item, args.scale, args.out, stored_runs, methods=methods, seeds=args.seeds, changes=changes,
                     needle=needle, runs_dir=runs_dir, device=device,
                 )  # fmt: skip
                 text, outcome = make_item(study, command, sweep_command)
@@ -120,8 +123,8 @@ def make_item(study: Study, command: str, sweep_command: str) -> tuple[str, str]
     section = "\n\n".join([f"## {study.item}", body, *ends]) + "\n"
     study.out.mkdir(parents=True, exist_ok=True)
     replace_text(page, make_page(read_sections(page) | {study.item: section}))
-    missing = f". Train the others: `{sweep_command}`" if study.missing else ""
-    return section, f"{'incomplete' if missing else 'complete'}, {used}: {page}{missing}"
+    remedy = f". Train the others: `{sweep_command}`" if study.missing and study.runs else ""
+    return section, f"{'incomplete' if study.missing else 'complete'}, {used}: {page}{remedy}"
 
 
 def read_sections(page: Path) -> dict[str, str]:

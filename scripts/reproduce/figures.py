@@ -4,6 +4,7 @@ import collections
 import math
 
 import numpy as np
+from scipy import stats
 
 from configs.config import Config
 from model.methods import method_options
@@ -217,10 +218,11 @@ def figure_sublog(study: Study) -> str:
             points = [row | dict(x=math.log(row["start"]) ** power) for row in rows if row["factor"] == factor]
             look = dict(color=colour, marker="o", linestyle="", label=f"$\\Delta$ = {factor}")
             (line,) = row_lines(points, "factor", "x", {factor: look})
-            fit = theory.linear_fit(line.xs, line.means)
-            fitted = fit["slope"] * np.array(line.xs) + fit["intercept"]
+            fit = stats.linregress(line.xs, line.means)
+            fitted = fit.slope * np.array(line.xs) + fit.intercept
+            numbers = fit.slope, fit.intercept, fit.rvalue**2
             lines += [line, Line(dict(color=colour, linestyle="--", linewidth=0.8), line.xs, fitted)]
-            cells.append([f"\u0394 = {factor}, against {against}", *(f"{value:.4f}" for value in fit.values())])
+            cells.append([f"\u0394 = {factor}, against {against}", *(f"{value:.4f}" for value in numbers)])
         panels.append(Panel(f"against {against}", lines))
     y = "expected entropy in $[t, t\\Delta)$ (nats)"
     draw_panels(study.figure_path(), [panels], x="", y=y, sharey=True)

@@ -1,7 +1,6 @@
 """Make the tables of the needle task: the share of needles found, also by distance."""
 
 import collections
-import statistics
 
 from scripts.reproduce.drawing import Panel, draw_panels, row_lines
 from scripts.reproduce.study import Study
@@ -17,32 +16,27 @@ def table_needle(study: Study) -> str:
 
     The table has the paper's lengths, and all other lengths at which a run was scored.
     """
-    oracle = collections.defaultdict(list)
     accuracy = {label: collections.defaultdict(list) for label in METRICS}
     distances = collections.defaultdict(lambda: [0, 0])  # [needles found, all needles], summed over seeds
     for run, stored in study.finished:
         for series, method in study.series(run).items():
-            shares = stored.needle if method is None else stored.needle["as"][method]
+            shares = stored.needle if method is None else stored.needle.get("as", {}).get(method, {})
             for label, values in accuracy.items():
-                for length, share in shares[label.replace(" ", "_")].items():
+                for length, share in shares.get(label.replace(" ", "_"), {}).items():
                     values[series, int(length)].append(share)
             for length, counts in shares.get("by_distance", {}).items():
                 for least, (found, needles) in counts.items():
                     total = distances[series, int(length), int(least)]
                     total[0] += found
                     total[1] += needles
-        for length, share in stored.needle.get("oracle", {}).items():
-            oracle[int(length)].append(share)
     text = "Share of needles whose city and number are both right: mean \u00b1 standard error over seeds, by greedy "
     text += "decoding and by teacher forcing. Columns: tokens per prompt (and multiples of the training length). The "
     text += "paper's numbers stand beside greedy decoding."
-    if oracle:
-        text += f" Fine-tuned and scored with {study.runs[0].needle}; each prompt has three needles. The paper used C4 "
-        text += "and 300 steps of 64 prompts. Oracle: the score of a perfect copy from the prompt."
-    oracle_means = {length: statistics.fmean(values) for length, values in oracle.items()}
+    text += f" Fine-tuned and scored with {study.runs[0].needle}; each prompt has three needles. The paper used C4 "
+    text += "and 300 steps of 64 prompts."
     study.sections = distance_section(study, distances)
     lengths = sorted({*study.lengths, *(length for _, length in accuracy["greedy"])})
-    return text + "\n\n" + make_table(study, accuracy, lengths, best=max, oracle=oracle_means)
+    return text + "\n\n" + make_table(study, accuracy, lengths, best=max)
 
 
 def distance_section(study: Study, distances: dict[tuple[str, int, int], list[int]]) -> list[str]:

@@ -29,9 +29,12 @@ class Study:
     ):  # fmt: skip
         """Find the runs of an item. changes, needle: fields and needle settings that all runs share."""
         self.item, self.scale, self.methods, self.out = item, scale, methods, out
-        self.stored_runs, self.runs_dir, self.device = stored_runs, runs_dir, torch.device(device)
+        self.runs_dir, self.device = runs_dir, torch.device(device)
         self.base_length = self.lengths[0]  # the training length, in tokens
         self.runs = sweep(item, scale, seeds, methods, changes, needle) if item in SWEEPS else []
+        planned = {config_hash(run.config) for run in self.runs}
+        texts = collections.Counter(stored.text for stored in stored_runs if stored.identity in planned)
+        self.stored_runs = sorted(stored_runs, key=lambda stored: -texts[stored.text])  # the commonest text comes first
         self.finished: list[tuple[Run, StoredRun]] = []
         self.missing: list[tuple[str, str]] = []  # (name of a run or model, reason)
         self.notes: list[str] = []
@@ -113,7 +116,8 @@ class Study:
         for planned, seed in [(run, seed) for run in self.runs for seed in seeds]:
             run = dataclasses.replace(planned, changes=planned.changes | {"seed": seed})
             stored = find_stored(run, self.stored_runs)
-            if config_hash(run.config) not in hashes and stored and stored.summary and not stored.problems:
+            fit = stored and stored.summary and not stored.problems and (stored.needle or not run.needle)
+            if config_hash(run.config) not in hashes and fit:
                 hashes.add(config_hash(run.config))
                 self.runs.append(run)
 

@@ -13,13 +13,13 @@ from scripts.continue_pretraining import NOT_TRAINED, PAPER, PAPER_MODEL
 from scripts.reproduce.comparisons import compare
 from scripts.reproduce.study import Study, abbreviate_length, samples
 from scripts.shared.looks import plain_number, series_label, series_name
-from scripts.shared.runs import final_losses
+from scripts.shared.runs import final_losses, single_val_tokens
 from scripts.shared.tables import mean_and_stderr, mean_cells, pivot_table
 
 PAPER_TRAIN_LENGTH = 4096  # of all tables in the paper
 COMPARED = ("table_losses", "scale_invariant_by_head", "open_choices", "table_rivals")
 LLAMA_FOLDER = "continued"  # in the folder of the runs; scripts.continue_pretraining writes it
-LLAMA_COMPARED = ("model", "train_length", "validation", "val_tokens")  # all runs of the table must share these
+LLAMA_COMPARED = ("model", "train_length", "validation")  # all runs of the table must share these
 
 
 def table_losses(study: Study) -> str:
@@ -63,7 +63,7 @@ def table_llama(study: Study) -> str:
     """Return the table of Llama 2 7B: the paper's numbers beside our runs of scripts.continue_pretraining."""
     paths = sorted((study.runs_dir / LLAMA_FOLDER).glob("*/summary.json"))
     rows = {path.parent.name: json.loads(path.read_text()) for path in paths}
-    compared = {name: tuple(row[field] for field in LLAMA_COMPARED) for name, row in rows.items()}
+    compared = {name: (*(row[key] for key in LLAMA_COMPARED), single_val_tokens(row)) for name, row in rows.items()}
     common = collections.Counter(compared.values()).most_common(1)[0][0] if rows else (PAPER_MODEL, 4096)
     losses, token_counts = collections.defaultdict(list), set()
     for name, row in rows.items():
@@ -99,13 +99,11 @@ def trained_methods(study: Study) -> dict[str, str]:
 
 
 def make_table(
-    study: Study, metrics: dict[str, dict], lengths: list[int], *, best: Callable, methods: list[str] | None = None,
-    oracle: dict = {},
-) -> str:  # fmt: skip
+    study: Study, metrics: dict[str, dict], lengths: list[int], *, best: Callable, methods: list[str] | None = None
+) -> str:
     """Return a table as Markdown: our means over seeds, and the paper's numbers beside the first metric.
 
     metrics: {label: {(method, length): [one value per seed]}}. best: min or max. methods: rows, if not the study's.
-    oracle: {length: value} of an additional last row.
     """
     paper, trained = paper_targets(study.item), trained_methods(study)
     methods = methods or study.all_series
@@ -116,7 +114,7 @@ def make_table(
     for length, (label, values) in itertools.product(lengths, metrics.items()):
         numbers = {method: mean_and_stderr(values.get((method, length), [])) for method in methods}
         head = f"{study.length_label(length)} {label}".rstrip()
-        columns[head] = mean_cells(numbers, best) | ({"oracle": f"{oracle[length]:.3f}"} if length in oracle else {})
+        columns[head] = mean_cells(numbers, best)
         ratio = length / study.base_length
         paper_length = round(ratio * PAPER_TRAIN_LENGTH)
         targets = {method: paper[method, paper_length] for method in methods if (method, paper_length) in paper}
@@ -127,12 +125,8 @@ def make_table(
 
     rows = {}
     for method in methods:
-        if method.startswith("infini") and rows and not any(other.startswith("infini") for other in rows):
-            rows[""] = ["", ""]  # an empty row for the rule in the paper's table
         seeds = "-".join(map(str, sorted({min(counts[method]), max(counts[method])})))  # 3, or 1-3 if lengths differ
         rows[method] = [series_name(method) + ("\u2020" if method in trained else ""), seeds]
-    if oracle:
-        rows["oracle"] = ["oracle", ""]
     lines = [(first, {head: cells.get(key, "") for head, cells in columns.items()}) for key, first in rows.items()]
     return pivot_table(["method", "seeds"], lines, {head: head for head in columns})
 

@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 import torch
-from scipy import stats
 from torch import Tensor
 
 from model.methods import make_method
@@ -93,9 +92,3 @@ def iid_range_entropy(
                 within = logits[:, : start * (factor - 1)]
                 samples[start, factor] += entropy(within.log_softmax(dim=-1)).tolist()
     return summarise(samples, "start", "factor", count="samples")
-
-
-def linear_fit(x: list[float], y: list[float]) -> dict[str, float]:
-    """Return slope, intercept and R^2 of the least-squares line through the points."""
-    fit = stats.linregress(x, y)
-    return dict(slope=fit.slope, intercept=fit.intercept, r_squared=fit.rvalue**2)

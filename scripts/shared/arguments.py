@@ -7,14 +7,13 @@ from configs.command_line import read_config, read_fields
 from configs.runs import SET_BY_SWEEPS
 from configs.sweeps import SCALES
 from errors import require
-from model.methods import canonical_name
 
 
 def add_run_options(parser: argparse.ArgumentParser, runs_dir: Path | None = Path("runs")):
     """Add the options that choose runs of a sweep. runs_dir: the default of --runs-dir."""
     parser.add_argument("--scale", choices=SCALES, help="size of models and texts (default: paper)")
     parser.add_argument("--seeds", nargs="+", type=int, help="seeds (default: the seeds of the scale)")
-    parser.add_argument("--methods", nargs="+", type=canonical_name, metavar="METHOD", help="only these methods")
+    parser.add_argument("--methods", nargs="+", metavar="METHOD", help="only these methods")
     parser.add_argument("--needle", nargs="+", default=[], metavar="KEY=VALUE", help="changed needle-task settings")
     parser.add_argument("--runs-dir", type=Path, default=runs_dir, help="folder of the run folders (default: runs)")
 

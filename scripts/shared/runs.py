@@ -48,8 +48,7 @@ class StoredRun:
         return self.line.get("needle") if self.line else read_object(self.path / "needle/summary.json")
 
     def metrics(self) -> list[dict]:
-        path = self.path / "metrics.jsonl"
-        return read_metrics(path) if path.exists() else []
+        return read_metrics(path) if (path := self.path / "metrics.jsonl").exists() else []
 
     def validations(self) -> list[dict]:  # raises ValueError for a damaged line
         if self.line:
@@ -90,7 +89,10 @@ def read_runs(place: Path) -> list[StoredRun]:
 
 def read_line(file: Path, text: str) -> StoredRun:
     """Return the run in one line of a runs.jsonl."""
-    line = json.loads(text)
+    try:
+        line = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{file} has a damaged line ({error}). Restore the file.") from error
     path, data = file / line["name"], line["data"]
     changes = {field: tuple(value) if isinstance(value, list) else value for field, value in line["changes"].items()}
     changes |= {field: line[field] for field in ("name", "method", "method_options", "seed")}
@@ -181,7 +183,9 @@ def final_losses(summary: dict, method: str | None = None) -> dict[int, float]:
 
 
 def data_fingerprint(config: Config) -> str | None:
-    """Return the fingerprint of the run's training text, or None if the text is not on this machine."""
+    """Return the fingerprint of the run's training text, or None if it is unknown: no text, or one that continues."""
+    if config.init_from:
+        return None
     try:
         stream = open_split(config.data_dir, "train", config.vocab_size)
         return stream.fingerprint(config.steps * config.batch_tokens)

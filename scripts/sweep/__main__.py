@@ -22,6 +22,7 @@ from configs.runs import Run
 from configs.sweeps import SCALE_OF_SWEEP, SCALES, SWEEPS, sweep
 from data.needle import C4, fetch_c4
 from errors import exit_on_user_error, require
+from model.methods import canonical_name
 from runtime.build import layer_methods
 from runtime.validation import build_alternatives
 from scripts.shared.arguments import add_run_options, field_changes, needle_changes
@@ -76,7 +77,8 @@ def choose_runs(args: argparse.Namespace, fields: list[str]) -> list[Run]:
     """Return the runs that the command line chooses. Raise ValueError for runs that could not train anywhere."""
     args.scale = args.scale or SCALE_OF_SWEEP.get(args.sweep, "paper")
     changes, needle = field_changes(SCALES[args.scale].base, fields), needle_changes(args.needle)
-    runs = sweep(args.sweep, args.scale, args.seeds, args.methods, changes, needle)
+    methods = args.methods and [*map(canonical_name, args.methods)]
+    runs = sweep(args.sweep, args.scale, args.seeds, methods, changes, needle)
     for run in runs:
         layer_methods(run.config)  # raises ValueError for an option that the method does not have
         build_alternatives(run.config)

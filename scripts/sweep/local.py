@@ -46,15 +46,14 @@ class Attempt:
             self.folder = run.path
             torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
             command = [*(torchrun if processes > 1 else []), *(program or [str(ROOT / "train_gpt.py")]), *run.arguments]
+        for mark in ("interrupted", "failed"):  # of an earlier attempt
+            (self.folder / mark).unlink(missing_ok=True)
         with open_no_symlink(sidecar(run.path, ".log"), "wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, *command],
-                env=os.environ | environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
+                [sys.executable, *command], env=os.environ | environment, stdin=subprocess.DEVNULL, stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C must reach only the sweep, which then lets its runs save
-            )
+            )  # fmt: skip
 
 
 def record_outcome(path: Path, locked: Path, code: int) -> str:
@@ -89,8 +88,8 @@ def train(
     """
     if not runs:
         return
+    require(at_once is None or at_once >= 1, f"--jobs {at_once} would start no run. Use 1 or more.")
     free = share_devices(runs, at_once, gpus_per_run)
-    require(free, f"--jobs {at_once} would start no run. Use 1 or more.")
     for number in signals:
         if signal.getsignal(number) != signal.SIG_IGN:  # under nohup, SIGHUP stays ignored
             signal.signal(number, stop)
