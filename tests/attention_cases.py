@@ -144,9 +144,5 @@ def check(
 
 
 def skip_unless_runs(backend, method):
-    if not backend_runs(backend, method):
+    if BACKENDS[backend].unsupported(method, CPU, torch.float32) is not None:
         pytest.skip(f"{backend} cannot run here")
-
-
-def backend_runs(backend, method, dtype=torch.float32):
-    return BACKENDS[backend].unsupported(method, CPU, dtype) is None

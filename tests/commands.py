@@ -24,11 +24,11 @@ def one_error(capsys):
     return line
 
 
-def python(*argv, threads=1, code=0, **variables):
-    """Run a new process in the repository root, which must exit with `code`. Return the finished process."""
+def python(*argv, threads=1, code=0, cwd=ROOT, timeout=300, **variables):
+    """Run a new process in the folder `cwd`, which must exit with `code`. Return the finished process."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
     environment |= dict(OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="PASSIVE", **variables)
     command = [sys.executable, *map(str, argv)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
     return done

@@ -80,6 +80,14 @@ def copied(finished, tmp_path):
 
 
 @pytest.fixture
+def threads():
+    """Return torch.set_num_threads, which the end of the test takes back."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def long(request) -> bool:
     return request.config.getoption("--long")
 

@@ -7,18 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from attention_cases import (
-    CPU,
-    CUDA,
-    LAYOUTS,
-    MECHANISMS,
-    assert_near,
-    backend_runs,
-    check,
-    make_case,
-    make_inputs,
-    skip_unless_runs,
-)  # fmt: skip
+from attention_cases import CPU, CUDA, LAYOUTS, MECHANISMS, assert_near, check, make_case, make_inputs, skip_unless_runs
 from torch.nn.attention import SDPBackend
 from torch.nn.attention import flex_attention as torch_flex
 
@@ -54,7 +43,7 @@ def can_run(backend, name):
     method = make_case(name, head_dim=16)
     if backend == "flex_flash":  # it needs a GPU and its package
         return name in ("nope", "rope", "logn", "alibi", "scale_invariant", "by_head", "for_all_heads", "window")
-    return backend == "flex" or backend_runs(backend, method)
+    return backend == "flex" or BACKENDS[backend].unsupported(method, CPU, torch.float32) is None
 
 
 CASES = [pytest.param(backend, name, marks=[pytest.mark.slow] if backend in SLOW else [])
@@ -132,7 +121,7 @@ def test_auto_on_cuda_is_sdpa_where_the_logits_are_left_alone_and_flex_elsewhere
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_auto_on_a_cpu_is_its_kernel_where_that_can_run(name):
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        expected = "cpu" if backend_runs("cpu", make_case(name), dtype=dtype) else "blocks"
+        expected = "blocks" if BACKENDS["cpu"].unsupported(make_case(name), CPU, dtype) else "cpu"
         assert choose_backend(make_case(name), CPU, dtype=dtype)[0] == expected
         assert dtype == torch.float32 or expected == "blocks"
 

@@ -20,11 +20,6 @@ FIELDS = (
 CPU = torch.device("cpu")
 
 
-def command(*arguments):
-    """Return the exit code of the command."""
-    return exit_code(bench.main, arguments)
-
-
 @pytest.fixture(autouse=True)
 def one_call(monkeypatch):
     """Make one call of each variant in each round."""
@@ -61,8 +56,9 @@ def wrong_run(q, k, v, **more):
 def test_attention_reports_right_variants_and_refuses_a_planted_fault(tmp_path, monkeypatch, capsys):
     wrong = SimpleNamespace(unsupported=blocks.unsupported, prepare=blocks.prepare, run=wrong_run)
     monkeypatch.setitem(BACKENDS, "wrong", wrong)
-    sizes = "--device cpu --lengths 130 --heads 2 --head-dim 16 --rounds 3 --variants".split()
-    assert command("attention", *sizes, "sdpa:plain", "wrong:si", "flex_flash:si", "blocks:si", "--out", tmp_path) == 1
+    sizes = "--device cpu --lengths 130 --heads 2 --head-dim 16 --rounds 3".split()
+    variants = "--variants sdpa:plain wrong:si flex_flash:si blocks:si".split()
+    assert exit_code(bench.main, ["attention", *sizes, *variants, "--out", tmp_path]) == 1
     page, record = ((tmp_path / f"cpu_attention.{kind}").read_text() for kind in ("md", "json"))
     assert page == capsys.readouterr().out.rstrip() + "\n"
     record = json.loads(record)
@@ -106,8 +102,8 @@ def test_the_gate_lets_equal_models_pass_and_no_others():
 
 
 def test_step_reports_its_measurements(tmp_path, capsys):
-    variants = ["p_rope", "alibi", "p_rope:flex"]  # FlexAttention cannot train on a CPU
-    assert command("step", "quickstart", *variants, *FIELDS, "--rounds", 3, "--steps", 2, "--out", tmp_path) == 0
+    arguments = "step quickstart p_rope alibi p_rope:flex --rounds 3 --steps 2".split()  # flex cannot train on a CPU
+    assert exit_code(bench.main, [*arguments, *FIELDS, "--out", tmp_path]) == 0
     record = json.loads((tmp_path / "cpu_step_quickstart.json").read_text())
     assert {name for name, result in record["gate"].items() if result == "passed"} == {"p_rope", "alibi"}
     assert list(record["seconds"]) == ["p_rope", "alibi", "p_rope again"]
@@ -127,6 +123,6 @@ def test_step_reports_its_measurements(tmp_path, capsys):
     ("step quickstart --wide 1", "--wide"),
 ])  # fmt: skip
 def test_a_mistake_is_exit_code_2_and_names_the_field(arguments, field, capsys):
-    assert command(*arguments.split()) == 2
+    assert exit_code(bench.main, arguments.split()) == 2
     message = capsys.readouterr().err
     assert field in message and message.count("\n") == 1

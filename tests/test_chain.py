@@ -21,7 +21,6 @@ from scripts.sweep import __main__ as sweep
 
 COMPLETE = ["table_losses", "table_needle", "figure_train_lengths", "figure_train_4k", "figure_train_16k"]
 COMPLETE += ["figure_entropy", "figure_sublog", "figure_sublog_unscaled"]  # from 2 methods and 3 lengths
-LACKING = ["figure_tau"]
 FIELDS = "--vocab_size 384 --num_layers 1 --num_heads 1 --model_dim 32 --steps 30 --cooldown_steps 8 --save_every 5"
 FIELDS += " --val_every 10 --val_lengths 256 1024 4096 --val_tokens 8192 --compile off --device cpu"
 
@@ -68,12 +67,15 @@ def chain(tmp_path_factory, quick):
     return folder, runs, output
 
 
-def test_every_run_of_the_sweep_is_finished(chain):
+def test_every_run_of_the_sweep_is_finished_evaluated_and_in_the_report(chain):
     folder, runs, output = chain
-    assert f"{len(runs)} runs: {len(runs)} finished" in output["table"]
+    assert f"{len(runs)} runs: {len(runs)} finished" in output["table"] and "8192 (32x)" in output["evaluate"]
+    for path in runs:
+        assert [*json.loads((path / "evaluation.json").read_text())["val_loss"]] == ["128", "512", "2048", "8192"]
     for path in folder.glob("runs/*/"):
         records = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
         assert [record["step"] for record in records if "train_loss" in record] == [*range(1, 31)], path
+        assert path.name in (folder / "report.html").read_text()
 
 
 def test_items_that_the_runs_can_feed_are_complete_and_the_others_name_the_missing_runs(chain):
@@ -84,9 +86,8 @@ def test_items_that_the_runs_can_feed_are_complete_and_the_others_name_the_missi
         assert f"## {item}\n" in (folder / "out" / "tables.md").read_text()
         if item.startswith("figure"):
             assert (folder / "out" / "figures" / f"{item}.png").stat().st_size > 10_000
-    for item in LACKING:
-        assert "incomplete" in lines[item] and f"scripts.sweep {item}" in lines[item]
-    assert {*reproduce.ITEMS} > {*COMPLETE, *LACKING}
+    assert "incomplete" in lines["figure_tau"] and "scripts.sweep figure_tau" in lines["figure_tau"]
+    assert {*reproduce.ITEMS} > {*COMPLETE, "figure_tau"}
 
 
 def test_the_tables_hold_the_losses_and_accuracies_of_the_runs(chain):
@@ -97,11 +98,3 @@ def test_the_tables_hold_the_losses_and_accuracies_of_the_runs(chain):
     assert f"{loss:.3f}" in next(row for row in sections["table_losses"].splitlines() if "| p-RoPE" in row)
     assert output["needle"].count(": fine-tuning finished") == len(runs)
     assert "0.000" in sections["table_needle"]
-
-
-def test_evaluation_and_report_hold_every_run(chain):
-    folder, runs, output = chain
-    assert "8192 (32x)" in output["evaluate"]
-    for path in runs:
-        assert [*json.loads((path / "evaluation.json").read_text())["val_loss"]] == ["128", "512", "2048", "8192"]
-    assert all(path.name in (folder / "report.html").read_text() for path in folder.glob("runs/*/"))

@@ -18,8 +18,6 @@ from runtime.build import build_model
 
 FIELDS = [field.name for field in dataclasses.fields(Config)]
 
-every_preset = pytest.mark.parametrize("name", PRESETS)
-
 
 @pytest.mark.parametrize("method", NAMES)
 @pytest.mark.parametrize("name", ["quickstart", "mini_large", "gpt_162m_4k", "gpt_304m_4k"])  # every shape
@@ -30,7 +28,7 @@ def test_every_preset_builds_with_every_method(name, method):
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4, 8])
-@every_preset
+@pytest.mark.parametrize("name", PRESETS)
 def test_a_step_divides_among_processes(name, processes):
     config = preset(name)
     if name in ("mini_1024", "mini_4096", "far"):  # four, two and one sequence: these are for a CPU
@@ -251,15 +249,12 @@ def test_near_names_are_suggested_for_an_unknown_name():
     assert did_you_mean("x", ["base", "tau"], "see there") == "see there"
 
 
-def test_help_lists_every_field(capsys):
+def test_help_lists_every_field_and_without_a_preset_the_presets(capsys):
     assert exit_code(read_config, ["quickstart", "--help"]) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert all(f"--{field}" in output for field in FIELDS)
     assert re.search(r"--keep\b[^(]*\(default: 2\)", output)
     assert re.search(r"--adam_betas\b[^(]*\(default: 0.9 0.95\)", output)
-
-
-def test_without_a_preset_the_presets_are_listed(capsys):
     assert exit_code(read_config, ["--help"]) == 0
     output = capsys.readouterr().out
     assert all(name in output for name in PRESETS)

@@ -59,7 +59,7 @@ def flip(data, bit):
 # ---- format and writer ----
 
 
-def test_writer_cuts_documents_into_shards_of_the_format(tmp_path):
+def test_writer_cuts_documents_into_shards_of_the_format_that_open_split_reads(tmp_path):
     train, val = write_dataset(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json", *NAMES]
     for name, part in zip(NAMES, (train[:100], train[100:200], train[200:], val)):
@@ -68,6 +68,12 @@ def test_writer_cuts_documents_into_shards_of_the_format(tmp_path):
     assert (manifest["tokenizer"], manifest["vocab_size"], sorted(manifest["files"])) == ("gpt2", VOCAB, NAMES)
     entry = manifest["files"]["x_train_000002.bin"]
     assert (entry["tokens"], entry["max_token"]) == (100, train[100:200].max())
+    for split, tokens in (("train", train), ("val", val)):
+        stream = open_split(tmp_path, split, VOCAB)
+        np.testing.assert_array_equal(stream.read(0, len(stream)), tokens)
+        assert stream.max_token == tokens.max()
+        with pytest.raises(ValueError, match=f"vocab_size.* {VOCAB}"):
+            open_split(tmp_path, split, tokens.max())
 
 
 def test_bytes_reach_the_disk_before_names_and_the_manifest_before_the_shards(tmp_path, monkeypatch):
@@ -173,15 +179,6 @@ def test_fingerprint_follows_the_content_of_the_shards_that_a_run_reads(tmp_path
 
 
 # ---- opening a folder ----
-
-
-def test_open_split_reads_the_written_tokens(tmp_path):
-    for split, tokens in zip(("train", "val"), write_dataset(tmp_path)):
-        stream = open_split(tmp_path, split, VOCAB)
-        np.testing.assert_array_equal(stream.read(0, len(stream)), tokens)
-        assert stream.max_token == tokens.max()
-        with pytest.raises(ValueError, match=f"vocab_size.* {VOCAB}"):
-            open_split(tmp_path, split, tokens.max())
 
 
 @pytest.mark.parametrize("folder, tokens, vocab_size, command", [
@@ -366,10 +363,9 @@ def test_shares_that_differ_are_the_step_together(tmp_path, sequences, world_siz
 @pytest.mark.parametrize(("length", "world_size"), [(30, 1), (25, 8)])
 def test_indivisible_step_is_refused(tmp_path, length, world_size):
     stream, _ = make_stream(tmp_path, (40,))
+    sizes = dict(batch_tokens=100, length=length, micro_batch_tokens=length, world_size=world_size)
     with pytest.raises(ValueError, match=f"{length}"):
-        TrainLoader(
-            stream, batch_tokens=100, length=length, micro_batch_tokens=length, world_size=world_size, vocab_size=VOCAB
-        )
+        TrainLoader(stream, vocab_size=VOCAB, **sizes)
 
 
 def test_an_error_of_the_reading_thread_is_raised_by_its_step(tmp_path):

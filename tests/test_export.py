@@ -3,15 +3,13 @@
 import ast
 import dataclasses
 import json
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from commands import exit_code
+from commands import exit_code, python
 from test_decoding import CASES, full_logits, make_model
 from test_gpt import random_tokens
 from test_methods import assert_near, assert_refused
@@ -31,12 +29,10 @@ from scripts.hf.modeling_method_gpt import MethodGPTConfig, MethodGPTForCausalLM
 from scripts.hf.modules import ROOT
 from scripts.shared.runs import read_run
 
-every_case = pytest.mark.parametrize("name, options", CASES, ids=[f"{name}-{options}" for name, options in CASES])
 # One method of each kind: scaling by length, key bias, memory, another softmax, wide keys, layers that differ.
 KINDS = [(name, {}) for name in ("logn_ntk", "p_rope+forget", "fire", "pope+scale_invariant", "swan", "nape")]
 KINDS += [("infini_rope", dict(segment_length=7)), ("fox,rope+window", dict(window=9))]
 KINDS += [("p_rope+scale_invariant+xsa", dict(skip_first=True, learn_share=True))]
-each_kind = pytest.mark.parametrize("name, options", KINDS, ids=[name for name, _ in KINDS])
 
 
 def make_pair(name, options=None, **settings):
@@ -52,7 +48,7 @@ def generate(model, tokens, new=8, **options):
     return model.generate(tokens, max_new_tokens=new, **(dict(do_sample=False) | options))
 
 
-@every_case
+@pytest.mark.parametrize("name, options", CASES, ids=[f"{name}-{options}" for name, options in CASES])
 @torch.no_grad()
 def test_logits_and_cached_ones_are_ours(name, options):
     gpt, model = make_pair(name, options)
@@ -69,7 +65,7 @@ def test_logits_and_cached_ones_are_ours(name, options):
     assert_near(torch.cat(logits, dim=1), expected, 1e-5)
 
 
-@each_kind
+@pytest.mark.parametrize("name, options", KINDS, ids=[name for name, _ in KINDS])
 def test_generation_is_the_same_with_a_cache_and_without(name, options):
     gpt, model = make_pair(name, options)
     tokens, _ = random_tokens(21, batch=2)
@@ -188,11 +184,8 @@ torch.save((logits, new), out)
 
 @pytest.mark.slow
 def test_it_loads_and_generates_where_the_repository_is_not(run, exported, tmp_path):
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= dict(HF_HOME=str(tmp_path / "home"), HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
-    command = [sys.executable, "-c", LOAD, str(exported), str(tmp_path / "out")]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
+    variables = dict(PYTHONPATH="", HF_HOME=str(tmp_path / "home"), HF_HUB_OFFLINE="1")
+    python("-c", LOAD, exported, tmp_path / "out", cwd=tmp_path, timeout=600, **variables)
     logits, new = torch.load(tmp_path / "out")
     tokens = torch.arange(600).view(2, 300) % 384
     _, gpt = load_run(run, torch.device("cpu"))

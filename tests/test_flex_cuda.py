@@ -4,11 +4,9 @@ One other process compiles all cases, because flex_code.py replaces Triton's dri
 """
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from commands import python
 
 pytest.importorskip("triton")
 
@@ -17,7 +15,6 @@ from model.methods.base import KeyBias, ScoreChange, Sink, Window  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[1]
 CHANGES = (ScoreChange, KeyBias, Window, Sink)  # the kinds of mechanism that change FlexAttention's code
 SHARED_LIMIT = {90: 232_448, 80: 166_912}  # bytes of shared memory that a block may use, by compute capability
 MOST_SPILLS = 6  # instructions of one thread for one logit, of 20 to 80 of all kinds
@@ -77,10 +74,8 @@ def compiled(request):
     """Return the code of all cases, the calls of attention in models' graphs, and whether head + 0 compiles."""
     long = request.config.getoption("--long")
     cases, models = QUICK + GRID * long, QUICK_MODELS + MODELS * long
-    command = [sys.executable, "-c", CODE, json.dumps([cases, models])]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    codes, calls, head_plus_zero = map(json.loads, result.stdout.splitlines())
+    output = python("-c", CODE, json.dumps([cases, models]), timeout=None).stdout
+    codes, calls, head_plus_zero = map(json.loads, output.splitlines())
     return [*zip(cases, codes, strict=True)], calls, head_plus_zero
 
 

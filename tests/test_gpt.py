@@ -65,18 +65,14 @@ def plain_layers(name, p, tokens):
         yield q, k, learned, x
 
 
-def plain_logits(name, p, tokens):
-    *_, (*_, x) = plain_layers(name, p, tokens)
-    return rms_norm(x) @ p["head"].T  # (B, T, V)
-
-
 @every_method
 @pytest.mark.parametrize("length", [1, TRAIN_LENGTH, 4 * TRAIN_LENGTH + 3])
 def test_loss_and_all_gradients_equal_the_plain_form(name, length):
     model = make_random_gpt(name)
     exact = {key: value.detach().double().requires_grad_() for key, value in model.named_parameters()}
     tokens, targets = random_tokens(length)
-    logits = plain_logits(name, exact, tokens)
+    *_, (*_, x) = plain_layers(name, exact, tokens)
+    logits = rms_norm(x) @ exact["head"].T  # (B, T, V)
     expected = -logits.log_softmax(dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     losses = model(tokens, targets, per_token=True)
     assert losses.dtype == torch.float32

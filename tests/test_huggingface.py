@@ -2,9 +2,6 @@
 """Our methods inside a tiny Llama of the real class with random weights, and loading models."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ transformers = pytest.importorskip("transformers", reason="pip install -r requir
 import reference
 import tokenizers
 import torch
+from commands import python
 from test_methods import assert_refused
 from torch.testing import assert_close
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -195,11 +193,9 @@ def test_a_saved_model_loads_where_the_repository_is_not(tmp_path):
     with pytest.raises((KeyError, ValueError)):  # never RoPE attention in silence
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=False)
     torch.save(random_tokens(), tmp_path / "tokens")
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= dict(HF_HOME=str(tmp_path / "home"), HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
-    command = [sys.executable, "-c", LOAD, *map(str, (tmp_path / "saved", tmp_path / "tokens", tmp_path / "out"))]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
+    variables = dict(PYTHONPATH="", HF_HOME=str(tmp_path / "home"), HF_HUB_OFFLINE="1")
+    paths = (tmp_path / name for name in ("saved", "tokens", "out"))
+    python("-c", LOAD, *paths, cwd=tmp_path, timeout=600, **variables)
     found, rounded, new = torch.load(tmp_path / "out")
     assert_close(found, logits(model), rtol=0, atol=3e-5)
     assert 0 < (rounded - found).abs().max() < 0.15 * found.abs().max()

@@ -131,13 +131,9 @@ def test_the_command_writes_the_statistics_that_scipy_finds(folder, tmp_path, ca
     assert len(capsys.readouterr().out.split("\n\n")[0].splitlines()) == 2 + 4
 
 
-@pytest.fixture
-def run(tmp_path):
-    """A run of ours of two layers: one without rotation, one with it."""
-    return train_tiny_run(tmp_path, "--method nope,rope+window --num_layers 2 --steps 1 --cooldown_steps 0")
-
-
-def test_a_run_of_ours(run, tmp_path, monkeypatch):
+def test_a_run_of_ours(tmp_path, monkeypatch):
+    """The run has two layers: one without rotation, one with it."""
+    run = train_tiny_run(tmp_path, "--method nope,rope+window --num_layers 2 --steps 1 --cooldown_steps 0")
     (tmp_path / "text.txt").write_text("abc hg " * 20)
     monkeypatch.chdir(tmp_path)
     logit_statistics.main(["run", "--text", "text.txt", "--tokens", "30"])

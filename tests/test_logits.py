@@ -135,16 +135,11 @@ def test_too_many_pairs_are_sampled_uniformly_without_key_0_and_the_diagonal():
         assert abs(x.double().mean() - mean) < 4 * x.double().std() / draws**0.5
 
 
-@pytest.fixture
-def stream(tmp_path):
-    """A validation text of the tokens 0..999."""
+def test_windows_lie_at_even_distances_over_the_text(tmp_path):
     writer = ShardWriter(tmp_path, "text", tokenizer="none", vocab_size=1000)
     writer.write("val", np.arange(1000))
     writer.close()
-    return open_split(tmp_path, "val", 1000)
-
-
-def test_windows_lie_at_even_distances_over_the_text(stream):
+    stream = open_split(tmp_path, "val", 1000)
     windows = logits.validation_windows(stream, 3, 200)
     assert windows.dtype == torch.int64
     assert torch.equal(windows, torch.tensor([[0], [333], [666]]) + torch.arange(200))

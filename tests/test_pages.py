@@ -21,13 +21,6 @@ LIMITS = {"README.md": 600} | dict.fromkeys(
 )
 
 
-@pytest.fixture(scope="module")
-def kept():
-    """Return a function from PLACE LENGTH SERIES to the mean loss of the kept runs."""
-    page = pages.Page(pages.kept_numbers())
-    return lambda name: page.get_field(f"loss {name}", (), {})[0]
-
-
 def json_lines(name):
     return [json.loads(line) for line in (ROOT / "results" / name).read_text().splitlines()]
 
@@ -91,7 +84,13 @@ def test_the_front_page_has_no_number_of_its_own():
     assert {*re.findall(r"\d[\w.,]*\w|\d", text)} <= sizes | constants | {"1x", "2x", "4x", "16x"}
 
 
-def test_sentences_about_the_order_follow_from_the_runs(kept):
+def test_sentences_about_the_order_follow_from_the_runs():
+    page = pages.Page(pages.kept_numbers())
+
+    def kept(name):
+        """Return the mean loss of the kept runs of PLACE LENGTH SERIES."""
+        return page.get_field(f"loss {name}", (), {})[0]
+
     for place in ("mini", "prose"):
         for length in (256, 1024, 4096):
             assert min(PAPERS_TEN, key=lambda series: kept(f"{place} {length} {series}")) == SI

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from commands import ROOT
+from commands import ROOT, python
 from test_train import arguments, make_data
 from torch.distributed.run import get_args_parser
 
@@ -113,10 +113,8 @@ def test_its_example_of_a_method_trains(tmp_path):
     (tmp_path / table).write_text(text)
     options = re.search(r"Now `(--method .*?)` trains", README)[1].split()
     make_data(tmp_path / "text")
-    command = [sys.executable, *arguments(tmp_path / "text", "runs", steps=1, cooldown_steps=0), *options]
-    command.insert(1, "train_gpt.py")
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    argv = arguments(tmp_path / "text", "runs", steps=1, cooldown_steps=0)
+    python("train_gpt.py", *argv, *options, cwd=tmp_path, timeout=None)
     config = json.loads((tmp_path / "runs/run/config.json").read_text())
     assert (config["method"], config["method_options"]) == ("p_rope+root", {"slope": 2})
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from reference import alibi_slopes
 from test_methods import assert_near, cast, gradients, random, random_qkv
-from test_rivals import nape
+from test_rivals import make, nape
 
 from model.attention import attend
 from model.methods import make_method
@@ -14,14 +14,6 @@ from model.methods.nape import entmax
 
 SHAPES = [(2, 3, 16, 1), (2, 2, 16, 37), (1, 2, 8, 150)]  # batch, heads, head dimension, tokens
 SHAPES += [pytest.param(1, 4, 32, 300, marks=pytest.mark.slow)]
-
-
-def make(name, num_heads, head_dim, **options):
-    """Return a method with random parameters."""
-    method = make_method(name, num_heads=num_heads, head_dim=head_dim, train_length=64, **options)
-    for seed, parameter in enumerate(method.parameters()):
-        parameter.data = SPREAD.get(name, 0.3) * random(*parameter.shape, seed=seed).float()
-    return method
 
 
 def project(x, weight):
@@ -88,7 +80,6 @@ def nape_entmax(method, q, k, v, x):
 
 
 FORMULAS = {"wall": wall, "softplus": softplus, "grape_ap": path_bias, "nape_entmax": nape_entmax}
-SPREAD = {"nape_entmax": 0.02}  # of the parameters: larger factors leave too little of bfloat16 to compare
 
 
 @pytest.mark.parametrize("name", FORMULAS)

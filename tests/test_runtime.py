@@ -218,10 +218,8 @@ def test_metrics_come_back_and_any_json_reader_can_read_them(tmp_path):
     metrics = Metrics(tmp_path / "metrics.jsonl")
     metrics.write({"step": 0, "val_loss": {4096: 10.8, 65536: 0.1 + 0.2}})
     metrics.write({"step": 1, "loss": float("inf")})
-    assert read_metrics(metrics.path) == [
-        {"step": 0, "val_loss": {"4096": 10.8, "65536": 0.1 + 0.2}},
-        {"step": 1, "loss": None},
-    ]
+    expected = [{"step": 0, "val_loss": {"4096": 10.8, "65536": 0.1 + 0.2}}, {"step": 1, "loss": None}]
+    assert read_metrics(metrics.path) == expected
 
 
 @pytest.mark.parametrize("line", [b'{"step": 2, "lo', b"\xff\xfe"])

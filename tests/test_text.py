@@ -123,11 +123,6 @@ def test_named_files_and_field(tmp_path):
     assert sorted(sum(both_splits(tmp_path / "out"), [])) == sorted(expected)
 
 
-def test_a_folder_without_text_is_named(tmp_path, capsys):
-    assert exit_code(main, [str(tmp_path), "--tokenizer=bpe:300", f"--out={tmp_path / 'out'}"]) == 2
-    assert f"{tmp_path} " in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("count", "fraction"), [(1, 0.05), (1, 0.9), (3, 0.05)])
 def test_few_documents_are_cut_at_the_ends_of_lines(tmp_path, count, fraction):
     novels = {}
@@ -242,9 +237,11 @@ def test_bad_files_are_named_and_shards_are_not_replaced(prepared, tmp_path, cap
     (tmp_path / "not.json").write_text("[]")
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"text": "cut\n')
     (tmp_path / "deep.jsonl").write_text('{"text": "fine"}\n' + "[" * 200_000)
+    (tmp_path / "empty").mkdir()
     before, text = shard_bytes(prepared / "out"), prepared / "in"
     for source, tokenizer, out, named in (
         (tmp_path / "nowhere", "bpe:300", tmp_path / "out", "nowhere"),
+        (tmp_path / "empty", "bpe:300", tmp_path / "out", f"{tmp_path / 'empty'} "),
         (tmp_path / "a.jsonl", "bpe:300", tmp_path / "out", "a.jsonl: line 2: "),
         (tmp_path / "deep.jsonl", "bpe:300", tmp_path / "out", "deep.jsonl: line 2: "),
         (text, tmp_path / "bare.json", tmp_path / "out", "bare.json"),
