@@ -76,11 +76,6 @@ def rotate(x, positions, frequencies, gain=1.0):
 # ---- changes of the scores -------------------------------------------------------------------------------------------
 
 
-def logn_init(train_length):
-    """The s whose multiplier s ln n is 1 on average over n = 1..train_length."""
-    return train_length / math.lgamma(train_length + 1)
-
-
 def alibi_slopes(num_heads, slopes="official"):
     """Press et al. 2022, section 3; for other H than powers of two, interleaved. "geometric": always 2^(-8h/H)."""
     def geometric(n):

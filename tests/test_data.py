@@ -360,6 +360,14 @@ def test_shares_that_differ_are_the_step_together(tmp_path, sequences, world_siz
     np.testing.assert_array_equal(inputs, tokens[np.arange(2 * sequences * 3, 3 * sequences * 3) % len(tokens)])
 
 
+def test_a_tokenizer_file_of_an_earlier_text_is_not_this_texts(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with ShardWriter(tmp_path, "text", tokenizer="gpt2", vocab_size=9) as writer:
+        writer.write("train", [1])
+        writer.close()
+    assert tokenizer_of(tmp_path) == "gpt2"
+
+
 @pytest.mark.parametrize(("length", "world_size"), [(30, 1), (25, 8)])
 def test_indivisible_step_is_refused(tmp_path, length, world_size):
     stream, _ = make_stream(tmp_path, (40,))

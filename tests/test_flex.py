@@ -9,7 +9,7 @@ from attention_cases import CPU, CUDA, assert_near, make_case, make_inputs, rand
 from torch.nn.attention.flex_attention import flex_attention
 from torch.testing import assert_close
 
-from model.attention import attend, flex, make_plan
+from model.attention import attend, flex, flex_compiled, make_plan
 from model.attention.base import Plan
 from model.attention.check import check_backend
 from model.attention.flex_compiled import causal_block_mask, mask_options
@@ -130,6 +130,16 @@ def test_compiled_it_is_the_formula(name, queries):
         q, k, v, _ = make_inputs(method, 129)
         output = attend(method, q[:, :, -queries:], k, v, q_offset=129 - queries, backend="flex")
         assert_near(output, plain_attention(method, q, k, v)[:, :, -queries:], 1e-5)
+
+
+def test_many_lengths_are_compiled(monkeypatch):
+    compiled = torch.compile(flex_compiled.inductor_flex._torchdynamo_orig_callable, backend="eager", dynamic=False)
+    monkeypatch.setattr(flex_compiled, "inductor_flex", compiled)
+    method = make_case("scale_invariant")
+    with torch.no_grad():
+        for length in range(128, 164):
+            q, k, v, _ = make_inputs(method, length)
+            assert attend(method, q, k, v, backend="flex").shape == q.shape
 
 
 def test_learned_numbers_that_change_compile_nothing_again():

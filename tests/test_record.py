@@ -120,6 +120,13 @@ def make_record(name, scores, loss_1x=2.0, knows_n=False, date="", **costs):
     return row | dict(date=date, loss_1x=loss_1x, knows_n=knows_n, score=sum(scores) / 5) | costs
 
 
+def test_a_sixth_seed_changes_no_record():
+    runs = [stored for stored in read_runs(KEPT) if (stored.config.method, stored.config.method_options) == (OURS, {})]
+    sixth = replace(runs[0], config=replace(runs[0].config, seed=5))
+    records = tracks.make_records(tracks.TRACKS["laptop"], runs)
+    assert len(records) == 1 and tracks.make_records(tracks.TRACKS["laptop"], [sixth, *runs]) == records
+
+
 def test_p_and_records_by_plain_numbers():
     base = [9.0, 9.1, 9.2, 9.3, 9.4]
     better = [score - gain for score, gain in zip(base, (1, 2, 3, 4, 5))]  # t = 3 / sqrt(2.5 / 5), 4 degrees of freedom

@@ -5,11 +5,12 @@ import math
 import pytest
 import torch
 from reference import alibi_slopes
+from test_gpt import make_random_gpt, random_tokens
 from test_methods import assert_near, cast, gradients, random, random_qkv
 from test_rivals import make, nape
 
 from model.attention import attend
-from model.methods import make_method
+from model.methods import base, make_method
 from model.methods.nape import entmax
 
 SHAPES = [(2, 3, 16, 1), (2, 2, 16, 37), (1, 2, 8, 150)]  # batch, heads, head dimension, tokens
@@ -104,6 +105,25 @@ def test_a_replacement_computes_the_formula_of_its_source(name, batch, num_heads
             half = length // 2
             last = attend(method, inputs[0][:, :, half:], *inputs[1:3], q_offset=half)
             assert_near(last, expected[:, :, half:], tolerance)
+
+
+@pytest.mark.slow
+def test_a_compiled_block_does_not_unroll_the_loop_over_a_long_text(monkeypatch):
+    monkeypatch.setattr(base, "LONGEST_COMPILED", 256)
+    model, operations = make_random_gpt("stick_breaking"), []
+
+    def count(graph, inputs):
+        operations.append(len(graph.graph.nodes))
+        return graph.forward
+
+    (tokens, targets), plans = random_tokens(700, batch=1), model.plan(700)
+    assert {(plan.backend, plan.why) for plan in plans} == {("blocks", "plain PyTorch")}
+    with torch.inference_mode():
+        expected = model(tokens, targets, plan=plans, per_token=True)
+        for block in model.blocks:
+            block.compile(dynamic=False, backend=count)
+        assert_near(model(tokens, targets, plan=plans, per_token=True), expected, 1e-5)
+    assert operations and max(operations) < 200
 
 
 @pytest.mark.parametrize("bias", [-40.0, 4.0])

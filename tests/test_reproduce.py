@@ -9,7 +9,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 import torch
-from commands import exit_code
+from commands import ROOT, exit_code
 
 from configs.sweeps import SCALES, SWEEPS, sweep
 from data.shard_writer import ShardWriter
@@ -17,6 +17,7 @@ from runtime.build import build_model
 from runtime.checkpoint import save_checkpoint
 from scripts.reproduce import __main__ as command
 from scripts.reproduce import beyond, figures, needles, theory
+from scripts.reproduce.study import Study
 from scripts.reproduce.tables import paper_targets
 from scripts.shared.arguments import field_changes
 from scripts.shared.looks import method_name, series_label, series_name
@@ -205,6 +206,13 @@ def test_runs_on_another_text_are_named_and_left_out(tmp_path, call, field):
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: other}))
     code, output = call("table_losses", "--scale", "mini", "--methods", "rope")
     assert code == 1 and "`mini-rope-s2`" in output.out and used(output) == [2, 3]
+
+
+def test_a_few_runs_on_another_text_do_not_hide_kept_runs(tmp_path):
+    kept = read_runs(ROOT / "results/mini/runs.jsonl")
+    mine = [stored for stored in kept if stored.config.method == "alibi"]
+    mine = [dataclasses.replace(stored, summary=stored.summary | {"data": "mine"}) for stored in mine]
+    assert len(Study("table_losses", "mini", tmp_path, [*mine, *kept]).finished) == 27
 
 
 def test_missing_lengths_come_from_the_evaluation_or_are_named(tmp_path, call):

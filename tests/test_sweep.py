@@ -201,6 +201,8 @@ def test_failed_runs_are_tried_again_users_errors_are_not_and_the_others_finish(
     monkeypatch.setattr(local, "ROOT", tmp_path)
     names = ("broken", "refused", "fine")
     runs = [Run("mini", dict(name=name, runs_dir=str(tmp_path), device="cpu")) for name in names]
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/interrupted").write_text("SIGINT\n")  # an earlier attempt was
     local.train(runs, at_once=1, retries=1, signals=())
     lines = {name: failures(tmp_path / name) for name in names}
     assert [len(lines[name]) for name in names] == [2, 1, 0]
@@ -385,7 +387,7 @@ WRONG = {  # arguments, and the part that the error names
     "method": (["figure_304m", "--methods", "rope"], "rope"),
     "option": (["table_losses", "--method_options", "tua", "3"], "tua"),
     "own": (["figure_tau", "--seed", "7"], "--seed"),
-    "jobs": (["table_losses", "--jobs", "-1"], "--jobs"),
+    "jobs": (["table_losses", "--jobs", "0"], "--jobs"),
     "gpus": (["table_losses", "--gpus-per-run", "999"], "--gpus-per-run"),
     "needle setting": (["all", "--needle", "step=3"], "'step'"),
     "needle of others": (["table_losses", "--needle", "steps=3"], "--needle"),

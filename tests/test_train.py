@@ -415,6 +415,13 @@ def test_a_run_from_another_one_begins_with_its_weights_on_the_tokens_after_it(d
     assert_same_run(resumed, folder)
 
 
+@pytest.mark.slow
+def test_a_run_may_start_from_a_method_whose_parameters_have_the_same_names(data, tmp_path):
+    fields = dict(steps=1, cooldown_steps=0)
+    first = train_here(data, tmp_path / "wall", method="wall", **fields)
+    assert (train_here(data, tmp_path, method="grape_ap", init_from=first, **fields) / "summary.json").exists()
+
+
 def test_scale_invariant_attention_is_calibrated_for_a_trained_model_and_saved(data, finished, tmp_path):
     fields = dict(init_from=finished, method_options=("learn_moments", True), steps=0, cooldown_steps=0)
     folder = train_here(data, tmp_path, **fields)
