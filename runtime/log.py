@@ -11,6 +11,7 @@ import numpy
 import torch
 
 from configs.config import Config
+from data.shards import read_manifest
 from model.gpt import GPT, Plans
 from runtime.checkpoint import Progress
 from runtime.device import device_name, peak_flops, peak_memory
@@ -85,7 +86,8 @@ class RunLog:
         lengths = ", ".join(map(str, config.train_lengths))
         self.print(f"training: {config.steps} steps of {config.batch_tokens:,} tokens, in sequences of {lengths}")
         self.print(f"data: {data['tokens']:,} tokens, {data['tokens'] / text_tokens:.2f} epochs of {config.data_dir}")
-        rows, stretches = (data.get("copy_rows") or {}).get("row_lengths", []), config.length_schedule
+        manifest, stretches = read_manifest(config.data_dir) or {}, config.length_schedule
+        rows = manifest.get("copy_rows", {}).get("row_lengths", [])
         ends = itertools.accumulate(steps * config.batch_tokens for steps in stretches[1::2])
         sequences = [*map(list, zip(stretches[::2], ends)), [config.train_length, None]]
         if rows and rows != sequences:

@@ -124,6 +124,7 @@ class KeyBias(Mechanism):
     """Adds one number per key to the logits, computed from the layer's input in two steps."""
 
     needs_input = True
+    fits_sinks = True  # False if it leaves out a term of the query, which a softmax ignores but a sink does not
 
     def token_features(self, x: Tensor) -> Tensor:
         """Return (B, H, T) numbers, each computed from one token of the layer's input x (B, T, C)."""
@@ -245,9 +246,8 @@ class Method(nn.Module):
         self.vector_dim = head_dim * (1 if self.rotation is None else self.rotation.widening)  # of rotated q and k
         self.needs_input = any(mechanism.needs_input for mechanism in mechanisms)
         changed = any((self.score_change, self.key_bias, self.window, self.sink)) or self.vector_dim > head_dim
-        # A key bias leaves out what is equal for all keys of a query. A softmax ignores it, but a sink does not.
-        excluded = self.key_bias is not None and self.sink is not None
-        require(not excluded, f"{name} has a key bias and a sink, whose sum is not computed. Leave one out.")
+        excluded = self.sink is not None and self.key_bias is not None and not self.key_bias.fits_sinks
+        require(not excluded, f"{name} has a sink, and a key bias that a sink would falsify. Leave one out.")
         problem = f"{name} has a part that replaces softmax attention and a part that changes it"
         require(self.replacement is None or not changed, f"{problem}. Leave one out.")
 

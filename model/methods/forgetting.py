@@ -15,6 +15,8 @@ from model.methods.base import KeyBias, upcast
 
 
 class Forgetting(KeyBias):
+    fits_sinks = False
+
     def __init__(self, num_heads, head_dim, train_length):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(num_heads, num_heads * head_dim))

@@ -38,7 +38,7 @@ LATER_TESTS = {
     "fast and moments": (FAST_MOMENTS, [BOTH, "logn_p_rope base=64", ALIBI, "yarn"], 4, [0, 1], KNOWN),
     "xsa": (XSA, [FAST], 4, [0], KNOWN),
 }
-DRAWN = ("rope", "p_rope", "logn_p_rope", "alibi", "scale_invariant_p_rope")  # and ALiBi with other slopes
+DRAWN = ("rope", "p_rope", "logn_p_rope", "alibi", OURS, FAST)  # and ALiBi with other slopes
 
 # ---- tau and heads ---------------------------------------------------------------------------------------------------
 
