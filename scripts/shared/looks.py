@@ -51,7 +51,7 @@ OPTION_NAMES = {
     "learn_tau=True": "\u03c4 learned by each head",
     "learn_gain=True": "a factor of the scores learned by each head",
     "learn_moments=True": "learned moments",
-    "form=barbero": "RoPE's fastest pairs",
+    "form=barbero": "fastest pairs",
     "terms=a": "a_t alone",
     "terms=m": "m_t alone",
 }
