@@ -108,7 +108,7 @@ def check_kernels(config: Config, device: torch.device) -> Iterator[Finding]:
         yield Finding("PyTorch's attention", chosen_kernel(device, dtype, head_dim, config.train_length))
     shape = dict(num_heads=config.num_heads, head_dim=head_dim, train_length=1024)
     methods = {name: make_method(name, **shape) for name in METHODS}
-    methods |= {method.name: method for method in layer_methods(dataclasses.replace(config, train_length=1024))}
+    methods |= {method.name: method for method in layer_methods(config)}
     for name in [*AUTOMATIC[device.type], "blocks"]:
         for method_name, method in methods.items():
             if method.replacement is not None:  # no softmax over logits to compare
