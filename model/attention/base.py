@@ -29,7 +29,7 @@ class Plan:
     dtype: torch.dtype = torch.float32  # of q, k, v
     window: int | None = None  # keys at this distance from a query, or further away, are hidden
     cos: Tensor | None = None  # (key_length, D/2); (key_length, D) for PoPE
-    sin: Tensor | None = None  # as cos
+    sin: Tensor | None = None  # of the same shape
     query_table: Tensor | None = None  # (query_length,)
     prepared: object = None  # result of the backend's `prepare`, without a_t and m_t if they are learned
     why: str = ""  # the reason for the choice of the backend
