@@ -81,7 +81,7 @@ def test_a_short_quickstart_trains_every_method_and_repeats_nothing(books, capsy
     assert (runs / "quickstart.png").stat().st_size > 10_000
     folders = sorted(path for path in runs.iterdir() if path.is_dir())
     assert json.loads((folders[0] / "config.json").read_text())["method_options"] == {"slope_scale": 4.0}
-    assert "copy rows fit other sequences" in (folders[0] / "log.txt").read_text()  # the rows are for a run of 1,000 steps
+    assert "copy rows fit other sequences" in (folders[0] / "log.txt").read_text()  # the rows fit 1,000 steps
     summary = json.loads((folders[0] / "summary.json").read_text())
     numbers = [f"{loss:.3f}" for loss in summary["val_loss"].values()]
     numbers.append(f"{summary['copy_gain']['random']['128']:.1f}")
