@@ -43,7 +43,8 @@ NOT_TRAINED = ("rope", "rope_ntk")
 PAPER_MODEL = "meta-llama/Llama-2-7b-hf"
 USED = (  # fields on the command line
     "method method_options data_dir train_length batch_tokens micro_batch_tokens seed val_lengths val_tokens val_every"
-    " name runs_dir resume on_nonfinite device dtype save_every keep timeout wandb wandb_project steps lr"
+    " val_copy_gaps val_profile name runs_dir resume on_nonfinite device dtype save_every keep timeout wandb"
+    " wandb_project steps lr"
 ).split()
 
 

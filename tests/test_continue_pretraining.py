@@ -21,6 +21,7 @@ from data.shards import open_split
 from data.text import prepare
 from data.tokenizer import load_tokenizer
 from runtime.checkpoint import load_checkpoint
+from runtime.copy_gain import copy_sequences
 from runtime.metrics import read_metrics
 from scripts import continue_pretraining as command
 from scripts import export
@@ -88,10 +89,16 @@ def test_losses_before_and_after(place, undisturbed):
 
 
 def test_rope_is_not_trained(place, tmp_path):
-    assert exit_code(command.main, arguments(place, tmp_path, "--method", "rope", steps=None)) == 0
+    argv = arguments(place, tmp_path, "--method", "rope", "--val_copy_gaps", 40, "--dtype", "float32", steps=None)
+    assert exit_code(command.main, argv) == 0
     summary = json.loads((tmp_path / "model-rope" / "summary.json").read_text())
     assert summary["steps"] == 0 and summary["val_loss"] == summary["val_loss_before"]
     assert not [*(tmp_path / "model-rope" / "checkpoints").iterdir()] and not (tmp_path / "model-rope/model").exists()
+    spans = torch.from_numpy(copy_sequences(open_split(place / "data", "val", VOCAB), 40, VOCAB)[0])  # random ones
+    model = transformers.LlamaForCausalLM.from_pretrained(place / "model")
+    losses = reference_losses(model, spans[:, :-1], spans[:, 1:])
+    expected = losses[:, :31].mean() - losses[:, -31:].mean()
+    assert summary["copy_gain"]["random"]["40"] == pytest.approx(expected.item(), abs=1e-4)
 
 
 def test_steps_are_adamws_on_the_whole_logits(place, tmp_path):
