@@ -110,7 +110,7 @@ def figure_tau(scale: Scale) -> list[Run]:
 def open_choices(scale: Scale) -> list[Run]:
     """Return runs for each choice that the paper leaves open, and runs with a_t alone and m_t alone."""
     length, tau = preset(scale.base).train_length, tau_option(scale.tau)
-    cases = [("rope", {}), ("yarn", {"factor": 1.0})]  # YaRN without its scaling is RoPE
+    cases = [("rope", {}), ("yarn", {"stretch": 1.0})]  # YaRN without its scaling is RoPE
     cases += [("p_rope", {}), *(("p_rope", {"form": "barbero"} | share) for share in ({}, {"share": 0.75}))]
     cases += [("logn_p_rope", {}), ("logn_p_rope", {"context": "length"})]
     cases += [("alibi", {}), ("alibi", {"slopes": "geometric"})]

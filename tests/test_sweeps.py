@@ -11,6 +11,7 @@ from configs.command_line import read_config
 from configs.config import config_hash
 from configs.runs import Run
 from configs.sweeps import MAIN_METHODS, PAPER_SWEEPS, SCALES, SWEEPS, sweep
+from model.methods import check_options
 from scripts.reproduce.tables import paper_targets
 
 
@@ -41,6 +42,7 @@ def test_all_is_every_run_of_the_paper_once_with_its_fine_tuning(scale, tuned, h
 def test_seeds_that_are_given_are_used_everywhere(name, scale):
     seeds = collections.defaultdict(set)
     for run in sweep(name, scale, seeds=[4, 9]):
+        check_options(run.config.method, run.config.method_options)
         seeds[run.preset, str({k: v for k, v in run.changes.items() if k != "seed"})].add(run.config.seed)
     assert seeds and all(given == {4, 9} for given in seeds.values())
 

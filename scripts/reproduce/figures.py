@@ -44,11 +44,11 @@ def figure_304m(study: Study) -> str:
 
 
 def figure_scale_invariant_variants(study: Study) -> str:
-    return curve_figure(study, "of scale-invariant attention with three positional encodings", baseline=False)
+    return curve_figure(study, "of scale-invariant attention with three positional encodings")
 
 
 def figure_tau(study: Study) -> str:
-    return curve_figure(study, "of scale-invariant p-RoPE with different lengthscales \u03c4 (tokens)", baseline=False)
+    return curve_figure(study, "of scale-invariant p-RoPE with different lengthscales \u03c4 (tokens)")
 
 
 def tau_of(config: Config) -> float:
