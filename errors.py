@@ -41,7 +41,7 @@ def exit_on_user_error():
             time.sleep(5)  # rank 0 reports the same mistake first, and torchrun then ends this rank
         last = traceback.extract_tb(error.__traceback__)[-1]
         place = "" if isinstance(error, (UserError, OSError)) else f" ({last.filename}, line {last.lineno})"
-        print(f"error: {error}{place}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).splitlines())}{place}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -61,8 +61,6 @@ def read_fields(
 def value_options(kind: type) -> dict:
     """Return the arguments of add_argument that make it read a value of this type."""
     parts = get_args(kind)
-    if kind is bool:
-        return dict(action="store_true")
     if get_origin(kind) is Literal:
         return dict(choices=parts)
     if get_origin(kind) is tuple:

@@ -76,9 +76,6 @@ class Run:
         """Return the arguments after `train_gpt.py` on the command line."""
         arguments = [self.preset]
         for field, value in {**self.changes, "name": self.config.name}.items():
-            if isinstance(value, bool):
-                arguments += [f"--{field}"] if value else []
-                continue
             values = itertools.chain(*value.items()) if isinstance(value, dict) else value
             arguments += [f"--{field}", *(values if isinstance(value, (tuple, dict)) else [value])]
         return [str(argument) for argument in arguments]

@@ -19,13 +19,13 @@ from errors import UserError, exit_on_user_error, require
 
 
 @contextmanager
-def one_line_errors(description: str) -> Iterator[None]:
-    """Turn every error of a download into a one-line OSError, because HTTP libraries raise many types."""
+def one_line_errors(action: str) -> Iterator[None]:
+    """Turn every error of an action on the hub into a one-line OSError, because HTTP libraries raise many types."""
     try:
         yield
     except Exception as error:
         message = " ".join(str(error).split()) or type(error).__name__
-        raise OSError(f"cannot download {description}: {message}. Run the command again.") from error
+        raise OSError(f"cannot {action}: {message}. Run the command again.") from error
 
 
 def fetch(repo: str, name: str, folder: Path | None = None, repo_type: str = "dataset") -> Path:
@@ -35,7 +35,7 @@ def fetch(repo: str, name: str, folder: Path | None = None, repo_type: str = "da
     """
     from huggingface_hub import hf_hub_download
 
-    with one_line_errors(f"{name} of {repo}"):
+    with one_line_errors(f"download {name} of {repo}"):
         return Path(hf_hub_download(repo, name, repo_type=repo_type, local_dir=folder))
 
 
@@ -56,7 +56,9 @@ def download_fineweb(dataset: str, num_shards: int | None, out: Path) -> dict:
     num_shards = available if num_shards is None else num_shards
     possible = 1 <= num_shards <= available
     require(possible, f"--shards {num_shards}: {repo} has {available} training shards. Use 1 to {available}.")
-    names = ["fineweb_val_000000.bin", *(f"fineweb_train_{i:06d}.bin" for i in range(1, num_shards + 1))]
+    train = [f"fineweb_train_{i:06d}.bin" for i in range(1, available + 1)]
+    present = [name for name in train[num_shards:] if (out / name).exists()]  # such as those of modded-nanogpt
+    names = ["fineweb_val_000000.bin", *train[:num_shards], *present]
     out.mkdir(parents=True, exist_ok=True)
     manifest = read_manifest(out) or {"tokenizer": "gpt2", "vocab_size": GPT2_VOCAB, "source": repo, "files": {}}
     source = manifest.get("source")  # fineweb10B and fineweb100B have files of the same names and sizes
@@ -67,7 +69,7 @@ def download_fineweb(dataset: str, num_shards: int | None, out: Path) -> dict:
         entry = manifest["files"].get(name)
         if entry and (out / name).exists() and (out / name).stat().st_size == shard_bytes(entry["tokens"]):
             continue
-        with one_line_errors(f"{name} of {repo}"):
+        with one_line_errors(f"download {name} of {repo}"):
             sha256 = get_hf_file_metadata(hf_hub_url(repo, name, repo_type="dataset")).etag  # of an LFS file: sha256
         path = fetch(repo, name, out)
         try:

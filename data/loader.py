@@ -60,7 +60,7 @@ class TrainLoader:
     A step has `batch_tokens // length` sequences in stream order. Rank r has the r-th contiguous share, cut in order
     into micro-batches of up to `micro_batch_size` sequences. `length`: tokens, or a function from a step to tokens.
     Step 0 begins at token `first_token` of the stream. The first `next` returns step `start_step`. A thread reads
-    `prefetch` steps ahead, and `next` raises its errors. Copies to a CUDA device are asynchronous, from pinned memory.
+    two steps ahead, and `next` raises its errors. Copies to a CUDA device are asynchronous, from pinned memory.
 
     Raise ValueError as rank_sequences does, and for a token outside `vocab_size`.
     """
@@ -68,7 +68,7 @@ class TrainLoader:
     def __init__(
         self, stream: TokenStream, *, batch_tokens: int, length: int | Callable[[int], int], micro_batch_tokens: int,
         vocab_size: int, rank: int = 0, world_size: int = 1, first_token: int = 0, start_step: int = 0,
-        device: str | torch.device = "cpu", prefetch: int = 2,
+        device: str | torch.device = "cpu",
     ):  # fmt: skip
         self.stream, self._vocab_size, self._device = stream, vocab_size, torch.device(device)
         self._batch_tokens, self._micro_batch_tokens = batch_tokens, micro_batch_tokens
@@ -82,7 +82,7 @@ class TrainLoader:
             index = torch.cuda.current_device() if self._device.index is None else self._device.index
             self._reader.submit(torch.cuda.set_device, index)
         self._pending = deque()
-        for _ in range(prefetch):
+        for _ in range(2):
             self._submit()
 
     def _submit(self) -> None:

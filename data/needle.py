@@ -22,7 +22,7 @@ import numpy as np
 from data.download import fetch
 from data.shards import open_split
 from data.text import read_documents
-from data.tokenizer import END_OF_TEXT, Tokenizer
+from data.tokenizer import Tokenizer
 from errors import require
 
 # fmt: off
@@ -158,8 +158,8 @@ class NeedleTask:
 # ---- scoring ----
 
 
-def score(text: str, example: Example) -> list[bool]:
-    """Return for each needle whether a decoded response, up to `<|endoftext|>`, has its city and number in order."""
-    answers = text.split(END_OF_TEXT)[0].split(";")
+def score(text: str, eot_text: str, example: Example) -> list[bool]:
+    """Return for each needle whether a decoded response, up to `eot_text`, has its city and number in order."""
+    answers = text.split(eot_text)[0].split(";")
     answers += [""] * (len(example.cities) - len(answers))
     return [answer.strip() == wanted for answer, wanted in zip(answers, example.response.split(";"))]

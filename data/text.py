@@ -23,6 +23,7 @@ import itertools
 import json
 import re
 import shutil
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -55,10 +56,19 @@ def find_files(inputs: Sequence[Path]) -> list[Path]:
 
 def read_documents(path: Path, field: str = "text") -> Iterator[str]:
     """Yield the documents of a file, stripped. Raise ValueError for a JSON line without a text in its field."""
+    try:
+        yield from _read_documents(path, field)
+    except (EOFError, zlib.error) as error:
+        raise UserError(f"{path}: cut off or damaged ({error}). Get the file again.") from error
+
+
+def _read_documents(path: Path, field: str) -> Iterator[str]:
     opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8", errors="replace", newline="\n") as file:
+    with opener(path, "rt", encoding="utf-8-sig", errors="replace", newline="\n") as file:
         if not path.name.removesuffix(".gz").endswith((".json", ".jsonl")):
-            yield from (text for part in SEPARATOR.split(file.read()) if (text := part.strip()))
+            whole = file.read()  # of a compressed or binary file, or of another encoding, it has the character NUL
+            require("\0" not in whole, f"{path}: not a text in UTF-8. Convert it to .txt or .jsonl, perhaps as .gz.")
+            yield from (text for part in SEPARATOR.split(whole) if (text := part.strip()))
             return
         for number, line in enumerate(file, 1):
             try:
@@ -89,10 +99,11 @@ def split_documents(documents: Iterable[str], val_fraction: float) -> dict[str, 
 
 
 def _cut_documents(texts: list[str], val_fraction: float) -> dict[str, list[str]]:
-    """Return two splits. val has the last `val_fraction` of each document, and starts at the end of a line."""
+    """Return two splits. val has the last `val_fraction` of each document, and starts at the end of a line or word."""
     parts = {"train": [], "val": []}
     for text in texts:
-        cut = text.find("\n", len(text) - round(val_fraction * len(text)))
+        place = len(text) - round(val_fraction * len(text))
+        cut = max(text.find("\n", place), -1 if "\n" in text[place:] else text.find(" ", place))
         parts["train"].append(text[:cut].strip() if cut >= 0 else text)
         parts["val"] += [text[cut:].strip()] if cut >= 0 else []
     return parts
@@ -126,9 +137,10 @@ def prepare(
 
     out.mkdir(parents=True, exist_ok=True)
     if bpe:
+        (out / TOKENIZER_CONFIG).unlink(missing_ok=True)  # of a tokenizer that was here before
         train_bpe(splits["train"], int(bpe[1]), out / TOKENIZER_FILE)
         tok = load_tokenizer(out / TOKENIZER_FILE)
-    elif tok.name == TOKENIZER_FILE:
+    elif tok.name == TOKENIZER_FILE and tok.file.parent.resolve() != out.resolve():
         shutil.copyfile(tok.file, out / TOKENIZER_FILE)
         config = tok.file.with_name(TOKENIZER_CONFIG)
         if config.exists():

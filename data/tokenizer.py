@@ -21,8 +21,8 @@ PIECE = re.compile(rf"(?s).{{1,{PIECE_CHARACTERS}}}(?:\Z|(?<=\S)(?=[ \n]))|.{{1,
 class Tokenizer:
     """Encodes and decodes text. Names of special tokens in a text are encoded as plain text.
 
-    file: a file of the tokenizers library. eot: id of the token before each document: END_OF_TEXT, or the bos_token
-    in the tokenizer_config.json of the same folder.
+    file: a file of the tokenizers library. eot: id of the token before each document. eot_text: its text, END_OF_TEXT
+    or the bos_token in the tokenizer_config.json of the same folder.
     """
 
     name = TOKENIZER_FILE  # in the manifest
@@ -39,9 +39,9 @@ class Tokenizer:
         self._library.encode_special_tokens = True
         config = file.with_name(TOKENIZER_CONFIG)
         token = json.loads(config.read_text()).get("bos_token") if config.exists() else None
-        token = token["content"] if isinstance(token, dict) else token or END_OF_TEXT
-        self.file, self.eot = file, self._library.token_to_id(token)
-        require(self.eot is not None, f"{file}: has no token {token}. Use another tokenizer.")
+        self.eot_text = token["content"] if isinstance(token, dict) else token or END_OF_TEXT
+        self.file, self.eot = file, self._library.token_to_id(self.eot_text)
+        require(self.eot is not None, f"{file}: has no token {self.eot_text}. Use another tokenizer.")
         self.vocab_size = max(self._library.get_vocab().values()) + 1
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -67,7 +67,7 @@ class GPT2Tokenizer(Tokenizer):
         except (OSError, ValueError) as error:
             problem = f"cannot download the gpt2 tokenizer ({type(error).__name__})"
             raise OSError(f"{problem}. Check the network, or set TIKTOKEN_CACHE_DIR to a cache that has it.") from error
-        self.eot, self.vocab_size = self._library.eot_token, self._library.n_vocab
+        self.eot, self.eot_text, self.vocab_size = self._library.eot_token, END_OF_TEXT, self._library.n_vocab
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return self._library.encode_ordinary_batch(list(texts))

@@ -76,7 +76,7 @@ class Bucket:
             p.grad = None
         self.shard.grad = torch.empty_like(self.shard)
         if full.is_cuda:
-            dist.reduce_scatter_tensor(self.shard.grad, full)
+            dist.reduce_scatter_single(self.shard.grad, full)
         else:  # gloo's reduce-scatter is half as fast on CPUs, so we use all-to-all and a sum (results/speed/cpu.md)
             summands = torch.empty_like(full)
             dist.all_to_all_single(summands, full)
@@ -86,10 +86,11 @@ class Bucket:
         full = self.as_units(self.params[0].detach())  # a single parameter that fits receives the result
         if len(self.params) > 1 or len(full) < self.num_units or not full.is_contiguous():
             full = self.shard.new_empty(self.num_units, *self.unit_shape)
-        self.gathering = full, dist.all_gather_into_tensor(full, self.shard.detach(), async_op=True)
+        self.gathering = full, dist.all_gather_single(full, self.shard.detach(), async_op=True)
 
     def finish_gathering(self):
         full, work = self.gathering
+        self.gathering = None  # else this copy of the parameters would stay until the next step
         work.wait()
         self.unpack(full, [p.detach() for p in self.params])
 
@@ -101,7 +102,7 @@ class Bucket:
         if shard.dim() == 0 or not self.sharded:
             return [shard] * len(self.params)
         full = shard.new_empty(self.num_units, *self.unit_shape)
-        dist.all_gather_into_tensor(full, shard.contiguous())
+        dist.all_gather_single(full, shard.contiguous())
         tensors = [shard.new_empty(p.shape) for p in self.params]
         self.unpack(full, tensors)
         return tensors

@@ -152,12 +152,13 @@ def build_optimizers(config: Config, model: GPT, compiled: bool, world: World) -
 def train_step(
     model, micro_batches: list, plan, optimizers: Optimizers, lr_factor: float, world: World
 ) -> torch.Tensor:
-    """Make one training step like train_gpt.py, for fine-tuning and benchmarks. Ranks must have equally many sequences.
+    """Make one training step like train_gpt.py, for fine-tuning and benchmarks.
 
     Return loss and gradient norm over all ranks, (2,) on the device, without a wait for the device. If loss or norm is
     not finite, weights and optimizer state do not change.
     """
-    sequences = sum(len(inputs) for inputs, _ in micro_batches) * world.world_size
+    sequences = torch.tensor(float(sum(len(inputs) for inputs, _ in micro_batches)))  # on the CPU
+    world.sum(sequences)  # ranks may have different numbers of sequences
     loss = torch.zeros((), device=world.device)
     for inputs, targets in micro_batches:
         micro_loss = model(inputs, targets, plan=plan) / (sequences / len(inputs))

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch._inductor.config
 import torch.distributed as dist
 
 from errors import require
@@ -54,9 +55,9 @@ def start_processes(device: str, timeout: float = 600) -> World:
     gpus = 0 if device == "cpu" else torch.cuda.device_count()
     require(gpus or device != "cuda", "--device cuda needs a GPU, but torch finds none. Use --device cpu.")
     require(not gpus or local_rank < gpus, f"process {local_rank + 1} has no GPU. Use --nproc_per_node={gpus}.")
-    # By default, every rank starts as many compile workers as the machine has cores.
-    workers = min(32, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, workers)))
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:  # by default, every rank uses as many as the machine has
+        workers = os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        torch._inductor.config.compile_threads = max(1, min(32, workers))
     if gpus:
         world = World(rank, world_size, torch.device("cuda", local_rank))
         if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():

@@ -28,7 +28,7 @@ from runtime.device import rng_state, set_rng_state
 from runtime.log import RunLog, num_parameters
 from runtime.processes import World, describe_failure
 from runtime.replicas import require_same_parameters
-from runtime.run_folder import RunFolder
+from runtime.run_folder import make_folder
 from runtime.signals import StopRequest, exit_code
 from runtime.validation import Stopped, Validation, validation_plan
 
@@ -68,9 +68,8 @@ class Run:
         self.folder = self.log = self.last_validation = None
         self.finished = self.stopped = False
         self.saved_step = 0
-        if world.is_main:
-            self.folder = RunFolder(config.runs_dir, config.name, config.resume)
-            self.stop.mark = self.folder.mark_interrupted
+        if folder := make_folder(config.runs_dir, config.name, config.resume, world):
+            self.folder, self.stop.mark = folder, folder.mark_interrupted
 
     def __enter__(self) -> "Run":
         self.stop.__enter__()

@@ -9,6 +9,7 @@ from typing import Any
 
 from errors import UserError, require
 from files import append, open_no_symlink, replace_text, to_json
+from runtime.processes import World
 
 
 class RunFolder:
@@ -29,8 +30,7 @@ class RunFolder:
         """Make root/name and lock it. `resume` "auto" also accepts an existing folder.
 
         The folder of a run that failed before its second step is used again. Raise ValueError if another folder exists
-        and `resume` is "never", or if another process uses it. Raise OSError if
-        the folder cannot be made.
+        and `resume` is "never", or if another process uses it. Raise OSError if the folder cannot be made.
         """
         self.path = path = Path(root) / name
         self.checkpoints, self.metrics = path / "checkpoints", path / "metrics.jsonl"
@@ -74,6 +74,19 @@ class RunFolder:
     def log(self, text: str):
         """Append one or more lines to log.txt."""
         append(self.path / "log.txt", text + "\n")
+
+
+def make_folder(root: str, name: str, resume: str, world: World) -> RunFolder | None:
+    """Return the run folder on rank 0, and None on others. All ranks call this, and raise UserError if rank 0 fails."""
+    folder = problem = None
+    if world.is_main:
+        try:
+            folder = RunFolder(root, name, resume)
+        except (UserError, OSError) as error:
+            problem = str(error)
+    problem, *_ = world.gather(problem)
+    require(problem is None, problem)
+    return folder
 
 
 def git_commit(folder: Path) -> str | None:

@@ -1,4 +1,7 @@
-"""Turns SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 into a request to save a checkpoint and stop after the current step."""
+"""Turns SIGTERM, SIGINT (Ctrl-C), SIGUSR1 and SIGHUP (of a closed terminal) into a request to stop.
+
+The run then saves a checkpoint and stops after the current step.
+"""
 
 import os
 import signal
@@ -12,7 +15,7 @@ import torch.distributed as dist
 from runtime.processes import World
 
 INTERRUPTED = 75  # exit code: EX_TEMPFAIL of sysexits.h, "try again later"
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 def exit_code() -> int:
@@ -36,7 +39,9 @@ class StopRequest:
         self.mark: Callable[[str], object] = lambda name: None
 
     def __enter__(self):
-        self._previous_handlers = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        numbers = [number for number in SIGNALS if number != signal.SIGHUP or not under_nohup]
+        self._previous_handlers = {number: signal.signal(number, self._receive) for number in numbers}
         return self
 
     def __exit__(self, *exception: object):

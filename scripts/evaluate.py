@@ -4,8 +4,7 @@
     python -m scripts.evaluate runs/a runs/b --lengths 4096 16384 65536 262144 --val-tokens 10485760
     python -m scripts.evaluate runs/a runs/b --data data/books       other text, made with the same tokenizer
     python -m scripts.evaluate runs/rope --as rope_ntk yarn          methods that train identically to the run's method
-    python -m scripts.evaluate runs/a runs/b --copy 128 1024         copy gain, too (runtime/copy_gain.py)
-    python -m scripts.evaluate runs/a runs/b --far 128               far gain, too (runtime/far_gain.py)
+    python -m scripts.evaluate runs/a --copy 128 1024 --far 128      copy gain and far gain, too (in runtime/)
 
 The command prints Markdown tables. It writes the numbers, and the losses by position, to RUN/evaluation.json. All
 lengths are measured on the same tokens. By default these are the validation tokens of the run. --data reads the val
@@ -62,7 +61,7 @@ def check_tokenizer(run: StoredRun, data: Path):
     """Raise ValueError unless the text in this folder was made with the tokenizer of the run."""
     trained, found = run.data.get("tokenizer"), tokenizer_of(data)
     problem = f"{data} has tokenizer {found}, but {run.path} was trained with {trained}"
-    require(trained and trained == found, f"{problem}. Make the text with the run's tokenizer.")
+    require(trained and trained == found, f"{problem}. Make the text with --tokenizer {run.config.data_dir}.")
 
 
 def tokenizer_of_run(run: StoredRun) -> Tokenizer:
@@ -84,6 +83,7 @@ def evaluate(
     the weights with these methods, too. gaps: for copy gain, in tokens. windows: for far gain.
     """
     config, model = load_run(folder, world.device)
+    step = latest_checkpoint(folder / "checkpoints").stem  # now, because a run that goes on writes newer ones
     run, lengths = read_run(folder), tuple(lengths or config.val_lengths)
     stream = open_validation_text(run) if data is None else open_split(data, "val", config.vocab_size)
     # --data may name the folder of the run's validation text.
@@ -102,7 +102,7 @@ def evaluate(
     gains = validation.copy_gains(gaps) if gaps else {}
     gains |= validation.far_gains() if windows else {}
     result = {
-        "step": latest_checkpoint(folder / "checkpoints").stem, "name": folder.name, "method": config.method,
+        "step": step, "name": folder.name, "method": config.method,
         "train_length": config.train_length, "text": stream.fingerprint(), "data": str(data or config.data_dir),
         **validation.losses(dict.fromkeys(lengths, tokens)), **gains,
     }  # fmt: skip

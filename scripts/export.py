@@ -18,15 +18,15 @@ from pathlib import Path
 import torch
 from huggingface_hub import HfApi
 
-from data.download import model_file
+from data.download import model_file, one_line_errors
 from data.shards import TOKENIZER_FILE, sha256_of
-from data.tokenizer import END_OF_TEXT
+from data.tokenizer import Tokenizer
 from errors import exit_on_user_error, require
 from runtime.checkpoint import latest_checkpoint
 from scripts.evaluate import load_run
 from scripts.hf.load import import_transformers
 from scripts.hf.modules import ROOT, export_modules
-from scripts.shared.runs import StoredRun, read_run
+from scripts.shared.runs import StoredRun, read_object, read_run
 from scripts.shared.tables import loss_table
 
 GPT2 = "openai-community/gpt2"  # on the hub
@@ -70,9 +70,11 @@ def main(argv: list[str] | None = None):
     if args.push is None or not out.exists():
         print(f"{out}: {export(args.run, out):,} parameters")
     if args.push:
-        url = HfApi().create_repo(args.push, private=args.private, exist_ok=True)
-        HfApi().upload_folder(repo_id=args.push, folder_path=out, commit_message="A model exported by scripts.export")
-        print(url)
+        exported = (read_object(out / "config.json") or {}).get("model_type") == "method_gpt"
+        require(exported, f"{out} is not an exported model. Choose another --out.")
+        with one_line_errors(f"upload {out} to {args.push}"):
+            print(HfApi().create_repo(args.push, private=args.private, exist_ok=True))
+            HfApi().upload_folder(repo_id=args.push, folder_path=out, commit_message="A model of scripts.export")
 
 
 def export(folder: Path, out: Path) -> int:
@@ -115,9 +117,9 @@ def load_tokenizer(run: StoredRun):
     else:
         file = Path(run.config.data_dir) / TOKENIZER_FILE
         require(sha256_of(file) == run.data.get("tokenizer"), f"{file} is not the tokenizer of {run.path}. Restore it.")
-    return import_transformers().PreTrainedTokenizerFast(
-        tokenizer_file=str(file), bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
-    )
+    token = Tokenizer(file).eot_text
+    fast = import_transformers().PreTrainedTokenizerFast
+    return fast(tokenizer_file=str(file), bos_token=token, eos_token=token, pad_token=token)
 
 
 def model_card(run: StoredRun, step: int, parameters: int) -> str:

@@ -53,14 +53,14 @@ def main(argv: list[str] | None = None):
 
     print(args.prompt, end="", flush=True)
     new = decode(model, torch.tensor([tokens]), args.max_new_tokens, choose=choose)
-    for text in text_pieces(map(torch.Tensor.item, new), tokenizer):
+    for text in text_pieces(tokens, map(torch.Tensor.item, new), tokenizer):
         print(text, end="", flush=True)
     print()
 
 
-def text_pieces(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
+def text_pieces(prompt: list[int], tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
     """Yield the text of the tokens up to the end of the document. Every piece ends with a whole character."""
-    read, printed = [], ""
+    read, printed = [*prompt], tokenizer.decode(prompt)
     for token in itertools.takewhile(lambda token: token != tokenizer.eot, tokens):
         read.append(token)
         text = tokenizer.decode(read)

@@ -31,19 +31,17 @@ NEEDLE += ("by_distance", "as")
 CURVE = ("step", "val_loss", "val_loss_as", "copy_gain")
 
 
+@exit_on_user_error()
 def main(argv: list[str] | None = None):
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.keep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(prog="python -m scripts.keep", description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="finished run folders")
     parser.add_argument("--to", type=Path, required=True, metavar="FILE", help="runs.jsonl of a scale")
     args = parser.parse_args(argv)
-    with exit_on_user_error():
-        lines = args.to.read_text().splitlines() if args.to.exists() else []
-        kept = {json.loads(line)["name"]: line for line in lines}
-        kept |= {path.name: to_json(make_line(read_run(path)), ensure_ascii=False) for path in args.runs}
-        args.to.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(args.to, "".join(f"{line}\n" for line in kept.values()))
+    lines = args.to.read_text().splitlines() if args.to.exists() else []
+    kept = {json.loads(line)["name"]: line for line in lines}
+    kept |= {path.name: to_json(make_line(read_run(path)), ensure_ascii=False) for path in args.runs}
+    args.to.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(args.to, "".join(f"{line}\n" for line in kept.values()))
     print(f"{args.to} holds {len(kept)} runs")
 
 

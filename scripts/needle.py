@@ -186,14 +186,14 @@ def measure_accuracy(config: Config, model: GPT, task: NeedleTask, examples: int
     batches = [(n, group[i : i + size]) for n, group in by_prompt_length.items() for i in range(0, len(group), size)]
     for start, batch in batches:
         tokens = torch.from_numpy(np.stack([example.tokens for example in batch])).to(device)  # (B, length + 1)
-        response, eot = task.length + 1 - start, task.tokenizer.eot
+        response, tokenizer = task.length + 1 - start, task.tokenizer
         decoded = greedy_decode(  # (B, response) at most
-            model, tokens[:, :start], response, target_length=task.length, stop=eot, method=method
+            model, tokens[:, :start], response, target_length=task.length, stop=tokenizer.eot, method=method
         )
         predicted = model(tokens[:, :-1], plan=plan, last=response).argmax(dim=-1)  # (B, response)
         for example, ids, forced_ids in zip(batch, decoded.tolist(), predicted.tolist()):
-            greedy += score(task.tokenizer.decode(ids), example)
-            forced += score(task.tokenizer.decode(forced_ids), example)
+            greedy += score(tokenizer.decode(ids), tokenizer.eot_text, example)
+            forced += score(tokenizer.decode(forced_ids), tokenizer.eot_text, example)
             for right, position in zip(greedy[-NEEDLES:], example.positions, strict=True):
                 distance = start - position  # tokens from the start of the needle to the response
                 counts = by_distance[2 ** (distance.bit_length() - 1)]  # the largest power of 2 <= distance

@@ -241,9 +241,7 @@ def send(*numbers):
 
 ACTIONS = dict(
     kill=send(signal.SIGKILL),
-    SIGTERM=send(signal.SIGTERM),
-    SIGINT=send(signal.SIGINT),
-    SIGUSR1=send(signal.SIGUSR1),
+    **{name: send(signal.Signals[name]) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")},
     twice=send(signal.SIGINT, signal.SIGINT),
     hang=hang,
     memory=use_memory,

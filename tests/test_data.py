@@ -345,7 +345,7 @@ def test_the_length_may_change_between_steps_and_the_tokens_of_a_step_stay(tmp_p
     stream, tokens = make_stream(tmp_path, (101, 70))
     lengths = {0: 3, 1: 3, 2: 6, 3: 12}
     for step, length in lengths.items():
-        sizes = dict(batch_tokens=48, length=lengths.get, micro_batch_tokens=12, prefetch=1)
+        sizes = dict(batch_tokens=48, length=lengths.get, micro_batch_tokens=12)
         inputs, _, shapes, _ = load_step(stream, step, world_size, **sizes)
         assert shapes == {(12 // length, length)}
         np.testing.assert_array_equal(inputs, tokens[np.arange(step * 48, step * 48 + 48) % 171])

@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy
 pytest.importorskip("transformers", reason="exporting needs pip install -r requirements-extras.txt")
 
 from huggingface_hub.errors import StrictDataclassError
+from tiny_llama import save_tokenizer
 from tiny_run import train_tiny_run
 from transformers import AutoTokenizer
 from transformers.dynamic_module_utils import get_relative_import_files
@@ -123,7 +124,9 @@ FIELDS += "--method_options segment_length 60"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    return train_tiny_run(tmp_path_factory.mktemp("export"), FIELDS)
+    folder = tmp_path_factory.mktemp("export")
+    save_tokenizer(folder / "llama")  # documents begin with <s>
+    return train_tiny_run(folder, FIELDS, tokenizer=folder / "llama")
 
 
 @pytest.fixture(scope="module")
@@ -214,6 +217,7 @@ def test_push_uploads_the_exported_files(run, exported, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", lambda _, *given, **named: calls.append((given, named)))
     monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", lambda _, **named: calls.append(named))
     command.main([str(run), "--out", str(tmp_path / "new"), "--push", "me/model", "--private"])  # it is exported first
+    assert exit_code(command.main, [run, "--out", run, "--push", "me/model"]) == 2  # not an exported model
     created, uploaded = calls
     assert created == (("me/model",), dict(private=True, exist_ok=True)) and uploaded["repo_id"] == "me/model"
     for path in exported.iterdir():

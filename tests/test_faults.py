@@ -112,7 +112,7 @@ def test_losses_do_not_depend_on_the_number_of_processes(processes, data, undist
 
 
 @pytest.mark.promise(*SIGNALS)
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
 def test_told_to_stop_it_saves_and_exits_with_75(name, data, undisturbed, lives, faults, tmp_path):
     for stage, count in (("batch", 7), ("validation", 4), ("checkpoint write", 3)):
         with faults(f"{name} at {stage}"):

@@ -193,7 +193,6 @@ EXAMPLE = Example(np.zeros(1), 0, ("Oslo", "Cape Town", "Lima"), (1234567, 76543
     ("Oslo=1234568;Cape=7654321;Lima=1000000", [False, False, True]),
     ("Oslo=12345678;Cape Town=765432;lima=1000000", [False, False, False]),
     ("Oslo=1234567Cape Town=7654321;Lima=1000000", [False, False, False]),
-    (";;;;\ufffd=;=\n", [False, False, False]),
 ])
 def test_score(text, right):
-    assert score(text, EXAMPLE) == right
+    assert score(text, END_OF_TEXT, EXAMPLE) == score(text.replace(END_OF_TEXT, "<s>"), "<s>", EXAMPLE) == right

@@ -201,12 +201,16 @@ class Future(Replacement):
     def attend(self, q, k, v, rotated_q, rotated_k, q_offset, causal_attention, token_features=None):
         return v.mean(dim=2, keepdim=True).expand_as(q)
 """
+NEXT = FUTURE.replace("v.mean(dim=2, keepdim=True).expand_as(q)", "v.roll(-1, dims=2)")  # leaks one token
 
 
-@pytest.mark.parametrize("text, named", [(FUTURE, "later tokens"), ("import torch", "0 subclasses")])
-def test_a_file_that_breaks_a_rule_is_not_trained(tmp_path, text, named, capsys):
+@pytest.mark.parametrize("text, method, named", [
+    (FUTURE, "future", "later tokens"), (NEXT, "future,rope,rope", "later tokens"),
+    ("import torch", "future", "0 subclasses"),
+])
+def test_a_file_that_breaks_a_rule_is_not_trained(tmp_path, text, method, named, capsys):
     (tmp_path / "future.py").write_text(text)
-    command = ["run", "laptop", "--file", tmp_path / "future.py", "--runs-dir", tmp_path / "runs"]
+    command = ["run", "laptop", "--file", tmp_path / "future.py", "--method", method, "--runs-dir", tmp_path / "runs"]
     assert exit_code(record.main, command) == 2 and named in one_error(capsys)
     assert list((tmp_path / "runs").glob("*/taught-*")) == []
     MECHANISMS.pop("future", None)

@@ -65,10 +65,11 @@ def test_a_rank_binds_its_gpu_and_keeps_the_settings_of_the_user(setting, monkey
     monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **fields: groups.append(fields))
     for name in ("prefer_fast_sdpa", "choose_ptxas"):
         monkeypatch.setattr(f"runtime.processes.{name}", lambda device: None)
-    world = start_processes("auto")
+    with torch._inductor.config.patch(compile_threads=5):
+        world = start_processes("auto")
+        assert torch._inductor.config.compile_threads == (5 if setting else 12)
     assert world == World(5, 8, torch.device("cuda", 1)) and groups[0]["device_id"] == world.device
     assert allocator == ([] if setting else ["expandable_segments:True"])
-    assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == ("7" if setting else "12")
 
 
 # ---- run folder and files

@@ -111,7 +111,7 @@ def count_bytes(patch):
 
         return call
 
-    for name, argument in dict(all_to_all_single=1, all_gather_into_tensor=1, all_reduce=0).items():
+    for name, argument in dict(all_to_all_single=1, all_gather_single=1, all_reduce=0).items():
         patch.setattr(dist, name, counted(name, getattr(dist, name), argument))
     return sent
 
@@ -138,7 +138,7 @@ def train_and_measure(rank, world):
 def bytes_a_step(optimizers, world):
     """Return the bytes that a rank hands to each collective in a step of ZeRO's second stage."""
     mine = sum(bucket.shard.nbytes for bucket in optimizers.all_buckets())
-    return dict(all_to_all_single=mine * world, all_gather_into_tensor=mine, all_reduce=8)  # loss and squared norm
+    return dict(all_to_all_single=mine * world, all_gather_single=mine, all_reduce=8)  # loss and squared norm
 
 
 def worker(rank, folder):

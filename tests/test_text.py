@@ -99,7 +99,7 @@ def test_strange_bytes_and_empty_documents(tmp_path):
     folder.mkdir()
     (folder / "bytes.txt").write_bytes(b"caf\xe9 \xff" + f"\n{END_OF_TEXT}\n \n{END_OF_TEXT}\n{END_OF_TEXT}\n".encode())
     (folder / "empty.txt").write_bytes(b"")
-    (folder / "crlf.txt").write_bytes(f"one\r\n{END_OF_TEXT}\r\ntrue \ufffd\r\n".encode())
+    (folder / "crlf.txt").write_bytes(f"\ufeffone\r\n{END_OF_TEXT}\r\ntrue \ufffd\r\n".encode())
     lines = ['{"text": ""}', "", r'{"text": "half \ud83d pair"}', *(json.dumps({"text": f"n {i}"}) for i in range(20))]
     (folder / "a.jsonl").write_text("\n".join(lines))
     prepare([folder], tmp_path / "out", "bpe:300", val_fraction=0.3)
@@ -184,6 +184,9 @@ def test_a_models_first_token_begins_each_document_and_its_files_are_kept(prepar
     prepare([prepared / "in"], tmp_path / "out", str(model), val_fraction=0.2)
     assert load_tokenizer(tmp_path / "out").eot == 0 and (tmp_path / "out" / "tokenizer_config.json").exists()
     assert both_splits(tmp_path / "out") == both_splits(prepared / "out")
+    for path in (tmp_path / "out").glob("*.bin"):
+        path.unlink()
+    prepare([prepared / "in"], tmp_path / "out", str(tmp_path / "out"), val_fraction=0.2)  # with the tokenizer there
     (model / "tokenizer_config.json").write_text('{"bos_token": null}')
     with pytest.raises(ValueError, match="endoftext"):
         load_tokenizer(model)
@@ -220,7 +223,6 @@ def test_gpt2_without_a_network_is_refused_in_one_line(tmp_path, monkeypatch, ca
     ("--tokenizer bpe:300 --val-fraction 1e-9", "val-fraction"),
     ("--tokenizer bpe:300 --field nothing", "crawl.jsonl: line 1: "),
     ("--tokenizer bpe:256", "bpe:256"),
-    ("--tokenizer bpe:many", "bpe:many"),
     ("--tokenizer gpt3", "gpt3"),
     ("--tokenizer nowhere.json", "nowhere.json"),
 ])
@@ -237,12 +239,16 @@ def test_bad_files_are_named_and_shards_are_not_replaced(prepared, tmp_path, cap
     (tmp_path / "not.json").write_text("[]")
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"text": "cut\n')
     (tmp_path / "deep.jsonl").write_text('{"text": "fine"}\n' + "[" * 200_000)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1\0\0")
+    (tmp_path / "cut.txt.gz").write_bytes(gzip.compress(b"some text")[:-9])
     (tmp_path / "empty").mkdir()
     before, text = shard_bytes(prepared / "out"), prepared / "in"
     for source, tokenizer, out, named in (
         (tmp_path / "nowhere", "bpe:300", tmp_path / "out", "nowhere"),
         (tmp_path / "empty", "bpe:300", tmp_path / "out", f"{tmp_path / 'empty'} "),
         (tmp_path / "a.jsonl", "bpe:300", tmp_path / "out", "a.jsonl: line 2: "),
+        (tmp_path / "a.parquet", "bpe:300", tmp_path / "out", "a.parquet"),
+        (tmp_path / "cut.txt.gz", "bpe:300", tmp_path / "out", "cut.txt.gz"),
         (tmp_path / "deep.jsonl", "bpe:300", tmp_path / "out", "deep.jsonl: line 2: "),
         (text, tmp_path / "bare.json", tmp_path / "out", "bare.json"),
         (text, tmp_path / "not.json", tmp_path / "out", "not.json"),

@@ -19,12 +19,12 @@ FIELDS = "--vocab_size 384 --num_layers 1 --num_heads 2 --model_dim 32 --batch_t
 FIELDS += "--cooldown_steps 2 --val_lengths 240 --val_tokens 960 --val_every 0 --compile off --device cpu --seed 3"
 
 
-def train_tiny_run(folder, fields="", letters="abcdefgh ", documents=150):
+def train_tiny_run(folder, fields="", letters="abcdefgh ", documents=150, tokenizer="bpe:384"):
     """Write documents of random letters, train on them with FIELDS and other fields, and return the run's folder."""
     rng = random.Random(0)
     for i in range(documents):
         (folder / f"{i}.txt").write_text(" ".join("".join(rng.choices(letters, k=300)).split()))
-    prepare([folder], folder / "data", "bpe:384", val_fraction=0.3, name="letters")
+    prepare([folder], folder / "data", str(tokenizer), val_fraction=0.3, name="letters")
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(sys, "argv", ["train_gpt.py", "quickstart", "--runs_dir", str(folder), "--name", "run",
                                           "--data_dir", str(folder / "data"), "--length_schedule", "--val_copy_gaps",

@@ -42,6 +42,8 @@ class Mechanism(nn.Module):
     def options(cls) -> dict[str, inspect.Parameter]:
         """Return the options by name: the constructor's parameters that have a default."""
         parameters = inspect.signature(cls, eval_str=True).parameters
+        first = "num_heads, head_dim, train_length"
+        require(", ".join([*parameters][:3]) == first, f"{cls.__name__}.__init__ must begin with (self, {first}).")
         return {name: parameter for name, parameter in parameters.items() if parameter.default is not parameter.empty}
 
     @classmethod
@@ -185,7 +187,9 @@ class AttentionWeights(Replacement):
     """
 
     def weights(self, q: Tensor, k: Tensor, visible: Tensor, token_features: Tensor | None) -> Tensor:
-        """Return the attention weights (B, H, Tq, Tk), at least float32, which are 0 where visible (Tq, Tk) is False.
+        """Return the attention weights (B, H, Tq, Tk), which are 0 where visible (Tq, Tk) is False.
+
+        They are float32, or float64 for float64 q, as `upcast` makes them.
 
         q (B, H, Tq, D), with position encoding, has the last Tq of the Tk tokens of k and token_features.
         """

@@ -53,18 +53,20 @@ class AdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             (beta1, beta2), lr = group["betas"], group["lr"]
             for p in (p for p in group["params"] if p.grad is not None):
-                state, gradient = self.state[p], p.grad.float()
+                state = self.state[p]
                 if not state:
                     state["step"] = torch.zeros((), device=p.device)
                     state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
                 state["step"] += 1
-                mean = state["exp_avg"].float().lerp(gradient, 1 - beta1)
-                square = state["exp_avg_sq"].float().lerp(gradient.square(), 1 - beta2)
-                scale = (square / (1 - beta2 ** state["step"])).sqrt() + group["eps"]
-                update = mean / (1 - beta1 ** state["step"]) / scale + group["weight_decay"] * p
-                copy_rounded(state["exp_avg"], mean)
-                copy_rounded(state["exp_avg_sq"], square)
-                copy_rounded(p, p - lr * update)
+                tensors = p, state["exp_avg"], state["exp_avg_sq"], p.grad.contiguous()  # float32: 30 bytes an element
+                for weights, first, second, gradient in zip(*(x.view(-1).split(2**26) for x in tensors)):
+                    mean = first.float().lerp(gradient.float(), 1 - beta1)
+                    square = second.float().lerp(gradient.float().square(), 1 - beta2)
+                    scale = (square / (1 - beta2 ** state["step"])).sqrt() + group["eps"]
+                    update = mean / (1 - beta1 ** state["step"]) / scale + group["weight_decay"] * weights
+                    copy_rounded(first, mean)
+                    copy_rounded(second, square)
+                    copy_rounded(weights, weights - lr * update)
 
 
 def copy_rounded(x: Tensor, new: Tensor):

@@ -106,8 +106,9 @@ def run(args: argparse.Namespace, track: str):
 
 def make(args: argparse.Namespace, track: str):
     """Write an entry from its runs, after training the missing ones. FOLDER/README.md has its prediction already."""
-    folder, stored_runs = args.target, train_seeds(args, track, tracks.SEEDS)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = args.target
+    require((folder / "README.md").exists(), f"{folder} has no README.md. Write a prediction before the runs.")
+    stored_runs = train_seeds(args, track, tracks.SEEDS)
     if args.file:
         replace_text(folder / "method.py", args.file.read_text())
     lines = [to_json(make_line(stored), ensure_ascii=False) for stored in stored_runs]

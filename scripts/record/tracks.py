@@ -20,7 +20,7 @@ from configs.config import Config, config_hash
 from configs.runs import Run
 from errors import require
 from model.methods import MECHANISMS, METHODS
-from model.methods.base import Mechanism
+from model.methods.base import KINDS
 from runtime.build import build_model
 from runtime.flops import forward_flops_per_token
 from runtime.log import num_parameters
@@ -52,9 +52,9 @@ def register(file: Path, name: str):
     spec = importlib.util.spec_from_file_location(module_name, file)
     module = sys.modules[module_name] = importlib.util.module_from_spec(spec)  # torch.compile imports it by its name
     spec.loader.exec_module(module)
-    classes = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Mechanism)]
-    found = [kind for kind in classes if kind.__module__ == module_name]
-    require(len(found) == 1, f"{file} has {len(found)} subclasses of Mechanism. Define one.")
+    own = [value for value in vars(module).values() if getattr(value, "__module__", "") == module_name]
+    found = [value for value in own if isinstance(value, type) and issubclass(value, (*KINDS.values(),))]
+    require(len(found) == 1, f"{file} has {len(found)} subclasses of a kind of model/methods/base.py. Define one.")
     MECHANISMS[name] = found[0]
 
 
@@ -95,6 +95,10 @@ def measure_method(config: Config) -> dict:
     inputs = (rows, rows[:1], rows[:1, :T])
     both, alone, short = (model(x, x.roll(-1, dims=1), per_token=True)[:, : T - 1] for x in inputs)
     causal = torch.allclose(both, alone.expand_as(both), atol=1e-3)
+    for place in (1, T // 4, T // 2 - 1, T - 2):  # a change of this token must not change the losses before it
+        changed = rows[:1] ^ (torch.arange(2 * T) == place).long()
+        losses = model(changed, rows[:1].roll(-1, dims=1), per_token=True)
+        causal &= torch.allclose(losses[:, :place], alone[:, :place], atol=1e-3)
     require(causal, f"{config.method} sees later tokens or other sequences. Use only earlier tokens of the sequence.")
     knows_n = not torch.allclose(alone, short, atol=1e-3)
     return {"parameters": round(parameters / of_rope, 4), "flops": round(flops, 4), "knows_n": knows_n}

@@ -40,8 +40,6 @@ LATER_TESTS = {
 }
 DRAWN = ("rope", "p_rope", "logn_p_rope", "alibi", OURS, FAST)  # and ALiBi with other slopes
 
-# ---- tau and heads ---------------------------------------------------------------------------------------------------
-
 
 def tau_by_length(study: Study) -> str:
     """Draw the loss against tau for each training length. Return the Markdown with the table of losses."""

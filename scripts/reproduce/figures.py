@@ -40,7 +40,7 @@ def trained_at(length: int) -> str:
 
 
 def figure_304m(study: Study) -> str:
-    return curve_figure(study, "of the large model, at three validation lengths", baseline=False)
+    return curve_figure(study, "of the large model, at three validation lengths")
 
 
 def figure_scale_invariant_variants(study: Study) -> str:
@@ -56,15 +56,14 @@ def tau_of(config: Config) -> float:
     return float(config.method_options.get("tau", method_options(config.method)["tau"].default))
 
 
-def curve_figure(
-    study: Study, of: str, *, at_train_length: bool = False, nope_panels: int = 3, baseline: bool = True, zoom=False
-) -> str:
+def curve_figure(study: Study, of: str, *, at_train_length=False, nope_panels: int = 3, zoom=False) -> str:
     """Draw one panel per validation length. Return the Markdown: a sentence, then the figure.
 
     of: the rest of this sentence, after "Validation loss". at_train_length: show models only at their training length.
-    nope_panels: number of panels, from the left, that show NoPE. baseline: at scale "paper", mark the paper's baseline
-    loss of 3.28. zoom: add a row of panels with the end of training and the better half of the series.
+    nope_panels: number of panels, from the left, that show NoPE. zoom: add a row of panels with the end of training and
+    the better half of the series.
     """
+    baseline = study.item != "figure_304m"  # the paper marks the loss of 3.28, of its smaller model
     if nope_panels < 3:
         place = "shown in the left panel only" if nope_panels == 1 else "left out of the right panel"
         study.notes.append(f"NoPE is {place}, as in the paper.")

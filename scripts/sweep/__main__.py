@@ -6,11 +6,8 @@
     python -m scripts.sweep table_needle --needle haystack=shards examples=100
 
 The sweeps are functions in configs/sweeps.py. `all` is every run of the paper's sweeps, once. Fields of train_gpt.py
-apply to every run. A sweep writes these files beside the run folder NAME/:
-
-    NAME.log             output of an unfinished run
-    NAME.failures.txt    one line a failure: time, exit code, last line of the output
-    NAME.job             number of the run's Slurm job
+apply to every run. Beside the run folder NAME/, a sweep writes the output of an unfinished run (NAME.log), a line for
+each failure (NAME.failures.txt), and the number of the Slurm job (NAME.job).
 """
 
 import argparse
@@ -56,11 +53,10 @@ def main(argv: list[str] | None = None):
 
 def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """Return the options of this command, and the other arguments, which are fields of train_gpt.py."""
+    about = f"{__doc__}\nSweeps: all, {', '.join(SWEEPS)}.\nScales: {', '.join(SCALES)}."
+    raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.sweep",
-        description=f"{__doc__}\nSweeps: all, {', '.join(SWEEPS)}.\nScales: {', '.join(SCALES)}.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        prog="python -m scripts.sweep", description=about, formatter_class=raw, allow_abbrev=False
     )
     parser.add_argument("sweep", metavar="SWEEP")
     add_run_options(parser)

@@ -18,14 +18,13 @@ from tqdm import tqdm
 from configs.runs import Run
 from errors import require
 from files import append, open_no_symlink
-from runtime.signals import INTERRUPTED
+from runtime.signals import INTERRUPTED, SIGNALS
 from scripts.shared.runs import failures, sidecar
 
 ROOT = Path(__file__).parents[2]
 USER_ERROR = 2  # exit code of train_gpt.py
 GRACE = 60  # seconds for a run to save and end after SIGTERM
 POLL = 0.5  # seconds between checks of the processes
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Attempt:
@@ -147,6 +146,6 @@ def share_devices(runs: list[Run], at_once: int | None, gpus_per_run: int) -> li
     if gpus:
         groups = [gpus[i : i + gpus_per_run] for i in range(0, len(gpus) - gpus_per_run + 1, gpus_per_run)]
         return [{"CUDA_VISIBLE_DEVICES": ",".join(groups[i % len(groups)])} for i in range(at_once or len(groups))]
-    cores = len(os.sched_getaffinity(0)) // gpus_per_run
+    cores = (os.cpu_count() if sys.platform == "darwin" else len(os.sched_getaffinity(0))) // gpus_per_run
     at_once = at_once or max(1, min(cores, len(runs)))
     return [{"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // at_once)))}] * at_once
