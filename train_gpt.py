@@ -45,7 +45,7 @@ def main():
         loader = TrainLoader(
             train_text,
             batch_tokens=config.batch_tokens,
-            length=config.length_at,
+            length=config.length_at,  # a function of the step
             micro_batch_tokens=config.micro_batch_tokens,
             vocab_size=config.vocab_size,
             rank=world.rank,
@@ -65,7 +65,7 @@ def main():
             length = config.length_at(step)
             sequences = config.batch_tokens // length  # of the step, on all ranks together
             loss = torch.zeros((), device=world.device)
-            for inputs, targets in micro_batches:  # both (B, length); B / sequences is the weight of a micro-batch
+            for inputs, targets in micro_batches:  # both (B, length); a micro-batch counts B / sequences
                 micro_loss = training_model(inputs, targets, plan=plans[length]) / (sequences / len(inputs))
                 micro_loss.backward()
                 loss += micro_loss.detach()
