@@ -103,7 +103,7 @@ def _cut_documents(texts: list[str], val_fraction: float) -> dict[str, list[str]
     parts = {"train": [], "val": []}
     for text in texts:
         place = len(text) - round(val_fraction * len(text))
-        cut = max(text.find("\n", place), -1 if "\n" in text[place:] else text.find(" ", place))
+        cut = text.find("\n" if "\n" in text[place:] else " ", place)
         parts["train"].append(text[:cut].strip() if cut >= 0 else text)
         parts["val"] += [text[cut:].strip()] if cut >= 0 else []
     return parts

@@ -17,7 +17,7 @@ bring() { # REQUIREMENTS MARK: installs a requirements file, unless .venv/MARK i
     "$base" -m venv .venv || fail "$base cannot make a virtual environment. On Debian: apt install python3-venv"
     # older pips cannot check the checksums of constraints, so the locked pip comes first
     [ -z "${LOCKED:-}" ] || pip_install --requirement <(sed -n '/^pip==/,/[^\\]$/p' requirements.lock) || return
-    pip_install ${checks[@]+"${checks[@]}"} --requirement "$1" && cat "${wanted[@]}" >".venv/$2"
+    pip_install "${checks[@]}" --requirement "$1" && cat "${wanted[@]}" >".venv/$2"
 }
 "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
     || fail "$base is not Python 3.11 or newer. Set PYTHON=/path/to/python3 before the command."

@@ -6,5 +6,5 @@
 source "$(dirname "$0")/setup.sh"
 if [ "${1:-}" = quick ]; then set -- -m "not slow" "${@:2}"
 elif ! bring requirements-extras.txt extras.txt; then [ -z "${LOCKED:-}" ] || exit 1; fi
-cores=$(env -u OMP_NUM_THREADS nproc || getconf _NPROCESSORS_ONLN) && export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # nproc would obey it
+cores=$(env -u OMP_NUM_THREADS nproc) && export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # nproc would obey it
 exec "$python" -m pytest tests -q -n $((cores < 4 ? cores + 1 : 4)) --dist loadfile --no-loadscope-reorder "$@"

@@ -39,6 +39,7 @@ class AdamW(torch.optim.Optimizer):
 
     Near 1, bfloat16 numbers are 4e-3 apart, so rounding to nearest would lose an update of 2e-5. Stochastic rounding is
     right on average. If found_inf is 1, which optim.sharded sets, a step changes nothing.
+    It updates 2^26 elements at once, because their float32 values take 30 bytes an element.
     """
 
     found_inf: Tensor | None = None
@@ -58,7 +59,7 @@ class AdamW(torch.optim.Optimizer):
                     state["step"] = torch.zeros((), device=p.device)
                     state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
                 state["step"] += 1
-                tensors = p, state["exp_avg"], state["exp_avg_sq"], p.grad.contiguous()  # float32: 30 bytes an element
+                tensors = p, state["exp_avg"], state["exp_avg_sq"], p.grad.contiguous()
                 for weights, first, second, gradient in zip(*(x.view(-1).split(2**26) for x in tensors)):
                     mean = first.float().lerp(gradient.float(), 1 - beta1)
                     square = second.float().lerp(gradient.float().square(), 1 - beta2)

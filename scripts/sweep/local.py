@@ -146,6 +146,6 @@ def share_devices(runs: list[Run], at_once: int | None, gpus_per_run: int) -> li
     if gpus:
         groups = [gpus[i : i + gpus_per_run] for i in range(0, len(gpus) - gpus_per_run + 1, gpus_per_run)]
         return [{"CUDA_VISIBLE_DEVICES": ",".join(groups[i % len(groups)])} for i in range(at_once or len(groups))]
-    cores = (os.cpu_count() if sys.platform == "darwin" else len(os.sched_getaffinity(0))) // gpus_per_run
+    cores = len(os.sched_getaffinity(0)) // gpus_per_run
     at_once = at_once or max(1, min(cores, len(runs)))
     return [{"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // at_once)))}] * at_once
