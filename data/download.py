@@ -57,7 +57,7 @@ def download_fineweb(dataset: str, num_shards: int | None, out: Path) -> dict:
     possible = 1 <= num_shards <= available
     require(possible, f"--shards {num_shards}: {repo} has {available} training shards. Use 1 to {available}.")
     train = [f"fineweb_train_{i:06d}.bin" for i in range(1, available + 1)]
-    present = [name for name in train[num_shards:] if (out / name).exists()]  # such as those of modded-nanogpt
+    present = [name for name in train[num_shards:] if (out / name).exists()]  # modded-nanogpt may have made the folder
     names = ["fineweb_val_000000.bin", *train[:num_shards], *present]
     out.mkdir(parents=True, exist_ok=True)
     manifest = read_manifest(out) or {"tokenizer": "gpt2", "vocab_size": GPT2_VOCAB, "source": repo, "files": {}}
