@@ -24,7 +24,7 @@ from runtime.validation import Validation
 
 
 def main():
-    # ---- setup: a user's mistake ends the command here, before a run folder exists ----
+    # ---- setup: a user's mistake ends the command here, unless run.restore() finds it in a checkpoint ----
     with exit_on_user_error():
         config = read_config(sys.argv[1:], __doc__, methods)
         world = start_processes(config.device, config.timeout)  # rank, number of ranks (1 without torchrun), device
@@ -33,7 +33,7 @@ def main():
         torch.manual_seed(config.seed)
         model = build_model(config, compute_dtype(config, world.device)).to(world.device)
         optimizers = build_optimizers(config, model, compiled, world)
-        # A plan holds the tensors that depend on the length alone: rotary tables, block masks, a_t and m_t.
+        # A plan needs no weights: rotary tables, block masks, and a_t and m_t unless they are learned.
         plans = plan_attention(config, model, world)
         validation = Validation(config, model, val_text, world)
         run = Run(config, world, model, optimizers, plans, train_text, val_text, compile_note)
@@ -69,7 +69,7 @@ def main():
                 micro_loss = training_model(inputs, targets, plan=plans[length]) / (sequences / len(inputs))
                 micro_loss.backward()
                 loss += micro_loss.detach()
-            sums = torch.stack([loss, optimizers.reduce_gradients()])  # loss, squared norm of this rank's gradients
+            sums = torch.stack([loss, optimizers.reduce_gradients()])  # loss, part of the squared gradient norm
             world.sum(sums)
             loss, grad_norm = sums[0], sums[1].sqrt()
             factor = lr_factor(

@@ -1,1 +1,1 @@
-"""What to run: the fields of a run (config.py) and the named presets (presets.py)."""
+"""The fields of a run (config.py), presets, sweeps and their runs, and the command line of train_gpt.py."""

@@ -13,14 +13,14 @@ OptionValue = int | float | bool | str
 RATE = dict(at_least=0, below=3e38)  # limits of a learning rate in float32
 
 
-def setting(default, *, mathematics: bool = True, at_least: float | None = None, below: float = 2**63):
+def setting(default, *, hashed: bool = True, at_least: float | None = None, below: float = 2**63):
     """Return a dataclass field with this default.
 
-    at_least, below: limits of the value, or of each number in a tuple. mathematics: False for fields that name, watch
-    or speed up a run. Such fields change the losses by rounding at most.
+    at_least, below: limits of the value, or of each number in a tuple. hashed: False for fields outside config_hash.
+    They name, watch or speed up a run and change losses by rounding, or name the data, which has a fingerprint.
     """
     limits = None if at_least is None else (at_least, below)
-    return dataclasses.field(default=default, metadata=dict(mathematics=mathematics, limits=limits))
+    return dataclasses.field(default=default, metadata=dict(hashed=hashed, limits=limits))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,28 +31,28 @@ class Config:
     """
 
     # ---- the run ----
-    name: str = setting("", mathematics=False)
+    name: str = setting("", hashed=False)
     """Name of the run folder. Empty: PRESET-METHOD-sSEED."""
-    runs_dir: str = setting("runs", mathematics=False)
+    runs_dir: str = setting("runs", hashed=False)
     """Folder that holds the run folders."""
     seed: int = setting(0, at_least=0)
     """Seed of the initial weights. It does not change the order of the data."""
-    resume: Literal["never", "auto"] = setting("never", mathematics=False)
+    resume: Literal["never", "auto"] = setting("never", hashed=False)
     """auto: continue from the latest checkpoint in the run folder. Without a checkpoint, start at step 0."""
     init_from: str = ""
     """Folder of another run, whose weights this run starts from. The optimizer state starts at zero, and the text
     continues after the other run's tokens. Use it to change the method (DroPE: --method nope) or the train_length."""
-    on_nonfinite: Literal["stop", "skip"] = setting("stop", mathematics=False)
+    on_nonfinite: Literal["stop", "skip"] = setting("stop", hashed=False)
     """A step whose loss or gradient norm is not finite updates nothing. stop: the run ends. skip: the run continues."""
-    timeout: float = setting(600.0, at_least=1, below=1e9, mathematics=False)
+    timeout: float = setting(600.0, at_least=1, below=1e9, hashed=False)
     """Seconds that a process waits for the other processes in a step. Then the run ends."""
-    tags: tuple[str, ...] = setting((), mathematics=False)
+    tags: tuple[str, ...] = setting((), hashed=False)
     """Tags of the run in wandb."""
-    group: str = setting("", mathematics=False)
+    group: str = setting("", hashed=False)
     """Group of the run in wandb, such as a sweep's name."""
-    wandb: Literal["off", "offline", "online", "trackio"] = setting("off", mathematics=False)
+    wandb: Literal["off", "offline", "online", "trackio"] = setting("off", hashed=False)
     """Send the metrics to wandb, or to trackio, which needs no account. Without an API key, wandb works offline."""
-    wandb_project: str = setting("scale-invariant-attention", mathematics=False)
+    wandb_project: str = setting("scale-invariant-attention", hashed=False)
     """wandb project."""
 
     # ---- the model ----
@@ -63,7 +63,7 @@ class Config:
     position_scale: float = setting(1.0, at_least=1e-9, below=1e10)
     """Multiplies the default options that are lengths, such as rotary base, 1/slope of ALiBi and windows, but not tau.
     The paper has the same base at 4k, 16k and 64k. We take its values as fit for 4096, so 1/16 fits 256."""
-    validate_as: tuple[str, ...] = setting((), mathematics=False)
+    validate_as: tuple[str, ...] = setting((), hashed=False)
     """Methods that train identically, to validate the same weights with. Example for rope: rope_ntk yarn."""
     vocab_size: int = setting(50304, at_least=1, below=2**24)
     """Rows of the embedding and of the head. 50,304 is GPT-2's 50,257 tokens rounded up to a multiple of 128."""
@@ -75,7 +75,7 @@ class Config:
     """Width of the residual stream. The head size is model_dim / num_heads."""
 
     # ---- the data ----
-    data_dir: str = setting("data/fineweb10B", mathematics=False)
+    data_dir: str = setting("data/fineweb10B", hashed=False)
     """Folder of token shards, made by `python -m data.download`, `data.text` or `data.python_source`."""
     train_length: int = setting(4096, at_least=1)
     """Tokens in a training sequence."""
@@ -84,7 +84,7 @@ class Config:
     train_length. Every step has batch_tokens tokens, so the order of the data does not change."""
     batch_tokens: int = setting(524_288, at_least=1, below=2**40)
     """Tokens in a step, summed over all devices. The number of devices changes only the gradient accumulation."""
-    micro_batch_tokens: int = setting(32_768, at_least=1, mathematics=False)
+    micro_batch_tokens: int = setting(32_768, at_least=1, hashed=False)
     """Largest number of tokens in a micro-batch of one device. A micro-batch has at least one sequence."""
 
     # ---- optimisation ----
@@ -114,37 +114,35 @@ class Config:
     """Epsilon of Adam."""
 
     # ---- validation ----
-    val_lengths: tuple[int, ...] = setting((4096, 16_384, 65_536), at_least=1, mathematics=False)
+    val_lengths: tuple[int, ...] = setting((4096, 16_384, 65_536), at_least=1, hashed=False)
     """Sequence lengths of the validation. All lengths use the same tokens."""
-    val_tokens: int = setting(10_485_760, at_least=1, mathematics=False)
+    val_tokens: int = setting(10_485_760, at_least=1, hashed=False)
     """Validation tokens at each length."""
-    val_copy_gaps: tuple[int, ...] = setting((), at_least=1, mathematics=False)
+    val_copy_gaps: tuple[int, ...] = setting((), at_least=1, hashed=False)
     """Distances, in tokens, at which copy gain is measured (runtime/copy_gain.py). Only validations at all lengths
     and val_profile light measure it. Empty: copy gain is not measured."""
-    val_far_windows: int = setting(0, at_least=0, mathematics=False)
+    val_far_windows: int = setting(0, at_least=0, hashed=False)
     """Windows of 16 training lengths on which the last validation measures far gain (runtime/far_gain.py)."""
-    val_every: int = setting(125, at_least=0, mathematics=False)
+    val_every: int = setting(125, at_least=0, hashed=False)
     """Steps between validations. 0: only at the end."""
-    val_profile: Literal["paper", "fast", "light"] = setting("paper", mathematics=False)
+    val_profile: Literal["paper", "fast", "light"] = setting("paper", hashed=False)
     """paper: every validation uses all lengths and all tokens. fast: a validation uses the training length, if
     val_lengths has it. Every fourth adds the other lengths, on the first quarter of the tokens. light: a validation
     uses lengths up to 16 training lengths, copy gaps up to 2, and the first sixteenth of the tokens. The last
     validation of a run uses all lengths, gaps and tokens in each profile."""
 
     # ---- the machine ----
-    device: Literal["auto", "cpu", "cuda"] = setting("auto", mathematics=False)
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", hashed=False)
     """auto: CUDA if there is a GPU, else the CPU."""
-    dtype: Literal["auto", "float32", "bfloat16"] = setting("auto", mathematics=False)
+    dtype: Literal["auto", "float32", "bfloat16"] = setting("auto", hashed=False)
     """Data type of the computation, also in Muon. Parameters are float32. auto: bfloat16 on CUDA, float32 on a CPU."""
-    compile: Literal["auto", "on", "off"] = setting("auto", mathematics=False)
+    compile: Literal["auto", "on", "off"] = setting("auto", hashed=False)
     """Compile model and optimizer with torch.compile. auto: off if a trial compilation fails."""
-    attention_backend: Literal["auto", "sdpa", "flex_flash", "flex", "cpu", "blocks"] = setting(
-        "auto", mathematics=False
-    )
+    attention_backend: Literal["auto", "sdpa", "flex_flash", "flex", "cpu", "blocks"] = setting("auto", hashed=False)
     """Implementation of attention. docs/kernels.md describes each."""
-    save_every: int = setting(1000, at_least=0, mathematics=False)
+    save_every: int = setting(1000, at_least=0, hashed=False)
     """Steps between checkpoints. 0: only at the end."""
-    keep: int = setting(2, at_least=1, mathematics=False)
+    keep: int = setting(2, at_least=1, hashed=False)
     """Number of checkpoints to keep. Older checkpoints are deleted."""
 
     def __post_init__(self):
@@ -194,7 +192,7 @@ def check_fields(instance):
                 require(fits, f"{field.name} is {number!r}. Use at least {least} and less than {below:g}.")
 
 
-NOT_MATHEMATICS = frozenset(f.name for f in dataclasses.fields(Config) if not f.metadata.get("mathematics", True))
+NOT_HASHED = frozenset(f.name for f in dataclasses.fields(Config) if not f.metadata.get("hashed", True))
 
 
 def with_changes(base: Config, changes: dict) -> Config:
@@ -221,14 +219,14 @@ def config_hash(config: Config) -> str:
     Fields at their default value are left out, so a new field does not change the hash of older runs.
     """
     defaults = vars(Config())
-    changed = {k: v for k, v in vars(config).items() if k not in NOT_MATHEMATICS and v != defaults.get(k)}
+    changed = {k: v for k, v in vars(config).items() if k not in NOT_HASHED and v != defaults.get(k)}
     if options := changed.get("method_options"):  # 3 and 3.0 are the same number
         changed["method_options"] = {k: float(v) if type(v) is int else v for k, v in options.items()}
     return hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def describe_differences(config: Config, stored: Config, extra_fields: Collection[str] = ()) -> str:
-    """Return the fields that differ, with both values. Fields outside the mathematics count if in extra_fields."""
+    """Return the fields that differ, with both values. Fields outside the hash count if in extra_fields."""
     wanted, found = config.to_dict(), stored.to_dict()
-    fields = [field for field in wanted if field not in NOT_MATHEMATICS or field in extra_fields]
+    fields = [field for field in wanted if field not in NOT_HASHED or field in extra_fields]
     return ", ".join(f"{name} {found[name]}, not {wanted[name]}" for name in fields if wanted[name] != found[name])

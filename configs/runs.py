@@ -6,7 +6,7 @@ import itertools
 import re
 from pathlib import Path
 
-from configs.config import NOT_MATHEMATICS, Config, check_fields, config_hash, setting, with_changes
+from configs.config import NOT_HASHED, Config, check_fields, config_hash, setting, with_changes
 from configs.presets import preset
 
 SET_BY_SWEEPS = ("name", "runs_dir", "resume")  # scripts/sweep names and resumes the runs
@@ -21,7 +21,7 @@ class Needle:
     steps: int = setting(300, at_least=1)
     sequences: int = setting(64, at_least=1)  # per step
     examples: int = setting(500, at_least=1)  # per scored length
-    curriculum: int = setting(0, at_least=0)  # prompt tokens in the first half of the steps; 0: no curriculum
+    curriculum: int = setting(0, at_least=0)  # tokens of prompt and response in the first half of the steps; 0: off
 
     def __post_init__(self):
         check_fields(self)
@@ -36,7 +36,7 @@ class Needle:
 
     @staticmethod
     def lengths(train_length: int) -> list[int]:
-        """Return the scored prompt lengths, in tokens. A training length of 4k gives the paper's 4k, 16k and 64k."""
+        """Return the scored lengths in tokens, response included. A training length of 4k gives 4k, 16k and 64k."""
         return [factor * train_length for factor in (1, 4, 16)]
 
 
@@ -60,7 +60,7 @@ class Run:
         for field, value in sorted(self.changes.items()):
             if field == "method_options":
                 parts += [f"{option}{as_folder_part(value[option])}" for option in sorted(value)]
-            elif field not in {"method", "seed", *NOT_MATHEMATICS}:
+            elif field not in {"method", "seed", *NOT_HASHED}:
                 parts.append(f"{field}{as_folder_part(value)}")
         if len("-".join(parts)) > 120:
             parts[2:] = [config_hash(config)]

@@ -28,7 +28,7 @@ class Scale:
     needle: Needle = Needle()
 
     @property
-    def tau(self) -> float:
+    def scaled_tau(self) -> float:
         """Return the paper's tau times position_scale, which also scales rotary bases."""
         return TAU * preset(self.base).position_scale
 
@@ -47,9 +47,9 @@ SCALE_OF_SWEEP = dict(taught="taught", taught_rivals="taught", far="far", far_he
 TAU = 10.0  # tokens, the default at every training length
 # These methods differ only beyond the training length, so one run is validated as all of them.
 SAME_WEIGHTS = dict(rope=("rope_ntk", "yarn"), logn_rope=("logn_ntk",))
-OURS, OURS_POPE = "scale_invariant_p_rope", "pope+scale_invariant"
-MAIN_METHODS = ["rope", "p_rope", "nope", "logn_rope", "logn_p_rope", "alibi", OURS]
-SCALE_INVARIANT = [OURS, "scale_invariant_rope", "scale_invariant_nope"]
+SI, SI_POPE = "scale_invariant_p_rope", "pope+scale_invariant"
+MAIN_METHODS = ["rope", "p_rope", "nope", "logn_rope", "logn_p_rope", "alibi", SI]
+SCALE_INVARIANT = [SI, "scale_invariant_rope", "scale_invariant_nope"]
 
 
 def tau_option(tau: float) -> dict:
@@ -74,8 +74,8 @@ def forms(preset_name: str, cases: list[tuple[str, dict]], seeds: tuple[int, ...
     return runs
 
 
-def with_other_lengths(runs: list[Run]) -> list[Run]:
-    """Return the runs. If position_scale is not 1, add ALiBi with published slopes and ours with scaled tau."""
+def with_variants(runs: list[Run]) -> list[Run]:
+    """Return the runs. If position_scale is not 1, add ALiBi with published slopes and SI methods with scaled tau."""
     others = []
     for run in runs:
         scale, method = run.config.position_scale, run.config.method
@@ -94,7 +94,7 @@ def with_needle(sweep: Callable[[Scale], list[Run]]) -> Callable[[Scale], list[R
 
 
 def table_losses(scale: Scale) -> list[Run]:
-    return with_other_lengths(trained(scale.base, MAIN_METHODS, scale.seeds))
+    return with_variants(trained(scale.base, MAIN_METHODS, scale.seeds))
 
 
 def figure_train_lengths(scale: Scale) -> list[Run]:
@@ -103,19 +103,19 @@ def figure_train_lengths(scale: Scale) -> list[Run]:
 
 
 def figure_tau(scale: Scale) -> list[Run]:
-    taus = sorted({0.01, 0.1, 1.0, TAU, 100.0, scale.tau})
-    return forms(scale.base, [(OURS, tau_option(tau)) for tau in taus], scale.once)
+    taus = sorted({0.01, 0.1, 1.0, TAU, 100.0, scale.scaled_tau})
+    return forms(scale.base, [(SI, tau_option(tau)) for tau in taus], scale.once)
 
 
 def open_choices(scale: Scale) -> list[Run]:
     """Return runs for each choice that the paper leaves open, and runs with a_t alone and m_t alone."""
-    length, tau = preset(scale.base).train_length, tau_option(scale.tau)
+    length, tau = preset(scale.base).train_length, tau_option(scale.scaled_tau)
     cases = [("rope", {}), ("yarn", {"stretch": 1.0})]  # YaRN without its scaling is RoPE
     cases += [("p_rope", {}), *(("p_rope", {"form": "barbero"} | share) for share in ({}, {"share": 0.75}))]
     cases += [("logn_p_rope", {}), ("logn_p_rope", {"context": "length"})]
     cases += [("alibi", {}), ("alibi", {"slopes": "geometric"})]
     cases += [("infini_rope", {}), *(("infini_rope", {"segment_length": length // n}) for n in (8, 2))]
-    cases += [(OURS, tau), (OURS, tau | {"terms": "a"}), (OURS, tau | {"terms": "m"})]
+    cases += [(SI, tau), (SI, tau | {"terms": "a"}), (SI, tau | {"terms": "m"})]
     return forms(scale.base, cases, scale.once)
 
 
@@ -124,9 +124,9 @@ def open_choices(scale: Scale) -> list[Run]:
 
 def tau_by_length(scale: Scale) -> list[Run]:
     """Return runs at three training lengths, with 1/16 to 64 times the scaled tau and with a learned tau."""
-    options = [tau_option(scale.tau * factor) for factor in (1, 1 / 16, 1 / 4, 4, 16, 64)]
-    options.append(tau_option(scale.tau) | {"learn_tau": True})
-    return [run for name in scale.lengths for run in forms(name, [(OURS, chosen) for chosen in options], scale.once)]
+    options = [tau_option(scale.scaled_tau * factor) for factor in (1, 1 / 16, 1 / 4, 4, 16, 64)]
+    options.append(tau_option(scale.scaled_tau) | {"learn_tau": True})
+    return [run for name in scale.lengths for run in forms(name, [(SI, chosen) for chosen in options], scale.once)]
 
 
 def scale_invariant_by_head(scale: Scale) -> list[Run]:
@@ -134,18 +134,18 @@ def scale_invariant_by_head(scale: Scale) -> list[Run]:
 
     Heads learn tau or the factor. Or tau_ratio makes tau grow by 16, 64 or 256 from the first to the last head.
     """
-    steps, tau = preset(scale.base).num_heads - 1, tau_option(scale.tau)
+    steps, tau = preset(scale.base).num_heads - 1, tau_option(scale.scaled_tau)
     options = [{}, {"learn_tau": True}, {"learn_gain": True}]
     options += [{"tau_ratio": round(ratio ** (1 / steps), 4)} for ratio in (16, 64, 256)]
-    cases = [(OURS, tau | chosen) for chosen in options]
-    for larger in (tau_option(scale.tau * 4), tau_option(scale.tau * 16)):
-        cases += [(OURS, larger), (OURS, larger | {"learn_gain": True})]
-    cases += [(OURS_POPE, tau), (OURS_POPE, tau | {"learn_gain": True}), ("alibi", {})]
+    cases = [(SI, tau | chosen) for chosen in options]
+    for larger in (tau_option(scale.scaled_tau * 4), tau_option(scale.scaled_tau * 16)):
+        cases += [(SI, larger), (SI, larger | {"learn_gain": True})]
+    cases += [(SI_POPE, tau), (SI_POPE, tau | {"learn_gain": True}), ("alibi", {})]
     return forms(scale.base, cases, scale.seeds)
 
 
-BEST = [OURS, "logn_p_rope", "alibi", "p_rope", "rope"]
-# The newer methods in the canonical order of model/methods/__init__.py.
+BEST = [SI, "logn_p_rope", "alibi", "p_rope", "rope"]
+# The newer methods, under the names that model/methods/__init__.py's canonical_name gives them.
 RIVALS = """
 fox p_rope+forget scale_invariant+forget p_rope+scale_invariant+forget rnope_swa
 scale_invariant_nope,rope+window,rope+window,rope+window scale_invariant_p_rope,rope+window,rope+window,rope+window
@@ -159,35 +159,36 @@ pope+scale_invariant,pope+window,pope+window,pope+window fire stick_breaking sti
 def table_rivals(scale: Scale) -> list[Run]:
     """Return runs of the newer methods and of the best methods of the paper."""
     # The kept runs at scale mini were trained with the scaled tau.
-    cases = [(method, tau_option(scale.tau) if "scale_invariant" in method else {}) for method in [*BEST, *RIVALS]]
+    tau = tau_option(scale.scaled_tau)
+    cases = [(method, tau if "scale_invariant" in method else {}) for method in [*BEST, *RIVALS]]
     return forms(scale.base, cases, scale.seeds)
 
 
 def needle_tau(scale: Scale) -> list[Run]:
     """Return runs with multiples of the scaled tau, with m_t alone, with a learned factor and with PoPE."""
-    tau, large = tau_option(scale.tau), tau_option(scale.tau * 16)
-    cases = [(OURS, tau_option(scale.tau * factor)) for factor in (1, 4, 16, 64)]
-    cases += [(OURS, large | {"learn_gain": True}), (OURS, tau | {"terms": "m"}), (OURS_POPE, tau), (OURS_POPE, large)]
+    tau, large = tau_option(scale.scaled_tau), tau_option(scale.scaled_tau * 16)
+    cases = [(SI, tau_option(scale.scaled_tau * factor)) for factor in (1, 4, 16, 64)]
+    cases += [(SI, large | {"learn_gain": True}), (SI, tau | {"terms": "m"}), (SI_POPE, tau), (SI_POPE, large)]
     return forms(scale.base, cases, scale.seeds)
 
 
-# RoPE's fastest quarter of the pairs has no angle beyond the training length that is new (results/calibration.md).
+# The fastest quarter of RoPE's pairs takes all its angles within 47 tokens (results/calibration.md).
 FAST = {"form": "barbero", "share": 0.25}
 MOMENTS = {"learn_moments": True}
 NOPE = "scale_invariant_nope"
 # The paper's bases, 10,000 for RoPE and 1024 for p-RoPE, are for 4096 tokens. These are for 256.
 FITTED, FITTED_ROPE = {"base": 64.0}, {"base": 625.0}
-TAUGHT_PRIMARY = [("rope", {}), ("logn_p_rope", {}), (OURS, {}), ("alibi", {})]
+TAUGHT_PRIMARY = [("rope", {}), ("logn_p_rope", {}), (SI, {}), ("alibi", {})]
 TAUGHT_PRIMARY += [("alibi", {"slope_scale": 4.0}), ("alibi", {"slope_scale": 16.0})]
-TAUGHT_FITTED = [("rope", FITTED_ROPE), ("logn_p_rope", FITTED), (OURS, FITTED)]
+TAUGHT_FITTED = [("rope", FITTED_ROPE), ("logn_p_rope", FITTED), (SI, FITTED)]
 TAUGHT_EXPLORATORY = [("p_rope", {}), ("nope", {}), ("logn_rope", {})]
-TAUGHT_EXPLORATORY += [(OURS, {"tau": 2.5}), (OURS, {"tau": 40.0}), (OURS, {"terms": "m"}), (OURS, {"terms": "a"})]
-TAUGHT_EXPLORATORY += [(OURS, {"learn_gain": True}), (OURS, MOMENTS), (OURS, FAST), (OURS, FAST | MOMENTS)]
-TAUGHT_EXPLORATORY += [(NOPE, {}), (NOPE, MOMENTS), ("p_rope", FITTED), (OURS, FITTED | MOMENTS)]
+TAUGHT_EXPLORATORY += [(SI, {"tau": 2.5}), (SI, {"tau": 40.0}), (SI, {"terms": "m"}), (SI, {"terms": "a"})]
+TAUGHT_EXPLORATORY += [(SI, {"learn_gain": True}), (SI, MOMENTS), (SI, FAST), (SI, FAST | MOMENTS)]
+TAUGHT_EXPLORATORY += [(NOPE, {}), (NOPE, MOMENTS), ("p_rope", FITTED), (SI, FITTED | MOMENTS)]
 TAUGHT_EXPLORATORY += [("p_rope", FAST), ("logn_p_rope", FAST), ("p_rope+scale_invariant+xsa", FAST)]
 TAUGHT_EXPLORATORY += [("p_rope+log_root", FAST), ("p_rope+factor", FAST | {"factor": 2.0})]
-TAUGHT_EXPLORATORY += [("stick_breaking", {}), (OURS_POPE, FITTED_ROPE), ("p_rope+log_root", FITTED)]
-for _method, _fitted in (("p_rope+factor", FITTED), ("factor+alibi", {"slope_scale": 16.0})):  # controls for sharpness
+TAUGHT_EXPLORATORY += [("stick_breaking", {}), (SI_POPE, FITTED_ROPE), ("p_rope+log_root", FITTED)]
+for _method, _fitted in (("p_rope+factor", FITTED), ("factor+alibi", {"slope_scale": 16.0})):  # a sharper softmax alone
     TAUGHT_EXPLORATORY += [(_method, _fitted | {"factor": factor}) for factor in (1.5, 2.0, 3.0)]
     TAUGHT_EXPLORATORY += [(_method, _fitted | {"learn_factor": True})]
 RIVALS_2026 = """
@@ -203,15 +204,15 @@ def taught(scale: Scale) -> list[Run]:
 
 def taught_rivals(scale: Scale) -> list[Run]:
     """Return runs of methods of 2025 and 2026 at scale `taught`, beside the primary methods of sweep `taught`."""
-    cases = [(method, {}) for method in RIVALS_2026] + [(OURS, {"skip_first": True})]
+    cases = [(method, {}) for method in RIVALS_2026] + [(SI, {"skip_first": True})]
     return [run for seed in scale.seeds for run in forms(scale.base, [*TAUGHT_PRIMARY, *cases], (seed,))]
 
 
-FAR_PRIMARY = [("rope", {}), ("logn_p_rope", {}), (OURS, {}), ("alibi", {}), ("alibi", {"slope_scale": 4.0})]
-FAR_LATER = [("bam_ssmax", {}), (OURS, FAST), ("p_rope+scale_invariant+xsa", FAST)]  # the best three of scale `taught`
-FAR_EXPLORATORY = [("p_rope", {}), (OURS, {"terms": "m"}), (OURS, {"terms": "a"}), (OURS, {"tau": 2.5})]
-FAR_EXPLORATORY += [(OURS, {"tau": 40.0}), (NOPE, {}), ("rope", {"base": 500.0})]
-FAR_EXPLORATORY += [("p_rope+factor", {"factor": 2.0}), (OURS, MOMENTS), (OURS, FAST | MOMENTS)]
+FAR_PRIMARY = [("rope", {}), ("logn_p_rope", {}), (SI, {}), ("alibi", {}), ("alibi", {"slope_scale": 4.0})]
+FAR_LATER = [("bam_ssmax", {}), (SI, FAST), ("p_rope+scale_invariant+xsa", FAST)]  # added after results at `taught`
+FAR_EXPLORATORY = [("p_rope", {}), (SI, {"terms": "m"}), (SI, {"terms": "a"}), (SI, {"tau": 2.5})]
+FAR_EXPLORATORY += [(SI, {"tau": 40.0}), (NOPE, {}), ("rope", {"base": 500.0})]
+FAR_EXPLORATORY += [("p_rope+factor", {"factor": 2.0}), (SI, MOMENTS), (SI, FAST | MOMENTS)]
 
 
 def far(scale: Scale) -> list[Run]:
@@ -226,14 +227,14 @@ def far(scale: Scale) -> list[Run]:
 PAPER_SWEEPS = dict(
     table_losses=table_losses,
     table_needle=with_needle(table_losses),
-    table_infini=lambda scale: trained(scale.base, ["rope", OURS, "infini_rope", "infini_p_rope"], scale.seeds),
-    figure_entropy=lambda scale: trained(scale.base, ["p_rope", "logn_p_rope", OURS], scale.once),
+    table_infini=lambda scale: trained(scale.base, ["rope", SI, "infini_rope", "infini_p_rope"], scale.seeds),
+    figure_entropy=lambda scale: trained(scale.base, ["p_rope", "logn_p_rope", SI], scale.once),
     figure_train_lengths=figure_train_lengths,
     figure_train_4k=lambda scale: trained(scale.base, MAIN_METHODS, scale.seeds),
     figure_train_16k=lambda scale: trained(scale.lengths[1], MAIN_METHODS, scale.once),
-    figure_304m=lambda scale: with_other_lengths(trained(scale.large, ["logn_p_rope", "alibi", OURS], scale.once)),
+    figure_304m=lambda scale: with_variants(trained(scale.large, ["logn_p_rope", "alibi", SI], scale.once)),
     figure_tau=figure_tau,
-    figure_scale_invariant_variants=lambda scale: with_other_lengths(trained(scale.base, SCALE_INVARIANT, scale.seeds)),
+    figure_scale_invariant_variants=lambda scale: with_variants(trained(scale.base, SCALE_INVARIANT, scale.seeds)),
     open_choices=open_choices,
 )
 SWEEPS = PAPER_SWEEPS | dict(

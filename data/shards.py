@@ -32,7 +32,7 @@ FINEWEB_SHARDS = {"fineweb10B": 103, "fineweb100B": 1030}  # Keller Jordan's tra
 
 
 def data_command(folder: Path, tokens: int, vocab_size: int = GPT2_VOCAB) -> str:
-    """Return the command that fills a data folder with at least `tokens` training tokens, or with all of FineWeb."""
+    """Return the command that fills a data folder. Of FineWeb, it takes at least `tokens` tokens, or all tokens."""
     folder = Path(folder)
     if available := FINEWEB_SHARDS.get(folder.name):
         shards = min(available, max(1, math.ceil(tokens / 100_000_000)))
@@ -172,7 +172,7 @@ def open_split(data_dir: Path, split: str, vocab_size: int, need_tokens: int = 0
     """Return the stream of a folder's "train" or "val" shards, after a comparison of headers and manifest.
 
     Raise ValueError for a missing manifest, for a bad, missing or unknown shard, and for tokens outside the vocabulary.
-    Without any shards, the message has the command that makes at least `need_tokens` of training text.
+    Without any shards, the message has the command that makes them, of FineWeb at least `need_tokens`.
     """
     data_dir = Path(data_dir)
     paths = sorted(path for path in data_dir.glob("*.bin") if _is_in_split(path.name, split))

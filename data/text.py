@@ -66,7 +66,7 @@ def _read_documents(path: Path, field: str) -> Iterator[str]:
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rt", encoding="utf-8-sig", errors="replace", newline="\n") as file:
         if not path.name.removesuffix(".gz").endswith((".json", ".jsonl")):
-            whole = file.read()  # of a compressed or binary file, or of another encoding, it has the character NUL
+            whole = file.read()  # a compressed or binary file, or one in UTF-16, has the character NUL
             require("\0" not in whole, f"{path}: not a text in UTF-8. Convert it to .txt or .jsonl, perhaps as .gz.")
             yield from (text for part in SEPARATOR.split(whole) if (text := part.strip()))
             return

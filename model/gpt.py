@@ -17,7 +17,7 @@ from model.loss import mean_loss, token_losses
 from model.methods import layer_pattern, make_layers
 from model.methods.base import Method
 
-Plans = tuple[Plan, ...]  # plans of the first layers, repeated for later layers
+Plans = tuple[Plan, ...]  # one a layer of the method's pattern `a,b,c`, which later layers repeat
 NORM_EPS = 1.1920929e-07  # float32's epsilon for all dtypes; PyTorch's default for bfloat16 differs between versions
 
 
@@ -122,7 +122,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self):
-        """Draw the embedding from N(0, 1), qkv and up from U(-1, 1) / sqrt(fan_in), as nn.Linear. The others are 0."""
+        """Draw the embedding from N(0, 1), qkv and up from U(-1, 1) / sqrt(fan_in), methods last. Others start at 0."""
         nn.init.normal_(self.embedding.weight)
         for block in self.blocks:
             for weight in (block.attention.qkv, block.mlp.up):

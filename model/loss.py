@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear head: three matmuls, one chunk of logits in memory, no float32 logits.
+"""Cross-entropy of a linear head: three matmuls, and one chunk of logits in memory, in the dtype of x.
 
 The gradient of a token's loss by its logits is softmax - onehot(target), known in the forward pass. So the forward pass
 computes the mean loss and its gradients, a chunk of tokens at a time. For each chunk, two more matmuls compute the
@@ -27,12 +27,12 @@ def mean_loss(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
     x and head are computed here and kept until the backward pass. There are no second derivatives.
     """
     if torch.is_grad_enabled():
-        return loss_op(x, head, targets, None)[0]
+        return loss_and_grads(x, head, targets, None)[0]
     return token_losses(x, head, targets).mean()
 
 
 @torch.library.custom_op("scale_invariant::loss_and_gradients", mutates_args=())
-def loss_op(x: Tensor, head: Tensor, targets: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def loss_and_grads(x: Tensor, head: Tensor, targets: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return the mean loss, and the gradients of sum_i weights_i loss_i by x and head. weights (N,); None: all 1."""
     losses, dx, dhead = empty_losses(x), x.new_empty(x.shape), torch.zeros_like(head)
     head, targets = head.to(x.dtype), targets.contiguous()
@@ -113,7 +113,7 @@ def compiled_cross_entropy(device: torch.device) -> Callable:
 # ---- autograd --------------------------------------------------------------------------------------------------------
 
 
-@loss_op.register_fake
+@loss_and_grads.register_fake
 def _(x, head, targets, weights=None):
     return x.new_empty((), dtype=torch.float32), x.new_empty(x.shape), torch.empty_like(head)
 
@@ -140,8 +140,8 @@ def save_inputs(ctx, inputs, output):
 
 
 def weigh_gradients(ctx, dlosses):
-    return *loss_op(*ctx.saved_tensors, dlosses)[1:], None
+    return *loss_and_grads(*ctx.saved_tensors, dlosses)[1:], None
 
 
-loss_op.register_autograd(scale_gradients, setup_context=save_gradients)
+loss_and_grads.register_autograd(scale_gradients, setup_context=save_gradients)
 token_losses.register_autograd(weigh_gradients, setup_context=save_inputs)

@@ -63,7 +63,7 @@ class Muon(torch.optim.Optimizer):
         p  -= lr sqrt(max(1, rows / cols)) NewtonSchulz(g + mu buf)
 
     Matrices of one shape, up to transposition, are orthogonalised together. If transposed matrices share a bank, its
-    attribute `lr_scale`, a tensor (n, 1, 1), holds the square root of each matrix. A step changes nothing while the
+    attribute `lr_scale` (n, 1, 1) holds sqrt(max(1, rows / cols)) of each matrix. A step changes nothing while the
     optimizer's `found_inf`, a 0-D tensor, is not 0, as with PyTorch's fused optimizers.
 
     compile: compile `update`, once for each shape of matrix

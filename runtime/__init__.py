@@ -1,1 +1,1 @@
-"""What keeps a run alive: processes, run folder and lock, checkpoints, metrics and their mirror, the device's peak."""
+"""Processes, run folder, checkpoints, signals, log, metrics, validation and FLOP counts of a run."""

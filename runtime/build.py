@@ -89,7 +89,7 @@ def open_text(config: Config, world: World) -> tuple[TokenStream, TokenStream]:
 
 
 def plan_attention(config: Config, model: GPT, world: World) -> dict[int, Plans]:
-    """Return the plans of attention by training length, one per layer. All ranks call this.
+    """Return the plans of attention by training length, as GPT.plan returns them. All ranks call this.
 
     Raise UserError on all ranks if a rank cannot use any allowed backend, or if the ranks' backends differ.
     """

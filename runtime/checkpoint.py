@@ -25,7 +25,7 @@ class Progress:
 
     step: int = 0  # completed optimizer steps
     first_token: int = 0  # position of step 0 in the training text; more than 0 after --init_from
-    seconds: float = 0.0  # training time, without validations, checkpoints and the first step of each length
+    seconds: float = 0.0  # training time, without validations, checkpoints and each process's first step of a length
     skipped: int = 0  # steps without an update, because loss or gradients were not finite
     wandb_id: str | None = None
     rng: list[dict] = dataclasses.field(default_factory=list)  # state of the random generators, by rank

@@ -56,7 +56,7 @@ def copy_sequences(stream: TokenStream, gap: int, vocab_size: int) -> np.ndarray
 
 
 @torch.inference_mode()
-def token_losses(
+def losses_over_ranks(
     model: GPT, plan: Plans, inputs: np.ndarray, targets: np.ndarray, micro_batch_tokens: int, world: World,
     before_batch: Callable[[], None] = lambda: None, positions: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
@@ -95,7 +95,7 @@ def measure_copy_gain(
         sequences = copy_sequences(stream, gap, vocab_size).reshape(len(KINDS) * SPANS, -1)
         positions, plan = torch.cat([first_copy, first_copy + SPAN + gap]), plans[copy_length(gap)]
         batch = sequences, np.roll(sequences, -1, axis=1)
-        by_token = token_losses(model, plan, *batch, micro_batch_tokens, world, before_batch, positions)
+        by_token = losses_over_ranks(model, plan, *batch, micro_batch_tokens, world, before_batch, positions)
         losses = by_token.unflatten(1, (2, -1)).mean(dim=2)  # of each copy
         for kind, copy_losses in zip(KINDS, losses.split(SPANS)):  # (48, 2)
             gains = copy_losses[:, 0] - copy_losses[:, 1]

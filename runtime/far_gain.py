@@ -19,7 +19,7 @@ import torch
 from data.shards import TokenStream
 from errors import require
 from model.gpt import GPT, Plans
-from runtime.copy_gain import token_losses
+from runtime.copy_gain import losses_over_ranks
 from runtime.processes import World
 
 RATIO = 16  # training lengths in a window
@@ -70,8 +70,8 @@ def measure_far_gain(
     tokens = far_windows(stream, windows, T, vocab_size)
     classes = torch.from_numpy(np.stack([classify(window, T) for window in tokens]))  # (windows, T / 4)
     losses = torch.stack([  # position t predicts token t + 1
-        token_losses(model, plans[n], tokens[:, -n:], np.roll(tokens[:, -n:], -1, axis=1), micro_batch_tokens, world,
-                     before_batch, torch.arange(n - num_targets - 1, n - 1))
+        losses_over_ranks(model, plans[n], tokens[:, -n:], np.roll(tokens[:, -n:], -1, axis=1), micro_batch_tokens,
+                          world, before_batch, torch.arange(n - num_targets - 1, n - 1))
         for n in (T, RATIO * T)
     ])  # (2, windows, T / 4)  # fmt: skip
     result = {name: {} for name in ("far_loss", "far_gain", "far_gain_error", "far_tokens")}

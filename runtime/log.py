@@ -25,7 +25,7 @@ SECONDS_A_LINE = 10  # of training, between lines of log.txt
 
 
 class RunLog:
-    """Writes the log and the metrics of a run on rank 0. The other ranks only count.
+    """Writes the log and the metrics of a run on rank 0. The other ranks only count seconds and skipped steps.
 
     The device must not wait for the host. So `step` starts to copy a step's numbers to the host, and the next call of
     `step` or `flush` writes them.
@@ -59,7 +59,7 @@ class RunLog:
     def print(self, text: str):
         """Write one or more lines to the console and to log.txt."""
         if self.folder is not None:
-            print(text, flush=True)  # without flush, the NAME.log of a killed run would lack its last lines
+            print(text, flush=True)  # without flush, a killed run of a sweep would lose its last lines of NAME.log
             self.folder.log(text)
 
     def restart_clock(self):

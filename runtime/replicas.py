@@ -24,7 +24,7 @@ def checksum(tensor: Tensor) -> Tensor:
 def differing_ranks(optimizers: Optimizers, world: World) -> list[int]:
     """Return the ranks whose parameters differ from the majority. All ranks call this.
 
-    Every share exists once per rank, and its owner has a second, working copy. That copy breaks a tie of two ranks.
+    Each rank has every shard. A shard's owner has a second copy, which it updates. It breaks a tie of two ranks.
     """
     copies, working = [], []  # checksums on this rank
     for bucket in optimizers.all_buckets():
@@ -32,9 +32,9 @@ def differing_ranks(optimizers: Optimizers, world: World) -> list[int]:
         working.append(checksum(bucket.shard))
     sums = world.gather(torch.stack(copies + working).tolist())
     wrong = set()
-    for share in range(len(copies)):
-        bucket, owner = divmod(share, world.world_size)
-        votes = [(rank, sums[rank][share]) for rank in range(world.world_size)]
+    for shard in range(len(copies)):
+        bucket, owner = divmod(shard, world.world_size)
+        votes = [(rank, sums[rank][shard]) for rank in range(world.world_size)]
         votes.append((owner, sums[owner][len(copies) + bucket]))
         (right, _), *_ = Counter(value for _, value in votes).most_common()
         wrong |= {rank for rank, value in votes if value != right}

@@ -104,7 +104,7 @@ class Run:
             self.log.print(f"{path} is damaged, so the run continues from {checkpoint.name}.")
         if self.progress.step:
             self.log.print(f"resumed at step {self.progress.step}")
-        self.saved_step = self.progress.step if config.steps or not config.init_from else -1  # saves calibrated weights
+        self.saved_step = self.progress.step if config.steps or not config.init_from else -1  # -1: saves step 0
         return self.progress.step
 
     def save_or_stop(self, step: int) -> bool:
@@ -126,7 +126,7 @@ class Run:
 
         If they are not finite and on_nonfinite is "stop", a later call ends the run.
         """
-        if not self.stop.can_save:  # The compiler has left half a million objects, and a full collection takes 0.5 s.
+        if not self.stop.can_save:  # freeze the compiler's objects, else a collection takes 0.5 s more
             gc.collect()
             gc.freeze()
         self.stop.can_save = True
@@ -278,7 +278,7 @@ class Run:
         same = state.get("tokenizer") in (None, self.data["tokenizer"])
         require(same, f"{checkpoint} was trained with another tokenizer than {self.config.data_dir} has.")
         own, weights = self.model.state_dict(), state["model"]
-        for name in [name for name in weights if ".method." in name]:  # another method may have the same name for it
+        for name in [name for name in weights if ".method." in name]:  # methods can share a name but not its shape
             if name in own and weights[name].shape != own[name].shape:
                 del weights[name]
         missing, _ = self.model.load_state_dict(weights, strict=False)

@@ -17,7 +17,7 @@ class RunFolder:
 
     config.json    configuration, with all fields
     data.json      fingerprints of training and validation text, tokenizer, training tokens (all, distinct)
-    log.txt        versions, commit, the program's source code, and all lines that the run printed
+    log.txt        versions, commit, source code of train_gpt.py, model/ and optim/, and all lines that the run printed
     metrics.jsonl  one record a line (runtime/metrics.py)
     summary.json   results; written last, so its presence marks a finished run
     checkpoints/   step_000500.pt ... (runtime/checkpoint.py)

@@ -59,7 +59,7 @@ class StopRequest:
                     process.kill()
             if second_ctrl_c:
                 os._exit(130)  # 128 + SIGINT, as in shells
-            os.write(2, f"{self.signal_name}: stopped before the first step, so no checkpoint was saved\n".encode())
+            os.write(2, f"{self.signal_name}: this process had finished no step, so it saved no checkpoint\n".encode())
             os._exit(exit_code())
 
     def is_set(self, world: World) -> bool:

@@ -1,4 +1,4 @@
-"""Measures validation losses by length, by position and by validation method, and copy gain."""
+"""Measures validation losses by length and position, copy gain and far gain, also as the methods of validate_as."""
 
 import math
 import time
@@ -15,7 +15,7 @@ from model.gpt import GPT, Plans
 from model.methods import make_alternative
 from model.methods.base import Method
 from runtime.build import uncompiled
-from runtime.copy_gain import copy_length, measure_copy_gain, token_losses
+from runtime.copy_gain import copy_length, losses_over_ranks, measure_copy_gain
 from runtime.far_gain import RATIO, measure_far_gain
 from runtime.processes import World
 
@@ -69,8 +69,8 @@ class Validation:
         """Return val_loss and val_tokens by length, val_loss_by_position, and val_loss_as.
 
         val_loss: mean loss in nats a token on the first tokens of the text. val_loss_as: the same by method of
-        validate_as; left out if there is none. by_block: add val_loss_by_block, the losses of equal parts of the text,
-        as many as are whole sequences at every length. Their spread tells how far the loss depends on the text.
+        validate_as; left out if there is none. by_block: add val_loss_by_block, the losses of equal parts of the text:
+        the most parts that have whole sequences at every length. Their spread shows how much the text matters.
         """
         first, *others = self.plans
         measured = {n: self.mean_losses(self.plans[first][n], n, tokens) for n, tokens in tokens_by_length.items()}
@@ -131,7 +131,7 @@ class Validation:
         text = self.text.read(0, tokens + 1, self.config.vocab_size)
         batch = text[:-1].reshape(-1, length), text[1:].reshape(-1, length)
         size = self.config.micro_batch_tokens
-        losses = token_losses(self.model, plan, *batch, size, self.world, self.stop_if_asked)
+        losses = losses_over_ranks(self.model, plan, *batch, size, self.world, self.stop_if_asked)
         return losses.mean(dim=0), losses.mean(dim=1)
 
 

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from configs.config import NOT_MATHEMATICS
+from configs.config import NOT_HASHED
 from configs.presets import PRESETS, preset
 from data.shards import read_manifest
 from errors import exit_on_user_error, require
@@ -50,7 +50,7 @@ def make_line(stored: StoredRun) -> dict:
     require(not stored.problems, "; ".join(stored.problems))
     require(stored.summary, f"{stored.path} is not finished. Train it to its end first.")
     config, summary = stored.config, stored.summary
-    fields = [field for field in vars(config) if field in TABLED or field not in {*TOP_LEVEL, *NOT_MATHEMATICS}]
+    fields = [field for field in vars(config) if field in TABLED or field not in {*TOP_LEVEL, *NOT_HASHED}]
     nearest = min(PRESETS, key=lambda name: sum(getattr(preset(name), f) != getattr(config, f) for f in fields))
     changes = {f: getattr(config, f) for f in fields if getattr(config, f) != getattr(preset(nearest), f)}
     line = {"name": stored.path.name, "preset": nearest, "changes": changes}

@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None):
     parser.add_argument("--haystack", choices=["c4", "shards"], help=f"c4 (cached in {C4}), or the run's own shards")
     parser.add_argument("--steps", type=int, help="fine-tuning steps")
     parser.add_argument("--sequences", type=int, help="sequences per step (paper: 64)")
-    parser.add_argument("--curriculum", type=int, help="tokens per prompt in the first half of the steps (0: off)")
+    parser.add_argument("--curriculum", type=int, help="tokens per sequence in the first half of the steps (0: off)")
     parser.add_argument("--examples", type=int, help="scored prompts per length")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--compile", default="auto", choices=["auto", "on", "off"])

@@ -9,7 +9,7 @@ from commands import exit_code
 from test_methods import NAMES, assert_refused
 
 from configs.command_line import read_config
-from configs.config import NOT_MATHEMATICS, Config, config_hash
+from configs.config import NOT_HASHED, Config, config_hash
 from configs.presets import PRESETS, preset
 from data.loader import micro_batch_size, rank_sequences
 from errors import did_you_mean
@@ -137,7 +137,7 @@ OTHER = dict(
 )
 
 
-MATHEMATICS = set("""
+HASHED = set("""
     seed init_from method method_options position_scale
     vocab_size num_layers num_heads model_dim train_length length_schedule batch_tokens
     steps schedule warmup_steps cooldown_steps muon_lr muon_momentum embedding_lr head_lr scalar_lr adam_betas adam_eps
@@ -145,7 +145,7 @@ MATHEMATICS = set("""
 
 
 def test_every_field_is_mathematics_or_not():
-    assert set(OTHER) == set(FIELDS) == MATHEMATICS | NOT_MATHEMATICS
+    assert set(OTHER) == set(FIELDS) == HASHED | NOT_HASHED
 
 
 def other_value(field):
@@ -156,11 +156,11 @@ def other_value(field):
 @pytest.mark.parametrize("field", FIELDS)
 def test_the_hash_changes_with_mathematics_alone(field):
     other = dataclasses.replace(Config(), **other_value(field))
-    assert (config_hash(other) == config_hash(Config())) == (field not in MATHEMATICS)
+    assert (config_hash(other) == config_hash(Config())) == (field not in HASHED)
 
 
 def test_the_hashes_of_single_changes_all_differ():
-    changed = [config_hash(dataclasses.replace(Config(), **other_value(field))) for field in MATHEMATICS]
+    changed = [config_hash(dataclasses.replace(Config(), **other_value(field))) for field in HASHED]
     assert len(set(changed)) == len(changed)
 
 

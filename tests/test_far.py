@@ -7,7 +7,7 @@ import pytest
 from test_beyond import assert_primary_comparisons
 from test_reproduce import call, cells_of, is_figure, write_run  # noqa: F401
 
-from configs.sweeps import OURS, sweep
+from configs.sweeps import SI, sweep
 from scripts.reproduce.beyond import FAST
 from scripts.reproduce.far import time_to_copy
 from scripts.shared.looks import series_label
@@ -16,7 +16,7 @@ from scripts.shared.tables import mean_and_stderr
 pytestmark = pytest.mark.slow
 
 # M tokens, of seed 0; the others do not copy
-BEGINS = {OURS: 1.5, "logn_p_rope": 0.8, "alibi slope_scale=4": 2.2, FAST: 1.1}
+BEGINS = {SI: 1.5, "logn_p_rope": 0.8, "alibi slope_scale=4": 2.2, FAST: 1.1}
 BLOCKS = 16
 
 
@@ -76,13 +76,13 @@ def test_far_compares_runs_that_copy(tmp_path, call):  # noqa: F811
     assert code == 0 and all(is_figure(tmp_path / "out" / "figures" / name) for name in ("far", "far_time"))
     copies = cells_of(next(part for part in output.out.split("\n\n") if "seeds that copy" in part))
     assert copies["RoPE"][:2] == ["0 of 3", "not"] and copies["LogN+p-RoPE"][:2] == ["3 of 3", "1.0 (0.8 to 1.2)"]
-    mean, stderr = mean_and_stderr([values[OURS, seed]["far"] for seed in range(3)])
+    mean, stderr = mean_and_stderr([values[SI, seed]["far"] for seed in range(3)])
     assert copies["Scale-invariant p-RoPE"][2] == f"{mean:.3f} ± {stderr:.3f}"
 
     late = cells_of(next(part for part in output.out.split("\n\n") if "from position 256 on" in part))
     for column, length in enumerate((512, 2048, 8192), start=1):
         # Octave k > 0 has the positions 2^(k-1) .. 2^k - 1, so a position has octave bit_length().
-        positions = [values[OURS, seed]["octaves"][str(length)] for seed in range(3)]
+        positions = [values[SI, seed]["octaves"][str(length)] for seed in range(3)]
         means = [np.mean([octaves[i.bit_length()] for i in range(256, length)]) for octaves in positions]
         mean, stderr = mean_and_stderr(means)
         assert late["Scale-invariant p-RoPE"][column].strip("*") == f"{mean:.3f} ± {stderr:.3f}"
@@ -90,21 +90,21 @@ def test_far_compares_runs_that_copy(tmp_path, call):  # noqa: F811
     budget, expected = 3072 * 2048 / 1e6, []
     rivals = ("rope", "logn_p_rope", "alibi slope_scale=4")
     for rival in rivals:
-        times = [begins(OURS, seed) - (begins(rival, seed) or budget) for seed in range(3)]
+        times = [begins(SI, seed) - (begins(rival, seed) or budget) for seed in range(3)]
         expected.append((rival, "time to copy, M tokens", times))
     labels = {512: "loss, 512 tokens (1x)", 8192: "loss, 8192 tokens (16x)", "far": "far gain, class far"}
     for key, label in labels.items():
         for rival in rivals[1:]:  # RoPE does not copy
-            differences = [values[OURS, seed][key] - values[rival, seed][key] for seed in range(3)]
+            differences = [values[SI, seed][key] - values[rival, seed][key] for seed in range(3)]
             expected.append((rival, label, differences))
     assert_primary_comparisons(output.out, expected, left_out=3)  # loss and far gain against RoPE
     expected = [(rival, labels[key], [values[FAST, seed][key] - values[rival, seed][key] for seed in range(3)])
-                for key in (8192, "far") for rival in (OURS, *rivals[1:])]  # fmt: skip
+                for key in (8192, "far") for rival in (SI, *rivals[1:])]  # fmt: skip
     assert_primary_comparisons(output.out, expected, left_out=2, title="Fast at far")  # BAM does not copy
 
     section = output.out.split("### Primary comparisons")[1]
     cells = cells_of(section.split("blocks of the validation text")[1])["LogN+p-RoPE"]
-    pairs = [[values[series, seed]["blocks"][8192].reshape(BLOCKS, -1).mean(axis=1) for series in (OURS, "logn_p_rope")]
+    pairs = [[values[series, seed]["blocks"][8192].reshape(BLOCKS, -1).mean(axis=1) for series in (SI, "logn_p_rope")]
              for seed in range(3)]  # fmt: skip
     difference = np.mean([ours - logn for ours, logn in pairs], axis=0)
     mean, error = map(float, cells[1].split(" ± "))

@@ -135,7 +135,7 @@ def test_the_operators_match_their_declaration_to_torch(dtype):
     x, head, targets = make(20, 5, 11, dtype)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     for weights in (None, random(20, seed=9).float()):
-        torch.library.opcheck(loss.loss_op, (x, head, targets, weights), test_utils=tests)
+        torch.library.opcheck(loss.loss_and_grads, (x, head, targets, weights), test_utils=tests)
     torch.library.opcheck(loss.token_losses, (x, head, targets), test_utils=tests)
 
 

@@ -4,7 +4,7 @@ import collections
 import math
 import re
 
-from configs.sweeps import OURS
+from configs.sweeps import SI
 from runtime.flops import training_flops_per_token
 from scripts.reproduce.comparisons import paired_rows, paired_section, primary_comparisons
 from scripts.reproduce.drawing import Panel, draw_panels, row_lines
@@ -24,21 +24,21 @@ LEARNED = math.inf  # stands for tau in runs where every head learns its tau
 # Parameters that a head can learn (model/methods/scale_invariant.py), with the function from parameter to shown value.
 PARAMETERS = dict(log_tau=math.exp, gain=float)
 GAP_RATIOS = (0.5, 2, 4, 8)  # tokens between two copies / training length
-MOMENTS, BOTH = f"{OURS} learn_moments=True", f"{OURS} base=64 learn_moments=True"
-FITTED = [f"{OURS} base=64", "rope base=625", "logn_p_rope base=64"]
-FAST, FAST_MOMENTS = f"{OURS} form=barbero share=0.25", f"{OURS} form=barbero learn_moments=True share=0.25"
+MOMENTS, BOTH = f"{SI} learn_moments=True", f"{SI} base=64 learn_moments=True"
+FITTED = [f"{SI} base=64", "rope base=625", "logn_p_rope base=64"]
+FAST, FAST_MOMENTS = f"{SI} form=barbero share=0.25", f"{SI} form=barbero learn_moments=True share=0.25"
 XSA = "p_rope+scale_invariant+xsa form=barbero share=0.25"
 ALIBI, KNOWN = "alibi slope_scale=4", "Seeds known before are left out."
 # Tests of `taught` fixed after the first, before their own runs: series, rivals, gap / length, seeds left out, note.
 LATER_TESTS = {
     "fitted rotation": (FITTED[0], [*FITTED[1:], ALIBI], 4, [], "ALiBi has the slopes as above."),
-    "learned moments": (MOMENTS, [OURS, "logn_p_rope", ALIBI, "yarn"], 2, [0], KNOWN),
+    "learned moments": (MOMENTS, [SI, "logn_p_rope", ALIBI, "yarn"], 2, [0], KNOWN),
     "both": (BOTH, [*FITTED, ALIBI, "yarn", "yarn base=625"], 4, [], "Two seeds of fitted rotation were known."),
     "fast rotation": (FAST, ["rope", "logn_p_rope", ALIBI, "yarn"], 4, [0], KNOWN),
     "fast and moments": (FAST_MOMENTS, [BOTH, "logn_p_rope base=64", ALIBI, "yarn"], 4, [0, 1], KNOWN),
     "xsa": (XSA, [FAST], 4, [0], KNOWN),
 }
-DRAWN = ("rope", "p_rope", "logn_p_rope", "alibi", OURS, FAST)  # and ALiBi with other slopes
+DRAWN = ("rope", "p_rope", "logn_p_rope", "alibi", SI, FAST)  # and ALiBi with other slopes
 
 
 def tau_by_length(study: Study) -> str:
@@ -167,7 +167,7 @@ def reach_tables(study: Study, losses: dict, gains: dict, gap_ratios: tuple) -> 
 
 def drawn_styles(study: Study) -> dict[str, dict]:
     """Return plot_styles of the series that the figures show."""
-    drawn = ["rope", "logn_p_rope", FITTED[2], OURS, FAST] if study.item == "taught" else DRAWN
+    drawn = ["rope", "logn_p_rope", FITTED[2], SI, FAST] if study.item == "taught" else DRAWN
     return plot_styles([s for s in study.all_series if s in drawn or s.startswith("alibi slope_scale=")])
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats
 
-from configs.sweeps import OURS
+from configs.sweeps import SI
 from scripts.reproduce.study import BySeed, Study, at
 from scripts.shared.looks import series_name
 from scripts.shared.tables import markdown_table, mean_and_stderr, pivot_table
@@ -146,7 +146,7 @@ def primary_rows(study: Study, losses: dict, measures: dict[str, dict[str, BySee
     """
     alibis = {series: statistics.fmean(by_seed.values()) for series, by_seed in at(losses, study.base_length).items()
               if series.split(" ")[0] == "alibi"}  # fmt: skip
-    return paired_rows(OURS, ["rope", "logn_p_rope", *([min(alibis, key=alibis.get)] if alibis else [])], measures)
+    return paired_rows(SI, ["rope", "logn_p_rope", *([min(alibis, key=alibis.get)] if alibis else [])], measures)
 
 
 def paired_rows(
@@ -178,7 +178,7 @@ def primary_comparisons(study: Study, losses: dict, measures: dict[str, dict[str
     rows = primary_rows(study, losses, measures)
     note = f"ALiBi has the slopes with the lowest mean loss at {study.base_length}. These comparisons were fixed "
     note += "before the first run. All others are exploratory."
-    return paired_section("### Primary comparisons", OURS, rows, unit, note)
+    return paired_section("### Primary comparisons", SI, rows, unit, note)
 
 
 def paired_section(title: str, ours: str, rows: list[dict], unit: str, note: str) -> list[str]:

@@ -10,7 +10,7 @@ import statistics
 import numpy as np
 from scipy import stats
 
-from configs.sweeps import OURS
+from configs.sweeps import SI
 from runtime.far_gain import CLASSES
 from scripts.reproduce.beyond import ALIBI, FAST, XSA, draw_reach, drawn_styles, reach_tables
 from scripts.reproduce.comparisons import paired_rows, paired_section, primary_comparisons
@@ -25,7 +25,7 @@ THRESHOLD = 1.0  # nats
 GAP_RATIOS = (1 / 8, 1 / 2, 2, 8)
 MILLION = 1e6
 # Tests fixed after the first, before their own runs: series and rivals.
-LATER_TESTS = {"fast at far": (FAST, [OURS, "logn_p_rope", ALIBI, "bam_ssmax"]), "xsa at far": (XSA, [FAST])}
+LATER_TESTS = {"fast at far": (FAST, [SI, "logn_p_rope", ALIBI, "bam_ssmax"]), "xsa at far": (XSA, [FAST])}
 
 
 def far(study: Study) -> str:
@@ -140,15 +140,15 @@ def text_errors(study: Study) -> list[str]:
     for length in (study.base_length, 16 * study.base_length):
         losses = of_copying(at(blocks, str(length)), times)
         for series in study.all_series:
-            ours, others = losses.get(OURS, {}), losses.get(series, {})
-            if series != OURS and (seeds := sorted(ours.keys() & others.keys())):
+            ours, others = losses.get(SI, {}), losses.get(series, {})
+            if series != SI and (seeds := sorted(ours.keys() & others.keys())):
                 difference = np.mean([np.subtract(ours[seed], others[seed]) for seed in seeds], axis=0)  # (blocks,)
                 error = stats.bootstrap((difference,), np.mean, method="basic", rng=0).standard_error
                 cell = f"{difference.mean():+.3f} \u00b1 {error:.3f}"
                 lines.append([series_name(series), str(length), cell, str(len(seeds))])
     if not lines:
         return []
-    text = f"Error from the text: {series_name(OURS)} minus each method, mean over seeds \u00b1 bootstrap error over "
+    text = f"Error from the text: {series_name(SI)} minus each method, mean over seeds \u00b1 bootstrap error over "
     text += f"{len(difference)} blocks of the validation text, of runs that copy."
     return [text, markdown_table([["minus", "tokens", "difference", "seeds"], *lines])]
 

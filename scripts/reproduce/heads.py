@@ -9,7 +9,7 @@ copy of a random span, to the token that followed in the first copy.
 import torch
 from torch import Tensor
 
-from configs.sweeps import OURS
+from configs.sweeps import SI
 from model.attention.reference import attention_logits, probabilities
 from model.gpt import GPT
 from model.scores import iterate_layers
@@ -22,7 +22,7 @@ from scripts.reproduce.study import Study
 from scripts.shared.looks import plot_styles, series_label, series_name
 from scripts.shared.tables import markdown_table
 
-METHODS = ("rope", "logn_p_rope", "alibi slope_scale=4", OURS)
+METHODS = ("rope", "logn_p_rope", "alibi slope_scale=4", SI)
 GAP = 64  # tokens between the copies
 FORMED = 0.3  # score at which the table calls a head formed
 

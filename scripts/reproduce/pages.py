@@ -30,7 +30,7 @@ import re
 import string
 from pathlib import Path
 
-from configs.sweeps import OURS
+from configs.sweeps import SI
 from errors import require
 from files import replace_text
 from scripts.reproduce import beyond, far
@@ -100,7 +100,7 @@ def p_values() -> dict[str, float]:
     for place in ("mini", "prose"):
         study = open_study("table_losses", "mini", place)
         losses, lengths = read_losses(study)
-        for row in differences(losses, OURS, lengths, trained_methods(study)):
+        for row in differences(losses, SI, lengths, trained_methods(study)):
             found[f"p loss {place} {row['length']} {row['series']}"] = row["p_holm"]
     for place, item in (("taught", beyond), ("far", far)):
         study = open_study(place, place, place)

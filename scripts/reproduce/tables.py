@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from configs.presets import preset
-from configs.sweeps import OURS, SCALES, TAU
+from configs.sweeps import SCALES, SI, TAU
 from scripts.continue_pretraining import NOT_TRAINED, PAPER, PAPER_MODEL
 from scripts.reproduce.comparisons import compare
 from scripts.reproduce.study import Study, abbreviate_length, samples
@@ -36,8 +36,8 @@ def reference_of(study: Study) -> str:
 
     Studies beyond the paper change one option at a time from a tau that scales with the training length.
     """
-    scaled = f"{OURS} tau={plain_number(TAU * preset(SCALES[study.scale].base).position_scale)}"
-    return scaled if study.item != "table_losses" and scaled in study.all_series else OURS
+    scaled = f"{SI} tau={plain_number(TAU * preset(SCALES[study.scale].base).position_scale)}"
+    return scaled if study.item != "table_losses" and scaled in study.all_series else SI
 
 
 def read_losses(study: Study) -> tuple[dict, list[int]]:

@@ -35,7 +35,7 @@ class StoredRun:
 
     @functools.cached_property
     def identity(self) -> str | None:
-        """Return the hash of the fields that change the mathematics."""
+        """Return the hash of the fields that change the losses."""
         return self.config and config_hash(self.config)
 
     @property
@@ -197,7 +197,7 @@ def data_fingerprint(config: Config) -> str | None:
 
 
 def find_stored(run: Run, stored_runs: list[StoredRun], data: str | None = None) -> StoredRun | None:
-    """Return the stored run with the same mathematics, under any name. A finished run is preferred, then the same name.
+    """Return the stored run with the same hash, under any name. A finished run is preferred, then the same name.
 
     data: fingerprint of the training text. A stored run on another text does not count. None: any text.
     """
