@@ -178,9 +178,6 @@ class Config:
         """Return every length that the run trains at, shortest first."""
         return sorted({*self.length_schedule[::2], self.train_length})
 
-    def to_dict(self) -> dict:
-        return dataclasses.asdict(self)
-
 
 def check_fields(instance):
     """Raise ValueError for a field of a dataclass that is outside its limits."""
@@ -227,6 +224,6 @@ def config_hash(config: Config) -> str:
 
 def describe_differences(config: Config, stored: Config, extra_fields: Collection[str] = ()) -> str:
     """Return the fields that differ, with both values. Fields outside the hash count if in extra_fields."""
-    wanted, found = config.to_dict(), stored.to_dict()
+    wanted, found = vars(config), vars(stored)
     fields = [field for field in wanted if field not in NOT_HASHED or field in extra_fields]
     return ", ".join(f"{name} {found[name]}, not {wanted[name]}" for name in fields if wanted[name] != found[name])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from configs.config import NOT_HASHED, Config, check_fields, config_hash, setting, with_changes
 from configs.presets import preset
+from errors import require
 
 SET_BY_SWEEPS = ("name", "runs_dir", "resume")  # scripts/sweep names and resumes the runs
 
@@ -25,6 +26,7 @@ class Needle:
 
     def __post_init__(self):
         check_fields(self)
+        require(self.haystack in ("c4", "shards"), f"haystack {self.haystack!r} is unknown. Use c4 or shards.")
 
     def __str__(self) -> str:
         return " ".join(self.arguments)

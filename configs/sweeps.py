@@ -196,18 +196,8 @@ bam bam_ssmax wall p_rope+xsa p_rope+scale_invariant+xsa p_rope+log_offset p_rop
 """.split()
 
 
-def taught(scale: Scale) -> list[Run]:
-    """Return runs of models that are taught to copy: the primary methods first, one seed after the other."""
-    groups = itertools.product((TAUGHT_PRIMARY, TAUGHT_FITTED, TAUGHT_EXPLORATORY), scale.seeds)
-    return [run for cases, seed in groups for run in forms(scale.base, cases, (seed,))]
-
-
-def taught_rivals(scale: Scale) -> list[Run]:
-    """Return runs of methods of 2025 and 2026 at scale `taught`, beside the primary methods of sweep `taught`."""
-    cases = [(method, {}) for method in RIVALS_2026] + [(SI, {"skip_first": True})]
-    return [run for seed in scale.seeds for run in forms(scale.base, [*TAUGHT_PRIMARY, *cases], (seed,))]
-
-
+# Methods of 2025 and 2026, beside the primary methods of sweep `taught`.
+TAUGHT_RIVALS = [*TAUGHT_PRIMARY, *((method, {}) for method in RIVALS_2026), (SI, {"skip_first": True})]
 FAR_PRIMARY = [("rope", {}), ("logn_p_rope", {}), (SI, {}), ("alibi", {}), ("alibi", {"slope_scale": 4.0})]
 FAR_LATER = [("bam_ssmax", {}), (SI, FAST), ("p_rope+scale_invariant+xsa", FAST)]  # added after results at `taught`
 FAR_EXPLORATORY = [("p_rope", {}), (SI, {"terms": "m"}), (SI, {"terms": "a"}), (SI, {"tau": 2.5})]
@@ -215,10 +205,10 @@ FAR_EXPLORATORY += [(SI, {"tau": 40.0}), (NOPE, {}), ("rope", {"base": 500.0})]
 FAR_EXPLORATORY += [("p_rope+factor", {"factor": 2.0}), (SI, MOMENTS), (SI, FAST | MOMENTS)]
 
 
-def far(scale: Scale) -> list[Run]:
-    """Return runs on natural text alone: the primary methods first, one seed after the other."""
-    groups = itertools.product((FAR_PRIMARY, FAR_LATER, FAR_EXPLORATORY), scale.seeds)
-    return [run for cases, seed in groups for run in forms(scale.base, cases, (seed,))]
+def in_turn(scale: Scale, *groups: list[tuple[str, dict]]) -> list[Run]:
+    """Return the runs of groups of (method, options) cases: the first group first, one seed after the other."""
+    turns = itertools.product(groups, scale.seeds)
+    return [run for cases, seed in turns for run in forms(scale.base, cases, (seed,))]
 
 
 # ---- all sweeps ------------------------------------------------------------------------------------------------------
@@ -240,9 +230,9 @@ PAPER_SWEEPS = dict(
 SWEEPS = PAPER_SWEEPS | dict(
     tau_by_length=tau_by_length,
     scale_invariant_by_head=scale_invariant_by_head,
-    taught=taught,
-    taught_rivals=taught_rivals,
-    far=far,
+    taught=lambda scale: in_turn(scale, TAUGHT_PRIMARY, TAUGHT_FITTED, TAUGHT_EXPLORATORY),
+    taught_rivals=lambda scale: in_turn(scale, TAUGHT_RIVALS),
+    far=lambda scale: in_turn(scale, FAR_PRIMARY, FAR_LATER, FAR_EXPLORATORY),
     far_heads=lambda scale: forms(scale.base, FAR_PRIMARY, scale.once),
     table_rivals=table_rivals,
     needle_rivals=with_needle(table_rivals),

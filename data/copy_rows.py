@@ -31,19 +31,13 @@ def rows(text: np.ndarray, share: float, row_lengths: RowLengths, seed: int = SE
     longest = max(length for length, _ in row_lengths)
     require(len(text) >= longest, f"--row-tokens {longest}: the train text has {len(text)} tokens. Use more text.")
     rng = np.random.Generator(np.random.PCG64(seed))
-    remaining = list(row_lengths)
     position, natural_tokens = 0, 0  # tokens so far: in all rows, in rows of natural text
-    while natural_tokens < len(text):
-        length, end = remaining[0]
-        if position == end:
-            remaining.pop(0)
-        elif rng.random() < share:
-            yield np.resize(_draw_segment(text, length, rng), length)  # repeats the segment
-            position += length
-        else:
-            yield _draw_piece(text, length, rng)
-            natural_tokens += length
-            position += length
+    for length, end in row_lengths:
+        while position != end and natural_tokens < len(text):
+            is_copy = rng.random() < share
+            # np.resize repeats the segment
+            yield np.resize(_draw_segment(text, length, rng), length) if is_copy else _draw_piece(text, length, rng)
+            position, natural_tokens = position + length, natural_tokens + (not is_copy) * length
 
 
 def _draw_segment(text: np.ndarray, row_length: int, rng: np.random.Generator) -> np.ndarray:

@@ -21,11 +21,6 @@ from errors import require
 Batch = tuple[Tensor, Tensor]  # inputs and targets, both (micro_batch_size, length) int64
 
 
-def _host_tensor(tokens: np.ndarray, device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(tokens.astype(np.int64))
-    return tensor.pin_memory() if device.type == "cuda" else tensor
-
-
 # ---- training ----
 
 
@@ -94,9 +89,9 @@ class TrainLoader:
         share = rank_sequences(self._batch_tokens, length, self._rank, self._world_size)
         size = micro_batch_size(self._batch_tokens, length, self._micro_batch_tokens, self._world_size, self._rank)
         start = self._first_token + step * self._batch_tokens + share.start * length
-        tokens = self.stream.read(start, len(share) * length + 1, self._vocab_size)  # (share + 1,)
-        inputs, targets = (_host_tensor(part, self._device) for part in (tokens[:-1], tokens[1:]))
-        return inputs.view(-1, length), targets.view(-1, length), size  # (share, length)
+        tokens = self.stream.read(start, len(share) * length + 1, self._vocab_size).astype("int64")
+        batch = torch.from_numpy(np.stack([tokens[:-1], tokens[1:]])).view(2, -1, length)  # inputs and targets
+        return *(batch.pin_memory() if self._device.type == "cuda" else batch), size  # (share, length) each
 
     def __next__(self) -> list[Batch]:
         self._submit()

@@ -57,7 +57,7 @@ def shard_bytes(num_tokens: int) -> int:
 
 def read_header(path: Path) -> int:
     """Return the number of tokens in a shard. Raise ValueError if the file is not a complete, non-empty shard."""
-    header = np.fromfile(path, "<i4", count=3).tolist()
+    header = [*np.fromfile(path, "<i4", count=3).tolist(), 0]  # a file of 8 bytes has no number of tokens
     require(header[:2] == [MAGIC, VERSION], f"{path}: not a token shard of version {VERSION}. Prepare it again.")
     num_tokens = header[2]
     require(num_tokens > 0, f"{path}: has no tokens. Prepare it again.")
@@ -68,13 +68,9 @@ def read_header(path: Path) -> int:
 
 def describe_shard(path: Path) -> dict:
     """Return a shard's entry in the manifest, {"tokens", "max_token", "sha256"}. Raise ValueError for a bad shard."""
-    num_tokens, max_token, digest = read_header(path), 0, hashlib.sha256()
-    with open(path, "rb") as file:
-        digest.update(file.read(HEADER_BYTES))
-        while chunk := file.read(1 << 24):
-            digest.update(chunk)
-            max_token = max(max_token, int(np.frombuffer(chunk, TOKEN).max()))
-    return {"tokens": num_tokens, "max_token": max_token, "sha256": digest.hexdigest()}
+    num_tokens = read_header(path)
+    max_token = int(np.fromfile(path, TOKEN, offset=HEADER_BYTES).max())
+    return {"tokens": num_tokens, "max_token": max_token, "sha256": sha256_of(path)}
 
 
 # ---- manifest: {"tokenizer": name, "vocab_size": int, "files": {file name: describe_shard(file)}} ----
@@ -98,7 +94,7 @@ def tokenizer_of(data_dir: Path) -> str | None:
 
 
 def sha256_of(path: Path) -> str | None:
-    """Return the sha256 of a small file, or None if it does not exist."""
+    """Return the sha256 of a file, which is read at once, or None if it does not exist."""
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
 
 

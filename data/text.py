@@ -56,29 +56,25 @@ def find_files(inputs: Sequence[Path]) -> list[Path]:
 
 def read_documents(path: Path, field: str = "text") -> Iterator[str]:
     """Yield the documents of a file, stripped. Raise ValueError for a JSON line without a text in its field."""
+    opener = gzip.open if path.suffix == ".gz" else open
     try:
-        yield from _read_documents(path, field)
+        with opener(path, "rt", encoding="utf-8-sig", errors="replace", newline="\n") as file:
+            if not path.name.removesuffix(".gz").endswith((".json", ".jsonl")):
+                whole = file.read()  # a compressed or binary file, or one in UTF-16, has the character NUL
+                require("\0" not in whole, f"{path}: not a text in UTF-8. Convert it to .txt or .jsonl, perhaps .gz.")
+                yield from (text for part in SEPARATOR.split(whole) if (text := part.strip()))
+                return
+            for number, line in enumerate(file, 1):
+                try:
+                    text = json.loads(line)[field] if line.strip() else ""
+                    text = text.encode(errors="replace").decode().strip()  # JSON can have lone surrogates
+                except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+                    problem = f"{path}: line {number}: not a JSON object with a text in field {field!r}"
+                    raise UserError(f"{problem}. Choose a --field.") from error
+                if text:
+                    yield text
     except (EOFError, zlib.error) as error:
         raise UserError(f"{path}: cut off or damaged ({error}). Get the file again.") from error
-
-
-def _read_documents(path: Path, field: str) -> Iterator[str]:
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8-sig", errors="replace", newline="\n") as file:
-        if not path.name.removesuffix(".gz").endswith((".json", ".jsonl")):
-            whole = file.read()  # a compressed or binary file, or one in UTF-16, has the character NUL
-            require("\0" not in whole, f"{path}: not a text in UTF-8. Convert it to .txt or .jsonl, perhaps as .gz.")
-            yield from (text for part in SEPARATOR.split(whole) if (text := part.strip()))
-            return
-        for number, line in enumerate(file, 1):
-            try:
-                text = json.loads(line)[field] if line.strip() else ""
-                text = text.encode(errors="replace").decode().strip()  # JSON can have lone surrogates
-            except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-                problem = f"{path}: line {number}: not a JSON object with a text in field {field!r}"
-                raise UserError(f"{problem}. Choose a --field.") from error
-            if text:
-                yield text
 
 
 def split_documents(documents: Iterable[str], val_fraction: float) -> dict[str, list[str]]:
@@ -132,6 +128,8 @@ def prepare(
     files = find_files(inputs)
     bpe = re.fullmatch(r"bpe:(\d+)", tokenizer)
     tok = None if bpe else load_tokenizer(tokenizer)  # raises errors before all text is read
+    size = int(bpe[1]) if bpe else tok.vocab_size
+    require(size <= 2**16, f"--tokenizer {tokenizer}: {size} tokens do not fit shards of uint16. Use at most {2**16}.")
     documents = itertools.chain.from_iterable(read_documents(file, field) for file in files)
     splits = split_documents(tqdm(documents, "reading", unit="doc", disable=None), val_fraction)
 
@@ -140,10 +138,10 @@ def prepare(
         (out / TOKENIZER_CONFIG).unlink(missing_ok=True)  # of a tokenizer that was here before
         train_bpe(splits["train"], int(bpe[1]), out / TOKENIZER_FILE)
         tok = load_tokenizer(out / TOKENIZER_FILE)
-    elif tok.name == TOKENIZER_FILE and tok.file.parent.resolve() != out.resolve():
+    elif tok.name == TOKENIZER_FILE and tok.file.resolve() != (out / TOKENIZER_FILE).resolve():
         shutil.copyfile(tok.file, out / TOKENIZER_FILE)
         config = tok.file.with_name(TOKENIZER_CONFIG)
-        if config.exists():
+        if config.exists() and config.parent.resolve() != out.resolve():
             shutil.copyfile(config, out / TOKENIZER_CONFIG)
     with ShardWriter(out, name, tokenizer=tok.name, vocab_size=tok.vocab_size, shard_tokens=shard_tokens) as writer:
         for split, texts in splits.items():

@@ -146,7 +146,7 @@ class GPT(nn.Module):
 
         method: another method to run these weights with, which must train identically (make_alternative).
         """
-        methods = [method] if method else self.methods
+        methods = [method.to(self.head.device)] if method else self.methods
         plans = {}
         for layer_method in methods:
             plans[layer_method.name] = plans.get(layer_method.name) or make_plan(

@@ -140,8 +140,12 @@ class Optimizers:
         """Sum and shard the gradients. Return this rank's part of the squared norm of all gradients."""
         for bucket in self.sharded_buckets():
             bucket.reduce_gradients()
-        gradients = [b.shard.grad for b in self.all_buckets() if b.shard.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients).square()
+        shards = [bucket.shard for bucket in self.all_buckets()]
+        for shard in shards:
+            if shard.grad is None:  # as in a run with several ranks
+                shard.grad = torch.zeros_like(shard)
+        norms = torch._foreach_norm([shard.grad for shard in shards], dtype=torch.float32)
+        return torch.linalg.vector_norm(torch.stack(norms)).square()
 
     @torch.no_grad()
     def step(self, lr_factor: float, finite: Tensor) -> None:
@@ -187,14 +191,12 @@ class Optimizers:
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict) -> None:
         for name, group in self.groups.items():
-            state = {p: state_dict[name]["state"].get(i, {}) for i, p in enumerate(group.params)}
+            state = {p: state_dict[name]["state"].get(i, {}) for i, p in enumerate(group.params)}  # {}: no step yet
             for bucket in self.buckets[name]:
                 shard_state = self.optimizers[name].state[bucket.shard]
-                # With one rank, a parameter that never had a gradient has no state. Its moments are 0.
-                for key, value in {key: value for p in bucket.params for key, value in state[p].items()}.items():
+                for key, value in state[bucket.params[0]].items():
                     if value.dim() > 0:
-                        values = [state[p].get(key, torch.zeros_like(p)).to(p.device) for p in bucket.params]
-                        value = bucket.shard_of(values)
+                        value = bucket.shard_of([state[p][key].to(p.device) for p in bucket.params])
                     shard_state[key] = value.to(bucket.shard.device, copy=True)
 
     @torch.no_grad()

@@ -40,16 +40,10 @@ def build_model(config: Config, dtype: torch.dtype) -> GPT:
     Raise ValueError for an unknown attention method or option.
     """
     return GPT(
-        vocab_size=config.vocab_size,
-        num_layers=config.num_layers,
-        num_heads=config.num_heads,
-        model_dim=config.model_dim,
-        train_length=config.train_length,
-        method=config.method,
-        method_options=config.method_options,
-        position_scale=config.position_scale,
-        dtype=dtype,
-    )
+        vocab_size=config.vocab_size, num_layers=config.num_layers, num_heads=config.num_heads,
+        model_dim=config.model_dim, train_length=config.train_length, method=config.method,
+        method_options=config.method_options, position_scale=config.position_scale, dtype=dtype,
+    )  # fmt: skip
 
 
 def calibration_tokens(config: Config, text: TokenStream, first_token: int = 0) -> torch.Tensor:
@@ -62,14 +56,9 @@ def calibration_tokens(config: Config, text: TokenStream, first_token: int = 0) 
 def layer_methods(config: Config) -> list[Method]:
     """Return each layer's attention method, with new parameters. Raise ValueError for an unknown method."""
     return make_layers(
-        config.method,
-        config.num_layers,
-        num_heads=config.num_heads,
-        head_dim=config.model_dim // config.num_heads,
-        train_length=config.train_length,
-        position_scale=config.position_scale,
-        options=config.method_options,
-    )
+        config.method, config.num_layers, num_heads=config.num_heads, head_dim=config.model_dim // config.num_heads,
+        train_length=config.train_length, position_scale=config.position_scale, options=config.method_options,
+    )  # fmt: skip
 
 
 def open_text(config: Config, world: World) -> tuple[TokenStream, TokenStream]:

@@ -43,16 +43,13 @@ def copy_sequences(stream: TokenStream, gap: int, vocab_size: int) -> np.ndarray
     starts = generator.integers(size, size=SPANS)  # of the fillers; after the stream's end, read() goes to its start
     offsets = generator.integers(size - gap - SPAN + 1, size=SPANS)  # from a filler's end to its text span
     positions = generator.integers(size, size=(SPANS, SPAN))  # of the tokens in random spans
-    rows = {kind: [] for kind in KINDS}
+    rows = []
     for start, offset, span_positions in zip(starts, offsets, positions):
         filler = stream.read(int(start), gap, vocab_size)
-        spans = dict(
-            random=np.concatenate([stream.read(int(position), 1, vocab_size) for position in span_positions]),
-            text=stream.read(int(start + gap + offset), SPAN, vocab_size),
-        )
-        for kind, span in spans.items():
-            rows[kind].append(np.concatenate([span, filler, span]))
-    return np.array([rows[kind] for kind in KINDS], dtype=np.int64)
+        random = np.concatenate([stream.read(int(position), 1, vocab_size) for position in span_positions])
+        text = stream.read(int(start + gap + offset), SPAN, vocab_size)
+        rows.append([np.concatenate([span, filler, span]) for span in (random, text)])  # in the order of KINDS
+    return np.array(rows, dtype=np.int64).swapaxes(0, 1)
 
 
 @torch.inference_mode()

@@ -55,7 +55,6 @@ def classify(window: np.ndarray, train_length: int) -> np.ndarray:
     return np.array(classes)
 
 
-@torch.inference_mode()
 def measure_far_gain(
     model: GPT, plans: dict[int, Plans], stream: TokenStream, windows: int, train_length: int, *,
     vocab_size: int, micro_batch_tokens: int, world: World, before_batch: Callable[[], None] = lambda: None,

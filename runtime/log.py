@@ -45,15 +45,10 @@ class RunLog:
         self.metrics = Metrics(folder.metrics)
         self.metrics.truncate(progress.step)
         self.metrics.mirror = start_mirror(
-            config.wandb,
-            folder=folder.path,
-            run_id=progress.wandb_id,
-            project=config.wandb_project,
-            name=config.name,
-            group=config.group or None,
+            config.wandb, folder=folder.path, run_id=progress.wandb_id, project=config.wandb_project, name=config.name,
+            group=config.group or None, config=dict(vars(config)),
             tags=[tag[:64] for tag in (config.method, *config.tags)],  # wandb refuses longer ones
-            config=config.to_dict(),
-        )
+        )  # fmt: skip
         progress.wandb_id = getattr(self.metrics.mirror, "id", None) or progress.wandb_id
 
     def print(self, text: str):
@@ -71,7 +66,7 @@ class RunLog:
         config, world, folder = self.config, self.world, self.folder
         if folder is None:
             return
-        folder.write_json("config.json", config.to_dict())
+        folder.write_json("config.json", vars(config))
         folder.write_json("data.json", data)
         sources = [ROOT / "train_gpt.py", *sorted(ROOT.glob("model/**/*.py")), *sorted(ROOT.glob("optim/*.py"))]
         device = device_name(world.device)
@@ -171,10 +166,9 @@ class RunLog:
         """Write the record of a validation."""
         if self.folder is not None:
             self.metrics.write(record)
-        at = f"step {record['step']}/{self.config.steps}"
-        seconds = f"({record.get('val_seconds', 0):.1f} s)"
+        at, seconds = f"step {record['step']}/{self.config.steps}", record["val_seconds"]
         losses = ", ".join(f"{loss:.4f} at length {length}" for length, loss in record["val_loss"].items())
-        self.print(f"{at}  validation loss {losses}  {seconds}")
+        self.print(f"{at}  validation loss {losses}  ({seconds:.1f} s)")
 
     def close(self):
         """Finish the wandb or trackio run."""

@@ -52,13 +52,11 @@ def flatten(record: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def start_mirror(
-    mode: str, *, folder: Path, run_id: str | None = None, log: Callable[[str], None] = print, **options: Any
-) -> Any:
+def start_mirror(mode: str, *, folder: Path, run_id: str | None = None, **options: Any) -> Any:
     """Start a run of wandb or trackio and return it, or None when `mode` is "off". Never prompt.
 
     mode: "off", "offline" or "online" as in wandb, or "trackio", a local dashboard without an account. The environment
-    variable WANDB_MODE overrides "online". Without an API key, "online" becomes "offline", with a line to `log`.
+    variable WANDB_MODE overrides "online". Without an API key, "online" becomes "offline", with a printed line.
     folder: wandb writes to `folder`/wandb. run_id: the run to continue. options: arguments of wandb.init. The metric
     "tokens" of each record is the horizontal axis of the charts. Raise ValueError if wandb does not start.
     """
@@ -78,7 +76,7 @@ def start_mirror(
         if mode == "online" and not wandb.login(prompt=False):
             mode = "offline"
             command = f"wandb login && wandb sync {folder}/wandb/offline-run-*"
-            log(f"wandb has no API key, so this run is offline. Upload it later with `{command}`.")
+            print(f"wandb has no API key, so this run is offline. Upload it later with `{command}`.")
         settings = wandb.Settings(finish_timeout_raises=True)
         run = wandb.init(mode=mode, dir=folder, id=run_id, resume="allow", settings=settings, **options)
     except wandb.Error as error:

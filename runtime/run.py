@@ -242,7 +242,7 @@ class Run:
         self.progress.rng = self.world.gather(rng_state())
         state = {"optimizers": self.optimizers.state_dict()}  # gathered from all ranks
         if self.folder is not None:
-            state |= {"progress": vars(self.progress), "config": self.config.to_dict()}
+            state |= {"progress": vars(self.progress), "config": vars(self.config)}
             state |= {"model": self.model.state_dict(), "fingerprint": self.data["train"]}
             state |= {"tokenizer": self.data["tokenizer"]}
             save_checkpoint(self.folder.checkpoints, self.progress.step, state, keep=self.config.keep)

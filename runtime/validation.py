@@ -88,10 +88,7 @@ class Validation:
         for name in others:
             # The methods have the same rotary tables up to the training length, so only longer ones are measured.
             longer = {n: tokens for n, tokens in tokens_by_length.items() if n > self.config.train_length}
-            losses = {
-                str(n): self.mean_losses(self.plans[name][n], n, tokens)[0].mean().item()
-                for n, tokens in longer.items()
-            }
+            losses = {str(n): self.mean_losses(self.plans[name][n], n, t)[0].mean().item() for n, t in longer.items()}
             record.setdefault("val_loss_as", {})[name] = record["val_loss"] | losses
         return record
 
@@ -108,17 +105,11 @@ class Validation:
         """Return the results of the run's method, and for each key, under KEY_as, the results of each other method."""
         measured = {
             name: measure(
-                self.eager,
-                plans,
-                self.text,
-                *arguments,
-                vocab_size=self.config.vocab_size,
-                micro_batch_tokens=self.config.micro_batch_tokens,
-                world=self.world,
-                before_batch=self.stop_if_asked,
+                self.eager, plans, self.text, *arguments, vocab_size=self.config.vocab_size, world=self.world,
+                micro_batch_tokens=self.config.micro_batch_tokens, before_batch=self.stop_if_asked,
             )
             for name, plans in self.plans.items()
-        }
+        }  # fmt: skip
         record = measured.pop(self.config.method)
         return record | {f"{key}_as": {name: r[key] for name, r in measured.items()} for key in keys if measured}
 
@@ -173,16 +164,11 @@ def build_alternatives(config: Config) -> dict[str, Method]:
     """Return the methods of validate_as by name. Raise ValueError for a method that trains differently."""
     return {
         name: make_alternative(
-            config.method,
-            name,
-            num_heads=config.num_heads,
-            head_dim=config.model_dim // config.num_heads,
-            train_length=config.train_length,
-            position_scale=config.position_scale,
-            options=config.method_options,
+            config.method, name, num_heads=config.num_heads, head_dim=config.model_dim // config.num_heads,
+            train_length=config.train_length, position_scale=config.position_scale, options=config.method_options,
         )
         for name in config.validate_as
-    }
+    }  # fmt: skip
 
 
 def means_by_octave(mean: Tensor) -> list[float]:

@@ -9,7 +9,6 @@ validates again. A run writes its files to runs/continued/NAME/, and the trained
 """
 
 import dataclasses
-import hashlib
 import shutil
 import sys
 from pathlib import Path
@@ -20,7 +19,7 @@ from configs.command_line import read_fields
 from configs.config import RATE, Config, setting
 from data.download import model_file
 from data.loader import TrainLoader
-from data.shards import TOKENIZER_FILE, tokenizer_of
+from data.shards import TOKENIZER_FILE, sha256_of, tokenizer_of
 from data.tokenizer import TOKENIZER_CONFIG
 from errors import exit_on_user_error, require
 from model.scores import MAX_PAIRS
@@ -130,8 +129,7 @@ def read_settings(arguments: list[str]) -> Settings:
 
 def check_tokenizer(config: Settings):
     """Raise ValueError unless the shards were made with the model's tokenizer."""
-    file = model_file(config.model, TOKENIZER_FILE)
-    same = tokenizer_of(config.data_dir) == hashlib.sha256(file.read_bytes()).hexdigest()
+    same = tokenizer_of(config.data_dir) == sha256_of(model_file(config.model, TOKENIZER_FILE))
     command = f"python -m data.text ... --tokenizer {config.model}"
     require(same, f"{config.data_dir} was not made with the tokenizer of {config.model}. Make shards with `{command}`.")
 

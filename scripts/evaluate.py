@@ -91,7 +91,7 @@ def evaluate(
     if not same_text:
         check_tokenizer(run, data)
     if tokens is None:
-        unit = math.lcm(*lengths)
+        unit = math.lcm(*lengths) or 1  # Config refuses length 0
         tokens = config.val_tokens if same_text else min(config.val_tokens, len(stream) - 1) // unit * unit
     methods = tuple(dict.fromkeys((*config.validate_as, *methods)))
     config = dataclasses.replace(

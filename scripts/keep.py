@@ -20,14 +20,13 @@ from scripts.shared.runs import StoredRun, data_fingerprint, read_run, single_va
 
 TOP_LEVEL = ("method", "method_options", "seed")  # fields that are keys of the line, not of "changes"
 # Fields that the tables need, although config_hash ignores them:
-TABLED = ("data_dir", "dtype", "validate_as", "val_lengths", "val_tokens", "val_every", "val_profile", "val_copy_gaps")
-TABLED += ("val_far_windows",)
-SUMMARY = ("steps", "tokens", "distinct_tokens", "parameters", "tokens_per_second", "seconds")
-SUMMARY += ("val_loss", "val_loss_as", "copy_loss", "copy_gain", "copy_gain_as", "copy_gain_error")
-SUMMARY += ("copy_loss_as", "far_loss", "far_gain", "far_gain_error", "far_gain_as", "far_tokens", "val_loss_by_block")
+TABLED = "data_dir dtype validate_as val_lengths val_tokens val_every val_profile val_copy_gaps val_far_windows".split()
+SUMMARY = """
+steps tokens distinct_tokens parameters tokens_per_second seconds val_loss val_loss_as copy_loss copy_gain copy_gain_as
+copy_gain_error copy_loss_as far_loss far_gain far_gain_error far_gain_as far_tokens val_loss_by_block
+""".split()
 DATA = ("train", "validation", "tokenizer", "copy_rows")
-NEEDLE = ("haystack", "steps", "sequences", "curriculum", "examples", "pretrained", "greedy", "teacher_forcing")
-NEEDLE += ("by_distance", "as")
+NEEDLE = "haystack steps sequences curriculum examples pretrained greedy teacher_forcing by_distance as".split()
 CURVE = ("step", "val_loss", "val_loss_as", "copy_gain")
 
 

@@ -60,8 +60,7 @@ def main(argv: list[str] | None = None):
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--compile", default="auto", choices=["auto", "on", "off"])
     args = parser.parse_args(argv)
-    names = [field.name for field in dataclasses.fields(Needle)]
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    given = {name: value for name, value in vars(args).items() if name in vars(Needle()) and value is not None}
     needle = dataclasses.replace(SCALES[args.scale].needle, **given)
     device = start_processes(args.device).device
     compiled, _ = choose_compile(args.compile, device)

@@ -80,7 +80,7 @@ def train_all(runs: dict[str, Run], runs_dir: Path) -> dict[str, dict]:
     data, unfinished, summaries = data_fingerprint(runs["RoPE"].config), [], {}
     for run in runs.values():
         state, reason, _ = run_state(run, read_runs(runs_dir), runs_dir, data)
-        require(state != "other", reason)
+        require(state not in ("other", "running"), f"{run.name} is {state}: {reason}")
         if state != "finished":
             unfinished.append(run)
     train(unfinished, retries=0)
@@ -110,11 +110,9 @@ def draw(summaries: dict[str, dict], config: Config, path: Path):
     for name, summary in summaries.items():
         method, _ = METHODS[name]
         look = plot_styles([method])[method] | dict(label=name)
-        for lines, token_counts, values in (
-            (losses, config.val_lengths, summary["val_loss"]),
-            (gains, config.val_copy_gaps, summary.get("copy_gain", {}).get("random", {})),
-        ):
-            lines.append(Line(look, token_counts, [values[str(count)] for count in token_counts]))
+        copies = summary.get("copy_gain", {}).get("random", {})
+        losses.append(Line(look, config.val_lengths, [summary["val_loss"][str(n)] for n in config.val_lengths]))
+        gains.append(Line(look, config.val_copy_gaps, [copies[str(gap)] for gap in config.val_copy_gaps]))
     gain_axes = dict(xlabel="tokens between the two copies", ylabel="copy gain, random tokens (nats)")
     text = Panel(f"natural text, trained at {config.train_length} tokens", losses)
     panels = [text, Panel("copies of random tokens", gains, gain_axes)]

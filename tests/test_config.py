@@ -38,10 +38,10 @@ def test_a_step_divides_among_processes(name, processes):
     assert size * config.train_length <= config.micro_batch_tokens
 
 
-def test_the_304m_step_is_two_micro_batches_of_28_sequences_on_4_devices():
+def test_the_304m_step_is_four_micro_batches_of_14_sequences_on_4_devices():
     config = preset("gpt_304m_4k")
     assert config.batch_tokens == 224 * config.train_length
-    assert micro_batch_size(config.batch_tokens, config.train_length, config.micro_batch_tokens, 4) == 28
+    assert micro_batch_size(config.batch_tokens, config.train_length, config.micro_batch_tokens, 4) == 14
 
 
 @pytest.mark.parametrize("processes, sizes", [(3, 8), (5, 7), (7, 7)])  # 128 sequences, at most 8 in a micro-batch

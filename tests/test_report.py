@@ -22,7 +22,7 @@ def write_run(path, stop=11, **changes):
     config = dataclasses.replace(mini(), steps=11, cooldown_steps=3, val_lengths=(16, 48), val_tokens=96, **changes)
     rng, records = np.random.default_rng([config.seed, len(path.name)]), []
     path.mkdir(parents=True)
-    (path / "config.json").write_text(to_json(config.to_dict()))
+    (path / "config.json").write_text(to_json(vars(config)))
     for step in range(stop + 1):
         place = dict(step=step, tokens=step * config.batch_tokens)
         if step:

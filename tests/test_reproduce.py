@@ -42,7 +42,7 @@ def write_run(
     """
     folder = runs_dir / run.name
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(run.config.to_dict()))
+    (folder / "config.json").write_text(json.dumps(vars(run.config)))
     (folder / "log.txt").write_text(f"{LOG_HEADER}==== a.py ====\nimport torch now\n")
     records = [dict(step=1, tokens=1, train_loss=5.0)]
     for i, step in enumerate(steps):

@@ -237,8 +237,8 @@ def test_a_dry_run_tells_the_states_apart_and_starts_nothing(copied, data, capsy
     (interrupted / "summary.json").unlink()
     for folder in (running, other):
         (folder / "checkpoints").mkdir(parents=True)
-    (running / "config.json").write_text(json.dumps(run("p_rope").config.to_dict()))
-    (other / "config.json").write_text(json.dumps(run("logn_p_rope", muon_lr=0.1).config.to_dict()))
+    (running / "config.json").write_text(json.dumps(vars(run("p_rope").config)))
+    (other / "config.json").write_text(json.dumps(vars(run("logn_p_rope", muon_lr=0.1).config)))
     sidecar(failed, ".failures.txt").write_text("2026-01-01T00:00:00 exit code 1: boom\n")
     lock = RunFolder(runs, running.name, resume="auto")
     before, argv = contents(runs), options(data, runs, "rope alibi p_rope logn_p_rope nope logn_rope")

@@ -172,7 +172,7 @@ def test_files_of_a_run(finished, data):
     assert {path.name for path in finished.iterdir()} == files
     assert {path.name for path in (finished / "checkpoints").iterdir()} == {"step_000015.pt", "step_000020.pt"}
     config = read_config(arguments(data, finished.parent))
-    assert read_json(finished / "config.json") == json.loads(json.dumps(config.to_dict()))
+    assert read_json(finished / "config.json") == json.loads(json.dumps(vars(config)))
     log = (finished / "log.txt").read_text()
     for source in ("train_gpt.py", "model/gpt.py", "model/methods/scale_invariant.py", "optim/muon.py"):
         assert (ROOT / source).read_text() in log

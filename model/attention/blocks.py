@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from model.attention.base import Plan
-from model.methods.base import Method, ScoreChange, upcast
+from model.methods.base import LONGEST_COMPILED, Method, ScoreChange, upcast
 
 QUERY_BLOCK = 128  # queries a block; the fastest of 64, 128 and 256 on a CPU
 ERROR_FACTOR = 3.0  # of the limits in check.py: scores are rounded to the dtype, unlike in a fused kernel
@@ -51,6 +51,13 @@ def run(
     q: Tensor, k: Tensor, v: Tensor, *,
     q_offset: int = 0, prepared: Bands | None = None, key_bias: Tensor | None = None, sink: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
+    in_blocks = uncompiled if q.shape[2] > LONGEST_COMPILED else run_in_blocks
+    return in_blocks(q, k, v, q_offset, prepared, key_bias, sink)
+
+
+def run_in_blocks(
+    q: Tensor, k: Tensor, v: Tensor, q_offset: int, prepared: Bands | None, key_bias: Tensor | None, sink: Tensor | None
+) -> Tensor:
     Tq = q.shape[2]
     plan = Plan("blocks", 1, q.shape[3], Tq, q_offset + Tq, device=q.device)
     scale_band, bias_band, window, skip_first = prepared or prepare(None, plan)
@@ -77,6 +84,9 @@ def run(
             checkpoint(attend_block, *arguments, use_reentrant=False) if recompute else attend_block(*arguments)
         )
     return torch.cat(outputs, dim=2)
+
+
+uncompiled = torch.compiler.disable(run_in_blocks)
 
 
 def attend_block(q, k, v, scale, bias, key_bias, sink):

@@ -19,7 +19,8 @@ from model.methods.base import KeyBias, Method, Sink, Window
 LIMIT = 1.5  # times the error of the plain formula in the same dtype
 ROW_LIMIT = 2.0  # the same for the worst row, which varies more
 LEAST = 1e-5  # an error of this size is always allowed: float32's own, over a long sum
-LENGTHS = (1024, 1000)  # whole tiles, and a last tile that is not whole: kernels compile different code for them
+# Whole tiles; a last tile that is not whole; and few queries. Kernels compile different code for each.
+LENGTHS = (1024, 1000, 100)
 BATCH = 2
 
 

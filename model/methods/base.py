@@ -77,7 +77,8 @@ class Rotation(Mechanism):
         exact only up to 256, and float32 angles are wrong by 1e-3 radians at 65,535.
         """
         frequencies, amplitude = self.frequencies(target_length)
-        angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)  # (T, D/2)
+        positions = torch.arange(length, dtype=torch.float64, device=device)
+        angles = torch.outer(positions, frequencies.to(device))  # (T, D/2)
         return tuple((amplitude * f(angles)).to(device, torch.float32) for f in (torch.cos, torch.sin))
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # x (B, H, T, D); cos, sin (T, D/2)

@@ -38,7 +38,7 @@ class FIRE(AttentionWeights):
 
     def weights(self, q, k, visible, token_features):
         Tq, Tk = visible.shape
-        logits = upcast((q * q.shape[-1] ** -0.5) @ k.mT)  # (B, H, Tq, Tk)
+        logits = upcast(q) @ upcast(k).mT * q.shape[-1] ** -0.5  # (B, H, Tq, Tk)
         j = torch.arange(Tk, device=q.device, dtype=logits.dtype)
         i = j[Tk - Tq :, None]
         c, threshold = self.c * self.log_c.exp(), self.threshold * self.log_threshold.exp()

@@ -41,5 +41,5 @@ class GrapeAP(AttentionWeights):
         path = steps.flip(-1).cumsum(dim=-1).flip(-1) - steps  # the sum over l = j + 1..i
         head = torch.arange(p.shape[1], device=p.device).view(-1, 1, 1)
         _, minus_slope = self.alibi.coefficients(p.new_ones(()), head)  # at distance 1, (H, 1, 1)
-        logits = upcast((q * q.shape[-1] ** -0.5) @ k.mT) - minus_slope * path
+        logits = upcast(q) @ upcast(k).mT * q.shape[-1] ** -0.5 - minus_slope * path
         return logits.masked_fill(~visible, -torch.inf).softmax(dim=-1)

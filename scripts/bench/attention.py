@@ -21,7 +21,7 @@ from errors import require
 from model.attention import BACKENDS
 from model.attention.base import Plan
 from model.attention.check import check_backend, random_inputs
-from model.attention.sdpa import chosen_kernel, prefer_fast_sdpa
+from model.attention.sdpa import chosen_kernel
 from model.methods import make_method
 from model.methods.base import Method
 from runtime.processes import start_processes
@@ -56,7 +56,6 @@ def run(args: argparse.Namespace) -> int:
     require(positive, "--lengths, --head-dim or --heads is below 1. Use at least 1.")
     dtype = getattr(torch, args.dtype)
     variants = {name: make_variant(name, args.heads, args.head_dim, device) for name in args.variants}
-    prefer_fast_sdpa(device)
     kernel = chosen_kernel(device, dtype, args.head_dim, args.lengths[0])
     report = protocol.Report(args.out, "attention", device)
     report.add(f"{args.dtype}, {args.heads} heads of {args.head_dim}; sdpa runs {kernel}.")

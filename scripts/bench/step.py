@@ -17,7 +17,6 @@ import torch
 from configs.command_line import read_config
 from configs.config import Config, config_hash
 from errors import require
-from model.attention.sdpa import prefer_fast_sdpa
 from model.methods import check_options
 from runtime.device import peak_flops
 from runtime.flops import training_flops_per_token
@@ -44,9 +43,18 @@ def run(args: argparse.Namespace) -> int:
     for name, config in variants.items():
         require(config.batch_tokens == base.batch_tokens, f"{name} has other batch_tokens. Use the same for all.")
     device = start_processes(base.device).device
-    prefer_fast_sdpa(device)
+    report = protocol.Report(args.out, f"step_{args.preset}", device)
+    makers = {name: functools.partial(Trainer, config, device) for name, config in variants.items()}
     with torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
-        return compare_variants(args, variants, device)
+        trainers, problems = protocol.build_variants(makers)
+        refused = gate(trainers, args.steps)
+        passed = {name: trainer for name, trainer in trainers.items() if name not in refused}
+        report.record["gate"] = dict.fromkeys(passed, "passed") | refused | problems
+        report.add(f"## Gate\n\nThese variants passed: {', '.join(passed) or 'none'}.", problems=refused | problems)
+        if passed:
+            times = protocol.measure({name: trainer.time_step for name, trainer in passed.items()}, args.rounds)
+            add_times(report, passed, times)
+    return int(bool(refused))
 
 
 def read_variant(preset: str, fields: list[str], name: str) -> Config:
@@ -77,21 +85,6 @@ def gate(trainers: dict[str, Trainer], steps: int) -> dict[str, str]:
             errors = f"its gradients by {gradient_error:.1e}, its losses by {loss_error:.1e}"
             problems[name] = f"refused: it differs from {first[0]}, {errors}"
     return problems
-
-
-def compare_variants(args: argparse.Namespace, variants: dict[str, Config], device: torch.device) -> int:
-    """Build, check and time the variants, and report them. Return the exit code."""
-    report = protocol.Report(args.out, f"step_{args.preset}", device)
-    makers = {name: functools.partial(Trainer, config, device) for name, config in variants.items()}
-    trainers, problems = protocol.build_variants(makers)
-    refused = gate(trainers, args.steps)
-    passed = {name: trainer for name, trainer in trainers.items() if name not in refused}
-    report.record["gate"] = dict.fromkeys(passed, "passed") | refused | problems
-    report.add(f"## Gate\n\nThese variants passed: {', '.join(passed) or 'none'}.", problems=refused | problems)
-    if passed:
-        times = protocol.measure({name: trainer.time_step for name, trainer in passed.items()}, args.rounds)
-        add_times(report, passed, times)
-    return int(bool(refused))
 
 
 def add_times(report: protocol.Report, trainers: dict[str, Trainer], times: dict[str, list[float]]):

@@ -20,7 +20,7 @@ from transformers.utils import can_return_tuple
 from errors import require
 from model.attention import Plan, attend_rotated, make_plan, transform
 from model.gpt import GPT, linear, norm
-from model.methods.base import Method
+from model.methods.base import Method, upcast
 
 
 @strict
@@ -123,6 +123,8 @@ def attend_with_cache(
         new = torch.cat([k, x_by_head], dim=-1) if method.needs_input else k
         cached, v = cache.update(new, v, layer)
         k, all_x = cached[..., : k.shape[3]], cached[..., k.shape[3] :].transpose(1, 2).flatten(2)
+    if q.shape[2] == 1:  # the backend is plain PyTorch here, which would compute bfloat16 scores
+        q, k = upcast(q), upcast(k)
     rotated_q, rotated_k = transform(method, q, k, plan, x)
     wide_v = F.pad(v, (0, method.vector_dim - method.head_dim))
     unrotated = () if method.replacement is None else (q, k)

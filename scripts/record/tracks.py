@@ -70,6 +70,9 @@ def differences(track: Run, stored: StoredRun) -> str:
 def read_score(summary: dict, train_length: int, method: str | None = None) -> dict[str, float]:
     """Return the score and its parts in nats a token, lengths in training lengths. method: as in final_losses."""
     losses, gap = final_losses(summary, method), str(4 * train_length)
+    known = gap in summary.get("copy_loss", {}).get("random", {}) and {train_length, 16 * train_length} <= losses.keys()
+    measure = f"python -m scripts.evaluate RUN --lengths {train_length} {16 * train_length} --copy {gap}"
+    require(known, f"A run lacks copy gain or a loss. Measure them with `{measure}`.")
     first, second = summary.get("copy_loss_as", {}).get(method, summary["copy_loss"])["random"][gap]
     if method and "copy_loss_as" not in summary:  # an old line: the trained method's loss replaces the first copy's
         second = first - summary["copy_gain_as"][method]["random"][gap]

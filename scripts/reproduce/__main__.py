@@ -31,7 +31,7 @@ from runtime.processes import start_processes
 from runtime.run_folder import git_commit
 from scripts.reproduce import beyond, far, figures, heads, logits, needles, tables
 from scripts.reproduce.study import Study
-from scripts.shared.arguments import add_run_options, field_changes, needle_changes
+from scripts.shared.arguments import add_run_options, field_changes, key_values
 from scripts.shared.runs import read_runs
 
 ITEMS = dict(
@@ -42,12 +42,7 @@ ITEMS = dict(
     figure_entropy=figures.figure_entropy,
     figure_sublog=figures.figure_sublog,
     figure_sublog_unscaled=figures.figure_sublog,
-    figure_train_lengths=figures.figure_train_lengths,
-    figure_train_4k=figures.figure_train_4k,
-    figure_train_16k=figures.figure_train_16k,
-    figure_304m=figures.figure_304m,
-    figure_tau=figures.figure_tau,
-    figure_scale_invariant_variants=figures.figure_scale_invariant_variants,
+    **dict.fromkeys(figures.CURVES, figures.curve_figure),
     figure_qq=logits.figure_qq,
     open_choices=tables.open_choices,
     tau_by_length=beyond.tau_by_length,
@@ -67,11 +62,9 @@ COMPUTED = ["figure_entropy", "far_heads", "figure_sublog", "figure_sublog_unsca
 def main(argv: list[str] | None = None):
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.reproduce",
-        description=f"{__doc__}\nItems: all, {', '.join(ITEMS)}.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+        prog="python -m scripts.reproduce", description=f"{__doc__}\nItems: all, {', '.join(ITEMS)}.",
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )  # fmt: skip
     parser.add_argument("item", metavar="ITEM", choices=["all", *ITEMS])
     parser.add_argument("--out", type=Path, help="folder of the page and the figures (default: results/SCALE)")
     add_run_options(parser, runs_dir=None)
@@ -82,7 +75,7 @@ def main(argv: list[str] | None = None):
         args.scale = args.scale or SCALE_OF_SWEEP.get(args.item, "paper")
         args.out = args.out or Path("results") / args.scale
         methods = args.methods and [*map(canonical_name, args.methods)]
-        changes, needle = field_changes(SCALES[args.scale].base, fields), needle_changes(args.needle)
+        changes, needle = field_changes(SCALES[args.scale].base, fields), key_values("--needle", args.needle)
         device = start_processes(changes.get("device", "auto")).device
         sources = [args.runs_dir] if args.runs_dir else [Path("runs"), args.out / "runs.jsonl"]
         stored_runs = [stored for source in sources for stored in read_runs(source)]

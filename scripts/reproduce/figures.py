@@ -21,34 +21,15 @@ OPEN_CIRCLE = dict(linestyle="", marker="o", markersize=3.5, markerfacecolor="wh
 # ---- validation curves -----------------------------------------------------------------------------------------------
 
 
-def figure_train_lengths(study: Study) -> str:
-    of = "at the training length, for three training lengths"
-    return curve_figure(study, of, at_train_length=True, nope_panels=1)
-
-
-def figure_train_4k(study: Study) -> str:
-    study.notes.append("Bottom row: the last fifth of training, for the better half of the methods.")
-    return curve_figure(study, trained_at(study.base_length), nope_panels=1, zoom=True)
-
-
-def figure_train_16k(study: Study) -> str:
-    return curve_figure(study, trained_at(study.lengths[1]), nope_panels=2)
-
-
-def trained_at(length: int) -> str:
-    return f"of the models trained at {abbreviate_length(length)}, at three validation lengths"
-
-
-def figure_304m(study: Study) -> str:
-    return curve_figure(study, "of the large model, at three validation lengths")
-
-
-def figure_scale_invariant_variants(study: Study) -> str:
-    return curve_figure(study, "of scale-invariant attention with three positional encodings")
-
-
-def figure_tau(study: Study) -> str:
-    return curve_figure(study, "of scale-invariant p-RoPE with different lengthscales \u03c4 (tokens)")
+CURVES = dict(  # by item: the rest of the sentence "Validation loss ...", with the training lengths in braces
+    figure_train_lengths="at the training length, for three training lengths",
+    figure_train_4k="of the models trained at {0}, at three validation lengths",
+    figure_train_16k="of the models trained at {1}, at three validation lengths",
+    figure_304m="of the large model, at three validation lengths",
+    figure_tau="of scale-invariant p-RoPE with different lengthscales \u03c4 (tokens)",
+    figure_scale_invariant_variants="of scale-invariant attention with three positional encodings",
+)
+NOPE_PANELS = dict(figure_train_lengths=1, figure_train_4k=1, figure_train_16k=2)  # from the left; else all
 
 
 def tau_of(config: Config) -> float:
@@ -56,13 +37,13 @@ def tau_of(config: Config) -> float:
     return float(config.method_options.get("tau", method_options(config.method)["tau"].default))
 
 
-def curve_figure(study: Study, of: str, *, at_train_length=False, nope_panels: int = 3, zoom=False) -> str:
-    """Draw one panel per validation length. Return the Markdown: a sentence, then the figure.
-
-    of: the rest of this sentence, after "Validation loss". at_train_length: show models only at their training length.
-    nope_panels: number of panels, from the left, that show NoPE. zoom: add a row of panels with the end of training and
-    the better half of the series.
-    """
+def curve_figure(study: Study) -> str:
+    """Draw one panel per validation length. Return the Markdown: a sentence, then the figure."""
+    of = CURVES[study.item].format(*map(abbreviate_length, study.lengths))
+    at_train_length = study.item == "figure_train_lengths"  # show models only at their training length
+    zoom, nope_panels = study.item == "figure_train_4k", NOPE_PANELS.get(study.item, 3)
+    if zoom:
+        study.notes.append("Bottom row: the last fifth of training, for the better half of the methods.")
     baseline = study.item != "figure_304m"  # the paper marks the loss of 3.28, of its smaller model
     if nope_panels < 3:
         place = "shown in the left panel only" if nope_panels == 1 else "left out of the right panel"

@@ -30,13 +30,8 @@ def field_changes(preset: str, arguments: list[str]) -> dict:
     return fields
 
 
-def needle_changes(pairs: list[str]) -> dict:
-    """Return the settings of the needle task in the pairs of --needle, with their values."""
-    return {key: int(v) if v.isdigit() and key != "haystack" else v for key, v in key_values("--needle", pairs).items()}
-
-
-def key_values(option: str, pairs: list[str]) -> dict[str, str]:
-    """Return KEY=VALUE pairs as a dict. Raise ValueError for a pair without "="."""
+def key_values(option: str, pairs: list[str]) -> dict[str, int | str]:
+    """Return KEY=VALUE pairs as a dict, with whole numbers as int. Raise ValueError for a pair without "="."""
     for pair in pairs:
         require("=" in pair, f"{option} {pair} has no value. Write it as {option} {pair}=VALUE.")
-    return dict(pair.split("=", 1) for pair in pairs)
+    return {key: int(value) if value.isdigit() else value for key, value in (pair.split("=", 1) for pair in pairs)}

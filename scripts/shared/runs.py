@@ -14,7 +14,7 @@ from configs.config import Config, config_hash, describe_differences
 from configs.presets import preset
 from configs.runs import Needle, Run
 from data.shards import open_split
-from errors import require
+from errors import UserError, require
 from runtime.build import config_of
 from runtime.metrics import read_metrics
 
@@ -92,7 +92,7 @@ def read_line(file: Path, text: str) -> StoredRun:
     try:
         line = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{file} has a damaged line ({error}). Restore the file.") from error
+        raise UserError(f"{file} has a damaged line ({error}). Restore the file.") from error
     path, data = file / line["name"], line["data"]
     changes = {field: tuple(value) if isinstance(value, list) else value for field, value in line["changes"].items()}
     changes |= {field: line[field] for field in ("name", "method", "method_options", "seed")}
@@ -132,15 +132,16 @@ def stored_config(path: Path) -> Config:
     try:
         return config_of(json.loads((path / "config.json").read_text()))
     except DAMAGE as error:
-        raise ValueError(f"{path}/config.json is damaged ({error}). Restore it, or delete the folder.") from error
+        raise UserError(f"{path}/config.json is damaged ({error}). Restore it, or delete the folder.") from error
 
 
 def with_evaluation(summary: dict, evaluation: dict) -> dict:
-    """Return the summary with the results of scripts.evaluate: copy gains, and losses on as many tokens."""
+    """Return the summary with the results of scripts.evaluate: copy gain, far gain, losses on as many tokens."""
     if evaluation.get("step") != f"step_{summary['steps']:06d}":
         return summary
     comparable = single_val_tokens(evaluation) == single_val_tokens(summary)
-    names = [name for name in evaluation if name.startswith("copy_") or comparable and name.startswith("val_loss")]
+    prefixes = ("copy_", "far_", "val_loss") if comparable else ("copy_", "far_")
+    names = [name for name in evaluation if name.startswith(prefixes)]
     return summary | {name: join(evaluation[name], summary.get(name, {})) for name in names}
 
 

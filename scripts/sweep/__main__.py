@@ -22,7 +22,7 @@ from errors import exit_on_user_error, require
 from model.methods import canonical_name
 from runtime.build import layer_methods
 from runtime.validation import build_alternatives
-from scripts.shared.arguments import add_run_options, field_changes, needle_changes
+from scripts.shared.arguments import add_run_options, field_changes, key_values
 from scripts.shared.runs import data_fingerprint, read_runs, run_state
 from scripts.sweep.cluster import queued_job, submit
 from scripts.sweep.local import train
@@ -72,7 +72,7 @@ def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[st
 def choose_runs(args: argparse.Namespace, fields: list[str]) -> list[Run]:
     """Return the runs that the command line chooses. Raise ValueError for runs that could not train anywhere."""
     args.scale = args.scale or SCALE_OF_SWEEP.get(args.sweep, "paper")
-    changes, needle = field_changes(SCALES[args.scale].base, fields), needle_changes(args.needle)
+    changes, needle = field_changes(SCALES[args.scale].base, fields), key_values("--needle", args.needle)
     methods = args.methods and [*map(canonical_name, args.methods)]
     runs = sweep(args.sweep, args.scale, args.seeds, methods, changes, needle)
     for run in runs:

@@ -33,7 +33,7 @@ class Job(Checkpointable):
 
 def submit(runs: list[Run], args: argparse.Namespace):
     """Submit each run as a job. args: the options of scripts.sweep. Raise ValueError for wrong --slurm options."""
-    parameters = {f"slurm_{k}": int(v) if v.isdigit() else v for k, v in key_values("--slurm", args.slurm).items()}
+    parameters = {f"slurm_{key}": value for key, value in key_values("--slurm", args.slurm).items()}
     minutes = parameters.get("slurm_time", 24 * 60)
     require(type(minutes) is int, f"--slurm time={minutes} is not a whole number. Give the time in minutes.")
     try:
