@@ -1,9 +1,13 @@
-"""Commands of this repository, called in this process or in a new one."""
+"""Commands of this repository, called in this process or in a new one; waiting; files of JSON."""
 
+import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
@@ -16,6 +20,13 @@ def exit_code(main, argv):
     except SystemExit as end:
         return end.code or 0
     return 0
+
+
+def here(main, *argv):
+    """Call a command's main that reads sys.argv."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["command", *map(str, argv)])
+        main()
 
 
 def one_error(capsys):
@@ -32,3 +43,26 @@ def python(*argv, threads=1, code=0, cwd=ROOT, timeout=300, **variables):
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
     return done
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_for(condition, seconds=600):
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return value
+
+
+def read_json(path):
+    return json.loads(path.read_text())
+
+
+def update_json(path, **fields):
+    path.write_text(json.dumps(read_json(path) | fields))

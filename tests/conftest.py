@@ -87,7 +87,7 @@ def threads():
     torch.set_num_threads(before)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def long(request) -> bool:
     return request.config.getoption("--long")
 

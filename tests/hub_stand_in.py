@@ -6,7 +6,20 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
-class Handler(BaseHTTPRequestHandler):
+class Answers(BaseHTTPRequestHandler):
+    def send(self, status, data, headers):
+        self.send_response(status)
+        for key, value in {"Content-Length": str(len(data)), **headers}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
+class Handler(Answers):
     def do_GET(self):
         path = self.path.split("?")[0]
         if path.removeprefix("/cdn") in self.server.served:
@@ -32,17 +45,6 @@ class Handler(BaseHTTPRequestHandler):
         if start:
             headers |= {"Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"}
         self.send(206 if start else 200, data[start:], headers)
-
-    def send(self, status, data, headers):
-        self.send_response(status)
-        for key, value in {"Content-Length": str(len(data)), **headers}.items():
-            self.send_header(key, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
-
-    def log_message(self, *_):
-        pass
 
 
 @contextmanager

@@ -48,15 +48,31 @@ def holding(folder, part="train_gpt.py", file="__file__"):
     return dict(PYTHONPATH=str(folder))
 
 
-def start_method():
-    """Return how torch.multiprocessing makes the processes of a test: OpenMP's threads do not live on in a fork."""
+def run_ranks(work, worlds, folder, *arguments):
+    """Return what work(rank, world, *arguments) returns on each rank, by world size. The largest world is the first."""
     import torch
+    from torch.multiprocessing import start_processes
 
-    return "fork" if torch.get_num_threads() == 1 else "spawn"
+    method = "fork" if torch.get_num_threads() == 1 else "spawn"  # OpenMP's threads do not live on in a fork
+    start_processes(be_rank, (work, worlds, folder, arguments), nprocs=max(worlds), start_method=method)
+    return {world: [torch.load(folder / f"{world}.{rank}.pt") for rank in range(world)] for world in worlds}
+
+
+def be_rank(rank, work, worlds, folder, arguments):
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    for world in sorted(worlds, reverse=True):
+        if rank < world:
+            dist.init_process_group("gloo", init_method=f"file://{folder}/group{world}", rank=rank, world_size=world)
+            torch.save(work(rank, world, *arguments), folder / f"{world}.{rank}.pt")
+            dist.barrier()
+            dist.destroy_process_group()
 
 
 class Lives:
-    """A server of runs: with Lives() as lives: code, output = lives.live(arguments, file, fault)"""
+    """A server of runs: with Lives() as lives: output = lives.live(arguments, file, fault, code=75)"""
 
     def __enter__(self):
         environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")} | ENVIRONMENT
@@ -68,15 +84,17 @@ class Lives:
         self.server.stdin.close()
         self.server.wait(600)
 
-    def live(self, argv, output, fault=None, processes=1):
-        """Return the exit code (negative: the signal's number) and the output of a run.
+    def live(self, argv, output, fault=None, processes=1, code=0):
+        """Return the output of a run, which must exit with `code` (negative: the signal's number).
 
         processes: more than 1 run under torchrun's agent, whose exit code is 1 when a rank fails.
         """
         request = dict(argv=[str(word) for word in argv], output=str(output), fault=fault, processes=processes)
         self.server.stdin.write(json.dumps(request) + "\n")
         self.server.stdin.flush()
-        return os.waitstatus_to_exitcode(int(self.server.stdout.readline())), Path(output).read_text()
+        found, text = os.waitstatus_to_exitcode(int(self.server.stdout.readline())), Path(output).read_text()
+        assert found == code, f"exit code {found}, not {code}:\n{text}"
+        return text
 
 
 # ---- in the other process --------------------------------------------------------------------------------------------

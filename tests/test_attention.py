@@ -141,12 +141,12 @@ def test_cudnn_takes_no_mask(monkeypatch):
 
 
 @pytest.mark.parametrize("backend, name, field", [
-    ("flash", "rope", "'flash'"), ("sdpa", "alibi", "sdpa"), ("sdpa", "window", "sdpa"), ("sdpa", "sink", "sdpa"),
-    ("sdpa", "key_bias", "sdpa"), ("flex", "infini", "flex"), ("flex", "sink", "flex"), ("flex_flash", "nope", "cpu"),
-    ("cpu", "skip_first", "first key"),
+    ("flash", "rope", "'flash'"), ("sdpa", "alibi", "sdpa"), ("sdpa", "window", "sdpa.*window"),
+    ("sdpa", "sink", "sdpa.*sink"), ("sdpa", "key_bias", "sdpa.*key"), ("flex", "infini", "flex"),
+    ("flex", "sink", "flex"), ("flex_flash", "nope", "cpu"), ("cpu", "skip_first", "first key"),
 ])
 def test_a_backend_that_cannot_run_is_refused(backend, name, field):
-    with pytest.raises(ValueError, match=field):
+    with pytest.raises(ValueError, match=rf"^.*{field}.*\Z"):  # one line
         make_plan(make_case(name), 5, 5, backend=backend)
 
 

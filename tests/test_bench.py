@@ -1,12 +1,11 @@
 """The benchmarks: ratios from canned times, the gates, the row of the baseline again, one small run of each command."""
 
-import json
 import re
 from types import SimpleNamespace
 
 import pytest
 import torch
-from commands import exit_code
+from commands import exit_code, read_json
 
 from model.attention import BACKENDS, blocks
 from scripts.bench import __main__ as bench
@@ -59,9 +58,8 @@ def test_attention_reports_right_variants_and_refuses_a_planted_fault(tmp_path, 
     sizes = "--device cpu --lengths 130 --heads 2 --head-dim 16 --rounds 3".split()
     variants = "--variants sdpa:plain wrong:si flex_flash:si blocks:si".split()
     assert exit_code(bench.main, ["attention", *sizes, *variants, "--out", tmp_path]) == 1
-    page, record = ((tmp_path / f"cpu_attention.{kind}").read_text() for kind in ("md", "json"))
+    page, record = (tmp_path / "cpu_attention.md").read_text(), read_json(tmp_path / "cpu_attention.json")
     assert page == capsys.readouterr().out.rstrip() + "\n"
-    record = json.loads(record)
     assert {"command", "machine", "commit"} <= record.keys()
     assert {name: result.split(":")[0] for name, result in record["gate"].items()} == {
         "sdpa:plain": "passed", "wrong:si": "refused", "flex_flash:si": "not run", "blocks:si": "passed"
@@ -104,7 +102,7 @@ def test_the_gate_lets_equal_models_pass_and_no_others():
 def test_step_reports_its_measurements(tmp_path, capsys):
     arguments = "step quickstart p_rope alibi p_rope:flex --rounds 3 --steps 2".split()  # flex cannot train on a CPU
     assert exit_code(bench.main, [*arguments, *FIELDS, "--out", tmp_path]) == 0
-    record = json.loads((tmp_path / "cpu_step_quickstart.json").read_text())
+    record = read_json(tmp_path / "cpu_step_quickstart.json")
     assert {name for name, result in record["gate"].items() if result == "passed"} == {"p_rope", "alibi"}
     assert list(record["seconds"]) == ["p_rope", "alibi", "p_rope again"]
     rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]

@@ -6,11 +6,11 @@ feed. test_sweep.py kills and resumes sweeps.
 
 import contextlib
 import io
-import json
 import random
 
 import pytest
-from commands import exit_code
+from commands import exit_code, read_json
+from test_train import steps_and_validations
 from tiny_run import sweeps_in_this_process
 
 from data.text import prepare
@@ -36,15 +36,7 @@ def run(main, *argv, code=0):
 
 
 @pytest.fixture(scope="module")
-def quick():
-    """Let sweeps train in this process, and computed figures take few draws."""
-    with pytest.MonkeyPatch.context() as patch, sweeps_in_this_process():
-        patch.setattr(theory, "DRAWS", 2)
-        yield
-
-
-@pytest.fixture(scope="module")
-def chain(tmp_path_factory, quick):
+def chain(tmp_path_factory):
     """Return the folder with data/ and runs/, the runs of the table, and the output of each command by name."""
     folder, generator = tmp_path_factory.mktemp("chain"), random.Random(0)
     vocabulary = ["".join(generator.choices("abcdefgh", k=5)) for _ in range(300)]
@@ -56,14 +48,16 @@ def chain(tmp_path_factory, quick):
     common += ["--seeds", 0]
     fields = ["--data_dir", folder / "data", *FIELDS.split()]
     task = ["--needle", "steps=3", "sequences=4", "examples=3", "curriculum=0"]
-    output = {"table": run(sweep.main, "table_losses", *common, *fields)}
-    runs = sorted(folder.glob("runs/mini-*-s*/"))
-    output["lengths"] = run(sweep.main, "figure_train_lengths", *common, *fields)
-    output["needle"] = run(sweep.main, "table_needle", *common, *task, *fields)
-    output["evaluate"] = run(evaluate.main, *runs, "--lengths", 128, 512, 2048, 8192, "--device", "cpu")
-    output["report"] = run(report.main, *folder.glob("runs/*/"), "--out", folder / "report.html")
     options = [*common, *task, "--out", folder / "out", *fields]
-    output["all"] = run(reproduce.main, "all", *options, code=1)  # without table_llama
+    with pytest.MonkeyPatch.context() as patch, sweeps_in_this_process():
+        patch.setattr(theory, "DRAWS", 2)  # of computed figures
+        output = {"table": run(sweep.main, "table_losses", *common, *fields)}
+        runs = sorted(folder.glob("runs/mini-*-s*/"))
+        output["lengths"] = run(sweep.main, "figure_train_lengths", *common, *fields)
+        output["needle"] = run(sweep.main, "table_needle", *common, *task, *fields)
+        output["evaluate"] = run(evaluate.main, *runs, "--lengths", 128, 512, 2048, 8192, "--device", "cpu")
+        output["report"] = run(report.main, *folder.glob("runs/*/"), "--out", folder / "report.html")
+        output["all"] = run(reproduce.main, "all", *options, code=1)  # without table_llama
     return folder, runs, output
 
 
@@ -71,10 +65,9 @@ def test_every_run_of_the_sweep_is_finished_evaluated_and_in_the_report(chain):
     folder, runs, output = chain
     assert f"{len(runs)} runs: {len(runs)} finished" in output["table"] and "8192 (32x)" in output["evaluate"]
     for path in runs:
-        assert [*json.loads((path / "evaluation.json").read_text())["val_loss"]] == ["128", "512", "2048", "8192"]
+        assert [*read_json(path / "evaluation.json")["val_loss"]] == ["128", "512", "2048", "8192"]
     for path in folder.glob("runs/*/"):
-        records = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-        assert [record["step"] for record in records if "train_loss" in record] == [*range(1, 31)], path
+        assert [record["step"] for record in steps_and_validations(path)[0]] == [*range(1, 31)], path
         assert path.name in (folder / "report.html").read_text()
 
 
@@ -93,7 +86,7 @@ def test_items_that_the_runs_can_feed_are_complete_and_the_others_name_the_missi
 def test_the_tables_hold_the_losses_and_accuracies_of_the_runs(chain):
     folder, runs, output = chain
     path = next(path for path in runs if "mini-p_rope" in path.name)
-    loss = json.loads((path / "summary.json").read_text())["val_loss"]["256"]
+    loss = read_json(path / "summary.json")["val_loss"]["256"]
     sections = reproduce.read_sections(folder / "out" / "tables.md")
     assert f"{loss:.3f}" in next(row for row in sections["table_losses"].splitlines() if "| p-RoPE" in row)
     assert output["needle"].count(": fine-tuning finished") == len(runs)

@@ -89,6 +89,7 @@ def test_the_304m_preset_is_the_paper_s():
     ("p_rope", "rotation", "base", 1024, 64),
     ("scale_invariant_p_rope", "score_change", "tau", 10, 10),
     ("alibi", "score_change", "slope_scale", 1, 16),
+    ("log_offset", "query_scale", "offset", 500, 31.25),
 ])
 @pytest.mark.parametrize("name", ["mini", "mini_4096"])
 def test_lengths_in_tokens_are_scaled_by_the_same_factor_at_every_training_length(name, method, part, option,

@@ -1,13 +1,12 @@
 # ruff: noqa: E402 (imports after importorskip)
 """scripts.continue_pretraining on a tiny Llama of the real class, with grouped queries."""
 
-import json
 import os
 import shutil
 import signal
 
 import pytest
-from commands import ROOT, TWO_RANKS, exit_code, one_error, python
+from commands import ROOT, TWO_RANKS, exit_code, one_error, python, read_json, update_json
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-extras.txt")
 
@@ -77,7 +76,7 @@ def test_losses_before_and_after(place, undisturbed):
     run = undisturbed / "run"
     records = read_metrics(run / "metrics.jsonl")
     before, after = (r for r in records if "val_loss" in r)
-    summary = json.loads((run / "summary.json").read_text())
+    summary = read_json(run / "summary.json")
     assert (before["step"], after["step"]) == (0, STEPS)
     assert summary["val_loss_before"] == before["val_loss"] and summary["val_loss"] == after["val_loss"]
     assert tuple(before["val_loss"]) == tuple(after["val_loss"]) == LENGTHS
@@ -91,7 +90,7 @@ def test_losses_before_and_after(place, undisturbed):
 def test_rope_is_not_trained(place, tmp_path):
     argv = arguments(place, tmp_path, "--method", "rope", "--val_copy_gaps", 40, "--dtype", "float32", steps=None)
     assert exit_code(command.main, argv) == 0
-    summary = json.loads((tmp_path / "model-rope" / "summary.json").read_text())
+    summary = read_json(tmp_path / "model-rope" / "summary.json")
     assert summary["steps"] == 0 and summary["val_loss"] == summary["val_loss_before"]
     assert not [*(tmp_path / "model-rope" / "checkpoints").iterdir()] and not (tmp_path / "model-rope/model").exists()
     spans = torch.from_numpy(copy_sequences(open_split(place / "data", "val", VOCAB), 40, VOCAB)[0])  # random ones
@@ -128,7 +127,7 @@ def test_steps_are_adamws_on_the_whole_logits(place, tmp_path):
 def test_saved_model_is_the_trained_one(place, tmp_path):
     argv = arguments(place, tmp_path, "--method", "logn_p_rope", "--dtype", "float32", steps=2)
     assert exit_code(command.main, [*argv, "--name", "run"]) == 0
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary = read_json(tmp_path / "run" / "summary.json")
     with torch.no_grad():
         losses = reference_losses(load_model(tmp_path / "run" / "model"), *validation_tokens(place, 256))
     assert losses.mean().item() == pytest.approx(summary["val_loss"]["256"], abs=1e-5)
@@ -207,8 +206,8 @@ def test_wrong_usage(more, field, place, tmp_path, capsys):
 
 
 def test_a_vocabulary_beyond_16_bits_is_refused(place, tmp_path, capsys):
-    config = json.loads((place / "model" / "config.json").read_text()) | dict(vocab_size=128_256)
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    shutil.copy(place / "model" / "config.json", tmp_path)
+    update_json(tmp_path / "config.json", vocab_size=128_256)
     assert exit_code(command.main, arguments(place, tmp_path / "runs", model=tmp_path)) == 2
     assert "vocabulary" in capsys.readouterr().err and not (tmp_path / "runs").exists()
 

@@ -1,18 +1,15 @@
 """Copy gain against dense float64 computations; micro-batches, ranks, a run's validation and scripts.evaluate."""
 
-import json
 import math
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from commands import exit_code
-from lives import start_method
-from test_train import read_json, train_here
-from torch.multiprocessing import start_processes as start_ranks
+from commands import exit_code, read_json
+from lives import run_ranks
+from test_gpt import plain_layers, rms_norm
+from test_train import steps_and_validations, train_here, write_shards
 
-from data.shard_writer import ShardWriter
 from data.shards import open_split
 from model.gpt import GPT
 from runtime.copy_gain import SPAN, SPANS, copy_length, copy_sequences, measure_copy_gain
@@ -60,36 +57,18 @@ def test_sequences_hold_a_span_the_filler_and_the_span_again(stream, gap):
 
 
 def test_random_spans_follow_the_unigram_frequency(tmp_path):
-    with ShardWriter(tmp_path, "coins", tokenizer="none", vocab_size=VOCAB) as writer:
-        for split in ("train", "val"):
-            writer.write(split, [3] * 900 + [7] * 100)
-        writer.close()
-    spans = copy_sequences(open_split(tmp_path, "val", VOCAB), 16, VOCAB)[0, :, :SPAN]
+    coins = [3] * 900 + [7] * 100
+    spans = copy_sequences(open_split(write_shards(tmp_path, coins, coins), "val", VOCAB), 16, VOCAB)[0, :, :SPAN]
     assert {*spans.flatten().tolist()} == {3, 7}
     assert (spans == 7).mean() == pytest.approx(0.1, abs=0.03)  # 1,536 draws: a standard error of 0.008
 
 
 def dense_losses(model, tokens):
-    """Return the loss of each token but the first, (T - 1,), of attention without positions, in float64."""
+    """Return the loss of each token but the first, (T - 1,), by the plain form of test_gpt.py in float64."""
     weights = {name: p.detach().double() for name, p in model.named_parameters()}
-
-    def norm(x):
-        return x / (x.square().mean(dim=-1, keepdim=True) + 1.1920929e-07).sqrt()
-
-    x = norm(weights["embedding.weight"][tokens[:-1]])  # (T, C)
-    T, C = x.shape
-    future = torch.ones(T, T).triu(1).bool()
-    for n in range(2):
-        block = {name.removeprefix(f"blocks.{n}."): w for name, w in weights.items() if name.startswith(f"blocks.{n}.")}
-        q, k, v = (norm(x) @ w.T for w in block["attention.qkv"])
-        heads = []
-        for h in (slice(0, C // 2), slice(C // 2, C)):
-            scores = norm(q[:, h]) @ norm(k[:, h]).T / math.sqrt(C / 2)
-            heads.append(scores.masked_fill(future, -math.inf).softmax(dim=-1) @ v[:, h])
-        x = x + torch.cat(heads, dim=1) @ block["attention.proj"].T
-        x = x + (norm(x) @ block["mlp.up"].T).relu().square() @ block["mlp.down"].T
-    logits = norm(x) @ weights["head"].T
-    return -logits.log_softmax(dim=-1)[torch.arange(T), tokens[1:]]
+    *_, (*_, x) = plain_layers("nope", weights, tokens[None, :-1], num_heads=2)
+    logits = rms_norm(x[0]) @ weights["head"].T
+    return -logits.log_softmax(dim=-1)[torch.arange(len(logits)), tokens[1:]]
 
 
 def test_losses_and_gains_equal_a_dense_computation(stream):
@@ -123,21 +102,16 @@ def test_results_do_not_depend_on_the_micro_batch_size(stream, micro_batch_token
     assert max(sizes) <= max(micro_batch_tokens, copy_length(max(GAPS)))
 
 
-def rank_worker(rank, folder, data):
-    """Write the result of this rank, and the number of its batches."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=5)
-    world, calls = World(rank, 5, torch.device("cpu")), []
+def measure_on_rank(rank, world, data):
+    """Return the result of this rank, and the number of its batches."""
+    here, calls = World(rank, world, torch.device("cpu")), []
     stream = open_split(data, "val", VOCAB)
-    result = measure(tiny_model(), stream, world=world, before_batch=lambda: calls.append(rank))
-    (folder / f"{rank}.json").write_text(json.dumps([result, len(calls)]))
-    dist.destroy_process_group()
+    return measure(tiny_model(), stream, world=here, before_batch=lambda: calls.append(rank)), len(calls)
 
 
 def test_results_do_not_depend_on_the_number_of_ranks(stream, tmp_path):
     """96 sequences are shared as 20, 19, 19, 19, 19. All ranks have equally many batches."""
-    start_ranks(rank_worker, (tmp_path, stream.paths[0].parent), nprocs=5, start_method=start_method())
-    results, calls = zip(*(read_json(tmp_path / f"{rank}.json") for rank in range(5)))
+    results, calls = zip(*run_ranks(measure_on_rank, (5,), tmp_path, stream.paths[0].parent)[5])
     assert all(result == results[0] for result in results) and len({*calls}) == 1
     assert_close(results[0], measure(tiny_model(), stream))
 
@@ -153,8 +127,7 @@ def measured(record):
 
 
 def test_a_run_measures_it_at_validations_at_all_lengths(run):
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    validations = [record for record in records if "val_loss" in record]
+    _, validations = steps_and_validations(run)
     assert [r["step"] for r in validations if "copy_gain" in r] == [0, 4, 8, 10]
     last = measured(validations[-1])
     assert last.keys() == {"copy_loss", "copy_gain", "copy_gain_error", "copy_gain_as", "copy_loss_as"}

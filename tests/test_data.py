@@ -300,19 +300,22 @@ def test_every_bit_of_a_shard_counts(tmp_path, faults, long):
 # ---- training loader ----
 
 
-def load_step(stream, step, world_size, **options):
-    """Return inputs and targets of a step over all ranks and micro-batches, in order.
+def check_step(stream, tokens, step, world_size, batch_tokens, **options):
+    """Check inputs and targets of a step over all ranks and micro-batches, in order: they are a slice of the tokens.
 
-    Return also the shapes of all micro-batches, and the number of sequences of each rank.
+    Return the shapes of all micro-batches, and the number of sequences of each rank.
     """
     batches, sequences = [], []
     for rank in range(world_size):
         options |= dict(start_step=step, rank=rank, world_size=world_size, vocab_size=VOCAB)
-        with closing(TrainLoader(stream, **options)) as loader:
+        with closing(TrainLoader(stream, batch_tokens=batch_tokens, **options)) as loader:
             batches += (share := next(loader))
         sequences.append(sum(len(inputs) for inputs, _ in share))
     inputs, targets = (torch.cat([tensor.ravel() for tensor in tensors]).numpy() for tensors in zip(*batches))
-    return inputs, targets, {tuple(x.shape) for x, _ in batches}, sequences
+    expected = tokens[np.arange(step * batch_tokens, (step + 1) * batch_tokens + 1) % len(tokens)]
+    np.testing.assert_array_equal(inputs, expected[:-1])
+    np.testing.assert_array_equal(targets, expected[1:])
+    return {tuple(x.shape) for x, _ in batches}, sequences
 
 
 @pytest.mark.parametrize("length", [1, 3, 15])
@@ -321,11 +324,7 @@ def test_step_is_a_slice_of_the_stream(tmp_path, length, world_size, micro_batch
     stream, tokens = make_stream(tmp_path, (101, 7, 230, 59))
     sizes = dict(batch_tokens=120, length=length, micro_batch_tokens=micro_batch_size * length)
     for step in (0, 1, 3, 50):  # crosses shards, wraps in the middle of step 3, wraps many times
-        expected = tokens[np.arange(step * 120, (step + 1) * 120 + 1) % len(tokens)]
-        inputs, targets, shapes, _ = load_step(stream, step, world_size, **sizes)
-        np.testing.assert_array_equal(inputs, expected[:-1])
-        np.testing.assert_array_equal(targets, expected[1:])
-        assert shapes == {(micro_batch_size, length)}
+        assert check_step(stream, tokens, step, world_size, **sizes)[0] == {(micro_batch_size, length)}
 
 
 def test_steps_follow_each_other_and_resume_anywhere(tmp_path):
@@ -346,18 +345,15 @@ def test_the_length_may_change_between_steps_and_the_tokens_of_a_step_stay(tmp_p
     lengths = {0: 3, 1: 3, 2: 6, 3: 12}
     for step, length in lengths.items():
         sizes = dict(batch_tokens=48, length=lengths.get, micro_batch_tokens=12)
-        inputs, _, shapes, _ = load_step(stream, step, world_size, **sizes)
-        assert shapes == {(12 // length, length)}
-        np.testing.assert_array_equal(inputs, tokens[np.arange(step * 48, step * 48 + 48) % 171])
+        assert check_step(stream, tokens, step, world_size, **sizes)[0] == {(12 // length, length)}
 
 
 @pytest.mark.parametrize("sequences, world_size", [(5, 2), (8, 3), (7, 7), (128, 24), (9, 4)])
 def test_shares_that_differ_are_the_step_together(tmp_path, sequences, world_size):
     stream, tokens = make_stream(tmp_path, (40, 33))
     sizes = dict(batch_tokens=sequences * 3, length=3, micro_batch_tokens=9)
-    inputs, _, _, counts = load_step(stream, 2, world_size, **sizes)
+    _, counts = check_step(stream, tokens, 2, world_size, **sizes)
     assert max(counts) - min(counts) <= 1 and sum(counts) == sequences
-    np.testing.assert_array_equal(inputs, tokens[np.arange(2 * sequences * 3, 3 * sequences * 3) % len(tokens)])
 
 
 def test_a_tokenizer_file_of_an_earlier_text_is_not_this_texts(tmp_path):

@@ -2,16 +2,15 @@
 
 import pytest
 import torch
-from test_gpt import random_tokens, randomize
+from test_gpt import make_random_gpt, random_tokens
 from test_methods import assert_near, assert_refused, random
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 
 from model.decoding import Decoder, attend_to_cache, greedy_decode
-from model.gpt import GPT
 from model.methods import MECHANISMS, METHODS, canonical_name
 
-VOCAB, TRAIN_LENGTH, STEPS = 97, 16, 23
+STEPS = 23
 
 NAMES = list(dict.fromkeys([*METHODS, *map(canonical_name, MECHANISMS)]))
 CASES = [(name, {}) for name in NAMES] + [
@@ -37,11 +36,8 @@ CASES = [(name, {}) for name in NAMES] + [
 every_case = pytest.mark.parametrize("name, options", CASES, ids=[f"{name}-{options}" for name, options in CASES])
 
 
-def make_model(name, options=None, dtype=torch.float32, vocab_size=VOCAB):
-    return randomize(GPT(
-        vocab_size=vocab_size, num_layers=2, num_heads=6, model_dim=96, train_length=TRAIN_LENGTH, method=name,
-        method_options=options, dtype=dtype,
-    ))  # fmt: skip
+def make_model(name, options=None, **more):
+    return make_random_gpt(name, train_length=16, method_options=options, **more)
 
 
 @torch.no_grad()

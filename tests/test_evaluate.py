@@ -1,15 +1,13 @@
 """scripts.evaluate: losses on the run's text and on another, the stored file, and refused text."""
 
-import json
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import exit_code
-from test_train import make_data, plain_losses, read_json, train_here
+from commands import exit_code, read_json, update_json
+from test_train import make_data, plain_losses, train_here, write_shards
 
-from data.shard_writer import ShardWriter
 from data.shards import open_split
 from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from scripts import evaluate
@@ -29,10 +27,6 @@ def refusal(capsys, *argv):
     return error
 
 
-def change_config(folder, **fields):
-    (folder / "config.json").write_text(json.dumps(read_json(folder / "config.json") | fields))
-
-
 def stored(folder):
     return read_json(folder / "evaluation.json")
 
@@ -40,13 +34,6 @@ def stored(folder):
 def others(folder):
     """Return the evaluations on other texts."""
     return [*map(read_json, folder.glob("evaluation_*.json"))]
-
-
-def write_text(folder, tokens, tokenizer="none"):
-    with ShardWriter(folder, "t", tokenizer=tokenizer, vocab_size=64) as writer:
-        writer.write("val", tokens)
-        writer.close()
-    return folder
 
 
 def test_losses_equal_the_summary_wherever_the_text_is(data, copied, tmp_path):
@@ -123,7 +110,7 @@ def test_losses_on_other_text_are_stored_apart(copied, tmp_path):
 
 
 def test_a_short_text_is_read_in_whole_sequences(copied, tmp_path, capsys):
-    short = write_text(tmp_path / "short", np.arange(200) % 64)
+    short = write_shards(tmp_path / "short", val=np.arange(200) % 64)
     call(copied, "--data", short)
     [found] = others(copied)
     assert found["val_tokens"] == {"16": 192, "64": 192}
@@ -131,8 +118,8 @@ def test_a_short_text_is_read_in_whole_sequences(copied, tmp_path, capsys):
 
 
 def test_text_of_another_tokenizer_is_refused(copied, tmp_path, capsys):
-    other = write_text(tmp_path / "other", np.arange(600) % 64, tokenizer="gpt2")
-    change_config(copied, data_dir=str(tmp_path / "gone"))  # the run's own data need not be there
+    other = write_shards(tmp_path / "other", val=np.arange(600) % 64, tokenizer="gpt2")
+    update_json(copied / "config.json", data_dir=str(tmp_path / "gone"))  # the run's own data need not be there
     assert "gpt2" in refusal(capsys, copied, "--data", other)
     books = make_data(tmp_path / "books", seed=1)
     call(copied, "--data", books)
@@ -143,7 +130,7 @@ def test_text_of_another_tokenizer_is_refused(copied, tmp_path, capsys):
 
 def test_another_text_is_refused_without_its_option(copied, tmp_path, capsys):
     replaced = make_data(tmp_path / "replaced", seed=2)
-    change_config(copied, data_dir=str(replaced))
+    update_json(copied / "config.json", data_dir=str(replaced))
     assert f"--data {replaced}" in refusal(capsys, copied)
     assert not (copied / "evaluation.json").exists()
     for place in ("nowhere", "empty"):

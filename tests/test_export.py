@@ -2,18 +2,17 @@
 
 import ast
 import dataclasses
-import json
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from commands import exit_code, python
+from commands import exit_code, python, read_json
 from test_decoding import CASES, full_logits, make_model
 from test_gpt import random_tokens
-from test_methods import assert_near, assert_refused
-from torch.nn.functional import cross_entropy
+from test_methods import assert_near, assert_refused, random
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 pytest.importorskip("transformers", reason="exporting needs pip install -r requirements-extras.txt")
 
@@ -24,9 +23,11 @@ from transformers import AutoTokenizer
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from data.tokenizer import load_tokenizer
+from model.attention import make_plan
+from model.methods import make_method
 from scripts import export as command
 from scripts.evaluate import load_run
-from scripts.hf.modeling_method_gpt import MethodGPTConfig, MethodGPTForCausalLM
+from scripts.hf.modeling_method_gpt import MethodGPTConfig, MethodGPTForCausalLM, attend_with_cache
 from scripts.hf.modules import ROOT
 from scripts.shared.runs import read_run
 
@@ -93,6 +94,14 @@ def test_generation_scales_to_the_length_that_is_asked_for():
     assert whole.shape[1] == 21 + 20 and torch.equal(whole, generate(model, tokens, 20))  # transformers' own default
 
 
+def test_scores_of_a_new_token_are_not_rounded_to_bfloat16():
+    q, k, v = 5 * random(2, 6, 1, 16, seed=0), random(2, 6, 50, 16, seed=1), random(2, 6, 50, 16, seed=2)
+    q, k, method = q.bfloat16(), k.bfloat16(), make_method("nope", num_heads=6, head_dim=16, train_length=16)
+    plan = make_plan(method, 1, 50, q_offset=49, dtype=torch.bfloat16, backend="blocks")
+    output = attend_with_cache(method, q, k, v.float(), x=None, plan=plan, cache=None, layer=0)
+    assert_near(output, scaled_dot_product_attention(q.double(), k.double(), v), 1e-5)
+
+
 def test_learned_parameters_of_a_method_stay_exact_in_bfloat16(tmp_path):
     _, model = make_pair("p_rope+forget")
     model.save_pretrained(tmp_path)
@@ -145,9 +154,9 @@ def test_a_folder_has_weights_tokenizer_code_and_card(run, exported):
     assert {path.suffix for path in exported.iterdir()} == {".json", ".py", ".safetensors", ".md", ""}
     assert (exported / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
     assert not [path for path in run.iterdir() if path.name.startswith(".")]
-    config, card = json.loads((exported / "config.json").read_text()), (exported / "README.md").read_text()
+    config, card = read_json(exported / "config.json"), (exported / "README.md").read_text()
     assert config["max_position_embeddings"] == 480 and config["method_options"] == {"segment_length": 60}
-    summary, data = (json.loads((run / name).read_text()) for name in ("summary.json", "data.json"))
+    summary, data = (read_json(run / name) for name in ("summary.json", "data.json"))
     shown = [f"{summary['val_loss'][n]:.3f}" for n in ("240", "480")] + [data["train"], data["tokenizer"][:12]]
     assert all(text in card for text in (*shown, "infini_p_rope,fox,logn_p_rope")) and str(run.parent) not in card
     ours, loaded = load_tokenizer(run.parent / "data"), AutoTokenizer.from_pretrained(exported, trust_remote_code=False)

@@ -24,16 +24,13 @@ def begins(series, seed):
     return BEGINS[series] + seed**2 / len(series) if series in BEGINS else None
 
 
-@pytest.mark.parametrize(
-    "curve, expected",
-    [
-        ([(0, 0), (1, 0.5), (2, 2.5), (3, 0.1)], 1.25),
-        ([(0, -0.2), (1, 0.9)], None),
-        ([(0, 3.0), (1, 4.0)], 0),
-        ([(0, 0), (1, 1.0), (2, 1.5)], 1),
-        ([], None),
-    ],
-)
+@pytest.mark.parametrize("curve, expected", [
+    ([(0, 0), (1, 0.5), (2, 2.5), (3, 0.1)], 1.25),
+    ([(0, -0.2), (1, 0.9)], None),
+    ([(0, 3.0), (1, 4.0)], 0),
+    ([(0, 0), (1, 1.0), (2, 1.5)], 1),
+    ([], None),
+])
 def test_time_to_copy_is_where_the_curve_first_passes_one_nat(curve, expected):
     assert time_to_copy(curve) == expected
 

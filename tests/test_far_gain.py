@@ -1,19 +1,18 @@
 """Far gain: its classes against a brute-force search, its losses against a dense model, and the commands."""
 
-import json
 import math
 
 import numpy as np
 import pytest
 import torch
-from commands import exit_code, one_error
+from commands import exit_code, one_error, read_json
 from test_copy_gain import ALONE, VOCAB, assert_close, dense_losses, tiny_model
-from test_train import read_json, train_here
+from test_train import steps_and_validations, train_here, write_shards
 
-from data.shard_writer import ShardWriter
 from data.shards import open_split
 from runtime.far_gain import CLASSES, classify, far_windows, measure_far_gain
 from scripts import evaluate
+from scripts.shared.runs import with_evaluation
 
 T, WINDOWS = 16, 3
 FAR = {"far_loss", "far_gain", "far_gain_error", "far_tokens"}
@@ -26,11 +25,7 @@ def stream(tmp_path_factory):
     for end in range(240, 800, 60):
         text[end - 16 : end] = text[end - 116 : end - 100]
     text[-12:] = text[-26:-14]
-    with ShardWriter(tmp_path_factory.mktemp("data"), "copies", tokenizer="none", vocab_size=VOCAB) as writer:
-        for split in ("train", "val"):
-            writer.write(split, text)
-        writer.close()
-        return open_split(writer.folder, "val", VOCAB)
+    return open_split(write_shards(tmp_path_factory.mktemp("data"), text, text), "val", VOCAB)
 
 
 def class_of(window, place):
@@ -80,13 +75,15 @@ def test_gains_equal_a_dense_computation(stream):
 def test_a_run_measures_it_at_its_end_and_evaluate_again(data, tmp_path, capsys):
     gaps = dict(val_far_windows=1, validate_as=("yarn",), method="rope", train_length=T)
     run = train_here(data, tmp_path, steps=10, val_every=5, **gaps)
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [r["step"] for r in records if "far_gain" in r] == [10]
+    steps, validations = steps_and_validations(run)
+    assert [r["step"] for r in (*steps, *validations) if "far_gain" in r] == [10]
     summary = read_json(run / "summary.json")
     assert FAR <= summary.keys() and summary["far_gain_as"]["yarn"].keys() == summary["far_gain"].keys()
     evaluate.main([str(run), "--far", "1", "--device", "cpu"])
     stored = read_json(run / "evaluation.json")
     assert_close({key: stored[key] for key in FAR}, {key: summary[key] for key in FAR})
+    without = {key: value for key, value in summary.items() if not key.startswith("far_")}
+    assert with_evaluation(without, stored)["far_gain"] == stored["far_gain"]
     assert f"{summary['far_gain']['none']:.3f} ± {summary['far_gain_error']['none']:.3f}" in capsys.readouterr().out
     assert exit_code(evaluate.main, [run, "--far", "9", "--device", "cpu"]) == 2
     assert "far gain" in one_error(capsys)

@@ -70,9 +70,8 @@ except CompilationError:
 
 
 @pytest.fixture(scope="module")
-def compiled(request):
+def compiled(long):
     """Return the code of all cases, the calls of attention in models' graphs, and whether head + 0 compiles."""
-    long = request.config.getoption("--long")
     cases, models = QUICK + GRID * long, QUICK_MODELS + MODELS * long
     output = python("-c", CODE, json.dumps([cases, models]), timeout=None).stdout
     codes, calls, head_plus_zero = map(json.loads, output.splitlines())

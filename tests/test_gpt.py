@@ -46,7 +46,7 @@ def rms_norm(x):
     return x / (x.square().mean(dim=-1, keepdim=True) + 2.0 ** -23).sqrt()
 
 
-def plain_layers(name, p, tokens):
+def plain_layers(name, p, tokens, num_heads=HEADS):
     """Yield q and k (B, H, T, D) after QK-norm, the method's parameter, and the output (B, T, C) of each layer.
 
     The layers are record #8 of modded-nanogpt with the method in its attention. p: parameters by name, in float64.
@@ -57,7 +57,7 @@ def plain_layers(name, p, tokens):
         mine = {key.removeprefix(f"blocks.{layer}."): value for key, value in p.items()}
         learned = next((value for key, value in mine.items() if key.startswith("attention.method")), None)
         q, k, v = (rms_norm(x) @ matrix.T for matrix in mine["attention.qkv"])
-        q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in (q, k, v))  # (B, H, T, D)
+        q, k, v = (y.unflatten(-1, (num_heads, -1)).transpose(1, 2) for y in (q, k, v))  # (B, H, T, D)
         q, k = rms_norm(q), rms_norm(k)
         y = reference.attend(name, q, k, v, train_length=TRAIN_LENGTH, learned=learned, **options)
         x = x + y.transpose(1, 2).flatten(2) @ mine["attention.proj"].T

@@ -4,11 +4,10 @@ import ast
 import subprocess
 import sys
 from graphlib import TopologicalSorter
-from pathlib import Path
 
 import pytest
+from commands import ROOT
 
-ROOT = Path(__file__).parents[1]
 FOLDERS = ("configs", "data", "model", "optim", "runtime", "scripts")
 SUFFIXES = (".py", ".cpp", ".h", ".sh", ".js")
 CODE = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES]

@@ -1,9 +1,6 @@
 # ruff: noqa: E402 (imports after importorskip)
 """Our methods inside a tiny Llama of the real class with random weights, and loading models."""
 
-import json
-from pathlib import Path
-
 import pytest
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-extras.txt")
@@ -11,7 +8,7 @@ transformers = pytest.importorskip("transformers", reason="pip install -r requir
 import reference
 import tokenizers
 import torch
-from commands import python
+from commands import ROOT, python, update_json
 from test_methods import assert_refused
 from torch.testing import assert_close
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -211,17 +208,12 @@ def folder(tmp_path):
     return tmp_path / "model"
 
 
-def change_config(folder, **fields):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-
-
 @pytest.mark.parametrize("fields, word", [
     (dict(model_type="gpt2"), "gpt2"),
     (dict(num_hidden_layers=3), "model.layers.2"),
 ], ids=str)  # fmt: skip
 def test_bad_configurations(folder, fields, word):
-    change_config(folder, **fields)
+    update_json(folder / "config.json", **fields)
     with assert_refused(word):
         load_model(folder)
 
@@ -237,7 +229,8 @@ def test_no_code_of_a_folder_is_run(folder, tmp_path):
     for name in ("modeling_trap.py", "configuration_trap.py"):
         (folder / name).write_text(f"open({str(sprung)!r}, 'w')\nclass Any: pass\n")
     auto = dict(AutoConfig="configuration_trap.Any", AutoModelForCausalLM="modeling_trap.Any")
-    change_config(folder, auto_map=auto, _attn_implementation="someone/trap", attn_implementation="someone/trap")
+    trap = dict.fromkeys(("_attn_implementation", "attn_implementation"), "someone/trap")
+    update_json(folder / "config.json", auto_map=auto, **trap)
     assert logits(load_model(folder)).isfinite().all()
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"")  # is not even opened
@@ -247,8 +240,7 @@ def test_no_code_of_a_folder_is_run(folder, tmp_path):
 
 
 def test_the_example_of_the_page_runs(folder, tmp_path, monkeypatch, capsys):
-    page = (Path(__file__).parents[1] / "docs" / "huggingface.md").read_text()
-    code = page.split("```python\n")[1].split("```")[0]
+    code = (ROOT / "docs" / "huggingface.md").read_text().split("```python\n")[1].split("```")[0]
     monkeypatch.chdir(tmp_path)
     for original, here in (("meta-llama/Llama-2-7b-hf", str(folder)), ('device="cuda"', 'device="cpu"')):
         assert code.count(original) == 1

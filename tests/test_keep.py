@@ -6,14 +6,13 @@ import shlex
 import shutil
 
 import pytest
-from commands import ROOT, exit_code
-from test_reproduce import same, write_run, write_study
+from commands import ROOT, exit_code, update_json
+from test_reproduce import drawn, same, write_run, write_study  # noqa: F401 (drawn is a fixture)
 
 from configs.config import config_hash
 from configs.sweeps import sweep
 from scripts import keep as keep_command
 from scripts.reproduce import __main__ as reproduce_command
-from scripts.reproduce import beyond, figures, needles
 from scripts.reproduce.__main__ import COMPUTED, ITEMS, read_sections
 from scripts.shared.runs import read_runs
 
@@ -34,8 +33,7 @@ def test_pages_from_lines_equal_pages_from_run_folders(tmp_path, call):
     write_study(tmp_path / "trained", "figure_train_4k", needle=needle, part=1024, tokens_per_second=9)
     folders = sorted((tmp_path / "trained").iterdir())
     for folder in folders:
-        elsewhere = json.loads((folder / "config.json").read_text()) | dict(runs_dir="/somewhere/else")
-        (folder / "config.json").write_text(json.dumps(elsewhere))
+        update_json(folder / "config.json", runs_dir="/somewhere/else")
         evaluation = {"step": "step_000640", "val_loss": {"512": 4.5}, "val_tokens": 49_152}
         (folder / "evaluation.json").write_text(json.dumps(evaluation))
     code, _ = call(keep_command, *folders, "--to", "kept/runs.jsonl")
@@ -65,14 +63,12 @@ def test_a_line_is_replaced_and_keeps_copy_gain_and_changed_fields(tmp_path, cal
     for _ in range(2):
         assert call(keep_command, folder, other, "--to", "runs.jsonl")[0] == 0
     line, _ = (json.loads(text) for text in (tmp_path / "runs.jsonl").read_text().splitlines())
-    assert line["changes"] | dict(validate_as=0) == dict(
-        steps=400, length_schedule=[64, 20], dtype="float32", validate_as=0
-    )
+    expected = dict(steps=400, length_schedule=[64, 20], dtype="float32", validate_as=0)
+    assert line["changes"] | dict(validate_as=0) == expected
     kept, _ = read_runs(tmp_path / "runs.jsonl")
     assert config_hash(kept.config) == config_hash(first.config) and kept.config.length_schedule == (64, 20)
     assert kept.data["copy_rows"] == rows["copy_rows"] and kept.summary["copy_gain"] == copies["copy_gain"]
-    summary = json.loads((folder / "summary.json").read_text())
-    (folder / "summary.json").write_text(json.dumps(summary | dict(val_loss={"256": 3.0})))
+    update_json(folder / "summary.json", val_loss={"256": 3.0})
     call(keep_command, folder, "--to", "runs.jsonl")
     assert [run.summary["val_loss"]["256"] for run in read_runs(tmp_path / "runs.jsonl")] == [3.0, 4.0]
 
@@ -101,10 +97,8 @@ def test_a_line_of_a_field_that_is_gone_is_a_problem_and_no_error(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kept", KEPT, ids=lambda path: path.parent.name)
-def test_committed_tables_follow_from_the_committed_lines(tmp_path, call, kept, monkeypatch):
+def test_committed_tables_follow_from_the_committed_lines(tmp_path, call, kept, drawn):  # noqa: F811
     """Byte for byte, by the command that each section of the page names."""
-    for module in (beyond, figures, needles):
-        monkeypatch.setattr(module, "draw_panels", lambda *_, **__: None)
     place = tmp_path / "results" / kept.parent.name
     place.mkdir(parents=True)
     shutil.copy(kept, place)

@@ -10,9 +10,9 @@ import reference
 import torch
 from test_gpt import HEADS, LAYERS, TRAIN_LENGTH, make_gpt, make_random_gpt, plain_layers, random_tokens
 from test_methods import NAMES
+from test_train import write_shards
 from tiny_run import train_tiny_run
 
-from data.shard_writer import ShardWriter
 from data.shards import open_split
 from model.scores import calibrate, layer_scores, score_pairs
 from runtime.copy_gain import SPAN
@@ -136,10 +136,7 @@ def test_too_many_pairs_are_sampled_uniformly_without_key_0_and_the_diagonal():
 
 
 def test_windows_lie_at_even_distances_over_the_text(tmp_path):
-    writer = ShardWriter(tmp_path, "text", tokenizer="none", vocab_size=1000)
-    writer.write("val", np.arange(1000))
-    writer.close()
-    stream = open_split(tmp_path, "val", 1000)
+    stream = open_split(write_shards(tmp_path, val=np.arange(1000), vocab_size=1000), "val", 1000)
     windows = logits.validation_windows(stream, 3, 200)
     assert windows.dtype == torch.int64
     assert torch.equal(windows, torch.tensor([[0], [333], [666]]) + torch.arange(200))

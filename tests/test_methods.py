@@ -10,6 +10,7 @@ from torch.testing import assert_close
 
 from model.attention import attend, make_plan
 from model.attention.reference import attention_logits
+from model.gpt import GPT
 from model.methods import MECHANISMS, METHODS, canonical_name, make_alternative, make_method
 from model.methods.base import ScoreChange
 
@@ -246,6 +247,14 @@ def test_an_alternative_is_the_other_method_with_these_weights(name, other, leng
     assert torch.equal(output, attend(ours, q, k, v)) == same
 
 
+def test_a_plan_moves_an_alternative_to_the_device_of_the_model():
+    model = GPT(vocab_size=9, num_layers=1, num_heads=2, model_dim=32, train_length=8, method="rope+kerple_log")
+    arguments = dict(num_heads=2, head_dim=16, train_length=8, options={})
+    alternative = make_alternative("rope+kerple_log", "yarn+kerple_log", **arguments)
+    model.to("meta").plan(16, method=alternative)
+    assert {parameter.device.type for parameter in alternative.parameters()} == {"meta"}
+
+
 @pytest.mark.parametrize("name, other, options", [
     ("rope", "p_rope", {}), ("rope", "logn_rope", {}), ("alibi", "nope", {}),
     ("scale_invariant_rope", "scale_invariant_p_rope", {}), ("infini_rope", "rope", {}), ("nope", "rope", {}),
@@ -312,6 +321,8 @@ def test_logn_starts_with_a_mean_multiplier_of_one_and_tau_where_it_is_set():
     ("scale_invariant_p_rope", dict(tau_ratio=-2.0), ["tau_ratio"]),
     ("rope+window", dict(window=0), ["window", "0"]),
     ("fire", dict(threshold=-3), ["threshold", "-3"]),
+    ("log_offset", dict(offset=0.5), ["offset", "0.5"]),
+    ("n_power", dict(head_dim=1), ["n_power", "head_dim"]),
 ])  # fmt: skip
 def test_wrong_names_and_options_are_refused(name, options, named):
     with assert_refused(*named):

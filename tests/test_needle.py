@@ -1,6 +1,5 @@
 """Fine-tuning on the needle task, and scoring: it learns, resumes bit for bit, and names the user's mistakes."""
 
-import json
 import math
 import shutil
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from commands import exit_code, one_error
+from commands import exit_code, one_error, read_json
 from test_train import assert_same_numbers
 from tiny_run import train_tiny_run
 
@@ -42,7 +41,7 @@ def tune(run, capsys):
         if code := exit_code(needle.main, [*runs, *SHORT, *argv]):
             assert code == 2
             return one_error(capsys)
-        return json.loads((run / "needle" / "summary.json").read_text())
+        return read_json(run / "needle" / "summary.json")
 
     return tune
 
@@ -179,7 +178,7 @@ def test_run_again_does_nothing_but_the_lengths_that_are_new(run, tune, monkeypa
     monkeypatch.setattr(needle, "measure_accuracy", measure_one)
     with pytest.raises(AssertionError, match="interrupted"):
         tune()
-    first = json.loads((run / "needle" / "summary.json").read_text())
+    first = read_json(run / "needle" / "summary.json")
     monkeypatch.setattr(needle, "save_checkpoint", None)  # nothing is trained again
     measured.append("again")
     summary = tune("--lengths", "240", "480", "640")

@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import ROOT, python
+from commands import ROOT, here, python
 from test_methods import NAMES
-from test_train import arguments, here, make_data
+from test_train import arguments, make_data
 from wandb_stand_in import StandIn
 
 import train_gpt

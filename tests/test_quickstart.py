@@ -1,6 +1,5 @@
 """The quickstart's own code on a few steps: it trains every method, ends with table and figure, repeats nothing."""
 
-import json
 import os
 import re
 import shutil
@@ -8,7 +7,7 @@ import subprocess
 
 import numpy as np
 import pytest
-from commands import ROOT, exit_code
+from commands import ROOT, exit_code, read_json, update_json
 from tiny_run import sweeps_in_this_process
 
 from configs.presets import quickstart
@@ -80,17 +79,16 @@ def test_a_short_quickstart_trains_every_method_and_repeats_nothing(books, capsy
     assert [row.split("|")[1].strip() for row in rows[2:]] == list(script.METHODS) and "\n".join(rows) in output
     assert (runs / "quickstart.png").stat().st_size > 10_000
     folders = sorted(path for path in runs.iterdir() if path.is_dir())
-    assert json.loads((folders[0] / "config.json").read_text())["method_options"] == {"slope_scale": 4.0}
+    assert read_json(folders[0] / "config.json")["method_options"] == {"slope_scale": 4.0}
     assert "copy rows fit other sequences" in (folders[0] / "log.txt").read_text()  # the rows fit 1,000 steps
-    summary = json.loads((folders[0] / "summary.json").read_text())
+    summary = read_json(folders[0] / "summary.json")
     numbers = [f"{loss:.3f}" for loss in summary["val_loss"].values()]
     numbers.append(f"{summary['copy_gain']['random']['128']:.1f}")
     assert [cell.strip() for cell in rows[4].split("|")[1:-1]] == ["ALiBi", *numbers]
 
     before = [(folder / "metrics.jsonl").stat().st_mtime_ns for folder in folders]
     assert run(books, capsys)[0] == 0
-    path = folders[1] / "summary.json"  # of a run on another text
-    path.write_text(json.dumps(json.loads(path.read_text()) | dict(data="0123")))
+    update_json(folders[1] / "summary.json", data="0123")  # of a run on another text
     code, _, error = run(books, capsys)
     assert code == 2 and "data" in error
     assert [(folder / "metrics.jsonl").stat().st_mtime_ns for folder in folders] == before

@@ -1,6 +1,5 @@
 """The README and the pages of docs/: commands, links, the map of the files, and the example of a method."""
 
-import json
 import re
 import runpy
 import shlex
@@ -9,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from commands import ROOT, python
+from commands import ROOT, python, read_json
 from test_train import arguments, make_data
 from torch.distributed.run import get_args_parser
 
@@ -115,7 +114,7 @@ def test_its_example_of_a_method_trains(tmp_path):
     make_data(tmp_path / "text")
     argv = arguments(tmp_path / "text", "runs", steps=1, cooldown_steps=0)
     python("train_gpt.py", *argv, *options, cwd=tmp_path, timeout=None)
-    config = json.loads((tmp_path / "runs/run/config.json").read_text())
+    config = read_json(tmp_path / "runs/run/config.json")
     assert (config["method"], config["method_options"]) == ("p_rope+root", {"slope": 2})
 
 

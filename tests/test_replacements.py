@@ -7,9 +7,9 @@ import torch
 from reference import alibi_slopes
 from test_gpt import make_random_gpt, random_tokens
 from test_methods import assert_near, cast, gradients, random, random_qkv
-from test_rivals import make, nape
+from test_rivals import check_rounded, make, nape
 
-from model.attention import attend
+from model.attention import attend, blocks
 from model.methods import base, make_method
 from model.methods.nape import entmax
 
@@ -90,34 +90,25 @@ def test_a_replacement_computes_the_formula_of_its_source(name, batch, num_heads
     method = make(name, num_heads, head_dim)
     exact = [*random_qkv(num_heads, head_dim, length, batch), random(batch, length, num_heads * head_dim, seed=9)]
     exact = [x.detach().bfloat16().double().requires_grad_() for x in exact]
-    parameters = list(method.double().parameters())
-    expected = FORMULAS[name](method, *exact)
-    truth = gradients(expected, exact + parameters)
+    expected = FORMULAS[name](method.double(), *exact)
+    truth = gradients(expected, [*exact, *method.parameters()])
     for dtype, tolerance in [(torch.float64, 1e-11), (torch.float32, 1e-5), (torch.bfloat16, 0.03)]:
-        parameters = list(method.to(torch.promote_types(dtype, torch.float32)).parameters())
-        inputs = cast(exact, dtype)
-        output = attend(method, *inputs[:3], x=inputs[3])
-        assert output.dtype == dtype
-        assert_near(output, expected, tolerance)
-        for gradient, true in zip(gradients(output, inputs + parameters), truth, strict=True):
-            assert_near(gradient, true, tolerance)
-        if not method.needs_input:
-            half = length // 2
-            last = attend(method, inputs[0][:, :, half:], *inputs[1:3], q_offset=half)
-            assert_near(last, expected[:, :, half:], tolerance)
+        method.to(torch.promote_types(dtype, torch.float32))
+        check_rounded(method, exact, expected, truth, dtype, tolerance)
 
 
 @pytest.mark.slow
-def test_a_compiled_block_does_not_unroll_the_loop_over_a_long_text(monkeypatch):
-    monkeypatch.setattr(base, "LONGEST_COMPILED", 256)
-    model, operations = make_random_gpt("stick_breaking"), []
+@pytest.mark.parametrize("name", ["stick_breaking", "scale_invariant_p_rope"])
+def test_a_compiled_block_does_not_unroll_the_loop_over_a_long_text(name, monkeypatch):
+    for module in (base, blocks):
+        monkeypatch.setattr(module, "LONGEST_COMPILED", 256)
+    model, operations = make_random_gpt(name), []
 
     def count(graph, inputs):
         operations.append(len(graph.graph.nodes))
         return graph.forward
 
-    (tokens, targets), plans = random_tokens(700, batch=1), model.plan(700)
-    assert {(plan.backend, plan.why) for plan in plans} == {("blocks", "plain PyTorch")}
+    (tokens, targets), plans = random_tokens(700, batch=1), model.plan(700, backend="blocks")
     with torch.inference_mode():
         expected = model(tokens, targets, plan=plans, per_token=True)
         for block in model.blocks:
@@ -177,8 +168,7 @@ def test_entmax_finds_its_threshold_among_many_keys(spread):
 
 @torch.no_grad()
 def test_the_path_bias_starts_at_random_with_scaled_slopes():
-    shape = dict(num_heads=4, head_dim=64, train_length=64)
-    paper, small = (make_method("grape_ap", **shape, position_scale=scale) for scale in (1, 1 / 16))
+    paper, small = (make("grape_ap", 4, 64, position_scale=scale) for scale in (1, 1 / 16))
     paper.reset_parameters()
     assert paper.replacement.weight.std().item() == pytest.approx(0.5 / 256**0.5, rel=0.05)
     assert small.replacement.alibi.slope_scale == 16 * paper.replacement.alibi.slope_scale == 16

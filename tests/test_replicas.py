@@ -6,10 +6,8 @@ import re
 import pytest
 import torch
 import torch._dynamo  # here once, or else in every process by its optimizers
-import torch.distributed as dist
-from lives import start_method
-from test_sharded import Net, groups, train
-from torch.multiprocessing import start_processes
+from lives import run_ranks
+from test_sharded import WORLDS, Net, groups, train
 
 from errors import UserError
 from optim.sharded import Optimizers
@@ -18,7 +16,6 @@ from runtime.processes import World
 from runtime.replicas import checksum, differing_ranks
 
 CORRUPTION = (12, "flipped bits in checkpoints and in the memory of a rank are found")
-WORLDS = (2, 3, 4)
 
 
 def flip(tensor, element, bit):
@@ -28,7 +25,7 @@ def flip(tensor, element, bit):
     integers[position] ^= -(2 ** (bits - 1)) if bit == bits - 1 else 1 << bit
 
 
-def work(rank, world, trials):
+def work(rank, world, trials, folder):
     net = Net()
     net.unused.data = net.unused.data.bfloat16()
     optimizers = Optimizers(groups(net), rank, world)
@@ -47,7 +44,7 @@ def work(rank, world, trials):
         found.append(([victim], differing_ranks(optimizers, here), f"flipped bit in a {kind}, of {world} processes"))
         if rank == victim:
             flip(tensor, *where)
-    return [*found, ([], differing_ranks(optimizers, here), "")]
+    return [*found, ([], differing_ranks(optimizers, here), "")], newest_whole(rank, world, folder)
 
 
 def newest_whole(rank, world, folder):
@@ -66,23 +63,11 @@ def newest_whole(rank, world, folder):
     return state["step"], [path.name for path in damaged]
 
 
-def worker(rank, folder, trials):
-    torch.set_num_threads(1)
-    for world in WORLDS:
-        if rank < world:
-            dist.init_process_group("gloo", init_method=f"file://{folder}/group{world}", rank=rank, world_size=world)
-            torch.save((work(rank, world, trials), newest_whole(rank, world, folder)), folder / f"{world}.{rank}.pt")
-            dist.barrier()
-            dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
-def results(tmp_path_factory, request):
+def results(tmp_path_factory, long):
     """World size -> what each rank found."""
     folder = tmp_path_factory.mktemp("gloo")
-    trials = 300 if request.config.getoption("--long") else 12
-    start_processes(worker, (folder, trials), nprocs=max(WORLDS), start_method=start_method())
-    return {world: [torch.load(folder / f"{world}.{rank}.pt") for rank in range(world)] for world in WORLDS}
+    return run_ranks(work, WORLDS, folder, 300 if long else 12, folder)
 
 
 @pytest.mark.promise(*CORRUPTION)

@@ -9,10 +9,10 @@ import matplotlib.image
 import numpy as np
 import pytest
 import torch
-from commands import ROOT, exit_code
+from commands import ROOT, exit_code, update_json
+from test_train import write_shards
 
 from configs.sweeps import SCALES, SWEEPS, sweep
-from data.shard_writer import ShardWriter
 from runtime.build import build_model
 from runtime.checkpoint import save_checkpoint
 from scripts.reproduce import __main__ as command
@@ -203,7 +203,7 @@ def test_runs_on_another_text_are_named_and_left_out(tmp_path, call, field):
         folder = write_run(tmp_path / "runs", run, same(run))
     path = folder / ("data.json" if field == "validation" else "summary.json")
     other = {"data": "other", "validation": "other", "val_tokens": 1024}[field]
-    path.write_text(json.dumps(json.loads(path.read_text()) | {field: other}))
+    update_json(path, **{field: other})
     code, output = call("table_losses", "--scale", "mini", "--methods", "rope")
     assert code == 1 and "`mini-rope-s2`" in output.out and used(output) == [2, 3]
 
@@ -235,8 +235,7 @@ def test_unfinished_other_diverged_and_damaged_runs_are_named(tmp_path, call):
     runs = sweep("table_losses", "mini", seeds=[0], methods=["rope", "p_rope", "nope", "yarn", "alibi"])
     rope, p_rope, nope, alibi, _ = (write_run(tmp_path / "runs", run, same(run)) for run in runs)
     (rope / "summary.json").unlink()
-    stored = json.loads((p_rope / "config.json").read_text())
-    (p_rope / "config.json").write_text(json.dumps(stored | dict(muon_lr=0.5)))
+    update_json(p_rope / "config.json", muon_lr=0.5)
     (nope / "summary.json").write_text((nope / "summary.json").read_text().replace("4.0", "null"))
     (alibi / "config.json").write_text("[")
     argv = ["--scale", "mini", "--seeds", "0", "--methods", *(run.config.method for run in runs)]
@@ -369,10 +368,7 @@ def test_a_loss_that_is_not_a_number_is_a_gap_and_a_damaged_record_is_named(tmp_
 def write_models(tmp_path, val_tokens):
     """Untrained tiny models of the study's methods, with checkpoints, and their validation text."""
     random = np.random.default_rng(0)
-    with ShardWriter(tmp_path / "data", "t", tokenizer="none", vocab_size=64) as writer:
-        for split, count in dict(train=100, val=val_tokens).items():
-            writer.write(split, random.integers(64, size=count).astype(np.uint16))
-        writer.close()
+    write_shards(tmp_path / "data", random.integers(64, size=100), random.integers(64, size=val_tokens))
     fields = [*TINY.split(), "--num_layers", "1", "--data_dir", str(tmp_path / "data"), "--device", "cpu"]
     for run in sweep("figure_entropy", "mini", changes=field_changes("mini", fields)):
         folder = write_run(tmp_path / "runs", run, same(run), data=data_fingerprint(run.config))
@@ -399,10 +395,7 @@ def test_figure_entropy_of_trained_models(tmp_path, call, drawn, few_draws):
 def test_models_whose_text_is_too_short_or_another_are_named(tmp_path, call, few_draws):
     fields = write_models(tmp_path, val_tokens=4 * 4096 - 1)
     other = sorted((tmp_path / "runs").iterdir())[0]
-    summary = json.loads((other / "summary.json").read_text())
-    for name in ("data.json", "summary.json"):
-        found = summary if name == "summary.json" else {}
-        (other / name).write_text(json.dumps(found))
+    (other / "data.json").write_text("{}")
     code, output = call("figure_entropy", "--scale", "mini", *fields)
     assert code == 1 and used(output) == [0, 3] and f"`{other.name}`" in output.out
     assert is_figure(tmp_path / "out" / "figures" / "figure_entropy")

@@ -9,9 +9,9 @@ import math
 import pytest
 import torch
 from test_gpt import random_tokens, randomize
-from test_methods import assert_near, assert_refused, cast, gradients, random, random_qkv
+from test_methods import assert_near, assert_refused, assert_same_function, cast, gradients, random, random_qkv
 
-from model.attention import BACKENDS, attend, choose_backend, make_plan
+from model.attention import BACKENDS, attend, make_plan
 from model.attention.reference import attention_logits, plain_attention
 from model.gpt import GPT
 from model.methods import layer_pattern, make_layers, make_method
@@ -52,9 +52,14 @@ def forgetting(method, logits, x):
     return torch.stack(rows, dim=2)
 
 
-def by_rows(row, T):
-    """Return the logits (B, H, T, T). row(i) returns the logits of the keys 0 to i, (B, H, i + 1)."""
-    return torch.stack([torch.nn.functional.pad(row(i), (0, T - 1 - i), value=-math.inf) for i in range(T)], dim=2)
+def by_rows(row, q, k):
+    """Return the logits (B, H, T, T). row(i, t, S): of the keys 0 to i, with distances t and S = q.k / sqrt(D)."""
+    rows = []
+    for i in range(q.shape[2]):
+        S = (q[:, :, i, None] * k[:, :, : i + 1]).sum(-1) / q.shape[-1] ** 0.5  # (B, H, i + 1)
+        logits = row(i, (i - torch.arange(i + 1)).double(), S)
+        rows.append(torch.nn.functional.pad(logits, (0, q.shape[2] - 1 - i), value=-math.inf))
+    return torch.stack(rows, dim=2)
 
 
 def kerple(penalty):
@@ -63,11 +68,7 @@ def kerple(penalty):
         change = method.score_change
         p = change.log_p.exp() if hasattr(change, "log_p") else 2 / (1 + torch.exp(-change.logit_p))
         a, p = change.log_a.exp()[:, None], p[:, None]
-
-        def row(i):
-            t = i - torch.arange(i + 1)
-            return (q[:, :, i, None] * k[:, :, : i + 1]).sum(-1) / q.shape[-1] ** 0.5 - penalty(a, p, t.double())
-        return by_rows(row, q.shape[2])
+        return by_rows(lambda i, t, S: S - penalty(a, p, t), q, k)
     return logits
 
 
@@ -76,43 +77,37 @@ def bam(method, q, k, x):
     alpha, beta = (p[:, None] for p in (method.score_change.alpha, method.score_change.beta))
     s = None if method.query_scale is None else method.query_scale.scale[:, None]
 
-    def row(i):
-        scores = (q[:, :, i, None] * k[:, :, : i + 1]).sum(-1) / q.shape[-1] ** 0.5
-        t = (i - torch.arange(i + 1)).double()
-        return (1 if s is None else s * math.log(i + 1)) * scores - alpha.exp() * (t + 1e-5) ** beta
-    return by_rows(row, q.shape[2])
+    def row(i, t, S):
+        return (1 if s is None else s * math.log(i + 1)) * S - alpha.exp() * (t + 1e-5) ** beta
+    return by_rows(row, q, k)
 
 
 def scale_invariant_but_the_first_key(method, q, k, x):
     """Anson et al. 2025 with tau 10, a = 1 and m = 0 for the first key."""
-    def row(i):
-        a_squared = 1 + 2 * torch.log(1 + (i - torch.arange(i + 1).double()) / 10)
+    def row(i, t, S):
+        a_squared = 1 + 2 * torch.log(1 + t / 10)
         a_squared[0] = 1
-        return a_squared**0.5 * (q[:, :, i, None] * k[:, :, : i + 1]).sum(-1) / q.shape[-1] ** 0.5 + 1 - a_squared
-    return by_rows(row, q.shape[2])
+        return a_squared**0.5 * S + 1 - a_squared
+    return by_rows(row, q, k)
 
 
 def nape(method, q, k, x):
     """Vasylenko et al. 2025: each query scales its row; the first half of the heads have ALiBi."""
     w_b, w_g = method.query_scale.beta.double(), method.query_scale.gamma.double()
-    H, T = q.shape[1:3]
+    H = q.shape[1]
     slope = torch.tensor([2.0 ** (-8 * (h + 1) / (H // 2)) if h < H // 2 else 0 for h in range(H)]).double()[:, None]
 
-    def row(i):
+    def row(i, t, S):
         beta = torch.log(1 + torch.exp(torch.einsum("bc,hc->bh", x[:, i], w_b)))
         gamma = 2 * torch.tanh(torch.einsum("bc,hc->bh", x[:, i], w_g))
         factor = 1 + beta * math.log(max(i + 1, 2)) ** gamma
-        scores = (q[:, :, i, None] * k[:, :, : i + 1]).sum(-1) / q.shape[-1] ** 0.5
-        return factor[..., None] * scores - slope * (i - torch.arange(i + 1))
-    return by_rows(row, T)
+        return factor[..., None] * S - slope * t
+    return by_rows(row, q, k)
 
 
 def temperature(factor):
     """Logits without position encoding, row i times factor(i)."""
-    def logits(method, q, k, x):
-        return by_rows(lambda i: factor(i) * (q[:, :, i, None] * k[:, :, : i + 1]).sum(-1) / q.shape[-1] ** 0.5,
-                       q.shape[2])
-    return logits
+    return lambda method, q, k, x: by_rows(lambda i, t, S: factor(i) * S, q, k)
 
 
 def pope(method, q, k, x):
@@ -121,14 +116,14 @@ def pope(method, q, k, x):
     magnitude_q, magnitude_k = (torch.log(1 + torch.exp(vector)) for vector in (q, k))
     theta = 10000.0 ** (-torch.arange(D, dtype=torch.float64) / D)
 
-    def row(i):
-        angles = (torch.arange(i + 1) - i)[:, None] * theta + delta  # (H, i + 1, D)
+    def row(i, t, S):
+        angles = delta - t[:, None] * theta  # (H, i + 1, D)
         scores = (magnitude_q[:, :, i, None] * magnitude_k[:, :, : i + 1] * torch.cos(angles)).sum(-1) / D**0.5
         if method.score_change is None:
             return scores
-        a_squared = 1 + 2 * torch.log(1 + (i - torch.arange(i + 1).double()) / 10)
+        a_squared = 1 + 2 * torch.log(1 + t / 10)
         return a_squared**0.5 * scores + 1 - a_squared
-    return by_rows(row, q.shape[2])
+    return by_rows(row, q, k)
 
 
 OWN_LOGITS = {
@@ -203,6 +198,20 @@ def literal(name, method, q, k, v, x):
     return torch.stack(outputs, dim=2)
 
 
+def check_rounded(method, exact, expected, truth, dtype, tolerance, biases=0.0, backend="auto"):
+    """Compare values, gradients and the last queries alone, with inputs rounded to dtype. biases: more tolerance."""
+    inputs = cast(exact, dtype)
+    output = attend(method, *inputs[:3], x=inputs[3], backend=backend)
+    assert output.dtype == dtype
+    assert_near(output, expected, tolerance + biases)
+    for gradient, true in zip(gradients(output, [*inputs, *method.parameters()]), truth, strict=True):
+        assert_near(gradient, true, tolerance + biases)
+    if not method.needs_input:
+        half = expected.shape[2] // 2
+        last = attend(method, inputs[0][:, :, half:], *inputs[1:3], q_offset=half, backend=backend)
+        assert_near(last, expected[:, :, half:], tolerance)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("batch, num_heads, head_dim, length", SHAPES)
 def test_every_backend_computes_the_formula_of_the_paper(name, batch, num_heads, head_dim, length):
@@ -220,8 +229,7 @@ def test_every_backend_computes_the_formula_of_the_paper(name, batch, num_heads,
         for gradient, true in zip(gradients(plain, exact + parameters), truth, strict=True):
             assert_near(gradient, true, 10 * tolerance)
 
-    method, parameters = method.float(), list(method.float().parameters())
-    biases = 0.0  # float32 rounds large biases of keys by more than it rounds logits
+    method, biases = method.float(), 0.0  # float32 rounds large biases of keys by more than it rounds logits
     if method.key_bias is not None:
         biases = 2**-22 * method.key_bias.bias(method.key_bias.token_features(exact[3])).abs().max().item()
     if "bam" in name:  # the same at t = 0, where the gradient of beta is a sum of small numbers times m log(eps)
@@ -232,25 +240,12 @@ def test_every_backend_computes_the_formula_of_the_paper(name, batch, num_heads,
         for backend in BACKENDS:
             if backend == "flex" or BACKENDS[backend].unsupported(method, torch.device("cpu"), dtype) is not None:
                 continue  # flex has no gradients on a CPU
-            inputs = cast(exact, dtype)
-            output = attend(method, *inputs[:3], x=inputs[3], backend=backend)
-            assert output.dtype == dtype
-            assert_near(output, expected, tolerance + biases)
-            for gradient, true in zip(gradients(output, inputs + parameters), truth, strict=True):
-                assert_near(gradient, true, tolerance + biases)
+            check_rounded(method, exact, expected, truth, dtype, tolerance, biases, backend)
             tried.add(backend)
-            if not method.needs_input:
-                half = length // 2
-                last = attend(method, inputs[0][:, :, half:], *inputs[1:3], q_offset=half, backend=backend)
-                assert_near(last, expected[:, :, half:], tolerance)
     assert "blocks" in tried
 
 
-def test_an_unfit_backend_is_refused_and_the_next_one_is_chosen():
-    for name, part in [("fox", "key"), ("rope+window", "window"), ("p_rope+sink", "sink")]:
-        with assert_refused("sdpa", part):
-            choose_backend(make(name, 2, 16), torch.device("cpu"), "sdpa")
-    assert choose_backend(make("fox", 2, 16), torch.device("cpu"))[0] in ("cpu", "blocks")
+def test_without_the_layer_s_input_methods_that_need_it_are_refused():
     for name in ("fox", "nape"):
         with assert_refused(name, r"\bx\b"):
             attend(make(name, 2, 16), *random_qkv(2, 16, 5))
@@ -296,15 +291,6 @@ def test_n_power_has_the_exponent_of_the_head_dimension():
         assert_near(output, expected, 1e-5)
 
 
-def test_query_scales_refuse_what_has_no_logarithm_or_power():
-    shape = dict(num_heads=2, train_length=64)
-    assert make_method("log_offset", **shape, head_dim=8, position_scale=1 / 16).query_scale.offset == 31.25
-    with assert_refused("offset", "0.5"):
-        make_method("log_offset", **shape, head_dim=8, offset=0.5)
-    with assert_refused("n_power", "head_dim"):
-        make_method("n_power", **shape, head_dim=1)
-
-
 @pytest.mark.parametrize("num_heads, slopes", [(1, [8]), (4, [4, 8, 0, 0]), (5, [4, 8, 2, 0, 0])])
 def test_half_of_napes_heads_have_the_slopes_of_alibi(num_heads, slopes):
     t = torch.tensor([0.0, 1.0, 70.0]).double()
@@ -324,8 +310,7 @@ def test_stick_breaking_survives_large_logits():
 
 @torch.no_grad()
 def test_fire_scales_with_the_lengths_and_starts_at_random():
-    shape = dict(num_heads=2, head_dim=8, train_length=64)
-    paper, small = (make_method("fire", **shape, position_scale=scale).replacement for scale in (1, 1 / 16))
+    paper, small = (make("fire", 2, 8, position_scale=scale).replacement for scale in (1, 1 / 16))
     assert (paper.c, paper.threshold) == (0.1, 512) and (small.c, small.threshold) == (1.6, 32)
     for method in (paper, small):
         method.reset_parameters()
@@ -425,11 +410,8 @@ def test_xsa_removes_the_part_along_the_own_value(options):
         own, output = (tensor[b, i, 16 * h : 16 * h + 16] for tensor in (v, before))
         part = (output * own).sum() / (own * own).sum() * own
         expected[b, i, 16 * h : 16 * h + 16] = output - (part if share is None else torch.tanh(share[h]) * part)
-    assert_near(y, expected, 1e-6)
-    parameters = [x] if share is None else [x, share]
-    truth = gradients(expected, [*parameters, plain.blocks[0].attention.qkv])
-    for gradient, true in zip(gradients(y, [*parameters, model.blocks[0].attention.qkv]), truth, strict=True):
-        assert_near(gradient, true, 1e-6)
+    ours, exact = ([x, m.blocks[0].attention.qkv, *([] if share is None else [share])] for m in (model, plain))
+    assert_same_function(y, ours, expected, exact, 1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

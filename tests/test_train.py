@@ -4,14 +4,13 @@ import gc
 import json
 import math
 import shutil
-import sys
 import sysconfig
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from commands import ROOT, TWO_RANKS, python
+from commands import ROOT, TWO_RANKS, here, python, read_json
 from torch.utils._pytree import tree_flatten
 
 import train_gpt
@@ -45,10 +44,15 @@ def make_data(folder, seed=0):
     tokens = [0]
     for choice in rng.choice(3, size=2699, p=[0.8, 0.15, 0.05]):
         tokens.append(successors[tokens[-1], choice])
-    writer = ShardWriter(folder, "chain", tokenizer="none", vocab_size=64, shard_tokens=640)
-    writer.write("train", tokens[:1900])
-    writer.write("val", tokens[1900:])
-    writer.close()
+    return write_shards(folder, tokens[:1900], tokens[1900:], shard_tokens=640)
+
+
+def write_shards(folder, train=(), val=(), tokenizer="none", vocab_size=64, **options):
+    """Write shards of these tokens. Return their folder."""
+    with ShardWriter(folder, "chain", tokenizer=tokenizer, vocab_size=vocab_size, **options) as writer:
+        writer.write("train", train)
+        writer.write("val", val)
+        writer.close()
     return folder
 
 
@@ -70,13 +74,6 @@ def train(data, runs, threads=1, variables={}, **fields):
 
 def train_on_two(data, runs, **fields):
     python(*TWO_RANKS, "train_gpt.py", *arguments(data, runs, **fields))
-
-
-def here(main, *argv):
-    """Call a command's main in this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["command", *map(str, argv)])
-        main()
 
 
 def train_here(data, runs, **fields):
@@ -102,10 +99,6 @@ def one_thread():
 
 
 # ---- reading a run ---------------------------------------------------------------------------------------------------
-
-
-def read_json(path):
-    return json.loads(path.read_text())
 
 
 def steps_and_validations(folder):
@@ -408,7 +401,7 @@ def test_a_run_from_another_one_begins_with_its_weights_on_the_tokens_after_it(d
     with torch.no_grad():
         expected = model(tokens[:-1].view(8, 16), tokens[1:].view(8, 16)).item()
     assert steps_and_validations(folder)[0][0]["train_loss"] == pytest.approx(expected, abs=1e-4) and expected < 3.5
-    used = json.loads((folder / "data.json").read_text())["train"]
+    used = read_json(folder / "data.json")["train"]
     assert used == stream.fingerprint((20 + 6) * 128) != stream.fingerprint(6 * 128)
     resumed = rewound(folder, tmp_path / "resumed")
     train_here(data, tmp_path / "resumed", resume="auto", **fields)

@@ -3,11 +3,11 @@
 import contextlib
 import random
 import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from commands import here
 
 from data.text import prepare
 from scripts import needle
@@ -25,11 +25,8 @@ def train_tiny_run(folder, fields="", letters="abcdefgh ", documents=150, tokeni
     for i in range(documents):
         (folder / f"{i}.txt").write_text(" ".join("".join(rng.choices(letters, k=300)).split()))
     prepare([folder], folder / "data", str(tokenizer), val_fraction=0.3, name="letters")
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(sys, "argv", ["train_gpt.py", "quickstart", "--runs_dir", str(folder), "--name", "run",
-                                          "--data_dir", str(folder / "data"), "--length_schedule", "--val_copy_gaps",
-                                          *FIELDS.split(), *fields.split()])  # fmt: skip
-        train()
+    here(train, "quickstart", "--runs_dir", folder, "--name", "run", "--data_dir", folder / "data", "--length_schedule",
+         "--val_copy_gaps", *FIELDS.split(), *fields.split())  # fmt: skip
     return folder / "run"
 
 
@@ -40,13 +37,11 @@ class InThisProcess:
         argv = command[1:]
         modules = {"scripts.needle": needle.main, "scripts.record": lambda: record.main(argv)}
         main, argv = (modules[argv[1]], argv[2:]) if argv[0] == "-m" else (train, argv[1:])
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "argv", ["command", *argv])
-            try:
-                main()
-                self.returncode = 0
-            except SystemExit as end:
-                self.returncode = end.code or 0
+        try:
+            here(main, *argv)
+            self.returncode = 0
+        except SystemExit as end:
+            self.returncode = end.code or 0
 
     def poll(self):
         return self.returncode

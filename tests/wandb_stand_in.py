@@ -3,14 +3,13 @@
 import gzip
 import json
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
+
+from hub_stand_in import Answers
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(Answers):
     protocol_version = "HTTP/1.1"
-
-    def log_message(self, *args):
-        pass
 
     def content(self):
         content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -20,12 +19,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.lost.is_set():
             self.close_connection = True  # without a word
             return
-        content = json.dumps(record).encode()
-        self.send_response(200)
-        for name, value in {"Content-Type": "application/json", "Content-Length": len(content)}.items():
-            self.send_header(name, str(value))
-        self.end_headers()
-        self.wfile.write(content)
+        self.send(200, json.dumps(record).encode(), {"Content-Type": "application/json"})
 
     def do_GET(self):
         if self.path == "/lose":
