@@ -136,7 +136,10 @@ def cost_table(study: Study) -> str:
         flops = training_flops_per_token(run.config)
         costs[series] = stored.summary["parameters"], flops, max(rate, other_rate)
     rows = [[series_name(series), *(f"{n:,}" for n in costs[series])] for series in study.all_series if series in costs]
-    return markdown_table([["method", "parameters", "FLOPs a training token", "training tokens a second"], *rows])
+    note = "Tokens a second: the fastest seed's. Machines and their load differ between runs by a factor of two, so "
+    note += "these rates do not rank methods. `python -m scripts.bench step` times methods side by side."
+    head = ["method", "parameters", "FLOPs a training token", "training tokens a second"]
+    return f"{markdown_table([head, *rows])}\n\n{note}"
 
 
 def primary_measures(study: Study, gap: int = 4) -> dict[str, dict]:
