@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs, trains four models, and prints their losses beyond the training length. 5 to 8 minutes on 2 cores.
+# Installs, trains four models, and prints their losses beyond the training length. 5 to 9 minutes on 2 cores.
 #   bash scripts/quickstart.sh                         trains on this machine's source code of Python and PyTorch
 #   --runs-dir FOLDER    folder of the runs, the table and the figure (default: runs)
 #   --FIELD VALUE        any field of train_gpt.py, for all runs: --steps 100, --device cpu, --data_dir FOLDER, ...
