@@ -138,7 +138,8 @@ def build_model(config: Settings, world: World) -> WithLoss:
     """Return the converted model on its device."""
     model = load_model(config.model, dtype=compute_dtype(config, world.device), device=world.device)
     convert(model, config.method, train_length=config.train_length, **config.method_options)
-    model.activation_checkpointing_enable()
+    if world.device.type == "cuda":
+        model.activation_checkpointing_enable()
     return WithLoss(model)
 
 

@@ -39,7 +39,8 @@ class AdamW(torch.optim.Optimizer):
 
     Near 1, bfloat16 numbers are 4e-3 apart, so rounding to nearest would lose an update of 2e-5. Stochastic rounding is
     right on average. If found_inf is 1, which optim.sharded sets, a step changes nothing.
-    It updates 2^26 elements at once, because their float32 values take 30 bytes an element.
+    It updates a part of a parameter at once, because the float32 values take 30 bytes an element: 2^26 elements of a
+    GPU's memory, 2^16 of a CPU's caches.
     """
 
     found_inf: Tensor | None = None
@@ -60,7 +61,8 @@ class AdamW(torch.optim.Optimizer):
                     state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
                 state["step"] += 1
                 tensors = p, state["exp_avg"], state["exp_avg_sq"], p.grad.contiguous()
-                for weights, first, second, gradient in zip(*(x.view(-1).split(2**26) for x in tensors)):
+                part = 2**16 if p.device.type == "cpu" else 2**26
+                for weights, first, second, gradient in zip(*(x.view(-1).split(part) for x in tensors)):
                     mean = first.float().lerp(gradient.float(), 1 - beta1)
                     square = second.float().lerp(gradient.float().square(), 1 - beta2)
                     scale = (square / (1 - beta2 ** state["step"])).sqrt() + group["eps"]
