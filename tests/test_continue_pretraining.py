@@ -24,6 +24,7 @@ from runtime.copy_gain import copy_sequences
 from runtime.metrics import read_metrics
 from scripts import continue_pretraining as command
 from scripts import export
+from scripts.hf.convert import convert
 from scripts.hf.load import load_model
 from scripts.hf.training import AdamW, WithLoss
 
@@ -122,6 +123,20 @@ def test_steps_are_adamws_on_the_whole_logits(place, tmp_path):
     for name, p in model.named_parameters():
         assert_close(saved.get_parameter(name).double(), p, rtol=0, atol=2e-5)
     assert load_tokenizer(str(tmp_path / "run" / "model")).vocab_size == VOCAB
+
+
+def test_recomputed_activations_give_the_same_gradients(place):
+    """On a GPU the command recomputes each layer's activations in the backward pass."""
+    gradients, calls = [], []
+    for recompute in (False, True):
+        model = convert(load_model(place / "model"), "scale_invariant_p_rope", train_length=64)
+        if recompute:
+            model.activation_checkpointing_enable()
+        model.model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(recompute))
+        WithLoss(model)(*validation_tokens(place, 64)).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert calls == [False, True, True]
+    assert_close(*gradients, rtol=1e-5, atol=1e-7)
 
 
 def test_saved_model_is_the_trained_one(place, tmp_path):
