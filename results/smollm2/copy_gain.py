@@ -36,7 +36,7 @@ def main():
 
     names, values = arguments.method_options[::2], arguments.method_options[1::2]
     options = dict(zip(names, map(option_value, values), strict=True))
-    model = WithLoss(convert(load_model(arguments.model, dtype=torch.bfloat16), arguments.method, **options))
+    model = WithLoss(convert(load_model(arguments.model), arguments.method, **options))
     text = load_tokenizer(arguments.model).encode(arguments.text.read_text())
     tokens = torch.tensor(text[: arguments.tokens + 1])
     pairs = place_pairs(arguments.tokens, arguments.distances, arguments.spans)
