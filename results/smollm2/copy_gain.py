@@ -3,7 +3,7 @@
     python results/smollm2/copy_gain.py smollm2 scale_invariant_rope --text dorrit.txt --method_options skip_first True
 
 Pairs of equal spans, 32 random tokens each, replace a part of the text. The second span of each pair is in the last
-4,096 tokens. The command prints one line of copy_gain.jsonl.
+4,096 tokens. The command prints a line of copy_gain.jsonl, without the name that the figure shows.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def main():
     octaves = [(2**n, 2 ** (n + 1)) for n in range(9, 30) if 2**n < arguments.tokens]
     text_loss = {f"{a}-{b}": losses[a:b][text_positions[a:b]].mean().item() for a, b in octaves}
     record = dict(
-        attention=arguments.method, method_options=options, tokens=arguments.tokens, spans=arguments.spans,
+        method=arguments.method, method_options=options, tokens=arguments.tokens, spans=arguments.spans,
         text_loss=rounded(text_loss, 4), copy_gain=rounded({d: gain.mean() for d, gain in gains.items()}, 3),
         copy_gain_error=rounded({d: gain.std() / len(gain) ** 0.5 for d, gain in gains.items()}, 3),
     )  # fmt: skip
