@@ -104,7 +104,7 @@ def evaluate(
     result = {
         "step": step, "name": folder.name, "method": config.method,
         "train_length": config.train_length, "text": stream.fingerprint(), "data": str(data or config.data_dir),
-        **validation.losses(dict.fromkeys(lengths, tokens)), **gains,
+        **validation.losses(dict.fromkeys(lengths, tokens), by_block=True), **gains,
     }  # fmt: skip
     store(folder / ("evaluation.json" if same_text else f"evaluation_{result['text']}.json"), result)
     return result
