@@ -43,7 +43,8 @@ SCALES = dict(
     far=Scale("far", ("far", "far", "far"), "far"),
 )
 # The default of --scale. Other sweeps: paper.
-SCALE_OF_SWEEP = dict(taught="taught", taught_rivals="taught", far="far", far_heads="far")
+SCALE_OF_SWEEP = dict(taught="taught", taught_rivals="taught", taught_rotation="taught")
+SCALE_OF_SWEEP |= dict(far="far", far_heads="far", far_rotation="far")
 TAU = 10.0  # tokens, the default at every training length
 # These methods differ only beyond the training length, so one run is validated as all of them.
 SAME_WEIGHTS = dict(rope=("rope_ntk", "yarn"), logn_rope=("logn_ntk",))
@@ -202,13 +203,26 @@ FAR_PRIMARY = [("rope", {}), ("logn_p_rope", {}), (SI, {}), ("alibi", {}), ("ali
 FAR_LATER = [("bam_ssmax", {}), (SI, FAST), ("p_rope+scale_invariant+xsa", FAST)]  # added after results at `taught`
 FAR_EXPLORATORY = [("p_rope", {}), (SI, {"terms": "m"}), (SI, {"terms": "a"}), (SI, {"tau": 2.5})]
 FAR_EXPLORATORY += [(SI, {"tau": 40.0}), (NOPE, {}), ("rope", {"base": 500.0})]
-FAR_EXPLORATORY += [("p_rope+factor", {"factor": 2.0}), (SI, MOMENTS), (SI, FAST | MOMENTS)]
+FAR_EXPLORATORY += [("alibi", {"slope_scale": 16.0}), ("p_rope+factor", {"factor": 2.0})]
+FAR_EXPLORATORY += [(SI, MOMENTS), (SI, FAST | MOMENTS)]
 
 
 def in_turn(scale: Scale, *groups: list[tuple[str, dict]]) -> list[Run]:
     """Return the runs of groups of (method, options) cases: the first group first, one seed after the other."""
     turns = itertools.product(groups, scale.seeds)
     return [run for cases, seed in turns for run in forms(scale.base, cases, (seed,))]
+
+
+def rotation(scale: Scale) -> list[Run]:
+    """Return the runs of three score rules with the same rotations: are a_t and m_t the cause, or the rotation?
+
+    The rules are p-RoPE, LogN and scale-invariant attention. The rotations are the fastest quarter of RoPE's pairs, the
+    published one, the published one for this training length, and none.
+    """
+    rules = ["p_rope", "logn_p_rope", SI]
+    scaled = {"base": 1024.0 * preset(scale.base).train_length / 4096}
+    rotated = [[(rule, options) for rule in rules] for options in (FAST, {}, scaled)]
+    return in_turn(scale, *rotated, [("nope", {}), ("logn", {}), (NOPE, {})])
 
 
 # ---- all sweeps ------------------------------------------------------------------------------------------------------
@@ -232,6 +246,8 @@ SWEEPS = PAPER_SWEEPS | dict(
     scale_invariant_by_head=scale_invariant_by_head,
     taught=lambda scale: in_turn(scale, TAUGHT_PRIMARY, TAUGHT_FITTED, TAUGHT_EXPLORATORY),
     taught_rivals=lambda scale: in_turn(scale, TAUGHT_RIVALS),
+    taught_rotation=rotation,
+    far_rotation=rotation,
     far=lambda scale: in_turn(scale, FAR_PRIMARY, FAR_LATER, FAR_EXPLORATORY),
     far_heads=lambda scale: forms(scale.base, FAR_PRIMARY, scale.once),
     table_rivals=table_rivals,

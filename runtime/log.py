@@ -1,5 +1,6 @@
 """Reports the progress of a run on the console, in log.txt and metrics.jsonl, and in wandb."""
 
+import datetime
 import itertools
 import math
 import platform
@@ -72,6 +73,7 @@ class RunLog:
         device = device_name(world.device)
         folder.log(f"python {platform.python_version()}, torch {torch.__version__}, numpy {numpy.__version__}")
         folder.log(f"device: {device}\ncommit: {git_commit(ROOT) or 'unknown'}")
+        folder.log(f"started: {datetime.datetime.now(datetime.timezone.utc).isoformat(timespec='seconds')}")
         for source in sources:
             folder.log(f"==== {source} ====\n{source.read_text(encoding='utf-8')}")
         folder.log("=" * 100)

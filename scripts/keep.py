@@ -25,6 +25,7 @@ SUMMARY = """
 steps tokens distinct_tokens parameters tokens_per_second seconds val_loss val_loss_as copy_loss copy_gain copy_gain_as
 copy_gain_error copy_loss_as far_loss far_gain far_gain_error far_gain_as far_tokens val_loss_by_block
 """.split()
+LOGGED = ("commit", "device", "torch", "started")  # lists, because a resumed run logs them again
 DATA = ("train", "validation", "tokenizer", "copy_rows")
 NEEDLE = "haystack steps sequences curriculum examples pretrained greedy teacher_forcing by_distance as".split()
 CURVE = ("step", "val_loss", "val_loss_as", "copy_gain")
@@ -54,7 +55,7 @@ def make_line(stored: StoredRun) -> dict:
     changes = {f: getattr(config, f) for f in fields if getattr(config, f) != getattr(preset(nearest), f)}
     line = {"name": stored.path.name, "preset": nearest, "changes": changes}
     line |= {field: getattr(config, field) for field in TOP_LEVEL}
-    line |= {key: values for key in ("commit", "device", "torch") if (values := stored.logged(key)) != ["unknown"]}
+    line |= {key: values for key in LOGGED if (values := stored.logged(key)) != ["unknown"]}
     line["data"] = select(stored.data, DATA) or {"train": summary["data"]}
     if "copy_rows" not in line["data"] and stored.text == data_fingerprint(config):
         line["data"] |= select(read_manifest(Path(config.data_dir)), ["copy_rows"])

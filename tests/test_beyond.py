@@ -208,3 +208,26 @@ def test_taught_of_few_runs_compares_the_runs_that_exist(tmp_path, call):  # noq
     write_taught(tmp_path / "runs", [0])
     code, output = call("taught")
     assert code == 1 and "minus each rival" not in output.out and is_figure(tmp_path / "out/figures/taught")
+
+
+@pytest.mark.parametrize("scale, length, seeds", [("taught", "4096", [1, 2, 3]), ("far", "8192", [0, 1, 2, 3])])
+def test_rotation_tests_the_rules_and_their_interaction_with_the_rotation(tmp_path, call, scale, length, seeds):  # noqa: F811
+    random, losses = np.random.default_rng(), {}
+    for run in sweep(f"{scale}_rotation", scale, seeds=[0, 1, 2, 3]):
+        loss = 3 + random.random()
+        losses[series_label(run.config), run.config.seed] = loss
+        gains = {"random": dict.fromkeys(map(str, run.config.val_copy_gaps), 1.0)}
+        write_run(tmp_path / "runs", run, same(run, loss), steps=(0, run.config.steps), copy_gain=gains)
+    code, output = call(f"{scale}_rotation", "--seeds", "0", "1", "2", "3")
+    assert code == 0 and len({series for series, _ in losses}) == 12
+    expected = []
+    for measure in ("loss with the fast rotation", "change from the published to the fast rotation"):
+        for rival in ("logn_p_rope", "p_rope"):
+            found = []
+            for seed in seeds:
+                ours, other = (losses[f"{rule} form=barbero share=0.25", seed] for rule in (REFERENCE, rival))
+                if measure.startswith("change"):
+                    ours, other = ours - losses[REFERENCE, seed], other - losses[rival, seed]
+                found.append(ours - other)
+            expected.append((rival, measure, found))
+    assert_primary_comparisons(output.out, expected, title="Tests")

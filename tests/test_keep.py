@@ -43,6 +43,7 @@ def test_pages_from_lines_equal_pages_from_run_folders(tmp_path, call):
         assert line.config.validate_as == folder.config.validate_as and line.path.name == folder.path.name
         assert line.summary["val_loss"] == folder.summary["val_loss"] and line.summary["val_loss"]["512"] == 4.5
         assert (line.text, line.needle, line.logged("torch")) == (folder.text, folder.needle, ["2.13.0"])
+        assert line.logged("started") == folder.logged("started") == ["2026-11-28T09:30:00+00:00"]
         assert line.summary["tokens_per_second"] == 9 and line.data["validation"] == "v"
     made = []
     for runs_dir in ("trained", "kept/runs.jsonl"):

@@ -27,6 +27,7 @@ from scripts.shared.tables import format_mean, mean_and_stderr
 pytestmark = pytest.mark.slow
 
 LOG_HEADER = "python 3.12.1, torch 2.13.0, numpy 2.3.0\ndevice: an abacus\ncommit: 0123abc\n"
+LOG_HEADER += "started: 2026-11-28T09:30:00+00:00\n"
 
 TINY = "--num_heads 2 --model_dim 16 --vocab_size 64 --train_length 64 --batch_tokens 64 --steps 2"
 

@@ -29,7 +29,7 @@ from model.methods import canonical_name
 from runtime.device import device_name
 from runtime.processes import start_processes
 from runtime.run_folder import git_commit
-from scripts.reproduce import beyond, far, figures, heads, logits, needles, tables
+from scripts.reproduce import beyond, far, figures, heads, logits, needles, rotation, tables
 from scripts.reproduce.study import Study
 from scripts.shared.arguments import add_run_options, field_changes, key_values
 from scripts.shared.runs import read_runs
@@ -49,6 +49,8 @@ ITEMS = dict(
     scale_invariant_by_head=beyond.scale_invariant_by_head,
     taught=beyond.taught,
     taught_rivals=beyond.taught,
+    taught_rotation=rotation.rotation,
+    far_rotation=rotation.rotation,
     far=far.far,
     far_heads=heads.far_heads,
     table_rivals=tables.table_losses,

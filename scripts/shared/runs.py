@@ -62,7 +62,10 @@ class StoredRun:
         return next((record[field] for record in reversed(self.validations()) if record.get(field)), None)
 
     def logged(self, key: str) -> list[str]:
-        """Return the distinct values of "commit", "device" or "torch" in the log. A resumed run logs them again."""
+        """Return the distinct values of "commit", "device", "torch" or "started" in the log.
+
+        A resumed run logs them again.
+        """
         if self.line:
             return self.line.get(key) or ["unknown"]
         path = self.path / "log.txt"
