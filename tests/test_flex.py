@@ -209,7 +209,7 @@ def test_torch_s_cpu_kernel_still_misreads_inputs_of_its_graph():
 
 
 @pytest.mark.parametrize("name, shapes", {  # of tables, for 3 heads and 40 keys
-    "nope": [], "scale_invariant": [(40,)], "alibi": [(3, 40), (3, 40)], "for_all_heads": [(40,), (40,)],
+    "nope": [], "scale_invariant": [(256,)], "alibi": [(3, 256), (3, 256)], "for_all_heads": [(256,), (256,)],
 }.items())
 def test_a_logit_reads_no_more_tables_than_its_formula_needs(name, shapes):
     """One where m = 1 - a^2, a row a head only where heads differ; none begins within its memory."""
@@ -218,6 +218,21 @@ def test_a_logit_reads_no_more_tables_than_its_formula_needs(name, shapes):
     tables = [x for x in captured if isinstance(x, torch.Tensor)]
     assert [tuple(x.shape) for x in tables] == shapes
     assert all(x.dtype == torch.float32 and x.is_contiguous() and x.storage_offset() == 0 for x in tables)
+
+
+@pytest.mark.parametrize("queries, q_offset", [(1, 0), (1, 300), (100, 29), (129, 0), (300, 0), (1000, 0), (1024, 0)])
+@pytest.mark.parametrize("name", ["scale_invariant", "by_head", "alibi", "for_all_heads"])  # one table, then two
+def test_tiles_that_reach_past_the_last_query_and_key_stay_within_the_tables(name, queries, q_offset):
+    """PyTorch raises IndexError for an index past the end. A kernel would read another tensor's memory."""
+    change = make_case(name).score_change
+    score_mod = flex.make_table_score_mod(change, Plan("flex_flash", 3, 16, queries, q_offset + queries, q_offset))
+    last_tile = torch.arange(queries // 256 * 256, queries // 256 * 256 + (256 if queries % 256 else 0)).view(-1, 1)
+    last_tile = last_tile if len(last_tile) else torch.tensor([[queries - 1]])
+    head, key = torch.arange(3).view(-1, 1, 1), torch.arange(0, q_offset + queries + 128, 7)
+    score = random(3, len(last_tile), len(key), seed=0).float()
+    a, m = change.coefficients((last_tile + q_offset - key).clamp(min=0).double(), head)
+    found = score_mod(score, 0, head, last_tile, key)
+    assert ((found - (a * score + m)).abs() <= 4 * 2**-24 * (a * score.abs() + m.abs() + a * a + 1)).all()
 
 
 @pytest.fixture

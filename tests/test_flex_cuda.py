@@ -37,6 +37,8 @@ GRID = [
     (90, "bfloat16", 128, 1024, "scale_invariant+forget+window+sink", LEARNED | SHORT, BOTH),
     (90, "bfloat16", 128, 1024, "scale_invariant+forget", {}, BOTH),
     (90, "bfloat16", 128, 1000, SCALE_INVARIANT, {}, BOTH),
+    (90, "bfloat16", 128, 129, SCALE_INVARIANT, {}, BOTH),
+    (90, "bfloat16", 128, 129, SCALE_INVARIANT, {"tau_ratio": 2.0}, BOTH),
     (90, "bfloat16", 64, 1024, SCALE_INVARIANT, {}, BOTH),
     (90, "bfloat16", 64, 1024, "pope", {}, BOTH),
     (90, "float16", 128, 1024, SCALE_INVARIANT, {}, BOTH),
@@ -46,15 +48,26 @@ GRID = [
 ]
 QUICK_MODELS = [("scale_invariant_p_rope+sink", {})]
 MODELS = [("fox", {}), ("scale_invariant+window", LEARNED | SHORT)]
+TWO_TABLES = [  # as flex_flash reads them, and lengths that are no multiple of a tile
+    (90, "bfloat16", 128, length, *method, BOTH)
+    for length in (1000, 129)
+    for method in (("alibi", {}), (SCALE_INVARIANT, {"terms": "a"}))
+]
 
 CODE = """
-import dataclasses, json, sys
+import dataclasses, itertools, json, sys
+from unittest import mock
 from triton.compiler.errors import CompilationError
+from model.attention import flex
 from model.methods.kerple import KerpleLog
 from tests import flex_code
 
-cases, models = json.loads(sys.argv[1])
-print(json.dumps([[dataclasses.asdict(code) for code in flex_code.compile_case(*case)] for case in cases]))
+cases, two_tables, models = json.loads(sys.argv[1])
+codes = [flex_code.compile_case(*case) for case in cases]
+# The first call chooses tables and two stages of the pipeline, the second call two tables.
+with mock.patch.object(flex, "one_function_is_enough", side_effect=itertools.cycle([True, False])):
+    codes += [flex_code.compile_case(*case) for case in two_tables]
+print(json.dumps([[dataclasses.asdict(code) for code in kernels] for kernels in codes]))
 graphs = [flex_code.trace_model(*model) for model in models]
 print(json.dumps([[(name, str(graph.graph).count("higher_order.flex_attention")) for name, graph in model]
     for model in graphs]))
@@ -72,10 +85,10 @@ except CompilationError:
 @pytest.fixture(scope="module")
 def compiled(long):
     """Return the code of all cases, the calls of attention in models' graphs, and whether head + 0 compiles."""
-    cases, models = QUICK + GRID * long, QUICK_MODELS + MODELS * long
-    output = python("-c", CODE, json.dumps([cases, models]), timeout=None).stdout
+    cases, two_tables, models = QUICK + GRID * long, TWO_TABLES[: None if long else 1], QUICK_MODELS + MODELS * long
+    output = python("-c", CODE, json.dumps([cases, two_tables, models]), timeout=None).stdout
     codes, calls, head_plus_zero = map(json.loads, output.splitlines())
-    return [*zip(cases, codes, strict=True)], calls, head_plus_zero
+    return [*zip(cases + two_tables, codes, strict=True)], calls, head_plus_zero
 
 
 def test_attention_kernels_compile_and_fit_their_gpus(compiled):

@@ -9,6 +9,7 @@ has no gradients. `flex` is always compiled, because its eager form computes all
 and m_t from tables only. It sums dq over blocks of keys in no fixed order, so its backward pass is not deterministic.
 """
 
+import math
 from collections.abc import Callable
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from model.attention.base import Plan, learned_parameters, score_functions, unsu
 from model.methods.base import Method, ScoreChange, upcast
 
 FLASH_QUERY_BLOCK = {9: 128, 10: 256, 11: 256}  # by compute capability: queries in a tile and in a block of the mask
+LARGEST_QUERY_TILE = 256
 FLASH_DTYPES = (torch.float16, torch.bfloat16)
 FLASH_HEAD_DIMS = range(16, 129, 8)  # up to 128, a tile has as many keys as a block of the mask
 
@@ -66,8 +68,13 @@ def without_first_key(score_mod: Callable) -> Callable:
 
 
 def function_tables(score_change: ScoreChange, plan: Plan) -> Tensor:
-    """Return a_t and m_t at all distances of a plan, (2, 1 or H, T) float64 on the CPU."""
-    return score_functions(score_change, plan.num_heads, torch.arange(plan.key_length, device="cpu").double())
+    """Return a_t and m_t at all distances that a kernel can read, (2, 1 or H, T) float64 on the CPU.
+
+    The last tile of queries may reach past the last query. A load of a masked lane is not always masked
+    (pytorch#188178), so T covers that tile.
+    """
+    queries = math.ceil(plan.query_length / LARGEST_QUERY_TILE) * LARGEST_QUERY_TILE
+    return score_functions(score_change, plan.num_heads, torch.arange(plan.q_offset + queries, device="cpu").double())
 
 
 def make_score_mod(score_change: ScoreChange | None, plan: Plan) -> Callable | None:
