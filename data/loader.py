@@ -11,12 +11,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from data.shards import TokenStream
-from errors import require
+from errors import UserError
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets, both (micro_batch_size, length) int64
 
@@ -29,11 +28,13 @@ def rank_sequences(batch_tokens: int, length: int, rank: int, world_size: int) -
 
     Raise ValueError if batch_tokens is not a multiple of the length, or if a rank has no sequence.
     """
-    divisible = batch_tokens % length == 0
-    require(divisible, f"batch_tokens {batch_tokens} is not a multiple of the sequence length {length}. Change either.")
-    sequences = batch_tokens // length
-    problem = f"{world_size} processes are more than the {sequences} sequences of {length} tokens in a step"
-    require(world_size <= sequences, f"{problem}. Use at most {sequences} processes or a larger batch_tokens.")
+    sequences, rest = divmod(batch_tokens, length)
+    if rest:
+        problem = f"batch_tokens {batch_tokens} is not a multiple of the sequence length {length}"
+        raise UserError(f"{problem}. Change either.")
+    if world_size > sequences:
+        problem = f"{world_size} processes are more than the {sequences} sequences of {length} tokens in a step"
+        raise UserError(f"{problem}. Use at most {sequences} processes or a larger batch_tokens.")
     share, remainder = divmod(sequences, world_size)
     first = rank * share + min(rank, remainder)
     return range(first, first + share + (rank < remainder))
@@ -44,9 +45,10 @@ def micro_batch_size(batch_tokens: int, length: int, micro_batch_tokens: int, wo
 
     The last micro-batch of a rank may be smaller.
     """
-    share = len(rank_sequences(batch_tokens, length, rank, world_size))
+    share = rank_sequences(batch_tokens, length, rank, world_size)
     largest = max(1, micro_batch_tokens // length)
-    return math.ceil(share / math.ceil(share / largest))
+    num_micro_batches = math.ceil(len(share) / largest)
+    return math.ceil(len(share) / num_micro_batches)
 
 
 class TrainLoader:
@@ -61,16 +63,31 @@ class TrainLoader:
     """
 
     def __init__(
-        self, stream: TokenStream, *, batch_tokens: int, length: int | Callable[[int], int], micro_batch_tokens: int,
-        vocab_size: int, rank: int = 0, world_size: int = 1, first_token: int = 0, start_step: int = 0,
+        self,
+        stream: TokenStream,
+        *,
+        batch_tokens: int,
+        length: int | Callable[[int], int],
+        micro_batch_tokens: int,
+        vocab_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        first_token: int = 0,
+        start_step: int = 0,
         device: str | torch.device = "cpu",
-    ):  # fmt: skip
-        self.stream, self._vocab_size, self._device = stream, vocab_size, torch.device(device)
-        self._batch_tokens, self._micro_batch_tokens = batch_tokens, micro_batch_tokens
-        self._rank, self._world_size, self._first_token = rank, world_size, first_token
+    ):
+        self.stream = stream
+        self._batch_tokens = batch_tokens
         self._length_at = length if callable(length) else lambda step: length
+        self._micro_batch_tokens = micro_batch_tokens
+        self._vocab_size = vocab_size
+        self._rank = rank
+        self._world_size = world_size
+        self._first_token = first_token
         self._next_step = start_step
+        self._device = torch.device(device)
         rank_sequences(batch_tokens, self._length_at(start_step), rank, world_size)  # raises before the thread starts
+
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train-loader")
         if self._device.type == "cuda":
             # A new thread uses device 0. Without set_device, pinning memory opens a context of every rank on that GPU.
@@ -84,21 +101,26 @@ class TrainLoader:
         self._pending.append(self._reader.submit(self._load, self._next_step))
         self._next_step += 1
 
-    def _load(self, step: int) -> tuple[Tensor, Tensor, int]:
+    def _load(self, step: int) -> tuple[Tensor, int]:
+        """Return inputs and targets of a step, (2, sequences, length) int64, and the size of a micro-batch."""
         length = self._length_at(step)
         share = rank_sequences(self._batch_tokens, length, self._rank, self._world_size)
         size = micro_batch_size(self._batch_tokens, length, self._micro_batch_tokens, self._world_size, self._rank)
+
         start = self._first_token + step * self._batch_tokens + share.start * length
-        tokens = self.stream.read(start, len(share) * length + 1, self._vocab_size).astype("int64")
-        batch = torch.from_numpy(np.stack([tokens[:-1], tokens[1:]])).view(2, -1, length)  # inputs and targets
-        return *(batch.pin_memory() if self._device.type == "cuda" else batch), size  # (share, length) each
+        tokens = self.stream.read(start, len(share) * length + 1, self._vocab_size)
+        tokens = torch.from_numpy(tokens.astype("int64"))
+        batch = torch.stack([tokens[:-1], tokens[1:]]).view(2, -1, length)
+        if self._device.type == "cuda":
+            batch = batch.pin_memory()
+        return batch, size
 
     def __next__(self) -> list[Batch]:
         self._submit()
+        batch, size = self._pending.popleft().result()
         # The caller's thread copies, because its stream orders the copy before the kernels that read the batch.
-        *tensors, size = self._pending.popleft().result()
-        inputs, targets = (tensor.to(self._device, non_blocking=True) for tensor in tensors)
-        return list(zip(inputs.split(size), targets.split(size)))
+        batch = batch.to(self._device, non_blocking=True)
+        return [micro_batch.unbind() for micro_batch in batch.split(size, dim=1)]
 
     def close(self) -> None:
         """Drop the steps read ahead and end the thread."""
@@ -112,6 +134,7 @@ def check_validation(stream: TokenStream, lengths: Sequence[int], val_tokens: in
     """Raise ValueError unless the first `val_tokens` of the stream divide into sequences of each length."""
     unit = math.lcm(*lengths)
     largest = (len(stream) - 1) // unit * unit  # the last input needs a target
-    problem = f"val_tokens {val_tokens} does not fit lengths {list(lengths)} and a text of {len(stream)} tokens"
-    remedy = f"Use a multiple of {unit} up to {largest}" if largest else "Use shorter lengths"
-    require(0 < val_tokens <= largest and val_tokens % unit == 0, f"{problem}. {remedy}, or prepare more text.")
+    if not 0 < val_tokens <= largest or val_tokens % unit:
+        problem = f"val_tokens {val_tokens} does not fit lengths {list(lengths)} and a text of {len(stream)} tokens"
+        remedy = f"Use a multiple of {unit} up to {largest}" if largest else "Use shorter lengths"
+        raise UserError(f"{problem}. {remedy}, or prepare more text.")

@@ -23,7 +23,7 @@ from data.download import fetch
 from data.shards import open_split
 from data.text import read_documents
 from data.tokenizer import Tokenizer
-from errors import require
+from errors import UserError
 
 # fmt: off
 CITIES = (
@@ -67,27 +67,38 @@ class Haystack:
         """Return the documents in a folder's first 2^28 tokens. Raise ValueError for bad shards or no end-of-text."""
         stream = open_split(data_dir, split, tokenizer.vocab_size)
         tokens = stream.read(0, min(len(stream), HAYSTACK_TOKENS))
-        borders = np.append(np.flatnonzero(tokens == tokenizer.eot), len(tokens))  # (documents + 1,)
-        require(len(borders) > 1, f"{data_dir}: no end-of-text token in the {split} shards. Prepare the data again.")
-        return cls(split, len(borders) - 1, lambda i: tokens[borders[i] : borders[i + 1]])
+        starts = np.flatnonzero(tokens == tokenizer.eot)  # (documents,)
+        if not len(starts):
+            raise UserError(f"{data_dir}: no end-of-text token in the {split} shards. Prepare the data again.")
+        documents = np.split(tokens, starts)[1:]
+        return cls(split, len(documents), lambda index: documents[index])
 
     @classmethod
     def from_c4(cls, folder: Path, split: str, tokenizer: Tokenizer) -> "Haystack":
         """Return the documents in the first file of a split of C4 (en), the paper's haystack. OSError: see fetch_c4."""
         texts = list(read_documents(fetch_c4(folder, split)))
-        return cls(split, len(texts), lambda i: np.array([tokenizer.eot, *tokenizer.encode(texts[i])]))
+
+        def document(index: int) -> np.ndarray:
+            return np.array([tokenizer.eot, *tokenizer.encode(texts[index])])
+
+        return cls(split, len(texts), document)
 
     def sample(self, count: int, rng: np.random.Generator) -> np.ndarray:
         """Return `count` tokens of distinct random documents, the last one cut. Raise ValueError if there are fewer."""
-        parts, missing, drawn = [np.empty(0, np.int64)], count, set()
+        parts = [np.empty(0, np.int64)]
+        missing = count
+        drawn = set()  # documents
         while missing > 0:
-            problem = f"the {self.split} haystack has {count - missing} of {count} tokens"
-            require(len(drawn) < self.num_documents, f"{problem}. Use more text or a shorter length.")
-            while (index := int(rng.integers(self.num_documents))) in drawn:
-                pass
+            if len(drawn) == self.num_documents:
+                problem = f"the {self.split} haystack has {count - missing} of {count} tokens"
+                raise UserError(f"{problem}. Use more text or a shorter length.")
+            index = int(rng.integers(self.num_documents))
+            if index in drawn:
+                continue
             drawn.add(index)
-            parts.append(self.document(index)[:missing])
-            missing -= len(parts[-1])
+            part = self.document(index)[:missing]
+            parts.append(part)
+            missing -= len(part)
         return np.concatenate(parts)  # (count,)
 
 
@@ -127,6 +138,7 @@ class NeedleTask:
 
     def example(self, index: int) -> Example:
         """Return example `index`. Raise ValueError if the haystack or the length has too few tokens."""
+        # 1. Draw the needles.
         is_val = int(self.haystack.split == "val")
         rng = np.random.default_rng([self.seed, is_val, self.length, index])
         cities = tuple(CITIES[i] for i in rng.choice(len(CITIES), NEEDLES, replace=False))
@@ -134,21 +146,27 @@ class NeedleTask:
         texts = [*map(needle_text, cities, numbers), SEPARATOR, response_text(zip(cities, numbers))]
         *needles, separator, response = self.tokenizer.encode_batch(texts)
 
-        haystack_length = self.length - sum(map(len, needles)) - len(separator) - len(response)
-        require(haystack_length > 0, f"length {self.length} has no space for a haystack. Use {2 * self.length}.")
+        # 2. Draw the haystack, and cut it where the needles go.
+        haystack_length = self.length - sum(map(len, [*needles, separator, response]))
+        if haystack_length <= 0:
+            raise UserError(f"length {self.length} has no space for a haystack. Use {2 * self.length}.")
         haystack = self.haystack.sample(haystack_length, rng)
         gaps = np.sort(rng.integers(0, haystack_length, NEEDLES, endpoint=True))  # gap g is before haystack token g
         first, *rest = np.split(haystack, gaps)
-        parts, positions = [first], []
+
+        # 3. Join the parts.
+        parts = [first]
+        positions = []
         for needle, text in zip(needles, rest):
             positions.append(sum(map(len, parts)))
             parts += [needle, text]
-        tokens = np.concatenate([*parts, separator, response, [self.tokenizer.eot]]).astype(np.int64)  # (length + 1,)
+        parts += [separator, response, [self.tokenizer.eot]]
+        tokens = np.concatenate(parts).astype(np.int64)  # (length + 1,)
         return Example(tokens, self.length - len(response), cities, numbers, tuple(positions))
 
     def batch(self, indices: Iterable[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return inputs and targets, (B, length) int64, and the mask of targets in the response, (B, length) bool."""
-        examples = [self.example(index) for index in indices]
+        examples = list(map(self.example, indices))
         tokens = np.stack([example.tokens for example in examples])  # (B, length + 1)
         starts = np.array([example.response_start for example in examples])  # (B,)
         mask = np.arange(1, self.length + 1) >= starts[:, None]  # (B, length); target t is token t + 1

@@ -12,6 +12,7 @@ from torch import nn
 from configs.config import Config
 from data.loader import check_validation, rank_sequences
 from data.shards import TokenStream, open_split
+from data.sources import data_command
 from errors import UserError, require
 from model.gpt import GPT, Plans
 from model.methods import make_layers
@@ -68,9 +69,10 @@ def open_text(config: Config, world: World) -> tuple[TokenStream, TokenStream]:
     """
     for length in config.train_lengths:  # this check needs no files, so it comes first
         rank_sequences(config.batch_tokens, length, world.rank, world.world_size)
-    run_tokens = config.steps * config.batch_tokens
-    train_text = open_split(config.data_dir, "train", config.vocab_size, run_tokens)
-    val_text = open_split(config.data_dir, "val", config.vocab_size, run_tokens)
+    command = data_command(config.data_dir, config.steps * config.batch_tokens, config.vocab_size)
+    remedy = f"Get them with `{command}`."
+    train_text = open_split(config.data_dir, "train", config.vocab_size, remedy)
+    val_text = open_split(config.data_dir, "val", config.vocab_size, remedy)
     check_validation(val_text, config.val_lengths, config.val_tokens)
     check_gaps(val_text, config.val_copy_gaps)
     check_windows(val_text, config.val_far_windows, config.train_length)

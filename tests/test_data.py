@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from contextlib import closing
 
@@ -13,6 +14,7 @@ from commands import exit_code, python
 from data.loader import TrainLoader, check_validation
 from data.shard_writer import ShardWriter
 from data.shards import TokenStream, describe_shard, main, open_split, tokenizer_of
+from data.sources import data_command
 
 BAD_DATA = pytest.mark.promise(5, "bad data is found")
 VOCAB = 50257
@@ -188,8 +190,9 @@ def test_fingerprint_follows_the_content_of_the_shards_that_a_run_reads(tmp_path
     ("my books", 1, 1024, "data.text FILES... --tokenizer bpe:1024 --out"),
 ])
 def test_missing_data_names_the_command_that_gets_it(tmp_path, folder, tokens, vocab_size, command):
-    with pytest.raises(ValueError, match=f"{command} '?{tmp_path}/{folder}"):
-        open_split(tmp_path / folder, "train", vocab_size, tokens)
+    assert re.search(f"{command} '?{tmp_path}/{folder}", data_command(tmp_path / folder, tokens, vocab_size))
+    with pytest.raises(ValueError, match="the remedy"):
+        open_split(tmp_path / folder, "train", vocab_size, "the remedy")
 
 
 def test_the_tokenizer_is_told_by_its_name_or_by_its_file(tmp_path):

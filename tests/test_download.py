@@ -18,7 +18,8 @@ from configs.presets import PRESETS, preset
 from data import shards
 from data.download import main
 from data.needle import C4_FILES, fetch_c4
-from data.shards import data_command, open_split
+from data.shards import open_split
+from data.sources import data_command
 from data.text import prepare
 from data.tokenizer import load_tokenizer
 
