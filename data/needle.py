@@ -25,17 +25,15 @@ from data.text import read_documents
 from data.tokenizer import Tokenizer
 from errors import UserError
 
-# fmt: off
 CITIES = (
-    "Accra", "Amsterdam", "Antwerp", "Athens", "Bangkok", "Barcelona", "Beijing", "Berlin", "Bogota", "Boston",
-    "Brussels", "Bucharest", "Budapest", "Cairo", "Cape Town", "Chicago", "Copenhagen", "Dakar", "Delhi", "Dubai",
-    "Dublin", "Edinburgh", "Geneva", "Hanoi", "Havana", "Helsinki", "Hong Kong", "Istanbul", "Jakarta", "Johannesburg",
-    "Karachi", "Kyoto", "Lagos", "Lima", "Lisbon", "London", "Los Angeles", "Madrid", "Manila", "Melbourne",
-    "Mexico City", "Milan", "Montreal", "Moscow", "Mumbai", "Nairobi", "Naples", "New York", "Osaka", "Oslo",
-    "Paris", "Prague", "Riga", "Rome", "San Francisco", "Santiago", "Seattle", "Seoul", "Shanghai", "Singapore",
-    "Stockholm", "Sydney", "Taipei", "Tokyo", "Toronto", "Vancouver", "Vienna", "Warsaw", "Zurich",
-)
-# fmt: on
+    "Accra, Amsterdam, Antwerp, Athens, Bangkok, Barcelona, Beijing, Berlin, Bogota, Boston, "
+    "Brussels, Bucharest, Budapest, Cairo, Cape Town, Chicago, Copenhagen, Dakar, Delhi, Dubai, "
+    "Dublin, Edinburgh, Geneva, Hanoi, Havana, Helsinki, Hong Kong, Istanbul, Jakarta, Johannesburg, "
+    "Karachi, Kyoto, Lagos, Lima, Lisbon, London, Los Angeles, Madrid, Manila, Melbourne, "
+    "Mexico City, Milan, Montreal, Moscow, Mumbai, Nairobi, Naples, New York, Osaka, Oslo, "
+    "Paris, Prague, Riga, Rome, San Francisco, Santiago, Seattle, Seoul, Shanghai, Singapore, "
+    "Stockholm, Sydney, Taipei, Tokyo, Toronto, Vancouver, Vienna, Warsaw, Zurich"
+).split(", ")
 NEEDLES = 3  # in an example
 SEPARATOR = "\n"
 HAYSTACK_TOKENS = 2**28  # limit of the tokens in memory; the paper's 300 steps need 79 M
@@ -90,8 +88,10 @@ class Haystack:
         drawn = set()  # documents
         while missing > 0:
             if len(drawn) == self.num_documents:
-                problem = f"the {self.split} haystack has {count - missing} of {count} tokens"
-                raise UserError(f"{problem}. Use more text or a shorter length.")
+                raise UserError(
+                    f"the {self.split} haystack has {count - missing} of {count} tokens. "
+                    "Use more text or a shorter length."
+                )
             index = int(rng.integers(self.num_documents))
             if index in drawn:
                 continue
@@ -104,8 +104,8 @@ class Haystack:
 
 def fetch_c4(folder: Path, split: str) -> Path:
     """Return the first file of a split of C4 (en), after a download if needed (320 MB, 40 MB). OSError: see fetch."""
-    path = Path(folder) / C4_FILES[split]
-    return path if path.exists() else fetch("allenai/c4", C4_FILES[split], Path(folder))
+    path = folder / C4_FILES[split]
+    return path if path.exists() else fetch("allenai/c4", C4_FILES[split], folder)
 
 
 # ---- examples ----
@@ -126,6 +126,7 @@ class Example:
         return response_text(zip(self.cities, self.numbers))
 
 
+@dataclass(frozen=True)
 class NeedleTask:
     """An endless, indexed set of examples. An example depends on seed, split, length, index, tokenizer and haystack.
 
@@ -133,8 +134,10 @@ class NeedleTask:
     shape of a training sequence.
     """
 
-    def __init__(self, tokenizer: Tokenizer, haystack: Haystack, length: int, *, seed: int = 0):
-        self.tokenizer, self.haystack, self.length, self.seed = tokenizer, haystack, length, seed
+    tokenizer: Tokenizer
+    haystack: Haystack
+    length: int
+    seed: int = 0
 
     def example(self, index: int) -> Example:
         """Return example `index`. Raise ValueError if the haystack or the length has too few tokens."""

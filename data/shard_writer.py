@@ -26,7 +26,7 @@ class ShardWriter:
     def __init__(self, folder: Path, prefix: str, *, tokenizer: str, vocab_size: int, shard_tokens: int = 100_000_000):
         if not 0 < vocab_size <= 2**16:
             raise UserError(f"a vocabulary of {vocab_size} tokens does not fit shards of uint16. Use at most {2**16}.")
-        self.folder = Path(folder)
+        self.folder = folder
         self.prefix = prefix
         self.shard_bytes = shard_tokens * TOKEN.itemsize
         self.manifest = {"tokenizer": tokenizer, "vocab_size": vocab_size, "files": {}}

@@ -87,7 +87,7 @@ def sha256_of(path: Path) -> str | None:
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:
-    replace_text(Path(folder) / MANIFEST, json.dumps(manifest, indent=1))
+    replace_text(folder / MANIFEST, json.dumps(manifest, indent=1))
 
 
 # ---- reading ----
@@ -100,7 +100,7 @@ class TokenStream:
     """
 
     def __init__(self, paths: Sequence[Path], entries: dict[str, dict]):
-        self.paths = [Path(path) for path in paths]
+        self.paths = paths
         self.shard_tokens = [read_header(path) for path in self.paths]
         self._starts = np.cumsum([0, *self.shard_tokens])  # position of each shard's first token; last, all tokens
         self._entries = entries
@@ -166,7 +166,7 @@ def open_split(data_dir: Path, split: str, vocab_size: int, remedy: str = "Prepa
     remedy: a sentence for the error of a folder without shards.
     Raise ValueError for a missing manifest, for a bad, missing or unknown shard, and for tokens outside the vocabulary.
     """
-    # 1. Find the shards and their entries in the manifest.
+    # 1. Find the shards and the manifest.
     data_dir = Path(data_dir)
     paths = sorted(path for path in data_dir.glob("*.bin") if _is_in_split(path.name, split))
     if not paths:
@@ -174,23 +174,23 @@ def open_split(data_dir: Path, split: str, vocab_size: int, remedy: str = "Prepa
     manifest = read_manifest(data_dir)
     if not manifest:
         raise UserError(f"{data_dir}: has no {MANIFEST}. Run `python -m data.shards describe {data_dir}` once.")
-    entries = {name: entry for name, entry in manifest["files"].items() if _is_in_split(name, split)}
 
-    # 2. Compare them.
-    different = entries.keys() ^ {path.name for path in paths}
+    # 2. Compare them: (name, number of tokens) of each shard.
+    entries = manifest["files"]
+    expected = {(name, entry["tokens"]) for name, entry in entries.items() if _is_in_split(name, split)}
+    found = {(path.name, read_header(path)) for path in paths}
+    different = {name for name, _ in expected ^ found}
     if different:
         names = ", ".join(sorted(different))
-        raise UserError(f"{data_dir}: {names} is only in {MANIFEST} or only in the folder. Prepare it again.")
-    stream = TokenStream(paths, entries)
-    for path, num_tokens in zip(paths, stream.shard_tokens):
-        expected = entries[path.name]["tokens"]
-        if num_tokens != expected:
-            raise UserError(f"{path}: {num_tokens} tokens, but {expected} in {MANIFEST}. Prepare it again.")
+        raise UserError(f"{data_dir}: {names} differs between folder and {MANIFEST}. Prepare it again.")
 
     # 3. Compare the tokens with the model's vocabulary.
+    stream = TokenStream(paths, entries)
     if stream.max_token >= vocab_size:
-        problem = f"{data_dir}: has token {stream.max_token}, outside the model's vocabulary of {vocab_size}"
-        raise UserError(f"{problem}. Set vocab_size to at least {manifest['vocab_size']}.")
+        raise UserError(
+            f"{data_dir}: has token {stream.max_token}, outside the model's vocabulary of {vocab_size}. "
+            f"Set vocab_size to at least {manifest['vocab_size']}."
+        )
     return stream
 
 

@@ -108,6 +108,7 @@ def test_failed_or_killed_writer_leaves_nothing_that_looks_like_data(tmp_path):
 
 KILLED_WRITER = """
 import os, signal, sys
+from pathlib import Path
 import numpy as np
 from data.shard_writer import ShardWriter
 replace, calls = os.replace, []
@@ -117,7 +118,7 @@ def replace_or_die(*names):
         os.kill(os.getpid(), signal.SIGKILL)
     replace(*names)
 os.replace = replace_or_die
-with ShardWriter(sys.argv[1], "x", tokenizer="gpt2", vocab_size=50257, shard_tokens=100) as writer:
+with ShardWriter(Path(sys.argv[1]), "x", tokenizer="gpt2", vocab_size=50257, shard_tokens=100) as writer:
     writer.write("train", np.arange(250))
     writer.close()
 """
