@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from lives import run_ranks
 from torch import nn
 
-from optim.muon import Muon, as_matrices, lr_scale
+from optim.muon import Muon, as_matrices, shape_scale
 from optim.sharded import Group, Optimizers
 
 SLOW_FIXTURES = ("ranks",)
@@ -55,7 +55,7 @@ def groups(net, dtype=torch.float32):
         return torch.optim.Adam(params, eps=1e-3, fused=True)  # a small eps enlarges rounding errors
     return dict(
         head=Group([net.head], adam, 0.02),
-        matrices=Group(matrices, lambda params: Muon(params, dtype=dtype), 0.02, as_matrices, lr_scale),
+        matrices=Group(matrices, lambda params: Muon(params, dtype=dtype), 0.02, as_matrices, shape_scale),
         scalars=Group([*net.scales, net.unused], adam, 0.01),
         embedding=Group([net.embedding], adam, 0.1),
     )
