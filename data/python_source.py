@@ -39,8 +39,8 @@ def find_source(root: Path) -> list[Path]:
     return sorted(path for path in root.rglob("*.py") if not EXCLUDED & set(path.relative_to(root).parts))
 
 
-def write_folders(roots: Sequence[Path], out: Path) -> int:
-    """Write each folder of Python source as one document to a .txt file in `out`; return the number of documents.
+def write_folders(roots: Sequence[Path], out: Path):
+    """Write each folder of Python source as one document to a .txt file in `out`.
 
     A document has the .py files directly in a folder, in sorted order. Sorted by name, the documents in `out` have the
     order of roots and folders.
@@ -54,7 +54,6 @@ def write_folders(roots: Sequence[Path], out: Path) -> int:
     for number, (folder, texts) in enumerate(folders.items()):
         path = out / f"{number:05d}-{folder.name}.txt"
         path.write_text("\n\n\n".join(texts) + "\n", encoding="utf-8")
-    return len(folders)
 
 
 def source_folders(packages: Sequence[str]) -> list[Path]:
