@@ -14,7 +14,7 @@ from typing import Literal, get_args, get_origin
 
 from configs.config import Config, OptionValue, with_changes
 from configs.presets import PRESETS, preset
-from errors import UserError, did_you_mean, require
+from errors import UserError, did_you_mean
 
 SEE_HELP = "Use --help to list all fields."
 
@@ -35,26 +35,40 @@ def read_fields(
     names of the fields that can be set (default: all). description: the first lines of --help.
     Raise ValueError for an unknown field and for a value of the wrong type.
     """
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = Parser(description=description, usage="--field value ...", formatter_class=raw, allow_abbrev=False)
+    # 1. Add an argument for each field.
+    parser = Parser(
+        description=description,
+        usage="--field value ...",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     docstrings = field_docstrings(type(defaults))
     types = {field.name: field.type for field in dataclasses.fields(defaults) if not fields or field.name in fields}
     for name, kind in types.items():
         default = getattr(defaults, name)
-        default = " ".join(map(str, default)) if isinstance(default, tuple) else default
+        if isinstance(default, tuple):
+            default = " ".join(map(str, default))
         text = f"{docstrings[name]} (default: {'none' if default in ('', {}) else default})"
-        parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=text.replace("%", "%%"), **value_options(kind))
+        text = text.replace("%", "%%")
+        parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=text, **value_options(kind))
+
+    # 2. Parse them.
     namespace, unknown = parser.parse_known_args(arguments)
     if unknown:
-        suggestion = did_you_mean(unknown[0].partition("=")[0], [f"--{name}" for name in types], SEE_HELP)
+        name = unknown[0].partition("=")[0]
+        suggestion = did_you_mean(name, [f"--{field}" for field in types], SEE_HELP)
         raise UserError(f"unknown argument {unknown[0]!r}. {suggestion}")
+
+    # 3. Turn lists into dictionaries and tuples.
     values = vars(namespace)
     for name, value in values.items():
-        if get_origin(types[name]) is dict:
-            require(len(value) % 2 == 0, f"--{name} has a name without a value. Give pairs of a name and a value.")
-            values[name] = dict(zip(value[::2], map(option_value, value[1::2])))
-        elif get_origin(types[name]) is tuple:
+        origin = get_origin(types[name])
+        if origin is tuple:
             values[name] = tuple(value)
+        if origin is dict:
+            if len(value) % 2:
+                raise UserError(f"--{name} has a name without a value. Give pairs of a name and a value.")
+            values[name] = dict(zip(value[::2], map(option_value, value[1::2])))
     return values
 
 
@@ -64,7 +78,8 @@ def value_options(kind: type) -> dict:
     if get_origin(kind) is Literal:
         return dict(choices=parts)
     if get_origin(kind) is tuple:
-        return dict(nargs="*" if parts[-1] is ... else len(parts), type=parts[0], metavar=parts[0].__name__.upper())
+        count = "*" if parts[-1] is ... else len(parts)
+        return dict(nargs=count, type=parts[0], metavar=parts[0].__name__.upper())
     if get_origin(kind) is dict:
         return dict(nargs="*", metavar="NAME VALUE")
     return dict(type=kind, metavar=kind.__name__.upper())
@@ -83,7 +98,8 @@ def field_docstrings(kind: type) -> dict[str, str]:
     """Return the docstring below each field of a dataclass and of its base classes."""
     docstrings = {}
     for base in reversed(kind.__mro__[:-1]):  # without object
-        for field, docstring in itertools.pairwise(ast.parse(inspect.getsource(base)).body[0].body):
+        (definition,) = ast.parse(inspect.getsource(base)).body
+        for field, docstring in itertools.pairwise(definition.body):
             if isinstance(field, ast.AnnAssign):
                 docstrings[field.target.id] = " ".join(docstring.value.value.split())
     return docstrings

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection
 from typing import Literal
 
-from errors import require
+from errors import UserError
 
 OptionValue = int | float | bool | str
 RATE = dict(at_least=0, below=3e38)  # limits of a learning rate in float32
@@ -62,7 +62,7 @@ class Config:
     """Options of the method that differ from its paper's. Example: --method_options tau 3 base 64."""
     position_scale: float = setting(1.0, at_least=1e-9, below=1e10)
     """Multiplies the default options that are lengths, such as rotary base, 1/slope of ALiBi and windows, but not tau.
-    The paper has the same base at 4k, 16k and 64k. We take its values as fit for 4096, so 1/16 fits 256."""
+    Published values are for 4096 tokens. Use 1/16 for 256."""
     validate_as: tuple[str, ...] = setting((), hashed=False)
     """Methods that train identically, to validate the same weights with. Example for rope: rope_ntk yarn."""
     vocab_size: int = setting(50304, at_least=1, below=2**24)
@@ -146,47 +146,67 @@ class Config:
     """Number of checkpoints to keep. Older checkpoints are deleted."""
 
     def __post_init__(self):
+        # 1. Each field alone, name and model.
         check_fields(self)
-        steps, d = self.steps, self.model_dim
-        is_plain = re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._+=-]{,199})?", self.name)
-        require(is_plain, f"name {self.name!r} is not a folder name. Use at most 200 letters, digits and . _ + = -")
-        divisible = d % self.num_heads == 0
-        require(divisible, f"model_dim {d} is not a multiple of num_heads {self.num_heads}. Change either.")
-        require(len(self.length_schedule) % 2 == 0, "length_schedule is not in pairs. Give a length and its steps.")
-        for length in self.train_lengths:
-            require(length <= self.train_length, f"length_schedule has {length} tokens. Use at most train_length.")
-            divides = self.batch_tokens % length == 0
-            require(divides, f"train_length or length_schedule: {length} does not divide batch_tokens. Change either.")
-        scheduled, ramps = sum(self.length_schedule[1::2]), self.warmup_steps + self.cooldown_steps
-        some_left = not scheduled or scheduled < steps
-        require(some_left, f"length_schedule takes {scheduled} steps of {steps}. Leave some for train_length.")
-        require(ramps <= steps, f"warmup_steps and cooldown_steps take {ramps} of {steps} steps. Make them shorter.")
-        possible = self.schedule == "trapezoid" or not self.warmup_steps
-        require(possible, f"schedule {self.schedule} has no warm-up. Set warmup_steps to 0, or use trapezoid.")
-        require(self.val_lengths, "val_lengths is empty. Give at least one length.")
+        if not re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._+=-]{,199})?", self.name):
+            raise UserError(f"name {self.name!r} is not a folder name. Use at most 200 letters, digits and . _ + = -")
+        if self.model_dim % self.num_heads:
+            raise UserError(
+                f"model_dim {self.model_dim} is not a multiple of num_heads {self.num_heads}. Change either."
+            )
+        if not self.val_lengths:
+            raise UserError("val_lengths is empty. Give at least one length.")
 
-    def length_at(self, step: int) -> int:
-        """Return the tokens of a training sequence in a step."""
-        for length, steps in zip(self.length_schedule[::2], self.length_schedule[1::2]):
-            if step < steps:
-                return length
-            step -= steps
-        return self.train_length
+        # 2. Training lengths.
+        if len(self.length_schedule) % 2:
+            raise UserError("length_schedule is not in pairs. Give a length and its steps.")
+        for length in self.train_lengths:
+            if length > self.train_length:
+                raise UserError(f"length_schedule has {length} tokens. Use at most train_length.")
+            if self.batch_tokens % length:
+                raise UserError(
+                    f"train_length or length_schedule: {length} does not divide batch_tokens. Change either."
+                )
+        scheduled = sum(steps for _, steps in self.scheduled)
+        if scheduled and scheduled >= self.steps:
+            raise UserError(f"length_schedule takes {scheduled} steps of {self.steps}. Leave some for train_length.")
+
+        # 3. The learning rate over the steps.
+        ramps = self.warmup_steps + self.cooldown_steps
+        if ramps > self.steps:
+            raise UserError(f"warmup_steps and cooldown_steps take {ramps} of {self.steps} steps. Make them shorter.")
+        if self.warmup_steps and self.schedule != "trapezoid":
+            raise UserError(f"schedule {self.schedule} has no warm-up. Set warmup_steps to 0, or use trapezoid.")
+
+    @property
+    def scheduled(self) -> list[tuple[int, int]]:
+        """Return the pairs of length_schedule: (tokens in a sequence, steps)."""
+        return list(zip(self.length_schedule[::2], self.length_schedule[1::2]))
 
     @property
     def train_lengths(self) -> list[int]:
         """Return every length that the run trains at, shortest first."""
         return sorted({*self.length_schedule[::2], self.train_length})
 
+    def length_at(self, step: int) -> int:
+        """Return the tokens of a training sequence in a step."""
+        for length, steps in self.scheduled:
+            if step < steps:
+                return length
+            step -= steps
+        return self.train_length
+
 
 def check_fields(instance):
     """Raise ValueError for a field of a dataclass that is outside its limits."""
     for field in dataclasses.fields(instance):
-        if limits := field.metadata.get("limits"):
-            value, (least, below) = getattr(instance, field.name), limits
-            for number in value if isinstance(value, tuple) else (value,):
-                fits = isinstance(number, (int, float)) and least <= number < below
-                require(fits, f"{field.name} is {number!r}. Use at least {least} and less than {below:g}.")
+        if not field.metadata.get("limits"):
+            continue
+        least, below = field.metadata["limits"]
+        value = getattr(instance, field.name)
+        for number in value if isinstance(value, tuple) else (value,):
+            if not (isinstance(number, (int, float)) and least <= number < below):
+                raise UserError(f"{field.name} is {number!r}. Use at least {least} and less than {below:g}.")
 
 
 NOT_HASHED = frozenset(f.name for f in dataclasses.fields(Config) if not f.metadata.get("hashed", True))
@@ -199,12 +219,15 @@ def with_changes(base: Config, changes: dict) -> Config:
     """
     if type(changes.get("steps")) is int:
         ratio = changes["steps"] / base.steps
-        pairs = zip(base.length_schedule[::2], base.length_schedule[1::2])
-        shorter = [(length, round(steps * ratio)) for length, steps in pairs]
+        length_schedule = []
+        for length, steps in base.scheduled:
+            scaled_steps = round(steps * ratio)
+            if scaled_steps:
+                length_schedule += [length, scaled_steps]
         scaled = dict(
             warmup_steps=round(base.warmup_steps * ratio),
             cooldown_steps=round(base.cooldown_steps * ratio),
-            length_schedule=tuple(number for pair in shorter if pair[1] for number in pair),
+            length_schedule=tuple(length_schedule),
         )
         changes = scaled | changes
     return dataclasses.replace(base, **changes)
@@ -215,15 +238,30 @@ def config_hash(config: Config) -> str:
 
     Fields at their default value are left out, so a new field does not change the hash of older runs.
     """
+    # 1. Collect the fields. A subclass may have more fields than Config.
     defaults = vars(Config())
-    changed = {k: v for k, v in vars(config).items() if k not in NOT_HASHED and v != defaults.get(k)}
-    if options := changed.get("method_options"):  # 3 and 3.0 are the same number
-        changed["method_options"] = {k: float(v) if type(v) is int else v for k, v in options.items()}
-    return hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:12]
+    changed = {}
+    for name, value in vars(config).items():
+        if name not in NOT_HASHED and value != defaults.get(name):
+            changed[name] = value
+
+    # 2. Write the options' integers as floats, because 3 and 3.0 are the same number.
+    if "method_options" in changed:
+        options = changed["method_options"].items()
+        changed["method_options"] = {name: float(value) if type(value) is int else value for name, value in options}
+
+    # 3. Hash them.
+    text = json.dumps(changed, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def describe_differences(config: Config, stored: Config, extra_fields: Collection[str] = ()) -> str:
     """Return the fields that differ, with both values. Fields outside the hash count if in extra_fields."""
-    wanted, found = vars(config), vars(stored)
-    fields = [field for field in wanted if field not in NOT_HASHED or field in extra_fields]
-    return ", ".join(f"{name} {found[name]}, not {wanted[name]}" for name in fields if wanted[name] != found[name])
+    found = vars(stored)
+    differences = []
+    for name, wanted in vars(config).items():
+        if name in NOT_HASHED and name not in extra_fields:
+            continue
+        if wanted != found[name]:
+            differences.append(f"{name} {found[name]}, not {wanted}")
+    return ", ".join(differences)

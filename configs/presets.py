@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 
 from configs.config import Config
-from errors import did_you_mean, require
+from errors import UserError, did_you_mean
 
 
 def gpt_162m(train_length: int = 4096) -> Config:
@@ -127,7 +127,13 @@ def mini(train_length: int = 256) -> Config:
 def mini_large() -> Config:
     """The paper's 304M model at the scale of mini: 4 layers of width 192, cosine schedule."""
     return dataclasses.replace(
-        mini(), num_layers=4, num_heads=3, model_dim=192, schedule="cosine", cooldown_steps=0, muon_lr=0.02 * 128 / 192
+        mini(),
+        num_layers=4,
+        num_heads=3,
+        model_dim=192,
+        schedule="cosine",
+        cooldown_steps=0,
+        muon_lr=0.02 * 128 / 192,
     )
 
 
@@ -169,5 +175,6 @@ PRESETS: dict[str, Callable[[], Config]] = dict(
 
 def preset(name: str) -> Config:
     """Return the preset of that name. Raise ValueError, with similar names, if there is none."""
-    require(name in PRESETS, f"unknown preset {name!r}. {did_you_mean(name, PRESETS)}")
+    if name not in PRESETS:
+        raise UserError(f"unknown preset {name!r}. {did_you_mean(name, PRESETS)}")
     return PRESETS[name]()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from configs.config import NOT_HASHED, Config, check_fields, config_hash, setting, with_changes
 from configs.presets import preset
-from errors import require
+from errors import UserError
 
 SET_BY_SWEEPS = ("name", "runs_dir", "resume")  # scripts/sweep names and resumes the runs
 
@@ -26,7 +26,8 @@ class Needle:
 
     def __post_init__(self):
         check_fields(self)
-        require(self.haystack in ("c4", "shards"), f"haystack {self.haystack!r} is unknown. Use c4 or shards.")
+        if self.haystack not in ("c4", "shards"):
+            raise UserError(f"haystack {self.haystack!r} is unknown. Use c4 or shards.")
 
     def __str__(self) -> str:
         return " ".join(self.arguments)
@@ -34,7 +35,10 @@ class Needle:
     @property
     def arguments(self) -> list[str]:
         """Return the arguments after `scripts.needle RUN` on the command line."""
-        return [part for name, value in dataclasses.asdict(self).items() for part in (f"--{name}", str(value))]
+        arguments = []
+        for name, value in vars(self).items():
+            arguments += [f"--{name}", str(value)]
+        return arguments
 
     @staticmethod
     def lengths(train_length: int) -> list[int]:
@@ -78,9 +82,14 @@ class Run:
         """Return the arguments after `train_gpt.py` on the command line."""
         arguments = [self.preset]
         for field, value in {**self.changes, "name": self.config.name}.items():
-            values = itertools.chain(*value.items()) if isinstance(value, dict) else value
-            arguments += [f"--{field}", *(values if isinstance(value, (tuple, dict)) else [value])]
-        return [str(argument) for argument in arguments]
+            arguments.append(f"--{field}")
+            if isinstance(value, dict):
+                arguments += itertools.chain(*value.items())
+            elif isinstance(value, tuple):
+                arguments += value
+            else:
+                arguments.append(value)
+        return list(map(str, arguments))
 
 
 def as_folder_part(value) -> str:

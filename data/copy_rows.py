@@ -13,12 +13,21 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from errors import require
+from errors import UserError
 
 SEED = 0
 MIN_SEGMENT = 8  # tokens
 
 RowLengths = Sequence[tuple[int, int | None]]  # (tokens in a row, stream position where these rows end)
+
+
+def check_rows(share: float, row_lengths: RowLengths):
+    """Raise ValueError for a share outside [0, 1) and for rows too short for two segments."""
+    if not 0 <= share < 1:
+        raise UserError(f"--copy-rows {share}: out of range. Use at least 0 and less than 1.")
+    shortest = min(length for length, _ in row_lengths)
+    if shortest < 2 * MIN_SEGMENT:
+        raise UserError(f"--row-tokens {shortest}: too short. Use at least {2 * MIN_SEGMENT} tokens.")
 
 
 def rows(text: np.ndarray, share: float, row_lengths: RowLengths, seed: int = SEED) -> Iterator[np.ndarray]:
@@ -29,20 +38,26 @@ def rows(text: np.ndarray, share: float, row_lengths: RowLengths, seed: int = SE
     Raise ValueError if the text is shorter than the longest row.
     """
     longest = max(length for length, _ in row_lengths)
-    require(len(text) >= longest, f"--row-tokens {longest}: the train text has {len(text)} tokens. Use more text.")
+    if len(text) < longest:
+        raise UserError(f"--row-tokens {longest}: the train text has {len(text)} tokens. Use more text.")
     rng = np.random.Generator(np.random.PCG64(seed))
-    position, natural_tokens = 0, 0  # tokens so far: in all rows, in rows of natural text
+    position = 0  # tokens in all rows so far
+    natural_tokens = 0  # tokens in rows of natural text so far
     for length, end in row_lengths:
         while position != end and natural_tokens < len(text):
-            is_copy = rng.random() < share
-            # np.resize repeats the segment
-            yield np.resize(_draw_segment(text, length, rng), length) if is_copy else _draw_piece(text, length, rng)
-            position, natural_tokens = position + length, natural_tokens + (not is_copy) * length
+            if rng.random() < share:
+                segment = _draw_segment(text, length, rng)
+                yield np.resize(segment, length)  # repeats the segment
+            else:
+                yield _draw_piece(text, length, rng)
+                natural_tokens += length
+            position += length
 
 
 def _draw_segment(text: np.ndarray, row_length: int, rng: np.random.Generator) -> np.ndarray:
     longest = row_length // 2
-    length = min(longest, int(math.exp(rng.uniform(math.log(MIN_SEGMENT), math.log(longest + 1)))))
+    log_length = rng.uniform(math.log(MIN_SEGMENT), math.log(longest + 1))
+    length = min(longest, int(math.exp(log_length)))
     if rng.random() < 0.5:
         return text[rng.integers(0, len(text), length)]
     return _draw_piece(text, length, rng)

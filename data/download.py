@@ -14,8 +14,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from data.shards import FINEWEB_SHARDS, GPT2_VOCAB, describe_shard, read_manifest, shard_bytes, write_manifest
-from errors import UserError, exit_on_user_error, require
+from data.shards import GPT2_VOCAB, describe_shard, read_manifest, shard_bytes, write_manifest
+from data.sources import FINEWEB_SHARDS
+from errors import UserError, exit_on_user_error
 
 
 @contextmanager
@@ -50,37 +51,50 @@ def download_fineweb(dataset: str, num_shards: int | None, out: Path) -> dict:
     dataset: "fineweb10B" or "fineweb100B". Raise ValueError for more shards than there are, and for a folder of other
     data. Remove a file with a wrong sha256 or a bad header, and raise ValueError. Raise OSError if a download fails.
     """
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url
-
-    repo, available = f"kjj0/{dataset}-gpt2", FINEWEB_SHARDS[dataset]
+    # 1. List the files.
+    repo = f"kjj0/{dataset}-gpt2"
+    available = FINEWEB_SHARDS[dataset]
     num_shards = available if num_shards is None else num_shards
-    possible = 1 <= num_shards <= available
-    require(possible, f"--shards {num_shards}: {repo} has {available} training shards. Use 1 to {available}.")
+    if not 1 <= num_shards <= available:
+        raise UserError(f"--shards {num_shards}: {repo} has {available} training shards. Use 1 to {available}.")
     train = [f"fineweb_train_{i:06d}.bin" for i in range(1, available + 1)]
     present = [name for name in train[num_shards:] if (out / name).exists()]  # modded-nanogpt may have made the folder
     names = ["fineweb_val_000000.bin", *train[:num_shards], *present]
+
+    # 2. Start or read the manifest. It is written first, so open_split refuses unchecked files: they have no entry.
     out.mkdir(parents=True, exist_ok=True)
     manifest = read_manifest(out) or {"tokenizer": "gpt2", "vocab_size": GPT2_VOCAB, "source": repo, "files": {}}
     source = manifest.get("source")  # fineweb10B and fineweb100B have files of the same names and sizes
-    require(source == repo, f"{out}: has data of {source or 'another source'}. Choose another --out.")
+    if source != repo:
+        raise UserError(f"{out}: has data of {source or 'another source'}. Choose another --out.")
+    write_manifest(out, manifest)
 
-    write_manifest(out, manifest)  # first, so that open_split refuses unchecked files: they have no entry
+    # 3. Fetch the files that are not there yet.
     for name in tqdm(names, desc=repo, unit="file", disable=None):
+        path = out / name
         entry = manifest["files"].get(name)
-        if entry and (out / name).exists() and (out / name).stat().st_size == shard_bytes(entry["tokens"]):
+        if entry and path.exists() and path.stat().st_size == shard_bytes(entry["tokens"]):
             continue
-        with one_line_errors(f"download {name} of {repo}"):
-            sha256 = get_hf_file_metadata(hf_hub_url(repo, name, repo_type="dataset")).etag  # of an LFS file: sha256
-        path = fetch(repo, name, out)
-        try:
-            entry = describe_shard(path)
-            require(entry["sha256"] == sha256, f"{path}: its sha256 differs from the hub's.")
-        except ValueError as error:
-            path.unlink()
-            raise UserError(f"{error} The file was removed. Run the command again.") from error
-        manifest["files"][name] = entry
+        manifest["files"][name] = fetch_shard(repo, name, out)
         write_manifest(out, manifest)
     return manifest
+
+
+def fetch_shard(repo: str, name: str, out: Path) -> dict:
+    """Download a shard into a folder and return its entry in the manifest. Remove a bad file and raise ValueError."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+    with one_line_errors(f"download {name} of {repo}"):
+        sha256 = get_hf_file_metadata(hf_hub_url(repo, name, repo_type="dataset")).etag  # of an LFS file: sha256
+    path = fetch(repo, name, out)
+    try:
+        entry = describe_shard(path)
+        if entry["sha256"] != sha256:
+            raise UserError(f"{path}: its sha256 differs from the hub's.")
+    except ValueError as error:
+        path.unlink()
+        raise UserError(f"{error} The file was removed. Run the command again.") from error
+    return entry
 
 
 @exit_on_user_error()

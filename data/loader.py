@@ -10,13 +10,13 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import KW_ONLY, dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from data.shards import TokenStream
-from errors import require
+from errors import UserError
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets, both (micro_batch_size, length) int64
 
@@ -29,11 +29,16 @@ def rank_sequences(batch_tokens: int, length: int, rank: int, world_size: int) -
 
     Raise ValueError if batch_tokens is not a multiple of the length, or if a rank has no sequence.
     """
-    divisible = batch_tokens % length == 0
-    require(divisible, f"batch_tokens {batch_tokens} is not a multiple of the sequence length {length}. Change either.")
-    sequences = batch_tokens // length
-    problem = f"{world_size} processes are more than the {sequences} sequences of {length} tokens in a step"
-    require(world_size <= sequences, f"{problem}. Use at most {sequences} processes or a larger batch_tokens.")
+    sequences, rest = divmod(batch_tokens, length)
+    if rest:
+        raise UserError(
+            f"batch_tokens {batch_tokens} is not a multiple of the sequence length {length}. Change either."
+        )
+    if world_size > sequences:
+        raise UserError(
+            f"{world_size} processes are more than the {sequences} sequences of {length} tokens in a step. "
+            f"Use at most {sequences} processes or a larger batch_tokens."
+        )
     share, remainder = divmod(sequences, world_size)
     first = rank * share + min(rank, remainder)
     return range(first, first + share + (rank < remainder))
@@ -44,11 +49,17 @@ def micro_batch_size(batch_tokens: int, length: int, micro_batch_tokens: int, wo
 
     The last micro-batch of a rank may be smaller.
     """
-    share = len(rank_sequences(batch_tokens, length, rank, world_size))
-    largest = max(1, micro_batch_tokens // length)
-    return math.ceil(share / math.ceil(share / largest))
+    share = rank_sequences(batch_tokens, length, rank, world_size)
+    return balanced_size(len(share), micro_batch_tokens // length)
 
 
+def balanced_size(share: int, largest: int) -> int:
+    """Return the size of micro-batches that divide a share of sequences: at most `largest`, few, nearly equal."""
+    num_micro_batches = math.ceil(share / max(1, largest))
+    return math.ceil(share / num_micro_batches)
+
+
+@dataclass(eq=False)
 class TrainLoader:
     """Iterates over steps: `next(loader)` returns the list of micro-batches of one step for one rank.
 
@@ -60,22 +71,26 @@ class TrainLoader:
     Raise ValueError as rank_sequences does, and for a token outside `vocab_size`.
     """
 
-    def __init__(
-        self, stream: TokenStream, *, batch_tokens: int, length: int | Callable[[int], int], micro_batch_tokens: int,
-        vocab_size: int, rank: int = 0, world_size: int = 1, first_token: int = 0, start_step: int = 0,
-        device: str | torch.device = "cpu",
-    ):  # fmt: skip
-        self.stream, self._vocab_size, self._device = stream, vocab_size, torch.device(device)
-        self._batch_tokens, self._micro_batch_tokens = batch_tokens, micro_batch_tokens
-        self._rank, self._world_size, self._first_token = rank, world_size, first_token
-        self._length_at = length if callable(length) else lambda step: length
-        self._next_step = start_step
-        rank_sequences(batch_tokens, self._length_at(start_step), rank, world_size)  # raises before the thread starts
+    stream: TokenStream
+    _: KW_ONLY
+    batch_tokens: int
+    length: int | Callable[[int], int]
+    micro_batch_tokens: int
+    vocab_size: int
+    rank: int = 0
+    world_size: int = 1
+    first_token: int = 0
+    start_step: int = 0
+    device: torch.device = torch.device("cpu")
+
+    def __post_init__(self):
+        self._share(self.start_step)  # raises before the thread starts
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train-loader")
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             # A new thread uses device 0. Without set_device, pinning memory opens a context of every rank on that GPU.
-            index = torch.cuda.current_device() if self._device.index is None else self._device.index
+            index = torch.cuda.current_device() if self.device.index is None else self.device.index
             self._reader.submit(torch.cuda.set_device, index)
+        self._next_step = self.start_step
         self._pending = deque()
         for _ in range(2):
             self._submit()
@@ -84,21 +99,28 @@ class TrainLoader:
         self._pending.append(self._reader.submit(self._load, self._next_step))
         self._next_step += 1
 
-    def _load(self, step: int) -> tuple[Tensor, Tensor, int]:
-        length = self._length_at(step)
-        share = rank_sequences(self._batch_tokens, length, self._rank, self._world_size)
-        size = micro_batch_size(self._batch_tokens, length, self._micro_batch_tokens, self._world_size, self._rank)
-        start = self._first_token + step * self._batch_tokens + share.start * length
-        tokens = self.stream.read(start, len(share) * length + 1, self._vocab_size).astype("int64")
-        batch = torch.from_numpy(np.stack([tokens[:-1], tokens[1:]])).view(2, -1, length)  # inputs and targets
-        return *(batch.pin_memory() if self._device.type == "cuda" else batch), size  # (share, length) each
+    def _share(self, step: int) -> tuple[range, int]:
+        """Return the indices of this rank's sequences in a step, and their length in tokens."""
+        length = self.length(step) if callable(self.length) else self.length
+        return rank_sequences(self.batch_tokens, length, self.rank, self.world_size), length
+
+    def _load(self, step: int) -> tuple[Tensor, int]:
+        """Return inputs and targets of a step, (2, sequences, length) int64, and the size of a micro-batch."""
+        share, length = self._share(step)
+        start = self.first_token + step * self.batch_tokens + share.start * length
+        tokens = self.stream.read(start, len(share) * length + 1, self.vocab_size)
+        tokens = torch.from_numpy(tokens.astype("int64"))
+        batch = torch.stack([tokens[:-1], tokens[1:]]).view(2, -1, length)
+        if self.device.type == "cuda":
+            batch = batch.pin_memory()
+        return batch, balanced_size(len(share), self.micro_batch_tokens // length)
 
     def __next__(self) -> list[Batch]:
         self._submit()
+        batch, size = self._pending.popleft().result()
         # The caller's thread copies, because its stream orders the copy before the kernels that read the batch.
-        *tensors, size = self._pending.popleft().result()
-        inputs, targets = (tensor.to(self._device, non_blocking=True) for tensor in tensors)
-        return list(zip(inputs.split(size), targets.split(size)))
+        batch = batch.to(self.device, non_blocking=True)
+        return [micro_batch.unbind() for micro_batch in batch.split(size, dim=1)]
 
     def close(self) -> None:
         """Drop the steps read ahead and end the thread."""
@@ -112,6 +134,7 @@ def check_validation(stream: TokenStream, lengths: Sequence[int], val_tokens: in
     """Raise ValueError unless the first `val_tokens` of the stream divide into sequences of each length."""
     unit = math.lcm(*lengths)
     largest = (len(stream) - 1) // unit * unit  # the last input needs a target
-    problem = f"val_tokens {val_tokens} does not fit lengths {list(lengths)} and a text of {len(stream)} tokens"
-    remedy = f"Use a multiple of {unit} up to {largest}" if largest else "Use shorter lengths"
-    require(0 < val_tokens <= largest and val_tokens % unit == 0, f"{problem}. {remedy}, or prepare more text.")
+    if not 0 < val_tokens <= largest or val_tokens % unit:
+        problem = f"val_tokens {val_tokens} does not fit lengths {list(lengths)} and a text of {len(stream)} tokens"
+        remedy = f"Use a multiple of {unit} up to {largest}" if largest else "Use shorter lengths"
+        raise UserError(f"{problem}. {remedy}, or prepare more text.")

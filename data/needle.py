@@ -23,19 +23,17 @@ from data.download import fetch
 from data.shards import open_split
 from data.text import read_documents
 from data.tokenizer import Tokenizer
-from errors import require
+from errors import UserError
 
-# fmt: off
 CITIES = (
-    "Accra", "Amsterdam", "Antwerp", "Athens", "Bangkok", "Barcelona", "Beijing", "Berlin", "Bogota", "Boston",
-    "Brussels", "Bucharest", "Budapest", "Cairo", "Cape Town", "Chicago", "Copenhagen", "Dakar", "Delhi", "Dubai",
-    "Dublin", "Edinburgh", "Geneva", "Hanoi", "Havana", "Helsinki", "Hong Kong", "Istanbul", "Jakarta", "Johannesburg",
-    "Karachi", "Kyoto", "Lagos", "Lima", "Lisbon", "London", "Los Angeles", "Madrid", "Manila", "Melbourne",
-    "Mexico City", "Milan", "Montreal", "Moscow", "Mumbai", "Nairobi", "Naples", "New York", "Osaka", "Oslo",
-    "Paris", "Prague", "Riga", "Rome", "San Francisco", "Santiago", "Seattle", "Seoul", "Shanghai", "Singapore",
-    "Stockholm", "Sydney", "Taipei", "Tokyo", "Toronto", "Vancouver", "Vienna", "Warsaw", "Zurich",
-)
-# fmt: on
+    "Accra, Amsterdam, Antwerp, Athens, Bangkok, Barcelona, Beijing, Berlin, Bogota, Boston, "
+    "Brussels, Bucharest, Budapest, Cairo, Cape Town, Chicago, Copenhagen, Dakar, Delhi, Dubai, "
+    "Dublin, Edinburgh, Geneva, Hanoi, Havana, Helsinki, Hong Kong, Istanbul, Jakarta, Johannesburg, "
+    "Karachi, Kyoto, Lagos, Lima, Lisbon, London, Los Angeles, Madrid, Manila, Melbourne, "
+    "Mexico City, Milan, Montreal, Moscow, Mumbai, Nairobi, Naples, New York, Osaka, Oslo, "
+    "Paris, Prague, Riga, Rome, San Francisco, Santiago, Seattle, Seoul, Shanghai, Singapore, "
+    "Stockholm, Sydney, Taipei, Tokyo, Toronto, Vancouver, Vienna, Warsaw, Zurich"
+).split(", ")
 NEEDLES = 3  # in an example
 SEPARATOR = "\n"
 HAYSTACK_TOKENS = 2**28  # limit of the tokens in memory; the paper's 300 steps need 79 M
@@ -67,34 +65,47 @@ class Haystack:
         """Return the documents in a folder's first 2^28 tokens. Raise ValueError for bad shards or no end-of-text."""
         stream = open_split(data_dir, split, tokenizer.vocab_size)
         tokens = stream.read(0, min(len(stream), HAYSTACK_TOKENS))
-        borders = np.append(np.flatnonzero(tokens == tokenizer.eot), len(tokens))  # (documents + 1,)
-        require(len(borders) > 1, f"{data_dir}: no end-of-text token in the {split} shards. Prepare the data again.")
-        return cls(split, len(borders) - 1, lambda i: tokens[borders[i] : borders[i + 1]])
+        starts = np.flatnonzero(tokens == tokenizer.eot)  # (documents,)
+        if not len(starts):
+            raise UserError(f"{data_dir}: no end-of-text token in the {split} shards. Prepare the data again.")
+        documents = np.split(tokens, starts)[1:]
+        return cls(split, len(documents), lambda index: documents[index])
 
     @classmethod
     def from_c4(cls, folder: Path, split: str, tokenizer: Tokenizer) -> "Haystack":
         """Return the documents in the first file of a split of C4 (en), the paper's haystack. OSError: see fetch_c4."""
         texts = list(read_documents(fetch_c4(folder, split)))
-        return cls(split, len(texts), lambda i: np.array([tokenizer.eot, *tokenizer.encode(texts[i])]))
+
+        def document(index: int) -> np.ndarray:
+            return np.array([tokenizer.eot, *tokenizer.encode(texts[index])])
+
+        return cls(split, len(texts), document)
 
     def sample(self, count: int, rng: np.random.Generator) -> np.ndarray:
         """Return `count` tokens of distinct random documents, the last one cut. Raise ValueError if there are fewer."""
-        parts, missing, drawn = [np.empty(0, np.int64)], count, set()
+        parts = [np.empty(0, np.int64)]
+        missing = count
+        drawn = set()  # documents
         while missing > 0:
-            problem = f"the {self.split} haystack has {count - missing} of {count} tokens"
-            require(len(drawn) < self.num_documents, f"{problem}. Use more text or a shorter length.")
-            while (index := int(rng.integers(self.num_documents))) in drawn:
-                pass
+            if len(drawn) == self.num_documents:
+                raise UserError(
+                    f"the {self.split} haystack has {count - missing} of {count} tokens. "
+                    "Use more text or a shorter length."
+                )
+            index = int(rng.integers(self.num_documents))
+            if index in drawn:
+                continue
             drawn.add(index)
-            parts.append(self.document(index)[:missing])
-            missing -= len(parts[-1])
+            part = self.document(index)[:missing]
+            parts.append(part)
+            missing -= len(part)
         return np.concatenate(parts)  # (count,)
 
 
 def fetch_c4(folder: Path, split: str) -> Path:
     """Return the first file of a split of C4 (en), after a download if needed (320 MB, 40 MB). OSError: see fetch."""
-    path = Path(folder) / C4_FILES[split]
-    return path if path.exists() else fetch("allenai/c4", C4_FILES[split], Path(folder))
+    path = folder / C4_FILES[split]
+    return path if path.exists() else fetch("allenai/c4", C4_FILES[split], folder)
 
 
 # ---- examples ----
@@ -115,6 +126,7 @@ class Example:
         return response_text(zip(self.cities, self.numbers))
 
 
+@dataclass(frozen=True)
 class NeedleTask:
     """An endless, indexed set of examples. An example depends on seed, split, length, index, tokenizer and haystack.
 
@@ -122,11 +134,14 @@ class NeedleTask:
     shape of a training sequence.
     """
 
-    def __init__(self, tokenizer: Tokenizer, haystack: Haystack, length: int, *, seed: int = 0):
-        self.tokenizer, self.haystack, self.length, self.seed = tokenizer, haystack, length, seed
+    tokenizer: Tokenizer
+    haystack: Haystack
+    length: int
+    seed: int = 0
 
     def example(self, index: int) -> Example:
         """Return example `index`. Raise ValueError if the haystack or the length has too few tokens."""
+        # 1. Draw the needles.
         is_val = int(self.haystack.split == "val")
         rng = np.random.default_rng([self.seed, is_val, self.length, index])
         cities = tuple(CITIES[i] for i in rng.choice(len(CITIES), NEEDLES, replace=False))
@@ -134,21 +149,27 @@ class NeedleTask:
         texts = [*map(needle_text, cities, numbers), SEPARATOR, response_text(zip(cities, numbers))]
         *needles, separator, response = self.tokenizer.encode_batch(texts)
 
-        haystack_length = self.length - sum(map(len, needles)) - len(separator) - len(response)
-        require(haystack_length > 0, f"length {self.length} has no space for a haystack. Use {2 * self.length}.")
+        # 2. Draw the haystack, and cut it where the needles go.
+        haystack_length = self.length - sum(map(len, [*needles, separator, response]))
+        if haystack_length <= 0:
+            raise UserError(f"length {self.length} has no space for a haystack. Use {2 * self.length}.")
         haystack = self.haystack.sample(haystack_length, rng)
         gaps = np.sort(rng.integers(0, haystack_length, NEEDLES, endpoint=True))  # gap g is before haystack token g
         first, *rest = np.split(haystack, gaps)
-        parts, positions = [first], []
+
+        # 3. Join the parts.
+        parts = [first]
+        positions = []
         for needle, text in zip(needles, rest):
             positions.append(sum(map(len, parts)))
             parts += [needle, text]
-        tokens = np.concatenate([*parts, separator, response, [self.tokenizer.eot]]).astype(np.int64)  # (length + 1,)
+        parts += [separator, response, [self.tokenizer.eot]]
+        tokens = np.concatenate(parts).astype(np.int64)  # (length + 1,)
         return Example(tokens, self.length - len(response), cities, numbers, tuple(positions))
 
     def batch(self, indices: Iterable[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return inputs and targets, (B, length) int64, and the mask of targets in the response, (B, length) bool."""
-        examples = [self.example(index) for index in indices]
+        examples = list(map(self.example, indices))
         tokens = np.stack([example.tokens for example in examples])  # (B, length + 1)
         starts = np.array([example.response_start for example in examples])  # (B,)
         mask = np.arange(1, self.length + 1) >= starts[:, None]  # (B, length); target t is token t + 1

@@ -24,7 +24,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data.text import prepare
-from errors import exit_on_user_error, require
+from errors import UserError, exit_on_user_error
+from files import append
 
 COPY_ROWS = 0.5  # share of the training rows
 ROW_LENGTHS = [(32, 200 * 2048), (64, 600 * 2048), (256, None)]  # copy_rows.RowLengths, as preset quickstart trains
@@ -38,8 +39,8 @@ def find_source(root: Path) -> list[Path]:
     return sorted(path for path in root.rglob("*.py") if not EXCLUDED & set(path.relative_to(root).parts))
 
 
-def write_folders(roots: Sequence[Path], out: Path) -> int:
-    """Write each folder of Python source as one document to a .txt file in `out`; return the number of documents.
+def write_folders(roots: Sequence[Path], out: Path):
+    """Write each folder of Python source as one document to a .txt file in `out`.
 
     A document has the .py files directly in a folder, in sorted order. Sorted by name, the documents in `out` have the
     order of roots and folders.
@@ -49,28 +50,35 @@ def write_folders(roots: Sequence[Path], out: Path) -> int:
         for path in find_source(root):
             if text := path.read_text(encoding="utf-8", errors="replace").strip():
                 folders.setdefault(path.parent, []).append(text)
-    Path(out).mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
     for number, (folder, texts) in enumerate(folders.items()):
-        text = "\n\n\n".join(texts) + "\n"
-        (Path(out) / f"{number:05d}-{folder.name}.txt").write_text(text, encoding="utf-8")
-    return len(folders)
+        path = out / f"{number:05d}-{folder.name}.txt"
+        path.write_text("\n\n\n".join(texts) + "\n", encoding="utf-8")
 
 
 def source_folders(packages: Sequence[str]) -> list[Path]:
     """Return the folders of the standard library and of packages. Raise UserError for a package that is missing."""
-    specs = {package: importlib.util.find_spec(package) for package in packages}
-    missing = [package for package, spec in specs.items() if spec is None]
-    require(not missing, f"no package {', '.join(missing)}. Install requirements.txt and requirements-extras.txt.")
-    return [Path(sysconfig.get_path("stdlib")), *(Path(spec.submodule_search_locations[0]) for spec in specs.values())]
+    folders = [Path(sysconfig.get_path("stdlib"))]
+    for package in packages:
+        spec = importlib.util.find_spec(package)
+        if spec is None:
+            raise UserError(f"no package {package}. Install requirements.txt and requirements-extras.txt.")
+        folders.append(Path(spec.submodule_search_locations[0]))
+    return folders
 
 
 def prepare_taught(out: Path):
     with tempfile.TemporaryDirectory() as folder:
         write_folders(source_folders(["torch"]), Path(folder))
         prepare(
-            [Path(folder)], out, "bpe:1024", val_fraction=0.1, name="taught", copy_rows=COPY_ROWS,
+            [Path(folder)],
+            out,
+            "bpe:1024",
+            val_fraction=0.1,
+            name="taught",
+            copy_rows=COPY_ROWS,
             row_lengths=ROW_LENGTHS,
-        )  # fmt: skip
+        )
 
 
 def prepare_far(out: Path):
@@ -84,8 +92,8 @@ def prepare_mini(out: Path):
     with tempfile.TemporaryDirectory() as folder:
         for path in find_source(library):
             package = path.relative_to(library).parts[0]
-            with open(Path(folder) / f"{package}.txt", "a", encoding="utf-8") as file:
-                file.write(path.read_text(encoding="utf-8", errors="replace").strip() + "\n\n\n")
+            text = path.read_text(encoding="utf-8", errors="replace").strip()
+            append(Path(folder) / f"{package}.txt", text + "\n\n\n")
         prepare([Path(folder)], out, "bpe:2048", val_fraction=0.1, name="packages")
 
 

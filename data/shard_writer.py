@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from data.shards import MAGIC, TOKEN, TOKENIZER_FILE, VERSION, describe_shard, sha256_of, write_manifest
-from errors import require
+from errors import UserError
 from files import sync
 
 
@@ -24,9 +24,11 @@ class ShardWriter:
     """
 
     def __init__(self, folder: Path, prefix: str, *, tokenizer: str, vocab_size: int, shard_tokens: int = 100_000_000):
-        fits = 0 < vocab_size <= 2**16
-        require(fits, f"a vocabulary of {vocab_size} tokens does not fit shards of uint16. Use at most {2**16}.")
-        self.folder, self.prefix, self.shard_tokens = Path(folder), prefix, shard_tokens
+        if not 0 < vocab_size <= 2**16:
+            raise UserError(f"a vocabulary of {vocab_size} tokens does not fit shards of uint16. Use at most {2**16}.")
+        self.folder = folder
+        self.prefix = prefix
+        self.shard_bytes = shard_tokens * TOKEN.itemsize
         self.manifest = {"tokenizer": tokenizer, "vocab_size": vocab_size, "files": {}}
         self._waiting = {"train": bytearray(), "val": bytearray()}  # tokens of the next shard
         self._next_number = {"train": 1, "val": 0}
@@ -36,11 +38,11 @@ class ShardWriter:
 
     def write(self, split: str, tokens: Sequence[int] | np.ndarray) -> None:
         """Append tokens (one document, or any piece of the stream) to a split."""
-        waiting, size = self._waiting[split], self.shard_tokens * TOKEN.itemsize
+        waiting = self._waiting[split]
         waiting += np.asarray(tokens).astype(TOKEN).tobytes()
-        while len(waiting) >= size:
-            self._write_shard(split, waiting[:size])
-            del waiting[:size]
+        while len(waiting) >= self.shard_bytes:
+            self._write_shard(split, waiting[: self.shard_bytes])
+            del waiting[: self.shard_bytes]
 
     def close(self) -> dict:
         """Write the manifest, move all shards into the folder, and return the manifest."""

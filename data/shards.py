@@ -11,16 +11,14 @@ validation shard number 0: `fineweb_train_000001.bin`, `fineweb_val_000000.bin`.
 import argparse
 import hashlib
 import json
-import math
 import os
 import re
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from errors import UserError, exit_on_user_error, require
+from errors import UserError, exit_on_user_error
 from files import replace_text
 
 MAGIC, VERSION = 20240520, 1
@@ -28,19 +26,6 @@ HEADER_BYTES = 256 * 4
 TOKEN = np.dtype("<u2")
 MANIFEST, TOKENIZER_FILE = "manifest.json", "tokenizer.json"
 GPT2_VOCAB = 50257
-FINEWEB_SHARDS = {"fineweb10B": 103, "fineweb100B": 1030}  # Keller Jordan's training shards of 100 M tokens
-
-
-def data_command(folder: Path, tokens: int, vocab_size: int = GPT2_VOCAB) -> str:
-    """Return the command that fills a data folder. Of FineWeb, it takes at least `tokens` tokens, or all tokens."""
-    folder = Path(folder)
-    if available := FINEWEB_SHARDS.get(folder.name):
-        shards = min(available, max(1, math.ceil(tokens / 100_000_000)))
-        return f"python -m data.download {folder.name} --shards {shards} --out {shlex.quote(str(folder))}"
-    if folder.name in ("taught", "mini", "far"):
-        return f"python -m data.python_source {folder.name} --out {shlex.quote(str(folder))}"
-    tokenizer = "gpt2" if vocab_size >= GPT2_VOCAB else f"bpe:{vocab_size}"
-    return f"python -m data.text FILES... --tokenizer {tokenizer} --out {shlex.quote(str(folder))}"
 
 
 # ---- format ----
@@ -57,12 +42,15 @@ def shard_bytes(num_tokens: int) -> int:
 
 def read_header(path: Path) -> int:
     """Return the number of tokens in a shard. Raise ValueError if the file is not a complete, non-empty shard."""
-    header = [*np.fromfile(path, "<i4", count=3).tolist(), 0]  # a file of 8 bytes has no number of tokens
-    require(header[:2] == [MAGIC, VERSION], f"{path}: not a token shard of version {VERSION}. Prepare it again.")
-    num_tokens = header[2]
-    require(num_tokens > 0, f"{path}: has no tokens. Prepare it again.")
-    size, expected = os.path.getsize(path), shard_bytes(num_tokens)
-    require(size == expected, f"{path}: has {size} bytes instead of {expected}. Prepare it again.")
+    header = np.fromfile(path, "<i4", count=3).tolist()
+    if header[:2] != [MAGIC, VERSION]:
+        raise UserError(f"{path}: not a token shard of version {VERSION}. Prepare it again.")
+    num_tokens = header[-1]  # of a file of 8 bytes: VERSION, which the size contradicts
+    if num_tokens <= 0:
+        raise UserError(f"{path}: has no tokens. Prepare it again.")
+    size = os.path.getsize(path)
+    if size != shard_bytes(num_tokens):
+        raise UserError(f"{path}: has {size} bytes instead of {shard_bytes(num_tokens)}. Prepare it again.")
     return num_tokens
 
 
@@ -99,7 +87,7 @@ def sha256_of(path: Path) -> str | None:
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:
-    replace_text(Path(folder) / MANIFEST, json.dumps(manifest, indent=1))
+    replace_text(folder / MANIFEST, json.dumps(manifest, indent=1))
 
 
 # ---- reading ----
@@ -112,14 +100,14 @@ class TokenStream:
     """
 
     def __init__(self, paths: Sequence[Path], entries: dict[str, dict]):
-        self.paths = [Path(path) for path in paths]
+        self.paths = paths
         self.shard_tokens = [read_header(path) for path in self.paths]
-        self._ends = np.cumsum(self.shard_tokens)
+        self._starts = np.cumsum([0, *self.shard_tokens])  # position of each shard's first token; last, all tokens
         self._entries = entries
         self.max_token = max(entries[path.name]["max_token"] for path in self.paths)
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return int(self._starts[-1])
 
     def fingerprint(self, tokens: int | None = None) -> str:
         """Return sixteen hex digits that identify the first `tokens` of the stream (None: the whole stream).
@@ -128,15 +116,16 @@ class TokenStream:
         """
         whole = tokens is None or tokens >= len(self)
         count = len(self.paths) if whole else self._locate(tokens)[0] + 1
-        names = [path.name for path in self.paths[:count]]
-        identity = [(name, num, self._entries[name]["sha256"]) for name, num in zip(names, self.shard_tokens)]
+        identity = []
+        for path, num_tokens in zip(self.paths[:count], self.shard_tokens):
+            identity.append((path.name, num_tokens, self._entries[path.name]["sha256"]))
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
 
     def _locate(self, position: int) -> tuple[int, int]:
         """Return the index of a position's shard, and the index of its token in that shard."""
         position %= len(self)
-        shard = int(np.searchsorted(self._ends, position, side="right"))
-        return shard, position - int(self._ends[shard]) + self.shard_tokens[shard]
+        shard = int(np.searchsorted(self._starts, position, side="right")) - 1
+        return shard, position - int(self._starts[shard])
 
     def file_and_index(self, position: int) -> tuple[str, int]:
         """Return the name of a position's file, and the index of its token in that file, for messages."""
@@ -149,51 +138,72 @@ class TokenStream:
         Raise ValueError for a token outside the vocabulary, because an index error in a CUDA kernel names no token.
         Raise ValueError for a shard that was truncated after the stream was opened.
         """
-        tokens, filled = np.empty(count, TOKEN), 0  # (count,)
+        # 1. Read shard by shard.
+        tokens = np.empty(count, TOKEN)  # (count,)
+        filled = 0
         while filled < count:
             shard, offset = self._locate(start + filled)
+            path = self.paths[shard]
             wanted = min(count - filled, self.shard_tokens[shard] - offset)
-            part = np.fromfile(self.paths[shard], TOKEN, count=wanted, offset=shard_bytes(offset))
-            require(len(part) == wanted, f"{self.paths[shard]}: the file was truncated during the run. Restore it.")
+            part = np.fromfile(path, TOKEN, count=wanted, offset=shard_bytes(offset))
+            if len(part) < wanted:
+                raise UserError(f"{path}: the file was truncated during the run. Restore it.")
             tokens[filled : filled + wanted] = part
             filled += wanted
+
+        # 2. Refuse the first token outside the vocabulary.
         outside = tokens >= vocab_size
         if outside.any():
-            name, index = self.file_and_index(start + int(outside.argmax()))
-            raise UserError(f"{name}: token {index} is {tokens[outside][0]}. Set vocab_size to more than this token.")
+            first = int(outside.argmax())
+            name, index = self.file_and_index(start + first)
+            raise UserError(f"{name}: token {index} is {tokens[first]}. Set vocab_size to more than this token.")
         return tokens
 
 
-def open_split(data_dir: Path, split: str, vocab_size: int, need_tokens: int = 0) -> TokenStream:
+def open_split(data_dir: Path, split: str, vocab_size: int, remedy: str = "Prepare the data first.") -> TokenStream:
     """Return the stream of a folder's "train" or "val" shards, after a comparison of headers and manifest.
 
+    remedy: a sentence for the error of a folder without shards.
     Raise ValueError for a missing manifest, for a bad, missing or unknown shard, and for tokens outside the vocabulary.
-    Without any shards, the message has the command that makes them, of FineWeb at least `need_tokens`.
     """
+    # 1. Find the shards and the manifest.
     data_dir = Path(data_dir)
     paths = sorted(path for path in data_dir.glob("*.bin") if _is_in_split(path.name, split))
+    if not paths:
+        raise UserError(f"{data_dir}: no {split} shards. {remedy}")
     manifest = read_manifest(data_dir)
-    require(paths, f"{data_dir}: no {split} shards. Get them with `{data_command(data_dir, need_tokens, vocab_size)}`.")
-    require(manifest, f"{data_dir}: has no {MANIFEST}. Run `python -m data.shards describe {data_dir}` once.")
-    entries = {name: entry for name, entry in manifest["files"].items() if _is_in_split(name, split)}
-    different = ", ".join(sorted(entries.keys() ^ {path.name for path in paths}))
-    require(not different, f"{data_dir}: {different} is only in {MANIFEST} or only in the folder. Prepare it again.")
+    if not manifest:
+        raise UserError(f"{data_dir}: has no {MANIFEST}. Run `python -m data.shards describe {data_dir}` once.")
+
+    # 2. Compare them: (name, number of tokens) of each shard.
+    entries = manifest["files"]
+    expected = {(name, entry["tokens"]) for name, entry in entries.items() if _is_in_split(name, split)}
+    found = {(path.name, read_header(path)) for path in paths}
+    different = {name for name, _ in expected ^ found}
+    if different:
+        names = ", ".join(sorted(different))
+        raise UserError(f"{data_dir}: {names} differs between folder and {MANIFEST}. Prepare it again.")
+
+    # 3. Compare the tokens with the model's vocabulary.
     stream = TokenStream(paths, entries)
-    for path, num_tokens in zip(paths, stream.shard_tokens):
-        expected = entries[path.name]["tokens"]
-        require(num_tokens == expected, f"{path}: {num_tokens} tokens, but {expected} in {MANIFEST}. Prepare it again.")
-    outside = f"{data_dir}: has token {stream.max_token}, outside the model's vocabulary of {vocab_size}"
-    require(stream.max_token < vocab_size, f"{outside}. Set vocab_size to at least {manifest['vocab_size']}.")
+    if stream.max_token >= vocab_size:
+        raise UserError(
+            f"{data_dir}: has token {stream.max_token}, outside the model's vocabulary of {vocab_size}. "
+            f"Set vocab_size to at least {manifest['vocab_size']}."
+        )
     return stream
 
 
 def verify(data_dir: Path) -> dict[str, str]:
     """Return file name -> problem, for the manifest's and all other .bin files. Raise ValueError without a manifest."""
-    manifest, problems = read_manifest(data_dir), {}
-    require(manifest, f"{data_dir}: has no {MANIFEST} to verify against. Give a folder of prepared data.")
+    manifest = read_manifest(data_dir)
+    if not manifest:
+        raise UserError(f"{data_dir}: has no {MANIFEST} to verify against. Give a folder of prepared data.")
+    problems = {}
     if manifest.get("tokenizer_sha256") not in (None, sha256_of(data_dir / TOKENIZER_FILE)):
         problems[TOKENIZER_FILE] = "missing or changed"
-    for name in sorted(manifest["files"].keys() | {path.name for path in data_dir.glob("*.bin")}):
+    present = {path.name for path in data_dir.glob("*.bin")}
+    for name in sorted(manifest["files"].keys() | present):
         try:
             if describe_shard(data_dir / name) != manifest["files"].get(name):
                 problems[name] = "differs from the manifest"
@@ -210,12 +220,15 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     folder = args.dir
     if args.command == "describe":
-        require(not (folder / MANIFEST).exists(), f"{folder}: has a {MANIFEST}. Verify it instead.")
+        if (folder / MANIFEST).exists():
+            raise UserError(f"{folder}: has a {MANIFEST}. Verify it instead.")
         files = {path.name: describe_shard(path) for path in sorted(folder.glob("*.bin"))}
-        require(files, f"{folder}: has no .bin files. Name another folder.")
+        if not files:
+            raise UserError(f"{folder}: has no .bin files. Name another folder.")
         write_manifest(folder, {"tokenizer": "gpt2", "vocab_size": GPT2_VOCAB, "files": files})
     bad = [f"{name} ({problem})" for name, problem in verify(folder).items()]
-    require(not bad, f"{folder}: {len(bad)} bad files, {', '.join(bad)}. Remove them and make them again.")
+    if bad:
+        raise UserError(f"{folder}: {len(bad)} bad files, {', '.join(bad)}. Remove them and make them again.")
     print(f"{folder}: all files agree with {MANIFEST}")
 
 

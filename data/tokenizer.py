@@ -1,5 +1,6 @@
 """Loads the tokenizer of GPT-2, of a file or of a Hugging Face model, and trains new tokenizers."""
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,7 +11,7 @@ import tokenizers
 
 from data.download import model_file
 from data.shards import TOKENIZER_FILE, read_manifest
-from errors import UserError, require
+from errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_CONFIG = "tokenizer_config.json"  # beside a model's tokenizer.json
@@ -29,7 +30,9 @@ class Tokenizer:
 
     def __init__(self, file: Path):
         """Raise ValueError if the file is not a tokenizer, or if it lacks the token before documents."""
-        require(file.is_file(), f"{file}: no such tokenizer file. Run this on the machine that has the data.")
+        # 1. Load the file, without its model's limits.
+        if not file.is_file():
+            raise UserError(f"{file}: no such tokenizer file. Run this on the machine that has the data.")
         try:
             self._library = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises plain Exception
@@ -37,11 +40,15 @@ class Tokenizer:
         self._library.no_truncation()  # a file may set its model's maximum length, which would cut documents
         self._library.no_padding()
         self._library.encode_special_tokens = True
+
+        # 2. Find the token before documents.
         config = file.with_name(TOKENIZER_CONFIG)
         token = json.loads(config.read_text()).get("bos_token") if config.exists() else None
         self.eot_text = token["content"] if isinstance(token, dict) else token or END_OF_TEXT
-        self.file, self.eot = file, self._library.token_to_id(self.eot_text)
-        require(self.eot is not None, f"{file}: has no token {self.eot_text}. Use another tokenizer.")
+        self.eot = self._library.token_to_id(self.eot_text)
+        if self.eot is None:
+            raise UserError(f"{file}: has no token {self.eot_text}. Use another tokenizer.")
+        self.file = file
         self.vocab_size = max(self._library.get_vocab().values()) + 1
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -67,7 +74,9 @@ class GPT2Tokenizer(Tokenizer):
         except (OSError, ValueError) as error:
             problem = f"cannot download the gpt2 tokenizer ({type(error).__name__})"
             raise OSError(f"{problem}. Check the network, or set TIKTOKEN_CACHE_DIR to a cache that has it.") from error
-        self.eot, self.eot_text, self.vocab_size = self._library.eot_token, END_OF_TEXT, self._library.n_vocab
+        self.eot = self._library.eot_token
+        self.eot_text = END_OF_TEXT
+        self.vocab_size = self._library.n_vocab
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return self._library.encode_ordinary_batch(list(texts))
@@ -90,8 +99,9 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
     if isinstance(spec, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", spec) and not path.exists():
         model_file(spec, TOKENIZER_CONFIG)  # into the same folder of the cache
         return Tokenizer(model_file(spec, TOKENIZER_FILE))
-    names = "gpt2, a FILE.json, a data folder, or a model's folder or name on the hub"
-    require(path.suffix == ".json", f"{str(spec)!r}: no such tokenizer here. Use {names}.")
+    if path.suffix != ".json":
+        names = "gpt2, a FILE.json, a data folder, or a model's folder or name on the hub"
+        raise UserError(f"{str(spec)!r}: no such tokenizer here. Use {names}.")
     return Tokenizer(path)
 
 
@@ -110,13 +120,16 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
 
     alphabet = pre_tokenizers.ByteLevel.alphabet()  # all 256 bytes, so that every text can be encoded
     smallest = len(alphabet) + 1
-    possible = smallest <= vocab_size <= 2**16
-    require(possible, f"bpe:{vocab_size}: out of range. Use a size from {smallest} to {2**16}.")
+    if not smallest <= vocab_size <= 2**16:
+        raise UserError(f"bpe:{vocab_size}: out of range. Use a size from {smallest} to {2**16}.")
     library = tokenizers.Tokenizer(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
-    library.train_from_iterator((piece for text in texts for piece in pieces(text)), trainer)
+    library.train_from_iterator(itertools.chain.from_iterable(map(pieces, texts)), trainer)
     library.save(str(path))

@@ -21,27 +21,41 @@ def newton_schulz(x: Tensor) -> Tensor:
 
 
 def update(
-    params: list[Tensor], grads: list[Tensor], momenta: list[Tensor], scales: list[float | Tensor],
-    lr: Tensor, momentum: float, found_inf: Tensor, dtype: torch.dtype,
-) -> None:  # fmt: skip
+    params: list[Tensor],
+    grads: list[Tensor],
+    momenta: list[Tensor],
+    scales: list[float | Tensor],
+    lr: Tensor,
+    momentum: float,
+    found_inf: Tensor,
+    dtype: torch.dtype,
+) -> None:
     """Update matrices, or banks of matrices, in place and in one batch. All have one shape, up to transposition.
 
-    lr and found_inf are 0-D. If found_inf is not 0, parameters and momenta do not change, whatever the gradients.
+    scales: factors of the learning rate. lr and found_inf are 0-D.
+    If found_inf is not 0, parameters and momenta do not change, whatever the gradients.
     """
+    # 1. Add the gradients to the momenta, and look one step ahead (Nesterov).
     finite = found_inf == 0
     nesterov = []
     for m, g in zip(momenta, grads):
         m.copy_(torch.where(finite, momentum * m + g, m))
         nesterov.append(as_matrices(g + momentum * m))
+
+    # 2. Orthogonalise all matrices in one batch.
     x = torch.cat(nesterov)  # (N, rows, cols)
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)  # the Frobenius norm, so no singular value exceeds 1
     x = newton_schulz(x.to(dtype)).float()
-    for p, direction, scale in zip(params, x.split([len(g) for g in nesterov]), scales):
+
+    # 3. Move the parameters.
+    directions = x.split([len(g) for g in nesterov])
+    for p, direction, scale in zip(params, directions, scales):
         matrices = as_matrices(p)
-        matrices.copy_(torch.where(finite, matrices - direction * (lr * scale), matrices))
+        moved = matrices - direction * (lr * scale)
+        matrices.copy_(torch.where(finite, moved, matrices))
 
 
-def lr_scale(p: Tensor) -> float:
+def shape_scale(p: Tensor) -> float:
     """Return sqrt(max(1, rows / cols)) of a matrix, or of the matrices of a bank."""
     rows, cols = p.shape[-2:]
     return max(1, rows / cols) ** 0.5
@@ -63,14 +77,22 @@ class Muon(torch.optim.Optimizer):
         p  -= lr sqrt(max(1, rows / cols)) NewtonSchulz(g + mu buf)
 
     Matrices of one shape, up to transposition, are orthogonalised together. If transposed matrices share a bank, its
-    attribute `lr_scale` (n, 1, 1) holds sqrt(max(1, rows / cols)) of each matrix. A step changes nothing while the
-    optimizer's `found_inf`, a 0-D tensor, is not 0, as with PyTorch's fused optimizers.
+    attribute `lr_scale` (n, 1, 1) holds the shape_scale of each matrix. A step changes nothing while the optimizer's
+    `found_inf`, a 0-D tensor, is not 0, as with PyTorch's fused optimizers.
 
     compile: compile `update`, once for each shape of matrix
     dtype:   data type of the Newton-Schulz iteration
     """
 
-    def __init__(self, params, lr: float = 0.02, momentum: float = 0.95, *, compile: bool = False, dtype=torch.float32):
+    def __init__(
+        self,
+        params: list[Tensor],
+        lr: float = 0.02,
+        momentum: float = 0.95,
+        *,
+        compile: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ):
         # As a tensor, the learning rate can change without a new compilation of the update (schedule.set_lr).
         super().__init__(params, {"lr": torch.tensor(lr, dtype=torch.float32), "momentum": momentum})
         device = self.param_groups[0]["params"][0].device
@@ -90,5 +112,14 @@ class Muon(torch.optim.Optimizer):
             for params in batches.values():
                 grads = [p.grad for p in params]
                 momenta = [self.state[p]["momentum_buffer"] for p in params]
-                scales = [getattr(p, "lr_scale", lr_scale(p)) for p in params]
-                self.update(params, grads, momenta, scales, group["lr"], group["momentum"], self.found_inf, self.dtype)
+                scales = [getattr(p, "lr_scale", shape_scale(p)) for p in params]
+                self.update(
+                    params,
+                    grads,
+                    momenta,
+                    scales,
+                    lr=group["lr"],
+                    momentum=group["momentum"],
+                    found_inf=self.found_inf,
+                    dtype=self.dtype,
+                )

@@ -9,6 +9,8 @@ With one rank, nothing is sharded: the optimizers work on the parameters themsel
 """
 
 import dataclasses
+import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable
 
@@ -41,37 +43,53 @@ class Bucket:
     """
 
     def __init__(self, group: Group, params: list[nn.Parameter], rank: int, world_size: int):
-        self.params, self.as_units, self.sharded = params, group.units, world_size > 1
-        views = [group.units(p.detach()) for p in params]
-        self.unit_shape, self.counts = views[0].shape[1:], [len(view) for view in views]  # counts: units per parameter
-        self.units_per_rank = -(-sum(self.counts) // world_size)  # rounded up; the last units may be padding
+        self.params = params
+        self.as_units = group.units
+        self.sharded = world_size > 1
+
+        # 1. Divide the units evenly over the ranks. The last units may be padding.
+        views = self.views(params)
+        self.unit_shape = views[0].shape[1:]
+        self.counts = [len(view) for view in views]  # units of each parameter
+        self.units_per_rank = math.ceil(sum(self.counts) / world_size)
         self.num_units = self.units_per_rank * world_size
-        self.shard_slice = slice(rank * self.units_per_rank, (rank + 1) * self.units_per_rank)
+        self.first_unit = rank * self.units_per_rank
+
+        # 2. Copy this rank's units.
         self.shard = params[0]
         if self.sharded:
-            self.shard = nn.Parameter(self.shard_of([p.detach() for p in params]).clone())
+            self.shard = nn.Parameter(self.shard_of(params).clone())
             if group.lr_scale:
                 scales = [p.new_full(p.shape, group.lr_scale(p)) for p in params]
                 self.shard.lr_scale = self.shard_of(scales)[:, :1, :1].clone()  # (units_per_rank, 1, 1)
 
+    def views(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return tensors with the shapes of the parameters as views (units, *unit_shape)."""
+        return [self.as_units(t.detach()) for t in tensors]
+
     def shard_of(self, tensors: list[Tensor]) -> Tensor:
         """Return this rank's shard of tensors that have the shapes of the parameters."""
-        return self.pack(tensors)[self.shard_slice] if self.sharded else tensors[0]
+        if not self.sharded:
+            return tensors[0]
+        return self.pack(tensors).narrow(0, self.first_unit, self.units_per_rank)
 
     def pack(self, tensors: list[Tensor]) -> Tensor:
         """Concatenate tensors with the parameters' shapes to one (num_units, *unit_shape), a view if possible."""
-        parts = [self.as_units(t) for t in tensors]
-        if padding := self.num_units - sum(self.counts):
+        parts = self.views(tensors)
+        padding = self.num_units - sum(self.counts)
+        if padding:
             parts.append(parts[0].new_zeros(padding, *self.unit_shape))
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 
     def unpack(self, full: Tensor, tensors: list[Tensor]):
         """Copy (num_units, *unit_shape) into tensors that have the shapes of the parameters."""
-        torch._foreach_copy_([self.as_units(t) for t in tensors], full[: sum(self.counts)].split(self.counts))
+        without_padding = full[: sum(self.counts)]
+        torch._foreach_copy_(self.views(tensors), without_padding.split(self.counts))
 
     def reduce_gradients(self):
         """Sum the gradients over the ranks, and keep this rank's shard of the sum."""
-        full = self.pack([torch.zeros_like(p) if p.grad is None else p.grad for p in self.params])
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
+        full = self.pack(gradients)
         for p in self.params:
             p.grad = None
         self.shard.grad = torch.empty_like(self.shard)
@@ -83,16 +101,19 @@ class Bucket:
             torch.sum(summands.unflatten(0, (-1, self.units_per_rank)), dim=0, out=self.shard.grad)
 
     def start_gathering(self):
-        full = self.as_units(self.params[0].detach())  # a single parameter that fits receives the result
+        """Start to send this rank's shard to all ranks, and to receive theirs."""
+        full = self.views(self.params)[0]  # a single parameter that fits receives the result
         if len(self.params) > 1 or len(full) < self.num_units or not full.is_contiguous():
             full = self.shard.new_empty(self.num_units, *self.unit_shape)
-        self.gathering = full, dist.all_gather_single(full, self.shard.detach(), async_op=True)
+        work = dist.all_gather_single(full, self.shard.detach(), async_op=True)
+        self.gathering = full, work
 
     def finish_gathering(self):
+        """Wait for the shards of all ranks, and copy them to the parameters."""
         full, work = self.gathering
-        self.gathering = None  # else this copy of the parameters would stay until the next step
         work.wait()
-        self.unpack(full, [p.detach() for p in self.params])
+        self.unpack(full, self.params)
+        self.gathering = None  # else this copy of the parameters would stay until the next step
 
     def gather(self, shard: Tensor) -> list[Tensor]:
         """Gather the shards of all ranks. Return tensors with the shapes of the parameters.
@@ -115,21 +136,31 @@ class Optimizers:
         squared_norm = reduce_gradients()
         step(lr_factor, finite)
 
-    A step that is not finite is skipped. skip: if False, all later steps are skipped too.
+    A step that is not finite is skipped. continue_after_nonfinite: if False, all later steps are skipped too.
     """
 
-    def __init__(self, groups: dict[str, Group], rank: int = 0, world_size: int = 1, *, skip: bool = False):
-        self.skip = skip
+    def __init__(
+        self,
+        groups: dict[str, Group],
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        continue_after_nonfinite: bool = False,
+    ):
+        self.continue_after_nonfinite = continue_after_nonfinite
         self.groups = {name: group for name, group in groups.items() if group.params}
-        self.buckets = {name: make_buckets(group, rank, world_size) for name, group in self.groups.items()}
-        self.optimizers = {
-            name: group.make([bucket.shard for bucket in self.buckets[name]]) for name, group in self.groups.items()
-        }
+        self.buckets = {}
+        self.optimizers = {}
+        for name, group in self.groups.items():
+            buckets = make_buckets(group, rank, world_size)
+            self.buckets[name] = buckets
+            self.optimizers[name] = group.make([bucket.shard for bucket in buckets])
         device = self.all_buckets()[0].shard.device
-        self.found_inf = torch.zeros((), device=device)  # 1 after a step that was not finite, unless `skip`
+        self.found_inf = torch.zeros((), device=device)  # 1 after a step that was not finite, if later steps stop
 
     def all_buckets(self) -> list[Bucket]:
-        return [bucket for buckets in self.buckets.values() for bucket in buckets]
+        """Return the buckets of all groups."""
+        return [*itertools.chain.from_iterable(self.buckets.values())]
 
     def sharded_buckets(self) -> list[Bucket]:
         """Return the buckets that are divided over ranks: all buckets, or none in a run with one rank."""
@@ -151,17 +182,15 @@ class Optimizers:
     def step(self, lr_factor: float, finite: Tensor) -> None:
         """Update all parameters, each with lr_factor times its peak learning rate, and drop the gradients.
 
-        finite: a bool tensor on the device. If it is False, parameters and state do not change. Without `skip`,
-        `found_inf` then stays 1, so later steps change nothing either.
+        finite: a bool tensor on the device. If it is False, parameters and state do not change. Then `found_inf` stays
+        1, so later steps change nothing either, unless the optimizers `continue_after_nonfinite`.
         """
         skipped = torch.maximum(self.found_inf, (~finite).float())
-        if not self.skip:
+        if not self.continue_after_nonfinite:
             self.found_inf.copy_(skipped)
 
-        def matrices_last(name):  # Muon comes last, so Adam's parameters are sent while Muon computes
-            return len(self.buckets[name][0].unit_shape)
-
-        for name in sorted(self.groups, key=matrices_last):
+        # 1. Update the shards. Muon comes last, so Adam's parameters are sent while Muon computes.
+        for name in sorted(self.groups, key=self.is_of_matrices):
             optimizer = self.optimizers[name]
             set_lr(optimizer, self.groups[name].peak_lr * lr_factor)
             optimizer.found_inf = skipped  # if 1, Muon and PyTorch's fused optimizers update nothing
@@ -170,40 +199,54 @@ class Optimizers:
             for bucket in self.buckets[name]:
                 if bucket.sharded:
                     bucket.start_gathering()
+
+        # 2. Receive the shards of the other ranks.
         for bucket in self.sharded_buckets():
             bucket.finish_gathering()
 
+    def is_of_matrices(self, name: str) -> bool:
+        """Return True if the units of a group are matrices, False if they are numbers."""
+        return len(self.buckets[name][0].unit_shape) == 2
+
     def learning_rates(self, lr_factor: float) -> dict[str, float]:
+        """Return the learning rate of each group, by name."""
         return {name: group.peak_lr * lr_factor for name, group in self.groups.items()}
 
     def state_dict(self) -> dict:
         """Return the full state of each parameter, which any number of ranks can load. All ranks must call this."""
         result = {}
         for name, group in self.groups.items():
-            state = {}
+            # 1. Gather the state of each parameter.
+            states = defaultdict(dict)
             for bucket in self.buckets[name]:
                 for key, value in self.optimizers[name].state[bucket.shard].items():
                     for p, full in zip(bucket.params, bucket.gather(value)):
-                        state.setdefault(p, {})[key] = full
-            result[name] = {"state": {i: state[p] for i, p in enumerate(group.params) if p in state}}
+                        states[p][key] = full
+
+            # 2. Name the parameters by their numbers, as PyTorch's optimizers do.
+            numbered = {i: states[p] for i, p in enumerate(group.params) if p in states}
+            result[name] = {"state": numbered}
         return result
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict) -> None:
+        """Keep this rank's shard of a state that state_dict returned."""
         for name, group in self.groups.items():
-            state = {p: state_dict[name]["state"].get(i, {}) for i, p in enumerate(group.params)}  # {}: no step yet
+            stored = state_dict[name]["state"]
+            states = {p: stored.get(i, {}) for i, p in enumerate(group.params)}  # {}: no step yet
             for bucket in self.buckets[name]:
                 shard_state = self.optimizers[name].state[bucket.shard]
-                for key, value in state[bucket.params[0]].items():
+                for key, value in states[bucket.params[0]].items():
                     if value.dim() > 0:
-                        value = bucket.shard_of([state[p][key].to(p.device) for p in bucket.params])
+                        full = [states[p][key].to(p.device) for p in bucket.params]
+                        value = bucket.shard_of(full)
                     shard_state[key] = value.to(bucket.shard.device, copy=True)
 
     @torch.no_grad()
     def load_parameters(self) -> None:
         """Copy the parameters into the shards, after other code has changed the parameters."""
         for bucket in self.sharded_buckets():
-            bucket.shard.copy_(bucket.shard_of([p.detach() for p in bucket.params]))
+            bucket.shard.copy_(bucket.shard_of(bucket.params))
 
 
 def make_buckets(group: Group, rank: int, world_size: int) -> list[Bucket]:

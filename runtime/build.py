@@ -12,11 +12,12 @@ from torch import nn
 from configs.config import Config
 from data.loader import check_validation, rank_sequences
 from data.shards import TokenStream, open_split
+from data.sources import data_command
 from errors import UserError, require
 from model.gpt import GPT, Plans
 from model.methods import make_layers
 from model.methods.base import Method
-from optim.muon import Muon, as_matrices, lr_scale
+from optim.muon import Muon, as_matrices, shape_scale
 from optim.sharded import Group, Optimizers
 from runtime.copy_gain import check_gaps
 from runtime.far_gain import check_windows
@@ -68,9 +69,10 @@ def open_text(config: Config, world: World) -> tuple[TokenStream, TokenStream]:
     """
     for length in config.train_lengths:  # this check needs no files, so it comes first
         rank_sequences(config.batch_tokens, length, world.rank, world.world_size)
-    run_tokens = config.steps * config.batch_tokens
-    train_text = open_split(config.data_dir, "train", config.vocab_size, run_tokens)
-    val_text = open_split(config.data_dir, "val", config.vocab_size, run_tokens)
+    command = data_command(config.data_dir, config.steps * config.batch_tokens, config.vocab_size)
+    remedy = f"Get them with `{command}`."
+    train_text = open_split(config.data_dir, "train", config.vocab_size, remedy)
+    val_text = open_split(config.data_dir, "val", config.vocab_size, remedy)
     check_validation(val_text, config.val_lengths, config.val_tokens)
     check_gaps(val_text, config.val_copy_gaps)
     check_windows(val_text, config.val_far_windows, config.train_length)
@@ -123,19 +125,29 @@ def uncompiled(model: GPT) -> GPT:
 
 def build_optimizers(config: Config, model: GPT, compiled: bool, world: World) -> Optimizers:
     """Return the optimizers: Muon for the blocks' matrices, Adam for embedding, head and the methods' parameters."""
-    blocks = [*model.blocks.named_parameters()]
+    # 1. Divide the parameters of the blocks.
+    matrices = []
+    method_parameters = []
+    for name, p in model.blocks.named_parameters():
+        kind = method_parameters if ".method." in name else matrices
+        kind.append(p)
+
+    # 2. Group all parameters of the model.
     muon = functools.partial(Muon, momentum=config.muon_momentum, compile=compiled, dtype=model.dtype)
     adam = functools.partial(torch.optim.Adam, betas=config.adam_betas, eps=config.adam_eps, fused=True)
-    matrices = [p for name, p in blocks if ".method." not in name]
-    method_parameters = [p for name, p in blocks if ".method." in name]
     groups = {
         "head": Group([model.head], adam, config.head_lr),
-        "matrices": Group(matrices, muon, config.muon_lr, units=as_matrices, lr_scale=lr_scale),
+        "matrices": Group(matrices, muon, config.muon_lr, units=as_matrices, lr_scale=shape_scale),
         "scalars": Group(method_parameters, adam, config.scalar_lr),
         "embedding": Group([model.embedding.weight], adam, config.embedding_lr),
     }
     assert sum(len(group.params) for group in groups.values()) == len([*model.parameters()])  # each in one group
-    return Optimizers(groups, world.rank, world.world_size, skip=config.on_nonfinite == "skip")
+    return Optimizers(
+        groups,
+        world.rank,
+        world.world_size,
+        continue_after_nonfinite=config.on_nonfinite == "skip",
+    )
 
 
 def train_step(

@@ -78,7 +78,9 @@ def main(argv: list[str] | None = None):
             tokens = calibration_tokens(config, train_text).to(world.device)
             layer_scores(model.model, tokens, MAX_PAIRS, calibrate=True)
         groups = {"all": Group([*model.parameters()], AdamW, config.lr)}
-        optimizers = Optimizers(groups, world.rank, world.world_size, skip=config.on_nonfinite == "skip")
+        optimizers = Optimizers(
+            groups, world.rank, world.world_size, continue_after_nonfinite=config.on_nonfinite == "skip"
+        )
         validation = Validation(config, model, val_text, world)
         run = ContinuedRun(config, world, model, optimizers, {config.train_length: ()}, train_text, val_text, "off")
 

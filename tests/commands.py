@@ -35,6 +35,17 @@ def one_error(capsys):
     return line
 
 
+def fails(capsys, named, main, *argv):
+    """Call a command's main, which must end with exit code 2 and one line of error with `named` in it."""
+    assert exit_code(main, argv) == 2
+    assert str(named) in one_error(capsys)
+
+
+def refuses(*named, error=ValueError):
+    """Return a context that expects an error of one line with these patterns in it."""
+    return pytest.raises(error, match="^" + "".join(f"(?=.*{part})" for part in named) + r"[^\n]*\Z")
+
+
 def python(*argv, threads=1, code=0, cwd=ROOT, timeout=300, **variables):
     """Run a new process in the folder `cwd`, which must exit with `code`. Return the finished process."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}

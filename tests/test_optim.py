@@ -1,139 +1,126 @@
-"""Muon against a plain reference, parameter groups, schedules. test_config.py has the presets' learning rates."""
+"""Muon against a plain reference, and schedules. test_config.py has the presets' learning rates."""
 
 import math
 
 import pytest
 import torch
 
-from optim.muon import Muon
+from optim import muon
+from optim.muon import Muon, shape_scale
 from optim.schedule import lr_factor, set_lr
 
 LR, MOMENTUM = 0.02, 0.95
-MATRICES = [(48, 32), (32, 48), (40, 40), (1, 7), (7, 1), (65, 17), (128, 128)]
-BANKS = [(3, 24, 24), (2, 16, 64), (5, 33, 9)]
-ONE_BATCH = [(24, 40), (3, 24, 40), (40, 24)]  # the compiled tests share shapes, which take seconds each to compile
+SHAPES = "48x32 32x48 40x40 1x7 7x1 65x17 128x128 3x24x24 2x16x64 5x33x9"
+ONE_BATCH = "24x40 3x24x40 40x24"  # the compiled tests share shapes, which take seconds each to compile
 
 
-def random_tensors(shapes, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator) for shape in shapes]
+def random(shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def parameters_of(tensors):
-    return [torch.nn.Parameter(t.clone()) for t in tensors]
-
-
-def gradients(params, step):
-    """Return gradients as small as a real model's, so that the 1e-7 added to their norm counts."""
-    return [1e-4 * g for g in random_tensors([p.shape for p in params], seed=100 + step)]
+def make_parameters(shapes):
+    """Return a parameter of each shape, such as 24x40."""
+    params = []
+    for shape in shapes.split():
+        values = random([*map(int, shape.split("x"))], seed=len(params))
+        params.append(torch.nn.Parameter(values))
+    return params
 
 
 def train(optimizer, params, steps):
     for step in steps:
-        for p, grad in zip(params, gradients(params, step)):
-            p.grad = grad
+        for p in params:
+            p.grad = gradient(p, step)
         optimizer.step()
 
 
-def reference_muon(tensors, steps):
+def gradient(p, step):
+    """Return a gradient as small as a real model's, so that the 1e-7 added to its norm counts."""
+    return 1e-4 * random(p.shape, seed=100 + step)
+
+
+def reference_muon(p, steps):
     """The four lines of Muon (Keller Jordan), in float64, one matrix at a time."""
-    params = [t.double() for t in tensors]
-    bufs = [torch.zeros_like(p) for p in params]
+    p = p.detach().double()
+    buffer = torch.zeros_like(p)
     for step in steps:
-        for p, buf, g in zip(params, bufs, gradients(params, step)):
-            buf.copy_(MOMENTUM * buf + g)
-            nesterov = g + MOMENTUM * buf
-            for i in range(len(p)) if p.ndim == 3 else [...]:
-                x = nesterov[i] / (nesterov[i].norm() + 1e-7)
-                for _ in range(5):
-                    a = x @ x.T
-                    x = 3.4445 * x - 4.7750 * a @ x + 2.0315 * a @ a @ x
-                rows, cols = x.shape
-                p[i] -= LR * max(1, rows / cols) ** 0.5 * x
-    return params
+        g = gradient(p, step)
+        buffer = MOMENTUM * buffer + g
+        nesterov = g + MOMENTUM * buffer
+        for i in range(len(p)) if p.ndim == 3 else [...]:
+            x = nesterov[i] / (nesterov[i].norm() + 1e-7)
+            for _ in range(5):
+                a = x @ x.T
+                x = 3.4445 * x - 4.7750 * a @ x + 2.0315 * a @ a @ x
+            rows, cols = x.shape
+            p[i] -= LR * max(1, rows / cols) ** 0.5 * x
+    return p
 
 
 @pytest.mark.parametrize("compile", [False, True])
 def test_muon_matches_a_float64_reference(compile):
-    start = random_tensors(ONE_BATCH if compile else MATRICES + BANKS, seed=1)
-    params = parameters_of(start)
-    train(Muon(params, LR, MOMENTUM, compile=compile, dtype=torch.float32), params, range(5))
+    params = make_parameters(ONE_BATCH if compile else SHAPES)
+    start = [p.detach().clone() for p in params]
+    train(Muon(params, LR, MOMENTUM, compile=compile), params, range(5))
     # Newton-Schulz multiplies the smallest singular values, and float32's rounding (6e-8) there, by 3.4445^5 = 485.
-    for p, want, p0 in zip(params, reference_muon(start, range(5)), start):
-        assert (p - want).norm() / (want - p0).norm() < 5e-5, tuple(p.shape)  # relative to how far it has moved
-
-
-def test_bank_equals_separate_matrices():
-    start = random_tensors([(3, 24, 40)], seed=3)[0]
-    bank, separate = parameters_of([start]), parameters_of(start)
-    optimizers = Muon(bank), Muon(separate)
-    for step in range(3):
-        bank[0].grad = random_tensors([start.shape], seed=step)[0]
-        for p, grad in zip(separate, bank[0].grad):
-            p.grad = grad
-        for optimizer in optimizers:
-            optimizer.step()
-    assert torch.equal(bank[0], torch.stack(separate))
+    for p, before in zip(params, start):
+        want = reference_muon(before, range(5))
+        assert (p - want).norm() / (want - before).norm() < 5e-5, p.shape  # relative to how far it has moved
 
 
 def test_matrices_of_one_shape_up_to_transposition_share_a_batch(monkeypatch):
-    params = parameters_of(random_tensors([(24, 24), (96, 24), (3, 24, 24), (24, 96), (24, 95)], seed=4))
-    shapes, baddbmm = [], torch.baddbmm
-    monkeypatch.setattr(torch, "baddbmm", lambda x, *more, **kw: shapes.append(x.shape) or baddbmm(x, *more, **kw))
-    train(Muon(params), params, range(1))
-    # Newton-Schulz of a batch has five iterations of two calls: the first changes the gram matrix, the second x.
-    assert sorted(shapes[1::10]) == [(1, 24, 95), (2, 24, 96), (4, 24, 24)] and len(shapes) == 30
+    params = make_parameters("24x24 96x24 3x24x24 24x96 24x95")
+    shapes = []
+    monkeypatch.setattr(muon, "newton_schulz", lambda x: shapes.append(x.shape) or x)
+    train(Muon(params), params, [0])
+    assert sorted(shapes) == [(1, 24, 95), (2, 24, 96), (4, 24, 24)]
 
 
-@pytest.mark.parametrize("shape", [(64, 64), (96, 32), (32, 96)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", ["64x64", "96x32", "32x96"])
 def test_singular_values_of_the_update_are_near_one(shape, dtype):
-    u, _, v = torch.linalg.svd(random_tensors([shape], seed=5)[0], full_matrices=False)
-    p = torch.nn.Parameter(torch.zeros(shape))
-    p.grad = 1e-3 * u @ torch.diag(torch.logspace(-1, 0, min(shape))) @ v
+    (p,) = make_parameters(shape)
+    u, _, v = torch.linalg.svd(p.detach(), full_matrices=False)
+    rank = u.shape[1]
+    p.grad = 1e-3 * u @ torch.diag(torch.logspace(-1, 0, rank)) @ v
+    p.data.zero_()
     Muon([p], LR, dtype=dtype).step()
-    scale = LR * max(1, shape[0] / shape[1]) ** 0.5
-    values = torch.linalg.svdvals(-p.detach() / scale)
+    update = -p.detach() / (LR * shape_scale(p))
+    values = torch.linalg.svdvals(update)
     assert 0.65 < values.min() and values.max() < 1.25
-    assert torch.trace(u.T @ -p.detach() @ v.T) > 0.65 * scale * min(shape)  # the singular vectors are the gradient's
+    assert torch.trace(u.T @ update @ v.T) > 0.65 * rank  # the singular vectors are the gradient's
 
 
 def test_compiled_step_does_not_recompile_when_the_learning_rate_changes():
-    params = parameters_of(random_tensors(ONE_BATCH, seed=12))
+    params = make_parameters(ONE_BATCH)
     optimizer = Muon(params, compile=True)
-    train(optimizer, params, range(1))
+    train(optimizer, params, [0])
     with torch.compiler.set_stance("fail_on_recompile"):
-        for step, lr in enumerate([0.015, 0.01, 0.0], start=1):
+        for lr in (0.015, 0.01, 0.0):
             set_lr(optimizer, lr)
-            train(optimizer, params, range(step, step + 1))
+            train(optimizer, params, [1])
 
 
-PAPER_162M = {"steps": 4578, "schedule": "constant_linear", "cooldown_steps": 1308}
-PAPER_304M = {"steps": 10900, "schedule": "cosine"}
-NEEDLE = {"steps": 300, "schedule": "trapezoid", "warmup_steps": 100, "cooldown_steps": 100}
-
-
-@pytest.mark.parametrize("settings, step, factor", [
-    (PAPER_162M, 3271, 1307 / 1308),
-    (PAPER_162M, 4578, 0),
-    (PAPER_304M, 2725, (1 + math.sqrt(0.5)) / 2),
-    (NEEDLE, 0, 0.01),
-    (NEEDLE, 49, 0.5),
-    (NEEDLE, 99, 1),
-    (NEEDLE, 150, 1),
-    (NEEDLE, 200, 1),
-    (NEEDLE, 201, 0.99),
-    (NEEDLE, 299, 0.01),
-    (NEEDLE, 300, 0),
-    ({"steps": 5, "schedule": "trapezoid", "warmup_steps": 2, "cooldown_steps": 3}, 1, 1),
-    ({"steps": 5, "schedule": "constant_linear"}, 4, 1),
+@pytest.mark.parametrize("schedule, steps, ramps, step, factor", [
+    ("constant_linear", 4578, (0, 1308), 3271, 1307 / 1308),  # the paper's 162M
+    ("constant_linear", 4578, (0, 1308), 4578, 0),
+    ("constant_linear", 5, (0, 0), 4, 1),
+    ("cosine", 10_900, (0, 0), 2725, (1 + math.sqrt(0.5)) / 2),  # the paper's 304M
+    ("trapezoid", 300, (100, 100), 0, 0.01),  # the paper's needles
+    ("trapezoid", 300, (100, 100), 49, 0.5),
+    ("trapezoid", 300, (100, 100), 99, 1),
+    ("trapezoid", 300, (100, 100), 200, 1),
+    ("trapezoid", 300, (100, 100), 201, 0.99),
+    ("trapezoid", 300, (100, 100), 300, 0),
+    ("trapezoid", 5, (2, 3), 1, 1),
 ])
-def test_lr_factor_at_points_computed_by_hand(settings, step, factor):
-    assert lr_factor(step, **settings) == pytest.approx(factor, abs=1e-12)
+def test_lr_factor_at_points_computed_by_hand(schedule, steps, ramps, step, factor):
+    found = lr_factor(step, steps=steps, schedule=schedule, warmup_steps=ramps[0], cooldown_steps=ramps[1])
+    assert found == pytest.approx(factor, abs=1e-12)
 
 
 def test_set_lr_of_a_float_reaches_every_group():
-    first, second = parameters_of([torch.zeros(3)] * 2)
+    first, second = make_parameters("3 3")
     optimizer = torch.optim.Adam([{"params": [first]}, {"params": [second], "lr": 0.002}], lr=0.3)
     set_lr(optimizer, 0.25)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
