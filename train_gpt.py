@@ -14,13 +14,13 @@ import torch
 from configs.command_line import read_config
 from data.loader import TrainLoader
 from errors import exit_on_user_error
+from measure.validation import Validation
 from model import methods
 from optim.schedule import lr_factor
 from runtime.build import build_model, build_optimizers, compile_model, open_text, plan_attention
 from runtime.device import choose_compile, compute_dtype
 from runtime.processes import start_processes
 from runtime.run import Run
-from runtime.validation import Validation
 
 
 def main():

@@ -1,6 +1,5 @@
 """Builds the parts of a run from its configuration: text, model, optimizers, compiled model."""
 
-import copy
 import dataclasses
 import functools
 import platform
@@ -14,12 +13,8 @@ from data.loader import check_validation, rank_sequences
 from data.shards import TokenStream, open_split
 from errors import UserError, require
 from model.gpt import GPT, Plans
-from model.methods import make_layers
-from model.methods.base import Method
 from optim.muon import Muon, as_matrices, lr_scale
 from optim.sharded import Group, Optimizers
-from runtime.copy_gain import check_gaps
-from runtime.far_gain import check_windows
 from runtime.processes import World
 
 CALIBRATION_TOKENS = 8192  # the pairs of queries and keys of longer sequences would not fit in memory
@@ -53,14 +48,6 @@ def calibration_tokens(config: Config, text: TokenStream, first_token: int = 0) 
     return torch.from_numpy(tokens.astype("int64")).view(-1, length)
 
 
-def layer_methods(config: Config) -> list[Method]:
-    """Return each layer's attention method, with new parameters. Raise ValueError for an unknown method."""
-    return make_layers(
-        config.method, config.num_layers, num_heads=config.num_heads, head_dim=config.model_dim // config.num_heads,
-        train_length=config.train_length, position_scale=config.position_scale, options=config.method_options,
-    )  # fmt: skip
-
-
 def open_text(config: Config, world: World) -> tuple[TokenStream, TokenStream]:
     """Return the training text and the validation text.
 
@@ -72,8 +59,6 @@ def open_text(config: Config, world: World) -> tuple[TokenStream, TokenStream]:
     train_text = open_split(config.data_dir, "train", config.vocab_size, run_tokens)
     val_text = open_split(config.data_dir, "val", config.vocab_size, run_tokens)
     check_validation(val_text, config.val_lengths, config.val_tokens)
-    check_gaps(val_text, config.val_copy_gaps)
-    check_windows(val_text, config.val_far_windows, config.train_length)
     return train_text, val_text
 
 
@@ -112,13 +97,6 @@ def compile_model(model: GPT) -> nn.Module:
     for block in model.blocks:
         block.compile(dynamic=False)
     return torch.compile(model, dynamic=False)
-
-
-def uncompiled(model: GPT) -> GPT:
-    """Return a model that shares the weights of `model`. Its blocks run without torch.compile."""
-    view = copy.copy(model)
-    view._modules = model._modules | {"blocks": nn.ModuleList(copy.copy(block) for block in model.blocks)}
-    return view
 
 
 def build_optimizers(config: Config, model: GPT, compiled: bool, world: World) -> Optimizers:

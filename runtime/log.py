@@ -13,10 +13,10 @@ import torch
 
 from configs.config import Config
 from data.shards import read_manifest
+from measure.flops import training_flops_per_token
 from model.gpt import GPT, Plans
 from runtime.checkpoint import Progress
 from runtime.device import device_name, peak_flops, peak_memory
-from runtime.flops import training_flops_per_token
 from runtime.metrics import Metrics, finish_mirror, start_mirror
 from runtime.processes import World
 from runtime.run_folder import RunFolder, git_commit

@@ -19,6 +19,7 @@ from configs.config import Config, describe_differences
 from data.shards import TokenStream, tokenizer_of
 from errors import UserError, require
 from files import replace_text
+from measure.validation import Validation
 from model.gpt import GPT, Plans
 from model.scores import calibrate
 from optim.sharded import Optimizers
@@ -29,8 +30,7 @@ from runtime.log import RunLog, num_parameters
 from runtime.processes import World, describe_failure
 from runtime.replicas import require_same_parameters
 from runtime.run_folder import make_folder
-from runtime.signals import StopRequest, exit_code
-from runtime.validation import Stopped, Validation, validation_plan
+from runtime.signals import Stopped, StopRequest, exit_code
 
 
 class Run:
@@ -137,20 +137,21 @@ class Run:
 
         After a signal to stop, save a checkpoint and return True. The resumed run repeats the validation.
         """
-        config = self.config
-        tokens_by_length = validation_plan(config, step)
-        if not tokens_by_length:
+        if not validation.is_due(step):
             return False
         self._stop_if(self.log.flush())
         try:
-            last = step == config.steps
-            record = validation.measure(tokens_by_length, lambda: self.stop.is_set(self.world), last)
+            record = validation.measure(step, self._raise_if_stopped)
         except Stopped:
             return self.save_or_stop(step)
-        self.last_validation = {"step": step, "tokens": step * config.batch_tokens} | record
+        self.last_validation = {"step": step, "tokens": step * self.config.batch_tokens} | record
         self.log.validation(self.last_validation)
         self.log.restart_clock()
         return False
+
+    def _raise_if_stopped(self):
+        if self.stop.is_set(self.world):
+            raise Stopped
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 

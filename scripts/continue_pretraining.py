@@ -22,6 +22,7 @@ from data.loader import TrainLoader
 from data.shards import TOKENIZER_FILE, sha256_of, tokenizer_of
 from data.tokenizer import TOKENIZER_CONFIG
 from errors import exit_on_user_error, require
+from measure.validation import Validation
 from model.scores import MAX_PAIRS
 from optim.sharded import Group, Optimizers
 from runtime.build import calibration_tokens, open_text, train_step
@@ -30,7 +31,6 @@ from runtime.device import compute_dtype
 from runtime.metrics import read_metrics
 from runtime.processes import World, start_processes
 from runtime.run import Run
-from runtime.validation import Validation
 from scripts.hf.convert import convert
 from scripts.hf.load import load_model, read_config, save_model
 from scripts.hf.scores import layer_scores

@@ -27,17 +27,17 @@ from configs.sweeps import SCALES, Needle
 from data.loader import micro_batch_size
 from data.needle import C4, NEEDLES, Haystack, NeedleTask, score
 from errors import exit_on_user_error, require
+from measure.validation import build_alternatives, uncompiled
 from model.decoding import greedy_decode
 from model.gpt import GPT
 from model.methods.base import Method
 from optim.schedule import lr_factor
-from runtime.build import build_optimizers, compile_model, train_step, uncompiled
+from runtime.build import build_optimizers, compile_model, train_step
 from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from runtime.device import choose_compile
 from runtime.metrics import Metrics
 from runtime.processes import World, start_processes
 from runtime.run_folder import RunFolder
-from runtime.validation import build_alternatives
 from scripts.evaluate import load_run, tokenizer_of_run
 from scripts.shared.runs import read_object, read_run
 

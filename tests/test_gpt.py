@@ -9,8 +9,9 @@ from test_methods import NAMES, assert_near, assert_refused, random
 from torch.testing import assert_close
 
 from configs.presets import PRESETS
+from measure.validation import uncompiled
 from model.gpt import GPT, relu_squared
-from runtime.build import compile_model, uncompiled
+from runtime.build import compile_model
 
 VOCAB, LAYERS, HEADS, DIM, TRAIN_LENGTH = 97, 2, 6, 96, 32  # head_dim 16
 

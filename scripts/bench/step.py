@@ -17,9 +17,9 @@ import torch
 from configs.command_line import read_config
 from configs.config import Config, config_hash
 from errors import require
+from measure.flops import training_flops_per_token
 from model.methods import check_options
 from runtime.device import peak_flops
-from runtime.flops import training_flops_per_token
 from runtime.processes import start_processes
 from scripts.bench import protocol
 from scripts.bench.trainers import Trainer

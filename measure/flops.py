@@ -3,8 +3,22 @@
 from collections import Counter
 
 from configs.config import Config
-from runtime.build import layer_methods
-from runtime.validation import validation_plan
+from measure.validation import validation_plan
+from model.methods import make_layers
+from model.methods.base import Method
+
+
+def layer_methods(config: Config) -> list[Method]:
+    """Return each layer's attention method, with new parameters. Raise ValueError for an unknown method."""
+    return make_layers(
+        config.method,
+        config.num_layers,
+        num_heads=config.num_heads,
+        head_dim=config.model_dim // config.num_heads,
+        train_length=config.train_length,
+        position_scale=config.position_scale,
+        options=config.method_options,
+    )
 
 
 def attention_flops_per_token(config: Config, length: int) -> int:
@@ -22,23 +36,28 @@ def attention_flops_per_token(config: Config, length: int) -> int:
 
 def forward_flops_per_token(config: Config, length: int) -> int:
     """Return the FLOPs a token of one forward pass over sequences of this length."""
-    d, L, V = config.model_dim, config.num_layers, config.vocab_size
+    d = config.model_dim
+    in_blocks = config.num_layers * 12 * d * d
+    in_head = d * config.vocab_size
     in_methods = sum(p.numel() for method in layer_methods(config) for p in method.parameters() if p.dim() == 2)
-    return 2 * (12 * d * d * L + d * V + in_methods) + attention_flops_per_token(config, length)
+    return 2 * (in_blocks + in_head + in_methods) + attention_flops_per_token(config, length)
 
 
 def training_flops_per_token(config: Config) -> int:
     """Return the FLOPs a token of training, as a mean over the run. A backward pass counts as two forward passes."""
-    steps = Counter(map(config.length_at, range(config.steps)))
-    return 3 * sum(n * forward_flops_per_token(config, length) for length, n in steps.items()) // max(1, config.steps)
+    steps_by_length = Counter(map(config.length_at, range(config.steps)))
+    total = sum(steps * forward_flops_per_token(config, length) for length, steps in steps_by_length.items())
+    return 3 * total // max(1, config.steps)
 
 
 def validation_share(config: Config) -> float:
     """Return the ratio of the FLOPs of all validations of a run to the FLOPs of its training."""
-    tokens = Counter()  # by length
+    tokens_by_length = Counter()
     for step in range(config.steps + 1):
-        tokens.update(validation_plan(config, step))
-    for length in tokens:  # beyond the training length, every method of validate_as needs another validation
-        tokens[length] *= 1 + len(config.validate_as) * (length > config.train_length)
-    flops = sum(count * forward_flops_per_token(config, length) for length, count in tokens.items())
+        tokens_by_length.update(validation_plan(config, step))
+    flops = 0
+    for length, tokens in tokens_by_length.items():
+        # Beyond the training length, every method of validate_as needs another validation.
+        passes = 1 + len(config.validate_as) if length > config.train_length else 1
+        flops += passes * tokens * forward_flops_per_token(config, length)
     return flops / max(1, config.steps * config.batch_tokens * training_flops_per_token(config))
