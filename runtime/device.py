@@ -13,7 +13,6 @@ from torch.torch_version import TorchVersion
 from torch.utils.benchmark import Timer
 
 from configs.config import Config
-from errors import require
 
 # Peak bfloat16 FLOP/s of dense products with float32 accumulation, from NVIDIA's data sheets and white papers. NVIDIA
 # advertises twice as much, for 2:4 sparsity. The first entry whose name is part of the GPU's name is used.
@@ -65,22 +64,6 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, n: int = 8192, seconds
     a, b = torch.randn(2, n, n, device=device, dtype=dtype)
     timer = Timer("a @ b", globals={"a": a, "b": b}, num_threads=torch.get_num_threads())
     return 2 * n**3 / timer.blocked_autorange(min_run_time=seconds).median
-
-
-def choose_compile(wanted: str, device: torch.device) -> tuple[bool, str]:
-    """Return whether to compile, and a note for the log. Raise ValueError if `wanted` is "on" and compiling fails.
-
-    torch.compile needs a C++ compiler and Python's headers on a CPU.
-    """
-    if wanted == "off":
-        return False, "off"
-    try:
-        torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=device))
-    except Exception as error:  # anything from a missing compiler to an unsupported Python
-        problem = f"does not work here ({type(error).__name__}: {str(error).strip().splitlines()[0][:200]})"
-        require(wanted == "auto", f"torch.compile {problem}. Use --compile off.")
-        return False, f"off, as it {problem}"
-    return True, "on"
 
 
 def choose_ptxas(device: torch.device) -> tuple[TorchVersion, str] | None:

@@ -26,10 +26,6 @@ def exit_code() -> int:
     return 0 if "TORCHELASTIC_RUN_ID" in os.environ else INTERRUPTED
 
 
-class Stopped(Exception):
-    """A signal to stop has arrived."""
-
-
 class StopRequest:
     """Receives the signals within `with StopRequest() as stop:`.
 

@@ -136,7 +136,7 @@ def check_step(config: Config, device: torch.device) -> Iterator[Finding]:
     seconds = statistics.median(trainer.time_step() for _ in range(STEPS))
     tokens_per_second = small.batch_tokens / seconds
     peak = peak_flops(device, dtype) or rate  # an unknown device: the speed of a matrix product
-    code = f"{trainer.backends}, compile {trainer.compile_note}"
+    code = f"{trainer.backends}, compile {trainer.model.compile_note}"
     speed = f"{tokens_per_second:,.0f} tokens/s, {flops * tokens_per_second / peak:.0%} of {peak:.3g} FLOP/s"
     memory = f", {trainer.peak_bytes / 1e9:.2f} GB" if trainer.peak_bytes else ""
     yield Finding("step", f"{code}: {small.batch_tokens:,} tokens in {seconds:.3f} s, {speed}{memory}")

@@ -100,4 +100,4 @@ def add_times(report: protocol.Report, trainers: dict[str, Trainer], times: dict
         ratio = protocol.ratio_cell(seconds, times[baseline])
         rows.append([name, trainer.backends, f"{rate:,.0f}", f"{median * 1e3:.2f}", used, memory, ratio])
     report.record["seconds"] = times
-    report.add(f"## Times\n\nCompile {first.compile_note}.", rows)
+    report.add(f"## Times\n\nCompile {first.model.compile_note}.", rows)
