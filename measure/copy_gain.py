@@ -6,6 +6,7 @@ two kinds. A "random" span has tokens from random positions of the text, so only
 in-context learning in a similar way.
 """
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -46,14 +47,15 @@ def copy_sequences(stream: TokenStream, gap: int, vocab_size: int) -> np.ndarray
     positions = generator.integers(size, size=(SPANS, SPAN))  # of the tokens in random spans
 
     # 2. Read them, and put a sequence of each kind together.
-    rows = []
+    sequences = {kind: [] for kind in KINDS}
+    read = functools.partial(stream.read, vocab_size=vocab_size)
     for start, offset, span_positions in zip(starts.tolist(), offsets.tolist(), positions.tolist()):
-        filler = stream.read(start, gap, vocab_size)
-        random_span = np.concatenate([stream.read(position, 1, vocab_size) for position in span_positions])
-        text_span = stream.read(start + gap + offset, SPAN, vocab_size)
-        by_kind = [np.concatenate([span, filler, span]) for span in (random_span, text_span)]  # in the order of KINDS
-        rows.append(by_kind)
-    return np.array(rows, dtype=np.int64).swapaxes(0, 1)
+        filler = read(start, gap)
+        random_span = np.concatenate([read(position, 1) for position in span_positions])
+        text_span = read(start + gap + offset, SPAN)
+        sequences["random"].append(np.concatenate([random_span, filler, random_span]))
+        sequences["text"].append(np.concatenate([text_span, filler, text_span]))
+    return np.array([*sequences.values()], dtype=np.int64)
 
 
 def measure_copy_gain(losses: Losses, stream: TokenStream, gaps: Sequence[int], vocab_size: int) -> dict:
@@ -62,14 +64,18 @@ def measure_copy_gain(losses: Losses, stream: TokenStream, gaps: Sequence[int], 
     Each is a dictionary by kind, then by gap. copy_gain_error is the standard error over spans. losses: with a plan for
     the copy_length of each gap. Raise ValueError for a gap that is too long for the validation text.
     """
-    result = {name: {kind: {} for kind in KINDS} for name in ("copy_loss", "copy_gain", "copy_gain_error")}
+    result = {}
+    for name in ("copy_loss", "copy_gain", "copy_gain_error"):
+        result[name] = {kind: {} for kind in KINDS}
     first_copy = torch.arange(SPAN - 1)  # predicts tokens 1 .. 31, because token 0 has no context
     for gap in gaps:
         # 1. The mean loss of each copy.
-        sequences = copy_sequences(stream, gap, vocab_size).reshape(len(KINDS) * SPANS, -1)
+        sequences = copy_sequences(stream, gap, vocab_size)
+        sequences = sequences.reshape(-1, copy_length(gap))  # (96, 64 + gap)
         second_copy = first_copy + SPAN + gap
         positions = torch.cat([first_copy, second_copy])
-        by_token = losses(sequences, np.roll(sequences, -1, axis=1), positions)
+        targets = np.roll(sequences, -1, axis=1)
+        by_token = losses(sequences, targets, positions)
         by_copy = by_token.unflatten(1, (2, -1)).mean(dim=2)  # (96, 2)
 
         # 2. Means over the spans of a kind.

@@ -35,8 +35,9 @@ def far_windows(stream: TokenStream, windows: int, train_length: int, vocab_size
     """Return evenly spaced windows of the text, (windows, 16 T) int64."""
     check_windows(stream, windows, train_length)
     length = RATIO * train_length
-    starts = np.linspace(0, len(stream) - length, windows).astype(int)
-    return np.array([stream.read(int(start), length, vocab_size) for start in starts], dtype=np.int64)
+    starts = np.linspace(0, len(stream) - length, windows).astype(int).tolist()
+    texts = [stream.read(start, length, vocab_size) for start in starts]
+    return np.array(texts, dtype=np.int64)
 
 
 def classify(window: np.ndarray, train_length: int) -> np.ndarray:

@@ -39,14 +39,17 @@ def forward_flops_per_token(config: Config, length: int) -> int:
     d = config.model_dim
     in_blocks = config.num_layers * 12 * d * d
     in_head = d * config.vocab_size
-    in_methods = sum(p.numel() for method in layer_methods(config) for p in method.parameters() if p.dim() == 2)
+    in_methods = 0
+    for method in layer_methods(config):
+        in_methods += sum(p.numel() for p in method.parameters() if p.dim() == 2)
     return 2 * (in_blocks + in_head + in_methods) + attention_flops_per_token(config, length)
 
 
 def training_flops_per_token(config: Config) -> int:
     """Return the FLOPs a token of training, as a mean over the run. A backward pass counts as two forward passes."""
-    steps_by_length = Counter(map(config.length_at, range(config.steps)))
-    total = sum(steps * forward_flops_per_token(config, length) for length, steps in steps_by_length.items())
+    total = 0
+    for length, steps in Counter(map(config.length_at, range(config.steps))).items():
+        total += steps * forward_flops_per_token(config, length)
     return 3 * total // max(1, config.steps)
 
 
@@ -55,9 +58,11 @@ def validation_share(config: Config) -> float:
     tokens_by_length = Counter()
     for step in range(config.steps + 1):
         tokens_by_length.update(validation_plan(config, step))
+
     flops = 0
     for length, tokens in tokens_by_length.items():
         # Beyond the training length, every method of validate_as needs another validation.
         passes = 1 + len(config.validate_as) if length > config.train_length else 1
         flops += passes * tokens * forward_flops_per_token(config, length)
-    return flops / max(1, config.steps * config.batch_tokens * training_flops_per_token(config))
+    training = config.steps * config.batch_tokens * training_flops_per_token(config)
+    return flops / max(1, training)

@@ -42,8 +42,10 @@ def losses_over_ranks(
     losses = torch.zeros(count, len(positions), dtype=torch.float64, device=world.device)
     for first in range(0, most_rows, micro_batch):
         before_batch()
-        if rows := rank_rows[first : first + micro_batch]:
-            x, y = (torch.from_numpy(tokens[rows].astype(np.int64)).to(world.device) for tokens in (inputs, targets))
+        rows = rank_rows[first : first + micro_batch]
+        if rows:
+            x = torch.from_numpy(inputs[rows].astype(np.int64)).to(world.device)
+            y = torch.from_numpy(targets[rows].astype(np.int64)).to(world.device)
             by_token = model(x, y, plan=plans[length], per_token=True)  # (B, length)
             losses[rows] = by_token.double()[:, positions]
     world.sum(losses)

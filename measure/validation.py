@@ -1,6 +1,7 @@
 """Measures validation losses by length and position, copy gain and far gain, also as the methods of validate_as."""
 
 import copy
+import dataclasses
 import functools
 import itertools
 import math
@@ -29,26 +30,32 @@ LIGHT_GAPS = 2  # the largest copy gap, in training lengths
 LIGHT_TOKENS = 16  # 1 / share of the tokens
 
 
+@dataclasses.dataclass(eq=False)
 class Validation:
     """Validates a model on a text at the lengths of the configuration.
 
     plans: attention plans by method, then by length. The first method is the trained one, then follow validate_as.
+    Raise ValueError for a text that is too short, and for a method in validate_as that trains differently.
     """
 
-    def __init__(self, config: Config, model: GPT, text: TokenStream, world: World):
-        """Raise ValueError for a text that is too short, and for a method in validate_as that trains differently."""
-        check_text(config, text)
-        self.config = config
-        self.text = text
-        self.world = world
-        self.before_batch = lambda: None  # called equally often on all ranks
-        self.eager = uncompiled(model)  # for gains: compiling a length would take longer than its few sequences
-        self.model = self.eager if world.device.type == "cpu" else model  # on a CPU, compiling always takes longer
+    config: Config
+    model: GPT
+    text: TokenStream
+    world: World
 
+    def __post_init__(self):
+        check_text(self.config, self.text)
+        self.before_batch = lambda: None  # called equally often on all ranks
+        self.eager = uncompiled(self.model)  # for gains: compiling a length would take longer than its few sequences
+        if self.world.device.type == "cpu":  # there, compiling always takes longer
+            self.model = self.eager
+
+        # The plans of every length that is measured.
+        config = self.config
         lengths = [*config.val_lengths, *map(copy_length, config.val_copy_gaps)]
         if config.val_far_windows:
             lengths += [config.train_length, RATIO * config.train_length]
-        plan = functools.partial(model.plan, backend=config.attention_backend)
+        plan = functools.partial(self.model.plan, backend=config.attention_backend)
         self.plans = {config.method: {length: plan(length) for length in lengths}}
         for name, method in build_alternatives(config).items():
             self.plans[name] = {length: plan(length, method=method) for length in lengths}
@@ -63,18 +70,24 @@ class Validation:
         The record has the keys of `losses`, `copy_gains` and, for the last validation, `far_gains`. It also has
         method_parameters (one value a head) and val_seconds. An error of before_batch ends the validation.
         """
+        # 1. Measure.
         began = time.monotonic()
         self.before_batch = before_batch
         is_last = step == self.config.steps
         tokens_by_length = validation_plan(self.config, step)
-
         record = self.losses(tokens_by_length, by_block=is_last)
         if gaps := validation_gaps(self.config, tokens_by_length, is_last):
             record |= self.copy_gains(gaps)
         if self.config.val_far_windows and is_last:
             record |= self.far_gains()
-        learned = {name: p.tolist() for name, p in self.model.named_parameters() if ".method." in name and p.dim() == 1}
-        return record | {"method_parameters": learned, "val_seconds": round(time.monotonic() - began, 3)}
+
+        # 2. Add the parameters of the methods, and the time.
+        record["method_parameters"] = {}
+        for name, p in self.model.named_parameters():
+            if ".method." in name and p.dim() == 1:
+                record["method_parameters"][name] = p.tolist()
+        record["val_seconds"] = round(time.monotonic() - began, 3)
+        return record
 
     def losses(self, tokens_by_length: dict[int, int], by_block: bool = False) -> dict:
         """Return val_loss and val_tokens by length, val_loss_by_position, and val_loss_as.
@@ -84,20 +97,22 @@ class Validation:
         the most parts that have whole sequences at every length. Their spread shows how much the text matters.
         """
         # 1. The losses of the run's method.
-        name, *others = self.plans
+        trained, *others = self.plans
         record = {"val_loss": {}, "val_tokens": {}, "val_loss_by_position": {}}
         by_sequence = {}
         for length, tokens in tokens_by_length.items():
-            by_position, by_sequence[length] = self.mean_losses(name, length, tokens)
+            by_position, by_sequence[length] = self.mean_losses(trained, length, tokens)
             record["val_loss"][str(length)] = by_position.mean().item()
             record["val_tokens"][str(length)] = tokens
             record["val_loss_by_position"][str(length)] = means_by_octave(by_position)
 
         # 2. The same by blocks of the text.
         if by_block:
+            record["val_loss_by_block"] = {}
             blocks = math.gcd(*map(len, by_sequence.values()))
-            means = {length: losses.view(blocks, -1).mean(dim=1) for length, losses in by_sequence.items()}
-            record["val_loss_by_block"] = {str(length): rounded(mean) for length, mean in means.items()}
+            for length, losses in by_sequence.items():
+                means = losses.view(blocks, -1).mean(dim=1)
+                record["val_loss_by_block"][str(length)] = rounded(means)
 
         # 3. The losses of the other methods. Up to the training length, they have the same rotary tables.
         for name in others:
@@ -115,19 +130,20 @@ class Validation:
 
     def far_gains(self) -> dict:
         """Return the result of measure_far_gain, and far_gain_as by method of validate_as."""
-        windows, train_length = self.config.val_far_windows, self.config.train_length
-        return self.measure_methods(measure_far_gain, windows, train_length, keys=("far_gain",))
+        arguments = self.config.val_far_windows, self.config.train_length
+        return self.measure_methods(measure_far_gain, *arguments, keys=("far_gain",))
 
     def measure_methods(self, measure: Callable[..., dict], *arguments: Any, keys: Sequence[str]) -> dict:
         """Return the results of the run's method, and for each key, under KEY_as, the results of each other method."""
-        measured = {}
+        record = {}
         for name in self.plans:
             losses = self.losses_as(name, self.eager)
-            measured[name] = measure(losses, self.text, *arguments, vocab_size=self.config.vocab_size)
-        record = measured.pop(self.config.method)
-        if measured:
+            result = measure(losses, self.text, *arguments, vocab_size=self.config.vocab_size)
+            if name == self.config.method:
+                record |= result
+                continue
             for key in keys:
-                record[f"{key}_as"] = {name: result[key] for name, result in measured.items()}
+                record.setdefault(f"{key}_as", {})[name] = result[key]
         return record
 
     def losses_as(self, name: str, model: GPT) -> Losses:
@@ -144,8 +160,10 @@ class Validation:
     def mean_losses(self, name: str, length: int, tokens: int) -> tuple[Tensor, Tensor]:
         """Return the mean loss at each position (length,) and of each sequence (tokens / length,), both float64."""
         text = self.text.read(0, tokens + 1, self.config.vocab_size)
-        inputs, targets = (part.reshape(-1, length) for part in (text[:-1], text[1:]))
-        losses = self.losses_as(name, self.model)(inputs, targets)
+        inputs = text[:-1].reshape(-1, length)
+        targets = text[1:].reshape(-1, length)
+        losses_of = self.losses_as(name, self.model)
+        losses = losses_of(inputs, targets)  # (tokens / length, length)
         return losses.mean(dim=0), losses.mean(dim=1)
 
 
@@ -159,7 +177,8 @@ def check_text(config: Config, text: TokenStream) -> None:
 def uncompiled(model: GPT) -> GPT:
     """Return a model that shares the weights of `model`. Its blocks run without torch.compile."""
     view = copy.copy(model)
-    view._modules = model._modules | {"blocks": nn.ModuleList(copy.copy(block) for block in model.blocks)}
+    blocks = nn.ModuleList(copy.copy(block) for block in model.blocks)
+    view._modules = model._modules | {"blocks": blocks}
     return view
 
 
@@ -180,6 +199,8 @@ def validation_plan(config: Config, step: int) -> dict[int, int]:
         return full
     if config.val_profile == "light":
         return part_of_text(config, LIGHT_TOKENS, LIGHT_LENGTHS * config.train_length)
+
+    # The fast profile.
     plan = {config.train_length: config.val_tokens}
     if step % (SUBSET * config.val_every) == 0:
         plan = part_of_text(config, SUBSET) | plan
@@ -190,7 +211,8 @@ def part_of_text(config: Config, divisor: int, longest: int | None = None) -> di
     """Return val_tokens / divisor by length up to `longest`, rounded down to whole sequences of every length."""
     lengths = [length for length in config.val_lengths if longest is None or length <= longest]
     unit = math.lcm(*lengths)
-    return dict.fromkeys(lengths, max(1, config.val_tokens // divisor // unit) * unit)
+    units = max(1, config.val_tokens // divisor // unit)
+    return dict.fromkeys(lengths, units * unit)
 
 
 def validation_gaps(config: Config, tokens_by_length: dict[int, int], last: bool) -> list[int]:

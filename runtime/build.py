@@ -30,8 +30,11 @@ def config_of(stored: dict[str, Any], kind: type[Config] = Config) -> Config:
     kind: Config or a subclass. A damaged dictionary may raise any Exception.
     """
     known = {field.name for field in dataclasses.fields(kind)}
-    values = {name: value for name, value in stored.items() if name in known}
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+    values = {}
+    for name in known & stored.keys():
+        value = stored[name]
+        values[name] = tuple(value) if isinstance(value, list) else value  # JSON has no tuples
+    return kind(**values)
 
 
 # ---- text ------------------------------------------------------------------------------------------------------------

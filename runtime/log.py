@@ -1,5 +1,6 @@
 """Reports the progress of a run on the console, in log.txt and metrics.jsonl, and in wandb."""
 
+import dataclasses
 import datetime
 import math
 import platform
@@ -35,37 +36,33 @@ class Pending(NamedTuple):
     called: float  # time of the call
 
 
+@dataclasses.dataclass(eq=False)
 class RunLog:
     """Writes the log and the metrics of a run on rank 0. The other ranks only count seconds and skipped steps.
 
     The device must not wait for the host. So `step` starts to copy a step's numbers to the host, and the next call of
-    `step` or `flush` writes them.
+    `step` or `flush` writes them. A new log drops the records of steps that will be repeated, and starts the mirror.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        world: World,
-        folder: RunFolder | None,
-        progress: Progress,
-        dtype: torch.dtype,
-        flops_per_token: int,
-    ):
-        """Drop the records of steps that will be repeated, and start the mirror. The log updates `progress`."""
-        self.config = config
-        self.world = world
-        self.folder = folder
-        self.progress = progress
-        self.flops_per_token = flops_per_token
-        self.peak = peak_flops(world.device, dtype)  # FLOP/s
+    config: Config
+    world: World
+    folder: RunFolder | None
+    progress: Progress  # the log updates it
+    dtype: torch.dtype
+    flops_per_token: int
+
+    def __post_init__(self):
+        self.peak = peak_flops(self.world.device, self.dtype)  # FLOP/s
         self._pending: Pending | None = None
         self._step_seconds: list[float] = []
         self._trained_lengths: set[int] = set()  # by this process
         self._last_line = -math.inf
         self._clock = time.monotonic()
-        if folder is None:
-            return
+        if self.folder is not None:
+            self._open_metrics()
 
+    def _open_metrics(self):
+        config, folder, progress = self.config, self.folder, self.progress
         self.metrics = Metrics(folder.metrics)
         self.metrics.truncate(progress.step)
         self.metrics.mirror = start_mirror(

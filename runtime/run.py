@@ -38,6 +38,7 @@ class EndOfRun(Exception):
     """Ends the block of `with run:` without an error: the run is finished already, or a signal asks it to stop."""
 
 
+@dataclasses.dataclass(eq=False)
 class Run:
     """A context manager for the training loop. It leaves the run folder in order, however the loop ends.
 
@@ -47,39 +48,31 @@ class Run:
     user's mistake, full disk, no memory     one line, the last checkpoint     2
     lost rank                                one line, the last checkpoint     1
     other exception                          its traceback                     1
+
+    All ranks make one. Raise ValueError as RunFolder does.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        world: World,
-        model: GPT,
-        optimizers: Optimizers,
-        plans: dict[int, Plans],
-        text: Text,
-        flops_per_token: int,
-    ):
-        """plans: by training length, for the log. flops_per_token: of training. All ranks call this.
+    config: Config
+    world: World
+    model: GPT
+    optimizers: Optimizers
+    plans: dict[int, Plans]  # by training length, for the log
+    text: Text
+    flops_per_token: int  # of training, for the log
 
-        Raise ValueError as RunFolder does.
-        """
-        self.config = config
-        self.world = world
-        self.model = model
-        self.optimizers = optimizers
-        self.plans = plans
-        self.text = text
-        self.flops_per_token = flops_per_token
-        self.data = text.describe(config)
-
-        self.path = Path(config.runs_dir) / config.name
+    def __post_init__(self):
+        self.data = self.text.describe(self.config)
         self.progress = Progress()
         self.saved_step: int | None = None
         self.last_validation: dict | None = None
         self.stopped = False  # True at the end of a run that is not finished
         self.log: RunLog | None = None  # begins when the run is restored
+
+        # The folder, and the signals that stop the run.
+        config = self.config
+        self.path = Path(config.runs_dir) / config.name
         self.stop = StopRequest()
-        self.folder = make_folder(config.runs_dir, config.name, config.resume, world)  # None on other ranks than 0
+        self.folder = make_folder(config.runs_dir, config.name, config.resume, self.world)  # None on other ranks than 0
         if self.folder is not None:
             self.stop.mark = self.folder.mark_interrupted
 
@@ -108,8 +101,16 @@ class Run:
             raise EndOfRun
 
         # 2. Start the log.
-        self.log = RunLog(config, self.world, self.folder, self.progress, self.model.dtype, self.flops_per_token)
-        self.log.describe(self.data, len(self.text.train), self.model, self.plans[config.train_length])
+        self.log = RunLog(
+            config,
+            self.world,
+            self.folder,
+            self.progress,
+            self.model.dtype,
+            self.flops_per_token,
+        )
+        plans = self.plans[config.train_length]
+        self.log.describe(self.data, len(self.text.train), self.model, plans)
         for path in damaged:
             if self.world.is_main:
                 path.rename(path.with_name(path.name + ".damaged"))
@@ -149,7 +150,8 @@ class Run:
         """
         self._refuse(self.log.flush())
         record = measure(step, self.stop_if_asked)
-        self.last_validation = {"step": step, "tokens": step * self.config.batch_tokens} | record
+        tokens = step * self.config.batch_tokens
+        self.last_validation = {"step": step, "tokens": tokens} | record
         self.log.validation(self.last_validation)
         self.log.restart_clock()
 
@@ -168,6 +170,7 @@ class Run:
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def __exit__(self, kind, error, trace):
+        # 1. Finish, unless something has failed.
         if isinstance(error, EndOfRun):
             error = None
         try:
@@ -175,9 +178,13 @@ class Run:
                 self._finish()
         except Exception as failure:
             error = failure
+
+        # 2. Leave the folder and the process in order.
         if error is not None:
             self._mark_failed(error)
         self._release()
+
+        # 3. Leave with the exit code.
         if error is not None:
             leave(error)
         if self.world.world_size > 1:
@@ -191,7 +198,8 @@ class Run:
         self._refuse(self.log.flush())
         validation = self.last_validation
         self.stopped = validation is None or validation["step"] < self.config.steps
-        if self.stopped:
+
+        if self.stopped:  # before the last validation
             signal = self.stop.signal_name or "a signal on another rank"
             self.log.print(f"{signal}: stopped after step {self.progress.step}. Continue the run with --resume auto.")
             if self.folder is not None:
@@ -261,10 +269,14 @@ class Run:
         step = self.progress.step
         if step == self.saved_step:
             return
+
+        # 1. On all ranks.
         self._refuse(self.log.flush())
         require_same_parameters(self.optimizers, self.world, step)
         self.progress.rng = self.world.gather(rng_state())
         optimizer_state = self.optimizers.state_dict()  # gathered from all ranks
+
+        # 2. On rank 0.
         if self.folder is not None:
             state = {
                 "progress": vars(self.progress),
