@@ -119,10 +119,10 @@ class Config:
     val_tokens: int = setting(10_485_760, at_least=1, hashed=False)
     """Validation tokens at each length."""
     val_copy_gaps: tuple[int, ...] = setting((), at_least=1, hashed=False)
-    """Distances, in tokens, at which copy gain is measured (runtime/copy_gain.py). Only validations at all lengths
+    """Distances, in tokens, at which copy gain is measured (measure/copy_gain.py). Only validations at all lengths
     and val_profile light measure it. Empty: copy gain is not measured."""
     val_far_windows: int = setting(0, at_least=0, hashed=False)
-    """Windows of 16 training lengths on which the last validation measures far gain (runtime/far_gain.py)."""
+    """Windows of 16 training lengths on which the last validation measures far gain (measure/far_gain.py)."""
     val_every: int = setting(125, at_least=0, hashed=False)
     """Steps between validations. 0: only at the end."""
     val_profile: Literal["paper", "fast", "light"] = setting("paper", hashed=False)

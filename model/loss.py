@@ -102,12 +102,21 @@ def compiled_cross_entropy(device: torch.device) -> Callable:
 
     The vocabulary size is a constant in the compiled code. The number of tokens is not.
     """
+    if problem := compile_problem(device):
+        warnings.warn(f"torch.compile fails ({problem}), so the loss needs more memory.")
+        return plain_cross_entropy
+    return torch.compile(plain_cross_entropy)
+
+
+@functools.cache
+def compile_problem(device: torch.device) -> str | None:
+    """Return why torch.compile fails on this device, or None. It needs a C++ compiler and Python's headers on a CPU."""
     try:
         torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=device))
     except Exception as error:  # anything from a missing compiler to an unsupported GPU
-        warnings.warn(f"torch.compile fails ({type(error).__name__}), so the loss needs more memory.")
-        return plain_cross_entropy
-    return torch.compile(plain_cross_entropy)
+        first_line = str(error).strip().splitlines()[0]
+        return f"{type(error).__name__}: {first_line[:200]}"
+    return None
 
 
 # ---- autograd --------------------------------------------------------------------------------------------------------

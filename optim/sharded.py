@@ -133,7 +133,7 @@ class Optimizers:
     """All optimizers of a run. A step is:
 
         for each micro-batch: loss.backward()
-        squared_norm = reduce_gradients()
+        loss, grad_norm = reduce(loss)
         step(lr_factor, finite)
 
     A step that is not finite is skipped. continue_after_nonfinite: if False, all later steps are skipped too.
@@ -166,6 +166,14 @@ class Optimizers:
         """Return the buckets that are divided over ranks: all buckets, or none in a run with one rank."""
         return [bucket for bucket in self.all_buckets() if bucket.sharded]
 
+    def reduce(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum and shard the gradients. Return the sum of the ranks' losses, and the norm of all gradients, both 0-D."""
+        sums = torch.stack([loss, self.reduce_gradients()])  # loss, squared norm
+        if self.sharded_buckets():
+            dist.all_reduce(sums)
+        loss, squared_norm = sums
+        return loss, squared_norm.sqrt()
+
     @torch.no_grad()
     def reduce_gradients(self) -> Tensor:
         """Sum and shard the gradients. Return this rank's part of the squared norm of all gradients."""
@@ -185,6 +193,7 @@ class Optimizers:
         finite: a bool tensor on the device. If it is False, parameters and state do not change. Then `found_inf` stays
         1, so later steps change nothing either, unless the optimizers `continue_after_nonfinite`.
         """
+        self.lr_factor = lr_factor
         skipped = torch.maximum(self.found_inf, (~finite).float())
         if not self.continue_after_nonfinite:
             self.found_inf.copy_(skipped)
@@ -208,9 +217,9 @@ class Optimizers:
         """Return True if the units of a group are matrices, False if they are numbers."""
         return len(self.buckets[name][0].unit_shape) == 2
 
-    def learning_rates(self, lr_factor: float) -> dict[str, float]:
-        """Return the learning rate of each group, by name."""
-        return {name: group.peak_lr * lr_factor for name, group in self.groups.items()}
+    def learning_rates(self) -> dict[str, float]:
+        """Return the learning rate of each group in the last step."""
+        return {name: group.peak_lr * self.lr_factor for name, group in self.groups.items()}
 
     def state_dict(self) -> dict:
         """Return the full state of each parameter, which any number of ranks can load. All ranks must call this."""

@@ -1,1 +1,1 @@
-"""Processes, run folder, checkpoints, signals, log, metrics, validation and FLOP counts of a run."""
+"""What keeps a run alive: processes, run folder, checkpoints, signals, log and metrics."""

@@ -1,26 +1,25 @@
-"""Builds the parts of a run from its configuration: text, model, optimizers, compiled model."""
+"""Builds the parts of a run from its configuration: text, model, compiled model, plans, optimizers, loader."""
 
-import copy
 import dataclasses
 import functools
 import platform
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from configs.config import Config
-from data.loader import check_validation, rank_sequences
-from data.shards import TokenStream, open_split
+from data.loader import TrainLoader, check_validation, rank_sequences
+from data.shards import TokenStream, open_split, tokenizer_of
 from data.sources import data_command
-from errors import UserError, require
+from errors import UserError
 from model.gpt import GPT, Plans
-from model.methods import make_layers
-from model.methods.base import Method
+from model.loss import compile_problem
+from optim import schedule
 from optim.muon import Muon, as_matrices, shape_scale
 from optim.sharded import Group, Optimizers
-from runtime.copy_gain import check_gaps
-from runtime.far_gain import check_windows
+from runtime.checkpoint import Progress
 from runtime.processes import World
 
 CALIBRATION_TOKENS = 8192  # the pairs of queries and keys of longer sequences would not fit in memory
@@ -32,7 +31,73 @@ def config_of(stored: dict[str, Any], kind: type[Config] = Config) -> Config:
     kind: Config or a subclass. A damaged dictionary may raise any Exception.
     """
     known = {field.name for field in dataclasses.fields(kind)}
-    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in stored.items() if k in known})
+    values = {}
+    for name in known & stored.keys():
+        value = stored[name]
+        values[name] = tuple(value) if isinstance(value, list) else value  # JSON has no tuples
+    return kind(**values)
+
+
+# ---- text ------------------------------------------------------------------------------------------------------------
+
+
+class Text(NamedTuple):
+    """The two splits of a data folder."""
+
+    train: TokenStream
+    validation: TokenStream
+
+    def describe(self, config: Config) -> dict[str, Any]:
+        """Return the content of a run's data.json."""
+        run_tokens = config.steps * config.batch_tokens
+        return {
+            "train": self.train.fingerprint(run_tokens),
+            "validation": self.validation.fingerprint(config.val_tokens),
+            "tokenizer": tokenizer_of(config.data_dir),
+            "tokens": run_tokens,
+            "distinct_tokens": min(run_tokens, len(self.train)),
+        }
+
+
+def open_text(config: Config, world: World) -> Text:
+    """Return the text of the run's data folder.
+
+    Raise ValueError for missing or damaged shards, a validation text that is too short, or more ranks than sequences.
+    """
+    for length in config.train_lengths:  # this check needs no files, so it comes first
+        rank_sequences(config.batch_tokens, length, world.rank, world.world_size)
+    command = data_command(config.data_dir, config.steps * config.batch_tokens, config.vocab_size)
+    remedy = f"Get them with `{command}`."
+    train_text = open_split(config.data_dir, "train", config.vocab_size, remedy)
+    val_text = open_split(config.data_dir, "val", config.vocab_size, remedy)
+    check_validation(val_text, config.val_lengths, config.val_tokens)
+    return Text(train_text, val_text)
+
+
+def build_loader(config: Config, world: World, text: TokenStream, progress: Progress) -> TrainLoader:
+    """Return the loader of this rank's micro-batches. It begins with the step that `progress` has reached."""
+    return TrainLoader(
+        text,
+        batch_tokens=config.batch_tokens,
+        length=config.length_at,  # a function of the step
+        micro_batch_tokens=config.micro_batch_tokens,
+        vocab_size=config.vocab_size,
+        rank=world.rank,
+        world_size=world.world_size,
+        first_token=progress.first_token,
+        start_step=progress.step,
+        device=world.device,
+    )
+
+
+def calibration_tokens(config: Config, text: TokenStream, first_token: int = 0) -> Tensor:
+    """Return about CALIBRATION_TOKENS tokens of the training text from first_token on, (B, T) int64."""
+    length = min(config.train_length, CALIBRATION_TOKENS)
+    tokens = text.read(first_token, CALIBRATION_TOKENS // length * length, config.vocab_size)
+    return torch.from_numpy(tokens.astype("int64")).view(-1, length)
+
+
+# ---- model -----------------------------------------------------------------------------------------------------------
 
 
 def build_model(config: Config, dtype: torch.dtype) -> GPT:
@@ -47,36 +112,39 @@ def build_model(config: Config, dtype: torch.dtype) -> GPT:
     )  # fmt: skip
 
 
-def calibration_tokens(config: Config, text: TokenStream, first_token: int = 0) -> torch.Tensor:
-    """Return about CALIBRATION_TOKENS tokens of the training text from first_token on, (B, T) int64."""
-    length = min(config.train_length, CALIBRATION_TOKENS)
-    tokens = text.read(first_token, CALIBRATION_TOKENS // length * length, config.vocab_size)
-    return torch.from_numpy(tokens.astype("int64")).view(-1, length)
+def compile_model(model: GPT, config: Config, world: World) -> nn.Module:
+    """Return the compiled model for training, or the model itself if torch.compile is off. All ranks call this.
 
+    Set model.compile_note to "on", or to "off" and why. Also compile each block of `model` in place, for validation: a
+    whole model takes very long at 64k tokens. There, Infini-attention in plain PyTorch has 21,939 operations in the
+    model, 1,831 in a block. The compiler runs at the first call with each length.
 
-def layer_methods(config: Config) -> list[Method]:
-    """Return each layer's attention method, with new parameters. Raise ValueError for an unknown method."""
-    return make_layers(
-        config.method, config.num_layers, num_heads=config.num_heads, head_dim=config.model_dim // config.num_heads,
-        train_length=config.train_length, position_scale=config.position_scale, options=config.method_options,
-    )  # fmt: skip
-
-
-def open_text(config: Config, world: World) -> tuple[TokenStream, TokenStream]:
-    """Return the training text and the validation text.
-
-    Raise ValueError for missing or damaged shards, a validation text that is too short, or more ranks than sequences.
+    Raise UserError if --compile is "on" and compiling fails, and if only some ranks can compile.
     """
-    for length in config.train_lengths:  # this check needs no files, so it comes first
-        rank_sequences(config.batch_tokens, length, world.rank, world.world_size)
-    command = data_command(config.data_dir, config.steps * config.batch_tokens, config.vocab_size)
-    remedy = f"Get them with `{command}`."
-    train_text = open_split(config.data_dir, "train", config.vocab_size, remedy)
-    val_text = open_split(config.data_dir, "val", config.vocab_size, remedy)
-    check_validation(val_text, config.val_lengths, config.val_tokens)
-    check_gaps(val_text, config.val_copy_gaps)
-    check_windows(val_text, config.val_far_windows, config.train_length)
-    return train_text, val_text
+    # 1. Try the compiler.
+    model.compile_note = "on"
+    if config.compile == "off":
+        model.compile_note = "off"
+    elif problem := compile_problem(world.device):
+        if config.compile == "on":
+            raise UserError(f"torch.compile does not work here ({problem}). Use --compile off.")
+        model.compile_note = f"off, as it does not work here ({problem})"
+
+    # 2. Compare the ranks. Compiled and other code round differently.
+    notes = world.gather(model.compile_note)
+    for rank, note in enumerate(notes):
+        if (note == "on") != (notes[0] == "on"):
+            problem = f"torch.compile is {notes[0]} on rank 0, and {note} on rank {rank}"
+            raise UserError(f"{problem}. Repair the machine where it is off, or use --compile off.")
+    if model.compile_note != "on":
+        return model
+
+    # 3. Compile.
+    torch._dynamo.config.recompile_limit = 32  # shapes: training, every validation length, incomplete last batches
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # a silent fallback to eager mode would be slow
+    for block in model.blocks:
+        block.compile(dynamic=False)
+    return torch.compile(model, dynamic=False)
 
 
 def plan_attention(config: Config, model: GPT, world: World) -> dict[int, Plans]:
@@ -86,45 +154,43 @@ def plan_attention(config: Config, model: GPT, world: World) -> dict[int, Plans]
     """
     if world.is_main and world.device.type == "cuda":
         print("checking attention on the GPU against float64: about a minute", flush=True)
+
+    # 1. Plan on this rank.
     plans, problem = {}, None
     try:
         for length in config.train_lengths:
             plans[length] = model.plan(length, backend=config.attention_backend)
     except UserError as error:
         problem = str(error)
+
+    # 2. Tell the other ranks the backends, or the problem.
     layer_plans = plans.get(config.train_length, ())
-    outcome = problem or f"attention by {'; '.join(f'{plan.backend} ({plan.why})' for plan in layer_plans)}"
-    rank = f"rank {world.rank} on {platform.node()}: " if world.world_size > 1 else ""
-    reports = world.gather((problem is None, tuple(plan.backend for plan in layer_plans), rank + outcome))
+    backends = tuple(plan.backend for plan in layer_plans)
+    reasons = "; ".join(f"{plan.backend} ({plan.why})" for plan in layer_plans)
+    message = problem or f"attention by {reasons}"
+    if world.world_size > 1:
+        message = f"rank {world.rank} on {platform.node()}: {message}"
+    reports = world.gather((problem is None, backends, message))
+
+    # 3. Compare the ranks.
     for passed, _, message in reports:
-        require(passed, message)
+        if not passed:
+            raise UserError(message)
     choices = {backends: message for _, backends, message in reports}
-    require(len(choices) == 1, f"{', but '.join(choices.values())}. Set one that all ranks have: --attention_backend.")
+    if len(choices) > 1:
+        found = ", but ".join(choices.values())
+        raise UserError(f"{found}. Set one that all ranks have: --attention_backend.")
     return plans
 
 
-def compile_model(model: GPT) -> nn.Module:
-    """Return the compiled model for training. Also compile each block of `model` in place, for validation.
+# ---- optimizers, and one step ----------------------------------------------------------------------------------------
 
-    The compiler runs at the first call with each length. Validation compiles blocks, because a whole model takes very
-    long at 64k tokens. There, Infini-attention in plain PyTorch has 21,939 operations in the model, 1,831 in a block.
+
+def build_optimizers(config: Config, model: GPT, world: World) -> Optimizers:
+    """Return the optimizers: Muon for the blocks' matrices, Adam for embedding, head and the methods' parameters.
+
+    Muon is compiled if compile_model has compiled the model.
     """
-    torch._dynamo.config.recompile_limit = 32  # shapes: training, every validation length, incomplete last batches
-    torch._dynamo.config.fail_on_recompile_limit_hit = True  # a silent fallback to eager mode would be slow
-    for block in model.blocks:
-        block.compile(dynamic=False)
-    return torch.compile(model, dynamic=False)
-
-
-def uncompiled(model: GPT) -> GPT:
-    """Return a model that shares the weights of `model`. Its blocks run without torch.compile."""
-    view = copy.copy(model)
-    view._modules = model._modules | {"blocks": nn.ModuleList(copy.copy(block) for block in model.blocks)}
-    return view
-
-
-def build_optimizers(config: Config, model: GPT, compiled: bool, world: World) -> Optimizers:
-    """Return the optimizers: Muon for the blocks' matrices, Adam for embedding, head and the methods' parameters."""
     # 1. Divide the parameters of the blocks.
     matrices = []
     method_parameters = []
@@ -133,6 +199,7 @@ def build_optimizers(config: Config, model: GPT, compiled: bool, world: World) -
         kind.append(p)
 
     # 2. Group all parameters of the model.
+    compiled = model.compile_note == "on"
     muon = functools.partial(Muon, momentum=config.muon_momentum, compile=compiled, dtype=model.dtype)
     adam = functools.partial(torch.optim.Adam, betas=config.adam_betas, eps=config.adam_eps, fused=True)
     groups = {
@@ -150,23 +217,24 @@ def build_optimizers(config: Config, model: GPT, compiled: bool, world: World) -
     )
 
 
-def train_step(
-    model, micro_batches: list, plan, optimizers: Optimizers, lr_factor: float, world: World
-) -> torch.Tensor:
-    """Make one training step like train_gpt.py, for fine-tuning and benchmarks.
+def lr_factor(config: Config, step: int) -> float:
+    """Return the factor that multiplies all learning rates in a step, counted from 0 (optim/schedule.py)."""
+    return schedule.lr_factor(
+        step,
+        steps=config.steps,
+        schedule=config.schedule,
+        warmup_steps=config.warmup_steps,
+        cooldown_steps=config.cooldown_steps,
+    )
 
-    Return loss and gradient norm over all ranks, (2,) on the device, without a wait for the device. If loss or norm is
-    not finite, weights and optimizer state do not change.
+
+def accumulate(losses: Iterable[Tensor]) -> Tensor:
+    """Add the gradients of all losses, as the loop of train_gpt.py does. Return the sum of the losses, 0-D.
+
+    losses: a generator computes one loss at a time, so the memory of a micro-batch is free before the next.
     """
-    sequences = torch.tensor(float(sum(len(inputs) for inputs, _ in micro_batches)))  # on the CPU
-    world.sum(sequences)  # ranks may have different numbers of sequences
-    loss = torch.zeros((), device=world.device)
-    for inputs, targets in micro_batches:
-        micro_loss = model(inputs, targets, plan=plan) / (sequences / len(inputs))
-        micro_loss.backward()
-        loss += micro_loss.detach()
-    loss_and_norm = torch.stack([loss, optimizers.reduce_gradients()])  # the squared norm, until sqrt_
-    world.sum(loss_and_norm)
-    loss_and_norm[1].sqrt_()
-    optimizers.step(lr_factor, loss_and_norm.isfinite().all())
-    return loss_and_norm
+    total = 0
+    for loss in losses:
+        loss.backward()
+        total += loss.detach()
+    return total

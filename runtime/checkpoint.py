@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from errors import UserError, require
+from errors import UserError
 from files import replace_file
 from runtime.processes import World
 
@@ -73,7 +73,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     Raise DamagedCheckpoint, a ValueError, when the checksum is wrong.
     """
     content = path.read_bytes()  # BytesIO does not copy bytes
-    archive, checksum = memoryview(content)[:-CHECKSUM_BYTES], content[-CHECKSUM_BYTES:]
+    archive = memoryview(content)[:-CHECKSUM_BYTES]
+    checksum = content[-CHECKSUM_BYTES:]
     if checksum != f"crc32 {zlib.crc32(archive):08x}\n".encode():
         raise DamagedCheckpoint(f"{path} is damaged. Delete it to use the previous checkpoint.")
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
@@ -84,7 +85,8 @@ def load_weights(model: torch.nn.Module, weights: dict[str, torch.Tensor], check
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        problem = f"{checkpoint} does not fit the present code ({' '.join(str(error).split()[:30])})"
+        reason = " ".join(str(error).split()[:30])
+        problem = f"{checkpoint} does not fit the present code ({reason})"
         raise UserError(f"{problem}. Restore the code, or train again.") from None
 
 
@@ -94,10 +96,15 @@ def load_newest(folder: Path, world: World) -> tuple[Path | None, dict[str, Any]
     The path is None if the folder has no checkpoint. All ranks call this. Raise DamagedCheckpoint if all are damaged,
     and ValueError if ranks see different files, such as machines without a common disk.
     """
-    damaged, names = [], [path.name for path in list_checkpoints(folder)]
-    same = all(others == names for others in world.gather(names))
-    require(same, f"Ranks see different checkpoints in {folder}. Use a disk that all machines share.")
-    for path in list_checkpoints(folder):
+    # 1. All ranks must see the same files.
+    paths = list_checkpoints(folder)
+    names = [path.name for path in paths]
+    if any(others != names for others in world.gather(names)):
+        raise UserError(f"Ranks see different checkpoints in {folder}. Use a disk that all machines share.")
+
+    # 2. Take the newest one that all can read.
+    damaged = []
+    for path in paths:
         try:
             state = load_checkpoint(path)
         except DamagedCheckpoint:

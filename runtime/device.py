@@ -13,7 +13,6 @@ from torch.torch_version import TorchVersion
 from torch.utils.benchmark import Timer
 
 from configs.config import Config
-from errors import require
 
 # Peak bfloat16 FLOP/s of dense products with float32 accumulation, from NVIDIA's data sheets and white papers. NVIDIA
 # advertises twice as much, for 2:4 sparsity. The first entry whose name is part of the GPU's name is used.
@@ -64,23 +63,8 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, n: int = 8192, seconds
     """
     a, b = torch.randn(2, n, n, device=device, dtype=dtype)
     timer = Timer("a @ b", globals={"a": a, "b": b}, num_threads=torch.get_num_threads())
-    return 2 * n**3 / timer.blocked_autorange(min_run_time=seconds).median
-
-
-def choose_compile(wanted: str, device: torch.device) -> tuple[bool, str]:
-    """Return whether to compile, and a note for the log. Raise ValueError if `wanted` is "on" and compiling fails.
-
-    torch.compile needs a C++ compiler and Python's headers on a CPU.
-    """
-    if wanted == "off":
-        return False, "off"
-    try:
-        torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=device))
-    except Exception as error:  # anything from a missing compiler to an unsupported Python
-        problem = f"does not work here ({type(error).__name__}: {str(error).strip().splitlines()[0][:200]})"
-        require(wanted == "auto", f"torch.compile {problem}. Use --compile off.")
-        return False, f"off, as it {problem}"
-    return True, "on"
+    measured = timer.blocked_autorange(min_run_time=seconds)
+    return 2 * n**3 / measured.median
 
 
 def choose_ptxas(device: torch.device) -> tuple[TorchVersion, str] | None:
@@ -95,13 +79,17 @@ def choose_ptxas(device: torch.device) -> tuple[TorchVersion, str] | None:
     from triton.knobs import NvidiaTool
 
     major, minor = torch.cuda.get_device_capability(device)
-    arch, cuda_major = 10 * major + minor, str(torch.version.cuda).split(".")[0]
+    arch = 10 * major + minor
     if major == 9:
-        paths = [str(path) for folder in sys.path for path in Path(folder).glob(f"nvidia/cu{cuda_major}/bin/ptxas")]
-        tools = [get_ptxas(arch), *filter(None, map(NvidiaTool.from_path, paths))]
-        newest = max(tools, key=lambda tool: TorchVersion(tool.version))
+        cuda_major = str(torch.version.cuda).split(".")[0]
+        tools = [get_ptxas(arch)]
+        for folder in sys.path:
+            for path in Path(folder).glob(f"nvidia/cu{cuda_major}/bin/ptxas"):
+                tools.append(NvidiaTool.from_path(str(path)))
+        newest = max(filter(None, tools), key=lambda tool: TorchVersion(tool.version))
         os.environ.setdefault("TRITON_PTXAS_PATH", newest.path)
-    return TorchVersion(get_ptxas(arch).version), get_ptxas(arch).path
+    ptxas = get_ptxas(arch)
+    return TorchVersion(ptxas.version), ptxas.path
 
 
 def fix_threads():
@@ -128,8 +116,10 @@ def keep_freed_memory():
 
 def rng_state() -> dict[str, torch.Tensor]:
     """Return the state of this process's random number generators: the CPU's, and the GPU's if one is in use."""
-    state = dict(cpu=torch.get_rng_state())
-    return state | (dict(cuda=torch.cuda.get_rng_state()) if torch.cuda.is_initialized() else {})
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
 
 
 def set_rng_state(state: dict[str, torch.Tensor]):

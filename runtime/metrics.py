@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from errors import UserError, require
+from errors import UserError
 from files import append, replace_text, to_json
 
 
@@ -40,7 +40,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         try:
             records.append(json.loads(line))
         except ValueError:
-            require(number == len(lines), f"{path}, line {number} is not JSON. Repair or delete the line.")
+            if number < len(lines):
+                raise UserError(f"{path}, line {number} is not JSON. Repair or delete the line.") from None
     return records
 
 
@@ -48,7 +49,10 @@ def flatten(record: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
     """Return a nested dict as a flat dict, with keys joined by "/"."""
     flat = {}
     for key, value in record.items():
-        flat |= flatten(value, f"{prefix}{key}/") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}/")
+        else:
+            flat[f"{prefix}{key}"] = value
     return flat
 
 
@@ -60,16 +64,21 @@ def start_mirror(mode: str, *, folder: Path, run_id: str | None = None, **option
     folder: wandb writes to `folder`/wandb. run_id: the run to continue. options: arguments of wandb.init. The metric
     "tokens" of each record is the horizontal axis of the charts. Raise ValueError if wandb does not start.
     """
+    # 1. Choose the mode.
     if mode == "trackio":
         return TrackioRun(**options)
     if mode == "online":
         mode = os.environ.get("WANDB_MODE", mode)
     if mode in ("off", "disabled"):
         return None
+
+    # 2. Set what wandb reads from the environment.
     # By default, even an offline run sends error reports to the wandb company (seen in wandb 0.31).
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     os.environ.setdefault("WANDB_FINISH_TIMEOUT", "300")  # seconds; without a limit, a lost network blocks the end
     os.environ.setdefault("WANDB_CACHE_DIR", str(folder / "wandb" / "cache"))  # otherwise logs go to HOME or /tmp
+
+    # 3. Start.
     import wandb
 
     try:
@@ -90,16 +99,17 @@ class TrackioRun:
 
     id = None
 
-    def __init__(self, *, project: str, name: str, config: dict, group: str | None = None, tags: list[str] = ()):
+    def __init__(self, *, tags: list[str] = (), **options: Any):
         try:
             import trackio
         except ImportError as error:
             raise UserError("--wandb trackio needs a package. Install it with `pip install trackio`.") from error
-        self.run = trackio.init(project=project, name=name, group=group, config=config, resume="allow", embed=False)
+        self.run = trackio.init(resume="allow", embed=False, **options)
         self.finish = self.run.finish
 
     def log(self, record: dict[str, Any]):
-        self.run.log({key: value for key, value in record.items() if key != "step"}, step=record["step"])
+        others = {key: value for key, value in record.items() if key != "step"}
+        self.run.log(others, step=record["step"])
 
 
 def finish_mirror(run: Any, log: Callable[[str], None] = print):

@@ -11,7 +11,7 @@ import torch
 import torch._inductor.config
 import torch.distributed as dist
 
-from errors import require
+from errors import UserError
 from model.attention.sdpa import prefer_fast_sdpa
 from runtime.device import choose_ptxas, fix_threads, keep_freed_memory
 
@@ -50,11 +50,17 @@ def start_processes(device: str, timeout: float = 600) -> World:
     Collectives use gloo for CPU tensors and NCCL for CUDA tensors. So a collective on a CPU tensor never waits for the
     GPU. timeout: seconds to wait for the other ranks. Raise ValueError if there is no GPU for this process.
     """
-    rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
+    # 1. Read torchrun's numbers.
+    rank = int(os.environ.get("RANK", 0))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     gpus = 0 if device == "cpu" else torch.cuda.device_count()
-    require(gpus or device != "cuda", "--device cuda needs a GPU, but torch finds none. Use --device cpu.")
-    require(not gpus or local_rank < gpus, f"process {local_rank + 1} has no GPU. Use --nproc_per_node={gpus}.")
+    if device == "cuda" and not gpus:
+        raise UserError("--device cuda needs a GPU, but torch finds none. Use --device cpu.")
+    if gpus and local_rank >= gpus:
+        raise UserError(f"process {local_rank + 1} has no GPU. Use --nproc_per_node={gpus}.")
+
+    # 2. Set up the device and the compiler.
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:  # by default, every rank uses as many as the machine has
         workers = os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         torch._inductor.config.compile_threads = max(1, min(32, workers))
@@ -72,14 +78,22 @@ def start_processes(device: str, timeout: float = 600) -> World:
         world = World(rank, world_size, torch.device("cpu"))
         keep_freed_memory()
         fix_threads()
+
+    # 3. Join the other processes.
     if world_size > 1:
-        backend, limit = "cpu:gloo,cuda:nccl" if gpus else "cpu:gloo", timedelta(seconds=timeout)
+        limit = timedelta(seconds=timeout)
         store, *_ = next(dist.rendezvous("env://", timeout=limit))
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             # After a restart, torch 2.13 hands out the same store, with the addresses of dead processes in it.
             store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-        gpu = world.device if gpus else None  # NCCL connects now, not in the first backward pass
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit, device_id=gpu)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if gpus else "cpu:gloo",
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=limit,
+            device_id=world.device if gpus else None,  # NCCL connects now, not in the first backward pass
+        )
     return world
 
 

@@ -26,16 +26,20 @@ def differing_ranks(optimizers: Optimizers, world: World) -> list[int]:
 
     Each rank has every shard. A shard's owner has a second copy, which it updates. It breaks a tie of two ranks.
     """
-    copies, working = [], []  # checksums on this rank
+    # 1. Compute the checksums on this rank: of its copy of every shard, and of the shards that it updates.
+    copies, updated = [], []
     for bucket in optimizers.all_buckets():
-        copies += map(checksum, bucket.pack([p.detach() for p in bucket.params]).split(bucket.units_per_rank))
-        working.append(checksum(bucket.shard))
-    sums = world.gather(torch.stack(copies + working).tolist())
+        parameters = bucket.pack([p.detach() for p in bucket.params])
+        copies += [checksum(shard) for shard in parameters.split(bucket.units_per_rank)]
+        updated.append(checksum(bucket.shard))
+    copies_by_rank = world.gather(torch.stack(copies).tolist())
+    updated_by_rank = world.gather(torch.stack(updated).tolist())
+
+    # 2. Let the ranks vote on each shard.
     wrong = set()
-    for shard in range(len(copies)):
-        bucket, owner = divmod(shard, world.world_size)
-        votes = [(rank, sums[rank][shard]) for rank in range(world.world_size)]
-        votes.append((owner, sums[owner][len(copies) + bucket]))
+    for number, votes in enumerate(zip(*copies_by_rank)):
+        bucket, owner = divmod(number, world.world_size)
+        votes = [*enumerate(votes), (owner, updated_by_rank[owner][bucket])]
         (right, _), *_ = Counter(value for _, value in votes).most_common()
         wrong |= {rank for rank, value in votes if value != right}
     return sorted(wrong)

@@ -1,6 +1,6 @@
 """Manages a run around its training steps: folder, lock, log, wandb, signals and checkpoints.
 
-train_gpt.py makes four calls: `restore`, `save_or_stop`, `validate_or_stop` and `log_step`.
+train_gpt.py makes four calls: `restore`, `save_if_due`, `validate` and `log_step`.
 """
 
 import dataclasses
@@ -9,20 +9,22 @@ import math
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from configs.config import Config, describe_differences
-from data.shards import TokenStream, tokenizer_of
-from errors import UserError, require
+from errors import UserError
 from files import replace_text
 from model.gpt import GPT, Plans
 from model.scores import calibrate
 from optim.sharded import Optimizers
-from runtime.build import calibration_tokens, config_of
+from runtime.build import Text, calibration_tokens, config_of
 from runtime.checkpoint import Progress, latest_checkpoint, load_checkpoint, load_newest, load_weights, save_checkpoint
 from runtime.device import rng_state, set_rng_state
 from runtime.log import RunLog, num_parameters
@@ -30,46 +32,49 @@ from runtime.processes import World, describe_failure
 from runtime.replicas import require_same_parameters
 from runtime.run_folder import make_folder
 from runtime.signals import StopRequest, exit_code
-from runtime.validation import Stopped, Validation, validation_plan
 
 
+class EndOfRun(Exception):
+    """Ends the block of `with run:` without an error: the run is finished already, or a signal asks it to stop."""
+
+
+@dataclasses.dataclass(eq=False)
 class Run:
     """A context manager for the training loop. It leaves the run folder in order, however the loop ends.
 
-    End of training: summary.json is written. Signal: a checkpoint is saved, and the exit code means "try again"
-    (signals.py). Full disk, lack of memory or a user's mistake: one line and exit code 2. Lost rank: one line and exit
-    code 1. Other exceptions pass.
+    end of the loop                          what is left                      exit code
+    last step                                summary.json                      0
+    signal (signals.py)                      checkpoint of the present step    75: "try again"; 0 under torchrun
+    user's mistake, full disk, no memory     one line, the last checkpoint     2
+    lost rank                                one line, the last checkpoint     1
+    other exception                          its traceback                     1
+
+    All ranks make one. Raise ValueError as RunFolder does.
     """
 
-    def __init__(
-        self, config: Config, world: World, model: GPT, optimizers: Optimizers, plans: dict[int, Plans],
-        train_text: TokenStream, val_text: TokenStream, compile_note: str,
-    ):  # fmt: skip
-        """plans: by training length. compile_note: "on", or "off" and why. All ranks call this.
+    config: Config
+    world: World
+    model: GPT
+    optimizers: Optimizers
+    plans: dict[int, Plans]  # by training length, for the log
+    text: Text
+    flops_per_token: int  # of training, for the log
 
-        Raise ValueError as RunFolder does, and if only some ranks can compile.
-        """
-        notes = world.gather(compile_note)
-        other = next((rank for rank, note in enumerate(notes) if (note == "on") != (notes[0] == "on")), 0)
-        problem = f"torch.compile is {notes[0]} on rank 0, and {notes[other]} on rank {other}"
-        require(other == 0, f"{problem}. Repair the machine where it is off, or use --compile off.")
-        self.config, self.world, self.model, self.optimizers = config, world, model, optimizers
-        self.plans, self.train_text, self.compile_note = plans, train_text, compile_note
-        self.path, self.progress = Path(config.runs_dir) / config.name, Progress()
-        run_tokens = config.steps * config.batch_tokens
-        self.data = {
-            "train": train_text.fingerprint(run_tokens),
-            "validation": val_text.fingerprint(config.val_tokens),
-            "tokenizer": tokenizer_of(config.data_dir),
-            "tokens": run_tokens,
-            "distinct_tokens": min(run_tokens, len(train_text)),
-        }
+    def __post_init__(self):
+        self.data = self.text.describe(self.config)
+        self.progress = Progress()
+        self.saved_step: int | None = None
+        self.last_validation: dict | None = None
+        self.stopped = False  # True at the end of a run that is not finished
+        self.log: RunLog | None = None  # begins when the run is restored
+
+        # The folder, and the signals that stop the run.
+        config = self.config
+        self.path = Path(config.runs_dir) / config.name
         self.stop = StopRequest()
-        self.folder = self.log = self.last_validation = None
-        self.finished = self.stopped = False
-        self.saved_step = 0
-        if folder := make_folder(config.runs_dir, config.name, config.resume, world):
-            self.folder, self.stop.mark = folder, folder.mark_interrupted
+        self.folder = make_folder(config.runs_dir, config.name, config.resume, self.world)  # None on other ranks than 0
+        if self.folder is not None:
+            self.stop.mark = self.folder.mark_interrupted
 
     def __enter__(self) -> "Run":
         self.stop.__enter__()
@@ -80,49 +85,78 @@ class Run:
     def restore(self) -> int:
         """Load the newest undamaged checkpoint, or the weights of --init_from, and start the log.
 
-        Return the step to begin with, or steps + 1 if the run is finished. All ranks call this. Raise ValueError if
-        the checkpoint has another configuration or other data.
+        Return the step to begin with. All ranks call this. Raise EndOfRun if the run is finished, and ValueError if the
+        checkpoint has another configuration or other data.
         """
-        config, world = self.config, self.world
-        checkpoint, state, damaged = load_newest(self.path / "checkpoints", world)
+        # 1. Load.
+        config = self.config
+        checkpoint, state, damaged = load_newest(self.path / "checkpoints", self.world)
         if checkpoint is not None:
             self._load(checkpoint, state)
         elif config.init_from:
             self._initialise_from(Path(config.init_from))
-        self.finished = (self.path / "summary.json").exists()
-        if self.finished:
-            if world.is_main:
+        if (self.path / "summary.json").exists():
+            if self.world.is_main:
                 print(f"{self.path} is finished. Read its summary.json.")
-            return config.steps + 1
-        self.log = RunLog(config, world, self.folder, self.progress, self.model.dtype)  # the run has begun
-        self.log.describe(
-            self.data, len(self.train_text), self.model, self.plans[config.train_length], self.compile_note
+            raise EndOfRun
+
+        # 2. Start the log.
+        self.log = RunLog(
+            config,
+            self.world,
+            self.folder,
+            self.progress,
+            self.model.dtype,
+            self.flops_per_token,
         )
+        plans = self.plans[config.train_length]
+        self.log.describe(self.data, len(self.text.train), self.model, plans)
         for path in damaged:
-            if world.is_main:
+            if self.world.is_main:
                 path.rename(path.with_name(path.name + ".damaged"))
             self.log.print(f"{path} is damaged, so the run continues from {checkpoint.name}.")
         if self.progress.step:
             self.log.print(f"resumed at step {self.progress.step}")
-        self.saved_step = self.progress.step if config.steps or not config.init_from else -1  # -1: saves step 0
+
+        # 3. Step 0 is saved only if its weights come from another run and are the last.
+        if config.steps or not config.init_from:
+            self.saved_step = self.progress.step
         return self.progress.step
 
-    def save_or_stop(self, step: int) -> bool:
-        """Save a checkpoint before this step if one is due. Return True if any rank has received a signal to stop.
+    def save_if_due(self, step: int):
+        """Save a checkpoint before this step if one is due: every save_every steps, and before the last validation.
 
-        A checkpoint is due every save_every steps, before the last validation, and after a signal to stop.
+        Raise EndOfRun as stop_if_asked does.
         """
         self.progress.step = step
-        self.stopped = self.stop.is_set(self.world)
-        is_last, every = step == self.config.steps, self.config.save_every
-        if step > self.saved_step and (is_last or self.stopped or every and step % every == 0):
-            self._stop_if(self.log.flush())
+        self.stop_if_asked()
+        every = self.config.save_every
+        if step == self.config.steps or every and step % every == 0:
             self._save()
-            self.log.restart_clock()
-        return self.stopped
 
-    def log_step(self, step: int, learning_rates: dict[str, float], loss: torch.Tensor, grad_norm: torch.Tensor):
-        """Record loss and gradient norm (0-D, on the device) of this step, without waiting for them.
+    def stop_if_asked(self):
+        """If any rank has received a signal to stop, save a checkpoint and raise EndOfRun.
+
+        All ranks must call this equally often.
+        """
+        if self.stop.is_set(self.world):
+            self._save()
+            raise EndOfRun
+
+    def validate(self, step: int, measure: Callable[[int, Callable[[], None]], dict]):
+        """Validate before this step and log the record that measure(step, stop_if_asked) returns.
+
+        After a signal to stop, the resumed run repeats the validation.
+        """
+        self._refuse(self.log.flush())
+        record = measure(step, self.stop_if_asked)
+        tokens = step * self.config.batch_tokens
+        self.last_validation = {"step": step, "tokens": tokens} | record
+        self.log.validation(self.last_validation)
+        self.log.restart_clock()
+
+    def log_step(self, step: int, loss: Tensor, grad_norm: Tensor):
+        """Record loss and gradient norm (0-D, on the device) after this step, without waiting for them.
 
         If they are not finite and on_nonfinite is "stop", a later call ends the run.
         """
@@ -130,80 +164,73 @@ class Run:
             gc.collect()
             gc.freeze()
         self.stop.can_save = True
-        self._stop_if(self.log.step(step, learning_rates, torch.stack([loss, grad_norm])))
-
-    def validate_or_stop(self, step: int, validation: Validation) -> bool:
-        """Validate before this step if a validation is due.
-
-        After a signal to stop, save a checkpoint and return True. The resumed run repeats the validation.
-        """
-        config = self.config
-        tokens_by_length = validation_plan(config, step)
-        if not tokens_by_length:
-            return False
-        self._stop_if(self.log.flush())
-        try:
-            last = step == config.steps
-            record = validation.measure(tokens_by_length, lambda: self.stop.is_set(self.world), last)
-        except Stopped:
-            return self.save_or_stop(step)
-        self.last_validation = {"step": step, "tokens": step * config.batch_tokens} | record
-        self.log.validation(self.last_validation)
-        self.log.restart_clock()
-        return False
+        numbers = torch.stack([loss, grad_norm])
+        self._refuse(self.log.step(step, self.optimizers.learning_rates(), numbers))
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def __exit__(self, kind, error, trace):
+        # 1. Finish, unless something has failed.
+        if isinstance(error, EndOfRun):
+            error = None
         try:
-            if error is None and not self.finished:
+            if error is None and self.log is not None:  # without a log, the run was finished before
                 self._finish()
         except Exception as failure:
             error = failure
-        description = error and describe_failure(error)  # exit code and message, or None
-        lost_rank = description and description[0] == 1
-        if error is not None and self.log is not None and self.stop.signal_name is None and not lost_rank:
-            with suppress(OSError):  # torchrun now stops the other ranks, and rank 0 then calls the run interrupted
-                replace_text(self.path / "failed", f"{error}\n")
-        if self.folder is not None:
-            if error is not None and self.log is None and self.folder.is_new:  # restore failed, so the folder is empty
-                shutil.rmtree(self.path, ignore_errors=True)
-            self.folder.close()
-        self.stop.__exit__(kind, error, trace)
-        gc.unfreeze()  # for the next run of this process
-        if isinstance(error, UserError):
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            raise SystemExit(2) from error
+
+        # 2. Leave the folder and the process in order.
         if error is not None:
-            if description:
-                code, line = description
-                print(f"error: {line}", file=sys.stderr, flush=True)
-                os._exit(code)  # a normal exit would wait for lost ranks, and wandb would fail on the full disk again
-            raise error
+            self._mark_failed(error)
+        self._release()
+
+        # 3. Leave with the exit code.
+        if error is not None:
+            leave(error)
         if self.world.world_size > 1:
             dist.destroy_process_group()
         if self.stopped:
             sys.exit(exit_code())
+        return True
 
     def _finish(self):
         """Write summary.json, or, after a signal, log that the run stopped."""
-        self._stop_if(self.log.flush())
-        validation, config = self.last_validation, self.config
-        self.stopped = self.stopped or validation is None or validation["step"] < config.steps
-        if self.stopped:
+        self._refuse(self.log.flush())
+        validation = self.last_validation
+        self.stopped = validation is None or validation["step"] < self.config.steps
+
+        if self.stopped:  # before the last validation
             signal = self.stop.signal_name or "a signal on another rank"
             self.log.print(f"{signal}: stopped after step {self.progress.step}. Continue the run with --resume auto.")
             if self.folder is not None:
                 self.folder.mark_interrupted(signal)
         else:
             if not all(map(math.isfinite, validation["val_loss"].values())):
-                self._stop_if("the validation loss after the last update is not finite")
+                self._refuse("the validation loss after the last update is not finite")
             if self.folder is not None:
                 self.folder.write_json("summary.json", self._summary(validation))
                 self.log.print(f"finished: the results are in {self.path / 'summary.json'}")
         self.log.close()
 
+    def _mark_failed(self, error: BaseException):
+        """Record the error in the folder. If the run has not begun, remove its new folder instead."""
+        if self.log is not None:
+            lost_rank, _ = describe_failure(error) or (None, "")
+            if self.stop.signal_name is None and lost_rank != 1:
+                with suppress(OSError):  # torchrun now stops the other ranks, and rank 0 then calls the run interrupted
+                    replace_text(self.path / "failed", f"{error}\n")
+        elif self.folder is not None and self.folder.is_new:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def _release(self):
+        """Give back what the process holds for the run: the lock, the signal handlers, the frozen objects."""
+        if self.folder is not None:
+            self.folder.close()
+        self.stop.__exit__()
+        gc.unfreeze()  # for the next run of this process
+
     def _summary(self, validation: dict) -> dict:
+        """Return the content of summary.json. validation: the record of the last validation."""
         config = self.config
         copied = [key for key in validation if key.startswith(("val_loss", "val_tokens", "copy_", "far_"))]
         return {
@@ -221,12 +248,13 @@ class Run:
             "distinct_tokens": self.data["distinct_tokens"],
         }
 
-    def _stop_if(self, problem: str | None):
+    def _refuse(self, problem: str | None):
         """Raise UserError if the last step has a problem. All ranks find the same problem."""
         if problem is None:
             return
-        step, tokens = self.progress.step, self.config.batch_tokens
-        shard, token = self.train_text.file_and_index(self.progress.first_token + (step - 1) * tokens)
+        step = self.progress.step
+        first_token = self.progress.first_token + (step - 1) * self.config.batch_tokens
+        shard, token = self.text.train.file_and_index(first_token)
         checkpoint = latest_checkpoint(self.path / "checkpoints") or "none"
         remedy = "Lower the learning rates, or use --on_nonfinite skip."
         if step <= 1:
@@ -237,25 +265,42 @@ class Run:
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def _save(self):
-        """Save a checkpoint. All ranks call this."""
-        require_same_parameters(self.optimizers, self.world, self.progress.step)
+        """Save a checkpoint, unless the present step is saved. All ranks call this."""
+        step = self.progress.step
+        if step == self.saved_step:
+            return
+
+        # 1. On all ranks.
+        self._refuse(self.log.flush())
+        require_same_parameters(self.optimizers, self.world, step)
         self.progress.rng = self.world.gather(rng_state())
-        state = {"optimizers": self.optimizers.state_dict()}  # gathered from all ranks
+        optimizer_state = self.optimizers.state_dict()  # gathered from all ranks
+
+        # 2. On rank 0.
         if self.folder is not None:
-            state |= {"progress": vars(self.progress), "config": vars(self.config)}
-            state |= {"model": self.model.state_dict(), "fingerprint": self.data["train"]}
-            state |= {"tokenizer": self.data["tokenizer"]}
-            save_checkpoint(self.folder.checkpoints, self.progress.step, state, keep=self.config.keep)
-        self.saved_step = self.progress.step
+            state = {
+                "progress": vars(self.progress),
+                "config": vars(self.config),
+                "model": self.model.state_dict(),
+                "optimizers": optimizer_state,
+                "fingerprint": self.data["train"],
+                "tokenizer": self.data["tokenizer"],
+            }
+            save_checkpoint(self.folder.checkpoints, step, state, keep=self.config.keep)
+        self.saved_step = step
+        self.log.restart_clock()
 
     def _load(self, checkpoint: Path, state: dict):
         """Continue from a checkpoint. Raise ValueError if its configuration or its data differ."""
+        # 1. Compare.
         config = self.config
-        changes = describe_differences(config, config_of(state["config"], type(config)))
-        require(not changes, f"{checkpoint} was trained with {changes}. Pass the old values, or choose another --name.")
+        if changes := describe_differences(config, config_of(state["config"], type(config))):
+            raise UserError(f"{checkpoint} was trained with {changes}. Pass the old values, or choose another --name.")
         self._continue_from(Progress(**state["progress"]))
-        same_data = state["fingerprint"] == self.data["train"]
-        require(same_data, f"{checkpoint} was trained on other data than {config.data_dir}. Choose another --name.")
+        if state["fingerprint"] != self.data["train"]:
+            raise UserError(f"{checkpoint} was trained on other data than {config.data_dir}. Choose another --name.")
+
+        # 2. Load.
         load_weights(self.model, state["model"], checkpoint)
         self.optimizers.load_parameters()
         self.optimizers.load_state_dict(state["optimizers"])
@@ -269,23 +314,30 @@ class Run:
         loaded if both methods have them. Otherwise scale-invariant attention with learn_moments is calibrated
         (model/scores.py). Raise ValueError for a model of another shape.
         """
+        # 1. Compare.
         checkpoint = latest_checkpoint(folder / "checkpoints")
-        require(checkpoint, f"--init_from {folder} has no checkpoint. Name the folder of a trained run.")
+        if checkpoint is None:
+            raise UserError(f"--init_from {folder} has no checkpoint. Name the folder of a trained run.")
         state = load_checkpoint(checkpoint)
         for field in ("vocab_size", "num_layers", "num_heads", "model_dim"):
             value = state["config"][field]
-            require(getattr(self.config, field) == value, f"{checkpoint} has {field} {value}. Use --{field} {value}.")
-        same = state.get("tokenizer") in (None, self.data["tokenizer"])
-        require(same, f"{checkpoint} was trained with another tokenizer than {self.config.data_dir} has.")
-        own, weights = self.model.state_dict(), state["model"]
-        for name in [name for name in weights if ".method." in name]:  # methods can share a name but not its shape
-            if name in own and weights[name].shape != own[name].shape:
+            if getattr(self.config, field) != value:
+                raise UserError(f"{checkpoint} has {field} {value}. Use --{field} {value}.")
+        if state.get("tokenizer") not in (None, self.data["tokenizer"]):
+            raise UserError(f"{checkpoint} was trained with another tokenizer than {self.config.data_dir} has.")
+
+        # 2. Load the weights that both models have. Methods can share a parameter's name but not its shape.
+        weights = state["model"]
+        for name, parameter in self.model.state_dict().items():
+            if ".method." in name and name in weights and weights[name].shape != parameter.shape:
                 del weights[name]
         missing, _ = self.model.load_state_dict(weights, strict=False)
+
+        # 3. Calibrate what is missing, on the tokens after the last one.
         source = Progress(**state["progress"])
         first_token = source.first_token + source.step * state["config"]["batch_tokens"]
         if any(name.endswith("score_change.mean") for name in missing):
-            tokens = calibration_tokens(self.config, self.train_text, first_token)
+            tokens = calibration_tokens(self.config, self.text.train, first_token)
             calibrate(self.model, tokens.to(self.world.device))
         self._continue_from(dataclasses.replace(self.progress, first_token=first_token))
         self.optimizers.load_parameters()
@@ -293,4 +345,16 @@ class Run:
     def _continue_from(self, progress: Progress):
         """Set the progress, and the fingerprint of the training text up to the last token of this run."""
         self.progress = progress
-        self.data["train"] = self.train_text.fingerprint(progress.first_token + self.data["tokens"])
+        self.data["train"] = self.text.train.fingerprint(progress.first_token + self.data["tokens"])
+
+
+def leave(error: BaseException) -> NoReturn:
+    """Raise the error, or end the process with one line for errors whose traceback tells no more."""
+    if isinstance(error, UserError):
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from error
+    if description := describe_failure(error):
+        code, line = description
+        print(f"error: {line}", file=sys.stderr, flush=True)
+        os._exit(code)  # a normal exit would wait for lost ranks, and wandb would fail on the full disk again
+    raise error

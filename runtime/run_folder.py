@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from errors import UserError, require
+from errors import UserError
 from files import append, open_no_symlink, replace_text, to_json
 from runtime.processes import World
 
@@ -33,18 +33,22 @@ class RunFolder:
         and `resume` is "never", or if another process uses it. Raise OSError if the folder cannot be made.
         """
         self.path = path = Path(root) / name
-        self.checkpoints, self.metrics = path / "checkpoints", path / "metrics.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.metrics = path / "metrics.jsonl"
+
+        # 1. Make it.
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             path.mkdir()  # if two processes call mkdir at the same time, only one succeeds
             self.is_new = True
         except FileExistsError:
-            metrics = self.metrics.read_bytes() if self.metrics.exists() else b""
-            begun = b'"train_loss"' in metrics or any(self.checkpoints.glob("step_*"))
-            begun = begun or (path / "summary.json").exists()  # a run of 0 steps
-            usable = resume == "auto" or (path / "lock").exists() and not begun
-            require(usable, f"{path} exists. Choose another --name, or continue the run with --resume auto.")
             self.is_new = False
+            is_run = (path / "lock").exists()
+            if resume != "auto" and (self.has_begun() or not is_run):
+                problem = f"{path} exists. Choose another --name, or continue the run with --resume auto."
+                raise UserError(problem) from None
+
+        # 2. Lock it.
         self._lock = open_no_symlink(path / "lock", "a")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -55,9 +59,17 @@ class RunFolder:
         self._lock.truncate(0)
         self._lock.write(f"process {os.getpid()} on {platform.node()}\n")
         self._lock.flush()
+
+        # 3. Prepare it for this process.
         self.checkpoints.mkdir(exist_ok=True)
         for mark in ("interrupted", "failed"):
             (path / mark).unlink(missing_ok=True)
+
+    def has_begun(self) -> bool:
+        """Return True if the folder holds more than the start of a run."""
+        metrics = self.metrics.read_bytes() if self.metrics.exists() else b""
+        is_finished = (self.path / "summary.json").exists()  # even a run of 0 steps
+        return is_finished or b'"train_loss"' in metrics or any(self.checkpoints.glob("step_*"))
 
     def close(self):
         """Unlock the folder for other processes."""
@@ -85,7 +97,8 @@ def make_folder(root: str, name: str, resume: str, world: World) -> RunFolder | 
         except (UserError, OSError) as error:
             problem = str(error)
     problem, *_ = world.gather(problem)
-    require(problem is None, problem)
+    if problem is not None:
+        raise UserError(problem)
     return folder
 
 
@@ -99,7 +112,8 @@ def git_commit(folder: Path) -> str | None:
         return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True).stdout
 
     try:
+        commit = git("rev-parse", "HEAD").strip()
         changed = git("diff", "HEAD", "--name-only", "--", ":(top)", ":(top,exclude)results")
-        return git("rev-parse", "HEAD").strip() + ("-dirty" if changed else "")
+        return f"{commit}-dirty" if changed else commit
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -18,19 +18,19 @@ import torch
 from configs.command_line import read_fields
 from configs.config import RATE, Config, setting
 from data.download import model_file
-from data.loader import TrainLoader
 from data.shards import TOKENIZER_FILE, sha256_of, tokenizer_of
 from data.tokenizer import TOKENIZER_CONFIG
 from errors import exit_on_user_error, require
+from measure.flops import training_flops_per_token
+from measure.validation import Validation
 from model.scores import MAX_PAIRS
 from optim.sharded import Group, Optimizers
-from runtime.build import calibration_tokens, open_text, train_step
+from runtime.build import accumulate, build_loader, calibration_tokens, open_text
 from runtime.checkpoint import latest_checkpoint
 from runtime.device import compute_dtype
 from runtime.metrics import read_metrics
 from runtime.processes import World, start_processes
 from runtime.run import Run
-from runtime.validation import Validation
 from scripts.hf.convert import convert
 from scripts.hf.load import load_model, read_config, save_model
 from scripts.hf.scores import layer_scores
@@ -70,33 +70,36 @@ def main(argv: list[str] | None = None):
     with exit_on_user_error():
         config = read_settings(sys.argv[1:] if argv is None else argv)
         world = start_processes(config.device, config.timeout)
-        train_text, val_text = open_text(config, world)
+        text = open_text(config, world)
         check_tokenizer(config)
         torch.manual_seed(config.seed)  # seeds the stochastic rounding
         model = build_model(config, world)
         if config.method_options.get("learn_moments"):
-            tokens = calibration_tokens(config, train_text).to(world.device)
+            tokens = calibration_tokens(config, text.train).to(world.device)
             layer_scores(model.model, tokens, MAX_PAIRS, calibrate=True)
         groups = {"all": Group([*model.parameters()], AdamW, config.lr)}
         optimizers = Optimizers(
             groups, world.rank, world.world_size, continue_after_nonfinite=config.on_nonfinite == "skip"
         )
-        validation = Validation(config, model, val_text, world)
-        run = ContinuedRun(config, world, model, optimizers, {config.train_length: ()}, train_text, val_text, "off")
+        validation = Validation(config, model, text.validation, world)
+        plans = {config.train_length: ()}
+        run = ContinuedRun(config, world, model, optimizers, plans, text, training_flops_per_token(config))
 
     # ---- the run ----
     with run:
         first_step = run.restore()
-        loader = TrainLoader(
-            train_text, batch_tokens=config.batch_tokens, length=config.train_length,
-            micro_batch_tokens=config.micro_batch_tokens, vocab_size=config.vocab_size, rank=world.rank,
-            world_size=world.world_size, start_step=first_step, device=world.device,
-        )  # fmt: skip
+        loader = build_loader(config, world, text.train, run.progress)
         for step in range(first_step, config.steps + 1):
-            if run.save_or_stop(step) or run.validate_or_stop(step, validation) or step == config.steps:
+            run.save_if_due(step)
+            if validation.is_due(step):
+                run.validate(step, validation.measure)
+            if step == config.steps:
                 break
-            loss, grad_norm = train_step(model, next(loader), None, optimizers, 1.0, world)
-            run.log_step(step + 1, optimizers.learning_rates(1.0), loss, grad_norm)
+            micro_batches = next(loader)
+            losses = (model(x, y) / (config.batch_tokens / x.numel()) for x, y in micro_batches)
+            loss, grad_norm = optimizers.reduce(accumulate(losses))
+            optimizers.step(1.0, torch.isfinite(loss + grad_norm))
+            run.log_step(step + 1, loss, grad_norm)
         loader.close()
     if config.steps and world.is_main and latest_checkpoint(run.path / "checkpoints"):  # else its weights are gone
         write_model(model, config, run.path / "model")

@@ -22,12 +22,13 @@ from configs.command_line import read_config
 from configs.config import Config
 from data.loader import micro_batch_size
 from errors import exit_on_user_error
+from measure.flops import layer_methods, training_flops_per_token, validation_share
+from measure.validation import check_text
 from model.attention import AUTOMATIC, BACKENDS
 from model.attention.sdpa import chosen_kernel, prefer_fast_sdpa
 from model.methods import check_options, make_method
-from runtime.build import layer_methods, open_text
+from runtime.build import open_text
 from runtime.device import choose_ptxas, compute_dtype, device_name, matmul_rate, peak_flops
-from runtime.flops import training_flops_per_token, validation_share
 from runtime.processes import World, start_processes
 from scripts.bench.attention import check_variant
 from scripts.bench.protocol import describe_machine
@@ -93,8 +94,10 @@ def check_gpus(config: Config, device: torch.device) -> Iterator[Finding]:
 
 def check_data(config: Config, device: torch.device) -> Iterator[Finding]:
     try:
-        tokens, validation = map(len, open_text(config, World(0, 1, device)))
-        message = f"{tokens:,} tokens in {config.data_dir}, and {validation:,} for validation; the run trains on "
+        train_text, val_text = open_text(config, World(0, 1, device))
+        check_text(config, val_text)
+        message = f"{len(train_text):,} tokens in {config.data_dir}, and {len(val_text):,} for validation; "
+        message += "the run trains on "
         yield Finding("data", f"{message}{config.steps * config.batch_tokens:,}")
     except (ValueError, OSError) as error:
         yield Finding("data", str(error), "broken" if Path(config.data_dir).exists() else "missing")
@@ -133,7 +136,7 @@ def check_step(config: Config, device: torch.device) -> Iterator[Finding]:
     seconds = statistics.median(trainer.time_step() for _ in range(STEPS))
     tokens_per_second = small.batch_tokens / seconds
     peak = peak_flops(device, dtype) or rate  # an unknown device: the speed of a matrix product
-    code = f"{trainer.backends}, compile {trainer.compile_note}"
+    code = f"{trainer.backends}, compile {trainer.model.compile_note}"
     speed = f"{tokens_per_second:,.0f} tokens/s, {flops * tokens_per_second / peak:.0%} of {peak:.3g} FLOP/s"
     memory = f", {trainer.peak_bytes / 1e9:.2f} GB" if trainer.peak_bytes else ""
     yield Finding("step", f"{code}: {small.batch_tokens:,} tokens in {seconds:.3f} s, {speed}{memory}")

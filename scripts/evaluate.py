@@ -25,12 +25,12 @@ from data.shards import TokenStream, open_split, tokenizer_of
 from data.tokenizer import Tokenizer, load_tokenizer
 from errors import exit_on_user_error, require
 from files import replace_text, to_json
+from measure.copy_gain import KINDS
+from measure.validation import Validation
 from runtime.build import build_model
 from runtime.checkpoint import latest_checkpoint, load_checkpoint, load_weights
-from runtime.copy_gain import KINDS
 from runtime.device import compute_dtype
 from runtime.processes import World, start_processes
-from runtime.validation import Validation
 from scripts.shared.runs import StoredRun, join, read_object, read_run, stored_config
 from scripts.shared.tables import format_mean, loss_table, pivot_table
 

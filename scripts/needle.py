@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 from tqdm import tqdm
 
 from configs.config import Config, config_hash
@@ -27,17 +28,16 @@ from configs.sweeps import SCALES, Needle
 from data.loader import micro_batch_size
 from data.needle import C4, NEEDLES, Haystack, NeedleTask, score
 from errors import exit_on_user_error, require
+from measure.validation import build_alternatives, uncompiled
 from model.decoding import greedy_decode
 from model.gpt import GPT
 from model.methods.base import Method
 from optim.schedule import lr_factor
-from runtime.build import build_optimizers, compile_model, train_step, uncompiled
+from runtime.build import accumulate, build_optimizers, compile_model
 from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from runtime.device import choose_compile
 from runtime.metrics import Metrics
 from runtime.processes import World, start_processes
 from runtime.run_folder import RunFolder
-from runtime.validation import build_alternatives
 from scripts.evaluate import load_run, tokenizer_of_run
 from scripts.shared.runs import read_object, read_run
 
@@ -63,18 +63,19 @@ def main(argv: list[str] | None = None):
     given = {name: value for name, value in vars(args).items() if name in vars(Needle()) and value is not None}
     needle = dataclasses.replace(SCALES[args.scale].needle, **given)
     device = start_processes(args.device).device
-    compiled, _ = choose_compile(args.compile, device)
     for path in args.runs:
-        run(path, needle, args.lengths, device, compiled)
+        run(path, needle, args.lengths, device, args.compile)
 
 
-def run(path: Path, needle: Needle, lengths: list[int] | None, device: torch.device, compiled: bool):
+def run(path: Path, needle: Needle, lengths: list[int] | None, device: torch.device, compile: str):
     """Fine-tune and score one run, or finish an interrupted one. Raise ValueError or OSError for the user's mistakes.
 
     lengths: tokens per scored prompt. None: the default of --lengths.
     """
     # ---- setup: every mistake of the user is reported here, before a folder exists ----
     config, model = load_run(path, device)
+    config = dataclasses.replace(config, compile=compile)
+    compiled = compile_model(model, config, World(0, 1, device))
     tokenizer = tokenizer_of_run(read_run(path))
     train_text, val_text = (
         Haystack.from_c4(C4, split, tokenizer) if needle.haystack == "c4"
@@ -98,7 +99,7 @@ def run(path: Path, needle: Needle, lengths: list[int] | None, device: torch.dev
     changed = ", ".join(key for key in settings if stored[key] != settings[key])
     require(not changed, f"{folder.path} has other settings ({changed}). Delete it to start again.")
     folder.write_json("settings.json", settings)
-    fine_tune(config, model, tuning_tasks, folder, compiled, needle)
+    fine_tune(config, model, compiled, tuning_tasks, folder, needle)
 
     # ---- scoring ----
     no_scores = {kind: {} for kind in KINDS}
@@ -107,13 +108,16 @@ def run(path: Path, needle: Needle, lengths: list[int] | None, device: torch.dev
     folder.close()
 
 
-def fine_tune(config: Config, model: GPT, tasks: list[NeedleTask], folder: RunFolder, compiled: bool, needle: Needle):
+def fine_tune(
+    config: Config, model: GPT, compiled: nn.Module, tasks: list[NeedleTask], folder: RunFolder, needle: Needle
+):
     """Train the model in place. Continue from the folder's latest checkpoint.
 
-    tasks: one for each half of the steps. Steps of both halves have about as many tokens.
+    compiled: the model as compile_model returns it. tasks: one for each half of the steps. Steps of both halves have
+    about as many tokens.
     """
-    device, steps, world = model.head.device, needle.steps, World(0, 1, model.head.device)
-    optimizers = build_optimizers(config, model, compiled, world)
+    device, steps = model.head.device, needle.steps
+    optimizers = build_optimizers(config, model, World(0, 1, device))
     start = 0
     if checkpoint := latest_checkpoint(folder.checkpoints):
         state = load_checkpoint(checkpoint)
@@ -123,7 +127,6 @@ def fine_tune(config: Config, model: GPT, tasks: list[NeedleTask], folder: RunFo
     metrics = Metrics(folder.metrics)
     metrics.truncate(start)
     plans = [model.plan(task.length, backend=config.attention_backend) for task in tasks]
-    training_model = compile_model(model) if compiled else model
     for step in tqdm(range(start, steps), "fine-tuning", initial=start, total=steps, unit="step", disable=None):
         task, plan = tasks[step >= steps // 2], plans[step >= steps // 2]
         count = needle.sequences * config.train_length // task.length
@@ -131,15 +134,13 @@ def fine_tune(config: Config, model: GPT, tasks: list[NeedleTask], folder: RunFo
         batch = task.batch(range(step * count, (step + 1) * count))
         inputs, targets, mask = (torch.from_numpy(x).contiguous().to(device) for x in batch)  # (count, T)
         weights = mask / mask.sum()  # mean over the response tokens of the whole step
-        micro_batches = list(zip(inputs.split(size), zip(targets.split(size), weights.split(size))))
+        losses = (
+            (compiled(x, y, plan=plan, per_token=True) * w).sum()
+            for x, y, w in zip(inputs.split(size), targets.split(size), weights.split(size))
+        )
+        loss, grad_norm = optimizers.reduce(accumulate(losses))
         factor = lr_factor(step, steps=steps, schedule="trapezoid", warmup_steps=steps // 3, cooldown_steps=steps // 3)
-
-        def step_loss(inputs, targets, plan):
-            tokens, weights = targets
-            losses = training_model(inputs, tokens, plan=plan, per_token=True)  # (B, T)
-            return (losses * weights).sum() * (count / len(inputs))  # undoes the division in train_step
-
-        loss, _ = train_step(step_loss, micro_batches, plan, optimizers, factor, world)
+        optimizers.step(factor, torch.isfinite(loss + grad_norm))
         require(math.isfinite(loss), f"the loss of step {step + 1} is not finite. Train {folder.path.parent} again.")
         metrics.write({"step": step + 1, "train_loss": loss.item()})
         if (step + 1) % SAVE_EVERY == 0 or step + 1 == steps:

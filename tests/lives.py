@@ -173,9 +173,9 @@ def live(argv, fault):
 
 def install(fault):
     from data.loader import TrainLoader
+    from measure.validation import Validation
     from optim.sharded import Optimizers
     from runtime import checkpoint, metrics, run, run_folder
-    from runtime.validation import Validation
 
     calls = 0
 

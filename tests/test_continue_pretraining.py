@@ -19,8 +19,8 @@ from torch.testing import assert_close
 from data.shards import open_split
 from data.text import prepare
 from data.tokenizer import load_tokenizer
+from measure.copy_gain import copy_sequences
 from runtime.checkpoint import load_checkpoint
-from runtime.copy_gain import copy_sequences
 from runtime.metrics import read_metrics
 from scripts import continue_pretraining as command
 from scripts import export

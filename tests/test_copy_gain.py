@@ -1,6 +1,7 @@
 """Copy gain against dense float64 computations; micro-batches, ranks, a run's validation and scripts.evaluate."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ from test_gpt import plain_layers, rms_norm
 from test_train import steps_and_validations, train_here, write_shards
 
 from data.shards import open_split
+from measure.copy_gain import SPAN, SPANS, copy_length, copy_sequences, measure_copy_gain
+from measure.losses import losses_over_ranks
 from model.gpt import GPT
-from runtime.copy_gain import SPAN, SPANS, copy_length, copy_sequences, measure_copy_gain
 from runtime.metrics import flatten
 from runtime.processes import World
 from scripts import evaluate
@@ -36,8 +38,8 @@ def tiny_model():
 
 def measure(model, stream, gaps=GAPS, micro_batch_tokens=1000, world=ALONE, **options):
     plans = {copy_length(gap): model.plan(copy_length(gap)) for gap in gaps}
-    options = dict(vocab_size=VOCAB, micro_batch_tokens=micro_batch_tokens, world=world) | options
-    return measure_copy_gain(model, plans, stream, gaps, **options)
+    losses = partial(losses_over_ranks, model, plans, micro_batch_tokens=micro_batch_tokens, world=world, **options)
+    return measure_copy_gain(losses, stream, gaps, VOCAB)
 
 
 @pytest.mark.parametrize("gap", [1, 40, 768])  # the last leaves room for one place of the text span

@@ -1,6 +1,7 @@
 """Far gain: its classes against a brute-force search, its losses against a dense model, and the commands."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ from test_copy_gain import ALONE, VOCAB, assert_close, dense_losses, tiny_model
 from test_train import steps_and_validations, train_here, write_shards
 
 from data.shards import open_split
-from runtime.far_gain import CLASSES, classify, far_windows, measure_far_gain
+from measure.far_gain import CLASSES, classify, far_windows, measure_far_gain
+from measure.losses import losses_over_ranks
 from scripts import evaluate
 from scripts.shared.runs import with_evaluation
 
@@ -55,8 +57,8 @@ def test_windows_cover_the_text(stream):
 def test_gains_equal_a_dense_computation(stream):
     model = tiny_model()
     plans = {n: model.plan(n) for n in (T, 16 * T)}
-    options = dict(vocab_size=VOCAB, micro_batch_tokens=1000, world=ALONE)
-    result = measure_far_gain(model, plans, stream, WINDOWS, T, **options)
+    losses = partial(losses_over_ranks, model, plans, micro_batch_tokens=1000, world=ALONE)
+    result = measure_far_gain(losses, stream, WINDOWS, T, VOCAB)
     gains = {name: [] for name in CLASSES}  # by class: (window, short loss, long loss)
     for number, window in enumerate(far_windows(stream, WINDOWS, T, VOCAB)):
         long, short = (dense_losses(model, torch.from_numpy(window[-n:]))[-4:].tolist() for n in (16 * T, T))

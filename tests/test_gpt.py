@@ -8,9 +8,12 @@ import torch
 from test_methods import NAMES, assert_near, assert_refused, random
 from torch.testing import assert_close
 
+from configs.config import Config
 from configs.presets import PRESETS
+from measure.validation import uncompiled
 from model.gpt import GPT, relu_squared
-from runtime.build import compile_model, uncompiled
+from runtime.build import compile_model
+from runtime.processes import World
 
 VOCAB, LAYERS, HEADS, DIM, TRAIN_LENGTH = 97, 2, 6, 96, 32  # head_dim 16
 
@@ -184,7 +187,7 @@ def test_relu_squared_is_as_exact_as_its_roundings(dtype):
 def test_compiled_blocks_compute_the_losses_of_the_model_whose_weights_they_share():
     model = make_random_gpt()
     eager, stats = uncompiled(model), torch._dynamo.utils.counters["stats"]
-    compile_model(model)
+    compile_model(model, Config(compile="on"), World(0, 1, torch.device("cpu")))
     torch._dynamo.reset()
     stats.clear()
     for scale in (1, 0.5):  # of weights that training changes later

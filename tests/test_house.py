@@ -1,14 +1,16 @@
-"""The house stays small: lines, files, imports; the training step stays visible; ruff finds nothing."""
+"""The house stays small: tokens, files, imports; the training step stays visible; ruff finds nothing."""
 
 import ast
+import collections
 import subprocess
 import sys
+import tokenize
 from graphlib import TopologicalSorter
 
 import pytest
 from commands import ROOT
 
-FOLDERS = ("configs", "data", "model", "optim", "runtime", "scripts")
+FOLDERS = ("configs", "data", "measure", "model", "optim", "runtime", "scripts")
 SUFFIXES = (".py", ".cpp", ".h", ".sh", ".js")
 CODE = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES]
 CODE += ROOT.glob("*.py")
@@ -16,8 +18,23 @@ NAMES = {path: path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".
 MODULES = {name.removesuffix(".__init__"): path for path, name in NAMES.items() if path.suffix == ".py"}
 
 
+TESTS = [*(ROOT / "tests").glob("*.py")]
+FREE = set("COMMENT NL NEWLINE INDENT DEDENT ENDMARKER ENCODING STRING FSTRING_END".split())
+
+
+def tokens_by_line(path):
+    """Return Python's tokens by line, without comments, strings, line breaks and indentation."""
+    counts, depth = collections.Counter(), 0
+    with open(path, "rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            kind = tokenize.tok_name[token.type]
+            depth += (kind == "FSTRING_START") - (kind == "FSTRING_END")  # Python 3.12 looks into f-strings
+            counts[token.start[0]] += depth == 0 and kind not in FREE
+    return counts
+
+
 def count(paths):
-    return sum(path.read_text().count("\n") for path in paths)
+    return sum(tokens_by_line(path).total() for path in paths)
 
 
 def own_imports(path):
@@ -28,19 +45,25 @@ def own_imports(path):
 
 
 def test_the_code_does_not_grow():
-    """A reader has one evening. The first limits were 12,500, 12,000 and 5,200. The records add to scripts/."""
-    assert count(CODE) <= 13_500
-    assert count((ROOT / "tests").glob("*.py")) <= 12_500
-    assert count(path for path in CODE if ROOT / "scripts" in path.parents) <= 5_550
-    assert [path for path in CODE if ROOT / "model" not in path.parents and count([path]) > 300] == []
+    """A reader has one evening. Lines may grow, because a reader reads lines."""
+    assert count(MODULES.values()) <= 99_900
+    assert count(TESTS) <= 120_000
+    assert [path for path in MODULES.values() if ROOT / "model" not in path.parents and count([path]) > 2_800] == []
     assert len([path for path in (ROOT / "results").rglob("*") if path.is_file()]) <= 100
+
+
+def test_a_line_is_one_step_of_thought():
+    paths = [*MODULES.values(), *TESTS]
+    dense = [f"{path}:{line}" for path in paths for line, tokens in tokens_by_line(path).items() if tokens >= 35]
+    assert len(dense) <= 294, dense
+    assert sum(path.read_text().count("# fmt" ": skip") for path in paths) <= 112
 
 
 def test_the_training_step_is_visible():
     path = ROOT / "train_gpt.py"
     tree = ast.parse(path.read_text())
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    assert count([path]) <= 280 and ".backward()" in path.read_text() and len(own_imports(path)) <= 15
+    assert count([path]) <= 600 and ".backward()" in path.read_text() and len(own_imports(path)) <= 15
     assert functions == [node for node in tree.body if isinstance(node, ast.FunctionDef)]  # none is nested
 
 
@@ -53,11 +76,13 @@ def test_no_two_files_import_each_other():
 
 def test_imports_go_one_way():
     below = {"configs", "data", "model", "optim"}
-    allowed = dict.fromkeys(below, set()) | {"runtime": below, "scripts": below | {"runtime"}}
+    allowed = dict.fromkeys(below, set()) | {"measure": below, "runtime": below}
+    allowed["scripts"] = below | {"measure", "runtime"}
     for folder, others in allowed.items():
         for path in (ROOT / folder).rglob("*.py"):
             nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
-            imported = {node.module.split(".")[0] for node in nodes} & {*allowed, "train_gpt"}
+            modules = {node.module for node in nodes} - ({"runtime.processes"} if folder == "measure" else set())
+            imported = {module.split(".")[0] for module in modules} & {*allowed, "train_gpt"}
             assert imported <= others | {folder}, path
 
 

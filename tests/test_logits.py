@@ -14,8 +14,8 @@ from test_train import write_shards
 from tiny_run import train_tiny_run
 
 from data.shards import open_split
+from measure.copy_gain import SPAN
 from model.scores import calibrate, layer_scores, score_pairs
-from runtime.copy_gain import SPAN
 from scripts.reproduce import heads, logits
 from scripts.reproduce.theory import attention_statistics
 from scripts.shared.runs import read_run

@@ -4,6 +4,7 @@ import os
 import random
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,11 +13,11 @@ from commands import ROOT, python, read_json
 from configs.config import Config
 from errors import UserError
 from files import append, replace_file
+from runtime.build import compile_model
 from runtime.checkpoint import DamagedCheckpoint, latest_checkpoint, load_checkpoint, load_newest, save_checkpoint
 from runtime.device import choose_ptxas, peak_flops
 from runtime.metrics import Metrics, read_metrics
 from runtime.processes import World, start_processes
-from runtime.run import Run
 from runtime.run_folder import RunFolder, git_commit
 
 CPU = torch.device("cpu")
@@ -37,15 +38,13 @@ def test_without_a_gpu_cuda_is_refused_and_auto_is_the_cpu(monkeypatch):
         start_processes("cuda")
 
 
-def test_ranks_that_cannot_all_compile_are_refused(tmp_path):
+def test_ranks_that_cannot_all_compile_are_refused():
     class Mixed(World):
         def gather(self, value):
             return [value, "off, as it lacks a compiler", "on"]
 
-    config = Config(runs_dir=str(tmp_path / "runs"))
     with pytest.raises(UserError, match="rank 2"):
-        Run(config, Mixed(0, 3, CPU), None, None, {}, None, None, "off, as it lacks Python's headers")
-    assert not (tmp_path / "runs").exists()
+        compile_model(SimpleNamespace(), Config(compile="off"), Mixed(0, 3, CPU))
 
 
 @pytest.mark.parametrize("setting", [{}, dict(PYTORCH_CUDA_ALLOC_CONF="x:y", TORCHINDUCTOR_COMPILE_THREADS="7")])

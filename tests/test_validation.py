@@ -6,8 +6,8 @@ import pytest
 
 from configs.config import Config
 from configs.presets import preset
-from runtime.flops import attention_flops_per_token, forward_flops_per_token, validation_share
-from runtime.validation import validation_plan
+from measure.flops import attention_flops_per_token, forward_flops_per_token, validation_share
+from measure.validation import validation_plan
 from scripts.shared.runs import val_tokens
 
 FULL = 10_485_760

@@ -17,9 +17,9 @@ import torch
 from configs.command_line import read_config
 from configs.config import Config, config_hash
 from errors import require
+from measure.flops import training_flops_per_token
 from model.methods import check_options
 from runtime.device import peak_flops
-from runtime.flops import training_flops_per_token
 from runtime.processes import start_processes
 from scripts.bench import protocol
 from scripts.bench.trainers import Trainer
@@ -100,4 +100,4 @@ def add_times(report: protocol.Report, trainers: dict[str, Trainer], times: dict
         ratio = protocol.ratio_cell(seconds, times[baseline])
         rows.append([name, trainer.backends, f"{rate:,.0f}", f"{median * 1e3:.2f}", used, memory, ratio])
     report.record["seconds"] = times
-    report.add(f"## Times\n\nCompile {first.compile_note}.", rows)
+    report.add(f"## Times\n\nCompile {first.model.compile_note}.", rows)

@@ -19,10 +19,10 @@ from scipy import stats
 from configs.config import Config, config_hash
 from configs.runs import Run
 from errors import require
+from measure.flops import forward_flops_per_token
 from model.methods import MECHANISMS, METHODS
 from model.methods.base import KINDS
 from runtime.build import build_model
-from runtime.flops import forward_flops_per_token
 from runtime.log import num_parameters
 from scripts.shared.looks import series_label
 from scripts.shared.runs import StoredRun, describe_differences, final_losses, read_runs

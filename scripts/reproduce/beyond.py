@@ -5,7 +5,7 @@ import math
 import re
 
 from configs.sweeps import SI
-from runtime.flops import training_flops_per_token
+from measure.flops import training_flops_per_token
 from scripts.reproduce.comparisons import paired_rows, paired_section, primary_comparisons
 from scripts.reproduce.drawing import Panel, draw_panels, row_lines
 from scripts.reproduce.figures import OPEN_CIRCLE, tau_of

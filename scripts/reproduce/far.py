@@ -11,7 +11,7 @@ import numpy as np
 from scipy import stats
 
 from configs.sweeps import SI
-from runtime.far_gain import CLASSES
+from measure.far_gain import CLASSES
 from scripts.reproduce.beyond import ALIBI, FAST, XSA, draw_reach, drawn_styles, reach_tables
 from scripts.reproduce.comparisons import paired_rows, paired_section, primary_comparisons
 from scripts.reproduce.drawing import Line, Panel, draw_panels

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from configs.sweeps import SI
+from measure.copy_gain import SPAN, SPANS, copy_sequences
 from model.attention.reference import attention_logits, probabilities
 from model.gpt import GPT
 from model.scores import iterate_layers
 from runtime.checkpoint import list_checkpoints, load_checkpoint
-from runtime.copy_gain import SPAN, SPANS, copy_sequences
 from scripts.evaluate import load_run, open_validation_text
 from scripts.reproduce.drawing import Line, Panel, draw_panels
 from scripts.reproduce.far import MILLION

@@ -19,9 +19,9 @@ from configs.runs import Run
 from configs.sweeps import SCALE_OF_SWEEP, SCALES, SWEEPS, sweep
 from data.needle import C4, fetch_c4
 from errors import exit_on_user_error, require
+from measure.flops import layer_methods
+from measure.validation import build_alternatives
 from model.methods import canonical_name
-from runtime.build import layer_methods
-from runtime.validation import build_alternatives
 from scripts.shared.arguments import add_run_options, field_changes, key_values
 from scripts.shared.runs import data_fingerprint, read_runs, run_state
 from scripts.sweep.cluster import queued_job, submit

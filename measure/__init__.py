@@ -1,0 +1,1 @@
+"""What is measured of a model: validation losses, copy gain and far gain, and FLOPs."""

@@ -1,0 +1,252 @@
+"""Measures validation losses by length and position, copy gain and far gain, also as the methods of validate_as."""
+
+import copy
+import dataclasses
+import functools
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from configs.config import Config
+from data.loader import check_validation
+from data.shards import TokenStream
+from measure.copy_gain import check_gaps, copy_length, measure_copy_gain
+from measure.far_gain import RATIO, check_windows, measure_far_gain
+from measure.losses import Losses, losses_over_ranks
+from model.gpt import GPT
+from model.methods import make_alternative
+from model.methods.base import Method
+from runtime.processes import World
+
+SUBSET = 4  # the fast profile uses a quarter of the tokens, in a quarter of the validations
+# The light profile, before the last validation:
+LIGHT_LENGTHS = 16  # the largest length, in training lengths
+LIGHT_GAPS = 2  # the largest copy gap, in training lengths
+LIGHT_TOKENS = 16  # 1 / share of the tokens
+
+
+@dataclasses.dataclass(eq=False)
+class Validation:
+    """Validates a model on a text at the lengths of the configuration.
+
+    plans: attention plans by method, then by length. The first method is the trained one, then follow validate_as.
+    Raise ValueError for a text that is too short, and for a method in validate_as that trains differently.
+    """
+
+    config: Config
+    model: GPT
+    text: TokenStream
+    world: World
+
+    def __post_init__(self):
+        check_text(self.config, self.text)
+        self.before_batch = lambda: None  # called equally often on all ranks
+        self.eager = uncompiled(self.model)  # for gains: compiling a length would take longer than its few sequences
+        if self.world.device.type == "cpu":  # there, compiling always takes longer
+            self.model = self.eager
+
+        # The plans of every length that is measured.
+        config = self.config
+        lengths = [*config.val_lengths, *map(copy_length, config.val_copy_gaps)]
+        if config.val_far_windows:
+            lengths += [config.train_length, RATIO * config.train_length]
+        plan = functools.partial(self.model.plan, backend=config.attention_backend)
+        self.plans = {config.method: {length: plan(length) for length in lengths}}
+        for name, method in build_alternatives(config).items():
+            self.plans[name] = {length: plan(length, method=method) for length in lengths}
+
+    def is_due(self, step: int) -> bool:
+        """Return True if a run validates before this step."""
+        return bool(validation_plan(self.config, step))
+
+    def measure(self, step: int, before_batch: Callable[[], None]) -> dict:
+        """Return the record of the validation before this step.
+
+        The record has the keys of `losses`, `copy_gains` and, for the last validation, `far_gains`. It also has
+        method_parameters (one value a head) and val_seconds. An error of before_batch ends the validation.
+        """
+        # 1. Measure.
+        began = time.monotonic()
+        self.before_batch = before_batch
+        is_last = step == self.config.steps
+        tokens_by_length = validation_plan(self.config, step)
+        record = self.losses(tokens_by_length, by_block=is_last)
+        if gaps := validation_gaps(self.config, tokens_by_length, is_last):
+            record |= self.copy_gains(gaps)
+        if self.config.val_far_windows and is_last:
+            record |= self.far_gains()
+
+        # 2. Add the parameters of the methods, and the time.
+        record["method_parameters"] = {}
+        for name, p in self.model.named_parameters():
+            if ".method." in name and p.dim() == 1:
+                record["method_parameters"][name] = p.tolist()
+        record["val_seconds"] = round(time.monotonic() - began, 3)
+        return record
+
+    def losses(self, tokens_by_length: dict[int, int], by_block: bool = False) -> dict:
+        """Return val_loss and val_tokens by length, val_loss_by_position, and val_loss_as.
+
+        val_loss: mean loss in nats a token on the first tokens of the text. val_loss_as: the same by method of
+        validate_as; left out if there is none. by_block: add val_loss_by_block, the losses of equal parts of the text:
+        the most parts that have whole sequences at every length. Their spread shows how much the text matters.
+        """
+        # 1. The losses of the run's method.
+        trained, *others = self.plans
+        record = {"val_loss": {}, "val_tokens": {}, "val_loss_by_position": {}}
+        by_sequence = {}
+        for length, tokens in tokens_by_length.items():
+            by_position, by_sequence[length] = self.mean_losses(trained, length, tokens)
+            record["val_loss"][str(length)] = by_position.mean().item()
+            record["val_tokens"][str(length)] = tokens
+            record["val_loss_by_position"][str(length)] = means_by_octave(by_position)
+
+        # 2. The same by blocks of the text.
+        if by_block:
+            record["val_loss_by_block"] = {}
+            blocks = math.gcd(*map(len, by_sequence.values()))
+            for length, losses in by_sequence.items():
+                means = losses.view(blocks, -1).mean(dim=1)
+                record["val_loss_by_block"][str(length)] = rounded(means)
+
+        # 3. The losses of the other methods. Up to the training length, they have the same rotary tables.
+        for name in others:
+            losses = dict(record["val_loss"])
+            for length, tokens in tokens_by_length.items():
+                if length > self.config.train_length:
+                    by_position, _ = self.mean_losses(name, length, tokens)
+                    losses[str(length)] = by_position.mean().item()
+            record.setdefault("val_loss_as", {})[name] = losses
+        return record
+
+    def copy_gains(self, gaps: Sequence[int]) -> dict:
+        """Return the result of measure_copy_gain, and copy_gain_as and copy_loss_as by method of validate_as."""
+        return self.measure_methods(measure_copy_gain, gaps, keys=("copy_gain", "copy_loss"))
+
+    def far_gains(self) -> dict:
+        """Return the result of measure_far_gain, and far_gain_as by method of validate_as."""
+        arguments = self.config.val_far_windows, self.config.train_length
+        return self.measure_methods(measure_far_gain, *arguments, keys=("far_gain",))
+
+    def measure_methods(self, measure: Callable[..., dict], *arguments: Any, keys: Sequence[str]) -> dict:
+        """Return the results of the run's method, and for each key, under KEY_as, the results of each other method."""
+        record = {}
+        for name in self.plans:
+            losses = self.losses_as(name, self.eager)
+            result = measure(losses, self.text, *arguments, vocab_size=self.config.vocab_size)
+            if name == self.config.method:
+                record |= result
+                continue
+            for key in keys:
+                record.setdefault(f"{key}_as", {})[name] = result[key]
+        return record
+
+    def losses_as(self, name: str, model: GPT) -> Losses:
+        """Return the function from inputs and targets to losses with this method, see losses_over_ranks."""
+        return functools.partial(
+            losses_over_ranks,
+            model,
+            self.plans[name],
+            micro_batch_tokens=self.config.micro_batch_tokens,
+            world=self.world,
+            before_batch=self.before_batch,
+        )
+
+    def mean_losses(self, name: str, length: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """Return the mean loss at each position (length,) and of each sequence (tokens / length,), both float64."""
+        text = self.text.read(0, tokens + 1, self.config.vocab_size)
+        inputs = text[:-1].reshape(-1, length)
+        targets = text[1:].reshape(-1, length)
+        losses_of = self.losses_as(name, self.model)
+        losses = losses_of(inputs, targets)  # (tokens / length, length)
+        return losses.mean(dim=0), losses.mean(dim=1)
+
+
+def check_text(config: Config, text: TokenStream) -> None:
+    """Raise ValueError if the validation text is too short for the losses or the gains."""
+    check_validation(text, config.val_lengths, config.val_tokens)
+    check_gaps(text, config.val_copy_gaps)
+    check_windows(text, config.val_far_windows, config.train_length)
+
+
+def uncompiled(model: GPT) -> GPT:
+    """Return a model that shares the weights of `model`. Its blocks run without torch.compile."""
+    view = copy.copy(model)
+    blocks = nn.ModuleList(copy.copy(block) for block in model.blocks)
+    view._modules = model._modules | {"blocks": blocks}
+    return view
+
+
+# ---- when a run validates, and on how much ---------------------------------------------------------------------------
+
+
+def validation_plan(config: Config, step: int) -> dict[int, int]:
+    """Return the validation tokens by length before this step; {} if no validation is due.
+
+    Step config.steps is the last validation. It is the same in each profile.
+    """
+    full = dict.fromkeys(config.val_lengths, config.val_tokens)
+    if step == config.steps:
+        return full
+    if not config.val_every or step % config.val_every:
+        return {}
+    if config.val_profile == "paper":
+        return full
+    if config.val_profile == "light":
+        return part_of_text(config, LIGHT_TOKENS, LIGHT_LENGTHS * config.train_length)
+
+    # The fast profile.
+    plan = {config.train_length: config.val_tokens}
+    if step % (SUBSET * config.val_every) == 0:
+        plan = part_of_text(config, SUBSET) | plan
+    return {length: plan[length] for length in config.val_lengths if length in plan}
+
+
+def part_of_text(config: Config, divisor: int, longest: int | None = None) -> dict[int, int]:
+    """Return val_tokens / divisor by length up to `longest`, rounded down to whole sequences of every length."""
+    lengths = [length for length in config.val_lengths if longest is None or length <= longest]
+    unit = math.lcm(*lengths)
+    units = max(1, config.val_tokens // divisor // unit)
+    return dict.fromkeys(lengths, units * unit)
+
+
+def validation_gaps(config: Config, tokens_by_length: dict[int, int], last: bool) -> list[int]:
+    """Return the copy gaps of a validation. tokens_by_length: its plan (validation_plan)."""
+    if config.val_profile == "light" and not last:
+        return [gap for gap in config.val_copy_gaps if gap <= LIGHT_GAPS * config.train_length]
+    all_lengths = len(tokens_by_length) == len(config.val_lengths)
+    return list(config.val_copy_gaps) if all_lengths else []
+
+
+def build_alternatives(config: Config) -> dict[str, Method]:
+    """Return the methods of validate_as by name. Raise ValueError for a method that trains differently."""
+    return {
+        name: make_alternative(
+            config.method,
+            name,
+            num_heads=config.num_heads,
+            head_dim=config.model_dim // config.num_heads,
+            train_length=config.train_length,
+            position_scale=config.position_scale,
+            options=config.method_options,
+        )
+        for name in config.validate_as
+    }
+
+
+def means_by_octave(mean: Tensor) -> list[float]:
+    """Return means over octaves of positions: entry 0 is position 0, entry k covers 2^(k-1) .. 2^k - 1."""
+    length = len(mean)
+    octaves = (length - 1).bit_length()
+    edges = [0, *(2**k for k in range(octaves)), length]
+    means = [mean[a:b].mean() for a, b in itertools.pairwise(edges) if b > a]
+    return rounded(torch.stack(means))
+
+
+def rounded(numbers: Tensor) -> list[float]:
+    return [round(number, 5) for number in numbers.tolist()]
