@@ -17,10 +17,8 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-STAGES = (
-    "batch", "step", "validation", "log", "metrics", "comparison", "checkpoint write", "checkpoint fsync",
-    "checkpoint rename", "checkpoint deletion",
-)  # fmt: skip
+STAGES = "batch,step,validation,log,metrics,comparison,checkpoint write,checkpoint fsync,checkpoint rename".split(",")
+STAGES.append("checkpoint deletion")
 ENVIRONMENT = dict(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", PYTHONPATH=str(ROOT))
 
 HOLDING = """  # Python runs this when it starts
@@ -89,7 +87,7 @@ class Lives:
 
         processes: more than 1 run under torchrun's agent, whose exit code is 1 when a rank fails.
         """
-        request = dict(argv=[str(word) for word in argv], output=str(output), fault=fault, processes=processes)
+        request = dict(argv=argv, output=str(output), fault=fault, processes=processes)
         self.server.stdin.write(json.dumps(request) + "\n")
         self.server.stdin.flush()
         found, text = os.waitstatus_to_exitcode(int(self.server.stdout.readline())), Path(output).read_text()
@@ -114,8 +112,6 @@ def serve():
             for descriptor in (1, 2):
                 os.dup2(output.stdin.fileno(), descriptor)
             output.stdin.close()
-            if request["processes"] == 1:
-                leave(live(request["argv"], request["fault"]))
             leave(launch(request["argv"], request["fault"], request["processes"]))
         output.stdin.close()
         status = os.waitpid(pid, 0)[1]
@@ -124,7 +120,9 @@ def serve():
 
 
 def launch(argv, fault, processes):
-    """Run the ranks as torchrun does, but in forks. Return torchrun's exit code."""
+    """Run the ranks as torchrun does, but in forks. Return torchrun's exit code, or of one process, its own."""
+    if processes == 1:
+        return live(argv, fault)
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -218,22 +216,27 @@ def poison(value):
             calls.append(1)
             if len(calls) > 1 or loss.dim():
                 return loss
-            if value == "gradient":
-                loss.register_hook(lambda gradient: gradient * float("nan"))
-                return loss
-            return loss * float(value)
+            if value != "gradient":
+                return loss * float(value)
+            loss.register_hook(lambda gradient: gradient * float("nan"))
+            return loss
 
         GPT.forward = poisoned
 
     return do
 
 
-def flip(fault, optimizers, *rest):
-    """Flip one bit of the weights, at stage "comparison"."""
+def flip_bit(tensor, place):
+    """Flip a bit of a contiguous tensor. place: number of the bit in memory, modulo their number."""
     import torch
 
-    parameter = optimizers.all_buckets()[fault["bucket"]].params[0]
-    parameter.detach().view(torch.int32).flatten()[fault["bit"]] ^= 1 << fault["bit"]
+    byte, bit = divmod(place % (8 * tensor.nbytes), 8)
+    tensor.detach().view(-1).view(torch.uint8)[byte] ^= 1 << bit
+
+
+def flip(fault, optimizers, *rest):
+    """Flip one bit of the weights, at stage "comparison"."""
+    flip_bit(optimizers.all_buckets()[1].params[0], fault["place"])
 
 
 def use_memory(fault, *args):

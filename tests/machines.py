@@ -110,7 +110,7 @@ class Machine:
             self.process = subprocess.Popen(
                 [sys.executable, __file__, name, str(number), str(remote.fileno()), str(os.getpid())],
                 pass_fds=[remote.fileno()], cwd=ROOT, env=environment(),
-            )  # fmt: skip
+            )
         self.control.settimeout(60)
         message, devices, *_ = socket.recv_fds(self.control, 4096, 1)
         if not devices:

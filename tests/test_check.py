@@ -168,7 +168,7 @@ train_gpt.main()
 def test_ranks_with_other_backends_end_the_run_in_one_line(backend, tmp_path):
     skip_unless_runs("cpu", make_case("rope"))
     (tmp_path / "train.py").write_text(RANK_1_WITHOUT_COMPILER)
-    argv = arguments(make_data(tmp_path / "data"), tmp_path / "runs", attention_backend=backend)
+    argv = arguments(make_data(tmp_path / "data"), tmp_path / "runs", f"--attention_backend {backend}")
     done = python(*TWO_RANKS, tmp_path / "train.py", *argv, code=1, PYTHONPATH=str(ROOT))  # torchrun's own exit code
     (error,) = re.findall("error: .*", done.stderr)
     assert "rank 1" in error and "no compiler" in error and ("blocks" in error or backend == "cpu")

@@ -6,13 +6,13 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from commands import exit_code, read_json
+from commands import fails, read_json
 from lives import run_ranks
 from test_gpt import plain_layers, rms_norm
 from test_train import steps_and_validations, train_here, write_shards
 
 from data.shards import open_split
-from measure.copy_gain import SPAN, SPANS, copy_length, copy_sequences, measure_copy_gain
+from measure.copy_gain import KINDS, SPAN, SPANS, copy_length, copy_sequences, measure_copy_gain
 from measure.losses import losses_over_ranks
 from model.gpt import GPT
 from runtime.metrics import flatten
@@ -20,7 +20,7 @@ from runtime.processes import World
 from scripts import evaluate
 
 VOCAB, GAPS = 64, (5, 40)
-ALONE = World(0, 1, torch.device("cpu"))
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +36,14 @@ def tiny_model():
     return model
 
 
-def measure(model, stream, gaps=GAPS, micro_batch_tokens=1000, world=ALONE, **options):
-    plans = {copy_length(gap): model.plan(copy_length(gap)) for gap in gaps}
-    losses = partial(losses_over_ranks, model, plans, micro_batch_tokens=micro_batch_tokens, world=world, **options)
-    return measure_copy_gain(losses, stream, gaps, VOCAB)
+def losses_of(model, lengths, micro_batch_tokens=1000, world=World(0, 1, CPU), **options):
+    """Return the function from inputs, targets and positions to losses that the measures take."""
+    plans = {length: model.plan(length) for length in lengths}
+    return partial(losses_over_ranks, model, plans, micro_batch_tokens=micro_batch_tokens, world=world, **options)
+
+
+def measure(model, stream, **options):
+    return measure_copy_gain(losses_of(model, map(copy_length, GAPS), **options), stream, GAPS, VOCAB)
 
 
 @pytest.mark.parametrize("gap", [1, 40, 768])  # the last leaves room for one place of the text span
@@ -50,12 +54,12 @@ def test_sequences_hold_a_span_the_filler_and_the_span_again(stream, gap):
     fillers = sequences[..., SPAN:-SPAN]
     assert (fillers[0] == fillers[1]).all()
     pieces = {bytes(np.take(text, range(i, i + gap), mode="wrap")): i for i in range(len(text))}
-    cyclic = np.concatenate([text, text, text])
+    cyclic = np.tile(text, 3)
     for filler, span in zip(fillers[1], sequences[1, :, :SPAN]):
         start = pieces[bytes(filler.astype(text.dtype))]  # one of its places in the text
         if gap > 30:  # shorter ones are at several places
             rest = cyclic[start + gap : start + len(text)]  # all of the text but the filler
-            assert any((rest[i : i + SPAN] == span).all() for i in range(len(rest) - SPAN + 1))
+            assert (np.lib.stride_tricks.sliding_window_view(rest, SPAN) == span).all(axis=1).any()
 
 
 def test_random_spans_follow_the_unigram_frequency(tmp_path):
@@ -67,6 +71,7 @@ def test_random_spans_follow_the_unigram_frequency(tmp_path):
 
 def dense_losses(model, tokens):
     """Return the loss of each token but the first, (T - 1,), by the plain form of test_gpt.py in float64."""
+    tokens = torch.from_numpy(tokens)
     weights = {name: p.detach().double() for name, p in model.named_parameters()}
     *_, (*_, x) = plain_layers("nope", weights, tokens[None, :-1], num_heads=2)
     logits = rms_norm(x[0]) @ weights["head"].T
@@ -75,17 +80,16 @@ def dense_losses(model, tokens):
 
 def test_losses_and_gains_equal_a_dense_computation(stream):
     model = tiny_model()
-    result = measure(model, stream)
+    result = flatten(measure(model, stream))
     for gap in GAPS:
-        for kind, sequences in zip(("random", "text"), copy_sequences(stream, gap, VOCAB)):
-            by_token = torch.stack([dense_losses(model, torch.from_numpy(row)) for row in sequences])
-            first, second = by_token[:, :31].mean(dim=1), by_token[:, -31:].mean(dim=1)
-            gains, key = first - second, str(gap)
-            expected = [first.mean().item(), second.mean().item()]
-            assert result["copy_loss"][kind][key] == pytest.approx(expected, abs=1e-4)
-            assert result["copy_gain"][kind][key] == pytest.approx(gains.mean().item(), abs=1e-4)
+        for kind, sequences in zip(KINDS, copy_sequences(stream, gap, VOCAB)):
+            by_token = torch.stack([dense_losses(model, row) for row in sequences])
+            copies = torch.stack([by_token[:, :31].mean(dim=1), by_token[:, -31:].mean(dim=1)])  # (2, 48)
+            gains = copies[0] - copies[1]
             error = np.std(gains.numpy(), ddof=1) / math.sqrt(48)
-            assert result["copy_gain_error"][kind][key] == pytest.approx(error, abs=1e-4)
+            expected = dict(copy_loss=copies.mean(dim=1).tolist(), copy_gain=gains.mean(), copy_gain_error=error)
+            for name, value in expected.items():
+                assert result[f"{name}/{kind}/{gap}"] == pytest.approx(value, abs=1e-4)
 
 
 def assert_close(result, expected):
@@ -106,25 +110,30 @@ def test_results_do_not_depend_on_the_micro_batch_size(stream, micro_batch_token
 
 def measure_on_rank(rank, world, data):
     """Return the result of this rank, and the number of its batches."""
-    here, calls = World(rank, world, torch.device("cpu")), []
-    stream = open_split(data, "val", VOCAB)
-    return measure(tiny_model(), stream, world=here, before_batch=lambda: calls.append(rank)), len(calls)
+    calls = []
+    options = dict(world=World(rank, world, CPU), before_batch=lambda: calls.append(rank))
+    return measure(tiny_model(), open_split(data, "val", VOCAB), **options), len(calls)
 
 
-def test_results_do_not_depend_on_the_number_of_ranks(stream, tmp_path):
+def test_results_do_not_depend_on_the_number_of_ranks(stream, data, tmp_path):
     """96 sequences are shared as 20, 19, 19, 19, 19. All ranks have equally many batches."""
-    results, calls = zip(*run_ranks(measure_on_rank, (5,), tmp_path, stream.paths[0].parent)[5])
-    assert all(result == results[0] for result in results) and len({*calls}) == 1
-    assert_close(results[0], measure(tiny_model(), stream))
+    ours, *others = run_ranks(measure_on_rank, (5,), tmp_path, data)[5]
+    assert others == [ours] * 4
+    assert_close(ours[0], measure(tiny_model(), stream))
+
+
+# ---- commands
 
 
 @pytest.fixture(scope="module")
 def run(data, tmp_path_factory):
-    gaps = dict(val_copy_gaps=(8, 64), validate_as=("yarn",), method="rope")
-    return train_here(data, tmp_path_factory.mktemp("runs"), steps=10, val_every=1, val_profile="fast", **gaps)
+    more = "--val_copy_gaps 8 64 --validate_as yarn --method rope --steps 10 --val_every 1 --val_profile fast"
+    return train_here(data, tmp_path_factory.mktemp("runs"), more)
 
 
-def measured(record):
+def measured(path, name=""):
+    """Return the copy gains in a record, or in a file of a run."""
+    record = read_json(path / name) if name else path
     return {key: value for key, value in record.items() if key.startswith("copy_")}
 
 
@@ -134,27 +143,28 @@ def test_a_run_measures_it_at_validations_at_all_lengths(run):
     last = measured(validations[-1])
     assert last.keys() == {"copy_loss", "copy_gain", "copy_gain_error", "copy_gain_as", "copy_loss_as"}
     assert {"copy_gain/random/64", "copy_gain/text/8", "copy_gain_as/yarn/text/64"} <= flatten(last).keys()
-    assert measured(read_json(run / "summary.json")) == last
+    assert measured(run, "summary.json") == last
     assert validations[0]["copy_gain"]["random"]["8"] == 0  # before the first step all tokens are equally likely
 
 
 def test_evaluate_measures_it_and_keeps_it(run, capsys):
-    evaluate.main([str(run), "--copy", "8", "64", "--device", "cpu"])
+    def call(*gaps):
+        evaluate.main([str(run), "--device", "cpu", *gaps])
+        return measured(run, "evaluation.json")
+
+    summary = measured(run, "summary.json")
+    assert_close(call("--copy", "8", "64"), summary)
     table = capsys.readouterr().out
-    stored, summary = read_json(run / "evaluation.json"), read_json(run / "summary.json")
-    assert_close(measured(stored), measured(summary))
-    for kind in ("random", "text"):
+    for kind in KINDS:
         assert f"{summary['copy_gain'][kind]['8']:.3f} ± {summary['copy_gain_error'][kind]['8']:.3f}" in table
-    evaluate.main([str(run), "--copy", "2", "512", "--device", "cpu"])
-    stored = read_json(run / "evaluation.json")
+    stored = call("--copy", "2", "512")
     assert stored["copy_gain"]["text"].keys() == {"2", "8", "64", "512"}
-    evaluate.main([str(run), "--device", "cpu"])
-    assert measured(read_json(run / "evaluation.json"))["copy_gain"] == stored["copy_gain"]
+    assert call() == stored
 
 
 @pytest.mark.parametrize("gap", [0, 769, 800])
 def test_wrong_gaps_are_named_and_leave_the_evaluation(run, gap, capsys):
-    before = (run / "evaluation.json").read_bytes() if (run / "evaluation.json").exists() else None
-    assert exit_code(evaluate.main, [run, "--copy", gap, "--device", "cpu"]) == 2
-    assert str(gap) in capsys.readouterr().err
-    assert before == ((run / "evaluation.json").read_bytes() if before else None)
+    path = run / "evaluation.json"
+    before = path.exists() and path.read_bytes()
+    fails(capsys, gap, evaluate.main, run, "--copy", gap, "--device", "cpu")
+    assert before == (path.exists() and path.read_bytes())

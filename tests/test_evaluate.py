@@ -47,8 +47,8 @@ def test_losses_equal_the_summary_wherever_the_text_is(data, copied, tmp_path):
 
 
 def test_other_methods_have_rows_and_the_losses_of_validate_as(data, tmp_path, capsys):
-    folder = train_here(data, tmp_path, method="rope")
-    whole = train_here(data, tmp_path / "with", method="rope", validate_as=("rope_ntk", "yarn"))
+    folder = train_here(data, tmp_path, "--method rope")
+    whole = train_here(data, tmp_path / "with", "--method rope --validate_as rope_ntk yarn")
     capsys.readouterr()
     call(folder, "--as", "yarn")
     call(folder, "--as", "rope_ntk")

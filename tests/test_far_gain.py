@@ -1,23 +1,20 @@
 """Far gain: its classes against a brute-force search, its losses against a dense model, and the commands."""
 
 import math
-from functools import partial
 
 import numpy as np
 import pytest
-import torch
-from commands import exit_code, one_error, read_json
-from test_copy_gain import ALONE, VOCAB, assert_close, dense_losses, tiny_model
+from commands import fails, read_json
+from test_copy_gain import VOCAB, assert_close, dense_losses, losses_of, tiny_model
 from test_train import steps_and_validations, train_here, write_shards
 
 from data.shards import open_split
 from measure.far_gain import CLASSES, classify, far_windows, measure_far_gain
-from measure.losses import losses_over_ranks
 from scripts import evaluate
 from scripts.shared.runs import with_evaluation
 
 T, WINDOWS = 16, 3
-FAR = {"far_loss", "far_gain", "far_gain_error", "far_tokens"}
+FAR = ("far_loss", "far_gain", "far_gain_error", "far_tokens")
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +36,7 @@ def class_of(window, place):
 
 
 def test_a_class_follows_from_the_last_place_with_the_same_context():
-    rng = np.random.default_rng(1)
-    windows = rng.integers(0, 2, (50, 16 * T))  # with two different tokens, all classes are frequent
+    windows = np.random.default_rng(1).integers(0, 2, (50, 16 * T))  # of two tokens, so all classes are frequent
     expected = [[class_of(window, place) for place in range(15 * T + 12, 16 * T)] for window in windows]
     assert [[CLASSES[i] for i in classify(window, T)] for window in windows] == expected
     assert {*np.ravel(expected)} == {*CLASSES}
@@ -49,43 +45,41 @@ def test_a_class_follows_from_the_last_place_with_the_same_context():
 def test_windows_cover_the_text(stream):
     windows = far_windows(stream, WINDOWS, T, VOCAB)
     assert windows.shape == (WINDOWS, 16 * T)
-    assert (windows[0] == stream.read(0, 16 * T)).all() and (windows[-1] == stream.read(800 - 16 * T, 16 * T)).all()
+    assert (windows[[0, -1]] == [stream.read(start, 16 * T) for start in (0, 800 - 16 * T)]).all()
     with pytest.raises(ValueError, match="1024"):
         far_windows(stream, 4, T, VOCAB)
 
 
 def test_gains_equal_a_dense_computation(stream):
     model = tiny_model()
-    plans = {n: model.plan(n) for n in (T, 16 * T)}
-    losses = partial(losses_over_ranks, model, plans, micro_batch_tokens=1000, world=ALONE)
-    result = measure_far_gain(losses, stream, WINDOWS, T, VOCAB)
-    gains = {name: [] for name in CLASSES}  # by class: (window, short loss, long loss)
+    result = measure_far_gain(losses_of(model, (T, 16 * T)), stream, WINDOWS, T, VOCAB)
+    tokens = {name: [] for name in CLASSES}  # by class: (window, short loss, long loss)
     for number, window in enumerate(far_windows(stream, WINDOWS, T, VOCAB)):
-        long, short = (dense_losses(model, torch.from_numpy(window[-n:]))[-4:].tolist() for n in (16 * T, T))
-        for place, losses in zip(range(16 * T - 4, 16 * T), zip(short, long)):
-            gains[class_of(window, place)].append((number, *losses))
-    assert result["far_tokens"] == {name: len(rows) for name, rows in gains.items() if rows}
+        long, short = (dense_losses(model, window[-n:])[-4:].tolist() for n in (16 * T, T))
+        for place, *losses in zip(range(16 * T - 4, 16 * T), short, long):
+            tokens[class_of(window, place)].append((number, *losses))
+    assert result["far_tokens"] == {name: len(rows) for name, rows in tokens.items() if rows}
     for name in result["far_tokens"]:
-        windows, short, long = map(np.array, zip(*gains[name]))
-        assert result["far_loss"][name] == pytest.approx([short.mean(), long.mean()], abs=1e-4)
-        assert result["far_gain"][name] == pytest.approx((short - long).mean(), abs=1e-4)
-        deviations = short - long - (short - long).mean()
-        sums = [deviations[windows == number].sum() for number in range(WINDOWS)]
-        assert result["far_gain_error"][name] == pytest.approx(math.hypot(*sums) / len(short), abs=1e-4)
+        windows, short, long = np.array(tokens[name]).T
+        gain = (short - long).mean()
+        sums = np.bincount(windows.astype(int), short - long - gain)  # over the tokens of a window
+        expected = [short.mean(), long.mean()], gain, math.hypot(*sums) / len(short)
+        for key, value in zip(FAR, expected):
+            assert result[key][name] == pytest.approx(value, abs=1e-4)
 
 
 def test_a_run_measures_it_at_its_end_and_evaluate_again(data, tmp_path, capsys):
-    gaps = dict(val_far_windows=1, validate_as=("yarn",), method="rope", train_length=T)
-    run = train_here(data, tmp_path, steps=10, val_every=5, **gaps)
+    more = "--val_far_windows 1 --validate_as yarn --method rope --steps 10"
+    run = train_here(data, tmp_path, more)
     steps, validations = steps_and_validations(run)
     assert [r["step"] for r in (*steps, *validations) if "far_gain" in r] == [10]
     summary = read_json(run / "summary.json")
-    assert FAR <= summary.keys() and summary["far_gain_as"]["yarn"].keys() == summary["far_gain"].keys()
+    assert {*FAR} <= summary.keys() and summary["far_gain_as"]["yarn"].keys() == summary["far_gain"].keys()
+
     evaluate.main([str(run), "--far", "1", "--device", "cpu"])
     stored = read_json(run / "evaluation.json")
-    assert_close({key: stored[key] for key in FAR}, {key: summary[key] for key in FAR})
-    without = {key: value for key, value in summary.items() if not key.startswith("far_")}
+    assert_close(*({key: record[key] for key in FAR} for record in (stored, summary)))
+    without = {key: value for key, value in summary.items() if key not in FAR}
     assert with_evaluation(without, stored)["far_gain"] == stored["far_gain"]
     assert f"{summary['far_gain']['none']:.3f} ± {summary['far_gain_error']['none']:.3f}" in capsys.readouterr().out
-    assert exit_code(evaluate.main, [run, "--far", "9", "--device", "cpu"]) == 2
-    assert "far gain" in one_error(capsys)
+    fails(capsys, "far gain", evaluate.main, run, "--far", 9, "--device", "cpu")

@@ -13,9 +13,9 @@ import time
 import pytest
 from commands import ROOT, TWO_RANKS, is_alive, python, wait_for
 from lives import ENVIRONMENT, STAGES, Lives
-from test_train import arguments, assert_close_run, assert_same_run
+from test_train import arguments, assert_close_run, assert_same_run, newest, newest_state
 
-from runtime.checkpoint import latest_checkpoint, list_checkpoints, load_checkpoint
+from runtime.checkpoint import list_checkpoints, load_checkpoint
 from runtime.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
@@ -42,6 +42,17 @@ def undisturbed(data, lives, tmp_path_factory):
     return runs / "run"
 
 
+@pytest.fixture
+def live(data, lives, tmp_path):
+    """Return a function that runs train_gpt.py in a folder, see Lives.live."""
+
+    def live(runs=tmp_path, more="", fault=None, processes=1, code=0):
+        argv = arguments(data, runs, f"--resume auto {more}")
+        return lives.live(argv, tmp_path / "output", fault, processes, code)
+
+    return live
+
+
 def at(stage, count=1, do="kill", **more):
     return dict(stage=stage, count=count, do=do, **more)
 
@@ -58,7 +69,7 @@ def steps_of(runs):
 
 
 def saved_step(runs):
-    checkpoint = latest_checkpoint(runs / "run/checkpoints")
+    checkpoint = newest(runs / "run")
     return load_checkpoint(checkpoint)["progress"]["step"] if checkpoint else 0
 
 
@@ -66,39 +77,36 @@ def saved_step(runs):
 
 
 @pytest.mark.promise(*KILLS)
-def test_killed_at_every_kind_of_moment(data, lives, faults, long, tmp_path):
+def test_killed_at_every_kind_of_moment(live, faults, long, tmp_path):
     rng = random.Random(time.time_ns() if long else 1)
     stages = [stage for stage in STAGES if stage != "comparison"] * (14 if long else 1)
     rng.shuffle(stages)
-    fields = dict(steps=4 * len(stages), save_every=2, val_every=4, keep=1 + rng.randrange(2))
-    lives.live(arguments(data, tmp_path / "undisturbed", **fields), tmp_path / "output")
-    argv = arguments(data, tmp_path, resume="auto", **fields)
+    more = f"--steps {4 * len(stages)} --save_every 2 --val_every 4 --keep {1 + rng.randrange(2)}"
+    live(tmp_path / "undisturbed", more)
     for stage in stages:
         with faults(f"at {stage}"):
             most = {"metrics": 5, "log": 5}.get(stage, 3)
-            lives.live(argv, tmp_path / "output", at(stage, rng.randint(1, most)), code=-signal.SIGKILL)
+            live(tmp_path, more, at(stage, rng.randint(1, most)), code=-signal.SIGKILL)
             steps = steps_of(tmp_path) if (tmp_path / "run/metrics.jsonl").exists() else []
             assert steps == list(range(1, len(steps) + 1)) and len(steps) >= saved_step(tmp_path)
-    lives.live(argv, tmp_path / "output")
+    live(tmp_path, more)
     assert_same_run(tmp_path / "run", tmp_path / "undisturbed" / "run")
     assert not list((tmp_path / "run").rglob("*.partial"))
 
 
 @pytest.mark.promise(*RESUME)
-def test_resumed_in_other_micro_batches_and_on_another_number_of_processes(data, undisturbed, lives, faults, tmp_path):
+def test_resumed_in_other_micro_batches_and_on_another_number_of_processes(undisturbed, live, faults, tmp_path):
     with faults("resumed in other micro-batches by two processes, then by one"):
-        argv = arguments(data, tmp_path, resume="auto", micro_batch_tokens=16)
-        lives.live(argv, tmp_path / "output", at("step", 7), code=-signal.SIGKILL)
-        argv = arguments(data, tmp_path, resume="auto", micro_batch_tokens=64)
-        lives.live(argv, tmp_path / "output", at("step", 8, "SIGTERM"), processes=2)  # from step 5 on
+        live(tmp_path, "--micro_batch_tokens 16", at("step", 7), code=-signal.SIGKILL)
+        live(tmp_path, "--micro_batch_tokens 64", at("step", 8, "SIGTERM"), processes=2)  # from step 5 on
         assert saved_step(tmp_path) == 13
-        lives.live(arguments(data, tmp_path, resume="auto", micro_batch_tokens=32), tmp_path / "output")
+        live(tmp_path, "--micro_batch_tokens 32")
         assert_close_run(tmp_path / "run", undisturbed)
 
 
 @pytest.mark.parametrize("processes", [2, 3])  # of 8 sequences
-def test_losses_do_not_depend_on_the_number_of_processes(processes, data, undisturbed, lives, tmp_path):
-    lives.live(arguments(data, tmp_path), tmp_path / "output", processes=processes)
+def test_losses_do_not_depend_on_the_number_of_processes(processes, undisturbed, live, tmp_path):
+    live(processes=processes)
     assert_close_run(tmp_path / "run", undisturbed)
 
 
@@ -107,24 +115,23 @@ def test_losses_do_not_depend_on_the_number_of_processes(processes, data, undist
 
 @pytest.mark.promise(*SIGNALS)
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
-def test_told_to_stop_it_saves_and_exits_with_75(name, data, undisturbed, lives, faults, tmp_path):
+def test_told_to_stop_it_saves_and_exits_with_75(name, undisturbed, live, faults, tmp_path):
     for stage, count in (("batch", 7), ("validation", 4), ("checkpoint write", 3)):
         with faults(f"{name} at {stage}"):
             runs = tmp_path / stage
-            argv = arguments(data, runs, resume="auto")
-            lives.live(argv, tmp_path / "output", at(stage, count, name), code=75)
+            live(runs, fault=at(stage, count, name), code=75)
             assert saved_step(runs) == steps_of(runs)[-1] < 20 and (stage != "batch" or saved_step(runs) == 7)
             assert (runs / "run/interrupted").read_text() == f"{name}\n"
-            lives.live(argv, tmp_path / "output")
+            live(runs)
             assert not (runs / "run/interrupted").exists()
             assert_same_run(runs / "run", undisturbed)
 
 
 @pytest.mark.promise(*SIGNALS)
 @pytest.mark.parametrize("fault, code", [(at("log", 1, "SIGTERM"), 75), (at("batch", 2, "twice"), 130)])
-def test_before_the_first_step_and_at_a_second_ctrl_c_it_leaves_at_once(fault, code, data, lives, faults, tmp_path):
+def test_before_the_first_step_and_at_a_second_ctrl_c_it_leaves_at_once(fault, code, live, faults, tmp_path):
     with faults(f"{fault['do']} at {fault['stage']}"):
-        lives.live(arguments(data, tmp_path), tmp_path / "output", fault, code=code)
+        live(fault=fault, code=code)
         assert saved_step(tmp_path) == 0 and (tmp_path / "run/interrupted").exists()
 
 
@@ -147,17 +154,21 @@ def test_compilers_end_with_it(faults):
 @pytest.mark.promise(*SIGNALS)
 def test_under_torchrun_the_launcher_of_the_docs_exits_with_75(data, faults, tmp_path):
     page = (ROOT / "docs" / "train.md").read_text()
-    (block,) = re.findall(r"```bash\n(#!/bin/bash\n# launch.sh.*?)```", page, re.DOTALL)
-    script = block.replace("runs/gpt_162m_4k-scale_invariant_p_rope-s0", str(tmp_path / "run"))
-    script = script.replace("--nproc_per_node=8", "--nproc_per_node=2").replace(".venv/bin/python", sys.executable)
-    script = script.replace("gpt_162m_4k", " ".join(map(str, arguments(data, tmp_path, steps=100_000, val_every=0))))
-    assert script.count(str(tmp_path / "run")) == 1
+    (script,) = re.findall(r"```bash\n(#!/bin/bash\n# launch.sh.*?)```", page, re.DOTALL)
+    run = str(tmp_path / "run")
+    for text, ours in {
+        "runs/gpt_162m_4k-scale_invariant_p_rope-s0": run,
+        "--nproc_per_node=8": "--nproc_per_node=2",
+        ".venv/bin/python": sys.executable,
+        "gpt_162m_4k": " ".join(arguments(data, tmp_path, "--steps 100000 --val_every 0")),
+    }.items():
+        script = script.replace(text, ours)
+    assert script.count(run) == 1
     with faults("SIGTERM to torchrun"), open(tmp_path / "output", "w+") as output:
         process = subprocess.Popen(["bash", "-c", script], cwd=ROOT, stdout=output, stderr=output,
-                                   start_new_session=True, env=os.environ | ENVIRONMENT)  # fmt: skip
+                                   start_new_session=True, env=os.environ | ENVIRONMENT)
         try:
-            wait_for(lambda: process.poll() is not None or latest_checkpoint(tmp_path / "run/checkpoints"))
-            assert process.poll() is None, (tmp_path / "output").read_text()
+            wait_for(lambda: process.poll() is not None or newest(tmp_path / "run"))
             os.killpg(process.pid, signal.SIGTERM)  # as Slurm's scancel does
             assert process.wait(600) == 75, (tmp_path / "output").read_text()
         finally:
@@ -171,37 +182,35 @@ def test_under_torchrun_the_launcher_of_the_docs_exits_with_75(data, faults, tmp
 
 @pytest.mark.promise(*DISK)
 @pytest.mark.parametrize("stage, count, size", [("checkpoint write", 1, 0), ("checkpoint write", 2, 60_000),
-                                                ("metrics", 12, 0), ("log", 9, 0)])  # fmt: skip
-def test_full_disk(stage, count, size, data, undisturbed, lives, faults, tmp_path):
+                                                ("metrics", 12, 0), ("log", 9, 0)])
+def test_full_disk(stage, count, size, undisturbed, live, faults, tmp_path):
     with faults(f"full at {stage}"):
-        argv = arguments(data, tmp_path, resume="auto")
-        output = lives.live(argv, tmp_path / "output", at(stage, count, "full", bytes=size), code=2)
+        output = live(fault=at(stage, count, "full", bytes=size), code=2)
         assert str(tmp_path / "run") in error_of(output), output
         assert not list((tmp_path / "run").rglob("*.partial"))
-        lives.live(argv, tmp_path / "output")
+        live()
         assert_same_run(tmp_path / "run", undisturbed)
 
 
 @pytest.mark.promise(*NONFINITE)
+@pytest.mark.parametrize("choice", ["skip", "stop"])
 @pytest.mark.parametrize("value, processes", [("nan", 1), ("inf", 1), ("gradient", 2)])
-def test_a_nonfinite_step_is_skipped_or_ends_the_run(value, processes, data, undisturbed, lives, faults, tmp_path):
-    for choice in ("skip", "stop"):
-        with faults(f"{value} on one rank of {processes}, {choice}"):
-            runs, fault = tmp_path / choice, at("batch", 8, value, rank=processes - 1)
-            argv = arguments(data, runs, on_nonfinite=choice)
-            code = 0 if choice == "skip" else 2 if processes == 1 else 1
-            output = lives.live(argv, tmp_path / "output", fault, processes, code)
-            if choice == "skip":
-                steps = [r for r in read_metrics(runs / "run/metrics.jsonl") if "train_loss" in r]
-                assert [r.get("skipped", 0) for r in steps] == [0] * 7 + [1] * 13
-                assert [r["step"] for r in steps if r["train_loss"] is None] == ([] if value == "gradient" else [8])
-                assert load_checkpoint(latest_checkpoint(runs / "run/checkpoints"))["progress"]["skipped"] == 1
-                continue
-            for named in ("step 8", "token 256", "chain_train_000002.bin", "step_000005.pt", "on_nonfinite"):
-                assert named in error_of(output)
-            assert saved_step(runs) == 5 and not (runs / "run/summary.json").exists()
-            lives.live(arguments(data, runs, resume="auto"), tmp_path / "output", processes=processes)
-            assert_close_run(runs / "run", undisturbed)
+def test_a_nonfinite_step_is_skipped_or_ends_the_run(choice, value, processes, undisturbed, live, faults, tmp_path):
+    with faults(f"{value} on one rank of {processes}, {choice}"):
+        fault = at("batch", 8, value, rank=processes - 1)
+        code = 0 if choice == "skip" else 2 if processes == 1 else 1
+        output = live(more=f"--on_nonfinite {choice}", fault=fault, processes=processes, code=code)
+        if choice == "skip":
+            steps = [r for r in read_metrics(tmp_path / "run/metrics.jsonl") if "train_loss" in r]
+            assert [r.get("skipped", 0) for r in steps] == [0] * 7 + [1] * 13
+            assert [r["step"] for r in steps if r["train_loss"] is None] == ([] if value == "gradient" else [8])
+            assert newest_state(tmp_path / "run")["progress"]["skipped"] == 1
+            return
+        for named in ("step 8", "token 256", "chain_train_000002.bin", "step_000005.pt", "on_nonfinite"):
+            assert named in error_of(output)
+        assert saved_step(tmp_path) == 5 and not (tmp_path / "run/summary.json").exists()
+        live(processes=processes)
+        assert_close_run(tmp_path / "run", undisturbed)
 
 
 # ---- several ranks ---------------------------------------------------------------------------------------------------
@@ -209,10 +218,10 @@ def test_a_nonfinite_step_is_skipped_or_ends_the_run(value, processes, data, und
 
 @pytest.mark.promise(*RANKS)
 @pytest.mark.parametrize("do", ["kill", "hang", "memory"])
-def test_a_lost_rank_ends_the_job(do, data, lives, faults, tmp_path):
+def test_a_lost_rank_ends_the_job(do, live, faults, tmp_path):
     with faults(f"{do} of a rank"):
         fault = at("batch", 1 if do == "memory" else 3, do, rank=1)
-        output = lives.live(arguments(data, tmp_path, timeout=5), tmp_path / "output", fault, processes=2, code=1)
+        output = live(more="--timeout 5", fault=fault, processes=2, code=1)
         assert re.search(r"rank 1\b.*--micro_batch_tokens" if do == "memory" else r"error: rank 0\b", output), output
         assert (tmp_path / "run/failed").exists() == (do == "memory")
 
@@ -222,7 +231,7 @@ def test_torchruns_restart_goes_on_by_itself(data, undisturbed, faults, tmp_path
     """One of two workers is killed in each of the first two attempts."""
     with faults("two kills of a worker under --max-restarts 2"):
         fault = json.dumps(at("step", 7, "kill", rank=1, attempts=[0, 1]))
-        argv = arguments(data, tmp_path, resume="auto")
+        argv = arguments(data, tmp_path, "--resume auto")
         python(*TWO_RANKS, "--max-restarts=2", "tests/lives.py", fault, *argv, PYTHONPATH=str(ROOT))
         assert_close_run(tmp_path / "run", undisturbed)
 
@@ -231,33 +240,30 @@ def test_torchruns_restart_goes_on_by_itself(data, undisturbed, faults, tmp_path
 
 
 @pytest.mark.promise(*CORRUPTION)
-def test_a_damaged_checkpoint_is_left_for_the_older_one(data, undisturbed, lives, faults, long, tmp_path):
+def test_a_damaged_checkpoint_is_left_for_the_older_one(undisturbed, live, faults, long, tmp_path):
     rng = random.Random(3)
-    argv = arguments(data, tmp_path / "killed", resume="auto")
-    lives.live(argv, tmp_path / "output", at("step", 13), code=-signal.SIGKILL)
+    live(tmp_path / "killed", fault=at("step", 13), code=-signal.SIGKILL)
     for number in range(30 if long else 2):
         damage = ("flipped bit", "cut off")[number % 2]
         with faults(f"{damage} in the newest checkpoint of a run"):
-            runs = tmp_path / str(number)
-            shutil.copytree(tmp_path / "killed", runs)
-            newest, before = list_checkpoints(runs / "run/checkpoints")
-            content = bytearray(newest.read_bytes())
+            runs = shutil.copytree(tmp_path / "killed", tmp_path / str(number))
+            damaged, before = list_checkpoints(runs / "run/checkpoints")
+            content = bytearray(damaged.read_bytes())
             place = rng.randrange(len(content))
             content[place] ^= 1 << rng.randrange(8)
-            newest.write_bytes(content[:place] if damage == "cut off" else content)
-            output = lives.live(arguments(data, runs, resume="auto"), tmp_path / "output")
-            assert newest.name in output and before.name in output, output
-            assert newest.with_name(newest.name + ".damaged").exists()
+            damaged.write_bytes(content[:place] if damage == "cut off" else content)
+            output = live(runs)
+            assert damaged.name in output and before.name in output, output
+            assert damaged.with_name(damaged.name + ".damaged").exists()
             assert_same_run(runs / "run", undisturbed)
 
 
 @pytest.mark.promise(*CORRUPTION)
-def test_a_rank_with_other_weights_ends_the_job_and_is_named(data, undisturbed, lives, faults, tmp_path):
+def test_a_rank_with_other_weights_ends_the_job_and_is_named(undisturbed, live, faults, tmp_path):
     with faults("flipped bit in the weights of a rank of a run"):
-        fault = at("comparison", 2, "flip", rank=1, bucket=1, bit=17)  # before the checkpoint of step 10
-        output = lives.live(arguments(data, tmp_path), tmp_path / "output", fault, processes=2, code=1)
+        fault = at("comparison", 2, "flip", rank=1, place=561)  # before the checkpoint of step 10
+        output = live(fault=fault, processes=2, code=1)
         assert re.search(r"\bstep 10\b", output) and "rank 1 " in output, output
         assert saved_step(tmp_path) == 5
-        argv = arguments(data, tmp_path, resume="auto")
-        lives.live(argv, tmp_path / "output", processes=2)
+        live(processes=2)
         assert_close_run(tmp_path / "run", undisturbed)

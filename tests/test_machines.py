@@ -17,7 +17,7 @@ TOLERANCE = 2e-3  # nats; by 1 process instead of 4, 300 undisturbed steps come 
 PATIENCE = 480  # seconds without a step after which a run counts as lost; torchrun's exit barrier alone may wait 300
 TIMEOUT = 10  # seconds after which a rank is given up: --timeout
 QUICK = "join_timeout=120,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=10,read_timeout=20"
-SHORT = dict(steps=60, save_every=5, val_every=20)
+SHORT = "--steps 60 --save_every 5 --val_every 20"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,15 +38,13 @@ class Job:
     steady: True waits for all machines (--nnodes 2). False goes on with the machines that are there (--nnodes 1:2).
     """
 
-    def __init__(self, network, data, runs, *, machines=2, processes=2, steady=True, variables={}, **fields):
+    def __init__(self, network, data, runs, *, machines=2, steady=False, variables={}):
         self.variables = variables | dict(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
         self.network, self.runs, self.folder = network, runs, runs / "run"
-        fields = dict(resume="auto", timeout=TIMEOUT, steps=300, val_every=100, save_every=20) | fields
-        self.command = [
-            "--max-restarts=1000", "--rdzv_backend=c10d",
-            "--rdzv_id=chaos", f"--rdzv_conf={QUICK}", f"--nproc_per_node={processes}",
-            f"--nnodes={machines if steady else f'1:{machines}'}", "train_gpt.py", *arguments(data, runs, **fields),
-        ]  # fmt: skip
+        nodes = machines if steady else f"1:{machines}"
+        torchrun = f"--max-restarts=1000 --rdzv_backend=c10d --rdzv_id=chaos --rdzv_conf={QUICK} --nnodes={nodes}"
+        argv = arguments(data, runs, f"--resume auto --timeout {TIMEOUT} {SHORT}")
+        self.command = [*torchrun.split(), "--nproc_per_node=1", "train_gpt.py", *argv]
         self.names = [f"node{number}" for number in range(1, machines + 1)]
         self.rendezvous = "node1"
         self.machines, self.codes, self.lost = {}, {}, set()  # lost: those that do not come back
@@ -122,8 +120,8 @@ class Job:
 @pytest.mark.promise(*MACHINES)
 def test_a_killed_machine_and_a_lost_link_cost_no_bit(data, network, faults, tmp_path):
     """The number of processes stays the same, so all numbers do."""
-    train_on_two(data, tmp_path / "undisturbed", **SHORT)
-    job = Job(network, data, tmp_path / "runs", processes=1, **SHORT)
+    undisturbed = train_on_two(data, tmp_path / "undisturbed", SHORT)
+    job = Job(network, data, tmp_path / "runs", steady=True)
     with faults("machine killed"):
         job.reach(7)
         job.machines["node2"].kill()
@@ -134,7 +132,7 @@ def test_a_killed_machine_and_a_lost_link_cost_no_bit(data, network, faults, tmp
         time.sleep(1)
         network.plug("node1")
     job.finish()
-    assert_same_run(job.folder, tmp_path / "undisturbed/run")
+    assert_same_run(job.folder, undisturbed)
 
 
 @pytest.fixture
@@ -147,7 +145,7 @@ def held(tmp_path):
 
 @pytest.fixture(scope="module")
 def of_one(data, tmp_path_factory):
-    return train_here(data, tmp_path_factory.mktemp("one"), **SHORT)
+    return train_here(data, tmp_path_factory.mktemp("one"), SHORT)
 
 
 @pytest.mark.promise(*MACHINES)
@@ -158,7 +156,7 @@ def test_the_others_go_on_without_a_lost_machine(failure, data, of_one, network,
         pytest.skip("half a minute and more each: only in the long form")
     variables, release = held
     with faults(f"machine {failure}"):
-        job = Job(network, data, tmp_path, machines=3, processes=1, steady=False, variables=variables, **SHORT)
+        job = Job(network, data, tmp_path, machines=3, variables=variables)
         job.wait_for("3 x CPU")
         job.lost.add("node3")
         network.unplug("node3")
@@ -180,7 +178,7 @@ def test_machine_that_comes_back_is_taken_in(data, of_one, network, faults, tmp_
     alone, both = (tmp_path / f"held {processes}" for processes in (1, 2))
     alone.touch(), both.touch()
     with faults("machine killed, and back"):
-        job = Job(network, data, tmp_path / "runs", processes=1, steady=False, variables=variables, **SHORT)
+        job = Job(network, data, tmp_path / "runs", variables=variables)
         job.wait_for("2 x CPU")
         job.lost.add("node2")
         job.machines["node2"].kill()
@@ -203,7 +201,7 @@ def test_without_the_machine_of_the_rendezvous_the_job_ends_and_starts_elsewhere
 ):
     variables, release = held
     with faults("machine of the rendezvous killed"):
-        job = Job(network, data, tmp_path, processes=1, steady=False, variables=variables, **SHORT)
+        job = Job(network, data, tmp_path, variables=variables)
         job.wait_for("2 x CPU")
         began = time.monotonic()
         job.machines["node1"].kill()

@@ -112,7 +112,7 @@ def test_its_example_of_a_method_trains(tmp_path):
     (tmp_path / table).write_text(text)
     options = re.search(r"Now `(--method .*?)` trains", README)[1].split()
     make_data(tmp_path / "text")
-    argv = arguments(tmp_path / "text", "runs", steps=1, cooldown_steps=0)
+    argv = arguments(tmp_path / "text", "runs", "--steps 1 --cooldown_steps 0")
     python("train_gpt.py", *argv, *options, cwd=tmp_path, timeout=None)
     config = read_json(tmp_path / "runs/run/config.json")
     assert (config["method"], config["method_options"]) == ("p_rope+root", {"slope": 2})

@@ -13,6 +13,7 @@ from scipy import stats
 from test_train import FIELDS, make_data
 from tiny_run import sweeps_in_this_process
 
+from configs.command_line import read_fields
 from configs.presets import preset
 from configs.runs import Run
 from model.methods import MECHANISMS
@@ -219,7 +220,8 @@ def test_a_file_that_breaks_a_rule_is_not_trained(tmp_path, text, method, named,
 @pytest.fixture
 def tiny(tmp_path, monkeypatch):
     """Make track laptop tiny, with five kept runs of RoPE. Return the arguments of all commands."""
-    fields = FIELDS | dict(val_lengths=(16, 256), val_tokens=512, val_copy_gaps=(64,), steps=2, cooldown_steps=1)
+    more = "--val_lengths 16 256 --val_tokens 512 --val_copy_gaps 64 --steps 2 --cooldown_steps 1"
+    fields = read_fields(f"{FIELDS} {more}".split())
     del fields["name"]
     monkeypatch.setitem(tracks.TRACKS, "laptop", Run("quickstart", fields))
     monkeypatch.setattr(tracks, "RESULTS", tmp_path / "results")

@@ -87,9 +87,8 @@ class Trainer:
                 part = self.net(tokens.chunk(2)[i], targets.chunk(2)[i]) / (2 * self.world)
                 part.backward()
                 loss += part.detach()
-            pair = torch.stack([loss, self.optimizers.reduce_gradients()])
-            if self.world > 1:
-                dist.all_reduce(pair)
+            loss, norm = self.optimizers.reduce(loss)
+            pair = torch.stack([loss, norm.square()])
             self.optimizers.step(1 - step / 10, pair.isfinite().all())
             numbers.append(pair)
         return torch.stack(numbers)

@@ -22,12 +22,9 @@ from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoi
 from runtime.metrics import read_metrics
 from runtime.run import Run
 
-FIELDS = dict(
-    name="run", vocab_size=64, num_layers=2, num_heads=2, model_dim=32,
-    train_length=16, batch_tokens=128, micro_batch_tokens=64, steps=20, cooldown_steps=6,
-    val_lengths=(16, 64), val_tokens=256, length_schedule=(), val_copy_gaps=(), val_every=5, save_every=5,
-    compile="off", device="cpu", dtype="float32",
-)  # fmt: skip
+FIELDS = "--name run --vocab_size 64 --num_layers 2 --num_heads 2 --model_dim 32 --train_length 16 --batch_tokens 128 "
+FIELDS += "--micro_batch_tokens 64 --steps 20 --cooldown_steps 6 --val_lengths 16 64 --val_tokens 256 "
+FIELDS += "--length_schedule --val_copy_gaps --val_every 5 --save_every 5 --compile off --device cpu --dtype float32 "
 TIMES = {"seconds", "val_seconds", "tokens_per_second", "peak_memory_mib"}
 
 
@@ -60,24 +57,23 @@ def validation_tokens(data):
     return np.concatenate([np.fromfile(path, "<u2", offset=1024) for path in sorted(data.glob("*_val_*.bin"))])
 
 
-def arguments(data, runs, preset="quickstart", **fields):
-    argv = [preset]
-    for field, value in (FIELDS | dict(data_dir=data, runs_dir=runs) | fields).items():
-        argv += [f"--{field}", *map(str, value if isinstance(value, tuple) else [value])]
-    return argv
+def arguments(data, runs, more="", preset="quickstart"):
+    """Return the command line of a small run. `more` has other fields, the last of which count."""
+    return [preset, *f"{FIELDS} --data_dir {data} --runs_dir {runs} {more}".split()]
 
 
-def train(data, runs, threads=1, variables={}, **fields):
-    python("train_gpt.py", *arguments(data, runs, **fields), threads=threads, **variables)
+def train(data, runs, more="", threads=1, **variables):
+    python("train_gpt.py", *arguments(data, runs, more), threads=threads, **variables)
     return runs / "run"
 
 
-def train_on_two(data, runs, **fields):
-    python(*TWO_RANKS, "train_gpt.py", *arguments(data, runs, **fields))
+def train_on_two(data, runs, more=""):
+    python(*TWO_RANKS, "train_gpt.py", *arguments(data, runs, more))
+    return runs / "run"
 
 
-def train_here(data, runs, **fields):
-    here(train_gpt.main, *arguments(data, runs, **fields))
+def train_here(data, runs, more=""):
+    here(train_gpt.main, *arguments(data, runs, more))
     return runs / "run"
 
 
@@ -85,8 +81,16 @@ def rewound(folder, runs):
     """Copy a finished run to `runs`, without its last checkpoint, as if it had been killed. Return the copy."""
     copy = shutil.copytree(folder, runs / "run")
     (copy / "summary.json").unlink()
-    latest_checkpoint(copy / "checkpoints").unlink()
+    newest(copy).unlink()
     return copy
+
+
+def newest(folder):
+    return latest_checkpoint(folder / "checkpoints")
+
+
+def newest_state(folder):
+    return load_checkpoint(newest(folder))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -124,36 +128,34 @@ def assert_same_numbers(a, b):
 
 def assert_same_run(folder, reference):
     """Assert the same weights, optimizer state, records and summary, but for times."""
-    ours, expected = (load_checkpoint(latest_checkpoint(f / "checkpoints")) for f in (folder, reference))
     for part in ("model", "optimizers"):
-        assert_same_numbers(ours[part], expected[part])
-    assert ours["progress"]["step"] == expected["progress"]["step"]
-    ours, expected = ([without_times(r) for r in read_metrics(f / "metrics.jsonl")] for f in (folder, reference))
-    assert ours == expected
-    ours, expected = (without_times(read_json(f / "summary.json")) for f in (folder, reference))
-    assert ours == expected
+        assert_same_numbers(newest_state(folder)[part], newest_state(reference)[part])
+    assert newest(folder).name == newest(reference).name
+    for path in ("metrics.jsonl", "summary.json"):  # one object a line, or one object
+        ours, expected = ([*map(without_times, read_metrics(f / path))] for f in (folder, reference))
+        assert ours == expected
 
 
 def assert_close_run(folder, reference, tolerance=1e-4):
     """Assert the same losses of training and validation, up to the tolerance in nats."""
-    (steps, validations), (expected_steps, expected_validations) = map(steps_and_validations, (folder, reference))
-    assert [r["step"] for r in steps] == [r["step"] for r in expected_steps]
-    assert [r["train_loss"] for r in steps] == pytest.approx([r["train_loss"] for r in expected_steps], abs=tolerance)
-    assert [r["step"] for r in validations] == [r["step"] for r in expected_validations]
-    for ours, expected in zip(validations, expected_validations):
-        assert ours["val_loss"] == pytest.approx(expected["val_loss"], abs=tolerance)
+    ours, expected = (read_metrics(f / "metrics.jsonl") for f in (folder, reference))
+    assert [r["step"] for r in ours] == [r["step"] for r in expected]
+    for record, other in zip(ours, expected):
+        for key in ("train_loss", "val_loss"):
+            assert record.get(key) == pytest.approx(other.get(key), abs=tolerance)
 
 
 @torch.no_grad()
 def plain_losses(folder, data, length, num_tokens):
     """Return the losses of the last checkpoint from the logits, one sequence at a time: (sequences, length)."""
     model = build_model(read_config(arguments(data, folder.parent)), torch.float32)
-    model.load_state_dict(torch.load(latest_checkpoint(folder / "checkpoints"))["model"])
+    model.load_state_dict(newest_state(folder)["model"])
     tokens = torch.from_numpy(validation_tokens(data).astype(np.int64))
     losses = []
     for start in range(0, num_tokens, length):
-        log_p = model(tokens[start : start + length].unsqueeze(0))[0].double().log_softmax(dim=-1)  # (T, V)
-        losses.append(-log_p[torch.arange(length), tokens[start + 1 : start + length + 1]])
+        text = tokens[start : start + length + 1]
+        log_p = model(text[None, :-1])[0].double().log_softmax(dim=-1)  # (T, V)
+        losses.append(-log_p[torch.arange(length), text[1:]])
     return torch.stack(losses)
 
 
@@ -169,8 +171,8 @@ def test_files_of_a_run(finished, data):
     log = (finished / "log.txt").read_text()
     for source in ("train_gpt.py", "model/gpt.py", "model/methods/scale_invariant.py", "optim/muon.py"):
         assert (ROOT / source).read_text() in log
-    state = load_checkpoint(latest_checkpoint(finished / "checkpoints"))
-    assert state.keys() == {"progress", "config", "model", "optimizers", "fingerprint", "tokenizer"}
+    parts = {"progress", "config", "model", "optimizers", "fingerprint", "tokenizer"}
+    assert newest_state(finished).keys() == parts
 
 
 def test_record_of_every_step_and_validation(finished):
@@ -180,58 +182,56 @@ def test_record_of_every_step_and_validation(finished):
     assert all(r.keys() == keys and r["tokens"] == 128 * r["step"] for r in steps)
     assert all(0 < r["grad_norm"] < 100 and r["tokens_per_second"] > 0 for r in steps)
     assert steps[0]["train_loss"] == pytest.approx(math.log(64), abs=1e-5)  # the head starts at zero
+    peaks = dict(matrices=0.02, embedding=0.3, head=0.002)
     for record in steps:
         factor = min(1, (21 - record["step"]) / 6)
-        assert record["lr"] == pytest.approx(dict(matrices=0.02 * factor, embedding=0.3 * factor, head=0.002 * factor))
+        assert record["lr"] == pytest.approx({name: peak * factor for name, peak in peaks.items()})
 
-    keys = {"step", "tokens", "val_tokens", "val_loss", "val_loss_by_position"}
+    keys = "step tokens val_tokens val_loss val_loss_by_position method_parameters val_seconds".split()
     assert [r["step"] for r in validations] == [0, 5, 10, 15, 20]
     for record in validations:
-        at_the_end = {"val_loss_by_block"} if record["step"] == 20 else set()
-        assert record.keys() == keys | {"method_parameters", "val_seconds"} | at_the_end
-        assert record["val_tokens"] == {"16": 256, "64": 256} and record["tokens"] == 128 * record["step"]
+        assert record.keys() - {"val_loss_by_block"} == {*keys} and record["tokens"] == 128 * record["step"]
+        assert ("val_loss_by_block" in record) == (record["step"] == 20)
+        assert record["val_tokens"] == {"16": 256, "64": 256}
         assert record["val_loss"].keys() == record["val_loss_by_position"].keys() == {"16", "64"}
 
 
 def test_summary_and_data(data, finished):
-    summary, (_, validations) = read_json(finished / "summary.json"), steps_and_validations(finished)
-    assert summary["val_loss"] == validations[-1]["val_loss"]
-    assert (summary["steps"], summary["tokens"]) == (20, 2560)
-    assert summary["val_tokens"] == {"16": 256, "64": 256}
+    summary, kept = (read_json(finished / name) for name in ("summary.json", "data.json"))
+    assert summary["val_loss"] == steps_and_validations(finished)[1][-1]["val_loss"]
+    assert summary["val_tokens"] == {"16": 256, "64": 256} and summary["steps"] == 20
     assert summary["parameters"] == 2 * 64 * 32 + 2 * 12 * 32**2  # embedding and head, two blocks
-    kept = read_json(finished / "data.json")
-    assert (kept["tokens"], kept["distinct_tokens"], summary["distinct_tokens"]) == (2560, 1900, 1900)
+    assert kept["tokens"] == summary["tokens"] == 2560
+    assert kept["distinct_tokens"] == summary["distinct_tokens"] == 1900
     assert kept["train"] == summary["data"] == open_split(data, "train", 64).fingerprint()
     assert kept["validation"] == open_split(data, "val", 64).fingerprint(256) and kept["tokenizer"] == "none"
 
 
 def test_the_weights_of_one_training_are_validated_as_others(data, finished, tmp_path):
     """Every validation has them. The last losses equal a run that was trained as the other method."""
-    others = ("rope_ntk", "yarn")
-    folder = train_here(data, tmp_path / "one", method="rope", validate_as=others)
+    folder = train_here(data, tmp_path / "one", "--method rope --validate_as rope_ntk yarn")
     _, validations = steps_and_validations(folder)
-    assert len(validations) == 5 and all(r["val_loss_as"].keys() == set(others) for r in validations)
+    assert len(validations) == 5 and all([*r["val_loss_as"]] == ["rope_ntk", "yarn"] for r in validations)
     summary = read_json(folder / "summary.json")
     assert summary["val_loss_as"] == validations[-1]["val_loss_as"]
-    for other in others:
-        alone = read_json(train_here(data, tmp_path / other, method=other) / "summary.json")
-        assert summary["val_loss_as"][other] == pytest.approx(alone["val_loss"], rel=1e-6)
-        assert summary["val_loss_as"][other]["16"] == summary["val_loss"]["16"]
-        assert summary["val_loss_as"][other]["64"] != summary["val_loss"]["64"]
+    for other, losses in summary["val_loss_as"].items():
+        alone = read_json(train_here(data, tmp_path / other, f"--method {other}") / "summary.json")
+        assert losses == pytest.approx(alone["val_loss"], rel=1e-6)
+        assert losses["16"] == summary["val_loss"]["16"] and losses["64"] != summary["val_loss"]["64"]
 
 
-def test_the_fast_profile_ends_with_the_same_bits(data, finished, tmp_path):
-    folder = train_here(data, tmp_path, val_profile="fast")
-    _, validations = steps_and_validations(folder)
-    assert [[*r["val_loss"]] for r in validations] == [["16", "64"], ["16"], ["16"], ["16"], ["16", "64"]]
+def test_the_fast_profile_measures_the_same_bits(data, finished, tmp_path):
+    _, validations = steps_and_validations(train_here(data, tmp_path, "--val_profile fast"))
     _, of_paper = steps_and_validations(finished)
-    assert [r["val_loss"]["16"] for r in validations] == [r["val_loss"]["16"] for r in of_paper]
-    assert read_json(folder / "summary.json")["val_loss"] == read_json(finished / "summary.json")["val_loss"]
+    for ours, expected in zip(validations, of_paper, strict=True):
+        keys = ["16", "64"] if ours["step"] in (0, 20) else ["16"]
+        assert ours["val_loss"].keys() == {*keys} and ours["val_loss"]["16"] == expected["val_loss"]["16"]
+    assert validations[-1]["val_loss"] == of_paper[-1]["val_loss"]
 
 
 def test_the_light_profile_measures_less_before_the_end(data, tmp_path):
-    options = dict(val_lengths=(16, 64, 512), val_tokens=512, val_copy_gaps=(4, 32, 33), steps=10, cooldown_steps=0)
-    _, validations = steps_and_validations(train_here(data, tmp_path, val_profile="light", val_every=5, **options))
+    more = "--val_lengths 16 64 512 --val_tokens 512 --val_copy_gaps 4 32 33 --steps 10 --cooldown_steps 0"
+    _, validations = steps_and_validations(train_here(data, tmp_path, f"--val_profile light {more}"))
     light, full = {"16": 64, "64": 64}, dict.fromkeys(("16", "64", "512"), 512)
     assert {r["step"]: r["val_tokens"] for r in validations} == {0: light, 5: light, 10: full}
     gaps = [[*r["copy_gain"]["random"]] for r in validations]  # at most twice the training length of 16
@@ -241,20 +241,22 @@ def test_the_light_profile_measures_less_before_the_end(data, tmp_path):
 @pytest.mark.parametrize("length", [16, 64])
 def test_validation_equals_a_plain_loop(finished, data, length):
     """Losses by position are means over 1, 1, 2, 4, 8, ... positions."""
-    losses = plain_losses(finished, data, length, 256).mean(dim=0)  # (length,)
-    parts = [losses[:1], *(losses[k : 2 * k] for k in (1, 2, 4, 8, 16, 32) if k < length)]
+    losses = plain_losses(finished, data, length, 256)  # (256 / length, length)
+    octaves = [(0, 1), *((k, 2 * k) for k in (1, 2, 4, 8, 16, 32) if k < length)]
+    expected = dict(
+        val_loss=losses.mean().item(),
+        val_loss_by_position=[losses[:, first:end].mean().item() for first, end in octaves],
+        val_loss_by_block=losses.view(4, -1).mean(dim=1).tolist(),  # 256 tokens are 4 blocks of 64
+    )
     validation = steps_and_validations(finished)[1][-1]
-    assert validation["val_loss"][str(length)] == pytest.approx(losses.mean().item(), abs=1e-5)
-    by_position = validation["val_loss_by_position"][str(length)]
-    assert by_position == pytest.approx([part.mean().item() for part in parts], abs=2e-5)
-    by_block = plain_losses(finished, data, length, 256).view(4, -1).mean(dim=1)  # 256 tokens are 4 blocks of 64
-    assert validation["val_loss_by_block"][str(length)] == pytest.approx(by_block.tolist(), abs=2e-5)
+    for key, value in expected.items():  # lists have five decimals
+        assert validation[key][str(length)] == pytest.approx(value, abs=1e-5 if key == "val_loss" else 2e-5), key
 
 
 def test_parameters_of_a_method_are_recorded(data, tmp_path):
-    folder = train_here(data, tmp_path, method="logn_rope", steps=3, cooldown_steps=0, val_every=0, save_every=0)
+    folder = train_here(data, tmp_path, "--method logn_rope --steps 3 --cooldown_steps 0 --val_every 0 --save_every 0")
     steps, (validation,) = steps_and_validations(folder)
-    weights = torch.load(latest_checkpoint(folder / "checkpoints"))["model"]
+    weights = newest_state(folder)["model"]
     scales = {name: weight.tolist() for name, weight in weights.items() if ".method." in name}
     assert validation["method_parameters"] == scales
     assert [len(values) for values in scales.values()] == [2, 2]  # one number a head, in two layers
@@ -264,16 +266,19 @@ def test_parameters_of_a_method_are_recorded(data, tmp_path):
 # ---- resuming --------------------------------------------------------------------------------------------------------
 
 
-SCHEDULE = dict(length_schedule=(4, 7, 8, 9), micro_batch_tokens=32, save_every=10)  # 16 tokens from step 16 on
+SCHEDULE = "--length_schedule 4 7 8 9 --micro_batch_tokens 32 --save_every 10 "  # 16 tokens from step 16 on
 
 
-@pytest.mark.parametrize("fields", [{}, SCHEDULE, dict(val_profile="fast", val_every=2)],
-                         ids=["plain", "length_schedule", "fast profile"])  # fmt: skip
-def test_resumes_bit_for_bit(data, tmp_path, fields):
-    whole = train_here(data, tmp_path / "whole", **fields)
-    folder = rewound(whole, tmp_path / "resumed")
-    train_here(data, tmp_path / "resumed", resume="auto", **fields)
+def assert_resumes(data, runs, whole, more=""):
+    """Assert that a run resumed from an older checkpoint ends as the whole run."""
+    folder = rewound(whole, runs)
+    train_here(data, runs, f"{more} --resume auto")
     assert_same_run(folder, whole)
+
+
+@pytest.mark.parametrize("more", ["", SCHEDULE, "--val_profile fast --val_every 2"])
+def test_resumes_bit_for_bit(data, tmp_path, more):
+    assert_resumes(data, tmp_path / "resumed", train_here(data, tmp_path / "whole", more), more)
 
 
 @pytest.mark.slow
@@ -281,11 +286,11 @@ def test_resumes_bit_for_bit_when_compiled(data, tmp_path):
     """The resumed run compiles its graphs anew. It does not take them from the cache of the first run."""
     if not (shutil.which("g++") and Path(sysconfig.get_path("include"), "Python.h").exists()):
         pytest.skip("torch.compile needs a C++ compiler and Python's headers")
-    small = dict(compile="on", num_layers=1, val_lengths=(16,))
+    small = "--compile on --num_layers 1 --val_lengths 16"
     anew = dict(TORCHINDUCTOR_FX_GRAPH_CACHE="0", TORCHINDUCTOR_AUTOGRAD_CACHE="0")
-    whole = train(data, tmp_path / "whole", **small)
+    whole = train(data, tmp_path / "whole", small)
     rewound(whole, tmp_path)
-    assert_same_run(train(data, tmp_path, variables=anew, resume="auto", **small), whole)
+    assert_same_run(train(data, tmp_path, f"{small} --resume auto", **anew), whole)
 
 
 def test_random_numbers_go_on(data, tmp_path, monkeypatch):
@@ -302,33 +307,32 @@ def test_random_numbers_go_on(data, tmp_path, monkeypatch):
     first = drawn.copy()
     drawn.clear()
     rewound(folder, tmp_path / "second")
-    train_here(data, tmp_path / "second", resume="auto")
+    train_here(data, tmp_path / "second", "--resume auto")
     assert len(first) == 20 and drawn == first[15:] and gc.get_freeze_count() == 0
 
 
 def test_finished_run_is_not_repeated(data, copied):
     before = contents(copied)
-    train_here(data, copied.parent, resume="auto")
+    train_here(data, copied.parent, "--resume auto")
     assert contents(copied) == before
 
 
 # ---- micro-batches, and shorter sequences first ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("micro_batch_tokens", [16, 128])
-def test_losses_do_not_depend_on_the_micro_batch(data, finished, tmp_path, micro_batch_tokens):
-    assert_close_run(train_here(data, tmp_path, micro_batch_tokens=micro_batch_tokens), finished)
+@pytest.mark.parametrize("tokens", [16, 48, 128])  # 8, 3 and 1 micro-batches, the second kind uneven
+def test_losses_do_not_depend_on_the_micro_batch(data, finished, tmp_path, tokens):
+    assert_close_run(train_here(data, tmp_path, f"--micro_batch_tokens {tokens}"), finished)
 
 
 @pytest.mark.slow
 def test_a_length_schedule_trains_on_the_same_tokens_on_any_number_of_processes(data, finished, tmp_path):
-    folder = train_here(data, tmp_path / "one", **SCHEDULE)
+    folder = train_here(data, tmp_path / "one", SCHEDULE)
     first, second = (steps_and_validations(f)[0] for f in (folder, finished))
     assert [r["tokens"] for r in first] == [r["tokens"] for r in second]
     assert first[0]["train_loss"] == pytest.approx(second[0]["train_loss"], rel=1e-5)  # layers add 0 at first
     assert first[5]["grad_norm"] != pytest.approx(second[5]["grad_norm"], rel=1e-5)  # less context
-    train_on_two(data, tmp_path / "two", **SCHEDULE)
-    assert_close_run(tmp_path / "two" / "run", folder)
+    assert_close_run(train_on_two(data, tmp_path / "two", SCHEDULE), folder)
 
 
 # ---- mistakes of a user ----------------------------------------------------------------------------------------------
@@ -344,44 +348,41 @@ def error_of(capsys, *argv):
     return error
 
 
-WRONG = {  # fields, and the field or value that the error must name
-    "data folder": (dict(data_dir="nowhere"), "nowhere"),
-    "vocabulary": (dict(vocab_size=32), "vocab_size"),
-    "method": (dict(method="scale_invarient_rope"), "scale_invariant_rope"),
-    "method option": (dict(method="rope", method_options=("bass", 2)), "base"),
-    "field": (dict(muon_rl=0.1), "--muon_lr"),
-    "preset": (dict(preset="quickstrat"), "quickstart"),
-    "train length": (dict(train_length=24), "train_length"),
-    "validation length": (dict(val_lengths=(16, 48)), "48"),
-    "too many validation tokens": (dict(val_tokens=1024), "768"),
-    "copy gap": (dict(val_copy_gaps=(10**6,)), "1000000"),
-    "no weights to start from": (dict(init_from="nowhere"), "--init_from"),
-    "device": (dict(device="cuda"), "--device"),
-}
+WRONG = [  # fields, and the field or value that the error must name
+    ("--data_dir nowhere", "nowhere"),
+    ("--vocab_size 32", "vocab_size"),
+    ("--method scale_invarient_rope", "scale_invariant_rope"),
+    ("--method rope --method_options bass 2", "base"),
+    ("--muon_rl 0.1", "--muon_lr"),
+    ("--train_length 24", "train_length"),
+    ("--val_lengths 16 48", "48"),
+    ("--val_tokens 1024", "768"),  # more than the text has
+    ("--val_copy_gaps 1000000", "1000000"),
+    ("--init_from nowhere", "--init_from"),
+    ("--attention_backend flex --val_every 0", "attention_backend"),  # on a CPU, it has no gradients
+    pytest.param("--device cuda", "--device", marks=pytest.mark.skipif("torch.cuda.is_available()")),
+]
 
 
-@pytest.mark.parametrize("fields, named", WRONG.values(), ids=WRONG)
-def test_wrong_field_is_one_line_and_no_run_folder(data, tmp_path, capsys, fields, named):
-    if "device" in fields and torch.cuda.is_available():
-        pytest.skip("this machine has CUDA")
-    assert named in error_of(capsys, *arguments(data, tmp_path / "runs", **fields))
+@pytest.mark.parametrize("more, named", WRONG)
+def test_wrong_field_is_one_line_and_no_run_folder(data, tmp_path, capsys, more, named):
+    assert named in error_of(capsys, *arguments(data, tmp_path / "runs", more))
     assert not (tmp_path / "runs" / "run").exists()
 
 
-def test_a_backend_without_gradients_here_is_one_line(data, tmp_path, capsys):
-    assert "attention_backend" in error_of(capsys, *arguments(data, tmp_path, attention_backend="flex", val_every=0))
+def test_a_wrong_preset_is_one_line(data, tmp_path, capsys):
+    assert "quickstart" in error_of(capsys, *arguments(data, tmp_path, preset="quickstrat"))
 
 
-@pytest.mark.parametrize("fields, named", [
-    ({}, ["--resume auto"]),
-    (dict(resume="auto", muon_lr=0.03, seed=1, keep=3), ["seed 0", "muon_lr 0.02"]),
-    (dict(resume="auto", data_dir="other"), ["other"]),
-], ids=["exists", "configuration", "data"])  # fmt: skip
-def test_a_folder_of_another_run_is_refused_and_left_alone(data, copied, tmp_path, capsys, fields, named):
-    if "data_dir" in fields:
-        fields = fields | dict(data_dir=make_data(tmp_path / "other", seed=1))
+@pytest.mark.parametrize("more, named", [
+    ("", ["--resume auto"]),
+    ("--resume auto --muon_lr 0.03 --seed 1 --keep 3", ["seed 0", "muon_lr 0.02"]),
+    ("--resume auto --data_dir {other}", ["other"]),
+])
+def test_a_folder_of_another_run_is_refused_and_left_alone(data, copied, tmp_path, capsys, more, named):
+    other = make_data(tmp_path / "other", seed=1)
     before = contents(copied)
-    error = error_of(capsys, *arguments(data, copied.parent, **fields))
+    error = error_of(capsys, *arguments(data, copied.parent, more.format(other=other)))
     assert all(text in error for text in named) and "keep" not in error  # keep changes nothing that is computed
     assert contents(copied) == before
 
@@ -391,11 +392,10 @@ def test_a_folder_of_another_run_is_refused_and_left_alone(data, copied, tmp_pat
 
 @pytest.mark.parametrize("method", ["scale_invariant_p_rope", "nope", "logn_p_rope"])
 def test_a_run_from_another_one_begins_with_its_weights_on_the_tokens_after_it(data, finished, tmp_path, method):
-    fields = dict(init_from=finished, method=method, steps=6, cooldown_steps=0, val_every=0, save_every=3)
-    folder = train_here(data, tmp_path, **fields)
-    source = load_checkpoint(latest_checkpoint(finished / "checkpoints"))["model"]
-    model = build_model(read_config(arguments(data, tmp_path, method=method)), torch.float32)
-    model.load_state_dict(source, strict=False)
+    more = f"--init_from {finished} --method {method} --steps 6 --cooldown_steps 0 --val_every 0 --save_every 3"
+    folder = train_here(data, tmp_path, more)
+    model = build_model(read_config(arguments(data, tmp_path, f"--method {method}")), torch.float32)
+    model.load_state_dict(newest_state(finished)["model"], strict=False)
     stream = open_split(data, "train", 64)
     tokens = torch.from_numpy(stream.read(20 * 128, 129, 64).astype(np.int64))  # after the 20 steps of the source
     with torch.no_grad():
@@ -403,23 +403,22 @@ def test_a_run_from_another_one_begins_with_its_weights_on_the_tokens_after_it(d
     assert steps_and_validations(folder)[0][0]["train_loss"] == pytest.approx(expected, abs=1e-4) and expected < 3.5
     used = read_json(folder / "data.json")["train"]
     assert used == stream.fingerprint((20 + 6) * 128) != stream.fingerprint(6 * 128)
-    resumed = rewound(folder, tmp_path / "resumed")
-    train_here(data, tmp_path / "resumed", resume="auto", **fields)
-    assert_same_run(resumed, folder)
+    assert_resumes(data, tmp_path / "resumed", folder, more)
 
 
 @pytest.mark.slow
 def test_a_run_may_start_from_a_method_whose_parameters_have_the_same_names(data, tmp_path):
-    fields = dict(steps=1, cooldown_steps=0)
-    first = train_here(data, tmp_path / "wall", method="wall", **fields)
-    assert (train_here(data, tmp_path, method="grape_ap", init_from=first, **fields) / "summary.json").exists()
+    short = "--steps 1 --cooldown_steps 0"
+    first = train_here(data, tmp_path / "wall", f"--method wall {short}")
+    folder = train_here(data, tmp_path, f"--method grape_ap --init_from {first} {short}")
+    assert (folder / "summary.json").exists()
 
 
 def test_scale_invariant_attention_is_calibrated_for_a_trained_model_and_saved(data, finished, tmp_path):
-    fields = dict(init_from=finished, method_options=("learn_moments", True), steps=0, cooldown_steps=0)
-    folder = train_here(data, tmp_path, **fields)
+    more = f"--init_from {finished} --method_options learn_moments True --steps 0 --cooldown_steps 0"
+    folder = train_here(data, tmp_path, more)
     (checkpoint,) = (folder / "checkpoints").iterdir()
-    state, source = (load_checkpoint(latest_checkpoint(run / "checkpoints"))["model"] for run in (folder, finished))
+    state, source = (newest_state(run)["model"] for run in (folder, finished))
     moments = {name: state.pop(name) for name in [*state] if name.endswith(("mean", "log_deviation"))}
     assert checkpoint.name == "step_000000.pt" and len(moments) == 4 and all(x.all() for x in moments.values())
     assert state.keys() == source.keys() and all(torch.equal(state[name], source[name]) for name in state)
@@ -427,15 +426,12 @@ def test_scale_invariant_attention_is_calibrated_for_a_trained_model_and_saved(d
 
 
 def test_weights_of_another_shape_or_tokenizer_are_refused(data, copied, tmp_path, capsys):
-    error = error_of(capsys, *arguments(data, tmp_path / "new", init_from=copied, num_layers=3))
-    assert "step_000020.pt" in error and not (tmp_path / "new" / "run").exists()
-    checkpoint = latest_checkpoint(copied / "checkpoints")
-    save_checkpoint(checkpoint.parent, 21, load_checkpoint(checkpoint) | {"tokenizer": "another"})
-    error = error_of(capsys, *arguments(data, tmp_path / "new", init_from=copied))
-    assert "step_000021.pt" in error and not (tmp_path / "new" / "run").exists()
+    save_checkpoint(copied / "checkpoints", 21, newest_state(copied) | {"tokenizer": "another"})
+    for more, named in (("--num_layers 3", "num_layers"), ("", "tokenizer")):
+        error = error_of(capsys, *arguments(data, tmp_path / "new", f"--init_from {copied} {more}"))
+        assert "step_000021.pt" in error and named in error and not (tmp_path / "new" / "run").exists()
 
 
 def test_a_last_update_that_spoils_the_weights_is_no_finished_run(data, tmp_path, capsys):
-    fields = dict(steps=1, cooldown_steps=0, head_lr=1e38, val_lengths=(16,))
-    error = error_of(capsys, *arguments(data, tmp_path, **fields))
+    error = error_of(capsys, *arguments(data, tmp_path, "--steps 1 --cooldown_steps 0 --head_lr 1e38 --val_lengths 16"))
     assert "step" in error and not (tmp_path / "run" / "summary.json").exists()

@@ -26,7 +26,7 @@ def train_tiny_run(folder, fields="", letters="abcdefgh ", documents=150, tokeni
         (folder / f"{i}.txt").write_text(" ".join("".join(rng.choices(letters, k=300)).split()))
     prepare([folder], folder / "data", str(tokenizer), val_fraction=0.3, name="letters")
     here(train, "quickstart", "--runs_dir", folder, "--name", "run", "--data_dir", folder / "data", "--length_schedule",
-         "--val_copy_gaps", *FIELDS.split(), *fields.split())  # fmt: skip
+         "--val_copy_gaps", *FIELDS.split(), *fields.split())
     return folder / "run"
 
 
