@@ -215,40 +215,29 @@ def test_the_tokenizer_is_told_by_its_name_or_by_its_file(tmp_path):
     assert tokenizer_of(tmp_path / "gpt2") == "gpt2" and tokenizer_of(tmp_path) is None
 
 
-# ---- damage: a file of write_dataset, its change, and whether opening finds it; `verify` finds all of them ----
-
-
-def altered(key, value):
-    """Return a change of a manifest's first entry."""
-
-    def change(data):
-        manifest = json.loads(data)
-        manifest["files"][NAMES[0]][key] = value
-        return json.dumps(manifest).encode()
-
-    return change
-
+# ---- damage: a file of write_dataset and its change. `verify` finds all, opening finds all but UNSEEN. ----
 
 DAMAGE = {
-    "truncated": (NAMES[0], lambda data: data[:-2], True),
-    "appended": (NAMES[3], lambda data: data + b"\0\0", True),
-    "no shard": (NAMES[0], lambda data: b"version https://git-lfs.github.com/spec/v1\n", True),
-    "header cut": (NAMES[0], lambda data: data[:8], True),
-    "other version": (NAMES[0], lambda data: data[:4] + b"\2" + data[5:], True),
-    "no tokens": (NAMES[0], lambda data: data[:8] + bytes(1016), True),
-    "shorter than in the manifest": (NAMES[0], lambda data: data[:8] + b"\x63\0\0\0" + data[12:-2], True),
-    "flipped bit": (NAMES[1], lambda data: flip(data, 8 * 1100), False),
-    "zeroed bytes": (NAMES[3], lambda data: data[:1030] + bytes(10) + data[1040:], False),
-    "missing": (NAMES[1], None, True),
-    "stray": ("x_val_000007.bin", lambda data: b"x", True),
-    "changed tokenizer": ("tokenizer.json", lambda data: flip(data, 9), False),
-    "missing tokenizer": ("tokenizer.json", None, False),
-    "missing manifest": ("manifest.json", None, True),
-    "cut manifest": ("manifest.json", lambda data: data[:300], True),
-    "other sha256": ("manifest.json", altered("sha256", "0" * 64), False),
-    "other tokens": ("manifest.json", altered("tokens", 101), True),
-    "other max_token": ("manifest.json", altered("max_token", 1), False),
+    "truncated": (NAMES[0], lambda data: data[:-2]),
+    "appended": (NAMES[3], lambda data: data + b"\0\0"),
+    "no shard": (NAMES[0], lambda data: b"version https://git-lfs.github.com/spec/v1\n"),
+    "header cut": (NAMES[0], lambda data: data[:8]),
+    "other version": (NAMES[0], lambda data: data[:4] + b"\2" + data[5:]),
+    "no tokens": (NAMES[0], lambda data: data[:8] + bytes(1016)),
+    "shorter than in the manifest": (NAMES[0], lambda data: data[:8] + b"\x63\0\0\0" + data[12:-2]),
+    "flipped bit": (NAMES[1], lambda data: flip(data, 8 * 1100)),
+    "zeroed bytes": (NAMES[3], lambda data: data[:1030] + bytes(10) + data[1040:]),
+    "missing": (NAMES[1], None),
+    "stray": ("x_val_000007.bin", lambda data: b"x"),
+    "changed tokenizer": ("tokenizer.json", lambda data: flip(data, 9)),
+    "missing tokenizer": ("tokenizer.json", None),
+    "missing manifest": ("manifest.json", None),
+    "cut manifest": ("manifest.json", lambda data: data[:300]),
+    "other sha256": ("manifest.json", lambda data: data.replace(b'"sha256": "', b'"sha256": "0', 1)),
+    "other tokens": ("manifest.json", lambda data: data.replace(b'"tokens": 1', b'"tokens": 2', 1)),
+    "other max_token": ("manifest.json", lambda data: data.replace(b'"max_token": ', b'"max_token": 1', 1)),
 }
+UNSEEN = "flipped bit, zeroed bytes, changed tokenizer, missing tokenizer, other sha256, other max_token"
 
 
 def refused(folder):
@@ -266,7 +255,7 @@ def refused(folder):
 def test_damage_is_found_and_named(tmp_path, capsys, faults, kind):
     write_dataset(tmp_path, tokenizer="tokenizer.json")
     assert exit_code(main, ["verify", tmp_path]) == 0 and not refused(tmp_path)
-    name, change, opening_fails = DAMAGE[kind]
+    name, change = DAMAGE[kind]
     path = tmp_path / name
     with faults(kind):
         if change is None:
@@ -276,7 +265,7 @@ def test_damage_is_found_and_named(tmp_path, capsys, faults, kind):
         assert exit_code(main, ["verify", tmp_path]) == 2
         error = one_error(capsys)
         assert name in error or name == "manifest.json" and NAMES[0] in error
-        assert refused(tmp_path) or not opening_fails
+        assert refused(tmp_path) or kind in UNSEEN
 
 
 def test_shards_of_another_program_are_described_once(tmp_path):

@@ -38,14 +38,11 @@ def hub(tmp_path, monkeypatch):
         for i, path in enumerate(PATHS.values()):
             tokens = np.random.default_rng(i).integers(0, 50257, 1000 + i)
             hub.served[path] = write_raw(tmp_path / "raw", tokens).read_bytes()
-        settings = dict(
-            ENDPOINT=hub.address,
-            HUGGINGFACE_CO_URL_TEMPLATE=hub.address + "/{repo_id}/resolve/{revision}/{filename}",
-            HF_HUB_OFFLINE=False,
-            HF_HUB_CACHE=str(tmp_path / "cache"),
-        )
-        for name, value in settings.items():
-            monkeypatch.setattr(constants, name, value)
+        template = hub.address + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "ENDPOINT", hub.address)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setenv("NO_PROXY", "*")
         hub.environment = dict(HF_ENDPOINT=hub.address, HF_HOME=str(tmp_path / "cache"), HF_HUB_OFFLINE="0")
         yield hub

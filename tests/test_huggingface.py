@@ -6,89 +6,78 @@ import pytest
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-extras.txt")
 
 import reference
-import tokenizers
 import torch
-from commands import ROOT, python, update_json
-from test_methods import assert_refused
+from commands import ROOT, python, refuses, update_json
+from tiny_llama import VOCAB, make_model, save_model
 from torch.testing import assert_close
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from model.methods import METHODS
 from scripts.continue_pretraining import PAPER
+from scripts.hf import load
 from scripts.hf.convert import attend_with_method, attention_layers, convert
-from scripts.hf.load import load_model, save_model
+from scripts.hf.load import load_model
 
-TRAIN_LENGTH, VOCAB, LENGTH = 32, 99, 41
-SHAPE = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
-             max_position_embeddings=TRAIN_LENGTH, initializer_range=0.3, num_hidden_layers=2)  # fmt: skip
-
-
-def make_model(**changes):
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SHAPE | changes)).eval()
+TRAIN_LENGTH, LENGTH = 32, 41
+TOKENS = torch.randint(3, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+GREEDY = dict(do_sample=False, eos_token_id=None, pad_token_id=0)
 
 
-def random_tokens(batch=2, length=LENGTH):
-    return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(1))
+def convert_and_move(method, **options):
+    """Return a converted model whose learned parameters differ in all heads and layers."""
+    model = convert(make_model(), method, **options)
+    with torch.no_grad():
+        for parameter in learned(model):
+            parameter += 0.3 * torch.rand(parameter.shape)
+    return model
 
 
 @torch.no_grad()
-def logits(model, tokens=None, **options):
-    return model(random_tokens() if tokens is None else tokens, **options).logits
+def logits(model, **options):
+    return model(TOKENS, **options).logits
 
 
 def learned(model):
     return [p for layer in attention_layers(model) for p in layer.method.parameters()]
 
 
-def move_learned(model):
-    """Change the learned parameters, so that all heads and layers differ."""
-    with torch.no_grad():
-        for i, parameter in enumerate(learned(model)):
-            parameter += 0.3 * torch.rand(parameter.shape, generator=torch.Generator().manual_seed(i))
+def assert_near(found, expected, atol):
+    assert_close(found, expected, rtol=0, atol=atol, check_dtype=False)
 
 
 @pytest.mark.parametrize("changes", [
     {},
     dict(rope_parameters=dict(rope_type="default", rope_theta=500_000.0)),
     dict(num_key_value_heads=4, head_dim=16),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_rope_in_a_converted_model_is_the_model(changes):
     model = make_model(**changes)
     expected = logits(model)
-    assert_close(logits(convert(model, "rope")), expected, rtol=0, atol=3e-5)
+    assert_near(logits(convert(model, "rope")), expected, 3e-5)
     assert (logits(convert(model, "alibi")) - expected).abs().max() > 0.1
-    assert_close(logits(convert(model, "rope")), expected, rtol=0, atol=3e-5)  # a conversion can be taken back
-    assert_close(logits(model.to(torch.bfloat16)).float(), expected, rtol=0, atol=0.15 * expected.abs().max().item())
+    assert_near(logits(convert(model, "rope")), expected, 3e-5)  # a conversion can be taken back
+    assert_near(logits(model.to(torch.bfloat16)), expected, 0.15 * expected.abs().max().item())
 
 
 @pytest.mark.parametrize("name", PAPER)
 def test_attention_of_a_converted_model_is_the_formula(name):
-    model = convert(make_model(), name)
-    move_learned(model)
+    model = convert_and_move(name)
     assert (len(learned(model)) > 0) == name.startswith("logn")
     generator = torch.Generator().manual_seed(2)
     for layer in attention_layers(model):
-        q, k = (torch.randn(2, heads, LENGTH, 8, generator=generator) for heads in (4, 2))
-        # With unit vectors as values the output is the softmax, 8 columns a call.
-        units = torch.nn.functional.pad(torch.eye(LENGTH), (0, -LENGTH % 8)).expand(2, 2, -1, -1).split(8, dim=-1)
-        ours = torch.cat([attend_with_method(layer, q, k, x, 0)[0] for x in units], dim=-1)
-        # These models rotate by +angle, the reference by -angle.
-        exact_q, exact_k = (torch.cat([x[..., :4], -x[..., 4:]], dim=-1).double() for x in (q, k))
+        q, k, v = (torch.randn(2, heads, LENGTH, 8, generator=generator) for heads in (4, 2, 2))
+        ours, _ = attend_with_method(layer, q, k, v, 0)
+        # These models rotate by +angle, the reference by -angle, and neighbouring query heads share keys and values.
+        q, k = (torch.cat([x[..., :4], -x[..., 4:]], dim=-1).double() for x in (q, k))
+        k, v = (x.repeat_interleave(2, dim=1) for x in (k, v.double()))
         factor = layer.method.query_scale and layer.method.query_scale.scale.double()
-        exact = reference.attention_logits(
-            name, exact_q, exact_k.repeat_interleave(2, dim=1), train_length=TRAIN_LENGTH, learned=factor
-        )
-        seen = exact.isfinite()
-        ours = ours.transpose(1, 2)[..., :LENGTH]  # (B, H, T, T)
-        assert (ours[~seen] == 0).all() and seen.sum() > 2 * LENGTH
-        assert_close(ours[seen].double().log(), exact.log_softmax(dim=-1)[seen], rtol=0, atol=1e-5)
+        exact = reference.attention_logits(name, q, k, train_length=TRAIN_LENGTH, learned=factor)
+        assert_near(ours.transpose(1, 2), exact.softmax(dim=-1) @ v, 1e-5)
 
 
 @pytest.mark.parametrize("name", [*METHODS, "p_rope+gate", "p_rope+xsa"])
 def test_every_method_runs_unless_it_needs_the_layers_input(name):
     if name in ("nape", "nape_entmax", "fox", "wall", "grape_ap", "p_rope+gate"):
-        with assert_refused("input"):
+        with refuses("input"):
             convert(make_model(), name)
     else:
         assert logits(convert(make_model(), name)).isfinite().all()
@@ -98,35 +87,33 @@ def test_barbero_keeps_half_of_the_models_frequencies_and_logn_begins_at_1():
     model = convert(make_model(), "p_rope", form="barbero")
     base = model.config.attention_method["rope_parameters"]["rope_theta"]
     frequencies, _ = attention_layers(model)[0].method.rotation.frequencies(1)
-    assert_close(frequencies, torch.tensor([1, base**-0.25, 0, 0], dtype=torch.float64))
+    assert frequencies.tolist() == pytest.approx([1, base**-0.25, 0, 0])
     assert learned(convert(model, "logn_rope", train_length=4096))[0].tolist() == pytest.approx([0.1366] * 4, abs=1e-4)
 
 
-@pytest.mark.parametrize("name, options", [(name, {}) for name in PAPER] + [
-    ("logn_ntk", dict(context="length")), ("infini_p_rope", dict(segment_length=7)), ("p_rope+sink", {}),
-    ("pope", {}), ("stick_breaking", {}), ("p_rope+xsa", dict(learn_share=True)),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize("name, options", [*((name, {}) for name in (*PAPER, "p_rope+sink", "pope", "stick_breaking")),
+    ("logn_ntk", dict(context="length")),
+    ("infini_p_rope", dict(segment_length=7)),
+    ("p_rope+xsa", dict(learn_share=True)),
+], ids=str)
 @torch.no_grad()
 def test_a_cache_changes_nothing(name, options):
-    model, tokens = convert(make_model(), name, **options), random_tokens()
-    move_learned(model)
+    model = convert_and_move(name, **options)
     model.attention_shared.target_length = LENGTH + 3  # beyond the training length
-    full = model(tokens).logits
-    output = model(tokens[:, :18], use_cache=True)
-    found = [output.logits]
-    for piece in tokens[:, 18:].split([9, *[1] * (LENGTH - 27)], dim=1):
-        output = model(piece, past_key_values=output.past_key_values, use_cache=True)
+    cache, found = None, []
+    for piece in TOKENS.split([18, 9, *[1] * (LENGTH - 27)], dim=1):
+        output = model(piece, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
         found.append(output.logits)
-    assert_close(torch.cat(found, dim=1), full, rtol=0, atol=1e-4)
+    assert_near(torch.cat(found, dim=1), logits(model), 1e-4)
     if name == "logn_ntk":
-        options = dict(max_new_tokens=2, do_sample=False, eos_token_id=None, pad_token_id=0)
-        cached = model.generate(tokens, **options)
-        assert torch.equal(cached, model.generate(tokens, use_cache=False, **options))
+        new = [model.generate(TOKENS, use_cache=use_cache, max_new_tokens=2, **GREEDY) for use_cache in (True, False)]
+        assert torch.equal(*new)
 
 
 def test_rows_are_one_whole_sequence():
-    model, tokens = convert(make_model(), "scale_invariant_p_rope"), random_tokens()
-    mask = torch.ones_like(tokens)
+    model = convert(make_model(), "scale_invariant_p_rope")
+    mask = torch.ones_like(TOKENS)
     mask[1, 30:] = 0
     packed = torch.arange(LENGTH).remainder(20)[None]
     for options in (dict(attention_mask=mask), dict(position_ids=packed, use_cache=False)):
@@ -136,9 +123,8 @@ def test_rows_are_one_whole_sequence():
 
 def test_refused_conversions():
     llama = make_model()
-    rope = dict(rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-                original_max_position_embeddings=16)  # fmt: skip
-    scaled = make_model(rope_parameters=rope)
+    rope = dict(rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+    scaled = make_model(rope_parameters=rope | dict(original_max_position_embeddings=16))
     bare = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9))
     for model, name, options, word in [
         (llama, "p_ropo", {}, "p_rope"),
@@ -146,16 +132,15 @@ def test_refused_conversions():
         (scaled, "logn_rope", {}, "base=500000"),
         (bare, "rope", {}, "gpt2"),
     ]:
-        with assert_refused(word):
+        with refuses(word):
             convert(model, name, **options)
         assert not any(hasattr(module, "method") for module in model.modules())
     assert convert(scaled, "rope", base=5e5) and convert(scaled, "p_rope") and convert(scaled, "alibi")
 
 
 def test_a_converted_model_is_saved_and_loaded(tmp_path):
-    model = convert(make_model(), "logn_p_rope", train_length=20, form="barbero")
-    move_learned(model)
-    model.save_pretrained(tmp_path, max_shard_size="10KB")
+    model = convert_and_move("logn_p_rope", train_length=20, form="barbero")
+    model.save_pretrained(tmp_path, max_shard_size="50KB")
     assert len([*tmp_path.glob("*.safetensors")]) > 1
     again = load_model(tmp_path)
     assert torch.equal(logits(again), logits(model)) and load_model(tmp_path, dtype="auto").dtype == torch.float32
@@ -183,44 +168,37 @@ torch.save((*found, new), sys.argv[3])
 
 @pytest.mark.slow
 def test_a_saved_model_loads_where_the_repository_is_not(tmp_path):
-    model = convert(make_model(), "logn_p_rope", train_length=20)
-    move_learned(model)
-    save_model(model, tmp_path / "saved")
-    assert torch.equal(logits(load_model(tmp_path / "saved")), logits(model))
+    model = convert_and_move("logn_p_rope", train_length=20)
+    saved, out = tmp_path / "saved", tmp_path / "out"
+    load.save_model(model, saved)
+    assert torch.equal(logits(load_model(saved)), logits(model))
     with pytest.raises((KeyError, ValueError)):  # never RoPE attention in silence
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=False)
-    torch.save(random_tokens(), tmp_path / "tokens")
+        transformers.AutoModelForCausalLM.from_pretrained(saved, trust_remote_code=False)
+    torch.save(TOKENS, tmp_path / "tokens")
     variables = dict(PYTHONPATH="", HF_HOME=str(tmp_path / "home"), HF_HUB_OFFLINE="1")
-    paths = (tmp_path / name for name in ("saved", "tokens", "out"))
-    python("-c", LOAD, *paths, cwd=tmp_path, timeout=600, **variables)
-    found, rounded, new = torch.load(tmp_path / "out")
-    assert_close(found, logits(model), rtol=0, atol=3e-5)
+    python("-c", LOAD, saved, tmp_path / "tokens", out, cwd=tmp_path, timeout=600, **variables)
+    found, rounded, new = torch.load(out)
+    assert_near(found, logits(model), 3e-5)
     assert 0 < (rounded - found).abs().max() < 0.15 * found.abs().max()
-    assert torch.equal(new, model.generate(random_tokens(), max_new_tokens=5, do_sample=False, eos_token_id=None))
+    assert torch.equal(new, model.generate(TOKENS, max_new_tokens=5, **GREEDY))
 
 
 @pytest.fixture
 def folder(tmp_path):
-    make_model().save_pretrained(tmp_path / "model")
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "model")
+    save_model(tmp_path / "model")
     return tmp_path / "model"
 
 
-@pytest.mark.parametrize("fields, word", [
-    (dict(model_type="gpt2"), "gpt2"),
-    (dict(num_hidden_layers=3), "model.layers.2"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize("fields, word", [(dict(model_type="gpt2"), "gpt2"), (dict(num_hidden_layers=3), "layers.2")])
 def test_bad_configurations(folder, fields, word):
     update_json(folder / "config.json", **fields)
-    with assert_refused(word):
+    with refuses(word):
         load_model(folder)
 
 
 def test_a_gguf_file_is_refused(tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with assert_refused("docs/huggingface.md"):
+    with refuses("docs/huggingface.md"):
         load_model(tmp_path / "model.gguf")
 
 
@@ -229,25 +207,25 @@ def test_no_code_of_a_folder_is_run(folder, tmp_path):
     for name in ("modeling_trap.py", "configuration_trap.py"):
         (folder / name).write_text(f"open({str(sprung)!r}, 'w')\nclass Any: pass\n")
     auto = dict(AutoConfig="configuration_trap.Any", AutoModelForCausalLM="modeling_trap.Any")
-    trap = dict.fromkeys(("_attn_implementation", "attn_implementation"), "someone/trap")
-    update_json(folder / "config.json", auto_map=auto, **trap)
+    trap = "someone/trap"
+    update_json(folder / "config.json", auto_map=auto, _attn_implementation=trap, attn_implementation=trap)
     assert logits(load_model(folder)).isfinite().all()
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"")  # is not even opened
-    with pytest.raises(OSError, match="safetensors"):
+    with refuses("safetensors", error=OSError):
         load_model(folder)
     assert not sprung.exists()
 
 
 def test_the_example_of_the_page_runs(folder, tmp_path, monkeypatch, capsys):
     code = (ROOT / "docs" / "huggingface.md").read_text().split("```python\n")[1].split("```")[0]
-    monkeypatch.chdir(tmp_path)
     for original, here in (("meta-llama/Llama-2-7b-hf", str(folder)), ('device="cuda"', 'device="cpu"')):
         assert code.count(original) == 1
         code = code.replace(original, here)
+    monkeypatch.chdir(tmp_path)
     exec(code, {})
     assert capsys.readouterr().out.startswith("tensor(")
     model = load_model(tmp_path / "llama-scale-invariant")
     assert model.config.attention_method["options"] == dict(tau=10.0, learn_moments=True)
-    change = model.model.layers[0].self_attn.method.score_change
+    change = attention_layers(model)[0].method.score_change
     assert change.mean.all() and change.log_deviation.all()  # measured, and kept in the folder

@@ -4,10 +4,9 @@ import math
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from commands import exit_code, one_error, read_json
+from commands import exit_code, fails, read_json
 from test_train import assert_same_numbers
 from tiny_run import train_tiny_run
 
@@ -19,8 +18,7 @@ from runtime.metrics import read_metrics
 from scripts import needle
 from scripts.evaluate import load_run
 
-SHORT = ["--haystack", "shards", "--steps", "6", "--sequences", "4", "--examples", "5", "--lengths", "240", "480"]
-SHORT += ["--device", "cpu", "--compile", "off"]
+SHORT = "--haystack shards --steps 6 --sequences 4 --examples 5 --lengths 240 480 --device cpu --compile off"
 
 
 @pytest.fixture(scope="module")
@@ -34,54 +32,61 @@ def run(pretrained, tmp_path):
 
 
 @pytest.fixture
-def tune(run, capsys):
-    """Fine-tune the run: return its summary, or the line of error."""
+def tune(run):
+    """Return a function that fine-tunes the run, and returns its summary."""
 
-    def tune(*argv, runs=(run,)):
-        if code := exit_code(needle.main, [*runs, *SHORT, *argv]):
-            assert code == 2
-            return one_error(capsys)
+    def tune(options=""):
+        assert exit_code(needle.main, [run, *SHORT.split(), *options.split()]) == 0
         return read_json(run / "needle" / "summary.json")
 
     return tune
 
 
 @pytest.fixture
-def model_and_task(run):
-    config, model = load_run(run, torch.device("cpu"))
-    tokenizer = load_tokenizer(Path(config.data_dir))
-    haystack = Haystack.from_shards(config.data_dir, "val", tokenizer)
-    return config, model, NeedleTask(tokenizer, haystack, 240, seed=1)
+def refused(run, capsys):
+    """Return a function that expects an error with `named` in it."""
+    return lambda options, named: fails(capsys, named, needle.main, run, *SHORT.split(), *options.split())
 
 
-def weights(run):
-    return load_checkpoint(latest_checkpoint(run / "needle" / "checkpoints"))["model"]
+@pytest.fixture
+def load(run):
+    """Return a function that returns configuration, model and the task on a split."""
+
+    def load(split, seed):
+        config, model = load_run(run, torch.device("cpu"))
+        tokenizer = load_tokenizer(config.data_dir)
+        haystack = Haystack.from_shards(config.data_dir, split, tokenizer)
+        return config, model, NeedleTask(tokenizer, haystack, 240, seed=seed)
+
+    return load
 
 
-def test_fine_tuning_learns_by_the_loss_of_the_response_alone(run, tune, capsys):
+def checkpoint(run):
+    return latest_checkpoint(run / "needle" / "checkpoints")
+
+
+def response_loss(model, batch):
+    """Return the mean loss of a batch's response tokens."""
+    inputs, targets, mask = map(torch.tensor, batch)
+    return model(inputs, targets, per_token=True)[mask].mean()
+
+
+def test_fine_tuning_learns_by_the_loss_of_the_response_alone(run, tune, load):
     summary = tune()
     records = read_metrics(run / "needle" / "metrics.jsonl")
     assert [r["step"] for r in records] == [1, 2, 3, 4, 5, 6]
     assert records[-1]["train_loss"] < records[0]["train_loss"] - 0.1
     assert (summary["seed"], summary["steps"], summary["examples"]) == (3, 6, 5)
     assert summary["greedy"].keys() == summary["teacher_forcing"].keys() == {"240", "480"}
-    assert f"480 tokens: score {summary['greedy']['480']:.3f}" in capsys.readouterr().out
-
-    config, model = load_run(run, torch.device("cpu"))
-    tokenizer = load_tokenizer(Path(config.data_dir))
-    task = NeedleTask(tokenizer, Haystack.from_shards(config.data_dir, "train", tokenizer), 240, seed=3)
-    losses = []
-    for example in map(task.example, range(4)):
-        tokens = torch.from_numpy(example.tokens).unsqueeze(0)
-        log_p = model(tokens[:, :-1])[0].double().log_softmax(dim=-1)
-        losses += [-log_p[t - 1, tokens[0, t]].item() for t in range(example.response_start, 241)]
-    assert records[0]["train_loss"] == pytest.approx(np.mean(losses), abs=1e-5)
+    _, model, task = load("train", seed=3)
+    expected = response_loss(model, task.batch(range(4))).item()
+    assert records[0]["train_loss"] == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_killed_fine_tuning_goes_on_to_the_same_weights(run, tune, monkeypatch):
     monkeypatch.setattr(needle, "SAVE_EVERY", 2)
     tune()
-    whole = weights(run)
+    whole = load_checkpoint(checkpoint(run))["model"]
     shutil.rmtree(run / "needle")
     save = needle.save_checkpoint
 
@@ -93,13 +98,13 @@ def test_a_killed_fine_tuning_goes_on_to_the_same_weights(run, tune, monkeypatch
         patch.setattr(needle, "save_checkpoint", save_and_die)
         with pytest.raises(RuntimeError, match="killed"):
             tune()
-    assert latest_checkpoint(run / "needle" / "checkpoints").stem == "step_000002"
+    assert checkpoint(run).stem == "step_000002"
     tune()
     assert len(read_metrics(run / "needle" / "metrics.jsonl")) == 6
-    assert_same_numbers(weights(run), whole)
+    assert_same_numbers(load_checkpoint(checkpoint(run))["model"], whole)
 
 
-def test_a_curriculum_begins_with_shorter_prompts(run, tune, monkeypatch):
+def test_a_curriculum_begins_with_shorter_prompts(tune, refused, monkeypatch):
     """A step has as many tokens of either half: of 8 prompts of 240 here, of 9 of 210 before."""
     drawn, real_batch = [], NeedleTask.batch
 
@@ -108,24 +113,23 @@ def test_a_curriculum_begins_with_shorter_prompts(run, tune, monkeypatch):
         return real_batch(task, drawn[-1][1])
 
     monkeypatch.setattr(NeedleTask, "batch", batch)
-    summary = tune("--curriculum", "210", "--sequences", "8")
-    assert [length for length, _ in drawn] == 3 * [210] + 3 * [240] and summary["curriculum"] == 210
-    assert [indices for _, indices in drawn[2:4]] == [[*range(18, 27)], [*range(24, 32)]]
-    assert "curriculum" in tune("--sequences", "8")
+    assert tune("--curriculum 210 --sequences 8")["curriculum"] == 210
+    assert [length for length, _ in drawn] == 3 * [210] + 3 * [240]
+    assert drawn[2:4] == [(210, [*range(18, 27)]), (240, [*range(24, 32)])]
+    refused("--sequences 8", "curriculum")
 
 
-def test_accuracy_is_by_needle_and_by_distance(model_and_task, monkeypatch):
+def test_accuracy_is_by_needle_and_by_distance(load, monkeypatch):
     """A decoder copies the prompt's needles, but for the second number of every example: 2 of 3 are right."""
-    config, model, task = model_and_task
+    config, model, task = load("val", seed=1)
     examples = {tuple(e.tokens[: e.response_start]): e for e in map(task.example, range(7))}
 
     def decode(model, prompts, max_new_tokens, *, target_length, stop, method):
         assert target_length == 240 and stop == task.tokenizer.eot
         rows = []
         for prompt in prompts.tolist():
-            example = examples[tuple(prompt)]
-            cities, numbers = example.cities, [example.numbers[0], 1234567, example.numbers[2]]
-            ids = task.tokenizer.encode(";".join(f"{c}={n}" for c, n in zip(cities, numbers)))
+            first, _, third = examples[tuple(prompt)].response.split(";")
+            ids = task.tokenizer.encode(f"{first};Rome=1234567;{third}")
             rows.append((ids + [stop] * max_new_tokens)[: max_new_tokens + 8])
         return torch.tensor([row[: min(map(len, rows))] for row in rows])
 
@@ -136,20 +140,18 @@ def test_accuracy_is_by_needle_and_by_distance(model_and_task, monkeypatch):
     for example in examples.values():
         for i, position in enumerate(example.positions):
             octave = 2 ** math.floor(math.log2(example.response_start - position))
-            right, all_ = counts.get(octave, (0, 0))
-            counts[octave] = right + (i != 1), all_ + 1
-    assert found["by_distance"] == {str(octave): [*counts[octave]] for octave in sorted(counts)} and len(counts) > 1
+            right, all_ = counts.get(str(octave), (0, 0))
+            counts[str(octave)] = [right + (i != 1), all_ + 1]
+    assert found["by_distance"] == counts and len(counts) > 1
 
 
-def test_teacher_forcing_and_greedy_agree_when_the_model_is_right(model_and_task):
+def test_teacher_forcing_and_greedy_agree_when_the_model_is_right(load):
     """Fine-tuned on one example until it knows it by heart, both are right."""
-    config, model, task = model_and_task
-    inputs, targets, mask = map(torch.from_numpy, task.batch([0]))
+    config, model, task = load("val", seed=1)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for _ in range(150):
-        loss = (model(inputs.contiguous(), targets.contiguous(), per_token=True) * mask).sum() / mask.sum()
         optimizer.zero_grad()
-        loss.backward()
+        response_loss(model, task.batch([0])).backward()
         optimizer.step()
     found = needle.measure_accuracy(config, model, task, 1)
     assert found["greedy"] == found["teacher_forcing"] == 1.0
@@ -181,41 +183,40 @@ def test_run_again_does_nothing_but_the_lengths_that_are_new(run, tune, monkeypa
     first = read_json(run / "needle" / "summary.json")
     monkeypatch.setattr(needle, "save_checkpoint", None)  # nothing is trained again
     measured.append("again")
-    summary = tune("--lengths", "240", "480", "640")
+    summary = tune("--lengths 240 480 640")
     assert measured == [240, "again", 480, 640] and summary["greedy"].keys() == {"240", "480", "640"}
     assert first["greedy"] == {"240": summary["greedy"]["240"]}
 
 
-@pytest.mark.parametrize("argv, settings", [
-    ([], Needle("c4", steps=300, sequences=64, examples=500)),
-    (["--scale", "mini", "--examples", "7"], Needle("shards", steps=6000, sequences=8, examples=7, curriculum=144)),
+@pytest.mark.parametrize("options, settings", [
+    ("", Needle("c4", steps=300, sequences=64, examples=500)),
+    ("--scale mini --examples 7", Needle("shards", steps=6000, sequences=8, examples=7, curriculum=144)),
 ])
-def test_the_scale_gives_the_settings_and_options_replace_them(monkeypatch, argv, settings):
+def test_the_scale_gives_the_settings_and_options_replace_them(monkeypatch, options, settings):
     calls = []
     monkeypatch.setattr(needle, "run", lambda *args: calls.append(args[:2]))
-    needle.main(["runs/a", "runs/b", *argv, "--device", "cpu"])
+    needle.main(["runs/a", "runs/b", "--device", "cpu", *options.split()])
     assert calls == [(Path("runs/a"), settings), (Path("runs/b"), settings)]
 
 
-@pytest.mark.parametrize("argv, named", [
+@pytest.mark.parametrize("options, named", [
     ("--examples 0", "examples"),
     ("--curriculum -1", "curriculum"),
     ("--curriculum 40", "length 40"),
     ("--lengths 40", "length 40"),
     ("--lengths 10000000", "haystack"),
 ])
-def test_a_mistake_is_named_and_leaves_nothing(run, tune, argv, named):
-    assert named in tune(*argv.split()) and not (run / "needle").exists()
-
-
-def test_other_settings_and_damaged_checkpoints_are_named(run, tune):
-    tune()
-    assert "steps" in tune("--steps", "9") and "examples" in tune("--examples", "6")
-    path = latest_checkpoint(run / "needle" / "checkpoints")
-    torch.save(load_checkpoint(path) | dict(step=10**9), path)
-    assert path.name in tune()
-
-
-def test_a_run_without_a_checkpoint_is_named(run, tune):
+def test_a_mistake_is_named_and_leaves_nothing(run, refused, options, named):
+    refused(options, named)
     shutil.rmtree(run / "checkpoints")
-    assert str(run) in tune() and not (run / "needle").exists()
+    refused("", run)
+    assert not (run / "needle").exists()
+
+
+def test_other_settings_and_damaged_checkpoints_are_named(run, tune, refused):
+    tune()
+    refused("--steps 9", "steps")
+    refused("--examples 6", "examples")
+    path = checkpoint(run)
+    torch.save(load_checkpoint(path) | dict(step=10**9), path)
+    refused("", path.name)

@@ -4,10 +4,11 @@ import os
 import re
 import shutil
 import subprocess
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from commands import ROOT, exit_code, read_json, update_json
+from commands import ROOT, exit_code, one_error, read_json, update_json
 from tiny_run import sweeps_in_this_process
 
 from configs.presets import quickstart
@@ -30,23 +31,25 @@ def test_help_installs_nothing(tmp_path, name):
     assert [path.name for path in tmp_path.iterdir()] == ["scripts"]
 
 
-@pytest.mark.parametrize("text, documents", [("taught", 62), ("mini", 120), ("far", 62)])
-def test_text_and_tokenizer_come_from_this_machine(text, documents, tmp_path, monkeypatch, capsys):
-    names = [f"lib/module_{i}.py" for i in range(60)] + [f"lib/package_{i}/sub.py" for i in range(60)] + ["torch/a.py"]
-    for name in (*names, "lib/test/wrong.py", "lib/package_1/tests/wrong.py", "lib/site-packages/wrong.py"):
+@pytest.mark.parametrize("text, documents, share", [("taught", 62, 0.5), ("mini", 120, None), ("far", 62, 0)])
+def test_text_and_tokenizer_come_from_this_machine(text, documents, share, tmp_path, monkeypatch, capsys):
+    names = [name.format(i) for i in range(60) for name in ("lib/module_{}.py", "lib/package_{}/sub.py")]
+    names += "torch/a.py lib/test/wrong.py lib/package_1/tests/wrong.py lib/site-packages/wrong.py".split()
+    for name in names:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"# {name}\n" + f"def f(x):\n    return x + {len(name)}\n" * 20)
-    torch = type("", (), dict(submodule_search_locations=[tmp_path / "torch"]))
+    torch = SimpleNamespace(submodule_search_locations=[tmp_path / "torch"])
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "lib"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: torch)
-    python_source.main([text, "--out", str(tmp_path / "data")])
-    streams = [open_split(tmp_path / "data", split, 2048) for split in ("train", "val")]
-    decode = load_tokenizer(tmp_path / "data").decode
-    read = "".join(decode(stream.read(0, len(stream)).tolist()) for stream in streams)
+    out = tmp_path / "data"
+    python_source.main([text, "--out", str(out)])
+    read = ""
+    for split in ("train", "val"):
+        stream = open_split(out, split, 2048)
+        read += load_tokenizer(out).decode(stream.read(0, len(stream)).tolist())
     assert "wrong" not in read and "package_" in read
-    share = read_manifest(tmp_path / "data").get("copy_rows", {}).get("share")
-    assert share == dict(taught=0.5, far=0, mini=None)[text]
+    assert read_manifest(out).get("copy_rows", {}).get("share") == share
     assert sum(map(int, re.findall(r"(\d+) documents", capsys.readouterr().out))) == documents
 
 
@@ -54,7 +57,7 @@ def test_text_and_tokenizer_come_from_this_machine(text, documents, tmp_path, mo
 def books(tmp_path_factory):
     folder, random = tmp_path_factory.mktemp("quickstart") / "My Books", np.random.default_rng(0)
     folder.mkdir()
-    words = ["".join(random.choice(list("abcdefghijklmnop"), size=5)) for _ in range(800)]
+    words = ["".join(word) for word in random.choice([*"abcdefghijklmnop"], size=(800, 5))]
     for i in range(200):
         (folder / f"{i}.txt").write_text(" ".join(random.choice(words, size=300)))
     rows = python_source.ROW_LENGTHS
@@ -62,42 +65,42 @@ def books(tmp_path_factory):
     return folder
 
 
-def run(books, capsys, *more):
-    """Exit code, stdout and stderr of the quickstart on these books."""
+def run(books, *more):
+    """Return the exit code of the quickstart on these books."""
     folder = books.parent
-    argv = ["--runs-dir", folder / "runs", "--data_dir", folder / "data", *TINY.split(), *more]
-    return exit_code(script.main, argv), *capsys.readouterr()
+    return exit_code(script.main, ["--runs-dir", folder / "runs", "--data_dir", folder / "data", *TINY.split(), *more])
 
 
 @pytest.mark.slow
 def test_a_short_quickstart_trains_every_method_and_repeats_nothing(books, capsys):
     with sweeps_in_this_process():
-        code, output, _ = run(books, capsys)
-    assert code == 0
+        assert run(books) == 0
     runs = books.parent / "runs"
     rows = [line for line in (runs / "quickstart.md").read_text().splitlines() if line.startswith("|")]
-    assert [row.split("|")[1].strip() for row in rows[2:]] == list(script.METHODS) and "\n".join(rows) in output
+    assert "\n".join(rows) in capsys.readouterr().out
+    cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows[2:]]
+    assert [row[0] for row in cells] == list(script.METHODS)
     assert (runs / "quickstart.png").stat().st_size > 10_000
     folders = sorted(path for path in runs.iterdir() if path.is_dir())
-    assert read_json(folders[0] / "config.json")["method_options"] == {"slope_scale": 4.0}
-    assert "copy rows fit other sequences" in (folders[0] / "log.txt").read_text()  # the rows fit 1,000 steps
-    summary = read_json(folders[0] / "summary.json")
-    numbers = [f"{loss:.3f}" for loss in summary["val_loss"].values()]
-    numbers.append(f"{summary['copy_gain']['random']['128']:.1f}")
-    assert [cell.strip() for cell in rows[4].split("|")[1:-1]] == ["ALiBi", *numbers]
+    alibi = folders[0]
+    assert read_json(alibi / "config.json")["method_options"] == {"slope_scale": 4.0}
+    assert "copy rows fit other sequences" in (alibi / "log.txt").read_text()  # the rows fit 1,000 steps
+    summary = read_json(alibi / "summary.json")
+    losses = [f"{loss:.3f}" for loss in summary["val_loss"].values()]
+    assert cells[2] == ["ALiBi", *losses, f"{summary['copy_gain']['random']['128']:.1f}"]
 
     before = [(folder / "metrics.jsonl").stat().st_mtime_ns for folder in folders]
-    assert run(books, capsys)[0] == 0
+    assert run(books) == 0
     update_json(folders[1] / "summary.json", data="0123")  # of a run on another text
-    code, _, error = run(books, capsys)
-    assert code == 2 and "data" in error
+    capsys.readouterr()
+    assert run(books) == 2 and "data" in one_error(capsys)
     assert [(folder / "metrics.jsonl").stat().st_mtime_ns for folder in folders] == before
 
 
-def test_wrong_input_is_one_line(books, capsys, tmp_path):
-    assert run(books, capsys, "--muon_rl", "5")[0] == run(books, capsys, "--method", "fox")[0] == 2
+def test_wrong_input_is_refused(books, tmp_path):
+    assert run(books, "--muon_rl", "5") == run(books, "--method", "fox") == 2
     python_source.prepare([books], tmp_path / "plain", "bpe:384", val_fraction=0.2, name="text")
-    assert run(books, capsys, "--data_dir", tmp_path / "plain")[0] == 2  # without copy rows
+    assert run(books, "--data_dir", tmp_path / "plain") == 2  # without copy rows
 
 
 def test_the_rows_of_the_text_follow_the_schedule():

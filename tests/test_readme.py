@@ -1,5 +1,6 @@
 """The README and the pages of docs/: commands, links, the map of the files, and the example of a method."""
 
+import itertools
 import re
 import runpy
 import shlex
@@ -19,10 +20,10 @@ from model import methods
 from scripts.reproduce.__main__ import ITEMS
 
 README = (ROOT / "README.md").read_text()
-DOCS = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
-PAGES = {"README.md": README} | {f"docs/{name}": text for name, text in DOCS.items()}
-COMMAND = r"^    ((?:python|torchrun|bash) .*?)(?:  +#.*)?$"
-COMMANDS = sorted({line for text in PAGES.values() for line in re.findall(COMMAND, text, re.MULTILINE)})
+DOCS = [path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md")]
+PAGES = {name: (ROOT / name).read_text() for name in ("README.md", *DOCS)}
+TEXT = "\n".join(PAGES.values())
+COMMANDS = sorted(set(re.findall(r"^    ((?:python|torchrun|bash) .*?)(?:  +#.*)?$", TEXT, re.MULTILINE)))
 
 
 def tracked_files():
@@ -31,62 +32,67 @@ def tracked_files():
 
 
 def test_the_map_is_the_tree_on_disk():
-    top = {re.sub("/.*", "/", name) for name in tracked_files() if not name.startswith((".", "README.md"))}
+    (tree,) = re.findall(r"^## The files\n.*?```\n(.*?)```", README, re.DOTALL | re.MULTILINE)
     named, folder = set(), ""
-    for line in re.search(r"^## The files\n.*?```\n(.*?)```", README, re.DOTALL | re.MULTILINE)[1].splitlines():
+    for line in tree.splitlines():
         indent, names = re.match(r"( *)([\w./-]+(?:, [\w./-]+)*)", line).groups()
-        folder = folder if indent else names if names.endswith("/") else ""
-        named |= {f"{folder if indent else ''}{name}" for name in names.split(", ")}
-    assert {name for name in named if (ROOT / name).exists() and (ROOT / name).is_dir() == name.endswith("/")} == named
-    assert {name for name in named if "/" not in name.rstrip("/")} == top
+        if not indent:
+            folder = ""
+        named |= {folder + name for name in names.split(", ")}
+        if not indent and names.endswith("/"):
+            folder = names
+    for name in named:
+        assert (ROOT / name).exists() and (ROOT / name).is_dir() == name.endswith("/"), name
+    top = {re.sub("/.*", "/", name) for name in tracked_files() if not name.startswith((".", "README.md"))}
+    assert {name for name in named if "/" not in name[:-1]} == top
 
 
 def test_links_lead_somewhere_and_every_page_is_linked():
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "results").rglob("*.md")]
     linked = set()
-    for page in pages:
-        for link in re.findall(r"\]\((?!https?:)(.*?)\)", page.read_text()):
-            path, _, anchor = link.partition("#")
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "results").rglob("*.md")):
+        for link, path, anchor in re.findall(r"\]\((?!https?:)(([^)#]*)#?(.*?))\)", page.read_text()):
             target = (page.parent / path).resolve() if path else page
             assert target.exists() and target.is_relative_to(ROOT), f"{page.name}: {link}"
             if anchor:
-                titles = re.findall(r"^#+ (.*)", target.read_text(), re.MULTILINE)
-                slugs = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
-                assert anchor in slugs, f"{page.name}: {link}"
+                titles = re.findall(r"^#+ (.*)", target.read_text().lower(), re.MULTILINE)
+                assert anchor in [re.sub(r"[^\w -]", "", title).replace(" ", "-") for title in titles], link
             if page.name == "README.md":
                 linked.add(target)
-    assert DOCS and {ROOT / "docs" / name for name in DOCS} <= linked
+    assert {ROOT / name for name in DOCS} <= linked
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")  # runpy, of a module that other tests imported
 @pytest.mark.parametrize("line", COMMANDS)
 def test_commands_are_understood(line, capsys, monkeypatch):
     """Training commands pass read_config. For the others, --help knows the command and every option."""
-    argv = shlex.split(line)
-    if argv[0] == "torchrun":
-        given = get_args_parser().parse_args(argv[1:])
-        module = ["-m"] if given.module else []
-        argv = ["python", *module, given.training_script, *given.training_script_args]
-    if argv[:2] == ["python", "train_gpt.py"]:
+    program, *argv = shlex.split(line)
+    if program == "bash":
+        assert (ROOT / argv[0]).is_file()
+        return
+    if program == "torchrun":
+        given = get_args_parser().parse_args(argv)
+        argv = ["-m"] * given.module + [given.training_script, *given.training_script_args]
+    if argv[0] == "train_gpt.py":
         if "--help" not in argv:
-            read_config(argv[2:], "", methods)
-    elif argv[0] == "bash":
-        assert (ROOT / argv[1]).is_file()
-    else:
-        assert argv[:2] == ["python", "-m"]
-        options = [word for word in argv if word.startswith("--")]
-        command = argv[2 : argv.index(options[0]) if options else None]
-        monkeypatch.setattr(sys, "argv", [*command, "--help"])
-        with pytest.raises(SystemExit) as end:
-            runpy.run_module(command[0], run_name="__main__", alter_sys=True)
-        output = capsys.readouterr()
-        assert not end.value.code, output.err
-        fields = {f"--{name}" for name in Config.__dataclass_fields__} if "fields" in output.out.lower() else set()
-        assert {*options} <= fields | {*re.findall(r"--[\w-]+", output.out)}
+            read_config(argv[1:], "", methods)
+        return
+    assert argv[0] == "-m"
+    options = {word for word in argv if word.startswith("--")}
+    words = itertools.takewhile(lambda word: word not in options, argv[1:])
+    command = [*words, "--help"]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+    output = capsys.readouterr()
+    assert not end.value.code, output.err
+    known = {*re.findall(r"--[\w-]+", output.out)}
+    if "fields" in output.out.lower():
+        known |= {f"--{name}" for name in Config.__dataclass_fields__}
+    assert options <= known
 
 
 def test_shell_scripts_of_the_pages_are_understood():
-    scripts = re.findall(r"```bash\n(.*?)```", "\n".join(PAGES.values()), re.DOTALL)
+    scripts = re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL)
     assert len(scripts) == 3  # the first runs in test_faults.py
     for script in scripts:
         subprocess.run(["bash", "-n", "-c", script], check=True)
@@ -119,6 +125,6 @@ def test_its_example_of_a_method_trains(tmp_path):
 
 
 def test_the_pages_name_every_table_and_only_presets_that_exist():
-    assert all(f"`{item}`" in DOCS["sweeps.md"] for item in ITEMS)
-    names = set(re.findall(r"`((?:gpt|small|mini)_\w+|quickstart|taught|mini)`", "\n".join(PAGES.values())))
+    assert all(f"`{item}`" in PAGES["docs/sweeps.md"] for item in ITEMS)
+    names = set(re.findall(r"`((?:gpt|small|mini)_\w+|quickstart|taught|mini)`", TEXT))
     assert len(names) >= 6 and names <= set(PRESETS)

@@ -207,18 +207,6 @@ def test_checkpoint_of_three_processes_resumes_on_two_and_on_one(ranks, alone):
         assert_close(numbers, alone["last"], **NEAR)
 
 
-def test_checkpoint_of_one_process_resumes_on_two(alone):
-    state = alone["checkpoint"]["optimizers"]["scalars"]["state"]
-    for key in ("exp_avg", "exp_avg_sq"):
-        shards = []
-        for rank in (0, 1):
-            optimizers = Trainer(rank, 2, alone["checkpoint"]).optimizers
-            (bucket,) = optimizers.buckets["scalars"]
-            shards.append(optimizers.optimizers["scalars"].state[bucket.shard][key])
-        whole = [state[i][key] for i in (3, 2, 1, 0)]
-        assert_close(torch.cat(shards), torch.cat(whole), **EXACT)
-
-
 def test_the_norm_of_bfloat16_gradients_is_a_float32_number():
     p = nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))
     p.grad = torch.full_like(p, 0.001)
