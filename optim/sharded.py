@@ -20,6 +20,10 @@ from torch import Tensor, nn
 
 from optim.schedule import set_lr
 
+# torch 2.11 has only the older names, and torch 2.13 warns about them.
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 @dataclasses.dataclass(frozen=True)
 class Group:
@@ -94,7 +98,7 @@ class Bucket:
             p.grad = None
         self.shard.grad = torch.empty_like(self.shard)
         if full.is_cuda:
-            dist.reduce_scatter_single(self.shard.grad, full)
+            reduce_scatter(self.shard.grad, full)
         else:  # gloo's reduce-scatter is half as fast on CPUs, so we use all-to-all and a sum (results/speed/cpu.md)
             summands = torch.empty_like(full)
             dist.all_to_all_single(summands, full)
@@ -105,7 +109,7 @@ class Bucket:
         full = self.views(self.params)[0]  # a single parameter that fits receives the result
         if len(self.params) > 1 or len(full) < self.num_units or not full.is_contiguous():
             full = self.shard.new_empty(self.num_units, *self.unit_shape)
-        work = dist.all_gather_single(full, self.shard.detach(), async_op=True)
+        work = all_gather(full, self.shard.detach(), async_op=True)
         self.gathering = full, work
 
     def finish_gathering(self):
@@ -123,7 +127,7 @@ class Bucket:
         if shard.dim() == 0 or not self.sharded:
             return [shard] * len(self.params)
         full = shard.new_empty(self.num_units, *self.unit_shape)
-        dist.all_gather_single(full, shard.contiguous())
+        all_gather(full, shard.contiguous())
         tensors = [shard.new_empty(p.shape) for p in self.params]
         self.unpack(full, tensors)
         return tensors

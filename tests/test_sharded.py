@@ -16,6 +16,7 @@ from torch import nn
 from torch.testing import assert_close
 from torch.utils._pytree import tree_map
 
+from optim import sharded
 from optim.muon import Muon, as_matrices, shape_scale
 from optim.sharded import Group, Optimizers
 
@@ -109,8 +110,9 @@ class Trainer:
             return call
 
         with pytest.MonkeyPatch.context() as patch:
-            for name, argument in dict(all_to_all_single=1, all_gather_single=1, all_reduce=0).items():
-                patch.setattr(dist, name, counted(name, getattr(dist, name), argument))
+            collectives = [(dist, "all_to_all_single", 1), (sharded, "all_gather", 1), (dist, "all_reduce", 0)]
+            for module, name, argument in collectives:
+                patch.setattr(module, name, counted(name, getattr(module, name), argument))
             self.train([STEPS])
         return dict(sent)
 
@@ -187,7 +189,7 @@ def test_each_rank_has_its_share_and_sends_the_bytes_of_zero_2(results):
             scalars=[(scalars,)],
         )
         gathered = rank["bytes"]
-        assert rank["sent"] == dict(all_to_all_single=gathered * world, all_gather_single=gathered, all_reduce=8)
+        assert rank["sent"] == dict(all_to_all_single=gathered * world, all_gather=gathered, all_reduce=8)
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_changes_nothing_on_any_then_or_later(results):
