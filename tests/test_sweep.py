@@ -20,7 +20,7 @@ from configs.sweeps import sweep
 from data.text import prepare
 from runtime.checkpoint import latest_checkpoint, load_checkpoint
 from runtime.run_folder import RunFolder
-from scripts.shared.runs import failures, sidecar
+from scripts.shared.states import failures, sidecar
 from scripts.sweep import __main__ as sweep_command
 from scripts.sweep import local
 from scripts.sweep.cluster import Job

@@ -15,11 +15,11 @@ from model.attention.reference import attention_logits, probabilities
 from model.gpt import GPT
 from model.scores import iterate_layers
 from runtime.checkpoint import list_checkpoints, load_checkpoint
-from scripts.evaluate import load_run, open_validation_text
 from scripts.reproduce.drawing import Line, Panel, draw_panels
 from scripts.reproduce.far import MILLION
 from scripts.reproduce.study import Study
 from scripts.shared.looks import plot_styles, series_label, series_name
+from scripts.shared.runs import load_run, open_validation_text
 from scripts.shared.tables import markdown_table
 
 METHODS = ("rope", "logn_p_rope", "alibi slope_scale=4", SI)

@@ -12,7 +12,8 @@ from configs.presets import preset
 from configs.runs import Run
 from configs.sweeps import SCALES, SWEEPS, sweep
 from scripts.shared.looks import NAMES, series_label
-from scripts.shared.runs import StoredRun, find_stored, run_state, single_val_tokens
+from scripts.shared.runs import StoredRun, single_val_tokens
+from scripts.shared.states import find_stored, run_state
 
 # Items that show only the trained method of a run, not the other methods with which its weights are validated:
 TRAINED_METHOD_ONLY = ("table_infini", "table_rivals", "needle_rivals")

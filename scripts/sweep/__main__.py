@@ -23,7 +23,8 @@ from measure.flops import layer_methods
 from measure.validation import build_alternatives
 from model.methods import canonical_name
 from scripts.shared.arguments import add_run_options, field_changes, key_values
-from scripts.shared.runs import data_fingerprint, read_runs, run_state
+from scripts.shared.runs import data_fingerprint, read_runs
+from scripts.shared.states import run_state
 from scripts.sweep.cluster import queued_job, submit
 from scripts.sweep.local import train
 
