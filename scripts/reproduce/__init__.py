@@ -6,7 +6,7 @@
     tables.py     Tables of losses beside the paper's numbers (paper_targets.csv). needles.py: tables of needles.
     figures.py    The paper's figures. drawing.py: matplotlib.
     theory.py     Attention over Gaussian scores. logits.py: logits of trained models, QQ plots.
-    beyond.py     Studies beyond the paper, like far.py and heads.py. comparisons.py: tests of significance.
+    reach.py      Tables and figures of how far models read. comparisons.py: tests of significance.
 
-A new item needs a function, a name in ITEMS, and its runs in configs/sweeps.py.
+Our studies are in results/NAME/study.py (scripts/shared/sweeps.py).
 """

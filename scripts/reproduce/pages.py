@@ -33,12 +33,12 @@ from pathlib import Path
 from configs.sweeps import SI
 from errors import require
 from files import replace_text
-from scripts.reproduce import beyond, far
-from scripts.reproduce.comparisons import differences, primary_rows
+from scripts.reproduce.comparisons import differences
 from scripts.reproduce.study import Study
 from scripts.reproduce.tables import paper_targets, read_losses, trained_methods
 from scripts.shared.looks import series_label
-from scripts.shared.runs import copy_gains, final_losses, read_runs
+from scripts.shared.runs import copy_curve, copy_gains, far_gains, final_losses, late_losses, read_runs, time_to_copy
+from scripts.shared.sweeps import studies
 from scripts.shared.tables import mean_and_stderr
 
 TEMPLATES, RESULTS = Path(__file__).with_name("templates"), Path(__file__).parents[2] / "results"
@@ -76,21 +76,20 @@ def kept_numbers() -> dict[str, dict[int, float]]:
             series, seed, needle = series_label(stored.config), stored.config.seed, stored.needle or {}
             if file.stem == NAMED:
                 place, series = NAMED, stored.path.name.removesuffix(f"-s{seed}")
-            late = functools.partial(far.late_losses, first=stored.config.train_length // 2)
+            late = functools.partial(late_losses, first=stored.config.train_length // 2)
             kinds = [("needle", series, needle.get("greedy", {}))]
             for method in (None, *stored.config.validate_as):
-                measures = dict(loss=final_losses, copy=copy_gains, far_gain=far.far_gains, late=late)
+                measures = dict(loss=final_losses, copy=copy_gains, far_gain=far_gains, late=late)
                 label = series_label(stored.config, method) if method else series
                 kinds += [(kind, label, read(stored.summary, method)) for kind, read in measures.items()]
+                if (time := time_to_copy(copy_curve(stored))) is not None:
+                    found[f"time {place} {label}"][seed] = time
             for kind, label, values in kinds:
                 for tokens, value in values.items():
                     found[f"{kind} {place} {tokens} {label}"][seed] = value
             assert seed not in found[f"tokens {place} {series}"], f"{stored.path}: two kept runs have this name"
             for field in ("tokens", "parameters", "val_tokens"):
                 found[f"{field} {place} {series}"][seed] = stored.line[field]
-    for place in ("far", "far_books"):
-        for series, times in far.times_to_copy(open_study("far", "far", place)).items():
-            found[f"time {place} {series}"] = {seed: time for seed, time in times.items() if time is not None}
     return found
 
 
@@ -102,14 +101,16 @@ def p_values() -> dict[str, float]:
         losses, lengths = read_losses(study)
         for row in differences(losses, SI, lengths, trained_methods(study)):
             found[f"p loss {place} {row['length']} {row['series']}"] = row["p_holm"]
-    for place, item in (("taught", beyond), ("far", far)):
-        study = open_study(place, place, place)
-        for row in primary_rows(study, study.by_seed(final_losses), item.primary_measures(study)):
-            kind, tokens = re.match(r"(loss|copy|far|time)\D*(\d*)", row["measure"]).groups()
-            found[" ".join(["p", kind, place, *tokens.split(), row["rival"]])] = row["p_holm"]
-        for title in item.LATER_TESTS:
-            for row in item.later_rows(study, title):
-                found[f"p {title} {row['measure'].split(',')[0]} {row['rival']}"] = row["p_holm"]
+    for module in studies():
+        for item, tests in module.TESTS.items():
+            for paired in tests(open_study(item, module.SCALE, module.SCALE)):
+                title = "" if paired.title.startswith("Primary") else f"{paired.title.lower()} "
+                for row in paired.rows():
+                    if title:
+                        found[f"p {title}{row['measure'].split(',')[0]} {row['rival']}"] = row["p_holm"]
+                    else:
+                        kind, tokens = re.match(r"(loss|copy|far|time)\D*(\d*)", row["measure"]).groups()
+                        found[" ".join(["p", kind, item, *tokens.split(), row["rival"]])] = row["p_holm"]
     return found
 
 
