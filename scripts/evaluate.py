@@ -13,64 +13,19 @@ split of another folder, at most as many tokens, and the numbers go to RUN/evalu
 
 import argparse
 import dataclasses
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
-from configs.config import Config
-from data.shards import TokenStream, open_split, tokenizer_of
-from data.tokenizer import Tokenizer, load_tokenizer
-from errors import exit_on_user_error, require
+from data.shards import open_split
+from errors import exit_on_user_error
 from files import replace_text, to_json
 from measure.copy_gain import KINDS
 from measure.validation import Validation
-from runtime.build import build_model
-from runtime.checkpoint import latest_checkpoint, load_checkpoint, load_weights
-from runtime.device import compute_dtype
+from runtime.checkpoint import latest_checkpoint
 from runtime.processes import World, start_processes
-from scripts.shared.runs import StoredRun, join, read_object, read_run, stored_config
+from scripts.shared.runs import check_tokenizer, join, load_run, open_validation_text, read_object, read_run
 from scripts.shared.tables import format_mean, loss_table, pivot_table
-
-
-def load_run(folder: Path, device: torch.device) -> tuple[Config, torch.nn.Module]:
-    """Return the configuration of a run of train_gpt.py, and its model with the weights of the latest checkpoint."""
-    config = stored_config(folder)
-    continued = "model" in json.loads((folder / "config.json").read_text())
-    require(not continued, f"{folder} has a Hugging Face model. Load {folder}/model as in docs/huggingface.md.")
-    checkpoint = latest_checkpoint(folder / "checkpoints")
-    require(checkpoint, f"{folder} has no checkpoint. Train the run first.")
-    model = build_model(config, compute_dtype(config, device)).to(device)
-    load_weights(model, load_checkpoint(checkpoint)["model"], checkpoint)
-    return config, model
-
-
-def open_validation_text(run: StoredRun) -> TokenStream:
-    """Return the validation text of a run. Raise ValueError if its data folder holds another text now."""
-    config = run.config
-    stream = open_split(config.data_dir, "val", config.vocab_size)
-    same = run.data.get("validation") in (None, stream.fingerprint(config.val_tokens))
-    problem = f"{config.data_dir} does not hold the validation text of {run.path}"
-    require(same, f"{problem}. Restore the text, or evaluate on the present text with --data {config.data_dir}.")
-    return stream
-
-
-def check_tokenizer(run: StoredRun, data: Path):
-    """Raise ValueError unless the text in this folder was made with the tokenizer of the run."""
-    trained, found = run.data.get("tokenizer"), tokenizer_of(data)
-    problem = f"{data} has tokenizer {found}, but {run.path} was trained with {trained}"
-    require(trained and trained == found, f"{problem}. Make the text with --tokenizer {run.config.data_dir}.")
-
-
-def tokenizer_of_run(run: StoredRun) -> Tokenizer:
-    """Return the tokenizer of a run. Raise ValueError if the run's data folder has another tokenizer now."""
-    if run.data.get("tokenizer") == "gpt2":
-        return load_tokenizer("gpt2")
-    data_dir = Path(run.config.data_dir)
-    check_tokenizer(run, data_dir)
-    return load_tokenizer(data_dir)
 
 
 def evaluate(

@@ -23,10 +23,9 @@ from data.shards import TOKENIZER_FILE, sha256_of
 from data.tokenizer import Tokenizer
 from errors import exit_on_user_error, require
 from runtime.checkpoint import latest_checkpoint
-from scripts.evaluate import load_run
 from scripts.hf.load import import_transformers
 from scripts.hf.modules import ROOT, export_modules
-from scripts.shared.runs import StoredRun, read_object, read_run
+from scripts.shared.runs import StoredRun, load_run, read_object, read_run
 from scripts.shared.tables import loss_table
 
 GPT2 = "openai-community/gpt2"  # on the hub

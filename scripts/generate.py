@@ -20,8 +20,7 @@ from errors import exit_on_user_error, require
 from model.attention.base import MAX_LENGTH
 from model.decoding import decode, sample
 from runtime.processes import start_processes
-from scripts.evaluate import load_run, tokenizer_of_run
-from scripts.shared.runs import read_run
+from scripts.shared.runs import load_run, read_run, tokenizer_of_run
 
 INCOMPLETE = "\ufffd"  # decoded text of a character whose bytes are not complete
 

@@ -26,12 +26,11 @@ from model.scores import layer_scores
 from runtime.device import device_name
 from runtime.processes import start_processes
 from runtime.run_folder import git_commit
-from scripts.evaluate import load_run, tokenizer_of_run
 from scripts.hf import scores as hf_scores
 from scripts.hf.convert import attention_layers
 from scripts.hf.load import load_model
 from scripts.reproduce.logits import FOLDER, describe_scores, draw_qq, moments_table
-from scripts.shared.runs import read_run
+from scripts.shared.runs import load_run, read_run, tokenizer_of_run
 
 COMMAND = "python -m scripts.logit_statistics"
 MAX_PAIRS = 2**18  # random pairs per head. Texts of up to 725 tokens have fewer pairs, so all are measured.

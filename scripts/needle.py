@@ -38,8 +38,7 @@ from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoi
 from runtime.metrics import Metrics
 from runtime.processes import World, start_processes
 from runtime.run_folder import RunFolder
-from scripts.evaluate import load_run, tokenizer_of_run
-from scripts.shared.runs import read_object, read_run
+from scripts.shared.runs import load_run, read_object, read_run, tokenizer_of_run
 
 SAVE_EVERY = 50  # steps
 KINDS = ("greedy", "teacher_forcing", "by_distance")  # kinds of scores, keys of summary.json

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from configs.config import Config
+from configs.config import Config, describe_differences
 from configs.runs import Run
 from data.python_source import prepare_taught
 from data.shards import read_manifest
@@ -23,7 +23,8 @@ from files import replace_text
 from scripts.reproduce.drawing import Line, Panel, draw_panels
 from scripts.shared.arguments import field_changes
 from scripts.shared.looks import plot_styles
-from scripts.shared.runs import data_fingerprint, describe_differences, find_stored, read_runs, run_state, sidecar
+from scripts.shared.runs import data_fingerprint, read_runs
+from scripts.shared.states import find_stored, run_state, sidecar
 from scripts.shared.tables import markdown_table
 from scripts.sweep.local import train
 

@@ -22,7 +22,8 @@ from errors import exit_on_user_error, require
 from files import replace_text
 from scripts.reproduce.drawing import Line, Panel, draw_panels
 from scripts.shared.looks import method_name, plot_styles
-from scripts.shared.runs import StoredRun, failures, read_run, stored_state
+from scripts.shared.runs import StoredRun, read_run
+from scripts.shared.states import failures, stored_state
 
 STYLE = """body { font: 15px sans-serif; margin: 2em; } table { border-collapse: collapse; }
 td, th { border-bottom: 1px solid #ddd; padding: 3px 9px; text-align: right; }

@@ -24,10 +24,9 @@ from data.tokenizer import load_tokenizer
 from model.attention import make_plan
 from model.methods import make_method
 from scripts import export as command
-from scripts.evaluate import load_run
 from scripts.hf.modeling_method_gpt import MethodGPTConfig, MethodGPTForCausalLM, attend_with_cache
 from scripts.hf.modules import ROOT
-from scripts.shared.runs import read_run
+from scripts.shared.runs import load_run, read_run
 
 # One method of each kind: scaling by length, key bias, memory, another softmax, wide keys, layers that differ.
 KINDS = [(name, {}) for name in ("logn_ntk", "p_rope+forget", "fire", "pope+scale_invariant", "swan", "nape")] + [

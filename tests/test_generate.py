@@ -11,7 +11,7 @@ from data.tokenizer import load_tokenizer
 from model.attention.base import MAX_LENGTH
 from model.decoding import greedy_decode, sample
 from scripts import generate
-from scripts.evaluate import load_run
+from scripts.shared.runs import load_run
 
 FIELDS = "--vocab_size 400 --num_layers 2 --train_length 60 --val_lengths 60 --val_tokens 480"
 LOGITS = torch.tensor([1.0, -2.0, 0.5, 3.0, 0.0])

@@ -12,7 +12,7 @@ from test_export import exported, run  # noqa: F401
 
 from data.tokenizer import load_tokenizer
 from model.decoding import greedy_decode
-from scripts.evaluate import load_run
+from scripts.shared.runs import load_run
 
 QUESTIONS = ["abc def", "hg", "aaa bbb ccc ddd" * 30, "f e d c"]  # the third is longer than the training's texts
 CHOICES = [" ab", " hgfe"]

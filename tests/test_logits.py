@@ -16,7 +16,8 @@ from tiny_run import train_tiny_run
 from data.shards import open_split
 from measure.copy_gain import SPAN
 from model.scores import calibrate, layer_scores, score_pairs
-from scripts.reproduce import heads, logits
+from results.far import heads
+from scripts.reproduce import logits
 from scripts.reproduce.theory import attention_statistics
 from scripts.shared.runs import read_run
 

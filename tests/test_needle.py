@@ -16,7 +16,7 @@ from data.tokenizer import load_tokenizer
 from runtime.checkpoint import latest_checkpoint, load_checkpoint
 from runtime.metrics import read_metrics
 from scripts import needle
-from scripts.evaluate import load_run
+from scripts.shared.runs import load_run
 
 SHORT = "--haystack shards --steps 6 --sequences 4 --examples 5 --lengths 240 480 --device cpu --compile off"
 

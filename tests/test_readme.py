@@ -17,7 +17,7 @@ from configs.command_line import read_config
 from configs.config import Config
 from configs.presets import PRESETS
 from model import methods
-from scripts.reproduce.__main__ import ITEMS
+from scripts.reproduce.__main__ import all_items
 
 README = (ROOT / "README.md").read_text()
 DOCS = [path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md")]
@@ -125,6 +125,6 @@ def test_its_example_of_a_method_trains(tmp_path):
 
 
 def test_the_pages_name_every_table_and_only_presets_that_exist():
-    assert all(f"`{item}`" in PAGES["docs/sweeps.md"] for item in ITEMS)
+    assert all(f"`{item}`" in PAGES["docs/sweeps.md"] for item in all_items())
     names = set(re.findall(r"`((?:gpt|small|mini)_\w+|quickstart|taught|mini)`", TEXT))
     assert len(names) >= 6 and names <= set(PRESETS)

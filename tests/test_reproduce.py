@@ -12,16 +12,17 @@ import torch
 from commands import ROOT, exit_code, update_json
 from test_train import write_shards
 
-from configs.sweeps import SCALES, SWEEPS, sweep
+from configs.sweeps import SCALES
 from runtime.build import build_model
 from runtime.checkpoint import save_checkpoint
 from scripts.reproduce import __main__ as command
-from scripts.reproduce import beyond, figures, needles, theory
+from scripts.reproduce import figures, needles, reach, theory
 from scripts.reproduce.study import Study
 from scripts.reproduce.tables import paper_targets
 from scripts.shared.arguments import field_changes
 from scripts.shared.looks import method_name, series_label, series_name
 from scripts.shared.runs import data_fingerprint, read_runs
+from scripts.shared.sweeps import all_sweeps, studies, sweep
 from scripts.shared.tables import format_mean, mean_and_stderr
 
 pytestmark = pytest.mark.slow
@@ -94,8 +95,9 @@ def call(tmp_path, capsys):
 def drawn(monkeypatch):
     """Return the panels of each figure by its name. They are not drawn."""
     grids = {}
-    for module in (beyond, figures, needles):
-        monkeypatch.setattr(module, "draw_panels", lambda path, grid, **_: grids.update({path.name: grid}))
+    for module in (figures, needles, reach, *studies()):
+        keep_panels = lambda path, grid, **_: grids.update({path.name: grid})  # noqa: E731
+        monkeypatch.setattr(module, "draw_panels", keep_panels, raising=False)
     return grids
 
 
@@ -193,7 +195,7 @@ def test_without_runs_nothing_is_written_and_the_sweep_is_named(tmp_path, call):
 
 def test_runs_of_an_item_read_equally_many_tokens():
     """A fingerprint covers the tokens that a run reads, so it is equal for runs on the same text."""
-    for item in SWEEPS:
+    for item in all_sweeps():
         assert len({run.config.steps * run.config.batch_tokens for run in sweep(item, "mini")}) == 1
 
 

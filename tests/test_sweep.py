@@ -16,11 +16,11 @@ from commands import ROOT, exit_code, is_alive, read_json, update_json, wait_for
 from lives import holding
 
 from configs.runs import Run
-from configs.sweeps import sweep
 from data.text import prepare
 from runtime.checkpoint import latest_checkpoint, load_checkpoint
 from runtime.run_folder import RunFolder
-from scripts.shared.runs import failures, sidecar
+from scripts.shared.states import failures, sidecar
+from scripts.shared.sweeps import sweep
 from scripts.sweep import __main__ as sweep_command
 from scripts.sweep import local
 from scripts.sweep.cluster import Job

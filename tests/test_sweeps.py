@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -10,9 +11,11 @@ from commands import ROOT
 from configs.command_line import read_config
 from configs.config import config_hash
 from configs.runs import Run
-from configs.sweeps import MAIN_METHODS, PAPER_SWEEPS, SCALES, SWEEPS, sweep
+from configs.sweeps import MAIN_METHODS, PAPER_SWEEPS, SCALES
 from model.methods import check_options
 from scripts.reproduce.tables import paper_targets
+from scripts.shared import sweeps
+from scripts.shared.sweeps import all_sweeps, sweep
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -38,7 +41,7 @@ def test_all_is_every_run_of_the_paper_once_with_its_fine_tuning(scale, tuned, h
 
 
 @pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("name", SWEEPS)
+@pytest.mark.parametrize("name", all_sweeps())
 def test_seeds_that_are_given_are_used_everywhere(name, scale):
     seeds = collections.defaultdict(set)
     for run in sweep(name, scale, seeds=[4, 9]):
@@ -99,14 +102,14 @@ OWN = {  # a sweep, and the part that the error names
 
 @pytest.mark.parametrize("function, names", OWN.values(), ids=OWN)
 def test_mistakes_in_a_new_sweep_are_named(monkeypatch, function, names):
-    monkeypatch.setitem(SWEEPS, "own", function)
+    monkeypatch.setattr(sweeps, "studies", lambda: [SimpleNamespace(SWEEPS={"own": function})])
     with pytest.raises(ValueError, match=names):
         sweep("own", "mini", changes=dict(muon_lr=0.01) if names == "--muon_lr" else {})
 
 
 def test_a_new_sweep_has_its_runs_once(monkeypatch):
     function = own_sweep(method=["rope", "alibi"], muon_lr=[0.1, 0.2], dtype=["float32", "auto"])
-    monkeypatch.setitem(SWEEPS, "own", function)
+    monkeypatch.setattr(sweeps, "studies", lambda: [SimpleNamespace(SWEEPS={"own": function})])
     expected = [f"mini-{method}-muon_lr{lr}-s0" for method in ("rope", "alibi") for lr in (0.1, 0.2)]
     assert [run.name for run in sweep("own", "mini")] == expected
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from scipy import stats
 
-from configs.config import Config, config_hash
+from configs.config import Config, config_hash, describe_differences
 from configs.runs import Run
 from errors import require
 from measure.flops import forward_flops_per_token
@@ -25,7 +25,7 @@ from model.methods.base import KINDS
 from runtime.build import build_model
 from runtime.log import num_parameters
 from scripts.shared.looks import series_label
-from scripts.shared.runs import StoredRun, describe_differences, final_losses, read_runs
+from scripts.shared.runs import StoredRun, final_losses, read_runs
 
 # A track is a preset with changes. results/PRESET/runs.jsonl holds the runs of its baselines.
 ON_GPU = {"dtype": "bfloat16", "val_copy_gaps": (2048, 8192, 16_384)}

@@ -1,12 +1,12 @@
 """Make the paper's tables and figures from finished runs.
 
     __main__.py   The command, the table of items, and the page OUT/tables.md.
-    pages.py      results/README.md and the pages of questions, from the texts in templates/.
+    pages.py      The numbers on the pages of results/, filled in place.
     study.py      The runs of an item: finished ones and missing ones.
     tables.py     Tables of losses beside the paper's numbers (paper_targets.csv). needles.py: tables of needles.
     figures.py    The paper's figures. drawing.py: matplotlib.
     theory.py     Attention over Gaussian scores. logits.py: logits of trained models, QQ plots.
-    beyond.py     Studies beyond the paper, like far.py and heads.py. comparisons.py: tests of significance.
+    reach.py      Tables and figures of how far models read. comparisons.py: tests of significance.
 
-A new item needs a function, a name in ITEMS, and its runs in configs/sweeps.py.
+Our studies are in results/NAME/study.py (scripts/shared/sweeps.py).
 """

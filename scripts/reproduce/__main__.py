@@ -5,10 +5,9 @@
     python -m scripts.reproduce figure_tau --steps 6          the runs with this field of train_gpt.py changed
     python -m scripts.reproduce table_needle --needle examples=100      the runs with this needle setting changed
 
-An item is a section of OUT/tables.md and its figures. configs/sweeps.py lists its runs, and
-`python -m scripts.sweep ITEM` trains them. Runs are read from the folders in runs/ and from OUT/runs.jsonl
-(scripts.keep). --runs-dir reads one folder or one file instead. Exit code: 0 if no run is missing, 1 otherwise, 2 for
-wrong usage.
+An item is a section of OUT/tables.md and its figures. `python -m scripts.sweep ITEM` trains its runs. Runs are read
+from the folders in runs/ and from OUT/runs.jsonl (scripts.keep). --runs-dir reads one folder or one file instead. Exit
+code: 0 if no run is missing, 1 otherwise, 2 for wrong usage.
 """
 
 import argparse
@@ -18,26 +17,28 @@ import platform
 import re
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from configs.sweeps import SCALE_OF_SWEEP, SCALES
+from configs.sweeps import SCALES
 from errors import exit_on_user_error
 from files import replace_text
 from model.methods import canonical_name
 from runtime.device import device_name
 from runtime.processes import start_processes
 from runtime.run_folder import git_commit
-from scripts.reproduce import beyond, far, figures, heads, logits, needles, rotation, tables
+from scripts.reproduce import figures, logits, needles, tables
 from scripts.reproduce.study import Study
 from scripts.shared.arguments import add_run_options, field_changes, key_values
 from scripts.shared.runs import read_runs
+from scripts.shared.sweeps import folder_of, scale_of, studies
 
-ITEMS = dict(
+PAPER_ITEMS = dict(
     table_losses=tables.table_losses,
     table_needle=needles.table_needle,
-    table_infini=tables.table_losses,
+    table_infini=tables.table_infini,
     table_llama=tables.table_llama,
     figure_entropy=figures.figure_entropy,
     figure_sublog=figures.figure_sublog,
@@ -45,44 +46,42 @@ ITEMS = dict(
     **dict.fromkeys(figures.CURVES, figures.curve_figure),
     figure_qq=logits.figure_qq,
     open_choices=tables.open_choices,
-    tau_by_length=beyond.tau_by_length,
-    scale_invariant_by_head=beyond.scale_invariant_by_head,
-    taught=beyond.taught,
-    taught_rivals=beyond.taught,
-    taught_rotation=rotation.rotation,
-    far_rotation=rotation.rotation,
-    far=far.far,
-    far_heads=heads.far_heads,
-    table_rivals=tables.table_losses,
-    needle_rivals=needles.table_needle,
-    needle_tau=needles.table_needle,
 )
-# Items that are computed or measured on this machine. The others are functions of the stored runs.
-COMPUTED = ["figure_entropy", "far_heads", "figure_sublog", "figure_sublog_unscaled"]
+
+
+def all_items() -> dict[str, Callable[[Study], str]]:
+    """Return the paper's items and the items of all studies, by name."""
+    found = dict(PAPER_ITEMS)
+    for study in studies():
+        found |= study.ITEMS
+    return found
 
 
 def main(argv: list[str] | None = None):
     argv = sys.argv[1:] if argv is None else argv
+    items = all_items()
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.reproduce", description=f"{__doc__}\nItems: all, {', '.join(ITEMS)}.",
+        prog="python -m scripts.reproduce", description=f"{__doc__}\nItems: all, {', '.join(items)}.",
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip
-    parser.add_argument("item", metavar="ITEM", choices=["all", *ITEMS])
-    parser.add_argument("--out", type=Path, help="folder of the page and the figures (default: results/SCALE)")
+    parser.add_argument("item", metavar="ITEM", choices=["all", *items])
+    parser.add_argument(
+        "--out", type=Path, help="folder of the page and the figures (default: of the study, or results/SCALE)"
+    )
     add_run_options(parser, runs_dir=None)
     args, fields = parser.parse_known_args(argv)
     options = [argument for i, argument in enumerate(argv) if i != argv.index(args.item)]
     outcomes = []
     with exit_on_user_error():
-        args.scale = args.scale or SCALE_OF_SWEEP.get(args.item, "paper")
-        args.out = args.out or Path("results") / args.scale
+        args.scale = args.scale or scale_of(args.item) or "paper"
+        args.out = args.out or folder_of(args.item, args.scale)
         methods = args.methods and [*map(canonical_name, args.methods)]
         changes, needle = field_changes(SCALES[args.scale].base, fields), key_values("--needle", args.needle)
         device = start_processes(changes.get("device", "auto")).device
         sources = [args.runs_dir] if args.runs_dir else [Path("runs"), args.out / "runs.jsonl"]
         stored_runs = [stored for source in sources for stored in read_runs(source)]
         runs_dir = args.runs_dir if args.runs_dir and args.runs_dir.suffix != ".jsonl" else Path("runs")
-        at_scale = [item for item in ITEMS if SCALE_OF_SWEEP.get(item, args.scale) == args.scale]
+        at_scale = [item for item in items if scale_of(item) in ("", args.scale)]
         for item in at_scale if args.item == "all" else [args.item]:
             command = shlex.join(["python", "-m", "scripts.reproduce", item, *options])
             sweep_command = re.sub(r" --out[= ]\S+", "", command).replace("scripts.reproduce", "scripts.sweep", 1)
@@ -113,7 +112,7 @@ def make_item(study: Study, command: str, sweep_command: str) -> tuple[str, str]
     used = f"{len(study.finished)} of {len(study.runs)} runs" if study.runs else "no runs needed"
     if study.runs and not study.finished and study.item != "figure_entropy":  # its top row needs no runs
         return provenance(study, command, sweep_command), f"not written, {used}. Train them: `{sweep_command}`"
-    body = ITEMS[study.item](study)
+    body = all_items()[study.item](study)
     ends = [*dict.fromkeys(study.notes), *study.sections, provenance(study, command, sweep_command)]
     section = "\n\n".join([f"## {study.item}", body, *ends]) + "\n"
     study.out.mkdir(parents=True, exist_ok=True)
@@ -130,8 +129,8 @@ def read_sections(page: Path) -> dict[str, str]:
 
 
 def make_page(sections: dict[str, str]) -> str:
-    """Return the page of these sections, in the order of ITEMS. Sections of removed items come last."""
-    present = [item for item in dict.fromkeys([*ITEMS, *sections]) if item in sections]
+    """Return the page of these sections, in the order of all_items. Sections of removed items come last."""
+    present = [item for item in dict.fromkeys([*all_items(), *sections]) if item in sections]
     links = ", ".join(f"[{item}](#{item})" for item in present)
     head = f"# Tables and figures\n\nMade by `python -m scripts.reproduce` from the stored runs: {links}.\n\n"
     head += "Standard errors and p-values are over seeds. They do not cover the choice of the validation text.\n"
@@ -142,7 +141,7 @@ def provenance(study: Study, command: str, sweep_command: str) -> str:
     """Return lines with the item's command, the origin of its runs, and the missing runs."""
     lines, stored_runs = [f"- command: `{command}`"], [stored for _, stored in study.finished]
     texts = [(stored.text, stored.summary.get("distinct_tokens") or 0) for stored in stored_runs]
-    if study.item in COMPUTED:
+    if study.computed:
         machine = f"{device_name(study.device)}, {platform.system()}, torch {torch.__version__}"
         commit = git_commit(Path(__file__).parent) or "unknown"
         lines.append(f"- made: {datetime.date.today()} on {machine}, code at commit {commit[:12]}")

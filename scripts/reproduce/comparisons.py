@@ -4,8 +4,8 @@
 good one. So all methods share one variance at each length where Bartlett's test finds no difference between their
 variances.
 
-`primary_comparisons`: runs of one seed share the data and its order, and methods draw equal initial weights. So
-differences are taken within seeds. The studies `taught` and `far` fixed these comparisons before their first run.
+`PairedTests`: runs of one seed share the data and its order, and methods draw equal initial weights. So differences
+are taken within seeds. The studies fix these tests before their runs.
 """
 
 import collections
@@ -20,6 +20,7 @@ from scipy import stats
 from configs.sweeps import SI
 from scripts.reproduce.study import BySeed, Study, at
 from scripts.shared.looks import series_name
+from scripts.shared.runs import final_losses
 from scripts.shared.tables import markdown_table, mean_and_stderr, pivot_table
 
 SIGNIFICANT = 0.05  # level of a difference after Holm's correction, and of Bartlett's test
@@ -139,54 +140,74 @@ def difference_cell(row: dict) -> str:
     return f"**{cell}** ({p})" if row["p_holm"] < SIGNIFICANT else f"{cell} ({p})"
 
 
-def primary_rows(study: Study, losses: dict, measures: dict[str, dict[str, BySeed]]) -> list[dict]:
-    """Return paired_rows of scale-invariant p-RoPE against three rivals.
+# ---- tests that a study fixed before its runs ------------------------------------------------------------------------
 
-    losses: {(series, tokens): BySeed}. The ALiBi with the lowest loss at the training length is a rival.
+
+class PairedTests(NamedTuple):
+    """Tests of one series against its rivals in each measure. Holm's correction covers all of them."""
+
+    title: str
+    ours: str
+    rivals: list[str]
+    measures: dict[str, dict[str, BySeed]]  # by label, then by series
+    unit: str  # of the measures
+    left_out: Collection[int] = ()  # seeds that were known when the tests were fixed
+    note: str = ""
+
+    def rows(self) -> list[dict]:
+        """Return a row per test: measure, rival, mean difference, its standard error, p-values, seeds.
+
+        Two seeds are the least for a test. A test with fewer has p = 1 in the correction, and no row.
+        """
+        rows = []
+        for measure, values in self.measures.items():
+            ours = values.get(self.ours, {})
+            for rival in self.rivals:
+                others = values.get(rival, {})
+                seeds = sorted(ours.keys() & others.keys() - {*self.left_out})
+                if len(seeds) > 1:
+                    differences = [ours[seed] - others[seed] for seed in seeds]
+                    rows.append(dict(measure=measure, rival=rival, seeds=len(seeds)) | paired_t_test(differences))
+        untested = len(self.measures) * len(self.rivals) - len(rows)
+        corrected = holm([row["p"] for row in rows] + [1.0] * untested)
+        return [row | dict(p_holm=p) for row, p in zip(rows, corrected)]
+
+    def section(self) -> list[str]:
+        """Return a section with the tests, [] without tests."""
+        rows = self.rows()
+        if not rows:
+            return []
+        table = [["minus", "measure", "seeds", "difference"]]
+        for row in rows:
+            table.append([series_name(row["rival"]), row["measure"], str(row["seeds"]), difference_cell(row)])
+        tests = len(self.measures) * len(self.rivals)
+        text = f"{series_name(self.ours)} (\u03c4 = 10) minus each rival, in {self.unit}: mean difference within seeds "
+        text += f"\u00b1 standard error. p: paired t-test after Holm's correction for {tests} tests. {self.note}"
+        return [f"### {self.title}", text, markdown_table(table)]
+
+
+def paired_t_test(differences: list[float]) -> dict[str, float]:
+    """Return the mean of the differences, its standard error, and the two-sided p-value."""
+    mean, stderr = mean_and_stderr(differences)
+    # Equal differences, such as 0 when neither method copies, have no t-test.
+    p = float(stats.ttest_1samp(differences, 0).pvalue) if stderr else float(mean == 0)
+    return dict(difference=mean, stderr=stderr, p=p)
+
+
+def primary_tests(study: Study, measures: dict[str, dict[str, BySeed]], unit: str, note: str = "") -> PairedTests:
+    """Return the tests of scale-invariant p-RoPE against RoPE, LogN + p-RoPE and ALiBi.
+
+    ALiBi has the slopes with the lowest mean loss at the training length.
     """
-    alibis = {series: statistics.fmean(by_seed.values()) for series, by_seed in at(losses, study.base_length).items()
-              if series.split(" ")[0] == "alibi"}  # fmt: skip
-    return paired_rows(SI, ["rope", "logn_p_rope", *([min(alibis, key=alibis.get)] if alibis else [])], measures)
+    near = at(study.by_seed(final_losses), study.base_length)
+    alibis = {series: statistics.fmean(losses.values()) for series, losses in near.items() if is_alibi(series)}
+    rivals = ["rope", "logn_p_rope"]
+    if alibis:
+        rivals.append(min(alibis, key=alibis.get))
+    fixed = f"ALiBi has the slopes with the lowest mean loss at {study.base_length}. These comparisons were fixed "
+    fixed += "before the first run. All others are exploratory."
+    return PairedTests("Primary comparisons", SI, rivals, measures, unit, note=f"{fixed}{note}")
 
 
-def paired_rows(
-    ours: str, rivals: list[str], measures: dict[str, dict[str, BySeed]], left_out: Collection[int] = ()
-) -> list[dict]:
-    """Return paired t-tests of the series `ours` against each rival, with Holm's correction.
-
-    Two seeds are the least for a test. A test with fewer has p = 1 in the correction, and no row.
-
-    measures: {label: {series: BySeed}}. left_out: seeds.
-    """
-    rows, tests = [], len(measures) * len(rivals)
-    for measure, values in measures.items():
-        for rival in rivals:
-            own, others = values.get(ours, {}), values.get(rival, {})
-            differences = [own[seed] - others[seed] for seed in sorted(own.keys() & others.keys() - {*left_out})]
-            if len(differences) > 1:
-                mean, stderr = mean_and_stderr(differences)
-                # Equal differences, such as 0 when neither method copies, have no t-test.
-                p = float(stats.ttest_1samp(differences, 0).pvalue) if stderr else float(mean == 0)
-                row = dict(measure=measure, rival=rival, difference=mean, stderr=stderr)
-                rows.append(row | dict(p=p, seeds=len(differences)))
-    corrected = holm([row["p"] for row in rows] + [1.0] * (tests - len(rows)))
-    return [row | dict(p_holm=p, tests=tests) for row, p in zip(rows, corrected)]
-
-
-def primary_comparisons(study: Study, losses: dict, measures: dict[str, dict[str, BySeed]], unit: str) -> list[str]:
-    """Return a section with the tests of primary_rows. unit: of the measures."""
-    rows = primary_rows(study, losses, measures)
-    note = f"ALiBi has the slopes with the lowest mean loss at {study.base_length}. These comparisons were fixed "
-    note += "before the first run. All others are exploratory."
-    return paired_section("### Primary comparisons", SI, rows, unit, note)
-
-
-def paired_section(title: str, ours: str, rows: list[dict], unit: str, note: str) -> list[str]:
-    """Return a section with the tests of paired_rows, [] without tests. unit: of the measures."""
-    if not rows:
-        return []
-    table = [["minus", "measure", "seeds", "difference"]]
-    table += [[series_name(row["rival"]), row["measure"], str(row["seeds"]), difference_cell(row)] for row in rows]
-    text = f"{series_name(ours)} (\u03c4 = 10) minus each rival, in {unit}: mean difference within seeds \u00b1 "
-    text += f"standard error. p: paired t-test after Holm's correction for {rows[0]['tests']} tests. {note}"
-    return [title, text, markdown_table(table)]
+def is_alibi(series: str) -> bool:
+    return series.split(" ")[0] == "alibi"

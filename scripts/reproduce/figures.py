@@ -141,6 +141,7 @@ RANGE_STYLES = ("-", "--", ":")
 
 
 def figure_entropy(study: Study) -> str:
+    study.computed = True
     lengths = [2**k for k in range(7, 17)]  # 128 .. 65,536
     sources = {"iid scores": theory.iid_entropy(lengths, theory.DRAWS, seed=0)}
     if trained := trained_entropy(study, [n for n in lengths if n <= study.lengths[-1]]):
@@ -187,6 +188,7 @@ def trained_entropy(study: Study, lengths: list[int]) -> list[dict]:
 
 
 def figure_sublog(study: Study) -> str:
+    study.computed = True
     scale_invariant = study.item == "figure_sublog"  # the other item is figure_sublog_unscaled
     starts = [10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000]
     colours = {2: "#0072B2", 5: "#D55E00", 10: "#000000"}  # by factor, the paper's Delta

@@ -3,7 +3,7 @@
     attention_profile    Entropy and local attention in growing contexts, for the bottom row of figure_entropy.
     figure_qq            QQ plots of the paper's appendix on Gaussianity, from the files of scripts.logit_statistics.
 
-scripts.evaluate.load_run reads a model and its configuration.
+scripts.shared.runs.load_run reads a model and its configuration.
 """
 
 import json
@@ -24,10 +24,10 @@ from model.attention import Plan, transform
 from model.gpt import GPT
 from model.methods.base import Method
 from model.scores import iterate_layers
-from scripts.evaluate import load_run, open_validation_text
 from scripts.reproduce.drawing import Line, Panel, draw_panels
 from scripts.reproduce.study import Study
 from scripts.reproduce.theory import attention_statistics
+from scripts.shared.runs import load_run, open_validation_text
 from scripts.shared.tables import markdown_table
 
 FORMS = {False: "without rotation", True: "with rotation"}

@@ -1,9 +1,17 @@
-"""Write pages of results/: the texts in templates/, with numbers of the kept runs filled in.
+"""Fill the pages of results/ with numbers of the kept runs, in place.
 
     python -m scripts.reproduce.pages
 
-A template names each number in braces, with its format: {loss mini 4096 rope:.3f}. " - " between two names stands for
-their difference, within the seeds that both have. The format "p" is for p-values. Numbers are means over seeds:
+A comment names the number behind it, with its format: `<!--loss mini 4096 rope:.3f-->5.735`. Above a table, a comment
+names the numbers of the columns. Then each row needs only what completes the names:
+
+    <!--| | loss mini 256 {}:.3f; stderr loss mini 256 {}:.3f |-->
+    | method | loss at 256 |
+    |---|---:|
+    | RoPE <!--rope--> | 4.401 ± 0.012 |
+
+{0}, {1}, ... stand for the parts of a row's comment, which ";" separates. The numbers of a cell are the names of its
+column in turn. A cell without a digit stays, as does a cell with a comment of its own. Numbers are means over seeds:
 
     loss PLACE LENGTH SERIES         validation loss in nats per token
     late PLACE LENGTH SERIES         the same at positions from half of the training length on
@@ -12,86 +20,85 @@ their difference, within the seeds that both have. The format "p" is for p-value
     time PLACE SERIES                time to copy in millions of training tokens, of the runs that copy
     needle PLACE LENGTH SERIES       share of needles found by greedy decoding
     tokens PLACE SERIES              training tokens; also: parameters, val_tokens
+    NAME - NAME                      difference within the seeds that both have
     stderr NAME [- NAME]             standard error over seeds of one of these numbers, or of their difference
-    seeds NAME                       its number of seeds
-    p loss PLACE LENGTH SERIES       p-value, after Holm's correction, of the difference to scale-invariant p-RoPE
-    p copy PLACE GAP SERIES          the same for copy gains
-    p time far SERIES                the same for times to copy; p far far SERIES: for far gains of the class far
-    p TEST loss SERIES               the same for a title of LATER_TESTS, such as both; also p TEST copy gain
+    seeds NAME [- NAME]              its number of seeds
+    p PLACE TITLE MEASURE SERIES     p-value after Holm's correction, of a section of PLACE/tables.md; its format is "p"
     paper TABLE LENGTH SERIES        a number of the paper
 
-PLACE is a preset, a key of CHANGES, or NAMED. SERIES is a label of scripts.shared.looks.series_label, or in NAMED the
-run's name without its seed. LENGTH and GAP are in tokens. The p-values are the ones in PLACE's tables.md.
+PLACE is a preset, a key of CHANGES, or NAMED. SERIES is a label of scripts.shared.looks.series_label, with the words of
+SHORT, or in NAMED the run's name without its seed. LENGTH and GAP are in tokens.
 """
 
 import collections
 import functools
 import re
-import string
 from pathlib import Path
 
 from configs.sweeps import SI
 from errors import require
 from files import replace_text
-from scripts.reproduce import beyond, far
-from scripts.reproduce.comparisons import differences, primary_rows
-from scripts.reproduce.study import Study
+from scripts.reproduce.comparisons import differences
+from scripts.reproduce.study import BySeed, Study
 from scripts.reproduce.tables import paper_targets, read_losses, trained_methods
 from scripts.shared.looks import series_label
-from scripts.shared.runs import copy_gains, final_losses, read_runs
+from scripts.shared.runs import (
+    StoredRun,
+    copy_curve,
+    copy_gains,
+    far_gains,
+    final_losses,
+    late_losses,
+    read_runs,
+    time_to_copy,
+)
+from scripts.shared.sweeps import RESULTS, studies
 from scripts.shared.tables import mean_and_stderr
 
-TEMPLATES, RESULTS = Path(__file__).with_name("templates"), Path(__file__).parents[2] / "results"
 NAMED = "calibration"  # the file of single runs for results/calibration.md, which the names of the runs tell apart
+SHORT = {"SI": SI, "QUARTER": "form=barbero share=0.25"}
 CHANGES = dict(prose={"data_dir": "data/books"}, far_books={"data_dir": "data/books_far"})  # folder of results/: fields
 
-
-class Page(string.Formatter):
-    """Fills numbers into the fields of a template."""
-
-    def __init__(self, numbers: dict[str, dict[int, float]]):
-        self.numbers = numbers  # by name, then by seed
-
-    def get_field(self, field_name: str, args, kwargs) -> tuple[float, str]:
-        names = re.sub(r"^(stderr|seeds) ", "", field_name).split(" - ")
-        for name in names:
-            require(name in self.numbers, f"No kept run has the number {name!r}. Correct the name in {TEMPLATES}.")
-        first, *others = (self.numbers[name] for name in names)
-        shared = [seed for seed in first if all(seed in other for other in others)]
-        mean, stderr = mean_and_stderr([first[seed] - sum(other[seed] for other in others) for seed in shared])
-        return {"stderr": stderr, "seeds": len(shared)}.get(field_name.split(" ")[0], mean), field_name
-
-    def format_field(self, value, format_spec: str) -> str:
-        if format_spec == "p":
-            return f"{value:.2g}" if value >= 0.001 else "< 0.001"
-        return format(value, format_spec)
+# ---- the numbers -----------------------------------------------------------------------------------------------------
 
 
-def kept_numbers() -> dict[str, dict[int, float]]:
-    """Return the numbers of all kept runs by name and seed."""
-    found = collections.defaultdict(dict)
-    for file in [*sorted(RESULTS.glob("*/runs.jsonl")), *(RESULTS / f"{name}.jsonl" for name in ("quickstart", NAMED))]:
+def all_numbers() -> dict[str, BySeed]:
+    """Return the numbers by name, then by seed. Numbers that belong to no seed have seed 0."""
+    numbers = collections.defaultdict(dict)
+    for file in [*RESULTS.glob("*/runs.jsonl"), RESULTS / "quickstart.jsonl", RESULTS / f"{NAMED}.jsonl"]:
         for stored in read_runs(file):
-            place = file.parent.name if file.parent.name in CHANGES else stored.line["preset"]
-            series, seed, needle = series_label(stored.config), stored.config.seed, stored.needle or {}
-            if file.stem == NAMED:
-                place, series = NAMED, stored.path.name.removesuffix(f"-s{seed}")
-            late = functools.partial(far.late_losses, first=stored.config.train_length // 2)
-            kinds = [("needle", series, needle.get("greedy", {}))]
-            for method in (None, *stored.config.validate_as):
-                measures = dict(loss=final_losses, copy=copy_gains, far_gain=far.far_gains, late=late)
-                label = series_label(stored.config, method) if method else series
-                kinds += [(kind, label, read(stored.summary, method)) for kind, read in measures.items()]
-            for kind, label, values in kinds:
-                for tokens, value in values.items():
-                    found[f"{kind} {place} {tokens} {label}"][seed] = value
-            assert seed not in found[f"tokens {place} {series}"], f"{stored.path}: two kept runs have this name"
-            for field in ("tokens", "parameters", "val_tokens"):
-                found[f"{field} {place} {series}"][seed] = stored.line[field]
-    for place in ("far", "far_books"):
-        for series, times in far.times_to_copy(open_study("far", "far", place)).items():
-            found[f"time {place} {series}"] = {seed: time for seed, time in times.items() if time is not None}
-    return found
+            for name, value in numbers_of_run(file, stored).items():
+                require(stored.config.seed not in numbers[name], f"{stored.path}: two kept runs have {name!r}.")
+                numbers[name][stored.config.seed] = value
+    for table in ("table_losses", "table_needle", "table_infini"):
+        for (series, length), target in paper_targets(table).items():
+            numbers[f"paper {table} {length} {series}"] = {0: target["mean"]}
+    return numbers | {name: {0: p} for name, p in p_values().items()}
+
+
+def numbers_of_run(file: Path, stored: StoredRun) -> dict[str, float]:
+    """Return the numbers of a kept run by name."""
+    # 1. The place, and the series of the trained method.
+    place = file.parent.name if file.parent.name in CHANGES else stored.line["preset"]
+    series = series_label(stored.config)
+    if file.stem == NAMED:
+        place, series = NAMED, stored.path.name.removesuffix(f"-s{stored.config.seed}")
+    numbers = {f"{field} {place} {series}": stored.line[field] for field in ("tokens", "parameters", "val_tokens")}
+    for length, share in (stored.needle or {}).get("greedy", {}).items():
+        numbers[f"needle {place} {length} {series}"] = share
+
+    # 2. Measures of the trained method, and of the methods with which its weights were validated.
+    late = functools.partial(late_losses, first=stored.config.train_length // 2)
+    measures = dict(loss=final_losses, copy=copy_gains, far_gain=far_gains, late=late)
+    time = time_to_copy(copy_curve(stored))
+    for method in (None, *stored.config.validate_as):
+        label = series_label(stored.config, method) if method else series
+        for kind, read in measures.items():
+            for tokens, value in read(stored.summary, method).items():
+                numbers[f"{kind} {place} {tokens} {label}"] = value
+        if time is not None:
+            numbers[f"time {place} {label}"] = time
+    return numbers
 
 
 def p_values() -> dict[str, float]:
@@ -101,15 +108,13 @@ def p_values() -> dict[str, float]:
         study = open_study("table_losses", "mini", place)
         losses, lengths = read_losses(study)
         for row in differences(losses, SI, lengths, trained_methods(study)):
-            found[f"p loss {place} {row['length']} {row['series']}"] = row["p_holm"]
-    for place, item in (("taught", beyond), ("far", far)):
-        study = open_study(place, place, place)
-        for row in primary_rows(study, study.by_seed(final_losses), item.primary_measures(study)):
-            kind, tokens = re.match(r"(loss|copy|far|time)\D*(\d*)", row["measure"]).groups()
-            found[" ".join(["p", kind, place, *tokens.split(), row["rival"]])] = row["p_holm"]
-        for title in item.LATER_TESTS:
-            for row in item.later_rows(study, title):
-                found[f"p {title} {row['measure'].split(',')[0]} {row['rival']}"] = row["p_holm"]
+            found[f"p {place} differences loss {row['length']} {row['series']}"] = row["p_holm"]
+    for module in studies():
+        for item, tests in module.TESTS.items():
+            for paired in tests(open_study(item, module.SCALE, module.SCALE)):
+                for row in paired.rows():
+                    measure = re.sub(r", (\d*).*", r" \1", row["measure"]).strip()  # loss 4096, time to copy
+                    found[f"p {module.SCALE} {paired.title.lower()} {measure} {row['rival']}"] = row["p_holm"]
     return found
 
 
@@ -118,16 +123,68 @@ def open_study(item: str, scale: str, place: str) -> Study:
     return Study(item, scale, RESULTS / place, stored, changes=CHANGES.get(place, {}))
 
 
+# ---- the pages -------------------------------------------------------------------------------------------------------
+
+NUMBER = re.compile(r"(< )?[+-]?\d+(,\d{3})*(\.\d+)?")
+NAMED_NUMBER = re.compile(rf"<!--([^|:>]+):([^|:>]+)-->(?:{NUMBER.pattern})?")
+ROW = re.compile(r"<!--([^|:>]+)-->")  # the comment of a row
+
+
+class Page:
+    """Fills numbers into the text of a page. numbers: by name, then by seed."""
+
+    def __init__(self, numbers: dict[str, BySeed]):
+        self.numbers = numbers
+
+    def value(self, name: str) -> float:
+        """Return the mean, standard error or number of seeds that a name stands for."""
+        for short, whole in SHORT.items():
+            name = re.sub(rf"\b{short}\b", whole, name)
+        kind, _, rest = name.partition(" ")
+        names = (rest if kind in ("stderr", "seeds") else name).split(" - ")
+        for each in names:
+            require(each in self.numbers, f"No kept run has the number {each!r}. Correct its name on the page.")
+        first, *others = (self.numbers[each] for each in names)
+        shared = [seed for seed in first if all(seed in other for other in others)]
+        mean, stderr = mean_and_stderr([first[seed] - sum(other[seed] for other in others) for seed in shared])
+        return {"stderr": stderr, "seeds": len(shared)}.get(kind, mean)
+
+    def show(self, name: str, form: str) -> str:
+        """Return the number in its format."""
+        value = self.value(name)
+        if form == "p":
+            return f"{value:.2g}" if value >= 0.001 else "< 0.001"
+        return format(value, form)
+
+    def fill(self, text: str) -> str:
+        """Return the text with all its numbers replaced."""
+        lines, columns = [], []
+        for line in text.split("\n"):
+            if line.startswith("<!--|"):
+                columns = line.split("|")
+            elif not line.startswith("|"):
+                columns = []
+            elif columns and ROW.search(line):
+                line = self.fill_row(line, columns, ROW.search(line)[1].split("; "))
+            lines.append(NAMED_NUMBER.sub(lambda m: f"<!--{m[1]}:{m[2]}-->{self.show(m[1], m[2])}", line))
+        return "\n".join(lines)
+
+    def fill_row(self, line: str, columns: list[str], parts: list[str]) -> str:
+        """Return the row of a table with its numbers replaced. parts: of its comment."""
+        cells = line.split("|")
+        for i, (cell, names) in enumerate(zip(cells, columns)):
+            count = len(NUMBER.findall(cell))
+            if names.strip() and count and "<!--" not in cell:
+                forms = names.format(*parts).strip().split("; ")
+                require(count <= len(forms), f"{cell.strip()!r} has more numbers than its column has names. Add names.")
+                cells[i] = NUMBER.sub(lambda _: self.show(*forms.pop(0).rsplit(":", 1)), cell)
+        return "|".join(cells)
+
+
 def make_pages() -> dict[Path, str]:
-    """Return the text of each page by its path."""
-    whole = p_values()  # numbers that belong to no seed
-    for table in ("table_losses", "table_needle", "table_infini"):
-        for (series, length), target in paper_targets(table).items():
-            whole[f"paper {table} {length} {series}"] = target["mean"]
-    page = Page(kept_numbers() | {name: {0: number} for name, number in whole.items()})
-    return {
-        RESULTS / path.relative_to(TEMPLATES): page.format(path.read_text()) for path in sorted(TEMPLATES.rglob("*.md"))
-    }
+    """Return the text of each page of results/ by its path."""
+    page = Page(all_numbers())
+    return {path: page.fill(path.read_text()) for path in sorted(RESULTS.rglob("*.md"))}
 
 
 if __name__ == "__main__":

@@ -10,12 +10,11 @@ import torch
 from configs.config import config_hash
 from configs.presets import preset
 from configs.runs import Run
-from configs.sweeps import SCALES, SWEEPS, sweep
+from configs.sweeps import SCALES
 from scripts.shared.looks import NAMES, series_label
-from scripts.shared.runs import StoredRun, find_stored, run_state, single_val_tokens
-
-# Items that show only the trained method of a run, not the other methods with which its weights are validated:
-TRAINED_METHOD_ONLY = ("table_infini", "table_rivals", "needle_rivals")
+from scripts.shared.runs import StoredRun, single_val_tokens
+from scripts.shared.states import find_stored, run_state
+from scripts.shared.sweeps import all_sweeps, sweep
 
 BySeed = dict[int, float]  # seed -> number
 
@@ -31,7 +30,7 @@ class Study:
         self.item, self.scale, self.methods, self.out = item, scale, methods, out
         self.runs_dir, self.device = runs_dir, torch.device(device)
         self.base_length = self.lengths[0]  # the training length, in tokens
-        self.runs = sweep(item, scale, seeds, methods, changes, needle) if item in SWEEPS else []
+        self.runs = sweep(item, scale, seeds, methods, changes, needle) if item in all_sweeps() else []
         planned = {config_hash(run.config) for run in self.runs}
         texts = collections.Counter(stored.text for stored in stored_runs if stored.identity in planned)
         self.stored_runs = sorted(stored_runs, key=lambda stored: -texts[stored.text])  # the commonest text comes first
@@ -39,6 +38,8 @@ class Study:
         self.missing: list[tuple[str, str]] = []  # (name of a run or model, reason)
         self.notes: list[str] = []
         self.sections: list[str] = []  # further parts of the page, after the notes
+        self.trained_method_only = False  # leave out the other methods with which the weights of a run are validated
+        self.computed = False  # the item is computed or measured on this machine, not a function of the stored runs
         if not seeds:
             self.add_seeds()
         self.collect()
@@ -65,7 +66,7 @@ class Study:
 
         None stands for the trained method.
         """
-        others = () if self.item in TRAINED_METHOD_ONLY else run.config.validate_as
+        others = () if self.trained_method_only else run.config.validate_as
         shown = {series_label(run.config, method): method for method in (None, *others)}
         return {s: m for s, m in shown.items() if self.methods is None or (m or run.config.method) in self.methods}
 

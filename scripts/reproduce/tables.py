@@ -17,18 +17,23 @@ from scripts.shared.runs import final_losses, single_val_tokens
 from scripts.shared.tables import mean_and_stderr, mean_cells, pivot_table
 
 PAPER_TRAIN_LENGTH = 4096  # of all tables in the paper
-COMPARED = ("table_losses", "scale_invariant_by_head", "open_choices", "table_rivals")
 LLAMA_FOLDER = "continued"  # in the folder of the runs; scripts.continue_pretraining writes it
 LLAMA_COMPARED = ("model", "train_length", "validation")  # all runs of the table must share these
 
 
-def table_losses(study: Study) -> str:
+def table_losses(study: Study, compared: bool = True) -> str:
+    """Return the table of losses as Markdown. compared: add a section with the differences to our method."""
     losses, lengths = read_losses(study)
-    if study.item in COMPARED:
+    if compared:
         study.sections = compare(study, losses, reference_of(study), lengths, trained_methods(study))
     text = "Validation loss at the end of training, in nats per token: mean \u00b1 standard error over seeds. Columns: "
     text += "validation length in tokens (and as a multiple of the training length)."
     return f"{text}\n\n{make_table(study, {'': losses}, lengths, best=min)}"
+
+
+def table_infini(study: Study) -> str:
+    study.trained_method_only = True
+    return table_losses(study, compared=False)
 
 
 def reference_of(study: Study) -> str:

@@ -1,25 +1,31 @@
-"""Reads stored runs, finds the runs of a sweep among them, and tells their states.
+"""Reads stored runs: their settings, losses, models and texts. states.py finds the runs of a sweep among them.
 
 A run is stored as a run folder, or as one line of a runs.jsonl that scripts.keep wrote. `read_runs` reads both.
 """
 
 import dataclasses
-import fcntl
 import functools
 import json
 import re
 from pathlib import Path
 
-from configs.config import Config, config_hash, describe_differences
+import numpy as np
+import torch
+
+from configs.config import Config, config_hash
 from configs.presets import preset
-from configs.runs import Needle, Run
-from data.shards import open_split
+from data.shards import TokenStream, open_split, tokenizer_of
+from data.tokenizer import Tokenizer, load_tokenizer
 from errors import UserError, require
-from runtime.build import config_of
+from runtime.build import build_model, config_of
+from runtime.checkpoint import latest_checkpoint, load_checkpoint, load_weights
+from runtime.device import compute_dtype
 from runtime.metrics import read_metrics
 
 # Exceptions that a damaged file can raise.
 DAMAGE = (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, OSError, RecursionError)
+
+COPIES = 1.0  # nats; a model copies once its copy gain of random spans is above this
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,6 +192,42 @@ def final_losses(summary: dict, method: str | None = None) -> dict[int, float]:
     return {int(length): float(value) for length, value in losses.items()}
 
 
+def far_gains(summary: dict, method: str | None = None) -> dict[str, float]:
+    """Return the far gain in nats by class of tokens. method: as in `measured`."""
+    return measured(summary, "far_gain", method)
+
+
+def late_losses(summary: dict, method: str | None, first: int) -> dict[int, float]:
+    """Return the loss by validation length, in nats a token, at the positions from `first`, a power of 2, on.
+
+    A longer text has fewer tokens with a short context, so its mean loss falls even if far tokens do not help.
+    """
+    late = {}
+    for length, octaves in measured(summary, "val_loss_by_position", method).items():
+        means = octaves[first.bit_length() :]  # entry k covers positions 2^(k-1) .. 2^k - 1
+        if means:
+            late[int(length)] = float(np.average(means, weights=2 ** np.arange(len(means))))
+    return late
+
+
+def copy_curve(stored: StoredRun) -> list[tuple[float, float]]:
+    """Return the pairs (M training tokens, copy gain at a gap of T / 8) of a run. T: the training length."""
+    gap, curve = stored.config.train_length // 8, []
+    for record in stored.validations():
+        gains = copy_gains(record)
+        if gap in gains:
+            curve.append((record["step"] * stored.config.batch_tokens / 1e6, gains[gap]))
+    return curve
+
+
+def time_to_copy(curve: list[tuple[float, float]]) -> float | None:
+    """Return where a copy_curve first passes COPIES, by linear interpolation, or None."""
+    for (before, low), (after, high) in zip(curve, curve[1:]):
+        if high > COPIES:
+            return before if low >= COPIES else before + (after - before) * (COPIES - low) / (high - low)
+    return None
+
+
 def data_fingerprint(config: Config) -> str | None:
     """Return the fingerprint of the run's training text, or None if it is unknown: no text, or one that continues."""
     if config.init_from:
@@ -197,89 +239,42 @@ def data_fingerprint(config: Config) -> str | None:
         return None
 
 
-# ---- the runs of a sweep and their states ----------------------------------------------------------------------------
+# ---- their models and texts ------------------------------------------------------------------------------------------
 
 
-def find_stored(run: Run, stored_runs: list[StoredRun], data: str | None = None) -> StoredRun | None:
-    """Return the stored run with the same hash, under any name. A finished run is preferred, then the same name.
-
-    data: fingerprint of the training text. A stored run on another text does not count. None: any text.
-    """
-    identity = config_hash(run.config)
-    same = [stored for stored in stored_runs if stored.identity == identity and data in (None, stored.text or data)]
-    return max(same, key=lambda s: (s.summary is not None, s.path.name == run.name), default=None)
-
-
-def run_state(
-    run: Run, stored_runs: list[StoredRun], runs_dir: Path, data: str | None = None
-) -> tuple[str, str, StoredRun | None]:
-    """Return the state of a run, the reason, and the stored run. data: as in find_stored.
-
-    States: finished, running, interrupted, failed, missing, pretrained, other. "pretrained" lacks the fine-tuning on
-    the needle task. "other" means that the folder of that name holds another run.
-    """
-    stored = find_stored(run, stored_runs, data)
-    path = stored.path if stored else runs_dir / run.name
-    same_name = stored or next((other for other in stored_runs if other.path == path), None)
-    if same_name and same_name.problems:
-        return "other", same_name.problems[0], stored
-    if same_name and not stored:
-        differences = describe_differences(run.config, same_name.config) or f"the text in {run.config.data_dir}"
-        return "other", f"{path} is another run ({differences}). Rename it, or use another --runs-dir.", None
-    state = stored_state(stored) if stored else "failed" if failures(path) else "missing"
-    if state == "finished" and run.needle:
-        return *needle_state(stored, run.needle), stored
-    if state == "failed":
-        return state, f"{path}: {failures(path)[-1]}", stored
-    return state, "" if state == "missing" else str(path), stored
+def load_run(folder: Path, device: torch.device) -> tuple[Config, torch.nn.Module]:
+    """Return the configuration of a run of train_gpt.py, and its model with the weights of the latest checkpoint."""
+    config = stored_config(folder)
+    continued = "model" in json.loads((folder / "config.json").read_text())
+    require(not continued, f"{folder} has a Hugging Face model. Load {folder}/model as in docs/huggingface.md.")
+    checkpoint = latest_checkpoint(folder / "checkpoints")
+    require(checkpoint, f"{folder} has no checkpoint. Train the run first.")
+    model = build_model(config, compute_dtype(config, device)).to(device)
+    load_weights(model, load_checkpoint(checkpoint)["model"], checkpoint)
+    return config, model
 
 
-def needle_state(stored: StoredRun, needle: Needle) -> tuple[str, str]:
-    """Return the state of a trained run's fine-tuning on the needle task, and the reason. States: see run_state."""
-    path = stored.path / "needle"
-    if is_running(path):
-        return "running", str(path)
-    try:
-        scores = stored.needle or {}
-        found = scores or read_object(path / "settings.json") or {}
-    except ValueError as error:
-        return "other", f"{path} is damaged ({error}). Delete it."
-    wanted = dataclasses.asdict(needle) | {"pretrained": f"step_{stored.config.steps:06d}"}
-    changed = [f"{key} {found[key]}, not {value}" for key, value in wanted.items() if found.get(key, value) != value]
-    if changed:
-        return "other", f"{path} is another fine-tuning ({', '.join(changed)}). Delete it to fine-tune again."
-    lengths = {str(length) for length in needle.lengths(stored.config.train_length)}
-    by_method = [scores, *(scores.get("as", {}).get(method, {}) for method in stored.config.validate_as)]
-    if all(lengths <= {*method_scores.get("greedy", ())} for method_scores in by_method):
-        return "finished", str(stored.path)
-    if failures(stored.path):
-        return "failed", f"{stored.path}: {failures(stored.path)[-1]}"
-    return ("interrupted", str(path)) if found else ("pretrained", "")
+def open_validation_text(run: StoredRun) -> TokenStream:
+    """Return the validation text of a run. Raise ValueError if its data folder holds another text now."""
+    config = run.config
+    stream = open_split(config.data_dir, "val", config.vocab_size)
+    same = run.data.get("validation") in (None, stream.fingerprint(config.val_tokens))
+    problem = f"{config.data_dir} does not hold the validation text of {run.path}"
+    require(same, f"{problem}. Restore the text, or evaluate on the present text with --data {config.data_dir}.")
+    return stream
 
 
-def stored_state(stored: StoredRun) -> str:
-    """Return the state of a stored run: finished, running, failed or interrupted."""
-    if stored.summary is not None:
-        return "finished"
-    return "running" if is_running(stored.path) else "failed" if failures(stored.path) else "interrupted"
+def check_tokenizer(run: StoredRun, data: Path):
+    """Raise ValueError unless the text in this folder was made with the tokenizer of the run."""
+    trained, found = run.data.get("tokenizer"), tokenizer_of(data)
+    problem = f"{data} has tokenizer {found}, but {run.path} was trained with {trained}"
+    require(trained and trained == found, f"{problem}. Make the text with --tokenizer {run.config.data_dir}.")
 
 
-def failures(path: Path) -> list[str]:
-    """Return the failures of a run, one line each."""
-    file = sidecar(path, ".failures.txt")
-    return file.read_text(errors="replace").splitlines() if file.exists() else []
-
-
-def sidecar(path: Path, suffix: str) -> Path:
-    """Return the path of a file that a sweep writes beside a run folder."""
-    return path.with_name(path.name + suffix)
-
-
-def is_running(path: Path) -> bool:
-    """Return whether a process holds the folder's lock."""
-    try:
-        with open(path / "lock") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return False
-    except OSError as error:  # BlockingIOError: locked; any other: the file is missing
-        return isinstance(error, BlockingIOError)
+def tokenizer_of_run(run: StoredRun) -> Tokenizer:
+    """Return the tokenizer of a run. Raise ValueError if the run's data folder has another tokenizer now."""
+    if run.data.get("tokenizer") == "gpt2":
+        return load_tokenizer("gpt2")
+    data_dir = Path(run.config.data_dir)
+    check_tokenizer(run, data_dir)
+    return load_tokenizer(data_dir)

@@ -5,9 +5,9 @@
     python -m scripts.sweep table_losses --slurm partition=gpu time=1440
     python -m scripts.sweep table_needle --needle haystack=shards examples=100
 
-The sweeps are functions in configs/sweeps.py. `all` is every run of the paper's sweeps, once. Fields of train_gpt.py
-apply to every run. Beside the run folder NAME/, a sweep writes the output of an unfinished run (NAME.log), a line for
-each failure (NAME.failures.txt), and the number of the Slurm job (NAME.job).
+The paper's sweeps are in configs/sweeps.py, and ours in results/*/study.py. `all` is every run of the paper's sweeps,
+once. Fields of train_gpt.py apply to every run. Beside the run folder NAME/, a sweep writes the output of an unfinished
+run (NAME.log), a line for each failure (NAME.failures.txt), and the number of the Slurm job (NAME.job).
 """
 
 import argparse
@@ -16,14 +16,16 @@ import dataclasses
 import sys
 
 from configs.runs import Run
-from configs.sweeps import SCALE_OF_SWEEP, SCALES, SWEEPS, sweep
+from configs.sweeps import SCALES
 from data.needle import C4, fetch_c4
 from errors import exit_on_user_error, require
 from measure.flops import layer_methods
 from measure.validation import build_alternatives
 from model.methods import canonical_name
 from scripts.shared.arguments import add_run_options, field_changes, key_values
-from scripts.shared.runs import data_fingerprint, read_runs, run_state
+from scripts.shared.runs import data_fingerprint, read_runs
+from scripts.shared.states import run_state
+from scripts.shared.sweeps import all_sweeps, scale_of, sweep
 from scripts.sweep.cluster import queued_job, submit
 from scripts.sweep.local import train
 
@@ -53,7 +55,7 @@ def main(argv: list[str] | None = None):
 
 def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """Return the options of this command, and the other arguments, which are fields of train_gpt.py."""
-    about = f"{__doc__}\nSweeps: all, {', '.join(SWEEPS)}.\nScales: {', '.join(SCALES)}."
+    about = f"{__doc__}\nSweeps: all, {', '.join(all_sweeps())}.\nScales: {', '.join(SCALES)}."
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="python -m scripts.sweep", description=about, formatter_class=raw, allow_abbrev=False
@@ -71,7 +73,7 @@ def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[st
 
 def choose_runs(args: argparse.Namespace, fields: list[str]) -> list[Run]:
     """Return the runs that the command line chooses. Raise ValueError for runs that could not train anywhere."""
-    args.scale = args.scale or SCALE_OF_SWEEP.get(args.sweep, "paper")
+    args.scale = args.scale or scale_of(args.sweep) or "paper"
     changes, needle = field_changes(SCALES[args.scale].base, fields), key_values("--needle", args.needle)
     methods = args.methods and [*map(canonical_name, args.methods)]
     runs = sweep(args.sweep, args.scale, args.seeds, methods, changes, needle)

@@ -11,7 +11,7 @@ from configs.runs import Run
 from errors import UserError, require
 from files import replace_text
 from scripts.shared.arguments import key_values
-from scripts.shared.runs import sidecar
+from scripts.shared.states import sidecar
 from scripts.sweep.local import train
 
 

@@ -19,7 +19,7 @@ from configs.runs import Run
 from errors import require
 from files import append, open_no_symlink
 from runtime.signals import INTERRUPTED, SIGNALS
-from scripts.shared.runs import failures, sidecar
+from scripts.shared.states import failures, sidecar
 
 ROOT = Path(__file__).parents[2]
 USER_ERROR = 2  # exit code of train_gpt.py

@@ -1,0 +1,231 @@
+"""The study `far`: when models learn to copy from natural text, and how far they read then. Its README has the rules.
+
+A model copies once its copy gain of random spans at a gap of T / 8 is above 1 nat. T is the training length. The time
+to copy is the number of training tokens until then.
+"""
+
+import collections
+import statistics
+
+import numpy as np
+from scipy import stats
+
+from configs.runs import Run
+from configs.sweeps import SI, Scale, forms
+from measure.far_gain import CLASSES
+from results.far.heads import far_heads
+from results.taught.study import (
+    ALIBI,
+    FAST,
+    MOMENTS,
+    NOPE,
+    QUARTER,
+    XSA,
+    drawn_styles,
+    in_turn,
+    rotation,
+    rotation_runs,
+    rotation_tests,
+)
+from scripts.reproduce.comparisons import PairedTests, primary_tests
+from scripts.reproduce.drawing import Line, Panel, draw_panels
+from scripts.reproduce.reach import draw_reach, reach_tables
+from scripts.reproduce.study import BySeed, Study, at, samples
+from scripts.reproduce.tables import make_table
+from scripts.shared.looks import series_name
+from scripts.shared.runs import COPIES, copy_curve, far_gains, final_losses, late_losses, measured, time_to_copy
+from scripts.shared.tables import format_mean, markdown_table, mean_and_stderr
+
+SCALE = "far"
+
+# ---- the runs --------------------------------------------------------------------------------------------------------
+
+PRIMARY = [("rope", {}), ("logn_p_rope", {}), (SI, {}), ("alibi", {}), ("alibi", {"slope_scale": 4.0})]
+LATER = [("bam_ssmax", {}), (SI, QUARTER), ("p_rope+scale_invariant+xsa", QUARTER)]  # added after results at `taught`
+EXPLORATORY = [
+    ("p_rope", {}),
+    (SI, {"terms": "m"}),
+    (SI, {"terms": "a"}),
+    (SI, {"tau": 2.5}),
+    (SI, {"tau": 40.0}),
+    (NOPE, {}),
+    ("rope", {"base": 500.0}),
+    ("alibi", {"slope_scale": 16.0}),
+    ("p_rope+factor", {"factor": 2.0}),
+    (SI, MOMENTS),
+    (SI, QUARTER | MOMENTS),
+]
+
+
+def far_runs(scale: Scale) -> list[Run]:
+    return in_turn(scale, PRIMARY, LATER, EXPLORATORY)
+
+
+def head_runs(scale: Scale) -> list[Run]:
+    return forms(scale.base, PRIMARY, scale.once)
+
+
+SWEEPS = dict(far=far_runs, far_heads=head_runs, far_rotation=rotation_runs)
+
+# ---- the tests -------------------------------------------------------------------------------------------------------
+
+
+def tests(study: Study) -> list[PairedTests]:
+    """Return the primary tests, and the tests that were fixed after them and before their own runs.
+
+    Losses and far gains are of the runs that copy.
+    """
+    T, budget, times = study.base_length, training_tokens(study), times_to_copy(study)
+    losses = study.by_seed(final_losses)
+    near = of_copying(at(losses, T), times)
+    far = of_copying(at(losses, 16 * T), times)
+    gains = of_copying(at(study.by_seed(far_gains), "far"), times)
+    limited = {}
+    for series, by_seed in times.items():
+        limited[series] = {seed: budget if time is None else time for seed, time in by_seed.items()}
+
+    measures = {f"loss, {16 * T} tokens (16x)": far, "far gain, class far": gains}
+    primary = {"time to copy, M tokens": limited, f"loss, {T} tokens (1x)": near} | measures
+    note = f" A run that does not copy counts with {budget:.1f} M tokens. Loss and far gain compare runs that copy "
+    note += "with runs that copy."
+    return [
+        primary_tests(study, primary, "nats or M tokens", note),
+        PairedTests("Fast at far", FAST, [SI, "logn_p_rope", ALIBI, "bam_ssmax"], measures, "nats"),
+        PairedTests("Xsa at far", XSA, [FAST], measures, "nats"),
+    ]
+
+
+TESTS = dict(far=tests, far_rotation=rotation_tests)
+
+
+def training_tokens(study: Study) -> float:
+    """Return the training tokens of one run in millions."""
+    return study.runs[0].config.steps * study.runs[0].config.batch_tokens / 1e6
+
+
+def times_to_copy(study: Study) -> dict[str, dict[int, float | None]]:
+    """Return time_to_copy of each series and seed."""
+    times = collections.defaultdict(dict)
+    for run, stored in study.finished:
+        for series in study.series(run):
+            times[series][run.config.seed] = time_to_copy(copy_curve(stored))
+    return times
+
+
+def of_copying(values: dict[str, BySeed], times: dict[str, dict]) -> dict[str, BySeed]:
+    """Return the numbers of the runs that copy, by series."""
+    found = {}
+    for series, by_seed in values.items():
+        found[series] = {seed: number for seed, number in by_seed.items() if times[series][seed] is not None}
+    return found
+
+
+# ---- the tables ------------------------------------------------------------------------------------------------------
+
+GAP_RATIOS = (1 / 8, 1 / 2, 2, 8)  # tokens between two copies / training length
+DRAWN = ["rope", "p_rope", "logn_p_rope", "alibi", SI, FAST]
+
+
+def far(study: Study) -> str:
+    """Return the figures and the tables as Markdown. Sections have the tests, and the error from the text."""
+    # 1. The tests.
+    T = study.base_length
+    for paired in tests(study):
+        study.sections += paired.section()
+    if study.sections:
+        study.sections += text_errors(study)
+
+    # 2. The figures.
+    looks = drawn_styles(study, DRAWN)
+    draw_reach(study, looks)
+    draw_time(study, looks)
+    figures = [study.figure_markdown(), study.figure_markdown(f"{study.item}_time")]
+
+    # 3. The tables.
+    late = samples(study.by_seed(lambda summary, method: late_losses(summary, method, T // 2)))
+    methods = [series for series in study.all_series if (series, T) in late]
+    label = f"loss from position {T // 2} on"
+    late_table = make_table(study, {label: late}, [T, 4 * T, 16 * T], best=min, methods=methods)
+    tables = [copy_table(study), late_table, *reach_tables(study, [round(ratio * T) for ratio in GAP_RATIOS])]
+
+    text = f"Copying begins when the copy gain of random spans at a gap of {T // 8} tokens passes {COPIES:g} nat. "
+    text += f"The training takes {training_tokens(study):.1f} M tokens. Loss: nats per token on natural text. "
+    text += "Copy gain: loss of 32 random tokens minus the loss of their second copy. Far gain: loss with one training "
+    text += "length of context minus loss with 16, by the latest place where the 8 tokens before a token occur: more "
+    text += "than a training length back (far), nearer, or nowhere. Mean \u00b1 standard error over seeds."
+    return "\n\n".join([text, *figures, *tables])
+
+
+def text_errors(study: Study) -> list[str]:
+    """Return lines with bootstrap errors of the loss differences over blocks of the validation text."""
+    # 1. All runs have the blocks of the run with the fewest, which are means of the others' blocks.
+    times = times_to_copy(study)
+    blocks = study.by_seed(lambda summary, method: measured(summary, "val_loss_by_block", method))
+    count = min(len(losses) for by_seed in blocks.values() for losses in by_seed.values())  # it divides all counts
+    for by_seed in blocks.values():
+        for seed, losses in by_seed.items():
+            by_seed[seed] = np.reshape(losses, (count, -1)).mean(axis=1)
+
+    # 2. A row for each length and series.
+    rows = [["minus", "tokens", "difference", "seeds"]]
+    for length in (study.base_length, 16 * study.base_length):
+        losses = of_copying(at(blocks, str(length)), times)
+        ours = losses.get(SI, {})
+        for series in study.all_series:
+            others = losses.get(series, {})
+            seeds = sorted(ours.keys() & others.keys())
+            if series == SI or not seeds:
+                continue
+            difference = np.mean([ours[seed] - others[seed] for seed in seeds], axis=0)  # (blocks,)
+            error = stats.bootstrap((difference,), np.mean, method="basic", rng=0).standard_error
+            cell = f"{difference.mean():+.3f} \u00b1 {error:.3f}"
+            rows.append([series_name(series), str(length), cell, str(len(seeds))])
+    if len(rows) == 1:
+        return []
+    text = f"Error from the text: {series_name(SI)} minus each method, mean over seeds \u00b1 bootstrap error over "
+    text += f"{count} blocks of the validation text, of runs that copy."
+    return [text, markdown_table(rows)]
+
+
+def copy_table(study: Study) -> str:
+    """Return a table with the time to copy and the far gain by class."""
+    times, gains = times_to_copy(study), study.by_seed(far_gains)
+    rows = [["method", "seeds that copy", "time to copy, M tokens", *(f"far gain, {name}" for name in CLASSES)]]
+    for series in study.all_series:
+        if series not in times:
+            continue
+        found = [time for time in times[series].values() if time is not None]
+        copying = f"{len(found)} of {len(times[series])}"
+        shown = f"{statistics.fmean(found):.1f}" if found else "not"
+        if len(found) > 1:
+            shown += f" ({min(found):.1f} to {max(found):.1f})"
+        cells = [format_mean(*mean_and_stderr([*gains.get((series, name), {}).values()])) for name in CLASSES]
+        rows.append([series_name(series), copying, shown, *cells])
+    return markdown_table(rows)
+
+
+def draw_time(study: Study, looks: dict[str, dict]):
+    """Draw the copy gain at T / 8 of each run against its training tokens, and the far gain by class."""
+    lines, by_class = [], []
+    for series, look in looks.items():
+        for run, stored in study.finished:
+            curve = copy_curve(stored)
+            if series in study.series(run) and curve:
+                lines.append(Line(look | dict(markersize=2), *zip(*curve)))
+    gains = study.by_seed(far_gains)
+    for series, look in looks.items():
+        means = [mean_and_stderr([*gains.get((series, name), {}).values()]) for name in CLASSES]
+        if None not in [mean for mean, _ in means]:
+            by_class.append(Line(look, range(len(CLASSES)), *zip(*means)))
+
+    gap = study.base_length // 8
+    time_axes = dict(xlabel="M training tokens", ylabel="nats")
+    class_axes = dict(xlabel="8 tokens before occurred", ylabel="nats", xticks=range(len(CLASSES)), xticklabels=CLASSES)
+    panels = [
+        Panel(f"copy gain at a gap of {gap} tokens, each seed", lines, time_axes),
+        Panel("far gain by class of tokens", by_class, class_axes),
+    ]
+    draw_panels(study.figure_path(f"{study.item}_time"), [panels], x="", y="")
+
+
+ITEMS = dict(far=far, far_heads=far_heads, far_rotation=rotation)

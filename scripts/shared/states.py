@@ -1,0 +1,94 @@
+"""Finds the runs of a sweep among the stored runs, and tells their states."""
+
+import dataclasses
+import fcntl
+from pathlib import Path
+
+from configs.config import config_hash, describe_differences
+from configs.runs import Needle, Run
+from scripts.shared.runs import StoredRun, read_object
+
+
+def find_stored(run: Run, stored_runs: list[StoredRun], data: str | None = None) -> StoredRun | None:
+    """Return the stored run with the same hash, under any name. A finished run is preferred, then the same name.
+
+    data: fingerprint of the training text. A stored run on another text does not count. None: any text.
+    """
+    identity = config_hash(run.config)
+    same = [stored for stored in stored_runs if stored.identity == identity and data in (None, stored.text or data)]
+    return max(same, key=lambda s: (s.summary is not None, s.path.name == run.name), default=None)
+
+
+def run_state(
+    run: Run, stored_runs: list[StoredRun], runs_dir: Path, data: str | None = None
+) -> tuple[str, str, StoredRun | None]:
+    """Return the state of a run, the reason, and the stored run. data: as in find_stored.
+
+    States: finished, running, interrupted, failed, missing, pretrained, other. "pretrained" lacks the fine-tuning on
+    the needle task. "other" means that the folder of that name holds another run.
+    """
+    stored = find_stored(run, stored_runs, data)
+    path = stored.path if stored else runs_dir / run.name
+    same_name = stored or next((other for other in stored_runs if other.path == path), None)
+    if same_name and same_name.problems:
+        return "other", same_name.problems[0], stored
+    if same_name and not stored:
+        differences = describe_differences(run.config, same_name.config) or f"the text in {run.config.data_dir}"
+        return "other", f"{path} is another run ({differences}). Rename it, or use another --runs-dir.", None
+    state = stored_state(stored) if stored else "failed" if failures(path) else "missing"
+    if state == "finished" and run.needle:
+        return *needle_state(stored, run.needle), stored
+    if state == "failed":
+        return state, f"{path}: {failures(path)[-1]}", stored
+    return state, "" if state == "missing" else str(path), stored
+
+
+def needle_state(stored: StoredRun, needle: Needle) -> tuple[str, str]:
+    """Return the state of a trained run's fine-tuning on the needle task, and the reason. States: see run_state."""
+    path = stored.path / "needle"
+    if is_running(path):
+        return "running", str(path)
+    try:
+        scores = stored.needle or {}
+        found = scores or read_object(path / "settings.json") or {}
+    except ValueError as error:
+        return "other", f"{path} is damaged ({error}). Delete it."
+    wanted = dataclasses.asdict(needle) | {"pretrained": f"step_{stored.config.steps:06d}"}
+    changed = [f"{key} {found[key]}, not {value}" for key, value in wanted.items() if found.get(key, value) != value]
+    if changed:
+        return "other", f"{path} is another fine-tuning ({', '.join(changed)}). Delete it to fine-tune again."
+    lengths = {str(length) for length in needle.lengths(stored.config.train_length)}
+    by_method = [scores, *(scores.get("as", {}).get(method, {}) for method in stored.config.validate_as)]
+    if all(lengths <= {*method_scores.get("greedy", ())} for method_scores in by_method):
+        return "finished", str(stored.path)
+    if failures(stored.path):
+        return "failed", f"{stored.path}: {failures(stored.path)[-1]}"
+    return ("interrupted", str(path)) if found else ("pretrained", "")
+
+
+def stored_state(stored: StoredRun) -> str:
+    """Return the state of a stored run: finished, running, failed or interrupted."""
+    if stored.summary is not None:
+        return "finished"
+    return "running" if is_running(stored.path) else "failed" if failures(stored.path) else "interrupted"
+
+
+def failures(path: Path) -> list[str]:
+    """Return the failures of a run, one line each."""
+    file = sidecar(path, ".failures.txt")
+    return file.read_text(errors="replace").splitlines() if file.exists() else []
+
+
+def sidecar(path: Path, suffix: str) -> Path:
+    """Return the path of a file that a sweep writes beside a run folder."""
+    return path.with_name(path.name + suffix)
+
+
+def is_running(path: Path) -> bool:
+    """Return whether a process holds the folder's lock."""
+    try:
+        with open(path / "lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except OSError as error:  # BlockingIOError: locked; any other: the file is missing
+        return isinstance(error, BlockingIOError)

@@ -1,0 +1,111 @@
+"""Finds the sweeps and the studies, and chooses the runs of a sweep.
+
+A study of ours is a folder results/NAME. Its file study.py has
+
+    SCALE     the default of --scale for its sweeps and items. "": they are for every scale.
+    SWEEPS    {name: function from a Scale to a list of Runs}
+    ITEMS     {name: function from a scripts.reproduce.study.Study to Markdown}: tables and figures
+    TESTS     {name of an item: function from a Study to a list of PairedTests}: tests that were fixed before their runs
+
+The paper's sweeps are in configs/sweeps.py.
+"""
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+from configs.config import config_hash, with_changes
+from configs.presets import preset
+from configs.runs import Needle, Run
+from configs.sweeps import PAPER_SWEEPS, SCALES, Scale
+from errors import did_you_mean, require
+
+RESULTS = Path(__file__).parents[2] / "results"
+
+
+@functools.cache
+def studies() -> list[ModuleType]:
+    """Return the modules results/NAME/study.py."""
+    names = sorted(path.parent.name for path in RESULTS.glob("*/study.py"))
+    return [importlib.import_module(f"results.{name}.study") for name in names]
+
+
+def all_sweeps() -> dict[str, Callable[[Scale], list[Run]]]:
+    """Return the paper's sweeps and the sweeps of all studies, by name."""
+    found = dict(PAPER_SWEEPS)
+    for study in studies():
+        found |= study.SWEEPS
+    return found
+
+
+def scale_of(name: str) -> str:
+    """Return the scale of a study's sweep or item, or "" if it is for every scale."""
+    return next((study.SCALE for study in studies() if name in study.SWEEPS | study.ITEMS), "")
+
+
+def folder_of(item: str, scale: str) -> Path:
+    """Return the folder for the page of an item: results/NAME of its study, or results/SCALE."""
+    names = [study.__name__.split(".")[1] for study in studies() if item in study.ITEMS and study.SCALE == scale]
+    return Path("results") / (names or [scale])[0]
+
+
+def sweep(
+    name: str,
+    scale: str,
+    seeds: list[int] | None = None,
+    methods: list[str] | None = None,
+    changes: dict | None = None,
+    needle: dict | None = None,
+) -> list[Run]:
+    """Return the runs of a sweep. The name "all" stands for every run of the paper's sweeps.
+
+    seeds: replace the seeds of the scale. methods: leave out runs that are validated as none of these. changes: fields
+    to set in every run. needle: settings that replace the scale's settings of the needle task.
+    Raise ValueError for an unknown name, for a changed field that the sweep sets, and if there are no runs.
+    """
+    functions = all_sweeps()
+    require(name in ("all", *functions), f"unknown sweep {name!r}. {did_you_mean(name, ['all', *functions])}")
+    chosen = with_settings(SCALES[scale], seeds, needle or {})
+    planned = []
+    for each in PAPER_SWEEPS if name == "all" else [name]:
+        planned += functions[each](chosen)
+
+    runs = {}  # by hash, because sweeps can share runs
+    for run in planned:
+        if methods and {run.config.method, *run.config.validate_as}.isdisjoint(methods):
+            continue
+        run = add_changes(name, run, changes or {})
+        identity = config_hash(run.config)
+        first = runs.setdefault(identity, run)
+        if run.needle:  # one sweep that fine-tunes a run is enough
+            runs[identity] = dataclasses.replace(first, needle=run.needle)
+    require(runs, f"sweep {name} has no runs of {', '.join(methods or ())}. Choose other methods.")
+    return [*runs.values()]
+
+
+def with_settings(scale: Scale, seeds: list[int] | None, needle: dict) -> Scale:
+    """Return the scale with other seeds and with changed settings of the needle task."""
+    settings = dataclasses.asdict(scale.needle)
+    unknown = needle.keys() - settings
+    require(not unknown, f"unknown needle setting {', '.join(map(repr, unknown))}. There are: {', '.join(settings)}")
+    scale = dataclasses.replace(scale, needle=Needle(**settings | needle))
+    return dataclasses.replace(scale, seeds=tuple(seeds), once=tuple(seeds)) if seeds else scale
+
+
+def add_changes(name: str, run: Run, changes: dict) -> Run:
+    """Return the run with the changes that differ from its preset. Raise ValueError for a field that the sweep sets."""
+    for field in changes.keys() & run.changes.keys():
+        instruction = dict(seed="Use --seeds.", method="Use --methods.").get(field, "Leave it out.")
+        same = changes[field] == run.changes[field]
+        require(same, f"--{field}: sweep {name} sets it to {run.changes[field]!r} in a run. {instruction}")
+    base = preset(run.preset)
+    scaled = with_changes(base, {"steps": changes.get("steps", base.steps)})  # other fields scale with steps
+    added = {}
+    for field, value in changes.items():
+        default = getattr(base if field == "steps" else scaled, field)
+        if value != default:
+            added[field] = value
+    return dataclasses.replace(run, changes=added | run.changes)
