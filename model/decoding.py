@@ -15,7 +15,8 @@ from errors import require
 from model.attention import attend, blocks, transform
 from model.attention.base import Plan, extra_logits
 from model.gpt import GPT, linear, norm
-from model.methods.base import Method, upcast
+from model.methods.base import Method
+from model.tensors import upcast
 
 
 def greedy_decode(

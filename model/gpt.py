@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from errors import require
+from model.activations import relu_squared
 from model.attention import Plan, attend, make_plan
 from model.loss import mean_loss, token_losses
 from model.methods import layer_pattern, make_layers
@@ -51,30 +52,6 @@ class Attention(nn.Module):
             assert gated.shape == y.shape, f"{self.method.name} returned {tuple(gated.shape)}, not {tuple(y.shape)}"
             y = gated
         return linear(y.flatten(2), self.proj)
-
-
-class ReluSquared(torch.autograd.Function):
-    """y = max(x, 0)^2, with dy/dx = 2 sqrt(y). The next matmul saves y anyway, so x is not saved.
-
-    The root halves the relative rounding error of y.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        y = x.relu().square()
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, dy: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        return (2 * dy.float() * y.float().sqrt()).to(dy.dtype)
-
-
-def relu_squared(x: Tensor) -> Tensor:
-    if x.dtype == torch.bfloat16:  # on GPUs, where memory limits the micro-batch
-        return ReluSquared.apply(x)
-    return x.relu().square()
 
 
 class MLP(nn.Module):

@@ -12,8 +12,9 @@ from torch import Tensor
 from errors import require
 from model.attention import Plan, transform
 from model.gpt import GPT, Plans, norm
-from model.methods.base import Method, upcast
+from model.methods.base import Method
 from model.methods.scale_invariant import ScaleInvariant
+from model.tensors import upcast
 
 MAX_PAIRS = 2**16  # random pairs of a query and a key, for the moments of a head
 

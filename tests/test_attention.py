@@ -162,7 +162,7 @@ def test_lengths_and_options_that_do_not_fit_are_refused(queries, keys, options)
 def test_the_formula_imports_none_of_the_code_under_test():
     tree = ast.parse(inspect.getsource(sys.modules["model.attention.reference"]))
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert imported == {"torch", "errors", "model.methods.base"}
+    assert imported == {"torch", "errors", "model.methods.base", "model.tensors"}
 
 
 @pytest.mark.parametrize("backend", ["blocks", "cpu"])

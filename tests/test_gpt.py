@@ -11,7 +11,8 @@ from torch.testing import assert_close
 from configs.config import Config
 from configs.presets import PRESETS
 from measure.validation import uncompiled
-from model.gpt import GPT, relu_squared
+from model.activations import relu_squared
+from model.gpt import GPT
 from runtime.build import compile_model
 from runtime.processes import World
 

@@ -34,7 +34,8 @@ from torch import Tensor
 from errors import UserError, require
 from model.attention import blocks, check, cpu, flex, sdpa
 from model.attention.base import MAX_LENGTH, Plan, extra_logits, learned_parameters
-from model.methods.base import AttentionWeights, Method, upcast
+from model.methods.base import AttentionWeights, Method
+from model.tensors import upcast
 
 BACKENDS = {"sdpa": sdpa, "flex": flex, "flex_flash": flex.FLASH, "cpu": cpu, "blocks": blocks}
 AUTOMATIC = {"cuda": ("sdpa", "flex"), "cpu": ("cpu",)}  # by device, the preferred first; blocks after them

@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from model.attention.base import Plan
-from model.methods.base import LONGEST_COMPILED, Method, ScoreChange, upcast
+from model.methods.base import LONGEST_COMPILED, Method, ScoreChange
+from model.tensors import upcast
 
 QUERY_BLOCK = 128  # queries a block; the fastest of 64, 128 and 256 on a CPU
 ERROR_FACTOR = 3.0  # of the limits in check.py: scores are rounded to the dtype, unlike in a fused kernel

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from errors import UserError
 from model.attention.base import Plan, learned_parameters, score_functions, unsupported_extras
-from model.methods.base import Method, ScoreChange, upcast
+from model.methods.base import Method, ScoreChange
+from model.tensors import upcast
 
 FLASH_QUERY_BLOCK = {9: 128, 10: 256, 11: 256}  # by compute capability: queries in a tile and in a block of the mask
 LARGEST_QUERY_TILE = 256

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from errors import require
-from model.methods.base import Method, upcast
+from model.methods.base import Method
+from model.tensors import upcast
 
 
 def plain_attention(method: Method, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None = None) -> Tensor:

@@ -9,6 +9,7 @@ To add a mechanism, write a subclass of one of the kinds in base.py. Import it h
 
 import inspect
 import itertools
+import warnings
 
 import torch
 
@@ -38,6 +39,9 @@ from model.methods.wall import Wall
 from model.methods.window import SlidingWindow
 from model.methods.xsa import ExclusiveSelfAttention
 from model.methods.yarn import YaRN
+
+# `python -m model.methods.scale_invariant` runs a file that this file has imported, of which runpy warns.
+warnings.filterwarnings("ignore", "'model.methods", RuntimeWarning, "runpy")
 
 SMALLEST, LARGEST = 1e-30, 1e30  # limits of the size of an option that is not 0, so that float32 does not overflow
 

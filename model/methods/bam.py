@@ -26,7 +26,8 @@ LOG_LARGEST = math.log(1e4)
 class BAM(ScoreChange):
     def __init__(self, num_heads, head_dim, train_length):
         super().__init__()
-        self.alpha, self.beta = (nn.Parameter(torch.zeros(num_heads)) for _ in range(2))
+        self.alpha = nn.Parameter(torch.zeros(num_heads))
+        self.beta = nn.Parameter(torch.zeros(num_heads))
 
     def coefficients(self, distance, head):
         alpha, beta = (x[head].to(distance.dtype) for x in (self.alpha, self.beta))

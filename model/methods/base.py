@@ -22,14 +22,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from errors import require
+from model.tensors import upcast
 
 QUERY_BLOCK = 128
 LONGEST_COMPILED = 8192  # queries; the compiler unrolls a loop over blocks, and would take hours for 65,536
-
-
-def upcast(x: Tensor) -> Tensor:
-    """Return x in float32, or in float64 if that is its dtype."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class Mechanism(nn.Module):
@@ -179,6 +175,11 @@ class Replacement(Mechanism):
         ordinary softmax attention, for tensors of equal width and number of heads. token_features: of all tokens of k.
         """
         raise NotImplementedError
+
+
+def scores(q: Tensor, k: Tensor) -> Tensor:
+    """Return S = q.k / sqrt(d), (B, H, Tq, Tk), computed in float32 or float64."""
+    return upcast(q) @ upcast(k).mT * q.shape[-1] ** -0.5
 
 
 class AttentionWeights(Replacement):

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from model.methods.base import AttentionWeights, upcast
+from model.methods.base import AttentionWeights, scores
 
 WIDTH = 32  # ReLUs
 
@@ -38,11 +38,16 @@ class FIRE(AttentionWeights):
 
     def weights(self, q, k, visible, token_features):
         Tq, Tk = visible.shape
-        logits = upcast(q) @ upcast(k).mT * q.shape[-1] ** -0.5  # (B, H, Tq, Tk)
+        logits = scores(q, k)  # (B, H, Tq, Tk)
         j = torch.arange(Tk, device=q.device, dtype=logits.dtype)
         i = j[Tk - Tq :, None]
-        c, threshold = self.c * self.log_c.exp(), self.threshold * self.log_threshold.exp()
-        relative_distance = torch.log1p(c * (i - j).clamp(min=0)) / torch.log1p(c * torch.maximum(i, threshold))
-        hidden = F.relu(relative_distance[..., None] * self.slope[0] + self.offset[0])  # (Tq, Tk, WIDTH)
-        bias = F.linear(hidden, self.output.to(hidden.dtype)).movedim(-1, 0)  # (H, Tq, Tk)
+        bias = self.bias(i, (i - j).clamp(min=0))
         return (logits + bias).masked_fill(~visible, -torch.inf).softmax(dim=-1)
+
+    def bias(self, i, distance):
+        """Return f (H, Tq, Tk) from positions i (Tq, 1) and distances (Tq, Tk)."""
+        c = self.c * self.log_c.exp()
+        threshold = self.threshold * self.log_threshold.exp()
+        relative_distance = torch.log1p(c * distance) / torch.log1p(c * torch.maximum(i, threshold))
+        hidden = F.relu(relative_distance[..., None] * self.slope[0] + self.offset[0])  # (Tq, Tk, WIDTH)
+        return F.linear(hidden, self.output.to(hidden.dtype)).movedim(-1, 0)

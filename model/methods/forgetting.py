@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from model.methods.base import KeyBias, upcast
+from model.methods.base import KeyBias
+from model.tensors import upcast
 
 
 class Forgetting(KeyBias):

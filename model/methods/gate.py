@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from model.methods.base import OutputGate, upcast
+from model.methods.base import OutputGate
+from model.tensors import upcast
 
 
 class SigmoidGate(OutputGate):

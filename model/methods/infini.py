@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from errors import require
-from model.methods.base import Replacement, upcast
+from model.methods.base import Replacement
+from model.tensors import upcast
 
 
 class Infini(Replacement):

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from model.methods.alibi import ALiBi
-from model.methods.base import AttentionWeights, QueryScale, upcast
+from model.methods.base import AttentionWeights, QueryScale, scores
+from model.tensors import sum_from_here, upcast
 
 
 class HalfALiBi(ALiBi):
@@ -39,11 +40,11 @@ class EntmaxOfHalfALiBi(AttentionWeights):
         self.half_alibi = HalfALiBi(num_heads, head_dim, train_length, slope_scale=slope_scale)
 
     def weights(self, q, k, visible, token_features):
-        scores = upcast(q) @ upcast(k).mT * q.shape[-1] ** -0.5  # (B, H, Tq, Tk). Rounding would choose other keys.
-        distance = visible.flip(-1).cumsum(dim=-1).flip(-1) - 1  # 0 at the query's own key
+        distance = sum_from_here(visible) - 1  # 0 at the query's own key
         head = torch.arange(q.shape[1], device=q.device).view(-1, 1, 1)
-        _, bias = self.half_alibi.coefficients(distance.to(scores.dtype), head)
-        return entmax((scores + bias).masked_fill(~visible, -torch.inf))
+        logits = scores(q, k)  # in float32, because rounding would choose other keys
+        _, bias = self.half_alibi.coefficients(distance.to(logits.dtype), head)
+        return entmax((logits + bias).masked_fill(~visible, -torch.inf))
 
 
 def entmax(z):
@@ -57,7 +58,8 @@ def entmax(z):
             threshold += (norm - 1) * norm / root.sum(dim=-1, keepdim=True)
     # The last step has the gradient of the exact threshold.
     root = F.relu(z - threshold)
-    threshold = threshold + (root.square().sum(-1, keepdim=True) - 1) / (2 * root.sum(-1, keepdim=True))
+    excess = root.square().sum(dim=-1, keepdim=True) - 1
+    threshold = threshold + excess / (2 * root.sum(dim=-1, keepdim=True))
     return F.relu(z - threshold).square()
 
 
@@ -66,12 +68,17 @@ class AdaptiveScale(QueryScale):
 
     def __init__(self, num_heads, head_dim, train_length):
         super().__init__()
-        self.beta, self.gamma = (nn.Parameter(torch.zeros(num_heads, num_heads * head_dim)) for _ in range(2))
+        self.beta = nn.Parameter(torch.zeros(num_heads, num_heads * head_dim))
+        self.gamma = nn.Parameter(torch.zeros(num_heads, num_heads * head_dim))
 
     def table(self, positions, target_length):
         return (positions + 1).clamp(min=2).double().log().log()  # (T,)
 
     def multiplier(self, table, x):
-        beta, gamma = (upcast(F.linear(x, w.to(x.dtype))).transpose(1, 2) for w in (self.beta, self.gamma))  # (B, H, T)
+        beta, gamma = (self.by_head(x, weight) for weight in (self.beta, self.gamma))
+        power = torch.exp(2 * torch.tanh(gamma) * table.to(gamma.dtype))
         # softplus(beta) has a gradient with other strides than torch.compile expects, because beta is transposed.
-        return 1 - F.logsigmoid(-beta) * torch.exp(2 * torch.tanh(gamma) * table.to(gamma.dtype))
+        return 1 - F.logsigmoid(-beta) * power
+
+    def by_head(self, x, weight):
+        return upcast(F.linear(x, weight.to(x.dtype))).transpose(1, 2)  # (B, H, T)

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from errors import require
 from model.attention import Plan, attend, make_plan
 from model.methods import make_layers, method_options
-from model.methods.base import Method, upcast
+from model.methods.base import Method
 from model.methods.rope import BASE
+from model.tensors import upcast
 
 RECORD = "attention_method"  # field of the model's configuration that records the conversion
 # Names of our hooks in transformers. An exported model has its own names (modules.py).

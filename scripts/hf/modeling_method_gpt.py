@@ -20,7 +20,8 @@ from transformers.utils import can_return_tuple
 from errors import require
 from model.attention import Plan, attend_rotated, make_plan, transform
 from model.gpt import GPT, linear, norm
-from model.methods.base import Method, upcast
+from model.methods.base import Method
+from model.tensors import upcast
 
 
 @strict
