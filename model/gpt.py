@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from errors import require
 from model.activations import relu_squared
-from model.attention import Plan, attend, make_plan
+from model.attention.attend import attend
+from model.attention.plan import LayerPlan, Plan, plan_layer
 from model.loss import mean_loss, token_losses
 from model.methods import layer_pattern, make_layers
 from model.methods.base import Method
 
-Plans = tuple[Plan, ...]  # one a layer of the method's pattern `a,b,c`, which later layers repeat
 NORM_EPS = 1.1920929e-07  # float32's epsilon for all dtypes; PyTorch's default for bfloat16 differs between versions
 
 
@@ -44,14 +44,10 @@ class Attention(nn.Module):
         q, k, v = qkv.unbind(2)  # unbind comes before the transpose, so gradients need no transposed copy
         return [y.transpose(1, 2) for y in (norm(q), norm(k), v)]  # the transpose comes last, so norm and rotation fuse
 
-    def forward(self, x: Tensor, plan: Plan, attend=attend) -> Tensor:  # x (B, T, C)
+    def forward(self, x: Tensor, plan: LayerPlan, cache=None) -> Tensor:  # x (B, T, C)
         q, k, v = self.queries_keys_values(x)
-        y = attend(self.method, q, k, v, x=x, plan=plan).transpose(1, 2)  # (B, T, H, D)
-        if self.method.output_gate is not None:
-            gated = self.method.output_gate.change(y, v.transpose(1, 2), x)
-            assert gated.shape == y.shape, f"{self.method.name} returned {tuple(gated.shape)}, not {tuple(y.shape)}"
-            y = gated
-        return linear(y.flatten(2), self.proj)
+        y = attend(self.method, q, k, v, x, plan, cache)  # (B, H, T, D)
+        return linear(y.transpose(1, 2).flatten(2), self.proj)
 
 
 class MLP(nn.Module):
@@ -70,8 +66,8 @@ class Block(nn.Module):
         self.attention = Attention(model_dim, num_heads, method)
         self.mlp = MLP(model_dim)
 
-    def forward(self, x: Tensor, plan: Plan, attend=attend) -> Tensor:  # x (B, T, C); decoding passes another attend
-        x = x + self.attention(norm(x), plan, attend)
+    def forward(self, x: Tensor, plan: LayerPlan, cache=None) -> Tensor:  # x (B, T, C); decoding passes a cache
+        x = x + self.attention(norm(x), plan, cache)
         return x + self.mlp(norm(x))
 
 
@@ -111,34 +107,52 @@ class GPT(nn.Module):
             block.attention.method.reset_parameters()
 
     @property
-    def methods(self) -> list[Method]:
+    def pattern_methods(self) -> list[Method]:
         """Return the attention methods of the first layers. Later layers repeat them."""
         return [block.attention.method for block in self.blocks[: self.pattern_length]]
 
     def plan(
-        self, length: int, *,
-        backend: str = "auto", target_length: int | None = None, method: Method | None = None,
-    ) -> Plans:  # fmt: skip
-        """Return the plans of the first layers, for sequences of this length. Later layers repeat them.
+        self,
+        length: int,
+        *,
+        queries: int | None = None,
+        target_length: int | None = None,
+        backend: str = "auto",
+        method: Method | None = None,
+    ) -> Plan:
+        """Return the plan for sequences of this length.
 
+        queries (default: all): the last tokens, whose outputs are wanted. target_length and backend: see plan_layer.
         method: another method to run these weights with, which must train identically (make_alternative).
         """
-        methods = [method.to(self.head.device)] if method else self.methods
+        device = self.head.device
+        methods = self.pattern_methods if method is None else [method.to(device)]
         plans = {}
         for layer_method in methods:
-            plans[layer_method.name] = plans.get(layer_method.name) or make_plan(
-                layer_method, length, length, target_length=target_length, device=self.head.device, dtype=self.dtype,
-                backend=backend,
-            )  # fmt: skip
-        return tuple(plans[layer_method.name] for layer_method in methods)
+            if layer_method.name not in plans:
+                plans[layer_method.name] = plan_layer(
+                    layer_method,
+                    length if queries is None else queries,
+                    length,
+                    target_length=target_length,
+                    device=device,
+                    dtype=self.dtype,
+                    backend=backend,
+                )
+        return Plan(tuple(plans[layer_method.name] for layer_method in methods))
 
     def embed(self, tokens: Tensor) -> Tensor:
         return norm(self.embedding(tokens).to(self.dtype))
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, *,
-        plan: Plans | None = None, per_token: bool = False, last: int | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        plan: Plan | None = None,
+        per_token: bool = False,
+        last: int | None = None,
+    ) -> Tensor:
         """Return the mean cross-entropy in nats of targets (B, T) given tokens (B, T), both int64.
 
         per_token: return the float32 losses (B, T) instead. Without targets: return the float32 logits of the last
@@ -147,7 +161,7 @@ class GPT(nn.Module):
         x = self.embed(tokens)  # (B, T, C)
         plan = plan or self.plan(tokens.shape[1])
         for number, block in enumerate(self.blocks):
-            x = block(x, plan[number % len(plan)])
+            x = block(x, plan.for_layer(number))
         x = norm(x)
         if targets is None:
             return linear(x[:, -last:] if last else x, self.head).float()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from model.attention import cpu
+from model import cpu
 from model.tensors import upcast
 
 CPU_ROWS, CPU_LOGITS = 256, 2**21  # a chunk on a CPU has at least 256 tokens, and up to 8 MiB of logits if it has more

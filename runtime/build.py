@@ -14,7 +14,8 @@ from data.loader import TrainLoader, check_validation, rank_sequences
 from data.shards import TokenStream, open_split, tokenizer_of
 from data.sources import data_command
 from errors import UserError
-from model.gpt import GPT, Plans
+from model.attention.plan import Plan
+from model.gpt import GPT
 from model.loss import compile_problem
 from optim import schedule
 from optim.muon import Muon, as_matrices, shape_scale
@@ -147,7 +148,7 @@ def compile_model(model: GPT, config: Config, world: World) -> nn.Module:
     return torch.compile(model, dynamic=False)
 
 
-def plan_attention(config: Config, model: GPT, world: World) -> dict[int, Plans]:
+def plan_attention(config: Config, model: GPT, world: World) -> dict[int, Plan]:
     """Return the plans of attention by training length, as GPT.plan returns them. All ranks call this.
 
     Raise UserError on all ranks if a rank cannot use any allowed backend, or if the ranks' backends differ.
@@ -164,9 +165,9 @@ def plan_attention(config: Config, model: GPT, world: World) -> dict[int, Plans]
         problem = str(error)
 
     # 2. Tell the other ranks the backends, or the problem.
-    layer_plans = plans.get(config.train_length, ())
-    backends = tuple(plan.backend for plan in layer_plans)
-    reasons = "; ".join(f"{plan.backend} ({plan.why})" for plan in layer_plans)
+    layers = () if problem else plans[config.train_length].layers
+    backends = tuple(layer.backend.name for layer in layers)
+    reasons = "; ".join(f"{layer.backend.name} ({layer.why})" for layer in layers)
     message = problem or f"attention by {reasons}"
     if world.world_size > 1:
         message = f"rank {world.rank} on {platform.node()}: {message}"

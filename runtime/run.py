@@ -21,7 +21,8 @@ from torch import Tensor
 from configs.config import Config, describe_differences
 from errors import UserError
 from files import replace_text
-from model.gpt import GPT, Plans
+from model.attention.plan import Plan
+from model.gpt import GPT
 from model.scores import calibrate
 from optim.sharded import Optimizers
 from runtime.build import Text, calibration_tokens, config_of
@@ -56,7 +57,7 @@ class Run:
     world: World
     model: GPT
     optimizers: Optimizers
-    plans: dict[int, Plans]  # by training length, for the log
+    plans: dict[int, Plan]  # by training length, for the log
     text: Text
     flops_per_token: int  # of training, for the log
 

@@ -24,7 +24,7 @@ from data.loader import micro_batch_size
 from errors import exit_on_user_error
 from measure.flops import layer_methods, training_flops_per_token, validation_share
 from measure.validation import check_text
-from model.attention import AUTOMATIC, BACKENDS
+from model.attention.choose import AUTOMATIC, BACKENDS
 from model.attention.sdpa import chosen_kernel, prefer_fast_sdpa
 from model.methods import check_options, make_method
 from runtime.build import open_text

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from model.attention import BACKENDS, attend, make_plan
+from model.attention import attend as attention
+from model.attention.choose import BACKENDS
+from model.attention.plan import plan_layer
 from model.attention.reference import plain_attention
 from model.methods.alibi import ALiBi
 from model.methods.base import KeyBias, Method, ScoreChange
@@ -115,8 +117,16 @@ def assert_near(actual, expected, tolerance, least=1.0):
     assert_close(actual.double().cpu(), expected.double().cpu(), rtol=0, atol=tolerance * scale)
 
 
+def attend(method, q, k, v, *, x=None, target_length=None, backend="auto"):
+    """Attention with a plan that is made for this call."""
+    lengths = q.shape[2], k.shape[2]
+    plan = plan_layer(method, *lengths, target_length=target_length, dtype=q.dtype, backend=backend)
+    return attention.attend(method, q, k, v, x, plan)
+
+
 def check(
-    backend, method, length, *, queries=None, tolerance=2e-5, run=attend, weigh_output=0.0, inputs=None, **options,
+    backend, method, length, *, queries=None, tolerance=2e-5, run=attention.attend, weigh_output=0.0, inputs=None,
+    **options,
 ):
     """Compare a backend with the formula in float64: the last `queries` outputs, and all gradients.
 
@@ -125,10 +135,10 @@ def check(
     q, k, v, x = inputs = inputs or make_inputs(method, length, **options)
     exact = [y.detach().double().requires_grad_() for y in inputs]
     needs_x = method.needs_input
-    offset = length - (queries or length)
-    plan = make_plan(method, length - offset, length, q_offset=offset, backend=backend)
-    output = run(method, q[:, :, offset:], k, v, x=x if needs_x else None, plan=plan)
-    expected = plain_attention(method, *exact[:3], x=exact[3] if needs_x else None)[:, :, offset:]
+    queries = queries or length
+    plan = plan_layer(method, queries, length, backend=backend)
+    output = run(method, q[:, :, -queries:], k, v, x if needs_x else None, plan)
+    expected = plain_attention(method, *exact[:3], x=exact[3] if needs_x else None)[:, :, -queries:]
     assert output.dtype == q.dtype
     assert_near(output, expected, tolerance / 2)
     leaves = 4 if needs_x else 3

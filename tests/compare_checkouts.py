@@ -14,8 +14,8 @@ import tempfile
 from pathlib import Path
 
 TIMES = {"seconds", "val_seconds", "tokens_per_second", "peak_memory_mib"}
-SMALL = "--vocab_size 64 --num_layers 3 --num_heads 2 --model_dim 32 --batch_tokens 256 --micro_batch_tokens 128"
-SMALL += " --train_length 64 --steps 4 --cooldown_steps 1 --length_schedule --val_lengths 64 256 --val_tokens 512"
+SMALL = "--vocab_size 64 --num_layers 3 --num_heads 2 --model_dim 32 --batch_tokens 320 --micro_batch_tokens 160"
+SMALL += " --train_length 160 --steps 4 --cooldown_steps 1 --length_schedule --val_lengths 160 640 --val_tokens 1280"
 SMALL += " --val_copy_gaps --val_far_windows 0 --val_every 1 --device cpu --seed 1"
 MOMENTS = "learn_moments True tau 3 share 0.25"
 CASES = [
@@ -27,7 +27,7 @@ CASES = [
     f"taught --method scale_invariant_p_rope+xsa --method_options {MOMENTS}",
     "far",
     "far --method scale_invariant_p_rope --method_options learn_tau True learn_gain True skip_first True",
-    "far --attention_backend blocks --length_schedule 32 1",
+    "far --attention_backend blocks --length_schedule 40 1",
     "mini",
     "mini --method infini_p_rope,fox,log_beyond+gate",
     "mini --method alibi,kerple_power,bam,pope+scale_invariant",

@@ -2,7 +2,6 @@
 
 import math
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +9,9 @@ from attention_cases import CPU, CUDA, MECHANISMS, make_case, skip_unless_runs
 from commands import ROOT, TWO_RANKS, python
 from test_train import arguments, make_data
 
-from model.attention import BACKENDS, blocks, choose_backend
+from model.attention.blocks import Blocks
 from model.attention.check import LENGTHS, check_backend, worst_error
+from model.attention.choose import BACKENDS, choose_backend
 
 LENGTH = 300
 
@@ -27,14 +27,17 @@ def test_right_ones_pass(backend, name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["nope", "scale_invariant", "pope", "all"])
 def test_plain_pytorch_passes_in_low_precision(name, dtype):
-    assert check_backend(blocks, make_case(name), CPU, dtype, [LENGTH]).problem is None
+    assert check_backend(Blocks(), make_case(name), CPU, dtype, [LENGTH]).problem is None
 
 
 def faulty(change):
     """Return the backend `blocks`, but with run replaced by change(run, q, k, v, **more)."""
-    def run(q, k, v, **more):
-        return change(blocks.run, q, k, v, **more)
-    return SimpleNamespace(unsupported=blocks.unsupported, prepare=blocks.prepare, run=run)
+    class Faulty(Blocks):
+        error_factor = 1.0
+
+        def run(self, q, k, v, **more):
+            return change(super().run, q, k, v, **more)
+    return Faulty()
 
 
 def hides_one_tile(run, q, k, v, **more):
@@ -86,20 +89,18 @@ def test_a_missing_tile_is_refused_in_bfloat16():
 
 
 def test_a_wrong_gradient_of_a_learned_parameter_is_refused():
-    def prepare(change, plan, earlier=None):
-        bands = blocks.prepare(change, plan, earlier)
-        return bands._replace(scale=0.5 * bands.scale + 0.5 * bands.scale.detach()) if change is not None else bands
-    wrong = SimpleNamespace(prepare=prepare, run=blocks.run)
-    problem, _ = check_backend(wrong, make_case("learned"), CPU, torch.float32, [LENGTH])
-    assert "dlog_tau" in problem
+    class Wrong(Blocks):
+        def prepare(self, plan, score_change):
+            bands = super().prepare(plan, score_change)
+            return bands if score_change is None else bands._replace(scale=0.5 * (bands.scale + bands.scale.detach()))
+    problem, _ = check_backend(Wrong(), make_case("learned"), CPU, torch.float32, [LENGTH])
+    assert "log_tau" in problem
 
 
 @pytest.mark.parametrize("name", ["key_bias", "window", "sink"])
 def test_a_kernel_that_ignores_a_mechanism_is_refused(name):
-    def ignore(run, q, k, v, *, prepared, key_bias=None, sink=None):
-        unused = sum(0 * x.sum() for x in (key_bias, sink) if x is not None)
-        plan = SimpleNamespace(query_length=LENGTH, key_length=LENGTH, device=CPU, window=None)
-        return run(q, k, v, prepared=blocks.prepare(None, plan)) + unused
+    def ignore(run, q, k, v, *, key_bias, sink, **more):
+        return run(q, k, v) + sum(0 * x.sum() for x in (key_bias, sink) if x is not None)
     assert check_backend(faulty(ignore), make_case(name), CPU, torch.float32, [LENGTH]).problem is not None
 
 
@@ -125,7 +126,9 @@ def on_cuda(monkeypatch):
         return check_backend(backend, method, CPU, torch.float32, [130])
     def set_backends(**faults):
         for name, fault in faults.items():
-            monkeypatch.setitem(BACKENDS, name, faulty(fault) if fault else blocks)
+            backend = faulty(fault) if fault else Blocks()
+            backend.name = name
+            monkeypatch.setitem(BACKENDS, name, backend)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("model.attention.check.check_backend", check_here)
     return set_backends
@@ -134,16 +137,16 @@ def on_cuda(monkeypatch):
 def test_on_cuda_the_first_right_backend_is_chosen_and_its_error_is_in_the_reason(on_cuda):
     on_cuda(sdpa=has_no_gradient_of_keys, flex=None)
     backend, why = choose_backend(make_case("rope"), CUDA)
-    assert backend == "flex" and "dk" in why and 0 < float(re.search(r"error (\S+) of", why)[1]) < 1
+    assert backend.name == "flex" and "dk" in why and 0 < float(re.search(r"error (\S+) of", why)[1]) < 1
     on_cuda(sdpa=None)
-    assert choose_backend(make_case("rope"), CUDA)[0] == "sdpa"
+    assert choose_backend(make_case("rope"), CUDA)[0].name == "sdpa"
 
 
 @pytest.mark.parametrize("name", ["sdpa", "flex_flash"])
 def test_a_named_backend_that_is_wrong_is_refused_and_a_right_one_is_named(name, on_cuda):
     on_cuda(flex=None, **{"sdpa": has_no_gradient_of_keys, name: is_not_finite_in_one_row})
     with pytest.raises(ValueError, match=f"{name} .*output.* flex") as refused:
-        choose_backend(make_case("rope"), CUDA, name)
+        choose_backend(make_case("rope"), CUDA, name=name)
     assert "blocks" not in str(refused.value)
 
 
@@ -156,7 +159,7 @@ def test_without_a_right_backend_nothing_runs(on_cuda):
 RANK_1_WITHOUT_COMPILER = """
 import os
 import train_gpt
-from model.attention import cpu
+from model import cpu
 if os.environ["RANK"] == "1":
     cpu.load_library = lambda: (None, "it has no compiler")
 train_gpt.main()

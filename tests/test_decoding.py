@@ -7,7 +7,8 @@ from test_methods import assert_near, assert_refused, random
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 
-from model.decoding import Decoder, attend_to_cache, greedy_decode
+from model.attention.blocks import Blocks
+from model.decoding import Decoder, greedy_decode
 from model.methods import MECHANISMS, METHODS, canonical_name
 
 STEPS = 23
@@ -100,7 +101,7 @@ def test_scores_of_a_step_are_not_rounded_to_bfloat16():
     q, k, v = 5 * random(2, 6, 1, 16, seed=0), random(2, 6, 50, 16, seed=1), random(2, 6, 50, 16, seed=2)
     q, k = q.bfloat16(), k.bfloat16()
     expected = scaled_dot_product_attention(q.double(), k.double(), v)
-    assert_near(attend_to_cache(q, k, v.float(), q_offset=49), expected, 1e-5)
+    assert_near(Blocks().run(q, k, v.float()), expected, 1e-5)
 
 
 def test_a_new_prompt_starts_afresh():

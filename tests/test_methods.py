@@ -5,10 +5,11 @@ import math
 import pytest
 import reference
 import torch
-from attention_cases import assert_near, random
+from attention_cases import assert_near, attend, random
 from torch.testing import assert_close
 
-from model.attention import attend, make_plan
+from model.attention import attend as attention
+from model.attention.plan import plan_layer
 from model.attention.reference import attention_logits
 from model.gpt import GPT
 from model.methods import MECHANISMS, METHODS, canonical_name, make_alternative, make_method
@@ -129,7 +130,7 @@ def test_late_queries_of_a_long_context_are_the_reference(name, backend):
     expected = reference.attention_logits(name, *exact[:2], train_length=TRAIN_LENGTH, q_offset=4050,
                                           learned=learned).softmax(dim=-1) @ v
     inputs = cast(exact, torch.float32)
-    output = attend(method, *inputs, q_offset=4050, backend=backend)
+    output = attend(method, *inputs, backend=backend)
     assert_same_function(output, [*inputs, *method.parameters()], expected, [*exact, learned], 2e-5)
 
 
@@ -156,11 +157,11 @@ def test_queries_of_any_position_alone_are_the_same_rows(name, options):
     q, k, v = cast(random_qkv(6, 16, 130), torch.float32)
     full = attend(method, q, k, v, target_length=130)
     assert torch.equal(attend(method, q, k, v), full)
-    last = attend(method, q[:, :, -37:], k, v, q_offset=93, target_length=130)
+    last = attend(method, q[:, :, -37:], k, v, target_length=130)
     assert_near(last, full[:, :, -37:], 1e-5)
     for i in [0, 1, 6, 7, 15, 16, 17, 37, 63, 64, 129]:  # around segments of 7, 16, 37 and TRAIN_LENGTH
         seen = slice(i + 1)
-        one = attend(method, q[:, :, i:i + 1], k[:, :, seen], v[:, :, seen], q_offset=i, target_length=130)
+        one = attend(method, q[:, :, i:i + 1], k[:, :, seen], v[:, :, seen], target_length=130)
         assert_near(one, full[:, :, i:i + 1], 1e-5)
 
 
@@ -177,7 +178,7 @@ def test_a_and_m_are_the_table_65535_tokens_back():
     q[1, ..., 0], k[1, ..., 0] = 4, 4  # S = 4 everywhere in the second of the batch, 0 in the first
     v = torch.zeros(65536, 16)
     v[65535 - distances, torch.arange(8)] = 1
-    output = attend(make("scale_invariant_nope", num_heads=1), q, k, v.expand(2, 1, -1, -1), q_offset=65535)
+    output = attend(make("scale_invariant_nope", num_heads=1), q, k, v.expand(2, 1, -1, -1))
     m, four_a_plus_m = (output[:, 0, 0, :8] / output[:, 0, 0, :1]).log() + torch.tensor([[0.0], [4.0]])
     a = (four_a_plus_m - m) / 4
     assert_close(torch.stack([a, m], dim=-1), torch.tensor(list(TABLE.values())), rtol=0, atol=7e-5)
@@ -238,11 +239,11 @@ def test_an_alternative_is_the_other_method_with_these_weights(name, other, leng
     assert alternative.name == other
     q, k, v = cast(random_qkv(2, 16, length), torch.float32)
     # As in a validation: our method's parameters, their plan.
-    plan = make_plan(alternative, length, length)
+    plan = plan_layer(alternative, length, length)
     learned = next((p.double() for p in ours.parameters()), None)
     expected = reference.attend(other, q.double(), k.double(), v.double(), train_length=TRAIN_LENGTH, base=500.0,
                                 learned=learned)
-    output = attend(ours, q, k, v, plan=plan)
+    output = attention.attend(ours, q, k, v, None, plan)
     assert_near(output, expected, 1e-5)
     assert torch.equal(output, attend(ours, q, k, v)) == same
 

@@ -8,10 +8,12 @@ import math
 
 import pytest
 import torch
+from attention_cases import attend
 from test_gpt import random_tokens, randomize
 from test_methods import assert_near, assert_refused, assert_same_function, cast, gradients, random, random_qkv
 
-from model.attention import BACKENDS, attend, make_plan
+from model.attention.choose import BACKENDS
+from model.attention.plan import plan_layer
 from model.attention.reference import attention_logits, plain_attention
 from model.gpt import GPT
 from model.methods import layer_pattern, make_layers, make_method
@@ -208,7 +210,7 @@ def check_rounded(method, exact, expected, truth, dtype, tolerance, biases=0.0, 
         assert_near(gradient, true, tolerance + biases)
     if not method.needs_input:
         half = expected.shape[2] // 2
-        last = attend(method, inputs[0][:, :, half:], *inputs[1:3], q_offset=half, backend=backend)
+        last = attend(method, inputs[0][:, :, half:], *inputs[1:3], backend=backend)
         assert_near(last, expected[:, :, half:], tolerance)
 
 
@@ -343,7 +345,7 @@ def test_a_model_of_layers_that_differ_equals_its_layers():
         key = "tau" if name == "scale_invariant_nope" else "window"
         method = make_method(name, num_heads=2, head_dim=16, train_length=16, **{key: value})
         block.attention.method = method
-        x = block(x, make_plan(method, 40, 40))
+        x = block(x, plan_layer(method, 40, 40))
     logits = torch.nn.functional.rms_norm(x, (32,)) @ model.head.T
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
     assert_near(model(tokens, targets), expected.detach(), 1e-5)
@@ -384,7 +386,7 @@ def test_a_gate_multiplies_the_heads_outputs():
         model.blocks[0].attention.qkv.data = random(3, 32, 32, seed=2).float()
         model.blocks[0].attention.proj.data = torch.eye(32)
     x = random(2, 9, 32, seed=3).float()
-    y, expected = (m.blocks[0].attention(x, m.plan(9)[0]) for m in (gated, plain))
+    y, expected = (m.blocks[0].attention(x, m.plan(9).for_layer(0)) for m in (gated, plain))
     assert_near(y, (expected.double() / (1 + torch.exp(-x.double() @ weight.double().T))).detach(), 1e-5)
     y.sum().backward()
     assert weight.grad.abs().min() > 0
@@ -403,7 +405,7 @@ def test_xsa_removes_the_part_along_the_own_value(options):
         m.blocks[0].attention.qkv.data = random(3, 32, 32, seed=2).float()
         m.blocks[0].attention.proj.data = torch.eye(32)
     x = random(2, 9, 32, seed=3).requires_grad_()
-    y, before = (m.blocks[0].attention(x, m.plan(9)[0]) for m in (model, plain))
+    y, before = (m.blocks[0].attention(x, m.plan(9).for_layer(0)) for m in (model, plain))
     v = x @ plain.blocks[0].attention.qkv[2].double().T
     expected = torch.empty_like(before)
     for b, i, h in itertools.product(range(2), range(9), range(2)):

@@ -19,13 +19,10 @@ import inspect
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from errors import require
+from errors import UserError, require
+from model.query_blocks import in_query_blocks
 from model.tensors import upcast
-
-QUERY_BLOCK = 128
-LONGEST_COMPILED = 8192  # queries; the compiler unrolls a loop over blocks, and would take hours for 65,536
 
 
 class Mechanism(nn.Module):
@@ -107,6 +104,10 @@ class ScoreChange(Mechanism):
 
     skip_first = False  # True if the logit of the first token's key stays S
 
+    @property
+    def is_learned(self) -> bool:
+        return bool(dict(self.named_parameters()))
+
     def coefficients(self, distance: Tensor, head: Tensor) -> tuple[Tensor | float, Tensor]:
         """Return a and m at distances t >= 0 and heads, two tensors that broadcast together (a may be a number).
 
@@ -123,7 +124,9 @@ class KeyBias(Mechanism):
     """Adds one number per key to the logits, computed from the layer's input in two steps."""
 
     needs_input = True
-    fits_sinks = True  # False if it leaves out a term of the query, which a softmax ignores but a sink does not
+    # True if b(j) is the whole bias. Forgetting attention leaves out c(i), which cancels in a softmax, but not beside a
+    # sink.
+    fits_sinks = True
 
     def token_features(self, x: Tensor) -> Tensor:
         """Return (B, H, T) numbers, each computed from one token of the layer's input x (B, T, C)."""
@@ -152,9 +155,9 @@ class OutputGate(Mechanism):
     uses_input = True  # False if it ignores x
 
     def change(self, y: Tensor, v: Tensor, x: Tensor | None) -> Tensor:
-        """Return the new outputs, (B, T, H, D), from the outputs y and the values v of the same tokens.
+        """Return the new outputs, (B, H, T, D), from the outputs y and the values v of the same tokens.
 
-        y and v are (B, T, H, D). x (B, T, C): the layer's input.
+        y and v are (B, H, T, D). x (B, T, C): the layer's input.
         """
         raise NotImplementedError
 
@@ -166,13 +169,11 @@ class Replacement(Mechanism):
         """Return features (B, H, T, ...), each of one token of x (B, T, C). None: attend needs no features."""
         return None
 
-    def attend(
-        self, q, k, v, rotated_q, rotated_k, q_offset: int, causal_attention, token_features: Tensor | None = None
-    ) -> Tensor:
-        """Return the output (B, H, Tq, D) of queries at positions q_offset.. and keys at all positions from 0.
+    def attend(self, q, k, v, rotated_q, rotated_k, features: Tensor | None, plan) -> Tensor:
+        """Return the output (B, H, Tq, D) of the queries, which are the last Tq of the Tk tokens of k and v.
 
-        q and k have no position encoding, rotated_q and rotated_k have it. causal_attention(q, k, v, q_offset=) is
-        ordinary softmax attention, for tensors of equal width and number of heads. token_features: of all tokens of k.
+        q and k have no position encoding, rotated_q and rotated_k have it. features: token_features of all Tk tokens.
+        plan.backend.run(q, k, v) is plain causal softmax attention.
         """
         raise NotImplementedError
 
@@ -197,30 +198,17 @@ class AttentionWeights(Replacement):
         """
         raise NotImplementedError
 
-    def attend(self, q, k, v, rotated_q, rotated_k, q_offset, causal_attention, token_features=None):
-        short = rotated_q.shape[2] <= LONGEST_COMPILED
-        attend = self.attend_in_blocks if short else self.attend_uncompiled
-        return attend(v, rotated_q, rotated_k, q_offset, token_features)
+    def attend(self, q, k, v, rotated_q, rotated_k, features, plan):
+        earlier = k.shape[2] - q.shape[2]  # keys before the first query
 
-    @torch.compiler.disable
-    def attend_uncompiled(self, *arguments):
-        return self.attend_in_blocks(*arguments)
+        def attend_block(queries, start, stop):
+            end = earlier + stop
+            visible = torch.ones(stop - start, end, dtype=torch.bool, device=q.device).tril(earlier + start)
+            seen_features = None if features is None else features[:, :, :end]
+            weights = self.weights(queries, rotated_k[:, :, :end], visible, seen_features)
+            return weights.to(v.dtype) @ v[:, :, :end]
 
-    def attend_in_blocks(self, v, rotated_q, rotated_k, q_offset, token_features):
-        outputs, end = [], q_offset  # end of the visible keys
-        for queries in rotated_q.split(QUERY_BLOCK, dim=2):
-            end += queries.shape[2]
-            seen = [None if x is None else x[:, :, :end] for x in (rotated_k, v, token_features)]
-            if torch.is_grad_enabled():
-                outputs.append(checkpoint(self.attend_block, queries, *seen, use_reentrant=False))
-            else:
-                outputs.append(self.attend_block(queries, *seen))
-        return torch.cat(outputs, dim=2)
-
-    def attend_block(self, q, k, v, token_features):
-        Tq, Tk = q.shape[2], k.shape[2]
-        visible = torch.ones(Tq, Tk, dtype=torch.bool, device=q.device).tril(Tk - Tq)
-        return self.weights(q, k, visible, token_features).to(v.dtype) @ v
+        return in_query_blocks(attend_block, rotated_q, recompute=True)
 
 
 KINDS = {  # by attribute of Method, in the order of a method's name
@@ -252,22 +240,29 @@ class Method(nn.Module):
         self.vector_dim = head_dim * (1 if self.rotation is None else self.rotation.widening)  # of rotated q and k
         self.needs_input = any(mechanism.needs_input for mechanism in mechanisms)
         changed = any((self.score_change, self.key_bias, self.window, self.sink)) or self.vector_dim > head_dim
-        excluded = self.sink is not None and self.key_bias is not None and not self.key_bias.fits_sinks
-        require(not excluded, f"{name} has a sink, and a key bias that a sink would falsify. Leave one out.")
-        problem = f"{name} has a part that replaces softmax attention and a part that changes it"
-        require(self.replacement is None or not changed, f"{problem}. Leave one out.")
+        if self.sink is not None and self.key_bias is not None and not self.key_bias.fits_sinks:
+            raise UserError(f"{name} has a sink, and a key bias that is incomplete beside a sink. Leave one out.")
+        if self.replacement is not None and changed:
+            raise UserError(f"{name} has a part that replaces softmax attention and a part that changes it. Drop one.")
+
+    @property
+    def skip_first(self) -> bool:
+        return self.score_change is not None and self.score_change.skip_first
 
     def token_features(self, x: Tensor | None) -> Tensor | None:
         """Return the features (B, H, T, ...) of the tokens of x (B, T, C) for a key bias or a replacement, or None."""
         mechanism = self.key_bias or self.replacement
         return None if mechanism is None else mechanism.token_features(x)
 
-    def check_shapes(self, q: Tensor, k: Tensor, v: Tensor):
-        """Raise ValueError unless q is (B, H, Tq, D), and k and v are (B, H, Tk, D), with this method's H and D."""
+    def check_inputs(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None):
+        """Raise ValueError unless q is (B, H, Tq, D), k and v are (B, H, Tk, D), and x is there if it is needed."""
+        heads, width = self.num_heads, self.head_dim
         fits = q.dim() == k.dim() == 4 and k.shape == v.shape and q.shape[0] == k.shape[0]
-        fits = fits and all((x.shape[1], x.shape[3]) == (self.num_heads, self.head_dim) for x in (q, k))
-        shapes = f"q, k and v have shapes {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
-        require(fits, f"{shapes}. {self.name} needs (batch, {self.num_heads}, length, {self.head_dim}).")
+        if not fits or any((y.shape[1], y.shape[3]) != (heads, width) for y in (q, k)):
+            shapes = f"q, k and v have shapes {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+            raise UserError(f"{shapes}. {self.name} needs (batch, {heads}, length, {width}).")
+        if self.needs_input and x is None:
+            raise UserError(f"{self.name} needs x, the input of the layer. Pass it.")
 
     def reset_parameters(self):
         for mechanism in self.modules():

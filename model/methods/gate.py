@@ -19,4 +19,4 @@ class SigmoidGate(OutputGate):
 
     def change(self, y, v, x):
         gate = upcast(F.linear(x, self.weight.to(x.dtype))).sigmoid().to(x.dtype)  # (B, T, C)
-        return y * gate.unflatten(-1, (self.num_heads, -1))
+        return y * gate.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)

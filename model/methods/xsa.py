@@ -25,5 +25,5 @@ class ExclusiveSelfAttention(OutputGate):
         direction = F.normalize(upcast(v), dim=-1)  # zero for a value of zero
         removed = (upcast(y) * direction).sum(dim=-1, keepdim=True) * direction
         if self.share is not None:
-            removed = self.share.tanh()[:, None] * removed
+            removed = self.share.tanh()[:, None, None] * removed
         return (upcast(y) - removed).to(y.dtype)

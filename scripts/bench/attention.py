@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from errors import require
-from model.attention import BACKENDS
-from model.attention.base import Plan
+from model.attention.attend import attend
+from model.attention.backend import Backend
 from model.attention.check import check_backend, random_inputs
+from model.attention.choose import BACKENDS
+from model.attention.plan import plan_layer
 from model.attention.sdpa import chosen_kernel
 from model.methods import make_method
 from model.methods.base import Method
@@ -35,7 +37,7 @@ DEFAULTS = dict(
     cpu=dict(lengths=[512, 1024, 4096], dtype="float32", variants=CPU),
 )
 TOKENS = dict(cuda=65536, cpu=4096)  # batch * length of a pass; the batch is at least 1
-Variant = tuple[object, Method]  # a backend (see model/attention) and the method that it computes
+Variant = tuple[Backend, Method]  # a backend and the method that it computes
 
 
 def add_arguments(parser: argparse.ArgumentParser):
@@ -89,14 +91,14 @@ def check_variant(variant: Variant, device: torch.device, dtype: torch.dtype) ->
 
 def make_passes(variant: Variant, inputs: list[Tensor]) -> dict[str, Callable[[], object]]:
     """Return two warmed-up functions to time: "forward", and "both" (forward and backward pass)."""
-    (backend, method), (q, k, v, dout) = variant, inputs
-    B, H, T, D = dout.shape
-    plan = Plan(backend="", num_heads=H, head_dim=D, query_length=T, key_length=T, device=dout.device, dtype=dout.dtype)
-    attend = functools.partial(backend.run, prepared=backend.prepare(method.score_change, plan))
-    qkv = [x.detach().requires_grad_() for x in (q, k, v)]
+    (backend, method), (*qkv, dout) = variant, inputs
+    length = dout.shape[2]
+    plan = plan_layer(method, length, length, device=dout.device, dtype=dout.dtype, backend=backend.name)
+    qkv = [x.detach().requires_grad_() for x in qkv]
+    forward = functools.partial(attend, method, *qkv, None, plan)
     passes = dict(
-        forward=lambda: attend(*qkv),  # also stores the tensors for the backward pass
-        both=lambda: torch.autograd.grad(attend(*qkv), qkv, dout),
+        forward=forward,  # also stores the tensors for the backward pass
+        both=lambda: torch.autograd.grad(forward(), qkv, dout),
     )
     for _ in range(2):
         passes["both"]()

@@ -32,7 +32,7 @@ class Trainer:
                 if not parameter.any():
                     parameter.normal_(0, 0.02)
         self.plan = self.model.plan(config.train_length, backend=config.attention_backend)
-        self.backends = ", ".join(dict.fromkeys(plan.backend for plan in self.plan))
+        self.backends = ", ".join(dict.fromkeys(layer.backend.name for layer in self.plan.layers))
         self.compiled = compile_model(self.model, config, self.world)
         self.optimizers = build_optimizers(config, self.model, self.world)
         sequences = config.batch_tokens // config.train_length

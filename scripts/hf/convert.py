@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from errors import require
-from model.attention import Plan, attend, make_plan
+from model.attention.attend import attend
+from model.attention.plan import LayerPlan, plan_layer
 from model.methods import make_layers, method_options
 from model.methods.base import Method
 from model.methods.rope import BASE
-from model.tensors import upcast
 
 RECORD = "attention_method"  # field of the model's configuration that records the conversion
 # Names of our hooks in transformers. An exported model has its own names (modules.py).
@@ -36,19 +36,24 @@ class Shared:
     lengths: tuple = ()
     plans: dict = dataclasses.field(default_factory=dict)  # for calls of these lengths
 
-    def plan(self, method: Method, q_offset: int, q: Tensor, k: Tensor) -> Plan:
-        """Return the plan for q (B, H, Tq, D) and k (B, H, Tk, D). q_offset: position of the first query."""
+    def plan(self, method: Method, q: Tensor, k: Tensor) -> LayerPlan:
+        """Return the plan for q (B, H, Tq, D), the last Tq tokens of k (B, H, Tk, D)."""
         # Tensors made in inference mode cannot be used in training, so the two modes have separate plans.
-        lengths = (q_offset, q.shape[2], self.target_length, torch.is_inference_mode_enabled())
+        lengths = (q.shape[2], k.shape[2], self.target_length, torch.is_inference_mode_enabled())
         if self.lengths != lengths:
             self.lengths = lengths
             self.plans.clear()
         key = (method.name, q.device, q.dtype)
         if key not in self.plans:
-            plan = make_plan(
-                method, q.shape[2], k.shape[2], q_offset=q_offset, target_length=self.target_length, device=q.device,
-                dtype=q.dtype, backend="blocks" if q.shape[2] == 1 else "auto",
-            )  # fmt: skip
+            plan = plan_layer(
+                method,
+                q.shape[2],
+                k.shape[2],
+                target_length=self.target_length,
+                device=q.device,
+                dtype=q.dtype,
+                backend="blocks" if q.shape[2] == 1 else "auto",
+            )
             if plan.sin is not None:
                 plan = dataclasses.replace(plan, sin=-plan.sin)  # Llama models rotate in the other direction
             self.plans[key] = plan
@@ -80,13 +85,8 @@ def attend_with_method(
     """
     if layer.num_key_value_groups > 1:
         key, value = (x.repeat_interleave(layer.num_key_value_groups, dim=1) for x in (key, value))
-    plan = layer.shared.plan(layer.method, attention_mask, query, key)
-    if query.shape[2] == 1:  # the backend is plain PyTorch here, which would compute bfloat16 scores
-        query, key = upcast(query), upcast(key)
-    output = attend(layer.method, query, key, value, plan=plan).transpose(1, 2)
-    if layer.method.output_gate is not None:
-        output = layer.method.output_gate.change(output, value[:, :, -query.shape[2] :].transpose(1, 2), None)
-    return output, None
+    plan = layer.shared.plan(layer.method, query, key)
+    return attend(layer.method, query, key, value, None, plan).transpose(1, 2), None
 
 
 def convert(model: nn.Module, method: str, /, *, train_length: int | None = None, **options) -> nn.Module:

@@ -5,7 +5,7 @@ import sys
 import torch
 from torch import Tensor, nn
 
-from model.attention import transform
+from model.attention.attend import rotate
 from model.scores import pair_scores, score_pairs, set_moments
 from scripts.hf.convert import attention_layers
 
@@ -28,10 +28,11 @@ def layer_scores(
         found.append((layer.layer_idx, False, pair_scores(q, k, pairs, layer.scaling)))
         method = getattr(layer, "method", None)
         if method is None:
-            rotate = sys.modules[type(layer).__module__].apply_rotary_pos_emb
-            q, k = rotate(q, k, *inputs["position_embeddings"])
+            apply_rotary_pos_emb = sys.modules[type(layer).__module__].apply_rotary_pos_emb
+            q, k = apply_rotary_pos_emb(q, k, *inputs["position_embeddings"])
         elif method.rotation is not None:
-            q, k = transform(method, q, k, layer.shared.plan(method, 0, q, k), scale_queries=False)
+            rotated = rotate(method, q, k, layer.shared.plan(method, q, k))
+            q, k = (x.to(q.dtype) for x in rotated)
         if method is None or method.rotation is not None:
             found.append((layer.layer_idx, True, pair_scores(q, k, pairs, layer.scaling)))
         if calibrate:
