@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from errors import require
 from model.activations import relu_squared
 from model.attention.attend import attend
 from model.attention.plan import LayerPlan, Plan, plan_layer
 from model.loss import mean_loss, token_losses
-from model.methods import layer_pattern, make_layers
 from model.methods.base import Method
+from model.methods.make import layer_methods
+from model.methods.names import layer_pattern
 
 NORM_EPS = 1.1920929e-07  # float32's epsilon for all dtypes; PyTorch's default for bfloat16 differs between versions
 
@@ -72,25 +72,20 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(
-        self, *, vocab_size: int, num_layers: int, num_heads: int, model_dim: int, train_length: int, method: str,
-        method_options: dict | None = None, position_scale: float = 1.0, dtype: torch.dtype = torch.float32,
-    ):  # fmt: skip
+    def __init__(self, config, dtype: torch.dtype = torch.float32):
         """Initialise every parameter, in float32. dtype: data type of the computation.
 
-        method, method_options and position_scale: see make_layers. Raise ValueError for an unknown method or option.
+        config: an object with the fields of a model, such as configs.config.Config: vocab_size, num_layers, num_heads,
+        model_dim, train_length, position_scale, method, method_options. Raise ValueError for an unknown method or
+        option.
         """
         super().__init__()
-        divisible = model_dim % num_heads == 0
-        require(divisible, f"model_dim {model_dim} is not a multiple of num_heads {num_heads}. Change either.")
-        self.dtype, self.pattern_length = dtype, len(layer_pattern(method))
-        methods = make_layers(
-            method, num_layers, num_heads=num_heads, head_dim=model_dim // num_heads, train_length=train_length,
-            position_scale=position_scale, options=method_options or {},
-        )  # fmt: skip
-        self.embedding = nn.Embedding(vocab_size, model_dim)
-        self.blocks = nn.ModuleList(Block(model_dim, num_heads, layer_method) for layer_method in methods)
-        self.head = nn.Parameter(torch.empty(vocab_size, model_dim))
+        methods = layer_methods(config)
+        self.dtype = dtype
+        self.pattern_length = len(layer_pattern(config.method))
+        self.embedding = nn.Embedding(config.vocab_size, config.model_dim)
+        self.blocks = nn.ModuleList(Block(config.model_dim, config.num_heads, method) for method in methods)
+        self.head = nn.Parameter(torch.empty(config.vocab_size, config.model_dim))
         self.reset_parameters()
 
     @torch.no_grad()

@@ -1,19 +1,18 @@
 """Measures the scores S = q.k / sqrt(d) of a model by layer and head. The theory assumes N(0, 1).
 
-`calibrate` measures the mean and deviation of each head's scores for scale-invariant attention with learn_moments.
+`calibrate` passes each head's scores to its mechanisms, such as scale-invariant attention with learned moments.
 """
 
 from collections.abc import Iterable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from errors import require
 from model.attention.attend import rotate, rotate_and_scale
 from model.attention.plan import LayerPlan, Plan
 from model.gpt import GPT, norm
-from model.methods.base import Method
-from model.methods.scale_invariant import ScaleInvariant
+from model.methods.base import Mechanism, Method
 from model.tensors import upcast
 
 MAX_PAIRS = 2**16  # random pairs of a query and a key, for the moments of a head
@@ -81,20 +80,24 @@ def pair_scores(q: Tensor, k: Tensor, pairs: Iterable[Tensor], scale: float) -> 
 
 @torch.no_grad()
 def calibrate(model: GPT, tokens: Tensor):
-    """Set mean and deviation of each head, for methods with learn_moments, to the values on tokens (B, T).
+    """Set the calibrated parameters of all methods, such as learned moments, to the values on tokens (B, T).
 
     Each layer is measured after the layers before it have been calibrated.
     """
     pairs = score_pairs(*tokens.shape, MAX_PAIRS, seed=0)
     for method, plan, x, q, k in iterate_layers(model, tokens, model.plan(tokens.shape[1], backend="blocks")):
         q, k = rotate_and_scale(method, q, k, x, plan)
-        set_moments(method, pair_scores(q, k, pairs, q.shape[-1] ** -0.5))
+        calibrate_method(method, pair_scores(q, k, pairs, q.shape[-1] ** -0.5))
 
 
 @torch.no_grad()
-def set_moments(method: Method, scores: Tensor):
-    """Set mean and deviation of each head from its scores (H, pairs), if the method has learn_moments."""
-    change = method.score_change
-    if isinstance(change, ScaleInvariant) and change.mean is not None:
-        change.mean.copy_(scores.mean(dim=1))
-        change.log_deviation.copy_(scores.std(dim=1).log())
+def calibrate_method(method: Method, scores: Tensor):
+    """Set a layer's calibrated parameters from its scores (H, pairs)."""
+    for mechanism in method.mechanisms():
+        mechanism.calibrate(scores)
+
+
+def calibrated_parameters(model: nn.Module) -> set[str]:
+    """Return the names of a model's parameters that calibration sets."""
+    mechanisms = [(name, module) for name, module in model.named_modules() if isinstance(module, Mechanism)]
+    return {f"{name}.{parameter}" for name, mechanism in mechanisms for parameter in mechanism.calibrated}

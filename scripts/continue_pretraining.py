@@ -24,7 +24,7 @@ from errors import exit_on_user_error, require
 from measure.flops import training_flops_per_token
 from measure.validation import Validation
 from model.attention.plan import Plan
-from model.scores import MAX_PAIRS
+from model.scores import MAX_PAIRS, calibrated_parameters
 from optim.sharded import Group, Optimizers
 from runtime.build import accumulate, build_loader, calibration_tokens, open_text
 from runtime.checkpoint import latest_checkpoint
@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None):
         check_tokenizer(config)
         torch.manual_seed(config.seed)  # seeds the stochastic rounding
         model = build_model(config, world)
-        if config.method_options.get("learn_moments"):
+        if calibrated_parameters(model):
             tokens = calibration_tokens(config, text.train).to(world.device)
             layer_scores(model.model, tokens, MAX_PAIRS, calibrate=True)
         groups = {"all": Group([*model.parameters()], AdamW, config.lr)}

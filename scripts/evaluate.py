@@ -27,7 +27,7 @@ from errors import exit_on_user_error, require
 from files import replace_text, to_json
 from measure.copy_gain import KINDS
 from measure.validation import Validation
-from runtime.build import build_model
+from model.gpt import GPT
 from runtime.checkpoint import latest_checkpoint, load_checkpoint, load_weights
 from runtime.device import compute_dtype
 from runtime.processes import World, start_processes
@@ -42,7 +42,7 @@ def load_run(folder: Path, device: torch.device) -> tuple[Config, torch.nn.Modul
     require(not continued, f"{folder} has a Hugging Face model. Load {folder}/model as in docs/huggingface.md.")
     checkpoint = latest_checkpoint(folder / "checkpoints")
     require(checkpoint, f"{folder} has no checkpoint. Train the run first.")
-    model = build_model(config, compute_dtype(config, device)).to(device)
+    model = GPT(config, compute_dtype(config, device)).to(device)
     load_weights(model, load_checkpoint(checkpoint)["model"], checkpoint)
     return config, model
 

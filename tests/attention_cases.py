@@ -9,7 +9,7 @@ from model.attention.choose import BACKENDS
 from model.attention.plan import plan_layer
 from model.attention.reference import plain_attention
 from model.methods.alibi import ALiBi
-from model.methods.base import KeyBias, Method, ScoreChange
+from model.methods.base import KeyBias, Method, ScoreChange, Shape
 from model.methods.forgetting import Forgetting
 from model.methods.infini import Infini
 from model.methods.kerple import KerpleLog
@@ -26,11 +26,14 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 class ByHead(ScoreChange):
     """a = 1 + h/2 and m = -sqrt(t) / (h + 1): functions that differ by head and are not smooth at t = 0."""
 
+    def __init__(self, shape):
+        super().__init__()
+
     def coefficients(self, distance, head):
         return 1 + head / 2, -distance.sqrt() / (head + 1)
 
 
-class ForAllHeads(ScoreChange):
+class ForAllHeads(ByHead):
     """a = 1 + 1/(1 + t) and m = -sqrt(t): not 1 - a^2."""
 
     def coefficients(self, distance, head):
@@ -40,9 +43,9 @@ class ForAllHeads(ScoreChange):
 class GivenBias(KeyBias):
     """Biases that are the first numbers of the layer's input."""
 
-    def __init__(self, num_heads, head_dim, train_length):
+    def __init__(self, shape):
         super().__init__()
-        self.num_heads = num_heads
+        self.num_heads = shape.num_heads
 
     def token_features(self, x):
         return x[..., : self.num_heads].transpose(1, 2)
@@ -63,8 +66,8 @@ MECHANISMS = {
     "skip_first": [(RoPE, {}), (ScaleInvariant, dict(skip_first=True))],
     "skip_first_window": [(ScaleInvariant, dict(skip_first=True, learn_tau=True, terms="m")),
                           (SlidingWindow, dict(window=37))],
-    "by_head": [ByHead],
-    "for_all_heads": [ForAllHeads],
+    "by_head": [(ByHead, {})],
+    "for_all_heads": [(ForAllHeads, {})],
     "pope": [(PoPE, {}), (ScaleInvariant, {})],  # q and k are wider than v
     "key_bias": [(Forgetting, {})],
     "window": [(RoPE, {}), (SlidingWindow, dict(window=37))],
@@ -83,10 +86,9 @@ def random(*shape, seed):
 
 def make_case(name, num_heads=3, head_dim=16):
     """A method of MECHANISMS with random parameters."""
-    shape, mechanisms = dict(num_heads=num_heads, head_dim=head_dim, train_length=64), []
-    for entry in INFINI if name == "infini" else MECHANISMS[name]:
-        mechanisms.append(entry[0](**shape, **entry[1]) if isinstance(entry, tuple) else entry())
-    method = Method(name, **shape, mechanisms=mechanisms)
+    shape = Shape(num_heads, head_dim, train_length=64)
+    chosen = INFINI if name == "infini" else MECHANISMS[name]
+    method = Method(name, shape, [mechanism(shape, **options) for mechanism, options in chosen])
     for seed, parameter in enumerate(method.parameters()):
         parameter.data = 0.1 + 0.3 * random(*parameter.shape, seed=seed).float()
     return method

@@ -39,12 +39,12 @@ from model.attention.attend import attend
 from model.attention.choose import BACKENDS
 from model.attention.plan import plan_layer
 from model.gpt import GPT
-from model.methods import make_method
+from model.methods.base import Shape
+from model.methods.make import make_method
 from runtime.run_folder import git_commit
 from scripts.shared.tables import markdown_table
 
 META, CUDA = torch.device("meta"), torch.device("cuda", 0)
-SHAPE = dict(num_heads=2, train_length=64)
 Graphs = list[tuple[str, fx.GraphModule]]  # forward or backward, and the graph
 
 
@@ -100,10 +100,11 @@ def trace_attention(method, length: int, head_dim: int, dtype: torch.dtype) -> G
 
 def trace_model(method: str, options: dict) -> Graphs:
     """Return the graphs of the loss of a model of two layers."""
-    model = GPT(
-        vocab_size=512, num_layers=2, num_heads=2, model_dim=128, train_length=256, method=method,
-        method_options=options, dtype=torch.bfloat16,
-    ).to(META)  # fmt: skip
+    config = SimpleNamespace(
+        vocab_size=512, num_layers=2, num_heads=2, model_dim=128, train_length=256, position_scale=1.0, method=method,
+        method_options=options,
+    )  # fmt: skip
+    model = GPT(config, torch.bfloat16).to(META)
     tokens, plan = torch.empty(2, 256, dtype=torch.int64, device=META), model.plan(256, backend="flex")
     return trace(lambda tokens: model(tokens, tokens, plan=plan), tokens)
 
@@ -226,7 +227,7 @@ def read_code(binary, listing: str, logits: float) -> Code:
 
 def compile_case(arch, dtype, head_dim, length, name, options, passes=("forward", "backward")) -> list[Code]:
     """Compile the attention kernels of the method `name`."""
-    method = make_method(name, **SHAPE, head_dim=head_dim, **options)
+    method = make_method(name, Shape(num_heads=2, head_dim=head_dim, train_length=64), **options)
     graphs = trace_attention(method, length, head_dim, getattr(torch, dtype))
     return [compile_code(lower(*graph, arch), arch) for graph in graphs if graph[0] in passes]
 

@@ -20,7 +20,7 @@ from model import cpu
 from model.attention.cpu import CPU, make_tables
 from model.attention.reference import plain_attention
 from model.methods.alibi import ALiBi
-from model.methods.base import Method
+from model.methods.base import Method, Shape
 from model.methods.forgetting import Forgetting
 from model.methods.scale_invariant import ScaleInvariant
 from model.methods.sink import LearnedSink
@@ -31,22 +31,21 @@ pytestmark = pytest.mark.skipif(not COMPILER, reason="the kernels need a C++ com
 
 
 def extended(window=None, num_heads=2, learn_tau=True, sink=True):
-    shape = dict(num_heads=num_heads, head_dim=16, train_length=64)
-    mechanisms = [ScaleInvariant(**shape, learn_tau=learn_tau), GivenBias(**shape)]
-    mechanisms += [LearnedSink(**shape, sink_init=0.7)] * sink
-    mechanisms += [SlidingWindow(**shape, window=window)] if window else []
-    return Method("extended", **shape, mechanisms=mechanisms)
+    shape = Shape(num_heads, head_dim=16, train_length=64)
+    mechanisms = [ScaleInvariant(shape, learn_tau=learn_tau), GivenBias(shape)]
+    mechanisms += [LearnedSink(shape, sink_init=0.7)] * sink
+    mechanisms += [SlidingWindow(shape, window=window)] if window else []
+    return Method("extended", shape, mechanisms)
 
 
 def random_method(draw):
-    shape = dict(num_heads=draw.randint(1, 5), train_length=64)
-    shape |= dict(head_dim=draw.choice([1, 2, 3, 8, 16, 20, 33, 64, 65, 128]))
-    changes = [], [ALiBi(**shape)], [ScaleInvariant(**shape, learn_tau=draw.random() < 0.5)]
-    mechanisms = draw.choice(changes) + [GivenBias(**shape)] * draw.randint(0, 1)
-    mechanisms += [LearnedSink(**shape, sink_init=draw.uniform(-3, 3))] * draw.randint(0, 1)
+    shape = Shape(draw.randint(1, 5), draw.choice([1, 2, 3, 8, 16, 20, 33, 64, 65, 128]), train_length=64)
+    changes = [], [ALiBi(shape)], [ScaleInvariant(shape, learn_tau=draw.random() < 0.5)]
+    mechanisms = draw.choice(changes) + [GivenBias(shape)] * draw.randint(0, 1)
+    mechanisms += [LearnedSink(shape, sink_init=draw.uniform(-3, 3))] * draw.randint(0, 1)
     window = draw.choice([1, 2, 31, 64, draw.randint(1, 700)])
-    mechanisms += [SlidingWindow(**shape, window=window)] * draw.randint(0, 1)
-    return Method("random", **shape, mechanisms=mechanisms)
+    mechanisms += [SlidingWindow(shape, window=window)] * draw.randint(0, 1)
+    return Method("random", shape, mechanisms)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -115,8 +114,8 @@ def test_sinks_of_any_size(logit):
 
 def test_the_gradients_of_biases_add_up():
     """Forgetting attention sums rounding errors over all keys. In exact arithmetic, the gradients of a row sum to 0."""
-    shape = dict(num_heads=2, head_dim=64, train_length=64)
-    method = Method("fox", **shape, mechanisms=[Forgetting(**shape)])
+    shape = Shape(num_heads=2, head_dim=64, train_length=64)
+    method = Method("fox", shape, [Forgetting(shape)])
     q, k, v, x = make_inputs(method, 1500, batch=1)
     weight = normal(1, 2, 1500, 64, seed=3)
     truth, ours = (

@@ -9,7 +9,8 @@ from torch.testing import assert_close
 
 from model.attention.blocks import Blocks
 from model.decoding import Decoder, greedy_decode
-from model.methods import MECHANISMS, METHODS, canonical_name
+from model.methods import MECHANISMS, METHODS
+from model.methods.names import canonical_name
 
 STEPS = 23
 

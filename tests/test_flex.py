@@ -17,6 +17,7 @@ from model.attention.flex_compiled import causal_block_mask, mask_options
 from model.attention.plan import plan_layer
 from model.attention.reference import plain_attention
 from model.gpt import norm
+from model.methods.base import Shape
 from model.methods.scale_invariant import ScaleInvariant
 
 NOTHING, PART, ALL = range(3)
@@ -105,7 +106,7 @@ def test_the_kernel_options_are_true_of_the_mask(shape):
 @pytest.mark.parametrize("options", [{}, dict(tau=0.3), dict(tau_ratio=3.0)])
 def test_the_table_is_the_formula(options):
     """In float32, up to 64k tokens back: a (S - a) + 1 = a S + m, within a few roundings of a |S| + a^2."""
-    change, length = ScaleInvariant(3, 16, 64, **options), 65536
+    change, length = ScaleInvariant(Shape(3, 16, 64), **options), 65536
     prepared = flex.Flex().prepare(LayerPlan(None, 3, 16, 256, length), change)
     head, query, key = torch.arange(3).view(-1, 1, 1), torch.tensor([0, 255]).view(-1, 1), torch.arange(length)
     score = 11 * random(3, 2, length, seed=0).float()

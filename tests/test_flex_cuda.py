@@ -10,8 +10,9 @@ from commands import python
 
 pytest.importorskip("triton")
 
-from model.methods import MECHANISMS, mechanism_names  # noqa: E402
+from model.methods import MECHANISMS  # noqa: E402
 from model.methods.base import KeyBias, ScoreChange, Sink, Window  # noqa: E402
+from model.methods.names import mechanism_names  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

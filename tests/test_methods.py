@@ -1,6 +1,7 @@
 """The paper's methods against the float64 formulas of reference.py: values, gradients, names, options, refusals."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import reference
@@ -12,8 +13,10 @@ from model.attention import attend as attention
 from model.attention.plan import plan_layer
 from model.attention.reference import attention_logits
 from model.gpt import GPT
-from model.methods import MECHANISMS, METHODS, canonical_name, make_alternative, make_method
-from model.methods.base import ScoreChange
+from model.methods import MECHANISMS, METHODS
+from model.methods.base import ScoreChange, Shape
+from model.methods.make import make_alternative, make_method
+from model.methods.names import canonical_name
 
 TRAIN_LENGTH = 64
 
@@ -55,7 +58,7 @@ SHAPES = [  # batch, num_heads, head_dim, length, target_length: below, at and b
 
 
 def make(name, num_heads=6, head_dim=16, train_length=TRAIN_LENGTH, **options):
-    return make_method(name, num_heads=num_heads, head_dim=head_dim, train_length=train_length, **options)
+    return make_method(name, Shape(num_heads, head_dim, train_length), **options)
 
 
 def make_learned(name, num_heads, head_dim, options):
@@ -212,8 +215,7 @@ def test_a_method_has_one_name_whatever_the_order_of_its_parts():
 
 
 class Own(ScoreChange):
-    def __init__(self, num_heads, head_dim, train_length, slope: float = 1.0, power: "float | None" = None,
-                 untyped=2.0, free=None):  # fmt: skip
+    def __init__(self, shape, slope: float = 1.0, power: "float | None" = None, untyped=2.0, free=None):
         super().__init__()
         self.slope, self.power, self.untyped, self.free = slope, power, untyped, free
 
@@ -233,9 +235,9 @@ def test_options_of_a_new_mechanism_have_the_types_of_its_constructor(monkeypatc
                                          ("logn_rope", "logn_ntk")])
 @pytest.mark.parametrize("length, same", [(TRAIN_LENGTH, True), (TRAIN_LENGTH // 2, True), (3 * TRAIN_LENGTH, False)])
 def test_an_alternative_is_the_other_method_with_these_weights(name, other, length, same):
-    shape = dict(num_heads=2, head_dim=16, train_length=TRAIN_LENGTH)
-    ours = make_method(name, **shape, base=500.0)
-    alternative = make_alternative(name, other, **shape, options=dict(base=500.0))
+    shape = Shape(2, 16, TRAIN_LENGTH)
+    ours = make_method(name, shape, base=500.0)
+    alternative = make_alternative(name, other, shape, dict(base=500.0))
     assert alternative.name == other
     q, k, v = cast(random_qkv(2, 16, length), torch.float32)
     # As in a validation: our method's parameters, their plan.
@@ -249,9 +251,10 @@ def test_an_alternative_is_the_other_method_with_these_weights(name, other, leng
 
 
 def test_a_plan_moves_an_alternative_to_the_device_of_the_model():
-    model = GPT(vocab_size=9, num_layers=1, num_heads=2, model_dim=32, train_length=8, method="rope+kerple_log")
-    arguments = dict(num_heads=2, head_dim=16, train_length=8, options={})
-    alternative = make_alternative("rope+kerple_log", "yarn+kerple_log", **arguments)
+    config = SimpleNamespace(vocab_size=9, num_layers=1, num_heads=2, model_dim=32, train_length=8, position_scale=1.0,
+                             method="rope+kerple_log", method_options={})
+    model = GPT(config)
+    alternative = make_alternative("rope+kerple_log", "yarn+kerple_log", Shape.of(config), {})
     model.to("meta").plan(16, method=alternative)
     assert {parameter.device.type for parameter in alternative.parameters()} == {"meta"}
 
@@ -263,7 +266,7 @@ def test_a_plan_moves_an_alternative_to_the_device_of_the_model():
 ])
 def test_methods_that_train_differently_are_no_alternatives(name, other, options):
     with assert_refused(name, other):
-        make_alternative(name, other, num_heads=2, head_dim=16, train_length=TRAIN_LENGTH, options=options)
+        make_alternative(name, other, Shape(2, 16, TRAIN_LENGTH), options)
 
 
 # ---- ALiBi and LogN --------------------------------------------------------------------------------------------------

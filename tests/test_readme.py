@@ -12,10 +12,9 @@ from commands import ROOT, python, read_json
 from test_train import arguments, make_data
 from torch.distributed.run import get_args_parser
 
-from configs.command_line import read_config
 from configs.config import Config
 from configs.presets import PRESETS
-from model import methods
+from runtime.build import read_run
 from scripts.reproduce.__main__ import ITEMS
 
 README = (ROOT / "README.md").read_text()
@@ -69,7 +68,7 @@ def test_commands_are_understood(line, capsys, monkeypatch):
         argv = ["python", *module, given.training_script, *given.training_script_args]
     if argv[:2] == ["python", "train_gpt.py"]:
         if "--help" not in argv:
-            read_config(argv[2:], "", methods)
+            read_run(argv[2:])
     elif argv[0] == "bash":
         assert (ROOT / argv[1]).is_file()
     else:
@@ -92,7 +91,7 @@ def test_shell_scripts_of_the_pages_are_understood():
         subprocess.run(["bash", "-n", "-c", script], check=True)
         (argv,) = re.findall(r"torch\.distributed\.run (.*?)(?: &)?$", script.replace("\\\n", ""), re.MULTILINE)
         given = get_args_parser().parse_args(shlex.split(argv))
-        read_config(given.training_script_args, "", methods)
+        read_run(given.training_script_args)
         assert given.training_script == "train_gpt.py"
 
 

@@ -11,7 +11,8 @@ from test_methods import assert_near, cast, gradients, random, random_qkv
 from test_rivals import check_rounded, make, nape
 
 from model import query_blocks
-from model.methods import make_method
+from model.methods.base import Shape
+from model.methods.make import make_method
 from model.methods.nape import entmax
 
 SHAPES = [(2, 3, 16, 1), (2, 2, 16, 37), (1, 2, 8, 150)]  # batch, heads, head dimension, tokens
@@ -130,9 +131,8 @@ def test_wall_survives_gates_whose_products_underflow(bias):
 
 
 def test_wall_forgets_at_first_over_the_scaled_memory():
-    shape = dict(num_heads=2, head_dim=8, train_length=64)
     for scale, bias in [(1.0, 8.0), (1 / 16, 8 - math.log(16))]:  # the authors' bias, and one for shorter texts
-        replacement = make_method("wall", **shape, position_scale=scale).replacement
+        replacement = make_method("wall", Shape(2, 8, 64, scale)).replacement
         log_f = replacement.token_features(random(1, 5, 16, seed=1).float())
         assert_near(log_f, torch.full((1, 2, 5, 8), -math.log1p(math.exp(-bias))), 1e-6)
 

@@ -4,6 +4,7 @@ A kernel's error may be LIMIT times the error of the plain formula in the same d
 the norm of the whole tensor, and by the worst row. A wrong tile hides in the norm of a long sequence, but not in a row.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -122,7 +123,8 @@ def only_changes(method: Method, length: int, device: torch.device) -> Method:
         sink = Sink()
         sink.logit = nn.Parameter(torch.linspace(-1, 1, method.num_heads, device=device))
         mechanisms.append(sink)
-    return Method(method.name, method.num_heads, method.vector_dim, method.train_length, mechanisms)
+    shape = dataclasses.replace(method.shape, head_dim=method.vector_dim)
+    return Method(method.name, shape, mechanisms)
 
 
 def random_inputs(

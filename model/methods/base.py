@@ -15,6 +15,7 @@ A method has at most one mechanism of each kind. c, b and g may depend on x, the
 (Infini-attention, FIRE, stick-breaking) computes the output itself instead of a softmax over L. It may depend on x.
 """
 
+import dataclasses
 import inspect
 
 import torch
@@ -25,27 +26,56 @@ from model.query_blocks import in_query_blocks
 from model.tensors import upcast
 
 
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What a method must know of its model."""
+
+    num_heads: int
+    head_dim: int
+    train_length: int  # tokens; NTK, YaRN and LogN's initial scale depend on it
+    position_scale: float = 1.0  # multiplies default options that are lengths in tokens; published values have 1
+
+    @classmethod
+    def of(cls, config) -> "Shape":
+        """Return the shape of a model's configuration (see GPT). Raise ValueError if its heads do not fit."""
+        if config.model_dim % config.num_heads:
+            problem = f"model_dim {config.model_dim} is not a multiple of num_heads {config.num_heads}"
+            raise UserError(f"{problem}. Change either.")
+        head_dim = config.model_dim // config.num_heads
+        return cls(config.num_heads, head_dim, config.train_length, config.position_scale)
+
+    @property
+    def model_dim(self) -> int:
+        return self.num_heads * self.head_dim
+
+
 class Mechanism(nn.Module):
-    """A part of a method. Its constructor takes num_heads, head_dim and train_length, and then its options."""
+    """A part of a method. Its constructor takes a Shape, and then its options."""
 
     needs_input = False  # True if attention needs x, the layer's input; a gate needs x only after attention
-    lengths: dict[str, int] = {}  # options that are positive: 1 for a length in tokens, -1 for 1 / length
+    # Options that are positive, and scale with position_scale: lengths in tokens, and 1 / lengths.
+    lengths: tuple[str, ...] = ()
+    inverse_lengths: tuple[str, ...] = ()
+    calibrated: tuple[str, ...] = ()  # names of the parameters that `calibrate` sets
 
     @classmethod
     def options(cls) -> dict[str, inspect.Parameter]:
-        """Return the options by name: the constructor's parameters that have a default."""
-        parameters = inspect.signature(cls, eval_str=True).parameters
-        first = "num_heads, head_dim, train_length"
-        require(", ".join([*parameters][:3]) == first, f"{cls.__name__}.__init__ must begin with (self, {first}).")
-        return {name: parameter for name, parameter in parameters.items() if parameter.default is not parameter.empty}
+        """Return the options by name: the constructor's parameters after `shape`."""
+        shape, *options = inspect.signature(cls, eval_str=True).parameters.values()
+        require(shape.name == "shape", f"{cls.__name__}.__init__ must begin with (self, shape).")
+        return {option.name: option for option in options}
 
     @classmethod
     def scaled_defaults(cls, scale: float, given: dict) -> dict:
-        """Return the defaults of the options in `lengths`, with all lengths multiplied by `scale`.
+        """Return the defaults of the options that are lengths, with all lengths multiplied by `scale`.
 
         given: the options that the user gave. A default may depend on them.
         """
-        return {name: cls.options()[name].default * scale**power for name, power in cls.lengths.items()}
+        lengths = {name: cls.options()[name].default * scale for name in cls.lengths}
+        return lengths | {name: cls.options()[name].default / scale for name in cls.inverse_lengths}
+
+    def calibrate(self, scores: Tensor):
+        """Set the calibrated parameters from scores (H, pairs) of a trained model in this layer (model/scores.py)."""
 
     def reset_parameters(self):
         """Draw random parameters in place. The constructor sets all others.
@@ -58,6 +88,11 @@ class Rotation(Mechanism):
     """Rotates pairs (x_k, x_{k + d/2}) of q and k by position * frequency_k."""
 
     widening = 1  # width of rotated q and k over the head dimension
+
+    @classmethod
+    def rotates_like_rope(cls, given: dict) -> bool:
+        """Return True if a model with RoPE can have this rotation, with its base. given: the user's options."""
+        return False
 
     def frequencies(self, target_length: int) -> tuple[Tensor, float]:
         """Return angular frequencies (D/2,), float64, radians per token, and the factor that multiplies cos and sin."""
@@ -229,21 +264,29 @@ class Method(nn.Module):
     Raise ValueError for mechanisms that exclude each other.
     """
 
-    def __init__(self, name: str, num_heads: int, head_dim: int, train_length: int, mechanisms: list[Mechanism]):
+    def __init__(self, name: str, shape: Shape, mechanisms: list[Mechanism]):
         super().__init__()
-        self.name, self.num_heads, self.head_dim, self.train_length = name, num_heads, head_dim, train_length
+        self.name = name
+        self.shape = shape
+        self.num_heads = shape.num_heads
+        self.head_dim = shape.head_dim
         for kind, base in KINDS.items():
             of_kind = [mechanism for mechanism in mechanisms if isinstance(mechanism, base)]
             classes = " and ".join(type(mechanism).__name__ for mechanism in of_kind)
             require(len(of_kind) < 2, f"{name}: {classes} are both of kind {kind.replace('_', ' ')}. Leave one out.")
             setattr(self, kind, of_kind[0] if of_kind else None)
-        self.vector_dim = head_dim * (1 if self.rotation is None else self.rotation.widening)  # of rotated q and k
+        self.vector_dim = shape.head_dim  # of rotated q and k
+        if self.rotation is not None:
+            self.vector_dim *= self.rotation.widening
         self.needs_input = any(mechanism.needs_input for mechanism in mechanisms)
-        changed = any((self.score_change, self.key_bias, self.window, self.sink)) or self.vector_dim > head_dim
+        changed = any((self.score_change, self.key_bias, self.window, self.sink)) or self.vector_dim > self.head_dim
         if self.sink is not None and self.key_bias is not None and not self.key_bias.fits_sinks:
             raise UserError(f"{name} has a sink, and a key bias that is incomplete beside a sink. Leave one out.")
         if self.replacement is not None and changed:
             raise UserError(f"{name} has a part that replaces softmax attention and a part that changes it. Drop one.")
+
+    def mechanisms(self) -> list[Mechanism]:
+        return [module for module in self.modules() if isinstance(module, Mechanism)]
 
     @property
     def skip_first(self) -> bool:
@@ -265,6 +308,5 @@ class Method(nn.Module):
             raise UserError(f"{self.name} needs x, the input of the layer. Pass it.")
 
     def reset_parameters(self):
-        for mechanism in self.modules():
-            if isinstance(mechanism, Mechanism):
-                mechanism.reset_parameters()
+        for mechanism in self.mechanisms():
+            mechanism.reset_parameters()

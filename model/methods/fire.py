@@ -20,9 +20,10 @@ WIDTH = 32  # ReLUs
 
 
 class FIRE(AttentionWeights):
-    lengths = {"c": -1, "threshold": 1}  # c is in 1 / tokens, threshold in tokens
+    lengths = ("threshold",)
+    inverse_lengths = ("c",)
 
-    def __init__(self, num_heads, head_dim, train_length, c: float = 0.1, threshold: float = 512.0):
+    def __init__(self, shape, c: float = 0.1, threshold: float = 512.0):
         """c and threshold: the initial values of c and l."""
         super().__init__()
         self.c, self.threshold = c, threshold
@@ -30,7 +31,7 @@ class FIRE(AttentionWeights):
         self.log_threshold = nn.Parameter(torch.zeros(1))
         self.slope = nn.Parameter(torch.zeros(1, WIDTH))  # of each ReLU, the same for all heads
         self.offset = nn.Parameter(torch.zeros(1, WIDTH))
-        self.output = nn.Parameter(torch.zeros(num_heads, WIDTH))
+        self.output = nn.Parameter(torch.zeros(shape.num_heads, WIDTH))
 
     def reset_parameters(self):
         for weight, inputs in ((self.slope, 1), (self.offset, 1), (self.output, WIDTH)):

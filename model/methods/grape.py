@@ -20,12 +20,12 @@ WIDTH = 8  # of p
 
 class GrapeAP(AttentionWeights):
     needs_input = True
-    lengths = {"slope_scale": -1}
+    inverse_lengths = ("slope_scale",)
 
-    def __init__(self, num_heads, head_dim, train_length, slope_scale: float = 1.0):
+    def __init__(self, shape, slope_scale: float = 1.0):
         super().__init__()
-        self.alibi = ALiBi(num_heads, head_dim, train_length, slope_scale=slope_scale)
-        self.weight = nn.Parameter(torch.zeros(num_heads * WIDTH, num_heads * head_dim))
+        self.alibi = ALiBi(shape, slope_scale=slope_scale)
+        self.weight = nn.Parameter(torch.zeros(shape.num_heads * WIDTH, shape.model_dim))
 
     def reset_parameters(self):
         self.weight.normal_(std=0.5 * self.weight.shape[1] ** -0.5)

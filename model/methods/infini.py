@@ -19,12 +19,12 @@ from model.tensors import upcast
 
 
 class Infini(Replacement):
-    def __init__(self, num_heads, head_dim, train_length, segment_length: int | None = None):
+    def __init__(self, shape, segment_length: int | None = None):
         """segment_length: N. None: a quarter of the training length (1024 at 4k), so that training uses the memory."""
         super().__init__()
-        self.segment_length = max(1, train_length // 4) if segment_length is None else segment_length
+        self.segment_length = max(1, shape.train_length // 4) if segment_length is None else segment_length
         require(self.segment_length >= 1, f"segment_length is {segment_length}. Use at least 1.")
-        self.gate = nn.Parameter(torch.zeros(num_heads))
+        self.gate = nn.Parameter(torch.zeros(shape.num_heads))
 
     def attend(self, q, k, v, rotated_q, rotated_k, features, plan):
         gate = self.gate.to(torch.promote_types(q.dtype, torch.float32)).sigmoid().view(-1, 1, 1)  # (H, 1, 1)

@@ -14,6 +14,8 @@ The first query uses i = 2, because log 1 = 0 has no negative powers. The author
 slopes 1, 1/2, 1/3, ..., scales only the heads without ALiBi, and takes log(i + 1).
 """
 
+import dataclasses
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -24,8 +26,9 @@ from model.tensors import sum_from_here, upcast
 
 
 class HalfALiBi(ALiBi):
-    def __init__(self, num_heads, head_dim, train_length, slope_scale: float = 1.0):
-        super().__init__((num_heads + 1) // 2, head_dim, train_length, slope_scale=slope_scale)
+    def __init__(self, shape, slope_scale: float = 1.0):
+        half = dataclasses.replace(shape, num_heads=(shape.num_heads + 1) // 2)
+        super().__init__(half, slope_scale=slope_scale)
 
     def coefficients(self, distance, head):
         scale, bias = super().coefficients(distance, head)
@@ -33,11 +36,11 @@ class HalfALiBi(ALiBi):
 
 
 class EntmaxOfHalfALiBi(AttentionWeights):
-    lengths = {"slope_scale": -1}
+    inverse_lengths = ("slope_scale",)
 
-    def __init__(self, num_heads, head_dim, train_length, slope_scale: float = 1.0):
+    def __init__(self, shape, slope_scale: float = 1.0):
         super().__init__()
-        self.half_alibi = HalfALiBi(num_heads, head_dim, train_length, slope_scale=slope_scale)
+        self.half_alibi = HalfALiBi(shape, slope_scale=slope_scale)
 
     def weights(self, q, k, visible, token_features):
         distance = sum_from_here(visible) - 1  # 0 at the query's own key
@@ -66,10 +69,10 @@ def entmax(z):
 class AdaptiveScale(QueryScale):
     needs_input = True
 
-    def __init__(self, num_heads, head_dim, train_length):
+    def __init__(self, shape):
         super().__init__()
-        self.beta = nn.Parameter(torch.zeros(num_heads, num_heads * head_dim))
-        self.gamma = nn.Parameter(torch.zeros(num_heads, num_heads * head_dim))
+        self.beta = nn.Parameter(torch.zeros(shape.num_heads, shape.model_dim))
+        self.gamma = nn.Parameter(torch.zeros(shape.num_heads, shape.model_dim))
 
     def table(self, positions, target_length):
         return (positions + 1).clamp(min=2).double().log().log()  # (T,)

@@ -47,9 +47,7 @@ class ScaleInvariant(ScoreChange):
 
     def __init__(
         self,
-        num_heads,
-        head_dim,
-        train_length,
+        shape,
         tau: float = TAU,
         tau_ratio: float = 1.0,
         learn_tau: bool = False,
@@ -74,11 +72,12 @@ class ScaleInvariant(ScoreChange):
         self.tau_ratio = tau_ratio
         self.terms = terms
         self.skip_first = skip_first
-        log_tau = math.log(tau) + math.log(tau_ratio) * torch.arange(num_heads, dtype=torch.float32)
+        log_tau = math.log(tau) + math.log(tau_ratio) * torch.arange(shape.num_heads, dtype=torch.float32)
         self.log_tau = nn.Parameter(log_tau) if learn_tau else None
-        self.gain = nn.Parameter(torch.ones(num_heads)) if learn_gain else None
-        self.mean = nn.Parameter(torch.zeros(num_heads)) if learn_moments else None
-        self.log_deviation = nn.Parameter(torch.zeros(num_heads)) if learn_moments else None
+        self.gain = nn.Parameter(torch.ones(shape.num_heads)) if learn_gain else None
+        self.mean = nn.Parameter(torch.zeros(shape.num_heads)) if learn_moments else None
+        self.log_deviation = nn.Parameter(torch.zeros(shape.num_heads)) if learn_moments else None
+        self.calibrated = ("mean", "log_deviation") if learn_moments else ()
 
     def coefficients(self, distance, head):
         tau = self.tau_of(head, distance.dtype)
@@ -92,6 +91,11 @@ class ScaleInvariant(ScoreChange):
         if self.gain is not None:
             a = a * self.gain[head].to(distance.dtype)
         return a, torch.zeros_like(m) if self.terms == "a" else m
+
+    def calibrate(self, scores):
+        if self.calibrated:
+            self.mean.copy_(scores.mean(dim=1))
+            self.log_deviation.copy_(scores.std(dim=1).log())
 
     def tau_of(self, head: Tensor, dtype: torch.dtype) -> float | Tensor:
         if self.log_tau is not None:

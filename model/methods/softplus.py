@@ -24,7 +24,7 @@ ROUNDING = 1e-5  # limit of n A - 1 in float32 when all keys have the same cosin
 
 
 class Softplus(AttentionWeights):
-    def __init__(self, num_heads, head_dim, train_length, power: float = 15.0):
+    def __init__(self, shape, power: float = 15.0):
         super().__init__()
         require(power >= 1, f"power is {power}. Use at least 1.")
         self.power = power

@@ -16,7 +16,7 @@ from model.tensors import sum_from_here, upcast
 
 
 class StickBreaking(AttentionWeights):
-    def __init__(self, num_heads, head_dim, train_length):
+    def __init__(self, shape):
         super().__init__()
 
     def weights(self, q, k, visible, token_features):

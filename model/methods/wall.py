@@ -23,13 +23,13 @@ SMALL_BLOCK = 16  # tokens of a block whose decays are computed pair by pair
 
 class Wall(AttentionWeights):
     needs_input = True
-    lengths = {"memory": 1}
+    lengths = ("memory",)
 
-    def __init__(self, num_heads, head_dim, train_length, memory: float = math.exp(8)):
+    def __init__(self, shape, memory: float = math.exp(8)):
         """memory: tokens over which a channel forgets at first, f = memory / (memory + 1)."""
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(num_heads * head_dim, num_heads * head_dim))
-        self.bias = nn.Parameter(torch.full((num_heads, head_dim), math.log(memory)))
+        self.weight = nn.Parameter(torch.zeros(shape.model_dim, shape.model_dim))
+        self.bias = nn.Parameter(torch.full((shape.num_heads, shape.head_dim), math.log(memory)))
 
     def token_features(self, x):
         gate = upcast(F.linear(x, self.weight.to(x.dtype))).unflatten(-1, self.bias.shape) + self.bias  # (B, T, H, D)

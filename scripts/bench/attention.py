@@ -24,8 +24,8 @@ from model.attention.check import check_backend, random_inputs
 from model.attention.choose import BACKENDS
 from model.attention.plan import plan_layer
 from model.attention.sdpa import chosen_kernel
-from model.methods import make_method
-from model.methods.base import Method
+from model.methods.base import Method, Shape
+from model.methods.make import make_method
 from runtime.processes import start_processes
 from scripts.bench import protocol
 
@@ -76,7 +76,7 @@ def make_variant(name: str, heads: int, head_dim: int, device: torch.device) -> 
     backend, _, formula = name.partition(":")
     remedy = f"Use BACKEND:FORMULA, BACKEND one of {', '.join(BACKENDS)}, FORMULA one of {', '.join(FORMULAS)}."
     require(backend in BACKENDS and formula in FORMULAS, f"unknown variant {name!r}. {remedy}")
-    method = make_method(FORMULAS[formula], num_heads=heads, head_dim=head_dim, train_length=1024)
+    method = make_method(FORMULAS[formula], Shape(heads, head_dim, train_length=1024))
     return BACKENDS[backend], method.to(device)
 
 

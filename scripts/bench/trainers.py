@@ -7,7 +7,8 @@ from torch import Tensor
 
 from configs.config import Config
 from data.loader import micro_batch_size
-from runtime.build import accumulate, build_model, build_optimizers, compile_model
+from model.gpt import GPT
+from runtime.build import accumulate, build_optimizers, compile_model
 from runtime.device import compute_dtype
 from runtime.processes import World
 from scripts.bench.protocol import time_calls
@@ -26,7 +27,7 @@ class Trainer:
         allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         self.config, self.world, self.dtype = config, World(0, 1, device), compute_dtype(config, device)
         torch.manual_seed(config.seed)
-        self.model = build_model(config, self.dtype).to(device)
+        self.model = GPT(config, self.dtype).to(device)
         with torch.no_grad():
             for parameter in self.model.parameters():
                 if not parameter.any():

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from errors import require
 from model.attention.attend import attend
 from model.attention.plan import LayerPlan, plan_layer
-from model.methods import make_layers, method_options
-from model.methods.base import Method
-from model.methods.rope import BASE
+from model.methods.base import Method, Rotation, Shape
+from model.methods.make import make_layers
+from model.methods.names import all_mechanisms
 
 RECORD = "attention_method"  # field of the model's configuration that records the conversion
 # Names of our hooks in transformers. An exported model has its own names (modules.py).
@@ -106,16 +106,13 @@ def convert(model: nn.Module, method: str, /, *, train_length: int | None = None
     train_length = config.max_position_embeddings if train_length is None else train_length
     earlier = getattr(config, RECORD, None) or {}
     rope = earlier.get("rope_parameters", config.rope_parameters)
-    known = method_options(method)
-    like_rope = "base" in known and (known["base"].default == BASE or options.get("form") == "barbero")
-    if like_rope and "base" not in options:
+    rotations = [mechanism for mechanism in all_mechanisms(method) if issubclass(mechanism, Rotation)]
+    if any(rotation.rotates_like_rope(options) for rotation in rotations) and "base" not in options:
         problem = f"the model has rope type {rope['rope_type']}, so its base alone does not give its frequencies"
         require(rope["rope_type"] == "default", f"{problem}. Pass base={rope['rope_theta']:g}.")
         options["base"] = rope["rope_theta"]
-    methods = make_layers(
-        method, config.num_hidden_layers, num_heads=config.num_attention_heads, head_dim=config.head_dim,
-        train_length=train_length, options=options,
-    )  # fmt: skip
+    shape = Shape(config.num_attention_heads, config.head_dim, train_length)
+    methods = make_layers(method, shape, config.num_hidden_layers, options)
     for layer_method in methods:
         gate = layer_method.output_gate
         needs_input = layer_method.needs_input or (gate is not None and gate.uses_input)

@@ -53,11 +53,7 @@ class MethodGPTForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: MethodGPTConfig):
         """Build the model. Raise ValueError for an unknown attention method or option."""
         super().__init__(config)
-        self.gpt = GPT(
-            vocab_size=config.vocab_size, num_layers=config.num_layers, num_heads=config.num_heads,
-            model_dim=config.model_dim, train_length=config.train_length, method=config.method,
-            method_options=config.method_options, position_scale=config.position_scale,
-        )  # fmt: skip
+        self.gpt = GPT(config)
         self.post_init()
 
     def _init_weights(self, module):
