@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from model.activations import relu_squared
 from model.attention.attend import attend
+from model.attention.choose import choose_backend
 from model.attention.plan import LayerPlan, Plan, plan_layer
 from model.loss import mean_loss, token_losses
 from model.methods.base import Method
@@ -117,22 +118,25 @@ class GPT(nn.Module):
     ) -> Plan:
         """Return the plan for sequences of this length.
 
-        queries (default: all): the last tokens, whose outputs are wanted. target_length and backend: see plan_layer.
-        method: another method to run these weights with, which must train identically (make_alternative).
+        queries (default: all): the last tokens, whose outputs are wanted. target_length: see plan_layer. backend: its
+        name, or auto. method: another method to run these weights with, which must train identically
+        (make_alternative).
         """
         device = self.head.device
         methods = self.pattern_methods if method is None else [method.to(device)]
         plans = {}
         for layer_method in methods:
             if layer_method.name not in plans:
+                chosen, why = choose_backend(layer_method, device, self.dtype, backend)
                 plans[layer_method.name] = plan_layer(
                     layer_method,
-                    length if queries is None else queries,
+                    chosen,
+                    queries or length,
                     length,
                     target_length=target_length,
                     device=device,
                     dtype=self.dtype,
-                    backend=backend,
+                    why=why,
                 )
         return Plan(tuple(plans[layer_method.name] for layer_method in methods))
 

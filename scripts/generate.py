@@ -17,7 +17,7 @@ import torch
 
 from data.tokenizer import Tokenizer
 from errors import exit_on_user_error, require
-from model.attention.backend import MAX_LENGTH
+from model.attention.plan import MAX_LENGTH
 from model.decoding import decode, sample
 from runtime.processes import start_processes
 from scripts.evaluate import load_run, tokenizer_of_run

@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 
 from model.attention import attend as attention
-from model.attention.choose import BACKENDS
+from model.attention.choose import BACKENDS, choose_backend
 from model.attention.plan import plan_layer
 from model.attention.reference import plain_attention
 from model.methods.alibi import ALiBi
@@ -121,9 +121,13 @@ def assert_near(actual, expected, tolerance, least=1.0):
 
 def attend(method, q, k, v, *, x=None, target_length=None, backend="auto"):
     """Attention with a plan that is made for this call."""
-    lengths = q.shape[2], k.shape[2]
-    plan = plan_layer(method, *lengths, target_length=target_length, dtype=q.dtype, backend=backend)
+    plan = make_plan(method, q.shape[2], k.shape[2], backend, target_length=target_length, dtype=q.dtype)
     return attention.attend(method, q, k, v, x, plan)
+
+
+def make_plan(method, query_length, key_length, backend="auto", device=CPU, dtype=torch.float32, **options):
+    chosen, _ = choose_backend(method, device, dtype, backend)
+    return plan_layer(method, chosen, query_length, key_length, device=device, dtype=dtype, **options)
 
 
 def check(
@@ -138,7 +142,7 @@ def check(
     exact = [y.detach().double().requires_grad_() for y in inputs]
     needs_x = method.needs_input
     queries = queries or length
-    plan = plan_layer(method, queries, length, backend=backend)
+    plan = make_plan(method, queries, length, backend)
     output = run(method, q[:, :, -queries:], k, v, x if needs_x else None, plan)
     expected = plain_attention(method, *exact[:3], x=exact[3] if needs_x else None)[:, :, -queries:]
     assert output.dtype == q.dtype

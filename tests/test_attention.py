@@ -16,6 +16,7 @@ from attention_cases import (
     check,
     make_case,
     make_inputs,
+    make_plan,
     skip_unless_runs,
 )
 from torch.nn.attention import SDPBackend
@@ -23,9 +24,8 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from model.attention import attend as attention
 from model.attention import blocks, flex, flex_compiled
-from model.attention.backend import MAX_LENGTH
 from model.attention.choose import BACKENDS, choose_backend
-from model.attention.plan import plan_layer
+from model.attention.plan import MAX_LENGTH
 from model.attention.sdpa import ORDER, chosen_kernel
 from model.query_blocks import QUERY_BLOCK
 
@@ -160,7 +160,7 @@ def test_cudnn_takes_no_mask(monkeypatch):
 ])
 def test_a_backend_that_cannot_run_is_refused(backend, name, field):
     with pytest.raises(ValueError, match=rf"^.*{field}.*\Z"):  # one line
-        plan_layer(make_case(name), 5, 5, backend=backend)
+        make_plan(make_case(name), 5, 5, backend=backend)
 
 
 @pytest.mark.parametrize("queries, keys, options", [
@@ -168,7 +168,7 @@ def test_a_backend_that_cannot_run_is_refused(backend, name, field):
 ])
 def test_lengths_and_options_that_do_not_fit_are_refused(queries, keys, options):
     with pytest.raises(ValueError):
-        plan_layer(make_case("scale_invariant"), queries, keys, **options)
+        make_plan(make_case("scale_invariant"), queries, keys, **options)
 
 
 def test_the_formula_imports_none_of_the_code_under_test():
@@ -183,7 +183,7 @@ def test_only_learned_functions_are_prepared_again_in_each_pass(backend, name, t
     method, prepared, prepare = make_case(name), [], BACKENDS[backend].prepare
     skip_unless_runs(backend, method)
     monkeypatch.setattr(BACKENDS[backend], "prepare", lambda *args: prepared.append(prepare(*args)) or prepared[-1])
-    plan = plan_layer(method, 130, 130, backend=backend)
+    plan = make_plan(method, 130, 130, backend=backend)
     q, k, v, _ = make_inputs(method, 130)
     outputs = [attention.attend(method, q, k, v, None, plan) for _ in range(3)]
     assert len(prepared) == times and torch.equal(outputs[0], outputs[2])

@@ -51,8 +51,8 @@ class Wrong(Blocks):
     name = "wrong"
     error_factor = 1.0
 
-    def run(self, q, k, v, **more):
-        output = super().run(q, k, v, **more)
+    def run(self, *arguments, **more):
+        output = super().run(*arguments, **more)
         return 1.01 * output - 0.01 * output.detach()  # its gradient alone is wrong
 
 

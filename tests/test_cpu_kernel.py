@@ -17,7 +17,7 @@ from commands import ROOT
 from test_loss import check_kernel
 
 from model import cpu
-from model.attention.cpu import CPU, make_tables
+from model.attention.cpu import make_tables
 from model.attention.reference import plain_attention
 from model.methods.alibi import ALiBi
 from model.methods.base import Method, Shape
@@ -138,7 +138,8 @@ def test_values_that_are_not_finite_are_not_hidden(bad):
 def test_shapes_that_do_not_fit_are_refused(kv_heads, q_dim, k_dim, v_dim):
     q, k, v = (torch.zeros(1, 2, 9, 16) for _ in range(3))
     with pytest.raises(AssertionError):
-        CPU().run(q[..., :q_dim], k[:, :kv_heads, :, :k_dim], v[:, :kv_heads, :, :v_dim])
+        k, v = k[:, :kv_heads, :, :k_dim], v[:, :kv_heads, :, :v_dim]
+        cpu.attention(q[..., :q_dim], k, v, make_tables(None, 1, 16, 9), None, None, 9)
 
 
 def test_keys_outside_of_the_window_are_not_read():
@@ -188,11 +189,11 @@ def test_losses_of_random_rows_are_the_formula(seed, long, threads):
 
 RUN = """
 import torch
-from attention_cases import CPU, make_case
+from attention_cases import CPU, attend, make_case
 from model.attention.choose import choose_backend
-backend, why = choose_backend(make_case("nope"), CPU)
-q = torch.ones(1, 1, 4, 8)
-print(backend.name, torch.equal(backend.run(q, q, q), q) if backend.name == "cpu" else why)
+method, q = make_case("nope", 1, 8), torch.ones(1, 1, 4, 8)
+backend, why = choose_backend(method, CPU)
+print(backend.name, torch.equal(attend(method, q, q, q), q) if backend.name == "cpu" else why)
 """
 
 

@@ -5,16 +5,15 @@ tests/test_attention.py holds its values and gradients to the formula, without I
 
 import pytest
 import torch
-from attention_cases import CPU, CUDA, assert_near, attend, make_case, make_inputs, random
+from attention_cases import CPU, CUDA, assert_near, attend, make_case, make_inputs, make_plan, random
 from torch.nn.attention.flex_attention import flex_attention
 from torch.testing import assert_close
 
 from model.attention import attend as attention
 from model.attention import flex, flex_compiled
-from model.attention.backend import LayerPlan
 from model.attention.check import check_backend
 from model.attention.flex_compiled import causal_block_mask, mask_options
-from model.attention.plan import plan_layer
+from model.attention.plan import LayerPlan
 from model.attention.reference import plain_attention
 from model.gpt import norm
 from model.methods.base import Shape
@@ -118,7 +117,7 @@ def test_the_table_is_the_formula(options):
 
 @pytest.mark.parametrize("name", ["nope", "alibi", "learned", "by_head", "for_all_heads"])
 def test_other_score_changes_have_no_table(name):
-    prepared = plan_layer(make_case(name), 256, 256, backend="flex").prepared
+    prepared = make_plan(make_case(name), 256, 256, backend="flex").prepared
     captured = [cell.cell_contents for cell in prepared["score_mod"].__closure__] if prepared["score_mod"] else []
     assert not any(isinstance(x, torch.Tensor) for x in captured) and "num_stages" not in prepared["kernel_options"]
 
@@ -197,14 +196,14 @@ def error_when_compiled(attention_of_qkv):
 @pytest.mark.slow
 def test_inside_a_compiled_graph_it_is_the_formula():
     method = make_case("nope", 2)
-    plan = plan_layer(method, 130, 130, backend="flex")
+    plan = make_plan(method, 130, 130, backend="flex")
     assert error_when_compiled(lambda q, k, v: attention.attend(method, q, k, v, None, plan)) < 1e-5
 
 
 @pytest.mark.slow
 def test_torch_s_cpu_kernel_still_misreads_inputs_of_its_graph():
     """When this fails, torch is mended, and run_alone in flex_compiled.py can go."""
-    plan = plan_layer(make_case("nope", 2), 130, 130, backend="flex")
+    plan = make_plan(make_case("nope", 2), 130, 130, backend="flex")
     assert error_when_compiled(lambda q, k, v: flex_attention(q, k, v, **plan.prepared)) > 0.1
 
 

@@ -8,7 +8,7 @@ from commands import exit_code
 from tiny_run import train_tiny_run
 
 from data.tokenizer import load_tokenizer
-from model.attention.backend import MAX_LENGTH
+from model.attention.plan import MAX_LENGTH
 from model.decoding import greedy_decode, sample
 from scripts import generate
 from scripts.evaluate import load_run

@@ -6,11 +6,10 @@ from types import SimpleNamespace
 import pytest
 import reference
 import torch
-from attention_cases import assert_near, attend, random
+from attention_cases import assert_near, attend, make_plan, random
 from torch.testing import assert_close
 
 from model.attention import attend as attention
-from model.attention.plan import plan_layer
 from model.attention.reference import attention_logits
 from model.gpt import GPT
 from model.methods import MECHANISMS, METHODS
@@ -241,7 +240,7 @@ def test_an_alternative_is_the_other_method_with_these_weights(name, other, leng
     assert alternative.name == other
     q, k, v = cast(random_qkv(2, 16, length), torch.float32)
     # As in a validation: our method's parameters, their plan.
-    plan = plan_layer(alternative, length, length)
+    plan = make_plan(alternative, length, length)
     learned = next((p.double() for p in ours.parameters()), None)
     expected = reference.attend(other, q.double(), k.double(), v.double(), train_length=TRAIN_LENGTH, base=500.0,
                                 learned=learned)

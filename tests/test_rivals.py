@@ -8,12 +8,11 @@ import math
 
 import pytest
 import torch
-from attention_cases import attend
+from attention_cases import attend, make_plan
 from test_gpt import make_gpt, make_random_gpt, random_tokens
 from test_methods import assert_near, assert_refused, assert_same_function, cast, gradients, random, random_qkv
 
 from model.attention.choose import BACKENDS
-from model.attention.plan import plan_layer
 from model.attention.reference import attention_logits, plain_attention
 from model.methods.base import Shape
 from model.methods.make import make_layers, make_method
@@ -345,7 +344,7 @@ def test_a_model_of_layers_that_differ_equals_its_layers():
         key = "tau" if name == "scale_invariant_nope" else "window"
         method = make_method(name, Shape(2, 16, 16), **{key: value})
         block.attention.method = method
-        x = block(x, plan_layer(method, 40, 40))
+        x = block(x, make_plan(method, 40, 40))
     logits = torch.nn.functional.rms_norm(x, (32,)) @ model.head.T
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
     assert_near(model(tokens, targets), expected.detach(), 1e-5)

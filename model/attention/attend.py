@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.attention.backend import LayerPlan
+from model.attention.plan import LayerPlan
 from model.methods.base import Method
 from model.tensors import upcast
 
@@ -32,7 +32,7 @@ def attend(method: Method, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None, pl
             rotated_q,
             rotated_k,
             F.pad(v, (0, method.vector_dim - method.head_dim)) if is_wide else v,
-            plan=plan,
+            plan,
             score_change=method.score_change,
             key_bias=None if method.key_bias is None else method.key_bias.bias(features),
             sink=None if method.sink is None else method.sink.logit,

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from model.attention.backend import EXTRAS, Backend
-from model.methods.base import ScoreChange
 from model.query_blocks import QUERY_BLOCK, in_query_blocks
 from model.tensors import upcast
 
@@ -37,23 +36,33 @@ class Blocks(Backend):
     error_factor = 3.0  # scores are rounded to the dtype, unlike in a fused kernel
 
     def prepare(self, plan, score_change):
+        # 1. The distance from each query of the last block to each key.
         block = min(QUERY_BLOCK, plan.query_length)
-        return make_bands(score_change, plan.num_heads, block, plan.key_length, plan.window, plan.device)
+        rows = torch.arange(block, device=plan.device).unsqueeze(-1)
+        keys_after = torch.arange(plan.key_length - 1, -1, -1, device=plan.device)
+        distance = rows - (block - 1) + keys_after  # (block, Tk)
 
-    def run(self, q, k, v, *, plan=None, score_change=None, key_bias=None, sink=None):
-        # 1. a_t and m_t: prepared, or learned, or without effect.
-        earlier = k.shape[2] - q.shape[2]  # keys before the first query
-        window = None if plan is None else plan.window
-        if plan is None:
-            bands = make_bands(None, 1, min(QUERY_BLOCK, q.shape[2]), k.shape[2], None, q.device)
-        elif score_change is not None and score_change.is_learned:
-            bands = self.prepare(plan, score_change)
-        else:
-            bands = plan.prepared
+        # 2. a_t and m_t there.
+        scale, bias = 1.0, torch.zeros(1, 1, 1, dtype=torch.float64, device=plan.device)
+        if score_change is not None:
+            head = torch.arange(plan.num_heads, device=plan.device).view(-1, 1, 1)
+            scale, bias = score_change.coefficients(distance.clamp(min=0).double(), head)
+        if isinstance(scale, Tensor):
+            heads = scale.shape[0] if scale.dim() == 3 else 1
+            scale = scale.float().expand(heads, *distance.shape)
+
+        # 3. Keys that are hidden.
+        hidden = distance < 0
+        if plan.window is not None:
+            hidden = hidden | (distance >= plan.window)
+        bias = torch.where(hidden, -torch.inf, bias).float()
+        return Bands(scale, bias if bias.dim() == 3 else bias.unsqueeze(0))
+
+    def run(self, q, k, v, plan, *, score_change=None, key_bias=None, sink=None):
+        bands, window = self.constants(plan, score_change), plan.window
         skip_first = score_change is not None and score_change.skip_first
-
-        # 2. Attention by blocks. A decoded token comes alone, so its scores may be float32.
-        if q.shape[2] == 1:
+        earlier = k.shape[2] - q.shape[2]  # keys before the first query
+        if q.shape[2] == 1:  # a decoded token comes alone, so its scores may be float32
             q, k = upcast(q), upcast(k)
 
         def attend_block(queries, start, stop):
@@ -63,38 +72,10 @@ class Blocks(Backend):
             if skip_first and first == 0:
                 distance = torch.arange(earlier + start, earlier + stop, device=q.device).unsqueeze(-1)
                 scale, bias = without_first_key(scale, bias, distance, window)
-            key_bias_of_block = None if key_bias is None else key_bias[:, :, None, seen]
-            return softmax_attention(queries, k[:, :, seen], v[:, :, seen], scale, bias, key_bias_of_block, sink)
+            seen_bias = None if key_bias is None else key_bias[:, :, None, seen]
+            return softmax_attention(queries, k[:, :, seen], v[:, :, seen], scale, bias, seen_bias, sink)
 
         return in_query_blocks(attend_block, q * q.shape[-1] ** -0.5, recompute=k.shape[2] >= RECOMPUTE_LENGTH)
-
-
-def make_bands(
-    score_change: ScoreChange | None,
-    num_heads: int,
-    block: int,
-    key_length: int,
-    window: int | None,
-    device: torch.device,
-) -> Bands:
-    """Return the bands of a block of queries, the last of which sees key_length keys."""
-    rows = torch.arange(block, device=device).unsqueeze(-1)
-    keys_after = torch.arange(key_length - 1, -1, -1, device=device)
-    distance = rows - (block - 1) + keys_after  # (block, Tk)
-
-    scale, bias = 1.0, torch.zeros(1, 1, 1, dtype=torch.float64, device=device)
-    if score_change is not None:
-        head = torch.arange(num_heads, device=device).view(-1, 1, 1)
-        scale, bias = score_change.coefficients(distance.clamp(min=0).double(), head)
-    if isinstance(scale, Tensor):
-        heads = scale.shape[0] if scale.dim() == 3 else 1
-        scale = scale.float().expand(heads, *distance.shape)
-
-    hidden = distance < 0
-    if window is not None:
-        hidden = hidden | (distance >= window)
-    bias = torch.where(hidden, -torch.inf, bias).float()
-    return Bands(scale, bias if bias.dim() == 3 else bias.unsqueeze(0))
 
 
 def without_first_key(

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.attention.attend import attend
-from model.attention.backend import Backend, LayerPlan
+from model.attention.backend import Backend
+from model.attention.plan import plan_layer
 from model.attention.reference import attention_logits, plain_attention, probabilities
 from model.methods.base import KeyBias, Method, Sink, Window
 
@@ -165,7 +166,7 @@ def on_backend(backend: Backend, method: Method, length: int, dtype: torch.dtype
     """Return attention by a backend, for a result of only_changes."""
 
     def attention(q, k, v, key_bias=None):
-        plan = LayerPlan.make(backend, method, length, length, device=q.device, dtype=dtype)
+        plan = plan_layer(method, backend, length, length, device=q.device, dtype=dtype)
         return attend(method, q, k, v, key_bias, plan)
 
     return attention

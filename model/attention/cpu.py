@@ -22,18 +22,10 @@ class CPU(Backend):
     def prepare(self, plan, score_change):
         return make_tables(score_change, plan.num_heads, plan.head_dim, plan.key_length)
 
-    def run(self, q, k, v, *, plan=None, score_change=None, key_bias=None, sink=None):
+    def run(self, q, k, v, plan, *, score_change=None, key_bias=None, sink=None):
         Tk = k.shape[2]
-        window = Tk
-        if plan is None:
-            tables = make_tables(None, 1, q.shape[3], Tk)
-        elif score_change is not None and score_change.is_learned:
-            tables = self.prepare(plan, score_change)
-        else:
-            tables = plan.prepared
-        if plan is not None and plan.window is not None:
-            window = min(plan.window, Tk)
-        return cpu.attention(q, k, v, tables, key_bias, sink, window)
+        window = Tk if plan.window is None else min(plan.window, Tk)
+        return cpu.attention(q, k, v, self.constants(plan, score_change), key_bias, sink, window)
 
 
 def make_tables(change: ScoreChange | None, num_heads: int, head_dim: int, key_length: int) -> Tensor:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from errors import UserError
-from model.attention.backend import Backend, LayerPlan, score_functions
+from model.attention.backend import Backend, score_functions
+from model.attention.plan import LayerPlan
 from model.methods.base import ScoreChange
 from model.tensors import upcast
 
@@ -55,7 +56,7 @@ class Flex(Backend):
         score_mod = without_first_key(make_function(score_change, plan), score_change)
         return dict(score_mod=score_mod, block_mask=block_mask, kernel_options=kernel_options)
 
-    def run(self, q, k, v, *, plan=None, score_change=None, key_bias=None, sink=None):
+    def run(self, q, k, v, plan, *, score_change=None, key_bias=None, sink=None):
         from model.attention.flex_compiled import flex_attention, run_alone
 
         refuse_gradients_on_cpu(q, k, v, key_bias, sink)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from errors import UserError
-from model.attention.backend import LayerPlan
+from model.attention.plan import LayerPlan
 
 BLOCK = 128  # keys of a block of the mask, and queries where nothing else is asked for
 

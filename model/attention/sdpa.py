@@ -17,7 +17,7 @@ class SDPA(Backend):
             return f"{method.name} changes the attention score"
         return super().unsupported(method, device, dtype)
 
-    def run(self, q, k, v, *, plan=None, score_change=None, key_bias=None, sink=None):
+    def run(self, q, k, v, plan, *, score_change=None, key_bias=None, sink=None):
         Tq, Tk = q.shape[2], k.shape[2]
         if Tq == Tk:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)

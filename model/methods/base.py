@@ -208,7 +208,7 @@ class Replacement(Mechanism):
         """Return the output (B, H, Tq, D) of the queries, which are the last Tq of the Tk tokens of k and v.
 
         q and k have no position encoding, rotated_q and rotated_k have it. features: token_features of all Tk tokens.
-        plan.backend.run(q, k, v) is plain causal softmax attention.
+        plan.causal_attention(q, k, v) is plain softmax attention.
         """
         raise NotImplementedError
 

@@ -39,7 +39,7 @@ class Infini(Replacement):
             # 1. The queries of the segment, if there are any.
             if stop > first_query:
                 queries = slice(max(start - first_query, 0), stop - first_query)
-                out = plan.backend.run(rotated_q[:, :, queries], rotated_k[:, :, segment], v[:, :, segment])
+                out = plan.causal_attention(rotated_q[:, :, queries], rotated_k[:, :, segment], v[:, :, segment])
                 if memory is not None:
                     recalled = recall(q[:, :, queries], memory, normaliser)
                     out = gate * recalled + (1 - gate) * out

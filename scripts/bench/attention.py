@@ -93,7 +93,7 @@ def make_passes(variant: Variant, inputs: list[Tensor]) -> dict[str, Callable[[]
     """Return two warmed-up functions to time: "forward", and "both" (forward and backward pass)."""
     (backend, method), (*qkv, dout) = variant, inputs
     length = dout.shape[2]
-    plan = plan_layer(method, length, length, device=dout.device, dtype=dout.dtype, backend=backend.name)
+    plan = plan_layer(method, backend, length, length, device=dout.device, dtype=dout.dtype)
     qkv = [x.detach().requires_grad_() for x in qkv]
     forward = functools.partial(attend, method, *qkv, None, plan)
     passes = dict(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from errors import require
 from model.attention.attend import attend
+from model.attention.choose import choose_backend
 from model.attention.plan import LayerPlan, plan_layer
 from model.methods.base import Method, Rotation, Shape
 from model.methods.make import make_layers
@@ -45,14 +46,17 @@ class Shared:
             self.plans.clear()
         key = (method.name, q.device, q.dtype)
         if key not in self.plans:
+            name = "blocks" if q.shape[2] == 1 else "auto"
+            backend, why = choose_backend(method, q.device, q.dtype, name)
             plan = plan_layer(
                 method,
+                backend,
                 q.shape[2],
                 k.shape[2],
                 target_length=self.target_length,
                 device=q.device,
                 dtype=q.dtype,
-                backend="blocks" if q.shape[2] == 1 else "auto",
+                why=why,
             )
             if plan.sin is not None:
                 plan = dataclasses.replace(plan, sin=-plan.sin)  # Llama models rotate in the other direction

@@ -16,7 +16,7 @@ from transformers.utils import can_return_tuple
 
 from errors import require
 from model.attention.attend import rotate
-from model.attention.backend import LayerPlan
+from model.attention.plan import LayerPlan
 from model.gpt import GPT, linear, norm
 from model.methods.base import Method
 

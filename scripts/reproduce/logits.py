@@ -21,7 +21,7 @@ from configs.config import Config
 from data.shards import TokenStream
 from errors import require
 from model.attention.attend import rotate_and_scale
-from model.attention.backend import LayerPlan
+from model.attention.plan import LayerPlan
 from model.gpt import GPT
 from model.methods.base import Method
 from model.scores import iterate_layers
