@@ -11,19 +11,18 @@ import sys
 
 import torch
 
-from configs.command_line import read_config
 from errors import exit_on_user_error
 from measure.flops import training_flops_per_token
 from measure.validation import Validation
-from model import methods
+from model.gpt import GPT
 from runtime.build import (
     build_loader,
-    build_model,
     build_optimizers,
     compile_model,
     lr_factor,
     open_text,
     plan_attention,
+    read_run,
 )
 from runtime.device import compute_dtype
 from runtime.processes import start_processes
@@ -33,11 +32,11 @@ from runtime.run import Run
 def main():
     # ---- setup: a user's mistake ends the command here, unless run.restore() finds it in a checkpoint ----
     with exit_on_user_error():
-        config = read_config(sys.argv[1:], __doc__, methods)
+        config = read_run(sys.argv[1:], __doc__)
         world = start_processes(config.device, config.timeout)  # rank, number of ranks (1 without torchrun), device
         text = open_text(config, world)
         torch.manual_seed(config.seed)
-        model = build_model(config, compute_dtype(config, world.device)).to(world.device)
+        model = GPT(config, compute_dtype(config, world.device)).to(world.device)
         compiled = compile_model(model, config, world)  # shares the weights; `model` itself with --compile off
         optimizers = build_optimizers(config, model, world)
         # A plan needs no weights: rotary tables, block masks, and a_t and m_t unless they are learned.

@@ -9,7 +9,6 @@ import itertools
 import sys
 from collections.abc import Collection
 from contextlib import suppress
-from types import ModuleType
 from typing import Literal, get_args, get_origin
 
 from configs.config import Config, OptionValue, with_changes
@@ -105,11 +104,11 @@ def field_docstrings(kind: type) -> dict[str, str]:
     return docstrings
 
 
-def read_config(arguments: list[str], usage: str = "", methods: ModuleType | None = None) -> Config:
+def read_config(arguments: list[str], usage: str = "") -> Config:
     """Return the configuration that the arguments describe: a preset's name, then `--field value` pairs.
 
-    usage: the text that --help prints before it ends the process. methods: the module model.methods. --help lists its
-    methods, and the configuration gets their canonical names. Raise ValueError for arguments that describe no run.
+    usage: the text that --help prints before it ends the process. Raise ValueError for arguments that describe no run.
+    The attention method is not checked (runtime/build.py).
     """
     docs = {name: inspect.getdoc(getattr(make, "func", make)) for name, make in PRESETS.items()}  # func: of a partial
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -117,10 +116,4 @@ def read_config(arguments: list[str], usage: str = "", methods: ModuleType | Non
         sys.exit(0 if arguments else 2)
     name, *fields = arguments
     base = preset(name)
-    description = f"{name}: {docs[name]}\n\nMethods: {', '.join(methods.METHODS if methods else ())}."
-    config = with_changes(base, read_fields(fields, base, description=description))
-    if methods:
-        others = tuple(map(methods.canonical_name, config.validate_as))
-        config = dataclasses.replace(config, method=methods.canonical_name(config.method), validate_as=others)
-    default_name = f"{name}-{config.method.replace(',', '.')}-s{config.seed}"
-    return config if config.name else dataclasses.replace(config, name=default_name)
+    return with_changes(base, read_fields(fields, base, description=f"{name}: {docs[name]}\n\n{usage}"))

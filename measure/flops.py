@@ -4,21 +4,7 @@ from collections import Counter
 
 from configs.config import Config
 from measure.validation import validation_plan
-from model.methods import make_layers
-from model.methods.base import Method
-
-
-def layer_methods(config: Config) -> list[Method]:
-    """Return each layer's attention method, with new parameters. Raise ValueError for an unknown method."""
-    return make_layers(
-        config.method,
-        config.num_layers,
-        num_heads=config.num_heads,
-        head_dim=config.model_dim // config.num_heads,
-        train_length=config.train_length,
-        position_scale=config.position_scale,
-        options=config.method_options,
-    )
+from model.methods.make import layer_methods
 
 
 def attention_flops_per_token(config: Config, length: int) -> int:

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.gpt import GPT, Plans
+from model.attention.plan import Plan
+from model.gpt import GPT
 from runtime.processes import World
 
 Losses = Callable[..., Tensor]  # losses_over_ranks with everything given but inputs, targets and positions
@@ -15,7 +16,7 @@ Losses = Callable[..., Tensor]  # losses_over_ranks with everything given but in
 @torch.inference_mode()
 def losses_over_ranks(
     model: GPT,
-    plans: dict[int, Plans],
+    plans: dict[int, Plan],
     inputs: np.ndarray,
     targets: np.ndarray,
     positions: Tensor | None = None,

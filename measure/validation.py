@@ -19,8 +19,7 @@ from measure.copy_gain import check_gaps, copy_length, measure_copy_gain
 from measure.far_gain import RATIO, check_windows, measure_far_gain
 from measure.losses import Losses, losses_over_ranks
 from model.gpt import GPT
-from model.methods import make_alternative
-from model.methods.base import Method
+from model.methods.make import alternative_methods
 from runtime.processes import World
 
 SUBSET = 4  # the fast profile uses a quarter of the tokens, in a quarter of the validations
@@ -57,7 +56,7 @@ class Validation:
             lengths += [config.train_length, RATIO * config.train_length]
         plan = functools.partial(self.model.plan, backend=config.attention_backend)
         self.plans = {config.method: {length: plan(length) for length in lengths}}
-        for name, method in build_alternatives(config).items():
+        for name, method in alternative_methods(config).items():
             self.plans[name] = {length: plan(length, method=method) for length in lengths}
 
     def is_due(self, step: int) -> bool:
@@ -221,22 +220,6 @@ def validation_gaps(config: Config, tokens_by_length: dict[int, int], last: bool
         return [gap for gap in config.val_copy_gaps if gap <= LIGHT_GAPS * config.train_length]
     all_lengths = len(tokens_by_length) == len(config.val_lengths)
     return list(config.val_copy_gaps) if all_lengths else []
-
-
-def build_alternatives(config: Config) -> dict[str, Method]:
-    """Return the methods of validate_as by name. Raise ValueError for a method that trains differently."""
-    return {
-        name: make_alternative(
-            config.method,
-            name,
-            num_heads=config.num_heads,
-            head_dim=config.model_dim // config.num_heads,
-            train_length=config.train_length,
-            position_scale=config.position_scale,
-            options=config.method_options,
-        )
-        for name in config.validate_as
-    }
 
 
 def means_by_octave(mean: Tensor) -> list[float]:

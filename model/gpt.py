@@ -11,13 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from errors import require
-from model.attention import Plan, attend, make_plan
+from model.activations import relu_squared
+from model.attention.attend import attend
+from model.attention.choose import choose_backend
+from model.attention.plan import LayerPlan, Plan, plan_layer
 from model.loss import mean_loss, token_losses
-from model.methods import layer_pattern, make_layers
 from model.methods.base import Method
+from model.methods.make import layer_methods
+from model.methods.names import layer_pattern
 
-Plans = tuple[Plan, ...]  # one a layer of the method's pattern `a,b,c`, which later layers repeat
 NORM_EPS = 1.1920929e-07  # float32's epsilon for all dtypes; PyTorch's default for bfloat16 differs between versions
 
 
@@ -43,38 +45,10 @@ class Attention(nn.Module):
         q, k, v = qkv.unbind(2)  # unbind comes before the transpose, so gradients need no transposed copy
         return [y.transpose(1, 2) for y in (norm(q), norm(k), v)]  # the transpose comes last, so norm and rotation fuse
 
-    def forward(self, x: Tensor, plan: Plan, attend=attend) -> Tensor:  # x (B, T, C)
+    def forward(self, x: Tensor, plan: LayerPlan, cache=None) -> Tensor:  # x (B, T, C)
         q, k, v = self.queries_keys_values(x)
-        y = attend(self.method, q, k, v, x=x, plan=plan).transpose(1, 2)  # (B, T, H, D)
-        if self.method.output_gate is not None:
-            gated = self.method.output_gate.change(y, v.transpose(1, 2), x)
-            assert gated.shape == y.shape, f"{self.method.name} returned {tuple(gated.shape)}, not {tuple(y.shape)}"
-            y = gated
-        return linear(y.flatten(2), self.proj)
-
-
-class ReluSquared(torch.autograd.Function):
-    """y = max(x, 0)^2, with dy/dx = 2 sqrt(y). The next matmul saves y anyway, so x is not saved.
-
-    The root halves the relative rounding error of y.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        y = x.relu().square()
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, dy: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        return (2 * dy.float() * y.float().sqrt()).to(dy.dtype)
-
-
-def relu_squared(x: Tensor) -> Tensor:
-    if x.dtype == torch.bfloat16:  # on GPUs, where memory limits the micro-batch
-        return ReluSquared.apply(x)
-    return x.relu().square()
+        y = attend(self.method, q, k, v, x, plan, cache)  # (B, H, T, D)
+        return linear(y.transpose(1, 2).flatten(2), self.proj)
 
 
 class MLP(nn.Module):
@@ -93,31 +67,26 @@ class Block(nn.Module):
         self.attention = Attention(model_dim, num_heads, method)
         self.mlp = MLP(model_dim)
 
-    def forward(self, x: Tensor, plan: Plan, attend=attend) -> Tensor:  # x (B, T, C); decoding passes another attend
-        x = x + self.attention(norm(x), plan, attend)
+    def forward(self, x: Tensor, plan: LayerPlan, cache=None) -> Tensor:  # x (B, T, C); decoding passes a cache
+        x = x + self.attention(norm(x), plan, cache)
         return x + self.mlp(norm(x))
 
 
 class GPT(nn.Module):
-    def __init__(
-        self, *, vocab_size: int, num_layers: int, num_heads: int, model_dim: int, train_length: int, method: str,
-        method_options: dict | None = None, position_scale: float = 1.0, dtype: torch.dtype = torch.float32,
-    ):  # fmt: skip
+    def __init__(self, config, dtype: torch.dtype = torch.float32):
         """Initialise every parameter, in float32. dtype: data type of the computation.
 
-        method, method_options and position_scale: see make_layers. Raise ValueError for an unknown method or option.
+        config: an object with the fields of a model, such as configs.config.Config: vocab_size, num_layers, num_heads,
+        model_dim, train_length, position_scale, method, method_options. Raise ValueError for an unknown method or
+        option.
         """
         super().__init__()
-        divisible = model_dim % num_heads == 0
-        require(divisible, f"model_dim {model_dim} is not a multiple of num_heads {num_heads}. Change either.")
-        self.dtype, self.pattern_length = dtype, len(layer_pattern(method))
-        methods = make_layers(
-            method, num_layers, num_heads=num_heads, head_dim=model_dim // num_heads, train_length=train_length,
-            position_scale=position_scale, options=method_options or {},
-        )  # fmt: skip
-        self.embedding = nn.Embedding(vocab_size, model_dim)
-        self.blocks = nn.ModuleList(Block(model_dim, num_heads, layer_method) for layer_method in methods)
-        self.head = nn.Parameter(torch.empty(vocab_size, model_dim))
+        methods = layer_methods(config)
+        self.dtype = dtype
+        self.pattern_length = len(layer_pattern(config.method))
+        self.embedding = nn.Embedding(config.vocab_size, config.model_dim)
+        self.blocks = nn.ModuleList(Block(config.model_dim, config.num_heads, method) for method in methods)
+        self.head = nn.Parameter(torch.empty(config.vocab_size, config.model_dim))
         self.reset_parameters()
 
     @torch.no_grad()
@@ -134,34 +103,55 @@ class GPT(nn.Module):
             block.attention.method.reset_parameters()
 
     @property
-    def methods(self) -> list[Method]:
+    def pattern_methods(self) -> list[Method]:
         """Return the attention methods of the first layers. Later layers repeat them."""
         return [block.attention.method for block in self.blocks[: self.pattern_length]]
 
     def plan(
-        self, length: int, *,
-        backend: str = "auto", target_length: int | None = None, method: Method | None = None,
-    ) -> Plans:  # fmt: skip
-        """Return the plans of the first layers, for sequences of this length. Later layers repeat them.
+        self,
+        length: int,
+        *,
+        queries: int | None = None,
+        target_length: int | None = None,
+        backend: str = "auto",
+        method: Method | None = None,
+    ) -> Plan:
+        """Return the plan for sequences of this length.
 
-        method: another method to run these weights with, which must train identically (make_alternative).
+        queries (default: all): the last tokens, whose outputs are wanted. target_length: see plan_layer. backend: its
+        name, or auto. method: another method to run these weights with, which must train identically
+        (make_alternative).
         """
-        methods = [method.to(self.head.device)] if method else self.methods
+        device = self.head.device
+        methods = self.pattern_methods if method is None else [method.to(device)]
         plans = {}
         for layer_method in methods:
-            plans[layer_method.name] = plans.get(layer_method.name) or make_plan(
-                layer_method, length, length, target_length=target_length, device=self.head.device, dtype=self.dtype,
-                backend=backend,
-            )  # fmt: skip
-        return tuple(plans[layer_method.name] for layer_method in methods)
+            if layer_method.name not in plans:
+                chosen, why = choose_backend(layer_method, device, self.dtype, backend)
+                plans[layer_method.name] = plan_layer(
+                    layer_method,
+                    chosen,
+                    queries or length,
+                    length,
+                    target_length=target_length,
+                    device=device,
+                    dtype=self.dtype,
+                    why=why,
+                )
+        return Plan(tuple(plans[layer_method.name] for layer_method in methods))
 
     def embed(self, tokens: Tensor) -> Tensor:
         return norm(self.embedding(tokens).to(self.dtype))
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, *,
-        plan: Plans | None = None, per_token: bool = False, last: int | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        plan: Plan | None = None,
+        per_token: bool = False,
+        last: int | None = None,
+    ) -> Tensor:
         """Return the mean cross-entropy in nats of targets (B, T) given tokens (B, T), both int64.
 
         per_token: return the float32 losses (B, T) instead. Without targets: return the float32 logits of the last
@@ -170,7 +160,7 @@ class GPT(nn.Module):
         x = self.embed(tokens)  # (B, T, C)
         plan = plan or self.plan(tokens.shape[1])
         for number, block in enumerate(self.blocks):
-            x = block(x, plan[number % len(plan)])
+            x = block(x, plan.for_layer(number))
         x = norm(x)
         if targets is None:
             return linear(x[:, -last:] if last else x, self.head).float()

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from model.attention import cpu
-from model.methods.base import upcast
+from model import cpu
+from model.tensors import upcast
 
 CPU_ROWS, CPU_LOGITS = 256, 2**21  # a chunk on a CPU has at least 256 tokens, and up to 8 MiB of logits if it has more
 LOGIT_BYTES = 2**30  # of a chunk on a GPU: 10,672 tokens with vocabulary 50,304 in bfloat16; its gradients take as many

@@ -1,31 +1,33 @@
 """Measures the scores S = q.k / sqrt(d) of a model by layer and head. The theory assumes N(0, 1).
 
-`calibrate` measures the mean and deviation of each head's scores for scale-invariant attention with learn_moments.
+`calibrate` passes each head's scores to its mechanisms, such as scale-invariant attention with learned moments.
 """
 
-import itertools
 from collections.abc import Iterable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from errors import require
-from model.attention import Plan, transform
-from model.gpt import GPT, Plans, norm
-from model.methods.base import Method, upcast
-from model.methods.scale_invariant import ScaleInvariant
+from model.attention.attend import rotate, rotate_and_scale
+from model.attention.plan import LayerPlan, Plan
+from model.gpt import GPT, norm
+from model.methods.base import Mechanism, Method
+from model.tensors import upcast
 
 MAX_PAIRS = 2**16  # random pairs of a query and a key, for the moments of a head
+Layer = tuple[Method, LayerPlan, Tensor, Tensor, Tensor]
 
 
-def iterate_layers(model: GPT, tokens: Tensor, plans: Plans) -> Iterator[tuple[Method, Plan, Tensor, Tensor, Tensor]]:
+def iterate_layers(model: GPT, tokens: Tensor, plan: Plan) -> Iterator[Layer]:
     """Yield each layer's method, plan, input x (B, T, C), and q, k (B, H, T, D) before rotation, at least float32."""
     x = model.embed(tokens)
-    for block, plan in zip(model.blocks, itertools.cycle(plans)):
+    for number, block in enumerate(model.blocks):
+        layer_plan = plan.for_layer(number)
         layer_input = norm(x)
         q, k, _ = block.attention.queries_keys_values(layer_input)
-        yield block.attention.method, plan, layer_input, upcast(q), upcast(k)
-        x = block(x, plan)
+        yield block.attention.method, layer_plan, layer_input, upcast(q), upcast(k)
+        x = block(x, layer_plan)
 
 
 def score_pairs(batch: int, length: int, max_pairs: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -49,14 +51,13 @@ def layer_scores(model: GPT, tokens: Tensor, max_pairs: int) -> Iterator[tuple[i
     tokens (B, T). All layers and heads use the same pairs (score_pairs). S is taken before LogN or another scaling.
     Each layer comes first without rotation. If the method rotates, it comes a second time, rotated.
     """
-    plans = model.plan(tokens.shape[1], backend="blocks")
+    plan = model.plan(tokens.shape[1], backend="blocks")
     pairs = score_pairs(*tokens.shape, max_pairs, seed=0)
-    for number, (method, plan, _, q, k) in enumerate(iterate_layers(model, tokens, plans)):
-        forms = {False: (q, k)}
+    for number, (method, layer_plan, _, q, k) in enumerate(iterate_layers(model, tokens, plan)):
+        yield number, False, pair_scores(q, k, pairs, q.shape[-1] ** -0.5)
         if method.rotation is not None:
-            forms[True] = transform(method, q, k, plan, scale_queries=False)
-        for rotated, (q, k) in forms.items():
-            yield number, rotated, pair_scores(q, k, pairs, q.shape[-1] ** -0.5)
+            q, k = rotate(method, q, k, layer_plan)
+            yield number, True, pair_scores(q, k, pairs, q.shape[-1] ** -0.5)
 
 
 def pair_scores(q: Tensor, k: Tensor, pairs: Iterable[Tensor], scale: float) -> Tensor:
@@ -65,9 +66,12 @@ def pair_scores(q: Tensor, k: Tensor, pairs: Iterable[Tensor], scale: float) -> 
     q (B, H, T, D), k (B, H_kv, T, D). In grouped-query attention, H / H_kv neighbouring query heads share a key head.
     """
     b, i, j = (index.to(q.device) for index in pairs)
-    q, k, queries_of_a_key = upcast(q), upcast(k), q.shape[1] // k.shape[1]
-    # head by head, to bound the memory
-    heads = [(q[b, h, i] * k[b, h // queries_of_a_key, j]).sum(dim=-1) for h in range(q.shape[1])]
+    q, k = upcast(q), upcast(k)
+    queries_of_a_key = q.shape[1] // k.shape[1]
+    heads = []
+    for head in range(q.shape[1]):  # one by one, to bound the memory
+        products = q[b, head, i] * k[b, head // queries_of_a_key, j]
+        heads.append(products.sum(dim=-1))
     return (torch.stack(heads) * scale).double().cpu()
 
 
@@ -76,20 +80,24 @@ def pair_scores(q: Tensor, k: Tensor, pairs: Iterable[Tensor], scale: float) -> 
 
 @torch.no_grad()
 def calibrate(model: GPT, tokens: Tensor):
-    """Set mean and deviation of each head, for methods with learn_moments, to the values on tokens (B, T).
+    """Set the calibrated parameters of all methods, such as learned moments, to the values on tokens (B, T).
 
     Each layer is measured after the layers before it have been calibrated.
     """
     pairs = score_pairs(*tokens.shape, MAX_PAIRS, seed=0)
     for method, plan, x, q, k in iterate_layers(model, tokens, model.plan(tokens.shape[1], backend="blocks")):
-        q, k = transform(method, q, k, plan, x)
-        set_moments(method, pair_scores(q, k, pairs, q.shape[-1] ** -0.5))
+        q, k = rotate_and_scale(method, q, k, x, plan)
+        calibrate_method(method, pair_scores(q, k, pairs, q.shape[-1] ** -0.5))
 
 
 @torch.no_grad()
-def set_moments(method: Method, scores: Tensor):
-    """Set mean and deviation of each head from its scores (H, pairs), if the method has learn_moments."""
-    change = method.score_change
-    if isinstance(change, ScaleInvariant) and change.mean is not None:
-        change.mean.copy_(scores.mean(dim=1))
-        change.log_deviation.copy_(scores.std(dim=1).log())
+def calibrate_method(method: Method, scores: Tensor):
+    """Set a layer's calibrated parameters from its scores (H, pairs)."""
+    for mechanism in method.mechanisms():
+        mechanism.calibrate(scores)
+
+
+def calibrated_parameters(model: nn.Module) -> set[str]:
+    """Return the names of a model's parameters that calibration sets."""
+    mechanisms = [(name, module) for name, module in model.named_modules() if isinstance(module, Mechanism)]
+    return {f"{name}.{parameter}" for name, mechanism in mechanisms for parameter in mechanism.calibrated}

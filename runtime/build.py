@@ -9,13 +9,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from configs.command_line import read_config
 from configs.config import Config
 from data.loader import TrainLoader, check_validation, rank_sequences
 from data.shards import TokenStream, open_split, tokenizer_of
 from data.sources import data_command
 from errors import UserError
-from model.gpt import GPT, Plans
+from model.attention.plan import Plan
+from model.gpt import GPT
 from model.loss import compile_problem
+from model.methods import METHODS
+from model.methods.make import alternative_methods, layer_methods
+from model.methods.names import canonical_name
 from optim import schedule
 from optim.muon import Muon, as_matrices, shape_scale
 from optim.sharded import Group, Optimizers
@@ -36,6 +41,29 @@ def config_of(stored: dict[str, Any], kind: type[Config] = Config) -> Config:
         value = stored[name]
         values[name] = tuple(value) if isinstance(value, list) else value  # JSON has no tuples
     return kind(**values)
+
+
+def read_run(arguments: list[str], usage: str = "") -> Config:
+    """Return the checked configuration of a run: see read_config and resolve. Without a name, it gets a default name.
+
+    usage: the text that --help prints.
+    """
+    config = resolve(read_config(arguments, f"{usage}\n\nMethods: {', '.join(METHODS)}.\n"))
+    default_name = f"{arguments[0]}-{config.method.replace(',', '.')}-s{config.seed}"
+    return config if config.name else dataclasses.replace(config, name=default_name)
+
+
+def resolve(config: Config) -> Config:
+    """Return the configuration with canonical names of methods.
+
+    Raise ValueError for an unknown method or option, and for a method of validate_as that trains differently.
+    """
+    others = tuple(map(canonical_name, config.validate_as))
+    config = dataclasses.replace(config, method=canonical_name(config.method), validate_as=others)
+    with torch.device("meta"):  # without memory, because this is only a check
+        layer_methods(config)
+    alternative_methods(config)
+    return config
 
 
 # ---- text ------------------------------------------------------------------------------------------------------------
@@ -100,18 +128,6 @@ def calibration_tokens(config: Config, text: TokenStream, first_token: int = 0) 
 # ---- model -----------------------------------------------------------------------------------------------------------
 
 
-def build_model(config: Config, dtype: torch.dtype) -> GPT:
-    """Return the model with random float32 weights on the CPU. dtype: computes with this dtype.
-
-    Raise ValueError for an unknown attention method or option.
-    """
-    return GPT(
-        vocab_size=config.vocab_size, num_layers=config.num_layers, num_heads=config.num_heads,
-        model_dim=config.model_dim, train_length=config.train_length, method=config.method,
-        method_options=config.method_options, position_scale=config.position_scale, dtype=dtype,
-    )  # fmt: skip
-
-
 def compile_model(model: GPT, config: Config, world: World) -> nn.Module:
     """Return the compiled model for training, or the model itself if torch.compile is off. All ranks call this.
 
@@ -147,7 +163,7 @@ def compile_model(model: GPT, config: Config, world: World) -> nn.Module:
     return torch.compile(model, dynamic=False)
 
 
-def plan_attention(config: Config, model: GPT, world: World) -> dict[int, Plans]:
+def plan_attention(config: Config, model: GPT, world: World) -> dict[int, Plan]:
     """Return the plans of attention by training length, as GPT.plan returns them. All ranks call this.
 
     Raise UserError on all ranks if a rank cannot use any allowed backend, or if the ranks' backends differ.
@@ -164,9 +180,9 @@ def plan_attention(config: Config, model: GPT, world: World) -> dict[int, Plans]
         problem = str(error)
 
     # 2. Tell the other ranks the backends, or the problem.
-    layer_plans = plans.get(config.train_length, ())
-    backends = tuple(plan.backend for plan in layer_plans)
-    reasons = "; ".join(f"{plan.backend} ({plan.why})" for plan in layer_plans)
+    layers = () if problem else plans[config.train_length].layers
+    backends = tuple(layer.backend.name for layer in layers)
+    reasons = "; ".join(f"{layer.backend.name} ({layer.why})" for layer in layers)
     message = problem or f"attention by {reasons}"
     if world.world_size > 1:
         message = f"rank {world.rank} on {platform.node()}: {message}"

@@ -15,7 +15,8 @@ import torch
 from configs.config import Config
 from data.copy_rows import schedule_problem
 from data.shards import read_manifest
-from model.gpt import GPT, Plans
+from model.attention.plan import Plan
+from model.gpt import GPT
 from runtime.checkpoint import Progress
 from runtime.device import device_name, peak_flops, peak_memory
 from runtime.metrics import Metrics, finish_mirror, start_mirror
@@ -87,10 +88,10 @@ class RunLog:
         """Start timing the next step now, so that validations and checkpoints do not count as training."""
         self._clock = time.monotonic()
 
-    def describe(self, data: dict, text_tokens: int, model: GPT, plans: Plans):
+    def describe(self, data: dict, text_tokens: int, model: GPT, plan: Plan):
         """Write configuration, versions and source code to the folder, and a summary to the console.
 
-        data: the content of data.json. text_tokens: of the whole training text. plans: for the training length.
+        data: the content of data.json. text_tokens: of the whole training text. plan: for the training length.
         """
         config, folder = self.config, self.folder
         if folder is None:
@@ -122,7 +123,7 @@ class RunLog:
             self.print(problem)
 
         # 3. The code that computes it.
-        for backend in dict.fromkeys(f"attention by {plan.backend}: {plan.why}" for plan in plans):
+        for backend in dict.fromkeys(f"attention by {layer.backend.name}: {layer.why}" for layer in plan.layers):
             self.print(backend)
         self.print(f"computation in {str(model.dtype).removeprefix('torch.')}, torch.compile {model.compile_note}")
         if model.compile_note == "on":

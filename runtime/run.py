@@ -21,8 +21,9 @@ from torch import Tensor
 from configs.config import Config, describe_differences
 from errors import UserError
 from files import replace_text
-from model.gpt import GPT, Plans
-from model.scores import calibrate
+from model.attention.plan import Plan
+from model.gpt import GPT
+from model.scores import calibrate, calibrated_parameters
 from optim.sharded import Optimizers
 from runtime.build import Text, calibration_tokens, config_of
 from runtime.checkpoint import Progress, latest_checkpoint, load_checkpoint, load_newest, load_weights, save_checkpoint
@@ -56,7 +57,7 @@ class Run:
     world: World
     model: GPT
     optimizers: Optimizers
-    plans: dict[int, Plans]  # by training length, for the log
+    plans: dict[int, Plan]  # by training length, for the log
     text: Text
     flops_per_token: int  # of training, for the log
 
@@ -311,7 +312,7 @@ class Run:
         """Load the weights of another run, and continue its training text after its last token.
 
         The optimizer state starts anew. The attention method may differ. Its parameters, such as LogN's scales, are
-        loaded if both methods have them. Otherwise scale-invariant attention with learn_moments is calibrated
+        loaded if both methods have them. Other calibrated parameters are set from the scores
         (model/scores.py). Raise ValueError for a model of another shape.
         """
         # 1. Compare.
@@ -336,7 +337,7 @@ class Run:
         # 3. Calibrate what is missing, on the tokens after the last one.
         source = Progress(**state["progress"])
         first_token = source.first_token + source.step * state["config"]["batch_tokens"]
-        if any(name.endswith("score_change.mean") for name in missing):
+        if calibrated_parameters(self.model) & set(missing):
             tokens = calibration_tokens(self.config, self.text.train, first_token)
             calibrate(self.model, tokens.to(self.world.device))
         self._continue_from(dataclasses.replace(self.progress, first_token=first_token))

@@ -23,7 +23,8 @@ from data.tokenizer import TOKENIZER_CONFIG
 from errors import exit_on_user_error, require
 from measure.flops import training_flops_per_token
 from measure.validation import Validation
-from model.scores import MAX_PAIRS
+from model.attention.plan import Plan
+from model.scores import MAX_PAIRS, calibrated_parameters
 from optim.sharded import Group, Optimizers
 from runtime.build import accumulate, build_loader, calibration_tokens, open_text
 from runtime.checkpoint import latest_checkpoint
@@ -74,7 +75,7 @@ def main(argv: list[str] | None = None):
         check_tokenizer(config)
         torch.manual_seed(config.seed)  # seeds the stochastic rounding
         model = build_model(config, world)
-        if config.method_options.get("learn_moments"):
+        if calibrated_parameters(model):
             tokens = calibration_tokens(config, text.train).to(world.device)
             layer_scores(model.model, tokens, MAX_PAIRS, calibrate=True)
         groups = {"all": Group([*model.parameters()], AdamW, config.lr)}
@@ -82,7 +83,7 @@ def main(argv: list[str] | None = None):
             groups, world.rank, world.world_size, continue_after_nonfinite=config.on_nonfinite == "skip"
         )
         validation = Validation(config, model, text.validation, world)
-        plans = {config.train_length: ()}
+        plans = {config.train_length: Plan(())}
         run = ContinuedRun(config, world, model, optimizers, plans, text, training_flops_per_token(config))
 
     # ---- the run ----

@@ -18,16 +18,16 @@ from typing import NamedTuple
 
 import torch
 
-from configs.command_line import read_config
 from configs.config import Config
 from data.loader import micro_batch_size
 from errors import exit_on_user_error
-from measure.flops import layer_methods, training_flops_per_token, validation_share
+from measure.flops import training_flops_per_token, validation_share
 from measure.validation import check_text
-from model.attention import AUTOMATIC, BACKENDS
+from model.attention.choose import AUTOMATIC, BACKENDS
 from model.attention.sdpa import chosen_kernel, prefer_fast_sdpa
-from model.methods import check_options, make_method
-from runtime.build import open_text
+from model.methods.base import Shape
+from model.methods.make import layer_methods, make_method
+from runtime.build import open_text, read_run
 from runtime.device import choose_ptxas, compute_dtype, device_name, matmul_rate, peak_flops
 from runtime.processes import World, start_processes
 from scripts.bench.attention import check_variant
@@ -56,8 +56,7 @@ def main(argv: list[str] | None = None):
     argv = sys.argv[1:] if argv is None else argv
     args, fields = parser.parse_known_args(argv if argv and not argv[0].startswith("-") else ["quickstart", *argv])
     with exit_on_user_error():
-        config = read_config([args.preset, *fields])
-        check_options(config.method, config.method_options)
+        config = read_run([args.preset, *fields])
     device = torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
     print(f"{describe_machine(device)}, {platform.platform()}", flush=True)
     states = []
@@ -105,12 +104,11 @@ def check_data(config: Config, device: torch.device) -> Iterator[Finding]:
 
 def check_kernels(config: Config, device: torch.device) -> Iterator[Finding]:
     """Compare all backends with the formula in float64, forward and backward, with the run's heads and dtype."""
-    dtype, head_dim = compute_dtype(config, device), config.model_dim // config.num_heads
+    dtype, shape = compute_dtype(config, device), Shape.of(config)
     prefer_fast_sdpa(device)
     if device.type == "cuda":
-        yield Finding("PyTorch's attention", chosen_kernel(device, dtype, head_dim, config.train_length))
-    shape = dict(num_heads=config.num_heads, head_dim=head_dim, train_length=1024)
-    methods = {name: make_method(name, **shape) for name in METHODS}
+        yield Finding("PyTorch's attention", chosen_kernel(device, dtype, shape.head_dim, config.train_length))
+    methods = {name: make_method(name, shape) for name in METHODS}
     methods |= {method.name: method for method in layer_methods(config)}
     for name in [*AUTOMATIC[device.type], "blocks"]:
         for method_name, method in methods.items():

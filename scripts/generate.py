@@ -17,7 +17,7 @@ import torch
 
 from data.tokenizer import Tokenizer
 from errors import exit_on_user_error, require
-from model.attention.base import MAX_LENGTH
+from model.attention.plan import MAX_LENGTH
 from model.decoding import decode, sample
 from runtime.processes import start_processes
 from scripts.shared.runs import load_run, read_run, tokenizer_of_run

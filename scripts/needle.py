@@ -28,10 +28,11 @@ from configs.sweeps import SCALES, Needle
 from data.loader import micro_batch_size
 from data.needle import C4, NEEDLES, Haystack, NeedleTask, score
 from errors import exit_on_user_error, require
-from measure.validation import build_alternatives, uncompiled
+from measure.validation import uncompiled
 from model.decoding import greedy_decode
 from model.gpt import GPT
 from model.methods.base import Method
+from model.methods.make import alternative_methods
 from optim.schedule import lr_factor
 from runtime.build import accumulate, build_optimizers, compile_model
 from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
@@ -152,7 +153,7 @@ def add_scores(summary: dict, config: Config, model: GPT, tasks: dict[int, Needl
 
     summary.json is written after each length, so an interrupted scoring continues.
     """
-    alternatives = build_alternatives(config)  # other methods that can run these weights
+    alternatives = alternative_methods(config)  # other methods that can run these weights
     if alternatives:
         summary["as"] = {name: {kind: {} for kind in KINDS} for name in alternatives} | summary.get("as", {})
     for name, method in {config.method: None, **alternatives}.items():

@@ -4,10 +4,12 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from model.attention import BACKENDS, attend, make_plan
+from model.attention import attend as attention
+from model.attention.choose import BACKENDS, choose_backend
+from model.attention.plan import plan_layer
 from model.attention.reference import plain_attention
 from model.methods.alibi import ALiBi
-from model.methods.base import KeyBias, Method, ScoreChange
+from model.methods.base import KeyBias, Method, ScoreChange, Shape
 from model.methods.forgetting import Forgetting
 from model.methods.infini import Infini
 from model.methods.kerple import KerpleLog
@@ -24,11 +26,14 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 class ByHead(ScoreChange):
     """a = 1 + h/2 and m = -sqrt(t) / (h + 1): functions that differ by head and are not smooth at t = 0."""
 
+    def __init__(self, shape):
+        super().__init__()
+
     def coefficients(self, distance, head):
         return 1 + head / 2, -distance.sqrt() / (head + 1)
 
 
-class ForAllHeads(ScoreChange):
+class ForAllHeads(ByHead):
     """a = 1 + 1/(1 + t) and m = -sqrt(t): not 1 - a^2."""
 
     def coefficients(self, distance, head):
@@ -38,9 +43,9 @@ class ForAllHeads(ScoreChange):
 class GivenBias(KeyBias):
     """Biases that are the first numbers of the layer's input."""
 
-    def __init__(self, num_heads, head_dim, train_length):
+    def __init__(self, shape):
         super().__init__()
-        self.num_heads = num_heads
+        self.num_heads = shape.num_heads
 
     def token_features(self, x):
         return x[..., : self.num_heads].transpose(1, 2)
@@ -61,8 +66,8 @@ MECHANISMS = {
     "skip_first": [(RoPE, {}), (ScaleInvariant, dict(skip_first=True))],
     "skip_first_window": [(ScaleInvariant, dict(skip_first=True, learn_tau=True, terms="m")),
                           (SlidingWindow, dict(window=37))],
-    "by_head": [ByHead],
-    "for_all_heads": [ForAllHeads],
+    "by_head": [(ByHead, {})],
+    "for_all_heads": [(ForAllHeads, {})],
     "pope": [(PoPE, {}), (ScaleInvariant, {})],  # q and k are wider than v
     "key_bias": [(Forgetting, {})],
     "window": [(RoPE, {}), (SlidingWindow, dict(window=37))],
@@ -81,10 +86,9 @@ def random(*shape, seed):
 
 def make_case(name, num_heads=3, head_dim=16):
     """A method of MECHANISMS with random parameters."""
-    shape, mechanisms = dict(num_heads=num_heads, head_dim=head_dim, train_length=64), []
-    for entry in INFINI if name == "infini" else MECHANISMS[name]:
-        mechanisms.append(entry[0](**shape, **entry[1]) if isinstance(entry, tuple) else entry())
-    method = Method(name, **shape, mechanisms=mechanisms)
+    shape = Shape(num_heads, head_dim, train_length=64)
+    chosen = INFINI if name == "infini" else MECHANISMS[name]
+    method = Method(name, shape, [mechanism(shape, **options) for mechanism, options in chosen])
     for seed, parameter in enumerate(method.parameters()):
         parameter.data = 0.1 + 0.3 * random(*parameter.shape, seed=seed).float()
     return method
@@ -115,8 +119,20 @@ def assert_near(actual, expected, tolerance, least=1.0):
     assert_close(actual.double().cpu(), expected.double().cpu(), rtol=0, atol=tolerance * scale)
 
 
+def attend(method, q, k, v, *, x=None, target_length=None, backend="auto"):
+    """Attention with a plan that is made for this call."""
+    plan = make_plan(method, q.shape[2], k.shape[2], backend, target_length=target_length, dtype=q.dtype)
+    return attention.attend(method, q, k, v, x, plan)
+
+
+def make_plan(method, query_length, key_length, backend="auto", device=CPU, dtype=torch.float32, **options):
+    chosen, _ = choose_backend(method, device, dtype, backend)
+    return plan_layer(method, chosen, query_length, key_length, device=device, dtype=dtype, **options)
+
+
 def check(
-    backend, method, length, *, queries=None, tolerance=2e-5, run=attend, weigh_output=0.0, inputs=None, **options,
+    backend, method, length, *, queries=None, tolerance=2e-5, run=attention.attend, weigh_output=0.0, inputs=None,
+    **options,
 ):
     """Compare a backend with the formula in float64: the last `queries` outputs, and all gradients.
 
@@ -125,10 +141,10 @@ def check(
     q, k, v, x = inputs = inputs or make_inputs(method, length, **options)
     exact = [y.detach().double().requires_grad_() for y in inputs]
     needs_x = method.needs_input
-    offset = length - (queries or length)
-    plan = make_plan(method, length - offset, length, q_offset=offset, backend=backend)
-    output = run(method, q[:, :, offset:], k, v, x=x if needs_x else None, plan=plan)
-    expected = plain_attention(method, *exact[:3], x=exact[3] if needs_x else None)[:, :, offset:]
+    queries = queries or length
+    plan = make_plan(method, queries, length, backend)
+    output = run(method, q[:, :, -queries:], k, v, x if needs_x else None, plan)
+    expected = plain_attention(method, *exact[:3], x=exact[3] if needs_x else None)[:, :, -queries:]
     assert output.dtype == q.dtype
     assert_near(output, expected, tolerance / 2)
     leaves = 4 if needs_x else 3

@@ -34,14 +34,17 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from model.attention import BACKENDS, attend, flex, make_plan
+from model.attention import flex
+from model.attention.attend import attend
+from model.attention.choose import BACKENDS
+from model.attention.plan import plan_layer
 from model.gpt import GPT
-from model.methods import make_method
+from model.methods.base import Shape
+from model.methods.make import make_method
 from runtime.run_folder import git_commit
 from scripts.shared.tables import markdown_table
 
 META, CUDA = torch.device("meta"), torch.device("cuda", 0)
-SHAPE = dict(num_heads=2, train_length=64)
 Graphs = list[tuple[str, fx.GraphModule]]  # forward or backward, and the graph
 
 
@@ -91,16 +94,17 @@ def trace_attention(method, length: int, head_dim: int, dtype: torch.dtype) -> G
     method, H = method.to(META), method.num_heads
     qkv = torch.empty(2, length, 3, H, head_dim, device=META, dtype=dtype).transpose(1, 3).unbind(2)
     x = torch.empty(2, length, H * head_dim, device=META, dtype=dtype) if method.needs_input else None
-    plan = make_plan(method, length, length, device=META, dtype=dtype, backend="flex")
-    return trace(lambda q, k, v: attend(method, q, k, v, x=x, plan=plan), *(y.requires_grad_() for y in qkv))
+    plan = plan_layer(method, BACKENDS["flex"], length, length, device=META, dtype=dtype)
+    return trace(lambda q, k, v: attend(method, q, k, v, x, plan), *(y.requires_grad_() for y in qkv))
 
 
 def trace_model(method: str, options: dict) -> Graphs:
     """Return the graphs of the loss of a model of two layers."""
-    model = GPT(
-        vocab_size=512, num_layers=2, num_heads=2, model_dim=128, train_length=256, method=method,
-        method_options=options, dtype=torch.bfloat16,
-    ).to(META)  # fmt: skip
+    config = SimpleNamespace(
+        vocab_size=512, num_layers=2, num_heads=2, model_dim=128, train_length=256, position_scale=1.0, method=method,
+        method_options=options,
+    )  # fmt: skip
+    model = GPT(config, torch.bfloat16).to(META)
     tokens, plan = torch.empty(2, 256, dtype=torch.int64, device=META), model.plan(256, backend="flex")
     return trace(lambda tokens: model(tokens, tokens, plan=plan), tokens)
 
@@ -223,7 +227,7 @@ def read_code(binary, listing: str, logits: float) -> Code:
 
 def compile_case(arch, dtype, head_dim, length, name, options, passes=("forward", "backward")) -> list[Code]:
     """Compile the attention kernels of the method `name`."""
-    method = make_method(name, **SHAPE, head_dim=head_dim, **options)
+    method = make_method(name, Shape(num_heads=2, head_dim=head_dim, train_length=64), **options)
     graphs = trace_attention(method, length, head_dim, getattr(torch, dtype))
     return [compile_code(lower(*graph, arch), arch) for graph in graphs if graph[0] in passes]
 
@@ -231,19 +235,19 @@ def compile_case(arch, dtype, head_dim, length, name, options, passes=("forward"
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 
-def prepare_paper(score_change, plan, earlier=None) -> dict:
+def paper(plan, score_change):
     def score_mod(score, batch, head, q_index, kv_index):
         log = torch.log(1 + (q_index - kv_index).clamp(min=0) / score_change.tau)
         return torch.sqrt(1 + 2 * log) * score - 2 * log
 
-    return flex.prepare(None, plan) | dict(score_mod=score_mod, kernel_options={})
+    return dict(score_mod=score_mod, kernel_options={})
 
 
-def prepare_formula(score_change, plan, earlier=None) -> dict:
-    return flex.prepare(None, plan) | dict(score_mod=flex.make_score_mod(score_change, plan))
+def formula(plan, score_change):
+    return dict(score_mod=flex.make_score_mod(score_change, plan))
 
 
-def prepare_approximations(score_change, plan, earlier=None) -> dict:
+def approximations(plan, score_change):
     from torch._higher_order_ops import inline_asm_elementwise  # from torch 2.13 on
 
     def approximate(name, x):
@@ -255,24 +259,33 @@ def prepare_approximations(score_change, plan, earlier=None) -> dict:
         a = approximate("sqrt", 1 + 2 * math.log(2) * approximate("lg2", x))
         return a * (score - a)
 
-    return flex.prepare(None, plan) | dict(score_mod=score_mod)
+    return dict(score_mod=score_mod)
+
+
+class Changed(flex.Flex):
+    """FlexAttention without a score change, and then with these arguments."""
+
+    def __init__(self, arguments):
+        self.arguments = arguments
+
+    def prepare(self, plan, score_change):
+        return super().prepare(plan, None) | self.arguments(plan, score_change)
 
 
 ROWS = {  # method, options, how FlexAttention gets it
-    "plain": ("nope", {}, flex.prepare),
-    "ALiBi": ("alibi", {}, flex.prepare),
-    "scale-invariant, as the paper writes it": ("scale_invariant_nope", {}, prepare_paper),
-    "scale-invariant, x rsqrt(x) for the root": ("scale_invariant_nope", {}, prepare_formula),
-    "scale-invariant, lg2.approx and sqrt.approx": ("scale_invariant_nope", {}, prepare_approximations),
-    "scale-invariant, one table (`flex`)": ("scale_invariant_nope", {}, flex.prepare),
-    "scale-invariant, learned tau": ("scale_invariant_nope", dict(learn_tau=True), flex.prepare),
+    "plain": ("nope", {}, flex.Flex()),
+    "ALiBi": ("alibi", {}, flex.Flex()),
+    "scale-invariant, as the paper writes it": ("scale_invariant_nope", {}, Changed(paper)),
+    "scale-invariant, x rsqrt(x) for the root": ("scale_invariant_nope", {}, Changed(formula)),
+    "scale-invariant, lg2.approx and sqrt.approx": ("scale_invariant_nope", {}, Changed(approximations)),
+    "scale-invariant, one table (`flex`)": ("scale_invariant_nope", {}, flex.Flex()),
+    "scale-invariant, learned tau": ("scale_invariant_nope", dict(learn_tau=True), flex.Flex()),
 }
 
 
 def main():
     codes = {}
-    for label, (name, options, prepare) in ROWS.items():
-        backend = SimpleNamespace(unsupported=flex.unsupported, prepare=prepare, run=flex.run)
+    for label, (name, options, backend) in ROWS.items():
         with mock.patch.dict(BACKENDS, flex=backend):
             codes[label] = compile_case(90, "bfloat16", 128, 1024, name, options)
     rows, baseline = [["scores", "forward", "dq", "dk, dv", "shared KiB", "spills", "calls", "estimated time"]], None

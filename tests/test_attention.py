@@ -3,17 +3,31 @@
 import ast
 import inspect
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
-from attention_cases import CPU, CUDA, LAYOUTS, MECHANISMS, assert_near, check, make_case, make_inputs, skip_unless_runs
+from attention_cases import (
+    CPU,
+    CUDA,
+    LAYOUTS,
+    MECHANISMS,
+    assert_near,
+    attend,
+    check,
+    make_case,
+    make_inputs,
+    make_plan,
+    skip_unless_runs,
+)
 from torch.nn.attention import SDPBackend
 from torch.nn.attention import flex_attention as torch_flex
 
-from model.attention import BACKENDS, attend, blocks, choose_backend, flex, make_plan
-from model.attention.base import MAX_LENGTH
+from model.attention import attend as attention
+from model.attention import blocks, flex, flex_compiled
+from model.attention.choose import BACKENDS, choose_backend
+from model.attention.plan import MAX_LENGTH
 from model.attention.sdpa import ORDER, chosen_kernel
+from model.query_blocks import QUERY_BLOCK
 
 FAST = ("blocks", "cpu", "sdpa")  # the others are traced
 SLOW = ("flex", "flex_flash")
@@ -25,15 +39,13 @@ def flex_with_gradients(monkeypatch):
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
     traced = torch.compile(torch_flex.flex_attention, backend="eager", dynamic=False, fullgraph=True)
 
-    def run(q, k, v, *, q_offset=0, prepared, key_bias=None, sink=None):
-        arguments = {name: x for name, x in prepared.items() if name != "kernel_options"}
-        output = traced(q, k, v, **flex.add_extras(arguments, key_bias, sink))
-        return output if sink is None else flex.add_sink(*output, sink)
+    def run_traced(q, k, v, prepared):
+        return traced(q, k, v, **{name: x for name, x in prepared.items() if name != "kernel_options"})
 
-    for name in ("flex", "flex_flash"):
-        monkeypatch.setitem(BACKENDS, name, SimpleNamespace(
-            unsupported=lambda *_: None, prepare=BACKENDS[name].prepare, run=run,
-        ))
+    monkeypatch.setattr(flex_compiled, "run_alone", run_traced)
+    monkeypatch.setattr(flex, "refuse_gradients_on_cpu", lambda *_: None)
+    for backend in (flex.Flex, flex.FlexFlash):
+        monkeypatch.setattr(backend, "unsupported", lambda *_: None)
     with torch._dynamo.config.patch(recompile_limit=1000):
         yield
 
@@ -82,14 +94,15 @@ def test_gradients_of_recomputed_blocks(name, monkeypatch):
 def test_gradients_of_traced_blocks(name, recompute_length, monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr(blocks, "RECOMPUTE_LENGTH", recompute_length)
-    check("blocks", make_case(name), 150, run=torch.compile(attend, backend="aot_eager", dynamic=False, fullgraph=True))
+    traced = torch.compile(attention.attend, backend="aot_eager", dynamic=False, fullgraph=True)
+    check("blocks", make_case(name), 150, run=traced)
 
 
 @pytest.mark.slow
 def test_gradients_of_compiled_attention():
     """The backend is chosen automatically. The C++ kernel, where it can run, is one operation of the graph."""
     torch._dynamo.reset()
-    check("auto", make_case("all"), 150, run=torch.compile(attend, dynamic=False, fullgraph=True))
+    check("auto", make_case("all"), 150, run=torch.compile(attention.attend, dynamic=False, fullgraph=True))
 
 
 @pytest.mark.parametrize("backend", ["blocks", "cpu", "sdpa"])
@@ -108,21 +121,21 @@ def test_recomputed_blocks_keep_no_weights_for_the_backward_pass(monkeypatch):
     q, k, v, _ = make_inputs(method, 300, batch=1)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
         attend(method, q, k, v, backend="blocks")
-    assert max(sizes) <= blocks.QUERY_BLOCK * 300  # the weights of a block are 3 times as many, one of each head
+    assert max(sizes) <= QUERY_BLOCK * 300  # the weights of a block are 3 times as many, one of each head
 
 
 @pytest.mark.parametrize("name", MECHANISMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_auto_on_cuda_is_sdpa_where_the_logits_are_left_alone_and_flex_elsewhere(name, dtype):
     plain = name in ("nope", "rope", "logn")
-    assert choose_backend(make_case(name), CUDA, dtype=dtype)[0] == ("sdpa" if plain else "flex")
+    assert choose_backend(make_case(name), CUDA, dtype)[0].name == ("sdpa" if plain else "flex")
 
 
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_auto_on_a_cpu_is_its_kernel_where_that_can_run(name):
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         expected = "blocks" if BACKENDS["cpu"].unsupported(make_case(name), CPU, dtype) else "cpu"
-        assert choose_backend(make_case(name), CPU, dtype=dtype)[0] == expected
+        assert choose_backend(make_case(name), CPU, dtype)[0].name == expected
         assert dtype == torch.float32 or expected == "blocks"
 
 
@@ -151,8 +164,7 @@ def test_a_backend_that_cannot_run_is_refused(backend, name, field):
 
 
 @pytest.mark.parametrize("queries, keys, options", [
-    (0, 5, {}), (6, 5, {}), (5, 5, dict(q_offset=1)), (5, 5, dict(q_offset=-1)), (5, 5, dict(target_length=4)),
-    (1, 2**31 + 1, dict(q_offset=2**31)), (5, MAX_LENGTH + 1, dict(backend="cpu")),
+    (0, 5, {}), (6, 5, {}), (5, 5, dict(target_length=4)), (5, MAX_LENGTH + 1, dict(backend="cpu")),
 ])
 def test_lengths_and_options_that_do_not_fit_are_refused(queries, keys, options):
     with pytest.raises(ValueError):
@@ -162,7 +174,7 @@ def test_lengths_and_options_that_do_not_fit_are_refused(queries, keys, options)
 def test_the_formula_imports_none_of_the_code_under_test():
     tree = ast.parse(inspect.getsource(sys.modules["model.attention.reference"]))
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert imported == {"torch", "errors", "model.methods.base"}
+    assert imported == {"torch", "errors", "model.methods.base", "model.tensors"}
 
 
 @pytest.mark.parametrize("backend", ["blocks", "cpu"])
@@ -173,7 +185,7 @@ def test_only_learned_functions_are_prepared_again_in_each_pass(backend, name, t
     monkeypatch.setattr(BACKENDS[backend], "prepare", lambda *args: prepared.append(prepare(*args)) or prepared[-1])
     plan = make_plan(method, 130, 130, backend=backend)
     q, k, v, _ = make_inputs(method, 130)
-    outputs = [attend(method, q, k, v, plan=plan) for _ in range(3)]
+    outputs = [attention.attend(method, q, k, v, None, plan) for _ in range(3)]
     assert len(prepared) == times and torch.equal(outputs[0], outputs[2])
 
 

@@ -1,13 +1,13 @@
 """The benchmarks: ratios from canned times, the gates, the row of the baseline again, one small run of each command."""
 
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
 from commands import exit_code, read_json
 
-from model.attention import BACKENDS, blocks
+from model.attention.blocks import Blocks
+from model.attention.choose import BACKENDS
 from scripts.bench import __main__ as bench
 from scripts.bench import attention, protocol, step
 from scripts.bench.trainers import Trainer
@@ -47,14 +47,17 @@ def test_variants_take_turns_forwards_and_backwards_and_the_first_is_measured_tw
     assert calls[3:] == [("a", 15), ("b", 7), ("a", 5)]
 
 
-def wrong_run(q, k, v, **more):
-    output = blocks.run(q, k, v, **more)
-    return 1.01 * output - 0.01 * output.detach()  # its gradient alone is wrong
+class Wrong(Blocks):
+    name = "wrong"
+    error_factor = 1.0
+
+    def run(self, *arguments, **more):
+        output = super().run(*arguments, **more)
+        return 1.01 * output - 0.01 * output.detach()  # its gradient alone is wrong
 
 
 def test_attention_reports_right_variants_and_refuses_a_planted_fault(tmp_path, monkeypatch, capsys):
-    wrong = SimpleNamespace(unsupported=blocks.unsupported, prepare=blocks.prepare, run=wrong_run)
-    monkeypatch.setitem(BACKENDS, "wrong", wrong)
+    monkeypatch.setitem(BACKENDS, "wrong", Wrong())
     sizes = "--device cpu --lengths 130 --heads 2 --head-dim 16 --rounds 3".split()
     variants = "--variants sdpa:plain wrong:si flex_flash:si blocks:si".split()
     assert exit_code(bench.main, ["attention", *sizes, *variants, "--out", tmp_path]) == 1

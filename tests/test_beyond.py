@@ -10,8 +10,9 @@ from test_reproduce import call, cells_of, is_figure, same, write_run, write_stu
 
 from configs.config import config_hash
 from configs.presets import preset
-from measure.flops import layer_methods, training_flops_per_token
-from model.methods import canonical_name
+from measure.flops import training_flops_per_token
+from model.methods.make import layer_methods
+from model.methods.names import canonical_name
 from results.mini.study import RIVALS
 from scripts.reproduce.comparisons import describe_variances, difference_cell, differences, holm
 from scripts.shared.looks import series_label, series_name

@@ -2,16 +2,16 @@
 
 import math
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
-from attention_cases import CPU, CUDA, MECHANISMS, make_case, skip_unless_runs
+from attention_cases import CPU, CUDA, MECHANISMS, make_case, make_plan, skip_unless_runs
 from commands import ROOT, TWO_RANKS, python
 from test_train import arguments, make_data
 
-from model.attention import BACKENDS, blocks, choose_backend
+from model.attention.blocks import Blocks
 from model.attention.check import LENGTHS, check_backend, worst_error
+from model.attention.choose import BACKENDS, choose_backend
 
 LENGTH = 300
 
@@ -27,17 +27,20 @@ def test_right_ones_pass(backend, name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["nope", "scale_invariant", "pope", "all"])
 def test_plain_pytorch_passes_in_low_precision(name, dtype):
-    assert check_backend(blocks, make_case(name), CPU, dtype, [LENGTH]).problem is None
+    assert check_backend(Blocks(), make_case(name), CPU, dtype, [LENGTH]).problem is None
 
 
 def faulty(change):
-    """Return the backend `blocks`, but with run replaced by change(run, q, k, v, **more)."""
-    def run(q, k, v, **more):
-        return change(blocks.run, q, k, v, **more)
-    return SimpleNamespace(unsupported=blocks.unsupported, prepare=blocks.prepare, run=run)
+    """Return the backend `blocks`, but with the output change(run, q, k, v)."""
+    class Faulty(Blocks):
+        error_factor = 1.0
+
+        def run(self, q, k, v, plan, **more):
+            return change(lambda *qkv: super(Faulty, self).run(*qkv, plan, **more), q, k, v)
+    return Faulty()
 
 
-def hides_one_tile(run, q, k, v, **more):
+def hides_one_tile(run, q, k, v):
     """128 queries do not see 64 keys a while before them."""
     tile = torch.zeros(q.shape[2], q.shape[2], dtype=torch.bool)
     tile[512:640, 128:192] = True
@@ -45,26 +48,26 @@ def hides_one_tile(run, q, k, v, **more):
     return scores.softmax(dim=-1) @ v
 
 
-def is_wrong_for_strided_values(run, q, k, v, **more):
-    return run(q, k, v if v.transpose(1, 2).is_contiguous() else v.roll(1, dims=0), **more)
+def is_wrong_for_strided_values(run, q, k, v):
+    return run(q, k, v if v.transpose(1, 2).is_contiguous() else v.roll(1, dims=0))
 
 
-def is_wrong_for_strided_queries(run, q, k, v, **more):
-    return run(q if q.is_contiguous() else q.roll(1, dims=1), k, v, **more)
+def is_wrong_for_strided_queries(run, q, k, v):
+    return run(q if q.is_contiguous() else q.roll(1, dims=1), k, v)
 
 
-def is_wrong_in_a_batch(run, q, k, v, **more):
+def is_wrong_in_a_batch(run, q, k, v):
     """All sequences attend to the keys of the first."""
-    return run(q, k[:1].expand_as(k), v, **more)
+    return run(q, k[:1].expand_as(k), v)
 
 
-def is_not_finite_in_one_row(run, q, k, v, **more):
+def is_not_finite_in_one_row(run, q, k, v):
     row = torch.arange(q.shape[2]).view(-1, 1)
-    return run(q, k, v, **more).masked_fill(row == 7, torch.nan)
+    return run(q, k, v).masked_fill(row == 7, torch.nan)
 
 
-def has_no_gradient_of_keys(run, q, k, v, **more):
-    return run(q, k.detach() + 0 * k, v, **more)
+def has_no_gradient_of_keys(run, q, k, v):
+    return run(q, k.detach() + 0 * k, v)
 
 
 @pytest.mark.parametrize("fault", [
@@ -73,38 +76,39 @@ def has_no_gradient_of_keys(run, q, k, v, **more):
 ])
 def test_a_planted_fault_is_refused(fault):
     problem, _ = check_backend(faulty(fault), make_case("nope"), CPU, torch.float32)
-    assert problem is not None and str(LENGTHS[0]) in problem
+    assert "allowed error" in problem and str(LENGTHS[0]) in problem
 
 
 def test_a_missing_tile_is_refused_in_bfloat16():
     """Rounding to bfloat16 makes errors too. Their norm must not hide a missing tile of a long sequence."""
     def rounded(change):
-        return faulty(lambda run, q, k, v, **more: change(run, *(x.float() for x in (q, k, v)), **more).to(q.dtype))
-    right = rounded(lambda run, q, k, v, **more: run(q, k, v, **more))
+        return faulty(lambda run, *qkv: change(run, *(x.float() for x in qkv)).to(qkv[0].dtype))
+    right = rounded(lambda run, *qkv: run(*qkv))
     assert check_backend(right, make_case("nope"), CPU, torch.bfloat16, [1024]).problem is None
-    assert check_backend(rounded(hides_one_tile), make_case("nope"), CPU, torch.bfloat16, [1024]).problem is not None
+    wrong = rounded(hides_one_tile)
+    assert "allowed error" in check_backend(wrong, make_case("nope"), CPU, torch.bfloat16, [1024]).problem
 
 
 def test_a_wrong_gradient_of_a_learned_parameter_is_refused():
-    def prepare(change, plan, earlier=None):
-        bands = blocks.prepare(change, plan, earlier)
-        return bands._replace(scale=0.5 * bands.scale + 0.5 * bands.scale.detach()) if change is not None else bands
-    wrong = SimpleNamespace(prepare=prepare, run=blocks.run)
-    problem, _ = check_backend(wrong, make_case("learned"), CPU, torch.float32, [LENGTH])
-    assert "dlog_tau" in problem
+    class Wrong(Blocks):
+        def prepare(self, plan, score_change):
+            bands = super().prepare(plan, score_change)
+            return bands if score_change is None else bands._replace(scale=0.5 * (bands.scale + bands.scale.detach()))
+    problem, _ = check_backend(Wrong(), make_case("learned"), CPU, torch.float32, [LENGTH])
+    assert "log_tau" in problem
 
 
 @pytest.mark.parametrize("name", ["key_bias", "window", "sink"])
 def test_a_kernel_that_ignores_a_mechanism_is_refused(name):
-    def ignore(run, q, k, v, *, prepared, key_bias=None, sink=None):
-        unused = sum(0 * x.sum() for x in (key_bias, sink) if x is not None)
-        plan = SimpleNamespace(query_length=LENGTH, key_length=LENGTH, device=CPU, window=None)
-        return run(q, k, v, prepared=blocks.prepare(None, plan)) + unused
-    assert check_backend(faulty(ignore), make_case(name), CPU, torch.float32, [LENGTH]).problem is not None
+    class Ignoring(Blocks):
+        def run(self, q, k, v, plan, *, key_bias, sink, score_change):
+            unused = sum(0 * x.sum() for x in (key_bias, sink) if x is not None)
+            return super().run(q, k, v, make_plan(make_case("nope"), LENGTH, LENGTH, "blocks")) + unused
+    assert "allowed error" in check_backend(Ignoring(), make_case(name), CPU, torch.float32, [LENGTH]).problem
 
 
 def test_an_error_of_any_kind_is_a_reason():
-    def fail(run, q, k, v, **more):
+    def fail(run, q, k, v):
         raise ZeroDivisionError("no\nsuch kernel")
     problem, _ = check_backend(faulty(fail), make_case("nope"), CPU, torch.float32)
     assert "ZeroDivisionError: no such kernel" in problem and "\n" not in problem
@@ -125,7 +129,9 @@ def on_cuda(monkeypatch):
         return check_backend(backend, method, CPU, torch.float32, [130])
     def set_backends(**faults):
         for name, fault in faults.items():
-            monkeypatch.setitem(BACKENDS, name, faulty(fault) if fault else blocks)
+            backend = faulty(fault) if fault else Blocks()
+            backend.name = name
+            monkeypatch.setitem(BACKENDS, name, backend)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("model.attention.check.check_backend", check_here)
     return set_backends
@@ -134,16 +140,16 @@ def on_cuda(monkeypatch):
 def test_on_cuda_the_first_right_backend_is_chosen_and_its_error_is_in_the_reason(on_cuda):
     on_cuda(sdpa=has_no_gradient_of_keys, flex=None)
     backend, why = choose_backend(make_case("rope"), CUDA)
-    assert backend == "flex" and "dk" in why and 0 < float(re.search(r"error (\S+) of", why)[1]) < 1
+    assert backend.name == "flex" and "dk" in why and 0 < float(re.search(r"error (\S+) of", why)[1]) < 1
     on_cuda(sdpa=None)
-    assert choose_backend(make_case("rope"), CUDA)[0] == "sdpa"
+    assert choose_backend(make_case("rope"), CUDA)[0].name == "sdpa"
 
 
 @pytest.mark.parametrize("name", ["sdpa", "flex_flash"])
 def test_a_named_backend_that_is_wrong_is_refused_and_a_right_one_is_named(name, on_cuda):
     on_cuda(flex=None, **{"sdpa": has_no_gradient_of_keys, name: is_not_finite_in_one_row})
     with pytest.raises(ValueError, match=f"{name} .*output.* flex") as refused:
-        choose_backend(make_case("rope"), CUDA, name)
+        choose_backend(make_case("rope"), CUDA, name=name)
     assert "blocks" not in str(refused.value)
 
 
@@ -156,7 +162,7 @@ def test_without_a_right_backend_nothing_runs(on_cuda):
 RANK_1_WITHOUT_COMPILER = """
 import os
 import train_gpt
-from model.attention import cpu
+from model import cpu
 if os.environ["RANK"] == "1":
     cpu.load_library = lambda: (None, "it has no compiler")
 train_gpt.main()

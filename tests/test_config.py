@@ -5,16 +5,21 @@ import re
 
 import pytest
 import torch
-from commands import exit_code, refuses
+from commands import exit_code, fails, here, refuses
 from test_methods import NAMES
 
-from configs.command_line import read_config
+import train_gpt
 from configs.config import NOT_HASHED, Config, config_hash
 from configs.presets import PRESETS, preset
 from data.loader import micro_batch_size
 from errors import did_you_mean
+from model.gpt import GPT
+from model.methods import METHODS
 from optim.schedule import lr_factor
-from runtime.build import build_model
+from runtime.build import read_run
+from scripts import doctor
+from scripts.bench import __main__ as bench
+from scripts.sweep import __main__ as sweep
 
 FIELDS = [field.name for field in dataclasses.fields(Config)]
 DEFAULTS = vars(Config())
@@ -22,7 +27,7 @@ DEFAULTS = vars(Config())
 
 def build(config):
     with torch.device("meta"):
-        return build_model(config, torch.bfloat16)
+        return GPT(config, torch.bfloat16)
 
 
 @pytest.mark.parametrize("method", NAMES)
@@ -196,7 +201,7 @@ def test_a_bad_value_is_refused_in_one_line_that_names_the_field(value, field):
     ("quickstart --method rope --seed 3", "name", "quickstart-rope-s3"),
 ])
 def test_a_field_is_set_by_its_name(arguments, field, value):
-    result = getattr(read_config(arguments.split()), field)
+    result = getattr(read_run(arguments.split()), field)
     assert result == value and type(result) is type(value)
 
 
@@ -206,6 +211,8 @@ def test_a_field_is_set_by_its_name(arguments, field, value):
     ("quickstart --val-lengths=256", ["--val-lengths", "--val_lengths"]),
     ("quickstart --tags a -steps 4", ["-steps", "--steps"]),
     ("quickstart --method p_ropee", ["p_ropee", "p_rope"]),
+    ("quickstart --validate_as p_ropee", ["p_ropee", "p_rope"]),
+    ("quickstart --method_options tua 3", ["tua", "tau"]),
     ("quickstart --steps many", ["--steps"]),
     ("quickstart --steps", ["--steps"]),
     ("quickstart --steps 4 stray", ["stray"]),
@@ -217,8 +224,17 @@ def test_a_field_is_set_by_its_name(arguments, field, value):
 ])
 def test_a_bad_argument_is_refused_in_one_line_with_the_nearest_name(arguments, named, capsys):
     with refuses(*named):
-        build(read_config(arguments.split()))
+        read_run(arguments.split())
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("main, arguments", [
+    (lambda argv: here(train_gpt.main, *argv), ["quickstart"]), (doctor.main, ["quickstart"]),
+    (sweep.main, ["table_losses"]), (bench.main, ["step", "quickstart", "rope"]),
+])
+def test_a_misspelt_option_ends_every_command_before_it_starts(main, arguments, capsys):
+    options = "--data_dir /nowhere --method_options basse 64"
+    fails(capsys, "'basse'", main, *arguments, *options.split())
 
 
 @pytest.mark.parametrize("name, valid, otherwise, named", [
@@ -233,8 +249,8 @@ def test_near_names_are_suggested_for_an_unknown_name(name, valid, otherwise, na
 
 
 def test_help_lists_every_field_and_without_a_preset_the_presets(capsys):
-    assert exit_code(read_config, ["quickstart", "--help"]) == exit_code(read_config, ["--help"]) == 0
+    assert exit_code(read_run, ["quickstart", "--help"]) == exit_code(read_run, ["--help"]) == 0
     output = " ".join(capsys.readouterr().out.split())
-    assert all(name in output for name in (*PRESETS, *map("--{}".format, FIELDS)))
+    assert all(name in output for name in (*PRESETS, *METHODS, *map("--{}".format, FIELDS)))
     assert re.search(r"--keep\b[^(]*\(default: 2\)", output)
     assert re.search(r"--adam_betas\b[^(]*\(default: 0.9 0.95\)", output)

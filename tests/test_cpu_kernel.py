@@ -11,15 +11,16 @@ import sys
 
 import pytest
 import torch
-from attention_cases import LAYOUTS, GivenBias, assert_near, check, make_case, make_inputs
+from attention_cases import LAYOUTS, GivenBias, assert_near, attend, check, make_case, make_inputs
 from attention_cases import random as normal
 from commands import ROOT
 from test_loss import check_kernel
 
-from model.attention import attend, cpu
+from model import cpu
+from model.attention.cpu import make_tables
 from model.attention.reference import plain_attention
 from model.methods.alibi import ALiBi
-from model.methods.base import Method
+from model.methods.base import Method, Shape
 from model.methods.forgetting import Forgetting
 from model.methods.scale_invariant import ScaleInvariant
 from model.methods.sink import LearnedSink
@@ -30,22 +31,21 @@ pytestmark = pytest.mark.skipif(not COMPILER, reason="the kernels need a C++ com
 
 
 def extended(window=None, num_heads=2, learn_tau=True, sink=True):
-    shape = dict(num_heads=num_heads, head_dim=16, train_length=64)
-    mechanisms = [ScaleInvariant(**shape, learn_tau=learn_tau), GivenBias(**shape)]
-    mechanisms += [LearnedSink(**shape, sink_init=0.7)] * sink
-    mechanisms += [SlidingWindow(**shape, window=window)] if window else []
-    return Method("extended", **shape, mechanisms=mechanisms)
+    shape = Shape(num_heads, head_dim=16, train_length=64)
+    mechanisms = [ScaleInvariant(shape, learn_tau=learn_tau), GivenBias(shape)]
+    mechanisms += [LearnedSink(shape, sink_init=0.7)] * sink
+    mechanisms += [SlidingWindow(shape, window=window)] if window else []
+    return Method("extended", shape, mechanisms)
 
 
 def random_method(draw):
-    shape = dict(num_heads=draw.randint(1, 5), train_length=64)
-    shape |= dict(head_dim=draw.choice([1, 2, 3, 8, 16, 20, 33, 64, 65, 128]))
-    changes = [], [ALiBi(**shape)], [ScaleInvariant(**shape, learn_tau=draw.random() < 0.5)]
-    mechanisms = draw.choice(changes) + [GivenBias(**shape)] * draw.randint(0, 1)
-    mechanisms += [LearnedSink(**shape, sink_init=draw.uniform(-3, 3))] * draw.randint(0, 1)
+    shape = Shape(draw.randint(1, 5), draw.choice([1, 2, 3, 8, 16, 20, 33, 64, 65, 128]), train_length=64)
+    changes = [], [ALiBi(shape)], [ScaleInvariant(shape, learn_tau=draw.random() < 0.5)]
+    mechanisms = draw.choice(changes) + [GivenBias(shape)] * draw.randint(0, 1)
+    mechanisms += [LearnedSink(shape, sink_init=draw.uniform(-3, 3))] * draw.randint(0, 1)
     window = draw.choice([1, 2, 31, 64, draw.randint(1, 700)])
-    mechanisms += [SlidingWindow(**shape, window=window)] * draw.randint(0, 1)
-    return Method("random", **shape, mechanisms=mechanisms)
+    mechanisms += [SlidingWindow(shape, window=window)] * draw.randint(0, 1)
+    return Method("random", shape, mechanisms)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -78,10 +78,11 @@ def test_keys_that_no_query_sees():
     """The last tile of queries ends before the second tile of keys begins; a full tile would end after it."""
     method = make_case("scale_invariant")
     q, k, v, _ = make_inputs(method, 600)
-    gradients = [
-        torch.autograd.grad(attend(method, q[:, :, 250:510], k[:, :, :n], v[:, :, :n], q_offset=250).sum(), [k, v])
-        for n in (600, 510)
-    ]
+    gradients = []
+    for n in (600, 510):
+        tables = make_tables(method.score_change, 3, 16, n)
+        output, _ = cpu.forward_op(q[:, :, 250:510], k[:, :, :n], v[:, :, :n], tables, None, None, 250, n)
+        gradients.append(torch.autograd.grad(output.sum(), [k, v]))
     assert all(map(torch.equal, *gradients)) and gradients[0][0][:, :, 510:].abs().max() == 0
 
 
@@ -113,8 +114,8 @@ def test_sinks_of_any_size(logit):
 
 def test_the_gradients_of_biases_add_up():
     """Forgetting attention sums rounding errors over all keys. In exact arithmetic, the gradients of a row sum to 0."""
-    shape = dict(num_heads=2, head_dim=64, train_length=64)
-    method = Method("fox", **shape, mechanisms=[Forgetting(**shape)])
+    shape = Shape(num_heads=2, head_dim=64, train_length=64)
+    method = Method("fox", shape, [Forgetting(shape)])
     q, k, v, x = make_inputs(method, 1500, batch=1)
     weight = normal(1, 2, 1500, 64, seed=3)
     truth, ours = (
@@ -137,7 +138,8 @@ def test_values_that_are_not_finite_are_not_hidden(bad):
 def test_shapes_that_do_not_fit_are_refused(kv_heads, q_dim, k_dim, v_dim):
     q, k, v = (torch.zeros(1, 2, 9, 16) for _ in range(3))
     with pytest.raises(AssertionError):
-        cpu.run(q[..., :q_dim], k[:, :kv_heads, :, :k_dim], v[:, :kv_heads, :, :v_dim])
+        k, v = k[:, :kv_heads, :, :k_dim], v[:, :kv_heads, :, :v_dim]
+        cpu.attention(q[..., :q_dim], k, v, make_tables(None, 1, 16, 9), None, None, 9)
 
 
 def test_keys_outside_of_the_window_are_not_read():
@@ -169,7 +171,7 @@ def test_it_repeats_bit_for_bit():
 def test_the_operations_keep_torch_s_rules():
     method = make_case("learned")
     q, k, v, _ = make_inputs(method, 20)
-    tables = cpu.make_tables(method.score_change, 3, 16, 20).detach().requires_grad_()
+    tables = make_tables(method.score_change, 3, 16, 20).detach().requires_grad_()
     bias, sink = (normal(*shape, seed=4).float().requires_grad_() for shape in ((2, 3, 20), (3,)))
     for extras in ((None, None, 0, 20), (bias, sink, 0, 7)):
         torch.library.opcheck(cpu.forward_op, (q, k, v, tables, *extras))
@@ -187,11 +189,11 @@ def test_losses_of_random_rows_are_the_formula(seed, long, threads):
 
 RUN = """
 import torch
-from attention_cases import CPU, make_case
-from model.attention import choose_backend, cpu
-backend, why = choose_backend(make_case("nope"), CPU)
-q = torch.ones(1, 1, 4, 8)
-print(backend, torch.equal(cpu.run(q, q, q), q) if backend == "cpu" else why)
+from attention_cases import CPU, attend, make_case
+from model.attention.choose import choose_backend
+method, q = make_case("nope", 1, 8), torch.ones(1, 1, 4, 8)
+backend, why = choose_backend(method, CPU)
+print(backend.name, torch.equal(attend(method, q, q, q), q) if backend.name == "cpu" else why)
 """
 
 

@@ -2,13 +2,15 @@
 
 import pytest
 import torch
+from attention_cases import attend, make_case
 from test_gpt import make_random_gpt, random_tokens
 from test_methods import assert_near, assert_refused, random
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 
-from model.decoding import Decoder, attend_to_cache, greedy_decode
-from model.methods import MECHANISMS, METHODS, canonical_name
+from model.decoding import Decoder, greedy_decode
+from model.methods import MECHANISMS, METHODS
+from model.methods.names import canonical_name
 
 STEPS = 23
 
@@ -100,7 +102,7 @@ def test_scores_of_a_step_are_not_rounded_to_bfloat16():
     q, k, v = 5 * random(2, 6, 1, 16, seed=0), random(2, 6, 50, 16, seed=1), random(2, 6, 50, 16, seed=2)
     q, k = q.bfloat16(), k.bfloat16()
     expected = scaled_dot_product_attention(q.double(), k.double(), v)
-    assert_near(attend_to_cache(q, k, v.float(), q_offset=49), expected, 1e-5)
+    assert_near(attend(make_case("nope", 6, 16), q, k, v.float(), backend="blocks"), expected, 1e-5)
 
 
 def test_a_new_prompt_starts_afresh():

@@ -8,7 +8,7 @@ from commands import exit_code
 from test_bench import FIELDS as BENCH_FIELDS
 from torch.torch_version import TorchVersion
 
-from configs.command_line import read_config
+from runtime.build import read_run
 from scripts import doctor
 
 CPU = torch.device("cpu")
@@ -16,7 +16,7 @@ FIELDS = [*BENCH_FIELDS, *"--data_dir none --val_lengths 24 48 --val_tokens 48".
 
 
 def config(*fields):
-    return read_config(["quickstart", *FIELDS, *fields])
+    return read_run(["quickstart", *FIELDS, *fields])
 
 
 @pytest.mark.parametrize("major, ptxas, states", [

@@ -9,8 +9,8 @@ import torch
 from commands import exit_code, fails, python, read_json, refuses
 from test_decoding import CASES, full_logits, make_model
 from test_gpt import random_tokens
-from test_methods import assert_near, random
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from test_methods import assert_near
+from torch.nn.functional import cross_entropy
 
 pytest.importorskip("transformers", reason="exporting needs pip install -r requirements-extras.txt")
 
@@ -21,10 +21,8 @@ from transformers import AutoTokenizer
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from data.tokenizer import load_tokenizer
-from model.attention import make_plan
-from model.methods import make_method
 from scripts import export as command
-from scripts.hf.modeling_method_gpt import MethodGPTConfig, MethodGPTForCausalLM, attend_with_cache
+from scripts.hf.modeling_method_gpt import MethodGPTConfig, MethodGPTForCausalLM
 from scripts.hf.modules import ROOT
 from scripts.shared.runs import load_run, read_run
 
@@ -94,15 +92,6 @@ def test_generation_scales_to_the_length_that_is_asked_for():
     assert not torch.equal(near, far) and torch.equal(far[:, -1], likeliest(gpt, tokens, 500)[:, -1])
     assert torch.equal(near, generate(model, tokens, None, max_length=22))
     assert torch.equal(generate(model, tokens, None), generate(model, tokens, 20))  # transformers' own default
-
-
-def test_scores_of_a_new_token_are_not_rounded_to_bfloat16():
-    q, k = 5 * random(2, 6, 1, 16, seed=0).bfloat16(), random(2, 6, 50, 16, seed=1).bfloat16()
-    v = random(2, 6, 50, 16, seed=2)
-    method = make_method("nope", num_heads=6, head_dim=16, train_length=16)
-    plan = make_plan(method, 1, 50, q_offset=49, dtype=torch.bfloat16, backend="blocks")
-    output = attend_with_cache(method, q, k, v.float(), x=None, plan=plan, cache=None, layer=0)
-    assert_near(output, scaled_dot_product_attention(q.double(), k.double(), v), 1e-5)
 
 
 def test_learned_parameters_of_a_method_stay_exact_in_bfloat16(tmp_path):

@@ -5,16 +5,18 @@ tests/test_attention.py holds its values and gradients to the formula, without I
 
 import pytest
 import torch
-from attention_cases import CPU, CUDA, assert_near, make_case, make_inputs, random
+from attention_cases import CPU, CUDA, assert_near, attend, make_case, make_inputs, make_plan, random
 from torch.nn.attention.flex_attention import flex_attention
 from torch.testing import assert_close
 
-from model.attention import attend, flex, flex_compiled, make_plan
-from model.attention.base import Plan
+from model.attention import attend as attention
+from model.attention import flex, flex_compiled
 from model.attention.check import check_backend
 from model.attention.flex_compiled import causal_block_mask, mask_options
+from model.attention.plan import LayerPlan
 from model.attention.reference import plain_attention
 from model.gpt import norm
+from model.methods.base import Shape
 from model.methods.scale_invariant import ScaleInvariant
 
 NOTHING, PART, ALL = range(3)
@@ -87,7 +89,7 @@ def queries_see_their_first_tile(mask, queries, tile=16):
 @pytest.mark.parametrize("shape", TRAINING + OTHER)
 def test_the_kernel_options_are_true_of_the_mask(shape):
     queries, keys, q_offset, window = shape
-    options = mask_options(Plan("flex", 1, 16, queries, keys, q_offset, window=window))
+    options = mask_options(LayerPlan(None, 1, 16, queries, keys, window=window))
     mask = causal_block_mask(queries, keys, q_offset, "cpu", window=window)
     contiguous = are_consecutive(mask.kv_num_blocks, mask.kv_indices)
     contiguous &= are_consecutive(mask.full_kv_num_blocks, mask.full_kv_indices)
@@ -103,8 +105,8 @@ def test_the_kernel_options_are_true_of_the_mask(shape):
 @pytest.mark.parametrize("options", [{}, dict(tau=0.3), dict(tau_ratio=3.0)])
 def test_the_table_is_the_formula(options):
     """In float32, up to 64k tokens back: a (S - a) + 1 = a S + m, within a few roundings of a |S| + a^2."""
-    change, length = ScaleInvariant(3, 16, 64, **options), 65536
-    prepared = flex.prepare(change, Plan("flex", 3, 16, 256, length, length - 256))
+    change, length = ScaleInvariant(Shape(3, 16, 64), **options), 65536
+    prepared = flex.Flex().prepare(LayerPlan(None, 3, 16, 256, length), change)
     head, query, key = torch.arange(3).view(-1, 1, 1), torch.tensor([0, 255]).view(-1, 1), torch.arange(length)
     score = 11 * random(3, 2, length, seed=0).float()
     ours = prepared["score_mod"](score, 0, head, query, key)
@@ -115,7 +117,7 @@ def test_the_table_is_the_formula(options):
 
 @pytest.mark.parametrize("name", ["nope", "alibi", "learned", "by_head", "for_all_heads"])
 def test_other_score_changes_have_no_table(name):
-    prepared = flex.prepare(make_case(name).score_change, Plan("flex", 3, 16, 256, 256))
+    prepared = make_plan(make_case(name), 256, 256, backend="flex").prepared
     captured = [cell.cell_contents for cell in prepared["score_mod"].__closure__] if prepared["score_mod"] else []
     assert not any(isinstance(x, torch.Tensor) for x in captured) and "num_stages" not in prepared["kernel_options"]
 
@@ -128,7 +130,7 @@ def test_compiled_it_is_the_formula(name, queries):
     method = make_case(name)
     with torch.no_grad():
         q, k, v, _ = make_inputs(method, 129)
-        output = attend(method, q[:, :, -queries:], k, v, q_offset=129 - queries, backend="flex")
+        output = attend(method, q[:, :, -queries:], k, v, backend="flex")
         assert_near(output, plain_attention(method, q, k, v)[:, :, -queries:], 1e-5)
 
 
@@ -161,7 +163,7 @@ def test_gradients_on_a_cpu_are_refused(which):
     inputs[which].requires_grad_()
     with pytest.raises(ValueError, match="CPU"):
         attend(make_case("rope"), *inputs, backend="flex")
-    assert "UserError" in check_backend(flex, make_case("alibi"), CPU, torch.float32, [130]).problem
+    assert "UserError" in check_backend(flex.Flex(), make_case("alibi"), CPU, torch.float32, [130]).problem
 
 
 @pytest.mark.parametrize("switch", [
@@ -195,7 +197,7 @@ def error_when_compiled(attention_of_qkv):
 def test_inside_a_compiled_graph_it_is_the_formula():
     method = make_case("nope", 2)
     plan = make_plan(method, 130, 130, backend="flex")
-    assert error_when_compiled(lambda q, k, v: attend(method, q, k, v, plan=plan)) < 1e-5
+    assert error_when_compiled(lambda q, k, v: attention.attend(method, q, k, v, None, plan)) < 1e-5
 
 
 @pytest.mark.slow
@@ -213,7 +215,7 @@ def test_torch_s_cpu_kernel_still_misreads_inputs_of_its_graph():
 }.items())
 def test_a_logit_reads_no_more_tables_than_its_formula_needs(name, shapes):
     """One where m = 1 - a^2, a row a head only where heads differ; none begins within its memory."""
-    score_mod = flex.make_table_score_mod(make_case(name).score_change, Plan("flex_flash", 3, 16, 40, 40))
+    score_mod = flex.make_table_score_mod(make_case(name).score_change, LayerPlan(None, 3, 16, 40, 40))
     captured = [cell.cell_contents for cell in score_mod.__closure__] if score_mod else []
     tables = [x for x in captured if isinstance(x, torch.Tensor)]
     assert [tuple(x.shape) for x in tables] == shapes
@@ -225,7 +227,7 @@ def test_a_logit_reads_no_more_tables_than_its_formula_needs(name, shapes):
 def test_tiles_that_reach_past_the_last_query_and_key_stay_within_the_tables(name, queries, q_offset):
     """PyTorch raises IndexError for an index past the end. A kernel would read another tensor's memory."""
     change = make_case(name).score_change
-    score_mod = flex.make_table_score_mod(change, Plan("flex_flash", 3, 16, queries, q_offset + queries, q_offset))
+    score_mod = flex.make_table_score_mod(change, LayerPlan(None, 3, 16, queries, q_offset + queries))
     last_tile = torch.arange(queries // 256 * 256, queries // 256 * 256 + (256 if queries % 256 else 0)).view(-1, 1)
     last_tile = last_tile if len(last_tile) else torch.tensor([[queries - 1]])
     head, key = torch.arange(3).view(-1, 1, 1), torch.arange(0, q_offset + queries + 128, 7)
@@ -244,7 +246,7 @@ def flash_problem(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         monkeypatch.setattr(flex, "find_spec", lambda package: package in ("triton", *packages) or None)
-        return flex.FLASH.unsupported(make_case(name, head_dim=head_dim), device, dtype)
+        return flex.FlexFlash().unsupported(make_case(name, head_dim=head_dim), device, dtype)
 
     return problem
 

@@ -10,8 +10,9 @@ from commands import python
 
 pytest.importorskip("triton")
 
-from model.methods import MECHANISMS, mechanism_names  # noqa: E402
+from model.methods import MECHANISMS  # noqa: E402
 from model.methods.base import KeyBias, ScoreChange, Sink, Window  # noqa: E402
+from model.methods.names import mechanism_names  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +66,7 @@ from tests import flex_code
 cases, two_tables, models = json.loads(sys.argv[1])
 codes = [flex_code.compile_case(*case) for case in cases]
 # The first call chooses tables and two stages of the pipeline, the second call two tables.
-with mock.patch.object(flex, "one_function_is_enough", side_effect=itertools.cycle([True, False])):
+with mock.patch.object(flex, "m_follows_from_a", side_effect=itertools.cycle([True, False])):
     codes += [flex_code.compile_case(*case) for case in two_tables]
 print(json.dumps([[dataclasses.asdict(code) for code in kernels] for kernels in codes]))
 graphs = [flex_code.trace_model(*model) for model in models]

@@ -8,7 +8,7 @@ from commands import exit_code, fails, refuses
 from tiny_run import train_tiny_run
 
 from data.tokenizer import load_tokenizer
-from model.attention.base import MAX_LENGTH
+from model.attention.plan import MAX_LENGTH
 from model.decoding import greedy_decode, sample
 from scripts import generate
 from scripts.shared.runs import load_run

@@ -1,6 +1,8 @@
 """The model against a plain float64 form of it, its initial state, causality, and what length and precision change."""
 
+import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 import reference
@@ -11,7 +13,8 @@ from torch.testing import assert_close
 from configs.config import Config
 from configs.presets import PRESETS
 from measure.validation import uncompiled
-from model.gpt import GPT, relu_squared
+from model.activations import relu_squared
+from model.gpt import GPT
 from runtime.build import compile_model
 from runtime.processes import World
 
@@ -24,7 +27,7 @@ def make_gpt(name="scale_invariant_p_rope", seed=0, dtype=torch.float32, **shape
     torch.manual_seed(seed)
     shape = dict(vocab_size=VOCAB, num_layers=LAYERS, num_heads=HEADS, model_dim=DIM, train_length=TRAIN_LENGTH) | shape
     options = dict(segment_length=20) if name.startswith("infini") else {}
-    return GPT(**dict(method_options=options) | shape, method=name, dtype=dtype)
+    return GPT(SimpleNamespace(**dict(method_options=options, position_scale=1.0, method=name) | shape), dtype)
 
 
 def randomize(model):
@@ -98,8 +101,7 @@ def test_loss_and_all_gradients_equal_the_plain_form(name, length):
 def test_parameter_count(preset, matrices, numbers, name):
     config = PRESETS[preset]()
     with torch.device("meta"):
-        model = GPT(vocab_size=config.vocab_size, num_layers=config.num_layers, num_heads=config.num_heads,
-                    model_dim=config.model_dim, train_length=config.train_length, method=name)
+        model = GPT(dataclasses.replace(config, method=name))
     extra = numbers if name.startswith(("logn", "infini")) else 0  # one number a layer and head
     assert sum(p.numel() for p in model.parameters()) == matrices + extra
 

@@ -7,8 +7,7 @@ from attention_cases import CPU, assert_near, random
 from torch.profiler import profile
 from torch.testing import assert_close
 
-from model import loss
-from model.attention import cpu
+from model import cpu, loss
 from model.loss import loss_and_grads, mean_loss, plain_cross_entropy, token_losses
 
 PROBLEM = cpu.kernel_problem(CPU, torch.float32)

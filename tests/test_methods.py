@@ -1,18 +1,21 @@
 """The paper's methods against the float64 formulas of reference.py: values, gradients, names, options, refusals."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import reference
 import torch
-from attention_cases import assert_near, random
+from attention_cases import assert_near, attend, make_plan, random
 from torch.testing import assert_close
 
-from model.attention import attend, make_plan
+from model.attention import attend as attention
 from model.attention.reference import attention_logits
 from model.gpt import GPT
-from model.methods import MECHANISMS, METHODS, canonical_name, make_alternative, make_method
-from model.methods.base import ScoreChange
+from model.methods import MECHANISMS, METHODS
+from model.methods.base import ScoreChange, Shape
+from model.methods.make import make_alternative, make_method
+from model.methods.names import canonical_name
 
 TRAIN_LENGTH = 64
 
@@ -54,7 +57,7 @@ SHAPES = [  # batch, num_heads, head_dim, length, target_length: below, at and b
 
 
 def make(name, num_heads=6, head_dim=16, train_length=TRAIN_LENGTH, **options):
-    return make_method(name, num_heads=num_heads, head_dim=head_dim, train_length=train_length, **options)
+    return make_method(name, Shape(num_heads, head_dim, train_length), **options)
 
 
 def make_learned(name, num_heads, head_dim, options):
@@ -129,7 +132,7 @@ def test_late_queries_of_a_long_context_are_the_reference(name, backend):
     expected = reference.attention_logits(name, *exact[:2], train_length=TRAIN_LENGTH, q_offset=4050,
                                           learned=learned).softmax(dim=-1) @ v
     inputs = cast(exact, torch.float32)
-    output = attend(method, *inputs, q_offset=4050, backend=backend)
+    output = attend(method, *inputs, backend=backend)
     assert_same_function(output, [*inputs, *method.parameters()], expected, [*exact, learned], 2e-5)
 
 
@@ -156,11 +159,11 @@ def test_queries_of_any_position_alone_are_the_same_rows(name, options):
     q, k, v = cast(random_qkv(6, 16, 130), torch.float32)
     full = attend(method, q, k, v, target_length=130)
     assert torch.equal(attend(method, q, k, v), full)
-    last = attend(method, q[:, :, -37:], k, v, q_offset=93, target_length=130)
+    last = attend(method, q[:, :, -37:], k, v, target_length=130)
     assert_near(last, full[:, :, -37:], 1e-5)
     for i in [0, 1, 6, 7, 15, 16, 17, 37, 63, 64, 129]:  # around segments of 7, 16, 37 and TRAIN_LENGTH
         seen = slice(i + 1)
-        one = attend(method, q[:, :, i:i + 1], k[:, :, seen], v[:, :, seen], q_offset=i, target_length=130)
+        one = attend(method, q[:, :, i:i + 1], k[:, :, seen], v[:, :, seen], target_length=130)
         assert_near(one, full[:, :, i:i + 1], 1e-5)
 
 
@@ -177,7 +180,7 @@ def test_a_and_m_are_the_table_65535_tokens_back():
     q[1, ..., 0], k[1, ..., 0] = 4, 4  # S = 4 everywhere in the second of the batch, 0 in the first
     v = torch.zeros(65536, 16)
     v[65535 - distances, torch.arange(8)] = 1
-    output = attend(make("scale_invariant_nope", num_heads=1), q, k, v.expand(2, 1, -1, -1), q_offset=65535)
+    output = attend(make("scale_invariant_nope", num_heads=1), q, k, v.expand(2, 1, -1, -1))
     m, four_a_plus_m = (output[:, 0, 0, :8] / output[:, 0, 0, :1]).log() + torch.tensor([[0.0], [4.0]])
     a = (four_a_plus_m - m) / 4
     assert_close(torch.stack([a, m], dim=-1), torch.tensor(list(TABLE.values())), rtol=0, atol=7e-5)
@@ -211,8 +214,7 @@ def test_a_method_has_one_name_whatever_the_order_of_its_parts():
 
 
 class Own(ScoreChange):
-    def __init__(self, num_heads, head_dim, train_length, slope: float = 1.0, power: "float | None" = None,
-                 untyped=2.0, free=None):  # fmt: skip
+    def __init__(self, shape, slope: float = 1.0, power: "float | None" = None, untyped=2.0, free=None):
         super().__init__()
         self.slope, self.power, self.untyped, self.free = slope, power, untyped, free
 
@@ -232,9 +234,9 @@ def test_options_of_a_new_mechanism_have_the_types_of_its_constructor(monkeypatc
                                          ("logn_rope", "logn_ntk")])
 @pytest.mark.parametrize("length, same", [(TRAIN_LENGTH, True), (TRAIN_LENGTH // 2, True), (3 * TRAIN_LENGTH, False)])
 def test_an_alternative_is_the_other_method_with_these_weights(name, other, length, same):
-    shape = dict(num_heads=2, head_dim=16, train_length=TRAIN_LENGTH)
-    ours = make_method(name, **shape, base=500.0)
-    alternative = make_alternative(name, other, **shape, options=dict(base=500.0))
+    shape = Shape(2, 16, TRAIN_LENGTH)
+    ours = make_method(name, shape, base=500.0)
+    alternative = make_alternative(name, other, shape, dict(base=500.0))
     assert alternative.name == other
     q, k, v = cast(random_qkv(2, 16, length), torch.float32)
     # As in a validation: our method's parameters, their plan.
@@ -242,15 +244,16 @@ def test_an_alternative_is_the_other_method_with_these_weights(name, other, leng
     learned = next((p.double() for p in ours.parameters()), None)
     expected = reference.attend(other, q.double(), k.double(), v.double(), train_length=TRAIN_LENGTH, base=500.0,
                                 learned=learned)
-    output = attend(ours, q, k, v, plan=plan)
+    output = attention.attend(ours, q, k, v, None, plan)
     assert_near(output, expected, 1e-5)
     assert torch.equal(output, attend(ours, q, k, v)) == same
 
 
 def test_a_plan_moves_an_alternative_to_the_device_of_the_model():
-    model = GPT(vocab_size=9, num_layers=1, num_heads=2, model_dim=32, train_length=8, method="rope+kerple_log")
-    arguments = dict(num_heads=2, head_dim=16, train_length=8, options={})
-    alternative = make_alternative("rope+kerple_log", "yarn+kerple_log", **arguments)
+    config = SimpleNamespace(vocab_size=9, num_layers=1, num_heads=2, model_dim=32, train_length=8, position_scale=1.0,
+                             method="rope+kerple_log", method_options={})
+    model = GPT(config)
+    alternative = make_alternative("rope+kerple_log", "yarn+kerple_log", Shape.of(config), {})
     model.to("meta").plan(16, method=alternative)
     assert {parameter.device.type for parameter in alternative.parameters()} == {"meta"}
 
@@ -262,7 +265,7 @@ def test_a_plan_moves_an_alternative_to_the_device_of_the_model():
 ])
 def test_methods_that_train_differently_are_no_alternatives(name, other, options):
     with assert_refused(name, other):
-        make_alternative(name, other, num_heads=2, head_dim=16, train_length=TRAIN_LENGTH, options=options)
+        make_alternative(name, other, Shape(2, 16, TRAIN_LENGTH), options)
 
 
 # ---- ALiBi and LogN --------------------------------------------------------------------------------------------------

@@ -160,7 +160,7 @@ def test_teacher_forcing_and_greedy_agree_when_the_model_is_right(load):
 def test_weights_run_as_another_method_are_scored_beyond_the_training_length(run, tune, monkeypatch):
     """The other method is the run's own here, so the scores are the same."""
     _, model = load_run(run, torch.device("cpu"))
-    monkeypatch.setattr(needle, "build_alternatives", lambda config: {"again": model.blocks[0].attention.method})
+    monkeypatch.setattr(needle, "alternative_methods", lambda config: {"again": model.blocks[0].attention.method})
     measured, measure = [], needle.measure_accuracy
     monkeypatch.setattr(needle, "measure_accuracy", lambda *args: measured.append(args[2].length) or measure(*args))
     summary = tune()

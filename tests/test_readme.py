@@ -13,10 +13,9 @@ from commands import ROOT, python, read_json
 from test_train import arguments, make_data
 from torch.distributed.run import get_args_parser
 
-from configs.command_line import read_config
 from configs.config import Config
 from configs.presets import PRESETS
-from model import methods
+from runtime.build import read_run
 from scripts.reproduce.__main__ import all_items
 
 README = (ROOT / "README.md").read_text()
@@ -74,7 +73,7 @@ def test_commands_are_understood(line, capsys, monkeypatch):
         argv = ["-m"] * given.module + [given.training_script, *given.training_script_args]
     if argv[0] == "train_gpt.py":
         if "--help" not in argv:
-            read_config(argv[1:], "", methods)
+            read_run(argv[1:])
         return
     assert argv[0] == "-m"
     options = {word for word in argv if word.startswith("--")}
@@ -98,7 +97,7 @@ def test_shell_scripts_of_the_pages_are_understood():
         subprocess.run(["bash", "-n", "-c", script], check=True)
         (argv,) = re.findall(r"torch\.distributed\.run (.*?)(?: &)?$", script.replace("\\\n", ""), re.MULTILINE)
         given = get_args_parser().parse_args(shlex.split(argv))
-        read_config(given.training_script_args, "", methods)
+        read_run(given.training_script_args)
         assert given.training_script == "train_gpt.py"
 
 

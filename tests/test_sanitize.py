@@ -1,7 +1,7 @@
 """The C++ kernels with the compiler's sanitizers in them, which end the process at the first fault.
 
 `address` finds memory that belongs to others, `undefined` what C++ does not define. The kernels are compiled anew with
-the flags of model/attention/cpu/library.py and these, and run the random calls of test_cpu_kernel.py.
+the flags of model/cpu/library.py and these, and run the random calls of test_cpu_kernel.py.
 """
 
 import os
@@ -14,7 +14,7 @@ import pytest
 import torch
 from commands import ROOT
 
-from model.attention import cpu
+from model import cpu
 
 FLAGS = {
     "address": "-fsanitize=address",
@@ -25,13 +25,13 @@ RUNTIMES = dict(address="libasan.so", undefined="libubsan.so")
 COMPILER = """#!/bin/sh
 unset LD_PRELOAD
 case "$*" in
-*cpu_loss.cpp*) exec g++ "$@" {flags} ;;
+*cpu/loss.cpp*) exec g++ "$@" {flags} ;;
 *) exec g++ "$@" ;;
 esac
 """
 RUN = """
 import sys, pytest
-from model.attention.cpu.library import load_library
+from model.cpu.library import load_library
 assert load_library()[0] is not None, load_library()[1]
 sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "--capture=sys", "-m", "not slow", *sys.argv[1:]]))
 """
@@ -84,7 +84,7 @@ def test_a_planted_fault_is_found(fault, tmp_path, long):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     for path in (*ROOT.glob("*.py"), ROOT / "pyproject.toml"):
         shutil.copy(path, tmp_path)
-    source = tmp_path / "model" / "attention" / "cpu" / "cpu.cpp"
+    source = tmp_path / "model" / "cpu" / "attention.cpp"
     text = source.read_text()
     assert text.count(good) == 1
     source.write_text(text.replace(good, bad))

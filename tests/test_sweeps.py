@@ -11,8 +11,9 @@ from commands import ROOT
 from configs.command_line import read_config
 from configs.config import config_hash
 from configs.runs import Run
-from configs.sweeps import MAIN_METHODS, PAPER_SWEEPS, SCALES
-from model.methods import check_options
+from configs.sweeps import MAIN_METHODS, PAPER_SWEEPS, SCALES, TAU
+from model.methods import scale_invariant
+from model.methods.options import check_options
 from scripts.reproduce.tables import paper_targets
 from scripts.shared import sweeps
 from scripts.shared.sweeps import all_sweeps, sweep
@@ -22,6 +23,10 @@ from scripts.shared.sweeps import all_sweeps, sweep
 def test_arguments_of_every_run_give_its_config_back(scale):
     for run in sweep("all", scale, seeds=[1], changes=dict(tags=("a", "b"), val_lengths=(64, 256))):
         assert read_config(run.arguments) == run.config
+
+
+def test_the_default_of_the_sweeps_is_the_method_s():
+    assert TAU == scale_invariant.TAU
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ import train_gpt
 from configs.command_line import read_config
 from data.shard_writer import ShardWriter
 from data.shards import open_split
-from runtime.build import build_model
+from model.gpt import GPT
 from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from runtime.metrics import read_metrics
 from runtime.run import Run
@@ -148,7 +148,7 @@ def assert_close_run(folder, reference, tolerance=1e-4):
 @torch.no_grad()
 def plain_losses(folder, data, length, num_tokens):
     """Return the losses of the last checkpoint from the logits, one sequence at a time: (sequences, length)."""
-    model = build_model(read_config(arguments(data, folder.parent)), torch.float32)
+    model = GPT(read_config(arguments(data, folder.parent)), torch.float32)
     model.load_state_dict(newest_state(folder)["model"])
     tokens = torch.from_numpy(validation_tokens(data).astype(np.int64))
     losses = []
@@ -394,7 +394,7 @@ def test_a_folder_of_another_run_is_refused_and_left_alone(data, copied, tmp_pat
 def test_a_run_from_another_one_begins_with_its_weights_on_the_tokens_after_it(data, finished, tmp_path, method):
     more = f"--init_from {finished} --method {method} --steps 6 --cooldown_steps 0 --val_every 0 --save_every 3"
     folder = train_here(data, tmp_path, more)
-    model = build_model(read_config(arguments(data, tmp_path, f"--method {method}")), torch.float32)
+    model = GPT(read_config(arguments(data, tmp_path, f"--method {method}")), torch.float32)
     model.load_state_dict(newest_state(finished)["model"], strict=False)
     stream = open_split(data, "train", 64)
     tokens = torch.from_numpy(stream.read(20 * 128, 129, 64).astype(np.int64))  # after the 20 steps of the source

@@ -4,13 +4,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from model.attention.base import Plan
-from model.methods.base import LONGEST_COMPILED, Method, ScoreChange, upcast
+from model.attention.backend import EXTRAS, Backend
+from model.query_blocks import QUERY_BLOCK, in_query_blocks
+from model.tensors import upcast
 
-QUERY_BLOCK = 128  # queries a block; the fastest of 64, 128 and 256 on a CPU
-ERROR_FACTOR = 3.0  # of the limits in check.py: scores are rounded to the dtype, unlike in a fused kernel
 RECOMPUTE_LENGTH = 4096  # from this many keys on, the backward pass recomputes the probabilities
 
 
@@ -23,74 +21,81 @@ class Bands(NamedTuple):
 
     scale: Tensor | float  # a_t, (1 or H, block, Tk) or a number
     bias: Tensor  # m_t, (1 or H, block, Tk)
-    window: int | None = None
-    skip_first: bool = False  # True if a_t and m_t do not apply to key 0
+
+    def of_block(self, rows: int, columns: int) -> tuple[Tensor | float, Tensor]:
+        """Return the last rows and columns of both."""
+        scale = self.scale
+        if isinstance(scale, Tensor):
+            scale = scale[:, -rows:, -columns:]
+        return scale, self.bias[:, -rows:, -columns:]
 
 
-def unsupported(method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
-    return None
+class Blocks(Backend):
+    name = "blocks"
+    supported = tuple(EXTRAS)
+    error_factor = 3.0  # scores are rounded to the dtype, unlike in a fused kernel
+
+    def prepare(self, plan, score_change):
+        # 1. The distance from each query of the last block to each key.
+        block = min(QUERY_BLOCK, plan.query_length)
+        rows = torch.arange(block, device=plan.device).unsqueeze(-1)
+        keys_after = torch.arange(plan.key_length - 1, -1, -1, device=plan.device)
+        distance = rows - (block - 1) + keys_after  # (block, Tk)
+
+        # 2. a_t and m_t there.
+        scale, bias = 1.0, torch.zeros(1, 1, 1, dtype=torch.float64, device=plan.device)
+        if score_change is not None:
+            head = torch.arange(plan.num_heads, device=plan.device).view(-1, 1, 1)
+            scale, bias = score_change.coefficients(distance.clamp(min=0).double(), head)
+        if isinstance(scale, Tensor):
+            heads = scale.shape[0] if scale.dim() == 3 else 1
+            scale = scale.float().expand(heads, *distance.shape)
+
+        # 3. Keys that are hidden.
+        hidden = distance < 0
+        if plan.window is not None:
+            hidden = hidden | (distance >= plan.window)
+        bias = torch.where(hidden, -torch.inf, bias).float()
+        return Bands(scale, bias if bias.dim() == 3 else bias.unsqueeze(0))
+
+    def run(self, q, k, v, plan, *, score_change=None, key_bias=None, sink=None):
+        bands, window = self.constants(plan, score_change), plan.window
+        skip_first = score_change is not None and score_change.skip_first
+        earlier = k.shape[2] - q.shape[2]  # keys before the first query
+        if q.shape[2] == 1:  # a decoded token comes alone, so its scores may be float32
+            q, k = upcast(q), upcast(k)
+
+        def attend_block(queries, start, stop):
+            first = 0 if window is None else max(0, earlier + start - window + 1)
+            seen = slice(first, earlier + stop)
+            scale, bias = bands.of_block(stop - start, earlier + stop - first)
+            if skip_first and first == 0:
+                distance = torch.arange(earlier + start, earlier + stop, device=q.device).unsqueeze(-1)
+                scale, bias = without_first_key(scale, bias, distance, window)
+            seen_bias = None if key_bias is None else key_bias[:, :, None, seen]
+            return softmax_attention(queries, k[:, :, seen], v[:, :, seen], scale, bias, seen_bias, sink)
+
+        return in_query_blocks(attend_block, q * q.shape[-1] ** -0.5, recompute=k.shape[2] >= RECOMPUTE_LENGTH)
 
 
-def prepare(score_change: ScoreChange | None, plan: Plan, earlier: Bands | None = None) -> Bands:
-    block = min(QUERY_BLOCK, plan.query_length)
-    rows = torch.arange(block, device=plan.device).unsqueeze(-1)  # (block, 1)
-    distance = rows - (block - 1) + torch.arange(plan.key_length - 1, -1, -1, device=plan.device)  # (block, Tk)
-    scale, bias = 1.0, torch.zeros(1, 1, 1, dtype=torch.float64, device=plan.device)
-    if score_change is not None:
-        head = torch.arange(plan.num_heads, device=plan.device).view(-1, 1, 1)  # (H, 1, 1)
-        scale, bias = score_change.coefficients(distance.clamp(min=0).double(), head)
-    if isinstance(scale, Tensor):
-        scale = scale.float().expand(scale.shape[0] if scale.dim() == 3 else 1, *distance.shape)
-    hidden = distance < 0 if plan.window is None else (distance < 0) | (distance >= plan.window)
-    bias = torch.where(hidden, -torch.inf, bias).float()
-    skip_first = score_change is not None and score_change.skip_first
-    return Bands(scale, bias if bias.dim() == 3 else bias.unsqueeze(0), plan.window, skip_first)
+def without_first_key(
+    scale: Tensor | float, bias: Tensor, distance: Tensor, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """Return a_t and m_t with 1 and 0 for the first key. distance (block, 1): from each query back to this key."""
+    is_first = torch.arange(bias.shape[-1], device=bias.device) == 0
+    visible = is_first if window is None else is_first & (distance < window)
+    return torch.where(is_first, 1.0, scale), torch.where(visible, 0.0, bias)
 
 
-def run(
-    q: Tensor, k: Tensor, v: Tensor, *,
-    q_offset: int = 0, prepared: Bands | None = None, key_bias: Tensor | None = None, sink: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    in_blocks = uncompiled if q.shape[2] > LONGEST_COMPILED else run_in_blocks
-    return in_blocks(q, k, v, q_offset, prepared, key_bias, sink)
-
-
-def run_in_blocks(
-    q: Tensor, k: Tensor, v: Tensor, q_offset: int, prepared: Bands | None, key_bias: Tensor | None, sink: Tensor | None
+def softmax_attention(
+    q: Tensor,  # (B, H, block, D), divided by sqrt(D)
+    k: Tensor,  # (B, H, keys, D)
+    v: Tensor,  # (B, H, keys, D)
+    scale: Tensor | float,  # (1 or H, block, keys)
+    bias: Tensor,  # (1 or H, block, keys)
+    key_bias: Tensor | None,  # (B, H, 1, keys)
+    sink: Tensor | None,  # (H,)
 ) -> Tensor:
-    Tq = q.shape[2]
-    plan = Plan("blocks", 1, q.shape[3], Tq, q_offset + Tq, device=q.device)
-    scale_band, bias_band, window, skip_first = prepared or prepare(None, plan)
-    block = bias_band.shape[1]
-    recompute = torch.is_grad_enabled() and k.shape[2] >= RECOMPUTE_LENGTH
-    q = q * q.shape[-1] ** -0.5
-    outputs = []
-    for start in range(0, Tq, block):
-        stop = min(start + block, Tq)
-        end = q_offset + stop  # the block's last query sees the keys before this one
-        first = 0 if window is None else max(0, q_offset + start - window + 1)
-        columns = slice(bias_band.shape[2] - (end - first), None)
-        band = (slice(None), slice(block - (stop - start), None), columns)  # the last rows and columns (see Bands)
-        scale = scale_band[band] if isinstance(scale_band, Tensor) else scale_band
-        bias = bias_band[band]
-        if skip_first and first == 0:
-            keys, rows = torch.arange(end, device=q.device), torch.arange(q_offset + start, end, device=q.device)
-            unchanged = (keys == 0) & (True if window is None else rows.unsqueeze(-1) < window)
-            scale, bias = torch.where(keys == 0, 1.0, scale), torch.where(unchanged, 0.0, bias)
-        block_bias = None if key_bias is None else key_bias[:, :, None, first:end]
-        vectors = q[:, :, start:stop], k[:, :, first:end], v[:, :, first:end]
-        arguments = (*vectors, scale, bias, block_bias, sink)
-        outputs.append(
-            checkpoint(attend_block, *arguments, use_reentrant=False) if recompute else attend_block(*arguments)
-        )
-    return torch.cat(outputs, dim=2)
-
-
-uncompiled = torch.compiler.disable(run_in_blocks)
-
-
-def attend_block(q, k, v, scale, bias, key_bias, sink):
-    # q (B, H, block, D); k, v (B, H, keys, D); scale, bias (1 or H, block, keys); key_bias (B, H, 1, keys); sink (H,)
     scores = upcast(q @ k.mT)
     logits = torch.addcmul(bias, scale, scores) if isinstance(scale, Tensor) else scale * scores + bias
     if key_bias is not None:

@@ -1,9 +1,10 @@
 """The one check of a kernel: its numbers against the formula in float64.
 
-A kernel's error may be LIMIT times the error of the plain formula in the same dtype. It is taken twice, by the norm of
-the whole tensor and by the worst row: a wrong tile hides in the norm of a long sequence, but not in its rows.
+A kernel's error may be LIMIT times the error of the plain formula in the same dtype. The error is measured twice: by
+the norm of the whole tensor, and by the worst row. A wrong tile hides in the norm of a long sequence, but not in a row.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -12,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention.base import Plan, Tensors, extra_logits, learned_parameters
+from model.attention.attend import attend
+from model.attention.backend import Backend
+from model.attention.plan import plan_layer
 from model.attention.reference import attention_logits, plain_attention, probabilities
 from model.methods.base import KeyBias, Method, Sink, Window
 
@@ -22,6 +25,7 @@ LEAST = 1e-5  # an error of this size is always allowed: float32's own, over a l
 # Whole tiles; a last tile that is not whole; and few queries. Kernels compile different code for each.
 LENGTHS = (1024, 1000, 100)
 BATCH = 2
+Tensors = dict[str, Tensor]  # by name
 
 
 class Checked(NamedTuple):
@@ -39,12 +43,13 @@ def worst_error(
     whole rows, so a rounded output shows in them, and the plain formula's own error varies. factor: multiplies all
     limits. `NAME by row` is the error of the worst row.
     """
-    errors, plain_errors, shares = relative_errors(tensors, exact), relative_errors(plain, exact), {}
+    errors, plain_errors = relative_errors(tensors, exact), relative_errors(plain, exact)
+    shares = {}
     for name, error in errors.items():
         is_sum = exact[name.removesuffix(" by row")].dim() < 4
         limit = ROW_LIMIT if name.endswith(" by row") else LIMIT
-        limit = factor * max(limit * plain_errors[name], LEAST, 4 * rounding * is_sum)
-        shares[name] = math.inf if math.isnan(error) else error / limit
+        allowed = max(limit * plain_errors[name], LEAST, 4 * rounding * is_sum)
+        shares[name] = math.inf if math.isnan(error) else error / (factor * allowed)
     return max(shares.items(), key=lambda item: item[1])
 
 
@@ -54,20 +59,18 @@ def relative_errors(tensors: Tensors, exact: Tensors) -> dict[str, float]:
         difference = tensors[name].double() - y
         errors[name] = (difference.norm() / y.norm()).item()
         if y.dim() > 1:  # the worst row, as a share of the root mean square of all rows
-            rows, mean_row = difference.norm(dim=-1), y.norm() / (y.numel() / y.shape[-1]) ** 0.5
-            errors[f"{name} by row"] = (rows.max() / mean_row).item()
+            worst_row = difference.norm(dim=-1).max()
+            mean_row = y.norm() / (y.numel() / y.shape[-1]) ** 0.5
+            errors[f"{name} by row"] = (worst_row / mean_row).item()
     return errors
 
 
 @torch.inference_mode(False)
 @torch.enable_grad()
 def check_backend(
-    backend, method: Method, device: torch.device, dtype: torch.dtype, lengths: Sequence[int] = LENGTHS
+    backend: Backend, method: Method, device: torch.device, dtype: torch.dtype, lengths: Sequence[int] = LENGTHS
 ) -> Checked:
-    """Compare a backend with the formula in float64 on random inputs, forward and backward.
-
-    backend: see model/attention/__init__.py.
-    """
+    """Compare a backend with the formula in float64 on random inputs, forward and backward."""
     largest = 0.0
     for length in lengths:
         try:
@@ -81,16 +84,16 @@ def check_backend(
     return Checked(None, f"error {largest:.2g} of the limit, checked at {' and '.join(map(str, lengths))} tokens")
 
 
-def compare(backend, method: Method, length: int, device: torch.device, dtype: torch.dtype) -> tuple[str, float]:
+def compare(
+    backend: Backend, method: Method, length: int, device: torch.device, dtype: torch.dtype
+) -> tuple[str, float]:
     """Return worst_error of a backend's output and gradients."""
     inputs, dout = random_inputs(method, length, device, dtype)
-    learned = learned_parameters(method.score_change)
-    if method.sink is not None:
-        learned["sink"] = method.sink.logit
-    tensors = output_and_gradients(on_backend(backend, method, length, dtype), inputs, dout, learned)
+    learned = dict(method.named_parameters())
+    by_backend = output_and_gradients(on_backend(backend, method, length, dtype), inputs, dout, learned)
     exact = output_and_gradients(formula(method), [x.double() for x in inputs], dout.double(), learned)
     plain = output_and_gradients(rounded_formula(method), inputs, dout, learned)
-    return worst_error(tensors, exact, plain, torch.finfo(dtype).eps, getattr(backend, "ERROR_FACTOR", 1.0))
+    return worst_error(by_backend, exact, plain, torch.finfo(dtype).eps, backend.error_factor)
 
 
 class GivenBias(KeyBias):
@@ -108,16 +111,21 @@ def only_changes(method: Method, length: int, device: torch.device) -> Method:
 
     Its key biases and sinks leave no tile without weight in the result, and its window hides some keys at this length.
     """
-    mechanisms = [] if method.score_change is None else [method.score_change]
+    mechanisms = []
+    if method.score_change is not None:
+        mechanisms.append(method.score_change)
     if method.key_bias is not None:
         mechanisms.append(GivenBias())
     if method.window is not None:
-        mechanisms.append(Window())
-        mechanisms[-1].window = min(method.window.window, length // 2)
+        window = Window()
+        window.window = min(method.window.window, length // 2)
+        mechanisms.append(window)
     if method.sink is not None:
-        mechanisms.append(Sink())
-        mechanisms[-1].logit = nn.Parameter(torch.linspace(-1, 1, method.num_heads, device=device))
-    return Method(method.name, method.num_heads, method.vector_dim, method.train_length, mechanisms)
+        sink = Sink()
+        sink.logit = nn.Parameter(torch.linspace(-1, 1, method.num_heads, device=device))
+        mechanisms.append(sink)
+    shape = dataclasses.replace(method.shape, head_dim=method.vector_dim)
+    return Method(method.name, shape, mechanisms)
 
 
 def random_inputs(
@@ -128,40 +136,40 @@ def random_inputs(
     q and k are normalised (B, T, H, D), v is a part of one tensor (B, T, 3, H, D), and the key biases are float32.
     """
     generator = torch.Generator(device).manual_seed(0)
-    shape = batch, length, 3, method.num_heads, method.head_dim
-    q, k, v = torch.randn(shape, device=device, generator=generator).to(dtype).unbind(2)
-    q, k = (F.rms_norm(x, x.shape[-1:]) for x in (q, k))
-    dout = torch.randn(q.shape, device=device, generator=generator).to(dtype)
-    inputs = [x.transpose(1, 2) for x in (q, k, v)]
+
+    def draw(*shape):
+        return torch.randn(shape, device=device, generator=generator)
+
+    q, k, v = draw(batch, length, 3, method.num_heads, method.head_dim).to(dtype).unbind(2)
+    q, k = F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:])
+    dout = draw(*q.shape).to(dtype)
+    inputs = [q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)]
     if method.key_bias is not None:
-        inputs.append(torch.randn(batch, method.num_heads, length, device=device, generator=generator))
+        inputs.append(draw(batch, method.num_heads, length))
     return inputs, dout.transpose(1, 2)
 
 
 def output_and_gradients(
-    attend: Callable[..., Tensor], inputs: Sequence[Tensor], dout: Tensor, learned: Tensors | None = None
+    function: Callable[..., Tensor], inputs: Sequence[Tensor], dout: Tensor, learned: Tensors
 ) -> Tensors:
-    """Return attend(*inputs), and the gradients of inputs (q, k, v, perhaps key biases) and of learned parameters."""
-    inputs, learned = [x.detach().requires_grad_() for x in inputs], learned or {}
-    output = attend(*inputs)
-    gradients = torch.autograd.grad(output, [*inputs, *learned.values()], dout)
-    names = [*("dq", "dk", "dv", "dkey_bias")[: len(inputs)], *(f"d{name}" for name in learned)]
-    return dict(zip(["output", *names], [output.detach(), *gradients], strict=True))
+    """Return the output, and the gradients of inputs (q, k, v, perhaps key biases) and of learned parameters."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    output = function(*inputs)
+    leaves = [*inputs, *learned.values()]
+    names = ["q", "k", "v", "key_bias"][: len(inputs)] + list(learned)
+    gradients = torch.autograd.grad(output, leaves, dout)
+    tensors = {f"d{name}": gradient for name, gradient in zip(names, gradients, strict=True)}
+    return {"output": output.detach()} | tensors
 
 
-def on_backend(backend, method: Method, length: int, dtype: torch.dtype) -> Callable[..., Tensor]:
-    """Return attention by a backend, without the rotation of q and k and without the choice of a backend."""
-    window = None if method.window is None else method.window.window
+def on_backend(backend: Backend, method: Method, length: int, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """Return attention by a backend, for a result of only_changes."""
 
-    def attend(q, k, v, key_bias=None):
-        plan = Plan("", method.num_heads, method.head_dim, length, length, device=q.device, dtype=dtype, window=window)
-        is_learned = bool(learned_parameters(method.score_change))
-        prepared = backend.prepare(None if is_learned else method.score_change, plan)
-        if is_learned:
-            prepared = backend.prepare(method.score_change, plan, prepared)
-        return backend.run(q, k, v, prepared=prepared, **extra_logits(method, key_bias))
+    def attention(q, k, v, key_bias=None):
+        plan = plan_layer(method, backend, length, length, device=q.device, dtype=dtype)
+        return attend(method, q, k, v, key_bias, plan)
 
-    return attend
+    return attention
 
 
 def formula(method: Method) -> Callable[..., Tensor]:

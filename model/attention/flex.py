@@ -5,21 +5,22 @@ does not use the hardware's approximate logarithm and root. Without the table, l
 kernel's instructions (results/speed/flex_code.md). All other a_t and m_t are evaluated at each logit. On a CPU `flex`
 has no gradients. `flex` is always compiled, because its eager form computes all pairs of queries and keys.
 
-`flex_flash` (FLASH) runs the kernels of FlashAttention-4 (package flash-attn-4) on Hopper and Blackwell. It reads a_t
+`flex_flash` runs the kernels of FlashAttention-4 (package flash-attn-4) on Hopper and Blackwell. It reads a_t
 and m_t from tables only. It sums dq over blocks of keys in no fixed order, so its backward pass is not deterministic.
 """
 
 import math
 from collections.abc import Callable
 from importlib.util import find_spec
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 from errors import UserError
-from model.attention.base import Plan, learned_parameters, score_functions, unsupported_extras
-from model.methods.base import Method, ScoreChange, upcast
+from model.attention.backend import Backend, score_functions
+from model.attention.plan import LayerPlan
+from model.methods.base import ScoreChange
+from model.tensors import upcast
 
 FLASH_QUERY_BLOCK = {9: 128, 10: 256, 11: 256}  # by compute capability: queries in a tile and in a block of the mask
 LARGEST_QUERY_TILE = 256
@@ -27,39 +28,61 @@ FLASH_DTYPES = (torch.float16, torch.bfloat16)
 FLASH_HEAD_DIMS = range(16, 129, 8)  # up to 128, a tile has as many keys as a block of the mask
 
 
-def unsupported(method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
-    if method.replacement is not None:
-        return f"FlexAttention computes only a softmax over changed scores, which {method.name} is not"
-    if device.type == "cuda" and not find_spec("triton"):
-        return "it is compiled by Triton, which is not installed"
-    sink = ("sink",) if device.type != "cpu" else ()  # on a CPU, PyTorch gives no log-sum-exp
-    return unsupported_extras(method, ("key_bias", "window", "skip_first", *sink))
+class Flex(Backend):
+    name = "flex"
+    supported = ("key_bias", "window", "sink", "skip_first")
 
+    def unsupported(self, method, device, dtype):
+        if method.replacement is not None:
+            return f"FlexAttention computes only a softmax over changed scores, which {method.name} is not"
+        if device.type == "cuda" and not find_spec("triton"):
+            return "it is compiled by Triton, which is not installed"
+        if device.type == "cpu" and method.sink:
+            return "it has no sinks on a CPU, where PyTorch gives no log-sum-exp"
+        return super().unsupported(method, device, dtype)
 
-def prepare(score_change: ScoreChange | None, plan: Plan, earlier: dict | None = None) -> dict:
-    """Return flex_attention's score_mod, block_mask and kernel_options. earlier: a result with the same mask."""
-    from model.attention.flex_compiled import causal_block_mask, mask_options
+    def prepare(self, plan, score_change):
+        """Return flex_attention's score_mod, block_mask and kernel_options."""
+        from model.attention.flex_compiled import causal_block_mask, mask_options
 
-    if earlier:
-        block_mask = earlier["block_mask"]
-    else:
         shape = plan.query_length, plan.key_length, plan.q_offset
         block_mask = causal_block_mask(*shape, plan.device, window=plan.window)
-    kernel_options, make_function = mask_options(plan), make_score_mod
-    constant = score_change is not None and not learned_parameters(score_change)
-    if constant and one_function_is_enough(*function_tables(score_change, plan)):
-        make_function = make_table_score_mod
-        # Each stage of the pipeline holds its part of the table in shared memory. Three stages leave 3 KB free on an
-        # A100 and 2 KB on an H100, so key biases might not fit. By estimate, a load ends within an iteration.
-        kernel_options["num_stages"] = 2
-    score_mod = make_function(score_change, plan)
-    if score_change is not None and score_change.skip_first:
-        score_mod = without_first_key(score_mod)
-    return dict(score_mod=score_mod, block_mask=block_mask, kernel_options=kernel_options)
+        kernel_options, make_function = mask_options(plan), make_score_mod
+        if score_change is not None and m_follows_from_a(*function_tables(score_change, plan)):
+            make_function = make_table_score_mod
+            # Each stage of the pipeline holds its part of the table in shared memory. Three stages leave 3 KB free on
+            # an A100 and 2 KB on an H100, so key biases might not fit. By estimate, a load ends within an iteration.
+            kernel_options["num_stages"] = 2
+        score_mod = without_first_key(make_function(score_change, plan), score_change)
+        return dict(score_mod=score_mod, block_mask=block_mask, kernel_options=kernel_options)
+
+    def run(self, q, k, v, plan, *, score_change=None, key_bias=None, sink=None):
+        from model.attention.flex_compiled import flex_attention, run_alone
+
+        refuse_gradients_on_cpu(q, k, v, key_bias, sink)
+        prepared = plan.prepared
+        if score_change is not None and score_change.is_learned:
+            score_mod = without_first_key(make_score_mod(score_change, plan), score_change)
+            prepared = prepared | dict(score_mod=score_mod)
+        prepared = add_extras(prepared, key_bias, sink)
+        if torch.compiler.is_compiling() and q.device.type != "cpu":  # the whole model is being compiled
+            output = flex_attention(q, k, v, **prepared)
+        else:
+            output = run_alone(q, k, v, prepared)
+        return output if sink is None else add_sink(*output, sink)
 
 
-def without_first_key(score_mod: Callable) -> Callable:
-    """Return a score_mod that does not change the scores of the first key."""
+def refuse_gradients_on_cpu(*tensors: Tensor | None):
+    """Raise UserError if a gradient of these tensors would be computed on a CPU."""
+    on_cpu = [x for x in tensors if x is not None and x.device.type == "cpu"]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in on_cpu):
+        raise UserError("FlexAttention has no backward pass on a CPU. Use --attention_backend auto or blocks.")
+
+
+def without_first_key(score_mod: Callable | None, score_change: ScoreChange | None) -> Callable | None:
+    """Return the score_mod. If the score change skips the first key, the result does not change its scores."""
+    if score_change is None or not score_change.skip_first:
+        return score_mod
 
     def skipping(score, batch, head, q_index, kv_index):
         return torch.where(kv_index == 0, score, score_mod(score, batch, head, q_index, kv_index))
@@ -67,7 +90,7 @@ def without_first_key(score_mod: Callable) -> Callable:
     return skipping
 
 
-def function_tables(score_change: ScoreChange, plan: Plan) -> Tensor:
+def function_tables(score_change: ScoreChange, plan: LayerPlan) -> Tensor:
     """Return a_t and m_t at all distances that a kernel can read, (2, 1 or H, T) float64 on the CPU.
 
     The last tile of queries may reach past the last query. A load of a masked lane is not always masked
@@ -77,7 +100,7 @@ def function_tables(score_change: ScoreChange, plan: Plan) -> Tensor:
     return score_functions(score_change, plan.num_heads, torch.arange(plan.q_offset + queries, device="cpu").double())
 
 
-def make_score_mod(score_change: ScoreChange | None, plan: Plan) -> Callable | None:
+def make_score_mod(score_change: ScoreChange | None, plan: LayerPlan) -> Callable | None:
     """Return a score_mod that computes a_t S + m_t, or None if the scores stay S."""
     if score_change is None:
         return None
@@ -91,23 +114,6 @@ def make_score_mod(score_change: ScoreChange | None, plan: Plan) -> Callable | N
         return scale * score + bias
 
     return score_mod
-
-
-def run(
-    q: Tensor, k: Tensor, v: Tensor, *,
-    q_offset: int = 0, prepared: dict, key_bias: Tensor | None = None, sink: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    from model.attention.flex_compiled import flex_attention, run_alone
-
-    tensors = (x for x in (q, k, v, key_bias, sink) if x is not None)
-    if q.device.type == "cpu" and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        raise UserError("FlexAttention has no backward pass on a CPU. Use --attention_backend auto or blocks.")
-    prepared = add_extras(prepared, key_bias, sink)
-    if torch.compiler.is_compiling() and q.device.type != "cpu":  # the whole model is being compiled
-        output = flex_attention(q, k, v, **prepared)
-    else:
-        output = run_alone(q, k, v, prepared)
-    return output if sink is None else add_sink(*output, sink)
 
 
 def add_extras(prepared: dict, key_bias: Tensor | None, sink: Tensor | None) -> dict:
@@ -137,34 +143,36 @@ def add_sink(output: Tensor, aux, sink: Tensor) -> Tensor:
 # ---- FlashAttention-4 ------------------------------------------------------------------------------------------------
 
 
-def flash_unsupported(method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
-    # FlashAttention-4 has no gradient of a captured tensor (key bias) or of a log-sum-exp (sink).
-    if reason := unsupported(method, device, dtype) or unsupported_extras(method, ("window",)):
-        return reason
-    if learned_parameters(method.score_change):
-        return f"it has no gradient of a learned score change, and {method.name} learns one"
-    if device.type != "cuda":
-        return f"it runs on CUDA, not on {device}"
-    if torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] not in FLASH_QUERY_BLOCK:
-        return "it needs a Hopper or Blackwell GPU of compute capability 9 to 11"
-    if dtype not in FLASH_DTYPES or method.vector_dim not in FLASH_HEAD_DIMS:
-        head_dims = f"head dimension {FLASH_HEAD_DIMS[0]} to {FLASH_HEAD_DIMS[-1]} in steps of {FLASH_HEAD_DIMS.step}"
-        return f"it needs float16 or bfloat16 and a {head_dims}, not {dtype} and {method.vector_dim}"
-    try:
-        found = find_spec("flash_attn.cute")  # older packages of FlashAttention lack this part
-    except ImportError:
-        found = None
-    return None if found else "the package flash-attn-4 is not installed (docs/kernels.md)"
+class FlexFlash(Flex):
+    name = "flex_flash"
+    supported = ("window",)  # FlashAttention-4 has no gradient of a captured tensor (key bias) or a log-sum-exp (sink)
 
+    def unsupported(self, method, device, dtype):
+        if reason := super().unsupported(method, device, dtype):
+            return reason
+        if method.score_change is not None and method.score_change.is_learned:
+            return f"it has no gradient of a learned score change, and {method.name} learns one"
+        if device.type != "cuda":
+            return f"it runs on CUDA, not on {device}"
+        if torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] not in FLASH_QUERY_BLOCK:
+            return "it needs a Hopper or Blackwell GPU of compute capability 9 to 11"
+        if dtype not in FLASH_DTYPES or method.vector_dim not in FLASH_HEAD_DIMS:
+            steps = f"{FLASH_HEAD_DIMS[0]} to {FLASH_HEAD_DIMS[-1]} in steps of {FLASH_HEAD_DIMS.step}"
+            needs = f"float16 or bfloat16 and a head dimension {steps}"
+            return f"it needs {needs}, not {dtype} and {method.vector_dim}"
+        try:
+            found = find_spec("flash_attn.cute")  # older packages of FlashAttention lack this part
+        except ImportError:
+            found = None
+        return None if found else "the package flash-attn-4 is not installed (docs/kernels.md)"
 
-def flash_prepare(score_change: ScoreChange | None, plan: Plan, earlier: dict | None = None) -> dict:
-    """Return flex_attention's score_mod, block_mask and kernel_options."""
-    from model.attention.flex_compiled import causal_block_mask
+    def prepare(self, plan, score_change):
+        from model.attention.flex_compiled import causal_block_mask
 
-    shape = plan.query_length, plan.key_length, plan.q_offset
-    block_mask = causal_block_mask(*shape, plan.device, flash_query_block(plan.device), plan.window)
-    score_mod = make_table_score_mod(score_change, plan)
-    return dict(score_mod=score_mod, block_mask=block_mask, kernel_options=dict(BACKEND="FLASH"))
+        shape = plan.query_length, plan.key_length, plan.q_offset
+        block_mask = causal_block_mask(*shape, plan.device, flash_query_block(plan.device), plan.window)
+        score_mod = make_table_score_mod(score_change, plan)
+        return dict(score_mod=score_mod, block_mask=block_mask, kernel_options=dict(BACKEND="FLASH"))
 
 
 def flash_query_block(device: torch.device) -> int:
@@ -172,12 +180,12 @@ def flash_query_block(device: torch.device) -> int:
     return FLASH_QUERY_BLOCK[torch.cuda.get_device_capability(device)[0] if on_gpu else 9]  # elsewhere as on Hopper
 
 
-def one_function_is_enough(a: Tensor, m: Tensor) -> bool:
+def m_follows_from_a(a: Tensor, m: Tensor) -> bool:
     """Return whether m = 1 - a^2. Then a S + m = a (S - a) + 1, and softmax ignores the 1, so a is enough."""
     return bool((m - (1 - a * a)).abs().le(1e-12 * (1 + a * a)).all())
 
 
-def make_table_score_mod(score_change: ScoreChange | None, plan: Plan) -> Callable | None:
+def make_table_score_mod(score_change: ScoreChange | None, plan: LayerPlan) -> Callable | None:
     """Return a score_mod that reads a_t and m_t from tables. If m = 1 - a^2, it reads only a: a S + m = a (S - a) + 1.
 
     Softmax ignores the 1, but a sink does not. The 1 is part of a fused multiply-add.
@@ -198,7 +206,4 @@ def make_table_score_mod(score_change: ScoreChange | None, plan: Plan) -> Callab
         t = (q_index + q_offset - kv_index).clamp(min=0)
         return a[head, t] * score + m[head, t] if by_head else a[t] * score + m[t]
 
-    return one_table_mod if one_function_is_enough(*functions) else two_table_mod
-
-
-FLASH = SimpleNamespace(unsupported=flash_unsupported, prepare=flash_prepare, run=run)
+    return one_table_mod if m_follows_from_a(*functions) else two_table_mod

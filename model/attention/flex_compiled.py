@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from errors import UserError
-from model.attention.base import Plan
+from model.attention.plan import LayerPlan
 
 BLOCK = 128  # keys of a block of the mask, and queries where nothing else is asked for
 
@@ -42,7 +42,7 @@ def causal_block_mask(
     )
 
 
-def mask_options(plan: Plan) -> dict[str, bool]:
+def mask_options(plan: LayerPlan) -> dict[str, bool]:
     """Return the kernel options that are true of causal_block_mask: see FlexKernelOptions in PyTorch.
 
     BLOCKS_ARE_CONTIGUOUS: each list of blocks is consecutive, so the kernel need not read it. A block of queries sees

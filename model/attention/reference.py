@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from errors import require
-from model.methods.base import Method, upcast
+from model.methods.base import Method
+from model.tensors import upcast
 
 
 def plain_attention(method: Method, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None = None) -> Tensor:
@@ -37,10 +38,10 @@ def attention_logits(
     """Return the logits of all pairs (paper, eq:def:L), -inf for hidden keys: (B, H, T, T), at least float32.
 
     q, k (B, H, T, D) come after QK-norm and before any rotation. target_length (default: T): the length of the whole
-    sequence, as in make_plan. x (B, T, C): the layer's input, for methods that need it.
+    sequence, as in plan_layer. x (B, T, C): the layer's input, for methods that need it.
     Raise ValueError for shapes and lengths that do not fit each other, and for a Replacement, which has no logits.
     """
-    method.check_shapes(q, k, k)
+    method.check_inputs(q, k, k, x)
     no_logits = f"{method.name} replaces softmax attention and has no logits. Use another method."
     require(method.replacement is None, no_logits)
     T = q.shape[2]

@@ -2,33 +2,29 @@
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from model.attention.base import Plan, unsupported_extras
-from model.methods.base import Method, ScoreChange
+from model.attention.backend import Backend
 
 ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def unsupported(method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
-    if method.score_change is not None:
-        return f"{method.name} changes the attention score"
-    return unsupported_extras(method)
+class SDPA(Backend):
+    name = "sdpa"
 
+    def unsupported(self, method, device, dtype):
+        if method.score_change is not None:
+            return f"{method.name} changes the attention score"
+        return super().unsupported(method, device, dtype)
 
-def prepare(score_change: ScoreChange | None, plan: Plan, earlier: None = None) -> None:
-    return None
-
-
-def run(q: Tensor, k: Tensor, v: Tensor, *, q_offset: int = 0, prepared: None = None) -> Tensor:
-    Tq, Tk = q.shape[2], k.shape[2]
-    if q_offset == 0 and Tq == Tk:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    visible = torch.ones(Tq, Tk, dtype=torch.bool, device=q.device).tril(q_offset)
-    # With a mask, cuDNN's gradient of q is NaN at some lengths (pytorch#196678), so calls with a mask exclude cuDNN.
-    with sdpa_kernel([kernel for kernel in ORDER if kernel != SDPBackend.CUDNN_ATTENTION]):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+    def run(self, q, k, v, plan, *, score_change=None, key_bias=None, sink=None):
+        Tq, Tk = q.shape[2], k.shape[2]
+        if Tq == Tk:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        visible = torch.ones(Tq, Tk, dtype=torch.bool, device=q.device).tril(Tk - Tq)
+        # With a mask, cuDNN's gradient of q is NaN at some lengths (pytorch#196678), so these calls exclude cuDNN.
+        with sdpa_kernel([kernel for kernel in ORDER if kernel != SDPBackend.CUDNN_ATTENTION]):
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
 
 
 def prefer_fast_sdpa(device: torch.device):

@@ -13,17 +13,20 @@ from model.methods.base import ScoreChange
 
 
 class ALiBi(ScoreChange):
-    lengths = {"slope_scale": -1}
+    inverse_lengths = ("slope_scale",)
 
-    def __init__(self, num_heads, head_dim, train_length, slopes: str = "official", slope_scale: float = 1.0):
+    def __init__(self, shape, slopes: str = "official", slope_scale: float = 1.0):
         """slope_scale: factor of all slopes. A slope is 1 / a length in tokens."""
         super().__init__()
         require(slopes in ("official", "geometric"), f"slopes is {slopes!r}. Use official or geometric.")
-        self.num_heads, self.slopes, self.slope_scale = num_heads, slopes, slope_scale
+        self.num_heads = shape.num_heads
+        self.slopes = slopes
+        self.slope_scale = slope_scale
 
     def exponents(self, head):
         n = self.num_heads if self.slopes == "geometric" else 2 ** (self.num_heads.bit_length() - 1)
-        return torch.where(head < n, 8 * (head + 1) / n, 4 * (2 * (head - n) + 1) / n)
+        of_2n_heads = 4 * (2 * (head - n) + 1) / n
+        return torch.where(head < n, 8 * (head + 1) / n, of_2n_heads)
 
     def coefficients(self, distance, head):
         slope = self.slope_scale * torch.exp2(-self.exponents(head.to(distance.dtype)))

@@ -24,9 +24,10 @@ LOG_LARGEST = math.log(1e4)
 
 
 class BAM(ScoreChange):
-    def __init__(self, num_heads, head_dim, train_length):
+    def __init__(self, shape):
         super().__init__()
-        self.alpha, self.beta = (nn.Parameter(torch.zeros(num_heads)) for _ in range(2))
+        self.alpha = nn.Parameter(torch.zeros(shape.num_heads))
+        self.beta = nn.Parameter(torch.zeros(shape.num_heads))
 
     def coefficients(self, distance, head):
         alpha, beta = (x[head].to(distance.dtype) for x in (self.alpha, self.beta))

@@ -15,44 +15,67 @@ A method has at most one mechanism of each kind. c, b and g may depend on x, the
 (Infini-attention, FIRE, stick-breaking) computes the output itself instead of a softmax over L. It may depend on x.
 """
 
+import dataclasses
 import inspect
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from errors import require
-
-QUERY_BLOCK = 128
-LONGEST_COMPILED = 8192  # queries; the compiler unrolls a loop over blocks, and would take hours for 65,536
+from errors import UserError, require
+from model.query_blocks import in_query_blocks
+from model.tensors import upcast
 
 
-def upcast(x: Tensor) -> Tensor:
-    """Return x in float32, or in float64 if that is its dtype."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What a method must know of its model."""
+
+    num_heads: int
+    head_dim: int
+    train_length: int  # tokens; NTK, YaRN and LogN's initial scale depend on it
+    position_scale: float = 1.0  # multiplies default options that are lengths in tokens; published values have 1
+
+    @classmethod
+    def of(cls, config) -> "Shape":
+        """Return the shape of a model's configuration (see GPT). Raise ValueError if its heads do not fit."""
+        if config.model_dim % config.num_heads:
+            problem = f"model_dim {config.model_dim} is not a multiple of num_heads {config.num_heads}"
+            raise UserError(f"{problem}. Change either.")
+        head_dim = config.model_dim // config.num_heads
+        return cls(config.num_heads, head_dim, config.train_length, config.position_scale)
+
+    @property
+    def model_dim(self) -> int:
+        return self.num_heads * self.head_dim
 
 
 class Mechanism(nn.Module):
-    """A part of a method. Its constructor takes num_heads, head_dim and train_length, and then its options."""
+    """A part of a method. Its constructor takes a Shape, and then its options."""
 
     needs_input = False  # True if attention needs x, the layer's input; a gate needs x only after attention
-    lengths: dict[str, int] = {}  # options that are positive: 1 for a length in tokens, -1 for 1 / length
+    # Options that are positive, and scale with position_scale: lengths in tokens, and 1 / lengths.
+    lengths: tuple[str, ...] = ()
+    inverse_lengths: tuple[str, ...] = ()
+    calibrated: tuple[str, ...] = ()  # names of the parameters that `calibrate` sets
 
     @classmethod
     def options(cls) -> dict[str, inspect.Parameter]:
-        """Return the options by name: the constructor's parameters that have a default."""
-        parameters = inspect.signature(cls, eval_str=True).parameters
-        first = "num_heads, head_dim, train_length"
-        require(", ".join([*parameters][:3]) == first, f"{cls.__name__}.__init__ must begin with (self, {first}).")
-        return {name: parameter for name, parameter in parameters.items() if parameter.default is not parameter.empty}
+        """Return the options by name: the constructor's parameters after `shape`."""
+        shape, *options = inspect.signature(cls, eval_str=True).parameters.values()
+        require(shape.name == "shape", f"{cls.__name__}.__init__ must begin with (self, shape).")
+        return {option.name: option for option in options}
 
     @classmethod
     def scaled_defaults(cls, scale: float, given: dict) -> dict:
-        """Return the defaults of the options in `lengths`, with all lengths multiplied by `scale`.
+        """Return the defaults of the options that are lengths, with all lengths multiplied by `scale`.
 
         given: the options that the user gave. A default may depend on them.
         """
-        return {name: cls.options()[name].default * scale**power for name, power in cls.lengths.items()}
+        lengths = {name: cls.options()[name].default * scale for name in cls.lengths}
+        return lengths | {name: cls.options()[name].default / scale for name in cls.inverse_lengths}
+
+    def calibrate(self, scores: Tensor):
+        """Set the calibrated parameters from scores (H, pairs) of a trained model in this layer (model/scores.py)."""
 
     def reset_parameters(self):
         """Draw random parameters in place. The constructor sets all others.
@@ -65,6 +88,11 @@ class Rotation(Mechanism):
     """Rotates pairs (x_k, x_{k + d/2}) of q and k by position * frequency_k."""
 
     widening = 1  # width of rotated q and k over the head dimension
+
+    @classmethod
+    def rotates_like_rope(cls, given: dict) -> bool:
+        """Return True if a model with RoPE can have this rotation, with its base. given: the user's options."""
+        return False
 
     def frequencies(self, target_length: int) -> tuple[Tensor, float]:
         """Return angular frequencies (D/2,), float64, radians per token, and the factor that multiplies cos and sin."""
@@ -111,6 +139,10 @@ class ScoreChange(Mechanism):
 
     skip_first = False  # True if the logit of the first token's key stays S
 
+    @property
+    def is_learned(self) -> bool:
+        return bool(dict(self.named_parameters()))
+
     def coefficients(self, distance: Tensor, head: Tensor) -> tuple[Tensor | float, Tensor]:
         """Return a and m at distances t >= 0 and heads, two tensors that broadcast together (a may be a number).
 
@@ -127,7 +159,9 @@ class KeyBias(Mechanism):
     """Adds one number per key to the logits, computed from the layer's input in two steps."""
 
     needs_input = True
-    fits_sinks = True  # False if it leaves out a term of the query, which a softmax ignores but a sink does not
+    # True if b(j) is the whole bias. Forgetting attention leaves out c(i), which cancels in a softmax, but not beside a
+    # sink.
+    fits_sinks = True
 
     def token_features(self, x: Tensor) -> Tensor:
         """Return (B, H, T) numbers, each computed from one token of the layer's input x (B, T, C)."""
@@ -156,9 +190,9 @@ class OutputGate(Mechanism):
     uses_input = True  # False if it ignores x
 
     def change(self, y: Tensor, v: Tensor, x: Tensor | None) -> Tensor:
-        """Return the new outputs, (B, T, H, D), from the outputs y and the values v of the same tokens.
+        """Return the new outputs, (B, H, T, D), from the outputs y and the values v of the same tokens.
 
-        y and v are (B, T, H, D). x (B, T, C): the layer's input.
+        y and v are (B, H, T, D). x (B, T, C): the layer's input.
         """
         raise NotImplementedError
 
@@ -170,15 +204,18 @@ class Replacement(Mechanism):
         """Return features (B, H, T, ...), each of one token of x (B, T, C). None: attend needs no features."""
         return None
 
-    def attend(
-        self, q, k, v, rotated_q, rotated_k, q_offset: int, causal_attention, token_features: Tensor | None = None
-    ) -> Tensor:
-        """Return the output (B, H, Tq, D) of queries at positions q_offset.. and keys at all positions from 0.
+    def attend(self, q, k, v, rotated_q, rotated_k, features: Tensor | None, plan) -> Tensor:
+        """Return the output (B, H, Tq, D) of the queries, which are the last Tq of the Tk tokens of k and v.
 
-        q and k have no position encoding, rotated_q and rotated_k have it. causal_attention(q, k, v, q_offset=) is
-        ordinary softmax attention, for tensors of equal width and number of heads. token_features: of all tokens of k.
+        q and k have no position encoding, rotated_q and rotated_k have it. features: token_features of all Tk tokens.
+        plan.causal_attention(q, k, v) is plain softmax attention.
         """
         raise NotImplementedError
+
+
+def scores(q: Tensor, k: Tensor) -> Tensor:
+    """Return S = q.k / sqrt(d), (B, H, Tq, Tk), computed in float32 or float64."""
+    return upcast(q) @ upcast(k).mT * q.shape[-1] ** -0.5
 
 
 class AttentionWeights(Replacement):
@@ -196,30 +233,17 @@ class AttentionWeights(Replacement):
         """
         raise NotImplementedError
 
-    def attend(self, q, k, v, rotated_q, rotated_k, q_offset, causal_attention, token_features=None):
-        short = rotated_q.shape[2] <= LONGEST_COMPILED
-        attend = self.attend_in_blocks if short else self.attend_uncompiled
-        return attend(v, rotated_q, rotated_k, q_offset, token_features)
+    def attend(self, q, k, v, rotated_q, rotated_k, features, plan):
+        earlier = k.shape[2] - q.shape[2]  # keys before the first query
 
-    @torch.compiler.disable
-    def attend_uncompiled(self, *arguments):
-        return self.attend_in_blocks(*arguments)
+        def attend_block(queries, start, stop):
+            end = earlier + stop
+            visible = torch.ones(stop - start, end, dtype=torch.bool, device=q.device).tril(earlier + start)
+            seen_features = None if features is None else features[:, :, :end]
+            weights = self.weights(queries, rotated_k[:, :, :end], visible, seen_features)
+            return weights.to(v.dtype) @ v[:, :, :end]
 
-    def attend_in_blocks(self, v, rotated_q, rotated_k, q_offset, token_features):
-        outputs, end = [], q_offset  # end of the visible keys
-        for queries in rotated_q.split(QUERY_BLOCK, dim=2):
-            end += queries.shape[2]
-            seen = [None if x is None else x[:, :, :end] for x in (rotated_k, v, token_features)]
-            if torch.is_grad_enabled():
-                outputs.append(checkpoint(self.attend_block, queries, *seen, use_reentrant=False))
-            else:
-                outputs.append(self.attend_block(queries, *seen))
-        return torch.cat(outputs, dim=2)
-
-    def attend_block(self, q, k, v, token_features):
-        Tq, Tk = q.shape[2], k.shape[2]
-        visible = torch.ones(Tq, Tk, dtype=torch.bool, device=q.device).tril(Tk - Tq)
-        return self.weights(q, k, visible, token_features).to(v.dtype) @ v
+        return in_query_blocks(attend_block, rotated_q, recompute=True)
 
 
 KINDS = {  # by attribute of Method, in the order of a method's name
@@ -240,35 +264,49 @@ class Method(nn.Module):
     Raise ValueError for mechanisms that exclude each other.
     """
 
-    def __init__(self, name: str, num_heads: int, head_dim: int, train_length: int, mechanisms: list[Mechanism]):
+    def __init__(self, name: str, shape: Shape, mechanisms: list[Mechanism]):
         super().__init__()
-        self.name, self.num_heads, self.head_dim, self.train_length = name, num_heads, head_dim, train_length
+        self.name = name
+        self.shape = shape
+        self.num_heads = shape.num_heads
+        self.head_dim = shape.head_dim
         for kind, base in KINDS.items():
             of_kind = [mechanism for mechanism in mechanisms if isinstance(mechanism, base)]
             classes = " and ".join(type(mechanism).__name__ for mechanism in of_kind)
             require(len(of_kind) < 2, f"{name}: {classes} are both of kind {kind.replace('_', ' ')}. Leave one out.")
             setattr(self, kind, of_kind[0] if of_kind else None)
-        self.vector_dim = head_dim * (1 if self.rotation is None else self.rotation.widening)  # of rotated q and k
+        self.vector_dim = shape.head_dim  # of rotated q and k
+        if self.rotation is not None:
+            self.vector_dim *= self.rotation.widening
         self.needs_input = any(mechanism.needs_input for mechanism in mechanisms)
-        changed = any((self.score_change, self.key_bias, self.window, self.sink)) or self.vector_dim > head_dim
-        excluded = self.sink is not None and self.key_bias is not None and not self.key_bias.fits_sinks
-        require(not excluded, f"{name} has a sink, and a key bias that a sink would falsify. Leave one out.")
-        problem = f"{name} has a part that replaces softmax attention and a part that changes it"
-        require(self.replacement is None or not changed, f"{problem}. Leave one out.")
+        changed = any((self.score_change, self.key_bias, self.window, self.sink)) or self.vector_dim > self.head_dim
+        if self.sink is not None and self.key_bias is not None and not self.key_bias.fits_sinks:
+            raise UserError(f"{name} has a sink, and a key bias that is incomplete beside a sink. Leave one out.")
+        if self.replacement is not None and changed:
+            raise UserError(f"{name} has a part that replaces softmax attention and a part that changes it. Drop one.")
+
+    def mechanisms(self) -> list[Mechanism]:
+        return [module for module in self.modules() if isinstance(module, Mechanism)]
+
+    @property
+    def skip_first(self) -> bool:
+        return self.score_change is not None and self.score_change.skip_first
 
     def token_features(self, x: Tensor | None) -> Tensor | None:
         """Return the features (B, H, T, ...) of the tokens of x (B, T, C) for a key bias or a replacement, or None."""
         mechanism = self.key_bias or self.replacement
         return None if mechanism is None else mechanism.token_features(x)
 
-    def check_shapes(self, q: Tensor, k: Tensor, v: Tensor):
-        """Raise ValueError unless q is (B, H, Tq, D), and k and v are (B, H, Tk, D), with this method's H and D."""
+    def check_inputs(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None):
+        """Raise ValueError unless q is (B, H, Tq, D), k and v are (B, H, Tk, D), and x is there if it is needed."""
+        heads, width = self.num_heads, self.head_dim
         fits = q.dim() == k.dim() == 4 and k.shape == v.shape and q.shape[0] == k.shape[0]
-        fits = fits and all((x.shape[1], x.shape[3]) == (self.num_heads, self.head_dim) for x in (q, k))
-        shapes = f"q, k and v have shapes {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
-        require(fits, f"{shapes}. {self.name} needs (batch, {self.num_heads}, length, {self.head_dim}).")
+        if not fits or any((y.shape[1], y.shape[3]) != (heads, width) for y in (q, k)):
+            shapes = f"q, k and v have shapes {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+            raise UserError(f"{shapes}. {self.name} needs (batch, {heads}, length, {width}).")
+        if self.needs_input and x is None:
+            raise UserError(f"{self.name} needs x, the input of the layer. Pass it.")
 
     def reset_parameters(self):
-        for mechanism in self.modules():
-            if isinstance(mechanism, Mechanism):
-                mechanism.reset_parameters()
+        for mechanism in self.mechanisms():
+            mechanism.reset_parameters()

@@ -14,15 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from model.methods.base import AttentionWeights, upcast
+from model.methods.base import AttentionWeights, scores
 
 WIDTH = 32  # ReLUs
 
 
 class FIRE(AttentionWeights):
-    lengths = {"c": -1, "threshold": 1}  # c is in 1 / tokens, threshold in tokens
+    lengths = ("threshold",)
+    inverse_lengths = ("c",)
 
-    def __init__(self, num_heads, head_dim, train_length, c: float = 0.1, threshold: float = 512.0):
+    def __init__(self, shape, c: float = 0.1, threshold: float = 512.0):
         """c and threshold: the initial values of c and l."""
         super().__init__()
         self.c, self.threshold = c, threshold
@@ -30,7 +31,7 @@ class FIRE(AttentionWeights):
         self.log_threshold = nn.Parameter(torch.zeros(1))
         self.slope = nn.Parameter(torch.zeros(1, WIDTH))  # of each ReLU, the same for all heads
         self.offset = nn.Parameter(torch.zeros(1, WIDTH))
-        self.output = nn.Parameter(torch.zeros(num_heads, WIDTH))
+        self.output = nn.Parameter(torch.zeros(shape.num_heads, WIDTH))
 
     def reset_parameters(self):
         for weight, inputs in ((self.slope, 1), (self.offset, 1), (self.output, WIDTH)):
@@ -38,11 +39,16 @@ class FIRE(AttentionWeights):
 
     def weights(self, q, k, visible, token_features):
         Tq, Tk = visible.shape
-        logits = upcast(q) @ upcast(k).mT * q.shape[-1] ** -0.5  # (B, H, Tq, Tk)
+        logits = scores(q, k)  # (B, H, Tq, Tk)
         j = torch.arange(Tk, device=q.device, dtype=logits.dtype)
         i = j[Tk - Tq :, None]
-        c, threshold = self.c * self.log_c.exp(), self.threshold * self.log_threshold.exp()
-        relative_distance = torch.log1p(c * (i - j).clamp(min=0)) / torch.log1p(c * torch.maximum(i, threshold))
-        hidden = F.relu(relative_distance[..., None] * self.slope[0] + self.offset[0])  # (Tq, Tk, WIDTH)
-        bias = F.linear(hidden, self.output.to(hidden.dtype)).movedim(-1, 0)  # (H, Tq, Tk)
+        bias = self.bias(i, (i - j).clamp(min=0))
         return (logits + bias).masked_fill(~visible, -torch.inf).softmax(dim=-1)
+
+    def bias(self, i, distance):
+        """Return f (H, Tq, Tk) from positions i (Tq, 1) and distances (Tq, Tk)."""
+        c = self.c * self.log_c.exp()
+        threshold = self.threshold * self.log_threshold.exp()
+        relative_distance = torch.log1p(c * distance) / torch.log1p(c * torch.maximum(i, threshold))
+        hidden = F.relu(relative_distance[..., None] * self.slope[0] + self.offset[0])  # (Tq, Tk, WIDTH)
+        return F.linear(hidden, self.output.to(hidden.dtype)).movedim(-1, 0)

@@ -11,16 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from model.methods.base import KeyBias, upcast
+from model.methods.base import KeyBias
+from model.tensors import upcast
 
 
 class Forgetting(KeyBias):
     fits_sinks = False
 
-    def __init__(self, num_heads, head_dim, train_length):
+    def __init__(self, shape):
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(num_heads, num_heads * head_dim))
-        self.bias_of_gate = nn.Parameter(torch.zeros(num_heads))
+        self.weight = nn.Parameter(torch.zeros(shape.num_heads, shape.model_dim))
+        self.bias_of_gate = nn.Parameter(torch.zeros(shape.num_heads))
 
     def token_features(self, x):
         gate = upcast(F.linear(x, self.weight.to(x.dtype))) + self.bias_of_gate  # (B, T, H)

@@ -5,17 +5,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from model.methods.base import OutputGate, upcast
+from model.methods.base import OutputGate
+from model.tensors import upcast
 
 
 class SigmoidGate(OutputGate):
     """W starts at zero, so all gates start at 1/2 and the rest of the model starts as with any method."""
 
-    def __init__(self, num_heads, head_dim, train_length):
+    def __init__(self, shape):
         super().__init__()
-        self.num_heads = num_heads
-        self.weight = nn.Parameter(torch.zeros(num_heads * head_dim, num_heads * head_dim))
+        self.num_heads = shape.num_heads
+        self.weight = nn.Parameter(torch.zeros(shape.model_dim, shape.model_dim))
 
     def change(self, y, v, x):
         gate = upcast(F.linear(x, self.weight.to(x.dtype))).sigmoid().to(x.dtype)  # (B, T, C)
-        return y * gate.unflatten(-1, (self.num_heads, -1))
+        return y * gate.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)

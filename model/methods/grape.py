@@ -12,19 +12,20 @@ import torch.nn.functional as F
 from torch import nn
 
 from model.methods.alibi import ALiBi
-from model.methods.base import AttentionWeights, upcast
+from model.methods.base import AttentionWeights, scores
+from model.tensors import sum_from_here, upcast
 
 WIDTH = 8  # of p
 
 
 class GrapeAP(AttentionWeights):
     needs_input = True
-    lengths = {"slope_scale": -1}
+    inverse_lengths = ("slope_scale",)
 
-    def __init__(self, num_heads, head_dim, train_length, slope_scale: float = 1.0):
+    def __init__(self, shape, slope_scale: float = 1.0):
         super().__init__()
-        self.alibi = ALiBi(num_heads, head_dim, train_length, slope_scale=slope_scale)
-        self.weight = nn.Parameter(torch.zeros(num_heads * WIDTH, num_heads * head_dim))
+        self.alibi = ALiBi(shape, slope_scale=slope_scale)
+        self.weight = nn.Parameter(torch.zeros(shape.num_heads * WIDTH, shape.model_dim))
 
     def reset_parameters(self):
         self.weight.normal_(std=0.5 * self.weight.shape[1] ** -0.5)
@@ -34,12 +35,20 @@ class GrapeAP(AttentionWeights):
 
     def weights(self, q, k, visible, token_features):
         p = upcast(token_features)
-        angle = torch.arange(p.shape[2], device=p.device, dtype=p.dtype).unsqueeze(-1)
-        a, b = F.rms_norm(p, (WIDTH,)).chunk(2, dim=-1)
-        rotated = torch.cat((a * angle.cos() + b * angle.sin(), b * angle.cos() - a * angle.sin()), dim=-1)
-        steps = F.logsigmoid(p[:, :, -q.shape[2] :] @ rotated.mT / WIDTH).masked_fill(~visible, 0.0)  # (B, H, Tq, Tk)
-        path = steps.flip(-1).cumsum(dim=-1).flip(-1) - steps  # the sum over l = j + 1..i
+        rotated_p = rotate(p)
+        steps = F.logsigmoid(p[:, :, -q.shape[2] :] @ rotated_p.mT / WIDTH)  # (B, H, Tq, Tk)
+        steps = steps.masked_fill(~visible, 0.0)
+        path = sum_from_here(steps) - steps  # the sum over l = j + 1..i
         head = torch.arange(p.shape[1], device=p.device).view(-1, 1, 1)
         _, minus_slope = self.alibi.coefficients(p.new_ones(()), head)  # at distance 1, (H, 1, 1)
-        logits = upcast(q) @ upcast(k).mT * q.shape[-1] ** -0.5 - minus_slope * path
+        logits = scores(q, k) - minus_slope * path
         return logits.masked_fill(~visible, -torch.inf).softmax(dim=-1)
+
+
+def rotate(p):
+    """Return R_l norm(p_l) for each token l, from p (B, H, T, WIDTH)."""
+    angle = torch.arange(p.shape[2], device=p.device, dtype=p.dtype).unsqueeze(-1)
+    a, b = F.rms_norm(p, (WIDTH,)).chunk(2, dim=-1)
+    real = a * angle.cos() + b * angle.sin()
+    imaginary = b * angle.cos() - a * angle.sin()
+    return torch.cat((real, imaginary), dim=-1)

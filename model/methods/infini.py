@@ -14,36 +14,48 @@ import torch.nn.functional as F
 from torch import nn
 
 from errors import require
-from model.methods.base import Replacement, upcast
+from model.methods.base import Replacement
+from model.tensors import upcast
 
 
 class Infini(Replacement):
-    def __init__(self, num_heads, head_dim, train_length, segment_length: int | None = None):
+    def __init__(self, shape, segment_length: int | None = None):
         """segment_length: N. None: a quarter of the training length (1024 at 4k), so that training uses the memory."""
         super().__init__()
-        self.segment_length = max(1, train_length // 4) if segment_length is None else segment_length
+        self.segment_length = max(1, shape.train_length // 4) if segment_length is None else segment_length
         require(self.segment_length >= 1, f"segment_length is {segment_length}. Use at least 1.")
-        self.gate = nn.Parameter(torch.zeros(num_heads))
+        self.gate = nn.Parameter(torch.zeros(shape.num_heads))
 
-    def attend(self, q, k, v, rotated_q, rotated_k, q_offset, causal_attention, token_features=None):
-        q_end = q_offset + q.shape[2]
+    def attend(self, q, k, v, rotated_q, rotated_k, features, plan):
         gate = self.gate.to(torch.promote_types(q.dtype, torch.float32)).sigmoid().view(-1, 1, 1)  # (H, 1, 1)
+        Tk = k.shape[2]
+        first_query = Tk - q.shape[2]
         memory = normaliser = None  # M (B, H, D, D) and z (B, H, D, 1)
         outputs = []
-        for start in range(0, q_end, self.segment_length):
-            stop = min(start + self.segment_length, q_end)
-            if stop > q_offset:  # the segment holds queries
-                q_start = max(start, q_offset)
-                queries = slice(q_start - q_offset, stop - q_offset)
-                out = causal_attention(
-                    rotated_q[:, :, queries], rotated_k[:, :, start:stop], v[:, :, start:stop], q_offset=q_start - start
-                )
+        for start in range(0, Tk, self.segment_length):
+            stop = min(start + self.segment_length, Tk)
+            segment = slice(start, stop)
+
+            # 1. The queries of the segment, if there are any.
+            if stop > first_query:
+                queries = slice(max(start - first_query, 0), stop - first_query)
+                out = plan.causal_attention(rotated_q[:, :, queries], rotated_k[:, :, segment], v[:, :, segment])
                 if memory is not None:
-                    features = F.elu(upcast(q[:, :, queries])) + 1  # (B, H, queries, D)
-                    out = gate * ((features @ memory) / (features @ normaliser)) + (1 - gate) * out
+                    recalled = recall(q[:, :, queries], memory, normaliser)
+                    out = gate * recalled + (1 - gate) * out
                 outputs.append(out.to(v.dtype))
-            if stop < q_end:
-                features = F.elu(upcast(k[:, :, start:stop])) + 1  # (B, H, N, D)
-                kv, k_sum = features.mT @ upcast(v[:, :, start:stop]), features.sum(dim=2).unsqueeze(-1)
-                memory, normaliser = (kv, k_sum) if memory is None else (memory + kv, normaliser + k_sum)
+
+            # 2. The segment enters the memory.
+            if stop < Tk:
+                sigma_k = F.elu(upcast(k[:, :, segment])) + 1  # (B, H, N, D)
+                update = sigma_k.mT @ upcast(v[:, :, segment])
+                k_sum = sigma_k.sum(dim=2).unsqueeze(-1)
+                memory = update if memory is None else memory + update
+                normaliser = k_sum if normaliser is None else normaliser + k_sum
         return torch.cat(outputs, dim=2)
+
+
+def recall(q, memory, normaliser):
+    """Return A_mem (B, H, queries, D)."""
+    sigma_q = F.elu(upcast(q)) + 1
+    return (sigma_q @ memory) / (sigma_q @ normaliser)

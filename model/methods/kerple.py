@@ -18,14 +18,14 @@ from model.methods.base import ScoreChange
 class Kerple(ScoreChange):
     """Learns the coefficient a. Subclasses define learn_p, which creates the parameter for p. initial_p: (H,)."""
 
-    lengths = {"unit": 1}
+    lengths = ("unit",)
 
-    def __init__(self, num_heads, head_dim, train_length, unit: float = 1.0):
+    def __init__(self, shape, unit: float = 1.0):
         """unit: a length in tokens. In the formulas, t is the distance divided by it."""
         super().__init__()
         self.unit = unit
-        self.log_a = nn.Parameter(torch.full((num_heads,), math.log(0.5)))
-        self.learn_p(2 * (torch.arange(num_heads, dtype=torch.float32) + 0.5) / num_heads)
+        self.log_a = nn.Parameter(torch.full((shape.num_heads,), math.log(0.5)))
+        self.learn_p(2 * (torch.arange(shape.num_heads, dtype=torch.float32) + 0.5) / shape.num_heads)
 
 
 class KerpleLog(Kerple):

@@ -14,13 +14,13 @@ from model.methods.base import QueryScale
 
 
 class LogN(QueryScale):
-    def __init__(self, num_heads, head_dim, train_length, context: str = "row"):
+    def __init__(self, shape, context: str = "row"):
         """context "row": n = i + 1; "length": n = the target length for every query."""
         super().__init__()
         require(context in ("row", "length"), f"context of LogN is {context!r}. Use row or length.")
         self.context = context
-        n = torch.arange(1, max(train_length, 2) + 1, dtype=torch.float64, device="cpu")
-        self.scale = nn.Parameter(torch.full((num_heads,), 1 / n.log().mean().item()))
+        n = torch.arange(1, max(shape.train_length, 2) + 1, dtype=torch.float64, device="cpu")
+        self.scale = nn.Parameter(torch.full((shape.num_heads,), 1 / n.log().mean().item()))
 
     def table(self, positions, target_length):
         n = positions + 1 if self.context == "row" else torch.full_like(positions, target_length)

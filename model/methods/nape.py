@@ -14,17 +14,21 @@ The first query uses i = 2, because log 1 = 0 has no negative powers. The author
 slopes 1, 1/2, 1/3, ..., scales only the heads without ALiBi, and takes log(i + 1).
 """
 
+import dataclasses
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from model.methods.alibi import ALiBi
-from model.methods.base import AttentionWeights, QueryScale, upcast
+from model.methods.base import AttentionWeights, QueryScale, scores
+from model.tensors import sum_from_here, upcast
 
 
 class HalfALiBi(ALiBi):
-    def __init__(self, num_heads, head_dim, train_length, slope_scale: float = 1.0):
-        super().__init__((num_heads + 1) // 2, head_dim, train_length, slope_scale=slope_scale)
+    def __init__(self, shape, slope_scale: float = 1.0):
+        half = dataclasses.replace(shape, num_heads=(shape.num_heads + 1) // 2)
+        super().__init__(half, slope_scale=slope_scale)
 
     def coefficients(self, distance, head):
         scale, bias = super().coefficients(distance, head)
@@ -32,18 +36,18 @@ class HalfALiBi(ALiBi):
 
 
 class EntmaxOfHalfALiBi(AttentionWeights):
-    lengths = {"slope_scale": -1}
+    inverse_lengths = ("slope_scale",)
 
-    def __init__(self, num_heads, head_dim, train_length, slope_scale: float = 1.0):
+    def __init__(self, shape, slope_scale: float = 1.0):
         super().__init__()
-        self.half_alibi = HalfALiBi(num_heads, head_dim, train_length, slope_scale=slope_scale)
+        self.half_alibi = HalfALiBi(shape, slope_scale=slope_scale)
 
     def weights(self, q, k, visible, token_features):
-        scores = upcast(q) @ upcast(k).mT * q.shape[-1] ** -0.5  # (B, H, Tq, Tk). Rounding would choose other keys.
-        distance = visible.flip(-1).cumsum(dim=-1).flip(-1) - 1  # 0 at the query's own key
+        distance = sum_from_here(visible) - 1  # 0 at the query's own key
         head = torch.arange(q.shape[1], device=q.device).view(-1, 1, 1)
-        _, bias = self.half_alibi.coefficients(distance.to(scores.dtype), head)
-        return entmax((scores + bias).masked_fill(~visible, -torch.inf))
+        logits = scores(q, k)  # in float32, because rounding would choose other keys
+        _, bias = self.half_alibi.coefficients(distance.to(logits.dtype), head)
+        return entmax((logits + bias).masked_fill(~visible, -torch.inf))
 
 
 def entmax(z):
@@ -57,21 +61,27 @@ def entmax(z):
             threshold += (norm - 1) * norm / root.sum(dim=-1, keepdim=True)
     # The last step has the gradient of the exact threshold.
     root = F.relu(z - threshold)
-    threshold = threshold + (root.square().sum(-1, keepdim=True) - 1) / (2 * root.sum(-1, keepdim=True))
+    excess = root.square().sum(dim=-1, keepdim=True) - 1
+    threshold = threshold + excess / (2 * root.sum(dim=-1, keepdim=True))
     return F.relu(z - threshold).square()
 
 
 class AdaptiveScale(QueryScale):
     needs_input = True
 
-    def __init__(self, num_heads, head_dim, train_length):
+    def __init__(self, shape):
         super().__init__()
-        self.beta, self.gamma = (nn.Parameter(torch.zeros(num_heads, num_heads * head_dim)) for _ in range(2))
+        self.beta = nn.Parameter(torch.zeros(shape.num_heads, shape.model_dim))
+        self.gamma = nn.Parameter(torch.zeros(shape.num_heads, shape.model_dim))
 
     def table(self, positions, target_length):
         return (positions + 1).clamp(min=2).double().log().log()  # (T,)
 
     def multiplier(self, table, x):
-        beta, gamma = (upcast(F.linear(x, w.to(x.dtype))).transpose(1, 2) for w in (self.beta, self.gamma))  # (B, H, T)
+        beta, gamma = (self.by_head(x, weight) for weight in (self.beta, self.gamma))
+        power = torch.exp(2 * torch.tanh(gamma) * table.to(gamma.dtype))
         # softplus(beta) has a gradient with other strides than torch.compile expects, because beta is transposed.
-        return 1 - F.logsigmoid(-beta) * torch.exp(2 * torch.tanh(gamma) * table.to(gamma.dtype))
+        return 1 - F.logsigmoid(-beta) * power
+
+    def by_head(self, x, weight):
+        return upcast(F.linear(x, weight.to(x.dtype))).transpose(1, 2)  # (B, H, T)

@@ -6,9 +6,9 @@ from model.methods.rope import BASE, LengthScaledRoPE
 
 
 class NTK(LengthScaledRoPE):
-    def __init__(self, num_heads, head_dim, train_length, base: float = BASE, stretch: float | None = None):
-        super().__init__(num_heads, head_dim, train_length, base, stretch)
-        require(head_dim > 2, "NTK divides by head_dim - 2. Use wider heads.")
+    def __init__(self, shape, base: float = BASE, stretch: float | None = None):
+        super().__init__(shape, base, stretch)
+        require(shape.head_dim > 2, "NTK divides by head_dim - 2. Use wider heads.")
 
     def frequencies(self, target_length):
         d = self.head_dim

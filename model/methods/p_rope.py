@@ -15,21 +15,25 @@ DEFAULT_BASE = {"half_truncate": 1024.0, "barbero": 10_000.0}
 
 
 class PRoPE(RoPE):
-    def __init__(
-        self, num_heads, head_dim, train_length, base: float | None = None, form: str = "half_truncate",
-        share: float = 0.5,
-    ):  # fmt: skip
+    def __init__(self, shape, base: float | None = None, form: str = "half_truncate", share: float = 0.5):
         """share: of the pairs that rotate."""
         require(form in DEFAULT_BASE, f"form of p-RoPE is {form!r}. Use {' or '.join(DEFAULT_BASE)}.")
-        pairs, possible = share * (head_dim // 2), range(1, head_dim // 2 + 1)
-        problem = f"{pairs:g} of {head_dim // 2} pairs would rotate, for share {share} and head_dim {head_dim}"
-        require(pairs in possible, f"{problem}. Use another share, or another head_dim (model_dim / num_heads).")
-        super().__init__(num_heads, head_dim, train_length, DEFAULT_BASE[form] if base is None else base)
-        self.form, self.pairs = form, int(pairs)
+        pairs = shape.head_dim // 2
+        rotated = share * pairs
+        problem = f"{rotated:g} of {pairs} pairs would rotate, for share {share} and head_dim {shape.head_dim}"
+        remedy = "Use another share, or another head_dim (model_dim / num_heads)."
+        require(rotated in range(1, pairs + 1), f"{problem}. {remedy}")
+        super().__init__(shape, DEFAULT_BASE[form] if base is None else base)
+        self.form = form
+        self.pairs = int(rotated)
 
     @classmethod
     def scaled_defaults(cls, scale, given):
         return {"base": DEFAULT_BASE.get(given.get("form"), DEFAULT_BASE["half_truncate"]) * scale}
+
+    @classmethod
+    def rotates_like_rope(cls, given):
+        return given.get("form") == "barbero"
 
     def frequencies(self, target_length):
         if self.form == "half_truncate":

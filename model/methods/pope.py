@@ -20,12 +20,17 @@ from model.methods.rope import BASE
 
 class PoPE(Rotation):
     widening = 2
-    lengths = {"base": 1}  # the slowest wavelength is about 2 pi times the base
+    lengths = ("base",)  # the slowest wavelength is about 2 pi times the base
 
-    def __init__(self, num_heads, head_dim, train_length, base: float = BASE):
+    def __init__(self, shape, base: float = BASE):
         super().__init__()
-        self.head_dim, self.base = head_dim, base
-        self.delta = nn.Parameter(torch.zeros(num_heads, head_dim))
+        self.head_dim = shape.head_dim
+        self.base = base
+        self.delta = nn.Parameter(torch.zeros(shape.num_heads, shape.head_dim))
+
+    @classmethod
+    def rotates_like_rope(cls, given):
+        return True
 
     def frequencies(self, target_length):
         theta = self.base ** -(torch.arange(self.head_dim, dtype=torch.float64) / self.head_dim)  # (D,)

@@ -22,18 +22,18 @@ from model.methods.base import QueryScale
 
 
 class LogBeyondTraining(QueryScale):
-    def __init__(self, num_heads, head_dim, train_length):
+    def __init__(self, shape):
         super().__init__()
-        self.log_train_length = math.log(max(train_length, 2))
+        self.log_train_length = math.log(max(shape.train_length, 2))
 
     def table(self, positions, target_length):
         return ((positions + 1).double().log() / self.log_train_length).clamp(min=1)  # (T,)
 
 
 class LogSteps(QueryScale):
-    lengths = {"floor": 1}
+    lengths = ("floor",)
 
-    def __init__(self, num_heads, head_dim, train_length, floor: float = 8192.0):
+    def __init__(self, shape, floor: float = 8192.0):
         """floor: tokens for which c(i) is constant."""
         super().__init__()
         self.floor = floor
@@ -43,9 +43,9 @@ class LogSteps(QueryScale):
 
 
 class LogOffset(QueryScale):
-    lengths = {"offset": 1}
+    lengths = ("offset",)
 
-    def __init__(self, num_heads, head_dim, train_length, offset: float = 500.0):
+    def __init__(self, shape, offset: float = 500.0):
         """offset: a, the number of tokens after which c(i) grows visibly."""
         super().__init__()
         require(offset > 1, f"offset is {offset}. Use more than 1 token.")

@@ -9,13 +9,19 @@ BASE = 10_000.0
 
 
 class RoPE(Rotation):
-    lengths = {"base": 1}  # the slowest wavelength is about 2 pi times the base
+    lengths = ("base",)  # the slowest wavelength is about 2 pi times the base
 
-    def __init__(self, num_heads, head_dim, train_length, base: float = BASE):
+    def __init__(self, shape, base: float = BASE):
         super().__init__()
-        problem = f"RoPE has head_dim {head_dim} (model_dim / num_heads) and base {base}"
-        require(head_dim % 2 == 0 and base > 1, f"{problem}. Use an even head_dim and a base above 1.")
-        self.head_dim, self.train_length, self.base = head_dim, train_length, base
+        problem = f"RoPE has head_dim {shape.head_dim} (model_dim / num_heads) and base {base}"
+        require(shape.head_dim % 2 == 0 and base > 1, f"{problem}. Use an even head_dim and a base above 1.")
+        self.head_dim = shape.head_dim
+        self.train_length = shape.train_length
+        self.base = base
+
+    @classmethod
+    def rotates_like_rope(cls, given):
+        return True
 
     def geometric(self, base):
         """Return base^(-2k/d) for k = 0..d/2-1."""
@@ -31,8 +37,8 @@ class LengthScaledRoPE(RoPE):
     If `stretch` is given, s is this number at every longer target length.
     """
 
-    def __init__(self, num_heads, head_dim, train_length, base: float = BASE, stretch: float | None = None):
-        super().__init__(num_heads, head_dim, train_length, base)
+    def __init__(self, shape, base: float = BASE, stretch: float | None = None):
+        super().__init__(shape, base)
         require(stretch is None or stretch >= 1, f"stretch is {stretch}. Use at least 1.")
         self.stretch = stretch
 

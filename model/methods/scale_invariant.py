@@ -6,16 +6,13 @@ are N(0, 1), and a_0 = 1, m_0 = 0, the solution is (eq:gaussian_at, eq:gaussian_
 
     a_t = sqrt(1 + 2 log(1 + t/tau)),    m_t = 1 - a_t^2 = -2 log(1 + t/tau).
 
-Scores S that are N(mu, sigma^2) have E[exp(L_t)] = exp(a_t mu + m_t + a_t^2 sigma^2 / 2), and E[exp(L_t) L_t] is
-a_t mu + m_t + a_t^2 sigma^2 times this. Both fall as 1 / (t/tau + 1) if the factor is constant in t. So our solution is
-
-    a_t = sqrt(1 + 2 log(1 + t/tau) / sigma^2),    m_t = (1 - a_t^2) sigma^2 + (1 - a_t) mu.
+`python -m model.methods.scale_invariant` prints both, and the share of the attention by decade of distance.
 """
 
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from errors import require
 from model.methods.base import ScoreChange
@@ -24,46 +21,101 @@ TAU = 10.0  # in tokens; the paper chose it at a training length of 4096 and nam
 TERMS = ("both", "a", "m")
 
 
+def solution(t: Tensor, tau: float | Tensor) -> tuple[Tensor, Tensor]:
+    """Return a_t and m_t for scores that are N(0, 1)."""
+    a_squared = 1 + 2 * torch.log(1 + t / tau)
+    return root(a_squared), 1 - a_squared
+
+
+def solution_for_moments(t: Tensor, tau: float | Tensor, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a_t and m_t for scores that are N(mean, variance). This generalisation is ours.
+
+    E[exp(L_t)] is exp(a_t mean + m_t + a_t^2 variance / 2), and E[exp(L_t) L_t] is this times
+    a_t mean + m_t + a_t^2 variance. Both fall as 1 / (t/tau + 1) if this factor is constant in t.
+    """
+    a_squared = 1 + 2 * torch.log(1 + t / tau) / variance
+    a = root(a_squared)
+    return a, (1 - a_squared) * variance + (1 - a) * mean
+
+
+def root(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x)  # compiled for CUDA, sqrt(x) is a slow, correctly rounded subroutine
+
+
 class ScaleInvariant(ScoreChange):
+    """The paper's a_t and m_t. All options but tau are ours."""
+
     def __init__(
-        self, num_heads, head_dim, train_length, tau: float = TAU, tau_ratio: float = 1.0,
-        learn_tau: bool = False, learn_gain: bool = False, learn_moments: bool = False, terms: str = "both",
+        self,
+        shape,
+        tau: float = TAU,
+        tau_ratio: float = 1.0,
+        learn_tau: bool = False,
+        learn_gain: bool = False,
+        learn_moments: bool = False,
+        terms: str = "both",
         skip_first: bool = False,
-    ):  # fmt: skip
+    ):
         """tau: the length, in tokens, of the local region whose scores stay about unchanged.
 
-        The other options are ours. tau_ratio: factor of tau from one head to the next; the first head has tau.
-        learn_tau: each head of each layer learns log(tau). learn_gain: each head learns a factor of its scores, because
-        the theory assumes scores with standard deviation 1. learn_moments: each head learns mu and sigma. They start at
-        0 and 1, or at values of a trained model (model/scores.py). terms: "a" leaves out m_t, "m" leaves out a_t.
-        skip_first: the first token has a = 1 and m = 0 at every distance, because its scores are not Gaussian (the
-        paper leaves it out of its test of the scores). Our kernel for CPUs cannot do this.
+        tau_ratio: factor of tau from one head to the next; the first head has tau. learn_tau: each head of each layer
+        learns log(tau). learn_gain: each head learns a factor of its scores, because the theory assumes scores with
+        standard deviation 1. learn_moments: each head learns mean and deviation of its scores. They start at 0 and 1,
+        or at values of a trained model (model/scores.py). terms: "a" leaves out m_t, "m" leaves out a_t. skip_first:
+        the first token has a = 1 and m = 0 at every distance, because its scores are not Gaussian (the paper leaves it
+        out of its test of the scores). Our kernel for CPUs cannot do this.
         """
         super().__init__()
         require(tau > 0 and tau_ratio > 0, f"tau is {tau}, tau_ratio {tau_ratio}. Use positive numbers.")
         require(terms in TERMS, f"terms is {terms!r}. Use one of {', '.join(TERMS)}.")
-        self.tau, self.tau_ratio, self.terms, self.skip_first = tau, tau_ratio, terms, skip_first
-        log_tau = math.log(tau) + math.log(tau_ratio) * torch.arange(num_heads, dtype=torch.float32)
+        self.tau = tau
+        self.tau_ratio = tau_ratio
+        self.terms = terms
+        self.skip_first = skip_first
+        log_tau = math.log(tau) + math.log(tau_ratio) * torch.arange(shape.num_heads, dtype=torch.float32)
         self.log_tau = nn.Parameter(log_tau) if learn_tau else None
-        self.gain = nn.Parameter(torch.ones(num_heads)) if learn_gain else None
-        self.mean = nn.Parameter(torch.zeros(num_heads)) if learn_moments else None
-        self.log_deviation = nn.Parameter(torch.zeros(num_heads)) if learn_moments else None
+        self.gain = nn.Parameter(torch.ones(shape.num_heads)) if learn_gain else None
+        self.mean = nn.Parameter(torch.zeros(shape.num_heads)) if learn_moments else None
+        self.log_deviation = nn.Parameter(torch.zeros(shape.num_heads)) if learn_moments else None
+        self.calibrated = ("mean", "log_deviation") if learn_moments else ()
 
     def coefficients(self, distance, head):
-        if self.log_tau is not None:
-            tau = torch.exp(self.log_tau[head].to(distance.dtype))
+        tau = self.tau_of(head, distance.dtype)
+        if self.mean is None:
+            a, m = solution(distance, tau)
         else:
-            tau = self.tau if self.tau_ratio == 1 else self.tau * torch.pow(self.tau_ratio, head).to(distance.dtype)
-        growth = 2 * torch.log(1 + distance / tau)
-        if self.mean is not None:
-            variance = torch.exp(2 * self.log_deviation[head].to(distance.dtype))
-            growth = growth / variance
-        a_squared = 1 + growth
-        # Compiled for CUDA, sqrt(x) is a slow, correctly rounded subroutine, so we use x * rsqrt(x).
-        a = 1.0 if self.terms == "m" else a_squared * torch.rsqrt(a_squared)
-        m = 1 - a_squared
-        if self.mean is not None:
-            m = m * variance + (1 - a) * self.mean[head].to(distance.dtype)
+            mean, log_deviation = (p[head].to(distance.dtype) for p in (self.mean, self.log_deviation))
+            a, m = solution_for_moments(distance, tau, mean, torch.exp(2 * log_deviation))
+        if self.terms == "m":
+            a = 1.0
         if self.gain is not None:
             a = a * self.gain[head].to(distance.dtype)
-        return a, torch.zeros_like(a_squared) if self.terms == "a" else m
+        return a, torch.zeros_like(m) if self.terms == "a" else m
+
+    def calibrate(self, scores):
+        if self.calibrated:
+            self.mean.copy_(scores.mean(dim=1))
+            self.log_deviation.copy_(scores.std(dim=1).log())
+
+    def tau_of(self, head: Tensor, dtype: torch.dtype) -> float | Tensor:
+        if self.log_tau is not None:
+            return torch.exp(self.log_tau[head].to(dtype))
+        if self.tau_ratio == 1:
+            return self.tau
+        return self.tau * torch.pow(self.tau_ratio, head).to(dtype)
+
+
+def main():
+    """Print a_t and m_t. Print the expected share of the attention by decade, with and without them, for N(0, 1)."""
+    t = torch.arange(100_000, dtype=torch.float64)
+    a, m = solution(t, TAU)
+    attention = torch.exp(m + a**2 / 2)  # E[exp(a_t S + m_t)]
+    print("distance t      a_t       m_t    share from t to 10 t    of a softmax of S")
+    for start in (1, 10, 100, 1000, 10_000):
+        decade = slice(start, 10 * start)
+        share, plain = attention[decade].sum() / attention.sum(), 9 * start / len(t)
+        print(f"{start:10,}  {a[start]:7.3f}  {m[start]:8.3f}  {share:21.1%}  {plain:20.2%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -15,12 +15,12 @@ from model.methods.base import QueryScale
 
 
 class Factor(QueryScale):
-    def __init__(self, num_heads, head_dim, train_length, factor: float = 2.0, learn_factor: bool = False):
+    def __init__(self, shape, factor: float = 2.0, learn_factor: bool = False):
         """factor: c, or the initial value of a learned c."""
         super().__init__()
         require(factor > 0, f"factor is {factor}. Use a positive number.")
         self.factor = factor
-        self.learned = nn.Parameter(torch.full((num_heads,), float(factor))) if learn_factor else None
+        self.learned = nn.Parameter(torch.full((shape.num_heads,), float(factor))) if learn_factor else None
 
     def table(self, positions, target_length):
         return torch.full(positions.shape, 1.0 if self.learned is not None else self.factor, device=positions.device)
@@ -30,7 +30,7 @@ class Factor(QueryScale):
 
 
 class LogRoot(QueryScale):
-    def __init__(self, num_heads, head_dim, train_length):
+    def __init__(self, shape):
         super().__init__()
 
     def table(self, positions, target_length):
@@ -38,10 +38,10 @@ class LogRoot(QueryScale):
 
 
 class Power(QueryScale):
-    def __init__(self, num_heads, head_dim, train_length):
+    def __init__(self, shape):
         super().__init__()
-        require(head_dim > 1, f"head_dim (model_dim / num_heads) is {head_dim}. n_power needs 2 or more.")
-        self.exponent = 2 / (head_dim - 1)
+        require(shape.head_dim > 1, f"head_dim (model_dim / num_heads) is {shape.head_dim}. n_power needs 2 or more.")
+        self.exponent = 2 / (shape.head_dim - 1)
 
     def table(self, positions, target_length):
         return (positions + 1).double() ** self.exponent  # (T,)

@@ -8,7 +8,7 @@ from model.methods.base import Sink
 
 
 class LearnedSink(Sink):
-    def __init__(self, num_heads, head_dim, train_length, sink_init: float = 0.0):
+    def __init__(self, shape, sink_init: float = 0.0):
         """sink_init: the initial s. 0 is the logit of a key orthogonal to the query."""
         super().__init__()
-        self.logit = nn.Parameter(torch.full((num_heads,), float(sink_init)))
+        self.logit = nn.Parameter(torch.full((shape.num_heads,), float(sink_init)))

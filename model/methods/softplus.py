@@ -17,24 +17,31 @@ import torch
 import torch.nn.functional as F
 
 from errors import require
-from model.methods.base import AttentionWeights, upcast
+from model.methods.base import AttentionWeights
+from model.tensors import upcast
 
 ROUNDING = 1e-5  # limit of n A - 1 in float32 when all keys have the same cosine
 
 
 class Softplus(AttentionWeights):
-    def __init__(self, num_heads, head_dim, train_length, power: float = 15.0):
+    def __init__(self, shape, power: float = 15.0):
         super().__init__()
         require(power >= 1, f"power is {power}. Use at least 1.")
         self.power = power
 
     def weights(self, q, k, visible, token_features):
-        D, n = q.shape[-1], visible.sum(dim=-1, keepdim=True)  # n (Tq, 1)
-        # upcast, because the power would amplify the error of a rounded cosine
+        D = q.shape[-1]
+        n = visible.sum(dim=-1, keepdim=True)  # visible keys of each query, (Tq, 1)
+
+        # 1. Weights by a softplus. We upcast first, because the power would amplify the error of a rounded cosine.
         cosine = (upcast(q) / D) @ upcast(k).mT  # (B, H, Tq, Tk)
-        weights = F.softplus(math.log(D) * n.to(cosine.dtype).log() * cosine).masked_fill(~visible, 0.0)
-        excess = F.relu(n * weights / weights.sum(dim=-1, keepdim=True) - (n > 3).to(weights.dtype))
+        log_n = n.to(cosine.dtype).log()
+        weights = F.softplus(math.log(D) * log_n * cosine).masked_fill(~visible, 0.0)
+
+        # 2. Sharpened. n^15 overflows float32, so the largest excess becomes 1. It cancels in the last division.
+        relative = n * weights / weights.sum(dim=-1, keepdim=True)
+        excess = F.relu(relative - (n > 3).to(weights.dtype))
         largest = excess.detach().amax(dim=-1, keepdim=True)
-        # n^15 overflows float32, so the largest excess becomes 1. It cancels in the last division.
-        weights = (excess / largest.masked_fill(largest < ROUNDING, torch.inf)) ** self.power
+        largest = largest.masked_fill(largest < ROUNDING, torch.inf)
+        weights = (excess / largest) ** self.power
         return weights / weights.sum(dim=-1, keepdim=True).clamp(min=1)

@@ -11,11 +11,12 @@ sigmoid(-sqrt(d)). The code is plain PyTorch in blocks of queries, in log space 
 import torch
 import torch.nn.functional as F
 
-from model.methods.base import AttentionWeights, upcast
+from model.methods.base import AttentionWeights
+from model.tensors import sum_from_here, upcast
 
 
 class StickBreaking(AttentionWeights):
-    def __init__(self, num_heads, head_dim, train_length):
+    def __init__(self, shape):
         super().__init__()
 
     def weights(self, q, k, visible, token_features):
@@ -23,7 +24,7 @@ class StickBreaking(AttentionWeights):
         logits = upcast((q * q.shape[-1] ** -0.5) @ k.mT)  # (B, H, Tq, Tk)
         earlier = visible.tril(Tk - Tq - 1)
         log_passed = F.logsigmoid(-logits).masked_fill(~earlier, 0.0)  # log(1 - beta)
-        log_remaining = log_passed.flip(-1).cumsum(dim=-1).flip(-1)  # log of the stick that keys i - 1 down to j leave
+        log_remaining = sum_from_here(log_passed)  # log of the stick that keys i - 1 down to j leave
         shares = (logits + log_remaining).masked_fill(~earlier, -torch.inf).exp()  # beta = e^logit (1 - beta)
         remainder = log_remaining[..., :1].exp()  # the part of the stick that no key takes
         return torch.where(visible & ~earlier, remainder, shares)

@@ -15,20 +15,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.methods.base import AttentionWeights, upcast
+from model.methods.base import AttentionWeights
+from model.tensors import sum_from_here, upcast
 
 SMALL_BLOCK = 16  # tokens of a block whose decays are computed pair by pair
 
 
 class Wall(AttentionWeights):
     needs_input = True
-    lengths = {"memory": 1}
+    lengths = ("memory",)
 
-    def __init__(self, num_heads, head_dim, train_length, memory: float = math.exp(8)):
+    def __init__(self, shape, memory: float = math.exp(8)):
         """memory: tokens over which a channel forgets at first, f = memory / (memory + 1)."""
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(num_heads * head_dim, num_heads * head_dim))
-        self.bias = nn.Parameter(torch.full((num_heads, head_dim), math.log(memory)))
+        self.weight = nn.Parameter(torch.zeros(shape.model_dim, shape.model_dim))
+        self.bias = nn.Parameter(torch.full((shape.num_heads, shape.head_dim), math.log(memory)))
 
     def token_features(self, x):
         gate = upcast(F.linear(x, self.weight.to(x.dtype))).unflatten(-1, self.bias.shape) + self.bias  # (B, T, H, D)
@@ -43,24 +44,50 @@ def decayed_products(q: Tensor, k: Tensor, log_f: Tensor) -> Tensor:
     """Return L (B, H, Tq, Tk). q has the last Tq of the Tk tokens of k and log_f. L of later keys is unspecified.
 
     Products of f over thousands of tokens underflow, and their inverses overflow. So no product is inverted: the key
-    decays up to a token between key and query, and the query decays from there on. For keys before all queries, this
-    token is the first query. For others, it is the first token of the query's small block. Within a small block, each
-    pair has its own decay.
+    decays up to a token between key and query, and the query decays from there on.
     """
-    Tq, first = q.shape[2], k.shape[2] - q.shape[2]
+    first = k.shape[2] - q.shape[2]  # position of the first query
     log_decay = F.pad(log_f[:, :, first + 1 :].cumsum(dim=2), (0, 0, 1, 0))  # from the first query, (B, H, Tq, D)
-    decay_of_k = log_f[:, :, 1 : first + 1].flip(2).cumsum(dim=2).flip(2).exp()  # to the first query, (B, H, first, D)
-    before = (upcast(q) * log_decay.exp()).to(q.dtype) @ (upcast(k[:, :, :first]) * decay_of_k).to(q.dtype).mT
+    before = products_with_earlier_keys(q, k[:, :, :first], log_decay, log_f[:, :, 1 : first + 1])
+    after = products_among_queries(upcast(q), upcast(k[:, :, first:]), log_decay)
+    return torch.cat((upcast(before), after), dim=-1)
 
-    padded = (F.pad(upcast(x), (0, 0, 0, -Tq % SMALL_BLOCK)) for x in (q, k[:, :, first:], log_decay))
-    q, k, log_decay = (x.unflatten(2, (-1, SMALL_BLOCK)) for x in padded)  # (B, H, blocks, SMALL_BLOCK, D)
-    pairs = (q.unsqueeze(4) * k.unsqueeze(3) * decay(log_decay.unsqueeze(4), log_decay.unsqueeze(3))).sum(dim=-1)
+
+def products_with_earlier_keys(q: Tensor, k: Tensor, log_decay: Tensor, log_f: Tensor) -> Tensor:
+    """Return L for keys before all queries. The key decays up to the first query.
+
+    log_f (B, H, keys, D): of the tokens after each of these keys, up to the first query.
+    """
+    decayed_q = (upcast(q) * log_decay.exp()).to(q.dtype)
+    decayed_k = (upcast(k) * sum_from_here(log_f, dim=2).exp()).to(q.dtype)
+    return decayed_q @ decayed_k.mT
+
+
+def products_among_queries(q: Tensor, k: Tensor, log_decay: Tensor) -> Tensor:
+    """Return L (B, H, Tq, Tq) for keys at the positions of the queries. All arguments are (B, H, Tq, D)."""
+    Tq = q.shape[2]
+    q, k, log_decay = (in_small_blocks(x) for x in (q, k, log_decay))
+
+    # 1. Within a block, each pair of query and key has its own decay.
+    pair_decay = decay(log_decay.unsqueeze(4), log_decay.unsqueeze(3))
+    within = (q.unsqueeze(4) * k.unsqueeze(3) * pair_decay).sum(dim=-1)  # (B, H, blocks, queries, keys)
+
+    # 2. Across blocks, the key decays up to the first token of the query's block.
     start = log_decay[:, :, :, :1]
-    k = k.unsqueeze(2) * decay(start.unsqueeze(3), log_decay.unsqueeze(2))  # (B, H, blocks, blocks, SMALL_BLOCK, D)
-    across = (q * decay(log_decay, start)).unsqueeze(3) @ k.mT  # (B, H, blocks, blocks of keys, queries, keys)
-    same = torch.eye(q.shape[2], dtype=torch.bool, device=q.device)[..., None, None]
-    after = torch.where(same, pairs.unsqueeze(3), across).transpose(3, 4).flatten(4).flatten(2, 3)
-    return torch.cat((upcast(before), after[:, :, :Tq, :Tq]), dim=-1)
+    decayed_k = k.unsqueeze(2) * decay(start.unsqueeze(3), log_decay.unsqueeze(2))
+    decayed_q = (q * decay(log_decay, start)).unsqueeze(3)
+    across = decayed_q @ decayed_k.mT  # (B, H, blocks, blocks of keys, queries, keys)
+
+    # 3. Both together, as one matrix a head.
+    same_block = torch.eye(q.shape[2], dtype=torch.bool, device=q.device)[..., None, None]
+    products = torch.where(same_block, within.unsqueeze(3), across)
+    return products.transpose(3, 4).flatten(4).flatten(2, 3)[:, :, :Tq, :Tq]
+
+
+def in_small_blocks(x: Tensor) -> Tensor:
+    """Return x (B, H, T, D), padded, as (B, H, blocks, SMALL_BLOCK, D)."""
+    padded = F.pad(x, (0, 0, 0, -x.shape[2] % SMALL_BLOCK))
+    return padded.unflatten(2, (-1, SMALL_BLOCK))
 
 
 def decay(log_decay: Tensor, earlier: Tensor) -> Tensor:

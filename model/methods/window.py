@@ -7,9 +7,9 @@ from model.methods.base import Window
 
 
 class SlidingWindow(Window):
-    lengths = {"window": 1}
+    lengths = ("window",)
 
-    def __init__(self, num_heads, head_dim, train_length, window: float = 512.0):
+    def __init__(self, shape, window: float = 512.0):
         """window: number of tokens, including the query's token. It is rounded."""
         super().__init__()
         self.window = max(1, round(window))

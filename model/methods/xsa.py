@@ -9,20 +9,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from model.methods.base import OutputGate, upcast
+from model.methods.base import OutputGate
+from model.tensors import upcast
 
 
 class ExclusiveSelfAttention(OutputGate):
     uses_input = False
 
-    def __init__(self, num_heads, head_dim, train_length, learn_share: bool = False):
+    def __init__(self, shape, learn_share: bool = False):
         """learn_share: remove only the share tanh(a), with a learned a."""
         super().__init__()
-        self.share = nn.Parameter(torch.zeros(num_heads)) if learn_share else None
+        self.share = nn.Parameter(torch.zeros(shape.num_heads)) if learn_share else None
 
     def change(self, y, v, x):
         direction = F.normalize(upcast(v), dim=-1)  # zero for a value of zero
         removed = (upcast(y) * direction).sum(dim=-1, keepdim=True) * direction
         if self.share is not None:
-            removed = self.share.tanh()[:, None] * removed
+            removed = self.share.tanh()[:, None, None] * removed
         return (upcast(y) - removed).to(y.dtype)

@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 
 from errors import require
-from model.attention import BACKENDS
-from model.attention.base import Plan
+from model.attention.attend import attend
+from model.attention.backend import Backend
 from model.attention.check import check_backend, random_inputs
+from model.attention.choose import BACKENDS
+from model.attention.plan import plan_layer
 from model.attention.sdpa import chosen_kernel
-from model.methods import make_method
-from model.methods.base import Method
+from model.methods.base import Method, Shape
+from model.methods.make import make_method
 from runtime.processes import start_processes
 from scripts.bench import protocol
 
@@ -35,7 +37,7 @@ DEFAULTS = dict(
     cpu=dict(lengths=[512, 1024, 4096], dtype="float32", variants=CPU),
 )
 TOKENS = dict(cuda=65536, cpu=4096)  # batch * length of a pass; the batch is at least 1
-Variant = tuple[object, Method]  # a backend (see model/attention) and the method that it computes
+Variant = tuple[Backend, Method]  # a backend and the method that it computes
 
 
 def add_arguments(parser: argparse.ArgumentParser):
@@ -74,7 +76,7 @@ def make_variant(name: str, heads: int, head_dim: int, device: torch.device) -> 
     backend, _, formula = name.partition(":")
     remedy = f"Use BACKEND:FORMULA, BACKEND one of {', '.join(BACKENDS)}, FORMULA one of {', '.join(FORMULAS)}."
     require(backend in BACKENDS and formula in FORMULAS, f"unknown variant {name!r}. {remedy}")
-    method = make_method(FORMULAS[formula], num_heads=heads, head_dim=head_dim, train_length=1024)
+    method = make_method(FORMULAS[formula], Shape(heads, head_dim, train_length=1024))
     return BACKENDS[backend], method.to(device)
 
 
@@ -89,14 +91,14 @@ def check_variant(variant: Variant, device: torch.device, dtype: torch.dtype) ->
 
 def make_passes(variant: Variant, inputs: list[Tensor]) -> dict[str, Callable[[], object]]:
     """Return two warmed-up functions to time: "forward", and "both" (forward and backward pass)."""
-    (backend, method), (q, k, v, dout) = variant, inputs
-    B, H, T, D = dout.shape
-    plan = Plan(backend="", num_heads=H, head_dim=D, query_length=T, key_length=T, device=dout.device, dtype=dout.dtype)
-    attend = functools.partial(backend.run, prepared=backend.prepare(method.score_change, plan))
-    qkv = [x.detach().requires_grad_() for x in (q, k, v)]
+    (backend, method), (*qkv, dout) = variant, inputs
+    length = dout.shape[2]
+    plan = plan_layer(method, backend, length, length, device=dout.device, dtype=dout.dtype)
+    qkv = [x.detach().requires_grad_() for x in qkv]
+    forward = functools.partial(attend, method, *qkv, None, plan)
     passes = dict(
-        forward=lambda: attend(*qkv),  # also stores the tensors for the backward pass
-        both=lambda: torch.autograd.grad(attend(*qkv), qkv, dout),
+        forward=forward,  # also stores the tensors for the backward pass
+        both=lambda: torch.autograd.grad(forward(), qkv, dout),
     )
     for _ in range(2):
         passes["both"]()

@@ -14,11 +14,10 @@ import statistics
 
 import torch
 
-from configs.command_line import read_config
 from configs.config import Config, config_hash
 from errors import require
 from measure.flops import training_flops_per_token
-from model.methods import check_options
+from runtime.build import read_run
 from runtime.device import peak_flops
 from runtime.processes import start_processes
 from scripts.bench import protocol
@@ -65,9 +64,7 @@ def read_variant(preset: str, fields: list[str], name: str) -> Config:
     for change in changes:
         field, _, value = change.partition("=")
         arguments += [f"--{field}", *value.split()]
-    config = read_config(arguments)
-    check_options(config.method, config.method_options)
-    return config
+    return read_run(arguments)
 
 
 def gate(trainers: dict[str, Trainer], steps: int) -> dict[str, str]:

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from configs.config import Config
 from data.loader import micro_batch_size
-from runtime.build import accumulate, build_model, build_optimizers, compile_model
+from model.gpt import GPT
+from runtime.build import accumulate, build_optimizers, compile_model
 from runtime.device import compute_dtype
 from runtime.processes import World
 from scripts.bench.protocol import time_calls
@@ -26,13 +27,13 @@ class Trainer:
         allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         self.config, self.world, self.dtype = config, World(0, 1, device), compute_dtype(config, device)
         torch.manual_seed(config.seed)
-        self.model = build_model(config, self.dtype).to(device)
+        self.model = GPT(config, self.dtype).to(device)
         with torch.no_grad():
             for parameter in self.model.parameters():
                 if not parameter.any():
                     parameter.normal_(0, 0.02)
         self.plan = self.model.plan(config.train_length, backend=config.attention_backend)
-        self.backends = ", ".join(dict.fromkeys(plan.backend for plan in self.plan))
+        self.backends = ", ".join(dict.fromkeys(layer.backend.name for layer in self.plan.layers))
         self.compiled = compile_model(self.model, config, self.world)
         self.optimizers = build_optimizers(config, self.model, self.world)
         sequences = config.batch_tokens // config.train_length

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from errors import require
-from model.attention import Plan, attend, make_plan
-from model.methods import make_layers, method_options
-from model.methods.base import Method, upcast
-from model.methods.rope import BASE
+from model.attention.attend import attend
+from model.attention.choose import choose_backend
+from model.attention.plan import LayerPlan, plan_layer
+from model.methods.base import Method, Rotation, Shape
+from model.methods.make import make_layers
+from model.methods.names import all_mechanisms
 
 RECORD = "attention_method"  # field of the model's configuration that records the conversion
 # Names of our hooks in transformers. An exported model has its own names (modules.py).
@@ -35,19 +37,27 @@ class Shared:
     lengths: tuple = ()
     plans: dict = dataclasses.field(default_factory=dict)  # for calls of these lengths
 
-    def plan(self, method: Method, q_offset: int, q: Tensor, k: Tensor) -> Plan:
-        """Return the plan for q (B, H, Tq, D) and k (B, H, Tk, D). q_offset: position of the first query."""
+    def plan(self, method: Method, q: Tensor, k: Tensor) -> LayerPlan:
+        """Return the plan for q (B, H, Tq, D), the last Tq tokens of k (B, H, Tk, D)."""
         # Tensors made in inference mode cannot be used in training, so the two modes have separate plans.
-        lengths = (q_offset, q.shape[2], self.target_length, torch.is_inference_mode_enabled())
+        lengths = (q.shape[2], k.shape[2], self.target_length, torch.is_inference_mode_enabled())
         if self.lengths != lengths:
             self.lengths = lengths
             self.plans.clear()
         key = (method.name, q.device, q.dtype)
         if key not in self.plans:
-            plan = make_plan(
-                method, q.shape[2], k.shape[2], q_offset=q_offset, target_length=self.target_length, device=q.device,
-                dtype=q.dtype, backend="blocks" if q.shape[2] == 1 else "auto",
-            )  # fmt: skip
+            name = "blocks" if q.shape[2] == 1 else "auto"
+            backend, why = choose_backend(method, q.device, q.dtype, name)
+            plan = plan_layer(
+                method,
+                backend,
+                q.shape[2],
+                k.shape[2],
+                target_length=self.target_length,
+                device=q.device,
+                dtype=q.dtype,
+                why=why,
+            )
             if plan.sin is not None:
                 plan = dataclasses.replace(plan, sin=-plan.sin)  # Llama models rotate in the other direction
             self.plans[key] = plan
@@ -79,13 +89,8 @@ def attend_with_method(
     """
     if layer.num_key_value_groups > 1:
         key, value = (x.repeat_interleave(layer.num_key_value_groups, dim=1) for x in (key, value))
-    plan = layer.shared.plan(layer.method, attention_mask, query, key)
-    if query.shape[2] == 1:  # the backend is plain PyTorch here, which would compute bfloat16 scores
-        query, key = upcast(query), upcast(key)
-    output = attend(layer.method, query, key, value, plan=plan).transpose(1, 2)
-    if layer.method.output_gate is not None:
-        output = layer.method.output_gate.change(output, value[:, :, -query.shape[2] :].transpose(1, 2), None)
-    return output, None
+    plan = layer.shared.plan(layer.method, query, key)
+    return attend(layer.method, query, key, value, None, plan).transpose(1, 2), None
 
 
 def convert(model: nn.Module, method: str, /, *, train_length: int | None = None, **options) -> nn.Module:
@@ -105,16 +110,13 @@ def convert(model: nn.Module, method: str, /, *, train_length: int | None = None
     train_length = config.max_position_embeddings if train_length is None else train_length
     earlier = getattr(config, RECORD, None) or {}
     rope = earlier.get("rope_parameters", config.rope_parameters)
-    known = method_options(method)
-    like_rope = "base" in known and (known["base"].default == BASE or options.get("form") == "barbero")
-    if like_rope and "base" not in options:
+    rotations = [mechanism for mechanism in all_mechanisms(method) if issubclass(mechanism, Rotation)]
+    if any(rotation.rotates_like_rope(options) for rotation in rotations) and "base" not in options:
         problem = f"the model has rope type {rope['rope_type']}, so its base alone does not give its frequencies"
         require(rope["rope_type"] == "default", f"{problem}. Pass base={rope['rope_theta']:g}.")
         options["base"] = rope["rope_theta"]
-    methods = make_layers(
-        method, config.num_hidden_layers, num_heads=config.num_attention_heads, head_dim=config.head_dim,
-        train_length=train_length, options=options,
-    )  # fmt: skip
+    shape = Shape(config.num_attention_heads, config.head_dim, train_length)
+    methods = make_layers(method, shape, config.num_hidden_layers, options)
     for layer_method in methods:
         gate = layer_method.output_gate
         needs_input = layer_method.needs_input or (gate is not None and gate.uses_input)

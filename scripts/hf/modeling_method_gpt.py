@@ -7,10 +7,7 @@ holds unrotated keys, and the layer's input if the method needs it. NTK, YaRN an
 length of the whole sequence, target_length. So every call rotates all keys for this length.
 """
 
-import functools
-
 import torch
-import torch.nn.functional as F
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
@@ -18,9 +15,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
 from errors import require
-from model.attention import Plan, attend_rotated, make_plan, transform
+from model.attention.attend import rotate
+from model.attention.plan import LayerPlan
 from model.gpt import GPT, linear, norm
-from model.methods.base import Method, upcast
+from model.methods.base import Method
 
 
 @strict
@@ -55,11 +53,7 @@ class MethodGPTForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: MethodGPTConfig):
         """Build the model. Raise ValueError for an unknown attention method or option."""
         super().__init__(config)
-        self.gpt = GPT(
-            vocab_size=config.vocab_size, num_layers=config.num_layers, num_heads=config.num_heads,
-            model_dim=config.model_dim, train_length=config.train_length, method=config.method,
-            method_options=config.method_options, position_scale=config.position_scale,
-        )  # fmt: skip
+        self.gpt = GPT(config)
         self.post_init()
 
     def _init_weights(self, module):
@@ -84,15 +78,13 @@ class MethodGPTForCausalLM(PreTrainedModel, GenerationMixin):
         if cache is None and (self.config.use_cache if use_cache is None else use_cache):
             cache = DynamicCache()
         count, first = input_ids.shape[1], 0 if cache is None else cache.get_seq_length()
-        x, plans = gpt.embed(input_ids), {}
+        x = gpt.embed(input_ids)
+        backend = "blocks" if count == 1 else "auto"
+        plan = gpt.plan(first + count, queries=count, target_length=target_length, backend=backend)
         for layer, block in enumerate(gpt.blocks):
-            method = block.attention.method
-            if method.name not in plans:
-                plans[method.name] = make_plan(
-                    method, count, first + count, q_offset=first, target_length=target_length, device=x.device,
-                    dtype=gpt.dtype, backend="blocks" if count == 1 else "auto",
-                )  # fmt: skip
-            x = block(x, plans[method.name], functools.partial(attend_with_cache, cache=cache, layer=layer))
+            layer_plan = plan.for_layer(layer)
+            layer_cache = None if cache is None else LayerCache(cache, layer, block.attention.method, layer_plan)
+            x = block(x, layer_plan, layer_cache)
         positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = linear(norm(x)[:, positions], gpt.head).float()
         loss = None if labels is None else self.loss_function(logits, labels, vocab_size=self.config.vocab_size)
@@ -110,24 +102,20 @@ class MethodGPTForCausalLM(PreTrainedModel, GenerationMixin):
         return super().generate(inputs, generation_config, **kwargs)
 
 
-def attend_with_cache(
-    method: Method, q: Tensor, k: Tensor, v: Tensor, *, x: Tensor, plan: Plan, cache: DynamicCache | None, layer: int
-) -> Tensor:
-    """Return the attention of new tokens to the cached tokens and to themselves, (B, H, T, D).
+class LayerCache:
+    """Keeps unrotated keys, values and features of one layer in transformers' cache."""
 
-    q, k, v (B, H, T, D) and x (B, T, C) belong to the new tokens. This replaces model.attention.attend.
-    """
-    all_x = x
-    if cache is not None:
-        x_by_head = x.unflatten(-1, (k.shape[1], -1)).transpose(1, 2)  # (B, H, T, D)
-        new = torch.cat([k, x_by_head], dim=-1) if method.needs_input else k
-        cached, v = cache.update(new, v, layer)
-        k, all_x = cached[..., : k.shape[3]], cached[..., k.shape[3] :].transpose(1, 2).flatten(2)
-    if q.shape[2] == 1:  # the backend is plain PyTorch here, which would compute bfloat16 scores
-        q, k = upcast(q), upcast(k)
-    rotated_q, rotated_k = transform(method, q, k, plan, x)
-    wide_v = F.pad(v, (0, method.vector_dim - method.head_dim))
-    unrotated = () if method.replacement is None else (q, k)
-    return attend_rotated(
-        method, plan, rotated_q, rotated_k, wide_v, *unrotated, token_features=method.token_features(all_x)
-    )
+    def __init__(self, cache: DynamicCache, layer: int, method: Method, plan: LayerPlan):
+        self.cache, self.layer, self.method, self.plan = cache, layer, method, plan
+
+    def append(self, rotated_k: Tensor, k: Tensor, v: Tensor, features: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Add new tokens, (B, H, T, ...), and return the same of all tokens so far, with all keys rotated anew."""
+        width, dtype = k.shape[3], k.dtype
+        if features is not None:  # behind the keys, in one tensor
+            k = torch.cat([k, features.reshape(*features.shape[:3], -1)], dim=3)
+        k, v = self.cache.update(k, v, self.layer)
+        if features is not None:
+            features = k[..., width:].reshape(*k.shape[:3], *features.shape[3:])
+        k = k[..., :width].to(dtype)
+        _, rotated_k = rotate(self.method, k, k, self.plan)
+        return rotated_k.to(dtype), k, v, features

@@ -5,8 +5,8 @@ import sys
 import torch
 from torch import Tensor, nn
 
-from model.attention import transform
-from model.scores import pair_scores, score_pairs, set_moments
+from model.attention.attend import rotate
+from model.scores import calibrate_method, pair_scores, score_pairs
 from scripts.hf.convert import attention_layers
 
 
@@ -28,14 +28,15 @@ def layer_scores(
         found.append((layer.layer_idx, False, pair_scores(q, k, pairs, layer.scaling)))
         method = getattr(layer, "method", None)
         if method is None:
-            rotate = sys.modules[type(layer).__module__].apply_rotary_pos_emb
-            q, k = rotate(q, k, *inputs["position_embeddings"])
+            apply_rotary_pos_emb = sys.modules[type(layer).__module__].apply_rotary_pos_emb
+            q, k = apply_rotary_pos_emb(q, k, *inputs["position_embeddings"])
         elif method.rotation is not None:
-            q, k = transform(method, q, k, layer.shared.plan(method, 0, q, k), scale_queries=False)
+            rotated = rotate(method, q, k, layer.shared.plan(method, q, k))
+            q, k = (x.to(q.dtype) for x in rotated)
         if method is None or method.rotation is not None:
             found.append((layer.layer_idx, True, pair_scores(q, k, pairs, layer.scaling)))
         if calibrate:
-            set_moments(method, found[-1][-1])
+            calibrate_method(method, found[-1][-1])
 
     hooks = [layer.register_forward_pre_hook(observe, with_kwargs=True) for layer in attention_layers(model)]
     try:

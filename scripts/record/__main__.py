@@ -24,7 +24,7 @@ from configs.runs import Run
 from data.shards import open_split
 from errors import UserError, did_you_mean, exit_on_user_error, require
 from files import replace_text, to_json
-from model.methods import canonical_name
+from model.methods.names import canonical_name
 from runtime.processes import start_processes
 from scripts.evaluate import evaluate
 from scripts.keep import make_line

@@ -6,6 +6,7 @@ A record is a dictionary with the numbers of a method, as in the record.json of 
 import collections
 import dataclasses
 import importlib.util
+import inspect
 import json
 import math
 import statistics
@@ -20,9 +21,9 @@ from configs.config import Config, config_hash, describe_differences
 from configs.runs import Run
 from errors import require
 from measure.flops import forward_flops_per_token
+from model.gpt import GPT
 from model.methods import MECHANISMS, METHODS
-from model.methods.base import KINDS
-from runtime.build import build_model
+from model.methods.base import KINDS, Mechanism
 from runtime.log import num_parameters
 from scripts.shared.looks import series_label
 from scripts.shared.runs import StoredRun, final_losses, read_runs
@@ -55,7 +56,24 @@ def register(file: Path, name: str):
     own = [value for value in vars(module).values() if getattr(value, "__module__", "") == module_name]
     found = [value for value in own if isinstance(value, type) and issubclass(value, (*KINDS.values(),))]
     require(len(found) == 1, f"{file} has {len(found)} subclasses of a kind of model/methods/base.py. Define one.")
-    MECHANISMS[name] = found[0]
+    MECHANISMS[name] = adapt(found[0])
+
+
+def adapt(mechanism: type[Mechanism]) -> type[Mechanism]:
+    """Return a mechanism whose constructor takes a Shape. The first entries take num_heads, head_dim, train_length."""
+    parameters = inspect.signature(mechanism).parameters
+    if "shape" in parameters:
+        return mechanism
+
+    class Adapted(mechanism):
+        def __init__(self, shape, **options):
+            super().__init__(shape.num_heads, shape.head_dim, shape.train_length, **options)
+
+        @classmethod
+        def options(cls):
+            return {name: option for name, option in parameters.items() if option.default is not option.empty}
+
+    return Adapted
 
 
 def differences(track: Run, stored: StoredRun) -> str:
@@ -87,10 +105,10 @@ def measure_method(config: Config) -> dict:
     Raise ValueError if this loss depends on later tokens or on other sequences.
     """
     rope, T = dataclasses.replace(config, method="rope", method_options={}), config.train_length
-    parameters, of_rope = (num_parameters(build_model(each, torch.float32)) for each in (config, rope))
+    parameters, of_rope = (num_parameters(GPT(each, torch.float32)) for each in (config, rope))
     flops = forward_flops_per_token(config, T) / forward_flops_per_token(rope, T)
     torch.manual_seed(0)
-    model = build_model(dataclasses.replace(config, vocab_size=256), torch.float32)
+    model = GPT(dataclasses.replace(config, vocab_size=256), torch.float32)
     for parameter in model.parameters():  # output projections start at 0, which would hide attention
         parameter.add_(0.1 * torch.randn_like(parameter))
     rows = torch.randint(256, (2, 2 * T))

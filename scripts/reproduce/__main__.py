@@ -25,7 +25,7 @@ import torch
 from configs.sweeps import SCALES
 from errors import exit_on_user_error
 from files import replace_text
-from model.methods import canonical_name
+from model.methods.names import canonical_name
 from runtime.device import device_name
 from runtime.processes import start_processes
 from runtime.run_folder import git_commit

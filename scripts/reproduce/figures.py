@@ -7,7 +7,7 @@ import numpy as np
 from scipy import stats
 
 from configs.config import Config
-from model.methods import method_options
+from model.methods.options import method_options
 from scripts.reproduce import logits, theory
 from scripts.reproduce.drawing import Line, Panel, draw_panels, row_lines
 from scripts.reproduce.study import Study, abbreviate_length

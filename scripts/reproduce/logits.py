@@ -20,7 +20,8 @@ from torch import Tensor
 from configs.config import Config
 from data.shards import TokenStream
 from errors import require
-from model.attention import Plan, transform
+from model.attention.attend import rotate_and_scale
+from model.attention.plan import LayerPlan
 from model.gpt import GPT
 from model.methods.base import Method
 from model.scores import iterate_layers
@@ -65,9 +66,9 @@ def trained_models(study: Study, count: int, length: int) -> Iterator[tuple[Conf
 # ---- attention -------------------------------------------------------------------------------------------------------
 
 
-def last_query_logits(method: Method, plan: Plan, x: Tensor, q: Tensor, k: Tensor) -> Tensor:
+def last_query_logits(method: Method, plan: LayerPlan, x: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """Return the logits L_t (paper, eq:def:L) of the last query, by distance t = 0..T-1: (B, H, T)."""
-    q, k = transform(method, q, k, plan, x)
+    q, k = rotate_and_scale(method, q, k, x, plan)
     scores = (q[:, :, -1:] @ k.mT).squeeze(2).flip(-1) / q.shape[-1] ** 0.5
     if method.score_change is None:
         return scores

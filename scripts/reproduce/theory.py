@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from model.methods import make_method
+from model.methods.base import Shape
+from model.methods.make import make_method
 from scripts.shared.tables import summarise
 
 RANGES = ((10, 100), (100, 1_000), (1_000, 10_000))  # ranges of distances t (fig:entropy, middle)
@@ -23,7 +24,7 @@ DRAWS = 400  # random draws per context
 
 def coefficients(distance: Tensor, tau: float) -> tuple[Tensor, Tensor]:
     """Return a_t and m_t at distances t, from the method in model/methods."""
-    method = make_method("scale_invariant_nope", num_heads=1, head_dim=1, train_length=1, tau=tau)
+    method = make_method("scale_invariant_nope", Shape(num_heads=1, head_dim=1, train_length=1), tau=tau)
     return method.score_change.coefficients(distance.double(), head=torch.zeros(1))
 
 

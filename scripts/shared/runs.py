@@ -17,7 +17,8 @@ from configs.presets import preset
 from data.shards import TokenStream, open_split, tokenizer_of
 from data.tokenizer import Tokenizer, load_tokenizer
 from errors import UserError, require
-from runtime.build import build_model, config_of
+from model.gpt import GPT
+from runtime.build import config_of
 from runtime.checkpoint import latest_checkpoint, load_checkpoint, load_weights
 from runtime.device import compute_dtype
 from runtime.metrics import read_metrics
@@ -249,7 +250,7 @@ def load_run(folder: Path, device: torch.device) -> tuple[Config, torch.nn.Modul
     require(not continued, f"{folder} has a Hugging Face model. Load {folder}/model as in docs/huggingface.md.")
     checkpoint = latest_checkpoint(folder / "checkpoints")
     require(checkpoint, f"{folder} has no checkpoint. Train the run first.")
-    model = build_model(config, compute_dtype(config, device)).to(device)
+    model = GPT(config, compute_dtype(config, device)).to(device)
     load_weights(model, load_checkpoint(checkpoint)["model"], checkpoint)
     return config, model
 

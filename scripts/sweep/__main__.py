@@ -19,9 +19,8 @@ from configs.runs import Run
 from configs.sweeps import SCALES
 from data.needle import C4, fetch_c4
 from errors import exit_on_user_error, require
-from measure.flops import layer_methods
-from measure.validation import build_alternatives
-from model.methods import canonical_name
+from model.methods.names import canonical_name
+from runtime.build import resolve
 from scripts.shared.arguments import add_run_options, field_changes, key_values
 from scripts.shared.runs import data_fingerprint, read_runs
 from scripts.shared.states import run_state
@@ -78,8 +77,7 @@ def choose_runs(args: argparse.Namespace, fields: list[str]) -> list[Run]:
     methods = args.methods and [*map(canonical_name, args.methods)]
     runs = sweep(args.sweep, args.scale, args.seeds, methods, changes, needle)
     for run in runs:
-        layer_methods(run.config)  # raises ValueError for an option that the method does not have
-        build_alternatives(run.config)
+        resolve(run.config)
     require(not needle or any(run.needle for run in runs), f"sweep {args.sweep} has no needle task. Omit --needle.")
     return runs
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-SOURCES = [Path(__file__).with_name(name) for name in ("cpu.cpp", "cpu_loss.cpp", "cpu.h")]
+SOURCES = [Path(__file__).with_name(name) for name in ("attention.cpp", "loss.cpp", "cpu.h")]
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 TILE = (128, 256)  # queries, keys: the fastest in results/speed/cpu.md
 FEW_QUERIES, SMALL_TILE = 256, 64  # with so few queries, a small tile has fewer hidden logits

@@ -1,7 +1,7 @@
-"""Attention over L = a_t S + m_t + b_j on a CPU, and the head's cross-entropy, in float32.
+"""C++ kernels for CPUs, in float32: attention over logits a_t S + m_t + b_j, and the head's cross-entropy.
 
-The C++ kernels are compiled on first use. They need a C++ compiler with OpenMP, as torch.compile does, and a PyTorch
-whose BLAS other libraries can call. Otherwise plain PyTorch runs (blocks.py, model/loss.py).
+The kernels are compiled on first use. They need a C++ compiler with OpenMP, as torch.compile does, and a PyTorch whose
+BLAS other libraries can call. Otherwise plain PyTorch runs (model/attention/blocks.py, model/loss.py).
 """
 
 import ctypes
@@ -11,15 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from model.attention.base import EXTRAS, Plan, score_functions, unsupported_extras
-from model.attention.cpu.library import TILE, call_library, load_library
-from model.methods.base import Method, ScoreChange
-
-LOG2E = math.log2(math.e)
-
-
-def unsupported(method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
-    return unsupported_extras(method, tuple(EXTRAS)) or kernel_problem(device, dtype)
+from model.cpu.library import TILE, call_library, load_library
 
 
 def kernel_problem(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -35,36 +27,30 @@ def kernel_problem(device: torch.device, dtype: torch.dtype) -> str | None:
 kernel_problem._dynamo_marked_constant = True
 
 
-def prepare(score_change: ScoreChange | None, plan: Plan, earlier: tuple | None = None) -> tuple[Tensor, int | None]:
-    """Return the tables of a_t and m_t, and the window."""
-    return make_tables(score_change, plan.num_heads, plan.head_dim, plan.key_length), plan.window
+# ---- attention -------------------------------------------------------------------------------------------------------
 
 
-def make_tables(change: ScoreChange | None, num_heads: int, head_dim: int, key_length: int) -> Tensor:
-    """Return A and M of logits A q.k + M in bits: (2, H or 1, keys) float32, the largest distance first.
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, tables: Tensor, key_bias: Tensor | None, sink: Tensor | None, window: int
+) -> Tensor:
+    """Return the output (B, H, Tq, D) of q (B, H, Tq, D), which has the last Tq tokens of k and v (B, H, Tk, D).
 
-    They are differentiable in the learned parameters.
+    tables (2, H or 1, Tk): A and M of logits A q.k + M in bits, the largest distance first. key_bias (B, H, Tk) is
+    added to the logits in nats, and sink (H,) is one more logit. Keys at a distance of `window` or more are hidden.
     """
-    distance = torch.arange(key_length - 1, -1, -1).double()
-    a, m = score_functions(change, num_heads, distance)
-    return torch.stack((a * (LOG2E * head_dim**-0.5), m * LOG2E)).float().contiguous()
-
-
-def run(
-    q: Tensor, k: Tensor, v: Tensor, *, q_offset: int = 0, prepared: tuple[Tensor, int | None] | None = None,
-    key_bias: Tensor | None = None, sink: Tensor | None = None,
-) -> Tensor:  # fmt: skip
     Tk = k.shape[2]
-    fits = k.shape == v.shape and q.shape[:2] == k.shape[:2] and q.shape[3] == k.shape[3]
-    assert fits, (q.shape, k.shape, v.shape)
-    tables, window = prepared or (make_tables(None, 1, q.shape[3], Tk), None)
-    assert q.dtype == k.dtype == v.dtype == tables.dtype == torch.float32 and tables.shape[2] == Tk
-    assert 0 <= q_offset <= Tk - q.shape[2] and (window is None or window >= 1)
-    key_bias, sink = (x if x is None else x.float().contiguous() for x in (key_bias, sink))
-    assert key_bias is None or key_bias.shape == k.shape[:3]
-    assert sink is None or sink.shape == (k.shape[1],)
-    window = Tk if window is None else min(window, Tk)
-    return forward_op(*map(blas_layout, (q, k, v)), tables, key_bias, sink, q_offset, window)[0]
+    assert k.shape == v.shape and q.shape[:2] == k.shape[:2] and q.shape[3] == k.shape[3], (q.shape, k.shape, v.shape)
+    assert q.dtype == k.dtype == v.dtype == tables.dtype == torch.float32
+    assert tables.shape[2] == Tk and 1 <= q.shape[2] <= Tk and 1 <= window <= Tk
+    if key_bias is not None:
+        key_bias = key_bias.float().contiguous()
+        assert key_bias.shape == k.shape[:3]
+    if sink is not None:
+        sink = sink.float().contiguous()
+        assert sink.shape == k.shape[1:2]
+    q, k, v = blas_layout(q), blas_layout(k), blas_layout(v)
+    output, _ = forward_op(q, k, v, tables, key_bias, sink, Tk - q.shape[2], window)
+    return output
 
 
 def blas_layout(x: Tensor) -> Tensor:
@@ -80,9 +66,15 @@ def heads_last(x: Tensor, make: Callable) -> Tensor:  # make: torch.empty, x.new
 
 @torch.library.custom_op("scale_invariant::cpu_forward", mutates_args=())
 def forward_op(
-    q: Tensor, k: Tensor, v: Tensor, tables: Tensor, key_bias: Tensor | None, sink: Tensor | None,
-    q_offset: int, window: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tables: Tensor,
+    key_bias: Tensor | None,
+    sink: Tensor | None,
+    q_offset: int,
+    window: int,
+) -> tuple[Tensor, Tensor]:
     """Return the output, and the log2 of the softmax denominator (B, H, Tq) for the backward pass.
 
     The bias of the query's own key is subtracted from the logits. The second output has no gradient.
@@ -99,42 +91,76 @@ def _(q, k, v, tables, key_bias, sink, q_offset, window):
 
 @torch.library.custom_op("scale_invariant::cpu_backward", mutates_args=())
 def backward_op(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, tables: Tensor, key_bias: Tensor | None,
-    sink: Tensor | None, q_offset: int, window: int, learned: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    tables: Tensor,
+    key_bias: Tensor | None,
+    sink: Tensor | None,
+    q_offset: int,
+    window: int,
+    learned: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, tables, key_bias and sink. Gradients of absent inputs, and of tables that are
     not learned, are empty."""
     dout = blas_layout(dout)
     B, H, Tq, D = q.shape
-    threads, tiles = torch.get_num_threads(), -(-k.shape[2] // TILE[1])
-    parts = 1 if B * H % threads == 0 or B * H >= 4 * threads else min(threads, tiles)
+    delta = (dout * o).sum(dim=-1)  # (B, H, Tq)
+
+    # 1. Where heads are too few for all threads, several threads share the keys of a head. Each has its own sums.
+    threads = torch.get_num_threads()
+    is_even = B * H % threads == 0 or B * H >= 4 * threads
+    parts = 1 if is_even else min(threads, -(-k.shape[2] // TILE[1]))
+    dq = torch.zeros(parts, B, Tq, H, D).transpose(2, 3)
+    dk, dv = heads_last(k, torch.zeros), heads_last(v, torch.zeros)
     dtables = torch.zeros(parts * B, H, 2, k.shape[2]) if learned else None
     dbias = torch.zeros(0 if key_bias is None else key_bias.shape)
-    dlogits = torch.zeros(0 if key_bias is None else (parts, *lse.shape))
-    delta = (dout * o).sum(dim=-1)
-    dk, dv = heads_last(k, torch.zeros), heads_last(v, torch.zeros)
-    dq = torch.zeros(parts, B, Tq, H, D).transpose(2, 3)
+    dlogits = torch.zeros(0 if key_bias is None else (parts, *lse.shape))  # sums over each row
     call_library(
-        "backward", q_offset, window, parts, q=q, k=k, v=v, o=o, dout=dout, lse=lse, delta=delta, tables=tables,
-        dtables=dtables, bias=key_bias, dbias=dbias, dlogits=dlogits, dq=dq[0], dk=dk, dv=dv,
-    )  # fmt: skip
+        "backward",
+        q_offset,
+        window,
+        parts,
+        q=q,
+        k=k,
+        v=v,
+        o=o,
+        dout=dout,
+        lse=lse,
+        delta=delta,
+        tables=tables,
+        dtables=dtables,
+        bias=key_bias,
+        dbias=dbias,
+        dlogits=dlogits,
+        dq=dq[0],
+        dk=dk,
+        dv=dv,
+    )
+
+    # 2. Sums over the threads and rows.
     dq = dq[0] if parts == 1 else dq.sum(dim=0)
-    diagonal = slice(q_offset, q_offset + Tq)  # each query's own key
+    own_keys = slice(q_offset, q_offset + Tq)  # each query's own key
     dsink = torch.empty(0)
     if sink is not None:
-        diagonal_bias = 0 if key_bias is None else key_bias[:, :, diagonal]
-        probability = torch.exp2((sink.unsqueeze(-1) - diagonal_bias) / math.log(2) - lse)  # (B, H, Tq)
+        own_bias = 0 if key_bias is None else key_bias[:, :, own_keys]
+        probability = torch.exp2((sink.unsqueeze(-1) - own_bias) / math.log(2) - lse)  # (B, H, Tq)
         dsink_rows = -probability * delta  # the sink's value is 0
         dsink = dsink_rows.sum(dim=(0, 2))
     if key_bias is not None:
         # In exact arithmetic the gradients of a row's logits sum to 0. Rounding of the output leaves a remainder, which
         # forgetting attention would add up over keys. So the remainder is subtracted at the diagonal.
-        dbias[:, :, diagonal] -= dlogits.sum(dim=0) if sink is None else dlogits.sum(dim=0) + dsink_rows
+        remainder = dlogits.sum(dim=0) if sink is None else dlogits.sum(dim=0) + dsink_rows
+        dbias[:, :, own_keys] -= remainder
     if not learned:
         return dq, dk, dv, torch.empty(0), dbias, dsink
     dtables = dtables.sum(dim=0).transpose(0, 1)  # (2, H, Tk)
-    dtables = dtables.contiguous() if tables.shape[1] > 1 else dtables.sum(dim=1, keepdim=True)
-    return dq, dk, dv, dtables, dbias, dsink
+    if tables.shape[1] == 1:
+        return dq, dk, dv, dtables.sum(dim=1, keepdim=True), dbias, dsink
+    return dq, dk, dv, dtables.contiguous(), dbias, dsink
 
 
 @backward_op.register_fake
@@ -157,6 +183,9 @@ def backward(ctx, dout, _):
 
 
 forward_op.register_autograd(backward, setup_context=save_for_backward)
+
+
+# ---- the head's cross-entropy ----------------------------------------------------------------------------------------
 
 
 def cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, gradient: bool):

@@ -1,0 +1,76 @@
+"""Chooses the backend that runs a method. On CUDA a backend is compared with float64 before its first use.
+
+backend      computes                                used by `auto` for
+sdpa         PyTorch's fused causal attention        CUDA: methods that do not change the score (LogN is in q)
+flex         FlexAttention, compiled                 CUDA: all other methods; no gradients on a CPU
+flex_flash   FlexAttention by FlashAttention-4       nothing; Hopper and Blackwell
+cpu          our C++ kernel                          CPU, float32: every softmax but with skip_first
+blocks       plain PyTorch, blocks of queries        whatever no other backend runs
+"""
+
+import functools
+
+import torch
+
+from errors import UserError, did_you_mean
+from model.attention import check
+from model.attention.backend import Backend
+from model.attention.blocks import Blocks
+from model.attention.cpu import CPU
+from model.attention.flex import Flex, FlexFlash
+from model.attention.sdpa import SDPA
+from model.methods.base import AttentionWeights, Method
+
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (SDPA(), Flex(), FlexFlash(), CPU(), Blocks())}
+AUTOMATIC = {"cuda": ("sdpa", "flex"), "cpu": ("cpu",)}  # by device, the preferred first; blocks after them
+
+
+def choose_backend(
+    method: Method, device: torch.device, dtype: torch.dtype = torch.float32, name: str = "auto"
+) -> tuple[Backend, str]:
+    """Return the backend that will run, and a reason for the log. On CUDA it has passed its check.
+
+    Raise UserError for a named backend that cannot run or fails its check, and if no backend passes.
+    """
+    if name != "auto":
+        return named_backend(name, method, device, dtype)
+    if isinstance(method.replacement, AttentionWeights):
+        return BACKENDS["blocks"], "plain PyTorch"
+    reasons = []
+    for candidate in (*AUTOMATIC.get(device.type, ()), "blocks"):
+        problem, result = check_once(candidate, method, device, dtype)
+        if problem is None:
+            found = [reason for reason in (result, *reasons) if reason]
+            return BACKENDS[candidate], "; ".join(found) or f"the first choice on {device.type}"
+        reasons.append(f"{candidate} cannot run: {problem}")
+    raise UserError(f"No attention backend is right for {method.name} on {device}: {'; '.join(reasons)}. Use a CPU.")
+
+
+def named_backend(name: str, method: Method, device: torch.device, dtype: torch.dtype) -> tuple[Backend, str]:
+    """Return the backend that the user named, and the reason. A wrong backend ends the run.
+
+    A wrong gradient would spoil weeks of training without a sign. A kernel under development can raise its limits by
+    error_factor.
+    """
+    if name not in BACKENDS:
+        raise UserError(f"unknown attention backend {name!r}. {did_you_mean(name, ['auto', *BACKENDS])}")
+    problem, result = check_once(name, method, device, dtype)
+    if problem:
+        other, _ = choose_backend(method, device, dtype)
+        raise UserError(f"attention_backend {name} cannot run: {problem}. Use {other.name}.")
+    return BACKENDS[name], result or "as asked for"
+
+
+def check_once(name: str, method: Method, device: torch.device, dtype: torch.dtype) -> check.Checked:
+    """Return the reason why a backend cannot run or fails its check, or None; and the check's result for the log."""
+    if reason := BACKENDS[name].unsupported(method, device, dtype):
+        return check.Checked(reason)
+    # A check takes seconds on a CPU. The tests cover the backends there, and the doctor makes the check.
+    if device.type != "cuda" or not torch.cuda.is_available() or torch.compiler.is_compiling():
+        return check.Checked(None)
+    return cached_check(BACKENDS[name], method, device, dtype)
+
+
+@functools.lru_cache(maxsize=16)  # not again for each length, or each prompt
+def cached_check(*arguments) -> check.Checked:
+    return check.check_backend(*arguments)

@@ -1,0 +1,125 @@
+"""Plans: what a forward pass at one length needs beside weights and tokens. A plan is made once a length."""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from errors import UserError
+from model.attention.backend import Backend
+from model.methods.base import Method
+
+MAX_LENGTH = 2**30  # positions and their differences are 32-bit integers in the kernels
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerPlan:
+    """What one layer's attention needs beside weights and activations. All layers of a method share it.
+
+    The queries are the last query_length of the key_length tokens.
+    """
+
+    backend: Backend
+    num_heads: int
+    head_dim: int  # of rotated q and k
+    query_length: int
+    key_length: int
+    device: torch.device = torch.device("cpu")
+    dtype: torch.dtype = torch.float32  # of q, k, v
+    window: int | None = None  # keys at this distance from a query, or further away, are hidden
+    cos: Tensor | None = None  # of all tokens, (key_length, D/2); (key_length, D) for PoPE
+    sin: Tensor | None = None  # of the same shape
+    query_table: Tensor | None = None  # of all tokens, (key_length,)
+    why: str = ""  # the reason for the choice of the backend
+    prepared: object = None  # the backend's constants
+
+    @property
+    def q_offset(self) -> int:
+        """Return the position of the first query."""
+        return self.key_length - self.query_length
+
+    def up_to(self, length: int) -> "LayerPlan":
+        """Return the plan for the same queries at the end of the first `length` tokens.
+
+        The backend must be `blocks`, whose constants serve any number of keys.
+        """
+        tables = {name: getattr(self, name) for name in ("cos", "sin", "query_table")}
+        shorter = {name: table[:length] for name, table in tables.items() if table is not None}
+        return dataclasses.replace(self, key_length=length, **shorter)
+
+    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return plain causal attention by the plan's backend. q has the last tokens of k and v."""
+        plan = LayerPlan(self.backend, 1, q.shape[3], q.shape[2], k.shape[2], q.device, q.dtype)
+        return self.backend.run(q, k, v, plan)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The plan of a model: a LayerPlan for each layer of the method's pattern `a,b,c`, which later layers repeat."""
+
+    layers: tuple[LayerPlan, ...]
+
+    def for_layer(self, number: int) -> LayerPlan:
+        return self.layers[number % len(self.layers)]
+
+    def up_to(self, length: int) -> "Plan":
+        """See LayerPlan.up_to."""
+        return Plan(tuple(layer.up_to(length) for layer in self.layers))
+
+
+def plan_layer(
+    method: Method,
+    backend: Backend,
+    query_length: int,
+    key_length: int,
+    *,
+    target_length: int | None = None,
+    device: torch.device = torch.device("cpu"),
+    dtype: torch.dtype = torch.float32,
+    why: str = "",
+) -> LayerPlan:
+    """Return the plan for the last query_length of key_length tokens, with q, k and v of this dtype.
+
+    target_length (default: key_length): the length of the whole sequence. NTK, YaRN and LogN's constant form scale
+    with it. Raise ValueError for lengths that do not fit each other.
+    """
+    target_length = key_length if target_length is None else target_length
+    check_lengths(query_length, key_length, target_length)
+
+    # 1. Tables of the method: the angles of rotations, and factors of queries.
+    cos = sin = query_table = None
+    if method.rotation is not None:
+        cos, sin = method.rotation.tables(key_length, target_length, device)
+    if method.query_scale is not None:
+        query_table = method.query_scale.table(torch.arange(key_length), target_length).to(device)
+    plan = LayerPlan(
+        backend=backend,
+        num_heads=method.num_heads,
+        head_dim=method.vector_dim,
+        query_length=query_length,
+        key_length=key_length,
+        device=device,
+        dtype=dtype,
+        window=None if method.window is None else method.window.window,
+        cos=cos,
+        sin=sin,
+        query_table=query_table,
+        why=why,
+    )
+
+    # 2. Constants of the backend, such as tables of a_t and m_t, and block masks.
+    if method.replacement is not None:
+        return plan
+    is_learned = method.score_change is not None and method.score_change.is_learned
+    constant = None if is_learned else method.score_change
+    return dataclasses.replace(plan, prepared=backend.prepare(plan, constant))
+
+
+def check_lengths(query_length: int, key_length: int, target_length: int):
+    """Raise ValueError for lengths that do not fit each other."""
+    if not 1 <= query_length <= key_length:
+        raise UserError(f"{query_length} queries do not fit {key_length} keys. Give 1 query or more, and as many keys.")
+    if key_length > target_length:
+        raise UserError(f"target_length {target_length} is below the text's {key_length} tokens. Raise it.")
+    if key_length > MAX_LENGTH:
+        raise UserError(f"The text has {key_length} tokens. Attention covers up to {MAX_LENGTH}.")
