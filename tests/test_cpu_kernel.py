@@ -14,7 +14,7 @@ import torch
 from attention_cases import LAYOUTS, GivenBias, assert_near, attend, check, make_case, make_inputs
 from attention_cases import random as normal
 from commands import ROOT
-from test_loss import check_kernel
+from test_loss import check_kernel, cpu_cross_entropy
 
 from model import cpu
 from model.attention.cpu import make_tables
@@ -184,7 +184,7 @@ def test_losses_of_random_rows_are_the_formula(seed, long, threads):
         rows, vocabulary = draw.randint(1, 70), draw.choice([1, 2, draw.randint(1, 5000), 1024 * draw.randint(1, 4)])
         threads(draw.randint(1, 4))
         logits = (5 * normal(rows, vocabulary, seed=number)).float()
-        check_kernel("cpu", logits, torch.tensor([draw.randrange(vocabulary) for _ in range(rows)]))
+        check_kernel(cpu_cross_entropy, logits, torch.tensor([draw.randrange(vocabulary) for _ in range(rows)]))
 
 
 RUN = """
