@@ -117,8 +117,7 @@ def make_score_mod(score_change: ScoreChange | None, plan: LayerPlan) -> Callabl
         # Tiles on the diagonal contain future keys. A NaN there would reach the gradient, hence the clamp.
         distance = (q_index + q_offset - kv_index).clamp(min=0).float()
         # After any arithmetic with `head`, the gradient of a learned parameter would not compile for CUDA.
-        scale, bias = score_change.coefficients(distance, head)
-        return scale * score + bias
+        return score_change.change(score, distance, head)
 
     return score_mod
 
