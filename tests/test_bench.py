@@ -4,10 +4,15 @@ import re
 
 import pytest
 import torch
+from attention_cases import random
 from commands import exit_code, read_json
+from torch.testing import assert_close
 
 from model.attention.blocks import Blocks
+from model.attention.check import check_backend
 from model.attention.choose import BACKENDS
+from model.attention.plan import LayerPlan
+from model.attention.reference import plain_attention
 from scripts.bench import __main__ as bench
 from scripts.bench import attention, protocol, step
 from scripts.bench.trainers import Trainer
@@ -75,9 +80,76 @@ def test_attention_reports_right_variants_and_refuses_a_planted_fault(tmp_path, 
             assert len(seconds) == 3 and float(row[2]) == pytest.approx(sorted(seconds)[1] * 1e3, abs=1e-3)
 
 
+def make(name):
+    return attention.make_variant(name, 2, 16, CPU)
+
+
 def test_all_default_variants_are_known():
-    for name in [*attention.CUDA, *attention.CPU]:
-        attention.make_variant(name, 2, 16, CPU)
+    for name in [*attention.CUDA, *attention.CPU, *(f"flex:si:{tiles}" for tiles in attention.TILES)]:
+        make(name)
+
+
+def test_the_gate_of_a_soft_cap_has_its_formula_and_refuses_plain_attention():
+    (_, capped), (_, paper), (_, si) = map(make, ("flex:softcap", "flex:paper", "flex:si"))
+    q, k, v = qkv = 3 * random(3, 1, 2, 130, 16, seed=0)
+    hidden = torch.ones(130, 130, dtype=torch.bool).triu(1)
+    logits = (20 * torch.tanh(q @ k.mT / 4 / 20)).masked_fill(hidden, -torch.inf)
+    assert_close(plain_attention(capped, *qkv), logits.softmax(dim=-1) @ v)
+    assert_close(plain_attention(paper, *qkv), plain_attention(si, *qkv))
+    assert "output" in check_backend(BACKENDS["sdpa"], capped, CPU, torch.float32, [130], backward=False).problem
+
+
+def growth(t):
+    return 2 * torch.log(1 + t / 10)
+
+
+@pytest.mark.parametrize("formula, score_mod", [
+    ("paper", lambda score, t: (1 + growth(t)).sqrt() * score - growth(t)),
+    ("softcap", lambda score, t: 20 * torch.tanh(score / 20)),
+])
+def test_flex_evaluates_a_formula_as_written_at_each_logit_and_takes_tiles(formula, score_mod):
+    def prepared(*tiles):
+        backend, method = make(":".join(("flex", formula, *tiles)))
+        return backend.prepare(LayerPlan(backend, 2, 16, 1024, 1024), method.score_change)
+    t, score = torch.tensor([0, 1, 10, 1000]), random(4, seed=0).float()
+    default = prepared()
+    assert_close(default["score_mod"](score, 0, 0, t, torch.zeros_like(t)), score_mod(score, t))
+    captured = [cell.cell_contents for cell in default["score_mod"].__closure__]
+    assert not any(isinstance(x, torch.Tensor) for x in captured)  # no table
+    forward = dict(fwd_BLOCK_M=128, fwd_BLOCK_N=64, fwd_num_warps=4, fwd_num_stages=2)
+    backward = dict(bwd_BLOCK_M1=32, bwd_BLOCK_N1=128, bwd_BLOCK_M2=128, bwd_BLOCK_N2=32)
+    backward |= dict(bwd_num_warps=8, bwd_num_stages=2)
+    for tiles, options in {"fwd-128-64-4-2": forward, "bwd-32-128-128-32-8-2": backward}.items():
+        assert prepared(tiles)["kernel_options"] == default["kernel_options"] | options
+
+
+def test_a_kernel_by_name_runs_alone_or_is_not_run(monkeypatch):
+    monkeypatch.setattr(attention, "LENGTHS", (130,))
+    for name, result in {"flash2:plain": "passed", "cudnn:plain": "not run", "flash2:si": "not run"}.items():
+        assert attention.check_variant(make(name), CPU, torch.float32).startswith(result)
+    enabled = []
+    def spy(*qkv, **more):
+        cuda = torch.backends.cuda
+        enabled.append((cuda.flash_sdp_enabled(), cuda.cudnn_sdp_enabled(), cuda.math_sdp_enabled()))
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    for name in ("flash2:plain", "cudnn:plain", "sdpa:plain"):
+        make(name)[0].run(*torch.zeros(3, 1, 2, 9, 16), None)
+    assert enabled == [(True, False, False), (False, True, False), (True, True, True)]
+
+
+@pytest.mark.slow
+def test_flex_runs_forward_on_a_cpu_with_all_its_tiles(tmp_path, monkeypatch):
+    monkeypatch.setattr(attention, "LENGTHS", (130,))
+    monkeypatch.setattr(attention, "TILES", attention.TILES[-1:])
+    sizes = "--device cpu --lengths 130 --heads 2 --head-dim 16 --rounds 1".split()
+    names = "flex:paper flex:softcap sdpa:plain".split()
+    assert exit_code(bench.main, ["attention", *sizes, "--tiles", "--variants", *names, "--out", tmp_path]) == 0
+    record = read_json(tmp_path / "cpu_attention.json")
+    with_tiles = [*names, *(f"{name}:{attention.TILES[0]}" for name in names[:2])]
+    assert list(record["gate"]) == with_tiles
+    assert all(result.startswith("passed") for result in record["gate"].values())
+    forward, both = (list(entry["seconds"]) for entry in record["times"])
+    assert forward == [*with_tiles, "flex:paper again"] and both == ["sdpa:plain", "sdpa:plain again"]
 
 
 def test_a_variant_is_a_configuration():
@@ -117,6 +189,8 @@ def test_step_reports_its_measurements(tmp_path, capsys):
 @pytest.mark.parametrize("arguments, field", [
     ("attention --device cpu --lengths 0", "--lengths"),
     ("attention --device cpu --variants sdpa:nothing", "nothing"),
+    ("attention --device cpu --variants cpu:softcap", "softcap"),
+    ("attention --device cpu --variants flex:si:fwd-1", "fwd-1"),
     ("step no_such_preset p_rope", "no_such_preset"),
     ("step quickstart no_such_method --device cpu", "no_such_method"),
     ("step quickstart p_rope p_rope/batch_tokens=512 --device cpu", "batch_tokens"),

@@ -79,6 +79,12 @@ def test_a_planted_fault_is_refused(fault):
     assert "allowed error" in problem and str(LENGTHS[0]) in problem
 
 
+def test_without_a_backward_pass_the_output_alone_is_checked():
+    def problem(fault):
+        return check_backend(faulty(fault), make_case("nope"), CPU, torch.float32, [LENGTH], backward=False).problem
+    assert problem(has_no_gradient_of_keys) is None and "output" in problem(is_wrong_in_a_batch)
+
+
 def test_a_missing_tile_is_refused_in_bfloat16():
     """Rounding to bfloat16 makes errors too. Their norm must not hide a missing tile of a long sequence."""
     def rounded(change):

@@ -122,6 +122,23 @@ def test_other_score_changes_have_no_table(name):
     assert not any(isinstance(x, torch.Tensor) for x in captured) and "num_stages" not in prepared["kernel_options"]
 
 
+def test_measured_tiles_join_the_options_of_their_gpu_dtype_and_head_dimension(monkeypatch):
+    backend, tiles = flex.Flex(), dict(fwd_BLOCK_M=64, fwd_num_stages=3, bwd_num_warps=4)
+    def options(queries=256, head_dim=16, dtype=torch.bfloat16):
+        plan = LayerPlan(backend, 3, head_dim, queries, queries, dtype=dtype)
+        return backend.prepare(plan, ScaleInvariant(Shape(3, 16, 64)))["kernel_options"]
+    before = dict(ROWS_GUARANTEED_SAFE=True, BLOCKS_ARE_CONTIGUOUS=True, num_stages=2)
+    assert options() == before
+    monkeypatch.setitem(flex.TILES, ((9, 0), torch.bfloat16, 16), tiles)
+    assert options() == before | tiles
+    assert options(dtype=torch.float16) == options(head_dim=32) == before
+    assert not options(queries=100).keys() & tiles.keys()
+    backend.tiles = dict(fwd_BLOCK_M=32)
+    assert options() == before | tiles | backend.tiles
+    monkeypatch.setattr(flex, "capability", lambda device: (8, 0))
+    assert options() == before | backend.tiles
+
+
 # ---- compiled, or an error -------------------------------------------------------------------------------------------
 
 

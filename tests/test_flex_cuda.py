@@ -55,15 +55,21 @@ TWO_TABLES = [  # as flex_flash reads them, and lengths that are no multiple of 
     for method in (("alibi", {}), (SCALE_INVARIANT, {"terms": "a"}))
 ]
 
+FORWARD_TILES = dict(num_stages=4, num_warps=2, BLOCK_M=64, BLOCK_N=32)
+BACKWARD_TILES = dict(num_stages=1, num_warps=4, BLOCK_M1=32, BLOCK_N1=64, BLOCK_M2=64, BLOCK_N2=32)
+
 CODE = """
-import dataclasses, itertools, json, sys
+import dataclasses, itertools, json, re, sys
 from unittest import mock
+import torch
 from triton.compiler.errors import CompilationError
 from model.attention import flex
+from model.methods.base import Shape
 from model.methods.kerple import KerpleLog
+from model.methods.make import make_method
 from tests import flex_code
 
-cases, two_tables, models = json.loads(sys.argv[1])
+cases, two_tables, models, tiles = json.loads(sys.argv[1])
 codes = [flex_code.compile_case(*case) for case in cases]
 # The first call chooses tables and two stages of the pipeline, the second call two tables.
 with mock.patch.object(flex, "m_follows_from_a", side_effect=itertools.cycle([True, False])):
@@ -72,6 +78,12 @@ print(json.dumps([[dataclasses.asdict(code) for code in kernels] for kernels in 
 graphs = [flex_code.trace_model(*model) for model in models]
 print(json.dumps([[(name, str(graph.graph).count("higher_order.flex_attention")) for name, graph in model]
     for model in graphs]))
+
+method = make_method("scale_invariant_nope", Shape(2, 128, 64))
+with mock.patch.dict(flex.TILES, {((9, 0), torch.bfloat16, 128): tiles}):
+    graphs = flex_code.trace_attention(method, 1024, 128, torch.bfloat16)
+size = re.compile(r"(BLOCK_[MN]\\d?|num_warps|num_stages)(?: : tl.constexpr)? ?= ?(\\d+)")
+print(json.dumps([size.findall(flex_code.lower(*graph, 90)) for graph in graphs]))
 
 coefficients = KerpleLog.coefficients
 KerpleLog.coefficients = lambda change, distance, head: coefficients(change, distance, head + 0)
@@ -85,11 +97,13 @@ except CompilationError:
 
 @pytest.fixture(scope="module")
 def compiled(long):
-    """Return the code of all cases, the calls of attention in models' graphs, and whether head + 0 compiles."""
+    """Return the code of all cases, the calls of attention in models' graphs, tiles, and whether head + 0 compiles."""
     cases, two_tables, models = QUICK + GRID * long, TWO_TABLES[: None if long else 1], QUICK_MODELS + MODELS * long
-    output = python("-c", CODE, json.dumps([cases, two_tables, models]), timeout=None).stdout
-    codes, calls, head_plus_zero = map(json.loads, output.splitlines())
-    return [*zip(cases + two_tables, codes, strict=True)], calls, head_plus_zero
+    tiles = {f"fwd_{name}": size for name, size in FORWARD_TILES.items()}
+    tiles |= {f"bwd_{name}": size for name, size in BACKWARD_TILES.items()}
+    output = python("-c", CODE, json.dumps([cases, two_tables, models, tiles]), timeout=None).stdout
+    codes, *others = map(json.loads, output.splitlines())
+    return [*zip(cases + two_tables, codes, strict=True)], *others
 
 
 def test_attention_kernels_compile_and_fit_their_gpus(compiled):
@@ -109,7 +123,13 @@ def test_a_model_is_one_graph_each_way_with_all_its_layers(compiled):
 
 def test_arithmetic_with_the_head_of_a_learned_parameter_does_not_compile(compiled):
     """flex.py once had such arithmetic. The test shows that a compilation finds it."""
-    assert compiled[2] is False
+    assert compiled[3] is False
+
+
+def test_tiles_of_the_table_are_the_tiles_of_the_kernels(compiled):
+    """For this method, the backend also sets num_stages of both passes."""
+    for tiles, found in zip((FORWARD_TILES, BACKWARD_TILES), compiled[2], strict=True):
+        assert {(name, str(size)) for name, size in tiles.items()} == {tuple(pair) for pair in found}
 
 
 def test_every_mechanism_that_changes_logits_is_compiled():

@@ -5,6 +5,7 @@ the norm of the whole tensor, and by the worst row. A wrong tile hides in the no
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -68,13 +69,21 @@ def relative_errors(tensors: Tensors, exact: Tensors) -> dict[str, float]:
 @torch.inference_mode(False)
 @torch.enable_grad()
 def check_backend(
-    backend: Backend, method: Method, device: torch.device, dtype: torch.dtype, lengths: Sequence[int] = LENGTHS
+    backend: Backend,
+    method: Method,
+    device: torch.device,
+    dtype: torch.dtype,
+    lengths: Sequence[int] = LENGTHS,
+    backward: bool = True,
 ) -> Checked:
-    """Compare a backend with the formula in float64 on random inputs, forward and backward."""
+    """Compare a backend with the formula in float64 on random inputs, forward and backward.
+
+    backward: False for a backend without a backward pass.
+    """
     largest = 0.0
     for length in lengths:
         try:
-            name, share = compare(backend, only_changes(method, length, device), length, device, dtype)
+            name, share = compare(backend, only_changes(method, length, device), length, device, dtype, backward)
         except Exception as error:  # Triton's, CUDA's and the compiler's errors are of many kinds
             message = " ".join(str(error).split())[:100]
             return Checked(f"it failed its check with {type(error).__name__}: {message} ({length} tokens)")
@@ -85,14 +94,15 @@ def check_backend(
 
 
 def compare(
-    backend: Backend, method: Method, length: int, device: torch.device, dtype: torch.dtype
+    backend: Backend, method: Method, length: int, device: torch.device, dtype: torch.dtype, backward: bool
 ) -> tuple[str, float]:
     """Return worst_error of a backend's output and gradients."""
     inputs, dout = random_inputs(method, length, device, dtype)
     learned = dict(method.named_parameters())
-    by_backend = output_and_gradients(on_backend(backend, method, length, dtype), inputs, dout, learned)
-    exact = output_and_gradients(formula(method), [x.double() for x in inputs], dout.double(), learned)
-    plain = output_and_gradients(rounded_formula(method), inputs, dout, learned)
+    measure = functools.partial(output_and_gradients, learned=learned, backward=backward)
+    by_backend = measure(on_backend(backend, method, length, dtype), inputs, dout)
+    exact = measure(formula(method), [x.double() for x in inputs], dout.double())
+    plain = measure(rounded_formula(method), inputs, dout)
     return worst_error(by_backend, exact, plain, torch.finfo(dtype).eps, backend.error_factor)
 
 
@@ -150,11 +160,13 @@ def random_inputs(
 
 
 def output_and_gradients(
-    function: Callable[..., Tensor], inputs: Sequence[Tensor], dout: Tensor, learned: Tensors
+    function: Callable[..., Tensor], inputs: Sequence[Tensor], dout: Tensor, learned: Tensors, backward: bool
 ) -> Tensors:
     """Return the output, and the gradients of inputs (q, k, v, perhaps key biases) and of learned parameters."""
-    inputs = [x.detach().requires_grad_() for x in inputs]
+    inputs = [x.detach().requires_grad_(backward) for x in inputs]
     output = function(*inputs)
+    if not backward:
+        return {"output": output}
     leaves = [*inputs, *learned.values()]
     names = ["q", "k", "v", "key_bias"][: len(inputs)] + list(learned)
     gradients = torch.autograd.grad(output, leaves, dout)

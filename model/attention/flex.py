@@ -26,11 +26,16 @@ FLASH_QUERY_BLOCK = {9: 128, 10: 256, 11: 256}  # by compute capability: queries
 LARGEST_QUERY_TILE = 256
 FLASH_DTYPES = (torch.float16, torch.bfloat16)
 FLASH_HEAD_DIMS = range(16, 129, 8)  # up to 128, a tile has as many keys as a block of the mask
+# Tiles of `flex` that were measured to be faster than torch's, by compute capability, dtype and head dimension. Options
+# of FlexKernelOptions get a prefix: dict(fwd_BLOCK_M=128, fwd_num_warps=8, bwd_BLOCK_M1=64, bwd_num_stages=3). Options
+# with a prefix win over options without, so an entry wins over the num_stages that `prepare` sets.
+TILES: dict[tuple[tuple[int, int], torch.dtype, int], dict[str, int]] = {}
 
 
 class Flex(Backend):
     name = "flex"
     supported = ("key_bias", "window", "sink", "skip_first")
+    tiles: dict[str, int] = {}  # options that win over those of TILES
 
     def unsupported(self, method, device, dtype):
         if method.replacement is not None:
@@ -43,7 +48,7 @@ class Flex(Backend):
 
     def prepare(self, plan, score_change):
         """Return flex_attention's score_mod, block_mask and kernel_options."""
-        from model.attention.flex_compiled import causal_block_mask, mask_options
+        from model.attention.flex_compiled import BLOCK, causal_block_mask, mask_options
 
         shape = plan.query_length, plan.key_length, plan.q_offset
         block_mask = causal_block_mask(*shape, plan.device, window=plan.window)
@@ -53,6 +58,8 @@ class Flex(Backend):
             # Each stage of the pipeline holds its part of the table in shared memory. Three stages leave 3 KB free on
             # an A100 and 2 KB on an H100, so key biases might not fit. By estimate, a load ends within an iteration.
             kernel_options["num_stages"] = 2
+        if plan.query_length >= BLOCK:  # fewer queries run in another kernel, which these tiles do not fit
+            kernel_options |= TILES.get((capability(plan.device), plan.dtype, plan.head_dim), {}) | self.tiles
         score_mod = without_first_key(make_function(score_change, plan), score_change)
         return dict(score_mod=score_mod, block_mask=block_mask, kernel_options=kernel_options)
 
@@ -110,8 +117,7 @@ def make_score_mod(score_change: ScoreChange | None, plan: LayerPlan) -> Callabl
         # Tiles on the diagonal contain future keys. A NaN there would reach the gradient, hence the clamp.
         distance = (q_index + q_offset - kv_index).clamp(min=0).float()
         # After any arithmetic with `head`, the gradient of a learned parameter would not compile for CUDA.
-        scale, bias = score_change.coefficients(distance, head)
-        return scale * score + bias
+        return score_change.change(score, distance, head)
 
     return score_mod
 
@@ -176,8 +182,13 @@ class FlexFlash(Flex):
 
 
 def flash_query_block(device: torch.device) -> int:
+    return FLASH_QUERY_BLOCK[capability(device)[0]]
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU. Without a GPU, it is Hopper's."""
     on_gpu = device.type == "cuda" and torch.cuda.is_available()
-    return FLASH_QUERY_BLOCK[torch.cuda.get_device_capability(device)[0] if on_gpu else 9]  # elsewhere as on Hopper
+    return torch.cuda.get_device_capability(device) if on_gpu else (9, 0)
 
 
 def m_follows_from_a(a: Tensor, m: Tensor) -> bool:

@@ -58,9 +58,9 @@ def attention_logits(
     distance = positions.unsqueeze(-1) - positions
     if method.score_change is not None:
         head = torch.arange(method.num_heads, device=q.device).view(-1, 1, 1)
-        a, m = method.score_change.coefficients(distance.clamp(min=0).double(), head)
+        changed = method.score_change.change(logits, distance.clamp(min=0).double(), head)
         unchanged = (positions == 0) & method.score_change.skip_first
-        logits = torch.where(unchanged, logits, (a * logits + m).to(logits.dtype))
+        logits = torch.where(unchanged, logits, changed.to(logits.dtype))
     if method.key_bias is not None:
         logits = logits + method.key_bias.bias(method.key_bias.token_features(x)).unsqueeze(-2)
     hidden = distance < 0

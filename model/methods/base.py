@@ -154,6 +154,11 @@ class ScoreChange(Mechanism):
         """
         raise NotImplementedError
 
+    def change(self, score: Tensor, distance: Tensor, head: Tensor) -> Tensor:
+        """Return a S + m."""
+        a, m = self.coefficients(distance, head)
+        return a * score + m
+
 
 class KeyBias(Mechanism):
     """Adds one number per key to the logits, computed from the layer's input in two steps."""
