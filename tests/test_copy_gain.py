@@ -1,4 +1,4 @@
-"""Copy gain against dense float64 computations; micro-batches, ranks, a run's validation and scripts.evaluate."""
+"""Copy gain against losses by the logits; micro-batches, ranks, a run's validation and scripts.evaluate."""
 
 import math
 from functools import partial
@@ -8,12 +8,12 @@ import pytest
 import torch
 from commands import fails, read_json
 from lives import run_ranks
-from test_gpt import make_gpt, plain_layers, rms_norm
-from test_train import steps_and_validations, train_here, write_shards
+from test_train import plain_losses, steps_and_validations, train_here, write_shards
 
 from data.shards import open_split
 from measure.copy_gain import KINDS, SPAN, SPANS, copy_length, copy_sequences, measure_copy_gain
 from measure.losses import losses_over_ranks
+from model.gpt import GPT
 from runtime.metrics import flatten
 from runtime.processes import World
 from scripts import evaluate
@@ -29,7 +29,7 @@ def stream(data):
 
 def tiny_model():
     torch.manual_seed(0)
-    model = make_gpt("nope", vocab_size=VOCAB, num_heads=2, model_dim=16, train_length=16)
+    model = GPT(vocab_size=VOCAB, num_layers=2, num_heads=2, model_dim=16, train_length=16, method="nope")
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return model
@@ -68,21 +68,12 @@ def test_random_spans_follow_the_unigram_frequency(tmp_path):
     assert (spans == 7).mean() == pytest.approx(0.1, abs=0.03)  # 1,536 draws: a standard error of 0.008
 
 
-def dense_losses(model, tokens):
-    """Return the loss of each token but the first, (T - 1,), by the plain form of test_gpt.py in float64."""
-    tokens = torch.from_numpy(tokens)
-    weights = {name: p.detach().double() for name, p in model.named_parameters()}
-    *_, (*_, x) = plain_layers("nope", weights, tokens[None, :-1], num_heads=2)
-    logits = rms_norm(x[0]) @ weights["head"].T
-    return -logits.log_softmax(dim=-1)[torch.arange(len(logits)), tokens[1:]]
-
-
-def test_losses_and_gains_equal_a_dense_computation(stream):
+def test_losses_and_gains_equal_those_of_the_logits(stream):
     model = tiny_model()
     result = flatten(measure(model, stream))
     for gap in GAPS:
         for kind, sequences in zip(KINDS, copy_sequences(stream, gap, VOCAB)):
-            by_token = torch.stack([dense_losses(model, row) for row in sequences])
+            by_token = plain_losses(model, sequences)
             copies = torch.stack([by_token[:, :31].mean(dim=1), by_token[:, -31:].mean(dim=1)])  # (2, 48)
             gains = copies[0] - copies[1]
             error = np.std(gains.numpy(), ddof=1) / math.sqrt(48)

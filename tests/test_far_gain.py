@@ -1,12 +1,12 @@
-"""Far gain: its classes against a brute-force search, its losses against a dense model, and the commands."""
+"""Far gain: its classes against a brute-force search, its losses against the logits, and the commands."""
 
 import math
 
 import numpy as np
 import pytest
 from commands import fails, read_json
-from test_copy_gain import VOCAB, assert_close, dense_losses, losses_of, tiny_model
-from test_train import steps_and_validations, train_here, write_shards
+from test_copy_gain import VOCAB, assert_close, losses_of, tiny_model
+from test_train import plain_losses, steps_and_validations, train_here, write_shards
 
 from data.shards import open_split
 from measure.far_gain import CLASSES, classify, far_windows, measure_far_gain
@@ -50,21 +50,18 @@ def test_windows_cover_the_text(stream):
         far_windows(stream, 4, T, VOCAB)
 
 
-def test_gains_equal_a_dense_computation(stream):
+def test_gains_equal_those_of_the_logits(stream):
     model = tiny_model()
     result = measure_far_gain(losses_of(model, (T, 16 * T)), stream, WINDOWS, T, VOCAB)
-    tokens = {name: [] for name in CLASSES}  # by class: (window, short loss, long loss)
-    for number, window in enumerate(far_windows(stream, WINDOWS, T, VOCAB)):
-        long, short = (dense_losses(model, window[-n:])[-4:].tolist() for n in (16 * T, T))
-        for place, *losses in zip(range(16 * T - 4, 16 * T), short, long):
-            tokens[class_of(window, place)].append((number, *losses))
-    assert result["far_tokens"] == {name: len(rows) for name, rows in tokens.items() if rows}
-    for name in result["far_tokens"]:
-        windows, short, long = np.array(tokens[name]).T
-        gain = (short - long).mean()
-        sums = np.bincount(windows.astype(int), short - long - gain)  # over the tokens of a window
-        expected = [short.mean(), long.mean()], gain, math.hypot(*sums) / len(short)
-        for key, value in zip(FAR, expected):
+    windows = far_windows(stream, WINDOWS, T, VOCAB)
+    short, long = (plain_losses(model, windows[:, -n:])[:, -4:].numpy() for n in (T, 16 * T))  # (3, 4)
+    classes = np.array([[class_of(window, place) for place in range(16 * T - 4, 16 * T)] for window in windows])
+    assert result["far_tokens"] == {name: count for name in CLASSES if (count := (classes == name).sum())}
+    for name, count in result["far_tokens"].items():
+        members = classes == name
+        gain = (short - long)[members].mean()
+        error = math.hypot(*((short - long - gain) * members).sum(axis=1)) / count  # tokens of a window add up first
+        for key, value in zip(FAR, ([short[members].mean(), long[members].mean()], gain, error)):
             assert result[key][name] == pytest.approx(value, abs=1e-4)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from configs.presets import preset
 from measure.flops import attention_flops_per_token, forward_flops_per_token, validation_share
-from measure.validation import validation_plan
+from measure.validation import validation_gaps, validation_plan
 from scripts.shared.runs import val_tokens
 
 FULL = 10_485_760
@@ -37,6 +37,14 @@ def test_fast_validates_the_other_lengths_on_a_quarter_every_500_steps():
 @pytest.mark.parametrize("profile", ["paper", "fast", "light"])
 def test_without_val_every_all_profiles_validate_at_the_end_only(profile):
     assert plans(changed(val_every=0, val_profile=profile)) == {4578: ALL}
+
+
+def test_light_validates_short_lengths_and_gaps_on_a_sixteenth():
+    config = changed(train_length=512, batch_tokens=512, val_profile="light", val_copy_gaps=(256, 1024, 1025))
+    light = dict.fromkeys((4096,), FULL // 16)
+    assert plans(config) == dict.fromkeys(range(0, 4578, 125), light) | {4578: ALL}
+    assert validation_gaps(config, light, last=False) == [256, 1024]  # at most twice the training length
+    assert validation_gaps(config, ALL, last=True) == [256, 1024, 1025]
 
 
 @pytest.mark.parametrize("lengths, tokens, part", [((64, 96), 960, 192), ((64, 96), 384, 192), ((16, 48), 48, 48)])
