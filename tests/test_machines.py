@@ -53,7 +53,7 @@ class Job:
 
     def start(self, name):
         machine = self.machines.get(name)
-        if machine is None or machine.device is None:
+        if machine is None or machine.process.poll() is not None:
             self.machines[name] = machine = self.network.machine(name)
         self.codes[name] = None
         torchrun = sys.executable, "-m", "torch.distributed.run", f"--rdzv_endpoint={self.rendezvous}:29400"
@@ -63,7 +63,7 @@ class Job:
         """Start torchrun again where it ended before the run was finished. Return whether torchrun runs anywhere."""
         for name in self.codes.keys() - self.lost:
             if self.codes[name] is None:
-                self.codes[name] = self.machines[name].poll()
+                self.codes[name] = self.machines[name].command.poll()
             if self.codes[name] is not None and not self.finished:
                 self.start(name)
         return None in [code for name, code in self.codes.items() if name not in self.lost]
@@ -151,7 +151,7 @@ def test_the_others_go_on_without_a_lost_machine(failure, data, of_one, network,
         job.finish()
         faults.figures.append(f"machine {failure}: named after {seconds:.0f} s")
         if failure != "without power":
-            assert job.machines["node3"].wait(PATIENCE) != 0
+            assert job.machines["node3"].command.wait(PATIENCE) != 0
         assert_close_run(job.folder, of_one, TOLERANCE)
 
 
@@ -190,7 +190,7 @@ def test_without_the_machine_of_the_rendezvous_the_job_ends_and_starts_elsewhere
         began = time.monotonic()
         job.machines["node1"].kill()
         release()
-        assert job.machines["node2"].wait(PATIENCE) == 1  # by the process or by torchrun, whichever notices first
+        assert job.machines["node2"].command.wait(PATIENCE) == 1  # by the process or by torchrun
         faults.figures.append(f"machine of the rendezvous killed: the job ended after {time.monotonic() - began:.0f} s")
         job.lost.add("node1")
         job.rendezvous = "node2"
