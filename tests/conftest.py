@@ -114,12 +114,13 @@ def pytest_terminal_summary(terminalreporter, config):
         "| | promise | faults injected | survived | lost |",
         "|---:|---|---|---:|---:|",
     ]
+    figures = [""]
     for (number, text), faults in sorted(config.stash[PROMISES].items()):
         kinds = ", ".join(f"{count} {kind}" for kind, count in faults.injected.items())
-        injected, lost = sum(faults.injected.values()), sum(faults.lost.values())
+        injected, lost = faults.injected.total(), faults.lost.total()
         lines.append(f"| {number} | {text} | {injected}: {kinds} | {injected - lost} | {lost} |")
-    lines += [""] + [f"- {n}: {figure}" for (n, _), f in sorted(config.stash[PROMISES].items()) for figure in f.figures]
-    terminalreporter.write_line("\n".join(lines))
+        figures += [f"- {number}: {figure}" for figure in faults.figures]
+    terminalreporter.write_line("\n".join(lines + figures))
 
 
 def processor() -> str:

@@ -152,9 +152,8 @@ def live(argv, fault):
     """Run train_gpt.py in this process and return its exit code."""
     import train_gpt
 
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    here = fault and int(os.environ.get("RANK", 0)) == fault.get("rank", 0) and attempt in fault.get("attempts", [0])
-    if here:
+    rank, attempt = (int(os.environ.get(name, 0)) for name in ("RANK", "TORCHELASTIC_RESTART_COUNT"))
+    if fault and rank == fault.get("rank", 0) and attempt in fault.get("attempts", [0]):
         install(fault)
     sys.argv = ["train_gpt.py", *argv]
     try:

@@ -1,4 +1,4 @@
-"""Copy gain against dense float64 computations; micro-batches, ranks, a run's validation and scripts.evaluate."""
+"""Copy gain against losses by the logits; micro-batches, ranks, a run's validation and scripts.evaluate."""
 
 import math
 from functools import partial
@@ -8,12 +8,13 @@ import pytest
 import torch
 from commands import fails, read_json
 from lives import run_ranks
-from test_gpt import make_gpt, plain_layers, rms_norm
-from test_train import steps_and_validations, train_here, write_shards
+from numpy.lib.stride_tricks import sliding_window_view as windows
+from test_train import plain_losses, steps_and_validations, train_here, write_shards
 
 from data.shards import open_split
 from measure.copy_gain import KINDS, SPAN, SPANS, copy_length, copy_sequences, measure_copy_gain
 from measure.losses import losses_over_ranks
+from model.gpt import GPT
 from runtime.metrics import flatten
 from runtime.processes import World
 from scripts import evaluate
@@ -29,7 +30,7 @@ def stream(data):
 
 def tiny_model():
     torch.manual_seed(0)
-    model = make_gpt("nope", vocab_size=VOCAB, num_heads=2, model_dim=16, train_length=16)
+    model = GPT(vocab_size=VOCAB, num_layers=2, num_heads=2, model_dim=16, train_length=16, method="nope")
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return model
@@ -52,13 +53,14 @@ def test_sequences_hold_a_span_the_filler_and_the_span_again(stream, gap):
     assert (sequences[..., :SPAN] == sequences[..., -SPAN:]).all()
     fillers = sequences[..., SPAN:-SPAN]
     assert (fillers[0] == fillers[1]).all()
-    pieces = {bytes(np.take(text, range(i, i + gap), mode="wrap")): i for i in range(len(text))}
     cyclic = np.tile(text, 3)
+    pieces = windows(cyclic, gap)
     for filler, span in zip(fillers[1], sequences[1, :, :SPAN]):
-        start = pieces[bytes(filler.astype(text.dtype))]  # one of its places in the text
+        start = (pieces == filler).all(axis=1).argmax()  # one of its places in the text
+        assert (pieces[start] == filler).all()
         if gap > 30:  # shorter ones are at several places
             rest = cyclic[start + gap : start + len(text)]  # all of the text but the filler
-            assert (np.lib.stride_tricks.sliding_window_view(rest, SPAN) == span).all(axis=1).any()
+            assert (windows(rest, SPAN) == span).all(axis=1).any()
 
 
 def test_random_spans_follow_the_unigram_frequency(tmp_path):
@@ -68,25 +70,16 @@ def test_random_spans_follow_the_unigram_frequency(tmp_path):
     assert (spans == 7).mean() == pytest.approx(0.1, abs=0.03)  # 1,536 draws: a standard error of 0.008
 
 
-def dense_losses(model, tokens):
-    """Return the loss of each token but the first, (T - 1,), by the plain form of test_gpt.py in float64."""
-    tokens = torch.from_numpy(tokens)
-    weights = {name: p.detach().double() for name, p in model.named_parameters()}
-    *_, (*_, x) = plain_layers("nope", weights, tokens[None, :-1], num_heads=2)
-    logits = rms_norm(x[0]) @ weights["head"].T
-    return -logits.log_softmax(dim=-1)[torch.arange(len(logits)), tokens[1:]]
-
-
-def test_losses_and_gains_equal_a_dense_computation(stream):
+def test_losses_and_gains_equal_those_of_the_logits(stream):
     model = tiny_model()
     result = flatten(measure(model, stream))
     for gap in GAPS:
         for kind, sequences in zip(KINDS, copy_sequences(stream, gap, VOCAB)):
-            by_token = torch.stack([dense_losses(model, row) for row in sequences])
-            copies = torch.stack([by_token[:, :31].mean(dim=1), by_token[:, -31:].mean(dim=1)])  # (2, 48)
+            by_token = plain_losses(model, sequences).numpy()
+            copies = [by_token[:, part].mean(axis=1) for part in (slice(31), slice(-31, None))]  # of (48,) spans
             gains = copies[0] - copies[1]
-            error = np.std(gains.numpy(), ddof=1) / math.sqrt(48)
-            expected = dict(copy_loss=copies.mean(dim=1).tolist(), copy_gain=gains.mean(), copy_gain_error=error)
+            error = np.std(gains, ddof=1) / math.sqrt(48)
+            expected = dict(copy_loss=np.mean(copies, axis=1), copy_gain=gains.mean(), copy_gain_error=error)
             for name, value in expected.items():
                 assert result[f"{name}/{kind}/{gap}"] == pytest.approx(value, abs=1e-4)
 

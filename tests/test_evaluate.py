@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import exit_code, read_json, update_json
-from test_train import make_data, plain_losses, train_here, write_shards
+from test_train import make_data, train_here, validation_losses, write_shards
 
 from data.shards import open_split
 from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
@@ -64,7 +64,7 @@ def test_losses_by_length(finished, copied, data, capsys):
     head, _, row = [line.strip("| ").split("|") for line in capsys.readouterr().out.splitlines()]
     assert [cell.strip() for cell in head] == ["run", "8 (0.5x)", "96 (6x)", "96 - 8"]
     for cell, length in zip(row[1:], (8, 96)):
-        assert float(cell) == pytest.approx(plain_losses(finished, data, length, 192).mean().item(), abs=6e-4)
+        assert float(cell) == pytest.approx(validation_losses(finished, data, length, 192).mean().item(), abs=6e-4)
     assert float(row[3]) == pytest.approx(float(row[2]) - float(row[1]), abs=2e-3)
 
 
@@ -99,7 +99,7 @@ def test_losses_on_other_text_are_stored_apart(copied, tmp_path):
     found = read_json(copied / f"evaluation_{open_split(books, 'val', 64).fingerprint()}.json")
     assert (found["data"], found["step"], found["val_tokens"]) == (str(books), "step_000020", {"16": 256, "64": 256})
     for length in (16, 64):
-        loss = plain_losses(copied, books, length, 256).mean().item()
+        loss = validation_losses(copied, books, length, 256).mean().item()
         assert found["val_loss"][str(length)] == pytest.approx(loss, abs=1e-5)
     call(copied, "--lengths", 8)
     call(copied, "--lengths", 32, "--data", books)

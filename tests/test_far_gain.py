@@ -1,12 +1,12 @@
-"""Far gain: its classes against a brute-force search, its losses against a dense model, and the commands."""
+"""Far gain: its classes against a brute-force search, its losses against the logits, and the commands."""
 
 import math
 
 import numpy as np
 import pytest
 from commands import fails, read_json
-from test_copy_gain import VOCAB, assert_close, dense_losses, losses_of, tiny_model
-from test_train import steps_and_validations, train_here, write_shards
+from test_copy_gain import VOCAB, assert_close, losses_of, tiny_model
+from test_train import plain_losses, steps_and_validations, train_here, write_shards
 
 from data.shards import open_split
 from measure.far_gain import CLASSES, classify, far_windows, measure_far_gain
@@ -35,9 +35,13 @@ def class_of(window, place):
     return "none"
 
 
+def classes_of(window, targets):
+    return [class_of(window, place) for place in range(len(window) - targets, len(window))]
+
+
 def test_a_class_follows_from_the_last_place_with_the_same_context():
     windows = np.random.default_rng(1).integers(0, 2, (50, 16 * T))  # of two tokens, so all classes are frequent
-    expected = [[class_of(window, place) for place in range(15 * T + 12, 16 * T)] for window in windows]
+    expected = [classes_of(window, 4) for window in windows]
     assert [[CLASSES[i] for i in classify(window, T)] for window in windows] == expected
     assert {*np.ravel(expected)} == {*CLASSES}
 
@@ -45,26 +49,26 @@ def test_a_class_follows_from_the_last_place_with_the_same_context():
 def test_windows_cover_the_text(stream):
     windows = far_windows(stream, WINDOWS, T, VOCAB)
     assert windows.shape == (WINDOWS, 16 * T)
-    assert (windows[[0, -1]] == [stream.read(start, 16 * T) for start in (0, 800 - 16 * T)]).all()
+    for window, start in zip(windows, (0, 272, 800 - 16 * T)):
+        assert (window == stream.read(start, 16 * T)).all()
     with pytest.raises(ValueError, match="1024"):
         far_windows(stream, 4, T, VOCAB)
 
 
-def test_gains_equal_a_dense_computation(stream):
+def test_gains_equal_those_of_the_logits(stream):
     model = tiny_model()
     result = measure_far_gain(losses_of(model, (T, 16 * T)), stream, WINDOWS, T, VOCAB)
-    tokens = {name: [] for name in CLASSES}  # by class: (window, short loss, long loss)
-    for number, window in enumerate(far_windows(stream, WINDOWS, T, VOCAB)):
-        long, short = (dense_losses(model, window[-n:])[-4:].tolist() for n in (16 * T, T))
-        for place, *losses in zip(range(16 * T - 4, 16 * T), short, long):
-            tokens[class_of(window, place)].append((number, *losses))
-    assert result["far_tokens"] == {name: len(rows) for name, rows in tokens.items() if rows}
-    for name in result["far_tokens"]:
-        windows, short, long = np.array(tokens[name]).T
-        gain = (short - long).mean()
-        sums = np.bincount(windows.astype(int), short - long - gain)  # over the tokens of a window
-        expected = [short.mean(), long.mean()], gain, math.hypot(*sums) / len(short)
-        for key, value in zip(FAR, expected):
+    windows = far_windows(stream, WINDOWS, T, VOCAB)
+    short = plain_losses(model, windows[:, -T:]).numpy()[:, -4:]  # (3, 4)
+    long = plain_losses(model, windows).numpy()[:, -4:]
+    classes = np.array([classes_of(window, 4) for window in windows])
+    assert result["far_tokens"] == {name: count for name in CLASSES if (count := (classes == name).sum())}
+    for name, count in result["far_tokens"].items():
+        members = classes == name
+        gain = (short - long)[members].mean()
+        error = math.hypot(*((short - long - gain) * members).sum(axis=1)) / count  # tokens of a window add up first
+        losses = [short[members].mean(), long[members].mean()]
+        for key, value in zip(FAR, (losses, gain, error)):
             assert result[key][name] == pytest.approx(value, abs=1e-4)
 
 

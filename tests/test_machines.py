@@ -45,31 +45,28 @@ class Job:
         torchrun = f"--max-restarts=1000 --rdzv_backend=c10d --rdzv_id=chaos --rdzv_conf={QUICK} --nnodes={nodes}"
         argv = arguments(data, runs, f"--resume auto --timeout {TIMEOUT} {SHORT}")
         self.command = [*torchrun.split(), "--nproc_per_node=1", "train_gpt.py", *argv]
-        self.names = [f"node{number}" for number in range(1, machines + 1)]
         self.rendezvous = "node1"
         self.machines, self.codes, self.lost = {}, {}, set()  # lost: those that do not come back
         runs.mkdir(exist_ok=True)
-        for name in self.names:
-            self.start(name)
+        for number in range(machines):
+            self.start(f"node{number + 1}")
 
     def start(self, name):
         machine = self.machines.get(name)
-        if machine is None or machine.device is None:
+        if machine is None or machine.process.poll() is not None:
             self.machines[name] = machine = self.network.machine(name)
         self.codes[name] = None
         torchrun = sys.executable, "-m", "torch.distributed.run", f"--rdzv_endpoint={self.rendezvous}:29400"
-        output = self.runs / f"{name}.txt"
-        machine.run(*torchrun, *self.command, output=output, **self.variables)
+        machine.run(*torchrun, *self.command, output=self.runs / f"{name}.txt", **self.variables)
 
     def tend(self):
-        """Start torchrun again on the machines where it ended before the run was finished."""
-        for name in self.names:
-            if name in self.lost:
-                continue
+        """Start torchrun again where it ended before the run was finished. Return whether torchrun runs anywhere."""
+        for name in self.codes.keys() - self.lost:
             if self.codes[name] is None:
-                self.codes[name] = self.machines[name].poll()
+                self.codes[name] = self.machines[name].command.poll()
             if self.codes[name] is not None and not self.finished:
                 self.start(name)
+        return None in [code for name, code in self.codes.items() if name not in self.lost]
 
     @property
     def finished(self):
@@ -81,40 +78,27 @@ class Job:
             return max([record["step"] for record in read_metrics(self.folder / "metrics.jsonl")], default=0)
         return 0
 
-    def reach(self, step, patience=PATIENCE):
-        """Wait until the run is past this step, or finished. Return the seconds that it took."""
+    @property
+    def output(self):
+        return "\n".join(path.read_text(errors="replace") for path in sorted(self.runs.glob("node*.txt")))
+
+    def wait_for(self, condition, patience=PATIENCE):
+        """Wait until a function returns True, or a text is in the output. Return the seconds that it took."""
         began = time.monotonic()
-        while not self.finished and self.step < step:
-            assert time.monotonic() < began + patience, f"no step {step} in {patience} s:\n{self.output()}"
+        while not (condition() if callable(condition) else condition in self.output):
+            assert time.monotonic() < began + patience, f"{condition} in {patience} s:\n{self.output[-9000:]}"
             self.tend()
             time.sleep(0.05)
         return time.monotonic() - began
 
-    def finish(self, patience=PATIENCE):
+    def reach(self, step):
+        self.wait_for(lambda: self.finished or self.step >= step)
+
+    def finish(self):
         """Wait until the run is finished and has left the machines."""
-        began, at = time.monotonic(), self.step
         while not self.finished:
-            self.reach(at + 1, patience)
-            at = self.step
-        while any(self.codes[name] is None for name in self.names if name not in self.lost):
-            assert time.monotonic() < began + patience + 300, f"torchrun does not end:\n{self.output()}"
-            self.tend()
-            time.sleep(0.05)
-
-    def wait_for(self, text, times=1, patience=PATIENCE):
-        """Wait until the machines have printed a text so many times. Return the seconds that it took."""
-        began = time.monotonic()
-        while (output := self.output(10**9)).count(text) < times:
-            assert time.monotonic() < began + patience, f"no {text!r} in {patience} s:\n{output[-9000:]}"
-            self.tend()
-            time.sleep(0.1)
-        return time.monotonic() - began
-
-    def output(self, characters=3000):
-        return "\n".join(
-            f"==== {path.name} ====\n{path.read_text(errors='replace')[-characters:]}"
-            for path in sorted(self.runs.glob("node*.txt"))
-        )
+            self.reach(self.step + 1)
+        self.wait_for(lambda: not self.tend(), PATIENCE + 300)
 
 
 @pytest.mark.promise(*MACHINES)
@@ -167,7 +151,7 @@ def test_the_others_go_on_without_a_lost_machine(failure, data, of_one, network,
         job.finish()
         faults.figures.append(f"machine {failure}: named after {seconds:.0f} s")
         if failure != "without power":
-            assert job.machines["node3"].wait(PATIENCE) != 0
+            assert job.machines["node3"].command.wait(PATIENCE) != 0
         assert_close_run(job.folder, of_one, TOLERANCE)
 
 
@@ -184,10 +168,10 @@ def test_machine_that_comes_back_is_taken_in(data, of_one, network, faults, tmp_
         job.machines["node2"].kill()
         both.unlink()
         job.wait_for("1 x CPU")
-        times = job.output(10**9).count("2 x CPU")
+        times = job.output.count("2 x CPU")
         job.lost.clear()
         job.start("node2")
-        seconds = job.wait_for("2 x CPU", times + 1)
+        seconds = job.wait_for(lambda: job.output.count("2 x CPU") > times)
         faults.figures.append(f"machine killed, and back: taken in after {seconds:.0f} s")
         alone.unlink()
         job.finish()
@@ -206,7 +190,7 @@ def test_without_the_machine_of_the_rendezvous_the_job_ends_and_starts_elsewhere
         began = time.monotonic()
         job.machines["node1"].kill()
         release()
-        assert job.machines["node2"].wait(PATIENCE) == 1  # by the process or by torchrun, whichever notices first
+        assert job.machines["node2"].command.wait(PATIENCE) == 1  # by the process or by torchrun
         faults.figures.append(f"machine of the rendezvous killed: the job ended after {time.monotonic() - began:.0f} s")
         job.lost.add("node1")
         job.rendezvous = "node2"

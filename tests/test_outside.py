@@ -74,8 +74,8 @@ def guarded(folder: Path, *command) -> set[Path]:
     environment = KEYS | {name: os.environ[name] for name in kept if name in os.environ}
     folders = dict(PYTHONPATH="guard", GUARD_LOG="guard/log", TMPDIR="temporary", HOME="home")
     environment |= {name: str(folder / path) for name, path in folders.items()}
-    done = subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, env=environment, timeout=300, text=True,
-                          stdin=subprocess.DEVNULL, capture_output=True)
+    options = dict(cwd=ROOT, env=environment, timeout=300, text=True, stdin=subprocess.DEVNULL, capture_output=True)
+    done = subprocess.run([sys.executable, *map(str, command)], **options)
     written = log.read_text().splitlines()
     calls = [line for line in written if line.startswith("NETWORK")]
     assert done.returncode == 0 and not calls and written, (calls, done.stdout[-2000:], done.stderr[-3000:])

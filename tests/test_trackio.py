@@ -1,24 +1,17 @@
 """--wandb trackio, with a stand-in for the package, which may not be installed."""
 
 import sys
-import types
+from unittest.mock import Mock, call
 
 from runtime.metrics import Metrics, finish_mirror, start_mirror
 
 
-def start(folder):
-    return start_mirror("trackio", folder=folder, project="p", name="n", config={"model_dim": 8}, tags=["rope"])
-
-
 def test_records_arrive_by_step_without_the_reserved_key(tmp_path, monkeypatch):
-    calls = []
-    log = lambda record, step: calls.append((record, step))  # noqa: E731
-    run = types.SimpleNamespace(log=log, finish=lambda: calls.append("finished"))
-    package = types.SimpleNamespace(init=lambda **options: calls.append(options) or run)
+    package = Mock()
     monkeypatch.setitem(sys.modules, "trackio", package)
-    metrics = Metrics(tmp_path / "metrics.jsonl", start(tmp_path))
-    metrics.write(dict(step=3, tokens=12, val_loss={"64": 2.5}))
-    finish_mirror(metrics.mirror)
-    started, *rest = calls
-    assert (started["project"], started["name"], started["config"]) == ("p", "n", {"model_dim": 8})
-    assert rest == [({"tokens": 12, "val_loss/64": 2.5}, 3), "finished"]
+    options = dict(project="p", name="n", config={"model_dim": 8})
+    run = start_mirror("trackio", folder=tmp_path, tags=["rope"], **options)
+    Metrics(tmp_path / "metrics.jsonl", run).write(dict(step=3, tokens=12, val_loss={"64": 2.5}))
+    finish_mirror(run)
+    assert options.items() <= package.init.call_args.kwargs.items()
+    assert package.init().method_calls == [call.log({"tokens": 12, "val_loss/64": 2.5}, step=3), call.finish()]

@@ -17,7 +17,7 @@ import train_gpt
 from configs.command_line import read_config
 from data.shard_writer import ShardWriter
 from data.shards import open_split
-from model.gpt import GPT
+from runtime.build import build_model
 from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from runtime.metrics import read_metrics
 from runtime.run import Run
@@ -114,8 +114,10 @@ def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*.*")}  # all files but the lock
 
 
-def without_times(record):
-    return {key: value for key, value in record.items() if key not in TIMES}
+def numbers(folder):
+    """Return the records and the summary of a run, without times."""
+    records = [*read_metrics(folder / "metrics.jsonl"), read_json(folder / "summary.json")]
+    return [{key: value for key, value in record.items() if key not in TIMES} for record in records]
 
 
 def assert_same_numbers(a, b):
@@ -131,9 +133,7 @@ def assert_same_run(folder, reference):
     for part in ("model", "optimizers"):
         assert_same_numbers(newest_state(folder)[part], newest_state(reference)[part])
     assert newest(folder).name == newest(reference).name
-    for path in ("metrics.jsonl", "summary.json"):  # one object a line, or one object
-        ours, expected = ([*map(without_times, read_metrics(f / path))] for f in (folder, reference))
-        assert ours == expected
+    assert numbers(folder) == numbers(reference)
 
 
 def assert_close_run(folder, reference, tolerance=1e-4):
@@ -146,17 +146,21 @@ def assert_close_run(folder, reference, tolerance=1e-4):
 
 
 @torch.no_grad()
-def plain_losses(folder, data, length, num_tokens):
-    """Return the losses of the last checkpoint from the logits, one sequence at a time: (sequences, length)."""
-    model = GPT(read_config(arguments(data, folder.parent)), torch.float32)
-    model.load_state_dict(newest_state(folder)["model"])
-    tokens = torch.from_numpy(validation_tokens(data).astype(np.int64))
+def plain_losses(model, rows):
+    """Return the losses of tokens (sequences, length + 1) but the first, one sequence at a time, by the logits."""
     losses = []
-    for start in range(0, num_tokens, length):
-        text = tokens[start : start + length + 1]
-        log_p = model(text[None, :-1])[0].double().log_softmax(dim=-1)  # (T, V)
-        losses.append(-log_p[torch.arange(length), text[1:]])
+    for row in torch.as_tensor(rows.astype(np.int64)):
+        log_p = model(row[None, :-1])[0].double().log_softmax(dim=-1)  # (length, V)
+        losses.append(-log_p[torch.arange(len(row) - 1), row[1:]])
     return torch.stack(losses)
+
+
+def validation_losses(folder, data, length, num_tokens):
+    """Return the losses of the last checkpoint on the first tokens of the validation text, (sequences, length)."""
+    model = build_model(read_config(arguments(data, folder.parent)), torch.float32)
+    model.load_state_dict(newest_state(folder)["model"])
+    windows = np.lib.stride_tricks.sliding_window_view(validation_tokens(data), length + 1)
+    return plain_losses(model, windows[:num_tokens:length])
 
 
 # ---- files and records of a run --------------------------------------------------------------------------------------
@@ -229,23 +233,15 @@ def test_the_fast_profile_measures_the_same_bits(data, finished, tmp_path):
     assert validations[-1]["val_loss"] == of_paper[-1]["val_loss"]
 
 
-def test_the_light_profile_measures_less_before_the_end(data, tmp_path):
-    more = "--val_lengths 16 64 512 --val_tokens 512 --val_copy_gaps 4 32 33 --steps 10 --cooldown_steps 0"
-    _, validations = steps_and_validations(train_here(data, tmp_path, f"--val_profile light {more}"))
-    light, full = {"16": 64, "64": 64}, dict.fromkeys(("16", "64", "512"), 512)
-    assert {r["step"]: r["val_tokens"] for r in validations} == {0: light, 5: light, 10: full}
-    gaps = [[*r["copy_gain"]["random"]] for r in validations]  # at most twice the training length of 16
-    assert gaps == [["4", "32"], ["4", "32"], ["4", "32", "33"]]
-
-
 @pytest.mark.parametrize("length", [16, 64])
 def test_validation_equals_a_plain_loop(finished, data, length):
     """Losses by position are means over 1, 1, 2, 4, 8, ... positions."""
-    losses = plain_losses(finished, data, length, 256)  # (256 / length, length)
-    octaves = [(0, 1), *((k, 2 * k) for k in (1, 2, 4, 8, 16, 32) if k < length)]
+    losses = validation_losses(finished, data, length, 256)  # (256 / length, length)
+    sizes = [n for n in (1, 1, 2, 4, 8, 16, 32) if n < length]
+    octaves = losses.split(sizes, dim=1)
     expected = dict(
         val_loss=losses.mean().item(),
-        val_loss_by_position=[losses[:, first:end].mean().item() for first, end in octaves],
+        val_loss_by_position=[part.mean().item() for part in octaves],
         val_loss_by_block=losses.view(4, -1).mean(dim=1).tolist(),  # 256 tokens are 4 blocks of 64
     )
     validation = steps_and_validations(finished)[1][-1]
@@ -359,7 +355,6 @@ WRONG = [  # fields, and the field or value that the error must name
     ("--val_tokens 1024", "768"),  # more than the text has
     ("--val_copy_gaps 1000000", "1000000"),
     ("--init_from nowhere", "--init_from"),
-    ("--attention_backend flex --val_every 0", "attention_backend"),  # on a CPU, it has no gradients
     pytest.param("--device cuda", "--device", marks=pytest.mark.skipif("torch.cuda.is_available()")),
 ]
 
@@ -370,8 +365,9 @@ def test_wrong_field_is_one_line_and_no_run_folder(data, tmp_path, capsys, more,
     assert not (tmp_path / "runs" / "run").exists()
 
 
-def test_a_wrong_preset_is_one_line(data, tmp_path, capsys):
+def test_a_wrong_preset_and_a_backend_without_gradients_here_are_one_line(data, tmp_path, capsys):
     assert "quickstart" in error_of(capsys, *arguments(data, tmp_path, preset="quickstrat"))
+    assert "attention_backend" in error_of(capsys, *arguments(data, tmp_path, "--attention_backend flex --val_every 0"))
 
 
 @pytest.mark.parametrize("more, named", [
@@ -394,12 +390,11 @@ def test_a_folder_of_another_run_is_refused_and_left_alone(data, copied, tmp_pat
 def test_a_run_from_another_one_begins_with_its_weights_on_the_tokens_after_it(data, finished, tmp_path, method):
     more = f"--init_from {finished} --method {method} --steps 6 --cooldown_steps 0 --val_every 0 --save_every 3"
     folder = train_here(data, tmp_path, more)
-    model = GPT(read_config(arguments(data, tmp_path, f"--method {method}")), torch.float32)
+    model = build_model(read_config(arguments(data, tmp_path, f"--method {method}")), torch.float32)
     model.load_state_dict(newest_state(finished)["model"], strict=False)
     stream = open_split(data, "train", 64)
-    tokens = torch.from_numpy(stream.read(20 * 128, 129, 64).astype(np.int64))  # after the 20 steps of the source
-    with torch.no_grad():
-        expected = model(tokens[:-1].view(8, 16), tokens[1:].view(8, 16)).item()
+    text = stream.read(20 * 128, 129, 64)  # after the 20 steps of the source
+    expected = plain_losses(model, np.lib.stride_tricks.sliding_window_view(text, 17)[::16]).mean().item()
     assert steps_and_validations(folder)[0][0]["train_loss"] == pytest.approx(expected, abs=1e-4) and expected < 3.5
     used = read_json(folder / "data.json")["train"]
     assert used == stream.fingerprint((20 + 6) * 128) != stream.fingerprint(6 * 128)

@@ -7,12 +7,13 @@ import pytest
 
 from configs.presets import preset
 from measure.flops import attention_flops_per_token, forward_flops_per_token, validation_share
-from measure.validation import validation_plan
+from measure.validation import validation_gaps, validation_plan
 from scripts.shared.runs import val_tokens
 
 FULL = 10_485_760
 ALL = dict.fromkeys((4096, 16_384, 65_536), FULL)
-FORWARD = {T: 2 * (12 * 768**2 * 12 + 768 * 50304) + 2 * 768 * (T + 1) * 12 for T in ALL}  # FLOPs a token
+MATRICES = 12 * 768**2 * 12 + 768 * 50304
+FORWARD = {T: 2 * MATRICES + 2 * 768 * (T + 1) * 12 for T in ALL}  # FLOPs a token
 PAPER = preset("gpt_162m_4k")
 FAST = dataclasses.replace(PAPER, val_profile="fast")
 changed = partial(dataclasses.replace, PAPER)
@@ -39,7 +40,19 @@ def test_without_val_every_all_profiles_validate_at_the_end_only(profile):
     assert plans(changed(val_every=0, val_profile=profile)) == {4578: ALL}
 
 
-@pytest.mark.parametrize("lengths, tokens, part", [((64, 96), 960, 192), ((64, 96), 384, 192), ((16, 48), 48, 48)])
+def test_light_validates_short_lengths_and_gaps_on_a_sixteenth():
+    config = changed(train_length=512, batch_tokens=512, val_profile="light", val_copy_gaps=(256, 1024, 1025))
+    light = dict.fromkeys((4096,), FULL // 16)
+    assert plans(config) == dict.fromkeys(range(0, 4578, 125), light) | {4578: ALL}
+    assert validation_gaps(config, light, last=False) == [256, 1024]  # at most twice the training length
+    assert validation_gaps(config, ALL, last=True) == [256, 1024, 1025]
+
+
+@pytest.mark.parametrize("lengths, tokens, part", [
+    ((64, 96), 960, 192),
+    ((64, 96), 384, 192),
+    ((16, 48), 48, 48),
+])
 def test_a_part_is_whole_sequences_of_every_length(lengths, tokens, part):
     config = changed(val_profile="fast", val_lengths=lengths, val_tokens=tokens)
     assert validation_plan(config, 0) == dict.fromkeys(lengths, part)
@@ -73,8 +86,10 @@ def test_flops_of_windows_and_gates(length):
     """Windows cost as many FLOPs as pairs that are seen, counted one by one. Gates cost a matrix product."""
     full = preset("mini")
     windowed = dataclasses.replace(full, num_layers=5, method="rope+window,rope", method_options=dict(window=32))
-    near, seen = (sum(i - j < window for i in range(length) for j in range(i + 1)) for window in (32, length))
-    assert attention_flops_per_token(windowed, length) == 4 * full.model_dim * (3 * near + 2 * seen) // length
+    pairs = [i - j for i in range(length) for j in range(i + 1)]
+    near = sum(distance < 32 for distance in pairs)
+    expected = 4 * full.model_dim * (3 * near + 2 * len(pairs)) // length
+    assert attention_flops_per_token(windowed, length) == expected
     gated = dataclasses.replace(full, method="p_rope+gate")
     more = forward_flops_per_token(gated, length) - forward_flops_per_token(full, length)
     assert more == 2 * full.num_layers * full.model_dim**2

@@ -34,9 +34,10 @@ class InThisProcess:
     """Takes the place of Popen: trains or fine-tunes here, because a new process needs seconds to import torch."""
 
     def __init__(self, command, **options):
-        argv = command[1:]
-        modules = {"scripts.needle": needle.main, "scripts.record": lambda: record.main(argv)}
-        main, argv = (modules[argv[1]], argv[2:]) if argv[0] == "-m" else (train, argv[1:])
+        _, *argv = command
+        main = train
+        if argv.pop(0) == "-m":
+            main = {"scripts.needle": needle.main, "scripts.record": lambda: record.main(argv)}[argv.pop(0)]
         try:
             here(main, *argv)
             self.returncode = 0
