@@ -12,8 +12,9 @@ from torch import Tensor
 
 from errors import UserError
 from model.attention.plan import Plan
-from model.gpt import GPT, linear, norm
+from model.gpt import GPT, norm
 from model.methods.base import Method
+from model.tensors import linear
 
 
 def greedy_decode(

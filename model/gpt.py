@@ -19,16 +19,13 @@ from model.loss import mean_loss, token_losses
 from model.methods.base import Method
 from model.methods.make import layer_methods
 from model.methods.names import layer_pattern
+from model.tensors import linear
 
 NORM_EPS = 1.1920929e-07  # float32's epsilon for all dtypes; PyTorch's default for bfloat16 differs between versions
 
 
 def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), eps=NORM_EPS)
-
-
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    return F.linear(x, weight.to(x.dtype))
 
 
 class Attention(nn.Module):
@@ -41,13 +38,14 @@ class Attention(nn.Module):
 
     def queries_keys_values(self, x: Tensor) -> list[Tensor]:  # three of (B, H, T, D)
         B, T, C = x.shape
-        qkv = linear(x, self.qkv.flatten(0, 1)).view(B, T, 3, self.num_heads, C // self.num_heads)
+        qkv = linear(x, self.qkv.flatten(0, 1))
+        qkv = qkv.view(B, T, 3, self.num_heads, C // self.num_heads)
         q, k, v = qkv.unbind(2)  # unbind comes before the transpose, so gradients need no transposed copy
         return [y.transpose(1, 2) for y in (norm(q), norm(k), v)]  # the transpose comes last, so norm and rotation fuse
 
     def forward(self, x: Tensor, plan: LayerPlan, cache=None) -> Tensor:  # x (B, T, C)
         q, k, v = self.queries_keys_values(x)
-        y = attend(self.method, q, k, v, x, plan, cache)  # (B, H, T, D)
+        y = attend(self.method, q, k, v, x, plan=plan, cache=cache)  # (B, H, T, D)
         return linear(y.transpose(1, 2).flatten(2), self.proj)
 
 

@@ -87,14 +87,7 @@ def calibrate(model: GPT, tokens: Tensor):
     pairs = score_pairs(*tokens.shape, MAX_PAIRS, seed=0)
     for method, plan, x, q, k in iterate_layers(model, tokens, model.plan(tokens.shape[1], backend="blocks")):
         q, k = rotate_and_scale(method, q, k, x, plan)
-        calibrate_method(method, pair_scores(q, k, pairs, q.shape[-1] ** -0.5))
-
-
-@torch.no_grad()
-def calibrate_method(method: Method, scores: Tensor):
-    """Set a layer's calibrated parameters from its scores (H, pairs)."""
-    for mechanism in method.mechanisms():
-        mechanism.calibrate(scores)
+        method.calibrate(pair_scores(q, k, pairs, q.shape[-1] ** -0.5))
 
 
 def calibrated_parameters(model: nn.Module) -> set[str]:

@@ -122,7 +122,7 @@ def assert_near(actual, expected, tolerance, least=1.0):
 def attend(method, q, k, v, *, x=None, target_length=None, backend="auto"):
     """Attention with a plan that is made for this call."""
     plan = make_plan(method, q.shape[2], k.shape[2], backend, target_length=target_length, dtype=q.dtype)
-    return attention.attend(method, q, k, v, x, plan)
+    return attention.attend(method, q, k, v, x, plan=plan)
 
 
 def make_plan(method, query_length, key_length, backend="auto", device=CPU, dtype=torch.float32, **options):
@@ -143,7 +143,7 @@ def check(
     needs_x = method.needs_input
     queries = queries or length
     plan = make_plan(method, queries, length, backend)
-    output = run(method, q[:, :, -queries:], k, v, x if needs_x else None, plan)
+    output = run(method, q[:, :, -queries:], k, v, x if needs_x else None, plan=plan)
     expected = plain_attention(method, *exact[:3], x=exact[3] if needs_x else None)[:, :, -queries:]
     assert output.dtype == q.dtype
     assert_near(output, expected, tolerance / 2)

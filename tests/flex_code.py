@@ -95,7 +95,7 @@ def trace_attention(method, length: int, head_dim: int, dtype: torch.dtype) -> G
     qkv = torch.empty(2, length, 3, H, head_dim, device=META, dtype=dtype).transpose(1, 3).unbind(2)
     x = torch.empty(2, length, H * head_dim, device=META, dtype=dtype) if method.needs_input else None
     plan = plan_layer(method, BACKENDS["flex"], length, length, device=META, dtype=dtype)
-    return trace(lambda q, k, v: attend(method, q, k, v, x, plan), *(y.requires_grad_() for y in qkv))
+    return trace(lambda q, k, v: attend(method, q, k, v, x, plan=plan), *(y.requires_grad_() for y in qkv))
 
 
 def trace_model(method: str, options: dict) -> Graphs:

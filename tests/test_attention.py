@@ -185,7 +185,7 @@ def test_only_learned_functions_are_prepared_again_in_each_pass(backend, name, t
     monkeypatch.setattr(BACKENDS[backend], "prepare", lambda *args: prepared.append(prepare(*args)) or prepared[-1])
     plan = make_plan(method, 130, 130, backend=backend)
     q, k, v, _ = make_inputs(method, 130)
-    outputs = [attention.attend(method, q, k, v, None, plan) for _ in range(3)]
+    outputs = [attention.attend(method, q, k, v, plan=plan) for _ in range(3)]
     assert len(prepared) == times and torch.equal(outputs[0], outputs[2])
 
 

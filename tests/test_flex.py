@@ -214,7 +214,7 @@ def error_when_compiled(attention_of_qkv):
 def test_inside_a_compiled_graph_it_is_the_formula():
     method = make_case("nope", 2)
     plan = make_plan(method, 130, 130, backend="flex")
-    assert error_when_compiled(lambda q, k, v: attention.attend(method, q, k, v, None, plan)) < 1e-5
+    assert error_when_compiled(lambda q, k, v: attention.attend(method, q, k, v, plan=plan)) < 1e-5
 
 
 @pytest.mark.slow

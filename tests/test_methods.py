@@ -214,18 +214,17 @@ def test_a_method_has_one_name_whatever_the_order_of_its_parts():
 
 
 class Own(ScoreChange):
-    def __init__(self, shape, slope: float = 1.0, power: "float | None" = None, untyped=2.0, free=None):
+    def __init__(self, shape, slope: float = 1.0, power: "float | None" = None, untyped=2.0):
         super().__init__()
-        self.slope, self.power, self.untyped, self.free = slope, power, untyped, free
+        self.slope, self.power, self.untyped = slope, power, untyped
 
 
 def test_options_of_a_new_mechanism_have_the_types_of_its_constructor(monkeypatch):
     monkeypatch.setitem(MECHANISMS, "own", Own)
     change = make("own", slope=2, power=3).score_change
     assert (change.slope, change.power) == (2.0, 3.0) and type(change.slope) is float
-    assert type(make("own", untyped=3).score_change.untyped) is float
-    assert [make("own", free=value).score_change.free for value in (3, "any")] == [3, "any"]
-    for option in ("slope", "power", "untyped"):
+    assert [make("own", untyped=value).score_change.untyped for value in (3, "any")] == [3, "any"]
+    for option in ("slope", "power"):
         with assert_refused(option, "float"):
             make("own", **{option: "wrong"})
 
@@ -244,7 +243,7 @@ def test_an_alternative_is_the_other_method_with_these_weights(name, other, leng
     learned = next((p.double() for p in ours.parameters()), None)
     expected = reference.attend(other, q.double(), k.double(), v.double(), train_length=TRAIN_LENGTH, base=500.0,
                                 learned=learned)
-    output = attention.attend(ours, q, k, v, None, plan)
+    output = attention.attend(ours, q, k, v, plan=plan)
     assert_near(output, expected, 1e-5)
     assert torch.equal(output, attend(ours, q, k, v)) == same
 

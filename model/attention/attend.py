@@ -8,7 +8,9 @@ from model.methods.base import Method
 from model.tensors import upcast
 
 
-def attend(method: Method, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None, plan: LayerPlan, cache=None) -> Tensor:
+def attend(
+    method: Method, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None = None, *, plan: LayerPlan, cache=None
+) -> Tensor:
     """Return causal attention by `method`, (B, H, Tq, D), in v's dtype.
 
     q (B, H, Tq, D) has the last Tq tokens of k and v (B, H, Tk, D). q and k come after QK-norm and before any rotation.

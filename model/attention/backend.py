@@ -58,8 +58,6 @@ def score_functions(change: ScoreChange | None, num_heads: int, distance: Tensor
     if change is not None:
         head = torch.arange(num_heads, device=distance.device).unsqueeze(-1)
         a, m = change.coefficients(distance, head)
-    a = torch.as_tensor(a, dtype=distance.dtype, device=distance.device)
-    m = torch.as_tensor(m, dtype=distance.dtype, device=distance.device)
-    a, m, _ = torch.broadcast_tensors(a, m, distance)
-    functions = torch.stack((a, m))
+    zeros = torch.zeros_like(distance)
+    functions = torch.stack(torch.broadcast_tensors(a + zeros, m + zeros))
     return functions if functions.dim() == 3 else functions.unsqueeze(1)

@@ -87,15 +87,9 @@ def without_first_key(
     return torch.where(is_first, 1.0, scale), torch.where(visible, 0.0, bias)
 
 
-def softmax_attention(
-    q: Tensor,  # (B, H, block, D), divided by sqrt(D)
-    k: Tensor,  # (B, H, keys, D)
-    v: Tensor,  # (B, H, keys, D)
-    scale: Tensor | float,  # (1 or H, block, keys)
-    bias: Tensor,  # (1 or H, block, keys)
-    key_bias: Tensor | None,  # (B, H, 1, keys)
-    sink: Tensor | None,  # (H,)
-) -> Tensor:
+def softmax_attention(q, k, v, scale, bias, key_bias, sink) -> Tensor:
+    # q (B, H, block, D), divided by sqrt(D); k, v (B, H, keys, D); scale, bias (1 or H, block, keys);
+    # key_bias (B, H, 1, keys); sink (H,)
     scores = upcast(q @ k.mT)
     logits = torch.addcmul(bias, scale, scores) if isinstance(scale, Tensor) else scale * scores + bias
     if key_bias is not None:
@@ -103,6 +97,7 @@ def softmax_attention(
     if sink is None:
         weights = logits.softmax(dim=-1)
     else:
-        log_total = torch.logaddexp(logits.logsumexp(dim=-1, keepdim=True), upcast(sink).view(-1, 1, 1))
+        log_total = logits.logsumexp(dim=-1, keepdim=True)
+        log_total = torch.logaddexp(log_total, upcast(sink).view(-1, 1, 1))
         weights = (logits - log_total).exp()
     return weights.to(v.dtype) @ v

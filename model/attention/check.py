@@ -97,13 +97,14 @@ def compare(
     backend: Backend, method: Method, length: int, device: torch.device, dtype: torch.dtype, backward: bool
 ) -> tuple[str, float]:
     """Return worst_error of a backend's output and gradients."""
+    plan = plan_layer(method, backend, length, length, device=device, dtype=dtype)
     inputs, dout = random_inputs(method, length, device, dtype)
-    learned = dict(method.named_parameters())
-    measure = functools.partial(output_and_gradients, learned=learned, backward=backward)
-    by_backend = measure(on_backend(backend, method, length, dtype), inputs, dout)
-    exact = measure(formula(method), [x.double() for x in inputs], dout.double())
-    plain = measure(rounded_formula(method), inputs, dout)
-    return worst_error(by_backend, exact, plain, torch.finfo(dtype).eps, backend.error_factor)
+    wide = {name: x.double() for name, x in inputs.items()}
+    measure = functools.partial(output_and_gradients, method=method, backward=backward)
+    found = measure(functools.partial(attend, plan=plan), inputs=inputs, dout=dout)
+    exact = measure(plain_attention, inputs=wide, dout=dout.double())
+    plain = measure(rounded_attention, inputs=inputs, dout=dout)
+    return worst_error(found, exact, plain, torch.finfo(dtype).eps, backend.error_factor)
 
 
 class GivenBias(KeyBias):
@@ -140,8 +141,8 @@ def only_changes(method: Method, length: int, device: torch.device) -> Method:
 
 def random_inputs(
     method: Method, length: int, device: torch.device, dtype: torch.dtype, batch: int = BATCH
-) -> tuple[list[Tensor], Tensor]:
-    """Return q, k, v, perhaps key biases, and the gradient of the output, laid out in memory as the model has them.
+) -> tuple[Tensors, Tensor]:
+    """Return q, k, v, perhaps key biases x, and the gradient of the output, laid out in memory as the model has them.
 
     q and k are normalised (B, T, H, D), v is a part of one tensor (B, T, 3, H, D), and the key biases are float32.
     """
@@ -151,51 +152,37 @@ def random_inputs(
         return torch.randn(shape, device=device, generator=generator)
 
     q, k, v = draw(batch, length, 3, method.num_heads, method.head_dim).to(dtype).unbind(2)
-    q, k = F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:])
+    q = F.rms_norm(q, q.shape[-1:])
+    k = F.rms_norm(k, k.shape[-1:])
     dout = draw(*q.shape).to(dtype)
-    inputs = [q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)]
+    inputs = {"q": q.transpose(1, 2), "k": k.transpose(1, 2), "v": v.transpose(1, 2)}
     if method.key_bias is not None:
-        inputs.append(draw(batch, method.num_heads, length))
+        inputs["x"] = draw(batch, method.num_heads, length)
     return inputs, dout.transpose(1, 2)
 
 
 def output_and_gradients(
-    function: Callable[..., Tensor], inputs: Sequence[Tensor], dout: Tensor, learned: Tensors, backward: bool
+    function: Callable[..., Tensor], method: Method, inputs: Tensors, dout: Tensor, backward: bool
 ) -> Tensors:
-    """Return the output, and the gradients of inputs (q, k, v, perhaps key biases) and of learned parameters."""
-    inputs = [x.detach().requires_grad_(backward) for x in inputs]
-    output = function(*inputs)
+    """Return the output of function(method, **inputs), and the gradients of inputs and of learned parameters.
+
+    backward: if False, only the output.
+    """
+    inputs = {name: x.detach().requires_grad_(backward) for name, x in inputs.items()}
+    output = function(method, **inputs)
     if not backward:
         return {"output": output}
-    leaves = [*inputs, *learned.values()]
-    names = ["q", "k", "v", "key_bias"][: len(inputs)] + list(learned)
-    gradients = torch.autograd.grad(output, leaves, dout)
-    tensors = {f"d{name}": gradient for name, gradient in zip(names, gradients, strict=True)}
-    return {"output": output.detach()} | tensors
+    leaves = inputs | dict(method.named_parameters())
+    gradients = torch.autograd.grad(output, leaves.values(), dout)
+    return {"output": output.detach()} | {f"d{name}": gradient for name, gradient in zip(leaves, gradients)}
 
 
-def on_backend(backend: Backend, method: Method, length: int, dtype: torch.dtype) -> Callable[..., Tensor]:
-    """Return attention by a backend, for a result of only_changes."""
+def rounded_attention(method: Method, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None = None) -> Tensor:
+    """Return attention by the formula with float32 logits.
 
-    def attention(q, k, v, key_bias=None):
-        plan = plan_layer(method, backend, length, length, device=q.device, dtype=dtype)
-        return attend(method, q, k, v, key_bias, plan)
-
-    return attention
-
-
-def formula(method: Method) -> Callable[..., Tensor]:
-    return lambda q, k, v, key_bias=None: plain_attention(method, q, k, v, x=key_bias)
-
-
-def rounded_formula(method: Method) -> Callable[..., Tensor]:
-    """Return the formula with float32 logits. Probabilities and gradients of logits are rounded to v's dtype, since
-    fast matrix products take them in it."""
-
-    def attend(q, k, v, key_bias=None):
-        logits = attention_logits(method, q, k, x=key_bias)
-        if logits.requires_grad:
-            logits.register_hook(lambda gradient: gradient.to(v.dtype).to(gradient.dtype))
-        return probabilities(method, logits).to(v.dtype) @ v
-
-    return attend
+    Probabilities and gradients of logits are rounded to v's dtype, since fast matrix products take them in it.
+    """
+    logits = attention_logits(method, q, k, x=x)
+    if logits.requires_grad:
+        logits.register_hook(lambda gradient: gradient.to(v.dtype).to(gradient.dtype))
+    return probabilities(method, logits).to(v.dtype) @ v

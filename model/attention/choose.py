@@ -21,7 +21,7 @@ from model.attention.flex import Flex, FlexFlash
 from model.attention.sdpa import SDPA
 from model.methods.base import AttentionWeights, Method
 
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (SDPA(), Flex(), FlexFlash(), CPU(), Blocks())}
+BACKENDS: dict[str, Backend] = {kind.name: kind() for kind in (SDPA, Flex, FlexFlash, CPU, Blocks)}
 AUTOMATIC = {"cuda": ("sdpa", "flex"), "cpu": ("cpu",)}  # by device, the preferred first; blocks after them
 
 
@@ -40,7 +40,7 @@ def choose_backend(
     for candidate in (*AUTOMATIC.get(device.type, ()), "blocks"):
         problem, result = check_once(candidate, method, device, dtype)
         if problem is None:
-            found = [reason for reason in (result, *reasons) if reason]
+            found = filter(None, (result, *reasons))
             return BACKENDS[candidate], "; ".join(found) or f"the first choice on {device.type}"
         reasons.append(f"{candidate} cannot run: {problem}")
     raise UserError(f"No attention backend is right for {method.name} on {device}: {'; '.join(reasons)}. Use a CPU.")

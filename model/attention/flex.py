@@ -193,7 +193,8 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 def m_follows_from_a(a: Tensor, m: Tensor) -> bool:
     """Return whether m = 1 - a^2. Then a S + m = a (S - a) + 1, and softmax ignores the 1, so a is enough."""
-    return bool((m - (1 - a * a)).abs().le(1e-12 * (1 + a * a)).all())
+    difference = (m - (1 - a * a)).abs()
+    return bool((difference <= 1e-12 * (1 + a * a)).all())
 
 
 def make_table_score_mod(score_change: ScoreChange | None, plan: LayerPlan) -> Callable | None:

@@ -43,13 +43,14 @@ class LayerPlan:
 
         The backend must be `blocks`, whose constants serve any number of keys.
         """
-        tables = {name: getattr(self, name) for name in ("cos", "sin", "query_table")}
-        shorter = {name: table[:length] for name, table in tables.items() if table is not None}
+        names = [name for name in ("cos", "sin", "query_table") if getattr(self, name) is not None]
+        shorter = {name: getattr(self, name)[:length] for name in names}
         return dataclasses.replace(self, key_length=length, **shorter)
 
     def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return plain causal attention by the plan's backend. q has the last tokens of k and v."""
-        plan = LayerPlan(self.backend, 1, q.shape[3], q.shape[2], k.shape[2], q.device, q.dtype)
+        Tq, D = q.shape[2:]
+        plan = LayerPlan(self.backend, 1, D, Tq, k.shape[2], q.device, q.dtype)
         return self.backend.run(q, k, v, plan)
 
 

@@ -28,7 +28,8 @@ def probabilities(method: Method, logits: Tensor) -> Tensor:
     """Return the softmax of logits (B, H, T, T), with the method's sink in the denominator."""
     if method.sink is None:
         return logits.softmax(dim=-1)
-    sink = method.sink.logit.to(logits.dtype).view(-1, 1, 1).expand(*logits.shape[:-1], 1)
+    sink = method.sink.logit.to(logits.dtype).view(-1, 1, 1)
+    sink = sink.expand(*logits.shape[:-1], 1)
     return torch.cat((logits, sink), dim=-1).softmax(dim=-1)[..., :-1]
 
 

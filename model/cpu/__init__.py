@@ -38,16 +38,16 @@ def attention(
     tables (2, H or 1, Tk): A and M of logits A q.k + M in bits, the largest distance first. key_bias (B, H, Tk) is
     added to the logits in nats, and sink (H,) is one more logit. Keys at a distance of `window` or more are hidden.
     """
-    Tk = k.shape[2]
-    assert k.shape == v.shape and q.shape[:2] == k.shape[:2] and q.shape[3] == k.shape[3], (q.shape, k.shape, v.shape)
+    B, H, Tk, D = k.shape
+    assert v.shape == k.shape and q.shape == (B, H, q.shape[2], D), (q.shape, k.shape, v.shape)
     assert q.dtype == k.dtype == v.dtype == tables.dtype == torch.float32
     assert tables.shape[2] == Tk and 1 <= q.shape[2] <= Tk and 1 <= window <= Tk
     if key_bias is not None:
         key_bias = key_bias.float().contiguous()
-        assert key_bias.shape == k.shape[:3]
+        assert key_bias.shape == (B, H, Tk)
     if sink is not None:
         sink = sink.float().contiguous()
-        assert sink.shape == k.shape[1:2]
+        assert sink.shape == (H,)
     q, k, v = blas_layout(q), blas_layout(k), blas_layout(v)
     output, _ = forward_op(q, k, v, tables, key_bias, sink, Tk - q.shape[2], window)
     return output
@@ -80,7 +80,8 @@ def forward_op(
     The bias of the query's own key is subtracted from the logits. The second output has no gradient.
     """
     o, lse = heads_last(q, torch.empty), torch.empty(q.shape[:3])
-    call_library("forward", q_offset, window, q=q, k=k, v=v, o=o, lse=lse, tables=tables, bias=key_bias, sink=sink)
+    inputs = dict(q=q, k=k, v=v, tables=tables, bias=key_bias, sink=sink)
+    call_library("forward", q_offset, window, **inputs, o=o, lse=lse)
     return o, lse
 
 

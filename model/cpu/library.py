@@ -42,11 +42,20 @@ def call_library(function: str, q_offset: int, window: int, parts: int = 1, **te
     kernel, reason = load_library()
     assert kernel is not None, reason
     q, k, tables = tensors["q"], tensors["k"], tensors["tables"]
+    batch, heads, queries, dim = q.shape
     call = Arguments(
-        batch=q.shape[0], heads=q.shape[1], table_heads=tables.shape[1], queries=q.shape[2],
-        keys=k.shape[2], dim=q.shape[3], q_offset=q_offset, window=window, parts=parts,
-        tile_queries=SMALL_TILE if q.shape[2] <= FEW_QUERIES else TILE[0], tile_keys=TILE[1],
-    )  # fmt: skip
+        batch=batch,
+        heads=heads,
+        table_heads=tables.shape[1],
+        queries=queries,
+        keys=k.shape[2],
+        dim=dim,
+        q_offset=q_offset,
+        window=window,
+        parts=parts,
+        tile_queries=SMALL_TILE if queries <= FEW_QUERIES else TILE[0],
+        tile_keys=TILE[1],
+    )
     for name, x in tensors.items():
         if name in MATRICES:
             batch, head, token, _ = x.stride()

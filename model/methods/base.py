@@ -89,11 +89,6 @@ class Rotation(Mechanism):
 
     widening = 1  # width of rotated q and k over the head dimension
 
-    @classmethod
-    def rotates_like_rope(cls, given: dict) -> bool:
-        """Return True if a model with RoPE can have this rotation, with its base. given: the user's options."""
-        return False
-
     def frequencies(self, target_length: int) -> tuple[Tensor, float]:
         """Return angular frequencies (D/2,), float64, radians per token, and the factor that multiplies cos and sin."""
         raise NotImplementedError
@@ -111,7 +106,8 @@ class Rotation(Mechanism):
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # x (B, H, T, D); cos, sin (T, D/2)
         # torch.compile makes two kernels of a rotation by halves. This form and QK-norm are one kernel in each pass.
-        pairs, sines = x.unflatten(-1, (2, -1)), torch.stack((sin, -sin), dim=-2)  # (B, H, T, 2, D/2), (T, 2, D/2)
+        pairs = x.unflatten(-1, (2, -1))  # (B, H, T, 2, D/2)
+        sines = torch.stack((sin, -sin), dim=-2)  # (T, 2, D/2)
         return (pairs * cos.unsqueeze(-2) + pairs.flip(-2) * sines).flatten(-2)
 
     def rotate_keys(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -305,8 +301,8 @@ class Method(nn.Module):
     def check_inputs(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None):
         """Raise ValueError unless q is (B, H, Tq, D), k and v are (B, H, Tk, D), and x is there if it is needed."""
         heads, width = self.num_heads, self.head_dim
-        fits = q.dim() == k.dim() == 4 and k.shape == v.shape and q.shape[0] == k.shape[0]
-        if not fits or any((y.shape[1], y.shape[3]) != (heads, width) for y in (q, k)):
+        B, Tq, Tk = q.shape[0], q.shape[2], k.shape[2]
+        if q.shape != (B, heads, Tq, width) or k.shape != (B, heads, Tk, width) or v.shape != k.shape:
             shapes = f"q, k and v have shapes {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
             raise UserError(f"{shapes}. {self.name} needs (batch, {heads}, length, {width}).")
         if self.needs_input and x is None:
@@ -315,3 +311,8 @@ class Method(nn.Module):
     def reset_parameters(self):
         for mechanism in self.mechanisms():
             mechanism.reset_parameters()
+
+    def calibrate(self, scores: Tensor):
+        """Set all calibrated parameters from the layer's scores (H, pairs), without gradients."""
+        for mechanism in self.mechanisms():
+            mechanism.calibrate(scores)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from model.methods.base import KeyBias
-from model.tensors import upcast
+from model.tensors import linear, upcast
 
 
 class Forgetting(KeyBias):
@@ -24,7 +24,7 @@ class Forgetting(KeyBias):
         self.bias_of_gate = nn.Parameter(torch.zeros(shape.num_heads))
 
     def token_features(self, x):
-        gate = upcast(F.linear(x, self.weight.to(x.dtype))) + self.bias_of_gate  # (B, T, H)
+        gate = upcast(linear(x, self.weight)) + self.bias_of_gate  # (B, T, H)
         return F.logsigmoid(gate).transpose(1, 2)
 
     def bias(self, token_features):

@@ -2,11 +2,10 @@
 sigmoid(W x), with x the layer's input. The gate is before the output projection, the best place in their study."""
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from model.methods.base import OutputGate
-from model.tensors import upcast
+from model.tensors import linear, upcast
 
 
 class SigmoidGate(OutputGate):
@@ -18,5 +17,5 @@ class SigmoidGate(OutputGate):
         self.weight = nn.Parameter(torch.zeros(shape.model_dim, shape.model_dim))
 
     def change(self, y, v, x):
-        gate = upcast(F.linear(x, self.weight.to(x.dtype))).sigmoid().to(x.dtype)  # (B, T, C)
+        gate = upcast(linear(x, self.weight)).sigmoid().to(x.dtype)  # (B, T, C)
         return y * gate.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)

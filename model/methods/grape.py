@@ -13,7 +13,7 @@ from torch import nn
 
 from model.methods.alibi import ALiBi
 from model.methods.base import AttentionWeights, scores
-from model.tensors import sum_from_here, upcast
+from model.tensors import linear, sum_from_here, upcast
 
 WIDTH = 8  # of p
 
@@ -31,7 +31,8 @@ class GrapeAP(AttentionWeights):
         self.weight.normal_(std=0.5 * self.weight.shape[1] ** -0.5)
 
     def token_features(self, x):
-        return F.linear(x, self.weight.to(x.dtype)).unflatten(-1, (-1, WIDTH)).transpose(1, 2)  # (B, H, T, WIDTH)
+        p = linear(x, self.weight)
+        return p.unflatten(-1, (-1, WIDTH)).transpose(1, 2)  # (B, H, T, WIDTH)
 
     def weights(self, q, k, visible, token_features):
         p = upcast(token_features)

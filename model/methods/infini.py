@@ -27,10 +27,10 @@ class Infini(Replacement):
         self.gate = nn.Parameter(torch.zeros(shape.num_heads))
 
     def attend(self, q, k, v, rotated_q, rotated_k, features, plan):
-        gate = self.gate.to(torch.promote_types(q.dtype, torch.float32)).sigmoid().view(-1, 1, 1)  # (H, 1, 1)
+        gate = self.gate.to(upcast(q).dtype).sigmoid().view(-1, 1, 1)  # (H, 1, 1)
         Tk = k.shape[2]
         first_query = Tk - q.shape[2]
-        memory = normaliser = None  # M (B, H, D, D) and z (B, H, D, 1)
+        memory = normaliser = 0  # M (B, H, D, D) and z (B, H, D, 1)
         outputs = []
         for start in range(0, Tk, self.segment_length):
             stop = min(start + self.segment_length, Tk)
@@ -40,18 +40,15 @@ class Infini(Replacement):
             if stop > first_query:
                 queries = slice(max(start - first_query, 0), stop - first_query)
                 out = plan.causal_attention(rotated_q[:, :, queries], rotated_k[:, :, segment], v[:, :, segment])
-                if memory is not None:
-                    recalled = recall(q[:, :, queries], memory, normaliser)
-                    out = gate * recalled + (1 - gate) * out
+                if start > 0:
+                    out = gate * recall(q[:, :, queries], memory, normaliser) + (1 - gate) * out
                 outputs.append(out.to(v.dtype))
 
             # 2. The segment enters the memory.
             if stop < Tk:
                 sigma_k = F.elu(upcast(k[:, :, segment])) + 1  # (B, H, N, D)
-                update = sigma_k.mT @ upcast(v[:, :, segment])
-                k_sum = sigma_k.sum(dim=2).unsqueeze(-1)
-                memory = update if memory is None else memory + update
-                normaliser = k_sum if normaliser is None else normaliser + k_sum
+                memory = memory + sigma_k.mT @ upcast(v[:, :, segment])
+                normaliser = normaliser + sigma_k.sum(dim=2).unsqueeze(-1)
         return torch.cat(outputs, dim=2)
 
 

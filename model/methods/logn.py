@@ -20,7 +20,8 @@ class LogN(QueryScale):
         require(context in ("row", "length"), f"context of LogN is {context!r}. Use row or length.")
         self.context = context
         n = torch.arange(1, max(shape.train_length, 2) + 1, dtype=torch.float64, device="cpu")
-        self.scale = nn.Parameter(torch.full((shape.num_heads,), 1 / n.log().mean().item()))
+        initial = 1 / n.log().mean().item()
+        self.scale = nn.Parameter(torch.full((shape.num_heads,), initial))
 
     def table(self, positions, target_length):
         n = positions + 1 if self.context == "row" else torch.full_like(positions, target_length)

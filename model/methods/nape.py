@@ -22,7 +22,7 @@ from torch import nn
 
 from model.methods.alibi import ALiBi
 from model.methods.base import AttentionWeights, QueryScale, scores
-from model.tensors import sum_from_here, upcast
+from model.tensors import linear, sum_from_here, upcast
 
 
 class HalfALiBi(ALiBi):
@@ -84,4 +84,4 @@ class AdaptiveScale(QueryScale):
         return 1 - F.logsigmoid(-beta) * power
 
     def by_head(self, x, weight):
-        return upcast(F.linear(x, weight.to(x.dtype))).transpose(1, 2)  # (B, H, T)
+        return upcast(linear(x, weight)).transpose(1, 2)  # (B, H, T)

@@ -16,13 +16,6 @@ def method_options(name: str) -> dict[str, inspect.Parameter]:
     return options
 
 
-def option_type(option: inspect.Parameter) -> type:
-    """Return the annotated type of an option, or else the type of its default, or `object` if the default is None."""
-    if option.annotation is not option.empty:
-        return option.annotation
-    return object if option.default is None else type(option.default)
-
-
 def check_options(name: str, options: dict) -> dict:
     """Return the options. An int for a float option becomes a float, because 2**64 overflows torch's int.
 
@@ -35,7 +28,8 @@ def check_options(name: str, options: dict) -> dict:
         described = f"option {option!r} of attention method {name!r}"
         if option not in valid:
             raise UserError(f"unknown {described}. {did_you_mean(option, valid)}")
-        kind = option_type(valid[option])
+        kind = valid[option].annotation
+        kind = object if kind is inspect.Parameter.empty else kind
         if type(value) is int and kind in (float, float | None):
             value = float(value)
         problem = f"{described} is {value!r:.60}"

@@ -31,10 +31,6 @@ class PRoPE(RoPE):
     def scaled_defaults(cls, scale, given):
         return {"base": DEFAULT_BASE.get(given.get("form"), DEFAULT_BASE["half_truncate"]) * scale}
 
-    @classmethod
-    def rotates_like_rope(cls, given):
-        return given.get("form") == "barbero"
-
     def frequencies(self, target_length):
         if self.form == "half_truncate":
             rotated = self.base ** -torch.linspace(0, 1, self.pairs, dtype=torch.float64)

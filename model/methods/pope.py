@@ -28,10 +28,6 @@ class PoPE(Rotation):
         self.base = base
         self.delta = nn.Parameter(torch.zeros(shape.num_heads, shape.head_dim))
 
-    @classmethod
-    def rotates_like_rope(cls, given):
-        return True
-
     def frequencies(self, target_length):
         theta = self.base ** -(torch.arange(self.head_dim, dtype=torch.float64) / self.head_dim)  # (D,)
         return theta, 2**0.25  # of q and k, since backends divide S by sqrt(2 D), not by sqrt(D)
@@ -42,4 +38,6 @@ class PoPE(Rotation):
 
     def rotate_keys(self, x, cos, sin):
         delta = self.delta.to(x.dtype).unsqueeze(1)  # (H, 1, D)
-        return self.rotate(x, cos * delta.cos() - sin * delta.sin(), sin * delta.cos() + cos * delta.sin())
+        cos_of_sum = cos * delta.cos() - sin * delta.sin()
+        sin_of_sum = sin * delta.cos() + cos * delta.sin()
+        return self.rotate(x, cos_of_sum, sin_of_sum)

@@ -19,10 +19,6 @@ class RoPE(Rotation):
         self.train_length = shape.train_length
         self.base = base
 
-    @classmethod
-    def rotates_like_rope(cls, given):
-        return True
-
     def geometric(self, base):
         """Return base^(-2k/d) for k = 0..d/2-1."""
         return base ** -(torch.arange(0, self.head_dim, 2, dtype=torch.float64) / self.head_dim)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.methods.base import AttentionWeights
-from model.tensors import sum_from_here, upcast
+from model.tensors import linear, sum_from_here, upcast
 
 SMALL_BLOCK = 16  # tokens of a block whose decays are computed pair by pair
 
@@ -32,7 +32,8 @@ class Wall(AttentionWeights):
         self.bias = nn.Parameter(torch.full((shape.num_heads, shape.head_dim), math.log(memory)))
 
     def token_features(self, x):
-        gate = upcast(F.linear(x, self.weight.to(x.dtype))).unflatten(-1, self.bias.shape) + self.bias  # (B, T, H, D)
+        gate = upcast(linear(x, self.weight)).unflatten(-1, self.bias.shape)  # (B, T, H, D)
+        gate = gate + self.bias
         return F.logsigmoid(gate).transpose(1, 2)
 
     def weights(self, q, k, visible, token_features):
@@ -47,7 +48,8 @@ def decayed_products(q: Tensor, k: Tensor, log_f: Tensor) -> Tensor:
     decays up to a token between key and query, and the query decays from there on.
     """
     first = k.shape[2] - q.shape[2]  # position of the first query
-    log_decay = F.pad(log_f[:, :, first + 1 :].cumsum(dim=2), (0, 0, 1, 0))  # from the first query, (B, H, Tq, D)
+    log_decay = log_f[:, :, first + 1 :].cumsum(dim=2)
+    log_decay = F.pad(log_decay, (0, 0, 1, 0))  # from the first query, (B, H, Tq, D)
     before = products_with_earlier_keys(q, k[:, :, :first], log_decay, log_f[:, :, 1 : first + 1])
     after = products_among_queries(upcast(q), upcast(k[:, :, first:]), log_decay)
     return torch.cat((upcast(before), after), dim=-1)

@@ -17,7 +17,8 @@ MOST_TURNS, FEWEST_TURNS = 32.0, 1.0  # within the training length
 class YaRN(LengthScaledRoPE):
     def pair_with_turns(self, turns: float) -> float:
         """Return the (fractional) index of the pair that makes this many turns within the training length."""
-        return self.head_dim * math.log(self.train_length / (2 * math.pi * turns)) / (2 * math.log(self.base))
+        wavelength = self.train_length / (2 * math.pi * turns)
+        return self.head_dim * math.log(wavelength) / (2 * math.log(self.base))
 
     def frequencies(self, target_length):
         s = self.length_ratio(target_length)

@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
     _, method = next(iter(variants.values()))  # any method, because all have the same shapes
     for length in args.lengths:
         inputs, dout = random_inputs(method, length, device, dtype, batch=max(1, TOKENS[device.type] // length))
-        time_length(report, passed, [*inputs, dout], args.rounds)
+        time_length(report, passed, [*inputs.values(), dout], args.rounds)
     return int(any(result.startswith("refused") for result in gate.values()))
 
 
@@ -180,7 +180,7 @@ def make_passes(variant: Variant, inputs: list[Tensor]) -> dict[str, Callable[[]
     plan = plan_layer(method, backend, length, length, device=dout.device, dtype=dout.dtype)
     backward = has_backward(backend, dout.device)
     qkv = [x.detach().requires_grad_(backward) for x in qkv]
-    forward = functools.partial(attend, method, *qkv, None, plan)
+    forward = functools.partial(attend, method, *qkv, plan=plan)
     passes = dict(forward=forward)  # also stores the tensors for the backward pass
     if backward:
         passes["both"] = lambda: torch.autograd.grad(forward(), qkv, dout)

@@ -20,6 +20,7 @@ from model.attention.plan import LayerPlan, plan_layer
 from model.methods.base import Method, Rotation, Shape
 from model.methods.make import make_layers
 from model.methods.names import all_mechanisms
+from model.methods.rope import BASE
 
 RECORD = "attention_method"  # field of the model's configuration that records the conversion
 # Names of our hooks in transformers. An exported model has its own names (modules.py).
@@ -90,7 +91,7 @@ def attend_with_method(
     if layer.num_key_value_groups > 1:
         key, value = (x.repeat_interleave(layer.num_key_value_groups, dim=1) for x in (key, value))
     plan = layer.shared.plan(layer.method, query, key)
-    return attend(layer.method, query, key, value, None, plan).transpose(1, 2), None
+    return attend(layer.method, query, key, value, plan=plan).transpose(1, 2), None
 
 
 def convert(model: nn.Module, method: str, /, *, train_length: int | None = None, **options) -> nn.Module:
@@ -111,7 +112,8 @@ def convert(model: nn.Module, method: str, /, *, train_length: int | None = None
     earlier = getattr(config, RECORD, None) or {}
     rope = earlier.get("rope_parameters", config.rope_parameters)
     rotations = [mechanism for mechanism in all_mechanisms(method) if issubclass(mechanism, Rotation)]
-    if any(rotation.rotates_like_rope(options) for rotation in rotations) and "base" not in options:
+    like_rope = any(rotation.scaled_defaults(1.0, options).get("base") == BASE for rotation in rotations)
+    if like_rope and "base" not in options:
         problem = f"the model has rope type {rope['rope_type']}, so its base alone does not give its frequencies"
         require(rope["rope_type"] == "default", f"{problem}. Pass base={rope['rope_theta']:g}.")
         options["base"] = rope["rope_theta"]

@@ -17,8 +17,9 @@ from transformers.utils import can_return_tuple
 from errors import require
 from model.attention.attend import rotate
 from model.attention.plan import LayerPlan
-from model.gpt import GPT, linear, norm
+from model.gpt import GPT, norm
 from model.methods.base import Method
+from model.tensors import linear
 
 
 @strict

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from model.attention.attend import rotate
-from model.scores import calibrate_method, pair_scores, score_pairs
+from model.scores import pair_scores, score_pairs
 from scripts.hf.convert import attention_layers
 
 
@@ -36,7 +36,7 @@ def layer_scores(
         if method is None or method.rotation is not None:
             found.append((layer.layer_idx, True, pair_scores(q, k, pairs, layer.scaling)))
         if calibrate:
-            calibrate_method(method, found[-1][-1])
+            method.calibrate(found[-1][-1])
 
     hooks = [layer.register_forward_pre_hook(observe, with_kwargs=True) for layer in attention_layers(model)]
     try:
