@@ -24,7 +24,15 @@ from measure.copy_gain import KINDS
 from measure.validation import Validation
 from runtime.checkpoint import latest_checkpoint
 from runtime.processes import World, start_processes
-from scripts.shared.runs import check_tokenizer, join, load_run, open_validation_text, read_object, read_run
+from scripts.shared.runs import (
+    check_tokenizer,
+    join,
+    load_run,
+    open_validation_text,
+    read_object,
+    read_run,
+    single_val_tokens,
+)
 from scripts.shared.tables import format_mean, loss_table, pivot_table
 
 
@@ -68,14 +76,19 @@ def evaluate(
 def store(path: Path, result: dict):
     """Write the result. If checkpoint and number of tokens are the same, other lengths and gaps in the file stay."""
     old = read_object(path) or {}
-    same = old.get("step") == result["step"] and {*old["val_tokens"].values()} == {*result["val_tokens"].values()}
-    replace_text(path, to_json(join(old, result) if same else result) + "\n")
+    if old.get("step") == result["step"] and single_val_tokens(old) == single_val_tokens(result):
+        result = join(old, result)
+    replace_text(path, to_json(result) + "\n")
 
 
 def gain_table(rows: list[tuple[str, dict, dict]]) -> str:
     """Return a table of gains with standard errors. rows: a name, gains by column, standard errors by column."""
-    lines = [([name], {key: format_mean(gains[key], errors[key]) for key in gains}) for name, gains, errors in rows]
-    return pivot_table(["run"], lines, {key: key for _, gains, _ in rows for key in gains})
+    lines, columns = [], {}
+    for name, gains, errors in rows:
+        cells = {key: format_mean(gains[key], errors[key]) for key in gains}
+        lines.append(([name], cells))
+        columns |= {key: key for key in gains}
+    return pivot_table(["run"], lines, columns)
 
 
 @exit_on_user_error()

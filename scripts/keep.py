@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from configs.config import NOT_HASHED
+from configs.config import NOT_HASHED, Config
 from configs.presets import PRESETS, preset
 from data.shards import read_manifest
 from errors import exit_on_user_error, require
@@ -49,25 +49,40 @@ def make_line(stored: StoredRun) -> dict:
     """Return the line of a finished run. Raise ValueError if the run is not finished or is damaged."""
     require(not stored.problems, "; ".join(stored.problems))
     require(stored.summary, f"{stored.path} is not finished. Train it to its end first.")
+
+    # 1. The configuration, as changes of the nearest preset.
     config, summary = stored.config, stored.summary
     fields = [field for field in vars(config) if field in TABLED or field not in {*TOP_LEVEL, *NOT_HASHED}]
-    nearest = min(PRESETS, key=lambda name: sum(getattr(preset(name), f) != getattr(config, f) for f in fields))
-    changes = {f: getattr(config, f) for f in fields if getattr(config, f) != getattr(preset(nearest), f)}
-    line = {"name": stored.path.name, "preset": nearest, "changes": changes}
+    by_preset = {name: changed_fields(config, preset(name), fields) for name in PRESETS}
+    nearest = min(by_preset, key=lambda name: len(by_preset[name]))
+    line = {"name": stored.path.name, "preset": nearest, "changes": by_preset[nearest]}
     line |= {field: getattr(config, field) for field in TOP_LEVEL}
+
+    # 2. Where and on which text the run was made.
     line |= {key: values for key in LOGGED if (values := stored.logged(key)) != ["unknown"]}
     line["data"] = select(stored.data, DATA) or {"train": summary["data"]}
     if "copy_rows" not in line["data"] and stored.text == data_fingerprint(config):
         line["data"] |= select(read_manifest(Path(config.data_dir)), ["copy_rows"])
+
+    # 3. The results, at the end and during training.
     line["val_tokens"] = single_val_tokens(summary)
     line |= select(summary, SUMMARY)
     last = {field: stored.last(field) for field in ("val_loss_by_position", "method_parameters")}
     line |= select(last, last)
     line["curve"] = []
     for record in stored.validations():
-        as_at_the_end = {*val_tokens(record).values()} == {line["val_tokens"]}  # then the number is not repeated
-        line["curve"].append(select(record, CURVE) | ({} if as_at_the_end else {"val_tokens": val_tokens(record)}))
-    return line | ({"needle": select(stored.needle, NEEDLE)} if stored.needle else {})
+        point = select(record, CURVE)
+        if {*val_tokens(record).values()} != {line["val_tokens"]}:  # a number as at the end is not repeated
+            point["val_tokens"] = val_tokens(record)
+        line["curve"].append(point)
+    if stored.needle:
+        line["needle"] = select(stored.needle, NEEDLE)
+    return line
+
+
+def changed_fields(config: Config, base: Config, fields: list[str]) -> dict:
+    """Return the fields of config that differ from base."""
+    return {field: getattr(config, field) for field in fields if getattr(config, field) != getattr(base, field)}
 
 
 def select(record: dict, keys: Iterable[str]) -> dict:

@@ -93,6 +93,8 @@ def head_scores(model: GPT, tokens: Tensor) -> tuple[float, float]:
     previous, induction = [], []
     for method, _, x, q, k in iterate_layers(model, tokens, plans):
         weights = probabilities(method, attention_logits(method, q, k, x=x))  # (B, H, T, T)
-        previous.append(weights.diagonal(offset=-1, dim1=2, dim2=3).mean(dim=(0, 2)))
-        induction.append(weights[:, :, second, followed].mean(dim=(0, 2)))
+        before = weights.diagonal(offset=-1, dim1=2, dim2=3)  # (B, H, T - 1)
+        after = weights[:, :, second, followed]  # (B, H, SPAN - 1)
+        previous.append(before.mean(dim=(0, 2)))
+        induction.append(after.mean(dim=(0, 2)))
     return torch.cat(previous).max().item(), torch.cat(induction).max().item()

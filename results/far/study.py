@@ -40,7 +40,13 @@ SCALE = "far"
 
 # ---- the runs --------------------------------------------------------------------------------------------------------
 
-PRIMARY = [("rope", {}), ("logn_p_rope", {}), (SI, {}), ("alibi", {}), ("alibi", {"slope_scale": 4.0})]
+PRIMARY = [
+    ("rope", {}),
+    ("logn_p_rope", {}),
+    (SI, {}),
+    ("alibi", {}),
+    ("alibi", {"slope_scale": 4.0}),
+]
 LATER = [("bam_ssmax", {}), (SI, QUARTER), ("p_rope+scale_invariant+xsa", QUARTER)]  # added after results at `taught`
 EXPLORATORY = [
     ("p_rope", {}),
@@ -199,7 +205,10 @@ def copy_table(study: Study) -> str:
         shown = f"{statistics.fmean(found):.1f}" if found else "not"
         if len(found) > 1:
             shown += f" ({min(found):.1f} to {max(found):.1f})"
-        cells = [format_mean(*mean_and_stderr([*gains.get((series, name), {}).values()])) for name in CLASSES]
+        cells = []
+        for name in CLASSES:
+            by_seed = gains.get((series, name), {})
+            cells.append(format_mean(*mean_and_stderr([*by_seed.values()])))
         rows.append([series_name(series), copying, shown, *cells])
     return markdown_table(rows)
 

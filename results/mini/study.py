@@ -72,7 +72,8 @@ def needle_runs(scale: Scale) -> list[Run]:
     tau = tau_option(scale.scaled_tau)
     large = tau_option(scale.scaled_tau * 16)
     cases = [(SI, tau_option(scale.scaled_tau * factor)) for factor in (1, 4, 16, 64)]
-    cases += [(SI, large | {"learn_gain": True}), (SI, tau | {"terms": "m"}), (SI_POPE, tau), (SI_POPE, large)]
+    cases += [(SI, large | {"learn_gain": True}), (SI, tau | {"terms": "m"})]
+    cases += [(SI_POPE, tau), (SI_POPE, large)]
     return forms(scale.base, cases, scale.seeds)
 
 
@@ -162,7 +163,9 @@ def learned_section(study: Study) -> list[str]:
             cells[series_label(run.config), run.config.train_length, run.config.seed, parameter][int(layer)] = heads
     if not cells:
         return []
-    lines = [([series_name(series), str(n), str(seed)], found) for (series, n, seed, _), found in cells.items()]
+    lines = []
+    for (series, train_length, seed, _), by_layer in cells.items():
+        lines.append(([series_name(series), str(train_length), str(seed)], by_layer))
     layers = sorted({layer for found in cells.values() for layer in found})
     table = pivot_table(["method", "trained at", "seed"], lines, {layer: f"layer {layer + 1}" for layer in layers})
     text = "Learned by the heads of each layer, at the end of training: \u03c4 in tokens, or a factor of the scores."

@@ -38,6 +38,7 @@ from scripts.sweep.local import ROOT, train
 
 MACHINE = ("data_dir", "device", "compile", "attention_backend", "micro_batch_tokens")
 HEADS = ["method", "date", "score", "loss 16x", "copy 4x", "loss 1x", "parameters", "FLOPs", "seconds", "p", "notes"]
+NUMBERS = ("score", "loss_16x", "copy_4x", "loss_1x", "parameters", "flops")
 MARK = "<!-- The board. `python -m scripts.record table` writes all lines below. -->\n"
 
 
@@ -71,34 +72,44 @@ def train_seeds(args: argparse.Namespace, track: str, seeds: list[int], mechanis
 
     mechanism: name of the class in args.file (default: the file's name).
     """
+    # 1. The folder of the runs, and the mechanism of the file.
     runs_dir, program = args.runs_dir, []
     if args.file:
         mechanism, text = mechanism or args.file.stem, args.file.read_text()
         runs_dir /= f"{mechanism}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"  # a changed file is another method
-        program = ["-m", "scripts.record", "train", str(runs_dir / "method.py"), mechanism]
-    runs_dir.mkdir(parents=True, exist_ok=True)
-    if args.file:
+        runs_dir.mkdir(parents=True, exist_ok=True)
         replace_text(runs_dir / "method.py", text)
         tracks.register(runs_dir / "method.py", mechanism)
+        program = ["-m", "scripts.record", "train", str(runs_dir / "method.py"), mechanism]
+    runs_dir.mkdir(parents=True, exist_ok=True)
+
+    # 2. The runs, and a check of their costs and data.
     method = canonical_name(args.fields.get("method") or mechanism)
-    changes = tracks.TRACKS[track].changes | args.fields | {"method": method}
-    runs = [Run(tracks.TRACKS[track].preset, changes | {"seed": seed}) for seed in seeds]
-    print(f"{method}: {tracks.measure_method(runs[0].config)}; limits over RoPE's: {tracks.LIMITS}")
-    open_split(runs[0].config.data_dir, "train", runs[0].config.vocab_size)  # raises UserError without data
+    preset, changes = tracks.TRACKS[track].preset, tracks.TRACKS[track].changes | args.fields | {"method": method}
+    runs = [Run(preset, changes | {"seed": seed}) for seed in seeds]
+    config = runs[0].config
+    print(f"{method}: {tracks.measure_method(config)}; limits over RoPE's: {tracks.LIMITS}")
+    open_split(config.data_dir, "train", config.vocab_size)  # raises UserError without data
+
+    # 3. Training.
     options = argparse.Namespace(runs_dir=runs_dir, sweep=f"record-{track}", slurm=None)
-    train([run for run, state, _ in find_states(runs, options) if state in STARTING], args.jobs, program=program)
+    missing = [run for run, state, _ in find_states(runs, options) if state in STARTING]
+    train(missing, args.jobs, program=program)
     plan = find_states(runs, options)
     print_plan(plan)
     require(all(state == "finished" for _, state, _ in plan), "Some runs are not finished. Repeat the command.")
     return [read_run(run.path) for run, *_ in plan]
 
 
+def score_of(stored: StoredRun) -> dict[str, float]:
+    return tracks.read_score(stored.summary, stored.config.train_length)
+
+
 def run(args: argparse.Namespace, track: str):
     """Train the missing seeds, and print the scores and the board with this method."""
     stored_runs = train_seeds(args, track, args.seeds)
     for stored in stored_runs:
-        score = tracks.read_score(stored.summary, stored.config.train_length)
-        print(f"{stored.path.name}: " + ", ".join(f"{key} {value:.3f}" for key, value in score.items()))
+        print(f"{stored.path.name}: " + ", ".join(f"{key} {value:.3f}" for key, value in score_of(stored).items()))
     own = tracks.make_records(tracks.TRACKS[track], stored_runs, date=str(datetime.date.today()))[:1]
     require(own, f"The board needs the seeds {tracks.SEEDS}. Train them all.")
     print(record_table(tracks.standing(track, own, read_runs(args.runs_dir))))
@@ -106,17 +117,17 @@ def run(args: argparse.Namespace, track: str):
 
 def make(args: argparse.Namespace, track: str):
     """Write an entry from its runs, after training the missing ones. FOLDER/README.md has its prediction already."""
-    folder = args.target
-    require((folder / "README.md").exists(), f"{folder} has no README.md. Write a prediction before the runs.")
+    folder, file = args.target, args.target / "record.json"
+    tracks.check_prediction(folder)
     stored_runs = train_seeds(args, track, tracks.SEEDS)
     if args.file:
         replace_text(folder / "method.py", args.file.read_text())
     lines = [to_json(make_line(stored), ensure_ascii=False) for stored in stored_runs]
     replace_text(folder / "runs.jsonl", "".join(f"{line}\n" for line in lines))
-    replace_text(folder / "record.json", to_json({"mechanism": args.file and args.file.stem}))
+    replace_text(file, to_json({"mechanism": args.file and args.file.stem}))
     record = tracks.read_entry(folder)
     print(record_table(tracks.standing(track, [record])))  # adds p to the record
-    replace_text(folder / "record.json", to_json(record, indent=2) + "\n")
+    replace_text(file, to_json(record, indent=2) + "\n")
 
 
 def check(args: argparse.Namespace, track: str):
@@ -132,51 +143,68 @@ def check(args: argparse.Namespace, track: str):
     if entry["mechanism"]:
         args.file = folder / "method.py"
         tracks.register(args.file, entry["mechanism"])  # another entry may have a mechanism of the same name
-    for found in read_runs(args.runs_dir) if args.text else ():
+    if args.text:
+        score_text(args, track, entry)
+    if args.rerun is not None:
+        train_again(args, track, entry)
+    print(record_table(records))
+
+
+def score_text(args: argparse.Namespace, track: str, entry: dict):
+    """Print the scores on another text of the run folders that have the scores of the entry."""
+    for found in read_runs(args.runs_dir):
         if not found.config or not found.summary or tracks.differences(tracks.TRACKS[track], found):
             continue
-        T = found.config.train_length
-        if tracks.read_score(found.summary, T) == entry["scores"].get(str(found.config.seed)):
-            result = evaluate(found.path, start_processes("auto"), lengths=[T, 16 * T], gaps=[4 * T], data=args.text)
+        if score_of(found) == entry["scores"].get(str(found.config.seed)):
+            T = found.config.train_length
+            world = start_processes("auto")
+            result = evaluate(found.path, world, lengths=[T, 16 * T], gaps=[4 * T], data=args.text)
             print(f"{found.path} on {args.text}: {tracks.read_score(result, T)}")
-    if args.rerun is not None:
-        args.fields |= {field: entry[field] for field in tracks.CHOSEN}
-        args.runs_dir /= f"rerun-{folder.name}"
-        (again,) = train_seeds(args, track, [args.rerun], entry["mechanism"])
-        kept, new = entry["scores"][str(args.rerun)], tracks.read_score(again.summary, again.config.train_length)
-        print("rerun minus entry: " + ", ".join(f"{key} {new[key] - kept[key]:+.5f}" for key in kept))
-        most = {"loss_1x": tracks.GATE, "score": statistics.stdev(s["score"] for s in entry["scores"].values())}
-        wrong = [f"{key} {kept[key]:.4f}, not {new[key]:.4f}" for key in most if abs(new[key] - kept[key]) > most[key]]
-        require(not wrong, f"{folder}: seed {args.rerun} has {', '.join(wrong)}. Report runs that others can repeat.")
-    print(record_table(records))
+
+
+def train_again(args: argparse.Namespace, track: str, entry: dict):
+    """Train a seed of the entry again. Raise ValueError if its loss at 1x or its score differs by too much."""
+    args.fields |= {field: entry[field] for field in tracks.CHOSEN}
+    args.runs_dir /= f"rerun-{args.target.name}"
+    (again,) = train_seeds(args, track, [args.rerun], entry["mechanism"])
+    kept, new = entry["scores"][str(args.rerun)], score_of(again)
+    print("rerun minus entry: " + ", ".join(f"{key} {new[key] - kept[key]:+.5f}" for key in kept))
+    spread = statistics.stdev(score["score"] for score in entry["scores"].values())
+    for key, most in {"loss_1x": tracks.GATE, "score": spread}.items():
+        same = abs(new[key] - kept[key]) <= most
+        problem = f"{args.target}: seed {args.rerun} has {key} {kept[key]:.4f}, not {new[key]:.4f}"
+        require(same, f"{problem}. Report runs that others can repeat.")
 
 
 def table(args: argparse.Namespace, track: str):
     """Write tables and figure below the rules in results/records/README.md."""
-    page, parts, panels = tracks.RESULTS / "records/README.md", [], []
+    page = tracks.RESULTS / "records/README.md"
+    parts, panels = ["![Score by date](board.png)"], []
     for name in tracks.TRACKS:
         records = tracks.standing(name)
         shown = [record for record in records if record["wins"] or record["passes"] and not record["date"]]
         others = [record for record in records if record not in shown]
         parts += [f"### Track {name}", record_table(shown) if shown else "Open: no runs yet."]
-        parts += ["Negative results and disproofs:", record_table(others)] if others else []
+        if others:
+            parts += ["Negative results and disproofs:", record_table(others)]
         if shown:
             looks = plot_styles([record["name"] for record in shown])
             lines = [Line(looks[r["name"]], [r["date"] or "baselines"], [r["score"]]) for r in shown]
             panels.append(Panel(f"track {name}", lines))
     draw_panels(page.with_name("board"), [panels], x="", y="score, nats a token", height=3.4)
     rules = page.read_text().partition(MARK)[0]
-    replace_text(page, rules + MARK + "\n" + "\n\n".join(["![Score by date](board.png)", *parts]) + "\n")
+    replace_text(page, rules + MARK + "\n" + "\n\n".join(parts) + "\n")
 
 
 def record_table(records: list[dict]) -> str:
     """Return a table with the lowest score first. p: against the record in brackets."""
-    rows, numbers = [HEADS], ("score", "loss_16x", "copy_4x", "loss_1x", "parameters", "flops")
+    rows = [HEADS]
     for record in sorted(records, key=lambda record: record["score"]):
+        numbers = [f"{record[key]:.3f}" for key in NUMBERS]
         p = f"{record['p']:.2g} ({series_name(record['against'])})" if record["against"] else ""
         notes = {"record": record["wins"], "knows n": record["knows_n"], "gate not passed": not record["passes"]}
-        cells = [series_name(record["name"]), record["date"], *(f"{record[key]:.3f}" for key in numbers)]
-        rows.append([*cells, str(record["seconds"]), p, ", ".join(note for note, holds in notes.items() if holds)])
+        shown = ", ".join(note for note, holds in notes.items() if holds)
+        rows.append([series_name(record["name"]), record["date"], *numbers, str(record["seconds"]), p, shown])
     return markdown_table(rows)
 
 

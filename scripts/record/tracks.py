@@ -16,10 +16,11 @@ from pathlib import Path
 
 import torch
 from scipy import stats
+from torch import Tensor
 
 from configs.config import Config, config_hash, describe_differences
 from configs.runs import Run
-from errors import require
+from errors import UserError, require
 from measure.flops import forward_flops_per_token
 from model.gpt import GPT
 from model.methods import MECHANISMS, METHODS
@@ -49,13 +50,19 @@ def register(file: Path, name: str):
     """Add the mechanism in a Python file to MECHANISMS. Raise ValueError for a name in use, or not one mechanism."""
     module_name = f"mechanism_{name}"
     in_use = name in METHODS or name in MECHANISMS and MECHANISMS[name].__module__ != module_name
-    require(name.isidentifier() and not in_use, f"{name!r} is in use, or is not a name. Give the file another name.")
+    if in_use or not name.isidentifier():
+        raise UserError(f"{name!r} is in use, or is not a name. Give the file another name.")
     spec = importlib.util.spec_from_file_location(module_name, file)
     module = sys.modules[module_name] = importlib.util.module_from_spec(spec)  # torch.compile imports it by its name
     spec.loader.exec_module(module)
-    own = [value for value in vars(module).values() if getattr(value, "__module__", "") == module_name]
-    found = [value for value in own if isinstance(value, type) and issubclass(value, (*KINDS.values(),))]
-    require(len(found) == 1, f"{file} has {len(found)} subclasses of a kind of model/methods/base.py. Define one.")
+
+    found = []
+    for value in vars(module).values():
+        own = getattr(value, "__module__", "") == module_name
+        if own and isinstance(value, type) and issubclass(value, (*KINDS.values(),)):
+            found.append(value)
+    if len(found) != 1:
+        raise UserError(f"{file} has {len(found)} subclasses of a kind of model/methods/base.py. Define one.")
     MECHANISMS[name] = adapt(found[0])
 
 
@@ -76,26 +83,33 @@ def adapt(mechanism: type[Mechanism]) -> type[Mechanism]:
     return Adapted
 
 
+# ---- the numbers of a run and of a method ----------------------------------------------------------------------------
+
+
 def differences(track: Run, stored: StoredRun) -> str:
     """Return the fields of a stored run that differ from the track's, with both values."""
     on_cpu = all(device.startswith("CPU") for device in stored.logged("device"))
     dtype = {"auto": "float32" if on_cpu else "bfloat16"}.get(stored.config.dtype, stored.config.dtype)
     chosen = {field: getattr(stored.config, field) for field in (*CHOSEN, "seed")}
-    wanted, found = dataclasses.replace(track.config, **chosen), dataclasses.replace(stored.config, dtype=dtype)
-    return describe_differences(wanted, found, ("dtype", "val_tokens"))
+    wanted = dataclasses.replace(track.config, **chosen)
+    return describe_differences(wanted, dataclasses.replace(stored.config, dtype=dtype), ("dtype", "val_tokens"))
+
+
+def copy_losses(summary: dict | None) -> dict[str, list[float]]:
+    """Return the losses of the first and the second copy of random spans, by gap."""
+    return (summary or {}).get("copy_loss", {}).get("random", {})
 
 
 def read_score(summary: dict, train_length: int, method: str | None = None) -> dict[str, float]:
     """Return the score and its parts in nats a token, lengths in training lengths. method: as in final_losses."""
-    losses, gap = final_losses(summary, method), str(4 * train_length)
-    known = gap in summary.get("copy_loss", {}).get("random", {}) and {train_length, 16 * train_length} <= losses.keys()
-    measure = f"python -m scripts.evaluate RUN --lengths {train_length} {16 * train_length} --copy {gap}"
-    require(known, f"A run lacks copy gain or a loss. Measure them with `{measure}`.")
+    losses, far, gap = final_losses(summary, method), 16 * train_length, str(4 * train_length)
+    if gap not in copy_losses(summary) or not {train_length, far} <= losses.keys():
+        measure = f"python -m scripts.evaluate RUN --lengths {train_length} {far} --copy {gap}"
+        raise UserError(f"A run lacks copy gain or a loss. Measure them with `{measure}`.")
     first, second = summary.get("copy_loss_as", {}).get(method, summary["copy_loss"])["random"][gap]
     if method and "copy_loss_as" not in summary:  # an old line: the trained method's loss replaces the first copy's
         second = first - summary["copy_gain_as"][method]["random"][gap]
-    near, far = losses[train_length], losses[16 * train_length]
-    return {"loss_1x": near, "loss_16x": far, "copy_4x": second, "score": far + second}
+    return dict(loss_1x=losses[train_length], loss_16x=losses[far], copy_4x=second, score=losses[far] + second)
 
 
 @torch.no_grad()
@@ -104,63 +118,89 @@ def measure_method(config: Config) -> dict:
 
     Raise ValueError if this loss depends on later tokens or on other sequences.
     """
+    # 1. The costs.
     rope, T = dataclasses.replace(config, method="rope", method_options={}), config.train_length
     parameters, of_rope = (num_parameters(GPT(each, torch.float32)) for each in (config, rope))
     flops = forward_flops_per_token(config, T) / forward_flops_per_token(rope, T)
+
+    # 2. A small random model, and the losses of its tokens. Output projections start at 0, which would hide attention.
     torch.manual_seed(0)
     model = GPT(dataclasses.replace(config, vocab_size=256), torch.float32)
-    for parameter in model.parameters():  # output projections start at 0, which would hide attention
+    for parameter in model.parameters():
         parameter.add_(0.1 * torch.randn_like(parameter))
+
+    def token_losses(x: Tensor) -> Tensor:  # (B, n) -> (B, T - 1)
+        return model(x, x.roll(-1, dims=1), per_token=True)[:, : T - 1]
+
+    # 3. Neither another sequence nor a later token may change a loss.
     rows = torch.randint(256, (2, 2 * T))
     rows[1, :T] = rows[0, :T]
-    inputs = (rows, rows[:1], rows[:1, :T])
-    both, alone, short = (model(x, x.roll(-1, dims=1), per_token=True)[:, : T - 1] for x in inputs)
-    causal = torch.allclose(both, alone.expand_as(both), atol=1e-3)
-    for place in (1, T // 4, T // 2 - 1, T - 2):  # a change of this token must not change the losses before it
-        changed = rows[:1] ^ (torch.arange(2 * T) == place).long()
-        losses = model(changed, rows[:1].roll(-1, dims=1), per_token=True)
+    row = rows[:1]
+    alone, short = token_losses(row), token_losses(row[:, :T])
+    causal = torch.allclose(token_losses(rows), alone.expand(2, -1), atol=1e-3)
+    for place in (1, T // 4, T // 2 - 1, T - 2):
+        changed = row ^ (torch.arange(2 * T) == place).long()
+        losses = model(changed, row.roll(-1, dims=1), per_token=True)
         causal &= torch.allclose(losses[:, :place], alone[:, :place], atol=1e-3)
-    require(causal, f"{config.method} sees later tokens or other sequences. Use only earlier tokens of the sequence.")
+    if not causal:
+        raise UserError(
+            f"{config.method} sees later tokens or other sequences. Use only earlier tokens of the sequence."
+        )
     knows_n = not torch.allclose(alone, short, atol=1e-3)
     return {"parameters": round(parameters / of_rope, 4), "flops": round(flops, 4), "knows_n": knows_n}
 
 
+# ---- records ---------------------------------------------------------------------------------------------------------
+
+
 def make_records(track: Run, stored_runs: Iterable[StoredRun], **further) -> list[dict]:
     """Return the records of the methods with runs of all seeds on one text. further: keys to add or to replace."""
-    found, records = collections.defaultdict(dict), []  # found: method and text -> seed -> stored run
+    groups = collections.defaultdict(dict)  # method and text -> seed -> stored run
     for stored in stored_runs:
-        gaps = (stored.summary or {}).get("copy_loss", {}).get("random", {})
-        if stored.config and str(4 * stored.config.train_length) in gaps and not differences(track, stored):
-            text = " ".join([str(stored.text), *(str(stored.data.get(key)) for key in ("validation", "tokenizer"))])
-            for method in (None, *stored.config.validate_as):
-                key = method, config_hash(dataclasses.replace(stored.config, seed=0)), text
-                found[key][stored.config.seed] = stored
-    for (method, _, text), runs in found.items():
-        if {*SEEDS} <= runs.keys():
-            config = dataclasses.replace(runs[0].config, method=method or runs[0].config.method)
-            scores = {str(seed): read_score(runs[seed].summary, config.train_length, method) for seed in SEEDS}
-            record = {"name": series_label(config), "date": "", "text": text, "scores": scores}
-            record |= {field: getattr(config, field) for field in CHOSEN} | measure_method(config)
-            record |= {key: statistics.fmean(score[key] for score in scores.values()) for key in scores["0"]}
-            record["seconds"] = round(statistics.fmean(runs[seed].summary["seconds"] for seed in SEEDS))
-            records.append(record | further)
-    return records
+        config = stored.config
+        if not config or str(4 * config.train_length) not in copy_losses(stored.summary) or differences(track, stored):
+            continue
+        text = f"{stored.text} {stored.data.get('validation')} {stored.data.get('tokenizer')}"
+        identity = config_hash(dataclasses.replace(config, seed=0))
+        for method in (None, *config.validate_as):
+            groups[method, identity, text][config.seed] = stored
+    complete = {key: runs for key, runs in groups.items() if {*SEEDS} <= runs.keys()}
+    return [make_record(method, text, runs) | further for (method, _, text), runs in complete.items()]
+
+
+def make_record(method: str | None, text: str, runs: dict[int, StoredRun]) -> dict:
+    """Return the record of a method: means over SEEDS. method: as in final_losses. runs: by seed."""
+    config = dataclasses.replace(runs[0].config, method=method or runs[0].config.method)
+    scores = {str(seed): read_score(runs[seed].summary, config.train_length, method) for seed in SEEDS}
+    record = {"name": series_label(config), "date": "", "text": text, "scores": scores}
+    record |= {field: getattr(config, field) for field in CHOSEN}
+    record |= measure_method(config)
+    for key in scores["0"]:
+        record[key] = statistics.fmean(score[key] for score in scores.values())
+    record["seconds"] = round(statistics.fmean(runs[seed].summary["seconds"] for seed in SEEDS))
+    return record
 
 
 def read_entry(folder: Path) -> dict:
     """Return the record of an entry, computed from its lines. Raise ValueError for the first broken rule."""
-    track, stored_runs = TRACKS[folder.parent.name], read_runs(folder / "runs.jsonl")
+    # 1. The files.
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     require(size <= MOST_BYTES, f"{folder} has {size} bytes. Keep it at {MOST_BYTES} or less.")
-    require((folder / "README.md").exists(), f"{folder} has no README.md. Write a prediction before the runs.")
-    if mechanism := json.loads((folder / "record.json").read_text())["mechanism"]:
+    check_prediction(folder)
+    mechanism = json.loads((folder / "record.json").read_text())["mechanism"]
+    if mechanism:
         register(folder / "method.py", mechanism)
+
+    # 2. The runs.
+    track, stored_runs = TRACKS[folder.parent.name], read_runs(folder / "runs.jsonl")
     for stored in stored_runs:
         require(not stored.problems, "; ".join(stored.problems))
         different = differences(track, stored) or describe_choice(stored)
         require(not different, f"{stored.path} has {different}. Use the settings and the last validation of the track.")
     seeds = sorted(stored.config.seed for stored in stored_runs)
     require(seeds == SEEDS, f"{folder} has the seeds {seeds}. Report one run of each seed of {SEEDS}.")
+
+    # 3. The record.
     records = make_records(track, stored_runs, name=folder.name, date=folder.name[:10], mechanism=mechanism)
     require(records, f"{folder}: the runs differ in method or text. Use one method and one text.")
     for cost, most in LIMITS.items():
@@ -168,23 +208,37 @@ def read_entry(folder: Path) -> dict:
     return records[0]
 
 
+def check_prediction(folder: Path):
+    """Raise ValueError for an entry without a prediction."""
+    require((folder / "README.md").exists(), f"{folder} has no README.md. Write a prediction before the runs.")
+
+
 def describe_choice(stored: StoredRun) -> str:
     """Return the numbers of a line that are not from the validation after the last step, or an empty text."""
     line, last, steps = stored.line, stored.line["curve"][-1], stored.config.steps
-    complete = line["steps"] == last["step"] == steps and line["tokens"] == steps * stored.config.batch_tokens
-    wrong = [] if complete else [f"steps {line['steps']} and {last['step']}"]
-    wrong += [f"val_loss {length}" for length, loss in last["val_loss"].items() if loss != line["val_loss"].get(length)]
-    copies, gains = line["copy_loss"]["random"], line["copy_gain"]["random"] | last["copy_gain"]["random"]
-    wrong += [f"copy_loss {gap}" for gap, (a, b) in copies.items() if not math.isclose(a - b, gains[gap], abs_tol=1e-9)]
+    wrong = []
+    if not line["steps"] == last["step"] == steps or line["tokens"] != steps * stored.config.batch_tokens:
+        wrong.append(f"steps {line['steps']} and {last['step']}")
+    for length, loss in last["val_loss"].items():
+        if loss != line["val_loss"].get(length):
+            wrong.append(f"val_loss {length}")
+    gains = line["copy_gain"]["random"] | last["copy_gain"]["random"]
+    for gap, (first, second) in line["copy_loss"]["random"].items():
+        if not math.isclose(first - second, gains[gap], abs_tol=1e-9):
+            wrong.append(f"copy_loss {gap}")
     return ", ".join(wrong)
+
+
+# ---- the board -------------------------------------------------------------------------------------------------------
 
 
 def standing(track_name: str, more: Iterable[dict] = (), local_runs: Iterable[StoredRun] = ()) -> list[dict]:
     """Return the judged records of a track on one text: its baselines, its entries, and `more`, which replaces equal
     names. The text is the text of `more`, or else of the baselines. local_runs: more runs of the board's methods."""
     track = TRACKS[track_name]
+    entries = sorted(path.parent for path in (RESULTS / "records" / track_name).glob("*/record.json"))
     kept = make_records(track, read_runs(RESULTS / track.preset / "runs.jsonl"))
-    kept += map(read_entry, sorted(path.parent for path in (RESULTS / "records" / track_name).glob("*/record.json")))
+    kept += [read_entry(folder) for folder in entries]
     names = {"rope", *(record["name"] for record in kept)}
     local = [record for record in make_records(track, local_runs) if record["name"] in names]
     texts = [record["text"] for record in [*more, *kept]][:1]
@@ -197,17 +251,25 @@ def judge(by_name: dict[str, dict]) -> list[dict]:
     Methods that do not know the length of the text are compared with the best record of such methods. Baselines come
     first, the best before the others. Raise ValueError if RoPE is missing.
     """
-    records, best = sorted(by_name.values(), key=lambda record: (record["date"], record["score"])), []
-    rope = [record["loss_1x"] for record in records if record["method"] == "rope" and not record["method_options"]]
+    records = sorted(by_name.values(), key=lambda record: (record["date"], record["score"]))
+    rope = [record for record in records if record["method"] == "rope" and not record["method_options"]]
+    if records and not rope:
+        text = records[0]["text"]
+        raise UserError(f"RoPE has no five runs on the text {text}. Train them: record run TRACK --method rope")
+
+    winners = []
     for record in records:
-        require(rope, f"RoPE has no five runs on the text {record['text']}. Train them: record run TRACK --method rope")
-        rivals = [other for other in best if record["knows_n"] or not other["knows_n"]]
-        rival = min(rivals, key=lambda other: other["score"], default=None)
-        passes = record["loss_1x"] <= rope[0] + GATE and all(record[cost] <= most for cost, most in LIMITS.items())
-        p = paired_p(record["scores"], rival["scores"]) if rival else None
-        wins = passes and (p is None or p < SIGNIFICANT)
-        record |= {"passes": passes, "against": rival and rival["name"], "p": p, "wins": wins}
-        best += [record] if wins else []
+        cheap = all(record[cost] <= most for cost, most in LIMITS.items())
+        record["passes"] = cheap and record["loss_1x"] <= rope[0]["loss_1x"] + GATE
+        rivals = [other for other in winners if record["knows_n"] or not other["knows_n"]]
+        if rivals:
+            rival = min(rivals, key=lambda other: other["score"])
+            record["against"], record["p"] = rival["name"], paired_p(record["scores"], rival["scores"])
+        else:
+            record["against"] = record["p"] = None
+        record["wins"] = record["passes"] and (not rivals or record["p"] < SIGNIFICANT)
+        if record["wins"]:
+            winners.append(record)
     return records
 
 

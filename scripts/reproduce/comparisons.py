@@ -125,10 +125,11 @@ def describe_variances(losses: dict, lengths: list[int], not_trained: Collection
 
 def holm(ps: list[float]) -> list[float]:
     """Return the p-values after Holm's step-down correction for multiple tests, in the same order."""
-    ascending = np.argsort(ps, kind="stable")
-    corrected = np.empty(len(ps))
-    corrected[ascending] = np.maximum.accumulate(np.minimum(1, np.arange(len(ps), 0, -1) * np.array(ps)[ascending]))
-    return corrected.tolist()
+    corrected, largest = [1.0] * len(ps), 0.0
+    for rank, i in enumerate(np.argsort(ps, kind="stable")):  # the smallest first
+        largest = max(largest, min(1.0, (len(ps) - rank) * ps[i]))
+        corrected[i] = largest
+    return corrected
 
 
 def difference_cell(row: dict) -> str:

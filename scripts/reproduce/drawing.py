@@ -1,5 +1,6 @@
 """Draw figures with matplotlib: a grid of panels with lines."""
 
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -40,13 +41,25 @@ class Panel(NamedTuple):
 
 def row_lines(rows: Iterable[dict], by: str, x: str, looks: dict) -> list[Line]:
     """Return a line per key of looks: column "mean" against column x, of the rows with this key in column `by`."""
-    found = {key: [row for row in rows if row[by] == key] for key in looks}
-    columns = {key: [[row[name] for row in part] for name in (x, "mean", "stderr")] for key, part in found.items()}
-    return [Line(looks[key], *columns[key]) for key in looks if found[key]]
+    lines, rows = [], [*rows]
+    for key, look in looks.items():
+        found = [row for row in rows if row[by] == key]
+        xs, means, errors = ([row[name] for row in found] for name in (x, "mean", "stderr"))
+        if found:
+            lines.append(Line(look, xs, means, errors))
+    return lines
 
 
 def draw_panels(
-    path: Path, grid: list[list[Panel]], *, x: str, y: str, log: int | None = None, height=2.2, bands=False, **subplots
+    path: Path,
+    grid: list[list[Panel]],
+    *,
+    x: str,
+    y: str,
+    log: int | None = None,
+    height: float = 2.2,
+    bands: bool = False,
+    **subplots,
 ):
     """Draw rows of panels with one legend below them. Write path.png.
 
@@ -93,7 +106,10 @@ def legend_below(figure):
     """Add one legend below all panels. It has each label once, in the order of first appearance."""
     entries = {}
     for axis in figure.axes:
-        entries |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels()) if label not in entries}
-    columns = max(1, int(TEXT_WIDTH / (0.6 + 0.054 * max(map(len, entries), default=0))))  # inches per entry
-    figure.set_figheight(figure.get_figheight() + 0.16 * max(0, -(-len(entries) // columns) - 2))
+        for handle, label in zip(*axis.get_legend_handles_labels()):
+            entries.setdefault(label, handle)
+    longest = max(map(len, entries), default=0)  # letters
+    columns = max(1, int(TEXT_WIDTH / (0.6 + 0.054 * longest)))
+    rows = math.ceil(len(entries) / columns)
+    figure.set_figheight(figure.get_figheight() + 0.16 * max(0, rows - 2))
     figure.legend(entries.values(), entries.keys(), ncols=columns, loc="outside lower center", handlelength=2.6)

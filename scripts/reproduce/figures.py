@@ -76,7 +76,9 @@ def curve_lines(rows: list[dict], looks: dict) -> list[Line]:
     """Return the lines of a panel of validation curves. Open circles mark validation on part of the tokens."""
     full = max((row["val_tokens"] for row in rows), default=0)
     lines = row_lines(rows, "series", "step", looks)
-    lines = [line._replace(look=line.look | dict(markevery=max(1, len(line.xs) // 6))) for line in lines]
+    for i, line in enumerate(lines):
+        markers = dict(markevery=max(1, len(line.xs) // 6))
+        lines[i] = line._replace(look=line.look | markers)
     for series, look in looks.items():
         partial = [row for row in rows if row["series"] == series and row["val_tokens"] < full]
         steps, means = [row["step"] for row in partial], [row["mean"] for row in partial]
@@ -92,11 +94,14 @@ def limits(rows: list[dict], zoomed: bool) -> dict[str, tuple[float, float]]:
         return {}
     last = max(row["step"] for row in rows)
     first = (0.8 if zoomed else 0.2) * last
-    final = sorted((row for row in rows if row["step"] == last), key=lambda row: row["mean"])
-    best = {row["series"] for row in final[: (len(final) + 1) // 2 if zoomed else None]}
+    final = [row for row in rows if row["step"] == last]
+    if zoomed:
+        final = sorted(final, key=lambda row: row["mean"])[: (len(final) + 1) // 2]
+    best = {row["series"] for row in final}
     shown = [row["mean"] for row in rows if row["step"] >= first and row["series"] in best]
-    margin = 0.06 * (max(shown) - min(shown)) or 0.01
-    return dict(xlim=(first if zoomed else 0, 1.02 * last), ylim=(min(shown) - margin, max(shown) + margin))
+    low, high = min(shown), max(shown)
+    margin = 0.06 * (high - low) or 0.01
+    return dict(xlim=(first if zoomed else 0, 1.02 * last), ylim=(low - margin, high + margin))
 
 
 def validation_curves(study: Study) -> list[dict]:

@@ -45,8 +45,9 @@ def validation_windows(stream: TokenStream, count: int, length: int, device="cpu
     """Return windows that start at equal distances in the validation text: (count, length) int64."""
     message = f"The validation text has {len(stream)} tokens, too few for {count} windows of {length}. Use more text."
     require(count * length <= len(stream), message)
-    starts = [i * (len(stream) // count) for i in range(count)]
-    return torch.stack([torch.from_numpy(stream.read(start, length).astype("int64")) for start in starts]).to(device)
+    distance = len(stream) // count
+    windows = np.stack([stream.read(i * distance, length) for i in range(count)])
+    return torch.from_numpy(windows.astype("int64")).to(device)
 
 
 def trained_models(study: Study, count: int, length: int) -> Iterator[tuple[Config, GPT, Tensor]]:
@@ -69,7 +70,8 @@ def trained_models(study: Study, count: int, length: int) -> Iterator[tuple[Conf
 def last_query_logits(method: Method, plan: LayerPlan, x: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """Return the logits L_t (paper, eq:def:L) of the last query, by distance t = 0..T-1: (B, H, T)."""
     q, k = rotate_and_scale(method, q, k, x, plan)
-    scores = (q[:, :, -1:] @ k.mT).squeeze(2).flip(-1) / q.shape[-1] ** 0.5
+    products = q[:, :, -1:] @ k.mT  # (B, H, 1, T)
+    scores = products.squeeze(2).flip(-1) / q.shape[-1] ** 0.5
     if method.score_change is None:
         return scores
     distance = torch.arange(k.shape[2], dtype=torch.float64, device=k.device)

@@ -45,7 +45,8 @@ def distance_section(study: Study, distances: dict[tuple[str, int, int], list[in
     distances: {(series, length, least distance): [needles found, all needles]}.
     """
     rows, cells = [], collections.defaultdict(dict)
-    for series, length, least in sorted(distances, key=lambda key: (study.all_series.index(key[0]), *key[1:])):
+    order = study.all_series.index
+    for series, length, least in sorted(distances, key=lambda key: (order(key[0]), *key[1:])):
         found, needles = distances[series, length, least]
         middle = 1.5 * least  # the cell counts distances from `least` to 2 * least - 1
         rows.append(dict(method=series, length=length, middle=middle, mean=found / needles, stderr=None))

@@ -23,9 +23,19 @@ class Study:
     """The runs of an item (a table or figure), and the text that the item adds to the page."""
 
     def __init__(
-        self, item: str, scale: str, out: Path, stored_runs: list[StoredRun], *, methods: list[str] | None = None,
-        seeds: list[int] | None = None, changes: dict = {}, needle: dict = {}, runs_dir=Path("runs"), device="cpu",
-    ):  # fmt: skip
+        self,
+        item: str,
+        scale: str,
+        out: Path,
+        stored_runs: list[StoredRun],
+        *,
+        methods: list[str] | None = None,
+        seeds: list[int] | None = None,
+        changes: dict = {},
+        needle: dict = {},
+        runs_dir: Path = Path("runs"),
+        device: str = "cpu",
+    ):
         """Find the runs of an item. changes, needle: fields and needle settings that all runs share."""
         self.item, self.scale, self.methods, self.out = item, scale, methods, out
         self.runs_dir, self.device = runs_dir, torch.device(device)
@@ -67,8 +77,11 @@ class Study:
         None stands for the trained method.
         """
         others = () if self.trained_method_only else run.config.validate_as
-        shown = {series_label(run.config, method): method for method in (None, *others)}
-        return {s: m for s, m in shown.items() if self.methods is None or (m or run.config.method) in self.methods}
+        shown = {}
+        for method in (None, *others):
+            if self.methods is None or (method or run.config.method) in self.methods:
+                shown[series_label(run.config, method)] = method
+        return shown
 
     def by_seed(self, read: Callable[[dict, str | None], dict]) -> dict[tuple, BySeed]:
         """Return numbers of the finished runs: {(series, key): BySeed}.
@@ -86,8 +99,9 @@ class Study:
     def all_series(self) -> list[str]:
         """Return the series in the order of NAMES. A method comes before its forms with options."""
         present = dict.fromkeys(series for run in self.runs for series in self.series(run))
-        order = [*NAMES, *(series.split(" ")[0] for series in present)]
-        return sorted(present, key=lambda series: (order.index(series.split(" ")[0]), " " in series))
+        methods = {series: series.split(" ")[0] for series in present}
+        order = [*NAMES, *methods.values()]
+        return sorted(present, key=lambda series: (order.index(methods[series]), " " in series))
 
     def drop(self, run: Run, reason: str):
         """Leave a finished run out of the item, and list it as missing."""

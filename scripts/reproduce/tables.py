@@ -104,7 +104,12 @@ def trained_methods(study: Study) -> dict[str, str]:
 
 
 def make_table(
-    study: Study, metrics: dict[str, dict], lengths: list[int], *, best: Callable, methods: list[str] | None = None
+    study: Study,
+    metrics: dict[str, dict],
+    lengths: list[int],
+    *,
+    best: Callable,
+    methods: list[str] | None = None,
 ) -> str:
     """Return a table as Markdown: our means over seeds, and the paper's numbers beside the first metric.
 
@@ -112,10 +117,14 @@ def make_table(
     """
     paper, trained = paper_targets(study.item), trained_methods(study)
     methods = methods or study.all_series
+
+    # 1. The number of seeds of each method.
     columns, counts = {}, {}  # counts: numbers of seeds by method
     for method in methods:
         found = [values.get((method, length), []) for values in metrics.values() for length in lengths]
         counts[method] = {len(seed_values) for seed_values in found if seed_values} or {0}
+
+    # 2. A column for each length and metric, beside the first metric the paper's.
     for length, (label, values) in itertools.product(lengths, metrics.items()):
         numbers = {method: mean_and_stderr(values.get((method, length), [])) for method in methods}
         head = f"{study.length_label(length)} {label}".rstrip()
@@ -128,11 +137,13 @@ def make_table(
             columns[head] = {method: format_target(target) for method, target in targets.items()}
     study.notes += table_notes(study, methods, trained, one_seed=any(1 in seeds for seeds in counts.values()))
 
-    rows = {}
+    # 3. A line for each method.
+    lines = []
     for method in methods:
-        seeds = "-".join(map(str, sorted({min(counts[method]), max(counts[method])})))  # 3, or 1-3 if lengths differ
-        rows[method] = [series_name(method) + ("\u2020" if method in trained else ""), seeds]
-    lines = [(first, {head: cells.get(key, "") for head, cells in columns.items()}) for key, first in rows.items()]
+        name = series_name(method) + ("\u2020" if method in trained else "")
+        least, most = min(counts[method]), max(counts[method])
+        seeds = str(most) if least == most else f"{least}-{most}"  # lengths differ
+        lines.append(([name, seeds], {head: cells.get(method, "") for head, cells in columns.items()}))
     return pivot_table(["method", "seeds"], lines, {head: head for head in columns})
 
 
@@ -177,8 +188,9 @@ def paper_targets(table: str) -> dict[tuple[str, int], dict]:
     with open(Path(__file__).with_name("paper_targets.csv"), newline="") as file:
         for row in csv.DictReader(file):
             if row["table"] == table:
-                target = {key: kind(row[key]) if row[key] or kind is str else None for key, kind in kinds.items()}
-                targets[row["method"], int(row["val_length"])] = target
+                absent = {key: None for key in ("mean", "stderr", "seeds") if not row[key]}
+                target = {key: kind(row[key]) for key, kind in kinds.items() if key not in absent}
+                targets[row["method"], int(row["val_length"])] = target | absent
     return targets
 
 

@@ -32,6 +32,9 @@ def field_changes(preset: str, arguments: list[str]) -> dict:
 
 def key_values(option: str, pairs: list[str]) -> dict[str, int | str]:
     """Return KEY=VALUE pairs as a dict, with whole numbers as int. Raise ValueError for a pair without "="."""
+    values = {}
     for pair in pairs:
-        require("=" in pair, f"{option} {pair} has no value. Write it as {option} {pair}=VALUE.")
-    return {key: int(value) if value.isdigit() else value for key, value in (pair.split("=", 1) for pair in pairs)}
+        key, separator, value = pair.partition("=")
+        require(separator, f"{option} {pair} has no value. Write it as {option} {pair}=VALUE.")
+        values[key] = int(value) if value.isdigit() else value
+    return values

@@ -111,8 +111,18 @@ def plot_styles(shown: Iterable[str]) -> dict[str, dict]:
 
     The first series of a method, by alphabet, looks like the method if the method itself is not shown.
     """
-    shown, names = [*shown], ("color", "linestyle", "marker")
-    firsts = {series.split(" ")[0]: series for series in sorted(shown, reverse=True)}
-    looks = LINES | {series: LINES[m] for m, series in firsts.items() if m in LINES and m not in shown}
-    looks |= {series: OTHERS[i % len(OTHERS)] for i, series in enumerate(sorted({*shown} - {*looks}))}
-    return {series: dict(zip(names, looks[series])) | dict(label=series_name(series)) for series in shown}
+    shown, lines = [*shown], dict(LINES)
+    first_of = {}  # the first series of each method, by alphabet
+    for series in sorted(shown):
+        first_of.setdefault(series.split(" ")[0], series)
+    for method, series in first_of.items():
+        if method in LINES and method not in shown:
+            lines[series] = LINES[method]
+    others = [series for series in sorted({*shown}) if series not in lines]
+    lines |= dict(zip(others, itertools.cycle(OTHERS)))
+
+    styles = {}
+    for series in shown:
+        color, linestyle, marker = lines[series]
+        styles[series] = dict(color=color, linestyle=linestyle, marker=marker, label=series_name(series))
+    return styles

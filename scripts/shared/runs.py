@@ -157,8 +157,11 @@ def with_evaluation(summary: dict, evaluation: dict) -> dict:
 
 def join(old: dict, new: dict) -> dict:
     """Return the union of two nested dictionaries. The values of `new` replace the values of `old`."""
-    nested = {key: join(old[key], new[key]) for key in old.keys() & new.keys() if isinstance(new[key], dict)}
-    return old | new | nested
+    joined = old | new
+    for key in old.keys() & new.keys():
+        if isinstance(new[key], dict):
+            joined[key] = join(old[key], new[key])
+    return joined
 
 
 def val_tokens(record: dict) -> dict[str, int]:

@@ -15,8 +15,11 @@ def find_stored(run: Run, stored_runs: list[StoredRun], data: str | None = None)
     data: fingerprint of the training text. A stored run on another text does not count. None: any text.
     """
     identity = config_hash(run.config)
-    same = [stored for stored in stored_runs if stored.identity == identity and data in (None, stored.text or data)]
-    return max(same, key=lambda s: (s.summary is not None, s.path.name == run.name), default=None)
+    same = []
+    for stored in stored_runs:
+        if stored.identity == identity and data in (None, stored.text or data):
+            same.append(stored)
+    return max(same, key=lambda stored: (stored.summary is not None, stored.path.name == run.name), default=None)
 
 
 def run_state(

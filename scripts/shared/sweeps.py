@@ -48,8 +48,10 @@ def scale_of(name: str) -> str:
 
 def folder_of(item: str, scale: str) -> Path:
     """Return the folder for the page of an item: results/NAME of its study, or results/SCALE."""
-    names = [study.__name__.split(".")[1] for study in studies() if item in study.ITEMS and study.SCALE == scale]
-    return Path("results") / (names or [scale])[0]
+    for study in studies():
+        if item in study.ITEMS and study.SCALE == scale:
+            return Path("results") / study.__name__.split(".")[1]
+    return Path("results") / scale
 
 
 def sweep(

@@ -24,11 +24,14 @@ def loss_table(results: list[dict]) -> str:
 
 def markdown_table(rows: list[list[str]]) -> str:
     """Return the rows as a table. The first row is the head. The first column is text, the others are numbers."""
-    text_width, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
-    lines = [[row[0].ljust(text_width), *(cell.rjust(width) for cell, width in zip(row[1:], widths))] for row in rows]
-    head, *body = (f"| {' | '.join(cells)} |" for cells in lines)
-    rule = "|".join(["", "-" * (text_width + 2), *("-" * (width + 1) + ":" for width in widths), ""])
-    return "\n".join([head, rule, *body])
+    first_width, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+    lines = []
+    for first, *others in rows:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths)]
+        lines.append(" | ".join(["", first.ljust(first_width), *cells, ""]).strip())
+    rules = ["-" * (width + 1) + ":" for width in widths]
+    lines.insert(1, "|".join(["", "-" * (first_width + 2), *rules, ""]))
+    return "\n".join(lines)
 
 
 def pivot_table(heads: list[str], lines: Iterable[tuple[list[str], dict]], columns: dict) -> str:
@@ -41,8 +44,11 @@ def pivot_table(heads: list[str], lines: Iterable[tuple[list[str], dict]], colum
 
 def summarise(samples: dict[tuple, list[float]], *names: str, count: str = "seeds") -> list[dict]:
     """Return a dict for each key: the key's parts under `names`, mean, stderr, and the sample size under `count`."""
-    rows = [(dict(zip(names, key)), values, *mean_and_stderr(values)) for key, values in samples.items()]
-    return [key | {"mean": mean, "stderr": stderr, count: len(values)} for key, values, mean, stderr in rows]
+    rows = []
+    for key, values in samples.items():
+        mean, stderr = mean_and_stderr(values)
+        rows.append(dict(zip(names, key)) | {"mean": mean, "stderr": stderr, count: len(values)})
+    return rows
 
 
 def mean_and_stderr(values: list[float]) -> tuple[float | None, float | None]:
@@ -50,8 +56,11 @@ def mean_and_stderr(values: list[float]) -> tuple[float | None, float | None]:
     if not values:
         return None, None
     n, mean = len(values), statistics.fmean(values)
+    if n == 1:
+        return mean, None
     # A loss that is not finite must give NaN, so statistics.stdev, which raises, cannot be used.
-    return mean, math.sqrt(sum((value - mean) ** 2 for value in values) / (n - 1) / n) if n > 1 else None
+    squares = sum((value - mean) ** 2 for value in values)
+    return mean, math.sqrt(squares / (n - 1) / n)
 
 
 def format_mean(mean: float | None, stderr: float | None) -> str:
@@ -62,6 +71,8 @@ def format_mean(mean: float | None, stderr: float | None) -> str:
 def mean_cells(numbers: dict, best: Callable = min) -> dict:
     """Return the cells of (mean, stderr) pairs. The best printed mean is bold, ties included."""
     printed = {key: round(mean, 3) for key, (mean, _) in numbers.items() if mean is not None}
-    winners = {key for key in printed if printed[key] == best(printed.values())}
     cells = {key: format_mean(*pair) for key, pair in numbers.items()}
-    return {key: f"**{cell}**" if key in winners else cell for key, cell in cells.items()}
+    for key, mean in printed.items():
+        if mean == best(printed.values()):
+            cells[key] = f"**{cells[key]}**"
+    return cells

@@ -138,14 +138,23 @@ def share_devices(runs: list[Run], at_once: int | None, gpus_per_run: int) -> li
     Without GPUs each core trains one run, because models this small gain little from a second core. Raise ValueError
     for too few GPUs.
     """
+    # 1. The GPUs of this process.
     on_cpu = all(run.config.device == "cpu" for run in runs)
     count, named = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = [] if on_cpu else named.split(",")[:count] if named else [str(i) for i in range(count)]
+    gpus = named.split(",")[:count] if named else [str(i) for i in range(count)]
+    if on_cpu:
+        gpus = []
     fits = gpus_per_run >= 1 and (on_cpu or gpus_per_run <= max(1, len(gpus)))
     require(fits, f"--gpus-per-run {gpus_per_run} does not fit {len(gpus)} GPUs. Use at most {max(1, len(gpus))}.")
+
+    # 2. Groups of GPUs, which more runs than groups share.
     if gpus:
-        groups = [gpus[i : i + gpus_per_run] for i in range(0, len(gpus) - gpus_per_run + 1, gpus_per_run)]
-        return [{"CUDA_VISIBLE_DEVICES": ",".join(groups[i % len(groups)])} for i in range(at_once or len(groups))]
+        starts = range(0, len(gpus) - gpus_per_run + 1, gpus_per_run)
+        groups = [",".join(gpus[i : i + gpus_per_run]) for i in starts]
+        return [{"CUDA_VISIBLE_DEVICES": groups[i % len(groups)]} for i in range(at_once or len(groups))]
+
+    # 3. Shares of the cores.
     cores = len(os.sched_getaffinity(0)) // gpus_per_run
     at_once = at_once or max(1, min(cores, len(runs)))
-    return [{"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // at_once)))}] * at_once
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores // at_once)))
+    return [{"OMP_NUM_THREADS": threads}] * at_once
