@@ -1,4 +1,4 @@
-"""Measures the scores S = q.k / sqrt(d) of a model by layer and head. The theory assumes N(0, 1).
+"""Measures the scores S = q.k / sqrt(d) of a model by layer and head, and its logits. The theory assumes S ~ N(0, 1).
 
 `calibrate` measures the mean and deviation of each head's scores for scale-invariant attention with learn_moments.
 """
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from errors import require
-from model.attention import Plan, transform
+from model.attention import Plan, blocks, transform
 from model.gpt import GPT, Plans, norm
 from model.methods.base import Method, upcast
 from model.methods.scale_invariant import ScaleInvariant
@@ -69,6 +69,27 @@ def pair_scores(q: Tensor, k: Tensor, pairs: Iterable[Tensor], scale: float) -> 
     # head by head, to bound the memory
     heads = [(q[b, h, i] * k[b, h // queries_of_a_key, j]).sum(dim=-1) for h in range(q.shape[1])]
     return (torch.stack(heads) * scale).double().cpu()
+
+
+@torch.inference_mode()
+def max_logits(model: GPT, tokens: Tensor, plans: Plans) -> dict[str, float]:
+    """Return the largest logit a_t S + m_t + b_j - b_i of each layer on tokens (B, T), by layer, from "0".
+
+    It is the maximum over sequences, heads, queries and visible keys. It is computed in float32 from the layer's q and
+    k, whatever the plans' backend. b: the key bias, if there is one. Softmax ignores b_i, and without it, forgetting
+    attention's logits would grow with the position. A sink is no key. A Replacement has no logits and is left out.
+    """
+    largest = {}
+    for number, (method, plan, x, q, k) in enumerate(iterate_layers(model, tokens, plans)):
+        if method.replacement is None:
+            q, k = transform(method, q, k, plan, x)
+            key_bias = method.key_bias and method.key_bias.bias(method.token_features(x))  # (B, H, T)
+            bands = blocks.prepare(method.score_change, plan)
+            rows = blocks.run_in_blocks(blocks.largest_logits, q, k, k, 0, bands, key_bias, None)  # (B, H, T, 1)
+            if key_bias is not None:
+                rows -= key_bias.unsqueeze(-1)
+            largest[str(number)] = rows.max().item()
+    return largest
 
 
 # ---- calibration -----------------------------------------------------------------------------------------------------

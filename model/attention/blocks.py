@@ -1,5 +1,6 @@
 """Attention in plain PyTorch, one block of queries after the other, for every method on every device."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -52,12 +53,14 @@ def run(
     q_offset: int = 0, prepared: Bands | None = None, key_bias: Tensor | None = None, sink: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     in_blocks = uncompiled if q.shape[2] > LONGEST_COMPILED else run_in_blocks
-    return in_blocks(q, k, v, q_offset, prepared, key_bias, sink)
+    return in_blocks(attend_block, q, k, v, q_offset, prepared, key_bias, sink)
 
 
 def run_in_blocks(
-    q: Tensor, k: Tensor, v: Tensor, q_offset: int, prepared: Bands | None, key_bias: Tensor | None, sink: Tensor | None
-) -> Tensor:
+    compute: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, q_offset: int, prepared: Bands | None,
+    key_bias: Tensor | None, sink: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Return the results of `compute` for all queries: attend_block's (B, H, Tq, D), largest_logits's (B, H, Tq, 1)."""
     Tq = q.shape[2]
     plan = Plan("blocks", 1, q.shape[3], Tq, q_offset + Tq, device=q.device)
     scale_band, bias_band, window, skip_first = prepared or prepare(None, plan)
@@ -80,9 +83,7 @@ def run_in_blocks(
         block_bias = None if key_bias is None else key_bias[:, :, None, first:end]
         vectors = q[:, :, start:stop], k[:, :, first:end], v[:, :, first:end]
         arguments = (*vectors, scale, bias, block_bias, sink)
-        outputs.append(
-            checkpoint(attend_block, *arguments, use_reentrant=False) if recompute else attend_block(*arguments)
-        )
+        outputs.append(checkpoint(compute, *arguments, use_reentrant=False) if recompute else compute(*arguments))
     return torch.cat(outputs, dim=2)
 
 
@@ -91,13 +92,20 @@ uncompiled = torch.compiler.disable(run_in_blocks)
 
 def attend_block(q, k, v, scale, bias, key_bias, sink):
     # q (B, H, block, D); k, v (B, H, keys, D); scale, bias (1 or H, block, keys); key_bias (B, H, 1, keys); sink (H,)
-    scores = upcast(q @ k.mT)
-    logits = torch.addcmul(bias, scale, scores) if isinstance(scale, Tensor) else scale * scores + bias
-    if key_bias is not None:
-        logits = logits + key_bias
+    logits = block_logits(q, k, scale, bias, key_bias)
     if sink is None:
         weights = logits.softmax(dim=-1)
     else:
         log_total = torch.logaddexp(logits.logsumexp(dim=-1, keepdim=True), upcast(sink).view(-1, 1, 1))
         weights = (logits - log_total).exp()
     return weights.to(v.dtype) @ v
+
+
+def largest_logits(q, k, v, scale, bias, key_bias, sink):  # of visible keys; a sink is no key
+    return block_logits(q, k, scale, bias, key_bias).amax(dim=-1, keepdim=True)
+
+
+def block_logits(q, k, scale, bias, key_bias):  # (B, H, block, keys)
+    scores = upcast(q @ k.mT)
+    logits = torch.addcmul(bias, scale, scores) if isinstance(scale, Tensor) else scale * scores + bias
+    return logits if key_bias is None else logits + key_bias
