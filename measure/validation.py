@@ -57,9 +57,9 @@ class Validation:
 
         # The plans of every length that is measured.
         config = self.config
-        lengths = [config.train_length, *config.val_lengths, *map(copy_length, config.val_copy_gaps)]
+        lengths = {config.train_length, *config.val_lengths, *map(copy_length, config.val_copy_gaps)}
         if config.val_far_windows:
-            lengths.append(RATIO * config.train_length)
+            lengths.add(RATIO * config.train_length)
         plan = functools.partial(self.model.plan, backend=config.attention_backend)
         self.plans = {config.method: {length: plan(length) for length in lengths}}
         for name, method in build_alternatives(config).items():

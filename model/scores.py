@@ -75,9 +75,9 @@ def pair_scores(q: Tensor, k: Tensor, pairs: Iterable[Tensor], scale: float) -> 
 def max_logits(model: GPT, tokens: Tensor, plans: Plans) -> dict[str, float]:
     """Return the largest logit a_t S + m_t + b_j - b_i of each layer on tokens (B, T), by layer, from "0".
 
-    It is the maximum over sequences, heads, queries and visible keys. It is computed in float32 from the layer's q and
-    k, whatever the plans' backend. b: the key bias, if there is one. Softmax ignores b_i, and without it, forgetting
-    attention's logits would grow with the position. A sink is no key. A Replacement has no logits and is left out.
+    The maximum is taken over sequences, heads, queries and visible keys. All backends' runs compute it in float32 by
+    blocks. b: the key bias, if there is one. Softmax ignores b_i. Without b_i, the logits of forgetting attention would
+    grow with the position. A sink is no key. Layers whose method has a Replacement have no logits and are left out.
     """
     largest = {}
     for number, (method, plan, x, q, k) in enumerate(iterate_layers(model, tokens, plans)):
