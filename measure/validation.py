@@ -1,4 +1,7 @@
-"""Measures validation losses by length and position, copy gain and far gain, also as the methods of validate_as."""
+"""Measures validation losses by length and position, copy gain and far gain, also as the methods of validate_as.
+
+It also measures the largest attention logit of each layer.
+"""
 
 import copy
 import dataclasses
@@ -20,8 +23,10 @@ from measure.far_gain import RATIO, check_windows, measure_far_gain
 from measure.losses import Losses, losses_over_ranks
 from model.gpt import GPT
 from model.methods.make import alternative_methods
+from model.scores import max_logits
 from runtime.processes import World
 
+PROBE = 2048  # tokens whose attention logits are measured, or one sequence of the training length if it is longer
 SUBSET = 4  # the fast profile uses a quarter of the tokens, in a quarter of the validations
 # The light profile, before the last validation:
 LIGHT_LENGTHS = 16  # the largest length, in training lengths
@@ -51,9 +56,9 @@ class Validation:
 
         # The plans of every length that is measured.
         config = self.config
-        lengths = [*config.val_lengths, *map(copy_length, config.val_copy_gaps)]
+        lengths = {config.train_length, *config.val_lengths, *map(copy_length, config.val_copy_gaps)}
         if config.val_far_windows:
-            lengths += [config.train_length, RATIO * config.train_length]
+            lengths.add(RATIO * config.train_length)
         plan = functools.partial(self.model.plan, backend=config.attention_backend)
         self.plans = {config.method: {length: plan(length) for length in lengths}}
         for name, method in alternative_methods(config).items():
@@ -67,7 +72,8 @@ class Validation:
         """Return the record of the validation before this step.
 
         The record has the keys of `losses`, `copy_gains` and, for the last validation, `far_gains`. It also has
-        method_parameters (one value a head) and val_seconds. An error of before_batch ends the validation.
+        max_logit (by layer), method_parameters (one value a head) and val_seconds. An error of before_batch ends the
+        validation.
         """
         # 1. Measure.
         began = time.monotonic()
@@ -79,6 +85,8 @@ class Validation:
             record |= self.copy_gains(gaps)
         if self.config.val_far_windows and is_last:
             record |= self.far_gains()
+        if self.eager.blocks:  # a model of Hugging Face has none
+            record["max_logit"] = self.max_logits()
 
         # 2. Add the parameters of the methods, and the time.
         record["method_parameters"] = {}
@@ -131,6 +139,15 @@ class Validation:
         """Return the result of measure_far_gain, and far_gain_as by method of validate_as."""
         arguments = self.config.val_far_windows, self.config.train_length
         return self.measure_methods(measure_far_gain, *arguments, keys=("far_gain",))
+
+    def max_logits(self) -> dict[str, float]:
+        """Return the largest attention logit by layer on the first PROBE tokens of the text. All ranks compute it."""
+        length = self.config.train_length
+        sequences = max(1, PROBE // length)
+        tokens = self.text.read(0, sequences * length, self.config.vocab_size)  # goes round a shorter text
+        batch = torch.from_numpy(tokens.astype("int64")).view(sequences, length)
+        plans = self.plans[self.config.method]
+        return max_logits(self.eager, batch.to(self.world.device), plans[length])
 
     def measure_methods(self, measure: Callable[..., dict], *arguments: Any, keys: Sequence[str]) -> dict:
         """Return the results of the run's method, and for each key, under KEY_as, the results of each other method."""

@@ -1,4 +1,4 @@
-"""Measures the scores S = q.k / sqrt(d) of a model by layer and head. The theory assumes N(0, 1).
+"""Measures the scores S = q.k / sqrt(d) of a model by layer and head, and its logits. The theory assumes S ~ N(0, 1).
 
 `calibrate` passes each head's scores to its mechanisms, such as scale-invariant attention with learned moments.
 """
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from errors import require
 from model.attention.attend import rotate, rotate_and_scale
+from model.attention.blocks import Blocks
 from model.attention.plan import LayerPlan, Plan
 from model.gpt import GPT, norm
 from model.methods.base import Mechanism, Method
@@ -73,6 +74,26 @@ def pair_scores(q: Tensor, k: Tensor, pairs: Iterable[Tensor], scale: float) -> 
         products = q[b, head, i] * k[b, head // queries_of_a_key, j]
         heads.append(products.sum(dim=-1))
     return (torch.stack(heads) * scale).double().cpu()
+
+
+@torch.inference_mode()
+def max_logits(model: GPT, tokens: Tensor, plan: Plan) -> dict[str, float]:
+    """Return the largest logit a_t S + m_t + b_j - b_i of each layer on tokens (B, T), by layer, from "0".
+
+    The maximum is taken over sequences, heads, queries and visible keys. All backends' runs compute it in float32 by
+    blocks. b: the key bias, if there is one. Softmax ignores b_i. Without b_i, the logits of forgetting attention would
+    grow with the position. A sink is no key. Layers whose method has a Replacement have no logits and are left out.
+    """
+    largest = {}
+    for number, (method, layer_plan, x, q, k) in enumerate(iterate_layers(model, tokens, plan)):
+        if method.replacement is None:
+            q, k = rotate_and_scale(method, q, k, x, layer_plan)
+            key_bias = None if method.key_bias is None else method.key_bias.bias(method.token_features(x))  # (B, H, T)
+            rows = Blocks().largest_logits(q, k, layer_plan, method.score_change, key_bias)  # (B, H, T, 1)
+            if key_bias is not None:
+                rows -= key_bias.unsqueeze(-1)
+            largest[str(number)] = rows.max().item()
+    return largest
 
 
 # ---- calibration -----------------------------------------------------------------------------------------------------

@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 import reference
 import torch
-from test_gpt import HEADS, LAYERS, TRAIN_LENGTH, make_gpt, make_random_gpt, plain_layers, random_tokens
+from test_gpt import HEADS, LAYERS, TRAIN_LENGTH, make_gpt, make_random_gpt, plain_layers, random_tokens, rms_norm
 from test_methods import NAMES
+from test_rivals import forgetting
 from test_train import write_shards
 from tiny_run import train_tiny_run
 
 from data.shards import open_split
 from measure.copy_gain import SPAN
-from model.scores import calibrate, layer_scores, score_pairs
+from model.scores import calibrate, layer_scores, max_logits, score_pairs
 from results.far import heads
 from scripts.reproduce import logits
 from scripts.reproduce.theory import attention_statistics
@@ -104,6 +105,69 @@ def test_scores_and_their_quantiles_equal_dense_scores(name):
     np.testing.assert_allclose(points["sample"], np.quantile(x, (np.arange(13) + 0.5) / 13))
     standard = (torch.tensor(points["gaussian"], dtype=torch.float64) - x.mean()) / x.std()
     np.testing.assert_allclose(torch.special.ndtr(standard), (np.arange(13) + 0.5) / 13)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "infini" not in name])
+@pytest.mark.parametrize("length", [1, 150])
+def test_largest_logits_equal_dense_ones(name, length):
+    model, (tokens, _) = make_random_gpt(name), random_tokens(length, batch=3)
+    expected = {
+        str(layer): reference.attention_logits(name, q, k, train_length=TRAIN_LENGTH, learned=learned).max().item()
+        for layer, (q, k, learned, _) in enumerate(exact_layers(name, model, tokens))
+    }
+    assert max_logits(model, tokens, model.plan(length)) == pytest.approx(expected, rel=1e-4)
+
+
+def with_moments(method, q, k):
+    """Scale-invariant attention for scores that are N(mu, sigma^2), tau 10, without rotation."""
+    mu, sigma = method.score_change.mean.double(), method.score_change.log_deviation.double().exp()
+    mu, variance, i = mu[:, None, None], sigma[:, None, None] ** 2, torch.arange(q.shape[2], dtype=torch.float64)
+    a = torch.sqrt(1 + 2 / variance * torch.log(1 + (i[:, None] - i).clamp(min=0) / 10))
+    logits = a * (q @ k.mT / math.sqrt(q.shape[-1])) + (1 - a**2) * variance + (1 - a) * mu
+    return logits.masked_fill(i > i[:, None], -math.inf)
+
+
+def without_first(logits, q, k):  # with the name's base: RoPE
+    scores = reference.attention_logits("rope", q, k, train_length=TRAIN_LENGTH)
+    return torch.cat((scores[..., :1], logits[..., 1:]), dim=-1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name, options", [
+    ("scale_invariant_p_rope", dict(learn_tau=True)), ("scale_invariant_nope", dict(learn_gain=True, tau_ratio=0.5)),
+    ("scale_invariant_p_rope+sink", {}), ("scale_invariant_nope", dict(learn_moments=True)),
+    ("scale_invariant_rope", dict(skip_first=True, tau=0.01)), ("rope+window", dict(window=5)), ("nope+forget", {}),
+    ("scale_invariant_p_rope+forget+window", dict(window=29)),
+], ids=str)  # fmt: skip
+def test_largest_logits_with_every_mechanism(name, options):
+    """One layer against the papers' formulas. A sink is no key, and forgetting never raises a logit."""
+    model, (tokens, _) = make_random_gpt(name, num_layers=1, method_options=options), random_tokens(150, batch=3)
+    method, (q, k, *_) = model.blocks[0].attention.method, next(exact_layers("nope", model, tokens))
+    if method.sink is not None:
+        method.sink.logit += 1000
+    known = {option: options[option] for option in options.keys() & {"learn_tau", "learn_gain", "tau_ratio", "tau"}}
+    learned = next((parameter.double() for parameter in method.parameters()), None)
+    plain = name.partition("+")[0], q, k
+    logits = first = reference.attention_logits(*plain, train_length=TRAIN_LENGTH, learned=learned, **known)
+    if "learn_moments" in options:
+        logits = with_moments(method, q, k)
+    if "skip_first" in options:
+        logits = without_first(logits, q, k)
+    if method.key_bias is not None:
+        logits = forgetting(method, logits, rms_norm(rms_norm(model.embedding.weight.double()[tokens])))
+    if method.window is not None:
+        logits = logits.masked_fill(torch.ones(150, 150).tril(-options["window"]).bool(), -math.inf)
+    expected = logits.max().item()
+    assert logits is first or abs(expected - first.max()) > 0.01  # otherwise the test would not see the change
+    for backend in ("auto", "blocks"):
+        assert max_logits(model, tokens, model.plan(150, backend=backend)) == pytest.approx({"0": expected}, rel=1e-4)
+
+
+def test_layers_without_logits_have_no_largest_one():
+    tokens, _ = random_tokens(43)
+    for name, layers in [("fire", []), ("infini_rope", []), ("stick_breaking,rope", ["1", "3"])]:
+        model = make_random_gpt(name, num_layers=4)
+        assert [*max_logits(model, tokens, model.plan(43))] == layers
 
 
 def test_calibration_takes_the_moments_of_the_scores_that_the_calibrated_model_has():

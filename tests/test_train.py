@@ -9,8 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import reference
 import torch
 from commands import ROOT, TWO_RANKS, here, python, read_json
+from test_gpt import plain_layers
 from torch.utils._pytree import tree_flatten
 
 import train_gpt
@@ -143,6 +145,8 @@ def assert_close_run(folder, reference, tolerance=1e-4):
     for record, other in zip(ours, expected):
         for key in ("train_loss", "val_loss"):
             assert record.get(key) == pytest.approx(other.get(key), abs=tolerance)
+        if "max_logit" in record:
+            assert record["max_logit"] == pytest.approx(other["max_logit"], abs=0.01)  # a maximum is not as smooth
 
 
 @torch.no_grad()
@@ -191,7 +195,7 @@ def test_record_of_every_step_and_validation(finished):
         factor = min(1, (21 - record["step"]) / 6)
         assert record["lr"] == pytest.approx({name: peak * factor for name, peak in peaks.items()})
 
-    keys = "step tokens val_tokens val_loss val_loss_by_position method_parameters val_seconds".split()
+    keys = "step tokens val_tokens val_loss val_loss_by_position max_logit method_parameters val_seconds".split()
     assert [r["step"] for r in validations] == [0, 5, 10, 15, 20]
     for record in validations:
         assert record.keys() - {"val_loss_by_block"} == {*keys} and record["tokens"] == 128 * record["step"]
@@ -257,6 +261,20 @@ def test_parameters_of_a_method_are_recorded(data, tmp_path):
     assert validation["method_parameters"] == scales
     assert [len(values) for values in scales.values()] == [2, 2]  # one number a head, in two layers
     assert steps[-1]["lr"]["scalars"] == 0.002
+
+
+def test_largest_logits_are_dense_ones_and_a_resumed_run_repeats_them(data, finished, tmp_path):
+    """They are of 2,048 validation tokens, more than the text has."""
+    name, tokens = "scale_invariant_p_rope", torch.from_numpy(np.resize(validation_tokens(data), (128, 16))).long()
+    weights = torch.load(latest_checkpoint(finished / "checkpoints"))["model"]
+    layers = plain_layers(name, {key: weight.double() for key, weight in weights.items()}, tokens, num_heads=2)
+    largest = [reference.attention_logits(name, q, k, train_length=16).max().item() for q, k, *_ in layers]
+    found = [r["max_logit"] for r in steps_and_validations(finished)[1]]
+    assert found[-1] == pytest.approx({"0": largest[0], "1": largest[1]}, rel=1e-4)
+    assert found[-1] != found[-2]  # the resumed run has both to repeat
+    rewound(finished, tmp_path)
+    resumed = train_here(data, tmp_path, resume="auto")
+    assert [r["max_logit"] for r in steps_and_validations(resumed)[1]] == found
 
 
 # ---- resuming --------------------------------------------------------------------------------------------------------

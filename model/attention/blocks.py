@@ -1,5 +1,6 @@
 """Attention in plain PyTorch, one block of queries after the other, for every method on every device."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -59,23 +60,34 @@ class Blocks(Backend):
         return Bands(scale, bias if bias.dim() == 3 else bias.unsqueeze(0))
 
     def run(self, q, k, v, plan, *, score_change=None, key_bias=None, sink=None):
-        bands, window = self.constants(plan, score_change), plan.window
-        skip_first = score_change is not None and score_change.skip_first
-        earlier = k.shape[2] - q.shape[2]  # keys before the first query
-        if q.shape[2] == 1:  # a decoded token comes alone, so its scores may be float32
-            q, k = upcast(q), upcast(k)
+        bands = self.constants(plan, score_change)
+        return in_bands(softmax_attention, q, k, v, plan, bands, score_change, key_bias, sink)
 
-        def attend_block(queries, start, stop):
-            first = 0 if window is None else max(0, earlier + start - window + 1)
-            seen = slice(first, earlier + stop)
-            scale, bias = bands.of_block(stop - start, earlier + stop - first)
-            if skip_first and first == 0:
-                distance = torch.arange(earlier + start, earlier + stop, device=q.device).unsqueeze(-1)
-                scale, bias = without_first_key(scale, bias, distance, window)
-            seen_bias = None if key_bias is None else key_bias[:, :, None, seen]
-            return softmax_attention(queries, k[:, :, seen], v[:, :, seen], scale, bias, seen_bias, sink)
+    def largest_logits(self, q: Tensor, k: Tensor, plan, score_change, key_bias: Tensor | None) -> Tensor:
+        """Return the largest logit of each query among the keys that it sees, (B, H, Tq, 1)."""
+        bands = self.prepare(plan, score_change)
+        return in_bands(row_maxima, q, k, k, plan, bands, score_change, key_bias, None)
 
-        return in_query_blocks(attend_block, q * q.shape[-1] ** -0.5, recompute=k.shape[2] >= RECOMPUTE_LENGTH)
+
+def in_bands(compute: Callable[..., Tensor], q, k, v, plan, bands: Bands, score_change, key_bias, sink) -> Tensor:
+    """Return the results of `compute`, with the arguments of softmax_attention, for all blocks of queries."""
+    window = plan.window
+    skip_first = score_change is not None and score_change.skip_first
+    earlier = k.shape[2] - q.shape[2]  # keys before the first query
+    if q.shape[2] == 1:  # a decoded token comes alone, so its scores may be float32
+        q, k = upcast(q), upcast(k)
+
+    def compute_block(queries, start, stop):
+        first = 0 if window is None else max(0, earlier + start - window + 1)
+        seen = slice(first, earlier + stop)
+        scale, bias = bands.of_block(stop - start, earlier + stop - first)
+        if skip_first and first == 0:
+            distance = torch.arange(earlier + start, earlier + stop, device=q.device).unsqueeze(-1)
+            scale, bias = without_first_key(scale, bias, distance, window)
+        seen_bias = None if key_bias is None else key_bias[:, :, None, seen]
+        return compute(queries, k[:, :, seen], v[:, :, seen], scale, bias, seen_bias, sink)
+
+    return in_query_blocks(compute_block, q * q.shape[-1] ** -0.5, recompute=k.shape[2] >= RECOMPUTE_LENGTH)
 
 
 def without_first_key(
@@ -90,10 +102,7 @@ def without_first_key(
 def softmax_attention(q, k, v, scale, bias, key_bias, sink) -> Tensor:
     # q (B, H, block, D), divided by sqrt(D); k, v (B, H, keys, D); scale, bias (1 or H, block, keys);
     # key_bias (B, H, 1, keys); sink (H,)
-    scores = upcast(q @ k.mT)
-    logits = torch.addcmul(bias, scale, scores) if isinstance(scale, Tensor) else scale * scores + bias
-    if key_bias is not None:
-        logits = logits + key_bias
+    logits = block_logits(q, k, scale, bias, key_bias)
     if sink is None:
         weights = logits.softmax(dim=-1)
     else:
@@ -101,3 +110,13 @@ def softmax_attention(q, k, v, scale, bias, key_bias, sink) -> Tensor:
         log_total = torch.logaddexp(log_total, upcast(sink).view(-1, 1, 1))
         weights = (logits - log_total).exp()
     return weights.to(v.dtype) @ v
+
+
+def row_maxima(q, k, v, scale, bias, key_bias, sink) -> Tensor:
+    return block_logits(q, k, scale, bias, key_bias).amax(dim=-1, keepdim=True)
+
+
+def block_logits(q, k, scale, bias, key_bias) -> Tensor:
+    scores = upcast(q @ k.mT)  # (B, H, block, keys)
+    logits = torch.addcmul(bias, scale, scores) if isinstance(scale, Tensor) else scale * scores + bias
+    return logits if key_bias is None else logits + key_bias
