@@ -17,7 +17,7 @@ import train_gpt
 from configs.command_line import read_config
 from data.shard_writer import ShardWriter
 from data.shards import open_split
-from runtime.build import build_model
+from model.gpt import GPT
 from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from runtime.metrics import read_metrics
 from runtime.run import Run
@@ -157,7 +157,7 @@ def plain_losses(model, rows):
 
 def validation_losses(folder, data, length, num_tokens):
     """Return the losses of the last checkpoint on the first tokens of the validation text, (sequences, length)."""
-    model = build_model(read_config(arguments(data, folder.parent)), torch.float32)
+    model = GPT(read_config(arguments(data, folder.parent)), torch.float32)
     model.load_state_dict(newest_state(folder)["model"])
     windows = np.lib.stride_tricks.sliding_window_view(validation_tokens(data), length + 1)
     return plain_losses(model, windows[:num_tokens:length])
@@ -390,7 +390,7 @@ def test_a_folder_of_another_run_is_refused_and_left_alone(data, copied, tmp_pat
 def test_a_run_from_another_one_begins_with_its_weights_on_the_tokens_after_it(data, finished, tmp_path, method):
     more = f"--init_from {finished} --method {method} --steps 6 --cooldown_steps 0 --val_every 0 --save_every 3"
     folder = train_here(data, tmp_path, more)
-    model = build_model(read_config(arguments(data, tmp_path, f"--method {method}")), torch.float32)
+    model = GPT(read_config(arguments(data, tmp_path, f"--method {method}")), torch.float32)
     model.load_state_dict(newest_state(finished)["model"], strict=False)
     stream = open_split(data, "train", 64)
     text = stream.read(20 * 128, 129, 64)  # after the 20 steps of the source
