@@ -38,7 +38,7 @@ def losses_over_ranks(
     micro_batch = max(1, micro_batch_tokens // length)
 
     # 2. Compute its losses, and zeros in place of the losses of other ranks.
-    # The sums are in float64, so the number of ranks does not change them.
+    # So the sum over the ranks is exact.
     positions = torch.arange(length) if positions is None else positions
     positions = positions.to(world.device)
     losses = torch.zeros(count, len(positions), dtype=torch.float64, device=world.device)
