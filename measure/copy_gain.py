@@ -53,6 +53,7 @@ def copy_sequences(stream: TokenStream, gap: int, vocab_size: int) -> np.ndarray
         filler = read(start, gap)
         random_span = np.concatenate([read(position, 1) for position in span_positions])
         text_span = read(start + gap + offset, SPAN)
+
         sequences["random"].append(np.concatenate([random_span, filler, random_span]))
         sequences["text"].append(np.concatenate([text_span, filler, text_span]))
     return np.array([*sequences.values()], dtype=np.int64)
@@ -67,6 +68,7 @@ def measure_copy_gain(losses: Losses, stream: TokenStream, gaps: Sequence[int], 
     result = {}
     for name in ("copy_loss", "copy_gain", "copy_gain_error"):
         result[name] = {kind: {} for kind in KINDS}
+
     first_copy = torch.arange(SPAN - 1)  # predicts tokens 1 .. 31, because token 0 has no context
     for gap in gaps:
         # 1. The mean loss of each copy.

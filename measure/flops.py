@@ -1,4 +1,7 @@
-"""Counts the floating-point operations (FLOPs) of a run: matrix products, and attention to the visible keys."""
+"""Counts the floating-point operations (FLOPs) of a run: matrix products, and attention to the visible keys.
+
+A product of matrices (n, k) and (k, m) takes 2 n k m FLOPs. Norms, softmax and rotations are not counted.
+"""
 
 from collections import Counter
 
@@ -10,7 +13,8 @@ from model.methods.make import layer_methods
 def attention_flops_per_token(config: Config, length: int) -> int:
     """Return the FLOPs a token of the products q k and p v in one forward pass over sequences of this length.
 
-    Infini-attention counts as if all keys were visible."""
+    Infini-attention counts as if all keys were visible.
+    """
     flops = 0
     for method in layer_methods(config):
         window = length if method.window is None else min(method.window.window, length)
@@ -22,8 +26,9 @@ def attention_flops_per_token(config: Config, length: int) -> int:
 
 def forward_flops_per_token(config: Config, length: int) -> int:
     """Return the FLOPs a token of one forward pass over sequences of this length."""
+    # The weights that multiply each token.
     d = config.model_dim
-    in_blocks = config.num_layers * 12 * d * d
+    in_blocks = config.num_layers * 12 * d * d  # 4 d^2 of attention, 8 d^2 of the MLP
     in_head = d * config.vocab_size
     in_methods = 0
     for method in layer_methods(config):

@@ -38,6 +38,7 @@ def losses_over_ranks(
     micro_batch = max(1, micro_batch_tokens // length)
 
     # 2. Compute its losses, and zeros in place of the losses of other ranks.
+    # So the sum over the ranks is exact.
     positions = torch.arange(length) if positions is None else positions
     positions = positions.to(world.device)
     losses = torch.zeros(count, len(positions), dtype=torch.float64, device=world.device)

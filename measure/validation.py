@@ -1,6 +1,13 @@
 """Measures validation losses by length and position, copy gain and far gain, also as the methods of validate_as.
 
 It also measures the largest attention logit of each layer.
+The profile decides on how much of it a run spends time before its last validation, which measures everything:
+
+    paper    all lengths, all tokens, all copy gaps
+    fast     the training length; every fourth time also the other lengths, on a quarter of the tokens, and copy gaps
+    light    lengths up to 16 training lengths, copy gaps up to 2, on a sixteenth of the tokens
+
+Far gain is measured at the end alone.
 """
 
 import copy
@@ -54,11 +61,13 @@ class Validation:
         if self.world.device.type == "cpu":  # there, compiling always takes longer
             self.model = self.eager
 
-        # The plans of every length that is measured.
+        # The lengths that are measured.
         config = self.config
         lengths = {config.train_length, *config.val_lengths, *map(copy_length, config.val_copy_gaps)}
         if config.val_far_windows:
             lengths.add(RATIO * config.train_length)
+
+        # Their plans.
         plan = functools.partial(self.model.plan, backend=config.attention_backend)
         self.plans = {config.method: {length: plan(length) for length in lengths}}
         for name, method in alternative_methods(config).items():
@@ -206,21 +215,22 @@ def validation_plan(config: Config, step: int) -> dict[int, int]:
 
     Step config.steps is the last validation. It is the same in each profile.
     """
+    # 1. The last validation, and steps between validations.
     full = dict.fromkeys(config.val_lengths, config.val_tokens)
     if step == config.steps:
         return full
     if not config.val_every or step % config.val_every:
         return {}
+
+    # 2. The profiles.
     if config.val_profile == "paper":
         return full
     if config.val_profile == "light":
         return part_of_text(config, LIGHT_TOKENS, LIGHT_LENGTHS * config.train_length)
-
-    # The fast profile.
     plan = {config.train_length: config.val_tokens}
     if step % (SUBSET * config.val_every) == 0:
         plan = part_of_text(config, SUBSET) | plan
-    return {length: plan[length] for length in config.val_lengths if length in plan}
+    return {length: plan[length] for length in config.val_lengths if length in plan}  # in their order
 
 
 def part_of_text(config: Config, divisor: int, longest: int | None = None) -> dict[int, int]:
@@ -249,4 +259,5 @@ def means_by_octave(mean: Tensor) -> list[float]:
 
 
 def rounded(numbers: Tensor) -> list[float]:
+    """Return the numbers with five decimals, for metrics.jsonl."""
     return [round(number, 5) for number in numbers.tolist()]

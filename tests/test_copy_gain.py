@@ -9,12 +9,12 @@ import torch
 from commands import fails, read_json
 from lives import run_ranks
 from numpy.lib.stride_tricks import sliding_window_view as windows
+from test_gpt import make_gpt
 from test_train import plain_losses, steps_and_validations, train_here, write_shards
 
 from data.shards import open_split
 from measure.copy_gain import KINDS, SPAN, SPANS, copy_length, copy_sequences, measure_copy_gain
 from measure.losses import losses_over_ranks
-from model.gpt import GPT
 from runtime.metrics import flatten
 from runtime.processes import World
 from scripts import evaluate
@@ -29,8 +29,7 @@ def stream(data):
 
 
 def tiny_model():
-    torch.manual_seed(0)
-    model = GPT(vocab_size=VOCAB, num_layers=2, num_heads=2, model_dim=16, train_length=16, method="nope")
+    model = make_gpt("nope", vocab_size=VOCAB, num_layers=2, num_heads=2, model_dim=16, train_length=16)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return model
