@@ -1,0 +1,326 @@
+"""Statistics, and our studies: the registered tests, and tables against plain numbers of the kept runs."""
+
+import math
+import re
+import statistics
+
+import numpy as np
+import pytest
+from commands import ROOT
+from test_reproduce import call, cells_of, same, write_run  # noqa: F401 (call is a fixture)
+
+from configs.config import config_hash
+from configs.sweeps import SI
+from model.methods import canonical_name
+from model.methods.options import check_options
+from results.mini.study import RIVALS
+from scripts.reproduce.__main__ import read_sections
+from scripts.reproduce.comparisons import PairedTests, describe_variances, difference_cell, differences, holm
+from scripts.reproduce.pages import open_study
+from scripts.reproduce.study import Study
+from scripts.shared.looks import series_label, series_name
+from scripts.shared.runs import read_runs, time_to_copy
+from scripts.shared.sweeps import studies, sweep
+from scripts.shared.tables import format_mean, mean_and_stderr
+
+pytestmark = pytest.mark.slow
+
+QUARTER = "form=barbero share=0.25"
+FAST, XSA, ALIBI = f"{SI} {QUARTER}", f"p_rope+scale_invariant+xsa {QUARTER}", "alibi slope_scale=4"
+FAST_MOMENTS, BOTH = f"{SI} form=barbero learn_moments=True share=0.25", f"{SI} base=64 learn_moments=True"
+
+# ---- statistics ------------------------------------------------------------------------------------------------------
+
+
+def test_holm_s_correction():
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.9, 0.8]) == [1.0, 1.0] and holm([]) == []
+
+
+def two_sided(t, freedom):
+    """Return the probability of a Student's t at least as far from 0, by integrating its density."""
+    angle = np.linspace(np.arctan(abs(t) / math.sqrt(freedom)), np.pi / 2, 200_001)
+    density = np.cos(angle) ** (freedom - 1)  # t = sqrt(freedom) tan(angle)
+    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
+    return 2 * scale * np.trapezoid(density, angle)
+
+
+def samples(sd, *others):
+    """Return losses at 256 of the reference, of standard deviation 0.01, of RoPE with sd, and others."""
+    random = np.random.default_rng()
+    ours = random.permutation([4.0, 4.0, 4.01, 4.02, 4.02]) + 0.002 * random.random()
+    rope_losses = 4.01 + sd * random.permutation([-1, 0, 1])
+    trained = {(SI, 256): ours.tolist(), ("rope", 256): rope_losses.tolist(), ("nope", 64): [4.2, 4.3]}
+    return trained | dict(others)
+
+
+def test_differences_of_methods_with_equal_variance_follow_student():
+    one, borrowed = [4.03], [3.0, 4.0, 5.0]
+    losses = samples(0.012, (("alibi", 256), one), (("yarn", 256), borrowed))
+    ours, rope_losses = losses[SI, 256], losses["rope", 256]
+    variance = (4 * statistics.variance(ours) + 2 * statistics.variance(rope_losses)) / 6  # of 5 seeds and of 3
+    found = {row["series"]: row for row in differences(losses, SI, [256], not_trained={"yarn"})}
+    assert [*found] == ["rope", "alibi", "yarn"]
+    assert (found["rope"]["seeds"], found["rope"]["reference_seeds"]) == (3, 5)
+    for series, values in ("rope", rope_losses), ("alibi", one), ("yarn", borrowed):
+        stderr = math.sqrt(variance / len(values) + variance / 5)
+        difference = statistics.fmean(values) - statistics.fmean(ours)
+        assert [found[series]["difference"], found[series]["stderr"]] == pytest.approx([difference, stderr])
+        assert found[series]["p"] == pytest.approx(two_sided(difference / stderr, 6), rel=1e-4)
+    assert [row["p_holm"] for row in found.values()] == holm([row["p"] for row in found.values()])
+    assert "256: p = " in describe_variances(losses, [256], {"yarn"})
+
+
+def test_differences_of_methods_with_unequal_variance_follow_welch():
+    losses = samples(0.3)
+    ours, rope_losses = losses[SI, 256], losses["rope", 256]
+    (row,) = differences(losses, SI, [256])
+    parts = [statistics.variance(x) / len(x) for x in (rope_losses, ours)]
+    stderr, difference = math.sqrt(sum(parts)), statistics.fmean(rope_losses) - statistics.fmean(ours)
+    freedom = sum(parts) ** 2 / (parts[0] ** 2 / 2 + parts[1] ** 2 / 4)
+    assert [row["difference"], row["stderr"]] == pytest.approx([difference, stderr])
+    assert row["p"] == row["p_holm"] == pytest.approx(two_sided(difference / stderr, freedom), rel=1e-4)
+    assert describe_variances(losses, [256], ()).startswith("At 256 ")
+    alone = differences(samples(0.3, (("alibi", 256), [4.03])), SI, [256])[-1]
+    assert alone["stderr"] is alone["p"] is alone["p_holm"] is None  # a seed says nothing of the method's own variance
+
+
+@pytest.mark.filterwarnings("ignore:Precision loss")
+@pytest.mark.parametrize("odd", [[4.0, 4.0, 4.0], [4.0, math.nan, 4.1]])
+def test_losses_that_are_equal_or_not_finite_leave_the_other_methods_their_tests(odd):
+    rows = differences(samples(0.012, (("alibi", 256), odd)), SI, [256])
+    assert rows[0]["p"] > 0.01 and rows[0]["stderr"] > 0
+
+
+def assert_paired(paired, expected):
+    """Compare PairedTests with paired t-tests of {(measure, rival): [difference of each seed]}, and the section."""
+    rows = paired.rows()
+    assert [(row["measure"], row["rival"]) for row in rows] == [key for key in expected if len(expected[key]) > 1]
+    for row in rows:
+        values = expected[row["measure"], row["rival"]]
+        mean, stderr = mean_and_stderr(values)
+        assert [row["difference"], row["stderr"], row["seeds"]] == pytest.approx([mean, stderr, len(values)])
+        assert row["p"] == pytest.approx(two_sided(mean / stderr, len(values) - 1), rel=1e-3)
+    missing = [1.0] * (len(expected) - len(rows))  # too few seeds, but they count in the correction
+    assert [row["p_holm"] for row in rows] == holm([row["p"] for row in rows] + missing)[: len(rows)]
+    lines = paired.section()[2].splitlines()[2:] if rows else []
+    for line, row in zip(lines, rows, strict=True):
+        cells = [series_name(row["rival"]), row["measure"], str(row["seeds"]), difference_cell(row)]
+        assert [cell.strip() for cell in line.split("|")[1:-1]] == cells
+
+
+def test_paired_tests_leave_out_known_seeds_and_count_tests_without_runs():
+    losses = {"a": {0: 9.0, 1: 1.0, 2: 2.5, 3: 3.0}, "b": {1: 1.5, 2: 2.0, 3: 5.0}, "c": {1: 7.0}}
+    losses["d"] = {0: 9.0, 1: 1.0}
+    expected = {("loss", "b"): [-0.5, 0.5, -2.0], ("loss", "c"): [-6.0]}
+    assert_paired(PairedTests("T", "a", ["b", "c"], {"loss": losses}, "nats", [0]), expected)
+    (row,) = PairedTests("T", "a", ["d"], {"loss": losses}, "nats").rows()
+    assert (row["difference"], row["p"]) == (0, 1)  # equal differences have no t-test
+    assert PairedTests("T", "a", ["b"], {"loss": {}}, "nats").section() == []
+
+
+# ---- the registered tests --------------------------------------------------------------------------------------------
+
+REACH = ["loss, 4096 tokens (16x)", "copy gain, 1024 tokens (4x)"]
+FAR = ["loss, 8192 tokens (16x)", "far gain, class far"]
+PRIMARY = ["time to copy, M tokens", "loss, 512 tokens (1x)"]
+ROTATION = ["loss with the fast rotation", "change from the published to the fast rotation"]
+REGISTERED = {  # item: title, series, rivals, measures, seeds that were known
+    "taught": [
+        ("Primary comparisons", SI, ["rope", "logn_p_rope", ALIBI], REACH, []),
+        ("Fitted rotation", f"{SI} base=64", ["rope base=625", "logn_p_rope base=64", ALIBI], REACH, []),
+        ("Learned moments", f"{SI} learn_moments=True", [SI, "logn_p_rope", ALIBI, "yarn"],
+         [REACH[0], "copy gain, 512 tokens (2x)"], [0]),
+        ("Both", BOTH,
+         [f"{SI} base=64", "rope base=625", "logn_p_rope base=64", ALIBI, "yarn", "yarn base=625"], REACH, []),
+        ("Fast rotation", FAST, ["rope", "logn_p_rope", ALIBI, "yarn"], REACH, [0]),
+        ("Fast and moments", FAST_MOMENTS, [BOTH, "logn_p_rope base=64", ALIBI, "yarn"], REACH, [0, 1]),
+        ("Xsa", XSA, [FAST], REACH, [0]),
+    ],
+    "far": [
+        ("Primary comparisons", SI, ["rope", "logn_p_rope", ALIBI], [*PRIMARY, *FAR], []),
+        ("Fast at far", FAST, [SI, "logn_p_rope", ALIBI, "bam_ssmax"], FAR, []),
+        ("Xsa at far", XSA, [FAST], FAR, []),
+    ],
+    "taught_rotation": [("Tests", SI, ["logn_p_rope", "p_rope"], ROTATION, [0])],
+    "far_rotation": [("Tests", SI, ["logn_p_rope", "p_rope"], ROTATION, [])],
+}  # fmt: skip
+STUDIES = {item: module for module in studies() for item in module.TESTS}
+
+
+def kept_summaries(place):
+    """Return the lines of the kept runs, also as other methods: {(series, seed): line}."""
+    found = {}
+    for run in read_runs(ROOT / f"results/{place}/runs.jsonl"):
+        found[series_label(run.config), run.config.seed] = run.line
+        for method in run.config.validate_as:
+            fields = ("val_loss", "copy_gain", "far_gain")
+            other = {field: run.line.get(f"{field}_as", {}).get(method, {}) for field in fields}
+            found[series_label(run.config, method), run.config.seed] = run.line | other
+    return found
+
+
+def first_above_one(points):
+    """Return where straight lines through the points first reach 1."""
+    for (x, low), (end, high) in zip(points, points[1:]):
+        if high > 1:
+            return x if low >= 1 else float(np.interp(1, [low, high], [x, end]))
+
+
+@pytest.mark.parametrize("curve, expected", [
+    ([(0, 0), (1, 0.5), (2, 2.5), (3, 0.1)], 1.25),
+    ([(0, -0.2), (1, 0.9)], None),
+    ([(0, 3.0), (1, 4.0)], 0),
+    ([(0, 0), (1, 1.0), (2, 1.5)], 1),
+    ([], None),
+])
+def test_time_to_copy_is_where_the_curve_first_passes_one_nat(curve, expected):
+    assert time_to_copy(curve) == first_above_one(curve) == expected
+
+
+def copy_time(line):
+    """Return the M training tokens until a run of `far` copies over 64 tokens, None if it does not copy."""
+    points = [point for point in line["curve"] if "copy_gain" in point]
+    return first_above_one([(point["step"] * 2048 / 1e6, point["copy_gain"]["random"]["64"]) for point in points])
+
+
+def plain_value(measure, line):
+    """Return the number of a measure in a line of a kept run, None if it does not count."""
+    number = re.search(r"\d+", measure)
+    if measure.startswith("time"):
+        return copy_time(line) or 3072 * 2048 / 1e6
+    if measure.startswith("copy"):
+        return line["copy_gain"]["random"].get(number[0])
+    if line["preset"] == "far" and copy_time(line) is None:
+        return None
+    return line.get("far_gain", {}).get("far") if measure.startswith("far") else line["val_loss"].get(number[0])
+
+
+@pytest.mark.parametrize("item", STUDIES)
+def test_registered_tests_stay_and_follow_from_the_kept_runs(item):
+    scale = STUDIES[item].SCALE
+    found = STUDIES[item].TESTS[item](open_study(item, scale, scale))
+    assert [(t.title, t.ours, t.rivals, [*t.measures], [*t.left_out]) for t in found] == REGISTERED[item]
+    if item.endswith("rotation"):
+        return  # see below
+    lines = kept_summaries(scale)
+    for paired in found:
+        expected = {(measure, rival): [] for measure in paired.measures for rival in paired.rivals}
+        for (measure, rival), values in expected.items():
+            for seed in {0, 1, 2, 3, 4} - {*paired.left_out}:
+                pair = [plain_value(measure, lines[series, seed]) if (series, seed) in lines else None
+                        for series in (paired.ours, rival)]  # fmt: skip
+                if None not in pair:
+                    values.append(pair[0] - pair[1])
+        assert_paired(paired, expected)
+
+
+@pytest.mark.parametrize("scale, seeds", [("taught", [1, 2, 3]), ("far", [0, 1, 2, 3])])
+def test_rotation_tests_the_rules_and_their_interaction_with_the_rotation(tmp_path, call, scale, seeds):  # noqa: F811
+    random, losses = np.random.default_rng(), {}
+    for run in sweep(f"{scale}_rotation", scale, seeds=[0, 1, 2, 3]):
+        loss = losses[series_label(run.config), run.config.seed] = 3 + random.random()
+        gains = {"random": dict.fromkeys(map(str, run.config.val_copy_gaps), 1.0)}
+        write_run(tmp_path / "runs", run, same(run, loss), steps=(0, run.config.steps), copy_gain=gains)
+    code, output = call(f"{scale}_rotation", "--seeds", "0", "1", "2", "3")
+    assert code == 0 and len({series for series, _ in losses}) == 12 and "### Tests" in output.out
+    expected = {}
+    for measure in ROTATION:
+        for rival in ("logn_p_rope", "p_rope"):
+            values = expected[measure, rival] = []
+            for seed in seeds:
+                ours, other = (losses[f"{rule} {QUARTER}", seed] for rule in (SI, rival))
+                if measure.startswith("change"):
+                    ours, other = ours - losses[SI, seed], other - losses[rival, seed]
+                values.append(ours - other)
+    study = Study(f"{scale}_rotation", scale, tmp_path, read_runs(tmp_path / "runs"), seeds=[0, 1, 2, 3])
+    (paired,) = STUDIES[study.item].TESTS[study.item](study)
+    assert_paired(paired, expected)
+    assert paired.section()[2] in output.out
+
+
+# ---- the tables ------------------------------------------------------------------------------------------------------
+
+
+def committed(place, item, after="## "):
+    """Return the cells of the first table of a committed section behind some words, by first cell."""
+    text = read_sections(ROOT / f"results/{place}/tables.md")[item].split(after, 1)[1]
+    return cells_of(text[text.index("\n| ") :].split("\n\n")[0])
+
+
+def mean_of(values):
+    return format_mean(*mean_and_stderr(values))
+
+
+def test_the_tables_of_far_are_means_of_the_kept_runs():
+    lines = kept_summaries("far")
+    copies, late = committed("far", "far"), committed("far", "far", after="none |")
+    errors = committed("far", "far", after="blocks of the validation text")
+    for series in (SI, "rope", "logn_p_rope", ALIBI, FAST):
+        found = [line for (name, _), line in lines.items() if name == series]
+        times = [time for time in map(copy_time, found) if time is not None]
+        spread = f" ({min(times):.1f} to {max(times):.1f})"
+        expected = [f"{len(times)} of {len(found)}", f"{statistics.fmean(times):.1f}{spread}"]
+        assert copies[series_name(series)][:2] == expected
+        for column, kind in enumerate(("far", "near", "none"), start=2):
+            assert copies[series_name(series)][column] == mean_of([line["far_gain"][kind] for line in found])
+        for length in (512, 2048, 8192):
+            # Octave k > 0 has the positions 2^(k-1) .. 2^k - 1, so a position has octave bit_length().
+            octaves = [line["val_loss_by_position"][str(length)] for line in found if line.get("val_loss_by_position")]
+            octaves = [values for values in octaves if len(values) > 9]
+            means = [np.mean([values[i.bit_length()] for i in range(256, length)]) for values in octaves]
+            column = 1 + [512, 2048, 8192].index(length)
+            assert late[series_name(series)][column].strip("*") == mean_of(means)
+    blocks = [[np.reshape(lines[series, seed]["val_loss_by_block"]["8192"], (16, -1)).mean(axis=1)
+               for series in (SI, "logn_p_rope")] for seed in range(3)]  # fmt: skip
+    difference = np.mean([ours - logn for ours, logn in blocks], axis=0)
+    mean, error = map(float, errors["LogN+p-RoPE"][1].split(" ± "))
+    assert mean == pytest.approx(difference.mean(), abs=6e-4)
+    assert error == pytest.approx(difference.std() / 16**0.5, rel=0.1)
+
+
+def test_the_tables_of_taught_are_means_of_the_kept_runs():
+    lines = kept_summaries("taught")
+    losses, gains = committed("taught", "taught"), committed("taught", "taught", after="loss |")
+    for series in (SI, "rope", "yarn", FAST):
+        found = [line for (name, _), line in lines.items() if name == series]
+        for column, length in enumerate(("256", "1024", "4096", "16384"), start=1):
+            values = [line["val_loss"][length] for line in found if length in line["val_loss"]]
+            assert losses[series_name(series) + "\u2020" * (series == "yarn")][column].strip("*") == mean_of(values)
+        for column, gap in enumerate(("128", "512", "1024", "2048"), start=1):
+            values = [line["copy_gain"]["random"][gap] for line in found]
+            assert gains[series_name(series) + "\u2020" * (series == "yarn")][column].strip("*") == mean_of(values)
+
+
+def test_tau_by_length_shows_the_kept_runs():
+    lines = [run.line for run in read_runs(ROOT / "results/mini/runs.jsonl")]
+    text = read_sections(ROOT / "results/mini/tables.md")["tau_by_length"]
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    at_1x = {row[1]: row[4] for row in table if row[0] == "256"}
+    assert [*at_1x] == ["0.0391", "0.156", "0.625", "2.5", "10", "40", "learned"]
+    for tau, options in {"10": {}, "0.625": {"tau": 0.625}, "40": {"tau": 40.0}}.items():
+        found = [line["val_loss"]["256"] for line in lines
+                 if (line["preset"], line["method"], line["method_options"]) == ("mini", SI, options)]  # fmt: skip
+        assert at_1x[tau].strip("*") == mean_of(found)
+    (bold,) = [tau for tau, cell in at_1x.items() if cell.startswith("**")]
+    assert bold == min(at_1x, key=lambda tau: float(at_1x[tau].strip("*")[:5]))
+
+    learned = cells_of(text.split("### What heads learned")[1])  # of the row with the longest training length
+    (line,) = [line for line in lines if line["preset"] == "mini_4096" and "learn_tau" in line["method_options"]]
+    layers = [line["method_parameters"][f"blocks.{i}.attention.method.score_change.log_tau"] for i in range(3)]
+    shown = [", ".join(f"{math.exp(value):.2f}" for value in layer) for layer in layers]
+    assert learned[series_name(f"{SI} learn_tau=True tau=0.625")] == ["4096", str(line["seed"]), *shown]
+
+
+def test_rivals_are_methods_that_the_paper_s_sweeps_lack():
+    assert RIVALS == [canonical_name(name) for name in RIVALS]
+    assert not {*RIVALS} & {run.config.method for run in sweep("all", "mini")}
+    paper = {config_hash(run.config) for run in sweep("table_losses", "mini")}
+    for run in [*sweep("table_rivals", "mini"), *sweep("table_rivals", "paper", seeds=[0])]:
+        check_options(run.config.method, run.config.method_options)
+        assert run.preset != "mini" or run.config.method in RIVALS or config_hash(run.config) in paper
+
+
+def test_one_set_of_weights_with_two_bases_has_two_yarns():
+    labels = {series_label(run.config, "yarn") for run in sweep("taught", "taught") if "yarn" in run.config.validate_as}
+    assert labels == {"yarn", "yarn base=625"}
