@@ -11,7 +11,7 @@ from test_reproduce import call, cells_of, same, write_run  # noqa: F401 (call i
 
 from configs.config import config_hash
 from configs.sweeps import SI
-from model.methods import canonical_name
+from model.methods.names import canonical_name
 from model.methods.options import check_options
 from results.mini.study import RIVALS
 from scripts.reproduce.__main__ import read_sections
