@@ -61,7 +61,7 @@ def validation_tokens(data):
 
 def arguments(data, runs, more="", preset="quickstart"):
     """Return the command line of a small run. `more` has other fields, the last of which count."""
-    return [preset, *f"{FIELDS} --data_dir {data} --runs_dir {runs} {more}".split()]
+    return [preset, *FIELDS.split(), "--data_dir", str(data), "--runs_dir", str(runs), *more.split()]
 
 
 def train(data, runs, more="", threads=1, **variables):
