@@ -203,6 +203,7 @@ def test_where_torch_compile_fails_plain_pytorch_runs(monkeypatch):
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(torch, "compile", fail)
+    monkeypatch.setattr(loss, "compile_problem", loss.compile_problem.__wrapped__)
     compile_here = loss.compiled_cross_entropy.__wrapped__  # without the cache
     with pytest.warns(UserWarning, match="RuntimeError"):
         assert compile_here(CPU) is plain_cross_entropy

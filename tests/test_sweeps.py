@@ -8,12 +8,12 @@ import pytest
 import yaml
 from commands import ROOT
 
-from configs.command_line import read_config
 from configs.config import config_hash
 from configs.runs import Run
 from configs.sweeps import MAIN_METHODS, PAPER_SWEEPS, SCALES, TAU
 from model.methods import scale_invariant
 from model.methods.options import check_options
+from runtime.build import read_run
 from scripts.reproduce.tables import paper_targets
 from scripts.shared import sweeps
 from scripts.shared.sweeps import all_sweeps, sweep
@@ -22,7 +22,7 @@ from scripts.shared.sweeps import all_sweeps, sweep
 @pytest.mark.parametrize("scale", SCALES)
 def test_arguments_of_every_run_give_its_config_back(scale):
     for run in sweep("all", scale, seeds=[1], changes=dict(tags=("a", "b"), val_lengths=(64, 256))):
-        assert read_config(run.arguments) == run.config
+        assert read_run(run.arguments) == run.config
 
 
 def test_the_default_of_the_sweeps_is_the_method_s():
@@ -125,7 +125,7 @@ def test_wandb_sweep_starts_the_runs_of_the_main_table():
     methods, seeds = (file["parameters"][axis]["values"] for axis in ("method", "seed"))
     start, program, *words, last = file["command"][1:]
     assert (file["program"], start, program, last) == ("train_gpt.py", "python", "${program}", "${args}")
-    configs = [read_config([*words, f"--method={m}", f"--seed={s}"]) for m in methods for s in seeds]
+    configs = [read_run([*words, f"--method={m}", f"--seed={s}"]) for m in methods for s in seeds]
     assert len({config.name for config in configs}) == len(configs)
     assert [config_hash(c) for c in configs] == [config_hash(r.config) for r in sweep("table_losses", "paper")]
     assert methods == MAIN_METHODS and all(c.wandb == "online" for c in configs)

@@ -273,7 +273,7 @@ def test_largest_logits_are_dense_ones_and_a_resumed_run_repeats_them(data, fini
     assert found[-1] == pytest.approx({"0": largest[0], "1": largest[1]}, rel=1e-4)
     assert found[-1] != found[-2]  # the resumed run has both to repeat
     rewound(finished, tmp_path)
-    resumed = train_here(data, tmp_path, resume="auto")
+    resumed = train_here(data, tmp_path, "--resume auto")
     assert [r["max_logit"] for r in steps_and_validations(resumed)[1]] == found
 
 

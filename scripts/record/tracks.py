@@ -80,6 +80,7 @@ def adapt(mechanism: type[Mechanism]) -> type[Mechanism]:
         def options(cls):
             return {name: option for name, option in parameters.items() if option.default is not option.empty}
 
+    Adapted.__module__ = mechanism.__module__  # which `register` compares
     return Adapted
 
 
