@@ -167,6 +167,8 @@ class Validation:
             if name == self.config.method:
                 record |= result
                 continue
+
+            # Another method adds its main results alone.
             for key in keys:
                 record.setdefault(f"{key}_as", {})[name] = result[key]
         return record
@@ -184,9 +186,11 @@ class Validation:
 
     def mean_losses(self, name: str, length: int, tokens: int) -> tuple[Tensor, Tensor]:
         """Return the mean loss at each position (length,) and of each sequence (tokens / length,), both float64."""
+        # The last input needs a target, so the text is one token longer.
         text = self.text.read(0, tokens + 1, self.config.vocab_size)
         inputs = text[:-1].reshape(-1, length)
         targets = text[1:].reshape(-1, length)
+
         losses_of = self.losses_as(name, self.model)
         losses = losses_of(inputs, targets)  # (tokens / length, length)
         return losses.mean(dim=0), losses.mean(dim=1)
@@ -236,6 +240,8 @@ def validation_plan(config: Config, step: int) -> dict[int, int]:
 def part_of_text(config: Config, divisor: int, longest: int | None = None) -> dict[int, int]:
     """Return val_tokens / divisor by length up to `longest`, rounded down to whole sequences of every length."""
     lengths = [length for length in config.val_lengths if longest is None or length <= longest]
+
+    # All lengths use the same tokens.
     unit = math.lcm(*lengths)
     units = max(1, config.val_tokens // divisor // unit)
     return dict.fromkeys(lengths, units * unit)

@@ -10,7 +10,7 @@ from commands import fails, read_json
 from lives import run_ranks
 from numpy.lib.stride_tricks import sliding_window_view as windows
 from test_gpt import make_gpt
-from test_train import plain_losses, steps_and_validations, train_here, write_shards
+from test_train import one_thread, plain_losses, steps_and_validations, train_here, write_shards  # noqa: F401
 
 from data.shards import open_split
 from measure.copy_gain import KINDS, SPAN, SPANS, copy_length, copy_sequences, measure_copy_gain
