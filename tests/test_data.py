@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from commands import exit_code, one_error, python, refuses
+from numpy.testing import assert_array_equal
 
 from data.loader import TrainLoader, check_validation
 from data.shard_writer import ShardWriter
@@ -75,7 +76,7 @@ def test_writer_cuts_documents_into_shards_of_the_format_that_open_split_reads(t
     assert (manifest["vocab_size"], manifest["files"][NAMES[1]]["max_token"]) == (VOCAB, train[100:200].max())
     for split, tokens in (("train", train), ("val", val)):
         stream = open_split(tmp_path, split, VOCAB)
-        np.testing.assert_array_equal(stream.read(0, len(stream)), tokens)
+        assert_array_equal(stream.read(0, len(stream)), tokens)
         with refuses("vocab_size", VOCAB):
             open_split(tmp_path, split, tokens.max())
 
@@ -104,18 +105,12 @@ def test_bytes_reach_the_disk_before_names_and_the_manifest_before_the_shards(tm
 
 
 def test_failed_or_killed_writer_leaves_nothing_that_looks_like_data(tmp_path):
-    def write():
-        writer = ShardWriter(tmp_path, "x", tokenizer="t", vocab_size=300, shard_tokens=10)
+    writer = ShardWriter(tmp_path, "x", tokenizer="t", vocab_size=300, shard_tokens=10)
+    with pytest.raises(KeyboardInterrupt), writer:
         writer.write("train", np.arange(25))
-        return writer
-
-    with pytest.raises(KeyboardInterrupt), write():
+        assert files_of(tmp_path) == [".incoming"]
         raise KeyboardInterrupt
     assert files_of(tmp_path) == []
-    write()
-    assert files_of(tmp_path) == [".incoming"]
-    write_dataset(tmp_path)
-    assert files_of(tmp_path) == ["manifest.json", "tokenizer.json", *NAMES]
 
 
 KILLED_WRITER = """
@@ -162,7 +157,7 @@ def test_read_crosses_shards_and_wraps_without_open_files(tmp_path):
     for start in range(0, 70):
         for count in (1, 7, 31, 80):  # 80: more than twice around
             expected = tokens.take(range(start, start + count), mode="wrap")
-            np.testing.assert_array_equal(stream.read(start, count), expected)
+            assert_array_equal(stream.read(start, count), expected)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -225,7 +220,6 @@ DAMAGE = {
     "other version": (NAMES[0], lambda data: data[:4] + b"\2" + data[5:]),
     "no tokens": (NAMES[0], lambda data: data[:8] + bytes(1016)),
     "shorter than in the manifest": (NAMES[0], lambda data: data[:8] + b"\x63\0\0\0" + data[12:-2]),
-    "flipped bit": (NAMES[1], lambda data: flip(data, 8 * 1100)),
     "zeroed bytes": (NAMES[3], lambda data: data[:1030] + bytes(10) + data[1040:]),
     "missing": (NAMES[1], None),
     "stray": ("x_val_000007.bin", lambda data: b"x"),
@@ -237,7 +231,7 @@ DAMAGE = {
     "other tokens": ("manifest.json", lambda data: data.replace(b'"tokens": 1', b'"tokens": 2', 1)),
     "other max_token": ("manifest.json", lambda data: data.replace(b'"max_token": ', b'"max_token": 1', 1)),
 }
-UNSEEN = "flipped bit, zeroed bytes, changed tokenizer, missing tokenizer, other sha256, other max_token"
+UNSEEN = "zeroed bytes, changed tokenizer, missing tokenizer, other sha256, other max_token"
 
 
 def refused(folder):
@@ -306,7 +300,8 @@ def length_of_step(step):
 
 
 @pytest.mark.parametrize("length", [1, 15, length_of_step])
-@pytest.mark.parametrize("ranks, largest", [(1, 4), (2, 1), (3, 4), (5, 3), (7, 2), (8, 1)])
+@pytest.mark.parametrize("ranks", [1, 2, 5, 8])
+@pytest.mark.parametrize("largest", [1, 3])
 @pytest.mark.parametrize("step", [0, 1, 3, 50])  # crosses shards, wraps in the middle of step 3, wraps many times
 def test_a_step_is_a_slice_of_the_stream_for_any_length_and_number_of_ranks(tmp_path, length, step, ranks, largest):
     stream, tokens = make_stream(tmp_path, 101, 7, 230, 59)
@@ -323,15 +318,16 @@ def test_a_step_is_a_slice_of_the_stream_for_any_length_and_number_of_ranks(tmp_
     inputs, targets = map(torch.cat, zip(*batches))
     assert inputs.dtype == torch.int64 and inputs.shape == targets.shape == (120 // width, width)
     expected = tokens.take(range(120 * step, 120 * step + 121), mode="wrap")
-    np.testing.assert_array_equal(inputs.ravel(), expected[:-1])
-    np.testing.assert_array_equal(targets.ravel(), expected[1:])
+    assert_array_equal(inputs.ravel(), expected[:-1])
+    assert_array_equal(targets.ravel(), expected[1:])
 
 
 def test_steps_follow_each_other_and_begin_at_any_token(tmp_path):
     stream, tokens = make_stream(tmp_path, 40, 33)
     with load(stream, batch_tokens=12, start_step=2, first_token=7) as loader:
         steps = [torch.cat([inputs for inputs, _ in next(loader)]) for _ in range(9)]
-    np.testing.assert_array_equal(torch.cat(steps).ravel(), tokens.take(range(31, 31 + 9 * 12), mode="wrap"))
+    expected = tokens.take(range(31, 31 + 9 * 12), mode="wrap")
+    assert_array_equal(torch.cat(steps).ravel(), expected)
 
 
 @pytest.mark.parametrize("length, world_size", [(25, 1), (30, 8)])

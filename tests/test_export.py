@@ -1,6 +1,7 @@
 """Exported models: logits, gradients and generation equal ours for every method; the folder's files; push."""
 
 import dataclasses
+import json
 import shutil
 import sys
 
@@ -21,6 +22,7 @@ from transformers import AutoTokenizer
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from data.tokenizer import load_tokenizer
+from model.decoding import greedy_decode
 from scripts import export as command
 from scripts.hf.modeling_method_gpt import MethodGPTConfig, MethodGPTForCausalLM
 from scripts.hf.modules import ROOT
@@ -89,7 +91,8 @@ def test_generation_scales_to_the_length_that_is_asked_for():
     gpt, model = make_pair("rope_ntk")
     tokens, _ = random_tokens(21, batch=20)
     near, far = (generate(model, tokens, 1, target_length=n) for n in (21, 500))
-    assert not torch.equal(near, far) and torch.equal(far[:, -1], likeliest(gpt, tokens, 500)[:, -1])
+    assert not torch.equal(near, far)
+    assert torch.equal(far[:, -1], likeliest(gpt, tokens, 500)[:, -1])
     assert torch.equal(near, generate(model, tokens, None, max_length=22))
     assert torch.equal(generate(model, tokens, None), generate(model, tokens, 20))  # transformers' own default
 
@@ -211,3 +214,58 @@ def test_push_uploads_the_exported_files(run, exported, tmp_path, monkeypatch):
     assert created == (("me/model",), dict(private=True, exist_ok=True)) and uploaded["repo_id"] == "me/model"
     for path in exported.iterdir():
         assert (uploaded["folder_path"] / path.name).read_bytes() == path.read_bytes()
+
+
+# ---- the evaluation harness ----
+
+QUESTIONS = ["abc def", "hg", "aaa bbb ccc ddd" * 30, "f e d c"]  # the third is longer than the training's texts
+CHOICES = [" ab", " hgfe"]
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_scores_of_the_evaluation_harness_equal_our_model(run, exported, tmp_path, monkeypatch):
+    """EleutherAI's harness runs two tasks of this machine on an exported model."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    lm_eval = pytest.importorskip("lm_eval", reason="the harness needs pip install -r requirements-extras.txt")
+    tokenizer = load_tokenizer(run.parent / "data")
+    _, gpt = load_run(run, torch.device("cpu"))
+
+    # 1. Our model's log probabilities of the choices, and its answers, of which the first is replaced.
+    log_p, answers = [], []
+    for question in QUESTIONS:
+        before = tokenizer.encode(question)
+        for choice in CHOICES:
+            tokens = torch.tensor([before + tokenizer.encode(choice)])
+            losses = gpt(tokens[:, :-1], tokens[:, 1:], per_token=True)
+            log_p.append(-losses[0, len(before) - 1 :].sum().item())
+        answers.append(tokenizer.decode(greedy_decode(gpt, torch.tensor([before]), 8)[0].tolist()))
+    answers[0] = "another"
+
+    # 2. Two tasks of the harness.
+    docs = [dict(question=q, choices=CHOICES, answer=a) for q, a in zip(QUESTIONS, answers)]
+    path = tmp_path / "docs.jsonl"
+    path.write_text("\n".join(map(json.dumps, docs)))
+    common = dict(
+        dataset_path="json", dataset_kwargs=dict(data_files=dict(test=str(path))), test_split="test",
+        doc_to_text="{{question}}",
+    )
+    choice = common | dict(
+        task="choice", output_type="multiple_choice", doc_to_choice="{{choices}}", doc_to_target=0,
+        target_delimiter="", metric_list=[dict(metric="acc")],
+    )
+    words = common | dict(
+        task="words", output_type="generate_until", doc_to_target="{{answer}}",
+        metric_list=[dict(metric="exact_match")],
+        generation_kwargs=dict(until=["zzz"], max_gen_toks=8, do_sample=False),
+    )
+    arguments = f"pretrained={exported},trust_remote_code=True"
+    found = lm_eval.simple_evaluate("hf", model_args=arguments, tasks=[choice, words], batch_size=1, device="cpu")
+    samples = sorted(found["samples"]["choice"], key=lambda sample: sample["doc_id"])
+    responses = [response[0] for sample in samples for response in sample["filtered_resps"]]
+    assert responses == pytest.approx(log_p, abs=1e-4)
+    first, second = torch.tensor(log_p).view(4, 2).unbind(dim=1)
+    assert found["results"]["choice"]["acc,none"] == (first > second).double().mean().item()
+    assert found["results"]["words"]["exact_match,none"] == 0.75

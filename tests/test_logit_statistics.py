@@ -56,6 +56,12 @@ def folder(tmp_path):
     return tmp_path / "model"
 
 
+def as_complex(x):
+    """Return the pairs of dimensions that are rotated together: (B, T, H D) to (B, H, T, D / 2)."""
+    x = x.unflatten(-1, (-1, 2, 8)).transpose(1, 2)
+    return torch.complex(x[..., 0, :], x[..., 1, :])
+
+
 @torch.no_grad()
 def exact_scores(model, tokens):
     """Return the scores of all pairs t > 0 without key 0, in float64: {(layer, rotated): (H, pairs)}."""
@@ -72,9 +78,8 @@ def exact_scores(model, tokens):
     turn = torch.exp(1j * torch.arange(T, dtype=torch.float64)[:, None] * frequencies)
     scores = {}
     for number in range(2):
-        q, k = projected[2 * number :][:2]
-        q, k = (x.unflatten(-1, (-1, 2, 8)).transpose(1, 2) for x in (q, k))  # (B, H, T, 2, 8)
-        q, k = (torch.complex(x[..., 0, :], x[..., 1, :]) for x in (q, k.repeat_interleave(3, dim=1)))
+        q, k = (as_complex(x) for x in projected[2 * number :][:2])
+        k = k.repeat_interleave(3, dim=1)
         for rotated, angle in ((False, 1), (True, turn)):
             s = (q * angle) @ (k * angle).conj().mT  # (B, H, T, T)
             scores[number, rotated] = scale * s.real.transpose(0, 1)[:, :, i, j].flatten(1)
@@ -123,7 +128,10 @@ def test_the_command_writes_the_statistics_that_scipy_finds(folder, tmp_path, ca
         heads = [*scores.numpy(), scores.numpy().ravel()]
         for x, found in zip(heads, [*row["heads"], row["all"]], strict=True):
             expected = dict(
-                mean=x.mean(), std=x.std(), skewness=scipy.stats.skew(x), excess_kurtosis=scipy.stats.kurtosis(x),
+                mean=x.mean(),
+                std=x.std(),
+                skewness=scipy.stats.skew(x),
+                excess_kurtosis=scipy.stats.kurtosis(x),
                 ks=scipy.stats.kstest(x, "norm", args=(x.mean(), x.std())).statistic,
             )
             assert found == pytest.approx(expected, rel=1e-4, abs=2e-5)

@@ -115,7 +115,8 @@ def test_a_curriculum_begins_with_shorter_prompts(tune, refused, monkeypatch):
     monkeypatch.setattr(NeedleTask, "batch", batch)
     assert tune("--curriculum 210 --sequences 8")["curriculum"] == 210
     assert [length for length, _ in drawn] == 3 * [210] + 3 * [240]
-    assert drawn[2:4] == [(210, [*range(18, 27)]), (240, [*range(24, 32)])]
+    assert drawn[2][1] == [*range(18, 27)]
+    assert drawn[3][1] == [*range(24, 32)]
     refused("--sequences 8", "curriculum")
 
 

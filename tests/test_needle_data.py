@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from commands import refuses
+from numpy.testing import assert_array_equal
 from test_text import make_documents, write_lines
 from test_train import write_shards
 
@@ -114,8 +115,8 @@ def test_an_example_depends_on_seed_split_length_and_index_alone(data):
 
     again = Haystack.from_shards(data.folder, "train", data.tokenizer)
     assert make(again, index=5) == make(index=5)
-    others = [make(), make(data.val), make(length=501), make(seed=1), make(index=1)]
-    assert len({str(example[-30:]) for example in others}) == 5
+    changes = {}, dict(haystack=data.val), dict(length=501), dict(seed=1), dict(index=1)
+    assert len({str(make(**change)[-30:]) for change in changes}) == 5
 
 
 @pytest.mark.parametrize("length", [211, 1000, 4096])
@@ -138,9 +139,9 @@ def test_mask_is_on_the_response_and_its_end_only(data):
     batch = task.batch(range(12))
     assert [x.dtype for x in batch] == [np.int64, np.int64, bool]
     for example, inputs, targets, mask in zip(map(task.example, range(12)), *batch, strict=True):
-        np.testing.assert_array_equal(inputs, example.tokens[:-1])
-        np.testing.assert_array_equal(targets, example.tokens[1:])
-        np.testing.assert_array_equal(targets[mask], example.tokens[example.response_start :])
+        assert_array_equal(inputs, example.tokens[:-1])
+        assert_array_equal(targets, example.tokens[1:])
+        assert_array_equal(targets[mask], example.tokens[example.response_start :])
     assert len(set(batch[2].sum(axis=1))) > 1  # responses of different lengths
 
 

@@ -44,10 +44,9 @@ def read_documents(data_dir, split):
     """Return the texts of a split. An end-of-text token precedes each."""
     tokenizer = load_tokenizer(data_dir)
     stream = open_split(data_dir, split, tokenizer.vocab_size)
-    tokens = stream.read(0, len(stream))
-    starts = np.flatnonzero(tokens == tokenizer.eot)
-    assert starts[0] == 0
-    return [tokenizer.decode(part[1:].tolist()) for part in np.split(tokens, starts[1:])]
+    text = tokenizer.decode(stream.read(0, len(stream)).tolist())
+    assert text.startswith(tokenizer.eot_text)
+    return text.split(tokenizer.eot_text)[1:]
 
 
 def both_splits(data_dir):
