@@ -23,17 +23,18 @@ from results.taught.study import (
     XSA,
     drawn_styles,
     in_turn,
+    primary_tests,
     rotation,
     rotation_runs,
     rotation_tests,
 )
-from scripts.reproduce.comparisons import PairedTests, primary_tests
+from scripts.reproduce.comparisons import PairedTests
 from scripts.reproduce.drawing import Line, Panel, draw_panels
 from scripts.reproduce.reach import draw_reach, reach_tables
 from scripts.reproduce.study import BySeed, Study, at, samples
 from scripts.reproduce.tables import make_table
 from scripts.shared.looks import series_name
-from scripts.shared.runs import COPIES, copy_curve, far_gains, final_losses, late_losses, measured, time_to_copy
+from scripts.shared.runs import StoredRun, copy_gains, final_losses, measured
 from scripts.shared.tables import format_mean, markdown_table, mean_and_stderr
 
 SCALE = "far"
@@ -72,6 +73,59 @@ def head_runs(scale: Scale) -> list[Run]:
 
 
 SWEEPS = dict(far=far_runs, far_heads=head_runs, far_rotation=rotation_runs)
+
+# ---- the measures ----------------------------------------------------------------------------------------------------
+
+COPIES = 1.0  # nats; a model copies once its copy gain of random spans is above this
+
+
+def far_gains(summary: dict, method: str | None = None) -> dict[str, float]:
+    """Return the far gain in nats by class of tokens. method: as in `measured`."""
+    return measured(summary, "far_gain", method)
+
+
+def late_losses(summary: dict, method: str | None, first: int) -> dict[int, float]:
+    """Return the loss by validation length, in nats a token, at the positions from `first`, a power of 2, on.
+
+    A longer text has fewer tokens with a short context, so its mean loss falls even if far tokens do not help.
+    """
+    late = {}
+    for length, octaves in measured(summary, "val_loss_by_position", method).items():
+        means = octaves[first.bit_length() :]  # entry k covers positions 2^(k-1) .. 2^k - 1
+        if means:
+            late[int(length)] = float(np.average(means, weights=2 ** np.arange(len(means))))
+    return late
+
+
+def copy_curve(stored: StoredRun) -> list[tuple[float, float]]:
+    """Return the pairs (M training tokens, copy gain at a gap of T / 8) of a run. T: the training length."""
+    gap, curve = stored.config.train_length // 8, []
+    for record in stored.validations():
+        gains = copy_gains(record)
+        if gap in gains:
+            curve.append((record["step"] * stored.config.batch_tokens / 1e6, gains[gap]))
+    return curve
+
+
+def time_to_copy(curve: list[tuple[float, float]]) -> float | None:
+    """Return where a copy_curve first passes COPIES, by linear interpolation, or None."""
+    for (before, low), (after, high) in zip(curve, curve[1:]):
+        if high > COPIES:
+            return before if low >= COPIES else before + (after - before) * (COPIES - low) / (high - low)
+    return None
+
+
+def times(stored: StoredRun, method: str | None) -> dict[int, float]:
+    """Return the time to copy by gap, {} for a run that does not copy."""
+    time = time_to_copy(copy_curve(stored))
+    return {} if time is None else {stored.config.train_length // 8: time}
+
+
+NUMBERS = dict(
+    far_gain=lambda stored, method: far_gains(stored.summary, method),
+    late=lambda stored, method: late_losses(stored.summary, method, stored.config.train_length // 2),
+    time=times,
+)
 
 # ---- the tests -------------------------------------------------------------------------------------------------------
 

@@ -189,4 +189,5 @@ ITEMS = dict(
     needle_rivals=needle_rivals,
     needle_tau=table_needle,
 )
+NUMBERS = {}
 TESTS = {}

@@ -1,12 +1,14 @@
 """The study `taught`: models that learn to copy at 256 tokens, read up to 64 times farther. README.md has the rules."""
 
+import statistics
+
 from configs.presets import preset
 from configs.runs import Run
 from configs.sweeps import SI, Scale, forms
 from measure.flops import training_flops_per_token
-from scripts.reproduce.comparisons import PairedTests, primary_tests
+from scripts.reproduce.comparisons import PairedTests
 from scripts.reproduce.reach import draw_reach, reach_tables
-from scripts.reproduce.study import Study, at
+from scripts.reproduce.study import BySeed, Study, at
 from scripts.shared.looks import plot_styles, series_label, series_name
 from scripts.shared.runs import copy_gains, final_losses
 from scripts.shared.tables import markdown_table
@@ -130,6 +132,25 @@ def tests(study: Study) -> list[PairedTests]:
     ]
 
 
+def primary_tests(study: Study, measures: dict[str, dict[str, BySeed]], unit: str, note: str = "") -> PairedTests:
+    """Return the tests of scale-invariant p-RoPE against RoPE, LogN + p-RoPE and ALiBi.
+
+    ALiBi has the slopes with the lowest mean loss at the training length.
+    """
+    near = at(study.by_seed(final_losses), study.base_length)
+    alibis = {series: statistics.fmean(losses.values()) for series, losses in near.items() if is_alibi(series)}
+    rivals = ["rope", "logn_p_rope"]
+    if alibis:
+        rivals.append(min(alibis, key=alibis.get))
+    fixed = f"ALiBi has the slopes with the lowest mean loss at {study.base_length}. These comparisons were fixed "
+    fixed += "before the first run. All others are exploratory."
+    return PairedTests("Primary comparisons", SI, rivals, measures, unit, note=f"{fixed}{note}")
+
+
+def is_alibi(series: str) -> bool:
+    return series.split(" ")[0] == "alibi"
+
+
 def reach_measures(study: Study, gap_ratio: int) -> dict[str, dict]:
     """Return two measures by label: loss at 16 training lengths, and copy gain over gap_ratio training lengths."""
     length, gap = 16 * study.base_length, gap_ratio * study.base_length
@@ -224,4 +245,5 @@ def rotation(study: Study) -> str:
     return "\n\n".join([text, *reach_tables(study, gaps)])
 
 
+NUMBERS = {}
 ITEMS = dict(taught=taught, taught_rivals=taught, taught_rotation=rotation)

@@ -33,7 +33,7 @@ from scripts.reproduce import figures, logits, needles, tables
 from scripts.reproduce.study import Study
 from scripts.shared.arguments import add_run_options, field_changes, key_values
 from scripts.shared.runs import read_runs
-from scripts.shared.sweeps import folder_of, scale_of, studies
+from scripts.shared.sweeps import home_of, with_studies
 
 PAPER_ITEMS = dict(
     table_losses=tables.table_losses,
@@ -50,11 +50,7 @@ PAPER_ITEMS = dict(
 
 
 def all_items() -> dict[str, Callable[[Study], str]]:
-    """Return the paper's items and the items of all studies, by name."""
-    found = dict(PAPER_ITEMS)
-    for study in studies():
-        found |= study.ITEMS
-    return found
+    return with_studies(PAPER_ITEMS, "ITEMS")
 
 
 def main(argv: list[str] | None = None):
@@ -73,15 +69,16 @@ def main(argv: list[str] | None = None):
     options = [argument for i, argument in enumerate(argv) if i != argv.index(args.item)]
     outcomes = []
     with exit_on_user_error():
-        args.scale = args.scale or scale_of(args.item) or "paper"
-        args.out = args.out or folder_of(args.item, args.scale)
+        scale, study_name = home_of(args.item)
+        args.scale = args.scale or scale or "paper"
+        args.out = args.out or Path("results") / (study_name if scale == args.scale else args.scale)
         methods = args.methods and [*map(canonical_name, args.methods)]
         changes, needle = field_changes(SCALES[args.scale].base, fields), key_values("--needle", args.needle)
         device = start_processes(changes.get("device", "auto")).device
         sources = [args.runs_dir] if args.runs_dir else [Path("runs"), args.out / "runs.jsonl"]
         stored_runs = [stored for source in sources for stored in read_runs(source)]
         runs_dir = args.runs_dir if args.runs_dir and args.runs_dir.suffix != ".jsonl" else Path("runs")
-        at_scale = [item for item in items if scale_of(item) in ("", args.scale)]
+        at_scale = [item for item in items if home_of(item)[0] in ("", args.scale)]
         for item in at_scale if args.item == "all" else [args.item]:
             command = shlex.join(["python", "-m", "scripts.reproduce", item, *options])
             sweep_command = re.sub(r" --out[= ]\S+", "", command).replace("scripts.reproduce", "scripts.sweep", 1)

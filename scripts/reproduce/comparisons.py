@@ -17,10 +17,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats
 
-from configs.sweeps import SI
-from scripts.reproduce.study import BySeed, Study, at
+from scripts.reproduce.study import BySeed, Study
 from scripts.shared.looks import series_name
-from scripts.shared.runs import final_losses
 from scripts.shared.tables import markdown_table, mean_and_stderr, pivot_table
 
 SIGNIFICANT = 0.05  # level of a difference after Holm's correction, and of Bartlett's test
@@ -132,11 +130,15 @@ def holm(ps: list[float]) -> list[float]:
     return corrected
 
 
+def format_p(p: float) -> str:
+    return f"{p:.2g}" if p >= 0.001 else "< 0.001"
+
+
 def difference_cell(row: dict) -> str:
     """Return the cell of a difference, with standard error and p unless there are too few seeds."""
     if row["p_holm"] is None:
         return f"{row['difference']:+.3f}"
-    p = f"p = {row['p_holm']:.2g}" if row["p_holm"] >= 0.001 else "p < 0.001"
+    p = f"p = {format_p(row['p_holm'])}".replace("= <", "<")
     cell = f"{row['difference']:+.3f} \u00b1 {row['stderr']:.3f}"
     return f"**{cell}** ({p})" if row["p_holm"] < SIGNIFICANT else f"{cell} ({p})"
 
@@ -193,22 +195,3 @@ def paired_t_test(differences: list[float]) -> dict[str, float]:
     # Equal differences, such as 0 when neither method copies, have no t-test.
     p = float(stats.ttest_1samp(differences, 0).pvalue) if stderr else float(mean == 0)
     return dict(difference=mean, stderr=stderr, p=p)
-
-
-def primary_tests(study: Study, measures: dict[str, dict[str, BySeed]], unit: str, note: str = "") -> PairedTests:
-    """Return the tests of scale-invariant p-RoPE against RoPE, LogN + p-RoPE and ALiBi.
-
-    ALiBi has the slopes with the lowest mean loss at the training length.
-    """
-    near = at(study.by_seed(final_losses), study.base_length)
-    alibis = {series: statistics.fmean(losses.values()) for series, losses in near.items() if is_alibi(series)}
-    rivals = ["rope", "logn_p_rope"]
-    if alibis:
-        rivals.append(min(alibis, key=alibis.get))
-    fixed = f"ALiBi has the slopes with the lowest mean loss at {study.base_length}. These comparisons were fixed "
-    fixed += "before the first run. All others are exploratory."
-    return PairedTests("Primary comparisons", SI, rivals, measures, unit, note=f"{fixed}{note}")
-
-
-def is_alibi(series: str) -> bool:
-    return series.split(" ")[0] == "alibi"

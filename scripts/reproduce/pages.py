@@ -17,7 +17,7 @@ column in turn. A cell without a digit stays, as does a cell with a comment of i
     late PLACE LENGTH SERIES         the same at positions from half of the training length on
     copy PLACE GAP SERIES            copy gain of random tokens in nats
     far_gain PLACE CLASS SERIES      far gain in nats of a class of tokens
-    time PLACE SERIES                time to copy in millions of training tokens, of the runs that copy
+    time PLACE GAP SERIES            time to copy in millions of training tokens, of the runs that copy
     needle PLACE LENGTH SERIES       share of needles found by greedy decoding
     tokens PLACE SERIES              training tokens; also: parameters, val_tokens
     NAME - NAME                      difference within the seeds that both have
@@ -31,27 +31,17 @@ SHORT, or in NAMED the run's name without its seed. LENGTH and GAP are in tokens
 """
 
 import collections
-import functools
 import re
 from pathlib import Path
 
 from configs.sweeps import SI
 from errors import require
 from files import replace_text
-from scripts.reproduce.comparisons import differences
+from scripts.reproduce.comparisons import differences, format_p
 from scripts.reproduce.study import BySeed, Study
 from scripts.reproduce.tables import paper_targets, read_losses, trained_methods
 from scripts.shared.looks import series_label
-from scripts.shared.runs import (
-    StoredRun,
-    copy_curve,
-    copy_gains,
-    far_gains,
-    final_losses,
-    late_losses,
-    read_runs,
-    time_to_copy,
-)
+from scripts.shared.runs import StoredRun, copy_gains, final_losses, read_runs
 from scripts.shared.sweeps import RESULTS, studies
 from scripts.shared.tables import mean_and_stderr
 
@@ -88,16 +78,17 @@ def numbers_of_run(file: Path, stored: StoredRun) -> dict[str, float]:
         numbers[f"needle {place} {length} {series}"] = share
 
     # 2. Measures of the trained method, and of the methods with which its weights were validated.
-    late = functools.partial(late_losses, first=stored.config.train_length // 2)
-    measures = dict(loss=final_losses, copy=copy_gains, far_gain=far_gains, late=late)
-    time = time_to_copy(copy_curve(stored))
+    measures = dict(
+        loss=lambda stored, method: final_losses(stored.summary, method),
+        copy=lambda stored, method: copy_gains(stored.summary, method),
+    )
+    for study in studies():
+        measures |= study.NUMBERS
     for method in (None, *stored.config.validate_as):
         label = series_label(stored.config, method) if method else series
         for kind, read in measures.items():
-            for tokens, value in read(stored.summary, method).items():
-                numbers[f"{kind} {place} {tokens} {label}"] = value
-        if time is not None:
-            numbers[f"time {place} {label}"] = time
+            for key, value in read(stored, method).items():
+                numbers[f"{kind} {place} {key} {label}"] = value
     return numbers
 
 
@@ -152,9 +143,7 @@ class Page:
     def show(self, name: str, form: str) -> str:
         """Return the number in its format."""
         value = self.value(name)
-        if form == "p":
-            return f"{value:.2g}" if value >= 0.001 else "< 0.001"
-        return format(value, form)
+        return format_p(value) if form == "p" else format(value, form)
 
     def fill(self, text: str) -> str:
         """Return the text with all its numbers replaced."""

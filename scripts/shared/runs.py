@@ -9,7 +9,6 @@ import json
 import re
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from configs.config import Config, config_hash
@@ -25,8 +24,6 @@ from runtime.metrics import read_metrics
 
 # Exceptions that a damaged file can raise.
 DAMAGE = (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, OSError, RecursionError)
-
-COPIES = 1.0  # nats; a model copies once its copy gain of random spans is above this
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,42 +191,6 @@ def final_losses(summary: dict, method: str | None = None) -> dict[int, float]:
     losses = measured(summary, "val_loss", method)
     require(None not in losses.values(), "the run diverged, as a loss is not finite")
     return {int(length): float(value) for length, value in losses.items()}
-
-
-def far_gains(summary: dict, method: str | None = None) -> dict[str, float]:
-    """Return the far gain in nats by class of tokens. method: as in `measured`."""
-    return measured(summary, "far_gain", method)
-
-
-def late_losses(summary: dict, method: str | None, first: int) -> dict[int, float]:
-    """Return the loss by validation length, in nats a token, at the positions from `first`, a power of 2, on.
-
-    A longer text has fewer tokens with a short context, so its mean loss falls even if far tokens do not help.
-    """
-    late = {}
-    for length, octaves in measured(summary, "val_loss_by_position", method).items():
-        means = octaves[first.bit_length() :]  # entry k covers positions 2^(k-1) .. 2^k - 1
-        if means:
-            late[int(length)] = float(np.average(means, weights=2 ** np.arange(len(means))))
-    return late
-
-
-def copy_curve(stored: StoredRun) -> list[tuple[float, float]]:
-    """Return the pairs (M training tokens, copy gain at a gap of T / 8) of a run. T: the training length."""
-    gap, curve = stored.config.train_length // 8, []
-    for record in stored.validations():
-        gains = copy_gains(record)
-        if gap in gains:
-            curve.append((record["step"] * stored.config.batch_tokens / 1e6, gains[gap]))
-    return curve
-
-
-def time_to_copy(curve: list[tuple[float, float]]) -> float | None:
-    """Return where a copy_curve first passes COPIES, by linear interpolation, or None."""
-    for (before, low), (after, high) in zip(curve, curve[1:]):
-        if high > COPIES:
-            return before if low >= COPIES else before + (after - before) * (COPIES - low) / (high - low)
-    return None
 
 
 def data_fingerprint(config: Config) -> str | None:

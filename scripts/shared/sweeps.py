@@ -6,6 +6,7 @@ A study of ours is a folder results/NAME. Its file study.py has
     SWEEPS    {name: function from a Scale to a list of Runs}
     ITEMS     {name: function from a scripts.reproduce.study.Study to Markdown}: tables and figures
     TESTS     {name of an item: function from a Study to a list of PairedTests}: tests that were fixed before their runs
+    NUMBERS   {kind: function from a stored run and a method to {key: number}}: further numbers for pages
 
 The paper's sweeps are in configs/sweeps.py.
 """
@@ -33,25 +34,24 @@ def studies() -> list[ModuleType]:
     return [importlib.import_module(f"results.{name}.study") for name in names]
 
 
-def all_sweeps() -> dict[str, Callable[[Scale], list[Run]]]:
-    """Return the paper's sweeps and the sweeps of all studies, by name."""
-    found = dict(PAPER_SWEEPS)
+def with_studies(papers: dict, kind: str) -> dict:
+    """Return the paper's sweeps or items and the ones of all studies, by name. kind: "SWEEPS" or "ITEMS"."""
+    found = dict(papers)
     for study in studies():
-        found |= study.SWEEPS
+        found |= getattr(study, kind)
     return found
 
 
-def scale_of(name: str) -> str:
-    """Return the scale of a study's sweep or item, or "" if it is for every scale."""
-    return next((study.SCALE for study in studies() if name in study.SWEEPS | study.ITEMS), "")
+def all_sweeps() -> dict[str, Callable[[Scale], list[Run]]]:
+    return with_studies(PAPER_SWEEPS, "SWEEPS")
 
 
-def folder_of(item: str, scale: str) -> Path:
-    """Return the folder for the page of an item: results/NAME of its study, or results/SCALE."""
+def home_of(name: str) -> tuple[str, str]:
+    """Return the scale of a study's sweep or item, and the study's name. Both are "" if it is for every scale."""
     for study in studies():
-        if item in study.ITEMS and study.SCALE == scale:
-            return Path("results") / study.__name__.split(".")[1]
-    return Path("results") / scale
+        if study.SCALE and name in study.SWEEPS | study.ITEMS:
+            return study.SCALE, study.__name__.split(".")[1]
+    return "", ""
 
 
 def sweep(

@@ -24,7 +24,7 @@ from runtime.build import resolve
 from scripts.shared.arguments import add_run_options, field_changes, key_values
 from scripts.shared.runs import data_fingerprint, read_runs
 from scripts.shared.states import run_state
-from scripts.shared.sweeps import all_sweeps, scale_of, sweep
+from scripts.shared.sweeps import all_sweeps, home_of, sweep
 from scripts.sweep.cluster import queued_job, submit
 from scripts.sweep.local import train
 
@@ -72,7 +72,7 @@ def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[st
 
 def choose_runs(args: argparse.Namespace, fields: list[str]) -> list[Run]:
     """Return the runs that the command line chooses. Raise ValueError for runs that could not train anywhere."""
-    args.scale = args.scale or scale_of(args.sweep) or "paper"
+    args.scale = args.scale or home_of(args.sweep)[0] or "paper"
     changes, needle = field_changes(SCALES[args.scale].base, fields), key_values("--needle", args.needle)
     methods = args.methods and [*map(canonical_name, args.methods)]
     runs = sweep(args.sweep, args.scale, args.seeds, methods, changes, needle)
