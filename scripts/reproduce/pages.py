@@ -1,4 +1,4 @@
-"""Fill the pages of results/ with numbers of the kept runs, in place.
+"""Fill the README and the pages of results/ with numbers of the kept runs, in place.
 
     python -m scripts.reproduce.pages
 
@@ -171,9 +171,10 @@ class Page:
 
 
 def make_pages() -> dict[Path, str]:
-    """Return the text of each page of results/ by its path."""
+    """Return the text of the README and of each page of results/ by its path."""
     page = Page(all_numbers())
-    return {path: page.fill(path.read_text()) for path in sorted(RESULTS.rglob("*.md"))}
+    paths = [RESULTS.parent / "README.md", *sorted(RESULTS.rglob("*.md"))]
+    return {path: page.fill(path.read_text()) for path in paths}
 
 
 if __name__ == "__main__":
