@@ -99,7 +99,12 @@ def main():
         # Fields of the case come last, so they replace the small ones.
         cases = [" ".join([case.partition(" ")[0], more, case.partition(" ")[2]]) for case in CASES]
         old, new = (measure(checkout, cases) for checkout in (args.old, args.new))
-    different = [key for one, other in zip(old, new) for key in one if one[key] != other.get(key)]
+    different = [key for key, stored in old[0].items() if new[0].get(key) != stored]
+    for case, records in old[1].items():
+        # Fields that only the new checkout records are no difference.
+        shared = [{key: record.get(key) for key in before} for before, record in zip(records, new[1][case])]
+        if shared != records or len(records) != len(new[1][case]):
+            different.append(case)
     print(f"{len(old[0])} hashes of stored runs, {len(old[1])} runs of four steps; {len(different)} differ")
     for key in different:
         print(f"differs: {key}")
