@@ -62,7 +62,8 @@ def main(argv: list[str] | None = None):
         model=args.model, text=args.text.name, text_sha256=hashlib.sha256(text.encode()).hexdigest(),
         tokens=len(tokens), pairs=scores.shape[1], scale=scale, dtype=str(model.dtype).removeprefix("torch."),
         device=device_name(device), commit=git_commit(Path(__file__).parent) or "unknown",
-        made=str(datetime.date.today()), command=shlex.join([*COMMAND.split(), *argv]), layers=layers,
+        made=str(datetime.date.today()), layers=layers,
+        command=shlex.join([*COMMAND.split(), *argv]),
     )  # fmt: skip
     out = args.out or Path("runs") / FOLDER / Path(args.model).resolve().name
     out.mkdir(parents=True, exist_ok=True)

@@ -183,7 +183,9 @@ def measure_accuracy(config: Config, model: GPT, task: NeedleTask, examples: int
     by_prompt_length = defaultdict(list)  # a batch needs prompts of equal length
     for example in map(task.example, range(examples)):
         by_prompt_length[example.response_start].append(example)
-    batches = [(n, group[i : i + size]) for n, group in by_prompt_length.items() for i in range(0, len(group), size)]
+    batches = []
+    for start, group in by_prompt_length.items():
+        batches += [(start, group[i : i + size]) for i in range(0, len(group), size)]
     for start, batch in batches:
         tokens = torch.from_numpy(np.stack([example.tokens for example in batch])).to(device)  # (B, length + 1)
         response, tokenizer = task.length + 1 - start, task.tokenizer

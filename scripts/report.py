@@ -67,7 +67,11 @@ def describe_run(stored: StoredRun) -> RunView:
     late = [record for record in records if record["tokens"] >= start]
     charts = {"Training loss": mean_in_bins([r for r in late if r.get("train_loss") is not None])}
     for n in sorted({n for r in validations for n in r["val_loss"]}, key=int):
-        curve = {r["tokens"]: r["val_loss"][n] for r in late if r.get("val_loss", {}).get(n) is not None}
+        curve = {}
+        for record in late:
+            loss = record.get("val_loss", {}).get(n)
+            if loss is not None:
+                curve[record["tokens"]] = loss
         charts[f"Validation loss at {n} tokens"] = curve
     return RunView(stored.path.name, config.method, cells, charts | {BY_LENGTH: losses})
 

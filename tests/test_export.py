@@ -233,7 +233,7 @@ def test_scores_of_the_evaluation_harness_equal_our_model(run, exported, tmp_pat
     tokenizer = load_tokenizer(run.parent / "data")
     _, gpt = load_run(run, torch.device("cpu"))
 
-    # 1. Our model's log probabilities of the choices, and its answers, of which the first is replaced.
+    # 1. Our model's log probabilities of the choices, and its answers. A wrong answer replaces the first answer.
     log_p, answers = [], []
     for question in QUESTIONS:
         before = tokenizer.encode(question)

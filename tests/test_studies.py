@@ -13,13 +13,14 @@ from configs.config import config_hash
 from configs.sweeps import SI
 from model.methods.names import canonical_name
 from model.methods.options import check_options
+from results.far.study import time_to_copy
 from results.mini.study import RIVALS
 from scripts.reproduce.__main__ import read_sections
 from scripts.reproduce.comparisons import PairedTests, describe_variances, difference_cell, differences, holm
 from scripts.reproduce.pages import open_study
 from scripts.reproduce.study import Study
 from scripts.shared.looks import series_label, series_name
-from scripts.shared.runs import read_runs, time_to_copy
+from scripts.shared.runs import read_runs
 from scripts.shared.sweeps import studies, sweep
 from scripts.shared.tables import format_mean, mean_and_stderr
 

@@ -60,7 +60,7 @@ def validation_tokens(data):
 
 
 def arguments(data, runs, more="", preset="quickstart"):
-    """Return the command line of a small run. `more` has other fields, the last of which count."""
+    """Return the command line of a small run. A field in `more` replaces the same field before it."""
     return [preset, *FIELDS.split(), "--data_dir", str(data), "--runs_dir", str(runs), *more.split()]
 
 

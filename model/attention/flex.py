@@ -35,7 +35,7 @@ TILES: dict[tuple[tuple[int, int], torch.dtype, int], dict[str, int]] = {}
 class Flex(Backend):
     name = "flex"
     supported = ("key_bias", "window", "sink", "skip_first")
-    tiles: dict[str, int] = {}  # options that win over those of TILES
+    tiles: dict[str, int] = {}  # these options replace equal options of TILES
 
     def unsupported(self, method, device, dtype):
         if method.replacement is not None:

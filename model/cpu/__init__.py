@@ -39,7 +39,8 @@ def attention(
     added to the logits in nats, and sink (H,) is one more logit. Keys at a distance of `window` or more are hidden.
     """
     B, H, Tk, D = k.shape
-    assert v.shape == k.shape and q.shape == (B, H, q.shape[2], D), (q.shape, k.shape, v.shape)
+    shapes = q.shape, k.shape, v.shape
+    assert v.shape == k.shape and q.shape == (B, H, q.shape[2], D), shapes
     assert q.dtype == k.dtype == v.dtype == tables.dtype == torch.float32
     assert tables.shape[2] == Tk and 1 <= q.shape[2] <= Tk and 1 <= window <= Tk
     if key_bias is not None:

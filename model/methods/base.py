@@ -301,8 +301,9 @@ class Method(nn.Module):
     def check_inputs(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None):
         """Raise ValueError unless q is (B, H, Tq, D), k and v are (B, H, Tk, D), and x is there if it is needed."""
         heads, width = self.num_heads, self.head_dim
-        B, Tq, Tk = q.shape[0], q.shape[2], k.shape[2]
-        if q.shape != (B, heads, Tq, width) or k.shape != (B, heads, Tk, width) or v.shape != k.shape:
+        of_q = (q.shape[0], heads, q.shape[2], width)
+        of_k = (q.shape[0], heads, k.shape[2], width)
+        if q.shape != of_q or k.shape != of_k or v.shape != of_k:
             shapes = f"q, k and v have shapes {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
             raise UserError(f"{shapes}. {self.name} needs (batch, {heads}, length, {width}).")
         if self.needs_input and x is None:

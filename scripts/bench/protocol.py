@@ -90,7 +90,12 @@ class Report:
         self.text, self.record = "", dict(command=command, commit=commit, machine=describe_machine(device))
         self.add(f"    {command}\n\nCommit {commit}. {self.record['machine']}. docs/kernels.md explains the tables.")
 
-    def add(self, text: str, rows: list[list[str]] | None = None, problems: dict[str, str] | None = None):
+    def add(
+        self,
+        text: str,
+        rows: list[list[str]] | None = None,
+        problems: dict[str, str] | None = None,
+    ):
         """Add a text, then a table, then a list. problems: a problem or another result by variant."""
         text += f"\n\n{markdown_table(rows)}" if rows else ""
         text += "".join(f"\n\n- `{name}` {problem}" for name, problem in (problems or {}).items())

@@ -41,7 +41,10 @@ class Trainer:
         generator = torch.Generator().manual_seed(0)
         shape = sequences, config.train_length + 1
         tokens = torch.randint(config.vocab_size, shape, generator=generator).to(device)
-        self.micro_batches = [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in tokens.split(size)]
+        self.micro_batches = []
+        for part in tokens.split(size):
+            inputs, targets = part[:, :-1], part[:, 1:]
+            self.micro_batches.append((inputs.contiguous(), targets.contiguous()))
         for _ in range(WARM_UP_STEPS):
             self.step()
         self.peak_bytes = None  # peak memory of a step, without the memory of other variants (CUDA)

@@ -24,7 +24,13 @@ from scripts.shared.tables import markdown_table, mean_and_stderr, pivot_table
 SIGNIFICANT = 0.05  # level of a difference after Holm's correction, and of Bartlett's test
 
 
-def compare(study: Study, losses: dict, reference: str, lengths: list[int], not_trained: Collection[str]) -> list[str]:
+def compare(
+    study: Study,
+    losses: dict,
+    reference: str,
+    lengths: list[int],
+    not_trained: Collection[str],
+) -> list[str]:
     """Return a section with the differences between each series and the reference.
 
     A series (Study.series) is one curve: a method, with its options. losses: {(series, length): [nats per token of each

@@ -55,7 +55,14 @@ def gaussian_scores(draws: int, length: int, generator: torch.Generator) -> Iter
         yield torch.randn(min(size, draws - start), length, generator=generator, dtype=torch.float64)
 
 
-def iid_entropy(lengths: list[int], draws: int, seed: int, *, logn_scale: float = 0.4, tau: float = 10.0) -> list[dict]:
+def iid_entropy(
+    lengths: list[int],
+    draws: int,
+    seed: int,
+    *,
+    logn_scale: float = 0.4,
+    tau: float = 10.0,
+) -> list[dict]:
     """Return the top row of fig:entropy: attention_statistics of Gaussian scores in contexts of these lengths (tokens).
 
     Schemes: none (L = Z), logn (L = logn_scale log(T) Z) and scale_invariant. A row has the mean and the standard error
