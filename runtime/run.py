@@ -312,7 +312,7 @@ class Run:
         """Load the weights of another run, and continue its training text after its last token.
 
         The optimizer state starts anew. The attention method may differ. Its parameters, such as LogN's scales, are
-        loaded if both methods have them. Other calibrated parameters are set from the scores
+        loaded if both methods have them. Calibrated parameters that the other run lacks are set from the scores
         (model/scores.py). Raise ValueError for a model of another shape.
         """
         # 1. Compare.
