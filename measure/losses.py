@@ -29,7 +29,7 @@ def losses_over_ranks(
 
     plans: by length. inputs, targets: (sequences, length) integers, divided among the ranks.
     positions: (positions,) int64; the losses at these positions alone, (sequences, positions).
-    before_batch: called equally often on all ranks.
+    before_batch: called equally often on all ranks. The loss of a sequence that no rank has computed is NaN.
     """
     # 1. Every rank takes each world_size-th sequence.
     count, length = inputs.shape
@@ -42,6 +42,7 @@ def losses_over_ranks(
     positions = torch.arange(length) if positions is None else positions
     positions = positions.to(world.device)
     losses = torch.zeros(count, len(positions), dtype=torch.float64, device=world.device)
+    computed = torch.zeros(count, device=world.device)
     for first in range(0, most_rows, micro_batch):
         before_batch()
         rows = rank_rows[first : first + micro_batch]
@@ -50,5 +51,8 @@ def losses_over_ranks(
             y = torch.from_numpy(targets[rows].astype(np.int64)).to(world.device)
             by_token = model(x, y, plan=plans[length], per_token=True)  # (B, length)
             losses[rows] = by_token.double()[:, positions]
+            computed[rows] = 1
     world.sum(losses)
+    world.sum(computed)
+    losses[computed == 0] = torch.nan
     return losses.cpu()

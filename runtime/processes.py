@@ -11,12 +11,57 @@ import torch
 import torch._inductor.config
 import torch.distributed as dist
 
-from errors import UserError
+from errors import UserError, require
 from model.attention.sdpa import prefer_fast_sdpa
 from runtime.device import choose_ptxas, fix_threads, keep_freed_memory
 
 # Errors of gloo and NCCL about a rank that has died or does not answer.
 LOST_RANK = r"(?i)gloo|nccl|connection|timed out|timeout|\bpeer\b|(?<!tl\.)store|broken pipe"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Numbers that torchrun gives to a process. A process without torchrun is the only one."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+
+
+def read_launch() -> Launch:
+    """Return this process's numbers from the environment.
+
+    Raise UserError for numbers that no launcher gives, such as a single variable that was left in a shell: this process
+    would take itself for one of several, and would leave the work to ranks that do not exist.
+    """
+    remedy = "Start several processes with torchrun, or unset RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE."
+    required = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    present = [name for name in (*required, "LOCAL_WORLD_SIZE") if name in os.environ]
+    if not present:
+        tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+        require(
+            tasks == "1",
+            f"srun started {tasks} tasks, and each of them would train alone. Start torchrun with srun (docs/train.md),"
+            " or use --ntasks=1. For separate runs, unset SLURM_STEP_NUM_TASKS.",
+        )
+        return Launch()
+
+    for name in required:
+        require(name in present, f"{name} is not set, but {present[0]} is. {remedy}")
+    for name in present:
+        least = 1 if name.endswith("SIZE") else 0
+        text = os.environ[name]
+        require(
+            re.fullmatch("[0-9]+", text) and int(text) >= least,
+            f"{name} is {text!r}, but it must be a number from {least} on. {remedy}",
+        )
+    launch = Launch(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]))
+    for name, value in (("RANK", launch.rank), ("LOCAL_RANK", launch.local_rank)):
+        require(value < launch.world_size, f"{name} is {value}, but WORLD_SIZE is {launch.world_size}. {remedy}")
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        alone = launch.world_size == 1
+        require(alone or os.environ.get(name), f"WORLD_SIZE is {launch.world_size}, but {name} is not set. {remedy}")
+    return launch
 
 
 @dataclass(frozen=True)
@@ -48,24 +93,24 @@ def start_processes(device: str, timeout: float = 600) -> World:
     """Join the other processes that torchrun started, and choose a device. device: "auto", "cpu" or "cuda".
 
     Collectives use gloo for CPU tensors and NCCL for CUDA tensors. So a collective on a CPU tensor never waits for the
-    GPU. timeout: seconds to wait for the other ranks. Raise ValueError if there is no GPU for this process.
+    GPU. timeout: seconds to wait for the other ranks. Raise ValueError if there is no GPU for this process, and as
+    read_launch does.
     """
     # 1. Read torchrun's numbers.
-    rank = int(os.environ.get("RANK", 0))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    launch = read_launch()
+    rank, world_size = launch.rank, launch.world_size
     gpus = 0 if device == "cpu" else torch.cuda.device_count()
     if device == "cuda" and not gpus:
         raise UserError("--device cuda needs a GPU, but torch finds none. Use --device cpu.")
-    if gpus and local_rank >= gpus:
-        raise UserError(f"process {local_rank + 1} has no GPU. Use --nproc_per_node={gpus}.")
+    if gpus and launch.local_rank >= gpus:
+        raise UserError(f"process {launch.local_rank + 1} has no GPU. Use --nproc_per_node={gpus}.")
 
     # 2. Set up the device and the compiler.
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:  # by default, every rank uses as many as the machine has
         workers = os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         torch._inductor.config.compile_threads = max(1, min(32, workers))
     if gpus:
-        world = World(rank, world_size, torch.device("cuda", local_rank))
+        world = World(rank, world_size, torch.device("cuda", launch.local_rank))
         if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
             # Blocks of a fixed size would leave unused gaps when the sequence length changes.
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

@@ -53,6 +53,7 @@ def test_a_rank_binds_its_gpu_and_keeps_the_settings_of_the_user(setting, monkey
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCHINDUCTOR_COMPILE_THREADS"):
         monkeypatch.delenv(name, raising=False)
     torchrun = dict(RANK="5", LOCAL_RANK="1", WORLD_SIZE="8", LOCAL_WORLD_SIZE="4", TRITON_DEFAULT_FP_FUSION="1")
+    torchrun |= dict(MASTER_ADDR="node1", MASTER_PORT="29500")
     for name, value in (torchrun | setting).items():
         monkeypatch.setenv(name, value)
     for name, stand_in in {

@@ -21,6 +21,7 @@ from data.needle import C4, fetch_c4
 from errors import exit_on_user_error, require
 from model.methods.names import canonical_name
 from runtime.build import resolve
+from runtime.processes import read_launch
 from scripts.shared.arguments import add_run_options, field_changes, key_values
 from scripts.shared.runs import data_fingerprint, read_runs
 from scripts.shared.states import run_state
@@ -34,6 +35,8 @@ STARTING = ("missing", "interrupted", "failed", "pretrained")  # the sweep start
 @exit_on_user_error()
 def main(argv: list[str] | None = None):
     args, fields = parse_arguments(argv)
+    alone = read_launch().world_size == 1
+    require(alone, "torchrun started the sweep several times. Start it without torchrun: it starts its runs itself.")
     runs = choose_runs(args, fields)
     plan = find_states(runs, args)
     if args.dry_run:
