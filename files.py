@@ -1,11 +1,27 @@
-"""Writes files that no kill can leave half-written, and JSON that any reader accepts."""
+"""Writes files that no kill can leave half-written, and reads and writes JSON. Errors name the file."""
 
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, BinaryIO
+
+from errors import UserError
+
+
+@contextmanager
+def naming(action: str, path: Path) -> Iterator[None]:
+    """Let an OSError say which file was concerned and what was being done, "read" or "write".
+
+    Python names the file in errors of opening, but not in errors of reading and writing, such as a full disk.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise type(error)(f"cannot {action} {path} ({reason}). Check disk and permissions.") from error
 
 
 def replace_file(path: Path, write: Callable[[BinaryIO], object]):
@@ -16,19 +32,18 @@ def replace_file(path: Path, write: Callable[[BinaryIO], object]):
     process at a time may write to a folder.
     """
     partial = path.with_name(path.name + ".partial")
-    if os.path.lexists(partial):  # a killed process may have left one
-        partial.unlink()
-    try:
-        with open(partial, "xb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())  # the content must reach the disk before the name does
-        os.replace(partial, path)
-    except BaseException as error:
-        partial.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise OSError(f"cannot write {path} ({error.strerror or error}). Check disk and permissions.") from error
-        raise
+    with naming("write", path):
+        if os.path.lexists(partial):  # a killed process may have left one
+            partial.unlink()
+        try:
+            with open(partial, "xb") as file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())  # the content must reach the disk before the name does
+            os.replace(partial, path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
     sync(path.parent)  # callers may delete an older file next, so the new name must be on the disk
 
 
@@ -53,11 +68,38 @@ def open_no_symlink(path: Path, mode: str, **options: Any) -> IO:
 
 def append(path: Path, text: str):
     """Add text to the end of a file. Raise OSError naming the file (disk full, read-only)."""
+    with naming("write", path), open_no_symlink(path, "a", encoding="utf-8") as file:
+        file.write(text)
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return the content of a file. Raise OSError naming the file."""
+    with naming("read", path):
+        return path.read_bytes()
+
+
+def parse_object(content: bytes | str, place: str, remedy: str = "Restore it.", **fields: type) -> dict[str, Any]:
+    """Return the JSON object in `content`. fields: the type of each field that it must have.
+
+    place: a name for messages. Raise UserError naming the place and the field, if the content is anything else.
+    """
     try:
-        with open_no_symlink(path, "a", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise OSError(f"cannot write {path} ({error.strerror or error}). Check disk and permissions.") from error
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{place} is not JSON ({error}). {remedy}") from None
+    return check_object(value, place, remedy, **fields)
+
+
+def check_object(value: Any, place: str, remedy: str = "Restore it.", **fields: type) -> dict[str, Any]:
+    """Return the value if it is a JSON object with these fields of these types. Otherwise raise UserError."""
+    if type(value) is not dict:
+        raise UserError(f"{place} is not a JSON object. {remedy}")
+    for name, kind in fields.items():
+        if name not in value:
+            raise UserError(f"{place} has no {name}. {remedy}")
+        if type(value[name]) is not kind:
+            raise UserError(f"{place}: {name} is {str(value[name])[:40]!r}, not of type {kind.__name__}. {remedy}")
+    return value
 
 
 def to_json(record: Any, **options: Any) -> str:

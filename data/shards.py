@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from errors import UserError, exit_on_user_error
-from files import replace_text
+from files import check_object, naming, parse_object, read_bytes, replace_text
 
 MAGIC, VERSION = 20240520, 1
 HEADER_BYTES = 256 * 4
@@ -40,9 +40,21 @@ def shard_bytes(num_tokens: int) -> int:
     return HEADER_BYTES + num_tokens * TOKEN.itemsize
 
 
+def read_array(path: Path, dtype: np.dtype, count: int, offset: int = 0) -> np.ndarray:
+    """Return `count` numbers from this byte of a file on, or fewer at its end. Raise OSError naming the file.
+
+    np.fromfile takes an error of the disk for the end of the file.
+    """
+    array = np.empty(count, dtype)
+    with naming("read", path), open(path, "rb") as file:
+        file.seek(offset)
+        size = file.readinto(memoryview(array).cast("B"))
+    return array[: size // dtype.itemsize]
+
+
 def read_header(path: Path) -> int:
     """Return the number of tokens in a shard. Raise ValueError if the file is not a complete, non-empty shard."""
-    header = np.fromfile(path, "<i4", count=3).tolist()
+    header = read_array(path, np.dtype("<i4"), 3).tolist()
     if header[:2] != [MAGIC, VERSION]:
         raise UserError(f"{path}: not a token shard of version {VERSION}. Prepare it again.")
     num_tokens = header[-1]  # of a file of 8 bytes: VERSION, which the size contradicts
@@ -57,7 +69,7 @@ def read_header(path: Path) -> int:
 def describe_shard(path: Path) -> dict:
     """Return a shard's entry in the manifest, {"tokens", "max_token", "sha256"}. Raise ValueError for a bad shard."""
     num_tokens = read_header(path)
-    max_token = int(np.fromfile(path, TOKEN, offset=HEADER_BYTES).max())
+    max_token = int(read_array(path, TOKEN, num_tokens, HEADER_BYTES).max())
     return {"tokens": num_tokens, "max_token": max_token, "sha256": sha256_of(path)}
 
 
@@ -67,12 +79,14 @@ def describe_shard(path: Path) -> dict:
 
 
 def read_manifest(folder: Path) -> dict | None:
-    """Return the manifest of a data folder, or None without a manifest. Raise ValueError if it is not JSON."""
-    path = Path(folder) / MANIFEST
-    try:
-        return json.loads(path.read_text()) if path.exists() else None
-    except ValueError as error:
-        raise UserError(f"{path}: damaged ({error}). Prepare the data again.") from error
+    """Return the manifest of a data folder, or None without a manifest. Raise ValueError for any other content."""
+    path, remedy = Path(folder) / MANIFEST, "Prepare the data again."
+    if not path.exists():
+        return None
+    manifest = parse_object(read_bytes(path), str(path), remedy, tokenizer=str, vocab_size=int, files=dict)
+    for name, entry in manifest["files"].items():
+        check_object(entry, f"{path}: {name}", remedy, tokens=int, max_token=int, sha256=str)
+    return manifest
 
 
 def tokenizer_of(data_dir: Path) -> str | None:
@@ -83,7 +97,7 @@ def tokenizer_of(data_dir: Path) -> str | None:
 
 def sha256_of(path: Path) -> str | None:
     """Return the sha256 of a file, which is read at once, or None if it does not exist."""
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
+    return hashlib.sha256(read_bytes(path)).hexdigest() if path.exists() else None
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:
@@ -145,7 +159,7 @@ class TokenStream:
             shard, offset = self._locate(start + filled)
             path = self.paths[shard]
             wanted = min(count - filled, self.shard_tokens[shard] - offset)
-            part = np.fromfile(path, TOKEN, count=wanted, offset=shard_bytes(offset))
+            part = read_array(path, TOKEN, wanted, shard_bytes(offset))
             if len(part) < wanted:
                 raise UserError(f"{path}: the file was truncated during the run. Restore it.")
             tokens[filled : filled + wanted] = part

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import re
 import zlib
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -9,9 +10,10 @@ from typing import Any, BinaryIO
 import torch
 
 from errors import UserError
-from files import replace_file
+from files import read_bytes, replace_file
 from runtime.processes import World
 
+CHECKPOINT = re.compile(r"step_[0-9]{6,}\.pt")
 CHECKSUM_BYTES = len(b"crc32 00000000\n")
 
 
@@ -52,8 +54,12 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints' paths, newest first. The folder need not exist."""
-    return sorted(folder.glob("step_*.pt"), key=lambda path: int(path.stem.removeprefix("step_")), reverse=True)
+    """Return the checkpoints' paths, newest first. The folder need not exist.
+
+    Other files, such as `step_000500 (1).pt`, are left alone.
+    """
+    paths = [path for path in folder.glob("step_*.pt") if CHECKPOINT.fullmatch(path.name) and path.is_file()]
+    return sorted(paths, key=lambda path: int(path.stem.removeprefix("step_")), reverse=True)
 
 
 def write_with_checksum(state: dict[str, Any], file: BinaryIO):
@@ -72,7 +78,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
     Raise DamagedCheckpoint, a ValueError, when the checksum is wrong.
     """
-    content = path.read_bytes()  # BytesIO does not copy bytes
+    content = read_bytes(path)  # BytesIO does not copy bytes
     archive = memoryview(content)[:-CHECKSUM_BYTES]
     checksum = content[-CHECKSUM_BYTES:]
     if checksum != f"crc32 {zlib.crc32(archive):08x}\n".encode():

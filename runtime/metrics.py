@@ -1,13 +1,12 @@
 """Writes and reads metrics.jsonl, and mirrors it to wandb or trackio if the user wants."""
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from errors import UserError
-from files import append, replace_text, to_json
+from files import append, parse_object, read_bytes, replace_text, to_json
 
 
 class Metrics:
@@ -34,14 +33,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
     Raise ValueError naming the line if another line is damaged.
     """
-    lines = Path(path).read_bytes().splitlines()
+    lines = read_bytes(path).splitlines()
     records = []
     for number, line in enumerate(lines, start=1):
         try:
-            records.append(json.loads(line))
-        except ValueError:
+            records.append(parse_object(line, f"{path}, line {number}", "Repair or delete the line.", step=int))
+        except UserError:
             if number < len(lines):
-                raise UserError(f"{path}, line {number} is not JSON. Repair or delete the line.") from None
+                raise
     return records
 
 

@@ -1,0 +1,100 @@
+"""Damaged and stray files: a command names the file and the field and exits with 2, or it is not disturbed."""
+
+import json
+import shutil
+
+import pytest
+from commands import exit_code, fails, here, one_error, read_json
+from tiny_run import FIELDS, train_tiny_run
+
+from data import shards
+from runtime.checkpoint import list_checkpoints, load_checkpoint
+from runtime.metrics import read_metrics
+from scripts import evaluate
+from train_gpt import main as train
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return train_tiny_run(tmp_path_factory.mktemp("damage")).parent
+
+
+@pytest.fixture
+def folder(trained, tmp_path):
+    """A copy of the folder with `data` and `run`."""
+    return shutil.copytree(trained, tmp_path / "copy")
+
+
+def train_here(folder):
+    options = ["--runs_dir", folder, "--name", "new", "--data_dir", folder / "data", "--length_schedule"]
+    here(train, "quickstart", *options, "--val_copy_gaps", *FIELDS.split())
+
+
+MANIFESTS = {  # the message: the manifest
+    "max_token": lambda m: first_entry(m).update(max_token="1"),
+    "tokens": lambda m: first_entry(m).pop("tokens"),
+    "sha256": lambda m: first_entry(m).update(sha256=None),
+    "tokenizer": lambda m: m.pop("tokenizer"),
+    "vocab_size": lambda m: m.update(vocab_size=True),
+    "files": lambda m: m.update(files=[]),
+    "letters_val_000000.bin": lambda m: m["files"].update({"letters_val_000000.bin": 5}),
+}
+
+
+def first_entry(manifest):
+    return next(iter(manifest["files"].values()))
+
+
+@pytest.mark.parametrize("named", MANIFESTS)
+def test_a_manifest_of_the_wrong_shape_is_named_with_its_field(named, folder, capsys):
+    manifest = read_json(folder / "data/manifest.json")
+    MANIFESTS[named](manifest)
+    (folder / "data/manifest.json").write_text(json.dumps(manifest))
+    for command in (lambda: shards.main(["verify", str(folder / "data")]), lambda: train_here(folder)):
+        with pytest.raises(SystemExit) as end:
+            command()
+        line = one_error(capsys)
+        assert end.value.code == 2 and "manifest.json" in line and named in line
+    assert not (folder / "new").exists()
+
+
+@pytest.mark.parametrize("content", ["5", '"x"', "[]", "null", "{", "\udcff", "[" * 100_000])
+def test_a_manifest_that_is_no_object_is_named(content, folder, capsys):
+    (folder / "data/manifest.json").write_text(content, errors="surrogateescape")
+    fails(capsys, "manifest.json", shards.main, "verify", folder / "data")
+
+
+@pytest.mark.parametrize("line", ["5", '"x"', "{}", '{"step": "1"}', "{"])
+def test_a_line_of_metrics_of_the_wrong_shape_is_named_unless_it_is_the_last(line, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n' + line)
+    assert read_metrics(path) == [{"step": 1}]
+    path.write_text(line + '\n{"step": 1}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 1"):
+        read_metrics(path)
+
+
+def test_files_that_resemble_checkpoints_are_left_alone(folder, capsys):
+    checkpoints = folder / "run/checkpoints"
+    (newest, *_) = list_checkpoints(checkpoints)
+    for name in ("step_1e3.pt", "step_.pt", "step_000500 (1).pt", "step_9.pt", "step_000900.pt.tmp", "step_-00009.pt"):
+        (checkpoints / name).write_text("stray")
+    (checkpoints / "step_000901.pt").mkdir()
+    assert list_checkpoints(checkpoints)[0] == newest
+    assert exit_code(evaluate.main, [folder / "run"]) == 0
+
+
+READS = {
+    "manifest.json": lambda path: shards.read_manifest(path.parent),
+    "letters_train_000001.bin": shards.describe_shard,
+    "metrics.jsonl": read_metrics,
+    "step_000004.pt": load_checkpoint,
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_an_error_of_the_disk_names_the_file(name, tmp_path):
+    path = tmp_path / name
+    path.symlink_to("/proc/self/mem")  # opens well, but reading its first byte is an input/output error
+    with pytest.raises(OSError, match=f"read .*{name}.*Input/output error"):
+        READS[name](path)
