@@ -4,9 +4,14 @@ A sequence is a span of 32 tokens, `gap` tokens of validation text (the filler),
 two kinds. A "random" span has tokens from random positions of the text, so only copying can predict its second copy. A
 "text" span is a contiguous piece of the text outside the filler. Olsson et al. (2022, arXiv 2209.11895) measure
 in-context learning in a similar way.
+
+The accuracy of the second copy, by distance, is the copy accuracy of the forgetting curve (Liu et al., 2024, arXiv
+2410.04727). `recovery` compares models that copy unequally well at a short distance: it is the gain at a gap, divided
+by the gain at a gap within the training length.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -62,11 +67,12 @@ def copy_sequences(stream: TokenStream, gap: int, vocab_size: int) -> np.ndarray
 def measure_copy_gain(losses: Losses, stream: TokenStream, gaps: Sequence[int], vocab_size: int) -> dict:
     """Return copy_loss ([first copy, second copy]), copy_gain (first - second) and copy_gain_error, in nats a token.
 
-    Each is a dictionary by kind, then by gap. copy_gain_error is the standard error over spans. losses: with a plan for
-    the copy_length of each gap. Raise ValueError for a gap that is too long for the validation text.
+    copy_accuracy is the share of the second copy's tokens that are the most likely ones. Each result is a dictionary by
+    kind, then by gap. copy_gain_error is the standard error over spans. losses: with a plan for the copy_length of each
+    gap. Raise ValueError for a gap that is too long for the validation text.
     """
     result = {}
-    for name in ("copy_loss", "copy_gain", "copy_gain_error"):
+    for name in ("copy_loss", "copy_gain", "copy_gain_error", "copy_accuracy"):
         result[name] = {kind: {} for kind in KINDS}
 
     first_copy = torch.arange(SPAN - 1)  # predicts tokens 1 .. 31, because token 0 has no context
@@ -79,11 +85,34 @@ def measure_copy_gain(losses: Losses, stream: TokenStream, gaps: Sequence[int], 
         targets = np.roll(sequences, -1, axis=1)
         by_token = losses(sequences, targets, positions)
         by_copy = by_token.unflatten(1, (2, -1)).mean(dim=2)  # (96, 2)
+        hits = losses.hits(sequences, targets, last=SPAN)[:, :-1]  # the last position has no target
 
         # 2. Means over the spans of a kind.
-        for kind, copy_losses in zip(KINDS, by_copy.split(SPANS)):  # (48, 2)
+        for kind, copy_losses, kind_hits in zip(KINDS, by_copy.split(SPANS), hits.split(SPANS)):  # (48, 2), (48, 31)
             gains = copy_losses[:, 0] - copy_losses[:, 1]
             result["copy_loss"][kind][str(gap)] = copy_losses.mean(dim=0).tolist()
             result["copy_gain"][kind][str(gap)] = gains.mean().item()
             result["copy_gain_error"][kind][str(gap)] = gains.std().item() / SPANS**0.5
+            result["copy_accuracy"][kind][str(gap)] = kind_hits.mean().item()
     return result
+
+
+def recovery(gains: dict[str, float], errors: dict[str, float], train_length: int) -> dict[str, tuple[float, float]]:
+    """Return copy gain beyond the training length over copy gain within it, and its standard error, by gap.
+
+    gains, errors: copy_gain and copy_gain_error of one kind, by gap. The copies at the longest gap whose sequence fits
+    into train_length are the reference. Without such a gap, or if its gain is not above twice its error, the ratio
+    means nothing and the result is empty.
+    """
+    within = [gap for gap in map(int, gains) if copy_length(gap) <= train_length]
+    if not within or gains[str(max(within))] <= 2 * errors[str(max(within))]:
+        return {}
+    near = str(max(within))
+    ratios = {}
+    for gap in gains:
+        if int(gap) > max(within):
+            ratio = gains[gap] / gains[near]
+            # Gaps have different spans, so their errors are independent.
+            error = math.hypot(errors[gap], ratio * errors[near]) / gains[near]
+            ratios[gap] = ratio, error
+    return ratios

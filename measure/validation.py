@@ -27,7 +27,7 @@ from data.loader import check_validation
 from data.shards import TokenStream
 from measure.copy_gain import check_gaps, copy_length, measure_copy_gain
 from measure.far_gain import RATIO, check_windows, measure_far_gain
-from measure.losses import Losses, losses_over_ranks
+from measure.losses import Losses
 from model.gpt import GPT
 from model.methods.make import alternative_methods
 from model.scores import max_logits
@@ -141,8 +141,8 @@ class Validation:
         return record
 
     def copy_gains(self, gaps: Sequence[int]) -> dict:
-        """Return the result of measure_copy_gain, and copy_gain_as and copy_loss_as by method of validate_as."""
-        return self.measure_methods(measure_copy_gain, gaps, keys=("copy_gain", "copy_loss"))
+        """Return the result of measure_copy_gain, and KEY_as by method of validate_as for its main results."""
+        return self.measure_methods(measure_copy_gain, gaps, keys=("copy_gain", "copy_loss", "copy_accuracy"))
 
     def far_gains(self) -> dict:
         """Return the result of measure_far_gain, and far_gain_as by method of validate_as."""
@@ -174,9 +174,8 @@ class Validation:
         return record
 
     def losses_as(self, name: str, model: GPT) -> Losses:
-        """Return the function from inputs and targets to losses with this method, see losses_over_ranks."""
-        return functools.partial(
-            losses_over_ranks,
+        """Return the function from inputs and targets to losses with this method."""
+        return Losses(
             model,
             self.plans[name],
             micro_batch_tokens=self.config.micro_batch_tokens,

@@ -20,7 +20,7 @@ from pathlib import Path
 from data.shards import open_split
 from errors import exit_on_user_error
 from files import replace_text, to_json
-from measure.copy_gain import KINDS
+from measure.copy_gain import KINDS, recovery
 from measure.validation import Validation
 from runtime.checkpoint import latest_checkpoint
 from runtime.processes import World, start_processes
@@ -91,6 +91,29 @@ def gain_table(rows: list[tuple[str, dict, dict]]) -> str:
     return pivot_table(["run"], lines, columns)
 
 
+def print_copies(results: list[dict]):
+    """Print tables of copy gain, copy accuracy and recovery."""
+    gains, accuracies, recoveries = [], [], []
+    for result in results:
+        for kind in KINDS:
+            name = f"{result['name']}, {kind}"
+            gain, error = result["copy_gain"][kind], result["copy_gain_error"][kind]
+            gains.append((name, gain, error))
+            shares = {gap: f"{share:.0%}" for gap, share in result.get("copy_accuracy", {}).get(kind, {}).items()}
+            accuracies.append(([name], shares))
+            ratios = recovery(gain, error, result["train_length"])
+            if ratios:
+                means, errors = ({gap: pair[i] for gap, pair in ratios.items()} for i in (0, 1))
+                recoveries.append((name, means, errors))
+
+    print(f"\nCopy gain in nats a token, by the number of tokens between the copies:\n\n{gain_table(gains)}")
+    columns = {gap: gap for gap in gains[0][1]}
+    print(f"\nTokens of the second copy that are predicted:\n\n{pivot_table(['run'], accuracies, columns)}")
+    if recoveries:
+        text = "Recovery: the gain over the gain at the longest gap within the training length"
+        print(f"\n{text}:\n\n{gain_table(recoveries)}")
+
+
 @exit_on_user_error()
 def main(argv: list[str] | None = None):
     parser = argparse.ArgumentParser(prog="python -m scripts.evaluate", description=__doc__.split("\n")[0])
@@ -115,9 +138,7 @@ def main(argv: list[str] | None = None):
         results.append(result)
     print(loss_table(rows))
     if args.copy:
-        spans = [(kind, r) for kind in KINDS for r in results]
-        gains = [(f"{r['name']}, {kind}", r["copy_gain"][kind], r["copy_gain_error"][kind]) for kind, r in spans]
-        print(f"\nCopy gain in nats a token, by the number of tokens between the copies:\n\n{gain_table(gains)}")
+        print_copies(results)
     if args.far:
         gains = [(r["name"], r["far_gain"], r["far_gain_error"]) for r in results]
         print(f"\nFar gain in nats a token, by class of tokens:\n\n{gain_table(gains)}")

@@ -1,7 +1,6 @@
 """Copy gain against losses by the logits; micro-batches, ranks, a run's validation and scripts.evaluate."""
 
 import math
-from functools import partial
 
 import numpy as np
 import pytest
@@ -13,8 +12,8 @@ from test_gpt import make_gpt
 from test_train import one_thread, plain_losses, steps_and_validations, train_here, write_shards  # noqa: F401
 
 from data.shards import open_split
-from measure.copy_gain import KINDS, SPAN, SPANS, copy_length, copy_sequences, measure_copy_gain
-from measure.losses import losses_over_ranks
+from measure.copy_gain import KINDS, SPAN, SPANS, copy_length, copy_sequences, measure_copy_gain, recovery
+from measure.losses import Losses
 from runtime.metrics import flatten
 from runtime.processes import World
 from scripts import evaluate
@@ -38,7 +37,7 @@ def tiny_model():
 def losses_of(model, lengths, micro_batch_tokens=1000, world=World(0, 1, CPU), **options):
     """Return the function from inputs, targets and positions to losses that the measures take."""
     plans = {length: model.plan(length) for length in lengths}
-    return partial(losses_over_ranks, model, plans, micro_batch_tokens=micro_batch_tokens, world=world, **options)
+    return Losses(model, plans, micro_batch_tokens=micro_batch_tokens, world=world, **options)
 
 
 def measure(model, stream, **options):
@@ -79,6 +78,9 @@ def test_losses_and_gains_equal_those_of_the_logits(stream):
             gains = copies[0] - copies[1]
             error = np.std(gains, ddof=1) / math.sqrt(48)
             expected = dict(copy_loss=np.mean(copies, axis=1), copy_gain=gains.mean(), copy_gain_error=error)
+            with torch.no_grad():
+                best = model(torch.from_numpy(sequences)).argmax(dim=-1)[:, -32:-1].numpy()
+            expected["copy_accuracy"] = (best == sequences[:, -31:]).mean()
             for name, value in expected.items():
                 assert result[f"{name}/{kind}/{gap}"] == pytest.approx(value, abs=1e-4)
 
@@ -113,6 +115,22 @@ def test_results_do_not_depend_on_the_number_of_ranks(stream, data, tmp_path):
     assert_close(ours[0], measure(tiny_model(), stream))
 
 
+def test_recovery_is_a_ratio_with_the_error_of_both_gains():
+    gains, errors = {"8": 5.0, "64": 4.0, "500": 2.0, "900": 0.0}, {"8": 1.0, "64": 0.3, "500": 0.2, "900": 0.1}
+    ratios = recovery(gains, errors, train_length=128)  # 64 + 2 * 32 tokens fit
+    assert ratios.keys() == {"500", "900"}
+    rng = np.random.default_rng(1)
+    near = rng.normal(4.0, 0.3 / 10, 10**5)  # errors so small that the ratio is linear in them
+    for gap, (ratio, error) in ratios.items():
+        draws = rng.normal(gains[gap], errors[gap] / 10, 10**5) / near
+        assert ratio == gains[gap] / 4 and error / 10 == pytest.approx(draws.std(), rel=0.02)
+
+
+@pytest.mark.parametrize(("gain", "train_length"), [(0.5, 128), (-4.0, 128), (4.0, 127)])
+def test_a_ratio_to_no_gain_is_left_out(gain, train_length):
+    assert recovery({"64": gain, "500": 1.0}, {"64": 0.3, "500": 0.1}, train_length) == {}
+
+
 # ---- commands
 
 
@@ -132,7 +150,8 @@ def test_a_run_measures_it_at_validations_at_all_lengths(run):
     _, validations = steps_and_validations(run)
     assert [r["step"] for r in validations if "copy_gain" in r] == [0, 4, 8, 10]
     last = measured(validations[-1])
-    assert last.keys() == {"copy_loss", "copy_gain", "copy_gain_error", "copy_gain_as", "copy_loss_as"}
+    results = {"copy_loss", "copy_gain", "copy_gain_error", "copy_accuracy"}
+    assert last.keys() == results | {"copy_gain_as", "copy_loss_as", "copy_accuracy_as"}
     assert {"copy_gain/random/64", "copy_gain/text/8", "copy_gain_as/yarn/text/64"} <= flatten(last).keys()
     assert measured(run, "summary.json") == last
     assert validations[0]["copy_gain"]["random"]["8"] == 0  # before the first step all tokens are equally likely

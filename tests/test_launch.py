@@ -6,7 +6,7 @@ import torch
 from commands import fails, one_error
 from tiny_run import train_tiny_run
 
-from measure.losses import losses_over_ranks
+from measure.losses import Losses
 from runtime.processes import Launch, World, read_launch
 from scripts import evaluate, generate
 from scripts.sweep import __main__ as sweep
@@ -94,7 +94,6 @@ def test_the_loss_of_a_sequence_that_no_rank_computes_is_nan():
     model = torch.nn.Module()
     model.forward = lambda x, y, plan, per_token: x.float()
     tokens = numpy.arange(12).reshape(3, 4)
-    losses = losses_over_ranks(
-        model, {4: None}, tokens, tokens, micro_batch_tokens=4, world=Lonely(1, 2, torch.device("cpu"))
-    )
+    measure = Losses(model, {4: None}, micro_batch_tokens=4, world=Lonely(1, 2, torch.device("cpu")))
+    losses = measure(tokens, tokens)
     assert losses[1].tolist() == [4, 5, 6, 7] and losses[[0, 2]].isnan().all()

@@ -26,10 +26,24 @@ class WithLoss(nn.Module):
     def plan(self, length: int, **options) -> None:
         return None
 
-    def forward(self, inputs: Tensor, targets: Tensor, plan: None = None, per_token: bool = False) -> Tensor:
-        """Return the mean loss in nats of targets (B, T) given inputs (B, T). per_token: (B, T), without gradients."""
-        self.model.train(not per_token)  # activation checkpointing works only in this mode
-        x = self.model.model(inputs, use_cache=False).last_hidden_state.flatten(0, 1)  # (B T, C)
+    def forward(
+        self,
+        inputs: Tensor,
+        targets: Tensor | None = None,
+        plan: None = None,
+        per_token: bool = False,
+        last: int = 1,
+    ) -> Tensor:
+        """Return the mean loss in nats of targets (B, T) given inputs (B, T). per_token: (B, T), without gradients.
+
+        Without targets: return the float32 logits of the last positions, (B, last, vocabulary).
+        """
+        trains = targets is not None and not per_token
+        self.model.train(trains)  # activation checkpointing works only in this mode
+        x = self.model.model(inputs, use_cache=False).last_hidden_state  # (B, T, C)
+        if targets is None:
+            return nn.functional.linear(x[:, -last:], self.head).float()
+        x = x.flatten(0, 1)  # (B T, C)
         if per_token:
             return token_losses(x, self.head, targets.flatten()).view(targets.shape)
         return mean_loss(x, self.head, targets.flatten())
