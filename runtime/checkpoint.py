@@ -29,8 +29,12 @@ class Progress:
     first_token: int = 0  # position of step 0 in the training text; more than 0 after --init_from
     seconds: float = 0.0  # training time, without validations, checkpoints and each process's first step of a length
     skipped: int = 0  # steps without an update, because loss or gradients were not finite
-    wandb_id: str | None = None
     rng: list[dict] = dataclasses.field(default_factory=list)  # state of the random generators, by rank
+
+    @classmethod
+    def stored(cls, values: dict[str, Any]) -> "Progress":
+        """Return the progress in a checkpoint. Older checkpoints have wandb's id there, too."""
+        return cls(**{name: value for name, value in values.items() if name != "wandb_id"})
 
 
 def save_checkpoint(folder: Path, step: int, state: dict[str, Any], keep: int = 2) -> Path:

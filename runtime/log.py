@@ -15,6 +15,7 @@ import torch
 from configs.config import Config
 from data.copy_rows import schedule_problem
 from data.shards import read_manifest
+from files import replace_text
 from model.attention.plan import Plan
 from model.gpt import GPT
 from runtime.checkpoint import Progress
@@ -63,20 +64,22 @@ class RunLog:
             self._open_metrics()
 
     def _open_metrics(self):
-        config, folder, progress = self.config, self.folder, self.progress
+        config, folder = self.config, self.folder
         self.metrics = Metrics(folder.metrics)
-        self.metrics.truncate(progress.step)
+        self.metrics.truncate(self.progress.step)
+        identity = folder.path / "wandb_id"  # written before the first checkpoint, so a killed run keeps its id
         self.metrics.mirror = start_mirror(
             config.wandb,
             folder=folder.path,
-            run_id=progress.wandb_id,
+            run_id=identity.read_text() if identity.exists() else None,
             project=config.wandb_project,
             name=config.name,
             group=config.group or None,
             config=dict(vars(config)),
             tags=[tag[:64] for tag in (config.method, *config.tags)],  # wandb refuses longer ones
         )
-        progress.wandb_id = getattr(self.metrics.mirror, "id", None) or progress.wandb_id
+        if run_id := getattr(self.metrics.mirror, "id", None):
+            replace_text(identity, run_id)
 
     def print(self, text: str):
         """Write one or more lines to the console and to log.txt."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from errors import UserError
 from files import append, parse_object, read_bytes, replace_text, to_json
+from runtime.charts import draw_validation
 
 
 class Metrics:
@@ -16,10 +17,10 @@ class Metrics:
         self.path, self.mirror = path, mirror
 
     def write(self, record: dict[str, Any]):
-        """Append one record. The mirror gets it with joined keys: {"val_loss": {4096: 3.1}} as "val_loss/4096"."""
+        """Append one record. The mirror gets its numbers: {"val_loss": {4096: 3.1}} as "val_loss/4096"."""
         append(self.path, to_json(record) + "\n")
         if self.mirror is not None:
-            self.mirror.log(flatten(record))
+            self.mirror.log(record)
 
     def truncate(self, step: int):
         """Drop the records that a run resumed at `step` writes again: later steps, and validations from `step` on."""
@@ -53,6 +54,19 @@ def flatten(record: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+def numbers(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the numbers of a record with joined keys. Lists, which no dashboard draws, are left out."""
+    return {key: value for key, value in flatten(record).items() if not isinstance(value, list)}
+
+
+def pictures(record: dict[str, Any], image: Callable[..., Any]) -> dict[str, Any]:
+    """Return the picture of a validation under "charts", made by `image` from an array. {} for other records.
+
+    A picture needs no answer of a server. The tables of wandb do, so a lost network could end the run.
+    """
+    return {"charts": image(draw_validation(record))} if "val_loss_by_position" in record else {}
 
 
 def start_mirror(mode: str, *, folder: Path, run_id: str | None = None, **options: Any) -> Any:
@@ -90,7 +104,21 @@ def start_mirror(mode: str, *, folder: Path, run_id: str | None = None, **option
     except wandb.Error as error:
         raise UserError(f"wandb did not start ({error}). Use --wandb offline or --wandb off.") from error
     run.define_metric("*", step_metric="tokens")
-    return run
+    return WandbRun(run)
+
+
+class WandbRun:
+    """A run of wandb."""
+
+    def __init__(self, run: Any):
+        self.run = run
+        self.id, self.settings = run.id, run.settings
+        self.finish = run.finish
+
+    def log(self, record: dict[str, Any]):
+        import wandb
+
+        self.run.log(numbers(record) | pictures(record, wandb.Image))
 
 
 class TrackioRun:
@@ -101,14 +129,16 @@ class TrackioRun:
     def __init__(self, *, tags: list[str] = (), **options: Any):
         try:
             import trackio
+
+            self.image = trackio.Image
         except ImportError as error:
             raise UserError("--wandb trackio needs a package. Install it with `pip install trackio`.") from error
         self.run = trackio.init(resume="allow", embed=False, **options)
         self.finish = self.run.finish
 
     def log(self, record: dict[str, Any]):
-        others = {key: value for key, value in record.items() if key != "step"}
-        self.run.log(others, step=record["step"])
+        others = {key: value for key, value in numbers(record).items() if key != "step"}
+        self.run.log(others | pictures(record, self.image), step=record["step"])
 
 
 def finish_mirror(run: Any, log: Callable[[str], None] = print):

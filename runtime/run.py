@@ -297,7 +297,7 @@ class Run:
         config = self.config
         if changes := describe_differences(config, config_of(state["config"], type(config))):
             raise UserError(f"{checkpoint} was trained with {changes}. Pass the old values, or choose another --name.")
-        self._continue_from(Progress(**state["progress"]))
+        self._continue_from(Progress.stored(state["progress"]))
         if state["fingerprint"] != self.data["train"]:
             raise UserError(f"{checkpoint} was trained on other data than {config.data_dir}. Choose another --name.")
 
@@ -335,7 +335,7 @@ class Run:
         missing, _ = self.model.load_state_dict(weights, strict=False)
 
         # 3. Calibrate what is missing, on the tokens after the last one.
-        source = Progress(**state["progress"])
+        source = Progress.stored(state["progress"])
         first_token = source.first_token + source.step * state["config"]["batch_tokens"]
         if calibrated_parameters(self.model) & set(missing):
             tokens = calibration_tokens(self.config, self.text.train, first_token)

@@ -1,0 +1,73 @@
+"""The charts of a validation, as they arrive at a server in place of wandb's; the id of a run that is killed early."""
+
+import pytest
+from commands import here
+from matplotlib import image
+from matplotlib.figure import Figure
+from tiny_run import FIELDS, train_tiny_run
+from wandb_stand_in import StandIn
+
+import wandb
+from runtime.charts import draw_copy_gain, draw_layers, draw_positions, draw_validation
+from runtime.metrics import WandbRun, read_metrics
+from train_gpt import main as train
+
+
+@pytest.fixture
+def server(monkeypatch, tmp_path):
+    with StandIn() as server:
+        for name, value in (server.environment | dict(HOME=str(tmp_path))).items():
+            monkeypatch.setenv(name, value)
+        yield server
+
+
+def test_a_validation_has_numbers_and_a_picture(server, tmp_path):
+    run = train_tiny_run(tmp_path, "--wandb online --val_copy_gaps 8 64")
+    last = read_metrics(run / "metrics.jsonl")[-1]
+    row = [row for row in server.history if "charts" in row][-1]
+    assert row["val_loss/240"] == last["val_loss"]["240"]
+    assert not any(isinstance(value, list) for value in row.values())
+    (path,) = run.glob(f"wandb/run-*/files/{row['charts']['path']}")
+    assert image.imread(path).shape[:2] == (row["charts"]["height"], row["charts"]["width"])
+
+
+def lines(draw, record):
+    """Return x and y of the lines that a panel draws."""
+    axes = Figure().subplots()
+    draw(axes, record)
+    return [line.get_xydata().tolist() for line in axes.get_lines()]
+
+
+def test_panels_draw_the_numbers_of_the_record():
+    record = dict(
+        tokens=1000,
+        val_loss_by_position={"4": [5.0, 4.0, 3.0], "8": [5.0, 4.0, 3.5, 3.0]},
+        copy_gain=dict(random={"8": 2.0, "64": -1.0}, text={"8": 0.5, "64": 0.25}),
+        max_logit={"0": 3.0, "1": 4.0},
+        attention_entropy={"0": 1.0, "1": 2.0},
+    )
+    longest = [[1, 5.0], [2, 4.0], [4, 3.5], [8, 3.0]]
+    assert lines(draw_positions, record) == [[[1, 5.0], [2, 4.0], [4, 3.0]], longest]
+    assert lines(draw_copy_gain, record)[:2] == [[[8, 2.0], [64, -1.0]], [[8, 0.5], [64, 0.25]]]
+    assert lines(draw_layers, record) == [[[0, 3.0], [1, 4.0]], [[0, 1.0], [1, 2.0]]]
+    height, width, colours = draw_validation(record).shape
+    assert width > 3 * height and colours == 3
+    less = {key: value for key, value in record.items() if key in ("tokens", "val_loss_by_position")}
+    assert draw_validation(less).shape == (height, width // 3, 3)
+
+
+def test_a_run_that_is_killed_before_its_first_checkpoint_keeps_its_id(tmp_path, monkeypatch):
+    def kill(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(WandbRun, "log", kill)
+        train_tiny_run(tmp_path, "--wandb offline")
+    wandb.finish()  # this process goes on, unlike a killed one
+    run = tmp_path / "run"
+    first = (run / "wandb_id").read_text()
+    assert not list(run.glob("checkpoints/*"))
+    options = ["--runs_dir", tmp_path, "--name", "run", "--data_dir", tmp_path / "data", "--length_schedule"]
+    here(train, "quickstart", *options, "--val_copy_gaps", *FIELDS.split(), "--wandb", "offline", "--resume", "auto")
+    assert (run / "summary.json").exists() and (run / "wandb_id").read_text() == first
+    assert {path.name for path in run.glob("wandb/offline-run-*/*.wandb")} == {f"run-{first}.wandb"}
