@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -26,6 +27,7 @@ from configs.config import Config
 from data.loader import check_validation
 from data.shards import TokenStream
 from measure.copy_gain import check_gaps, copy_length, measure_copy_gain
+from measure.documents import document_token, own_context
 from measure.far_gain import RATIO, check_windows, measure_far_gain
 from measure.losses import Losses
 from model.gpt import GPT
@@ -89,7 +91,7 @@ class Validation:
         self.before_batch = before_batch
         is_last = step == self.config.steps
         tokens_by_length = validation_plan(self.config, step)
-        record = self.losses(tokens_by_length, by_block=is_last)
+        record = self.losses(tokens_by_length, complete=is_last)
         if gaps := validation_gaps(self.config, tokens_by_length, is_last):
             record |= self.copy_gains(gaps)
         if self.config.val_far_windows and is_last:
@@ -105,38 +107,47 @@ class Validation:
         record["val_seconds"] = round(time.monotonic() - began, 3)
         return record
 
-    def losses(self, tokens_by_length: dict[int, int], by_block: bool = False) -> dict:
+    def losses(self, tokens_by_length: dict[int, int], complete: bool = False) -> dict:
         """Return val_loss and val_tokens by length, val_loss_by_position, and val_loss_as.
 
         val_loss: mean loss in nats a token on the first tokens of the text. val_loss_as: the same by method of
-        validate_as; left out if there is none. by_block: add val_loss_by_block, the losses of equal parts of the text:
-        the most parts that have whole sequences at every length. Their spread shows how much the text matters.
+        validate_as; left out if there is none. complete: add two results. val_loss_by_block has the losses of equal
+        parts of the text: the most parts that have whole sequences at every length. Their spread shows how much the
+        text matters. val_loss_own has the losses at lengths above the training length on the val_tokens_own tokens
+        that have more than a training length of their own document before them.
         """
         # 1. The losses of the run's method.
         trained, *others = self.plans
         record = {"val_loss": {}, "val_tokens": {}, "val_loss_by_position": {}}
-        by_sequence = {}
+        by_sequence, own = {}, {}
         for length, tokens in tokens_by_length.items():
-            by_position, by_sequence[length] = self.mean_losses(trained, length, tokens)
+            inputs, losses = self.token_losses(trained, length, tokens)
+            by_position = losses.mean(dim=0)
+            by_sequence[length] = losses.mean(dim=1)
             record["val_loss"][str(length)] = by_position.mean().item()
             record["val_tokens"][str(length)] = tokens
             record["val_loss_by_position"][str(length)] = means_by_octave(by_position)
+            if length > self.config.train_length:
+                context = own_context(inputs, document_token(self.text))
+                own[str(length)] = losses[torch.from_numpy(context > self.config.train_length)]
 
-        # 2. The same by blocks of the text.
-        if by_block:
+        # 2. The same by blocks of the text, and of tokens far inside their documents.
+        if complete:
             record["val_loss_by_block"] = {}
             blocks = math.gcd(*map(len, by_sequence.values()))
             for length, losses in by_sequence.items():
                 means = losses.view(blocks, -1).mean(dim=1)
                 record["val_loss_by_block"][str(length)] = rounded(means)
+            record["val_tokens_own"] = {length: len(losses) for length, losses in own.items()}
+            record["val_loss_own"] = {length: losses.mean().item() for length, losses in own.items() if len(losses)}
 
         # 3. The losses of the other methods. Up to the training length, they have the same rotary tables.
         for name in others:
             losses = dict(record["val_loss"])
             for length, tokens in tokens_by_length.items():
                 if length > self.config.train_length:
-                    by_position, _ = self.mean_losses(name, length, tokens)
-                    losses[str(length)] = by_position.mean().item()
+                    _, by_token = self.token_losses(name, length, tokens)
+                    losses[str(length)] = by_token.mean(dim=0).mean().item()
             record.setdefault("val_loss_as", {})[name] = losses
         return record
 
@@ -183,16 +194,14 @@ class Validation:
             before_batch=self.before_batch,
         )
 
-    def mean_losses(self, name: str, length: int, tokens: int) -> tuple[Tensor, Tensor]:
-        """Return the mean loss at each position (length,) and of each sequence (tokens / length,), both float64."""
+    def token_losses(self, name: str, length: int, tokens: int) -> tuple[np.ndarray, Tensor]:
+        """Return the inputs and their losses by this method, (tokens / length, length) uint16 and float64."""
         # The last input needs a target, so the text is one token longer.
         text = self.text.read(0, tokens + 1, self.config.vocab_size)
         inputs = text[:-1].reshape(-1, length)
         targets = text[1:].reshape(-1, length)
-
         losses_of = self.losses_as(name, self.model)
-        losses = losses_of(inputs, targets)  # (tokens / length, length)
-        return losses.mean(dim=0), losses.mean(dim=1)
+        return inputs, losses_of(inputs, targets)
 
 
 def check_text(config: Config, text: TokenStream) -> None:

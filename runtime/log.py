@@ -233,6 +233,10 @@ class RunLog:
         losses = ", ".join(f"{loss:.4f} at length {length}" for length, loss in record["val_loss"].items())
         seconds = record["val_seconds"]
         self.print(f"step {record['step']}/{self.config.steps}  validation loss {losses}  ({seconds:.1f} s)")
+        for length, loss in record.get("val_loss_own", {}).items():
+            share = record["val_tokens_own"][length] / record["val_tokens"][length]
+            context = f"more than {self.config.train_length} tokens of their own document before them"
+            self.print(f"at length {length}, {share:.1%} of the tokens have {context}: loss {loss:.4f}")
 
     def close(self):
         """Finish the wandb or trackio run."""

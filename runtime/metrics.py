@@ -7,7 +7,6 @@ from typing import Any
 
 from errors import UserError
 from files import append, parse_object, read_bytes, replace_text, to_json
-from runtime.charts import draw_validation
 
 
 class Metrics:
@@ -66,7 +65,11 @@ def pictures(record: dict[str, Any], image: Callable[..., Any]) -> dict[str, Any
 
     A picture needs no answer of a server. The tables of wandb do, so a lost network could end the run.
     """
-    return {"charts": image(draw_validation(record))} if "val_loss_by_position" in record else {}
+    if "val_loss_by_position" not in record:
+        return {}
+    from runtime.charts import draw_validation  # here, because importing matplotlib takes a second
+
+    return {"charts": image(draw_validation(record))}
 
 
 def start_mirror(mode: str, *, folder: Path, run_id: str | None = None, **options: Any) -> Any:

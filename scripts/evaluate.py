@@ -67,7 +67,7 @@ def evaluate(
     result = {
         "step": step, "name": folder.name, "method": config.method,
         "train_length": config.train_length, "text": stream.fingerprint(), "data": str(data or config.data_dir),
-        **validation.losses(dict.fromkeys(lengths, tokens), by_block=True), **gains,
+        **validation.losses(dict.fromkeys(lengths, tokens), complete=True), **gains,
     }  # fmt: skip
     store(folder / ("evaluation.json" if same_text else f"evaluation_{result['text']}.json"), result)
     return result
@@ -89,6 +89,21 @@ def gain_table(rows: list[tuple[str, dict, dict]]) -> str:
         lines.append(([name], cells))
         columns |= {key: key for key in gains}
     return pivot_table(["run"], lines, columns)
+
+
+def print_own_documents(results: list[dict]):
+    """Print the loss on tokens far inside their own documents, and the share of these tokens."""
+    lines, columns = [], {}
+    for result in results:
+        cells = {}
+        for length, loss in result["val_loss_own"].items():
+            share = result["val_tokens_own"][length] / result["val_tokens"][length]
+            cells[length] = f"{loss:.3f} ({share:.1%})"
+        lines.append(([result["name"]], cells))
+        columns |= {length: length for length in cells}
+    if columns:
+        text = "Loss on tokens with more than a training length of their own document before them, and their share"
+        print(f"\n{text}:\n\n{pivot_table(['run'], lines, columns)}")
 
 
 def print_copies(results: list[dict]):
@@ -137,6 +152,7 @@ def main(argv: list[str] | None = None):
         rows += [result, *(result | {"name": f"{folder.name} as {m}", "val_loss": loss} for m, loss in others)]
         results.append(result)
     print(loss_table(rows))
+    print_own_documents(results)
     if args.copy:
         print_copies(results)
     if args.far:

@@ -1,0 +1,182 @@
+#!/usr/bin/env bash
+# Measures what this page predicts, on one GPU. The most important numbers come first.
+#   bash results/gpu/measure.sh right           all code paths side by side, not timed (about 310 s on an H200)
+#   bash results/gpu/measure.sh speed           timings of kernels and steps, one at a time
+#   bash results/gpu/measure.sh curves 430      trains METHODS side by side for so many seconds; losses at 4k, 16k, 64k
+# DOCS and BOOKS: folders of GPT-2 tokens (see docs/train.md). OUT: the folder for logs, runs and timings.
+# DRY=1 tries this script with tiny models on a CPU. If .gpu/ holds text.tar.xz and ptxas.xz, they are unpacked first.
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+began=$SECONDS
+export OUT=${OUT:-/tmp/gpu_out} W=${W:-/tmp/gpu_work}
+export PYTHONUNBUFFERED=1 TQDM_DISABLE=1 TORCHINDUCTOR_CACHE_DIR=$W/inductor TRITON_CACHE_DIR=$W/triton
+export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+mkdir -p "$OUT" "$W/logs" "$W/bench"
+python=${PYTHON:-python3}
+since() { echo $((SECONDS - began)); }
+say() { echo "[$(since) s] $*" | tee -a "$W/logs/all.txt"; }
+# Logs are packed after each part, so a machine that is taken away in the middle leaves the finished parts.
+pack() { tar czf "$OUT/logs.tmp" -C "$W" --exclude=checkpoints logs runs bench 2>/dev/null; mv "$OUT/logs.tmp" "$OUT/logs.tgz"; }
+start() { # NAME SECONDS COMMAND...: runs in the background, with a log and a time limit
+    local name=$1 limit=$2
+    shift 2
+    [ -z "${DRY:-}" ] || limit=$((20 * limit)) # a few slow cores
+    (
+        began_job=$(since)
+        timeout "$limit" "$@" >"$W/logs/$name.txt" 2>&1
+        say "$name: exit $? after $(($(since) - began_job)) s"
+    ) &
+    jobs+=($!)
+    [ -z "${DRY:-}" ] || join # one after the other
+}
+join() { wait "${jobs[@]}"; jobs=(); pack; }
+losses() { # NAME...: prints train losses, validation losses and the backend of finished runs
+    "$python" - "$W/runs" "$@" <<'P' | tee -a "$W/logs/all.txt"
+import json, pathlib, sys
+for name in sys.argv[2:]:
+    folder = pathlib.Path(sys.argv[1]) / name
+    if not (folder / "summary.json").exists():
+        print(name, "did not finish")
+        continue
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    train = [round(line["train_loss"], 4) for line in lines if "train_loss" in line]
+    summary = json.loads((folder / "summary.json").read_text())
+    backend = [line for line in (folder / "log.txt").read_text().splitlines() if line.startswith("attention by ")]
+    kept = {key: summary[key] for key in ("val_loss", "val_loss_as", "val_copy_gain") if key in summary}
+    print(name, "train", train[:: max(1, len(train) // 6)], kept, *backend[:1])
+P
+}
+jobs=()
+
+if [ ! -e "$W/ready" ]; then
+    { date; git rev-parse HEAD; cat .gpu/commit; nvidia-smi; uname -a; nproc; free -g; "$python" -m pip list; } >"$W/logs/machine.txt" 2>&1
+    [ ! -e .gpu/text.tar.xz ] || "$python" - "$W" <<'P' # a bare machine may lack xz
+import lzma, pathlib, shutil, sys, tarfile
+work = pathlib.Path(sys.argv[1])
+with lzma.open(".gpu/ptxas.xz") as packed, open(work / "ptxas", "wb") as file:
+    shutil.copyfileobj(packed, file)
+(work / "ptxas").chmod(0o755)
+tarfile.open(".gpu/text.tar.xz").extractall(work, filter="data")
+P
+    touch "$W/ready"
+fi
+[ ! -e "$W/ptxas" ] || export TRITON_PTXAS_PATH=$W/ptxas
+docs=${DOCS:-$W/docs} books=${BOOKS:-$W/books}
+say "ready: $(nvidia-smi --query-gpu=name,memory.used,clocks.sm --format=csv,noheader 2>/dev/null || echo no GPU)"
+
+tiny=() attention=() lengths=(4096 16384 65536) micro=32768 small=8192 val_tokens=262144
+fused=(flex:plain cudnn:plain flash2:plain flex:alibi flex:si flex:paper flex:softcap)
+if [ -n "${DRY:-}" ]; then
+    tiny=(--device cpu --num_layers 1 --num_heads 1 --model_dim 64 --train_length 256 --compile off)
+    attention=(--device cpu) lengths=(256 1024) micro=1024 small=512 val_tokens=4096
+    fused=(flex:plain flex:alibi flex:si flex:paper flex:softcap)
+fi
+common=(--data_dir "$docs" --runs_dir "$W/runs" --val_every 0 --val_copy_gaps --val_tokens "$val_tokens" "${tiny[@]}")
+train() { # NAME SECONDS TOKENS STEPS fields...: a short run of the paper's 162M model, one micro-batch a step
+    local name=$1 limit=$2 tokens=$3 steps=$4
+    shift 4
+    start "$name" "$limit" "$python" train_gpt.py small_4k --name "$name" "${common[@]}" --save_every 0 --steps "$steps" \
+        --batch_tokens "$tokens" --micro_batch_tokens "$tokens" --val_lengths "${lengths[0]}" "$@"
+}
+step_bench() { # PRESET SECONDS TOKENS arguments...
+    local preset=$1 limit=$2 tokens=$3
+    shift 3
+    start "step_$preset" "$limit" "$python" -m scripts.bench step "$preset" "$@" --out "$W/bench" --data_dir "$docs" \
+        --batch_tokens "$tokens" --micro_batch_tokens $((tokens < micro ? tokens : micro)) "${tiny[@]}"
+    join
+    cat "$W/logs/step_$preset.txt"
+}
+
+case ${1:?right, speed or curves} in
+right)
+    # 1. Training curves side by side: a wrong gradient shows as a curve that differs
+    train si 200 $micro 20 --val_lengths "${lengths[@]}"
+    train rope 200 $micro 20 --val_lengths "${lengths[@]}" --method rope --validate_as rope_ntk yarn
+    train logn 200 $micro 20 --method logn_p_rope
+    train alibi 200 $micro 20 --method alibi
+    join
+    losses si rope logn alibi
+    # 2. Pairs of paths with the same seed and tokens, whose losses must agree
+    flex=flex sdpa=sdpa
+    [ -z "${DRY:-}" ] || flex=cpu
+    start doctor 200 "$python" -m scripts.doctor gpt_162m_4k --data_dir "$docs" --val_tokens $((4 * val_tokens)) \
+        --val_lengths "${lengths[@]}" "${tiny[@]}"
+    train si_small 200 $small 12
+    train si_blocks 200 $small 12 --attention_backend blocks --compile off
+    train prope_sdpa 200 $small 12 --method p_rope --attention_backend $sdpa
+    train prope_flex 200 $small 12 --method p_rope --attention_backend $flex
+    train kerple 200 $small 12 --method kerple_log
+    (   # SIGKILL in the middle, then resume: the end must equal si_small up to rounding
+        run=("$python" train_gpt.py small_4k --name si_killed "${common[@]}" --steps 12 --batch_tokens $small
+            --micro_batch_tokens $small --val_lengths "${lengths[0]}" --save_every 4 --resume auto)
+        "${run[@]}" >"$W/logs/si_killed_1.txt" 2>&1 &
+        first=$!
+        for _ in $(seq 600); do
+            [ ! -e "$W/runs/si_killed/checkpoints/step_000008.pt" ] || break
+            kill -0 $first 2>/dev/null || break
+            sleep 0.2
+        done
+        kill -9 $first 2>/dev/null
+        timeout 150 "${run[@]}" >"$W/logs/si_killed_2.txt" 2>&1
+        say "si_killed: resumed, exit $?"
+    ) &
+    jobs+=($!)
+    join
+    say "pairs: si_small, si_blocks, si_killed; prope_sdpa, prope_flex"
+    losses si_small si_blocks si_killed prope_sdpa prope_flex kerple
+    cat "$W/logs/doctor.txt"
+    ;;
+speed)
+    start kernels 300 "$python" -m scripts.bench attention --lengths "${lengths[@]}" --rounds 5 --variants "${fused[@]}" \
+        --out "$W/bench" "${attention[@]}"
+    join
+    cat "$W/logs/kernels.txt"
+    step_bench gpt_162m_4k 200 $((2 * micro)) p_rope scale_invariant_p_rope logn_p_rope alibi --steps 3 --rounds 5
+    if [ -z "${DRY:-}" ]; then
+        start tiles 200 "$python" -m scripts.bench attention --lengths 16384 --rounds 3 --variants flex:si --tiles --out "$W/bench"
+        join
+        cat "$W/logs/tiles.txt"
+        micro=65536 step_bench gpt_162m_64k 150 65536 p_rope scale_invariant_p_rope --steps 1 --rounds 3
+        micro=57344 step_bench gpt_304m_4k 150 57344 scale_invariant_p_rope --steps 1 --rounds 3
+    fi
+    ;;
+curves)
+    # Four runs share the GPU, so a run has a quarter of the tokens that the time allows.
+    limit=${2:-430} seed=${SEED:-0} batch=65536 size=16384
+    [ -z "${DRY:-}" ] || batch=2048 size=1024
+    methods=(${METHODS:-rope logn_p_rope scale_invariant_p_rope scale_invariant_p_rope:form:barbero:share:0.25})
+    # 110 s for start, check, compilation and validation; 15 % for taking turns on the GPU
+    rate=${RATE:-300000} names=()
+    steps=${STEPS:-$(((limit - 110) * rate * 85 / 100 / ${#methods[@]} / batch))}
+    say "$steps steps of $batch tokens for each of ${methods[*]}"
+    for entry in "${methods[@]}"; do # METHOD or METHOD:OPTION:VALUE:...
+        IFS=: read -ra parts <<<"$entry"
+        name=curve-${entry//:/-}-s$seed extra=()
+        names+=("$name")
+        [ ${#parts[@]} = 1 ] || extra=(--method_options "${parts[@]:1}")
+        [ "$entry" != rope ] || extra=(--validate_as rope_ntk yarn)
+        start "$name" "$limit" "$python" train_gpt.py small_4k --name "$name" --method "${parts[0]}" --seed "$seed" \
+            "${common[@]}" --steps "$steps" --save_every 0 --batch_tokens $batch --micro_batch_tokens $size --val_profile light \
+            --val_lengths "${lengths[@]}" --val_tokens $((4 * val_tokens)) --val_copy_gaps ${GAPS:-512 2048 8192 16384} \
+            --val_every $((steps / 3 + 1)) "${extra[@]}"
+    done
+    (while sleep 20; do pack; done) &
+    packer=$!
+    join
+    kill $packer
+    losses "${names[@]}"
+    left=$((limit - $(since)))
+    if [ $left -gt 60 ] && [ -e "$books" ]; then # a second kind of text, with long documents
+        timeout $((left - 10)) "$python" -m scripts.evaluate "${names[@]/#/$W/runs/}" --data "$books" --lengths "${lengths[@]}" \
+            >"$W/logs/books.txt" 2>&1
+        say "books: exit $?"
+        cat "$W/logs/books.txt"
+    fi
+    ;;
+*)
+    say "no such part: $1. Name right, speed or curves."
+    exit 2
+    ;;
+esac
+pack
+say "end: everything is in $OUT/logs.tgz"
