@@ -119,7 +119,7 @@ def assert_near(actual, expected, tolerance, least=1.0):
     assert_close(actual.double().cpu(), expected.double().cpu(), rtol=0, atol=tolerance * scale)
 
 
-def attend(method, q, k, v, *, x=None, target_length=None, backend="auto"):
+def attend(method, q, k, v, x=None, *, target_length=None, backend="auto"):
     """Attention with a plan that is made for this call."""
     plan = make_plan(method, q.shape[2], k.shape[2], backend, target_length=target_length, dtype=q.dtype)
     return attention.attend(method, q, k, v, x, plan=plan)
